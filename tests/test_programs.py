@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support.programs import compiled
 from tests.support.words import naming
 from wanjax import programs
 from wanjax.compilers.lowering import without_refused
@@ -77,7 +78,7 @@ def test_an_unknown_option_is_left_out_and_told_once(execute, site):
     total = execute.call(adds, site, None, x, total)  # warnings are errors here
     np.testing.assert_array_equal(total, [1, 3, 5])
     assert execute.options_of(adds, site) == KEPT
-    assert execute.count(adds) == 1
+    assert compiled(adds, execute) == 1
 
 
 def test_an_option_whose_value_is_refused_is_left_out(execute, site):
@@ -131,7 +132,7 @@ def test_sets_with_equal_options_share_an_executable(execute, site):
     both, fast = Program(sums, lambda on: KEPT, fast=lambda on: {}), site._replace(compiler="fast")
     for where in (fast, site):
         execute.call(both, where, None, jnp.ones(3), jnp.ones(3))
-    assert execute.count(both) == 1
+    assert compiled(both, execute) == 1
     more = Program(sums, lambda on: KEPT, fast=lambda on: BOGUS)
     assert more.options_of(fast) == {**KEPT, **BOGUS}
     assert more.options_of(site) == KEPT
@@ -190,16 +191,16 @@ def test_a_run_s_programs_are_compiled_beside_it_once_one_is_missing(site):
 
     def recorded() -> list[Instance]:
         asked.append(1)
-        return [adds.instance(site, None, x, x), tops.instance(site, None, x)]
+        return [Instance(adds, site, None, (x, x)), Instance(tops, site, None, (x,))]
 
     with execute.ahead(recorded):
         execute.call(adds, site, None, x, x)
         end = time.monotonic() + 60
-        while not execute.count(tops) and time.monotonic() < end:
+        while not compiled(tops, execute) and time.monotonic() < end:
             time.sleep(0.01)
         execute.call(tops, site, None, x)
     assert asked == [1]
-    assert execute.count() == 2
+    assert compiled(strategy=execute) == 2
     with execute.ahead(recorded):
         execute.call(adds, site, None, x, x)  # is there
     assert asked == [1]
@@ -213,8 +214,8 @@ def test_what_begins_each_compilation_may_end_all(site):
         if number == 2:
             raise KeyboardInterrupt
 
-    instances = [made(function, {}).instance(site, None, x) for function in (largest, doubled, tripled)]
+    instances = [Instance(made(function, {}), site, None, (x,)) for function in (largest, doubled, tripled)]
     with pytest.raises(KeyboardInterrupt):
         execute.compile(*instances, begun=begin)
     assert begun == [(1, 3), (2, 3)]
-    assert execute.count() == 1
+    assert compiled(strategy=execute) == 1

@@ -16,6 +16,7 @@ import wanjax
 from tests.support.calls import Counting, differences, recorded_calls, wrong_shardings
 from tests.support.clips import write_clips
 from tests.support.compare import error
+from tests.support.programs import compiled
 from tests.support.toy import LENGTH, NETWORKS, TOY
 from tests.support.toy_tokenizer import save_tokenizer
 from tests.support.words import naming, says
@@ -31,7 +32,6 @@ from wanjax.pipelines.caching.tables import Changes, Magnitudes, Tables
 from wanjax.pipelines.recording import record
 from wanjax.pipelines.sampler import take_step
 from wanjax.plan.outlook import outlook
-from wanjax.programs import EXECUTE
 
 CLASSES = {
     "text_encoder": "T5EncoderModel",
@@ -245,8 +245,8 @@ def test_a_step_cache_needs_one_more_program(toy):
     pipe = wanjax.load(toy)
     encoded = pipe.encode("a red circle")
     whole = pipe.denoise(encoded, seed=0, steps=4)
-    compiled = EXECUTE.count(take_step)
+    before = compiled(take_step)
     cached = pipe.denoise(encoded, seed=0, steps=4, cache="deepcache:0,4,2")
-    assert EXECUTE.count(take_step) == compiled + 2
+    assert compiled(take_step) == before + 2
     assert np.isfinite(cached).all()
     assert error(np.asarray(cached), np.asarray(whole, np.float64)) > 0

@@ -4,7 +4,7 @@
 A program is a function that is compiled as a whole. Whoever drives a run calls its programs through a strategy, and
 computes no array between two calls:
 
-    state, x0, finite = strategy.call(take_step, site, denoiser, state, inputs, scale, step)
+    state, x0, finite = strategy.call(take_step, site, denoiser, state, inputs, guidance, schedule)
 
 `Execute` compiles the program once for each shape of its arguments, and runs it. `Record` notes the program and returns
 shapes, so that a run that is recorded makes the same calls as one that is executed, with nothing loaded and nothing
@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import Event, Lock, Thread
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
@@ -75,10 +75,6 @@ class Program:
         """Returns the compiler's options at a site."""
         on = target_of(site.partitioner.device)
         return {**self.options(on), **(self.fast(on) if self.fast is not None and site.compiler == FAST else {})}
-
-    def instance(self, site: Site, static: Any, *shapes: Shapes) -> "Instance":
-        """Returns the program for arguments of these shapes, traced."""
-        return Instance(self, site, static, shapes)
 
 
 def program(
@@ -185,10 +181,10 @@ class Strategy(ABC):
 
 
 def _key(arguments: Any, site: Site) -> tuple[Any, Any]:
-    """Returns the shapes of arguments, and what tells programs of equal shapes apart, but for the static argument."""
+    """Returns the shapes of arguments, and what tells programs apart by them, but for the static argument."""
     leaves, tree = jax.tree.flatten(arguments)
     shapes = [_shape(x, site.partitioner) for x in leaves]
-    return shapes, (tree, tuple((x.shape, x.dtype, x.sharding) for x in shapes))
+    return jax.tree.unflatten(tree, shapes), (tree, tuple((x.shape, x.dtype, x.sharding) for x in shapes))
 
 
 def _shape(x: Any, partitioner: Partitioner) -> jax.ShapeDtypeStruct:
@@ -224,11 +220,7 @@ class Execute(Strategy):
         arguments = jax.tree.map(lambda x: _on(x, site.partitioner), arguments)
         shapes, key = _key(arguments, site)
         key = (*_options_key(program, site), static, key)
-
-        def trace() -> Instance:
-            return program.instance(site, static, *jax.tree.unflatten(jax.tree.structure(arguments), shapes))
-
-        return self._get(key, program, site, trace)(*arguments)
+        return self._get(key, program, site, lambda: Instance(program, site, static, shapes))(*arguments)
 
     def compile(self, *instances: Instance, begun: Callable[[int, int], Any] = lambda number, total: None) -> None:
         """Compiles those of recorded programs that are not, some at a time, so that calls of them compile nothing.
@@ -345,10 +337,6 @@ class Execute(Strategy):
     def read(self, x: Any, otherwise: Any) -> Any:
         return jax.tree.map(np.asarray, x)
 
-    def count(self, program: Program | None = None) -> int:
-        """Returns the number of compiled programs, or of those of one program."""
-        return sum(program is None or known is program for known, *_ in list(self._compiled))
-
     def forget(self) -> None:
         """Drops all compiled programs, and the memory that they hold."""
         self._compiled.clear()
@@ -389,12 +377,15 @@ def _on(x: Any, partitioner: Partitioner) -> Any:
 
 @dataclass
 class Recorded:
-    """A program that a run calls: `times` in all, in a stage."""
+    """A program that a run calls: `times` in all, in a stage.
+
+    `beside` is the most bytes on one device that are kept beside the arguments of a call.
+    """
 
     instance: Instance
     stage: str
     times: int = 0
-    notes: dict[str, Any] = field(default_factory=dict)
+    beside: int = 0
 
     @property
     def name(self) -> str:
@@ -421,13 +412,11 @@ class Record(Strategy):
         shapes, key = _key(arguments, site)
         key = (program, site, static, key, self._stage)
         if key not in self._recorded:
-            tree = jax.tree.structure(arguments)
-            instance = program.instance(site, static, *jax.tree.unflatten(tree, shapes))
-            self._recorded[key] = Recorded(instance, self._stage)
+            self._recorded[key] = Recorded(Instance(program, site, static, shapes), self._stage)
         found = self._recorded[key]
         found.times += 1
         if self._beside is not None:
-            found.notes["beside"] = max(found.notes.get("beside", 0), self._beside(arguments))
+            found.beside = max(found.beside, self._beside(arguments))
         return found.instance.results
 
 

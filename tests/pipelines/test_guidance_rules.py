@@ -15,7 +15,7 @@ from flax import nnx
 from tests.support.commands import refused, succeeded
 from tests.support.commands import wanjax as command
 from tests.support.compare import error
-from tests.support.programs import begun
+from tests.support.programs import begun, compiled
 from tests.support.quick import quick
 from tests.support.tabled import STEPS, tabled
 from tests.support.tiny import (
@@ -33,7 +33,6 @@ from wanjax.media.videos import read_metadata
 from wanjax.pipelines.guidance import CLASSIFIER_FREE, RULES, guidance_rule
 from wanjax.pipelines.sampler import take_step
 from wanjax.pipelines.steps import Cancelled
-from wanjax.programs import EXECUTE
 from wanjax.schedulers import one_step
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
@@ -185,9 +184,9 @@ def test_numbers_of_a_rule_compile_nothing(load):
     pipe = load("wan")
     for first, second in (("nag", "nag:scale=3,alpha=1"), ("apg", "apg:eta=1,norm=7,momentum=.5,of=prediction")):
         run(pipe, first)
-        count = EXECUTE.count(take_step)
+        count = compiled(take_step)
         run(pipe, second, guidance_scale=2.0)
-        assert EXECUTE.count(take_step) == count
+        assert compiled(take_step) == count
     assert error(run(pipe, "none"), run(pipe, "nag")) > 1e-4
 
 

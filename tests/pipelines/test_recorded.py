@@ -19,6 +19,7 @@ import wanjax
 from tests.support import tiny
 from tests.support.calls import Call, Counting, differences, recorded_calls, steps, wrong_shardings
 from tests.support.compilations import compilations
+from tests.support.programs import compiled
 from tests.support.quick import quick
 from tests.support.tabled import TABLES
 from wanjax.compilers.fingerprint import fingerprint
@@ -163,12 +164,16 @@ def compared(loaded):
         made = record(pipe, settings, pictures, **told)
         for noted in made.programs:
             counting.compile(noted.instance)
-        before = counting.count()
+        before = compiled(strategy=counting)
         counting.calls.clear()
         prompt = own.pop("prompt")
         pipe.under(counting)(prompt, **own, **told)
         return Compared(
-            made, recorded_calls(made), counting.calls.copy(), counting.count() - before, [*counting.shardings]
+            made,
+            recorded_calls(made),
+            counting.calls.copy(),
+            compiled(strategy=counting) - before,
+            [*counting.shardings],
         )
 
     return compare

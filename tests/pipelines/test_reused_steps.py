@@ -41,7 +41,7 @@ from wanjax.pipelines.caching.step_cache import (
     low_frequencies,
 )
 from wanjax.pipelines.caching.tables import Magnitudes, Tables
-from wanjax.pipelines.guidance import guide
+from wanjax.pipelines.guidance import GuidanceRule
 from wanjax.pipelines.sampler import State, take_step
 from wanjax.pipelines.seeds import solver_keys, words_of
 from wanjax.schedulers import one_step
@@ -144,7 +144,7 @@ def test_a_step_of_magcache_adds_what_was_kept(pipe):
     kept = jax.tree.map(jnp.asarray, before.kept)
     prediction = jnp.concatenate(at(first, jnp.asarray(before.x), kept)).astype(jnp.float32)
     scheduled = jax.jit(lambda schedule, p, x, solver: denoiser.scheduler.step(schedule, 0, p, x, solver)[0])
-    guided = jax.jit(guide, static_argnums=1)(prediction, 1, jnp.float32(3))
+    guided = jax.jit(lambda pair, scale: pair[1:] + scale * (pair[:1] - pair[1:]))(prediction, jnp.float32(3))
     x = scheduled(one_step(schedule, first), guided, jnp.asarray(before.x), jax.tree.map(jnp.asarray, before.solver))
     assert error(after.x, np.asarray(x, np.float64)) <= 1e-6
     for one, other in zip(jax.tree.leaves(before.kept), jax.tree.leaves(after.kept), strict=True):
@@ -374,7 +374,9 @@ def test_without_a_cache_the_program_is_that_of_before(pipe):
         t = jax.tree.map(lambda time: jnp.full((inputs.batch,), time), denoiser.times(schedule))
         found = [denoiser.predict(network, x, t, prompt, inputs.shared) for prompt in inputs.prompts]
         predictions = jnp.concatenate([prediction.astype(jnp.float32) for prediction in found])
-        prediction = replicate(guide(predictions, videos, scale))
+        clean = partial(denoiser.scheduler.x0, schedule, 0)
+        guided, _ = GuidanceRule.joined(predictions, videos, scale, state.x, clean, None)
+        prediction = replicate(guided)
         x0 = replicate(denoiser.scheduler.x0(schedule, 0, prediction, state.x))
         x, solver = replicate(denoiser.scheduler.step(schedule, 0, prediction, state.x, state.solver))
         return State(x, solver), x0, jnp.isfinite(x).all()

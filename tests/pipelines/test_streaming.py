@@ -15,6 +15,7 @@ import pytest
 import wanjax
 from tests.support import whole_sequence
 from tests.support.compare import error
+from tests.support.programs import compiled
 from tests.support.quick import quick
 from tests.support.small_wan import causal_pipeline, partitioner
 from tests.support.tiny import tiny_causal_checkpoint
@@ -27,7 +28,6 @@ from wanjax.pipelines.steps import Cancelled
 from wanjax.pipelines.wan.causal import CausalWanArchitecture
 from wanjax.pipelines.wan.causal_programs import renew
 from wanjax.pipelines.wan.conditioning import WanEncoded
-from wanjax.programs import EXECUTE
 
 BLOCK, BLOCKS = 2, 5  # latent frames of a block; three blocks are in the window
 SIZE, FRAMES = (12, 20), 2 * (BLOCK * BLOCKS - 1) + 1
@@ -105,14 +105,14 @@ def test_a_longer_video_needs_no_other_program():
     pipe = causal_pipeline(2, None, window=3 * BLOCK)
     programs = (take_step, renew, decode_chunk)
 
-    def compiled(blocks):
-        before = [EXECUTE.count(program) for program in programs]
+    def made(blocks):
+        before = [compiled(program) for program in programs]
         given: dict[str, Any] = GIVEN | {"size": (12, 28), "frames": 2 * (BLOCK * blocks - 1) + 1}
         assert len(list(pipe.decode_blocks(pipe.blocks(encoded(), **given)))) == blocks
-        return [EXECUTE.count(program) - size for program, size in zip(programs, before, strict=True)]
+        return [compiled(program) - size for program, size in zip(programs, before, strict=True)]
 
-    assert compiled(2) == [1, 1, 2]  # the first chunk of frames has no cache
-    assert compiled(9) == [0, 0, 0]
+    assert made(2) == [1, 1, 2]  # the first chunk of frames has no cache
+    assert made(9) == [0, 0, 0]
 
 
 def test_memory_does_not_grow():

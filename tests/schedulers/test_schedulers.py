@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from tests.support.flows import flow_euler, unipc
+from tests.support.programs import compiled
 from tests.support.types import unchecked
 from tests.support.words import naming
 from wanjax import load, schedulers
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.sampler import take_step
-from wanjax.programs import EXECUTE
 from wanjax.schedulers import FlowEuler, UniPC, one_step
 
 EVERY = [
@@ -241,8 +241,8 @@ def test_settings_that_change_no_shape_compile_nothing():
     embeddings = pipe.encode("a red circle moving right")
     plain: dict[str, Any] = {"steps": 2, "frames": 5, "seed": 0}
     clip = pipe.denoise(embeddings, **plain)
-    programs = EXECUTE.count(take_step)
+    programs = compiled(take_step)
     changes: tuple[dict[str, Any], ...] = ({"flow_shift": 7.0}, {"steps": 3}, {"sigmas": "diffusers"})
     for changed in changes:
         assert np.abs(pipe.denoise(embeddings, **plain | changed) - clip).max() > 0.01
-    assert EXECUTE.count(take_step) == programs
+    assert compiled(take_step) == programs

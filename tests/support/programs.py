@@ -9,7 +9,7 @@ import numpy as np
 from wanjax.pipelines.run import latents_of
 from wanjax.pipelines.sampler import Beginning, Given, State, begin
 from wanjax.pipelines.seeds import words_of
-from wanjax.programs import EXECUTE, Program, Site
+from wanjax.programs import EXECUTE, Execute, Program, Site
 from wanjax.sharding import Partitioner, one_device
 
 
@@ -20,6 +20,11 @@ def caller(partitioner: Partitioner | None = None) -> Callable[..., Any]:
         return EXECUTE.call(program, Site(partitioner or one_device()), static, *arguments)
 
     return call
+
+
+def compiled(program: Program | None = None, strategy: Execute = EXECUTE) -> int:
+    """Returns the number of programs that a strategy has compiled, or of those of one program."""
+    return sum(program is None or known is program for known, *_ in list(strategy._compiled))
 
 
 def begun(pipe: Any, encoded: Any, settings: Any, noise: Any = None) -> tuple[Any, State]:

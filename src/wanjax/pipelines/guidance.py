@@ -56,18 +56,6 @@ def dynamic_scales(scale: float, timesteps: Float[np.ndarray, " steps"], steps: 
     return [1 + scale * (1 - math.cos(math.pi * way**5)) / 2 for way in ways]
 
 
-@jax.named_scope("guidance")
-def guide(predictions: Float[Array, "P T H W C"], videos: int, scale: Float[Array, ""]) -> Latents:
-    """Extrapolates from the second half of the predictions, for the negative prompts, through the first.
-
-    There is one half without guidance. The sum is in float32, because the difference is small.
-    """
-    if len(predictions) == videos:
-        return predictions
-    conditional, unconditional = predictions[:videos], predictions[videos:]
-    return unconditional + scale * (conditional - unconditional)
-
-
 @dataclass(frozen=True)
 class GuidanceRule:
     """Classifier-free guidance, and what other rules have in common. A hashable value.
@@ -94,6 +82,7 @@ class GuidanceRule:
         return np.float32(scale)
 
     @classmethod
+    @jax.named_scope("guidance")
     def joined(
         cls,
         predictions: Float[Array, "P T H W C"],
@@ -106,9 +95,27 @@ class GuidanceRule:
         """Returns one prediction of those for the prompts and, after them, for the negative ones, and the new average.
 
         Without guidance there are none for negative prompts. `clean` returns the clean latents that follow from a
-        prediction at x, a sum of a share of each.
+        prediction at x, a linear function of both.
         """
-        return guide(predictions, videos, told), average
+        if len(predictions) == videos:
+            return predictions, average
+        return cls.guided(predictions[:videos], predictions[videos:], told, x, clean, average)
+
+    @classmethod
+    def guided(
+        cls,
+        prompt: Latents,
+        negative: Latents,
+        told: Any,
+        x: Latents,
+        clean: Callable[[Latents, Latents], Latents],
+        average: Latents | None,
+    ) -> tuple[Latents, Latents | None]:
+        """Returns what `joined` does, from the predictions for the prompts and for the negative ones.
+
+        This rule extrapolates from the second through the first, in float32, because their difference is small.
+        """
+        return negative + told * (prompt - negative), average
 
     def __str__(self) -> str:
         values = [f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self)]
@@ -134,18 +141,15 @@ class ZeroStar(GuidanceRule):
         return np.array([scale, 0 if step < self.zero_steps else 1], np.float32)
 
     @classmethod
-    def joined(
+    def guided(
         cls,
-        predictions: Float[Array, "P T H W C"],
-        videos: int,
+        prompt: Latents,
+        negative: Latents,
         told: Float32[Array, "2"],
         x: Latents,
         clean: Callable[[Latents, Latents], Latents],
         average: None,
     ) -> tuple[Latents, None]:
-        if len(predictions) == videos:
-            return predictions, None
-        prompt, negative = predictions[:videos], predictions[videos:]
         (scale, kept), eps = told, 1e-8  # the paper's
         fitted = negative * (_dot(prompt, negative) / (_dot(negative, negative) + eps))
         return kept * (fitted + scale * (prompt - fitted)), None
@@ -183,18 +187,15 @@ class Projected(GuidanceRule):
         return np.array([scale, self.eta, self.norm, self.momentum, self.of == "clean"], np.float32)
 
     @classmethod
-    def joined(
+    def guided(
         cls,
-        predictions: Float[Array, "P T H W C"],
-        videos: int,
+        prompt: Latents,
+        negative: Latents,
         told: Float32[Array, "5"],
         x: Latents,
         clean: Callable[[Latents, Latents], Latents],
         average: Latents | None,
     ) -> tuple[Latents, Latents | None]:
-        if len(predictions) == videos:
-            return predictions, average
-        prompt, negative = predictions[:videos], predictions[videos:]
         scale, eta, norm, momentum, cleaned = told
         along = jnp.where(cleaned, clean(prompt, x), prompt)
         slope = jnp.where(cleaned, clean(jnp.ones_like(x), jnp.zeros_like(x)), 1.0)  # of clean latents to predictions

@@ -46,7 +46,7 @@ def programs_of(record: Record) -> list[Scheduled]:
         if (number := taken[program.stage, name]) > 1:
             name = f"{name}_{number}"
         lowering = program.instance.lowering
-        found.append(Scheduled(program.stage, name, lowering, program.times, program.notes.get("beside", 0)))
+        found.append(Scheduled(program.stage, name, lowering, program.times, program.beside))
     return found
 
 
