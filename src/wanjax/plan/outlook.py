@@ -304,7 +304,7 @@ def _reusing(
     for kind in (REUSING, DENSE):
         times, seconds = next(((run.times, x.seconds) for run, x in prices if run.name == kind), (0, None))
         found |= {f"{kind}s": times, f"{kind}_seconds": seconds}
-    if architecture.cache_rule(settings).branches:
+    if architecture.cache_rule(settings).decided_on_device:
         found["reusing_steps"] = most = sum(architecture.reused(settings))
         least = next((x.least for run, x in prices if run.name == REUSING), None)
         seconds = [stage.seconds for stage in told.values()]
@@ -325,7 +325,7 @@ def _range(prices: Sequence[tuple[Scheduled, Priced]], total: float | None, leas
 def _unknown(architecture: Architecture, settings: Settings) -> Iterator[str]:
     """Yields a sentence where the weights decide between the programs of whole steps and of those that reuse."""
     rule = architecture.cache_rule(settings)
-    if not (rule.counted or rule.branches):
+    if not (rule.counted or rule.decided_on_device):
         yield f"which steps reuse what another kept ({settings.cache}) is not known ahead: all but one are whole"
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Float
 
 from wanjax.errors import WanjaxError, shown
+from wanjax.layers.stack import BlockCache
 from wanjax.pipelines.caching.step_cache import (
     NO_CACHE,
     ForwardCache,
@@ -61,7 +62,9 @@ class CacheRule(ABC):
     name: ClassVar[str]
     counted: ClassVar[bool] = True
     """True where the steps that reuse are known before weights are."""
-    branches: ClassVar[bool] = False
+    blocks: ClassVar[type[BlockCache]] = BlockCache
+    """What each forward keeps between its blocks, for a rule that treats each on its own."""
+    decided_on_device: ClassVar[bool] = False
     """True where a step decides on the device whether it reuses."""
     forwards: ClassVar[int] = 0
     """The number of forwards that a step under guidance still runs where it reuses."""
@@ -81,9 +84,9 @@ class CacheRule(ABC):
     def reused(self, turn: Turn, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
         """Tells of each step of a turn whether it reuses, or may where that is not `counted`."""
 
-    @abstractmethod
     def cache(self, turn: Turn, reused: tuple[bool, ...]) -> StepCache:
         """Returns the cache of a turn, whose steps, counted from the video's first, reuse as told."""
+        return ForwardCache(self.blocks, reused=reused)
 
     def __str__(self) -> str:
         told, named = [], False
@@ -127,6 +130,7 @@ class DeepCache(CacheRule):
     """
 
     name = "deepcache"
+    blocks = LastBlockCache
     start: int = 11
     end: int = 45
     interval: int = 4
@@ -139,9 +143,6 @@ class DeepCache(CacheRule):
         steps = range(turn.start, turn.start + turn.steps)
         return _begun([self.start <= i < self.end and (i - self.start) % self.interval != 0 for i in steps])
 
-    def cache(self, turn: Turn, reused: tuple[bool, ...]) -> StepCache:
-        return ForwardCache(LastBlockCache, reused=reused)
-
 
 @dataclass(frozen=True)
 class MagCache(CacheRule):
@@ -152,6 +153,7 @@ class MagCache(CacheRule):
     """
 
     name = "magcache"
+    blocks = ResidualCache
     delta: float | None = None
     most: int | None = None
     whole: float | None = None
@@ -194,9 +196,6 @@ class MagCache(CacheRule):
                 grown, errors, count = NEW
         return _begun(found)
 
-    def cache(self, turn: Turn, reused: tuple[bool, ...]) -> StepCache:
-        return ForwardCache(ResidualCache, reused=reused)
-
 
 NEW = (1.0, 0.0, 0)  # growth, errors and count of a MagCache after a step that was computed
 
@@ -228,6 +227,7 @@ class TeaCache(CacheRule):
     """
 
     name = "teacache"
+    blocks = ResidualCache
     counted = False
     threshold: float | None = None
     mode: str | None = None
@@ -258,9 +258,6 @@ class TeaCache(CacheRule):
             error = error if found[-1] else 0.0
         return _begun(found)
 
-    def cache(self, turn: Turn, reused: tuple[bool, ...]) -> StepCache:
-        return ForwardCache(ResidualCache, reused=reused)
-
 
 @dataclass(frozen=True)
 class EasyCache(CacheRule):
@@ -272,7 +269,7 @@ class EasyCache(CacheRule):
 
     name = "easycache"
     counted = False
-    branches = True
+    decided_on_device = True
     threshold: float = 0.05
     first: int = 10
 
