@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
-from urllib.request import HTTPRedirectHandler, Request, build_opener
+from urllib.request import Request, build_opener
 
 from wanjax.cli.names import own_place
 from wanjax.cli.options import SETTINGS, is_given, option_of
 from wanjax.cli.report import Report
 from wanjax.errors import WanjaxError, shown
 from wanjax.pipelines.settings import LOADED, PICTURES
+from wanjax.pipelines.text.extending import NoRedirect
 from wanjax.stores.places import place
 from wanjax.stores.writing import check_folder, writing
 
@@ -151,13 +152,6 @@ def _plain(text: Any) -> str:
     return "".join(c if c.isprintable() else " " for c in str(text)[:1000])
 
 
-class _NoRedirect(HTTPRedirectHandler):
-    """Follows no redirection, which would take the token to another host."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
-
-
 class Server:
     """A `wanjax serve` at an address."""
 
@@ -167,7 +161,7 @@ class Server:
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise WanjaxError(f"--at is given as {shown(url)} where an address such as http://localhost:8000 is right")
         self.url = url.rstrip("/")
-        self._opener = build_opener(_NoRedirect)
+        self._opener = build_opener(NoRedirect)
 
     def model(self, name: str | None) -> dict[str, Any]:
         """Returns what the server tells of its first model, or of the one of this name.

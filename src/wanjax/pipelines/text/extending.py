@@ -91,8 +91,8 @@ def cleaned(text: str) -> str:
     return line[1:-1].strip() if len(line) > 1 and line[0] == line[-1] == '"' and '"' not in line[1:-1] else line
 
 
-class _NoRedirect(HTTPRedirectHandler):
-    """Follows no redirection, which would take the key and the prompt elsewhere."""
+class NoRedirect(HTTPRedirectHandler):
+    """Follows no redirection, which would take a secret elsewhere."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
@@ -109,7 +109,7 @@ def _asked(url: str, body: Mapping[str, Any], key: str) -> bytes:
 
     def ask() -> None:
         try:
-            with build_opener(_NoRedirect).open(request, timeout=PATIENCE) as answer:
+            with build_opener(NoRedirect).open(request, timeout=PATIENCE) as answer:
                 told.append(answer.read(LARGEST + 1))
         except HTTPError as error:
             told.append(WanjaxError(f"{url} extends no prompt: {_refusal(error, key)}"))
