@@ -52,7 +52,6 @@ from wanjax.registry import (
     presets,
     published,
     sized,
-    with_scheduler,
 )
 from wanjax.schedulers import Scheduler
 from wanjax.sharding import (
@@ -134,7 +133,7 @@ def load(
         told = f"{examined.settings.model} was not trained with {asked}, whose projection begins with zeros"
         note(told) if note else warnings.warn(told, stacklevel=3)
     if scheduler is not None:
-        found = replace(found, architecture=with_scheduler(found.architecture, scheduler))
+        found = replace(found, architecture=found.architecture.with_scheduler(scheduler))
     tiny = None if decoder is None else DecoderFile.in_place_of(found.architecture.vae, decoder)
     way = Loading(dtype, vae_dtype, param_dtype, asked, mesh, video, rules, compiler, offload, progress, tiny)
     return _pipeline(found, way)

@@ -22,7 +22,6 @@ from wanjax.pipelines.family import Architecture, Family, Preset, family_of, nam
 from wanjax.pipelines.hunyuanvideo import FAMILY as HUNYUANVIDEO
 from wanjax.pipelines.settings import Settings, sides
 from wanjax.pipelines.wan import FAMILY as WAN
-from wanjax.schedulers import Scheduler, successor
 
 FAMILIES = [
     WAN,
@@ -223,11 +222,6 @@ def adapted(found: Checkpoint, loras: tuple[Lora, ...], asked: Attention | None,
     if not merged:
         return found
     return replace(found, source=AdaptedSource(found.source, merged, found.family.networks, note), loras=loras)
-
-
-def with_scheduler(architecture: Architecture, scheduler: str | Scheduler) -> Architecture:
-    """Returns the architecture with this scheduler in place of its own."""
-    return replace(architecture, scheduler=successor(scheduler, architecture.scheduler))
 
 
 def sized(

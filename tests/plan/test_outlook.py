@@ -10,7 +10,7 @@ from tests.support.small_wan import TEXT, VIDEO, architecture
 from tests.support.tabled import TABLES
 from wanjax.layers.tiling import Tiling
 from wanjax.plan.outlook import Outlook, outlook
-from wanjax.registry import outline, with_scheduler
+from wanjax.registry import outline
 from wanjax.schedulers import FlowEuler, UniPC
 
 FAMILY = outline("nano")[0]
@@ -83,7 +83,7 @@ def test_tiles_reach_the_plan():
 
 def test_the_scheduler_reaches_the_plan():
     """A solver of a higher order keeps more between two steps than Euler's, which keeps nothing."""
-    euler, unipc = (priced(with_scheduler(SHAPES, solver)) for solver in (FlowEuler(), UniPC()))
+    euler, unipc = (priced(SHAPES.with_scheduler(solver)) for solver in (FlowEuler(), UniPC()))
     (least,), (more,) = ([r for r in x.programs if r.name == "step"] for x in (euler, unipc))
     assert least.arguments_bytes_per_chip < more.arguments_bytes_per_chip
 

@@ -71,7 +71,7 @@ def plan(
     how = {"sp": sp, "rules": rules, "compiler": compiler or SAFE, "attention": attention}
     family, architecture, defaults = registry.outline(model)
     if (scheduler := given.pop("scheduler")) is not None:
-        architecture = registry.with_scheduler(architecture, scheduler)
+        architecture = architecture.with_scheduler(scheduler)
     defaults = defaults.updated(
         {"dtype": "float32", "vae_dtype": "float32"} if chip == "cpu" else {"dtype": "bfloat16"}
     )

@@ -53,7 +53,6 @@ from wanjax.pipelines.settings import DRAW, Settings, schema
 from wanjax.pipelines.steps import Step, Switch
 from wanjax.pipelines.windows import Window
 from wanjax.programs import EXECUTE, Instance
-from wanjax.schedulers import name_of
 from wanjax.stores import places
 from wanjax.stores.writing import check_folder
 
@@ -547,10 +546,7 @@ def loaded(
     """Loads a pipeline, in the process that uses it; its own solver stays as it is where that is asked for."""
     given = {**options, "compiler": options["compiler"] or kept_set()}
     solver = given.pop("scheduler")
-    pipe = load(**given, progress=progress, note=note)
-    if solver not in (None, name_of(pipe.scheduler)):
-        pipe.scheduler = solver
-    return pipe
+    return load(**given, progress=progress, note=note).with_solver(solver)
 
 
 def _model(chosen: Mapping[str, Any]) -> str:

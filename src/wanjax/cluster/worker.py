@@ -32,7 +32,6 @@ from wanjax.pipelines.run import Hook, Run
 from wanjax.pipelines.seeds import checked_seed
 from wanjax.pipelines.settings import Settings
 from wanjax.programs import EXECUTE
-from wanjax.schedulers import name_of as solver_of
 from wanjax.stores.places import Place
 from wanjax.stores.writing import HOST
 
@@ -263,10 +262,7 @@ class Worker:
     def _shared(self, request: Request) -> "Shared":
         """Returns what the videos of one run share; raises WanjaxError where no such video can be made."""
         given = request.shared
-        pipe, solver = self.pipe, given.pop(SCHEDULER, None)
-        if solver not in (None, solver_of(pipe.scheduler)):
-            pipe = pipe.under(pipe.strategy)
-            pipe.scheduler = solver
+        pipe = self.pipe.with_solver(given.pop(SCHEDULER, None))
         pictures, chosen = pipe.prepare(**given)
         files = {name: given[name] for name in Pictures._fields if given.get(name)}
         return Shared(pipe, pictures, chosen, pipe.record(chosen, files, **self.how))

@@ -9,7 +9,7 @@ that compute are given a `Pipe`, a pipeline as they see it.
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
@@ -38,7 +38,7 @@ from wanjax.pipelines.steps import Segment
 from wanjax.pipelines.text.tokenizer import Truncation
 from wanjax.pipelines.windows import CONTROL, PICTURE, check_windows
 from wanjax.programs import Program, Strategy, Value
-from wanjax.schedulers import Scheduler, shift_of
+from wanjax.schedulers import Scheduler, shift_of, successor
 from wanjax.sharding import Partitioner, choose_axes, platform
 
 Encoded = Any  # the family's own NamedTuple of arrays, each with a first axis of size 1
@@ -300,6 +300,10 @@ class Architecture(ABC):
         initial = (videos, *self.noise_shape(settings, references)[1:])
         of_steps = {OF_STEPS: (settings.steps, *initial)} if self.scheduler.stochastic else {}
         return {INITIAL: initial} | of_steps
+
+    def with_scheduler(self, scheduler: str | Scheduler) -> "Architecture":
+        """Returns the architecture with another scheduler; raises WanjaxError where it does not fit the model."""
+        return replace(self, scheduler=successor(scheduler, self.scheduler))
 
     def schedule(self, settings: Settings, encoded: Encoded | None = None) -> Any:
         """Returns the noise levels of the steps, arrays of the host; a given video, if encoded, skips the noisiest."""

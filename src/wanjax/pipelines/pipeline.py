@@ -72,7 +72,7 @@ from wanjax.pipelines.steps import Step, Switch
 from wanjax.pipelines.text.tokenizer import Truncation
 from wanjax.pipelines.windows import CONTROL, check_alone
 from wanjax.programs import EXECUTE, Program, Site, Strategy, Value
-from wanjax.schedulers import Scheduler, name_of, successor
+from wanjax.schedulers import Scheduler, name_of
 from wanjax.sharding import Partitioner, one_device
 
 Clip = UInt8[np.ndarray, "T H W 3"]
@@ -142,7 +142,18 @@ class Pipeline:
     @scheduler.setter
     def scheduler(self, scheduler: str | Scheduler) -> None:
         """Sets another scheduler, by name or as a value; raises WanjaxError where it does not fit the model."""
-        self.architecture = replace(self.architecture, scheduler=successor(scheduler, self.scheduler))
+        self.architecture = self.architecture.with_scheduler(scheduler)
+
+    def with_solver(self, name: str | None) -> "Pipeline":
+        """Returns the pipeline with the solver of this name, and the rest shared; itself for its own, and for None.
+
+        Raises WanjaxError where the solver does not fit the model.
+        """
+        if name in (None, name_of(self.scheduler)):
+            return self
+        made = self.under(self.strategy)
+        made.scheduler = name
+        return made
 
     def free(self, *names: str) -> None:
         """Drops the named components, or all, until their next use."""
@@ -195,10 +206,8 @@ class Pipeline:
         other keywords are those of a call for one video.
         """
         pictures, chosen = self.prepare(negative_prompt=negative_prompt, **given)
-        texts = [self.settings(prompt=prompt) for prompt in prompts]
         numbers = [chosen.seed] if seeds is None else [checked_seed(seed) for seed in seeds]
-        told = [{name: getattr(text, name) for name in ("prompt", "original_prompt")} for text in texts]
-        wanted = [chosen.updated({**text, "seed": seed}) for text in told for seed in numbers]
+        wanted = [chosen.updated({"prompt": prompt, "seed": seed}) for prompt in prompts for seed in numbers]
         if noise is not None:  # before a prompt is encoded, which may take long
             if len(wanted) != 1:
                 raise WanjaxError(f"one noise is given for {len(wanted)} videos: it makes one video")

@@ -8,7 +8,6 @@ model has no use for is left out.
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 from wanjax.errors import SettingError, WanjaxError
@@ -19,7 +18,7 @@ from wanjax.pipelines.family import Architecture
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import DRAW, LOADED, PICTURES, Setting, Settings, schema
 from wanjax.pipelines.windows import CONTROL
-from wanjax.schedulers import NAMED, name_of, successor
+from wanjax.schedulers import NAMED, name_of
 
 TYPES = {str: "string", bool: "boolean", int: "integer", float: "number"}
 
@@ -129,22 +128,17 @@ def schedulers(pipe: Pipeline) -> list[str]:
     found = [own]
     for name in NAMED:
         with suppress(WanjaxError):
-            other = replace(pipe.architecture, scheduler=successor(name, pipe.scheduler))
-            other.schedule(settings)
+            pipe.architecture.with_scheduler(name).schedule(settings)
             found.append(name)
     return list(dict.fromkeys(found))
 
 
 def with_scheduler(pipe: Pipeline, name: str | None) -> Pipeline:
     """Returns the pipeline with another solver, if one is named; raises SettingError where it does not fit."""
-    if name is None:
-        return pipe
-    made = pipe.under(pipe.strategy)
     try:
-        made.scheduler = name
+        return pipe.with_solver(name)
     except WanjaxError as error:
         raise SettingError(str(error), "scheduler") from error
-    return made
 
 
 def pictures(architecture: Architecture) -> dict[str, dict[str, Any]]:
