@@ -86,8 +86,8 @@ def priced(measured: Measured) -> float:
     settings = replace(presets()[MODEL].defaults, height=measured.size[0], width=measured.size[1])
     place = find_slice(measured.chip)
     mesh = described(place, {"dp": 2, "sp": 1, "tp": place.devices // 2})
-    family, architecture, _ = outline(MODEL)
-    pipe = outlined(family, architecture, settings, Partitioner(mesh, RULES["fsdp"]), attention=Attention("splash"))
+    partitioner = Partitioner(mesh, RULES["fsdp"])
+    pipe = outlined(replace(outline(MODEL), settings=settings), partitioner, attention=Attention("splash"))
     step = next(x.lowering for x in programs_of(record(pipe, settings)) if x.name == STEP)
     [found] = price_all(place, [with_splash(step)])
     assert found.seconds is not None, "it fits"

@@ -8,6 +8,7 @@ wanjax compiles them at O1; the compiler's default is O2.
 
 import argparse
 import math
+from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
@@ -45,8 +46,7 @@ def main() -> None:
     mesh = described(place, {"dp": 1, "sp": 1, "tp": place.devices})
     stage = "encode" if options.encode else "decode"
     names = (f"{stage}_first", f"{stage}_next")
-    family, architecture, _ = outline(options.model)
-    pipe = outlined(family, architecture, video, Partitioner(mesh, RULES["fsdp"]))
+    pipe = outlined(replace(outline(options.model), settings=video), Partitioner(mesh, RULES["fsdp"]))
     runs = programs_of(record(pipe, video, needed_pictures(pipe, video)))
     table = Table(title=f"{options.model}, {video.width}x{video.height}, {options.chip}")
     for column in ("program", "level", "compiled in, s", "priced, ms", "runs", "peak, GiB"):

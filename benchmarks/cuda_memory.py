@@ -10,6 +10,7 @@ an argument is printed too: attention that kept all scores would show as L x L.
 
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -61,11 +62,12 @@ def main(model: str, attention: str, size: str | None, only: tuple[str, ...]) ->
     """Prints a line for each program."""
     described = topologies.get_topology_desc("h100", "cuda", topology="1x1x1", target_config=H100).devices
     mesh = Mesh(np.array(described).reshape([1] * len(MESH_AXES)), MESH_AXES)
-    family, architecture, settings = registry.outline(model)
-    height, width = settings.size if size is None else registry.size_of(model, {"size": size})
-    settings = settings.updated({"dtype": "bfloat16", "height": height, "width": width})
+    found = registry.outline(model)
+    height, width = found.settings.size if size is None else registry.size_of(model, {"size": size})
+    settings = found.settings.updated({"dtype": "bfloat16", "height": height, "width": width})
     partitioner = Partitioner(mesh, RULES["fsdp"])
-    pipe = loading.outlined(family, architecture, settings, partitioner, attention=Attention.of(attention))
+    outline = replace(found, settings=settings)
+    pipe = loading.outlined(outline, partitioner, attention=Attention.of(attention))
     for program in programs_of(record(pipe, settings, needed_pictures(pipe, settings))):
         if only and program.name not in only:
             continue

@@ -65,7 +65,8 @@ def main() -> None:
     parser.add_argument("--frames", type=int, default=81)
     parser.add_argument("--top", type=float, action="append")
     options = parser.parse_args()
-    _, architecture, settings = outline(options.model)
+    model = outline(options.model)
+    architecture, settings = model.architecture, model.settings
     width, height = map(int, options.size.split("x"))
     video = {"width": width, "height": height, "frames": options.frames}
     work = architecture.forward(settings.updated(video))

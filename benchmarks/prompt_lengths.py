@@ -24,11 +24,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=LENGTHS)
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
-    family, architecture, defaults = outline(options.model)
-    settings = defaults.updated({"dtype": "bfloat16"})
+    model = outline(options.model)
+    settings = model.settings.updated({"dtype": "bfloat16"})
     for tokens in options.tokens:
-        shapes: Any = replace(architecture, prompt_tokens=tokens)
-        found = outlook(family, shapes, settings, options.chip, options.mesh)
+        shapes: Any = replace(model.architecture, prompt_tokens=tokens)
+        found = outlook(replace(model, architecture=shapes, settings=settings), options.chip, options.mesh)
         spread = f"{found.step_seconds_low:.2f} to {found.step_seconds_high:.2f}"
         print(f"{tokens} tokens: {found.step_seconds:.3f} s, {spread}")
 

@@ -217,7 +217,7 @@ def test_distilled_models(name, source, scheduler, size, frames, steps, shift, l
     preset, defaults = presets()[name], presets()[name].defaults
     assert (preset.source, preset.licence, preset.loras) == (source, licence, ())
     assert preset.scheduler == parse(scheduler)
-    assert outline(name)[1].scheduler == parse(scheduler)
+    assert outline(name).architecture.scheduler == parse(scheduler)
     assert (defaults.model, defaults.size, defaults.frames) == (name, size, frames)
     assert (defaults.steps, defaults.guidance_scale, defaults.flow_shift) == (steps, 1.0, shift)
     defaults.check(spatial=32 if "5b" in name else 16, temporal=4)
@@ -239,7 +239,7 @@ TURBO = "TurboDiffusion/TurboWan2."
     ],
 )
 def test_models_with_sparse_linear_attention(name, source, scheduler, size, scale_2, boundary):
-    preset, defaults, architecture = presets()[name], presets()[name].defaults, outline(name)[1]
+    preset, defaults, architecture = presets()[name], presets()[name].defaults, outline(name).architecture
     assert (preset.source, preset.licence, preset.loras) == (TURBO + source, FREE, ())
     assert preset.bare_names == [preset.source.split("/")[1]]
     assert architecture.scheduler == parse(scheduler)

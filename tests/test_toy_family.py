@@ -194,8 +194,7 @@ def test_a_plan_records_what_is_executed_though_nothing_is_written_for_it(toy, m
     """The length of its prompts is all that a family tells plans."""
     pipe, counting = wanjax.load(toy, mesh=mesh), Counting()
     pipe.under(counting)("a red circle")
-    family, architecture, settings = registry.outline(str(toy))
-    planned = loading.outlined(family, architecture, settings, pipe.partitioner)
+    planned = loading.outlined(registry.outline(str(toy)), pipe.partitioner)
     assert not differences(counting.calls, recorded_calls(record(planned, planned.settings())))
     assert not wrong_shardings(counting.shardings)
 
@@ -203,8 +202,9 @@ def test_a_plan_records_what_is_executed_though_nothing_is_written_for_it(toy, m
 @pytest.mark.parametrize("cache", ["none", "magcache:.2,1,.1", "easycache:9,2"])
 def test_the_outlook_of_a_toy(cache):
     tables = Tables(Magnitudes((1.0,) * 6, (1.0,) * 6, 0.1, 2, 0.2))
-    family, architecture, settings = registry.outline("toy")
-    told = outlook(family, replace(architecture, tables=tables), settings.updated({"steps": 6, "cache": cache}), "cpu")
+    found = registry.outline("toy")
+    settings = found.settings.updated({"steps": 6, "cache": cache})
+    told = outlook(replace(found, architecture=replace(found.architecture, tables=tables), settings=settings), "cpu")
     assert {row.name for row in told.programs} >= {"encode_texts", "embed_texts", "step", "finish", "decode_first"}
     assert (told.reusing_steps > 0) is (cache != "none")
     assert told.total_seconds > told.step_seconds > 0

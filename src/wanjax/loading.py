@@ -31,7 +31,7 @@ from wanjax.media.records import DIGESTS
 from wanjax.pipelines.checks import dtype_name
 from wanjax.pipelines.components import DECODER, Components, MakeRoom
 from wanjax.pipelines.decoders import DecoderFile
-from wanjax.pipelines.family import Architecture, Family, Preset, auto_axes
+from wanjax.pipelines.family import Architecture, Preset, auto_axes
 from wanjax.pipelines.keywords import knows_keywords
 from wanjax.pipelines.memory import bytes_needed, check_memory
 from wanjax.pipelines.pipeline import Pipeline
@@ -43,6 +43,7 @@ from wanjax.registry import (
     FREE,
     Checkpoint,
     Loras,
+    Outline,
     adapted,
     attention_of,
     check_whole,
@@ -188,8 +189,7 @@ def _listed(given: Loras) -> tuple[Lora, ...]:
 def _pipeline(found: Checkpoint, way: Loading) -> Pipeline:
     """Returns the pipeline of a checkpoint, whose components are loaded at first use."""
     kept = way.param_dtype or found.param_dtype
-    known = found.preset.sizes if found.preset else ()
-    video = sized(found.architecture, found.settings, known, way.video or {})
+    video = sized(found.architecture, found.settings, found.sizes, way.video or {})
     partitioner = _partitioner(way, found.architecture, video)
     slow = "float32" if platform() == "cpu" else None
     way = way._replace(dtype=way.dtype or slow or kept, param_dtype=kept)
@@ -213,7 +213,7 @@ def _pipeline(found: Checkpoint, way: Loading) -> Pipeline:
         found.family.networks,
         {**shapes, **extra[1]},
     )
-    return Pipeline(made, found.architecture, defaults, partitioner, way.compiler, known)
+    return Pipeline(made, found.architecture, defaults, partitioner, way.compiler, found.sizes)
 
 
 def _decoder(decoder: DecoderFile | None, partitioner: Partitioner) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -333,9 +333,7 @@ def _abstract(found: Checkpoint, name: str, settings: Settings, way: Loading, pa
 
 
 def outlined(
-    family: Family,
-    architecture: Architecture,
-    settings: Settings,
+    outline: Outline,
     partitioner: Partitioner,
     *,
     param_dtype: str | None = None,
@@ -349,8 +347,8 @@ def outlined(
     The networks compute in the settings' dtype. The keywords are those of `load`. Prompts have the length that the
     family gives.
     """
-    architecture = architecture.attending(attention, settings.model)
-    preset = presets().get(settings.model)
+    family, preset, settings = outline.family, outline.preset, outline.settings
+    architecture = outline.architecture.attending(attention, settings.model)
     kept = param_dtype or (preset.param_dtype if preset and preset.architecture else settings.dtype)
 
     def make(name: str) -> nnx.Module:
@@ -365,7 +363,7 @@ def outlined(
     shapes |= _decoder(decoder, partitioner)[1]
     loaders = {name: (lambda room, x=x: x) for name, x in others.items()} | {name: lambda room: None for name in shapes}
     components = Components(loaders, offload=offload, shapes=shapes, kinds=family.networks)
-    return Pipeline(components, architecture, settings, partitioner, compiler, preset.sizes if preset else ())
+    return Pipeline(components, architecture, settings, partitioner, compiler, outline.sizes)
 
 
 def _shapes(

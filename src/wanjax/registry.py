@@ -56,20 +56,31 @@ def layouts() -> list[Layout]:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint: its source, its preset if it is a published one, its architecture and settings, and given LoRAs."""
+class Outline:
+    """A model without its weights: its family, its preset if it is a published one, its architecture and settings."""
 
-    source: Source
     family: Family
     preset: Preset | None
     architecture: Any
     settings: Settings
-    loras: tuple[Lora, ...] = ()
+
+    @property
+    def sizes(self) -> Sequence[tuple[int, int]]:
+        """The (height, width) of the sizes that it was published for; none of a model that is not known."""
+        return self.preset.sizes if self.preset else ()
 
     @property
     def param_dtype(self) -> str | None:
         """The dtype in which weights are kept; None for the dtype in which each network is stored."""
         return self.preset.param_dtype if self.preset else None
+
+
+@dataclass(frozen=True)
+class Checkpoint(Outline):
+    """A model with its source, and the LoRAs that were given for it."""
+
+    source: Source
+    loras: tuple[Lora, ...] = ()
 
 
 def examine(model: str | Path, revision: str | None = None, *, encoders: bool = False) -> Checkpoint:
@@ -83,7 +94,7 @@ def examine(model: str | Path, revision: str | None = None, *, encoders: bool = 
     settings = family.settings(source, architecture, preset)
     if preset is None:
         settings = replace(settings, model=str(model))
-    return Checkpoint(source, family, preset, architecture, settings)
+    return Checkpoint(family, preset, architecture, settings, source)
 
 
 def find(model: str | Path, revision: str | None = None) -> tuple[Source, Preset | None]:
@@ -116,21 +127,20 @@ def _unknown(name: str) -> str:
     return f"no model is named {name!r}, nor is there such a folder or file: {told}, and a hub id is OWNER/NAME"
 
 
-def outline(model: str) -> tuple[Family, Architecture, Settings]:
-    """Returns a model's family, architecture and settings; downloads nothing for a preset."""
+def outline(model: str) -> Outline:
+    """Returns a model without its weights; downloads nothing for a preset."""
     preset = published(model)
     if preset is not None and preset.architecture is not None:
         family = family_with(preset)
-        return family, _tabled(_scheduled(preset.architecture, preset), family, preset), preset.defaults
-    found = examine(model, encoders=True)
-    return found.family, found.architecture, found.settings
+        architecture = _tabled(_scheduled(preset.architecture, preset), family, preset)
+        return Outline(family, preset, architecture, preset.defaults)
+    return examine(model, encoders=True)
 
 
 def size_of(model: str, given: Mapping[str, Any]) -> tuple[int, int]:
     """Returns the (height, width) that settings mean for a model, of which `size` may be a name."""
-    _, architecture, defaults = outline(model)
-    preset = published(model)
-    return sized(architecture, defaults, preset.sizes if preset else (), given).size
+    found = outline(model)
+    return sized(found.architecture, found.settings, found.sizes, given).size
 
 
 def describe(model: str) -> dict[str, Any]:
@@ -142,13 +152,13 @@ def describe(model: str) -> dict[str, Any]:
     and `needs` those without which it makes no video. `about`, `source` and `licence` are known of published
     checkpoints alone.
     """
-    family, architecture, defaults = outline(model)
-    preset = presets().get(defaults.model)
-    known = {name: family.network_of(config) for name, config in architecture.networks.items()}
+    found = outline(model)
+    preset, architecture, defaults = found.preset, found.architecture, found.settings
+    known = {name: found.family.network_of(config) for name, config in architecture.networks.items()}
     item = {"bfloat16": 2, "float32": 4}[preset.param_dtype if preset else defaults.dtype]
     networks = {name: (4 if network.float32 else item) * network.parameters for name, network in known.items()}
     told = {"about": preset.about, "source": preset.source, "licence": preset.licence} if preset else {}
-    sizes = named_sizes(architecture, defaults, preset.sizes if preset else ())
+    sizes = named_sizes(architecture, defaults, found.sizes)
     return {
         "name": defaults.model,
         **told,

@@ -40,10 +40,9 @@ def quiet(sentence):
 @pytest.fixture
 def small():
     """A suite of `nano` on one device."""
-    family, architecture, defaults = outline("nano")
-    devices = jax.devices()[:1]
-    settings = suite.sized(defaults, TINY, architecture)
-    return Suite(family, architecture, settings, TINY, devices, known(devices), {"dp": 1, "sp": 1, "tp": 1}, quiet)
+    model, devices = outline("nano"), jax.devices()[:1]
+    settings = suite.sized(model.settings, TINY, model.architecture)
+    return Suite(replace(model, settings=settings), TINY, devices, known(devices), {"dp": 1, "sp": 1, "tp": 1}, quiet)
 
 
 def test_compiling_and_the_first_run_are_told_apart_from_the_runs_that_count():
@@ -191,12 +190,12 @@ def test_programs_are_measured_beside_their_prices(programs, monkeypatch, tmp_pa
 def test_every_program_compiles_for_the_chip(place, monkeypatch, tmp_path):
     """All that a bench would run on a v6e goes through the chip's own compiler, and gets its price."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    family, architecture, defaults = outline("wan2.1-t2v-1.3b")
-    settings = defaults.updated({"height": 256, "width": 256, "frames": 17, "dtype": "bfloat16"})
+    model = outline("wan2.1-t2v-1.3b")
+    settings = model.settings.updated({"height": 256, "width": 256, "frames": 17, "dtype": "bfloat16"})
     count = find_slice(place).devices
     here = replace(known(jax.devices()[:1]), place=find_slice(place))
-    axes = suite.axes_of(architecture, defaults, count)
-    small = Suite(family, architecture, settings, TINY, jax.devices()[:count], here, axes, quiet)
+    axes = suite.axes_of(model.architecture, model.settings, count)
+    small = Suite(replace(model, settings=settings), TINY, jax.devices()[:count], here, axes, quiet)
     builds = [
         (partial(small._program, name, set_), axes)
         for set_ in ("safe", "fast")

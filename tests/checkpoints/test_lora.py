@@ -206,7 +206,7 @@ def test_few_step_presets_have_the_settings_of_their_authors(name):
     preset = presets()[name]
     chosen = preset.defaults
     assert (chosen.steps, chosen.guidance_scale, chosen.flow_shift, chosen.model) == (4, 1.0, 5.0, name)
-    scheduler = outline(name)[1].scheduler
+    scheduler = outline(name).architecture.scheduler
     assert scheduler == preset.scheduler == FlowEuler()
     levels = np.array([1000, 750, 500, 250]) / 1000
     levels = 5 * levels / (1 + 4 * levels)

@@ -103,14 +103,14 @@ def test_the_exact_dtype_is_known_when_a_network_is_loaded(tiny, memory_of):
 )
 def test_published_models(model, size, told, memory_of, monkeypatch):
     """Of the hub nothing but what was cached could be read here: the configs are those of the presets."""
-    family, architecture, settings = registry.outline(model)
+    known = registry.outline(model)
     if model == "nano":
         found = registry.examine(model)
     else:
-        classes = {name: ["", ""] for name in architecture.networks}
+        classes = {name: ["", ""] for name in known.architecture.networks}
         source = object.__new__(DiffusersSource)
         source.index, source.revision, source.name = classes, None, model
-        found = registry.Checkpoint(source, family, registry.presets()[model], architecture, settings)
+        found = registry.Checkpoint(**vars(known), source=source)
     monkeypatch.setattr(loading, "examine", lambda *_: found)
     memory_of(size)
     if told is None:
@@ -134,8 +134,8 @@ def test_models_that_fit():
 
 def test_a_mesh_divides_the_weights(monkeypatch):
     """Devices that are no CPUs have a memory each; those of a CPU share one."""
-    family, architecture, _ = registry.outline("wan2.1-t2v-14b")
-    network = family.network_of(architecture.networks["transformer"]).abstract(
+    found = registry.outline("wan2.1-t2v-14b")
+    network = found.family.network_of(found.architecture.networks["transformer"]).abstract(
         dtype=jnp.bfloat16, param_dtype=jnp.bfloat16
     )
     spread = placed(network, Partitioner(make_mesh(1, 1, 8), RULES["fsdp"]))

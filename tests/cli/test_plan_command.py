@@ -42,10 +42,15 @@ def _cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
+def small(shapes, video):
+    """Returns the outline of Wan networks of these shapes."""
+    return replace(outline("nano"), architecture=shapes, settings=video)
+
+
 def pipeline(shapes, video, mesh=None, **how):
     """Returns the pipeline of Wan networks of these shapes, on one device that is modelled, or on a mesh."""
     mesh = places.mesh_on(places.find_place("h200"), {}) if mesh is None else mesh
-    return outlined(outline("nano")[0], shapes, video, Partitioner(mesh, RULES["fsdp"]), **how)
+    return outlined(small(shapes, video), Partitioner(mesh, RULES["fsdp"]), **how)
 
 
 def plan(*arguments: str) -> dict:
@@ -121,12 +126,13 @@ def test_advice_when_a_video_does_not_fit(monkeypatch):
     monkeypatch.setattr(
         places, "prices", lambda _, programs, begun: enumerate([Priced(arguments=0, peak=needed)] * len(programs))
     )
-    found = outlook.outlook(*outline("wan2.1-t2v-14b"), "v6e-1")
+    found = outlook.outlook(outline("wan2.1-t2v-14b"), "v6e-1")
     assert not found.fits
     assert found.step_seconds is found.total_seconds is found.mfu is None
     assert found.limit.startswith("the memory of a chip")
     assert says(str(found.advice), "v6e-1 denoise 68.2 GiB chip 31.2 v6e-4")
-    weights = outlook._parameters(*outline("wan2.1-t2v-14b")[:2])["transformer"]
+    model = outline("wan2.1-t2v-14b")
+    weights = outlook._parameters(model.family, model.architecture)["transformer"]
     kept = found.stages["denoise"].kept_bytes_per_chip  # beside the programs that read no weights
     assert 2 * weights < kept < 2.01 * weights  # the least of them are in float32
 
@@ -147,8 +153,8 @@ def test_the_pace_of_a_video_made_by_blocks():
     """It is that of one more block: steps, renewal, and the chunk that decodes it."""
     shapes = causal_pipeline(4, None).architecture
     shapes = replace(shapes, text_encoder=TEXT)
-    video = outline("wan2.1-t2v-1.3b-causal")[2].updated({"height": 12, "width": 12, "frames": 15})
-    found = outlook.outlook(outline("nano")[0], shapes, video, "h200")
+    video = outline("wan2.1-t2v-1.3b-causal").settings.updated({"height": 12, "width": 12, "frames": 15})
+    found = outlook.outlook(small(shapes, video), "h200")
     runs = {run.name: run for run in programs(pipeline(shapes, video, attention=Attention("reference")), video)}
     priced = places.priced_on(places.find_place("h200"), [(name, run.lowering) for name, run in runs.items()])
     prices = {name: each.seconds for name, each in zip(runs, priced, strict=True)}
@@ -156,15 +162,15 @@ def test_the_pace_of_a_video_made_by_blocks():
     assert found.frames_a_second == pytest.approx(4 / block)
     step = counted(runs["step"])
     assert step.attention + step.products == sum(shapes.forward(video).flops.values())
-    alone = outlook.outlook(outline("nano")[0], shapes, video.updated({"frames": 3}), "h200")
+    alone = outlook.outlook(small(shapes, video.updated({"frames": 3})), "h200")
     assert alone.frames_a_second is None
 
 
 def test_each_program_is_told_when_it_is_begun_and_once_its_price_is_known():
     told = []
-    family, shapes, video = outline("nano")
-    outlook.outlook(family, shapes, video, "h200", tell=lambda *known: told.append(known))
-    names = [run.name for run in programs(pipeline(shapes, video), video)]
+    model = outline("nano")
+    outlook.outlook(model, "h200", tell=lambda *known: told.append(known))
+    names = [run.name for run in programs(pipeline(model.architecture, model.settings), model.settings)]
     assert told[::2] == [([name], number, len(names)) for number, name in enumerate(names)]
     assert told[1::2] == [([], number + 1, len(names)) for number in range(len(names))]
 
@@ -206,8 +212,8 @@ def test_how_often_each_program_runs():
 
 
 def test_a_plan_counts_all_weights():
-    family, shapes, _ = outline("wan2.2-t2v-a14b")
-    sizes = outlook._parameters(family, shapes)
+    model = outline("wan2.2-t2v-a14b")
+    sizes = outlook._parameters(model.family, model.architecture)
     assert sizes["transformer"] == sizes["transformer_2"] == 14_288_491_584
 
 
@@ -229,7 +235,8 @@ def test_all_meshes_of_a_slice_are_considered():
 )
 def test_the_best_mesh(chip, model, count, wanted, ring):
     """It is also the one that a TPU takes by itself."""
-    _, shapes, settings = outline(model)
+    found = outline(model)
+    shapes, settings = found.architecture, found.settings
     work = shapes.forward(settings.updated({"height": 720, "width": 1280}))
     assert work.tokens == 75_600
     given = {"guided": True, "parameters": count, "ring": ring}
@@ -266,7 +273,8 @@ def test_weights_that_are_whole_on_each_chip():
     ],
 )
 def test_whose_keys_go_round(model, attention, passes):
-    _, shapes, settings = outline(model)
+    found = outline(model)
+    shapes, settings = found.architecture, found.settings
     assert (shapes.forward(settings).ring and Attention.of(attention).passes_keys) is passes
 
 

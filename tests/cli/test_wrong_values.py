@@ -184,8 +184,8 @@ def test_a_video_larger_than_the_memory_is_refused_before_anything_is_loaded(mon
 
 
 def test_the_least_memory_is_that_of_four_arrays_of_tokens():
-    _, architecture, video = outline("wan2.1-t2v-1.3b")
-    large = video.updated({"frames": 99_997, "dtype": "bfloat16"})
+    model = outline("wan2.1-t2v-1.3b")
+    large = model.settings.updated({"frames": 99_997, "dtype": "bfloat16"})
     tokens = 25_000 * (480 // 16) * (832 // 16)
-    assert architecture.least_bytes(large) == 4 * tokens * 1536 * 2
-    assert outline("wan2.1-t2v-1.3b-causal")[1].least_bytes(large) == 0
+    assert model.architecture.least_bytes(large) == 4 * tokens * 1536 * 2
+    assert outline("wan2.1-t2v-1.3b-causal").architecture.least_bytes(large) == 0

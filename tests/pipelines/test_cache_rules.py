@@ -41,7 +41,7 @@ from wanjax.pipelines.steps import Segment
 from wanjax.registry import FAMILIES, find, outline, presets
 from wanjax.sharding import one_device
 
-PUBLISHED = {name: outline(name)[1].tables for name in presets()}
+PUBLISHED = {name: outline(name).architecture.tables for name in presets()}
 MAGNITUDES = [name for name, tables in PUBLISHED.items() if tables.magnitudes]
 CHANGES = [name for name, tables in PUBLISHED.items() if tables.changes]
 PLAIN = [name for name, tables in PUBLISHED.items() if tables.plain]
@@ -393,11 +393,12 @@ def test_every_table_belongs_to_a_preset():
 
 def test_the_users_tables_come_first(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    assert outline("wan2.1-t2v-1.3b")[1].tables == PUBLISHED["wan2.1-t2v-1.3b"]
+    assert outline("wan2.1-t2v-1.3b").architecture.tables == PUBLISHED["wan2.1-t2v-1.3b"]
     file = measured_file("wan2.1-t2v-1.3b")
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps(to_json(replace(TABLES, changes=None))))
-    assert outline("wan2.1-t2v-1.3b")[1].tables == replace(PUBLISHED["wan2.1-t2v-1.3b"], magnitudes=TABLES.magnitudes)
+    found = outline("wan2.1-t2v-1.3b").architecture.tables
+    assert found == replace(PUBLISHED["wan2.1-t2v-1.3b"], magnitudes=TABLES.magnitudes)
 
 
 def test_the_tables_of_a_folder_are_those_of_its_weights(tmp_path):
@@ -417,12 +418,12 @@ def test_the_tables_of_a_folder_are_those_of_its_weights(tmp_path):
 @pytest.mark.parametrize("cache", ["deepcache:2,39,7", "magcache", "guidance"])
 def test_a_plan_counts_the_second_experts_first_step(cache):
     """Each expert begins with a whole step, whatever the rule says of its number."""
-    family, architecture, settings = outline("wan2.2-t2v-a14b")
-    settings = replace(settings, cache=cache)
-    first, second = architecture.turns(settings)
+    model = outline("wan2.2-t2v-a14b")
+    settings = replace(model.settings, cache=cache)
+    first, second = model.architecture.turns(settings)
     assert first.start == 0 < first.steps == second.start
     assert first.steps + second.steps == settings.steps
-    found = times(outlined(family, architecture, settings, one_device()), settings)
+    found = times(outlined(replace(model, settings=settings), one_device()), settings)
     assert found["step"] + found["reusing_step"] == settings.steps
     if cache.startswith("deepcache"):
         by_number = {i for i in range(2, 39) if (i - 2) % 7}
@@ -431,7 +432,7 @@ def test_a_plan_counts_the_second_experts_first_step(cache):
 
 
 def test_a_plan_counts_all_steps_but_one_as_whole_where_weights_decide():
-    family, architecture, settings = outline("wan2.1-t2v-14b")
-    settings = replace(settings, cache="teacache")
-    found = times(outlined(family, architecture, settings, one_device()), settings)
+    model = outline("wan2.1-t2v-14b")
+    settings = replace(model.settings, cache="teacache")
+    found = times(outlined(replace(model, settings=settings), one_device()), settings)
     assert (found["step"], found["reusing_step"]) == (49, 1)  # so that a warm-up compiles both

@@ -187,9 +187,11 @@ def test_clips_longer_than_the_autoencoder_s_longest_are_refused(models):
 
 def test_published_checkpoints_have_two_names():
     for name in ("HunyuanVideo-1.5-Diffusers-720p_i2v", "HunyuanVideo-1.5-720p_i2v"):
-        _, architecture, settings = outline(f"hunyuanvideo-community/{name}")
+        found = outline(f"hunyuanvideo-community/{name}")
+        settings = found.settings
         assert settings.model == "hunyuanvideo1.5-720p-i2v"
         assert (settings.flow_shift, settings.guidance_scale, settings.size) == (7.0, 6.0, (720, 1280))
-        assert architecture.networks.keys() == {"text_encoder", "text_encoder_2", "image_encoder", "transformer", "vae"}
+        networks = {"text_encoder", "text_encoder_2", "image_encoder", "transformer", "vae"}
+        assert found.architecture.networks.keys() == networks
     with pytest.raises(WanjaxError, match=naming("hunyuanvideo1.5-")):
         find("hunyuanvideo1.5-720p-ti2v")

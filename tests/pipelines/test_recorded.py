@@ -234,7 +234,8 @@ def test_an_outline_records_what_its_checkpoint_does(folder, kind, mesh):
     model, given = KINDS[kind]
     pipe, found = wanjax.load(folder(model), mesh=mesh), examine(folder(model), encoders=True)
     family = replace(found.family, prompt=lambda architecture: {"tokenizer": (tiny.TEXT_LENGTH,) * 2})
-    planned = outlined(family, found.architecture, pipe.defaults, pipe.partitioner, param_dtype=pipe.defaults.dtype)
+    outline = replace(found, family=family, settings=pipe.defaults)
+    planned = outlined(outline, pipe.partitioner, param_dtype=pipe.defaults.dtype)
     noted = []
     for each in (pipe, planned):
         each.architecture = replace(each.architecture, tables=TABLES)

@@ -123,8 +123,10 @@ def test_a_strength_needs_a_video(pipe):
 
 def test_every_model_makes_its_sizes():
     for name, preset in registry.presets().items():
-        _, architecture, defaults = registry.outline(name)
-        sizes = named_sizes(architecture, defaults, preset.sizes)
+        found = registry.outline(name)
+        architecture, defaults = found.architecture, found.settings
+        assert found.sizes == preset.sizes
+        sizes = named_sizes(architecture, defaults, found.sizes)
         assert next(iter(sizes.values())) == defaults.size
         for height, width in sizes.values():
             architecture.check_settings(defaults.updated({"height": height, "width": width}))

@@ -13,14 +13,14 @@ from wanjax.plan.outlook import Outlook, outlook
 from wanjax.registry import outline
 from wanjax.schedulers import FlowEuler, UniPC
 
-FAMILY = outline("nano")[0]
+MODEL = outline("nano")
 SHAPES = replace(architecture(4), tables=TABLES)
 STEPS = 7
 
 
 def priced(shapes=SHAPES, *, cache: str = "none", **given) -> Outlook:
     video = VIDEO.updated({"steps": STEPS, "guidance_scale": 3.0, "cache": cache})
-    return outlook(FAMILY, shapes, video, "cpu", **given)
+    return outlook(replace(MODEL, architecture=shapes, settings=video), "cpu", **given)
 
 
 def rows(found: Outlook) -> dict[str, int]:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recordings of outlines, for devices that are not here: every published model, and the programs that are compiled."""
 
+from dataclasses import replace
+
 import jax
 import pytest
 
@@ -12,7 +14,7 @@ from wanjax.kernels.compiler_options import SETS
 from wanjax.loading import outlined
 from wanjax.pipelines.recording import needed_pictures, record
 from wanjax.plan.recorded import of_stages, programs_of
-from wanjax.registry import family_with, outline, presets
+from wanjax.registry import outline, presets
 from wanjax.sharding import RULES, Partitioner
 
 MESH = described(SLICES["v6e-8"], {"dp": 2, "sp": 1, "tp": 4})
@@ -20,16 +22,16 @@ EVERY = [name for name, preset in presets().items() if preset.architecture]
 SOME = ["wan2.1-t2v-1.3b", "cogvideox-2b", "hunyuanvideo1.5-480p-t2v"]
 
 
-def recorded(family, shapes, settings, mesh=MESH, **how):
+def recorded(outline, mesh=MESH, **how):
     """Returns the programs of a video of an outline, by stage."""
-    pipe = outlined(family, shapes, settings, Partitioner(mesh, RULES["fsdp"]), **how)
+    pipe = outlined(outline, Partitioner(mesh, RULES["fsdp"]), **how)
     chosen = pipe.settings()
     return of_stages(programs_of(record(pipe, chosen, needed_pictures(pipe, chosen))))
 
 
 def published(name, **changed):
-    preset = presets()[name]
-    return recorded(family_with(preset), preset.architecture, preset.defaults.updated(changed))
+    found = outline(name)
+    return recorded(replace(found, settings=found.settings.updated(changed)))
 
 
 def digest(program):
@@ -68,7 +70,7 @@ def test_a_video_of_every_preset_is_recorded_at_its_default_settings(name):
 @pytest.mark.parametrize("chip", ["v5e-8", "v5p-8", "v6e-8"])
 def test_programs_have_the_options_of_the_chip_and_of_the_set(chip, compiler):
     mesh = described(SLICES[chip], {"dp": 2, "sp": 1, "tp": SLICES[chip].devices // 2})
-    stages = recorded(outline("nano")[0], architecture(4), VIDEO, mesh, compiler=compiler)
+    stages = recorded(replace(outline("nano"), architecture=architecture(4), settings=VIDEO), mesh, compiler=compiler)
     step = step_of(stages)
     assert "xla_enable_async_all_gather" in step.lowering.compiler_options
     has_sparse_cores = any("sparse_core" in name for name in step.lowering.compiler_options)
@@ -96,8 +98,7 @@ def test_equal_programs_are_the_same_bytes():
 
 
 def test_the_programs_of_a_model_of_this_package_are_recorded_for_a_slice():
-    family, shapes, video = outline("nano")
-    stages = recorded(family, shapes, video, described(SLICES["v6e-8"], {"dp": 1, "sp": 1, "tp": 8}))
+    stages = recorded(outline("nano"), described(SLICES["v6e-8"], {"dp": 1, "sp": 1, "tp": 8}))
     assert [run.name for run in stages["encode"]] == ["encode_prompts"]
     assert [run.name for run in stages["denoise"]] == ["begin", "context", "step", "finish"]
     assert [run.name for run in stages["decode"]] == ["cut", "decode_first", "decode_next"]

@@ -15,8 +15,7 @@ from wanjax.plan.outlook import outlook
 from wanjax.plan.scale import Bulk, NoWay, Scale, Way, at_scale
 from wanjax.registry import outline
 
-FAMILY = outline("nano")[0]
-SHAPES = architecture(4)
+MODEL = replace(outline("nano"), architecture=architecture(4), settings=VIDEO)
 GB = 10**9
 SECONDS = {"v6e-1": (90.0, 100.0, 120.0), "v6e-4": (28.0, 30.0, 33.0), "v6e-8": (17.0, 20.0, 24.0)}
 """The seconds of a video, so that a chip takes 100, 120 and 160 for it."""
@@ -26,7 +25,7 @@ HOUR = 3600.0
 @pytest.fixture(scope="module")
 def made():
     """The plan of a small video, whose seconds other plans change."""
-    return outlook(FAMILY, SHAPES, VIDEO, "cpu")
+    return outlook(MODEL, "cpu")
 
 
 @pytest.fixture
@@ -34,7 +33,7 @@ def priced(made, monkeypatch):
     """The slices that are priced, each with its seconds above; the small model has room and is cheap anywhere."""
     asked: list[str] = []
 
-    def price(family, shapes, settings, name, mesh, **given):
+    def price(outline, name, mesh, **given):
         asked.append(name)
         low, mid, high = SECONDS[name]
         totals = {"total_seconds": mid, "total_seconds_low": low, "total_seconds_high": high}
@@ -47,7 +46,7 @@ def priced(made, monkeypatch):
 
 
 def many(bulk: Bulk, chip: str = "v6e-8", **how) -> Scale:
-    return at_scale(FAMILY, SHAPES, VIDEO, chip, bulk, **how)
+    return at_scale(MODEL, chip, bulk, **how)
 
 
 def way(found: Scale, name: str) -> Way:
@@ -126,8 +125,7 @@ def test_what_is_far_dearer_by_the_model_is_not_priced(priced, monkeypatch):
 
 
 def test_weights_that_a_chip_has_no_room_for_are_not_priced(priced):
-    family, shapes, settings = outline("wan2.1-t2v-14b")
-    found = at_scale(family, shapes, settings, "v6e-8", Bulk(10, HOUR))
+    found = at_scale(outline("wan2.1-t2v-14b"), "v6e-8", Bulk(10, HOUR))
     assert "v6e-1" not in priced
     assert other(found, "v6e-1") == NoWay("v6e-1", float("inf"))
 
@@ -139,7 +137,7 @@ def test_a_mesh_that_is_given_is_the_only_way(priced):
 
 
 def test_a_slice_that_does_not_fit_is_told_with_what_would(priced, made, monkeypatch):
-    def price(family, shapes, settings, name, mesh, **given):
+    def price(outline, name, mesh, **given):
         return replace(made, chip=name, total_seconds=None, fits=False, advice="v6e-16 should")
 
     monkeypatch.setattr(scale, "outlook", price)

@@ -70,7 +70,7 @@ def test_a_plan_records_the_step_that_a_training_takes(models, data, taken, tmp_
     found = examine(models[model], encoders=True)
     asked = found.settings.updated({"height": 32, "width": 32, "frames": 5, "guidance_scale": 1.0, "dtype": "float32"})
     family = replace(found.family, prompt=lambda architecture: {"tokenizer": (TEXT_LENGTH,) * 2})
-    planned = outlined(family, found.architecture, asked, pipe.partitioner)
+    planned = outlined(replace(found, family=family, settings=asked), pipe.partitioner)
     recorded = _recorded(planned, asked, SMALL.batch, lora, RATE)
     calls = Counter({instance_call(recorded[program]): 1 for program in (begin_training, train)})
     assert not differences(of_any_method(taken.calls), of_any_method(calls))

@@ -29,10 +29,11 @@ from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import AUTO, Attention, choose
 from wanjax.kernels.compiler_options import FAST, SAFE, SETS
 from wanjax.loading import outlined
-from wanjax.pipelines.family import Architecture, Family, auto_axes
+from wanjax.pipelines.family import Architecture, auto_axes
 from wanjax.pipelines.recording import needed_pictures, record
 from wanjax.pipelines.settings import Settings
 from wanjax.plan.recorded import STEP, programs_of
+from wanjax.registry import Outline
 from wanjax.sharding import MESH_AXES, RULES, Partitioner
 
 PROGRAMS = {"encode_prompts": "text", STEP: "a step", "decode_first": "first frames", "decode_next": "later frames"}
@@ -118,21 +119,19 @@ class Bench:
         return asdict(self) | {"rows": [asdict(row) | {"ratio": row.ratio, "rate": row.rate} for row in self.rows]}
 
 
-def bench(
-    family: Family, architecture: Architecture, defaults: Settings, scale: Scale, *, quick: bool, tell: Tell
-) -> Bench:
+def bench(outline: Outline, scale: Scale, *, quick: bool, tell: Tell) -> Bench:
     """Runs all measurements; `tell` receives a sentence before each."""
-    settings = sized(defaults, scale, architecture)
+    architecture, settings = outline.architecture, sized(outline.settings, scale, outline.architecture)
     devices = jax.devices()
     here = known(devices)
     axes = axes_of(architecture, settings, len(devices))
     used = devices[: axes["dp"] * axes["sp"] * axes["tp"]]
-    suite = Suite(family, architecture, settings, scale, used, here, axes, tell)
+    suite = Suite(replace(outline, settings=settings), scale, used, here, axes, tell)
     exact = suite.exact()
     rows = [suite.attention(), *suite.products(), *suite.programs(), *suite.messages()]
     differ, better = suite.compare(rows)
     return Bench(
-        model=defaults.model,
+        model=settings.model,
         size=f"{settings.width}x{settings.height}",
         frames=settings.frames,
         layers=min(scale.layers or 10**9, architecture.forward(settings).layers),
@@ -156,18 +155,16 @@ class Suite:
 
     def __init__(
         self,
-        family: Family,
-        architecture: Architecture,
-        settings: Settings,
+        outline: Outline,
         scale: Scale,
         devices: Sequence[Any],
         here: Known,
         axes: Mapping[str, int],
         tell: Tell,
     ):
-        self.family = family
-        self.architecture = architecture
-        self.settings = settings
+        self.outline = outline
+        self.architecture = architecture = outline.architecture
+        self.settings = settings = outline.settings
         self.scale = scale
         self.devices = devices
         self.here = here
@@ -246,7 +243,8 @@ class Suite:
             how = {"attention": attention, "compiler": compiler}
             found = {}
             for settings, parts in ((self.settings, ("encode", "denoise")), (self.decoded, ("decode",))):
-                pipe = outlined(self.family, few, settings, Partitioner(mesh, RULES["fsdp"]), **how)
+                partitioner = Partitioner(mesh, RULES["fsdp"])
+                pipe = outlined(replace(self.outline, architecture=few, settings=settings), partitioner, **how)
                 made = programs_of(record(pipe, settings, needed_pictures(pipe, settings)))
                 found |= {x.name: x.lowering for x in made if x.stage in parts and x.name in PROGRAMS}
             self._built[mesh, compiler, attention] = found

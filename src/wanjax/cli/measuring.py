@@ -28,11 +28,10 @@ WIDTH = 140  # columns where there is no terminal
 
 def bench(report: Report, *, model: str, quick: bool, keep: bool, as_json: bool) -> None:
     """Runs the measurements, prints them, and keeps the better set of compiler options."""
-    family, architecture, defaults = registry.outline(model)
     platform = "cpu" if jax.devices()[0].platform == "cpu" else "other"
     scale: Scale = SCALES[platform, quick]
     with report.stage("bench"):
-        found = run(family, architecture, defaults, scale, quick=quick, tell=report.note)
+        found = run(registry.outline(model), scale, quick=quick, tell=report.note)
     if as_json:
         click.echo(json.dumps(found.to_json(), indent=2))
     else:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,18 +69,18 @@ def plan(
     axes, sp = (mesh, None) if isinstance(mesh, MeshSizes) else (None, mesh and mesh.sp)
     attention = given.pop("attention") or _learned(given) or AUTO
     how = {"sp": sp, "rules": rules, "compiler": compiler or SAFE, "attention": attention}
-    family, architecture, defaults = registry.outline(model)
+    found = registry.outline(model)
     if (scheduler := given.pop("scheduler")) is not None:
-        architecture = architecture.with_scheduler(scheduler)
-    defaults = defaults.updated(
-        {"dtype": "float32", "vae_dtype": "float32"} if chip == "cpu" else {"dtype": "bfloat16"}
-    )
-    pictures, settings = _video(loading.outlined(family, architecture, defaults, ONE_DEVICE), given)
+        found = replace(found, architecture=found.architecture.with_scheduler(scheduler))
+    dtypes = {"dtype": "float32", "vae_dtype": "float32"} if chip == "cpu" else {"dtype": "bfloat16"}
+    found = replace(found, settings=found.settings.updated(dtypes))
+    pictures, settings = _video(loading.outlined(found, ONE_DEVICE), given)
+    found = replace(found, settings=settings)
     if training["train"]:
         lora = None if training["full"] else LoraConfig(training["lora_rank"])
         how |= {"lora": lora, "optimized": OptimizerConfig(training["optimizer"]), "clips": training["batch"]}
         with _priced(report) as tell:
-            step = training_outlook(family, architecture, settings, chip, axes, **how, tell=tell)
+            step = training_outlook(found, chip, axes, **how, tell=tell)
         click.echo(json.dumps(step.to_json(), indent=2)) if as_json else show_training(step, Console())
         return
     how |= {"batch_guidance": bool(given["batch_guidance"]), "tiling": Tiling() if given["tile"] else None}
@@ -89,19 +89,19 @@ def plan(
         "offload": given["offload"] if settings.windows > 1 else given["offload"] is not False,
     }
     if file := given["decoder"]:
-        how |= {"decoder": DecoderFile.in_place_of(architecture.vae, file)}
+        how |= {"decoder": DecoderFile.in_place_of(found.architecture.vae, file)}
     if bulk is not None:
         with _priced(report) as tell:
-            ways = at_scale(family, architecture, settings, chip, bulk, axes, **how, tell=tell)
+            ways = at_scale(found, chip, bulk, axes, **how, tell=tell)
         told = {"why": why(ways)} | ways.to_json()
         click.echo(json.dumps(told, indent=2)) if as_json else show_scale(ways, Console())
         return
     with _priced(report) as tell:
-        found = outlook(family, architecture, settings, chip, axes, **how, tell=tell)
+        priced = outlook(found, chip, axes, **how, tell=tell)
     if as_json:
-        click.echo(json.dumps(found.to_json(), indent=2))
+        click.echo(json.dumps(priced.to_json(), indent=2))
     else:
-        show(found, Console())
+        show(priced, Console())
 
 
 def _bulk(given: dict[str, Any]) -> Bulk | None:

@@ -23,6 +23,7 @@ from wanjax.pipelines.recording import needed_pictures, record
 from wanjax.pipelines.settings import Settings
 from wanjax.plan.meshes import choose_mesh
 from wanjax.plan.recorded import DENSE, REUSING, STEP, Scheduled, of_stages, programs_of
+from wanjax.registry import Outline
 from wanjax.sharding import RULES, Partitioner
 
 
@@ -120,9 +121,7 @@ class Outlook:
 
 
 def outlook(
-    family: Family,
-    architecture: Architecture,
-    settings: Settings,
+    outline: Outline,
     chip: str,
     mesh: tuple[int, int, int] | None = None,
     *,
@@ -137,13 +136,15 @@ def outlook(
     decoder: DecoderFile | None = None,
     tell: Tell = lambda now, done, total: None,
 ) -> Outlook:
-    """Prices a video of these settings on a slice such as v6e-8; `mesh` None chooses the best mesh, with `sp` if given.
+    """Prices a video of the outline's settings on a slice such as v6e-8.
 
-    `pictures` None are those that the model needs, of the video's size. `tell` is that of `priced_on`; the other
-    keywords are those of `wanjax.load` and of `Pipeline.denoise`. Raises WanjaxError where the chip is unknown, the
-    mesh has another number of devices, or libtpu is missing.
+    `mesh` None chooses the best mesh, with `sp` if given. `pictures` None are those that the model needs, of the
+    video's size. `tell` is that of `priced_on`; the other keywords are those of `wanjax.load` and of
+    `Pipeline.denoise`. Raises WanjaxError where the chip is unknown, the mesh has another number of devices, or libtpu
+    is missing.
     """
-    architecture = architecture.attending(attention, settings.model)
+    family, settings = outline.family, outline.settings
+    architecture = outline.architecture.attending(attention, settings.model)
     place, attention = find_place(chip), architecture.attention(attention)
     check_set(compiler)
     if isinstance(place, Machine):
@@ -156,7 +157,7 @@ def outlook(
     settings = _settled(architecture, settings, axes["dp"] > 1 or batch_guidance)
     partitioner = Partitioner(mesh_on(place, axes), RULES[rules])
     how = {"attention": attention, "compiler": compiler, "offload": offload, "decoder": decoder}
-    pipe = outlined(family, architecture, settings, partitioner, **how)
+    pipe = outlined(replace(outline, architecture=architecture, settings=settings), partitioner, **how)
     recorded = Recording(pipe, pictures, tiling, batch_guidance, place.memory)
     programs = recorded.programs(settings)
     priced = priced_on(place, [(program.name, program.lowering) for program in programs], tell)

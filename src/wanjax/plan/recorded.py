@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The programs of a video: its run, recorded, with a name for each program.
 
-family, architecture, settings = outline("wan2.1-t2v-14b")
+found = outline("wan2.1-t2v-14b")
 mesh = mesh_on(find_place("v6e-8"), {"dp": 2, "sp": 1, "tp": 4})
-pipe = outlined(family, architecture, settings, Partitioner(mesh, RULES["fsdp"]))
-for program in programs_of(record(pipe, settings)):
+pipe = outlined(found, Partitioner(mesh, RULES["fsdp"]))
+for program in programs_of(record(pipe, found.settings)):
     compiled = compile_program(program.lowering, "v6e-8")
     print(program.stage, program.name, compiled.memory.peak, program.times * price_compiled(compiled).total.mid)
 """

@@ -11,10 +11,9 @@ from wanjax.compilers.chips import SLICES, Slice
 from wanjax.compilers.places import Place, Tell, find_place
 from wanjax.compilers.pricing import Cost
 from wanjax.kernels.attention import AUTO, Attention
-from wanjax.pipelines.family import Architecture, Family
-from wanjax.pipelines.settings import Settings
 from wanjax.plan.meshes import choose_mesh, has_room, step_seconds
 from wanjax.plan.outlook import Outlook, asked_of_a_mesh, outlook
+from wanjax.registry import Outline
 
 WORTH_PRICING = 1.5  # times the fewest chip-seconds of a step by the model of `plan/meshes.py`, which is not exact
 START, DOWNLOADED, LOADED = 300.0, 200e6, 580e6
@@ -122,9 +121,7 @@ class Scale:
 
 
 def at_scale(
-    family: Family,
-    architecture: Architecture,
-    settings: Settings,
+    outline: Outline,
     chip: str,
     bulk: Bulk,
     mesh: tuple[int, int, int] | None = None,
@@ -142,7 +139,7 @@ def at_scale(
     those of `outlook`, as are the errors. `tell` receives each program's name with its slice.
     """
     place = find_place(chip)
-    asked = asked_of_a_mesh(family, architecture, settings, attention, rules)
+    asked = asked_of_a_mesh(outline.family, outline.architecture, outline.settings, attention, rules)
     candidates = {chip: 1.0} if mesh else dict(_candidates(place, chip, sp, asked))
     ways, others = [], []
     for name, ratio in candidates.items():
@@ -153,12 +150,10 @@ def at_scale(
         def told(now: Sequence[str], done: int, total: int, name: str = name) -> None:
             tell([f"{program} on {name}" for program in now], done, total)
 
-        plan = outlook(
-            family, architecture, settings, name, mesh, sp=sp, rules=rules, attention=attention, tell=told, **how
-        )
+        plan = outlook(outline, name, mesh, sp=sp, rules=rules, attention=attention, tell=told, **how)
         way = _way(bulk, find_place(name).devices, plan)
         ways.append(way) if way else others.append(NoWay(name, ratio, plan))
-    return Scale(bulk, settings.model, chip, ways, others)
+    return Scale(bulk, outline.settings.model, chip, ways, others)
 
 
 def _candidates(place: Place, chip: str, sp: int | None, asked: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

@@ -19,7 +19,6 @@ from wanjax.kernels.attention import AUTO, Attention
 from wanjax.kernels.compiler_options import SAFE
 from wanjax.layers.placement import as_shapes, placed
 from wanjax.loading import outlined
-from wanjax.pipelines.family import Architecture, Family
 from wanjax.pipelines.many import Order
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.recording import needed_pictures
@@ -27,6 +26,7 @@ from wanjax.pipelines.run import Run
 from wanjax.pipelines.settings import Settings
 from wanjax.plan.meshes import choose_mesh
 from wanjax.programs import Instance, Program, Record, Site
+from wanjax.registry import Outline
 from wanjax.sharding import RULES, Partitioner
 from wanjax.training.adapters import LoraConfig, adapt, is_factor
 from wanjax.training.encoded import NEGATIVE
@@ -73,9 +73,7 @@ class TrainingOutlook:
 
 
 def training_outlook(
-    family: Family,
-    architecture: Architecture,
-    settings: Settings,
+    outline: Outline,
     chip: str,
     mesh: tuple[int, int, int] | None = None,
     *,
@@ -88,10 +86,11 @@ def training_outlook(
     attention: Attention = AUTO,
     tell: Tell = lambda now, done, total: None,
 ) -> TrainingOutlook:
-    """Prices a step of training on clips of these settings; the other keywords are those of `outlook`."""
-    place, settings = find_place(chip), replace(settings, guidance_scale=1.0)
+    """Prices a step of training on clips of the outline's settings; the other keywords are those of `outlook`."""
+    place, settings = find_place(chip), replace(outline.settings, guidance_scale=1.0)
+    architecture = outline.architecture
     architecture.check_whole(settings.model, "training")
-    known = family.network_of(architecture.networks["transformer"])
+    known = outline.family.network_of(architecture.networks["transformer"])
     if isinstance(place, Slice) and mesh is None:
         work = architecture.forward(settings)
         how = {"sp": sp, "ring": attention.passes_keys, "spread": bool(RULES[rules].weights)}
@@ -100,7 +99,7 @@ def training_outlook(
     partitioner = Partitioner(mesh_on(place, axes), RULES[rules])
     kept = "float32" if lora is None else settings.dtype
     how = {"attention": attention, "compiler": compiler, "param_dtype": kept}
-    pipe = outlined(family, architecture, settings, partitioner, **how)
+    pipe = outlined(replace(outline, settings=settings), partitioner, **how)
     recorded = _recorded(pipe, settings, clips, lora, optimized)
     programs = [(name, recorded[program].lowering) for name, program in (("step", train), ("forward", loss_alone))]
     step, forward = priced_on(place, programs, tell)

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A converted checkpoint of a published model is known as that model by commands that load nothing."""
+
+import jax
+import pytest
+
+import wanjax
+from tests.support.tiny import tiny_checkpoint
+from wanjax.checkpoints.convert import ToWanjax
+from wanjax.checkpoints.sources import open_source
+from wanjax.loading import outlined
+from wanjax.pipelines.wan.networks import NETWORKS
+from wanjax.registry import describe, outline, presets, size_of
+from wanjax.sharding import RULES, Partitioner, make_mesh
+
+PRESET = presets()["wan2.2-t2v-a14b"]
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("converted")
+    source = open_source(tiny_checkpoint(folder / "source"))
+    ToWanjax(source, folder / "there", NETWORKS, origin=PRESET.source).run()
+    return str(folder / "there")
+
+
+@pytest.mark.parametrize("size", ["480p", "720p"])
+def test_the_sizes_by_name_are_those_of_the_published_model(converted, size):
+    wanted = size_of(PRESET.name, {"size": size})
+    assert size_of(converted, {"size": size}) == wanted
+    planned = outlined(outline(converted), Partitioner(make_mesh(devices=jax.devices()[:1]), RULES["fsdp"]))
+    assert planned.settings(size=size).size == wanted
+    assert wanjax.load(converted).settings(size=size).size == wanted
+
+
+def test_what_is_known_of_the_published_model_is_told(converted):
+    told = describe(converted)
+    assert told["name"] == converted
+    assert (told["source"], told["licence"]) == (PRESET.source, PRESET.licence)
+    assert "720p" in told["sizes"]
