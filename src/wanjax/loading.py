@@ -3,7 +3,6 @@
 
 import math
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -18,6 +17,7 @@ from jax.typing import DTypeLike
 
 from wanjax.checkpoints import manifest
 from wanjax.checkpoints.adapted import AdaptedSource, Note
+from wanjax.checkpoints.files import main_dtype
 from wanjax.checkpoints.hub import check_file
 from wanjax.checkpoints.lora import Lora
 from wanjax.checkpoints.networks import Network, components, network
@@ -391,8 +391,6 @@ def _options_of(name: str, architecture: Architecture, attention: Attention | No
 
 def _stored_dtype(source: Source, name: str) -> str:
     """Returns the dtype of most of a network's bytes if it is bfloat16 or float32, else float32."""
-    weights, stored = source.weights(name), Counter()
-    for key in weights.keys():  # noqa: SIM118
-        stored[str(weights.spec(key).dtype)] += weights.spec(key).nbytes
-    [(dtype, _)] = stored.most_common(1)
+    weights = source.weights(name)
+    dtype = main_dtype(weights.spec(key) for key in weights.keys())  # noqa: SIM118
     return dtype if dtype in ("bfloat16", "float32") else "float32"

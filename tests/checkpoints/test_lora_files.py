@@ -76,6 +76,18 @@ def refusal(write, tensors, **options):
     return str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "both",
+    [
+        {f"{Q}.diff": random(9, 6, 4)},
+        {f"{Q}.lora_B.bias": random(9, 6), f"{Q}.diff_b": random(10, 6)},
+    ],
+    ids=["weight", "bias"],
+)
+def test_two_changes_of_one_tensor_are_refused(both, opened):
+    assert says(refusal(opened, PAIR | both), "holds both")
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_factors_with_alpha_are_added_in_float32(dtype, opened):
     pair = {key: value.astype(dtype) for key, value in PAIR.items()}

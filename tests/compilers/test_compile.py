@@ -178,6 +178,26 @@ def test_a_compiler_that_crashes_once_is_asked_again():
 
 
 @needs_libtpu
+def test_what_a_compiler_that_crashed_has_dumped_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    begun = []
+
+    def crash_once(number):
+        if not begun:
+            [dump] = tmp_path.glob("*/schedules/dump")
+            (dump / "1-fusion.7-01-final_bundles.txt").write_text("cut off")
+            assert _kill_compilers() == 1
+        begun.append(number)
+
+    job = export(KERNEL, find_slice("v6e-1"))
+    [(_, found)] = compiling.compiled([job], schedules=[0], begun=crash_once)
+    assert begun == [0, 0]
+    assert isinstance(found, Compiled)
+    assert "fusion.7" not in found.schedules
+    assert found.schedules
+
+
+@needs_libtpu
 def test_a_program_that_crashes_the_compiler_is_refused():
     """It is refused, with the signal, and none waits for ever."""
     job = export(PROGRAMS["target"][0], find_slice("v6e-1"))

@@ -22,11 +22,12 @@ from wanjax.compilers import compile as compiling
 from wanjax.compilers import kept, priced
 from wanjax.compilers.chips import SLICES, described
 from wanjax.compilers.compile import ENVIRONMENT
-from wanjax.compilers.exporting import export, trace
+from wanjax.compilers.exporting import export, refusal, trace
 from wanjax.compilers.kernels import kernels_of
-from wanjax.compilers.lowering import Lowering
+from wanjax.compilers.lowering import Lowering, without_refused
 from wanjax.compilers.priced import price_all, prices
 from wanjax.errors import WanjaxError
+from wanjax.sharding import arrange
 
 needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
 V6E = SLICES["v6e-4"]
@@ -194,10 +195,12 @@ def test_a_price_of_another_compiler_is_forgotten(monkeypatch):
     assert priced._recalled("prices", job) is None
 
 
-def test_the_files_that_price_are_there():
-    folder = Path(kept.__file__).parent
-    assert all((folder / f"{name}.py").is_file() for name in kept.PRICING)
-    assert len(kept.pricing_digest()) == 64
+@pytest.mark.parametrize("part", [without_refused, arrange, refusal, priced.needed_bytes, priced.prices])
+def test_an_edit_of_what_prices_forgets_prices(part, monkeypatch):
+    before = kept.pricing_digest.__wrapped__()
+    edited, read = Path(str(sys.modules[part.__module__].__file__)), Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + b"#" * (path == edited))
+    assert kept.pricing_digest.__wrapped__() != before
 
 
 @needs_libtpu

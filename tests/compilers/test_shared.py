@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A compile cache that workers share: each program is compiled once, and no owner that is gone holds up the others."""
 
+import errno
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -20,8 +22,8 @@ from tests.support.commands import refused
 from tests.support.compilations import compilations
 from tests.support.stores import BUCKET, failing, forget, running_s3
 from tests.support.words import naming, says
-from wanjax.compilers import shared
-from wanjax.compilers.cache import SHARED, TRUSTED, compile_cache, set_cache_folder
+from wanjax.compilers import kept, shared
+from wanjax.compilers.cache import SHARED, TRUSTED, compile_cache, set_cache_folder, user_cache
 from wanjax.compilers.chips import devices_of, find_slice
 from wanjax.compilers.compile import ENVIRONMENT
 from wanjax.compilers.shared import Shared, share
@@ -235,3 +237,35 @@ def test_a_cache_is_filled_for_chips_that_are_not_here(tmp_path):
         assert process.returncode == 0, said
         assert re.search(rf"{made} programs were compiled for v6e-1, {there} were there", said), said
     assert len(list((tmp_path / "programs/tpu").iterdir())) == 8
+
+
+def test_another_user_reads_what_is_shared(tmp_path):
+    before = os.umask(0o022)
+    try:
+        Shared(tmp_path).put("program", b"compiled")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "program-cache").stat().st_mode) == 0o644
+
+
+def test_of_a_write_that_fails_nothing_is_left(tmp_path, monkeypatch):
+    def full(file, content):
+        with file.open("wb") as opened:
+            opened.write(content[: len(content) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kept.keep("prices", {"a": 1}, 2.0)
+    with pytest.warns(WanjaxWarning, match=naming("cannot be written")):
+        Shared(tmp_path).put("program", b"compiled")
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_an_empty_name_of_the_users_cache_is_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    found = user_cache()
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert found == user_cache()
+    assert found.is_absolute()

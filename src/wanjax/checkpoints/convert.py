@@ -12,7 +12,6 @@ import json
 import re
 import shutil
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from wanjax.checkpoints.files import (
     SafetensorsFile,
     Spec,
     content_digest,
+    main_dtype,
     save_index,
     shards,
     write_safetensors,
@@ -99,12 +99,9 @@ class Converted:
         return sum(spec.nbytes for spec in (*self.written.values(), *self.kept.values()))
 
     @property
-    def dtype(self) -> str:
-        """The dtype of most of the written bytes."""
-        counts: Counter[str] = Counter()
-        for spec in self.written.values():
-            counts[spec.dtype.name] += spec.nbytes
-        return counts.most_common(1)[0][0]
+    def dtype(self) -> str | None:
+        """The dtype of most of the written bytes; None where nothing is written."""
+        return main_dtype(self.written.values())
 
 
 class Conversion(ABC):

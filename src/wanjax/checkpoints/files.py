@@ -78,6 +78,14 @@ class Reader(Protocol):
     def read(self, key: str) -> np.ndarray: ...
 
 
+def main_dtype(specs: Iterable[Spec]) -> str | None:
+    """Returns the dtype of most of the bytes of tensors; None where there are none."""
+    counts: Counter[str] = Counter()
+    for spec in specs:
+        counts[spec.dtype.name] += spec.nbytes
+    return max(counts, key=lambda dtype: counts[dtype], default=None)
+
+
 def content_digest(path: Path) -> str | None:
     """Returns the SHA-256 of a file's contents; of a folder, that of the names and the digests of all its files.
 

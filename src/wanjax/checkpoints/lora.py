@@ -320,6 +320,8 @@ def _changes(path: Path, reader: Reader) -> tuple[dict[str, Change], list[str], 
         elif alpha:
             unknown.append(alpha)
         for (role, leaf), key in keys.items():
+            if (there := found.get(module + leaf)) is not None:
+                raise WanjaxError(f"{path} holds both {there.factors[0]} and {key}: one of them is right")
             found[module + leaf] = Change((key,), scale if role == "scaled diff" else 1.0)
     return found, unknown, scales.idle
 

@@ -247,7 +247,7 @@ class DiffusersSource(Source):
         return listed(self.name, patterns, revision=self.revision)
 
     def check_room(self) -> int:
-        return check_room(self.name, self.listed)
+        return check_room(self.name, self.listed) if self.listed else 0
 
     def check_whole(self, networks: Iterable[str], others: Iterable[str]) -> None:
         awaited = {PurePosixPath(file.name).parts[0] for file in self.listed if file.awaited}

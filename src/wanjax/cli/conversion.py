@@ -97,7 +97,7 @@ def _announce(report: Report, conversion: Conversion) -> None:
     rows = []
     for each in conversion.networks:
         sizes = in_bytes(each.bytes_read), in_bytes(each.bytes_written)
-        rows.append((each.name, f"{each.parameters:,}", *sizes, each.dtype))
+        rows.append((each.name, f"{each.parameters:,}", *sizes, each.dtype or ""))
     read = sum(each.bytes_read for each in conversion.networks)
     written = sum(each.bytes_written for each in conversion.networks)
     rows.append(("together", "", in_bytes(read), in_bytes(written), ""))

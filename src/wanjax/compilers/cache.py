@@ -112,8 +112,8 @@ def compile_cache_folder() -> str | None:
 
 def user_cache() -> Path:
     """Returns this library's folder in the user's cache, for files that can be made again."""
-    if "XDG_CACHE_HOME" in os.environ:
-        return Path(os.environ["XDG_CACHE_HOME"]) / "wanjax"
+    if chosen := os.environ.get("XDG_CACHE_HOME"):  # empty is unset, as its specification says
+        return Path(chosen) / "wanjax"
     return Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "wanjax"
 
 

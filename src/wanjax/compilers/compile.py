@@ -39,6 +39,7 @@ ENVIRONMENT = {
 }
 DUMP = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final"  # of a whole process
 DUMPED = "dump"  # the folder that it goes to
+GIVEN = PROGRAM, REQUEST = "program.bin", "job.json"  # of each job
 AT_ONCE = 2  # compilations, each of one core and up to four gigabytes
 
 
@@ -120,8 +121,8 @@ def compiled(
             root = own / ("schedules" if number in schedules else "programs")
             folders.setdefault(root, []).append(number)
             (root / str(number)).mkdir(parents=True)
-            (root / str(number) / "program.bin").write_bytes(job.program)
-            (root / str(number) / "job.json").write_text(json.dumps(_request(job)), encoding="utf-8")
+            (root / str(number) / PROGRAM).write_bytes(job.program)
+            (root / str(number) / REQUEST).write_text(json.dumps(_request(job)), encoding="utf-8")
             if number in schedules:
                 (root / DUMPED).mkdir(exist_ok=True)
         for root, number in _finished(folders, begun):
@@ -136,6 +137,8 @@ def _finished(left: dict[Path, list[int]], begun: Callable[[int], Any]) -> Itera
     """
     at_once = AT_ONCE
     while left:
+        for root, numbers in left.items():
+            _clear(root, numbers)
         processes: list[subprocess.Popen] = []
         reading, writing = os.pipe()
         with os.fdopen(reading, encoding="utf-8") as lines:
@@ -174,6 +177,14 @@ def _finished(left: dict[Path, list[int]], begun: Callable[[int], Any]) -> Itera
                 write_error(root / str(numbers[0]), name, f"the compiler's process ended. {why}".strip())
                 yield root, numbers.pop(0)
         left, at_once = {root: numbers for root, numbers in left.items() if numbers}, 1
+
+
+def _clear(root: Path, numbers: Sequence[int]) -> None:
+    """Removes from a folder what a process that ended left of these jobs, and of the compiler's dump."""
+    left = [*(root / DUMPED).glob("*"), *(path for number in numbers for path in (root / str(number)).glob("*"))]
+    for path in left:
+        if path.name not in GIVEN:
+            path.unlink()
 
 
 def write_error(folder: Path, kind: str, message: str) -> None:

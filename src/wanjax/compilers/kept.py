@@ -3,18 +3,22 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 from wanjax.compilers.cache import user_cache
+from wanjax.compilers.shared import write_whole
 
-PRICING = ("chips", "compile", "hlo", "kernels", "priced", "pricing", "scalar", "schedule", "work", "worker")
+PRICING = (
+    *("chips", "compile", "exporting", "hlo", "kernels", "lowering", "priced", "pricing", "scalar", "schedule"),
+    *("work", "worker"),
+)
+"""Modules of this folder on which a price depends."""
+MESHES = "sharding.py"  # which arranges a program's devices
 
 
 def recall(kind: str, key: Mapping[str, Any]) -> Any:
@@ -29,9 +33,7 @@ def keep(kind: str, key: Mapping[str, Any], value: Any) -> None:
     file = _file(kind, key)
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile("w", dir=file.parent, suffix=".part", delete=False, encoding="utf-8") as beside:
-            json.dump(value, beside)
-        os.replace(beside.name, file)
+        write_whole(file, json.dumps(value).encode())
 
 
 def _file(kind: str, key: Mapping[str, Any]) -> Path:
@@ -42,7 +44,8 @@ def _file(kind: str, key: Mapping[str, Any]) -> Path:
 @cache
 def pricing_digest() -> str:
     """Returns one digest of the files that make a price of a program; no other edit forgets prices."""
-    return digest(Path(__file__).with_name(f"{name}.py") for name in PRICING)
+    folder = Path(__file__).parent
+    return digest([*(folder / f"{name}.py" for name in PRICING), folder.parent / MESHES])
 
 
 def digest(paths: Iterable[Path]) -> str:

@@ -183,9 +183,14 @@ def read_dump(folder: Path, chip: Chip) -> dict[str, Schedule]:
         stamp, operation = re.fullmatch(rf"(\d+)-(.*)-\d\d-{CODE}\.txt", code.name).groups()  # type: ignore[union-attr]
         if operation.startswith("<") or operation == WHOLE_PROGRAM:
             continue
-        units, buffers = (
-            next(folder.glob(f"{stamp}-{escape(operation)}-[0-9][0-9]-{kind}.txt")).read_text(encoding="utf-8")
-            for kind in (UNITS, BUFFERS)
-        )
-        found[operation] = parse(operation, code.read_text(encoding="utf-8"), units, buffers, chip.branch_delay)
+        units, buffers = (_beside(folder, f"{stamp}-{operation}", kind) for kind in (UNITS, BUFFERS))
+        texts = (path.read_text(encoding="utf-8") for path in (code, units, buffers))
+        found[operation] = parse(operation, *texts, branch_delay=chip.branch_delay)
     return found
+
+
+def _beside(folder: Path, name: str, kind: str) -> Path:
+    """Returns a dump's file of this kind; raises RuntimeError where the dump lacks it."""
+    for path in folder.glob(f"{escape(name)}-[0-9][0-9]-{kind}.txt"):
+        return path
+    raise RuntimeError(f"the compiler's dump of {name} lacks its {kind}")

@@ -10,13 +10,11 @@ changes no more is of a process that is gone: the next one, which has a number o
 A lease saves work and guards nothing. Two processes that compile the same program write the same entry.
 """
 
-import os
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import count
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from threading import Event, Thread, local
 from time import monotonic
 from uuid import uuid4
@@ -202,9 +200,21 @@ def _write(file: Place, content: bytes) -> None:
     if isinstance(file, Remote):
         file.write(content)
         return
-    with NamedTemporaryFile(dir=file.parent, prefix=".", delete=False) as beside:
-        beside.write(content)
-    os.replace(beside.name, file)
+    write_whole(file, content)
+
+
+def write_whole(file: Path, content: bytes) -> None:
+    """Writes a file of a folder, which appears when all of it is there, for all whom the process's umask lets read it.
+
+    Of a write that fails nothing is left.
+    """
+    beside = file.with_name(f".{uuid4().hex}.part")  # by its name, as temporary files are closed to others
+    try:
+        beside.write_bytes(content)
+        beside.replace(file)
+    finally:
+        with suppress(OSError):
+            beside.unlink()
 
 
 def _create(file: Place, content: bytes) -> bool:

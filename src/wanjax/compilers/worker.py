@@ -20,7 +20,7 @@ import jax
 from jax.sharding import Mesh
 
 from wanjax.compilers.chips import devices_of
-from wanjax.compilers.compile import DUMPED, write_error
+from wanjax.compilers.compile import DUMPED, PROGRAM, REQUEST, write_error
 from wanjax.compilers.lowering import without_refused
 from wanjax.sharding import arrange
 
@@ -32,9 +32,9 @@ def make_mesh(topology: str, devices: int, axes: dict[str, int]) -> Mesh:
 
 def compile_one(folder: Path) -> None:
     """Compiles the job of a folder and writes its results there."""
-    job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+    job = json.loads((folder / REQUEST).read_text(encoding="utf-8"))
     mesh = make_mesh(job["topology"], job["devices"], dict(job["axes"]))
-    exported = jax.export.deserialize(bytearray((folder / "program.bin").read_bytes()))
+    exported = jax.export.deserialize(bytearray((folder / PROGRAM).read_bytes()))
     shardings = exported.in_shardings_jax(mesh)
     shapes = [
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
