@@ -88,7 +88,11 @@ def examine(model: str | Path, revision: str | None = None, *, encoders: bool = 
 
     `encoders` tells whether to read those of text and image encoders too, for which a file may have to be downloaded.
     """
-    source, preset = find(model, revision)
+    return configured(model, *find(model, revision), encoders=encoders)
+
+
+def configured(model: str | Path, source: Source, preset: Preset | None, *, encoders: bool = False) -> Checkpoint:
+    """Reads the configs of a checkpoint that `find` found by the name `model`, as `examine` does."""
     family = family_of(source, FAMILIES)
     architecture = _tabled(_scheduled(family.architecture(source, encoders), preset), family, preset, source)
     settings = family.settings(source, architecture, preset)

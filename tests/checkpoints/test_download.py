@@ -15,19 +15,19 @@ from types import SimpleNamespace
 import pytest
 from huggingface_hub.utils import _http
 
-from tests.support.hub import FILES, ID, TRANSFORMER, VAE, checksum, files_in, wait_until
+from tests.support.hub import FILES, ID, TRANSFORMER, VAE, checksum, fetched, files_in, wait_until
 from tests.support.words import naming, says
 from wanjax.checkpoints import hub
-from wanjax.checkpoints.sources import DiffusersSource
+from wanjax.checkpoints.sources import open_source
 from wanjax.errors import WanjaxError
 
 WEIGHTS = "vae/diffusion_pytorch_model.safetensors"
 
 
 def fault(components):
-    """Returns the one sentence with which `resolve` fails."""
+    """Returns the one sentence with which a download fails."""
     with pytest.raises(WanjaxError) as caught:
-        hub.resolve(ID, components)
+        fetched(ID, components)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -36,7 +36,7 @@ def fault(components):
 def test_a_dropped_connection_is_taken_up_where_it_broke_off(server):
     server.files[WEIGHTS] = bytes(range(256)) * 100_000  # more than two of the pieces of 10 MiB that the client writes
     server.drops = 1
-    folder = hub.resolve(ID, ["vae"])
+    folder = fetched(ID, ["vae"])
     assert (folder / WEIGHTS).read_bytes() == server.files[WEIGHTS]
     assert [start for sent, start in server.sent if sent == WEIGHTS] == [0, 10 << 20]
 
@@ -53,8 +53,8 @@ def impatient(monkeypatch):
 def test_a_hub_that_is_busy_for_a_while_is_asked_again(server, impatient):
     server.refusals = [429, 503, 429]
     with suppress(WanjaxError):  # a 503 for a file's bytes is an error, and the next run resumes
-        hub.resolve(ID, ["vae"])
-    folder = hub.resolve(ID, ["vae"])
+        fetched(ID, ["vae"])
+    folder = fetched(ID, ["vae"])
     assert (folder / WEIGHTS).read_bytes() == FILES[WEIGHTS]
     assert not server.refusals
 
@@ -72,26 +72,25 @@ def test_a_file_that_stays_out_of_reach_is_told(server, status, what):
     server.refusals = [status] * 100
     assert says(fault(["vae"]), what)
     server.refusals = []
-    assert files_in(hub.resolve(ID, ["vae"])) == {"model_index.json"} | VAE
+    assert files_in(fetched(ID, ["vae"])) == {"model_index.json"} | VAE
 
 
 @pytest.mark.usefixtures("online")
 def test_a_file_of_another_length_than_the_hub_lists_is_not_taken(server):
-    hub.resolve(ID, ())
+    fetched(ID, ())
     server.short = 7
     assert says(fault(["vae"]), "Consistency check failed")
     server.short = 0
-    folder = hub.resolve(ID, ["vae"])
+    folder = fetched(ID, ["vae"])
     assert all((folder / name).read_bytes() == FILES[name] for name in VAE)
 
 
 ATTEMPTS = """
 import os, sys
-from wanjax.checkpoints import hub
-from wanjax.checkpoints.sources import DiffusersSource
+from tests.support.hub import fetched
 for _ in sys.stdin:
     if (child := os.fork()) == 0:
-        hub.resolve("owner/video", ["vae", "transformer"])
+        fetched("owner/video", ["vae", "transformer"])
         os._exit(0)
     print(child, flush=True)
     print(os.waitpid(child, 0)[1], flush=True)
@@ -142,7 +141,7 @@ def test_a_file_that_differs_from_its_checksum_is_removed_and_sent_again(server)
     server.flip = WEIGHTS
     assert says(fault(["vae"]), "checksum")
     server.flip = None
-    folder = hub.resolve(ID, ["vae"])
+    folder = fetched(ID, ["vae"])
     assert (folder / WEIGHTS).read_bytes() == server.files[WEIGHTS]
     assert hub.cached_checksum(folder / WEIGHTS) == checksum(server.files[WEIGHTS])
     assert hub.cached_checksum(folder / "vae/config.json") is None
@@ -150,24 +149,11 @@ def test_a_file_that_differs_from_its_checksum_is_removed_and_sent_again(server)
 
 
 @pytest.mark.usefixtures("online")
-def test_progress_is_told_in_bytes_up_to_all_of_them(server, capfd):
-    server.files[WEIGHTS] = bytes(25_000_000)
-    server.pause = 0.01
-    told = []
-    hub.resolve(ID, ["vae"], progress=lambda done, total: told.append((done, total)))
-    assert told == sorted(told)
-    total = sum(len(server.files[name]) for name in VAE)
-    assert told[-1] == (total, total)
-    assert len({done for done, _ in told}) > 2
-    assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.usefixtures("online")
 def test_a_disk_that_is_too_small_is_told_before_the_first_byte(server, monkeypatch):
     monkeypatch.setattr(hub.shutil, "disk_usage", lambda _: SimpleNamespace(free=100_000))
     assert says(fault(["transformer"]), "301 kB more 100 kB free")
     assert not [name for name, _ in server.sent if name.endswith(".safetensors")]
-    source = DiffusersSource(ID)
+    source = open_source(ID)
     with pytest.raises(WanjaxError, match=naming(f"{ID} room HF_HOME")):
         source.check_room()
     monkeypatch.setattr(hub.shutil, "disk_usage", lambda _: SimpleNamespace(free=10_000_000))

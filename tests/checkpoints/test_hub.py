@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints by folder and by hub id: the files that are downloaded, and the message for each fault."""
 
+import json
 import os
 import resource
 import subprocess
@@ -9,44 +10,46 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.hub import FILES, ID, TRANSFORMER, VAE, files_in
+from tests.support.hub import FILES, ID, TRANSFORMER, VAE, fetched, files_in
 from tests.support.words import naming, says
 from wanjax.checkpoints import hub
+from wanjax.checkpoints.sources import open_source
 from wanjax.errors import WanjaxError
 
+OPENED = "from wanjax.checkpoints.sources import open_source"
 
-def fault(*args, **options):
-    """Returns the one sentence with which `resolve` fails."""
+
+def fault(name, components=None, **options):
+    """Returns the one sentence with which a checkpoint, or the download of its components, fails."""
     with pytest.raises(WanjaxError) as caught:
-        hub.resolve(*args, **options)
+        open_source(name, **options) if components is None else fetched(name, components)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
 def test_a_folder_that_is_there_is_taken_as_it_is(tmp_path):
     (tmp_path / "model_index.json").write_text("{}")
-    assert hub.resolve(tmp_path, ["transformer"]) == tmp_path
-    assert hub.resolve(str(tmp_path)) == tmp_path
+    assert open_source(tmp_path).root == open_source(str(tmp_path)).root == tmp_path
 
 
 def test_a_folder_without_an_index_is_refused(tmp_path):
     with pytest.raises(WanjaxError, match=f"{tmp_path} holds no model_index.json"):
-        hub.resolve(tmp_path)
+        open_source(tmp_path)
 
 
 @pytest.mark.parametrize("source", ["nowhere", "./no/where", "/no/where", "a/b/c", "", "a b/c", "ä/b"])
 def test_a_source_that_is_neither_folder_nor_id_is_refused(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(WanjaxError, match=r"there is no folder|holds no"):
-        hub.resolve(source)
+        open_source(source)
 
 
 @pytest.mark.usefixtures("online")
 def test_only_the_wanted_files_are_downloaded(server):
-    folder = hub.resolve(ID, ["transformer"])
+    folder = fetched(ID, ["transformer"])
     assert files_in(folder) == {"model_index.json"} | TRANSFORMER
     assert all((folder / name).read_bytes() == FILES[name] for name in files_in(folder))
-    assert hub.resolve(ID) == folder  # the index's components; existing files are not fetched again
+    assert fetched(ID, ["transformer", "vae"]) == folder  # existing files are not fetched again
     assert files_in(folder) == {"model_index.json"} | TRANSFORMER | VAE
     assert sorted(server.sent) == sorted((name, 0) for name in files_in(folder))
 
@@ -55,17 +58,17 @@ def test_only_the_wanted_files_are_downloaded(server):
 @pytest.mark.parametrize("name", ["spiece.model", "tokenizer.json", "tokenizer_config.json"])
 def test_either_form_of_a_tokenizer_is_downloaded(server, name):
     server.files[f"tokenizer/{name}"] = b"{}"
-    assert (hub.resolve(ID, ["tokenizer"]) / "tokenizer" / name).read_bytes() == b"{}"
+    assert (fetched(ID, ["tokenizer"]) / "tokenizer" / name).read_bytes() == b"{}"
 
 
 def test_offline_the_cache_is_used_and_what_it_lacks_is_said(server, hub_at):
     hub_at(server.url, offline=True)
     assert "unset HF_HUB_OFFLINE" in fault(ID, ["vae"])
     hub_at(server.url)
-    folder = hub.resolve(ID, ["vae"])
+    folder = fetched(ID, ["vae"])
     server.sent.clear()
     hub_at(server.url, offline=True)
-    assert hub.resolve(ID, ["vae"]) == folder
+    assert fetched(ID, ["vae"]) == folder
     assert "unset HF_HUB_OFFLINE" in fault(ID, ["transformer"])
     assert not server.sent
 
@@ -150,7 +153,7 @@ def test_the_clients_settings_come_from_the_environment(server, tmp_path):
     """Runs a new process, because the client reads the environment when it is imported."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     run = subprocess.run(
-        [sys.executable, "-c", f"from wanjax.checkpoints import hub; print(hub.resolve({ID!r}, ['vae']))"],
+        [sys.executable, "-c", f"from tests.support.hub import fetched; print(fetched({ID!r}, ['vae']))"],
         env=environment | {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path), "NO_PROXY": "*"},
         capture_output=True,
         text=True,
@@ -159,3 +162,19 @@ def test_the_clients_settings_come_from_the_environment(server, tmp_path):
     folder = Path(run.stdout.strip())
     assert folder.is_relative_to(tmp_path / "hub")
     assert files_in(folder) == {"model_index.json"} | VAE
+
+
+@pytest.mark.usefixtures("online")
+def test_a_checkpoint_comes_with_its_configs_in_one_look(server):
+    opened = open_source(ID)
+    sent = [name for name, _ in server.sent]
+    assert sorted(sent) == ["model_index.json", "transformer/config.json", "vae/config.json"]
+    server.status = 500
+    assert opened.config("vae") == json.loads(FILES["vae/config.json"])
+
+
+def test_a_cache_that_lacks_configs_gets_them_when_they_are_needed(server, hub_at):
+    hub_at(server.url)
+    opened = open_source(ID)
+    (opened.root / "vae/config.json").unlink()
+    assert opened.config("vae") == json.loads(FILES["vae/config.json"])

@@ -125,6 +125,13 @@ def test_a_conversion_merges_a_lora(checkpoint, file, tmp_path, dtype):
     assert "as it was written" in run("convert", tmp_path / "merged", "--verify")
 
 
+def test_a_conversion_finds_its_source_once(checkpoint, file, tmp_path, monkeypatch):
+    opened = []
+    monkeypatch.setattr(registry, "open_source", lambda name, *given: opened.append(name) or open_source(name, *given))
+    run("convert", checkpoint, tmp_path / "merged", "--lora", file)
+    assert opened == [str(checkpoint)]
+
+
 def test_another_lora_needs_another_folder(checkpoint, file, tmp_path):
     run("convert", checkpoint, tmp_path / "merged", "--lora", file)
     for wrong, told in [

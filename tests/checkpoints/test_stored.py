@@ -156,3 +156,10 @@ def test_a_chunk_that_is_missing_is_told_before_anything_is_loaded(stored):
 def test_what_is_no_checkpoint_of_ours_is_not_read_from_a_store():
     put("model_index.json", json.dumps({"_class_name": "WanPipeline"}).encode())
     assert says(refused(wanjax.load, MODEL), f"{MODEL} wanjax.json")
+
+
+def test_a_store_without_an_index_is_told_by_its_name(stored):
+    [name] = [name for name in objects() if name.endswith("model_index.json")]
+    MemoryFileSystem().rm_file(f"/{name}")
+    told = refused(open_source, stored)
+    assert says(told, f"{stored} model_index.json")

@@ -24,7 +24,7 @@ from wanjax.checkpoints import modules
 from wanjax.checkpoints.convert import ToDiffusers, ToWanjax
 from wanjax.checkpoints.files import SafetensorsFolder
 from wanjax.checkpoints.networks import network_of
-from wanjax.checkpoints.sources import DiffusersSource, WanjaxSource
+from wanjax.checkpoints.sources import open_source
 from wanjax.converters import rules
 from wanjax.models.qwen2_vl import QWEN2_5_VL_7B
 from wanjax.models.siglip import SIGLIP_SO400M
@@ -102,8 +102,8 @@ def test_conversion_there_and_back(dtype, tmp_path):
         component.to(dtype).save_pretrained(source / name)
     index = {name: ["transformers", type(component).__name__] for name, component in components.items()}
     (source / "model_index.json").write_text(json.dumps({"_class_name": "SomePipeline", **index}))
-    ToWanjax(DiffusersSource(source), tmp_path / "ours", KINDS).run()
+    ToWanjax(open_source(source), tmp_path / "ours", KINDS).run()
     assert (tmp_path / "ours" / "text_encoder" / "unused.safetensors").is_file()
-    ToDiffusers(WanjaxSource(tmp_path / "ours"), tmp_path / "again", KINDS).run()
+    ToDiffusers(open_source(tmp_path / "ours"), tmp_path / "again", KINDS).run()
     for name in components:
         assert tensors(tmp_path / "again" / name) == tensors(source / name)

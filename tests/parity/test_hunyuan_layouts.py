@@ -24,7 +24,6 @@ from wanjax.checkpoints.convert import ToDiffusers, ToWanjax
 from wanjax.checkpoints.files import Spec, save_safetensors
 from wanjax.checkpoints.modules import parameters
 from wanjax.checkpoints.networks import components, network
-from wanjax.checkpoints.sources import DiffusersSource
 from wanjax.converters.t5 import t5_config
 from wanjax.errors import WanjaxError
 from wanjax.models.hunyuanvideo.config import FEW_STEPS_480P, SIZE_480P, SIZE_720P
@@ -147,7 +146,7 @@ def test_the_tokenizer_of_glyphs_is_that_of_the_published_script(folder):
 @pytest.mark.parametrize("layout", quick(["file"], ["folder", "file"]))
 def test_every_layout_is_converted_there_and_back(layout, text_pair, tmp_path, monkeypatch):
     reference, folder = text_pair
-    monkeypatch.setattr(layouts.RecognisedSource, "_lender", lambda self, component: DiffusersSource(reference))
+    monkeypatch.setattr(layouts.RecognisedSource, "_lender", lambda self, component: open_source(reference))
     name = folder
     if layout == "file":
         reference = tiny_hunyuan_checkpoint(tmp_path / "128", **WIDE)
@@ -381,7 +380,7 @@ def test_missing_components_are_those_of_the_published_model(model, config, monk
     theirs |= {authors.transformer_name(key): shape for key, shape in refined.items()}
     monkeypatch.setattr(hunyuan_layouts, "open_tensors", lambda path: Shapes(theirs))
     asked = []
-    monkeypatch.setattr(layouts, "DiffusersSource", lambda name: asked.append(name) or DiffusersSource(text_pair[0]))
+    monkeypatch.setattr(layouts, "open_source", lambda name: asked.append(name) or open_source(text_pair[0]))
     source = FileSource.at(Path(f"{model}.safetensors"))
     assert source is not None
     assert network(source, "transformer", NETWORKS).config == config
@@ -407,8 +406,7 @@ def test_the_hub(folder, text_pair, tmp_path, monkeypatch):
     def locate(name, revision=None, markers=()):
         return download(name, markers)
 
-    for module in (hunyuan_layouts, sources):
-        monkeypatch.setattr(module, "locate", locate)
+    monkeypatch.setattr(sources, "locate", locate)
     monkeypatch.setattr(hunyuan_layouts, "download", download)
     source = open_source("owner/name")
     assert source.revision == "0123"

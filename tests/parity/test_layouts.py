@@ -26,7 +26,6 @@ from wanjax.checkpoints.files import SafetensorsFolder, Spec, content_digest, sa
 from wanjax.checkpoints.modules import parameters
 from wanjax.checkpoints.networks import network
 from wanjax.checkpoints.readers import open_tensors
-from wanjax.checkpoints.sources import DiffusersSource
 from wanjax.cli.remake import check_files
 from wanjax.converters.wan import diffusers as wan
 from wanjax.converters.wan import original
@@ -128,7 +127,7 @@ def test_components_are_read_when_they_are_needed(authors, diffusers):
 @pytest.mark.parametrize("layout", ["folder", "file"])
 def test_every_layout_is_converted(layout, authors, diffusers, tmp_path, monkeypatch):
     """The result equals that from the layout of diffusers, except for configs that tensors do not show."""
-    monkeypatch.setattr(layouts.RecognisedSource, "_lender", lambda self, component: DiffusersSource(diffusers))
+    monkeypatch.setattr(layouts.RecognisedSource, "_lender", lambda self, component: open_source(diffusers))
     name = authors if layout == "folder" else authors / "diffusion_pytorch_model.safetensors"
     target = tmp_path / "converted"
     assert ToWanjax(open_source(name), target, NETWORKS).run()
@@ -168,7 +167,7 @@ def test_a_distilled_causal_transformer(wrapper, diffusers, tmp_path, monkeypatc
     config = network(source, "transformer", NETWORKS).config
     assert isinstance(config, CausalTransformerConfig)
     assert (config.block_frames, config.window, config.sink) == (3, 21, 0)
-    monkeypatch.setattr(layouts.RecognisedSource, "_lender", lambda self, component: DiffusersSource(diffusers))
+    monkeypatch.setattr(layouts.RecognisedSource, "_lender", lambda self, component: open_source(diffusers))
     assert ToWanjax(source, tmp_path / "converted", NETWORKS).run()
     pipe = loading.load(tmp_path / "converted")
     assert pipe.scheduler == Consistency()
@@ -243,7 +242,7 @@ def test_a_conversion_of_a_file_among_several_is_known_as_its_preset(diffusers, 
     """The file lends components of the plain model, whose settings are others."""
     save_safetensors(tmp_path / "model.safetensors", theirs(diffusers, "transformer"))
     monkeypatch.setattr(sources, "locate_file", lambda name, beside, revision: tmp_path / "model.safetensors")
-    monkeypatch.setattr(layouts.RecognisedSource, "_lender", lambda self, component: DiffusersSource(diffusers))
+    monkeypatch.setattr(layouts.RecognisedSource, "_lender", lambda self, component: open_source(diffusers))
     known = registry.presets()["wan2.1-t2v-1.3b-causvid"]
     few = replace(known, name="few", source="owner/name/part/model.safetensors", architecture=None)
     monkeypatch.setattr(registry, "presets", lambda: {"few": few})
@@ -282,7 +281,7 @@ def test_two_files_are_two_experts(names, given, diffusers, tmp_path):
 
 def test_the_record_tells_both_files_by_digest(diffusers, tmp_path, monkeypatch):
     """And a video is not made again where either is another one."""
-    monkeypatch.setattr(layouts.RecognisedSource, "_lender", lambda self, component: DiffusersSource(diffusers))
+    monkeypatch.setattr(layouts.RecognisedSource, "_lender", lambda self, component: open_source(diffusers))
     names, tensors = EXPERTS[0], theirs(diffusers, "transformer")
     for name in names:
         save(tmp_path / name, tensors)
@@ -297,7 +296,7 @@ def test_the_record_tells_both_files_by_digest(diffusers, tmp_path, monkeypatch)
 
 
 def test_two_files_are_converted(diffusers, tmp_path, monkeypatch):
-    monkeypatch.setattr(layouts.RecognisedSource, "_lender", lambda self, component: DiffusersSource(diffusers))
+    monkeypatch.setattr(layouts.RecognisedSource, "_lender", lambda self, component: open_source(diffusers))
     tensors = theirs(diffusers, "transformer")
     for name, more in zip(EXPERTS[0], (0, 1), strict=True):
         save(tmp_path / name, {key: x + np.float32(more) for key, x in tensors.items()})
@@ -402,7 +401,7 @@ TURBO = "TurboDiffusion/TurboWan2.1-T2V-{0}/TurboWan2.1-T2V-{0}.pth"
 def test_missing_components_are_those_of_the_published_model(config, file, origin, repository, monkeypatch, diffusers):
     monkeypatch.setattr(wan_layouts, "open_tensors", lambda path: Shapes(config))
     asked = []
-    monkeypatch.setattr(layouts, "DiffusersSource", lambda name: asked.append(name) or DiffusersSource(diffusers))
+    monkeypatch.setattr(layouts, "open_source", lambda name: asked.append(name) or open_source(diffusers))
     source = FileSource.at(Path(file))
     assert source is not None
     assert (source.origin, source.lender) == (origin, repository)

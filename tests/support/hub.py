@@ -10,7 +10,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import unquote
+
+from wanjax.checkpoints.hub import COMPONENT_FILES, INDEX, download
 
 ID = "owner/video"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -156,6 +159,13 @@ def running_hub() -> Iterator[Hub]:
         yield server
         server.shutdown()
         thread.join()
+
+
+def fetched(repository, components) -> Path:
+    """Downloads components of a repository, with its index, as sources do."""
+    return download(
+        repository, [INDEX, *(f"{component}/{name}" for component in components for name in COMPONENT_FILES)]
+    )
 
 
 def files_in(folder):

@@ -7,23 +7,19 @@ that were not; `hf cache prune` removes what is left of them.
 """
 
 import hashlib
-import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path, PurePosixPath
-from threading import Lock
 from typing import Any, NamedTuple
 
 from wanjax.checkpoints.files import WEIGHT_NAMES, no_file
 from wanjax.errors import WanjaxError, causes
 from wanjax.figures import in_bytes
-
-Progress = Callable[[int, int], Any]
 
 INDEX = "model_index.json"
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)  # not ./NAME, which is a path
@@ -37,38 +33,12 @@ COMPONENT_FILES = (
 )
 
 
-def resolve(
-    source: str | Path,
-    components: Sequence[str] | None = None,
-    *,
-    revision: str | None = None,
-    progress: Progress | None = None,
-) -> Path:
-    """Returns the folder of a checkpoint, given as a folder or as a Hugging Face id.
-
-    source: such as `OWNER/NAME`; components: those that are downloaded, by default all of its
-    model_index.json; progress: called with the bytes done and their total, or None for the client's own bars on a
-    terminal. The settings of huggingface-hub apply (HF_HOME, HF_HUB_OFFLINE, HF_TOKEN, HF_ENDPOINT).
-    Raises WanjaxError if the folder is no checkpoint, or the repository is unknown, gated or out of reach.
-    """
-    folder = locate(source, revision=revision)
-    if not (folder / INDEX).is_file():
-        raise WanjaxError(
-            f"{source} holds no {INDEX}: a whole checkpoint, as diffusers or its authors lay it out, is needed"
-        )
-    if Path(source).expanduser().exists():
-        return folder
-    if components is None:
-        components = _components(folder / INDEX)
-    wanted = [f"{component}/{name}" for component in components for name in COMPONENT_FILES]
-    commit = folder.name
-    return download(str(source), [INDEX, *wanted], revision=commit, progress=progress)
-
-
 def locate(source: str | Path, *, revision: str | None = None, markers: Sequence[str] = ()) -> Path:
-    """Returns the folder `source`, or a repository's with model_index.json and `markers`, which show its layout.
+    """Returns the folder `source`, or that of a Hugging Face id, with model_index.json and the small files `markers`.
 
-    Raises the errors of `resolve`.
+    The folder of an id is named by its commit. The settings of huggingface-hub apply (HF_HOME, HF_HUB_OFFLINE,
+    HF_TOKEN, HF_ENDPOINT). Raises WanjaxError if there is no such folder, or the repository is unknown, gated or out of
+    reach.
     """
     folder = Path(source).expanduser()
     if folder.exists():
@@ -77,12 +47,10 @@ def locate(source: str | Path, *, revision: str | None = None, markers: Sequence
         raise WanjaxError(no_file(folder))
     if not HUB_ID.fullmatch(str(source)):
         raise WanjaxError(f"there is no folder or file {folder}, and it is not a Hugging Face id, which is OWNER/NAME")
-    return download(str(source), [INDEX, *markers], revision=revision, progress=lambda *_: None)  # small files, no bars
+    return download(str(source), [INDEX, *markers], revision=revision, quiet=True)
 
 
-def locate_file(
-    source: str | Path, *, beside: Sequence[str] = (), revision: str | None = None, progress: Progress | None = None
-) -> Path:
+def locate_file(source: str | Path, *, beside: Sequence[str] = (), revision: str | None = None) -> Path:
     """Returns the file `source`, local or OWNER/NAME/FILE on the hub, from where it is downloaded if need be.
 
     `beside` are files that come with it from the same folder, as far as the repository has them.
@@ -98,7 +66,7 @@ def locate_file(
         raise WanjaxError(f"there is no file {file}, and it is not one of the hub, which is OWNER/NAME/FILE")
     try:
         wanted = [named["file"], *(Path(named["file"]).with_name(name).as_posix() for name in beside)]
-        folder = download(named["repository"], wanted, revision=revision, progress=progress)
+        folder = download(named["repository"], wanted, revision=revision)
     except WanjaxError as error:
         raise WanjaxError(f"there is no file {file}; {error}") from error
     if not (folder / named["file"]).is_file():
@@ -106,26 +74,16 @@ def locate_file(
     return folder / named["file"]
 
 
-def _components(index: Path) -> list[str]:
-    """Returns the components that model_index.json lists: the entries that name a library and a class."""
-    try:
-        entries = json.loads(index.read_bytes())
-        return [name for name, value in entries.items() if isinstance(value, list) and value[:1] != [None]]
-    except (ValueError, AttributeError) as error:
-        raise WanjaxError(f"{index} cannot be read: it is not a JSON object") from error
-
-
-def download(
-    repository: str, patterns: Iterable[str], *, revision: str | None = None, progress: Progress | None = None
-) -> Path:
+def download(repository: str, patterns: Iterable[str], *, revision: str | None = None, quiet: bool = False) -> Path:
     """Returns the folder in the client's cache that holds at least the repository's files of these patterns.
 
-    `progress` is called as `resolve` does. Raises WanjaxError if the repository is unknown, gated or out of reach, a
-    file differs from its checksum on the hub, or the cache links to a file that is gone and the hub is out of reach.
+    The client shows its own bars on a terminal, unless it is to be `quiet`. Raises WanjaxError if the repository is
+    unknown, gated or out of reach, a file differs from its checksum on the hub, or the cache links to a file that is
+    gone and the hub is out of reach.
     """
     try:
         wanted = list(patterns)
-        folder = _snapshot(repository, wanted, revision, progress)
+        folder = _snapshot(repository, wanted, revision, quiet)
         for path in sorted(folder.rglob("*")):  # without the hub, the client takes what there is
             name = path.relative_to(folder).as_posix()
             if not path.exists() and any(fnmatchcase(name, pattern) for pattern in wanted):
@@ -184,18 +142,15 @@ def check_file(source: str, *, revision: str | None = None) -> int:
     return check_room(named["repository"], listed(named["repository"], [named["file"]], revision=revision))
 
 
-def _snapshot(repository: str, patterns: list[str], revision: str | None, progress: Progress | None) -> Path:
+def _snapshot(repository: str, patterns: list[str], revision: str | None, quiet: bool) -> Path:
     from huggingface_hub import snapshot_download  # here: local checkpoints need no client
 
     missing = [file for file in _listed(repository, patterns, revision) if file.awaited]
-    total = check_room(repository, missing)
-    bars = _bars(total, progress) if progress else None
+    check_room(repository, missing)
     client = partial(snapshot_download, repository, revision=revision, allow_patterns=patterns, max_workers=AT_ONCE)
-    folder = Path(client(tqdm_class=bars))
+    folder = Path(client(tqdm_class=_no_bars() if quiet else None))
     with ThreadPoolExecutor(AT_ONCE) as workers:
         list(workers.map(_check, [folder / file.name for file in missing]))
-    if progress and total:
-        progress(total, total)
     return folder
 
 
@@ -205,35 +160,21 @@ def _listed(repository: str, patterns: list[str], revision: str | None) -> list[
 
     with suppress(errors.DryRunError):  # the download says which files the cache lacks
         found = snapshot_download(
-            repository, revision=revision, allow_patterns=patterns, dry_run=True, tqdm_class=_bars(0, None)
+            repository, revision=revision, allow_patterns=patterns, dry_run=True, tqdm_class=_no_bars()
         )
         return [Listed(file.filename, file.file_size or 0, file.will_download) for file in found]
     return []
 
 
-def _bars(total: int, progress: Progress | None) -> Any:
-    """Returns a class of bars for the client that shows nothing and calls `progress` with the bytes done.
-
-    The client has two bars for bytes, received and written, of which the one that is further counts.
-    """
+def _no_bars() -> Any:
+    """Returns a class of bars for the client that shows nothing, and starts no thread."""
     from huggingface_hub.utils import tqdm
 
-    lock, done = Lock(), 0
-
     class Bar(tqdm):
-        monitor_interval = 0  # starts no thread
+        monitor_interval = 0
 
         def __init__(self, *args: Any, **options: Any):
-            self.in_bytes = options.get("unit") == "B"
             super().__init__(*args, **options | {"disable": True})
-
-        def update(self, n: int | float | None = 1) -> None:
-            nonlocal done
-            with lock:
-                self.n += n or 0
-                if progress and self.in_bytes and self.n > done:
-                    done = min(self.n, total)
-                    progress(done, total)
 
     return Bar
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from wanjax.checkpoints.descaled import Descaled
 from wanjax.checkpoints.files import Reader
 from wanjax.checkpoints.readers import Renamed
-from wanjax.checkpoints.sources import DiffusersSource, Source, Weights
+from wanjax.checkpoints.sources import Source, Weights, open_source
 from wanjax.errors import WanjaxError
 
 TRANSFORMER_PREFIXES = ("", "model.diffusion_model.", "diffusion_model.", "model.", "transformer.", "net.")
@@ -50,10 +50,10 @@ class RecognisedSource(Source):
         return self.repository or self.name
 
     @cached_property
-    def _published(self) -> DiffusersSource:
-        return DiffusersSource(self.lender)
+    def _published(self) -> Source:
+        return open_source(self.lender)
 
-    def _lender(self, component: str) -> DiffusersSource:
+    def _lender(self, component: str) -> Source:
         """Returns the repository of the same model, for a component that the checkpoint lacks."""
         if self.origin == self.name:
             raise WanjaxError(

@@ -33,7 +33,6 @@ from wanjax.checkpoints.hub import (
     locate,
     locate_file,
     names_in,
-    resolve,
 )
 from wanjax.checkpoints.readers import SUFFIXES, Renamed, Together
 from wanjax.compilers.cache import user_cache
@@ -220,14 +219,17 @@ class Wrapped(Source):
 class DiffusersSource(Source):
     """A folder or hub repository in the layout of diffusers. A component is downloaded when it is first needed."""
 
-    def __init__(self, name: str | Path, revision: str | None = None):
-        self.name = str(name)
-        self.root = resolve(name, components=(), revision=revision)
-        self.revision = None if Path(name).expanduser().exists() else self.root.name  # the folder's name is the commit
+    def __init__(self, name: str | Path, folder: Path, revision: str | None = None):
+        if not (folder / INDEX).is_file():
+            raise WanjaxError(
+                f"{name} holds no {INDEX}: a whole checkpoint, as diffusers or its authors lay it out, is needed"
+            )
+        self.name, self.root, self.revision = str(name), folder, revision
         self.index = read_json(self.root / INDEX)
 
     def config(self, component: str) -> dict[str, Any]:
-        folder = self.folder(component, files=("*.json",))
+        there = any((self.root / component / name).is_file() for name in CONFIGS)  # they come with the index
+        folder = self.folder(component, files=() if there else ("*.json",))
         names = [folder / name for name in CONFIGS]
         return read_json(next((path for path in names if path.is_file()), names[0]))
 
@@ -280,7 +282,7 @@ class DiffusersSource(Source):
 
     def folder(self, component: str, files: Sequence[str] = COMPONENT_FILES) -> Path:
         """Returns the component's folder, with at least these files; downloads those that are missing."""
-        if self.revision is not None and component.isidentifier():
+        if files and self.revision is not None and component.isidentifier():
             download(self.name, [INDEX, *(f"{component}/{name}" for name in files)], revision=self.revision)
         return self._in_root(component)
 
@@ -298,8 +300,8 @@ class WanjaxSource(DiffusersSource):
     `weights` has the names and shapes of this library.
     """
 
-    def __init__(self, folder: str | Path):
-        super().__init__(folder)
+    def __init__(self, name: str | Path, folder: Path, revision: str | None = None):
+        super().__init__(name, folder, revision)
         self.manifest = read_json(self.root / MANIFEST)
         if (found := self.manifest.get("format")) != FORMAT:
             raise WanjaxError(f"{self.root / MANIFEST} has the format {found!r} where this wanjax reads {FORMAT}")
@@ -375,8 +377,7 @@ class StoredSource(WanjaxSource):
             beside.write_bytes(manifest)
         self.root = root
         self._fetch(root / name for name in self.sizes if "/" not in name and name != MANIFEST)
-        super().__init__(root)
-        self.name, self.revision = str(place), digest[:SHARE]
+        super().__init__(str(place), root, digest[:SHARE])
         self._check({name for name in self.sizes if "/" not in name})
 
     def weights(self, component: str) -> Arrays:
@@ -446,13 +447,14 @@ class Layout:
     """A layout of checkpoints other than that of diffusers.
 
     `markers` are small files that identify the layout and are downloaded first; `is_folder` tells whether a folder has
-    it, and `open` returns that folder's source. `open_file` returns a file's source, or None for a file of another
-    layout. `beside` returns the names of files that belong to a file of this name, as far as its folder has them.
+    it, and `open` returns that folder's source, given the checkpoint's name, the folder, and its commit if it is of the
+    hub. `open_file` returns a file's source, or None for a file of another layout. `beside` returns the names of files
+    that belong to a file of this name, as far as its folder has them.
     """
 
     markers: tuple[str, ...]
     is_folder: Callable[[Path], bool]
-    open: Callable[[str | Path, str | None], Source]
+    open: Callable[[str | Path, Path, str | None], Source]
     open_file: Callable[[Path], Source | None]
     beside: Callable[[str], Sequence[str]] = lambda name: ()
 
@@ -483,13 +485,14 @@ def open_source(name: str | Path, revision: str | None = None, layouts: Sequence
     if path.suffix in SUFFIXES and HUB_FILE.fullmatch(str(name)):
         return _open_file(locate_file(name, beside=beside(path.name, layouts), revision=revision), layouts)
     if (path / MANIFEST).is_file():
-        return WanjaxSource(name)
-    markers = [marker for layout in layouts for marker in layout.markers]
+        return WanjaxSource(name, path)
+    markers = [*(f"*/{config}" for config in CONFIGS), *(marker for layout in layouts for marker in layout.markers)]
     folder = locate(name, revision=revision, markers=markers)
+    commit = None if path.exists() else folder.name
     for layout in layouts:
         if layout.is_folder(folder):
-            return layout.open(name, revision)
-    return DiffusersSource(name, revision)
+            return layout.open(name, folder, commit)
+    return DiffusersSource(name, folder, commit)
 
 
 def _open_file(path: Path, layouts: Sequence[Layout]) -> Source:

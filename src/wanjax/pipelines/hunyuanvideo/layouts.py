@@ -18,7 +18,7 @@ from weakref import finalize
 
 from wanjax.checkpoints.descaled import Descaled
 from wanjax.checkpoints.files import SafetensorsFolder
-from wanjax.checkpoints.hub import INDEX, Listed, download, listed, locate, names_in
+from wanjax.checkpoints.hub import INDEX, Listed, download, listed, names_in
 from wanjax.checkpoints.layouts import Component, RecognisedSource
 from wanjax.checkpoints.networks import components
 from wanjax.checkpoints.readers import open_tensors
@@ -108,10 +108,9 @@ class OriginalSource(_HunyuanVideoSource):
     Raises WanjaxError where it holds several transformers, or none that is supported.
     """
 
-    def __init__(self, name: str | Path, revision: str | None = None):
-        self.name = str(name)
-        root = locate(name, revision=revision).absolute()
-        self.revision = None if Path(name).expanduser().exists() else root.name  # the folder's name is the commit
+    def __init__(self, name: str | Path, folder: Path, revision: str | None = None):
+        self.name, self.revision = str(name), revision
+        root = folder.absolute()
         self._folder = root if _is_transformer(root) else _only_one(self.name, _transformers(root))
         self.root = self._folder.parents[1] if self._folder.parent.name == TRANSFORMERS else self._folder
         self.model = _model(_told(self._folder), self._folder)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from wanjax.checkpoints.files import SafetensorsFolder, check_names, no_file
-from wanjax.checkpoints.hub import Listed, download, listed, locate, names_in
+from wanjax.checkpoints.hub import Listed, download, listed, names_in
 from wanjax.checkpoints.layouts import Component, RecognisedSource
 from wanjax.checkpoints.readers import SUFFIXES, open_tensors
 from wanjax.checkpoints.sources import Layout, check_small, read_json
@@ -81,10 +81,8 @@ class _WanSource(RecognisedSource):
 class OriginalSource(_WanSource):
     """A folder or hub repository in the layout of Wan's authors; a component is downloaded when first needed."""
 
-    def __init__(self, name: str | Path, revision: str | None = None):
-        self.name = str(name)
-        self.root = locate(name, revision=revision)
-        self.revision = None if Path(name).expanduser().exists() else self.root.name  # the folder's name is the commit
+    def __init__(self, name: str | Path, folder: Path, revision: str | None = None):
+        self.name, self.root, self.revision = str(name), folder, revision
         self._components: dict[str, Component | None] = {}
         self.index = _index(self._transformer, experts=_has_experts(self.root))
 
