@@ -20,7 +20,7 @@ from wanjax.checkpoints.adapted import AdaptedSource, Note
 from wanjax.checkpoints.files import main_dtype
 from wanjax.checkpoints.hub import check_file
 from wanjax.checkpoints.lora import Lora
-from wanjax.checkpoints.networks import Network, components, network
+from wanjax.checkpoints.networks import Network, network
 from wanjax.checkpoints.sources import Source, beside
 from wanjax.compilers.cache import set_cache_folder
 from wanjax.errors import WanjaxError, shown
@@ -248,7 +248,7 @@ def _networks(found: Checkpoint) -> dict[str, Network]:
     """Returns the networks of a checkpoint whose configs are known without a download."""
     outline = found.preset.architecture.networks if found.preset and found.preset.architecture else {}
     configs, known = {**outline, **found.architecture.networks}, {}
-    for name in components(found.source.index):
+    for name in found.source.components:
         if name in configs:
             known[name] = found.family.network_of(configs[name])
         elif name not in found.family.loaders and found.source.is_at_hand(name):
@@ -321,7 +321,7 @@ def _loaders(
         told = partial(way.progress or loading, name)
         return source.load(name, shapes, read.rules, ignore=read.unused, progress=told)
 
-    return {name: partial(load, name) for name in components(source.index) if name != "scheduler"}
+    return {name: partial(load, name) for name in source.components if name != "scheduler"}
 
 
 def _abstract(found: Checkpoint, name: str, settings: Settings, way: Loading, partitioner: Partitioner) -> nnx.Module:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from wanjax.checkpoints.adapted import AdaptedSource, Note, located
 from wanjax.checkpoints.extended import ExtendedSource
 from wanjax.checkpoints.lora import Lora, trained_attention
-from wanjax.checkpoints.networks import NetworkKind, components
+from wanjax.checkpoints.networks import NetworkKind
 from wanjax.checkpoints.sources import Layout, Source, open_source
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import AUTO, Attention
@@ -209,7 +209,7 @@ def tables_key(model: str | Path) -> str:
 
 def check_whole(source: Source) -> None:
     """Raises WanjaxError where a file of the networks or tokenizers that a checkpoint lists is missing or cut off."""
-    listed, loaded = components(source.index), {name for family in FAMILIES for name in family.loaders}
+    listed, loaded = source.components, {name for family in FAMILIES for name in family.loaders}
     classes = {word for kind in kinds() for word in kind.classes}
     source.check_whole(
         [name for name, kind in listed.items() if kind in classes], [name for name in listed if name in loaded]

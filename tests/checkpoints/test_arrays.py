@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from tests.support.arrays import save
 from tests.support.devices import most_held, nbytes_on_each, on_eight_devices
 from tests.support.words import says
 from wanjax.checkpoints import arrays as store
@@ -194,7 +195,7 @@ def encoder():
 def test_written_on_one_device_read_on_eight_and_back(tmp_path):
     """The values are equal on the requested shards; no device ever holds more than its shards and one tensor."""
     model = encoder()
-    modules.save(model, tmp_path / "one")
+    save(model, tmp_path / "one")
     on_eight_devices("from tests.checkpoints.test_arrays import there_and_back; there_and_back()", tmp_path)
     again = modules.restore(nnx.eval_shape(encoder), Arrays(tmp_path / "eight"))
     for name, x in modules.parameters(model).items():
@@ -234,7 +235,7 @@ def there_and_back():
     for name, x in modules.parameters(model).items():
         assert x.sharding == targets[name].sharding
         assert np.asarray(x).tobytes() == Arrays(folder / "one").read(name).tobytes()
-    modules.save(model, folder / "eight")
+    save(model, folder / "eight")
     other = modules.restore(meshed((4, 2), ROWS), Arrays(folder / "eight"))
     for name, x in modules.parameters(other).items():
         assert np.asarray(x).tobytes() == np.asarray(modules.parameters(model)[name]).tobytes()

@@ -17,7 +17,7 @@ from tests.support.quick import quick
 from tests.support.types import unchecked
 from tests.support.words import says
 from wanjax.checkpoints.files import Spec
-from wanjax.checkpoints.networks import components, read_network
+from wanjax.checkpoints.networks import read_network
 from wanjax.checkpoints.sources import open_source
 from wanjax.converters.wan import original
 from wanjax.converters.wan.diffusers import transformer_config
@@ -42,7 +42,7 @@ def source(request, tmp_path_factory):
 def test_any_value_of_any_entry_is_read_or_refused(source):
     """No other error than that of the library is raised."""
     named = {kind for each in kinds() for kind in each.classes}
-    for component, kind in components(source.index).items():
+    for component, kind in source.components.items():
         if kind not in named:
             continue
         config = source.config(component)

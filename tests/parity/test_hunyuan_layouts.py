@@ -23,7 +23,7 @@ from wanjax.checkpoints import layouts, sources
 from wanjax.checkpoints.convert import ToDiffusers, ToWanjax
 from wanjax.checkpoints.files import Spec, save_safetensors
 from wanjax.checkpoints.modules import parameters
-from wanjax.checkpoints.networks import components, network
+from wanjax.checkpoints.networks import network
 from wanjax.converters.t5 import t5_config
 from wanjax.errors import WanjaxError
 from wanjax.models.hunyuanvideo.config import FEW_STEPS_480P, SIZE_480P, SIZE_720P
@@ -76,7 +76,7 @@ def assert_same_weights(ours, reference):
 
 def networks_of(source):
     names = ("text_encoder", "text_encoder_2", "image_encoder", "transformer", "vae")
-    return [name for name in names if name in components(source.index)]
+    return [name for name in names if name in source.components]
 
 
 def refusal(path, call=open_source):

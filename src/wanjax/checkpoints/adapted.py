@@ -11,7 +11,7 @@ from wanjax.checkpoints.files import Reader
 from wanjax.checkpoints.hub import locate_file
 from wanjax.checkpoints.lora import Lora, LoraFile, Merged
 from wanjax.checkpoints.lora_scales import PEFT_CONFIG
-from wanjax.checkpoints.networks import Kinds, components, network
+from wanjax.checkpoints.networks import Kinds, network
 from wanjax.checkpoints.sources import Source, Wrapped
 from wanjax.converters.names import Names
 from wanjax.converters.rules import Rule
@@ -33,7 +33,7 @@ class AdaptedSource(Wrapped):
         super().__init__(source)
         self.loras: list[tuple[str, Path]] = []
         self.read: dict[str, Path] = {}  # the files, as they were named
-        present = [name for name in PREFIXES if name in components(source.index)]
+        present = [name for name in PREFIXES if name in source.components]
         self._files: dict[str, list[tuple[LoraFile, float]]] = {name: [] for name in present}
         for lora in loras:
             chosen = [name for name in present if len(present) == 1 or lora.expert in (None, PREFIXES[name])]

@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +25,6 @@ from typing import Any
 import jax
 import numpy as np
 import tensorstore as ts
-from jax.experimental import multihost_utils
 
 from wanjax.checkpoints.files import Spec, aligned
 from wanjax.errors import WanjaxError
@@ -215,32 +213,6 @@ class Arrays:
         (path / COMMITTED).write_text(json.dumps({"item_handlers": handler, "metrics": {}, "custom_metadata": {}}))
         return cls(path)
 
-    @classmethod
-    def save(cls, path: Path, weights: Mapping[str, jax.Array]) -> None:
-        """Writes sharded arrays; each process writes its own shards, one at a time.
-
-        The folder appears when all are complete. Raises WanjaxError if it exists, OSError if it cannot be written.
-        """
-        partial = path.with_name(f".{path.name}.partial")
-        if path.exists():
-            raise WanjaxError(f"{path} is there already: name a new folder to save weights in")
-        if jax.process_index() == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-        _wait_for_all(f"{path} is empty")
-        specs = {name: Spec(x.shape, np.dtype(x.dtype)) for name, x in weights.items()}
-        shards = {name: x.sharding.shard_shape(x.shape) for name, x in weights.items()}
-        arrays = cls.create(partial, specs, {name: chunk_of_shard(shards[name], specs[name].dtype) for name in specs})
-        for name, values in weights.items():
-            for shard in values.addressable_shards:
-                if shard.replica_id == 0:
-                    with Writer() as writer:
-                        writer.write(arrays[name], shard.index, np.asarray(shard.data))
-        _wait_for_all(f"{path} is written")
-        if jax.process_index() == 0:
-            synchronise(arrays.files())
-            partial.rename(path)
-        _wait_for_all(f"{path} is complete")
-
     def __getitem__(self, name: str) -> StoredArray:
         return self._arrays[name]
 
@@ -311,21 +283,6 @@ def chunk_shape(spec: Spec, stacked: bool) -> tuple[int, ...]:
         longest = chunk.index(max(chunk))
         chunk[longest] = ceil(chunk[longest] / 2)
     return tuple(chunk)
-
-
-def chunk_of_shard(shard: Sequence[int], dtype: np.dtype) -> tuple[int, ...]:
-    """Returns a chunk's sizes, which divide the shard's, so that no two shards write to one chunk."""
-    chunk = list(shard)
-    while prod(chunk) * dtype.itemsize > CHUNK:
-        longest = max(chunk)
-        chunk[chunk.index(longest)] = max(n for n in range(1, longest) if longest % n == 0)
-    return tuple(chunk)
-
-
-def _wait_for_all(what: str) -> None:
-    """Waits until all processes have come this far."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(what)
 
 
 def synchronise(files: set[Path]) -> None:

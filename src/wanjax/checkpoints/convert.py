@@ -47,7 +47,7 @@ from wanjax.checkpoints.manifest import (
     files_in,
     own_digest,
 )
-from wanjax.checkpoints.networks import Kinds, Network, components, network
+from wanjax.checkpoints.networks import Kinds, Network, network
 from wanjax.checkpoints.readers import View
 from wanjax.checkpoints.sources import (
     FORMAT,
@@ -117,9 +117,7 @@ class Conversion(ABC):
         self.target = place(target).absolute()
         self.partial = _partial(self.target)
         self._opened: dict[str, Weights] = {}
-        self.networks = [
-            self._converted(name) for name, kind in components(source.index).items() if self._is_network(kind)
-        ]
+        self.networks = [self._converted(name) for name, kind in source.components.items() if self._is_network(kind)]
 
     @property
     def bytes_written(self) -> int:
@@ -296,7 +294,7 @@ class Conversion(ABC):
                 if path.name not in (MANIFEST, INDEX) and path.is_file():
                     shutil.copyfile(path, self.partial / path.name)
         _save_json(self.partial / INDEX, self.source.index)
-        for name, kind in components(self.source.index).items():
+        for name, kind in self.source.components.items():
             (self.partial / name).mkdir(exist_ok=True)
             for path in self.source.files(name):
                 shutil.copyfile(path, self.partial / name / path.name)
@@ -326,8 +324,8 @@ class ToWanjax(Conversion):
         if isinstance(source, WanjaxSource):
             raise WanjaxError(f"{source.name} is a wanjax checkpoint already: `--to diffusers` writes it back")
         self.dtypes, self.origin, self.licence = dtypes or {}, origin or source.origin, licence
-        if unknown := self.dtypes.keys() - components(source.index).keys():
-            listed = ", ".join(components(source.index))
+        if unknown := self.dtypes.keys() - source.components.keys():
+            listed = ", ".join(source.components)
             raise WanjaxError(f"{source.name} has no {sorted(unknown)[0]} to store in another dtype, but {listed}")
         self._assignments: dict[str, list[rules.Assignment]] = {}
         self._readers: dict[str, Reader] = {}

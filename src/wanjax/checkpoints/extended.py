@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from wanjax.checkpoints.files import Reader, Spec
+from wanjax.checkpoints.files import Reader, Tensors
 from wanjax.checkpoints.networks import Kinds, network
 from wanjax.checkpoints.readers import Together
 from wanjax.checkpoints.sources import CONFIGS, Source, Wrapped
@@ -43,21 +43,5 @@ class ExtendedSource(Wrapped):
             return super().tensors(component, rules)
         known = network(self._source, component, self._kinds)
         held, specs = known.specs, network(self, component, self._kinds).specs
-        lacking = {key: spec for key, spec in specs.items() if key not in held}
-        return Together(super().tensors(component, known.rules), Zeros(lacking))
-
-
-class Zeros:
-    """Tensors of zeros."""
-
-    def __init__(self, specs: Mapping[str, Spec]):
-        self._specs = specs
-
-    def keys(self) -> Iterable[str]:
-        return self._specs.keys()
-
-    def spec(self, key: str) -> Spec:
-        return self._specs[key]
-
-    def read(self, key: str) -> np.ndarray:
-        return np.zeros(*self._specs[key])
+        lacking = {key: np.zeros(*spec) for key, spec in specs.items() if key not in held}
+        return Together(super().tensors(component, known.rules), Tensors(lacking))

@@ -13,7 +13,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -84,6 +84,19 @@ def main_dtype(specs: Iterable[Spec]) -> str | None:
     for spec in specs:
         counts[spec.dtype.name] += spec.nbytes
     return max(counts, key=lambda dtype: counts[dtype], default=None)
+
+
+def adding(progress: Callable[[int, int], object] | None, total: int) -> Callable[[int], None]:
+    """Returns a function that adds up the bytes it receives, and reports their sum and the total."""
+    done = 0
+
+    def add(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress:
+            progress(done, total)
+
+    return add
 
 
 def content_digest(path: Path) -> str | None:

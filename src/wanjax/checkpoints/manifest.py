@@ -4,11 +4,12 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from wanjax.checkpoints.arrays import Arrays
-from wanjax.checkpoints.files import Spec
+from wanjax.checkpoints.files import Spec, adding
 from wanjax.checkpoints.sources import MANIFEST, SHARE, WEIGHTS, Source, WanjaxSource
 from wanjax.errors import WanjaxError
 
@@ -85,11 +86,4 @@ def digest(path: Path) -> str:
 
 def counting(progress: Progress, at: str, total: int) -> Callable[[int], object]:
     """Returns a function that adds up the bytes it receives, and reports their sum."""
-    done = 0
-
-    def count(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        progress(at, done, total)
-
-    return count
+    return adding(partial(progress, at), total)

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from wanjax.checkpoints.arrays import Arrays
-from wanjax.checkpoints.files import Reader, Spec, write_safetensors
+from wanjax.checkpoints.files import Reader, Spec, adding, write_safetensors
 from wanjax.checkpoints.placing import on_devices
 from wanjax.converters.rules import Assignment, Rule, assign, expanded, rules_for
 from wanjax.converters.transforms import Transform
@@ -38,16 +38,13 @@ def load(
     targets = parameters(abstract)
     specs = {key: reader.spec(key) for key in reader.keys()}  # noqa: SIM118
     assignments = assign(rules, specs, targets, ignore=ignore)
-    total, done = sum(specs[key].nbytes for each in assignments for key in each.sources), 0
+    count = adding(progress, sum(specs[key].nbytes for each in assignments for key in each.sources))
 
     @contextmanager
     def reading(key: str, transform: Transform) -> Iterator[np.ndarray]:
         """Yields the rearranged tensor, and reports its bytes once it has been used."""
-        nonlocal done
         yield transform.forward(reader.read(key))
-        done += specs[key].nbytes
-        if progress:
-            progress(done, total)
+        count(specs[key].nbytes)
 
     def weights(each: Assignment) -> jax.Array:
         tensors = [reading(key, each.transform) for key in each.sources]  # each is read when it is entered
@@ -57,22 +54,10 @@ def load(
 
 
 def restore(abstract: Module, arrays: Arrays, *, progress: Callable[[int, int], object] | None = None) -> Module:
-    """Returns the module with weights that `save` or `wanjax convert` stored; otherwise as `load`."""
-    targets, done = parameters(abstract), 0
+    """Returns the module with weights that `wanjax convert` stored; otherwise as `load`."""
+    targets = parameters(abstract)
     assign([Rule(name, name) for name in targets], {name: arrays.spec(name) for name in arrays.keys()}, targets)  # noqa: SIM118
-
-    def tell(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        if progress:
-            progress(done, arrays.nbytes)
-
-    return _filled(abstract, arrays.restore(targets, tell))
-
-
-def save(module: nnx.Module, folder: Path) -> None:
-    """Writes the module's weights to a new folder for `restore`; raises as `Arrays.save` does."""
-    Arrays.save(folder, parameters(module))
+    return _filled(abstract, arrays.restore(targets, adding(progress, arrays.nbytes)))
 
 
 def _filled(abstract: Module, weights: Mapping[str, jax.Array]) -> Module:

@@ -103,18 +103,12 @@ def network_of(config: Config, kinds: Kinds) -> Network:
     return Network(config, next(kind for kind in kinds if type(config) in kind.modules))
 
 
-def components(index: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the class of each component in model_index.json, without those that are null."""
-    entries = {name: value for name, value in index.items() if isinstance(value, list) and len(value) == 2}
-    return {name: str(kind) for name, (library, kind) in entries.items() if library is not None and kind is not None}
-
-
 def network(source: Source, component: str, kinds: Kinds) -> Network:
     """Returns the network of a checkpoint's component.
 
     Raises WanjaxError where the component is missing, its class is unknown, or its config is that of another model.
     """
-    listed = components(source.index)
+    listed = source.components
     if component not in listed:
         raise WanjaxError(f"{source.name} lists no {component} in its model_index.json, which has {', '.join(listed)}")
     by_class = {name: kind for kind in kinds for name in kind.classes}

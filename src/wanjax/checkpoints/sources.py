@@ -11,7 +11,7 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol, TypeVar
 
@@ -21,7 +21,15 @@ from flax import nnx
 from wanjax.checkpoints import modules
 from wanjax.checkpoints.arrays import Arrays, size_here
 from wanjax.checkpoints.descaled import EIGHT_BITS, Descaled
-from wanjax.checkpoints.files import HEADER_LIMIT, Reader, SafetensorsFile, SafetensorsFolder, check_names, no_file
+from wanjax.checkpoints.files import (
+    HEADER_LIMIT,
+    Reader,
+    SafetensorsFile,
+    SafetensorsFolder,
+    adding,
+    check_names,
+    no_file,
+)
 from wanjax.checkpoints.hub import (
     COMPONENT_FILES,
     HUB_FILE,
@@ -78,6 +86,14 @@ class Source(ABC):
 
     extended: bool = False
     """True where networks have weights that the checkpoint does not hold."""
+
+    @property
+    def components(self) -> dict[str, str]:
+        """The class of each component that `model_index.json` lists, without those that are null."""
+        entries = {name: value for name, value in self.index.items() if isinstance(value, list) and len(value) == 2}
+        return {
+            name: str(kind) for name, (library, kind) in entries.items() if library is not None and kind is not None
+        }
 
     @property
     def base(self) -> "Source":
@@ -244,8 +260,7 @@ class DiffusersSource(Source):
         """The components' files on the hub; none of a local folder, or where the hub cannot be asked."""
         if self.revision is None:
             return []
-        entries = [name for name, value in self.index.items() if isinstance(value, list) and value[:1] != [None]]
-        patterns = [f"{component}/{name}" for component in entries for name in COMPONENT_FILES]
+        patterns = [f"{component}/{name}" for component in self.components for name in COMPONENT_FILES]
         return listed(self.name, patterns, revision=self.revision)
 
     def check_room(self) -> int:
@@ -409,14 +424,8 @@ class StoredSource(WanjaxSource):
 
     def gather(self, progress: Callable[[str, int, int], object], *, anew: bool = False) -> None:
         names = [name for name in self.sizes if anew or not (self.root / name).exists()]
-        done, total = 0, sum(self.sizes[name] for name in names)
-
-        def tell(names: Iterable[str]) -> None:
-            nonlocal done
-            done += sum(self.sizes[name] for name in names)
-            progress("downloading", done, total)
-
-        self.place.download_all(names, self.root, tell)
+        count = adding(partial(progress, "downloading"), sum(self.sizes[name] for name in names))
+        self.place.download_all(names, self.root, lambda done: count(sum(self.sizes[name] for name in done)))
 
     def _in_root(self, component: str) -> Path:
         names = {name for name in self.sizes if name.startswith(f"{component}/")}

@@ -10,7 +10,7 @@ import click
 from wanjax.checkpoints.convert import Conversion, ToDiffusers, ToWanjax
 from wanjax.checkpoints.lora import Lora
 from wanjax.checkpoints.manifest import Progress, verify
-from wanjax.checkpoints.networks import components, network
+from wanjax.checkpoints.networks import network
 from wanjax.checkpoints.sources import Source
 from wanjax.cli.report import Report, print_table
 from wanjax.errors import WanjaxError
@@ -86,7 +86,7 @@ def _dtypes(given: Sequence[str], source: Source) -> dict[str, str]:
         if dtype not in ("bfloat16", "float32"):
             raise WanjaxError(f"--dtype {text} is no dtype to store weights in: bfloat16 or float32 is")
         classes = {word for kind in kinds() for word in kind.classes}
-        listed = [known for known, kind in components(source.index).items() if kind in classes]
+        listed = [known for known, kind in source.components.items() if kind in classes]
         names = [name] if name else [known for known in listed if not network(source, known, kinds()).float32]
         chosen |= dict.fromkeys(names, dtype)
     return chosen

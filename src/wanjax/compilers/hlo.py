@@ -75,14 +75,18 @@ class Instruction:
     root: bool
 
     def attribute(self, name: str) -> str | None:
-        found = re.search(rf"\b{name}=(\{{.*?\}}|\[[^ ]*|[^, ]+)", self.attributes)
-        return None if found is None else found[1]
+        return self._found(rf"\b{name}=(\{{.*?\}}|\[[^ ]*|[^, ]+)")
+
+    def _found(self, pattern: str) -> str | None:
+        """Returns what the pattern's group matches in the attributes; None where they do not match."""
+        found = re.search(pattern, self.attributes)
+        return found[1] if found else None
 
     def named(self, role: str) -> str:
         """Returns the name of the computation in a role: `calls`, `body`, `condition` or `to_apply`."""
-        found = re.search(rf"\b{role}=%([\w.\-]+)", self.attributes)
+        found = self._found(rf"\b{role}=%([\w.\-]+)")
         assert found is not None, f"{self.name} has no {role}"
-        return found[1]
+        return found
 
     @property
     def called(self) -> str | None:
@@ -91,19 +95,17 @@ class Instruction:
     @property
     def estimated_cycles(self) -> int | None:
         """The compiler's own estimate, present on fusions and copies."""
-        found = re.search(r'"estimated_cycles":"(\d+)"', self.attributes)
-        return None if found is None else int(found[1])
+        found = self._found(r'"estimated_cycles":"(\d+)"')
+        return None if found is None else int(found)
 
     @property
     def scope(self) -> str:
         """The functions, named scopes and loops in which the operation was traced, joined by slashes."""
-        found = re.search(r'op_name="([^"]*)"', self.attributes)
-        return "" if found is None else found[1]
+        return self._found(r'op_name="([^"]*)"') or ""
 
     @property
     def target(self) -> str | None:
-        found = re.search(r'custom_call_target="([^"]+)"', self.attributes)
-        return None if found is None else found[1]
+        return self._found(r'custom_call_target="([^"]+)"')
 
     @property
     def group_size(self) -> int:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from wanjax.checkpoints.networks import Config, Network, NetworkKind, components, network_of
+from wanjax.checkpoints.networks import Config, Network, NetworkKind, network_of
 from wanjax.checkpoints.sources import Layout, Source, read_json
 from wanjax.errors import UnsupportedError, WanjaxError
 from wanjax.kernels.attention import AUTO, Attention, SparseLinear
@@ -563,4 +563,4 @@ def updated_by(source: Source, settings: SomeSettings, more: Mapping[str, Any] |
 
 def optional(source: Source, component: str) -> bool:
     """Tells whether a checkpoint has a component."""
-    return component in components(source.index)
+    return component in source.components

@@ -20,7 +20,6 @@ from wanjax.checkpoints.descaled import Descaled
 from wanjax.checkpoints.files import SafetensorsFolder
 from wanjax.checkpoints.hub import INDEX, Listed, download, listed, names_in
 from wanjax.checkpoints.layouts import Component, RecognisedSource
-from wanjax.checkpoints.networks import components
 from wanjax.checkpoints.readers import open_tensors
 from wanjax.checkpoints.sources import Layout, check_small, read_json
 from wanjax.converters.hunyuanvideo.diffusers import transformer_config
@@ -99,7 +98,7 @@ class _HunyuanVideoSource(RecognisedSource):
     @property
     def lent(self) -> list[str]:
         """The components that the checkpoint lacks, which come from the same model's repository."""
-        return [name for name in components(self.index) if not self.holds(name)]
+        return [name for name in self.components if not self.holds(name)]
 
 
 class OriginalSource(_HunyuanVideoSource):
