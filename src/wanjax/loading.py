@@ -235,10 +235,10 @@ def _sizes(found: Checkpoint, way: Loading, partitioner: Partitioner) -> dict[st
     The autoencoder, which is small, is left out. Raises WanjaxError where a network is larger than the memory.
     """
     sizes: dict[str, int] = {}
+    outline = replace(found, settings=replace(found.settings, dtype=way.dtype or "bfloat16"))
     for name, known in _networks(found).items():
         if not known.float32:
-            dtypes = way.dtype or "bfloat16", way.param_dtype or "bfloat16"
-            shapes = _shapes(known, dtypes, _options_of(name, found.architecture, way.attention), partitioner)
+            shapes = _shapes(outline, name, known, way.param_dtype or "bfloat16", way.attention, partitioner)
             check_memory(found.settings.model, name, shapes, fitting)
             sizes[name] = bytes_needed(shapes)
     return sizes
@@ -328,8 +328,7 @@ def _abstract(found: Checkpoint, name: str, settings: Settings, way: Loading, pa
     """Returns a network of a checkpoint as shapes with shardings, as it will be loaded."""
     read = network(found.source, name, found.family.networks)
     kept = "float32" if read.float32 else way.param_dtype or _stored_dtype(found.source, name)
-    options = _options_of(name, found.architecture, way.attention)
-    return _shapes(read, _dtypes(name, read, settings, kept), options, partitioner)
+    return _shapes(replace(found, settings=settings), name, read, kept, way.attention, partitioner)
 
 
 def outlined(
@@ -347,14 +346,13 @@ def outlined(
     The networks compute in the settings' dtype. The keywords are those of `load`. Prompts have the length that the
     family gives.
     """
-    family, preset, settings = outline.family, outline.preset, outline.settings
-    architecture = outline.architecture.attending(attention, settings.model)
+    outline = replace(outline, architecture=outline.architecture.attending(attention, outline.settings.model))
+    family, preset, architecture, settings = outline.family, outline.preset, outline.architecture, outline.settings
     kept = param_dtype or (preset.param_dtype if preset and preset.architecture else settings.dtype)
 
     def make(name: str) -> nnx.Module:
         known = family.network_of(architecture.networks[name])
-        dtypes = _dtypes(name, known, settings, kept)
-        return _shapes(known, dtypes, _options_of(name, architecture, attention), partitioner)
+        return _shapes(outline, name, known, kept, attention, partitioner)
 
     shapes = {name: partial(make, name) for name in architecture.networks}
     others: dict[str, Any] = {name: NoTokenizer(*sizes) for name, sizes in family.prompt(architecture).items()}
@@ -367,26 +365,15 @@ def outlined(
 
 
 def _shapes(
-    known: Network, dtypes: tuple[str, str], options: Mapping[str, Any], partitioner: Partitioner
+    outline: Outline, name: str, known: Network, kept: str, attention: Attention | None, partitioner: Partitioner
 ) -> nnx.Module:
-    """Returns a network as shapes with shardings.
-
-    `dtypes` are those in which it computes and keeps its weights; `options` are its class's own.
-    """
-    dtype, kept = dtypes
-    return placed(known.abstract(dtype=dtype, param_dtype=kept, **options), partitioner)
-
-
-def _dtypes(name: str, known: Network, settings: Settings, kept: str) -> tuple[str, str]:
-    """Returns the dtypes in which a network computes and keeps its weights; `kept` is that of most networks."""
-    if not known.float32:
-        return settings.dtype, kept
-    return settings.vae_dtype if name == "vae" else "float32", "float32"
-
-
-def _options_of(name: str, architecture: Architecture, attention: Attention | None) -> dict[str, Any]:
-    """Returns the options of a network's class."""
-    return {"attention": attention or AUTO} if name in architecture.denoisers else {}
+    """Returns a network of an outline as shapes with shardings; `kept` is the dtype of the weights of most networks."""
+    settings, options = outline.settings, {}
+    if name in outline.architecture.denoisers:
+        options = {"attention": attention or AUTO}
+    dtype = settings.dtype if not known.float32 else settings.vae_dtype if name == "vae" else "float32"
+    dtypes = {"dtype": dtype, "param_dtype": "float32" if known.float32 else kept}
+    return placed(known.abstract(**dtypes, **options), partitioner)
 
 
 def _stored_dtype(source: Source, name: str) -> str:
