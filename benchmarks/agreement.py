@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.attention_prices import splash_kernel
-from wanjax.compilers import described, find_slice
+from wanjax.compilers.chips import described, find_slice
 from wanjax.compilers.lowering import Lowering
 from wanjax.compilers.priced import price_all
 from wanjax.kernels.attention import IMPLEMENTATIONS, Attention

@@ -15,9 +15,12 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from rich.table import Table
 
 from benchmarks.workloads import Workload
-from wanjax.compilers import SLICES, Compiled, CompilerError, compile_programs, described, find_slice, price_compiled
+from wanjax.compilers.chips import SLICES, described, find_slice
+from wanjax.compilers.compile import Compiled, compile_programs
+from wanjax.compilers.exporting import CompilerError
 from wanjax.compilers.kernels import rare_work
 from wanjax.compilers.lowering import Lowering
+from wanjax.compilers.pricing import price_compiled
 from wanjax.kernels.attention import IMPLEMENTATIONS, attention
 
 SPLASH_TILES = ((2048, 1024, 512), (3328, 2816, 256))  # block_q, block_kv and block_kv_compute

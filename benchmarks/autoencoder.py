@@ -13,7 +13,7 @@ from dataclasses import replace
 from rich.console import Console
 from rich.table import Table
 
-from wanjax.compilers import described, find_slice
+from wanjax.compilers.chips import described, find_slice
 from wanjax.compilers.lowering import Lowering
 from wanjax.compilers.priced import price_all
 from wanjax.kernels.compiler_options import O1, O2

@@ -15,7 +15,8 @@ from rich.table import Table
 
 from benchmarks.attention_prices import compile_forms
 from benchmarks.workloads import WORKLOADS, Workload
-from wanjax.compilers import Compiled, CompilerError
+from wanjax.compilers.compile import Compiled
+from wanjax.compilers.exporting import CompilerError
 from wanjax.compilers.kernels import kernel_calls, kernel_seconds, visiting_seconds
 from wanjax.kernels.attention import attention
 from wanjax.kernels.attention.flash_tiles import BLOCKS_TOGETHER

@@ -17,8 +17,10 @@ from rich.table import Table
 
 from benchmarks.attention_prices import compile_forms
 from benchmarks.workloads import WORKLOADS, Workload
-from wanjax.compilers import Compiled, CompilerError, price_compiled
+from wanjax.compilers.compile import Compiled
+from wanjax.compilers.exporting import CompilerError
 from wanjax.compilers.kernels import LISTS, kernel_calls, rare_work
+from wanjax.compilers.pricing import price_compiled
 from wanjax.kernels.attention import Projection, SparseLinear, sparse_linear_attention
 
 

@@ -17,18 +17,12 @@ import pytest
 
 from tests.support.plan_programs import layers, on_shapes, product_kernel, product_on_each, target_of
 from tests.support.words import naming, says
-from wanjax.compilers import (
-    Compiled,
-    CompilerError,
-    compile_program,
-    compile_programs,
-    described,
-    find_slice,
-    price_compiled,
-)
 from wanjax.compilers import compile as compiling
-from wanjax.compilers.exporting import export
+from wanjax.compilers.chips import described, find_slice
+from wanjax.compilers.compile import Compiled, compile_program, compile_programs
+from wanjax.compilers.exporting import CompilerError, export
 from wanjax.compilers.priced import _priced
+from wanjax.compilers.pricing import price_compiled
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import attention
 

@@ -22,7 +22,9 @@ from tests.support.configs import TRANSFORMER
 from tests.support.plan_programs import attend, attend_round, attend_small
 from tests.support.quick import quick
 from tests.support.words import naming
-from wanjax.compilers import Compiled, CompilerError, compile_programs, described, find_slice
+from wanjax.compilers.chips import described, find_slice
+from wanjax.compilers.compile import Compiled, compile_programs
+from wanjax.compilers.exporting import CompilerError
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import Attention, attention, choose, flash_tiles, flash_tpu
 from wanjax.models.wan.transformer import Block

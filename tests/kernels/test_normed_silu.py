@@ -12,7 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.support.attention import normal
 from tests.support.compare import error
-from wanjax.compilers import compile_program, described, find_slice
+from wanjax.compilers.chips import described, find_slice
+from wanjax.compilers.compile import compile_program
 from wanjax.compilers.kernels import kernel_calls
 from wanjax.compilers.lowering import Lowering
 from wanjax.kernels.normed_silu import BLOCK, normed_silu, plain

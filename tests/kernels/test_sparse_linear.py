@@ -19,7 +19,8 @@ from tests.support.configs import TRANSFORMER
 from tests.support.devices import MESHES, SPREADING
 from tests.support.quick import quick
 from tests.support.words import naming
-from wanjax.compilers import compile_program, described, find_slice
+from wanjax.compilers.chips import described, find_slice
+from wanjax.compilers.compile import compile_program
 from wanjax.compilers.kernels import kernel_calls
 from wanjax.compilers.lowering import Lowering
 from wanjax.errors import UnsupportedError, WanjaxError

@@ -4,36 +4,10 @@
     x = jax.ShapeDtypeStruct((8192, 8192), "bfloat16")
     print(wanjax.price(jnp.matmul, x, x, chip="v6e-1").seconds)
 
-prices any function of JAX. In parts: `described` makes a mesh of chips that need not be present, on which programs
-are traced; `compile_program` compiles one, and `price_compiled` prices each of its operations.
+prices any function of JAX. In parts: `chips.described` makes a mesh of chips that need not be present, on which
+programs are traced; `compile.compile_program` compiles one, and `pricing.price_compiled` prices each of its operations.
 
 The compiler is libtpu's own (the extra `plan`), which needs no chip. It runs in processes of its own, which are given
 bytes, and its dumps are deleted once they are read. Prices are estimates, not measurements: docs/performance.md
 compares the two.
 """
-
-from wanjax.compilers.chips import SLICES, Chip, Slice, described, find_slice
-from wanjax.compilers.compile import Compiled, Memory, compile_program, compile_programs
-from wanjax.compilers.exporting import CompilerError, Job
-from wanjax.compilers.pricing import Cost, Item, Price, price_compiled, price_schedule
-from wanjax.compilers.schedule import Schedule
-
-__all__ = [
-    "SLICES",
-    "Chip",
-    "Compiled",
-    "CompilerError",
-    "Cost",
-    "Item",
-    "Job",
-    "Memory",
-    "Price",
-    "Schedule",
-    "Slice",
-    "compile_program",
-    "compile_programs",
-    "described",
-    "find_slice",
-    "price_compiled",
-    "price_schedule",
-]
