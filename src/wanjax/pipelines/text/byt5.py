@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from wanjax.checkpoints.sources import read_json
 from wanjax.errors import WanjaxError
-from wanjax.pipelines.text.tokenizer import TokenBatch, Truncation
+from wanjax.pipelines.text.tokenizer import TokenBatch, Truncation, batched
 
 PAD, END, UNKNOWN = 0, 1, 2
 NAMED = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}  # in the order of their ids
@@ -92,18 +90,15 @@ class ByT5Tokenizer:
     def tokenize(self, texts: Sequence[str], length: int | None = None) -> TokenBatch:
         """Returns the texts' ids, cut and padded to `length` (`text_length` if None). Always keeps the end token."""
         length = self.text_length if length is None else length
-        ids = np.full((len(texts), length), PAD, np.int32)
-        mask = np.zeros((len(texts), length), bool)
-        truncated = []
-        for row, text in enumerate(texts):
-            whole = list(self._ids(text))
-            kept = whole[: length - 1]
-            if kept[-1:] != [END]:
-                kept.append(END)
-            ids[row, : len(kept)], mask[row, : len(kept)] = kept, True
-            cut = whole[length - 1 :]
-            truncated.append(Truncation(len(whole) + 1, length, self._text(cut).strip()) if cut else None)
-        return TokenBatch(ids, mask, tuple(truncated))
+        return batched((self._row(text, length) for text in texts), length, PAD)
+
+    def _row(self, text: str, length: int) -> tuple[list[int], Truncation | None]:
+        """Returns the ids of a text, cut to a length, and its truncation."""
+        whole = list(self._ids(text))
+        kept, cut = whole[: length - 1], whole[length - 1 :]
+        if kept[-1:] != [END]:
+            kept.append(END)
+        return kept, Truncation(len(whole) + 1, length, self._text(cut).strip()) if cut else None
 
     def _ids(self, text: str) -> Iterator[int]:
         """Yields the ids of a text, without the end token."""

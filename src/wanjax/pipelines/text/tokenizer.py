@@ -4,7 +4,7 @@
 import html
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,15 @@ class TokenBatch:
     truncated: tuple[Truncation | None, ...]
 
 
+def batched(rows: Iterable[tuple[Sequence[int], Truncation | None]], length: int, pad: int) -> TokenBatch:
+    """Returns the ids of each prompt, padded to one length, and its truncation."""
+    each = list(rows)
+    ids, mask = np.full((len(each), length), pad, np.int32), np.zeros((len(each), length), bool)
+    for row, (found, _) in enumerate(each):
+        ids[row, : len(found)], mask[row, : len(found)] = found, True
+    return TokenBatch(ids, mask, tuple(cut for _, cut in each))
+
+
 class Tokenizer:
     """The tokenizer of a checkpoint, read from the `tokenizer.json` or the `spiece.model` of its folder."""
 
@@ -106,15 +115,9 @@ class Tokenizer:
         """Returns the prompts' ids, cut and padded to `length` (`text_length` if None). Always keeps the end token."""
         length = self.text_length if length is None else length
         self.backend.enable_truncation(length)
-        ids = np.full((len(prompts), length), self.pad_id, np.int32)
-        mask = np.zeros((len(prompts), length), bool)
-        truncated = []
-        for row, prompt in enumerate(prompts):
-            encoding = self.backend.encode(prompt)
-            ids[row, : len(encoding.ids)] = encoding.ids
-            mask[row, : len(encoding.ids)] = True
-            truncated.append(_truncation(prompt, encoding, length))
-        return TokenBatch(ids, mask, tuple(truncated))
+        encodings = [self.backend.encode(prompt) for prompt in prompts]
+        cut = [_truncation(prompt, made, length) for prompt, made in zip(prompts, encodings, strict=True)]
+        return batched(zip((made.ids for made in encodings), cut, strict=True), length, self.pad_id)
 
 
 def _truncation(prompt: str, encoding: tokenizers.Encoding, length: int) -> Truncation | None:
