@@ -144,7 +144,7 @@ def _read(name: str, value: Any, folder: Path) -> Any:
         return read_size(value) if name == "size" else value
     if name not in known:
         raise unknown_keyword(name, (*known, "size", SCHEDULER, *PICTURES))
-    read = known[name].parse(value) if isinstance(value, str) else known[name].read(value)
+    read = known[name].parse(value)
     return read if isinstance(read, bool | int | float | str) else value
 
 

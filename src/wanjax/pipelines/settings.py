@@ -94,12 +94,15 @@ class Setting(NamedTuple):
             raise SettingError(f"{self.name} is given as {shown(value)} where {self.right} is right", self.name)
         return found
 
-    def parse(self, text: str) -> Any:
-        """Returns the value in a text, such as a form's, as the setting's own type; raises SettingError as `read`."""
+    def parse(self, text: Any) -> Any:
+        """Returns the value in a text, such as a form's, as the setting's own type; raises SettingError as `read`.
+
+        A value that is no text is read as it is.
+        """
+        if not isinstance(text, str) or self.kind is str or len(text) > LONGEST_NUMBER:
+            return self.read(text)
         if self.kind is bool:
             return self.read({"true": True, "1": True, "false": False, "0": False}.get(text.strip().lower(), text))
-        if self.kind is str or len(text) > LONGEST_NUMBER:
-            return self.read(text)
         try:
             value = self.kind(text)
         except ValueError:

@@ -81,7 +81,7 @@ def _strengths(given: Any) -> dict[str, float]:
         given = {name: strength for name, _, strength in parts}
     if not isinstance(given, Mapping):
         raise SettingError(f"lora is given as {shown(given)} where a text such as NAME:0.5 is right", "lora")
-    return {name.strip(): _read(STRENGTH, value) for name, value in given.items()}
+    return {name.strip(): STRENGTH.parse(value) for name, value in given.items()}
 
 
 def _shape(fields: Mapping[str, Any], pipe: Pipeline) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def _shape(fields: Mapping[str, Any], pipe: Pipeline) -> dict[str, Any]:
         if name == "size":
             settings |= _size(value, fields, pipe)
         elif name in known:
-            settings[name] = _read(known[name], value)
+            settings[name] = known[name].parse(value)  # a form's texts and JSON's numbers mean the same
         elif name != "seconds":
             raise unknown_keyword(name, (*known, *BESIDE))
     if "seconds" in fields:
@@ -118,14 +118,9 @@ def _frames(fields: Mapping[str, Any], settings: Mapping[str, Any], pipe: Pipeli
     """Returns the number of frames nearest to `seconds` that the model can make."""
     if "frames" in settings:
         raise SettingError("seconds is given beside frames: one way is enough", "seconds")
-    seconds, unit = _read(SECONDS, fields["seconds"]), pipe.architecture.vae.temporal_factor
+    seconds, unit = SECONDS.parse(fields["seconds"]), pipe.architecture.vae.temporal_factor
     wanted = seconds * settings.get("fps", pipe.defaults.fps)
     return max(0, round((wanted - 1) / unit)) * unit + 1
-
-
-def _read(known: Setting, given: Any) -> Any:
-    """Returns a value as a setting's; a form's texts and JSON's numbers mean the same."""
-    return known.parse(given) if isinstance(given, str) else known.read(given)
 
 
 def _check_text(name: str, value: Any, limits: Limits) -> None:
