@@ -9,7 +9,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from http.client import HTTPException
+from http.client import HTTPException, IncompleteRead
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -19,7 +19,7 @@ from urllib.request import Request, build_opener
 from wanjax.cli.names import own_place
 from wanjax.cli.options import SETTINGS, is_given, option_of
 from wanjax.cli.report import Report
-from wanjax.errors import WanjaxError, shown
+from wanjax.errors import WanjaxError, reason, shown
 from wanjax.pipelines.settings import LOADED, PICTURES
 from wanjax.pipelines.text.extending import NoRedirect
 from wanjax.stores.places import place
@@ -29,6 +29,7 @@ TOKEN = "WANJAX_TOKEN"  # the variable with what the server wants to be shown
 PATIENCE = 60.0  # seconds in which a server has to answer
 EVERY = 0.05, 1.0  # seconds between two looks at the video, the first and the longest
 LARGEST = 2**33  # bytes of an answer
+MOST = 10**9  # units of a stage
 TOLD = {"id": str, "defaults": dict, "settings": dict, "started_with": dict, "loras": list}  # of a model
 HERE = (
     *("prompts", "seeds", "count", "folder", "noise", "profile", "preview", "preview_decoder"),
@@ -45,7 +46,7 @@ def generate(report: Report, *, at: str, prompt: str, out: str | None, **given: 
         raise WanjaxError(f"--out names {out} for a video of {at}, which makes .mp4: a name with this suffix is right")
     own = given.keys() - {"force"}
     chosen = {name: given[name] for name in own if is_given(name) and given[name] not in (None, ())}
-    chosen.setdefault("seed", offered["defaults"]["seed"])  # the command's own, where the server draws one
+    chosen.setdefault("seed", _seed(offered["defaults"], at))  # the command's own, where the server draws one
     job = server.ask("/v1/videos", {"prompt": prompt, **_fields(chosen, offered, at)})
     if not isinstance(id := job.get("id"), str) or not id.replace("_", "").isalnum():
         raise WanjaxError(f"{at} answers with no id of a video: it is no wanjax serve of this version")
@@ -60,7 +61,7 @@ def generate(report: Report, *, at: str, prompt: str, out: str | None, **given: 
         why = job["error"].get("message") if isinstance(job.get("error"), dict) else None
         raise WanjaxError(f"{at} made no video: {_plain(why or 'it tells no reason')}")
     record = server.ask(f"{path}/record")
-    target = place(out or own_place(prompt, record.get("seed", 0), reserve=False).video).absolute()
+    target = place(out or own_place(prompt, _seed(record, at), reserve=False).video).absolute()
     check_folder(target.parent)
     with writing(target) as beside:
         beside.write_bytes(server.fetch(f"{path}/content"))
@@ -69,20 +70,29 @@ def generate(report: Report, *, at: str, prompt: str, out: str | None, **given: 
     report.made(target, record, id=id, seconds=report.seconds)
 
 
+def _seed(told: Mapping[str, Any], at: str) -> int:
+    """Returns the seed among settings that a server tells; raises WanjaxError where it is none."""
+    try:
+        return SETTINGS["seed"].read(told.get("seed"))
+    except WanjaxError as error:
+        raise WanjaxError(f"{at} tells no seed of a video: it is no wanjax serve of this version") from error
+
+
 def _awaited(server: "Server", place: str, report: Report) -> dict[str, Any]:
     """Returns a video that is over; shows its progress meanwhile."""
     pause, longest = EVERY
     told: set[str] = set()
     while True:
         job = server.ask(place)
-        for note in job.get("notes", []):
+        notes = job.get("notes")
+        for note in map(_plain, notes if isinstance(notes, list) else []):
             if note not in told:
                 told.add(note)
-                report.note(_plain(note))
+                report.note(note)
         if job.get("status") not in ("queued", "in_progress"):
             return job
         stage, done, total = (job.get(name) for name in ("stage", "stage_done", "stage_total"))
-        if isinstance(done, int) and isinstance(total, int) and stage:
+        if isinstance(done, int) and isinstance(total, int) and 0 <= done <= total <= MOST and stage:
             report.count(_plain(stage), done, total)
         report.stop_if_asked()
         time.sleep(pause)
@@ -115,7 +125,7 @@ def _strengths(given: Sequence[str], known: Any, at: str) -> dict[str, float]:
     """
     from wanjax.checkpoints.lora import Lora  # imported late: it takes half of the time of all others
 
-    names = [str(one.get("name")) for one in known]
+    names = [str(one.get("name")) for one in known if isinstance(one, dict)]
     asked = {lora.name: lora.strength for lora in map(Lora.parse, given)}
     for name in asked.keys() - set(names):
         has = _plain(" and ".join(names)) or "none"
@@ -142,8 +152,8 @@ def _as_url(file: str) -> str:
     try:
         data = Path(file).expanduser().read_bytes()
     except OSError as error:
-        why = "a folder, and a server takes a film or an animation" if Path(file).is_dir() else error.strerror
-        raise WanjaxError(f"{file} cannot be sent: it is {why}") from error
+        folder = "it is a folder, and a server takes a film or an animation"
+        raise WanjaxError(f"{file} cannot be sent: {folder if Path(file).is_dir() else reason(error)}") from error
     return f"data:application/octet-stream;base64,{base64.b64encode(data).decode()}"
 
 
@@ -180,11 +190,10 @@ class Server:
 
     def ask(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Returns the JSON object that is answered; posts one where it is given. Raises WanjaxError as `fetch`."""
+        told = self.fetch(path, body)
         try:
-            answer = json.loads(self.fetch(path, body))
-        except ValueError as error:
-            if isinstance(error, WanjaxError):
-                raise
+            answer = json.loads(told)
+        except (ValueError, RecursionError):
             answer = None
         if not isinstance(answer, dict):
             raise WanjaxError(f"{self.url}{path} answers with no JSON: it is no wanjax serve of this version")
@@ -198,19 +207,21 @@ class Server:
         data = None if body is None else json.dumps(body).encode()
         try:
             with self._opener.open(Request(f"{self.url}{path}", data, headers), timeout=PATIENCE) as answer:
-                return answer.read(LARGEST)
+                found = answer.read(LARGEST)
+                if answer.length:  # a read of so many bytes is no error where the connection ends before them
+                    raise IncompleteRead(found, answer.length)
+                return found
         except HTTPError as error:
             raise WanjaxError(f"{self.url} refuses this: {_reason(error)}") from error
         except (OSError, HTTPException, ValueError) as error:
             why = getattr(error, "reason", None) or error
-            raise WanjaxError(
-                f"no wanjax serve answers at {self.url}: {_plain(getattr(why, 'strerror', why))}"
-            ) from error
+            told = _plain(reason(why) if isinstance(why, Exception) else why)
+            raise WanjaxError(f"no wanjax serve answers at {self.url}: {told}") from error
 
 
 def _reason(error: HTTPError) -> str:
     """Returns the reason in a server's refusal, which has OpenAI's form."""
     try:
         return _plain(json.loads(error.read(10**6))["error"]["message"])
-    except (ValueError, KeyError, TypeError, OSError, HTTPException):
+    except (ValueError, KeyError, TypeError, RecursionError, OSError, HTTPException):
         return f"{error.code} {_plain(error.reason)}"
