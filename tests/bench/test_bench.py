@@ -154,6 +154,8 @@ def test_the_set_that_was_kept_is_what_the_command_uses(tmp_path, monkeypatch):
     assert asked == ["safe"] * 4 + ["fast"] * 3 + ["safe"]
     compiler_options._sets().write_text("[]")
     assert compiler_options.kept_set() == "safe"
+    compiler_options.keep_set("fast")
+    assert compiler_options.kept_set() == "fast"
 
 
 @pytest.mark.parametrize("programs", [["step"], pytest.param(list(suite.PROGRAMS), marks=pytest.mark.slow)])

@@ -291,6 +291,15 @@ def test_other_devices_and_versions_are_told(text):
     assert says(said, "0.0.1 8 v6 last digits")
 
 
+def test_tiles_of_two_sides():
+    """A pair is a list in JSON."""
+    tiling = {"size": [16, 32], "stride": [8, 16]}
+    record = {"model": "nano", "prompt": "a", "frames": 1, "steps": 1, "tiling": tiling}
+    Path("one.json").write_text(json.dumps(record))
+    succeeded(wanjax("--from", "one.json", "--size", "32x32", "--out", "two.webp"))
+    assert read_metadata("two.webp")["tiling"] == tiling
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -300,6 +309,7 @@ def test_other_devices_and_versions_are_told(text):
         ({"model": None}, "one.json model generation_config.json"),
         ({"tiling": {"rows": 3}}, "tiling {'rows': 3} size"),
         ({"tiling": {"size": "big", "stride": 8}}, "tiling {'size': 'big', 'stride': 8}"),
+        ({"tiling": {"size": [8, 0], "stride": 8}}, "tiling {'size': [8, 0], 'stride': 8}"),
         ({"mesh": "tp=3"}, "mesh dp=1,sp=1,tp=3 3 devices 8"),
     ],
 )

@@ -94,6 +94,7 @@ AFTER_ENCODING = ["stage_outputs/generation_config.json", "stage_outputs/stage1_
         ("--block-q 100", "block_q=100 128 512"),
         ("--block-kv 2048 --block-kv-compute 768", "block_kv=2048 block_kv_compute=768"),
         ("--noise absent.safetensors", "absent.safetensors"),
+        ("--preview-decoder absent.safetensors", "absent.safetensors"),
         ("--out clip.avi", "clip.avi .avi .mp4 .mov .webm .gif .webp"),
         ("-o clip.png", "clip.png picture video frame"),
         ("--out -", "output ./-"),

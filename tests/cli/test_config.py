@@ -108,12 +108,18 @@ def test_typed_options_take_the_place_of_their_rivals(given):
     Path("my.toml").write_text('seeds = "0..3"\nprompts = "lines.txt"\nstrength = 0.5\n')
     succeeded(wanjax("generate", "--config", "my.toml"))
     assert (given["prompts"], given["prompt"], given["seeds"]) == ("lines.txt", None, "0..3")
+    assert given["strength"] == 0.5  # for those lines that name a video
     succeeded(wanjax("a cat", "--count", "2", "--config", "my.toml"))
     assert (given["prompts"], given["prompt"], given["seeds"], given["count"]) == (None, "a cat", None, 2)
     succeeded(wanjax("a cat", "--seed", "2", "--config", "my.toml"))
     assert (given["seed"], "seeds" in given, given["strength"]) == (2, False, None)
     succeeded(wanjax("a cat", "--seed", "2", "--video", "b.mp4", "--config", "my.toml"))
     assert given["strength"] == 0.5
+
+
+def test_a_text_without_nulls():
+    Path("my.toml").write_text('negative-prompt = "a\\u0000b"\n')
+    assert says(refused("a", "--config", "my.toml"), "my.toml negative-prompt without character")
 
 
 def test_a_record_comes_before_the_file(given):

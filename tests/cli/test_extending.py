@@ -67,6 +67,14 @@ def test_a_video_keeps_both_prompts_and_is_made_again_without_asking(model, tmp_
     assert "original prompt  a cat" in run("info", "one.png").output
 
 
+def test_a_prompt_of_a_record_that_was_never_extended_is():
+    record = {"model": "nano", "prompt": "a cat", "original_prompt": "", "frames": 1, "steps": 1}
+    Path("one.json").write_text(json.dumps(record))
+    with chatting(longer) as chat:
+        succeeded(run("--from", "one.json", "--size", "32x32", "--extend-prompt", chat.url, "--out", "two.png"))
+    assert read_metadata("two.png")["original_prompt"] == "a cat"
+
+
 def test_each_prompt_of_a_list_is_asked_for_once(model):
     Path("list.txt").write_text("a cat\na dog\n")
     given = ("--prompts", "list.txt", "--seeds", "1,2", "--model", model, *SMALL, "--out", "many")

@@ -132,6 +132,7 @@ def test_mistakes(tmp_path, arguments, sentence):
         (("prompts.txt", "--resources", "cpu=1"), "--resources --workers --ray"),
         (("prompts.txt", "--dashboard"), "--dashboard --workers --ray"),
         (("prompts.txt", "--workers", 2, "--encode-workers", 1), "--workers 2 --encode-workers"),
+        (("prompts.txt", "--workers", 2, "--decode-workers", 1), "--workers 2 --decode-workers"),
         (("prompts.txt", "--hosts", 2, "--encode-workers", 1), "--hosts 2 --workers"),
         (("prompts.txt", "--hosts", 2, "--processes", "auto"), "--processes"),
         (("prompts.txt", "--workers", 2, "--resources", "gpu"), "'gpu' cpu=1,TPU=4"),

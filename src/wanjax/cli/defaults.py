@@ -44,7 +44,8 @@ class Command(sections.Command):
         rest = super().parse_args(ctx, args)
         from_file = {name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.DEFAULT_MAP}
         replaced = {rival for name, rivals in RIVALS.items() if is_typed(name, ctx) for rival in rivals}
-        if ctx.params.get("video") is None:
+        one = "prompts" in replaced or ctx.params.get("prompts") is None  # each line of a list may name a video
+        if one and "video" in ctx.params and ctx.params["video"] is None:
             replaced.add("strength")  # that of a video to begin from
         ctx.params.update(dict.fromkeys(replaced & from_file))
         return rest
@@ -156,7 +157,7 @@ def _checked(place: str, key: str, value: Any, parameter: click.Parameter) -> An
         kinds, right = (int, float), "a number"
     several = getattr(parameter, "multiple", False)
     values = value if several and isinstance(value, list) else [value]
-    if any(type(one) not in kinds or "\0" in str(one) for one in values):
+    if any(type(one) not in kinds for one in values):
         raise WanjaxError(f"{place} gives {key} as {value!r} where {right} is right")
     if any("\0" in one for one in values if isinstance(one, str)):  # which no file's name and no metadata holds
         raise WanjaxError(f"{place} gives {key} as {value!r} where a text without the character \\0 is right")

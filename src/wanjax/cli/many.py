@@ -257,7 +257,8 @@ def counts_of(workers: int | None, stages: Mapping[str, int | None]) -> dict[str
     if not any(stages.values()):
         return {"": workers or 1}
     if workers is not None:
-        raise WanjaxError(f"--workers {workers} is given beside --{next(iter(stages))}-workers: one way is enough")
+        other = next(stage for stage, count in stages.items() if count)
+        raise WanjaxError(f"--workers {workers} is given beside --{other}-workers: one way is enough")
     return {stage: count or 1 for stage, count in stages.items()}
 
 

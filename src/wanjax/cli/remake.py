@@ -47,8 +47,9 @@ def completed(given: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, 
 
     Raises WanjaxError where a file that the video was made from is gone or another one, and none is given.
     """
-    if given["prompt"] == record["prompt"] and isinstance(record.get("original_prompt"), str):
-        given = {**given, "prompt": Extended(record["prompt"], record["original_prompt"])}
+    original = record.get("original_prompt")
+    if given["prompt"] == record["prompt"] and isinstance(original, str) and original:
+        given = {**given, "prompt": Extended(record["prompt"], original)}
     check_files(record, [name for name in FILES if given.get(name) and not is_typed(name)])
     if given["model"] != record["model"]:
         return dict(given) if is_typed("scheduler") else {**given, "scheduler": None}  # the record's is the model's own
@@ -115,6 +116,8 @@ def check_loaded(record: Mapping[str, Any], here: Mapping[str, Any]) -> None:
 
 def _tiling(recorded: Mapping[str, Any]) -> Tiling:
     """Returns the tiles of a record; raises WanjaxError unless it gives their size and stride."""
-    if recorded.keys() != {*Tiling._fields} or not all(type(x) is int and x > 0 for x in recorded.values()):
+    pairs = {name: tuple(x) if isinstance(x, list) and len(x) == 2 else x for name, x in recorded.items()}  # of JSON
+    each = [one for x in pairs.values() for one in (x if isinstance(x, tuple) else (x,))]
+    if recorded.keys() != {*Tiling._fields} or not all(type(x) is int and x > 0 for x in each):
         raise WanjaxError(f"the record gives the tiling as {dict(recorded)} where a size and a stride are right")
-    return Tiling(**recorded)
+    return Tiling(**pairs)

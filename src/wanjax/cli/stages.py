@@ -199,13 +199,8 @@ class Rendering:
         if options.is_typed("strength"):
             check_strength(self.settings, video="video" in files, begins=self.pipe.architecture.begins_from_video)
         self.noise = None if noise is None else self._noise(noise, len(files.get("references", ())))
-        if self.profile:
-            check_folder(self.profile)
-            # scopes and lines count in the cache's key: a trace would otherwise show those of older code
-            jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
-        self.place = self._place(folder, out)
-        looking = self._look(given)
-        self.previews = Previews(self.folder / stage_files.PREVIEW, on=report.console) if looking else None
+        if decoder := given.get("preview_decoder"):
+            self.pipe.preview_with(decoder)
         self.record = self.pipe.record(
             self.settings, files | {"noise": noise}, tiling=self.tiling, batch_guidance=self.batch_guidance
         )
@@ -214,6 +209,13 @@ class Rendering:
             self.record.setdefault(DIGESTS, {}).update({path: known[path] for path in encoded & known.keys()})
         if self.remade:
             check_loaded(self.remade, self.record)
+        self.place = self._place(folder, out)  # after all that may be refused: it makes a folder
+        looking = given.get("preview") or decoder
+        self.previews = Previews(self.folder / stage_files.PREVIEW, on=report.console) if looking else None
+        if self.profile:
+            check_folder(self.profile)
+            # scopes and lines count in the cache's key: a trace would otherwise show those of older code
+            jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
 
     def _place(self, folder: Path | None, out: str | None) -> Place:
         """Returns the names of the run's files, after a check that they can be written."""
@@ -360,12 +362,6 @@ class Rendering:
         report.note(f"{tempo}, where {self.settings.fps} are played")
         report.way_on = None
         return written
-
-    def _look(self, given: Mapping[str, Any]) -> bool:
-        """Tells whether previews are asked for, after reading the decoder that makes them if one is given."""
-        if decoder := given.get("preview_decoder"):
-            self.pipe.preview_with(decoder)
-        return bool(given.get("preview") or decoder)
 
     def try_output(self, video: str | places.Place, record: Mapping[str, Any]) -> None:
         """Raises WanjaxError where a video could not be written with its record, before it is made."""

@@ -106,8 +106,8 @@ def kept_set() -> str:
 def keep_set(compiler: str) -> Path:
     """Keeps the set of compiler options that is better on these devices; returns the file."""
     file, known = _sets(), {}
-    with suppress(OSError, ValueError):
-        known = json.loads(file.read_text(encoding="utf-8"))
+    with suppress(OSError, ValueError, TypeError):  # of the last kind is dict's, where the file holds another thing
+        known = dict(json.loads(file.read_text(encoding="utf-8")))
     file.parent.mkdir(parents=True, exist_ok=True)
     beside = file.with_name(f".{os.getpid()}.{file.name}")
     beside.write_text(json.dumps({**known, _machine(): compiler}, indent=2), encoding="utf-8")

@@ -147,7 +147,10 @@ def outlook(
     architecture = outline.architecture.attending(attention, settings.model)
     place, attention = find_place(chip), architecture.attention(attention)
     check_set(compiler)
+    unpriced: list[str] = []
     if isinstance(place, Machine):
+        if attention.window is not None:
+            unpriced.append(f"the window of {attention.window} tokens is not priced: each token is taken to see all")
         attention, compiler = attention if attention.leaves_out else Attention("reference"), SAFE  # nothing is compiled
     parameters = _parameters(family, architecture)
     if mesh is None and isinstance(place, Slice):
@@ -170,7 +173,7 @@ def outlook(
     return Outlook(
         **_asked(settings, chip, place, axes, rules, compiler),
         **verdict,
-        **_step(settings, place, step, None if attention.leaves_out else work),
+        **_step(settings, place, step, work if attention.sees_all else None),
         **reusing,
         **_range(prices, verdict["total_seconds"], reusing["total_seconds_least"]),
         programs=[_row(*each) for each in prices],
@@ -178,7 +181,11 @@ def outlook(
         download_bytes_at_most=4 * sum(parameters.values()),
         disk_bytes=_stored_bytes(family, architecture, parameters),
         limit=_limit(told, step),
-        doubts=[*dict.fromkeys(doubt for _, x in prices for doubt in x.doubts), *_unknown(architecture, settings)],
+        doubts=[
+            *dict.fromkeys(doubt for _, x in prices for doubt in x.doubts),
+            *_unknown(architecture, settings),
+            *unpriced,
+        ],
     )
 
 
@@ -186,12 +193,12 @@ def asked_of_a_mesh(
     family: Family, architecture: Architecture, settings: Settings, attention: Attention, rules: str
 ) -> dict[str, Any]:
     """Returns what the model of `plan/meshes.py` is told of a step, by its keywords."""
-    counts = _parameters(family, architecture)
+    counts, work = _parameters(family, architecture), architecture.forward(settings)
     return {
-        "work": architecture.forward(settings),
+        "work": work,
         "guided": settings.split,
         "parameters": sum(counts[name] for name in architecture.denoisers),
-        "ring": attention.passes_keys,
+        "ring": attention.passes_keys and work.ring,
         "spread": bool(RULES[rules].weights),
     }
 
@@ -276,7 +283,7 @@ def _pace(recorded: Recording, settings: Settings, prices: Sequence[tuple[Schedu
 
 
 def _step(settings: Settings, place: Place, step: Priced, work: Forward | None) -> dict[str, Any]:
-    """Returns the fields on a step; without its work, of which sparse attention leaves some out, no share of a peak."""
+    """Returns the fields on a step; without its work, which a window or a mask makes less, no share of a peak."""
     flops = work and (2 if settings.guided else 1) * sum(work.flops.values())
     return {
         "step_seconds": step.seconds,
