@@ -4,6 +4,7 @@
 import json
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -14,7 +15,13 @@ from wanjax.cli import main, profile
 from wanjax.compilers.chips import KINDS, V6E
 from wanjax.converters.wan.diffusers import transformer_config
 from wanjax.models.wan.flops import forward_flops
+from wanjax.pipelines.steps import Step
 from wanjax.pipelines.wan.programs import TEXT_LENGTH
+
+
+class Ended(Step):
+    latents = jnp.zeros(1)
+
 
 SCOPES = ("self_attention", "cross_attention", "mlp", "modulation", "rope", "attention", "guidance")
 
@@ -55,3 +62,21 @@ def test_the_report_counts_both_forwards_of_a_step(folder):
     assert found["step_seconds"] == found["seconds"][-1]  # the only interval that was not traced
     assert found["achieved_flops_per_second"] == pytest.approx(found["step_flops"] / found["step_seconds"])
     assert found["mfu"] == pytest.approx(found["achieved_flops_per_second"] / V6E.flops)
+
+
+@pytest.mark.parametrize("given", [{}, {"attention": "auto:window=2"}])
+def test_what_is_not_known_is_no_figure(given, tmp_path):
+    """The time of one step alone, and the work of steps that leave some of it out."""
+    pipe = wanjax.load("nano", **given)
+    settings = pipe.settings(size=(32, 32), frames=5)
+    seen = profile.StepProfile(tmp_path, pipe, settings, None)
+    told = []
+    for index in (5, 6):
+        seen.after(Ended(index, 10, 0.0, None, None))
+        told.append((seen.report(), json.loads((tmp_path / profile.STEPS).read_text(), parse_constant=pytest.fail)))
+    (first, one), (second, two) = told
+    assert one["step_seconds"] is one["mfu"] is None
+    assert two["step_seconds"] > 0
+    assert (two["step_flops"] is None) == (two["achieved_flops_per_second"] is None) == bool(given)
+    assert "nan" not in first
+    assert "trace is in" not in first + second

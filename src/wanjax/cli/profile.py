@@ -31,7 +31,9 @@ class StepProfile:
         work = pipe.architecture.forward(settings, encoded)
         self.parts = {part: forwards * count for part, count in work.flops.items()}
         self._ends: list[float] = []
-        self._tracing = False
+        self._tracing = self._traced = False
+        rule = pipe.architecture.cache_rule(settings)
+        self.known = pipe.attention.sees_all and not any(pipe.architecture.reused(settings)) and not rule.branches
 
     def after(self, step: Step) -> None:
         """Waits for the end of a step on the device and records the time; starts and stops the trace."""
@@ -39,7 +41,7 @@ class StepProfile:
         self._ends.append(perf_counter())
         if step.index + 1 == TRACED[0] and step.total > TRACED[0]:
             jax.profiler.start_trace(self.folder)
-            self._tracing = True
+            self._tracing = self._traced = True
         elif self._tracing and step.index + 1 >= min(TRACED[-1] + 1, step.total):
             jax.profiler.stop_trace()
             self._tracing = False
@@ -51,18 +53,21 @@ class StepProfile:
         with writing(self.folder / STEPS) as beside:
             beside.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
         of_peak = "" if found["mfu"] is None else f", {found['mfu']:.1%} of the bfloat16 peak"
-        return (
-            f"a step: {duration(found['step_seconds'])}, {scaled(found['step_flops'], 'FLOP')}, "
-            f"{scaled(found['achieved_flops_per_second'], 'FLOP/s')}{of_peak}; the trace is in {self.folder}"
-        )
+        trace = f"the trace is in {self.folder}" if self._traced else "there is no trace, which has the second step"
+        if found["step_seconds"] is None:
+            return f"a step: no time is known, which takes two steps; {trace}"
+        flops, pace = found["step_flops"], found["achieved_flops_per_second"]
+        work = "" if flops is None else f", {scaled(flops, 'FLOP')}, {scaled(pace, 'FLOP/s')}{of_peak}"
+        return f"a step: {duration(found['step_seconds'])}{work}; {trace}"
 
     def _found(self) -> dict[str, Any]:
         seconds = [end - start for start, end in zip(self._ends, self._ends[1:], strict=False)]
         untraced = [time for index, time in enumerate(seconds, 1) if index not in TRACED]
-        step = statistics.median(untraced or seconds or [float("nan")])
+        step = statistics.median(untraced or seconds) if seconds else None
         kind = jax.devices()[0].device_kind
         peak = peak_flops(kind)
-        flops = sum(self.parts.values())
+        flops = sum(self.parts.values()) if self.known else None  # a window, a mask or a cache leaves some of it out
+        pace = flops and step and flops / step
         return {
             "model": self.settings.model,
             "size": f"{self.settings.width}x{self.settings.height}",
@@ -73,8 +78,8 @@ class StepProfile:
             "seconds": seconds,
             "step_seconds": step,
             "step_flops": flops,
-            "step_flops_by_part": self.parts,
-            "achieved_flops_per_second": flops / step,
+            "step_flops_by_part": self.parts if self.known else None,
+            "achieved_flops_per_second": pace,
             "peak_flops_per_second": peak and self.devices * peak,
-            "mfu": peak and flops / step / (self.devices * peak),
+            "mfu": peak and pace and pace / (self.devices * peak),
         }
