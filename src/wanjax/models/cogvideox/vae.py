@@ -195,12 +195,6 @@ class CogVideoXVAE(nnx.Module):
         h, cache = self.encoder(x.astype(self.dtype), cache)
         return h.astype(jnp.float32), cache
 
-    def posterior(self, x: Chunk, cache: Cache) -> tuple[Chunk, Chunk, Cache]:
-        """The mean and the log-variance that `encode_cells` joins, the latter within the reference's limits."""
-        h, cache = self.encode_cells(x, cache)
-        mean, log_variance = jnp.split(h, 2, axis=-1)
-        return mean, jnp.clip(log_variance, -30.0, 20.0), cache
-
     def decode_cells(self, z: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
         """Decodes a chunk of a transformer's latents to frames, about [-1, 1], float32."""
         z = z.astype(jnp.float32) / self.config.scaling_factor

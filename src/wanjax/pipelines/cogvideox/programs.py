@@ -70,9 +70,12 @@ def encode_prompts(
 def split_posterior(
     scale: float, moments: Float[Array, "1 _C T H W"]
 ) -> tuple[Float[Array, "1 C T H W"], Float[Array, "1 C T H W"]]:
-    """Returns the mean and the deviation of encoded frames, multiplied by a factor."""
+    """Returns the mean and the deviation of encoded frames, multiplied by a factor.
+
+    The log-variance is kept within the reference's limits, beyond which its deviation may be infinite.
+    """
     mean, log_variance = jnp.split(moments, 2, axis=1)
-    return scale * mean, scale * jnp.exp(0.5 * log_variance)
+    return scale * mean, scale * jnp.exp(0.5 * jnp.clip(log_variance, -30.0, 20.0))
 
 
 @program(scanned)
