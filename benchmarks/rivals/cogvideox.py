@@ -79,7 +79,7 @@ def step(sizes: Sizes) -> Iterator[Case]:
     def ours() -> jax.Array:
         return pipeline.denoise(
             CogVideoXEncoded(*map(jnp.asarray, texts)), noise=jnp.asarray(noise), size=(256, 256), frames=17,
-            steps=STEPS, guidance_scale=6.0,
+            steps=STEPS, guidance_scale=6.0, follow="diffusers",
         )  # fmt: skip
 
     def theirs() -> torch.Tensor:

@@ -21,7 +21,7 @@ def test_within_the_same_bounds(test):
     """In a process of its own, because XLA reads its flags once; without any it optimises as by default."""
     folder = Path(__file__).parent
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", folder / test],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "", folder / test],
         env=os.environ | {"XLA_FLAGS": ""},
         cwd=folder.parents[1],
         capture_output=True,
