@@ -45,6 +45,8 @@ def vae_config(json: Mapping[str, Any]) -> VAEConfig:
         )
     except KeyError as missing:
         raise WanjaxError(f"the VAE's config.json has no {missing.args[0]}") from None
+    if not channels:
+        raise WanjaxError("the VAE's config.json has block_out_channels [] where a width for each level is right")
     if factor != 2**config.temporal_levels or config.temporal_levels >= len(channels):
         right = f"a power of two up to {config.spatial_factor} is right: one halving for each change of resolution"
         raise WanjaxError(f"the VAE's config.json has temporal_compression_ratio {factor} where {right}")

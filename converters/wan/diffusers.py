@@ -105,7 +105,7 @@ def _control_config(plain: TransformerConfig, json: Mapping[str, Any]) -> Contro
     if not layers or channels is None:
         raise WanjaxError("the transformer's config.json has no vace_layers or no vace_in_channels, which VACE needs")
     stride = plain.layers // len(layers)
-    if list(layers) != list(range(0, plain.layers, stride)) or plain.layers % stride:
+    if not stride or list(layers) != list(range(0, plain.layers, stride)) or plain.layers % stride:
         right = f"evenly spaced layers from 0 that divide {plain.layers}"
         raise WanjaxError(f"the transformer's config.json has vace_layers {list(layers)} where {right} are supported")
     return ControlTransformerConfig(**vars(plain), control_channels=channels, control_stride=stride)

@@ -16,12 +16,15 @@ from tests.support.commands import refused
 from tests.support.quick import quick
 from tests.support.types import unchecked
 from tests.support.words import says
-from wanjax.checkpoints.files import Spec
+from wanjax.checkpoints.files import Spec, Tensors
 from wanjax.checkpoints.networks import read_network
 from wanjax.checkpoints.sources import open_source
+from wanjax.converters.cogvideox.vae import vae_config
+from wanjax.converters.configs import read_config
 from wanjax.converters.wan import original
 from wanjax.converters.wan.diffusers import transformer_config
 from wanjax.errors import WanjaxError
+from wanjax.pipelines.hunyuanvideo.recognise import language_model
 from wanjax.registry import kinds
 
 MODELS = {
@@ -118,6 +121,29 @@ def test_heads_that_no_published_model_of_a_width_has_are_told(width, given):
     with pytest.raises(WanjaxError) as told:
         transformer_config(original.transformer_json(authors_specs(width), config))
     assert says(str(told.value), f"config.json {given if isinstance(given, int) else ''} {width}")
+
+
+def test_more_layers_of_control_than_the_transformer_has_are_told():
+    json = original.transformer_json(authors_specs(1536), {"vace_layers": [0]}) | {"vace_layers": list(range(40))}
+    with pytest.raises(WanjaxError) as told:
+        read_config("the transformer's config.json", json, transformer_config)
+    assert says(str(told.value), "vace_layers evenly spaced")
+
+
+@pytest.mark.parametrize("text", [None, "x", 3, []])
+def test_a_text_config_that_is_no_object_is_told(text):
+    with pytest.raises(WanjaxError) as told:
+        language_model(Tensors({}), {"text_config": text})
+    assert says(str(told.value), "text_config object")
+
+
+def test_no_channels_of_an_autoencoder_are_told():
+    with pytest.raises(WanjaxError) as told:
+        vae_config({
+            "block_out_channels": [], "temporal_compression_ratio": 4, "latent_channels": 16, "layers_per_block": 3,
+            "norm_num_groups": 32, "sample_height": 480, "sample_width": 720, "scaling_factor": 0.7,
+        })  # fmt: skip
+    assert says(str(told.value), "block_out_channels []")
 
 
 @pytest.mark.parametrize("layers", [3, "0, 5", {"0": 1}, True])

@@ -213,6 +213,9 @@ def test_what_contradicts_or_is_missing_is_told(folder):
     assert says(told, "480p_t2v config.json 720p t2v")
     authors.write_json(transformer / "config.json", authors.config(rope_dim_list=[16, 56, 56]))
     assert says(refusal(folder, loading.load), "rope_axes_dim [16, 56, 56] attention_head_dim 16")
+    for entry, value, told in (("rope_dim_list", None, "rope_axes_dim"), ("rope_theta", "x", "rope_theta x")):
+        authors.write_json(transformer / "config.json", authors.config(**{entry: value}))
+        assert says(refusal(folder, loading.load), f"config.json {told}")
     authors.write_json(transformer / "config.json", authors.config())
     save_safetensors(transformer / WEIGHTS, weights | {"img_in.proj.weight": weights["img_in.proj.weight"][:, :7]})
     assert says(refusal(folder, loading.load), "VAE 4 channels transformer 9")

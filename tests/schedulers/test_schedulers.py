@@ -184,6 +184,7 @@ def test_a_config_names_the_scheduler():
 @pytest.mark.parametrize(
     ("config", "words"),
     [
+        ({"_class_name": ["DDIMScheduler"]}, "['DDIMScheduler'] UniPCMultistepScheduler"),
         ({"_class_name": "DDIMScheduler"}, "'DDIMScheduler' UniPCMultistepScheduler FlowMatchEulerDiscreteScheduler"),
         ({}, "scheduler None"),
         (WAN | {"prediction_type": "epsilon"}, "prediction_type 'epsilon' 'flow_prediction'"),

@@ -22,6 +22,7 @@ from wanjax.checkpoints.hub import INDEX, Listed, download, listed, names_in
 from wanjax.checkpoints.layouts import Component, RecognisedSource
 from wanjax.checkpoints.readers import open_tensors
 from wanjax.checkpoints.sources import Layout, check_small, read_json
+from wanjax.converters.configs import read_config
 from wanjax.converters.hunyuanvideo.diffusers import transformer_config
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.family import Preset
@@ -77,7 +78,8 @@ class _HunyuanVideoSource(RecognisedSource):
         found, published = self.component("transformer"), self.model.architecture
         assert found is not None
         assert isinstance(published, HunyuanVideoArchitecture)
-        return self.model.source if transformer_config(found.json) == published.transformer else None
+        config = read_config("the transformer's config.json", found.json, transformer_config)
+        return self.model.source if config == published.transformer else None
 
     @property
     def lender(self) -> str:

@@ -15,7 +15,7 @@ from wanjax.checkpoints.files import Reader
 from wanjax.checkpoints.layouts import TRANSFORMER_PREFIXES, VAE_PREFIXES, Component, held
 from wanjax.checkpoints.readers import Exchanged, Renamed, Unfused
 from wanjax.converters.hunyuanvideo import original
-from wanjax.errors import WanjaxError
+from wanjax.errors import WanjaxError, shown
 
 TELLING = {  # tensors that only this component has: the authors' name, and that of diffusers
     "transformer": ("byt5_in.fc1.weight", "context_embedder_2.linear_1.weight"),
@@ -52,7 +52,10 @@ def component(name: str, reader: Reader, given: Mapping[str, Any] | None = None)
 
 def language_model(reader: Reader, json: Mapping[str, Any]) -> Component:
     """Returns the language model from a checkpoint of all of Qwen2.5-VL, whose config.json is given."""
-    text = {**json.get("text_config", json), "architectures": ["Qwen2_5_VLTextModel"]}
+    inner = json.get("text_config", json)
+    if not isinstance(inner, Mapping):
+        raise WanjaxError(f"the text encoder's config.json has text_config {shown(inner)} where an object is right")
+    text = {**inner, "architectures": ["Qwen2_5_VLTextModel"]}
     text.pop("vision_config", None)
     if json.get("model_type") == WHOLE:
         text["model_type"] = TEXT

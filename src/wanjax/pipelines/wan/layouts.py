@@ -17,6 +17,7 @@ from wanjax.checkpoints.hub import Listed, download, listed, names_in
 from wanjax.checkpoints.layouts import Component, RecognisedSource
 from wanjax.checkpoints.readers import SUFFIXES, open_tensors
 from wanjax.checkpoints.sources import Layout, check_small, read_json
+from wanjax.converters.configs import read_config
 from wanjax.converters.wan.diffusers import transformer_config
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.family import Preset
@@ -248,7 +249,7 @@ def _published(transformer: Mapping[str, Any], experts: bool, file: str = "") ->
 
     None where there is none.
     """
-    shape, found = transformer_config(transformer), []
+    shape, found = read_config("the transformer's config.json", transformer, transformer_config), []
     for preset in (*PUBLISHED, CAUSAL, *SPARSE_LINEAR):
         known = preset.architecture
         assert isinstance(known, WanArchitecture)
