@@ -101,6 +101,14 @@ def test_the_authors_folder_is_the_same_checkpoint(authors, diffusers):
     assert source.config("scheduler")["flow_shift"] == 5.0
 
 
+def test_an_authors_folder_tells_what_it_lacks(authors):
+    """A text encoder that is not there is the published model's."""
+    before = open_source(authors).lent
+    next(authors.glob("models_t5_*")).unlink()
+    assert set(open_source(authors).lent) == {*before, "text_encoder"}
+    assert "text_encoder" not in before
+
+
 def test_it_makes_the_same_latents(authors, diffusers):
     settings = {"size": (32, 32), "frames": 5, "steps": 2, "flow_shift": 3.0}
     answers = []

@@ -71,10 +71,10 @@ def test_a_window_that_is_not_priced_is_told():
 
 
 def test_keys_go_round_where_self_attention_is_of_one_sequence(monkeypatch):
-    assert asked_of_a_mesh(FAMILY, SHAPES, VIDEO, AUTO, "fsdp")["ring"]
+    assert asked_of_a_mesh(MODEL.family, SHAPES, VIDEO, AUTO, "fsdp")["ring"]
     work = SHAPES.forward(VIDEO)._replace(ring=False)
     monkeypatch.setattr(type(SHAPES), "forward", lambda *_: work)
-    assert not asked_of_a_mesh(FAMILY, SHAPES, VIDEO, AUTO, "fsdp")["ring"]
+    assert not asked_of_a_mesh(MODEL.family, SHAPES, VIDEO, AUTO, "fsdp")["ring"]
 
 
 def test_networks_that_stay_are_counted_beside_each_stage():

@@ -49,6 +49,11 @@ class RecognisedSource(Source):
     def origin(self) -> str:
         return self.repository or self.name
 
+    @property
+    def lent(self) -> list[str]:
+        """The components that the checkpoint lacks, which come from the same model's repository."""
+        return [name for name in self.components if not self.holds(name)]
+
     @cached_property
     def _published(self) -> Source:
         return open_source(self.lender)

@@ -113,9 +113,8 @@ def from_config(config: Mapping[str, Any]) -> Scheduler:
             _check(config, _SELF_FORCING)
             check_flow(config.get("shift", 5.0), "official")
             return Consistency()
-    if (
-        isinstance(name, str) and name in _DISCRETE
-    ):  # some of the other entries, such as clip_sample, have no effect in the reference
+    if isinstance(name, str) and name in _DISCRETE:
+        # some of the other entries, such as clip_sample, have no effect in the reference
         _check(config, _DIFFUSION)
         shift, spacing = config.get("snr_shift_scale", 3.0), config.get("timestep_spacing", "leading")
         return _DISCRETE[name](snr_shift=shift, spacing=spacing)

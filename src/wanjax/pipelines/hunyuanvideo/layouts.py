@@ -97,11 +97,6 @@ class _HunyuanVideoSource(RecognisedSource):
             "guider": {"_class_name": CLASSES["guider"][1], "guidance_scale": settings.guidance_scale},
         }
 
-    @property
-    def lent(self) -> list[str]:
-        """The components that the checkpoint lacks, which come from the same model's repository."""
-        return [name for name in self.components if not self.holds(name)]
-
 
 class OriginalSource(_HunyuanVideoSource):
     """A folder or hub repository in the authors' layout, or one of its transformers' folders.

@@ -170,12 +170,6 @@ class FileSource(_WanSource):
                 components = _with_other(components, path, path.with_name(name))
         return cls(path, components) if components else None
 
-    @property
-    def lent(self) -> list[str]:
-        """The components that the file lacks, which come from the same model's repository."""
-        own = {*self.configs, *self._components}
-        return [name for name, kind in self.index.items() if isinstance(kind, list) and name not in own]
-
     def component(self, name: str) -> Component | None:
         return self._components.get(name)
 
