@@ -28,4 +28,5 @@ def test_within_the_same_bounds(test):
         text=True,
     )
     assert run.returncode == 0, run.stdout
-    assert "1 passed" in run.stdout
+    assert " passed" in run.stdout
+    assert "deselected" not in run.stdout
