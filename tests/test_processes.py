@@ -35,8 +35,8 @@ from wanjax.cluster.processes import Others, join
 place = int(sys.argv[1].split(",")[-1])
 join(sys.argv[1])
 others = Others()
-heard = [others.told([place, "é" * 5000]), others.told(None if place else {"a": 1.5}), others.told()]
-print(json.dumps([heard, others.gathered("" if place else "a fault, é"), seeds.draw(), seeds.draw()]))
+heard = [others.broadcast([place, "é" * 5000]), others.broadcast(None if place else {"a": 1.5}), others.broadcast()]
+print(json.dumps([heard, others.gather("" if place else "a fault, é"), seeds.draw(), seeds.draw()]))
 print(json.dumps(seeds.draw(alone=True) if place else 0))
 """
 
