@@ -122,6 +122,8 @@ class Trainer:
 
     def _restore(self) -> None:
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, self.state)
+        for x in jax.tree.leaves(self.state):  # the network has the weights too: no reference is held for long
+            x.delete()  # or there would be two states in memory
         self.state = dict(self.manager.restore(self.step, args=ocp.args.StandardRestore(abstract)))
 
     def run(self, last: int, draw: Draw, after: After = lambda step, metrics: None, every: int = 500) -> None:
@@ -133,7 +135,8 @@ class Trainer:
         try:
             self._take(last, draw, after, every)
         except KeyboardInterrupt:
-            self.save()
+            if not any(x.is_deleted() for x in jax.tree.leaves(self.state)):  # by a step that was cut off
+                self.save()
             self._wait()
             raise
         self._wait()

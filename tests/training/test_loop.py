@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop of a training by itself: what is in memory when it goes on, and what an interrupted step leaves."""
+
+from contextlib import closing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from wanjax.training.loop import Trainer
+
+
+def loss(network, batch, key):
+    return jnp.mean(jnp.square(network(batch))), {}
+
+
+def draw(step, generator):
+    return generator.normal(size=(2, 3)).astype(np.float32)
+
+
+def trainer(network, folder):
+    return closing(Trainer(network, loss, optax.adam(1e-2), folder, 0, average=0.9))
+
+
+def test_a_training_that_goes_on_holds_one_state(tmp_path):
+    with trainer(nnx.Linear(3, 3, rngs=nnx.Rngs(0)), tmp_path) as first:
+        first.run(2, draw)
+    again = nnx.Linear(3, 3, rngs=nnx.Rngs(1))
+    with trainer(again, tmp_path) as second:
+        ours, theirs = (jax.tree.leaves(x.state) for x in (second, first))
+        assert all(np.array_equal(x, y) for x, y in zip(ours, theirs, strict=True))
+        assert all(x.is_deleted() for x in jax.tree.leaves(nnx.state(again)))
+
+
+def test_a_step_that_was_cut_off_is_not_kept(tmp_path, monkeypatch):
+    """The state's buffers went into the step, so that the training goes on from the last that was kept."""
+    with trainer(nnx.Linear(3, 3, rngs=nnx.Rngs(0)), tmp_path) as first:
+        first.run(1, draw)
+        take = first.learning.take
+
+        def interrupted(state, batch, number):
+            taken = take(state, batch, number)
+            if number == 2:
+                raise KeyboardInterrupt
+            return taken
+
+        monkeypatch.setattr(first.learning, "take", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            first.run(3, draw)
+    with trainer(nnx.Linear(3, 3, rngs=nnx.Rngs(0)), tmp_path) as second:
+        assert second.step == 1
+        second.run(3, draw)
