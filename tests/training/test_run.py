@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -28,6 +29,7 @@ from wanjax.checkpoints.files import SafetensorsFile, load_safetensors
 from wanjax.errors import WanjaxError
 from wanjax.stores.holding import Hold
 from wanjax.training import LoraConfig, OptimizerConfig, TrainConfig, Training
+from wanjax.training.encoded import Store
 from wanjax.training.loop import NotFiniteError, Trainer
 from wanjax.training.objective import NoiseLevels
 from wanjax.training.run import LOCK, Learner
@@ -166,6 +168,18 @@ def test_a_stopped_training_ends_with_the_same_bits(tmp_path, data, wan, whole):
         trained(wan, data, tmp_path / "b", **KEPT, seed=1)
 
 
+def test_an_interrupted_training_writes_the_metrics_of_all_steps_it_keeps(tmp_path, data, wan):
+    def count(unit, done, total):
+        if (unit, done) == ("step", 1):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Training(wanjax.load(wan), data, tmp_path, replace(SMALL, save_every=9), count=count).run()
+    kept = max(int(x.name) for x in (tmp_path / "checkpoints").iterdir())
+    lines = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [*range(1, kept + 1)]
+
+
 def finite(folder):
     """Tells whether all numbers in all files of a training are finite; reads them as others would."""
     assert not list(folder.rglob("*tmp*"))  # half-written
@@ -284,7 +298,7 @@ def test_held_out_losses_and_samples(tmp_path, data, wan):
     assert sorted(path.name for path in (tmp_path / "out/samples").iterdir()) == ["000000-0.mp4", "000002-0.mp4"]
 
 
-def test_clips_are_encoded_once_and_bad_ones_left_out(tmp_path, wan):
+def test_clips_are_encoded_once_and_bad_ones_left_out(tmp_path, wan, monkeypatch):
     folder = write_clips(tmp_path / "data", 3)
     (folder / "cannot be written.mp4").write_bytes(b"no film")  # whose name the error tells
     (folder / "cannot be written.txt").write_text("bad")
@@ -299,6 +313,7 @@ def test_clips_are_encoded_once_and_bad_ones_left_out(tmp_path, wan):
     assert not pipe.components.has("vae")
     for path in folder.glob("*.gif"):
         path.write_bytes(b"")
+    monkeypatch.delattr(Store, "texts")  # it is told before the text encoder is loaded
     with pytest.raises(WanjaxError, match=r"no clip of .* can be used"):
         Training(wanjax.load(wan), folder, tmp_path / "three", SMALL).encode()
 
@@ -325,6 +340,12 @@ def test_targets_and_settings_that_are_wrong(tmp_path, data, wan):
             trained(wan, data, tmp_path / "other", **settings)
     with pytest.raises(WanjaxError, match="has one network"):
         trained(wan, data, tmp_path / "expert", expert="high")
+    with pytest.raises(WanjaxError, match=naming("9 5")):
+        Training(wanjax.load(wan), data, tmp_path / "long", replace(SMALL, shortest=9))
+    pipe = wanjax.load(wan)
+    pipe.components.source = None
+    with pytest.raises(WanjaxError, match="checkpoint"):
+        Training(pipe, data, tmp_path / "full", replace(SMALL, lora=None))
 
 
 def preserving(folder, words):
@@ -374,3 +395,9 @@ def test_noise_levels_of_each_distribution():
         cut = np.asarray(NoiseLevels(kind, 3.0, low=0.875).draw(key, 4000))
         assert 0.875 <= cut.min() < 0.88
         assert 0.97 < cut.max() <= 1
+
+
+def test_noise_levels_of_an_expert_in_a_compiled_step():
+    levels, key = NoiseLevels("logit-normal", low=0.875), jax.random.key(0)
+    drawn = jax.jit(lambda key: levels.draw(key, 16))(key)
+    np.testing.assert_allclose(drawn, levels.draw(key, 16), rtol=1e-6)

@@ -80,12 +80,18 @@ class Cutting:
 
 
 def lengths(frames: int, factor: int, shortest: int | None = None) -> tuple[int, ...]:
-    """Returns the lengths of clips: `frames`, about half of it and so on, of the form `factor` n + 1, and 1."""
+    """Returns the lengths of clips: `frames`, about half of it and so on, of the form `factor` n + 1, and 1.
+
+    Raises WanjaxError where none of them is at least `shortest`.
+    """
     found, units = [], (frames - 1) // factor
     while units:
         found.append(units * factor + 1)
         units //= 2
-    return tuple(n for n in (*found, 1) if n >= (shortest or 1))
+    found.append(1)
+    if shortest is not None and shortest > found[0]:
+        raise WanjaxError(f"the shortest clip has {shortest} frames and the longest {found[0]}: fewer would do")
+    return tuple(n for n in found if n >= (shortest or 1))
 
 
 def sizes(

@@ -56,16 +56,15 @@ class Store:
         """
         clips = self._clips(listing, cutting, tell)
         self.pipe.free()
+        if not clips:
+            raise WanjaxError(f"no clip of {listing.folder} can be used: {listing.left_out[0]}")
         texts = self.texts(sorted({example.caption for example, _ in clips} | {""}), tell)
         self.pipe.free()
-        pieces = [
+        return [
             Piece(self.folder / name, texts[example.caption], Bucket(*shape), example.repeats, example.preserve)
             for example, made in clips
             for name, *shape in made
         ]
-        if not pieces:
-            raise WanjaxError(f"no clip of {listing.folder} can be used: {listing.left_out[0]}")
-        return pieces
 
     def _clips(self, listing: Listing, cutting: Cutting, tell: Tell) -> list[tuple[Example, list[list[Any]]]]:
         """Returns the examples that can be read, each with the file and the bucket's sizes of its clips."""

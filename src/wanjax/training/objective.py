@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.scipy.special import logit
 from jaxtyping import Array, Float
 
 from wanjax.errors import WanjaxError
@@ -69,7 +68,7 @@ class NoiseLevels:
     def draw(self, key: jax.Array, count: int) -> Float[Array, "B"]:
         """Returns random levels."""
         if self.timesteps == "logit-normal":
-            low, high = ((float(_logit(x)) - self.mean) / self.deviation for x in (self.low, self.high))
+            low, high = ((_logit(x) - self.mean) / self.deviation for x in (self.low, self.high))
             return jax.nn.sigmoid(
                 self.mean + self.deviation * jax.random.truncated_normal(key, low, high, (count,), jnp.float32)
             )
@@ -83,8 +82,8 @@ class NoiseLevels:
         return jnp.float32(shift) * u / (1 + jnp.float32(shift - 1) * u)
 
 
-def _logit(x: float) -> Any:
-    return logit(jnp.float32(x)) if 0 < x < 1 else math.copysign(math.inf, x - 0.5)
+def _logit(x: float) -> float:
+    return math.log(x / (1 - x)) if 0 < x < 1 else math.copysign(math.inf, x - 0.5)
 
 
 def loss_of(pipe: Pipeline, levels: NoiseLevels, component: str = "transformer") -> Loss:

@@ -4,9 +4,8 @@
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -66,20 +65,21 @@ class Training:
         """Raises WanjaxError for everything that can be told before anything is encoded."""
         if jax.process_count() > 1:
             raise WanjaxError("training runs in one process: several hosts are not offered")
+        if config.lora is None and pipe.components.source is None:
+            raise WanjaxError("all weights are written as a checkpoint beside files, which this model has none of")
         self.pipe, self.out, self.config = pipe, Path(out).expanduser(), config
         self.note, self.count = note, count
         self.networks = _chosen(pipe, config)
         self.levels = {name: _levels(pipe, config, name) for name in self.networks}
         asked = {"size": config.size, "frames": config.frames, "fps": config.fps}
         self.settings = pipe.settings(**{name: x for name, x in asked.items() if x is not None})
-        self.data = Path(data).expanduser()
-        self.listing = list_data(self.data)
+        self.cutting = self._cutting()
+        self.listing = list_data(Path(data).expanduser())
         if config.lora is None and any(example.preserve for example in self.listing.examples):
             raise WanjaxError("clips are preserved by what the model predicts without its LoRA: --full has none")
         check_folder(self.out)
 
-    @cached_property
-    def cutting(self) -> clips.Cutting:
+    def _cutting(self) -> clips.Cutting:
         config, settings = self.config, self.settings
         factor = self.pipe.architecture.vae.temporal_factor
         return clips.Cutting(
@@ -238,7 +238,12 @@ class Learner:
                 f"{total} steps from here on, {digits(float(np.asarray(self.rate(begun))))} at step {begun + 1}"
             )
         self.training.count("step", begun, total)
-        self.trainer.run(total, self._draw, self._after, self.config.save_every)
+        try:
+            self.trainer.run(total, self._draw, self._after, self.config.save_every)
+        except KeyboardInterrupt:
+            with suppress(NotFiniteError):
+                self._write(0, counts=False)  # a count may interrupt again
+            raise
         self._write(0)
 
     def _draw(self, step: int, generator: np.random.Generator) -> Batch:
@@ -258,17 +263,19 @@ class Learner:
         if step % self.config.save_every == 0 and self.config.lora is not None and step < self.config.steps:
             self.save(self.out / f"lora-{step:06}.safetensors")
 
-    def _write(self, left: int) -> None:
+    def _write(self, left: int, *, counts: bool = True) -> None:
         """Writes the metrics of all steps but the last `left`; raises NotFiniteError."""
         while len(self._pending) > left:
-            step, at, metrics = self._pending.popleft()
-            self.training.count("step", step, self.config.steps)
+            step, at, metrics = self._pending[0]
             values = {name: float(value) for name, value in metrics.items() if name != FINITE}
             if strange := [name for name, value in values.items() if not np.isfinite(value)]:
                 raise self.trainer.lost(strange[0], step, of=step - 1)
             if not metrics[FINITE]:
                 raise self.trainer.lost("state", step)
             self.metrics.add(step, at, **values, rate=float(np.asarray(self.rate(step - 1))))
+            self._pending.popleft()
+            if counts:
+                self.training.count("step", step, self.config.steps)
             if step % self.config.evaluate_every == 0 or step in (1, self.config.steps):
                 self.training.note(f"step {step} of {self.config.steps}: loss {digits(values['loss'])}")
 
