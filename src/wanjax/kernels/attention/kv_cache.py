@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of a block of tokens to itself and to the keys and values that are kept of earlier blocks.
 
-KVCache keys are rows of a window of fixed size. Those of a new block are written at a row, and the rows of the first
+Kept keys are rows of a window of fixed size. Those of a new block are written at a row, and the rows of the first
 blocks then take part; their order does not matter to softmax, so a full window is a ring. There is a branch for each
 number of blocks, so that a kernel knows the number of keys when it is compiled, which is faster than a mask.
 
