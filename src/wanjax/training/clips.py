@@ -3,9 +3,9 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -48,9 +48,6 @@ class Cutting:
     def __post_init__(self):
         if self.cut not in get_args(Cut):
             raise WanjaxError(f"clips cannot be cut by {self.cut!r}: {', '.join(get_args(Cut))} would do")
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     def pieces(self, file: Path) -> Iterator[Clip]:
         """Yields the clips of a file, each of the shape of a bucket; a picture is a clip of one frame.

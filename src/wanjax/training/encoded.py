@@ -76,7 +76,7 @@ class Store:
                 if look not in seen:
                     seen[look] = content_digest(example.file)
                     file.write(json.dumps({"look": look, "digest": seen[look]}) + "\n")
-                key = _digest([seen[look], cutting.to_json(), list(self.pipe.architecture.needs), self._made])
+                key = _digest([seen[look], asdict(cutting), list(self.pipe.architecture.needs), self._made])
                 if key not in index:
                     try:
                         index[key] = [self._clip(f"{key}-{i}", x) for i, x in enumerate(cutting.pieces(example.file))]

@@ -6,7 +6,7 @@ A training executes them, and its plan records them.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Int, UInt32
 
 from wanjax.kernels.compiler_options import products, scanned
 from wanjax.pipelines.seeds import key_of, words_of
-from wanjax.programs import Program, Site, Strategy, program
+from wanjax.programs import Site, Strategy, program
 from wanjax.sharding import state as stated
 from wanjax.training.adapters import DropoutKey, dropped
 from wanjax.training.objective import Loss
@@ -53,7 +53,7 @@ def begin_training(method: Method, weights: Any) -> dict[str, Any]:
     made: dict[str, Any] = {"optimizer": method.optimizer.init(weights)}
     if method.average is not None:
         made["average"] = weights
-    return _as(made, {name: method.specs[name] for name in made})
+    return jax.tree.map(stated, made, {name: method.specs[name] for name in made})
 
 
 @program(products, donated=("state",))
@@ -85,7 +85,7 @@ def train(
     if method.average is not None:
         after["average"] = optax.incremental_update(weights, state["average"], 1.0 - method.average)
     metrics = {"loss": value, "gradient": optax.tree.norm(gradients), FINITE: _finite(after), **told}
-    return _as(after, method.specs), metrics
+    return jax.tree.map(stated, after, method.specs), metrics
 
 
 @program(products)
@@ -106,11 +106,6 @@ def _finite(state: Any) -> Bool[Array, ""]:
     """Tells whether all numbers of a state are finite."""
     numbers = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.inexact)]
     return reduce(jnp.logical_and, [jnp.isfinite(x).all() for x in numbers])
-
-
-def _as(state: Any, specs: Any) -> Any:
-    """Returns a state with its shardings."""
-    return jax.tree.map(stated, state, specs)
 
 
 def _mean(gradient: Callable[..., Any], weights: Any, batch: Any, key: jax.Array, parts: int) -> Any:
@@ -146,14 +141,13 @@ class Learning:
         accumulated: int = 1,
     ):
         self.graphdef, self.weights, self.keys, self.frozen = nnx.split(network, trained, DropoutKey, ...)
-        weights, mesh = jax.tree.map(_spec, self.weights), site.partitioner.mesh
+        weights = jax.tree.map(_spec, self.weights)
         specs = {"weights": weights, "optimizer": _like(optimizer, self.weights)}
         if average is not None:
             specs["average"] = weights
         self.method = Method(self.graphdef, loss, optimizer, specs, average, accumulated)
-        self.shardings = jax.tree.map(partial(NamedSharding, mesh), specs)
         self.words = words_of([seed])[0]
-        self._call = partial(_called, strategy, site, self.method)
+        self._call = lambda program, *arguments: strategy.call(program, site, self.method, *arguments)
 
     def begin(self) -> dict[str, Any]:
         """Returns the first state."""
@@ -170,10 +164,6 @@ class Learning:
     def network(self, weights: Any) -> Any:
         """Returns the network with these weights."""
         return nnx.merge(self.graphdef, weights, self.keys, self.frozen)
-
-
-def _called(strategy: Strategy, site: Site, method: Method, program: Program, *arguments: Any) -> Any:
-    return strategy.call(program, site, method, *arguments)
 
 
 def _spec(weight: Any) -> PartitionSpec:

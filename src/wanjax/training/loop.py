@@ -186,9 +186,9 @@ class Trainer:
     def _generator(self, step: int) -> np.random.Generator:
         return np.random.default_rng([self.seed, 0, step])
 
-    def network(self, *, averaged: bool = False) -> Any:
-        """Returns the network with its present weights, or with their mean."""
-        return self.learning.network(self.state["average" if averaged else "weights"])
+    def network(self) -> Any:
+        """Returns the network with its present weights, or with their mean where the state has one."""
+        return self.learning.network(self.state.get("average", self.state["weights"]))
 
 
 @contextmanager

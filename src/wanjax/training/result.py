@@ -102,4 +102,4 @@ class TrainedSource(Wrapped):
 
 def save_checkpoint(source: Source, trained: Mapping[str, tuple[Any, Network]], target: Path, kinds: Any) -> None:
     """Writes a checkpoint with trained networks in place of the source's; raises WanjaxError as `convert` does."""
-    ToWanjax(TrainedSource(source, trained), target, kinds, origin=f"{source.origin}, trained").run()
+    ToWanjax(TrainedSource(source, trained), target, kinds).run()

@@ -128,7 +128,7 @@ class Training:
             if self.config.lora is not None:
                 written = learner.save(learner.out / LORA)
             else:
-                trained[name] = (learner.trainer.network(averaged=self.config.average is not None), learner.known)
+                trained[name] = (learner.trainer.network(), learner.known)
             if len(self.networks) > 1 and self.config.lora is not None:
                 self.pipe.free(name)
         if trained:
@@ -186,7 +186,6 @@ class Learner:
         if config.lora is not None:
             network, self.chosen = adapters.adapt(network, self.known.rules, config.lora, config.seed, pipe.partitioner)
         pipe.free(name)
-        self.loss = loss_of(pipe, training.levels[name], name)
         self.batches = Batches(
             training.pieces,
             config.batch,
@@ -198,7 +197,7 @@ class Learner:
         self.rate = schedule(config.optimizer, config.steps)
         self.trainer = Trainer(
             network,
-            self.loss,
+            loss_of(pipe, training.levels[name], name),
             optimizer(config.optimizer, config.steps),
             self.out,
             config.seed,
@@ -306,7 +305,7 @@ class Learner:
 
     def _plain(self) -> Any:
         """Returns the network as it is used: with its mean weights if there are any, and without dropout."""
-        network = self.trainer.network(averaged=self.config.average is not None)
+        network = self.trainer.network()
         for _, module in nnx.iter_modules(network):
             if isinstance(module, adapters.Adapted):
                 module.dropout_key = None
@@ -334,7 +333,7 @@ class Learner:
     def save(self, file: Path) -> Path:
         """Writes the present LoRA to a file."""
         assert self.config.lora is not None
-        network = self.trainer.network(averaged=self.config.average is not None)
+        network = self.trainer.network()
         factors = adapters.factors_of(network, self.known.rules, self.chosen)
         about = {"model": self.pipe.defaults.model, "step": self.trainer.step, "rank": self.config.lora.rank}
         about |= _learned(self.pipe)
