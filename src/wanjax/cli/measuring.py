@@ -37,7 +37,9 @@ def bench(report: Report, *, model: str, quick: bool, keep: bool, as_json: bool)
     else:
         show(found, Console(width=None if sys.stdout.isatty() else WIDTH))
     if keep and found.better is not None:
-        report.note(f"{found.better} is what --compiler is from now on, unless it is given: {keep_set(found.better)}")
+        keep_set(found.better)
+        if kept_set() == found.better:  # not where the cache folder cannot be written
+            report.note(f"{found.better} is what --compiler is from now on, unless it is given")
     if found.faults:
         raise click.exceptions.Exit(1)
 

@@ -9,18 +9,14 @@ The functions that return options receive the target of the program, or None for
 one platform refuses the options of another. `keep_set` and `kept_set` remember which set is better on this machine.
 """
 
-import json
-import os
-from contextlib import suppress
-from pathlib import Path
-
 import jax
 
-from wanjax.compilers.cache import user_cache
+from wanjax.compilers.kept import keep, recall
 from wanjax.errors import WanjaxError
 from wanjax.kernels.target import Target, target
 
 SAFE, FAST = SETS = ("safe", "fast")
+KIND = "compiler"  # of what is kept
 O1, O2 = 19, 29  # XLA's numbers for these levels of its effort; the latter is usual
 NO_SPARSE_CORES = ("TPU v5 lite", "TPU v5e")
 TWICE_THE_VMEM = ("TPU v6 lite", "TPU v6e")
@@ -97,29 +93,17 @@ def check_set(name: str) -> None:
 
 def kept_set() -> str:
     """Returns the set of compiler options that `keep_set` kept for these devices and this compiler, else `safe`."""
-    with suppress(OSError, ValueError, AttributeError):
-        found = json.loads(_sets().read_text(encoding="utf-8")).get(_machine())
-        return found if found in SETS else SAFE
-    return SAFE
+    found = recall(KIND, _machine())
+    return found if found in SETS else SAFE
 
 
-def keep_set(compiler: str) -> Path:
-    """Keeps the set of compiler options that is better on these devices; returns the file."""
-    file, known = _sets(), {}
-    with suppress(OSError, ValueError, TypeError):  # of the last kind is dict's, where the file holds another thing
-        known = dict(json.loads(file.read_text(encoding="utf-8")))
-    file.parent.mkdir(parents=True, exist_ok=True)
-    beside = file.with_name(f".{os.getpid()}.{file.name}")
-    beside.write_text(json.dumps({**known, _machine(): compiler}, indent=2), encoding="utf-8")
-    beside.replace(file)
-    return file
+def keep_set(compiler: str) -> None:
+    """Keeps the set of compiler options that is better on these devices."""
+    keep(KIND, _machine(), compiler)
 
 
-def _sets() -> Path:
-    return user_cache() / "compiler.json"
-
-
-def _machine() -> str:
-    """Returns the number and the kind of the devices, and the version of what compiles for them."""
+def _machine() -> dict[str, str]:
+    """Returns the number and the kind of the devices, and the versions of what compiles for them."""
     devices = jax.devices()
-    return f"{len(devices)} x {devices[0].device_kind}, {devices[0].client.platform_version}, jax {jax.__version__}"
+    kind = f"{len(devices)} x {devices[0].device_kind}"
+    return {"devices": kind, "platform": devices[0].client.platform_version, "jax": jax.__version__}
