@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -189,8 +190,7 @@ def measure_overhead(requests: int) -> None:
             (own := folder / way.split()[0]).mkdir()
             batch = Batch(jobs, 2, Manifest(own))
             if size:
-                take = batch.take
-                batch.take = lambda workers, take=take: take(10**6)
+                batch.take = partial(batch.take, most=size)
             start = time.perf_counter()
             assert len(list(pool.outcomes(batch, lambda: None))) == requests
             seconds = (time.perf_counter() - start) / requests

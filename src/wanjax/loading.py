@@ -371,9 +371,10 @@ def _shapes(
     settings, options = outline.settings, {}
     if name in outline.architecture.denoisers:
         options = {"attention": attention or AUTO}
-    dtype = settings.dtype if not known.float32 else settings.vae_dtype if name == "vae" else "float32"
-    dtypes = {"dtype": dtype, "param_dtype": "float32" if known.float32 else kept}
-    return placed(known.abstract(**dtypes, **options), partitioner)
+    dtype = settings.dtype
+    if known.float32:
+        dtype, kept = settings.vae_dtype if name == "vae" else "float32", "float32"
+    return placed(known.abstract(dtype=dtype, param_dtype=kept, **options), partitioner)
 
 
 def _stored_dtype(source: Source, name: str) -> str:

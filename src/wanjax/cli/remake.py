@@ -116,7 +116,10 @@ def check_loaded(record: Mapping[str, Any], here: Mapping[str, Any]) -> None:
 
 def _tiling(recorded: Mapping[str, Any]) -> Tiling:
     """Returns the tiles of a record; raises WanjaxError unless it gives their size and stride."""
-    pairs = {name: tuple(x) if isinstance(x, list) and len(x) == 2 else x for name, x in recorded.items()}  # of JSON
+    pairs: dict[str, Any] = dict(recorded)
+    for name, x in recorded.items():
+        if isinstance(x, list) and len(x) == 2:  # a pair, in JSON
+            pairs[name] = tuple(x)
     each = [one for x in pairs.values() for one in (x if isinstance(x, tuple) else (x,))]
     if recorded.keys() != {*Tiling._fields} or not all(type(x) is int and x > 0 for x in each):
         raise WanjaxError(f"the record gives the tiling as {dict(recorded)} where a size and a stride are right")

@@ -47,11 +47,9 @@ class Batch:
         return self.done + len(self.failed)
 
     def take(self, workers: int, most: int = TOGETHER) -> list[Job]:
-        """Returns at most so many jobs for one of several workers; a job that is tried again is alone.
+        """Returns at most so many jobs for one of several workers; none where all are under way.
 
-        There are none where all are under way.
-
-        Towards the end they are fewer, so that the workers end together.
+        A job that is tried again is alone. Towards the end they are fewer, so that the workers end together.
         """
         if not self._left:
             return [self._again.popleft()] if self._again else []
