@@ -171,7 +171,7 @@ def sparse_linear_attention(
     name = implementation or ("tpu" if why is None else "chunked")
     if name not in SPARSE_LINEAR:
         raise WanjaxError(f"no sparse-linear attention is named {name!r}: there are {', '.join(SPARSE_LINEAR)}")
-    if name != "tpu" and config is not None:
+    if implementation not in (None, "tpu") and config is not None:
         raise UnsupportedError(f"the {name} sparse-linear attention has no config: that of tpu can be chosen")
     options = {"sparse": sparse, "keys": keys} | ({"config": config} if name == "tpu" else {})
     kernel = partial(SPARSE_LINEAR[name].attention, **options)
