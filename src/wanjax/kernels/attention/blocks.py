@@ -173,3 +173,19 @@ def take(x: Array, start: Array, size: int, axis: int = 0) -> Array:
 def precision_of(dtype: DTypeLike) -> str:
     """The precision of products of operands that had this dtype: one pass of a matrix unit is exact for bfloat16."""
     return "highest" if dtype == jnp.float32 else "default"
+
+
+def product(a: Array, b: Array, *, transposed: bool = False) -> Float32[Array, "..."]:
+    """Returns a b, or a bᵀ, in float32."""
+    return jax.lax.dot_general(
+        a,
+        b,
+        (((1,), (1 if transposed else 0,)), ((), ())),
+        precision=precision_of(a.dtype),
+        preferred_element_type=jnp.float32,
+    )
+
+
+def iota(shape: tuple[int, int], axis: int) -> Int32[Array, "_L _S"]:
+    """The positions along an axis of a matrix."""
+    return jax.lax.broadcasted_iota(jnp.int32, shape, axis)

@@ -19,8 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int32
 
-from wanjax.kernels.attention.blocks import by_head
-from wanjax.kernels.attention.flash_tiles import LANES, SPILL_BYTES
+from wanjax.kernels.attention.blocks import by_head, even, iota, product
+from wanjax.kernels.attention.flash_tiles import LANES, SPILL_BYTES, round_up
 from wanjax.kernels.attention.masks import finite_max
 
 LONGEST_Q, LONGEST_KV = 2048, 2048  # of a grid step
@@ -83,7 +83,7 @@ def kernel(
 
     @pl.when(i == 0)
     def _():
-        rows = jax.lax.broadcasted_iota(jnp.int32, (sizes.block_kv, 1), 0)
+        rows = iota((sizes.block_kv, 1), 0)
         state.k[...] = jnp.where(rows < live, k_ref[...], jnp.zeros_like(k_ref)).T
         state.dk[...] = jnp.zeros(state.dk.shape)
         state.dv[...] = jnp.zeros(state.dv.shape)
@@ -93,10 +93,10 @@ def kernel(
         state.dq[:, held] = jnp.zeros((state.dq.shape[0], sizes.block_q))
 
     past = sizes.queries - i * sizes.block_q  # memory past the last query holds anything
-    some = jax.lax.broadcasted_iota(jnp.int32, (sizes.block_q, 1), 0) < past
+    some = iota((sizes.block_q, 1), 0) < past
     state.q[...] = jnp.where(some, q_ref[...], jnp.zeros_like(q_ref)).T
     state.g[...] = jnp.where(some, g_ref[...], jnp.zeros_like(g_ref)).T
-    beside = jax.lax.broadcasted_iota(jnp.int32, (1, sizes.block_q), 1) < past
+    beside = iota((1, sizes.block_q), 1) < past
     lse, delta = (jnp.where(beside, x[...], 0.0) for x in (lse_ref, delta_ref))
 
     def add(index: Array, masked: bool) -> None:
@@ -126,10 +126,10 @@ def _add(k_ref, v_ref, state: State, lse, delta, start, first_q, live: Array | N
         k, v = k_ref[keys, :], v_ref[keys, :]
         for strip in range(0, sizes.block_q, STRIP):
             queries = slice(strip, min(strip + STRIP, sizes.block_q))
-            weights = jnp.exp2(factor * _product(k, state.q[:, queries]) - lse[:, queries])
-            of_logits = weights * (_product(v, state.g[:, queries]) - delta[:, queries])
+            weights = jnp.exp2(factor * product(k, state.q[:, queries]) - lse[:, queries])
+            of_logits = weights * (product(v, state.g[:, queries]) - delta[:, queries])
             if live is not None:
-                rows = jax.lax.broadcasted_iota(jnp.int32, (count, 1), 0) < live - start - first
+                rows = iota((count, 1), 0) < live - start - first
                 weights, of_logits = (jnp.where(rows, x, 0.0) for x in (weights, of_logits))
             waiting.append((queries, keys, weights.astype(k.dtype), of_logits.astype(k.dtype)))
             if len(waiting) > LEAD:
@@ -140,28 +140,17 @@ def _add(k_ref, v_ref, state: State, lse, delta, start, first_q, live: Array | N
 
 def _add_products(state: State, first_q: Array, queries: slice, keys: Any, weights: Array, of_logits: Array) -> None:
     """Adds the three products with the weights [S L] and the gradients of the logits."""
-    state.dv[:, keys] += _product(state.g[:, queries], weights, transposed=True)
-    state.dk[:, keys] += _product(state.q[:, queries], of_logits, transposed=True)
+    state.dv[:, keys] += product(state.g[:, queries], weights, transposed=True)
+    state.dk[:, keys] += product(state.q[:, queries], of_logits, transposed=True)
     at = pl.ds(pl.multiple_of(first_q + queries.start, LANES), queries.stop - queries.start)
-    state.dq[:, at] += _product(state.k[:, keys], of_logits)
-
-
-def _product(a: Array, b: Array, *, transposed: bool = False) -> Float32[Array, "..."]:
-    """Returns a b, or a bᵀ, in float32."""
-    return jax.lax.dot_general(
-        a,
-        b,
-        (((1,), (1 if transposed else 0,)), ((), ())),
-        precision="highest" if a.dtype == jnp.float32 else "default",
-        preferred_element_type=jnp.float32,
-    )
+    state.dq[:, at] += product(state.k[:, keys], of_logits)
 
 
 def fitting(
     queries: int, keys: int, head_dim: int, itemsize: int, vmem_bytes: int, *, interpret: bool = False
 ) -> Config | None:
     """The tiles for these sizes; None for a chip whose VMEM holds too few queries."""
-    block_q, block_kv = (_even(n, most) for n, most in ((queries, LONGEST_Q), (keys, LONGEST_KV)))
+    block_q, block_kv = (round_up(even(n, most)[1], LANES) for n, most in ((queries, LONGEST_Q), (keys, LONGEST_KV)))
     body = next(size for size in range(min(UNROLLED, block_kv), 0, -LANES) if block_kv % size == 0)
     least = Config(block_q, block_kv, body, block_q, interpret)
     room = vmem_bytes - SPILL_BYTES - least.vmem_bytes(head_dim, itemsize)
@@ -169,11 +158,6 @@ def fitting(
         return None
     more = min(room // (4 * head_dim * block_q), -(-queries // block_q) - 1)
     return replace(least, held=block_q * (1 + more))
-
-
-def _even(length: int, most: int) -> int:
-    """The size of the fewest even blocks of whole rows of lanes that cover a length."""
-    return -(-length // (LANES * -(-length // most))) * LANES
 
 
 def gradient(

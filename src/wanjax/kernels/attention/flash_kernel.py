@@ -18,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float32
 
+from wanjax.kernels.attention.blocks import precision_of
 from wanjax.kernels.attention.flash_tiles import (
     CAREFUL_Q,
     HEADROOM,
@@ -506,10 +507,6 @@ def _strips(length: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
-def _precision(x: Array) -> str:
-    return "highest" if x.dtype == jnp.float32 else "default"  # one pass of the matrix unit is exact for bfloat16
-
-
 def _begin(q_ref, state: State, first_q: Array, sizes: Sizes) -> None:
     """Transposes and scales the queries; those past the last become zeros, since memory there holds anything."""
     q = sizes.factor * q_ref[...].T.astype(jnp.float32)  # [D L]
@@ -553,7 +550,7 @@ def _scores(
     k = _rows(k_ref, start, keys, strip)
     if k.shape[1] < state.q.shape[0]:
         k = jnp.concatenate([k, k], axis=1)
-    s = jnp.dot(k, state.q[:, strip], preferred_element_type=jnp.float32, precision=_precision(k))
+    s = jnp.dot(k, state.q[:, strip], preferred_element_type=jnp.float32, precision=precision_of(k.dtype))
     return s if mask is None or mask.spares(keys) else jnp.where(mask.seen(keys, strip), s, -jnp.inf)
 
 
@@ -638,7 +635,7 @@ def _weights(s: Array, offset: Array, start: Array | int | Pieces, keys: slice, 
 
 
 def _add_values(state: State, v: Array, strip: slice, p: Array) -> None:
-    state.total[:, strip] += jnp.dot(v, p, preferred_element_type=jnp.float32, precision=_precision(v))
+    state.total[:, strip] += jnp.dot(v, p, preferred_element_type=jnp.float32, precision=precision_of(v.dtype))
 
 
 def _add_carefully(k_ref, v_ref, state: State, begin: Array | int, end: Array | int, count: int) -> None:

@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int32
 
+from wanjax.kernels.attention.blocks import iota, product
 from wanjax.kernels.attention.flash_tiles import HEADROOM, LANES, LARGEST_SUM, ceil_div, round_up
 
 TILE = 256  # keys of a step, which fill a matrix unit
@@ -52,21 +53,6 @@ class Sizes(NamedTuple):
     def rows(self) -> int:
         """Queries of a grid step."""
         return self.lists * self.block_q
-
-
-def _product(a: Array, b: Array, *, transposed: bool = False) -> Float32[Array, "..."]:
-    """Returns a b, or a bᵀ, in float32."""
-    return jax.lax.dot_general(
-        a,
-        b,
-        (((1,), (1 if transposed else 0,)), ((), ())),
-        precision="highest" if a.dtype == jnp.float32 else "default",
-        preferred_element_type=jnp.float32,
-    )
-
-
-def _iota(shape: tuple[int, int], axis: int) -> Int32[Array, "_L _S"]:
-    return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
 
 
 def prepare(
@@ -105,15 +91,15 @@ def _prepare(q_ref, k_ref, v_ref, of_q_ref, of_k_ref, state_ref, *, sizes: Sizes
     def add(ragged: bool) -> None:
         q, k, v = q_ref[...], k_ref[...], v_ref[...]
         if ragged:  # memory after the last token holds anything
-            seen = _iota((tokens, 1), 0) < live
+            seen = iota((tokens, 1), 0) < live
             q, k, v = (jnp.where(seen, x, jnp.zeros_like(x)) for x in (q, k, v))
         of_q_ref[...], of_k_ref[...] = _sums(q, sizes.block_q), _sums(k, sizes.block_kv)
         x = k.T.astype(jnp.float32)  # channels along the rows, so that softmax adds whole registers
         weights = jnp.exp(x - x.max(axis=0, keepdims=True))
         weights = (weights * (1.0 / weights.sum(axis=0, keepdims=True))).astype(k.dtype)
         if ragged:
-            weights = jnp.where(_iota((1, tokens), 1) < live, weights, jnp.zeros_like(weights))
-        state = _product(weights, jnp.concatenate([v, jnp.ones_like(v)], axis=1))
+            weights = jnp.where(iota((1, tokens), 1) < live, weights, jnp.zeros_like(weights))
+        state = product(weights, jnp.concatenate([v, jnp.ones_like(v)], axis=1))
         state_ref[...] = jnp.where(i == 0, state, state_ref[...] + state)
 
     last = pl.num_programs(2) - 1
@@ -125,7 +111,7 @@ def _prepare(q_ref, k_ref, v_ref, of_q_ref, of_k_ref, state_ref, *, sizes: Sizes
 def _sums(x: Float[Array, "L D"], size: int) -> Float32[Array, "_L D"]:
     """The sum of each block of rows, by a product."""
     shape = (len(x) // size, len(x))
-    return _product(jnp.where(_iota(shape, 0) == _iota(shape, 1) // size, 1.0, 0.0).astype(x.dtype), x)
+    return product(jnp.where(iota(shape, 0) == iota(shape, 1) // size, 1.0, 0.0).astype(x.dtype), x)
 
 
 def listed(scores: Float32[Array, "_L _S"], sizes: Sizes, *, interpret: bool) -> Int32[Array, "_L _T"]:
@@ -151,7 +137,7 @@ def _listed(scores_ref, out_ref, *, blocks: int, sizes: Sizes) -> None:
     """Finds the least score to keep bit by bit, counts what is kept up to each block, and searches these counts."""
     scores = scores_ref[...]
     lists, wide = scores.shape
-    real = _iota(scores.shape, 1) < blocks
+    real = iota(scores.shape, 1) < blocks
     bits = jax.lax.bitcast_convert_type(jnp.where(scores == 0, 0.0, scores), jnp.int32)  # one zero, without a sign
     order = jnp.where(real, jnp.where(bits < 0, bits ^ jnp.int32(2**31 - 1), bits), jnp.int32(-(2**31)))
     least = jnp.full((lists, 1), -(2**31), jnp.int32)
@@ -159,11 +145,11 @@ def _listed(scores_ref, out_ref, *, blocks: int, sizes: Sizes) -> None:
         higher = least ^ jnp.int32(-(2**31) if bit == BITS - 1 else 1 << bit)
         count = jnp.where(order >= higher, 1.0, 0.0).sum(axis=1, keepdims=True)
         least = jnp.where(count >= sizes.kept, higher, least)
-    upper = jnp.where(_iota((wide, wide), 0) <= _iota((wide, wide), 1), 1.0, 0.0).astype(jnp.bfloat16)
+    upper = jnp.where(iota((wide, wide), 0) <= iota((wide, wide), 1), 1.0, 0.0).astype(jnp.bfloat16)
 
     def counted(marks: Array) -> Array:
         """The number of marks up to each lane, which is exact: products of ones, summed in float32."""
-        return _product(marks.astype(jnp.bfloat16), upper)
+        return product(marks.astype(jnp.bfloat16), upper)
 
     above, equal = (jnp.where(x, 1.0, 0.0) for x in (order > least, order == least))
     missing = sizes.kept - above.sum(axis=1, keepdims=True)
@@ -171,7 +157,7 @@ def _listed(scores_ref, out_ref, *, blocks: int, sizes: Sizes) -> None:
     counts = jnp.where(real, counts, jnp.float32(jnp.inf))
     parts = [counts[:, at : at + LANES] for at in range(0, wide, LANES)]
     for at in range(0, out_ref.shape[1], LANES):
-        place = (_iota((lists, LANES), 1) + at).astype(jnp.float32)
+        place = (iota((lists, LANES), 1) + at).astype(jnp.float32)
         part = reduce(jnp.add, (jnp.where(x[:, -1:] <= place, 1, 0) for x in parts))
         lane = jnp.zeros((lists, LANES), jnp.int32)  # the first whose count is above the place
         for step in (64, 32, 16, 8, 4, 2, 1):
@@ -282,7 +268,7 @@ def _attend(
         total_ref[...] = jnp.zeros(total_ref.shape)
         weight_ref[...] = jnp.zeros(weight_ref.shape)
         _add(step, sizes)
-        weight, real = weight_ref[...].sum(axis=1, keepdims=True), _iota((sizes.rows, 1), 0) < live
+        weight, real = weight_ref[...].sum(axis=1, keepdims=True), iota((sizes.rows, 1), 0) < live
         out = total_ref[...] * (1.0 / weight) + _linear(q_ref[...], state_ref[...]) + bias_ref[...]
         o_ref[...] = (jnp.where(real, out, 0.0) if sizes.queries > sizes.tokens else out).astype(o_ref.dtype)
         past = jnp.max(jnp.where((weight <= LARGEST_SUM) | ~real, 0, 1))  # NaN too
@@ -307,7 +293,7 @@ def _linear(q: Float[Array, "L D"], state: Float[Array, "_D _E"]) -> Float32[Arr
     features = jnp.exp(wide - wide.max(axis=1, keepdims=True)).astype(q.dtype)
     if len(state) > features.shape[1]:
         features = jnp.concatenate([features, features], axis=1)
-    both = _product(features, state)
+    both = product(features, state)
     return both[:, : q.shape[1]] / both[:, q.shape[1] :]
 
 
@@ -318,7 +304,7 @@ def _add(step: Step, sizes: Sizes) -> None:
     def add_values(most: int = 0) -> None:
         while len(waiting) > most:
             rows, weights, v = waiting.pop(0)
-            step.total[rows, :] += _product(weights, v)
+            step.total[rows, :] += product(weights, v)
 
     def add(piece: Piece) -> None:
         scores, v = _scores(step, piece, sizes), _keys(step.v, step, piece, sizes)
@@ -385,7 +371,7 @@ def _scores(step: Step, piece: Piece, sizes: Sizes) -> Float32[Array, "L S"]:
 
 def _scaled(q: Float[Array, "L D"], k: Float[Array, "S D"]) -> Float32[Array, "L S"]:
     """Scores as exponents of two, multiplied after the product: a factor of the queries would be rounded with them."""
-    return _product(q, k, transposed=True) * (q.shape[1] ** -0.5 * math.log2(math.e))
+    return product(q, k, transposed=True) * (q.shape[1] ** -0.5 * math.log2(math.e))
 
 
 def _keys(ref: jax.Ref, step: Step, piece: Piece, sizes: Sizes) -> Float[Array, "S D"]:
@@ -397,7 +383,7 @@ def _keys(ref: jax.Ref, step: Step, piece: Piece, sizes: Sizes) -> Float[Array, 
 def _seen(step: Step, piece: Piece, shape: tuple[int, int], sizes: Sizes) -> Array:
     """Marks the keys of a list's last piece that are no padding; only its last block can end within."""
     before = (piece.count - 1) * sizes.block_kv
-    return _iota(shape, shape.index(max(shape))) < before + sizes.tokens - step.first[piece.index, sizes.kept - 1]
+    return iota(shape, shape.index(max(shape))) < before + sizes.tokens - step.first[piece.index, sizes.kept - 1]
 
 
 def _by_lanes(x: Float32[Array, "L S"]) -> list[Array]:
