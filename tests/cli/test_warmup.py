@@ -62,8 +62,8 @@ def test_a_second_process_compiles_nothing(warm, latents):
 
 def test_all_seconds_are_accounted_for(told):
     _, account = told.split("where the time went")
-    found = re.findall(r"^(\w.*?)  +([\d.]+) (ms|s)\b", account, re.MULTILINE)
-    seconds = {name: float(number) / (1000 if unit == "ms" else 1) for name, number, unit in found}
+    found = re.findall(r"^(\w.*?)  +([\d.]+) (µs|ms|s)\b", account, re.MULTILINE)
+    seconds = {name: float(number) / {"µs": 1e6, "ms": 1e3, "s": 1}[unit] for name, number, unit in found}
     whole = seconds.pop("in all")
     assert sum(seconds.values()) == pytest.approx(whole, rel=0.02)
     stages = {name.split(":")[0] for name in seconds if ":" in name}
