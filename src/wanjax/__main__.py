@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 import sys
-import threading
 
 from wanjax.signals import stop
 
@@ -23,14 +22,16 @@ def main() -> None:
     try:
         run(prog_name="wanjax")
     except SystemExit as ended:
-        if isinstance(ended.code, int | None) and not _others():
+        if isinstance(ended.code, int | None) and not _is_awaited():
             _leave(ended.code or 0)
         raise
 
 
-def _others() -> list[threading.Thread]:
-    """Returns the threads for which Python would wait."""
-    return [x for x in threading.enumerate() if not x.daemon and x is not threading.main_thread()]
+def _is_awaited() -> bool:
+    """Tells whether there are threads for which Python would wait."""
+    import threading  # imported late, so that Ctrl-C is answered sooner
+
+    return any(not thread.daemon and thread is not threading.main_thread() for thread in threading.enumerate())
 
 
 def _leave(status: int) -> None:

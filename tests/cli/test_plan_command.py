@@ -2,13 +2,16 @@
 """The command `plan`: prices of a video on devices that need not be present, and their cache."""
 
 import json
+import shutil
 from dataclasses import replace
 from importlib.util import find_spec
 from math import prod
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+import wanjax
 from tests.support.recorded import counted, programs
 from tests.support.small_wan import TEXT, VIDEO, architecture, causal_pipeline
 from tests.support.words import naming, says
@@ -51,6 +54,14 @@ def pipeline(shapes, video, mesh=None, **how):
     """Returns the pipeline of Wan networks of these shapes, on one device that is modelled, or on a mesh."""
     mesh = places.mesh_on(places.find_place("h200"), {}) if mesh is None else mesh
     return outlined(small(shapes, video), Partitioner(mesh, RULES["fsdp"]), **how)
+
+
+def test_a_folder_s_name_is_printed_as_it_is(tmp_path):
+    """What rich would take for markup too."""
+    folder = shutil.copytree(Path(wanjax.__file__).parent / "nano", tmp_path / "a[red]b")
+    run = CliRunner().invoke(main, ["plan", str(folder), "--chip", "cpu"])
+    assert run.exit_code == 0, run.output
+    assert "a[red]b, " in run.stdout
 
 
 def plan(*arguments: str) -> dict:

@@ -18,6 +18,7 @@ from wanjax.cli.stages import given_settings
 from wanjax.figures import digits, duration, scaled
 from wanjax.kernels.compiler_options import keep_set, kept_set
 from wanjax.loading import load
+from wanjax.pipelines import progress
 from wanjax.pipelines.caching.calibration import Measured, measure, reused_by, tables_from
 from wanjax.pipelines.caching.tables import measured_file, to_json
 from wanjax.stores.writing import check_folder, writing
@@ -35,7 +36,7 @@ def bench(report: Report, *, model: str, quick: bool, keep: bool, as_json: bool)
     if as_json:
         click.echo(json.dumps(found.to_json(), indent=2))
     else:
-        show(found, Console(width=None if sys.stdout.isatty() else WIDTH))
+        show(found, progress.console(stderr=False, width=None if sys.stdout.isatty() else WIDTH))
     if keep and found.better is not None:
         keep_set(found.better)
         if kept_set() == found.better:  # not where the cache folder cannot be written
@@ -50,8 +51,6 @@ def show(found: Bench, console: Console) -> None:
     console.print(
         f"{found.model}, {found.size}, {found.frames} frames, {found.dtype}, random weights, on {found.devices} "
         f"({mesh}), modelled by {found.modelled_by}",
-        highlight=False,
-        soft_wrap=True,
     )
     several = len({row.compiler for row in found.rows}) > 1
     rows = []
@@ -60,7 +59,7 @@ def show(found: Bench, console: Console) -> None:
         rows.append((f"{name}: {row.what}", *_figures(row)))
     print_table(console, HEADINGS, rows)
     for line in _sentences(found):
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line)
 
 
 def _figures(row: Row) -> list[str]:

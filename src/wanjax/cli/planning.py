@@ -32,6 +32,7 @@ from wanjax.kernels.attention import AUTO, Attention
 from wanjax.kernels.compiler_options import SAFE
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures
+from wanjax.pipelines import progress
 from wanjax.pipelines.decoders import DecoderFile
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import Settings
@@ -69,6 +70,7 @@ def plan(
     axes, sp = (mesh, None) if isinstance(mesh, MeshSizes) else (None, mesh and mesh.sp)
     attention = given.pop("attention") or _learned(given) or AUTO
     how = {"sp": sp, "rules": rules, "compiler": compiler or SAFE, "attention": attention}
+    console = progress.console(stderr=False)
     found = registry.outline(model)
     if (scheduler := given.pop("scheduler")) is not None:
         found = replace(found, architecture=found.architecture.with_scheduler(scheduler))
@@ -81,7 +83,7 @@ def plan(
         how |= {"lora": lora, "optimized": OptimizerConfig(training["optimizer"]), "clips": training["batch"]}
         with _priced(report) as tell:
             step = training_outlook(found, chip, axes, **how, tell=tell)
-        click.echo(json.dumps(step.to_json(), indent=2)) if as_json else show_training(step, Console())
+        click.echo(json.dumps(step.to_json(), indent=2)) if as_json else show_training(step, console)
         return
     how |= {"batch_guidance": bool(given["batch_guidance"]), "tiling": Tiling() if given["tile"] else None}
     how |= {
@@ -94,14 +96,14 @@ def plan(
         with _priced(report) as tell:
             ways = at_scale(found, chip, bulk, axes, **how, tell=tell)
         told = {"why": why(ways)} | ways.to_json()
-        click.echo(json.dumps(told, indent=2)) if as_json else show_scale(ways, Console())
+        click.echo(json.dumps(told, indent=2)) if as_json else show_scale(ways, console)
         return
     with _priced(report) as tell:
         priced = outlook(found, chip, axes, **how, tell=tell)
     if as_json:
         click.echo(json.dumps(priced.to_json(), indent=2))
     else:
-        show(priced, Console())
+        show(priced, console)
 
 
 def _bulk(given: dict[str, Any]) -> Bulk | None:
@@ -151,11 +153,11 @@ def show_training(found: TrainingOutlook, console: Console) -> None:
         )
     lines += [f"in doubt: {doubt}" for doubt in found.doubts]
     lines.append(found.advice or f"fits, with {_gib(found.spare_bytes_per_chip)} to spare on each chip")
-    console.print(lines[0], highlight=False, soft_wrap=True)
+    console.print(lines[0])
     if found.step_seconds:
         print_table(console, ("part", "a step", "forward alone"), rows)
     for line in lines[1:]:
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line)
 
 
 def show(found: Outlook, console: Console) -> None:
@@ -165,14 +167,12 @@ def show(found: Outlook, console: Console) -> None:
     console.print(
         f"{found.model}, {found.size}, {found.frames} frames, {found.steps} steps, {found.dtype}, on {found.chip} "
         f"({mesh}, rules {found.rules}{options}), priced by {found.priced_by}, not measured",
-        highlight=False,
-        soft_wrap=True,
     )
     print_table(console, STAGE, _stages(found))
     if found.step_seconds:
         print_table(console, ("a step", "time", "part"), _step(found))
     for line in _summary(found):
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line)
 
 
 def _stages(found: Outlook) -> list[tuple[str, ...]]:

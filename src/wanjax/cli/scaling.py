@@ -23,7 +23,7 @@ def show_scale(found: Scale, console: Console) -> None:
     deadline = f" in {duration(bulk.deadline)}" if bulk.deadline else ", on one slice"
     price = f", at {digits(bulk.price)} a chip-hour" if bulk.price else ""
     head = f"{bulk.requests:,} videos by {found.model}{deadline}{price}; priced, not measured"
-    console.print(head, highlight=False, soft_wrap=True)
+    console.print(head)
     if found.ways:
         print_table(console, VIDEO, [_video(way) for way in found.ways])
         print_table(
@@ -32,7 +32,7 @@ def show_scale(found: Scale, console: Console) -> None:
             [_all(found, way) for way in found.ways],
         )
     for line in _sentences(found):
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line)
 
 
 def _video(way: Way) -> tuple[str, ...]:
