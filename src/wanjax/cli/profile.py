@@ -33,9 +33,8 @@ class StepProfile:
         self._ends: list[float] = []
         self._tracing = self._traced = False
         rule = pipe.architecture.cache_rule(settings)
-        self.known = (
-            pipe.attention.sees_all and not any(pipe.architecture.reused(settings)) and not rule.decided_on_device
-        )
+        reuses = rule.decided_on_device or any(pipe.architecture.reused(settings))
+        self.known = pipe.attention.sees_all and not reuses  # else some of the work is left out
 
     def after(self, step: Step) -> None:
         """Waits for the end of a step on the device and records the time; starts and stops the trace."""

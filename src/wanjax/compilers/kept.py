@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from wanjax.compilers.cache import user_cache
-from wanjax.compilers.shared import write_whole
+from wanjax.stores.writing import write_whole
 
 PRICING = (
     *("chips", "compile", "exporting", "hlo", "kernels", "lowering", "priced", "pricing", "scalar", "schedule"),

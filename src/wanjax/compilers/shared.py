@@ -25,6 +25,7 @@ from jax._src.compilation_cache_interface import CacheInterface
 
 from wanjax.errors import WanjaxError, WanjaxWarning, reason
 from wanjax.stores.places import Missing, Place, Remote
+from wanjax.stores.writing import write_whole
 
 LARGEST = 2 << 30  # bytes of an entry
 BEAT = 5.0  # seconds between two changes of a lease
@@ -201,20 +202,6 @@ def _write(file: Place, content: bytes) -> None:
         file.write(content)
         return
     write_whole(file, content)
-
-
-def write_whole(file: Path, content: bytes) -> None:
-    """Writes a file of a folder, which appears when all of it is there, for all whom the process's umask lets read it.
-
-    Of a write that fails nothing is left.
-    """
-    beside = file.with_name(f".{uuid4().hex}.part")  # by its name, as temporary files are closed to others
-    try:
-        beside.write_bytes(content)
-        beside.replace(file)
-    finally:
-        with suppress(OSError):
-            beside.unlink()
 
 
 def _create(file: Place, content: bytes) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from socket import gethostname
+from uuid import uuid4
 
 from psutil import pid_exists
 
@@ -36,6 +37,21 @@ def writing(path: Place) -> Iterator[Path]:
         with abandoned_by(beside.unlink), written(path):
             yield beside
             beside.replace(path)
+    finally:
+        with suppress(OSError):
+            beside.unlink()
+
+
+def write_whole(file: Path, content: bytes) -> None:
+    """Writes a file of a folder, which appears when all of it is there, for all whom the process's umask lets read it.
+
+    Of a write that fails nothing is left. Unlike `writing` it serves threads that write one file of a cache, and does
+    not look through the folder, which may hold thousands.
+    """
+    beside = file.with_name(f".{uuid4().hex}.part")  # by its name, as temporary files are closed to others
+    try:
+        beside.write_bytes(content)
+        beside.replace(file)
     finally:
         with suppress(OSError):
             beside.unlink()
