@@ -45,8 +45,7 @@ def copy(source: Path, target: Path) -> dict:
 
 def convert(source: Path, target: Path) -> dict:
     from wanjax.checkpoints.convert import ToWanjax
-    from wanjax.checkpoints.sources import open_source
-    from wanjax.registry import kinds
+    from wanjax.registry import kinds, open_source
 
     start, ends = time.perf_counter(), {}
 
@@ -59,7 +58,7 @@ def convert(source: Path, target: Path) -> dict:
 
 def verify(source: Path, target: Path) -> dict:
     from wanjax.checkpoints.manifest import verify
-    from wanjax.checkpoints.sources import open_source
+    from wanjax.registry import open_source
 
     start = time.perf_counter()
     verify(open_source(target))
@@ -70,8 +69,7 @@ def compare(source: Path, target: Path) -> dict:
     """Compares every tensor of the source with its conversion there and back, bit for bit."""
     from wanjax.checkpoints.files import SafetensorsFolder
     from wanjax.checkpoints.networks import network
-    from wanjax.checkpoints.sources import open_source
-    from wanjax.registry import kinds
+    from wanjax.registry import kinds, open_source
 
     start, count = time.perf_counter(), 0
     converted: Any = open_source(target)

@@ -2,7 +2,6 @@
 """Loading: a checkpoint that the registry finds, as a pipeline whose networks are loaded at first use."""
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -18,40 +17,36 @@ from jax.typing import DTypeLike
 from wanjax.checkpoints import manifest
 from wanjax.checkpoints.adapted import AdaptedSource, Note
 from wanjax.checkpoints.files import main_dtype
-from wanjax.checkpoints.hub import check_file
 from wanjax.checkpoints.lora import Lora
 from wanjax.checkpoints.networks import Network, network
-from wanjax.checkpoints.sources import Source, beside
+from wanjax.checkpoints.sources import Source
 from wanjax.compilers.cache import set_cache_folder
 from wanjax.errors import WanjaxError, shown
+from wanjax.figures import in_bytes
 from wanjax.kernels.attention import AUTO, Attention, choose
 from wanjax.kernels.compiler_options import SAFE, check_set
 from wanjax.layers.placement import placed
 from wanjax.media.records import DIGESTS
+from wanjax.pipelines import memory
 from wanjax.pipelines.checks import dtype_name
 from wanjax.pipelines.components import DECODER, Components, MakeRoom
 from wanjax.pipelines.decoders import DecoderFile
-from wanjax.pipelines.family import Architecture, Preset, auto_axes
+from wanjax.pipelines.family import Architecture, auto_axes
 from wanjax.pipelines.keywords import knows_keywords
-from wanjax.pipelines.memory import bytes_needed, check_memory
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.progress import loading
 from wanjax.pipelines.record import described, digest_of
 from wanjax.pipelines.recording import NoProcessor, NoTokenizer
 from wanjax.pipelines.settings import Settings
 from wanjax.registry import (
-    FREE,
     Checkpoint,
     Loras,
     Outline,
     adapted,
-    attention_of,
-    check_whole,
-    examine,
+    admit,
+    beside,
     fitting,
-    layouts,
     presets,
-    published,
     sized,
 )
 from wanjax.schedulers import Scheduler
@@ -67,6 +62,9 @@ from wanjax.sharding import (
     platform,
 )
 
+HALF = (
+    "it would fit in bfloat16, with wanjax.load(..., param_dtype='bfloat16') or after `wanjax convert --dtype bfloat16`"
+)
 Progress = Callable[[str, int, int], Any]
 
 
@@ -118,25 +116,17 @@ def load(
     Raises WanjaxError where the checkpoint, a LoRA, the decoder or the scheduler cannot be found or does not fit, or
     the mesh or a dtype is impossible; UnsupportedError where the named attention cannot be used here.
     """
-    asked = None if attention is None else Attention.of(attention)
+    attention = None if attention is None else Attention.of(attention)
     check_set(compiler)
     dtype, vae_dtype = dtype_name(dtype), dtype_name(vae_dtype, "vae_dtype")
     param_dtype = dtype_name(param_dtype, "param_dtype")
     set_cache_folder()
-    examined = _told(model, revision, note)
+    found = admit(model, revision, note)
     if verify:
-        manifest.verify(examined.source, progress or (lambda at, done, total: None))
-    loras = _listed(lora)
-    learned = attention_of(loras)
-    asked = asked or learned
-    found = adapted(examined, loras, asked, note)
-    if learned is None and found.architecture.entries != examined.architecture.entries:
-        told = f"{examined.settings.model} was not trained with {asked}, whose projection begins with zeros"
-        note(told) if note else warnings.warn(told, stacklevel=3)
-    if scheduler is not None:
-        found = replace(found, architecture=found.architecture.with_scheduler(scheduler))
+        manifest.verify(found.source, progress or (lambda at, done, total: None))
+    found = adapted(found, _listed(lora), note, attention=attention, scheduler=scheduler)
     tiny = None if decoder is None else DecoderFile.in_place_of(found.architecture.vae, decoder)
-    way = Loading(dtype, vae_dtype, param_dtype, asked, mesh, video, rules, compiler, offload, progress, tiny)
+    way = Loading(dtype, vae_dtype, param_dtype, found.attention, mesh, video, rules, compiler, offload, progress, tiny)
     return _pipeline(found, way)
 
 
@@ -154,30 +144,6 @@ class Loading(NamedTuple):
     offload: bool | None
     progress: Progress | None
     decoder: DecoderFile | None
-
-
-def _told(model: str | Path, revision: str | None, note: Note | None) -> Checkpoint:
-    """Examines a checkpoint; tells the licence of weights to be downloaded, where it sets conditions of its own.
-
-    Raises WanjaxError where the disk has no room for the download, or a file is missing or cut off.
-    """
-    preset = published(str(model))
-    opened = check_file(preset.source, revision=revision) if preset else 0  # a single file is downloaded to be examined
-    if opened:
-        _tell_licence(preset, note)
-    found = examine(model, revision)
-    awaited = found.source.check_room()
-    if awaited and not opened:
-        _tell_licence(found.preset, note)
-    check_whole(found.source)
-    return found
-
-
-def _tell_licence(preset: Preset | None, note: Note | None) -> None:
-    if preset and preset.licence != FREE:
-        repository = "/".join(preset.source.split("/")[:2])
-        told = f"the weights of {preset.name} are under the {preset.licence}, whose text {repository} on the hub has"
-        note(told) if note else warnings.warn(told, stacklevel=5)  # past `load` and its decorators
 
 
 def _listed(given: Loras) -> tuple[Lora, ...]:
@@ -239,9 +205,35 @@ def _sizes(found: Checkpoint, way: Loading, partitioner: Partitioner) -> dict[st
     for name, known in _networks(found).items():
         if not known.float32:
             shapes = _shapes(outline, name, known, way.param_dtype or "bfloat16", way.attention, partitioner)
-            check_memory(found.settings.model, name, shapes, fitting)
-            sizes[name] = bytes_needed(shapes)
+            check_memory(found.settings.model, name, shapes)
+            sizes[name] = memory.bytes_needed(shapes)
     return sizes
+
+
+def check_memory(model: str, component: str, network: nnx.Module) -> None:
+    """Raises WanjaxError, with what would do, where the weights of a network are larger than a device's whole memory.
+
+    The network may be given as shapes. Nothing is refused where the memory is unknown.
+    """
+    device = local_devices()[0]
+    needed, there = memory.bytes_needed(network), memory.total_memory(device)
+    if there is None or needed <= there:
+        return
+    weights = jax.tree.leaves(nnx.state(network))
+    ways = []
+    if all(x.dtype.itemsize == 4 for x in weights) and needed <= 2 * there:
+        ways.append(HALF)
+    if device.platform != "cpu":
+        devices = math.ceil(sum(x.size * x.dtype.itemsize for x in weights) / there)
+        ways.append(f"a mesh whose sp · tp is {devices} or more would hold it")
+    if names := fitting(there):
+        ways.append(f"{' and '.join(names)} would fit")
+    dtypes = " and ".join(sorted({str(x.dtype) for x in weights}))
+    where = "this machine" if device.platform == "cpu" else f"each {device.device_kind}"
+    raise WanjaxError(
+        f"the {component} of {model} needs {in_bytes(needed)} of memory for its weights in {dtypes} where {where} has "
+        f"{in_bytes(there)}: {'; '.join(ways) or 'more memory is needed'}"
+    )
 
 
 def _networks(found: Checkpoint) -> dict[str, Network]:
@@ -274,7 +266,7 @@ def _digests(found: Checkpoint, way: Loading) -> dict[str, str]:
     read = {described(file): path for file, path in source.read.items()} if isinstance(source, AdaptedSource) else {}
     if source.revision is None and name not in presets():
         path, root = Path(name).expanduser(), source.root
-        read |= {str(path): root} | {str(path.with_name(x)): root.with_name(x) for x in beside(path.name, layouts())}
+        read |= {str(path): root} | {str(path.with_name(x)): root.with_name(x) for x in beside(path.name)}
     if way.decoder is not None:
         read[described(way.decoder.file)] = way.decoder.file
     return {name: digest for name, path in read.items() if (digest := digest_of(path)) is not None}
@@ -316,7 +308,7 @@ def _loaders(
             return loaders[name](source.files(name)[0].parent)
         read = network(found.source, name, found.family.networks)
         shapes = _abstract(found, name, settings, way, partitioner)
-        check_memory(found.settings.model, name, shapes, fitting)
+        check_memory(found.settings.model, name, shapes)
         make_room(shapes)
         told = partial(way.progress or loading, name)
         return source.load(name, shapes, read.rules, ignore=read.unused, progress=told)

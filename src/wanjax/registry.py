@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The families of models, and the checkpoint that a name, a hub id, a folder or a file means."""
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -10,10 +11,15 @@ from typing import Any
 import jax.numpy as jnp
 
 from wanjax.checkpoints.adapted import AdaptedSource, Note, located
+from wanjax.checkpoints.descaled import EIGHT_BITS
 from wanjax.checkpoints.extended import ExtendedSource
+from wanjax.checkpoints.hub import HUB_FILE, check_file, locate_file
+from wanjax.checkpoints.layouts import Layout
 from wanjax.checkpoints.lora import Lora, trained_attention
 from wanjax.checkpoints.networks import NetworkKind
-from wanjax.checkpoints.sources import Layout, Source, open_source
+from wanjax.checkpoints.readers import SUFFIXES
+from wanjax.checkpoints.sources import MANIFEST, DiffusersSource, Source, StoredSource, WanjaxSource
+from wanjax.checkpoints.sources import located as folder_of
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import AUTO, Attention
 from wanjax.pipelines.caching.tables import key_of, measured_file, tables_of
@@ -22,6 +28,8 @@ from wanjax.pipelines.family import Architecture, Family, Preset, family_of, nam
 from wanjax.pipelines.hunyuanvideo import FAMILY as HUNYUANVIDEO
 from wanjax.pipelines.settings import Settings, sides
 from wanjax.pipelines.wan import FAMILY as WAN
+from wanjax.schedulers import Scheduler
+from wanjax.stores.places import Remote, is_url, place
 
 FAMILIES = [
     WAN,
@@ -29,6 +37,7 @@ FAMILIES = [
     HUNYUANVIDEO,
 ]
 FREE = "Apache-2.0"
+GGUF = ".gguf"  # of llama.cpp's files
 Loras = str | Path | Lora | Sequence[str | Path | Lora]
 
 
@@ -77,10 +86,38 @@ class Outline:
 
 @dataclass(frozen=True)
 class Checkpoint(Outline):
-    """A model with its source, and the LoRAs that were given for it."""
+    """A model with its source, and what was given for it.
+
+    `attention` is what was asked for, or what the first of its LoRAs that tells one was trained with.
+    """
 
     source: Source
     loras: tuple[Lora, ...] = ()
+    attention: Attention | None = None
+
+
+def admit(model: str | Path, revision: str | None, note: Note | None) -> Checkpoint:
+    """Examines a checkpoint that is to be loaded; tells the licence of weights to be downloaded, if it sets conditions.
+
+    Raises WanjaxError where the disk has no room for the download, or a file is missing or cut off.
+    """
+    preset = published(str(model))
+    opened = check_file(preset.source, revision=revision) if preset else 0  # a single file is downloaded to be examined
+    if opened:
+        _tell_licence(preset, note)
+    found = examine(model, revision)
+    awaited = found.source.check_room()
+    if awaited and not opened:
+        _tell_licence(found.preset, note)
+    check_whole(found.source)
+    return found
+
+
+def _tell_licence(preset: Preset | None, note: Note | None) -> None:
+    if preset and preset.licence != FREE:
+        repository = "/".join(preset.source.split("/")[:2])
+        told = f"the weights of {preset.name} are under the {preset.licence}, whose text {repository} on the hub has"
+        note(told) if note else warnings.warn(told, stacklevel=5)  # past `load` and its decorators
 
 
 def examine(model: str | Path, revision: str | None = None, *, encoders: bool = False) -> Checkpoint:
@@ -109,10 +146,51 @@ def find(model: str | Path, revision: str | None = None) -> tuple[Source, Preset
     preset = published(str(model))
     if preset is None and not Path(model).exists() and "/" not in str(model):
         raise WanjaxError(_unknown(str(model)))
-    source = open_source(preset.source if preset else model, revision, layouts())
+    source = open_source(preset.source if preset else model, revision)
     if preset is None and (preset := published(source.origin)):  # a converted checkpoint of a published one
         preset = replace(preset, defaults=replace(preset.defaults, model=str(model)))
     return source, preset
+
+
+def open_source(name: str | Path, revision: str | None = None) -> Source:
+    """Opens the checkpoint of this name: a folder, a file, a Hugging Face repository, or OWNER/NAME/FILE on the hub.
+
+    Its layout is that of diffusers or of a family; in a store, that of `wanjax convert`. Raises WanjaxError where no
+    checkpoint is found, or its layout is unknown.
+    """
+    path = place(name)
+    if isinstance(path, Remote):
+        return StoredSource(path, revision)
+    name = path if is_url(name) else name
+    if revision is not None and path.exists():
+        raise WanjaxError(f"{path} is not on the hub: it has no revision {revision}")
+    if path.suffix.lower() == GGUF:
+        raise WanjaxError(
+            f"{name} is of the format GGUF, which is not read: a file of safetensors is right, and {EIGHT_BITS}"
+        )
+    if path.is_file():
+        return _open_file(path)
+    if path.suffix in SUFFIXES and HUB_FILE.fullmatch(str(name)):
+        return _open_file(locate_file(name, beside=beside(path.name), revision=revision))
+    if (path / MANIFEST).is_file():
+        return WanjaxSource(name, path)
+    folder, commit = folder_of(name, revision, [marker for layout in layouts() for marker in layout.markers])
+    for layout in layouts():
+        if layout.is_folder(folder):
+            return layout.open(name, folder, commit)
+    return DiffusersSource(name, folder, commit)
+
+
+def _open_file(path: Path) -> Source:
+    for layout in layouts():
+        if (source := layout.open_file(path)) is not None:
+            return source
+    raise WanjaxError(f"{path} holds no transformer that is known: a file or folder that has one is needed")
+
+
+def beside(name: str) -> list[str]:
+    """Returns the names of files that belong to a checkpoint's file of this name, such as the other of two experts."""
+    return [other for layout in layouts() for other in layout.beside(name)]
 
 
 def published(name: str) -> Preset | None:
@@ -221,21 +299,33 @@ def attention_of(loras: Iterable[Lora]) -> Attention | None:
     return next(filter(None, (trained_attention(located(lora)) for lora in loras if lora.strength)), None)
 
 
-def adapted(found: Checkpoint, loras: tuple[Lora, ...], asked: Attention | None, note: Note | None) -> Checkpoint:
-    """Returns the checkpoint with the preset's own LoRAs and the given ones merged in.
+def adapted(
+    found: Checkpoint,
+    loras: tuple[Lora, ...],
+    note: Note | None,
+    *,
+    attention: Attention | None = None,
+    scheduler: str | Scheduler | None = None,
+) -> Checkpoint:
+    """Returns the checkpoint with the preset's own LoRAs and the given ones merged in, and with what is asked for.
 
-    Where sparse-linear attention is asked for, and needs a projection that the checkpoint does not hold, it begins with
-    zeros.
+    Where sparse-linear attention needs a projection that neither the checkpoint nor a LoRA holds, it begins with zeros,
+    which is told. Raises WanjaxError where the scheduler is of another kind than the checkpoint's.
     """
-    architecture = found.architecture.attending(asked or AUTO, found.settings.model)
+    learned, model = attention_of(loras), found.settings.model
+    attention = attention or learned
+    architecture = found.architecture.attending(attention or AUTO, model)
     if architecture != found.architecture:
         entries = {name: architecture.entries for name in architecture.denoisers}
-        source = ExtendedSource(found.source, entries, found.family.networks)
-        found = replace(found, architecture=architecture, source=source)
+        found = replace(found, source=ExtendedSource(found.source, entries, found.family.networks))
+        if learned is None:
+            told = f"{model} was not trained with {attention}, whose projection begins with zeros"
+            note(told) if note else warnings.warn(told, stacklevel=4)  # past `load` and its decorator
+    if scheduler is not None:
+        architecture = architecture.with_scheduler(scheduler)
     merged = [*(Lora.parse(lora) for lora in (found.preset.loras if found.preset else ())), *loras]
-    if not merged:
-        return found
-    return replace(found, source=AdaptedSource(found.source, merged, found.family.networks, note), loras=loras)
+    source = AdaptedSource(found.source, merged, found.family.networks, note) if merged else found.source
+    return replace(found, architecture=architecture, source=source, loras=loras, attention=attention)
 
 
 def sized(

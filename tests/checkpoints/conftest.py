@@ -15,8 +15,8 @@ from tests.support.tiny import tiny_checkpoint
 from wanjax.checkpoints.convert import ToWanjax
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.checkpoints.networks import Network
-from wanjax.checkpoints.sources import open_source
 from wanjax.pipelines.wan.networks import NETWORKS
+from wanjax.registry import open_source
 
 
 @pytest.fixture

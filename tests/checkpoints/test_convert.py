@@ -27,8 +27,8 @@ from wanjax.checkpoints.convert import ToDiffusers, ToWanjax
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.checkpoints.manifest import verify
 from wanjax.checkpoints.modules import parameters
-from wanjax.checkpoints.sources import open_source
 from wanjax.pipelines.wan.networks import NETWORKS
+from wanjax.registry import open_source
 
 pytestmark = pytest.mark.usefixtures("known_shapes")
 

@@ -24,9 +24,9 @@ from wanjax.checkpoints import convert
 from wanjax.checkpoints.convert import ToWanjax
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.checkpoints.manifest import own_digest, verify
-from wanjax.checkpoints.sources import open_source
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.wan.networks import NETWORKS
+from wanjax.registry import open_source
 
 pytestmark = pytest.mark.usefixtures("known_shapes")
 
@@ -167,7 +167,7 @@ from pathlib import Path
 os.environ["JAX_PLATFORMS"] = "cpu"
 from wanjax.checkpoints import convert
 from wanjax.checkpoints import arrays as store
-from wanjax.checkpoints.sources import open_source
+from wanjax.registry import open_source
 from wanjax.pipelines.wan.networks import NETWORKS
 
 store.CHUNK = 1 << 12

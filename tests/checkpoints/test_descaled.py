@@ -16,10 +16,9 @@ from wanjax.checkpoints import modules
 from wanjax.checkpoints.convert import ToWanjax
 from wanjax.checkpoints.descaled import Descaled
 from wanjax.checkpoints.files import Tensors, load_safetensors, save_safetensors
-from wanjax.checkpoints.sources import open_source
 from wanjax.errors import WanjaxError
-from wanjax.pipelines.wan.layouts import LAYOUT
 from wanjax.pipelines.wan.networks import NETWORKS
+from wanjax.registry import open_source
 
 ROUNDING = 2.0**-4  # of a number with three bits after the point, relative
 SMALLEST = 2.0**-10  # half the distance of the numbers next to 0, in units of the scale
@@ -348,7 +347,7 @@ def test_a_single_file_of_them_is_recognised(names, checkpoint, tmp_path):
         chosen = x.ndim == 2 and key.endswith(".weight")
         tensors |= eight_bits(key.removesuffix(".weight"), np.asarray(x), flat, *names)[0] if chosen else {key: x}
     save_safetensors(tmp_path / "wan.safetensors", {f"model.diffusion_model.{key}": x for key, x in tensors.items()})
-    weights = open_source(tmp_path / "wan.safetensors", layouts=(LAYOUT,)).weights("transformer")
+    weights = open_source(tmp_path / "wan.safetensors").weights("transformer")
     assert set(weights.keys()) == set(right)
     assert "condition_embedder.time_proj.weight" not in tensors
 

@@ -18,8 +18,8 @@ from huggingface_hub.utils import _http
 from tests.support.hub import FILES, ID, TRANSFORMER, VAE, checksum, fetched, files_in, wait_until
 from tests.support.words import naming, says
 from wanjax.checkpoints import hub
-from wanjax.checkpoints.sources import open_source
 from wanjax.errors import WanjaxError
+from wanjax.registry import open_source
 
 WEIGHTS = "vae/diffusion_pytorch_model.safetensors"
 

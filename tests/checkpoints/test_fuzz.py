@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from wanjax.checkpoints.arrays import Arrays, Writer
 from wanjax.checkpoints.files import DTYPES, SafetensorsFile, SafetensorsFolder, Spec, save_safetensors
-from wanjax.checkpoints.sources import open_source
 from wanjax.errors import WanjaxError
+from wanjax.registry import open_source
 
 CASES = [300, pytest.param(3_000, marks=pytest.mark.slow)]
 TENSORS = {"a.weight": np.ones((2, 3), np.float32), "b": np.ones(5, np.int8), "c": np.ones(3, ml_dtypes.bfloat16)}

@@ -13,10 +13,10 @@ import pytest
 from tests.support.hub import FILES, ID, TRANSFORMER, VAE, fetched, files_in
 from tests.support.words import naming, says
 from wanjax.checkpoints import hub
-from wanjax.checkpoints.sources import open_source
 from wanjax.errors import WanjaxError
+from wanjax.registry import open_source
 
-OPENED = "from wanjax.checkpoints.sources import open_source"
+OPENED = "from wanjax.registry import open_source"
 
 
 def fault(name, components=None, **options):

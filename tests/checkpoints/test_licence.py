@@ -22,7 +22,7 @@ def test_the_licence_of_a_single_file_is_told_before_it_is_downloaded(server, tm
     like = replace(registry.presets()["wan2.1-t2v-1.3b-causvid"], name="bound", source=file, architecture=None)
     monkeypatch.setattr(registry, "presets", lambda: {"bound": like})
     opened, told = registry.examine, []
-    monkeypatch.setattr(loading, "examine", lambda *given, **more: (told.append("examined"), opened(*given, **more))[1])
+    monkeypatch.setattr(registry, "examine", lambda *given, **more: (told.append("examined"), opened(*given, **more))[1])
     for _ in range(2):
         with pytest.raises(WanjaxError, match="holds no"):  # the tiny model is that of no repository
             wanjax.load("bound", note=told.append)

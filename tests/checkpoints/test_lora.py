@@ -22,13 +22,12 @@ from wanjax.checkpoints.convert import ToWanjax
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.checkpoints.lora import Lora
 from wanjax.checkpoints.networks import network
-from wanjax.checkpoints.sources import open_source
 from wanjax.cli import main
 from wanjax.converters.wan.diffusers import transformer_rules
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.wan import FAMILY
 from wanjax.pipelines.wan.networks import NETWORKS
-from wanjax.registry import outline, presets
+from wanjax.registry import open_source, outline, presets
 from wanjax.schedulers import FlowEuler
 
 Q = "blocks.1.self_attn.q"

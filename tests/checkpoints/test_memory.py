@@ -111,7 +111,7 @@ def test_published_models(model, size, told, memory_of, monkeypatch):
         source = object.__new__(DiffusersSource)
         source.index, source.revision, source.name = classes, None, model
         found = registry.Checkpoint(**vars(known), source=source)
-    monkeypatch.setattr(loading, "examine", lambda *_: found)
+    monkeypatch.setattr(registry, "examine", lambda *_: found)
     memory_of(size)
     if told is None:
         assert max(wanjax.load(model).components.sizes.values()) <= size
@@ -146,10 +146,10 @@ def test_a_mesh_divides_the_weights(monkeypatch):
     assert memory.bytes_needed(spread) == pytest.approx(alone / 8, rel=0.01)
     chip = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite", memory_stats=lambda: {"bytes_limit": 16 * GB})
     monkeypatch.setattr(memory.jax, "local_devices", lambda: [chip])
-    memory.check_memory("it", "transformer", spread, lambda _: [])
+    loading.check_memory("it", "transformer", spread)
     monkeypatch.setattr(memory, "bytes_by_device", lambda _: {"chip": alone})
     with pytest.raises(WanjaxError, match=naming("TPU v5 16 GB mesh sp tp 2")):
-        memory.check_memory("it", "transformer", network, lambda _: [])
+        loading.check_memory("it", "transformer", network)
 
 
 def test_the_memory_of_a_machine(monkeypatch, tmp_path):

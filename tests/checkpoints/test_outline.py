@@ -7,10 +7,9 @@ import pytest
 import wanjax
 from tests.support.tiny import tiny_checkpoint
 from wanjax.checkpoints.convert import ToWanjax
-from wanjax.checkpoints.sources import open_source
 from wanjax.loading import outlined
 from wanjax.pipelines.wan.networks import NETWORKS
-from wanjax.registry import describe, outline, presets, size_of
+from wanjax.registry import describe, open_source, outline, presets, size_of
 from wanjax.sharding import RULES, Partitioner, make_mesh
 
 PRESET = presets()["wan2.2-t2v-a14b"]

@@ -15,9 +15,10 @@ from tests.support.words import says
 from wanjax.checkpoints.arrays import Arrays
 from wanjax.checkpoints.convert import ToDiffusers, ToWanjax
 from wanjax.checkpoints.manifest import verify
-from wanjax.checkpoints.sources import Source, open_source
+from wanjax.checkpoints.sources import Source
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.wan.networks import NETWORKS
+from wanjax.registry import open_source
 
 pytestmark = pytest.mark.usefixtures("known_shapes")
 MODEL = "memory://models/tiny"

@@ -18,14 +18,13 @@ from tests.support.hub import ID
 from tests.support.tiny import tiny_checkpoint
 from tests.support.words import naming, says
 from wanjax.checkpoints.hub import locate_file
-from wanjax.checkpoints.sources import open_source
 from wanjax.cli import main
 from wanjax.converters.wan import diffusers as wan
 from wanjax.converters.wan import original
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.wan import layouts as wan_layouts
-from wanjax.pipelines.wan.layouts import LAYOUT, FileSource, OriginalSource
-from wanjax.registry import presets
+from wanjax.pipelines.wan.layouts import FileSource, OriginalSource
+from wanjax.registry import open_source, presets
 
 COMMANDS = {
     "generate": ["generate", "a cat", "--model", "{}", "--dir", "out"],
@@ -288,10 +287,10 @@ def test_an_expert_needs_the_other(whole, tmp_path, monkeypatch):
     shutil.copy(whole / "transformer" / WEIGHTS, path)
     other.symlink_to("0a1b2c.incomplete")
     with pytest.raises(WanjaxError, match=naming(f"{other.name} 0a1b2c.incomplete")):
-        open_source(path, layouts=(LAYOUT,))
+        open_source(path)
     other.unlink()
     monkeypatch.setattr(wan_layouts, "_published", lambda *shape, **more: presets()["wan2.1-t2v-14b"])
     with pytest.raises(WanjaxError, match=naming(f"{path.name} {other.name}")):
-        open_source(path, layouts=(LAYOUT,))
+        open_source(path)
     plain = path.rename(tmp_path / "wan2.2_t2v_high.safetensors")
-    assert "transformer_2" not in open_source(plain, layouts=(LAYOUT,)).index
+    assert "transformer_2" not in open_source(plain).index

@@ -18,14 +18,13 @@ from tests.support.types import unchecked
 from tests.support.words import says
 from wanjax.checkpoints.files import Spec, Tensors
 from wanjax.checkpoints.networks import read_network
-from wanjax.checkpoints.sources import open_source
 from wanjax.converters.cogvideox.vae import vae_config
 from wanjax.converters.configs import read_config
 from wanjax.converters.wan import original
 from wanjax.converters.wan.diffusers import transformer_config
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.hunyuanvideo.recognise import language_model
-from wanjax.registry import kinds
+from wanjax.registry import kinds, open_source
 
 MODELS = {
     "wan": tiny.tiny_image_checkpoint,

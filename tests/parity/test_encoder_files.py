@@ -24,12 +24,12 @@ from wanjax.checkpoints import modules
 from wanjax.checkpoints.convert import ToDiffusers, ToWanjax
 from wanjax.checkpoints.files import SafetensorsFolder
 from wanjax.checkpoints.networks import network_of
-from wanjax.checkpoints.sources import open_source
 from wanjax.converters import rules
 from wanjax.models.qwen2_vl import QWEN2_5_VL_7B
 from wanjax.models.siglip import SIGLIP_SO400M
 from wanjax.models.t5 import GLYPH_BYT5
 from wanjax.pipelines.text.encoders import QWEN2_VL, SIGLIP_VISION, T5
+from wanjax.registry import open_source
 
 KINDS = (QWEN2_VL, SIGLIP_VISION, T5)
 PUBLISHED = {  # the class, its config, our config, and the parameters: all, and those that are used

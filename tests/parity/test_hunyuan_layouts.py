@@ -3,7 +3,6 @@
 
 import json
 import shutil
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -30,12 +29,11 @@ from wanjax.models.hunyuanvideo.config import FEW_STEPS_480P, SIZE_480P, SIZE_72
 from wanjax.models.t5 import GLYPH_BYT5
 from wanjax.pipelines.hunyuanvideo import layouts as hunyuan_layouts
 from wanjax.pipelines.hunyuanvideo import recognise
-from wanjax.pipelines.hunyuanvideo.layouts import LAYOUT, MODELS, FileSource, OriginalSource
+from wanjax.pipelines.hunyuanvideo.layouts import MODELS, FileSource, OriginalSource
 from wanjax.pipelines.hunyuanvideo.networks import NETWORKS
 from wanjax.pipelines.text.byt5 import ByT5Tokenizer as OurByT5
-from wanjax.pipelines.wan.layouts import LAYOUT as WAN_LAYOUT
+from wanjax.registry import open_source
 
-open_source = partial(sources.open_source, layouts=(WAN_LAYOUT, LAYOUT))
 QUOTED = 'a sign says "hello <color-2><cn-font-0>"'
 VIDEO = {"size": (32, 48), "frames": 5, "steps": 2, "flow_shift": 9.0, "guidance_scale": 3.0}
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -383,7 +381,7 @@ def test_missing_components_are_those_of_the_published_model(model, config, monk
     theirs |= {authors.transformer_name(key): shape for key, shape in refined.items()}
     monkeypatch.setattr(hunyuan_layouts, "open_tensors", lambda path: Shapes(theirs))
     asked = []
-    monkeypatch.setattr(layouts, "open_source", lambda name: asked.append(name) or open_source(text_pair[0]))
+    monkeypatch.setattr(layouts, "located", lambda name: asked.append(name) or (text_pair[0], None))
     source = FileSource.at(Path(f"{model}.safetensors"))
     assert source is not None
     assert network(source, "transformer", NETWORKS).config == config

@@ -4,7 +4,6 @@
 import json
 import shutil
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -20,7 +19,7 @@ from tests.support.commands import wanjax as command
 from tests.support.published import transformer_keys
 from tests.support.words import naming, says
 from wanjax import loading, registry
-from wanjax.checkpoints import layouts, sources
+from wanjax.checkpoints import layouts
 from wanjax.checkpoints.convert import ToWanjax
 from wanjax.checkpoints.files import SafetensorsFolder, Spec, content_digest, save_safetensors
 from wanjax.checkpoints.modules import parameters
@@ -34,11 +33,11 @@ from wanjax.kernels.attention import SparseLinear
 from wanjax.models.wan.config import I2V_A14B, T2V_1_3B, T2V_14B, CausalTransformerConfig
 from wanjax.pipelines.wan import layouts as wan_layouts
 from wanjax.pipelines.wan import recognise
-from wanjax.pipelines.wan.layouts import LAYOUT, FileSource, OriginalSource
+from wanjax.pipelines.wan.layouts import FileSource, OriginalSource
 from wanjax.pipelines.wan.networks import NETWORKS
+from wanjax.registry import open_source
 from wanjax.schedulers import Consistency
 
-open_source = partial(sources.open_source, layouts=(LAYOUT,))
 NAMES = {
     "transformer": original.TRANSFORMER,
     "vae": original.vae_names(tiny.VAE | {"is_residual": False}),
@@ -239,7 +238,7 @@ def test_a_single_file_on_the_hub(diffusers, tmp_path, monkeypatch):
     path = tmp_path / "wan.safetensors"
     save_safetensors(path, theirs(diffusers, "transformer"))
     found = {("owner/name/split/wan.safetensors", "v1"): path}
-    monkeypatch.setattr(sources, "locate_file", lambda name, beside, revision: found[name, revision])
+    monkeypatch.setattr(registry, "locate_file", lambda name, beside, revision: found[name, revision])
     source = open_source("owner/name/split/wan.safetensors", "v1")
     assert isinstance(source, FileSource)
     assert source.root == path
@@ -249,7 +248,7 @@ def test_a_single_file_on_the_hub(diffusers, tmp_path, monkeypatch):
 def test_a_conversion_of_a_file_among_several_is_known_as_its_preset(diffusers, tmp_path, monkeypatch):
     """The file lends components of the plain model, whose settings are others."""
     save_safetensors(tmp_path / "model.safetensors", theirs(diffusers, "transformer"))
-    monkeypatch.setattr(sources, "locate_file", lambda name, beside, revision: tmp_path / "model.safetensors")
+    monkeypatch.setattr(registry, "locate_file", lambda name, beside, revision: tmp_path / "model.safetensors")
     monkeypatch.setattr(layouts.RecognisedSource, "_lender", lambda self, component: open_source(diffusers))
     known = registry.presets()["wan2.1-t2v-1.3b-causvid"]
     few = replace(known, name="few", source="owner/name/part/model.safetensors", architecture=None)
@@ -328,7 +327,7 @@ def test_the_other_file_of_the_hub_comes_too(diffusers, tmp_path, monkeypatch):
     for name in EXPERTS[0]:
         save(tmp_path / name, theirs(diffusers, "transformer"))
     monkeypatch.setattr(
-        sources, "locate_file", lambda name, beside, revision: asked.append(beside) or tmp_path / EXPERTS[0][0]
+        registry, "locate_file", lambda name, beside, revision: asked.append(beside) or tmp_path / EXPERTS[0][0]
     )
     assert "transformer_2" in open_source(f"owner/name/{EXPERTS[0][0]}").index
     assert asked == [[EXPERTS[0][1]]]
@@ -409,7 +408,7 @@ TURBO = "TurboDiffusion/TurboWan2.1-T2V-{0}/TurboWan2.1-T2V-{0}.pth"
 def test_missing_components_are_those_of_the_published_model(config, file, origin, repository, monkeypatch, diffusers):
     monkeypatch.setattr(wan_layouts, "open_tensors", lambda path: Shapes(config))
     asked = []
-    monkeypatch.setattr(layouts, "open_source", lambda name: asked.append(name) or open_source(diffusers))
+    monkeypatch.setattr(layouts, "located", lambda name: asked.append(name) or (diffusers, None))
     source = FileSource.at(Path(file))
     assert source is not None
     assert (source.origin, source.lender) == (origin, repository)

@@ -19,11 +19,10 @@ from torch.nn import functional
 from tests.support.compare import error
 from tests.support.words import naming
 from wanjax.checkpoints.networks import network
-from wanjax.checkpoints.sources import open_source
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import Attention, SparseLinear
-from wanjax.pipelines.wan.layouts import LAYOUT
 from wanjax.pipelines.wan.networks import NETWORKS
+from wanjax.registry import open_source
 
 HEADS, HEAD, LAYERS, MLP, TEXT, CHANNELS = 2, 128, 2, 320, 24, 4
 WIDTH = HEADS * HEAD
@@ -193,7 +192,7 @@ T = 934.0
 
 def ours(path, latents, text, param_dtype=jnp.float32):
     """Returns the velocity [B C T H W] by the network of a file."""
-    source = open_source(path, layouts=(LAYOUT,))
+    source = open_source(path)
     read = network(source, "transformer", NETWORKS)
     assert read.config.sparse_linear
     shapes = read.abstract(dtype=jnp.float32, param_dtype=param_dtype)
@@ -235,7 +234,7 @@ def test_a_quantised_file(given, tmp_path):
 def test_a_file_without_the_projection_of_a_block(tmp_path):
     damaged = {key: x for key, x in tensors().items() if key != f"blocks.1.{PROJECTION}.bias"}
     torch.save(damaged, tmp_path / "model.pth")
-    source = open_source(tmp_path / "model.pth", layouts=(LAYOUT,))
+    source = open_source(tmp_path / "model.pth")
     read = network(source, "transformer", NETWORKS)
     with pytest.raises(WanjaxError, match=naming("missing blocks.1.attn1.proj_l.bias")):
         source.load("transformer", read.abstract(dtype=jnp.float32, param_dtype=jnp.float32), read.rules)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sources whose components are recognised by their tensors.
+"""Layouts other than that of diffusers, and sources whose components are recognised by their tensors.
 
 A component that such a checkpoint lacks comes from the diffusers repository of the same model.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,12 +14,29 @@ from typing import Any, NamedTuple
 from wanjax.checkpoints.descaled import Descaled
 from wanjax.checkpoints.files import Reader
 from wanjax.checkpoints.readers import Renamed
-from wanjax.checkpoints.sources import Source, Weights, open_source
+from wanjax.checkpoints.sources import DiffusersSource, Source, Weights, located
 from wanjax.errors import WanjaxError
 
 TRANSFORMER_PREFIXES = ("", "model.diffusion_model.", "diffusion_model.", "model.", "transformer.", "net.")
 VAE_PREFIXES = ("", "vae.", "first_stage_model.")
 """Prefixes of names in single files, such as those for ComfyUI or of training runs."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout of checkpoints other than that of diffusers.
+
+    `markers` are small files that identify the layout and are downloaded first; `is_folder` tells whether a folder has
+    it, and `open` returns that folder's source, given the checkpoint's name, the folder, and its commit if it is of the
+    hub. `open_file` returns a file's source, or None for a file of another layout. `beside` returns the names of files
+    that belong to a file of this name, as far as its folder has them.
+    """
+
+    markers: tuple[str, ...]
+    is_folder: Callable[[Path], bool]
+    open: Callable[[str | Path, Path, str | None], Source]
+    open_file: Callable[[Path], Source | None]
+    beside: Callable[[str], Sequence[str]] = lambda name: ()
 
 
 class Component(NamedTuple):
@@ -56,7 +74,7 @@ class RecognisedSource(Source):
 
     @cached_property
     def _published(self) -> Source:
-        return open_source(self.lender)
+        return DiffusersSource(self.lender, *located(self.lender))
 
     def _lender(self, component: str) -> Source:
         """Returns the repository of the same model, for a component that the checkpoint lacks."""

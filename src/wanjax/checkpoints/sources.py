@@ -2,7 +2,6 @@
 """Sources: checkpoints of any layout, read as the components of a pipeline.
 
 Loading and conversion use a `Source`: the config and the weights of each component, by the names of diffusers.
-`open_source` recognises the layout.
 """
 
 import hashlib
@@ -10,7 +9,6 @@ import json
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol, TypeVar
@@ -20,7 +18,7 @@ from flax import nnx
 
 from wanjax.checkpoints import modules
 from wanjax.checkpoints.arrays import Arrays, size_here
-from wanjax.checkpoints.descaled import EIGHT_BITS, Descaled
+from wanjax.checkpoints.descaled import Descaled
 from wanjax.checkpoints.files import (
     HEADER_LIMIT,
     Reader,
@@ -32,29 +30,26 @@ from wanjax.checkpoints.files import (
 )
 from wanjax.checkpoints.hub import (
     COMPONENT_FILES,
-    HUB_FILE,
     INDEX,
     Listed,
     check_room,
     download,
     listed,
     locate,
-    locate_file,
     names_in,
 )
-from wanjax.checkpoints.readers import SUFFIXES, Renamed, Together
+from wanjax.checkpoints.readers import Renamed, Together
 from wanjax.compilers.cache import user_cache
 from wanjax.converters.rules import Rule
 from wanjax.errors import WanjaxError, reason
 from wanjax.figures import in_bytes
-from wanjax.stores.places import Missing, Remote, is_url, place
+from wanjax.stores.places import Missing, Remote
 from wanjax.stores.writing import check_folder, writing
 
 MANIFEST = "wanjax.json"  # written by `wanjax convert`: a checkpoint's origin and contents
 CONFIGS = ("config.json", "scheduler_config.json", "guider_config.json")
 FORMAT = 1
 WEIGHTS = "weights"  # in a component's folder of such a checkpoint
-GGUF = ".gguf"  # of llama.cpp's files
 SHARE = 16  # digits of a SHA-256
 UNUSED = "unused.safetensors"  # tensors of the original checkpoint that the network does not use
 Module = TypeVar("Module", bound=nnx.Module)
@@ -451,64 +446,13 @@ class StoredSource(WanjaxSource):
                 raise WanjaxError(f"{self.place / name} is not what was written: convert it again")
 
 
-@dataclass(frozen=True)
-class Layout:
-    """A layout of checkpoints other than that of diffusers.
+def located(name: str | Path, revision: str | None = None, markers: Sequence[str] = ()) -> tuple[Path, str | None]:
+    """Returns a checkpoint's folder, with its configs and the small files `markers`; its commit if it is of the hub.
 
-    `markers` are small files that identify the layout and are downloaded first; `is_folder` tells whether a folder has
-    it, and `open` returns that folder's source, given the checkpoint's name, the folder, and its commit if it is of the
-    hub. `open_file` returns a file's source, or None for a file of another layout. `beside` returns the names of files
-    that belong to a file of this name, as far as its folder has them.
+    Raises WanjaxError where there is none.
     """
-
-    markers: tuple[str, ...]
-    is_folder: Callable[[Path], bool]
-    open: Callable[[str | Path, Path, str | None], Source]
-    open_file: Callable[[Path], Source | None]
-    beside: Callable[[str], Sequence[str]] = lambda name: ()
-
-
-def beside(name: str, layouts: Sequence[Layout]) -> list[str]:
-    """Returns the names of files that belong to a checkpoint's file of this name, such as the other of two experts."""
-    return [other for layout in layouts for other in layout.beside(name)]
-
-
-def open_source(name: str | Path, revision: str | None = None, layouts: Sequence[Layout] = ()) -> Source:
-    """Opens the checkpoint of this name: a folder, a file, a Hugging Face repository, or OWNER/NAME/FILE on the hub.
-
-    Its layout is that of diffusers or one of `layouts`; in a store, that of `wanjax convert`. Raises WanjaxError where
-    no checkpoint is found, or its layout is unknown.
-    """
-    path = place(name)
-    if isinstance(path, Remote):
-        return StoredSource(path, revision)
-    name = path if is_url(name) else name
-    if revision is not None and path.exists():
-        raise WanjaxError(f"{path} is not on the hub: it has no revision {revision}")
-    if path.suffix.lower() == GGUF:
-        raise WanjaxError(
-            f"{name} is of the format GGUF, which is not read: a file of safetensors is right, and {EIGHT_BITS}"
-        )
-    if path.is_file():
-        return _open_file(path, layouts)
-    if path.suffix in SUFFIXES and HUB_FILE.fullmatch(str(name)):
-        return _open_file(locate_file(name, beside=beside(path.name, layouts), revision=revision), layouts)
-    if (path / MANIFEST).is_file():
-        return WanjaxSource(name, path)
-    markers = [*(f"*/{config}" for config in CONFIGS), *(marker for layout in layouts for marker in layout.markers)]
-    folder = locate(name, revision=revision, markers=markers)
-    commit = None if path.exists() else folder.name
-    for layout in layouts:
-        if layout.is_folder(folder):
-            return layout.open(name, folder, commit)
-    return DiffusersSource(name, folder, commit)
-
-
-def _open_file(path: Path, layouts: Sequence[Layout]) -> Source:
-    for layout in layouts:
-        if (source := layout.open_file(path)) is not None:
-            return source
-    raise WanjaxError(f"{path} holds no transformer that is known: a file or folder that has one is needed")
+    folder = locate(name, revision=revision, markers=[*(f"*/{config}" for config in CONFIGS), *markers])
+    return folder, None if Path(name).expanduser().exists() else folder.name
 
 
 def read_json(path: Path, missing: dict | None = None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from wanjax.checkpoints.sources import Source
 from wanjax.cli.report import Report, print_table
 from wanjax.errors import WanjaxError
 from wanjax.figures import in_bytes
-from wanjax.registry import adapted, attention_of, check_whole, configured, find, kinds
+from wanjax.registry import adapted, check_whole, configured, find, kinds
 from wanjax.stores.places import place
 
 
@@ -47,7 +47,7 @@ def convert(
     where = place(target)
     if lora:
         loras = tuple(Lora.parse(text).named() for text in lora)
-        found = adapted(configured(source, found, preset), loras, attention_of(loras), report.note).source
+        found = adapted(configured(source, found, preset), loras, report.note).source
     if to == "diffusers":
         conversion: Conversion = ToDiffusers(found, where, kinds())
     else:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from wanjax import registry
-from wanjax.checkpoints.sources import beside
 from wanjax.cli.options import SETTINGS, is_typed
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
@@ -96,7 +95,7 @@ def check_files(record: Mapping[str, Any], names: Iterable[str]) -> None:
 def _others(paths: Iterable[Path], known: Any) -> list[Path]:
     """Returns the files that belong to those of a model and of which a record has digests."""
     told = known if isinstance(known, Mapping) else {}
-    others = [path.with_name(name) for path in paths for name in beside(path.name, registry.layouts())]
+    others = [path.with_name(name) for path in paths for name in registry.beside(path.name)]
     return [path for path in others if str(path) in told]
 
 

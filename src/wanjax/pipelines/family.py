@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from wanjax.checkpoints.layouts import Layout
 from wanjax.checkpoints.networks import Config, Network, NetworkKind, network_of
-from wanjax.checkpoints.sources import Layout, Source, read_json
+from wanjax.checkpoints.sources import Source, read_json
 from wanjax.errors import UnsupportedError, WanjaxError
 from wanjax.kernels.attention import AUTO, Attention, SparseLinear
 from wanjax.layers.tiling import Tiling

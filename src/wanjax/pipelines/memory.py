@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory that weights need, and that there is: a network that cannot fit is refused before its weights are read."""
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,6 @@ from wanjax.sharding import local_devices, platform
 
 GROUPS = Path("/proc/self/cgroup")  # the control groups of this process, on Linux
 HIERARCHY = Path("/sys/fs/cgroup")
-HALF = (
-    "it would fit in bfloat16, with wanjax.load(..., param_dtype='bfloat16') or after `wanjax convert --dtype bfloat16`"
-)
-Fitting = Callable[[int], list[str]]
 
 
 def bytes_needed(network: nnx.Module) -> int:
@@ -33,33 +28,6 @@ def bytes_needed(network: nnx.Module) -> int:
     """
     taken = bytes_by_device(network).values()
     return sum(taken) if platform() == "cpu" else max(taken)
-
-
-def check_memory(model: str, component: str, network: nnx.Module, fitting: Fitting) -> None:
-    """Raises WanjaxError, with what would do, where the weights of a network are larger than a device's whole memory.
-
-    The network may be given as shapes. `fitting` returns the names of models whose networks fit into so many bytes.
-    Nothing is refused where the memory is unknown.
-    """
-    device = local_devices()[0]
-    needed, there = bytes_needed(network), total_memory(device)
-    if there is None or needed <= there:
-        return
-    weights = jax.tree.leaves(nnx.state(network))
-    ways = []
-    if all(x.dtype.itemsize == 4 for x in weights) and needed <= 2 * there:
-        ways.append(HALF)
-    if device.platform != "cpu":
-        devices = math.ceil(sum(x.size * x.dtype.itemsize for x in weights) / there)
-        ways.append(f"a mesh whose sp · tp is {devices} or more would hold it")
-    if names := fitting(there):
-        ways.append(f"{' and '.join(names)} would fit")
-    dtypes = " and ".join(sorted({str(x.dtype) for x in weights}))
-    where = "this machine" if device.platform == "cpu" else f"each {device.device_kind}"
-    raise WanjaxError(
-        f"the {component} of {model} needs {in_bytes(needed)} of memory for its weights in {dtypes} where {where} has "
-        f"{in_bytes(there)}: {'; '.join(ways) or 'more memory is needed'}"
-    )
 
 
 def check_video(settings: Settings, weights: int, tokens: int, devices: int) -> None:

@@ -19,9 +19,9 @@ from weakref import finalize
 from wanjax.checkpoints.descaled import Descaled
 from wanjax.checkpoints.files import SafetensorsFolder
 from wanjax.checkpoints.hub import INDEX, Listed, download, listed, names_in
-from wanjax.checkpoints.layouts import Component, RecognisedSource
+from wanjax.checkpoints.layouts import Component, Layout, RecognisedSource
 from wanjax.checkpoints.readers import open_tensors
-from wanjax.checkpoints.sources import Layout, check_small, read_json
+from wanjax.checkpoints.sources import check_small, read_json
 from wanjax.converters.configs import read_config
 from wanjax.converters.hunyuanvideo.diffusers import transformer_config
 from wanjax.errors import WanjaxError

@@ -14,9 +14,9 @@ from typing import Any
 
 from wanjax.checkpoints.files import SafetensorsFolder, check_names, no_file
 from wanjax.checkpoints.hub import Listed, download, listed, names_in
-from wanjax.checkpoints.layouts import Component, RecognisedSource
+from wanjax.checkpoints.layouts import Component, Layout, RecognisedSource
 from wanjax.checkpoints.readers import SUFFIXES, open_tensors
-from wanjax.checkpoints.sources import Layout, check_small, read_json
+from wanjax.checkpoints.sources import check_small, read_json
 from wanjax.converters.configs import read_config
 from wanjax.converters.wan.diffusers import transformer_config
 from wanjax.errors import WanjaxError
