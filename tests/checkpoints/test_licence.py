@@ -9,7 +9,7 @@ import wanjax
 from tests.support.hub import ID
 from tests.support.tiny import tiny_checkpoint
 from tests.support.words import naming, says
-from wanjax import loading, registry
+from wanjax import registry
 from wanjax.errors import WanjaxError
 
 
@@ -21,8 +21,8 @@ def test_the_licence_of_a_single_file_is_told_before_it_is_downloaded(server, tm
     server.files = {"part/model.safetensors": weights.read_bytes()}
     like = replace(registry.presets()["wan2.1-t2v-1.3b-causvid"], name="bound", source=file, architecture=None)
     monkeypatch.setattr(registry, "presets", lambda: {"bound": like})
-    opened, told = registry.examine, []
-    monkeypatch.setattr(registry, "examine", lambda *given, **more: (told.append("examined"), opened(*given, **more))[1])
+    examine, told = registry.examine, []
+    monkeypatch.setattr(registry, "examine", lambda *given: (told.append("examined"), examine(*given))[1])
     for _ in range(2):
         with pytest.raises(WanjaxError, match="holds no"):  # the tiny model is that of no repository
             wanjax.load("bound", note=told.append)
