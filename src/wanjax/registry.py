@@ -18,8 +18,7 @@ from wanjax.checkpoints.layouts import Layout
 from wanjax.checkpoints.lora import Lora, trained_attention
 from wanjax.checkpoints.networks import NetworkKind
 from wanjax.checkpoints.readers import SUFFIXES
-from wanjax.checkpoints.sources import MANIFEST, DiffusersSource, Source, StoredSource, WanjaxSource
-from wanjax.checkpoints.sources import located as folder_of
+from wanjax.checkpoints.sources import MANIFEST, DiffusersSource, Source, StoredSource, WanjaxSource, folder_of
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import AUTO, Attention
 from wanjax.pipelines.caching.tables import key_of, measured_file, tables_of

@@ -381,7 +381,7 @@ def test_missing_components_are_those_of_the_published_model(model, config, monk
     theirs |= {authors.transformer_name(key): shape for key, shape in refined.items()}
     monkeypatch.setattr(hunyuan_layouts, "open_tensors", lambda path: Shapes(theirs))
     asked = []
-    monkeypatch.setattr(layouts, "located", lambda name: asked.append(name) or (text_pair[0], None))
+    monkeypatch.setattr(layouts, "folder_of", lambda name: asked.append(name) or (text_pair[0], None))
     source = FileSource.at(Path(f"{model}.safetensors"))
     assert source is not None
     assert network(source, "transformer", NETWORKS).config == config

@@ -408,7 +408,7 @@ TURBO = "TurboDiffusion/TurboWan2.1-T2V-{0}/TurboWan2.1-T2V-{0}.pth"
 def test_missing_components_are_those_of_the_published_model(config, file, origin, repository, monkeypatch, diffusers):
     monkeypatch.setattr(wan_layouts, "open_tensors", lambda path: Shapes(config))
     asked = []
-    monkeypatch.setattr(layouts, "located", lambda name: asked.append(name) or (diffusers, None))
+    monkeypatch.setattr(layouts, "folder_of", lambda name: asked.append(name) or (diffusers, None))
     source = FileSource.at(Path(file))
     assert source is not None
     assert (source.origin, source.lender) == (origin, repository)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from wanjax.checkpoints.descaled import Descaled
 from wanjax.checkpoints.files import Reader
 from wanjax.checkpoints.readers import Renamed
-from wanjax.checkpoints.sources import DiffusersSource, Source, Weights, located
+from wanjax.checkpoints.sources import DiffusersSource, Source, Weights, folder_of
 from wanjax.errors import WanjaxError
 
 TRANSFORMER_PREFIXES = ("", "model.diffusion_model.", "diffusion_model.", "model.", "transformer.", "net.")
@@ -74,7 +74,7 @@ class RecognisedSource(Source):
 
     @cached_property
     def _published(self) -> Source:
-        return DiffusersSource(self.lender, *located(self.lender))
+        return DiffusersSource(self.lender, *folder_of(self.lender))
 
     def _lender(self, component: str) -> Source:
         """Returns the repository of the same model, for a component that the checkpoint lacks."""

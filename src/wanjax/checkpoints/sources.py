@@ -446,7 +446,7 @@ class StoredSource(WanjaxSource):
                 raise WanjaxError(f"{self.place / name} is not what was written: convert it again")
 
 
-def located(name: str | Path, revision: str | None = None, markers: Sequence[str] = ()) -> tuple[Path, str | None]:
+def folder_of(name: str | Path, revision: str | None = None, markers: Sequence[str] = ()) -> tuple[Path, str | None]:
     """Returns a checkpoint's folder, with its configs and the small files `markers`; its commit if it is of the hub.
 
     Raises WanjaxError where there is none.
