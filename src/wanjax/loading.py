@@ -160,15 +160,16 @@ def _pipeline(found: Checkpoint, way: Loading) -> Pipeline:
     slow = "float32" if platform() == "cpu" else None
     way = way._replace(dtype=way.dtype or slow or kept, param_dtype=kept)
     sizes = _sizes(found, way, partitioner)
-    defaults = replace(
+    settings = replace(
         found.settings,
         dtype=way.dtype or _stored_dtype(found.source, "transformer"),
         vae_dtype=way.vae_dtype or slow or found.settings.vae_dtype,
     )
-    _check_attention(way.attention or AUTO, found.architecture, defaults)
-    loaders = _loaders(found, defaults, way, partitioner)
+    found = replace(found, settings=settings)
+    _check_attention(way.attention or AUTO, found)
+    loaders = _loaders(found, way, partitioner)
     networks = [name for name in loaders if name not in found.family.loaders]
-    shapes = {name: partial(_abstract, found, name, defaults, way, partitioner) for name in networks}
+    shapes = {name: partial(_abstract, found, name, way, partitioner) for name in networks}
     extra = _decoder(way.decoder, partitioner)
     made = Components(
         {**loaders, **extra[0]},
@@ -179,7 +180,7 @@ def _pipeline(found: Checkpoint, way: Loading) -> Pipeline:
         found.family.networks,
         {**shapes, **extra[1]},
     )
-    return Pipeline(made, found.architecture, defaults, partitioner, way.compiler, found.sizes)
+    return Pipeline(made, found.architecture, settings, partitioner, way.compiler, found.sizes)
 
 
 def _decoder(decoder: DecoderFile | None, partitioner: Partitioner) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -272,10 +273,10 @@ def _digests(found: Checkpoint, way: Loading) -> dict[str, str]:
     return {name: digest for name, path in read.items() if (digest := digest_of(path)) is not None}
 
 
-def _check_attention(attention: Attention, architecture: Architecture, settings: Settings) -> None:
+def _check_attention(attention: Attention, outline: Outline) -> None:
     """Raises UnsupportedError, before weights are read, where the named attention cannot be used here."""
-    work = architecture.forward(settings)
-    some = jax.ShapeDtypeStruct((1, 256, work.heads, work.width // work.heads), settings.dtype)
+    work = outline.architecture.forward(outline.settings)
+    some = jax.ShapeDtypeStruct((1, 256, work.heads, work.width // work.heads), outline.settings.dtype)
     choose(some, some, some, implementation=attention)
 
 
@@ -297,9 +298,7 @@ def _partitioner(way: Loading, architecture: Architecture, settings: Settings) -
     return Partitioner(make_mesh(devices=local_devices()[:1]) if mesh is None else mesh, found)
 
 
-def _loaders(
-    found: Checkpoint, settings: Settings, way: Loading, partitioner: Partitioner
-) -> Mapping[str, Callable[[MakeRoom], Any]]:
+def _loaders(found: Checkpoint, way: Loading, partitioner: Partitioner) -> Mapping[str, Callable[[MakeRoom], Any]]:
     """Returns a function for each component that the checkpoint lists, which loads it."""
     source, loaders = found.source, found.family.loaders
 
@@ -307,7 +306,7 @@ def _loaders(
         if name in loaders:
             return loaders[name](source.files(name)[0].parent)
         read = network(found.source, name, found.family.networks)
-        shapes = _abstract(found, name, settings, way, partitioner)
+        shapes = _abstract(found, name, way, partitioner)
         check_memory(found.settings.model, name, shapes)
         make_room(shapes)
         told = partial(way.progress or loading, name)
@@ -316,11 +315,11 @@ def _loaders(
     return {name: partial(load, name) for name in source.components if name != "scheduler"}
 
 
-def _abstract(found: Checkpoint, name: str, settings: Settings, way: Loading, partitioner: Partitioner) -> nnx.Module:
+def _abstract(found: Checkpoint, name: str, way: Loading, partitioner: Partitioner) -> nnx.Module:
     """Returns a network of a checkpoint as shapes with shardings, as it will be loaded."""
     read = network(found.source, name, found.family.networks)
     kept = "float32" if read.float32 else way.param_dtype or _stored_dtype(found.source, name)
-    return _shapes(replace(found, settings=settings), name, read, kept, way.attention, partitioner)
+    return _shapes(found, name, read, kept, way.attention, partitioner)
 
 
 def outlined(
