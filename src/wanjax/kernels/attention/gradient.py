@@ -9,10 +9,10 @@ and where the results are saved, a block that is computed again does not attend 
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
+from wanjax.kernels.gradient import with_backward
 from wanjax.kernels.saved import saved
 
 Result = tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]
@@ -33,10 +33,6 @@ def from_result(
     `masks` is a tree of arrays that have no gradient.
     """
 
-    @jax.custom_vjp
-    def run(q: Array, k: Array, v: Array, masks: Any) -> Result:
-        return forward(q, k, v, masks)
-
     def keep(q: Array, k: Array, v: Array, masks: Any) -> tuple[Result, tuple]:
         out, lse = saved(forward(q, k, v, masks))
         return (out, lse), (q, k, v, masks, out, lse)
@@ -47,5 +43,4 @@ def from_result(
         delta = jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - of_lse
         return *backward(q, k, v, g, lse, delta, masks), None
 
-    run.defvjp(keep, back)
-    return run(q, k, v, masks)
+    return with_backward(keep, back, q, k, v, masks)

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from wanjax.kernels.attention.blocks import by_head, even, precision_of
 from wanjax.kernels.attention.sparse_linear import KeyState, Projection, SparseLinear, choose_blocks, linear, state_of
+from wanjax.kernels.gradient import with_backward
 from wanjax.kernels.saved import saved
 from wanjax.kernels.target import multiplies_bfloat16, target
 
@@ -46,10 +47,6 @@ def with_gradient(
     The choice is that of `sparse_linear.choose_blocks`, for the heads of all examples.
     """
 
-    @jax.custom_vjp
-    def run(q: Array, k: Array, v: Array, projection: Projection) -> Array:
-        return forward(q, k, v, projection)[0]
-
     def keep(q: Array, k: Array, v: Array, projection: Projection) -> tuple[Array, tuple]:
         out, chosen = saved(forward(q, k, v, projection))
         return out, (q, k, v, projection, chosen)
@@ -59,8 +56,7 @@ def with_gradient(
         *of_heads, of_projection = gradient(_heads(keys, q, k, v, g), projection, chosen, sparse)
         return *(_apart(x, q.shape).astype(q.dtype) for x in of_heads), of_projection
 
-    run.defvjp(keep, back)
-    return run(q, k, v, projection)
+    return with_backward(keep, back, q, k, v, projection)
 
 
 def _forward(q, k, v, projection: Projection, *, sparse: SparseLinear, keys: int) -> tuple[Array, Array]:
