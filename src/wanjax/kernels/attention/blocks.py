@@ -2,6 +2,7 @@
 """Heads one after another or all at once, and the blocks of queries and keys that are walked through in each."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -11,8 +12,26 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Bool, Float, Float32, Int32
 
+from wanjax.errors import WanjaxError
 from wanjax.kernels.attention.masks import Window, in_window
 from wanjax.kernels.attention.radial import Radial, lists
+
+
+@dataclass(frozen=True)
+class Config:
+    """The largest numbers of queries and keys in a block; blocks are as even as the lengths allow.
+
+    `batched` computes all heads of all examples at once, which suits an accelerator; otherwise one after another, which
+    keeps the scores of a block in a CPU's cache.
+    """
+
+    block_q: int
+    block_kv: int
+    batched: bool
+
+    def __post_init__(self):
+        if self.block_q < 1 or self.block_kv < 1:
+            raise WanjaxError(f"blocks of {self.block_q} queries and {self.block_kv} keys: each must be at least 1")
 
 
 def over(f: Callable, axes: Sequence[int | None], *, batched: bool) -> Callable:
@@ -98,12 +117,12 @@ class Grid(NamedTuple):
         return jnp.pad(x, ((0, self.blocks * self.rows - len(x)), (0, 0)))
 
 
-def grid(queries: int, keys: int, window: Window | None, block_q: int, block_kv: int) -> Grid:
-    """The blocks of so many queries and keys, as even as the lengths allow and at most as large as given."""
-    blocks, rows = even(queries, block_q)
+def grid(queries: int, keys: int, window: Window | None, config: Config) -> Grid:
+    """The blocks of so many queries and keys, as even as the lengths allow and at most as large as configured."""
+    blocks, rows = even(queries, config.block_q)
     back, ahead = (keys if side is None else side for side in window or (None, None))
     reach = min(keys, rows + back + ahead)
-    steps, columns = even(reach, block_kv)
+    steps, columns = even(reach, config.block_kv)
     return Grid(blocks, rows, back, reach, keys, columns, steps)
 
 

@@ -6,7 +6,6 @@ softmax, 2018; Rabe and Staats, Self-attention does not need O(n²) memory, 2021
 first may be shorter, and no key is padding.
 """
 
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -15,35 +14,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from wanjax.errors import WanjaxError
-from wanjax.kernels.attention.blocks import cut, grid, over, precision_of, seen, shown, take, visits
-from wanjax.kernels.attention.chunked_gradient import Sizes, gradient_by_blocks
+from wanjax.kernels.attention.blocks import Config, cut, grid, over, precision_of, seen, shown, take, visits
+from wanjax.kernels.attention.chunked_gradient import gradient_by_blocks
 from wanjax.kernels.attention.gradient import from_result
 from wanjax.kernels.attention.masks import Window, divide_live, finite_max, first_keys, log_sum_exp
 from wanjax.kernels.attention.radial import Radial
 from wanjax.kernels.target import multiplies_bfloat16, target
-
-
-@dataclass(frozen=True)
-class Config:
-    """The largest numbers of queries and keys in a block; blocks are as even as the lengths allow.
-
-    `batched` computes all heads of all examples at once, which suits an accelerator; otherwise one after another, which
-    keeps the scores of a block in a CPU's cache.
-    """
-
-    block_q: int
-    block_kv: int
-    batched: bool
-
-    @property
-    def sizes(self) -> Sizes:
-        """The same, as the gradient takes them."""
-        return Sizes(self.block_q, self.block_kv, self.batched)
-
-    def __post_init__(self):
-        if self.block_q < 1 or self.block_kv < 1:
-            raise WanjaxError(f"blocks of {self.block_q} queries and {self.block_kv} keys: each must be at least 1")
 
 
 def default_config(platform: str, head_dim: int) -> Config:
@@ -80,7 +56,7 @@ def attention(
     if bias is not None:
         out, lse = forward(q, k, v, key_mask, bias)
     else:
-        backward = partial(gradient_by_blocks, window=window, scale=scale, sizes=config.sizes)
+        backward = partial(gradient_by_blocks, window=window, scale=scale, config=config)
         out, lse = from_result(forward, backward, q, k, v, key_mask)
     return (out, lse) if return_lse else out
 
@@ -105,8 +81,8 @@ def gradient(
     """
     if keys is not None:
         key_mask = first_keys(keys, k.shape[1])
-    sizes = (config or default_config(target(q).platform, q.shape[3])).sizes
-    return gradient_by_blocks(q, k, v, g, lse, delta, key_mask, window=window, scale=scale, sizes=sizes)
+    config = config or default_config(target(q).platform, q.shape[3])
+    return gradient_by_blocks(q, k, v, g, lse, delta, key_mask, window=window, scale=scale, config=config)
 
 
 def _forward(
@@ -182,7 +158,7 @@ def _head(
     if isinstance(window, Radial):
         out, lse = _radial(q, k, v, live, window, products, config)
         return out.astype(dtype), lse
-    walk = grid(length, len(k), window, config.block_q, config.block_kv)
+    walk = grid(length, len(k), window, config)
     queries = walk.padded(q)
     if bias is not None and bias.shape[0] > 1:
         bias = walk.padded(bias)

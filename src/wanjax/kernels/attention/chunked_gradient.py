@@ -12,17 +12,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32
 
-from wanjax.kernels.attention.blocks import cut, grid, over, precision_of, seen, shown, take, visits
+from wanjax.kernels.attention.blocks import Config, cut, grid, over, precision_of, seen, shown, take, visits
 from wanjax.kernels.attention.masks import Window, finite_max
 from wanjax.kernels.attention.radial import Radial
-
-
-class Sizes(NamedTuple):
-    """The largest blocks, and whether all heads of all examples are computed at once."""
-
-    block_q: int
-    block_kv: int
-    batched: bool
 
 
 class Queries(NamedTuple):
@@ -53,16 +45,16 @@ def gradient_by_blocks(
     *,
     window: Window | Radial | None,
     scale: float,
-    sizes: Sizes,
+    config: Config,
 ) -> tuple[Float[Array, "B L N D"], Float[Array, "B S K D"], Float[Array, "B S K D"]]:
     """Returns the gradients of q, k and v; the arguments are those of `gradient.from_result`."""
     batch, length, heads, size = q.shape
     kv_heads, dtype = k.shape[2], q.dtype
     q, g, lse, delta = (x.reshape(batch, length, kv_heads, -1, *x.shape[3:]) for x in (q, g, lse, delta))
     # over examples, then heads of k, then the heads of q that share one
-    head = partial(_head, window=window, scale=scale, dtype=dtype, sizes=sizes)
+    head = partial(_head, window=window, scale=scale, dtype=dtype, config=config)
     for axes in ((1, None, None, 1, 1, 1, None), (1, 1, 1, 1, 1, 1, None), (0,) * 7):
-        head = over(head, axes, batched=sizes.batched)
+        head = over(head, axes, batched=config.batched)
     dq, dk, dv = head(q, k, v, g, lse, delta, key_mask)  # [B K G L D], and twice [B K G S D]
     dq = jnp.moveaxis(dq.reshape(batch, heads, length, size), 1, 2).astype(dtype)
     dk, dv = (jnp.moveaxis(x.sum(axis=2), 1, 2).astype(dtype) for x in (dk, dv))
@@ -81,24 +73,24 @@ def _head(
     window: Window | Radial | None,
     scale: float,
     dtype: DTypeLike,
-    sizes: Sizes,
+    config: Config,
 ) -> Gradients:
     """One head of one example. Queries are padded by such without a gradient, which changes no result."""
     q, k, v, g = (x.astype(jnp.float32) for x in (q, k, v, g))
     queries = Queries(scale * q, g, finite_max(lse)[:, None], delta[:, None])
     if isinstance(window, Radial):
-        made = _radial(queries, k, v, live, window, precision_of(dtype), sizes)
+        made = _radial(queries, k, v, live, window, precision_of(dtype), config)
     else:
-        made = _blocks(queries, k, v, live, window, precision_of(dtype), sizes)
+        made = _blocks(queries, k, v, live, window, precision_of(dtype), config)
     return made._replace(q=scale * made.q)
 
 
 def _blocks(
-    queries: Queries, k: Array, v: Array, live: Array | None, window: Window | None, precision: str, sizes: Sizes
+    queries: Queries, k: Array, v: Array, live: Array | None, window: Window | None, precision: str, config: Config
 ) -> Gradients:
     """The gradients of scaled queries, keys and values of one head."""
     length = len(queries.x)
-    walk = grid(length, len(k), window, sizes.block_q, sizes.block_kv)
+    walk = grid(length, len(k), window, config)
     rows = Queries(*(walk.padded(x).reshape(walk.blocks, walk.rows, -1) for x in queries))
 
     def block(totals: tuple[Array, Array], at: tuple[Queries, Array]) -> tuple[tuple[Array, Array], Array]:
@@ -126,7 +118,7 @@ def _added(total: Array, begin: Array, part: Array) -> Array:
 
 
 def _radial(
-    queries: Queries, k: Array, v: Array, live: Array | None, mask: Radial, precision: str, sizes: Sizes
+    queries: Queries, k: Array, v: Array, live: Array | None, mask: Radial, precision: str, config: Config
 ) -> Gradients:
     """The same under a radial mask, by the blocks of keys that each block of queries visits."""
     length, keys, size = len(queries.x), len(k), mask.block_kv
@@ -151,7 +143,7 @@ def _radial(
         return (done.k, done.v), done.q
 
     totals, made = (jnp.zeros_like(k), jnp.zeros_like(v)), []
-    for part in visits(mask, length, keys, sizes.block_kv):
+    for part in visits(mask, length, keys, config.block_kv):
         some = Queries(*(x[part.rows] for x in rows))
         totals, dq = jax.lax.scan(block, totals, (some, *part.steps))
         made.append(dq)
