@@ -16,7 +16,7 @@ There is always a mesh. Outside `use(partitioner)` it is one of a single device,
 `replicate` and `whole` return their input.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -124,6 +124,13 @@ class Partitioner:
         vector = sum(axis != "layers" for axis in axes) < 2
         rules = {} if vector and self.rules.gathered else self.rules.weights
         return NamedSharding(self.mesh, self._spec(rules, axes, shape))
+
+    def on_each(self, function: Callable, specs: tuple, out: Any) -> Callable:
+        """Returns the function as each device runs it on its shards; on one device, as it is."""
+        if self.alone:
+            return function
+        # kernels do not say along which mesh axes their results vary, so that cannot be checked
+        return jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=out, check_vma=False)
 
     def _spec(self, rules: Mapping[str, tuple[str, ...]], axes: Axes, shape: Sequence[int]) -> PartitionSpec:
         """The even sharding over the most devices; among equals, one that `coarsest` can have, the first by the rules.

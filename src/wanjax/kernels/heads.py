@@ -46,7 +46,7 @@ def normed_rotary(
     tokens = PartitionSpec(batch, length)
     specs = (PartitionSpec(batch, length, heads), tokens, PartitionSpec(heads), *2 * (PartitionSpec(length),))
     turn = partial(with_gradient, partial(_call, parts=parts, interpret=interpret), plain)
-    return _on_each(turn, partitioner, specs)(x, inverse, scale, cos, sin)
+    return partitioner.on_each(turn, specs, specs[0])(x, inverse, scale, cos, sin)
 
 
 def head_normed_rotary(
@@ -72,7 +72,7 @@ def head_normed_rotary(
     turn = partial(with_gradient, partial(_call_by_head, eps=eps, parts=parts, interpret=interpret), specification)
     vector, table = PartitionSpec(), PartitionSpec(length)
     specs = (PartitionSpec(batch, length, heads), vector, vector, table, table)
-    return _on_each(turn, partitioner, specs)(x, scale, bias, cos, sin)
+    return partitioner.on_each(turn, specs, specs[0])(x, scale, bias, cos, sin)
 
 
 def pack_for_all_to_all(x: Float[Array, "B L E"]) -> Float[Array, "B L E"]:
@@ -84,15 +84,8 @@ def pack_for_all_to_all(x: Float[Array, "B L E"]) -> Float[Array, "B L E"]:
     if parts == 1:
         return x
     turn = partial(with_gradient, partial(_packed, parts=parts, interpret=False), _same)
-    return _on_each(turn, partitioner, (PartitionSpec(batch, length, heads),))(x)
-
-
-def _on_each(function: Callable, partitioner: Partitioner, specs: tuple[PartitionSpec, ...]) -> Callable:
-    """Returns a function as each device runs it on its shards; its result is sharded as its first argument."""
-    if partitioner.alone:
-        return function
-    # a kernel does not say along which mesh axes its result varies, so that cannot be checked
-    return jax.shard_map(function, mesh=partitioner.mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
+    spec = PartitionSpec(batch, length, heads)
+    return partitioner.on_each(turn, (spec,), spec)(x)
 
 
 def _placement(partitioner: Partitioner, x: Array, size: int) -> tuple[Any, Any, Any, int]:

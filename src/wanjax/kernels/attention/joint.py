@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32
 
-from wanjax.kernels.attention.sharded import Placement, heads_to_tokens, on_each, tokens_to_heads
+from wanjax.kernels.attention.sharded import Placement, heads_to_tokens, tokens_to_heads
 from wanjax.sharding import current
 
 
@@ -37,23 +37,22 @@ def attention(
     """
     partitioner = current()
     attend = partial(_joined, partial(kernel, window=window), length=length)
-    place = Placement(*partitioner.activation(("batch", "length", "heads"), q.video.shape[:3]))
+    place = Placement.of(q.video, partitioner)
     axes = (place.tokens,) if isinstance(place.tokens, str) else place.tokens or ()
     gathered = tuple(axis for axis in axes if axis == "sp" and window is None)
     exchanged = tuple(axis for axis in axes if axis not in gathered)
 
     def on_device(q: Pair, k: Pair, v: Pair, texts: Array) -> Pair:
         heads, devices, rows = q.video.shape[2], partitioner.size(exchanged), length
-        if exchanged:
-            q, k, v = jax.tree.map(lambda x: tokens_to_heads(x, devices, exchanged), (q, k, v))
+        q, k, v = jax.tree.map(lambda x: tokens_to_heads(x, devices, exchanged), (q, k, v))
         if gathered:
             rows = q.video.shape[1]
             k, v = jax.tree.map(lambda x: jax.lax.all_gather(x, gathered, axis=1, tiled=True), (k, v))
         out = attend(q, k, v, texts, rows=rows)
-        return jax.tree.map(lambda x: heads_to_tokens(x, devices, exchanged)[:, :, :heads], out) if exchanged else out
+        return jax.tree.map(lambda x: heads_to_tokens(x, heads, devices, exchanged), out)
 
     both = Pair(PartitionSpec(*place), PartitionSpec(*place))
-    return on_each(on_device, partitioner, (both, both, both, PartitionSpec(place.batch)), both)(q, k, v, texts)
+    return partitioner.on_each(on_device, (both, both, both, PartitionSpec(place.batch)), both)(q, k, v, texts)
 
 
 def _joined(

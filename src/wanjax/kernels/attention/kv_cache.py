@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from wanjax.kernels.attention.sharded import Placement, heads_to_tokens, on_each, tokens_to_heads
+from wanjax.kernels.attention.sharded import Placement, heads_to_tokens, tokens_to_heads
 from wanjax.sharding import current, pad_to, state
 
 HEADS_AXIS = "tp"
@@ -87,24 +87,22 @@ def attention(
     """
     queries, partitioner = q.shape[1], current()
     q, k, v = (pad_to(x, 1, partitioner.size(("sp", "tp"))) for x in (q, k, v))
-    at = Placement(*partitioner.activation(("batch", "length", "heads"), q.shape[:3]))
-    devices = partitioner.size(HEADS_AXIS)
-    exchange = at.heads is None and devices > 1
+    at = Placement.of(q, partitioner)
+    devices = partitioner.size(HEADS_AXIS) if at.heads is None else 1
 
     def attend(q, k, v, window: KVCache, place: Place) -> tuple[Array, KVCache]:
         heads = q.shape[2]
-        if exchange:
-            q, k, v = (tokens_to_heads(x, devices) for x in (q, k, v))
+        q, k, v = (tokens_to_heads(x, devices) for x in (q, k, v))
         if partitioner.size("sp") > 1:
             k, v = (jax.lax.all_gather(x, "sp", axis=1, tiled=True) for x in (k, v))
         block = _block(k, v, length)
         out = _seen(kernel, q, written(window, block, place), place, length)
-        return heads_to_tokens(out, devices)[:, :, :heads] if exchange else out, block
+        return heads_to_tokens(out, heads, devices), block
 
     tokens, kept = PartitionSpec(*at), PartitionSpec(at.batch, None, HEADS_AXIS)
     kept = KVCache(kept, kept)
     specs = (tokens, tokens, tokens, kept, Place(PartitionSpec(), PartitionSpec()))
-    out, block = on_each(attend, partitioner, specs, (tokens, kept))(q, k, v, window, place)
+    out, block = partitioner.on_each(attend, specs, (tokens, kept))(q, k, v, window, place)
     return out[:, :queries], block
 
 

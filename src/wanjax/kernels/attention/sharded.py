@@ -49,6 +49,10 @@ class Placement(NamedTuple):
     tokens: Any
     heads: Any
 
+    @classmethod
+    def of(cls, q: Float[Array, "B L N D"], partitioner: Partitioner) -> "Placement":
+        return cls(*partitioner.activation(("batch", "length", "heads"), q.shape[:3]))
+
 
 def attention(
     kernels: Kernels,
@@ -70,17 +74,17 @@ def attention(
     if k.shape[2] < heads:
         k, v = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (k, v))
     q = pad_to(q, 1, partitioner.size(("sp", "tp")))
-    place = Placement(*partitioner.activation(("batch", "length", "heads"), q.shape[:3]))
+    place = Placement.of(q, partitioner)
     whole = window is None or (isinstance(window, Radial) and partitioner.size("sp") == 1)  # no ring divides its keys
     if whole and bias is None and not _few(keys, length, heads, partitioner, place):
         kernels = kernels._replace(whole=partial(kernels.whole, window=window, bias=None))
         return _by_both(kernels, partitioner, place, q, k, v, keys, key_mask)[:, :length]
     k, v, key_mask = k[:, :keys], v[:, :keys], None if key_mask is None else key_mask[:, :keys]
-    if window is None:
-        kernel = partial(kernels.whole, window=None)
-        return _by_queries(kernel, partitioner, place, q, k, v, key_mask, bias)[:, :length]
+    if window is not None:  # which counts tokens, so that each device has all of them, for some of the heads
+        place = Placement(place.batch, None, ("sp", "tp"))
+        q, k, v = (pad_to(x, 2, partitioner.size(place.heads)) for x in (q[:, :length], k, v))
     kernel = partial(kernels.whole, window=window)
-    return _by_heads(kernel, partitioner, place, q[:, :length], k, v, key_mask, bias)
+    return _with_all_keys(kernel, partitioner, place, q, k, v, key_mask, bias)[:, :length, :heads]
 
 
 def _few(keys: int, queries: int, heads: int, partitioner: Partitioner, place: Placement) -> bool:
@@ -89,15 +93,14 @@ def _few(keys: int, queries: int, heads: int, partitioner: Partitioner, place: P
     return keys * (shards - 1) <= queries or (place.heads is None and heads < partitioner.size("tp"))
 
 
-def _by_queries(
+def _with_all_keys(
     kernel: Kernel, partitioner: Partitioner, place: Placement, q, k, v, key_mask: Mask | None, bias
 ) -> Array:
-    """Attention with queries sharded by tokens and all keys on each device."""
-    spec = PartitionSpec(*place)
-    whole = PartitionSpec(place.batch, None, place.heads)
-    bias_spec = None
+    """Attention with queries sharded by tokens or by heads, and all keys of these heads on each device."""
+    spec, whole, bias_spec = PartitionSpec(*place), PartitionSpec(place.batch, None, place.heads), None
     if bias is not None:
-        bias = bias if bias.shape[2] == 1 else pad_to(bias, 2, q.shape[1])
+        for axis, size in ((1, q.shape[2]), (2, q.shape[1])):
+            bias = bias if bias.shape[axis] == 1 else pad_to(bias, axis, size)
         axes = (place.batch, place.heads, place.tokens, None)
         bias_spec = PartitionSpec(*(axis if size > 1 else None for axis, size in zip(axes, bias.shape, strict=True)))
 
@@ -105,28 +108,7 @@ def _by_queries(
         return kernel(q, k, v, key_mask=key_mask, bias=bias)
 
     specs = (spec, whole, whole, PartitionSpec(place.batch), bias_spec)
-    return on_each(attend, partitioner, specs, spec)(q, k, v, key_mask, bias)
-
-
-def _by_heads(
-    kernel: Kernel, partitioner: Partitioner, place: Placement, q, k, v, key_mask: Mask | None, bias
-) -> Array:
-    """Attention sharded by heads, padded to the number of devices, over the whole sequence."""
-    heads, axes = q.shape[2], ("sp", "tp")
-    q, k, v = (pad_to(x, 2, partitioner.size(axes)) for x in (q, k, v))
-    spec = PartitionSpec(place.batch, None, axes)
-    bias_spec = None
-    if bias is not None:
-        bias = bias if bias.shape[1] == 1 else pad_to(bias, 1, partitioner.size(axes))
-        bias_spec = PartitionSpec(
-            place.batch if bias.shape[0] > 1 else None, axes if bias.shape[1] > 1 else None, None, None
-        )
-
-    def attend(q, k, v, key_mask, bias):
-        return kernel(q, k, v, key_mask=key_mask, bias=bias)
-
-    specs = (spec, spec, spec, PartitionSpec(place.batch), bias_spec)
-    return on_each(attend, partitioner, specs, spec)(q, k, v, key_mask, bias)[:, :, :heads]
+    return partitioner.on_each(attend, specs, spec)(q, k, v, key_mask, bias)
 
 
 def _by_both(
@@ -137,13 +119,12 @@ def _by_both(
     k, v = (pad_to(x, 1, partitioner.size(("sp", "tp"))) for x in (k, v))
     hops, padded = partitioner.size("sp"), k.shape[1] > keys
     if key_mask is not None:
-        key_mask = jnp.pad(key_mask[:, :keys], ((0, 0), (0, k.shape[1] - keys)))
-    heads_whole = place.heads is None and partitioner.size("tp") > 1
+        key_mask = pad_to(key_mask[:, :keys], 1, k.shape[1])
+    devices = partitioner.size("tp") if place.heads is None else 1
 
     def attend(q, k, v, key_mask):
         heads = q.shape[2]
-        if heads_whole:
-            q, k, v = (tokens_to_heads(x, partitioner.size("tp")) for x in (q, k, v))
+        q, k, v = (tokens_to_heads(x, devices) for x in (q, k, v))
         if hops == 1:
             out = kernels.whole(q, k, v, key_mask=key_mask, keys=keys)
         else:
@@ -153,10 +134,10 @@ def _by_both(
                 masks["keys"] = jnp.full((k.shape[0],), here, jnp.int32)
             ways = partial(_ring, kernels.part, devices=hops), partial(_ring_gradient, kernels.gradient, devices=hops)
             out, _ = from_result(*ways, q, k, v, masks)
-        return heads_to_tokens(out, partitioner.size("tp"))[:, :, :heads] if heads_whole else out
+        return heads_to_tokens(out, heads, devices)
 
     specs = (spec, spec, spec, PartitionSpec(place.batch, "sp"))
-    return on_each(attend, partitioner, specs, spec)(q, k, v, key_mask)
+    return partitioner.on_each(attend, specs, spec)(q, k, v, key_mask)
 
 
 def by_whole_heads(
@@ -173,33 +154,25 @@ def by_whole_heads(
     """
     length = q.shape[1]
     q, k, v = (pad_to(x, 1, partitioner.size(("sp", "tp"))) for x in (q, k, v))
-    place = Placement(*partitioner.activation(("batch", "length", "heads"), q.shape[:3]))
+    place = Placement.of(q, partitioner)
     devices = partitioner.size(place.tokens)
 
     def attend(q, k, v, weights):
         heads = q.shape[2]
-        if devices > 1:
-            q, k, v = (tokens_to_heads(x, devices, place.tokens) for x in (q, k, v))
-        out = kernel(q, k, v, weights)
-        return heads_to_tokens(out, devices, place.tokens)[:, :, :heads] if devices > 1 else out
+        q, k, v = (tokens_to_heads(x, devices, place.tokens) for x in (q, k, v))
+        return heads_to_tokens(kernel(q, k, v, weights), heads, devices, place.tokens)
 
     spec = PartitionSpec(*place)
-    return on_each(attend, partitioner, (spec, spec, spec, PartitionSpec()), spec)(q, k, v, weights)[:, :length]
-
-
-def on_each(function: Callable, partitioner: Partitioner, specs: tuple, out: Any) -> Callable:
-    """Returns the function as each device runs it on its shards; on one device, as it is."""
-    if partitioner.alone:
-        return function
-    # kernels do not say along which mesh axes their results vary, so that cannot be checked
-    return jax.shard_map(function, mesh=partitioner.mesh, in_specs=specs, out_specs=out, check_vma=False)
+    return partitioner.on_each(attend, (spec, spec, spec, PartitionSpec()), spec)(q, k, v, weights)[:, :length]
 
 
 def tokens_to_heads(x: Float[Array, "B L N D"], devices: int, axes: Axes = "tp") -> Float[Array, "B _L _N D"]:
     """Exchanges some tokens of all heads for all tokens of some heads, padded to the number of devices of the axes.
 
-    What is sent to a device, and what is received from it, is contiguous in memory.
+    What is sent to a device, and what is received from it, is contiguous in memory. One device has all already.
     """
+    if devices == 1:
+        return x
     x = pad_to(x, 2, devices)
     batch, length, heads, size = x.shape
     parts = jnp.moveaxis(x.reshape(batch, length, devices, heads // devices * size), 2, 0)
@@ -207,12 +180,16 @@ def tokens_to_heads(x: Float[Array, "B L N D"], devices: int, axes: Axes = "tp")
     return jnp.moveaxis(parts, 0, 1).reshape(batch, devices * length, heads // devices, size)
 
 
-def heads_to_tokens(x: Float[Array, "B L N D"], devices: int, axes: Axes = "tp") -> Float[Array, "B _L _N D"]:
-    """The inverse of `tokens_to_heads`; padded heads stay."""
-    batch, length, heads, size = x.shape
-    parts = jnp.moveaxis(x.reshape(batch, devices, length // devices, heads * size), 1, 0)
+def heads_to_tokens(
+    x: Float[Array, "B L N D"], heads: int, devices: int, axes: Axes = "tp"
+) -> Float[Array, "B _L _N D"]:
+    """The inverse of `tokens_to_heads` for so many heads."""
+    if devices == 1:
+        return x
+    batch, length, some, size = x.shape
+    parts = jnp.moveaxis(x.reshape(batch, devices, length // devices, some * size), 1, 0)
     parts = jax.lax.all_to_all(parts, axes, split_axis=0, concat_axis=0, tiled=True)
-    return join_parts(parts).reshape(batch, length // devices, devices * heads, size)
+    return join_parts(parts).reshape(batch, length // devices, devices * some, size)[:, :, :heads]
 
 
 Attended = tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]
