@@ -100,7 +100,6 @@ def test_a_kernel_is_priced_on_chips_of_two_cores(results):
 def test_a_sharded_program_is_priced(results):
     compiled = results["layers"]
     assert compiled.memory.arguments == 2048 * 1024 * 2 + 6 * 1024 * 256 * 2
-    assert compiled.memory.aliased == compiled.memory.outputs == 2048 * 1024 * 2  # the donated argument
     assert compiled.memory.peak >= compiled.memory.arguments
     priced = price_compiled(compiled)
     assert priced.unknown_loops == priced.unpriced == ()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """TPU chips that programs are compiled for and priced on, and the slices in which they are rented.
 
-Sources: peak FLOP/s, bandwidth and VMEM are from JAX's Pallas (`jax/_src/pallas/mosaic/tpu_info.py`). HBM is the
+Sources: peak FLOP/s and bandwidth are from JAX's Pallas (`jax/_src/pallas/mosaic/tpu_info.py`). HBM is the
 capacity that the compiler reports when a program does not fit. The clock is the peak divided by the operations per
 cycle: 524,288 on v6e and on half a v7x, 131,072 on each core of earlier chips. The delay slots are those of the
 compiler's dumps.
@@ -26,7 +26,6 @@ class Chip:
     name: str
     kind: str  # JAX's `device_kind`
     hbm: int  # bytes available to a program
-    vmem: int  # bytes per core
     flops: float  # peak, bfloat16 operations per second
     bandwidth: float  # of HBM, bytes per second
     clock: float  # cycles per second
@@ -58,12 +57,12 @@ class Slice:
 ONE_HOST = {"v5e:2x4": (2, 4, 1), "v6e:2x4": (2, 4, 1)}
 """Topologies that are rented as one host too, and its chips along each axis."""
 DESCRIBING = Lock()  # the first call loads libtpu, which two threads may not do at once
-GIB, MIB = 2**30, 2**20
-V4 = Chip("v4", "TPU v4", int(30.75 * GIB), 16 * MIB, 275e12, 1.23e12, 1.05e9, 45e9, 2, 1)
-V5E = Chip("v5e", "TPU v5 lite", int(15.75 * GIB), 128 * MIB, 197e12, 0.82e12, 1.5e9, 45e9, 1, 4)
-V5P = Chip("v5p", "TPU v5", int(95.74 * GIB), 64 * MIB, 459e12, 2.46e12, 1.75e9, 90e9, 2, 4)
-V6E = Chip("v6e", "TPU v6 lite", int(31.25 * GIB), 128 * MIB, 918e12, 1.64e12, 1.75e9, 90e9, 1, 4)
-V7X = Chip("v7x", "TPU7x", int(94.75 * GIB), 64 * MIB, 1153.5e12, 3.7e12, 2.2e9, 90e9, 1, 6)
+GIB = 2**30
+V4 = Chip("v4", "TPU v4", int(30.75 * GIB), 275e12, 1.23e12, 1.05e9, 45e9, 2, 1)
+V5E = Chip("v5e", "TPU v5 lite", int(15.75 * GIB), 197e12, 0.82e12, 1.5e9, 45e9, 1, 4)
+V5P = Chip("v5p", "TPU v5", int(95.74 * GIB), 459e12, 2.46e12, 1.75e9, 90e9, 2, 4)
+V6E = Chip("v6e", "TPU v6 lite", int(31.25 * GIB), 918e12, 1.64e12, 1.75e9, 90e9, 1, 4)
+V7X = Chip("v7x", "TPU7x", int(94.75 * GIB), 1153.5e12, 3.7e12, 2.2e9, 90e9, 1, 6)
 
 SLICES = {
     name: Slice(name, chip, devices, topology)

@@ -17,16 +17,12 @@ WAITING = "/wanjax/waited_for_compiler"
 
 
 class Compilation(NamedTuple):
-    """A program's name, the seconds, whether a cache answered, and why what one held was refused, if it was.
-
-    `waited` says that another thread compiled it, and this one waited so long.
-    """
+    """A program's name, the seconds, whether a cache answered, and why what one held was refused, if it was."""
 
     name: str
     seconds: float
     cached: bool
     refused: str = ""
-    waited: bool = False
 
 
 @contextmanager
@@ -57,7 +53,7 @@ def watched_compiler(
         if (event == COMPILATION or waited) and (get_ident() == own if here else not waited):
             name = str(more.get("fun_name", "")).removeprefix("jit(").removesuffix(")")
             cached = not waited and getattr(state, "cached", False)
-            end(Compilation(name, duration_secs, cached, getattr(state, "refused", ""), waited))
+            end(Compilation(name, duration_secs, cached, getattr(state, "refused", "")))
             state.refused = ""
 
     monitoring.register_scalar_listener(start)

@@ -48,10 +48,6 @@ class Memory:
     """Bytes of one device's memory; `peak` is the maximum allocated at a time, arguments and results included."""
 
     arguments: int
-    outputs: int
-    aliased: int
-    temporaries: int
-    code: int
     peak: int
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from wanjax.compilers.chips import Chip
 from wanjax.compilers.compile import Compiled
 from wanjax.compilers.hlo import Computation, Instruction, Module, parse
-from wanjax.compilers.schedule import Execution, Schedule
+from wanjax.compilers.schedule import Schedule
 from wanjax.compilers.work import COLLECTIVES, PRODUCTS, branches, flops, traffic, trip_count, wire_bytes
 
 KINDS = ("kernels", "products", "elementwise", "copies", "collectives")
@@ -66,7 +66,6 @@ class Item:
     flops: int = 0  # of all runs
     bytes: int = 0  # HBM traffic of all runs; of a collective, bytes on the wire
     group: int = 1  # devices in each group of a collective
-    suspect: bool = False  # the compiler's estimate is far above the price by bytes
     scope: str = ""  # its named scope in the traced program
 
 
@@ -121,17 +120,6 @@ def price_compiled(
     reader = _Reader(parse(compiled.module), compiled.slice.chip, compiled.schedules, *how)
     items = reader.sequence(reader.module.entry, 1)
     return Price(tuple(items), tuple(reader.unpriced), tuple(reader.unknown_loops), reader.undecided)
-
-
-def price_schedule(schedule: Schedule, chip: Chip, skip: Container[int] = ()) -> Cost:
-    """Prices one operation by its bundles; `skip` is that of `Schedule.run`."""
-    return _price_execution(schedule, schedule.run(skip), chip)
-
-
-def _price_execution(schedule: Schedule, run: Execution, chip: Chip) -> Cost:
-    moved = chip.cores * run.moved / (ACHIEVED_BANDWIDTH * chip.bandwidth)
-    seconds = max(schedule.cycles(run.times) / chip.clock, moved)
-    return Cost(CHEAPER * seconds, seconds, DEARER * seconds)
 
 
 class _Reader:
@@ -229,7 +217,7 @@ class _Reader:
         by_bytes = self.by_bytes(instruction, within, moved)
         estimate = (instruction.estimated_cycles or 0) / self.chip.clock
         cost = by_bytes._replace(high=min(max(by_bytes.mid, estimate), SUSPECT * by_bytes.mid)).times(times)
-        return Item(instruction.name, kind, times, cost, bytes=times * moved, suspect=estimate > SUSPECT * by_bytes.mid)
+        return Item(instruction.name, kind, times, cost, bytes=times * moved)
 
     def kernel_in(self, instruction: Instruction, within: Computation) -> tuple[Instruction | None, Computation]:
         """Returns the kernel that an operation is, or that its fusion contains, and the computation that holds it."""
@@ -240,16 +228,17 @@ class _Reader:
         return next((part for part in parts if part.target == KERNEL), None), inner or within
 
     def kernel(self, instruction: Instruction, moved: int) -> Cost:
-        least = moved / (ACHIEVED_BANDWIDTH * self.chip.bandwidth)  # it reads its operands and writes its results
+        bandwidth, spread = ACHIEVED_BANDWIDTH * self.chip.bandwidth, Cost(CHEAPER, 1, DEARER)
         for name in (instruction.name, re.sub(r"\.\d+$", "", instruction.name)):
             if name in self.kernels:
-                return Cost(CHEAPER, 1, DEARER).times(max(self.kernels[name], least))
+                return spread.times(max(self.kernels[name], moved / bandwidth))  # it reads operands, writes results
         if instruction.name in self.schedules:
             schedule = self.schedules[instruction.name]
             run = schedule.run(self.skip.get(instruction.name, ()), words=self.words)
             if run.undecided:
                 self.undecided[instruction.name] = run.undecided
-            return _price_execution(schedule, run, self.chip)
+            read = self.chip.cores * run.moved / bandwidth
+            return spread.times(max(schedule.cycles(run.times) / self.chip.clock, read))
         self.unpriced.append(instruction.name)
         return Cost(0, 0, 0)
 

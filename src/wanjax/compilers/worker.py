@@ -49,14 +49,7 @@ def compile_one(folder: Path) -> None:
     memory, module = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None, "the TPU compiler reports both"
     assert module is not None
-    sizes = {
-        "arguments": memory.argument_size_in_bytes,
-        "outputs": memory.output_size_in_bytes,
-        "aliased": memory.alias_size_in_bytes,
-        "temporaries": memory.temp_size_in_bytes,
-        "code": memory.generated_code_size_in_bytes,
-        "peak": memory.peak_memory_in_bytes,
-    }
+    sizes = {"arguments": memory.argument_size_in_bytes, "peak": memory.peak_memory_in_bytes}
     result = {"memory": sizes, "seconds": seconds, "refused": refused}
     (folder / "module.txt").write_text(module, encoding="utf-8")
     (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
