@@ -20,7 +20,7 @@ from wanjax.compilers.exporting import CompilerError
 from wanjax.compilers.kernels import kernel_calls, kernel_seconds, visiting_seconds
 from wanjax.kernels.attention import attention
 from wanjax.kernels.attention.flash_tiles import BLOCKS_TOGETHER
-from wanjax.kernels.attention.radial import Radial, visits
+from wanjax.kernels.attention.radial import Radial, cells
 
 VIDEOS = {"wan": (21, 0, True), "hunyuanvideo": (31, 1985, False)}  # latent frames, text tokens, and the sink
 STEPS = 37  # grid steps whose numbers of blocks are priced
@@ -29,7 +29,7 @@ BLOCKS = ("128,128", "256,128", "256,256", "512,128", "512,256", "1024,128")
 
 def listed_seconds(compiled: Compiled, mask: Radial, workload: Workload) -> float:
     """Prices the kernel by the numbers of blocks that its grid steps list; it holds all keys at once."""
-    counts = visits(mask, workload.queries, workload.keys, workload.keys + mask.block_kv, BLOCKS_TOGETHER)[1]
+    counts = cells(mask, workload.queries, workload.keys, workload.keys + mask.block_kv, BLOCKS_TOGETHER)[1]
     return visiting_seconds(compiled, [int(count) for count in counts[:: max(1, len(counts) // STEPS)]])
 
 

@@ -19,9 +19,9 @@ from jaxtyping import Array, Float, Float32
 
 from wanjax.kernels.gradient import with_gradient
 from wanjax.kernels.target import target
+from wanjax.kernels.tiling import LANES, ceil_div, round_up
 from wanjax.sharding import TILE, Partitioner, current
 
-LANES = 128
 ROWS = 256  # tokens at a time: more are no faster, and fewer make transfers too short
 
 
@@ -161,7 +161,7 @@ def _pallas_call(
     rows = _height(length)
     return pl.pallas_call(
         kernel,
-        grid=(batch, -(-length // rows)),
+        grid=(batch, ceil_div(length, rows)),
         in_specs=[_rows(rows, width), *beside],
         out_specs=_rows_of_parts(parts, rows, width),
         out_shape=jax.ShapeDtypeStruct((parts, batch, length, width // parts), x.dtype),
@@ -243,7 +243,7 @@ def _joined(x: Float[Array, "_N B L E"], *, parts: int, interpret: bool) -> Floa
 
     return pl.pallas_call(
         kernel,
-        grid=(batch, -(-length // rows)),
+        grid=(batch, ceil_div(length, rows)),
         in_specs=[_rows_of_parts(parts, rows, parts * width)],
         out_specs=_rows(rows, parts * width),
         out_shape=jax.ShapeDtypeStruct((batch, length, parts * width), x.dtype),
@@ -255,7 +255,7 @@ def _joined(x: Float[Array, "_N B L E"], *, parts: int, interpret: bool) -> Floa
 
 def _height(length: int) -> int:
     """Tokens of one block."""
-    return min(ROWS, -(-length // TILE) * TILE)
+    return min(ROWS, round_up(length, TILE))
 
 
 def _vector(width: int) -> pl.BlockSpec:

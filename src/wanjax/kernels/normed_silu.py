@@ -16,9 +16,9 @@ from jaxtyping import Array, Float, Float32
 
 from wanjax.kernels.gradient import with_gradient
 from wanjax.kernels.target import target
+from wanjax.kernels.tiling import LANES, ceil_div, round_up
 from wanjax.sharding import current
 
-LANES = 128
 SUBLANES = 8  # frames that fill a tile; XLA then keeps cells outermost, and a transposition is free
 BLOCK = 2**20  # bytes of a block in float32: more are no faster, and fewer make transfers too short
 TINY = 1e-24  # the least sum of squares
@@ -57,12 +57,12 @@ def _call(
     batch, frames, height, width, channels = x.shape
     cells, together = height * width, batch * frames
     x = jnp.moveaxis(x, (2, 3), (0, 1)).reshape(cells, together, channels)
-    lanes = LANES * -(-channels // LANES)
+    lanes = round_up(channels, LANES)
     block = min(cells, max(1, BLOCK // (4 * lanes * together)))
     rows = pl.BlockSpec((block, together, channels), lambda i: (i, 0, 0))
     y = pl.pallas_call(
         _kernel,
-        grid=(-(-cells // block),),
+        grid=(ceil_div(cells, block),),
         in_specs=[rows, pl.BlockSpec((1, channels), lambda i: (0, 0))],
         out_specs=rows,
         out_shape=jax.ShapeDtypeStruct(x.shape, dtype),

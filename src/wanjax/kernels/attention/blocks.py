@@ -15,6 +15,8 @@ from jaxtyping import Array, BFloat16, Bool, Float, Float32, Int32
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention.masks import Window, in_window
 from wanjax.kernels.attention.radial import Radial, lists
+from wanjax.kernels.tiling import LANES, ceil_div
+from wanjax.sharding import pad_to
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,21 @@ def over(f: Callable, axes: Sequence[int | None], *, batched: bool) -> Callable:
 def by_head(x: Float[Array, "B L N D"]) -> Float[Array, "_B L D"]:
     """x with the heads of all examples on its first axis."""
     return jnp.moveaxis(x, 2, 1).reshape(-1, x.shape[1], x.shape[3])
+
+
+def apart(x: Float[Array, "_B L D"], heads: int) -> Float[Array, "B L N D"]:
+    """The inverse of `by_head`, for so many heads of an example."""
+    return jnp.moveaxis(x.reshape(-1, heads, *x.shape[1:]), 1, 2)
+
+
+def to_rows(x: Float[Array, "B L N D"]) -> Float[Array, "_B L _D"]:
+    """x as a TPU kernel reads it: heads of whole lanes side by side, as projections write them; others `by_head`."""
+    return x.reshape(*x.shape[:2], -1) if x.shape[3] % LANES == 0 else by_head(x)
+
+
+def from_rows(x: Float[Array, "_B L _D"], heads: int, size: int) -> Float[Array, "B L N D"]:
+    """The inverse of `to_rows`."""
+    return x.reshape(*x.shape[:2], heads, size) if size % LANES == 0 else apart(x, heads)
 
 
 def _entry(index: Array, x: Array | None, axis: int | None) -> Array | None:
@@ -114,7 +131,7 @@ class Grid(NamedTuple):
 
     def padded(self, x: Array) -> Array:
         """x with zeros behind its queries, to whole blocks."""
-        return jnp.pad(x, ((0, self.blocks * self.rows - len(x)), (0, 0)))
+        return pad_to(x, 0, self.blocks * self.rows)
 
 
 def grid(queries: int, keys: int, window: Window | None, config: Config) -> Grid:
@@ -167,21 +184,21 @@ def visits(mask: Radial, queries: int, keys: int, block_kv: int) -> list[Visits]
     return made
 
 
-def cut(x: Array, size: int) -> Array:
-    """x in blocks of `size` rows, the last of them filled with zeros."""
-    return jnp.pad(x, ((0, -len(x) % size), (0, 0))).reshape(-1, size, x.shape[1])
+def cut(x: Float[Array, "*B L D"], size: int) -> Float[Array, "*B _L S D"]:
+    """x in blocks of `size` tokens, the last of them filled with zeros."""
+    return pad_to(x, x.ndim - 2, size).reshape(*x.shape[:-2], -1, size, x.shape[-1])
 
 
 def shown(live: Bool[Array, " S"] | None, keys: int, size: int) -> Bool[Array, "_B _S"]:
     """Marks the keys that take part in blocks of `size` keys."""
     marks = jnp.ones(keys, bool) if live is None else live
-    return jnp.pad(marks, (0, -keys % size)).reshape(-1, size)
+    return pad_to(marks, 0, size).reshape(-1, size)
 
 
 def even(length: int, block: int) -> tuple[int, int]:
     """The fewest blocks of at most `block` that cover a length, and their even size."""
-    blocks = -(-length // block)
-    return blocks, -(-length // blocks)
+    blocks = ceil_div(length, block)
+    return blocks, ceil_div(length, blocks)
 
 
 def take(x: Array, start: Array, size: int, axis: int = 0) -> Array:

@@ -19,9 +19,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int32
 
-from wanjax.kernels.attention.blocks import by_head, even, iota, product
-from wanjax.kernels.attention.flash_tiles import LANES, SPILL_BYTES, round_up
+from wanjax.kernels.attention.blocks import even, from_rows, iota, product, to_rows
+from wanjax.kernels.attention.flash_tiles import SPILL_BYTES
 from wanjax.kernels.attention.masks import finite_max
+from wanjax.kernels.tiling import LANES, ceil_div, round_up
+from wanjax.sharding import pad_to
 
 LONGEST_Q, LONGEST_KV = 2048, 2048  # of a grid step
 UNROLLED = 2048  # keys
@@ -156,7 +158,7 @@ def fitting(
     room = vmem_bytes - SPILL_BYTES - least.vmem_bytes(head_dim, itemsize)
     if room < 0:
         return None
-    more = min(room // (4 * head_dim * block_q), -(-queries // block_q) - 1)
+    more = min(room // (4 * head_dim * block_q), ceil_div(queries, block_q) - 1)
     return replace(least, held=block_q * (1 + more))
 
 
@@ -192,12 +194,11 @@ def gradient(
 def _call(q, k, v, g, lse, delta, live, *, scale: float, keys: int, config: Config, sums: Any) -> tuple:
     """The kernel over a grid of heads, blocks of keys and blocks of queries; `sums` is the dtype of dk and dv."""
     batch, queries, heads, head_dim = q.shape
-    side_by_side = head_dim % LANES == 0  # then a block takes the columns of one head
-    flat = (lambda x: x.reshape(*x.shape[:2], -1)) if side_by_side else by_head
-    grid = (batch * heads, -(-keys // config.block_kv), -(-queries // config.block_q))
+    grid = (batch * heads, ceil_div(keys, config.block_kv), ceil_div(queries, config.block_q))
     lse, delta = (jnp.moveaxis(x, 1, 2).reshape(-1, 1, queries) for x in (math.log2(math.e) * finite_max(lse), delta))
-    rows, _, width = flat(q).shape
-    in_specs, out_specs = _specs(grid, heads if side_by_side else 1, head_dim, config)
+    operands = [to_rows(x) for x in (q, g, k, v)]
+    rows, _, width = operands[0].shape
+    in_specs, out_specs = _specs(grid, width // head_dim, head_dim, config)
     made = pl.pallas_call(
         partial(kernel, sizes=Sizes(queries, heads, config.block_q, config.block_kv, config.body, scale)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -222,11 +223,9 @@ def _call(q, k, v, g, lse, delta, live, *, scale: float, keys: int, config: Conf
         ),
         interpret=config.interpret,
         name="flash_gradient",
-    )(live, flat(q), flat(g), lse, delta, flat(k), flat(v))
-    apart = (batch, -1, heads, head_dim) if side_by_side else (batch, heads, -1, head_dim)
-    dq, dk, dv = (x.reshape(apart) if side_by_side else jnp.moveaxis(x.reshape(apart), 1, 2) for x in made)
-    after = ((0, 0), (0, k.shape[1] - keys), (0, 0), (0, 0))
-    return dq, jnp.pad(dk, after), jnp.pad(dv, after)
+    )(live, *operands[:2], lse, delta, *operands[2:])
+    dq, dk, dv = (from_rows(x, heads, head_dim) for x in made)
+    return dq, pad_to(dk, 1, k.shape[1]), pad_to(dv, 1, k.shape[1])
 
 
 def _specs(grid: tuple[int, int, int], beside: int, head_dim: int, config: Config) -> tuple[list, list]:

@@ -22,7 +22,6 @@ from wanjax.kernels.attention.blocks import precision_of
 from wanjax.kernels.attention.flash_tiles import (
     CAREFUL_Q,
     HEADROOM,
-    LANES,
     LARGEST_SUM,
     LEAD,
     PROBE,
@@ -32,10 +31,9 @@ from wanjax.kernels.attention.flash_tiles import (
     STRIP_Q,
     TILE_Q,
     Config,
-    ceil_div,
-    round_up,
 )
 from wanjax.kernels.attention.masks import divide_live, finite_max
+from wanjax.kernels.tiling import LANES, ceil_div, round_up
 
 CAREFUL, PROBED = 0, 1  # flags of a head: it left the range; its offset is set
 
@@ -255,8 +253,8 @@ def kernel(live_ref, q_ref, k_ref, v_ref, *refs, sizes: Sizes) -> None:
     """
     example, i, j = (pl.program_id(axis) for axis in (0, 2, 3))
     add = partial(_add_block, live_ref[example], (i, j), sizes=sizes)
-    last = -(-sizes.queries // sizes.block_q) - 1
-    left = -(-(sizes.queries - last * sizes.block_q) // TILE_Q) * TILE_Q
+    last = ceil_div(sizes.queries, sizes.block_q) - 1
+    left = round_up(sizes.queries - last * sizes.block_q, TILE_Q)
     if left >= sizes.block_q:
         add(q_ref, k_ref, v_ref, *refs)
         return
@@ -283,7 +281,7 @@ def _add_block(live: Array, place: tuple[Array, Array], q_ref, k_ref, v_ref, *re
     out, state = refs[:results], State(*refs[results:])
     i, j = place
     first_q, first_kv = i * sizes.block_q, j * sizes.block_kv
-    last = j == -(-sizes.keys // sizes.block_kv) - 1
+    last = j == ceil_div(sizes.keys, sizes.block_kv) - 1
     headroom = HEADROOM[k_ref.dtype.name]
 
     @pl.when((i == 0) & (j == 0))
@@ -463,7 +461,7 @@ def _add_seen(
     (left, right), queries = sizes.window, state.q.shape[1]
     some = inside(first_q - left), inside(jnp.minimum(live, first_q + queries + right))
     every = inside(first_q + queries - 1 - left), inside(jnp.minimum(live, first_q + 1 + right))
-    begin = (every[0] + chunk - 1) // chunk
+    begin = ceil_div(every[0], chunk)
     end = jnp.maximum(begin, every[1] // chunk)
 
     def quickly() -> None:
@@ -486,7 +484,7 @@ def _add_seen(
         mask = Mask(live - first_kv - start, sizes.window, first_kv + start - first_q)
         _add_lifted(k_ref, v_ref, state, start, chunk, mask)
 
-    _loop(some[0] // chunk, (some[1] + chunk - 1) // chunk - (end - begin), masked)
+    _loop(some[0] // chunk, ceil_div(some[1], chunk) - (end - begin), masked)
 
 
 def _bodies(last: Array, sizes: Sizes) -> Array | int:
@@ -525,7 +523,7 @@ def _begin(q_ref, state: State, first_q: Array, sizes: Sizes) -> None:
 
 def _ragged(count: int, mask: Mask | None) -> tuple[list[slice], Mask | None]:
     """Strips of keys in whole registers, and the mask for the last of them if keys end within a register."""
-    whole = -(-count // REGISTER) * REGISTER
+    whole = round_up(count, REGISTER)
     return _strips(whole, STRIP_KV), Mask(count) if mask is None and whole > count else mask
 
 

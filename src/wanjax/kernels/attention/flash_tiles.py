@@ -7,13 +7,13 @@ import jax.numpy as jnp
 
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention.radial import Radial
+from wanjax.kernels.tiling import LANES, ceil_div, round_up
 
 TILE_Q = 256  # queries of a tile of the matrix unit
 STRIP_Q, STRIP_KV = 2 * TILE_Q, 256  # queries and keys of one step: a tile for each of the two matrix units of a core
 LEAD = 2  # strips that are scored before their values are added, so that the matrix unit does not wait for softmax
 CHUNK = 512  # the most keys of a masked step
 CAREFUL_KV, CAREFUL_Q = 1024, 256  # the most keys and queries of a step of the careful pass
-LANES = 128
 SPILL_BYTES = 32 << 20  # the compiler's own share of VMEM, beside a kernel's
 REGISTER = 16  # rows of keys in a register
 PROBE = 32  # keys whose maximum sets a row's offset
@@ -182,14 +182,6 @@ def config_of_blocks(
         if made.vmem_bytes(head_dim, jnp.dtype(dtype).itemsize) + SPILL_BYTES <= vmem_bytes:
             return made
     return Config(rows, body, body)
-
-
-def ceil_div(a, b: int):
-    return (a + b - 1) // b
-
-
-def round_up(a: int, b: int) -> int:
-    return b * ceil_div(a, b)
 
 
 def _even(length: int, block: int, unit: int) -> int:

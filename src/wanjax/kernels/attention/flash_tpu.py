@@ -20,12 +20,13 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from wanjax.kernels.attention import chunked, flash_gradient
-from wanjax.kernels.attention.blocks import by_head
+from wanjax.kernels.attention.blocks import from_rows, to_rows
 from wanjax.kernels.attention.flash_kernel import Sizes, Sums, call
-from wanjax.kernels.attention.flash_tiles import LANES, SPILL_BYTES, Config, config_of_blocks, default_config
+from wanjax.kernels.attention.flash_tiles import SPILL_BYTES, Config, config_of_blocks, default_config
 from wanjax.kernels.attention.gradient import from_result
 from wanjax.kernels.attention.masks import Window, divide_live, first_keys, live_first
-from wanjax.kernels.attention.radial import Radial, visits
+from wanjax.kernels.attention.radial import Radial, cells
+from wanjax.sharding import pad_to
 
 HEAD_DIMS = (64, 128)
 DTYPES = ("float32", "bfloat16")
@@ -51,10 +52,7 @@ def unsupported(q, k, v, *, key_mask, window, scale, bias, config, return_lse) -
     if vmem is None:
         return None
     ragged = key_mask is not None or window is not None
-    if isinstance(window, Radial):
-        tiles = config_of_blocks(window, config, vmem, head_dim, k.shape[1], q.dtype.name)
-    else:
-        tiles = config or default_config(vmem, head_dim, q.shape[1], k.shape[1], q.dtype.name, ragged)
+    tiles = _tiles(config, window, (head_dim, q.shape[1], k.shape[1], q.dtype.name), ragged)
     need = tiles.vmem_bytes(head_dim, q.dtype.itemsize) + SPILL_BYTES
     if need > vmem:
         right = "a chip with more" if vmem < SPILL_BYTES else "smaller ones"
@@ -141,8 +139,7 @@ def _gradient(q, k, v, g, lse, delta, masks, *, window, scale: float, config: Co
         return flash_gradient.gradient(q, k, v, g, lse, delta, live, scale=scale, keys=keys, config=tiles)
     options = {"key_mask": key_mask, "window": window, "scale": scale, "config": None, "keys": live}
     dq, dk, dv = chunked.gradient(q, k[:, :keys], v[:, :keys], g, lse, delta, **options)
-    after = ((0, 0), (0, k.shape[1] - keys), (0, 0), (0, 0))
-    return dq, jnp.pad(dk, after), jnp.pad(dv, after)
+    return dq, pad_to(dk, 1, k.shape[1]), pad_to(dv, 1, k.shape[1])
 
 
 def _attention(q, k, v, masks, *, window, scale, config, keys, before: Sums | None = None, unfinished=False) -> Any:
@@ -152,14 +149,12 @@ def _attention(q, k, v, masks, *, window, scale, config, keys, before: Sums | No
     live = live if counted else jnp.full((batch,), keys, jnp.int32)
     blocks = window if isinstance(window, Radial) else None
     ragged = blocks is None and (key_mask is not None or counted or window is not None)
-    config = _tiles(config, blocks, (head_dim, queries, keys, q.dtype.name), ragged)
+    config = _tiles(config, window, (head_dim, queries, keys, q.dtype.name), ragged)
     mean = None
     if config.center_keys:
         k, mean = _center(k, first_keys(live, k.shape[1]) if counted else key_mask)
     if key_mask is not None:
         live, (k, v) = live_first(key_mask, k, v)  # then whole blocks of masked keys are skipped
-    side_by_side = head_dim % LANES == 0  # then a block takes the columns of one head, as projections wrote them
-    operands = ((x.reshape(*x.shape[:2], -1) if side_by_side else by_head(x)) for x in (q, k, v))
     scalars = (live,) if blocks is None else _listed(blocks, queries, keys, config, live)
     sizes = Sizes(
         queries=queries,
@@ -176,11 +171,19 @@ def _attention(q, k, v, masks, *, window, scale, config, keys, before: Sums | No
         resumed=before is not None,
         unfinished=unfinished,
     )
-    made = call(scalars, tuple(operands), before, sizes=sizes, kv_heads=kv_heads, head_dim=head_dim, config=config)
+    made = call(
+        scalars,
+        tuple(map(to_rows, (q, k, v))),
+        before,
+        sizes=sizes,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        config=config,
+    )
     if isinstance(made, Sums):
         return made
     out, lse = made
-    out = out.reshape(q.shape) if side_by_side else jnp.moveaxis(out.reshape(batch, heads, queries, -1), 1, 2)
+    out = from_rows(out, heads, head_dim)
     lse = jnp.moveaxis(lse.reshape(batch, heads, queries), 1, 2)
     if mean is not None:
         groups = q.astype(jnp.float32).reshape(batch, queries, kv_heads, -1, head_dim)
@@ -194,21 +197,23 @@ def _sides(window: Window | Radial | None) -> tuple[int, int]:
     return left, right
 
 
-def _tiles(config: Config | None, blocks: Radial | None, shape: tuple[int, int, int, str], ragged: bool) -> Config:
+def _tiles(
+    config: Config | None, window: Window | Radial | None, shape: tuple[int, int, int, str], ragged: bool
+) -> Config:
     """The tiles for heads of a size, a number of queries and of keys, and a dtype."""
     vmem, (head_dim, queries, keys, dtype) = vmem_bytes() or 0, shape
-    if blocks is not None:
-        return config_of_blocks(blocks, config, vmem, head_dim, keys, dtype)
+    if isinstance(window, Radial):
+        return config_of_blocks(window, config, vmem, head_dim, keys, dtype)
     return config or default_config(vmem, head_dim, queries, keys, dtype, ragged)
 
 
 def _listed(mask: Radial, queries: int, keys: int, config: Config, live: Int32[Array, " B"]) -> tuple[Array, ...]:
-    """What `kernel_of_blocks` is told: `radial.visits` without the blocks that `live` ends in or before, and `live`.
+    """What `kernel_of_blocks` is told: `radial.cells` without the blocks that `live` ends in or before, and `live`.
 
     All queries see these blocks, or they are padding and see none.
     """
     block_kv = config.block_kv
-    first, count, tail, start = visits(mask, queries, keys, block_kv, config.block_q // mask.block_q)
+    first, count, tail, start = cells(mask, queries, keys, block_kv, config.block_q // mask.block_q)
     begin = np.arange(0, keys, block_kv) // mask.block_kv
     end = np.minimum(begin + block_kv // mask.block_kv, keys // mask.block_kv)
     dead = jnp.maximum(end[None] - jnp.maximum(live[:, None] // mask.block_kv, begin[None]), 0)  # [B, steps]

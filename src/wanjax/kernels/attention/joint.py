@@ -9,7 +9,6 @@ the keys of all devices are gathered, unless there is a window, which needs the 
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +17,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32
 
 from wanjax.kernels.attention.sharded import Placement, heads_to_tokens, tokens_to_heads
-from wanjax.sharding import current
+from wanjax.sharding import current, pad_to
 
 
 class Pair(NamedTuple):
@@ -36,7 +35,6 @@ def attention(
     `kernel(q, k, v, keys=..., window=...)` is attention on one device to the first `keys` keys of each example.
     """
     partitioner = current()
-    attend = partial(_joined, partial(kernel, window=window), length=length)
     place = Placement.of(q.video, partitioner)
     axes = (place.tokens,) if isinstance(place.tokens, str) else place.tokens or ()
     gathered = tuple(axis for axis in axes if axis == "sp" and window is None)
@@ -48,20 +46,12 @@ def attention(
         if gathered:
             rows = q.video.shape[1]
             k, v = jax.tree.map(lambda x: jax.lax.all_gather(x, gathered, axis=1, tiled=True), (k, v))
-        out = attend(q, k, v, texts, rows=rows)
+        out = kernel(_join(q, rows), _join(k, length), _join(v, length), keys=length + texts, window=window)
+        out = Pair(pad_to(out[:, :rows], 1, q.video.shape[1]), out[:, rows:])  # other queries of the video are padding
         return jax.tree.map(lambda x: heads_to_tokens(x, heads, devices, exchanged), out)
 
     both = Pair(PartitionSpec(*place), PartitionSpec(*place))
     return partitioner.on_each(on_device, (both, both, both, PartitionSpec(place.batch)), both)(q, k, v, texts)
-
-
-def _joined(
-    kernel: Callable[..., Array], q: Pair, k: Pair, v: Pair, texts: Int32[Array, " B"], *, length: int, rows: int
-) -> Pair:
-    """Attention on one device, of the first `rows` of the video's queries; others are padding and give zeros."""
-    out = kernel(_join(q, rows), _join(k, length), _join(v, length), keys=length + texts)
-    fill = q.video.shape[1] - rows
-    return Pair(jnp.pad(out[:, :rows], ((0, 0), (0, fill), (0, 0), (0, 0))), out[:, rows:])
 
 
 def _join(x: Pair, length: int) -> Float[Array, "B _L N D"]:

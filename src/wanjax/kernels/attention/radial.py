@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Bool, Int, Int32
 
 from wanjax.errors import WanjaxError
+from wanjax.kernels.tiling import ceil_div
 
 NONE = 1 << 30  # the first key of a block that is none
 UNIT = 128  # tokens along each side of a block of the published mask, and the least half width of a band
@@ -62,11 +63,11 @@ class Radial:
 def _live(mask: Radial, queries: int, keys: int) -> Bool[np.ndarray, "_L _S"]:
     """Returns `Radial.live`. Queries after the last key are padding and see none."""
     text = mask.frames * mask.frame_tokens // UNIT  # the block in which text begins, if there is any
-    fine = np.zeros((-(-queries // UNIT), -(-keys // UNIT)), bool)
+    fine = np.zeros((ceil_div(queries, UNIT), ceil_div(keys, UNIT)), bool)
     seen = published(mask.frames, mask.frame_tokens, mask.decay, mask.sink)[: len(fine), : fine.shape[1]]
     fine[: len(seen), : seen.shape[1]] = seen
     if keys > mask.frames * mask.frame_tokens:
-        fine[text : -(-keys // UNIT)] = fine[:, text:] = True
+        fine[text : ceil_div(keys, UNIT)] = fine[:, text:] = True
     for axis, block in enumerate((mask.block_q, mask.block_kv)):
         fine = np.logical_or.reduceat(fine, np.arange(0, fine.shape[axis], block // UNIT), axis=axis)
     fine.setflags(write=False)
@@ -81,7 +82,7 @@ def published(frames: int, frame_tokens: int, decay: float, sink: bool) -> Bool[
     over a third of the block's rows. Blocks at the end of a frame and of the video count too, where the authors' code
     cuts some off.
     """
-    blocks = -(-frames * frame_tokens // UNIT)
+    blocks = ceil_div(frames * frame_tokens, UNIT)
     kept = np.zeros((blocks, blocks), bool)
     for query in range(frames):
         for key in range(frames):
@@ -132,7 +133,7 @@ def lists(live: Bool[np.ndarray, "_L _S"]) -> tuple[Int32[np.ndarray, "_L _S"], 
     return np.where(np.arange(order.shape[1]) < counts[:, None], order, 0).astype(np.int32), counts
 
 
-def visits(mask: Radial, queries: int, keys: int, block_kv: int, together: int) -> tuple[Int32[np.ndarray, " _L"], ...]:
+def cells(mask: Radial, queries: int, keys: int, block_kv: int, together: int) -> tuple[Int32[np.ndarray, " _L"], ...]:
     """Returns what a kernel is told that holds `block_kv` keys at a time, and visits whole live blocks in them.
 
     A cell of its grid has as many neighbouring blocks of queries as are `together`, each with a list of its own, and
@@ -142,16 +143,13 @@ def visits(mask: Radial, queries: int, keys: int, block_kv: int, together: int) 
     """
     live, whole, held = mask.live(queries, keys), keys // mask.block_kv, block_kv // mask.block_kv
     live = np.pad(live, ((0, -len(live) % together), (0, 0)))
-    steps = -(-keys // block_kv)
+    steps = ceil_div(keys, block_kv)
     shown = np.pad(live[:, :whole], ((0, 0), (0, steps * held - whole))).reshape(-1, together, steps, held)
-    lists = [cell for rows in np.moveaxis(shown, 2, 1) for cell in rows]  # [together, held] of each cell
-    count = np.array([cell.sum(axis=1).max() for cell in lists])
-    first = np.cumsum(together * count) - together * count
-    start = [np.full((number, together), NONE) for number in count]
-    for cell, made in zip(lists, start, strict=True):
-        for column, row in enumerate(cell):
-            found = np.flatnonzero(row) * mask.block_kv
-            made[: len(found), column] = found
-    entries = np.concatenate(start).reshape(-1)
+    columns, counts = lists(np.moveaxis(shown, 2, 1).reshape(-1, held))  # of each block of queries in each cell
+    places = np.arange(columns.shape[1])
+    start = np.where(places < counts[:, None], columns * mask.block_kv, NONE).reshape(-1, together, len(places))
+    count = counts.reshape(-1, together).max(axis=1)
+    first = together * (np.cumsum(count) - count)
+    entries = np.moveaxis(start, 1, 2)[places < count[:, None]].reshape(-1)
     entries = entries if len(entries) else np.full(together, NONE)
     return tuple(np.asarray(x, np.int32) for x in (first, count, live[:, -1], entries))  # type: ignore[return-value]

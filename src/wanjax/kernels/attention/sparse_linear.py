@@ -7,7 +7,6 @@ head. Linear attention, whose features are softmaxes over the channels of a head
 learned for each layer, and is added. This file has the rule, and the reference for its implementations.
 """
 
-import math
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -18,7 +17,9 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import reference
-from wanjax.kernels.attention.blocks import by_head
+from wanjax.kernels.attention.blocks import apart, by_head, cut
+from wanjax.kernels.tiling import ceil_div
+from wanjax.sharding import pad_to
 
 EPSILON = 1e-5  # added to the sum of linear attention's weights
 
@@ -65,7 +66,7 @@ class SparseLinear:
 
     def kept(self, keys: int) -> int:
         """Returns the number of blocks that each block of queries keeps of so many keys."""
-        return max(1, int(self.top * math.ceil(keys / self.block_kv)))
+        return max(1, int(self.top * ceil_div(keys, self.block_kv)))
 
 
 class Projection(NamedTuple):
@@ -96,17 +97,18 @@ def attention(
     Float32 inside, rounded once to the operands' dtype. The sparse part, with logits scaled by 1 / √D, is dense
     attention from which the blocks that are not kept are hidden.
     """
-    length, shape = q.shape[1], (q.shape[0], q.shape[2], keys, -1)
-    flat_q, flat_k, flat_v = (by_head(x[:, :keys]) for x in (q, k, v))
-    blocks = jnp.arange(math.ceil(keys / sparse.block_kv))
+    length, heads, dtype = *q.shape[1:3], q.dtype
+    q, k, v = (x[:, :keys] for x in (q, k, v))
+    flat_q, flat_k, flat_v = map(by_head, (q, k, v))
+    blocks = jnp.arange(ceil_div(keys, sparse.block_kv))
     kept = (choose_blocks(flat_q, flat_k, sparse)[..., None] == blocks[None, None, None]).any(axis=2)
     rows, columns = (jnp.arange(keys) // size for size in (sparse.block_q, sparse.block_kv))
-    hidden = jnp.where(kept[:, rows][:, :, columns], 0.0, -jnp.inf).reshape(shape)
-    wide = (jnp.moveaxis(x.reshape(shape), 1, 2).astype(jnp.float32) for x in (flat_q, flat_k, flat_v))
+    hidden = jnp.where(kept[:, rows][:, :, columns], 0.0, -jnp.inf).reshape(-1, heads, keys, keys)
+    wide = (x.astype(jnp.float32) for x in (q, k, v))
     options: dict[str, Any] = {"key_mask": None, "window": None, "scale": q.shape[3] ** -0.5, "config": None}
     out: Any = reference.attention(*wide, bias=hidden, **options)
-    out += jnp.moveaxis(linear(flat_q, state_of(flat_k, flat_v), projection).reshape(shape), 1, 2)
-    return jnp.pad(out, ((0, 0), (0, length - keys), (0, 0), (0, 0))).astype(q.dtype)
+    out += apart(linear(flat_q, state_of(flat_k, flat_v), projection), heads)
+    return pad_to(out, 1, length).astype(dtype)
 
 
 def choose_blocks(
@@ -126,9 +128,8 @@ def choose_blocks(
 def block_means(x: Float[Array, "_B L D"], size: int) -> Float32[Array, "_B _L D"]:
     """Returns the mean of each block of `size` tokens, the last of which may have fewer."""
     length = x.shape[1]
-    blocks = jnp.pad(x, ((0, 0), (0, -length % size), (0, 0))).reshape(len(x), -1, size, x.shape[2])
     counts = np.minimum(size, length - np.arange(0, length, size)).astype(np.float32)
-    return blocks.sum(axis=2, dtype=jnp.float32) / counts[None, :, None]
+    return cut(x, size).sum(axis=2, dtype=jnp.float32) / counts[None, :, None]
 
 
 def state_of(k: Float[Array, "_B L D"], v: Float[Array, "_B L D"]) -> KeyState:

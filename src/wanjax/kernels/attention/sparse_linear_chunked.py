@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from wanjax.kernels.attention.blocks import by_head, even, precision_of
+from wanjax.kernels.attention.blocks import apart, by_head, cut, even, precision_of
 from wanjax.kernels.attention.sparse_linear import KeyState, Projection, SparseLinear, choose_blocks, linear, state_of
 from wanjax.kernels.gradient import with_backward
 from wanjax.kernels.saved import saved
 from wanjax.kernels.target import multiplies_bfloat16, target
+from wanjax.sharding import pad_to
 
 SCORES = 128 << 20  # bytes of scores at a time
 SCORES_ON_CPU = 4 << 20  # which a cache holds
@@ -54,7 +55,7 @@ def with_gradient(
     def back(kept: tuple, g: Array) -> tuple:
         q, k, v, projection, chosen = kept
         *of_heads, of_projection = gradient(_heads(keys, q, k, v, g), projection, chosen, sparse)
-        return *(_apart(x, q.shape).astype(q.dtype) for x in of_heads), of_projection
+        return *(_tokens(x, q.shape).astype(q.dtype) for x in of_heads), of_projection
 
     return with_backward(keep, back, q, k, v, projection)
 
@@ -62,7 +63,7 @@ def with_gradient(
 def _forward(q, k, v, projection: Projection, *, sparse: SparseLinear, keys: int) -> tuple[Array, Array]:
     heads = _heads(keys, q, k, v)
     chosen = choose_blocks(heads[0], heads[1], sparse)
-    return _apart(by_lists(heads, projection, chosen, sparse), q.shape), chosen
+    return _tokens(by_lists(heads, projection, chosen, sparse), q.shape), chosen
 
 
 def _heads(keys: int, *arrays: Float[Array, "B L N D"]) -> list[Float[Array, "_B _L D"]]:
@@ -70,11 +71,9 @@ def _heads(keys: int, *arrays: Float[Array, "B L N D"]) -> list[Float[Array, "_B
     return [by_head(x[:, :keys]) for x in arrays]
 
 
-def _apart(x: Float[Array, "_B _L D"], shape: tuple[int, ...]) -> Float[Array, "B L N D"]:
+def _tokens(x: Float[Array, "_B _L D"], shape: tuple[int, ...]) -> Float[Array, "B L N D"]:
     """Returns heads in the shape that they had before `_heads`, with zeros for other tokens."""
-    batch, length, heads, size = shape
-    x = jnp.moveaxis(x.reshape(batch, heads, -1, size), 1, 2)
-    return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, 0)))
+    return pad_to(apart(x, shape[2]), 1, shape[1])
 
 
 class Walk(NamedTuple):
@@ -87,7 +86,7 @@ class Walk(NamedTuple):
 
     @classmethod
     def over(cls, k: Float[Array, "_B L D"], v: Float[Array, "_B L D"], size: int, precision: str) -> "Walk":
-        return cls(_cut(k, size), _cut(v, size), k.shape[1], precision)
+        return cls(cut(k, size), cut(v, size), k.shape[1], precision)
 
     def gathered(self, lists: Int32[Array, "_B C _S"]) -> tuple[Float[Array, "_B C S D"], Float[Array, "_B C S D"]]:
         """Returns the keys and values of each list."""
@@ -135,7 +134,7 @@ def by_lists(
         return (out + _linear(x, state, projection)).astype(dtype)
 
     count = _count(chosen, sparse, q)
-    rows = _together(_cut(q, sparse.block_q), count), _together(chosen, count)
+    rows = _together(cut(q, sparse.block_q), count), _together(chosen, count)
     return _joined(jax.lax.map(some, rows), q.shape[1])
 
 
@@ -168,7 +167,7 @@ def gradient(
         return (of_k, of_v, *jax.tree.map(jnp.add, sums[2:], tuple(of_linear))), of_x
 
     count = _count(chosen, sparse, q)
-    queries = (_together(_cut(x, sparse.block_q), count) for x in (q, g))
+    queries = (_together(cut(x, sparse.block_q), count) for x in (q, g))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (state, projection))
     totals = (jnp.zeros(x.shape, jnp.float32) for x in (walk.k, walk.v))
     (of_k, of_v, of_state, of_projection), of_q = jax.lax.scan(
@@ -197,18 +196,11 @@ def _count(chosen: Int32[Array, "_B _L _S"], sparse: SparseLinear, q: Array) -> 
     return even(chosen.shape[1], max(1, budget // each))[1]
 
 
-def _cut(x: Float[Array, "_B L D"], size: int) -> Float[Array, "_B _L S D"]:
-    """x in blocks of `size` tokens, the last of them filled with zeros."""
-    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size), (0, 0)))
-    return x.reshape(len(x), -1, size, x.shape[2])
-
-
 def _together(x: Array, count: int) -> Array:
     """Rows [_B _L ...] by `count` at a time, with those groups on the first axis; zeros fill the last."""
-    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % count), *((0, 0),) * (x.ndim - 2)))
-    return jnp.moveaxis(x.reshape(len(x), -1, count, *x.shape[2:]), 1, 0)
+    return jnp.moveaxis(pad_to(x, 1, count).reshape(len(x), -1, count, *x.shape[2:]), 1, 0)
 
 
 def _joined(x: Float[Array, "_L _B C S D"], length: int) -> Float[Array, "_B L D"]:
-    """Undoes `_together` and `_cut`."""
+    """Undoes `_together` and `cut`."""
     return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, x.shape[4])[:, :length]
