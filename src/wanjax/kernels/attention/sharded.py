@@ -26,7 +26,7 @@ from wanjax.sharding import Partitioner, pad_to
 
 Kernel = Callable[..., Any]  # attention on one device: (q, k, v, *, key_mask, window, bias, return_lse); its gradient
 Mask = Bool[Array, "B S"]
-Axes = str | tuple[str, ...]
+Axes = str | tuple[str, ...] | None
 
 
 class Kernels(NamedTuple):
