@@ -95,7 +95,7 @@ def attention(
         q, k, v = (tokens_to_heads(x, devices) for x in (q, k, v))
         if partitioner.size("sp") > 1:
             k, v = (jax.lax.all_gather(x, "sp", axis=1, tiled=True) for x in (k, v))
-        block = _block(k, v, length)
+        block = KVCache(*(x.reshape(*x.shape[:2], -1)[:, :length] for x in (k, v)))
         out = _seen(kernel, q, written(window, block, place), place, length)
         return heads_to_tokens(out, heads, devices), block
 
@@ -104,11 +104,6 @@ def attention(
     specs = (tokens, tokens, tokens, kept, Place(PartitionSpec(), PartitionSpec()))
     out, block = partitioner.on_each(attend, specs, (tokens, kept))(q, k, v, window, place)
     return out[:, :queries], block
-
-
-def _block(k: Float[Array, "B L N D"], v: Float[Array, "B L N D"], length: int) -> KVCache:
-    """Returns what is kept of a block, whose first `length` tokens are real."""
-    return KVCache(*(x.reshape(*x.shape[:2], -1)[:, :length] for x in (k, v)))
 
 
 def _seen(
