@@ -10,8 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from tests.support.attention import normal, operands
 from tests.support.compare import error
@@ -22,7 +20,7 @@ from tests.support.words import naming
 from wanjax.compilers.chips import described, find_slice
 from wanjax.compilers.compile import compile_program
 from wanjax.compilers.kernels import kernel_calls
-from wanjax.compilers.lowering import Lowering
+from wanjax.compilers.lowering import everywhere
 from wanjax.errors import UnsupportedError, WanjaxError
 from wanjax.kernels.attention import (
     AUTO,
@@ -349,16 +347,14 @@ def test_elsewhere_than_on_a_tpu():
 
 def attend_small(mesh):
     """Lowers it for two examples of two heads on each device."""
-    operands = [jax.ShapeDtypeStruct((2, 600, 2, 128), jnp.bfloat16, sharding=NamedSharding(mesh, P()))] * 3
-    weights = [
-        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P())) for shape in ((128, 128), (128,))
-    ]
+    operands = [jax.ShapeDtypeStruct((2, 600, 2, 128), jnp.bfloat16)] * 3
+    weights = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((128, 128), (128,))]
 
     def run(q, k, v, kernel, bias):
         options = {"sparse": SparseLinear(0.6), "keys": 580, "implementation": "tpu", "config": Config(2)}
         return sparse_linear_attention(q, k, v, Projection(kernel, bias), **options)
 
-    return Lowering(jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False), (*operands, *weights))
+    return everywhere(run, mesh, (*operands, *weights))
 
 
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")

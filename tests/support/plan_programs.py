@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.workloads import WORKLOADS
-from wanjax.compilers.lowering import Lowering
+from wanjax.compilers.lowering import Lowering, everywhere
 from wanjax.kernels.attention import attention, choose
 from wanjax.kernels.target import target
 from wanjax.sharding import RULES, Partitioner, spread, use
@@ -43,11 +43,8 @@ def product_kernel(x: jax.Array, y: jax.Array) -> jax.Array:
 
 def product_on_each(mesh: AbstractMesh) -> Lowering:
     """Lowers that kernel, the same on each device."""
-    shapes = [
-        jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=NamedSharding(mesh, P())) for s in ((512, 256), (256, 128))
-    ]
-    each = jax.shard_map(product_kernel, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    return Lowering(each, tuple(shapes))
+    shapes = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((512, 256), (256, 128)))
+    return everywhere(product_kernel, mesh, shapes)
 
 
 def layers(mesh: AbstractMesh, *, count: int, tokens: int, width: int) -> Lowering:
@@ -117,6 +114,4 @@ def _attend(mesh: AbstractMesh, operands, window=None) -> Lowering:
         assert choose(q, k, v, key_mask=key_mask, window=window).name == "flash_tpu"
         return attention(q, k, v, key_mask=key_mask, window=window)
 
-    everywhere = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    shapes = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P())) for x in operands)
-    return Lowering(everywhere, tuple(shapes))
+    return everywhere(run, mesh, operands)

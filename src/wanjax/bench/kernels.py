@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from wanjax.bench.programs import distance, made_up, mesh_of, operand
+from wanjax.bench.programs import distance, made_up, mesh_of
 from wanjax.bench.timing import Timing, timed
-from wanjax.compilers.lowering import Lowering
+from wanjax.compilers.lowering import Lowering, everywhere
 from wanjax.errors import UnsupportedError
 from wanjax.kernels.attention import (
     IMPLEMENTATIONS,
@@ -24,6 +24,7 @@ from wanjax.kernels.attention import (
     choose,
     sparse_linear_attention,
 )
+from wanjax.kernels.tiling import round_up
 from wanjax.layers.linear import dot_general
 from wanjax.sharding import MESH_AXES
 
@@ -43,12 +44,8 @@ def attend(
     dtype: str,
 ) -> Lowering:
     """Builds attention of q [1 L N D] with k and v [1 S N D] on each device."""
-    arguments = tuple(operand(mesh, (1, length, heads, head_dim), jnp.dtype(dtype)) for length in (queries, keys, keys))
-    everywhere = jax.sharding.PartitionSpec()
-    run = partial(attention, implementation=implementation)
-    return Lowering(
-        jax.shard_map(run, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False), arguments
-    )
+    shapes = ((1, length, heads, head_dim) for length in (queries, keys, keys))
+    return everywhere(partial(attention, implementation=implementation), mesh, _operands(dtype, *shapes))
 
 
 def attend_sparsely(
@@ -62,32 +59,27 @@ def attend_sparsely(
     dtype: str,
 ) -> Lowering:
     """Builds sparse-linear attention of q, k and v [1 L N D] to each other on each device."""
-    shapes = (*[(1, tokens, heads, head_dim)] * 3, (head_dim, head_dim), (head_dim,))
-    arguments = tuple(operand(mesh, shape, jnp.dtype(dtype)) for shape in shapes)
-    everywhere = jax.sharding.PartitionSpec()
 
     def run(q: Array, k: Array, v: Array, *projection: Array) -> Array:
         return sparse_linear_attention(q, k, v, Projection(*projection), sparse)
 
-    return Lowering(
-        jax.shard_map(run, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False), arguments
-    )
+    shapes = (*[(1, tokens, heads, head_dim)] * 3, (head_dim, head_dim), (head_dim,))
+    return everywhere(run, mesh, _operands(dtype, *shapes))
 
 
 def multiply(mesh: Mesh | AbstractMesh, _: Any = None, *, tokens: int, width: int, inside: int, dtype: str) -> Lowering:
     """Builds the product of a projection, [L I] by [I O], on each device."""
-    arguments = tuple(operand(mesh, shape, jnp.dtype(dtype)) for shape in ((tokens, width), (width, inside)))
-    everywhere = jax.sharding.PartitionSpec()
     run = partial(dot_general, dimensions=(((1,), (0,)), ((), ())))
-    return Lowering(
-        jax.shard_map(run, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False), arguments
-    )
+    return everywhere(run, mesh, _operands(dtype, (tokens, width), (width, inside)))
+
+
+def _operands(dtype: str, *shapes: tuple[int, ...]) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in shapes]
 
 
 def multiply_by_numpy(tokens: int, width: int, inside: int, budget: float) -> tuple[str, Timing]:
     """Times the same product in float32 by the library that NumPy brings; returns that library's name too."""
-    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((tokens, width), (width, inside))]
-    operands = tuple(made_up(shapes))
+    operands = tuple(made_up(_operands("float32", (tokens, width), (width, inside))))
     library: Any = np.show_config(mode="dicts")
     return library["Build Dependencies"]["blas"]["name"], timed(np.matmul, lambda: operands, 0.0, budget)[0]
 
@@ -123,10 +115,9 @@ def exchange(mesh: Mesh | AbstractMesh, _: Any = None, *, kind: str, tokens: int
 
     `kind` is the sum of [L E] numbers, the whole on each device, or another axis split.
     """
-    length, width = (-(-size // mesh.size) * mesh.size for size in (tokens, width))
-    x = operand(mesh, (length, width), jnp.dtype(dtype), MESH_AXES)
-    axes, split = jax.sharding.PartitionSpec(MESH_AXES), jax.sharding.PartitionSpec(None, MESH_AXES)
-    whole = jax.sharding.PartitionSpec()
+    length, width = (round_up(size, mesh.size) for size in (tokens, width))
+    axes, split, whole = PartitionSpec(MESH_AXES), PartitionSpec(None, MESH_AXES), PartitionSpec()
+    x = jax.ShapeDtypeStruct((length, width), jnp.dtype(dtype), sharding=NamedSharding(mesh, axes))
     run, out = {
         "all_reduce": (lambda x: jax.lax.psum(x, MESH_AXES), whole),
         "all_gather": (lambda x: jax.lax.all_gather(x, MESH_AXES, axis=0, tiled=True), whole),

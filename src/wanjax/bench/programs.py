@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from wanjax.bench.timing import Timing, timed
 from wanjax.compilers.lowering import Lowering, without_refused
@@ -116,8 +116,3 @@ def distance(a: Any, b: Any) -> float:
         total += float(np.sum((left[finite] - right[finite]) ** 2))
         size += float(np.sum(right[finite] ** 2))
     return (total / max(size, SMALLEST)) ** 0.5
-
-
-def operand(mesh: Mesh | AbstractMesh, shape: tuple[int, ...], dtype: Any, *spec: Any) -> jax.ShapeDtypeStruct:
-    """Returns the shape of an array with the sharding of a spec."""
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))

@@ -4,7 +4,6 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from math import ceil
 from os import cpu_count
 from typing import Any
@@ -24,6 +23,7 @@ from wanjax.bench.kernels import (
 )
 from wanjax.bench.modelled import Build, Known, known
 from wanjax.bench.programs import Measured, distance, measure, mesh_of
+from wanjax.compilers.kept import versions
 from wanjax.compilers.lowering import Lowering
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import AUTO, Attention, choose
@@ -141,7 +141,7 @@ def bench(outline: Outline, scale: Scale, *, quick: bool, tell: Tell) -> Bench:
         mesh=axes,
         place=here.name,
         modelled_by=here.source,
-        versions=versions(),
+        versions={"cores": str(cpu_count()), **versions("wanjax", "jax", "jaxlib", "libtpu")},
         rows=rows,
         exact=exact,
         differ=differ,
@@ -340,14 +340,3 @@ def reduced(architecture: Architecture, layers: int | None) -> Architecture:
         if isinstance(getattr(config, "layers", None), int)
     }
     return replace(architecture, **fewer)
-
-
-def versions() -> dict[str, str]:
-    """Returns the versions of what computes, and the number of the host's cores."""
-    found = {"cores": str(cpu_count())}
-    for name in ("wanjax", "jax", "jaxlib", "libtpu"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -2,17 +2,16 @@
 """Pallas kernels of a large program, each compiled on its own: schedules of the whole would take too much memory."""
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from math import ceil
 from typing import Any, NamedTuple
 
-import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from wanjax.compilers.compile import Compiled
 from wanjax.compilers.exporting import Traced
 from wanjax.compilers.hlo import parse
-from wanjax.compilers.lowering import Lowering
+from wanjax.compilers.lowering import Lowering, everywhere
 from wanjax.compilers.pricing import KERNEL, price_compiled
 
 DTYPES = {"bf16": "bfloat16", "pred": "bool"} | {
@@ -61,23 +60,8 @@ def kernels_of(traced: Traced) -> dict[Call, Lowering]:
         avals: list[Any] = [x.aval for x in equation.invars]
         call = Call(str(equation.params["name"]), tuple((aval.dtype.name, aval.shape) for aval in avals))
         if call not in found:
-            found[call] = _alone(equation, call, traced.mesh)
+            found[call] = everywhere(partial(equation.primitive.bind, **equation.params), traced.mesh, avals)
     return found
-
-
-def _alone(equation: JaxprEqn, call: Call, mesh: AbstractMesh) -> Lowering:
-    replicated = PartitionSpec()
-    function = jax.shard_map(
-        lambda *operands: equation.primitive.bind(*operands, **equation.params),
-        mesh=mesh,
-        in_specs=replicated,
-        out_specs=replicated,
-        check_vma=False,
-    )
-    sharding = NamedSharding(mesh, replicated)
-    return Lowering(
-        function, tuple(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for dtype, shape in call.operands)
-    )
 
 
 def same_kernel(call: Call, known: Iterable[Call]) -> Call | None:

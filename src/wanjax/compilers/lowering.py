@@ -3,11 +3,12 @@
 
 import gc
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 Result = TypeVar("Result")
 
@@ -23,6 +24,14 @@ class Lowering(NamedTuple):
     arguments: tuple[Any, ...]
     donate: tuple[int, ...] = ()
     compiler_options: Mapping[str, Any] | None = None
+
+
+def everywhere(function: Callable, mesh: Mesh | AbstractMesh, shapes: Iterable[Any]) -> Lowering:
+    """Returns a function as each device of a mesh runs it, on arrays of these shapes that every device has whole."""
+    spec = PartitionSpec()
+    each = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    arguments = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)) for x in shapes)
+    return Lowering(each, tuple(arguments))
 
 
 @contextmanager
