@@ -39,7 +39,7 @@ def choose_mesh(
     if not found:
         raise WanjaxError(f"{place.devices} devices cannot be divided by sp={sp}: a divisor would do")
     room = [axes for axes in found if has_room(place, axes, parameters, spread=spread)]
-    told = {"guided": guided, "parameters": parameters, "ring": ring and work.ring, "spread": spread}
+    told = {"guided": guided, "parameters": parameters, "ring": ring, "spread": spread}
     return min(room or found, key=lambda axes: step_seconds(place, work, axes, **told))
 
 
@@ -73,7 +73,7 @@ def step_seconds(
     traded = 4 * own * padding * (tp / 4 if tp > 1 else 0)
     passed = 2 * own * (sp - 1)
     merged = 3 * 4 / BYTES * own * (sp - 1) / chip.bandwidth  # partial outputs, in float32
-    if ring and tp == 1:
+    if ring and work.ring and tp == 1:
         passed, merged = 0 if hides_ring(work.tokens, sp) else passed, 0
     sent = (gathered / _rings(parts) + traded / _rings(tp) + passed / _rings(sp)) / chip.link
     return forwards * (compute + sent + merged)

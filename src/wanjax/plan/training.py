@@ -103,9 +103,12 @@ def training_outlook(
     recorded = _recorded(pipe, settings, clips, lora, optimized)
     programs = [(name, recorded[program].lowering) for name, program in (("step", train), ("forward", loss_alone))]
     step, forward = priced_on(place, programs, tell)
-    asked = {"model": settings.model, "chip": chip, "mesh": axes, "rules": rules, "clips": clips}
     return TrainingOutlook(
-        **asked,
+        model=settings.model,
+        chip=chip,
+        mesh=axes,
+        rules=rules,
+        clips=clips,
         size=f"{settings.width}x{settings.height}",
         frames=settings.frames,
         trained="all weights" if lora is None else f"a LoRA of rank {lora.rank}",
@@ -142,14 +145,14 @@ def _batch(pipe: Pipeline, settings: Settings, clips: int) -> Batch:
     """Returns a batch of clips of these settings as shapes on the host, as it is read from files."""
     recorded = pipe.under(Record(), pipe.components.abstract())
     (encoded,) = Run(recorded, [Order(settings, {})], needed_pictures(pipe, settings)).encode().values()
-    fields = {name: _of_clips(x, clips) for name, x in encoded._asdict().items() if x is not None}
+    fields = {
+        name: jax.ShapeDtypeStruct((clips, *x.shape[1:]), x.dtype)
+        for name, x in encoded._asdict().items()
+        if x is not None
+    }
     told = {name: fields[name.removeprefix(NEGATIVE)] for name in fields if name.startswith(NEGATIVE)}
     _, *latents = pipe.architecture.latent_shape(settings)
     return Batch(jax.ShapeDtypeStruct((clips, *latents), jnp.float32), type(encoded)(**fields | told))
-
-
-def _of_clips(x: Any, clips: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((clips, *x.shape[1:]), x.dtype)
 
 
 def _seconds(step: Priced, forward: Priced) -> dict[str, Any]:

@@ -7,7 +7,7 @@ are read, encoded and written one at a time, and every encoder is freed before t
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -114,7 +114,8 @@ class Store:
             for text, prefix in zip(pair, ("", NEGATIVE), strict=False):
                 fields = {name for name in encoded if NEGATIVE + name in encoded}
                 made = {name: np.asarray(encoded[prefix + name]) for name in fields}
-                save_safetensors(files[text], {name: shortened(x) for name, x in made.items()}, _lengths(made))
+                lengths = {name: str(x.shape[1]) for name, x in made.items()}
+                save_safetensors(files[text], {name: shortened(x) for name, x in made.items()}, lengths)
             done += len(pair)
             tell("caption", done, len(missing))
         return files
@@ -178,10 +179,6 @@ def shortened(x: np.ndarray) -> np.ndarray:
     """Returns features [1 S ...] without the rows of zeros at the end, which padding has."""
     rows = np.flatnonzero(x[0].reshape(x.shape[1], -1).any(axis=1))
     return np.ascontiguousarray(x[:, : (rows[-1] + 1 if len(rows) else 0)])
-
-
-def _lengths(made: Mapping[str, np.ndarray]) -> dict[str, str]:
-    return {name: str(x.shape[1]) for name, x in made.items()}
 
 
 def load_text(file: Path) -> dict[str, np.ndarray]:
