@@ -174,6 +174,9 @@ def test_rows_say_what_to_preserve(tmp_path):
         ({"metadata.csv": "file_name,text,text\na.mp4,b,c"}, "two columns text"),
         ({"metadata.csv": "file_name,text\n" + 300 * "a" + ",b"}, f"{300 * 'a'}"),
         ({"a.mp4": "x", "metadata.csv": "file_name,text,repeats\na.mp4,b,no"}, "has repeats 'no'"),
+        ({"a.mp4": "x", "metadata.jsonl": '{"file_name": "a.mp4", "text": "b", "repeats": 0}'}, "has repeats 0"),
+        ({"a.mp4": "x", "metadata.jsonl": '{"file_name": "a.mp4", "text": "b", "repeats": 2.5}'}, "has repeats 2.5"),
+        ({"a.mp4": "x", "metadata.jsonl": '{"file_name": "a.mp4", "text": "b", "repeats": 1e999}'}, "has repeats inf"),
         ({"a.mp4": "x", "metadata.csv": "file_name,text,preserve\na.mp4,b,2"}, "'2' true false"),
     ],
 )

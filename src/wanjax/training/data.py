@@ -10,6 +10,7 @@ import json
 import os
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from io import StringIO
 from itertools import islice, zip_longest
@@ -123,14 +124,18 @@ def _of_table(table: Path) -> Listing:
         if (before := shown.setdefault((path, str(caption)), where)) != where:
             found.left_out.append(f"{where} is {before} again")
             continue
-        try:
-            repeats = int(row.get(REPEATS) or 1)
-        except (TypeError, ValueError):
-            repeats = 0
-        if repeats < 1:
-            raise WanjaxError(f"{where} has repeats {row[REPEATS]!r}: a whole number from 1 on is right")
-        _add(found, path, caption, repeats, _preserves(row, where))
+        _add(found, path, caption, _repeats(row, where), _preserves(row, where))
     return found
+
+
+def _repeats(row: Mapping[str, Any], where: str) -> int:
+    """Returns how often an epoch shows a row's clip; raises WanjaxError for all but a whole number from 1 on."""
+    if (told := row.get(REPEATS)) in (None, ""):
+        return 1
+    with suppress(TypeError, ValueError, OverflowError):
+        if (count := int(told)) >= 1 and (isinstance(told, str) or count == told):
+            return count
+    raise WanjaxError(f"{where} has repeats {told!r}: a whole number from 1 on is right")
 
 
 def _preserves(row: Mapping[str, Any], where: str) -> bool:
