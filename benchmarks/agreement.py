@@ -20,15 +20,13 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.attention_prices import splash_kernel
+from benchmarks.recorded import programs
 from wanjax.compilers.chips import described, find_slice
 from wanjax.compilers.lowering import Lowering
 from wanjax.compilers.priced import price_all
 from wanjax.kernels.attention import IMPLEMENTATIONS, Attention
-from wanjax.loading import outlined
-from wanjax.pipelines.recording import record
-from wanjax.plan.recorded import STEP, programs_of
-from wanjax.registry import outline, presets
-from wanjax.sharding import RULES, Partitioner
+from wanjax.plan.recorded import STEP
+from wanjax.registry import presets
 
 MODEL = "wan2.1-t2v-14b"
 NEAR = 0.2
@@ -86,21 +84,19 @@ def priced(measured: Measured) -> float:
     settings = replace(presets()[MODEL].defaults, height=measured.size[0], width=measured.size[1])
     place = find_slice(measured.chip)
     mesh = described(place, {"dp": 2, "sp": 1, "tp": place.devices // 2})
-    partitioner = Partitioner(mesh, RULES["fsdp"])
-    pipe = outlined(replace(outline(MODEL), settings=settings), partitioner, attention=Attention("splash"))
-    step = next(x.lowering for x in programs_of(record(pipe, settings)) if x.name == STEP)
-    [found] = price_all(place, [with_splash(step)])
-    assert found.seconds is not None, "it fits"
-    return found.seconds
+    found = programs(MODEL, settings, mesh, attention=Attention("splash"))
+    step = next(x.lowering for x in found if x.name == STEP)
+    [price] = price_all(place, [with_splash(step)])
+    assert price.seconds is not None, "it fits"
+    return price.seconds
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
-    table = Table(title=f"{MODEL}, a guided step, 81 frames, dp=2, splash attention")
-    for column in ("chip", "size", "measured, s", "priced, s", "priced / measured"):
-        table.add_column(column)
+    columns = "chip", "size", "measured, s", "priced, s", "priced / measured"
+    table = Table(*columns, title=f"{MODEL}, a guided step, 81 frames, dp=2, splash attention")
     rows = []
     for measured in MEASURED:
         seconds = priced(measured)

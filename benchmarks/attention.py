@@ -13,7 +13,7 @@ attention (benchmarks/attention_prices.py).
 import argparse
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,8 +24,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.attention_prices import gradient_table, price_table
-from benchmarks.timing import Run, Timing, speed_ratio, time_rivals
+from benchmarks.attention_prices import CHIPS, gradient_table, price_table
+from benchmarks.timing import speed_ratio, time_rivals
 from benchmarks.workloads import WORKLOADS, Workload
 from wanjax.kernels.attention import IMPLEMENTATIONS, attention, choose, chunked
 
@@ -64,17 +64,6 @@ def ours(workload: Workload, dtype: str, name: str, config: Any) -> tuple[Callab
     return compiled, compiled.memory_analysis().temp_size_in_bytes
 
 
-def processor_time_rivals(rivals: Mapping[str, Run], repeats: int) -> dict[str, Timing]:
-    """Times functions in turns like `time_rivals`, by the CPU time of this process."""
-    taken: dict[str, list[float]] = {name: [] for name in rivals}
-    for _ in range(repeats):
-        for name, run in rivals.items():
-            start = time.process_time()
-            jax.block_until_ready(run())
-            taken[name].append(time.process_time() - start)
-    return {name: Timing(tuple(seconds)) for name, seconds in taken.items()}
-
-
 def measure(workload: Workload, dtype: str, config: Any, repeats: int, one_core: bool) -> Table:
     """Checks every implementation against torch's result, then measures its speed and memory."""
     random = np.random.default_rng(0)
@@ -96,7 +85,8 @@ def measure(workload: Workload, dtype: str, config: Any, repeats: int, one_core:
     for name in memory:
         distance = np.linalg.norm(np.asarray(rivals[name](), np.float32) - expected) / np.linalg.norm(expected)
         assert distance < {"float32": 1e-5, "bfloat16": 1e-2}[dtype], (name, distance)
-    timings = (processor_time_rivals if one_core else time_rivals)(rivals, repeats)
+    clock = time.process_time if one_core else time.perf_counter
+    timings = time_rivals(rivals, repeats, warm_up=0, clock=clock)  # they have just run
     title = f"{workload.name}, {dtype}: [1 {workload.queries} {workload.heads} {workload.head_dim}] × {workload.keys}"
     table = Table("", "best, ms", "GFLOP/s", "torch / this", "memory, MB", "memory / scores", title=title)
     for name, timing in timings.items():
@@ -109,7 +99,7 @@ def measure(workload: Workload, dtype: str, config: Any, repeats: int, one_core:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workload", nargs="*")
-    parser.add_argument("--price", metavar="CHIP", choices=("v5e", "v5p", "v6e", "v7x"))
+    parser.add_argument("--price", metavar="CHIP", choices=CHIPS)
     parser.add_argument("--gradient", action="store_true", help="with --price: attention with its gradients")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--repeats", type=int, default=5)

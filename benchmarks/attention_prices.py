@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh
 from rich.table import Table
 
 from benchmarks.workloads import Workload
@@ -19,10 +19,14 @@ from wanjax.compilers.chips import SLICES, described, find_slice
 from wanjax.compilers.compile import Compiled, compile_programs
 from wanjax.compilers.exporting import CompilerError
 from wanjax.compilers.kernels import rare_work
-from wanjax.compilers.lowering import Lowering
+from wanjax.compilers.lowering import Lowering, everywhere
 from wanjax.compilers.pricing import price_compiled
 from wanjax.kernels.attention import IMPLEMENTATIONS, attention
+from wanjax.kernels.tiling import round_up
+from wanjax.sharding import pad_to
 
+CHIPS = ("v5e", "v5p", "v6e", "v7x")
+SHARE = "wan_14b_720p_self_on_8"  # the workload that is priced where none is named
 SPLASH_TILES = ((2048, 1024, 512), (3328, 2816, 256))  # block_q, block_kv and block_kv_compute
 LARGEST_SCORES = 16e9  # bytes; with more, the plain formula fits no chip
 WITH_RARE_WORK = {"flash_tpu": "every head careful"}  # priced without and with its data-dependent branches
@@ -56,8 +60,8 @@ def splash_kernel(heads: int, queries: int, keys: int, tiles: tuple[int, int, in
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
     block_q, block_kv, block_kv_compute = tiles
-    block_kv = min(block_kv, -(-keys // block_kv_compute) * block_kv_compute)
-    whole_q, whole_kv = (-(-length // block) * block for length, block in ((queries, block_q), (keys, block_kv)))
+    block_kv = min(block_kv, round_up(keys, block_kv_compute))
+    whole_q, whole_kv = round_up(queries, block_q), round_up(keys, block_kv)
     kernel: Any = splash_attention_kernel.make_splash_mha(
         splash_attention_mask.MultiHeadMask([splash_attention_mask.FullMask((whole_q, whole_kv))] * heads),
         block_sizes=splash_attention_kernel.BlockSizes(
@@ -75,7 +79,7 @@ def splash_kernel(heads: int, queries: int, keys: int, tiles: tuple[int, int, in
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
         def padded(x: jax.Array, length: int) -> jax.Array:  # [N L D]
-            return jnp.pad(jnp.moveaxis(x[0], 1, 0), ((0, 0), (0, length - x.shape[1]), (0, 0)))
+            return pad_to(jnp.moveaxis(x[0], 1, 0), 1, length)
 
         out = kernel(padded(q * scale, whole_q), padded(k, whole_kv), padded(v, whole_kv))
         return jnp.moveaxis(out[:, :queries], 0, 1)[None]
@@ -85,18 +89,15 @@ def splash_kernel(heads: int, queries: int, keys: int, tiles: tuple[int, int, in
 
 def program(mesh: AbstractMesh, workload: Workload, function: Callable) -> Lowering:
     """Builds the program that runs a function, replicated on every device, on operands [1 L N·D]."""
-    spec = PartitionSpec()
-    arguments = (
-        jax.ShapeDtypeStruct((*x.shape[:2], x.shape[2] * x.shape[3]), x.dtype, sharding=NamedSharding(mesh, spec))
-        for x in workload.operands(jnp.bfloat16)
+    shapes = (
+        jax.ShapeDtypeStruct((*x.shape[:2], x.shape[2] * x.shape[3]), x.dtype) for x in workload.operands(jnp.bfloat16)
     )
 
     def run(*operands: jax.Array) -> Any:
         heads = (x.reshape(*x.shape[:2], workload.heads, workload.head_dim) for x in operands)
         return jax.tree.map(lambda x: x.reshape(*x.shape[:2], -1), function(*heads))
 
-    everywhere = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    return Lowering(everywhere, tuple(arguments))
+    return everywhere(run, mesh, shapes)
 
 
 def smallest(chip: str) -> str:
@@ -132,9 +133,8 @@ def gradient_table(workload: Workload, chip: str) -> Table:
         "chunked": gradients(ours("chunked")),
         "splash": gradients(splash(workload, SPLASH_TILES[0])),
     }
-    table = Table(title=f"{workload.name} on one {chip}, bfloat16, priced: attention and its gradients")
-    for column in ("", "ms", "kernels", "around them", "memory, MiB"):
-        table.add_column(column)
+    title = f"{workload.name} on one {chip}, bfloat16, priced: attention and its gradients"
+    table = Table("", "ms", "kernels", "around them", "memory, MiB", title=title)
     for name, result in compile_forms(workload, chip, compared).items():
         if isinstance(result, CompilerError):
             table.add_row(name, _short(result))
@@ -155,11 +155,9 @@ def price_table(workload: Workload, chip: str) -> Table:
     prices = {name: price_compiled(result, skip=_rare(name, result)).total.mid for name, result in done.items()}
     splash_best = min((prices[name] for name in prices if name.startswith("splash")), default=float("nan"))
     shape = f"[1 {workload.queries:,} {workload.heads} {workload.head_dim}] × {workload.keys:,}"
-    table = Table(title=f"{workload.name} on one {chip}, bfloat16, priced: {shape}")
-    for column in ("", "ms", "low to high", "kernel", "around it", "splash / this", "of peak", "MXU", "VALU"):
-        table.add_column(column)
-    for column in ("fills, spills a bundle", "VMEM, MiB", "memory, MiB"):
-        table.add_column(column)
+    columns = ("", "ms", "low to high", "kernel", "around it", "splash / this", "of peak", "MXU", "VALU")
+    columns += ("fills, spills a bundle", "VMEM, MiB", "memory, MiB")
+    table = Table(*columns, title=f"{workload.name} on one {chip}, bfloat16, priced: {shape}")
     for name, result in results.items():
         if isinstance(result, CompilerError):
             table.add_row(name, _short(result))

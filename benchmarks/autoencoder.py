@@ -8,21 +8,17 @@ wanjax compiles them at O1; the compiler's default is O2.
 
 import argparse
 import math
-from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.recorded import programs
 from wanjax.compilers.chips import described, find_slice
 from wanjax.compilers.lowering import Lowering
 from wanjax.compilers.priced import price_all
 from wanjax.kernels.compiler_options import O1, O2
-from wanjax.loading import outlined
-from wanjax.pipelines.recording import needed_pictures, record
 from wanjax.pipelines.settings import DTYPES
-from wanjax.plan.recorded import programs_of
-from wanjax.registry import outline, presets
-from wanjax.sharding import RULES, Partitioner
+from wanjax.registry import presets
 
 LEVELS = {"O0": 9, "O1": O1, "O2": O2}  # XLA's numbers
 
@@ -46,12 +42,9 @@ def main() -> None:
     mesh = described(place, {"dp": 1, "sp": 1, "tp": place.devices})
     stage = "encode" if options.encode else "decode"
     names = (f"{stage}_first", f"{stage}_next")
-    pipe = outlined(replace(outline(options.model), settings=video), Partitioner(mesh, RULES["fsdp"]))
-    runs = programs_of(record(pipe, video, needed_pictures(pipe, video)))
-    table = Table(title=f"{options.model}, {video.width}x{video.height}, {options.chip}")
-    for column in ("program", "level", "compiled in, s", "priced, ms", "runs", "peak, GiB"):
-        table.add_column(column)
-    for run in (run for run in runs if run.name in names):
+    columns = "program", "level", "compiled in, s", "priced, ms", "runs", "peak, GiB"
+    table = Table(*columns, title=f"{options.model}, {video.width}x{video.height}, {options.chip}")
+    for run in (run for run in programs(options.model, video, mesh) if run.name in names):
         for level in options.levels:
             [made] = price_all(place, [at_level(run.lowering, LEVELS[level])])
             cost, peak = f"{1e3 * (made.seconds or math.nan):.1f}", f"{made.peak / 2**30:.2f}"

@@ -240,17 +240,17 @@ def driver_memory(requests: int) -> float:
         return found
 
 
-TITLES = {"worker": "ray::Worker", "leader": "ray::Host.make", "follower": "ray::Host.follow"}  # as Ray calls processes
+TITLES = {"worker": "Worker", "leader": "Host.make", "follower": "Host.follow"}  # as Ray calls processes
 
 
-def actors_here(kind: str) -> list[psutil.Process]:
-    """Returns the processes of the actors of a kind that this process's cluster has."""
+def actors(pid: int, title: str) -> list[psutil.Process]:
+    """Returns the processes of a cluster's actors whose title begins so, the oldest first; `pid` is who started it."""
     found = []
-    for process in psutil.Process().children(recursive=True):
+    for process in psutil.Process(pid).children(recursive=True):
         with suppress(psutil.Error):  # it has ended meanwhile
-            if any(word.startswith(TITLES[kind]) for word in process.cmdline()):
-                found.append(process)
-    return found
+            if any(word.startswith(f"ray::{title}") for word in process.cmdline()):
+                found.append((process.create_time(), process.pid, process))
+    return [process for *_, process in sorted(found)]
 
 
 def chaos(
@@ -286,7 +286,7 @@ def chaos(
                 elif kind == "node":
                     cluster.kill(0)
                     cluster.add()
-                elif found := actors_here(kind):
+                elif found := actors(os.getpid(), TITLES[kind]):
                     with suppress(psutil.Error):
                         rng.choice(found).kill()
                 else:

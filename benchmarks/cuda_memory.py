@@ -10,7 +10,6 @@ an argument is printed too: attention that kept all scores would show as L x L.
 
 import math
 import re
-from dataclasses import replace
 from typing import Any
 
 import click
@@ -19,13 +18,12 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from wanjax import loading, registry
+from benchmarks.recorded import programs
+from wanjax import registry
 from wanjax.compilers.lowering import Lowering
 from wanjax.figures import in_bytes
 from wanjax.kernels.attention import Attention
-from wanjax.pipelines.recording import needed_pictures, record
-from wanjax.plan.recorded import programs_of
-from wanjax.sharding import MESH_AXES, RULES, Partitioner
+from wanjax.sharding import MESH_AXES
 
 H100 = """
 gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
@@ -62,13 +60,10 @@ def main(model: str, attention: str, size: str | None, only: tuple[str, ...]) ->
     """Prints a line for each program."""
     described = topologies.get_topology_desc("h100", "cuda", topology="1x1x1", target_config=H100).devices
     mesh = Mesh(np.array(described).reshape([1] * len(MESH_AXES)), MESH_AXES)
-    found = registry.outline(model)
-    height, width = found.settings.size if size is None else registry.size_of(model, {"size": size})
-    settings = found.settings.updated({"dtype": "bfloat16", "height": height, "width": width})
-    partitioner = Partitioner(mesh, RULES["fsdp"])
-    outline = replace(found, settings=settings)
-    pipe = loading.outlined(outline, partitioner, attention=Attention.of(attention))
-    for program in programs_of(record(pipe, settings, needed_pictures(pipe, settings))):
+    usual = registry.outline(model).settings
+    height, width = usual.size if size is None else registry.size_of(model, {"size": size})
+    settings = usual.updated({"dtype": "bfloat16", "height": height, "width": width})
+    for program in programs(model, settings, mesh, attention=Attention.of(attention)):
         if only and program.name not in only:
             continue
         made: Any = compiled(program.lowering)

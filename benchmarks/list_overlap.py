@@ -73,9 +73,9 @@ def main() -> None:
     config = architecture.networks["transformer"]
     cells = architecture.vae.spatial_factor * config.patch[1]
     grid = (work.tokens // (height // cells * (width // cells)), height // cells, width // cells)
-    table = Table(title=f"{options.model}, {options.size}, {work.tokens} tokens, {config.heads} heads: unions of lists")
-    for column in ("top", "alike over", "blocks of a list", "two neighbours", "four", "two at random", "four"):
-        table.add_column(column)
+    columns = "top", "alike over", "blocks of a list", "two neighbours", "four", "two at random", "four"
+    title = f"{options.model}, {options.size}, {work.tokens} tokens, {config.heads} heads: unions of lists"
+    table = Table(*columns, title=title)
     for top in options.top or (0.15, 0.1):
         sparse = SparseLinear(top)
         kept, blocks = sparse.kept(work.tokens), ceil(work.tokens / sparse.block_kv)

@@ -13,7 +13,7 @@ from functools import partial
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.attention_prices import compile_forms
+from benchmarks.attention_prices import CHIPS, SHARE, compile_forms
 from benchmarks.workloads import WORKLOADS, Workload
 from wanjax.compilers.compile import Compiled
 from wanjax.compilers.exporting import CompilerError
@@ -39,9 +39,8 @@ def price_table(workload: Workload, chip: str, decays: list[float], blocks: list
     masks = [Radial(frames, frame, decay, sink, *block) for decay in decays for block in blocks]
     run = partial(attention, implementation="flash_tpu")
     compared = {mask: run if mask is None else partial(run, window=mask) for mask in (None, *masks)}
-    table = Table(title=f"{workload.name} on one {chip}, bfloat16: the kernel, priced")
-    for column in ("decay", "queries × keys of a block", "share of the scores", "ms", "of dense", "ms / share"):
-        table.add_column(column)
+    columns = "decay", "queries × keys of a block", "share of the scores", "ms", "of dense", "ms / share"
+    table = Table(*columns, title=f"{workload.name} on one {chip}, bfloat16: the kernel, priced")
     dense = float("nan")
     for mask, result in compile_forms(workload, chip, compared).items():
         decay, block = ("", "dense") if mask is None else (f"{mask.decay:g}", f"{mask.block_q} × {mask.block_kv}")
@@ -59,8 +58,8 @@ def price_table(workload: Workload, chip: str, decays: list[float], blocks: list
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workload", nargs="?", default="wan_14b_720p_self_on_8")
-    parser.add_argument("--chip", choices=("v5e", "v5p", "v6e", "v7x"), default="v6e")
+    parser.add_argument("workload", nargs="?", default=SHARE)
+    parser.add_argument("--chip", choices=CHIPS, default="v6e")
     parser.add_argument("--decay", type=float, action="append")
     parser.add_argument("--block", action="append", help="queries and keys of a block, such as 512,128")
     options = parser.parse_args()

@@ -13,17 +13,14 @@ line tells whether the bar is met: every request that was taken has ended, and 9
 import argparse
 import json
 import random
-import re
 import signal
 import sqlite3
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event, Thread
@@ -31,55 +28,23 @@ from typing import Any
 
 import httpx
 import numpy as np
-import psutil
 
+from benchmarks.cluster import actors
+from benchmarks.serving import served
 from wanjax.serve.owner import TRIES
 
 SMALL = {"size": "32x32", "frames": 5}
 LOOK, AGAIN = 0.5, 1.0  # seconds between two looks at a video, and until a full queue is asked again
 BAR = 0.2  # seconds
-START, END = 600.0, 120.0  # seconds in which the service starts, and ends
+START = 600.0  # seconds in which the service starts
 PATIENCE = 900.0  # seconds in which a video ends
 
 
-@contextmanager
-def service(folder: Path | str, workers: str, *options: str) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
-    """Starts `wanjax serve --replicas` on a free port; yields its address and the process, and ends it."""
-    command = [sys.executable, "-m", "wanjax", "serve", "--port", "0", "--dir", str(folder), "--replicas", workers]
-    process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    rest = Thread(target=process.stderr.read, daemon=True)  # so that no one waits for room in the pipe
-    try:
-        found = None
-        for line in process.stderr:
-            if found := re.search(r"served at (http://\S+)/", line):
-                break
-        assert found, "the service did not begin"
-        rest.start()
-        yield found[1], process
-    finally:
-        process.terminate()
-        try:
-            process.wait(END)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise
-        if rest.ident is not None:
-            rest.join(END)
-        if not rest.is_alive():
-            process.stderr.close()
-
-
-def actors(process: "subprocess.Popen[str]", name: str) -> list[psutil.Process]:
-    """Returns the processes of a service's actors of a class, the oldest first."""
-    found = []
-    for each in psutil.Process(process.pid).children(recursive=True):
-        try:
-            if " ".join(each.cmdline()).startswith(f"ray::{name}"):
-                found.append((each.create_time(), each.pid, each))
-        except psutil.NoSuchProcess:
-            continue
-    return [each for *_, each in sorted(found)]
+def service(
+    folder: Path | str, workers: str, *options: str
+) -> AbstractContextManager[tuple[str, "subprocess.Popen[str]"]]:
+    """Returns a context in which `wanjax serve --replicas` runs, with its address and its process."""
+    return served(folder, "--replicas", workers, *options)
 
 
 def most_tries(folder: Path) -> int:
@@ -163,7 +128,7 @@ def measure(
                 while most_tries(folder) >= TRIES - 1 and not over.wait(LOOK):
                     pass
                 name = "PatientOwner" if owner and turn == 1 else "Making"
-                for each in actors(process, name)[:1]:  # the oldest, so each in its turn
+                for each in actors(process.pid, name)[:1]:  # the oldest, so each in its turn
                     each.send_signal(signal.SIGKILL)
                     kills.append(time.monotonic())
                 turn += 1

@@ -20,9 +20,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import httpx
@@ -34,27 +36,39 @@ from wanjax.media.pictures import read_clip
 PROMPTS = ("a red circle moving right", "a blue square growing", "a green triangle moving up")
 SMALL = {"size": "32x32", "frames": 5, "steps": 2}
 POLL = 0.02  # seconds
+END = 120.0  # seconds in which a server ends
 BAR_FIRST, BAR_SECOND = 10.0, 1.2
 KINDS = ("plain",) * 6 + ("bad", "oversized", "large", "cancelled", "removed", "watched")
 
 
 @contextmanager
-def server(folder: Path, *options: str, environment: dict[str, str] | None = None):
-    """Starts `wanjax serve` on a free port; yields a client for it and the process."""
+def served(
+    folder: Path | str, *options: str, environment: Mapping[str, str] | None = None
+) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
+    """Starts `wanjax serve` on a free port; yields its address and the process, and ends it."""
     command = [sys.executable, "-m", "wanjax", "serve", "--port", "0", "--dir", str(folder), *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stderr is not None
+    rest = Thread(target=process.stderr.read, daemon=True)  # so that no one waits for room in the pipe
     try:
         found = None
         for line in process.stderr:
-            if found := re.search(r"(http://\S+)/", line):
+            if found := re.search(r"served at (http://\S+)/", line):
                 break
         assert found, "the server did not begin"
-        with httpx.Client(base_url=found[1], timeout=120) as client:
-            yield client, process
+        rest.start()
+        yield found[1], process
     finally:
         process.terminate()
-        process.wait(60)
+        try:
+            process.wait(END)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+        if rest.ident is not None:
+            rest.join(END)
+        if not rest.is_alive():
+            process.stderr.close()
 
 
 def finished(client: httpx.Client, id: str) -> dict[str, Any]:
@@ -69,7 +83,10 @@ def start(folder: Path, empty_cache: bool) -> dict[str, float]:
     environment = os.environ | ({"XDG_CACHE_HOME": str(folder / "cache")} if empty_cache else {})
     seconds = []
     began = time.perf_counter()
-    with server(folder, environment=environment) as (client, process):
+    with (
+        served(folder, environment=environment) as (address, process),
+        httpx.Client(base_url=address, timeout=120) as client,
+    ):
         for number in range(6):
             id = client.post("/v1/videos", json={"prompt": PROMPTS[0]}).json()["id"]
             video = finished(client, id)
@@ -98,7 +115,10 @@ def load(folder: Path, requests: int, clients: int) -> dict[str, Any]:
     """Sends requests of all kinds from many clients; returns the outcomes and the memory."""
     draws = random.Random(0)
     kinds = [draws.choice(KINDS) for _ in range(requests)]
-    with server(folder, "--max-queue", str(max(4, clients // 2))) as (client, _):
+    with (
+        served(folder, "--max-queue", str(max(4, clients // 2))) as (address, _),
+        httpx.Client(base_url=address, timeout=120) as client,
+    ):
         while client.get("/health").json()["status"] != "ready":
             time.sleep(0.1)
         for seed in range(10):  # what is loaded once is loaded before memory counts
@@ -107,7 +127,7 @@ def load(folder: Path, requests: int, clients: int) -> dict[str, Any]:
         with ThreadPoolExecutor(clients) as pool:
             for start in range(0, requests, max(1, requests // 4)):
                 part = range(start, min(requests, start + max(1, requests // 4)))
-                done = pool.map(lambda n: one(str(client.base_url), kinds[n], n), part)
+                done = pool.map(lambda n: one(address, kinds[n], n), part)
                 for kind, outcome in done:
                     COUNTS[f"{kind}: {outcome}"] += 1
                 memory.append(memory_of(client))

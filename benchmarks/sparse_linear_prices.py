@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.attention_prices import compile_forms
+from benchmarks.attention_prices import CHIPS, SHARE, compile_forms
 from benchmarks.workloads import WORKLOADS, Workload
 from wanjax.compilers.compile import Compiled
 from wanjax.compilers.exporting import CompilerError
@@ -36,9 +36,8 @@ def sparse_linear(top: float) -> Callable[..., jax.Array]:
 
 
 def price_table(workload: Workload, chip: str, tops: list[float]) -> Table:
-    table = Table(title=f"{workload.name} on one {chip}, bfloat16, priced")
-    for column in ("top", "MXU", "ms", "attention", "means and state", "lists", "around", "with care, more"):
-        table.add_column(column)
+    columns = "top", "MXU", "ms", "attention", "means and state", "lists", "around", "with care, more"
+    table = Table(*columns, title=f"{workload.name} on one {chip}, bfloat16, priced")
     for top, result in compile_forms(workload, chip, {top: sparse_linear(top) for top in tops}).items():
         table.add_row(f"{top:g}", *([str(result)[:60]] if isinstance(result, CompilerError) else _row(result)))
     return table
@@ -61,8 +60,8 @@ def _row(compiled: Compiled) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workload", nargs="?", default="wan_14b_720p_self_on_8")
-    parser.add_argument("--chip", choices=("v5e", "v5p", "v6e", "v7x"), default="v6e")
+    parser.add_argument("workload", nargs="?", default=SHARE)
+    parser.add_argument("--chip", choices=CHIPS, default="v6e")
     parser.add_argument("--top", type=float, action="append")
     options = parser.parse_args()
     Console(width=120).print(price_table(WORKLOADS[options.workload], options.chip, options.top or [0.15, 0.1]))

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 Run = Callable[[], Any]
+Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
@@ -27,22 +28,24 @@ class Timing:
         return min(self.seconds)
 
 
-def seconds(run: Run) -> float:
-    """Returns the wall time of one call, until its result is computed."""
-    start = time.perf_counter()
+def seconds(run: Run, clock: Clock = time.perf_counter) -> float:
+    """Returns the time of one call, until its result is computed."""
+    start = clock()
     jax.block_until_ready(run())
-    return time.perf_counter() - start
+    return clock() - start
 
 
-def time_rivals(rivals: Mapping[str, Run], repeats: int, *, warm_up: int = 1) -> dict[str, Timing]:
+def time_rivals(
+    rivals: Mapping[str, Run], repeats: int, *, warm_up: int = 1, clock: Clock = time.perf_counter
+) -> dict[str, Timing]:
     """Times functions in turns, A B A B, so that other load affects all of them alike.
 
-    The first `warm_up` calls of each, which compile, do not count.
+    The first `warm_up` calls of each, which compile, do not count. Wall time counts, or that of another clock.
     """
     for run in rivals.values():
         for _ in range(warm_up):
             jax.block_until_ready(run())
-    rounds = [{name: seconds(run) for name, run in rivals.items()} for _ in range(repeats)]
+    rounds = [{name: seconds(run, clock) for name, run in rivals.items()} for _ in range(repeats)]
     return {name: Timing(tuple(round_[name] for round_ in rounds)) for name in rivals}
 
 

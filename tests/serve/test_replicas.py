@@ -21,7 +21,8 @@ from tests.support.words import says
 pytest.importorskip("ray")
 pytest.importorskip("fastapi")
 
-from benchmarks.replicas import BAR, actors, measure, service
+from benchmarks.cluster import actors
+from benchmarks.replicas import BAR, measure, service
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray's own
 
@@ -72,11 +73,11 @@ def test_a_busy_service_ends_at_a_signal_and_goes_on_later(tmp_path):
 def test_workers_come_with_what_waits(tmp_path):
     options = tmp_path / "served", "1..2", "--no-rehearse"
     with service(*options) as (address, process), httpx.Client(base_url=address, timeout=60) as client:
-        assert len(actors(process, "Making")) == 1
+        assert len(actors(process.pid, "Making")) == 1
         ids = [client.post("/v1/videos", json=SMALL | {"steps": 100, "seed": n}).json()["id"] for n in range(12)]
         seen = set()
         while any(client.get(f"/v1/videos/{id}").json()["status"] in ("queued", "in_progress") for id in ids):
-            seen.add(len(actors(process, "Making")))
+            seen.add(len(actors(process.pid, "Making")))
             time.sleep(0.5)
         assert 2 in seen
         assert {finished(client, id)["status"] for id in ids} == {"completed"}

@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The programs of a model's video on a mesh, recorded."""
+
+from dataclasses import replace
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh
+
+from wanjax.loading import outlined
+from wanjax.pipelines.recording import needed_pictures, record
+from wanjax.pipelines.settings import Settings
+from wanjax.plan.recorded import Scheduled, programs_of
+from wanjax.registry import outline
+from wanjax.sharding import RULES, Partitioner
+
+
+def programs(model: str, settings: Settings, mesh: Mesh | AbstractMesh, **how: Any) -> list[Scheduled]:
+    """Returns the programs of a video of these settings; the keywords are those of `outlined`."""
+    pipe = outlined(replace(outline(model), settings=settings), Partitioner(mesh, RULES["fsdp"]), **how)
+    return programs_of(record(pipe, settings, needed_pictures(pipe, settings)))
