@@ -7,7 +7,7 @@ The weights are in shards as on the hub. The tokenizers are small.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,19 +57,13 @@ class RandomTensors:
     STEP = 7
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype):
-        self.shapes = shapes
         longest = max(np.prod(shape[1:], dtype=int) + self.STEP * shape[0] for shape in shapes.values())
         noise = SPREAD * np.random.default_rng(0).standard_normal(longest, np.float32)
         self.noise = noise.astype(dtype)
-
-    def keys(self) -> Sequence[str]:
-        return tuple(self.shapes)
-
-    def spec(self, key: str) -> Spec:
-        return Spec(self.shapes[key], self.noise.dtype)
+        self.specs = {key: Spec(shape, self.noise.dtype) for key, shape in shapes.items()}
 
     def read(self, key: str) -> np.ndarray:
-        rows, *rest = self.shapes[key]
+        rows, *rest = self.specs[key].shape
         if key.endswith("gamma") or (key.endswith("weight") and not rest):
             return np.ones((rows, *rest), self.noise.dtype)
         columns = np.prod(rest, dtype=int)
@@ -174,7 +168,7 @@ def _write_weights(folder: Path, network: Any, dtype: np.dtype, stem: str) -> No
     for name, keys in files.items():
         write_safetensors(folder / name, tensors, keys)
     if len(files) > 1:
-        save_index(folder, stem, files, sum(tensors.spec(key).nbytes for key in tensors.keys()))  # noqa: SIM118
+        save_index(folder, stem, files, sum(spec.nbytes for spec in tensors.specs.values()))
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

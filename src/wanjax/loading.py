@@ -370,6 +370,5 @@ def _shapes(
 
 def _stored_dtype(source: Source, name: str) -> str:
     """Returns the dtype of most of a network's bytes if it is bfloat16 or float32, else float32."""
-    weights = source.weights(name)
-    dtype = main_dtype(weights.spec(key) for key in weights.keys())  # noqa: SIM118
+    dtype = main_dtype(source.weights(name).specs.values())
     return dtype if dtype in ("bfloat16", "float32") else "float32"

@@ -83,9 +83,9 @@ def test_a_chunk_of_a_stack_is_whole_blocks_or_parts_of_one():
 
 def test_what_is_written_is_read(folder):
     arrays = Arrays(folder)
-    assert set(arrays.keys()) == TENSORS.keys()
+    assert arrays.specs.keys() == TENSORS.keys()
     for name, x in TENSORS.items():
-        assert arrays.spec(name) == Spec(x.shape, x.dtype)
+        assert arrays.specs[name] == Spec(x.shape, x.dtype)
         assert arrays.read(name).tobytes() == x.tobytes()
     np.testing.assert_array_equal(arrays["blocks.q.kernel"][3], TENSORS["blocks.q.kernel"][3])
     part = arrays["blocks.q.kernel"].read((slice(1, 5), slice(3, 9), slice(None)), np.dtype(ml_dtypes.bfloat16))

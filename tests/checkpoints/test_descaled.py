@@ -104,8 +104,8 @@ def test_every_spelling_and_shape(shape, layout, spelling):
     tensors, filled = eight_bits("a.b", x, layout, spelling)
     bias = np.ones(shape[0], np.float32)
     reader = Descaled(Tensors(tensors | {"a.b.bias": bias}))
-    assert set(reader.keys()) == {"a.b.weight", "a.b.bias"}
-    assert reader.spec("a.b.weight") == (shape, np.dtype(np.float32))
+    assert set(reader.specs) == {"a.b.weight", "a.b.bias"}
+    assert reader.specs["a.b.weight"] == (shape, np.dtype(np.float32))
     assert near(reader.read("a.b.weight"), x, filled)
     np.testing.assert_array_equal(reader.read("a.b.bias"), bias)
 
@@ -142,7 +142,7 @@ def test_what_stands_beside_a_scale_is_left_out(beside, stored):
     if stored is np.uint8 and "a.comfy_quant" in beside:  # then the format is told there alone
         tensors["a.weight"] = tensors["a.weight"].view(np.uint8)
     reader = Descaled(Tensors(tensors))
-    assert list(reader.keys()) == ["a.weight"]
+    assert list(reader.specs) == ["a.weight"]
     assert near(reader.read("a.weight"), x, filled)
 
 
@@ -157,8 +157,8 @@ def test_integers(shape, layout):
     whole = np.clip(np.round(x / filled), -128, 127).astype(np.int8)
     assert np.abs(whole.astype(int)).max() >= 127
     reader = Descaled(Tensors({"a.int8_weight": whole, "a.scale": scale, "a.bias": bias, "norm.scale": norm}))
-    assert set(reader.keys()) == {"a.weight", "a.bias", "norm.scale"}
-    assert reader.spec("a.weight") == (shape, np.dtype(ml_dtypes.bfloat16))
+    assert set(reader.specs) == {"a.weight", "a.bias", "norm.scale"}
+    assert reader.specs["a.weight"] == (shape, np.dtype(ml_dtypes.bfloat16))
     found = reader.read("a.weight")
     np.testing.assert_array_equal(found, (whole * filled).astype(ml_dtypes.bfloat16))
     assert (np.abs(found.astype(np.float32) - x) <= 2**-8 * np.abs(x) + filled).all()
@@ -178,8 +178,8 @@ def test_floats_and_integers_by_other_names(shape, names, layout):
     others = {"a.bias": np.ones(3, np.float32), "a.input_scale": np.ones((), np.float32)}
     others |= {"a.output_scale": np.ones((), np.float32)}
     reader = Descaled(Tensors({numbers: (x / filled).astype(ml_dtypes.float8_e4m3fn), name: scale} | others))
-    assert list(reader.keys()) == ["a.weight", "a.bias"]
-    assert reader.spec("a.weight") == (shape, np.dtype(np.float32))
+    assert list(reader.specs) == ["a.weight", "a.bias"]
+    assert reader.specs["a.weight"] == (shape, np.dtype(np.float32))
     assert near(reader.read("a.weight"), x, filled)
     scale, filled = np.asarray(scale * np.float32(3.5)), filled * np.float32(3.5)  # 128 steps in place of 448
     whole = np.clip(np.round(x / filled), -128, 127).astype(np.int8)
@@ -200,7 +200,7 @@ def test_integers_with_a_zero_of_their_own(shape, layout):
     whole = np.clip(np.round(x / (filled * 16)) + spread, -128, 127).astype(np.int8)
     tensors = {"a._weight_qdata": whole, "a._weight_scale": scale * 16, "a._weight_zero_point": zero}
     reader = Descaled(Tensors(tensors))
-    assert list(reader.keys()) == ["a.weight"]
+    assert list(reader.specs) == ["a.weight"]
     np.testing.assert_array_equal(reader.read("a.weight"), (whole - spread.astype(np.float32)) * (filled * 16))
 
 
@@ -216,7 +216,7 @@ def test_integers_of_which_127_is_the_scale(shape):
     whole = np.round(x / largest[:, None] * 127).astype(np.int8)
     tensors = {"a.weight": whole, "a.SCB": largest, "a.weight_format": np.zeros((), np.uint8)}
     reader = Descaled(Tensors(tensors))
-    assert list(reader.keys()) == ["a.weight"]
+    assert list(reader.specs) == ["a.weight"]
     assert (np.abs(reader.read("a.weight") - x) <= largest[:, None] / 127).all()
     with pytest.raises(WanjaxError, match=naming("a.weight_format 0")):
         Descaled(Tensors(tensors | {"a.weight_format": np.ones((), np.uint8)}))
@@ -348,7 +348,7 @@ def test_a_single_file_of_them_is_recognised(names, checkpoint, tmp_path):
         tensors |= eight_bits(key.removesuffix(".weight"), np.asarray(x), flat, *names)[0] if chosen else {key: x}
     save_safetensors(tmp_path / "wan.safetensors", {f"model.diffusion_model.{key}": x for key, x in tensors.items()})
     weights = open_source(tmp_path / "wan.safetensors").weights("transformer")
-    assert set(weights.keys()) == set(right)
+    assert set(weights.specs) == set(right)
     assert "condition_embedder.time_proj.weight" not in tensors
 
 

@@ -96,8 +96,8 @@ def test_what_the_formats_own_library_writes_is_read(tmp_path):
     safetensors.numpy.save_file(TENSORS, path, {"format": "pt"})
     file = SafetensorsFile(path)
     assert file.metadata == {"format": "pt"}
-    assert file.spec("a.bias") == Spec((3,), np.dtype(ml_dtypes.bfloat16))
-    assert file.spec("a.weight").nbytes == 24
+    assert file.specs["a.bias"] == Spec((3,), np.dtype(ml_dtypes.bfloat16))
+    assert file.specs["a.weight"].nbytes == 24
     assert_same(load_safetensors(path), TENSORS)
 
 
@@ -248,7 +248,7 @@ JOINED = SPLIT[0] | SPLIT[1]
 
 
 def read_all(folder):
-    return {key: folder.read(key) for key in folder.keys()}  # noqa: SIM118
+    return {key: folder.read(key) for key in folder.specs}
 
 
 @pytest.mark.parametrize("stem", ["model", "diffusion_pytorch_model"])
@@ -262,7 +262,7 @@ def test_a_folder_is_read_in_each_layout(tmp_path, stem, variant, sharded):
         save_safetensors(tmp_path / f"{stem}{infix}.safetensors", JOINED)
     folder = SafetensorsFolder(tmp_path, variant)
     assert_same(read_all(folder), JOINED)
-    assert folder.spec("a.bias") == Spec((3,), np.dtype(ml_dtypes.bfloat16))
+    assert folder.specs["a.bias"] == Spec((3,), np.dtype(ml_dtypes.bfloat16))
 
 
 def test_the_plain_variant_is_not_mixed_with_another(tmp_path):

@@ -56,9 +56,9 @@ def read_or_refuse(read: Callable[[], object]) -> None:
 
 def read_all(reader, size: int) -> None:
     """Reads every tensor, all of which lie within the file."""
-    assert sum(reader.spec(key).nbytes for key in reader.keys()) <= size  # noqa: SIM118
-    for key in reader.keys():  # noqa: SIM118
-        assert len(reader.read(key).tobytes()) == reader.spec(key).nbytes
+    assert sum(spec.nbytes for spec in reader.specs.values()) <= size
+    for key, spec in reader.specs.items():
+        assert len(reader.read(key).tobytes()) == spec.nbytes
 
 
 @st.composite
@@ -138,7 +138,7 @@ def test_an_index_is_followed_within_its_folder_or_refused(tmp_path, cases):
 
         def read() -> None:
             reader = SafetensorsFolder(folder)
-            assert set(reader.keys()) <= set("abc")
+            assert set(reader.specs) <= set("abc")
             assert all(path.parent == folder for path in reader.paths)
             read_all(reader, 1000)
 
@@ -166,8 +166,8 @@ def test_stored_arrays_are_read_or_refused(tmp_path, file, cases):
 
         def read() -> None:
             arrays = Arrays(tmp_path)
-            for key in arrays.keys():  # noqa: SIM118
-                if arrays.spec(key).nbytes < 1000:  # a model's arrays have known shapes
+            for key, spec in arrays.specs.items():
+                if spec.nbytes < 1000:  # a model's arrays have known shapes
                     arrays.read(key)
                     arrays[key].digest()
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.support.harm import unchecked
 from tests.support.words import naming, says
 from wanjax.checkpoints import lora_scales
-from wanjax.checkpoints.files import Spec, save_safetensors
+from wanjax.checkpoints.files import Spec, Tensors, save_safetensors
 from wanjax.checkpoints.lora import Lora, LoraFile, Merged
 from wanjax.checkpoints.lora_scales import PEFT_CONFIG, PEFT_METADATA
 from wanjax.converters.wan.original import TRANSFORMER
@@ -34,24 +34,12 @@ def random(seed, *shape, dtype=np.float32):
     return np.random.default_rng(seed).normal(size=shape).astype(dtype)
 
 
-class Memory:
-    """A checkpoint in memory."""
-
-    def __init__(self, dtype=np.float32):
-        self.tensors = {key: random(i, *shape, dtype=dtype) for i, (key, shape) in enumerate(SHAPES.items())}
-
-    def keys(self):
-        return self.tensors.keys()
-
-    def spec(self, key):
-        return Spec(self.tensors[key].shape, self.tensors[key].dtype)
-
-    def read(self, key):
-        return self.tensors[key]
+def checkpoint(dtype=np.float32):
+    return Tensors({key: random(i, *shape, dtype=dtype) for i, (key, shape) in enumerate(SHAPES.items())})
 
 
-BASE = Memory()
-SPECS = {key: BASE.spec(key) for key in SHAPES}
+BASE = checkpoint()
+SPECS = BASE.specs
 Q = "diffusion_model.blocks.0.self_attn.q"
 DOWN, UP = random(7, 2, 4), random(8, 6, 2)
 PAIR = {f"{Q}.lora_down.weight": DOWN, f"{Q}.lora_up.weight": UP}
@@ -91,16 +79,16 @@ def test_two_changes_of_one_tensor_are_refused(both, opened):
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_factors_with_alpha_are_added_in_float32(dtype, opened):
     pair = {key: value.astype(dtype) for key, value in PAIR.items()}
-    base = Memory(dtype)
+    base = checkpoint(dtype)
     merged = Merged(base, [(opened(pair | {f"{Q}.alpha": np.array(3, dtype)}), 0.5)])
     down, up = (pair[f"{Q}.lora_{side}.weight"].astype(np.float64) for side in ("down", "up"))
     key = "blocks.0.attn1.to_q.weight"
     wanted = base.read(key).astype(np.float64) + 0.5 * 3 / 2 * up @ down
     np.testing.assert_allclose(merged.read(key), wanted, rtol=1e-6, atol=1e-6)
-    assert merged.spec(key) == Spec((6, 4), np.dtype(np.float32))
+    assert merged.specs[key] == Spec((6, 4), np.dtype(np.float32))
     other = "blocks.0.norm2.bias"
     assert merged.read(other) is base.read(other)
-    assert merged.spec(other) == base.spec(other)
+    assert merged.specs[other] == base.specs[other]
 
 
 def test_differences_of_weights_biases_and_modulations_are_added(opened):
@@ -172,10 +160,10 @@ def test_q_k_and_v_as_one_module_of_other_rows(rows, sizes, tmp_path):
 
 def test_a_strength_of_0_changes_nothing(opened):
     merged = Merged(BASE, [(opened(PAIR), 0.0), (opened(PAIR, name="other.safetensors"), -0.0)])
-    assert list(merged.keys()) == list(SHAPES)
+    assert list(merged.specs) == list(SHAPES)
     for key in SHAPES:
         assert merged.read(key) is BASE.read(key)
-        assert merged.spec(key) == BASE.spec(key)
+        assert merged.specs[key] == BASE.specs[key]
 
 
 def test_several_are_added_up_and_the_checkpoint_stays_as_it_is(opened):
@@ -362,7 +350,7 @@ def test_numbers_that_are_not_finite_are_refused_by_name(bad, key, dtype, opened
 
     def merged():
         together = Merged(BASE, [(opened(tensors | {key: damaged}), 0.5)])
-        return [together.read(name) for name in together.keys()]  # noqa: SIM118
+        return [together.read(name) for name in together.specs]
 
     with pytest.raises(WanjaxError, match=naming(f"lora.safetensors {key} finite")):
         merged()

@@ -17,7 +17,7 @@ from tests.support.compilations import compilations
 from tests.support.devices import most_held, nbytes_on_each, on_eight_devices
 from tests.support.words import says
 from wanjax.checkpoints import modules, placing
-from wanjax.checkpoints.files import SafetensorsFile, Spec, aligned
+from wanjax.checkpoints.files import SafetensorsFile, Tensors, aligned
 from wanjax.converters import rules
 from wanjax.converters.rules import CONV, IDENTITY, TRANSPOSE, Rule, conv, linear, norm, patches, rope_halves, squeeze
 from wanjax.errors import WanjaxError
@@ -135,22 +135,16 @@ SHAPES = {
 }
 
 
-class Memory:
+class Memory(Tensors):
     """A checkpoint in memory that records the keys read."""
 
     def __init__(self, tensors):
-        self.tensors = tensors
+        super().__init__(tensors)
         self.been_read = []
-
-    def keys(self):
-        return self.tensors.keys()
-
-    def spec(self, key):
-        return Spec(self.tensors[key].shape, self.tensors[key].dtype)
 
     def read(self, key):
         self.been_read.append(key)
-        return self.tensors[key]
+        return super().read(key)
 
 
 def checkpoint(dtype=np.float32, **changed):
@@ -195,7 +189,7 @@ def test_export_inverts_load_bit_for_bit(dtype, tmp_path):
     modules.export(model, RULES, tmp_path / "model.safetensors", metadata={"format": "pt"})
     written = SafetensorsFile(tmp_path / "model.safetensors")
     assert written.metadata == {"format": "pt"}
-    assert set(written.keys()) == set(SHAPES)
+    assert set(written.specs) == set(SHAPES)
     for key, tensor in source.tensors.items():
         assert written.read(key).dtype == tensor.dtype
         assert written.read(key).tobytes() == tensor.tobytes()
@@ -291,12 +285,10 @@ def test_unused_keys_are_ignored_by_pattern():
 
 @pytest.mark.parametrize("both", [False, True])
 def test_a_tied_tensor_is_found_under_either_name(both):
-    source = checkpoint()
-    source.tensors["tied.weight"] = source.tensors["patch_embedding.weight"]
-    if not both:
-        del source.tensors["patch_embedding.weight"]
+    tied = checkpoint().tensors["patch_embedding.weight"]
+    source = checkpoint(**{"tied.weight": tied, "patch_embedding.weight": tied if both else None})
     model = modules.load(abstract(), RULES, source)
-    wanted = patches((1, 2, 2)).forward(source.tensors["tied.weight"])
+    wanted = patches((1, 2, 2)).forward(tied)
     np.testing.assert_array_equal(model.patch.kernel[...], wanted)
 
 

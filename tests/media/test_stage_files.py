@@ -43,7 +43,7 @@ def test_stage_files_return_what_they_were_given(tmp_path, dtype, made):
     read = stage_files.load_latents(tmp_path, settings)
     assert read.dtype == dtype
     np.testing.assert_array_equal(read, latents)
-    assert SafetensorsFile(tmp_path / stage_files.LATENTS).spec("latents").shape == (1, 4, 3, 2, 2)
+    assert SafetensorsFile(tmp_path / stage_files.LATENTS).specs["latents"].shape == (1, 4, 3, 2, 2)
     assert leftovers(tmp_path) == [stage_files.CONFIG, stage_files.EMBEDDINGS, stage_files.LATENTS]
 
 

@@ -114,7 +114,7 @@ def authors_transformer(ours: Mapping[str, np.ndarray], *, fused: bool = False) 
 
 def tensors_of(folder: Path) -> Tensors:
     weights = SafetensorsFolder(folder)
-    return {key: np.array(weights.read(key)) for key in weights.keys()}  # noqa: SIM118
+    return {key: np.array(weights.read(key)) for key in weights.specs}
 
 
 def config(**changed: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel, UMT5
 
 from tests.support.toy_tokenizer import save_tokenizer
 from wanjax.checkpoints import modules
-from wanjax.checkpoints.files import SafetensorsFolder, Spec
+from wanjax.checkpoints.files import SafetensorsFolder, Tensors
 from wanjax.checkpoints.networks import read_network
 from wanjax.converters.t5 import t5_config, t5_rules
 from wanjax.layers.placement import as_shapes
@@ -42,20 +42,11 @@ T5_FAMILIES = {
 }
 
 
-class StateDict:
+class StateDict(Tensors):
     """A torch module's weights as a reader of a checkpoint."""
 
     def __init__(self, module: torch.nn.Module):
-        self.tensors = {key: value.detach().float().numpy() for key, value in module.state_dict().items()}
-
-    def keys(self):
-        return self.tensors.keys()
-
-    def spec(self, key: str):
-        return Spec(self.tensors[key].shape, self.tensors[key].dtype)
-
-    def read(self, key: str):
-        return self.tensors[key]
+        super().__init__({key: value.detach().float().numpy() for key, value in module.state_dict().items()})
 
 
 def relative_l2(answer: Any, reference: Any) -> float:

@@ -109,7 +109,7 @@ def test_every_dialect_is_merged_as_diffusers_merges_it(write, config, tmp_path)
     config = COGVIDEOX_TRANSFORMER | config
     path = write(tmp_path, config)
     base = StateDict(reference(config))
-    file = lora.LoraFile(path, {key: base.spec(key) for key in base.tensors}, Names([]))
+    file = lora.LoraFile(path, base.specs, Names([]))
     assert not file.matches.unmatched
     ours, theirs = lora.Merged(base, [(file, STRENGTH)]), StateDict(fused(config, path, write))
     changed = [key for key, weights in theirs.tensors.items() if not np.array_equal(weights, base.read(key))]

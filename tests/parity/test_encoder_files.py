@@ -86,7 +86,7 @@ def test_published_sizes(name):
 def tensors(folder: Path) -> dict[str, tuple]:
     """Returns the dtype, the shape and the bytes of all tensors of a folder."""
     reader = SafetensorsFolder(folder)
-    return {key: (*reader.spec(key), reader.read(key).tobytes()) for key in reader.keys()}  # noqa: SIM118
+    return {key: (*spec, reader.read(key).tobytes()) for key, spec in reader.specs.items()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

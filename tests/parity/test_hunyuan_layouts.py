@@ -66,9 +66,8 @@ def folder(text_pair, tmp_path):
 
 
 def assert_same_weights(ours, reference):
-    assert set(ours.keys()) == set(reference.keys())
-    for key in reference.keys():  # noqa: SIM118
-        assert ours.spec(key) == reference.spec(key)
+    assert ours.specs == reference.specs
+    for key in reference.specs:
         np.testing.assert_array_equal(ours.read(key), reference.read(key))
 
 
@@ -243,13 +242,7 @@ class Shapes:
     paths = ()
 
     def __init__(self, shapes):
-        self.shapes = shapes
-
-    def keys(self):
-        return self.shapes.keys()
-
-    def spec(self, key):
-        return Spec(tuple(self.shapes[key]), np.dtype(np.float32))
+        self.specs = {key: Spec(tuple(shape), np.dtype(np.float32)) for key, shape in shapes.items()}
 
     def read(self, key):
         raise AssertionError(f"{key} is read, where its shape is enough")
@@ -261,7 +254,7 @@ def test_the_language_model_is_found_by_older_and_newer_names():
     new = [key.replace("model.", "model.language_model.") for key in old]
     for keys, visual in ((old, "visual.patch_embed.proj.weight"), (new, "model.visual.patch_embed.proj.weight")):
         found = recognise.language_model(Shapes(dict.fromkeys([*keys, visual], (2, 2))), flat)
-        assert list(found.weights.keys()) == ["layers.0.mlp.up_proj.weight", "norm.weight", "embed_tokens.weight"]
+        assert list(found.weights.specs) == ["layers.0.mlp.up_proj.weight", "norm.weight", "embed_tokens.weight"]
         assert found.json == {
             "model_type": "qwen2_5_vl_text", "hidden_size": 24, "rope_scaling": {"type": "mrope"},
             "architectures": ["Qwen2_5_VLTextModel"],
@@ -277,7 +270,7 @@ def test_the_published_encoder_of_glyphs(inside):
         tower = T5EncoderModel(config).encoder.state_dict()
     found = recognise.glyph_encoder(Shapes({inside + key: x.shape for key, x in tower.items()}))
     assert t5_config(found.json) == GLYPH_BYT5
-    assert "shared.weight" in found.weights.keys()  # noqa: SIM118
+    assert "shared.weight" in found.weights.specs
 
 
 WIDE = {"num_attention_heads": 1, "attention_head_dim": 128, "rope_axes_dim": [16, 56, 56], "target_size": 640}
@@ -364,7 +357,7 @@ def test_scaled_eight_bit_weights_are_multiplied_out(wide, tmp_path):
     )
     right = np.split(eight.astype(np.float32) * np.float32(0.01), 3)[1]
     np.testing.assert_array_equal(weights.read(f"{key}.weight"), right)
-    assert set(weights.keys()) == set(wide[0].keys())
+    assert weights.specs.keys() == wide[0].specs.keys()
 
 
 @pytest.mark.parametrize(
@@ -385,7 +378,7 @@ def test_missing_components_are_those_of_the_published_model(model, config, monk
     source = FileSource.at(Path(f"{model}.safetensors"))
     assert source is not None
     assert network(source, "transformer", NETWORKS).config == config
-    assert set(source.weights("transformer").keys()) == set(ours)
+    assert set(source.weights("transformer").specs) == set(ours)
     assert source.origin == f"hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-{model}"
     assert source.config("vae")["latent_channels"] == 4
     assert source.files("tokenizer")[0].parent == text_pair[0] / "tokenizer"

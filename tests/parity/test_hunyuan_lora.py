@@ -193,7 +193,7 @@ def fused(path, strength):
 
 def opened(path):
     base = StateDict(reference())
-    return base, lora.LoraFile(path, {key: base.spec(key) for key in base.tensors}, LORA)
+    return base, lora.LoraFile(path, base.specs, LORA)
 
 
 @pytest.mark.parametrize("write", DIALECTS, ids=lambda write: write.__name__)

@@ -10,7 +10,7 @@ import torch
 from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DModel
 
 from tests.support.words import naming
-from wanjax.checkpoints.files import Spec
+from wanjax.checkpoints.files import Spec, Tensors
 from wanjax.converters.hunyuanvideo import diffusers as tables
 from wanjax.converters.hunyuanvideo import original
 from wanjax.errors import WanjaxError
@@ -60,22 +60,6 @@ VAE_NAMES = {
 }
 
 
-class Tensors:
-    """Tensors as a reader."""
-
-    def __init__(self, tensors: Mapping[str, np.ndarray]):
-        self.tensors = tensors
-
-    def keys(self):
-        return self.tensors.keys()
-
-    def spec(self, key: str) -> Spec:
-        return Spec(self.tensors[key].shape, self.tensors[key].dtype)
-
-    def read(self, key: str) -> np.ndarray:
-        return self.tensors[key]
-
-
 def state(module: torch.nn.Module) -> dict[str, np.ndarray]:
     return {key: x.numpy() for key, x in module.state_dict().items()}
 
@@ -99,9 +83,9 @@ def originally(ours: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def same(answer, expected: Mapping[str, np.ndarray]) -> None:
-    assert set(answer.keys()) == expected.keys()
+    assert answer.specs.keys() == expected.keys()
     for key, x in expected.items():
-        assert answer.spec(key).shape == x.shape
+        assert answer.specs[key].shape == x.shape
         np.testing.assert_array_equal(answer.read(key), x)
 
 

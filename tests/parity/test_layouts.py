@@ -60,7 +60,7 @@ def diffusers(tmp_path_factory):
 def theirs(folder, component):
     """Returns a component's tensors by the authors' names."""
     weights = SafetensorsFolder(folder / component)
-    return {NAMES[component].theirs(key): weights.read(key) for key in weights.keys()}  # noqa: SIM118
+    return {NAMES[component].theirs(key): weights.read(key) for key in weights.specs}
 
 
 def save_pth(path, tensors):
@@ -79,9 +79,8 @@ def authors(diffusers, tmp_path):
 
 
 def assert_same_weights(ours, reference):
-    assert set(ours.keys()) == set(reference.keys())
-    for key in reference.keys():  # noqa: SIM118
-        assert ours.spec(key) == reference.spec(key)
+    assert ours.specs == reference.specs
+    for key in reference.specs:
         np.testing.assert_array_equal(ours.read(key), reference.read(key))
 
 
@@ -188,7 +187,7 @@ PREFIXES = ["", "model.diffusion_model.", "diffusion_model."]
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_a_single_file_of_a_transformer(prefix, named, diffusers, tmp_path):
     reference = SafetensorsFolder(diffusers / "transformer")
-    tensors = {key: reference.read(key) for key in reference.keys()}  # noqa: SIM118
+    tensors = {key: reference.read(key) for key in reference.specs}
     tensors = tensors if named == "diffusers" else theirs(diffusers, "transformer")
     save_safetensors(tmp_path / "wan.safetensors", {prefix + key: value for key, value in tensors.items()})
     source = open_source(tmp_path / "wan.safetensors")
@@ -219,7 +218,7 @@ def test_the_folder_of_a_model_distilled_with_sparse_attention(diffusers, tmp_pa
     index = json.loads((tmp_path / "few/model_index.json").read_text())
     (tmp_path / "few/model_index.json").write_text(json.dumps(index | {"_class_name": "WanDMDPipeline"}))
     [file] = (tmp_path / "few/transformer").glob("*.safetensors")
-    tensors = {key: np.array(open_tensors(file).read(key)) for key in open_tensors(file).keys()}  # noqa: SIM118
+    tensors = {key: np.array(open_tensors(file).read(key)) for key in open_tensors(file).specs}
     gates = {
         f"blocks.{i}.to_gate_compress.{leaf}": np.ones(3, np.float32) for i in (0, 1) for leaf in ("weight", "bias")
     }
@@ -342,7 +341,7 @@ def test_a_file_with_everything(diffusers, tmp_path):
     tensors = {p + key: x for name, p in prefixes.items() for key, x in theirs(diffusers, name).items()}
     text = SafetensorsFolder(diffusers / "text_encoder")  # ComfyUI uses the names of transformers here
     tensors = {key: value for key, value in tensors.items() if not key.startswith(prefixes["text_encoder"])}
-    tensors |= {prefixes["text_encoder"] + key: text.read(key) for key in text.keys()}  # noqa: SIM118
+    tensors |= {prefixes["text_encoder"] + key: text.read(key) for key in text.specs}
     tensors[prefixes["text_encoder"] + "spiece_model"] = np.arange(5, dtype=np.uint8)
     save_safetensors(tmp_path / "all.safetensors", tensors)
     source = open_source(tmp_path / "all.safetensors")
@@ -362,9 +361,9 @@ def test_scaled_eight_bit_weights_are_multiplied_out(diffusers, tmp_path):
     save_safetensors(tmp_path / "fp8.safetensors", tensors)
     weights = open_source(tmp_path / "fp8.safetensors").weights("transformer")
     reference = SafetensorsFolder(diffusers / "transformer")
-    assert set(weights.keys()) == set(reference.keys())
+    assert weights.specs.keys() == reference.specs.keys()
     key = "blocks.0.attn1.to_q.weight"
-    assert weights.spec(key) == Spec(eight.shape, np.dtype(np.float32))
+    assert weights.specs[key] == Spec(eight.shape, np.dtype(np.float32))
     np.testing.assert_array_equal(weights.read(key), eight.astype(np.float32) * np.float32(0.01))
     np.testing.assert_allclose(weights.read(key), reference.read(key), atol=0.02)
 
@@ -373,13 +372,8 @@ class Shapes:
     """A reader of the published shapes of a transformer by the authors' names, without values."""
 
     def __init__(self, config):
-        self.specs = {original.TRANSFORMER.theirs(key): shape for key, shape in transformer_keys(config).items()}
-
-    def keys(self):
-        return self.specs.keys()
-
-    def spec(self, key):
-        return Spec(self.specs[key], np.dtype(np.float32))
+        shapes = transformer_keys(config).items()
+        self.specs = {original.TRANSFORMER.theirs(key): Spec(shape, np.dtype(np.float32)) for key, shape in shapes}
 
     def read(self, key):
         raise AssertionError(f"{key} is read, where its shape is enough")
@@ -467,7 +461,7 @@ def test_an_image_encoder_by_the_authors_is_that_of_transformers(tmp_path):
     assert {key: getattr(config, key) for key in found.json if key != "architectures"} == {
         key: value for key, value in found.json.items() if key != "architectures"
     }
-    assert set(found.weights.keys()) == set(reference)
+    assert set(found.weights.specs) == set(reference)
     for key, value in reference.items():
-        assert found.weights.spec(key) == Spec(value.shape, value.dtype)
+        assert found.weights.specs[key] == Spec(value.shape, value.dtype)
         np.testing.assert_array_equal(found.weights.read(key), value)

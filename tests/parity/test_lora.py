@@ -139,7 +139,7 @@ DIALECTS = [
 def merged(*files):
     """Returns the reference's weights with pairs (path, strength) merged by us, and the matches."""
     base = StateDict(reference())
-    specs = {key: base.spec(key) for key in base.tensors}
+    specs = base.specs
     opened = [(lora.LoraFile(Path(path), specs, original.TRANSFORMER), strength) for path, strength in files]
     return lora.Merged(base, opened), [file.matches for file, _ in opened]
 
@@ -157,11 +157,11 @@ def fused(*files):
 
 def assert_equal(ours, theirs):
     base, changed = StateDict(reference()), 0
-    assert list(ours.keys()) == list(theirs.keys())
+    assert list(ours.specs) == list(theirs.specs)
     for key, weights in theirs.tensors.items():
         assert np.abs(ours.read(key) - weights).max() <= 1e-6 * np.abs(weights).max(), key
         changed += not np.array_equal(weights, base.read(key))
-        assert ours.spec(key) == (ours.read(key).shape, ours.read(key).dtype)
+        assert ours.specs[key] == (ours.read(key).shape, ours.read(key).dtype)
     assert changed >= len(NAMES)
 
 

@@ -34,10 +34,10 @@ def bits(tensor):
 
 def assert_read_as_it_is(path, tensors):
     file = TorchFile(path)
-    assert list(file.keys()) == list(tensors)
+    assert list(file.specs) == list(tensors)
     for key, tensor in tensors.items():
         array = file.read(key)
-        assert file.spec(key) == (array.shape, array.dtype) == (tuple(tensor.shape), array.dtype)
+        assert file.specs[key] == (array.shape, array.dtype) == (tuple(tensor.shape), array.dtype)
         assert str(array.dtype) == str(tensor.dtype).removeprefix("torch.")
         assert array.tobytes() == bits(tensor)
         assert not array.flags.writeable or not array.size
@@ -114,7 +114,7 @@ def test_a_pickle_that_would_run_code_does_not(place, tmp_path):
     if place in ("storage", "hooks"):
         rewrite_pickle(tmp_path / "evil.pth", _injected(tmp_path, place))
     if place in ("state", "hooks"):  # these do not affect the tensors, so they are skipped
-        assert TorchFile(tmp_path / "evil.pth").keys() == (("weight", "bias") if place == "state" else ("x",))
+        assert [*TorchFile(tmp_path / "evil.pth").specs] == (["weight", "bias"] if place == "state" else ["x"])
     else:
         assert "tensor" in refusal(tmp_path / "evil.pth") or place == "storage"
     assert not (tmp_path / "ran").exists()
@@ -266,8 +266,8 @@ def test_a_file_with_flipped_or_missing_bytes_is_read_or_refused(saved, tmp_path
         broken.write_bytes(data[: rng.choice([len(data), rng.randrange(len(data))])])
         try:
             file = TorchFile(broken)
-            for key in file.keys():  # noqa: SIM118
-                assert file.read(key).shape == file.spec(key).shape
+            for key, spec in file.specs.items():
+                assert file.read(key).shape == spec.shape
         except WanjaxError as error:
             assert "\n" not in str(error)  # noqa: PT017
 

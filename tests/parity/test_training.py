@@ -312,4 +312,4 @@ def test_a_full_step_is_torch_s(case, tmp_path):
 
 def _exported(network, rules, like):
     exported = Exported({name: np.asarray(x) for name, x in parameters(network).items()}, rules)
-    return {key: np.asarray(exported.read(key)) for key in exported.keys() if key in like}  # noqa: SIM118
+    return {key: np.asarray(exported.read(key)) for key in exported.specs if key in like}

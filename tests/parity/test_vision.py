@@ -14,7 +14,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 
 from tests.parity.references import StateDict, randomise, relative_l2
 from wanjax.checkpoints import modules
-from wanjax.checkpoints.files import SafetensorsFolder
+from wanjax.checkpoints.files import SafetensorsFolder, Tensors
 from wanjax.converters import clip
 from wanjax.layers.placement import as_shapes
 from wanjax.models.clip import CLIPVision
@@ -66,10 +66,8 @@ def test_present_and_former_file_formats(reference, tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     assert (tmp_path / "model.safetensors").is_file()
     model = load(config, SafetensorsFolder(tmp_path))
-    before = StateDict(reference)
-    before.tensors = {f"vision_model.{key}": tensor for key, tensor in before.tensors.items()}
-    before.tensors["vision_model.embeddings.position_ids"] = np.arange(17)[None]
-    again = load(config, before)
+    before = {f"vision_model.{key}": tensor for key, tensor in StateDict(reference).tensors.items()}
+    again = load(config, Tensors(before | {"vision_model.embeddings.position_ids": np.arange(17)[None]}))
     for ours, same in zip(modules.parameters(model).values(), modules.parameters(again).values(), strict=True):
         np.testing.assert_array_equal(ours, same)
 

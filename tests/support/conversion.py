@@ -45,9 +45,9 @@ def tensors(folder: Path) -> dict[str, tuple]:
     present = (name for name in (*COMPONENTS, "transformer_2", "image_encoder") if (folder / name).exists())
     weights = {name: SafetensorsFolder(folder / name) for name in present}
     return {
-        f"{name}.{key}": (*reader.spec(key), reader.read(key).tobytes())
+        f"{name}.{key}": (*spec, reader.read(key).tobytes())
         for name, reader in weights.items()
-        for key in reader.keys()  # noqa: SIM118
+        for key, spec in reader.specs.items()
     }
 
 

@@ -193,6 +193,7 @@ class Arrays:
             raise WanjaxError(f"{path / TREE} names {strange[0]!r}, which is not the name of an array")
         fetch(path / name / ARRAY for name in names)
         self._arrays = {name: StoredArray(path / name, fetch=fetch) for name in names}
+        self.specs = {name: array.spec for name, array in self._arrays.items()}
 
     @classmethod
     def create(cls, path: Path, specs: Mapping[str, Spec], chunks: Mapping[str, Sequence[int]]) -> "Arrays":
@@ -216,12 +217,6 @@ class Arrays:
     def __getitem__(self, name: str) -> StoredArray:
         return self._arrays[name]
 
-    def keys(self) -> Sequence[str]:
-        return tuple(self._arrays)
-
-    def spec(self, name: str) -> Spec:
-        return self._arrays[name].spec
-
     def read(self, name: str) -> np.ndarray:
         return self._arrays[name].read()
 
@@ -231,7 +226,7 @@ class Arrays:
 
     @property
     def nbytes(self) -> int:
-        return sum(array.spec.nbytes for array in self._arrays.values())
+        return sum(spec.nbytes for spec in self.specs.values())
 
     def restore(
         self, targets: Mapping[str, Any], progress: Callable[[int], object] = lambda nbytes: None
@@ -243,7 +238,7 @@ class Arrays:
         restored = {}
         for name, target in targets.items():
             restored[name] = place(self[name].read, target)
-            progress(self.spec(name).nbytes)
+            progress(self.specs[name].nbytes)
         return restored
 
     def check_sizes(self, size_of: Callable[[Path], int | None] = size_here) -> None:

@@ -222,7 +222,7 @@ class Conversion(ABC):
         """Raises WanjaxError unless the file of a component holds these tensors."""
         found = SafetensorsFile(self.partial / name / file)
         for key, spec in specs.items():
-            if found.spec(key) != spec or found.read(key).tobytes() != reader.read(key).tobytes():
+            if found.specs.get(key) != spec or found.read(key).tobytes() != reader.read(key).tobytes():
                 found.path.unlink()
                 raise WanjaxError(f"{key!r} in {found.path} is not what was written: run it again")
             progress(spec.nbytes)
@@ -334,7 +334,7 @@ class ToWanjax(Conversion):
     def _converted(self, name: str) -> Converted:
         found, dtype = network(self.source, name, self.kinds), self.dtypes.get(name)
         stored_tensors, self._readers[name] = self._tensors(found, name)
-        specs = {key: stored_tensors.spec(key) for key in stored_tensors.keys()}  # noqa: SIM118
+        specs = stored_tensors.specs
         made_with = jnp.dtype(dtype or "float32")
         targets = modules.parameters(found.abstract(dtype=made_with, param_dtype=made_with))
         self._assignments[name] = assignments = rules.assign(found.rules, specs, targets, ignore=found.unused)
@@ -371,7 +371,7 @@ class ToWanjax(Conversion):
         found = {}
         for entry in self.networks:
             arrays = Arrays(self.partial / entry.name / WEIGHTS)
-            assert {name: arrays.spec(name) for name in arrays.keys()} == entry.written  # noqa: SIM118
+            assert arrays.specs == entry.written
             for stray in set(files_in(arrays.path)) - arrays.files():  # left by a chunk that was not completed
                 stray.unlink()
             synchronise(arrays.files())
@@ -420,8 +420,7 @@ class ToDiffusers(Conversion):
         found, arrays = network(self.source, name, self.kinds), self._weights(name)
         stored_tensors, merged = self._tensors(found, name)
         self._readers[name] = _AsStored(merged, stored_tensors)
-        read = {key: arrays.spec(key) for key in arrays.keys()}  # noqa: SIM118
-        return Converted(name, found, read, {key: stored_tensors.spec(key) for key in stored_tensors.keys()})  # noqa: SIM118
+        return Converted(name, found, arrays.specs, stored_tensors.specs)
 
     def _request(self) -> dict[str, Any]:
         return {"to": "diffusers", "fingerprint": self._fingerprint(), **self._merged()}
@@ -457,20 +456,20 @@ class _AsStored(View):
 
     def __init__(self, reader: Reader, stored: Reader):
         super().__init__(reader)
-        self.spec = stored.spec
+        self.specs = stored.specs
 
     def read(self, key: str) -> np.ndarray:
-        return self._reader.read(key).astype(self.spec(key).dtype, copy=False)
+        return self._reader.read(key).astype(self.specs[key].dtype, copy=False)
 
 
 class _Told:
     """A reader that reports the bytes that it reads."""
 
     def __init__(self, reader: Reader, progress: Callable[[int], object]):
-        self.keys, self.spec, self._read, self._progress = reader.keys, reader.spec, reader.read, progress
+        self.specs, self._read, self._progress = reader.specs, reader.read, progress
 
     def read(self, key: str):
-        self._progress(self.spec(key).nbytes)
+        self._progress(self.specs[key].nbytes)
         return self._read(key)
 
 

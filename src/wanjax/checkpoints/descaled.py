@@ -89,8 +89,8 @@ class Descaled(View):
 
     def __init__(self, reader: Reader):
         super().__init__(reader)
-        keys = set(reader.keys())
-        for key in reader.keys():  # noqa: SIM118
+        keys = set(reader.specs)
+        for key in reader.specs:
             _check_known(key)
         self._parts = _found(keys)
         self._formats: dict[str, Any] = {}  # of weights that are stored as plain bytes
@@ -102,31 +102,29 @@ class Descaled(View):
                 surplus |= {key} if last == MARK else set()
                 continue
             if last == QUANTISED:
-                self._formats[weight] = _format(reader, key, reader.spec(self._names(weight)).dtype)
-            if last == ORDER and not (reader.spec(key).nbytes == 1 and reader.read(key).tobytes() == bytes(1)):
+                self._formats[weight] = _format(reader, key, reader.specs[self._names(weight)].dtype)
+            if last == ORDER and not (reader.specs[key].nbytes == 1 and reader.read(key).tobytes() == bytes(1)):
                 raise WanjaxError(f"{key} is not 0, so the integers of {weight} are in another order: {EIGHT_BITS}")
             if last in (MARK, ORDER, QUANTISED) or INPUTS.fullmatch(last):
                 surplus.add(key)
         for weight, parts in self._parts.items():
             surplus |= {parts.scale, *([parts.zero] if parts.zero else [])}
-            zero = reader.spec(parts.zero) if parts.zero else None
-            _check(parts, self.stored(weight), reader.spec(parts.scale), zero)
+            zero = reader.specs[parts.zero] if parts.zero else None
+            _check(parts, self._stored(weight), reader.specs[parts.scale], zero)
         of_numbers = {parts.numbers: weight for weight, parts in self._parts.items()}
-        self._keys = [of_numbers.get(key, key) for key in reader.keys() if key not in surplus]  # noqa: SIM118
-        for key in self._keys:
-            if _split(key)[1] == "weight" and np.issubdtype(dtype := self.spec(key).dtype, np.integer):
+        names = [of_numbers.get(key, key) for key in reader.specs if key not in surplus]
+        self.specs = {key: self._spec(key) for key in names}
+        for key, (_, dtype) in self.specs.items():
+            if _split(key)[1] == "weight" and np.issubdtype(dtype, np.integer):
                 raise WanjaxError(f"{key} is {dtype}, and no scale that is known stands beside it: {EIGHT_BITS}")
 
-    def keys(self) -> tuple[str, ...]:
-        return tuple(self._keys)
-
-    def stored(self, key: str) -> Spec:
+    def _stored(self, key: str) -> Spec:
         """Returns the shape and dtype of a tensor without its scale."""
-        shape, dtype = self._reader.spec(self._names(key))
+        shape, dtype = self._reader.specs[self._names(key)]
         return Spec(shape, np.dtype(self._formats.get(key, dtype)))
 
-    def spec(self, key: str) -> Spec:
-        shape, dtype = self.stored(key)
+    def _spec(self, key: str) -> Spec:
+        shape, dtype = self._stored(key)
         return Spec(shape, np.dtype(self._parts[key].spelling.made) if key in self._parts else dtype)
 
     def _names(self, key: str) -> str:
@@ -142,7 +140,7 @@ class Descaled(View):
         if parts.zero:
             numbers -= self._spread(parts.zero, x.shape)
         numbers *= self._spread(parts.scale, x.shape) / parts.spelling.steps
-        return numbers.astype(self.spec(key).dtype, copy=False)
+        return numbers.astype(self.specs[key].dtype, copy=False)
 
     def _spread(self, key: str, shape: tuple[int, ...]) -> np.ndarray:
         """Returns a tensor that has a number for each part of a weight, with axes of the weight's sizes or 1."""
@@ -232,7 +230,7 @@ def _check(parts: _Parts, stored: Spec, scale: Spec, zero: Spec | None) -> None:
 
 def _format(reader: Reader, key: str, dtype: np.dtype) -> Any:
     """Returns the dtype that a layer's JSON tells; raises WanjaxError unless its weight is an 8-bit float of it."""
-    spec = reader.spec(key)
+    spec = reader.specs[key]
     try:
         told = json.loads(reader.read(key).tobytes() if spec.nbytes <= JSON_BYTES else b"")
         name, more = str(told["format"]), sorted(entry for entry in told if told[entry] and entry not in PLAIN)

@@ -71,9 +71,10 @@ class Spec(NamedTuple):
 class Reader(Protocol):
     """Named tensors whose shapes and dtypes are known before they are read."""
 
-    def keys(self) -> Iterable[str]: ...
-
-    def spec(self, key: str) -> Spec: ...
+    @property
+    def specs(self) -> Mapping[str, Spec]:
+        """Each tensor's shape and dtype by its name."""
+        ...
 
     def read(self, key: str) -> np.ndarray: ...
 
@@ -149,13 +150,13 @@ class SafetensorsFile:
                 raise WanjaxError(no_file(self.path))
             with safe_open(self.path, framework="numpy") as file:
                 self.metadata: dict[str, str] = file.metadata() or {}
-                specs = {key: _spec(key, file.get_slice(key)) for key in file.offset_keys()}  # end to end
-            start = self.path.stat().st_size - sum(spec.nbytes for spec in specs.values())
+                self.specs = {key: _spec(key, file.get_slice(key)) for key in file.offset_keys()}  # end to end
+            start = self.path.stat().st_size - sum(spec.nbytes for spec in self.specs.values())
         except (OSError, SafetensorError, _CorruptError) as error:
             raise _unreadable(self.path, error) from error
-        self._places: dict[str, tuple[Spec, int]] = {}
-        for key, spec in specs.items():
-            self._places[key] = spec, start
+        self._starts: dict[str, int] = {}
+        for key, spec in self.specs.items():
+            self._starts[key] = start
             start += spec.nbytes
 
     @property
@@ -163,20 +164,13 @@ class SafetensorsFile:
         """The files with the tensors."""
         return [self.path]
 
-    def keys(self) -> Sequence[str]:
-        return tuple(self._places)
-
-    def spec(self, key: str) -> Spec:
-        """Returns the tensor's shape and dtype, from the header alone."""
-        return self._places[key][0]
-
     def read(self, key: str) -> np.ndarray:
         """Returns a read-only view of the tensor's pages in the file, which are unmapped with it."""
-        (shape, dtype), start = self._places[key]
+        shape, dtype = self.specs[key]
         if 0 in shape:  # an empty range cannot be mapped
             return np.empty(shape, dtype)
         try:
-            return np.asarray(np.memmap(self.path, dtype, "r", start, shape))
+            return np.asarray(np.memmap(self.path, dtype, "r", self._starts[key], shape))
         except (OSError, ValueError) as error:  # ValueError: the file is now shorter than the range
             raise _unreadable(self.path, error) from error
 
@@ -218,21 +212,15 @@ class SafetensorsFolder:
             self._files = _open_shards(index)
         elif single := next(filter(os.path.lexists, singles), None):
             file = SafetensorsFile(single)
-            self._files = dict.fromkeys(file.keys(), file)
+            self._files = dict.fromkeys(file.specs, file)
         else:
             raise _no_weights(self.path, infix, [file.name for file in self.path.iterdir()])
+        self.specs = {key: file.specs[key] for key, file in self._files.items()}
 
     @property
     def paths(self) -> Sequence[Path]:
         """The files with the tensors."""
         return sorted({file.path for file in self._files.values()})
-
-    def keys(self) -> Sequence[str]:
-        return tuple(self._files)
-
-    def spec(self, key: str) -> Spec:
-        """Returns the tensor's shape and dtype, from the headers alone."""
-        return self._files[key].spec(key)
 
     def read(self, key: str) -> np.ndarray:
         """Returns a read-only view of the tensor's pages in the file, which are unmapped with it."""
@@ -263,7 +251,7 @@ def aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 def load_safetensors(path: str | Path) -> dict[str, np.ndarray]:
     """Returns all tensors of one file, read-only and mapped to it; raises WanjaxError if it cannot be read."""
     file = SafetensorsFile(path)
-    return {key: file.read(key) for key in file.keys()}  # noqa: SIM118
+    return {key: file.read(key) for key in file.specs}
 
 
 class Tensors:
@@ -271,12 +259,7 @@ class Tensors:
 
     def __init__(self, tensors: Mapping[str, np.ndarray]):
         self.tensors = tensors
-
-    def keys(self) -> Iterable[str]:
-        return self.tensors.keys()
-
-    def spec(self, key: str) -> Spec:
-        return Spec(self.tensors[key].shape, np.dtype(self.tensors[key].dtype))
+        self.specs = {key: Spec(x.shape, np.dtype(x.dtype)) for key, x in tensors.items()}
 
     def read(self, key: str) -> np.ndarray:
         return self.tensors[key]
@@ -296,7 +279,7 @@ def write_safetensors(
     path: Path, reader: Reader, keys: Iterable[str], metadata: Mapping[str, str] | None = None
 ) -> None:
     """Writes the reader's tensors with these keys as `save_safetensors` does, and reads each when its turn comes."""
-    specs = {key: reader.spec(key) for key in keys}
+    specs = {key: reader.specs[key] for key in keys}
     # Wide dtypes come first, as in the format's library: every tensor begins at a multiple of its item size.
     keys = sorted(specs, key=lambda key: (-specs[key].dtype.itemsize, key))
     header: dict = {"__metadata__": dict(metadata)} if metadata else {}
@@ -334,7 +317,7 @@ def shards(reader: Reader, stem: str, limit: int | float = SHARD) -> dict[str, l
     from huggingface_hub import split_state_dict_into_shards_factory  # here: few commands write a component
 
     return split_state_dict_into_shards_factory(
-        {key: reader.spec(key) for key in reader.keys()},  # noqa: SIM118
+        dict(reader.specs),
         get_storage_size=lambda spec: spec.nbytes,
         filename_pattern=f"{stem}{{suffix}}.safetensors",
         max_shard_size=int(limit),
@@ -402,7 +385,7 @@ def _open_shards(index: Path) -> dict[str, SafetensorsFile]:
     files: dict[str, SafetensorsFile] = {}
     for name in names:
         shard = SafetensorsFile(index.parent / name)
-        for key in shard.keys():  # noqa: SIM118
+        for key in shard.specs:
             if key in files:
                 raise WanjaxError(f"{key!r} is in two shards, {files[key].path} and {shard.path}")
             files[key] = shard

@@ -117,7 +117,7 @@ def held(
     telling: the names of tensors that only this component has; prefixes: those that its names may have in a file.
     """
     reader = Descaled(reader)  # by whose names a component is known
-    found, present = {}, set(reader.keys())
+    found, present = {}, set(reader.specs)
     for component, names in telling.items():
         for prefix in prefixes[component]:
             if any(prefix + name in present for name in names):

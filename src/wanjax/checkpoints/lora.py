@@ -228,7 +228,7 @@ class LoraFile:
 
     def _shape(self, change: Change) -> tuple[int, ...]:
         """Returns the shape of a change; empty if the factors do not fit each other."""
-        shapes = [self._reader.spec(key).shape for key in change.factors]
+        shapes = [self._reader.specs[key].shape for key in change.factors]
         if len(shapes) == 1:
             return shapes[0]
         up, down = shapes
@@ -242,10 +242,10 @@ class Merged(View):
     def __init__(self, reader: Reader, files: Sequence[tuple[LoraFile, float]]):
         super().__init__(reader)
         self._files = [(file, strength) for file, strength in files if strength != 0]
-
-    def spec(self, key: str) -> Spec:
-        shape, dtype = self._reader.spec(key)
-        return Spec(shape, np.dtype(np.float32) if self._changing(key) else dtype)
+        wide = np.dtype(np.float32)
+        self.specs = {
+            key: Spec(shape, wide if self._changing(key) else dtype) for key, (shape, dtype) in reader.specs.items()
+        }
 
     def read(self, key: str) -> np.ndarray:
         x = self._reader.read(key)
@@ -330,7 +330,7 @@ def _parts(path: Path, reader: Reader) -> tuple[dict[str, dict[tuple[str, str], 
     """Returns the file's keys by the module that they change and their role in the change, and the keys of no role."""
     found: defaultdict[str, dict[tuple[str, str], str]] = defaultdict(dict)
     unknown = []
-    for key in reader.keys():  # noqa: SIM118
+    for key, spec in reader.specs.items():
         if any(kind in key for kind in OTHER_KINDS):
             raise WanjaxError(f"{path} holds {key}, a change of another kind than LoRA: only LoRA and diffs are merged")
         name = key
@@ -338,8 +338,8 @@ def _parts(path: Path, reader: Reader) -> tuple[dict[str, dict[tuple[str, str], 
             name = name.removeprefix(prefix)
         ending = next((ending for ending in ROLES if name.endswith(ending)), None)
         role = ROLES.get(ending or "", ("", ""))
-        if role[0] != "alpha" and not jnp.issubdtype(dtype := reader.spec(key).dtype, jnp.floating):
-            raise WanjaxError(f"{path} holds {key} as {dtype} where a floating dtype is right")
+        if role[0] != "alpha" and not jnp.issubdtype(spec.dtype, jnp.floating):
+            raise WanjaxError(f"{path} holds {key} as {spec.dtype} where a floating dtype is right")
         if ending is None:
             unknown.append(key)
             continue
@@ -358,5 +358,5 @@ def _as_peft(down: str, module: str) -> str:
 
 
 def _rank(reader: Reader, down: str) -> int:
-    shape = reader.spec(down).shape
+    shape = reader.specs[down].shape
     return shape[0] if shape else 0

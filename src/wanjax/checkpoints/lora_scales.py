@@ -76,7 +76,7 @@ class Scales:
 
     def _stored(self, key: str) -> float:
         """Returns the number that a tensor holds."""
-        shape, dtype = self._reader.spec(key)
+        shape, dtype = self._reader.specs[key]
         if math.prod(shape) != 1 or not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
             raise WanjaxError(f"{self._path} holds {key} as {dtype} {list(shape)} where one number is right")
         number = float(self._reader.read(key).astype(np.float32).item())
@@ -136,7 +136,7 @@ def _config(path: Path, reader: Reader) -> tuple[str, dict[str, Any]]:
             if entry == PEFT_METADATA or "lora_alpha" in config:
                 return where, config
     beside = path.with_name(PEFT_CONFIG)
-    peft = path.stem == PEFT_FILE or any(key.startswith(PEFT_PREFIX) for key in reader.keys())  # noqa: SIM118
+    peft = path.stem == PEFT_FILE or any(key.startswith(PEFT_PREFIX) for key in reader.specs)
     if peft and beside.is_file():
         if beside.stat().st_size > CONFIG_BYTES:
             raise WanjaxError(f"{beside} has more than {CONFIG_BYTES:,} bytes: it is no config of PEFT")

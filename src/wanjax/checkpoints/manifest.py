@@ -33,14 +33,14 @@ def verify(source: Source, progress: Progress = lambda at, done, total: None) ->
     if unlike := sorted({path.parent.name for path in root.glob(f"*/{WEIGHTS}")} ^ networks.keys()):
         raise WanjaxError(f"{root / MANIFEST} and the folders of weights differ by {unlike[0]}: convert it again")
     weights = {name: source.weights(name) for name in networks}
-    if not any(arrays.keys() for arrays in weights.values()):
+    if not any(arrays.specs for arrays in weights.values()):
         raise WanjaxError(f"{root} has no arrays that could be compared: convert it again")
     count = counting(progress, "verifying", sum(arrays.nbytes for arrays in weights.values()))
     for name, arrays in weights.items():
         if strays := sorted(set(files_in(arrays.path)) - arrays.files()):
             raise WanjaxError(f"{strays[0]} is of no array that was written: convert it again")
         promised = {key: words.rpartition(" ")[0] for key, words in networks[name].items()}
-        found = {key: _words(arrays.spec(key)) for key in arrays.keys()}  # noqa: SIM118
+        found = {key: _words(spec) for key, spec in arrays.specs.items()}
         differing = _differing(found, promised) or _differing(described(arrays, count), networks[name])
         if differing:
             raise WanjaxError(f"{differing[0]} in {arrays.path} is not what was written: convert it again")
@@ -58,7 +58,7 @@ def own_digest(manifest: Mapping[str, Any]) -> str:
 
 def described(arrays: Arrays, progress: Callable[[int], object]) -> dict[str, str]:
     """Reads each array; returns its dtype, shape and checksum, as in the manifest."""
-    return {name: f"{_words(arrays.spec(name))} {arrays[name].digest(progress)}" for name in arrays.keys()}  # noqa: SIM118
+    return {name: f"{_words(spec)} {arrays[name].digest(progress)}" for name, spec in arrays.specs.items()}
 
 
 def _words(spec: Spec) -> str:

@@ -36,7 +36,7 @@ def load(
     does.
     """
     targets = parameters(abstract)
-    specs = {key: reader.spec(key) for key in reader.keys()}  # noqa: SIM118
+    specs = reader.specs
     assignments = assign(rules, specs, targets, ignore=ignore)
     count = adding(progress, sum(specs[key].nbytes for each in assignments for key in each.sources))
 
@@ -56,7 +56,7 @@ def load(
 def restore(abstract: Module, arrays: Arrays, *, progress: Callable[[int, int], object] | None = None) -> Module:
     """Returns the module with weights that `wanjax convert` stored; otherwise as `load`."""
     targets = parameters(abstract)
-    assign([Rule(name, name) for name in targets], {name: arrays.spec(name) for name in arrays.keys()}, targets)  # noqa: SIM118
+    assign([Rule(name, name) for name in targets], arrays.specs, targets)
     return _filled(abstract, arrays.restore(targets, adding(progress, arrays.nbytes)))
 
 
@@ -83,22 +83,16 @@ class Exported:
     """
 
     def __init__(self, weights: Mapping[str, Any], rules: Iterable[Rule]):
-        self._weights, self._places = weights, {}
+        self._weights, self._places, self.specs = weights, {}, dict[str, Spec]()
         rules = list(rules)
         for target, values in weights.items():
             ((rule, indices),) = rules_for(target, rules)
             found, _ = expanded(rule, indices, target, values.shape, ())
+            shape = tuple(values.shape)[found.stacked :]
+            spec = Spec(found.transform.source_shape(shape) or shape, np.dtype(values.dtype))
+            self.specs |= dict.fromkeys(found.sources, spec)
             for i, key in enumerate(found.sources):
                 self._places[key] = (target, i if found.stacked else ..., found.transform)
-
-    def keys(self) -> Iterable[str]:
-        return self._places.keys()
-
-    def spec(self, key: str) -> Spec:
-        target, index, transform = self._places[key]
-        values = self._weights[target]
-        shape = tuple(values.shape) if index is ... else tuple(values.shape)[1:]
-        return Spec(transform.source_shape(shape) or shape, np.dtype(values.dtype))
 
     def read(self, key: str) -> np.ndarray:
         target, index, transform = self._places[key]
@@ -112,4 +106,4 @@ def export(model: nnx.Module, rules: Iterable[Rule], path: Path, *, metadata: Ma
     """
     weights = {target: np.asarray(value) for target, value in parameters(model).items()}
     exported = Exported(weights, rules)
-    write_safetensors(path, exported, exported.keys(), metadata)
+    write_safetensors(path, exported, exported.specs, metadata)

@@ -77,8 +77,7 @@ class Network(NamedTuple):
     @property
     def specs(self) -> dict[str, Spec]:
         """The shapes of the tensors, in float32, by their names in diffusers."""
-        shapes = Exported(parameters(self.abstract(dtype=jnp.float32, param_dtype=jnp.float32)), self.rules)
-        return {key: shapes.spec(key) for key in shapes.keys()}  # noqa: SIM118
+        return Exported(parameters(self.abstract(dtype=jnp.float32, param_dtype=jnp.float32)), self.rules).specs
 
     @property
     def parameters(self) -> int:

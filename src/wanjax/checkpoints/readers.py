@@ -2,8 +2,7 @@
 """Opens files of tensors of either format, and reads a checkpoint as one of another layout."""
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import dropwhile
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from wanjax.checkpoints.files import Reader, SafetensorsFile, Spec
 from wanjax.checkpoints.torch_file import SUFFIXES as TORCH
 from wanjax.checkpoints.torch_file import TorchFile
 from wanjax.converters.names import Names
+from wanjax.converters.transforms import Shape
 from wanjax.errors import WanjaxError
 
 SUFFIXES = (".safetensors", *TORCH)
@@ -31,17 +31,12 @@ class View:
 
     def __init__(self, reader: Reader):
         self._reader = reader
+        self.specs = reader.specs
 
     @property
     def paths(self) -> Sequence[Path]:
         """The files that hold the tensors; none if they are not in files."""
         return getattr(self._reader, "paths", [])
-
-    def keys(self) -> Sequence[str]:
-        return tuple(self._reader.keys())
-
-    def spec(self, key: str) -> Spec:
-        return self._reader.spec(key)
 
     def read(self, key: str) -> np.ndarray:
         return self._reader.read(key)
@@ -53,18 +48,13 @@ class Renamed(View):
     def __init__(self, reader: Reader, rename: Callable[[str], str | None]):
         super().__init__(reader)
         self._keys: dict[str, str] = {}
-        for key in reader.keys():  # noqa: SIM118
+        for key in reader.specs:
             new = rename(key)
             if new in self._keys:
                 raise WanjaxError(f"{self._keys[new]!r} and {key!r} are the same tensor {new!r}: one of them is right")
             if new is not None:
                 self._keys[new] = key
-
-    def keys(self) -> Sequence[str]:
-        return tuple(self._keys)
-
-    def spec(self, key: str) -> Spec:
-        return self._reader.spec(self._keys[key])
+        self.specs = {new: reader.specs[key] for new, key in self._keys.items()}
 
     def read(self, key: str) -> np.ndarray:
         return self._reader.read(self._keys[key])
@@ -74,13 +64,8 @@ class Together:
     """Several checkpoints, which have no tensor in common, as one."""
 
     def __init__(self, *readers: Reader):
-        self._readers = {key: reader for reader in readers for key in reader.keys()}  # noqa: SIM118
-
-    def keys(self) -> Sequence[str]:
-        return tuple(self._readers)
-
-    def spec(self, key: str) -> Spec:
-        return self._readers[key].spec(key)
+        self._readers = {key: reader for reader in readers for key in reader.specs}
+        self.specs = {key: reader.specs[key] for key, reader in self._readers.items()}
 
     def read(self, key: str) -> np.ndarray:
         return self._readers[key].read(key)
@@ -98,44 +83,35 @@ class Exchanged(View):
         return np.concatenate(np.split(x, 2)[::-1]) if self._names.exchanges(key) else x
 
 
-class Reshaped(View, ABC):
-    """A checkpoint in which some tensors have other shapes; subclasses say which."""
+class Reshaped(View):
+    """A checkpoint in which tensors have the shapes that `reshape` returns, given their names and shapes."""
 
-    def spec(self, key: str) -> Spec:
-        shape, dtype = self._reader.spec(key)
-        return Spec(self._shape(key, shape), dtype)
+    def __init__(self, reader: Reader, reshape: Callable[[str, Shape], Shape]):
+        super().__init__(reader)
+        self.specs = {key: Spec(reshape(key, shape), dtype) for key, (shape, dtype) in reader.specs.items()}
 
     def read(self, key: str) -> np.ndarray:
-        x = self._reader.read(key)
-        return x.reshape(self._shape(key, x.shape))
-
-    @abstractmethod
-    def _shape(self, key: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the new shape of a tensor."""
+        return self._reader.read(key).reshape(self.specs[key].shape)
 
 
-class Flattened(Reshaped):
-    """A checkpoint without the leading axes of size 1 of the named tensors."""
+def flattened(reader: Reader, names: Collection[str]) -> Reshaped:
+    """Returns a checkpoint without the leading axes of size 1 of the named tensors."""
 
-    def __init__(self, reader: Reader, names: Iterable[str]):
-        super().__init__(reader)
-        self._names = set(names)
+    def reshape(key: str, shape: Shape) -> Shape:
+        return tuple(dropwhile(lambda size: size == 1, shape)) if key in names else shape
 
-    def _shape(self, key: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(dropwhile(lambda size: size == 1, shape)) if key in self._names else shape
+    return Reshaped(reader, reshape)
 
 
-class Unflattened(Reshaped):
-    """A checkpoint in which the named kernel of a projection of patches [out, in · patch] is [out, in, *patch]."""
+def unflattened(reader: Reader, name: str, patch: Shape) -> Reshaped:
+    """Returns a checkpoint in which the kernel of a projection of patches [out, in · patch] is [out, in, *patch]."""
 
-    def __init__(self, reader: Reader, name: str, patch: tuple[int, ...]):
-        super().__init__(reader)
-        self._name, self._patch = name, patch
-
-    def _shape(self, key: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        if key != self._name or len(shape) != 2 or shape[1] % math.prod(self._patch):
+    def reshape(key: str, shape: Shape) -> Shape:
+        if key != name or len(shape) != 2 or shape[1] % math.prod(patch):
             return shape
-        return (shape[0], shape[1] // math.prod(self._patch), *self._patch)
+        return (shape[0], shape[1] // math.prod(patch), *patch)
+
+    return Reshaped(reader, reshape)
 
 
 class Unfused(View):
@@ -144,7 +120,7 @@ class Unfused(View):
     def __init__(self, reader: Reader, names: Sequence[str] = ("to_qkv",)):
         super().__init__(reader)
         self._parts: dict[str, tuple[str, int | None]] = {}
-        for key in reader.keys():  # noqa: SIM118
+        for key in reader.specs:
             module, _, leaf = key.rpartition(".")
             before, dot, name = module.rpartition(".")
             if name in names:
@@ -152,13 +128,10 @@ class Unfused(View):
                 self._parts |= {part: (key, i) for i, part in enumerate(parts)}
             else:
                 self._parts[key] = (key, None)
+        self.specs = {key: self._spec(*place) for key, place in self._parts.items()}
 
-    def keys(self) -> Sequence[str]:
-        return tuple(self._parts)
-
-    def spec(self, key: str) -> Spec:
-        whole, part = self._parts[key]
-        (shape, dtype) = self._reader.spec(whole)
+    def _spec(self, whole: str, part: int | None) -> Spec:
+        shape, dtype = self._reader.specs[whole]
         return Spec((shape[0] // 3, *shape[1:]) if shape and part is not None else shape, dtype)
 
     def read(self, key: str) -> np.ndarray:

@@ -350,7 +350,7 @@ class WanjaxSource(DiffusersSource):
 
     def tensors(self, component: str, rules: Iterable[Rule]) -> Reader:
         arrays = self.weights(component)
-        return modules.Exported({name: arrays[name] for name in arrays.keys()}, rules)  # noqa: SIM118
+        return modules.Exported({name: arrays[name] for name in arrays.specs}, rules)
 
     def load(
         self,

@@ -130,18 +130,12 @@ class TorchFile:
             raise _unreadable(self.path, error.strerror or str(error)) from error
         except (_CorruptError, ValueError, NotImplementedError, RuntimeError, EOFError, struct.error) as error:
             raise _unreadable(self.path, str(error).partition("\n")[0]) from error  # as zipfile raises them
+        self.specs = {key: place.spec for key, place in self._places.items()}
 
     @property
     def paths(self) -> Sequence[Path]:
         """The file itself, as the one that holds the tensors."""
         return [self.path]
-
-    def keys(self) -> Sequence[str]:
-        return tuple(self._places)
-
-    def spec(self, key: str) -> Spec:
-        """Returns the tensor's shape and dtype without reading it."""
-        return self._places[key].spec
 
     def read(self, key: str) -> np.ndarray:
         """Returns a read-only view of the tensor's pages in the file, which are unmapped with it."""

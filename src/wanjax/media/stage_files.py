@@ -92,7 +92,7 @@ def load_encoded(folder: Path, settings: Mapping[str, Any]) -> dict[str, Shaped[
     Raises WanjaxError if the file is missing or broken, or was made with other prompts or pictures than `settings` say.
     """
     file = _open_stage(folder, EMBEDDINGS, settings, "wanjax encode PROMPT")
-    return {name: _read(file, name, FLOATS_AND_MASKS) for name in file.keys()}  # noqa: SIM118
+    return {name: _read(file, name, FLOATS_AND_MASKS) for name in file.specs}
 
 
 def save_latents(folder: Path, latents: Float[Array | np.ndarray, "1 C T H W"], settings: Mapping[str, Any]) -> None:
@@ -119,7 +119,7 @@ def load_noise(path: str | Path, names: Sequence[str] = ("noise",)) -> dict[str,
     The first is the initial noise.
     """
     file = SafetensorsFile(path)
-    held = [name for name in names[1:] if name in file.keys()]  # noqa: SIM118
+    held = [name for name in names[1:] if name in file.specs]
     return {name: _read(file, name, FLOATS, first=None) for name in (names[0], *held)}
 
 
@@ -167,9 +167,9 @@ def _read(
 
     Raises WanjaxError unless it has `rank` axes, and a first axis of the size `first`; None is any.
     """
-    if name not in file.keys():  # noqa: SIM118
-        raise WanjaxError(f"{file.path} holds no tensor {name!r}, only {', '.join(file.keys()) or 'none at all'}")
-    shape, dtype = file.spec(name)
+    if name not in file.specs:
+        raise WanjaxError(f"{file.path} holds no tensor {name!r}, only {', '.join(file.specs) or 'none at all'}")
+    shape, dtype = file.specs[name]
     fits = any(jnp.issubdtype(dtype, kind) for kind in kinds.values()) and rank in (None, len(shape))
     if not fits or (first is not None and shape[:1] != (first,)):
         axes = f" of {rank} axes" if rank else ""

@@ -33,9 +33,9 @@ class DecoderFile:
     def of(cls, file: str | Path, channels: int) -> "DecoderFile":
         """Reads the sizes of a decoder of latents with this number of channels; raises WanjaxError for another file."""
         opened = open_tensors(file)
-        names = [name for name in opened.keys() if name.startswith("decoder.")]  # noqa: SIM118
+        specs = {name: spec for name, spec in opened.specs.items() if name.startswith("decoder.")}
         try:
-            config = taehv.config_of({name: opened.spec(name) for name in names})
+            config = taehv.config_of(specs)
             if config.latent_channels != channels:
                 raise WanjaxError(
                     f"it decodes latents of {config.latent_channels} channels, and the model's have {channels}"
@@ -70,7 +70,7 @@ class DecoderFile:
 
     def _loaded(self, shapes: TinyDecoder, cut: Callable[[Any], Any]) -> TinyDecoder:
         opened = open_tensors(self.file)
-        names = [name for name in opened.keys() if name.startswith("decoder.")]  # noqa: SIM118
+        names = [name for name in opened.specs if name.startswith("decoder.")]
         try:
             tensors = Tensors(cut({name: opened.read(name) for name in names}))
             return modules.load(shapes, taehv.rules(), tensors)

@@ -50,7 +50,7 @@ class Keeping(Hook):
             return None
         if found.metadata.get("origin") != self.origin:
             return None
-        arrays = {name: placed_everywhere(found.read(name), self.partitioner) for name in found.keys()}  # noqa: SIM118
+        arrays = {name: placed_everywhere(found.read(name), self.partitioner) for name in found.specs}
         solver = jax.tree.unflatten(jax.tree.structure(begun.state.solver), _listed(arrays, "solver"))
         average = None if begun.state.average is None else arrays["average"]
         steps = int(found.metadata["steps"])

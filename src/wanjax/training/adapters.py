@@ -194,8 +194,8 @@ def module_names(network: nnx.Module, rules: Iterable[Rule]) -> dict[str, str]:
     found: dict[str, str] = {}
     for path in sorted(linears):
         kernel = shapes[f"{path}.kernel"]
-        keys = list(Exported({f"{path}.kernel": kernel}, rules).keys())
-        name = keys[0].removesuffix(".weight")
+        first, *_ = Exported({f"{path}.kernel": kernel}, rules).specs
+        name = first.removesuffix(".weight")
         if len(kernel.shape) == 3:
             before, _, after = name.partition(".0.")
             name = f"{before}.{{i}}.{after}"
@@ -234,13 +234,13 @@ def factors_of(network: nnx.Module, rules: Iterable[Rule], chosen: dict[str, str
         if f"{path}.{CHANGE}.kernel" in values:
             own = {f"{path}.{leaf}": np.asarray(values[f"{path}.{CHANGE}.{leaf}"]) for leaf in ("kernel", "bias")}
             changes, endings = Exported(own, rules), {"weight": "diff", "bias": "diff_b"}
-            for key in changes.keys():  # noqa: SIM118
+            for key in changes.specs:
                 name, _, leaf = key.rpartition(".")
                 found[f"{name}.{endings[leaf]}"] = np.ascontiguousarray(changes.read(key))
             continue
         down, up = (np.asarray(values[f"{path}.{factor}.kernel"]) for factor in FACTORS)
         rows = Exported({f"{path}.kernel": up}, rules)  # B has the order of the weight's rows
-        for i, key in enumerate(rows.keys()):
+        for i, key in enumerate(rows.specs):
             name = key.removesuffix(".weight")
             found[f"{name}.lora_A.weight"] = np.ascontiguousarray((down[i] if down.ndim == 3 else down).T)
             found[f"{name}.lora_B.weight"] = np.ascontiguousarray(rows.read(key))

@@ -185,7 +185,7 @@ def load_text(file: Path) -> dict[str, np.ndarray]:
     """Returns the features of a caption, padded to their full length again."""
     opened = SafetensorsFile(file)
     found = {}
-    for name in opened.keys():  # noqa: SIM118
+    for name in opened.specs:
         x = opened.read(name)
         rest = int(opened.metadata[name]) - x.shape[1]
         found[name] = np.pad(x, [(0, rest if axis == 1 else 0) for axis in range(x.ndim)])

@@ -219,7 +219,7 @@ class FileSource(_HunyuanVideoSource):
             return None
         if "transformer" not in parts:
             raise WanjaxError(f"{path} holds no transformer of HunyuanVideo: a file or folder that has one is needed")
-        few = any(key.startswith(NEXT_TIMESTEP) for key in parts["transformer"].keys())  # noqa: SIM118
+        few = any(key.startswith(NEXT_TIMESTEP) for key in parts["transformer"].specs)
         named = _named(path.name) or _named(path.parent.name) or (FEW_STEPS if few else None)
         model = _model(named, path)
         given = {"ideal_resolution": str(named).partition("_")[0]}

@@ -38,7 +38,7 @@ def component(name: str, reader: Reader, given: Mapping[str, Any] | None = None)
     given: the authors' config.json, if there is one. Raises WanjaxError if the tensors are not the component's.
     """
     reader, names = Descaled(reader), original.TRANSFORMER if name == "transformer" else original.VAE
-    found = {key: reader.spec(key) for key in reader.keys()}  # noqa: SIM118
+    found = reader.specs
     if not any(key in found for key in TELLING[name]):
         raise WanjaxError(f"the {name} lacks {' or '.join(TELLING[name])}: weights of HunyuanVideo 1.5 are needed")
     authors = TELLING[name][0] in found
@@ -71,7 +71,7 @@ def glyph_encoder(reader: Reader) -> Component:
 
     Raises WanjaxError if a tensor that determines a size is missing.
     """
-    inside = TEXT_TOWER if any(key.startswith(TEXT_TOWER) for key in reader.keys()) else ""  # noqa: SIM118
+    inside = TEXT_TOWER if any(key.startswith(TEXT_TOWER) for key in reader.specs) else ""
 
     def rename(key: str) -> str | None:
         if not key.startswith(inside):
@@ -80,7 +80,7 @@ def glyph_encoder(reader: Reader) -> Component:
         return original.EMBEDDING if name == "embed_tokens.weight" else f"encoder.{name}"
 
     weights = Renamed(Descaled(reader), rename)
-    return Component(original.glyph_encoder_json({key: weights.spec(key) for key in weights.keys()}), weights)  # noqa: SIM118
+    return Component(original.glyph_encoder_json(weights.specs), weights)
 
 
 def glyph_tokens(colours: Mapping[str, int], fonts: Mapping[str, int]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 from wanjax.checkpoints.descaled import Descaled
 from wanjax.checkpoints.files import Reader
 from wanjax.checkpoints.layouts import TRANSFORMER_PREFIXES, VAE_PREFIXES, Component, held
-from wanjax.checkpoints.readers import Flattened, Renamed, Unflattened, Unfused
+from wanjax.checkpoints.readers import Renamed, Unfused, flattened, unflattened
 from wanjax.checkpoints.torch_file import GENERATORS
 from wanjax.converters.names import Names
 from wanjax.converters.wan import original
@@ -41,7 +41,7 @@ TOKENIZERS = ("spiece_model",)  # stored with the weights of text encoders
 def components(reader: Reader) -> dict[str, Component]:
     """Returns the components that a file holds. Raises WanjaxError if one of them is incomplete or not Wan's."""
     found = {name: component(name, part) for name, part in held(reader, TELLING, PREFIXES).items()}
-    if "transformer" in found and any(key.startswith(CAUSAL) for key in reader.keys()):  # noqa: SIM118
+    if "transformer" in found and any(key.startswith(CAUSAL) for key in reader.specs):
         found["transformer"].json["_class_name"] = "CausalWanTransformer3DModel"
     return found
 
@@ -52,13 +52,13 @@ def component(name: str, reader: Reader, given: Mapping[str, Any] | None = None)
     given: the authors' config.json, if there is one. Raises WanjaxError if the tensors are not the component's.
     """
     reader = Descaled(reader)
-    keys = set(reader.keys())
+    keys = set(reader.specs)
     if not any(key in keys for key in TELLING[name]):
         raise WanjaxError(f"the {name} lacks {' or '.join(TELLING[name])}: weights of Wan are needed")
     authors = TELLING[name][0] in keys
     match name:
         case "transformer":
-            names, reader = original.TRANSFORMER, Unflattened(reader, "patch_embedding.weight", PATCH)
+            names, reader = original.TRANSFORMER, unflattened(reader, "patch_embedding.weight", PATCH)
             json = original.transformer_json(_theirs(reader, names, authors), given)
         case "vae":
             json, names = _vae(reader, authors)
@@ -73,7 +73,7 @@ def component(name: str, reader: Reader, given: Mapping[str, Any] | None = None)
 
 def _theirs(reader: Reader, names: Names, authors: bool) -> dict[str, Any]:
     """Returns the specs of the tensors by the authors' names."""
-    return {key if authors else names.theirs(key) or key: reader.spec(key) for key in reader.keys()}  # noqa: SIM118
+    return {key if authors else names.theirs(key) or key: spec for key, spec in reader.specs.items()}
 
 
 def _vae(reader: Reader, authors: bool) -> tuple[dict[str, Any], Names]:
@@ -84,7 +84,7 @@ def _vae(reader: Reader, authors: bool) -> tuple[dict[str, Any], Names]:
     if authors:
         json = original.vae_json(_theirs(reader, Names([]), authors=True))
         return json, original.vae_names(json)
-    nested = any(".downsampler." in key for key in reader.keys())  # noqa: SIM118
+    nested = any(".downsampler." in key for key in reader.specs)
     names = original.vae_names({"dim_mult": range(4), "num_res_blocks": 2, "is_residual": nested})
     return original.vae_json(_theirs(reader, names, authors=False)), names
 
@@ -92,7 +92,7 @@ def _vae(reader: Reader, authors: bool) -> tuple[dict[str, Any], Names]:
 def _vision(reader: Reader) -> Reader:
     """Returns CLIP's vision tower, with its tensors in the shapes that transformers uses."""
     seeing = Renamed(reader, lambda key: key if key.startswith("visual.") and key != "visual.head" else None)
-    return Unfused(Flattened(seeing, ("visual.cls_embedding", "visual.pos_embedding")))
+    return Unfused(flattened(seeing, ("visual.cls_embedding", "visual.pos_embedding")))
 
 
 def _but(*names: str):
