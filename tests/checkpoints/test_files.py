@@ -27,6 +27,7 @@ from wanjax.checkpoints.files import (
     load_safetensors,
     save_safetensors,
 )
+from wanjax.checkpoints.readers import open_tensors
 from wanjax.errors import WanjaxError
 from wanjax.stores.writing import HOST, check_folder, writing
 
@@ -180,6 +181,11 @@ def test_a_damaged_header_is_read_as_tensors_or_refused(tmp_path, where, flip, c
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
     assert says(fault(SafetensorsFile, tmp_path / "x.safetensors"), f"no file {tmp_path / 'x.safetensors'}")
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
+def test_a_name_that_no_file_can_have_is_refused(suffix):
+    assert "x" * 300 + suffix in fault(open_tensors, "x" * 300 + suffix)
 
 
 def test_a_file_that_shrinks_after_it_was_opened_is_refused(tmp_path):

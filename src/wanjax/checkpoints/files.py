@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -137,42 +138,78 @@ def _read_digest(path: Path, size: int, changed: tuple[int, int]) -> str:
         return digest.hexdigest()
 
 
-class SafetensorsFile:
-    """A safetensors file: checks its header, and reads a tensor when asked for it.
+class CorruptError(Exception):
+    """A fault in a file's contents."""
+
+
+class Place(NamedTuple):
+    """A tensor's shape and dtype, its first byte in the file, and its strides in elements."""
+
+    spec: Spec
+    start: int
+    strides: tuple[int, ...]
+
+
+class MappedFile(ABC):
+    """A file of tensors, each of which is mapped when it is asked for.
 
     Raises WanjaxError that names the file if it is missing, truncated or corrupt.
     """
 
+    needed = "a complete copy of the file"
+    """What is right in place of a file that cannot be read."""
+
     def __init__(self, path: str | Path):
         self.path = Path(path)
+        self.metadata: dict[str, str] = {}
         try:
             if not self.path.is_file():
                 raise WanjaxError(no_file(self.path))
-            with safe_open(self.path, framework="numpy") as file:
-                self.metadata: dict[str, str] = file.metadata() or {}
-                self.specs = {key: _spec(key, file.get_slice(key)) for key in file.offset_keys()}  # end to end
-            start = self.path.stat().st_size - sum(spec.nbytes for spec in self.specs.values())
-        except (OSError, SafetensorError, _CorruptError) as error:
-            raise _unreadable(self.path, error) from error
-        self._starts: dict[str, int] = {}
-        for key, spec in self.specs.items():
-            self._starts[key] = start
-            start += spec.nbytes
+            self._places = self._described()
+        except (OSError, CorruptError) as error:
+            raise unreadable(self.path, error, self.needed) from error
+        self.specs = {key: place.spec for key, place in self._places.items()}
+
+    @abstractmethod
+    def _described(self) -> dict[str, Place]:
+        """Returns where each tensor lies; raises OSError or CorruptError where the file cannot be read."""
 
     @property
     def paths(self) -> Sequence[Path]:
-        """The files with the tensors."""
+        """The file itself, as the one that holds the tensors."""
         return [self.path]
 
     def read(self, key: str) -> np.ndarray:
         """Returns a read-only view of the tensor's pages in the file, which are unmapped with it."""
-        shape, dtype = self.specs[key]
+        (shape, dtype), start, strides = self._places[key]
         if 0 in shape:  # an empty range cannot be mapped
             return np.empty(shape, dtype)
+        elements = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
         try:
-            return np.asarray(np.memmap(self.path, dtype, "r", self._starts[key], shape))
+            flat = np.memmap(self.path, dtype, "r", start, (elements,))
         except (OSError, ValueError) as error:  # ValueError: the file is now shorter than the range
-            raise _unreadable(self.path, error) from error
+            raise unreadable(self.path, error, self.needed) from error
+        return np.ndarray(shape, dtype, flat, strides=[stride * dtype.itemsize for stride in strides])
+
+
+class SafetensorsFile(MappedFile):
+    """A safetensors file: checks its header, and reads a tensor when asked for it."""
+
+    def _described(self) -> dict[str, Place]:
+        try:
+            with safe_open(self.path, framework="numpy") as file:
+                self.metadata = file.metadata() or {}
+                specs = {key: _spec(key, file.get_slice(key)) for key in file.offset_keys()}  # end to end
+        except SafetensorError as error:  # it may quote what cannot be printed, or a line's end
+            told = repr(str(error).removeprefix("Error while deserializing header: "))[1:-1]
+            raise CorruptError(f"it is no whole safetensors file ({told})") from error
+        start = self.path.stat().st_size - sum(spec.nbytes for spec in specs.values())
+        places = {}
+        for key, spec in specs.items():
+            strides = tuple(math.prod(spec.shape[axis + 1 :]) for axis in range(len(spec.shape)))
+            places[key] = Place(spec, start, strides)
+            start += spec.nbytes
+        return places
 
 
 def check_names(folder: str, names: Collection[str]) -> None:
@@ -332,16 +369,8 @@ def save_index(folder: Path, stem: str, files: Mapping[str, Iterable[str]], nbyt
         beside.write_text(json.dumps(index, indent=2) + "\n")
 
 
-class _CorruptError(Exception):
-    """A fault in a file's contents."""
-
-
-def _unreadable(path: Path, error: Exception) -> WanjaxError:
-    why = reason(error)
-    if isinstance(error, SafetensorError):  # which may quote what cannot be printed, or a line's end
-        told = repr(str(error).removeprefix("Error while deserializing header: "))[1:-1]
-        why = f"it is no whole safetensors file ({told})"
-    return WanjaxError(f"{path} cannot be read, {why}: a complete copy of the file is needed")
+def unreadable(path: Path, error: Exception, needed: str = MappedFile.needed) -> WanjaxError:
+    return WanjaxError(f"{path} cannot be read, {reason(error)}: {needed} is needed")
 
 
 def _parse_json(text: bytes) -> dict:
@@ -349,15 +378,15 @@ def _parse_json(text: bytes) -> dict:
     try:
         parsed = json.loads(text.decode(), object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
-        raise _CorruptError("its JSON is malformed") from error
+        raise CorruptError("its JSON is malformed") from error
     if not isinstance(parsed, dict):
-        raise _CorruptError("its JSON is not an object")
+        raise CorruptError("its JSON is not an object")
     return parsed
 
 
 def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if twice := [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]:
-        raise _CorruptError(f"its JSON gives {twice[0]!r} twice")
+        raise CorruptError(f"its JSON gives {twice[0]!r} twice")
     return dict(pairs)
 
 
@@ -365,9 +394,9 @@ def _spec(key: str, described: Any) -> Spec:
     """Returns the shape and the dtype of a tensor as the header describes it."""
     shape, name = described.get_shape(), described.get_dtype()
     if name not in DTYPES:
-        raise _CorruptError(f"{key!r} has the dtype {name!r}, which is not one of {', '.join(DTYPES)}")
+        raise CorruptError(f"{key!r} has the dtype {name!r}, which is not one of {', '.join(DTYPES)}")
     if not key.isprintable() or len(shape) > MAX_RANK or math.prod(max(size, 1) for size in shape) >= 2**60:
-        raise _CorruptError(f"the header's entry of {key!r} is malformed")
+        raise CorruptError(f"the header's entry of {key!r} is malformed")
     return Spec(tuple(shape), DTYPES[name])
 
 
@@ -375,10 +404,10 @@ def _open_shards(index: Path) -> dict[str, SafetensorsFile]:
     """Returns the file of each key, as the index says and the files confirm."""
     try:
         if index.stat().st_size > HEADER_LIMIT:
-            raise _CorruptError(f"it has more than {HEADER_LIMIT} bytes")
+            raise CorruptError(f"it has more than {HEADER_LIMIT} bytes")
         weight_map = _checked_weight_map(_parse_json(index.read_bytes()).get("weight_map"))
-    except (OSError, _CorruptError) as error:
-        raise _unreadable(index, error) from error
+    except (OSError, CorruptError) as error:
+        raise unreadable(index, error) from error
     names = sorted(set(weight_map.values()))
     if missing := [name for name in names if not (index.parent / name).is_file()]:
         raise WanjaxError(f"{index.parent} lacks {', '.join(missing)}, which {index.name} lists")
@@ -399,9 +428,9 @@ def _open_shards(index: Path) -> dict[str, SafetensorsFile]:
 def _checked_weight_map(weight_map: object) -> dict[str, str]:
     """The index's file of each key, every one a plain name in the index's own folder."""
     if not isinstance(weight_map, dict):
-        raise _CorruptError("it has no weight_map")
+        raise CorruptError("it has no weight_map")
     for name in weight_map.values():
         plain = isinstance(name, str) and name.isprintable() and not set(name) & set("/\\:")
         if not plain or not name.endswith(".safetensors"):
-            raise _CorruptError(f"it names {name!r}, which is not a safetensors file in the same folder")
+            raise CorruptError(f"it names {name!r}, which is not a safetensors file in the same folder")
     return weight_map

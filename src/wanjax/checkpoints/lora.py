@@ -21,7 +21,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from wanjax.checkpoints.files import Reader, Spec
+from wanjax.checkpoints.files import MappedFile, Reader, Spec
 from wanjax.checkpoints.lora_scales import PEFT_PREFIX, Scales
 from wanjax.checkpoints.readers import SUFFIXES, View, open_tensors
 from wanjax.converters.names import Names
@@ -172,9 +172,8 @@ def trained_attention(path: Path) -> Attention | None:
 
     Raises WanjaxError where the file cannot be read, or tells what is no attention.
     """
-    metadata: Mapping[str, str] = getattr(open_tensors(path), "metadata", {})
     try:
-        told = json.loads(metadata.get(OWN, "{}"))
+        told = json.loads(open_tensors(path).metadata.get(OWN, "{}"))
     except (ValueError, RecursionError):
         return None
     text = told.get("attention") if isinstance(told, dict) else None
@@ -195,9 +194,9 @@ class LoraFile:
     """
 
     def __init__(self, path: Path, specs: Mapping[str, Spec], names: Names):
-        self._path, self._reader = path, open_tensors(path)
+        self._reader = open_tensors(path)
         self._changes: dict[str, tuple[Change, Target]] = {}
-        changes, unmatched, idle = _changes(path, self._reader)
+        changes, unmatched, idle = _changes(self._reader)
         known, matched = _targets(specs, names), 0
         for name, change in changes.items():
             targets, shape = known.get(name, []), self._shape(change)
@@ -221,10 +220,17 @@ class LoraFile:
     def change(self, target: str, strength: float) -> np.ndarray:
         """Returns the float32 array to add to a tensor, times the strength; raises WanjaxError if it is not finite."""
         change, place = self._changes[target]
-        factors = [_finite(self._path, self._reader, key) for key in change.factors]
+        factors = [self._finite(key) for key in change.factors]
         factors[0] = place.part(factors[0])
         factors[0] *= np.float32(strength * change.scale)
         return factors[0] if len(factors) == 1 else _product(*factors)
+
+    def _finite(self, key: str) -> np.ndarray:
+        """Returns a tensor of the file in float32; raises WanjaxError if any of its numbers is not finite."""
+        x, path = self._reader.read(key).astype(np.float32), self._reader.path
+        if not np.isfinite(x).all():
+            raise WanjaxError(f"{path} holds {key} with numbers that are not finite: the file is damaged, get it again")
+        return x
 
     def _shape(self, change: Change) -> tuple[int, ...]:
         """Returns the shape of a change; empty if the factors do not fit each other."""
@@ -258,14 +264,6 @@ class Merged(View):
     def _changing(self, key: str) -> list[tuple[LoraFile, float]]:
         """Returns the files that change a tensor, with their strengths."""
         return [(file, strength) for file, strength in self._files if key in file]
-
-
-def _finite(path: Path, reader: Reader, key: str) -> np.ndarray:
-    """Returns a tensor in float32; raises WanjaxError if any of its numbers is not finite."""
-    x = reader.read(key).astype(np.float32)
-    if not np.isfinite(x).all():
-        raise WanjaxError(f"{path} holds {key} with numbers that are not finite: the file is damaged, get it again")
-    return x
 
 
 def _product(up: np.ndarray, down: np.ndarray) -> np.ndarray:
@@ -302,13 +300,13 @@ def _fused(key: str, specs: Mapping[str, Spec]) -> tuple[str, int] | None:
     return (whole, three.index(key)) if all(name in specs for name in three) else None
 
 
-def _changes(path: Path, reader: Reader) -> tuple[dict[str, Change], list[str], list[str]]:
+def _changes(reader: MappedFile) -> tuple[dict[str, Change], list[str], list[str]]:
     """Returns the changes by the file's names of the changed tensors, without prefixes.
 
     Returns also the keys of no change, and the patterns of alphas and ranks that fit no module.
     """
-    found, parts, unknown = {}, *_parts(path, reader)
-    scales = Scales(path, reader)
+    found, parts, unknown = {}, *_parts(reader)
+    scales = Scales(reader)
     for module, keys in parts.items():
         up, down, alpha = (keys.pop((role, ".weight"), None) for role in ("up", "down", "alpha"))
         scale = 1.0
@@ -316,20 +314,20 @@ def _changes(path: Path, reader: Reader) -> tuple[dict[str, Change], list[str], 
             scale = scales.scale(_as_peft(down, module), _rank(reader, down), alpha)
             found[f"{module}.weight"] = Change((up, down), scale)
         elif up or down:
-            raise WanjaxError(f"{path} holds {up or down} without its other factor: a complete file is needed")
+            raise WanjaxError(f"{reader.path} holds {up or down} without its other factor: a complete file is needed")
         elif alpha:
             unknown.append(alpha)
         for (role, leaf), key in keys.items():
             if (there := found.get(module + leaf)) is not None:
-                raise WanjaxError(f"{path} holds both {there.factors[0]} and {key}: one of them is right")
+                raise WanjaxError(f"{reader.path} holds both {there.factors[0]} and {key}: one of them is right")
             found[module + leaf] = Change((key,), scale if role == "scaled diff" else 1.0)
     return found, unknown, scales.idle
 
 
-def _parts(path: Path, reader: Reader) -> tuple[dict[str, dict[tuple[str, str], str]], list[str]]:
+def _parts(reader: MappedFile) -> tuple[dict[str, dict[tuple[str, str], str]], list[str]]:
     """Returns the file's keys by the module that they change and their role in the change, and the keys of no role."""
     found: defaultdict[str, dict[tuple[str, str], str]] = defaultdict(dict)
-    unknown = []
+    path, unknown = reader.path, []
     for key, spec in reader.specs.items():
         if any(kind in key for kind in OTHER_KINDS):
             raise WanjaxError(f"{path} holds {key}, a change of another kind than LoRA: only LoRA and diffs are merged")

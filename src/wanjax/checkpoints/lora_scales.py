@@ -11,7 +11,6 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import regex
 
-from wanjax.checkpoints.files import Reader
+from wanjax.checkpoints.files import MappedFile
 from wanjax.errors import WanjaxError, shown
 
 PEFT_METADATA = "lora_adapter_metadata"  # the entry of a file's metadata in which diffusers stores PEFT's config
@@ -39,9 +38,9 @@ QUANTIFIER = re.compile(r"[*+?]|\{\d*,?\d*\}")
 class Scales:
     """The scales of a file's products. Raises WanjaxError where what tells them cannot be read or is another kind's."""
 
-    def __init__(self, path: Path, reader: Reader):
-        self._path, self._reader = path, reader
-        self._where, self._config = _config(path, reader)
+    def __init__(self, reader: MappedFile):
+        self._reader = reader
+        self._where, self._config = _config(reader)
         if self._config.get("use_dora"):
             raise WanjaxError(f"{self._where} says use_dora, a change of another kind than LoRA: only LoRA is merged")
         if str(start := self._config.get("init_lora_weights")).lower().startswith(MOVED_BASES):
@@ -78,10 +77,10 @@ class Scales:
         """Returns the number that a tensor holds."""
         shape, dtype = self._reader.specs[key]
         if math.prod(shape) != 1 or not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
-            raise WanjaxError(f"{self._path} holds {key} as {dtype} {list(shape)} where one number is right")
+            raise WanjaxError(f"{self._reader.path} holds {key} as {dtype} {list(shape)} where one number is right")
         number = float(self._reader.read(key).astype(np.float32).item())
         if not math.isfinite(number):
-            raise WanjaxError(f"{self._path} holds {key} with {number}, which is not finite: get the file again")
+            raise WanjaxError(f"{self._reader.path} holds {key} with {number}, which is not finite: get the file again")
         return number
 
     def _entry(self, table: str, module: str, otherwise: Any) -> Any:
@@ -126,9 +125,9 @@ class Scales:
             self._left -= monotonic() - start
 
 
-def _config(path: Path, reader: Reader) -> tuple[str, dict[str, Any]]:
+def _config(reader: MappedFile) -> tuple[str, dict[str, Any]]:
     """Returns the name of what tells the scales beside tensors, and PEFT's config there; empty if there is none."""
-    metadata: Mapping[str, str] = getattr(reader, "metadata", {})
+    path, metadata = reader.path, reader.metadata
     for entry in CONFIGS:
         if text := metadata.get(entry):
             where = f"PEFT's config in the {entry} of {path}"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from wanjax.checkpoints.files import Reader, SafetensorsFile, Spec
+from wanjax.checkpoints.files import MappedFile, Reader, SafetensorsFile, Spec
 from wanjax.checkpoints.torch_file import SUFFIXES as TORCH
 from wanjax.checkpoints.torch_file import TorchFile
 from wanjax.converters.names import Names
@@ -18,7 +18,7 @@ from wanjax.errors import WanjaxError
 SUFFIXES = (".safetensors", *TORCH)
 
 
-def open_tensors(path: str | Path) -> SafetensorsFile | TorchFile:
+def open_tensors(path: str | Path) -> MappedFile:
     """Opens a file of tensors in the format of its suffix; raises WanjaxError if it cannot be read."""
     path = Path(path).expanduser()
     if path.suffix not in SUFFIXES:

@@ -14,15 +14,13 @@ import pickle
 import pickletools
 import struct
 import zipfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-from wanjax.checkpoints.files import HEADER_LIMIT, MAX_RANK, Spec, no_file
-from wanjax.errors import WanjaxError
+from wanjax.checkpoints.files import HEADER_LIMIT, MAX_RANK, CorruptError, MappedFile, Place, Spec
 
 SUFFIXES = (".pth", ".pt", ".ckpt", ".bin")
 STORAGES = {
@@ -94,20 +92,8 @@ class Storage(NamedTuple):
     identity: object
 
 
-class _Place(NamedTuple):
-    """A tensor's shape and dtype, its strides in elements, and its first byte in the file."""
-
-    spec: Spec
-    strides: tuple[int, ...]
-    start: int
-
-
-class _CorruptError(Exception):
-    """A fault in a file's contents."""
-
-
-class TorchFile:
-    """A `wanjax.checkpoints.files.Reader` of a file by `torch.save`; reads a tensor when asked for it.
+class TorchFile(MappedFile):
+    """A file by `torch.save`; reads a tensor when asked for it.
 
     A training run's checkpoint is read as the table that it calls `state_dict`; one that is distilled from another
     model, as the table `generator_ema` or `generator`, whose name is then the first part of each tensor's name.
@@ -116,42 +102,17 @@ class TorchFile:
     table of tensors.
     """
 
-    def __init__(self, path: str | Path):
-        self.path = Path(path)
-        if not self.path.is_file():
-            raise WanjaxError(no_file(self.path))
+    needed = "a complete file of tensors by `torch.save`"
+
+    def _described(self) -> dict[str, Place]:
         try:
             with _Bounded(self.path) as file, zipfile.ZipFile(file) as archive:
-                self._places = _places(_Archive(archive, file))
+                return _places(_Archive(archive, file))
         except zipfile.BadZipFile as error:
             why = f"it is not a zip archive ({error}), which `torch.save` writes since torch 1.6"
-            raise _unreadable(self.path, why) from error
-        except OSError as error:
-            raise _unreadable(self.path, error.strerror or str(error)) from error
-        except (_CorruptError, ValueError, NotImplementedError, RuntimeError, EOFError, struct.error) as error:
-            raise _unreadable(self.path, str(error).partition("\n")[0]) from error  # as zipfile raises them
-        self.specs = {key: place.spec for key, place in self._places.items()}
-
-    @property
-    def paths(self) -> Sequence[Path]:
-        """The file itself, as the one that holds the tensors."""
-        return [self.path]
-
-    def read(self, key: str) -> np.ndarray:
-        """Returns a read-only view of the tensor's pages in the file, which are unmapped with it."""
-        (shape, dtype), strides, start = self._places[key]
-        if 0 in shape:  # an empty range cannot be mapped
-            return np.empty(shape, dtype)
-        elements = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-        try:
-            flat = np.memmap(self.path, dtype, "r", start, (elements,))
-        except (OSError, ValueError) as error:  # ValueError: the file is now shorter than the range
-            raise _unreadable(self.path, str(error)) from error
-        return np.ndarray(shape, dtype, flat, strides=[stride * dtype.itemsize for stride in strides])
-
-
-def _unreadable(path: Path, why: str) -> WanjaxError:
-    return WanjaxError(f"{path} cannot be read, {why}: a complete file of tensors by `torch.save` is needed")
+            raise CorruptError(why) from error
+        except (ValueError, NotImplementedError, RuntimeError, EOFError, struct.error) as error:
+            raise CorruptError(str(error)) from error  # as zipfile raises them
 
 
 class _Bounded:
@@ -175,7 +136,7 @@ class _Bounded:
         left = max(self.size - self.tell(), 0)
         count = left if count < 0 else min(count, left)
         if count > HEADER_LIMIT:
-            raise _CorruptError(f"its table of contents has {count} bytes")
+            raise CorruptError(f"its table of contents has {count} bytes")
         return self._file.read(count)
 
 
@@ -186,22 +147,22 @@ class _Archive:
         self._archive, self._file = archive, file
         pickles = [name for name in archive.namelist() if name.endswith("/data.pkl") and name.count("/") == 1]
         if len(pickles) != 1:
-            raise _CorruptError(f"it holds {len(pickles) or 'no'} data.pkl where one is right")
+            raise CorruptError(f"it holds {len(pickles) or 'no'} data.pkl where one is right")
         self._root = pickles[0].removesuffix("data.pkl")
 
     def record(self, name: str) -> tuple[int, int]:
-        """Returns a record's first byte and its size; raises _CorruptError unless the file holds it whole."""
+        """Returns a record's first byte and its size; raises CorruptError unless the file holds it whole."""
         try:
             info = self._archive.getinfo(self._root + name)
         except KeyError:
-            raise _CorruptError(f"it lacks the record {name!r}") from None
+            raise CorruptError(f"it lacks the record {name!r}") from None
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size or info.flag_bits & 1:
-            raise _CorruptError(f"its record {name!r} is compressed or encrypted, which `torch.save` does not do")
+            raise CorruptError(f"its record {name!r} is compressed or encrypted, which `torch.save` does not do")
         self._file.seek(info.header_offset)
         signature, name_length, extra_length = LOCAL_HEADER.unpack(self._file.read(LOCAL_HEADER.size))
         start = info.header_offset + LOCAL_HEADER.size + name_length + extra_length
         if signature != b"PK\x03\x04" or start + info.file_size > self._file.size:
-            raise _CorruptError(f"its record {name!r} is not where its table of contents says")
+            raise CorruptError(f"its record {name!r} is not where its table of contents says")
         return start, info.file_size
 
     def read(self, name: str) -> bytes:
@@ -213,20 +174,20 @@ class _Archive:
         return self._root + name in self._archive.NameToInfo
 
 
-def _places(archive: _Archive) -> dict[str, _Place]:
+def _places(archive: _Archive) -> dict[str, Place]:
     """Returns where each tensor of the archive's table lies, checked against its records."""
     if archive.has("byteorder") and (order := archive.read("byteorder")) != b"little":
-        raise _CorruptError(f"its byte order is {order[:16]!r} where b'little' is right")
+        raise CorruptError(f"its byte order is {order[:16]!r} where b'little' is right")
     if archive.record("data.pkl")[1] > PICKLE_LIMIT:
-        raise _CorruptError(f"its pickle has more than {PICKLE_LIMIT} bytes")
+        raise CorruptError(f"its pickle has more than {PICKLE_LIMIT} bytes")
     data = archive.read("data.pkl")
     if library := next((name for name in LIBRARIES if f"{name}.".encode() in data), None):
-        raise _CorruptError(f"it holds objects of {library} in place of tensors, which its safetensors have")
+        raise CorruptError(f"it holds objects of {library} in place of tensors, which its safetensors have")
     table = describe(data)
     if isinstance(table, dict):
         table = _trained(table)
     if not isinstance(table, dict) or not all(isinstance(key, str) and key.isprintable() for key in table):
-        raise _CorruptError("it is not a table of tensors by name")
+        raise CorruptError("it is not a table of tensors by name")
     return {key: _place(key, value, archive) for key, value in table.items()}
 
 
@@ -240,8 +201,8 @@ def _trained(table: dict) -> dict:
     return table
 
 
-def _place(key: str, value: object, archive: _Archive) -> _Place:
-    """Returns where a tensor lies; raises _CorruptError if `value` is no tensor, or one outside of its storage."""
+def _place(key: str, value: object, archive: _Archive) -> Place:
+    """Returns where a tensor lies; raises CorruptError if `value` is no tensor, or one outside of its storage."""
     match value:
         case Call(Name("torch._utils", "_rebuild_parameter"), (inner, *_)):
             return _place(key, inner, archive)
@@ -250,27 +211,27 @@ def _place(key: str, value: object, archive: _Archive) -> _Place:
         case Call(Name("torch._utils", "_rebuild_tensor_v3"), (Storage(identity), offset, shape, strides, _, _, later)):
             pass
         case Call(Name(module, name), _):
-            raise _CorruptError(f"{key!r} asks for a call of {module}.{name}, which is not made")
+            raise CorruptError(f"{key!r} asks for a call of {module}.{name}, which is not made")
         case _:
-            raise _CorruptError(f"{key!r} is not a tensor")
+            raise CorruptError(f"{key!r} is not a tensor")
     match identity:
         case ("storage", Name("torch" | "torch.storage", kind), str(record), _, _) if kind in STORAGES:
             dtype = STORAGES[kind]
         case _:
-            raise _CorruptError(f"{key!r} lies in a storage of an unknown kind")
+            raise CorruptError(f"{key!r} lies in a storage of an unknown kind")
     if later is not None:
         if not isinstance(later, Name) or later.name not in LATER_DTYPES:
-            raise _CorruptError(f"{key!r} has an unknown dtype")
+            raise CorruptError(f"{key!r} has an unknown dtype")
         dtype = LATER_DTYPES[later.name]
     if not (_are_counts(shape) and _are_counts(strides) and len(shape) == len(strides) and _are_counts((offset,))):
-        raise _CorruptError(f"{key!r} has a malformed shape")
+        raise CorruptError(f"{key!r} has a malformed shape")
     start, nbytes = archive.record(f"data/{record}")
     last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
     if 0 not in shape and (last + 1) * dtype.itemsize > nbytes:
-        raise _CorruptError(f"{key!r} of shape {list(shape)} lies outside of its storage of {nbytes} bytes")
+        raise CorruptError(f"{key!r} of shape {list(shape)} lies outside of its storage of {nbytes} bytes")
     if math.prod(shape) * dtype.itemsize > nbytes:
-        raise _CorruptError(f"{key!r} of shape {list(shape)} repeats its storage of {nbytes} bytes")
-    return _Place(Spec(tuple(shape), dtype), tuple(strides), start + offset * dtype.itemsize)
+        raise CorruptError(f"{key!r} of shape {list(shape)} repeats its storage of {nbytes} bytes")
+    return Place(Spec(tuple(shape), dtype), start + offset * dtype.itemsize, tuple(strides))
 
 
 def _are_counts(numbers: object) -> bool:
