@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from wanjax.checkpoints.adapted import AdaptedSource, Note, located
+from wanjax.checkpoints.adapted import AdaptedSource, Note
 from wanjax.checkpoints.descaled import EIGHT_BITS
 from wanjax.checkpoints.extended import ExtendedSource
 from wanjax.checkpoints.hub import HUB_FILE, check_file, locate_file
@@ -295,7 +295,7 @@ def check_whole(source: Source) -> None:
 
 def attention_of(loras: Iterable[Lora]) -> Attention | None:
     """Returns the attention that LoRAs were trained with: of the first that is merged and tells one; None if none."""
-    return next(filter(None, (trained_attention(located(lora)) for lora in loras if lora.strength)), None)
+    return next(filter(None, (trained_attention(lora.path) for lora in loras if lora.strength)), None)
 
 
 def adapted(

@@ -13,6 +13,7 @@ import pytest
 from tests.support.hub import FILES, ID, TRANSFORMER, VAE, fetched, files_in
 from tests.support.words import naming, says
 from wanjax.checkpoints import hub
+from wanjax.checkpoints.lora import Lora
 from wanjax.errors import WanjaxError
 from wanjax.registry import open_source
 
@@ -135,7 +136,23 @@ def test_a_single_file_of_the_hub_or_of_the_disk(server, tmp_path):
 
 
 @pytest.mark.usefixtures("online")
-@pytest.mark.parametrize("source", ["a.safetensors", "/a/b/c.safetensors", f"{ID}/../../x", "", f"{ID}/a*.safetensors"])
+def test_a_lora_of_the_hub_is_asked_for_once(server):
+    server.files["style.safetensors"] = b"L" * 100
+    lora = Lora(f"{ID}/style.safetensors").named()
+    found = lora.path
+    server.status = 500
+    assert lora.path == found
+
+
+def test_a_lora_whose_name_no_file_can_have_is_refused():
+    with pytest.raises(WanjaxError, match=naming("OWNER/NAME/FILE")):
+        assert not Lora("x" * 300).named().path
+
+
+@pytest.mark.usefixtures("online")
+@pytest.mark.parametrize(
+    "source", ["a.safetensors", "/a/b/c.safetensors", f"{ID}/../../x", "", f"{ID}/a*.safetensors", "x" * 300]
+)
 def test_what_is_no_file_is_refused(source):
     with pytest.raises(WanjaxError, match=naming("OWNER/NAME/FILE")):
         hub.locate_file(source)

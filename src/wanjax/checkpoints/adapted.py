@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from wanjax.checkpoints.files import Reader
-from wanjax.checkpoints.hub import locate_file
 from wanjax.checkpoints.lora import Lora, LoraFile, Merged
-from wanjax.checkpoints.lora_scales import PEFT_CONFIG
 from wanjax.checkpoints.networks import Kinds, network
 from wanjax.checkpoints.sources import Source, Wrapped
 from wanjax.converters.names import Names
@@ -40,11 +38,11 @@ class AdaptedSource(Wrapped):
             if lora.expert and len(present) == 1:
                 expert = f"{lora.expert}="
                 raise WanjaxError(f"{lora} is for one of two experts, which {source.name} has not: leave {expert} out")
-            path = located(lora)
-            self.read[lora.file] = path
-            self.loras.append((str(replace(lora, file=path.name)), path))
+            self.read[lora.file] = lora.path
+            self.loras.append((str(replace(lora, file=lora.path.name)), lora.path))
             for name in chosen:
-                file = _opened(source, name, path, kinds)
+                found = network(source, name, kinds)
+                file = LoraFile(lora.path, found.specs, found.kind.lora_names or Names([]))
                 self._files[name].append((file, lora.strength))
                 told = str(file.matches)
                 if note:
@@ -58,14 +56,3 @@ class AdaptedSource(Wrapped):
     def tensors(self, component: str, rules: Iterable[Rule]) -> Reader:
         tensors = super().tensors(component, rules)
         return Merged(tensors, self._files[component]) if self.changes(component) else tensors
-
-
-def located(lora: Lora) -> Path:
-    """Returns a LoRA's file, downloaded if it is on the hub; raises WanjaxError where there is none."""
-    return locate_file(lora.file, beside=(PEFT_CONFIG,))
-
-
-def _opened(source: Source, component: str, path: Path, kinds: Kinds) -> LoraFile:
-    """Opens a LoRA file for a transformer, whose tensor shapes come from its config."""
-    found = network(source, component, kinds)
-    return LoraFile(path, found.specs, found.kind.lora_names or Names([]))

@@ -35,7 +35,7 @@ from wanjax.checkpoints.files import (
     shards,
     write_safetensors,
 )
-from wanjax.checkpoints.hub import INDEX, cached_checksum
+from wanjax.checkpoints.hub import INDEX, cached_checksum, is_damaged
 from wanjax.checkpoints.manifest import (
     OWN,
     REQUEST,
@@ -261,9 +261,8 @@ class Conversion(ABC):
         named = [path for _, path in self._paths() if cached_checksum(path)]
         told = counting(progress, "checking", sum(path.stat().st_size for path in named))
         for path in named:
-            with path.open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != cached_checksum(path):
-                    raise WanjaxError(f"{path.resolve()} is damaged: delete it, and it is downloaded again")
+            if is_damaged(path):
+                raise WanjaxError(f"{path.resolve()} is damaged: delete it, and it is downloaded again")
             told(path.stat().st_size)
 
     def _goes_on(self) -> bool:

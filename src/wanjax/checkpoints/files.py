@@ -228,30 +228,29 @@ def check_names(folder: str, names: Collection[str]) -> None:
                 raise WanjaxError(f"{folder} lacks {name}, which {index} lists")
             return
     if not {f"{stem}.safetensors" for stem in WEIGHT_NAMES} & set(names):
-        raise _no_weights(folder, "", names)
+        raise _no_weights(folder, names)
 
 
 class SafetensorsFolder:
     """The weights of a component's folder such as `transformer/`: one file, or shards and the index that lists them.
 
-    variant: "fp16" for `model.fp16.safetensors` and the like. Raises WanjaxError that names the file if one is missing,
-    truncated, corrupt, or at odds with the index.
+    The plain variant alone is read, not `model.fp16.safetensors` and the like. Raises WanjaxError that names the file
+    if one is missing, truncated, corrupt, or at odds with the index.
     """
 
-    def __init__(self, path: str | Path, variant: str | None = None):
+    def __init__(self, path: str | Path):
         self.path = Path(path)
         if not self.path.is_dir():
             raise WanjaxError(f"there is no folder {self.path}")
-        infix = f".{variant}" if variant else ""
-        indexes = [self.path / f"{name}.safetensors.index{infix}.json" for name in WEIGHT_NAMES]
-        singles = [self.path / f"{name}{infix}.safetensors" for name in WEIGHT_NAMES]
+        indexes = [self.path / f"{name}.safetensors.index.json" for name in WEIGHT_NAMES]
+        singles = [self.path / f"{name}.safetensors" for name in WEIGHT_NAMES]
         if index := next(filter(os.path.lexists, indexes), None):  # a link whose file is gone is named too
             self._files = _open_shards(index)
         elif single := next(filter(os.path.lexists, singles), None):
             file = SafetensorsFile(single)
             self._files = dict.fromkeys(file.specs, file)
         else:
-            raise _no_weights(self.path, infix, [file.name for file in self.path.iterdir()])
+            raise _no_weights(self.path, [file.name for file in self.path.iterdir()])
         self.specs = {key: file.specs[key] for key, file in self._files.items()}
 
     @property
@@ -264,8 +263,8 @@ class SafetensorsFolder:
         return self._files[key].read(key)
 
 
-def _no_weights(folder: str | Path, infix: str, names: Iterable[str]) -> WanjaxError:
-    wanted = " or ".join(f"{stem}{infix}.safetensors" for stem in WEIGHT_NAMES)
+def _no_weights(folder: str | Path, names: Iterable[str]) -> WanjaxError:
+    wanted = " or ".join(f"{stem}.safetensors" for stem in WEIGHT_NAMES)
     others = sorted(name for name in names if name.endswith((".safetensors", ".bin", ".pth")))
     found = f"it holds {', '.join(others)}" if others else "it holds no weights"
     return WanjaxError(f"{folder} should hold {wanted}, whole or as shards with an index, but {found}")

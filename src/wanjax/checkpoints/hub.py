@@ -7,6 +7,7 @@ that were not; `hf cache prune` removes what is left of them.
 """
 
 import hashlib
+import os
 import re
 import shutil
 from collections.abc import Iterable, Sequence
@@ -41,9 +42,9 @@ def locate(source: str | Path, *, revision: str | None = None, markers: Sequence
     reach.
     """
     folder = Path(source).expanduser()
-    if folder.exists():
+    if os.path.exists(folder):  # which raises nothing for names that are none
         return folder
-    if folder.is_symlink():
+    if os.path.islink(folder):
         raise WanjaxError(no_file(folder))
     if not HUB_ID.fullmatch(str(source)):
         raise WanjaxError(f"there is no folder or file {folder}, and it is not a Hugging Face id, which is OWNER/NAME")
@@ -57,12 +58,12 @@ def locate_file(source: str | Path, *, beside: Sequence[str] = (), revision: str
     Raises WanjaxError if there is no such file, or the repository is unknown, gated or out of reach.
     """
     file = Path(source).expanduser()
-    if file.is_file():
+    if os.path.isfile(file):  # which raises nothing for names that are none
         return file
-    if file.is_symlink():
+    if os.path.islink(file):
         raise WanjaxError(no_file(file))
     named = HUB_FILE.fullmatch(str(source))
-    if named is None or file.exists() or ".." in Path(named["file"]).parts:
+    if named is None or os.path.exists(file) or ".." in Path(named["file"]).parts:
         raise WanjaxError(f"there is no file {file}, and it is not one of the hub, which is OWNER/NAME/FILE")
     try:
         wanted = [named["file"], *(Path(named["file"]).with_name(name).as_posix() for name in beside)]
@@ -185,14 +186,19 @@ def cached_checksum(path: Path) -> str | None:
     return name if CHECKSUM.fullmatch(name) else None
 
 
-def _check(path: Path) -> None:
-    """Raises OSError if a file differs from its checksum, after removing it from the cache."""
+def is_damaged(path: Path) -> bool:
+    """Tells whether a file differs from the checksum by which the client's cache names it; False without one."""
     checksum = cached_checksum(path)
     if checksum is None:
-        return
+        return False
     with path.open("rb") as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() == checksum:
-            return
+        return hashlib.file_digest(file, "sha256").hexdigest() != checksum
+
+
+def _check(path: Path) -> None:
+    """Raises OSError if a file differs from its checksum, after removing it from the cache."""
+    if not is_damaged(path):
+        return
     path.resolve().unlink()
     path.unlink()
     raise OSError(f"{path.name} arrived with another checksum than the hub gives")

@@ -11,10 +11,12 @@ Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2106.09
 
 import json
 import math
+import os
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from wanjax.checkpoints.files import MappedFile, Reader, Spec
-from wanjax.checkpoints.lora_scales import PEFT_PREFIX, Scales
+from wanjax.checkpoints.hub import locate_file
+from wanjax.checkpoints.lora_scales import PEFT_CONFIG, PEFT_PREFIX, Scales
 from wanjax.checkpoints.readers import SUFFIXES, View, open_tensors
 from wanjax.converters.names import Names
 from wanjax.errors import WanjaxError
@@ -71,6 +74,11 @@ class Lora:
         if self.expert not in (None, *NOISE_LEVELS):
             raise WanjaxError(f"no expert is named {self.expert!r}: there are {' and '.join(NOISE_LEVELS)}")
 
+    @cached_property
+    def path(self) -> Path:
+        """The file, downloaded if it is on the hub. Raises WanjaxError where there is none."""
+        return locate_file(self.file, beside=(PEFT_CONFIG,))
+
     @property
     def name(self) -> str:
         """The name in requests: that of the file without its suffix, and the expert's before it."""
@@ -83,7 +91,7 @@ class Lora:
         Raises WanjaxError where the folder holds none, or several.
         """
         folder = Path(self.file).expanduser()
-        if not folder.is_dir():
+        if not os.path.isdir(folder):  # which raises nothing for names that are none
             return self
         held = sorted(path.name for path in folder.iterdir() if path.suffix in SUFFIXES)
         if len(held) != 1:
