@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -17,6 +18,7 @@ from tests.support.harm import WEIGHTS, truncated, without_a_shard
 from tests.support.hub import ID
 from tests.support.tiny import tiny_checkpoint
 from tests.support.words import naming, says
+from wanjax.checkpoints import hub
 from wanjax.checkpoints.hub import locate_file
 from wanjax.cli import main
 from wanjax.converters.wan import diffusers as wan
@@ -26,6 +28,7 @@ from wanjax.pipelines.wan import layouts as wan_layouts
 from wanjax.pipelines.wan.layouts import FileSource, OriginalSource
 from wanjax.registry import open_source, presets
 
+TEXT_ENCODER = "models_t5_umt5.safetensors"  # of Wan's authors
 COMMANDS = {
     "generate": ["generate", "a cat", "--model", "{}", "--dir", "out"],
     "encode": ["encode", "a cat", "--model", "{}", "--dir", "out"],
@@ -244,28 +247,43 @@ def test_a_hub_out_of_reach_is_told_where_a_lone_transformer_needs_it(alone, pub
     assert says(str(told.value), f"{ID} http://127.0.0.1:9 reached")
 
 
-@pytest.mark.parametrize("lost", ["nothing", "models_t5_umt5", "google"])
-def test_the_authors_repository_is_looked_through(lost, published, hub_at, whole, monkeypatch):
-    """What it lacks would come from a repository that there is not; nothing of it is downloaded before it is needed."""
+@pytest.fixture
+def of_authors(published, whole, monkeypatch):
+    """Returns a hub with the checkpoint in its authors' layout; what that lacks would come from where there is none."""
     monkeypatch.setitem(original.STATISTICS, tiny.LATENT_CHANNELS, wan.vae_config(tiny.VAE))
     monkeypatch.setattr(OriginalSource, "repository", "owner/typo")
     monkeypatch.setattr(OriginalSource, "lender", "owner/typo")
-    files = {"transformer": WEIGHTS, "vae": "Wan2.1_VAE.safetensors", "text_encoder": "models_t5_umt5.safetensors"}
+    files = {"transformer": WEIGHTS, "vae": "Wan2.1_VAE.safetensors", "text_encoder": TEXT_ENCODER}
     published.files = {"config.json": b'{"_class_name": "WanModel", "num_heads": 2}'}
     for component, name in files.items():
         [weights] = (whole / component).glob("*.safetensors")
         published.files[name] = weights.read_bytes()
     for path in (whole / "tokenizer").iterdir():
         published.files[f"google/umt5-xxl/{path.name}"] = path.read_bytes()
-    without(lost)(published.files)
-    hub_at(published.url)
+    return published
+
+
+@pytest.mark.parametrize("lost", ["nothing", "models_t5_umt5", "google"])
+def test_the_authors_repository_is_looked_through(lost, of_authors, hub_at):
+    """Nothing of it is downloaded before it is needed."""
+    without(lost)(of_authors.files)
+    hub_at(of_authors.url)
     if lost == "nothing":
         wanjax.load(ID)
     else:
         with pytest.raises(WanjaxError) as told:
             wanjax.load(ID)
-        assert says(str(told.value), f"owner/typo {published.url}/owner/typo")
-    assert files["text_encoder"] not in [sent for sent, _ in published.sent]
+        assert says(str(told.value), f"owner/typo {of_authors.url}/owner/typo")
+    assert TEXT_ENCODER not in [sent for sent, _ in of_authors.sent]
+
+
+def test_a_disk_without_room_for_the_authors_repository_is_told_first(of_authors, hub_at, monkeypatch):
+    of_authors.files[TEXT_ENCODER] += bytes(10**7)
+    hub_at(of_authors.url)
+    monkeypatch.setattr(hub.shutil, "disk_usage", lambda _: SimpleNamespace(free=10**7))
+    with pytest.raises(WanjaxError) as told:
+        wanjax.load(ID)
+    assert says(str(told.value), f"{ID} 10 MB free room")
 
 
 @pytest.mark.parametrize("command", ["model", "lora", "folder"])

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from wanjax.checkpoints.descaled import Descaled
 from wanjax.checkpoints.files import Reader
+from wanjax.checkpoints.hub import download
 from wanjax.checkpoints.readers import Renamed
 from wanjax.checkpoints.sources import DiffusersSource, Source, Weights, folder_of
 from wanjax.errors import WanjaxError
@@ -49,9 +50,24 @@ class Component(NamedTuple):
 class RecognisedSource(Source):
     """A source whose components are recognised by their tensors."""
 
-    @abstractmethod
+    _components: dict[str, Component | None]
+    """The components that have been looked for."""
+
     def component(self, name: str) -> Component | None:
         """Returns the component, or None where the checkpoint does not hold it."""
+        if name not in self._components:
+            self._components[name] = self._found(name)
+        return self._components[name]
+
+    def _found(self, name: str) -> Component | None:
+        """Looks for a component of a folder; those of a file are known from the beginning."""
+        return None
+
+    def _fetched(self, patterns: Sequence[str]) -> Path:
+        """Returns the folder with those of the files that exist; downloads them from the hub."""
+        if self.revision is not None and patterns:
+            download(self.name, patterns, revision=self.revision)
+        return self.root
 
     @property
     @abstractmethod
@@ -105,8 +121,7 @@ class RecognisedSource(Source):
             self._published.check_whole(*lacking)
 
     def files(self, component: str) -> Sequence[Path]:
-        own = component in self.configs or self.component(component) is not None
-        return [] if own else self._lender(component).files(component)
+        return [] if self.holds(component) else self._lender(component).files(component)
 
 
 def held(

@@ -123,9 +123,19 @@ class Source(ABC):
     def files(self, component: str) -> Sequence[Path]:
         """Returns the component's files other than weights, which are in one folder."""
 
+    @property
+    def patterns(self) -> Sequence[str]:
+        """Patterns of the components' files, by their names in a repository on the hub."""
+        return ()
+
+    @cached_property
+    def listed(self) -> Sequence[Listed]:
+        """The components' files on the hub; none of a local folder, or where the hub cannot be asked."""
+        return [] if self.revision is None else listed(self.name, self.patterns, revision=self.revision)
+
     def check_room(self) -> int:
         """Returns the bytes that are still to be downloaded; raises WanjaxError where the disk has no room for them."""
-        return 0
+        return check_room(self.name, self.listed) if self.listed else 0
 
     @abstractmethod
     def check_whole(self, networks: Iterable[str], others: Iterable[str]) -> None:
@@ -250,16 +260,9 @@ class DiffusersSource(Source):
     def is_at_hand(self, component: str) -> bool:
         return self.revision is None and (self.root / component / "config.json").is_file()
 
-    @cached_property
-    def listed(self) -> Sequence[Listed]:
-        """The components' files on the hub; none of a local folder, or where the hub cannot be asked."""
-        if self.revision is None:
-            return []
-        patterns = [f"{component}/{name}" for component in self.components for name in COMPONENT_FILES]
-        return listed(self.name, patterns, revision=self.revision)
-
-    def check_room(self) -> int:
-        return check_room(self.name, self.listed) if self.listed else 0
+    @property
+    def patterns(self) -> Sequence[str]:
+        return [f"{component}/{name}" for component in self.components for name in COMPONENT_FILES]
 
     def check_whole(self, networks: Iterable[str], others: Iterable[str]) -> None:
         awaited = {PurePosixPath(file.name).parts[0] for file in self.listed if file.awaited}

@@ -18,7 +18,7 @@ from weakref import finalize
 
 from wanjax.checkpoints.descaled import Descaled
 from wanjax.checkpoints.files import SafetensorsFolder
-from wanjax.checkpoints.hub import INDEX, Listed, download, listed, names_in
+from wanjax.checkpoints.hub import names_in
 from wanjax.checkpoints.layouts import Component, Layout, RecognisedSource
 from wanjax.checkpoints.readers import open_tensors
 from wanjax.checkpoints.sources import check_small, read_json
@@ -118,14 +118,19 @@ class OriginalSource(_HunyuanVideoSource):
         """Tells whether a folder has this layout; the files that identify layouts are enough."""
         return _is_transformer(folder) or bool(_transformers(folder))
 
-    def component(self, name: str) -> Component | None:
-        if name not in self._components:
-            self._components[name] = self._found(name)
-        return self._components[name]
+    @property
+    def patterns(self) -> Sequence[str]:
+        return [self._transformers_own, *(f"{place}/*" for place in PLACES.values())]
+
+    @property
+    def _transformers_own(self) -> str:
+        """The pattern of the transformer's files."""
+        return (self._folder / "*").relative_to(self.root).as_posix()
 
     def _found(self, name: str) -> Component | None:
         if name == "transformer":
-            folder = self._fetched(self._folder)
+            self._fetched([self._transformers_own])
+            folder = self._folder
             return recognise.component(name, SafetensorsFolder(folder), read_json(folder / "config.json"))
         folder = self._place(name)
         if folder is None:
@@ -157,8 +162,8 @@ class OriginalSource(_HunyuanVideoSource):
     def holds(self, component: str) -> bool:
         if component in self.configs:
             return True
-        if self._listed:
-            return component == "transformer" or bool(names_in(PLACES[component], self._listed))
+        if self.listed:
+            return component == "transformer" or bool(names_in(PLACES[component], self.listed))
         if self.component(component) is not None:
             return True
         if (place := self._place(component)) is not None:
@@ -166,16 +171,9 @@ class OriginalSource(_HunyuanVideoSource):
         return place is not None
 
     @cached_property
-    def _listed(self) -> Sequence[Listed]:
-        """The other components' files on the hub; none of a local folder, or where the hub cannot be asked."""
-        if self.revision is None:
-            return []
-        return listed(self.name, [INDEX, *(f"{place}/*" for place in PLACES.values())], revision=self.revision)
-
-    @cached_property
     def _glyph_tokenizer(self) -> Path:
         """A tokenizer_config.json of ByT5's tokenizer with Glyph-SDXL-v2's colours and fonts, which has none."""
-        base = ByT5Tokenizer.load(self._fetched(self.root / BYT5), length=GLYPH_LENGTH)
+        base = ByT5Tokenizer.load(self._fetched([f"{BYT5}/*"]) / BYT5, length=GLYPH_LENGTH)
         assets = self.root / PLACES["tokenizer_2"]
         names = recognise.glyph_tokens(read_json(assets / COLOURS), read_json(assets / FONTS))
         folder = Path(mkdtemp(prefix="wanjax-"))
@@ -188,14 +186,8 @@ class OriginalSource(_HunyuanVideoSource):
         """Returns the folder of a component other than the transformer; None where it is missing."""
         if component not in PLACES:
             return None
-        folder = self._fetched(self.root / PLACES[component])
+        folder = self._fetched([f"{PLACES[component]}/*"]) / PLACES[component]
         return folder if folder.is_dir() else None
-
-    def _fetched(self, folder: Path) -> Path:
-        """Returns the folder; downloads its files if the checkpoint is on the hub."""
-        if self.revision is not None:
-            download(self.name, [str((folder / "*").relative_to(self.root))], revision=self.revision)
-        return folder
 
 
 class FileSource(_HunyuanVideoSource):
@@ -206,7 +198,7 @@ class FileSource(_HunyuanVideoSource):
         self.root = path  # a file, so no files lie beside the components
         self.model = model
         self.index = _index(model)
-        self._components = components
+        self._components = dict(components)
 
     @classmethod
     def at(cls, path: Path) -> "FileSource | None":
@@ -224,9 +216,6 @@ class FileSource(_HunyuanVideoSource):
         model = _model(named, path)
         given = {"ideal_resolution": str(named).partition("_")[0]}
         return cls(path, model, {name: recognise.component(name, part, given) for name, part in parts.items()})
-
-    def component(self, name: str) -> Component | None:
-        return self._components.get(name)
 
 
 def _is_transformer(folder: Path) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from wanjax.checkpoints.files import SafetensorsFolder, check_names, no_file
-from wanjax.checkpoints.hub import Listed, download, listed, names_in
+from wanjax.checkpoints.hub import names_in
 from wanjax.checkpoints.layouts import Component, Layout, RecognisedSource
 from wanjax.checkpoints.readers import SUFFIXES, open_tensors
 from wanjax.checkpoints.sources import check_small, read_json
@@ -93,45 +93,35 @@ class OriginalSource(_WanSource):
         config = folder / FOLDERS["transformer"] / "config.json" if _has_experts(folder) else folder / "config.json"
         return config.is_file() and read_json(config).get("_class_name") in KINDS
 
-    @cached_property
-    def _listed(self) -> Sequence[Listed]:
-        """The components' files on the hub; none of a local folder, or where the hub cannot be asked."""
-        if self.revision is None:
-            return []
+    @property
+    def patterns(self) -> Sequence[str]:
         transformers = [f"{folder}/{name}" for folder in FOLDERS.values() for name in TRANSFORMER_FILES]
-        patterns = [*TRANSFORMER_FILES, *transformers, *(name for names in FILES.values() for name in names)]
-        return listed(self.name, [*patterns, f"{TOKENIZER}/*.json"], revision=self.revision)
+        others = [name for names in FILES.values() for name in names]
+        return [*TRANSFORMER_FILES, *transformers, *others, f"{TOKENIZER}/*.json"]
 
     def holds(self, component: str) -> bool:
-        if not self._listed:
+        if not self.listed:
             if there := component == "tokenizer" and (self.root / TOKENIZER).is_dir():
                 check_small(self.root / TOKENIZER)
             return there or super().holds(component)
         if component in FOLDERS:
             folder = FOLDERS[component] if _has_experts(self.root) else "."
-            check_names(f"{self.name}/{folder}", names_in(folder, self._listed))
+            check_names(f"{self.name}/{folder}", names_in(folder, self.listed))
             return True
         if component == "tokenizer":
-            return bool(names_in(TOKENIZER, self._listed))
-        names, patterns = names_in(".", self._listed), FILES.get(component, ())
+            return bool(names_in(TOKENIZER, self.listed))
+        names, patterns = names_in(".", self.listed), FILES.get(component, ())
         return component in self.configs or any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
-    def component(self, name: str) -> Component | None:
-        if name not in self._components:
-            self._components[name] = self._found(name)
-        return self._components[name]
-
-    def _found(self, component: str) -> Component | None:
-        if component in FOLDERS:
-            folder = FOLDERS[component] if _has_experts(self.root) else ""
-            root = self._fetched([f"{folder}/{name}".lstrip("/") for name in TRANSFORMER_FILES])
-            return recognise.component(
-                "transformer", SafetensorsFolder(root / folder), read_json(root / folder / "config.json")
-            )
-        root = self._fetched(FILES.get(component, ()))
-        for pattern in FILES.get(component, ()):
+    def _found(self, name: str) -> Component | None:
+        if name in FOLDERS:
+            place = FOLDERS[name] if _has_experts(self.root) else ""
+            folder = self._fetched([f"{place}/{file}".lstrip("/") for file in TRANSFORMER_FILES]) / place
+            return recognise.component("transformer", SafetensorsFolder(folder), read_json(folder / "config.json"))
+        root = self._fetched(FILES.get(name, ()))
+        for pattern in FILES.get(name, ()):
             if found := sorted(path for path in root.iterdir() if fnmatchcase(path.name, pattern)):
-                return recognise.component(component, open_tensors(found[0]))
+                return recognise.component(name, open_tensors(found[0]))
         return None
 
     def files(self, component: str) -> Sequence[Path]:
@@ -141,12 +131,6 @@ class OriginalSource(_WanSource):
                 return sorted(path for path in folder.iterdir() if path.is_file())
         return super().files(component)
 
-    def _fetched(self, patterns: Sequence[str]) -> Path:
-        """Returns the folder with those of the files that exist; downloads them from the hub."""
-        if self.revision is None or not patterns:
-            return self.root
-        return download(self.name, patterns, revision=self.revision)
-
 
 class FileSource(_WanSource):
     """A single file that holds the transformer or several components, or two files that hold an expert each."""
@@ -154,7 +138,7 @@ class FileSource(_WanSource):
     def __init__(self, path: Path, components: Mapping[str, Component]):
         self.name = str(path)
         self.root = path  # a file, so no files lie beside the components
-        self._components = components
+        self._components = dict(components)
         self.index = _index(self._transformer, experts="transformer_2" in components)
 
     @classmethod
@@ -169,9 +153,6 @@ class FileSource(_WanSource):
             for name in other_expert(path.name):
                 components = _with_other(components, path, path.with_name(name))
         return cls(path, components) if components else None
-
-    def component(self, name: str) -> Component | None:
-        return self._components.get(name)
 
 
 def other_expert(name: str) -> tuple[str, ...]:
