@@ -12,7 +12,7 @@ from wanjax.models.clip import CLIPVisionConfig
 def clip_config(json: Mapping[str, Any]) -> CLIPVisionConfig:
     """Reads the config of the vision tower from a config.json of `CLIPVisionModel`; the last block is left out.
 
-    Raises WanjaxError for another model or activation, or if a size is missing.
+    Raises WanjaxError for another model or activation, KeyError if a size is missing.
     """
     sizes = vision_sizes(json, model="clip_vision_model", activation="gelu")
     return CLIPVisionConfig(**sizes | {"layers": sizes["layers"] - 1})

@@ -38,7 +38,8 @@ class Entries(Mapping[str, Any]):
 def read_config(file: str, json: Mapping[str, Any], read: Callable[[Mapping[str, Any]], Read]) -> Read:
     """Returns the config, a dataclass, that a function reads from the entries of a config.json.
 
-    Raises WanjaxError that names the file, the entry and its value where one is of another type or out of bounds.
+    Raises WanjaxError that names the file, the entry and its value where one is missing, of another type or out of
+    bounds.
     """
     entries = Entries(json)
     try:

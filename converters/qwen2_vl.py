@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from wanjax.converters.configs import check_entries, check_kind
 from wanjax.converters.rules import Rule, linear, norm
-from wanjax.errors import WanjaxError
 from wanjax.models.qwen2_vl import Qwen2VLConfig
 
 PREFIX = "model."  # some files have it
@@ -17,31 +17,23 @@ THETA = 1e6  # of files that do not name it
 def qwen2_vl_config(json: Mapping[str, Any]) -> Qwen2VLConfig:
     """Reads the encoder's config from a config.json of `Qwen2_5_VLTextModel`; the last two blocks are left out.
 
-    Raises WanjaxError for another model, activation, attention or rotary embedding, or if a size is missing.
+    Raises WanjaxError for another model, activation, attention or rotary embedding, KeyError if a size is missing.
     """
     rope = json.get("rope_parameters") or json.get("rope_scaling") or {}
-    read = (
-        ("model_type", json.get("model_type"), ("qwen2_5_vl_text",)),
-        ("hidden_act", json.get("hidden_act"), ("silu",)),
-        ("use_sliding_window", bool(json.get("use_sliding_window")), (False,)),
-        ("rope_type", rope.get("rope_type", rope.get("type", "default")), ("default", "mrope")),
+    check_entries("text encoder", json, {"model_type": "qwen2_5_vl_text", "hidden_act": "silu"})
+    check_kind("text encoder", json, {"use_sliding_window": (False, None)})
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    check_kind("text encoder", {"rope_type": rope_type}, {"rope_type": ("default", "mrope")})
+    return Qwen2VLConfig(
+        vocab_size=json["vocab_size"],
+        width=json["hidden_size"],
+        layers=json["num_hidden_layers"] - SKIPPED,
+        heads=json["num_attention_heads"],
+        kv_heads=json["num_key_value_heads"],
+        mlp_dim=json["intermediate_size"],
+        theta=float(rope.get("rope_theta") or json.get("rope_theta") or THETA),
+        eps=json["rms_norm_eps"],
     )
-    for entry, value, offered in read:
-        if value not in offered:
-            raise WanjaxError(f"the text encoder's config.json has {entry} {value!r} where {offered[0]!r} is right")
-    try:
-        return Qwen2VLConfig(
-            vocab_size=json["vocab_size"],
-            width=json["hidden_size"],
-            layers=json["num_hidden_layers"] - SKIPPED,
-            heads=json["num_attention_heads"],
-            kv_heads=json["num_key_value_heads"],
-            mlp_dim=json["intermediate_size"],
-            theta=float(rope.get("rope_theta") or json.get("rope_theta") or THETA),
-            eps=json["rms_norm_eps"],
-        )
-    except KeyError as missing:
-        raise WanjaxError(f"the text encoder's config.json has no {missing.args[0]}") from None
 
 
 def qwen2_vl_rules(config: Qwen2VLConfig) -> list[Rule]:

@@ -12,7 +12,7 @@ from wanjax.models.siglip import SiglipVisionConfig
 def siglip_config(json: Mapping[str, Any]) -> SiglipVisionConfig:
     """Reads the config of the vision tower from a config.json of `SiglipVisionModel`.
 
-    Raises WanjaxError for another model or activation, or if a size is missing.
+    Raises WanjaxError for another model or activation, KeyError if a size is missing.
     """
     return SiglipVisionConfig(**vision_sizes(json, model="siglip_vision_model", activation="gelu_pytorch_tanh"))
 

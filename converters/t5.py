@@ -13,27 +13,24 @@ from wanjax.models.t5 import T5Config
 def t5_config(json: Mapping[str, Any]) -> T5Config:
     """Reads the encoder's config from a config.json of `T5EncoderModel` or `UMT5EncoderModel`.
 
-    Raises WanjaxError for another model or MLP, or if a size is missing.
+    Raises WanjaxError for another model or MLP, KeyError if a size is missing.
     """
     kind = json.get("model_type")
     if kind not in ("t5", "umt5"):
         raise WanjaxError(f"the text encoder's config.json has model_type {kind!r} where 't5' or 'umt5' is right")
     check_entries("text encoder", json, {"feed_forward_proj": "gated-gelu"})
-    try:
-        return T5Config(
-            vocab_size=json["vocab_size"],
-            width=json["d_model"],
-            heads=json["num_heads"],
-            head_dim=json["d_kv"],
-            mlp_dim=json["d_ff"],
-            layers=json["num_layers"],
-            buckets=json["relative_attention_num_buckets"],
-            max_distance=json.get("relative_attention_max_distance", 128),  # older files lack the entry
-            eps=json["layer_norm_epsilon"],
-            shared_bias=kind == "t5",
-        )
-    except KeyError as missing:
-        raise WanjaxError(f"the text encoder's config.json has no {missing.args[0]}") from None
+    return T5Config(
+        vocab_size=json["vocab_size"],
+        width=json["d_model"],
+        heads=json["num_heads"],
+        head_dim=json["d_kv"],
+        mlp_dim=json["d_ff"],
+        layers=json["num_layers"],
+        buckets=json["relative_attention_num_buckets"],
+        max_distance=json.get("relative_attention_max_distance", 128),  # older files lack the entry
+        eps=json["layer_norm_epsilon"],
+        shared_bias=kind == "t5",
+    )
 
 
 def t5_rules(config: T5Config) -> list[Rule]:

@@ -7,7 +7,6 @@ from typing import Any
 
 from wanjax.converters.configs import check_entries
 from wanjax.converters.rules import Rule, linear, norm
-from wanjax.errors import WanjaxError
 
 PREFIX = "vision_model."  # newer files lack it
 
@@ -15,21 +14,18 @@ PREFIX = "vision_model."  # newer files lack it
 def vision_sizes(json: Mapping[str, Any], *, model: str, activation: str) -> dict[str, Any]:
     """Reads the sizes of a `VisionConfig` from the config.json of a vision tower.
 
-    Raises WanjaxError for another model or activation, or if a size is missing.
+    Raises WanjaxError for another model or activation, KeyError if a size is missing.
     """
     check_entries("image encoder", json, {"model_type": model, "hidden_act": activation})
-    try:
-        return {
-            "layers": json["num_hidden_layers"],
-            "heads": json["num_attention_heads"],
-            "width": json["hidden_size"],
-            "mlp_dim": json["intermediate_size"],
-            "image_size": json["image_size"],
-            "patch": json["patch_size"],
-            "eps": json["layer_norm_eps"],
-        }
-    except KeyError as missing:
-        raise WanjaxError(f"the image encoder's config.json has no {missing.args[0]}") from None
+    return {
+        "layers": json["num_hidden_layers"],
+        "heads": json["num_attention_heads"],
+        "width": json["hidden_size"],
+        "mlp_dim": json["intermediate_size"],
+        "image_size": json["image_size"],
+        "patch": json["patch_size"],
+        "eps": json["layer_norm_eps"],
+    }
 
 
 def block_rules() -> list[Rule]:

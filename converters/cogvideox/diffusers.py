@@ -40,31 +40,28 @@ SECOND_GENERATION = {"use_learned_positional_embeddings": (False,), "use_rotary_
 def transformer_config(json: Mapping[str, Any]) -> TransformerConfig:
     """Reads a transformer's config from `transformer/config.json` of a diffusers folder.
 
-    Raises WanjaxError if a size is missing, or if the architecture is not supported.
+    Raises KeyError if a size is missing, WanjaxError if the architecture is not supported.
     """
     check_kind("transformer", json, KIND)
     frames = json.get("patch_size_t")
     check_kind("transformer", json, SECOND_GENERATION if frames else FIRST_GENERATION)
-    try:
-        size = json["patch_size"]
-        scale = json["spatial_interpolation_scale"]
-        return TransformerConfig(
-            layers=json["num_layers"],
-            heads=json["num_attention_heads"],
-            head_dim=json["attention_head_dim"],
-            channels_in=json["in_channels"],
-            channels_out=json["out_channels"],
-            patch=(frames or 1, size, size),
-            text_width=json["text_embed_dim"],
-            text_length=json["max_text_seq_length"],
-            time_width=json["time_embed_dim"],
-            offset_width=json.get("ofs_embed_dim"),
-            eps=json["norm_eps"],
-            position_scales=(json["temporal_interpolation_scale"], scale, scale),
-            **_positions(json),
-        )
-    except KeyError as missing:
-        raise WanjaxError(f"the transformer's config.json has no {missing.args[0]}") from None
+    size = json["patch_size"]
+    scale = json["spatial_interpolation_scale"]
+    return TransformerConfig(
+        layers=json["num_layers"],
+        heads=json["num_attention_heads"],
+        head_dim=json["attention_head_dim"],
+        channels_in=json["in_channels"],
+        channels_out=json["out_channels"],
+        patch=(frames or 1, size, size),
+        text_width=json["text_embed_dim"],
+        text_length=json["max_text_seq_length"],
+        time_width=json["time_embed_dim"],
+        offset_width=json.get("ofs_embed_dim"),
+        eps=json["norm_eps"],
+        position_scales=(json["temporal_interpolation_scale"], scale, scale),
+        **_positions(json),
+    )
 
 
 def _positions(json: Mapping[str, Any]) -> dict[str, Any]:

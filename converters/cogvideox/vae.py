@@ -4,47 +4,43 @@
 from collections.abc import Mapping
 from typing import Any
 
+from wanjax.converters.configs import check_kind
 from wanjax.converters.rules import Rule, conv, norm, pointwise
 from wanjax.errors import WanjaxError
 from wanjax.models.cogvideox.vae_config import VAEConfig
 
-# Entries of config.json that select the architecture, and the supported value, which is that of a missing entry.
+# Entries of config.json that select the architecture, and their supported values; the first is that of a missing entry.
 KIND = {
-    "_class_name": "AutoencoderKLCogVideoX",
-    "in_channels": 3,
-    "out_channels": 3,
-    "act_fn": "silu",
-    "norm_eps": 1e-6,
-    "shift_factor": None,
-    "latents_mean": None,
-    "latents_std": None,
-    "use_quant_conv": False,
-    "use_post_quant_conv": False,
+    "_class_name": ("AutoencoderKLCogVideoX",),
+    "in_channels": (3,),
+    "out_channels": (3,),
+    "act_fn": ("silu",),
+    "norm_eps": (1e-6,),
+    "shift_factor": (None,),
+    "latents_mean": (None,),
+    "latents_std": (None,),
+    "use_quant_conv": (False,),
+    "use_post_quant_conv": (False,),
 }
 
 
 def vae_config(json: Mapping[str, Any]) -> VAEConfig:
     """Reads an autoencoder's config from `vae/config.json` of a diffusers folder.
 
-    Raises WanjaxError if a size is missing, or if the architecture is not supported.
+    Raises KeyError if a size is missing, WanjaxError if the architecture is not supported.
     """
-    for entry, right in KIND.items():
-        if (value := json.get(entry, right)) != right:
-            raise WanjaxError(f"the VAE's config.json has {entry} {value!r} where {right!r} is supported")
-    try:
-        channels, factor = tuple(json["block_out_channels"]), int(json["temporal_compression_ratio"])
-        config = VAEConfig(
-            channels=channels,
-            latent_channels=json["latent_channels"],
-            res_blocks=json["layers_per_block"],
-            groups=json["norm_num_groups"],
-            temporal_factor=factor,
-            sample_size=(json["sample_height"], json["sample_width"]),
-            scaling_factor=json["scaling_factor"],
-            invert_scale_latents=json.get("invert_scale_latents", False),
-        )
-    except KeyError as missing:
-        raise WanjaxError(f"the VAE's config.json has no {missing.args[0]}") from None
+    check_kind("VAE", json, KIND)
+    channels, factor = tuple(json["block_out_channels"]), int(json["temporal_compression_ratio"])
+    config = VAEConfig(
+        channels=channels,
+        latent_channels=json["latent_channels"],
+        res_blocks=json["layers_per_block"],
+        groups=json["norm_num_groups"],
+        temporal_factor=factor,
+        sample_size=(json["sample_height"], json["sample_width"]),
+        scaling_factor=json["scaling_factor"],
+        invert_scale_latents=json.get("invert_scale_latents", False),
+    )
     if not channels:
         raise WanjaxError("the VAE's config.json has block_out_channels [] where a width for each level is right")
     if factor != 2**config.temporal_levels or config.temporal_levels >= len(channels):

@@ -33,33 +33,30 @@ EPS = 1e-6
 def transformer_config(json: Mapping[str, Any]) -> TransformerConfig:
     """Reads a transformer's config from `transformer/config.json` of a diffusers folder.
 
-    Raises WanjaxError if a size is missing or contradicts another, or if the architecture is not supported.
+    Raises KeyError if a size is missing, WanjaxError if one contradicts another or the architecture is not supported.
     """
     check_kind("transformer", json, TRANSFORMER_KIND)
-    try:
-        width = json["num_attention_heads"] * json["attention_head_dim"]
-        config = TransformerConfig(
-            layers=json["num_layers"],
-            refiner_layers=json["num_refiner_layers"],
-            heads=json["num_attention_heads"],
-            head_dim=json["attention_head_dim"],
-            mlp_dim=round(width * json["mlp_ratio"]),
-            refiner_mlp_dim=REFINER_MLP_RATIO * width,
-            channels_in=json["in_channels"],
-            channels_out=json["out_channels"],
-            text_width=json["text_embed_dim"],
-            glyph_width=json["text_embed_2_dim"],
-            glyph_mlp_dim=GLYPH_MLP_DIM,
-            image_width=json["image_embed_dim"],
-            frequency_dim=FREQUENCY_DIM,
-            rope_channels=tuple(json["rope_axes_dim"]),
-            rope_theta=json["rope_theta"],
-            eps=EPS,
-            meanflow=bool(json.get("use_meanflow", False)),
-            target_size=json["target_size"],
-        )
-    except KeyError as missing:
-        raise WanjaxError(f"the transformer's config.json has no {missing.args[0]}") from None
+    width = json["num_attention_heads"] * json["attention_head_dim"]
+    config = TransformerConfig(
+        layers=json["num_layers"],
+        refiner_layers=json["num_refiner_layers"],
+        heads=json["num_attention_heads"],
+        head_dim=json["attention_head_dim"],
+        mlp_dim=round(width * json["mlp_ratio"]),
+        refiner_mlp_dim=REFINER_MLP_RATIO * width,
+        channels_in=json["in_channels"],
+        channels_out=json["out_channels"],
+        text_width=json["text_embed_dim"],
+        glyph_width=json["text_embed_2_dim"],
+        glyph_mlp_dim=GLYPH_MLP_DIM,
+        image_width=json["image_embed_dim"],
+        frequency_dim=FREQUENCY_DIM,
+        rope_channels=tuple(json["rope_axes_dim"]),
+        rope_theta=json["rope_theta"],
+        eps=EPS,
+        meanflow=bool(json.get("use_meanflow", False)),
+        target_size=json["target_size"],
+    )
     if sum(config.rope_channels) != config.head_dim:
         raise WanjaxError(
             f"the transformer's config.json has rope_axes_dim {list(config.rope_channels)} where three numbers that "
@@ -153,18 +150,15 @@ def _pair(source: str, target: str) -> list[Rule]:
 def vae_config(json: Mapping[str, Any]) -> VAEConfig:
     """Reads an autoencoder's config from `vae/config.json`. Raises the errors of `transformer_config`."""
     check_kind("VAE", json, VAE_KIND)
-    try:
-        config = VAEConfig(
-            channels=tuple(json["block_out_channels"]),
-            res_blocks=json["layers_per_block"],
-            latent_channels=json["latent_channels"],
-            spatial_factor=json["spatial_compression_ratio"],
-            temporal_factor=json["temporal_compression_ratio"],
-            scale=json["scaling_factor"],
-            longest=VAE_1_5.longest,
-        )
-    except KeyError as missing:
-        raise WanjaxError(f"the VAE's config.json has no {missing.args[0]}") from None
+    config = VAEConfig(
+        channels=tuple(json["block_out_channels"]),
+        res_blocks=json["layers_per_block"],
+        latent_channels=json["latent_channels"],
+        spatial_factor=json["spatial_compression_ratio"],
+        temporal_factor=json["temporal_compression_ratio"],
+        scale=json["scaling_factor"],
+        longest=VAE_1_5.longest,
+    )
     spatial, temporal = config.halvings
     factors = config.spatial_factor, config.temporal_factor
     if not (temporal <= spatial < len(config.channels) and factors == (2**spatial, 2**temporal)):

@@ -50,25 +50,22 @@ def transformer_config(json: Mapping[str, Any]) -> TransformerConfig:
     """Reads a transformer's config from `transformer/config.json` of a diffusers folder.
 
     Its type says what the transformer sees in addition to the prompt: nothing, an image, or a control clip. Raises
-    WanjaxError if a size is missing or contradicts another, or if the architecture is not supported.
+    KeyError if a size is missing, WanjaxError if one contradicts another or the architecture is not supported.
     """
     check_kind("transformer", json, TRANSFORMER_KIND)
-    try:
-        plain = TransformerConfig(
-            layers=json["num_layers"],
-            heads=json["num_attention_heads"],
-            head_dim=json["attention_head_dim"],
-            mlp_dim=json["ffn_dim"],
-            channels_in=json["in_channels"],
-            channels_out=json["out_channels"],
-            patch=tuple(json["patch_size"]),
-            text_width=json["text_dim"],
-            frequency_dim=json["freq_dim"],
-            eps=json["eps"],
-            sparse_linear=_sparse_linear(json),
-        )
-    except KeyError as missing:
-        raise WanjaxError(f"the transformer's config.json has no {missing.args[0]}") from None
+    plain = TransformerConfig(
+        layers=json["num_layers"],
+        heads=json["num_attention_heads"],
+        head_dim=json["attention_head_dim"],
+        mlp_dim=json["ffn_dim"],
+        channels_in=json["in_channels"],
+        channels_out=json["out_channels"],
+        patch=tuple(json["patch_size"]),
+        text_width=json["text_dim"],
+        frequency_dim=json["freq_dim"],
+        eps=json["eps"],
+        sparse_linear=_sparse_linear(json),
+    )
     if plain.width in PUBLISHED_WIDTHS and plain.head_dim != HEAD_DIM:  # which the shapes of tensors would not show
         told, right = f"{plain.heads} heads of {plain.head_dim}", f"{plain.width // HEAD_DIM} of {HEAD_DIM}"
         raise WanjaxError(f"the transformer's config.json has {told} where Wan's of width {plain.width} have {right}")
@@ -218,20 +215,17 @@ def vae_config(json: Mapping[str, Any]) -> VAEConfig:
                 f"of each of {patch} × {patch} pixels, by its patch_size"
             )
     shape = ResidualVAEConfig if json.get("is_residual") else VAEConfig
-    try:
-        return shape(
-            width=json["base_dim"],
-            decoder_width=json.get("decoder_base_dim") or json["base_dim"],
-            patch=patch,
-            latent_channels=json["z_dim"],
-            multipliers=tuple(json["dim_mult"]),
-            res_blocks=json["num_res_blocks"],
-            temporal_downsample=tuple(json["temperal_downsample"]),
-            latents_mean=tuple(json["latents_mean"]),
-            latents_std=tuple(json["latents_std"]),
-        )
-    except KeyError as missing:
-        raise WanjaxError(f"the VAE's config.json has no {missing.args[0]}") from None
+    return shape(
+        width=json["base_dim"],
+        decoder_width=json.get("decoder_base_dim") or json["base_dim"],
+        patch=patch,
+        latent_channels=json["z_dim"],
+        multipliers=tuple(json["dim_mult"]),
+        res_blocks=json["num_res_blocks"],
+        temporal_downsample=tuple(json["temperal_downsample"]),
+        latents_mean=tuple(json["latents_mean"]),
+        latents_std=tuple(json["latents_std"]),
+    )
 
 
 def vae_rules(config: VAEConfig) -> list[Rule]:

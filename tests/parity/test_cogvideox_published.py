@@ -10,6 +10,7 @@ from flax import nnx
 
 from wanjax.checkpoints.modules import parameters
 from wanjax.converters.cogvideox.diffusers import transformer_config, transformer_rules
+from wanjax.converters.configs import read_config
 from wanjax.converters.rules import assign
 from wanjax.errors import WanjaxError
 from wanjax.layers.placement import as_shapes
@@ -120,4 +121,4 @@ def test_presets(preset):
 )
 def test_other_configs_are_refused(json, said):
     with pytest.raises(WanjaxError, match=f"config.json has {said}"):
-        transformer_config(json)
+        read_config("the transformer's config.json", json, transformer_config)

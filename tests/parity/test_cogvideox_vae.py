@@ -21,6 +21,7 @@ from wanjax.checkpoints import modules
 from wanjax.checkpoints.networks import NetworkKind, network_of
 from wanjax.converters import rules
 from wanjax.converters.cogvideox.vae import vae_config, vae_rules
+from wanjax.converters.configs import read_config
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling, joined, tiles_of
 from wanjax.models.cogvideox.vae import CogVideoXVAE
@@ -266,4 +267,6 @@ def test_other_architectures_are_refused(reference, entry, value):
 
 def test_a_missing_size_is_named(reference):
     with pytest.raises(WanjaxError, match="has no sample_height"):
-        vae_config({name: value for name, value in reference.config.items() if name != "sample_height"})
+        read_config(
+            "config.json", {name: x for name, x in reference.config.items() if name != "sample_height"}, vae_config
+        )

@@ -13,6 +13,7 @@ from tests.parity.encoder_references import QWEN_SIZES, converted, qwen_referenc
 from tests.parity.references import relative_l2, run
 from tests.support.words import naming
 from wanjax.checkpoints import modules
+from wanjax.converters.configs import read_config
 from wanjax.converters.qwen2_vl import qwen2_vl_config, qwen2_vl_unused
 from wanjax.converters.rules import assign
 from wanjax.errors import WanjaxError
@@ -209,4 +210,4 @@ def test_rotary_settings_of_older_files(change):
 def test_unsupported_configs_are_refused(change, said):
     entries = Qwen2_5_VLTextConfig(**QWEN_SIZES).to_dict() | change
     with pytest.raises(WanjaxError, match=naming(said)):
-        qwen2_vl_config({key: value for key, value in entries.items() if value is not None})
+        read_config("config.json", {key: value for key, value in entries.items() if value is not None}, qwen2_vl_config)

@@ -18,6 +18,7 @@ from tests.support.words import naming
 from wanjax.checkpoints import modules
 from wanjax.checkpoints.files import Tensors
 from wanjax.checkpoints.networks import Network
+from wanjax.converters.configs import read_config
 from wanjax.converters.siglip import siglip_config
 from wanjax.errors import WanjaxError
 from wanjax.layers.patch import patchify
@@ -114,7 +115,7 @@ def test_present_and_former_file_formats(models):
 def test_unsupported_configs_are_refused(change, said):
     entries = SiglipVisionConfig(**SIGLIP_SIZES).to_dict() | change
     with pytest.raises(WanjaxError, match=naming(said)):
-        siglip_config({key: value for key, value in entries.items() if value is not None})
+        read_config("config.json", {key: value for key, value in entries.items() if value is not None}, siglip_config)
 
 
 @pytest.mark.parametrize("resample", [0, 1, 2, 3])

@@ -14,6 +14,7 @@ from tests.parity.references import T5_FAMILIES, T5_SIZES, converted_t5, relativ
 from tests.support.quick import quick
 from wanjax.checkpoints.files import load_safetensors
 from wanjax.checkpoints.modules import export
+from wanjax.converters.configs import read_config
 from wanjax.converters.rules import assign
 from wanjax.converters.t5 import t5_config, t5_rules
 from wanjax.errors import WanjaxError
@@ -175,4 +176,4 @@ def test_the_weights_return_to_the_reference_s_names(models, tmp_path):
 def test_unsupported_configs_are_refused(change, said):
     config = transformers.UMT5Config(**T5_SIZES).to_dict() | change
     with pytest.raises(WanjaxError, match=said):
-        t5_config({key: value for key, value in config.items() if value is not None})
+        read_config("config.json", {key: value for key, value in config.items() if value is not None}, t5_config)
