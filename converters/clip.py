@@ -4,7 +4,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from wanjax.converters.rules import Rule, norm, patches
+from wanjax.converters.rules import Rule, layer, norm, patches
 from wanjax.converters.vision import block_rules, either_way, vision_sizes, with_prefix
 from wanjax.models.clip import CLIPVisionConfig
 
@@ -24,7 +24,7 @@ def clip_rules(config: CLIPVisionConfig) -> list[Rule]:
         [
             Rule("embeddings.class_embedding", "class_token"),
             Rule("embeddings.position_embedding.weight", "positions"),
-            Rule("embeddings.patch_embedding.weight", "patch_embed.kernel", patches((config.patch, config.patch))),
+            *layer("embeddings.patch_embedding", "patch_embed", patches((config.patch, config.patch)), bias=False),
             *norm("pre_layrnorm", "norm", bias=True),
             *block_rules(),
         ]

@@ -39,9 +39,15 @@ __all__ = [
     "assign",
     "channels_last",
     "conv",
+    "embedder",
+    "feed_forward",
+    "gamma",
+    "layer",
     "linear",
     "norm",
     "patches",
+    "pointwise",
+    "projections",
     "rope_halves",
     "squeeze",
 ]
@@ -64,23 +70,44 @@ class Rule:
     aliases: tuple[str, ...] = ()
 
 
+def layer(source: str, target: str, weight: Transform, *, bias: bool = True, rows: Transform = IDENTITY) -> list[Rule]:
+    """Returns a layer's rules, `weight` -> `kernel`, rearranged, and `bias` if it has one, of which `rows` are."""
+    rules = [Rule(f"{source}.weight", f"{target}.kernel", weight)]
+    return rules + [Rule(f"{source}.bias", f"{target}.bias", rows)] * bias
+
+
 def linear(source: str, target: str, *, bias: bool = True, rows: Transform = IDENTITY) -> list[Rule]:
     """Returns a dense layer's rules, [out, in] -> kernel [in, out]; `rows` rearranges the outputs of both."""
-    rules = [Rule(f"{source}.weight", f"{target}.kernel", rows >> TRANSPOSE)]
-    return rules + [Rule(f"{source}.bias", f"{target}.bias", rows)] * bias
+    return layer(source, target, rows >> TRANSPOSE, bias=bias, rows=rows)
 
 
 def conv(source: str, target: str, *, bias: bool = True) -> list[Rule]:
     """Returns the rules of a convolution of any rank, [out, in, *kernel] -> kernel [*kernel, in, out]."""
-    rules = [Rule(f"{source}.weight", f"{target}.kernel", CONV)]
-    return rules + [Rule(f"{source}.bias", f"{target}.bias")] * bias
+    return layer(source, target, CONV, bias=bias)
 
 
 def pointwise(source: str, target: str, axes: tuple[int, ...] = (2, 3, 4)) -> list[Rule]:
     """Returns the rules that read a convolution with a kernel of size 1, on `axes`, as a dense layer."""
+    return layer(source, target, squeeze(*axes) >> TRANSPOSE)
+
+
+def embedder(source: str, target: str) -> list[Rule]:
+    """Returns the rules of two dense layers that diffusers calls `linear_1` and `linear_2`."""
+    return [*linear(f"{source}.linear_1", f"{target}.up"), *linear(f"{source}.linear_2", f"{target}.down")]
+
+
+def feed_forward(source: str, target: str) -> list[Rule]:
+    """Returns the rules of an MLP as diffusers names its two layers, `net.0.proj` and `net.2`."""
+    return [*linear(f"{source}.net.0.proj", f"{target}.up"), *linear(f"{source}.net.2", f"{target}.down")]
+
+
+def projections(source: str, target: str, rows: Transform = IDENTITY) -> list[Rule]:
+    """Returns the rules of the four projections of attention in diffusers; `rows` rearranges the outputs of q and k."""
     return [
-        Rule(f"{source}.weight", f"{target}.kernel", squeeze(*axes) >> TRANSPOSE),
-        Rule(f"{source}.bias", f"{target}.bias"),
+        *linear(f"{source}.to_q", f"{target}.q", rows=rows),
+        *linear(f"{source}.to_k", f"{target}.k", rows=rows),
+        *linear(f"{source}.to_v", f"{target}.v"),
+        *linear(f"{source}.to_out.0", f"{target}.out"),
     ]
 
 
@@ -88,6 +115,11 @@ def norm(source: str, target: str, *, bias: bool = False, rows: Transform = IDEN
     """Returns a normalisation's rules, `weight` -> `scale`, and `bias` if it has one."""
     rules = [Rule(f"{source}.weight", f"{target}.scale", rows)]
     return rules + [Rule(f"{source}.bias", f"{target}.bias", rows)] * bias
+
+
+def gamma(source: str, target: str, axes: tuple[int, ...] = (1, 2, 3)) -> Rule:
+    """Returns the rule of a normalisation whose `gamma` has `axes` of size 1."""
+    return Rule(f"{source}.gamma", f"{target}.gamma", squeeze(*axes))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from wanjax.converters.rules import Rule, norm, patches
+from wanjax.converters.rules import Rule, layer, norm, patches
 from wanjax.converters.vision import block_rules, either_way, vision_sizes, with_prefix
 from wanjax.models.siglip import SiglipVisionConfig
 
@@ -19,11 +19,9 @@ def siglip_config(json: Mapping[str, Any]) -> SiglipVisionConfig:
 
 def siglip_rules(config: SiglipVisionConfig) -> list[Rule]:
     """Returns the rules for every parameter of `SiglipVision`."""
-    patch = "embeddings.patch_embedding"
     return with_prefix(
         [
-            Rule(f"{patch}.weight", "patch_embed.kernel", patches((config.patch, config.patch))),
-            Rule(f"{patch}.bias", "patch_embed.bias"),
+            *layer("embeddings.patch_embedding", "patch_embed", patches((config.patch, config.patch))),
             Rule("embeddings.position_embedding.weight", "positions"),
             *block_rules(),
             *norm("post_layernorm", "norm", bias=True),

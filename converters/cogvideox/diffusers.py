@@ -10,9 +10,13 @@ from wanjax.converters.rules import (
     Rule,
     Transform,
     channels_last,
+    embedder,
+    feed_forward,
+    layer,
     linear,
     norm,
     patches,
+    projections,
     rope_halves,
     squeeze,
 )
@@ -84,16 +88,12 @@ def transformer_rules(config: TransformerConfig) -> list[Rule]:
     """Returns the rules for every parameter of the transformer."""
     patch, cells = config.patch, config.patch_cells
     embed = patches(patch[1:]) if patch[0] == 1 else TRANSPOSE >> channels_last(cells)  # a convolution, or linear
-    offset = linear("ofs_embedding.linear_1", "time_embed.offset.up")
-    offset += linear("ofs_embedding.linear_2", "time_embed.offset.down")
     return [
-        Rule("patch_embed.proj.weight", "patch_embed.kernel", embed),
-        Rule("patch_embed.proj.bias", "patch_embed.bias"),
+        *layer("patch_embed.proj", "patch_embed", embed),
         *linear("patch_embed.text_proj", "text_embed"),
         *[Rule("patch_embed.pos_embedding", "added_positions.table", squeeze(0))] * (config.added == "learned"),
-        *linear("time_embedding.linear_1", "time_embed.up"),
-        *linear("time_embedding.linear_2", "time_embed.down"),
-        *offset * (config.offset_width is not None),
+        *embedder("time_embedding", "time_embed"),
+        *embedder("ofs_embedding", "time_embed.offset") * (config.offset_width is not None),
         *_block("transformer_blocks.{i}", "blocks", config),
         *norm("norm_final", "norm_final", bias=True),
         *linear("norm_out.linear", "out_mod"),
@@ -109,18 +109,14 @@ def _block(source: str, target: str, config: TransformerConfig) -> list[Rule]:
         *_attention(f"{source}.attn1", f"{target}.attn", rope_halves(config.heads), rope_halves(1)),
         *linear(f"{source}.norm2.linear", f"{target}.mlp_mod"),
         *norm(f"{source}.norm2.norm", f"{target}.norm2", bias=True),
-        *linear(f"{source}.ff.net.0.proj", f"{target}.mlp.up"),
-        *linear(f"{source}.ff.net.2", f"{target}.mlp.down"),
+        *feed_forward(f"{source}.ff", f"{target}.mlp"),
     ]
 
 
 def _attention(source: str, target: str, heads: Transform, head: Transform) -> list[Rule]:
     """Returns the rules of attention; `heads` rearranges the channels of all heads that RoPE rotates, `head` of one."""
     return [
-        *linear(f"{source}.to_q", f"{target}.q", rows=heads),
-        *linear(f"{source}.to_k", f"{target}.k", rows=heads),
-        *linear(f"{source}.to_v", f"{target}.v"),
-        *linear(f"{source}.to_out.0", f"{target}.out"),
+        *projections(source, target, heads),
         *norm(f"{source}.norm_q", f"{target}.q_norm", bias=True, rows=head),
         *norm(f"{source}.norm_k", f"{target}.k_norm", bias=True, rows=head),
     ]

@@ -5,7 +5,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from wanjax.converters.configs import check_kind
-from wanjax.converters.rules import Rule, Transform, conv, linear, norm, patches, pointwise, rope_halves, squeeze
+from wanjax.converters.rules import (
+    Rule,
+    conv,
+    embedder,
+    feed_forward,
+    gamma,
+    layer,
+    linear,
+    norm,
+    patches,
+    pointwise,
+    projections,
+    rope_halves,
+)
 from wanjax.errors import WanjaxError
 from wanjax.models.hunyuanvideo.config import TransformerConfig
 from wanjax.models.hunyuanvideo.vae_config import VAE_1_5, VAEConfig
@@ -69,16 +82,15 @@ def transformer_rules(config: TransformerConfig) -> list[Rule]:
     """Returns the rules for every parameter of the transformer."""
     last = config.layers - 1
     return [
-        Rule("x_embedder.proj.weight", "patch_embed.kernel", patches((1, 1, 1))),
-        Rule("x_embedder.proj.bias", "patch_embed.bias"),
-        *_pair("time_embed.timestep_embedder", "time_embed"),
-        *_pair("time_embed.timestep_embedder_r", "next_time_embed"),
+        *layer("x_embedder.proj", "patch_embed", patches((1, 1, 1))),
+        *embedder("time_embed.timestep_embedder", "time_embed"),
+        *embedder("time_embed.timestep_embedder_r", "next_time_embed"),
         *_refiner("context_embedder", "refiner"),
         *norm("context_embedder_2.norm", "glyph_embed.norm", bias=True),
-        *_pair("context_embedder_2", "glyph_embed.mlp"),
+        *embedder("context_embedder_2", "glyph_embed.mlp"),
         *linear("context_embedder_2.linear_3", "glyph_embed.out"),
         *norm("image_embedder.norm_in", "image_embed.norm1", bias=True),
-        *_pair("image_embedder", "image_embed.mlp"),
+        *embedder("image_embedder", "image_embed.mlp"),
         *norm("image_embedder.norm_out", "image_embed.norm2", bias=True),
         Rule("cond_type_embed.weight", "kinds"),
         *_block("transformer_blocks.{i}", "blocks", config),
@@ -91,16 +103,13 @@ def transformer_rules(config: TransformerConfig) -> list[Rule]:
 def _refiner(source: str, target: str) -> list[Rule]:
     block, ours = f"{source}.token_refiner.refiner_blocks.{{i}}", f"{target}.blocks"
     return [
-        *_pair(f"{source}.time_text_embed.timestep_embedder", f"{target}.time_embed"),
-        *_pair(f"{source}.time_text_embed.text_embedder", f"{target}.mean_embed"),
+        *embedder(f"{source}.time_text_embed.timestep_embedder", f"{target}.time_embed"),
+        *embedder(f"{source}.time_text_embed.text_embedder", f"{target}.mean_embed"),
         *linear(f"{source}.proj_in", f"{target}.tokens"),
         *norm(f"{block}.norm1", f"{ours}.norm1", bias=True),
-        *linear(f"{block}.attn.to_q", f"{ours}.q"),
-        *linear(f"{block}.attn.to_k", f"{ours}.k"),
-        *linear(f"{block}.attn.to_v", f"{ours}.v"),
-        *linear(f"{block}.attn.to_out.0", f"{ours}.out"),
+        *projections(f"{block}.attn", ours),
         *norm(f"{block}.norm2", f"{ours}.norm2", bias=True),
-        *_mlp(f"{block}.ff", f"{ours}.mlp"),
+        *feed_forward(f"{block}.ff", f"{ours}.mlp"),
         *linear(f"{block}.norm_out.linear", f"{ours}.gates"),
     ]
 
@@ -114,37 +123,18 @@ def _block(source: str, target: str, config: TransformerConfig) -> list[Rule]:
     return [
         *linear(f"{source}.norm1.linear", f"{target}.mod"),
         *linear(f"{source}.norm1_context.linear", f"{target}.text_mod"),
-        *_attention(f"{source}.attn", ("to_q", "to_k", "to_v", "to_out.0"), f"{target}.attn.", order),
-        *_attention(
-            f"{source}.attn", ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"), f"{target}.attn.text_", order
-        ),
+        *projections(f"{source}.attn", f"{target}.attn", order),
+        *linear(f"{source}.attn.add_q_proj", f"{target}.attn.text_q", rows=order),
+        *linear(f"{source}.attn.add_k_proj", f"{target}.attn.text_k", rows=order),
+        *linear(f"{source}.attn.add_v_proj", f"{target}.attn.text_v"),
+        *linear(f"{source}.attn.to_add_out", f"{target}.attn.text_out"),
         *norm(f"{source}.attn.norm_q", f"{target}.attn.q_norm", rows=one),
         *norm(f"{source}.attn.norm_k", f"{target}.attn.k_norm", rows=one),
         *norm(f"{source}.attn.norm_added_q", f"{target}.attn.text_q_norm", rows=one),
         *norm(f"{source}.attn.norm_added_k", f"{target}.attn.text_k_norm", rows=one),
-        *_mlp(f"{source}.ff", f"{target}.mlp"),
-        *_mlp(f"{source}.ff_context", f"{target}.text_mlp"),
+        *feed_forward(f"{source}.ff", f"{target}.mlp"),
+        *feed_forward(f"{source}.ff_context", f"{target}.text_mlp"),
     ]
-
-
-def _attention(source: str, names: tuple[str, str, str, str], target: str, order: Transform) -> list[Rule]:
-    """Returns the rules of one stream's projections; `order` rearranges the channels of q and k."""
-    q, k, v, out = names
-    return [
-        *linear(f"{source}.{q}", f"{target}q", rows=order),
-        *linear(f"{source}.{k}", f"{target}k", rows=order),
-        *linear(f"{source}.{v}", f"{target}v"),
-        *linear(f"{source}.{out}", f"{target}out"),
-    ]
-
-
-def _mlp(source: str, target: str) -> list[Rule]:
-    return [*linear(f"{source}.net.0.proj", f"{target}.up"), *linear(f"{source}.net.2", f"{target}.down")]
-
-
-def _pair(source: str, target: str) -> list[Rule]:
-    """Returns the rules of two layers that files call `linear_1` and `linear_2`."""
-    return [*linear(f"{source}.linear_1", f"{target}.up"), *linear(f"{source}.linear_2", f"{target}.down")]
 
 
 def vae_config(json: Mapping[str, Any]) -> VAEConfig:
@@ -184,25 +174,21 @@ def _half(half: str, levels: str, resamplers: str) -> list[Rule]:
         *_res_block(f"{half}.{levels}.{{i}}.resnets.{{j}}", f"{half}.levels.{{i}}.res.{{j}}"),
         *conv(f"{half}.{levels}.{{i}}.{resamplers}.0.conv.conv", f"{half}.levels.{{i}}.resample.conv"),
         *_res_block(f"{half}.mid_block.resnets.0", f"{half}.mid.res1"),
-        _gamma(f"{source}.norm", f"{target}.norm"),
+        gamma(f"{source}.norm", f"{target}.norm"),
         *pointwise(f"{source}.to_q", f"{target}.q"),
         *pointwise(f"{source}.to_k", f"{target}.k"),
         *pointwise(f"{source}.to_v", f"{target}.v"),
         *pointwise(f"{source}.proj_out", f"{target}.out"),
         *_res_block(f"{half}.mid_block.resnets.1", f"{half}.mid.res2"),
-        _gamma(f"{half}.norm_out", f"{half}.norm_out"),
+        gamma(f"{half}.norm_out", f"{half}.norm_out"),
         *conv(f"{half}.conv_out.conv", f"{half}.conv_out"),
     ]
 
 
 def _res_block(source: str, target: str) -> list[Rule]:
     return [
-        _gamma(f"{source}.norm1", f"{target}.norm1"),
+        gamma(f"{source}.norm1", f"{target}.norm1"),
         *conv(f"{source}.conv1.conv", f"{target}.conv1"),
-        _gamma(f"{source}.norm2", f"{target}.norm2"),
+        gamma(f"{source}.norm2", f"{target}.norm2"),
         *conv(f"{source}.conv2.conv", f"{target}.conv2"),
     ]
-
-
-def _gamma(source: str, target: str) -> Rule:
-    return Rule(f"{source}.gamma", f"{target}.gamma", squeeze(1, 2, 3))

@@ -10,10 +10,15 @@ from wanjax.converters.rules import (
     Rule,
     Transform,
     conv,
+    embedder,
+    feed_forward,
+    gamma,
+    layer,
     linear,
     norm,
     patches,
     pointwise,
+    projections,
     rope_halves,
     squeeze,
 )
@@ -142,8 +147,7 @@ def transformer_unused(config: TransformerConfig) -> list[str]:
 def _control_rules(config: ControlTransformerConfig) -> list[Rule]:
     """Returns the rules for the additional parameters of a transformer that follows a control clip."""
     return [
-        Rule("vace_patch_embedding.weight", "control_embed.kernel", patches(config.patch)),
-        Rule("vace_patch_embedding.bias", "control_embed.bias"),
+        *layer("vace_patch_embedding", "control_embed", patches(config.patch)),
         *linear("vace_blocks.0.proj_in", "control_in"),
         *_block("vace_blocks.{i}", "control_blocks", config),
         *linear("vace_blocks.{i}.proj_out", "control_blocks.hint"),
@@ -155,8 +159,7 @@ def _image_rules(config: ImageTransformerConfig) -> list[Rule]:
     embed = "condition_embedder.image_embedder"
     return [
         *norm(f"{embed}.norm1", "image_embed.norm1", bias=True),
-        *linear(f"{embed}.ff.net.0.proj", "image_embed.mlp.up"),
-        *linear(f"{embed}.ff.net.2", "image_embed.mlp.down"),
+        *feed_forward(f"{embed}.ff", "image_embed.mlp"),
         *norm(f"{embed}.norm2", "image_embed.norm2", bias=True),
         *[Rule(f"{embed}.pos_embed", "image_embed.positions", squeeze(0))] * (config.image_positions is not None),
         *linear("blocks.{i}.attn2.add_k_proj", "blocks.cross_attn.image_k"),
@@ -167,12 +170,9 @@ def _image_rules(config: ImageTransformerConfig) -> list[Rule]:
 
 def _plain_rules(config: TransformerConfig) -> list[Rule]:
     return [
-        Rule("patch_embedding.weight", "patch_embed.kernel", patches(config.patch)),
-        Rule("patch_embedding.bias", "patch_embed.bias"),
-        *linear("condition_embedder.text_embedder.linear_1", "text_embed.up"),
-        *linear("condition_embedder.text_embedder.linear_2", "text_embed.down"),
-        *linear("condition_embedder.time_embedder.linear_1", "time_embed.up"),
-        *linear("condition_embedder.time_embedder.linear_2", "time_embed.down"),
+        *layer("patch_embedding", "patch_embed", patches(config.patch)),
+        *embedder("condition_embedder.text_embedder", "text_embed"),
+        *embedder("condition_embedder.time_embedder", "time_embed"),
         *linear("condition_embedder.time_proj", "time_proj"),
         *_block("blocks.{i}", "blocks", config),
         Rule("scale_shift_table", "table", squeeze(0)),
@@ -186,8 +186,7 @@ def _block(source: str, target: str, config: TransformerConfig) -> list[Rule]:
         *linear(f"{source}.attn1.proj_l", f"{target}.self_attn.proj_l") * bool(config.sparse_linear),
         *_attention(f"{source}.attn2", f"{target}.cross_attn", IDENTITY),
         *norm(f"{source}.norm2", f"{target}.norm2", bias=True),
-        *linear(f"{source}.ffn.net.0.proj", f"{target}.mlp.up"),
-        *linear(f"{source}.ffn.net.2", f"{target}.mlp.down"),
+        *feed_forward(f"{source}.ffn", f"{target}.mlp"),
         Rule(f"{source}.scale_shift_table", f"{target}.table", squeeze(0)),
     ]
 
@@ -195,10 +194,7 @@ def _block(source: str, target: str, config: TransformerConfig) -> list[Rule]:
 def _attention(source: str, target: str, order: Transform) -> list[Rule]:
     """Returns the rules of an attention layer; `order` rearranges the channels that RoPE rotates."""
     return [
-        *linear(f"{source}.to_q", f"{target}.q", rows=order),
-        *linear(f"{source}.to_k", f"{target}.k", rows=order),
-        *linear(f"{source}.to_v", f"{target}.v"),
-        *linear(f"{source}.to_out.0", f"{target}.out"),
+        *projections(source, target, order),
         *norm(f"{source}.norm_q", f"{target}.q_norm", rows=order),
         *norm(f"{source}.norm_k", f"{target}.k_norm", rows=order),
     ]
@@ -246,11 +242,11 @@ def _ends(half: str) -> list[Rule]:
     return [
         *conv(f"{half}.conv_in", f"{half}.conv_in"),
         *_res_block(f"{half}.mid_block.resnets.0", f"{half}.mid.res1"),
-        Rule(f"{half}.mid_block.attentions.0.norm.gamma", f"{half}.mid.attention.norm.gamma", squeeze(1, 2)),
+        gamma(f"{half}.mid_block.attentions.0.norm", f"{half}.mid.attention.norm", axes=(1, 2)),
         *pointwise(f"{half}.mid_block.attentions.0.to_qkv", f"{half}.mid.attention.qkv", axes=(2, 3)),
         *pointwise(f"{half}.mid_block.attentions.0.proj", f"{half}.mid.attention.out", axes=(2, 3)),
         *_res_block(f"{half}.mid_block.resnets.1", f"{half}.mid.res2"),
-        Rule(f"{half}.norm_out.gamma", f"{half}.norm_out.gamma", squeeze(1, 2, 3)),
+        gamma(f"{half}.norm_out", f"{half}.norm_out"),
         *conv(f"{half}.conv_out", f"{half}.conv_out"),
     ]
 
@@ -281,9 +277,9 @@ def _resample(source: str, target: str) -> list[Rule]:
 
 def _res_block(source: str, target: str) -> list[Rule]:
     return [
-        Rule(f"{source}.norm1.gamma", f"{target}.norm1.gamma", squeeze(1, 2, 3)),
+        gamma(f"{source}.norm1", f"{target}.norm1"),
         *conv(f"{source}.conv1", f"{target}.conv1"),
-        Rule(f"{source}.norm2.gamma", f"{target}.norm2.gamma", squeeze(1, 2, 3)),
+        gamma(f"{source}.norm2", f"{target}.norm2"),
         *conv(f"{source}.conv2", f"{target}.conv2"),
         *pointwise(f"{source}.conv_shortcut", f"{target}.shortcut"),
     ]
