@@ -401,7 +401,7 @@ def test_the_hub(folder, text_pair, tmp_path, monkeypatch):
         return download(name, markers)
 
     monkeypatch.setattr(sources, "locate", locate)
-    monkeypatch.setattr(hunyuan_layouts, "download", download)
+    monkeypatch.setattr(layouts, "download", download)
     source = open_source("owner/name")
     assert source.revision == "0123"
     asked.clear()
