@@ -138,6 +138,7 @@ def shape_of(specs: Specs, key: str, rank: int) -> tuple[int, ...]:
     return shape
 
 
-def count_of(keys: Iterable[str], pattern: str) -> int:
-    """Returns one more than the highest index in the keys, or 0 if no key matches."""
-    return max((int(found[1]) for key in keys if (found := re.fullmatch(pattern, key))), default=-1) + 1
+def count_of(keys: Iterable[str], modules: str) -> int:
+    """Returns one more than the highest index that follows `modules` in the keys, or 0 if there is none."""
+    index = re.compile(re.escape(modules) + r"\.([0-9]{1,4})\.")
+    return max((int(found[1]) for key in keys if (found := index.match(key))), default=-1) + 1

@@ -6,6 +6,7 @@ from typing import Any
 
 from wanjax.converters.configs import check_entries
 from wanjax.converters.rules import Rule, linear, norm
+from wanjax.converters.transforms import Shape
 from wanjax.errors import WanjaxError
 from wanjax.models.t5 import T5Config
 
@@ -31,6 +32,30 @@ def t5_config(json: Mapping[str, Any]) -> T5Config:
         eps=json["layer_norm_epsilon"],
         shared_bias=kind == "t5",
     )
+
+
+def t5_json(
+    kind: tuple[str, str], *, embedding: Shape, bias: Shape, query: Shape, mlp: Shape, layers: int
+) -> dict[str, Any]:
+    """Returns the config.json of an encoder whose tensors have these shapes; what they do not show is as published.
+
+    kind: the model's type, and its class in transformers.
+    """
+    (vocab_size, width), (buckets, heads) = embedding, bias
+    return {
+        "architectures": [kind[1]],
+        "d_ff": mlp[0],
+        "d_kv": query[0] // heads,
+        "d_model": width,
+        "feed_forward_proj": "gated-gelu",
+        "layer_norm_epsilon": 1e-6,
+        "model_type": kind[0],
+        "num_heads": heads,
+        "num_layers": layers,
+        "relative_attention_max_distance": 128,
+        "relative_attention_num_buckets": buckets,
+        "vocab_size": vocab_size,
+    }
 
 
 def t5_rules(config: T5Config) -> list[Rule]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from wanjax.converters.configs import Specs, count_of, shape_of
 from wanjax.converters.names import Names
+from wanjax.converters.t5 import t5_json
 from wanjax.errors import WanjaxError
 from wanjax.models.hunyuanvideo.config import SIZE_480P, SIZE_720P
 from wanjax.models.hunyuanvideo.vae_config import VAE_1_5
@@ -153,8 +154,8 @@ def transformer_json(specs: Specs, given: Mapping[str, Any] | None = None) -> di
         "in_channels": channels_in,
         "mlp_ratio": shape_of(specs, "double_blocks.0.img_mlp.fc1.weight", 2)[0] / width,
         "num_attention_heads": width // head_dim,
-        "num_layers": count_of(specs, r"double_blocks\.([0-9]{1,4})\..*"),
-        "num_refiner_layers": count_of(specs, r"txt_in\.individual_token_refiner\.blocks\.([0-9]{1,4})\..*"),
+        "num_layers": count_of(specs, "double_blocks"),
+        "num_refiner_layers": count_of(specs, "txt_in.individual_token_refiner.blocks"),
         "out_channels": shape_of(specs, "final_layer.linear.weight", 2)[0] // (patch_t * patch**2),
         "patch_size": patch,
         "patch_size_t": patch_t,
@@ -170,12 +171,11 @@ def transformer_json(specs: Specs, given: Mapping[str, Any] | None = None) -> di
 
 def vae_json(specs: Specs, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Returns diffusers' config.json for an autoencoder. Raises the errors of `transformer_json`."""
-    levels = count_of(specs, r"encoder\.down\.([0-9]{1,4})\..*")
+    levels = count_of(specs, "encoder.down")
     channels = [shape_of(specs, f"encoder.down.{i}.block.0.conv1.conv.weight", 5)[0] for i in range(levels)]
     key = "encoder.down.{}.downsample.conv.conv.weight"
     downs = [i for i in range(levels) if key.format(i) in specs]
-    last = any(i + 1 == levels for i in downs)
-    if last:
+    if levels - 1 in downs:
         raise WanjaxError(f"the checkpoint has {key.format(levels - 1)}, where the last level keeps its resolution")
     folded = [channels[i + 1] // shape_of(specs, key.format(i), 5)[0] for i in downs]  # 4 in space, 8 also in time
     return {
@@ -184,7 +184,7 @@ def vae_json(specs: Specs, given: Mapping[str, Any] | None = None) -> dict[str, 
         "downsample_match_channel": True,
         "in_channels": shape_of(specs, "encoder.conv_in.conv.weight", 5)[1],
         "latent_channels": shape_of(specs, "decoder.conv_in.conv.weight", 5)[1],
-        "layers_per_block": count_of(specs, r"encoder\.down\.0\.block\.([0-9]{1,4})\..*"),
+        "layers_per_block": count_of(specs, "encoder.down.0.block"),
         "out_channels": shape_of(specs, "decoder.conv_out.conv.weight", 5)[0],
         "scaling_factor": (given or {}).get("scaling_factor", VAE_1_5.scale),
         "spatial_compression_ratio": 2 ** len(folded),
@@ -196,19 +196,11 @@ def vae_json(specs: Specs, given: Mapping[str, Any] | None = None) -> dict[str, 
 def glyph_encoder_json(specs: Specs) -> dict[str, Any]:
     """Returns the config.json of a ByT5 encoder with these tensors; what shapes do not show is as published."""
     attention = "encoder.block.0.layer.0.SelfAttention"
-    vocab_size, width = shape_of(specs, EMBEDDING, 2)
-    buckets, heads = shape_of(specs, f"{attention}.relative_attention_bias.weight", 2)
-    return {
-        "architectures": ["T5EncoderModel"],
-        "d_ff": shape_of(specs, "encoder.block.0.layer.1.DenseReluDense.wi_0.weight", 2)[0],
-        "d_kv": shape_of(specs, f"{attention}.q.weight", 2)[0] // heads,
-        "d_model": width,
-        "feed_forward_proj": "gated-gelu",
-        "layer_norm_epsilon": 1e-6,
-        "model_type": "t5",
-        "num_heads": heads,
-        "num_layers": count_of(specs, r"encoder\.block\.([0-9]{1,4})\..*"),
-        "relative_attention_max_distance": 128,
-        "relative_attention_num_buckets": buckets,
-        "vocab_size": vocab_size,
-    }
+    return t5_json(
+        ("t5", "T5EncoderModel"),
+        embedding=shape_of(specs, EMBEDDING, 2),
+        bias=shape_of(specs, f"{attention}.relative_attention_bias.weight", 2),
+        query=shape_of(specs, f"{attention}.q.weight", 2),
+        mlp=shape_of(specs, "encoder.block.0.layer.1.DenseReluDense.wi_0.weight", 2),
+        layers=count_of(specs, "encoder.block"),
+    )

@@ -13,6 +13,7 @@ from typing import Any
 
 from wanjax.converters.configs import Specs, count_of, shape_of
 from wanjax.converters.names import Names
+from wanjax.converters.t5 import t5_json
 from wanjax.converters.wan.diffusers import HEAD_DIM
 from wanjax.errors import WanjaxError, shown
 from wanjax.models.wan.config import VAE_2_1, VAE_2_2
@@ -25,16 +26,12 @@ STATISTICS = {config.latent_channels: config for config in (VAE_2_1, VAE_2_2)}  
 
 def _block(block: str) -> Pairs:
     """Returns the names of a transformer block. The norms before cross-attention and before the MLP swap numbers."""
-    projections = (("q", "to_q"), ("k", "to_k"), ("v", "to_v"), ("o", "to_out.0"))
-    attention = [
-        *projections,
-        *(("norm_q", "norm_q"), ("norm_k", "norm_k")),
-        *(("k_img", "add_k_proj"), ("v_img", "add_v_proj"), ("norm_k_img", "norm_added_k")),
-    ]
+    attention = {"q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "norm_q": "norm_q", "norm_k": "norm_k"}
+    image = {"k_img": "add_k_proj", "v_img": "add_v_proj", "norm_k_img": "norm_added_k"}
     return [
-        *((f"{block}.self_attn.{theirs}", f"{block}.attn1.{ours}") for theirs, ours in attention[:6]),
+        *((f"{block}.self_attn.{theirs}", f"{block}.attn1.{ours}") for theirs, ours in attention.items()),
         (f"{block}.self_attn.attn_op.local_attn.proj_l", f"{block}.attn1.proj_l"),
-        *((f"{block}.cross_attn.{theirs}", f"{block}.attn2.{ours}") for theirs, ours in attention),
+        *((f"{block}.cross_attn.{theirs}", f"{block}.attn2.{ours}") for theirs, ours in (attention | image).items()),
         (f"{block}.norm3", f"{block}.norm2"),
         (f"{block}.ffn.0", f"{block}.ffn.net.0.proj"),
         (f"{block}.ffn.2", f"{block}.ffn.net.2"),
@@ -180,8 +177,8 @@ def transformer_json(specs: Specs, given: Mapping[str, Any] | None = None) -> di
     """
     given = given or {}
     width, channels_in, *patch = shape_of(specs, "patch_embedding.weight", 5)
-    layers = count_of(specs, r"blocks\.([0-9]{1,4})\..*")
-    vace = count_of(specs, r"vace_blocks\.([0-9]{1,4})\..*")
+    layers = count_of(specs, "blocks")
+    vace = count_of(specs, "vace_blocks")
     images = "img_emb.proj.1.weight" in specs
     heads = given.get("num_heads", max(width // HEAD_DIM, 1))
     if type(heads) is not int or heads < 1 or width % heads:
@@ -243,7 +240,7 @@ def vae_json(specs: Specs) -> dict[str, Any]:
 
 def _flat_json(specs: Specs) -> dict[str, Any]:
     """Reads the levels of Wan 2.1's autoencoder: all but the last end with a resampler, after blocks of one width."""
-    count = count_of(specs, r"encoder\.downsamples\.([0-9]{1,4})\..*")
+    count = count_of(specs, "encoder.downsamples")
     ends = [i for i in range(count) if f"encoder.downsamples.{i}.resample.1.weight" in specs]
     blocks = ends[0] if ends else count
     widths = [shape_of(specs, f"encoder.downsamples.{i - 1}.residual.6.weight", 5)[0] for i in (*ends, count)]
@@ -256,9 +253,9 @@ def _flat_json(specs: Specs) -> dict[str, Any]:
 
 def _nested_json(specs: Specs, channels: int) -> dict[str, Any]:
     """Reads the levels of Wan 2.2's autoencoder."""
-    levels = count_of(specs, r"encoder\.downsamples\.([0-9]{1,4})\..*")
+    levels = count_of(specs, "encoder.downsamples")
     prefix = "encoder.downsamples.{}.downsamples"
-    blocks = count_of(specs, prefix.format(levels - 1).replace(".", r"\.") + r"\.([0-9]{1,4})\..*")
+    blocks = count_of(specs, prefix.format(levels - 1))
     last = [f"{prefix.format(level)}.{blocks - 1}.residual.6.weight" for level in range(levels)]
     times = [f"{prefix.format(level)}.{blocks}.time_conv.weight" for level in range(levels - 1)]
     patch = round((channels / 3) ** 0.5)
@@ -277,22 +274,14 @@ def _nested_json(specs: Specs, channels: int) -> dict[str, Any]:
 
 def text_encoder_json(specs: Specs) -> dict[str, Any]:
     """Returns the config.json of a UMT5 encoder with these tensors. Raises the errors of `transformer_json`."""
-    vocabulary, width = shape_of(specs, "token_embedding.weight", 2)
-    buckets, heads = shape_of(specs, "blocks.0.pos_embedding.embedding.weight", 2)
-    return {
-        "architectures": ["UMT5EncoderModel"],
-        "model_type": "umt5",
-        "d_ff": shape_of(specs, "blocks.0.ffn.fc1.weight", 2)[0],
-        "d_kv": shape_of(specs, "blocks.0.attn.q.weight", 2)[0] // heads,
-        "d_model": width,
-        "feed_forward_proj": "gated-gelu",
-        "layer_norm_epsilon": 1e-6,
-        "num_heads": heads,
-        "num_layers": count_of(specs, r"blocks\.([0-9]{1,4})\..*"),
-        "relative_attention_max_distance": 128,
-        "relative_attention_num_buckets": buckets,
-        "vocab_size": vocabulary,
-    }
+    return t5_json(
+        ("umt5", "UMT5EncoderModel"),
+        embedding=shape_of(specs, "token_embedding.weight", 2),
+        bias=shape_of(specs, "blocks.0.pos_embedding.embedding.weight", 2),
+        query=shape_of(specs, "blocks.0.attn.q.weight", 2),
+        mlp=shape_of(specs, "blocks.0.ffn.fc1.weight", 2),
+        layers=count_of(specs, "blocks"),
+    )
 
 
 def image_encoder_json(specs: Specs) -> dict[str, Any]:
@@ -311,6 +300,6 @@ def image_encoder_json(specs: Specs) -> dict[str, Any]:
         "layer_norm_eps": 1e-5,
         "model_type": "clip_vision_model",
         "num_attention_heads": width // CLIP_HEAD_DIM,
-        "num_hidden_layers": count_of(specs, r"visual\.transformer\.([0-9]{1,4})\..*"),
+        "num_hidden_layers": count_of(specs, "visual.transformer"),
         "patch_size": patch,
     }
