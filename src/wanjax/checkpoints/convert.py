@@ -40,10 +40,10 @@ from wanjax.checkpoints.manifest import (
     OWN,
     REQUEST,
     Progress,
-    beside,
     counting,
     described,
     digest,
+    files_beside,
     files_in,
     own_digest,
 )
@@ -69,7 +69,6 @@ from wanjax.figures import in_bytes
 from wanjax.stores.places import Place, Remote, local_copy, place
 from wanjax.stores.writing import writing
 
-PARTIAL = ".{}.partial"  # the folder beside the target until it is complete
 NOT_NETWORKS = re.compile(r"Tokenizer|Scheduler|Processor|Extractor|Guidance")
 CONFIG_FILES = {"Scheduler": "scheduler_config.json", "Guidance": "guider_config.json"}  # by words of class names
 BESIDE = ("*.json", "README.md", "LICENSE*", "NOTICE*")
@@ -81,7 +80,6 @@ class Converted:
     """A network to convert: the tensors to read, the tensors to write, and the unused tensors to keep unchanged."""
 
     name: str
-    network: Network
     read: Mapping[str, Spec]
     written: Mapping[str, Spec]
     kept: Mapping[str, Spec] = field(default_factory=dict)
@@ -117,6 +115,7 @@ class Conversion(ABC):
         self.target = place(target).absolute()
         self.partial = _partial(self.target)
         self._opened: dict[str, Weights] = {}
+        self._readers: dict[str, Reader] = {}
         self.networks = [self._converted(name) for name, kind in source.components.items() if self._is_network(kind)]
 
     @property
@@ -247,10 +246,10 @@ class Conversion(ABC):
 
     def _fingerprint(self) -> str:
         """Returns a digest that changes when the files of the source do, or the LoRAs."""
-        digest = hashlib.sha256()
+        made = hashlib.sha256()
         for name, path in self._paths():
-            digest.update(f"{name} {path.name} {content_digest(path)}\n".encode())
-        return digest.hexdigest()[:SHARE]
+            made.update(f"{name} {path.name} {content_digest(path)}\n".encode())
+        return made.hexdigest()[:SHARE]
 
     def _merged(self) -> dict[str, Any]:
         """Returns the entry of a request on LoRAs; none if there are none."""
@@ -327,7 +326,6 @@ class ToWanjax(Conversion):
             listed = ", ".join(source.components)
             raise WanjaxError(f"{source.name} has no {sorted(unknown)[0]} to store in another dtype, but {listed}")
         self._assignments: dict[str, list[rules.Assignment]] = {}
-        self._readers: dict[str, Reader] = {}
         super().__init__(source, target, kinds)
 
     def _converted(self, name: str) -> Converted:
@@ -339,7 +337,7 @@ class ToWanjax(Conversion):
         self._assignments[name] = assignments = rules.assign(found.rules, specs, targets, ignore=found.unused)
         read = {key: specs[key] for each in assignments for key in each.sources}
         kept = {key: spec for key, spec in specs.items() if any(fnmatchcase(key, x) for x in found.unused)}
-        return Converted(name, found, read, stored(assignments, specs, targets, dtype), kept)
+        return Converted(name, read, stored(assignments, specs, targets, dtype), kept)
 
     def _request(self) -> dict[str, Any]:
         return {
@@ -383,7 +381,7 @@ class ToWanjax(Conversion):
             "request": self._request(),
             "networks": found,
             "names": {name: aliases for name, made in self._assignments.items() if (aliases := _aliases(made))},
-            "files": {str(path.relative_to(self.partial)): digest(path) for path in beside(self.partial)},
+            "files": {str(path.relative_to(self.partial)): digest(path) for path in files_beside(self.partial)},
         }
         _save_json(self.partial / MANIFEST, manifest | {OWN: own_digest(manifest)})
 
@@ -402,24 +400,20 @@ class ToWanjax(Conversion):
         return found[1] if found else self.licence
 
 
-WAY = "`convert` without it makes one of wanjax"
-
-
 class ToDiffusers(Conversion):
     """A conversion from a wanjax checkpoint to the layout of diffusers. Each tensor keeps its stored dtype."""
 
     def __init__(self, source: Source, target: str | Place, kinds: Kinds):
         if not isinstance(source.base, WanjaxSource):
             why = "has that of diffusers already" if type(source.base) is DiffusersSource else "is no such checkpoint"
-            raise WanjaxError(f"--to diffusers writes a checkpoint of wanjax back, and {source.name} {why}: {WAY}")
-        self._readers: dict[str, Reader] = {}
+            way = "`convert` without it makes one of wanjax"
+            raise WanjaxError(f"--to diffusers writes a checkpoint of wanjax back, and {source.name} {why}: {way}")
         super().__init__(source, target, kinds)
 
     def _converted(self, name: str) -> Converted:
-        found, arrays = network(self.source, name, self.kinds), self._weights(name)
-        stored_tensors, merged = self._tensors(found, name)
+        stored_tensors, merged = self._tensors(network(self.source, name, self.kinds), name)
         self._readers[name] = _AsStored(merged, stored_tensors)
-        return Converted(name, found, arrays.specs, stored_tensors.specs)
+        return Converted(name, self._weights(name).specs, stored_tensors.specs)
 
     def _request(self) -> dict[str, Any]:
         return {"to": "diffusers", "fingerprint": self._fingerprint(), **self._merged()}
@@ -461,15 +455,16 @@ class _AsStored(View):
         return self._reader.read(key).astype(self.specs[key].dtype, copy=False)
 
 
-class _Told:
+class _Told(View):
     """A reader that reports the bytes that it reads."""
 
     def __init__(self, reader: Reader, progress: Callable[[int], object]):
-        self.specs, self._read, self._progress = reader.specs, reader.read, progress
+        super().__init__(reader)
+        self._progress = progress
 
-    def read(self, key: str):
+    def read(self, key: str) -> np.ndarray:
         self._progress(self.specs[key].nbytes)
-        return self._read(key)
+        return super().read(key)
 
 
 def _aliases(assignments: Iterable[rules.Assignment]) -> dict[str, str]:
@@ -487,7 +482,7 @@ def _partial(target: Place) -> Path:
     """Returns the folder in which a target is made until it is complete: beside it, or in the user's cache."""
     if isinstance(target, Remote):
         return user_cache() / "conversions" / hashlib.sha256(str(target).encode()).hexdigest()[:SHARE]
-    return target.with_name(PARTIAL.format(target.name))
+    return target.with_name(f".{target.name}.partial")
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ def verify(source: Source, progress: Progress = lambda at, done, total: None) ->
         differing = _differing(found, promised) or _differing(described(arrays, count), networks[name])
         if differing:
             raise WanjaxError(f"{differing[0]} in {arrays.path} is not what was written: convert it again")
-    found = {str(path.relative_to(root)): digest(path) for path in beside(root)}
+    found = {str(path.relative_to(root)): digest(path) for path in files_beside(root)}
     if differing := _differing(found, files):
         raise WanjaxError(f"{root / differing[0]} is not what was written: convert it again")
     return source.manifest
@@ -69,11 +69,11 @@ def _differing(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]
     return sorted(key for key in found.keys() | wanted.keys() if found.get(key) != wanted.get(key))
 
 
-def files_in(folder: Path) -> Iterable[Path]:
+def files_in(folder: Path) -> Iterator[Path]:
     return (path for path in folder.rglob("*") if path.is_file())
 
 
-def beside(root: Path) -> Iterator[Path]:
+def files_beside(root: Path) -> Iterator[Path]:
     """Yields the files of a wanjax checkpoint that are not weights."""
     for path in sorted(files_in(root)):
         if WEIGHTS not in path.relative_to(root).parts and path.name not in (MANIFEST, REQUEST):

@@ -255,7 +255,7 @@ class DiffusersSource(Source):
         return read_json(next((path for path in names if path.is_file()), names[0]))
 
     def weights(self, component: str) -> Weights:
-        return self.open_weights(self.folder(component))
+        return Descaled(SafetensorsFolder(self.folder(component)))
 
     def is_at_hand(self, component: str) -> bool:
         return self.revision is None and (self.root / component / "config.json").is_file()
@@ -270,7 +270,7 @@ class DiffusersSource(Source):
             if self.listed:
                 check_names(f"{self.name}/{component}", names_in(component, self.listed))
             if component not in awaited:
-                self.open_weights(self._there(component))
+                Descaled(SafetensorsFolder(self._there(component)))  # which refuses formats that are not read
         for component in others:
             if component not in awaited:
                 check_small(self._there(component))
@@ -285,10 +285,6 @@ class DiffusersSource(Source):
         if self.revision is None or self.listed or gone:
             return self._in_root(component)
         return self.folder(component)
-
-    def open_weights(self, folder: Path) -> Weights:
-        """Opens the weights in a component's folder."""
-        return Descaled(SafetensorsFolder(folder))
 
     def files(self, component: str) -> Sequence[Path]:
         return _small_files(self.folder(component))
