@@ -124,6 +124,22 @@ class RecognisedSource(Source):
         return [] if self.holds(component) else self._lender(component).files(component)
 
 
+def model_index(pipeline: str, classes: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
+    """Returns the model_index.json that diffusers would write of a pipeline with components of these classes."""
+    return {"_class_name": pipeline} | {name: list(kind) for name, kind in sorted(classes.items())}
+
+
+def has_authors_names(component: str, reader: Reader, telling: Sequence[str], model: str) -> bool:
+    """Tells whether a component has the names of its authors, not those of diffusers.
+
+    telling: the names of tensors that only this component has, the authors' first. Raises WanjaxError where the reader
+    has none of them, so that it holds no weights of the `model`.
+    """
+    if not any(name in reader.specs for name in telling):
+        raise WanjaxError(f"the {component} lacks {' or '.join(telling)}: weights of {model} are needed")
+    return telling[0] in reader.specs
+
+
 def held(
     reader: Reader, telling: Mapping[str, Sequence[str]], prefixes: Mapping[str, Sequence[str]]
 ) -> dict[str, Reader]:

@@ -19,7 +19,7 @@ from weakref import finalize
 from wanjax.checkpoints.descaled import Descaled
 from wanjax.checkpoints.files import SafetensorsFolder
 from wanjax.checkpoints.hub import names_in
-from wanjax.checkpoints.layouts import Component, Layout, RecognisedSource
+from wanjax.checkpoints.layouts import Component, Layout, RecognisedSource, model_index
 from wanjax.checkpoints.readers import open_tensors
 from wanjax.checkpoints.sources import check_small, read_json
 from wanjax.converters.configs import read_config
@@ -277,7 +277,7 @@ def _index(model: Preset) -> dict[str, Any]:
     pictured = model.architecture.pictured
     classes = CLASSES | (IMAGE_CLASSES if pictured else {})
     kind = IMAGE_TO_VIDEO if pictured else "HunyuanVideo15Pipeline"
-    return {"_class_name": kind} | {name: list(pair) for name, pair in sorted(classes.items())}
+    return model_index(kind, classes)
 
 
 LAYOUT = Layout(

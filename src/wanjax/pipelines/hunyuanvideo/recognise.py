@@ -12,7 +12,7 @@ from typing import Any
 
 from wanjax.checkpoints.descaled import Descaled
 from wanjax.checkpoints.files import Reader
-from wanjax.checkpoints.layouts import TRANSFORMER_PREFIXES, VAE_PREFIXES, Component, held
+from wanjax.checkpoints.layouts import TRANSFORMER_PREFIXES, VAE_PREFIXES, Component, has_authors_names, held
 from wanjax.checkpoints.readers import Exchanged, Renamed, Unfused
 from wanjax.converters.hunyuanvideo import original
 from wanjax.errors import WanjaxError, shown
@@ -38,11 +38,8 @@ def component(name: str, reader: Reader, given: Mapping[str, Any] | None = None)
     given: the authors' config.json, if there is one. Raises WanjaxError if the tensors are not the component's.
     """
     reader, names = Descaled(reader), original.TRANSFORMER if name == "transformer" else original.VAE
-    found = reader.specs
-    if not any(key in found for key in TELLING[name]):
-        raise WanjaxError(f"the {name} lacks {' or '.join(TELLING[name])}: weights of HunyuanVideo 1.5 are needed")
-    authors = TELLING[name][0] in found
-    specs = found if authors else {names.theirs(key) or key: spec for key, spec in found.items()}
+    authors = has_authors_names(name, reader, TELLING[name], "HunyuanVideo 1.5")
+    specs = reader.specs if authors else {names.theirs(key) or key: spec for key, spec in reader.specs.items()}
     json = original.transformer_json(specs, given) if name == "transformer" else original.vae_json(specs, given)
     if not authors:
         return Component(json, reader)

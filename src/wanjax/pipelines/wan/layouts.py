@@ -14,7 +14,7 @@ from typing import Any
 
 from wanjax.checkpoints.files import SafetensorsFolder, check_names, no_file
 from wanjax.checkpoints.hub import names_in
-from wanjax.checkpoints.layouts import Component, Layout, RecognisedSource
+from wanjax.checkpoints.layouts import Component, Layout, RecognisedSource, model_index
 from wanjax.checkpoints.readers import SUFFIXES, open_tensors
 from wanjax.checkpoints.sources import check_small, read_json
 from wanjax.converters.configs import read_config
@@ -196,7 +196,7 @@ def _index(transformer: Mapping[str, Any], experts: bool) -> dict[str, Any]:
         classes["transformer_2"] = classes["transformer"]
     if transformer["image_dim"] is not None:
         classes |= IMAGE_CLASSES
-    index: dict[str, Any] = {"_class_name": pipeline} | {name: list(kind) for name, kind in sorted(classes.items())}
+    index = model_index(pipeline, classes)
     if experts:  # wan/configs/wan_{t2v,i2v}_A14B.py of the official code
         index["boundary_ratio"] = 0.9 if images else 0.875
     if transformer["in_channels"] == 48:

@@ -9,12 +9,11 @@ from typing import Any
 
 from wanjax.checkpoints.descaled import Descaled
 from wanjax.checkpoints.files import Reader
-from wanjax.checkpoints.layouts import TRANSFORMER_PREFIXES, VAE_PREFIXES, Component, held
+from wanjax.checkpoints.layouts import TRANSFORMER_PREFIXES, VAE_PREFIXES, Component, has_authors_names, held
 from wanjax.checkpoints.readers import Renamed, Unfused, flattened, unflattened
 from wanjax.checkpoints.torch_file import GENERATORS
 from wanjax.converters.names import Names
 from wanjax.converters.wan import original
-from wanjax.errors import WanjaxError
 
 TELLING = {  # tensors that only this component has: the authors' name, and that of diffusers or transformers
     "transformer": ("time_projection.1.weight", "condition_embedder.time_proj.weight"),
@@ -52,10 +51,7 @@ def component(name: str, reader: Reader, given: Mapping[str, Any] | None = None)
     given: the authors' config.json, if there is one. Raises WanjaxError if the tensors are not the component's.
     """
     reader = Descaled(reader)
-    keys = set(reader.specs)
-    if not any(key in keys for key in TELLING[name]):
-        raise WanjaxError(f"the {name} lacks {' or '.join(TELLING[name])}: weights of Wan are needed")
-    authors = TELLING[name][0] in keys
+    authors = has_authors_names(name, reader, TELLING[name], "Wan")
     match name:
         case "transformer":
             names, reader = original.TRANSFORMER, unflattened(reader, "patch_embedding.weight", PATCH)
@@ -63,7 +59,7 @@ def component(name: str, reader: Reader, given: Mapping[str, Any] | None = None)
         case "vae":
             json, names = _vae(reader, authors)
         case "text_encoder":
-            reader, names = Renamed(reader, _but(*TOKENIZERS)), original.TEXT_ENCODER
+            reader, names = Renamed(reader, lambda key: None if key in TOKENIZERS else key), original.TEXT_ENCODER
             json = original.text_encoder_json(_theirs(reader, names, authors))
         case _:
             reader, names = _vision(reader) if authors else reader, original.IMAGE_ENCODER
@@ -82,7 +78,7 @@ def _vae(reader: Reader, authors: bool) -> tuple[dict[str, Any], Names]:
     The names depend on the config. For the diffusers layout they are those of the published autoencoders.
     """
     if authors:
-        json = original.vae_json(_theirs(reader, Names([]), authors=True))
+        json = original.vae_json(reader.specs)
         return json, original.vae_names(json)
     nested = any(".downsampler." in key for key in reader.specs)
     names = original.vae_names({"dim_mult": range(4), "num_res_blocks": 2, "is_residual": nested})
@@ -93,7 +89,3 @@ def _vision(reader: Reader) -> Reader:
     """Returns CLIP's vision tower, with its tensors in the shapes that transformers uses."""
     seeing = Renamed(reader, lambda key: key if key.startswith("visual.") and key != "visual.head" else None)
     return Unfused(flattened(seeing, ("visual.cls_embedding", "visual.pos_embedding")))
-
-
-def _but(*names: str):
-    return lambda key: None if key in names else key
