@@ -48,22 +48,32 @@ class Component(NamedTuple):
 
 
 class RecognisedSource(Source):
-    """A source whose components are recognised by their tensors."""
+    """A source whose components are recognised by their tensors.
 
-    _components: dict[str, Component | None]
-    """The components that have been looked for."""
+    Those of a file are `known` from the beginning; those of a folder are looked for when they are needed.
+    """
+
+    def __init__(
+        self,
+        name: str | Path,
+        root: Path,
+        revision: str | None = None,
+        known: Mapping[str, Component] | None = None,
+    ):
+        self.name, self.root, self.revision = str(name), root, revision
+        self._known: dict[str, Component | None] = {**(known or {})}
 
     def component(self, name: str) -> Component | None:
         """Returns the component, or None where the checkpoint does not hold it."""
-        if name not in self._components:
-            self._components[name] = self._found(name)
-        return self._components[name]
+        if name not in self._known:
+            self._known[name] = self.find(name)
+        return self._known[name]
 
-    def _found(self, name: str) -> Component | None:
-        """Looks for a component of a folder; those of a file are known from the beginning."""
+    def find(self, name: str) -> Component | None:
+        """Looks for a component in the folder; returns None where it is not there."""
         return None
 
-    def _fetched(self, patterns: Sequence[str]) -> Path:
+    def fetched(self, patterns: Sequence[str]) -> Path:
         """Returns the folder with those of the files that exist; downloads them from the hub."""
         if self.revision is not None and patterns:
             download(self.name, patterns, revision=self.revision)

@@ -105,13 +105,12 @@ class OriginalSource(_HunyuanVideoSource):
     """
 
     def __init__(self, name: str | Path, folder: Path, revision: str | None = None):
-        self.name, self.revision = str(name), revision
         root = folder.absolute()
-        self._folder = root if _is_transformer(root) else _only_one(self.name, _transformers(root))
-        self.root = self._folder.parents[1] if self._folder.parent.name == TRANSFORMERS else self._folder
+        self._folder = root if _is_transformer(root) else _only_one(str(name), _transformers(root))
+        own = self._folder.parent.name == TRANSFORMERS
+        super().__init__(name, self._folder.parents[1] if own else self._folder, revision)
         self.model = _model(_told(self._folder), self._folder)
         self.index = _index(self.model)
-        self._components: dict[str, Component | None] = {}
 
     @staticmethod
     def is_at(folder: Path) -> bool:
@@ -127,9 +126,9 @@ class OriginalSource(_HunyuanVideoSource):
         """The pattern of the transformer's files."""
         return (self._folder / "*").relative_to(self.root).as_posix()
 
-    def _found(self, name: str) -> Component | None:
+    def find(self, name: str) -> Component | None:
         if name == "transformer":
-            self._fetched([self._transformers_own])
+            self.fetched([self._transformers_own])
             folder = self._folder
             return recognise.component(name, SafetensorsFolder(folder), read_json(folder / "config.json"))
         folder = self._place(name)
@@ -173,7 +172,7 @@ class OriginalSource(_HunyuanVideoSource):
     @cached_property
     def _glyph_tokenizer(self) -> Path:
         """A tokenizer_config.json of ByT5's tokenizer with Glyph-SDXL-v2's colours and fonts, which has none."""
-        base = ByT5Tokenizer.load(self._fetched([f"{BYT5}/*"]) / BYT5, length=GLYPH_LENGTH)
+        base = ByT5Tokenizer.load(self.fetched([f"{BYT5}/*"]) / BYT5, length=GLYPH_LENGTH)
         assets = self.root / PLACES["tokenizer_2"]
         names = recognise.glyph_tokens(read_json(assets / COLOURS), read_json(assets / FONTS))
         folder = Path(mkdtemp(prefix="wanjax-"))
@@ -186,7 +185,7 @@ class OriginalSource(_HunyuanVideoSource):
         """Returns the folder of a component other than the transformer; None where it is missing."""
         if component not in PLACES:
             return None
-        folder = self._fetched([f"{PLACES[component]}/*"]) / PLACES[component]
+        folder = self.fetched([f"{PLACES[component]}/*"]) / PLACES[component]
         return folder if folder.is_dir() else None
 
 
@@ -194,11 +193,8 @@ class FileSource(_HunyuanVideoSource):
     """A single file that holds the transformer, and may hold the autoencoder."""
 
     def __init__(self, path: Path, model: Preset, components: Mapping[str, Component]):
-        self.name = str(path)
-        self.root = path  # a file, so no files lie beside the components
-        self.model = model
-        self.index = _index(model)
-        self._components = dict(components)
+        super().__init__(path, path, known=components)  # a file, so no files lie beside the components
+        self.model, self.index = model, _index(model)
 
     @classmethod
     def at(cls, path: Path) -> "FileSource | None":

@@ -83,8 +83,7 @@ class OriginalSource(_WanSource):
     """A folder or hub repository in the layout of Wan's authors; a component is downloaded when first needed."""
 
     def __init__(self, name: str | Path, folder: Path, revision: str | None = None):
-        self.name, self.root, self.revision = str(name), folder, revision
-        self._components: dict[str, Component | None] = {}
+        super().__init__(name, folder, revision)
         self.index = _index(self._transformer, experts=_has_experts(self.root))
 
     @staticmethod
@@ -113,12 +112,12 @@ class OriginalSource(_WanSource):
         names, patterns = names_in(".", self.listed), FILES.get(component, ())
         return component in self.configs or any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
-    def _found(self, name: str) -> Component | None:
+    def find(self, name: str) -> Component | None:
         if name in FOLDERS:
             place = FOLDERS[name] if _has_experts(self.root) else ""
-            folder = self._fetched([f"{place}/{file}".lstrip("/") for file in TRANSFORMER_FILES]) / place
+            folder = self.fetched([f"{place}/{file}".lstrip("/") for file in TRANSFORMER_FILES]) / place
             return recognise.component("transformer", SafetensorsFolder(folder), read_json(folder / "config.json"))
-        root = self._fetched(FILES.get(name, ()))
+        root = self.fetched(FILES.get(name, ()))
         for pattern in FILES.get(name, ()):
             if found := sorted(path for path in root.iterdir() if fnmatchcase(path.name, pattern)):
                 return recognise.component(name, open_tensors(found[0]))
@@ -126,7 +125,7 @@ class OriginalSource(_WanSource):
 
     def files(self, component: str) -> Sequence[Path]:
         if component == "tokenizer":
-            folder = self._fetched([f"{TOKENIZER}/*.json"]) / TOKENIZER
+            folder = self.fetched([f"{TOKENIZER}/*.json"]) / TOKENIZER
             if folder.is_dir():
                 return sorted(path for path in folder.iterdir() if path.is_file())
         return super().files(component)
@@ -136,9 +135,7 @@ class FileSource(_WanSource):
     """A single file that holds the transformer or several components, or two files that hold an expert each."""
 
     def __init__(self, path: Path, components: Mapping[str, Component]):
-        self.name = str(path)
-        self.root = path  # a file, so no files lie beside the components
-        self._components = dict(components)
+        super().__init__(path, path, known=components)  # a file, so no files lie beside the components
         self.index = _index(self._transformer, experts="transformer_2" in components)
 
     @classmethod
