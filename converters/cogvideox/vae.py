@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The conversion table of CogVideoX's autoencoder: names and shapes of its weights, and config.json."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from wanjax.converters.configs import check_kind
@@ -72,7 +73,7 @@ def _ends(half: str) -> list[Rule]:
     ]
 
 
-def _res_blocks(source: str, target: str, norms: Any) -> list[Rule]:
+def _res_blocks(source: str, target: str, norms: Callable[[str, str], list[Rule]]) -> list[Rule]:
     """Returns the rules of a level's residual blocks; `norms` are those of one of its norms."""
     theirs, ours = f"{source}.resnets.{{j}}", f"{target}.res.{{j}}"
     return [
@@ -84,8 +85,7 @@ def _res_blocks(source: str, target: str, norms: Any) -> list[Rule]:
     ]
 
 
-def _plain_norm(source: str, target: str) -> list[Rule]:
-    return norm(source, target, bias=True)
+_plain_norm = partial(norm, bias=True)
 
 
 def _spatial_norm(source: str, target: str) -> list[Rule]:
