@@ -11,8 +11,6 @@ from wanjax.converters.rules import Described
 from wanjax.errors import WanjaxError, shown
 
 Specs = Mapping[str, Described]
-
-
 LARGEST, LONGEST = 2**24, 32  # of a size, and of a list of sizes
 STATISTICS = 1024  # numbers of a list, one for each channel
 Read = TypeVar("Read")

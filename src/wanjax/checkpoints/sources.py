@@ -38,7 +38,7 @@ from wanjax.checkpoints.hub import (
     locate,
     names_in,
 )
-from wanjax.checkpoints.readers import Renamed, Together
+from wanjax.checkpoints.readers import SUFFIXES, Renamed, Together
 from wanjax.compilers.cache import user_cache
 from wanjax.converters.rules import Rule
 from wanjax.errors import WanjaxError, reason
@@ -50,6 +50,7 @@ MANIFEST = "wanjax.json"  # written by `wanjax convert`: a checkpoint's origin a
 CONFIGS = ("config.json", "scheduler_config.json", "guider_config.json")
 FORMAT = 1
 WEIGHTS = "weights"  # in a component's folder of such a checkpoint
+LARGE = {*SUFFIXES, ".msgpack", ".h5", ".onnx"}  # suffixes of weights, some of which others read
 SHARE = 16  # digits of a SHA-256
 UNUSED = "unused.safetensors"  # tensors of the original checkpoint that the network does not use
 Module = TypeVar("Module", bound=nnx.Module)
@@ -485,10 +486,6 @@ def check_small(folder: Path) -> None:
 
 
 def _small_files(folder: Path) -> list[Path]:
-    return [path for path in sorted(folder.iterdir()) if _is_small(path)]
-
-
-def _is_small(path: Path) -> bool:
-    """Tells whether a component's file is neither weights nor their index."""
-    weights = {".safetensors", ".bin", ".pth", ".pt", ".ckpt", ".msgpack", ".h5", ".onnx"}
-    return not path.is_dir() and path.suffix not in weights and not path.name.endswith(".index.json")
+    """Returns a component's files that are neither weights nor their index."""
+    files = [path for path in sorted(folder.iterdir()) if not path.is_dir()]
+    return [path for path in files if path.suffix not in LARGE and not path.name.endswith(".index.json")]
