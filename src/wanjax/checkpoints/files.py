@@ -369,6 +369,7 @@ def save_index(folder: Path, stem: str, files: Mapping[str, Iterable[str]], nbyt
 
 
 def unreadable(path: Path, error: Exception, needed: str = MappedFile.needed) -> WanjaxError:
+    """Returns the error that a file cannot be read, with its cause, and what is needed in its place."""
     return WanjaxError(f"{path} cannot be read, {reason(error)}: {needed} is needed")
 
 
