@@ -273,6 +273,14 @@ def test_a_record_names_files_that_are_what_they_were(image, tmp_path):
         assert says(refused(*given), f"--model {record['model']}")
 
 
+def test_a_picture_of_a_record_that_is_in_a_store_is_told_by_its_url():
+    """A server's videos have such pictures, which the command takes from this machine alone."""
+    url = "s3://videos/served/video_1/image.png"
+    record = {"model": "nano", "prompt": "a", "steps": 1, "image": url, "digests": {url: "0" * 64}}
+    Path("one.json").write_text(json.dumps(record))
+    assert says(refused("--from", "one.json"), f"{url} --image")
+
+
 def test_a_lora_of_a_record_is_the_one_it_was():
     Path("a.safetensors").write_bytes(b"another")
     for lora in ("a.safetensors", "high=a.safetensors:0.5", str(Path("a.safetensors").absolute())):

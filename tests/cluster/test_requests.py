@@ -53,6 +53,14 @@ def test_a_line_that_is_no_object_is_a_prompt(tmp_path):
     assert read_requests(str(tmp_path / "p.jsonl")) == [Request(1, {"prompt": "a dog"})]
 
 
+def test_files_are_relative_to_the_table_unless_they_are_urls(tmp_path):
+    given = {"prompt": "a", "image": f"file://{tmp_path}/a.png", "video": "s3://videos/a.mp4", "references": "b.png"}
+    (tmp_path / "r.jsonl").write_text(json.dumps(given))
+    [request] = read_requests(str(tmp_path / "r.jsonl"))
+    found = [f"{tmp_path}/a.png", "s3://videos/a.mp4", [f"{tmp_path}/b.png"]]
+    assert [request.given[name] for name in ("image", "video", "references")] == found
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [

@@ -14,6 +14,7 @@ from wanjax.layers.tiling import Tiling
 from wanjax.media.records import DIGESTS, TABLE, read_record
 from wanjax.pipelines.record import digest_of, paths_of
 from wanjax.pipelines.text.extending import Extended
+from wanjax.stores.places import Place
 
 FILES = {
     "image": "--image FILE",
@@ -72,31 +73,36 @@ def check_files(record: Mapping[str, Any], names: Iterable[str]) -> None:
     A record may be a stranger's: what it names is read only where the contents have the digest that it tells.
     """
     known = record.get(DIGESTS)
+    digests: Mapping[str, Any] = known if isinstance(known, Mapping) else {}
     for name in names:
         if name == "model" and str(record.get(name)) in registry.presets():
             continue
         paths = paths_of(record, [name])
-        for path in [*paths, *_others(paths, known)] if name == "model" else paths:
-            there, told = os.path.exists(path), known.get(str(path)) if isinstance(known, Mapping) else None
-            if not there and not path.is_absolute() and name in ("model", "lora"):  # on the hub
+        for path in [*paths, *_others(paths, digests)] if name == "model" else paths:
+            here = isinstance(path, Path) and (path.is_absolute() or os.path.exists(path))
+            if not here and name in ("model", "lora"):  # on the hub, or in a store
                 continue
-            if not there:
-                is_array = DIGEST.search(str(path))
-                why = f"an array, {path}, of which no more is kept" if is_array else f"{path}, which is gone"
-            elif told is None:
-                why = f"{path}, of whose contents the record has no digest"
-            elif told != digest_of(path):
-                why = f"{path}, whose contents are others now"
-            else:
-                continue
-            raise WanjaxError(f"the {name.replace('_', ' ')} of the video was {why}: {FILES[name]} gives one")
+            if why := _changed(path, digests.get(str(path))):
+                raise WanjaxError(f"the {name.replace('_', ' ')} of the video was {why}: {FILES[name]} gives one")
 
 
-def _others(paths: Iterable[Path], known: Any) -> list[Path]:
-    """Returns the files that belong to those of a model and of which a record has digests."""
-    told = known if isinstance(known, Mapping) else {}
-    others = [path.with_name(name) for path in paths for name in registry.beside(path.name)]
-    return [path for path in others if str(path) in told]
+def _changed(path: Place, told: Any) -> str | None:
+    """Returns a file or folder and why it is not the one of the digest that is told; None where it is."""
+    if not isinstance(path, Path):
+        return f"{path}, which is no file here"
+    if not os.path.exists(path):
+        is_array = DIGEST.search(str(path))
+        return f"an array, {path}, of which no more is kept" if is_array else f"{path}, which is gone"
+    if told is None:
+        return f"{path}, of whose contents the record has no digest"
+    return f"{path}, whose contents are others now" if told != digest_of(path) else None
+
+
+def _others(paths: Iterable[Place], digests: Mapping[str, Any]) -> list[Path]:
+    """Returns the files that belong to those of a model and of which there are digests."""
+    files = [path for path in paths if isinstance(path, Path)]
+    others = [path.with_name(name) for path in files for name in registry.beside(path.name)]
+    return [path for path in others if str(path) in digests]
 
 
 def check_loaded(record: Mapping[str, Any], here: Mapping[str, Any]) -> None:

@@ -16,6 +16,7 @@ from wanjax.errors import WanjaxError, reason, shown
 from wanjax.media.texts import decoded, read_text, trimmed
 from wanjax.pipelines.keywords import unknown_keyword
 from wanjax.pipelines.settings import PICTURES, Settings, is_text, read_size, schema
+from wanjax.stores.places import place
 
 OWN = ("prompt", "original_prompt", "seed")  # settings in which the videos of one run may differ
 SHAPE = ("size", "height", "width")
@@ -149,13 +150,14 @@ def _read(name: str, value: Any, folder: Path) -> Any:
 
 
 def _files(name: str, value: Any, folder: Path) -> Any:
-    """Returns the absolute path of a picture or clip, or those of references."""
+    """Returns the absolute path, or the URL, of a picture or clip, or those of references."""
     if name == "references":
         each = value if isinstance(value, list) else [value]
         return [_files("reference", one, folder) for one in each]
     if not is_text(value) or not value:
         raise WanjaxError(f"{name} is given as {shown(value)} where the name of a file is right")
-    return str(folder / Path(value).expanduser())
+    found = place(value)
+    return str(folder / found if isinstance(found, Path) else found)
 
 
 def with_seeds(requests: Iterable[Request], seeds: Iterable[int] | None) -> list[Request]:

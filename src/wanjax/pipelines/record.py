@@ -18,7 +18,7 @@ from wanjax.media.records import DIGESTS
 from wanjax.pipelines.settings import Settings
 from wanjax.schedulers import Scheduler, name_of
 from wanjax.sharding import Partitioner
-from wanjax.stores.places import Remote, place
+from wanjax.stores.places import URL, Place, Remote, place
 
 VERSION = version("wanjax")
 SOURCES = ("image", "last_image", "video", "mask", "references", "noise", "lora", "decoder", "model")
@@ -54,17 +54,17 @@ def record(
     return made | {"devices": devices_of(partitioner), "version": VERSION}
 
 
-def paths_of(record: Mapping[str, Any], names: Iterable[str] = SOURCES) -> list[Path]:
-    """Returns the paths that entries of a record may be meant as, whether anything is there or not."""
+def paths_of(record: Mapping[str, Any], names: Iterable[str] = SOURCES) -> list[Place]:
+    """Returns the places that entries of a record may be meant as, whether anything is there or not."""
     given = [(name, record[name]) for name in names if record.get(name)]
     each = [(name, one) for name, value in given for one in (value if isinstance(value, list) else [value])]
     texts = [Lora.parse(text).file if name == "lora" else text for name, text in each if isinstance(text, str)]
-    return [Path(text).expanduser() for text in texts]
+    return [Remote(*found.groups()) if (found := URL.fullmatch(text)) else Path(text).expanduser() for text in texts]
 
 
-def digests_of(paths: Iterable[Path]) -> dict[str, str]:
-    """Returns the digests of files and folders by their paths, without those that are not there or cannot be read."""
-    found = {str(path): digest_of(path) for path in paths}
+def digests_of(places: Iterable[Place]) -> dict[str, str]:
+    """Returns the digests of files and folders by their paths, without those that are not here or cannot be read."""
+    found = {str(path): digest_of(path) for path in places if isinstance(path, Path)}
     return {path: digest for path, digest in found.items() if digest is not None}
 
 
