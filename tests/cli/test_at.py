@@ -36,11 +36,15 @@ def answers(**other: Any) -> dict[str, Any]:
 
 @contextmanager
 def answering(told: Answers, whole: Callable[[str], int] = lambda path: 0) -> Iterator[str]:
-    """Runs a server that answers by path, and yields its address; `whole` are bytes that it promises beside."""
+    """Runs a server that answers by path, and yields its address; `whole` are bytes that it promises beside.
+
+    An iterator has one answer after another.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             answer = told[self.path]
+            answer = next(answer) if isinstance(answer, Iterator) else answer
             data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(data) + whole(self.path)))
@@ -72,6 +76,17 @@ def test_a_video_is_written_as_it_was_answered():
     with answering(answers()) as url:
         succeeded(wanjax("a cat", "--at", url, "--out", "cat.mp4"))
     assert Path("cat.mp4").read_bytes() == VIDEO
+
+
+def test_each_window_is_told_as_it_is_made(monkeypatch):
+    monkeypatch.setattr(remote, "EVERY", (0, 0))
+    waiting = {"status": "queued", "window": 1, "settings": {"windows": 3}}
+    numbers = [*(1, 1, 2, 3), *("4", 4, None, 10**9)]  # those at the end are no windows
+    jobs = [waiting, *(waiting | {"status": "in_progress", "window": number} for number in numbers)]
+    alone = waiting | {"status": "in_progress", "settings": [7]}
+    with answering(answers(job=iter([*jobs, alone, waiting | {"status": "completed"}]))) as url:
+        said = succeeded(wanjax("a cat", "--at", url, "--out", "cat.mp4")).stderr
+    assert [line for line in said.splitlines() if "window" in line] == [f"window {number} of 3" for number in (1, 2, 3)]
 
 
 def test_a_connection_that_is_cut_leaves_no_video():

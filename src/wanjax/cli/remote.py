@@ -85,8 +85,8 @@ def _awaited(server: "Server", place: str, report: Report) -> dict[str, Any]:
     while True:
         job = server.ask(place)
         notes = job.get("notes")
-        for note in map(_plain, notes if isinstance(notes, list) else []):
-            if note not in told:
+        for note in (*map(_plain, notes if isinstance(notes, list) else []), _window(job)):
+            if note and note not in told:
                 told.add(note)
                 report.note(note)
         if job.get("status") not in ("queued", "in_progress"):
@@ -97,6 +97,14 @@ def _awaited(server: "Server", place: str, report: Report) -> dict[str, Any]:
         report.stop_if_asked()
         time.sleep(pause)
         pause = min(1.2 * pause, longest)
+
+
+def _window(job: Mapping[str, Any]) -> str:
+    """Returns which window of a video is made; nothing of one that has no others, or waits."""
+    settings = job.get("settings")
+    number, count = job.get("window"), settings.get("windows") if isinstance(settings, dict) else 1
+    several = isinstance(number, int) and isinstance(count, int) and 0 < number <= count and count > 1
+    return f"window {number} of {count}" if several and job.get("status") == "in_progress" else ""
 
 
 def _fields(chosen: Mapping[str, Any], offered: Mapping[str, Any], at: str) -> dict[str, Any]:
