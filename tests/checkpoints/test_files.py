@@ -29,7 +29,8 @@ from wanjax.checkpoints.files import (
 )
 from wanjax.checkpoints.readers import open_tensors
 from wanjax.errors import WanjaxError
-from wanjax.stores.writing import HOST, check_folder, writing
+from wanjax.stores.own import HOST
+from wanjax.stores.writing import check_folder, writing
 
 TENSORS = {
     "a.weight": np.arange(6, dtype=np.float32).reshape(2, 3),

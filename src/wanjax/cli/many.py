@@ -33,7 +33,8 @@ from wanjax.media.pictures import Pictures
 from wanjax.pipelines.record import described
 from wanjax.pipelines.seeds import checked_seed
 from wanjax.pipelines.settings import LOADED
-from wanjax.stores.places import Place, names_in, own_folder, place
+from wanjax.stores.own import own_folder
+from wanjax.stores.places import Place, names_in, place
 from wanjax.stores.writing import check_folder
 
 RANGE = re.compile(r"(\d+)\.\.(\d+)")

@@ -41,7 +41,7 @@ from wanjax.plan.scale import Bulk, at_scale
 from wanjax.plan.training import TrainingOutlook, training_outlook
 from wanjax.programs import EXECUTE, Instance, warn_refused
 from wanjax.sharding import ONE_DEVICE, AutoMesh, MeshSizes, find_rules, standing_in
-from wanjax.stores.places import own_folder
+from wanjax.stores.own import own_folder
 from wanjax.training.adapters import LoraConfig
 from wanjax.training.optimizers import OptimizerConfig
 

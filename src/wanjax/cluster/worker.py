@@ -32,8 +32,8 @@ from wanjax.pipelines.run import Hook, Run
 from wanjax.pipelines.seeds import checked_seed
 from wanjax.pipelines.settings import Settings
 from wanjax.programs import EXECUTE
+from wanjax.stores.own import HOST
 from wanjax.stores.places import Place
-from wanjax.stores.writing import HOST
 
 HERE = ("devices", "version")  # entries of a record that do not say which video it is
 STAGES = ("encode", "denoise", "decode")

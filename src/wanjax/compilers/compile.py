@@ -26,7 +26,7 @@ from wanjax.compilers.lowering import Lowering
 from wanjax.compilers.roofline import machines
 from wanjax.compilers.schedule import Schedule, read_dump
 from wanjax.errors import WanjaxError
-from wanjax.stores.places import own_folder
+from wanjax.stores.own import own_folder
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",

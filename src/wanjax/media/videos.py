@@ -31,8 +31,9 @@ from wanjax.figures import in_bytes
 from wanjax.media.ffmpeg import reading, run_ffmpeg
 from wanjax.media.webp import keep_time
 from wanjax.signals import abandoned_by
-from wanjax.stores.places import Place, Remote, local_copy, own_folder, place
-from wanjax.stores.writing import check_folder, name_beside, writing
+from wanjax.stores.own import name_beside, own_folder
+from wanjax.stores.places import Place, Remote, local_copy, place
+from wanjax.stores.writing import check_folder, writing
 
 FRAME = "frame_{:05d}.png"
 IS_FRAME = re.compile(r"frame_\d{5,}\.png")

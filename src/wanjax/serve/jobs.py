@@ -11,7 +11,8 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from wanjax.pipelines.settings import length_of
-from wanjax.stores.places import Place, own_folder
+from wanjax.stores.own import own_folder
+from wanjax.stores.places import Place
 
 QUEUED: Literal["queued"] = "queued"
 RUNNING: Literal["in_progress"] = "in_progress"

@@ -21,6 +21,7 @@ from uuid import uuid4
 
 from wanjax.errors import FULL, WanjaxError, causes, written
 from wanjax.signals import abandoned_by
+from wanjax.stores.own import own_folder
 
 LIBRARIES = {"s3": "s3fs", "gs": "gcsfs", "memory": "fsspec"}
 """The stores, by the scheme of their URLs, and the library by which fsspec reaches each."""
@@ -245,13 +246,6 @@ def names_in(folder: Place) -> set[str]:
     if isinstance(folder, Remote):
         return set(folder.files(below=False))
     return {each.name for each in folder.iterdir() if each.is_file()} if folder.is_dir() else set()
-
-
-@contextmanager
-def own_folder(prefix: str = "wanjax-", within: Path | None = None) -> Iterator[Path]:
-    """Yields a new folder of this process's own, which goes with the block, or where the process ends at once."""
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=within) as name, abandoned_by(partial(shutil.rmtree, name)):
-        yield Path(name)
 
 
 @contextmanager

@@ -1,24 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files and folders that appear under their names when they are complete, and what a process that is gone has left."""
+"""Files and folders that appear under their names when they are complete."""
 
-import os
-import re
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from socket import gethostname
 from uuid import uuid4
-
-from psutil import pid_exists
 
 from wanjax.errors import WanjaxError, reason, written
 from wanjax.signals import abandoned_by
+from wanjax.stores.own import name_beside
 from wanjax.stores.places import Place, Remote, publishing
-
-HOST = re.sub(r"[^\w-]", "-", gethostname())[:40]  # whose processes can be looked up
-LEFT = re.compile(r"\.(?P<pid>\d{1,10})@(?P<host>[\w-]+)\.(?P<kind>partial|old)\.(?P<name>.+)", re.DOTALL)
 
 
 @contextmanager
@@ -55,23 +47,6 @@ def write_whole(file: Path, content: bytes) -> None:
     finally:
         with suppress(OSError):
             beside.unlink()
-
-
-def name_beside(path: Path, kind: str = "partial") -> Path:
-    """Returns a name beside `path` of this process's own: `partial` for what is not complete, `old` for what was there.
-
-    Removes what processes of this machine that are gone left. What was there, and is not replaced, gets its name back.
-    """
-    with suppress(OSError):
-        for left in list(path.parent.glob(".*")):
-            if (found := LEFT.fullmatch(left.name)) and found["host"] == HOST and not pid_exists(int(found["pid"])):
-                if found["kind"] == "old" and not left.with_name(found["name"]).exists():
-                    left.rename(left.with_name(found["name"]))
-                elif left.is_dir():
-                    shutil.rmtree(left)
-                else:
-                    left.unlink()
-    return path.with_name(f".{os.getpid()}@{HOST}.{kind}.{path.name}")
 
 
 def check_folder(folder: Place) -> None:
