@@ -4,6 +4,9 @@
 import errno
 import os
 import re
+import signal
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from tests.support.words import says
 from wanjax.errors import WanjaxError
 from wanjax.media.records import read_record
 from wanjax.media.videos import Video, read_metadata, try_output, write_video
+from wanjax.stores.own import own_folder
 from wanjax.stores.places import Remote, names_in, place
 
 RECORD = {"prompt": "a red circle", "seed": 1}
@@ -115,6 +119,35 @@ def test_a_video_that_fails_leaves_the_one_before(tmp_path):
         write_video("memory://videos/a.gif", frames(), 8, {"prompt": "another"})
     assert objects() == before
     assert os.listdir(tmp_path) == []
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from wanjax.stores.own import own_folder
+with own_folder() as one, own_folder(Path(sys.argv[1])) as other:
+    for folder in (one, other):
+        (folder / "part").write_text("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_temporary_folders_of_a_killed_process_go_with_the_next(tmp_path, monkeypatch):
+    """Neither those of one that runs, nor a video that could not be published."""
+    (within := tmp_path / "models").mkdir()
+    process = subprocess.run([sys.executable, "-c", KILLED, str(within)], env=os.environ | {"TMPDIR": str(tmp_path)})
+    assert process.returncode == -signal.SIGKILL
+    left = [*tmp_path.glob(".*/part"), *within.glob(".*/part")]
+    assert len(left) == 2
+    with failing("put_file", DENIED):
+        refused(write_video, "memory://videos/a.gif", clip(), 8, RECORD)
+    [kept] = tmp_path.glob("wanjax-*/a.gif")
+    Remote("memory", "videos/b").write(b"0")
+    with own_folder() as folder:
+        Remote("memory", "videos").download_all(["b"], within)
+        assert folder.is_dir()
+    assert sorted(os.listdir(tmp_path)) == ["models", kept.parent.name]
+    assert os.listdir(within) == ["b"]
 
 
 def test_a_full_disk_here_is_not_the_store_s_fault():

@@ -294,7 +294,7 @@ def _compiled(instance: Instance) -> bool:
 @contextmanager
 def _recorded(report: Report, given: Mapping[str, Any]) -> Iterator[list[Instance]]:
     """Yields the programs of the run that `generate` would make, recorded."""
-    with own_folder("wanjax-warmup-") as folder:
+    with own_folder() as folder:
         made = Rendering(report, folder, {**given, "prompt": given["prompt"] or ""})
         with report.stage("record"):
             instances = made.instances()

@@ -111,7 +111,7 @@ def compiled(
     check_compiler()
     if not jobs:
         return
-    with own_folder("wanjax-plan-") as own:
+    with own_folder() as own:
         folders: dict[Path, list[int]] = {}
         for number, job in enumerate(jobs):
             root = own / ("schedules" if number in schedules else "programs")

@@ -18,7 +18,7 @@ from functools import partial
 from html import escape
 from itertools import chain, pairwise
 from pathlib import Path
-from tempfile import NamedTemporaryFile, gettempdir
+from tempfile import gettempdir
 from typing import Any
 
 import numpy as np
@@ -250,11 +250,10 @@ def _write_film(path: Place, frames: Iterator[Frame], fps: int | float, comment:
 @contextmanager
 def _ffmetadata(comment: str) -> Iterator[list[str]]:
     """Yields ffmpeg's arguments for a comment, which is in a file since an argument has at most 128 KiB."""
-    with NamedTemporaryFile(suffix=".txt") as file, abandoned_by(partial(os.unlink, file.name)):
+    with own_folder() as folder:
         escaped = re.sub(r"([=;#\\\n])", r"\\\1", comment)
-        file.write(f";FFMETADATA1\ncomment={escaped}\n".encode())
-        file.flush()
-        yield ["-f", "ffmetadata", "-i", file.name, "-map", "0:v", "-map_metadata", "1"]
+        (folder / "comment.txt").write_bytes(f";FFMETADATA1\ncomment={escaped}\n".encode())
+        yield ["-f", "ffmetadata", "-i", str(folder / "comment.txt"), "-map", "0:v", "-map_metadata", "1"]
 
 
 def _film_comment(path: Path) -> str:

@@ -20,9 +20,14 @@ LEFT = re.compile(r"\.(?P<pid>\d{1,10})@(?P<host>[\w-]+)\.(?P<kind>partial|old)\
 
 
 @contextmanager
-def own_folder(prefix: str = "wanjax-", within: Path | None = None) -> Iterator[Path]:
-    """Yields a new folder of this process's own, which goes with the block, or where the process ends at once."""
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=within) as name, abandoned_by(partial(shutil.rmtree, name)):
+def own_folder(within: Path | None = None) -> Iterator[Path]:
+    """Yields a new folder of this process's own, which goes with the block, or where the process ends at once.
+
+    It is among the temporary ones, or `within` another. What a killed process left there goes as for `name_beside`.
+    """
+    own = name_beside((within or Path(tempfile.gettempdir())) / "wanjax-")
+    made = tempfile.TemporaryDirectory(prefix=own.name, dir=own.parent)
+    with made as name, abandoned_by(partial(shutil.rmtree, name)):
         yield Path(name)
 
 
@@ -34,10 +39,15 @@ def name_beside(path: Path, kind: str = "partial") -> Path:
     with suppress(OSError):
         for left in list(path.parent.glob(".*")):
             if (found := LEFT.fullmatch(left.name)) and found["host"] == HOST and not pid_exists(int(found["pid"])):
-                if found["kind"] == "old" and not left.with_name(found["name"]).exists():
-                    left.rename(left.with_name(found["name"]))
-                elif left.is_dir():
-                    shutil.rmtree(left)
-                else:
-                    left.unlink()
+                with suppress(OSError):  # it may be another user's, or be gone by now
+                    _clear(left, found["kind"], left.with_name(found["name"]))
     return path.with_name(f".{os.getpid()}@{HOST}.{kind}.{path.name}")
+
+
+def _clear(left: Path, kind: str, target: Path) -> None:
+    if kind == "old" and not target.exists():
+        left.rename(target)
+    elif left.is_dir():
+        shutil.rmtree(left)
+    else:
+        left.unlink()

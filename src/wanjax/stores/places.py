@@ -13,14 +13,13 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from wanjax.errors import FULL, WanjaxError, causes, written
-from wanjax.signals import abandoned_by
 from wanjax.stores.own import own_folder
 
 LIBRARIES = {"s3": "s3fs", "gs": "gcsfs", "memory": "fsspec"}
@@ -162,7 +161,7 @@ class Remote:
     def download_all(self, names: Iterable[str], folder: Path, told: Told = lambda names: None) -> None:
         """Writes objects of a folder to a folder here, by their names; each file appears when all of it is there."""
         folder.mkdir(parents=True, exist_ok=True)
-        with own_folder(".", within=folder) as own:
+        with own_folder(folder) as own:
             for some in _groups(names):
                 with self._reached("read"):
                     self._files.get([f"{self.path}/{each}" for each in some], [f"{own}/{each}" for each in some])
@@ -255,19 +254,15 @@ def publishing(target: Remote) -> Iterator[Path]:
     Where that fails the file stays, and WanjaxError tells where, since it may have taken hours to make. Raises
     WriteError in place of the block's OSError too.
     """
-    folder = Path(tempfile.mkdtemp(prefix="wanjax-"))
-    file = folder / target.name
+    with written(target), own_folder() as folder:
+        yield (file := folder / target.name)
+        kept = Path(tempfile.mkdtemp(prefix="wanjax-")) / target.name  # which no other process clears away
+        file.replace(kept)
     try:
-        with abandoned_by(partial(shutil.rmtree, folder)), written(target):
-            yield file
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    try:
-        target.upload(file)
+        target.upload(kept)
     except WanjaxError as error:
-        raise WanjaxError(f"{error}; what was to be written is kept in {file}") from error
-    shutil.rmtree(folder, ignore_errors=True)
+        raise WanjaxError(f"{error}; what was to be written is kept in {kept}") from error
+    shutil.rmtree(kept.parent, ignore_errors=True)
 
 
 @contextmanager
