@@ -6,7 +6,7 @@ import time
 from threading import Condition, Thread
 from typing import Any
 
-from wanjax.serve.jobs import Job, Places, Status
+from wanjax.serve.jobs import Job, Status, VideoFolders
 from wanjax.serve.owner import MADE, AwayError, Call, Orders
 from wanjax.stores.places import Place
 
@@ -24,7 +24,7 @@ class Desk:
     def __init__(self, call: Call, worker: str, folder: Place):
         """Takes the way to the owner, the worker's name, and the folder of the videos."""
         self.call, self.worker = call, worker
-        self.shelf = Places(folder)
+        self.shelf = VideoFolders(folder)
         self.closed = False
         self._job: Job | None = None
         self._changed = Condition()

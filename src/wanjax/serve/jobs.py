@@ -111,7 +111,7 @@ def cancellation() -> dict[str, str]:
     return {"code": CANCELLED, "message": "the video was cancelled"}
 
 
-class Places:
+class VideoFolders:
     """The folder in which each video has one of its own, here or in a store."""
 
     def __init__(self, folder: Place):

@@ -14,7 +14,7 @@ from typing import Any
 from uuid import uuid4
 
 from wanjax.serve.board import UnknownError, Videos
-from wanjax.serve.jobs import Job, Places
+from wanjax.serve.jobs import Job, VideoFolders
 from wanjax.serve.owner import AwayError, Call, News
 from wanjax.serve.variants import Known
 from wanjax.serve.worker import LOADING, READY, Told
@@ -25,7 +25,7 @@ PAUSE = 0.5  # seconds until an owner that is away is asked again
 logger = logging.getLogger("wanjax.serve")
 
 
-class Entrance(Places):
+class Entrance(VideoFolders):
     """The places of videos, made and removed by the owner."""
 
     def __init__(self, call: Call, folder: Place):

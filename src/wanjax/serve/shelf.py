@@ -25,7 +25,7 @@ import psutil
 from wanjax.errors import WanjaxError, is_full
 from wanjax.pipelines.settings import Settings, schema
 from wanjax.serve.faults import StorageError, storing
-from wanjax.serve.jobs import COMPLETED, FAILED, JOBS, QUEUED, RUNNING, STOPPED, VIDEO, Job, Places, cancellation
+from wanjax.serve.jobs import COMPLETED, FAILED, JOBS, QUEUED, RUNNING, STOPPED, VIDEO, Job, VideoFolders, cancellation
 from wanjax.stores.holding import Hold
 from wanjax.stores.places import Place, Remote, StoreError
 from wanjax.stores.writing import check_folder
@@ -53,7 +53,7 @@ def new_id() -> str:
     return f"video_{secrets.token_hex(12)}"
 
 
-class Shelf(Places):
+class Shelf(VideoFolders):
     """The table of all videos, and their places.
 
     `strange` lists what was found and left alone: folders of videos that no row names, and rows that do not read.
