@@ -39,7 +39,7 @@ class Server:
         bounds = Limits.of(variants.model(None).defaults, **limits)
         self.board = Board(Shelf(folder, table), bounds.queue)
         self.worker = Worker(variants, self.board, warm_up=False, preview=preview)
-        self.application = Service(self.board, self.worker, bounds, token).application()
+        self.application = Service(self.board, variants, self.worker.models(), bounds, token).application()
         self.client = self.client_from("127.0.0.1")
 
     def client_from(self, address: str, host: str = "localhost:8000") -> TestClient:

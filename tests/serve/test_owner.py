@@ -27,7 +27,7 @@ from wanjax.serve.desk import Desk
 from wanjax.serve.faults import explained
 from wanjax.serve.jobs import VIDEO, Job
 from wanjax.serve.limits import Limits
-from wanjax.serve.mirror import Distant, Mirror
+from wanjax.serve.mirror import Mirror
 from wanjax.serve.owner import TRIES, AwayError, Load, Orders, Owner
 from wanjax.serve.replicas import DOWN, UP, Scale
 from wanjax.serve.shelf import Shelf
@@ -84,7 +84,7 @@ class House:
     def ask(self, seed: int = 0) -> str:
         """Puts a video on the board, and returns its id."""
         job = Job(self.call("make_place"), MADE | {"seed": seed})
-        self.call("add", job)
+        self.call("change", "add", job)
         return job.id
 
     def job(self, id: str) -> Job:
@@ -210,7 +210,7 @@ def test_calls_that_are_sent_again_are_obeyed_once(house):
     job = Job(house.call("make_place"), MADE | {"seed": 1})
     assert [board.add(job).id for _ in range(2)] == [job.id] * 2
     assert house.call("load").waiting == 1
-    house.call("remove", job.id)
+    house.call("change", "remove", job.id)
     board.remove(job.id)  # by one who saw it
     assert not Path(str(house.folder), job.id).exists()
     board.renew()
@@ -222,7 +222,7 @@ def test_a_copy_forgets_what_went_while_it_looked_away(house):
     board = Mirror(house.call, house.folder, 32)
     ids = [house.ask(seed) for seed in range(2)]
     board._apply(board._news())
-    house.call("remove", ids[0])
+    house.call("change", "remove", ids[0])
     house.kill()
     house.start()
     board._apply(board._news())
@@ -304,7 +304,7 @@ def test_fronts_and_workers_apart_are_one_server(house, pipe):
     for _ in range(2):
         board = Mirror(house.call, house.folder, 32)
         board.follow()
-        application = Service(board, Distant(told, board), Limits.of(told.outlines[0].defaults)).application()
+        application = Service(board, told.known(), told.models, Limits.of(told.outlines[0].defaults)).application()
         clients.append(TestClient(application, "http://localhost:8000", client=("127.0.0.1", 5000)))
     one, other = clients
     assert one.get("/health").json()["status"] == "loading"

@@ -35,7 +35,7 @@ from wanjax.pipelines.text.extending import Extended
 from wanjax.programs import Instance
 from wanjax.schedulers import UniPC
 from wanjax.serve import asked, worker
-from wanjax.serve.board import Board
+from wanjax.serve.board import READY, Board
 from wanjax.serve.faults import without_folders
 from wanjax.serve.jobs import JOBS
 from wanjax.serve.shelf import TABLE, Shelf
@@ -613,7 +613,7 @@ def test_many_clients_at_once(start):
     assert outcomes["refused by 422"] == 6
     assert outcomes["completed"] >= 12
     assert outcomes["completed"] + outcomes["failed"] == 18
-    assert server.worker.state == worker.READY
+    assert server.board.state == READY
 
 
 def test_programs_of_many_shapes_are_forgotten(start, monkeypatch):

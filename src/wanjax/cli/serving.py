@@ -211,7 +211,7 @@ def _listen(report: Report, host: str, port: int, token: str | None, shelf: Any,
     defaults = worker.variants.model(None).defaults
     if shelf.strange:
         report.note(f"note: {folder} holds what is no video of this server, left alone: {', '.join(shelf.strange[:5])}")
-    application = Service(board, worker, _limits(given, defaults), token).application()
+    application = Service(board, worker.variants, worker.models(), _limits(given, defaults), token).application()
 
     class Server(uvicorn.Server):
         """A server that ends all streams of events at a signal, and which a second signal ends at once."""

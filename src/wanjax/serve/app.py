@@ -5,7 +5,7 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.resources import files
@@ -27,14 +27,14 @@ from wanjax.errors import SettingError, WanjaxError, shown
 from wanjax.media.videos import read_metadata
 from wanjax.pipelines.record import VERSION
 from wanjax.serve import asked, metrics, stored
-from wanjax.serve.board import Board, ClosedError, FullError, UnknownError, Videos, Watcher
+from wanjax.serve.board import BROKE, Board, ClosedError, FullError, UnknownError, Videos, Watcher
 from wanjax.serve.faults import UNEXPECTED, explained, storing
 from wanjax.serve.guard import COOKIE, Guard, refusal
 from wanjax.serve.jobs import COMPLETED, PREVIEW, THUMBNAIL, VIDEO, Job, files_in
 from wanjax.serve.limits import Limits
-from wanjax.serve.mirror import Distant, Mirror
+from wanjax.serve.mirror import Mirror
 from wanjax.serve.owner import AwayError
-from wanjax.serve.worker import BROKE, Worker
+from wanjax.serve.variants import Known
 from wanjax.stores.places import Missing, Remote
 
 PAGE = files("wanjax.serve") / "page"
@@ -68,10 +68,11 @@ class Events(StreamingResponse):
 
 @dataclass(frozen=True)
 class Service:
-    """All that answers need: the videos or a copy of them, and their worker or what those away are known by."""
+    """All that answers need: the videos or a copy of them, and the models as they are known and told to clients."""
 
     board: Board | Mirror
-    worker: Worker | Distant
+    known: Known
+    told: Sequence[dict[str, Any]]
     limits: Limits
     token: str | None = None
 
@@ -111,7 +112,7 @@ class Service:
 
     def _refused(self, request: Request, error: Exception) -> Response:
         """Answers an error that is told in a sentence."""
-        found = explained(error, self.worker.folders)
+        found = explained(error, [self.board.shelf.folder, *self.known.folders])
         if found.own:
             logger.error("%s %s: %s", request.method, request.url.path, error)
         return refusal(found.status, found.message, found.code, getattr(error, "setting", None))
@@ -127,7 +128,7 @@ class Service:
     @storing()
     def _accept(self, fields: Mapping[str, Any], pictures: Mapping[str, list[bytes]]) -> Job:
         """Checks a request, keeps its pictures and puts it on the board; leaves nothing of one that is refused."""
-        found = asked.read(fields, pictures, self.worker.variants, self.limits)
+        found = asked.read(fields, pictures, self.known, self.limits)
         id = self.board.shelf.make_place().name
         try:
             with self.board.shelf.filled(id) as here:
@@ -238,11 +239,8 @@ class Service:
 
     async def models(self, request: Request) -> JSONResponse:
         """Lists the models, the served one first: all that a request may ask, and what the server was started with."""
-        return JSONResponse({"object": "list", "data": await run_in_threadpool(self._models)})
-
-    def _models(self) -> list[dict[str, Any]]:
         about = {"object": "model", "owned_by": "wanjax", "limits": self.limits.to_json()}
-        return [about | model for model in self.worker.models()]
+        return JSONResponse({"object": "list", "data": [about | model for model in self.told]})
 
     async def login(self, request: Request) -> Response:
         """Keeps the token of a form in a cookie, for the page."""
@@ -257,13 +255,12 @@ class Service:
         return answer
 
     async def health(self, request: Request) -> JSONResponse:
-        state = self.worker.state
-        found = {"status": state, "model": self.worker.variants.first, "queue": self.board.waiting, "version": VERSION}
+        state = self.board.state
+        found = {"status": state, "model": self.known.first, "queue": self.board.waiting, "version": VERSION}
         return JSONResponse(found, 503 if state == BROKE else 200)
 
     async def measured(self, request: Request) -> PlainTextResponse:
-        found = metrics.text(self.board, self.worker.seconds, self.worker.state)
-        return PlainTextResponse(found, headers={"content-type": metrics.CONTENT_TYPE})
+        return PlainTextResponse(metrics.text(self.board), headers={"content-type": metrics.CONTENT_TYPE})
 
     async def _find(self, id: str, *, over: bool = False) -> Job:
         """Returns a video; raises UnknownError.

@@ -18,6 +18,7 @@ from wanjax.serve.jobs import CANCELLED, COMPLETED, FAILED, QUEUED, RUNNING, Job
 from wanjax.serve.shelf import Shelf
 
 Watcher = tuple[asyncio.AbstractEventLoop, asyncio.Event]
+LOADING, READY, BROKE = "loading", "ready", "failed"
 FAILURES = 200  # failed videos that are remembered
 REMOVED = 1000  # removed videos of which watchers are told
 
@@ -37,8 +38,10 @@ class ClosedError(Exception):
 class Videos:
     """All videos by id, in the order of their requests, as those who ask and those who watch see them.
 
-    `running` are those under way, by worker. `counts` are those that came to an end since the server began, and
-    `answers` the answers of this process, by status. `version` grows with each change.
+    `running` are those under way, by worker. `state` is "loading" until a worker has its model loaded and compiled,
+    then "ready", and "failed" where the only worker ended. `counts` are the videos that came to an end since the server
+    began, and `seconds` what they took, by stage. `answers` are those of this process, by status, and `all_answers`
+    those of all. `version` grows with each change.
     """
 
     def __init__(self, jobs: Iterable[Job], most: int):
@@ -46,8 +49,11 @@ class Videos:
         self.jobs = {job.id: job for job in jobs}
         self.running: dict[str, Job] = {}
         self.closed = False
+        self.state = LOADING
         self.counts = {COMPLETED: 0, FAILED: 0, CANCELLED: 0}
+        self.seconds: Counter[str] = Counter()
         self.answers: Counter[int] = Counter()
+        self.all_answers: Mapping[int, int] = self.answers
         self._most = most
         self._queue = deque(job for job in self.jobs.values() if job.status == QUEUED)
         self._changed = Condition()
@@ -63,11 +69,6 @@ class Videos:
     def queue(self) -> list[str]:
         """The ids of the videos that wait, in their order."""
         return [job.id for job in self._queue]
-
-    @property
-    def all_answers(self) -> Mapping[int, int]:
-        """The answers of all processes of the server, by status."""
-        return self.answers
 
     @property
     def watchers(self) -> int:
@@ -133,6 +134,7 @@ class Board(Videos):
         super().__init__(shelf.load(alive), queue)
         self.shelf = shelf
         self.running = {job.worker: job for job in self.jobs.values() if job.status == RUNNING}
+        self.state = READY if self.running else LOADING
         for job in self.jobs.values():
             job.version = self.version
 
@@ -149,6 +151,7 @@ class Board(Videos):
 
     def take(self, worker: str = "") -> Job | None:
         """Waits for a job and returns it as under way; None when the board is closed."""
+        self.state = READY
         with self._changed:
             self._changed.wait_for(lambda: self.closed or self._queue)
             return self.begin(worker)
@@ -174,6 +177,7 @@ class Board(Videos):
         """Notes the end of a job under way. One that was removed meanwhile disappears from the disk."""
         with self._changed:
             self.running.pop(job.worker, None)
+            self.seconds.update(job.seconds)
             self._end(job, status, error)
             if job.id not in self.jobs:
                 self._clear(job.id)

@@ -6,6 +6,7 @@ import time
 from threading import Condition, Thread
 from typing import Any
 
+from wanjax.serve.board import LOADING
 from wanjax.serve.jobs import Job, Status, VideoFolders
 from wanjax.serve.owner import MADE, AwayError, Call, Orders
 from wanjax.stores.places import Place
@@ -16,7 +17,7 @@ logger = logging.getLogger("wanjax.serve")
 
 
 class Desk:
-    """One worker's view of the board, with the methods of it that a `Worker` calls.
+    """One worker's view of the board, with what of it a `Worker` calls and sets.
 
     How far it is is told by a thread, the newest state alone, so that nothing that is computed waits for an answer.
     """
@@ -25,7 +26,7 @@ class Desk:
         """Takes the way to the owner, the worker's name, and the folder of the videos."""
         self.call, self.worker = call, worker
         self.shelf = VideoFolders(folder)
-        self.closed = False
+        self.closed, self.state = False, LOADING
         self._job: Job | None = None
         self._changed = Condition()
         Thread(target=self._tell, name="wanjax-desk", daemon=True).start()

@@ -8,23 +8,22 @@ from typing import Any
 import jax
 import psutil
 
-from wanjax.serve.board import Videos
-from wanjax.serve.worker import READY
+from wanjax.serve.board import READY, Videos
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 STARTED = time.time()
 
 
-def text(board: Videos, seconds: Mapping[str, float], state: str) -> str:
-    """Returns all metrics; `seconds` are those of all videos so far, by stage, and `state` is the workers'."""
+def text(board: Videos) -> str:
+    """Returns all metrics."""
     lines = [
         *_counter("wanjax_videos", "Videos that came to an end.", {"status": board.counts}),
         *_counter("wanjax_answers", "Answers to requests, by status.", {"status": board.all_answers}),
-        *_counter("wanjax_stage_seconds", "Seconds that videos took, by stage.", {"stage": seconds}),
+        *_counter("wanjax_stage_seconds", "Seconds that videos took, by stage.", {"stage": board.seconds}),
         *_gauge("wanjax_queue_length", "Videos that wait.", board.waiting),
         *_gauge("wanjax_running", "Videos that are made now.", len(board.running)),
         *_gauge("wanjax_watchers", "Streams of events that are open.", board.watchers),
-        *_gauge("wanjax_ready", "1 once the model is loaded and compiled.", int(state == READY)),
+        *_gauge("wanjax_ready", "1 once the model is loaded and compiled.", int(board.state == READY)),
         *_gauge("wanjax_kept_videos", "Requests that are kept, with their videos.", len(board.jobs)),
         *_gauge("process_start_time_seconds", "When the process began.", STARTED),
         *_gauge("process_resident_memory_bytes", "Memory of the process.", psutil.Process().memory_info().rss),

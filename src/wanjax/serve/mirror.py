@@ -7,8 +7,7 @@ is away. What it changes, it asks of the owner, and then waits until the copy sh
 
 import logging
 import time
-from collections import deque
-from collections.abc import Mapping
+from collections import Counter, deque
 from threading import Thread
 from typing import Any
 from uuid import uuid4
@@ -16,8 +15,6 @@ from uuid import uuid4
 from wanjax.serve.board import UnknownError, Videos
 from wanjax.serve.jobs import Job, VideoFolders
 from wanjax.serve.owner import AwayError, Call, News
-from wanjax.serve.variants import Known
-from wanjax.serve.worker import LOADING, READY, Told
 from wanjax.stores.places import Place
 
 LAG = 5.0  # seconds for which a change is waited for
@@ -49,14 +46,7 @@ class Mirror(Videos):
         super().__init__([], queue)
         self.version = 0
         self.call, self.shelf = call, Entrance(call, folder)
-        self.seconds: Mapping[str, float] = {}
-        self.ready = False
-        self._all_answers: Mapping[int, int] = {}
         self._name = uuid4().hex
-
-    @property
-    def all_answers(self) -> Mapping[int, int]:
-        return self._all_answers
 
     def follow(self) -> None:
         """Reads the whole board, then follows it from a thread; raises AwayError where the owner is."""
@@ -85,55 +75,35 @@ class Mirror(Videos):
             self.jobs.update({job.id: job for job in news.changed})
             self._queue = deque(self.jobs[id] for id in news.queue if id in self.jobs)
             self.running = {worker: self.jobs[id] for worker, id in news.running.items() if id in self.jobs}
-            self.counts, self.seconds, self._all_answers = dict(news.counts), news.seconds, news.answers
-            self.ready, self.closed = news.ready, news.closed
-            self.version = news.version
+            self.counts, self.seconds, self.all_answers = dict(news.counts), Counter(news.seconds), news.answers
+            self.state, self.closed, self.version = news.state, news.closed, news.version
             self.wake()
 
     def add(self, job: Job) -> Job:
         """Appends a job, which is on the owner's disk from then on, and returns it; raises as `Board.add`."""
-        self._await(self.call("add", job))
+        self._change("add", job)
         return self.jobs.get(job.id, job)
 
     def cancel(self, id: str) -> Job:
         """Cancels a job that waits or is under way, and returns it; raises UnknownError."""
-        self._await(self.call("cancel", id))
+        self._change("cancel", id)
         return self.find(id)
 
     def remove(self, id: str) -> None:
         """Removes a video; raises UnknownError."""
         known = id in self.jobs
         try:
-            self._await(self.call("remove", id))
+            self._change("remove", id)
         except UnknownError:
             if not known:
                 raise
             self.renew()  # it was removed, and the answer was lost
 
     def renew(self) -> None:
-        self._await(self.call("version"))
+        self._change("renew")
 
-    def _await(self, version: int) -> None:
-        """Waits until the copy shows a version."""
+    def _change(self, method: str, *given: Any) -> None:
+        """Calls a method of the owner's board, and waits until the copy shows what it changed."""
+        version = self.call("change", method, *given)
         with self._changed:
             self._changed.wait_for(lambda: self.version >= version, LAG)
-
-
-class Distant:
-    """Workers as a front knows them: by what one of them told."""
-
-    def __init__(self, told: Told, board: Mirror):
-        self.variants = Known({outline.defaults.model: outline.pipeline() for outline in told.outlines}, told.usual)
-        self.folders = [board.shelf.folder, *told.folders]
-        self._models, self._board = told.models, board
-
-    @property
-    def state(self) -> str:
-        return READY if self._board.ready else LOADING
-
-    @property
-    def seconds(self) -> Mapping[str, float]:
-        return self._board.seconds
-
-    def models(self) -> list[dict[str, Any]]:
-        return self._models

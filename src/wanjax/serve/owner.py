@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from wanjax.serve.board import Board
+from wanjax.serve.board import READY, Board
 from wanjax.serve.jobs import Job, Status
 from wanjax.serve.shelf import Shelf
 from wanjax.stores.places import Place
@@ -54,8 +54,7 @@ class News(NamedTuple):
     """Those of all videos so far, by stage."""
     answers: dict[int, int]
     """Those of all fronts, by status."""
-    ready: bool
-    """Whether a worker has its model loaded and compiled."""
+    state: str
     closed: bool
 
 
@@ -76,11 +75,9 @@ class Owner:
         """Opens the folder and the table, as `Shelf` does, and raises as that; at most `queue` videos wait."""
         self.shelf = Shelf(folder, table, TRIES)
         self.board = Board(self.shelf, queue, alive=service)
-        self.seconds: Counter[str] = Counter()
         self.answers: dict[str, dict[int, int]] = {}
         self._began = self.board.version
         self._known = {*self.board.running}  # workers that were ready
-        self._ready = bool(self._known)
         self._at_work: set[str] = set()  # workers that have told of the job that they were given
         self._idle: set[str] = set()
         self._dismissed: set[str] = set()
@@ -94,8 +91,8 @@ class Owner:
     async def take(self, worker: str) -> Orders:
         """Returns a job for a worker; none where there is none for a while."""
         self._known.add(worker)
-        if not self._ready:
-            self._ready = True
+        if self.board.state != READY:
+            self.board.state = READY
             self.board.wake()
         self._idle.add(worker)
         watcher = self.board.watch()
@@ -119,8 +116,7 @@ class Owner:
 
     async def advance(self, worker: str, id: str, progress: int, made: dict[str, Any]) -> Orders:
         """Notes how far a worker is with a job; returns whether it is to go on."""
-        job = self.board.running.get(worker)
-        if job is None or job.id != id:
+        if (job := self._held(worker, id)) is None:
             return Orders(cancelled=True)
         self._at_work.add(worker)
         if progress > job.progress or any(getattr(job, name) != value for name, value in made.items()):
@@ -131,17 +127,19 @@ class Owner:
         self, worker: str, id: str, made: dict[str, Any], status: Status, error: dict[str, str] | None
     ) -> None:
         """Notes the end of a job, unless that was noted before, or another worker has it."""
-        job = self.board.running.get(worker)
-        if job is not None and job.id == id:
+        if (job := self._held(worker, id)) is not None:
             job.advance(job.progress, **made)
-            self.seconds.update(job.seconds)
             self.board.finish(job, status, error)
 
     async def give_back(self, worker: str, id: str) -> None:
         """Lets the job of a worker wait again, because the server ends."""
-        job = self.board.running.get(worker)
-        if job is not None and job.id == id:
+        if (job := self._held(worker, id)) is not None:
             self.board.give_back(job)
+
+    def _held(self, worker: str, id: str) -> Job | None:
+        """Returns the job that a worker has, if it is the one of this id."""
+        job = self.board.running.get(worker)
+        return job if job is not None and job.id == id else None
 
     async def lose(self, worker: str) -> bool:
         """Takes back the job of a worker that died; tells whether it was ever ready."""
@@ -189,20 +187,15 @@ class Owner:
             board.queue,
             {worker: job.id for worker, job in board.running.items()},
             dict(board.counts),
-            dict(self.seconds),
+            dict(board.seconds),
             dict(sum(map(Counter, self.answers.values()), Counter())),
-            self._ready,
+            board.state,
             board.closed,
         )
 
     async def make_place(self) -> str:
         """Makes the folder of a new video, and returns its id."""
         return self.shelf.make_place().name
-
-    async def add(self, job: Job) -> int:
-        """Appends a job, which is on the disk from then on; returns the version; raises as `Board.add`."""
-        self.board.add(job)
-        return self.board.version
 
     async def discard(self, id: str) -> None:
         """Removes the folder of a video that was refused."""
@@ -211,17 +204,9 @@ class Owner:
         else:
             self.shelf.remove(id)
 
-    async def cancel(self, id: str) -> int:
-        """Cancels a video, and returns the version; raises UnknownError."""
-        self.board.cancel(id)
-        return self.board.version
-
-    async def remove(self, id: str) -> int:
-        """Removes a video, and returns the version; raises UnknownError."""
-        self.board.remove(id)
-        return self.board.version
-
-    async def version(self) -> int:
+    async def change(self, method: str, *given: Any) -> int:
+        """Calls a method of the board, raises as that, and returns the version of the board that shows what it did."""
+        getattr(self.board, method)(*given)
         return self.board.version
 
     async def close(self) -> None:

@@ -27,7 +27,7 @@ from wanjax.serve.app import Service
 from wanjax.serve.desk import Desk
 from wanjax.serve.limits import Limits
 from wanjax.serve.making import Making
-from wanjax.serve.mirror import Distant, Mirror
+from wanjax.serve.mirror import Mirror
 from wanjax.serve.owner import AwayError, Load, Owner
 from wanjax.serve.worker import Told, Worker
 from wanjax.stores.places import Place
@@ -241,7 +241,7 @@ def front(line: Line, folder: Place, told: Told, limits: Limits, token: str | No
     limits.bound_pictures()
     board = Mirror(line, folder, limits.queue)
     board.follow()
-    return Service(board, Distant(told, board), limits, token).application()
+    return Service(board, told.known(), told.models, limits, token).application()
 
 
 def close_fronts() -> None:

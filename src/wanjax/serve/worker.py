@@ -33,18 +33,17 @@ from wanjax.pipelines.text.extending import Extended
 from wanjax.pipelines.windows import Window
 from wanjax.programs import EXECUTE
 from wanjax.serve import offer
-from wanjax.serve.board import Board
+from wanjax.serve.board import BROKE, Board
 from wanjax.serve.desk import Desk
 from wanjax.serve.faults import OUT_OF_MEMORY, STORAGE, explained
 from wanjax.serve.jobs import COMPLETED, FAILED, PREVIEW, THUMBNAIL, VIDEO, Job, cancellation, files_in
-from wanjax.serve.variants import Outline, Variants
+from wanjax.serve.variants import Known, Outline, Variants
 from wanjax.stores.places import Place, Remote
 
 SHAPES = 16  # shapes whose compiled programs are kept
 PERCENT = {"extend": (0, 0), "compile": (0, 0), "encode": (0, 2), "denoise": (2, 95), "decode": (95, 99)}
 """How much is done at the start of a stage and at its end."""
 THUMBNAIL_SIDE = 480  # pixels
-LOADING, READY, BROKE = "loading", "ready", "failed"
 logger = logging.getLogger("wanjax.serve")
 
 
@@ -59,14 +58,16 @@ class Told(NamedTuple):
     usual: dict[str, float]
     folders: list[Path]
 
+    def known(self) -> Known:
+        """Returns the models without components, and the LoRAs."""
+        return Known({one.defaults.model: one.pipeline() for one in self.outlines}, self.usual, self.folders)
+
 
 class Worker:
     """The worker of a board, or of a desk away from one. `tiling` and `batch_guidance` are those of all videos.
 
     `preview` tells whether to show at a few steps what a video will be. `extend` extends a prompt, and is told whether
     the video begins from a picture.
-
-    `state` is "loading" while the model is loaded and compiled, then "ready", and "failed" if the thread ended.
     """
 
     def __init__(
@@ -84,8 +85,6 @@ class Worker:
         self.board = board
         self.tiling = tiling
         self.batch_guidance = batch_guidance
-        self.state, self.created = LOADING, time.time()
-        self.seconds: dict[str, float] = {}  # of all videos so far, by stage
         self._warm_up = warm_up
         self.preview = preview
         self.extend = extend
@@ -100,7 +99,7 @@ class Worker:
     def models(self) -> list[dict[str, Any]]:
         """Returns what a server tells of its models, the served one first."""
         loras = [{"name": name, "strength": strength} for name, strength in self.variants.usual.items()]
-        about = {"created": int(self.created), "loras": loras, "extends_prompts": self.extend is not None}
+        about = {"created": int(time.time()), "loras": loras, "extends_prompts": self.extend is not None}
         return [about | offer.model(pipe, self.tiling, self.batch_guidance) for pipe in self.variants.pipes.values()]
 
     def told(self) -> Told:
@@ -124,12 +123,11 @@ class Worker:
         try:
             if self._warm_up:
                 warm_up(pipe, self.tiling, self.batch_guidance, self.preview, lambda: self.board.closed)
-            self.state = READY
             while (job := self.board.take()) is not None:
                 self._make(job)
         except BaseException:
             logger.error("the worker ended: %s", traceback.format_exc())
-            self.state = BROKE
+            self.board.state = BROKE
             raise
 
     def _make(self, job: Job) -> None:
@@ -249,7 +247,6 @@ class Advancing(Hook):
             yield
         finally:
             seconds = perf_counter() - start
-            self.worker.seconds[name] = self.worker.seconds.get(name, 0.0) + seconds
             self.job.seconds[name] = round(self.job.seconds.get(name, 0.0) + seconds, 3)
 
     def compiling(self, number: int, total: int) -> None:
