@@ -363,12 +363,6 @@ def _check_size(image: Image.Image, name: str, most: int) -> None:
         raise WanjaxError(f"{name} has {image.width}x{image.height} pixels where {bounds} are allowed at most")
 
 
-def _too_large(name: str, error: Image.DecompressionBombError, most: int) -> WanjaxError:
-    """Returns the error for a picture that Pillow does not decode, whose message tells the number of its pixels."""
-    pixels = int("".join(re.findall(r"\d+", str(error))[:1]))
-    return WanjaxError(f"{name} has {pixels:,} pixels where {most:,} are allowed at most")
-
-
 def _scans(data: bytes) -> int:
     """Returns the number of passes in which a JPEG holds its picture."""
     count, at = 0, 0
@@ -390,16 +384,10 @@ def opened(source: str | Path | BytesIO, name: str, *, pixels: int | None = None
             f"{name} is a folder: a picture is needed" if os.path.isdir(source) else f"there is no file {name}"
         )
     with ExitStack() as stack:
-        try:
-            stack.enter_context(_bounded(2 * most))
+        with _decoding(name, most, opening=True):
             # Pillow maps a file that it opens by name, and then reads a TIFF wrongly that is to be turned.
             file = source if isinstance(source, BytesIO) else stack.enter_context(open(source, "rb"))
             image = stack.enter_context(Image.open(file, formats=FORMATS))
-        except Image.DecompressionBombError as error:
-            raise _too_large(name, error, most) from error
-        except (*BROKEN, MemoryError) as error:
-            why = f"it is none of {', '.join(FORMATS)}" if isinstance(error, UnidentifiedImageError) else error
-            raise WanjaxError(f"{name} cannot be read as a picture: {why}") from error
         _check_size(image, name, most)
         if image.format in ("JPEG", "MPO"):
             data = source.getvalue() if isinstance(source, BytesIO) else Path(source).read_bytes()
@@ -410,17 +398,21 @@ def opened(source: str | Path | BytesIO, name: str, *, pixels: int | None = None
 
 
 @contextmanager
-def _decoding(name: str, most: int) -> Iterator[None]:
-    """Raises WanjaxError for what Pillow says of a picture when it decodes it."""
+def _decoding(name: str, most: int, *, opening: bool = False) -> Iterator[None]:
+    """Raises WanjaxError for what Pillow says of a picture when it decodes it, or is `opening` it."""
     try:
-        with _bounded(most):
+        with _bounded(2 * most if opening else most):  # one that is not far too large is told with its sides
             yield
     except WanjaxError:
         raise
     except Image.DecompressionBombError as error:
-        raise _too_large(name, error, most) from error
+        pixels = int("".join(re.findall(r"\d+", str(error))[:1]))  # which the message tells
+        raise WanjaxError(f"{name} has {pixels:,} pixels where {most:,} are allowed at most") from error
+    except UnidentifiedImageError as error:
+        raise WanjaxError(f"{name} cannot be read as a picture: it is none of {', '.join(FORMATS)}") from error
     except (*BROKEN, MemoryError) as error:
-        raise WanjaxError(f"{name} cannot be read to its end, it is damaged: {error}") from error
+        how = "as a picture" if opening else "to its end, it is damaged"
+        raise WanjaxError(f"{name} cannot be read {how}: {error}") from error
 
 
 def _shown(image: Image.Image, page: Page) -> Picture | Deep:

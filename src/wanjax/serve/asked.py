@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from PIL import Image
 
 from wanjax.errors import SettingError, WanjaxError, shown
-from wanjax.media.pictures import DECODING, Pictures, opened, picture_of
+from wanjax.media.pictures import DECODING, PictureOfAnySize, Pictures, opened, picture_of
 from wanjax.pipelines.keywords import unknown_keyword
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import DRAW, Setting, Settings, pixels
@@ -163,25 +163,27 @@ def save_pictures(pictures: Mapping[str, Sequence[bytes]], folder: Path, limits:
     Raises WanjaxError where one is none, or where all pictures are too large together by what their headers say. A clip
     is decoded by whoever reads it, within the bounds of this process.
     """
-    each = [(name, number, data) for name, given in pictures.items() for number, data in enumerate(given)]
-    kinds = {(name, number): _film(data) if name in CLIPS else None for name, number, data in each}
     saved: dict[str, Any] = {}
     left = limits.picture
-    for name, number, data in each:
-        if kinds[name, number] is None:
-            with _opened(data, name, pixels=left) as image:
-                left -= image.width * image.height
-                kinds[name, number] = str(image.format).lower() if name in CLIPS else "png"
-    for name, number, data in each:
-        stem = f"{name}_{number}" if name == "references" else CLIP if name == "video" else name
-        file = f"{stem}.{kinds[name, number]}"
-        if name in CLIPS:
+    for name, given in pictures.items():
+        for number, data in enumerate(given):
+            stem = f"{name}_{number}" if name == "references" else CLIP if name == "video" else name
+            kind = _film(data) if name in CLIPS else None
+            if kind is None:
+                with _opened(data, name, left) as image:  # one at a time in this process
+                    left -= image.width * image.height
+                    kind = str(image.format).lower()
+                    if name not in CLIPS:
+                        kind, data = "png", _png(picture_of(image, name))
+            file = f"{stem}.{kind}"
             (folder / file).write_bytes(data)
-        else:
-            with _opened(data, name, pixels=limits.picture) as image:  # one at a time in this process
-                Image.fromarray(picture_of(image, name)).save(folder / file)
-        saved[name] = [*saved.get(name, []), file] if name == "references" else file
+            saved[name] = [*saved.get(name, []), file] if name == "references" else file
     return saved
+
+
+def _png(picture: PictureOfAnySize) -> bytes:
+    Image.fromarray(picture).save(file := BytesIO(), "PNG")
+    return file.getvalue()
 
 
 def _film(data: bytes) -> str | None:
@@ -190,7 +192,7 @@ def _film(data: bytes) -> str | None:
 
 
 @contextmanager
-def _opened(data: bytes, name: str, pixels: int | None = None) -> Iterator[Image.Image]:
+def _opened(data: bytes, name: str, pixels: int) -> Iterator[Image.Image]:
     """Opens a picture of one of the formats that a stranger may send; raises SettingError that names the field."""
     try:
         with opened(BytesIO(data), name, pixels=pixels) as image:
