@@ -23,7 +23,7 @@ from wanjax.compilers.exporting import export
 from wanjax.compilers.lowering import Lowering
 from wanjax.compilers.priced import Priced
 from wanjax.errors import WanjaxError
-from wanjax.kernels.attention import Attention
+from wanjax.kernels.attention import AUTO, Attention
 from wanjax.loading import outlined
 from wanjax.models.wan.flops import context_flops
 from wanjax.pipelines.wan.programs import TEXT_LENGTH
@@ -143,7 +143,7 @@ def test_advice_when_a_video_does_not_fit(monkeypatch):
     assert found.limit.startswith("the memory of a chip")
     assert says(str(found.advice), "v6e-1 denoise 68.2 GiB chip 31.2 v6e-4")
     model = outline("wan2.1-t2v-14b")
-    weights = outlook._parameters(model.family, model.architecture)["transformer"]
+    weights = model.family.network_of(model.architecture.networks["transformer"]).parameters
     kept = found.stages["denoise"].kept_bytes_per_chip  # beside the programs that read no weights
     assert 2 * weights < kept < 2.01 * weights  # the least of them are in float32
 
@@ -224,8 +224,8 @@ def test_how_often_each_program_runs():
 
 def test_a_plan_counts_all_weights():
     model = outline("wan2.2-t2v-a14b")
-    sizes = outlook._parameters(model.family, model.architecture)
-    assert sizes["transformer"] == sizes["transformer_2"] == 14_288_491_584
+    asked = outlook.asked_of_a_mesh(model.family, model.architecture, model.settings, AUTO, "fsdp")
+    assert asked["parameters"] == 2 * 14_288_491_584
 
 
 def test_all_meshes_of_a_slice_are_considered():

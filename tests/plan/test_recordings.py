@@ -13,7 +13,7 @@ from wanjax.compilers.exporting import export
 from wanjax.kernels.compiler_options import SETS
 from wanjax.loading import outlined
 from wanjax.pipelines.recording import needed_pictures, record
-from wanjax.plan.recorded import of_stages, programs_of
+from wanjax.plan.recorded import programs_of
 from wanjax.registry import outline, presets
 from wanjax.sharding import RULES, Partitioner
 
@@ -26,7 +26,8 @@ def recorded(outline, mesh=MESH, **how):
     """Returns the programs of a video of an outline, by stage."""
     pipe = outlined(outline, Partitioner(mesh, RULES["fsdp"]), **how)
     chosen = pipe.settings()
-    return of_stages(programs_of(record(pipe, chosen, needed_pictures(pipe, chosen))))
+    found = programs_of(record(pipe, chosen, needed_pictures(pipe, chosen)))
+    return {stage: [x for x in found if x.stage == stage] for stage in ("encode", "denoise", "decode")}
 
 
 def published(name, **changed):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory and the seconds of each stage of a video, and their limits, on devices that need not be present."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -18,13 +18,14 @@ from wanjax.media.pictures import Pictures
 from wanjax.pipelines.caching.rules import check_apart
 from wanjax.pipelines.decoders import DecoderFile
 from wanjax.pipelines.family import Architecture, Family, Forward
-from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.recording import needed_pictures, record
 from wanjax.pipelines.settings import Settings
 from wanjax.plan.meshes import choose_mesh
-from wanjax.plan.recorded import DENSE, REUSING, STEP, Scheduled, of_stages, programs_of
+from wanjax.plan.recorded import DENSE, REUSING, STEP, Scheduled, programs_of
 from wanjax.registry import Outline
 from wanjax.sharding import RULES, Partitioner
+
+Price = tuple[Scheduled, Priced]
 
 
 @dataclass(frozen=True)
@@ -147,45 +148,66 @@ def outlook(
     architecture = outline.architecture.attending(attention, settings.model)
     place, attention = find_place(chip), architecture.attention(attention)
     check_set(compiler)
-    unpriced: list[str] = []
+    doubts: list[str] = []
     if isinstance(place, Machine):
         if attention.window is not None:
-            unpriced.append(f"the window of {attention.window} tokens is not priced: each token is taken to see all")
+            doubts.append(f"the window of {attention.window} tokens is not priced: each token is taken to see all")
         attention, compiler = attention if attention.leaves_out else Attention("reference"), SAFE  # nothing is compiled
-    parameters = _parameters(family, architecture)
     if mesh is None and isinstance(place, Slice):
         mesh = choose_mesh(place, **asked_of_a_mesh(family, architecture, settings, attention, rules), sp=sp)
     work = architecture.forward(settings)
     axes = axes_on(place, mesh or (1, 1, 1))
-    settings = _settled(architecture, settings, axes["dp"] > 1 or batch_guidance)
+    check_apart(settings.cache, axes["dp"] > 1 or batch_guidance)
+    settings = replace(settings, cache=architecture.cache_rule(settings))
+    if not (settings.cache.counted or settings.cache.decided_on_device):  # the weights decide
+        doubts.append(
+            f"which steps reuse what another kept ({settings.cache}) is not known ahead: all but one are whole"
+        )
     partitioner = Partitioner(mesh_on(place, axes), RULES[rules])
     how = {"attention": attention, "compiler": compiler, "offload": offload, "decoder": decoder}
     pipe = outlined(replace(outline, architecture=architecture, settings=settings), partitioner, **how)
-    recorded = Recording(pipe, pictures, tiling, batch_guidance, place.memory)
-    programs = recorded.programs(settings)
+
+    def programs_for(settings: Settings) -> list[Scheduled]:
+        shown = needed_pictures(pipe, settings) if pictures is None else pictures
+        told = {"tiling": tiling, "batch_guidance": batch_guidance, "room": place.memory}
+        return programs_of(record(pipe, settings, shown, **told))
+
+    programs = programs_for(settings)
     priced = priced_on(place, [(program.name, program.lowering) for program in programs], tell)
     prices = list(zip(programs, priced, strict=True))
-    stages = {name: [(x, y) for x, y in prices if x.stage == name] for name in of_stages(programs)}
-    told = {name: _stage(parts, place.memory) for name, parts in stages.items()}
-    (step,) = (y for x, y in prices if x.name == STEP)
-    verdict = _verdict(settings, chip, place, told)
-    reusing = _reusing(architecture, settings, prices, told)
+    (step,) = (price for program, price in prices if program.name == STEP)
+    names = dict.fromkeys(program.stage for program in programs)
+    stages = {name: _stage([pair for pair in prices if pair[0].stage == name], place.memory) for name in names}
+    block = architecture.block_length
+    longer = programs_for(settings.updated({"frames": settings.frames + block})) if block else []
+    networks = [family.network_of(config) for config in architecture.networks.values()]
     return Outlook(
-        **_asked(settings, chip, place, axes, rules, compiler),
-        **verdict,
-        **_step(settings, place, step, work if attention.sees_all else None),
-        **reusing,
-        **_range(prices, verdict["total_seconds"], reusing["total_seconds_least"]),
-        programs=[_row(*each) for each in prices],
-        frames_a_second=_pace(recorded, settings, prices),
-        download_bytes_at_most=4 * sum(parameters.values()),
-        disk_bytes=_stored_bytes(family, architecture, parameters),
-        limit=_limit(told, step),
-        doubts=[
-            *dict.fromkeys(doubt for _, x in prices for doubt in x.doubts),
-            *_unknown(architecture, settings),
-            *unpriced,
+        model=settings.model,
+        chip=chip,
+        devices=place.devices,
+        mesh=axes,
+        rules=rules,
+        compiler=compiler if isinstance(place, Slice) else None,
+        size=f"{settings.width}x{settings.height}",
+        frames=settings.frames,
+        fps=settings.fps,
+        steps=settings.steps,
+        guidance_scale=settings.guidance_scale,
+        guidance_rule=str(settings.guidance_rule),
+        dtype=settings.dtype,
+        priced_by="the chip's compiler" if isinstance(place, Slice) else "a stated model",
+        **_memory(settings, chip, place, stages, step),
+        programs=[
+            Row(program.stage, program.name, program.times, price.seconds, price.arguments, price.peak, program.beside)
+            for program, price in prices
         ],
+        **_step(settings, place, step, work if attention.sees_all else None),
+        **_totals(architecture, settings, stages, prices),
+        frames_a_second=_pace(block, longer, prices),
+        compile_seconds=sum(stage.compile_seconds for stage in stages.values()),
+        download_bytes_at_most=4 * sum(network.parameters for network in networks),
+        disk_bytes=sum(network.parameters * (4 if network.float32 else 2) for network in networks),  # by `convert`
+        doubts=[*dict.fromkeys(doubt for price in priced for doubt in price.doubts), *doubts],
     )
 
 
@@ -193,93 +215,45 @@ def asked_of_a_mesh(
     family: Family, architecture: Architecture, settings: Settings, attention: Attention, rules: str
 ) -> dict[str, Any]:
     """Returns what the model of `plan/meshes.py` is told of a step, by its keywords."""
-    counts, work = _parameters(family, architecture), architecture.forward(settings)
+    work = architecture.forward(settings)
+    denoisers = [family.network_of(architecture.networks[name]) for name in architecture.denoisers]
     return {
         "work": work,
         "guided": settings.split,
-        "parameters": sum(counts[name] for name in architecture.denoisers),
+        "parameters": sum(network.parameters for network in denoisers),
         "ring": attention.passes_keys and work.ring,
         "spread": bool(RULES[rules].weights),
     }
 
 
-@dataclass(frozen=True)
-class Recording:
-    """What is recorded of a video, whatever its settings are: the pipeline, pictures, tiles, and a device's memory."""
-
-    pipe: Pipeline
-    pictures: Pictures | None
-    tiling: Tiling | None
-    batch_guidance: bool
-    memory: int
-
-    def programs(self, settings: Settings) -> list[Scheduled]:
-        """Returns the programs of a video of these settings."""
-        pictures = needed_pictures(self.pipe, settings) if self.pictures is None else self.pictures
-        told = {"tiling": self.tiling, "batch_guidance": self.batch_guidance, "room": self.memory}
-        return programs_of(record(self.pipe, settings, pictures, **told))
-
-
-def _settled(architecture: Architecture, settings: Settings, together: bool) -> Settings:
-    """Returns the settings with a complete step cache; `together` tells whether a forward has both prompts."""
-    check_apart(settings.cache, together)
-    return replace(settings, cache=architecture.cache_rule(settings))
-
-
-def _asked(
-    settings: Settings, chip: str, place: Place, axes: Mapping[str, int], rules: str, compiler: str
-) -> dict[str, Any]:
-    """Returns the fields that describe the video, the devices and the way of pricing."""
-    return {
-        "model": settings.model,
-        "chip": chip,
-        "devices": place.devices,
-        "mesh": axes,
-        "rules": rules,
-        "compiler": compiler if isinstance(place, Slice) else None,
-        "size": f"{settings.width}x{settings.height}",
-        "frames": settings.frames,
-        "fps": settings.fps,
-        "steps": settings.steps,
-        "guidance_scale": settings.guidance_scale,
-        "guidance_rule": str(settings.guidance_rule),
-        "dtype": settings.dtype,
-        "priced_by": "the chip's compiler" if isinstance(place, Slice) else "a stated model",
-    }
-
-
-def _verdict(settings: Settings, chip: str, place: Place, told: Mapping[str, Stage]) -> dict[str, Any]:
-    """Returns the fields on memory, the stages and the totals."""
-    seconds = [stage.seconds for stage in told.values()]
-    fits = _fits(told)
+def _memory(settings: Settings, chip: str, place: Place, stages: Mapping[str, Stage], step: Priced) -> dict[str, Any]:
+    """Returns the fields on the stages and their memory, and what limits the video."""
+    fits = all(stage.spare_bytes_per_chip >= 0 for stage in stages.values())
+    tightest = min(stages, key=lambda name: stages[name].spare_bytes_per_chip)
     return {
         "memory_per_chip": place.memory,
         "fits": fits,
-        "peak_bytes_per_chip": max(stage.peak_bytes_per_chip for stage in told.values()),
-        "stages": told,
-        "total_seconds": None if None in seconds else sum(filter(None, seconds)),
-        "compile_seconds": sum(stage.compile_seconds for stage in told.values()),
-        "advice": None if fits else _advice(settings, chip, told, place.devices),
+        "peak_bytes_per_chip": max(stage.peak_bytes_per_chip for stage in stages.values()),
+        "stages": stages,
+        "limit": (limit_of(step) if fits else None) or f"the memory of a chip, in {tightest}",
+        "advice": None if fits else _advice(settings, chip, stages, place.devices),
     }
 
 
-def _pace(recorded: Recording, settings: Settings, prices: Sequence[tuple[Scheduled, Priced]]) -> float | None:
+def _pace(block: int, longer: Sequence[Scheduled], prices: Sequence[Price]) -> float | None:
     """Returns the frames a second of a video that is delivered while it is made: those of one more block.
 
-    None for other videos, and where a program does not fit or is not priced, as in a video of one block.
+    `longer` are the programs of a video of a block more, none for other videos. None for these, and where a program
+    does not fit or is not priced, as in a video of one block.
     """
-    length = recorded.pipe.architecture.block_length
-    if not length:
-        return None
-    longer = recorded.programs(settings.updated({"frames": settings.frames + length}))
-    each = {(program.stage, program.name): (program.times, priced.seconds) for program, priced in prices}
+    each = {(program.stage, program.name): (program.times, price.seconds) for program, price in prices}
     seconds = 0.0
     for program in longer:
         before, price = each.get((program.stage, program.name), (0, None))
         if price is None:
             return None
         seconds += (program.times - before) * price
-    return length / seconds
+    return block / seconds if longer else None
 
 
 def _step(settings: Settings, place: Place, step: Priced, work: Forward | None) -> dict[str, Any]:
@@ -297,93 +271,61 @@ def _step(settings: Settings, place: Place, step: Priced, work: Forward | None) 
     }
 
 
-def _reusing(
-    architecture: Architecture,
-    settings: Settings,
-    prices: Sequence[tuple[Scheduled, Priced]],
-    told: Mapping[str, Stage],
+def _totals(
+    architecture: Architecture, settings: Settings, stages: Mapping[str, Stage], prices: Sequence[Price]
 ) -> dict[str, Any]:
-    """Returns the fields on steps that reuse what the step cache kept, and on dense ones."""
+    """Returns the fields on the whole run, on steps that reuse what the step cache kept, and on dense ones.
+
+    The low end of the range is that of as many cheap steps as there may be.
+    """
+    total = _sum(stage.seconds for stage in stages.values())
     found: dict[str, Any] = {
         "cache": str(settings.cache),
+        "total_seconds": total,
         "reusing_step_seconds_least": None,
         "total_seconds_least": None,
+        "total_seconds_low": None,
+        "total_seconds_high": None,
     }
     for kind in (REUSING, DENSE):
         times, seconds = next(((run.times, x.seconds) for run, x in prices if run.name == kind), (0, None))
         found |= {f"{kind}s": times, f"{kind}_seconds": seconds}
-    if architecture.cache_rule(settings).decided_on_device:
+    if settings.cache.decided_on_device:
         found["reusing_steps"] = most = sum(architecture.reused(settings))
         least = next((x.least for run, x in prices if run.name == REUSING), None)
-        seconds = [stage.seconds for stage in told.values()]
-        if least is not None and None not in seconds:
-            total = sum(filter(None, seconds)) - most * (found["reusing_step_seconds"] - least)
-            found |= {"reusing_step_seconds_least": least, "total_seconds_least": total}
+        if least is not None and total is not None:
+            saved = most * (found["reusing_step_seconds"] - least)
+            found |= {"reusing_step_seconds_least": least, "total_seconds_least": total - saved}
+    if total is not None:
+        low, high = (sum(run.times * getattr(x, end) for run, x in prices) for end in ("low", "high"))
+        found["total_seconds_low"] = low * (found["total_seconds_least"] or total) / total
+        found["total_seconds_high"] = high
     return found
 
 
-def _range(prices: Sequence[tuple[Scheduled, Priced]], total: float | None, least: float | None) -> dict[str, Any]:
-    """Returns the ends of the range of the whole run; the low one of as many cheap steps as there may be."""
-    if total is None:
-        return {"total_seconds_low": None, "total_seconds_high": None}
-    low = sum(run.times * x.low for run, x in prices) * (least or total) / total
-    return {"total_seconds_low": low, "total_seconds_high": sum(run.times * x.high for run, x in prices)}
-
-
-def _unknown(architecture: Architecture, settings: Settings) -> Iterator[str]:
-    """Yields a sentence where the weights decide between the programs of whole steps and of those that reuse."""
-    rule = architecture.cache_rule(settings)
-    if not (rule.counted or rule.decided_on_device):
-        yield f"which steps reuse what another kept ({settings.cache}) is not known ahead: all but one are whole"
-
-
-def _row(program: Scheduled, priced: Priced) -> Row:
-    sizes = priced.arguments, priced.peak, program.beside
-    return Row(program.stage, program.name, program.times, priced.seconds, *sizes)
-
-
-def _parameters(family: Family, architecture: Architecture) -> dict[str, int]:
-    """Returns the number of parameters of each network; computes it once for networks of the same shape."""
-    counts: dict[Any, int] = {}
-    for config in architecture.networks.values():
-        if config not in counts:
-            counts[config] = family.network_of(config).parameters
-    return {name: counts[config] for name, config in architecture.networks.items()}
-
-
-def _stored_bytes(family: Family, architecture: Architecture, parameters: Mapping[str, int]) -> int:
-    """Returns the bytes of all weights as `convert` stores them."""
-    networks = {name: family.network_of(config) for name, config in architecture.networks.items()}
-    return sum(count * (4 if networks[name].float32 else 2) for name, count in parameters.items())
-
-
-def _stage(programs: Sequence[tuple[Scheduled, Priced]], memory: int) -> Stage:
+def _stage(programs: Sequence[Price], memory: int) -> Stage:
     """Returns a stage from its programs, which run in turn; its memory is that at the peak of the largest."""
     program, largest = max(programs, key=lambda pair: pair[1].peak + pair[0].beside)
-    seconds = [None if priced.seconds is None else run.times * priced.seconds for run, priced in programs]
     return Stage(
         weights_bytes_per_chip=largest.arguments,
         activation_bytes_per_chip=largest.peak - largest.arguments,
         kept_bytes_per_chip=program.beside,
         peak_bytes_per_chip=largest.peak + program.beside,
         spare_bytes_per_chip=memory - largest.peak - program.beside,
-        seconds=None if None in seconds else sum(filter(None, seconds)),
+        seconds=_sum(x.seconds and run.times * x.seconds for run, x in programs),
         compile_seconds=sum(priced.compile_seconds for _, priced in programs),
     )
 
 
-def _fits(told: Mapping[str, Stage]) -> bool:
-    return all(stage.spare_bytes_per_chip >= 0 for stage in told.values())
+def _sum(seconds: Iterable[float | None]) -> float | None:
+    """Returns the seconds of all parts; None where those of one are not known."""
+    known = list(seconds)
+    return None if None in known else sum(filter(None, known))
 
 
-def _limit(told: Mapping[str, Stage], step: Priced) -> str:
-    within = "the memory of a chip, in " + min(told, key=lambda name: told[name].spare_bytes_per_chip)
-    return (limit_of(step) if _fits(told) else None) or within
-
-
-def _advice(settings: Settings, chip: str, told: Mapping[str, Stage], devices: int) -> str:
+def _advice(settings: Settings, chip: str, stages: Mapping[str, Stage], devices: int) -> str:
     """Returns advice on a slice that would fit, estimated from the memory of all devices together."""
-    name, worst = max(told.items(), key=lambda item: item[1].peak_bytes_per_chip)
+    name, worst = max(stages.items(), key=lambda item: item[1].peak_bytes_per_chip)
     memory = worst.peak_bytes_per_chip + worst.spare_bytes_per_chip
     would = would_fit(chip, worst.peak_bytes_per_chip * devices)
     return (

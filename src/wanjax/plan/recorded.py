@@ -10,7 +10,6 @@ for program in programs_of(record(pipe, found.settings)):
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from wanjax.compilers.lowering import Lowering
@@ -47,14 +46,6 @@ def programs_of(record: Record) -> list[Scheduled]:
             name = f"{name}_{number}"
         lowering = program.instance.lowering
         found.append(Scheduled(program.stage, name, lowering, program.times, program.beside))
-    return found
-
-
-def of_stages(programs: Sequence[Scheduled]) -> dict[str, list[Scheduled]]:
-    """Returns programs by their stages, in order."""
-    found: dict[str, list[Scheduled]] = {"encode": [], "denoise": [], "decode": []}
-    for program in programs:
-        found[program.stage].append(program)
     return found
 
 
