@@ -89,7 +89,7 @@ class Partitioner:
 
     def __str__(self) -> str:
         """The mesh as `parse_mesh` reads it."""
-        return ",".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
+        return mesh_text(self.mesh.shape)
 
     @property
     def alone(self) -> bool:
@@ -308,7 +308,7 @@ def make_mesh(dp: int = 1, sp: int = 1, tp: int = 1, *, devices: Sequence[Any] |
         platform()  # a mistake in JAX_PLATFORMS is told here, in one sentence
         devices = all_devices()
     sizes: dict[str, int] = dict(zip(MESH_AXES, (dp, sp, tp), strict=True))
-    text = ",".join(f"{axis}={size}" for axis, size in sizes.items())
+    text = mesh_text(sizes)
     if min(sizes.values()) < 1:
         raise WanjaxError(f"the mesh {text} has an axis below 1: every axis must be at least 1")
     if dp * sp * tp != len(devices):
@@ -379,6 +379,11 @@ class AutoMesh(NamedTuple):
     """A mesh that is to be chosen, with a given `sp` unless it is None."""
 
     sp: int | None = None
+
+
+def mesh_text(axes: Mapping[str, int], joint: str = ",") -> str:
+    """Returns the sizes of a mesh as `parse_mesh` reads them."""
+    return joint.join(f"{axis}={size}" for axis, size in axes.items())
 
 
 def parse_mesh(text: str) -> MeshSizes | AutoMesh:

@@ -19,7 +19,7 @@ from wanjax.cli.names import VIDEOS
 from wanjax.cli.options import COMPILE_CACHE, MOST_VIDEOS, SETTINGS, is_typed
 from wanjax.cli.processes import meet
 from wanjax.cli.report import Report
-from wanjax.cli.stages import Rendering, Reporting, given_settings, loaded, loading
+from wanjax.cli.stages import Rendering, Reporting, given_settings, how_of, loaded, loading
 from wanjax.cluster import actors
 from wanjax.cluster.batch import MANIFEST, Batch, Manifest
 from wanjax.cluster.hosts import FIRST
@@ -28,7 +28,6 @@ from wanjax.cluster.processes import is_first
 from wanjax.cluster.requests import SCHEDULER, Request, read_requests, with_seeds
 from wanjax.cluster.worker import STAGES, Job, Outcome, Worker
 from wanjax.errors import WanjaxError
-from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures
 from wanjax.pipelines.record import described
 from wanjax.pipelines.seeds import checked_seed
@@ -82,9 +81,8 @@ def generate(
     arguments: dict[str, Any] = {
         "load": partial(loaded, loading(chosen, given, offload=None)),
         "folder": target.absolute(),
-        "tiling": given.get("tiling") or (Tiling() if given.get("tile") else None),
-        "batch_guidance": bool(given.get("batch_guidance")),
         "force": force,
+        **how_of(given),
     }
     if several:
         arguments |= {"owned": True, "shared": click.get_current_context().meta.get(COMPILE_CACHE)}

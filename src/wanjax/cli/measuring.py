@@ -21,6 +21,7 @@ from wanjax.loading import load
 from wanjax.pipelines import progress
 from wanjax.pipelines.caching.calibration import Measured, measure, reused_by, tables_from
 from wanjax.pipelines.caching.tables import measured_file, to_json
+from wanjax.sharding import mesh_text
 from wanjax.stores.writing import check_folder, writing
 
 HEADINGS = ("what", "compiling", "first run", "measured", "runs", "spread", "modelled", "measured / modelled")
@@ -47,10 +48,9 @@ def bench(report: Report, *, model: str, quick: bool, keep: bool, as_json: bool)
 
 def show(found: Bench, console: Console) -> None:
     """Prints the measurements as a table, and what follows from them as sentences."""
-    mesh = ", ".join(f"{axis}={size}" for axis, size in found.mesh.items())
     console.print(
         f"{found.model}, {found.size}, {found.frames} frames, {found.dtype}, random weights, on {found.devices} "
-        f"({mesh}), modelled by {found.modelled_by}",
+        f"({mesh_text(found.mesh, ', ')}), modelled by {found.modelled_by}",
     )
     several = len({row.compiler for row in found.rows}) > 1
     rows = []
@@ -98,7 +98,6 @@ MOST = 4  # prompts, where none are given
 def calibrate(report: Report, *, model: str, prompts: Sequence[str], image: str | None, **given: Any) -> None:
     """Makes the latents of a few videos, and writes the tables that their steps told."""
     loading = {name: given.pop(name) for name in ("mesh", "rules", "attention", "dtype", "vae_dtype", "compiler")}
-    loading["rules"] = loading["rules"] or "fsdp"
     loading["compiler"] = loading["compiler"] or kept_set()
     settings = given_settings(**given)
     pipe = load(model, video=settings, progress=report.load, note=report.note, **loading)

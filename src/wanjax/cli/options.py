@@ -144,12 +144,11 @@ def _mesh(ctx: click.Context, parameter: click.Parameter, value: str | None) -> 
     return parse_mesh(text)
 
 
-def _rules(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+def _rules(ctx: click.Context, parameter: click.Parameter, value: str) -> str:
     """Returns the rules, which a former option names too."""
     for rules in _parts(ctx, "use_fsdp").values():
-        if value not in (None, rules):
+        if value != rules:
             raise click.UsageError(f"--use-fsdp is --rules {rules}, and {value} is given: one way is enough")
-        return rules
     return value
 
 
@@ -428,8 +427,10 @@ rules = together(
     click.option(
         "--rules",
         type=click.Choice(["fsdp", "tp", "replicated"]),
+        default="fsdp",
+        show_default=True,
         callback=_rules,
-        help="How weights are spread: gathered as used, by columns and rows, or whole on each.  [default: fsdp]",
+        help="How weights are spread: gathered as used, by columns and rows, or whole on each.",
     ),
     _kept("--use-fsdp", value="fsdp"),
 )

@@ -3,7 +3,7 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
@@ -19,28 +19,26 @@ from wanjax import loading, registry
 from wanjax.cli.processes import meet
 from wanjax.cli.report import Report, print_table
 from wanjax.cli.scaling import show_scale, why
-from wanjax.cli.stages import Rendering, given_settings, loras_of, own_settings
+from wanjax.cli.stages import Rendering, given_settings, how_of, loras_of, own_settings
 from wanjax.compilers.cache import compile_cache, compile_cache_folder
 from wanjax.compilers.chips import Slice, devices_of, find_slice
 from wanjax.compilers.compile import AT_ONCE, ENVIRONMENT, check_compiler
 from wanjax.compilers.lowering import without_refused
-from wanjax.compilers.places import Tell
 from wanjax.compilers.shared import Kept, current
 from wanjax.errors import WanjaxError
 from wanjax.figures import between, digits, duration, in_bytes
 from wanjax.kernels.attention import AUTO, Attention
 from wanjax.kernels.compiler_options import SAFE
-from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures
 from wanjax.pipelines import progress
 from wanjax.pipelines.decoders import DecoderFile
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import Settings
 from wanjax.plan.outlook import Outlook, outlook
-from wanjax.plan.scale import Bulk, at_scale
+from wanjax.plan.scale import Bulk, Scale, at_scale
 from wanjax.plan.training import TrainingOutlook, training_outlook
 from wanjax.programs import EXECUTE, Instance, warn_refused
-from wanjax.sharding import ONE_DEVICE, AutoMesh, MeshSizes, find_rules, standing_in
+from wanjax.sharding import ONE_DEVICE, AutoMesh, MeshSizes, mesh_text, standing_in
 from wanjax.stores.own import own_folder
 from wanjax.training.adapters import LoraConfig
 from wanjax.training.optimizers import OptimizerConfig
@@ -65,12 +63,9 @@ def plan(
     bulk = _bulk(given)
     if bulk and training["train"]:
         raise WanjaxError("--train prices a step, and --requests prices videos: one of them at a time")
-    rules = given.pop("rules") or "fsdp"
-    find_rules(rules)
     axes, sp = (mesh, None) if isinstance(mesh, MeshSizes) else (None, mesh and mesh.sp)
     attention = given.pop("attention") or _learned(given) or AUTO
-    how = {"sp": sp, "rules": rules, "compiler": compiler or SAFE, "attention": attention}
-    console = progress.console(stderr=False)
+    how = {"sp": sp, "rules": given.pop("rules"), "compiler": compiler or SAFE, "attention": attention}
     found = registry.outline(model)
     if (scheduler := given.pop("scheduler")) is not None:
         found = replace(found, architecture=found.architecture.with_scheduler(scheduler))
@@ -81,29 +76,25 @@ def plan(
     if training["train"]:
         lora = None if training["full"] else LoraConfig(training["lora_rank"])
         how |= {"lora": lora, "optimized": OptimizerConfig(training["optimizer"]), "clips": training["batch"]}
-        with _priced(report) as tell:
-            step = training_outlook(found, chip, axes, **how, tell=tell)
-        click.echo(json.dumps(step.to_json(), indent=2)) if as_json else show_training(step, console)
-        return
-    how |= {"batch_guidance": bool(given["batch_guidance"]), "tiling": Tiling() if given["tile"] else None}
-    how |= {
-        "pictures": pictures,
-        "offload": given["offload"] if settings.windows > 1 else given["offload"] is not False,
-    }
-    if file := given["decoder"]:
-        how |= {"decoder": DecoderFile.in_place_of(found.architecture.vae, file)}
-    if bulk is not None:
-        with _priced(report) as tell:
-            ways = at_scale(found, chip, bulk, axes, **how, tell=tell)
-        told = {"why": why(ways)} | ways.to_json()
-        click.echo(json.dumps(told, indent=2)) if as_json else show_scale(ways, console)
-        return
-    with _priced(report) as tell:
-        priced = outlook(found, chip, axes, **how, tell=tell)
-    if as_json:
-        click.echo(json.dumps(priced.to_json(), indent=2))
+        price = partial(training_outlook, found, chip, axes, **how)
     else:
-        show(priced, console)
+        offload = given["offload"] if settings.windows > 1 else given["offload"] is not False
+        how |= {**how_of(given), "pictures": pictures, "offload": offload}
+        if file := given["decoder"]:
+            how |= {"decoder": DecoderFile.in_place_of(found.architecture.vae, file)}
+        price = partial(at_scale, found, chip, bulk) if bulk else partial(outlook, found, chip)
+        price = partial(price, axes, **how)
+
+    def tell(now: Sequence[str], done: int, total: int) -> None:
+        report.count("program", done, total, beside=" and ".join(now))
+
+    with report.stage("plan", at_once=True):
+        priced = price(tell=tell)
+    if as_json:
+        reason = {"why": why(priced)} if isinstance(priced, Scale) else {}
+        click.echo(json.dumps(reason | priced.to_json(), indent=2))
+    else:
+        SHOWN[type(priced)](priced, progress.console(stderr=False))
 
 
 def _bulk(given: dict[str, Any]) -> Bulk | None:
@@ -118,13 +109,6 @@ def _learned(given: dict[str, Any]) -> Attention | None:
     return registry.attention_of(lora for lora in loras_of(given_settings(**given)) if Path(lora.file).is_file())
 
 
-@contextmanager
-def _priced(report: Report) -> Iterator[Tell]:
-    """Shows how many programs are priced, and those at which the compiler is."""
-    with report.stage("plan", at_once=True):
-        yield lambda now, done, total: report.count("program", done, total, beside=" and ".join(now))
-
-
 def _video(pipe: Pipeline, given: dict[str, Any]) -> tuple[Pictures | None, Settings]:
     """Returns the given pictures, None where there are none, and the settings of the video."""
     chosen = given_settings(**given)
@@ -137,36 +121,34 @@ def _video(pipe: Pipeline, given: dict[str, Any]) -> tuple[Pictures | None, Sett
 
 def show_training(found: TrainingOutlook, console: Console) -> None:
     """Prints the price of a step of training."""
-    mesh = ", ".join(f"{axis}={size}" for axis, size in found.mesh.items())
-    parts = {**found.step_breakdown, "in all": found.step_seconds or 0.0}
-    alone = {**found.forward_breakdown, "in all": found.forward_seconds or 0.0}
-    rows = [(part, duration(seconds), duration(alone.get(part, 0.0))) for part, seconds in parts.items()]
-    lines = [
+    console.print(
         f"training of {found.trained} of {found.model} by {found.optimizer}, {found.clips} x {found.size}, "
-        f"{found.frames} frames, on {found.chip} ({mesh}, rules {found.rules}), priced, not measured",
-        f"a chip: {_gib(found.weights_bytes_per_chip)} of weights, state and inputs, "
-        f"{_gib(found.peak_bytes_per_chip)} at the peak, of {_gib(found.memory_per_chip)}",
-    ]
-    if found.backward_ratio is not None:
-        lines.append(
-            f"backward and optimiser take {digits(found.backward_ratio)} x the forward; the limit: {found.limit}"
-        )
-    lines += [f"in doubt: {doubt}" for doubt in found.doubts]
-    lines.append(found.advice or f"fits, with {_gib(found.spare_bytes_per_chip)} to spare on each chip")
-    console.print(lines[0])
+        f"{found.frames} frames, on {found.chip} ({mesh_text(found.mesh, ', ')}, rules {found.rules}), priced, not "
+        "measured"
+    )
     if found.step_seconds:
+        parts = {**found.step_breakdown, "in all": found.step_seconds}
+        alone = {**found.forward_breakdown, "in all": found.forward_seconds or 0.0}
+        rows = [(part, duration(seconds), duration(alone.get(part, 0.0))) for part, seconds in parts.items()]
         print_table(console, ("part", "a step", "forward alone"), rows)
-    for line in lines[1:]:
-        console.print(line)
+    console.print(
+        f"a chip: {_gib(found.weights_bytes_per_chip)} of weights, state and inputs, "
+        f"{_gib(found.peak_bytes_per_chip)} at the peak, of {_gib(found.memory_per_chip)}"
+    )
+    if found.backward_ratio is not None:
+        ratio = digits(found.backward_ratio)
+        console.print(f"backward and optimiser take {ratio} x the forward; the limit: {found.limit}")
+    for doubt in found.doubts:
+        console.print(f"in doubt: {doubt}")
+    console.print(found.advice or f"fits, with {_gib(found.spare_bytes_per_chip)} to spare on each chip")
 
 
-def show(found: Outlook, console: Console) -> None:
+def show_video(found: Outlook, console: Console) -> None:
     """Prints the prices as tables and sentences."""
-    mesh = ", ".join(f"{axis}={size}" for axis, size in found.mesh.items())
     options = "" if found.compiler is None else f", compiler {found.compiler}"
     console.print(
         f"{found.model}, {found.size}, {found.frames} frames, {found.steps} steps, {found.dtype}, on {found.chip} "
-        f"({mesh}, rules {found.rules}{options}), priced by {found.priced_by}, not measured",
+        f"({mesh_text(found.mesh, ', ')}, rules {found.rules}{options}), priced by {found.priced_by}, not measured",
     )
     print_table(console, STAGE, _stages(found))
     if found.step_seconds:
@@ -242,6 +224,13 @@ def _summary(found: Outlook) -> list[str]:
         spare = min(stage.spare_bytes_per_chip for stage in found.stages.values())
         lines.append(f"fits, with {_gib(spare)} of {_gib(found.memory_per_chip)} to spare on each chip")
     return lines if found.advice is None else [*lines, found.advice]
+
+
+SHOWN: Mapping[type, Callable[[Any, Console], None]] = {
+    Outlook: show_video,
+    Scale: show_scale,
+    TrainingOutlook: show_training,
+}
 
 
 def warmup(report: Report, *, chip: str | None, **given: Any) -> None:

@@ -11,6 +11,7 @@ from wanjax.compilers.places import find_place
 from wanjax.compilers.pricing import Cost
 from wanjax.figures import between, digits, duration, in_bytes
 from wanjax.plan.scale import DOWNLOADED, LOADED, START, Bulk, NoWay, Scale, Way
+from wanjax.sharding import mesh_text
 
 VIDEO = ("slice", "mesh", "a video", "chip-seconds")
 ALL = ("slice", "slices", "hours")
@@ -37,8 +38,7 @@ def show_scale(found: Scale, console: Console) -> None:
 
 def _video(way: Way) -> tuple[str, ...]:
     """Returns the figures of one video, under the headings of `VIDEO`."""
-    mesh = ",".join(f"{axis}={size}" for axis, size in way.plan.mesh.items())
-    return way.slice, mesh, spread(way.video_seconds, duration), spread(way.chip_seconds, digits)
+    return way.slice, mesh_text(way.plan.mesh), spread(way.video_seconds, duration), spread(way.chip_seconds, digits)
 
 
 def _all(found: Scale, way: Way) -> tuple[str, ...]:

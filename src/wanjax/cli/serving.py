@@ -21,10 +21,10 @@ from wanjax.checkpoints.lora import Lora
 from wanjax.cli.options import COMPILE_CACHE
 from wanjax.cli.processes import meet
 from wanjax.cli.report import Report
+from wanjax.cli.stages import how_of
 from wanjax.cluster import actors
 from wanjax.errors import WanjaxError
 from wanjax.kernels.compiler_options import kept_set
-from wanjax.layers.tiling import Tiling
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.extending import check_address, extend_prompt
@@ -162,10 +162,9 @@ def _until_signal() -> Callable[[], bool]:
 
 def _loaded(note: Callable[[str], None], given: dict[str, Any]) -> Pipeline:
     """Loads the model, and the decoder of its previews if there is one."""
-    names = ("dtype", "vae_dtype", "attention", "mesh", "lora", "decoder")
+    names = ("dtype", "vae_dtype", "attention", "mesh", "rules", "lora", "decoder", "verify")
     chosen: dict[str, Any] = {name: given[name] for name in names}
     chosen["compiler"] = given["compiler"] or kept_set()
-    chosen |= {"rules": given["rules"] or "fsdp", "verify": given["verify"]}
     pipe = loading.load(given["model"], note=note, **chosen)
     if decoder := given["preview_decoder"]:
         pipe.preview_with(decoder)
@@ -190,7 +189,7 @@ def _worker(given: dict[str, Any], note: Callable[[str], None], board: Any) -> A
     loras = [Lora.parse(text) for text in given["lora"]]
     variants = Variants(pipe, loras, lambda name, own: _loaded(note, given | {"model": name, "lora": own}))
     _limits(given, pipe.defaults).bound_pictures()
-    options: dict[str, Any] = {"tiling": Tiling() if given["tile"] else None, "batch_guidance": given["batch_guidance"]}
+    options = how_of(given)
     looking = given["preview"] or given["preview_decoder"] is not None
     if (url := given["extend_prompt"]) is not None:
         model = given["extend_model"]

@@ -177,11 +177,10 @@ class Rendering:
         """
         chosen = _inherited(left or {}, given) | given_settings(**given)
         self.report = report
-        self.tiling = given.get("tiling") or (Tiling() if given.get("tile") else None)
+        self.how = how_of(given)
         self.remade: Mapping[str, Any] | None = given.get("remade")
         self.profile: Path | None = given.get("profile")
         self.drawn = chosen.get("seed") == DRAW
-        self.batch_guidance = bool(given.get("batch_guidance"))
         if pipe is None:
             again = (chosen.get("windows") or 1) > 1 or bool(chosen.get("then"))  # then each network is used again
             asked = loading(chosen, given, offload=None if again else True)
@@ -201,9 +200,7 @@ class Rendering:
         self.noise = None if noise is None else self._noise(noise, len(files.get("references", ())))
         if decoder := given.get("preview_decoder"):
             self.pipe.preview_with(decoder)
-        self.record = self.pipe.record(
-            self.settings, files | {"noise": noise}, tiling=self.tiling, batch_guidance=self.batch_guidance
-        )
+        self.record = self.pipe.record(self.settings, files | {"noise": noise}, **self.how)
         if left is not None and isinstance(known := left.get(DIGESTS), dict):  # of pictures as they were encoded
             encoded = {str(path) for path in paths_of(left, Pictures._fields)}
             self.record.setdefault(DIGESTS, {}).update({path: known[path] for path in encoded & known.keys()})
@@ -294,9 +291,8 @@ class Rendering:
 
     def run(self, *hooks: Hook) -> Run:
         """Returns the run that makes the video, which hooks look upon beside the report."""
-        told = {"tiling": self.tiling, "batch_guidance": self.batch_guidance}
         order = Order(self.settings, self.record)
-        return Run(self.pipe, [order], self.pictures, noise=self.noise, hooks=[Reporting(self), *hooks], **told)
+        return Run(self.pipe, [order], self.pictures, noise=self.noise, hooks=[Reporting(self), *hooks], **self.how)
 
     def ahead(self) -> AbstractContextManager[None]:
         """Compiles the programs of later stages beside the earlier ones, if any of them has to be compiled."""
@@ -305,9 +301,8 @@ class Rendering:
 
     def instances(self) -> list[Instance]:
         """Returns the programs that the run calls, traced; no weights are loaded."""
-        told = {"tiling": self.tiling, "batch_guidance": self.batch_guidance}
         settings = replace(self.settings, windows=min(2, self.settings.windows))  # later windows are as the second
-        return [one.instance for one in record(self.pipe, settings, self.pictures, **told).programs]
+        return [one.instance for one in record(self.pipe, settings, self.pictures, **self.how).programs]
 
     def tell_prompt(self) -> None:
         """Prints notes on the prompt, where the model does not know or read all of it."""
@@ -526,11 +521,17 @@ def loading(chosen: Mapping[str, Any], given: Mapping[str, Any], offload: bool |
         "offload": offload if given.get("offload") is None else given["offload"],
         "lora": loras_of(chosen) if "lora" in given else [],  # only denoising uses them
         "decoder": decoder_of(chosen) if "decoder" in given else None,
-        "rules": given.get("rules") or "fsdp",
+        "rules": given["rules"],
         "verify": bool(given.get("verify")),
         **{name: chosen.get(name) for name in ("dtype", "vae_dtype", "revision", "scheduler")},
         **{name: given.get(name) for name in ("param_dtype", "attention", "mesh", "compiler")},
     }
+
+
+def how_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keywords of `Pipeline.videos` for a command's options that are no settings."""
+    tiling = given.get("tiling") or (Tiling() if given.get("tile") else None)
+    return {"tiling": tiling, "batch_guidance": bool(given.get("batch_guidance"))}
 
 
 def loaded(

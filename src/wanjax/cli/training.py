@@ -28,7 +28,7 @@ def train(report: Report, *, model: str, data: Path, out: Path, **given: Any) ->
         param_dtype="float32" if config.lora is None else None,
         attention=given.get("attention"),
         mesh=given.get("mesh"),
-        rules=given.get("rules") or "fsdp",
+        rules=given["rules"],
         compiler=given.get("compiler") or kept_set(),
         progress=report.load,
         note=report.note,
