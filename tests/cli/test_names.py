@@ -63,15 +63,15 @@ def test_each_run_has_names_of_its_own(model):
 
 @pytest.mark.usefixtures("_always_noon")
 def test_a_name_that_is_taken_is_numbered():
-    places = [names.own_place("A cat", 42) for _ in range(3)]
+    runs = [names.own_files("A cat", 42) for _ in range(3)]
     stems = ["a-cat-42-20300102-120000", "a-cat-42-20300102-120000-2", "a-cat-42-20300102-120000-3"]
-    assert [str(place.folder) for place in places] == [f"stage_outputs/{stem}" for stem in stems]
-    assert [place.video for place in places] == [f"wanjax_videos/{stem}.mp4" for stem in stems]
-    names.release(places[0])
+    assert [str(run.folder) for run in runs] == [f"stage_outputs/{stem}" for stem in stems]
+    assert [run.video for run in runs] == [f"wanjax_videos/{stem}.mp4" for stem in stems]
+    names.release(runs[0])
     Path("wanjax_videos").mkdir()
-    Path(places[0].video).touch()
-    assert names.own_place("A cat", 42).folder.name == stems[0] + "-4"
-    assert names.own_place("A cat", 42, "b.mp4") == (Path("stage_outputs") / stems[0], "b.mp4")
+    Path(runs[0].video).touch()
+    assert names.own_files("A cat", 42).folder.name == stems[0] + "-4"
+    assert names.own_files("A cat", 42, "b.mp4") == (Path("stage_outputs") / stems[0], "b.mp4")
 
 
 @pytest.mark.parametrize(

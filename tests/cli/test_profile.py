@@ -69,12 +69,14 @@ def test_what_is_not_known_is_no_figure(given, tmp_path):
     """The time of one step alone, and the work of steps that leave some of it out."""
     pipe = wanjax.load("nano", **given)
     settings = pipe.settings(size=(32, 32), frames=5)
-    seen = profile.StepProfile(tmp_path, pipe, settings, None)
-    told = []
-    for index in (5, 6):
-        seen.after(Ended(index, 10, 0.0, None, None))
+    told, noted = [], []
+    seen = profile.StepProfile(tmp_path, pipe, settings, noted.append)
+    seen.begun(None)
+    for index in (8, 9):
+        seen.stepped(Ended(index, 10, 0.0, None, None))
         told.append((seen.report(), json.loads((tmp_path / profile.STEPS).read_text(), parse_constant=pytest.fail)))
     (first, one), (second, two) = told
+    assert noted == [second]
     assert one["step_seconds"] is one["mfu"] is None
     assert two["step_seconds"] > 0
     assert (two["step_flops"] is None) == (two["achieved_flops_per_second"] is None) == bool(given)

@@ -30,7 +30,7 @@ RIVALS = {
     "follow": ("sigmas",),
 }
 """Parameters that, where they are typed, take the place of others that come from a file."""
-BESIDE_THE_VIDEO = ("folder", "out", "force", "profile", "processes", "quiet", "verbose", "stats", "json")
+BESIDE_THE_VIDEO = ("folder", "out", "force", "profile", "processes", "quiet", "verbose", "stats", "in_json")
 """Parameters that do not shape a video."""
 SAFE = "safe"
 CONFIG, RECORD = "wanjax.config", "wanjax.record"  # keys, in a command's context, of options from files

@@ -13,14 +13,14 @@ from wanjax.stores.writing import check_folder
 VIDEOS, STAGES = Path("wanjax_videos"), Path("stage_outputs")
 
 
-class Place(NamedTuple):
+class RunFiles(NamedTuple):
     """The folder of a run's stage files, and the name of its video."""
 
     folder: Path
     video: str
 
 
-def own_place(prompt: str, seed: int, out: str | None = None, *, reserve: bool = True) -> Place:
+def own_files(prompt: str, seed: int, out: str | None = None, *, reserve: bool = True) -> RunFiles:
     """Returns names that no other run has, from the prompt, the seed and the time; numbered if they are taken.
 
     `out` is the video's name if it is given. With `reserve` the folder is made, so that no other run takes its name.
@@ -30,18 +30,18 @@ def own_place(prompt: str, seed: int, out: str | None = None, *, reserve: bool =
         check_folder(STAGES)
     for number in count(1):
         name = stem if number == 1 else f"{stem}-{number}"
-        place = Place(STAGES / name, out or str(VIDEOS / f"{name}.mp4"))
-        if out is None and Path(place.video).exists():
+        files = RunFiles(STAGES / name, out or str(VIDEOS / f"{name}.mp4"))
+        if out is None and Path(files.video).exists():
             continue
         with suppress(FileExistsError):
             if reserve:
-                place.folder.mkdir()
-            return place
+                files.folder.mkdir()
+            return files
     raise AssertionError("there is always another number")
 
 
-def release(place: Place) -> None:
-    """Removes the folders of a place that are empty, because the run kept nothing."""
-    for folder in (place.folder, STAGES, VIDEOS):
+def release(files: RunFiles) -> None:
+    """Removes the folders of a run that are empty, because it kept nothing."""
+    for folder in (files.folder, STAGES, VIDEOS):
         with suppress(OSError):  # it holds something
             folder.rmdir()

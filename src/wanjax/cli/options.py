@@ -551,13 +551,9 @@ def _verbose(ctx: click.Context, parameter: click.Parameter, value: bool) -> Non
         ctx.with_resource(ctx.obj.telling_programs())
 
 
-def _stats(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
-    ctx.obj.stats = ctx.obj.stats or value
-
-
-def _in_json(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
-    if value:
-        ctx.obj.in_json = True
+def _reported(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
+    """Sets the flag of the report that has the parameter's name."""
+    setattr(ctx.obj, str(parameter.name), value)
 
 
 quiet = click.option(
@@ -583,14 +579,15 @@ stats = click.option(
     "--stats",
     is_flag=True,
     expose_value=False,
-    callback=_stats,
+    callback=_reported,
     help="Print where each second went: start, weights, compiling, the work, writing.",
 )
 json = click.option(
     "--json",
+    "in_json",
     is_flag=True,
     expose_value=False,
-    callback=_in_json,
+    callback=_reported,
     help="Print what was made as a JSON object: its file, its record and the seconds of each stage.",
 )
 own_folder = folder(None, "a folder of its own in stage_outputs")

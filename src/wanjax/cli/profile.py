@@ -3,15 +3,18 @@
 
 import json
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import jax
 
+from wanjax.cluster.processes import is_first
 from wanjax.compilers.roofline import peak_flops
 from wanjax.figures import duration, scaled
 from wanjax.pipelines.pipeline import Pipeline
+from wanjax.pipelines.run import Hook
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.steps import Step
 from wanjax.stores.writing import writing
@@ -20,23 +23,27 @@ TRACED = (1, 2)  # steps, from 0: the first compiles
 STEPS = "steps.json"
 
 
-class StepProfile:
-    """Traces and times the steps of a video, and reports on them."""
+class StepProfile(Hook):
+    """Traces and times the steps of a video, and notes a sentence on them after the last."""
 
-    def __init__(self, folder: Path, pipe: Pipeline, settings: Settings, encoded: Any):
+    def __init__(self, folder: Path, pipe: Pipeline, settings: Settings, note: Callable[[str], object]):
         self.folder = folder
+        self.pipe = pipe
         self.settings = settings
+        self.note = note
         self.devices = pipe.partitioner.mesh.size
-        forwards = 2 if settings.guided else 1
-        work = pipe.architecture.forward(settings, encoded)
-        self.parts = {part: forwards * count for part, count in work.flops.items()}
-        self._ends: list[float] = []
-        self._tracing = self._traced = False
         rule = pipe.architecture.cache_rule(settings)
         reuses = rule.decided_on_device or any(pipe.architecture.reused(settings))
         self.known = pipe.attention.sees_all and not reuses  # else some of the work is left out
 
-    def after(self, step: Step) -> None:
+    def begun(self, encoded: Any) -> None:
+        forwards = 2 if self.settings.guided else 1
+        work = self.pipe.architecture.forward(self.settings, encoded)
+        self.parts = {part: forwards * count for part, count in work.flops.items()}
+        self._ends: list[float] = []
+        self._tracing = self._traced = False
+
+    def stepped(self, step: Step) -> None:
         """Waits for the end of a step on the device and records the time; starts and stops the trace."""
         jax.block_until_ready(step.latents)
         self._ends.append(perf_counter())
@@ -47,6 +54,8 @@ class StepProfile:
             jax.profiler.stop_trace()
             self._tracing = False
             self._ends[-1] = perf_counter()  # the next step begins after the trace is written
+        if step.index + 1 == step.total and is_first():
+            self.note(self.report())
 
     def report(self) -> str:
         """Writes the report; returns one sentence: seconds and operations of a step, and the share of the peak."""

@@ -4,14 +4,13 @@
 import os
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from wanjax import registry
 from wanjax.cli.options import SETTINGS, is_typed
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
-from wanjax.media.records import DIGESTS, TABLE, read_record
+from wanjax.media.records import TABLE, digests_in, read_record
 from wanjax.pipelines.record import digest_of, paths_of
 from wanjax.pipelines.text.extending import Extended
 from wanjax.stores.places import Place
@@ -31,7 +30,6 @@ FILES = {
 RECORDED = {*SETTINGS, *FILES, "scheduler", "attention", "mesh", "rules", "compiler", "batch_guidance"}
 """The parameters of `generate` that a record gives. No file that is written is among them."""
 DIGEST = re.compile(r"sha256 [0-9a-f]+$")  # of what was given as an array
-HERE = ("version", "devices")
 
 
 def record_of(file: str) -> dict[str, Any]:
@@ -61,9 +59,9 @@ def completed(given: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, 
 
 def differences(record: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
     """Returns a sentence on what may change a video's last digits: another version or other devices."""
-    if all(record.get(name) == here.get(name) for name in HERE):
+    version, devices = (record.get(name, "unknown") for name in ("version", "devices"))
+    if (version, devices) == (here["version"], here["devices"]):
         return None
-    version, devices = (record.get(name, "unknown") for name in HERE)
     return f"the video was made by wanjax {version} on {devices}: here it may differ in its last digits"
 
 
@@ -72,8 +70,7 @@ def check_files(record: Mapping[str, Any], names: Iterable[str]) -> None:
 
     A record may be a stranger's: what it names is read only where the contents have the digest that it tells.
     """
-    known = record.get(DIGESTS)
-    digests: Mapping[str, Any] = known if isinstance(known, Mapping) else {}
+    digests = digests_in(record)
     for name in names:
         if name == "model" and str(record.get(name)) in registry.presets():
             continue
@@ -110,8 +107,7 @@ def check_loaded(record: Mapping[str, Any], here: Mapping[str, Any]) -> None:
 
     `here` is the record of the video as it would be made now.
     """
-    told, now = record.get(DIGESTS), here.get(DIGESTS, {})
-    known: Mapping[str, Any] = told if isinstance(told, Mapping) else {}
+    known, now = digests_in(record), digests_in(here)
     named = [("lora", str(path)) for path in paths_of(record, ["lora"])] + [(TABLE, TABLE)]
     for option, name in named:
         if not is_typed(option) and name in known and name in now and known[name] != now[name]:

@@ -16,7 +16,7 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, build_opener
 
-from wanjax.cli.names import own_place
+from wanjax.cli.names import own_files
 from wanjax.cli.options import SETTINGS, is_given, option_of
 from wanjax.cli.report import Report
 from wanjax.errors import WanjaxError, reason, shown
@@ -61,7 +61,7 @@ def generate(report: Report, *, at: str, prompt: str, out: str | None, **given: 
         why = job["error"].get("message") if isinstance(job.get("error"), dict) else None
         raise WanjaxError(f"{at} made no video: {_plain(why or 'it tells no reason')}")
     record = server.ask(f"{path}/record")
-    target = place(out or own_place(prompt, _seed(record, at), reserve=False).video).absolute()
+    target = place(out or own_files(prompt, _seed(record, at), reserve=False).video).absolute()
     check_folder(target.parent)
     with writing(target) as beside:
         beside.write_bytes(server.fetch(f"{path}/content"))

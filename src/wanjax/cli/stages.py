@@ -21,7 +21,7 @@ import numpy as np
 from wanjax import registry
 from wanjax.checkpoints.lora import Lora
 from wanjax.cli import options
-from wanjax.cli.names import VIDEOS, Place, own_place, release
+from wanjax.cli.names import VIDEOS, RunFiles, own_files, release
 from wanjax.cli.processes import meet
 from wanjax.cli.profile import StepProfile
 from wanjax.cli.remake import check_files, check_loaded, differences
@@ -35,7 +35,7 @@ from wanjax.layers.tiling import Tiling
 from wanjax.loading import load
 from wanjax.media import stage_files, videos
 from wanjax.media.pictures import Pictures
-from wanjax.media.records import DIGESTS
+from wanjax.media.records import DIGESTS, digests_in
 from wanjax.media.stage_files import LATENTS, VIDEO
 from wanjax.pipelines.checks import check_strength
 from wanjax.pipelines.draws import checked_draws
@@ -73,14 +73,14 @@ def generate(
     try:
         video.tell()
         video.tell_prompt()
-        video.try_output(video.place.video, video.record)
+        video.try_output(video.files.video, video.record)
         run = video.denoising()
         with video.ahead():
             _, frames = next(iter(run))
             written = video.streamed(frames) if video.pipe.architecture.streams else video.decoded(run, frames)
     finally:
         if folder is None and is_first():
-            release(video.place)
+            release(video.files)
     report.table()
     video.made(written)
 
@@ -129,10 +129,10 @@ def decode(report: Report, *, folder: Path, out: str | None, force: bool, **give
     video = Rendering(report, folder, given, left, out=out)
     video.check_channels(latents)
     own = {name: video.record[name] for name in ("decoder",) if name in video.record}
-    known = {**_digests(left), **_digests(video.record)}
+    known = digests_in(left) | digests_in(video.record)
     video.record |= left | video.settings.to_json() | own  # the latents are as they were made
     video.record |= {DIGESTS: known} if known else {}
-    video.try_output(video.place.video, video.record)
+    video.try_output(video.files.video, video.record)
     run = video.run()
     written = video.decoded(run, run.frames([latents]))
     report.table()
@@ -187,26 +187,27 @@ class Rendering:
             pipe = loaded(asked, progress=report.load, note=report.note)
         self.pipe = pipe
         settings = own_settings(chosen, given, self.pipe.defaults)
-        files = {name: described(chosen[name]) for name in Pictures._fields if chosen.get(name)}
+        pictures = {name: described(chosen[name]) for name in Pictures._fields if chosen.get(name)}
         del settings["model"]  # the pipeline's own name of it holds in any folder
         if left is None:
-            self.pictures, self.settings = self.pipe.prepare(**files, **settings)
+            self.pictures, self.settings = self.pipe.prepare(**pictures, **settings)
         else:  # the previous stage has encoded the pictures
             self.pictures, self.settings = Pictures(), self.pipe.settings(**settings)
             self.pipe.check_memory(self.settings)
-        self.from_video = "video" in files and self.pipe.architecture.begins_from_video
+        self.from_video = "video" in pictures and self.pipe.architecture.begins_from_video
         if options.is_typed("strength"):
-            check_strength(self.settings, video="video" in files, begins=self.pipe.architecture.begins_from_video)
-        self.noise = None if noise is None else self._noise(noise, len(files.get("references", ())))
+            check_strength(self.settings, video="video" in pictures, begins=self.pipe.architecture.begins_from_video)
+        self.noise = None if noise is None else self._noise(noise, len(pictures.get("references", ())))
         if decoder := given.get("preview_decoder"):
             self.pipe.preview_with(decoder)
-        self.record = self.pipe.record(self.settings, files | {"noise": noise}, **self.how)
-        if left is not None and isinstance(known := left.get(DIGESTS), dict):  # of pictures as they were encoded
+        self.record = self.pipe.record(self.settings, pictures | {"noise": noise}, **self.how)
+        if left is not None:
             encoded = {str(path) for path in paths_of(left, Pictures._fields)}
-            self.record.setdefault(DIGESTS, {}).update({path: known[path] for path in encoded & known.keys()})
+            known = {path: digest for path, digest in digests_in(left).items() if path in encoded}
+            self.record |= {DIGESTS: digests_in(self.record) | known} if known else {}
         if self.remade:
             check_loaded(self.remade, self.record)
-        self.place = self._place(folder, out)  # after all that may be refused: it makes a folder
+        self.files = self._files(folder, out)  # after all that may be refused: it makes a folder
         looking = given.get("preview") or decoder
         self.previews = Previews(self.folder / stage_files.PREVIEW, on=report.console) if looking else None
         if self.profile:
@@ -214,16 +215,16 @@ class Rendering:
             # scopes and lines count in the cache's key: a trace would otherwise show those of older code
             jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
 
-    def _place(self, folder: Path | None, out: str | None) -> Place:
+    def _files(self, folder: Path | None, out: str | None) -> RunFiles:
         """Returns the names of the run's files, after a check that they can be written."""
         video = out or str((folder or VIDEOS) / stage_files.VIDEO)
         if is_first():
             videos.check_output(video, self.settings.length)
         if folder is None:
-            return own_place(self.settings.prompt, self.settings.seed, out, reserve=is_first())
+            return own_files(self.settings.prompt, self.settings.seed, out, reserve=is_first())
         if is_first():
             check_folder(folder)
-        return Place(folder, video)
+        return RunFiles(folder, video)
 
     @property
     def _domain(self) -> TrainingDomain | None:
@@ -232,7 +233,7 @@ class Rendering:
 
     @property
     def folder(self) -> Path:
-        return self.place.folder
+        return self.files.folder
 
     def _noise(self, file: str, references: int) -> Mapping[str, np.ndarray]:
         right = self.pipe.draws(self.settings, references)
@@ -319,7 +320,9 @@ class Rendering:
     def denoising(self) -> Run:
         """Returns the run that denoises, keeps its state and saves; with previews and a profile if they are wanted."""
         self.ready_previews()
-        hooks: list[Hook] = [Profiling(self)] if self.profile else []
+        hooks: list[Hook] = []
+        if self.profile:
+            hooks.append(StepProfile(self.profile, self.pipe, self.settings, self.report.note))
         if not self.pipe.architecture.streams:
             hooks.append(Keeping(self.folder / stage_files.STATE, self.pipe.partitioner, self._resumed))
         return self.run(*hooks, Saving(self) if self.settings.windows == 1 else SavingWindows(self))
@@ -367,9 +370,9 @@ class Rendering:
     def write(self, frames: Iterable[np.ndarray]) -> places.Place:
         """Writes the video from its frames as they come, in the first process only; returns its place."""
         if is_first():
-            return videos.write_video(self.place.video, timing_writes(frames), self.settings.fps, self.record)
+            return videos.write_video(self.files.video, timing_writes(frames), self.settings.fps, self.record)
         deque(frames, maxlen=0)
-        return places.place(self.place.video)
+        return places.place(self.files.video)
 
     def made(self, file: places.Place) -> None:
         """Prints the file that the command made, in the first process only."""
@@ -385,8 +388,8 @@ class Rendering:
 
     def command(self, stage: str) -> str:
         """Returns the command that resumes from here."""
-        elsewhere = stage == "decode" and self.place.video != str(self.folder / stage_files.VIDEO)
-        out = ["--out", self.place.video] if elsewhere else []
+        elsewhere = stage == "decode" and self.files.video != str(self.folder / stage_files.VIDEO)
+        out = ["--out", self.files.video] if elsewhere else []
         return shlex.join(["wanjax", stage, "--dir", str(self.folder), *out])
 
 
@@ -455,27 +458,8 @@ class SavingWindows(Hook):
         made, folder = self.rendering, str(self.rendering.folder)
         if is_first():
             stage_files.save_settings(made.folder, made.record)
-        way_on = ["wanjax", "generate", "--from", folder, "--dir", folder, "--out", made.place.video]
+        way_on = ["wanjax", "generate", "--from", folder, "--dir", folder, "--out", made.files.video]
         made.report.kept(f"{self._told} is kept in {folder}", shlex.join(way_on))
-
-
-class Profiling(Hook):
-    """Traces some steps, and reports on all of them after the last."""
-
-    def __init__(self, rendering: Rendering):
-        self.rendering = rendering
-        self.profile: StepProfile | None = None
-
-    def begun(self, encoded: Any) -> None:
-        made = self.rendering
-        assert made.profile is not None
-        self.profile = StepProfile(made.profile, made.pipe, made.settings, encoded)
-
-    def stepped(self, step: Step) -> None:
-        assert self.profile is not None
-        self.profile.after(step)
-        if step.index + 1 == step.total and is_first():
-            self.rendering.report.note(self.profile.report())
 
 
 def _inherited(left: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -493,11 +477,6 @@ def _inherited(left: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
     if given.get("model") in (None, left.get("model")):
         return dict(left)
     return {name: value for name, value in left.items() if name not in ("scheduler", "revision")}
-
-
-def _digests(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    known = record.get(DIGESTS)
-    return known if isinstance(known, Mapping) else {}
 
 
 def in_short(numbers: Sequence[int]) -> str:

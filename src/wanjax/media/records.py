@@ -57,6 +57,12 @@ def as_of_now(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {"follow": "diffusers"} | found if complete else found
 
 
+def digests_in(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the digests that a record tells, by path; none where something else stands in their place."""
+    found = record.get(DIGESTS)
+    return dict(found) if isinstance(found, Mapping) else {}
+
+
 def table_in(file: SafetensorsFile, name: str) -> dict[str, Any]:
     """Returns the JSON object under a name of a file's metadata, empty if there is none.
 
