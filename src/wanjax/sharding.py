@@ -374,11 +374,17 @@ class MeshSizes(NamedTuple):
     sp: int = 1
     tp: int = 1
 
+    def __str__(self) -> str:
+        return mesh_text(self._asdict())
+
 
 class AutoMesh(NamedTuple):
     """A mesh that is to be chosen, with a given `sp` unless it is None."""
 
     sp: int | None = None
+
+    def __str__(self) -> str:
+        return "auto" if self.sp is None else f"auto,sp={self.sp}"
 
 
 def mesh_text(axes: Mapping[str, int], joint: str = ",") -> str:

@@ -126,6 +126,23 @@ def test_loras_that_are_none():
         assert says(refused("a cat", "--at", url, "--lora", "a.safetensors"), f"{url} none")
 
 
+@pytest.mark.parametrize(
+    ("options", "same", "told"),
+    [
+        ("--window 9", {"attention": "auto:window=9"}, "--attention auto:window=9"),
+        ("--block-q 512", {"attention": "flash_tpu:block_q=512"}, "--attention flash_tpu:block_q=512"),
+        ("--use_fsdp", {"rules": "fsdp"}, "--rules fsdp"),
+        ("--mesh sp=2", {"mesh": "dp=1,sp=2,tp=1"}, "--mesh dp=1,sp=2,tp=1"),
+    ],
+)
+def test_an_option_of_the_server_is_compared_however_it_is_given(options, same, told):
+    given = ("a cat", *options.split(), "--out", "cat.mp4", "--at")
+    with answering(answers()) as url:
+        assert says(refused(*given, url), f"{told} server {url} none")
+    with answering(answers(models={"data": [MODEL | {"started_with": same}]})) as url:
+        succeeded(wanjax(*given, url))
+
+
 def test_a_server_that_is_silent_and_one_that_hangs_up(monkeypatch):
     monkeypatch.setattr(remote, "PATIENCE", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -4,7 +4,7 @@
 import os
 import re
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,6 @@ def option_of(name: str) -> str:
 SETTINGS = schema(Settings)
 MOST_VIDEOS = 100_000  # of one command
 COMPILE_CACHE = "wanjax.compile_cache"  # the key, in a command's context, of a cache that is shared
-KEPT = "wanjax.kept"  # the key, in a command's context, of options that become a part of another option
 CONTEXT = {"help_option_names": ["-h", "--help"], "token_normalize_func": today, "max_content_width": 100}
 
 
@@ -92,34 +91,27 @@ def _prompt(ctx: click.Context, parameter: click.Parameter, value: str | None) -
     return value
 
 
-def _kept(*names: str, value: Any = None, **options: Any) -> Decorator:
-    """Returns an option that becomes a part of another one; a flag if it has a `value`."""
-
-    def keep(ctx: click.Context, parameter: click.Parameter, given: Any) -> None:
-        if given:
-            ctx.meta.setdefault(KEPT, {})[parameter.name] = given if value is None else value
-
-    if value is not None:
-        options |= {"is_flag": True, "hidden": True}
-    return click.option(*names, callback=keep, expose_value=False, is_eager=True, **options)  # before the other one
+part = partial(click.option, is_eager=True)  # an option that becomes a part of another one, and is read before it
+tokens = partial(part, type=click.IntRange(min=1), metavar="N")
+former = partial(part, hidden=True)
 
 
-def _tile(option: str, told: str) -> Decorator:
-    return _kept(option, type=click.IntRange(min=1), metavar="N", help=told)
-
-
-def _parts(ctx: click.Context, *names: str) -> dict[str, Any]:
-    """Returns the options of these names that were kept, in the order of the names."""
-    kept = ctx.meta.get(KEPT, {})
-    return {name: kept[name] for name in names if name in kept}
+def _parts(ctx: click.Context, whole: click.Parameter, *names: str) -> dict[str, Any]:
+    """Takes the given ones of these options, which become parts of another: this one counts as given too."""
+    found = {name: ctx.params.pop(name) for name in names}
+    given = {name: value for name, value in found.items() if value is not None}
+    for name in given:
+        if (source := ctx.get_parameter_source(name)) and not is_given(str(whole.name)):
+            ctx.set_parameter_source(str(whole.name), source)
+    return given
 
 
 def _attention(ctx: click.Context, parameter: click.Parameter, value: str | None) -> Any:
     """Returns the named implementation with the given tiles and window; None where it is to be chosen."""
-    tiles = [f"{k}={v}" for k, v in _parts(ctx, "block_q", "block_kv", "block_kv_compute").items()]
-    tiles += _parts(ctx, "use_k_smooth").values()
-    window = [f"window={size}" for size in _parts(ctx, "window").values()]
-    own = _parts(ctx, "use_custom_attention").get("use_custom_attention")
+    tiles = [f"{k}={v}" for k, v in _parts(ctx, parameter, "block_q", "block_kv", "block_kv_compute").items()]
+    tiles += _parts(ctx, parameter, "use_k_smooth").values()
+    window = [f"window={size}" for size in _parts(ctx, parameter, "window").values()]
+    own = _parts(ctx, parameter, "use_custom_attention").get("use_custom_attention")
     if own and value and value.partition(":")[0] != own:
         raise click.UsageError(f"--use-custom-attention is --attention {own}, and {value} is given: one way is enough")
     name = value or own or ("flash_tpu" if tiles else "auto")
@@ -133,10 +125,10 @@ def _attention(ctx: click.Context, parameter: click.Parameter, value: str | None
 
 def _mesh(ctx: click.Context, parameter: click.Parameter, value: str | None) -> Any:
     """Returns the mesh; the former options ask for a chosen one, which splits guidance, with `sp` as it was given."""
-    former = _parts(ctx, "use_dp", "sp_num")
-    if former and value not in (None, "auto"):
-        raise click.UsageError(f"--{next(iter(former)).replace('_', '-')} is given beside --mesh: one way is enough")
-    text = f"auto,sp={former['sp_num']}" if "sp_num" in former else "auto" if former else value
+    parts = _parts(ctx, parameter, "use_dp", "sp_num")
+    if parts and value not in (None, "auto"):
+        raise click.UsageError(f"--{next(iter(parts)).replace('_', '-')} is given beside --mesh: one way is enough")
+    text = f"auto,sp={parts['sp_num']}" if "sp_num" in parts else "auto" if parts else value
     if text is None:
         return None
     from wanjax.sharding import parse_mesh  # imported late for a quick --help
@@ -146,7 +138,7 @@ def _mesh(ctx: click.Context, parameter: click.Parameter, value: str | None) -> 
 
 def _rules(ctx: click.Context, parameter: click.Parameter, value: str) -> str:
     """Returns the rules, which a former option names too."""
-    for rules in _parts(ctx, "use_fsdp").values():
+    for rules in _parts(ctx, parameter, "use_fsdp").values():
         if value != rules:
             raise click.UsageError(f"--use-fsdp is --rules {rules}, and {value} is given: one way is enough")
     return value
@@ -350,12 +342,12 @@ attention = together(
         help="Implementation of attention; auto is the best for platform and shape, radial[:DECAY] leaves out the far "
         "places of far frames, and sla[:top=SHARE] is for what learns it or has learnt it.  [default: auto]",
     ),
-    _tile("--block-q", "Queries that flash_tpu's self-attention takes at a time, and flash_tpu for it."),
-    _tile("--block-kv", "Keys that it keeps in a TPU's fast memory at a time."),
-    _tile("--block-kv-compute", "Keys that it goes through in one unrolled body."),
-    _tile("--window", "Tokens before and after its own to which self-attention is confined.  [default: all]"),
-    _kept("--use-custom-attention", value="flash_tpu"),
-    _kept("--use-k-smooth", value="center_keys"),
+    tokens("--block-q", help="Queries that flash_tpu's self-attention takes at a time, and flash_tpu for it."),
+    tokens("--block-kv", help="Keys that it keeps in a TPU's fast memory at a time."),
+    tokens("--block-kv-compute", help="Keys that it goes through in one unrolled body."),
+    tokens("--window", help="Tokens before and after its own to which self-attention is confined.  [default: all]"),
+    former("--use-custom-attention", flag_value="flash_tpu", default=None),
+    former("--use-k-smooth", flag_value="center_keys", default=None),
 )
 lora = click.option(
     "--lora",
@@ -420,8 +412,8 @@ mesh = together(
         help="Devices to spread over, as dp=N,sp=N,tp=N or auto; guidance is spread over dp, the sequence over sp, "
         "and heads over tp.  [default: auto, and one on a CPU]",
     ),
-    _kept("--use-dp", value="auto"),
-    _kept("--sp-num", type=click.IntRange(min=1), hidden=True),
+    former("--use-dp", flag_value="auto", default=None),
+    former("--sp-num", type=click.IntRange(min=1)),
 )
 rules = together(
     click.option(
@@ -432,7 +424,7 @@ rules = together(
         callback=_rules,
         help="How weights are spread: gathered as used, by columns and rows, or whole on each.",
     ),
-    _kept("--use-fsdp", value="fsdp"),
+    former("--use-fsdp", flag_value="fsdp", default=None),
 )
 chip = click.option(
     "--chip",

@@ -152,7 +152,8 @@ def _compare(name: str, value: Any, has: Mapping[str, Any], at: str) -> None:
 
 
 def _texts(value: Any) -> list[str]:
-    return [str(one) for one in (value if isinstance(value, list | tuple) else [value])]
+    several = type(value) in (list, tuple)  # and not a mesh, which is a tuple of its own type
+    return [str(one) for one in (value if several else [value])]
 
 
 def _as_url(file: str) -> str:
