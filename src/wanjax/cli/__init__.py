@@ -306,7 +306,7 @@ def decode(report: Report, **given: Any) -> None:
 @train_options.priced
 @scale_options.at_scale
 @options.quiet
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@options.as_json
 @defaults.config
 @click.pass_obj
 def plan(report: Report, model: str | None, model_option: str | None, **given: Any) -> None:
@@ -438,7 +438,7 @@ def train(report: Report, **given: Any) -> None:
 
 @main.command()
 @click.argument("file", shell_complete=complete_files)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@options.as_json
 @defaults.config
 def info(file: str, as_json: bool) -> None:
     """Tell what made the video FILE.
@@ -453,7 +453,7 @@ def info(file: str, as_json: bool) -> None:
 
 @main.command()
 @click.argument("model", required=False, shell_complete=complete_models)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@options.as_json
 @defaults.config
 def models(model: str | None, as_json: bool) -> None:
     """List the models known by name, or tell what MODEL takes and makes.

@@ -15,8 +15,8 @@ import click
 from click.core import ParameterSource
 
 from wanjax.cli import sections
-from wanjax.cli.arguments import check_words, complete_files, today
-from wanjax.cli.options import Seed, Size, is_typed
+from wanjax.cli.arguments import check_words, today
+from wanjax.cli.options import Seed, Size, is_typed, of_file
 from wanjax.errors import WanjaxError, reason
 from wanjax.media.texts import read_text
 
@@ -164,20 +164,16 @@ def _checked(place: str, key: str, value: Any, parameter: click.Parameter) -> An
     return values if several else value
 
 
-config = click.option(
+config = of_file(
     "--config",
-    metavar="FILE",
-    shell_complete=complete_files,
     is_eager=True,  # before the options that it gives
     expose_value=False,
     callback=read_config,
     help="Options from a TOML file; at its top or in a table such as [generate]. What is typed counts more.",
 )
-source = click.option(
+source = of_file(
     "--from",
     "made",
-    metavar="FILE",
-    shell_complete=complete_files,
     is_eager=True,
     callback=read_record,
     help="Make the video FILE again, with its prompt and settings; a prompt and options change them. FILE "

@@ -91,9 +91,11 @@ def _prompt(ctx: click.Context, parameter: click.Parameter, value: str | None) -
     return value
 
 
-part = partial(click.option, is_eager=True)  # an option that becomes a part of another one, and is read before it
-tokens = partial(part, type=click.IntRange(min=1), metavar="N")
-former = partial(part, hidden=True)
+number = partial(click.option, type=click.IntRange(min=1), metavar="N")
+of_file = partial(click.option, metavar="FILE", shell_complete=complete_files)
+# options that become a part of another one are eager, and so are read before it
+tokens = partial(number, is_eager=True)
+former = partial(click.option, is_eager=True, hidden=True)
 
 
 def _parts(ctx: click.Context, whole: click.Parameter, *names: str) -> dict[str, Any]:
@@ -150,15 +152,11 @@ prompt = together(
 )
 seeds = together(
     click.option("--seeds", metavar="LIST", help="Make a video with each of these seeds, such as 0..7 or 1,5,9."),
-    click.option(
-        "--count", type=click.IntRange(1, MOST_VIDEOS), metavar="N", help="Make N videos, with seeds from --seed on."
-    ),
+    number("--count", type=click.IntRange(1, MOST_VIDEOS), help="Make N videos, with seeds from --seed on."),
 )
 many = together(
-    click.option(
+    of_file(
         "--prompts",
-        metavar="FILE",
-        shell_complete=complete_files,
         is_eager=True,  # before the prompt, which it replaces, is missed
         help="Make a video of each line of FILE, or of standard input for -, in place of PROMPT; a line, or a row of a "
         ".csv or .parquet, may be a whole request.",
@@ -185,56 +183,39 @@ def resources(more: str = "") -> Decorator:
 
 batch = together(
     click.argument("prompts", metavar="PROMPTS", shell_complete=complete_files),
-    click.option(
-        "--workers",
-        type=click.IntRange(min=1),
-        metavar="N",
-        help="Make N videos at once, each by a worker of its own.  [default: 1]",
-    ),
+    number("--workers", help="Make N videos at once, each by a worker of its own.  [default: 1]"),
     *(
-        click.option(
+        number(
             f"--{stage}-workers",
-            type=click.IntRange(min=1),
-            metavar="N",
             help="N workers for this stage alone, in place of --workers.  [default: 1, where another stage has some]",
         )
         for stage in ("encode", "denoise", "decode")
     ),
     ray,
-    click.option(
+    number(
         "--hosts",
-        type=click.IntRange(min=1),
         default=1,
         show_default=True,
-        metavar="N",
         help="Make each worker of N hosts together, such as those of a TPU slice; --resources are those of a host.",
     ),
     resources(", or those of a stage, as denoise.gpu=1"),
-    click.option(
+    number(
         "--retries",
         type=click.IntRange(min=0),
         default=2,
         show_default=True,
-        metavar="N",
         help="Try N times again where a video fails, or its worker dies.",
     ),
     dashboard,
 )
-MODEL = "MODEL"
-model = click.option(
-    "--model",
+of_model = partial(click.option, "--model", metavar="MODEL", shell_complete=complete_models)
+model = of_model(
     default="nano",
     show_default=True,
     help="A name that `wanjax models` lists, an id on the Hugging Face hub, or a folder.",
-    metavar=MODEL,
-    shell_complete=complete_models,
 )
-model_again = click.option(
-    "--model", "model_option", help="The same as MODEL.", metavar=MODEL, shell_complete=complete_models
-)
-model_override = click.option(
-    "--model", help="Another model than that of the stage before.", metavar=MODEL, shell_complete=complete_models
-)
+model_again = of_model("model_option", help="The same as MODEL.")
+model_override = of_model(help="Another model than that of the stage before.")
 
 
 def _joined(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> str | None:
@@ -267,39 +248,21 @@ def _max_picture(ctx: click.Context, parameter: click.Parameter, value: int | No
 
 
 text = of_group("text")
-image = click.option("--image", metavar="FILE", shell_complete=complete_files, help=PICTURES["image"])
+image = of_file("--image", help=PICTURES["image"])
 pictures = together(
     image,
-    click.option(
-        "--last-image",
-        metavar="FILE",
-        shell_complete=complete_files,
-        help=PICTURES["last_image"],
-    ),
-    click.option(
-        "--video",
-        metavar="FILE",
-        shell_complete=complete_files,
-        help="A clip, or a folder of pictures, for models that take one.",
-    ),
-    click.option(
-        "--mask",
-        metavar="FILE",
-        shell_complete=complete_files,
-        help=PICTURES["mask"],
-    ),
-    click.option(
+    of_file("--last-image", help=PICTURES["last_image"]),
+    of_file("--video", help="A clip, or a folder of pictures, for models that take one."),
+    of_file("--mask", help=PICTURES["mask"]),
+    of_file(
         "--reference",
         "references",
         multiple=True,
-        metavar="FILE",
-        shell_complete=complete_files,
         help="A picture of what the video should show; may be given more than once.",
     ),
-    click.option(
+    number(
         "--max-picture",
         type=click.IntRange(1, 4000),
-        metavar="N",
         expose_value=False,
         callback=_max_picture,
         help="Million pixels that a given picture may have; a clip may have 16 times as many.  [default: 60]",
@@ -349,11 +312,10 @@ attention = together(
     former("--use-custom-attention", flag_value="flash_tpu", default=None),
     former("--use-k-smooth", flag_value="center_keys", default=None),
 )
-lora = click.option(
+lora = of_file(
     "--lora",
     multiple=True,
     metavar="FILE[:X]",
-    shell_complete=complete_files,
     help="Merge a LoRA into the transformer, at the strength X; may be given more than once. FILE may be "
     "OWNER/NAME/FILE on the hub; of two experts, high=FILE and low=FILE mean one.",
 )
@@ -520,11 +482,9 @@ def folder(default: str | None, told: str = "") -> Decorator:
 
 def out(default: str) -> Decorator:
     """Returns the option of the video's name, with a sentence about its default."""
-    return click.option(
+    return of_file(
         "-o",
         "--out",
-        metavar="FILE",
-        shell_complete=complete_files,
         show_default=default,
         help="The video: .mp4, .mov, .webm, .gif, .webp, .png for one frame, or a folder of PNG if it has no suffix. "
         "Replaces a file of this name.",
@@ -574,6 +534,7 @@ stats = click.option(
     callback=_reported,
     help="Print where each second went: start, weights, compiling, the work, writing.",
 )
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 json = click.option(
     "--json",
     "in_json",
@@ -585,13 +546,11 @@ json = click.option(
 own_folder = folder(None, "a folder of its own in stage_outputs")
 stage_folder = folder("stage_outputs")
 own_out = out("a name of its own in wanjax_videos, or output_video.mp4 in --dir")
-folder_out = click.option(
-    "-o", "--out", metavar="FOLDER", shell_complete=complete_files, default="wanjax_videos", show_default=True,
-    help="The folder of the videos.",
-)  # fmt: skip
+folder_out = of_file(
+    "-o", "--out", metavar="FOLDER", default="wanjax_videos", show_default=True, help="The folder of the videos."
+)
 stage_out = out("output_video.mp4 in --dir")
-
-
+limit = partial(click.option, type=click.IntRange(min=1), show_default=True)
 serving = together(
     click.option(
         "--replicas",
@@ -612,13 +571,12 @@ serving = together(
         metavar="TEXT",
         help="What a request has to show; WANJAX_TOKEN in the environment sets it too, and hides it from other users.",
     ),
-    click.option(
+    of_file(
         "--dir",
         "folder",
         default="wanjax_served",
         show_default=True,
         metavar="FOLDER",
-        shell_complete=complete_files,
         help="Where requests and videos are kept; with --table a store too, s3://BUCKET/NAME.",
     ),
     click.option(
@@ -628,21 +586,13 @@ serving = together(
         help="Where the table of requests is kept, on a disk of this machine, if --dir is on a network or in a store.  "
         "[default: in --dir]",
     ),
-    click.option(
-        "--max-queue", type=click.IntRange(min=1), default=32, show_default=True, help="Videos that may wait."
-    ),
-    click.option(
+    limit("--max-queue", default=32, help="Videos that may wait."),
+    number(
         "--max-pixels",
-        type=click.IntRange(min=1),
-        metavar="N",
         help="Pixels that a video may have, over all frames.  [default: four times those of the model's own video]",
     ),
-    click.option(
-        "--max-steps", type=click.IntRange(min=1), default=200, show_default=True, help="Steps that one may take."
-    ),
-    click.option(
-        "--max-upload", type=click.IntRange(min=1), default=32, show_default=True, help="MiB that a request may have."
-    ),
+    limit("--max-steps", default=200, help="Steps that one may take."),
+    limit("--max-upload", default=32, help="MiB that a request may have."),
     click.option("--preview", is_flag=True, help="Show on the page, at a few steps, what a video will be."),
     preview_decoder,
     click.option(

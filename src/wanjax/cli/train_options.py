@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from wanjax.cli import options
 from wanjax.cli.options import Decorator, together
 from wanjax.pipelines.settings import RESIZES
 
@@ -17,7 +18,7 @@ out = click.option(
     metavar="FOLDER",
     help="Checkpoints, metrics, samples and the result; the same command goes on from what is there.",
 )
-number = partial(click.option, type=click.IntRange(min=1), metavar="N", show_default=True)
+number = partial(options.number, show_default=True)
 real = partial(click.option, type=float, metavar="X", show_default=True)
 optimizer_name = partial(
     click.option, "--optimizer", type=click.Choice(["adamw", "adafactor", "muon"]), default="adamw", show_default=True
