@@ -2,9 +2,10 @@
 """The schedulers: by name, from a checkpoint's scheduler_config.json, and in place of another."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from wanjax.errors import WanjaxError, shown
 from wanjax.schedulers.base import TRAIN_STEPS, Scheduler, check_flow, one_step
@@ -80,7 +81,6 @@ _DIFFUSION = {
     "set_alpha_to_one": (True, [True]),
     "steps_offset": (0, [0]),
 }
-_DISCRETE: Mapping[Any, type[Diffusion]] = {"CogVideoXDDIMScheduler": DDIM, "CogVideoXDPMScheduler": DPM}
 _FLOW = _BOTH | {"invert_sigmas": (False, [False, None]), "scale_factors": (None, [None])}
 _SELF_FORCING = {
     "num_inference_steps": (TRAIN_STEPS, [TRAIN_STEPS]),
@@ -93,39 +93,49 @@ _SELF_FORCING = {
 }
 
 
+def _diffusion(kind: type[Diffusion], config: Mapping[str, Any]) -> Diffusion:
+    """Reads a diffusion. Some entries that are not checked, such as clip_sample, have no effect in the reference."""
+    return kind(snr_shift=config.get("snr_shift_scale", 3.0), spacing=config.get("timestep_spacing", "leading"))
+
+
+class _Read(NamedTuple):
+    """How a config is read: what makes the scheduler, the entries to check, and that of a flow's shift."""
+
+    make: Callable[[Mapping[str, Any]], Scheduler]
+    entries: Mapping[str, tuple[Any, Sequence[Any]]]
+    shift: str = ""
+
+
+_READ = {
+    "UniPCMultistepScheduler": _Read(lambda config: UniPC(order=config.get("solver_order", 2)), _UNIPC, UNIPC_SHIFT),
+    "FlowMatchEulerDiscreteScheduler": _Read(
+        lambda config: Consistency() if config.get("stochastic_sampling") else FlowEuler(), _FLOW, "shift"
+    ),
+    "FlowMatchLCMScheduler": _Read(lambda config: Consistency(), _FLOW, "shift"),
+    "SelfForcingFlowMatchScheduler": _Read(lambda config: Consistency(), _SELF_FORCING, "shift"),
+    "CogVideoXDDIMScheduler": _Read(partial(_diffusion, DDIM), _DIFFUSION),
+    "CogVideoXDPMScheduler": _Read(partial(_diffusion, DPM), _DIFFUSION),
+}
+
+
 def from_config(config: Mapping[str, Any]) -> Scheduler:
     """Returns the scheduler that a scheduler_config.json describes.
 
     Raises WanjaxError for an unknown class, and for an entry with an unsupported value.
     """
     name = config.get("_class_name")
-    match name:
-        case "UniPCMultistepScheduler":
-            _check(config, _UNIPC)
-            check_flow(config.get(UNIPC_SHIFT, 1.0), "official")
-            return UniPC(order=config.get("solver_order", 2))
-        case "FlowMatchEulerDiscreteScheduler" | "FlowMatchLCMScheduler":
-            _check(config, _FLOW)
-            check_flow(config.get("shift", 1.0), "official")
-            noisy = config.get("stochastic_sampling") or name == "FlowMatchLCMScheduler"
-            return Consistency() if noisy else FlowEuler()
-        case "SelfForcingFlowMatchScheduler":
-            _check(config, _SELF_FORCING)
-            check_flow(config.get("shift", 5.0), "official")
-            return Consistency()
-    if isinstance(name, str) and name in _DISCRETE:
-        # some of the other entries, such as clip_sample, have no effect in the reference
-        _check(config, _DIFFUSION)
-        shift, spacing = config.get("snr_shift_scale", 3.0), config.get("timestep_spacing", "leading")
-        return _DISCRETE[name](snr_shift=shift, spacing=spacing)
-    known = [
-        "UniPCMultistepScheduler",
-        "FlowMatchEulerDiscreteScheduler",
-        "FlowMatchLCMScheduler",
-        "SelfForcingFlowMatchScheduler",
-        *_DISCRETE,
-    ]
-    raise WanjaxError(f"the scheduler {name!r} is not known: {' or '.join(known)} would do")
+    if not isinstance(name, str) or name not in _READ:
+        raise WanjaxError(f"the scheduler {name!r} is not known: {' or '.join(_READ)} would do")
+    read = _READ[name]
+    for entry, (absent, offered) in read.entries.items():
+        value = config.get(entry, absent)
+        if value not in offered:
+            raise WanjaxError(
+                f"the scheduler's {entry} {value!r} is not offered: {' or '.join(map(repr, offered))} would do"
+            )
+    if read.shift in config:
+        check_flow(config[read.shift], "official")
+    return read.make(config)
 
 
 def shift_of(config: Mapping[str, Any]) -> Any:
@@ -196,12 +206,3 @@ def successor(scheduler: str | Scheduler, before: Scheduler) -> Scheduler:
             f"the schedule of {name_of(new)} differs in its options, {differs}: one like {name_of(before)} would do"
         )
     return new
-
-
-def _check(config: Mapping[str, Any], entries: Mapping[str, tuple[Any, Sequence[Any]]]) -> None:
-    for entry, (absent, offered) in entries.items():
-        value = config.get(entry, absent)
-        if value not in offered:
-            raise WanjaxError(
-                f"the scheduler's {entry} {value!r} is not offered: {' or '.join(map(repr, offered))} would do"
-            )

@@ -33,22 +33,16 @@ Sample = Float[Array, "..."]
 
 
 class Schedule(NamedTuple):
-    """The noise levels σ of a rectified flow, in falling order, and the network's timesteps; α is 1 - σ."""
+    """The numbers of the steps: the network's timesteps, the noise levels in falling order, and the solver's weights.
 
-    timesteps: Float32[Numbers, " steps"]
-    sigmas: Float32[Numbers, " steps+1"]
+    A last level is where the last step ends. `weights` are those of the terms that a step sums, None for a solver that
+    follows from the levels alone. In training there is one step that moves nothing, with a level for each sample.
+    """
 
-    @property
-    def alphas(self) -> Float32[Numbers, "..."]:
-        return 1.0 - self.sigmas
-
-
-class NoiseLevels(NamedTuple):
-    """Noise levels of a batch in training, as the arrays of a schedule of one step that moves nothing."""
-
-    timesteps: Float[Array, "1 B"]
-    sigmas: Float[Array, "2 B"]
-    alphas: Float[Array, "2 B"]
+    timesteps: Float32[Numbers, " steps *B"]
+    sigmas: Float32[Numbers, " steps+1 *B"]
+    alphas: Float32[Numbers, " steps+1 *B"]
+    weights: Float32[Numbers, "steps terms"] | Any = None
 
 
 @dataclass(frozen=True)
@@ -68,24 +62,28 @@ class Scheduler(ABC):
     """The field that the solver's name may tell, as in `unipc:order=1`."""
 
     @abstractmethod
-    def schedule(self, steps: int, *, skip: int = 0, **options: Any) -> Any:
-        """Returns arrays, with `timesteps`, `sigmas` and `alphas`, for `steps` steps without the first `skip`.
+    def schedule(self, steps: int, *, skip: int = 0, **options: Any) -> Schedule:
+        """Returns arrays of the host for `steps` steps without the first `skip`.
 
         Raises WanjaxError unless at least one step is left, and where an option has an impossible value.
         """
 
     @abstractmethod
-    def init(self, schedule: Any, x: Sample, keys: Key[Array, " B"]) -> Any:
-        """Returns the state before the first step, a tree of arrays; x is the noise.
+    def levels(self, fractions: Float[Array, "B"]) -> Schedule:
+        """Returns the noise levels of training at fractions of their range, from 0 without noise to 1."""
+
+    def init(self, schedule: Schedule, x: Sample, keys: Key[Array, " B"]) -> Any:
+        """Returns the state before the first step, a tree of arrays; x is the noise. Here no state is needed.
 
         `keys` has a key for each sample on the first axis. A scheduler that draws noise keeps their data in the state.
         """
+        return ()
 
     @abstractmethod
-    def step(self, schedule: Any, index: Index, prediction: Sample, x: Sample, state: Any) -> tuple[Sample, Any]:
+    def step(self, schedule: Schedule, index: Index, prediction: Sample, x: Sample, state: Any) -> tuple[Sample, Any]:
         """Returns x at noise level `index + 1` and the next state; takes x and the prediction at level `index`."""
 
-    def x0(self, schedule: Any, index: Index, prediction: Sample, x: Sample) -> Sample:
+    def x0(self, schedule: Schedule, index: Index, prediction: Sample, x: Sample) -> Sample:
         """Returns the clean sample that follows from the network's prediction at x."""
         sigma = schedule.sigmas[index]
         match self.prediction:
@@ -98,25 +96,17 @@ class Scheduler(ABC):
             case "x0":
                 return prediction
 
-    def start(self, schedule: Any, noise: Sample) -> Sample:
+    def start(self, schedule: Schedule, noise: Sample) -> Sample:
         """Returns the sample at the first noise level of the schedule where there is nothing but noise."""
         return noise
 
-    def noised(self, schedule: Any, x0: Sample, noise: Sample) -> Sample:
+    def noised(self, schedule: Schedule, x0: Sample, noise: Sample) -> Sample:
         """Adds noise to a clean sample, up to the first noise level of the schedule.
 
         Both products are rounded before they are summed, whatever program this is a part of.
         """
         products = jnp.stack([schedule.alphas[0] * x0, schedule.sigmas[0] * noise])
         return jax.lax.optimization_barrier(products).sum(0)
-
-    def levels(self, fractions: Float[Array, "B"]) -> NoiseLevels:
-        """Returns the noise levels of training at fractions of their range, from 0 without noise to 1.
-
-        These are a flow's, whose σ is the fraction; other schedulers return their own.
-        """
-        sigmas = jnp.stack([fractions, fractions])
-        return NoiseLevels(sigmas[:1] * TRAIN_STEPS, sigmas, 1.0 - sigmas)
 
     def target(self, alphas: Sample, sigmas: Sample, x0: Sample, noise: Sample) -> Sample:
         """Returns the quantity that the network is to predict at α x0 + σ noise."""
@@ -131,7 +121,30 @@ class Scheduler(ABC):
                 return x0
 
 
-def one_step(schedule: Any, index: int) -> Any:
+@dataclass(frozen=True)
+class Flow(Scheduler):
+    """The noise levels of rectified flows, where α = 1 - σ; subclasses are their solvers."""
+
+    def schedule(self, steps: int, *, shift: float, sigmas: str = "official", skip: int = 0) -> Schedule:
+        """Returns noise levels and timesteps; raises WanjaxError for an invalid shift or sigmas."""
+        check_steps(steps, skip)
+        check_flow(shift, sigmas)
+        timesteps, levels = self._levels(steps, shift, sigmas)
+        rounded = np.append(levels[skip:], 0).astype(np.float32)
+        return Schedule(timesteps[skip:].astype(np.float32), rounded, 1 - rounded)
+
+    def levels(self, fractions: Float[Array, "B"]) -> Schedule:
+        """Returns the fractions as noise levels."""
+        sigmas = jnp.stack([fractions, fractions])
+        return Schedule(sigmas[:1] * TRAIN_STEPS, sigmas, 1.0 - sigmas)
+
+    def _levels(self, steps: int, shift: float, sigmas: str) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the timesteps and the noise levels, without the last level, which is 0; here even ones."""
+        levels = even_levels(steps, shift, sigmas).astype(np.float32)
+        return levels * TRAIN_STEPS, levels
+
+
+def one_step(schedule: Schedule, index: int) -> Schedule:
     """Returns a schedule of one step, cut from a schedule; its shapes are the same for any number of steps."""
     steps = len(schedule.timesteps)
     return jax.tree.map(lambda x: x[index : index + 1 + len(x) - steps], schedule)
@@ -164,16 +177,21 @@ def check_steps(steps: int, skip: int) -> None:
 
 
 def check_flow(shift: object, sigmas: object) -> None:
-    """Raises WanjaxError for a shift that is not a finite number above 0, and for an unknown name of sigmas.
+    """Raises WanjaxError for an invalid shift, and for an unknown name of sigmas.
 
     A shift of 1 changes nothing; a higher shift moves steps to high noise.
     """
+    check_shift("flow shift", shift, "3 to 12")
+    check_choice("sigmas", sigmas, Way)
+
+
+def check_shift(name: str, shift: object, usual: str) -> None:
+    """Raises WanjaxError for a shift that is not a finite number above 0."""
     if not (isinstance(shift, int | float) and 0 < shift < float("inf")):
-        raise WanjaxError(f"the flow shift {shift!r} is not a number above zero: 3 to 12 is usual")
-    check_way("sigmas", sigmas)
+        raise WanjaxError(f"the {name} {shift!r} is not a number above zero: {usual} is usual")
 
 
-def check_way(name: str, way: object) -> None:
-    """Raises WanjaxError for a way that is neither that of the models' authors nor that of diffusers."""
-    if way not in get_args(Way):
-        raise WanjaxError(f"the {name} {way!r} is not known: {' or '.join(get_args(Way))} would do")
+def check_choice(name: str, chosen: object, among: Any) -> None:
+    """Raises WanjaxError for a value that is not among those of a `Literal`."""
+    if chosen not in get_args(among):
+        raise WanjaxError(f"the {name} {chosen!r} is not known: {' or '.join(get_args(among))} would do")

@@ -4,10 +4,9 @@
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Array, Key
 
-from wanjax.schedulers.base import Index, Sample
-from wanjax.schedulers.diffusion import Diffusion, DiffusionSchedule, Levels
+from wanjax.schedulers.base import Index, Sample, Schedule
+from wanjax.schedulers.diffusion import Diffusion, Levels
 
 
 @dataclass(frozen=True)
@@ -17,12 +16,8 @@ class DDIM(Diffusion):
     The weights of a step are those of x and of the clean sample.
     """
 
-    def init(self, schedule: DiffusionSchedule, x: Sample, keys: Key[Array, " B"]) -> tuple[()]:
-        """Returns an empty state: a step uses the current sample only."""
-        return ()
-
     def step(
-        self, schedule: DiffusionSchedule, index: Index, prediction: Sample, x: Sample, state: tuple[()]
+        self, schedule: Schedule, index: Index, prediction: Sample, x: Sample, state: tuple[()]
     ) -> tuple[Sample, tuple[()]]:
         """Moves x to the level at which the step ends."""
         weights = schedule.weights[index]

@@ -9,29 +9,26 @@ schedulers/scheduling_ddim_cogvideox.py, which scheduling_dpm_cogvideox.py repea
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, get_args
+from typing import ClassVar, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Int
 
 from wanjax.errors import WanjaxError
-from wanjax.schedulers.base import TRAIN_STEPS, NoiseLevels, Numbers, Prediction, Scheduler, check_steps, check_way
+from wanjax.schedulers.base import (
+    TRAIN_STEPS,
+    Prediction,
+    Schedule,
+    Scheduler,
+    Way,
+    check_choice,
+    check_shift,
+    check_steps,
+)
 
 BETAS = 0.00085, 0.012  # the first and the last
 Spacing = Literal["trailing", "linspace", "leading"]
-
-
-class DiffusionSchedule(NamedTuple):
-    """Whole-numbered timesteps, the levels, and each step's weights of the terms that it sums.
-
-    By diffusers a step may end at another level than the next one's; the last level is where the last step ends.
-    """
-
-    timesteps: Float32[Numbers, " steps"]
-    sigmas: Float32[Numbers, " steps+1"]
-    alphas: Float32[Numbers, " steps+1"]
-    weights: Float32[Numbers, "steps terms"]
 
 
 class Levels(NamedTuple):
@@ -57,21 +54,17 @@ class Diffusion(Scheduler):
     of_checkpoint: ClassVar[tuple[str, ...]] = ("snr_shift", "spacing")
 
     def __post_init__(self):
-        if not (isinstance(self.snr_shift, int | float) and 0 < self.snr_shift < float("inf")):
-            raise WanjaxError(f"the SNR shift {self.snr_shift!r} is not a number above zero: 1 to 3 is usual")
-        if self.spacing not in get_args(Spacing):
-            raise WanjaxError(
-                f"the timestep spacing {self.spacing!r} is not known: {' or '.join(get_args(Spacing))} would do"
-            )
+        check_shift("SNR shift", self.snr_shift, "1 to 3")
+        check_choice("timestep spacing", self.spacing, Spacing)
 
-    def schedule(self, steps: int, *, follow: str = "official", skip: int = 0) -> DiffusionSchedule:
+    def schedule(self, steps: int, *, follow: str = "official", skip: int = 0) -> Schedule:
         """Returns levels and weights; raises WanjaxError for more steps than there are timesteps.
 
         A step ends at the level of the next timestep, and the last one without noise. By `diffusers` each ends 1000 /
         steps timesteps below its own, rounded down, so that noise is left where steps do not divide 1000.
         """
         check_steps(steps, skip)
-        check_way("way", follow)
+        check_choice("way", follow, Way)
         if steps > TRAIN_STEPS:
             raise WanjaxError(f"{steps} steps are more than the {TRAIN_STEPS} timesteps of the model: take fewer")
         bars = noise_levels(self.snr_shift)
@@ -80,20 +73,20 @@ class Diffusion(Scheduler):
         start, end = bars[timesteps], np.where(ends >= 0, bars[ends], 1.0)
         levels = [Levels(start[i], end[i], start[i - 1] if i else None) for i in range(len(start))]
         squares = np.append(start, end[-1])
-        return DiffusionSchedule(
+        return Schedule(
             timesteps=timesteps.astype(np.float32),
             sigmas=np.sqrt(1 - squares).astype(np.float32),
             alphas=np.sqrt(squares).astype(np.float32),
             weights=np.array([self._weights(level) for level in levels], np.float32),
         )
 
-    def levels(self, fractions: Float[Array, "B"]) -> NoiseLevels:
+    def levels(self, fractions: Float[Array, "B"]) -> Schedule:
         """Returns the levels of whole-numbered timesteps, each with the same share of the range."""
         timesteps = jnp.minimum((fractions * TRAIN_STEPS).astype(jnp.int32), TRAIN_STEPS - 1)
         bars = noise_levels(self.snr_shift)
         alphas, sigmas = (jnp.asarray(np.sqrt(x), jnp.float32)[timesteps] for x in (bars, 1 - bars))
         told = timesteps.astype(jnp.float32)[None]
-        return NoiseLevels(told, jnp.stack([sigmas, sigmas]), jnp.stack([alphas, alphas]))
+        return Schedule(told, jnp.stack([sigmas, sigmas]), jnp.stack([alphas, alphas]))
 
     @abstractmethod
     def _weights(self, levels: Levels) -> tuple[float, ...]:

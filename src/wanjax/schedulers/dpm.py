@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key
 
-from wanjax.schedulers.base import Index, Sample
-from wanjax.schedulers.diffusion import Diffusion, DiffusionSchedule, Levels
+from wanjax.schedulers.base import Index, Sample, Schedule
+from wanjax.schedulers.diffusion import Diffusion, Levels
 from wanjax.schedulers.noise import Drawn, Given, noise_source, take_noise
 
 
@@ -38,7 +38,7 @@ class DPM(Diffusion):
     stochastic: ClassVar[bool] = True
 
     def init(
-        self, schedule: DiffusionSchedule, x: Sample, keys: Key[Array, " B"], noise: Float[Array, "..."] | None = None
+        self, schedule: Schedule, x: Sample, keys: Key[Array, " B"], noise: Float[Array, "..."] | None = None
     ) -> DPMState:
         """Returns the state of the first step. `noise` [steps, shape of x] takes the place of what steps would draw.
 
@@ -47,7 +47,7 @@ class DPM(Diffusion):
         return DPMState(jnp.zeros_like(x), noise_source(schedule, x, keys, noise))
 
     def step(
-        self, schedule: DiffusionSchedule, index: Index, prediction: Sample, x: Sample, state: DPMState
+        self, schedule: Schedule, index: Index, prediction: Sample, x: Sample, state: DPMState
     ) -> tuple[Sample, DPMState]:
         """Moves x to the level at which the step ends."""
         weights = schedule.weights[index]

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The noise that the steps of a stochastic solver add: drawn from a key for each sample, or given for every step."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Key, UInt32
 
 from wanjax.errors import WanjaxError
-from wanjax.schedulers.base import Sample
+from wanjax.schedulers.base import Sample, Schedule
 
 
 class Drawn(NamedTuple):
@@ -24,7 +24,9 @@ class Given(NamedTuple):
     taken: Int32[Array, ""]
 
 
-def noise_source(schedule: Any, x: Sample, keys: Key[Array, " B"], noise: Float[Array, "..."] | None) -> Drawn | Given:
+def noise_source(
+    schedule: Schedule, x: Sample, keys: Key[Array, " B"], noise: Float[Array, "..."] | None
+) -> Drawn | Given:
     """Returns the source of the first step's noise: the given noise [steps, shape of x], else the keys.
 
     Raises WanjaxError for noise of another shape.

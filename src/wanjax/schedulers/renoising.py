@@ -8,7 +8,6 @@ video models have it. A network that was distilled at a few timesteps is best ru
 takes the first of them, and one of more steps divides the path along them evenly.
 """
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,33 +16,16 @@ import numpy as np
 from jaxtyping import Array, Float, Key
 
 from wanjax.errors import WanjaxError
-from wanjax.schedulers.base import (
-    TRAIN_STEPS,
-    Index,
-    Sample,
-    Schedule,
-    Scheduler,
-    check_flow,
-    check_steps,
-    even_levels,
-    shifted,
-)
-from wanjax.schedulers.flow_euler import moved
+from wanjax.schedulers.base import TRAIN_STEPS, Flow, Index, Sample, Schedule, shifted
+from wanjax.schedulers.flow_euler import FlowEuler
 from wanjax.schedulers.noise import Drawn, Given, noise_source, take_noise
 
 
 @dataclass(frozen=True)
-class Renoising(Scheduler):
-    """The step of solvers that add new noise; subclasses have their own noise levels."""
+class Renoising(Flow):
+    """Adds new noise in each step, up to the next level."""
 
     stochastic: ClassVar[bool] = True
-
-    def schedule(self, steps: int, *, shift: float, sigmas: str = "official", skip: int = 0) -> Schedule:
-        """Returns noise levels and unrounded timesteps; raises WanjaxError for an invalid shift or sigmas."""
-        check_steps(steps, skip)
-        check_flow(shift, sigmas)
-        timesteps, levels = self._levels(steps, shift, sigmas)
-        return Schedule(timesteps[skip:].astype(np.float32), np.append(levels[skip:], 0).astype(np.float32))
 
     def init(
         self, schedule: Schedule, x: Sample, keys: Key[Array, " B"], noise: Float[Array, "..."] | None = None
@@ -61,10 +43,6 @@ class Renoising(Scheduler):
         noise, state = take_noise(state, x)
         x0 = self.x0(schedule, index, prediction, x)
         return schedule.alphas[index + 1] * x0 + schedule.sigmas[index + 1] * noise, state
-
-    @abstractmethod
-    def _levels(self, steps: int, shift: float, sigmas: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the timesteps and the noise levels, without the last level, which is 0."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +70,7 @@ class Consistency(Renoising):
 
     def _levels(self, steps: int, shift: float, sigmas: str) -> tuple[np.ndarray, np.ndarray]:
         if not self.timesteps:
-            levels = even_levels(steps, shift, sigmas).astype(np.float32)
-            return levels * TRAIN_STEPS, levels
+            return super()._levels(steps, shift, sigmas)
         _check_official(sigmas)
         told = _along(self.timesteps, steps)
         trained = shifted(np.arange(TRAIN_STEPS, 0, -1) / TRAIN_STEPS, shift)
@@ -102,9 +79,9 @@ class Consistency(Renoising):
 
 
 @dataclass(frozen=True)
-class RCM(Renoising):
-    """The solver of rCM (Zheng et al., "Large Scale Diffusion Distillation via Score-Regularized Continuous-Time
-    Consistency", 2510.08431), whose levels are angles: at θ, x is cos θ x0 + sin θ noise.
+class Angles(Flow):
+    """The noise levels of rCM (Zheng et al., "Large Scale Diffusion Distillation via Score-Regularized Continuous-Time
+    Consistency", 2510.08431), which are angles: at θ, x is cos θ x0 + sin θ noise.
 
     Divided by cos θ + sin θ it lies on the flow's path, at σ = sin θ / (cos θ + sin θ). The first angle is the arc
     tangent of `sigma_max`: 80, or 200 for image to video. The noise is scaled by its σ, which is below 1. The shift has
@@ -132,24 +109,18 @@ class RCM(Renoising):
 
 
 @dataclass(frozen=True)
-class RCMEuler(RCM):
+class RCM(Renoising, Angles):
+    """The solver of rCM, which adds new noise at its levels."""
+
+
+@dataclass(frozen=True)
+class RCMEuler(FlowEuler, Angles):
     """Euler's method over rCM's levels, x' = x - (σ - σ') v, which adds no noise: sharper, and less robust.
 
     Follows turbodiffusion/inference/wan2.2_i2v_infer.py of thu-ml/TurboDiffusion, which has it for image to video.
     """
 
-    stochastic: ClassVar[bool] = False
     sigma_max: float = 200.0
-
-    def init(self, schedule: Schedule, x: Sample, keys: Key[Array, " B"]) -> tuple[()]:
-        """Returns an empty state: no noise is drawn."""
-        return ()
-
-    def step(
-        self, schedule: Schedule, index: Index, prediction: Sample, x: Sample, state: tuple[()]
-    ) -> tuple[Sample, tuple[()]]:
-        """Moves x along the velocity to the next noise level."""
-        return moved(schedule, index, prediction, x), state
 
 
 def _check_official(sigmas: str) -> None:

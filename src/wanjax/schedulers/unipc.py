@@ -12,38 +12,17 @@ repeats the same step and also uses the prediction at the level that was reached
 and the noise levels, so they are computed ahead.
 """
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Key
+from jaxtyping import Array, Float, Key
 
 from wanjax.errors import WanjaxError
-from wanjax.schedulers.base import (
-    TRAIN_STEPS,
-    Index,
-    Numbers,
-    Sample,
-    Scheduler,
-    check_flow,
-    check_steps,
-    shifted,
-)
-
-
-class UniPCSchedule(NamedTuple):
-    """Whole-numbered timesteps, noise levels, and each step's weights (w0, w1, w2 ...) of the two expansions."""
-
-    timesteps: Float32[Numbers, " steps"]
-    sigmas: Float32[Numbers, " steps+1"]
-    corrector: Float32[Numbers, "steps 4"]
-    predictor: Float32[Numbers, "steps 3"]
-
-    @property
-    def alphas(self) -> Float32[Numbers, "..."]:
-        return 1.0 - self.sigmas
+from wanjax.schedulers.base import TRAIN_STEPS, Flow, Index, Numbers, Sample, Schedule, shifted
 
 
 class UniPCState(NamedTuple):
@@ -55,59 +34,71 @@ class UniPCState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class UniPC(Scheduler):
-    """UniPC of order 1 or 2; raises WanjaxError for other orders."""
+class Expanding(Flow):
+    """Solvers of order 1 or 2 by the expansion; raises WanjaxError for other orders."""
 
     order: int = 2
     option: ClassVar[str] = "order"
+    from_noise: ClassVar[bool] = False
+    """True for a solver that may begin at pure noise, from where λ is infinitely far."""
 
     def __post_init__(self):
         if self.order not in (1, 2):
             raise WanjaxError(f"the solver order {self.order!r} is not offered: 1 or 2 would do")
 
-    def schedule(self, steps: int, *, shift: float, sigmas: str = "official", skip: int = 0) -> UniPCSchedule:
-        """Returns noise levels and weights.
+    def schedule(self, steps: int, *, shift: float, sigmas: str = "official", skip: int = 0) -> Schedule:
+        """Returns noise levels, whole-numbered timesteps and weights.
 
         Raises WanjaxError for an invalid shift or sigmas, and where two levels are equal in float32.
         """
-        check_steps(steps, skip)
-        check_flow(shift, sigmas)
-        levels = _levels(steps, shift, sigmas)[skip:]
-        rounded = np.append(levels, 0).astype(np.float32)
-        if rounded[0] >= 1 or (np.diff(rounded) >= 0).any():
+        schedule = super().schedule(steps, shift=shift, sigmas=sigmas, skip=skip)
+        s = np.asarray(schedule.sigmas, np.float64)  # rounded first, as in the references: near pure noise λ changes
+        if (s[0] == 1 and not self.from_noise) or (np.diff(s) >= 0).any():
             raise WanjaxError(f"{steps} steps at a flow shift of {shift} lie too close together: take fewer")
-        s = rounded.astype(np.float64)  # rounded first, as in the reference: near pure noise the rounding changes λ
-        corrector = [(1, 0, 0, 0)] + [_corrector(s, i, min(self.order, i)) for i in range(1, len(levels))]
-        ahead = [predictor(s, i, min(self.order, i + 1)) for i in range(len(levels) - 1)] + [(0, 1, 0)]
-        return UniPCSchedule(
-            timesteps=np.trunc(levels * TRAIN_STEPS).astype(np.float32),
-            sigmas=rounded,
-            corrector=np.array(corrector, np.float32),
-            predictor=np.array(ahead, np.float32),
-        )
+        return schedule._replace(weights=np.array([self._weights(s, i) for i in range(len(s) - 1)], np.float32))
 
-    def init(self, schedule: UniPCSchedule, x: Sample, keys: Key[Array, " B"]) -> UniPCState:
+    @abstractmethod
+    def _weights(self, s: np.ndarray, i: int) -> Sequence[float]:
+        """Returns the weights of the step from level i, given all levels."""
+
+    def _ahead(self, s: np.ndarray, i: int) -> Sequence[float]:
+        """Returns the predictor's weights from level i to i + 1; the last step is to the prediction itself."""
+        if i + 2 == len(s):
+            return 0, 1, 0
+        h = _lambda(s[i + 1]) - _lambda(s[i])
+        gain = (1 - s[i + 1]) * -np.expm1(-h)
+        before = 0.5 * h / (_lambda(s[i - 1]) - _lambda(s[i])) if min(self.order, i + 1) == 2 else 0.0
+        return s[i + 1] / s[i], gain, gain * before
+
+
+@dataclass(frozen=True)
+class UniPC(Expanding):
+    """UniPC of order 1 or 2. The weights of a step are the corrector's four and the predictor's three."""
+
+    def init(self, schedule: Schedule, x: Sample, keys: Key[Array, " B"]) -> UniPCState:
         """Returns the state of the first step, which has no corrector: the noise is the corrected sample."""
         return UniPCState(jnp.copy(x), jnp.zeros_like(x), jnp.zeros_like(x))
 
     def step(
-        self, schedule: UniPCSchedule, index: Index, prediction: Sample, x: Sample, state: UniPCState
+        self, schedule: Schedule, index: Index, prediction: Sample, x: Sample, state: UniPCState
     ) -> tuple[Sample, UniPCState]:
         """Corrects x with the prediction at x, then predicts the next sample."""
-        m = self.x0(schedule, index, prediction, x)
-        sample = expand(schedule.corrector[index], state.sample, state.m, state.before, m)
-        x = expand(schedule.predictor[index], sample, m, state.m)
+        weights, m = schedule.weights[index], self.x0(schedule, index, prediction, x)
+        sample = expand(weights[:4], state.sample, state.m, state.before, m)
+        x = expand(weights[4:], sample, m, state.m)
         return x, UniPCState(sample, m, state.m)
 
+    def _levels(self, steps: int, shift: float, sigmas: str) -> tuple[np.ndarray, np.ndarray]:
+        if sigmas == "official":
+            highest = float(np.float32(0.999))  # rounded in the official code too; some timesteps depend on it
+            levels = shifted(np.linspace(highest, 0, steps + 1)[:-1], shift)
+        else:
+            levels = shifted(np.linspace(1, 1 / TRAIN_STEPS, steps + 1)[:-1], shift)
+            levels[0] -= 1e-6  # at pure noise λ would be infinite
+        return np.trunc(levels * TRAIN_STEPS), levels
 
-def _levels(steps: int, shift: float, sigmas: str) -> np.ndarray:
-    """Returns the noise levels in float64, without the last, which is 0."""
-    if sigmas == "official":
-        highest = float(np.float32(0.999))  # rounded in the official code too; some timesteps depend on it
-        return shifted(np.linspace(highest, 0, steps + 1)[:-1], shift)
-    levels = shifted(np.linspace(1, 1 / TRAIN_STEPS, steps + 1)[:-1], shift)
-    levels[0] -= 1e-6  # at pure noise λ would be infinite
-    return levels
+    def _weights(self, s: np.ndarray, i: int) -> Sequence[float]:
+        return *_corrector(s, i, min(self.order, i)), *self._ahead(s, i)
 
 
 def expand(weights: Float[Numbers, " terms"], x: Sample, m: Sample, *others: Sample) -> Sample:
@@ -116,16 +107,10 @@ def expand(weights: Float[Numbers, " terms"], x: Sample, m: Sample, *others: Sam
     return weights[0] * x + weights[1] * m + sum(terms[1:], terms[0])
 
 
-def predictor(s: np.ndarray, i: int, order: int) -> Sequence[float]:
-    """Returns the weights from level i to i + 1. The last level needs none: it is the prediction itself."""
-    h = _lambda(s[i + 1]) - _lambda(s[i])
-    gain = (1 - s[i + 1]) * -np.expm1(-h)
-    before = 0.5 * h / (_lambda(s[i - 1]) - _lambda(s[i])) if order == 2 else 0.0
-    return s[i + 1] / s[i], gain, gain * before
-
-
 def _corrector(s: np.ndarray, i: int, order: int) -> Sequence[float]:
-    """Returns the weights from level i - 1 to i, given the prediction at i."""
+    """Returns the weights from level i - 1 to i, given the prediction at i; there is no step to the first level."""
+    if order == 0:
+        return 1, 0, 0, 0
     h = _lambda(s[i]) - _lambda(s[i - 1])
     b = np.expm1(-h)
     gain = (1 - s[i]) * -b

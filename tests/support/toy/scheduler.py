@@ -2,20 +2,14 @@
 """The toy family's scheduler, whose steps draw noise."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from wanjax.schedulers import Scheduler
-from wanjax.schedulers.base import NoiseLevels, check_steps
-
-
-class Levels(NamedTuple):
-    timesteps: Any
-    sigmas: Any
-    alphas: Any
+from wanjax.schedulers.base import Schedule, check_steps
 
 
 @dataclass(frozen=True)
@@ -24,14 +18,14 @@ class Ancestral(Scheduler):
 
     prediction: Any = "v"
 
-    def schedule(self, steps: int, *, skip: int = 0) -> Levels:
+    def schedule(self, steps: int, *, skip: int = 0) -> Schedule:
         check_steps(steps, skip)
         angles = np.linspace(0.49, 0, steps + 1)[skip:] * np.pi
-        return Levels(*(x.astype(np.float32) for x in (angles[:-1] * 1000, np.sin(angles), np.cos(angles))))
+        return Schedule(*(x.astype(np.float32) for x in (angles[:-1] * 1000, np.sin(angles), np.cos(angles))))
 
     def levels(self, fractions):
         angles = jnp.stack([fractions, fractions]) * np.float32(0.49 * np.pi)
-        return NoiseLevels(fractions[None] * np.float32(490 * np.pi), jnp.sin(angles), jnp.cos(angles))
+        return Schedule(fractions[None] * np.float32(490 * np.pi), jnp.sin(angles), jnp.cos(angles))
 
     def init(self, schedule, x, keys):
         return jax.random.key_data(keys)
