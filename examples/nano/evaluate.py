@@ -167,6 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sheet", type=Path, metavar="FILE.png", help="write a picture of the videos there")
     options = parser.parse_args(arguments)
 
+    import jax.numpy as jnp
     from flax import nnx  # imported late: --help and the functions above need no model
 
     import wanjax
@@ -187,7 +188,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(picture_table(outcomes, psnr))
     else:
         outcomes = evaluate(generate, combinations, options.seeds, tell)
-        encode, decode = (nnx.jit(lambda vae, x: vae.encode(x)), nnx.jit(lambda vae, z: vae.decode(z)))
+        encode = nnx.jit(lambda vae, x: vae.encode_cells(x, None)[0])  # a cell of this model is a pixel
+        decode = nnx.jit(lambda vae, z: jnp.clip(vae.decode_cells(z, None)[0], -1, 1))
         psnr = [reconstruction_psnr(lambda x: encode(pipe.vae, x), lambda z: decode(pipe.vae, z))]
         print(table(report(outcomes, psnr[0])))
     if options.json:

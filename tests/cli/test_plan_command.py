@@ -25,7 +25,6 @@ from wanjax.compilers.priced import Priced
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import AUTO, Attention
 from wanjax.loading import outlined
-from wanjax.models.wan.flops import context_flops
 from wanjax.pipelines.wan.programs import TEXT_LENGTH
 from wanjax.plan import outlook
 from wanjax.plan.meshes import choose_mesh, has_room, meshes
@@ -152,9 +151,10 @@ def test_a_trace_counts_what_the_formula_does():
     found = {
         run.name: counted(run) for run in programs(pipeline(NETWORKS, VIDEO, attention=Attention("reference")), VIDEO)
     }
-    context, step = found["context"], found["step"]
+    context, step, config = found["context"], found["step"], NETWORKS.transformer
     formula = NETWORKS.forward(VIDEO).flops
-    assert context.attention + context.products == 2 * context_flops(NETWORKS.transformer, text=TEXT_LENGTH)
+    embedding, keys = (config.text_width + config.width) * config.width, 2 * config.layers * config.width**2
+    assert context.attention + context.products == 2 * (2 * TEXT_LENGTH * (embedding + keys))  # of both prompts
     assert step.attention + step.products == 2 * sum(formula.values())
     assert step.convolutions == context.convolutions == 0
     assert step.alive > 0

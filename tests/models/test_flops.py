@@ -21,7 +21,7 @@ from wanjax.models.wan.config import (
     ImageTransformerConfig,
     TransformerConfig,
 )
-from wanjax.models.wan.flops import context_flops, forward_flops
+from wanjax.models.wan.flops import forward_flops
 from wanjax.pipelines.wan.networks import NETWORKS
 
 CONFIGS = {
@@ -33,8 +33,8 @@ GRID, TEXT, IMAGE = (3, 6, 10), 12, 10
 
 
 @cache
-def compiled(config: TransformerConfig, part: str) -> jax.stages.Compiled:
-    """Compiles a forward, or its context, from shapes; its one block needs no loop."""
+def compiled(config: TransformerConfig) -> jax.stages.Compiled:
+    """Compiles a forward from shapes; its one block needs no loop."""
     options = {"attention": Attention("reference"), "dtype": jnp.float32, "param_dtype": jnp.float32}
     graphdef, weights = nnx.split(network_of(config, NETWORKS).abstract(**options))
     frames, height, width = (size * cells for size, cells in zip(GRID, config.patch, strict=True))
@@ -55,8 +55,6 @@ def compiled(config: TransformerConfig, part: str) -> jax.stages.Compiled:
     seen = shapes((1, TEXT, config.text_width))
     if isinstance(config, ImageTransformerConfig):
         seen += shapes((1, IMAGE, config.image_width))
-    if part == "context":
-        return jax.jit(context).lower(weights, *seen).compile()
     control = []
     if isinstance(config, ControlTransformerConfig):
         control = shapes((1, frames, height, width, config.control_channels))
@@ -64,29 +62,26 @@ def compiled(config: TransformerConfig, part: str) -> jax.stages.Compiled:
     return jax.jit(forward).lower(weights, latents, t, jax.eval_shape(context, weights, *seen), *control).compile()
 
 
-def counted(config: TransformerConfig, part: str) -> int:
+def counted(config: TransformerConfig) -> int:
     image = IMAGE if isinstance(config, ImageTransformerConfig) else 0
-    if part == "context":
-        return context_flops(config, text=TEXT, image=image)
     return sum(forward_flops(config, tokens=prod(GRID), text=TEXT, image=image).values())
 
 
-@pytest.mark.parametrize("part", ["forward", "context"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_the_count_equals_that_of_the_program_s_products(config, part):
-    module = parse(compiled(config, part).as_text())
+def test_the_count_equals_that_of_the_program_s_products(config):
+    module = parse(compiled(config).as_text())
     products = sum(
         flops(module, instruction, within)
         for within in module.computations.values()
         for instruction in within.instructions
         if instruction.opcode in ("dot", "convolution")
     )
-    assert products == counted(config, part)
+    assert products == counted(config)
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_the_compiler_s_count_is_slightly_larger(config):
     """The compiler also counts the operations of norms, softmax and the rest."""
-    cost = compiled(config, "forward").cost_analysis()
+    cost = compiled(config).cost_analysis()
     assert cost is not None
-    assert 1 < cost["flops"] / counted(config, "forward") < 1.1
+    assert 1 < cost["flops"] / counted(config) < 1.1

@@ -6,6 +6,7 @@ frames to keep for the next chunk. `None` in place of kept frames means that not
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,8 @@ from wanjax.layers.placement import with_axes
 from wanjax.sharding import VIDEO, constrain, replicate
 
 CONV_AXES = ("conv_in", "conv_out")
-Frames = Float[Array, "B _T _H _W _C"]  # inputs and outputs differ in size
+Chunk = Float[Array, "B _T _H _W _C"]  # inputs and outputs differ in size
+Cache = Any  # a pytree of kept frames; None before the first chunk
 
 
 class FrameConv(nnx.Module):
@@ -98,7 +100,7 @@ class RepeatingConv(CausalConv):
         return as_operand(x[:, :1], self.dtype).repeat(self.kernel.shape[0] - 1, axis=1)
 
 
-def as_operand(x: Frames, dtype: DTypeLike) -> Frames:
+def as_operand(x: Chunk, dtype: DTypeLike) -> Chunk:
     """Casts x to the dtype of a convolution's operands, before frames are kept, padded and sent."""
     return x.astype(operand_dtype(x, dtype))
 

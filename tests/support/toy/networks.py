@@ -46,7 +46,6 @@ class VAEConfig:
     spatial_factor: int
     temporal_factor: int
     patch: int = 1
-    cell_channels: int = 3
     tiling: ClassVar[Tiling] = Tiling(16, 12)
 
     def encoded_at_once(self, frames: int) -> tuple[int, int]:

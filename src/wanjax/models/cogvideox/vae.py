@@ -19,15 +19,12 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from wanjax.layers.conv import FrameConv, RepeatingConv, as_operand
+from wanjax.layers.conv import CONV_AXES, Cache, Chunk, FrameConv, RepeatingConv, as_operand
 from wanjax.layers.linear import linear
 from wanjax.layers.norms import GroupNorm
 from wanjax.models.cogvideox.vae_config import VAEConfig
 
-Cache = Any  # a pytree of kept frames; None before the first chunk
-Chunk = Float[Array, "B _T _H _W _C"]  # inputs and outputs differ in size
 Norm = Callable[[int], nnx.Module]  # makes a norm of so many channels
-POINTWISE = ("conv_in", "conv_out")
 EPS = 1e-6
 
 
@@ -55,8 +52,8 @@ class SpatialNorm(nnx.Module):
 
     def __init__(self, channels: int, *, config: VAEConfig, **kw):
         self.norm = GroupNorm(channels, config.groups, EPS, **kw)
-        self.scale = linear(config.latent_channels, channels, POINTWISE, **kw)
-        self.shift = linear(config.latent_channels, channels, POINTWISE, **kw)
+        self.scale = linear(config.latent_channels, channels, CONV_AXES, **kw)
+        self.shift = linear(config.latent_channels, channels, CONV_AXES, **kw)
 
     def __call__(self, x: Chunk, z: Chunk) -> Chunk:
         scale, shift = (enlarge(part(z).astype(jnp.float32), x) for part in (self.scale, self.shift))
@@ -72,7 +69,7 @@ class ResBlock(nnx.Module):
         self.norm2 = norm(channels_out)
         self.conv2 = RepeatingConv(channels_out, channels_out, **kw)
         same = channels_in == channels_out
-        self.shortcut = nnx.data(None if same else linear(channels_in, channels_out, POINTWISE, **kw))
+        self.shortcut = nnx.data(None if same else linear(channels_in, channels_out, CONV_AXES, **kw))
 
     def __call__(self, x: Chunk, cache: Cache, *latents: Chunk) -> tuple[Chunk, Cache]:
         kept1, kept2 = cache or (None, None)
@@ -127,7 +124,7 @@ class Encoder(nnx.Module):
         first, *_, last = sizes = config.channels
         norm = partial(GroupNorm, groups=config.groups, eps=EPS, **kw)
         downs = [Downsample(size, i < config.temporal_levels, **kw) for i, size in enumerate(sizes[:-1])]
-        self.conv_in = RepeatingConv(config.cell_channels, first, **kw)
+        self.conv_in = RepeatingConv(3, first, **kw)
         self.levels = nnx.List(
             [
                 Level([a, *[b] * config.res_blocks], norm, down, **kw)
@@ -165,7 +162,7 @@ class Decoder(nnx.Module):
         )
         self.norm_out = norm(last)
         kw |= {"dtype": jnp.float32}  # frames are not rounded before they are 8 bits
-        self.conv_out = RepeatingConv(last, config.cell_channels, **kw)
+        self.conv_out = RepeatingConv(last, 3, **kw)
 
     def __call__(self, z: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
         kept_in, kept_mid, *kept, kept_out = cache or [None] * (len(self.levels) + 3)

@@ -2,6 +2,7 @@
 """Config of CogVideoX's autoencoder, and those of the published checkpoints."""
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from wanjax.layers.tiling import Tiling
 
@@ -25,16 +26,8 @@ class VAEConfig:
     sample_size: tuple[int, int]
     scaling_factor: float
     invert_scale_latents: bool
-
-    @property
-    def patch(self) -> int:
-        """Pixels of a cell, in height and in width: the convolutions see pixels."""
-        return 1
-
-    @property
-    def cell_channels(self) -> int:
-        """Channels of a cell: three colours."""
-        return 3
+    patch: ClassVar[int] = 1
+    """Pixels of a cell, in height and in width: the convolutions see pixels."""
 
     @property
     def spatial_factor(self) -> int:
@@ -43,7 +36,7 @@ class VAEConfig:
 
     @property
     def picture_scale(self) -> float:
-        """The factor of the latents of a picture that a transformer sees."""
+        """The factor of the latents of a picture that a transformer sees; in 1.5 it is inverted, which that learned."""
         return 1 / self.scaling_factor if self.invert_scale_latents else self.scaling_factor
 
     @property

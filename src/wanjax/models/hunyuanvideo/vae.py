@@ -18,26 +18,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 from wanjax.kernels.attention import attention
-from wanjax.layers.conv import CausalConv, as_operand
+from wanjax.layers.conv import CONV_AXES, Cache, Chunk, RepeatingConv, as_operand
 from wanjax.layers.linear import linear
 from wanjax.layers.norms import ChannelNorm
 from wanjax.models.hunyuanvideo.vae_config import VAEConfig
 from wanjax.sharding import replicate
 
-Cache = Any  # a pytree of kept frames; None before the first frame
-Chunk = Float[Array, "B _T _H _W _C"]  # inputs and outputs differ in size
-POINTWISE = ("conv_in", "conv_out")
 
-
-class EdgeConv(CausalConv):
+class EdgeConv(RepeatingConv):
     """A causal convolution, 3 × 3 × 3, whose padding repeats the outermost cells, and the first frame before it."""
-
-    def __init__(self, channels_in: int, channels_out: int, **kw):
-        super().__init__(channels_in, channels_out, (3, 3), **kw)
-
-    def blank(self, x: Float[Array, "B T H W C"]) -> Float[Array, "B _T H W C"]:
-        """The kept frames before the first chunk: its first frame, twice."""
-        return x[:, :1].repeat(2, axis=1)
 
     def __call__(
         self, x: Float[Array, "B T H W C"], kept: Float[Array, "B _T H W C"] | None
@@ -108,10 +97,10 @@ class CausalAttention(nnx.Module):
 
     def __init__(self, channels: int, longest: int, **kw):
         self.norm = ChannelNorm(channels, **kw)
-        self.q = linear(channels, channels, POINTWISE, **kw)
-        self.k = linear(channels, channels, POINTWISE, **kw)
-        self.v = linear(channels, channels, POINTWISE, **kw)
-        self.out = linear(channels, channels, POINTWISE, **kw)
+        self.q = linear(channels, channels, CONV_AXES, **kw)
+        self.k = linear(channels, channels, CONV_AXES, **kw)
+        self.v = linear(channels, channels, CONV_AXES, **kw)
+        self.out = linear(channels, channels, CONV_AXES, **kw)
         self.longest = longest
         self.dtype = kw["dtype"]
 
@@ -256,7 +245,7 @@ class Encoder(nnx.Module):
             Downsample(a, b, level >= halvings - temporal, **kw) if level < halvings else None
             for level, (a, b) in enumerate(pairwise((*config.channels, 0)))
         ]
-        self.conv_in = EdgeConv(config.cell_channels, first, **kw)
+        self.conv_in = EdgeConv(3, first, **kw)
         self.levels = nnx.List(
             [Level(size, config.res_blocks, down, **kw) for size, down in zip(config.channels, downs, strict=True)]
         )
@@ -291,7 +280,7 @@ class Decoder(nnx.Module):
         )
         self.norm_out = ChannelNorm(last, **kw)
         kw |= {"dtype": jnp.float32}  # frames are not rounded before they are 8 bits
-        self.conv_out = EdgeConv(last, config.cell_channels, **kw)
+        self.conv_out = EdgeConv(last, 3, **kw)
 
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
         kept_in, kept_mid, *kept, kept_out = cache or [None] * (len(self.levels) + 3)
@@ -314,15 +303,10 @@ class HunyuanVideoVAE(nnx.Module):
         self.encoder = Encoder(config, **kw)
         self.decoder = Decoder(config, **kw)
 
-    def posterior(self, x: Chunk, cache: Cache) -> tuple[Chunk, Chunk, Cache]:
-        """Mean and log-variance of the latents of a chunk of frames; float32, not scaled."""
-        h, cache = self.encoder(x.astype(self.dtype), cache)
-        mean, log_variance = jnp.split(h.astype(jnp.float32), 2, axis=-1)
-        return mean, jnp.clip(log_variance, -30.0, 20.0), cache
-
     def encode_cells(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        """Encodes frames, 4n + 1 if `cache` is None and 4n after, as latents: the mode of the posterior."""
-        mean, _, cache = self.posterior(x, cache)
+        """Encodes frames, 4n + 1 if `cache` is None and 4n after, as scaled latents: the mode of the posterior."""
+        h, cache = self.encoder(x.astype(self.dtype), cache)
+        mean, _ = jnp.split(h.astype(jnp.float32), 2, axis=-1)
         return mean * self.config.scale, cache
 
     def decode_cells(self, z: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
@@ -330,11 +314,3 @@ class HunyuanVideoVAE(nnx.Module):
         h = (z.astype(jnp.float32) / self.config.scale).astype(self.dtype)
         x, cache = self.decoder(h, cache)
         return x.astype(jnp.float32), cache
-
-    def encode(self, video: Chunk) -> Chunk:
-        """Encodes 4n + 1 frames as n + 1 latent frames in one call, for clips that fit in memory whole."""
-        return self.encode_cells(video, None)[0]
-
-    def decode(self, latents: Chunk) -> Chunk:
-        """Decodes n + 1 latent frames to 4n + 1 frames in [-1, 1] in one call, for clips that fit in memory whole."""
-        return jnp.clip(self.decode_cells(latents, None)[0], -1.0, 1.0)

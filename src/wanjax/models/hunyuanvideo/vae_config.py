@@ -2,6 +2,7 @@
 """The config of HunyuanVideo 1.5's autoencoder, and that of the published one."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from wanjax.layers.tiling import Tiling
 
@@ -23,16 +24,10 @@ class VAEConfig:
     temporal_factor: int
     scale: float
     longest: int
-
-    @property
-    def patch(self) -> int:
-        """Pixels along a cell: the convolutions see pixels."""
-        return 1
-
-    @property
-    def cell_channels(self) -> int:
-        """Channels of a cell: three colours."""
-        return 3
+    patch: ClassVar[int] = 1
+    """Pixels along a cell: the convolutions see pixels."""
+    tiling: ClassVar[Tiling] = Tiling(256, 192)
+    """The reference's tiles of frames that would not fit in memory."""
 
     @property
     def halvings(self) -> tuple[int, int]:
@@ -43,11 +38,6 @@ class VAEConfig:
     def longest_video(self) -> int:
         """The largest number of frames of a video."""
         return 1 + (self.longest - 1) * self.temporal_factor
-
-    @property
-    def tiling(self) -> Tiling:
-        """The reference's tiles of frames that would not fit in memory."""
-        return Tiling(256, 192)
 
     def encoded_at_once(self, frames: int) -> tuple[int, int]:
         """Frames in the first chunk to encode, and in each later one, for a clip of any number of frames."""

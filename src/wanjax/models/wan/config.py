@@ -3,6 +3,7 @@
 
 from dataclasses import dataclass, field, replace
 from math import prod
+from typing import ClassVar
 
 from wanjax.kernels.attention import AUTO, Attention, SparseLinear
 from wanjax.layers.tiling import Tiling
@@ -113,6 +114,8 @@ class VAEConfig:
     temporal_downsample: tuple[bool, ...]
     latents_mean: tuple[float, ...]
     latents_std: tuple[float, ...]
+    tiling: ClassVar[Tiling] = Tiling(256, 192)
+    """The reference's tiles of frames that would not fit in memory."""
 
     @property
     def cell_channels(self) -> int:
@@ -138,11 +141,6 @@ class VAEConfig:
     def temporal_factor(self) -> int:
         """Frames per latent frame, after the first."""
         return 2 ** sum(self.temporal_downsample)
-
-    @property
-    def tiling(self) -> Tiling:
-        """The reference's tiles of frames that would not fit in memory."""
-        return Tiling(256, 192)
 
     def encoded_at_once(self, frames: int) -> tuple[int, int]:
         """Frames in the first chunk to encode, and in each later one, for a clip of any number of frames."""
@@ -182,7 +180,6 @@ I2V_A14B = replace(T2V_14B, channels_in=36)
 TI2V_5B = replace(T2V_14B, layers=30, heads=24, mlp_dim=14336, channels_in=48, channels_out=48)
 I2V_14B = ImageTransformerConfig(**vars(I2V_A14B), image_width=1280, image_positions=None)
 FLF2V_14B = replace(I2V_14B, image_positions=514)
-CAUSAL_14B = CausalTransformerConfig(**vars(T2V_14B), block_frames=3, window=21, sink=0)
 CAUSAL_1_3B = CausalTransformerConfig(**vars(T2V_1_3B), block_frames=3, window=21, sink=0)
 VACE_14B = ControlTransformerConfig(**vars(T2V_14B), control_channels=96, control_stride=5)
 VACE_1_3B = ControlTransformerConfig(**vars(T2V_1_3B), control_channels=96, control_stride=2)

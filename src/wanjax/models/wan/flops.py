@@ -6,7 +6,7 @@ Only matrix products of real tokens count, neither padding nor what a compiler a
 
 from collections.abc import Mapping
 
-from wanjax.models.wan.config import ControlTransformerConfig, ImageTransformerConfig, TransformerConfig
+from wanjax.models.wan.config import ControlTransformerConfig, TransformerConfig
 
 
 def forward_flops(config: TransformerConfig, *, tokens: int, text: int, image: int = 0) -> Mapping[str, int]:
@@ -34,17 +34,6 @@ def forward_flops(config: TransformerConfig, *, tokens: int, text: int, image: i
 def self_attention_flops(config: TransformerConfig, tokens: int) -> int:
     """The products of self-attention, q with k and scores with v, in the blocks of one forward."""
     return config.layers * _attention(tokens, tokens, config.width)
-
-
-def context_flops(config: TransformerConfig, *, text: int, image: int = 0) -> int:
-    """Operations of the context of one prompt and its images, which is computed once for all forwards."""
-    width, blocks = config.width, config.layers
-    flops = _linear(text, config.text_width, width) + _linear(text, width, width)
-    if isinstance(config, ImageTransformerConfig):
-        flops += _linear(image, config.image_width, config.image_width) + _linear(image, config.image_width, width)
-    if isinstance(config, ControlTransformerConfig):
-        blocks += config.control_blocks
-    return flops + blocks * 2 * _linear(text + image, width, width)
 
 
 def _block(config: TransformerConfig, tokens: int, text: int, image: int) -> dict[str, int]:

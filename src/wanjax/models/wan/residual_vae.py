@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from wanjax.layers.conv import Cache, Chunk
 from wanjax.models.wan.config import VAEConfig
-from wanjax.models.wan.vae import Cache, Chunk, Downsample, Level, Upsample, WanVAE
+from wanjax.models.wan.vae import Downsample, Level, Upsample, WanVAE
 
 Factors = tuple[int, int]  # of frames, and of height and width
 

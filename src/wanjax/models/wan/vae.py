@@ -20,16 +20,12 @@ from jaxtyping import Array, Float
 
 from wanjax.kernels.attention import attention
 from wanjax.kernels.target import target
-from wanjax.layers.conv import CausalConv, FrameConv, as_operand
+from wanjax.layers.conv import CONV_AXES, Cache, CausalConv, Chunk, FrameConv, as_operand
 from wanjax.layers.linear import linear
 from wanjax.layers.norms import ChannelNorm, along_last
-from wanjax.layers.patch import to_cells, to_pixels
 from wanjax.models.wan.config import VAEConfig
 from wanjax.sharding import VIDEO, replicate, ways
 
-Cache = Any  # a pytree of kept frames; None before the first frame
-Chunk = Float[Array, "B _T _H _W _C"]  # inputs and outputs differ in size
-POINTWISE = ("conv_in", "conv_out")
 PAIRED = 2**26  # the most values of a frame's largest level with which a TPU computes two latent frames together
 
 
@@ -38,11 +34,11 @@ class ResBlock(nnx.Module):
 
     def __init__(self, channels_in: int, channels_out: int, **kw):
         self.norm1 = ChannelNorm(channels_in, **kw)
-        self.conv1 = CausalConv(channels_in, channels_out, (3, 3), **kw)
+        self.conv1 = CausalConv(channels_in, channels_out, **kw)
         self.norm2 = ChannelNorm(channels_out, **kw)
-        self.conv2 = CausalConv(channels_out, channels_out, (3, 3), **kw)
+        self.conv2 = CausalConv(channels_out, channels_out, **kw)
         same = channels_in == channels_out
-        self.shortcut = nnx.data(None if same else linear(channels_in, channels_out, POINTWISE, **kw))
+        self.shortcut = nnx.data(None if same else linear(channels_in, channels_out, CONV_AXES, **kw))
 
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
         kept1, kept2 = cache or (None, None)
@@ -56,8 +52,8 @@ class FrameAttention(nnx.Module):
 
     def __init__(self, channels: int, **kw):
         self.norm = ChannelNorm(channels, **kw)
-        self.qkv = linear(channels, 3 * channels, POINTWISE, **kw)
-        self.out = linear(channels, channels, POINTWISE, **kw)
+        self.qkv = linear(channels, 3 * channels, CONV_AXES, **kw)
+        self.out = linear(channels, channels, CONV_AXES, **kw)
 
     def __call__(self, x: Chunk) -> Chunk:
         batch, frames, height, width, channels = x.shape
@@ -150,11 +146,11 @@ class Encoder(nnx.Module):
 
     def __init__(self, config: VAEConfig, levels: list[nnx.Module], **kw):
         first, *_, last = config.encoder_sizes
-        self.conv_in = CausalConv(config.cell_channels, first, (3, 3), **kw)
+        self.conv_in = CausalConv(config.cell_channels, first, **kw)
         self.levels = nnx.List(levels)
         self.mid = MidBlock(last, **kw)
         self.norm_out = ChannelNorm(last, **kw)
-        self.conv_out = CausalConv(last, 2 * config.latent_channels, (3, 3), **kw)
+        self.conv_out = CausalConv(last, 2 * config.latent_channels, **kw)
 
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
         kept_in, *kept, kept_mid, kept_out = cache or [None] * (len(self.levels) + 3)
@@ -171,12 +167,12 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: VAEConfig, levels: list[nnx.Module], **kw):
         first, *_, last = config.decoder_sizes
-        self.conv_in = CausalConv(config.latent_channels, first, (3, 3), **kw)
+        self.conv_in = CausalConv(config.latent_channels, first, **kw)
         self.mid = MidBlock(first, **kw)
         self.levels = nnx.List(levels)
         self.norm_out = ChannelNorm(last, **kw)
         kw |= {"dtype": jnp.float32}  # frames are not rounded before they are 8 bits
-        self.conv_out = CausalConv(last, config.cell_channels, (3, 3), **kw)
+        self.conv_out = CausalConv(last, config.cell_channels, **kw)
 
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
         kept_in, kept_mid, *kept, kept_out = cache or [None] * (len(self.levels) + 3)
@@ -197,8 +193,8 @@ class WanVAE(nnx.Module):
         self.config = config
         self.dtype = dtype
         self.encoder = Encoder(config, self.encoder_levels(config, **kw), **kw)
-        self.quant = linear(2 * channels, 2 * channels, POINTWISE, **kw)
-        self.post_quant = linear(channels, channels, POINTWISE, **kw)
+        self.quant = linear(2 * channels, 2 * channels, CONV_AXES, **kw)
+        self.post_quant = linear(channels, channels, CONV_AXES, **kw)
         self.decoder = Decoder(config, self.decoder_levels(config, **kw), **kw)
 
     @staticmethod
@@ -226,54 +222,36 @@ class WanVAE(nnx.Module):
         mean, log_variance = jnp.split(self.quant(h).astype(jnp.float32), 2, axis=-1)
         return mean, jnp.clip(log_variance, -30.0, 20.0), cache
 
-    def normalise(self, z: Chunk) -> Chunk:
-        """Latents with the mean and deviation of each channel, which the config states, taken out."""
-        return (z - self._statistic(self.config.latents_mean)) / self._statistic(self.config.latents_std)
-
-    def denormalise(self, z: Chunk) -> Chunk:
-        """The inverse of `normalise`."""
-        return z * self._statistic(self.config.latents_std) + self._statistic(self.config.latents_mean)
-
-    @staticmethod
-    def _statistic(values: tuple[float, ...]) -> Float[Array, "1 1 1 1 C"]:
-        return along_last(jnp.array(values, jnp.float32), 5)
-
-    def encode_chunk(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        """Encodes frames, one if `cache` is None and a multiple of 4 after, as latents: the mode of the posterior."""
-        return self._latents(to_cells(x, self.config.patch), cache)
-
     def encode_cells(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        """`encode_chunk` from cells on, which are cut into tiles, by as many frames at a time as suit the device."""
-        return in_turn(self._latents, x, cache, self.config.temporal_factor * at_once(x, 1, self.config.width))
+        """Encodes cells of frames as normalised latents, the mode of the posterior.
 
-    def decode_chunk(self, z: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        """Decodes latent frames, one if `cache` is None and any number after, to frames in [-1, 1], float32."""
-        x, cache = self._cells(z, cache)
-        return jnp.clip(to_pixels(x, self.config.patch), -1.0, 1.0), cache
+        There is one frame if `cache` is None, and a multiple of 4 after. They are encoded as many at a time as suit the
+        device.
+        """
+        mean, deviation = self._statistics()
+
+        def latents(x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
+            z, _, cache = self.posterior(x, cache)
+            return (z - mean) / deviation, cache
+
+        return in_turn(latents, x, cache, self.config.temporal_factor * at_once(x, 1, self.config.width))
 
     def decode_cells(self, z: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        """`decode_chunk` up to cells, of which tiles are blended, by as many frames at a time as suit the device."""
-        cells = self.config.spatial_factor // self.config.patch
-        return in_turn(self._cells, z, cache, at_once(z, cells, self.config.decoder_width))
+        """Decodes latent frames, as many at a time as suit the device, to cells of frames in about [-1, 1], float32."""
+        mean, deviation = self._statistics()
 
-    def encode(self, video: Chunk) -> Chunk:
-        """Encodes 4n + 1 frames as n + 1 latent frames in one call, for clips that fit in memory whole."""
-        return in_turn(self.encode_chunk, video, None, self.config.temporal_factor)[0]
+        def cells(z: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
+            h = self.post_quant((z.astype(jnp.float32) * deviation + mean).astype(self.dtype))
+            x, cache = self.decoder(h, cache)
+            return x.astype(jnp.float32), cache
 
-    def decode(self, latents: Chunk) -> Chunk:
-        """Decodes n + 1 latent frames to 4n + 1 frames in one call, for clips that fit in memory whole."""
-        return in_turn(self.decode_chunk, latents, None, 1)[0]
+        larger = self.config.spatial_factor // self.config.patch
+        return in_turn(cells, z, cache, at_once(z, larger, self.config.decoder_width))
 
-    def _latents(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        """Latents of cells of pixels."""
-        mean, _, cache = self.posterior(x, cache)
-        return self.normalise(mean), cache
-
-    def _cells(self, z: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        """Cells of pixels of latents, float32."""
-        h = self.post_quant(self.denormalise(z.astype(jnp.float32)).astype(self.dtype))
-        x, cache = self.decoder(h, cache)
-        return x.astype(jnp.float32), cache
+    def _statistics(self) -> list[Float[Array, "1 1 1 1 C"]]:
+        """The mean and the deviation of each channel of latents."""
+        both = self.config.latents_mean, self.config.latents_std
+        return [along_last(jnp.array(values, jnp.float32), 5) for values in both]
 
 
 def at_once(x: Chunk, cells: int, width: int) -> int:

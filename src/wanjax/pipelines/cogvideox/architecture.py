@@ -107,12 +107,6 @@ class CogVideoXArchitecture(Architecture):
         _, rows, columns = self.transformer.trained_grid
         return rows * self.grid, columns * self.grid
 
-    @property
-    def picture_scale(self) -> float:
-        """The factor of a picture's latents; in 1.5 it is inverted, which its transformer learned."""
-        factor = self.vae.scaling_factor
-        return 1 / factor if self.vae.invert_scale_latents else factor
-
     def denoised_shape(self, settings: Settings) -> tuple[int, ...]:
         """Returns the shape [1 C T H W] of the latents that are denoised; frames in front fill the patches."""
         batch, channels, frames, *cells = self.latent_shape(settings)
@@ -184,7 +178,7 @@ class CogVideoXArchitecture(Architecture):
 
         made: dict[str, Any] = {}
         if pictures.image is not None:
-            made["image_latents"], made["image_deviation"] = posterior([pictures.image], self.picture_scale)
+            made["image_latents"], made["image_deviation"] = posterior([pictures.image], self.vae.picture_scale)
         if pictures.video is not None:
             clip = pictures.video[: settings.frames]
             made["video_latents"], made["video_deviation"] = posterior(clip, self.vae.scaling_factor)
