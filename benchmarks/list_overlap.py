@@ -20,8 +20,9 @@ from rich.table import Table
 from wanjax.kernels.attention import Attention, SparseLinear
 from wanjax.kernels.attention.blocks import by_head
 from wanjax.kernels.attention.sparse_linear import choose_blocks
+from wanjax.layers.heads import split_heads
 from wanjax.layers.rope import norm_and_rope, rope_3d
-from wanjax.models.wan.transformer import SelfAttention, TransformerConfig, split_heads
+from wanjax.models.wan.transformer import SelfAttention, TransformerConfig
 from wanjax.registry import outline
 
 SMOOTHNESS = (0.0, 2.0, 8.0)  # patches over which latents are alike: standard deviations of a Gaussian

@@ -145,7 +145,7 @@ def test_every_layout_is_converted(layout, authors, diffusers, tmp_path, monkeyp
     for part in ("text_encoder", "transformer", "vae"):
         ours, reference = (parameters(getattr(pipe, part)) for pipe in loaded)
         jax.tree.map(np.testing.assert_array_equal, ours, reference)
-    np.testing.assert_array_equal(*(pipe.architecture.tokenize(pipe, "a cat").ids for pipe in loaded))
+    np.testing.assert_array_equal(*(pipe.architecture.tokens(pipe, ["a cat"], "official")[0].ids for pipe in loaded))
 
 
 def test_two_experts_are_two_transformers(authors, diffusers):

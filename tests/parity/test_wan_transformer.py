@@ -19,7 +19,6 @@ from tests.parity.references import (
     relative_l2,
     wan_transformer,
 )
-from wanjax.layers.embeddings import sinusoid
 from wanjax.layers.patch import patchify
 from wanjax.layers.stack import block_at
 from wanjax.models.wan.transformer import WanTransformer
@@ -108,7 +107,7 @@ def test_embeddings(models):
 
     @nnx.jit
     def embedded(model, latents, t, text):
-        time = model.time_embed(sinusoid(t, 64))
+        time = model.time_embed(t)
         return (
             model.patch_embed(patchify(latents, (1, 2, 2))),
             time,

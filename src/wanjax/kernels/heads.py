@@ -104,7 +104,7 @@ def plain(
 ) -> Float[Array, "B L E"]:
     """`normed_rotary` in plain JAX: the specification of the kernel, and its gradient."""
     y = (x.astype(jnp.float32) * inverse * scale[None, None]).reshape(*x.shape[:2], -1, 2 * cos.shape[1])
-    return _rotated(y, cos, sin).astype(x.dtype).reshape(x.shape)
+    return rotated(y, cos, sin).astype(x.dtype).reshape(x.shape)
 
 
 def plain_by_head(
@@ -121,12 +121,13 @@ def plain_by_head(
     y = y - jnp.mean(y, axis=-1, keepdims=True)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
     y = y * scale[None, None, None] + bias[None, None, None]
-    return _rotated(y, cos, sin).astype(x.dtype).reshape(x.shape)
+    return rotated(y, cos, sin).astype(x.dtype).reshape(x.shape)
 
 
-def _rotated(
+def rotated(
     x: Float32[Array, "B L N D"], cos: Float32[Array, "L P"], sin: Float32[Array, "L P"]
 ) -> Float32[Array, "B L N D"]:
+    """Rotates channels p and p + D/2 of each head by the p-th angle of its token."""
     a, b = jnp.split(x, 2, axis=-1)
     cos, sin = cos[None, :, None], sin[None, :, None]
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)

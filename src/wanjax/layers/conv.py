@@ -18,7 +18,7 @@ from wanjax.kernels.normed_silu import SUBLANES
 from wanjax.kernels.target import operand_dtype, target
 from wanjax.layers.linear import default_kernel_init
 from wanjax.layers.norms import along_last
-from wanjax.layers.placement import with_axes
+from wanjax.layers.placement import param
 from wanjax.sharding import VIDEO, constrain, replicate
 
 CONV_AXES = ("conv_in", "conv_out")
@@ -181,6 +181,6 @@ def _biased(y: Float32[Array, "B T H W C"], bias: Float[Array, " C"], dtype: DTy
 
 def _weights(shape: tuple[int, ...], dtype: DTypeLike, rngs: nnx.Rngs) -> tuple[nnx.Param, nnx.Param]:
     """The kernel [... C _C] and the bias of a convolution."""
-    kernel_init = with_axes(default_kernel_init, (*[None] * (len(shape) - 2), *CONV_AXES))
-    bias_init = with_axes(nnx.initializers.zeros_init(), CONV_AXES[1:])
-    return nnx.Param(kernel_init(rngs.params(), shape, dtype)), nnx.Param(bias_init(rngs.params(), shape[-1:], dtype))
+    kernel_axes = (*[None] * (len(shape) - 2), *CONV_AXES)
+    kernel = param(default_kernel_init, shape, kernel_axes, dtype=dtype, rngs=rngs)
+    return kernel, param(nnx.initializers.zeros_init(), shape[-1:], CONV_AXES[1:], dtype=dtype, rngs=rngs)

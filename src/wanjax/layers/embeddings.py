@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Embeddings of scalars."""
 
+import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Float, Float32
+
+from wanjax.layers.mlp import MLP
 
 
 def sinusoid(t: Float[Array, " B"], channels: int, max_period: float = 10000.0) -> Float32[Array, "B C"]:
@@ -11,3 +15,16 @@ def sinusoid(t: Float[Array, " B"], channels: int, max_period: float = 10000.0) 
     frequencies = jnp.exp(-jnp.log(max_period) * jnp.arange(half, dtype=jnp.float32) / half)
     angles = t.astype(jnp.float32)[:, None] * frequencies[None, :]
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
+
+
+class TimeEmbed(MLP):
+    """Embeds timesteps, in float32 with weights in float32: less precision shows in the videos."""
+
+    def __init__(self, channels: int, width: int, rngs: nnx.Rngs):
+        """`channels` are those of the sinusoids."""
+        features, axes = (channels, width, width), (None, "mlp", "embed")
+        super().__init__(features, axes, jax.nn.silu, dtype=jnp.float32, param_dtype=jnp.float32, rngs=rngs)
+        self.channels = channels
+
+    def __call__(self, t: Float[Array, " B"]) -> Float32[Array, "B _E"]:
+        return super().__call__(sinusoid(t, self.channels))

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Float32
 
 from wanjax.kernels.normed_silu import normed, normed_silu
 from wanjax.kernels.target import operand_dtype
-from wanjax.layers.placement import with_axes
+from wanjax.layers.placement import param, with_axes
 
 
 def along_last(vector: Float[Array, " C"], ndim: int) -> Float[Array, "... C"]:
@@ -21,8 +21,8 @@ class ChannelNorm(nnx.Module):
     """Scales the channels of each cell to a root mean square of `gamma`; for autoencoders of video."""
 
     def __init__(self, channels: int, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
-        init = with_axes(nnx.initializers.ones_init(), ("conv_in",))
-        self.gamma = nnx.Param(init(rngs.params(), (channels,), param_dtype))
+        ones = nnx.initializers.ones_init()
+        self.gamma = param(ones, (channels,), ("conv_in",), dtype=param_dtype, rngs=rngs)
         self.dtype = dtype
 
     def __call__(self, x: Float[Array, "*B C"]) -> Float[Array, "*B C"]:
@@ -45,8 +45,8 @@ class GroupNorm(nnx.Module):
     ):
         del dtype, param_dtype  # the few weights stay in float32
         ones, zeros = nnx.initializers.ones_init(), nnx.initializers.zeros_init()
-        self.scale = nnx.Param(with_axes(ones, ("conv_in",))(rngs.params(), (channels,), jnp.float32))
-        self.bias = nnx.Param(with_axes(zeros, ("conv_in",))(rngs.params(), (channels,), jnp.float32))
+        self.scale = param(ones, (channels,), ("conv_in",), dtype=jnp.float32, rngs=rngs)
+        self.bias = param(zeros, (channels,), ("conv_in",), dtype=jnp.float32, rngs=rngs)
         self.groups = groups
         self.eps = eps
 

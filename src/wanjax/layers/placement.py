@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from wanjax.sharding import ONE_DEVICE, RULES, Partitioner, current, use
 
@@ -25,6 +26,13 @@ Axes = tuple[str | None, ...]
 def with_axes(initializer: nnx.Initializer, axes: Axes) -> nnx.Initializer:
     """The initializer of a weight whose axes have these logical names; it makes zeros where there is no key."""
     return nnx.with_metadata(partial(_initial, initializer), axes=axes)
+
+
+def param(
+    initializer: nnx.Initializer, shape: tuple[int, ...], axes: Axes, *, dtype: DTypeLike, rngs: nnx.Rngs
+) -> nnx.Param:
+    """A weight whose axes have these logical names."""
+    return nnx.Param(with_axes(initializer, axes)(rngs.params(), shape, dtype))
 
 
 def _initial(initializer: nnx.Initializer, key: jax.Array | None, *shape_and_dtype: Any) -> jax.Array:

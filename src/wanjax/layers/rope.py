@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Float32
 
+from wanjax.kernels import heads
 from wanjax.kernels.heads import head_normed_rotary, normed_rotary
 from wanjax.layers.norms import inverse_rms
 from wanjax.sharding import spread
@@ -102,3 +103,9 @@ def head_norm_and_rope(x: Float[Array, "B L E"], norm: nnx.LayerNorm, rope: Rope
     assert norm.scale is not None
     assert norm.bias is not None
     return head_normed_rotary(x, norm.scale[...], norm.bias[...], rope.cos, rope.sin, eps=norm.epsilon)
+
+
+@jax.named_scope("rope")
+def rotated(x: Float[Array, "B L N D"], rope: Rope | Angles) -> Float[Array, "B L N D"]:
+    """Rotates heads as `norm_and_rope` does; float32 inside."""
+    return heads.rotated(x.astype(jnp.float32), jnp.asarray(rope.cos), jnp.asarray(rope.sin)).astype(x.dtype)

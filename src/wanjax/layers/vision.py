@@ -12,6 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32
 
 from wanjax.kernels.attention import attention
+from wanjax.layers.heads import join_heads, split_heads
 from wanjax.layers.linear import linear
 from wanjax.layers.mlp import MLP
 from wanjax.layers.norms import layer_norm
@@ -46,8 +47,8 @@ class SelfAttention(nnx.Module):
         self.heads = config.heads
 
     def __call__(self, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
-        q, k, v = (project(x).reshape(*x.shape[:2], self.heads, -1) for project in (self.q, self.k, self.v))
-        return self.out(attention(q, k, v).reshape(x.shape))
+        q, k, v = (split_heads(project(x), self.heads) for project in (self.q, self.k, self.v))
+        return self.out(join_heads(attention(q, k, v)))
 
 
 class VisionBlock(nnx.Module):

@@ -18,7 +18,7 @@ from wanjax.layers.linear import linear
 from wanjax.layers.mlp import gelu
 from wanjax.layers.norms import layer_norm
 from wanjax.layers.patch import patchify
-from wanjax.layers.placement import with_axes
+from wanjax.layers.placement import param
 from wanjax.layers.stack import scan_blocks, stack
 from wanjax.layers.vision import VisionBlock, VisionConfig
 
@@ -44,10 +44,8 @@ class CLIPVision(nnx.Module):
         width = config.width
         normal = nnx.initializers.normal(stddev=width**-0.5)
         self.patch_embed = linear(3 * config.patch**2, width, (None, "embed"), bias=False, **kw)
-        class_init = with_axes(normal, ("embed",))
-        self.class_token = nnx.Param(class_init(rngs.params(), (width,), param_dtype))
-        position_init = with_axes(normal, (None, "embed"))
-        self.positions = nnx.Param(position_init(rngs.params(), (config.tokens, width), param_dtype))
+        self.class_token = param(normal, (width,), ("embed",), dtype=param_dtype, rngs=rngs)
+        self.positions = param(normal, (config.tokens, width), (None, "embed"), dtype=param_dtype, rngs=rngs)
         self.norm = layer_norm(width, config.eps, affine=True, **kw)
         self.blocks = stack(lambda rngs: VisionBlock(config, gelu, **{**kw, "rngs": rngs}), config.layers, rngs)
         self.config = config

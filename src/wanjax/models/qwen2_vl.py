@@ -9,19 +9,20 @@ models/qwen2_5_vl/modeling_qwen2_5_vl.py.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
 
 from wanjax.kernels.attention import attention
+from wanjax.layers.heads import join_heads
 from wanjax.layers.linear import linear
 from wanjax.layers.norms import rms_norm
 from wanjax.layers.placement import with_axes
+from wanjax.layers.rope import Angles, angles, rotated
 from wanjax.layers.stack import scan_blocks, stack
 
 CAUSAL = (None, 0)  # the window of a query: all keys before it, and none after it
@@ -50,25 +51,9 @@ QWEN2_5_VL_7B = Qwen2VLConfig(
 )
 
 
-class Angles(NamedTuple):
-    """Cosine and sine of the angle of each pair of channels at each token."""
-
-    cos: Float32[Array, "S P"]
-    sin: Float32[Array, "S P"]
-
-
 def text_angles(length: int, config: Qwen2VLConfig) -> Angles:
-    """The angles of rotary embeddings at the positions 0, 1, ..., computed in float64."""
-    channels = np.arange(0, config.head_dim, 2, dtype=np.float64)
-    angles = np.arange(length)[:, None] * config.theta ** (-channels / config.head_dim)
-    return Angles(jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32))
-
-
-def rotate(x: Float[Array, "B S K D"], angles: Angles) -> Float[Array, "B S K D"]:
-    """Rotates channels p and p + D/2 of each head by the p-th angle, in float32."""
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = angles.cos[None, :, None], angles.sin[None, :, None]
-    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
+    """The angles of rotary embeddings at the positions 0, 1, ..."""
+    return angles(range(length), config.head_dim, config.theta)
 
 
 class SelfAttention(nnx.Module):
@@ -84,8 +69,8 @@ class SelfAttention(nnx.Module):
 
     def __call__(self, x: Float[Array, "B S E"], angles: Angles) -> Float[Array, "B S E"]:
         q, k, v = (project(x).reshape(*x.shape[:2], -1, self.head_dim) for project in (self.q, self.k, self.v))
-        y = attention(rotate(q, angles), rotate(k, angles), v, window=CAUSAL)
-        return self.out(y.reshape(x.shape))
+        y = attention(rotated(q, angles), rotated(k, angles), v, window=CAUSAL)
+        return self.out(join_heads(y))
 
 
 class GatedMLP(nnx.Module):

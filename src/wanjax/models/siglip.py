@@ -18,7 +18,7 @@ from wanjax.layers.linear import linear
 from wanjax.layers.mlp import gelu_tanh
 from wanjax.layers.norms import layer_norm
 from wanjax.layers.patch import patchify
-from wanjax.layers.placement import with_axes
+from wanjax.layers.placement import param
 from wanjax.layers.stack import scan_blocks, stack
 from wanjax.layers.vision import VisionBlock, VisionConfig
 
@@ -46,8 +46,8 @@ class SiglipVision(nnx.Module):
         kw: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         width = config.width
         self.patch_embed = linear(3 * config.patch**2, width, (None, "embed"), **kw)
-        init = with_axes(nnx.initializers.normal(stddev=width**-0.5), (None, "embed"))
-        self.positions = nnx.Param(init(rngs.params(), (config.tokens, width), param_dtype))
+        normal = nnx.initializers.normal(stddev=width**-0.5)
+        self.positions = param(normal, (config.tokens, width), (None, "embed"), dtype=param_dtype, rngs=rngs)
         self.blocks = stack(lambda rngs: VisionBlock(config, gelu_tanh, **{**kw, "rngs": rngs}), config.layers, rngs)
         self.norm = layer_norm(width, config.eps, affine=True, **kw)
         self.config = config

@@ -18,10 +18,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from wanjax.kernels.attention import attention
+from wanjax.layers.heads import join_heads, split_heads
 from wanjax.layers.linear import linear
 from wanjax.layers.mlp import gelu_tanh
 from wanjax.layers.norms import rms_norm
-from wanjax.layers.placement import with_axes
+from wanjax.layers.placement import param, with_axes
 from wanjax.layers.stack import scan_blocks, stack
 
 normal = nnx.initializers.normal
@@ -90,8 +91,8 @@ class PositionBias(nnx.Module):
     """A bias of each head on its logits, by the bucket of the distance from query to key."""
 
     def __init__(self, config: T5Config, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
-        init = with_axes(normal(config.width**-0.5), (None, "heads"))
-        self.table = nnx.Param(init(rngs.params(), (config.buckets, config.heads), param_dtype))
+        shape, init = (config.buckets, config.heads), normal(config.width**-0.5)
+        self.table = param(init, shape, (None, "heads"), dtype=param_dtype, rngs=rngs)
         self.max_distance = config.max_distance
 
     def __call__(self, length: int) -> Float32[Array, "1 N S S"]:
@@ -118,12 +119,9 @@ class SelfAttention(nnx.Module):
     def __call__(
         self, x: Float[Array, "B S E"], mask: Bool[Array, "B S"] | None, bias: Float32[Array, "1 N S S"] | None
     ) -> Float[Array, "B S E"]:
-        q, k, v = (self.split_heads(project(x)) for project in (self.q, self.k, self.v))
+        q, k, v = (split_heads(project(x), self.heads) for project in (self.q, self.k, self.v))
         y = attention(q, k, v, key_mask=mask, bias=bias, scale=1.0)
-        return self.o(y.reshape(*x.shape[:2], -1))
-
-    def split_heads(self, x: Float[Array, "B S _E"]) -> Float[Array, "B S N D"]:
-        return x.reshape(*x.shape[:2], self.heads, -1)
+        return self.o(join_heads(y))
 
 
 class GatedMLP(nnx.Module):

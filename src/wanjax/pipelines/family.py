@@ -30,13 +30,13 @@ from wanjax.pipelines.caching.tables import NO_TABLES, Tables
 from wanjax.pipelines.checks import check_taken
 from wanjax.pipelines.components import Components
 from wanjax.pipelines.draws import INITIAL, OF_STEPS
-from wanjax.pipelines.frames import GivenFrames, Latents, encoded
+from wanjax.pipelines.frames import GivenFrames, encoded
 from wanjax.pipelines.guidance import check_rule
 from wanjax.pipelines.previews.latent_preview import LatentPreview
 from wanjax.pipelines.sampler import Denoiser, Ends, Held, Inputs
 from wanjax.pipelines.settings import Settings, SomeSettings
 from wanjax.pipelines.steps import Segment
-from wanjax.pipelines.text.tokenizer import Truncation
+from wanjax.pipelines.text.tokenizer import TokenBatch, Truncation
 from wanjax.pipelines.windows import CONTROL, PICTURE, check_windows
 from wanjax.programs import Program, Strategy, Value
 from wanjax.schedulers import Scheduler, shift_of, successor
@@ -252,9 +252,13 @@ class Architecture(ABC):
         """Returns the size of a video of a picture [H W 3], where none is given."""
         return size_within(picture, asked.height * asked.width, self.grid)
 
+    def tokens(self, pipe: Pipe, prompts: Sequence[str], follow: str) -> tuple[TokenBatch, ...]:
+        """Returns the tokens of prompts, for each text encoder; `follow` is that of the settings."""
+        return (pipe.components.get("tokenizer").tokenize(prompts),)
+
     def truncations(self, pipe: Pipe, prompt: str, follow: str) -> Sequence[Truncation]:
-        """Returns the parts of a prompt that the model does not read, if any; `follow` is that of the settings."""
-        return tuple(filter(None, pipe.components.get("tokenizer").tokenize([prompt]).truncated))
+        """Returns the parts of a prompt that the model does not read, if any."""
+        return tuple(cut for batch in self.tokens(pipe, [prompt], follow) for cut in batch.truncated if cut)
 
     def encode_pictures(
         self, pipe: Pipe, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
@@ -353,7 +357,7 @@ class Architecture(ABC):
         """Returns the noise levels, from 0 to 1, between which a network denoises."""
         return 0.0, 1.0
 
-    def clean(self, latents: Latents) -> Float[Array, "B _T H W C"]:
+    def clean(self, latents: Float[Array, "B C T H W"]) -> Float[Array, "B _T H W C"]:
         """Returns the latents of encoded videos [B C T H W] as the network is trained to make them."""
         return jnp.moveaxis(latents, 1, -1)
 

@@ -15,15 +15,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped, UInt8
 
 from wanjax.kernels.compiler_options import convolutions, fast_convolutions, scanned
+from wanjax.layers.conv import Chunk
 from wanjax.layers.patch import to_cells, to_pixels
 from wanjax.layers.tiling import Tile, Tiling, joined, tiles_of
 from wanjax.programs import Program, Value, program
 from wanjax.sharding import VIDEO, constrain, following, replicate
 
-Latents = Float[Array, "B C T H W"]
 GivenLatents = Float[Value | np.ndarray, "B C T H W"]
 GivenFrames = Shaped[Array | np.ndarray, "T H W 3"] | Sequence[Shaped[np.ndarray, "_H _W 3"]]
-Chunk = Float[Array, "B _T _H _W _C"]  # inputs and outputs differ in size
 Frames = UInt8[Array, "_T _H _W 3"] | Float[Array, "_T _H _W 3"]
 Call = Callable[..., Any]  # of a program with its arguments, as `Pipeline.call`
 
@@ -104,7 +103,7 @@ def from_frames(patch: int, frames: Shaped[Array, "T H W 3"]) -> Chunk:
 
 
 @program(scanned)
-def join_chunks(static: None, chunks: tuple[Chunk, ...]) -> Latents:
+def join_chunks(static: None, chunks: tuple[Chunk, ...]) -> Float[Array, "B C T H W"]:
     """Joins the latents of a clip's chunks."""
     return jnp.moveaxis(jnp.concatenate(chunks, axis=1), -1, 1)
 

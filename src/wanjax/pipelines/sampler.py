@@ -25,13 +25,12 @@ from jaxtyping import Array, Bool, Float, Int
 from wanjax.kernels.compiler_options import fast_products, products, random_numbers, scanned
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache
 from wanjax.pipelines.caching.step_cache import NO_CACHE, StepCache
-from wanjax.pipelines.guidance import GuidanceRule
+from wanjax.pipelines.guidance import GuidanceRule, Latents
 from wanjax.pipelines.seeds import Words, drawn_noise, noise_of_frames, solver_keys
 from wanjax.programs import Value, program
 from wanjax.schedulers import Scheduler
 from wanjax.sharding import replicate
 
-Latents = Float[Array, "B T H W C"]
 Held = Float[Value, "B T H W C"]  # latents between two programs
 
 
@@ -110,12 +109,20 @@ class Ends:
         return {}
 
     def first(self, scheduler: Scheduler, schedule: Any, noise: Latents, pictures: Mapping[str, Any]) -> Latents:
-        """Returns the latents at the schedule's first noise level."""
-        return scheduler.start(schedule, noise)
+        """Returns the latents at the schedule's first noise level: noise, or a given video with noise added."""
+        if "video_latents" not in pictures:
+            return scheduler.start(schedule, noise)
+        video = jnp.moveaxis(pictures["video_latents"].astype(jnp.float32), 1, -1)
+        return scheduler.noised(schedule, led(video, noise.shape[1]), noise)
 
     def last(self, x: Latents, pictures: Mapping[str, Any]) -> Latents:
         """Returns the latents of the video and its references, from those of the last step."""
         return x
+
+
+def led(x: Latents, frames: int) -> Float[Array, "B _T H W C"]:
+    """Returns latents of `frames` frames, the first of them repeated in front as often as is needed."""
+    return jnp.concatenate([x[:, :1]] * (frames - x.shape[1]) + [x], axis=1)
 
 
 class Beginning(NamedTuple):

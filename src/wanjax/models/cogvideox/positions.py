@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32
 
 from wanjax.errors import WanjaxError
-from wanjax.layers.placement import with_axes
+from wanjax.layers.placement import param
 from wanjax.layers.rope import Rope, rope_3d
 from wanjax.models.cogvideox.config import Grid, TransformerConfig
 from wanjax.sharding import spread
@@ -56,9 +56,9 @@ class LearnedTable(Sinusoids):
     def __init__(self, config: TransformerConfig, **kw: Any):
         super().__init__(config)
         assert config.trained_grid is not None
-        init = with_axes(nnx.initializers.zeros_init(), (None, "embed"))
-        rows = config.text_length + prod(config.trained_grid)  # text first, as in checkpoints
-        self.table = nnx.Param(init(kw["rngs"].params(), (rows, config.width), kw["param_dtype"]))
+        zeros, rows = nnx.initializers.zeros_init(), config.text_length + prod(config.trained_grid)
+        shape = (rows, config.width)  # text first, as in checkpoints
+        self.table = param(zeros, shape, (None, "embed"), dtype=kw["param_dtype"], rngs=kw["rngs"])
         self.trained_grid = config.trained_grid
 
     def __call__(self, grid: Grid, text: int) -> Float[Array, "1 L E"]:

@@ -19,8 +19,9 @@ from jaxtyping import Array, Bool, Float, Float32
 from wanjax.dims import readable
 from wanjax.kernels.attention import AUTO, Attention, attention
 from wanjax.kernels.heads import pack_for_all_to_all
-from wanjax.layers.embeddings import sinusoid
+from wanjax.layers.embeddings import TimeEmbed
 from wanjax.layers.guided_attention import led_away
+from wanjax.layers.heads import join_heads, split_heads
 from wanjax.layers.linear import linear
 from wanjax.layers.mlp import MLP, gelu_tanh
 from wanjax.layers.modulation import Modulation, gated_add, modulate
@@ -69,7 +70,7 @@ class JointAttention(nnx.Module):
         k = split_heads(head_norm_and_rope(self.k(x), self.k_norm, rope), self.heads)
         # the values of v(x) as they are; on several TPUs, in the memory layout in which heads are sent
         v = split_heads(pack_for_all_to_all(self.v(x)), self.heads)
-        y = attention(q, k, v, keys=rope.length, implementation=self.attention).reshape(x.shape)
+        y = join_heads(attention(q, k, v, keys=rope.length, implementation=self.attention))
         if by is not None:
             prompt, negative = jnp.split(y, 2)
             y = jnp.where(text[:, None], y, jnp.tile(led_away(prompt, negative, by), (2, 1, 1)))
@@ -105,31 +106,15 @@ class Block(nnx.Module):
         return gated_add(x, self.mlp(y), mlp_mod.gate, text)
 
 
-class TimeEmbed(MLP):
-    """Embeds timesteps, in float32 with weights in float32."""
-
-    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
-        features = (config.width, config.time_width, config.time_width)
-        super().__init__(features, (None, "mlp", "embed"), jax.nn.silu, **_float32(rngs))
-        self.channels = config.width
-
-    def __call__(self, t: Float[Array, " B"]) -> Float32[Array, "B _E"]:
-        return super().__call__(sinusoid(t, self.channels))
-
-
 class OffsetTimeEmbed(TimeEmbed):
     """Embeds timesteps and adds the embedding of an offset, which is always the same."""
 
-    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
-        super().__init__(config, rngs)
-        assert config.offset_width is not None
-        features = (config.offset_width, config.offset_width, config.offset_width)
-        self.offset = MLP(features, (None, "mlp", "embed"), jax.nn.silu, **_float32(rngs))
-        self.offset_channels = config.offset_width
+    def __init__(self, channels: int, width: int, offset_width: int, rngs: nnx.Rngs):
+        super().__init__(channels, width, rngs)
+        self.offset = TimeEmbed(offset_width, offset_width, rngs)
 
     def __call__(self, t: Float[Array, " B"]) -> Float32[Array, "B _E"]:
-        offset = self.offset(sinusoid(jnp.full((1,), OFFSET, jnp.float32), self.offset_channels))
-        return super().__call__(t) + offset
+        return super().__call__(t) + self.offset(jnp.full((1,), OFFSET, jnp.float32))
 
 
 @readable
@@ -158,7 +143,11 @@ class CogVideoXTransformer(nnx.Module):
         self.patch_embed = linear(cells * config.channels_in, width, (None, "embed"), **kw)
         self.text_embed = linear(config.text_width, width, ("text", "embed"), **kw)
         self.added_positions = ADDED[config.added](config, **kw)
-        self.time_embed = (TimeEmbed if config.offset_width is None else OffsetTimeEmbed)(config, rngs)
+        self.time_embed = (
+            TimeEmbed(width, config.time_width, rngs)
+            if config.offset_width is None
+            else OffsetTimeEmbed(width, config.time_width, config.offset_width, rngs)
+        )
         self.blocks = stack(lambda rngs: Block(config, attention, **{**kw, "rngs": rngs}), config.layers, rngs)
         self.norm_final = layer_norm(width, config.eps, affine=True, **kw)
         self.out_mod = time_projection(config, 2, **kw)
@@ -222,10 +211,6 @@ class CogVideoXTransformer(nnx.Module):
         return unpatchify(x, grid, self.config.patch)
 
 
-def split_heads(x: Float[Array, "B L E"], heads: int) -> Float[Array, "B L N D"]:
-    return x.reshape(*x.shape[:2], heads, -1)
-
-
 def time_projection(config: TransformerConfig, rows: int, **kw: Any) -> nnx.Module:
     """Projects the embedding of the timestep to rows of shifts, scales and gates, in float32."""
     return linear(config.time_width, rows * config.width, (None, "mlp"), **{**kw, "dtype": jnp.float32})
@@ -235,7 +220,3 @@ def by_kind(mod: Float32[Array, "B _E"]) -> Modulation:
     """The modulation of the video's tokens, and of the text's after it."""
     kinds = mod.reshape(len(mod), 2, 3, -1)
     return Modulation(*(kinds[:, :, row] for row in range(3)))
-
-
-def _float32(rngs: nnx.Rngs) -> dict[str, Any]:
-    return {"dtype": jnp.float32, "param_dtype": jnp.float32, "rngs": rngs}

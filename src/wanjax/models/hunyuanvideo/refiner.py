@@ -14,7 +14,8 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32
 
 from wanjax.kernels.attention import Attention, attention
-from wanjax.layers.embeddings import sinusoid
+from wanjax.layers.embeddings import TimeEmbed
+from wanjax.layers.heads import join_heads, split_heads
 from wanjax.layers.linear import linear
 from wanjax.layers.mlp import MLP, gelu
 from wanjax.layers.modulation import gated_add
@@ -58,9 +59,9 @@ class RefinerBlock(nnx.Module):
 
     def attend(self, x: TextTokens, mask: Mask) -> TextTokens:
         """Self-attention to the tokens in the mask."""
-        q, k, v = (project(x).reshape(*x.shape[:2], self.heads, -1) for project in (self.q, self.k, self.v))
+        q, k, v = (split_heads(project(x), self.heads) for project in (self.q, self.k, self.v))
         y = attention(q, k, v, key_mask=mask, implementation=self.attention)  # [B S N D]
-        return self.out(y.reshape(x.shape))
+        return self.out(join_heads(y))
 
 
 class Refiner(nnx.Module):
@@ -69,14 +70,13 @@ class Refiner(nnx.Module):
     def __init__(self, config: TransformerConfig, attention: Attention, **kw):
         width = config.width
         self.tokens = linear(config.text_width, width, ("text", "embed"), **kw)
-        self.time_embed = time_mlp(config, kw["rngs"])
+        self.time_embed = TimeEmbed(config.frequency_dim, width, kw["rngs"])
         self.mean_embed = MLP(
             (config.text_width, width, width), ("text", "mlp", "embed"), jax.nn.silu, **{**kw, "dtype": jnp.float32}
         )
         self.blocks = stack(
             lambda rngs: RefinerBlock(config, attention, **{**kw, "rngs": rngs}), config.refiner_layers, kw["rngs"]
         )
-        self.frequency_dim = config.frequency_dim
         self.dtype = kw["dtype"]
 
     def prompt(self, text: Float[Array, "B S _E"], mask: Mask) -> Prompt:
@@ -89,7 +89,7 @@ class Refiner(nnx.Module):
         return Prompt(self.tokens(text.astype(self.dtype)), self.mean_embed(mean))
 
     def __call__(self, prompt: Prompt, t: Float[Array, "B"], mask: Mask) -> TextTokens:
-        condition = self.time_embed(sinusoid(t, self.frequency_dim)) + prompt.mean
+        condition = self.time_embed(t) + prompt.mean
         return scan_blocks(self.blocks, lambda block, x: block(x, condition, mask), prompt.tokens)
 
 
@@ -119,9 +119,3 @@ class ImageEmbed(nnx.Module):
 
     def __call__(self, image: Float[Array, "B S _E"]) -> TextTokens:
         return self.norm2(self.mlp(self.norm1(image).astype(self.dtype))).astype(self.dtype)
-
-
-def time_mlp(config: TransformerConfig, rngs: nnx.Rngs) -> MLP:
-    """Embeds sinusoids of timesteps, in float32 with weights in float32."""
-    features, axes = (config.frequency_dim, config.width, config.width), (None, "mlp", "embed")
-    return MLP(features, axes, jax.nn.silu, dtype=jnp.float32, param_dtype=jnp.float32, rngs=rngs)

@@ -18,19 +18,19 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from wanjax.dims import readable
 from wanjax.kernels.attention import AUTO, Attention, Pair, Radial, joint_attention
-from wanjax.layers.embeddings import sinusoid
+from wanjax.layers.embeddings import TimeEmbed
 from wanjax.layers.guided_attention import led_away
+from wanjax.layers.heads import join_heads, split_heads
 from wanjax.layers.linear import Linear, linear
 from wanjax.layers.mlp import MLP, gelu_tanh
 from wanjax.layers.modulation import Modulation, gated_add, modulate, split_modulation
 from wanjax.layers.norms import layer_norm, rms_norm
 from wanjax.layers.patch import patch_grid, patchify, unpatchify
-from wanjax.layers.placement import on_own_mesh, with_axes
-from wanjax.layers.rope import Rope, rope_3d
+from wanjax.layers.placement import on_own_mesh, param
+from wanjax.layers.rope import Rope, rope_3d, rotated
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache, scan_blocks, stack
 from wanjax.models.hunyuanvideo.config import TransformerConfig
-from wanjax.models.hunyuanvideo.joint import normed_heads, real_first, rotated
-from wanjax.models.hunyuanvideo.refiner import GlyphEmbed, ImageEmbed, Prompt, Refiner, TextTokens, time_mlp
+from wanjax.models.hunyuanvideo.refiner import GlyphEmbed, ImageEmbed, Prompt, Refiner, TextTokens
 from wanjax.sharding import spread
 
 DECAY = 0.95  # of radial attention, that of its authors for HunyuanVideo
@@ -101,16 +101,16 @@ class JointAttention(nnx.Module):
         self, x: Tokens, text: EachText, rope: Rope, context: Context, mask: Radial | None = None
     ) -> tuple[Tokens, EachText]:
         """Of the text, the context's number of tokens is real; video is led away from negative prompts in it."""
-        q = rotated(normed_heads(self.q(x), self.q_norm, self.heads), rope)  # [B L N D]
-        k = rotated(normed_heads(self.k(x), self.k_norm, self.heads), rope)
-        v = self.v(x).reshape(q.shape)
-        text_q = normed_heads(self.text_q(text), self.text_q_norm, self.heads)  # [B S N D]
-        text_k = normed_heads(self.text_k(text), self.text_k_norm, self.heads)
-        text_v = self.text_v(text).reshape(text_q.shape)
+        q = rotated(self.q_norm(split_heads(self.q(x), self.heads)), rope)  # [B L N D]
+        k = rotated(self.k_norm(split_heads(self.k(x), self.heads)), rope)
+        v = split_heads(self.v(x), self.heads)
+        text_q = self.text_q_norm(split_heads(self.text_q(text), self.heads))  # [B S N D]
+        text_k = self.text_k_norm(split_heads(self.text_k(text), self.heads))
+        text_v = split_heads(self.text_v(text), self.heads)
         pairs = (q, text_q), (k, text_k), (v, text_v)
         both = (Pair(context.each(a.astype(self.dtype)), b.astype(self.dtype)) for a, b in pairs)
         y = joint_attention(*both, length=rope.length, texts=context.texts, window=mask, implementation=self.attention)
-        y, text_y = (heads.reshape(*heads.shape[:2], -1) for heads in y)
+        y, text_y = map(join_heads, y)
         if context.by is not None:
             prompt, negative = jnp.split(y, 2)
             y = led_away(prompt, negative, context.by)
@@ -177,12 +177,13 @@ class HunyuanVideoTransformer(nnx.Module):
         self.attention = attention
         self.dtype = dtype
         self.patch_embed = linear(config.channels_in, width, (None, "embed"), **kw)
-        self.time_embed = time_mlp(config, rngs)
-        self.next_time_embed = nnx.data(time_mlp(config, rngs) if config.meanflow else None)
+        self.time_embed = TimeEmbed(config.frequency_dim, width, rngs)
+        self.next_time_embed = nnx.data(TimeEmbed(config.frequency_dim, width, rngs) if config.meanflow else None)
         self.refiner = Refiner(config, attention, **kw)
         self.glyph_embed = GlyphEmbed(config, **kw)
         self.image_embed = ImageEmbed(config, **kw)
-        self.kinds = kind_table(width, rngs)
+        zeros, kinds = nnx.initializers.zeros_init(), (3, width)  # rows that tell the kinds of text tokens apart
+        self.kinds = param(zeros, kinds, (None, "embed"), dtype=jnp.float32, rngs=rngs)
         self.blocks = stack(lambda rngs: Block(config, attention, **{**kw, "rngs": rngs}), config.layers - 1, rngs)
         self.last_block = Block(config, attention, **kw)
         self.norm_out = layer_norm(width, config.eps, affine=False, **kw)
@@ -233,11 +234,11 @@ class HunyuanVideoTransformer(nnx.Module):
 
     def time(self, t: Float[Array, "B"], t_next: Float[Array, "B"] | None = None) -> Time:
         """The embedding of timesteps; a network of few steps needs also those to which the step goes."""
-        time = self.time_embed(sinusoid(t, self.config.frequency_dim))
+        time = self.time_embed(t)
         if self.next_time_embed is None:
             return time
         assert t_next is not None, "a network of few steps is told the next timestep"
-        return time + self.next_time_embed(sinusoid(t_next, self.config.frequency_dim))
+        return time + self.next_time_embed(t_next)
 
     def embed(self, latents: Float[Array, "B T H W C"], t: Float[Array, "B"], context: Context) -> Streams:
         """Both streams before the first block."""
@@ -299,7 +300,10 @@ def rows_of(mod: Linear, time: Time) -> tuple[Modulation, Modulation]:
     return split_modulation(mod(jax.nn.silu(time)).reshape(len(time), 1, 6, -1))
 
 
-def kind_table(width: int, rngs: nnx.Rngs) -> nnx.Param:
-    """Learned rows that tell the kinds of text tokens apart; kept in float32."""
-    init = with_axes(nnx.initializers.zeros_init(), (None, "embed"))
-    return nnx.Param(init(rngs.params(), (3, width), jnp.float32))
+def real_first(text: Float[Array, "B S E"], mask: Bool[Array, "B S"]) -> Float[Array, "B S E"]:
+    """Returns the text with the tokens in the mask before the others, in their order.
+
+    RoPE is applied before attention and text has no positions, so a video does not depend on the order of its text.
+    The tokens that take part are then the first ones, and a count of them is all that a kernel needs.
+    """
+    return jnp.take_along_axis(text, jnp.argsort(~mask, axis=1, stable=True)[:, :, None], axis=1)

@@ -10,16 +10,16 @@ from typing import NamedTuple
 
 import jax
 from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 from wanjax.dims import readable
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import AUTO, Attention, Radial
+from wanjax.layers.heads import split_heads
 from wanjax.layers.linear import linear
 from wanjax.layers.mlp import MLP, gelu
 from wanjax.layers.norms import layer_norm, rms_norm
-from wanjax.layers.placement import on_own_mesh, with_axes
+from wanjax.layers.placement import on_own_mesh, param
 from wanjax.layers.rope import Rope
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache, map_blocks
 from wanjax.models.wan.config import ImageTransformerConfig
@@ -31,7 +31,6 @@ from wanjax.models.wan.transformer import (
     WanTransformer,
     shard_keys,
     shard_stacked,
-    split_heads,
 )
 
 ImageTokens = Float[Array, "B _S E"]  # 257 for an image, 514 for a first and a last one
@@ -76,8 +75,10 @@ class ImageEmbed(nnx.Module):
 
     def __init__(self, config: ImageTransformerConfig, **kw):
         width_in, width, eps = config.image_width, config.width, 1e-5  # the blocks have another eps, the config's
+        positions, options = config.image_positions, {"dtype": kw["param_dtype"], "rngs": kw["rngs"]}
+        zeros = nnx.initializers.zeros_init()  # before training, as in the reference
         self.positions = nnx.data(
-            None if config.image_positions is None else position_table(config.image_positions, width_in, **kw)
+            None if positions is None else param(zeros, (positions, width_in), (None, None), **options)
         )
         self.norm1 = layer_norm(width_in, eps, affine=True, **kw)
         self.mlp = MLP((width_in, width_in, width), (None, "mlp", "embed"), gelu, **kw)
@@ -138,10 +139,3 @@ class WanImageTransformer(WanTransformer):
                 raise WanjaxError("encoded prompts come without the image here: image=FEATURES, [B S E], is missing")
             context = self.context(context, image)
         return super().__call__(latents, t, context, rope, mask=mask, cache=cache)
-
-
-def position_table(tokens: int, width: int, *, param_dtype: DTypeLike, rngs: nnx.Rngs, dtype: DTypeLike) -> nnx.Param:
-    """Learned positions of the features of all images; zeros before training, as in the reference."""
-    del dtype
-    init = with_axes(nnx.initializers.zeros_init(), (None, None))
-    return nnx.Param(init(rngs.params(), (tokens, width), param_dtype))

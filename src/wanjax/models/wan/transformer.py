@@ -21,14 +21,15 @@ from jaxtyping import Array, Float, Float32
 from wanjax.dims import readable
 from wanjax.kernels.attention import AUTO, Attention, Projection, Radial, attention, sparse_linear_attention
 from wanjax.kernels.heads import pack_for_all_to_all
-from wanjax.layers.embeddings import sinusoid
+from wanjax.layers.embeddings import TimeEmbed
 from wanjax.layers.guided_attention import led_away
+from wanjax.layers.heads import join_heads, split_heads
 from wanjax.layers.linear import gathered_together, linear
 from wanjax.layers.mlp import MLP, gelu_tanh
 from wanjax.layers.modulation import Second, gated_add, modulate, split_modulation
 from wanjax.layers.norms import layer_norm, rms_norm
 from wanjax.layers.patch import patch_grid, patchify, unpatchify
-from wanjax.layers.placement import on_own_mesh, with_axes
+from wanjax.layers.placement import on_own_mesh, param
 from wanjax.layers.rope import Rope, norm_and_rope, rope_3d
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache, map_blocks, scan_blocks, stack
 from wanjax.models.wan.config import TransformerConfig
@@ -207,7 +208,7 @@ class WanTransformer(nnx.Module):
         self.dtype = dtype
         self.patch_embed = linear(cells * config.channels_in, width, (None, "embed"), **kw)
         self.text_embed = MLP((config.text_width, width, width), ("text", "mlp", "embed"), gelu_tanh, **kw)
-        self.time_embed = time_mlp(config, rngs)
+        self.time_embed = TimeEmbed(config.frequency_dim, width, rngs)
         self.time_proj = linear(width, 6 * width, ("embed", "mlp"), **{**kw, "dtype": jnp.float32})
         self.blocks = stack(lambda rngs: self.block(config, attention, **{**kw, "rngs": rngs}), config.layers, rngs)
         self.norm_out = layer_norm(width, config.eps, affine=False, **kw)
@@ -259,7 +260,7 @@ class WanTransformer(nnx.Module):
         clean = clean_tokens(grid, clean_frames // config.patch[0])
         timesteps = t[:, None] if clean is None else jnp.stack([t, jnp.zeros_like(t)], axis=1)
         x = self.patch_embed(patchify(latents.astype(self.dtype), config.patch, config.channels_in))  # [B L E]
-        time = self.time_embed(sinusoid(timesteps.reshape(-1), config.frequency_dim))
+        time = self.time_embed(timesteps.reshape(-1))
         time = time.reshape(*timesteps.shape, config.width)  # [B 1 E], or [B 2 E] of two timesteps
         mod = self.time_proj(jax.nn.silu(time)).reshape(*timesteps.shape, 6, config.width)
         mod = constrain(mod, ("batch", None, None, None))  # blocks take rows of it
@@ -277,14 +278,6 @@ class WanTransformer(nnx.Module):
         return unpatchify(x, grid, config.patch)
 
 
-def split_heads(x: Float[Array, "B L E"], heads: int) -> Float[Array, "B L N D"]:
-    return x.reshape(*x.shape[:2], heads, -1)
-
-
-def join_heads(x: Float[Array, "B L N D"]) -> Float[Array, "B L E"]:
-    return x.reshape(*x.shape[:2], -1)
-
-
 def shard_keys(x: Float[Array, "B S E"], heads: int) -> Float[Array, "B S E"]:
     """Keys or values on the devices whose queries attend to them: all of them on each, or sharded by heads."""
     return join_heads(constrain(split_heads(x, heads), ("batch", None, "heads", None)))
@@ -299,16 +292,10 @@ def shard_stacked(keys: Stacked, heads: int) -> Stacked:
     return jax.tree.map(shard, keys)
 
 
-def time_mlp(config: TransformerConfig, rngs: nnx.Rngs) -> MLP:
-    """Embeds sinusoids of timesteps, in float32 with weights in float32: less precision shows in the videos."""
-    features, axes = (config.frequency_dim, config.width, config.width), (None, "mlp", "embed")
-    return MLP(features, axes, jax.nn.silu, dtype=jnp.float32, param_dtype=jnp.float32, rngs=rngs)
-
-
 def modulation_table(rows: int, width: int, rngs: nnx.Rngs) -> nnx.Param:
     """Learned rows that a block adds to the timestep's shifts, scales and gates; kept in float32."""
-    init = with_axes(nnx.initializers.normal(stddev=width**-0.5), (None, "embed"))
-    return nnx.Param(init(rngs.params(), (rows, width), jnp.float32))
+    normal = nnx.initializers.normal(stddev=width**-0.5)
+    return param(normal, (rows, width), (None, "embed"), dtype=jnp.float32, rngs=rngs)
 
 
 def clean_tokens(grid: tuple[int, int, int], frames: int) -> Second:

@@ -18,20 +18,21 @@ from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures, fit
 from wanjax.models.cogvideox.config import TransformerConfig
-from wanjax.models.cogvideox.flops import forward_flops, self_attention_flops
+from wanjax.models.cogvideox.flops import forward_flops
 from wanjax.models.cogvideox.vae_config import VAEConfig
+from wanjax.models.flops import self_attention_flops
 from wanjax.models.t5 import T5Config
 from wanjax.pipelines.checks import check_features, check_fields
-from wanjax.pipelines.cogvideox.conditioning import POSTERIORS, CogVideoXEncoded, CogVideoXEnds, led
+from wanjax.pipelines.cogvideox.conditioning import POSTERIORS, CogVideoXEncoded, CogVideoXEnds
 from wanjax.pipelines.cogvideox.networks import NETWORKS
 from wanjax.pipelines.cogvideox.programs import CogVideoXDenoiser, encode_prompts, make_context, split_posterior
 from wanjax.pipelines.family import Architecture, Forward, Pipe
-from wanjax.pipelines.frames import GivenFrames, Latents, encoded
+from wanjax.pipelines.frames import GivenFrames, encoded
 from wanjax.pipelines.guidance import dynamic_scales, grouping
-from wanjax.pipelines.sampler import Denoiser, Held, Inputs
+from wanjax.pipelines.sampler import Denoiser, Held, Inputs, led
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.steps import Segment
-from wanjax.pipelines.text.tokenizer import TokenBatch, Truncation
+from wanjax.pipelines.text.tokenizer import TokenBatch
 from wanjax.programs import Value
 from wanjax.schedulers import Scheduler, from_config
 from wanjax.schedulers.ddim import DDIM
@@ -157,16 +158,13 @@ class CogVideoXArchitecture(Architecture):
     def size_for(self, picture: tuple[int, int, int], asked: Settings) -> tuple[int, int]:
         return self.fixed_size or super().size_for(picture, asked)
 
-    def _tokens(self, pipe: Pipe, prompts: Sequence[str], follow: str) -> TokenBatch:
-        return pipe.components.get("tokenizer").tokenize(prompts, self.text_length(follow))
-
-    def truncations(self, pipe: Pipe, prompt: str, follow: str) -> Sequence[Truncation]:
-        return tuple(filter(None, self._tokens(pipe, [prompt], follow).truncated))
+    def tokens(self, pipe: Pipe, prompts: Sequence[str], follow: str) -> tuple[TokenBatch, ...]:
+        return (pipe.components.get("tokenizer").tokenize(prompts, self.text_length(follow)),)
 
     def encode_prompts(self, pipe: Pipe, settings: Settings) -> CogVideoXEncoded:
-        ids = self._tokens(pipe, [settings.prompt, settings.negative_prompt], settings.follow).ids
+        [both] = self.tokens(pipe, [settings.prompt, settings.negative_prompt], settings.follow)
         graphdef, weights = nnx.split(pipe.components.get("text_encoder"))
-        return CogVideoXEncoded(*pipe.call(encode_prompts, graphdef, ids, weights))
+        return CogVideoXEncoded(*pipe.call(encode_prompts, graphdef, both.ids, weights))
 
     def encode_pictures(
         self, pipe: Pipe, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
@@ -203,7 +201,7 @@ class CogVideoXArchitecture(Architecture):
                 shapes[name] = (videos, *right)
         return shapes
 
-    def clean(self, latents: Latents) -> Float[Array, "B _T H W C"]:
+    def clean(self, latents: Float[Array, "B C T H W"]) -> Float[Array, "B _T H W C"]:
         return led(jnp.moveaxis(latents, 1, -1), latents.shape[2] + -latents.shape[2] % self.transformer.patch[0])
 
     def levels(self, settings: Settings) -> Mapping[str, Any]:

@@ -14,7 +14,6 @@ from jaxtyping import Array, Float
 
 from wanjax.pipelines.sampler import Ends
 from wanjax.pipelines.seeds import Words, drawn_noise
-from wanjax.schedulers import Scheduler
 
 
 class CogVideoXEncoded(NamedTuple):
@@ -41,7 +40,7 @@ POSTERIORS = {  # the noise's name, the number of its key among a seed's, and th
 
 @dataclass(frozen=True)
 class CogVideoXEnds(Ends):
-    """The ends of CogVideoX's denoising: pictures are drawn, and a given video begins with noise added to it."""
+    """The ends of CogVideoX's denoising, whose pictures are drawn."""
 
     def sampled(self, pictures: Mapping[str, Any], words: Words, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Draws the latents of pictures for each seed; noise that is given takes the place of the seeds'."""
@@ -52,17 +51,3 @@ class CogVideoXEnds(Ends):
                 own = given[name] if name in given else drawn_noise(words, shape, number)
                 found[mean] = pictures[mean] + spread * own.astype(jnp.float32)
         return found
-
-    def first(
-        self, scheduler: Scheduler, schedule: Any, noise: Float[Array, "B T H W C"], pictures: Mapping[str, Any]
-    ) -> Float[Array, "B T H W C"]:
-        if "video_latents" not in pictures:
-            return noise
-        video = jnp.moveaxis(pictures["video_latents"].astype(jnp.float32), 1, -1)
-        return scheduler.noised(schedule, led(video, noise.shape[1]), noise)
-
-
-def led(x: Float[Array, "B T H W C"], frames: int) -> Float[Array, "B _T H W C"]:
-    """Returns latents of `frames` frames, the first of them repeated in front as often as is needed."""
-    first: Any = x[:, :1]
-    return jnp.concatenate([first] * (frames - x.shape[1]) + [x], axis=1)

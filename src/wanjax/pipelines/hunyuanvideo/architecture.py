@@ -17,8 +17,9 @@ from wanjax.checkpoints.sources import Source
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import PictureOfAnySize, Pictures
+from wanjax.models.flops import self_attention_flops
 from wanjax.models.hunyuanvideo.config import TransformerConfig
-from wanjax.models.hunyuanvideo.flops import forward_flops, joint_attention_flops
+from wanjax.models.hunyuanvideo.flops import forward_flops
 from wanjax.models.hunyuanvideo.vae_config import VAEConfig
 from wanjax.models.qwen2_vl import Qwen2VLConfig
 from wanjax.models.siglip import SiglipVisionConfig
@@ -39,7 +40,7 @@ from wanjax.pipelines.hunyuanvideo.text import TEMPLATE_TOKENS, tokenize_chats, 
 from wanjax.pipelines.sampler import Denoiser, Held, Inputs
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.steps import Segment
-from wanjax.pipelines.text.tokenizer import TokenBatch, Truncation
+from wanjax.pipelines.text.tokenizer import TokenBatch
 from wanjax.programs import Value
 from wanjax.schedulers import Scheduler, from_config
 from wanjax.schedulers.flow_euler import FlowEuler
@@ -134,7 +135,7 @@ class HunyuanVideoArchitecture(Architecture):
             layers=config.layers,
             heads=config.heads,
             width=config.width,
-            scores=joint_attention_flops(config, video + prompt + beside),
+            scores=self_attention_flops(config, video + prompt + beside),
             flops=forward_flops(config, video=video, prompt=prompt, beside=beside),
         )
 
@@ -145,16 +146,13 @@ class HunyuanVideoArchitecture(Architecture):
     def size_for(self, picture: tuple[int, int, int], asked: Settings) -> tuple[int, int]:
         return size_of(picture, self.transformer.target_size, self.grid)
 
-    def _tokens(self, pipe: Pipe, texts: Sequence[str]) -> tuple[TokenBatch, TokenBatch]:
-        """Returns the tokens of texts, and those of what is quoted in them."""
+    def tokens(self, pipe: Pipe, prompts: Sequence[str], follow: str) -> tuple[TokenBatch, ...]:
+        """Returns the tokens of prompts, and those of what is quoted in them."""
         chats, glyphs = pipe.components.get("tokenizer"), pipe.components.get("tokenizer_2")
-        return tokenize_chats(chats, texts), tokenize_glyphs(glyphs, texts)
-
-    def truncations(self, pipe: Pipe, prompt: str, follow: str) -> Sequence[Truncation]:
-        return tuple(cut for batch in self._tokens(pipe, [prompt]) for cut in batch.truncated if cut)
+        return tokenize_chats(chats, prompts), tokenize_glyphs(glyphs, prompts)
 
     def encode_prompts(self, pipe: Pipe, settings: Settings) -> HunyuanVideoEncoded:
-        chats, quoted = self._tokens(pipe, [settings.prompt, settings.negative_prompt])
+        chats, quoted = self.tokens(pipe, [settings.prompt, settings.negative_prompt], settings.follow)
         mask = chats.mask[:, TEMPLATE_TOKENS:]
         graphdef, weights = nnx.split(pipe.components.get("text_encoder"))
         embeds, glyphs = pipe.call(encode_chats, graphdef, chats.ids, mask, weights), self._glyphs(pipe, quoted)

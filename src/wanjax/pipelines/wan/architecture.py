@@ -22,16 +22,17 @@ from wanjax.kernels.attention import Attention, SparseLinear
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import PictureOfAnySize, Pictures
 from wanjax.models.clip import CLIPVisionConfig
+from wanjax.models.flops import self_attention_flops
 from wanjax.models.t5 import T5Config
 from wanjax.models.wan.config import ControlTransformerConfig, ImageTransformerConfig, TransformerConfig
-from wanjax.models.wan.flops import forward_flops, self_attention_flops
+from wanjax.models.wan.flops import forward_flops
 from wanjax.pipelines.checks import check_features
 from wanjax.pipelines.family import Architecture, Forward, Pipe, optional
 from wanjax.pipelines.guidance import grouping
 from wanjax.pipelines.sampler import Denoiser, Held, Inputs
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.steps import Segment
-from wanjax.pipelines.text.tokenizer import TokenBatch, Truncation, clean_prompt
+from wanjax.pipelines.text.tokenizer import TokenBatch, clean_prompt
 from wanjax.pipelines.wan.conditioning import TEXT_TO_VIDEO, Encoders, Task, WanEncoded, task_of
 from wanjax.pipelines.wan.experts import EXPERTS, segments
 from wanjax.pipelines.wan.networks import NETWORKS
@@ -193,20 +194,17 @@ class WanArchitecture(Architecture):
         return found
 
     def check_pictures(self, pictures: Pictures, settings: Settings) -> None:
-        self.task.check_pictures(pictures, settings)
+        super().check_pictures(pictures, settings)
+        if pictures.last_image is not None and settings.frames == 1:
+            raise WanjaxError("a video of 1 frame has no last image beside the first: 5 frames or more would do")
 
-    def tokenize(self, pipe: Pipe, prompt: str) -> TokenBatch:
-        """Returns the cleaned prompt's tokens; `truncated[0]` is the truncation, or None."""
-        return pipe.components.get("tokenizer").tokenize([clean_prompt(prompt)])
-
-    def truncations(self, pipe: Pipe, prompt: str, follow: str) -> Sequence[Truncation]:
-        return tuple(filter(None, self.tokenize(pipe, prompt).truncated))
+    def tokens(self, pipe: Pipe, prompts: Sequence[str], follow: str) -> tuple[TokenBatch, ...]:
+        return super().tokens(pipe, list(map(clean_prompt, prompts)), follow)
 
     def encode_prompts(self, pipe: Pipe, settings: Settings) -> WanEncoded:
-        both = [self.tokenize(pipe, text) for text in (settings.prompt, settings.negative_prompt)]
-        ids, mask = (np.concatenate(x) for x in zip(*((b.ids, b.mask) for b in both), strict=True))
+        [both] = self.tokens(pipe, [settings.prompt, settings.negative_prompt], settings.follow)
         graphdef, weights = nnx.split(pipe.components.get("text_encoder"))
-        return WanEncoded(*pipe.call(encode_prompts, graphdef, ids, mask, weights))
+        return WanEncoded(*pipe.call(encode_prompts, graphdef, both.ids, both.mask, weights))
 
     def encode_pictures(
         self, pipe: Pipe, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None

@@ -13,9 +13,10 @@ from flax import nnx
 
 from wanjax.checkpoints.sources import Source
 from wanjax.errors import WanjaxError
+from wanjax.models.flops import self_attention_flops
 from wanjax.models.wan.causal import angles_at, place_of
 from wanjax.models.wan.config import CausalTransformerConfig
-from wanjax.models.wan.flops import forward_flops, self_attention_flops
+from wanjax.models.wan.flops import forward_flops
 from wanjax.pipelines.caching.rules import NONE, CacheRule
 from wanjax.pipelines.family import Forward, Pipe
 from wanjax.pipelines.sampler import Denoiser, Held, Inputs

@@ -26,7 +26,7 @@ from wanjax.models.wan.config import (
     TransformerConfig,
     VAEConfig,
 )
-from wanjax.pipelines.checks import Shape, check_fields, check_taken
+from wanjax.pipelines.checks import Shape, check_fields
 from wanjax.pipelines.settings import Settings
 
 CAUSAL_PIPELINES = (
@@ -92,12 +92,6 @@ class Task(ABC):
     needs: tuple[str, ...] = ()
     optional: ClassVar[tuple[str, ...]] = ()  # fields of `WanEncoded` that may be None
     begins_from_video: ClassVar[bool] = False  # denoising begins from a given video, with noise up to the strength
-
-    def check_pictures(self, pictures: Pictures, settings: Settings) -> None:
-        """Raises WanjaxError unless the task takes these pictures and needs no others."""
-        check_taken(pictures.given(), settings.model, self.name, takes=self.takes, needs=self.needs)
-        if pictures.last_image is not None and settings.frames == 1:
-            raise WanjaxError("a video of 1 frame has no last image beside the first: 5 frames or more would do")
 
     def check(self, encoded: WanEncoded, latents: tuple[int, ...], config: TransformerConfig) -> None:
         """Raises WanjaxError unless the encoded pictures fit the task and latents of the shape [1 C T H W]."""

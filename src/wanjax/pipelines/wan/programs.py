@@ -13,14 +13,12 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from wanjax.kernels.compiler_options import scanned
-from wanjax.layers.embeddings import sinusoid
 from wanjax.layers.rope import Rope
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache
 from wanjax.pipelines.guidance import Groups, group
 from wanjax.pipelines.sampler import Denoiser, Ends
 from wanjax.pipelines.wan.conditioning import PictureInputs, Task
 from wanjax.programs import program
-from wanjax.schedulers import Scheduler
 
 TEXT_LENGTH = 512
 """The number of tokens of a prompt that Wan reads, padding included."""
@@ -40,7 +38,7 @@ class TimedDenoiser(Denoiser):
         return network.time_proj(jax.nn.silu(self.embed_times_plainly(network, times)))
 
     def embed_times_plainly(self, network: Any, times: Float[Array, "B"]) -> Float[Array, "B _E"]:
-        return network.time_embed(sinusoid(times, network.config.frequency_dim))
+        return network.time_embed(times)
 
 
 @dataclass(frozen=True)
@@ -71,17 +69,9 @@ def encode_text(encoder: Any, ids: Int[Array, "B S"], mask: Bool[Array, "B S"]) 
 
 @dataclass(frozen=True)
 class WanEnds(Ends):
-    """The ends of Wan's denoising: from a given video, with noise added, or from noise alone; a given first frame."""
+    """The ends of Wan's denoising: a given first frame takes its place in the latents of the last step."""
 
     task: Task
-
-    def first(
-        self, scheduler: Scheduler, schedule: Any, noise: Float[Array, "B T H W C"], pictures: Mapping[str, Any]
-    ) -> Float[Array, "B T H W C"]:
-        if "video_latents" not in pictures:
-            return scheduler.start(schedule, noise)
-        video = jnp.moveaxis(pictures["video_latents"].astype(jnp.float32), 1, -1)
-        return scheduler.noised(schedule, video, noise)
 
     def last(self, x: Float[Array, "B T H W C"], pictures: Mapping[str, Any]) -> Float[Array, "B T H W C"]:
         return self.task.finish(x, picture_inputs(pictures.get("condition")))

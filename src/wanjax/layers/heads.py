@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heads of attention, side by side in the channels of tokens or on an axis of their own."""
+
+from jaxtyping import Array, Float
+
+
+def split_heads(x: Float[Array, "B L E"], heads: int) -> Float[Array, "B L N D"]:
+    return x.reshape(*x.shape[:2], heads, -1)
+
+
+def join_heads(x: Float[Array, "B L N D"]) -> Float[Array, "B L E"]:
+    return x.reshape(*x.shape[:2], -1)
