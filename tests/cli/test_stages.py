@@ -38,7 +38,7 @@ def test_unfit_embeddings(tmp_path, tensors, message):
 def checked(folder):
     """Returns the embeddings that the second stage reads."""
     pipe = pipeline(4, None)
-    encoded = pipe.encoded_from(load_encoded(folder, {}))
+    encoded = pipe.architecture.encoded_from(load_encoded(folder, {}))
     pipe.architecture.check_encoded(encoded, VIDEO)
     return encoded
 

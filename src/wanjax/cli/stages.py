@@ -257,7 +257,7 @@ class Rendering:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             try:
-                encoded = self.pipe.encoded_from(tensors)
+                encoded = self.pipe.architecture.encoded_from(tensors)
                 self.pipe.architecture.check_encoded(encoded, self.settings)
             except WanjaxError as error:
                 raise WanjaxError(f"{self.folder / stage_files.EMBEDDINGS}: {error}") from error

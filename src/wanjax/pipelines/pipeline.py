@@ -23,14 +23,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float
 
 from wanjax.dims import readable
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import AUTO, Attention
 from wanjax.kernels.compiler_options import SAFE
 from wanjax.layers.tiling import Tiling
-from wanjax.media.pictures import ClipSource, Pictures, PictureSource, read_pictures
+from wanjax.media.pictures import Clip, ClipSource, Pictures, PictureSource, read_pictures
 from wanjax.media.records import TABLE
 from wanjax.media.videos import Video
 from wanjax.pipelines.caching.rules import check_apart
@@ -46,7 +46,7 @@ from wanjax.pipelines.checks import (
 from wanjax.pipelines.components import Components
 from wanjax.pipelines.draws import GivenDraws, checked_draws
 from wanjax.pipelines.family import Architecture, Encoded, lines, named_sizes
-from wanjax.pipelines.frames import Frames, GivenFrames, GivenLatents, Latents, chunk_count
+from wanjax.pipelines.frames import Frames, GivenFrames, GivenLatents, chunk_count
 from wanjax.pipelines.guidance import check_rule
 from wanjax.pipelines.hooks import Calling, Showing, Switching
 from wanjax.pipelines.keywords import (
@@ -62,7 +62,7 @@ from wanjax.pipelines.many import Order
 from wanjax.pipelines.memory import check_video
 from wanjax.pipelines.previews.latent_preview import LatentPreview, fitted
 from wanjax.pipelines.previews.tiny_decoder import read_tiny_decoder
-from wanjax.pipelines.record import devices_of, nameable, record
+from wanjax.pipelines.record import devices_of, nameable, record_of
 from wanjax.pipelines.resume import Keeping
 from wanjax.pipelines.run import Hook, Run
 from wanjax.pipelines.sampler import draw, join
@@ -75,7 +75,6 @@ from wanjax.programs import EXECUTE, Program, Site, Strategy, Value
 from wanjax.schedulers import Scheduler, name_of
 from wanjax.sharding import Partitioner, one_device
 
-Clip = UInt8[np.ndarray, "T H W 3"]
 Stop = Callable[[Step], bool | None]
 
 
@@ -313,7 +312,9 @@ class Pipeline:
             if settings.get("windows") is None:
                 settings["windows"] = 1 + len(settings["then"].splitlines())
         if size is not None:
-            settings |= self._sides(size, settings)
+            if settings.get("height") is not None or settings.get("width") is not None:
+                raise WanjaxError("size is given beside height or width: one way is enough")
+            settings |= sides(size, self.sizes)
         own, known = self.defaults.to_json(), schema(type(self.defaults))
         for name in sorted(settings.keys() - own.keys()):
             if name not in known:
@@ -327,12 +328,6 @@ class Pipeline:
         self.architecture.check_settings(chosen)
         check_apart(chosen.cache, self.partitioner.size("dp") > 1)
         return replace(chosen, cache=self.architecture.cache_rule(chosen))
-
-    def _sides(self, size: Any, settings: Mapping[str, Any]) -> dict[str, int]:
-        """Returns the height and width that a size gives; raises WanjaxError where they are given beside it."""
-        if settings.get("height") is not None or settings.get("width") is not None:
-            raise WanjaxError("size is given beside height or width: one way is enough")
-        return sides(size, self.sizes)
 
     @spelled_out(Given)
     def encode(
@@ -353,26 +348,16 @@ class Pipeline:
         given = {"prompt": prompt, "negative_prompt": negative_prompt, "follow": follow}
         return self.architecture.encode_prompts(self, self.defaults.updated(given))
 
-    def encode_pictures(
-        self, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
-    ) -> Mapping[str, Any]:
-        """Encodes the pictures of `prepare` without the text encoders; returns fields of the output of `encode`."""
-        return self.architecture.encode_pictures(self, pictures, settings, tiling=tiling)
-
     def truncations(self, prompt: str, *, follow: str | None = None) -> Sequence[Truncation]:
         """Returns the parts of a prompt that the model does not read, if any; `follow` None is the model's default."""
         return self.architecture.truncations(self, prompt, follow or self.defaults.follow)
-
-    def encoded_from(self, tensors: Mapping[str, Array]) -> Encoded:
-        """Restores the output of `encode` from its tensors by name; raises WanjaxError where one is missing."""
-        return self.architecture.encoded_from(tensors)
 
     def draws(self, settings: Settings, references: int = 0) -> Mapping[str, tuple[int, ...]]:
         """Returns the shapes of the random arrays that can be given for a video, by name."""
         check_alone(settings, "given noise")
         return self.architecture.draws(settings, references)
 
-    def noise(self, settings: Settings, references: int = 0) -> Latents:
+    def noise(self, settings: Settings, references: int = 0) -> Float[Array, "B C T H W"]:
         """Returns the seed's initial noise [1 C T H W], float32."""
         return self.call(draw, self.architecture.noise_shape(settings, references), words_of([settings.seed]))
 
@@ -573,7 +558,7 @@ class Pipeline:
         """
         table, tables = self.architecture.cache_rule(settings).table, self.architecture.tables
         tables = tables.of_pictured if sources.get("image") is not None else tables
-        return record(
+        return record_of(
             settings,
             sources,
             loaded=self.components.recorded,

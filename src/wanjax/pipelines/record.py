@@ -25,7 +25,7 @@ SOURCES = ("image", "last_image", "video", "mask", "references", "noise", "lora"
 """The entries of a record that may name files and folders."""
 
 
-def record(
+def record_of(
     settings: Settings,
     sources: Mapping[str, Any],
     *,

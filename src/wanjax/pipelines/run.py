@@ -211,7 +211,7 @@ class Run:
         pipe, words, architecture = self.pipe, words_of(seeds), self.pipe.architecture
         shapes = architecture.draws(settings, architecture.references(encoded, settings), len(seeds))
         given = checked_draws(self.noise, shapes)
-        schedule = architecture.schedule(settings, encoded)
+        schedule, arrays = architecture.schedule(settings, encoded), [x for x in encoded if x is not None]
         rule, pictures = settings.guidance_rule, latents_of(encoded)
         check_rule(rule, settings.guided, len(schedule.timesteps))
         segments = [segment._replace(rule=rule) for segment in architecture.segments(schedule, settings)]
@@ -226,7 +226,7 @@ class Run:
             with pipe.strategy.stage("denoise"):
                 state, drawn = pipe.call(begin, static, words, noise, schedule, pictures, number)
                 inputs = encoded._replace(**drawn)
-                begun = Begun(state, segments, self._facts(settings, seeds), [*_present(encoded), *given.values()])
+                begun = Begun(state, segments, self._facts(settings, seeds), [*arrays, *given.values()])
                 state, past = self._denoised(begun, inputs, schedule, settings, block, past)
                 frames = frames or architecture.latent_shape(settings)[2]
                 made = pipe.call(finish, (ends, frames), state.x, latents_of(inputs))
@@ -352,7 +352,8 @@ class Run:
                 pipe.architecture.check_length(length, pipe.defaults.model)
             total = sum(chunk_count(x.shape[2], pipe.architecture.decoded_at_once(x.shape[2])) for x in pieces)
             self.count("chunk", 0, total)
-        at_once = pipe.architecture.decoded_at_once(pipe.architecture.block_frames or _frames_of(pieces))
+        several: Any = pieces  # a sequence, but where a video comes in blocks
+        at_once = pipe.architecture.decoded_at_once(pipe.architecture.block_frames or several[0].shape[2])
 
         def call(*arguments: Any) -> Any:
             with pipe.strategy.stage("decode"):
@@ -379,18 +380,9 @@ def _ahead(chunks: Iterable[Frames]) -> Iterator[Frames]:
     yield from begun
 
 
-def _frames_of(pieces: Iterable[GivenLatents]) -> int:
-    assert isinstance(pieces, Sequence), "a video that comes in pieces has blocks of one length"
-    return pieces[0].shape[2]
-
-
 def latents_of(encoded: Encoded) -> dict[str, Any]:
     """Returns the encoded pictures that are latents [B C T H W], by name."""
     return {name: x for name, x in encoded._asdict().items() if x is not None and len(x.shape) == 5}
-
-
-def _present(encoded: Encoded) -> list[Any]:
-    return [x for x in encoded if x is not None]
 
 
 def _given(given: Mapping[str, np.ndarray], block: Block, schedule: Any) -> Given:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, UInt8
@@ -131,7 +130,7 @@ class InFlight:
     def __init__(self, total: int, done: Callable[[int, int], Any]):
         self.total = total
         self._done = done
-        self._finite: deque[tuple[int, jax.Array]] = deque()
+        self._finite: deque[tuple[int, Any]] = deque()
 
     def add(self, index: int, finite: Bool[Array, ""]) -> None:
         """Adds a step, whose latents are finite if `finite` is True; waits for the oldest if too many are queued."""
@@ -140,12 +139,8 @@ class InFlight:
 
     def wait(self, left: int = 0) -> None:
         """Waits until at most `left` steps are left; raises WanjaxError that names the first that is not finite."""
-        while len(self._finite) > left or (self._finite and _is_ready(self._finite[0][1])):
+        while len(self._finite) > left or (self._finite and self._finite[0][1].is_ready()):
             index, finite = self._finite.popleft()
             if not finite:
                 raise WanjaxError(f"the latents are not finite after step {index + 1} of {self.total}: use float32")
             self._done(index + 1, self.total)
-
-
-def _is_ready(array: jax.Array) -> bool:
-    return array.is_ready()  # pyright: ignore[reportAttributeAccessIssue]

@@ -99,7 +99,8 @@ class Store:
         pictures = Pictures(
             image=frames[0] if "image" in needs else None, last_image=frames[-1] if "last_image" in needs else None
         )
-        made = {LATENTS: self.pipe.encode_video(frames), **self.pipe.encode_pictures(pictures, settings)}
+        seen = self.pipe.architecture.encode_pictures(self.pipe, pictures, settings)
+        made = {LATENTS: self.pipe.encode_video(frames), **seen}
         file = f"clip-{name}.safetensors"
         save_safetensors(self.folder / file, {field: np.asarray(x) for field, x in made.items()})
         return [file, count, height, width]

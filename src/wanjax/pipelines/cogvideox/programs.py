@@ -13,10 +13,8 @@ from wanjax.layers.stack import EVERY_BLOCK, BlockCache
 from wanjax.models.cogvideox.positions import Positions
 from wanjax.models.cogvideox.transformer import Context
 from wanjax.pipelines.guidance import Groups, group
-from wanjax.pipelines.sampler import Denoiser
+from wanjax.pipelines.sampler import Denoiser, Latents
 from wanjax.programs import program
-
-Latents = Float[Array, "B T H W C"]
 
 
 class Shared(NamedTuple):

@@ -15,11 +15,10 @@ from wanjax.models.hunyuanvideo.transformer import Context
 from wanjax.pipelines.guidance import Groups, group
 from wanjax.pipelines.hunyuanvideo.conditioning import Lengths, Text
 from wanjax.pipelines.hunyuanvideo.text import TEMPLATE_TOKENS
-from wanjax.pipelines.sampler import Denoiser
+from wanjax.pipelines.sampler import Denoiser, Latents
 from wanjax.programs import program
 from wanjax.schedulers.base import TRAIN_STEPS
 
-Latents = Float[Array, "B T H W C"]
 Features = Float[Array, "B S E"]
 Both = tuple[Float[Array, "1 S E"], Float[Array, "1 S E"]]  # of the prompt and of the negative one
 
