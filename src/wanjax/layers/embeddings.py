@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Embeddings of scalars."""
+"""Embeddings of timesteps and of tokens."""
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 from wanjax.layers.mlp import MLP
+from wanjax.layers.placement import with_axes
 
 
 def sinusoid(t: Float[Array, " B"], channels: int, max_period: float = 10000.0) -> Float32[Array, "B C"]:
@@ -28,3 +30,9 @@ class TimeEmbed(MLP):
 
     def __call__(self, t: Float[Array, " B"]) -> Float32[Array, "B _E"]:
         return super().__call__(sinusoid(t, self.channels))
+
+
+def token_embed(tokens: int, width: int, *, param_dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Embed:
+    """Embeds tokens in the dtype of the table: only the rows that are looked up are cast, not all of it."""
+    init = with_axes(nnx.initializers.normal(1.0), ("vocab", "embed"))
+    return nnx.Embed(tokens, width, embedding_init=init, dtype=param_dtype, param_dtype=param_dtype, rngs=rngs)

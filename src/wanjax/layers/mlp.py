@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from wanjax.kernels.saved import saved
-from wanjax.layers.linear import Axes, linear
+from wanjax.layers.linear import Axes, default_kernel_init, linear
 
 gelu = partial(jax.nn.gelu, approximate=False)
 gelu_tanh = partial(jax.nn.gelu, approximate=True)
@@ -38,3 +38,26 @@ class MLP(nnx.Module):
     @jax.named_scope("mlp")
     def __call__(self, x: Float[Array, "*B E"]) -> Float[Array, "*B _E"]:
         return saved(self.down(self.activation(self.up(x))))
+
+
+class GatedMLP(nnx.Module):
+    """`down(activation(gate(x)) * up(x))`, without biases."""
+
+    def __init__(
+        self,
+        width: int,
+        inside: int,
+        activation: Callable[[jax.Array], jax.Array],
+        *,
+        inits: tuple[nnx.Initializer, nnx.Initializer] = (default_kernel_init, default_kernel_init),
+        **kw,
+    ):
+        """`inits` are those of the kernels of the first two layers and of the last."""
+        first, last = inits
+        self.gate = linear(width, inside, ("embed", "mlp"), bias=False, kernel_init=first, **kw)
+        self.up = linear(width, inside, ("embed", "mlp"), bias=False, kernel_init=first, **kw)
+        self.down = linear(inside, width, ("mlp", "embed"), bias=False, kernel_init=last, **kw)
+        self.activation = activation
+
+    def __call__(self, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
+        return self.down(self.activation(self.gate(x)) * self.up(x))

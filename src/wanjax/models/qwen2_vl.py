@@ -18,10 +18,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
 
 from wanjax.kernels.attention import attention
+from wanjax.layers.embeddings import token_embed
 from wanjax.layers.heads import join_heads
 from wanjax.layers.linear import linear
+from wanjax.layers.mlp import GatedMLP
 from wanjax.layers.norms import rms_norm
-from wanjax.layers.placement import with_axes
 from wanjax.layers.rope import Angles, angles, rotated
 from wanjax.layers.stack import scan_blocks, stack
 
@@ -73,18 +74,6 @@ class SelfAttention(nnx.Module):
         return self.out(join_heads(y))
 
 
-class GatedMLP(nnx.Module):
-    """`down(silu(gate(x)) * up(x))`, without biases."""
-
-    def __init__(self, config: Qwen2VLConfig, **kw):
-        self.gate = linear(config.width, config.mlp_dim, ("embed", "mlp"), bias=False, **kw)
-        self.up = linear(config.width, config.mlp_dim, ("embed", "mlp"), bias=False, **kw)
-        self.down = linear(config.mlp_dim, config.width, ("mlp", "embed"), bias=False, **kw)
-
-    def __call__(self, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
-
-
 class Qwen2VLBlock(nnx.Module):
     """Self-attention and a gated MLP, each after a norm and added to a float32 residual."""
 
@@ -92,7 +81,7 @@ class Qwen2VLBlock(nnx.Module):
         self.norm1 = rms_norm(config.width, config.eps, axis="embed", **kw)
         self.attn = SelfAttention(config, **kw)
         self.norm2 = rms_norm(config.width, config.eps, axis="embed", **kw)
-        self.mlp = GatedMLP(config, **kw)
+        self.mlp = GatedMLP(config.width, config.mlp_dim, jax.nn.silu, **kw)
         self.dtype = kw["dtype"]
 
     def __call__(self, x: Float32[Array, "B S E"], angles: Angles) -> Float32[Array, "B S E"]:
@@ -109,14 +98,7 @@ class Qwen2VLEncoder(nnx.Module):
 
     def __init__(self, config: Qwen2VLConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
         kw: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
-        self.embed = nnx.Embed(
-            config.vocab_size,
-            config.width,
-            embedding_init=with_axes(nnx.initializers.normal(1.0), ("vocab", "embed")),
-            dtype=param_dtype,  # only the rows that are looked up are cast, not the whole table
-            param_dtype=param_dtype,
-            rngs=rngs,
-        )
+        self.embed = token_embed(config.vocab_size, config.width, param_dtype=param_dtype, rngs=rngs)
         self.blocks = stack(lambda rngs: Qwen2VLBlock(config, rngs=rngs, **kw), config.layers, rngs)
         self.config = config
         self.dtype = dtype

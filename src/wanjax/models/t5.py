@@ -18,11 +18,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from wanjax.kernels.attention import attention
+from wanjax.layers.embeddings import token_embed
 from wanjax.layers.heads import join_heads, split_heads
 from wanjax.layers.linear import linear
-from wanjax.layers.mlp import gelu_tanh
+from wanjax.layers.mlp import GatedMLP, gelu_tanh
 from wanjax.layers.norms import rms_norm
-from wanjax.layers.placement import param, with_axes
+from wanjax.layers.placement import param
 from wanjax.layers.stack import scan_blocks, stack
 
 normal = nnx.initializers.normal
@@ -124,20 +125,6 @@ class SelfAttention(nnx.Module):
         return self.o(join_heads(y))
 
 
-class GatedMLP(nnx.Module):
-    """`down(gelu(gate(x)) * up(x))`, with the tanh form of GELU."""
-
-    def __init__(self, config: T5Config, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
-        width, inner = config.width, config.mlp_dim
-        dense = partial(linear, bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        self.gate = dense(width, inner, ("embed", "mlp"), kernel_init=normal(width**-0.5))
-        self.up = dense(width, inner, ("embed", "mlp"), kernel_init=normal(width**-0.5))
-        self.down = dense(inner, width, ("mlp", "embed"), kernel_init=normal(inner**-0.5))
-
-    def __call__(self, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
-        return self.down(gelu_tanh(self.gate(x)) * self.up(x))
-
-
 class T5Block(nnx.Module):
     """Self-attention and a gated MLP, each after a norm and added to a float32 residual."""
 
@@ -147,7 +134,9 @@ class T5Block(nnx.Module):
         self.attn = SelfAttention(config, **dtypes)
         self.position_bias = None if config.shared_bias else PositionBias(config, param_dtype=param_dtype, rngs=rngs)
         self.norm2 = rms_norm(config.width, config.eps, axis="embed", **dtypes)
-        self.mlp = GatedMLP(config, **dtypes)
+        # the tanh form of GELU, and small kernels as in the reference
+        inits = normal(config.width**-0.5), normal(config.mlp_dim**-0.5)
+        self.mlp = GatedMLP(config.width, config.mlp_dim, gelu_tanh, inits=inits, **dtypes)
 
     def __call__(
         self,
@@ -165,14 +154,7 @@ class T5Encoder(nnx.Module):
 
     def __init__(self, config: T5Config, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
         dtypes = {"dtype": dtype, "param_dtype": param_dtype}
-        self.embed = nnx.Embed(
-            config.vocab_size,
-            config.width,
-            embedding_init=with_axes(normal(1.0), ("vocab", "embed")),
-            dtype=param_dtype,  # only the rows that are looked up are cast, not the whole table
-            param_dtype=param_dtype,
-            rngs=rngs,
-        )
+        self.embed = token_embed(config.vocab_size, config.width, param_dtype=param_dtype, rngs=rngs)
         self.position_bias = PositionBias(config, param_dtype=param_dtype, rngs=rngs) if config.shared_bias else None
         self.blocks = stack(lambda rngs: T5Block(config, rngs=rngs, **dtypes), config.layers, rngs)
         self.norm = rms_norm(config.width, config.eps, axis="embed", rngs=rngs, **dtypes)

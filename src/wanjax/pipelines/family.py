@@ -247,6 +247,8 @@ class Architecture(ABC):
     def check_pictures(self, pictures: Pictures, settings: Settings) -> None:
         """Raises WanjaxError unless the model takes these pictures and needs no others."""
         check_taken(pictures.given(), settings.model, self.purpose, takes=self.takes, needs=self.needs)
+        if pictures.last_image is not None and settings.frames == 1:
+            raise WanjaxError("a video of 1 frame has no last image beside the first: 5 frames or more would do")
 
     def size_for(self, picture: tuple[int, int, int], asked: Settings) -> tuple[int, int]:
         """Returns the size of a video of a picture [H W 3], where none is given."""
@@ -514,11 +516,6 @@ class Preset:
         return Path(self.source).is_dir()
 
 
-def no_prompts(architecture: Any) -> Mapping[str, tuple[int, int]]:
-    """Returns the lengths of the prompts of a family without tokenizers: none."""
-    return {}
-
-
 @dataclass(frozen=True)
 class Family:
     """A family of models.
@@ -540,7 +537,7 @@ class Family:
     loaders: Mapping[str, Callable[[Path], Any]] = field(default_factory=dict)
     layouts: tuple[Layout, ...] = ()
     tables: Path | None = None
-    prompt: Callable[[Any], Mapping[str, tuple[int, int]]] = no_prompts
+    prompt: Callable[[Any], Mapping[str, tuple[int, int]]] = lambda architecture: {}
 
     def network_of(self, config: Config) -> Network:
         """Returns the network that a config describes."""
@@ -564,8 +561,3 @@ def updated_by(source: Source, settings: SomeSettings, more: Mapping[str, Any] |
     """
     shift = {"flow_shift": shift_of(source.config("scheduler"))}
     return settings.updated(shift | dict(more or {}) | read_json(source.root / CONFIG, missing={}))
-
-
-def optional(source: Source, component: str) -> bool:
-    """Tells whether a checkpoint has a component."""
-    return component in source.components

@@ -6,8 +6,8 @@ Only matrix products of real tokens count, neither padding nor what a compiler a
 
 from collections.abc import Mapping
 
+from wanjax.layers.flops import attention_flops, linear_flops
 from wanjax.models.cogvideox.config import TransformerConfig
-from wanjax.models.flops import linear_flops, self_attention_flops
 
 
 def forward_flops(config: TransformerConfig, *, video: int) -> Mapping[str, int]:
@@ -20,7 +20,7 @@ def forward_flops(config: TransformerConfig, *, video: int) -> Mapping[str, int]
     if config.offset_width is not None:
         embedding += 2 * linear_flops(1, config.offset_width, config.offset_width)
     return {
-        "attention": config.layers * 4 * linear_flops(tokens, width, width) + self_attention_flops(config, tokens),
+        "attention": config.layers * (4 * linear_flops(tokens, width, width) + attention_flops(tokens, tokens, width)),
         "mlp": config.layers * 2 * linear_flops(tokens, width, config.mlp_dim),
         "modulation": config.layers * linear_flops(1, time, 12 * width) + linear_flops(1, time, 2 * width),
         "embeddings": linear_flops(video, config.patch_cells * config.channels_in, width) + embedding,

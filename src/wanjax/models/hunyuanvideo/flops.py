@@ -6,7 +6,7 @@ Only matrix products count, for the tokens that a step computes, without what a 
 
 from collections.abc import Mapping
 
-from wanjax.models.flops import attention_flops, linear_flops, self_attention_flops
+from wanjax.layers.flops import attention_flops, linear_flops
 from wanjax.models.hunyuanvideo.config import TransformerConfig
 
 
@@ -21,7 +21,7 @@ def forward_flops(config: TransformerConfig, *, video: int, prompt: int, beside:
     refiner = 4 * linear_flops(prompt, width, width) + attention_flops(prompt, prompt, width)
     refiner += 2 * linear_flops(prompt, width, config.refiner_mlp_dim) + linear_flops(1, width, 2 * width)
     return {
-        "attention": config.layers * 4 * linear_flops(tokens, width, width) + self_attention_flops(config, tokens),
+        "attention": config.layers * (4 * linear_flops(tokens, width, width) + attention_flops(tokens, tokens, width)),
         "mlp": config.layers * 2 * linear_flops(tokens, width, config.mlp_dim),
         "modulation": config.layers * 2 * linear_flops(1, width, 6 * width) + linear_flops(1, width, 2 * width),
         "refiner": config.refiner_layers * refiner + time,

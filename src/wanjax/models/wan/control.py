@@ -38,6 +38,10 @@ class ControlContext(NamedTuple):
     blocks: Context
     control_blocks: Context
 
+    def led(self, negative: "ControlContext", by: Float32[Array, "3"]) -> "ControlContext":
+        """Returns the same, led away from a negative prompt."""
+        return ControlContext(*(own.led(other, by) for own, other in zip(self, negative, strict=True)))
+
 
 class ControlBlock(Block):
     """The text-to-video transformer's block, for the control stream; `hint(x)` is what it then adds to the latents."""
@@ -73,9 +77,6 @@ class WanControlTransformer(WanTransformer):
         stacks = self.blocks, self.control_blocks
         keys = (map_blocks(stack, lambda block: block.cross_attn.context(text)) for stack in stacks)
         return shard_stacked(ControlContext(*keys), self.config.heads)
-
-    def led(self, context: ControlContext, negative: ControlContext, by: Float32[Array, "3"]) -> ControlContext:
-        return ControlContext(*(own.led(other, by) for own, other in zip(context, negative, strict=True)))
 
     @on_own_mesh
     def __call__(

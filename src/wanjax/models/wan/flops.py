@@ -6,7 +6,7 @@ Only matrix products of real tokens count, neither padding nor what a compiler a
 
 from collections.abc import Mapping
 
-from wanjax.models.flops import attention_flops, linear_flops
+from wanjax.layers.flops import attention_flops, linear_flops
 from wanjax.models.wan.config import ControlTransformerConfig, TransformerConfig
 
 

@@ -42,6 +42,10 @@ class ImageContext(NamedTuple):
     text: Context
     image: Context
 
+    def led(self, negative: "ImageContext", by: Float32[Array, "3"]) -> "ImageContext":
+        """Returns the same, led away from a negative prompt."""
+        return self._replace(text=self.text.led(negative.text, by))
+
 
 class ImageCrossAttention(CrossAttention):
     """Attention of every token to the prompt plus its attention to the image: two softmaxes of one query."""
@@ -117,9 +121,6 @@ class WanImageTransformer(WanTransformer):
             lambda block: ImageContext(block.cross_attn.context(text), block.cross_attn.image_context(image)),
         )
         return shard_stacked(keys, self.config.heads)
-
-    def led(self, context: ImageContext, negative: ImageContext, by: Float32[Array, "3"]) -> ImageContext:
-        return context._replace(text=context.text.led(negative.text, by))
 
     @on_own_mesh
     def __call__(

@@ -220,10 +220,6 @@ class WanTransformer(nnx.Module):
         text = self.text_embed(text.astype(self.dtype))
         return shard_stacked(map_blocks(self.blocks, lambda block: block.cross_attn.context(text)), self.config.heads)
 
-    def led(self, context: Context, negative: Context, by: Float32[Array, "3"]) -> Context:
-        """The keys and values of a prompt, from which cross-attention is led away from a negative prompt."""
-        return context.led(negative, by)
-
     def grid(self, latents: Float[Array, "B T H W C"]) -> tuple[int, int, int]:
         """The number of patches along frames, height and width."""
         return patch_grid(latents, self.config.patch)

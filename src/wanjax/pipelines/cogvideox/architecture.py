@@ -15,12 +15,12 @@ from jaxtyping import Array, Float
 from wanjax.checkpoints.networks import network as network_in
 from wanjax.checkpoints.sources import Source
 from wanjax.errors import WanjaxError
+from wanjax.layers.flops import attention_flops
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures, fit
 from wanjax.models.cogvideox.config import TransformerConfig
 from wanjax.models.cogvideox.flops import forward_flops
 from wanjax.models.cogvideox.vae_config import VAEConfig
-from wanjax.models.flops import self_attention_flops
 from wanjax.models.t5 import T5Config
 from wanjax.pipelines.checks import check_features, check_fields
 from wanjax.pipelines.cogvideox.conditioning import POSTERIORS, CogVideoXEncoded, CogVideoXEnds
@@ -122,14 +122,14 @@ class CogVideoXArchitecture(Architecture):
     def forward(self, settings: Settings, encoded: Any = None) -> Forward:
         _, _, *cells = self.denoised_shape(settings)
         config = replace(self.transformer, text_length=self.text_length(settings.follow))
-        video = prod(cells) // prod(config.patch)
+        video = prod(cells) // config.patch_cells
         tokens = config.text_length + video
         return Forward(
             tokens=tokens,
             layers=config.layers,
             heads=config.heads,
             width=config.width,
-            scores=self_attention_flops(config, tokens),
+            scores=config.layers * attention_flops(tokens, tokens, config.width),
             flops=forward_flops(config, video=video),
         )
 

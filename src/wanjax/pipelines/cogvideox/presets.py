@@ -77,11 +77,9 @@ def settings_of(source: Source, architecture: CogVideoXArchitecture, preset: Pre
     Else they are those of the first preset with the same patch and pictures, overridden by generation_config.json.
     """
     if preset is not None:
-        settings = preset.defaults
-    else:
-        like = (preset for preset in PRESETS if _kind(preset.architecture) == _kind(architecture))
-        settings = updated_by(source, next(like, PRESETS[0]).defaults)
-    return settings
+        return preset.defaults
+    like = (preset for preset in PRESETS if _kind(preset.architecture) == _kind(architecture))
+    return updated_by(source, next(like, PRESETS[0]).defaults)
 
 
 def _kind(architecture: Any) -> tuple[Any, ...]:

@@ -15,9 +15,9 @@ from jaxtyping import Float
 from wanjax.checkpoints.networks import network as network_in
 from wanjax.checkpoints.sources import Source
 from wanjax.errors import WanjaxError
+from wanjax.layers.flops import attention_flops
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import PictureOfAnySize, Pictures
-from wanjax.models.flops import self_attention_flops
 from wanjax.models.hunyuanvideo.config import TransformerConfig
 from wanjax.models.hunyuanvideo.flops import forward_flops
 from wanjax.models.hunyuanvideo.vae_config import VAEConfig
@@ -130,12 +130,13 @@ class HunyuanVideoArchitecture(Architecture):
             seen = 0 if encoded.image_embeds is None else encoded.image_embeds.shape[1]
             prompt, beside = lengths.prompt, lengths.glyphs + seen
         video = prod(cells)
+        tokens = video + prompt + beside
         return Forward(
-            tokens=video + prompt + beside,
+            tokens=tokens,
             layers=config.layers,
             heads=config.heads,
             width=config.width,
-            scores=self_attention_flops(config, video + prompt + beside),
+            scores=config.layers * attention_flops(tokens, tokens, config.width),
             flops=forward_flops(config, video=video, prompt=prompt, beside=beside),
         )
 
@@ -183,19 +184,14 @@ class HunyuanVideoArchitecture(Architecture):
 
     def check_encoded(self, encoded: HunyuanVideoEncoded, settings: Settings) -> None:
         config, videos = self.transformer, len(encoded.prompt_embeds)
-        for name, width in zip(encoded._fields[:8:2], (config.text_width, config.glyph_width) * 2, strict=True):
-            features, mask = getattr(encoded, name), getattr(encoded, self._mask_of(name))
+        arrays: Any = encoded  # of texts, features and then their mask
+        for i, width in zip(range(0, 8, 2), (config.text_width, config.glyph_width) * 2, strict=True):
+            name, features, mask = encoded._fields[i], arrays[i], arrays[i + 1]
             check_features(name, features, (videos, *features.shape[1:2], width), settings.model)
             if mask.shape != features.shape[:2]:
                 right = list(features.shape[:2])
                 raise WanjaxError(f"the mask of the {name} is {list(mask.shape)} where {right} is right")
         check_fields(encoded, encoded._fields[8:], self.picture_shapes(settings), purpose=self.purpose)
-
-    @staticmethod
-    def _mask_of(name: str) -> str:
-        """Returns the name of a text's mask: `prompt_embeds_mask_2` is that of `prompt_embeds_2`."""
-        stem, second, _ = name.partition("_2")
-        return f"{stem}_mask{second}"
 
     def inputs(
         self, pipe: Pipe, network: Any, segment: Segment, encoded: HunyuanVideoEncoded, x: Held, batched: bool

@@ -11,7 +11,7 @@ from wanjax.models.hunyuanvideo.vae_config import VAE_1_5
 from wanjax.models.qwen2_vl import QWEN2_5_VL_7B
 from wanjax.models.siglip import SIGLIP_SO400M
 from wanjax.models.t5 import GLYPH_BYT5
-from wanjax.pipelines.family import Preset, optional, updated_by
+from wanjax.pipelines.family import Preset, updated_by
 from wanjax.pipelines.hunyuanvideo.architecture import HunyuanVideoArchitecture
 from wanjax.pipelines.settings import Settings
 
@@ -108,12 +108,9 @@ def settings_of(source: Source, architecture: HunyuanVideoArchitecture, preset: 
     checkpoint's flow shift, its guidance scale and its generation_config.json.
     """
     if preset is not None:
-        settings = preset.defaults
-    else:
-        like = (preset for preset in PRESETS if _kind(preset.architecture) == _kind(architecture))
-        guidance = {"guidance_scale": _guidance_scale(source)}
-        settings = updated_by(source, next(like, PRESETS[0]).defaults, guidance)
-    return settings
+        return preset.defaults
+    like = (preset for preset in PRESETS if _kind(preset.architecture) == _kind(architecture))
+    return updated_by(source, next(like, PRESETS[0]).defaults, {"guidance_scale": _guidance_scale(source)})
 
 
 def _guidance_scale(source: Source) -> float | None:
@@ -121,7 +118,7 @@ def _guidance_scale(source: Source) -> float | None:
 
     Raises WanjaxError for a guider with an option that is not implemented.
     """
-    if not optional(source, "guider"):
+    if "guider" not in source.components:
         return None
     guider = source.config("guider")
     for entry, offered in GUIDER.items():

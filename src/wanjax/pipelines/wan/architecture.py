@@ -19,15 +19,15 @@ from wanjax.checkpoints.sources import Source
 from wanjax.converters.wan.diffusers import sparse_linear_entry
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import Attention, SparseLinear
+from wanjax.layers.flops import attention_flops
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import PictureOfAnySize, Pictures
 from wanjax.models.clip import CLIPVisionConfig
-from wanjax.models.flops import self_attention_flops
 from wanjax.models.t5 import T5Config
 from wanjax.models.wan.config import ControlTransformerConfig, ImageTransformerConfig, TransformerConfig
 from wanjax.models.wan.flops import forward_flops
 from wanjax.pipelines.checks import check_features
-from wanjax.pipelines.family import Architecture, Forward, Pipe, optional
+from wanjax.pipelines.family import Architecture, Forward, Pipe
 from wanjax.pipelines.guidance import grouping
 from wanjax.pipelines.sampler import Denoiser, Held, Inputs
 from wanjax.pipelines.settings import Settings
@@ -81,10 +81,10 @@ class WanArchitecture(Architecture):
             return network_in(source, component, NETWORKS).config
 
         def encoder(component: str) -> Any:
-            return config(component) if encoders and optional(source, component) else None
+            return config(component) if encoders and component in source.components else None
 
         transformer, vae = config("transformer"), config("vae")
-        experts = optional(source, EXPERTS[1])
+        experts = EXPERTS[1] in source.components
         if experts and config(EXPERTS[1]) != transformer:
             raise WanjaxError(f"the two transformers of {source.name} differ in their config.json: experts are alike")
         return cls(
@@ -168,13 +168,13 @@ class WanArchitecture(Architecture):
     def forward(self, settings: Settings, encoded: WanEncoded | None = None) -> Forward:
         seen = None if encoded is None else encoded.image_embeds
         _, _, *cells = self.latent_shape(settings)
-        config, tokens = self.transformer, prod(cells) // prod(self.transformer.patch)
+        config, tokens = self.transformer, prod(cells) // self.transformer.patch_cells
         return Forward(
             tokens=tokens,
             layers=config.layers,
             heads=config.heads,
             width=config.width,
-            scores=self_attention_flops(config, tokens),
+            scores=config.layers * attention_flops(tokens, tokens, config.width),
             flops=forward_flops(
                 config, tokens=tokens, text=TEXT_LENGTH, image=self.image_tokens if seen is None else seen.shape[1]
             ),
@@ -192,11 +192,6 @@ class WanArchitecture(Architecture):
         if self.experts and given.get("guidance_scale_2") is None:
             found["guidance_scale_2"] = given.get("guidance_scale")
         return found
-
-    def check_pictures(self, pictures: Pictures, settings: Settings) -> None:
-        super().check_pictures(pictures, settings)
-        if pictures.last_image is not None and settings.frames == 1:
-            raise WanjaxError("a video of 1 frame has no last image beside the first: 5 frames or more would do")
 
     def tokens(self, pipe: Pipe, prompts: Sequence[str], follow: str) -> tuple[TokenBatch, ...]:
         return super().tokens(pipe, list(map(clean_prompt, prompts)), follow)

@@ -13,7 +13,7 @@ from flax import nnx
 
 from wanjax.checkpoints.sources import Source
 from wanjax.errors import WanjaxError
-from wanjax.models.flops import self_attention_flops
+from wanjax.layers.flops import attention_flops
 from wanjax.models.wan.causal import angles_at, place_of
 from wanjax.models.wan.config import CausalTransformerConfig
 from wanjax.models.wan.flops import forward_flops
@@ -69,8 +69,8 @@ class CausalWanArchitecture(WanArchitecture):
         config = self.transformer
         tokens = prod((config.block_frames, *cells)) // config.patch_cells
         flops = dict(forward_flops(config, tokens=tokens, text=TEXT_LENGTH))
-        scores = self_attention_flops(config, tokens) * config.slots
-        flops["self_attention"] += scores - self_attention_flops(config, tokens)
+        scores = config.layers * attention_flops(tokens, config.slots * tokens, config.width)
+        flops["self_attention"] += scores - config.layers * attention_flops(tokens, tokens, config.width)
         return Forward(tokens, config.layers, config.heads, config.width, scores, flops)
 
     def block_inputs(

@@ -64,7 +64,7 @@ def begin_past(
     transformer = nnx.merge(graphdef, weights)
     context = transformer.context(text)
     if leads is not None:
-        context = transformer.led(context, transformer.context(negative), leads)
+        context = context.led(transformer.context(negative), leads)
     return Past(context, transformer.window(x))
 
 

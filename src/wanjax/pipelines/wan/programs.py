@@ -132,5 +132,5 @@ def make_context(
     contexts = tuple(task.context(transformer, text, pictures) for text in group(prompts, groups))
     if leads is not None:
         negative = task.context(transformer, group((prompts[1], prompts[1]), groups)[0], pictures)
-        contexts = (transformer.led(contexts[0], negative, leads), *contexts[1:])
+        contexts = (contexts[0].led(negative, leads), *contexts[1:])
     return contexts, Shared(transformer.rope(transformer.grid(x)), pictures)

@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operation counts of layers; a multiplication and an addition are two operations."""
+
+
+def linear_flops(rows: int, width_in: int, width_out: int) -> int:
+    return 2 * rows * width_in * width_out
+
+
+def attention_flops(queries: int, keys: int, width: int) -> int:
+    """Operations of q kᵀ and of the weights times v, over all heads."""
+    return 4 * queries * keys * width
