@@ -100,6 +100,14 @@ class RepeatingConv(CausalConv):
         return as_operand(x[:, :1], self.dtype).repeat(self.kernel.shape[0] - 1, axis=1)
 
 
+def through(layers: nnx.List, x: Chunk, cache: Cache, *given: Any) -> tuple[Chunk, Cache]:
+    """Passes a chunk through layers in turn, each with its own part of the cache; all are `given` the same beside."""
+    kept = list(cache or [None] * len(layers))
+    for index, layer in enumerate(layers):
+        x, kept[index] = layer(x, kept[index], *given)
+    return x, tuple(kept)
+
+
 def as_operand(x: Chunk, dtype: DTypeLike) -> Chunk:
     """Casts x to the dtype of a convolution's operands, before frames are kept, padded and sent."""
     return x.astype(operand_dtype(x, dtype))

@@ -19,7 +19,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from wanjax.layers.conv import CONV_AXES, Cache, Chunk, FrameConv, RepeatingConv, as_operand
+from wanjax.layers.conv import CONV_AXES, Cache, Chunk, FrameConv, RepeatingConv, as_operand, through
 from wanjax.layers.linear import linear
 from wanjax.layers.norms import GroupNorm
 from wanjax.models.cogvideox.vae_config import VAEConfig
@@ -111,10 +111,8 @@ class Level(nnx.Module):
         self.resample = nnx.data(resample)
 
     def __call__(self, x: Chunk, cache: Cache, *latents: Chunk) -> tuple[Chunk, Cache]:
-        kept = list(cache or [None] * len(self.res))
-        for index, block in enumerate(self.res):
-            x, kept[index] = block(x, kept[index], *latents)
-        return x if self.resample is None else self.resample(x), tuple(kept)
+        x, kept = through(self.res, x, cache, *latents)
+        return x if self.resample is None else self.resample(x), kept
 
 
 class Encoder(nnx.Module):
@@ -136,13 +134,12 @@ class Encoder(nnx.Module):
         self.conv_out = RepeatingConv(last, 2 * config.latent_channels, **kw)
 
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        kept_in, *kept, kept_mid, kept_out = cache or [None] * (len(self.levels) + 3)
+        kept_in, kept, kept_mid, kept_out = cache or [None] * 4
         x, kept_in = self.conv_in(x, kept_in)
-        for index, level in enumerate(self.levels):
-            x, kept[index] = level(x, kept[index])
+        x, kept = through(self.levels, x, kept)
         x, kept_mid = self.mid(x, kept_mid)
         x, kept_out = self.conv_out(jax.nn.silu(self.norm_out(x)), kept_out)
-        return x, (kept_in, *kept, kept_mid, kept_out)
+        return x, (kept_in, kept, kept_mid, kept_out)
 
 
 class Decoder(nnx.Module):
@@ -165,13 +162,12 @@ class Decoder(nnx.Module):
         self.conv_out = RepeatingConv(last, 3, **kw)
 
     def __call__(self, z: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        kept_in, kept_mid, *kept, kept_out = cache or [None] * (len(self.levels) + 3)
+        kept_in, kept_mid, kept, kept_out = cache or [None] * 4
         x, kept_in = self.conv_in(z, kept_in)
         x, kept_mid = self.mid(x, kept_mid, z)
-        for index, level in enumerate(self.levels):
-            x, kept[index] = level(x, kept[index], z)
+        x, kept = through(self.levels, x, kept, z)
         x, kept_out = self.conv_out(jax.nn.silu(self.norm_out(x, z)), kept_out)
-        return x, (kept_in, kept_mid, *kept, kept_out)
+        return x, (kept_in, kept_mid, kept, kept_out)
 
 
 class CogVideoXVAE(nnx.Module):

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from wanjax.kernels.attention import attention
 from wanjax.kernels.target import target
-from wanjax.layers.conv import CONV_AXES, Cache, CausalConv, Chunk, FrameConv, as_operand
+from wanjax.layers.conv import CONV_AXES, Cache, CausalConv, Chunk, FrameConv, as_operand, through
 from wanjax.layers.linear import linear
 from wanjax.layers.norms import ChannelNorm, along_last
 from wanjax.models.wan.config import VAEConfig
@@ -133,12 +133,11 @@ class Level(nnx.Module):
         self.resample = nnx.data(resample)
 
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        *kept, kept_resample = cache or [None] * (len(self.res) + 1)
-        for index, block in enumerate(self.res):
-            x, kept[index] = block(x, kept[index])
+        kept, kept_resample = cache or (None, None)
+        x, kept = through(self.res, x, kept)
         if self.resample is not None:
             x, kept_resample = self.resample(x, kept_resample)
-        return x, (*kept, kept_resample)
+        return x, (kept, kept_resample)
 
 
 class Encoder(nnx.Module):
@@ -153,13 +152,12 @@ class Encoder(nnx.Module):
         self.conv_out = CausalConv(last, 2 * config.latent_channels, **kw)
 
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        kept_in, *kept, kept_mid, kept_out = cache or [None] * (len(self.levels) + 3)
+        kept_in, kept, kept_mid, kept_out = cache or [None] * 4
         x, kept_in = self.conv_in(x, kept_in)
-        for index, level in enumerate(self.levels):
-            x, kept[index] = level(x, kept[index])
+        x, kept = through(self.levels, x, kept)
         x, kept_mid = self.mid(x, kept_mid)
         x, kept_out = self.conv_out(self.norm_out.silu(x), kept_out)
-        return x, (kept_in, *kept, kept_mid, kept_out)
+        return x, (kept_in, kept, kept_mid, kept_out)
 
 
 class Decoder(nnx.Module):
@@ -175,13 +173,12 @@ class Decoder(nnx.Module):
         self.conv_out = CausalConv(last, config.cell_channels, **kw)
 
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        kept_in, kept_mid, *kept, kept_out = cache or [None] * (len(self.levels) + 3)
+        kept_in, kept_mid, kept, kept_out = cache or [None] * 4
         x, kept_in = self.conv_in(x, kept_in)
         x, kept_mid = self.mid(x, kept_mid)
-        for index, level in enumerate(self.levels):
-            x, kept[index] = level(x, kept[index])
+        x, kept = through(self.levels, x, kept)
         x, kept_out = self.conv_out(self.norm_out.silu(x), kept_out)
-        return x, (kept_in, kept_mid, *kept, kept_out)
+        return x, (kept_in, kept_mid, kept, kept_out)
 
 
 class WanVAE(nnx.Module):
