@@ -3,6 +3,7 @@
 
 import gc
 import inspect
+import pickle
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -156,7 +157,9 @@ def test_a_callback_stops_a_stream():
     next(blocks)
     with pytest.raises(Cancelled) as stopped:
         next(blocks)
-    assert stopped.value.step == 4
+    received = pickle.loads(pickle.dumps(stopped.value))  # as a pool of processes receives it
+    assert received.step == stopped.value.step == 4
+    assert str(received) == str(stopped.value) == "cancelled after step 5"
 
 
 @pytest.mark.parametrize(

@@ -117,8 +117,11 @@ class Cancelled(Exception):
     """The exception for a callback that returned False; `step` is the last step taken, from 0."""
 
     def __init__(self, step: int):
-        super().__init__(f"cancelled after step {step + 1}")
+        super().__init__(step)  # which pickles, and so goes from one process to another
         self.step = step
+
+    def __str__(self) -> str:
+        return f"cancelled after step {self.step + 1}"
 
 
 class InFlight:
