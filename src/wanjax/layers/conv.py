@@ -5,7 +5,7 @@ A causal layer takes a chunk of frames and the frames that it kept from the chun
 frames to keep for the next chunk. `None` in place of kept frames means that nothing came before.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -100,7 +100,7 @@ class RepeatingConv(CausalConv):
         return as_operand(x[:, :1], self.dtype).repeat(self.kernel.shape[0] - 1, axis=1)
 
 
-def through(layers: nnx.List, x: Chunk, cache: Cache, *given: Any) -> tuple[Chunk, Cache]:
+def through(layers: Sequence[Any], x: Chunk, cache: Cache, *given: Any) -> tuple[Chunk, Cache]:
     """Passes a chunk through layers in turn, each with its own part of the cache; all are `given` the same beside."""
     kept = list(cache or [None] * len(layers))
     for index, layer in enumerate(layers):
