@@ -4,6 +4,7 @@
 import os
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from wanjax import registry
