@@ -516,6 +516,11 @@ class Preset:
         return Path(self.source).is_dir()
 
 
+def no_prompts(architecture: Any) -> Mapping[str, tuple[int, int]]:
+    """Returns the lengths of the prompts of a family without tokenizers: none."""
+    return {}
+
+
 @dataclass(frozen=True)
 class Family:
     """A family of models.
@@ -537,7 +542,7 @@ class Family:
     loaders: Mapping[str, Callable[[Path], Any]] = field(default_factory=dict)
     layouts: tuple[Layout, ...] = ()
     tables: Path | None = None
-    prompt: Callable[[Any], Mapping[str, tuple[int, int]]] = lambda architecture: {}
+    prompt: Callable[[Any], Mapping[str, tuple[int, int]]] = no_prompts
 
     def network_of(self, config: Config) -> Network:
         """Returns the network that a config describes."""
