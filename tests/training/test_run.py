@@ -369,6 +369,13 @@ def test_preserved_clips_hold_the_model_where_it_is(tmp_path, wan):
         trained(wan, kept, tmp_path / "full", lora=None)
 
 
+@pytest.mark.parametrize(("name", "value"), [("beta1", 1.0), ("beta2", -0.1), ("beta2", float("nan"))])
+def test_a_mean_of_gradients_that_is_none_is_refused(name, value):
+    """At 1 the first step would divide by zero."""
+    with pytest.raises(WanjaxError, match=naming(f"{name} {value}")):
+        OptimizerConfig(**{name: value})
+
+
 @pytest.mark.parametrize("name", ["muon", "adafactor"])
 def test_an_optimiser_of_parts_trains_all_weights(name, tmp_path, data, wan):
     """Muon has the matrices and Adam the rest, so that each part of the state lacks some weights."""

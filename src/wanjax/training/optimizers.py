@@ -42,6 +42,9 @@ class OptimizerConfig:
             raise WanjaxError(f"gradients cannot be clipped to the norm {self.clip}: 0 for none, or 1, would do")
         if not 0 <= self.weight_decay <= LARGEST:
             raise WanjaxError(f"the weight decay {self.weight_decay} is not a number from 0 on: 0.01 is usual")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise WanjaxError(f"the optimiser's {name} is {getattr(self, name)}: from 0 to below 1 would do")
         if self.warm_up < 0:
             raise WanjaxError(f"the rate cannot warm up in {self.warm_up} steps: 0 or more would do")
 
