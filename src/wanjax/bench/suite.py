@@ -40,6 +40,7 @@ PROGRAMS = {"encode_prompts": "text", STEP: "a step", "decode_first": "first fra
 SAME_ANSWER = {"float32": 1e-4, "bfloat16": 3e-2}  # relative L2 distance between two sets of compiler options
 WIDER = 4  # times a token's width is what the measured projection makes of it
 WORTH = 0.99  # of the other set's seconds: a set is kept instead of `safe` if it takes less
+ALONE: Mapping[str, int] = dict.fromkeys(MESH_AXES, 1)
 Tell = Callable[[str], Any]
 
 
@@ -191,25 +192,23 @@ class Suite:
         tokens, heads = self.work.tokens, ceil(self.work.heads / self.axes["tp"])
         shape = (1, tokens, heads, self.work.width // self.work.heads)
         sizes: dict[str, Any] = {"heads": heads, "head_dim": shape[3], "dtype": self.settings.dtype}
-        alone: dict[str, int] = dict.fromkeys(MESH_AXES, 1)
         if sparse := self.architecture.attention(AUTO).sparse:
             name, build = "sparse-linear", partial(attend_sparsely, sparse=sparse, tokens=tokens, **sizes)
         else:
             some = jax.ShapeDtypeStruct(shape, self.settings.dtype)
             name, build = choose(some, some, some).name, partial(attend, queries=tokens, keys=tokens, **sizes)
-        row, _ = self._row("attention", f"{name}, {list(shape)}", SAFE, build, known(self.devices[:1]), alone)
+        row, _ = self._row("attention", f"{name}, {list(shape)}", SAFE, build, known(self.devices[:1]), ALONE)
         return row
 
     def products(self) -> Iterator[Row]:
         """Measures a projection on one device; on a CPU in each dtype, beside the rate of the library NumPy has."""
         tokens, width = self.work.tokens, self.work.width
         cpu = self.devices[0].platform == "cpu"
-        alone: dict[str, int] = dict.fromkeys(MESH_AXES, 1)
         operations = 2 * tokens * width * WIDER * width
         for dtype in CLOSE if cpu else (self.settings.dtype,):
             build = partial(multiply, tokens=tokens, width=width, inside=WIDER * width, dtype=dtype)
             what = f"{dtype}, [{tokens} {width}] by [{width} {WIDER * width}]"
-            row, _ = self._row("a product", what, SAFE, build, known(self.devices[:1]), alone)
+            row, _ = self._row("a product", what, SAFE, build, known(self.devices[:1]), ALONE)
             yield replace(row, operations=operations)
         if cpu:
             library, made = multiply_by_numpy(tokens, width, WIDER * width, self.scale.budget)

@@ -69,9 +69,8 @@ def prices(
 
     Prices that were kept come at once, and need no compiler. The other programs are compiled in one process, each
     distinct one once, and their kernels in a second, for their schedules. `begun` gets the number of a program when
-    its compilation begins. A program that is too large is priced as the
-    bytes that it needs. Raises the errors of `exporting.trace` and `compile.compiled`, and CompilerError for a program
-    that does not compile.
+    its compilation begins. A program that is too large is priced as the bytes that it needs. Raises the errors of
+    `exporting.trace` and `compile.compiled`, and CompilerError for a program that does not compile.
     """
     asked: dict[str, list[int]] = {}
     missing: dict[str, _Asked] = {}

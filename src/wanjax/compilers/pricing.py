@@ -12,7 +12,7 @@
 import math
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from wanjax.compilers.chips import Chip
@@ -122,24 +122,20 @@ def price_compiled(
     return Price(tuple(items), tuple(reader.unpriced), tuple(reader.unknown_loops), reader.undecided)
 
 
+@dataclass
 class _Reader:
-    """Walks through a module in scheduled order and prices its operations."""
+    """Walks through a module in scheduled order and prices its operations; what is open in the price it notes."""
 
-    def __init__(
-        self,
-        module: Module,
-        chip: Chip,
-        schedules: Mapping[str, Schedule],
-        kernels: Mapping[str, float],
-        skip: Mapping[str, Container[int]],
-        words: int | None,
-        choose: Callable[..., list[Item]],
-    ):
-        self.module, self.chip, self.schedules, self.kernels, self.skip = module, chip, schedules, kernels, skip
-        self.words, self.choose = words, choose
-        self.undecided: dict[str, frozenset[int]] = {}
-        self.unpriced: list[str] = []
-        self.unknown_loops: list[str] = []
+    module: Module
+    chip: Chip
+    schedules: Mapping[str, Schedule]
+    kernels: Mapping[str, float]
+    skip: Mapping[str, Container[int]]
+    words: int | None
+    choose: Callable[..., list[Item]]
+    undecided: dict[str, frozenset[int]] = field(default_factory=dict)
+    unpriced: list[str] = field(default_factory=list)
+    unknown_loops: list[str] = field(default_factory=list)
 
     def sequence(self, within: Computation, times: int) -> list[Item]:
         """Prices a computation that runs `times` times."""

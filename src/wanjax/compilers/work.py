@@ -3,20 +3,21 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from wanjax.compilers.hlo import Array, Computation, Instruction, Module
 
 PRODUCTS = ("dot", "convolution")
-COLLECTIVES = (
-    "all-gather",
-    "reduce-scatter",
-    "all-reduce",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
+COLLECTIVES: Mapping[str, Callable[[int], float]] = {
+    "all-gather": lambda count: count - 1,
+    "reduce-scatter": lambda count: (count - 1) / count,
+    "all-reduce": lambda count: 2 * (count - 1) / count,
+    "all-to-all": lambda count: _hops(count) / count,
+    "ragged-all-to-all": lambda count: _hops(count) / count,
+    "collective-permute": lambda count: 1,
+    "collective-broadcast": lambda count: 1,
+}
+"""The bytes that each of so many devices in a ring sends for a byte of its operand, including those it forwards."""
 PASSING = ("copy", "bitcast", "convert", "reshape")  # pass a scalar on unchanged
 SLICING = ("slice", "dynamic-slice", "gather")
 
@@ -114,19 +115,13 @@ def branches(instruction: Instruction) -> list[str]:
 
 def wire_bytes(collective: Instruction, within: Computation) -> int:
     """Returns the bytes that each device sends in a ring algorithm, including those that it forwards."""
-    count = collective.group_size
     given = sum(array.bytes for name in collective.operands for array in within.by_name[name].results)
-    hops = sum(min(distance, count - distance) for distance in range(1, count))
-    per_entry = {
-        "all-gather": count - 1,
-        "reduce-scatter": (count - 1) / count,
-        "all-reduce": 2 * (count - 1) / count,
-        "all-to-all": hops / count,
-        "ragged-all-to-all": hops / count,
-        "collective-permute": 1,
-        "collective-broadcast": 1,
-    }
-    return round(given * per_entry[collective.opcode.removesuffix("-start")])
+    return round(given * COLLECTIVES[collective.opcode.removesuffix("-start")](collective.group_size))
+
+
+def _hops(count: int) -> int:
+    """Returns the links that lie between one device of a ring and all others together."""
+    return sum(min(distance, count - distance) for distance in range(1, count))
 
 
 def flops(module: Module, instruction: Instruction, within: Computation) -> int:

@@ -153,10 +153,16 @@ def call(
 
     q_place = _place_of_rows(sizes.heads, beside)
     q_spec = pl.BlockSpec((None, block_q, head_dim), lambda b, h, i, j, *_: q_place(b, h, i))
-    rows_spec = partial(_rows_spec, block_q, sizes.heads)
     kept = Sums((head_dim * (1 + split), q.dtype), (1, jnp.float32), (8, jnp.float32), (head_dim, jnp.float32))
     new = [] if not sizes.unfinished else kept[1:] if before else kept  # queries are made ready once
-    row_shape = partial(_rows_of_heads, heads, round_up(queries, block_q) if new else queries)
+    columns = round_up(queries, block_q) if new else queries
+
+    def rows_spec(rows: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, rows, block_q), lambda b, h, i, j, *_: (b * sizes.heads + h, 0, i))
+
+    def row_shape(rows: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((heads, rows, columns), dtype)
+
     made = pl.pallas_call(
         partial(kernel_of_blocks if listed else kernel, sizes=sizes),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -177,7 +183,11 @@ def call(
             dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=config.vmem_bytes(head_dim, q.dtype.itemsize) + SPILL_BYTES,
         ),
-        cost_estimate=_estimate(q, k, v, sizes.keys, head_dim),
+        cost_estimate=pl.CostEstimate(
+            flops=4 * q.size * sizes.keys,
+            transcendentals=q.size // head_dim * sizes.keys,
+            bytes_accessed=q.dtype.itemsize * (2 * q.size + k.size + v.size),
+        ),
         interpret=config.interpret,
         name="flash_blocks" if listed else "flash_attention",
     )(*scalars, before.q if before else q, k, v, *(before[1:] if before else ()))
@@ -187,10 +197,6 @@ def call(
 def _place_of_rows(heads: int, beside: int) -> Callable[..., tuple]:
     """Returns the block of some rows of a head of an example; heads are side by side in them, or one after another."""
     return (lambda b, h, i: (b * heads + h, i, 0)) if beside == 1 else (lambda b, h, i: (b, i, h))
-
-
-def _rows_spec(block_q: int, heads: int, rows: int) -> pl.BlockSpec:
-    return pl.BlockSpec((None, rows, block_q), lambda b, h, i, j, *_: (b * heads + h, 0, i))
 
 
 def _specs_of_keys(
@@ -208,25 +214,12 @@ def _specs_of_keys(
     return spec((None, sizes.block_kv, k_width)), spec((None, sizes.block_kv, head_dim))
 
 
-def _rows_of_heads(heads: int, columns: int, rows: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((heads, rows, columns), dtype)
-
-
 def _seen_block(b, i, j, live, sizes: Sizes):
     """The block of keys to fetch for block i of queries of an example: j, or the nearest block that a query sees."""
     left, right = sizes.window
     first = (i * sizes.block_q - left) // sizes.block_kv
     last = jnp.minimum(live[b], i * sizes.block_q + sizes.block_q + right) - 1
     return jnp.clip(j, jnp.maximum(first, 0), jnp.maximum(last // sizes.block_kv, 0))
-
-
-def _estimate(q, k, v, keys: int, head_dim: int) -> pl.CostEstimate:
-    """The kernel's work, by which the compiler schedules other work beside it."""
-    return pl.CostEstimate(
-        flops=4 * q.size * keys,
-        transcendentals=q.size // head_dim * keys,
-        bytes_accessed=q.dtype.itemsize * (2 * q.size + k.size + v.size),
-    )
 
 
 def _scratch(sizes: Sizes, q_rows: int, head_dim: int, dtype: jnp.dtype) -> list[Any]:
