@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.support.batches import read_manifest
 from tests.support.compare import error
 from tests.support.devices import free_port
 from tests.support.tiny import tiny_checkpoint
 from tests.support.words import naming, says
 from wanjax.cluster import processes
-from wanjax.cluster.batch import read_manifest
 from wanjax.errors import WanjaxError
 from wanjax.media import stage_files
 

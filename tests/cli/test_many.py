@@ -13,12 +13,13 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as some
 
+from tests.support.batches import read_manifest
 from tests.support.commands import refused
 from tests.support.words import naming, says
 from wanjax.cli import main
 from wanjax.cli.many import _ordered, seeds_of
 from wanjax.cli.report import Report
-from wanjax.cluster.batch import MANIFEST, Manifest, read_manifest
+from wanjax.cluster.batch import MANIFEST, Manifest
 from wanjax.cluster.requests import Request, read_requests
 from wanjax.cluster.worker import Job
 from wanjax.errors import WanjaxError

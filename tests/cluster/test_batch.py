@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
+from tests.support.batches import read_manifest
 from tests.support.words import naming
-from wanjax.cluster.batch import HOPELESS, MANIFEST, TOGETHER, Batch, Manifest, read_manifest
+from wanjax.cluster.batch import HOPELESS, MANIFEST, TOGETHER, Batch, Manifest
 from wanjax.cluster.requests import Request
 from wanjax.cluster.worker import Job, Outcome
 from wanjax.errors import WanjaxError

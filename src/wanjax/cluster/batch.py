@@ -16,12 +16,11 @@ from typing import Any
 from wanjax.cluster.requests import OWN
 from wanjax.cluster.worker import Job, Outcome
 from wanjax.errors import WanjaxError
-from wanjax.stores.places import Missing, Place
+from wanjax.stores.places import Place, read
 
 MANIFEST = "manifest.jsonl"
 TOGETHER = 32  # jobs that a worker is given at most: as many prompts are encoded before the first video is made
 EVERY = 10.0  # seconds between two manifests in a store
-LARGEST = 2**30  # bytes of one
 HOPELESS = 8  # failures without one success that end a batch
 DIED = "the worker that made it died"
 
@@ -98,7 +97,7 @@ class Manifest:
 
     def __init__(self, folder: Place):
         self.file = folder / MANIFEST
-        self._lines = _lines(folder)
+        self._lines = (read(self.file) or b"").splitlines()
         self._written, self._new = monotonic(), False
         entries = [entry for line in self._lines if (entry := _entry(line)) is not None]
         self.listed, self.failed = (
@@ -139,19 +138,6 @@ class Manifest:
             os.write(descriptor, end + line + b"\n")
         finally:
             os.close(descriptor)
-
-
-def read_manifest(folder: Place) -> list[Mapping[str, Any]]:
-    """Returns the entries of a folder's manifest, without lines that are not whole."""
-    return [entry for line in _lines(folder) if (entry := _entry(line)) is not None]
-
-
-def _lines(folder: Place) -> list[bytes]:
-    file = folder / MANIFEST
-    try:
-        return (file.read_bytes() if isinstance(file, Path) else file.read(LARGEST)).splitlines()
-    except (FileNotFoundError, Missing):
-        return []
 
 
 def _entry(line: bytes) -> Mapping[str, Any] | None:

@@ -24,10 +24,9 @@ from jax._src import compilation_cache  # which offers no other cache than folde
 from jax._src.compilation_cache_interface import CacheInterface
 
 from wanjax.errors import WanjaxError, WanjaxWarning, reason
-from wanjax.stores.places import Missing, Place, Remote
+from wanjax.stores.places import Missing, Place, Remote, read
 from wanjax.stores.writing import write_whole
 
-LARGEST = 2 << 30  # bytes of an entry
 BEAT = 5.0  # seconds between two changes of a lease
 GONE = 30.0  # seconds without a change after which its owner is gone
 LOOKS = 0.1, 2.0  # seconds between two looks of a process that waits, the first and the longest
@@ -56,7 +55,7 @@ class Lease:
     def wait(self, pause: float, seen: tuple[bytes, float]) -> tuple[bytes, float] | None:
         """Waits a little; returns what the other's lease holds, and since when. None where it has been given back."""
         self._ended.wait(pause)
-        if (found := _read(self._file())) is None:
+        if (found := read(self._file())) is None:
             return None
         if found != seen[0]:
             return found, monotonic()
@@ -128,16 +127,16 @@ class Shared(CacheInterface):
 
     def _found(self, key: str) -> bytes | None:
         held, file = getattr(self._leases, "held", None), self.folder / f"{key}-cache"
-        if (entry := _read(file)) is not None or held is None or jax.process_count() > 1:  # which compile together
+        if (entry := read(file)) is not None or held is None or jax.process_count() > 1:  # which compile together
             return entry
         lease, pause, seen = Lease(self.folder, key), LOOKS[0], (b"", monotonic())
         while not lease.take():
             found = lease.wait(pause, seen)
-            if (entry := _read(file)) is not None or found is None:
+            if (entry := read(file)) is not None or found is None:
                 return entry
             pause, seen = min(1.5 * pause, LOOKS[1]), found
         held.append(lease)
-        return _read(file)  # of one who gave the lease back between the two looks
+        return read(file)  # of one who gave the lease back between the two looks
 
     def _tell(self, what: str) -> None:
         if not self._told:
@@ -186,14 +185,6 @@ def current() -> Shared | None:
 
 
 _shared: dict[str, Shared] = {}  # by the names that JAX has of their folders
-
-
-def _read(file: Place) -> bytes | None:
-    """Returns what a file holds, None where there is none."""
-    try:
-        return file.read(LARGEST) if isinstance(file, Remote) else file.read_bytes()
-    except (Missing, FileNotFoundError):
-        return None
 
 
 def _write(file: Place, content: bytes) -> None:

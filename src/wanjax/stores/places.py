@@ -30,6 +30,7 @@ HERE = "file"  # the scheme of this machine's files
 URL = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]+)://(?P<path>.*)", re.IGNORECASE | re.DOTALL)
 BUCKET = re.compile(r"[\w.-]+", re.ASCII)
 AT_ONCE = 64  # files between two reports of progress
+LARGEST = 2 << 30  # bytes of an object that is read as a whole
 LONGEST = 200  # characters of a library's message
 Told = Callable[[list[str]], object]
 
@@ -238,6 +239,14 @@ def place(name: str | Path | Remote) -> Place:
     if not find_spec(LIBRARIES[scheme]):
         raise WanjaxError(f"{name} needs {LIBRARIES[scheme]}, which is missing: pip install 'wanjax[cloud]' brings it")
     return Remote(scheme, "/".join((bucket, *parts)))
+
+
+def read(file: Place) -> bytes | None:
+    """Returns the bytes of a file, None where there is none; raises WanjaxError for an object of more than LARGEST."""
+    try:
+        return file.read(LARGEST) if isinstance(file, Remote) else file.read_bytes()
+    except (FileNotFoundError, Missing):
+        return None
 
 
 def names_in(folder: Place) -> set[str]:

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads what a batch tells of its videos."""
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from wanjax.cluster.batch import MANIFEST
+
+
+def read_manifest(folder: Path) -> list[dict[str, Any]]:
+    """Returns the entries of a folder's manifest, without lines that are not whole."""
+    entries = []
+    for line in (folder / MANIFEST).read_bytes().splitlines():
+        with suppress(ValueError):
+            entries.append(json.loads(line))
+    return entries
