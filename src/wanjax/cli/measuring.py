@@ -14,7 +14,7 @@ from wanjax import registry
 from wanjax.bench.suite import SCALES, Bench, Row, Scale
 from wanjax.bench.suite import bench as run
 from wanjax.cli.report import Report, print_table
-from wanjax.cli.stages import given_settings
+from wanjax.cli.stages import domain_of, given_settings
 from wanjax.figures import digits, duration, scaled
 from wanjax.kernels.compiler_options import keep_set, kept_set
 from wanjax.loading import load
@@ -120,8 +120,7 @@ def calibrate(report: Report, *, model: str, prompts: Sequence[str], image: str 
 
 def suited(model: str) -> list[str]:
     """Returns prompts whose words a model knows."""
-    preset = registry.presets().get(model)
-    domain = preset.domain if preset else None
+    domain = domain_of(model)
     return [prompt for prompt in PROMPTS if domain is None or not domain.unknown(prompt)][:MOST]
 
 

@@ -81,7 +81,8 @@ class Report:
 
     With `quiet`, nothing is printed but what the run made and errors. With `in_json`, what it made is a JSON object.
     With `stats`, the table is followed by where all time of the process went. `owns_process` tells that nothing else
-    runs in the process, and `awaited` that other processes wait for this one. `seconds` are those of the stages so far.
+    runs in the process, `awaited` that other processes wait for this one, and `muted` that another one reports.
+    `seconds` are those of the stages so far.
     """
 
     def __init__(self) -> None:
@@ -90,19 +91,15 @@ class Report:
         self.in_json = False
         self.stats = False
         self.owns_process = False
+        self.awaited = False
+        self.muted = False
+        self.seconds: dict[str, float] = {}
         self._begun = time.time()
         self._first_stage: float | None = None
-        self.awaited = False
-        self.seconds: dict[str, float] = {}
         self._rows: dict[str, Row] = {}
         self._current: Stage | None = None
         self._stop = False
-        self._muted = False
         self._told: set[str] = set()
-
-    def mute(self, muted: bool) -> None:
-        """Silences this process; another one reports."""
-        self._muted = muted
 
     @cached_property
     def console(self) -> "Console":
@@ -112,7 +109,7 @@ class Report:
 
     @property
     def _silent(self) -> bool:
-        return self._muted or self.quiet
+        return self.muted or self.quiet
 
     def made(self, file: "Place", record: Mapping[str, Any], **more: Any) -> None:
         """Prints what a run made: the name of the file, or an object of it, its record and more."""
@@ -188,7 +185,7 @@ class Report:
     def _pressed(self) -> None:
         """Answers Ctrl-C. An exception inside JAX would be lost, or crash the process, so the run stops in between."""
         if self._stop:
-            told = "" if self._muted else f"\nwanjax: stopped at once\n{self.outcome}"
+            told = "" if self.muted else f"\nwanjax: stopped at once\n{self.outcome}"
             end_at_once(told, self.console.is_terminal)
         self._stop = True
         unit = self._current.unit if self._current else ""

@@ -6,7 +6,6 @@ its settings, the names of its files, and the hooks that report and save.
 """
 
 import shlex
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -227,11 +226,6 @@ class Rendering:
         return RunFiles(folder, video)
 
     @property
-    def _domain(self) -> TrainingDomain | None:
-        preset = registry.presets().get(self.settings.model)
-        return preset.domain if preset else None
-
-    @property
     def folder(self) -> Path:
         return self.files.folder
 
@@ -253,16 +247,12 @@ class Rendering:
             )
 
     def checked(self, tensors: Mapping[str, Any]) -> Any:
-        """Returns the output of `encode` from its tensors; prints warnings. Raises WanjaxError if it does not fit."""
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            try:
-                encoded = self.pipe.architecture.encoded_from(tensors)
-                self.pipe.architecture.check_encoded(encoded, self.settings)
-            except WanjaxError as error:
-                raise WanjaxError(f"{self.folder / stage_files.EMBEDDINGS}: {error}") from error
-        for warning in told:
-            self.report.note(f"note: {warning.message}")
+        """Returns the output of `encode` from its tensors; raises WanjaxError if it does not fit."""
+        try:
+            encoded = self.pipe.architecture.encoded_from(tensors)
+            self.pipe.architecture.check_encoded(encoded, self.settings)
+        except WanjaxError as error:
+            raise WanjaxError(f"{self.folder / stage_files.EMBEDDINGS}: {error}") from error
         return encoded
 
     def tell(self, seeds: Sequence[int] = ()) -> None:
@@ -280,7 +270,7 @@ class Rendering:
             self.report.note(sentence)
         if not (chosen.guided or chosen.guidance_rule.leads is not None):
             self.report.note("note: guidance is off, so the negative prompt has no effect")
-        if (domain := self._domain) and (unlike := domain.unlike(chosen)):
+        if (domain := domain_of(chosen.model)) and (unlike := domain.unlike(chosen)):
             self.report.note(
                 f"note: {chosen.model} was trained on {domain.size[1]}x{domain.size[0]} and {domain.frames} frames "
                 f"alone: {' and '.join(unlike)} may show nothing but grey"
@@ -310,7 +300,7 @@ class Rendering:
         chosen = self.settings
         if not chosen.prompt.strip():
             self.report.note("note: the prompt is empty, so the video shows what the model likes")
-        if (domain := self._domain) and (unknown := domain.unknown(chosen.prompt)):
+        if (domain := domain_of(chosen.model)) and (unknown := domain.unknown(chosen.prompt)):
             words = ", ".join(map(repr, unknown[:3])) + (" ..." if len(unknown) > 3 else "")
             self.report.note(f"note: {chosen.model} does not know {words}: it was trained on {domain.about}")
         for name, text in (("prompt", chosen.prompt), ("negative prompt", chosen.negative_prompt)):
@@ -477,6 +467,12 @@ def _inherited(left: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
     if given.get("model") in (None, left.get("model")):
         return dict(left)
     return {name: value for name, value in left.items() if name not in ("scheduler", "revision")}
+
+
+def domain_of(model: str) -> TrainingDomain | None:
+    """Returns all that a model knows, for one whose knowledge can be listed."""
+    preset = registry.presets().get(model)
+    return preset and preset.domain
 
 
 def in_short(numbers: Sequence[int]) -> str:

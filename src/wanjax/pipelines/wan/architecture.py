@@ -17,7 +17,7 @@ from wanjax.checkpoints.networks import Config
 from wanjax.checkpoints.networks import network as network_in
 from wanjax.checkpoints.sources import Source
 from wanjax.converters.wan.diffusers import sparse_linear_entry
-from wanjax.errors import WanjaxError
+from wanjax.errors import WanjaxError, WanjaxWarning
 from wanjax.kernels.attention import Attention, SparseLinear
 from wanjax.layers.flops import attention_flops
 from wanjax.layers.tiling import Tiling
@@ -233,6 +233,7 @@ class WanArchitecture(Architecture):
         if encoded.prompt_embeds.shape[1] == OLD_TEXT_LENGTH:
             warnings.warn(
                 f"the prompt has {OLD_TEXT_LENGTH} tokens where Wan reads {TEXT_LENGTH}: the video will differ",
+                WanjaxWarning,
                 stacklevel=3,
             )
         return encoded
