@@ -94,6 +94,27 @@ def test_a_tiling_is_no_flag(pipe):
     assert says(refused(pipe.decode, LATENTS, tiling=True), "tiling True wanjax.Tiling()")
 
 
+@pytest.mark.parametrize(
+    ("tiling", "sentence"),
+    [
+        ((4, 4), "size tiles 4 multiple 8"),
+        ((0, 0), "size tiles 0 multiple 8"),
+        ((32, 12), "stride tiles 12 multiple 8"),
+        (((32, 20), 16), "size tiles (32, 20) multiple 8"),
+        (((32,), 24), "size tiles (32,) height width"),
+        (("a", 8), "size tiles 'a'"),
+        ((32, 64), "tiles 32 64 gaps stride"),
+        ((32, None), "tiles 32 192 gaps stride"),
+        (((64, 32), (32, 40)), "tiles (64, 32) (32, 40) gaps"),
+    ],
+)
+def test_tiles_that_do_not_fit(pipe, tiling, sentence):
+    """A stride larger than its tile would leave pixels out."""
+    frames = np.zeros((1, 64, 64, 3), np.uint8)
+    for use, given in ((pipe.decode, LATENTS), (pipe.encode_video, frames), (pipe, "a red circle")):
+        assert says(refused(use, given, tiling=wanjax.Tiling(*tiling)), sentence)
+
+
 @pytest.mark.parametrize("encoded", ["a red circle", ("a", "b"), LATENTS, None], ids=["text", "pair", "array", "None"])
 def test_what_is_not_encoded_cannot_be_denoised(pipe, encoded):
     assert says(refused(pipe.denoise, encoded), "denoise WanEncoded encode")

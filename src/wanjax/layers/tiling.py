@@ -7,6 +7,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from wanjax.errors import WanjaxError, shown
+
 Frames = Float[Array, "B _T _H _W _C"]  # inputs and outputs differ in size
 Pixels = int | tuple[int, int]  # one number for height and width, or one for each
 
@@ -17,14 +19,28 @@ class Tiling(NamedTuple):
     size: Pixels | None = None
     stride: Pixels | None = None
 
-    def completed(self, own: "Tiling") -> "Tiling":
-        """Returns this tiling with the numbers of `own` in place of None."""
-        return Tiling(*(other if given is None else given for given, other in zip(self, own, strict=True)))
+    def completed(self, own: "Tiling", unit: int = 1) -> "Tiling":
+        """Returns this tiling with the numbers of `own` in place of None.
+
+        Raises WanjaxError unless all are multiples of `unit`, and no stride is larger than its size.
+        """
+        whole = Tiling(*(other if given is None else given for given, other in zip(self, own, strict=True)))
+        for name, numbers in zip(self._fields, pairs := whole.pairs(), strict=True):
+            if len(numbers) != 2 or not all(type(n) is int and n > 0 and n % unit == 0 for n in numbers):
+                right = f"a multiple of {unit} pixels, or one for each of height and width,"
+                raise WanjaxError(f"the {name} of tiles is {shown(getattr(whole, name))} where {right} is right")
+        if any(step > side for side, step in zip(*pairs, strict=True)):
+            gaps = f"tiles of {whole.size} pixels, one every {whole.stride}, leave gaps"
+            raise WanjaxError(f"{gaps}: a stride of at most the size is right")
+        return whole
+
+    def pairs(self) -> tuple[tuple[int, ...], ...]:
+        """Returns the size and the stride of a whole tiling, each as (height, width)."""
+        return tuple(side if isinstance(side, tuple) else (side, side) for side in self if side is not None)
 
     def cells(self, pixels: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Returns the size and the stride, each as (height, width), in cells of so many pixels."""
-        pairs = [side if isinstance(side, tuple) else (side, side) for side in self if side is not None]
-        (rows, columns), (down, right) = pairs
+        (rows, columns), (down, right) = self.pairs()
         return (rows // pixels, columns // pixels), (down // pixels, right // pixels)
 
 

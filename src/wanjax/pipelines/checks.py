@@ -108,10 +108,14 @@ def check_frames(frames: Any) -> None:
         raise WanjaxError("the frames have different sizes: all frames of a video have the same size")
 
 
-def check_tiling(tiling: Any) -> None:
-    """Raises WanjaxError unless this is a `Tiling`, or None for whole frames."""
+def check_tiling(tiling: Any, vae: Any, unit: int | None = None) -> Tiling | None:
+    """Returns a tiling of an autoencoder's frames, complete, and None for whole frames.
+
+    Raises WanjaxError for anything else, and for tiles that are not multiples of `unit` pixels, None for the latents'.
+    """
     if not isinstance(tiling, Tiling | None):
         raise WanjaxError(f"the tiling is given as {shown(tiling)} where wanjax.Tiling() is right")
+    return tiling and tiling.completed(vae.tiling, unit or vae.spatial_factor)
 
 
 def check_strength(settings: Settings, *, video: bool, begins: bool) -> None:

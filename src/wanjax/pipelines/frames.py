@@ -166,7 +166,7 @@ def decoded(
 def encoded(vae: Any, frames: GivenFrames, tiling: Tiling | None, call: Call) -> Float[Value, "1 C _T _H _W"]:
     """Returns the latents of frames that are uint8 or floats in [0, 1]."""
     config = vae.config
-    tiling = tiling and tiling.completed(config.tiling)
+    tiling = tiling and tiling.completed(config.tiling, config.spatial_factor // config.patch)
     graphdef, weights = nnx.split(vae)
     caches: dict[Tile, Any] = {}
     height, width, _ = frames[0].shape

@@ -211,7 +211,7 @@ class Pipeline:
             if len(wanted) != 1:
                 raise WanjaxError(f"one noise is given for {len(wanted)} videos: it makes one video")
             checked_draws(noise, self.draws(chosen, len(pictures.references)))
-        check_tiling(tiling)
+        check_tiling(tiling, self.architecture.vae)
         sources = {name: nameable(given.get(name), getattr(pictures, name)) for name in pictures.given()}
         how = {"tiling": tiling, "batch_guidance": batch_guidance}
         orders = [Order(x, self.record(x, sources | {"noise": noise}, **how)) for x in wanted]
@@ -433,7 +433,7 @@ class Pipeline:
         makes a video as a whole.
         """
         self.architecture.check_streams(self.defaults.model)
-        check_tiling(tiling)
+        check_tiling(tiling, self.architecture.vae)
         pictures, chosen = self.prepare(prompt=prompt, negative_prompt=negative_prompt, **given)
         told_seeds([given.get("seed")], [chosen.seed])
         checked_draws(noise, self.draws(chosen))
@@ -504,7 +504,7 @@ class Pipeline:
         model's authors chose. `callback(done, total)` receives the number of chunks.
         """
         chunks, total = [], self.chunks(latents)
-        check_tiling(tiling)
+        check_tiling(tiling, self.architecture.vae)
         run = Run(self, [], tiling=tiling, hooks=self._looking(None))
         with run.stage("decode"):
             for chunk in run.frames([latents], dtype):
@@ -524,7 +524,7 @@ class Pipeline:
     ) -> Iterator[Frames]:
         """Yields the frames of each chunk of latents; one chunk and the next are in memory."""
         check_latents(latents, self.architecture.vae.latent_channels)
-        check_tiling(tiling)
+        check_tiling(tiling, self.architecture.vae)
         yield from Run(self, [], tiling=tiling).frames([latents], dtype)
 
     def encode_video(self, frames: GivenFrames, *, tiling: Tiling | None = None) -> Float[Value, "1 C _T _H _W"]:
@@ -533,9 +533,9 @@ class Pipeline:
         `decode` inverts it, except for what the autoencoder loses; `tiling` is the same. Raises WanjaxError where the
         autoencoder does not accept this number or size of frames.
         """
-        check_frames(frames)
-        check_tiling(tiling)
         config = self.architecture.vae
+        check_frames(frames)
+        check_tiling(tiling, config, config.spatial_factor // config.patch)
         count, (height, width, _) = len(frames), frames[0].shape
         self.defaults.updated({"frames": count, "height": height, "width": width}).check(
             spatial=config.spatial_factor, temporal=config.temporal_factor
@@ -564,7 +564,7 @@ class Pipeline:
             loaded=self.components.recorded,
             scheduler=self.scheduler,
             partitioner=self.partitioner,
-            tiling=tiling and tiling.completed(self.architecture.vae.tiling),
+            tiling=check_tiling(tiling, self.architecture.vae),
             batch_guidance=batch_guidance,
             digests={**(digests or {}), **({TABLE: table_digest(tables, table)} if table else {})},
         )

@@ -345,10 +345,11 @@ class Run:
         """
         pipe, total = self.pipe, None
         decoder = DECODER if DECODER in pipe.components.names else "vae"
-        tiling = self.tiling and self.tiling.completed(pipe.architecture.vae.tiling)
+        vae = pipe.architecture.vae
+        tiling = self.tiling and self.tiling.completed(vae.tiling, vae.spatial_factor)
         if isinstance(pieces, Sequence):
             if decoder == "vae":
-                length = 1 + (sum(x.shape[2] for x in pieces) - 1) * pipe.architecture.vae.temporal_factor
+                length = 1 + (sum(x.shape[2] for x in pieces) - 1) * vae.temporal_factor
                 pipe.architecture.check_length(length, pipe.defaults.model)
             total = sum(chunk_count(x.shape[2], pipe.architecture.decoded_at_once(x.shape[2])) for x in pieces)
             self.count("chunk", 0, total)
