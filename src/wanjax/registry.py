@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The families of models, and the checkpoint that a name, a hub id, a folder or a file means."""
 
+import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -143,7 +144,7 @@ def find(model: str | Path, revision: str | None = None) -> tuple[Source, Preset
     `model` is a known name, or any name that `open_source` accepts. Raises WanjaxError where no checkpoint is found.
     """
     preset = published(str(model))
-    if preset is None and not Path(model).exists() and "/" not in str(model):
+    if preset is None and not os.path.exists(model) and "/" not in str(model):
         raise WanjaxError(_unknown(str(model)))
     source = open_source(preset.source if preset else model, revision)
     if preset is None and (preset := published(source.origin)):  # a converted checkpoint of a published one
@@ -161,17 +162,17 @@ def open_source(name: str | Path, revision: str | None = None) -> Source:
     if isinstance(path, Remote):
         return StoredSource(path, revision)
     name = path if is_url(name) else name
-    if revision is not None and path.exists():
+    if revision is not None and os.path.exists(path):
         raise WanjaxError(f"{path} is not on the hub: it has no revision {revision}")
     if path.suffix.lower() == GGUF:
         raise WanjaxError(
             f"{name} is of the format GGUF, which is not read: a file of safetensors is right, and {EIGHT_BITS}"
         )
-    if path.is_file():
+    if os.path.isfile(path):
         return _open_file(path)
     if path.suffix in SUFFIXES and HUB_FILE.fullmatch(str(name)):
         return _open_file(locate_file(name, beside=beside(path.name), revision=revision))
-    if (path / MANIFEST).is_file():
+    if os.path.isfile(path / MANIFEST):
         return WanjaxSource(name, path)
     folder, commit = folder_of(name, revision, [marker for layout in layouts() for marker in layout.markers])
     for layout in layouts():
@@ -195,7 +196,7 @@ def beside(name: str) -> list[str]:
 def published(name: str) -> Preset | None:
     """Returns the preset of this name, or the one that is this repository, whose owner may be left out."""
     known = presets()
-    bare = "/" not in name and not Path(name).exists()
+    bare = "/" not in name and not os.path.exists(name)
     for preset in known.values():
         if name in preset.sources or (bare and name in preset.bare_names):
             return preset

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import wanjax
 from tests.support.hub import FILES, ID, TRANSFORMER, VAE, fetched, files_in
 from tests.support.words import naming, says
 from wanjax.checkpoints import hub
@@ -142,6 +143,13 @@ def test_a_lora_of_the_hub_is_asked_for_once(server):
     found = lora.path
     server.status = 500
     assert lora.path == found
+
+
+@pytest.mark.parametrize("name", ["{}", "{}.gguf", "{}.safetensors", "a/b/c/{}"])
+def test_a_model_whose_name_no_file_can_have_is_refused(name):
+    name = name.format("x" * 300)
+    with pytest.raises(WanjaxError, match=name):
+        wanjax.load(name)
 
 
 def test_a_lora_whose_name_no_file_can_have_is_refused():

@@ -6,6 +6,7 @@ Loading and conversion use a `Source`: the config and the weights of each compon
 
 import hashlib
 import json
+import os
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -452,7 +453,7 @@ def folder_of(name: str | Path, revision: str | None = None, markers: Sequence[s
     Raises WanjaxError where there is none.
     """
     folder = locate(name, revision=revision, markers=[*(f"*/{config}" for config in CONFIGS), *markers])
-    return folder, None if Path(name).expanduser().exists() else folder.name
+    return folder, None if os.path.exists(Path(name).expanduser()) else folder.name
 
 
 def read_json(path: Path, missing: dict | None = None) -> dict[str, Any]:
