@@ -34,8 +34,9 @@ from typing import Any
 import jax
 import psutil
 
+from tests.support.batches import read_manifest
 from wanjax.cluster.actors import VARIABLES, Actors, connected
-from wanjax.cluster.batch import Batch, Manifest, read_manifest
+from wanjax.cluster.batch import Batch, Manifest
 from wanjax.cluster.requests import Request, read_requests
 from wanjax.cluster.worker import Job, Outcome, Worker
 from wanjax.media.videos import read_metadata

@@ -14,10 +14,11 @@ import jax
 import pytest
 
 import wanjax
+from tests.support.batches import read_manifest
 from tests.support.words import naming, says
 from wanjax.cluster import actors, worker
 from wanjax.cluster.actors import Actors, connected, resources_of
-from wanjax.cluster.batch import Batch, Manifest, read_manifest
+from wanjax.cluster.batch import Batch, Manifest
 from wanjax.cluster.hosts import POD, SLICE, WORKER_ID, Placed, bundles_of, placed_together
 from wanjax.cluster.requests import Request
 from wanjax.errors import WanjaxError
