@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -96,7 +97,7 @@ def test_a_video_that_fails_on_one_host_of_a_slice_is_listed_and_the_rest_goes_o
         return pipe
 
     with connected(None, 2):
-        notes, arguments = [], {"load": load, "folder": tmp_path, "owned": True}
+        notes, arguments = [], {"load": partial(worker.keeping_programs, load, {}), "folder": tmp_path}
         pool = Actors(arguments, {"": 1}, {"": {"num_cpus": 1}}, notes.append, hosts=2, spread=False)
         small = {"size": (32, 32), "frames": 5, "steps": 2}
         asked = [Request(row, small | {"prompt": prompt, "seed": row}) for row, prompt in enumerate(prompts, 1)]

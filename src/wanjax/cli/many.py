@@ -26,7 +26,7 @@ from wanjax.cluster.hosts import FIRST
 from wanjax.cluster.lockstep import Leader, follow
 from wanjax.cluster.processes import is_first
 from wanjax.cluster.requests import SCHEDULER, Request, read_requests, with_seeds
-from wanjax.cluster.worker import STAGES, Job, Outcome, Worker
+from wanjax.cluster.worker import STAGES, Job, Outcome, Worker, keeping_programs
 from wanjax.errors import WanjaxError
 from wanjax.media.pictures import Pictures
 from wanjax.pipelines.record import described
@@ -85,7 +85,8 @@ def generate(
         **how_of(given),
     }
     if several:
-        arguments |= {"owned": True, "shared": click.get_current_context().meta.get(COMPILE_CACHE)}
+        shared = click.get_current_context().meta.get(COMPILE_CACHE, {})
+        arguments["load"] = partial(keeping_programs, arguments["load"], shared)
     elif not is_first():
         follow(Worker(**arguments))
         report.awaited = False

@@ -7,7 +7,7 @@ its settings, the names of its files, and the hooks that report and save.
 
 import shlex
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from wanjax.cli.profile import StepProfile
 from wanjax.cli.remake import check_files, check_loaded, differences
 from wanjax.cli.report import Report
 from wanjax.cluster.processes import is_first
+from wanjax.cluster.worker import write
 from wanjax.compilers.roofline import peak_flops
 from wanjax.errors import WanjaxError
 from wanjax.figures import digits, duration, in_bytes
@@ -43,7 +44,6 @@ from wanjax.pipelines.guidance import CLASSIFIER_FREE
 from wanjax.pipelines.many import Order
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.previews.previews import Previews
-from wanjax.pipelines.progress import timing_writes
 from wanjax.pipelines.record import described, devices_of, paths_of
 from wanjax.pipelines.recording import record
 from wanjax.pipelines.resume import Keeping
@@ -328,8 +328,8 @@ class Rendering:
 
     def decoded(self, run: Run, frames: Iterator[Any]) -> places.Place:
         """Writes the video from its frames, which are decoded as they are asked for; returns its place."""
-        with run.finishing(run.orders[0]):
-            written = self.write(np.asarray(chunk) for chunk in frames)
+        with run.finishing(order := run.orders[0]):
+            written = write(self.place.video, frames, order)
         self.report.way_on = None
         return written
 
@@ -338,15 +338,15 @@ class Rendering:
         report, tempo, architecture = self.report, Tempo(), self.pipe.architecture
         total = architecture.latent_shape(self.settings)[2] // architecture.block_frames
 
-        def clips() -> Iterator[np.ndarray]:
+        def clips() -> Iterator[Any]:
             report.count("block", 0, total)
             for done, clip in enumerate(frames, 1):
-                yield np.asarray(clip)
+                yield clip
                 tempo.deliver(len(clip))
                 report.count("block", done, total, beside=str(tempo))
 
         with report.stage("stream"):
-            written = self.write(clips())
+            written = write(self.place.video, clips(), Order(self.settings, self.record))
         report.note(f"{tempo}, where {self.settings.fps} are played")
         report.way_on = None
         return written
@@ -356,13 +356,6 @@ class Rendering:
         if is_first():
             chosen = self.settings
             videos.try_output(video, chosen.length, chosen.size, chosen.fps, record)
-
-    def write(self, frames: Iterable[np.ndarray]) -> places.Place:
-        """Writes the video from its frames as they come, in the first process only; returns its place."""
-        if is_first():
-            return videos.write_video(self.files.video, timing_writes(frames), self.settings.fps, self.record)
-        deque(frames, maxlen=0)
-        return places.place(self.files.video)
 
     def made(self, file: places.Place) -> None:
         """Prints the file that the command made, in the first process only."""

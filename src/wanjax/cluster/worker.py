@@ -7,16 +7,16 @@ import logging
 import os
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
+from wanjax.cluster.processes import is_first
 from wanjax.cluster.requests import OWN, SCHEDULER, Request
 from wanjax.compilers.cache import compile_cache_folder, use_shared
 from wanjax.compilers.executables import of_this_machine
@@ -24,7 +24,7 @@ from wanjax.errors import WanjaxError, causes, is_full, reason
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures
 from wanjax.media.texts import slug
-from wanjax.media.videos import check_output, try_output, write_video
+from wanjax.media.videos import try_output, write_video
 from wanjax.pipelines.many import Order
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.progress import timing_writes
@@ -33,10 +33,11 @@ from wanjax.pipelines.seeds import checked_seed
 from wanjax.pipelines.settings import Settings
 from wanjax.programs import EXECUTE
 from wanjax.stores.own import HOST
-from wanjax.stores.places import Place
+from wanjax.stores.places import Place, place
 
 HERE = ("devices", "version")  # entries of a record that do not say which video it is
 STAGES = ("encode", "denoise", "decode")
+T = TypeVar("T")
 LONGEST_ERROR = 500  # characters
 logger = logging.getLogger("wanjax.cluster")
 
@@ -84,21 +85,20 @@ class Shared(NamedTuple):
         return Order(own, {**self.record, **{name: getattr(own, name) for name in OWN}})
 
 
-def keep_programs(shared: Mapping[str, Any]) -> None:
-    """Keeps compiled programs for others, in a process in which nothing but this library runs.
+def keeping_programs(make: Callable[[], T], shared: Mapping[str, Any]) -> T:
+    """Returns what `make` does, in a process in which nothing but this library runs: its programs are kept for others.
 
-    `shared` are the arguments of `use_shared`, where a cache of them is shared.
+    `shared` are the arguments of `use_shared`, where a cache of compiled programs is shared.
     """
     use_shared(**shared)
     EXECUTE.kept = of_this_machine() if compile_cache_folder() is None else None
+    return make()
 
 
 class Worker:
     """A pipeline, and the folder of its videos. The pipeline is loaded when it is first needed, and kept.
 
-    `tiling` and `batch_guidance` are those of all videos. With `force` a video that is there is made again. `owned`
-    tells that nothing but this library runs in the process, whose compiled programs are then kept for others; `shared`
-    are the arguments of `use_shared` there, where a cache of them is shared.
+    `tiling` and `batch_guidance` are those of all videos. With `force` a video that is there is made again.
     """
 
     def __init__(
@@ -109,18 +109,14 @@ class Worker:
         tiling: Tiling | None = None,
         batch_guidance: bool = False,
         force: bool = False,
-        owned: bool = False,
-        shared: Mapping[str, Any] | None = None,
     ):
-        self.load, self.folder, self.force, self.owned, self.shared = load, folder, force, owned, shared or {}
+        self.load, self.folder, self.force = load, folder, force
         self.how: Any = {"tiling": tiling, "batch_guidance": batch_guidance}
         self.hooks: Sequence[Hook] = ()
         self.in_step = True  # False where other processes wait for what this one left in its midst
 
     @cached_property
     def pipe(self) -> Pipeline:
-        if self.owned:
-            keep_programs(self.shared)
         return self.load()
 
     def ready(self) -> None:
@@ -205,7 +201,7 @@ class Worker:
         start = perf_counter()
         for job, (order, frames) in zip(jobs, run, strict=True):
             with run.finishing(order):
-                write(self.folder / job.name, (np.asarray(chunk) for chunk in frames), order)
+                write(self.folder / job.name, frames, order)
             seconds, start = perf_counter() - start, perf_counter()
             yield Outcome(job.name, order.record, round(seconds, 3), f"{HOST}:{os.getpid()}")
 
@@ -257,7 +253,7 @@ class Worker:
     @staticmethod
     def _written(run: Run, order: Order, latents: Sequence[np.ndarray], path: Place) -> None:
         with run.finishing(order):
-            write(path, (np.asarray(chunk) for chunk in run.frames([jnp.asarray(x) for x in latents])), order)
+            write(path, run.frames([jnp.asarray(x) for x in latents]), order)
 
     def _shared(self, request: Request) -> "Shared":
         """Returns what the videos of one run share; raises WanjaxError where no such video can be made."""
@@ -281,12 +277,13 @@ def told_of(error: Exception) -> str:
     return told[:LONGEST_ERROR]
 
 
-def write(path: Place, frames: Iterator[np.ndarray], order: Order) -> None:
-    """Writes a video beside its name, which it is given when it is whole; the first of several processes does."""
-    if jax.process_index() == 0:
-        write_video(check_output(path), timing_writes(frames), order.settings.fps, order.record)
-    else:
-        deque(frames, maxlen=0)
+def write(path: str | Place, frames: Iterable[Any], order: Order) -> Place:
+    """Writes a video with its record from frames as they come, in the first of several processes; returns its place."""
+    chunks = map(np.asarray, frames)
+    if is_first():
+        return write_video(path, timing_writes(chunks), order.settings.fps, order.record)
+    deque(chunks, maxlen=0)
+    return place(path)
 
 
 def name_of(record: Mapping[str, Any]) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 from wanjax.cluster import actors
-from wanjax.cluster.worker import keep_programs
+from wanjax.cluster.worker import keeping_programs
 from wanjax.errors import WanjaxError
 from wanjax.serve.app import Service
 from wanjax.serve.desk import Desk
@@ -98,8 +98,7 @@ class PatientOwner(Owner):
 
 def started(make: Make, line: Line, name: str, folder: Place, shared: Mapping[str, Any]) -> Worker:
     """Returns the worker of a name, in its own process."""
-    keep_programs(shared)
-    return make(Desk(line, name, folder))
+    return keeping_programs(lambda: make(Desk(line, name, folder)), shared)
 
 
 class Scale:

@@ -17,9 +17,10 @@ import numpy as np
 from PIL import Image
 from rich.console import Console
 
+from wanjax.cluster.worker import write
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
-from wanjax.media.videos import try_output, write_video
+from wanjax.media.videos import try_output
 from wanjax.pipelines.components import free_memory
 from wanjax.pipelines.many import Order
 from wanjax.pipelines.pipeline import Pipeline
@@ -173,8 +174,8 @@ class Worker:
         try_output(place / VIDEO, chosen.length, chosen.size, chosen.fps, asked.record)
         for order, frames in (run := Run(pipe, [asked], pictures, hooks=[hook], **options)):
             with run.finishing(order):
-                clips = with_thumbnail((np.asarray(x) for x in frames), chosen.length, here / THUMBNAIL)
-                write_video(place / VIDEO, clips, chosen.fps, order.record)
+                clips = with_thumbnail(map(np.asarray, frames), chosen.length, here / THUMBNAIL)
+                write(place / VIDEO, clips, order)
         if isinstance(place, Remote):  # after the video, which a store that fails meanwhile is not to cost
             (place / THUMBNAIL).upload(here / THUMBNAIL)
 
