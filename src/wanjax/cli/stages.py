@@ -329,7 +329,7 @@ class Rendering:
     def decoded(self, run: Run, frames: Iterator[Any]) -> places.Place:
         """Writes the video from its frames, which are decoded as they are asked for; returns its place."""
         with run.finishing(order := run.orders[0]):
-            written = write(self.place.video, frames, order)
+            written = write(self.files.video, frames, order)
         self.report.way_on = None
         return written
 
@@ -346,7 +346,7 @@ class Rendering:
                 report.count("block", done, total, beside=str(tempo))
 
         with report.stage("stream"):
-            written = write(self.place.video, clips(), Order(self.settings, self.record))
+            written = write(self.files.video, clips(), Order(self.settings, self.record))
         report.note(f"{tempo}, where {self.settings.fps} are played")
         report.way_on = None
         return written
