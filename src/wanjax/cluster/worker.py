@@ -203,7 +203,7 @@ class Worker:
             with run.finishing(order):
                 write(self.folder / job.name, frames, order)
             seconds, start = perf_counter() - start, perf_counter()
-            yield Outcome(job.name, order.record, round(seconds, 3), f"{HOST}:{os.getpid()}")
+            yield Outcome(job.name, order.record, round(seconds, 3), own_name())
 
     def check_staged(self, jobs: Sequence[Job]) -> None:
         """Raises WanjaxError for a video that does not go through encode, denoise and decode once each."""
@@ -237,7 +237,7 @@ class Worker:
         seconds = perf_counter() - start + (before.seconds if before else 0.0)
         if stage != STAGES[-1]:
             return Staged(made, seconds), None
-        return None, Outcome(job.name, order.record, round(seconds, 3), f"{HOST}:{os.getpid()}")
+        return None, Outcome(job.name, order.record, round(seconds, 3), own_name())
 
     @staticmethod
     def _encoded(run: Run, order: Order) -> dict[str, np.ndarray]:
@@ -268,7 +268,12 @@ class Worker:
         again = not isinstance(error, WanjaxError) or any(isinstance(cause, OSError) for cause in causes(error))
         if not isinstance(error, WanjaxError):
             logger.error("%s failed: %s", job.name, traceback.format_exc())
-        return Outcome(job.name, worker=f"{HOST}:{os.getpid()}", error=told_of(error), again=again)
+        return Outcome(job.name, worker=own_name(), error=told_of(error), again=again)
+
+
+def own_name() -> str:
+    """Returns the machine and the process of this worker."""
+    return f"{HOST}:{os.getpid()}"
 
 
 def told_of(error: Exception) -> str:
