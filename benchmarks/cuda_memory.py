@@ -8,11 +8,11 @@ packages of CUDA 13 and cuDNN. The compiler's own assignment of buffers gives th
 an argument is printed too: attention that kept all scores would show as L x L.
 """
 
+import argparse
 import math
 import re
 from typing import Any
 
-import click
 import jax
 import numpy as np
 from jax.experimental import topologies
@@ -51,26 +51,27 @@ def compiled(lowering: Lowering) -> jax.stages.Compiled:
     return function.lower(*lowering.arguments).compile()
 
 
-@click.command()
-@click.argument("model")
-@click.option("--attention", default="auto", show_default=True)
-@click.option("--size", help="The name of a size, such as 480p.")
-@click.option("--only", multiple=True, help="A program's name; all without it.")
-def main(model: str, attention: str, size: str | None, only: tuple[str, ...]) -> None:
+def main() -> None:
     """Prints a line for each program."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--attention", default="auto", type=Attention.parse)
+    parser.add_argument("--size", help="the name of a size, such as 480p")
+    parser.add_argument("--only", action="append", help="a program's name; all without it")
+    options = parser.parse_args()
     described = topologies.get_topology_desc("h100", "cuda", topology="1x1x1", target_config=H100).devices
     mesh = Mesh(np.array(described).reshape([1] * len(MESH_AXES)), MESH_AXES)
-    usual = registry.outline(model).settings
-    height, width = usual.size if size is None else registry.size_of(model, {"size": size})
+    usual, size = registry.outline(options.model).settings, options.size
+    height, width = usual.size if size is None else registry.size_of(options.model, {"size": size})
     settings = usual.updated({"dtype": "bfloat16", "height": height, "width": width})
-    for program in programs(model, settings, mesh, attention=Attention.of(attention)):
-        if only and program.name not in only:
+    for program in programs(options.model, settings, mesh, attention=options.attention):
+        if options.only and program.name not in options.only:
             continue
         made: Any = compiled(program.lowering)
         memory = made.memory_analysis()
         held, beside = memory.argument_size_in_bytes, memory.temp_size_in_bytes
         most, kind = largest(made.as_text())
-        click.echo(
+        print(
             f"{program.name}: {in_bytes(held, 1024)} of arguments, {in_bytes(beside, 1024)} beside them; "
             f"largest {kind}, {in_bytes(most, 1024)}"
         )
