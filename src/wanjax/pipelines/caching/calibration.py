@@ -12,8 +12,8 @@ from numpy.polynomial import Polynomial
 
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.caching.networks import changes_of
-from wanjax.pipelines.caching.rules import MagCache, TeaCache, Turn, turns_of
-from wanjax.pipelines.caching.step_cache import ForwardCache, Kept, Predict, Prediction, ResidualCache
+from wanjax.pipelines.caching.rules import CacheRule, MagCache, TeaCache, Turn, turns_of
+from wanjax.pipelines.caching.step_cache import ForwardCache, Kept, Predict, Prediction, ResidualCache, mean_size
 from wanjax.pipelines.caching.tables import Changes, Magnitudes, Tables
 from wanjax.pipelines.family import Pipe
 from wanjax.pipelines.many import Order
@@ -43,7 +43,7 @@ class MeasuringCache(ForwardCache):
             return prediction, (residual, output, nothing, 0 * nothing)
         past_residual, past_output, _, _ = kept
         ratio = _norm(residual) / jnp.maximum(_norm(past_residual), jnp.finfo(jnp.float32).tiny)
-        changed = jnp.abs(output - past_output).mean(axis=(1, 2, 3, 4)) / jnp.abs(past_output).mean(axis=(1, 2, 3, 4))
+        changed = mean_size(output - past_output) / mean_size(past_output)
         return prediction, (residual, output, ratio.mean(axis=1), changed)
 
 
@@ -119,20 +119,18 @@ def tables_from(runs: Sequence[Measured]) -> Tables:
 
 def _threshold(changes: Changes, run: Measured) -> float:
     """Returns TeaCache's least threshold, of two digits, at which half of the steps of a run reuse."""
-    tables, steps = Tables(changes=changes), run.ratios.shape[1]
     for tenths in range(-30, 11):  # from 0.001 to 10
         threshold = float(f"{10 ** (tenths / 10):.2g}")
-        turns = [TeaCache(threshold).reused(t, tables, run.embedded[t.start :].tolist()) for t in run.turns]
-        if sum(map(sum, turns)) >= HALF * steps:
+        if _reused(TeaCache(threshold), Tables(changes=changes), run) >= HALF * run.ratios.shape[1]:
             return threshold
     return 1.0
 
 
 def reused_by(tables: Tables, run: Measured) -> dict[str, int]:
     """Returns the number of steps of a run that each rule would reuse at the tables' own settings."""
-    rules = {"magcache": MagCache(), "teacache": TeaCache()}
-    found = {
-        name: [rule.reused(turn, tables, run.embedded[turn.start :].tolist()) for turn in run.turns]
-        for name, rule in rules.items()
-    }
-    return {name: sum(map(sum, turns)) for name, turns in found.items()}
+    return {rule.name: _reused(rule, tables, run) for rule in (MagCache(), TeaCache())}
+
+
+def _reused(rule: CacheRule, tables: Tables, run: Measured) -> int:
+    """Returns the number of steps of a run that a rule would reuse."""
+    return sum(sum(rule.reused(turn, tables, run.embedded[turn.start :].tolist())) for turn in run.turns)

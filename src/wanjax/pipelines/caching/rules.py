@@ -45,6 +45,11 @@ class Turn(NamedTuple):
     skipped: int
     guided: bool
 
+    @property
+    def indices(self) -> range:
+        """Its steps, counted from the video's first."""
+        return range(self.start, self.start + self.steps)
+
 
 def turns_of(segments: Sequence[Segment], steps: int) -> tuple[Turn, ...]:
     """Returns the turns of a video's networks; `steps` are those of its settings."""
@@ -140,8 +145,7 @@ class DeepCache(CacheRule):
             raise WanjaxError(f"{self} keeps nothing to reuse: 0 <= start < end and an interval from 2 on would do")
 
     def reused(self, turn: Turn, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
-        steps = range(turn.start, turn.start + turn.steps)
-        return _begun([self.start <= i < self.end and (i - self.start) % self.interval != 0 for i in steps])
+        return _begun([self.start <= i < self.end and (i - self.start) % self.interval != 0 for i in turn.indices])
 
 
 @dataclass(frozen=True)
@@ -278,8 +282,7 @@ class EasyCache(CacheRule):
             raise WanjaxError(f"{self} has no threshold above 0 and first steps from 1 on: easycache:0.05,10 is usual")
 
     def reused(self, turn: Turn, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
-        steps = range(turn.start, turn.start + turn.steps)
-        return _begun([self.first <= i < turn.total - 1 for i in steps])
+        return _begun([self.first <= i < turn.total - 1 for i in turn.indices])
 
     def cache(self, turn: Turn, reused: tuple[bool, ...]) -> StepCache:
         return OutputCache(reused=reused, threshold=self.threshold)
@@ -304,8 +307,7 @@ class Guidance(CacheRule):
 
     def reused(self, turn: Turn, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
         start, end = int(turn.total / 3), int(turn.total * 0.9)
-        steps = range(turn.start, turn.start + turn.steps)
-        return _begun([turn.guided and start <= i < end and (i - start) % self.interval != 0 for i in steps])
+        return _begun([turn.guided and start <= i < end and (i - start) % self.interval != 0 for i in turn.indices])
 
     def cache(self, turn: Turn, reused: tuple[bool, ...]) -> StepCache:
         return GuidanceCache(reused=reused, half=turn.total // 2) if turn.guided else NO_CACHE

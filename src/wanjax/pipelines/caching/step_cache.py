@@ -143,7 +143,7 @@ class OutputCache(StepCache):
             return outputs, (*((output,) for output in outputs), tuple(first))
         *parts, past = kept
         old, past = [output for (output,) in parts], History(*past)
-        expected = past.error + past.rate * _size(x - past.before) / _size(old[0][: len(x)])
+        expected = past.error + past.rate * mean_size(x - past.before) / mean_size(old[0][: len(x)])
         reuse = jnp.all(expected < past.threshold)
 
         def again() -> tuple[list[Prediction], list[Prediction], History]:
@@ -152,7 +152,7 @@ class OutputCache(StepCache):
 
         def anew() -> tuple[list[Prediction], list[Prediction], History]:
             new = computed()
-            rate = _size(new[0][: len(x)] - old[0][: len(x)]) / _size(x - past.at)
+            rate = mean_size(new[0][: len(x)] - old[0][: len(x)]) / mean_size(x - past.at)
             return new, new, past._replace(at=x, before=x, rate=rate, error=jnp.zeros_like(past.error))
 
         predictions, outputs, past = jax.lax.cond(reuse, again, anew)
@@ -201,7 +201,7 @@ def _low_pass(length: int, count: int) -> Float[np.ndarray, "L L"]:
     return ((1 + 2 * ripples) / length).astype(np.float32)
 
 
-def _size(x: Prediction) -> Float[Array, " _P"]:
+def mean_size(x: Prediction) -> Float[Array, " _P"]:
     """Returns the mean absolute value of each video's array."""
     return jnp.abs(x).mean(axis=(1, 2, 3, 4))
 
