@@ -3,7 +3,7 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import click
@@ -69,18 +69,19 @@ def _figures(row: Row) -> list[str]:
     return [*times, str(row.runs or ""), spread, modelled, "" if row.ratio is None else digits(row.ratio)]
 
 
-def _sentences(found: Bench) -> list[str]:
+def _sentences(found: Bench) -> Iterator[str]:
+    """Yields sentences on what is exact, what was reached, the sets of compiler options, and what is wrong."""
     exact = ", ".join(f"{name} {far:.1e}" for name, far in found.exact.items())
-    lines = [f"attention's relative distance from the reference: {exact}"]
-    lines += [f"{row.name}, {row.what}: {scaled(row.rate, 'FLOP/s')}" for row in found.rows if row.rate]
-    lines += [f"{row.name}: {row.note}" for row in found.rows if row.note]
+    yield f"attention's relative distance from the reference: {exact}"
+    yield from (f"{row.name}, {row.what}: {scaled(row.rate, 'FLOP/s')}" for row in found.rows if row.rate)
+    yield from (f"{row.name}: {row.note}" for row in found.rows if row.note)
     if found.better is None:
-        lines.append("the sets of compiler options are the same on these devices")
+        yield "the sets of compiler options are the same on these devices"
     elif found.differ is not None:
-        lines.append(f"the sets' answers are {found.differ:.1e} apart, and {found.better} is the better one")
+        yield f"the sets' answers are {found.differ:.1e} apart, and {found.better} is the better one"
     if len(found.mesh) and all(size == 1 for size in found.mesh.values()):
-        lines.append("one device sends no messages")
-    return [*lines, *(f"wrong: {fault}" for fault in found.faults)]
+        yield "one device sends no messages"
+    yield from (f"wrong: {fault}" for fault in found.faults)
 
 
 PROMPTS = (

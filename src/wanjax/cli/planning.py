@@ -150,80 +150,71 @@ def show_video(found: Outlook, console: Console) -> None:
         f"{found.model}, {found.size}, {found.frames} frames, {found.steps} steps, {found.dtype}, on {found.chip} "
         f"({mesh_text(found.mesh, ', ')}, rules {found.rules}{options}), priced by {found.priced_by}, not measured",
     )
-    print_table(console, STAGE, _stages(found))
-    if found.step_seconds:
-        print_table(console, ("a step", "time", "part"), _step(found))
+    stages = [
+        (
+            name,
+            _gib(stage.weights_bytes_per_chip),
+            _gib(stage.activation_bytes_per_chip),
+            _gib(stage.kept_bytes_per_chip),
+            _gib(stage.peak_bytes_per_chip),
+            _gib(stage.spare_bytes_per_chip),
+            "does not fit" if stage.seconds is None else duration(stage.seconds),
+        )
+        for name, stage in found.stages.items()
+    ]
+    print_table(console, STAGE, stages)
+    if whole := found.step_seconds:
+        parts = [(part, duration(x), f"{x / whole:.0%}") for part, x in found.step_breakdown.items()]
+        print_table(console, ("a step", "time", "part"), [*parts, ("in all", duration(whole), "")])
     for line in _summary(found):
         console.print(line)
 
 
-def _stages(found: Outlook) -> list[tuple[str, ...]]:
-    rows = []
-    for name, stage in found.stages.items():
-        sizes = (
-            stage.weights_bytes_per_chip,
-            stage.activation_bytes_per_chip,
-            stage.kept_bytes_per_chip,
-            stage.peak_bytes_per_chip,
-            stage.spare_bytes_per_chip,
-        )
-        seconds = "does not fit" if stage.seconds is None else duration(stage.seconds)
-        rows.append((name, *map(_gib, sizes), seconds))
-    return rows
-
-
-def _step(found: Outlook) -> list[tuple[str, ...]]:
-    assert found.step_seconds
-    rows = [(part, duration(x), f"{x / found.step_seconds:.0%}") for part, x in found.step_breakdown.items()]
-    return [*rows, ("in all", duration(found.step_seconds), "")]
-
-
-def _summary(found: Outlook) -> list[str]:
-    lines = []
+def _summary(found: Outlook) -> Iterator[str]:
+    """Yields sentences on the steps, the whole run, what is in doubt and whether it fits."""
     if found.step_seconds:
         spread = between(*(duration(x or 0) for x in (found.step_seconds_low, found.step_seconds_high)))
         share = f", {found.mfu:.0%} of the chips' {found.peak_dtype} peak" if found.mfu else ""
-        lines.append(f"a step: {spread}{share}; what limits it: {found.limit}")
+        yield f"a step: {spread}{share}; what limits it: {found.limit}"
     if found.dense_step_seconds:
-        lines.append(
-            f"{found.dense_steps} of {found.steps} steps take all of attention: "
-            f"{duration(found.dense_step_seconds)} each"
-        )
+        each = duration(found.dense_step_seconds)
+        yield f"{found.dense_steps} of {found.steps} steps take all of attention: {each} each"
     if found.reusing_step_seconds_least is not None:
         either = f"{duration(found.reusing_step_seconds_least)} each, or {duration(found.reusing_step_seconds or 0)}"
-        lines.append(
+        yield (
             f"up to {found.reusing_steps} of {found.steps} steps reuse what another kept ({found.cache}), as the video "
             f"decides: {either}"
         )
     elif found.reusing_step_seconds and found.step_seconds:
         share = found.reusing_steps / found.steps
         mean = (1 - share) * found.step_seconds + share * found.reusing_step_seconds
-        lines.append(
+        yield (
             f"{found.reusing_steps} of {found.steps} steps reuse what another kept ({found.cache}): "
             f"{duration(found.reusing_step_seconds)} each, {duration(mean)} a step on average"
         )
     for item in found.collectives:
-        lines.append(
+        yield (
             f"{item['operation']} over {item['devices']} devices: {item['times']} a step, "
             f"{in_bytes(item['bytes'])} a chip, {duration(item['seconds'])}"
         )
     if found.frames_a_second is not None:
-        lines.append(
-            f"streamed: {digits(found.frames_a_second)} frames a second with the decoder, where {found.fps} are played"
-        )
+        pace = digits(found.frames_a_second)
+        yield f"streamed: {pace} frames a second with the decoder, where {found.fps} are played"
     if found.total_seconds is not None:
         compiling = f", after {duration(found.compile_seconds)} of compiling (here)" if found.compile_seconds else ""
         least = found.total_seconds if found.total_seconds_least is None else found.total_seconds_least
-        lines.append(f"the whole run: {between(duration(least), duration(found.total_seconds))}{compiling}")
-    lines.append(
+        yield f"the whole run: {between(duration(least), duration(found.total_seconds))}{compiling}"
+    yield (
         f"download: at most {in_bytes(found.download_bytes_at_most)}, if stored in float32; on disk, converted: "
         f"{in_bytes(found.disk_bytes)}"
     )
-    lines += [f"in doubt: {doubt}" for doubt in found.doubts]
+    for doubt in found.doubts:
+        yield f"in doubt: {doubt}"
     if found.fits:
         spare = min(stage.spare_bytes_per_chip for stage in found.stages.values())
-        lines.append(f"fits, with {_gib(spare)} of {_gib(found.memory_per_chip)} to spare on each chip")
-    return lines if found.advice is None else [*lines, found.advice]
+        yield f"fits, with {_gib(spare)} of {_gib(found.memory_per_chip)} to spare on each chip"
+    if found.advice is not None:
+        yield found.advice
 
 
 SHOWN: Mapping[type, Callable[[Any, Console], None]] = {

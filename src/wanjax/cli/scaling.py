@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plan of many videos as it is printed: each way with its slices and its cost, and why one is the best."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import ceil, inf
 
 from rich.console import Console
@@ -23,15 +23,11 @@ def show_scale(found: Scale, console: Console) -> None:
     bulk = found.bulk
     deadline = f" in {duration(bulk.deadline)}" if bulk.deadline else ", on one slice"
     price = f", at {digits(bulk.price)} a chip-hour" if bulk.price else ""
-    head = f"{bulk.requests:,} videos by {found.model}{deadline}{price}; priced, not measured"
-    console.print(head)
+    console.print(f"{bulk.requests:,} videos by {found.model}{deadline}{price}; priced, not measured")
     if found.ways:
         print_table(console, VIDEO, [_video(way) for way in found.ways])
-        print_table(
-            console,
-            (*ALL, *(("cost", "cost of 1,000") if bulk.price else ("chip-hours",))),
-            [_all(found, way) for way in found.ways],
-        )
+        costs = ("cost", "cost of 1,000") if bulk.price else ("chip-hours",)
+        print_table(console, (*ALL, *costs), [_all(found, way) for way in found.ways])
     for line in _sentences(found):
         console.print(line)
 
@@ -71,18 +67,21 @@ def why(found: Scale) -> str | None:
     return f"{own}, and it makes one video soonest{more}"
 
 
-def _sentences(found: Scale) -> list[str]:
-    lines = list(filter(None, map(_why_not, found.others)))
+def _sentences(found: Scale) -> Iterator[str]:
+    """Yields sentences on the slices that were left out, the best way, and the start of its slice."""
+    yield from filter(None, map(_why_not, found.others))
     best = found.best
     if best is None:
         late = "no number of slices is in time: one video and the start of a slice take longer"
-        return [*lines, late if found.ways else "a video fits none of them"]
-    lines.append(f"best for throughput: {best.slice}{_number(found, best)}")
-    lines.append(f"why: {why(found)}")
+        yield late if found.ways else "a video fits none of them"
+        return
+    yield f"best for throughput: {best.slice}{_number(found, best)}"
+    yield f"why: {why(found)}"
     if near := " and ".join(way.slice for way in found.as_good):
-        lines.append(f"in doubt: the ranges of {best.slice} and {near} overlap, so either may be cheaper")
-    lines += [f"in doubt: {doubt}" for doubt in best.plan.doubts]
-    return [*lines, _start(found.bulk, best)]
+        yield f"in doubt: the ranges of {best.slice} and {near} overlap, so either may be cheaper"
+    for doubt in best.plan.doubts:
+        yield f"in doubt: {doubt}"
+    yield _start(found.bulk, best)
 
 
 def _number(found: Scale, best: Way) -> str:
