@@ -162,6 +162,9 @@ def test_keywords_of_other_libraries(pipe, given, sentence):
 def test_keywords_of_loading_and_decoding(pipe):
     with pytest.raises(WanjaxError, match=naming("'torch_dtype' dtype")):
         wanjax.load("nano", torch_dtype="bfloat16")
+    for name, ours in (("num_frames", "frames"), ("height", "height")):
+        with pytest.raises(WanjaxError, match=naming(f"'{name}' pipe(prompt, {ours}=")):
+            wanjax.load("nano", **{name: 9})
     with pytest.raises(WanjaxError, match=naming("'output_type'")):
         pipe.decode(np.zeros((1, 16, 1, 8, 8), np.float32), output_type="pil")
 

@@ -100,11 +100,14 @@ ELSEWHERE = {
 
 
 def unknown_keyword(name: str, known: Iterable[str]) -> SettingError:
-    """Returns the error for a keyword that is not among the known ones: the right name, or a near one, or all."""
+    """Returns the error for a keyword that is not among the known ones: where it is right, or a near one, or all."""
     names = list(known)
     near = get_close_matches(name[:40], names, n=1)  # a name may be a stranger's, and long
-    if name in RENAMED:
-        right = f"{RENAMED[name]} is"
+    ours = RENAMED.get(name, name)
+    if ours in names:
+        right = f"{ours} is"
+    elif ours in Called.__annotations__:
+        right = f"pipe(prompt, {ours}=...) takes it"
     else:
         right = OTHERWISE.get(name) or (f"{near[0]} is" if near else f"{', '.join(names)} are")
     return SettingError(f"{shown(name)} is not a keyword here: {right}", name[:40])
