@@ -9,10 +9,9 @@ diffusers, from which missing components come too.
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
-from shutil import rmtree
-from tempfile import mkdtemp
 from typing import Any
 from weakref import finalize
 
@@ -31,6 +30,7 @@ from wanjax.pipelines.hunyuanvideo.architecture import IMAGE_TO_VIDEO, HunyuanVi
 from wanjax.pipelines.hunyuanvideo.presets import PRESETS
 from wanjax.pipelines.hunyuanvideo.text import GLYPH_LENGTH
 from wanjax.pipelines.text.byt5 import ByT5Tokenizer
+from wanjax.stores.own import own_folder
 
 KIND = "HunyuanVideo_1_5_DiffusionTransformer"  # the class in the authors' config.json
 MODELS = {preset.name.partition("-")[2].replace("-", "_"): preset for preset in PRESETS}
@@ -175,9 +175,9 @@ class OriginalSource(_HunyuanVideoSource):
         base = ByT5Tokenizer.load(self.fetched([f"{BYT5}/*"]) / BYT5, length=GLYPH_LENGTH)
         assets = self.root / PLACES["tokenizer_2"]
         names = recognise.glyph_tokens(read_json(assets / COLOURS), read_json(assets / FONTS))
-        folder = Path(mkdtemp(prefix="wanjax-"))
-        finalize(self, rmtree, folder, ignore_errors=True)
-        path = folder / "tokenizer_config.json"
+        kept = ExitStack()
+        finalize(self, kept.close)
+        path = kept.enter_context(own_folder()) / "tokenizer_config.json"
         path.write_text(json.dumps(base.with_tokens(names).config), encoding="utf-8")
         return path
 
