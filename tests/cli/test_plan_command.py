@@ -340,3 +340,12 @@ def test_a_slice_is_priced_by_its_compiler_and_only_once(monkeypatch):
     assert {item["operation"] for item in first["collectives"]} & {"all-gather", "all_to_all", "all-to-all"}
     assert all(item["devices"] > 1 for item in first["collectives"])
     assert first["compile_seconds"] > 0
+
+
+@pytest.mark.parametrize("name", ["empty.safetensors", "notes.txt"])
+def test_a_lora_that_cannot_be_read_is_refused(name, tmp_path):
+    (tmp_path / name).touch()
+    given = ["plan", "nano", "--chip", "h100", "--lora", str(tmp_path / name)]
+    said = CliRunner().invoke(main, given)
+    assert said.exit_code == 2
+    assert says(said.output, name)

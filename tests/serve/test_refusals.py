@@ -52,6 +52,7 @@ BAD_FIELDS = [
     ({"scheduler": 3}, "a text in UTF-8 is right"),
     ({"num_frames": 5}, "frames is"),
     ({"callback": "x"}, "not a keyword"),
+    ({"tiling": 32}, "negative_prompt"),  # and not where a call of the library takes it
     ({"dtype": "float32"}, "not a keyword"),
     ({"image": "https://example.org/a.png"}, "no address is fetched"),
     ({"image": "/etc/passwd"}, "no address is fetched"),

@@ -180,8 +180,9 @@ def trained_attention(path: Path) -> Attention | None:
 
     Raises WanjaxError where the file cannot be read, or tells what is no attention.
     """
+    own = open_tensors(path).metadata.get(OWN, "{}")
     try:
-        told = json.loads(open_tensors(path).metadata.get(OWN, "{}"))
+        told = json.loads(own)
     except (ValueError, RecursionError):
         return None
     text = told.get("attention") if isinstance(told, dict) else None

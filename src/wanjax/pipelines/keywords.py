@@ -99,15 +99,18 @@ ELSEWHERE = {
 """Functions, classes and attributes of diffusers, and a sentence on what is right here."""
 
 
-def unknown_keyword(name: str, known: Iterable[str]) -> SettingError:
-    """Returns the error for a keyword that is not among the known ones: where it is right, or a near one, or all."""
+def unknown_keyword(name: str, known: Iterable[str], *, called: bool = False) -> SettingError:
+    """Returns the error for a keyword that is not among the known ones: the right name, or a near one, or all.
+
+    Where a function is `called`, a keyword of a call for videos is told to be one.
+    """
     names = list(known)
     near = get_close_matches(name[:40], names, n=1)  # a name may be a stranger's, and long
     ours = RENAMED.get(name, name)
-    if ours in names:
-        right = f"{ours} is"
-    elif ours in Called.__annotations__:
+    if called and ours not in names and ours in Called.__annotations__:
         right = f"pipe(prompt, {ours}=...) takes it"
+    elif name in RENAMED:
+        right = f"{ours} is"
     else:
         right = OTHERWISE.get(name) or (f"{near[0]} is" if near else f"{', '.join(names)} are")
     return SettingError(f"{shown(name)} is not a keyword here: {right}", name[:40])
@@ -122,7 +125,7 @@ def knows_keywords(function: Callable[Parameters, Result]) -> Callable[Parameter
     def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         for name in kwargs:
             if name not in known:
-                raise unknown_keyword(name, names)
+                raise unknown_keyword(name, names, called=True)
         return function(*args, **kwargs)
 
     return run

@@ -119,7 +119,7 @@ class OriginalSource(_HunyuanVideoSource):
 
     @property
     def patterns(self) -> Sequence[str]:
-        return [self._transformers_own, *(f"{place}/*" for place in PLACES.values())]
+        return [self._transformers_own, *(f"{PLACES[name]}/*" for name in self.components if name in PLACES)]
 
     @property
     def _transformers_own(self) -> str:

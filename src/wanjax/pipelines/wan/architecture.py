@@ -234,7 +234,7 @@ class WanArchitecture(Architecture):
             warnings.warn(
                 f"the prompt has {OLD_TEXT_LENGTH} tokens where Wan reads {TEXT_LENGTH}: the video will differ",
                 WanjaxWarning,
-                stacklevel=3,
+                stacklevel=2,
             )
         return encoded
 
