@@ -17,7 +17,7 @@ import jax
 import pytest
 import yaml
 
-from tests.support.documents import ROOT, calls, check_call
+from tests.support.documents import PAGES, ROOT, calls, check_call
 from wanjax.cluster import processes
 from wanjax.compilers.chips import SLICES
 
@@ -107,9 +107,37 @@ def test_a_jobset_tells_each_process_its_place(monkeypatch):
     assert own["spec"]["network"]["enableDNSHostnames"] is True
     assert template["completionMode"] == "Indexed"
     assert joined == [(first, size, index) for index in range(size)]
-    topology = template["template"]["spec"]["nodeSelector"]["cloud.google.com/gke-tpu-topology"]
+    topology = selector()["cloud.google.com/gke-tpu-topology"]
     chips = size * container()["resources"]["limits"]["google.com/tpu"]
     assert chips == prod(map(int, topology.split("x"))) == SLICES["v6e-16"].devices
+
+
+def test_the_machines_of_a_slice_hold_its_chips():
+    """Those that docs/install.md rents at Compute Engine, and the node pool of the JobSet."""
+    page = (ROOT / "docs/install.md").read_text(encoding="utf-8")
+    notes = re.sub(r"^#", "", (DEPLOY / "jobset.yaml").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    kinds = "instance-templates create", "workload-policy", "managed resize", "node-pools create"
+    lines = [line for text in (page, notes) for line in text.replace("\\\n", "").splitlines() if "gcloud " in line]
+    template, policy, resize, pool = (next(line for line in lines if kind in line) for kind in kinds)
+
+    def number(pattern: str, line: str) -> int:
+        return prod(int(n) for n in re.search(pattern, line)[1].split("x"))
+
+    rented = number(r"standard-(\d+)t", template) * number(r"--size (\d+)", resize)
+    assert rented == number(r"--accelerator-topology (\S+)", policy) == SLICES["v6e-16"].devices
+    pooled = number(r"standard-(\d+)t", pool) * number(r"--num-nodes (\d+)", pool)
+    assert pooled == number(r"--tpu-topology (\S+)", pool)
+    assert re.search(r"--tpu-topology (\S+)", pool)[1] == selector()["cloud.google.com/gke-tpu-topology"]
+
+
+def test_the_api_that_google_left_is_told_of_once():
+    files = [*PAGES, *DEPLOY.iterdir()]
+    told = [file.name for file in files for _ in re.findall(r"compute tpus\b", file.read_text(encoding="utf-8"))]
+    assert told == ["install.md"]
+
+
+def selector() -> dict[str, str]:
+    return read("jobset.yaml")["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["nodeSelector"]
 
 
 def value_of(variable: dict[str, Any], annotations: dict[str, str]) -> str:
