@@ -20,6 +20,7 @@ from click.shell_completion import CompletionItem
 from wanjax.cli import defaults, listing, options, scale_options, train_options
 from wanjax.cli.arguments import check_prompt, complete_commands, complete_files, complete_models
 from wanjax.cli.report import Report, watched
+from wanjax.compilers import libtpu
 from wanjax.errors import FULL, WanjaxError, is_out_of_memory
 from wanjax.signals import INTERRUPTED, stop
 
@@ -37,10 +38,7 @@ NAMES = (
 """Errors of the system that follow from the name of a file."""
 NOTHING_MORE = "nothing more can be written"
 LONGEST_NAME = 200  # characters of it in a message
-DEVICES = ("/dev/accel*", "/dev/vfio/*")  # device files of TPUs, by generation
 CARDS = ("/dev/nvidia*", "/dev/kfd")  # of graphics cards
-ANSWERS = {"TPU_ACCELERATOR_TYPE": "v6e-1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_STDERR_LOG_LEVEL": "3"}
-"""Variables that libtpu reports as missing, in a page of messages, on a machine without a TPU."""
 IMPLIED = "generate"  # the command of arguments that name none
 
 
@@ -132,11 +130,8 @@ def _tell_way_on(ctx: click.Context) -> None:
 @click.pass_context
 def main(ctx: click.Context) -> None:
     """Videos from prompts, in JAX."""
-    if not any(map(glob, DEVICES)):  # JAX tries libtpu, where it is installed, before it looks for other devices
-        for name, value in ANSWERS.items():
-            os.environ.setdefault(name, value)
-        if find_spec("libtpu") and not any(map(glob, CARDS)):  # then it is not loaded, nor does it tell of signals
-            os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    if libtpu.silence() and find_spec("libtpu") and not any(map(glob, CARDS)):
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # then libtpu is not loaded, nor does it tell of signals
     ctx.obj = Report()
     ctx.with_resource(ctx.obj.telling_warnings())
     if signal.getsignal(signal.SIGINT) is stop:  # the process is this command's own
