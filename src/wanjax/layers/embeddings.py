@@ -10,6 +10,13 @@ from jaxtyping import Array, Float, Float32
 from wanjax.layers.mlp import MLP
 from wanjax.layers.placement import with_axes
 
+Timesteps = Float[Array, " B"] | Float[Array, ""] | float | int  # of each video, or of all of them
+
+
+def timesteps_of(t: Timesteps, videos: int) -> Float[Array, " B"]:
+    """Timesteps [B], one for each video of the batch."""
+    return t if isinstance(t, jax.Array) and t.ndim else jnp.full((videos,), t, jnp.float32)
+
 
 def sinusoid(t: Float[Array, " B"], channels: int, max_period: float = 10000.0) -> Float32[Array, "B C"]:
     """Cosines, then sines, of `t` at `channels / 2` frequencies from 1 down to above `1 / max_period`, in float32."""

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Float32
 from wanjax.dims import readable
 from wanjax.kernels.attention import AUTO, Attention, attention
 from wanjax.kernels.heads import pack_for_all_to_all
-from wanjax.layers.embeddings import TimeEmbed
+from wanjax.layers.embeddings import TimeEmbed, Timesteps, timesteps_of
 from wanjax.layers.guided_attention import led_away
 from wanjax.layers.heads import join_heads, split_heads
 from wanjax.layers.linear import linear
@@ -173,7 +173,7 @@ class CogVideoXTransformer(nnx.Module):
     def __call__(
         self,
         latents: Float[Array, "B T H W C"],
-        t: Float[Array, " B"],
+        t: Timesteps,
         context: Float[Array, "B S _E"] | Context,
         positions: Positions | None = None,
         *,
@@ -185,7 +185,7 @@ class CogVideoXTransformer(nnx.Module):
         blocks. Raises WanjaxError for latents of other channels.
         """
         config, grid, videos = self.config, self.grid(latents), len(latents)
-        context = context if isinstance(context, tuple) else self.context(context)
+        context, t = context if isinstance(context, tuple) else self.context(context), timesteps_of(t, videos)
         if context.by is not None:  # text and video are one sequence, so each video has one with either prompt
             latents, t = jnp.concatenate([latents, latents]), jnp.concatenate([t, t])
         positions = positions or self.positions(grid, context.text.shape[1])

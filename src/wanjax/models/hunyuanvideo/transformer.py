@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from wanjax.dims import readable
 from wanjax.kernels.attention import AUTO, Attention, Pair, Radial, joint_attention
-from wanjax.layers.embeddings import TimeEmbed
+from wanjax.layers.embeddings import TimeEmbed, Timesteps, timesteps_of
 from wanjax.layers.guided_attention import led_away
 from wanjax.layers.heads import join_heads, split_heads
 from wanjax.layers.linear import Linear, linear
@@ -258,10 +258,10 @@ class HunyuanVideoTransformer(nnx.Module):
     def __call__(
         self,
         latents: Float[Array, "B T H W C"],
-        t: Float[Array, "B"],
+        t: Timesteps,
         context: Float[Array, "B S _E"] | Context,
         rope: Rope | None = None,
-        t_next: Float[Array, "B"] | None = None,
+        t_next: Timesteps | None = None,
         *,
         text_mask: Bool[Array, "B S"] | None = None,
         mask: Radial | None = None,
@@ -274,7 +274,8 @@ class HunyuanVideoTransformer(nnx.Module):
         both streams between blocks. Raises WanjaxError for latents of other channels.
         """
         context = context if isinstance(context, tuple) else self.context(context, text_mask)
-        rope = rope or self.rope(self.grid(latents))
+        rope, t = rope or self.rope(self.grid(latents)), timesteps_of(t, len(latents))
+        t_next = None if t_next is None else timesteps_of(t_next, len(latents))
         time, last = self.time(t, t_next), self.config.layers - 1
 
         def run(mask: Radial | None, block: Block, streams: Streams) -> Streams:

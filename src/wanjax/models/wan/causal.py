@@ -18,6 +18,7 @@ from wanjax.dims import readable
 from wanjax.kernels.attention import attention_to_cache
 from wanjax.kernels.attention.kv_cache import KVCache, Place, empty_window
 from wanjax.kernels.heads import pack_for_all_to_all
+from wanjax.layers.embeddings import Timesteps, timesteps_of
 from wanjax.layers.heads import join_heads, split_heads
 from wanjax.layers.modulation import modulate
 from wanjax.layers.patch import patchify, unpatchify
@@ -83,7 +84,7 @@ class WanCausalTransformer(WanTransformer):
     def __call__(
         self,
         latents: Float[Array, "B T H W C"],
-        t: Float[Array, "B"],
+        t: Timesteps,
         context: Float[Array, "B S _E"] | Context,
         time: Angles | None = None,
         window: KVCache | None = None,
@@ -100,7 +101,7 @@ class WanCausalTransformer(WanTransformer):
         window, place = window or self.window(latents), place or place_of(self.config, 0, prod(grid))
         rope = self.rope(grid, time or angles_at(self.config, 0))
         x = self.patch_embed(patchify(latents.astype(self.dtype), self.config.patch, self.config.channels_in))
-        embedded = self.time_embed(t)[:, None]  # [B 1 E]
+        embedded = self.time_embed(timesteps_of(t, len(latents)))[:, None]  # [B 1 E]
         mod = self.time_proj(jax.nn.silu(embedded)).reshape(-1, 1, 6, self.config.width)
 
         def run(block: CausalBlock, x: Tokens, context: Context, window: KVCache) -> tuple[Tokens, KVCache]:

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Float32
 
 from wanjax.dims import readable
 from wanjax.kernels.attention import AUTO, Attention
+from wanjax.layers.embeddings import Timesteps, timesteps_of
 from wanjax.layers.linear import linear
 from wanjax.layers.modulation import modulate
 from wanjax.layers.patch import patchify, unpatchify
@@ -82,7 +83,7 @@ class WanControlTransformer(WanTransformer):
     def __call__(
         self,
         latents: Float[Array, "B T H W C"],
-        t: Float[Array, "B"],
+        t: Timesteps,
         context: Float[Array, "B S _E"] | ControlContext,
         rope: Rope | None = None,
         *,
@@ -99,7 +100,7 @@ class WanControlTransformer(WanTransformer):
         x = self.patch_embed(patchify(latents.astype(self.dtype), config.patch, config.channels_in))  # [B L E]
         control = self.control_embed(patchify(control.astype(self.dtype), config.patch, config.control_channels))
         control = self.control_in(control) + x
-        time = self.time_embed(t)[:, None]  # [B 1 E]
+        time = self.time_embed(timesteps_of(t, len(latents)))[:, None]  # [B 1 E]
         mod = self.time_proj(jax.nn.silu(time)).reshape(-1, 1, 6, self.config.width)
 
         def run(block: Block, x: Tokens, context: Context) -> Tokens:

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Float32
 from wanjax.dims import readable
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import AUTO, Attention, Radial
+from wanjax.layers.embeddings import Timesteps
 from wanjax.layers.heads import split_heads
 from wanjax.layers.linear import linear
 from wanjax.layers.mlp import MLP, gelu
@@ -126,7 +127,7 @@ class WanImageTransformer(WanTransformer):
     def __call__(
         self,
         latents: Float[Array, "B T H W C"],
-        t: Float[Array, "B"],
+        t: Timesteps,
         context: Float[Array, "B S _E"] | ImageContext,
         rope: Rope | None = None,
         *,

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Float32
 from wanjax.dims import readable
 from wanjax.kernels.attention import AUTO, Attention, Projection, Radial, attention, sparse_linear_attention
 from wanjax.kernels.heads import pack_for_all_to_all
-from wanjax.layers.embeddings import TimeEmbed
+from wanjax.layers.embeddings import TimeEmbed, Timesteps, timesteps_of
 from wanjax.layers.guided_attention import led_away
 from wanjax.layers.heads import join_heads, split_heads
 from wanjax.layers.linear import gathered_together, linear
@@ -236,7 +236,7 @@ class WanTransformer(nnx.Module):
     def __call__(
         self,
         latents: Float[Array, "B T H W C"],
-        t: Float[Array, "B"],
+        t: Timesteps,
         context: Float[Array, "B S _E"] | tuple[Any, ...],
         rope: Rope | None = None,
         *,
@@ -252,7 +252,7 @@ class WanTransformer(nnx.Module):
         """
         config, grid = self.config, self.grid(latents)
         context = context if isinstance(context, tuple) else self.context(context)
-        rope = rope or self.rope(grid)
+        rope, t = rope or self.rope(grid), timesteps_of(t, len(latents))
         clean = clean_tokens(grid, clean_frames // config.patch[0])
         timesteps = t[:, None] if clean is None else jnp.stack([t, jnp.zeros_like(t)], axis=1)
         x = self.patch_embed(patchify(latents.astype(self.dtype), config.patch, config.channels_in))  # [B L E]
