@@ -23,7 +23,9 @@ from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
@@ -32,7 +34,7 @@ from wanjax.compilers.compilations import tell_loaded, tell_refused, told_waitin
 from wanjax.compilers.executables import Executables, Refused, key_of
 from wanjax.compilers.fingerprint import NoFingerprint
 from wanjax.compilers.lowering import Lowering, uncollected, without_refused
-from wanjax.errors import WanjaxWarning
+from wanjax.errors import WanjaxError, WanjaxWarning
 from wanjax.kernels.compiler_options import FAST, SAFE
 from wanjax.kernels.target import Target, target_of
 from wanjax.sharding import Partitioner, state, stating, use
@@ -202,7 +204,8 @@ class Execute(Strategy):
     """Runs each program, which it compiles at the first call with arguments of some shapes.
 
     Sets of compiler options that are the same for a program share what is compiled. Options that the compiler refuses
-    are left out of the program from then on, with a warning.
+    are left out of the program from then on, with a warning. Under `jax.disable_jit` the function of a program is run
+    operation by operation.
 
     `kept` are executables that other processes compiled, and that others will use; None leaves this to JAX's own cache.
     """
@@ -218,6 +221,9 @@ class Execute(Strategy):
 
     def call(self, program: Program, site: Site, static: Any, *arguments: Any) -> Any:
         arguments = jax.tree.map(lambda x: _on(x, site.partitioner), arguments)
+        if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+            with drawing(), use(site.partitioner):
+                return program.function(static, *jax.tree.map(jnp.asarray, arguments))
         shapes, key = _key(arguments, site)
         key = (*_options_key(program, site), static, key)
         return self._get(key, program, site, lambda: Instance(program, site, static, shapes))(*arguments)
@@ -366,8 +372,18 @@ EXECUTE = Execute()
 """The strategy of pipelines that are loaded: programs are compiled once in a process."""
 
 
+def refuse_traced(x: Any) -> None:
+    """Raise WanjaxError for an array that `jax.jit`, `jax.grad` or `jax.vmap` is tracing."""
+    if isinstance(x, Tracer):
+        raise WanjaxError(
+            "a stage of a pipeline was given a traced array, and runs compiled programs that cannot be traced: call it "
+            "outside jax.jit, jax.grad and jax.vmap, and trace the networks, such as pipe.transformer and pipe.vae"
+        )
+
+
 def _on(x: Any, partitioner: Partitioner) -> Any:
     """Returns an argument on the devices of a mesh: an array from elsewhere is copied to each."""
+    refuse_traced(x)
     if not isinstance(x, jax.Array) or x.sharding.device_set == partitioner.replicated.device_set:
         return x
     if not x.committed and x.is_fully_addressable:

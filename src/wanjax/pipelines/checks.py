@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of the pictures and arrays that a pipeline's stages are given."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from wanjax.errors import WanjaxError, shown
+from wanjax.errors import SettingError, WanjaxError, shown
 from wanjax.layers.tiling import Tiling
 from wanjax.pipelines.settings import DTYPES, Settings
+from wanjax.programs import refuse_traced
 
 Shape = tuple[int | None, ...]  # None for any size
 NOUNS = {
@@ -21,6 +22,24 @@ NOUNS = {
     "mask": "a mask",
     "references": "reference images",
 }
+
+
+def check_prompt(prompt: Any) -> str:
+    """Return a prompt; raise SettingError for None, which elsewhere means a model's default."""
+    if prompt is None:
+        raise SettingError('prompt is None: give a text, or "" for a video from no prompt', "prompt")
+    return prompt
+
+
+def on_host(pictures: Any) -> Any:
+    """Return pictures or a clip with JAX's arrays, also those in a list, as NumPy's, and anything else as it is.
+
+    Raises WanjaxError for an array that is being traced.
+    """
+    if isinstance(pictures, jax.Array):
+        refuse_traced(pictures)
+        return np.asarray(pictures)
+    return [on_host(x) for x in pictures] if isinstance(pictures, list | tuple | Generator) else pictures
 
 
 def check_taken(
@@ -100,6 +119,8 @@ def check_frames(frames: Any) -> None:
     right = "uint8 [T, H, W, 3], or floats from 0 to 1, are"
     if not arrays or not all(isinstance(x, np.ndarray | jax.Array) for x in arrays):
         raise WanjaxError(f"{shown(frames)} is given as frames where {right} right")
+    for array in arrays:
+        refuse_traced(array)
     first = arrays[0]
     bytes_or_floats = first.dtype == jnp.uint8 or jnp.issubdtype(first.dtype, jnp.floating)
     if first.ndim != rank or first.shape[-1] != 3 or not bytes_or_floats:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The components of a pipeline: networks, tokenizers and the like, each loaded at first use, and freed for others."""
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import inf, prod
@@ -65,6 +66,16 @@ class Components:
         made = Components(loaders, self.options, self.offload, self.sizes, self.source, self.kinds)
         least = inf if room is None else (1 - SPARE) * room
         made._fits = lambda network: sum(map(bytes_of, [*made.networks(), network])) <= least
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Components":
+        """Return components with networks of their own, whose weights are shared, as are the loaders."""
+        made = copy.copy(self)
+        made._loaded = {
+            name: nnx.clone(x) if isinstance(x, nnx.Module) else copy.deepcopy(x, memo)
+            for name, x in self._loaded.items()
+        }
+        made._put, made.options, made.sizes = set(self._put), dict(self.options), dict(self.sizes)
         return made
 
     def _abstract(self, name: str, make_room: MakeRoom) -> Any:

@@ -6,10 +6,12 @@ Editors read types without running code, so those of the settings stand as text 
 """
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from functools import wraps
 from typing import ParamSpec, TypeVar, get_type_hints
+
+from jax import Array
 
 from wanjax.errors import SettingError, shown
 from wanjax.layers.tiling import Tiling
@@ -23,14 +25,18 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
+PictureGiven = PictureSource | Array
+ClipGiven = ClipSource | Sequence[Array] | Array
+
+
 class Given(GivenSettings, total=False):
     """The settings, the pictures and clips, and the way in which these are brought to the video's size."""
 
-    image: PictureSource | None
-    last_image: PictureSource | None
-    video: ClipSource | None
-    mask: ClipSource | None
-    references: Iterable[PictureSource] | None
+    image: PictureGiven | None
+    last_image: PictureGiven | None
+    video: ClipGiven | None
+    mask: ClipGiven | None
+    references: Iterable[PictureGiven] | None
     resize: str | None
 
 

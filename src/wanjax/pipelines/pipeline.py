@@ -30,7 +30,7 @@ from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import AUTO, Attention
 from wanjax.kernels.compiler_options import SAFE
 from wanjax.layers.tiling import Tiling
-from wanjax.media.pictures import Clip, ClipSource, Pictures, PictureSource, read_pictures
+from wanjax.media.pictures import Clip, Pictures, read_pictures
 from wanjax.media.records import TABLE
 from wanjax.media.videos import Video
 from wanjax.pipelines.caching.rules import check_apart
@@ -40,8 +40,10 @@ from wanjax.pipelines.checks import (
     check_frames,
     check_latents,
     check_loaded,
+    check_prompt,
     check_strength,
     check_tiling,
+    on_host,
 )
 from wanjax.pipelines.components import Components
 from wanjax.pipelines.draws import GivenDraws, checked_draws
@@ -51,8 +53,10 @@ from wanjax.pipelines.guidance import check_rule
 from wanjax.pipelines.hooks import Calling, Showing, Switching
 from wanjax.pipelines.keywords import (
     Called,
+    ClipGiven,
     Given,
     GivenSettings,
+    PictureGiven,
     knows_keywords,
     right_name,
     spelled_out,
@@ -204,6 +208,7 @@ class Pipeline:
         each video that is to be made, which its metadata will hold, and returns True for one that is not wanted. The
         other keywords are those of a call for one video.
         """
+        prompts = [check_prompt(prompt) for prompt in prompts]
         pictures, chosen = self.prepare(negative_prompt=negative_prompt, **given)
         numbers = [chosen.seed] if seeds is None else [checked_seed(seed) for seed in seeds]
         wanted = [chosen.updated({"prompt": prompt, "seed": seed}) for prompt in prompts for seed in numbers]
@@ -230,27 +235,27 @@ class Pipeline:
     def prepare(
         self,
         *,
-        image: PictureSource | None = None,
-        last_image: PictureSource | None = None,
-        video: ClipSource | None = None,
-        mask: ClipSource | None = None,
-        references: Iterable[PictureSource] | None = None,
+        image: PictureGiven | None = None,
+        last_image: PictureGiven | None = None,
+        video: ClipGiven | None = None,
+        mask: ClipGiven | None = None,
+        references: Iterable[PictureGiven] | None = None,
         **settings: Any,
     ) -> tuple[Pictures, Settings]:
         """Reads the pictures, and completes the settings of the video.
 
-        Pictures and clips are files or uint8 arrays [H W 3] and [T H W 3]. A size that is not given has the proportions
-        of `image` or `video` and about the default area, and one that is given by its lines, as 480p, has about that
-        area; a length that is not given is that of `video`. Raises
-        WanjaxError where a picture cannot be read, is of no use to the model or is missing, or a setting is invalid.
+        Pictures and clips are files or uint8 arrays, of NumPy or JAX, [H W 3] and [T H W 3]. A size that is not given
+        has the proportions of `image` or `video` and about the default area, and one that is given by its lines, as
+        480p, has about that area; a length that is not given is that of `video`. Raises WanjaxError where a picture
+        cannot be read, is of no use to the model or is missing, or a setting is invalid.
         """
         asked = self.settings(**settings)
         pictures = read_pictures(
-            image=image,
-            last_image=last_image,
-            video=video,
-            mask=mask,
-            references=references,
+            image=on_host(image),
+            last_image=on_host(last_image),
+            video=on_host(video),
+            mask=on_host(mask),
+            references=on_host(references),
             frames=self._clip_frames(asked),
             fps=asked.fps,
             controls=not self.architecture.begins_from_video,
@@ -303,8 +308,9 @@ class Pipeline:
     def settings(self, *, size: tuple[int, int] | str | None = None, **settings: Any) -> Any:
         """Returns the model's defaults, overridden by the given settings; raises WanjaxError for invalid ones.
 
-        `size` is (height, width), or the name of one of the model's `sizes`. A seed of "random" or -1 becomes one drawn
-        at random. The model and the dtypes are those that were loaded.
+        `size` is (height, width), a text such as "832x480", width first, or the name of one of the model's `sizes`. A
+        seed of "random" or -1 becomes one drawn at random, below 2^32. The model and the dtypes are those that were
+        loaded.
         """
         settings = dict(self.architecture.implied(settings))
         if settings.get("then"):
@@ -338,14 +344,14 @@ class Pipeline:
         The other keywords are those of `prepare`, and `tiling` is that of `encode_video`. With pictures, the size and
         the frames have to be those of the video.
         """
-        pictures, chosen = self.prepare(prompt=prompt, negative_prompt=negative_prompt, **given)
+        pictures, chosen = self.prepare(prompt=check_prompt(prompt), negative_prompt=negative_prompt, **given)
         check_alone(chosen, "encode")
         run = Run(self, [Order(chosen, {})], pictures, tiling=tiling, hooks=self._looking(None))
         return run.encode()[chosen.prompt]
 
     def encode_prompts(self, prompt: str, negative_prompt: str | None = None, *, follow: str | None = None) -> Encoded:
         """Encodes a prompt and the negative prompt, with the text encoders alone; None is the model's default."""
-        given = {"prompt": prompt, "negative_prompt": negative_prompt, "follow": follow}
+        given = {"prompt": check_prompt(prompt), "negative_prompt": negative_prompt, "follow": follow}
         return self.architecture.encode_prompts(self, self.defaults.updated(given))
 
     def truncations(self, prompt: str, *, follow: str | None = None) -> Sequence[Truncation]:
@@ -434,7 +440,7 @@ class Pipeline:
         """
         self.architecture.check_streams(self.defaults.model)
         check_tiling(tiling, self.architecture.vae)
-        pictures, chosen = self.prepare(prompt=prompt, negative_prompt=negative_prompt, **given)
+        pictures, chosen = self.prepare(prompt=check_prompt(prompt), negative_prompt=negative_prompt, **given)
         told_seeds([given.get("seed")], [chosen.seed])
         checked_draws(noise, self.draws(chosen))
         how = {"tiling": tiling, "batch_guidance": batch_guidance}
@@ -572,6 +578,25 @@ class Pipeline:
     def call(self, program: Program, static: Any, *arguments: Any) -> Any:
         """Calls a program on the pipeline's devices, and returns its results; `static` is hashable."""
         return self.strategy.call(program, Site(self.partitioner, self.compiler), static, *arguments)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Pipeline":
+        """Return a pipeline with networks of its own, which share their weights, immutable arrays, until one is set."""
+        pipe = copy.copy(self)
+        pipe.components = copy.deepcopy(self.components, memo)
+        return pipe
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse to be pickled: a network's arrays are on this process's devices."""
+        raise WanjaxError(
+            f"a pipeline cannot be pickled: call wanjax.load({self.defaults.model!r}) in the other process, or send "
+            "the arrays of nnx.state(pipe.transformer)"
+        )
+
+    def __copy__(self) -> "Pipeline":
+        """Return a pipeline that shares everything, until another value is set in it."""
+        pipe = object.__new__(Pipeline)
+        pipe.__dict__.update(self.__dict__)
+        return pipe
 
     def under(self, strategy: Strategy, components: Components | None = None) -> "Pipeline":
         """Returns the pipeline with another strategy, and with other components if given; the rest is shared."""

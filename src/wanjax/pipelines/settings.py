@@ -239,7 +239,7 @@ class Settings:
         default="none", made=_cache, group="denoising", metavar="NAME",
     )  # fmt: skip
     seed: int = setting(
-        "Seed of the noise, or random, which draws one; it is always told.  [default: 42]",
+        "Seed of the noise; random or -1 draws one, which is always told.  [default: 42]",
         made=read_seed, group="denoising", metavar="N", usual=42,
     )  # fmt: skip
     dtype: str = setting(
@@ -347,13 +347,14 @@ def check_shape(height: int, width: int, frames: int, *, spatial: int, temporal:
 
 
 def sides(size: Any, sizes: Mapping[str, tuple[int, int]]) -> dict[str, int]:
-    """Returns the height and width of a size: (height, width), or the name of one of a model's `sizes`.
+    """Returns the height and width of a size: (height, width), WIDTHxHEIGHT, or the name of one of a model's `sizes`.
 
     Raises WanjaxError for any other value.
     """
-    if isinstance(size, str) and size not in sizes:
-        raise SettingError(f"the size {shown(size)} is none of the model's: {', '.join(sizes)} are", "size")
-    pair = sizes[size] if isinstance(size, str) else size
+    pair = (pixels(size) or sizes.get(size)) if isinstance(size, str) else size
+    if pair is None:
+        named = ", ".join(sizes)
+        raise SettingError(f"{shown(size)} is no size of the model: give {named}, or pixels such as 832x480", "size")
     if isinstance(pair, tuple | list) and len(pair) == 2:
         height, width = (whole(n) for n in pair)
         if height is not None and width is not None:

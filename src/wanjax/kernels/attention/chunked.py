@@ -173,9 +173,9 @@ def _head(
             return _softmax(x, take(k, begin, count), take(v, begin, count), marks, part, products)
 
         first, others = walk.begins(start)
-        done, _ = jax.lax.scan(
-            lambda done, begin: (merge(done, softmax(begin, walk.columns)), None), softmax(first, walk.ragged), others
-        )
+        done = softmax(first, walk.ragged)
+        if len(others):  # a scan of no steps is refused under `jax.disable_jit`
+            done, _ = jax.lax.scan(lambda done, begin: (merge(done, softmax(begin, walk.columns)), None), done, others)
         return divide_live(done.total, done.weight), log_sum_exp(done.top, done.weight)
 
     out, lse = jax.lax.map(block, walk.starts)

@@ -103,7 +103,8 @@ def _blocks(
 
         first, others = walk.begins(start)
         done = add(Gradients(jnp.zeros_like(row.x), *totals), first, walk.ragged)
-        done, _ = jax.lax.scan(lambda done, begin: (add(done, begin, walk.columns), None), done, others)
+        if len(others):  # as in `chunked`
+            done, _ = jax.lax.scan(lambda done, begin: (add(done, begin, walk.columns), None), done, others)
         return (done.k, done.v), done.q
 
     (dk, dv), dq = jax.lax.scan(block, (jnp.zeros_like(k), jnp.zeros_like(v)), (rows, walk.starts))

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a JAX program may do with a pipeline: give its arrays, copy it, trace its networks, and look into it."""
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import wanjax
+from tests.support.types import unchecked
+from tests.support.words import says
+from wanjax.errors import WanjaxError
+
+SHORT = {"frames": 5, "steps": 1, "guidance_scale": 1.0}
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    return wanjax.load("nano")
+
+
+@pytest.fixture(scope="module")
+def frames(pipe):
+    return pipe("a red circle", **SHORT).frames
+
+
+@pytest.mark.parametrize("name", ["image", "video"])
+def test_arrays_of_jax_are_pictures_and_clips(pipe, name):
+    clip = np.random.default_rng(0).integers(0, 256, (5, 64, 64, 3), np.uint8)
+    how = {"strength": 1.0} if name == "video" else {}
+    ways = [clip[0], jnp.asarray(clip[0])] if name == "image" else [clip, jnp.asarray(clip), list(jnp.asarray(clip))]
+    of_numpy, *others = (pipe("a red circle", **{name: given}, **how, **SHORT).frames for given in ways)
+    for given in others:
+        np.testing.assert_array_equal(given, of_numpy)
+
+
+def test_references_may_come_from_a_generator(pipe):
+    with pytest.raises(WanjaxError) as caught:  # read, and of no use to this model
+        pipe("a red circle", references=(jnp.zeros((8, 8, 3), jnp.uint8) for _ in range(1)), **SHORT)
+    assert says(str(caught.value), "nano reference")
+
+
+def test_a_size_is_a_text_with_the_width_first(pipe):
+    assert pipe.settings(size="64x32").size == pipe.settings(size="64*32").size == (32, 64)
+
+
+@pytest.mark.parametrize("stage", ["denoise", "decode", "encode_video", "image", "grad"])
+def test_a_traced_stage_says_what_can_be_traced(pipe, stage):
+    encoded, latents = pipe.encode("a"), jnp.zeros((1, 16, 2, 8, 8), jnp.float32)
+    calls = {
+        "denoise": (lambda x: pipe.denoise(x, **SHORT), encoded),
+        "decode": (lambda x: pipe.decode(x, jnp.float32), latents),
+        "encode_video": (pipe.encode_video, jnp.zeros((5, 64, 64, 3), jnp.float32)),
+        "image": (lambda x: pipe("a", image=x, **SHORT).frames, jnp.zeros((64, 64, 3), jnp.uint8)),
+        "grad": (lambda x: pipe.decode(x, jnp.float32).sum(), latents),
+    }
+    call, given = calls[stage]
+    with unchecked(), pytest.raises(WanjaxError) as caught:
+        (jax.grad if stage == "grad" else jax.jit)(call)(given)
+    assert says(str(caught.value), "jax.jit pipe.transformer")
+
+
+def test_one_timestep_is_that_of_all_videos(pipe):
+    x = jax.random.normal(jax.random.key(0), (2, 2, 8, 8, 16))
+    text = jnp.concatenate([pipe.encode("a").prompt_embeds, pipe.encode("a blue square").prompt_embeds])
+    each = pipe.transformer(x, jnp.full(2, 500.0), text)
+    for t in (jnp.float32(500.0), 500.0, 500):
+        np.testing.assert_array_equal(pipe.transformer(x, t, text), each)
+
+
+def test_a_copy_has_networks_of_its_own(pipe, frames):
+    other = copy.deepcopy(pipe)
+    np.testing.assert_array_equal(other("a red circle", **SHORT).frames, frames)
+    nnx.update(other.transformer, jax.tree.map(jnp.zeros_like, nnx.state(other.transformer)))
+    assert (other("a red circle", **SHORT).frames != frames).any()
+    other.free()
+    np.testing.assert_array_equal(pipe("a red circle", **SHORT).frames, frames)
+    np.testing.assert_array_equal(copy.copy(pipe)("a red circle", **SHORT).frames, frames)
+
+
+def test_a_pipeline_is_loaded_elsewhere_not_pickled(pipe):
+    with pytest.raises(WanjaxError) as caught:
+        pickle.dumps(pipe)
+    assert says(str(caught.value), "pickled wanjax.load")
+
+
+@pytest.mark.slow
+def test_a_video_is_made_without_compiling(pipe, frames):
+    with jax.disable_jit():
+        uncompiled = pipe("a red circle", **SHORT).frames
+    assert np.abs(uncompiled.astype(int) - frames).max() <= 1  # rounded once more between two operations
+
+
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
+def test_libtpu_is_quiet_where_there_is_no_tpu():
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "TPU_"))}
+    program = "import wanjax; wanjax.make_mesh(dp=1)"
+    ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
