@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The README's two commands: there are two, CI runs both, and what they cannot do is told in a sentence."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.documents import ROOT, blocks, commands
+from tests.support.words import says
+
+
+def the_two() -> list[list[str]]:
+    """Returns the words of each command in the README's section."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    section = re.search(r"^## Two commands\n.*?(?=^## )", text, re.MULTILINE | re.DOTALL)
+    assert section is not None
+    (block,) = (block for block in blocks(ROOT / "README.md") if block.text in section[0])
+    return [shlex.split(line, comments=True) for line in commands(block.text)]
+
+
+def lines_of(name: str) -> list[str]:
+    return (ROOT / name).read_text(encoding="utf-8").splitlines()
+
+
+def test_the_readme_has_two_commands_and_ci_runs_both():
+    video, tests = the_two()
+    assert [Path(words[0]).parent.name for words in (video, tests)] == ["scripts", "scripts"]
+    assert all(os.access(ROOT / words[0], os.X_OK) for words in (video, tests))
+    run = "\n".join(lines_of(".ci/run"))
+    assert re.search(rf"^{shlex.join(tests)}( |$)", run, re.MULTILINE)
+    (copied,) = (line for line in lines_of(".ci/first-video") if f" {video[0]} " in line)
+    assert shlex.split(copied)[-len(video) :] == video
+    assert ".ci/first-video" in run
+
+
+def test_the_tests_are_those_of_the_whole_suite():
+    """A command that ran a part would leave the rest to nobody."""
+    text = (ROOT / "scripts/test").read_text(encoding="utf-8")
+    for part in (
+        "ruff check .",
+        "ruff format --check .",
+        "pyright",
+        "mkdocs build --strict",
+        'pytest -n 2 --dist loadfile "$@"',
+    ):
+        assert re.search(rf"^(\w+=\w+ )?{re.escape(part)}", text, re.MULTILINE), part
+    assert "set -euo pipefail" in text
+
+
+def python(folder: Path, name: str, *, old: bool, venv: bool) -> None:
+    """Writes a program that answers as a Python does, of an older version or without the module venv."""
+    folder.mkdir(exist_ok=True)
+    new_enough, has_venv = int(old), int(not venv)
+    (folder / name).write_text(
+        "#!/bin/sh\n"
+        'case "$*" in\n'
+        f"  --version) echo 'Python {'3.10.12' if old else '3.11.2'}';;\n"
+        f"  *version_info*) exit {new_enough};;\n"
+        f"  *ensurepip*) exit {has_venv};;\n"
+        "  *) exit 1;;\n"
+        "esac\n"
+    )
+    (folder / name).chmod(0o755)
+
+
+def started(script: str, tmp_path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs a script where no environment is yet, and where the only Pythons are those in a folder `bin`."""
+    for tool in ("bash", "dirname", "basename"):
+        found = subprocess.run(["which", tool], check=True, capture_output=True, text=True).stdout.strip()
+        (tmp_path / "bin" / tool).symlink_to(found)
+    own = {"PATH": str(tmp_path / "bin"), "VENV": str(tmp_path / "venv"), **variables}
+    return subprocess.run([ROOT / script], cwd=tmp_path, env=own, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("script", ["scripts/first-video", "scripts/test"])
+@pytest.mark.parametrize(
+    ("old", "venv", "words"),
+    [(True, True, "3.11 3.10.12 PYTHON="), (False, False, "venv python3-venv apt-get")],
+    ids=["an old Python", "no venv"],
+)
+def test_what_a_machine_lacks_is_told(script, old, venv, words, tmp_path):
+    python(tmp_path / "bin", "python3", old=old, venv=venv)
+    done = started(script, tmp_path)
+    assert done.returncode == 2
+    assert says(done.stderr, words)
+    assert not (tmp_path / "venv").exists()
+
+
+def test_another_python_is_found_beside_an_old_one(tmp_path):
+    """The newer one is asked for the module venv, which it lacks here."""
+    python(tmp_path / "bin", "python3", old=True, venv=True)
+    python(tmp_path / "bin", "python3.12", old=False, venv=False)
+    done = started("scripts/first-video", tmp_path)
+    assert done.returncode == 2
+    assert says(done.stderr, "python3.12-venv")
+
+
+def test_a_python_that_is_named_is_the_only_one(tmp_path):
+    python(tmp_path / "bin", "python3.12", old=False, venv=True)
+    done = started("scripts/first-video", tmp_path, PYTHON="python3.9")
+    assert done.returncode == 2
+    assert says(done.stderr, "3.11 python3.9 there")
+
+
+def stub(file: Path, body: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"#!/bin/sh\n{body}\n")
+    file.chmod(0o755)
+
+
+def house(tmp_path: Path) -> dict[str, str]:
+    """Copies the scripts into a clone whose environment is set up, and has tools that list their calls."""
+    for name in ("scripts/environment.sh", "scripts/set-up", "scripts/test", ".ci/run"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "pyproject.toml").touch()
+    tools = tmp_path / ".venv/bin"
+    for tool in ("python", "ruff", "pyright", "mkdocs", "pytest"):
+        stub(tools / tool, f'echo "{tool} $1" >> "{tmp_path}/calls"')
+    (tools / "activate").write_text(f'PATH="{tools}:$PATH"\n')
+    (tmp_path / ".venv/set-up").touch()
+    for name in ("first-video", "release", "newest"):
+        stub(tmp_path / ".ci" / name, f'echo "{name} " >> "{tmp_path}/calls"')
+    return {name: value for name, value in os.environ.items() if name not in ("VENV", "PYTHON")}
+
+
+def test_the_tests_stop_at_the_first_failure_with_its_status(tmp_path):
+    own = house(tmp_path)
+    stub(tmp_path / ".venv/bin/pyright", "exit 3")
+    assert subprocess.run([tmp_path / "scripts/test"], env=own).returncode == 3
+    parts = [line.split()[0] for line in (tmp_path / "calls").read_text().splitlines()]
+    assert [part for part in parts if part != "python"] == ["ruff", "ruff"]
+    stub(tmp_path / ".venv/bin/pyright", "exit 0")
+    assert subprocess.run([tmp_path / "scripts/test"], env=own).returncode == 0
+
+
+@pytest.mark.parametrize("failing", [".venv/bin/pytest", ".ci/first-video", ".ci/newest", ""])
+def test_ci_fails_where_one_of_its_parts_does(failing, tmp_path):
+    own = house(tmp_path)
+    if failing:
+        stub(tmp_path / failing, "exit 3")
+    assert subprocess.run([tmp_path / ".ci/run"], env=own).returncode == (3 if failing else 0)
+    parts = {line.split()[0] for line in (tmp_path / "calls").read_text().splitlines()}
+    assert failing or {"ruff", "mkdocs", "pytest", "first-video", "release", "newest"} < parts
