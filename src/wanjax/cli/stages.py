@@ -101,7 +101,7 @@ def denoise(report: Report, *, folder: Path, noise: str | None, force: bool, **g
     meet(report, given.get("processes"))
     check_free(folder, "denoise", force)
     left = _left_in(folder)
-    tensors = stage_files.load_encoded(folder, left)
+    tensors = {**stage_files.load_encoded(folder, left), **stage_files.load_video_shape(folder)}
     if given.get("follow") not in (None, left.get("follow")) and any(left.get(name) for name in Pictures._fields):
         raise WanjaxError(
             f"the pictures were encoded as {left.get('follow')} and --follow is {given['follow']}: `wanjax encode` has "
@@ -126,7 +126,7 @@ def decode(report: Report, *, folder: Path, out: str | None, force: bool, **give
     left = _left_in(folder)
     latents = stage_files.load_latents(folder, left)
     video = Rendering(report, folder, given, left, out=out)
-    video.check_channels(latents)
+    video.check_latents(latents, known=all(left.get(name) for name in ("frames", "height", "width")))
     own = {name: video.record[name] for name in ("decoder",) if name in video.record}
     known = digests_in(left) | digests_in(video.record)
     video.record |= left | video.settings.to_json() | own  # the latents are as they were made
@@ -237,20 +237,25 @@ class Rendering:
         except WanjaxError as error:
             raise WanjaxError(f"{file}: {error}") from error
 
-    def check_channels(self, latents: Any) -> None:
-        """Raises WanjaxError unless latents have as many channels as the model's."""
+    def check_latents(self, latents: Any, *, known: bool) -> None:
+        """Raise WanjaxError unless latents are those of a video of the settings, whose size and length are `known`."""
+        file, chosen = self.folder / stage_files.LATENTS, self.settings
         channels, right = latents.shape[1], self.pipe.architecture.vae.latent_channels
         if channels != right:
             raise WanjaxError(
-                f"{self.folder / stage_files.LATENTS} has {channels} channels where {self.settings.model} has {right}: "
-                "it was made with another model"
+                f"{file} has {channels} channels where {chosen.model} has {right}: it was made with another model"
+            )
+        if known and latents.shape != (shape := self.pipe.architecture.latent_shape(chosen)):
+            raise WanjaxError(
+                f"{file} has latents {list(latents.shape)} where a video of {chosen.width}x{chosen.height} and "
+                f"{chosen.frames} frames has {list(shape)}: `wanjax denoise --dir {self.folder}` has to run again"
             )
 
     def checked(self, tensors: Mapping[str, Any]) -> Any:
         """Returns the output of `encode` from its tensors; raises WanjaxError if it does not fit."""
         try:
             encoded = self.pipe.architecture.encoded_from(tensors)
-            self.pipe.architecture.check_encoded(encoded, self.settings)
+            self.pipe.architecture.check_fits(encoded, self.settings)
         except WanjaxError as error:
             raise WanjaxError(f"{self.folder / stage_files.EMBEDDINGS}: {error}") from error
         return encoded

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 from wanjax.checkpoints.files import SafetensorsFile, save_safetensors
 from wanjax.errors import WanjaxError, reason
@@ -27,6 +27,8 @@ PREVIEW = "preview.png"
 VIDEO = "output_video.mp4"
 PICTURE_SETTINGS = ("height", "width", "frames", "resize", "follow", *PICTURE_FILES)
 """Settings that shape what is encoded from pictures."""
+VIDEO_SHAPE = "video_shape"
+"""The frames, height, width and references that pictures were encoded for; the file's settings hold them."""
 SURROUNDINGS = {
     "devices",
     "mesh",
@@ -39,6 +41,7 @@ SURROUNDINGS = {
     "version",
 }
 """Entries of a record on which a video depends only in its last digits, and which differ from machine to machine."""
+LARGEST = 2**31
 FLOATS = {"floats": jnp.floating}
 FLOATS_AND_MASKS = FLOATS | {"integers": jnp.integer, "booleans": jnp.bool_}
 
@@ -74,8 +77,9 @@ def save_encoded(
     """Writes the first stage's tensors, each with a first axis of size 1, with the settings that shaped them.
 
     The prompts always did. The pictures and the video's size did if pictures were given, or if a tensor has the five
-    axes of a video.
+    axes of a video; they tell the tensor `VIDEO_SHAPE`, which is not written.
     """
+    tensors = {name: x for name, x in tensors.items() if name != VIDEO_SHAPE}
     of_video = any(settings.get(name) for name in PICTURE_FILES) or any(x.ndim == 5 for x in tensors.values())
     shaping = ("prompt", "negative_prompt", *(PICTURE_SETTINGS if of_video else ()))
     shaped = {name: settings[name] for name in shaping if name in settings}
@@ -93,6 +97,18 @@ def load_encoded(folder: Path, settings: Mapping[str, Any]) -> dict[str, Shaped[
     """
     file = _open_stage(folder, EMBEDDINGS, settings, "wanjax encode PROMPT")
     return {name: _read(file, name, FLOATS_AND_MASKS) for name in file.specs}
+
+
+def load_video_shape(folder: Path) -> dict[str, Int[np.ndarray, "1 4"]]:
+    """Return the array `VIDEO_SHAPE` of the folder's first stage, by its name.
+
+    Empty for prompts alone, and where another program wrote the file.
+    """
+    record = table_in(SafetensorsFile(folder / EMBEDDINGS), "settings")
+    shape = [record.get(name) for name in ("frames", "height", "width")]
+    if not all(isinstance(n, int) and 0 < n < LARGEST for n in shape):
+        return {}
+    return {VIDEO_SHAPE: np.array([[*shape, np.size(record.get("references") or [])]], np.int32)}
 
 
 def save_latents(folder: Path, latents: Float[Array | np.ndarray, "1 C T H W"], settings: Mapping[str, Any]) -> None:
@@ -134,13 +150,16 @@ def _open_stage(folder: Path, name: str, settings: Mapping[str, Any], command: s
     if not (folder / name).is_file():
         raise WanjaxError(f"{folder} holds no {name}: run `{command} --dir {folder}` first")
     file = SafetensorsFile(folder / name)
-    for key, value in table_in(file, "settings").items():
+    record = table_in(file, "settings")
+    others = [key for key in PICTURE_FILES if record and key not in record]  # that are given in the one alone
+    for key, value in (record | dict.fromkeys(others)).items():
+        compared = key in settings or (key in PICTURE_FILES and value is not None)
         if key == DIGESTS:
             _check_digests(value, settings.get(key), f"{name} and {CONFIG} in {folder}", f"{command} --dir {folder}")
-        elif key in settings and settings[key] != value and key not in SURROUNDINGS:
+        elif compared and (settings.get(key) or None) != (value or None) and key not in SURROUNDINGS:
             raise WanjaxError(
                 f"{name} and {CONFIG} in {folder} do not belong together: {key} is {_short(value)} in the one and "
-                f"{_short(settings[key])} in the other, so `{command} --dir {folder}` has to run again"
+                f"{_short(settings.get(key))} in the other, so `{command} --dir {folder}` has to run again"
             )
     return file
 

@@ -37,6 +37,7 @@ from wanjax.pipelines.sampler import Denoiser, Ends, Held, Inputs
 from wanjax.pipelines.settings import Settings, SomeSettings
 from wanjax.pipelines.steps import Segment
 from wanjax.pipelines.text.tokenizer import TokenBatch, Truncation
+from wanjax.pipelines.video_shape import encoded_shape
 from wanjax.pipelines.windows import CONTROL, PICTURE, check_windows
 from wanjax.programs import Program, Strategy, Value
 from wanjax.schedulers import Scheduler, shift_of, successor
@@ -108,7 +109,10 @@ class Architecture(ABC):
     """
 
     encoded_type: ClassVar[type[Any]]
-    """The type that `encode` returns; its fields are the tensors of the first stage's file."""
+    """The type that `encode` returns; its fields are the tensors of the first stage's file.
+
+    One that holds pictures has a field `video_shape`, None by default, which a run fills (`pipelines/video_shape`).
+    """
 
     vae: Any
     scheduler: Scheduler
@@ -184,6 +188,13 @@ class Architecture(ABC):
             "in windows that go on": self.continued_by is not None,
         }
         return [task for task, offered in told.items() if offered]
+
+    @property
+    def picture_beside_clip(self) -> str | None:
+        """How a first picture counts beside a clip, in words; None for a model that does not take both."""
+        if not {"image", "video"} <= set(self.takes):
+            return None
+        return "the picture is the first frame and decides the size, and the frames after it begin from the clip"
 
     @property
     def continued_by(self) -> str | None:
@@ -267,6 +278,14 @@ class Architecture(ABC):
     ) -> Mapping[str, Any]:
         """Encodes the pictures of `prepare` without the text encoders; returns fields of `encoded_type`."""
         return {}
+
+    def check_fits(self, encoded: Encoded, settings: Settings) -> None:
+        """Raise WanjaxError unless this output of `encode` was made for a video of these settings."""
+        if (made := encoded_shape(encoded)) is not None:
+            made.check(settings)
+        self.check_encoded(encoded, settings)
+        if made is not None and (held := self.references(encoded, settings)) != made.references:
+            raise WanjaxError(f"what was encoded for {made} holds {held} references: encode the pictures again")
 
     def encode_frames(self, pipe: Pipe, frames: GivenFrames, tiling: Tiling | None) -> Float[Value, "1 C _T _H _W"]:
         """Encodes frames to the latents that the network is trained on, as `decode` takes them."""

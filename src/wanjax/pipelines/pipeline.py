@@ -13,6 +13,7 @@ The programs are the same for every block, and what is kept has a fixed size, so
 """
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from wanjax.dims import readable
-from wanjax.errors import WanjaxError
+from wanjax.errors import WanjaxError, WanjaxWarning
 from wanjax.kernels.attention import AUTO, Attention
 from wanjax.kernels.compiler_options import SAFE
 from wanjax.layers.tiling import Tiling
@@ -74,6 +75,7 @@ from wanjax.pipelines.seeds import checked_seed, told_seeds, words_of
 from wanjax.pipelines.settings import LOADED, Settings, no_setting, schema, sides
 from wanjax.pipelines.steps import Step, Switch
 from wanjax.pipelines.text.tokenizer import Truncation
+from wanjax.pipelines.video_shape import encoded_shape
 from wanjax.pipelines.windows import CONTROL, check_alone
 from wanjax.programs import EXECUTE, Program, Site, Strategy, Value
 from wanjax.schedulers import Scheduler, name_of
@@ -246,8 +248,9 @@ class Pipeline:
 
         Pictures and clips are files or uint8 arrays, of NumPy or JAX, [H W 3] and [T H W 3]. A size that is not given
         has the proportions of `image` or `video` and about the default area, and one that is given by its lines, as
-        480p, has about that area; a length that is not given is that of `video`. Raises WanjaxError where a picture
-        cannot be read, is of no use to the model or is missing, or a setting is invalid.
+        480p, has about that area; a length that is not given is that of `video`. Warns of how an `image` and a `video`
+        that are given together count. Raises WanjaxError where a picture cannot be read, is of no use to the model or
+        is missing, or a setting is invalid.
         """
         asked = self.settings(**settings)
         pictures = read_pictures(
@@ -261,6 +264,8 @@ class Pipeline:
             controls=not self.architecture.begins_from_video,
         )
         self.architecture.check_pictures(pictures, asked)
+        if image is not None and video is not None and (how := self.architecture.picture_beside_clip):
+            warnings.warn(f"a picture and a clip are given together: {how}", WanjaxWarning, stacklevel=3)
         self._check_strength(asked, pictures.video)
         if pictures.video is not None and self.architecture.begins_from_video:
             check_rule(asked.guidance_rule, asked.guided, asked.strong_steps)
@@ -409,15 +414,19 @@ class Pipeline:
     def _settings_for(self, encoded: Encoded, given: dict[str, Any]) -> Any:
         """Returns the settings of a video of this output of `encode`, which has to fit.
 
-        Where no size is given it is that of the encoded pictures.
+        Where no size or length is given it is that for which pictures were encoded.
         """
         check_encoded(encoded, self.architecture.encoded_type)
+        given = {name: value for name, value in given.items() if value is not None}
         made = [x for x in encoded if x is not None and x.ndim == 5]  # latents
-        if made and not given.keys() & {"size", "height", "width"}:
+        if (shape := encoded_shape(encoded)) is not None:
+            given = {"frames": shape.frames} | given
+            given = ({} if "size" in given else {"height": shape.height, "width": shape.width}) | given
+        elif made and not given.keys() & {"size", "height", "width"}:
             given["size"] = tuple(self.architecture.vae.spatial_factor * cells for cells in made[0].shape[3:])
         chosen = self.settings(**given)
         check_alone(chosen, "denoise")
-        self.architecture.check_encoded(encoded, chosen)
+        self.architecture.check_fits(encoded, chosen)
         self._check_strength(chosen, getattr(encoded, "video_latents", None))
         return chosen
 

@@ -22,6 +22,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures
 from wanjax.pipelines import many
@@ -39,6 +40,7 @@ from wanjax.pipelines.sampler import Beginning, Given, State, begin, finish, tak
 from wanjax.pipelines.seeds import words_of
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.steps import Cancelled, InFlight, Segment, Step, Switch, at_step, left_of
+from wanjax.pipelines.video_shape import with_shape
 from wanjax.pipelines.windows import Window, faded, pictures_of, windows_of
 from wanjax.schedulers import one_step
 
@@ -179,6 +181,7 @@ class Run:
         """Encodes pictures; returns fields of the output of the first stage."""
         pipe = self.pipe
         seen = pipe.architecture.encode_pictures(pipe, pictures, settings, tiling=self.tiling)
+        seen = with_shape(seen, pipe.architecture.encoded_type, pictures, settings)
         return pipe.components.finish_stage(seen)
 
     def _windows(self, settings: Settings, texts: dict[str, Encoded]) -> Iterator[Any]:
@@ -341,9 +344,13 @@ class Run:
         """Yields the frames of each chunk of a video, so that only that one and the next are in memory.
 
         The device decodes the next one while the caller has a chunk. `pieces` are latents of consecutive frames,
-        [B C T H W]; `video` is the place of the video in their batch, of which it is the `last` to be decoded.
+        [B C T H W]; `video` is the place of the video in their batch, of which it is the `last` to be decoded. Raises
+        WanjaxError where they are not finite.
         """
         pipe, total = self.pipe, None
+        if pipe.strategy.executes:
+            finite = map(_finite, pieces)
+            pieces = list(finite) if isinstance(pieces, Sequence) else finite
         decoder = DECODER if DECODER in pipe.components.names else "vae"
         vae = pipe.architecture.vae
         tiling = self.tiling and self.tiling.completed(vae.tiling, vae.spatial_factor)
@@ -367,6 +374,14 @@ class Run:
                 self.count("chunk", done, total)
         if last:
             pipe.components.finish_stage(())
+
+
+def _finite(latents: Any) -> Any:
+    """Returns latents; raises WanjaxError where some are not finite."""
+    parts = [shard.data for shard in latents.addressable_shards] if isinstance(latents, jax.Array) else [latents]
+    if not all(np.isfinite(np.asarray(part)).all() for part in parts):
+        raise WanjaxError(f"the latents {list(latents.shape)} are not finite: denoise again, with dtype float32")
+    return latents
 
 
 def _ahead(chunks: Iterable[Frames]) -> Iterator[Frames]:

@@ -192,7 +192,7 @@ class CogVideoXArchitecture(Architecture):
             check_features(name, getattr(encoded, name), right, settings.model)
         shapes = {name: (None, *shape) for name, shape in self.latent_fields(settings).items()}
         optional = [name for name in shapes if name != "image_latents"]
-        check_fields(encoded, encoded._fields[2:], shapes, optional=optional, purpose=self.purpose)
+        check_fields(encoded, encoded._fields[2:6], shapes, optional=optional, purpose=self.purpose)
 
     def draws(self, settings: Settings, references: int = 0, videos: int = 1) -> Mapping[str, tuple[int, ...]]:
         shapes = dict(super().draws(settings, references, videos))

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
+from jaxtyping import Array, Float, Int
 
 from wanjax.pipelines.sampler import Ends
 from wanjax.pipelines.seeds import Words, drawn_noise
@@ -21,7 +22,8 @@ class CogVideoXEncoded(NamedTuple):
 
     Videos that are made together have a prompt each on that axis. `image_latents` are those of the first frame, and
     `video_latents` those of the video from which denoising starts. A deviation beside them makes them the mean of a
-    distribution, from which each video draws; without one they are used as they are.
+    distribution, from which each video draws; without one they are used as they are. `video_shape` is what they were
+    encoded for, a `VideoShape`.
     """
 
     prompt_embeds: Float[Array, "B S E"]
@@ -30,6 +32,7 @@ class CogVideoXEncoded(NamedTuple):
     image_deviation: Float[Array, "_B _C 1 _H _W"] | None = None
     video_latents: Float[Array, "_B _C T _H _W"] | None = None
     video_deviation: Float[Array, "_B _C _T _H _W"] | None = None
+    video_shape: Int[Array | np.ndarray, "_B 4"] | None = None
 
 
 POSTERIORS = {  # the noise's name, the number of its key among a seed's, and the fields that it completes

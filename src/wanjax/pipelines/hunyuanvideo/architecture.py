@@ -191,7 +191,7 @@ class HunyuanVideoArchitecture(Architecture):
             if mask.shape != features.shape[:2]:
                 right = list(features.shape[:2])
                 raise WanjaxError(f"the mask of the {name} is {list(mask.shape)} where {right} is right")
-        check_fields(encoded, encoded._fields[8:], self.picture_shapes(settings), purpose=self.purpose)
+        check_fields(encoded, encoded._fields[8:10], self.picture_shapes(settings), purpose=self.purpose)
 
     def inputs(
         self, pipe: Pipe, network: Any, segment: Segment, encoded: HunyuanVideoEncoded, x: Held, batched: bool

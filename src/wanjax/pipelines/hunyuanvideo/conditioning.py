@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Float, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from wanjax.media.pictures import Picture, PictureOfAnySize, fit
 from wanjax.pipelines.hunyuanvideo.text import GLYPH_LENGTH, TEXT_LENGTH
@@ -22,7 +22,8 @@ class HunyuanVideoEncoded(NamedTuple):
 
     Videos that are made together have a prompt each on that axis, and share the picture. `prompt_embeds` are features
     of the prompt, `prompt_embeds_2` of the text that it quotes; both are zeros outside their masks. `image_embeds` are
-    features of a picture, and `image_latents` the picture itself.
+    features of a picture, and `image_latents` the picture itself. `video_shape` is what they were encoded for, a
+    `VideoShape`.
     """
 
     prompt_embeds: Float[Array, "B S E"]
@@ -35,6 +36,7 @@ class HunyuanVideoEncoded(NamedTuple):
     negative_prompt_embeds_mask_2: Shaped[Array, "B _S"]
     image_embeds: Float[Array, "1 _S _E"] | None = None
     image_latents: Float[Array, "1 C 1 H W"] | None = None
+    video_shape: Int[Array | np.ndarray, "_B 4"] | None = None
 
     @property
     def texts(self) -> tuple["Text", "Text"]:

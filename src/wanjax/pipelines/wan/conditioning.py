@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from wanjax.errors import WanjaxError
 from wanjax.layers.rope import Rope
@@ -45,7 +45,7 @@ class WanEncoded(NamedTuple):
     Videos that are made together have a prompt each on that axis, and share the pictures. `prompt_embeds` and
     `negative_prompt_embeds` are zeros after their last tokens. `condition` joins the latents and has their shape except
     for its channels and frames; `image_embeds` are features of images; `video_latents` are the video from which
-    denoising starts, before noise is added.
+    denoising starts, before noise is added. `video_shape` is what they were encoded for, a `VideoShape`.
     """
 
     prompt_embeds: Float[Array, "B S E"]
@@ -53,6 +53,7 @@ class WanEncoded(NamedTuple):
     condition: Float[Array, "1 C T H W"] | None = None
     image_embeds: Float[Array, "1 _S _E"] | None = None
     video_latents: Float[Array, "1 _C _T _H _W"] | None = None
+    video_shape: Int[Array | np.ndarray, "_B 4"] | None = None
 
 
 class PictureInputs(NamedTuple):
