@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The names and shapes of the tensors in the published Wan checkpoints, in the layout of diffusers."""
 
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
 from wanjax.models.clip import CLIPVisionConfig
 from wanjax.models.t5 import T5Config
 from wanjax.models.wan.config import (
@@ -12,6 +16,23 @@ from wanjax.models.wan.config import (
 )
 
 Keys = dict[str, tuple[int, ...]]
+
+
+def hollow_file(path: Path, keys: Mapping[str, tuple[int, ...]]) -> Path:
+    """Writes a file of safetensors in bfloat16 that has these names and shapes, and takes no room for their values."""
+    header, end = {}, 0
+    for key, shape in keys.items():
+        size = 2
+        for length in shape:
+            size *= length
+        header[key] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    return path
 
 
 def transformer_keys(config: TransformerConfig) -> Keys:

@@ -102,6 +102,11 @@ class Source(ABC):
         """The repository in which the weights were published; `name` where that is unknown."""
         return self.name
 
+    @property
+    def known_as(self) -> str:
+        """The name that may tell which model it is: that of the repository, or the whole path of the folder or file."""
+        return str(self.root.absolute()) if self.revision is None else self.name
+
     @abstractmethod
     def config(self, component: str) -> dict[str, Any]:
         """Reads the component's config, the first file of `CONFIGS`."""
@@ -198,6 +203,10 @@ class Wrapped(Source):
     @property
     def origin(self) -> str:
         return self._source.origin
+
+    @property
+    def known_as(self) -> str:
+        return self._source.known_as
 
     @property
     def lent(self) -> Sequence[str]:

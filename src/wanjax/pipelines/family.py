@@ -8,7 +8,7 @@ that compute are given a `Pipe`, a pipeline as they see it.
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
@@ -29,6 +29,7 @@ from wanjax.pipelines.caching.rules import CacheRule, Turn, chosen_rule, turns_o
 from wanjax.pipelines.caching.tables import NO_TABLES, Tables
 from wanjax.pipelines.checks import check_taken
 from wanjax.pipelines.components import Components
+from wanjax.pipelines.distillation import Distillation, distilled_by, telling
 from wanjax.pipelines.draws import INITIAL, OF_STEPS
 from wanjax.pipelines.frames import GivenFrames, encoded
 from wanjax.pipelines.guidance import check_rule
@@ -502,7 +503,8 @@ class Preset:
     `architecture` is None for a checkpoint in the package, whose folder is `source`. `loras` are merged into it. A
     `scheduler` replaces the checkpoint's own. `domain` is None for a model that knows more than can be listed.
     `aliases` are other names for the source. `sizes` are those, as (height, width), that the authors publish beside the
-    default one.
+    default one. `distillation` is that of its weights, or of its LoRAs. A checkpoint of the same shapes is this one
+    where its name holds all `words`, in lower case; `nearest` has the whole rule.
     """
 
     name: str
@@ -518,6 +520,8 @@ class Preset:
     domain: TrainingDomain | None = None
     aliases: tuple[str, ...] = ()
     sizes: tuple[tuple[int, int], ...] = ()
+    distillation: Distillation | None = None
+    words: tuple[str, ...] = ()
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -535,6 +539,31 @@ class Preset:
         return Path(self.source).is_dir()
 
 
+def nearest(
+    presets: Sequence[Preset], path: str, known: Iterable[Distillation], shift: float | None = None
+) -> Preset | None:
+    """Returns the preset that a checkpoint is, of those whose networks have its shapes; None where there are none.
+
+    Its name decides: by a distillation, then by the presets' own words, then by the lines of their sizes. Where it does
+    not, the flow `shift` of its scheduler does, and then the first preset is taken.
+    """
+    name = telling(path)
+    told = distilled_by(name, known)
+    lines = set(re.findall(r"\b(\d{3,4})p\b", name))
+
+    def nearness(preset: Preset) -> tuple[int, ...]:
+        own = preset.distillation and preset.distillation.name
+        words = [bool(re.search(rf"\b{word}\b", name)) for word in preset.words]
+        return (
+            2 if own == (told and told.name) else 1 if own is None else 0,
+            len(words) if all(words) else -1,
+            str(min(preset.defaults.size)) in lines,
+            preset.defaults.flow_shift == shift,
+        )
+
+    return max((preset for preset in presets if not preset.loras), key=nearness, default=None)
+
+
 def no_prompts(architecture: Any) -> Mapping[str, tuple[int, int]]:
     """Returns the lengths of the prompts of a family without tokenizers: none."""
     return {}
@@ -548,8 +577,9 @@ class Family:
     `architecture` reads a checkpoint's configs, and those of its text and image encoders if the second argument is
     True. `settings` returns the default settings of a checkpoint. `loaders` load tokenizers and image processors from
     their folders. `layouts` are the layouts of its checkpoints other than that of diffusers. `tables` is a file of
-    published tables for step caches, by the presets' names. `prompt` returns, for plans, the length of a prompt and the
-    number of its real tokens, by tokenizer.
+    published tables for step caches, by the presets' names. `distillations` are those that names of files tell, the
+    most special first. `prompt` returns, for plans, the length of a prompt and the number of its real tokens, by
+    tokenizer.
     """
 
     name: str
@@ -561,6 +591,7 @@ class Family:
     loaders: Mapping[str, Callable[[Path], Any]] = field(default_factory=dict)
     layouts: tuple[Layout, ...] = ()
     tables: Path | None = None
+    distillations: tuple[Distillation, ...] = ()
     prompt: Callable[[Any], Mapping[str, tuple[int, int]]] = no_prompts
 
     def network_of(self, config: Config) -> Network:

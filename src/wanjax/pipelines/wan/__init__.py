@@ -11,7 +11,7 @@ from wanjax.pipelines.wan.causal import architecture_of
 from wanjax.pipelines.wan.conditioning import CAUSAL_PIPELINES
 from wanjax.pipelines.wan.layouts import LAYOUT
 from wanjax.pipelines.wan.networks import NETWORKS
-from wanjax.pipelines.wan.presets import PRESETS, settings_of
+from wanjax.pipelines.wan.presets import DISTILLATIONS, PRESETS, settings_of
 from wanjax.pipelines.wan.programs import TEXT_LENGTH
 
 FAMILY = Family(
@@ -22,6 +22,7 @@ FAMILY = Family(
     settings=settings_of,
     presets=PRESETS,
     tables=Path(__file__).parent / FILE,
+    distillations=DISTILLATIONS,
     loaders={
         "tokenizer": lambda folder: Tokenizer.load(folder, length=TEXT_LENGTH),
         "image_processor": ImageProcessor.load,

@@ -22,9 +22,8 @@ from wanjax.converters.wan.diffusers import transformer_config
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.family import Preset
 from wanjax.pipelines.wan import recognise
-from wanjax.pipelines.wan.architecture import WanArchitecture
 from wanjax.pipelines.wan.conditioning import CAUSAL_PIPELINES
-from wanjax.pipelines.wan.presets import CAUSAL, PUBLISHED, SPARSE_LINEAR
+from wanjax.pipelines.wan.presets import published
 from wanjax.schedulers import UNIPC_SHIFT
 
 KINDS = ("WanModel", "VaceWanModel")  # the classes in the authors' config.json
@@ -65,13 +64,17 @@ class _WanSource(RecognisedSource):
 
     @property
     def repository(self) -> str | None:
-        found = _published(self._transformer, "transformer_2" in self.index, self.root.name)
+        found = _published(self._transformer, "transformer_2" in self.index, self.known_as)
         return found and found.source
 
     @property
     def lender(self) -> str:
-        """The repository of the model of this shape whose attention is whole: others publish a transformer alone."""
-        found = _published(self._transformer | {"sparse_linear": False}, "transformer_2" in self.index)
+        """The repository of the model that it was distilled from, whose attention is whole, or of itself.
+
+        Those who distill a model publish its transformer alone.
+        """
+        whole = self._transformer | {"sparse_linear": False}
+        found = _published(whole, "transformer_2" in self.index, self.known_as, base=True)
         return self.origin if found is None else found.source
 
     @property
@@ -216,20 +219,15 @@ def _scheduler(transformer: Mapping[str, Any], experts: bool) -> dict[str, Any]:
     }
 
 
-def _published(transformer: Mapping[str, Any], experts: bool, file: str = "") -> Preset | None:
-    """Returns the published model whose transformer has this shape, that of the `file` if there are several.
+def _published(
+    transformer: Mapping[str, Any], experts: bool, known_as: str = "", *, base: bool = False
+) -> Preset | None:
+    """Returns the published model whose transformer has this config.json, that of the name if there are several.
 
-    None where there is none.
+    None where there is none. `base` asks for one that was not distilled, if there is one.
     """
-    shape, found = read_config("the transformer's config.json", transformer, transformer_config), []
-    for preset in (*PUBLISHED, CAUSAL, *SPARSE_LINEAR):
-        known = preset.architecture
-        assert isinstance(known, WanArchitecture)
-        if (known.transformer, known.experts) == (shape, experts):
-            found.append(preset)
-    files = [(preset, Path(preset.source)) for preset in found]
-    named = [preset for preset, source in files if source.suffix in SUFFIXES and source.stem in file]
-    return next(iter(named or found), None)
+    shape = read_config("the transformer's config.json", transformer, transformer_config)
+    return published(shape, experts, known_as, base=base)
 
 
 LAYOUT = Layout(

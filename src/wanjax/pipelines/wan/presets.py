@@ -22,8 +22,10 @@ from wanjax.models.wan.config import (
     VACE_14B,
     VAE_2_1,
     VAE_2_2,
+    TransformerConfig,
 )
-from wanjax.pipelines.family import Preset, TrainingDomain, updated_by
+from wanjax.pipelines.distillation import Distillation
+from wanjax.pipelines.family import Preset, TrainingDomain, nearest, updated_by
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.wan.architecture import THREE_STEPS, WanArchitecture
 from wanjax.pipelines.wan.causal import CausalWanArchitecture
@@ -35,7 +37,7 @@ from wanjax.pipelines.wan.conditioning import (
     FIRST_FRAME_TO_VIDEO,
     IMAGE_TO_VIDEO,
 )
-from wanjax.schedulers import RCM, Consistency, FlowEuler, Scheduler
+from wanjax.schedulers import RCM, Consistency, FlowEuler, Scheduler, shift_of
 
 NANO = Path(str(files("wanjax") / "nano"))
 OFFICIAL_NEGATIVE_PROMPT = (
@@ -76,6 +78,29 @@ OVERLAP = 5  # frames, two latent ones, by which a window of a controlled video 
 HD: dict[str, Any] = {"height": 720, "width": 1280}
 SD: dict[str, Any] = {"height": 480, "width": 832}
 BOTH: dict[str, Any] = HD | {"sizes": ((480, 832),)}
+
+# A word that is common in names counts beside one that tells a model, as in `Wan2.2-Lightning` and `dmd-4step`.
+_OF_A_MODEL = r"(?=.*(?:\bwan|14b\b|5b\b|1-3b\b|\d-?steps?\b|distill))"
+LIGHTX2V = Distillation(
+    name="LightX2V",
+    words=rf"lightx2v|(?:step|cfg)-?distill|self-?forcing|\bseko\b|{_OF_A_MODEL}.*(?:lightning\b|\bdmd2?\b)",
+    steps=4,
+    flow_shift=5.0,
+    scheduler=FlowEuler(),
+)
+TURBO = Distillation(
+    name="TurboDiffusion", words=r"\bturbo(?:wan|diffusion)", steps=4, scheduler=RCM(), pictured=RCM(sigma_max=200.0)
+)
+R_CM = replace(TURBO, name="rCM", words=r"\brcm\b")
+CAUSVID = Distillation(
+    name="CausVid, bidirectional",
+    words=r"caus-?vid.*bidirect|\bbidirectional-checkpoint",
+    steps=3,
+    flow_shift=8.0,
+    scheduler=THREE_STEPS,
+)
+FASTWAN = replace(CAUSVID, name="FastWan", words=r"\bfastwan")
+DISTILLATIONS = (TURBO, R_CM, FASTWAN, CAUSVID, LIGHTX2V)
 
 
 def _preset(
@@ -238,17 +263,14 @@ def _in_four_steps(name: str, authors: str, *loras: str, **settings: Any) -> Pre
     ModelTC/LightX2V, and wan/configs/ and wan/utils/fm_solvers_euler.py of ModelTC/Wan2.2-Lightning.
     """
     preset, few = named(name), f"{name}-4step"
-    if preset.defaults.boundary is not None:
-        settings |= {"guidance_scale_2": 1.0}
     return replace(
         preset,
         name=few,
         about=f"{preset.about.partition(',')[0]} in 4 steps, with a LoRA by {authors}",
-        defaults=preset.defaults.updated(
-            {"model": few, "steps": 4, "guidance_scale": 1.0, "flow_shift": 5.0} | settings
-        ),
+        defaults=LIGHTX2V.applied(preset.defaults).updated({"model": few} | settings),
         loras=loras,
-        scheduler=FlowEuler(),
+        scheduler=LIGHTX2V.scheduler,
+        distillation=LIGHTX2V,
     )
 
 
@@ -276,7 +298,15 @@ FOUR_STEPS = (
 )
 
 
-def _distilled(name: str, kind: str, source: str, about: str, scheduler: Scheduler, **settings: Any) -> Preset:
+def _distilled(
+    name: str,
+    kind: str,
+    source: str,
+    about: str,
+    distillation: Distillation,
+    scheduler: Scheduler | None = None,
+    **settings: Any,
+) -> Preset:
     """Returns a preset of the same shapes with weights of its own, for few steps of new noise and no guidance."""
     preset, few = named(name), f"{name}-{kind}"
     return replace(
@@ -285,10 +315,11 @@ def _distilled(name: str, kind: str, source: str, about: str, scheduler: Schedul
         source=source,
         about=f"{preset.about.partition(',')[0]} {about}",
         licence=settings.pop("licence", preset.licence),
-        defaults=preset.defaults.updated({"model": few, "steps": 4, "guidance_scale": 1.0} | settings),
-        scheduler=scheduler,
+        defaults=distillation.applied(preset.defaults).updated({"model": few} | settings),
+        scheduler=scheduler or distillation.scheduler,
         aliases=(),
         sizes=(),
+        distillation=distillation,
     )
 
 
@@ -296,34 +327,33 @@ def _distilled(name: str, kind: str, source: str, about: str, scheduler: Schedul
 # pipelines/stages/denoising.py of hao-ai-lab/FastVideo; configs/wan_bidirectional_dmd_from_scratch.yaml of
 # tianweiy/CausVid. FastWan's levels are of the shift 8 for all its models.
 _RCM, _CAUSVID = "worstcoder/rcm-Wan/rCM_Wan2.1_T2V", "tianweiy/CausVid/bidirectional_checkpoint2/model.pt"
-_THREE: dict[str, Any] = {"steps": 3, "flow_shift": 8.0}
 DISTILLED = (
-    _distilled("wan2.1-t2v-1.3b", "rcm", f"{_RCM}_1.3B_480p.pt", "in 4 steps by rCM, 480p", RCM(), frames=77),
-    _distilled("wan2.1-t2v-14b", "rcm-480p", f"{_RCM}_14B_480p.pt", "in 4 steps by rCM, 480p", RCM(), frames=77, **SD),
+    _distilled("wan2.1-t2v-1.3b", "rcm", f"{_RCM}_1.3B_480p.pt", "in 4 steps by rCM, 480p", R_CM, frames=77),
+    _distilled("wan2.1-t2v-14b", "rcm-480p", f"{_RCM}_14B_480p.pt", "in 4 steps by rCM, 480p", R_CM, frames=77, **SD),
     _distilled(
         *("wan2.1-t2v-14b", "rcm-720p", f"{_RCM}_14B_720p.pt", "in 4 steps by rCM, 720p"),
+        R_CM,
         RCM(sigma_max=120.0),
         frames=77,
     ),
     _distilled(
-        *("wan2.1-t2v-1.3b", "causvid", _CAUSVID, "in 3 steps by CausVid, bidirectional", THREE_STEPS),
+        *("wan2.1-t2v-1.3b", "causvid", _CAUSVID, "in 3 steps by CausVid, bidirectional", CAUSVID),
         licence="CC-BY-NC-4.0",
-        **_THREE,
     ),
     _distilled(
         *("wan2.1-t2v-1.3b", "fastwan", "FastVideo/FastWan2.1-T2V-1.3B-Diffusers"),
-        *("in 3 steps by FastWan, with whole attention in place of sparse", THREE_STEPS),
-        **_THREE | {"height": 448, "frames": 61},
+        *("in 3 steps by FastWan, with whole attention in place of sparse", FASTWAN),
+        height=448,
+        frames=61,
     ),
     _distilled(
         *("wan2.2-ti2v-5b", "fastwan", "FastVideo/FastWan2.2-TI2V-5B-FullAttn-Diffusers"),
-        *("in 3 steps by FastWan, 704p", THREE_STEPS),
-        **_THREE,
+        *("in 3 steps by FastWan, 704p", FASTWAN),
     ),
 )
 
 
-def _sparse_linear(name: str, base: str, file: str, scheduler: Scheduler, **settings: Any) -> Preset:
+def _sparse_linear(name: str, base: str, file: str, **settings: Any) -> Preset:
     """Returns a preset by TurboDiffusion's authors: trained with sparse-linear attention, distilled to four steps.
 
     `file` is that of the transformer, or of the first of two, without its suffix, in a repository of nearly its name.
@@ -333,33 +363,30 @@ def _sparse_linear(name: str, base: str, file: str, scheduler: Scheduler, **sett
     preset, repository = named(base), f"TurboDiffusion/{file.replace('-high', '')}"
     architecture: Any = preset.architecture
     config = replace(architecture.transformer, sparse_linear=SparseLinear())
-    if preset.defaults.boundary is not None:
-        settings |= {"guidance_scale_2": 1.0, "resize": "stretch"}
+    if architecture.needs:
+        settings |= {"resize": "stretch"}
     size = f"{settings['height']}p"
-    own = {"model": name, "steps": 4, "guidance_scale": 1.0, "vae_dtype": "bfloat16"}
+    own = {"model": name, "vae_dtype": "bfloat16"}
     return replace(
         preset,
         name=name,
         source=f"{repository}/{file}.pth",
         about=f"{preset.about.partition(',')[0]} in 4 steps by TurboDiffusion, {size}",
         transformer_parameters=preset.transformer_parameters + config.layers * config.head_dim * (config.head_dim + 1),
-        defaults=preset.defaults.updated(own | settings),
+        defaults=TURBO.applied(preset.defaults).updated(own | settings),
         architecture=replace(architecture, transformer=config),
-        scheduler=scheduler,
+        scheduler=TURBO.solver(pictured=bool(architecture.needs)),
+        distillation=TURBO,
         aliases=(repository,),
         sizes=((720, 1280),) if settings["height"] == 480 else ((480, 832),),
     )
 
 
 SPARSE_LINEAR = (
-    _sparse_linear("turbowan2.1-t2v-1.3b-480p", "wan2.1-t2v-1.3b", "TurboWan2.1-T2V-1.3B-480P", RCM(), **SD),
-    _sparse_linear("turbowan2.1-t2v-14b-480p", "wan2.1-t2v-14b", "TurboWan2.1-T2V-14B-480P", RCM(), **SD),
-    _sparse_linear("turbowan2.1-t2v-14b-720p", "wan2.1-t2v-14b", "TurboWan2.1-T2V-14B-720P", RCM(), **HD),
-    _sparse_linear(
-        *("turbowan2.2-i2v-a14b-720p", "wan2.2-i2v-a14b", "TurboWan2.2-I2V-A14B-high-720P"),
-        RCM(sigma_max=200.0),
-        **HD,
-    ),
+    _sparse_linear("turbowan2.1-t2v-1.3b-480p", "wan2.1-t2v-1.3b", "TurboWan2.1-T2V-1.3B-480P", **SD),
+    _sparse_linear("turbowan2.1-t2v-14b-480p", "wan2.1-t2v-14b", "TurboWan2.1-T2V-14B-480P", **SD),
+    _sparse_linear("turbowan2.1-t2v-14b-720p", "wan2.1-t2v-14b", "TurboWan2.1-T2V-14B-720P", **HD),
+    _sparse_linear("turbowan2.2-i2v-a14b-720p", "wan2.2-i2v-a14b", "TurboWan2.2-I2V-A14B-high-720P", **HD),
 )
 
 
@@ -394,15 +421,35 @@ PRESETS = (
 )
 
 
+def published(
+    transformer: TransformerConfig, experts: bool, known_as: str, shift: float | None = None, *, base: bool = False
+) -> Preset | None:
+    """Returns the published model of these shapes, that of the name or of the flow shift if there are several.
+
+    None where there is none. `base` asks for one that was not distilled, if there is one.
+    """
+    alike = []
+    for preset in (*PUBLISHED, CAUSAL, *DISTILLED, *SPARSE_LINEAR):
+        known = preset.architecture
+        assert isinstance(known, WanArchitecture)
+        if (known.transformer, known.experts) == (transformer, experts):
+            alike.append(preset)
+    if base:
+        alike = [preset for preset in alike if preset.distillation is None] or alike
+    return nearest(alike, known_as, DISTILLATIONS, shift)
+
+
 def settings_of(source: Source, architecture: WanArchitecture, preset: Preset | None) -> Settings:
     """Returns the default settings of a checkpoint: its preset's, if it has one.
 
-    Else they are those of the first preset with the same task and number of experts, or of Wan 2.1 1.3B if there is
-    none, overridden by the checkpoint's flow shift, what its distillation asks for and its generation_config.json.
+    Else they are those of the published model of its shapes; or of the first with the same task and number of experts,
+    or of Wan 2.1 1.3B if there is none; overridden by the checkpoint's flow shift, what its distillation asks for and
+    its generation_config.json.
     """
-    settings = _like(architecture) if preset is None else preset.defaults
     if preset is None:
-        settings = updated_by(source, settings, _distillation(architecture.scheduler))
+        settings = updated_by(source, _like(architecture, source), _distillation(architecture.scheduler))
+    else:
+        settings = preset.defaults
     if not architecture.experts:
         return replace(settings, boundary=None, guidance_scale_2=None)
     return replace(settings, boundary=source.index.get("boundary_ratio") or settings.boundary)
@@ -412,17 +459,19 @@ def _distillation(scheduler: Scheduler) -> dict[str, Any]:
     """Returns the settings that a distilled model's scheduler asks for; none for another scheduler."""
     if not isinstance(scheduler, Consistency):
         return {}
-    return {"guidance_scale": 1.0, **(_THREE if scheduler == THREE_STEPS else {"steps": 4})}
+    return FASTWAN.settings if scheduler == THREE_STEPS else {"guidance_scale": 1.0, "steps": 4}
 
 
-def _like(architecture: WanArchitecture) -> Settings:
-    """Returns the settings of the first preset with this task and number of experts, else those of Wan 2.1 1.3B."""
-    task = architecture.task
-    if (task, architecture.experts) == (IMAGE_TO_VIDEO, False):
+def _like(architecture: WanArchitecture, source: Source) -> Settings:
+    """Returns the settings of the published model of these shapes, or else of this task and number of experts."""
+    task, experts = architecture.task, architecture.experts
+    shift = shift_of(source.config("scheduler"))
+    alike = published(architecture.transformer, experts, source.known_as, shift)
+    if (task, experts) == (IMAGE_TO_VIDEO, False):
         task = ATTENDED_IMAGE_TO_VIDEO  # no published preset of one transformer has this task
-    for preset in (*PUBLISHED, CAUSAL):
+    for preset in (*([alike] if alike else []), *PUBLISHED, CAUSAL):
         found = preset.architecture
         assert isinstance(found, WanArchitecture)
-        if (found.task, found.experts) == (task, architecture.experts):
+        if (found.task, found.experts) == (task, experts):
             return preset.defaults
     return DEFAULTS

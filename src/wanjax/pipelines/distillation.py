@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Distilled weights: how their publishers sample them, and what the name of a file or a repository tells of them.
+
+Weights of one shape differ in what they were trained for: a resolution, or few steps without guidance. No tensor tells
+that, so names do. Each family has a table of `Distillation`, from which its presets take their settings, and by which
+files are recognised.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+from typing import Any
+
+from wanjax.checkpoints.readers import SUFFIXES
+from wanjax.pipelines.settings import SomeSettings
+from wanjax.schedulers import Scheduler
+
+BLOBS = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/[^/]+")  # of the hub's client, in the path of a file
+UNTELLING = re.compile(
+    r"(?:(?:high|low|noise|model|models|diffusion|pytorch|lora|weights|adapter|transformer|transformer-2|dit|"
+    r"checkpoint|checkpoints|default|original|bf16|fp16|fp8|\d+|of|v\d+)-?)*"
+)
+"""What the name of a file or a folder may consist of where it tells nothing of the model: its folder's then does."""
+STEPS = re.compile(r"\b([1-9]|1\d|20)-?steps?\b")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distillation:
+    """A publisher's way to sample the weights that it distilled: settings that take the place of the model's own.
+
+    Attributes:
+        name: What messages call it.
+        words: A regular expression that finds it in a `plain` name.
+        steps: The number of steps.
+        flow_shift: The flow shift; None keeps the model's.
+        scheduler: The solver; None keeps the model's.
+        pictured: The solver where the video begins with a picture; None is `scheduler`.
+        guidance_scale: The guidance scale, of both experts where there are two.
+    """
+
+    name: str
+    words: str
+    steps: int
+    flow_shift: float | None = None
+    scheduler: Scheduler | None = None
+    pictured: Scheduler | None = None
+    guidance_scale: float = 1.0
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that it brings, by name."""
+        found = {"steps": self.steps, "guidance_scale": self.guidance_scale, "flow_shift": self.flow_shift}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def applied(self, settings: SomeSettings) -> SomeSettings:
+        """Returns a model's settings with those that it brings, as far as the model has them."""
+        own = settings.to_json()
+        both = {"guidance_scale_2": self.guidance_scale} if settings.boundary is not None else {}
+        return settings.updated({name: value for name, value in (self.settings | both).items() if name in own})
+
+    def solver(self, *, pictured: bool) -> Scheduler | None:
+        """Returns the solver for a model, which needs a picture or does not; None for the model's own."""
+        return self.pictured if self.pictured and pictured else self.scheduler
+
+
+def plain(name: str) -> str:
+    """Returns a name in lower case, with a hyphen for all that is neither a letter nor a digit.
+
+    The suffix of a file of weights is left out.
+    """
+    path = PurePath(name)
+    stem = path.stem if path.suffix.lower() in SUFFIXES else path.name
+    return re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")
+
+
+def telling(path: str) -> str:
+    """Returns the part of a path or of a hub's name that tells the model, `plain`: the last that is not untelling.
+
+    That of `I2V-14B-720P/diffusion_pytorch_model.safetensors` is `i2v-14b-720p`.
+    """
+    parts = [plain(part) for part in reversed(PurePath(BLOBS.sub(r"\1/\2", path)).parts)]
+    return next((part for part in parts[:3] if part and not UNTELLING.fullmatch(part)), "")
+
+
+def distilled_by(name: str, known: Iterable[Distillation]) -> Distillation | None:
+    """Returns the distillation that a `plain` name tells, with the number of steps in it; None where it tells none."""
+    found = next((each for each in known if re.search(each.words, name)), None)
+    told = STEPS.search(name)
+    return replace(found, steps=int(told[1])) if found and told else found

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The published model that a checkpoint is, by its name: tensors do not tell apart models of one shape."""
+
+import json
+from itertools import combinations
+
+import pytest
+
+from tests.support.published import hollow_file, transformer_keys, vae_keys
+from wanjax.converters.wan import original
+from wanjax.models.wan.config import I2V_14B, T2V_1_3B, T2V_14B, TI2V_5B, VAE_2_1, VAE_2_2
+from wanjax.pipelines.distillation import telling
+from wanjax.pipelines.family import nearest
+from wanjax.pipelines.hunyuanvideo import FAMILY as HUNYUANVIDEO
+from wanjax.pipelines.hunyuanvideo import layouts as hunyuan_layouts
+from wanjax.registry import FAMILIES, examine
+
+HD, SD = (720, 1280), (480, 832)
+
+
+def shape(preset):
+    """Returns what the tensors of a preset tell: its transformer, and whether there is another."""
+    known = preset.architecture
+    return type(known).__name__, known.transformer, known.denoisers
+
+
+ALIKE = [
+    pair
+    for family in FAMILIES
+    for pair in combinations([x for x in family.presets if x.architecture is not None and not x.loras], 2)
+    if shape(pair[0]) == shape(pair[1])
+]
+
+
+def test_there_are_presets_of_equal_shapes():
+    names = [{one.name, other.name} for one, other in ALIKE]
+    assert len(names) >= 30
+    assert {"wan2.1-i2v-14b-480p", "wan2.1-i2v-14b-720p"} in names
+
+
+@pytest.mark.parametrize("pair", ALIKE, ids=lambda pair: f"{pair[0].name} {pair[1].name}")
+def test_names_tell_apart_presets_of_equal_shapes(pair):
+    """By the name of a repository, of a folder like it, or of its file, whichever of the two is asked about first."""
+    for right in pair:
+        family = next(family for family in FAMILIES if right in family.presets)
+        for source in right.sources:
+            owner, _, rest = source.partition("/")
+            names = [source, f"/data/{rest}", f"/data/{owner}/snapshot/{rest}", f"/data/{rest.rpartition('/')[2]}"]
+            for name in names:
+                if family is HUNYUANVIDEO:
+                    found = hunyuan_layouts._named(name.replace("/diffusion_pytorch_model.safetensors", ""))
+                    assert (
+                        name.endswith("/diffusion_pytorch_model.safetensors") or hunyuan_layouts.MODELS[found] is right
+                    )
+                elif telling(name) not in ("", "data"):
+                    assert nearest(pair, name, family.distillations) is right, name
+                    assert nearest(pair[::-1], name, family.distillations) is right, name
+
+
+def tensors(config):
+    """Returns the names and shapes of a transformer, by its authors' names, and its autoencoder's by its key."""
+    vae = VAE_2_2 if config is TI2V_5B else VAE_2_1
+    return {original.TRANSFORMER.theirs(key): x for key, x in transformer_keys(config).items()}, vae_keys(vae)
+
+
+def authors_folder(folder, config):
+    """Makes a folder in the authors' layout, of files without values."""
+    transformer, vae = tensors(config)
+    hollow_file(folder / "diffusion_pytorch_model.safetensors", transformer)
+    hollow_file(folder / "Wan2.1_VAE.safetensors", vae)
+    told = {"_class_name": "WanModel", "num_heads": config.heads, "eps": 1e-6}
+    (folder / "config.json").write_text(json.dumps(told))
+    return folder
+
+
+def single_file(path, config):
+    """Makes a file of a transformer and an autoencoder, as ComfyUI reads it, without values."""
+    transformer, vae = tensors(config)
+    named = {f"model.diffusion_model.{key}": x for key, x in transformer.items()}
+    return hollow_file(path, named | {f"vae.{key}": x for key, x in vae.items()})
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "preset", "size", "steps", "shift"),
+    [
+        (I2V_14B, "Wan2.1-I2V-14B-720P", "wan2.1-i2v-14b-720p", HD, 40, 5.0),
+        (I2V_14B, "Wan2.1-I2V-14B-480P", "wan2.1-i2v-14b-480p", SD, 40, 3.0),
+        (I2V_14B, "Wan2.1-I2V-14B", "wan2.1-i2v-14b-480p", SD, 40, 3.0),
+        (T2V_14B, "Wan2.1-T2V-14B", "wan2.1-t2v-14b", HD, 50, 5.0),
+    ],
+)
+def test_a_folder_of_the_authors_is_known_by_its_name(config, name, preset, size, steps, shift, tmp_path):
+    found = examine(authors_folder(tmp_path / name, config))
+    assert found.preset is not None
+    assert found.preset.name == preset
+    assert (found.settings.size, found.settings.steps, found.settings.flow_shift) == (size, steps, shift)
+    assert found.source.lender == found.preset.source
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "preset"),
+    [
+        (I2V_14B, "wan2.1_i2v_480p_14B_fp16.safetensors", "wan2.1-i2v-14b-480p"),
+        (I2V_14B, "wan2.1_i2v_720p_14B_fp16.safetensors", "wan2.1-i2v-14b-720p"),
+        (I2V_14B, "Wan2_1-I2V-14B-480P_fp8_e4m3fn.safetensors", "wan2.1-i2v-14b-480p"),
+        (I2V_14B, "Wan2_1-I2V-14B-720P_fp8_e4m3fn.safetensors", "wan2.1-i2v-14b-720p"),
+        (I2V_14B, "Wan2.1-I2V-14B-720P/diffusion_pytorch_model.safetensors", "wan2.1-i2v-14b-720p"),
+        (I2V_14B, "720p/Wan2_1-I2V-14B-480P.safetensors", "wan2.1-i2v-14b-480p"),
+        (I2V_14B, "models--Wan-AI--Wan2.1-I2V-14B-720P/snapshots/0a1b/model.safetensors", "wan2.1-i2v-14b-720p"),
+        (T2V_14B, "wan2.1_t2v_14B_bf16.safetensors", "wan2.1-t2v-14b"),
+        (T2V_14B, "Wan2_1-T2V-14B_fp8_e4m3fn.safetensors", "wan2.1-t2v-14b"),
+        (T2V_14B, "rCM_Wan2.1_T2V_14B_480p.safetensors", "wan2.1-t2v-14b-rcm-480p"),
+        (T2V_14B, "rCM_Wan2.1_T2V_14B_720p.safetensors", "wan2.1-t2v-14b-rcm-720p"),
+        (T2V_1_3B, "wan2.1_t2v_1.3B_fp16.safetensors", "wan2.1-t2v-1.3b"),
+        (T2V_1_3B, "diffusion_pytorch_model.safetensors", "wan2.1-t2v-1.3b"),
+        (T2V_1_3B, "rCM_Wan2.1_T2V_1.3B_480p.safetensors", "wan2.1-t2v-1.3b-rcm"),
+        (T2V_1_3B, "CausVid/bidirectional_checkpoint2/model.safetensors", "wan2.1-t2v-1.3b-causvid"),
+        (T2V_1_3B, "FastWan2.1-T2V-1.3B.safetensors", "wan2.1-t2v-1.3b-fastwan"),
+        (TI2V_5B, "wan2.2_ti2v_5B_fp16.safetensors", "wan2.2-ti2v-5b"),
+        (TI2V_5B, "Wan2_2-TI2V-5B-FastWanFullAttn_bf16.safetensors", "wan2.2-ti2v-5b-fastwan"),
+    ],
+)
+def test_a_single_file_is_known_by_its_name(config, name, preset, tmp_path):
+    found = examine(single_file(tmp_path / name, config))
+    assert found.preset is not None
+    assert found.preset.name == preset
+    assert found.settings.size == found.preset.defaults.size
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "size", "shift"),
+    [
+        ("mine", 3.0, SD, 3.0),
+        ("mine", 5.0, HD, 5.0),
+        ("mine", 7.0, SD, 7.0),
+        ("mine-720p", 7.0, HD, 7.0),
+        ("Wan2.1-I2V-14B-480P-Diffusers", 5.0, SD, 5.0),
+    ],
+)
+def test_a_folder_of_diffusers_is_known_by_its_name_or_its_shift(name, given, size, shift, tmp_path):
+    """It is a folder of the user's own. Where its name tells nothing, its scheduler's shift may."""
+    source, folder = examine(single_file(tmp_path / "a.safetensors", I2V_14B)).source, tmp_path / name
+    scheduler = source.config("scheduler") | {"flow_shift": given}
+    for component, config in {"scheduler": scheduler, **{x: source.config(x) for x in ("transformer", "vae")}}.items():
+        (folder / component).mkdir(parents=True)
+        file = "scheduler_config.json" if component == "scheduler" else "config.json"
+        (folder / component / file).write_text(json.dumps(config))
+    (folder / "model_index.json").write_text(json.dumps(source.index))
+    found = examine(folder)
+    assert found.preset is None
+    assert (found.settings.size, found.settings.steps, found.settings.flow_shift) == (size, 40, shift)
+    assert found.settings.negative_prompt.startswith("镜头晃动")
