@@ -13,6 +13,7 @@ import pytest
 from tests.support.clips import CAPTIONS, write_clips
 from tests.support.words import naming, says
 from wanjax.errors import WanjaxError
+from wanjax.media.videos import write_video
 from wanjax.training.batches import Batches
 from wanjax.training.clips import Bucket, Cutting, lengths, nearest
 from wanjax.training.data import KEPT, list_data
@@ -241,12 +242,42 @@ def pieces(counts, tmp_path):
 def test_batches_follow_from_the_seed_and_the_step(tmp_path):
     counts = {Bucket(9, 32, 32): 5, Bucket(5, 32, 32): 3}
     batches, again = (Batches(pieces(counts, tmp_path), 2, 7, empty=tmp_path / "none") for _ in range(2))
-    assert batches.per_epoch == 3 + 2
     epoch = [batches.at(step) for step in range(5)]
     assert epoch == [again.at(step) for step in range(5)]
     assert {x.latents for batch in epoch for x in batch} == {x.latents for x in pieces(counts, tmp_path)}
     assert all(len({x.latents.name.partition("-")[0] for x in batch}) == 1 for batch in epoch)
     assert epoch != [batches.at(step) for step in range(5, 10)]
+
+
+@pytest.mark.parametrize("counts", [(7, 1, 1), (5, 3, 2), (3, 0, 0), (100, 1, 1)], ids=str)
+@pytest.mark.parametrize("size", [1, 4])
+def test_every_clip_is_shown_as_often_however_few_have_its_shape(counts, size, tmp_path):
+    shapes = (Bucket(9, 32, 32), Bucket(5, 32, 48), Bucket(1, 32, 32))
+    given = pieces({shape: count for shape, count in zip(shapes, counts, strict=True) if count}, tmp_path)
+    given[0] = replace(given[0], repeats=2)
+    batches = Batches(given, size, 0, empty=tmp_path / "none")
+    rounds = 3  # each of `size` epochs, of whose batches each has one shape
+    shown = [batches.at(step) for step in range(rounds * (len(given) + 1))]
+    assert all(len({x.latents.name.partition("-")[0] for x in batch}) == 1 for batch in shown)
+    seen = Counter(x.latents for batch in shown for x in batch)
+    assert seen == {piece.latents: piece.repeats * rounds * size for piece in given}
+    first = -(-(counts[0] + 1) // size) + sum(-(-count // size) for count in counts[1:])
+    assert len({x.latents for batch in shown[:first] for x in batch}) == len(given)  # an epoch leaves none out
+
+
+def test_the_prompt_of_an_own_video_is_its_caption(tmp_path):
+    frames = np.zeros((5, 16, 16, 3), np.uint8)
+    for name in ("film.mp4", "moving.gif", "still.png"):
+        write_video(tmp_path / name, frames[: 1 if name == "still.png" else 5], 8, {"prompt": f"a {name}", "seed": 1})
+    write_video(tmp_path / "told.mp4", frames, 8, {"prompt": "another"})
+    (tmp_path / "told.txt").write_text("its own caption")
+    write_clips(tmp_path, 1)
+    (tmp_path / "0.txt").unlink()
+    found = list_data(tmp_path)
+    captions = {example.file.name: example.caption for example in found.examples}
+    own = {name: f"a {name}" for name in ("film.mp4", "moving.gif", "still.png")}
+    assert captions == {**own, "told.mp4": "its own caption"}
+    assert [says(sentence, "0.gif caption") for sentence in found.left_out] == [True]
 
 
 def test_captions_are_dropped_at_their_rate(tmp_path):

@@ -26,7 +26,7 @@ from tests.support.tiny import (
 )
 from tests.support.words import naming, says
 from wanjax.checkpoints.files import SafetensorsFile, load_safetensors
-from wanjax.errors import WanjaxError
+from wanjax.errors import WanjaxError, WanjaxWarning
 from wanjax.stores.holding import Hold
 from wanjax.training import LoraConfig, OptimizerConfig, TrainConfig, Training
 from wanjax.training.encoded import Store
@@ -316,6 +316,46 @@ def test_clips_are_encoded_once_and_bad_ones_left_out(tmp_path, wan, monkeypatch
     monkeypatch.delattr(Store, "texts")  # it is told before the text encoder is loaded
     with pytest.raises(WanjaxError, match=r"no clip of .* can be used"):
         Training(wanjax.load(wan), folder, tmp_path / "three", SMALL).encode()
+
+
+def test_all_that_is_left_out_is_listed(tmp_path, wan):
+    folder = write_clips(tmp_path / "data", 1)
+    for number in range(7):
+        (folder / f"bad {number}.mp4").write_bytes(b"no film")
+        (folder / f"bad {number}.txt").write_text("bad")
+    told: list[str] = []
+    Training(wanjax.load(wan), folder, out := tmp_path / "out", SMALL, note=told.append).encode()
+    assert any(says(sentence, "7 left out 2 more left_out.txt") for sentence in told)
+    assert [line.partition(":")[0] for line in (out / "left_out.txt").read_text().splitlines()] == [
+        f"bad {number}.mp4" for number in range(7)
+    ]
+    for file in folder.glob("bad*"):
+        file.unlink()
+    Training(wanjax.load(wan), folder, out, SMALL).encode()
+    assert not (out / "left_out.txt").exists()
+
+
+def test_a_caption_that_the_model_does_not_read_whole_is_told(tmp_path, wan):
+    """Once, with the clip and the count of those like it; and again where it was encoded before."""
+    folder = write_clips(tmp_path / "data", 3)
+    for name in ("0.txt", "2.txt"):
+        (folder / name).write_text("a cat and a dog " * 40 + "by the sea")
+    for _ in range(2):
+        with pytest.warns(WanjaxWarning) as warned:
+            Training(wanjax.load(wan), folder, tmp_path / "out", SMALL).encode()
+        assert [says(str(one.message), "2 captions 0.gif 2.gif 24") for one in warned] == [True]
+    assert len((tmp_path / "out/cut_captions.txt").read_text().splitlines()) == 2
+
+
+def test_samples_have_the_shape_of_a_clip_that_moves(tmp_path, wan):
+    folder = write_clips(tmp_path / "data", 2)
+    for suffix in (".png", ".txt"):  # before the clips in order
+        file = write_clips(tmp_path / "still", 1, frames=1, suffix=".png") / f"0{suffix}"
+        file.rename(folder / f"00 first{suffix}")
+    training = Training(wanjax.load(wan), folder, tmp_path / "out", SMALL)
+    training.encode()
+    assert training.pieces[0].bucket.frames == 1
+    assert training.sampled.bucket.frames == 5
 
 
 def test_a_disk_that_is_full_is_told(tmp_path, data, wan, monkeypatch):

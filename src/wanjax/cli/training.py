@@ -9,10 +9,10 @@ from wanjax import loading, registry
 from wanjax.cli.processes import meet
 from wanjax.cli.report import Report
 from wanjax.cli.stages import given_settings
+from wanjax.errors import WanjaxError, WriteError
 from wanjax.kernels.compiler_options import kept_set
 from wanjax.training.adapters import LoraConfig
 from wanjax.training.config import TrainConfig
-from wanjax.training.loop import NotFiniteError
 from wanjax.training.optimizers import OptimizerConfig
 from wanjax.training.run import Training
 
@@ -38,8 +38,9 @@ def train(report: Report, *, model: str, data: Path, out: Path, **given: Any) ->
     with report.stage("train"):
         try:
             written = begun.run()
-        except NotFiniteError:
-            report.way_on = None  # it would end in the same way
+        except WanjaxError as error:
+            if not isinstance(error, WriteError):  # a disk that is full may have room again
+                report.way_on = None  # it would end in the same way
             raise
     report.way_on = None
     report.table()

@@ -21,11 +21,12 @@ class Shown(NamedTuple):
 
 
 class Batches:
-    """The batches of a training: epoch after epoch of all clips, shuffled, and joined within buckets.
+    """The batches of a training, each of clips of one bucket, in an order that is shuffled anew in each epoch.
 
-    The last batch of a bucket is filled up from its first. `empty` is the file of the empty caption, which takes the
-    place of a clip's own at the rate `dropped`. Where some clips are preserved, so is, by the part `uncaptioned`, what
-    has no caption.
+    An epoch has as many batches of a bucket as its clips fill, and a batch may take its last clips from the next
+    epoch's: so each clip is shown `size` times in `size` epochs, however few clips have its shape. `empty` is the file
+    of the empty caption, which takes the place of a clip's own at the rate `dropped`. Where some clips are preserved,
+    so is, by the part `uncaptioned`, what has no caption.
     """
 
     def __init__(
@@ -39,27 +40,38 @@ class Batches:
         uncaptioned: float = 1.0,
     ):
         self.size, self.seed, self.empty, self.dropped = size, seed, empty, dropped
-        self._buckets: dict[Bucket, list[Piece]] = {}
+        buckets: dict[Bucket, list[Piece]] = {}
         for piece in pieces:
-            self._buckets.setdefault(piece.bucket, []).extend([piece] * piece.repeats)
+            buckets.setdefault(piece.bucket, []).extend([piece] * piece.repeats)
+        self._buckets = list(buckets.values())
         self.preserves = any(piece.preserve for piece in pieces)
         self.uncaptioned = uncaptioned if self.preserves else 0.0
-        self.per_epoch = sum(-(-len(bucket) // size) for bucket in self._buckets.values())
-        self._epoch = lru_cache(maxsize=2)(self._shuffled)
+        self._per_round = sum(map(len, self._buckets))  # the batches of `size` epochs
+        self._round = lru_cache(maxsize=2)(self._ordered)
+        self._shuffled = lru_cache(maxsize=2 * len(self._buckets))(self._permutation)
 
-    def _shuffled(self, epoch: int) -> list[list[Piece]]:
-        rng = np.random.default_rng([self.seed, 1, epoch])
-        batches = []
-        for bucket in self._buckets.values():
-            order = [bucket[i] for i in rng.permutation(len(bucket))]
-            for start in range(0, len(order), self.size):
-                batches.append([order[(start + i) % len(order)] for i in range(self.size)])
-        return [batches[i] for i in rng.permutation(len(batches))]
+    def _ordered(self, number: int) -> list[tuple[int, int]]:
+        """Returns the batches of a round of `size` epochs in order: the bucket, and the batch among all of its own."""
+        rng, epochs = np.random.default_rng([self.seed, 1, number]), [list[tuple[int, int]]() for _ in range(self.size)]
+        for index, bucket in enumerate(self._buckets):
+            count = len(bucket)
+            for batch in range(count):  # in the epoch of its first clip
+                epochs[batch * self.size // count].append((index, number * count + batch))
+        return [epoch[i] for epoch in epochs for i in rng.permutation(len(epoch))]
+
+    def _permutation(self, bucket: int, epoch: int) -> np.ndarray:
+        return np.random.default_rng([self.seed, 3, bucket, epoch]).permutation(len(self._buckets[bucket]))
+
+    def _clip(self, bucket: int, position: int) -> Piece:
+        """Returns a clip of a bucket, by its position in the bucket's epochs one after another."""
+        epoch, index = divmod(position, len(self._buckets[bucket]))
+        return self._buckets[bucket][self._shuffled(bucket, epoch)[index]]
 
     def at(self, step: int) -> list[Shown]:
         """Returns the clips of a step."""
-        epoch, index = divmod(step, self.per_epoch)
-        chosen = self._epoch(epoch)[index]
+        number, index = divmod(step, self._per_round)
+        bucket, batch = self._round(number)[index]
+        chosen = [self._clip(bucket, batch * self.size + i) for i in range(self.size)]
         drops = np.random.default_rng([self.seed, 2, step]).random(len(chosen)) < self.dropped
         return [
             Shown(x.latents, self.empty if drop else x.text, 1.0 if x.preserve else self.uncaptioned * bool(drop))

@@ -20,7 +20,7 @@ from typing import Any
 from wanjax.errors import WanjaxError, reason
 from wanjax.media.pictures import in_order, is_picture_name
 from wanjax.media.texts import read_text, trimmed
-from wanjax.media.videos import FILMS
+from wanjax.media.videos import FILMS, read_metadata
 from wanjax.pipelines.settings import is_text
 
 TABLES = ("metadata.csv", "metadata.jsonl")
@@ -46,17 +46,19 @@ class Example:
 class Listing:
     """The examples of a data set, its folder, and a sentence on each file that was left out.
 
-    `others` is the number of files that are hidden, or neither clips, pictures nor captions.
+    `cut` has a sentence on each caption that is longer than the model reads, once that is known. `others` is the number
+    of files that are hidden, or neither clips, pictures nor captions.
     """
 
     folder: Path
     examples: list[Example] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    cut: list[str] = field(default_factory=list)
     others: int = 0
 
 
 def list_data(data: str | Path) -> Listing:
-    """Lists a data set without opening its clips.
+    """Lists a data set. Of its clips those alone are opened that have no caption beside them.
 
     Raises WanjaxError where there is no such folder or table, or where nothing in it can be used.
     """
@@ -69,9 +71,14 @@ def list_data(data: str | Path) -> Listing:
     else:
         raise WanjaxError(f"there is no folder or table {data}: a folder of clips with captions is needed")
     if not listing.examples:
-        why = f": {listing.left_out[0]}" if listing.left_out else ""
+        why = f": {first_of(listing.left_out)}" if listing.left_out else ""
         raise WanjaxError(f"{data} holds no clip or picture with a caption{why or ', each with a .txt of its name'}")
     return listing
+
+
+def first_of(sentences: Sequence[str]) -> str:
+    """Returns the first of some sentences, and the number of the others."""
+    return sentences[0] + (f", and so with {len(sentences) - 1} more" if len(sentences) > 1 else "")
 
 
 def _of_folder(folder: Path) -> Listing:
@@ -88,6 +95,9 @@ def _of_folder(folder: Path) -> Listing:
     wanted = {_folded(stem) for stem in stems - captions.keys()}
     for path in media:
         caption = captions.get(path.with_suffix("")) or others.get(_folded(path.with_suffix("")))
+        if caption is None and (prompt := _own_prompt(path)):
+            _add(found, path, prompt)
+            continue
         if caption is None:
             found.left_out.append(f"{path.name} has no caption: {path.stem}.txt beside it would do")
             continue
@@ -99,6 +109,15 @@ def _of_folder(folder: Path) -> Listing:
         if name not in wanted:
             found.left_out.append(f"{caption.name} is a caption without a clip or a picture of its name")
     return found
+
+
+def _own_prompt(path: Path) -> str | None:
+    """Returns the prompt in the metadata of a video or picture that this library made; None in any other."""
+    try:
+        prompt = read_metadata(path).get("prompt")
+    except (WanjaxError, OSError):
+        return None
+    return prompt if isinstance(prompt, str) and prompt.strip() else None
 
 
 def _folded(stem: Path) -> str:

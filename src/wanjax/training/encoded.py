@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.record import VERSION
 from wanjax.stores.writing import check_folder
 from wanjax.training.clips import Bucket, Cutting
-from wanjax.training.data import Example, Listing
+from wanjax.training.data import Example, Listing, first_of
 
 INDEX = "clips.jsonl"
 LATENTS = "latents"
@@ -50,14 +51,16 @@ class Store:
         self._made = weights_of(pipe)
 
     def encode(self, listing: Listing, cutting: Cutting, tell: Tell) -> list[Piece]:
-        """Encodes what is not there yet, and returns all clips; adds to the listing's sentences on what is left out.
+        """Encodes what is not there yet, and returns all clips.
 
-        Raises WanjaxError where no clip can be read, and where the folder cannot be written.
+        Adds to the listing's sentences on what is left out or cut. Raises WanjaxError where no clip can be read, and
+        where the folder cannot be written.
         """
         clips = self._clips(listing, cutting, tell)
         self.pipe.free()
         if not clips:
-            raise WanjaxError(f"no clip of {listing.folder} can be used: {listing.left_out[0]}")
+            raise WanjaxError(f"no clip of {listing.folder} can be used: {first_of(listing.left_out)}")
+        listing.cut.extend(self._cut(example for example, _ in clips))
         texts = self.texts(sorted({example.caption for example, _ in clips} | {""}), tell)
         self.pipe.free()
         return [
@@ -65,6 +68,13 @@ class Store:
             for example, made in clips
             for name, *shape in made
         ]
+
+    def _cut(self, examples: Iterable[Example]) -> Iterator[str]:
+        """Yields a sentence on each caption of which the model does not read the end, whether it was encoded before."""
+        cut = cache(self.pipe.truncations)
+        for example in examples:
+            for truncation in cut(example.caption):
+                yield f"{example.file.name}: {str(truncation).replace('the prompt', 'the caption', 1)}"
 
     def _clips(self, listing: Listing, cutting: Cutting, tell: Tell) -> list[tuple[Example, list[list[Any]]]]:
         """Returns the examples that can be read, each with the file and the bucket's sizes of its clips."""

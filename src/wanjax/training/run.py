@@ -2,8 +2,9 @@
 """A training from data to its outcome: encode once, train each network, and write what others can load."""
 
 import time
+import warnings
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from wanjax.checkpoints.networks import Network, network_of
-from wanjax.errors import WanjaxError
+from wanjax.errors import WanjaxError, WanjaxWarning
 from wanjax.figures import digits
 from wanjax.kernels.compiler_options import products
 from wanjax.media.records import DIGESTS
@@ -25,11 +26,11 @@ from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.seeds import key_of, words_of
 from wanjax.programs import program
 from wanjax.stores.holding import Hold
-from wanjax.stores.writing import check_folder
+from wanjax.stores.writing import check_folder, writing
 from wanjax.training import adapters, clips
 from wanjax.training.batches import Batches
 from wanjax.training.config import TrainConfig
-from wanjax.training.data import KEPT, Listing, list_data
+from wanjax.training.data import KEPT, list_data
 from wanjax.training.encoded import NEGATIVE, Piece, Store, described, joined, load_text, told
 from wanjax.training.learning import FINITE, everything
 from wanjax.training.loop import RATE, STEPS, NotFiniteError, Trainer
@@ -41,6 +42,8 @@ from wanjax.training.result import save_checkpoint, save_lora
 LORA, CHECKPOINT, SAMPLES, LOCK = "lora.safetensors", "checkpoint", "samples", "training.lock"
 EXPERTS = {"high": 0, "low": 1}
 LEVELS = 8  # fixed noise levels of the held-out loss
+LEFT_OUT, CUT = "left_out.txt", "cut_captions.txt"
+SHOWN = 5  # of what was left out; a file has all of it
 IN_FLIGHT = 2  # steps whose metrics are not waited for
 Note = Callable[[str], Any]
 Count = Callable[[str, int, int], Any]
@@ -102,14 +105,39 @@ class Training:
         every = self.config.held_out
         self.held_out = pieces[every - 1 :: every] if every else []
         self.pieces = [piece for i, piece in enumerate(pieces) if not every or (i + 1) % every]
-        for sentence in _told(self.listing, pieces):
-            self.note(sentence)
+        self._tell(pieces)
         if every and not self.held_out:
             raise WanjaxError(f"{len(pieces)} clips are too few to hold out one in {every}: fewer, or none, would do")
         for prompt in self.config.samples:
-            bucket = self.pieces[0].bucket
+            bucket = self.sampled.bucket
             size = bucket.height, bucket.width
             try_output(self.out / SAMPLES / "0.mp4", bucket.frames, size, self.settings.fps, {"prompt": prompt})
+
+    @property
+    def sampled(self) -> Piece:
+        """The clip whose shape the samples have: the first that moves, or the first picture where none does."""
+        return next((piece for piece in self.pieces if piece.bucket.frames > 1), self.pieces[0])
+
+    def _tell(self, pieces: list[Piece]) -> None:
+        """Notes what is trained on, and what was left out; warns of captions that were cut.
+
+        The folder has a file of each list, which the notes may shorten.
+        """
+        listing = self.listing
+        self.note(f"{len(pieces)} clips: {'; '.join(described(pieces))}")
+        if listing.left_out:
+            self.note(f"{len(listing.left_out)} left out: {_in_short(listing.left_out, self.out / LEFT_OUT)}")
+        if listing.others:
+            self.note(f"files passed over, as hidden or no clip, picture or caption: {listing.others}")
+        if listing.cut:
+            count = f"{len(listing.cut)} caption{'s' * (len(listing.cut) > 1)}"
+            told = f"the model does not read all of {count}: {_in_short(listing.cut, self.out / CUT)}"
+            warnings.warn(told, WanjaxWarning, stacklevel=2)
+        for name, sentences in ((LEFT_OUT, listing.left_out), (CUT, listing.cut)):
+            (self.out / name).unlink(missing_ok=True)
+            if sentences:
+                with writing(self.out / name) as file:
+                    file.write_text("\n".join(sentences) + "\n", encoding="utf-8", errors="backslashreplace")
 
     def run(self) -> Path:
         """Trains, and returns the LoRA file or the checkpoint; of two networks, the folder of their LoRA files.
@@ -312,8 +340,8 @@ class Learner:
         return network
 
     def sample(self, step: int) -> None:
-        """Makes a video of each sample prompt with the present weights, in the shape of the first clip."""
-        pipe, piece = self.pipe, self.training.pieces[0]
+        """Makes a video of each sample prompt with the present weights, in the shape of `Training.sampled`."""
+        pipe, piece = self.pipe, self.training.sampled
         pipe.components.put(self.name, self._plain())
         for index, prompt in enumerate(self.config.samples):
             x, settings = self._sampled(piece, prompt)
@@ -377,15 +405,10 @@ def _levels(pipe: Pipeline, config: TrainConfig, network: str) -> NoiseLevels:
     )
 
 
-def _told(listing: Listing, pieces: list[Piece]) -> list[str]:
-    """Returns sentences on what is trained on, and on what was left out."""
-    found = [f"{len(pieces)} clips: {'; '.join(described(pieces))}"]
-    if listing.left_out:
-        named = "; ".join(listing.left_out[:5]) + (" and so on" if len(listing.left_out) > 5 else "")
-        found.append(f"{len(listing.left_out)} left out: {named}")
-    if listing.others:
-        found.append(f"files passed over, as hidden or no clip, picture or caption: {listing.others}")
-    return found
+def _in_short(sentences: Sequence[str], file: Path) -> str:
+    """Returns a few sentences, and the file that has all of them where there are more."""
+    few = "; ".join(sentences[:SHOWN])
+    return few if len(sentences) <= SHOWN else f"{few}; and {len(sentences) - SHOWN} more, all in {file}"
 
 
 def train(
