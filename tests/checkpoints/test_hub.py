@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import wanjax
-from tests.support.hub import FILES, ID, TRANSFORMER, VAE, fetched, files_in
+from tests.support.hub import COMMIT, FILES, ID, OLDER, TRANSFORMER, VAE, fetched, files_in
 from tests.support.words import naming, says
 from wanjax.checkpoints import hub
 from wanjax.checkpoints.lora import Lora
@@ -73,6 +73,12 @@ def test_offline_the_cache_is_used_and_what_it_lacks_is_said(server, hub_at):
     assert fetched(ID, ["vae"]) == folder
     assert "unset HF_HUB_OFFLINE" in fault(ID, ["transformer"])
     assert not server.sent
+
+
+@pytest.mark.usefixtures("online")
+def test_a_revision_is_the_one_that_is_asked_for(server):
+    assert hub.locate(ID, revision="v1").name == OLDER
+    assert hub.locate(ID).name == COMMIT
 
 
 @pytest.mark.usefixtures("online")

@@ -37,3 +37,12 @@ def test_the_next_chunk_is_decoded_while_one_is_written(monkeypatch):
     for chunk in run.Run(pipe, []).frames([np.zeros((1, 16, 5, 8, 8), np.float32)]):
         seen.append(f"written {chunk[0, 0, 0, 0]}")
     assert seen == ["begun 0", "begun 1", "written 0", "begun 2", "written 1", "written 2"]
+
+
+def test_bytes_are_the_nearest_to_what_is_decoded():
+    pipe = wanjax.load("nano")
+    shape = pipe.architecture.latent_shape(pipe.defaults)
+    latents = np.random.default_rng(0).normal(size=shape).astype(np.float32)[:, :, :1]
+    exact, frames = pipe.decode(latents, np.float32), pipe.decode(latents)
+    assert frames.dtype == np.uint8
+    np.testing.assert_array_equal(frames, np.round(exact * np.float32(255)))

@@ -107,6 +107,14 @@ def test_noise_of_one_seed_in_numbers():
     np.testing.assert_allclose(initial_noise(2**33 + 5, (1, 4))[0], exact, rtol=1e-6)
 
 
+def test_the_noise_of_steps_has_a_key_of_its_own():
+    """A seed makes the same video next year, and what steps add is independent of what they began from."""
+    right = jax.random.fold_in(jax.random.key(42), 1)
+    assert np.array_equal(jax.random.key_data(drawn_keys(42))[0], jax.random.key_data(right))
+    first = np.asarray(jax.random.normal(right, SHAPE))
+    assert abs(np.corrcoef(first.ravel(), np.asarray(initial_noise(42)).ravel())[0, 1]) < 0.2
+
+
 def test_all_bits_of_a_seed_count():
     noises = [np.asarray(initial_noise(seed)) for seed in (0, *(2**bit for bit in range(64)), 2**64 - 1)]
     assert len({noise.tobytes() for noise in noises}) == len(noises)

@@ -85,6 +85,9 @@ def test_networks_that_stay_are_counted_beside_each_stage():
     for name, stage in stays.stages.items():
         more = stage.peak_bytes_per_chip - freed.stages[name].peak_bytes_per_chip
         assert more == stage.kept_bytes_per_chip
+        assert (
+            stage.spare_bytes_per_chip == stays.memory_per_chip - stage.peak_bytes_per_chip
+        )  # by which it fits or not
     assert stays.peak_bytes_per_chip == max(stage.peak_bytes_per_chip for stage in stays.stages.values())
 
 

@@ -152,6 +152,18 @@ def test_one_compiled_step_serves_every_index_and_donates_its_buffers(scheduler)
     assert len(traces) == 1
 
 
+@pytest.mark.parametrize("prediction", ["velocity", "v", "epsilon", "x0"])
+def test_what_is_learned_is_what_gives_the_clean_sample(prediction):
+    """A network that predicts its target exactly ends at the clean sample."""
+    noise, clean = jax.random.normal(jax.random.key(0), (2, 64))
+    sigma = jnp.float32(0.6)
+    alpha = 1 - sigma if prediction == "velocity" else jnp.float32(0.8)
+    scheduler = FlowEuler(prediction=prediction)
+    schedule = schedulers.base.Schedule(jnp.zeros(1), jnp.full(2, sigma), jnp.full(2, alpha))
+    target = scheduler.target(alpha, sigma, clean, noise)
+    np.testing.assert_allclose(scheduler.x0(schedule, 0, target, alpha * clean + sigma * noise), clean, atol=1e-6)
+
+
 def test_two_equal_timesteps_are_two_steps():
     scheduler = unipc(16.0, "diffusers")
     noise = jnp.arange(4.0)

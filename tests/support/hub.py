@@ -17,6 +17,8 @@ from wanjax.checkpoints.hub import COMPONENT_FILES, INDEX, download
 
 ID = "owner/video"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+OLDER = "89abcdef0123456789abcdef0123456789abcdef"
+COMMITS = f"{COMMIT}|{OLDER}"
 FILES = {
     "model_index.json": json.dumps(
         {
@@ -64,6 +66,7 @@ class Hub(ThreadingHTTPServer):
         self.status, self.error_code, self.drops = None, None, 0
         self.refusals, self.short, self.pause, self.pieces, self.limit = [], 0, 0.0, 0, math.inf
         self.flip = None
+        self.revisions = {"main": COMMIT, "v1": OLDER, COMMIT: COMMIT, OLDER: OLDER}
         self.sent = []
 
     def handle_error(self, request, client_address):
@@ -93,28 +96,29 @@ class Answer(BaseHTTPRequestHandler):
 
     def answer(self, with_body):
         self.path = unquote(self.path)
-        repository = re.fullmatch(rf"/api/models/{ID}/revision/(main|{COMMIT})", self.path)
-        file = re.fullmatch(rf"/{ID}/resolve/{COMMIT}/(.+)", self.path)
+        repository = re.fullmatch(rf"/api/models/{ID}/revision/(.+)", self.path)
+        commit = self.server.revisions.get(repository[1]) if repository else None
+        file = re.fullmatch(rf"/{ID}/resolve/({COMMITS})/(.+)", self.path)
         if self.server.status:
             self.reply(self.server.status, b"", with_body, {"X-Error-Code": self.server.error_code or ""})
-        elif repository:
-            self.reply(200, json.dumps({"id": ID, "sha": COMMIT, "siblings": []}).encode(), with_body)
-        elif self.path.startswith(f"/api/models/{ID}/tree/{COMMIT}"):
+        elif commit:
+            self.reply(200, json.dumps({"id": ID, "sha": commit, "siblings": []}).encode(), with_body)
+        elif re.match(rf"/api/models/{ID}/tree/({COMMITS})", self.path):
             entries = [
                 {"type": "file", "path": name, "size": len(data), "oid": checksum(data)}
                 for name, data in self.server.files.items()
             ]
             self.reply(200, json.dumps(entries).encode(), with_body)
-        elif file and file[1] in self.server.files:
-            self.reply_with_file(file[1], with_body)
+        elif file and file[2] in self.server.files:
+            self.reply_with_file(file[2], file[1], with_body)
         elif f"/{ID}/" in self.path:
             self.reply(404, b"", with_body, {"X-Error-Code": "RevisionNotFound"})
         else:
             self.reply(404, b"", with_body, {"X-Error-Code": "RepoNotFound"})
 
-    def reply_with_file(self, name, with_body):
+    def reply_with_file(self, name, commit, with_body):
         data = self.server.files[name]
-        headers = {"ETag": f'"{checksum(data)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        headers = {"ETag": f'"{checksum(data)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
         start = int((self.headers["Range"] or "bytes=0-")[6:].split("-")[0])
         if start:
             headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"

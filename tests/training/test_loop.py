@@ -35,6 +35,27 @@ def test_a_training_that_goes_on_holds_one_state(tmp_path):
         assert all(x.is_deleted() for x in jax.tree.leaves(nnx.state(again)))
 
 
+def test_the_mean_of_the_weights_moves_to_them_by_its_share(tmp_path):
+    network = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+    before = np.asarray(network.kernel[...])
+    with trainer(network, tmp_path) as training:
+        training.run(1, draw)
+        after, mean = (np.asarray(training.state[name].kernel[...]) for name in ("weights", "average"))
+        np.testing.assert_allclose(mean, 0.9 * before + 0.1 * after, rtol=1e-6)
+        assert np.abs(after - before).max() > 5e-3
+        np.testing.assert_array_equal(training.network().kernel[...], mean)
+
+
+def test_the_gradients_of_parts_make_the_step_of_the_whole_batch(tmp_path):
+    def trained(parts):
+        network, folder = nnx.Linear(3, 3, rngs=nnx.Rngs(0)), tmp_path / str(parts)
+        with closing(Trainer(network, loss, optax.sgd(1e-1), folder, 0, accumulated=parts)) as training:
+            training.run(1, lambda step, generator: generator.normal(size=(4, 3)).astype(np.float32))
+            return np.asarray(training.network().kernel[...])
+
+    np.testing.assert_allclose(trained(2), trained(1), rtol=1e-5)
+
+
 def test_a_step_that_was_cut_off_is_not_kept(tmp_path, monkeypatch):
     """The state's buffers went into the step, so that the training goes on from the last that was kept."""
     with trainer(nnx.Linear(3, 3, rngs=nnx.Rngs(0)), tmp_path) as first:

@@ -1,0 +1,614 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mutations: the code is changed in one place, and the tests that could see it are run. Do they?
+
+Each mutation is a mistake that an edit could make, and that a user would notice. The tests run on copies of the tree,
+never in it, and pass there before anything is changed. A mutation is caught where one of its tests fails or takes too
+long.
+
+    python -m benchmarks.mutations [--only NAME ...] [--jobs 2] [--timeout SECONDS]
+"""
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from queue import SimpleQueue
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+MOST_JOBS = 2  # the tests of one take a core and up to 3 GB
+TIMEOUT = 300.0  # seconds that the tests of one mutation may take
+NONE_FOUND = 5  # the exit status of pytest where it ran no test
+
+
+class Mutation(NamedTuple):
+    """A change of the code: in `file`, `old`, which is there exactly once, becomes `new`.
+
+    `breaks` says what a user would notice. `tests` are node ids, below tests/, that could see it. `survives` says why
+    none can, where that is so.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    breaks: str
+    tests: tuple[str, ...]
+    survives: str = ""
+
+    def applied(self, text: str) -> str:
+        """Return the changed text of the file; raise ValueError unless `old` is in it exactly once."""
+        if (count := text.count(self.old)) != 1:
+            raise ValueError(
+                f"{self.name}: {self.old!r} is {count} times in {self.file}: choose text that is there once"
+            )
+        return text.replace(self.old, self.new)
+
+
+MUTATIONS = (
+    # kernels
+    Mutation(
+        "flash-guard",
+        "src/wanjax/kernels/attention/flash_kernel.py",
+        "state.weight[...] <= LARGEST_SUM",
+        "state.weight[...] <= jnp.inf",
+        "attention is infinite or NaN on a TPU where a later key's logit is far above the first ones'",
+        ("kernels/test_flash_tpu.py::test_logits_that_rise", "kernels/test_flash_tpu.py::test_the_range_of_values"),
+    ),
+    Mutation(
+        "flash-tail",
+        "src/wanjax/kernels/attention/flash_kernel.py",
+        "end, tail = _bodies(last, sizes), sizes.keys % sizes.body",
+        "end, tail = _bodies(last, sizes), 0",
+        "the last keys of a length that no tile divides are not attended to on a TPU",
+        ("kernels/test_flash_tpu.py::test_lengths",),
+    ),
+    Mutation(
+        "padded-keys",
+        "src/wanjax/kernels/attention/masks.py",
+        "jnp.arange(keys)[None, :] < counts[:, None]",
+        "jnp.arange(keys)[None, :] <= counts[:, None]",
+        "a video's tokens attend to one token of padding",
+        (
+            "kernels/test_sharded_attention.py::test_keys_that_are_not_there",
+            "kernels/test_joint_attention.py",
+        ),
+    ),
+    Mutation(
+        "ring-count",
+        "src/wanjax/kernels/attention/sharded.py",
+        'jnp.clip(keys - jax.lax.axis_index("sp") * k.shape[1], 0, k.shape[1])',
+        "jnp.clip(keys, 0, k.shape[1])",
+        "with sp > 1 the padding on the last device takes part in attention",
+        (
+            "kernels/test_sharded_attention.py::test_keys_that_are_not_there",
+            "kernels/test_sharded_attention.py::test_self_attention",
+        ),
+    ),
+    Mutation(
+        "ring-gradient",
+        "src/wanjax/kernels/attention/sharded.py",
+        'dk, dv = jax.lax.ppermute(sums, "sp", _to_next(devices))',
+        "dk, dv = sums",
+        "training with sp > 1 gives a device the gradients of its neighbour's keys",
+        ("kernels/test_sharded_attention.py::test_gradients",),
+    ),
+    # layers, models and sharding
+    Mutation(
+        "rope-table",
+        "src/wanjax/layers/rope.py",
+        "-np.arange(0, channels, 2, dtype=np.float64) / channels",
+        "-np.arange(0, channels, 2, dtype=np.float64) / (channels + 2)",
+        "every published model rotates positions by other angles than it was trained with",
+        ("parity/test_wan_transformer.py::test_whole",),
+    ),
+    Mutation(
+        "first-chunk",
+        "src/wanjax/models/wan/vae.py",
+        "            cache = self.time_conv.blank(x)\n",
+        "            cache = as_operand(jnp.concatenate([x, x], axis=1), self.time_conv.dtype)\n",
+        "the second to fifth frames of every Wan video flicker, since they see the first where they should see zeros",
+        ("parity/test_wan_vae.py::test_decode", "parity/test_wan_vae.py::test_modules_at_the_first_frame_and_later"),
+    ),
+    Mutation(
+        "kept-frames",
+        "src/wanjax/layers/conv.py",
+        "x[:, x.shape[1] - (self.kernel.shape[0] - self.time_stride) :]",
+        "x[:, : self.kernel.shape[0] - self.time_stride]",
+        "each chunk of a decoded video goes on from the wrong frames",
+        ("parity/test_wan_vae.py::test_decode", "models/test_cogvideox_vae.py::test_chunks"),
+    ),
+    Mutation(
+        "tile-fade",
+        "src/wanjax/layers/tiling.py",
+        "jnp.arange(overlap, dtype=after.dtype) / overlap",
+        "jnp.arange(overlap, dtype=after.dtype) * 0 + 1",
+        "seams between tiles are seen",
+        ("parity/test_wan_vae.py::test_decode_tiled",),
+    ),
+    Mutation(
+        "weight-rule",
+        "src/wanjax/sharding.py",
+        'weights={"heads": ("sp", "tp"), "mlp": ("sp", "tp"), "vocab": ("sp", "tp")}',
+        'weights={"heads": ("sp", "tp"), "vocab": ("sp", "tp")}',
+        "a model that fits on eight chips does not, since each holds all weights of the MLPs",
+        (
+            "test_sharding.py::test_where_weights_lie",
+            "test_sharding.py::test_what_the_14b_keeps_on_each_of_eight_chips",
+        ),
+    ),
+    # schedulers
+    Mutation(
+        "unipc-corrector",
+        "src/wanjax/schedulers/unipc.py",
+        "before = (c1 - c2) / (1 - r)",
+        "before = (c1 + c2) / (1 - r)",
+        "every Wan video is another one than by its authors' code",
+        ("parity/test_schedulers.py::test_unipc_with_the_official_noise_levels",),
+    ),
+    Mutation(
+        "last-sigma",
+        "src/wanjax/schedulers/base.py",
+        "np.append(levels[skip:], 0)",
+        "np.append(levels[skip:], levels[-1] / 2)",
+        "some noise is left in every video",
+        ("schedulers/test_schedulers.py::test_the_last_step_gives_the_clean_sample_exactly",),
+    ),
+    Mutation(
+        "flow-shift",
+        "src/wanjax/schedulers/base.py",
+        "return shift * sigmas / (1 + (shift - 1) * sigmas)",
+        "return shift * sigmas / (1 + shift * sigmas)",
+        "the noise levels of every flow are wrong",
+        ("schedulers/test_schedulers.py::test_euler_noise_levels_are_shifted_once_officially",),
+    ),
+    Mutation(
+        "renoise",
+        "src/wanjax/schedulers/renoising.py",
+        "schedule.sigmas[index + 1] * noise, state",
+        "schedule.sigmas[index] * noise, state",
+        "models of three or four steps add too much noise in each, and their videos are grainy",
+        ("schedulers/test_renoising.py::test_every_step_is_the_published_one",),
+    ),
+    Mutation(
+        "v-target",
+        "src/wanjax/schedulers/base.py",
+        "return alphas * noise - sigmas * x0",
+        "return alphas * noise + sigmas * x0",
+        "a LoRA that is trained for CogVideoX makes noise",
+        ("schedulers/test_schedulers.py::test_what_is_learned_is_what_gives_the_clean_sample",),
+    ),
+    # pipelines
+    Mutation(
+        "cfg-order",
+        "src/wanjax/pipelines/guidance.py",
+        "return negative + told * (prompt - negative), average",
+        "return prompt + told * (negative - prompt), average",
+        "guidance leads to the negative prompt",
+        ("parity/test_guidance_rules.py::test_apg_that_keeps_all_is_classifier_free_guidance",),
+    ),
+    Mutation(
+        "cache-counter",
+        "src/wanjax/pipelines/caching/rules.py",
+        "errors, count = errors + np.abs(1 - grown), count + 1",
+        "errors, count = errors + np.abs(1 - grown), count",
+        "MagCache reuses more steps in a row than its table allows, and videos lose detail",
+        ("pipelines/test_cache_rules.py::test_magcache_skips_the_published_steps",),
+    ),
+    Mutation(
+        "resume-check",
+        "src/wanjax/pipelines/resume.py",
+        'found.metadata.get("origin") != self.origin',
+        '"origin" not in found.metadata',
+        "a stopped video goes on with the latents of another prompt or seed",
+        (
+            "pipelines/test_resume.py::test_another_video_begins_anew",
+            "pipelines/test_resume.py::test_another_noise_begins_anew",
+        ),
+    ),
+    Mutation(
+        "resume-step",
+        "src/wanjax/pipelines/resume.py",
+        '"steps": str(step.index + 1)',
+        '"steps": str(step.index)',
+        "a stopped video takes a step twice, and is another one than without the stop",
+        ("pipelines/test_resume.py::test_a_stopped_run_continues",),
+    ),
+    Mutation(
+        "seed-high-word",
+        "src/wanjax/pipelines/seeds.py",
+        "[[seed >> 32, seed & 0xFFFFFFFF] for seed in seeds]",
+        "[[0, seed & 0xFFFFFFFF] for seed in seeds]",
+        "two seeds that differ above 32 bits make one video",
+        ("pipelines/test_seeds.py::test_all_bits_of_a_seed_count",),
+    ),
+    Mutation(
+        "step-noise",
+        "src/wanjax/pipelines/seeds.py",
+        "jnp.stack([jax.random.fold_in(key_of(word), 1) for word in words])",
+        "jnp.stack([key_of(word) for word in words])",
+        "a stochastic solver adds noise that is not independent of the initial noise",
+        ("pipelines/test_seeds.py::test_the_noise_of_steps_has_a_key_of_its_own",),
+    ),
+    Mutation(
+        "uint8-rounding",
+        "src/wanjax/pipelines/frames.py",
+        "jnp.round(frames * 255.0).astype(dtype)",
+        "(frames * 255.0).astype(dtype)",
+        "every pixel of every video is half a level too dark",
+        ("pipelines/test_components.py::test_bytes_are_the_nearest_to_what_is_decoded",),
+    ),
+    Mutation(
+        "window-fade",
+        "src/wanjax/pipelines/windows.py",
+        "np.float32(1 - number / (FADING + 1))",
+        "np.float32(number / (FADING + 1))",
+        "a long video jumps where windows meet",
+        ("pipelines/test_windows.py::test_a_small_jump_fades_and_motion_stays",),
+    ),
+    Mutation(
+        "record-field",
+        "src/wanjax/pipelines/record.py",
+        'made |= {"batch_guidance": True}',
+        "made |= {}",
+        "`--from` makes another video, because its record lacks a choice",
+        ("pipelines/test_record.py::test_choices_of_loading_and_of_the_call",),
+    ),
+    Mutation(
+        "expert-boundary",
+        "src/wanjax/pipelines/wan/experts.py",
+        ">= settings.boundary * TRAIN_STEPS",
+        "> settings.boundary * TRAIN_STEPS + 1",
+        "Wan 2.2's second expert takes a step of the first",
+        (
+            "pipelines/test_experts.py::test_segments",
+            "pipelines/test_experts.py::test_every_step_is_taken_once_by_the_right_expert",
+        ),
+    ),
+    # media
+    Mutation(
+        "crop-rounding",
+        "src/wanjax/media/pictures.py",
+        "image.resize((round(image.width * scale), round(image.height * scale)), LANCZOS)",
+        "image.resize((int(image.width * scale), int(image.height * scale)), LANCZOS)",
+        "a picture gets a black line at its edge",
+        ("media/test_pictures.py::test_fit", "media/test_pictures.py::test_whatever_its_size_a_picture_fits"),
+    ),
+    Mutation(
+        "resize-filter",
+        "src/wanjax/pipelines/image_processor.py",
+        "image = image.resize((width, height), Image.Resampling.BICUBIC)",
+        "image = image.resize((width, height), Image.Resampling.BILINEAR)",
+        "the image encoder sees another picture than it was trained with",
+        ("parity/test_vision.py::test_preprocessing",),
+    ),
+    Mutation(
+        "frame-times",
+        "src/wanjax/media/videos.py",
+        "round(1000 * i / fps / unit) * unit",
+        "round(1000 / fps / unit) * unit * i",
+        "an animation is shorter or longer than its frames a second say",
+        ("media/test_videos.py::test_animations",),
+    ),
+    Mutation(
+        "fps",
+        "src/wanjax/media/videos.py",
+        '"-framerate", str(fps)',
+        '"-framerate", str(int(fps) + 1)',
+        "films play too fast",
+        ("media/test_videos.py::test_films",),
+    ),
+    # checkpoints and stores
+    Mutation(
+        "row-scale",
+        "src/wanjax/checkpoints/descaled.py",
+        " / parts.spelling.steps",
+        "",
+        "weights of 8-bit integers are 127 times too large",
+        ("checkpoints/test_descaled.py::test_integers_of_which_127_is_the_scale",),
+    ),
+    Mutation(
+        "block-scale",
+        "src/wanjax/checkpoints/descaled.py",
+        "x = np.repeat(x, size, axis)",
+        "x = np.concatenate([x] * size, axis)",
+        "weights of fp8 with a scale for each block are multiplied by other blocks' scales",
+        ("checkpoints/test_descaled.py::test_every_spelling_and_shape",),
+    ),
+    Mutation(
+        "table-rows",
+        "converters/rules.py",
+        '*linear(f"{source}.to_k", f"{target}.k", rows=rows)',
+        '*linear(f"{source}.to_k", f"{target}.k")',
+        "keys are rotated in other pairs than queries, and every video is noise",
+        ("parity/test_wan_transformer.py::test_block_and_attention",),
+    ),
+    Mutation(
+        "lora-alpha",
+        "src/wanjax/checkpoints/lora_scales.py",
+        "return self._stored(alpha) / rank",
+        "return self._stored(alpha)",
+        "a LoRA is as many times too strong as its rank",
+        ("checkpoints/test_lora_files.py::test_factors_with_alpha_are_added_in_float32",),
+    ),
+    Mutation(
+        "unpickling",
+        "src/wanjax/checkpoints/torch_file.py",
+        "        return Name(module, name)\n",
+        "        return super().find_class(module, name)\n",
+        "a file of weights can run any code",
+        ("parity/test_torch_file.py::test_a_pickle_that_would_run_code_does_not",),
+    ),
+    Mutation(
+        "path-escape",
+        "src/wanjax/stores/places.py",
+        'not {"", ".", ".."} & {*parts}',
+        'not {"", "."} & {*parts}',
+        "a store's listing can write outside of the folder that it is copied to",
+        ("stores/test_places.py::test_names_that_lead_elsewhere_are_not_taken",),
+    ),
+    Mutation(
+        "hub-revision",
+        "src/wanjax/checkpoints/hub.py",
+        "client = partial(snapshot_download, repository, revision=revision, ",
+        "client = partial(snapshot_download, repository, revision=None, ",
+        "`--revision` is ignored: the newest weights are loaded",
+        ("checkpoints/test_hub.py::test_a_revision_is_the_one_that_is_asked_for",),
+    ),
+    Mutation(
+        "atomic-rename",
+        "src/wanjax/stores/writing.py",
+        "            yield beside\n            beside.replace(path)\n",
+        "            yield path\n",
+        "a run that is stopped leaves half of a video under its name",
+        ("stores/test_writing.py",),
+    ),
+    # training
+    Mutation(
+        "loss",
+        "src/wanjax/training/objective.py",
+        "return jnp.mean(jnp.square(predicted(network) - target))",
+        "return jnp.mean(jnp.abs(predicted(network) - target))",
+        "a training minimises another error than the reference's",
+        ("parity/test_training.py::test_a_lora_step_is_torch_s",),
+    ),
+    Mutation(
+        "resumed-rate",
+        "src/wanjax/training/loop.py",
+        "self.state = dict(self.manager.restore(self.step, args=ocp.args.StandardRestore(abstract)))",
+        "self.state = dict(self.manager.restore(self.step, args=ocp.args.StandardRestore(abstract)))\n"
+        '        self.state["optimizer"] = jax.tree.map(jax.numpy.zeros_like, abstract["optimizer"])',
+        "a training that goes on begins its rate's schedule, and the optimiser's means, from 0 again",
+        ("training/test_run.py::test_a_stopped_training_ends_with_the_same_bits",),
+    ),
+    Mutation(
+        "mean-weights",
+        "src/wanjax/training/learning.py",
+        'state["average"], 1.0 - method.average)',
+        'state["average"], method.average)',
+        "the mean of the weights is nearly the last ones",
+        ("training/test_loop.py::test_the_mean_of_the_weights_moves_to_them_by_its_share",),
+    ),
+    Mutation(
+        "accumulation",
+        "src/wanjax/training/learning.py",
+        "a + b / jnp.asarray(parts, b.dtype)",
+        "a + b",
+        "gradients of accumulated batches are added where their mean is right",
+        ("training/test_loop.py::test_the_gradients_of_parts_make_the_step_of_the_whole_batch",),
+    ),
+    Mutation(
+        "caption-dropout",
+        "src/wanjax/training/batches.py",
+        ".random(len(chosen)) < self.dropped",
+        ".random(len(chosen)) >= self.dropped",
+        "a training sees the captions that it was to drop, and drops the others",
+        ("training/test_data.py::test_captions_are_dropped_at_their_rate",),
+    ),
+    # servers, batches and plans
+    Mutation(
+        "commit",
+        "src/wanjax/serve/shelf.py",
+        '"isolation_level": None',
+        '"isolation_level": "DEFERRED"',
+        "a server that is killed forgets videos that it had taken",
+        ("serve/test_videos.py::test_what_was_asked_of_a_killed_server_is_found_again",),
+    ),
+    Mutation(
+        "requeue",
+        "src/wanjax/serve/board.py",
+        "self._queue.appendleft(job)",
+        "self._queue.append(job)",
+        "a video whose worker died waits behind all others",
+        ("serve/test_owner.py::test_the_video_of_a_worker_that_died_waits_before_the_others",),
+    ),
+    Mutation(
+        "token",
+        "src/wanjax/serve/guard.py",
+        "hmac.compare_digest(given.encode(), self.token.encode())",
+        "self.token.startswith(given)",
+        "a server with a token answers who gives none",
+        ("serve/test_refusals.py::test_a_token_lets_in",),
+    ),
+    Mutation(
+        "batch-resume",
+        "src/wanjax/cluster/batch.py",
+        "self.give_back(jobs[1:])",
+        "self.give_back(jobs[2:])",
+        "a batch whose worker died leaves a video out",
+        ("cluster/test_batch.py::test_each_job_ends_once",),
+    ),
+    Mutation(
+        "plan-memory",
+        "src/wanjax/plan/outlook.py",
+        "spare_bytes_per_chip=memory - largest.peak - program.beside",
+        "spare_bytes_per_chip=memory - largest.peak",
+        "a plan says that a video fits where the networks beside it take the memory",
+        ("plan/test_outlook.py::test_networks_that_stay_are_counted_beside_each_stage",),
+    ),
+    Mutation(
+        "price-unit",
+        "src/wanjax/plan/scale.py",
+        "devices * n * held / 3600",
+        "devices * n * held / 60",
+        "the chip-hours and the cost of many videos are 60 times too high",
+        ("plan/test_scale.py::test_slices_hours_and_cost_by_hand",),
+    ),
+)
+
+
+class Result(NamedTuple):
+    """What became of a mutation: whether a test saw it, which did, and in how many seconds."""
+
+    mutation: Mutation
+    caught: bool
+    by: str
+    seconds: float
+
+
+class Copy:
+    """A copy of the tree in a folder, in which tests import the package that is there."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        listed = subprocess.run(
+            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+            cwd=ROOT,
+            check=True,
+            capture_output=True,
+        )
+        for name in filter(None, listed.stdout.decode().split("\0")):
+            if (ROOT / name).is_file():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, folder / name)
+        (folder / "src/wanjax/converters").symlink_to(folder / "converters")  # as the package has it when installed
+        shown = "import wanjax, wanjax.converters as c; print(wanjax.__file__, c.__file__, sep='\\n')"
+        command = [sys.executable, "-c", shown]
+        told = subprocess.run(command, cwd=folder, env=self.environment, check=True, capture_output=True, text=True)
+        if not all(Path(line).resolve().is_relative_to(folder.resolve()) for line in told.stdout.splitlines()):
+            raise RuntimeError(f"tests in {folder} would import {told.stdout.split()}: unset what puts these first")
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return os.environ | {
+            "PYTHONPATH": f"{self.folder}/src:{self.folder}",
+            "XDG_CACHE_HOME": f"{self.folder}/.cache",
+        }
+
+    @contextmanager
+    def changed(self, mutation: Mutation):
+        """Change the file in the `with` block."""
+        file = self.folder / mutation.file
+        text = file.read_text(encoding="utf-8")
+        try:
+            file.write_text(mutation.applied(text), encoding="utf-8")
+            self._forget(file)
+            yield
+        finally:
+            file.write_text(text, encoding="utf-8")
+            self._forget(file)
+
+    @staticmethod
+    def _forget(file: Path) -> None:
+        """Remove what Python compiled of a file, since two changes within a second may have one time and size."""
+        for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*"):
+            compiled.unlink()
+
+    def test(self, tests: Iterable[str], timeout: float | None) -> tuple[int, str]:
+        """Run tests; return pytest's exit status and what it printed. One that takes too long has the status 124."""
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider"]
+        paths = [f"tests/{test}" for test in tests]
+        with subprocess.Popen(
+            [*command, *paths],
+            cwd=self.folder,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,  # so that what tests started ends with them
+        ) as process:
+            try:
+                output, _ = process.communicate(timeout=timeout)
+                return process.returncode, output
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                return 124, ""
+
+
+def run(mutations: Sequence[Mutation], jobs: int, timeout: float) -> list[Result]:
+    """Return what became of each mutation, and print it as it is known; exit where tests fail without any."""
+    with TemporaryDirectory(prefix="wanjax-mutations-") as folder:
+        copies: SimpleQueue[Copy] = SimpleQueue()
+        for number in range(jobs):
+            copies.put(Copy(Path(folder) / str(number)))
+        first = copies.get()
+        tests = dict.fromkeys(test for mutation in mutations for test in mutation.tests)
+        begun = perf_counter()
+        status, output = first.test(tests, None)
+        if status != 0:
+            sys.exit(f"{output}\nthese tests fail without a mutation: mend them first")
+        print(f"{len(tests)} tests or files pass without a mutation, in {perf_counter() - begun:.0f} s", flush=True)
+        copies.put(first)
+
+        def one(mutation: Mutation) -> Result:
+            copy, begun = copies.get(), perf_counter()
+            try:
+                with copy.changed(mutation):
+                    status, output = copy.test(mutation.tests, timeout)
+            finally:
+                copies.put(copy)
+            if status == NONE_FOUND:
+                raise RuntimeError(f"{mutation.name}: no test of {', '.join(mutation.tests)} was run: name quick ones")
+            failed = (line.split(" - ")[0] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR ")))
+            by = next(failed, "a timeout" if status == 124 else f"exit status {status}")
+            result = Result(mutation, status != 0, by if status else "", perf_counter() - begun)
+            told = f"by {by.removeprefix('FAILED tests/')}" if result.caught else f"so: {mutation.breaks}"
+            print(
+                f"{'caught' if result.caught else 'SURVIVED':9} {mutation.name:16} {told} ({result.seconds:.0f} s)",
+                flush=True,
+            )
+            return result
+
+        with ThreadPoolExecutor(jobs) as pool:
+            try:
+                return list(pool.map(one, mutations))
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="mutations", description=(__doc__ or "").partition("\n\n")[0])
+    names = [mutation.name for mutation in MUTATIONS]
+    parser.add_argument(
+        "--only", action="append", choices=names, metavar="NAME", help="this one alone; may be repeated"
+    )
+    parser.add_argument("--jobs", type=int, choices=range(1, MOST_JOBS + 1), default=MOST_JOBS, help="at a time")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT, help="seconds for the tests of one (%(default)g)")
+    parser.add_argument("--list", action="store_true", help="print what each breaks, and run nothing")
+    asked = parser.parse_args()
+    chosen = [mutation for mutation in MUTATIONS if asked.only is None or mutation.name in asked.only]
+    for mutation in chosen:
+        mutation.applied((ROOT / mutation.file).read_text(encoding="utf-8"))
+    if asked.list:
+        for mutation in chosen:
+            print(f"{mutation.name:16} {mutation.breaks}")
+        return
+    results = run(chosen, asked.jobs, asked.timeout)
+    missed = [result.mutation for result in results if not result.caught]
+    print(f"{len(results) - len(missed)} of {len(results)} mutations are caught")
+    for mutation in missed:
+        print(f"survived: {mutation.name} ({mutation.file}): {mutation.survives or mutation.breaks}")
+    sys.exit(any(not mutation.survives for mutation in missed))
+
+
+if __name__ == "__main__":
+    main()

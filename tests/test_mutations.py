@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mutations of benchmarks/mutations.py fit the code as it is, and their tests are there."""
+
+import ast
+from collections import Counter
+
+import pytest
+
+from benchmarks import mutations
+from benchmarks.mutations import MUTATIONS, ROOT, Mutation, main
+
+HARMLESS = Mutation(
+    "harmless",
+    "src/wanjax/stores/places.py",
+    '"""Tells whether a name stays in its folder, on every system, and can be printed."""',
+    '"""Tells whether a name is plain."""',
+    "nothing",
+    ("stores/test_places.py::test_names_that_lead_elsewhere_are_not_taken",),
+)
+
+
+def test_they_are_many_and_all_over_the_house():
+    assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS) >= 48
+    folders = Counter(mutation.file.removeprefix("src/wanjax/").split("/")[0] for mutation in MUTATIONS)
+    assert len(folders) >= 14
+    assert max(folders.values()) <= len(MUTATIONS) // 4
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=[mutation.name for mutation in MUTATIONS])
+def test_a_mutation_fits_the_code_and_names_its_tests(mutation):
+    text = (ROOT / mutation.file).read_text(encoding="utf-8")
+    changed = mutation.applied(text)
+    assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(text))
+    compile(changed, mutation.file, "exec")
+    for test in mutation.tests:
+        file, _, name = test.partition("::")
+        tree = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8"))
+        assert not name or name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("old", ["no such text", "import"])
+def test_a_text_that_is_not_there_once_is_refused(old):
+    with pytest.raises(ValueError, match=HARMLESS.name):
+        HARMLESS._replace(old=old).applied((ROOT / HARMLESS.file).read_text(encoding="utf-8"))
+
+
+@pytest.mark.slow
+def test_what_is_caught_and_what_survives_is_told(monkeypatch, capsys):
+    (caught,) = (mutation for mutation in MUTATIONS if mutation.name == "path-escape")
+    before = (ROOT / caught.file).read_text(encoding="utf-8")
+    monkeypatch.setattr(mutations, "MUTATIONS", (caught, HARMLESS))
+    monkeypatch.setattr("sys.argv", ["mutations", "--jobs", "1"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    told = capsys.readouterr().out
+    assert end.value.code
+    assert "1 of 2" in told
+    assert [line.split()[:2] for line in told.splitlines()[1:3]] == [
+        ["caught", "path-escape"],
+        ["SURVIVED", "harmless"],
+    ]
+    assert (ROOT / caught.file).read_text(encoding="utf-8") == before
