@@ -10,7 +10,9 @@ from wanjax.models.clip import CLIPVisionConfig
 
 
 def clip_config(json: Mapping[str, Any]) -> CLIPVisionConfig:
-    """Reads the config of the vision tower from a config.json of `CLIPVisionModel`; the last block is left out.
+    """Reads the config of the vision tower from a config.json of `CLIPVisionModelWithProjection` or `CLIPVisionModel`.
+
+    The last block is left out.
 
     Raises WanjaxError for another model or activation, KeyError if a size is missing.
     """
@@ -32,5 +34,6 @@ def clip_rules(config: CLIPVisionConfig) -> list[Rule]:
 
 
 def clip_unused(config: CLIPVisionConfig) -> list[str]:
-    """Returns patterns of the unused keys: the last block, the last norm, and the position indices."""
-    return either_way([f"encoder.layers.{config.layers}.*", "post_layernorm.*", "embeddings.position_ids"])
+    """Returns patterns of the unused keys: the last block, what follows it, and the position indices."""
+    tower = either_way([f"encoder.layers.{config.layers}.*", "post_layernorm.*", "embeddings.position_ids"])
+    return [*tower, "visual_projection.weight"]

@@ -23,6 +23,7 @@ KIND = {
     "use_quant_conv": (False,),
     "use_post_quant_conv": (False,),
 }
+SAMPLE_SIZE = 480, 720  # (height, width) of a config that lacks it, such as the first of CogVideoX-2b
 
 
 def vae_config(json: Mapping[str, Any]) -> VAEConfig:
@@ -38,7 +39,7 @@ def vae_config(json: Mapping[str, Any]) -> VAEConfig:
         res_blocks=json["layers_per_block"],
         groups=json["norm_num_groups"],
         temporal_factor=factor,
-        sample_size=(json["sample_height"], json["sample_width"]),
+        sample_size=(json.get("sample_height", SAMPLE_SIZE[0]), json.get("sample_width", SAMPLE_SIZE[1])),
         scaling_factor=json["scaling_factor"],
         invert_scale_latents=json.get("invert_scale_latents", False),
     )

@@ -266,7 +266,7 @@ def test_other_architectures_are_refused(reference, entry, value):
 
 
 def test_a_missing_size_is_named(reference):
-    with pytest.raises(WanjaxError, match="has no sample_height"):
+    with pytest.raises(WanjaxError, match="has no layers_per_block"):
         read_config(
-            "config.json", {name: x for name, x in reference.config.items() if name != "sample_height"}, vae_config
+            "config.json", {name: x for name, x in reference.config.items() if name != "layers_per_block"}, vae_config
         )

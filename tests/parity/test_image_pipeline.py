@@ -9,7 +9,7 @@ import pytest
 import torch
 from diffusers import WanImageToVideoPipeline, WanTransformer3DModel
 from PIL import Image
-from transformers import CLIPVisionConfig, CLIPVisionModel
+from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 import wanjax
@@ -51,7 +51,7 @@ def reference(request, tmp_path_factory) -> WanImageToVideoPipeline:
         )
     }  # fmt: skip
     if KINDS[request.param]:
-        networks["image_encoder"] = CLIPVisionModel(vision)
+        networks["image_encoder"] = CLIPVisionModelWithProjection(vision)  # as published
         processor = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
     else:
         processor = None

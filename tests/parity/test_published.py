@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 import pytest
 import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel, WanVACETransformer3DModel
-from transformers import CLIPVisionConfig, CLIPVisionModel, UMT5Config, UMT5EncoderModel
+from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection, UMT5Config, UMT5EncoderModel
 
 from tests.support.published import Keys, image_encoder_keys, text_encoder_keys, transformer_keys, vae_keys
 from wanjax.converters import clip
@@ -109,9 +109,11 @@ def test_text_encoder():
 def test_image_encoder():
     sizes = {"hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 16}
     with torch.device("meta"):
-        reference = CLIPVisionModel(CLIPVisionConfig(**sizes, image_size=224, patch_size=14, hidden_act="gelu"))
+        reference = CLIPVisionModelWithProjection(
+            CLIPVisionConfig(**sizes, image_size=224, patch_size=14, hidden_act="gelu", projection_dim=1024)
+        )
     assert clip.clip_config(reference.config.to_dict()) == CLIP_VIT_H
-    keys = {f"vision_model.{key}": shape for key, shape in keys_of(reference).items()}  # the published names
+    keys = keys_of(reference)
     unused = {key for key in keys if any(fnmatchcase(key, pattern) for pattern in clip.clip_unused(CLIP_VIT_H))}
-    assert len(unused) == 16 + 2  # the last block and the last norm
+    assert len(unused) == 16 + 2 + 1  # the last block, the last norm and the projection
     assert image_encoder_keys(CLIP_VIT_H) == {key: shape for key, shape in keys.items() if key not in unused}

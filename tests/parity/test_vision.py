@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
-from transformers import CLIPVisionConfig, CLIPVisionModel
+from transformers import CLIPVisionConfig, CLIPVisionModel, CLIPVisionModelWithProjection
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from tests.parity.references import StateDict, randomise, relative_l2
@@ -70,6 +70,18 @@ def test_present_and_former_file_formats(reference, tmp_path):
     again = load(config, Tensors(before | {"vision_model.embeddings.position_ids": np.arange(17)[None]}))
     for ours, same in zip(modules.parameters(model).values(), modules.parameters(again).values(), strict=True):
         np.testing.assert_array_equal(ours, same)
+
+
+def test_the_projection_after_the_tower_is_left(reference, tmp_path):
+    """Wan's published image encoders hold one, and their config.json names the class that has it."""
+    projected = CLIPVisionModelWithProjection(reference.config).eval()
+    randomise(projected, seed=4)
+    projected.save_pretrained(tmp_path)
+    reader = SafetensorsFolder(tmp_path)
+    assert "visual_projection.weight" in reader.specs
+    model = load(json.loads((tmp_path / "config.json").read_text()), reader)
+    ours = model(jnp.asarray(IMAGES.numpy().transpose(0, 2, 3, 1)))
+    assert relative_l2(ours, features(projected, IMAGES)) <= 1e-5
 
 
 @pytest.mark.parametrize("size", [(224, 224), (100, 300), (3, 5), (720, 1280)])

@@ -66,8 +66,11 @@ TEXT_ENCODER = {
     "layer_norm_epsilon": 1e-6,
     "feed_forward_proj": "gated-gelu",
 }
+CLIP = "CLIPVisionModelWithProjection"
 IMAGE_ENCODER = {
+    "architectures": [CLIP],
     "model_type": "clip_vision_model",
+    "projection_dim": 8,
     "hidden_size": 16,
     "intermediate_size": 32,
     "num_hidden_layers": 2,
@@ -136,7 +139,7 @@ COGVIDEOX_VAE = {
     "invert_scale_latents": True,
 }
 COGVIDEOX_SCHEDULER = {
-    "_class_name": "CogVideoXDPMScheduler",
+    "_class_name": "CogVideoXDDIMScheduler",
     "beta_schedule": "scaled_linear",
     "beta_start": 0.00085,
     "beta_end": 0.012,
@@ -150,7 +153,7 @@ COGVIDEOX_SCHEDULER = {
 COGVIDEOX_INDEX = {
     "_class_name": "CogVideoXPipeline",
     "_diffusers_version": "0.35.0",
-    "scheduler": ["diffusers", "CogVideoXDPMScheduler"],
+    "scheduler": ["diffusers", "CogVideoXDDIMScheduler"],
     "text_encoder": ["transformers", "T5EncoderModel"],
     "tokenizer": ["transformers", "T5Tokenizer"],
     "transformer": ["diffusers", "CogVideoXTransformer3DModel"],
@@ -204,6 +207,7 @@ HUNYUAN_VAE = {
     "temporal_compression_ratio": 4,
     "scaling_factor": 1.3,
 }
+HUNYUAN_GUIDER = {"_class_name": "ClassifierFreeGuidance"}
 HUNYUAN_SCHEDULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 5.0}
 PICTURE_COMPONENTS = ("feature_extractor", "image_encoder")
 HUNYUAN_INDEX = {
@@ -213,7 +217,7 @@ HUNYUAN_INDEX = {
     "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
     "text_encoder": ["transformers", "Qwen2_5_VLTextModel"],
     "text_encoder_2": ["transformers", "T5EncoderModel"],
-    "tokenizer": ["transformers", "Qwen2Tokenizer"],
+    "tokenizer": ["transformers", "Qwen2TokenizerFast"],
     "tokenizer_2": ["transformers", "ByT5Tokenizer"],
     "transformer": ["diffusers", "HunyuanVideo15Transformer3DModel"],
     "vae": ["diffusers", "AutoencoderKLHunyuanVideo15"],
@@ -246,9 +250,12 @@ def tiny_sparse_linear_checkpoint(folder: Path) -> Path:
 def tiny_image_checkpoint(folder: Path, *, last: bool = False) -> Path:
     """Writes the checkpoint of an image-to-video model, or of first and last frame; its videos are small."""
     sizes = {"in_channels": 2 * LATENT_CHANNELS + 4, "image_dim": 16, "added_kv_proj_dim": 24}
-    index = INDEX | {"_class_name": "WanImageToVideoPipeline", "image_encoder": ["transformers", "CLIPVisionModel"]}
+    index = INDEX | {"_class_name": "WanImageToVideoPipeline", "image_encoder": ["transformers", CLIP]}
     index["image_processor"] = ["transformers", "CLIPImageProcessor"]
-    _save(folder / "image_encoder", "CLIPVisionModel", IMAGE_ENCODER, "model")
+    _save(folder / "image_encoder", CLIP, IMAGE_ENCODER, "model")
+    weights = folder / "image_encoder" / "model.safetensors"
+    projection = np.ones((IMAGE_ENCODER["projection_dim"], IMAGE_ENCODER["hidden_size"]), np.float32)
+    save_safetensors(weights, {**load_safetensors(weights), "visual_projection.weight": projection})
     _write_json(folder / "image_processor" / "preprocessor_config.json", IMAGE_PROCESSOR)
     _write_json(folder / "generation_config.json", SMALL)
     return _checkpoint(folder, index, TRANSFORMER | sizes | {"pos_embed_seq_len": 10 if last else None})
@@ -322,7 +329,7 @@ def tiny_hunyuan_checkpoint(folder: Path, *, pictured: bool = False, **transform
     _save(folder / "vae", "AutoencoderKLHunyuanVideo15", HUNYUAN_VAE)
     save_chat_tokenizer(folder / "tokenizer")
     save_byte_tokenizer(folder / "tokenizer_2")
-    _write_json(folder / "guider" / "guider_config.json", {"guidance_scale": 3.0})
+    _write_json(folder / "guider" / "guider_config.json", HUNYUAN_GUIDER | {"guidance_scale": 3.0})
     _write_json(folder / "scheduler" / "scheduler_config.json", HUNYUAN_SCHEDULER | {"shift": 9.0})
     index = {name: kind for name, kind in HUNYUAN_INDEX.items() if pictured or name not in PICTURE_COMPONENTS}
     if pictured:

@@ -56,7 +56,7 @@ CLASSES = {
     "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
     "text_encoder": ("transformers", "Qwen2_5_VLTextModel"),
     "text_encoder_2": ("transformers", "T5EncoderModel"),
-    "tokenizer": ("transformers", "Qwen2Tokenizer"),
+    "tokenizer": ("transformers", "Qwen2TokenizerFast"),
     "tokenizer_2": ("transformers", "ByT5Tokenizer"),
     "transformer": ("diffusers", "HunyuanVideo15Transformer3DModel"),
     "vae": ("diffusers", "AutoencoderKLHunyuanVideo15"),

@@ -22,7 +22,7 @@ QWEN2_VL = NetworkKind(
     unused=qwen2_vl.qwen2_vl_unused,
 )
 CLIP_VISION = NetworkKind(
-    classes=("CLIPVisionModel",),
+    classes=("CLIPVisionModelWithProjection", "CLIPVisionModel"),  # the first is that of the published files
     read=clip.clip_config,
     modules={CLIPVisionConfig: CLIPVision},
     rules=clip.clip_rules,
