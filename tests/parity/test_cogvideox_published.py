@@ -8,6 +8,7 @@ import torch
 from diffusers import CogVideoXTransformer3DModel
 from flax import nnx
 
+from tests.support import published_configs as published
 from wanjax.checkpoints.modules import parameters
 from wanjax.converters.cogvideox.diffusers import transformer_config, transformer_rules
 from wanjax.converters.configs import read_config
@@ -19,52 +20,13 @@ from wanjax.models.cogvideox.transformer import CogVideoXTransformer
 from wanjax.pipelines.cogvideox.presets import PRESETS
 from wanjax.schedulers.ddim import DDIM
 
-# transformer/config.json of THUDM's repositories; those of the first generation have fewer entries
-FIRST = {
-    "_class_name": "CogVideoXTransformer3DModel",
-    "activation_fn": "gelu-approximate",
-    "attention_bias": True,
-    "attention_head_dim": 64,
-    "dropout": 0.0,
-    "flip_sin_to_cos": True,
-    "freq_shift": 0,
-    "in_channels": 16,
-    "max_text_seq_length": 226,
-    "norm_elementwise_affine": True,
-    "norm_eps": 1e-05,
-    "num_attention_heads": 48,
-    "num_layers": 42,
-    "out_channels": 16,
-    "patch_size": 2,
-    "sample_frames": 49,
-    "sample_height": 60,
-    "sample_width": 90,
-    "spatial_interpolation_scale": 1.875,
-    "temporal_compression_ratio": 4,
-    "temporal_interpolation_scale": 1.0,
-    "text_embed_dim": 4096,
-    "time_embed_dim": 512,
-    "timestep_activation_fn": "silu",
-    "use_rotary_positional_embeddings": True,
-}
-SECOND = FIRST | {
-    "patch_bias": False,
-    "patch_size_t": 2,
-    "sample_frames": 81,
-    "sample_height": 300,
-    "sample_width": 300,
-    "use_learned_positional_embeddings": False,
-}
+FIRST, SECOND = published.COGVIDEOX_5B, published.COGVIDEOX_1_5_5B
 PUBLISHED = {
-    "CogVideoX-2b": (
-        T2V_2B,
-        FIRST | {"num_attention_heads": 30, "num_layers": 30, "use_rotary_positional_embeddings": False},
-        1_693_783_872,
-    ),
+    "CogVideoX-2b": (T2V_2B, published.COGVIDEOX_2B, 1_693_783_872),
     "CogVideoX-5b": (T2V_5B, FIRST, 5_570_283_072),
-    "CogVideoX-5b-I2V": (I2V_5B, FIRST | {"in_channels": 32, "use_learned_positional_embeddings": True}, 5_570_479_680),
+    "CogVideoX-5b-I2V": (I2V_5B, published.COGVIDEOX_5B_I2V, 5_570_479_680),
     "CogVideoX1.5-5B": (T2V_1_5_5B, SECOND, 5_570_676_352),
-    "CogVideoX1.5-5B-I2V": (I2V_1_5_5B, SECOND | {"in_channels": 32, "ofs_embed_dim": 512}, 5_571_594_880),
+    "CogVideoX1.5-5B-I2V": (I2V_1_5_5B, published.COGVIDEOX_1_5_5B_I2V, 5_571_594_880),
 }
 
 
@@ -72,7 +34,7 @@ PUBLISHED = {
 def test_names_shapes_and_numbers(name):
     config, json, count = PUBLISHED[name]
     with torch.device("meta"):
-        reference = CogVideoXTransformer3DModel(**{key: x for key, x in json.items() if key != "_class_name"})
+        reference = CogVideoXTransformer3DModel(**{key: x for key, x in json.items() if key[0] != "_"})
     assert transformer_config(json) == config == transformer_config(reference.config)
     abstract = as_shapes(
         lambda rngs: CogVideoXTransformer(config, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=rngs)

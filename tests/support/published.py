@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names and shapes of the tensors in the published Wan checkpoints, in the layout of diffusers."""
+"""The names and shapes of the tensors in the published Wan checkpoints, in the layout of diffusers.
+
+Those of whole files that hold more than the library reads are at the end.
+"""
+
+from dataclasses import replace
 
 import json
 from collections.abc import Mapping
@@ -179,6 +184,44 @@ def text_encoder_keys(config: T5Config) -> Keys:
         keys |= {f"{dense}.{name}.weight": (mlp, width) for name in ("wi_0", "wi_1")}
         keys |= {f"{dense}.wo.weight": (width, mlp)}
         keys |= {f"{block}.layer.{i}.layer_norm.weight": (width,) for i in (0, 1)}
+    return keys
+
+
+def image_encoder_file(config: CLIPVisionConfig) -> Keys:
+    """Returns the keys of the file of a `CLIPVisionModelWithProjection`, of which the last block and more is unused."""
+    keys = image_encoder_keys(replace(config, layers=config.layers + 1)) | _norm("vision_model.post_layernorm", 1280)
+    return keys | {"visual_projection.weight": (1024, 1280)}
+
+
+def authors_image_encoder_file() -> Keys:
+    """Returns the keys of the authors' models_clip_*.pth: CLIP's vision tower, and XLM-RoBERTa as its text tower.
+
+    Follows wan/modules/clip.py and xlm_roberta.py of Wan-Video/Wan2.1.
+    """
+    keys: Keys = {
+        "log_scale": (),
+        "visual.cls_embedding": (1, 1, 1280),
+        "visual.pos_embedding": (1, 257, 1280),
+        "visual.patch_embedding.weight": (1280, 3, 14, 14),
+        "visual.head": (1280, 1024),
+        **_norm("visual.pre_norm", 1280),
+        **_norm("visual.post_norm", 1280),
+        "textual.token_embedding.weight": (250002, 1024),
+        "textual.type_embedding.weight": (1, 1024),
+        "textual.pos_embedding.weight": (514, 1024),
+        "textual.head.0.weight": (1024, 1024),
+        "textual.head.2.weight": (1024, 1024),
+        **_norm("textual.norm", 1024),
+    }
+    for block in (f"visual.transformer.{i}" for i in range(32)):
+        keys |= _linear(f"{block}.attn.to_qkv", 3840, 1280) | _linear(f"{block}.attn.proj", 1280, 1280)
+        keys |= _norm(f"{block}.norm1", 1280) | _norm(f"{block}.norm2", 1280)
+        keys |= _linear(f"{block}.mlp.0", 5120, 1280) | _linear(f"{block}.mlp.2", 1280, 5120)
+    for block in (f"textual.blocks.{i}" for i in range(24)):
+        for projection in "qkvo":
+            keys |= _linear(f"{block}.attn.{projection}", 1024, 1024)
+        keys |= _norm(f"{block}.norm1", 1024) | _norm(f"{block}.norm2", 1024)
+        keys |= _linear(f"{block}.ffn.0", 4096, 1024) | _linear(f"{block}.ffn.2", 1024, 4096)
     return keys
 
 
