@@ -3,16 +3,14 @@
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.support.published import Keys
+from tests.support.published import Keys, header
 
 LISTED = json.loads((Path(__file__).parents[1] / "data/published.json").read_text(encoding="utf-8"))
 FILES: dict[str, dict[str, Any]] = {listed["file"]: listed for listed in LISTED["files"]}
-SIZES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8}  # bytes of an element
 
 
 def names_hash(keys: Keys) -> str:
@@ -23,18 +21,6 @@ def names_hash(keys: Keys) -> str:
     """
     entries = [*keys, *(f"{name}:{'_'.join(map(str, shape))}" for name, shape in keys.items())]
     return hashlib.md5(",".join(sorted(entries)).encode()).hexdigest()
-
-
-def header(keys: Keys, dtypes: Mapping[str, str], metadata: Mapping[str, str] | None = None) -> tuple[bytes, int]:
-    """Returns the beginning of a safetensors file with these tensors, and the number of bytes that follow it."""
-    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    end = 0
-    for name, shape in keys.items():
-        begin, end = end, end + SIZES[dtypes[name]] * math.prod(shape)
-        entries[name] = {"dtype": dtypes[name], "shape": list(shape), "data_offsets": [begin, end]}
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, end
 
 
 def file_size(keys: Keys, dtype: str, *, metadata: Mapping[str, str] | None) -> int:

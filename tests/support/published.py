@@ -4,11 +4,12 @@
 Those of whole files that hold more than the library reads are at the end.
 """
 
-from dataclasses import replace
-
 import json
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from wanjax.models.clip import CLIPVisionConfig
 from wanjax.models.t5 import T5Config
@@ -21,22 +22,38 @@ from wanjax.models.wan.config import (
 )
 
 Keys = dict[str, tuple[int, ...]]
+BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I64": 8, "I8": 1}  # of an element
 
 
-def hollow_file(path: Path, keys: Mapping[str, tuple[int, ...]]) -> Path:
-    """Writes a file of safetensors in bfloat16 that has these names and shapes, and takes no room for their values."""
-    header, end = {}, 0
-    for key, shape in keys.items():
-        size = 2
-        for length in shape:
-            size *= length
-        header[key] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [end, end + size]}
-        end += size
-    text = json.dumps(header).encode()
+def header(
+    keys: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, int]:
+    """Returns the beginning of a safetensors file with these tensors, and the number of bytes that follow it."""
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name, shape in keys.items():
+        begin, end = end, end + BYTES[dtypes[name]] * math.prod(shape)
+        entries[name] = {"dtype": dtypes[name], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, end
+
+
+def hollow_file(
+    path: Path,
+    keys: Mapping[str, tuple[int, ...]],
+    dtype: str = "BF16",
+    dtypes: Mapping[str, str] | None = None,
+) -> Path:
+    """Writes a file of safetensors that has these names and shapes, and takes no room for their values.
+
+    dtypes: those of tensors that have another than `dtype`.
+    """
+    first, rest = header(keys, dict.fromkeys(keys, dtype) | dict(dtypes or {}))
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
+        file.write(first)
+        file.truncate(len(first) + rest)
     return path
 
 

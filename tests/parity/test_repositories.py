@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every published model, from a repository with the published classes, configs, names and shapes, and no weights."""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+from huggingface_hub import constants
+
+from tests.parity import published_repositories as published
+from tests.support.quick import quick
+from tests.support.words import naming
+from wanjax.checkpoints import modules
+from wanjax.checkpoints.lora import Lora, LoraFile
+from wanjax.checkpoints.networks import network
+from wanjax.checkpoints.sources import Source
+from wanjax.converters.names import Names
+from wanjax.converters.rules import assign
+from wanjax.errors import WanjaxError
+from wanjax.pipelines.family import Family
+from wanjax.registry import adapted, admit, examine, find, open_source, outline, presets
+
+MODELS = [name for name, preset in presets().items() if not preset.shipped]
+CLIP, SIGLIP = (520, 501), (448, 437)  # tensors, and those that are used
+QUICK = ["wan2.1-i2v-14b-480p", "wan2.2-t2v-a14b-4step", "wan2.1-t2v-1.3b-causvid", "cogvideox-2b"]
+QUICK += ["hunyuanvideo1.5-480p-i2v"]
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory) -> Path:
+    """The folder of the client's cache, which the tests of a process share."""
+    return tmp_path_factory.mktemp("published")
+
+
+@pytest.fixture
+def hub(cache, monkeypatch) -> Path:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return cache
+
+
+def matched(source: Source, family: Family) -> dict[str, tuple[int, int]]:
+    """Matches each network's tensors to its parameters: returns how many there are and are used, by component.
+
+    Raises WanjaxError where a tensor fits no parameter, or a parameter no tensor.
+    """
+    classes = {name for kind in family.networks for name in kind.classes}
+    networks = [name for name, kind in source.components.items() if kind in classes]
+    return {component: matched_network(source, family, component) for component in networks}
+
+
+def matched_network(source: Source, family: Family, component: str) -> tuple[int, int]:
+    found, specs = network(source, component, family.networks), source.weights(component).specs
+    abstract = found.abstract(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    assignments = assign(found.rules, specs, modules.parameters(abstract), ignore=found.unused)
+    return len(specs), len({name for each in assignments for name in each.sources})
+
+
+def test_every_published_model_has_a_repository_here():
+    assert {name for model in MODELS for name in published.repositories_of(model)} == published.REPOSITORIES.keys()
+
+
+@pytest.mark.parametrize("model", quick(QUICK, MODELS))
+def test_its_repository_is_opened_and_matched(hub, model):
+    """As it is for a user who names the model, with nothing left to be downloaded."""
+    for name in published.repositories_of(model):
+        published.fill(hub, name)
+    preset, (opened, found) = presets()[model], find(model)
+    if opened.lent:
+        published.fill(hub, opened.lender)
+    assert found is preset
+    notes: list[str] = []
+    checkpoint = adapted(admit(model, None, notes.append), (), notes.append)
+    assert checkpoint.preset is preset
+    told = outline(model)
+    assert checkpoint.settings == told.settings
+    assert examine(model, encoders=True).architecture == told.architecture
+    counts = matched(checkpoint.source, checkpoint.family)
+    assert counts.keys() == told.architecture.networks.keys() | set(told.architecture.denoisers)
+    assert counts.get("image_encoder") in (None, CLIP, SIGLIP)
+    for lora in map(Lora.parse, preset.loras):
+        changed = network(opened, "transformer", checkpoint.family.networks)
+        matches = LoraFile(lora.path, changed.specs, changed.kind.lora_names or Names([])).matches
+        assert (matches.unmatched, matches.matched) == ((), {"2.1": len(changed.specs), "2.2": 400}[model[3:6]])
+
+
+@pytest.mark.parametrize("name", quick(["Wan2.1-FLF2V-14B-720P"], published.AUTHORS_FOLDERS))
+def test_the_folder_of_its_authors_is_opened_and_matched(tmp_path, name):
+    """It holds everything but the entries of CLIP's preprocessor, which come from the same model's repository."""
+    found = examine(published.authors_folder(tmp_path / name), encoders=True)
+    assert found.source.lent == [x for x in ("image_processor",) if x in found.source.components]
+    assert found.source.lender.casefold() == f"Wan-AI/{name}-Diffusers".casefold()
+    counts = matched(found.source, found.family)
+    assert counts["text_encoder"] == (242, 242)
+    assert counts["vae"] in [(194, 194), (196, 196)]
+    assert counts.get("image_encoder", (519, 501)) == (519, 501)
+    assert found.preset is not None
+    assert found.architecture == outline(found.preset.name).architecture
+
+
+def test_the_folder_of_hunyuanvideos_authors_is_opened_and_matched(tmp_path):
+    """Beside the transformer: all of Qwen2.5-VL, Glyph-SDXL-v2's checkpoint, SigLIP."""
+    found = examine(published.hunyuan_authors_folder(tmp_path, "480p_i2v"), encoders=True)
+    assert found.source.lent == []
+    assert matched(found.source, found.family) == {
+        "text_encoder": (338, 313),
+        "text_encoder_2": (111, 111),
+        "image_encoder": SIGLIP,
+        "transformer": (1801, 1801),
+        "vae": (218, 218),
+    }
+    assert found.preset is not None
+    assert found.architecture == outline("hunyuanvideo1.5-480p-i2v").architecture
+
+
+SUPER_RESOLUTION = ("720p_sr_distilled", "1080p_sr_distilled")
+
+
+@pytest.mark.parametrize(
+    "name",
+    quick(["720p_i2v", "720p_sr_distilled"], [*published.HUNYUAN_SHIFTS, *published.HUNYUAN_ALONE, *SUPER_RESOLUTION]),
+)
+def test_a_transformers_folder_of_hunyuanvideos_authors_is_its_model(hub, tmp_path, name):
+    folder = published.hunyuan_transformer(tmp_path, name)
+    if name in SUPER_RESOLUTION:
+        with pytest.raises(WanjaxError, match=naming(f"{name} 480p_t2v")):
+            examine(folder)
+        return
+    published.fill(hub, open_source(folder).lender)
+    found = examine(folder)
+    assert found.preset is not None
+    assert found.preset.name == f"hunyuanvideo1.5-{name.replace('_', '-')}"
+    assert matched_network(found.source, found.family, "transformer")[0] == 1801 + 4 * ("step" in name)
