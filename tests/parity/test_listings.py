@@ -4,7 +4,10 @@
 import hashlib
 import json
 import math
+import re
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,7 @@ from PIL import Image
 
 from tests.parity import hunyuan_authors
 from tests.support import published_configs as published
+from tests.support.documents import ROOT
 from tests.support.listings import FILES, LISTED, file_size, names_hash
 from tests.support.published import Keys, authors_image_encoder_file
 from wanjax.checkpoints.networks import network_of, read_network
@@ -25,7 +29,7 @@ from wanjax.models.hunyuanvideo import config as hunyuan
 from wanjax.models.hunyuanvideo import vae_config as hunyuan_vae
 from wanjax.models.wan import config as wan
 from wanjax.pipelines.image_processor import ImageProcessor, StretchingImageProcessor
-from wanjax.registry import kinds
+from wanjax.registry import kinds, outline, presets
 from wanjax.schedulers import DDIM, Consistency, FlowEuler, UniPC, from_config, shift_of
 
 FUN_1_3B = replace(wan.I2V_14B, layers=wan.T2V_1_3B.layers, heads=12, mlp_dim=wan.T2V_1_3B.mlp_dim)
@@ -36,6 +40,7 @@ NETWORKS: dict[str, Any] = {
     "FUN_1_3B_CONTROL": replace(FUN_1_3B, channels_in=48),
     "FUN_14B_CONTROL": replace(wan.I2V_14B, channels_in=48),
     "UMT5_XXL": t5.UMT5_XXL,
+    "CLIP_VIT_H": clip.CLIP_VIT_H,
     "COGVIDEOX_VAE": cogvideox_vae.VAE_5B,
     "HUNYUAN_480P": hunyuan.SIZE_480P,
     "HUNYUAN_FEW_STEPS": hunyuan.FEW_STEPS_480P,
@@ -45,7 +50,12 @@ NETWORKS: dict[str, Any] = {
 
 def keys_of(network: str) -> Keys:
     """Returns the names in diffusers and the shapes that a network of the library reads."""
-    return {name: spec.shape for name, spec in network_of(NETWORKS[network], kinds()).specs.items()}
+    return keys_by(NETWORKS[network])
+
+
+@cache
+def keys_by(config: Any) -> Keys:
+    return {name: spec.shape for name, spec in network_of(config, kinds()).specs.items()}
 
 
 def authors_keys(network: str) -> Keys:
@@ -204,3 +214,38 @@ CLIP_STATISTICS = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 
 def test_a_published_preprocessor_is_read(tmp_path, name, kind, expected):
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(getattr(published, name)))
     assert kind.load(tmp_path) == expected
+
+
+DEFAULTS = {name: values for listed in LISTED["defaults"] for name, values in listed["models"].items()}
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_defaults_are_those_of_the_authors(name):
+    """Those of models that tests/test_presets.py and test_cogvideox_published.py do not have."""
+    assert {field: getattr(presets()[name].defaults, field) for field in DEFAULTS[name]} == DEFAULTS[name]
+
+
+def checked(networks: Mapping[str, Any]) -> list[str]:
+    """Returns how a model's networks were checked, as docs/models.md has it: by column, with the tensors of each."""
+    listed = [keys_of(listed["network"]) for listed in FILES.values()]
+    cells = {}
+    for component, config in networks.items():
+        keys = keys_by(config)
+        cells[component] = f"{'listed' if keys in listed else 'class'}, {len(keys)}"
+    columns = [["transformer"], ["vae"], ["text_encoder", "text_encoder_2"], ["image_encoder"]]
+    return ["; ".join(cells[name] for name in names if name in cells) for names in columns]
+
+
+def test_the_page_of_models_says_what_each_was_checked_against():
+    text = (ROOT / "docs/models.md").read_text(encoding="utf-8")
+    section = text[text.index("## Names and shapes") : text.index("## Prices on v6e-8")]
+    rows: dict[str, list[str]] = {}
+    for names, cells in re.findall(r"^\| (`.+?`) \| (.+) \|$", section, re.MULTILINE):
+        for name in re.findall("`(.+?)`", names):
+            assert name not in rows, name
+            rows[name] = [cell.strip() for cell in cells.split("|")]
+    models = [name for name, preset in presets().items() if not preset.shipped]
+    assert rows == {name: checked(outline(name).architecture.networks) for name in models}
+    assert f"{len(FILES)} files" in section
+    assert f"{len(CONFIGS)} configs" in section
+    assert f"{len(models)} models" in section
