@@ -259,6 +259,8 @@ class Architecture(ABC):
     def check_pictures(self, pictures: Pictures, settings: Settings) -> None:
         """Raises WanjaxError unless the model takes these pictures and needs no others."""
         check_taken(pictures.given(), settings.model, self.purpose, takes=self.takes, needs=self.needs)
+        if pictures.last_image is not None and pictures.image is None:
+            raise WanjaxError(f"a last image is given without a first: {settings.model} takes both, or the first alone")
         if pictures.last_image is not None and settings.frames == 1:
             raise WanjaxError("a video of 1 frame has no last image beside the first: 5 frames or more would do")
 

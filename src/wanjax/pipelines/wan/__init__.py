@@ -17,7 +17,14 @@ from wanjax.pipelines.wan.programs import TEXT_LENGTH
 FAMILY = Family(
     name="Wan",
     networks=NETWORKS,
-    pipelines=("WanPipeline", "WanImageToVideoPipeline", "WanVACEPipeline", "WanDMDPipeline", *CAUSAL_PIPELINES),
+    pipelines=(
+        "WanPipeline",
+        "WanImageToVideoPipeline",
+        "WanFunInpaintPipeline",
+        "WanVACEPipeline",
+        "WanDMDPipeline",
+        *CAUSAL_PIPELINES,
+    ),
     architecture=architecture_of,
     settings=settings_of,
     presets=PRESETS,

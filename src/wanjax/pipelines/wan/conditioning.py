@@ -125,9 +125,19 @@ class Task(ABC):
 
     @abstractmethod
     def velocity(
-        self, transformer: Any, x: Video, t: Float[Array, "B"], context: Any, rope: Rope, pictures: PictureInputs
+        self,
+        transformer: Any,
+        x: Video,
+        t: Float[Array, "B"],
+        context: Any,
+        rope: Rope,
+        pictures: PictureInputs,
+        **how: Any,
     ) -> Velocity:
-        """Returns the velocity that the transformer predicts for latents x at timesteps t."""
+        """Returns the velocity that the transformer predicts for latents x at timesteps t.
+
+        `how` are further keywords of the transformer's forward.
+        """
 
 
 class TextToVideo(Task):
@@ -146,9 +156,16 @@ class TextToVideo(Task):
         return {"video_latents": encoders.video(clip)}
 
     def velocity(
-        self, transformer: Any, x: Video, t: Float[Array, "B"], context: Any, rope: Rope, pictures: PictureInputs
+        self,
+        transformer: Any,
+        x: Video,
+        t: Float[Array, "B"],
+        context: Any,
+        rope: Rope,
+        pictures: PictureInputs,
+        **how: Any,
     ) -> Velocity:
-        return transformer(x, t, context, rope)
+        return transformer(x, t, context, rope, **how)
 
 
 class CausalTextToVideo(TextToVideo):
@@ -176,16 +193,20 @@ class FirstFrameToVideo(TextToVideo):
         return {**start, "condition": encoders.video([unit(pictures.image, settings)])}
 
     def velocity(
-        self, transformer: Any, x: Video, t: Float[Array, "B"], context: Any, rope: Rope, pictures: PictureInputs
+        self,
+        transformer: Any,
+        x: Video,
+        t: Float[Array, "B"],
+        context: Any,
+        rope: Rope,
+        pictures: PictureInputs,
+        **how: Any,
     ) -> Velocity:
         known = 0 if pictures.latents is None else 1
-        return transformer(self.finish(x, pictures), t, context, rope, clean_frames=known)
+        return transformer(self.finish(x, pictures), t, context, rope, clean_frames=known, **how)
 
     def finish(self, x: Video, pictures: PictureInputs) -> Video:
-        if pictures.latents is None:
-            return x
-        known = jnp.broadcast_to(pictures.latents, (len(x), *pictures.latents.shape[1:]))
-        return jnp.concatenate([known, x[:, 1:]], axis=1)
+        return x if pictures.latents is None else with_first(x, pictures.latents)
 
 
 class ImageToVideo(Task):
@@ -209,9 +230,16 @@ class ImageToVideo(Task):
         return jnp.concatenate([mask, latents], axis=1)
 
     def velocity(
-        self, transformer: Any, x: Video, t: Float[Array, "B"], context: Any, rope: Rope, pictures: PictureInputs
+        self,
+        transformer: Any,
+        x: Video,
+        t: Float[Array, "B"],
+        context: Any,
+        rope: Rope,
+        pictures: PictureInputs,
+        **how: Any,
     ) -> Velocity:
-        return transformer(jnp.concatenate([x, pictures.latents], axis=-1), t, context, rope)
+        return transformer(with_condition(x, pictures, transformer), t, context, rope, **how)
 
 
 class AttendedImageToVideo(ImageToVideo):
@@ -228,8 +256,7 @@ class AttendedImageToVideo(ImageToVideo):
     def encode(self, encoders: Encoders, pictures: Pictures, settings: Settings) -> Mapping[str, Any]:
         config = encoders.transformer
         assert isinstance(config, ImageTransformerConfig)
-        images = [picture for picture in (pictures.image, pictures.last_image) if picture is not None]
-        features = encoders.images(images)
+        features = encoders.images(self.seen(pictures, settings))
         if (made := features.shape[-1]) != config.image_width:
             raise WanjaxError(
                 f"the checkpoint's configs contradict each other: its image encoder makes {made} features where its "
@@ -237,8 +264,60 @@ class AttendedImageToVideo(ImageToVideo):
             )
         return {**super().encode(encoders, pictures, settings), "image_embeds": features}
 
+    def seen(self, pictures: Pictures, settings: Settings) -> list[PictureOfAnySize]:
+        """Returns the pictures that the vision tower is shown."""
+        return [picture for picture in (pictures.image, pictures.last_image) if picture is not None]
+
     def context(self, transformer: Any, text: Float[Array, "B S E"], pictures: PictureInputs) -> Any:
         return transformer.context(text, jnp.broadcast_to(pictures.features, (len(text), *pictures.features.shape[1:])))
+
+
+class Inpainting(ImageToVideo):
+    """Text to video, or from a first picture, or from a first and a last one (Wan Fun InP).
+
+    What is unknown is made as in image to video. Without pictures the condition is zeros, the latents too: nothing is
+    encoded. Follows pipeline_wan_fun_inpaint.py and pipeline_wan2_2_fun_inpaint.py of aigc-apps/VideoX-Fun.
+    """
+
+    optional = ("condition", "image_embeds")
+
+    def encode(self, encoders: Encoders, pictures: Pictures, settings: Settings) -> Mapping[str, Any]:
+        return {} if pictures.image is None else super().encode(encoders, pictures, settings)
+
+
+class AttendedInpainting(Inpainting, AttendedImageToVideo):
+    """The same with cross-attention to the first picture, in the video's size; its features are zeros without one."""
+
+    def seen(self, pictures: Pictures, settings: Settings) -> list[PictureOfAnySize]:
+        assert pictures.image is not None
+        return [fit(pictures.image, settings.size, settings.resize)]
+
+    def context(self, transformer: Any, text: Float[Array, "B S E"], pictures: PictureInputs) -> Any:
+        if pictures.features is None:  # attention to one token is attention to any number of equal ones
+            zeros = jnp.zeros((1, 1, transformer.config.image_width), jnp.float32)
+            pictures = pictures._replace(features=zeros)
+        return super().context(transformer, text, pictures)
+
+
+class FirstFrameInpainting(Inpainting):
+    """The same with Wan 2.2's autoencoder, where the first latent frame is kept free of noise too."""
+
+    def velocity(
+        self,
+        transformer: Any,
+        x: Video,
+        t: Float[Array, "B"],
+        context: Any,
+        rope: Rope,
+        pictures: PictureInputs,
+        **how: Any,
+    ) -> Velocity:
+        known = 0 if pictures.latents is None else 1
+        x = self.finish(x, pictures)
+        return super().velocity(transformer, x, t, context, rope, pictures, clean_frames=known, **how)
+
+    def finish(self, x: Video, pictures: PictureInputs) -> Video:
+        return x if pictures.latents is None else with_first(x, pictures.latents[:, :1, :, :, -x.shape[-1] :])
 
 
 class ControlledVideo(Task):
@@ -293,9 +372,16 @@ class ControlledVideo(Task):
         return jnp.concatenate([*(jnp.pad(x, rest) for x in references), condition], axis=2)
 
     def velocity(
-        self, transformer: Any, x: Video, t: Float[Array, "B"], context: Any, rope: Rope, pictures: PictureInputs
+        self,
+        transformer: Any,
+        x: Video,
+        t: Float[Array, "B"],
+        context: Any,
+        rope: Rope,
+        pictures: PictureInputs,
+        **how: Any,
     ) -> Velocity:
-        return transformer(x, t, context, rope, control=pictures.latents)
+        return transformer(x, t, context, rope, control=pictures.latents, **how)
 
 
 TEXT_TO_VIDEO = TextToVideo("text to video", takes=("video",))
@@ -304,6 +390,10 @@ IMAGE_TO_VIDEO = ImageToVideo("image to video", takes=("image", "last_image"), n
 ATTENDED_IMAGE_TO_VIDEO = AttendedImageToVideo("image to video", takes=("image",), needs=("image",))
 FIRST_AND_LAST_FRAME = AttendedImageToVideo(
     "first and last frame to video", takes=("image", "last_image"), needs=("image", "last_image")
+)
+INPAINTING, ATTENDED_INPAINTING, FIRST_FRAME_INPAINTING = (
+    kind("text, and first and last frame, to video", takes=("image", "last_image"))
+    for kind in (Inpainting, AttendedInpainting, FirstFrameInpainting)
 )
 BLOCK_BY_BLOCK = CausalTextToVideo("text to video by blocks")
 CONTROLLED_VIDEO = ControlledVideo("controlled video (VACE)", takes=("video", "mask", "references"))
@@ -333,6 +423,10 @@ def task_of(index: Mapping[str, Any], transformer: TransformerConfig, vae: VAECo
             transformer, ImageTransformerConfig
         ):
             return ATTENDED_IMAGE_TO_VIDEO if transformer.image_positions is None else FIRST_AND_LAST_FRAME
+        case "WanFunInpaintPipeline" if channels == with_condition and isinstance(transformer, ImageTransformerConfig):
+            return ATTENDED_INPAINTING
+        case "WanFunInpaintPipeline" if channels == with_condition and type(transformer) is TransformerConfig:
+            return FIRST_FRAME_INPAINTING if isinstance(vae, ResidualVAEConfig) else INPAINTING
         case "WanVACEPipeline" if channels == vae.latent_channels and isinstance(transformer, ControlTransformerConfig):
             return CONTROLLED_VIDEO
         case kind:
@@ -340,6 +434,19 @@ def task_of(index: Mapping[str, Any], transformer: TransformerConfig, vae: VAECo
                 f"the checkpoint's configs contradict each other: a {kind} whose VAE has {vae.latent_channels} "
                 f"channels cannot have a {type(transformer).__name__} with {channels}"
             )
+
+
+def with_condition(x: Video, pictures: PictureInputs, transformer: Any) -> Float[Array, "B T H W _C"]:
+    """Returns latents with the channels of their condition, which are zeros where there is none."""
+    condition = pictures.latents
+    if condition is None:
+        condition = jnp.zeros((*x.shape[:-1], transformer.config.channels_in - x.shape[-1]), x.dtype)
+    return jnp.concatenate([x, condition], axis=-1)
+
+
+def with_first(x: Video, first: Float[Array, "_B 1 H W C"]) -> Video:
+    """Returns latents with another first frame."""
+    return jnp.concatenate([jnp.broadcast_to(first, (len(x), *first.shape[1:])), x[:, 1:]], axis=1)
 
 
 def unit(picture: Picture, settings: Settings) -> Float[np.ndarray, "_H _W 3"]:

@@ -3,7 +3,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -58,7 +57,7 @@ class WanDenoiser(TimedDenoiser):
     ) -> Float[Array, "B T H W C"]:
         pictures = jax.tree.map(lambda a: jnp.broadcast_to(a, (len(x), *a.shape[1:])), shared.pictures)
         masks = {"mask": network.mask(network.grid(x))} if self.dense is False else {}
-        return self.task.velocity(partial(network, cache=cache, **masks), x, t, prompt, shared.rope, pictures)
+        return self.task.velocity(network, x, t, prompt, shared.rope, pictures, cache=cache, **masks)
 
 
 def encode_text(encoder: Any, ids: Int[Array, "B S"], mask: Bool[Array, "B S"]) -> Float[Array, "B S E"]:
