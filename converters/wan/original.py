@@ -172,15 +172,15 @@ def _nested(levels: int, blocks: int) -> Pairs:
 def transformer_json(specs: Specs, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Returns diffusers' config.json for a transformer with these tensors, by the authors' names.
 
-    given: the authors' config.json, if there is one, for the values that shapes do not determine. Raises WanjaxError
-    if a tensor that determines a size is missing.
+    given: the authors' config.json or that of diffusers, if there is one, for the values that shapes do not determine.
+    Raises WanjaxError if a tensor that determines a size is missing.
     """
     given = given or {}
     width, channels_in, *patch = shape_of(specs, "patch_embedding.weight", 5)
     layers = count_of(specs, "blocks")
     vace = count_of(specs, "vace_blocks")
     images = "img_emb.proj.1.weight" in specs
-    heads = given.get("num_heads", max(width // HEAD_DIM, 1))
+    heads = given.get("num_heads", given.get("num_attention_heads", max(width // HEAD_DIM, 1)))
     if type(heads) is not int or heads < 1 or width % heads:
         raise WanjaxError(f"the transformer's config.json has num_heads {heads!r} where a divisor of {width} is right")
     listed = given.get("vace_layers") or list(range(0, layers, max(layers // max(vace, 1), 1)))

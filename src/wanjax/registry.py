@@ -18,7 +18,8 @@ from wanjax.checkpoints.hub import HUB_FILE, check_file, locate_file
 from wanjax.checkpoints.layouts import Layout
 from wanjax.checkpoints.lora import Lora, trained_attention
 from wanjax.checkpoints.networks import NetworkKind
-from wanjax.checkpoints.readers import SUFFIXES
+from wanjax.checkpoints.readers import SUFFIXES, open_tensors
+from wanjax.checkpoints.relatives import told
 from wanjax.checkpoints.sources import MANIFEST, DiffusersSource, Source, StoredSource, WanjaxSource, folder_of
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import AUTO, Attention
@@ -185,7 +186,7 @@ def _open_file(path: Path) -> Source:
     for layout in layouts():
         if (source := layout.open_file(path)) is not None:
             return source
-    raise WanjaxError(f"{path} holds no transformer that is known: a file or folder that has one is needed")
+    raise WanjaxError(f"{path} {told(open_tensors(path).specs)}")
 
 
 def beside(name: str) -> list[str]:

@@ -35,7 +35,8 @@ from wanjax.stores.own import own_folder
 KIND = "HunyuanVideo_1_5_DiffusionTransformer"  # the class in the authors' config.json
 MODELS = {preset.name.partition("-")[2].replace("-", "_"): preset for preset in PRESETS}
 """The presets by the names of the authors' folders, such as `480p_t2v`."""
-NAME = re.compile(r"[0-9]+p_(?:t2v|i2v|sr)(?:_step)?(?:_distilled)?(?:_sparse)?")
+LINES = re.compile(r"(?<!\d)(?:(\d{3,4})p|(480|720|1080))(?![a-z\d])")  # of a model's frames, in its name
+TASK = re.compile(r"(?<![a-z])(t2v|i2v|sr)(?![a-z])")
 FEW_STEPS = "480p_i2v_step_distilled"  # the only one that is told the next timestep
 NEXT_TIMESTEP = ("time_r_in.", "time_embed.timestep_embedder_r.")
 TRANSFORMERS = "transformer"
@@ -206,9 +207,10 @@ class FileSource(_HunyuanVideoSource):
         if not parts:
             return None
         if "transformer" not in parts:
-            raise WanjaxError(f"{path} holds no transformer of HunyuanVideo: a file or folder that has one is needed")
+            told = f"{path} holds the {' and the '.join(parts)} of HunyuanVideo alone"
+            raise WanjaxError(f"{told}: a file or folder of its transformer is needed, to which the rest is lent")
         few = any(key.startswith(NEXT_TIMESTEP) for key in parts["transformer"].specs)
-        named = _named(path.name) or _named(path.parent.name) or (FEW_STEPS if few else None)
+        named = _named(path.name) or _named(path.parent.name) or (FEW_STEPS if few else _named(f"{path.name}_t2v"))
         model = _model(named, path)
         given = {"ideal_resolution": str(named).partition("_")[0]}
         return cls(path, model, {name: recognise.component(name, part, given) for name, part in parts.items()})
@@ -236,9 +238,17 @@ def _only_one(name: str, folders: Sequence[Path]) -> Path:
 
 
 def _named(text: str) -> str | None:
-    """Returns the model that the name of a file or folder tells. ComfyUI's names have `cfg_distilled`."""
-    found = NAME.search(text.lower().replace("-", "_").replace("_cfg_", "_"))
-    return found[0] if found else None
+    """Returns the model that the name of a file or folder tells, as the authors call it, such as `480p_t2v_distilled`.
+
+    Others put the task first, leave out the `p`, or have `cfg_distilled`. None for a name without lines or a task.
+    """
+    text = text.lower().replace("-", "_")
+    lines, task = LINES.search(text), TASK.search(text)
+    if lines is None or task is None:
+        return None
+    ends = [end for end in ("_step_distilled", "_distilled") if end in text][:1]
+    ends += [end for end in ("_sparse",) if end in text]
+    return f"{lines[1] or lines[2]}p_{task[1]}{''.join(ends)}"
 
 
 def _told(folder: Path) -> str | None:

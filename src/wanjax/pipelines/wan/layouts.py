@@ -5,6 +5,8 @@ These lack a scheduler's config, which is that of the authors' code. Other missi
 repository of the same model.
 """
 
+import glob
+import os
 import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -13,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from wanjax.checkpoints.files import SafetensorsFolder, check_names, no_file
-from wanjax.checkpoints.hub import names_in
+from wanjax.checkpoints.hub import INDEX, names_in
 from wanjax.checkpoints.layouts import Component, Layout, RecognisedSource, model_index
 from wanjax.checkpoints.readers import SUFFIXES, open_tensors
 from wanjax.checkpoints.sources import check_small, read_json
@@ -26,9 +28,13 @@ from wanjax.pipelines.wan.conditioning import CAUSAL_PIPELINES
 from wanjax.pipelines.wan.presets import published
 from wanjax.schedulers import UNIPC_SHIFT
 
-KINDS = ("WanModel", "VaceWanModel")  # the classes in the authors' config.json
+KIND = re.compile(r"(?:Vace)?Wan\w*")  # the class in a transformer's config.json, of the authors or of others
 FOLDERS = {"transformer": "high_noise_model", "transformer_2": "low_noise_model"}
-TRANSFORMER_FILES = ("config.json", "diffusion_pytorch_model*.safetensors", "diffusion_pytorch_model*.index.json")
+SHARDS = "diffusion_pytorch_model.safetensors.index.json"
+TRANSFORMER_FILES = (
+    *("config.json", "diffusion_pytorch_model*.safetensors", "diffusion_pytorch_model*.index.json"),
+    *("block_*.safetensors", "non_block.safetensors"),  # of LightX2V, with an index
+)
 FILES = {
     "vae": ("Wan2.?_VAE.safetensors", "Wan2.?_VAE.pth"),
     "text_encoder": ("models_t5_*.safetensors", "models_t5_*.pth"),
@@ -38,6 +44,7 @@ HIGH = {"high": "low", "High": "Low", "HIGH": "LOW"}  # in the names of two expe
 OTHERS = HIGH | {low: high for high, low in HIGH.items()}
 EXPERT = re.compile(rf"(?<![A-Za-z0-9])({'|'.join(OTHERS)})(?=[Nn]oise|[^A-Za-z0-9])")
 NOISE = re.compile(r"(high|low)[ _-]?noise", re.IGNORECASE)  # in the name of what is no model of its own
+DATE = re.compile(r"_\d{4,8}(?=\.\w+$)")  # at the end of a file's name: one of two experts may have been published anew
 TOKENIZER = "google/umt5-xxl"
 CLASSES = {
     "scheduler": ("diffusers", "UniPCMultistepScheduler"),
@@ -59,7 +66,9 @@ class _WanSource(RecognisedSource):
         """The transformer's config.json."""
         found = self.component("transformer")
         if found is None:
-            raise WanjaxError(f"{self.name} holds no transformer of Wan: a file or folder that has one is needed")
+            there = " and the ".join(name for name, part in self._known.items() if part)
+            told = f"{self.name} holds {f'the {there} alone' if there else 'no transformer'}"
+            raise WanjaxError(f"{told}: a file or folder of Wan's transformer is needed, to which the rest is lent")
         return found.json
 
     @property
@@ -87,13 +96,16 @@ class OriginalSource(_WanSource):
 
     def __init__(self, name: str | Path, folder: Path, revision: str | None = None):
         super().__init__(name, folder, revision)
-        self.index = _index(self._transformer, experts=_has_experts(self.root))
+        self._folders = _folders(self.root)
+        self.index = _index(self._transformer, experts="transformer_2" in self._folders)
+        if "transformer_2" not in self._folders:
+            _check_alone(self._transformer, self.root, _others(self.root))
 
     @staticmethod
     def is_at(folder: Path) -> bool:
         """Tells whether a folder has this layout; the files that identify layouts are enough."""
-        config = folder / FOLDERS["transformer"] / "config.json" if _has_experts(folder) else folder / "config.json"
-        return config.is_file() and read_json(config).get("_class_name") in KINDS
+        inner = folder / FOLDERS["transformer"] if _has_experts(folder) else folder
+        return not (folder / INDEX).is_file() and _is_transformer(inner)
 
     @property
     def patterns(self) -> Sequence[str]:
@@ -117,9 +129,12 @@ class OriginalSource(_WanSource):
 
     def find(self, name: str) -> Component | None:
         if name in FOLDERS:
+            if (folder := self._folders.get(name)) is None:
+                return None
             place = FOLDERS[name] if _has_experts(self.root) else ""
-            folder = self.fetched([f"{place}/{file}".lstrip("/") for file in TRANSFORMER_FILES]) / place
-            return recognise.component("transformer", SafetensorsFolder(folder), read_json(folder / "config.json"))
+            self.fetched([f"{place}/{file}".lstrip("/") for file in TRANSFORMER_FILES])
+            given = read_json(folder / "config.json", missing={})
+            return recognise.component("transformer", SafetensorsFolder(folder), given)
         root = self.fetched(FILES.get(name, ()))
         for pattern in FILES.get(name, ()):
             if found := sorted(path for path in root.iterdir() if fnmatchcase(path.name, pattern)):
@@ -150,34 +165,94 @@ class FileSource(_WanSource):
         """
         components = recognise.components(open_tensors(path))
         if "transformer" in components:
-            for name in other_expert(path.name):
-                components = _with_other(components, path, path.with_name(name))
+            components = _with_other(components, path)
         return cls(path, components) if components else None
 
 
 def other_expert(name: str) -> tuple[str, ...]:
-    """Returns the name of the file of the other of two experts, which differs in `high` or `low`; none for others."""
-    if Path(name).suffix not in SUFFIXES or not (found := EXPERT.search(name)):
+    """Returns names of the file of the other of two experts, which differs in `high` or `low`; none for other files."""
+    if Path(name).suffix not in SUFFIXES or not (split := _split(name)):
         return ()
-    return (name[: found.start()] + OTHERS[found[0]] + name[found.end() :],)
+    before, expert, after = split
+    other = before + OTHERS[expert] + after
+    return tuple(dict.fromkeys((other, DATE.sub("", other))))
 
 
-def _with_other(components: dict[str, Component], path: Path, other: Path) -> dict[str, Component]:
-    """Returns the components of an expert's file and of the other's, the same where the other holds no transformer."""
-    if not other.is_file():
-        if other.is_symlink():
-            raise WanjaxError(no_file(other))
-        shape = components["transformer"].json
-        one = NOISE.search(path.name) or not _published(shape, experts=False)
-        if one and _published(shape, experts=True):
-            raise WanjaxError(f"{path} is one of two experts: {other.name}, the other, is needed beside it")
+def _split(name: str) -> tuple[str, str, str] | None:
+    """Returns the parts of the name of one of two experts: what comes before `high` or `low`, that, and the rest."""
+    found = EXPERT.search(name)
+    return (name[: found.start()], found[0], name[found.end() :]) if found else None
+
+
+def _others(path: Path) -> list[Path]:
+    """Returns the files or folders beside one that may be the other of two experts: that of its name, if it is there.
+
+    Else they are those whose names begin so, and go on alike up to the end of one of the two, such as a date; or, where
+    there is none, those that go on at all after `noise`.
+    """
+    if not (split := _split(path.name)):
+        return []
+    before, expert, after = split
+    begins, end = before + OTHERS[expert], after.removesuffix(path.suffix)
+    if os.path.lexists(exact := path.with_name(begins + after)):
+        return [exact]
+    noise = f"{begins}{after[: found.end()]}" if (found := re.match(r"[ _-]?noise", after, re.IGNORECASE)) else None
+    alike, others = [], []
+    for beside in sorted(path.parent.glob(f"{glob.escape(begins)}*")):
+        if beside.suffix == path.suffix and beside.is_dir() == path.is_dir():
+            tail = beside.name.removeprefix(begins).removesuffix(beside.suffix)
+            alike += [beside] * (tail.startswith(end) or end.startswith(tail))
+            others += [beside] * bool(noise and beside.name.startswith(noise))
+    return alike or others
+
+
+def _with_other(components: dict[str, Component], path: Path) -> dict[str, Component]:
+    """Returns the components of a file, and if it is an expert's those of the other's that holds a transformer."""
+    others = _others(path)
+    if len(others) != 1:
+        _check_alone(components["transformer"].json, path, others)
         return components
-    others = recognise.components(open_tensors(other))
-    if "transformer" not in others:
+    if not others[0].is_file():
+        raise WanjaxError(no_file(others[0]))
+    found = recognise.components(open_tensors(others[0]))
+    if "transformer" not in found:
         return components
     first = EXPERT.search(path.name)
-    high, low = (components, others) if first and first[0] in HIGH else (others, components)
+    high, low = (components, found) if first and first[0] in HIGH else (found, components)
     return low | high | {"transformer_2": low["transformer"]}
+
+
+def _check_alone(transformer: Mapping[str, Any], path: Path, others: Sequence[Path]) -> None:
+    """Raises WanjaxError for one of two experts of which no single other is there, by its name and its shape."""
+    if not (split := _split(path.name)) or not _published(transformer, experts=True):
+        return
+    if NOISE.search(path.name) or not _published(transformer, experts=False):
+        right = split[0] + OTHERS[split[1]] + split[2]
+        there = f", and {' and '.join(x.name for x in others)} are, of which one may stay" if others else ""
+        raise WanjaxError(f"{path} is one of two experts: {right}, the other, is needed beside it{there}")
+
+
+def _folders(root: Path) -> dict[str, Path]:
+    """Returns the folders of the transformers, that at high noise first: in the root, or itself and one beside it."""
+    if _has_experts(root):
+        return {name: root / folder for name, folder in FOLDERS.items()}
+    others = [other for other in _others(root) if other.is_dir() and _is_transformer(other)]
+    if len(others) != 1:
+        return {"transformer": root}
+    first = EXPERT.search(root.name)
+    high, low = (root, others[0]) if first and first[0] in HIGH else (others[0], root)
+    return {"transformer": high, "transformer_2": low}
+
+
+def _is_transformer(folder: Path) -> bool:
+    """Tells whether a folder is that of a transformer, by its config.json or, without one, by its index of shards."""
+    if (config := folder / "config.json").is_file():
+        return KIND.fullmatch(str(read_json(config).get("_class_name"))) is not None
+    listed = read_json(folder / SHARDS, missing={}).get("weight_map")
+    telling = recognise.TELLING["transformer"]
+    return isinstance(listed, dict) and any(
+        prefix + name in listed for prefix in recognise.PREFIXES["transformer"] for name in telling
+    )
 
 
 def _has_experts(folder: Path) -> bool:

@@ -4,16 +4,18 @@
 Files for ComfyUI prefix every name, and may hold several components.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from wanjax.checkpoints.descaled import Descaled
 from wanjax.checkpoints.files import Reader
 from wanjax.checkpoints.layouts import TRANSFORMER_PREFIXES, VAE_PREFIXES, Component, has_authors_names, held
 from wanjax.checkpoints.readers import Renamed, Unfused, flattened, unflattened
+from wanjax.checkpoints.relatives import CHANNELS, relative
 from wanjax.checkpoints.torch_file import GENERATORS
 from wanjax.converters.names import Names
 from wanjax.converters.wan import original
+from wanjax.errors import WanjaxError
 
 TELLING = {  # tensors that only this component has: the authors' name, and that of diffusers or transformers
     "transformer": ("time_projection.1.weight", "condition_embedder.time_proj.weight"),
@@ -34,6 +36,8 @@ PREFIXES = {
     "image_encoder": ("",),
 }
 PATCH = (1, 2, 2)  # of all transformers of Wan; trainers that project patches keep flat kernels
+LATENTS, MASK = 16, 4  # channels of Wan 2.1's latents, and of a mask beside any
+READ = "Wan's text to video, image to video, first and last frame, Fun InP and VACE"
 TOKENIZERS = ("spiece_model",)  # stored with the weights of text encoders
 
 
@@ -55,7 +59,9 @@ def component(name: str, reader: Reader, given: Mapping[str, Any] | None = None)
     match name:
         case "transformer":
             names, reader = original.TRANSFORMER, unflattened(reader, "patch_embedding.weight", PATCH)
+            _check_own(reader, names.ours if authors else names.theirs)
             json = original.transformer_json(_theirs(reader, names, authors), given)
+            _check_channels(reader, json["in_channels"], json["out_channels"])
         case "vae":
             json, names = _vae(reader, authors)
         case "text_encoder":
@@ -65,6 +71,30 @@ def component(name: str, reader: Reader, given: Mapping[str, Any] | None = None)
             reader, names = _vision(reader) if authors else reader, original.IMAGE_ENCODER
             json = original.image_encoder_json(_theirs(reader, names, authors))
     return Component(json, Renamed(reader, lambda key: names.ours(key) or key) if authors else reader)
+
+
+def _check_own(reader: Reader, names: Callable[[str], str | None]) -> None:
+    """Raises WanjaxError where tensors that the transformer does not have are those of a relative of Wan's."""
+    if found := relative(key for key in reader.specs if names(key) is None):
+        raise WanjaxError(
+            f"{_place(reader)} has {found.tensors}, of no model here: it seems to be {found.name}, and {READ} are read"
+        )
+
+
+def _check_channels(reader: Reader, patches: int, latents: int) -> None:
+    """Raises WanjaxError unless patches have the channels of latents, or those of a condition with them too."""
+    right = latents, 2 * latents + MASK
+    if patches not in right:
+        named = f"it seems to be {CHANNELS[patches]}, and " if patches in CHANNELS and latents == LATENTS else ""
+        raise WanjaxError(
+            f"the patches of {_place(reader)} have {patches} channels, not {right[0]} or {right[1]}: {named}{READ} are "
+            "read"
+        )
+
+
+def _place(reader: Reader) -> str:
+    paths = getattr(reader, "paths", [])
+    return str(paths[0]) if paths else "the transformer"
 
 
 def _theirs(reader: Reader, names: Names, authors: bool) -> dict[str, Any]:
