@@ -15,6 +15,8 @@ from wanjax.models.wan.config import (
     FLF2V_14B,
     I2V_14B,
     I2V_A14B,
+    INP_1_3B,
+    INP_5B,
     T2V_1_3B,
     T2V_14B,
     TI2V_5B,
@@ -31,11 +33,14 @@ from wanjax.pipelines.wan.architecture import THREE_STEPS, WanArchitecture
 from wanjax.pipelines.wan.causal import CausalWanArchitecture
 from wanjax.pipelines.wan.conditioning import (
     ATTENDED_IMAGE_TO_VIDEO,
+    ATTENDED_INPAINTING,
     BLOCK_BY_BLOCK,
     CONTROLLED_VIDEO,
     FIRST_AND_LAST_FRAME,
+    FIRST_FRAME_INPAINTING,
     FIRST_FRAME_TO_VIDEO,
     IMAGE_TO_VIDEO,
+    INPAINTING,
 )
 from wanjax.schedulers import RCM, Consistency, FlowEuler, Scheduler, shift_of
 
@@ -233,6 +238,54 @@ PUBLISHED = (
     ),
 )
 
+
+def _fun(name: str, source: str, architecture: WanArchitecture, parameters: int, **settings: Any) -> Preset:
+    """Returns the preset of a checkpoint that Alibaba PAI trained to fill in what is between a first and a last frame.
+
+    Settings follow examples/wan2.1_fun/ and examples/wan2.2_fun/ of aigc-apps/VideoX-Fun: Euler's method at the noise
+    levels of diffusers, and pictures that are stretched.
+    """
+    own: dict[str, Any] = {"guidance_scale": 6.0, "sigmas": "diffusers", "resize": "stretch"}
+    preset = _preset(
+        name,
+        source,
+        "text, or a first picture, or a first and a last one, to video, by Alibaba PAI",
+        architecture,
+        parameters,
+        **own | settings,
+    )
+    return replace(preset, source=f"alibaba-pai/{source}", scheduler=FlowEuler(), words=("fun", "inp(?:aint)?"))
+
+
+FUN = (
+    _fun(
+        *("wan2.1-fun-1.3b-inp", "Wan2.1-Fun-1.3B-InP"),
+        replace(I2V, transformer=INP_1_3B, task=ATTENDED_INPAINTING),
+        1_564_428_608,
+    ),
+    _fun(
+        *("wan2.1-fun-14b-inp", "Wan2.1-Fun-14B-InP"),
+        replace(I2V, task=ATTENDED_INPAINTING),
+        16_394_878_784,
+    ),
+    _fun(
+        *("wan2.2-fun-a14b-inp", "Wan2.2-Fun-A14B-InP"),
+        replace(I2V_EXPERTS, task=INPAINTING),
+        14_288_901_184,
+        guidance_scale_2=6.0,
+        boundary=0.9,
+    ),
+    _fun(
+        *("wan2.2-fun-5b-inp", "Wan2.2-Fun-5B-InP"),
+        replace(TI2V, transformer=INP_5B, task=FIRST_FRAME_INPAINTING),
+        5_000_426_688,
+        height=704,
+        width=1280,
+        frames=121,
+        fps=24,
+    ),
+)
+
 CAUSAL = replace(
     _preset(
         "wan2.1-t2v-1.3b-causal",
@@ -414,6 +467,7 @@ PRESETS = (
         domain=_domain_of_nano(),
     ),
     *PUBLISHED,
+    *FUN,
     CAUSAL,
     *FOUR_STEPS,
     *DISTILLED,
@@ -429,7 +483,7 @@ def published(
     None where there is none. `base` asks for one that was not distilled, if there is one.
     """
     alike = []
-    for preset in (*PUBLISHED, CAUSAL, *DISTILLED, *SPARSE_LINEAR):
+    for preset in (*PUBLISHED, *FUN, CAUSAL, *DISTILLED, *SPARSE_LINEAR):
         known = preset.architecture
         assert isinstance(known, WanArchitecture)
         if (known.transformer, known.experts) == (transformer, experts):
@@ -469,7 +523,7 @@ def _like(architecture: WanArchitecture, source: Source) -> Settings:
     alike = published(architecture.transformer, experts, source.known_as, shift)
     if (task, experts) == (IMAGE_TO_VIDEO, False):
         task = ATTENDED_IMAGE_TO_VIDEO  # no published preset of one transformer has this task
-    for preset in (*([alike] if alike else []), *PUBLISHED, CAUSAL):
+    for preset in (*([alike] if alike else []), *PUBLISHED, *FUN, CAUSAL):
         found = preset.architecture
         assert isinstance(found, WanArchitecture)
         if (found.task, found.experts) == (task, experts):
