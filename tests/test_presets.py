@@ -28,6 +28,8 @@ from wanjax.models.wan.config import (
     FLF2V_14B,
     I2V_14B,
     I2V_A14B,
+    INP_1_3B,
+    INP_5B,
     T2V_1_3B,
     T2V_14B,
     TI2V_5B,
@@ -101,6 +103,10 @@ NETWORKS = {
     **{
         name: Published(config, wan.transformer_rules(config), transformer_keys(config), parameters)
         for name, config, parameters in (
+            ("wan2.1-fun-1.3b-inp", INP_1_3B, 1_564_428_608),
+            ("wan2.1-fun-14b-inp", I2V_14B, 16_394_878_784),
+            ("wan2.2-fun-a14b-inp", I2V_A14B, 14_288_901_184),
+            ("wan2.2-fun-5b-inp", INP_5B, 5_000_426_688),
             ("turbowan2.1-t2v-1.3b", replace(T2V_1_3B, sparse_linear=SparseLinear()), 1_419_492_160),
             ("turbowan2.1-t2v-14b", replace(T2V_14B, sparse_linear=SparseLinear()), 14_289_152_064),
             ("turbowan2.2-i2v-a14b", replace(I2V_A14B, sparse_linear=SparseLinear()), 14_289_561_664),
@@ -221,6 +227,28 @@ def test_distilled_models(name, source, scheduler, size, frames, steps, shift, l
     assert (defaults.model, defaults.size, defaults.frames) == (name, size, frames)
     assert (defaults.steps, defaults.guidance_scale, defaults.flow_shift) == (steps, 1.0, shift)
     defaults.check(spatial=32 if "5b" in name else 16, temporal=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "frames", "fps", "experts"),
+    [
+        ("wan2.1-fun-1.3b-inp", (480, 832), 81, 16, (None, None)),
+        ("wan2.1-fun-14b-inp", (480, 832), 81, 16, (None, None)),
+        ("wan2.2-fun-a14b-inp", (480, 832), 81, 16, (6.0, 0.9)),
+        ("wan2.2-fun-5b-inp", (704, 1280), 121, 24, (None, None)),
+    ],
+)
+def test_models_that_fill_in_between_pictures(name, size, frames, fps, experts):
+    preset, defaults, architecture = presets()[name], presets()[name].defaults, outline(name).architecture
+    assert name.endswith("-inp")
+    assert preset.source.lower() == f"alibaba-pai/{name}"
+    assert (preset.licence, architecture.scheduler) == (FREE, parse("euler"))
+    assert (defaults.size, defaults.frames, defaults.fps) == (size, frames, fps)
+    assert (defaults.steps, defaults.guidance_scale, defaults.flow_shift) == (50, 6.0, 5.0)
+    assert (defaults.guidance_scale_2, defaults.boundary) == experts
+    assert (defaults.sigmas, defaults.resize) == ("diffusers", "stretch")
+    assert (architecture.takes, architecture.needs) == (("image", "last_image"), ())
+    assert ("image_encoder" in architecture.networks) == name.startswith("wan2.1")
 
 
 TURBO = "TurboDiffusion/TurboWan2."

@@ -19,9 +19,9 @@ from wanjax.checkpoints.layouts import Layout
 from wanjax.checkpoints.lora import Lora, trained_attention
 from wanjax.checkpoints.networks import NetworkKind
 from wanjax.checkpoints.readers import SUFFIXES, open_tensors
-from wanjax.checkpoints.relatives import told
+from wanjax.checkpoints.relatives import without_transformer
 from wanjax.checkpoints.sources import MANIFEST, DiffusersSource, Source, StoredSource, WanjaxSource, folder_of
-from wanjax.errors import WanjaxError
+from wanjax.errors import WanjaxError, WanjaxWarning
 from wanjax.kernels.attention import AUTO, Attention
 from wanjax.pipelines.caching.tables import key_of, measured_file, tables_of
 from wanjax.pipelines.cogvideox import FAMILY as COGVIDEOX
@@ -111,14 +111,21 @@ def admit(model: str | Path, revision: str | None, note: Note | None) -> Checkpo
     if awaited and not opened:
         _tell_licence(found.preset, note)
     check_whole(found.source)
+    for told in found.source.notes:
+        _tell(told, note)
     return found
+
+
+def _tell(told: str, note: Note | None) -> None:
+    note(told) if note else warnings.warn(told, WanjaxWarning, stacklevel=5)  # past `load` and its decorators
 
 
 def _tell_licence(preset: Preset | None, note: Note | None) -> None:
     if preset and preset.licence != FREE:
         repository = "/".join(preset.source.split("/")[:2])
-        told = f"the weights of {preset.name} are under the {preset.licence}, whose text {repository} on the hub has"
-        note(told) if note else warnings.warn(told, stacklevel=5)  # past `load` and its decorators
+        _tell(
+            f"the weights of {preset.name} are under the {preset.licence}, whose text {repository} on the hub has", note
+        )
 
 
 def examine(model: str | Path, revision: str | None = None, *, encoders: bool = False) -> Checkpoint:
@@ -186,7 +193,8 @@ def _open_file(path: Path) -> Source:
     for layout in layouts():
         if (source := layout.open_file(path)) is not None:
             return source
-    raise WanjaxError(f"{path} {told(open_tensors(path).specs)}")
+    known = {name: tensors for family in FAMILIES for name, tensors in family.relatives.items()}
+    raise WanjaxError(f"{path} {without_transformer(open_tensors(path).specs, known)}")
 
 
 def beside(name: str) -> list[str]:

@@ -104,10 +104,10 @@ class RecognisedSource(Source):
 
     def _lender(self, component: str) -> Source:
         """Returns the repository of the same model, for a component that the checkpoint lacks."""
-        if self.origin == self.name:
+        if self.lender == self.name:
             raise WanjaxError(
-                f"{self.name} holds no {component}, and its transformer has the size of no published model, which "
-                "would have one: a whole checkpoint is needed"
+                f"{self.name} holds no {component}, and no published model has one that fits its transformer: a whole "
+                "checkpoint is needed"
             )
         return self._published
 
@@ -127,7 +127,7 @@ class RecognisedSource(Source):
 
     def check_whole(self, networks: Iterable[str], others: Iterable[str]) -> None:
         lacking = [[name for name in names if not self.holds(name)] for names in (networks, others)]
-        if any(lacking) and self.origin != self.name:
+        if any(lacking) and self.lender != self.name:
             self._published.check_whole(*lacking)
 
     def files(self, component: str) -> Sequence[Path]:

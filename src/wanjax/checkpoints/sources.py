@@ -42,7 +42,7 @@ from wanjax.checkpoints.hub import (
 from wanjax.checkpoints.readers import SUFFIXES, Renamed, Together
 from wanjax.compilers.cache import user_cache
 from wanjax.converters.rules import Rule
-from wanjax.errors import WanjaxError, reason
+from wanjax.errors import WanjaxError, reason, shown
 from wanjax.figures import in_bytes
 from wanjax.stores.places import Missing, Remote
 from wanjax.stores.writing import check_folder, writing
@@ -106,6 +106,11 @@ class Source(ABC):
     def known_as(self) -> str:
         """The name that may tell which model it is: that of the repository, or the whole path of the folder or file."""
         return str(self.root.absolute()) if self.revision is None else self.name
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What whoever loads the checkpoint is to know, in sentences, such as an input that is not offered."""
+        return ()
 
     @abstractmethod
     def config(self, component: str) -> dict[str, Any]:
@@ -209,6 +214,10 @@ class Wrapped(Source):
         return self._source.known_as
 
     @property
+    def notes(self) -> Sequence[str]:
+        return self._source.notes
+
+    @property
     def lent(self) -> Sequence[str]:
         return self._source.lent
 
@@ -253,9 +262,9 @@ class DiffusersSource(Source):
 
     def __init__(self, name: str | Path, folder: Path, revision: str | None = None):
         if not (folder / INDEX).is_file():
-            raise WanjaxError(
-                f"{name} holds no {INDEX}: a whole checkpoint, as diffusers or its authors lay it out, is needed"
-            )
+            kind = read_json(folder / "config.json", missing={}).get("_class_name")
+            told = f"{name} holds no {INDEX}{f', and its config.json is of a {shown(kind)}' if kind else ''}"
+            raise WanjaxError(f"{told}: a whole checkpoint, as diffusers or its authors lay it out, is needed")
         self.name, self.root, self.revision = str(name), folder, revision
         self.index = read_json(self.root / INDEX)
 

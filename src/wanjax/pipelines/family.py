@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 
 from wanjax.checkpoints.layouts import Layout
 from wanjax.checkpoints.networks import Config, Network, NetworkKind, network_of
+from wanjax.checkpoints.relatives import Relatives
 from wanjax.checkpoints.sources import Source, read_json
 from wanjax.errors import UnsupportedError, WanjaxError
 from wanjax.kernels.attention import AUTO, Attention, SparseLinear
@@ -578,7 +579,8 @@ class Family:
     `networks` are the kinds of networks in its checkpoints; `pipelines` the class names in model_index.json.
     `architecture` reads a checkpoint's configs, and those of its text and image encoders if the second argument is
     True. `settings` returns the default settings of a checkpoint. `loaders` load tokenizers and image processors from
-    their folders. `layouts` are the layouts of its checkpoints other than that of diffusers. `tables` is a file of
+    their folders. `layouts` are the layouts of its checkpoints other than that of diffusers, and `relatives` models
+    like its own that are not read. `tables` is a file of
     published tables for step caches, by the presets' names. `distillations` are those that names of files tell, the
     most special first. `prompt` returns, for plans, the length of a prompt and the number of its real tokens, by
     tokenizer.
@@ -592,6 +594,7 @@ class Family:
     presets: tuple[Preset, ...] = ()
     loaders: Mapping[str, Callable[[Path], Any]] = field(default_factory=dict)
     layouts: tuple[Layout, ...] = ()
+    relatives: Relatives = field(default_factory=dict)
     tables: Path | None = None
     distillations: tuple[Distillation, ...] = ()
     prompt: Callable[[Any], Mapping[str, tuple[int, int]]] = no_prompts

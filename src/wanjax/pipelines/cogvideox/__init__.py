@@ -23,4 +23,5 @@ FAMILY = Family(
     tables=Path(__file__).parent / FILE,
     prompt=lambda architecture: {"tokenizer": (architecture.transformer.text_length,) * 2},
     loaders={"tokenizer": lambda folder: Tokenizer.load(folder, length=TEXT_LENGTH)},
+    relatives={"CogVideoX's transformer alone": ("patch_embed.text_proj.", "mixins.patch_embed.")},
 )

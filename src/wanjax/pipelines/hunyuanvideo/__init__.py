@@ -6,6 +6,7 @@ from wanjax.pipelines.hunyuanvideo.architecture import IMAGE_TO_VIDEO, HunyuanVi
 from wanjax.pipelines.hunyuanvideo.layouts import LAYOUT
 from wanjax.pipelines.hunyuanvideo.networks import NETWORKS
 from wanjax.pipelines.hunyuanvideo.presets import PRESETS, settings_of
+from wanjax.pipelines.hunyuanvideo.recognise import RELATIVES
 from wanjax.pipelines.hunyuanvideo.text import GLYPH_LENGTH, TEMPLATE_TOKENS, TEXT_LENGTH
 from wanjax.pipelines.image_processor import StretchingImageProcessor
 from wanjax.pipelines.text.byt5 import ByT5Tokenizer
@@ -24,6 +25,7 @@ FAMILY = Family(
         "feature_extractor": StretchingImageProcessor.load,
     },
     layouts=(LAYOUT,),
+    relatives=RELATIVES,
     prompt=lambda architecture: {
         "tokenizer": (TEMPLATE_TOKENS + TEXT_LENGTH, TEMPLATE_TOKENS + architecture.prompt_tokens),
         "tokenizer_2": (GLYPH_LENGTH, GLYPH_LENGTH),

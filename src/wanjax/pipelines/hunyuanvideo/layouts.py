@@ -84,7 +84,12 @@ class _HunyuanVideoSource(RecognisedSource):
 
     @property
     def lender(self) -> str:
-        """The model's repository, or that of one that is the same but for the transformer's weights."""
+        """The model's repository, or that of one that is the same but for the transformer's weights.
+
+        That of its own name where the transformer has other shapes, for which nothing is known.
+        """
+        if self.repository is None:
+            return self.origin
         alike = [self.model, *(x for x in PRESETS if x.architecture == self.model.architecture)]
         return next(x.source for x in alike if x.source.count("/") == 1)
 

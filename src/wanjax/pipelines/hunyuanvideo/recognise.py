@@ -14,6 +14,7 @@ from wanjax.checkpoints.descaled import Descaled
 from wanjax.checkpoints.files import Reader
 from wanjax.checkpoints.layouts import TRANSFORMER_PREFIXES, VAE_PREFIXES, Component, has_authors_names, held
 from wanjax.checkpoints.readers import Exchanged, Renamed, Unfused
+from wanjax.checkpoints.relatives import Relatives
 from wanjax.converters.hunyuanvideo import original
 from wanjax.errors import WanjaxError, shown
 
@@ -23,6 +24,10 @@ TELLING = {  # tensors that only this component has: the authors' name, and that
 }
 PREFIXES = {"transformer": TRANSFORMER_PREFIXES, "vae": VAE_PREFIXES}
 WHOLE, TEXT = "qwen2_5_vl", "qwen2_5_vl_text"  # the model_type of Qwen2.5-VL, and that of its language model
+RELATIVES: Relatives = {
+    "FramePack": ("clean_x_embedder.",),
+    "the first HunyuanVideo": ("txt_in.individual_token_refiner.", "context_embedder.token_refiner."),
+}
 NOT_TEXT = ("visual.", "model.visual.", "lm_head.")
 TEXT_TOWER = "module.text_tower.encoder."  # in Glyph-SDXL-v2's checkpoint
 

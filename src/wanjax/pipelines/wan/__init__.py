@@ -13,6 +13,7 @@ from wanjax.pipelines.wan.layouts import LAYOUT
 from wanjax.pipelines.wan.networks import NETWORKS
 from wanjax.pipelines.wan.presets import DISTILLATIONS, PRESETS, settings_of
 from wanjax.pipelines.wan.programs import TEXT_LENGTH
+from wanjax.pipelines.wan.recognise import RELATIVES
 
 FAMILY = Family(
     name="Wan",
@@ -35,5 +36,6 @@ FAMILY = Family(
         "image_processor": ImageProcessor.load,
     },
     layouts=(LAYOUT,),
+    relatives=RELATIVES,
     prompt=lambda architecture: {"tokenizer": (TEXT_LENGTH, TEXT_LENGTH)},
 )

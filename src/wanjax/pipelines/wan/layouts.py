@@ -22,10 +22,12 @@ from wanjax.checkpoints.sources import check_small, read_json
 from wanjax.converters.configs import read_config
 from wanjax.converters.wan.diffusers import transformer_config
 from wanjax.errors import WanjaxError
+from wanjax.models.wan.config import TransformerConfig
+from wanjax.pipelines.distillation import telling
 from wanjax.pipelines.family import Preset
 from wanjax.pipelines.wan import recognise
 from wanjax.pipelines.wan.conditioning import CAUSAL_PIPELINES
-from wanjax.pipelines.wan.presets import published
+from wanjax.pipelines.wan.presets import FUN, lender_of, published
 from wanjax.schedulers import UNIPC_SHIFT
 
 KIND = re.compile(r"(?:Vace)?Wan\w*")  # the class in a transformer's config.json, of the authors or of others
@@ -45,6 +47,12 @@ OTHERS = HIGH | {low: high for high, low in HIGH.items()}
 EXPERT = re.compile(rf"(?<![A-Za-z0-9])({'|'.join(OTHERS)})(?=[Nn]oise|[^A-Za-z0-9])")
 NOISE = re.compile(r"(high|low)[ _-]?noise", re.IGNORECASE)  # in the name of what is no model of its own
 DATE = re.compile(r"_\d{4,8}(?=\.\w+$)")  # at the end of a file's name: one of two experts may have been published anew
+FURTHER = {  # of models of a published shape that others trained, by their names: what else these take
+    r"\bati\b": "the trajectories of ATI",
+    r"\bwan[\d-]*move\b": "the tracks of WanMove",
+    r"\bphantom\b": "the reference pictures of Phantom",
+}
+ANIMATE = re.compile(r"\banimate-?2\b")  # which has the shape of image to video
 TOKENIZER = "google/umt5-xxl"
 CLASSES = {
     "scheduler": ("diffusers", "UniPCMultistepScheduler"),
@@ -65,6 +73,8 @@ class _WanSource(RecognisedSource):
     def _transformer(self) -> dict[str, Any]:
         """The transformer's config.json."""
         found = self.component("transformer")
+        if ANIMATE.search(telling(self.known_as)):
+            raise WanjaxError(f"{self.name} is Wan Animate 2 by its name, and {recognise.READ} are read")
         if found is None:
             there = " and the ".join(name for name, part in self._known.items() if part)
             told = f"{self.name} holds {f'the {there} alone' if there else 'no transformer'}"
@@ -77,13 +87,24 @@ class _WanSource(RecognisedSource):
         return found and found.source
 
     @property
-    def lender(self) -> str:
-        """The repository of the model that it was distilled from, whose attention is whole, or of itself.
+    def notes(self) -> Sequence[str]:
+        name, shape, experts = telling(self.known_as), _shape(self._transformer), "transformer_2" in self.index
+        notes = [
+            f"{self.name} is taken as its shape is, and {what} are not offered"
+            for pattern, what in FURTHER.items()
+            if re.search(pattern, name)
+        ]
+        if not experts and published(shape, True, name) and not published(shape, False, name):
+            notes.append(f"{self.name} is one transformer where the model of its shape has two: it takes all steps")
+        return notes
 
-        Those who distill a model publish its transformer alone.
+    @property
+    def lender(self) -> str:
+        """The repository of the model that it was trained from, or of one that has the same components beside it.
+
+        Others publish a transformer alone, or in the authors' layout.
         """
-        whole = self._transformer | {"sparse_linear": False}
-        found = _published(whole, "transformer_2" in self.index, self.known_as, base=True)
+        found = lender_of(_shape(self._transformer), "transformer_2" in self.index, self.known_as)
         return self.origin if found is None else found.source
 
     @property
@@ -97,7 +118,7 @@ class OriginalSource(_WanSource):
     def __init__(self, name: str | Path, folder: Path, revision: str | None = None):
         super().__init__(name, folder, revision)
         self._folders = _folders(self.root)
-        self.index = _index(self._transformer, experts="transformer_2" in self._folders)
+        self.index = _index(self._transformer, "transformer_2" in self._folders, self.known_as)
         if "transformer_2" not in self._folders:
             _check_alone(self._transformer, self.root, _others(self.root))
 
@@ -154,7 +175,7 @@ class FileSource(_WanSource):
 
     def __init__(self, path: Path, components: Mapping[str, Component]):
         super().__init__(path, path, known=components)  # a file, so no files lie beside the components
-        self.index = _index(self._transformer, experts="transformer_2" in components)
+        self.index = _index(self._transformer, "transformer_2" in components, self.known_as)
 
     @classmethod
     def at(cls, path: Path) -> "FileSource | None":
@@ -259,13 +280,15 @@ def _has_experts(folder: Path) -> bool:
     return (folder / FOLDERS["transformer"]).is_dir()
 
 
-def _index(transformer: Mapping[str, Any], experts: bool) -> dict[str, Any]:
+def _index(transformer: Mapping[str, Any], experts: bool, known_as: str) -> dict[str, Any]:
     """Returns the model_index.json that diffusers would write."""
     images = transformer["in_channels"] != transformer["out_channels"]
     controlled = transformer["_class_name"] == "WanVACETransformer3DModel"
     pipeline = "WanVACEPipeline" if controlled else "WanImageToVideoPipeline" if images else "WanPipeline"
     if transformer["_class_name"] == "CausalWanTransformer3DModel":
         pipeline = CAUSAL_PIPELINES[0]
+    if _published(transformer, experts, known_as) in FUN:
+        pipeline = "WanFunInpaintPipeline"
     classes = dict(CLASSES) | {"transformer": ("diffusers", transformer["_class_name"])}
     if experts:
         classes["transformer_2"] = classes["transformer"]
@@ -294,15 +317,16 @@ def _scheduler(transformer: Mapping[str, Any], experts: bool) -> dict[str, Any]:
     }
 
 
-def _published(
-    transformer: Mapping[str, Any], experts: bool, known_as: str = "", *, base: bool = False
-) -> Preset | None:
+def _shape(transformer: Mapping[str, Any]) -> TransformerConfig:
+    return read_config("the transformer's config.json", transformer, transformer_config)
+
+
+def _published(transformer: Mapping[str, Any], experts: bool, known_as: str = "") -> Preset | None:
     """Returns the published model whose transformer has this config.json, that of the name if there are several.
 
-    None where there is none. `base` asks for one that was not distilled, if there is one.
+    None where there is none.
     """
-    shape = read_config("the transformer's config.json", transformer, transformer_config)
-    return published(shape, experts, known_as, base=base)
+    return published(_shape(transformer), experts, known_as)
 
 
 LAYOUT = Layout(

@@ -105,7 +105,8 @@ CAUSVID = Distillation(
     scheduler=THREE_STEPS,
 )
 FASTWAN = replace(CAUSVID, name="FastWan", words=r"\bfastwan")
-DISTILLATIONS = (TURBO, R_CM, FASTWAN, CAUSVID, LIGHTX2V)
+RAPID = replace(LIGHTX2V, name="Rapid, a merge with LightX2V's LoRA", words=r"\brapid\b")
+DISTILLATIONS = (RAPID, TURBO, R_CM, FASTWAN, CAUSVID, LIGHTX2V)
 
 
 def _preset(
@@ -476,11 +477,11 @@ PRESETS = (
 
 
 def published(
-    transformer: TransformerConfig, experts: bool, known_as: str, shift: float | None = None, *, base: bool = False
+    transformer: TransformerConfig, experts: bool, known_as: str, shift: float | None = None
 ) -> Preset | None:
     """Returns the published model of these shapes, that of the name or of the flow shift if there are several.
 
-    None where there is none. `base` asks for one that was not distilled, if there is one.
+    None where there is none.
     """
     alike = []
     for preset in (*PUBLISHED, *FUN, CAUSAL, *DISTILLED, *SPARSE_LINEAR):
@@ -488,9 +489,28 @@ def published(
         assert isinstance(known, WanArchitecture)
         if (known.transformer, known.experts) == (transformer, experts):
             alike.append(preset)
-    if base:
-        alike = [preset for preset in alike if preset.distillation is None] or alike
     return nearest(alike, known_as, DISTILLATIONS, shift)
+
+
+def lender_of(transformer: TransformerConfig, experts: bool, known_as: str) -> Preset | None:
+    """Returns a model in the layout of diffusers that has what a transformer needs beside it.
+
+    It is that of the same shapes, of the name if there are several, with whole attention; or the first whose
+    transformer takes the same texts, latents and features of pictures. None where there is none.
+    """
+    whole = replace(transformer, sparse_linear=None)
+
+    def needs(config: Any) -> tuple[Any, ...]:
+        return config.text_width, config.channels_out, getattr(config, "image_width", None)
+
+    def shapes(preset: Preset) -> tuple[Any, bool]:
+        known: Any = preset.architecture
+        return known.transformer, known.experts
+
+    lending = [preset for preset in (*PUBLISHED, CAUSAL) if needs(shapes(preset)[0]) == needs(whole)]
+    alike = [preset for preset in lending if shapes(preset)[0] == whole]
+    same = [preset for preset in alike if shapes(preset) == (whole, experts)]
+    return nearest(same or alike or lending[:1], known_as, DISTILLATIONS)
 
 
 def settings_of(source: Source, architecture: WanArchitecture, preset: Preset | None) -> Settings:
@@ -522,7 +542,7 @@ def _like(architecture: WanArchitecture, source: Source) -> Settings:
     shift = shift_of(source.config("scheduler"))
     alike = published(architecture.transformer, experts, source.known_as, shift)
     if (task, experts) == (IMAGE_TO_VIDEO, False):
-        task = ATTENDED_IMAGE_TO_VIDEO  # no published preset of one transformer has this task
+        experts = True  # merged from the two of the only published model that has this task
     for preset in (*([alike] if alike else []), *PUBLISHED, *FUN, CAUSAL):
         found = preset.architecture
         assert isinstance(found, WanArchitecture)

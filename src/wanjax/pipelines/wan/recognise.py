@@ -11,7 +11,7 @@ from wanjax.checkpoints.descaled import Descaled
 from wanjax.checkpoints.files import Reader
 from wanjax.checkpoints.layouts import TRANSFORMER_PREFIXES, VAE_PREFIXES, Component, has_authors_names, held
 from wanjax.checkpoints.readers import Renamed, Unfused, flattened, unflattened
-from wanjax.checkpoints.relatives import CHANNELS, relative
+from wanjax.checkpoints.relatives import Relatives, relative
 from wanjax.checkpoints.torch_file import GENERATORS
 from wanjax.converters.names import Names
 from wanjax.converters.wan import original
@@ -36,6 +36,23 @@ PREFIXES = {
     "image_encoder": ("",),
 }
 PATCH = (1, 2, 2)  # of all transformers of Wan; trainers that project patches keep flat kernels
+RELATIVES: Relatives = {  # by the names in their publishers' code, and in ComfyUI's and Kijai's files
+    "Wan Dancer": ("music_injector.", "music_projection.", "music_encoder.", "patch_embedding_global."),
+    "Wan Fun Control with a camera": ("control_adapter.",),
+    "Wan Fun Control": ("ref_conv.",),
+    "Wan S2V": ("casual_audio_encoder.", "audio_injector.", "trainable_cond_mask.", "frame_packer."),
+    "Wan Animate": ("face_adapter.", "face_encoder.", "motion_encoder.", "pose_patch_embedding."),
+    "SCAIL-2": ("patch_embedding_mask.",),
+    "SCAIL": ("patch_embedding_pose.",),
+    "HuMo": ("audio_proj.audio_proj_glob", "audio_cross_attn_wrapper."),
+    "LongCat-Video": ("blocks.0.cross_attn.kv_linear.", "blocks.0.adaLN_modulation."),
+    "MultiTalk or InfiniteTalk": ("audio_proj.proj1.", "multitalk_audio_proj.", "audio_cross_attn."),
+    "FantasyTalking": ("cross_attn.processor.", "proj_model."),
+    "Uni3C": ("controlnet_patch_embedding.", "controlnet_blocks."),
+    "the VACE part of a model alone": ("vace_patch_embedding.",),
+}
+CHANNELS = {20: "SCAIL", 32: "Wan Fun Control with a camera", 48: "Wan Fun Control", 52: "Wan Fun Control"}
+"""Relatives by the channels of their patches, for latents of Wan 2.1."""
 LATENTS, MASK = 16, 4  # channels of Wan 2.1's latents, and of a mask beside any
 READ = "Wan's text to video, image to video, first and last frame, Fun InP and VACE"
 TOKENIZERS = ("spiece_model",)  # stored with the weights of text encoders
@@ -75,7 +92,7 @@ def component(name: str, reader: Reader, given: Mapping[str, Any] | None = None)
 
 def _check_own(reader: Reader, names: Callable[[str], str | None]) -> None:
     """Raises WanjaxError where tensors that the transformer does not have are those of a relative of Wan's."""
-    if found := relative(key for key in reader.specs if names(key) is None):
+    if found := relative((key for key in reader.specs if names(key) is None), RELATIVES):
         raise WanjaxError(
             f"{_place(reader)} has {found.tensors}, of no model here: it seems to be {found.name}, and {READ} are read"
         )

@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files as others publish them, without values: what opens, as which model, and what a refusal says a file is.
+
+Names and shapes are those of the publishers' code and of ComfyUI's and LightX2V's files.
+"""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from tests.support.published import hollow_file, text_encoder_keys, transformer_keys, vae_keys
+from tests.support.words import says
+from wanjax.converters.wan import original
+from wanjax.errors import WanjaxError
+from wanjax.models.t5 import UMT5_XXL
+from wanjax.models.wan.config import (
+    I2V_14B,
+    I2V_A14B,
+    INP_1_3B,
+    INP_5B,
+    T2V_1_3B,
+    T2V_14B,
+    VACE_14B,
+    VAE_2_1,
+    VAE_2_2,
+)
+from wanjax.pipelines.wan.presets import FUN
+from wanjax.registry import admit, examine, open_source
+
+HIGH, LOW = (f"wan2.2_i2v_A14b_{noise}_noise_lightx2v_4step" for noise in ("high", "low"))
+COMFY = "model.diffusion_model."
+
+
+def authors(config):
+    """Returns the names and shapes of a transformer by its authors' names."""
+    return {original.TRANSFORMER.theirs(key): shape for key, shape in transformer_keys(config).items()}
+
+
+def file(path, config, also=None, without=(), vae=VAE_2_1):
+    """Makes a file of a transformer and an autoencoder, as ComfyUI reads it, with further tensors."""
+    keys = {COMFY + key: shape for key, shape in (authors(config) | (also or {})).items() if key not in without}
+    return hollow_file(path, keys | {f"vae.{key}": shape for key, shape in vae_keys(vae).items()})
+
+
+def split(folder, config):
+    """Makes LightX2V's folder of a transformer: a file for each block, one for the rest, and an index of all."""
+    keys, files = authors(config), {}
+    for key in keys:
+        name = f"block_{key.split('.')[1]}.safetensors" if key.startswith("blocks.") else "non_block.safetensors"
+        files.setdefault(name, {})[key] = keys[key]
+    for name, part in files.items():
+        hollow_file(folder / name, part)
+    listed = {key: name for name, part in files.items() for key in part}
+    index = {"metadata": {"total_size": 0}, "weight_map": listed}
+    (folder / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def refusal(path):
+    with pytest.raises(WanjaxError) as caught:
+        open_source(path)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def classes(source):
+    return source.index["_class_name"], "transformer_2" in source.index
+
+
+@pytest.mark.parametrize("opened", [f"{HIGH}_1030", LOW])
+def test_the_other_of_two_experts_may_have_another_date(opened, tmp_path):
+    for name in (f"{HIGH}_1030", LOW, f"{LOW.replace('lightx2v', 'scaled_fp8_e4m3_lightx2v')}"):
+        file(tmp_path / f"{name}.safetensors", I2V_A14B)
+    source = open_source(tmp_path / f"{opened}.safetensors")
+    assert classes(source) == ("WanImageToVideoPipeline", True)
+    files = [source.weights(name).paths[0].stem for name in ("transformer", "transformer_2")]
+    assert files == [f"{HIGH}_1030", LOW]
+
+
+def test_several_that_may_be_the_other_are_told_by_name(tmp_path):
+    names = [f"{HIGH}_{date}.safetensors" for date in ("1022", "1030")]
+    for name in (*names, f"{LOW}.safetensors"):
+        file(tmp_path / name, I2V_A14B)
+    said = refusal(tmp_path / f"{LOW}.safetensors")
+    assert says(said, " ".join([f"{LOW}.safetensors", *names, f"{HIGH}.safetensors"]))
+    (tmp_path / names[0]).unlink()
+    assert classes(open_source(tmp_path / f"{LOW}.safetensors"))[1]
+
+
+def test_names_that_go_on_otherwise_are_a_pair_only_beside_noise(tmp_path):
+    for name in ("wan_high_noise_fp8", "wan_low_noise_bf16", "t2v_high_quality", "t2v_low_memory"):
+        file(tmp_path / f"{name}.safetensors", T2V_14B)
+    assert classes(open_source(tmp_path / "wan_high_noise_fp8.safetensors")) == ("WanPipeline", True)
+    assert classes(open_source(tmp_path / "t2v_high_quality.safetensors")) == ("WanPipeline", False)
+
+
+def test_a_folder_of_blocks(tmp_path):
+    folder = split(tmp_path / "wan2.1_i2v_720p_int8_lightx2v_4step_split", I2V_14B)
+    source = open_source(folder)
+    assert classes(source) == ("WanImageToVideoPipeline", False)
+    assert len(source.weights("transformer").specs) == len(authors(I2V_14B))
+    assert source.lender == "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers"
+    (folder / "config.json").write_text(json.dumps({"_class_name": "WanModel", "num_heads": 40, "eps": 1e-6}))
+    hollow_file(folder / "Wan2.1_VAE.safetensors", vae_keys(VAE_2_1))
+    source = open_source(folder)
+    assert source.lent == ["image_encoder", "image_processor", "text_encoder", "tokenizer"]
+    assert len(source.weights("transformer").specs) == len(authors(I2V_14B))
+
+
+def test_folders_of_blocks_of_two_experts(tmp_path):
+    for name in (f"{HIGH}_split", f"{LOW}_split"):
+        split(tmp_path / name, I2V_A14B)
+    source = open_source(tmp_path / f"{LOW}_split")
+    assert classes(source) == ("WanImageToVideoPipeline", True)
+    assert [source.weights(name).paths[0].parent.name for name in ("transformer", "transformer_2")] == [
+        f"{HIGH}_split",
+        f"{LOW}_split",
+    ]
+    for path in (tmp_path / f"{HIGH}_split").iterdir():
+        path.unlink()
+    (tmp_path / f"{HIGH}_split").rmdir()
+    assert says(refusal(tmp_path / f"{LOW}_split"), f"{LOW}_split {HIGH}_split")
+
+
+def test_experts_in_folders_of_blocks(tmp_path):
+    for name in ("high_noise_model", "low_noise_model"):
+        split(tmp_path / "model" / name, I2V_A14B)
+    assert classes(open_source(tmp_path / "model")) == ("WanImageToVideoPipeline", True)
+
+
+def test_a_transformers_folder_of_diffusers(tmp_path):
+    hollow_file(tmp_path / "diffusion_pytorch_model.safetensors", transformer_keys(T2V_1_3B))
+    told = {"_class_name": "WanTransformer3DModel", "num_attention_heads": 12, "eps": 1e-6}
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    source = open_source(tmp_path)
+    assert classes(source) == ("WanPipeline", False)
+    assert source.lender == "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
+
+
+def test_one_transformer_merged_of_two(tmp_path):
+    found = examine(file(tmp_path / "wan2.2-i2v-mega-aio.safetensors", I2V_A14B))
+    settings = found.settings
+    assert (found.preset, settings.boundary, settings.guidance_scale_2) == (None, None, None)
+    assert (settings.steps, settings.guidance_scale, settings.flow_shift) == (40, 3.5, 5.0)
+    assert found.source.lender == "Wan-AI/Wan2.2-I2V-A14B-Diffusers"
+    assert says(found.source.notes[0], "wan2.2-i2v-mega-aio.safetensors one two")
+    name = "wan2.2_i2v_high_noise_14B.safetensors"
+    assert says(refusal(file(tmp_path / name, I2V_A14B)), f"{name} {name.replace('high', 'low')}")
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("Wan2_1-I2V-ATI-14B_fp8_e4m3fn", "ATI"),
+        ("Wan21-WanMove_fp8_scaled_e4m3fn_KJ", "WanMove"),
+        ("Wan-Move-14B-480P", "WanMove"),
+    ],
+)
+def test_motion_that_is_not_offered_is_told(name, what, tmp_path):
+    found = examine(file(tmp_path / f"{name}.safetensors", I2V_14B))
+    assert found.preset.name == "wan2.1-i2v-14b-480p"
+    [told] = found.source.notes
+    assert says(told, f"{name}.safetensors {what} not")
+    assert not examine(file(tmp_path / "wan2.1_i2v_480p_14B.safetensors", I2V_14B)).source.notes
+
+
+COMFYS = {
+    "wan2.1-fun-1.3b-inp": ("wan2.1_fun_inp_1.3B_bf16", INP_1_3B, VAE_2_1),
+    "wan2.1-fun-14b-inp": ("Wan2.1-Fun-14B-InP_fp8_e4m3fn", I2V_14B, VAE_2_1),
+    "wan2.2-fun-a14b-inp": ("wan2.2_fun_inpaint_high_noise_14B_fp8_scaled", I2V_A14B, VAE_2_1),
+    "wan2.2-fun-5b-inp": ("wan2.2_fun_inpaint_5B_bf16", INP_5B, VAE_2_2),
+}
+
+
+@pytest.mark.parametrize("preset", FUN, ids=lambda preset: preset.name)
+def test_a_file_of_fun_inp(preset, tmp_path):
+    name, config, vae = COMFYS[preset.name]
+    for each in {name, name.replace("high", "low")}:
+        file(tmp_path / f"{each}.safetensors", config, vae=vae)
+    found = examine(tmp_path / f"{name}.safetensors")
+    assert found.preset == replace(preset, defaults=replace(preset.defaults, model=found.preset.defaults.model))
+    assert found.architecture.task == preset.architecture.task
+    assert found.architecture.scheduler == preset.scheduler
+    assert found.source.lender.startswith("Wan-AI/")
+    assert found.source.lender.endswith("iffusers")
+
+
+RELATIVES = {  # by the name of a file: its transformer, what is foreign in it, and words of the refusal
+    "wan2.1_fun_control_1.3B_bf16": (replace(INP_1_3B, channels_in=48), {}, "48 36 [Fun Control]"),
+    "wan2.2_fun_control_5B_bf16": (
+        replace(INP_5B, channels_in=148),
+        {"ref_conv.weight": (3072, 48, 2, 2)},
+        "ref_conv.* [Fun Control]",
+    ),
+    "wan2.1_fun_camera_v1.1_1.3B_bf16": (
+        replace(INP_1_3B, channels_in=32),
+        {"control_adapter.conv.weight": (1536, 1536, 2, 2)},
+        "control_adapter.* camera",
+    ),
+    "wan2.2_s2v_14B_fp8_scaled": (
+        T2V_14B,
+        {"casual_audio_encoder.weights": (1, 25, 1, 1), "audio_injector.injector.0.q.weight": (5120, 5120)},
+        "casual_audio_encoder.* S2V",
+    ),
+    "wan2.1_14B_SCAIL_2_fp16": (
+        replace(I2V_14B, channels_in=20),
+        {f"patch_embedding_{x}.weight": (5120, n, 1, 2, 2) for x, n in (("pose", 20), ("mask", 28))},
+        "patch_embedding_mask.* SCAIL-2",
+    ),
+    "Wan21-14B-SCAIL-preview": (
+        replace(I2V_14B, channels_in=20),
+        {"patch_embedding_pose.weight": (5120, 20, 1, 2, 2)},
+        "patch_embedding_pose.* SCAIL",
+    ),
+    "wan2.2_dancer_14b_global_fp8_scaled": (
+        I2V_14B,
+        {"music_injector.injector.7.q.weight": (5120, 5120), "ref_conv.weight": (5120, 16, 2, 2)},
+        "music_injector.* Dancer",
+    ),
+    "Wan2_2-Animate-14B": (
+        I2V_14B,
+        {"pose_patch_embedding.weight": (5120, 16, 1, 2, 2), "face_encoder.padding_tokens": (1, 1, 1, 5120)},
+        "Animate",
+    ),
+    "wan_animate_2_distill_bf16": (I2V_14B, {}, "[Animate 2]"),
+    "humo_17B": (
+        I2V_A14B,
+        {"audio_proj.audio_proj_glob_1.layer.weight": (512, 51200)},
+        "audio_proj.audio_proj_glob* HuMo",
+    ),
+    "InfiniteTalk_whole": (
+        I2V_14B,
+        {"audio_proj.proj1.weight": (512, 46080), "blocks.0.audio_cross_attn.proj.weight": (5120, 5120)},
+        "audio_proj.proj1.* InfiniteTalk",
+    ),
+    "FantasyTalking": (I2V_14B, {"blocks.0.cross_attn.processor.k_proj.weight": (5120, 2048)}, "FantasyTalking"),
+}
+
+
+@pytest.mark.parametrize("name", RELATIVES)
+def test_a_relative_is_refused_by_what_is_foreign_in_it(name, tmp_path):
+    config, foreign, words = RELATIVES[name]
+    said = refusal(file(tmp_path / f"{name}.safetensors", config, foreign))
+    assert says(said, f"{name}.safetensors {words.replace('[', '').replace(']', '')}")
+
+
+ALONE = {  # by the name of a file: its tensors, and words of the refusal
+    "wan2.1_infiniteTalk_multi_fp16": (
+        {"audio_proj.proj1.weight": (512, 46080), "blocks.0.norm_x.weight": (5120,)},
+        "InfiniteTalk",
+    ),
+    "Wan2_1-VACE_module_14B": ({k: v for k, v in authors(VACE_14B).items() if k.startswith("vace")}, "VACE alone"),
+    "Uni3C_controlnet": ({"controlnet_patch_embedding.weight": (5120, 20, 1, 2, 2)}, "Uni3C"),
+    "hunyuan_video_720_fp8": (
+        {"double_blocks.0.img_attn_qkv.weight": (9216, 3072), "txt_in.individual_token_refiner.a.weight": (3072,)},
+        "HunyuanVideo first",
+    ),
+    "FramePackI2V_HY": (
+        {"clean_x_embedder.proj.weight": (3072, 16, 1, 2, 2), "context_embedder.token_refiner.a.weight": (1,)},
+        "FramePack",
+    ),
+    "ltxv-13b": ({"model.diffusion_model.patchify_proj.weight": (4096, 128)}, "LTX-Video"),
+    "ltx-2-19b-dev": (
+        {f"model.diffusion_model.{x}patchify_proj.weight": (4096, 128) for x in ("", "audio_")},
+        "LTX-2",
+    ),
+    "CogVideoX_Fun_1_1_5b": (
+        {"patch_embed.proj.weight": (3072, 33, 2, 2), "patch_embed.text_proj.weight": (3072, 4096)},
+        "CogVideoX alone",
+    ),
+    "qwen_2.5_vl_7b": ({"model.layers.0.self_attn.q_proj.weight": (3584, 3584)}, "language alone"),
+    "lightx2v_lora": ({"diffusion_model.blocks.0.self_attn.q.lora_down.weight": (64, 5120)}, "LoRA --lora"),
+    "lokr": ({"lora_unet_blocks_0_self_attn_q.lokr_w1": (8, 8)}, "LoRA --lora"),
+    "wan_2.1_vae": (vae_keys(VAE_2_1), "vae alone transformer"),
+    "umt5_xxl_fp16": (text_encoder_keys(UMT5_XXL), "text_encoder alone transformer"),
+    "else": ({"weight": (2, 2)}, "transformer"),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_file_without_a_transformer_is_told_what_it_is(name, tmp_path):
+    tensors, words = ALONE[name]
+    said = refusal(hollow_file(tmp_path / f"{name}.safetensors", tensors))
+    assert says(said, words)
+
+
+def test_notes_are_told_where_a_model_is_loaded(tmp_path, monkeypatch):
+    path = file(tmp_path / "Wan2_1-I2V-ATI-14B.safetensors", I2V_14B)
+    monkeypatch.setattr("wanjax.registry.check_whole", lambda source: None)
+    notes = []
+    admit(path, None, notes.append)
+    assert any(says(note, "ATI") for note in notes)
