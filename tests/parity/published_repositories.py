@@ -422,6 +422,10 @@ REPOSITORIES: dict[str, Callable[[Path], None]] = {
     ),
     **{f"{HUNYUAN}-{name}": lambda files, name=name: _hunyuan(files, name) for name in HUNYUAN_SHIFTS},
     "tencent/HunyuanVideo-1.5": _tencent,
+    **{
+        f"alibaba-pai/{name}": lambda files, name=name: _authors_files(files, name, *FUN_FOLDERS[name])
+        for name in ("Wan2.1-Fun-1.3B-InP", "Wan2.1-Fun-14B-InP", "Wan2.2-Fun-A14B-InP", "Wan2.2-Fun-5B-InP")
+    },
 }
 
 
@@ -463,17 +467,32 @@ AUTHORS_FOLDERS: dict[str, tuple[Config, wan.TransformerConfig, int]] = {  # con
 }
 
 
+FUN_FOLDERS: dict[str, tuple[Config, wan.TransformerConfig, int]] = {  # the same of Alibaba PAI's, in that layout
+    name: (configs.AUTHORS_WAN | {"model_type": "i2v", "in_dim": config.channels_in}, config, 1)
+    for name, config in (
+        ("Wan2.1-Fun-1.3B-InP", wan.INP_1_3B),
+        ("Wan2.1-Fun-14B-InP", wan.I2V_14B),
+        ("Wan2.2-Fun-A14B-InP", wan.I2V_A14B),
+        ("Wan2.2-Fun-5B-InP", wan.INP_5B),
+    )
+}
+
+
 def authors_folder(folder: Path) -> Path:
     """Writes the folder of Wan's authors that has this name."""
-    entries, config, shards = AUTHORS_FOLDERS[folder.name]
+    _authors_files(folder, folder.name, *AUTHORS_FOLDERS[folder.name])
+    return folder
+
+
+def _authors_files(folder: Path, model: str, entries: Config, config: wan.TransformerConfig, shards: int) -> None:
     sizes = {"dim": config.width, "ffn_dim": config.mlp_dim, "num_heads": config.heads, "num_layers": config.layers}
-    for name in ("high_noise_model", "low_noise_model") if "A14B" in folder.name else (".",):
+    for name in ("high_noise_model", "low_noise_model") if "A14B" in model else (".",):
         write_json(folder / name / "config.json", entries | sizes)
         if shards == 1:
             hollow_file(folder / name / f"{WEIGHTS}.safetensors", authors(transformer_keys(config)), "F32")
         else:
             hollow_files(folder / name, authors(transformer_keys(config)), "F32", shards=shards)
-    residual = "5B" in folder.name
+    residual = "5B" in model
     names = original.vae_names({"dim_mult": range(4), "num_res_blocks": 2, "is_residual": residual})
     vae = {str(names.theirs(name)): shape for name, shape in vae_keys(wan.VAE_2_2 if residual else wan.VAE_2_1).items()}
     write_torch(folder / f"Wan2.{2 if residual else 1}_VAE.pth", vae, torch.float32)
@@ -483,4 +502,3 @@ def authors_folder(folder: Path) -> Path:
         file = folder / "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth"
         write_torch(file, authors_image_encoder_file(), torch.float16)
     _tokenizer(folder / "google/umt5-xxl")
-    return folder

@@ -228,7 +228,7 @@ def test_what_contradicts_or_is_missing_is_told(folder):
     assert open_source(folder).lent == ["text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"]
     for part in ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"):
         told = refusal(folder, lambda path, part=part: getattr(loading.load(path), part))
-        assert says(told, f"{part} transformer size model")
+        assert says(told, f"{part} transformer")
 
 
 def test_another_language_model_is_told(folder):
@@ -304,6 +304,10 @@ def test_a_single_file_of_a_transformer(prefix, named, wide, tmp_path):
         ("480p_i2v_distilled/diffusion_pytorch_model.safetensors", "480p_i2v_distilled"),
         ("hunyuanvideo1.5_480p_t2v_cfg_distilled_fp8_scaled.safetensors", "480p_t2v_distilled"),
         ("HunyuanVideo-1.5-720P-I2V.safetensors", "720p_i2v"),
+        ("HunyuanVideo-1.5_T2V_480p.safetensors", "480p_t2v"),
+        ("hy1.5_i2v_720p_fp8_lightx2v_4step.safetensors", "720p_i2v"),
+        ("hunyuan_video_1.5_480_bf16.safetensors", "480p_t2v"),
+        ("hunyuan_video_1.5_i2v_480_step_distilled_bf16.safetensors", "480p_i2v_step_distilled"),
         ("few steps.safetensors", "480p_i2v_step_distilled"),
     ],
 )

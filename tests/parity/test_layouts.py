@@ -437,7 +437,7 @@ def test_a_file_of_another_model_is_named(tmp_path, diffusers):
     save_safetensors(tmp_path / "flux.safetensors", {"double_blocks.0.weight": np.ones(2, np.float32)})
     assert says(refusal(tmp_path / "flux.safetensors"), "flux.safetensors transformer")
     save_safetensors(tmp_path / "tiny.safetensors", theirs(diffusers, "transformer"))
-    assert says(refusal(tmp_path / "tiny.safetensors"), "vae transformer size model")
+    assert says(refusal(tmp_path / "tiny.safetensors"), "tiny.safetensors vae transformer")
 
 
 def test_an_image_encoder_by_the_authors_is_that_of_transformers(tmp_path):

@@ -32,12 +32,11 @@ from wanjax.pipelines.image_processor import ImageProcessor, StretchingImageProc
 from wanjax.registry import kinds, outline, presets
 from wanjax.schedulers import DDIM, Consistency, FlowEuler, UniPC, from_config, shift_of
 
-FUN_1_3B = replace(wan.I2V_14B, layers=wan.T2V_1_3B.layers, heads=12, mlp_dim=wan.T2V_1_3B.mlp_dim)
 NETWORKS: dict[str, Any] = {
     **{name: getattr(wan, name) for name in ("T2V_1_3B", "T2V_14B", "I2V_14B", "FLF2V_14B", "I2V_A14B", "TI2V_5B")},
     **{name: getattr(wan, name) for name in ("VACE_1_3B", "VACE_14B", "VAE_2_1", "VAE_2_2")},
-    "FUN_1_3B_INP": FUN_1_3B,
-    "FUN_1_3B_CONTROL": replace(FUN_1_3B, channels_in=48),
+    "FUN_1_3B_INP": wan.INP_1_3B,
+    "FUN_1_3B_CONTROL": replace(wan.INP_1_3B, channels_in=48),
     "FUN_14B_CONTROL": replace(wan.I2V_14B, channels_in=48),
     "UMT5_XXL": t5.UMT5_XXL,
     "CLIP_VIT_H": clip.CLIP_VIT_H,
