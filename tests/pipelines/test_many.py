@@ -72,6 +72,14 @@ def test_one_noise_makes_one_video(nano):
         nano.videos(PROMPTS, noise=noise, **SMALL)
 
 
+def test_more_videos_than_anybody_makes_are_refused(nano):
+    """Before any is listed."""
+    with pytest.raises(WanjaxError, match=naming("30,000,001 100,000")):
+        nano(PROMPTS[0], seeds=range(30_000_001), **SMALL)
+    with pytest.raises(WanjaxError, match=naming("60,000 120,000 100,000")):
+        nano.videos(PROMPTS[:2], seeds=range(60_000), **SMALL)
+
+
 def test_several_seeds_of_one_prompt(nano):
     assert [video.settings["seed"] for video in nano(PROMPTS[0], seeds=range(2), **SMALL)] == [0, 1]
 

@@ -16,7 +16,7 @@ import jax
 
 from wanjax.cli.extending import Extender
 from wanjax.cli.names import VIDEOS
-from wanjax.cli.options import COMPILE_CACHE, MOST_VIDEOS, SETTINGS, is_typed
+from wanjax.cli.options import COMPILE_CACHE, SETTINGS, is_typed
 from wanjax.cli.processes import meet
 from wanjax.cli.report import Report
 from wanjax.cli.stages import Rendering, Reporting, given_settings, how_of, loaded, loading
@@ -30,13 +30,13 @@ from wanjax.cluster.worker import STAGES, Job, Outcome, Worker, keeping_programs
 from wanjax.errors import WanjaxError
 from wanjax.media.pictures import Pictures
 from wanjax.pipelines.record import described
-from wanjax.pipelines.seeds import checked_seed
-from wanjax.pipelines.settings import LOADED
+from wanjax.pipelines.seeds import check_count, checked_seed
+from wanjax.pipelines.settings import LOADED, MOST_VIDEOS
 from wanjax.stores.own import own_folder
 from wanjax.stores.places import Place, names_in, place
 from wanjax.stores.writing import check_folder
 
-RANGE = re.compile(r"(\d+)\.\.(\d+)")
+SEED = re.compile(r"\s*(\d{1,20})(?:\.\.(\d{1,20}))?\s*", re.ASCII)  # or several, from the first to the last
 FAILURE = 1  # the exit status where some videos failed
 
 
@@ -98,6 +98,7 @@ def generate(
         first = given.get("seed")
         usual = checked_seed(SETTINGS["seed"].usual if first is None else first, alone=True)
         numbers = seeds_of(seeds, count, usual)
+        check_count(len(numbers), len([one for one in requests if "seed" not in one.given]))
         if extend is not None:
             texts = extend.all_of([request.given["prompt"] for request in requests], target)
             told = [{"prompt": str(text), "original_prompt": text.original} for text in texts]
@@ -300,20 +301,20 @@ def seeds_of(listed: str | None, count: int | None, first: int) -> list[int]:
         return [checked_seed(seed) for seed in range(first, first + (count or 1))]
     if count is not None:
         raise WanjaxError("--seeds is given beside --count: one way is enough")
-    found: list[int] = []
-    for part in listed.split(","):
-        if bounds := RANGE.fullmatch(part.strip()):
-            low, high = int(bounds[1]), int(bounds[2])
-            if high - low >= MOST_VIDEOS:
-                raise WanjaxError(f"the seeds {part.strip()} are {high - low + 1:,} where {MOST_VIDEOS:,} are the most")
-            found += range(low, high + 1)
-        elif part.strip().isdecimal():
-            found.append(int(part))
-        else:
-            raise WanjaxError(f"the seeds {listed!r} are no list of whole numbers such as 1,5,8..11")
-    if not found:
-        raise WanjaxError(f"the seeds {listed!r} are none at all: 0..3 are four")
-    return [checked_seed(seed) for seed in dict.fromkeys(found)]
+    ranges = [_range(part, listed) for part in listed.split(",")]
+    if (total := sum(each.stop - each.start for each in ranges)) > MOST_VIDEOS:
+        raise WanjaxError(f"the seeds {listed[:80]} are {total:,} where {MOST_VIDEOS:,} are the most")
+    return [checked_seed(seed) for seed in dict.fromkeys(seed for some in ranges for seed in some)]
+
+
+def _range(part: str, listed: str) -> range:
+    """Return the seeds of a part of a list; raises WanjaxError where it is none."""
+    if (bounds := SEED.fullmatch(part)) is None:
+        raise WanjaxError(f"the seeds {listed[:80]!r} are no list of whole numbers such as 1,5,8..11")
+    first, last = int(bounds[1]), int(bounds[2] or bounds[1])
+    if last < first:
+        raise WanjaxError(f"the seeds {part.strip()} end before they begin: {last}..{first} are in order")
+    return range(first, last + 1)
 
 
 def _target(folder: Path | None, out: str | None) -> Place:

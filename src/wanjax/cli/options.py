@@ -13,7 +13,7 @@ from click.core import ParameterSource
 
 from wanjax.cli.arguments import complete_files, complete_models, today
 from wanjax.errors import WanjaxError
-from wanjax.pipelines.settings import PICTURES, Settings, read_size, schema
+from wanjax.pipelines.settings import MOST_VIDEOS, PICTURES, Settings, read_size, schema
 
 Decorator = Callable[[Any], Any]
 
@@ -35,7 +35,6 @@ def option_of(name: str) -> str:
 
 
 SETTINGS = schema(Settings)
-MOST_VIDEOS = 100_000  # of one command
 COMPILE_CACHE = "wanjax.compile_cache"  # the key, in a command's context, of a cache that is shared
 CONTEXT = {"help_option_names": ["-h", "--help"], "token_normalize_func": today, "max_content_width": 100}
 

@@ -71,7 +71,7 @@ from wanjax.pipelines.record import devices_of, nameable, record_of
 from wanjax.pipelines.resume import Keeping
 from wanjax.pipelines.run import Hook, Run
 from wanjax.pipelines.sampler import draw, join
-from wanjax.pipelines.seeds import checked_seed, told_seeds, words_of
+from wanjax.pipelines.seeds import check_count, checked_seed, told_seeds, words_of
 from wanjax.pipelines.settings import LOADED, Settings, no_setting, schema, sides
 from wanjax.pipelines.steps import Step, Switch
 from wanjax.pipelines.text.tokenizer import Truncation
@@ -211,6 +211,7 @@ class Pipeline:
         other keywords are those of a call for one video.
         """
         prompts = [check_prompt(prompt) for prompt in prompts]
+        check_count(1 if seeds is None else len(seeds), len(prompts))
         pictures, chosen = self.prepare(negative_prompt=negative_prompt, **given)
         numbers = [chosen.seed] if seeds is None else [checked_seed(seed) for seed in seeds]
         wanted = [chosen.updated({"prompt": prompt, "seed": seed}) for prompt in prompts for seed in numbers]

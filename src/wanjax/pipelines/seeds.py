@@ -20,7 +20,7 @@ from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, Float32, Int, Key, PRNGKeyArray, UInt32
 
 from wanjax.errors import WanjaxError
-from wanjax.pipelines.settings import DRAW, read_seed
+from wanjax.pipelines.settings import DRAW, MOST_VIDEOS, read_seed
 
 GENERATOR = "threefry2x32"
 DRAWN_BITS = 32  # few enough to be typed again
@@ -36,11 +36,19 @@ def checked_seed(seed: Any, *, alone: bool = False) -> int:
     return draw(alone=alone) if number == DRAW else number
 
 
+def check_count(seeds: int, requests: int = 1) -> None:
+    """Raise WanjaxError where a video of each seed for each request is more than a call makes, before any is listed."""
+    if (total := seeds * requests) > MOST_VIDEOS:
+        of = f"{seeds:,} seeds" if requests == 1 else f"{seeds:,} seeds of each of {requests:,} prompts"
+        raise WanjaxError(f"{of} ask for {total:,} videos: {MOST_VIDEOS:,} are the most of one call")
+
+
 def told_seeds(asked: Sequence[Any], chosen: Sequence[int] | None = None) -> list[int]:
     """Returns the seeds that a call asked for, as ints; a warning at the call tells those drawn in place of -1.
 
     `chosen` are the same seeds after drawing, if that was done before.
     """
+    check_count(len(asked))
     numbers = [checked_seed(seed) for seed in asked] if chosen is None else list(chosen)
     for seed, number in zip(asked, numbers, strict=True):
         if seed in (DRAW, "random"):

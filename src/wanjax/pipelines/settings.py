@@ -31,6 +31,7 @@ PIXELS = re.compile(r"\s*(\d{1,6})\s*[x×*]\s*(\d{1,6})\s*", re.IGNORECASE)  # w
 SIZE_NAME = re.compile(r"\d{1,6}p|portrait|square")
 WAYS = ("official", "diffusers")
 DRAW = -1  # in place of a seed: draw one
+MOST_VIDEOS = 100_000  # of one call or command
 PICTURES = {
     "image": "The first frame, for models of image to video.",
     "last_image": "The last frame, for models of first and last frame.",
