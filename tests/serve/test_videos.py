@@ -21,6 +21,8 @@ from PIL import Image
 
 import wanjax
 from tests.serve.conftest import SMALL
+from tests.support.commands import refused, succeeded
+from tests.support.commands import wanjax as wanjax_command
 from tests.support.media import picture
 from tests.support.quick import quick
 from tests.support.tiny import tiny_control_checkpoint
@@ -30,6 +32,7 @@ from wanjax.checkpoints.lora import Lora
 from wanjax.errors import WanjaxError
 from wanjax.media.pictures import read_clip
 from wanjax.media.videos import read_metadata, write_video
+from wanjax.pipelines.record import digest_of
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.text.extending import Extended
 from wanjax.programs import Instance
@@ -128,7 +131,8 @@ def test_a_picture_begins_a_video(start):
     assert made["status"] == "completed", made["error"]
     job = server.board.jobs[made["id"]]
     record = read_metadata(server.board.shelf.place(job.id) / "video.mp4")
-    assert record["image"] == str(server.board.shelf.files(job)["image"])
+    assert record["image"] == "image.png"
+    assert record["digests"] == {"image.png": digest_of(server.board.shelf.files(job)["image"])}
 
 
 def film(path, frames, shade=0):
@@ -219,6 +223,23 @@ def test_videos_are_listed_in_pages(start):
     assert not rest["has_more"]
 
 
+def test_the_list_is_in_the_order_of_requests(start):
+    """By whatever the clock, which may be set back, says of them, and after a restart too."""
+    server = start(work=False)
+    ids = [server.ask()["id"] for _ in range(3)]
+    for id, seconds in zip(ids, (3000.0, 1000.0, 2000.0), strict=True):
+        server.board.jobs[id].created_at = seconds
+        server.board.shelf.save(server.board.jobs[id])
+
+    def listed(server, **query):
+        return [one["id"] for one in server.client.get("/v1/videos", params=query).json()["data"]]
+
+    assert (listed(server), listed(server, order="asc")) == (ids[::-1], ids)
+    assert listed(server, after=ids[1]) == ids[:1]
+    server.stop()
+    assert listed(start(server.board.shelf.folder, work=False)) == ids[::-1]
+
+
 def test_what_waits_and_what_is_under_way_is_cancelled(start, monkeypatch):
     server = start()
     begun, go = threading.Event(), threading.Event()
@@ -283,25 +304,68 @@ def test_a_video_by_another_solver(start, pipe):
     assert server.client.get(f"/v1/videos/{made['id']}/record").json()["scheduler"] == "euler"
 
 
-def test_strengths_of_a_lora(start, tmp_path):
-    """Each is the library's own video with that strength; what was loaded beside the transformer stays."""
-    file, random = tmp_path / "more red.safetensors", np.random.default_rng(0)
-    factors = {"down": (2, 192), "up": (192, 2)}
+def more_red(file):
+    """Write a LoRA of nano, of random numbers, and return its file."""
+    random, factors = np.random.default_rng(0), {"down": (2, 192), "up": (192, 2)}
     tensors = {f"blocks.1.self_attn.q.lora_{part}.weight": random.normal(size=shape) for part, shape in factors.items()}
     save_safetensors(file, {f"diffusion_model.{name}": x.astype(np.float32) for name, x in tensors.items()})
+    return file
+
+
+def with_lora(model, file):
+    """Return the variants of a server of a model and a LoRA at the strength 0.5."""
 
     def load(name, loras):
         return wanjax.load(name, lora=loras)
 
     loras = [Lora(str(file), 0.5)]
-    variants = Variants(load("nano", loras), loras, load)
+    return Variants(load(model, loras), loras, load)
+
+
+def test_no_record_names_a_folder(start, tmp_path, monkeypatch):
+    """Files are named without their folders, with their digests; who has them makes the video again."""
+    packaged = wanjax.load("nano").components.source
+    model, lora = tmp_path / "models" / "my-nano", tmp_path / "loras" / "red.safetensors"
+    shutil.copytree(packaged.root, model)
+    lora.parent.mkdir()
+    server = start(of=with_lora(str(model), more_red(lora)))
+    asked = server.ask(image=url(picture()), seed=3, model="my-nano", lora="red:2")  # which loads the model again
+    made = server.finished(asked["id"])
+    assert made["status"] == "completed", made["error"]
+    film = tmp_path / "film.mp4"
+    film.write_bytes(server.content(made["id"]))
+    record = server.client.get(f"/v1/videos/{made['id']}/record").json()
+    assert read_metadata(film) == record
+    assert (record["model"], record["lora"], record["image"]) == ("my-nano", ["red.safetensors:2.0"], "image.png")
+    png = server.board.shelf.place(made["id"]) / "image.png"
+    files = {"my-nano": model, "red.safetensors": lora, "image.png": png}
+    assert record["digests"] == {name: digest_of(file) for name, file in files.items()}
+    paths = ["videos", "models", f"videos/{made['id']}", f"videos/{made['id']}/record", f"videos/{made['id']}/events"]
+    everything = "".join(server.client.get(f"/v1/{path}").text for path in paths)
+    everything += server.client.get("/health").text + server.client.get("/metrics").text + str(film.read_bytes())
+    assert str(tmp_path) not in everything
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    given: list[str] = []
+    for name, option, file in (("image.png", "--image", png), ("red.safetensors", "--lora", lora)):
+        assert says(refused("generate", "--from", str(film), *given), f"{name} {option}")
+        given += [option, f"{file}:2" if option == "--lora" else str(file)]
+    assert says(refused("generate", "--from", str(film), *given), "my-nano --model")
+    succeeded(wanjax_command("generate", "--from", film, *given, "--model", model, "--out", tmp_path / "again.mp4"))
+    np.testing.assert_array_equal(read_clip(film, 9, 8), read_clip(tmp_path / "again.mp4", 9, 8))
+
+
+def test_strengths_of_a_lora(start, tmp_path):
+    """Each is the library's own video with that strength; what was loaded beside the transformer stays."""
+    file = tmp_path / "more red.safetensors"
+    variants = with_lora("nano", more_red(file))
     server, encoder = start(of=variants), variants.model(None).text_encoder
     assert server.client.get("/v1/models").json()["data"][0]["loras"] == [{"name": "more_red", "strength": 0.5}]
     asked = [{}, {"lora": "more_red:2"}, {"lora": {"more_red": 0}}, {}]
     made = [server.finished(server.ask(seed=3, **more)["id"]) for more in asked]
     assert [one["lora"] for one in made] == [[{"name": "more_red", "strength": x}] for x in (0.5, 2.0, 0.0, 0.5)]
     records = [server.client.get(f"/v1/videos/{one['id']}/record").json()["lora"] for one in made]
-    assert records == [[str(Lora(str(file), x))] for x in (0.5, 2.0, 0.0, 0.5)]
+    assert records == [[str(Lora(file.name, x))] for x in (0.5, 2.0, 0.0, 0.5)]
     films = [server.content(one["id"]) for one in made]
     assert len(set(films[:3])) == 3
     assert films[3] == films[0]

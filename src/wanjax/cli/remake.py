@@ -73,12 +73,12 @@ def check_files(record: Mapping[str, Any], names: Iterable[str]) -> None:
     """
     digests = digests_in(record)
     for name in names:
-        if name == "model" and str(record.get(name)) in registry.presets():
+        if name == "model" and (model := str(record.get(name))) in registry.presets() and model not in digests:
             continue
         paths = paths_of(record, [name])
         for path in [*paths, *_others(paths, digests)] if name == "model" else paths:
             here = isinstance(path, Path) and (path.is_absolute() or os.path.exists(path))
-            if not here and name in ("model", "lora"):  # on the hub, or in a store
+            if not here and name in ("model", "lora") and not _is_name_alone(path):  # on the hub, or in a store
                 continue
             if why := _changed(path, digests.get(str(path))):
                 raise WanjaxError(f"the {name.replace('_', ' ')} of the video was {why}: {FILES[name]} gives one")
@@ -90,10 +90,17 @@ def _changed(path: Place, told: Any) -> str | None:
         return f"{path}, which is no file here"
     if not os.path.exists(path):
         is_array = DIGEST.search(str(path))
+        if not is_array and _is_name_alone(path):
+            return f"{path}, a file or folder of the server that made it, of which the record has the name alone"
         return f"an array, {path}, of which no more is kept" if is_array else f"{path}, which is gone"
     if told is None:
         return f"{path}, of whose contents the record has no digest"
     return f"{path}, whose contents are others now" if told != digest_of(path) else None
+
+
+def _is_name_alone(path: Place) -> bool:
+    """Tell whether a record has no more than a file's name, as that of a server's video; on the hub names have more."""
+    return isinstance(path, Path) and len(path.parts) == 1 and not path.is_absolute()
 
 
 def _others(paths: Iterable[Place], digests: Mapping[str, Any]) -> list[Path]:

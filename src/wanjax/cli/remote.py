@@ -22,7 +22,7 @@ from wanjax.cli.report import Report
 from wanjax.errors import WanjaxError, reason, shown
 from wanjax.pipelines.settings import LOADED, PICTURES
 from wanjax.pipelines.text.extending import NoRedirect
-from wanjax.stores.places import place
+from wanjax.stores.places import name_alone, place
 from wanjax.stores.writing import check_folder, writing
 
 TOKEN = "WANJAX_TOKEN"  # the variable with what the server wants to be shown
@@ -144,7 +144,7 @@ def _strengths(given: Sequence[str], known: Any, at: str) -> dict[str, float]:
 def _compare(name: str, value: Any, has: Mapping[str, Any], at: str) -> None:
     """Raises WanjaxError unless the server was started with an option of this value."""
     known = has.get("tiling" if name == "tile" else name)
-    same = value == bool(known) if isinstance(value, bool) else _texts(value) == _texts(known)
+    same = value == bool(known) if isinstance(value, bool) else list(map(name_alone, _texts(value))) == _texts(known)
     if not same:
         told = "none" if known in (None, [], ()) else ", ".join(_texts(known))
         asked = "" if isinstance(value, bool) else f" {', '.join(_texts(value))}"
@@ -192,7 +192,7 @@ class Server:
         if not models or not all(isinstance(one.get(part), kind) for one in models for part, kind in TOLD.items()):
             raise WanjaxError(f"{self.url} does not tell what it makes: it is no wanjax serve of this version")
         for model in models:
-            if name in (None, model["id"]):
+            if name is None or name_alone(name) == model["id"]:
                 return model
         ids = _plain(" and ".join(model["id"] for model in models))
         raise WanjaxError(f"the model {name} is for the server to be started with, and {self.url} has {ids}")

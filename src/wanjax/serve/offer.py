@@ -8,17 +8,22 @@ model has no use for is left out.
 import math
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
+from wanjax.checkpoints.lora import Lora
 from wanjax.errors import SettingError, WanjaxError
 from wanjax.layers.tiling import Tiling
+from wanjax.media.records import DIGESTS
 from wanjax.pipelines import guidance
 from wanjax.pipelines.caching.rules import RULES
 from wanjax.pipelines.family import Architecture
 from wanjax.pipelines.pipeline import Pipeline
+from wanjax.pipelines.record import SOURCES
 from wanjax.pipelines.settings import DRAW, LOADED, PICTURES, Setting, Settings, schema
 from wanjax.pipelines.windows import CONTROL
 from wanjax.schedulers import NAMED, name_of
+from wanjax.stores.places import name_alone
 
 TYPES = {str: "string", bool: "boolean", int: "integer", float: "number"}
 
@@ -151,7 +156,25 @@ def pictures(architecture: Architecture) -> dict[str, dict[str, Any]]:
     }
 
 
+def without_folders(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record whose files and folders are named without where they are, since a client may read it."""
+
+    def named(entry: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [named(entry, one) for one in value]
+        if not isinstance(value, str):
+            return value
+        if entry != "lora":
+            return name_alone(value)
+        return str(replace(lora := Lora.parse(value), file=name_alone(lora.file)))
+
+    cleaned = {name: named(name, value) if name in SOURCES else value for name, value in record.items()}
+    if digests := record.get(DIGESTS):
+        cleaned[DIGESTS] = {name_alone(path): digest for path, digest in digests.items()}
+    return cleaned
+
+
 def started_with(pipe: Pipeline, tiling: Tiling | None, batch_guidance: bool) -> dict[str, Any]:
     """Returns what shapes every video of the server, by the names that a record has for it."""
-    record = pipe.record(pipe.defaults, {}, tiling=tiling, batch_guidance=batch_guidance)
+    record = without_folders(pipe.record(pipe.defaults, {}, tiling=tiling, batch_guidance=batch_guidance))
     return {name: value for name, value in record.items() if name not in offered(pipe)}

@@ -7,6 +7,7 @@ another's are read when a video asks for it.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import Settings
 from wanjax.registry import presets
 from wanjax.sharding import abstract_partitioner
+from wanjax.stores.places import name_alone
 
 Load = Callable[[str, Sequence[Lora]], Pipeline]
 Strengths = Mapping[str, float]
@@ -71,15 +73,18 @@ class Known:
 class Variants(Known):
     """The models of which one is in memory, and the LoRAs that are merged into it.
 
-    `load` returns the pipeline of a model with LoRAs; None is for a server that has no other than the first.
+    `load` returns the pipeline of a model with LoRAs; None is for a server that has no other than the first. A model of
+    a folder is known by the folder's name alone.
     """
 
     def __init__(self, pipe: Pipeline, loras: Sequence[Lora] = (), load: Load | None = None):
+        self._place = pipe.defaults.model  # of the first, as `load` knows it
+        pipe = _by_name(pipe)
         pipes = {pipe.defaults.model: pipe}
         self.loras = {lora.name: lora for lora in loras}
         self._load = load
         if load is not None:
-            for name in _siblings(pipe.defaults.model):
+            for name in _siblings(self._place):
                 with suppress(WanjaxError):  # its LoRA cannot be read now
                     pipes[name] = load(name, loras)
         sources = [each.components.source for each in pipes.values()]
@@ -99,7 +104,8 @@ class Variants(Known):
             return held
         if wanted != self._weights(name, self.usual):
             assert self._load is not None
-            pipe = self._load(name, [replace(lora, strength=strengths[key]) for key, lora in self.loras.items()])
+            loras = [replace(lora, strength=strengths[key]) for key, lora in self.loras.items()]
+            pipe = _by_name(self._load(self._place if name == self.first else name, loras))
         pipe.progress = False
         pipe.components.take_from(held.components, () if weights == wanted else pipe.architecture.denoisers)
         self._held = pipe, wanted
@@ -108,6 +114,13 @@ class Variants(Known):
     def _weights(self, name: str, strengths: Strengths) -> tuple[object, ...]:
         """Returns what decides the weights of the networks that denoise."""
         return getattr(presets().get(name), "loras", ()), tuple(strengths.items())
+
+
+def _by_name(pipe: Pipeline) -> Pipeline:
+    """Return a pipeline whose settings name its model without the folder that it is in."""
+    named = copy(pipe)
+    named.defaults = replace(pipe.defaults, model=name_alone(pipe.defaults.model))
+    return named
 
 
 def _siblings(model: str) -> list[str]:

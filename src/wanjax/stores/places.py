@@ -7,6 +7,7 @@ those that the store's library finds, in the environment and in the user's files
 """
 
 import logging
+import os
 import re
 import shutil
 import tempfile
@@ -212,6 +213,17 @@ def quiet(library: str) -> None:
 def is_url(name: object) -> bool:
     """Tells whether a name is a URL, of a store or of anything else."""
     return isinstance(name, Remote) or (isinstance(name, str) and URL.match(name) is not None)
+
+
+def name_alone(text: str) -> str:
+    """Return the name of a file or folder without where it is: of one of this machine or of a store.
+
+    Any other text, as the id of a model on the hub, is returned as it is.
+    """
+    if URL.fullmatch(text):
+        return text.rstrip("/").rpartition("/")[2]
+    path = Path(text).expanduser()
+    return path.absolute().name if path.is_absolute() or os.path.exists(path) else text
 
 
 def place(name: str | Path | Remote) -> Place:
