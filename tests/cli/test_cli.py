@@ -164,7 +164,7 @@ def test_help_lists_the_commands():
             "model attention block-q block-kv block-kv-compute window batch-guidance lora dtype vae-dtype "
             "compiler mesh rules "
             "processes compile-cache trust-compile-cache tile decoder replicas ray resources dashboard host port token "
-            "dir table max-queue max-pixels max-steps max-upload preview preview-decoder rehearse extend-prompt "
+            "origin dir table max-queue max-pixels max-steps max-upload preview preview-decoder rehearse extend-prompt "
             "extend-model verify quiet verbose config help",
         ),
     ],

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A server of `nano` in this process, and small videos to ask for."""
 
+import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import wanjax
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.serve.app import Service
 from wanjax.serve.board import Board
+from wanjax.serve.guard import Access
 from wanjax.serve.limits import Limits
 from wanjax.serve.shelf import Shelf
 from wanjax.serve.variants import Variants
@@ -33,13 +35,15 @@ class Server:
         *,
         table: Path | None = None,
         token: str | None = None,
+        origins: Sequence[str] = (),
         preview: bool = False,
         **limits: int,
     ):
         bounds = Limits.of(variants.model(None).defaults, **limits)
         self.board = Board(Shelf(folder, table), bounds.queue)
         self.worker = Worker(variants, self.board, warm_up=False, preview=preview)
-        self.application = Service(self.board, variants, self.worker.models(), bounds, token).application()
+        access = Access.read("127.0.0.1", token, origins)
+        self.application = Service(self.board, variants, self.worker.models(), bounds, access).application()
         self.client = self.client_from("127.0.0.1")
 
     def client_from(self, address: str, host: str = "localhost:8000") -> TestClient:
@@ -102,3 +106,17 @@ def start(pipe: Pipeline, tmp_path: Path) -> Iterator[Start]:
     yield make
     for server in started:
         server.stop()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Chromium, which the tests of the page drive."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("there is no Chromium")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield browser
+        browser.close()

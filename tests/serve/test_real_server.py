@@ -4,7 +4,6 @@
 import io
 import json
 import resource
-import shutil
 import signal
 import socket
 import subprocess
@@ -105,19 +104,6 @@ def test_clients_that_say_little_keep_no_one_out(tmp_path, count):
         print(f"{len(health)} answers of /health, the slowest in {max(health):.2f} s")  # by `-rP`
 
 
-@pytest.fixture(scope="module")
-def browser():
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if chromium is None:
-        pytest.skip("there is no Chromium")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
 def picture():
     file = io.BytesIO()
     Image.new("RGB", (64, 64), (200, 30, 30)).save(file, "PNG")
@@ -175,10 +161,9 @@ def test_the_page_in_a_browser(browser, served, tmp_path, width, height):
     player = page.query_selector(".card video")
     player.evaluate("player => player.play()")
     assert player.evaluate("player => [player.videoHeight, player.error]") == [32, None]
-    page.fill("[name=frames]", "6")
-    page.evaluate("document.getElementById('ask').noValidate = true")
+    page.fill("[name=cache]", "nothing")
     page.click("#make")
-    page.wait_for_selector("#told:has-text('6 frames')")
+    page.wait_for_selector("#told:has-text('nothing')")
     page.reload()
     page.click(".card.completed .again")
     page.wait_for_selector("#pictures img")
@@ -203,6 +188,57 @@ def test_the_page_in_a_browser(browser, served, tmp_path, width, height):
     assert all(url.startswith((str(served.base_url), "blob:")) for url in asked)
     page.close()
     assert not [line for line in told if "422" not in line]  # the browser notes the one bad request
+
+
+def test_what_is_wrong_in_the_form(browser, served):
+    """It is told before anything is sent, where it is: closed settings open, and fields of no use are not looked at."""
+    page, sent = browser.new_page(), []
+    refusal = {"error": {"message": "no cache of this name", "param": "cache"}}
+
+    def answer(route):
+        if route.request.method != "POST":
+            return route.continue_()
+        sent.append(route.request.post_data)
+        return route.fulfill(status=422, json=refusal)
+
+    def wrong(field, *words):
+        page.click("#make")
+        page.wait_for_selector(f"[name={field}][aria-invalid]:focus")
+        assert says(page.inner_text("#told"), " ".join(words))
+
+    page.route("**/v1/videos", answer)
+    page.goto(str(served.base_url))
+    page.fill("#prompt", PROMPT)
+    page.wait_for_selector("#make:enabled")
+    for value, words in {
+        "5..1": "5..1 1..5",
+        "0..30000000": "30000001 32",
+        "1,99999999999999999999": "99999999999999999999 18446744073709551615",
+        "many": "1,5,9 0..3",
+    }.items():
+        page.fill("[name=seed]", value)
+        wrong("seed", words)
+    page.fill("[name=seed]", "3,4")
+    page.select_option("[name=size]", "other")
+    page.fill("[name=width]", "33")
+    page.fill("[name=height]", "32")
+    wrong("width", "width")
+    page.select_option("[name=size]", "")
+    summary = page.locator("#ask summary")
+    summary.click()
+    page.fill("[name=frames]", "6")
+    summary.click()
+    wrong("frames", "frames")
+    assert page.get_attribute("#ask details", "open") is not None
+    assert sent == []
+    page.fill("[name=frames]", "5")
+    summary.click()
+    wrong("cache", "cache name")
+    assert page.get_attribute("#ask details", "open") is not None
+    [body] = sent  # the first of two seeds was refused
+    assert 'name="frames"' in body
+    assert 'name="width"' not in body
+    page.close()
 
 
 STATES = """

@@ -5,6 +5,7 @@ import base64
 import io
 import json
 import re
+import socket
 from urllib.parse import quote
 
 import pytest
@@ -253,6 +254,105 @@ def test_no_other_machine_gets_in_without_a_token(start):
         assert server.client_from(address, host).get("/v1/videos").status_code == 200
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["Forwarded", "X-Forwarded-For", "X-Forwarded-Host", "X-Forwarded-Proto", "X-Forwarded-Any", "X-Real-IP", "Via"],
+)
+def test_what_a_proxy_forwards_is_not_this_machines(start, name):
+    """Though the proxy runs here, and calls the server by its own name, as nginx does."""
+    server = start(work=False)
+    forwarded = server.client_from("127.0.0.1", "127.0.0.1:8000")
+    for path in ("/", "/v1/videos", "/metrics", "/health", "/page/page.js"):
+        answer = forwarded.get(path, headers={name: "127.0.0.1"})
+        assert answer.status_code == 403
+        assert says(answer.json()["error"]["message"], f"{name.lower()} token --token")
+    assert forwarded.post("/v1/videos", json=SMALL, headers={name: ""}).status_code == 403
+    assert not server.board.jobs
+
+
+ORIGINS = {
+    "http://localhost:8000": ({}, True),  # Host
+    "https://videos.example": ({"host": "videos.example", "proto": "https"}, True),
+    "https://videos.example:8443": ({"host": "videos.example:8443", "proto": "https"}, True),
+    "http://videos.example:8080": ({"host": "videos.example", "proto": "http", "port": "8080"}, True),
+    "https://VIDEOS.example": ({"host": "videos.example:443", "proto": "https, http"}, True),
+    "https://first.example": ({"host": "first.example, second.example"}, True),
+    "https://[::1]:9000": ({"host": "[::1]:9000", "proto": "https"}, True),
+    "http://proxy.example:81": ({}, True),  # --origin
+    "https://proxy.example:81": ({}, False),
+    "http://proxy.example": ({}, False),
+    "https://evil.example": ({"host": "videos.example", "proto": "https"}, False),
+    "http://videos.example": ({"host": "videos.example", "proto": "https"}, False),
+    "http://videos.example:9090": ({"host": "videos.example", "proto": "http"}, False),
+    "https://second.example": ({"host": "first.example, second.example"}, False),
+    "https://other.example": ({"host": "[", "proto": "https"}, False),
+    "null": ({"host": "null"}, False),
+}
+
+
+@pytest.mark.parametrize("origin", ORIGINS)
+def test_the_page_behind_a_proxy_may_ask(start, origin):
+    """Its origin is that which the proxy was asked for, in full, or one of those of the command."""
+    given, accepted = ORIGINS[origin]
+    server = start(work=False, token=TOKEN, origins=["http://proxy.example:81/"])
+    headers = {"origin": origin, "authorization": f"Bearer {TOKEN}"}
+    headers |= {f"x-forwarded-{name}": value for name, value in given.items()}
+    answer = server.client.post("/v1/videos", json=SMALL, headers=headers)
+    assert answer.status_code == (200 if accepted else 403)
+    assert accepted or says(answer.json()["error"]["message"], "--origin")
+
+
+def test_a_page_of_another_site_may_send_no_header_of_a_proxy(start):
+    """A browser asks before, whether it may, and is not answered that it may."""
+    server = start(work=False, token=TOKEN)
+    asked = {"origin": "https://evil.example", "access-control-request-headers": "x-forwarded-host"}
+    answer = server.client.options("/v1/videos", headers=asked | {"access-control-request-method": "POST"})
+    assert answer.status_code == 401
+    assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+def test_the_cookie_is_of_the_page_alone(start):
+    """It has no path, so that a browser takes that of the page, and is sent by https alone where the page is."""
+    server = start(work=False, token=TOKEN)
+
+    def cookie(**headers):
+        answer = server.client.post("/login", data={"token": TOKEN}, headers=headers)
+        return answer.headers["set-cookie"].lower()
+
+    assert "path" not in cookie()
+    assert "secure" not in cookie()
+    assert "secure" in cookie(**{"X-Forwarded-Proto": "https"})
+    assert "secure" not in cookie(**{"X-Forwarded-Proto": "http"})
+    fresh = server.client_from("127.0.0.1")
+    both = f"{COOKIE}={TOKEN}; other=1; {COOKIE}=of-a-server-at-another-path"
+    assert fresh.get("/v1/videos", headers={"cookie": both}).status_code == 200
+    assert fresh.get("/v1/videos", headers={"cookie": f"{COOKIE}=wrong; a=("}).status_code == 401
+
+
+def test_events_are_not_kept_back_by_a_proxy(start):
+    server = start(work=False)
+    id = server.ask()["id"]
+    server.client.post(f"/v1/videos/{id}/cancel")
+    assert server.client.get(f"/v1/videos/{id}/events").headers["x-accel-buffering"] == "no"
+
+
+def test_no_answer_leads_to_an_address_of_its_own(start):
+    """Which behind a proxy would be the server's, that the client cannot reach."""
+    client = start(work=False).client
+    for path in ("/v1/videos/", "/page", "/health/"):
+        answer = client.get(path, follow_redirects=False)
+        assert (answer.status_code, answer.headers.get("location")) == (404, None)
+
+
+@pytest.mark.parametrize("path", ["video_1/remix", "edits", "extensions", "characters"])
+def test_what_openai_offered_beside(start, path):
+    answer = start(work=False).client.post(f"/v1/videos/{path}", json={"prompt": "a"})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (set(error), error["code"]) == ({"message", "type", "param", "code"}, "not_offered")
+    assert says(error["message"], f"{path.rpartition('/')[2]} /v1/videos")
+
+
 def test_no_other_site_asks_through_the_browser(start):
     server = start(work=False)
     assert "another site" in server.refused(403, json=SMALL, headers={"origin": "https://evil.example"})
@@ -299,7 +399,26 @@ def test_the_command_refuses_what_is_open_to_all(tmp_path, monkeypatch):
     monkeypatch.delenv("WANJAX_TOKEN", raising=False)
     assert "a token is needed" in refused("serve", "--host", "0.0.0.0")
     assert says(refused("serve", "--host", "0.0.0.0", "--token", "short"), "16 characters")
+    assert says(refused("serve", "--origin", "https://videos.example"), "--origin https://videos.example --token")
+    for wrong in (
+        "videos.example",
+        "https://videos.example/wan/",
+        "ftp://videos.example",
+        "https://a:b@c",
+        "https://[",
+    ):
+        assert says(refused("serve", "--token", TOKEN, "--origin", wrong), f"--origin '{wrong}' https://videos.example")
     assert "no model is named" in refused("serve", "--model", "nothing")
+
+
+def test_a_port_in_use_is_told_before_a_model_is_looked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = refused("serve", "--port", str(port), "--model", "nothing")
+    assert says(said, f"{port} 127.0.0.1 use --port 0")
+    assert list(tmp_path.iterdir()) == []
+    assert says(refused("serve", "--host", "203.0.113.1", "--token", TOKEN), "203.0.113.1 --host")
 
 
 def test_without_the_libraries_a_sentence_says_what_to_install(tmp_path, monkeypatch):

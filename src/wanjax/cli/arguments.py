@@ -89,7 +89,7 @@ ADDRESS = re.compile(r"(https?|ftp)://\S+", re.IGNORECASE)
 HUB = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)/?", re.IGNORECASE)
 IN_STORES = ("out", "target", "source", "model", "model_option", "file", "made", "compile_cache", "folder")
 """Parameters whose values may be in a store."""
-NO_FILES = ("extend_prompt", "at", "token", "prompt", "prompt_option", "negative_prompt", "samples")
+NO_FILES = ("extend_prompt", "at", "token", "origins", "prompt", "prompt_option", "negative_prompt", "samples")
 
 
 def check_words(command: click.Command, ctx: click.Context, arguments: Sequence[str]) -> None:

@@ -570,6 +570,14 @@ serving = together(
         metavar="TEXT",
         help="What a request has to show; WANJAX_TOKEN in the environment sets it too, and hides it from other users.",
     ),
+    click.option(
+        "--origin",
+        "origins",
+        multiple=True,
+        metavar="URL",
+        help="An address from which the page may be opened, behind a proxy that does not send it as X-Forwarded-Host; "
+        "may be given more than once.",
+    ),
     of_file(
         "--dir",
         "folder",

@@ -2,11 +2,13 @@
 """The command `serve`: loads a model and listens until it is stopped."""
 
 import asyncio
+import errno
 import logging
 import os
 import signal
-from collections.abc import Callable
-from contextlib import closing
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,7 +25,7 @@ from wanjax.cli.processes import meet
 from wanjax.cli.report import Report
 from wanjax.cli.stages import how_of
 from wanjax.cluster import actors
-from wanjax.errors import WanjaxError
+from wanjax.errors import WanjaxError, reason
 from wanjax.kernels.compiler_options import kept_set
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import Settings
@@ -41,7 +43,6 @@ LIBRARIES = {
 TOKEN = "WANJAX_TOKEN"  # the name of a variable
 LAST_SECONDS = 60.0  # for a step that is under way when the server ends
 STOPPED = "stopped; what waits is made when the server is started again"
-SHORTEST = 16  # characters of a token
 
 
 def check_libraries() -> None:
@@ -56,6 +57,7 @@ def serve(
     host: str,
     port: int,
     token: str | None,
+    origins: Sequence[str],
     folder: str,
     table: Path | None,
     replicas: tuple[int, int] | None,
@@ -66,20 +68,16 @@ def serve(
 ) -> None:
     """Serves a model until it is stopped, here or, with `replicas`, by so many workers of Ray."""
     check_libraries()
-    from wanjax.serve.guard import is_loopback
+    from wanjax.serve.guard import Access
 
-    token = token or os.environ.pop(TOKEN, None) or None
-    if token is None and not is_loopback(host):
-        raise WanjaxError(f"{host} is open to other machines, for which a token is needed: --token or {TOKEN} sets it")
-    if token is not None and (len(token) < SHORTEST or not token.isascii() or not token.isprintable()):
-        raise WanjaxError(f"the token is to have {SHORTEST} or more characters of ASCII, so that no one guesses it")
+    access = Access.read(host, token or os.environ.pop(TOKEN, None) or None, origins)
     if given["extend_prompt"] is not None:
         check_address(given["extend_prompt"])
     kept = place(folder)
     if replicas is not None:
         cluster: dict[str, Any] = {"address": ray, "resources": resources, "dashboard": dashboard}
         where: dict[str, Any] = {"folder": kept.absolute(), "table": table and table.expanduser().absolute()}
-        return _replicated(report, replicas, given, **cluster, **where, host=host, port=port, token=token)
+        return _replicated(report, replicas, given, **cluster, **where, host=host, port=port, access=access)
     for option, value in {"--ray": ray, "--resources": resources, "--dashboard": dashboard}.items():
         if value:
             raise WanjaxError(f"{option} is for workers of Ray: --replicas 2 has some")
@@ -88,9 +86,12 @@ def serve(
         raise WanjaxError("a server is one process: without --processes it uses the devices of its own host")
     from wanjax.serve.shelf import Shelf  # imported late, as what `_listen` needs
 
-    with closing(Shelf(kept, table)) as shelf:  # before the model: one in use would be told after a long wait
+    with ExitStack() as stack:  # before the model: a port or a folder in use would be told after a long wait
+        sockets = [stack.enter_context(each) for each in listening(host, port)]
+        shelf = stack.enter_context(closing(Shelf(kept, table)))
         check_folder(shelf.folder)
-        _listen(report, host, port, token, shelf, given)
+        report.note(f"loading {given['model']}")
+        _listen(report, host, sockets, access, shelf, given)
 
 
 def _replicated(
@@ -105,7 +106,7 @@ def _replicated(
     table: Path | None,
     host: str,
     port: int,
-    token: str | None,
+    access: Any,
 ) -> None:
     """Serves by workers of a Ray cluster until a signal. No device is used in this process."""
     if given.get("processes"):
@@ -120,10 +121,13 @@ def _replicated(
     from wanjax.serve.shelf import Shelf
 
     address = actors.address_of(address)
+    if address is None or port == 0:  # else it is one of the cluster's head, which may be elsewhere
+        opened = listening(host, port)
+        port = _port(opened[0])
+        for each in opened:
+            each.close()
     with closing(Shelf(folder, table)):  # before Ray is waited for
         check_folder(folder)
-    if address is None or port == 0:  # else it is one of the cluster's head, which may be elsewhere
-        port = service.free_port(host, port)
     with actors.connected(address, cores, dashboard, variables=service.VARIABLES) as ray:
         stopped = _until_signal()
         service.run(
@@ -140,7 +144,7 @@ def _replicated(
             table=table,
             host=host,
             port=port,
-            token=token,
+            access=access,
         )
     report.note(STOPPED)
 
@@ -194,11 +198,13 @@ def _worker(given: dict[str, Any], note: Callable[[str], None], board: Any) -> A
     if (url := given["extend_prompt"]) is not None:
         model = given["extend_model"]
         options["extend"] = lambda prompt, picture: extend_prompt(prompt, url, model=model, picture=picture)
-    return Worker(variants, board, warm_up=given["rehearse"], preview=looking, **options)
+    return Worker(variants, board, warm_up=given["rehearse"], preview=looking, note=note, **options)
 
 
-def _listen(report: Report, host: str, port: int, token: str | None, shelf: Any, given: dict[str, Any]) -> None:
-    """Loads the model, and runs the server and the worker until a signal; `shelf` keeps the videos."""
+def _listen(
+    report: Report, host: str, sockets: list[socket.socket], access: Any, shelf: Any, given: dict[str, Any]
+) -> None:
+    """Load the model, and run the server at its sockets and the worker until a signal; `shelf` keeps the videos."""
     import uvicorn
 
     from wanjax.serve.app import Service
@@ -210,7 +216,7 @@ def _listen(report: Report, host: str, port: int, token: str | None, shelf: Any,
     defaults = worker.variants.model(None).defaults
     if shelf.strange:
         report.note(f"note: {folder} holds what is no video of this server, left alone: {', '.join(shelf.strange[:5])}")
-    application = Service(board, worker.variants, worker.models(), _limits(given, defaults), token).application()
+    application = Service(board, worker.variants, worker.models(), _limits(given, defaults), access).application()
 
     class Server(uvicorn.Server):
         """A server that ends all streams of events at a signal, and which a second signal ends at once."""
@@ -225,29 +231,64 @@ def _listen(report: Report, host: str, port: int, token: str | None, shelf: Any,
             await super().startup(sockets)
             if self.started:
                 worker.start()
-                report.note(f"{defaults.model} is served at {address(host, self.servers)}, videos in {folder}")
+                report.note(f"{defaults.model} is served at {address(host, sockets)}, videos in {folder}")
 
     config = uvicorn.Config(
-        application, host, port, log_level="warning", access_log=False, server_header=False, date_header=False,
-        http=Connection, backlog=BACKLOG, timeout_keep_alive=30, timeout_graceful_shutdown=5, ws="none",
+        application, log_level="warning", access_log=False, server_header=False, date_header=False, http=Connection,
+        backlog=BACKLOG, timeout_keep_alive=30, timeout_graceful_shutdown=5, ws="none", proxy_headers=False,
     )  # fmt: skip
     server = Server(config)
-    _run(server, report)
+    signal.set_wakeup_fd(-1)  # Ctrl-C is the server's from here on
+    asyncio.run(server.serve(sockets))
+    report.note(STOPPED)
     board.close()
     if not worker.join(LAST_SECONDS):
         os._exit(0)  # a long computation is under way, which no thread can stop; its video waits on the disk
 
 
-def _run(server: Any, report: Report) -> None:
-    signal.set_wakeup_fd(-1)  # Ctrl-C is the server's from here on
+def listening(host: str, port: int) -> list[socket.socket]:
+    """Return sockets that listen at each address of a host, all at one port; 0 is a free one.
+
+    Raises:
+        WanjaxError: The host is none of this machine's, or the port is in use or for others.
+    """
+    opened: list[socket.socket] = []
     try:
-        asyncio.run(server.serve())
-    except SystemExit as error:  # uvicorn's, where it cannot listen; it has told why
-        raise WanjaxError("the server cannot listen there: another --port or --host would do") from error
-    report.note(STOPPED)
+        found = dict.fromkeys(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE))
+        for number, (family, *_, where) in enumerate(found):
+            try:
+                opened.append(_listening(family, (where[0], _port(opened[0]) if opened else port, *where[2:])))
+            except OSError as error:  # a name such as localhost may have an address that this machine has not
+                absent = error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+                if not absent or (number + 1 == len(found) and not opened):
+                    raise
+    except OSError as error:
+        for each in opened:
+            each.close()
+        right = "--port takes another, and 0 a free one" if error.errno == errno.EADDRINUSE else "--host takes another"
+        raise WanjaxError(f"the server cannot listen at port {port} of {host}, {reason(error)}: {right}") from error
+    return opened
 
 
-def address(host: str, servers: Any) -> str:
+def _listening(family: int, where: tuple[Any, ...]) -> socket.socket:
+    """Return a socket that listens at an address."""
+    opened = socket.socket(family)
+    try:
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        opened.bind(where)
+        opened.listen()
+    except OSError:
+        opened.close()
+        raise
+    return opened
+
+
+def _port(opened: socket.socket) -> int:
+    return opened.getsockname()[1]
+
+
+def address(host: str, sockets: Sequence[socket.socket]) -> str:
     """Returns the address of the page; the port is the one that was found where 0 was asked for."""
-    port = servers[0].sockets[0].getsockname()[1]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+    return f"http://{f'[{host}]' if ':' in host else host}:{_port(sockets[0])}/"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP interface: OpenAI's videos API and the library's own settings, events, metrics, and the page."""
+"""The HTTP interface: requests in the shape of OpenAI's former videos API, events, metrics, and the page."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ from wanjax.pipelines.record import VERSION
 from wanjax.serve import asked, metrics, stored
 from wanjax.serve.board import BROKE, Board, ClosedError, FullError, UnknownError, Videos, Watcher
 from wanjax.serve.faults import UNEXPECTED, explained, storing
-from wanjax.serve.guard import COOKIE, Guard, refusal
+from wanjax.serve.guard import COOKIE, Access, Guard, is_encrypted, refusal
 from wanjax.serve.jobs import COMPLETED, PREVIEW, THUMBNAIL, VIDEO, Job, files_in
 from wanjax.serve.limits import Limits
 from wanjax.serve.mirror import Mirror
@@ -49,6 +49,8 @@ CONTENT: dict[str, tuple[str, str | None]] = {
     "thumbnail": (THUMBNAIL, "image/webp"),
     "preview": (PREVIEW, "image/png"),
 }
+NOT_OFFERED = ("/v1/videos/{id}/remix", "/v1/videos/edits", "/v1/videos/extensions", "/v1/videos/characters")
+"""Requests of OpenAI's videos API that have no counterpart here."""
 RESULTS = ("video", "thumbnail")  # of which there are whole ones alone
 
 
@@ -56,7 +58,8 @@ class Events(StreamingResponse):
     """A stream of events, which frees the place of its watcher at its end."""
 
     def __init__(self, board: Videos, watcher: Watcher, content: AsyncIterator[str]):
-        super().__init__(content, media_type="text/event-stream", headers={"cache-control": "no-store"})
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}  # the latter is for nginx
+        super().__init__(content, media_type="text/event-stream", headers=headers)
         self.board, self.watcher = board, watcher
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -74,7 +77,7 @@ class Service:
     known: Known
     told: Sequence[dict[str, Any]]
     limits: Limits
-    token: str | None = None
+    access: Access
 
     def application(self) -> Guard:
         """Returns the application, behind its guard."""
@@ -87,6 +90,7 @@ class Service:
             Route("/v1/videos/{id}/content", self.content, methods=["GET"]),
             Route("/v1/videos/{id}/record", self.record, methods=["GET"]),
             Route("/v1/videos/{id}/events", self.events, methods=["GET"]),
+            *(Route(path, self.not_offered, methods=["POST"]) for path in NOT_OFFERED),
             Route("/v1/events", self.events, methods=["GET"]),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/login", self.login, methods=["POST"]),
@@ -106,7 +110,8 @@ class Service:
             Exception: lambda request, error: refusal(500, UNEXPECTED, "internal"),
         }
         application = Starlette(routes=routes, exception_handlers=handlers)
-        guard = Guard(application, self.token, self.limits.upload, self.board.answers)
+        application.router.redirect_slashes = False  # to a full address, which is not the client's behind a proxy
+        guard = Guard(application, self.access, self.limits.upload, self.board.answers)
         guard.application.state.guard = guard  # pyright: ignore[reportFunctionMemberAccess]
         return guard
 
@@ -150,7 +155,9 @@ class Service:
             raise SettingError(f"order is {shown(order)} where asc or desc is right", "order")
         if "after" in query:
             await self._find(query["after"])
-        jobs = sorted(list(self.board.jobs.values()), key=lambda job: job.created_at, reverse=order == "desc")
+        jobs = list(self.board.jobs.values())  # in the table's order: a clock may be set back
+        if order == "desc":
+            jobs.reverse()
         ids = [job.id for job in jobs]
         start = ids.index(self.board.find(query["after"]).id) + 1 if "after" in query else 0
         page = jobs[start : start + int(limit)]
@@ -175,6 +182,12 @@ class Service:
 
     async def cancel(self, request: Request) -> JSONResponse:
         return self._shown(await run_in_threadpool(self.board.cancel, request.path_params["id"]))
+
+    async def not_offered(self, request: Request) -> JSONResponse:
+        """Answer a request of OpenAI's videos API that this server does not offer."""
+        name = request.url.path.rpartition("/")[2]
+        told = f"{name} is not offered: POST /v1/videos asks for another video, with a picture or a clip if the model"
+        return refusal(400, f"{told} takes one, which /v1/models tells", "not_offered")
 
     async def content(self, request: Request) -> Response:
         """Sends a finished video, or its middle frame as `thumbnail`.
@@ -250,8 +263,10 @@ class Service:
             why = "the token is wrong: the one with which the server was started is right"
             return refusal(401, why, "invalid_token")
         answer = Response(status_code=204)
-        secure = request.url.scheme == "https"
-        answer.set_cookie(COOKIE, token.strip(), httponly=True, samesite="strict", secure=secure, max_age=30 * 86400)
+        options: Any = {"httponly": True, "samesite": "strict", "max_age": 30 * 86400}
+        options["secure"] = is_encrypted(request.scope, request.headers)
+        # without a path a browser takes the folder of this address, which behind a proxy this server does not know
+        answer.set_cookie(COOKIE, token.strip(), path=None, **options)
         return answer
 
     async def health(self, request: Request) -> JSONResponse:

@@ -2,15 +2,18 @@
 """Who may ask, and how much: a layer around the application, before anything of a request is read.
 
 Without a token only this machine is answered, and only by its own names, so that no page of the web reaches the server
-through the user's browser. With one, all but the page's files and the health needs it.
+through the user's browser. A request that a proxy forwarded comes from elsewhere, even where the proxy runs here. With
+a token, all but the page's files and the health needs it, and a request that changes something has to come from the
+server's own page or from no page at all.
 """
 
 import asyncio
 import hmac
 import ipaddress
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from http.cookies import CookieError, SimpleCookie
-from typing import Any
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -18,12 +21,18 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from wanjax.errors import WanjaxError, shown
+
 COOKIE = "wanjax_token"
 OPEN = ("/", "/login", "/health")  # paths that need no token
 OPEN_FOLDER = "/page/"
 TOGETHER = 8  # of the largest requests may arrive at a time
 SEND_SECONDS = 60.0
 SAFE = ("GET", "HEAD", "OPTIONS")
+FORWARDED = ("forwarded", "via", "x-real-ip")  # headers of a request that a proxy sends on
+FORWARDED_PREFIX = "x-forwarded"  # of -For, -Host, -Proto, -Port and their like
+PORTS = {"http": 80, "https": 443}
+SHORTEST = 16  # characters of a token
 HEADERS = {
     b"content-security-policy": b"default-src 'self'; img-src 'self' blob: data:; frame-ancestors 'none'; "
     b"base-uri 'none'; form-action 'self'",
@@ -41,6 +50,56 @@ def refusal(
     return JSONResponse({"error": error}, status, {name.replace("_", "-"): text for name, text in headers.items()})
 
 
+class Origin(NamedTuple):
+    """Where a page is from: the address that a browser sends in the header Origin."""
+
+    scheme: str
+    host: str
+    port: int
+
+    @classmethod
+    def read(cls, text: str) -> "Origin | None":
+        """Return the origin in a text such as https://videos.example:8443; None where the text is none."""
+        try:
+            parts = urlsplit(text)
+            port = parts.port or PORTS[parts.scheme]
+        except (ValueError, KeyError):
+            return None
+        extra = parts.path.strip("/") or parts.query or parts.fragment or "@" in parts.netloc
+        return None if extra or not parts.hostname else cls(parts.scheme, parts.hostname, port)
+
+
+class Access(NamedTuple):
+    """Who may ask: those who know the token, or this machine alone where it is None.
+
+    `origins` are the addresses, beside the server's own, from which the page may be opened.
+    """
+
+    token: str | None = None
+    origins: tuple[Origin, ...] = ()
+
+    @classmethod
+    def read(cls, host: str, token: str | None, origins: Iterable[str]) -> "Access":
+        """Return the access to a server that listens at `host`.
+
+        Raises:
+            WanjaxError: The token is missing where one is needed, or is easily guessed, or an origin is no address.
+        """
+        if token is None and not is_loopback(host):
+            raise WanjaxError(f"{host} is open to other machines, for which a token is needed: --token sets it")
+        if token is not None and (len(token) < SHORTEST or not token.isascii() or not token.isprintable()):
+            raise WanjaxError(f"the token is to have {SHORTEST} or more characters of ASCII, so that no one guesses it")
+        accepted = []
+        for text in origins:
+            if token is None:
+                raise WanjaxError(f"--origin {text} is for a server with a token, which a proxy needs: --token sets it")
+            if (origin := Origin.read(text)) is None:
+                right = "https://videos.example, without a path,"
+                raise WanjaxError(f"--origin is given as {shown(text)}: use an address such as {right}")
+            accepted.append(origin)
+        return cls(token, tuple(accepted))
+
+
 class CutShort(Exception):
     """An answer that began and cannot be completed."""
 
@@ -48,9 +107,9 @@ class CutShort(Exception):
 class Guard:
     """The application, for those who may ask. `upload` is the most bytes of a request; `answers` counts by status."""
 
-    def __init__(self, application: ASGIApp, token: str | None, upload: int, answers: Counter[int]):
+    def __init__(self, application: ASGIApp, access: Access, upload: int, answers: Counter[int]):
         self.application = application
-        self.token = token
+        self.token, self.origins = access
         self.upload = upload
         self.answers = answers
         self.arriving = 0  # bytes of the bodies of all requests that are under way
@@ -83,15 +142,32 @@ class Guard:
         client, host = (scope.get("client") or ("",))[0], headers.get("host", "")
         if self.token is None and not (is_loopback(client) and is_loopback(_name(host))):
             return refusal(403, "this server answers its own machine alone, because it has no token", "forbidden")
-        if scope["method"] not in SAFE and "origin" in headers and _origin(headers["origin"]) != host:
-            return refusal(403, "a page of another site may ask nothing of this server", "forbidden")
-        if self.token is not None and not self._is_open(scope["path"]) and not self.knows(_given(headers)):
+        if self.token is None and (sign := _sign_of_proxy(scope, headers)) is not None:
+            told = f"{sign} tells of a proxy, and a server behind one needs a token: start it with --token"
+            return refusal(403, told, "forbidden")
+        if scope["method"] not in SAFE and "origin" in headers and not self._is_own(headers["origin"], headers):
+            told = "a page of another site may ask nothing of this server: behind a proxy, start it with --origin URL"
+            return refusal(403, told, "forbidden")
+        if self.token is not None and not self._is_open(scope["path"]) and not any(map(self.knows, _tokens(headers))):
             why = "the token is missing or wrong: the header `Authorization: Bearer TOKEN` has it"
             return refusal(401, why, "invalid_token", www_authenticate="Bearer")
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length[:20]) > self.upload:
             return refusal(413, self._too_large(), "too_large", connection="close")
         return None
+
+    def _is_own(self, text: str, headers: Headers) -> bool:
+        """Tell whether a header Origin names an address of this server, so that its own page asks.
+
+        X-Forwarded-Host may be trusted here, though any client can send it. What is to be kept out is another site's
+        page in the browser of somebody who has this server's cookie. Such a page cannot choose its Origin, and may not
+        add X-Forwarded-Host to a request to another site, unless the server allows it in answer to a preflight, and
+        this one allows none. Programs other than browsers choose all their headers, but have nobody's cookie.
+        """
+        if (origin := Origin.read(text)) is None:
+            return False
+        host = headers.get("host", "")
+        return origin in (*self.origins, forwarded_origin(headers)) or urlsplit(text).netloc == host
 
     def _is_open(self, path: str) -> bool:
         return path in OPEN or path.startswith(OPEN_FOLDER)
@@ -122,24 +198,56 @@ class Guard:
         return f"a request may have {self.upload / 2**20:g} MiB at most"
 
 
-def _given(headers: Headers) -> str:
-    """Returns the token of a request, in its header or its cookie."""
+def _tokens(headers: Headers) -> Iterator[str]:
+    """Yield the tokens of a request: that of its header, else those of its cookies.
+
+    A browser sends several cookies where the paths of several servers on one host lie in each other.
+    """
     scheme, _, token = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":
-        return token.strip()
-    try:
-        found: Any = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
-    except CookieError:
-        return ""
-    return found.value if found else ""
+        yield token.strip()
+        return
+    for part in ";".join(headers.getlist("cookie")).split(";"):
+        try:
+            yield from (cookie.value for name, cookie in SimpleCookie(part).items() if name == COOKIE)
+        except CookieError:
+            continue
 
 
-def _origin(address: str) -> str | None:
-    """Returns the host and port of an Origin header; None where it is none."""
-    try:
-        return urlsplit(address).netloc
-    except ValueError:
-        return None
+def _sign_of_proxy(scope: Scope, headers: Headers) -> str | None:
+    """Return what shows that a proxy forwarded a request; None where nothing does.
+
+    Debian's nginx adds no header unless it is told to. But it speaks HTTP/1.0, which no browser does.
+    """
+    for name in headers:
+        if name in FORWARDED or name.startswith(FORWARDED_PREFIX):
+            return f"the header {name}"
+    return "HTTP/1.0" if scope["http_version"] == "1.0" else None
+
+
+def forwarded_origin(headers: Headers) -> Origin | None:
+    """Return the address that a browser asked of a proxy, by the proxy's headers; None where they do not tell it.
+
+    Of several proxies the first in each list is the one that the browser asked. Without a scheme it is taken from
+    Origin, and without a port it is that of the header beside, else the scheme's.
+    """
+    host, scheme, port = (_first(headers, f"x-forwarded-{part}") for part in ("host", "proto", "port"))
+    scheme = scheme or headers.get("origin", "").partition(":")[0]
+    if host and (origin := Origin.read(f"{scheme.lower()}://{host}")) is not None:
+        has_port = urlsplit(f"//{host}").port is not None
+        return origin if has_port or not port.isdecimal() else origin._replace(port=int(port[:5]))
+    return None
+
+
+def is_encrypted(scope: Scope, headers: Headers) -> bool:
+    """Tell whether a browser asks by https, here or of a proxy."""
+    told = scope["scheme"], _first(headers, "x-forwarded-proto"), headers.get("origin", "").partition(":")[0]
+    return "https" in told
+
+
+def _first(headers: Headers, name: str) -> str:
+    """Return the first entry of a header's list; "" where there is none."""
+    return headers.get(name, "").partition(",")[0].strip()
 
 
 def _name(host: str) -> str:

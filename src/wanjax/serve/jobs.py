@@ -72,7 +72,7 @@ class Job:
         return [one for file in self.pictures.values() for one in (file if isinstance(file, list) else [file])]
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the video as OpenAI's videos API shows one, and beside that all its settings and its progress."""
+        """Returns the video in the shape of OpenAI's videos API, and beside that all its settings and its progress."""
         version, made = self.version, self.settings  # read before the rest, which then is of this version or newer
         return {
             "id": self.id,

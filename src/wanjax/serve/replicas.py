@@ -7,7 +7,6 @@ dies, Ray says so, its video waits again at once, and another worker takes its p
 """
 
 import logging
-import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from wanjax.cluster.worker import keeping_programs
 from wanjax.errors import WanjaxError
 from wanjax.serve.app import Service
 from wanjax.serve.desk import Desk
+from wanjax.serve.guard import Access
 from wanjax.serve.limits import Limits
 from wanjax.serve.making import Making
 from wanjax.serve.mirror import Mirror
@@ -214,17 +214,6 @@ class Crew:
             self._settle(POLL)
 
 
-def free_port(host: str, port: int) -> int:
-    """Returns the port, or a free one for 0; raises WanjaxError where none can listen there."""
-    try:
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as trial:
-            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            trial.bind((host, port))
-            return trial.getsockname()[1]
-    except OSError as error:
-        raise WanjaxError("the server cannot listen there: another --port or --host would do") from error
-
-
 def listen_here() -> None:
     """Has servers of gRPC in this process listen at its own machine's address: Serve has one that listens at all."""
     servers: Any = import_module("grpc.aio._server").Server
@@ -232,7 +221,7 @@ def listen_here() -> None:
     servers.add_insecure_port = lambda server, address: bind(server, address.replace("[::]", "127.0.0.1"))
 
 
-def front(line: Line, folder: Place, told: Told, limits: Limits, token: str | None, own: bool) -> Any:
+def front(line: Line, folder: Place, told: Told, limits: Limits, access: Access, own: bool) -> Any:
     """Returns the application of a front; `own` tells that the cluster is this machine's alone."""
     if own:
         listen_here()
@@ -240,7 +229,7 @@ def front(line: Line, folder: Place, told: Told, limits: Limits, token: str | No
     limits.bound_pictures()
     board = Mirror(line, folder, limits.queue)
     board.follow()
-    return Service(board, told.known(), told.models, limits, token).application()
+    return Service(board, told.known(), told.models, limits, access).application()
 
 
 def close_fronts() -> None:
@@ -293,7 +282,7 @@ def run(
     queue: int,
     host: str,
     port: int,
-    token: str | None,
+    access: Access,
     shared: Mapping[str, Any],
     note: Callable[[str], None],
     stopped: Callable[[], bool],
@@ -327,7 +316,7 @@ def run(
     limits = limits_of(told)
 
     def build() -> Any:
-        return front(line, folder, told, limits, token, own)
+        return front(line, folder, told, limits, access, own)
 
     try:
         open_fronts(build, service, host, port, limits.streams)

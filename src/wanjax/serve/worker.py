@@ -19,6 +19,7 @@ from rich.console import Console
 
 from wanjax.cluster.worker import write
 from wanjax.errors import WanjaxError
+from wanjax.figures import duration
 from wanjax.layers.tiling import Tiling
 from wanjax.media.videos import try_output
 from wanjax.pipelines.components import free_memory
@@ -45,6 +46,7 @@ SHAPES = 16  # shapes whose compiled programs are kept
 PERCENT = {"extend": (0, 0), "compile": (0, 0), "encode": (0, 2), "denoise": (2, 95), "decode": (95, 99)}
 """How much is done at the start of a stage and at its end."""
 THUMBNAIL_SIDE = 480  # pixels
+NOTE_SECONDS = 5.0  # between two lines on programs that are compiled
 logger = logging.getLogger("wanjax.serve")
 
 
@@ -67,7 +69,8 @@ class Told(NamedTuple):
 class Worker:
     """The worker of a board, or of a desk away from one. `tiling` and `batch_guidance` are those of all videos.
 
-    `preview` tells whether to show at a few steps what a video will be. `extend` extends a prompt, and is told whether
+    `preview` tells whether to show at a few steps what a video will be. `note` receives lines on what is done before
+    the first video. `extend` extends a prompt, and is told whether
     the video begins from a picture.
     """
 
@@ -80,6 +83,7 @@ class Worker:
         batch_guidance: bool = False,
         warm_up: bool = True,
         preview: bool = False,
+        note: Callable[[str], object] = lambda text: None,
         extend: Callable[[str, bool], Extended] | None = None,
     ):
         self.variants = variants
@@ -88,6 +92,7 @@ class Worker:
         self.batch_guidance = batch_guidance
         self._warm_up = warm_up
         self.preview = preview
+        self.note = note
         self.extend = extend
         self._shapes: set[Any] = set()
         self._thread = Thread(target=self.run, name="wanjax-worker", daemon=True)
@@ -123,7 +128,8 @@ class Worker:
         pipe.progress = False
         try:
             if self._warm_up:
-                warm_up(pipe, self.tiling, self.batch_guidance, self.preview, lambda: self.board.closed)
+                options: Any = {"tiling": self.tiling, "batch_guidance": self.batch_guidance, "preview": self.preview}
+                warm_up(pipe, **options, note=self.note, stopped=lambda: self.board.closed)
             while (job := self.board.take()) is not None:
                 self._make(job)
         except BaseException:
@@ -170,7 +176,7 @@ class Worker:
                 needed = record(pipe, replace(chosen, windows=min(2, chosen.windows)), pictures, **options).programs
                 EXECUTE.compile(*(one.instance for one in needed), begun=hook.compiling)
             self._shapes.add(shape)
-        asked = Order(chosen, pipe.record(chosen, files, digests=digests, **options))
+        asked = Order(chosen, offer.without_folders(pipe.record(chosen, files, digests=digests, **options)))
         try_output(place / VIDEO, chosen.length, chosen.size, chosen.fps, asked.record)
         for order, frames in (run := Run(pipe, [asked], pictures, hooks=[hook], **options)):
             with run.finishing(order):
@@ -277,16 +283,28 @@ class Advancing(Hook):
 
 
 def warm_up(
-    pipe: Pipeline, tiling: Tiling | None, batch_guidance: bool, preview: bool, stopped: Callable[[], bool]
+    pipe: Pipeline,
+    *,
+    tiling: Tiling | None,
+    batch_guidance: bool,
+    preview: bool,
+    note: Callable[[str], object],
+    stopped: Callable[[], bool],
 ) -> None:
-    """Compiles the programs of a default video, and loads the model where all of it fits into memory.
+    """Compile the programs of a default video, and load the model where all of it fits into memory.
 
-    What fails here is told by the first request.
+    `note` receives a line on each network that is loaded, and now and then one on the program that is compiled. What
+    fails here fails the first request, which is told of it.
     """
+    begun, last = perf_counter(), -NOTE_SECONDS
 
     def check(number: int, total: int) -> None:
+        nonlocal last
         if stopped():
             raise Cancelled(0)
+        if perf_counter() - last >= NOTE_SECONDS:
+            last = perf_counter()
+            note(f"compiling program {number} of {total} of a default video")
 
     try:
         settings = pipe.settings()
@@ -295,9 +313,12 @@ def warm_up(
         if sum(pipe.components.sizes.values()) < free_memory(jax.local_devices()[0]):
             for name in pipe.components.names:
                 if not stopped():
+                    note(f"loading the {name.replace('_', ' ')}")
                     pipe.components.get(name)
         if preview and not stopped():
             pipe.colours()
+        if not stopped():
+            note(f"ready after {duration(perf_counter() - begun)}")
     except (WanjaxError, Cancelled):
         pass
     except Exception as error:

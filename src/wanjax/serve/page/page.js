@@ -4,6 +4,7 @@
 
 const $ = (id) => document.getElementById(id);
 const APART = ["prompt", "height", "width", "seed"]; // settings that have a place of their own in the form
+const LARGEST_SEED = 2n ** 64n - 1n;
 const OF_WINDOWS = ["encode", "denoise", "decode"]; // stages through which each window of a video goes
 const cards = new Map(); // id -> {video, element}
 const gone = new Set(); // ids of removed videos, which an answer that was under way may still name
@@ -12,23 +13,25 @@ let model = null; // the one that the form is for; null until the server has ans
 let source = null;
 let last = null; // id of the oldest video that is shown
 
+// A request that the server refused, or that the page does not send; `param` names the field that is wrong.
 class Refused extends Error {
-  constructor(status, message) {
+  constructor(status, message, param = null) {
     super(message);
     this.status = status;
+    this.param = param;
   }
 }
 
 async function ask(path, options = {}) {
   const answer = await fetch(path, options);
   if (answer.ok) return answer.status === 204 ? null : JSON.parse(await answer.text(), exact);
-  let message = `${answer.status} ${answer.statusText}`;
+  let error = { message: `${answer.status} ${answer.statusText}`, param: null };
   try {
-    message = (await answer.json()).error.message;
+    error = (await answer.json()).error ?? error;
   } catch {
     // the answer is no JSON, so its status has to do
   }
-  throw new Refused(answer.status, message);
+  throw new Refused(answer.status, error.message, error.param);
 }
 
 function words(name) {
@@ -115,12 +118,14 @@ function fit(chosen) {
   reveal();
 }
 
-// Shows the fields that are of use as the form is now.
+// Shows the fields that are of use as the form is now. The others are disabled: they are neither checked nor sent.
 function reveal() {
   if (model === null) return;
   const fields = $("ask").elements;
   const show = (name, wanted) => {
-    if (fields[name]) fields[name].closest("label").hidden = !wanted;
+    if (!fields[name]) return;
+    fields[name].closest("label").hidden = !wanted;
+    fields[name].disabled = !wanted;
   };
   const scales = ["guidance_scale", "guidance_scale_2"].map((name) => fields[name]?.value || model.settings[name]?.default);
   for (const name of ["height", "width"]) {
@@ -135,17 +140,33 @@ function reveal() {
   show("resize", Object.keys(model.pictures).some((name) => fields[name].files.length));
 }
 
-// Returns the seeds that the form asks for; "" is one that the server draws.
+// Returns the seeds that the form asks for, counted before they are listed; "" is one that the server draws.
 function seeds() {
   const { seed, count } = $("ask").elements;
-  const from = (first, many) => Array.from({ length: many }, (_, i) => first && String(BigInt(first) + BigInt(i)));
-  const found = seed.value.split(",").flatMap((part) => {
-    const [first, end = first] = part.trim().split("..");
-    return from(first, Number(BigInt(end) - BigInt(first)) + 1);
+  const wrong = (message) => new Refused(null, message, "seed");
+  const [text, many] = [seed.value.trim(), BigInt(count.value || 1)];
+  if (!text) return Array(Number(many)).fill("");
+  const ranges = text.split(",").map((part) => {
+    const [first, last = first] = part.split("..").map((number) => BigInt(number.trim()));
+    if (last < first) throw wrong(`the seeds ${part.trim()} end before they begin: ${last}..${first} are in order`);
+    return [first, last];
   });
+  if (ranges.length === 1 && ranges[0][0] === ranges[0][1]) ranges[0][1] += many - 1n;
+  const largest = ranges.map(([, last]) => last).find((last) => last > LARGEST_SEED);
+  if (largest) throw wrong(`the seed ${largest} is too large: ${LARGEST_SEED} is the largest`);
+  const total = ranges.reduce((sum, [first, last]) => sum + last - first + 1n, 0n);
   const most = model.limits.queue;
-  if (found.length > most) throw new Error(`${found.length} videos are asked for, and ${most} may wait`);
-  return found.length > 1 ? found : from(found[0], Number(count.value) || 1);
+  if (total > most) throw wrong(`${total} videos are asked for, and ${most} may wait: ask for fewer seeds`);
+  const listed = ([first, last]) => Array.from({ length: Number(last - first) + 1 }, (_, i) => String(first + BigInt(i)));
+  return [...new Set(ranges.flatMap(listed))];
+}
+
+// Throws what the browser finds wrong with a field, of which it would tell nothing in settings that are closed.
+function check() {
+  const input = [...$("ask").elements].find((one) => !one.checkValidity());
+  if (!input) return;
+  const label = input.closest("label")?.firstChild.textContent.trim() || input.name;
+  throw new Refused(null, `${label}: ${input.title || input.validationMessage}`, input.name);
 }
 
 // Returns the form's data with what the user changed alone; the model's own settings hold for the others.
@@ -155,9 +176,8 @@ function asked() {
   for (const [name, value] of [...data]) {
     const input = $("ask").elements[name];
     const untouched = input.tagName === "SELECT" && value === String(model.settings[name]?.default);
-    const unused = input.tagName !== "TEXTAREA" && input.closest?.("label")?.hidden;
     if (name.startsWith("lora ") && value) loras.push(`${name.slice(5)}:${value}`);
-    if (value === "" || untouched || unused || (value instanceof File && !value.size)) data.delete(name);
+    if (value === "" || untouched || (value instanceof File && !value.size)) data.delete(name);
   }
   if (!data.has("prompt")) data.set("prompt", "");
   if (data.get("size") === "other") data.set("size", `${data.get("width")}x${data.get("height")}`);
@@ -173,11 +193,13 @@ async function make(event) {
   if (model === null) return;
   $("make").disabled = true;
   $("told").textContent = "";
+  for (const input of $("ask").querySelectorAll("[aria-invalid]")) input.removeAttribute("aria-invalid");
   try {
+    check();
     for (const seed of seeds()) {
       const body = asked();
       if (seed) body.set("seed", seed);
-      show(await ask("/v1/videos", { method: "POST", body }));
+      show(await ask("v1/videos", { method: "POST", body }));
     }
   } catch (error) {
     refused(error);
@@ -186,9 +208,15 @@ async function make(event) {
   }
 }
 
+// Shows why nothing is made, and leads to the field that is wrong; settings that are closed open.
 function refused(error) {
   if (error.status === 401) return needToken();
   $("told").textContent = error.message;
+  const of = (input) => error.param && !input.disabled && input.name.split(" ")[0] === error.param; // of each LoRA too
+  const input = [...$("ask").elements].find(of);
+  if (input?.closest("details") || (error.status === 422 && !input)) $("ask").querySelector("details").open = true;
+  input?.setAttribute("aria-invalid", "true");
+  input?.focus();
 }
 
 function needToken() {
@@ -202,7 +230,7 @@ function needToken() {
 async function login(event) {
   event.preventDefault();
   try {
-    await ask("/login", { method: "POST", body: new URLSearchParams({ token: $("token").value }) });
+    await ask("login", { method: "POST", body: new URLSearchParams({ token: $("token").value }) });
     $("login").hidden = true;
     $("ask").hidden = false;
     await begin();
@@ -278,7 +306,7 @@ function finish(element, video) {
   }
   const picture = element.querySelector(".picture");
   if (!done) return picture.replaceChildren();
-  link.href = `/v1/videos/${video.id}/content`;
+  link.href = `v1/videos/${video.id}/content`;
   link.download = `${video.id}.mp4`;
   const player = document.createElement("video");
   player.src = link.href;
@@ -293,7 +321,7 @@ function finish(element, video) {
 // Shows small pictures of a video that is not finished.
 function look(element, video) {
   const strip = document.createElement("img");
-  strip.src = `/v1/videos/${video.id}/content?variant=preview&after=${video.preview}`;
+  strip.src = `v1/videos/${video.id}/content?variant=preview&after=${video.preview}`;
   strip.alt = `preview after step ${video.preview}`;
   element.querySelector(".picture").replaceChildren(strip);
 }
@@ -312,10 +340,10 @@ async function remove(id) {
   if (video.status === "completed" && !confirm("Delete this video?")) return;
   try {
     if (over) {
-      await ask(`/v1/videos/${id}`, { method: "DELETE" });
+      await ask(`v1/videos/${id}`, { method: "DELETE" });
       forget(id);
     } else {
-      show(await ask(`/v1/videos/${id}/cancel`, { method: "POST" }));
+      show(await ask(`v1/videos/${id}/cancel`, { method: "POST" }));
     }
   } catch (error) {
     refused(error);
@@ -325,7 +353,7 @@ async function remove(id) {
 // Fills the form with all that a video was made from, so that one thing may be changed.
 async function again(id) {
   const { video } = cards.get(id);
-  const record = video.status === "completed" ? await ask(`/v1/videos/${id}/record`) : video.settings;
+  const record = video.status === "completed" ? await ask(`v1/videos/${id}/record`) : video.settings;
   fit(models.find((one) => one.id === record.model) ?? model);
   const fields = $("ask").elements;
   for (const [name, value] of Object.entries(record)) {
@@ -349,7 +377,7 @@ async function choose(video, name) {
   const chosen = new DataTransfer();
   const own = video.pictures.filter((variant) => variant.replace(/_\d+$/, "") === (name === "video" ? "clip" : name));
   for (const variant of own) {
-    const answer = await fetch(`/v1/videos/${video.id}/content?variant=${variant}`);
+    const answer = await fetch(`v1/videos/${video.id}/content?variant=${variant}`);
     if (!answer.ok) throw new Refused(answer.status, `the ${words(variant)} of this video is gone`);
     const type = answer.headers.get("content-type");
     chosen.items.add(new File([await answer.blob()], `${variant}.${type.split("/").pop()}`, { type }));
@@ -359,7 +387,7 @@ async function choose(video, name) {
 }
 
 async function more() {
-  const page = await ask(`/v1/videos?limit=24${last ? `&after=${last}` : ""}`);
+  const page = await ask(`v1/videos?limit=24${last ? `&after=${last}` : ""}`);
   for (const video of page.data) show(video, true);
   last = page.last_id ?? last;
   $("more").hidden = !page.has_more;
@@ -367,7 +395,7 @@ async function more() {
 
 function follow() {
   source?.close();
-  source = new EventSource("/v1/events");
+  source = new EventSource("v1/events");
   source.onmessage = (event) => show(JSON.parse(event.data));
   source.onopen = () => refresh().catch(refused);
   source.onerror = () => {
@@ -378,19 +406,19 @@ function follow() {
 
 // Shows what changed while there was no connection.
 async function refresh() {
-  const health = await ask("/health");
+  const health = await ask("health");
   $("state").textContent = health.status === "ready" ? health.model : `${health.model}: ${health.status}`;
   if (health.status === "loading") setTimeout(() => refresh().catch(refused), 2000);
-  const page = await ask("/v1/videos?limit=24");
+  const page = await ask("v1/videos?limit=24");
   for (const video of [...page.data].reverse()) show(video);
   const known = new Set(page.data.map((video) => video.id));
   if (!page.has_more) for (const id of [...cards.keys()]) if (!known.has(id)) forget(id);
 }
 
 async function begin() {
-  models = (await ask("/v1/models")).data;
+  models = (await ask("v1/models")).data;
   if (model === null) {
-    $("models").hidden = models.length === 1;
+    $("models").hidden = $("ask").elements.model.disabled = models.length === 1;
     $("ask").elements.model.replaceChildren(...models.map((one) => new Option(one.id)));
     fit(models[0]);
     $("make").disabled = false;

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server behind nginx and Caddy, with the printed lines: its page in a browser, and who does not get in."""
+
+import json
+import time
+
+import httpx
+import pytest
+
+from tests.support.commands import succeeded, wanjax
+from tests.support.proxies import BY_DEFAULT, proxied
+from tests.support.quick import quick
+from tests.support.served import PROMPT, SMALL, serving
+
+TOKEN = "a-token-of-the-tests"
+SHOWN = {"authorization": f"Bearer {TOKEN}"}
+PROXIES = [(kind, prefix) for kind in ("nginx", "caddy") for prefix in ("/wan/", "/")]
+STATES = """
+window.states = new Set();
+new MutationObserver(() => window.states.add(document.querySelector(".card .state")?.textContent.split(":")[0]))
+  .observe(document.getElementById("videos"), { subtree: true, childList: true, characterData: true });
+"""
+
+
+@pytest.fixture(scope="module")
+def with_token(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("served"), "--no-rehearse", WANJAX_TOKEN=TOKEN) as (client, _):
+        yield client
+
+
+@pytest.fixture(scope="module")
+def without_token(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("served"), "--no-rehearse", WANJAX_TOKEN="") as (client, _):
+        yield client
+
+
+def test_no_event_waits_for_others(with_token, tmp_path):
+    """nginx keeps an answer back until it has some kilobytes of it, unless the answer says that it may not."""
+    with proxied("nginx", tmp_path, with_token.base_url.port) as url:
+        asked = time.perf_counter()
+        with httpx.stream("GET", f"{url}v1/events", headers=SHOWN, timeout=60) as stream:
+            assert stream.status_code == 200
+            assert next(stream.iter_lines()).startswith("retry")
+        assert time.perf_counter() - asked < 10  # the next sign of life is after 15 seconds
+
+
+@pytest.mark.parametrize(("kind", "prefix"), quick([("nginx", "/wan/")], PROXIES))
+def test_the_page_behind_a_proxy(browser, with_token, tmp_path, monkeypatch, kind, prefix):
+    """With the token a video is asked for, followed, played and deleted, all of it below the proxy's address."""
+    told, asked = [], []
+    with proxied(kind, tmp_path / "proxy", with_token.base_url.port, prefix) as url:
+        assert httpx.get(f"{url}v1/videos").status_code == 401
+        context = browser.new_context()
+        page = context.new_page()
+        page.on("pageerror", lambda error: told.append(str(error)))
+        page.on("request", lambda request: asked.append(request.url))
+        page.on("dialog", lambda dialog: dialog.accept())
+        page.goto(url)
+        page.wait_for_selector("#login:visible")
+        page.screenshot(path=tmp_path / "login.png")
+        page.fill("#token", TOKEN)
+        page.click("#login button")
+        page.wait_for_selector("#ask:visible")
+        [cookie] = context.cookies()
+        assert (cookie["path"].rstrip("/"), cookie["value"]) == (prefix.rstrip("/"), TOKEN)
+        page.fill("#prompt", PROMPT)
+        page.click("#ask summary")
+        for name, value in {"frames": 5, "steps": 40, "seed": 1}.items():
+            page.fill(f"[name={name}]", str(value))
+        page.evaluate(STATES)
+        page.click("#make")
+        page.wait_for_selector(".card.completed", timeout=120_000)
+        assert "denoise" in page.evaluate("[...window.states]")  # by events alone
+        player = page.query_selector(".card video")
+        player.evaluate("player => player.play()")
+        assert player.evaluate("player => [player.videoHeight, player.error]") == [64, None]
+        page.screenshot(path=tmp_path / "page.png", full_page=True)
+        page.click(".card .remove")
+        page.wait_for_selector(".card", state="detached")
+        assert httpx.get(f"{url}v1/videos", headers=SHOWN).json()["data"] == []
+        context.close()
+        assert told == []
+        assert [address for address in asked if not address.startswith((url, "blob:"))] == []
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("WANJAX_TOKEN", TOKEN)
+        small = ("--size", "32x32", "--frames", "5", "--steps", "2")
+        made = json.loads(succeeded(wanjax(PROMPT, *small, "--at", url, "--json")).stdout)
+        assert httpx.delete(f"{url}v1/videos/{made['id']}", headers=SHOWN).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefix", "lines"),
+    quick([("nginx", "/wan/", BY_DEFAULT)], [("nginx", "/wan/", BY_DEFAULT), *((*each, None) for each in PROXIES)]),
+)
+def test_without_a_token_nobody_gets_through_a_proxy(without_token, tmp_path, kind, prefix, lines):
+    """Not even through nginx without a line about headers, which calls the server by its own name."""
+    with proxied(kind, tmp_path, without_token.base_url.port, prefix, lines) as url:
+        for path in ("", "page/page.js", "health", "metrics", "v1/videos", "v1/models", "v1/events"):
+            assert httpx.get(f"{url}{path}").status_code == 403, path
+        assert httpx.post(f"{url}v1/videos", json=SMALL).status_code == 403
+    assert without_token.get("/v1/videos").json()["data"] == []
