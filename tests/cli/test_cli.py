@@ -24,7 +24,8 @@ from tests.support.commands import files, refused, succeeded, wanjax
 from tests.support.tiny import compile_cache, tiny_checkpoint
 from tests.support.words import says
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
-from wanjax.cli import DEVICES, main, report, stages
+from wanjax.cli import main, report, stages
+from wanjax.compilers.libtpu import TPUS
 from wanjax.media import stage_files, videos
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.wan.architecture import WanArchitecture
@@ -203,7 +204,7 @@ def test_the_listing_is_that_of_the_presets():
 
 
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, which has so much to say, is not installed")
-@pytest.mark.skipif(any(map(glob, DEVICES)), reason="there is a TPU")
+@pytest.mark.skipif(any(map(glob, TPUS)), reason="there is a TPU")
 def test_libtpu_is_silent_without_a_tpu():
     code = """if True:
         import jax

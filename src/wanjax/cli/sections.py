@@ -30,8 +30,8 @@ SECTIONS = {
     ),
     "Where": (
         "at chip mesh workers replicas ray host port token",
-        "hosts encode-workers denoise-workers decode-workers resources retries dashboard rules processes compile-cache "
-        "trust-compile-cache offload tile decoder rehearse",
+        "origin hosts encode-workers denoise-workers decode-workers resources retries dashboard rules processes "
+        "compile-cache trust-compile-cache offload tile decoder rehearse",
     ),
     "Limits": ("max-queue", "max-pixels max-steps max-upload"),
     "Output": (
