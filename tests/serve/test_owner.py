@@ -25,6 +25,7 @@ from wanjax.serve.app import Service
 from wanjax.serve.board import ClosedError, UnknownError
 from wanjax.serve.desk import Desk
 from wanjax.serve.faults import explained
+from wanjax.serve.guard import Access
 from wanjax.serve.jobs import VIDEO, Job
 from wanjax.serve.limits import Limits
 from wanjax.serve.mirror import Mirror
@@ -304,7 +305,8 @@ def test_fronts_and_workers_apart_are_one_server(house, pipe):
     for _ in range(2):
         board = Mirror(house.call, house.folder, 32)
         board.follow()
-        application = Service(board, told.known(), told.models, Limits.of(told.outlines[0].defaults)).application()
+        limits = Limits.of(told.outlines[0].defaults)
+        application = Service(board, told.known(), told.models, limits, Access()).application()
         clients.append(TestClient(application, "http://localhost:8000", client=("127.0.0.1", 5000)))
     one, other = clients
     assert one.get("/health").json()["status"] == "loading"
