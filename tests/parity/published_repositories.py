@@ -38,7 +38,13 @@ from wanjax.registry import presets
 Config = configs.Config
 WEIGHTS = "diffusion_pytorch_model"
 WAN, COGVIDEOX, HUNYUAN = "Wan-AI", "zai-org", "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers"
-TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "tokenizer.json")
+_SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
+TOKENIZERS = {  # the files of a tokenizer; CogVideoX's is a SentencePiece model alone
+    "T5TokenizerFast": (*_SETTINGS, "spiece.model", "tokenizer.json"),
+    "T5Tokenizer": (*_SETTINGS, "added_tokens.json", "spiece.model"),
+    "Qwen2TokenizerFast": (*_SETTINGS, "added_tokens.json", "merges.txt", "tokenizer.json", "vocab.json"),
+    "ByT5Tokenizer": (*_SETTINGS, "added_tokens.json"),
+}
 LORA_PAIRS = re.compile(r"blocks\.\d+\.(self_attn\.[qkvo]|cross_attn\.([qkvo]|k_img|v_img)|ffn\.[02])\.weight")
 
 
@@ -104,9 +110,10 @@ def repository(hub: Path, name: str) -> Path:
     return files
 
 
-def _tokenizer(folder: Path) -> None:
-    for name in TOKENIZER:
-        write_json(folder / name, {})
+def _tokenizer(folder: Path, kind: str) -> None:
+    """Writes the files of a tokenizer, without its vocabulary."""
+    for name in TOKENIZERS[kind]:
+        write_json(folder / name, {"tokenizer_class": kind, "extra_ids": 0} if name == "tokenizer_config.json" else {})
 
 
 def _wan(
@@ -146,7 +153,7 @@ def _wan(
     twice = {"encoder.embed_tokens.weight": text["shared.weight"]} if embedded else {}
     write_json(files / "text_encoder/config.json", configs.UMT5_XXL)
     hollow_files(files / "text_encoder", text | twice, "F32", shards=5, stem="model")
-    _tokenizer(files / "tokenizer")
+    _tokenizer(files / "tokenizer", "T5TokenizerFast")
     for name in ("transformer", "transformer_2")[: 1 + experts]:
         write_json(files / name / "config.json", config)
         hollow_files(files / name, keys, dtype, shards=6)
@@ -172,7 +179,7 @@ def _cogvideox(files: Path, pipeline: str, config: Config, vae: Config, schedule
     del text["encoder.embed_tokens.weight"]
     write_json(files / "text_encoder/config.json", configs.T5_XXL)
     hollow_files(files / "text_encoder", text, shards=2, stem="model")
-    _tokenizer(files / "tokenizer")
+    _tokenizer(files / "tokenizer", "T5Tokenizer")
 
 
 HUNYUAN_SHIFTS = {
@@ -207,8 +214,8 @@ def _hunyuan(files: Path, name: str) -> None:
     del glyphs["encoder.embed_tokens.weight"]
     write_json(files / "text_encoder_2/config.json", configs.GLYPH_BYT5)
     hollow_file(files / "text_encoder_2/model.safetensors", glyphs, "F32")
-    _tokenizer(files / "tokenizer")
-    _tokenizer(files / "tokenizer_2")
+    _tokenizer(files / "tokenizer", "Qwen2TokenizerFast")
+    _tokenizer(files / "tokenizer_2", "ByT5Tokenizer")
     if pictured:
         write_json(files / "image_encoder/config.json", configs.SIGLIP_SO400M)
         hollow_file(files / "image_encoder/model.safetensors", siglip_file())
@@ -308,14 +315,14 @@ def hunyuan_authors_folder(root: Path, name: str) -> Path:
     encoders, vision = root / "text_encoder", root / "vision_encoder/siglip"
     write_json(encoders / "llm/config.json", configs.QWEN2_5_VL)
     hollow_files(encoders / "llm", qwen_file(), shards=5, stem="model")
-    _tokenizer(encoders / "llm")
+    _tokenizer(encoders / "llm", "Qwen2TokenizerFast")
     glyphs = written_by("T5EncoderModel", configs.GLYPH_BYT5)
     del glyphs["shared.weight"]
     inside = {f"module.text_tower.{key}": shape for key, shape in glyphs.items()} | {"module.logit_scale": ()}
     write_torch(encoders / "Glyph-SDXL-v2/checkpoints/byt5_model.pt", inside, torch.float32, under="state_dict")
     write_json(encoders / "Glyph-SDXL-v2/assets/color_idx.json", {"white": 0, "black": 1})
     write_json(encoders / "Glyph-SDXL-v2/assets/multilingual_10-lang_idx.json", {"en-A": 0, "cn-B": 0})
-    write_json(encoders / "byt5-small/tokenizer_config.json", {})
+    _tokenizer(encoders / "byt5-small", "ByT5Tokenizer")
     write_json(vision / "image_encoder/config.json", configs.SIGLIP_SO400M)
     hollow_file(vision / "image_encoder/model.safetensors", siglip_file())
     write_json(vision / "feature_extractor/preprocessor_config.json", configs.SIGLIP_PROCESSOR)
@@ -501,4 +508,4 @@ def _authors_files(folder: Path, model: str, entries: Config, config: wan.Transf
     if isinstance(config, wan.ImageTransformerConfig):
         file = folder / "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth"
         write_torch(file, authors_image_encoder_file(), torch.float16)
-    _tokenizer(folder / "google/umt5-xxl")
+    _tokenizer(folder / "google/umt5-xxl", "T5TokenizerFast")

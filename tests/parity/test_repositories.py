@@ -78,6 +78,8 @@ def test_its_repository_is_opened_and_matched(hub, model):
     counts = matched(checkpoint.source, checkpoint.family)
     assert counts.keys() == told.architecture.networks.keys() | set(told.architecture.denoisers)
     assert counts.get("image_encoder") in (None, CLIP, AUTHORS_CLIP, SIGLIP)
+    for name in checkpoint.source.components.keys() & {"image_processor", "feature_extractor", "tokenizer_2"}:
+        checkpoint.family.loaders[name](checkpoint.source.files(name)[0].parent)
     for lora in map(Lora.parse, preset.loras):
         changed = network(opened, "transformer", checkpoint.family.networks)
         matches = LoraFile(lora.path, changed.specs, changed.kind.lora_names or Names([])).matches
