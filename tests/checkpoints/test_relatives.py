@@ -26,7 +26,7 @@ from wanjax.models.wan.config import (
     VAE_2_2,
 )
 from wanjax.pipelines.wan.presets import FUN
-from wanjax.registry import admit, examine, open_source
+from wanjax.registry import admit, beside, examine, open_source
 
 HIGH, LOW = (f"wan2.2_i2v_A14b_{noise}_noise_lightx2v_4step" for noise in ("high", "low"))
 COMFY = "model.diffusion_model."
@@ -76,6 +76,17 @@ def test_the_other_of_two_experts_may_have_another_date(opened, tmp_path):
     assert classes(source) == ("WanImageToVideoPipeline", True)
     files = [source.weights(name).paths[0].stem for name in ("transformer", "transformer_2")]
     assert files == [f"{HIGH}_1030", LOW]
+
+
+def test_the_other_is_downloaded_by_either_name():
+    names = tuple(f"{LOW}{date}.safetensors" for date in ("_1030", ""))
+    assert beside(f"{HIGH}_1030.safetensors") == list(names)
+    assert beside(f"{LOW}.safetensors") == [f"{HIGH}.safetensors"]
+
+
+def test_a_folder_of_another_class_is_told(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"_class_name": "FluxTransformer2DModel"}))
+    assert says(refusal(tmp_path), "model_index.json FluxTransformer2DModel")
 
 
 def test_several_that_may_be_the_other_are_told_by_name(tmp_path):
