@@ -2,6 +2,7 @@
 """The bundled model: it matches its recipe, is small, and makes the video that a prompt describes."""
 
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -9,7 +10,10 @@ import numpy as np
 import pytest
 
 import wanjax
+from tests.support.commands import succeeded
 from tests.support.commands import wanjax as command
+from tests.support.documents import ROOT, blocks, commands
+from wanjax.media.pictures import read_clip
 from wanjax.pipelines.wan.architecture import WanArchitecture
 from wanjax.pipelines.wan.presets import NANO, PRESETS
 
@@ -72,6 +76,25 @@ def test_makes_what_it_is_asked_for(prompt, colour):
     assert video.frames.shape == (17, 64, 64, 3)
     assert video.frames.dtype == np.uint8
     assert read(video.frames).colour == colour
+
+
+@pytest.mark.slow
+def test_the_examples_of_a_picture_and_of_windows_make_what_they_say(tmp_path, monkeypatch):
+    """Those of docs/tasks.md, by their commands."""
+    monkeypatch.chdir(tmp_path)
+    lines = [line for block in blocks(ROOT / "docs/tasks.md") if block.run == "run" for line in commands(block.text)]
+    calls = [shlex.split(line)[1:] for line in lines if line.startswith("wanjax ")]
+    names = ("circle.mp4", "frames/", "up.mp4", "there-and-back.mp4")
+    chosen = {name: next(words for words in calls if words[-1] == name) for name in names}
+    chosen["circle.mp4"] = next(words for words in calls if words[-2:] == ["--out", "circle.mp4"])
+    for words in chosen.values():
+        succeeded(command(*words))
+    first, up, both = (read_clip(name, 400, 8) for name in ("circle.mp4", "up.mp4", "there-and-back.mp4"))
+    assert np.abs(up[0].astype(int) - first[0]).mean() < 8  # it begins from the picture
+    seen = [read(clip) for clip in (first, up, both[:17], both[16:])]
+    assert [(one.colour, one.shape, one.motion) for one in seen] == [
+        ("red", "circle", motion) for motion in ("right", "up", "right", "left")
+    ]
 
 
 def test_the_same_seed_gives_the_same_video_and_another_another():

@@ -6,6 +6,7 @@ import pty
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from itertools import product
@@ -203,3 +204,18 @@ def test_ctrl_c_keeps_complete_files():
     with pytest.raises(KeyboardInterrupt):
         told.kept("the latents are there", "wanjax decode")
     assert told.way_on == "wanjax decode"
+
+
+def test_ctrl_c_ends_a_stage_that_does_not_come_to_an_end(monkeypatch):
+    """As while the memory is exhausted. Of denoising, the steps that are done are kept first."""
+    ended = threading.Event()
+    monkeypatch.setattr("wanjax.cli.report.end_at_once", lambda *_: ended.set())
+    monkeypatch.setattr("wanjax.cli.report.PATIENCE", 0.2)
+    for stage, done, ends in (("encode", 0, True), ("denoise", 0, True), ("denoise", 3, False), ("decode", 0, True)):
+        report = Report()
+        report.quiet = report.owns_process = True
+        ended.clear()
+        with report.stage(stage):
+            report.count("step", done, 20)
+            os.kill(os.getpid(), signal.SIGINT)
+            assert ended.wait(1) == ends

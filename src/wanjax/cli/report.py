@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 STATUS = Path("/proc/self/status")  # Linux alone lets a process read and reset its peak memory
 CLEAR = Path("/proc/self/clear_refs")
+LOSES_NOTHING = ("encode", "denoise", "decode", "preview")
+"""The stages that Ctrl-C ends after `PATIENCE`; but for steps of denoising, which are kept once one of them is done."""
+PATIENCE = 2.0  # seconds that a stage has to come to an end of its own
 MOMENT = 5.0  # seconds that other processes have to end with this one
 
 
@@ -99,6 +102,7 @@ class Report:
         self._rows: dict[str, Row] = {}
         self._current: Stage | None = None
         self._stop = False
+        self._name, self._steps = "", 0  # of the current stage, and how many steps it has taken
         self._told: set[str] = set()
 
     @cached_property
@@ -138,6 +142,7 @@ class Report:
         """Shows that `done` of `total` units of the current stage, such as chunks, are complete, and a text beside."""
         if self._current:
             self._current.count(unit, done, total, beside)
+            self._steps = done if unit in ("step", "block") else 0
         if done < total:
             self.stop_if_asked()
 
@@ -191,6 +196,15 @@ class Report:
         unit = self._current.unit if self._current else ""
         work = f"the {unit}s under way" if unit else "this stage"
         self.note(f"stopping after {work}; Ctrl-C again stops at once")
+        if self.owns_process and self._name in LOSES_NOTHING and not self._steps:
+            ending = threading.Timer(PATIENCE, self._end, [self._name])
+            ending.daemon = True
+            ending.start()
+
+    def _end(self, stage: str) -> None:
+        """Ends the process where a stage goes on that nothing is kept of, as while the memory is exhausted."""
+        if self._current is not None and self._name == stage and not self._steps:
+            end_at_once("" if self.muted else f"\nwanjax: stopped\n{self.outcome}", self.console.is_terminal)
 
     @contextmanager
     def telling_warnings(self) -> Iterator[None]:
@@ -240,7 +254,7 @@ class Report:
         with nullcontext() if at_once else watched(self._pressed):
             try:
                 with progress.on_console(name, None if self._silent else self.console) as stage:
-                    self._current = stage
+                    self._current, self._name, self._steps = stage, name, 0
                     yield
             finally:
                 self._current = None

@@ -45,7 +45,7 @@ from wanjax.pipelines.many import Order
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.previews.previews import Previews
 from wanjax.pipelines.record import described, devices_of, paths_of
-from wanjax.pipelines.recording import record
+from wanjax.pipelines.recording import check_decoding, check_denoising, check_making, record
 from wanjax.pipelines.resume import Keeping
 from wanjax.pipelines.run import Block, Hook, Run
 from wanjax.pipelines.settings import DRAW, Settings, schema
@@ -73,6 +73,7 @@ def generate(
         video.tell()
         video.tell_prompt()
         video.try_output(video.files.video, video.record)
+        check_making(video.pipe, video.settings, video.pictures, **video.how)
         run = video.denoising()
         with video.ahead():
             _, frames = next(iter(run))
@@ -110,6 +111,7 @@ def denoise(report: Report, *, folder: Path, noise: str | None, force: bool, **g
     video = Rendering(report, folder, given, left, noise=noise)
     encoded = video.checked(tensors)
     video.tell()
+    check_denoising(video.pipe, encoded, video.settings, batch_guidance=video.how["batch_guidance"])
     run = video.denoising()
     with run.stage("denoise"):
         deque(run.latents(encoded, video.settings, [video.settings.seed]), maxlen=0)
@@ -127,6 +129,7 @@ def decode(report: Report, *, folder: Path, out: str | None, force: bool, **give
     latents = stage_files.load_latents(folder, left)
     video = Rendering(report, folder, given, left, out=out)
     video.check_latents(latents, known=all(left.get(name) for name in ("frames", "height", "width")))
+    check_decoding(video.pipe, latents.shape, tiling=video.how["tiling"])
     own = {name: video.record[name] for name in ("decoder",) if name in video.record}
     known = digests_in(left) | digests_in(video.record)
     video.record |= left | video.settings.to_json() | own  # the latents are as they were made

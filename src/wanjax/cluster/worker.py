@@ -28,6 +28,7 @@ from wanjax.media.videos import try_output, write_video
 from wanjax.pipelines.many import Order
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.progress import timing_writes
+from wanjax.pipelines.recording import check_making
 from wanjax.pipelines.run import Hook, Run
 from wanjax.pipelines.seeds import checked_seed
 from wanjax.pipelines.settings import Settings
@@ -194,6 +195,7 @@ class Worker:
         """Returns the run of jobs, before anything is computed; raises WanjaxError where there can be none."""
         shared = self._shared(jobs[0].request)
         orders = [shared.order(job.request) for job in jobs]
+        check_making(shared.pipe, orders[0].settings, shared.pictures, **self.how)
         return Run(shared.pipe, orders, shared.pictures, hooks=self.hooks, **self.how)
 
     def made(self, jobs: Sequence[Job], run: Run) -> Iterator[Outcome]:

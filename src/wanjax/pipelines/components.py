@@ -96,6 +96,11 @@ class Components:
         return [x for x in self._loaded.values() if isinstance(x, nnx.Module)]
 
     @property
+    def network_names(self) -> tuple[str, ...]:
+        """The names of the components that are networks, as far as their shapes can be known."""
+        return tuple(name for name in self._shapes if name != DECODER)
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The names of all components, loaded or not."""
         return tuple(dict.fromkeys((*self._loaders, *self._loaded)))

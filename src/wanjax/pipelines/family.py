@@ -67,6 +67,10 @@ class Pipe(Protocol):
         """Encodes frames [T H W 3] to latents [1 C T H W]."""
         ...
 
+    def under(self, strategy: Strategy, components: Components | None = None) -> "Pipe":
+        """Return the pipeline with another strategy, and with other components if given; the rest is shared."""
+        ...
+
     def colours(self) -> LatentPreview:
         """Returns what makes previews of latents."""
         ...

@@ -17,6 +17,10 @@ from wanjax.layers.placement import bytes_by_device
 from wanjax.pipelines.settings import Settings
 from wanjax.sharding import local_devices, platform
 
+PROCESS = 200_000_000
+"""Bytes of a process that has imported JAX and the library, at the least."""
+MOST_A_PIXEL = 4096
+"""Bytes that a pixel of a frame may take at the most, in any model's programs."""
 GROUPS = Path("/proc/self/cgroup")  # the control groups of this process, on Linux
 HIERARCHY = Path("/sys/fs/cgroup")
 
@@ -40,10 +44,46 @@ def check_video(settings: Settings, weights: int, tokens: int, devices: int) -> 
     needed = weights + (tokens if device.platform == "cpu" else tokens // devices)  # CPU devices share one memory
     if (there := total_memory(device)) is None or needed <= there:
         return
+    raise _too_large(settings.size, settings.frames, needed, there, device)
+
+
+def check_held(size: tuple[int, int], frames: int, needed: int, stage: str) -> None:
+    """Raise WanjaxError where a stage holds more than the memory of this machine, for devices that are its CPU.
+
+    Args:
+        size: The (height, width) of the video.
+        frames: Those of the video.
+        needed: Bytes that the stage holds at the least.
+        stage: encode, denoise or decode.
+    """
+    device = local_devices()[0]
+    if (there := total_memory(device)) is not None and needed > there:
+        raise _too_large(size, frames, needed, there, device, stage)
+
+
+def is_small(size: tuple[int, int], frames: int, weights: int) -> bool:
+    """Tell whether the programs of a video cannot be too large for this machine, without a look at them.
+
+    Args:
+        size: The (height, width) of the video.
+        frames: Those of the video.
+        weights: Bytes of the largest network.
+    """
+    device = local_devices()[0]
+    if device.platform != "cpu" or (there := total_memory(device)) is None:
+        return True  # an accelerator's compiler refuses what it has no room for
+    return PROCESS + weights + MOST_A_PIXEL * size[0] * size[1] * frames <= there
+
+
+def _too_large(
+    size: tuple[int, int], frames: int, needed: int, there: int, device: Any, stage: str | None = None
+) -> WanjaxError:
     where = "this machine" if device.platform == "cpu" else f"each {device.device_kind}"
-    raise WanjaxError(
-        f"a video of {settings.width}x{settings.height} and {settings.frames} frames needs {in_bytes(needed)} of "
-        f"memory at the least where {where} has {in_bytes(there)}: a smaller size or fewer frames would do"
+    tiles = ", or tiles (--tile)" if stage == "decode" else ""
+    return WanjaxError(
+        f"a video of {size[1]}x{size[0]} and {frames} frames needs {in_bytes(needed)} of memory at the least"
+        f"{f' to {stage}' if stage else ''} where {where} has {in_bytes(there)}: a smaller size or fewer frames{tiles} "
+        "would do"
     )
 
 

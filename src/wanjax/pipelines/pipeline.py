@@ -68,6 +68,7 @@ from wanjax.pipelines.memory import check_video
 from wanjax.pipelines.previews.latent_preview import LatentPreview, fitted
 from wanjax.pipelines.previews.tiny_decoder import read_tiny_decoder
 from wanjax.pipelines.record import devices_of, nameable, record_of
+from wanjax.pipelines.recording import check_decoding, check_denoising, check_making
 from wanjax.pipelines.resume import Keeping
 from wanjax.pipelines.run import Hook, Run
 from wanjax.pipelines.sampler import draw, join
@@ -225,6 +226,8 @@ class Pipeline:
         orders = [Order(x, self.record(x, sources | {"noise": noise}, **how)) for x in wanted]
         if skip:
             orders = [order for order in orders if not skip(order.record)]
+        if orders:
+            check_making(self, chosen, pictures, **how)
         return self._made(Run(self, orders, pictures, noise=noise, hooks=self._looking(callback), **how))
 
     def _made(self, run: Run) -> Iterator[Video]:
@@ -403,6 +406,7 @@ class Pipeline:
         if keep is not None:
             self.architecture.check_whole(chosen.model, "a file to continue from")
             hooks.append(Keeping(keep, self.partitioner, continued))
+        check_denoising(self, encoded, chosen, videos=len(seeds), batch_guidance=batch_guidance)
         run = Run(self, [Order(chosen, {})], noise=noise, batch_guidance=batch_guidance, hooks=hooks)
         with run.stage("denoise"):
             pieces = tuple(run.latents(encoded, chosen, seeds))
@@ -454,6 +458,7 @@ class Pipeline:
         told_seeds([given.get("seed")], [chosen.seed])
         checked_draws(noise, self.draws(chosen))
         how = {"tiling": tiling, "batch_guidance": batch_guidance}
+        check_making(self, chosen, pictures, **how)
         run = Run(self, [Order(chosen, {})], pictures, noise=noise, hooks=self._looking(callback), **how)
         return (np.asarray(clip) for _, frames in run for clip in frames)
 
@@ -521,6 +526,7 @@ class Pipeline:
         """
         chunks, total = [], self.chunks(latents)
         check_tiling(tiling, self.architecture.vae)
+        check_decoding(self, latents.shape, tiling=tiling)
         run = Run(self, [], tiling=tiling, hooks=self._looking(None))
         with run.stage("decode"):
             for chunk in run.frames([latents], dtype):
@@ -541,6 +547,7 @@ class Pipeline:
         """Yields the frames of each chunk of latents; one chunk and the next are in memory."""
         check_latents(latents, self.architecture.vae.latent_channels)
         check_tiling(tiling, self.architecture.vae)
+        check_decoding(self, latents.shape, tiling=tiling)
         yield from Run(self, [], tiling=tiling).frames([latents], dtype)
 
     def encode_video(self, frames: GivenFrames, *, tiling: Tiling | None = None) -> Float[Value, "1 C _T _H _W"]:

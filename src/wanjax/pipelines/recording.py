@@ -1,18 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run that is recorded: the calls of its programs in order, with nothing loaded and nothing computed."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from wanjax.compilers.held import least_held
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures
 from wanjax.pipelines.components import bytes_of
+from wanjax.pipelines.family import Encoded, Pipe
 from wanjax.pipelines.many import Order
-from wanjax.pipelines.pipeline import Pipeline
+from wanjax.pipelines.memory import PROCESS, check_held, is_small
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.tokenizer import TokenBatch
@@ -20,7 +25,7 @@ from wanjax.programs import Record
 
 
 def record(
-    pipe: Pipeline,
+    pipe: Pipe,
     settings: Settings,
     pictures: Pictures | None = None,
     *,
@@ -33,6 +38,16 @@ def record(
     The keywords are those of `Pipeline.videos`; `room` is that of `Components.abstract`. The most that is kept on a
     device beside the arguments of each program is noted as `beside`.
     """
+    made, recorder = _recorded(pipe, room)
+    told = {"tiling": tiling, "batch_guidance": batch_guidance}
+    for _, frames in Run(recorder, [Order(settings, {})], pictures, **told):
+        for _ in frames:
+            pass
+    return made
+
+
+def _recorded(pipe: Pipe, room: int | None = None) -> tuple[Record, Pipe]:
+    """Returns a record, and the pipeline whose calls it notes."""
     components = pipe.components.abstract(room)
 
     @cache
@@ -45,14 +60,95 @@ def record(
         return sum(size for weight, size in map(weighed, components.networks()) if weight not in given)
 
     made = Record(beside)
-    told = {"tiling": tiling, "batch_guidance": batch_guidance}
-    for _, frames in Run(pipe.under(made, components), [Order(settings, {})], pictures, **told):
-        for _ in frames:
+    return made, pipe.under(made, components)
+
+
+def check_making(
+    pipe: Pipe,
+    settings: Settings,
+    pictures: Pictures | None = None,
+    *,
+    tiling: Tiling | None = None,
+    batch_guidance: bool = False,
+) -> None:
+    """Raise WanjaxError where the programs of a video hold more than this machine's memory, before any is compiled.
+
+    A step is looked at where all configs are here, so that nothing is downloaded for it; decoding always. The arguments
+    are those of `record`.
+    """
+    if _is_small(pipe, settings.size, settings.frames):
+        return
+    alone = replace(settings, windows=1, then="")  # windows are alike
+    check_decoding(pipe, pipe.architecture.latent_shape(alone), tiling=tiling)
+    source = pipe.components.source
+    if source is not None and all(map(source.is_at_hand, pipe.components.network_names)):
+        given = pictures or needed_pictures(pipe, alone)
+        _check(alone, record(pipe, alone, given, tiling=tiling, batch_guidance=batch_guidance))
+
+
+def check_denoising(
+    pipe: Pipe, encoded: Encoded, settings: Settings, *, videos: int = 1, batch_guidance: bool = False
+) -> None:
+    """Raise WanjaxError where the steps of a video hold more than this machine's memory.
+
+    Args:
+        pipe: The pipeline.
+        encoded: The output of `encode`.
+        settings: Those of the video.
+        videos: The number that is made together.
+        batch_guidance: That of `Pipeline.denoise`.
+    """
+    if not _is_small(pipe, settings.size, settings.frames * videos):
+        made, recorder = _recorded(pipe)
+        run = Run(recorder, [Order(settings, {})], batch_guidance=batch_guidance)
+        for _ in run.latents(encoded, settings, [0] * videos):
             pass
-    return made
+        _check(settings, made)
 
 
-def needed_pictures(pipe: Pipeline, settings: Settings) -> Pictures:
+def check_decoding(pipe: Pipe, shape: Sequence[int], *, tiling: Tiling | None = None) -> None:
+    """Raise WanjaxError where decoding holds more than this machine's memory.
+
+    Args:
+        pipe: The pipeline.
+        shape: That of the latents, [1 C T H W].
+        tiling: That of `Pipeline.decode`.
+    """
+    vae = pipe.architecture.vae
+    height, width = (vae.spatial_factor * cells for cells in shape[3:])
+    frames = 1 + (shape[2] - 1) * vae.temporal_factor
+    if _is_small(pipe, (height, width), frames):
+        return
+    made, recorder = _recorded(pipe)
+    latents: Any = jax.ShapeDtypeStruct(tuple(shape), jnp.float32, sharding=pipe.partitioner.replicated)
+    blocks = pipe.architecture.block_frames
+    pieces = [latents] if not blocks else [latents.update(shape=(*shape[:2], blocks, *shape[3:]))]
+    for _ in Run(recorder, [], tiling=tiling).frames(pieces):
+        pass
+    _check(replace(pipe.defaults, height=height, width=width, frames=frames), made)
+
+
+def _is_small(pipe: Pipe, size: tuple[int, int], frames: int) -> bool:
+    """Tells whether nothing is to be checked: where nothing is executed, and where all would fit at any rate."""
+    sizes = pipe.components.sizes
+    return not (pipe.strategy.executes and sizes) or is_small(size, frames, max(sizes.values()))
+
+
+def most_held(made: Record) -> tuple[int, str]:
+    """Return bytes that a recorded run holds at the least at its peak, and the stage of that.
+
+    Those of a program, of what is kept beside it, and of the process.
+    """
+    each = [(least_held(one.instance.lowering) + one.beside, one.stage) for one in made.programs]
+    held, stage = max(each, default=(0, ""))
+    return held + PROCESS, stage
+
+
+def _check(settings: Settings, made: Record) -> None:
+    check_held(settings.size, settings.frames, *most_held(made))
+
+
+def needed_pictures(pipe: Pipe, settings: Settings) -> Pictures:
     """Returns blank pictures of the video's own size in place of those without which the model makes no video."""
     page = np.zeros((*settings.size, 3), np.uint8)
     pages: dict[str, Any] = {name: page for name in pipe.architecture.needs}

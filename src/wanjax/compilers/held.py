@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory that a program holds at the least, from its jaxpr, before anything is compiled.
+
+A compiler fuses elementwise work into what uses it. So an array counts only where it has to be in memory: an argument,
+a result, what a matrix product, a convolution or a loop makes, and what is smaller than all that it is made from. What
+is computed elementwise from one such array keeps that one alive, and is an array of its own where a product or a
+convolution reads it while the other is still needed.
+"""
+
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+from typing import Any
+
+import jax
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+
+from wanjax.compilers.kernels import inner_jaxprs
+from wanjax.compilers.lowering import Lowering
+
+LOOPS = ("scan", "while", "cond")
+MADE = (*LOOPS, "dot_general", "conv_general_dilated", "sort", "scatter", "scatter-add", "pallas_call")
+READ = ("dot_general", "conv_general_dilated")
+VIEWS = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim", "transpose", "slice", "copy", "sharding_constraint")
+CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint", "shard_map")
+
+Name = tuple[int, Any]  # a variable, and the call that it is in
+Step = tuple[JaxprEqn, list[Name | None], list[Name]]
+
+
+def least_held(lowering: Lowering) -> int:
+    """Return bytes that a run of a program holds at once, its arguments and results among them.
+
+    A buffer that is donated is free once it was used for the last time.
+    """
+    jaxpr = jax.make_jaxpr(lowering.function)(*lowering.arguments).jaxpr
+    starts = [0, *accumulate(len(jax.tree.leaves(argument)) for argument in lowering.arguments)]
+    donated = [i for argument in lowering.donate for i in range(starts[argument], starts[argument + 1])]
+    return _held(jaxpr, donated)
+
+
+def _held(jaxpr: Jaxpr, donated: Iterable[int]) -> int:
+    names: dict[Any, Name | None] = {}
+    given: list[Name] = [(0, x) for x in (*jaxpr.constvars, *jaxpr.invars)]
+    size = {name: _bytes(name[1]) for name in given}
+    roots: dict[Name, frozenset[Name]] = {name: frozenset([name]) for name in given}
+    freed = {given[len(jaxpr.constvars) + i] for i in donated}
+    viewed: dict[Name, Name] = {}  # what a view has its elements from
+    steps: list[tuple[list[Name], int | None, list[Name]]] = []
+    """What each makes, the most within it (None where it is fused), and what it reads that was computed for it."""
+    last: dict[Name, int] = {}
+    for number, (equation, inputs, outputs) in enumerate(_flat(jaxpr, names, iter(range(1, 1 << 30)), 0)):
+        sources = frozenset[Name]().union(*(roots[x] for x in inputs if x is not None))
+        made = equation.primitive.name in MADE
+        for name in outputs:
+            size[name] = _bytes(name[1])
+            own = made or (sources and size[name] < sum(size[source] for source in sources))
+            roots[name] = frozenset([name]) if own else sources
+        if equation.primitive.name in VIEWS and inputs[0] is not None:
+            viewed[outputs[0]] = viewed.get(inputs[0], inputs[0])
+        last |= dict.fromkeys(sources, number)
+        reads = [viewed.get(x, x) for x in inputs if x is not None] if equation.primitive.name in READ else []
+        computed = [x for x in dict.fromkeys(reads) if x not in roots[x] and roots[x]]
+        steps.append(([x for x in outputs if x in roots[x]], _within(equation) if made else None, computed))
+    results = [x for x in jaxpr.outvars if not isinstance(x, Literal)]
+    for x in results:
+        if (name := names.get(x, (0, x))) is not None:
+            last |= dict.fromkeys(roots[name], len(steps))
+    last |= {name: last.get(name, -1) if name in freed else len(steps) for name in given}
+    ends: dict[int, list[Name]] = {}
+    for name, number in last.items():
+        ends.setdefault(number, []).append(name)
+    now = most = sum(size[name] for name in given)
+    for number, (arrays, within, computed) in enumerate(steps):
+        new = sum(size[name] for name in arrays if name in last)
+        if within is not None:
+            beside = sum(size[x] for x in computed if all(last[root] > number for root in roots[x]))
+            most = max(most, now + beside + max(new, within))
+        now += new - sum(size[name] for name in ends.get(number, ()))
+    return max(most, sum(size[name] for name in given if name not in freed) + sum(map(_bytes, results)))
+
+
+def _flat(jaxpr: Jaxpr, names: dict[Any, Name | None], calls: Iterator[int], call: int) -> Iterator[Step]:
+    """Yields the equations of a jaxpr, those of the functions that it calls among them.
+
+    `names` are those of the variables that are not the call's own; None is a constant.
+    """
+
+    def named(x: Any) -> Name | None:
+        return None if isinstance(x, Literal) else names.get(x, (call, x))
+
+    for equation in jaxpr.eqns:
+        inner = next(inner_jaxprs(equation), None) if equation.primitive.name in CALLS else None
+        if inner is None:
+            yield equation, list(map(named, equation.invars)), [(call, x) for x in equation.outvars]
+            continue
+        number = next(calls)
+        inputs = equation.invars[len(equation.invars) - len(inner.invars) :]
+        within = dict(zip(inner.invars, map(named, inputs), strict=True))
+        yield from _flat(inner, within, calls, number)
+        for outer, x in zip(equation.outvars, inner.outvars, strict=True):
+            names[outer] = None if isinstance(x, Literal) else within.get(x, (number, x))
+
+
+def _within(equation: JaxprEqn) -> int:
+    """Returns bytes that the body of a loop, or a branch, holds beside what it is given."""
+    if equation.primitive.name not in LOOPS:
+        return 0
+    held = [0]
+    for inner in inner_jaxprs(equation):
+        kept = equation.params["num_consts"] if equation.primitive.name == "scan" else 0
+        arguments = sum(map(_bytes, inner.invars))
+        held.append(_held(inner, range(kept, len(inner.invars))) - arguments)
+    return max(held)
+
+
+def _bytes(x: Any) -> int:
+    return x.aval.size * x.aval.dtype.itemsize

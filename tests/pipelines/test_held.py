@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a video holds at the least, told before anything is compiled: never more than it takes, and at least half."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import wanjax
+from tests.support.quick import quick
+from tests.support.tiny import (
+    tiny_checkpoint,
+    tiny_cogvideox_checkpoint,
+    tiny_control_checkpoint,
+    tiny_hunyuan_checkpoint,
+    tiny_residual_checkpoint,
+)
+from tests.support.words import naming
+from wanjax.compilers.held import least_held
+from wanjax.errors import WanjaxError
+from wanjax.layers.tiling import Tiling
+from wanjax.pipelines import memory
+from wanjax.pipelines.recording import most_held, record
+
+MAKE = {
+    "text": tiny_checkpoint,
+    "control": tiny_control_checkpoint,
+    "first": tiny_residual_checkpoint,
+    "cogvideox": tiny_cogvideox_checkpoint,
+    "hunyuan": tiny_hunyuan_checkpoint,
+}
+SIZES = [  # the model, height, width and frames
+    ("nano", 64, 64, 17),
+    ("nano", 128, 128, 17),
+    ("nano", 256, 128, 9),
+    ("nano", 256, 256, 1),
+    ("text", 256, 256, 9),
+    ("text", 256, 512, 17),
+    ("control", 128, 256, 9),
+    ("control", 256, 256, 9),
+    ("first", 256, 256, 9),
+    ("cogvideox", 128, 128, 9),
+    ("cogvideox", 256, 256, 9),
+    ("hunyuan", 128, 128, 9),
+    ("hunyuan", 256, 256, 9),
+]
+CHILD = """
+import sys, wanjax
+pipe = wanjax.load(sys.argv[1])
+pipe.progress = False
+pipe("a red circle", size=(int(sys.argv[2]), int(sys.argv[3])), frames=int(sys.argv[4]), steps=2, seed=0)
+print([line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")][0])
+"""
+
+
+def model(name: str, folder: Path) -> str:
+    return name if name == "nano" else str(MAKE[name](folder / name))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the peak of a process")
+@pytest.mark.parametrize("case", SIZES, ids=str)
+def test_what_a_video_holds_is_at_most_the_process_s_peak_and_at_least_half(case, tmp_path):
+    name, height, width, frames = case
+    model_name = model(name, tmp_path)
+    pipe = wanjax.load(model_name)
+    told, stage = most_held(record(pipe, pipe.settings(size=(height, width), frames=frames, steps=2)))
+    for _ in range(2):  # the second finds its programs compiled
+        made = subprocess.run(
+            [sys.executable, "-c", CHILD, model_name, *map(str, case[1:])], capture_output=True, text=True, check=True
+        )
+    peak = 1024 * int(made.stdout.split()[-1])
+    print(
+        f"| {name} | {width}x{height} | {frames} | {stage} | {told / 1e6:.0f} | {peak / 1e6:.0f} | {told / peak:.2f} |"
+    )
+    assert peak / 2 <= told <= peak
+
+
+@pytest.mark.parametrize("size", [64, 128])
+def test_what_a_program_holds_is_at_most_what_its_compiler_takes(size, tmp_path):
+    pipe = wanjax.load(model("text", tmp_path))
+    programs = record(pipe, pipe.settings(size=(size, size), frames=5, steps=2)).programs
+    [lowering] = [one.instance.lowering for one in programs if one.name == "decode_chunk"][1:]
+    compiled = jax.jit(lowering.function, donate_argnums=lowering.donate).lower(*lowering.arguments).compile()
+    took = compiled.memory_analysis()
+    given = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(lowering.arguments))
+    peak = given + took.output_size_in_bytes + took.temp_size_in_bytes - took.alias_size_in_bytes
+    assert peak / 2 <= least_held(lowering) <= peak
+
+
+@pytest.mark.parametrize("name", quick(["text"], ["nano", *MAKE]))
+def test_a_video_that_is_too_large_is_refused_before_anything_is_compiled(name, tmp_path, monkeypatch):
+    pipe = wanjax.load(model(name, tmp_path))
+    pipe.progress = False
+    encoded = pipe.encode("a") if name == "text" else None
+
+    def compiled(*_, **__):
+        raise AssertionError("a program is executed")
+
+    monkeypatch.setattr("wanjax.programs.Execute.call", compiled)
+    monkeypatch.setattr(memory, "total_memory", lambda device: 4_000_000_000)
+    with pytest.raises(WanjaxError, match=naming("9600x9600 memory")):
+        pipe("a", size=(9600, 9600))
+    shape = pipe.architecture.latent_shape(pipe.settings(size=(9600, 9600)))
+    latents = np.broadcast_to(np.float32(0), shape)
+    with pytest.raises(WanjaxError, match=naming("9600x9600 memory decode")):
+        pipe.decode(latents)
+    if encoded is not None:
+        with pytest.raises(WanjaxError, match=naming("9600x9600 memory")):
+            pipe.denoise(encoded, size=(9600, 9600))
+    with pytest.raises(AssertionError, match="executed"):  # tiles take less
+        pipe.decode(np.zeros(pipe.architecture.latent_shape(pipe.settings(size=(960, 960)))), tiling=Tiling(256))
