@@ -17,7 +17,7 @@ from wanjax.layers.placement import bytes_by_device
 from wanjax.pipelines.settings import Settings
 from wanjax.sharding import local_devices, platform
 
-PROCESS = 200_000_000
+PROCESS = 230_000_000
 """Bytes of a process that has imported JAX and the library, at the least."""
 MOST_A_PIXEL = 4096
 """Bytes that a pixel of a frame may take at the most, in any model's programs."""
