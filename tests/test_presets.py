@@ -45,6 +45,7 @@ from wanjax.registry import FREE, find, outline, presets
 from wanjax.schedulers import parse
 
 RCM_FILES, FASTWAN = "worstcoder/rcm-Wan/rCM_Wan2.1_T2V", "FastVideo/FastWan"
+RCM_I2V = "worstcoder/rcm-Wan/Wan2.2-I2V-A14B-high-rCM4.0-merged.pt"
 CAUSVID, THREE = "tianweiy/CausVid/bidirectional_checkpoint2/model.pt", "consistency:timesteps=1000,757,522"
 
 
@@ -214,6 +215,7 @@ def test_a_preset_has_the_right_number_of_parameters(name):
         ("wan2.1-t2v-1.3b-rcm", f"{RCM_FILES}_1.3B_480p.pt", "rcm", (480, 832), 77, 4, 5.0, FREE),
         ("wan2.1-t2v-14b-rcm-480p", f"{RCM_FILES}_14B_480p.pt", "rcm", (480, 832), 77, 4, 5.0, FREE),
         ("wan2.1-t2v-14b-rcm-720p", f"{RCM_FILES}_14B_720p.pt", "rcm:sigma_max=120", (720, 1280), 77, 4, 5.0, FREE),
+        ("wan2.2-i2v-a14b-rcm", RCM_I2V, "rcm:sigma_max=200", (720, 1280), 81, 4, 5.0, FREE),
         ("wan2.1-t2v-1.3b-causvid", CAUSVID, THREE, (480, 832), 81, 3, 8.0, "CC-BY-NC-4.0"),
         ("wan2.1-t2v-1.3b-fastwan", f"{FASTWAN}2.1-T2V-1.3B-Diffusers", THREE, (448, 832), 61, 3, 8.0, FREE),
         ("wan2.2-ti2v-5b-fastwan", f"{FASTWAN}2.2-TI2V-5B-FullAttn-Diffusers", THREE, (704, 1280), 121, 3, 8.0, FREE),

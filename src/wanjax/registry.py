@@ -4,10 +4,10 @@
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 
@@ -16,20 +16,30 @@ from wanjax.checkpoints.descaled import EIGHT_BITS
 from wanjax.checkpoints.extended import ExtendedSource
 from wanjax.checkpoints.hub import HUB_FILE, check_file, locate_file
 from wanjax.checkpoints.layouts import Layout
-from wanjax.checkpoints.lora import Lora, trained_attention
+from wanjax.checkpoints.lora import NOISE_LEVELS, Lora, trained_attention
 from wanjax.checkpoints.networks import NetworkKind
 from wanjax.checkpoints.readers import SUFFIXES, open_tensors
 from wanjax.checkpoints.relatives import without_transformer
-from wanjax.checkpoints.sources import MANIFEST, DiffusersSource, Source, StoredSource, WanjaxSource, folder_of
+from wanjax.checkpoints.sources import (
+    MANIFEST,
+    DiffusersSource,
+    Source,
+    StoredSource,
+    WanjaxSource,
+    folder_of,
+    read_json,
+)
 from wanjax.errors import WanjaxError, WanjaxWarning
 from wanjax.kernels.attention import AUTO, Attention
+from wanjax.media.records import CONFIG
 from wanjax.pipelines.caching.tables import key_of, measured_file, tables_of
 from wanjax.pipelines.cogvideox import FAMILY as COGVIDEOX
+from wanjax.pipelines.distillation import Distillation, distilled_by, telling, tells_task
 from wanjax.pipelines.family import Architecture, Family, Preset, family_of, named_sizes
 from wanjax.pipelines.hunyuanvideo import FAMILY as HUNYUANVIDEO
 from wanjax.pipelines.settings import Settings, sides
 from wanjax.pipelines.wan import FAMILY as WAN
-from wanjax.schedulers import Scheduler
+from wanjax.schedulers import Scheduler, name_of
 from wanjax.stores.places import Remote, is_url, place
 
 FAMILIES = [
@@ -39,6 +49,7 @@ FAMILIES = [
 ]
 FREE = "Apache-2.0"
 GGUF = ".gguf"  # of llama.cpp's files
+SomeOutline = TypeVar("SomeOutline", bound="Outline")
 Loras = str | Path | Lora | Sequence[str | Path | Lora]
 
 
@@ -67,12 +78,17 @@ def layouts() -> list[Layout]:
 
 @dataclass(frozen=True)
 class Outline:
-    """A model without its weights: its family, its preset if it is a published one, its architecture and settings."""
+    """A model without its weights: its family, its preset if it is a published one, its architecture and settings.
+
+    `distillation` is that of its weights, and `told_by` the name that told it; "" where no name was needed.
+    """
 
     family: Family
     preset: Preset | None
     architecture: Any
     settings: Settings
+    distillation: Distillation | None = None
+    told_by: str = ""
 
     @property
     def sizes(self) -> Sequence[tuple[int, int]]:
@@ -92,7 +108,7 @@ class Checkpoint(Outline):
     `attention` is what was asked for, or what the first of its LoRAs that tells one was trained with.
     """
 
-    source: Source
+    source: Source = field(kw_only=True)
     loras: tuple[Lora, ...] = ()
     attention: Attention | None = None
 
@@ -111,13 +127,46 @@ def admit(model: str | Path, revision: str | None, note: Note | None) -> Checkpo
     if awaited and not opened:
         _tell_licence(found.preset, note)
     check_whole(found.source)
+    if preset is None and (sentence := few_steps(str(model), found)) and (note or found.distillation is None):
+        _tell(sentence, note, 5)
     for told in found.source.notes:
-        _tell(told, note)
+        _tell(told, note, 5)
     return found
 
 
-def _tell(told: str, note: Note | None) -> None:
-    note(told) if note else warnings.warn(told, WanjaxWarning, stacklevel=5)  # past `load` and its decorators
+def _tell(sentence: str, note: Note | None, level: int) -> None:
+    """Gives `note` a sentence; without one, warns where `load` was called, so many calls away."""
+    note(sentence) if note else warnings.warn(sentence, WanjaxWarning, stacklevel=level)
+
+
+def few_steps(model: str, found: "Checkpoint") -> str | None:
+    """Returns a sentence on a model whose name tells that it is distilled, or on a file whose name tells nothing."""
+    if found.distillation is not None:
+        return _distilled(model, found.distillation, found)
+    if found.preset is None or not os.path.isfile(found.source.root) or tells_task(telling(found.source.known_as)):
+        return None
+    settings, shape = found.settings, _shape(found.architecture)
+    few = (x.architecture for x in found.family.presets if x.distillation and x.architecture)
+    if shape not in map(_shape, few):
+        return None
+    return (
+        f"the name of {model} does not tell whether it is distilled: it takes {settings.steps} steps with guidance "
+        f"{settings.guidance_scale:g}; for one of few steps give their number, and a guidance scale of 1"
+    )
+
+
+def _shape(architecture: Architecture) -> tuple[Any, ...]:
+    """Returns what the tensors of a model's denoisers tell."""
+    return architecture.denoisers, architecture.networks[architecture.denoisers[0]]
+
+
+def _distilled(name: str, distillation: Distillation, outline: Outline) -> str:
+    """Returns a sentence on the settings that a distillation brings."""
+    brought = {"steps": "{} steps", "guidance_scale": "guidance {:g}", "flow_shift": "shift {:g}"}
+    own, values = distillation.settings, outline.settings.to_json()
+    told = [text.format(values[key]) for key, text in brought.items() if key in own and key in values]
+    told.append(f"the solver {name_of(outline.architecture.scheduler)}")
+    return f"{name} is distilled: {', '.join(told)}, as for {distillation.name}, where you give no others"
 
 
 def _tell_licence(preset: Preset | None, note: Note | None) -> None:
@@ -143,7 +192,15 @@ def configured(model: str | Path, source: Source, preset: Preset | None, *, enco
     settings = family.settings(source, architecture, preset)
     if preset is None:
         settings = replace(settings, model=str(model))
-    return Checkpoint(family, preset, architecture, settings, source)
+    found = Checkpoint(family, preset, architecture, settings, preset and preset.distillation, source=source)
+    name = telling(source.known_as)
+    told = distilled_by(name, family.distillations)
+    if told is None or found.distillation is not None:
+        return found
+    found = _sampled_by(found, told, name)
+    if isinstance(source, WanjaxSource):  # whose own settings may be those of the weights before a LoRA was merged
+        return found
+    return replace(found, settings=found.settings.updated(read_json(source.root / CONFIG, missing={})))
 
 
 def find(model: str | Path, revision: str | None = None) -> tuple[Source, Preset | None]:
@@ -224,7 +281,7 @@ def outline(model: str) -> Outline:
     if preset is not None and preset.architecture is not None:
         family = family_with(preset)
         architecture = _tabled(_scheduled(preset.architecture, preset), family, preset)
-        return Outline(family, preset, architecture, preset.defaults)
+        return Outline(family, preset, architecture, preset.defaults, preset.distillation)
     return examine(model, encoders=True)
 
 
@@ -308,6 +365,49 @@ def attention_of(loras: Iterable[Lora]) -> Attention | None:
     return next(filter(None, (trained_attention(lora.path) for lora in loras if lora.strength)), None)
 
 
+def _sampled_by(outline: SomeOutline, distillation: Distillation, told_by: str) -> SomeOutline:
+    """Returns a model with the settings and the solver of a distillation that a name tells."""
+    solver = distillation.solver(pictured=bool(outline.architecture.needs))
+    return replace(
+        outline,
+        settings=distillation.applied(outline.settings),
+        architecture=replace(outline.architecture, scheduler=solver) if solver else outline.architecture,
+        distillation=distillation,
+        told_by=told_by,
+    )
+
+
+def distilled(outline: SomeOutline, loras: Sequence[Lora], note: Note | None) -> SomeOutline:
+    """Returns a model with the settings and the solver that distilled LoRAs ask for, which their names tell.
+
+    `note` receives a sentence on them, or where they do not go together; None warns. They have no effect on a model
+    that is distilled already, nor where one of two experts has none.
+    """
+    known, experts = outline.family.distillations, dict(zip(outline.architecture.denoisers, NOISE_LEVELS, strict=False))
+    told = [(lora, distilled_by(telling(lora.file), known)) for lora in loras if lora.strength > 0]
+    found = [(lora, each) for lora, each in told if each is not None]
+    if not found:
+        return outline
+    lora, each = found[0]
+    merged = [[x for x, _ in found if x.expert in (None, expert)] for expert in experts.values()]
+    if len(experts) == 1:
+        merged = [[x for x, _ in found]]
+    several = next((some for some in merged if len(some) > 1), [])
+    settings = outline.settings
+    own = f"the {settings.steps} steps and the guidance {settings.guidance_scale:g} of {settings.model}"
+    if outline.distillation is not None:
+        sentence = f"{lora.label} is distilled, and {settings.model} is already: {own} stay"
+    elif not all(merged):
+        sentence = f"{lora.label} is distilled, and the other expert has no such LoRA: {own} stay"
+    else:
+        outline = _sampled_by(outline, each, telling(lora.file))
+        sentence = _distilled(lora.label, each, outline)
+        if several:
+            sentence += f"; {' and '.join(x.label for x in several)} are merged together, which may be too much"
+    _tell(sentence, note, 6)
+    return outline
+
+
 def adapted(
     found: Checkpoint,
     loras: tuple[Lora, ...],
@@ -318,9 +418,11 @@ def adapted(
 ) -> Checkpoint:
     """Returns the checkpoint with the preset's own LoRAs and the given ones merged in, and with what is asked for.
 
-    Where sparse-linear attention needs a projection that neither the checkpoint nor a LoRA holds, it begins with zeros,
-    which is told. Raises WanjaxError where the scheduler is of another kind than the checkpoint's.
+    Distilled LoRAs bring their settings, as `distilled` has it. Where sparse-linear attention needs a projection that
+    neither the checkpoint nor a LoRA holds, it begins with zeros, which is told. Raises WanjaxError where the scheduler
+    is of another kind than the checkpoint's.
     """
+    found = distilled(found, loras, note)
     learned, model = attention_of(loras), found.settings.model
     attention = attention or learned
     architecture = found.architecture.attending(attention or AUTO, model)

@@ -7,13 +7,15 @@ from itertools import combinations
 import pytest
 
 from tests.support.published import hollow_file, transformer_keys, vae_keys
+from tests.support.words import says
 from wanjax.converters.wan import original
-from wanjax.models.wan.config import I2V_14B, T2V_1_3B, T2V_14B, TI2V_5B, VAE_2_1, VAE_2_2
+from wanjax.models.wan.config import I2V_14B, I2V_A14B, T2V_1_3B, T2V_14B, TI2V_5B, VAE_2_1, VAE_2_2
 from wanjax.pipelines.distillation import telling
 from wanjax.pipelines.family import nearest
 from wanjax.pipelines.hunyuanvideo import FAMILY as HUNYUANVIDEO
 from wanjax.pipelines.hunyuanvideo import layouts as hunyuan_layouts
-from wanjax.registry import FAMILIES, examine
+from wanjax.registry import FAMILIES, examine, few_steps, presets
+from wanjax.schedulers import name_of
 
 HD, SD = (720, 1280), (480, 832)
 
@@ -50,7 +52,8 @@ def test_names_tell_apart_presets_of_equal_shapes(pair):
                 if family is HUNYUANVIDEO:
                     found = hunyuan_layouts._named(name.replace("/diffusion_pytorch_model.safetensors", ""))
                     assert (
-                        name.endswith("/diffusion_pytorch_model.safetensors") or hunyuan_layouts.MODELS[found] is right
+                        name.endswith("/diffusion_pytorch_model.safetensors")
+                        or hunyuan_layouts.MODELS[str(found)] is right
                     )
                 elif telling(name) not in ("", "data"):
                     assert nearest(pair, name, family.distillations) is right, name
@@ -125,6 +128,65 @@ def test_a_single_file_is_known_by_its_name(config, name, preset, tmp_path):
     assert found.preset is not None
     assert found.preset.name == preset
     assert found.settings.size == found.preset.defaults.size
+    if name.count("/") or "_t2v_" in name or "2V-" in name:  # one like those of published files
+        assert few_steps(name, found) is None or found.distillation is not None
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "base", "steps", "shift", "solver"),
+    [
+        (T2V_14B, "wan2.1_t2v_14b_lightx2v_4step.safetensors", "wan2.1-t2v-14b", 4, 5.0, "euler"),
+        (I2V_14B, "wan2.1_i2v_480p_lightx2v_4step.safetensors", "wan2.1-i2v-14b-480p", 4, 5.0, "euler"),
+        (I2V_14B, "wan2.1_i2v_720p_lightx2v_4step.safetensors", "wan2.1-i2v-14b-720p", 4, 5.0, "euler"),
+        (T2V_14B, "Wan2_1-T2V-14B_CausVid_fp8_e4m3fn.safetensors", "wan2.1-t2v-14b", 4, 8.0, "unipc"),
+        (T2V_14B, "Wan2_1-AccVideo-T2V-14B_fp8_e4m3fn.safetensors", "wan2.1-t2v-14b", 10, 5.0, "unipc"),
+        (TI2V_5B, "Wan2_2-TI2V-5B-Turbo_fp16.safetensors", "wan2.2-ti2v-5b", 4, 5.0, "consistency"),
+    ],
+)
+def test_a_distilled_file_is_sampled_as_its_publisher_does(config, name, base, steps, shift, solver, tmp_path):
+    found = examine(single_file(tmp_path / name, config))
+    assert found.preset is not None
+    assert (found.preset.name, found.settings.size) == (base, presets()[base].defaults.size)
+    assert (found.settings.steps, found.settings.guidance_scale) == (steps, 1.0)
+    assert (found.settings.flow_shift, name_of(found.architecture.scheduler)) == (shift, solver)
+    assert says(few_steps(name, found) or "", f"{name} distilled {steps} steps")
+
+
+@pytest.mark.parametrize(
+    ("names", "preset", "solver"),
+    [
+        ("wan2.2_i2v_A14b_{}_noise_lightx2v_4step.safetensors", "wan2.2-i2v-a14b", "euler"),
+        ("Wan2.2-I2V-A14B-{}-rCM-merged.safetensors", "wan2.2-i2v-a14b-rcm", "rcm:sigma_max=200"),
+    ],
+)
+def test_a_pair_of_distilled_experts(names, preset, solver, tmp_path):
+    for noise in ("low", "high"):
+        single_file(tmp_path / names.format(noise), I2V_A14B)
+    found = examine(tmp_path / names.format("high"))
+    assert found.preset is not None
+    assert (found.preset.name, name_of(found.architecture.scheduler)) == (preset, solver)
+    settings = found.settings
+    assert (settings.steps, settings.guidance_scales, settings.boundary) == (4, (1.0, 1.0), 0.9)
+    segments = found.architecture.segments(found.architecture.schedule(settings), settings)
+    assert [len(segment.scales) for segment in segments] == [2, 2]
+
+
+def test_the_generator_of_a_run_is_causvids(tmp_path):
+    """CausVid's `model.pt` has a generator, and no mean of it as those of Self-Forcing have."""
+    transformer, vae = tensors(T2V_1_3B)
+    named = {f"generator.model.{key}": x for key, x in transformer.items()}
+    found = examine(hollow_file(tmp_path / "model.safetensors", named | {f"vae.{key}": x for key, x in vae.items()}))
+    assert found.preset is not None
+    assert found.preset.name == "wan2.1-t2v-1.3b-causvid"
+    assert (found.settings.steps, found.settings.guidance_scale, found.settings.flow_shift) == (3, 1.0, 8.0)
+
+
+@pytest.mark.parametrize(("name", "told"), [("cat.safetensors", True), ("cat-t2v-14b.safetensors", False)])
+def test_a_name_that_tells_nothing_is_told(name, told, tmp_path):
+    found = examine(single_file(tmp_path / name, T2V_14B))
+    assert found.distillation is None
+    sentence = few_steps(name, found)
+    assert says(sentence or "", f"{name} distilled 50 steps guidance 5") if told else sentence is None
 
 
 @pytest.mark.parametrize(

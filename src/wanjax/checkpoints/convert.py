@@ -51,6 +51,7 @@ from wanjax.checkpoints.networks import Kinds, Network, network
 from wanjax.checkpoints.readers import View
 from wanjax.checkpoints.sources import (
     FORMAT,
+    KNOWN_AS,
     MANIFEST,
     SHARE,
     UNUSED,
@@ -306,7 +307,7 @@ class ToWanjax(Conversion):
     """A conversion from any layout to a wanjax checkpoint.
 
     `dtypes` are new dtypes by component; the other components keep theirs. `origin` is the name under which the weights
-    were published.
+    were published. `known_as` is a name that tells more of them, such as that of a file that is distilled.
     """
 
     def __init__(
@@ -318,10 +319,12 @@ class ToWanjax(Conversion):
         dtypes: Mapping[str, str] | None = None,
         origin: str | None = None,
         licence: str | None = None,
+        known_as: str = "",
     ):
         if isinstance(source, WanjaxSource):
             raise WanjaxError(f"{source.name} is a wanjax checkpoint already: `--to diffusers` writes it back")
         self.dtypes, self.origin, self.licence = dtypes or {}, origin or source.origin, licence
+        self.known_as = known_as
         if unknown := self.dtypes.keys() - source.components.keys():
             listed = ", ".join(source.components)
             raise WanjaxError(f"{source.name} has no {sorted(unknown)[0]} to store in another dtype, but {listed}")
@@ -345,6 +348,7 @@ class ToWanjax(Conversion):
             "revision": self.source.revision,
             "dtypes": dict(self.dtypes),
             "fingerprint": self._fingerprint(),
+            **({KNOWN_AS: self.known_as} if self.known_as else {}),
             **self._merged(),
         }
 

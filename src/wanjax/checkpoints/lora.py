@@ -85,6 +85,11 @@ class Lora:
         name = re.sub(r"[^\w.-]", "_", Path(self.file).stem)
         return f"{self.expert}={name}" if self.expert else name
 
+    @property
+    def label(self) -> str:
+        """The name in messages: the file's, and the expert's before it."""
+        return f"{self.expert}={Path(self.file).name}" if self.expert else Path(self.file).name
+
     def named(self) -> "Lora":
         """Returns the LoRA with the file of weights that its folder holds, where its file is a folder.
 

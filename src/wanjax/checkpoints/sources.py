@@ -53,6 +53,7 @@ FORMAT = 1
 WEIGHTS = "weights"  # in a component's folder of such a checkpoint
 LARGE = {*SUFFIXES, ".msgpack", ".h5", ".onnx"}  # suffixes of weights, some of which others read
 SHARE = 16  # digits of a SHA-256
+KNOWN_AS = "known_as"  # in a request of a manifest: a name that tells more of the weights
 UNUSED = "unused.safetensors"  # tensors of the original checkpoint that the network does not use
 Module = TypeVar("Module", bound=nnx.Module)
 Progress = Callable[[int, int], object]
@@ -344,6 +345,10 @@ class WanjaxSource(DiffusersSource):
     @property
     def origin(self) -> str:
         return str(self.manifest["request"].get("source", self.name))
+
+    @property
+    def known_as(self) -> str:
+        return str(self.manifest["request"].get(KNOWN_AS) or super().known_as)
 
     @cached_property
     def listed(self) -> Sequence[Listed]:

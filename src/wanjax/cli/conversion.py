@@ -44,10 +44,10 @@ def convert(
         report.note(f"{source} holds no {', '.join(lent)}: taken from {found.lender}")
     found.check_room()
     check_whole(found)
-    where = place(target)
+    where, known = place(target), configured(source, found, preset)
     if lora:
-        loras = tuple(Lora.parse(text).named() for text in lora)
-        found = adapted(configured(source, found, preset), loras, report.note).source
+        known = adapted(known, tuple(Lora.parse(text).named() for text in lora), report.note)
+        found = known.source
     if to == "diffusers":
         conversion: Conversion = ToDiffusers(found, where, kinds())
     else:
@@ -60,6 +60,7 @@ def convert(
             dtypes=_dtypes(dtypes, found),
             origin=preset.name if preset and (shipped or own) else None,
             licence=preset.licence if preset else None,
+            known_as=known.told_by,
         )
     _announce(report, conversion)
     report.goes_on()

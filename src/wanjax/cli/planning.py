@@ -66,7 +66,7 @@ def plan(
     axes, sp = (mesh, None) if isinstance(mesh, MeshSizes) else (None, mesh and mesh.sp)
     attention = given.pop("attention") or _learned(given) or AUTO
     how = {"sp": sp, "rules": given.pop("rules"), "compiler": compiler or SAFE, "attention": attention}
-    found = registry.outline(model)
+    found = registry.distilled(registry.outline(model), loras_of(given_settings(**given)), report.note)
     if (scheduler := given.pop("scheduler")) is not None:
         found = replace(found, architecture=found.architecture.with_scheduler(scheduler))
     dtypes = {"dtype": "float32", "vae_dtype": "float32"} if chip == "cpu" else {"dtype": "bfloat16"}

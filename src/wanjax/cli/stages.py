@@ -52,6 +52,7 @@ from wanjax.pipelines.settings import DRAW, Settings, schema
 from wanjax.pipelines.steps import Step, Switch
 from wanjax.pipelines.windows import Window
 from wanjax.programs import EXECUTE, Instance
+from wanjax.schedulers import name_of
 from wanjax.stores import places
 from wanjax.stores.writing import check_folder
 
@@ -178,6 +179,8 @@ class Rendering:
         before any slow work begins.
         """
         chosen = _inherited(left or {}, given) | given_settings(**given)
+        if left and given.get("lora"):
+            chosen = _without_defaults(chosen, given)
         self.report = report
         self.how = how_of(given)
         self.remade: Mapping[str, Any] | None = given.get("remade")
@@ -468,6 +471,18 @@ def _inherited(left: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
     if given.get("model") in (None, left.get("model")):
         return dict(left)
     return {name: value for name, value in left.items() if name not in ("scheduler", "revision")}
+
+
+def _without_defaults(chosen: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what was chosen, without the model's defaults that a stage left, where a given LoRA brings others."""
+    model = registry.outline(_model(chosen))
+    with_loras = registry.distilled(model, loras_of(chosen), lambda sentence: None)
+    if with_loras.distillation is model.distillation:
+        return chosen
+    own = model.settings.to_json() | {"scheduler": name_of(model.architecture.scheduler)}
+    brought = {name for name, value in with_loras.settings.to_json().items() if own.get(name) != value} | {"scheduler"}
+    left = {name for name in brought if given.get(name) is None and chosen.get(name) == own[name]}
+    return {name: value for name, value in chosen.items() if name not in left}
 
 
 def domain_of(model: str) -> TrainingDomain | None:

@@ -22,6 +22,7 @@ UNTELLING = re.compile(
     r"checkpoint|checkpoints|default|original|bf16|fp16|fp8|\d+|of|v\d+)-?)*"
 )
 """What the name of a file or a folder may consist of where it tells nothing of the model: its folder's then does."""
+TASK = re.compile(r"[tif]2v|\d+b\b|vace")
 STEPS = re.compile(r"\b([1-9]|1\d|20)-?steps?\b")
 
 
@@ -88,3 +89,8 @@ def distilled_by(name: str, known: Iterable[Distillation]) -> Distillation | Non
     found = next((each for each in known if re.search(each.words, name)), None)
     told = STEPS.search(name)
     return replace(found, steps=int(told[1])) if found and told else found
+
+
+def tells_task(name: str) -> bool:
+    """Tells whether a `plain` name is like those of published models: it has their task, as t2v, or size, as 14b."""
+    return bool(TASK.search(name))

@@ -5,7 +5,7 @@ from wanjax.pipelines.family import Family
 from wanjax.pipelines.hunyuanvideo.architecture import IMAGE_TO_VIDEO, HunyuanVideoArchitecture
 from wanjax.pipelines.hunyuanvideo.layouts import LAYOUT
 from wanjax.pipelines.hunyuanvideo.networks import NETWORKS
-from wanjax.pipelines.hunyuanvideo.presets import PRESETS, settings_of
+from wanjax.pipelines.hunyuanvideo.presets import DISTILLATIONS, PRESETS, settings_of
 from wanjax.pipelines.hunyuanvideo.recognise import RELATIVES
 from wanjax.pipelines.hunyuanvideo.text import GLYPH_LENGTH, TEMPLATE_TOKENS, TEXT_LENGTH
 from wanjax.pipelines.image_processor import StretchingImageProcessor
@@ -26,6 +26,7 @@ FAMILY = Family(
     },
     layouts=(LAYOUT,),
     relatives=RELATIVES,
+    distillations=DISTILLATIONS,
     prompt=lambda architecture: {
         "tokenizer": (TEMPLATE_TOKENS + TEXT_LENGTH, TEMPLATE_TOKENS + architecture.prompt_tokens),
         "tokenizer_2": (GLYPH_LENGTH, GLYPH_LENGTH),

@@ -11,6 +11,7 @@ from wanjax.models.hunyuanvideo.vae_config import VAE_1_5
 from wanjax.models.qwen2_vl import QWEN2_5_VL_7B
 from wanjax.models.siglip import SIGLIP_SO400M
 from wanjax.models.t5 import GLYPH_BYT5
+from wanjax.pipelines.distillation import Distillation
 from wanjax.pipelines.family import Preset, updated_by
 from wanjax.pipelines.hunyuanvideo.architecture import HunyuanVideoArchitecture
 from wanjax.pipelines.settings import Settings
@@ -33,7 +34,13 @@ DEFAULTS = Settings(
 )
 LARGE: dict[str, Any] = {"height": 720, "width": 1280}
 UNGUIDED: dict[str, Any] = {"guidance_scale": 1.0}
-FEW_STEPS: dict[str, Any] = {"guidance_scale": 1.0, "steps": 12, "flow_shift": 7.0}
+STEP_DISTILLED = Distillation(name="its authors", words=r"step-distill", steps=12, flow_shift=7.0)
+LIGHTX2V = Distillation(
+    name="LightX2V", words=r"lightx2v|distill-model|(?=.*(?:hunyuan|\bhy)).*\b[1-9]-?steps?\b", steps=4, flow_shift=5.0
+)
+DISTILLATIONS = (LIGHTX2V, STEP_DISTILLED)
+"""What names tell of few steps; the second is configs/hunyuan_video_15/hunyuan_video_t2v_480p_distill.json of LightX2V.
+"""
 GUIDER: dict[str, Any] = {"guidance_rescale": 0.0, "use_original_formulation": False, "start": 0.0, "stop": 1.0}
 """Entries of guider_config.json, and the only value of each that is implemented."""
 PARAMETERS = 8_326_608_160
@@ -41,7 +48,13 @@ PARAMETERS_OF_FEW_STEPS = 8_331_330_848
 
 
 def _preset(
-    name: str, about: str, transformer: TransformerConfig = SIZE_480P, *, alone: bool = False, **settings: Any
+    name: str,
+    about: str,
+    transformer: TransformerConfig = SIZE_480P,
+    *,
+    alone: bool = False,
+    distillation: Distillation | None = None,
+    **settings: Any,
 ) -> Preset:
     """Returns the preset of a checkpoint in diffusers' layout, which the hub has under two names.
 
@@ -66,9 +79,10 @@ def _preset(
         transformer_parameters=PARAMETERS_OF_FEW_STEPS if transformer.meanflow else PARAMETERS,
         licence="Tencent Hunyuan Community licence",
         param_dtype="bfloat16",
-        defaults=replace(DEFAULTS, model=ours, **settings),
+        defaults=replace(DEFAULTS, model=ours, **settings, **(distillation.settings if distillation else {})),
         architecture=architecture,
         aliases=() if alone else (f"{owner}/HunyuanVideo-1.5-{name}",),
+        distillation=distillation,
     )
 
 
@@ -97,7 +111,10 @@ PRESETS = (
         "image to video, 720 × 1280, without guidance, with whole attention in place of sparse",
         SIZE_720P, alone=True, **LARGE, **UNGUIDED, flow_shift=7.0,
     ),
-    _preset("480p_i2v_step_distilled", "image to video, 480 × 848, in 8 or 12 steps", FEW_STEPS_480P, **FEW_STEPS),
+    _preset(
+        "480p_i2v_step_distilled", "image to video, 480 × 848, in 8 or 12 steps",
+        FEW_STEPS_480P, distillation=STEP_DISTILLED,
+    ),
 )  # fmt: skip
 
 

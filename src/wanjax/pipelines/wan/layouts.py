@@ -23,11 +23,11 @@ from wanjax.converters.configs import read_config
 from wanjax.converters.wan.diffusers import transformer_config
 from wanjax.errors import WanjaxError
 from wanjax.models.wan.config import TransformerConfig
-from wanjax.pipelines.distillation import telling
+from wanjax.pipelines.distillation import distilled_by, telling
 from wanjax.pipelines.family import Preset
 from wanjax.pipelines.wan import recognise
 from wanjax.pipelines.wan.conditioning import CAUSAL_PIPELINES
-from wanjax.pipelines.wan.presets import FUN, lender_of, published
+from wanjax.pipelines.wan.presets import DISTILLATIONS, FUN, lender_of, published
 from wanjax.schedulers import UNIPC_SHIFT
 
 KIND = re.compile(r"(?:Vace)?Wan\w*")  # the class in a transformer's config.json, of the authors or of others
@@ -45,6 +45,8 @@ FILES = {
 HIGH = {"high": "low", "High": "Low", "HIGH": "LOW"}  # in the names of two experts' files, that at high noise first
 OTHERS = HIGH | {low: high for high, low in HIGH.items()}
 EXPERT = re.compile(rf"(?<![A-Za-z0-9])({'|'.join(OTHERS)})(?=[Nn]oise|[^A-Za-z0-9])")
+PAIRS = {"Wan2.2-I2V-A14B-high-rCM4.0-merged.pt": "Wan2.2-I2V-A14B-low-rCM1.0-merged.pt"}  # as Wan.md of NVlabs/rcm
+PAIRS |= {low: high for high, low in PAIRS.items()}
 NOISE = re.compile(r"(high|low)[ _-]?noise", re.IGNORECASE)  # in the name of what is no model of its own
 DATE = re.compile(r"_\d{4,8}(?=\.\w+$)")  # at the end of a file's name: one of two experts may have been published anew
 FURTHER = {  # of models of a published shape that others trained, by their names: what else these take
@@ -173,9 +175,16 @@ class OriginalSource(_WanSource):
 class FileSource(_WanSource):
     """A single file that holds the transformer or several components, or two files that hold an expert each."""
 
-    def __init__(self, path: Path, components: Mapping[str, Component]):
+    def __init__(self, path: Path, components: Mapping[str, Component], generator: bool = False):
         super().__init__(path, path, known=components)  # a file, so no files lie beside the components
+        self._generator = generator
         self.index = _index(self._transformer, "transformer_2" in components, self.known_as)
+
+    @property
+    def known_as(self) -> str:
+        """The path; of a run's generator whose path tells no distillation, that of CausVid, which publishes such."""
+        told = distilled_by(telling(super().known_as), DISTILLATIONS)
+        return recognise.CAUSVID if self._generator and told is None else super().known_as
 
     @classmethod
     def at(cls, path: Path) -> "FileSource | None":
@@ -184,14 +193,20 @@ class FileSource(_WanSource):
         Raises WanjaxError where the other is missing, and the name tells that this is an expert, or no published model
         has its shape alone.
         """
-        components = recognise.components(open_tensors(path))
+        reader = open_tensors(path)
+        components = recognise.components(reader)
         if "transformer" in components:
             components = _with_other(components, path)
-        return cls(path, components) if components else None
+        return cls(path, components, recognise.is_generator(reader)) if components else None
 
 
 def other_expert(name: str) -> tuple[str, ...]:
-    """Returns names of the file of the other of two experts, which differs in `high` or `low`; none for other files."""
+    """Returns names of the file of the other of two experts, which differs in `high` or `low`; none for other files.
+
+    Those of `PAIRS` differ otherwise.
+    """
+    if name in PAIRS:
+        return (PAIRS[name],)
     if Path(name).suffix not in SUFFIXES or not (split := _split(name)):
         return ()
     before, expert, after = split
@@ -215,8 +230,9 @@ def _others(path: Path) -> list[Path]:
         return []
     before, expert, after = split
     begins, end = before + OTHERS[expert], after.removesuffix(path.suffix)
-    if os.path.lexists(exact := path.with_name(begins + after)):
-        return [exact]
+    for name in (PAIRS.get(path.name), begins + after):
+        if name and os.path.lexists(exact := path.with_name(name)):
+            return [exact]
     noise = f"{begins}{after[: found.end()]}" if (found := re.match(r"[ _-]?noise", after, re.IGNORECASE)) else None
     alike, others = [], []
     for beside in sorted(path.parent.glob(f"{glob.escape(begins)}*")):

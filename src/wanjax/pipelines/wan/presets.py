@@ -84,11 +84,12 @@ HD: dict[str, Any] = {"height": 720, "width": 1280}
 SD: dict[str, Any] = {"height": 480, "width": 832}
 BOTH: dict[str, Any] = HD | {"sizes": ((480, 832),)}
 
-# A word that is common in names counts beside one that tells a model, as in `Wan2.2-Lightning` and `dmd-4step`.
-_OF_A_MODEL = r"(?=.*(?:\bwan|14b\b|5b\b|1-3b\b|\d-?steps?\b|distill))"
+# Words that are common in names count only in those of a video model, as `lightning` in `Wan2.2-Lightning`.
+_OF_A_MODEL = r"(?=.*(?:\bwan|14b\b|\b5b\b|1-3b\b|[tif]2v))"
+_FEW_STEPS = r"(?:lightning\b|\bdmd2?\b|\bhyper\b|\b(?:[1-9]|1\d|20)-?steps?\b)"
 LIGHTX2V = Distillation(
     name="LightX2V",
-    words=rf"lightx2v|(?:step|cfg)-?distill|self-?forcing|\bseko\b|{_OF_A_MODEL}.*(?:lightning\b|\bdmd2?\b)",
+    words=rf"lightx2v|(?:step|cfg)-?distill|\bseko\b|^{_OF_A_MODEL}.*{_FEW_STEPS}",
     steps=4,
     flow_shift=5.0,
     scheduler=FlowEuler(),
@@ -96,7 +97,15 @@ LIGHTX2V = Distillation(
 TURBO = Distillation(
     name="TurboDiffusion", words=r"\bturbo(?:wan|diffusion)", steps=4, scheduler=RCM(), pictured=RCM(sigma_max=200.0)
 )
-R_CM = replace(TURBO, name="rCM", words=r"\brcm\b")
+R_CM = replace(TURBO, name="rCM", words=r"\brcm(?:\b|\d)")
+TURBO_5B = Distillation(
+    name="Wan2.2-TI2V-5B-Turbo",
+    words=r"\b5b\b.*\bturbo\b|\bturbo\b.*\b5b\b",
+    steps=4,
+    flow_shift=5.0,
+    scheduler=Consistency(),
+)
+SELF_FORCING = replace(TURBO_5B, name="Self-Forcing", words=r"self-?forcing")
 CAUSVID = Distillation(
     name="CausVid, bidirectional",
     words=r"caus-?vid.*bidirect|\bbidirectional-checkpoint",
@@ -106,7 +115,14 @@ CAUSVID = Distillation(
 )
 FASTWAN = replace(CAUSVID, name="FastWan", words=r"\bfastwan")
 RAPID = replace(LIGHTX2V, name="Rapid, a merge with LightX2V's LoRA", words=r"\brapid\b")
-DISTILLATIONS = (RAPID, TURBO, R_CM, FASTWAN, CAUSVID, LIGHTX2V)
+CAUSVID_LORA = Distillation(name="CausVid", words=r"caus-?vid", steps=4, flow_shift=8.0)
+ACCVIDEO = Distillation(name="AccVideo", words=r"\bacc-?vid(?:eo)?\b", steps=10)
+DISTILLATIONS = (RAPID, TURBO, R_CM, FASTWAN, TURBO_5B, SELF_FORCING, CAUSVID, CAUSVID_LORA, ACCVIDEO, LIGHTX2V)
+"""What names tell of few steps. Sources: configs/distill/ of ModelTC/LightX2V; rcm/inference/ of NVlabs/rcm and
+turbodiffusion/inference/ of thu-ml/TurboDiffusion; fastvideo/configs/ of hao-ai-lab/FastVideo;
+configs/wan_bidirectional_dmd_from_scratch.yaml of tianweiy/CausVid, and for LoRAs made of its causal model the examples
+that come with ComfyUI; README.md of aejion/AccVideo and of quanhaol/Wan2.2-TI2V-5B-Turbo, which is sampled as
+Self-Forcing."""
 
 
 def _preset(
@@ -300,11 +316,10 @@ CAUSAL = replace(
             scheduler=Consistency(),
         ),
         1_418_996_800,
-        steps=4,
-        guidance_scale=1.0,
-        flow_shift=5.0,
+        **SELF_FORCING.settings,
     ),
     source="wlsaidhi/SFWan2.1-T2V-1.3B-Diffusers",  # of gdhe17/Self-Forcing, checkpoints/self_forcing_dmd.pt
+    distillation=SELF_FORCING,
     licence="CC-BY-NC-SA-4.0",
 )
 
@@ -381,6 +396,7 @@ def _distilled(
 # pipelines/stages/denoising.py of hao-ai-lab/FastVideo; configs/wan_bidirectional_dmd_from_scratch.yaml of
 # tianweiy/CausVid. FastWan's levels are of the shift 8 for all its models.
 _RCM, _CAUSVID = "worstcoder/rcm-Wan/rCM_Wan2.1_T2V", "tianweiy/CausVid/bidirectional_checkpoint2/model.pt"
+_RCM_I2V = "worstcoder/rcm-Wan/Wan2.2-I2V-A14B"  # the high expert with four times the change of weights, as in Wan.md
 DISTILLED = (
     _distilled("wan2.1-t2v-1.3b", "rcm", f"{_RCM}_1.3B_480p.pt", "in 4 steps by rCM, 480p", R_CM, frames=77),
     _distilled("wan2.1-t2v-14b", "rcm-480p", f"{_RCM}_14B_480p.pt", "in 4 steps by rCM, 480p", R_CM, frames=77, **SD),
@@ -399,6 +415,11 @@ DISTILLED = (
         *("in 3 steps by FastWan, with whole attention in place of sparse", FASTWAN),
         height=448,
         frames=61,
+    ),
+    _distilled(
+        *("wan2.2-i2v-a14b", "rcm", f"{_RCM_I2V}-high-rCM4.0-merged.pt", "in 4 steps by rCM, 720p", R_CM),
+        R_CM.solver(pictured=True),
+        resize="stretch",
     ),
     _distilled(
         *("wan2.2-ti2v-5b", "fastwan", "FastVideo/FastWan2.2-TI2V-5B-FullAttn-Diffusers"),
@@ -533,7 +554,7 @@ def _distillation(scheduler: Scheduler) -> dict[str, Any]:
     """Returns the settings that a distilled model's scheduler asks for; none for another scheduler."""
     if not isinstance(scheduler, Consistency):
         return {}
-    return FASTWAN.settings if scheduler == THREE_STEPS else {"guidance_scale": 1.0, "steps": 4}
+    return FASTWAN.settings if scheduler == THREE_STEPS else {"guidance_scale": 1.0, "steps": SELF_FORCING.steps}
 
 
 def _like(architecture: WanArchitecture, source: Source) -> Settings:

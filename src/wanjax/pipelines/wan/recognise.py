@@ -26,6 +26,7 @@ TELLING = {  # tensors that only this component has: the authors' name, and that
 CAUSAL = (
     "generator_ema."  # in files of guandeh17/Self-Forcing and its like; CausVid's models of whole videos have no mean
 )
+CAUSVID = "CausVid-bidirectional"  # what a run's generator without a mean is known as
 DISTILLED_PREFIXES = tuple(
     f"{table}.model.{wrapper}" for table in GENERATORS for wrapper in ("_fsdp_wrapped_module.", "")
 )
@@ -64,6 +65,13 @@ def components(reader: Reader) -> dict[str, Component]:
     if "transformer" in found and any(key.startswith(CAUSAL) for key in reader.specs):
         found["transformer"].json["_class_name"] = "CausalWanTransformer3DModel"
     return found
+
+
+def is_generator(reader: Reader) -> bool:
+    """Tells whether a file is of a run that distils a model, and holds its generator and no mean of it."""
+    return any(key.startswith("generator.") for key in reader.specs) and not any(
+        key.startswith(CAUSAL) for key in reader.specs
+    )
 
 
 def component(name: str, reader: Reader, given: Mapping[str, Any] | None = None) -> Component:

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Distilled weights that a name tells: a LoRA's, or a whole model's, bring their publisher's steps and solver."""
+
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import wanjax
+from tests.support.commands import succeeded
+from tests.support.commands import wanjax as command
+from tests.support.words import says
+from wanjax.checkpoints.files import save_safetensors
+from wanjax.checkpoints.lora import Lora
+from wanjax.errors import WanjaxWarning
+from wanjax.media.records import read_metadata
+from wanjax.pipelines.distillation import distilled_by, telling
+from wanjax.pipelines.hunyuanvideo import FAMILY as HUNYUANVIDEO
+from wanjax.pipelines.wan import FAMILY as WAN
+from wanjax.registry import distilled, outline, presets
+from wanjax.schedulers import name_of, parse
+
+FEW = "wan_lightx2v_4step.safetensors"
+SEKO = "lightx2v/Wan2.2-Lightning/Wan2.2-T2V-A14B-4steps-lora-rank64-Seko-V1.1"
+THREE = "consistency:timesteps=1000,757,522"
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("wan2.1_t2v_14b_lora_rank64_lightx2v_4step.safetensors", ("LightX2V", 4)),
+        ("lightx2v_I2V_14B_480p_cfg_step_distill_rank64_bf16.safetensors", ("LightX2V", 4)),
+        ("lightx2v_T2V_14B_cfg_step_distill_v2_lora_rank64_bf16.safetensors", ("LightX2V", 4)),
+        ("wan2.2_t2v_lightx2v_4steps_lora_v1.1_high_noise.safetensors", ("LightX2V", 4)),
+        ("wan2.2_i2v_A14b_low_noise_lora_rank64_lightx2v_4step_1022.safetensors", ("LightX2V", 4)),
+        ("Wan_2_2_I2V_A14B_HIGH_lightx2v_MoE_distill_lora_rank_64_bf16.safetensors", ("LightX2V", 4)),
+        ("Wan2.2-Lightning_T2V-A14B-4steps-lora_HIGH_fp16.safetensors", ("LightX2V", 4)),
+        (f"{SEKO}/high_noise_model.safetensors", ("LightX2V", 4)),
+        ("wan2.2_t2v_A14b_lora_8steps.safetensors", ("LightX2V", 8)),
+        ("Wan21_CausVid_14B_T2V_lora_rank32.safetensors", ("CausVid", 4)),
+        ("Wan21_CausVid_bidirect2_T2V_1_3B_lora_rank32.safetensors", ("CausVid, bidirectional", 3)),
+        ("Wan21_AccVid_T2V_14B_lora_rank32_fp16.safetensors", ("AccVideo", 10)),
+        ("FastWan_T2V_14B_480p_lora_rank_128_bf16.safetensors", ("FastWan", 3)),
+        ("Wan2_2_5B_FastWanFullAttn_lora_rank_128_bf16.safetensors", ("FastWan", 3)),
+        ("Wan22_TI2V_5B_Turbo_lora_rank_64_fp16.safetensors", ("Wan2.2-TI2V-5B-Turbo", 4)),
+        ("Wan_2_1_T2V_14B_480p_rCM_lora_average_rank_83_bf16.safetensors", ("rCM", 4)),
+        ("self_forcing_1.3b_lora.safetensors", ("Self-Forcing", 4)),
+        ("Wan2_1-T2V-14B_CausVid_fp8_e4m3fn.safetensors", ("CausVid", 4)),
+        ("Wan2.1-T2V-14B-StepDistill-CfgDistill", ("LightX2V", 4)),
+        ("wan2.1_t2v_14B_bf16.safetensors", None),
+        ("Wan2.1-Fun-14B-InP-MPS_reward_lora.safetensors", None),
+        ("lightning_bolt.safetensors", None),  # a word that means something else
+        ("turbo.safetensors", None),
+        ("hyperrealism_wan_14b.safetensors", None),  # a word inside another
+        ("wan_lightningmcqueen_14b.safetensors", None),
+        ("turbocharged_car_5b.safetensors", None),
+        ("wan21_style_4000steps.safetensors", None),  # of training
+        ("wan21_style_step-4.safetensors", None),
+    ],
+)
+def test_names_tell_distilled_weights(name, told):
+    found = distilled_by(telling(f"/loras/{name}"), WAN.distillations)
+    assert (found and (found.name, found.steps)) == told
+
+
+@pytest.mark.parametrize(
+    "name", ["hy1.5_t2v_480p_lightx2v_4step", "hunyuanvideo1.5_t2v_480p_lightx2v_4step_lora_rank_32_bf16.safetensors"]
+)
+def test_names_tell_distilled_weights_of_hunyuanvideo(name):
+    """Four steps of the shift 5, as LightX2V's configuration of that model has it."""
+    found = distilled_by(telling(name), HUNYUANVIDEO.distillations)
+    assert found is not None
+    assert found.settings == {"steps": 4, "guidance_scale": 1.0, "flow_shift": 5.0}
+
+
+def applied(model, *loras):
+    """Returns a model with distilled LoRAs, and the sentence that is told; neither is read."""
+    told = []
+    found = distilled(outline(model), [Lora.parse(text) for text in loras], told.append)
+    return found, told
+
+
+@pytest.mark.parametrize("name", [name for name in presets() if name.endswith("-4step")])
+def test_a_lora_asks_for_what_the_preset_that_has_it_does(name):
+    preset = presets()[name]
+    found, [told] = applied(name.removesuffix("-4step"), *preset.loras)
+    same = {"model": name, "height": preset.defaults.height, "width": preset.defaults.width}
+    assert found.settings.updated(same) == preset.defaults
+    assert found.architecture.scheduler == preset.scheduler
+    assert says(told, "distilled 4 steps guidance 1 shift 5 euler")
+
+
+@pytest.mark.parametrize(
+    ("model", "lora", "steps", "shift", "solver"),
+    [
+        ("wan2.1-t2v-14b", "Wan21_CausVid_14B_T2V_lora_rank32.safetensors:0.7", 4, 8.0, "unipc"),
+        ("wan2.1-vace-14b", "Wan21_CausVid_14B_T2V_lora_rank32.safetensors:0.3", 4, 8.0, "unipc"),
+        ("wan2.1-t2v-14b", "Wan21_AccVid_T2V_14B_lora_rank32_fp16.safetensors", 10, 5.0, "unipc"),
+        ("wan2.1-t2v-14b", "FastWan_T2V_14B_480p_lora_rank_128_bf16.safetensors", 3, 8.0, THREE),
+        ("wan2.1-t2v-14b", "Wan_2_1_T2V_14B_480p_rCM_lora_average_rank_83_bf16.safetensors", 4, 5.0, "rcm"),
+        ("wan2.2-i2v-a14b", "Wan_2_1_T2V_14B_480p_rCM_lora_average_rank_83.safetensors", 4, 5.0, "rcm:sigma_max=200"),
+        ("wan2.1-i2v-14b-480p", "lightx2v_I2V_14B_480p_cfg_step_distill_rank64_bf16.safetensors", 4, 5.0, "euler"),
+        ("wan2.2-ti2v-5b", "Wan22_TI2V_5B_Turbo_lora_rank_64_fp16.safetensors", 4, 5.0, "consistency"),
+        ("hunyuanvideo1.5-480p-t2v", "HunyuanVideo-1.5_T2V_480p_lightx2v_4step_lora.safetensors", 4, 5.0, "euler"),
+    ],
+)
+def test_a_lora_brings_its_publishers_settings(model, lora, steps, shift, solver):
+    found, _ = applied(model, lora)
+    settings, own = found.settings, outline(model).settings
+    assert (settings.steps, settings.flow_shift, name_of(found.architecture.scheduler)) == (steps, shift, solver)
+    assert {*settings.guidance_scales} == {1.0}
+    assert (settings.size, settings.boundary, settings.model) == (own.size, own.boundary, model)
+    assert len(found.architecture.schedule(settings).timesteps) == steps
+
+
+def test_a_pair_of_loras_counts_once_and_half_a_pair_does_not():
+    high, low = (f"{noise}=wan2.2_t2v_lightx2v_4steps_lora_v1_{noise}_noise.safetensors" for noise in ("high", "low"))
+    found, [told] = applied("wan2.2-t2v-a14b", high, low)
+    assert (found.settings.steps, "together" in told) == (4, False)
+    segments = found.architecture.segments(found.architecture.schedule(found.settings), found.settings)
+    assert [segment.scales for segment in segments] == [(1.0, 1.0), (1.0, 1.0)]  # ComfyUI's example changes at 2 of 4
+    for half in (high, low):
+        found, [told] = applied("wan2.2-t2v-a14b", half)
+        assert found == outline("wan2.2-t2v-a14b")
+        assert says(told, f"{half} expert 40 steps")
+
+
+def test_several_loras_and_a_model_that_is_distilled_already_are_told():
+    other = "Wan21_AccVid_T2V_14B_lora_rank32_fp16.safetensors"
+    found, [told] = applied("wan2.1-t2v-14b", FEW, other)
+    assert found.settings.steps == 4  # of the first
+    assert says(told, f"{FEW} {other} together")
+    for model in ("wan2.1-t2v-14b-4step", "wan2.1-t2v-14b-rcm-480p"):
+        found, [told] = applied(model, other)
+        assert found == outline(model)
+        assert says(told, f"{other} {model} already 4 steps")
+
+
+@pytest.mark.parametrize("lora", [f"{FEW}:0", f"{FEW}:-0.5", "lightning_bolt.safetensors"])
+def test_a_lora_without_strength_or_of_another_meaning_changes_nothing(lora):
+    assert applied("wan2.1-t2v-14b", lora) == (outline("wan2.1-t2v-14b"), [])
+
+
+@pytest.fixture
+def lora(tmp_path):
+    """A LoRA for the model in the box, of a name that tells that it is distilled."""
+    pipe = wanjax.load("nano")
+    width = pipe.architecture.forward(pipe.defaults).width
+    draw = np.random.default_rng(0).normal(size=(2, width)).astype(np.float32) / width
+    tensors = {"diffusion_model.blocks.0.self_attn.q.lora_A.weight": draw}
+    tensors |= {"diffusion_model.blocks.0.self_attn.q.lora_B.weight": draw.T.copy()}
+    save_safetensors(path := tmp_path / FEW, tensors)
+    return path
+
+
+def test_the_library_takes_what_a_lora_asks_for_where_nothing_is_given(lora):
+    with pytest.warns(WanjaxWarning, match="4 steps"):
+        pipe = wanjax.load("nano", lora=lora)
+    settings = pipe.settings(prompt="a")
+    assert (settings.steps, settings.guidance_scale, settings.flow_shift) == (4, 1.0, 5.0)
+    assert name_of(pipe.scheduler) == "euler"
+    settings = pipe.settings(prompt="a", steps=7, guidance_scale=2, flow_shift=3)
+    assert (settings.steps, settings.guidance_scale, settings.flow_shift) == (7, 2.0, 3.0)
+    pipe = wanjax.load("nano", lora=lora, scheduler="unipc", note=lambda sentence: None)
+    assert (name_of(pipe.scheduler), pipe.defaults.steps) == ("unipc", 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert wanjax.load("nano", lora=f"{lora}:0").defaults == wanjax.load("nano").defaults
+
+
+def test_a_converted_checkpoint_with_such_a_lora_keeps_its_settings(lora, tmp_path):
+    succeeded(command("convert", "nano", tmp_path / "made", "--lora", lora))
+    told = []
+    pipe = wanjax.load(tmp_path / "made", note=told.append)
+    assert (pipe.defaults.steps, pipe.defaults.guidance_scale, pipe.scheduler) == (4, 1.0, parse("euler"))
+    assert says(told[0], "made distilled 4 steps")
+
+
+def test_the_command_takes_them_too_and_makes_the_same_again(lora, tmp_path, monkeypatch):
+    """What a TOML file gives counts more, and so does what is typed; a record has all that was taken."""
+    monkeypatch.chdir(tmp_path)
+    Path("a.toml").write_text("[generate]\nsteps = 3\n")
+    small = ("--size", "32x32", "--frames", "5", "--lora", lora)
+    made = succeeded(command("generate", "a red circle", "--out", "a.mp4", *small))
+    assert says(made.stderr, f"{FEW} distilled 4 steps")
+    record = read_metadata("a.mp4")
+    assert [record[x] for x in ("steps", "guidance_scale", "flow_shift", "scheduler")] == [4, 1.0, 5.0, "euler"]
+    succeeded(command("generate", "a red circle", "--out", "b.mp4", "--config", "a.toml", *small))
+    assert read_metadata("b.mp4")["steps"] == 3
+    succeeded(command("generate", "--from", "a.mp4", "--out", "c.mp4"))
+    assert read_metadata("c.mp4") == record
+    assert Path("c.mp4").read_bytes() == Path("a.mp4").read_bytes()
+
+
+def test_stages_and_a_plan_take_them(lora, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    small = ("--size", "32x32", "--frames", "5", "--dir", "made")
+    succeeded(command("encode", "a red circle", *small))
+    succeeded(command("denoise", "--dir", "made", "--lora", lora))
+    succeeded(command("decode", "--dir", "made"))
+    record = read_metadata("made/output_video.mp4")
+    assert [record[x] for x in ("steps", "guidance_scale", "flow_shift", "scheduler")] == [4, 1.0, 5.0, "euler"]
