@@ -172,9 +172,8 @@ def _distilled(name: str, distillation: Distillation, outline: Outline) -> str:
 def _tell_licence(preset: Preset | None, note: Note | None) -> None:
     if preset and preset.licence != FREE:
         repository = "/".join(preset.source.split("/")[:2])
-        _tell(
-            f"the weights of {preset.name} are under the {preset.licence}, whose text {repository} on the hub has", note
-        )
+        told = f"the weights of {preset.name} are under the {preset.licence}, whose text {repository} on the hub has"
+        _tell(told, note, 6)
 
 
 def examine(model: str | Path, revision: str | None = None, *, encoders: bool = False) -> Checkpoint:
