@@ -164,6 +164,23 @@ def test_integers(shape, layout):
     assert (np.abs(found.astype(np.float32) - x) <= 2**-8 * np.abs(x) + filled).all()
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("layout", [per_tensor, none, one, per_row, flat, without_axis])
+@pytest.mark.parametrize("name", ["weight_scale", "scale_weight"])
+def test_integers_in_place_of_the_weight_itself(name, layout, dtype):
+    """LightX2V's and compressed-tensors', and those that LightX2V writes for ComfyUI; the product is plain."""
+    x = weight((192, 384))
+    scale, _ = layout(x)
+    scale = np.asarray(scale * np.float32(3.5), dtype)
+    spread = scale.astype(np.float32) if scale.size == 1 else scale.astype(np.float32).reshape(-1, 1)
+    spread = spread if scale.shape[1:] != (12,) else np.repeat(scale.astype(np.float32), 32, 1)
+    whole = np.random.default_rng(0).integers(-128, 128, x.shape).astype(np.int8)
+    beside = {"scaled_fp8": np.zeros(2, ml_dtypes.float8_e4m3fn)} if name == "scale_weight" else {}
+    reader = Descaled(Tensors({"a.weight": whole, f"a.{name}": scale, "a.bias": np.ones(192, np.float32)} | beside))
+    assert reader.specs == {"a.weight": ((192, 384), np.float32), "a.bias": ((192,), np.float32)}
+    np.testing.assert_array_equal(reader.read("a.weight"), whole * spread)
+
+
 QUANTO = ("weight._data", "weight._scale")
 TORCHAO = [(f"{weight}qdata", f"{weight}scale") for weight in ("_weight_", "weight_", "weight:")]
 
@@ -281,7 +298,6 @@ def test_other_integers_are_one_sentence(change, what):
         ({"a.weight_scale": np.ones(0, np.float32)}, "[0]"),
         ({"a.weight_scale": np.ones((), np.int32)}, "a.weight_scale int32"),
         ({"a.scale_weight": np.ones((), np.float32)}, "a.weight_scale a.scale_weight one"),
-        ({"a.weight": np.ones((4, 8), np.int8)}, "a.weight int8"),
         ({"a.weight": np.ones((4, 8), np.uint8)}, "a.weight uint8"),
         ({"a.comfy_quant": words_of(format="nvfp4")}, "a.comfy_quant nvfp4 float8_e4m3fn"),
         ({"a.comfy_quant": words_of(format="mxfp8")}, "mxfp8"),

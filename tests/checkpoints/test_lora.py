@@ -175,6 +175,45 @@ def test_each_of_two_experts_has_its_own_lora(checkpoint, file):
     assert adapted.tensors("vae", []).read("quant_conv.bias") is not None
 
 
+HALVES = [  # wrappers of each expert's half
+    ("transformer.", "transformer_2."),  # diffusers
+    ("diffusion_model.transformer_1.", "diffusion_model.transformer_2."),  # ai-toolkit in memory
+    ("pipe.dit.", "pipe.dit2."),  # DiffSynth-Studio
+    ("high_noise_model.", "low_noise_model."),
+]
+
+
+@pytest.mark.parametrize("halves", HALVES)
+def test_each_half_of_a_file_goes_to_its_expert(halves, checkpoint, file, tmp_path):
+    source = open_source(checkpoint)
+    both, low = tmp_path / "both.safetensors", tmp_path / "low.safetensors"
+    tensors = {key.removeprefix("diffusion_model."): x for key, x in load_safetensors(file).items()}
+    second = {f"{halves[1]}{key}": -2 * x if "lora_up" in key else x for key, x in tensors.items()}
+    save_safetensors(both, {f"{halves[0]}{key}": x for key, x in tensors.items()} | second)
+    save_safetensors(low, second)
+    for lora in (f"{both}", f"{low}"):  # which have no place in a model of one transformer
+        with pytest.raises(WanjaxError, match=naming("experts LoRA")):
+            wanjax.load(checkpoint, lora=lora)
+    source.index["transformer_2"] = source.index["transformer"]
+    source.folder = lambda component, files=(): checkpoint / component.removesuffix("_2")
+    rules = network(source, "transformer", NETWORKS).rules
+    plain = source.tensors("transformer", rules).read(KEY)
+    for loras, strengths in (
+        ([Lora(str(both))], (1, -2)),
+        ([Lora(str(low))], (0, -2)),
+        ([Lora(str(both), 2.0, "high")], (2, 0)),
+        ([Lora(str(both), 2.0, "low")], (0, -4)),
+    ):
+        notes = []
+        adapted = AdaptedSource(source, loras, NETWORKS, notes.append)
+        for component, strength in zip(("transformer", "transformer_2"), strengths, strict=True):
+            merged = adapted.tensors(component, rules).read(KEY)
+            np.testing.assert_allclose(merged, plain + strength * change(file), rtol=1e-6, atol=1e-6)
+        assert all(says(note, "1 of 1") for note in notes)
+    with pytest.raises(WanjaxError, match=naming("low=")):
+        AdaptedSource(source, [Lora(str(low), 1.0, "high")], NETWORKS)
+
+
 def test_stages_record_the_lora(checkpoint, file, tmp_path, monkeypatch):
     monkeypatch.chdir(file.parent)
     told = run("a cat", "--model", checkpoint, *VIDEO, "--dir", tmp_path / "one", "--lora", f"{file.name}:0.5")

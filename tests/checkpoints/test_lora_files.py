@@ -41,6 +41,7 @@ def checkpoint(dtype=np.float32):
 BASE = checkpoint()
 SPECS = BASE.specs
 Q = "diffusion_model.blocks.0.self_attn.q"
+ZEROS = np.zeros((6, 4), np.float32)
 DOWN, UP = random(7, 2, 4), random(8, 6, 2)
 PAIR = {f"{Q}.lora_down.weight": DOWN, f"{Q}.lora_up.weight": UP}
 
@@ -132,7 +133,7 @@ def test_every_way_to_name_a_module(down, opened):
     up = down.replace("lora_A", "lora_B").replace("down", "up")
     file = opened({down: DOWN, up: UP})
     assert (file.matches.matched, file.matches.unmatched) == (1, ())
-    np.testing.assert_allclose(file.change("blocks.0.attn1.to_q.weight", 1.0), UP @ DOWN, rtol=1e-6)
+    np.testing.assert_allclose(file.change("blocks.0.attn1.to_q.weight", 1.0, ZEROS), UP @ DOWN, rtol=1e-6)
 
 
 def test_q_k_and_v_as_one_module(tmp_path):
@@ -146,8 +147,8 @@ def test_q_k_and_v_as_one_module(tmp_path):
     assert (file.matches.matched, file.matches.unmatched) == (2, ("attn.norm_qkv.weight",))
     for i, x in enumerate("qkv"):
         rows = slice(6 * i, 6 * i + 6)
-        np.testing.assert_allclose(file.change(f"attn.to_{x}.weight", 2.0), 2 * up[rows] @ DOWN, rtol=1e-6)
-        np.testing.assert_array_equal(file.change(f"attn.add_{x}.weight", 1.0), diff[rows])
+        np.testing.assert_allclose(file.change(f"attn.to_{x}.weight", 2.0, ZEROS), 2 * up[rows] @ DOWN, rtol=1e-6)
+        np.testing.assert_array_equal(file.change(f"attn.add_{x}.weight", 1.0, ZEROS), diff[rows])
 
 
 @pytest.mark.parametrize(("rows", "sizes"), [(17, (6, 6, 6)), (6, (6, 6, 6)), (14, (6, 4, 4))])
@@ -184,7 +185,7 @@ def test_peft_may_set_alpha_by_module(pattern, opened):
     patterns = {"k": 1, "lin.*": 2, pattern: 5, ".*": 3}
     config = {"transformer.lora_alpha": 8, "transformer.alpha_pattern": patterns, "text_encoder.lora_alpha": 9}
     file = opened(PEFT_PAIR, {PEFT_METADATA: json.dumps(config)})
-    np.testing.assert_allclose(file.change("blocks.0.attn1.to_q.weight", 1.0), 5 / 2 * UP @ DOWN, rtol=1e-6)
+    np.testing.assert_allclose(file.change("blocks.0.attn1.to_q.weight", 1.0, ZEROS), 5 / 2 * UP @ DOWN, rtol=1e-6)
     assert says(str(file.matches), "'k' 'lin.*' '.*'")
     assert repr(pattern) not in str(file.matches)
 
@@ -208,9 +209,9 @@ def test_peft_may_set_alpha_by_module(pattern, opened):
 )
 def test_alpha_may_stand_in_the_metadata(metadata, scale, opened):
     file = opened(PAIR, metadata)
-    np.testing.assert_allclose(file.change("blocks.0.attn1.to_q.weight", 1.0), scale * UP @ DOWN, rtol=1e-6)
+    np.testing.assert_allclose(file.change("blocks.0.attn1.to_q.weight", 1.0, ZEROS), scale * UP @ DOWN, rtol=1e-6)
     own = opened(PAIR | {f"{Q}.alpha": np.array([[3]], np.int64)}, metadata)  # is nearer
-    np.testing.assert_allclose(own.change("blocks.0.attn1.to_q.weight", 1.0), 1.5 * UP @ DOWN, rtol=1e-6)
+    np.testing.assert_allclose(own.change("blocks.0.attn1.to_q.weight", 1.0, ZEROS), 1.5 * UP @ DOWN, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "style.safetensors"])
@@ -220,10 +221,10 @@ def test_peft_s_config_may_stand_beside_the_file(name, opened, tmp_path):
     path = tmp_path / name
     save_safetensors(path, pair)
     specs = {f"dit.{key}": spec for key, spec in SPECS.items()}  # PEFT's name of a module, on which `^` stands
-    change = LoraFile(path, specs, TRANSFORMER).change("dit.blocks.0.attn1.to_q.weight", 1.0)
+    change = LoraFile(path, specs, TRANSFORMER).change("dit.blocks.0.attn1.to_q.weight", 1.0, ZEROS)
     np.testing.assert_allclose(change, 3 * UP @ DOWN, rtol=1e-6)
     other = opened(PAIR, name="other.safetensors")  # is not PEFT's
-    np.testing.assert_allclose(other.change("blocks.0.attn1.to_q.weight", 1.0), UP @ DOWN, rtol=1e-6)
+    np.testing.assert_allclose(other.change("blocks.0.attn1.to_q.weight", 1.0, ZEROS), UP @ DOWN, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -277,7 +278,7 @@ def test_a_file_with_too_few_matches_is_refused(unmatched, opened):
         ({f"{Q}.lora_down.weight": DOWN}, f"{Q}.lora_down.weight"),
         (PAIR | {f"{Q}.lora_A.weight": DOWN}, "one of them is right"),
         (PAIR | {f"{Q}.dora_scale": UP}, f"{Q}.dora_scale"),
-        ({f"{Q}.hada_w1_a": UP}, "a change of another kind"),
+        ({f"{Q}.hada_w1_a": UP}, f"{Q}.hada_w1_a LoHa"),
         ({f"{Q}.diff": np.ones((6, 4), np.int8)}, "int8 floating dtype"),
         (PAIR | {f"{Q}.alpha": np.ones(2, np.float32)}, f"{Q}.alpha [2] one number"),
         (PAIR | {f"{Q}.alpha": np.array(True)}, f"{Q}.alpha bool one number"),

@@ -3,6 +3,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,9 +14,11 @@ from diffusers import WanPipeline, WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
 from tests.parity.references import StateDict, randomise
+from tests.support.words import naming
 from wanjax.checkpoints import lora, lora_scales, modules
 from wanjax.converters.wan import diffusers as wan
 from wanjax.converters.wan import original
+from wanjax.errors import WanjaxError
 from wanjax.layers.placement import as_shapes
 from wanjax.models.wan.transformer import WanTransformer
 
@@ -217,3 +220,67 @@ def test_files_by_peft_are_merged_as_peft_does(options, tmp_path):
     ours, (matches,) = merged((lora.Lora(str(tmp_path)).named().file, 1.0))
     assert not matches.doubtful
     assert_equal(ours, StateDict(module.merge_and_unload()))
+
+
+TARGETS = [name.removeprefix("blocks.0.") for name in NAMES if name.startswith("blocks.0.")]
+
+
+def adapter(config, path):
+    """Returns the reference with an adapter of random weights by PEFT, which is saved in a folder."""
+    module = peft.get_peft_model(reference(), config)
+    for i, parameter in enumerate(module.parameters()):
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(i))
+    module.save_pretrained(path)
+    return module
+
+
+def other(how: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return how | more
+
+
+MERGED = {
+    "DoRA": lambda **how: peft.LoraConfig(**how, lora_alpha=9, use_dora=True),
+    "DoRA of a kernel": lambda **how: peft.LoraConfig(**other(how, target_modules=["patch_embedding"]), use_dora=True),
+    "biases of the modules": lambda **how: peft.LoraConfig(**how, bias="lora_only"),
+    "all biases": lambda **how: peft.LoraConfig(**how, bias="all"),
+    "a module": lambda **how: peft.LoraConfig(**how, modules_to_save=["proj_out"]),
+    "LoHa": lambda **how: peft.LoHaConfig(**how, alpha=6, alpha_pattern={"to_q": 3}, rank_pattern={"to_v": 2}),
+    "LoKr": lambda **how: peft.LoKrConfig(**other(how, r=2), alpha=6, alpha_pattern={"to_q": 3}),
+    "LoKr of four factors": lambda **how: peft.LoKrConfig(**other(how, r=1), alpha=6, decompose_both=True),
+    "whole LoKr": lambda **how: peft.LoKrConfig(**other(how, r=16), alpha=6),
+    "AdaLoRA": lambda **how: peft.AdaLoraConfig(
+        target_modules=how["target_modules"], init_r=RANK, target_r=2, lora_alpha=9, total_step=100
+    ),
+    "VeLoRA": lambda **how: peft.LoraConfig(**how, velora_config=peft.VeloraConfig()),
+}
+
+
+@pytest.mark.parametrize("kind", MERGED)
+def test_adapters_of_other_kinds_are_merged_as_peft_does(kind, tmp_path):
+    module = adapter(MERGED[kind](r=RANK, target_modules=TARGETS), tmp_path)
+    ours, (matches,) = merged((lora.Lora(str(tmp_path)).named().file, 1.0))
+    assert not matches.doubtful
+    base, changed = StateDict(reference()), 0
+    for key, weights in StateDict(module.merge_and_unload()).tensors.items():
+        assert np.abs(ours.read(key) - weights).max() <= 1e-6 * np.abs(weights).max(), key
+        changed += not np.array_equal(weights, base.read(key))
+    assert changed >= (1 if kind == "DoRA of a kernel" else len(NAMES))
+
+
+REFUSED = {
+    "BD-LoRA": (lambda: peft.LoraConfig(use_bdlora=BLOCKS, target_modules=["to_q", "net.2"], r=RANK), "use_bdlora"),
+    "KaSA": (lambda: peft.LoraConfig(kasa_config=peft.KasaConfig(), target_modules=["to_q"], r=RANK), "kasa_config"),
+    "HiRA": (lambda: peft.HiraConfig(target_modules=["to_q"], r=RANK), "HIRA"),
+    "VeRA": (lambda: peft.VeraConfig(target_modules=["attn1.to_q"], r=RANK), "VERA"),
+    "IA3": (lambda: peft.IA3Config(target_modules=["to_q"], feedforward_modules=[]), "IA3"),
+}
+BLOCKS = peft.BdLoraConfig(target_modules_bd_a=["net.2"], target_modules_bd_b=["to_q"], nblocks=2)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_adapters_of_other_formulas_are_refused_by_name(kind, tmp_path):
+    config, name = REFUSED[kind]
+    adapter(config(), tmp_path)
+    with pytest.raises(WanjaxError, match=naming(f"adapter_config.json {name}")):
+        merged((lora.Lora(str(tmp_path)).named().file, 1.0))

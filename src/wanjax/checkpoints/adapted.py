@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from wanjax.checkpoints.files import Reader
-from wanjax.checkpoints.lora import Lora, LoraFile, Merged
+from wanjax.checkpoints.lora import Lora, LoraFile, Merged, experts_in
 from wanjax.checkpoints.networks import Kinds, network
 from wanjax.checkpoints.sources import Source, Wrapped
 from wanjax.converters.names import Names
@@ -23,8 +23,8 @@ class AdaptedSource(Wrapped):
     """A source whose transformers have LoRAs merged in; everything else is unchanged.
 
     `note` receives a sentence on what was merged from each file; where it is None, a warning lists what was not.
-    Raises WanjaxError where a file cannot be found or read, too little of it fits the transformer, or the source lacks
-    the expert that it is for.
+    A file that tells two experts apart changes each by its own half. Raises WanjaxError where a file cannot be found or
+    read, too little of it fits the transformer, or the source lacks the expert that it is for.
     """
 
     def __init__(self, source: Source, loras: Sequence[Lora], kinds: Kinds, note: Note | None = None):
@@ -40,9 +40,17 @@ class AdaptedSource(Wrapped):
                 raise WanjaxError(f"{lora} is for one of two experts, which {source.name} has not: leave {expert} out")
             self.read[lora.file] = lora.path
             self.loras.append((str(replace(lora, file=lora.path.name)), lora.path))
+            experts = experts_in(lora.path)
+            if len(present) > 1 and experts:
+                chosen = [name for name in chosen if PREFIXES[name] in experts]
+                if not chosen:
+                    held = " and ".join(experts)
+                    raise WanjaxError(
+                        f"{lora} is for one expert, and the file changes the other, {held}: write {held}="
+                    )
             for name in chosen:
-                found = network(source, name, kinds)
-                file = LoraFile(lora.path, found.specs, found.kind.lora_names or Names([]))
+                found, expert = network(source, name, kinds), PREFIXES[name] if len(present) > 1 and experts else None
+                file = LoraFile(lora.path, found.specs, found.kind.lora_names or Names([]), expert)
                 self._files[name].append((file, lora.strength))
                 told = str(file.matches)
                 if note:

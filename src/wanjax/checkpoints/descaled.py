@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """8-bit weights with their scales multiplied in.
 
-A scale is a tensor beside its weight: `scale_weight` in ComfyUI's older files and musubi-tuner's, `weight_scale` in its
-newer ones (QUANTIZATION.md of ComfyUI) and those of compressed-tensors and LightX2V, `weight_scale_inv` in DeepSeek's
-and transformers', which is multiplied too, in spite of its name. Its shape tells what each of its numbers is for.
+A scale is a tensor beside its weight: `scale_weight` in ComfyUI's older files, musubi-tuner's and what LightX2V writes
+for ComfyUI, `weight_scale` in ComfyUI's newer ones (its QUANTIZATION.md) and those of compressed-tensors and LightX2V
+(tools/convert/converter.py), `weight_scale_inv` in DeepSeek's and transformers', which is multiplied too, in spite of
+its name. Its shape tells what each of its numbers is for. By the first two names the weight is 8-bit floats or
+integers, of which compressed-tensors may have the one that stands for 0 too.
 thu-ml/TurboDiffusion (turbodiffusion/ops/core.py), quanto (tensor/weights/qbytes.py) and torchao
 (prototype/safetensors/safetensors_support.py) have another name in place of `weight`; torchao may have the integer that
 stands for 0 too. In bitsandbytes the scale is the size of 127 (functional.int8_vectorwise_dequant).
@@ -39,8 +41,8 @@ class Spelling(NamedTuple):
 
 
 SPELLINGS = (
-    Spelling("weight", "scale_weight"),
-    Spelling("weight", "weight_scale"),
+    Spelling("weight", "scale_weight", whole=None),
+    Spelling("weight", "weight_scale", "weight_zero_point", whole=None),
     Spelling("weight", "weight_scale_inv"),
     Spelling("weight", "SCB", whole=True, steps=127),
     Spelling("int8_weight", "scale", whole=True, made=jnp.bfloat16),

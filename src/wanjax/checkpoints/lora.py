@@ -1,60 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA: low-rank or full changes of a network's weights, merged while the weights are read.
+"""LoRA and its relatives: changes of a network's weights, merged while the weights are read.
 
-A file names the changed modules in the layout of diffusers or of the authors, with one of several prefixes, or with
-underscores for dots, and may have q, k and v as one module. It calls the two factors `lora_A` and `lora_B`, or
-`lora_down` and `lora_up`. All variants become changes of the tensors of one checkpoint, whose scales are those of
-`lora_scales`. `Merged` is that checkpoint with the changes added in float32, in the layout of its files, so the
-conversion that follows needs no special case.
-Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2106.09685; W + strength · alpha / rank · B A.
+A file names the changed modules in the layout of diffusers or of the authors, or with underscores for dots, and may
+have q, k and v as one module; `lora_keys` reads its keys. All variants become changes of the tensors of one checkpoint,
+by the formulas of `lora_products` and with the scales of `lora_scales`. `Merged` is that checkpoint with the changes
+added in float32, in the layout of its files, so the conversion that follows needs no special case.
+
+A merged weight is W + strength · (changed - W), where changed is W + scale · product (LoRA, LoHa, LoKr), that with the
+norms of DoRA, W + difference, or the file's own tensor (PEFT's `bias` and `modules_to_save`). So a strength of 0 is W,
+the changes of several files are added, and their order does not matter.
 """
 
 import json
 import math
 import os
 import re
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
-from wanjax.checkpoints.files import MappedFile, Reader, Spec
+from wanjax.checkpoints.files import Reader, Spec
 from wanjax.checkpoints.hub import locate_file
-from wanjax.checkpoints.lora_scales import PEFT_CONFIG, PEFT_PREFIX, Scales
+from wanjax.checkpoints.lora_changes import Change, changes_in
+from wanjax.checkpoints.lora_keys import HIGH, LOW, experts_of
+from wanjax.checkpoints.lora_products import magnitude_axis, set_norms
+from wanjax.checkpoints.lora_scales import PEFT_CONFIG
 from wanjax.checkpoints.readers import SUFFIXES, View, open_tensors
 from wanjax.converters.names import Names
+from wanjax.converters.transforms import Shape
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import Attention
 
-NOISE_LEVELS = ("high", "low")  # the names of a model's two experts
-PREFIXES = (
-    *(PEFT_PREFIX, "model.diffusion_model.", "diffusion_model.", "transformer."),
-    *("lora_unet__", "lora_unet_"),  # VideoX-Fun's trainer writes two underscores, kohya's one
-)
-ROLES = {  # the end of a key -> its role, and the end of the name of the tensor that it changes
-    ".lora_A.weight": ("down", ".weight"),
-    ".lora_A.default.weight": ("down", ".weight"),
-    ".lora_A": ("down", ".weight"),
-    ".lora_down.weight": ("down", ".weight"),
-    ".lora.down.weight": ("down", ".weight"),
-    ".lora_B.weight": ("up", ".weight"),
-    ".lora_B.default.weight": ("up", ".weight"),
-    ".lora_B": ("up", ".weight"),
-    ".lora_up.weight": ("up", ".weight"),
-    ".lora.up.weight": ("up", ".weight"),
-    ".alpha": ("alpha", ".weight"),
-    ".diff": ("diff", ".weight"),
-    ".diff_b": ("diff", ".bias"),
-    ".diff_m": ("diff", ".modulation"),
-    ".lora_B.bias": ("scaled diff", ".bias"),
-    ".lora_B.default.bias": ("scaled diff", ".bias"),
-}
-OTHER_KINDS = ("dora_scale", "lora_magnitude_vector", "hada_", "lokr_", "lora_mid", "oft_", "reshape_weight")
+NOISE_LEVELS = (HIGH, LOW)  # the names of a model's two experts
 ONE_OF_THREE = re.compile(r"((?:.*_)?)[qkv]((?:_.*)?)")  # the names of a query's, a key's or a value's projection
 OWN = "wanjax"  # the entry of a file's metadata that a training here writes: JSON
 ENOUGH = 0.5  # fraction of a file's changes that must fit; with fewer the file is for another model
@@ -154,13 +135,6 @@ def _first(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (" and so on" if len(names) > 3 else "")
 
 
-class Change(NamedTuple):
-    """The change of a tensor: `scale` times one tensor of the file, or times the product of two."""
-
-    factors: tuple[str, ...]
-    scale: float
-
-
 class Target(NamedTuple):
     """A tensor of the network that a tensor of a file is, or is a part of.
 
@@ -171,7 +145,7 @@ class Target(NamedTuple):
     parts: tuple[int, ...] = (0,)
     of: int = 1
 
-    def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def whole(self, shape: Shape) -> Shape:
         """Returns the shape of the file's tensor, given that of the network's."""
         return (shape[0] // len(self.parts) * self.of, *shape[1:]) if self.of > 1 else shape
 
@@ -199,45 +173,94 @@ def trained_attention(path: Path) -> Attention | None:
         raise WanjaxError(f"the metadata of {path} tell no attention: {error}") from error
 
 
+def experts_in(path: Path) -> set[str]:
+    """Returns the experts, "high" and "low", that a file changes; none where it does not tell them apart."""
+    return experts_of(open_tensors(path).specs)
+
+
 class LoraFile:
     """The changes in a file, by the tensors of one network that they change.
 
-    specs: the network's tensors by their names in diffusers; names: the translation to and from the authors' names.
-    Raises WanjaxError if the file cannot be read, is incomplete, holds changes of another kind, or too few of its
-    changes fit the network.
+    specs: the network's tensors by their names in diffusers; names: the translation to and from the authors' names;
+    expert: which of two the network is, where the file tells them apart. Raises WanjaxError if the file cannot be read,
+    is incomplete, holds changes of another kind, or too few of its changes fit the network.
     """
 
-    def __init__(self, path: Path, specs: Mapping[str, Spec], names: Names):
+    def __init__(self, path: Path, specs: Mapping[str, Spec], names: Names, expert: str | None = None):
         self._reader = open_tensors(path)
         self._changes: dict[str, tuple[Change, Target]] = {}
-        changes, unmatched, idle = _changes(self._reader)
         known, matched = _targets(specs, names), 0
+        changes, unmatched, idle = changes_in(self._reader, known, expert)
         for name, change in changes.items():
             targets, shape = known.get(name, []), self._shape(change)
             right = {target.whole(specs[target.key].shape) for target in targets}
             if not targets:
                 unmatched.append(name)
-            elif right != {shape}:
+            elif len(right) != 1 or not _fits(shape, *right):
                 unmatched.append(
                     f"{name} of shape {list(shape)}, where {' or '.join(map(str, map(list, right)))} is right"
                 )
             else:
-                self._changes |= {target.key: (change, target) for target in targets}
+                if change.magnitude is not None:
+                    self._check_norms(name, change, *right, targets[0])
+                for target in targets:
+                    if (there := self._changes.setdefault(target.key, (change, target))) != (change, target):
+                        keys = (next(iter(each.factors.values())) for each in (there[0], change))
+                        raise WanjaxError(f"{path} holds both {' and '.join(keys)}: one of them is right")
                 matched += 1
-        self.matches = Matches(str(path), matched, tuple(unmatched), tuple(idle))
+        file = f"{path} ({expert} noise)" if expert else str(path)
+        self.matches = Matches(file, matched, tuple(unmatched), tuple(idle))
         if matched < max(1, ENOUGH * (matched + len(unmatched))):
             raise WanjaxError(f"{self.matches}: a LoRA for this model is needed")
 
     def __contains__(self, target: str) -> bool:
         return target in self._changes
 
-    def change(self, target: str, strength: float) -> np.ndarray:
-        """Returns the float32 array to add to a tensor, times the strength; raises WanjaxError if it is not finite."""
+    def change(self, target: str, strength: float, base: np.ndarray) -> np.ndarray:
+        """Returns the float32 array to add to a tensor; raises WanjaxError if it is not finite.
+
+        base: the tensor, in float32.
+        """
         change, place = self._changes[target]
-        factors = [self._finite(key) for key in change.factors]
-        factors[0] = place.part(factors[0])
-        factors[0] *= np.float32(strength * change.scale)
-        return factors[0] if len(factors) == 1 else _product(*factors)
+        relative = change.magnitude is not None or change.replaces
+        factors = {role: self._finite(key) for role, key in change.factors.items()}
+        with np.errstate(over="ignore", invalid="ignore"):
+            next(iter(factors.values()))[...] *= np.float32(change.scale * (1.0 if relative else strength))
+            x = place.part(change.formula.product(factors).reshape(place.whole(base.shape)))
+            if change.magnitude is not None:
+                x += base
+                self._set_norms(x, change, place)
+            if relative:
+                x -= base
+                x *= np.float32(strength)
+            if not np.isfinite(x.sum()) and not np.isfinite(x).all():
+                what = f"{self._reader.path} makes of {', '.join(change.factors.values())} numbers that are not finite"
+                raise WanjaxError(
+                    f"{what}, at the scale {change.scale:g}: a smaller strength or another file is needed"
+                )
+        return x
+
+    def _set_norms(self, x: np.ndarray, change: Change, place: Target) -> None:
+        """Gives the changed weight, in place, the norms of DoRA."""
+        norms, shape = self._finite(str(change.magnitude)).ravel(), place.whole(x.shape)
+        if self._norms_axis(change, shape) == 0:
+            set_norms(x, place.part(norms), 0)
+        else:
+            set_norms(x, norms, 1)
+
+    def _norms_axis(self, change: Change, shape: Shape) -> int | None:
+        magnitude = self._reader.specs[str(change.magnitude)].shape
+        return magnitude_axis(magnitude, shape, of_rows=change.of_rows)
+
+    def _check_norms(self, name: str, change: Change, shape: Shape, place: Target) -> None:
+        """Raises WanjaxError where DoRA's norms do not fit a weight, or are of the columns of several."""
+        axis = self._norms_axis(change, shape)
+        told = f"{self._reader.path} holds {change.magnitude}"
+        if axis is None:
+            has = list(self._reader.specs[str(change.magnitude)].shape)
+            raise WanjaxError(f"{told} of shape {has}, where a norm for each row of {name}, {list(shape)}, is right")
+        if axis == 1 and place.of > len(place.parts):
+            raise WanjaxError(f"{told}, norms of the columns of q, k and v in one: a file with each of them is needed")
 
     def _finite(self, key: str) -> np.ndarray:
         """Returns a tensor of the file in float32; raises WanjaxError if any of its numbers is not finite."""
@@ -246,14 +269,9 @@ class LoraFile:
             raise WanjaxError(f"{path} holds {key} with numbers that are not finite: the file is damaged, get it again")
         return x
 
-    def _shape(self, change: Change) -> tuple[int, ...]:
+    def _shape(self, change: Change) -> Shape:
         """Returns the shape of a change; empty if the factors do not fit each other."""
-        shapes = [self._reader.specs[key].shape for key in change.factors]
-        if len(shapes) == 1:
-            return shapes[0]
-        up, down = shapes
-        fits = len(up) > 1 and len(down) > 1 and math.prod(up[1:]) == down[0]
-        return (*up[:1], *down[1:]) if fits else ()
+        return change.formula.shape({role: self._reader.specs[key].shape for role, key in change.factors.items()})
 
 
 class Merged(View):
@@ -268,21 +286,25 @@ class Merged(View):
         }
 
     def read(self, key: str) -> np.ndarray:
-        x = self._reader.read(key)
-        if files := self._changing(key):
-            x = x.astype(np.float32)
-        for file, strength in files:
-            x += file.change(key, strength)
-        return x
+        x, files = self._reader.read(key), self._changing(key)
+        if not files:
+            return x
+        base = x.astype(np.float32)
+        (first, strength), *others = files
+        total = first.change(key, strength, base)
+        for file, strength in others:
+            total += file.change(key, strength, base)
+        total += base
+        return total
 
     def _changing(self, key: str) -> list[tuple[LoraFile, float]]:
         """Returns the files that change a tensor, with their strengths."""
         return [(file, strength) for file, strength in self._files if key in file]
 
 
-def _product(up: np.ndarray, down: np.ndarray) -> np.ndarray:
-    """Multiplies two matrices, or composes the kernels of two convolutions, `up` of size 1."""
-    return (up.reshape(len(up), -1) @ down.reshape(len(down), -1)).reshape(len(up), *down.shape[1:])
+def _fits(shape: Shape, right: Shape) -> bool:
+    """Tells whether a change is of the right shape, or of that of a convolution's kernel with flat rows."""
+    return bool(shape) and shape in (right, (right[0], math.prod(right[1:])))
 
 
 def _targets(specs: Mapping[str, Spec], names: Names) -> dict[str, list[Target]]:
@@ -296,7 +318,8 @@ def _targets(specs: Mapping[str, Spec], names: Names) -> dict[str, list[Target]]
             theirs = Target(key, (1, 0), 2) if names.exchanges(ours) else target
             for name, place in ((ours, target), *((name, theirs) for name in names.all_theirs(ours))):
                 module, dot, leaf = name.rpartition(".")
-                for spelling in dict.fromkeys((name, f"{module.replace('.', '_')}{dot}{leaf}")):
+                underscored = (f"{module.replace('.', '_')}{dot}{leaf}", name.replace(".", "_"))
+                for spelling in dict.fromkeys((name, *underscored)):
                     found.setdefault(spelling, []).append(place)
     return found
 
@@ -312,63 +335,3 @@ def _fused(key: str, specs: Mapping[str, Spec]) -> tuple[str, int] | None:
         return None
     whole, *three = (f"{where}{dot}{found[1]}{x}{found[2]}.{leaf}" for x in ("qkv", *"qkv"))
     return (whole, three.index(key)) if all(name in specs for name in three) else None
-
-
-def _changes(reader: MappedFile) -> tuple[dict[str, Change], list[str], list[str]]:
-    """Returns the changes by the file's names of the changed tensors, without prefixes.
-
-    Returns also the keys of no change, and the patterns of alphas and ranks that fit no module.
-    """
-    found, parts, unknown = {}, *_parts(reader)
-    scales = Scales(reader)
-    for module, keys in parts.items():
-        up, down, alpha = (keys.pop((role, ".weight"), None) for role in ("up", "down", "alpha"))
-        scale = 1.0
-        if up and down:
-            scale = scales.scale(_as_peft(down, module), _rank(reader, down), alpha)
-            found[f"{module}.weight"] = Change((up, down), scale)
-        elif up or down:
-            raise WanjaxError(f"{reader.path} holds {up or down} without its other factor: a complete file is needed")
-        elif alpha:
-            unknown.append(alpha)
-        for (role, leaf), key in keys.items():
-            if (there := found.get(module + leaf)) is not None:
-                raise WanjaxError(f"{reader.path} holds both {there.factors[0]} and {key}: one of them is right")
-            found[module + leaf] = Change((key,), scale if role == "scaled diff" else 1.0)
-    return found, unknown, scales.idle
-
-
-def _parts(reader: MappedFile) -> tuple[dict[str, dict[tuple[str, str], str]], list[str]]:
-    """Returns the file's keys by the module that they change and their role in the change, and the keys of no role."""
-    found: defaultdict[str, dict[tuple[str, str], str]] = defaultdict(dict)
-    path, unknown = reader.path, []
-    for key, spec in reader.specs.items():
-        if any(kind in key for kind in OTHER_KINDS):
-            raise WanjaxError(f"{path} holds {key}, a change of another kind than LoRA: only LoRA and diffs are merged")
-        name = key
-        for prefix in PREFIXES:
-            name = name.removeprefix(prefix)
-        ending = next((ending for ending in ROLES if name.endswith(ending)), None)
-        role = ROLES.get(ending or "", ("", ""))
-        if role[0] != "alpha" and not jnp.issubdtype(spec.dtype, jnp.floating):
-            raise WanjaxError(f"{path} holds {key} as {spec.dtype} where a floating dtype is right")
-        if ending is None:
-            unknown.append(key)
-            continue
-        module = name.removesuffix(ending)
-        if role in found[module]:
-            raise WanjaxError(f"{path} holds both {found[module][role]} and {key}: one of them is right")
-        found[module][role] = key
-    return found, unknown
-
-
-def _as_peft(down: str, module: str) -> str:
-    """Returns the name by which PEFT knows a module, given a factor's key: in its own files, all after its prefix."""
-    if not down.startswith(PEFT_PREFIX):
-        return module
-    return down.removeprefix(PEFT_PREFIX).rpartition(".lora")[0]
-
-
-def _rank(reader: Reader, down: str) -> int:
-    shape = reader.specs[down].shape
-    return shape[0] if shape else 0

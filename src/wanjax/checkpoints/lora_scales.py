@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scales of LoRAs' products: alpha / rank, wherever alpha is told.
+"""Scales of changes: alpha / rank, wherever alpha is told.
 
 A tensor `alpha` of the module comes first, then PEFT's config, then the metadata of trainers. PEFT's config is an entry
 of the file's metadata, or a JSON file beside it. It has an alpha and a rank for all modules, and patterns for some.
@@ -19,15 +19,20 @@ import numpy as np
 import regex
 
 from wanjax.checkpoints.files import MappedFile
+from wanjax.checkpoints.lora_keys import KINDS, PEFT_PREFIX
 from wanjax.errors import WanjaxError, shown
 
 PEFT_METADATA = "lora_adapter_metadata"  # the entry of a file's metadata in which diffusers stores PEFT's config
 CONFIGS = (PEFT_METADATA, "lora_config")  # the latter is finetrainers'
 PEFT_FILE, PEFT_CONFIG = "adapter_model", "adapter_config.json"  # PEFT stores it in a file of its own
-PEFT_PREFIX = "base_model.model."  # of the keys in PEFT's files, by which a renamed one is known
 ALPHAS = ("network_alpha", "ss_network_alpha")  # entries of trainers' metadata; the latter is kohya's
 ENTRIES = ("lora_alpha", "r", "use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
 DEFAULT_ALPHA = 8  # PEFT's, for a config without one
+PEFT_TYPES = ("LORA", "LOHA", "LOKR", "ADALORA")
+ADAPTIVE_RANK, ADAPTIVE_EPSILON = 12, 1e-5  # AdaLoRA's initial rank in PEFT by default, and what PEFT adds to it
+OTHER_FORMULAS = (  # entries of PEFT's config, which make another change of the same factors
+    *("use_bdlora", "kasa_config", "monteclora_config", "arrow_config", "alora_invocation_tokens"),
+)
 MOVED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")  # beginnings of factors that change the base weights too
 CONFIG_BYTES = 2**24
 PATTERN_LENGTH = 500  # letters
@@ -41,12 +46,17 @@ class Scales:
     def __init__(self, reader: MappedFile):
         self._reader = reader
         self._where, self._config = _config(reader)
-        if self._config.get("use_dora"):
-            raise WanjaxError(f"{self._where} says use_dora, a change of another kind than LoRA: only LoRA is merged")
+        kind = self._config.get("peft_type") or "LORA"
+        if str(kind).upper() not in PEFT_TYPES:
+            raise WanjaxError(f"{self._where} says peft_type {shown(kind)}, a change of another kind: {KINDS}")
+        if entry := next(filter(self._config.get, OTHER_FORMULAS), None):
+            raise WanjaxError(f"{self._where} says {entry}, by which the factors make another change: {KINDS}")
+        self._adaptive = str(kind).upper() == "ADALORA"
         if str(start := self._config.get("init_lora_weights")).lower().startswith(MOVED_BASES):
             how = "whose factors change the weights that they begin with"
             raise WanjaxError(f"{self._where} says init_lora_weights {start!r}, {how}: PEFT can save it as plain LoRA")
-        self._patterns = {name: self._compiled(name) for name in ("alpha_pattern", "rank_pattern")}
+        tables = ("alpha_pattern", "rank_pattern")  # AdaLoRA's tell what was pruned, which the file is without
+        self._patterns = {name: {} if self._adaptive else self._compiled(name) for name in tables}
         self._used: set[tuple[str, str]] = set()
         self._left = PATTERN_SECONDS
 
@@ -56,22 +66,50 @@ class Scales:
         each = ((table, text) for table, patterns in self._patterns.items() for text in patterns)
         return [f"the {table} {text!r}" for table, text in each if (table, text) not in self._used]
 
-    def scale(self, module: str, rank: int, alpha: str | None) -> float:
+    @property
+    def of_values(self) -> bool:
+        """Whether the file may have tensors by their own names, which are in place of the network's, as PEFT's may."""
+        trained = self._config.get("modules_to_save") or self._config.get("bias", "none") != "none"
+        return bool(trained) or any(key.startswith(PEFT_PREFIX) for key in self._reader.specs)
+
+    def check_plain(self, key: str) -> None:
+        """Raises WanjaxError where a product without a magnitude, of which `key` is a factor, is not what is told."""
+        if self._config.get("use_dora"):
+            raise WanjaxError(f"{self._where} says use_dora, and {key} has no magnitude: a complete file is needed")
+
+    def scale(self, module: str, rank: int | None, alpha: str | None) -> float:
         """Returns the scale of a product of this rank; 1 if nothing tells alpha.
 
-        module: the name by which patterns know it; alpha: the key of its tensor, if there is one.
+        module: the name by which patterns know it; alpha: the key of its tensor, if there is one. A product of whole
+        matrices has no rank: alpha counts by PEFT's config alone, which tells the rank.
         """
-        if not rank:  # such a product is nothing
+        if rank == 0:  # such a product is nothing
             return 1.0
         if alpha is not None:
-            return self._stored(alpha) / rank
+            number = self._stored(alpha)
+            return 1.0 if rank is None else number / rank
         if not self._config:
             return 1.0
-        told = self._entry("alpha_pattern", module, self._config.get("lora_alpha", DEFAULT_ALPHA))
+        usual = self._config.get("lora_alpha", self._config.get("alpha", DEFAULT_ALPHA))
+        told = self._entry("alpha_pattern", module, usual)
         known = self._entry("rank_pattern", module, self._config.get("r"))
-        if known is not None and known != rank:
+        if rank is None and (known is None or known <= 0):
+            return 1.0
+        if rank is not None and known is not None and known != rank:
             raise WanjaxError(f"{self._where} gives {module} the rank {known} where its factors have {rank}")
-        return told / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
+        divisor = float(known or 0) if rank is None else rank
+        return told / (math.sqrt(divisor) if self._config.get("use_rslora") else divisor)
+
+    def adaptive_scale(self, key: str) -> float:
+        """Returns the scale of AdaLoRA's products, which is that of the rank at the beginning; `key` is a tensor's."""
+        if not self._adaptive:
+            what = f"{self._reader.path} holds {key}, a part of AdaLoRA"
+            raise WanjaxError(f"{what}, whose scale stands in PEFT's {PEFT_CONFIG}: put it beside the file")
+        rank = self._number(self._config.get("init_r", ADAPTIVE_RANK), "init_r")
+        alpha = self._number(self._config.get("lora_alpha", DEFAULT_ALPHA), "lora_alpha")
+        if rank < 1:
+            raise WanjaxError(f"{self._where} has the init_r {rank} where a rank is right")
+        return (alpha if alpha > 0 else rank) / (rank + ADAPTIVE_EPSILON)
 
     def _stored(self, key: str) -> float:
         """Returns the number that a tensor holds."""
@@ -89,11 +127,13 @@ class Scales:
         if found is not None:
             self._used.add((table, found))
         value = otherwise if found is None else self._config[table][found]
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not number and value is not None:
-            raise WanjaxError(f"{self._where} has {shown(value)} for {module} where a finite number is right")
         if value is None and table == "alpha_pattern":
             raise WanjaxError(f"{self._where} has no number lora_alpha for {module}")
+        return None if value is None else self._number(value, module)
+
+    def _number(self, value: Any, name: str) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise WanjaxError(f"{self._where} has {shown(value)} for {name} where a finite number is right")
         return value
 
     def _compiled(self, table: str) -> dict[str, Any]:

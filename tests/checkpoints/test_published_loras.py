@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA files by the keys and shapes of published ones, held against the published networks: each change is placed.
+
+The numbers of changes are those of the publishers' own files; sources are beside each.
+"""
+
+import re
+
+import pytest
+
+from tests.support.published import hollow_file
+from tests.support.quick import quick
+from tests.support.words import naming
+from wanjax import registry
+from wanjax.checkpoints.lora import LoraFile
+from wanjax.converters.names import Names
+from wanjax.errors import WanjaxError
+
+T2V, I2V, SMALL, EXPERTS = "wan2.1-t2v-14b", "wan2.1-i2v-14b-480p", "wan2.1-t2v-1.3b", "wan2.2-t2v-a14b"
+VIDEO, COG = "hunyuanvideo1.5-720p-t2v", ("cogvideox-2b", "cogvideox-5b", "cogvideox1.5-5b-i2v")
+DOWN, UP, A, B = ".lora_down.weight", ".lora_up.weight", ".lora_A.weight", ".lora_B.weight"
+ATTENTION = r"self_attn\.[qkvo]|cross_attn\.(?:[qkvo]|k_img|v_img)|ffn\.[02]"  # Wan's projections, by its authors
+PUBLISHED_BYTES = 739_472_104  # of lightx2v's I2V 14B 480P cfg-step-distill LoRA of rank 64, as its page tells
+
+
+def network(name):
+    preset = registry.published(name)
+    assert preset is not None
+    return registry.family_with(preset).network_of(preset.architecture.networks["transformer"])
+
+
+def ours(name):
+    """Returns the shapes of a network's tensors by the names of diffusers."""
+    return {key: spec.shape for key, spec in network(name).specs.items()}
+
+
+def theirs(name):
+    """Returns the shapes of a network's tensors by the authors' names, some of which are of q, k and v together."""
+    names, found = network(name).kind.lora_names or Names([]), {}
+    for key, shape in ours(name).items():
+        together = names.theirs(re.sub(r"\.to_[qkv]\.", ".to_qkv.", key))
+        if names.theirs(key) or not together:
+            found[names.theirs(key) or key] = shape
+        else:
+            found[together] = (3 * shape[0], *shape[1:])
+    return found
+
+
+def factors(modules, down=A, up=B, *, prefix="", rank=32, alpha=False, under=False):
+    """Returns the shapes of a LoRA's tensors of modules, given the shapes of their weights."""
+    found = {}
+    for module, (rows, *others) in modules.items():
+        key = prefix + (module.replace(".", "_") if under else module)
+        found |= {f"{key}{down}": (rank, *others), f"{key}{up}": (rows, rank, *[1] * (len(others) - 1))}
+        found |= {f"{key}.alpha": ()} if alpha else {}
+    return found
+
+
+def linear(shapes, pattern=r".*"):
+    """Returns the modules with a matrix for a weight, of these names."""
+    each = ((key.removesuffix(".weight"), shape) for key, shape in shapes.items() if key.endswith(".weight"))
+    return {key: shape for key, shape in each if len(shape) == 2 and re.fullmatch(pattern, key)}
+
+
+def blocks(name):
+    return linear(theirs(name), rf"blocks\.\d+\.(?:{ATTENTION})")
+
+
+def opened(path, name, tensors, dtypes=None):
+    found = network(name)
+    file = hollow_file(path / "lora.safetensors", tensors, dtypes=dtypes)
+    return LoraFile(file, found.specs, found.kind.lora_names or Names([])).matches
+
+
+def distilled(name, *, modulation, head=True):
+    """Returns the tensors of a change of all weights: products of matrices, differences of all others.
+
+    modulation: `diff_m` as lightx2v's, `diff` as Kijai's extractions; None where there is none.
+    """
+    found = {}
+    for key, shape in theirs(name).items():
+        module, _, leaf = key.rpartition(".")
+        where = f"diffusion_model.{module}"
+        if leaf == "weight" and len(shape) == 2 and (head or not key.startswith("head.")):
+            found |= factors({where: shape}, DOWN, UP, rank=64)
+        elif leaf in ("weight", "bias"):
+            found[where + {"weight": ".diff", "bias": ".diff_b"}[leaf]] = shape
+        elif modulation:
+            found[{"diff_m": f"{where}.diff_m", "diff": f"diffusion_model.{key}.diff"}[modulation]] = shape
+    return found
+
+
+@pytest.mark.parametrize("modulation", ["diff_m", "diff"])
+@pytest.mark.parametrize(("name", "count"), [(T2V, 1095), (I2V, 1303), (SMALL, 825)])
+def test_a_distilled_lora_of_all_weights_is_merged_whole(name, count, modulation, tmp_path):
+    """ModelTC/LightX2V lora_loader.py; Kijai/WanVideo_comfy, whose extractions have `blocks.N.modulation.diff`."""
+    matches = opened(tmp_path, name, distilled(name, modulation=modulation))
+    assert (matches.matched, matches.unmatched) == (count, ())
+
+
+def test_the_published_size_is_that_of_these_names(tmp_path):
+    tensors = dict(sorted(distilled(I2V, modulation=None, head=False).items()))  # as safetensors writes them
+    assert opened(tmp_path, I2V, tensors).unmatched == ()
+    assert len(tensors) == 1749
+    assert (tmp_path / "lora.safetensors").stat().st_size == PUBLISHED_BYTES
+
+
+@pytest.mark.parametrize("name", [T2V, EXPERTS, "wan2.2-i2v-a14b"])
+def test_lightning_s_alphas_are_whole_numbers(name, tmp_path):
+    tensors = factors(blocks(name), DOWN, UP, prefix="diffusion_model.", rank=64, alpha=True)
+    dtypes = {key: "I64" for key in tensors if key.endswith(".alpha")}
+    matches = opened(tmp_path, name, tensors, dtypes=dtypes)
+    assert (matches.matched, matches.unmatched) == (400, ())
+
+
+def test_a_bias_of_one_layer_alone(tmp_path):
+    """AccVideo's has `time_projection.1.diff_b` beside its products."""
+    tensors = factors(blocks(T2V), DOWN, UP, prefix="diffusion_model.", rank=64)
+    matches = opened(tmp_path, T2V, tensors | {"diffusion_model.time_projection.1.diff_b": (30720,)})
+    assert (matches.matched, matches.unmatched) == (401, ())
+
+
+@pytest.mark.parametrize(
+    ("of", "on", "matched", "total"),
+    [(I2V, T2V, 1094, 1303), (T2V, I2V, 1094, 1095), (T2V, "wan2.1-vace-14b", 1095, 1095), (T2V, EXPERTS, 1095, 1095)],
+)
+def test_a_lora_of_a_relative_is_merged_where_it_fits(of, on, matched, total, tmp_path):
+    matches = opened(tmp_path, on, distilled(of, modulation="diff_m"))
+    assert (matches.matched, matches.matched + len(matches.unmatched)) == (matched, total)
+
+
+@pytest.mark.parametrize(("of", "on"), [(T2V, SMALL), (SMALL, T2V)])
+def test_a_lora_of_another_size_is_refused_by_its_shapes(of, on, tmp_path):
+    with pytest.raises(WanjaxError, match=naming("[5120, 5120] [1536, 1536]")):
+        opened(tmp_path, on, distilled(of, modulation="diff_m"))
+
+
+SPELLINGS = {
+    "musubi-tuner, kohya": ("lora_unet_", DOWN, UP, True, True),
+    "VideoX-Fun": ("lora_unet__", DOWN, UP, True, True),
+    "kohya, with PEFT's factors": ("lora_unet_", A, B, True, True),
+    "LyCORIS": ("lycoris_", DOWN, UP, True, True),
+    "OneTrainer": ("lora_transformer_", DOWN, UP, True, True),
+    "diffusion-pipe, ai-toolkit": ("diffusion_model.", A, B, False, False),
+    "ComfyUI, all in one": ("model.diffusion_model.", A, B, False, False),
+    "diffusers": ("transformer.", A, B, False, False),
+    "LightX2V's loader, unet": ("unet.", DOWN, UP, True, False),
+    "LightX2V's loader, model": ("model.", DOWN, UP, True, False),
+    "DiffSynth-Studio": ("pipe.dit.", A, B, False, False),
+    "DiffSynth-Studio, PEFT": ("", ".lora_A.default.weight", ".lora_B.default.weight", False, False),
+    "PEFT": ("base_model.model.", A, B, False, False),
+    "PEFT of a part": ("base_model.model.dit.", A, B, False, False),
+    "an adapter's name": ("", ".lora_A.lightx2v_t1.weight", ".lora_B.lightx2v_t1.weight", False, False),
+    "a parallel module": ("module.", A, B, False, False),
+    "a compiled module": ("_orig_mod.", A, B, False, False),
+    "Self-Forcing": ("generator.model.", A, B, False, False),
+    "Mochi's": ("diffusion_model.", ".lora_A", ".lora_B", False, False),
+    "old diffusers": ("", "_lora.down.weight", "_lora.up.weight", False, False),
+    "transformers": ("", ".lora_linear_layer.down.weight", ".lora_linear_layer.up.weight", False, False),
+    "diffusers, lora.down": ("transformer.", ".lora.down.weight", ".lora.up.weight", False, False),
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_every_spelling_is_read_whole(spelling, tmp_path):
+    prefix, down, up, alpha, under = SPELLINGS[spelling]
+    matches = opened(tmp_path, SMALL, factors(blocks(SMALL), down, up, prefix=prefix, alpha=alpha, under=under))
+    assert (matches.matched, matches.unmatched) == (300, ())
+
+
+def test_the_text_encoder_s_part_is_left_out_by_name(tmp_path):
+    text = {"encoder_block_0_layer_0_SelfAttention_q": (4096, 4096)}
+    tensors = factors(blocks(SMALL), DOWN, UP, prefix="lora_unet_", alpha=True, under=True)
+    matches = opened(tmp_path, SMALL, tensors | factors(text, DOWN, UP, prefix="lora_te_", alpha=True))
+    assert (matches.matched, len(matches.unmatched)) == (300, 1)
+
+
+PROJECTIONS = r"blocks\.\d+\.(?:attn[12]\.(?:to_[qkv]|to_out\.0)|ffn\.net\.(?:0\.proj|2))"
+
+
+@pytest.mark.parametrize(
+    ("prefix", "under"),
+    [
+        ("transformer.", False),
+        ("", False),
+        ("diffusion_model.", False),
+        ("lora_unet_", True),
+        ("lora_transformer_", True),
+    ],
+)
+def test_wan_s_modules_by_the_names_of_diffusers(prefix, under, tmp_path):
+    matches = opened(tmp_path, SMALL, factors(linear(ours(SMALL), PROJECTIONS), prefix=prefix, under=under))
+    assert (matches.matched, matches.unmatched) == (300, ())
+
+
+RENAMED = [  # musubi-tuner's convert_hunyuan_video_1_5_lora_to_comfy.py
+    *((f"{x}_mlp.fc1", f"{x}_mlp.0") for x in ("img", "txt")),
+    *((f"{x}_mlp.fc2", f"{x}_mlp.2") for x in ("img", "txt")),
+    *((f"{x}_mod.linear", f"{x}_mod.lin") for x in ("img", "txt")),
+]
+
+
+def comfy(modules):
+    """Returns HunyuanVideo's modules as ComfyUI names them, with q, k and v as one."""
+    found = {}
+    for module, (rows, *others) in modules.items():
+        name, three = re.subn(r"_attn_[qkv]$", "_attn.qkv", module)
+        name = name.replace("_attn_proj", "_attn.proj")
+        for theirs_, comfys in RENAMED:
+            name = name.replace(theirs_, comfys)
+        found[name] = (rows * (3 if three else 1), *others)
+    return found
+
+
+HUNYUAN = {
+    "authors": (781, lambda: factors(linear(theirs(VIDEO)), prefix="base_model.model.")),
+    "musubi-tuner": (
+        756,
+        lambda: factors(
+            linear(theirs(VIDEO), r"double_blocks\..*"), DOWN, UP, prefix="lora_unet_", under=True, alpha=True
+        ),
+    ),
+    "musubi-tuner's for ComfyUI": (
+        540,
+        lambda: factors(
+            comfy(linear(theirs(VIDEO), r"double_blocks\..*")),
+            *(DOWN, UP),
+            prefix="lora_unet_",
+            under=True,
+            alpha=True,
+            rank=96,
+        ),
+    ),
+    "ComfyUI": (565, lambda: factors(comfy(linear(theirs(VIDEO))), DOWN, UP, prefix="diffusion_model.")),
+    "diffusers": (785, lambda: factors(linear(ours(VIDEO)), prefix="transformer.")),
+    "diffusers by kohya": (
+        756,
+        lambda: factors(
+            linear(ours(VIDEO), r"transformer_blocks\..*"), DOWN, UP, prefix="lora_unet_", under=True, alpha=True
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("spelling", quick(["authors", "ComfyUI"], HUNYUAN))
+def test_hunyuanvideo_s_are_read_whole(spelling, tmp_path):
+    count, tensors = HUNYUAN[spelling]
+    matches = opened(tmp_path, VIDEO, tensors())
+    assert (matches.matched, matches.unmatched) == (count, ())
+
+
+COGVIDEOX = {
+    "diffusers": ("transformer.", A, B, False),
+    "finetrainers": ("", A, B, False),
+    "PEFT": ("base_model.model.", A, B, False),
+    "PEFT's own names": ("", ".lora_A.default.weight", ".lora_B.default.weight", False),
+    "VideoX-Fun": ("lora_unet__", DOWN, UP, True),
+}
+
+
+@pytest.mark.parametrize("spelling", COGVIDEOX)
+@pytest.mark.parametrize("name", quick([COG[1]], COG))
+def test_cogvideox_s_are_read_whole(name, spelling, tmp_path):
+    prefix, down, up, under = COGVIDEOX[spelling]
+    modules = linear(ours(name), r"transformer_blocks\.\d+\.attn1\.(?:to_[qkv]|to_out\.0)")
+    matches = opened(tmp_path, name, factors(modules, down, up, prefix=prefix, under=under, rank=64))
+    assert (matches.matched, matches.unmatched) == (len(modules), ())
+    assert len(modules) == 4 * {"cogvideox-2b": 30}.get(name, 42)
+
+
+@pytest.mark.parametrize("kind", ["LoKr", "LoHa"])
+def test_a_lokr_or_loha_by_musubi_tuner_and_ai_toolkit_is_read_whole(kind, tmp_path):
+    """Keys of networks/lokr.py and loha.py, and those after convert_lora.py; ai-toolkit's alpha of whole factors."""
+    for prefix, under in (("lora_unet_", True), ("diffusion_model.", False), ("lycoris_", True)):
+        tensors = {}
+        for module, (rows, columns) in blocks(SMALL).items():
+            key = prefix + (module.replace(".", "_") if under else module)
+            lokr = {"lokr_w1": (8, 8), "lokr_w2_a": (rows // 8, 4), "lokr_w2_b": (4, columns // 8)}
+            loha = {f"hada_w{i}_{x}": shape for i in (1, 2) for x, shape in (("a", (rows, 4)), ("b", (4, columns)))}
+            each = {"LoKr": lokr, "LoHa": loha}[kind] | {"alpha": ()}
+            tensors |= {f"{key}.{role}": shape for role, shape in each.items()}
+        matches = opened(tmp_path, SMALL, tensors)
+        assert (matches.matched, matches.unmatched) == (300, ())
