@@ -329,7 +329,7 @@ def test_unintended_settings_give_notes(model, monkeypatch):
     monkeypatch.setattr(WanArchitecture, "encode_prompts", interrupted)  # after all notes are printed
     said = wanjax("encode", "word " * 40 + "end", "--model", model).stderr
     assert says(said, 'prompt tokens 24 "word')
-    said = wanjax(" ", "--model", model, *SMALL, "--guidance-scale", "1").stderr
+    said = wanjax(" ", "--allow-empty-prompt", "--model", model, *SMALL, "--guidance-scale", "1").stderr
     assert "the prompt is empty" in said
     assert "guidance is off" in said
 

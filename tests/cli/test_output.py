@@ -38,7 +38,8 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("option", quick(["-q"], ["-q", "--quiet"]))
 def test_quiet(model, option):
-    done = succeeded(wanjax(" ", "--model", model, *SMALL, "--out", "a.mp4", option))  # an empty prompt gives a note
+    empty = [" ", "--allow-empty-prompt"]  # which gives a note
+    done = succeeded(wanjax(*empty, "--model", model, *SMALL, "--out", "a.mp4", option))
     assert (done.stdout, done.stderr) == (f"{Path('a.mp4').absolute()}\n", "")
     for command in (["encode", "a", "--model", model], ["denoise", *SMALL], ["warmup", "--model", model, *SMALL]):
         assert succeeded(wanjax(*command, option)).output == ""

@@ -3,6 +3,7 @@
 
 import os
 import re
+import sys
 from collections.abc import Callable
 from functools import partial, reduce
 from pathlib import Path
@@ -81,13 +82,23 @@ def together(*decorators: Decorator) -> Decorator:
 def _prompt(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
     """Returns the prompt: the argument, or the value of the former option --prompt; None with --prompts.
 
-    One that is typed, in either way, takes the place of one from a file.
+    One that is typed, in either way, takes the place of one from a file. An empty one is asked for on a terminal, and
+    elsewhere refused, unless it is that of a record or --allow-empty-prompt is given.
     """
-    former = ctx.params.pop("prompt_option", None)
+    former, allow_empty = ctx.params.pop("prompt_option", None), ctx.params.pop("allow_empty_prompt", False)
+    typed = is_typed("prompt", ctx) or former is not None
     value = value if former is None or is_typed("prompt", ctx) else former
-    if value is None and ctx.params.get("prompts") is None:
-        raise click.UsageError(f'the prompt is missing: `wanjax {ctx.info_name} "a red circle moving right"` has one')
-    return value
+    if ctx.resilient_parsing or (value is None and ctx.params.get("prompts") is not None) or (value or "").strip():
+        return value
+    if allow_empty or (value is not None and not typed):
+        return value or ""
+    if sys.stdin.isatty() and sys.stderr.isatty():
+        return click.prompt("What does the video show?", prompt_suffix=" ", err=True)
+    told = "missing" if value is None else "empty"
+    raise click.UsageError(
+        f'the prompt is {told}: `wanjax {ctx.info_name} "a red circle moving right"` has one, and --allow-empty-prompt '
+        "makes a video from none"
+    )
 
 
 number = partial(click.option, type=click.IntRange(min=1), metavar="N")
@@ -148,6 +159,12 @@ def _rules(ctx: click.Context, parameter: click.Parameter, value: str) -> str:
 prompt = together(
     click.argument("prompt", required=False, callback=_prompt),
     click.option("--prompt", "prompt_option", hidden=True, is_eager=True),
+    click.option(
+        "--allow-empty-prompt",
+        is_flag=True,
+        is_eager=True,
+        help="Make a video from an empty prompt, a mistake otherwise.",
+    ),
 )
 seeds = together(
     click.option("--seeds", metavar="LIST", help="Make a video with each of these seeds, such as 0..7 or 1,5,9."),

@@ -20,7 +20,7 @@ from wanjax.cli.names import own_files
 from wanjax.cli.options import SETTINGS, is_given, option_of
 from wanjax.cli.report import Report
 from wanjax.errors import WanjaxError, reason, shown
-from wanjax.pipelines.settings import LOADED, PICTURES
+from wanjax.pipelines.settings import ALLOW_EMPTY, LOADED, PICTURES
 from wanjax.pipelines.text.extending import NoRedirect
 from wanjax.stores.places import name_alone, place
 from wanjax.stores.writing import check_folder, writing
@@ -47,7 +47,8 @@ def generate(report: Report, *, at: str, prompt: str, out: str | None, **given: 
     own = given.keys() - {"force"}
     chosen = {name: given[name] for name in own if is_given(name) and given[name] not in (None, ())}
     chosen.setdefault("seed", _seed(offered["defaults"], at))  # the command's own, where the server draws one
-    job = server.ask("/v1/videos", {"prompt": prompt, **_fields(chosen, offered, at)})
+    empty = {} if prompt.strip() else {ALLOW_EMPTY.name: True}  # which this command has asked about
+    job = server.ask("/v1/videos", {"prompt": prompt, **empty, **_fields(chosen, offered, at)})
     if not isinstance(id := job.get("id"), str) or not id.replace("_", "").isalnum():
         raise WanjaxError(f"{at} answers with no id of a video: it is no wanjax serve of this version")
     path = f"/v1/videos/{id}"

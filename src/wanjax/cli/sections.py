@@ -10,7 +10,7 @@ SECTIONS = {
     "What to make": (
         "model size frames seed count requests from",
         "deadline price start-time download-rate compile-time prompts seeds windows then overlap extend-prompt "
-        "extend-model negative-prompt height width fps prompt with-prompt",
+        "extend-model negative-prompt height width fps prompt allow-empty-prompt with-prompt",
     ),
     "From what": ("image last-image video", "mask reference strength resize max-picture noise"),
     "What to learn": ("full rank sample", "alpha dropout target dialect expert average lora-rank"),

@@ -121,6 +121,10 @@ class Setting(NamedTuple):
         return str(value) if is_text(value) else None  # not of a subclass, such as that of `extend_prompt`
 
 
+ALLOW_EMPTY = Setting("allow_empty_prompt", bool)
+"""The field of a request that makes an empty prompt no mistake: most of them are a variable that was not set."""
+
+
 def setting(told: str = "", *, default: Any = dataclasses.MISSING, **known: Any) -> Any:
     """Describes a field of settings: its help, its default if every model has one, and what `Setting` says of it."""
     return field(default=default, metadata={"told": told, **known})
@@ -375,6 +379,13 @@ def read_size(text: str) -> tuple[int, int] | str:
         told = f"{shown(text)} is not WIDTHxHEIGHT, such as 832x480, nor a name such as 480p or square"
         raise SettingError(told, "size")
     return found or text
+
+
+def check_prompt_text(prompt: Any, allow_empty: Any) -> None:
+    """Raise SettingError for an empty prompt of a request, unless it says that none is meant."""
+    if not (isinstance(prompt, str) and prompt.strip()) and ALLOW_EMPTY.parse(allow_empty or False) is not True:
+        told = "empty" if isinstance(prompt, str) else "missing"
+        raise SettingError(f"the prompt is {told}: say what the video shows, or set {ALLOW_EMPTY.name}", "prompt")
 
 
 def no_setting(name: str, model: str | None, own: Iterable[str]) -> WanjaxError:

@@ -20,7 +20,7 @@ from wanjax.errors import SettingError, WanjaxError, shown
 from wanjax.media.pictures import DECODING, PictureOfAnySize, Pictures, opened, picture_of
 from wanjax.pipelines.keywords import unknown_keyword
 from wanjax.pipelines.pipeline import Pipeline
-from wanjax.pipelines.settings import DRAW, Setting, Settings, pixels
+from wanjax.pipelines.settings import ALLOW_EMPTY, DRAW, Setting, Settings, check_prompt_text, pixels
 from wanjax.schedulers import name_of
 from wanjax.serve.limits import Limits
 from wanjax.serve.offer import offered, with_scheduler
@@ -35,7 +35,16 @@ DATA_URL = re.compile(r"data:[\w/+.-]*;base64,(.*)", re.DOTALL)
 SECONDS = Setting("seconds", float, above=0, most=3600)
 MODEL, SCHEDULER = Setting("model", str), Setting("scheduler", str)
 STRENGTH = Setting("lora", float, least=-10, most=10)
-BESIDE = ("size", "seconds", *PICTURES, SAME_PICTURE, "model", "scheduler", "lora")  # fields that are no settings
+BESIDE = (
+    "size",
+    "seconds",
+    *PICTURES,
+    SAME_PICTURE,
+    "model",
+    "scheduler",
+    "lora",
+    ALLOW_EMPTY.name,
+)  # fields that are no settings
 
 
 class Asked(NamedTuple):
@@ -54,6 +63,9 @@ def read(fields: Mapping[str, Any], files: Mapping[str, Sequence[bytes]], known:
     Raises WanjaxError for a field that is unknown or of another type, and for a picture that is none.
     """
     fields = {name: value for name, value in fields.items() if value is not None}
+    allow_empty = fields.pop(ALLOW_EMPTY.name, None)
+    if allow_empty is not None and "prompt" not in fields:
+        fields["prompt"] = ""
     model = known.model(MODEL.read(fields.pop("model", known.first)))
     lora = known.strengths(_strengths(fields.pop("lora", {})))
     pictures = {name: list(given) for name, given in files.items()}
@@ -69,8 +81,7 @@ def read(fields: Mapping[str, Any], files: Mapping[str, Sequence[bytes]], known:
     _check_text("scheduler", solver, limits)
     for name, value in settings.items():
         _check_text(name, value, limits)
-    if "prompt" not in settings:
-        raise SettingError("the prompt is missing: a text that says what the video shows is right", "prompt")
+    check_prompt_text(settings.get("prompt"), allow_empty)
     return Asked(model, settings, pictures, solver, lora)
 
 

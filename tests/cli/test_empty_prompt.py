@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An empty prompt is asked for on a terminal, and elsewhere a mistake at every door but the library's."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import refused, succeeded, wanjax
+from tests.support.words import says
+from wanjax.cluster.requests import read_requests
+from wanjax.errors import WanjaxError
+from wanjax.media import videos
+
+SHORT = ("--steps", "1", "--frames", "5", "--guidance-scale", "1")
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("prompt", [[], [""], [" \t"], ["--prompt", ""]], ids=str)
+@pytest.mark.parametrize("command", ["generate", "encode"])
+def test_a_command_is_refused(command, prompt):
+    said = refused(command, *prompt)
+    assert says(said, "prompt --allow-empty-prompt") and says(said, "empty" if prompt else "missing")
+
+
+def test_a_video_of_no_prompt_is_made_where_it_is_meant_and_again_from_its_record():
+    succeeded(wanjax("", "--allow-empty-prompt", *SHORT, "--out", "a.mp4"))
+    succeeded(wanjax("--from", "a.mp4", "--out", "b.mp4"))
+    assert videos.read_metadata("a.mp4")["prompt"] == videos.read_metadata("b.mp4")["prompt"] == ""
+
+
+@pytest.mark.parametrize(
+    ("row", "fits"),
+    [
+        ({"prompt": ""}, False),
+        ({"seed": 1}, False),
+        ({"prompt": " ", "allow_empty_prompt": False}, False),
+        ({"prompt": "", "allow_empty_prompt": True}, True),
+        ({"allow_empty_prompt": "true"}, True),
+        ({"prompt": "a", "allow_empty_prompt": True}, True),
+    ],
+    ids=str,
+)
+def test_a_row(row, fits):
+    Path("rows.jsonl").write_text(json.dumps(row))
+    if fits:
+        assert read_requests("rows.jsonl")[0].given == {"prompt": row.get("prompt", "")}
+        return
+    with pytest.raises(WanjaxError) as caught:
+        read_requests("rows.jsonl")
+    assert says(str(caught.value), "row 1 prompt allow_empty_prompt")
+
+
+def test_a_terminal_is_asked_for_it():
+    terminal, child = os.openpty()
+    command = [sys.executable, "-m", "wanjax", "generate", "--model", "nowhere/at/all"]
+    process = subprocess.Popen(command, stdin=child, stdout=child, stderr=child)
+    os.close(child)
+    shown = b""
+    while b"show?" not in shown:
+        shown += os.read(terminal, 1024)
+    os.write(terminal, b"\na red circle\n")  # an empty line asks again
+    try:
+        while piece := os.read(terminal, 1024):
+            shown += piece
+    except OSError:  # the terminal's end
+        pass
+    os.close(terminal)
+    assert process.wait() == 2 and b"nowhere/at/all" in shown
+    assert shown.count(b"show?") == 2 and b"Traceback" not in shown
