@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.support.words import naming
+from tests.support.words import naming, says
 from wanjax.cluster.requests import Request, read_requests, with_seeds
 from wanjax.errors import WanjaxError
 
@@ -121,3 +121,43 @@ def test_seeds_are_for_requests_without_one_of_their_own():
     requests = [Request(1, {"prompt": "a"}), Request(2, {"prompt": "b", "seed": 0})]
     made = [(one.row, one.given["seed"]) for one in with_seeds(requests, [7, 8])]
     assert made == [(1, 7), (1, 8), (2, 0)]
+
+
+def test_all_wrong_rows_are_named_at_once(tmp_path):
+    rows = ['{"prompt": "a"}', '{"prompt": "b", "steps": 0}', '{"prompt": "c" "seed": 3}', "{}"]
+    (tmp_path / "r.jsonl").write_text("\n".join(rows))
+    with pytest.raises(WanjaxError) as caught:
+        read_requests(str(tmp_path / "r.jsonl"))
+    assert says(str(caught.value), "3 rows row 2 steps 0 row 3 JSON row 4 prompt") and "\n" not in str(caught.value)
+    (tmp_path / "r.jsonl").write_text("\n".join(["{}"] * 5000))
+    with pytest.raises(WanjaxError) as caught:
+        read_requests(str(tmp_path / "r.jsonl"))
+    assert says(str(caught.value), "5000 rows row 20") and len(str(caught.value)) < 3000
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t"], ids=["comma", "semicolon", "tab"])
+def test_a_table_may_be_separated_by(delimiter, tmp_path):
+    rows = [["prompt", "seed", "steps"], ['"a cat, asleep; purring"', "1", "4"], ["b", "2", ""]]
+    (tmp_path / "r.csv").write_text("\n".join(delimiter.join(row) for row in rows))
+    first, second = read_requests(str(tmp_path / "r.csv"))
+    assert first.given == {"prompt": "a cat, asleep; purring", "seed": 1, "steps": 4}
+    assert second.given == {"prompt": "b", "seed": 2}
+
+
+def test_a_column_of_whole_numbers_with_an_empty_cell(tmp_path):
+    """As pandas writes it: 4 as 4.0, and the empty cell as a number that is none."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    columns = {"prompt": ["a", "b", "c"], "steps": [4.0, float("nan"), 6.0], "negative_prompt": [None, "x", None]}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "r.parquet")
+    (tmp_path / "r.csv").write_text("prompt,steps,negative_prompt\na,4.0,\nb,,x\nc,6.0,\n")
+    for name in ("r.parquet", "r.csv"):
+        given = [request.given for request in read_requests(str(tmp_path / name))]
+        wanted = [{"prompt": "a", "steps": 4}, {"prompt": "b", "negative_prompt": "x"}, {"prompt": "c", "steps": 6}]
+        assert given == wanted
+        assert all(type(row.get("steps", 0)) is int for row in given)
+    (tmp_path / "r.csv").write_text("prompt,steps\na,4.5\n")
+    with pytest.raises(WanjaxError) as caught:
+        read_requests(str(tmp_path / "r.csv"))
+    assert says(str(caught.value), "row 1 steps 4.5 whole")

@@ -5,6 +5,8 @@ A worker of several hosts has an actor on each (`wanjax.cluster.lockstep`). Wher
 """
 
 import os
+import re
+import socket
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -23,6 +25,8 @@ STORE = 100 * 2**20  # bytes of a local object store, which holds requests and r
 POLL = 1.0  # seconds between two looks at Ctrl-C
 PATIENCE = 60.0  # seconds after which it is told that workers wait for a place
 AHEAD = 2  # videos for each worker that denoises, that may be encoded before
+ANSWERED_WITHIN = 5.0  # seconds in which a cluster accepts a connection
+HOST = re.compile(r".+:\d{1,5}")
 MOST_DEATHS = 10  # of workers one after another, without a video between them
 NAMES = {"cpu": "num_cpus", "gpu": "num_gpus"}
 VARIABLES = {
@@ -35,6 +39,16 @@ VARIABLES = {
 def address_of(address: str | None) -> str | None:
     """Returns the address of the cluster to join, which the environment may name too; None where one is started."""
     return address or os.environ.get("RAY_ADDRESS") or None
+
+
+def _check_answers(address: str) -> None:
+    """Raise WanjaxError where nothing answers at HOST:PORT: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), ANSWERED_WITHIN).close()
+    except (OSError, OverflowError) as error:
+        told = f"no Ray cluster answers at {address}: {reason(error)}"
+        raise WanjaxError(f"{told}; `ray start --head` starts one") from error
 
 
 @contextmanager
@@ -60,6 +74,8 @@ def connected(
         raise WanjaxError(
             f"{address} is that of a Ray client: auto, or HOST:6379, on a machine of the cluster is right"
         )
+    elif HOST.fullmatch(address):
+        _check_answers(address)
     if "IPython" in sys.modules and sys.modules["IPython"] is None:  # hidden from Flax by the command, and Ray asks too
         del sys.modules["IPython"]
     import ray

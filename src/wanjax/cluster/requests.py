@@ -6,6 +6,7 @@ JAX is asked for nothing here: a process that only hands requests out leaves the
 
 import csv
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from io import StringIO
@@ -15,13 +16,25 @@ from typing import Any, NamedTuple
 from wanjax.errors import WanjaxError, reason, shown
 from wanjax.media.texts import decoded, read_text, trimmed
 from wanjax.pipelines.keywords import unknown_keyword
-from wanjax.pipelines.settings import PICTURES, Settings, is_text, read_size, schema
+from wanjax.pipelines.settings import (
+    ALLOW_EMPTY,
+    PICTURES,
+    Settings,
+    check_prompt_text,
+    is_text,
+    read_size,
+    schema,
+)
 from wanjax.stores.places import place
 
 OWN = ("prompt", "original_prompt", "seed")  # settings in which the videos of one run may differ
 SHAPE = ("size", "height", "width")
 SCHEDULER = "scheduler"
+EXAMPLE = '{"prompt": "a red circle", "seed": 1}'
+WHOLE = re.compile(r"-?\d{1,20}\.0+")  # as a table of floats has it
 JSON_LINES = (".jsonl", ".ndjson")
+DELIMITERS = ",;\t"  # of tables; spreadsheets of many countries write semicolons
+LISTED_ROWS = 20  # of wrong ones in a message
 
 
 class Request(NamedTuple):
@@ -69,7 +82,30 @@ def read_requests(file: str) -> list[Request]:
         raise WanjaxError(f"the prompts in {name} cannot be read: {reason(error)}") from error
     if not rows:
         raise WanjaxError(f"{name} has no prompt: one on each line is right")
-    return [_request(number, row, folder.absolute()) for number, row in rows]
+    wrong, requests = WrongRows(), []
+    for number, row in rows:
+        try:
+            requests.append(_request(number, row, folder.absolute()))
+        except WanjaxError as error:
+            wrong.errors.append(error)
+    wrong.refuse()
+    return requests
+
+
+class WrongRows:
+    """What is wrong with the rows of a file, collected so that all of them can be corrected at once."""
+
+    def __init__(self) -> None:
+        self.errors: list[WanjaxError] = []
+
+    def refuse(self) -> None:
+        """Raise WanjaxError if a row was wrong."""
+        sentences = list(dict.fromkeys(map(str, self.errors)))
+        if len(sentences) == 1:
+            raise self.errors[0]
+        if sentences:
+            more = f"; and {len(sentences) - LISTED_ROWS} more" if len(sentences) > LISTED_ROWS else ""
+            raise WanjaxError(f"{len(sentences)} rows are wrong: {'; '.join(sentences[:LISTED_ROWS])}{more}")
 
 
 def _rows(file: str) -> Iterator[tuple[int, Any]]:
@@ -85,10 +121,18 @@ def _rows(file: str) -> Iterator[tuple[int, Any]]:
     lines = [(number, line) for number, each in enumerate(text.splitlines(), 1) if (line := trimmed(each))]
     in_json = suffix in JSON_LINES or (lines and _is_object(lines[0][1]))
     for number, line in lines:
-        try:
-            yield number, json.loads(line) if in_json else {"prompt": line}
-        except ValueError as error:
-            raise WanjaxError(f"row {number} of {file} is no JSON, as {shown(line)}: {error}") from error
+        yield number, _json(line) if in_json else {"prompt": line}
+
+
+def _json(line: str) -> Any:
+    """Returns the value of a line of JSON; a WanjaxError that says where it breaks, for one that is none."""
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        before = line[max(0, error.pos - 20) : error.pos]
+        where = f"after {before!r}" if before else "at its start"
+        why = f"{error.msg[0].lower()}{error.msg[1:]} {where}"
+        return WanjaxError(f"the line is not JSON, {why}: write a row as {EXAMPLE}")
 
 
 def _is_object(line: str) -> bool:
@@ -98,12 +142,16 @@ def _is_object(line: str) -> bool:
         return False
 
 
-def _of_csv(text: str) -> Iterator[dict[str, Any]]:
+def _of_csv(text: str) -> Iterator[dict[str, Any] | WanjaxError]:
     """Yields the rows of a table; an empty field says nothing."""
-    for number, row in enumerate(csv.DictReader(StringIO(text), strict=True), 1):
+    header = text.partition("\n")[0]
+    delimiter = next((mark for mark in DELIMITERS if mark in header), ",")
+    for row in csv.DictReader(StringIO(text), strict=True, delimiter=delimiter):
         if None in row:
-            raise WanjaxError(f"row {number} has more fields than the header: one with commas needs quotes")
-        yield {name.strip(): value for name, value in row.items() if value}
+            right = f"put quotes around one that holds {delimiter!r}"
+            yield WanjaxError(f"the row has more fields than the header: {right}")
+        else:
+            yield {name.strip(): value for name, value in row.items() if value}
 
 
 def _of_parquet(file: Path) -> Iterator[dict[str, Any]]:
@@ -113,21 +161,25 @@ def _of_parquet(file: Path) -> Iterator[dict[str, Any]]:
         raise WanjaxError(f"{file} needs pyarrow: pip install 'wanjax[cluster]' brings it") from error
     with ParquetFile(file) as table:
         for batch in table.iter_batches():
-            yield from batch.to_pylist()
+            for row in batch.to_pylist():
+                yield {name: None if value != value else value for name, value in row.items()}  # pandas' empty cell
 
 
 def _request(number: int, row: Any, folder: Path) -> Request:
     """Returns the request of a row, each value of its setting's type."""
     request = Request(number, {})
+    if isinstance(row, WanjaxError):
+        raise request.wrong(row)
     given = {"prompt": row} if isinstance(row, str) else row
     if not isinstance(given, Mapping):
         raise request.wrong(WanjaxError(f"{shown(row)} is no prompt, and no object of settings"))
     try:
-        found = {name: _read(name, value, folder) for name, value in given.items() if value is not None}
+        given = {name: value for name, value in given.items() if value is not None}
+        allow_empty = given.pop(ALLOW_EMPTY.name, None)
+        found = {name: _read(name, value, folder) for name, value in given.items()}
+        check_prompt_text(found.setdefault("prompt", "") if allow_empty else found.get("prompt"), allow_empty)
     except WanjaxError as error:
         raise request.wrong(error) from error
-    if not trimmed(found.get("prompt", "")):
-        raise request.wrong(WanjaxError("the prompt is missing: a text that says what the video shows is right"))
     return request._replace(given=found)
 
 
@@ -144,9 +196,20 @@ def _read(name: str, value: Any, folder: Path) -> Any:
             raise WanjaxError(f"{name} is given as {shown(value)} where a text such as {right} is right")
         return read_size(value) if name == "size" else value
     if name not in known:
-        raise unknown_keyword(name, (*known, "size", SCHEDULER, *PICTURES))
+        raise unknown_keyword(name, (*known, "size", SCHEDULER, ALLOW_EMPTY.name, *PICTURES))
+    if known[name].kind is int:
+        value = _whole(value)
     read = known[name].parse(value)
     return read if isinstance(read, bool | int | float | str) else value
+
+
+def _whole(value: Any) -> Any:
+    """Returns 4 for 4.0, which a column of whole numbers with an empty cell holds; anything else as it is."""
+    try:
+        number = float(value) if isinstance(value, str) and WHOLE.fullmatch(value) else value
+        return int(number) if isinstance(number, float) and number.is_integer() else value
+    except OverflowError:
+        return value
 
 
 def _files(name: str, value: Any, folder: Path) -> Any:

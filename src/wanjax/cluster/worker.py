@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from wanjax.cluster.processes import is_first
-from wanjax.cluster.requests import OWN, SCHEDULER, Request
+from wanjax.cluster.requests import OWN, SCHEDULER, Request, WrongRows
 from wanjax.compilers.cache import compile_cache_folder, use_shared
 from wanjax.compilers.executables import of_this_machine
 from wanjax.errors import WanjaxError, causes, is_full, reason
@@ -127,24 +127,29 @@ class Worker:
     def planned(self, requests: Sequence[Request]) -> list[Job]:
         """Returns a job for each request, those of one run together.
 
-        Raises WanjaxError, with the number of its row, for a request of which no video can be made.
+        Raises WanjaxError, with the numbers of their rows, for requests of which no video can be made.
         """
         groups: dict[str, list[Request]] = {}
         for request in requests:
             groups.setdefault(json.dumps(request.shared, sort_keys=True), []).append(request)
-        return [job for same in groups.values() for job in self._jobs(same)]
+        wrong = WrongRows()
+        jobs = [job for same in groups.values() for job in self._jobs(same, wrong)]
+        wrong.refuse()
+        return jobs
 
-    def _jobs(self, requests: Sequence[Request]) -> Iterator[Job]:
-        """Yields the jobs of requests that differ in prompt and seed alone."""
+    def _jobs(self, requests: Sequence[Request], wrong: WrongRows) -> Iterator[Job]:
+        """Yields the jobs of requests that differ in prompt and seed alone; `wrong` receives why others have none."""
         try:
             shared = self._shared(requests[0])
         except WanjaxError as error:
-            raise requests[0].wrong(error) from error
+            wrong.errors += [request.wrong(error) for request in requests]
+            return
         for request in requests:
             try:
                 order = shared.order(request)
             except WanjaxError as error:
-                raise request.wrong(error) from error
+                wrong.errors.append(request.wrong(error))
+                continue
             yield Job(name_of(order.record), request._replace(given={**request.given, "seed": order.settings.seed}))
 
     def try_output(self, job: Job) -> None:
