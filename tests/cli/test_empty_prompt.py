@@ -27,7 +27,8 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
 @pytest.mark.parametrize("command", ["generate", "encode"])
 def test_a_command_is_refused(command, prompt):
     said = refused(command, *prompt)
-    assert says(said, "prompt --allow-empty-prompt") and says(said, "empty" if prompt else "missing")
+    assert says(said, "prompt --allow-empty-prompt")
+    assert says(said, "empty" if prompt else "missing")
 
 
 def test_a_video_of_no_prompt_is_made_where_it_is_meant_and_again_from_its_record():
@@ -73,5 +74,7 @@ def test_a_terminal_is_asked_for_it():
     except OSError:  # the terminal's end
         pass
     os.close(terminal)
-    assert process.wait() == 2 and b"nowhere/at/all" in shown
-    assert shown.count(b"show?") == 2 and b"Traceback" not in shown
+    assert process.wait() == 2
+    assert b"nowhere/at/all" in shown
+    assert shown.count(b"show?") == 2
+    assert b"Traceback" not in shown
