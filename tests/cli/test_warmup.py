@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support import tiny
+from tests.support.quick import quick
 from tests.support.warm import programs, wanjax
 from wanjax.media import stage_files
 
@@ -70,6 +72,29 @@ def test_all_seconds_are_accounted_for(told):
     assert stages == {"encode", "denoise", "decode"}
     assert seconds["starting Python"] > 0.01
     assert "decode: writing" in seconds
+
+
+COMMAND = "from wanjax.__main__ import main; main()"  # which keeps executables, as the user's own process does
+MODELS = {
+    "nano": None,
+    "wan": tiny.tiny_checkpoint,
+    "cogvideox": tiny.tiny_cogvideox_checkpoint,
+    "hunyuanvideo": tiny.tiny_hunyuan_checkpoint,
+}
+MESHES = {"dp=2,tp=2": 4, "sp=2": 2}
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh"), quick([("nano", "dp=2,tp=2")], [(model, mesh) for model in MODELS for mesh in MESHES])
+)
+def test_a_second_process_compiles_nothing_on_a_mesh(model, mesh, tmp_path):
+    make = MODELS[model]
+    name = model if make is None else str(make(tmp_path / "model"))
+    run = ("--model", name, "--size", "32x32", "--frames", "5", "--steps", "1", "--mesh", mesh)
+    wanjax(tmp_path, "warmup", "--prompt", "a cat", *run, code=COMMAND, devices=MESHES[mesh])
+    told = (*HERE, "--verbose", "--stats")
+    said = wanjax(tmp_path, "generate", "a cat", *run, *told, code=COMMAND, devices=MESHES[mesh])
+    assert re.search(r"^0 programs compiled, [1-9]\d* read from the cache", said, re.MULTILINE), said
 
 
 @pytest.mark.slow  # tests/schedulers has a quick one: a schedule is an argument of its programs

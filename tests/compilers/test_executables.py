@@ -29,7 +29,7 @@ from wanjax.kernels.compiler_options import scanned
 from wanjax.layers.tiling import Tiling
 from wanjax.pipelines.sampler import join
 from wanjax.programs import Execute, Site, program
-from wanjax.sharding import one_device
+from wanjax.sharding import RULES, Partitioner, make_mesh, one_device
 
 KEY = "a" * 64
 SMALL = ("--size", "32x32", "--frames", "5", "--steps", "2", "--seed", "1", "--force")
@@ -61,12 +61,15 @@ def compiled() -> Any:
         return jax.jit(lambda x: 2 * x).lower(jnp.ones(3)).compile()
 
 
-def called(kept: Executables, program: Any = join, static: Any = 0) -> tuple[list[float], list[Compilation]]:
+def called(
+    kept: Executables, program: Any = join, static: Any = 0, on: Partitioner | None = None
+) -> tuple[list[float], list[Compilation]]:
     """Calls a program in an `Execute` of its own, as another process would; returns its result, and what was told."""
     execute = Execute()
     execute.kept = kept
+    site = Site(on or one_device())
     with compilations() as made:
-        result = execute.call(program, Site(one_device()), static, (np.zeros(2, np.float32), np.ones(1, np.float32)))
+        result = execute.call(program, site, static, (np.zeros(2, np.float32), np.ones(1, np.float32)))
     return np.asarray(result).tolist(), made
 
 
@@ -81,6 +84,15 @@ def test_an_executable_is_compiled_once(kept):
     assert first == again == [0.0, 0.0, 1.0]
     assert [x.cached for x in made] == [False]
     assert [(x.name, x.cached) for x in read] == [("join", True)]
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2, "sp": 2, "tp": 2}, {"sp": 8}])
+def test_an_executable_of_a_mesh_is_found_where_all_arguments_are_the_host_s(kept, axes):
+    partitioner = Partitioner(make_mesh(**axes), RULES["fsdp"])
+    first, _ = called(kept, on=partitioner)
+    again, read = called(kept, on=partitioner)
+    assert first == again == [0.0, 0.0, 1.0]
+    assert [(x.name, x.cached, x.refused) for x in read] == [("join", True, "")]
 
 
 def half(file: Path) -> None:

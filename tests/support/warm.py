@@ -7,11 +7,17 @@ import sys
 from pathlib import Path
 
 
-def wanjax(folder: Path, *arguments: str, code: str = "from wanjax.cli import main; main()") -> str:
-    """Runs the command in a new process that keeps its programs in the folder; returns its output."""
+def wanjax(
+    folder: Path, *arguments: str, code: str = "from wanjax.cli import main; main()", devices: int | None = None
+) -> str:
+    """Runs the command in a new process that keeps its programs in the folder; returns its output.
+
+    `devices` are the number into which JAX divides the processor, where it is given.
+    """
+    here = {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(folder / "cache")}
     run = subprocess.run(
         [sys.executable, "-c", code, *arguments],
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(folder / "cache")},
+        env=os.environ | here | ({"JAX_NUM_CPU_DEVICES": str(devices)} if devices else {}),
         cwd=folder,
         capture_output=True,
         text=True,
