@@ -15,6 +15,7 @@ import pytest
 from tests.support.commands import files, refused, succeeded, wanjax
 from tests.support.words import says
 from wanjax.cli import remote
+from wanjax.cli.report import Report
 
 ID, VIDEO = "video_1", b"0123456789"
 MODEL = {"id": "nano", "defaults": {"seed": 42}, "settings": {}, "started_with": {}, "loras": []}
@@ -35,10 +36,12 @@ def answers(**other: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def answering(told: Answers, whole: Callable[[str], int] = lambda path: 0) -> Iterator[str]:
+def answering(
+    told: Answers, whole: Callable[[str], int] = lambda path: 0, posted: list[tuple[str, Any]] | None = None
+) -> Iterator[str]:
     """Runs a server that answers by path, and yields its address; `whole` are bytes that it promises beside.
 
-    An iterator has one answer after another.
+    An iterator has one answer after another, and a number is a status of HTTP. `posted` receives what is posted.
     """
 
     class Handler(BaseHTTPRequestHandler):
@@ -46,13 +49,15 @@ def answering(told: Answers, whole: Callable[[str], int] = lambda path: 0) -> It
             answer = told[self.path]
             answer = next(answer) if isinstance(answer, Iterator) else answer
             data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-            self.send_response(200)
+            self.send_response(answer if isinstance(answer, int) else 200)
             self.send_header("Content-Length", str(len(data) + whole(self.path)))
             self.end_headers()
             self.wfile.write(data)
 
         def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if posted is not None:
+                posted.append((self.path, body))
             self.do_GET()
 
         def log_message(self, *_: Any) -> None:
@@ -141,6 +146,117 @@ def test_an_option_of_the_server_is_compared_however_it_is_given(options, same, 
         assert says(refused(*given, url), f"{told} server {url} none")
     with answering(answers(models={"data": [MODEL | {"started_with": same}]})) as url:
         succeeded(wanjax(*given, url))
+
+
+def record(**more: Any) -> str:
+    """Writes the record of a video; returns the name of its file."""
+    Path("generation_config.json").write_text(json.dumps({"model": "nano", "prompt": "a cat", "seed": 7, **more}))
+    return "generation_config.json"
+
+
+@pytest.mark.parametrize("own", [{}, {"compiler": "fast"}])
+@pytest.mark.parametrize("theirs", [{}, {"compiler": "fast"}])
+def test_a_compiler_set_that_nobody_typed_is_no_difference(own, theirs):
+    posted: list[Any] = []
+    with answering(
+        answers(models={"data": [MODEL | {"started_with": theirs | {"model": "nano"}}]}), posted=posted
+    ) as url:
+        again = ("generate", "--from", record(steps=3, **own), "--at", url, "--out", "cat.mp4")
+        succeeded(wanjax(*again))
+        usual = theirs.get("compiler", "safe")
+        succeeded(wanjax(*again, "--compiler", usual))
+        other = "safe" if theirs else "fast"
+        assert says(refused(*again, "--compiler", other), f"--compiler {other} {url}")
+    assert [(body["prompt"], body["seed"], body["steps"]) for _, body in posted] == [("a cat", 7, 3)] * 2
+
+
+def test_a_picture_that_is_gone_is_not_sent_again():
+    with answering(answers()) as url:
+        told = refused("generate", "--from", record(image=str(Path("gone.png").absolute())), "--at", url)
+    assert says(told, "gone.png --image")
+
+
+def several(*jobs: Any) -> dict[str, Any]:
+    """Returns what a server answers of several videos, whose ids count from 0; `jobs` are what each has come to."""
+    told: dict[str, Any] = answers() | {"/v1/videos": iter([{"id": f"video_{each}"} for each in range(len(jobs))])}
+    for each, job in enumerate(jobs):
+        path = f"/v1/videos/video_{each}"
+        made = {"/record": {"prompt": "a cat", "seed": each}, "/content": VIDEO + bytes([each]), "/cancel": {}}
+        told |= {path: job} | {f"{path}{part}": answer for part, answer in made.items()}
+    return told
+
+
+DONE = {"status": "completed"}
+
+
+def test_several_videos_are_asked_for_ahead_and_written_in_order():
+    posted: list[Any] = []
+    with answering(several(*[DONE] * 7), posted=posted) as url:
+        made = succeeded(wanjax("a cat", "--at", url, "--seeds", "1..7", "--out", "cats")).stdout.split()
+    assert [body["seed"] for _, body in posted] == list(range(1, 8))
+    assert [Path(file).read_bytes()[-1] for file in made] == list(range(7))
+    assert [int(Path(file).name.split("-")[2]) for file in made] == list(range(1, 8))
+
+
+def test_what_is_there_is_not_asked_for_again():
+    ask = ("a cat", "--seeds", "1..3", "--out", "cats", "--at")
+    with answering(several(DONE, DONE, DONE)) as url:
+        made = succeeded(wanjax(*ask, url)).stdout.split()
+    Path(made[1]).unlink()
+    posted: list[Any] = []
+    with answering(several(DONE), posted=posted) as url:
+        succeeded(wanjax(*ask, url))
+    assert [body["seed"] for _, body in posted] == [2]
+    with answering(several(DONE, DONE, DONE), posted=posted) as url:
+        succeeded(wanjax(*ask, url, "--force"))
+    assert len(posted) == 4
+
+
+def test_requests_of_a_file_and_one_that_fails():
+    Path("p.jsonl").write_text('{"prompt": "a", "size": "64x32"}\n{"prompt": "b", "seed": 5}\n{"prompt": "c"}\n')
+    posted: list[Any] = []
+    broken = {"status": "failed", "error": {"message": "the lamp is out"}}
+    with answering(several(DONE, broken, DONE), posted=posted) as url:
+        result = wanjax("--prompts", "p.jsonl", "--at", url, "--steps", "2", "--out", "made")
+    assert result.exit_code == 1
+    assert says(result.stderr, "row 2 failed lamp")
+    assert len(files("made")) == 2
+    own = [{name: body.get(name) for name in ("prompt", "size", "seed", "steps")} for _, body in posted]
+    assert own == [
+        {"prompt": "a", "size": "64x32", "seed": 42, "steps": 2},
+        {"prompt": "b", "size": None, "seed": 5, "steps": 2},
+        {"prompt": "c", "size": None, "seed": 42, "steps": 2},
+    ]
+
+
+def test_a_queue_that_is_full_is_waited_for_and_a_wrong_request_is_passed_over(monkeypatch):
+    monkeypatch.setattr(remote, "EVERY", (0, 0))
+    told = several(DONE, DONE)
+    told["/v1/videos"] = iter([429, {"id": "video_0"}, 429, 422, {"id": "video_1"}])
+    with answering(told) as url:
+        result = wanjax("a cat", "--at", url, "--seeds", "1..3", "--out", "cats")
+    assert result.exit_code == 1
+    assert says(result.stderr, "cat-2- failed 422")
+    assert len(files("cats")) == 2
+    with answering(answers() | {"/v1/videos": 422}) as url:
+        assert says(refused("a cat", "--at", url, "--seeds", "1..3"), f"{url} 422")
+
+
+def test_ctrl_c_cancels_those_that_wait(monkeypatch):
+    posted: list[Any] = []
+    queued = {"status": "queued"}
+    with answering(several(DONE, *[queued] * 8), posted=posted) as url:
+
+        def pressed(report: Report) -> None:
+            if len(list(Path("cats").glob("*.mp4"))) == 1:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(Report, "stop_if_asked", pressed)
+        assert wanjax("a cat", "--at", url, "--seeds", "1..9", "--out", "cats").exit_code == 130
+    cancelled = [path for path, _ in posted if path.endswith("/cancel")]
+    asked = [path for path, _ in posted if path == "/v1/videos"]
+    assert cancelled == [f"/v1/videos/video_{each}/cancel" for each in range(1, len(asked))]
+    assert 1 < len(asked) < 9
 
 
 def test_a_server_that_is_silent_and_one_that_hangs_up(monkeypatch):

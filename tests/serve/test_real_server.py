@@ -10,7 +10,9 @@ import subprocess
 import time
 from collections import Counter
 from contextlib import ExitStack, closing
+from pathlib import Path
 
+import numpy as np
 import openai
 import psutil
 import pytest
@@ -22,6 +24,7 @@ from tests.support.quick import quick
 from tests.support.served import PROMPT, SMALL, finished, serving
 from tests.support.words import says
 from wanjax.cli.report import Report
+from wanjax.media.pictures import read_clip
 from wanjax.media.videos import read_metadata
 
 
@@ -349,11 +352,33 @@ def test_the_command_asks_a_server(served, tmp_path, monkeypatch):
         "--model wan2.1-t2v-14b": "wan2.1-t2v-14b nano",
         "--frames 6": "6 frames 4n + 1",
         "--dir here": "--dir",
-        "--out a.gif": "a.gif .mp4",
+        "--out a.avi": "a.avi .mp4 .gif",
+        "--out a.png": "a.png one",
         "--at http://127.0.0.1:1": "http://127.0.0.1:1 refused",
     }
     for options, told in refusals.items():
         assert says(refused("a", *at, *options.split()), told)
+
+
+def test_the_command_asks_a_server_for_what_it_makes_itself(served, tmp_path, monkeypatch):
+    """A video again from its record, in other formats, and several of them: as without a server."""
+    monkeypatch.chdir(tmp_path)
+    at = ("--at", str(served.base_url))
+    small = ("--size", "32x32", "--frames", "5", "--steps", "2")
+    succeeded(wanjax(PROMPT, *small, "--seeds", "3,4", "--out", "here"))
+    here = {file.name: file.read_bytes() for file in Path("here").glob("*.mp4")}
+    assert len(here) == 2
+    succeeded(wanjax(PROMPT, *small, "--seeds", "3,4", *at, "--out", "there"))
+    assert {file.name: file.read_bytes() for file in Path("there").iterdir()} == here
+    first = next(Path("here").glob("*-3-*.mp4"))
+    succeeded(wanjax("generate", "--from", str(first), *at, "--out", "again.mp4"))
+    assert Path("again.mp4").read_bytes() == first.read_bytes()
+    frames = read_clip(first, 100, 8)
+    for name in ("again.webp", "again.gif", "again/"):
+        succeeded(wanjax("generate", "--from", str(first), *at, "--out", name))
+        assert read_metadata(name) == read_metadata(first)
+        assert len(read_clip(name.rstrip("/"), 100, 8)) == len(frames) == 5
+    np.testing.assert_array_equal(read_clip("again", 100, 8), frames)
 
 
 def test_ctrl_c_cancels_what_a_server_makes(served, tmp_path, monkeypatch):

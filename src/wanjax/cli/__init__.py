@@ -164,18 +164,18 @@ def generate(report: Report, made: dict[str, Any] | None, **given: Any) -> None:
 
     With --from a video is made again from what it tells of itself, in place of PROMPT and options, or beside them.
 
-    With --at a running `wanjax serve` makes the video: it takes the same settings and pictures. Options that are the
-    server's, such as --model and --lora, have to be those that it was started with.
+    With --at a running `wanjax serve` makes the video, or the videos: it takes the same settings and pictures. Options
+    that are the server's, such as --model and --lora, have to be those that it was started with.
     """
+    if given["at"] is not None:
+        from wanjax.cli import remote
+
+        return remote.generate(report, made=made, **given)
     if made is not None:
         from wanjax.cli import remake
 
         given = remake.completed(given, made)
-    if given["at"] is not None:
-        from wanjax.cli import remote
-
-        return remote.generate(report, **given)
-    if made is None:
+    else:
         listing.check(given["model"], given)
     from wanjax.cli import many, stages
     from wanjax.cli.extending import extended

@@ -77,7 +77,7 @@ def generate(
     for option in ("noise", "profile"):
         if given.pop(option, None) is not None:
             raise WanjaxError(f"--{option} is for one video: it cannot be given for several")
-    target, chosen = _target(folder, out), given_settings(**given)
+    target, chosen = folder_of(folder, out), given_settings(**given)
     arguments: dict[str, Any] = {
         "load": partial(loaded, loading(chosen, given, offload=None)),
         "folder": target.absolute(),
@@ -92,18 +92,14 @@ def generate(
         report.awaited = False
         return
     with nullcontext() if several else _leading(report, arguments) as worker:
-        requests = _requests(prompt, prompts)
-        if seeds is not None and is_typed("seed"):
-            raise WanjaxError(f"--seeds {seeds} is given beside --seed {given['seed']}: one way is enough")
+        requests = requests_of(prompt, prompts)
         first = given.get("seed")
-        usual = checked_seed(SETTINGS["seed"].usual if first is None else first, alone=True)
-        numbers = seeds_of(seeds, count, usual)
-        check_count(len(numbers), len([one for one in requests if "seed" not in one.given]))
+        numbers = numbers_of(requests, seeds, count, SETTINGS["seed"].usual if first is None else first)
         if extend is not None:
             texts = extend.all_of([request.given["prompt"] for request in requests], target)
             told = [{"prompt": str(text), "original_prompt": text.original} for text in texts]
             requests = [one._replace(given={**one.given, **text}) for one, text in zip(requests, told, strict=True)]
-        options, unsaid = _each(chosen), (seeds, count, first) == (None, None, None)
+        options, unsaid = options_of_each(chosen), (seeds, count, first) == (None, None, None)
         requests = [one.under(options) for one in with_seeds(requests, None if unsaid else numbers)]
         if worker is not None:
             batch = _here(report, requests, given, worker, retries)
@@ -263,7 +259,7 @@ def counts_of(workers: int | None, stages: Mapping[str, int | None]) -> dict[str
     return {stage: count or 1 for stage, count in stages.items()}
 
 
-def _requests(prompt: str | None, file: str | None) -> list[Request]:
+def requests_of(prompt: str | None, file: str | None) -> list[Request]:
     """Returns the request of a prompt, or those of a file; raises WanjaxError where both are given."""
     if file is None:
         assert prompt is not None
@@ -274,7 +270,7 @@ def _requests(prompt: str | None, file: str | None) -> list[Request]:
     return read_requests(file)
 
 
-def _each(chosen: Mapping[str, Any]) -> dict[str, Any]:
+def options_of_each(chosen: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what the options of a command ask of each video, as a request's."""
     names = {"size", SCHEDULER, *Pictures._fields, *SETTINGS} - {*LOADED, "prompt"}
     found = {name: value for name, value in chosen.items() if name in names}
@@ -290,6 +286,18 @@ def _of_job(given: Mapping[str, Any], job: Job) -> dict[str, Any]:
 def _longest(batch: Batch) -> Job:
     """Returns the job of the longest prompt, which its record has to hold."""
     return max(batch.jobs.values(), key=lambda job: len(job.request.given["prompt"]))
+
+
+def numbers_of(requests: Sequence[Request], seeds: str | None, count: int | None, first: Any) -> list[int]:
+    """Returns the seeds of each request that has none of its own, which --seeds or --count ask for, from `first` on.
+
+    Raises WanjaxError for two ways of asking at once, and for more videos than a command makes.
+    """
+    if seeds is not None and is_typed("seed"):
+        raise WanjaxError(f"--seeds {seeds} is given beside --seed {first}: one way is enough")
+    numbers = seeds_of(seeds, count, checked_seed(first, alone=True))
+    check_count(len(numbers), len([one for one in requests if "seed" not in one.given]))
+    return numbers
 
 
 def seeds_of(listed: str | None, count: int | None, first: int) -> list[int]:
@@ -317,7 +325,7 @@ def _range(part: str, listed: str) -> range:
     return range(first, last + 1)
 
 
-def _target(folder: Path | None, out: str | None) -> Place:
+def folder_of(folder: Path | None, out: str | None) -> Place:
     """Returns the folder of the videos, which may be in a store."""
     if folder is not None:
         raise WanjaxError("--dir keeps the stages of one video: --out names the folder of several")

@@ -479,7 +479,7 @@ preview = together(
 at = click.option(
     "--at",
     metavar="URL",
-    help="Let a running `wanjax serve` make the video. WANJAX_TOKEN in the environment is shown to it.",
+    help="Let a running `wanjax serve` make the video, or several. WANJAX_TOKEN in the environment is shown to it.",
 )
 
 

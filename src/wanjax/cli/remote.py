@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`generate --at URL`: a video by a `wanjax serve` that runs elsewhere. Nothing of JAX is imported here.
+"""`generate --at URL`: videos by a `wanjax serve` that runs elsewhere. One .mp4 is made without importing JAX.
 
 What a request may ask of the server, the server tells: its settings, its pictures, and what it was started with.
 """
@@ -8,7 +8,9 @@ import base64
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from http.client import HTTPException, IncompleteRead
 from pathlib import Path
 from typing import Any
@@ -16,13 +18,16 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, build_opener
 
+import click
+
+from wanjax.cli.defaults import SAFE
 from wanjax.cli.names import own_files
-from wanjax.cli.options import SETTINGS, is_given, option_of
+from wanjax.cli.options import SETTINGS, is_given, is_typed, option_of
 from wanjax.cli.report import Report
 from wanjax.errors import WanjaxError, reason, shown
 from wanjax.pipelines.settings import ALLOW_EMPTY, LOADED, PICTURES
 from wanjax.pipelines.text.extending import NoRedirect
-from wanjax.stores.places import name_alone, place
+from wanjax.stores.places import Place, name_alone, names_in, place
 from wanjax.stores.writing import check_folder, writing
 
 TOKEN = "WANJAX_TOKEN"  # the variable with what the server wants to be shown
@@ -31,44 +36,239 @@ EVERY = 0.05, 1.0  # seconds between two looks at the video, the first and the l
 LARGEST = 2**33  # bytes of an answer
 MOST = 10**9  # units of a stage
 TOLD = {"id": str, "defaults": dict, "settings": dict, "started_with": dict, "loras": list}  # of a model
+AHEAD = 4  # of several videos, those that the server has at once: it goes on while one is collected
+FULL, WRONG = (
+    429,
+    (400, 404, 409, 413, 415, 422),
+)  # statuses of HTTP: a queue that is full, and a request's own mistakes
 HERE = (
-    *("prompts", "seeds", "count", "folder", "noise", "profile", "preview", "preview_decoder"),
+    *("folder", "noise", "profile", "preview", "preview_decoder"),
     *("extend_prompt", "extend_model"),
 )
 """Parameters that mean something where the video is made."""
+OF_A_VIDEO = {"size", "scheduler", *PICTURES, *SETTINGS} - {*LOADED}
+"""Parameters in which the videos of one server may differ."""
 
 
-def generate(report: Report, *, at: str, prompt: str, out: str | None, **given: Any) -> None:
-    """Asks the server at an address for a video, shows its progress, and writes it under its own name or `out`."""
+class Refused(WanjaxError):
+    """A server's refusal of a request; `status` is HTTP's."""
+
+    def __init__(self, sentence: str, status: int):
+        super().__init__(sentence)
+        self.status = status
+
+
+def generate(
+    report: Report,
+    *,
+    at: str,
+    prompt: str | None,
+    prompts: str | None,
+    seeds: str | None,
+    count: int | None,
+    out: str | None,
+    force: bool,
+    made: Mapping[str, Any] | None = None,
+    **given: Any,
+) -> None:
+    """Asks the server at an address for a video, or for several, shows their progress, and writes them.
+
+    `made` is the record of a video that is to be made again, whose options are among the `given` ones.
+    """
     server = Server(at)
     offered = server.model(given["model"] if is_given("model") else None)
-    if out is not None and Path(out).suffix != ".mp4":
-        raise WanjaxError(f"--out names {out} for a video of {at}, which makes .mp4: a name with this suffix is right")
-    own = given.keys() - {"force"}
-    chosen = {name: given[name] for name in own if is_given(name) and given[name] not in (None, ())}
+    if made is not None:
+        from wanjax.cli.remake import check_files  # imported late: it needs JAX
+
+        check_files(made, [name for name in PICTURES if given.get(name) and not is_typed(name)])
+    chosen = {name: value for name, value in given.items() if is_given(name) and value not in (None, ())}
+    if made is not None and not is_typed("compiler"):
+        chosen.pop("compiler", None)  # the record's is no wish of the user's, and it decides the last digits alone
     chosen.setdefault("seed", _seed(offered["defaults"], at))  # the command's own, where the server draws one
-    empty = {} if prompt.strip() else {ALLOW_EMPTY.name: True}  # which this command has asked about
-    job = server.ask("/v1/videos", {"prompt": prompt, **empty, **_fields(chosen, offered, at)})
-    if not isinstance(id := job.get("id"), str) or not id.replace("_", "").isalnum():
-        raise WanjaxError(f"{at} answers with no id of a video: it is no wanjax serve of this version")
-    path = f"/v1/videos/{id}"
-    try:
-        with report.stage("video"):
-            job = _awaited(server, path, report)
-    except KeyboardInterrupt:
-        server.ask(f"{path}/cancel", {})
-        raise
+    if (prompts, seeds, count) == (None, None, None):
+        _generate_one(report, server, offered, {"prompt": prompt, **chosen}, out)
+    else:
+        requests = _requests(chosen, prompt, prompts, seeds, count)
+        shared = {name: value for name, value in chosen.items() if name not in OF_A_VIDEO}
+        _generate_several(report, server, offered, requests, _fields(shared, offered, at), out, force=force)
+
+
+def _generate_one(
+    report: Report, server: "Server", offered: Mapping[str, Any], chosen: Mapping[str, Any], out: str | None
+) -> None:
+    """Has a video made, and writes it under its own name or `out`."""
+    if out is not None and not _is_mp4(out):
+        from wanjax.media.videos import check_output  # imported late, as in `_save`
+
+        frames = chosen.get("frames", offered["defaults"].get("frames"))
+        check_output(out, frames if isinstance(frames, int) else 1)
+    path = server.submit(_fields(chosen, offered, server.url))
+    with _cancelling(server) as waiting, report.stage("video"):
+        waiting.append(path)
+        job = _awaited(server, path, report, report.count)
+        waiting.clear()
     if job.get("status") != "completed":
-        why = job["error"].get("message") if isinstance(job.get("error"), dict) else None
-        raise WanjaxError(f"{at} made no video: {_plain(why or 'it tells no reason')}")
+        raise WanjaxError(f"{server.url} made no video: {_why(job)}")
     record = server.ask(f"{path}/record")
-    target = place(out or own_files(prompt, _seed(record, at), reserve=False).video).absolute()
-    check_folder(target.parent)
-    with writing(target) as beside:
-        beside.write_bytes(server.fetch(f"{path}/content"))
+    name = out or own_files(chosen["prompt"], _seed(record, server.url), reserve=False).video
+    target = _save(server, path, name)
     if report.stats:
         report.table()
-    report.made(target, record, id=id, seconds=report.seconds)
+    report.made(target, record, id=_id(path), seconds=report.seconds)
+
+
+def _requests(
+    chosen: Mapping[str, Any], prompt: str | None, prompts: str | None, seeds: str | None, count: int | None
+) -> list[Any]:
+    """Returns the `Request` of each of several videos, with its prompt, its seed and its settings."""
+    from wanjax.cli.many import numbers_of, options_of_each, requests_of  # imported late: they need JAX
+    from wanjax.cluster.requests import with_seeds
+
+    requests = requests_of(prompt, prompts)
+    numbers, options = numbers_of(requests, seeds, count, chosen["seed"]), options_of_each(chosen)
+    return [one.under(options) for one in with_seeds(requests, numbers)]
+
+
+def _generate_several(
+    report: Report,
+    server: "Server",
+    offered: Mapping[str, Any],
+    requests: Sequence[Any],
+    shared: Mapping[str, Any],
+    out: str | None,
+    *,
+    force: bool,
+) -> None:
+    """Has a video of each request made, a few of which wait at the server, and writes them in their order.
+
+    Videos that are in the folder already are left out, unless `force`. `shared` are fields of all requests. Cancels
+    those that wait where this ends before its time.
+    """
+    from wanjax.cli.many import FAILURE, folder_of  # imported late: it needs JAX
+
+    folder = folder_of(None, out).absolute()
+    each = {}
+    for request in requests:
+        each[_name(request, {**shared, **_fields(request.given, offered, server.url)}, offered)] = request
+    if repeated := len(requests) - len(each):
+        report.note(f"note: {repeated} of the {len(requests)} videos repeat another, and are made once")
+    check_folder(folder)
+    there = set() if force else each.keys() & set(names_in(folder))
+    left = deque((name, request) for name, request in each.items() if name not in there)
+    report.note(f"videos: {len(left)}, into {folder}")
+    if there:
+        report.note(f"{len(there)} of the videos are there already, {len(left)} are to be made")
+    total, failed = len(left), 0
+    report.goes_on()
+    with _cancelling(server) as waiting, report.stage("videos"):
+        submitted: deque[tuple[str, Any]] = deque()
+        ended = 0
+
+        def show(unit: str, done: int, of: int) -> None:
+            report.count("video", ended, total, beside=f"{unit} {done} of {of}")
+
+        def failing(name: str, request: Any, why: object) -> None:
+            report.note(f"{f'row {request.row}' if request.row else name} failed: {why}")
+
+        report.count("video", 0, total)
+        while left or submitted:
+            while left and len(submitted) < AHEAD:
+                name, request = left[0]
+                try:
+                    waiting.append(server.submit({**shared, **_fields(request.given, offered, server.url)}))
+                except Refused as error:
+                    if error.status == FULL:
+                        break
+                    if error.status not in WRONG or not (ended or submitted):  # the first tells what all have in common
+                        raise request.wrong(error) from error
+                    failing(name, request, error)
+                    ended, failed = ended + 1, failed + 1
+                else:
+                    submitted.append((name, request))
+                left.popleft()
+            if not submitted:  # the queue is full of others' videos
+                report.stop_if_asked()
+                time.sleep(EVERY[1])
+                continue
+            name, request = submitted[0]
+            path = waiting[0]
+            job = _awaited(server, path, report, show)
+            if job.get("status") == "completed":
+                record = server.ask(f"{path}/record")
+                report.made(_save(server, path, str(folder / name)), record, id=_id(path))
+            else:
+                failing(name, request, _why(job))
+                failed += 1
+            submitted.popleft()
+            waiting.popleft()
+            ended += 1
+            report.count("video", ended, total, beside=f"{failed} failed" if failed else "")
+    report.way_on = None
+    if report.stats:
+        report.table()
+    if failed:
+        report.note(f"{failed} of {total} videos failed; the same command tries them again")
+        raise click.exceptions.Exit(FAILURE)
+
+
+def _name(request: Any, fields: Mapping[str, Any], offered: Mapping[str, Any]) -> str:
+    """Returns the name of one of several videos, which is the same wherever the same server makes it again.
+
+    It is that of `wanjax batch`, as far as what is asked for is all that the video's record holds.
+    """
+    from wanjax.cluster.worker import name_of  # imported late: it needs JAX
+
+    size = request.given.get("size")
+    sides = {"height": size[0], "width": size[1]} if isinstance(size, tuple) else {}
+    own = {name: value for name, value in fields.items() if not (sides and name == "size") and name != ALLOW_EMPTY.name}
+    return name_of({**offered["defaults"], **own, **sides, **offered["started_with"]})
+
+
+@contextmanager
+def _cancelling(server: "Server") -> Iterator[deque[str]]:
+    """Yields a queue for the paths of videos that are asked for; cancels those left in it by Ctrl-C or an error."""
+    waiting: deque[str] = deque()
+    try:
+        yield waiting
+    except BaseException:
+        with suppress(WanjaxError):  # a server that is gone is asked once
+            for path in waiting:
+                server.ask(f"{path}/cancel", {})
+        raise
+
+
+def _save(server: "Server", path: str, out: str) -> Place:
+    """Writes a video as the server made it, or its frames and its record in the format of another name."""
+    data, target = server.fetch(f"{path}/content"), place(out).absolute()
+    if _is_mp4(out):
+        check_folder(target.parent)
+        with writing(target) as beside:
+            beside.write_bytes(data)
+        return target
+    from wanjax.media.pictures import read_clip  # imported late: they take longer than all else that `--at` needs
+    from wanjax.media.videos import read_metadata, write_video
+    from wanjax.stores.own import own_folder
+
+    with own_folder() as folder:
+        film = folder / "video.mp4"
+        film.write_bytes(data)
+        record = read_metadata(film)
+        fps = SETTINGS["fps"].read(record.get("fps"))
+        return write_video(out, read_clip(film, MOST, fps), fps, record)
+
+
+def _is_mp4(out: str) -> bool:
+    return Path(out).suffix.lower() == ".mp4"
+
+
+def _id(path: str) -> str:
+    return path.rpartition("/")[2]
+
+
+def _why(job: Mapping[str, Any]) -> str:
+    """Returns why a video was not made, as the server tells it."""
+    why = job["error"].get("message") if isinstance(job.get("error"), dict) else None
+    return _plain(why or "it tells no reason")
 
 
 def _seed(told: Mapping[str, Any], at: str) -> int:
@@ -79,8 +279,8 @@ def _seed(told: Mapping[str, Any], at: str) -> int:
         raise WanjaxError(f"{at} tells no seed of a video: it is no wanjax serve of this version") from error
 
 
-def _awaited(server: "Server", place: str, report: Report) -> dict[str, Any]:
-    """Returns a video that is over; shows its progress meanwhile."""
+def _awaited(server: "Server", place: str, report: Report, show: Callable[[str, int, int], Any]) -> dict[str, Any]:
+    """Returns a video that is over; meanwhile its notes are printed, and `show` receives how far a stage is."""
     pause, longest = EVERY
     told: set[str] = set()
     while True:
@@ -93,8 +293,8 @@ def _awaited(server: "Server", place: str, report: Report) -> dict[str, Any]:
         if job.get("status") not in ("queued", "in_progress"):
             return job
         stage, done, total = (job.get(name) for name in ("stage", "stage_done", "stage_total"))
-        if isinstance(done, int) and isinstance(total, int) and 0 <= done <= total <= MOST and stage:
-            report.count(_plain(stage), done, total)
+        if isinstance(done, int) and isinstance(total, int) and 0 <= done <= total and 0 < total <= MOST and stage:
+            show(_plain(stage), done, total)
         report.stop_if_asked()
         time.sleep(pause)
         pause = min(1.2 * pause, longest)
@@ -110,7 +310,8 @@ def _window(job: Mapping[str, Any]) -> str:
 
 def _fields(chosen: Mapping[str, Any], offered: Mapping[str, Any], at: str) -> dict[str, Any]:
     """Returns the fields of a request; raises WanjaxError for an option that the server has another value for."""
-    fields: dict[str, Any] = {}
+    empty = "prompt" in chosen and not chosen["prompt"].strip()  # which this command has asked about
+    fields: dict[str, Any] = {ALLOW_EMPTY.name: True} if empty else {}
     for name, value in chosen.items():
         if name == "size":
             fields[name] = value if isinstance(value, str) else f"{value[1]}x{value[0]}"
@@ -120,7 +321,7 @@ def _fields(chosen: Mapping[str, Any], offered: Mapping[str, Any], at: str) -> d
             fields[name] = _strengths(value, offered["loras"], at)
         elif name in HERE:
             raise WanjaxError(f"{option_of(name)} is for videos of this machine, and --at has one made by {at}")
-        elif name in SETTINGS.keys() - {*LOADED} | {"scheduler"}:  # the server refuses what its model has no use for
+        elif name in OF_A_VIDEO:  # the server refuses what its model has no use for
             fields[name] = value
         else:
             _compare(name, value, offered["started_with"], at)
@@ -144,7 +345,7 @@ def _strengths(given: Sequence[str], known: Any, at: str) -> dict[str, float]:
 
 def _compare(name: str, value: Any, has: Mapping[str, Any], at: str) -> None:
     """Raises WanjaxError unless the server was started with an option of this value."""
-    known = has.get("tiling" if name == "tile" else name)
+    known = has.get("tiling" if name == "tile" else name, SAFE if name == "compiler" else None)  # which no record names
     same = value == bool(known) if isinstance(value, bool) else list(map(name_alone, _texts(value))) == _texts(known)
     if not same:
         told = "none" if known in (None, [], ()) else ", ".join(_texts(known))
@@ -198,6 +399,13 @@ class Server:
         ids = _plain(" and ".join(model["id"] for model in models))
         raise WanjaxError(f"the model {name} is for the server to be started with, and {self.url} has {ids}")
 
+    def submit(self, fields: Mapping[str, Any]) -> str:
+        """Asks for a video; returns its path at the server. Raises WanjaxError as `fetch`."""
+        job = self.ask("/v1/videos", fields)
+        if not isinstance(id := job.get("id"), str) or not id.replace("_", "").isalnum():
+            raise WanjaxError(f"{self.url} answers with no id of a video: it is no wanjax serve of this version")
+        return f"/v1/videos/{id}"
+
     def ask(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Returns the JSON object that is answered; posts one where it is given. Raises WanjaxError as `fetch`."""
         told = self.fetch(path, body)
@@ -222,7 +430,7 @@ class Server:
                     raise IncompleteRead(found, answer.length)
                 return found
         except HTTPError as error:
-            raise WanjaxError(f"{self.url} refuses this: {_reason(error)}") from error
+            raise Refused(f"{self.url} refuses this: {_reason(error)}", error.code) from error
         except (OSError, HTTPException, ValueError) as error:
             why = getattr(error, "reason", None) or error
             told = _plain(reason(why) if isinstance(why, Exception) else why)
