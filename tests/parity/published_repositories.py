@@ -274,6 +274,9 @@ def _rcm(files: Path) -> None:
     for size, config in (("1.3B_480p", wan.T2V_1_3B), ("14B_480p", wan.T2V_14B), ("14B_720p", wan.T2V_14B)):
         keys = authors(transformer_keys(config), "net.", flat=True)
         write_torch(files / f"rCM_Wan2.1_T2V_{size}.pt", keys, torch.bfloat16)
+    keys = authors(transformer_keys(wan.I2V_A14B), "net.", flat=True)
+    for expert in ("high-rCM4.0", "low-rCM1.0"):
+        write_torch(files / f"Wan2.2-I2V-A14B-{expert}-merged.pt", keys, torch.bfloat16)
 
 
 def _causvid(files: Path) -> None:

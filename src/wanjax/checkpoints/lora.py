@@ -202,7 +202,7 @@ class LoraFile:
                 )
             else:
                 if change.magnitude is not None:
-                    self._check_norms(name, change, *right, targets[0])
+                    self._check_norms(name, change, next(iter(right)), targets[0])
                 for target in targets:
                     if (there := self._changes.setdefault(target.key, (change, target))) != (change, target):
                         keys = (next(iter(each.factors.values())) for each in (there[0], change))

@@ -467,7 +467,10 @@ def _inherited(left: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
                 known.read(left[name])
             except WanjaxError as error:
                 raise WanjaxError(f"{stage_files.CONFIG}: {error}") from error
-    check_files(left, [name for name in ("model", "lora", "decoder") if name in given and not given[name]])
+    recorded = [name for name in ("model", "lora", "decoder") if name in given and not given[name]]
+    if "lora" in recorded:
+        _texts_of_loras(left)
+    check_files(left, recorded)
     if given.get("model") in (None, left.get("model")):
         return dict(left)
     return {name: value for name, value in left.items() if name not in ("scheduler", "revision")}
@@ -547,14 +550,19 @@ def _model(chosen: Mapping[str, Any]) -> str:
 
 def loras_of(chosen: Mapping[str, Any]) -> list[Lora]:
     """Returns the chosen LoRAs, files by their full paths as for a model."""
+    loras = [Lora.parse(text).named() for text in _texts_of_loras(chosen)]
+    found = [(lora, Path(lora.file).expanduser()) for lora in loras]
+    return [replace(lora, file=str(path.absolute())) if path.is_file() else lora for lora, path in found]
+
+
+def _texts_of_loras(chosen: Mapping[str, Any]) -> Sequence[str]:
+    """Returns the chosen LoRAs as texts; raises WanjaxError where a record gives anything but a list of texts."""
     texts = chosen.get("lora", [])
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
         raise WanjaxError(
             f"{stage_files.CONFIG} gives lora as {texts!r} where a list such as ['a.safetensors:0.8'] is right"
         )
-    loras = [Lora.parse(text).named() for text in texts]
-    found = [(lora, Path(lora.file).expanduser()) for lora in loras]
-    return [replace(lora, file=str(path.absolute())) if path.is_file() else lora for lora, path in found]
+    return texts
 
 
 def decoder_of(chosen: Mapping[str, Any]) -> str | None:
