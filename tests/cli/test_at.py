@@ -2,6 +2,7 @@
 """`generate --at` beside servers that are cut off, hostile, or no wanjax: one sentence, and no file."""
 
 import json
+import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -198,6 +199,25 @@ def test_several_videos_are_asked_for_ahead_and_written_in_order():
     assert [int(Path(file).name.split("-")[2]) for file in made] == list(range(1, 8))
 
 
+def test_a_server_chooses_no_folder_of_several():
+    hostile = {"prompt": "../../x", "seed": "/../../x"}
+    told = several(DONE, DONE)
+    told["/v1/models"] = {"data": [MODEL | {"started_with": hostile, "defaults": hostile | {"seed": 1}}]}
+    with answering(told) as url:
+        succeeded(wanjax("a cat", "--at", url, "--count", "2", "--out", "cats"))
+    assert [name.split("-")[:3] for name in sorted(os.listdir("cats"))] == [["a", "cat", "1"], ["a", "cat", "2"]]
+
+
+def test_a_row_may_have_its_seed_drawn():
+    Path("p.jsonl").write_text('{"prompt": "a", "seed": -1}\n')
+    posted: list[Any] = []
+    with answering(several(DONE), posted=posted) as url:
+        succeeded(wanjax("--prompts", "p.jsonl", "--at", url, "--out", "made"))
+    ((_, body),) = posted
+    assert body["seed"] >= 0
+    assert str(body["seed"]) in os.listdir("made")[0]
+
+
 def test_what_is_there_is_not_asked_for_again():
     ask = ("a cat", "--seeds", "1..3", "--out", "cats", "--at")
     with answering(several(DONE, DONE, DONE)) as url:
@@ -212,14 +232,17 @@ def test_what_is_there_is_not_asked_for_again():
     assert len(posted) == 4
 
 
-def test_requests_of_a_file_and_one_that_fails():
+BROKEN = {"status": "failed", "error": {"message": "the lamp is out"}}
+
+
+@pytest.mark.parametrize(("broken", "why"), [(BROKEN, "lamp"), (404, "404")])
+def test_requests_of_a_file_and_one_that_fails(broken, why):
     Path("p.jsonl").write_text('{"prompt": "a", "size": "64x32"}\n{"prompt": "b", "seed": 5}\n{"prompt": "c"}\n')
     posted: list[Any] = []
-    broken = {"status": "failed", "error": {"message": "the lamp is out"}}
     with answering(several(DONE, broken, DONE), posted=posted) as url:
         result = wanjax("--prompts", "p.jsonl", "--at", url, "--steps", "2", "--out", "made")
     assert result.exit_code == 1
-    assert says(result.stderr, "row 2 failed lamp")
+    assert says(result.stderr, f"row 2 failed {why}")
     assert len(files("made")) == 2
     own = [{name: body.get(name) for name in ("prompt", "size", "seed", "steps")} for _, body in posted]
     assert own == [

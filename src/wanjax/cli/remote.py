@@ -123,10 +123,12 @@ def _requests(
     """Returns the `Request` of each of several videos, with its prompt, its seed and its settings."""
     from wanjax.cli.many import numbers_of, options_of_each, requests_of  # imported late: they need JAX
     from wanjax.cluster.requests import with_seeds
+    from wanjax.pipelines.seeds import checked_seed
 
     requests = requests_of(prompt, prompts)
     numbers, options = numbers_of(requests, seeds, count, chosen["seed"]), options_of_each(chosen)
-    return [one.under(options) for one in with_seeds(requests, numbers)]
+    seeded = [one.under(options) for one in with_seeds(requests, numbers)]
+    return [one._replace(given={**one.given, "seed": checked_seed(one.given["seed"], alone=True)}) for one in seeded]
 
 
 def _generate_several(
@@ -186,18 +188,24 @@ def _generate_several(
                 else:
                     submitted.append((name, request))
                 left.popleft()
-            if not submitted:  # the queue is full of others' videos
+            if not submitted:
                 report.stop_if_asked()
-                time.sleep(EVERY[1])
+                time.sleep(EVERY[1] if left else 0)  # the queue is full of others' videos
                 continue
             name, request = submitted[0]
             path = waiting[0]
-            job = _awaited(server, path, report, show)
-            if job.get("status") == "completed":
-                record = server.ask(f"{path}/record")
-                report.made(_save(server, path, str(folder / name)), record, id=_id(path))
-            else:
-                failing(name, request, _why(job))
+            try:
+                job = _awaited(server, path, report, show)
+                why: object = None if job.get("status") == "completed" else _why(job)
+                if why is None:
+                    record = server.ask(f"{path}/record")
+                    report.made(_save(server, path, str(folder / name)), record, id=_id(path))
+            except Refused as error:  # as of a video that somebody removed meanwhile
+                if error.status not in WRONG:
+                    raise
+                why = error
+            if why is not None:
+                failing(name, request, why)
                 failed += 1
             submitted.popleft()
             waiting.popleft()
@@ -221,7 +229,7 @@ def _name(request: Any, fields: Mapping[str, Any], offered: Mapping[str, Any]) -
     size = request.given.get("size")
     sides = {"height": size[0], "width": size[1]} if isinstance(size, tuple) else {}
     own = {name: value for name, value in fields.items() if not (sides and name == "size") and name != ALLOW_EMPTY.name}
-    return name_of({**offered["defaults"], **own, **sides, **offered["started_with"]})
+    return name_of({**offered["defaults"], **offered["started_with"], **own, **sides})  # a server chooses no folder
 
 
 @contextmanager
