@@ -3,11 +3,13 @@
 
 import json
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from tests.support.harm import unchecked
 from tests.support.words import naming, says
+from wanjax.checkpoints.descaled import Descaled
 from wanjax.checkpoints.files import Spec, Tensors, save_safetensors
 from wanjax.checkpoints.lora import LoraFile, Merged
 from wanjax.checkpoints.lora_scales import PEFT_METADATA
@@ -186,6 +188,28 @@ def test_dora_gives_the_changed_weight_its_norms(module, key, shape, axes, kind,
     rows = [-1 if axis not in axes else 1 for axis in range(base.ndim)]
     wanted = with_norms(base + change, wide(norms).reshape(rows), *axes)
     assert_near(merged(file, strength)[name], base + strength * (wanted - base))
+
+
+@pytest.mark.parametrize("dtype", [np.int8, ml_dtypes.float8_e4m3fn])
+@pytest.mark.parametrize("kind", ["DoRA", "LoKr"])
+def test_a_base_of_8_bits_is_changed_at_its_full_values(kind, dtype, opened):
+    """The norms of DoRA are those of the weight times its rows' scales, not of the stored numbers."""
+    numbers = np.random.default_rng(7).integers(-127, 128, (12, 20)).astype(dtype)
+    scale = np.linspace(0.01, 0.2, 12, dtype=np.float32)[:, None]
+    base = Descaled(Tensors({"linear.weight": numbers, "linear.weight_scale": scale}))
+    weight = numbers.astype(np.float64) * scale
+    if kind == "DoRA":
+        tensors, change = lora(12, 20)
+        norms = np.abs(random(9, 12, 1))
+        tensors["dora_scale"] = norms
+        wanted = with_norms(weight + change, wide(norms), 1)
+    else:
+        tensors, change = lokr(12, 20)
+        wanted = weight + change
+    file = opened({f"linear.{role}": x for role, x in tensors.items()})
+    merged = Merged(base, [(file, 0.6)])
+    assert merged.specs.keys() == {"linear.weight"}
+    assert_near(merged.read("linear.weight"), weight + 0.6 * (wanted - weight))
 
 
 def test_a_row_of_zeros_stays_zeros(opened):

@@ -5,6 +5,8 @@ Names and shapes are those of the publishers' code and of ComfyUI's and LightX2V
 """
 
 import json
+import re
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -27,6 +29,7 @@ from wanjax.models.wan.config import (
 )
 from wanjax.pipelines.wan.presets import FUN
 from wanjax.registry import admit, beside, examine, open_source
+from wanjax.schedulers import name_of
 
 HIGH, LOW = (f"wan2.2_i2v_A14b_{noise}_noise_lightx2v_4step" for noise in ("high", "low"))
 COMFY = "model.diffusion_model."
@@ -43,14 +46,14 @@ def file(path, config, also=None, without=(), vae=VAE_2_1):
     return hollow_file(path, keys | {f"vae.{key}": shape for key, shape in vae_keys(vae).items()})
 
 
-def split(folder, config):
+def split(folder, keys, dtypes=None):
     """Makes LightX2V's folder of a transformer: a file for each block, one for the rest, and an index of all."""
-    keys, files = authors(config), {}
+    files: dict[str, dict[str, tuple[int, ...]]] = {}
     for key in keys:
         name = f"block_{key.split('.')[1]}.safetensors" if key.startswith("blocks.") else "non_block.safetensors"
         files.setdefault(name, {})[key] = keys[key]
     for name, part in files.items():
-        hollow_file(folder / name, part)
+        hollow_file(folder / name, part, dtypes={key: x for key, x in (dtypes or {}).items() if key in part})
     listed = {key: name for name, part in files.items() for key in part}
     index = {"metadata": {"total_size": 0}, "weight_map": listed}
     (folder / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
@@ -106,8 +109,37 @@ def test_names_that_go_on_otherwise_are_a_pair_only_beside_noise(tmp_path):
     assert classes(open_source(tmp_path / "t2v_high_quality.safetensors")) == ("WanPipeline", False)
 
 
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_lightx2v_s_int8_is_its_model_in_four_steps(kind, tmp_path):
+    """Matrices of the blocks are int8 with a float32 scale for each row, as tools/convert of ModelTC/LightX2V has them.
+
+    The autoencoder is put beside them, so that nothing is downloaded.
+    """
+    name = "wan2.1_i2v_720p_int8_lightx2v_4step"
+    plain = authors(I2V_14B)
+    matrices = [key for key, shape in plain.items() if re.match(r"blocks\.\d+\..*\.weight$", key) and len(shape) == 2]
+    scales = {f"{key}_scale": (plain[key][0], 1) for key in matrices}
+    dtypes = dict.fromkeys(matrices, "I8") | dict.fromkeys(scales, "F32")
+    if kind == "file":
+        vae = {f"vae.{key}": shape for key, shape in vae_keys(VAE_2_1).items()}
+        path = hollow_file(tmp_path / f"{name}.safetensors", plain | scales | vae, dtypes=dtypes)
+    else:
+        path = split(tmp_path / f"{name}_split", plain | scales, dtypes)
+        (path / "config.json").write_text(json.dumps({"_class_name": "WanModel", "num_heads": 40, "eps": 1e-6}))
+        hollow_file(path / "Wan2.1_VAE.safetensors", vae_keys(VAE_2_1))
+    found = examine(path)
+    assert found.preset is not None
+    assert (found.preset.name, found.settings.size) == ("wan2.1-i2v-14b-720p", (720, 1280))
+    settings = found.settings
+    assert (settings.steps, settings.guidance_scale, settings.flow_shift) == (4, 1.0, 5.0)
+    assert name_of(found.architecture.scheduler) == "euler"
+    specs = found.source.weights("transformer").specs
+    assert {key: spec.shape for key, spec in specs.items()} == transformer_keys(I2V_14B)
+    assert Counter(str(spec.dtype) for spec in specs.values()) == {"float32": 40 * 12, "bfloat16": 1303 - 40 * 12}
+
+
 def test_a_folder_of_blocks(tmp_path):
-    folder = split(tmp_path / "wan2.1_i2v_720p_int8_lightx2v_4step_split", I2V_14B)
+    folder = split(tmp_path / "wan2.1_i2v_720p_int8_lightx2v_4step_split", authors(I2V_14B))
     source = open_source(folder)
     assert classes(source) == ("WanImageToVideoPipeline", False)
     assert len(source.weights("transformer").specs) == len(authors(I2V_14B))
@@ -121,7 +153,7 @@ def test_a_folder_of_blocks(tmp_path):
 
 def test_folders_of_blocks_of_two_experts(tmp_path):
     for name in (f"{HIGH}_split", f"{LOW}_split"):
-        split(tmp_path / name, I2V_A14B)
+        split(tmp_path / name, authors(I2V_A14B))
     source = open_source(tmp_path / f"{LOW}_split")
     assert classes(source) == ("WanImageToVideoPipeline", True)
     assert [source.weights(name).paths[0].parent.name for name in ("transformer", "transformer_2")] == [
@@ -136,7 +168,7 @@ def test_folders_of_blocks_of_two_experts(tmp_path):
 
 def test_experts_in_folders_of_blocks(tmp_path):
     for name in ("high_noise_model", "low_noise_model"):
-        split(tmp_path / "model" / name, I2V_A14B)
+        split(tmp_path / "model" / name, authors(I2V_A14B))
     assert classes(open_source(tmp_path / "model")) == ("WanImageToVideoPipeline", True)
 
 
