@@ -202,6 +202,7 @@ def test_one_transformer_merged_of_two(tmp_path):
 )
 def test_motion_that_is_not_offered_is_told(name, what, tmp_path):
     found = examine(file(tmp_path / f"{name}.safetensors", I2V_14B))
+    assert found.preset is not None
     assert found.preset.name == "wan2.1-i2v-14b-480p"
     [told] = found.source.notes
     assert says(told, f"{name}.safetensors {what} not")
@@ -222,6 +223,7 @@ def test_a_file_of_fun_inp(preset, tmp_path):
     for each in {name, name.replace("high", "low")}:
         file(tmp_path / f"{each}.safetensors", config, vae=vae)
     found = examine(tmp_path / f"{name}.safetensors")
+    assert found.preset is not None
     assert found.preset == replace(preset, defaults=replace(preset.defaults, model=found.preset.defaults.model))
     assert found.architecture.task == preset.architecture.task
     assert found.architecture.scheduler == preset.scheduler
