@@ -39,7 +39,7 @@ LIGHTX2V = Distillation(
     name="LightX2V", words=r"lightx2v|distill-model|(?=.*(?:hunyuan|\bhy)).*\b[1-9]-?steps?\b", steps=4, flow_shift=5.0
 )
 DISTILLATIONS = (LIGHTX2V, STEP_DISTILLED)
-"""What names tell of few steps; the second is configs/hunyuan_video_15/hunyuan_video_t2v_480p_distill.json of LightX2V.
+"""What names tell of few steps; the first is configs/hunyuan_video_15/hunyuan_video_t2v_480p_distill.json of LightX2V.
 """
 GUIDER: dict[str, Any] = {"guidance_rescale": 0.0, "use_original_formulation": False, "start": 0.0, "stop": 1.0}
 """Entries of guider_config.json, and the only value of each that is implemented."""
