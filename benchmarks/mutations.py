@@ -334,8 +334,8 @@ MUTATIONS = (
     Mutation(
         "lora-alpha",
         "src/wanjax/checkpoints/lora_scales.py",
-        "return self._stored(alpha) / rank",
-        "return self._stored(alpha)",
+        "return 1.0 if rank is None else number / rank",
+        "return 1.0 if rank is None else number",
         "a LoRA is as many times too strong as its rank",
         ("checkpoints/test_lora_files.py::test_factors_with_alpha_are_added_in_float32",),
     ),

@@ -72,6 +72,7 @@ def test_help_lists_the_commands():
     [
         (
             "generate",
+            "allow-empty-prompt "
             "from prompts extend-prompt extend-model seeds count model negative-prompt image last-image video mask "
             "reference max-picture resize size height width frames windows then overlap fps steps guidance-scale "
             "guidance-scale-2 boundary strength dynamic-guidance guidance-rule flow-shift follow sigmas cache seed "
@@ -93,6 +94,7 @@ def test_help_lists_the_commands():
         ),
         (
             "encode",
+            "allow-empty-prompt "
             "model negative-prompt image last-image video mask reference max-picture resize size height width frames "
             "follow dtype vae-dtype "
             "compiler mesh rules processes compile-cache trust-compile-cache tile dir force verify "

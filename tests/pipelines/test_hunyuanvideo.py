@@ -168,7 +168,7 @@ def test_refused(models, picture):
     ):
         with pytest.raises(WanjaxError, match=told):
             pipe.denoise(encoded)
-    with pytest.raises(WanjaxError, match=naming("image_latents encode size")):
+    with pytest.raises(WanjaxError, match=naming("64x32 48x32 encode size")):
         image.denoise(pictured, size=(32, 48))
 
 

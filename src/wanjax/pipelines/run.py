@@ -42,6 +42,7 @@ from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.steps import Cancelled, InFlight, Segment, Step, Switch, at_step, left_of
 from wanjax.pipelines.video_shape import with_shape
 from wanjax.pipelines.windows import Window, faded, pictures_of, windows_of
+from wanjax.programs import refuse_traced
 from wanjax.schedulers import one_step
 
 
@@ -378,6 +379,7 @@ class Run:
 
 def _finite(latents: Any) -> Any:
     """Returns latents; raises WanjaxError where some are not finite."""
+    refuse_traced(latents)
     parts = [shard.data for shard in latents.addressable_shards] if isinstance(latents, jax.Array) else [latents]
     if not all(np.isfinite(np.asarray(part)).all() for part in parts):
         raise WanjaxError(f"the latents {list(latents.shape)} are not finite: denoise again, with dtype float32")
