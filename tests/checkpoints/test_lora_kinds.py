@@ -12,6 +12,7 @@ from tests.support.words import naming, says
 from wanjax.checkpoints.descaled import Descaled
 from wanjax.checkpoints.files import Spec, Tensors, save_safetensors
 from wanjax.checkpoints.lora import LoraFile, Merged
+from wanjax.checkpoints.lora_keys import part_of
 from wanjax.checkpoints.lora_scales import PEFT_METADATA
 from wanjax.converters.names import Names
 from wanjax.errors import WanjaxError
@@ -340,3 +341,13 @@ def test_a_module_of_a_wrapper_s_name_is_known(tmp_path):
     save_safetensors(tmp_path / "a.safetensors", {f"transformer.module.to_q.{role}": x for role, x in tensors.items()})
     file = LoraFile(tmp_path / "a.safetensors", specs, Names([]))
     assert_near(file.change("module.to_q.weight", 1.0, np.zeros((12, 20), np.float32)), change)
+
+
+def test_a_key_of_endless_wrappers_takes_little_memory():
+    """Each wrapper that is taken off leaves a copy of the rest, so a long chain would take gigabytes."""
+    part = part_of("model." * 100_000 + "linear.lora_A.weight", {"linear"})
+    assert part is not None
+    assert part.module not in {"linear"}
+    usual = part_of("base_model.model.model.diffusion_model.linear.lora_A.weight", {"linear"})
+    assert usual is not None
+    assert usual.module == "linear"

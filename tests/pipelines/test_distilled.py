@@ -38,6 +38,7 @@ THREE = "consistency:timesteps=1000,757,522"
         ("Wan2.2-Lightning_T2V-A14B-4steps-lora_HIGH_fp16.safetensors", ("LightX2V", 4)),
         (f"{SEKO}/high_noise_model.safetensors", ("LightX2V", 4)),
         ("wan2.2_t2v_A14b_lora_8steps.safetensors", ("LightX2V", 8)),
+        ("Wan2.2-Lightning_I2V-A14B_HIGH.safetensors", ("LightX2V", 4)),
         ("Wan21_CausVid_14B_T2V_lora_rank32.safetensors", ("CausVid", 4)),
         ("Wan21_CausVid_bidirect2_T2V_1_3B_lora_rank32.safetensors", ("CausVid, bidirectional", 3)),
         ("Wan21_AccVid_T2V_14B_lora_rank32_fp16.safetensors", ("AccVideo", 10)),
@@ -51,6 +52,11 @@ THREE = "consistency:timesteps=1000,757,522"
         ("wan2.1_t2v_14B_bf16.safetensors", None),
         ("Wan2.1-Fun-14B-InP-MPS_reward_lora.safetensors", None),
         ("lightning_bolt.safetensors", None),  # a word that means something else
+        ("wan_lightning_strike_v1.safetensors", None),
+        ("wan2.1_t2v_14b_lightning_effect.safetensors", None),
+        ("thunder_and_lightning_i2v.safetensors", None),
+        ("hyper_realism_wan2.1.safetensors", None),
+        ("wan_dmd_style.safetensors", None),
         ("turbo.safetensors", None),
         ("hyperrealism_wan_14b.safetensors", None),  # a word inside another
         ("wan_lightningmcqueen_14b.safetensors", None),
@@ -62,6 +68,13 @@ THREE = "consistency:timesteps=1000,757,522"
 def test_names_tell_distilled_weights(name, told):
     found = distilled_by(telling(f"/loras/{name}"), WAN.distillations)
     assert (found and (found.name, found.steps)) == told
+
+
+def test_long_numbers_in_names_take_no_time():
+    """A name that begins with a hash or a time is read at once, whatever follows."""
+    assert telling(f"/loras/{'1' * 200}x.safetensors") == "1" * 200 + "x"
+    assert telling(f"/loras/a-style/{'1' * 200}.safetensors") == "a-style"
+    assert telling("/loras/a-style/transformer_2-models-00001-of-00002.safetensors") == "a-style"
 
 
 @pytest.mark.parametrize(

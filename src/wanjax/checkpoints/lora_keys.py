@@ -27,6 +27,7 @@ WRAPPERS = (
     *("lora_unet__", "lora_unet_", "lora_transformer_", "lora_dit_"),  # VideoX-Fun's writes two underscores
 )
 SOME = r"(?:\.(?!(?:weight|bias)$)[^.]+)?"  # PEFT's name of the adapter, where it is kept
+MOST_WRAPPERS = 8  # of a key; a longer chain is no key of a trainer, and would take memory by its square
 OF_ROWS = "magnitude of rows"  # DoRA's by PEFT and ai-toolkit; LyCORIS has those of columns too
 ENDINGS = [  # the end of a key -> the role, `{}` for the end's own word, and the end of the changed tensor's name
     (re.compile(f"(?:{pattern})$"), role, leaf)
@@ -120,6 +121,9 @@ def check_kind(key: str, path: object) -> None:
 
 def _unwrapped(name: str) -> Iterator[tuple[str, str]]:
     """Yields the wrappers at the beginning of a name, each with what follows it."""
-    while wrapper := next(filter(name.startswith, WRAPPERS), ""):
+    for _ in range(MOST_WRAPPERS):
+        wrapper = next(filter(name.startswith, WRAPPERS), "")
+        if not wrapper:
+            return
         name = name.removeprefix(wrapper)
         yield wrapper, name

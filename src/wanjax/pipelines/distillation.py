@@ -18,8 +18,8 @@ from wanjax.schedulers import Scheduler
 
 BLOBS = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/[^/]+")  # of the hub's client, in the path of a file
 UNTELLING = re.compile(
-    r"(?:(?:high|low|noise|model|models|diffusion|pytorch|lora|weights|adapter|transformer|transformer-2|dit|"
-    r"checkpoint|checkpoints|default|original|bf16|fp16|fp8|\d+|of|v\d+)-?)*"
+    r"(?:(?:high|low|noise|models?|diffusion|pytorch|lora|weights|adapter|transformer|dit|checkpoints?|default|"
+    r"original|bf16|fp16|fp8|\d+|of|v\d+)-?)*+"  # possessive: a long number would be split in all ways
 )
 """What the name of a file or a folder may consist of where it tells nothing of the model: its folder's then does."""
 TASK = re.compile(r"[tif]2v|\d+b\b|vace")

@@ -84,9 +84,13 @@ HD: dict[str, Any] = {"height": 720, "width": 1280}
 SD: dict[str, Any] = {"height": 480, "width": 832}
 BOTH: dict[str, Any] = HD | {"sizes": ((480, 832),)}
 
-# Words that are common in names count only in those of a video model, as `lightning` in `Wan2.2-Lightning`.
+# A number of steps counts only in the name of a video model. `Lightning` and `DMD` alone name subjects and styles too:
+# the former counts right after the version, as in `Wan2.2-Lightning`; the latter never.
 _OF_A_MODEL = r"(?=.*(?:\bwan|14b\b|\b5b\b|1-3b\b|[tif]2v))"
-_FEW_STEPS = r"(?:lightning\b|\bdmd2?\b|\bhyper\b|\b(?:[1-9]|1\d|20)-?steps?\b)"
+_FEW_STEPS = (
+    r"(?:\bwan-?2-?[12]-lightning(?:$|-(?:[tif]2v|ti2v|a?14b|high|low|lora|v\d)\b)"
+    r"|\b(?:[1-9]|1\d|20)-?steps?\b)"
+)
 LIGHTX2V = Distillation(
     name="LightX2V",
     words=rf"lightx2v|(?:step|cfg)-?distill|\bseko\b|^{_OF_A_MODEL}.*{_FEW_STEPS}",
