@@ -79,7 +79,7 @@ def test_files_are_relative_to_the_table_unless_they_are_urls(tmp_path):
         ('{"prompt": "a", "references": ["a.png", null]}', "row 2 reference None file"),
         ("[1, 2]", "row 2 [1, 2]"),
         ('{"prompt": "a"', "row 2 JSON"),
-        ("[" * 100_000, "cannot be read"),
+        ("[" * 100_000, "row 2 brackets"),
         ('{"prompt": "a\\u0000"}', "row 2"),
     ],
     ids=lambda value: str(value)[:30],
@@ -124,11 +124,17 @@ def test_seeds_are_for_requests_without_one_of_their_own():
 
 
 def test_all_wrong_rows_are_named_at_once(tmp_path):
-    rows = ['{"prompt": "a"}', '{"prompt": "b", "steps": 0}', '{"prompt": "c" "seed": 3}', "{}"]
+    rows = [
+        '{"prompt": "a"}',
+        '{"prompt": "b", "steps": 0}',
+        '{"prompt": "c" "seed": 3}',
+        "{}",
+        '{"seed": 1' + "0" * 5000 + "}",
+    ]
     (tmp_path / "r.jsonl").write_text("\n".join(rows))
     with pytest.raises(WanjaxError) as caught:
         read_requests(str(tmp_path / "r.jsonl"))
-    assert says(str(caught.value), "3 rows row 2 steps 0 row 3 JSON row 4 prompt")
+    assert says(str(caught.value), "4 rows row 2 steps 0 row 3 JSON row 4 prompt row 5 number")
     assert "\n" not in str(caught.value)
     (tmp_path / "r.jsonl").write_text("\n".join(["{}"] * 5000))
     with pytest.raises(WanjaxError) as caught:

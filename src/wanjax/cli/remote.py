@@ -10,7 +10,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from http.client import HTTPException, IncompleteRead
 from pathlib import Path
 from typing import Any
@@ -239,9 +239,13 @@ def _cancelling(server: "Server") -> Iterator[deque[str]]:
     try:
         yield waiting
     except BaseException:
-        with suppress(WanjaxError):  # a server that is gone is asked once
-            for path in waiting:
+        for path in waiting:
+            try:
                 server.ask(f"{path}/cancel", {})
+            except Refused:  # the video is over, or removed
+                continue
+            except WanjaxError:  # a server that is gone is asked once
+                break
         raise
 
 

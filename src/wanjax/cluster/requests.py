@@ -133,6 +133,8 @@ def _json(line: str) -> Any:
         where = f"after {before!r}" if before else "at its start"
         why = f"{error.msg[0].lower()}{error.msg[1:]} {where}"
         return WanjaxError(f"the line is not JSON, {why}: write a row as {EXAMPLE}")
+    except (ValueError, RecursionError):  # a number of thousands of digits, or lists in lists in lists
+        return WanjaxError(f"the line holds a number too long, or too many brackets: write a row as {EXAMPLE}")
 
 
 def _is_object(line: str) -> bool:

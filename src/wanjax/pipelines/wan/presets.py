@@ -118,7 +118,7 @@ CAUSVID = Distillation(
     scheduler=THREE_STEPS,
 )
 FASTWAN = replace(CAUSVID, name="FastWan", words=r"\bfastwan")
-RAPID = replace(LIGHTX2V, name="Rapid, a merge with LightX2V's LoRA", words=r"\brapid\b")
+RAPID = replace(LIGHTX2V, name="Rapid, a merge with LightX2V's LoRA", words=rf"^{_OF_A_MODEL}.*\brapid\b")
 CAUSVID_LORA = Distillation(name="CausVid", words=r"caus-?vid", steps=4, flow_shift=8.0)
 ACCVIDEO = Distillation(name="AccVideo", words=r"\bacc-?vid(?:eo)?\b", steps=10)
 DISTILLATIONS = (RAPID, TURBO, R_CM, FASTWAN, TURBO_5B, SELF_FORCING, CAUSVID, CAUSVID_LORA, ACCVIDEO, LIGHTX2V)
