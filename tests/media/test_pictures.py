@@ -296,7 +296,12 @@ def test_a_clip_is_read_with_every_frame_that_was_written(tmp_path, suffix, fps)
     moving = [15 * (i % 17) for i in range(81)]
     halting = [0, *[50] * 7, 100, 200, *[150] * 5]
     for colours in (moving[:1], moving[:2], moving[:17], moving, halting):
-        path = io.write_video(tmp_path / f"a.{suffix}", plain(colours), fps, {"fps": fps} if colours is halting else {})
+        path = io.write_video(
+            tmp_path / f"a.{suffix}",
+            plain(colours),
+            fps,
+            {"fps": fps} if colours is halting or (suffix, fps) == ("gif", 60) else {},
+        )
         for asked in (fps, 2 * fps):
             clip = read_clip(path, frames=100, fps=asked)
             assert len(clip) == len(colours)
@@ -356,7 +361,7 @@ def test_files_that_are_no_clips(tmp_path):
         ("text.mp4", "text.mp4 cannot be read as a video"),
         ("empty", "empty holds no pictures"),
         ("mixed", "mixed holds pictures of different sizes"),
-        ("short.gif", "short.gif cannot be read to its end"),
+        ("short.gif", naming("short.gif frame 3")),
     ):
         with pytest.raises(WanjaxError, match=message):
             read_clip(tmp_path / name, **MANY)

@@ -2,15 +2,15 @@
 """Pictures of every mode and clips of every depth, each beside its twin of 8 bits, and their transparent parts."""
 
 import math
-import subprocess
 from io import BytesIO
 from pathlib import Path
 
-import imageio_ffmpeg
 import numpy as np
 import pytest
 from PIL import Image
 
+from tests.support.films import ffmpeg as encode
+from tests.support.films import gap
 from tests.support.quick import quick
 from tests.support.words import naming
 from wanjax.errors import WanjaxError, WanjaxWarning
@@ -27,10 +27,8 @@ MANY = {"frames": 100, "fps": 8}
 ORIENTATION = 0x0112
 
 
-def gap(one: np.ndarray, other: np.ndarray) -> int:
-    """Returns the largest difference of two pictures or clips, which have one shape."""
-    assert one.shape == other.shape
-    return int(np.abs(one.astype(int) - other).max())
+def ffmpeg(*arguments: str | Path, frames: np.ndarray = CLIP) -> None:
+    encode(*arguments, frames=frames, rate="8")
 
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "RGBX", "RGBa", "CMYK", "YCbCr", "HSV", "LAB"])
@@ -135,16 +133,6 @@ def test_each_use_has_its_page(tmp_path, mode):
             assert picture[0, [0, 63], 0].tolist() == [90, right]
         assert read.video[0, 0, [0, 63], 0].tolist() == [90, page]
         assert read.mask[0, 0, [0, 63], 0].tolist() == [90, 0]
-
-
-def ffmpeg(*arguments: str | Path, frames: np.ndarray = CLIP) -> str:
-    """Runs ffmpeg on frames of RGB, or RGBA; returns what it says."""
-    height, width, channels = frames.shape[1:]
-    raw = ["-f", "rawvideo", "-pix_fmt", "rgba" if channels == 4 else "rgb24", "-s", f"{width}x{height}"]
-    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-y", *raw, "-framerate", "8", "-i", "-", *arguments]
-    done = subprocess.run(command, input=frames.tobytes(), capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr.decode()[-400:]
-    return done.stderr.decode()
 
 
 FFV1 = [
@@ -254,7 +242,7 @@ def test_a_folder_is_read_in_natural_order(tmp_path):
 
 def encoded(format: str, first: Image.Image, *rest: Image.Image) -> bytes:
     file = BytesIO()
-    first.save(file, format, **({"save_all": True, "append_images": rest, "duration": 125} if rest else {}))
+    first.save(file, format, **({"save_all": True, "append_images": rest, "duration": 200} if rest else {}))
     return file.getvalue()
 
 

@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +23,11 @@ ALPHA_DECODERS = {"vp8": "libvpx", "vp9": "libvpx-vp9"}  # ffmpeg's own decoders
 HIGH_RANGE = ("smpte2084", "arib-std-b67")  # PQ and HLG
 WHITE, PEAK = 203, 1000  # cd/m² of the white of text and paper (BT.2408), and of the brightest light that is kept apart
 KNEE = 0.8  # of that white, in linear light
+WIDE = ("bt2020", "smpte431", "smpte432")  # primaries of BT.2020 and of P3
+TONES = ("bt709", "smpte170m", "iec61966-2-1", "bt2020-10", "bt2020-12", "linear")  # transfers that zscale knows
+FLOATS = "format=gbrpf32le|gbrapf32le"
+WHOLE_FRAMES = "bwdif=mode=send_frame:parity=auto:deint=all"
+PIECE = 2**20  # bytes of output that are taken at a time
 
 
 def reading(source: str | Path) -> list[str]:
@@ -31,55 +36,106 @@ def reading(source: str | Path) -> list[str]:
 
 
 class Film(NamedTuple):
-    """A film's stream of pictures, and what ffmpeg has to be told of it: its decoder, and filters of its tones."""
+    """A film's stream of pictures, as ffmpeg describes it.
+
+    `decoder` holds what ffmpeg needs to be told to decode it, and `fields` the filter that makes whole frames of
+    interlaced ones. `colours` is the text that names matrix, primaries and transfer, `pixels` are those of a frame,
+    `slowest` is the least of the numbers of frames a second, 0 where none is known, and `length` are the seconds.
+    """
 
     stream: str
+    codec: str
+    container: str
     decoder: list[str]
-    tones: list[str]
+    fields: list[str]
+    colours: str
+    pixels: int
+    slowest: float
+    length: float | None
+
+    def tones(self, values: bool) -> list[str]:
+        """Returns filters by which colours become those of BT.709, none where they are so, or in its primaries.
+
+        Light of a high dynamic range (PQ, HLG): the white of BT.2408 becomes white, tones up to `KNEE` of it stay as
+        they are, and brighter ones are compressed. Wide primaries of a standard range are converted in linear light,
+        but for a film of `values`, such as a mask.
+        """
+        found = re.search(r"\b([\w-]+)/([\w-]+)/([\w-]+)[,)]", self.colours)
+        same = re.search(r"[(,] ?(bt2020nc|bt2020)[,)]", self.colours)  # which stands alone where all are equal
+        matrix, primaries, transfer = found.groups() if found else (same[1],) * 3 if same else ("",) * 3
+        if transfer in HIGH_RANGE:
+            unknown = [way for way, name in (("min=bt2020nc", matrix), ("pin=bt2020", primaries)) if name == "unknown"]
+            linear = ":".join(["t=linear", f"npl={WHITE}", *unknown])
+            tonemap = f"tonemap=mobius:param={KNEE}:peak={PEAK / WHITE:.3f}:desat=0"
+            return [f"zscale={linear}", FLOATS, "zscale=p=bt709", tonemap, "zscale=t=bt709"]
+        if values or primaries not in WIDE:
+            return []
+        assumed = "bt2020nc" if primaries == "bt2020" else "bt709"
+        unknown = [f"min={assumed}"] if matrix in ("unknown", "bt2020") else []
+        tone = transfer if transfer in TONES else "bt709"
+        linear = ":".join(["t=linear", f"tin={tone}", *unknown])
+        return [f"zscale={linear}", FLOATS, "zscale=p=bt709", f"zscale=t={tone}"]
 
 
 def described(source: str | Path) -> Film:
     """Describes a film from what ffmpeg prints of it; raises OSError where it cannot be read, or has no pictures."""
-    said = _run(["-loglevel", "info", *reading(source), "-f", "ffmetadata", "pipe:1"])[1]
-    for stream in re.split(r"^  (?=Stream #)", said, flags=re.MULTILINE):
+    done = run(["-loglevel", "info", *reading(source), "-f", "ffmetadata", "pipe:1"])
+    if done.error:
+        raise done.error
+    length = re.search(r"^  Duration: (\d+):(\d+):([\d.]+)", done.said, re.MULTILINE)
+    container = re.search(r"^Input #0, ([^,]+),", done.said, re.MULTILINE)
+    seconds = sum(float(x) * unit for x, unit in zip(length.groups(), (3600, 60, 1), strict=True)) if length else None
+    for stream in re.split(r"^ +(?=Stream #)", done.said, flags=re.MULTILINE):
         found = re.match(r"Stream #(0:\d+).*?: Video: (\w+)(.*)", stream)
         if found and "(attached pic)" not in found[3]:
             alpha = re.search(r"^ *alpha_mode *: 1$", stream, re.MULTILINE | re.IGNORECASE)
-            decoder = ["-c:v", ALPHA_DECODERS[found[2]]] if alpha and found[2] in ALPHA_DECODERS else []
-            return Film(found[1], decoder, _tones(found[3]))
+            sides = re.search(r", (\d+)x(\d+)[, ]", found[3])
+            return Film(
+                stream=found[1],
+                codec=found[2],
+                container=container[1] if container else "",
+                decoder=["-c:v", ALPHA_DECODERS[found[2]]] if alpha and found[2] in ALPHA_DECODERS else [],
+                fields=[WHOLE_FRAMES] if re.search(r"\b(top|bottom) (coded )?first\b", found[3]) else [],
+                colours=found[3],
+                pixels=int(sides[1]) * int(sides[2]) if sides else 0,
+                slowest=min(map(float, re.findall(r", ([\d.]+) (?:fps|tbr)\b", found[3])), default=0),
+                length=seconds,
+            )
     raise OSError("it holds no pictures")
 
 
-def _tones(described: str) -> list[str]:
-    """Returns filters by which a film of high dynamic range becomes one of BT.709, none for another film.
+class Done(NamedTuple):
+    """What ffmpeg wrote and said, and the error of its last message if it failed."""
 
-    The white of BT.2408 becomes white. Tones up to `KNEE` of it stay as they are, and brighter ones are compressed.
-    """
-    if not (found := re.search(rf"(\w+)/(\w+)/({'|'.join(HIGH_RANGE)})\b", described)):
-        return []
-    unknown = [way for way, name in (("min=bt2020nc", found[1]), ("pin=bt2020", found[2])) if name == "unknown"]
-    linear = ":".join(["t=linear", f"npl={WHITE}", *unknown])
-    tonemap = f"tonemap=mobius:param={KNEE}:peak={PEAK / WHITE:.3f}:desat=0"
-    return [f"zscale={linear}", "format=gbrpf32le|gbrapf32le", "zscale=p=bt709", tonemap, "zscale=t=bt709"]
+    output: bytes
+    said: str
+    error: OSError | None
 
 
 def run_ffmpeg(arguments: list[str], pieces: Iterable[bytes] = ()) -> bytes:
     """Feeds the pieces to ffmpeg and returns its output; raises OSError with its last message if it fails."""
-    return _run(["-loglevel", "error", *arguments], pieces)[0]
+    done = run(["-loglevel", "error", *arguments], pieces)
+    if done.error:
+        raise done.error
+    return done.output
 
 
-def _run(arguments: list[str], pieces: Iterable[bytes] = ()) -> tuple[bytes, str]:
-    """Returns what ffmpeg wrote, and what it said; raises as `run_ffmpeg` does."""
+def run(arguments: list[str], pieces: Iterable[bytes] = (), take: Callable[[bytes], object] | None = None) -> Done:
+    """Feeds the pieces to ffmpeg, and hands its output to `take`, a piece at a time, or returns it whole."""
     command = [_ffmpeg(), "-hide_banner", *arguments]
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as told:
         # In a session of its own it does not receive Ctrl-C; the `finally` below stops it.
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=told, start_new_session=True)
+        output = subprocess.PIPE if take else out
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=told, start_new_session=True)
         assert process.stdin is not None
         try:
             with abandoned_by(process.kill):
                 for piece in pieces:
                     process.stdin.write(piece)
                 process.stdin.close()
+                if take and process.stdout is not None:
+                    while piece := process.stdout.read(PIECE):
+                        take(piece)
                 process.wait()
         except BrokenPipeError:  # it has failed, and said why
             process.wait()
@@ -87,17 +143,24 @@ def _run(arguments: list[str], pieces: Iterable[bytes] = ()) -> tuple[bytes, str
             process.kill()
             with suppress(BrokenPipeError):  # raised by flushing the buffer
                 process.stdin.close()
+            if process.stdout is not None:
+                process.stdout.close()
             process.wait()
         told.seek(0)
         said = told.read().decode(errors="replace")
-        if process.returncode:
-            lines = said.strip().splitlines()
-            last = re.sub(r"^\[.*?\] ", "", lines[-1]) if lines else ""  # without the name and address of its module
-            if number := next((n for n in OF_DISKS if last.endswith(os.strerror(n))), None):
-                raise OSError(number, os.strerror(number))
-            raise OSError(f"ffmpeg said {last!r}" if last else f"ffmpeg ended with {process.returncode}")
         out.seek(0)
-        return out.read(), said
+        return Done(b"" if process.returncode else out.read(), said, _error(process.returncode, said))
+
+
+def _error(status: int, said: str) -> OSError | None:
+    """Returns the error of ffmpeg's last message, without the names of its module and level."""
+    if not status:
+        return None
+    lines = said.strip().splitlines()
+    last = re.sub(r"^(\[[^]]*\] )+", "", lines[-1]) if lines else ""
+    if number := next((n for n in OF_DISKS if last.endswith(os.strerror(n))), None):
+        return OSError(number, os.strerror(number))
+    return OSError(f"ffmpeg said {last!r}" if last else f"ffmpeg ended with {status}")
 
 
 def _ffmpeg() -> str:

@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from io import BytesIO
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from statistics import fmean
 from threading import RLock
@@ -24,7 +24,9 @@ from jaxtyping import Float, Shaped, UInt8
 from PIL import Image, ImageOps, ImageSequence, UnidentifiedImageError
 
 from wanjax.errors import WanjaxError, WanjaxWarning, reason, shown
-from wanjax.media.ffmpeg import described, reading, run_ffmpeg
+from wanjax.media.colours import Conversion, conversion
+from wanjax.media.films import Limits, read_film
+from wanjax.media.holes import holed_frame
 from wanjax.media.videos import BROKEN, read_metadata
 
 Picture = UInt8[np.ndarray, "H W 3"]
@@ -32,12 +34,15 @@ PictureOfAnySize = UInt8[np.ndarray, "_H _W 3"]  # in a list whose pictures diff
 Clip = UInt8[np.ndarray, "T H W 3"]
 GreyOfAnySize = Float[np.ndarray, "_H _W"]
 Page = Literal["white", "black"]
-PAM = re.compile(rb"P7\nWIDTH (\d+)\nHEIGHT (\d+)\nDEPTH ([34])\nMAXVAL 255\nTUPLTYPE \w+\nENDHDR\n")
 PictureSource = str | Path | Image.Image | Shaped[np.ndarray, "..."]
 ClipSource = str | Path | Sequence[PictureSource] | Shaped[np.ndarray, "..."]
 LANCZOS = Image.Resampling.LANCZOS
+READING = 2  # another number where files are read to other values, so that what was made of them is made again
 ROUNDING = 10  # a GIF's times are multiples of so many milliseconds
+SLOW = 100  # milliseconds for which browsers show a frame whose time is missing, or too short
+BREAKS = "{} breaks at frame {}, where it is damaged or ends too early: a whole copy is needed"
 ANIMATED = ("GIF", "WEBP", "PNG", "AVIF", "TIFF")  # not MPO, a JPEG: a photograph with its thumbnails
+HOLED = ("WEBP", "AVIF")  # whose data are dense
 FORMATS = (*ANIMATED, "JPEG", "BMP", "PPM")
 """The formats that are read. Pillow knows more: some it hands to other programs, such as PostScript to Ghostscript."""
 MARKER = re.compile(rb"\xff([\xc0-\xcf\xd9-\xfe])")  # of a JPEG's segment, which has a length
@@ -73,10 +78,11 @@ BOUNDS = Bounds()  # of what this process reads; `wanjax generate --max-picture`
 
 
 class Deep(NamedTuple):
-    """A grey picture of more than 8 bits, and the values that white may have in it."""
+    """A grey picture of more than 8 bits, the values that white may have in it, and what converts it of 8 bits."""
 
     values: GreyOfAnySize
     whites: tuple[int, ...]
+    to_srgb: Conversion | None = None
 
 
 class Pictures(NamedTuple):
@@ -254,25 +260,57 @@ def _animation(source: str | Path, fps: int | float, page: Page) -> Generator[Pi
         if image.format not in ANIMATED:
             yield _shown(image, page)
             return
+        apart = int(image.format == "PNG" and bool(image.info.get("default_image")))  # shown where nothing moves
         durations = []
-        for count, frame in enumerate(ImageSequence.Iterator(image), 1):
+        for total, frame in enumerate(_frames(image, str(source)), 1):
             _check_size(image, str(source), BOUNDS.pixels)
-            if count > BOUNDS.frames or count * image.width * image.height > BOUNDS.times * BOUNDS.pixels:
+            if total > BOUNDS.frames or total * image.width * image.height > BOUNDS.times * BOUNDS.pixels:
                 raise WanjaxError(
-                    f"{source} has {count} and more frames of {image.width}x{image.height} pixels where "
+                    f"{source} has {total} and more frames of {image.width}x{image.height} pixels where "
                     f"{BOUNDS.frames:,}, and {BOUNDS.times * BOUNDS.pixels:,} pixels in all, are allowed at most"
                 )
-            durations.append(_duration(frame))
-        tick = _tick([duration for duration in durations if duration], _told_fps(source)) or 1000 / fps
-        frames = (_shown(frame, page) for frame in ImageSequence.Iterator(image))
-        timed = zip(frames, (duration or tick for duration in durations), strict=True)
-        yield from _sampled(timed, tick, max(tick, 1000 / fps))
+            durations.append(frame.info.get("duration"))
+        lasting, tick = _times(durations[apart:], _told_fps(source), timeless=image.format == "TIFF")
+        tick = tick or 1000 / fps
+        rounded = ROUNDING / 2 + 1 if image.format == "GIF" else 1
+        frames = (_shown(frame, page) for frame in islice(_frames(image, str(source)), apart, None))
+        timed = zip(frames, (duration or tick for duration in lasting), strict=True)
+        yield from _sampled(timed, sum(duration or tick for duration in lasting), tick, 1000 / fps, rounded)
 
 
-def _duration(frame: Image.Image) -> float | None:
-    """Returns the milliseconds for which the current frame of an animation is shown; None or 0 if it does not say."""
-    frame.load()  # some formats give the duration only now
-    return frame.info.get("duration")
+def _frames(image: Image.Image, name: str) -> Iterator[Image.Image]:
+    """Yields the decoded frames of an animation; raises WanjaxError that names the one at which it breaks."""
+    frames = ImageSequence.Iterator(image)
+    for number in count(1):
+        try:
+            frame = next(frames)
+            frame.load()  # some formats tell the duration only now
+        except StopIteration:
+            return
+        except Image.DecompressionBombError:
+            raise
+        except BROKEN as error:
+            if number == 1:
+                raise
+            raise WanjaxError(BREAKS.format(name, number)) from error
+        yield frame
+
+
+def _times(
+    durations: Sequence[float | None], fps: float | None, *, timeless: bool
+) -> tuple[list[float | None], float | None]:
+    """Returns the milliseconds for which each frame is shown, and those of one tick; None where they are not told.
+
+    Times of 10 ms and less, and those that are missing, are 100 ms, as in browsers, unless they are of a file that
+    tells so many frames a second.
+    """
+    told = [duration for duration in durations if duration]
+    if told and fps is not None and 1000 / fps < min(told) + ROUNDING:
+        return list(durations), 1000 / fps
+    if timeless and not told:
+        return list(durations), None
+    slowed = [duration if duration and duration > ROUNDING else SLOW for duration in durations]
+    return list(slowed), _tick(slowed)
 
 
 def _told_fps(source: str | Path) -> float | None:
@@ -282,60 +320,38 @@ def _told_fps(source: str | Path) -> float | None:
         return fps if isinstance(fps, int | float) and fps > 0 else None
 
 
-def _tick(durations: Sequence[float], fps: float | None) -> float | None:
+def _tick(durations: Sequence[float]) -> float:
     """Returns the milliseconds of one frame, before equal frames in a row became one that is shown for longer.
 
-    The frames a second that the file tells count unless a frame is shorter than that. Else the shortest frames, equal
-    but for rounding, are one tick, and the others are whole numbers of ticks. None without durations.
+    The shortest frames, equal but for rounding, are one tick, and the others are whole numbers of ticks.
     """
-    if not durations:
-        return None
     longest = min(durations) + ROUNDING
-    if fps is not None and 1000 / fps < longest:
-        return 1000 / fps
     shortest = fmean(duration for duration in durations if duration <= longest)
     return sum(durations) / sum(max(1, round(duration / shortest)) for duration in durations)
 
 
-def _sampled(timed: Iterable[tuple[Picture | Deep, float]], tick: float, step: float) -> Iterator[Picture | Deep]:
-    """Yields the picture that is shown at each multiple of `step`; half a tick later, because times are rounded."""
-    end, count = 0.0, 0
+def _sampled(
+    timed: Iterable[tuple[Picture | Deep, float]], length: float, tick: float, step: float, rounded: float
+) -> Iterator[Picture | Deep]:
+    """Yields the pictures that are shown at each multiple of `step`, or of a longer tick, up to the last tick.
+
+    Times are milliseconds and may be `rounded`, so a picture counts as shown a little earlier: half a tick, where all
+    are taken.
+    """
+    step, earlier = (step, min(rounded, tick / 2)) if step > tick else (tick, tick / 2)
+    end, number = 0.0, 0
     for picture, duration in timed:
         end += duration
-        while count * step + tick / 2 < end:
+        while number * step + earlier < end and number * step < length - tick + earlier:
             yield picture
-            count += 1
+            number += 1
 
 
 def _film(source: str | Path, frames: int, fps: int | float, page: Page) -> Generator[Picture]:
-    """Yields the pictures of a film that ffmpeg reads: turned as the file says, with square pixels, on the page."""
-    if not Path(source).is_file():
-        raise WanjaxError(f"there is no file {source}")
-    most = BOUNDS.times * BOUNDS.pixels
-    # Pixels become square by their longer side, in bounds: a frame that is larger than allowed is refused below.
-    width, height = (
-        rf"if(gt({ratio}\,1)\,min(trunc({side}*{ratio}+0.5)\,trunc({BOUNDS.pixels}/{other})+2)\,{side})"
-        for side, other, ratio in (("iw", "ih", "sar"), ("ih", "iw", "1/sar"))
-    )
-    square = f"scale=w={width}:h={height}:flags=bicubic+accurate_rnd+full_chroma_int"
-    try:
-        film = described(source)
-        filters = [rf"fps=min(source_fps\,{fps})", *film.tones, square, "format=rgb24|rgba"]
-        decoded = str(2 * BOUNDS.pixels + 2**20)  # a decoder counts edges
-        read = ["-max_pixels", decoded, *film.decoder, *reading(source)]
-        thinned = ["-map", film.stream, "-vf", ",".join(filters), "-frames:v", str(frames), "-fs", str(4 * most)]
-        data = run_ffmpeg([*read, *thinned, "-f", "image2pipe", "-c:v", "pam", "pipe:1"])
-    except OSError as error:
-        raise WanjaxError(f"{source} cannot be read as a video: {error}") from error
-    at = seen = 0
-    while header := PAM.match(data, at):  # pictures end to end, each with a header
-        width, height, channels = map(int, header.groups())
-        at, seen = header.end() + width * height * channels, seen + width * height
-        if at > len(data) or seen > most or width * height > BOUNDS.pixels:
-            bounds = f"{BOUNDS.pixels:,}, and {most:,} in all frames,"
-            raise WanjaxError(f"{source} has frames of {width}x{height} pixels where {bounds} are allowed at most")
-        frame = np.frombuffer(data[header.end() : at], np.uint8).reshape(height, width, channels)
-        yield frame if channels == 3 else _on(Image.fromarray(frame), page)
+    """Yields the pictures of a film that ffmpeg reads, on the page."""
+    limits = Limits(BOUNDS.pixels, BOUNDS.times * BOUNDS.pixels)
+    for frame in read_film(source, frames, fps, limits, values=page == "black"):
+        yield frame if frame.shape[-1] == 3 else _on(Image.fromarray(frame), page)
 
 
 def _checked(array: np.ndarray, rank: int) -> np.ndarray:
@@ -393,8 +409,18 @@ def opened(source: str | Path | BytesIO, name: str, *, pixels: int | None = None
             data = source.getvalue() if isinstance(source, BytesIO) else Path(source).read_bytes()
             if (scans := _scans(data)) > SCANS:
                 raise WanjaxError(f"{name} holds its picture in {scans} passes where {SCANS} are allowed at most")
+        _check_whole(image, source, name)
         stack.enter_context(_decoding(name, most))
         yield image
+
+
+def _check_whole(image: Image.Image, source: str | Path | BytesIO, name: str) -> None:
+    """Raises WanjaxError for a picture or animation with a hole, which its decoder does not see."""
+    if image.format in HOLED:
+        data = source.getvalue() if isinstance(source, BytesIO) else Path(source).read_bytes()
+        others = [other for key in ("exif", "xmp", "icc_profile") if isinstance(other := image.info.get(key), bytes)]
+        if (frame := holed_frame(data, image.format, image.width * image.height, others)) is not None:
+            raise WanjaxError(BREAKS.format(name, frame + 1))
 
 
 @contextmanager
@@ -418,24 +444,29 @@ def _decoding(name: str, most: int, *, opening: bool = False) -> Iterator[None]:
 def _shown(image: Image.Image, page: Page) -> Picture | Deep:
     """Returns the picture as a viewer shows it on a page, which it turns in place."""
     ImageOps.exif_transpose(image, in_place=True)
+    to_srgb = conversion(image) if page == "white" else None  # a mask or a control clip holds values, not colours
     if image.mode in WHITES:
         whites = (65535,) if image.mode == "I" and image.format == "PPM" else WHITES[image.mode]  # a PGM of 16 bits
         grey = np.asarray(image).astype(np.float32)
         if (hidden := image.info.get("transparency")) is not None:  # the one value that is transparent
             grey[grey == hidden] = whites[0] if page == "white" else 0
-        return Deep(grey, whites)
+        return Deep(grey, whites, to_srgb)
     found = np.empty((image.height, image.width, 3), np.uint8)
     for top in range(0, image.height, ROWS):  # each conversion is a copy of its part alone
         rows = found[top : top + ROWS]
-        rows[:] = _on(image.crop((0, top, image.width, top + len(rows))), page)
+        rows[:] = _on(image.crop((0, top, image.width, top + len(rows))), page, to_srgb)
     return found
 
 
-def _on(image: Image.Image, page: Page) -> Picture:
+def _on(image: Image.Image, page: Page, to_srgb: Conversion | None = None) -> Picture:
     """Returns a picture of 8 bits a channel on a page of that colour."""
     one_colour = "transparency" in image.info and image.mode in ("1", "L", "P", "RGB")
+    if to_srgb is not None and image.mode == "CMYK":
+        return np.asarray(to_srgb(image))
     for mode in ("RGBA",) if one_colour else COLOURS[image.mode]:
         image = image.convert(mode)
+    if to_srgb is not None:
+        image = to_srgb(image)
     if image.mode == "RGBA":
         image = Image.alpha_composite(Image.new("RGBA", image.size, page), image)
     return np.asarray(image.convert("RGB"))
@@ -448,7 +479,7 @@ def _levelled(pictures: Sequence[PictureOfAnySize | Deep], name: str) -> list[Pi
         if isinstance(picture, Deep):
             values.setdefault(picture.whites, []).append(picture.values)
     chosen = {whites: _white(whites, values[whites], name) for whites in values}
-    return [_grey(x.values, chosen[x.whites]) if isinstance(x, Deep) else x for x in pictures]
+    return [_grey(x, chosen[x.whites]) if isinstance(x, Deep) else x for x in pictures]
 
 
 def _white(whites: tuple[int, ...], values: Sequence[GreyOfAnySize], name: str) -> int:
@@ -461,8 +492,11 @@ def _white(whites: tuple[int, ...], values: Sequence[GreyOfAnySize], name: str) 
     raise WanjaxError(f"{name} has values from {low:g} to {high:g} where those from {right} mean black to white")
 
 
-def _grey(values: GreyOfAnySize, white: int) -> Picture:
-    grey = (values * np.float32(255 / white) + np.float32(0.5)).clip(0, 255).astype(np.uint8)
+def _grey(picture: Deep, white: int) -> PictureOfAnySize:
+    grey = (picture.values * np.float32(255 / white) + np.float32(0.5)).clip(0, 255).astype(np.uint8)
+    if picture.to_srgb is not None:
+        with DECODING:  # a transform is used by one thread at a time
+            return np.array(picture.to_srgb(Image.fromarray(grey)))
     return np.repeat(grey[..., None], 3, axis=-1)
 
 

@@ -48,7 +48,7 @@ FILMS = {
 PICTURE = "{} is one picture, for a video of one frame: .mp4, .webm, .mov, .gif, .webp or a folder of PNG holds more"
 DESCRIPTION = 0x010E  # the EXIF field for a text about the image
 # Pillow raises these on broken files.
-BROKEN = (OSError, ValueError, SyntaxError, EOFError, IndexError, Image.DecompressionBombError)
+BROKEN = (OSError, ValueError, SyntaxError, EOFError, IndexError, RuntimeError, Image.DecompressionBombError)
 
 Frame = UInt8[np.ndarray, "H W 3"]
 
@@ -204,7 +204,7 @@ def read_metadata(path: str | Place) -> dict[str, Any]:
         settings = json.loads(comment(file))
     except WanjaxError:  # there is no ffmpeg
         raise
-    except (*BROKEN, RecursionError):  # neither JSON nor a picture nor a video
+    except BROKEN:  # neither JSON nor a picture nor a video
         settings = None
     if not isinstance(settings, dict):
         raise WanjaxError(f"{file} holds no settings: wanjax did not write it, or something rewrote it")

@@ -28,7 +28,10 @@ FILE_COLUMNS = ("file_name", "video", "video_path", "image", "image_path", "file
 CAPTION_COLUMNS = ("text", "prompt", "caption")
 REPEATS, PRESERVE = "repeats", "preserve"
 YES, NO = ("true", "yes", "1"), ("false", "no", "0", "")
-FILM_SUFFIXES = (*FILMS, ".avi", ".mkv", ".m4v", ".mpg", ".mpeg", ".wmv", ".flv")
+FILM_SUFFIXES = (
+    *(*FILMS, ".avi", ".mkv", ".m4v", ".mpg", ".mpeg", ".wmv", ".flv"),
+    *(".ts", ".mts", ".m2ts", ".ogv", ".3gp", ".mxf"),
+)
 KEPT = ".wanjax"  # the folder of what was made from the data, beside them
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from wanjax.checkpoints.files import SafetensorsFile, content_digest, load_safetensors, save_safetensors
 from wanjax.errors import WanjaxError, WriteError
-from wanjax.media.pictures import Pictures
+from wanjax.media.pictures import READING, Pictures
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.record import VERSION
 from wanjax.stores.writing import check_folder
@@ -86,7 +86,7 @@ class Store:
                 if look not in seen:
                     seen[look] = content_digest(example.file)
                     file.write(json.dumps({"look": look, "digest": seen[look]}) + "\n")
-                key = _digest([seen[look], asdict(cutting), list(self.pipe.architecture.needs), self._made])
+                key = _digest([READING, seen[look], asdict(cutting), list(self.pipe.architecture.needs), self._made])
                 if key not in index:
                     try:
                         index[key] = [self._clip(f"{key}-{i}", x) for i, x in enumerate(cutting.pieces(example.file))]

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds what an unfinished copy has: holes, which are long runs of zero bytes in dense data, and an end too early.
+
+Decoders of arithmetic codes take such bytes for any others, and return a picture that is wrong without a word. A coder
+never writes as many.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+HOLE = 256  # zero bytes in a row, the least; VP8 writes some for large parts that are alike
+DENSE = 10_000  # pixels of a frame, for each of which a coder may write one zero byte in a row
+PACKETS = (188, 192, 204)  # bytes of a packet of MPEG-TS, with a time or a checksum beside it
+PAGE, HEAD = 2**16, 27  # the most bytes of a page of Ogg, and those of its header but for the lengths of its parts
+START_CODE = 1  # the first byte after zeros, of those that begin a part of a stream
+
+
+class Zeros:
+    """Notes runs of zero bytes in data that come in pieces, of frames of that many pixels."""
+
+    def __init__(self, pixels: int):
+        self._least = max(HOLE, pixels // DENSE)
+        self._runs: list[tuple[int, int, int]] = []  # begin, end, and the byte behind
+        self._seen, self._begin = 0, 0  # bytes, and where the zeros at their end begin
+
+    def take(self, piece: bytes | memoryview) -> None:
+        """Looks at the next piece."""
+        values = np.frombuffer(piece, np.uint8)
+        others = np.flatnonzero(values) + self._seen
+        begins = np.concatenate([[self._begin], others[:-1] + 1])[: len(others)]
+        for index in np.flatnonzero(others - begins >= self._least):
+            end = int(others[index])
+            self._runs.append((int(begins[index]), end, int(values[end - self._seen])))
+        self._seen += len(piece)
+        self._begin = int(others[-1]) + 1 if len(others) else self._begin
+
+    def within(self, ends: Sequence[int]) -> set[int]:
+        """Returns the indices of those packets, given by where they end, that have a hole.
+
+        Zeros at the end of a packet, or before a start code (00 00 01), may be padding, unless they are all of it.
+        """
+        last = [(self._begin, self._seen, 0)] if self._seen - self._begin >= self._least else []
+        found: set[int] = set()
+        for begin, end, behind in [*self._runs, *last]:
+            for index in range(bisect_right(ends, begin), len(ends)):
+                first = ends[index - 1] if index else 0
+                if first >= end:
+                    break
+                padding = begin > first and (end >= ends[index] or behind == START_CODE)
+                if min(end, ends[index]) - max(begin, first) >= self._least and not padding:
+                    found.add(index)
+        return found
+
+
+def holed_frame(data: bytes, form: str, pixels: int, others: Sequence[bytes]) -> int | None:
+    """Returns the index of the first frame of a WebP or AVIF whose data have a hole; None without one.
+
+    `pixels` are those of a frame, and `others` is what the file holds beside its frames, such as EXIF. A WebP without
+    losses is not looked at: it may hold many zeros.
+    """
+    if form == "WEBP":
+        frames: Iterator[tuple[int, int, int]] = _webp_frames(memoryview(data))
+    elif form == "AVIF":
+        frames = _avif_frames(data)
+    else:
+        return None
+    apart = [(at, at + len(x)) for x in others if x and (at := data.find(x)) >= 0]
+    for index, begin, end in frames:
+        zeros, at = Zeros(pixels), begin
+        for first, behind in sorted(apart):
+            if at <= first and behind <= end:
+                zeros.take(memoryview(data)[at:first])
+                at = behind
+        zeros.take(memoryview(data)[at:end])
+        if zeros.within([end - begin]):
+            return index
+    return None
+
+
+def _webp_frames(data: memoryview, begin: int = 12, end: int | None = None) -> Iterator[tuple[int, int, int]]:
+    """Yields the index, begin and end of the coded pictures in the chunks of a WebP."""
+    index, end = 0, len(data) if end is None else end
+    while begin + 8 <= end:
+        kind, size = bytes(data[begin : begin + 4]), int.from_bytes(data[begin + 4 : begin + 8], "little")
+        first, begin = begin + 8, begin + 8 + size + size % 2
+        if kind == b"ANMF":
+            yield from ((index, at, to) for _, at, to in _webp_frames(data, first + 16, min(first + size, end)))
+            index += 1
+        elif kind == b"VP8 ":
+            yield index, first, min(first + size, end)
+
+
+def _avif_frames(data: bytes) -> Iterator[tuple[int, int, int]]:
+    """Yields the index, begin and end of the frames of an AVIF; of a still picture, the whole of its data."""
+    sizes, places = data.find(b"stsz"), data.find(b"stco")
+    number = lambda at: int.from_bytes(data[at : at + 4])  # noqa: E731
+    if min(sizes, places) >= 0 and number(places + 8) == 1 and number(sizes + 8) == 0:  # in one piece
+        begin, total = number(places + 12), min(number(sizes + 12), (len(data) - sizes) // 4)
+        for index in range(total):
+            end = begin + number(sizes + 16 + 4 * index)
+            yield index, begin, min(end, len(data))
+            begin = end
+        return
+    yield from ((0, begin, end) for kind, begin, end in _boxes(data) if kind == b"mdat")
+
+
+def _boxes(data: bytes) -> Iterator[tuple[bytes, int, int]]:
+    """Yields the kind, begin and end of the outermost boxes of an AVIF."""
+    begin = 0
+    while begin + 8 <= len(data):
+        size, kind, head = int.from_bytes(data[begin : begin + 4]), data[begin + 4 : begin + 8], 8
+        if size == 1:
+            size, head = int.from_bytes(data[begin + 8 : begin + 16]), 16
+        end = begin + size if size else len(data)
+        yield kind, begin + head, min(end, len(data))
+        begin = max(end, begin + 8)
+
+
+def ends_within(file: Path, container: str) -> bool:
+    """Tells whether a file of MPEG-TS or Ogg ends within a packet or page; others say it of themselves."""
+    size = file.stat().st_size
+    if container == "mpegts":
+        return all(size % packet for packet in PACKETS)
+    if container != "ogg":
+        return False
+    with file.open("rb") as opened:
+        opened.seek(max(0, size - 2 * PAGE))
+        data = opened.read()
+    last = data.rfind(b"OggS")
+    parts = data[last + HEAD : last + HEAD + data[last + HEAD - 1]] if 0 <= last <= len(data) - HEAD else b""
+    return last < 0 or len(data) < last + HEAD + len(parts) + sum(parts) or not parts

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Profiles of pictures: their colours become those of sRGB at every door, and the values of masks stay."""
+
+from io import BytesIO
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.support.films import gap
+from tests.support.profiles import ADOBE, P3, SRGB, by_littlecms, profile
+from wanjax.media.pictures import read_clip, read_picture, read_pictures
+from wanjax.serve.asked import save_pictures
+from wanjax.serve.limits import Limits
+
+PATCHES = np.array([[200, 60, 60], [60, 180, 80], [50, 80, 200], [220, 170, 140], [128, 128, 128]], np.uint8)
+PICTURE = PATCHES.repeat(16, 0)[None].repeat(48, 0)
+PROFILES = {"P3": P3, "Adobe": ADOBE, "sRGB": SRGB, "broken": P3[:200], "none": b""}
+LOSSY = {"jpeg": {"quality": 95}, "webp": {"quality": 95}, "avif": {"quality": 95}}
+MANY = {"frames": 9, "fps": 8}
+
+
+def encoded(image: Image.Image, suffix: str, icc: bytes, **options) -> bytes:
+    image.save(file := BytesIO(), suffix, icc_profile=icc, **options)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("name", PROFILES)
+@pytest.mark.parametrize("suffix", ["png", "jpeg", "webp", "tiff", "avif"])
+def test_a_picture_is_in_srgb_at_every_door(tmp_path, name, suffix):
+    icc, image = PROFILES[name], Image.fromarray(PICTURE)
+    data = encoded(image, suffix, icc, **LOSSY.get(suffix, {}))
+    (tmp_path / "clip").mkdir()
+    file = tmp_path / "clip" / f"a.{suffix}"
+    file.write_bytes(data)
+    stored = np.asarray(Image.open(BytesIO(data)).convert("RGB"))
+    right, most = (by_littlecms(Image.fromarray(stored), icc), 3) if name in ("P3", "Adobe") else (stored, 1)
+    if name in ("P3", "Adobe"):
+        assert gap(right, stored) > 15
+    saved = {
+        field: save_pictures({field: [data]}, tmp_path, Limits(10**7))[field]
+        for field in ("image", "references", "video", "mask")
+    }
+    read = read_pictures(image=file, references=[file], video=tmp_path / "clip", **MANY)
+    doors = [
+        *(read.image, read.references[0], read.video[0]),
+        *(read_picture(Image.open(BytesIO(data))), read_clip([Image.open(BytesIO(data))], **MANY)[0]),
+        *(read_picture(tmp_path / x) for x in (saved["image"], *saved["references"])),
+        read_clip(tmp_path / saved["video"], **MANY)[0],
+    ]
+    for picture in doors:
+        assert gap(picture, right) <= most
+    values = read_pictures(video=file, mask=tmp_path / saved["mask"], controls=True, **MANY)
+    assert gap(values.mask[0], stored) <= 1
+    assert gap(values.video[0], stored) == 0
+
+
+@pytest.mark.parametrize("suffix", ["gif", "png", "webp", "avif"])
+def test_an_animation_is_in_srgb(tmp_path, suffix):
+    frames = [Image.fromarray(np.roll(PICTURE, 16 * i, 1)) for i in range(3)]
+    data = encoded(frames[0], suffix, P3, save_all=True, append_images=frames[1:], duration=125, quality=95)
+    (tmp_path / f"a.{suffix}").write_bytes(data)
+    clip = read_clip(tmp_path / f"a.{suffix}", **MANY)
+    if suffix != "gif":  # which keeps no profile
+        for frame, read in zip(frames, clip, strict=True):
+            assert np.abs(by_littlecms(frame, P3)[24, 8::16].astype(int) - read[24, 8::16]).max() <= 5
+
+
+def test_other_modes_have_profiles_too(tmp_path):
+    """Transparency stays, a grey picture may have a profile of grey or of RGB, and a stranger's is not used."""
+    image, right = Image.fromarray(PICTURE), by_littlecms(Image.fromarray(PICTURE), P3)
+    clear = image.convert("RGBA")
+    clear.putalpha(Image.fromarray(np.where(np.arange(80) < 40, 255, 0).astype(np.uint8)[None].repeat(48, 0)))
+    palette = image.quantize(8)
+    for one, given in (("RGBA", clear), ("P", palette)):
+        (tmp_path / "a.png").write_bytes(encoded(given, "png", P3))
+        read = read_picture(tmp_path / "a.png")
+        assert gap(read[:, :40], right[:, :40]) <= 1
+        assert gap(read[:, 40:], right[:, 40:] if one == "P" else right[:, 40:] * 0 + 255) <= 1
+    grey, linear = image.convert("L"), profile(1.0)
+    for icc in (linear, P3):
+        (tmp_path / "a.png").write_bytes(encoded(grey, "png", icc))
+        found = read_picture(tmp_path / "a.png")
+        assert gap(found, by_littlecms(grey if icc is linear else grey.convert("RGB"), icc)) <= 1
+    deep = Image.fromarray(np.asarray(grey).astype(np.uint16) * 257)
+    (tmp_path / "a.png").write_bytes(encoded(deep, "png", linear))
+    assert gap(read_picture(tmp_path / "a.png"), by_littlecms(grey, linear)) <= 1
+    (tmp_path / "a.tiff").write_bytes(encoded(image.convert("CMYK"), "tiff", P3))
+    assert gap(read_picture(tmp_path / "a.tiff"), PICTURE) <= 1
+    (tmp_path / "a.png").write_bytes(encoded(image, "png", linear))
+    assert gap(read_picture(tmp_path / "a.png"), PICTURE) == 0
+
+
+def test_a_turned_photograph_is_in_srgb(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    (tmp_path / "a.jpeg").write_bytes(encoded(Image.fromarray(PICTURE), "jpeg", P3, quality=95, exif=exif))
+    read = np.rot90(read_picture(tmp_path / "a.jpeg"))
+    assert np.abs(read[24, 8::16].astype(int) - by_littlecms(Image.fromarray(PICTURE), P3)[24, 8::16]).max() <= 3

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Films and animations: whole ones with every frame, at its time; cut ones and ones with a hole refused."""
+
+import math
+import re
+import subprocess
+from fractions import Fraction
+from pathlib import Path
+
+import imageio_ffmpeg
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.support.films import ffmpeg, gap
+from tests.support.quick import quick
+from wanjax.errors import WanjaxError
+from wanjax.media.holes import HOLE, Zeros, holed_frame
+from wanjax.media.pictures import read_clip
+from wanjax.serve.asked import save_pictures
+from wanjax.serve.limits import Limits
+from wanjax.training.clips import Cutting
+
+RANDOM = np.random.default_rng(0)
+FRAMES = np.stack([np.roll(RANDOM.integers(40, 216, (12, 16, 3)), i, 1) for i in range(25)]).repeat(8, 1).repeat(8, 2)
+FRAMES = FRAMES.astype(np.uint8)  # 25 of 128x96, whose codes are long enough for a hole within one
+X264 = ("-c:v", "libx264", "-pix_fmt", "yuv420p", "-g", "12")
+CONTAINERS = {
+    "fast.mp4": (*X264, "-movflags", "+faststart"),
+    "plain.mp4": X264,
+    "parts.mp4": (*X264, "-movflags", "+frag_keyframe+empty_moov"),
+    "parts.mov": (*X264, "-movflags", "+frag_keyframe+empty_moov"),
+    "a.mkv": X264,
+    "vp9.webm": ("-c:v", "libvpx-vp9", "-deadline", "realtime", "-cpu-used", "8"),
+    "vp8.webm": ("-c:v", "libvpx", "-deadline", "realtime", "-b:v", "2M"),
+    "av1.mp4": ("-c:v", "libsvtav1", "-preset", "10", "-svtav1-params", "lp=1", "-movflags", "+faststart"),
+    "hevc.mp4": ("-c:v", "libx265", "-tag:v", "hvc1", "-movflags", "+faststart"),
+    "a.avi": ("-c:v", "mpeg4", "-q:v", "2"),
+    "a.ts": X264,
+    "mpeg2.ts": ("-c:v", "mpeg2video", "-q:v", "2"),
+    "a.flv": X264,
+    "a.mpg": ("-c:v", "mpeg2video", "-q:v", "2"),
+    "a.ogv": ("-c:v", "libtheora", "-q:v", "9"),
+    "a.mxf": ("-c:v", "mpeg2video", "-q:v", "2"),
+}
+ANIMATIONS = ("a.gif", "a.webp", "a.png", "a.avif")
+SOME = ("fast.mp4", "parts.mp4", "a.mkv", "vp9.webm", "a.avi", "a.ts", "a.flv", *ANIMATIONS)
+MANY = {"frames": 100, "fps": 25}
+CUTTING = Cutting(((96, 128),), (17, 9), 25, "uniform", "crop")
+
+
+def film(path: Path, rate: str = "25", frames: np.ndarray = FRAMES) -> Path:
+    """Writes a film, or an animation, in the container of its name."""
+    if path.name in ANIMATIONS:
+        first, *rest = [Image.fromarray(frame) for frame in frames]
+        first.save(path, save_all=True, append_images=rest, duration=40, quality=90)
+    else:
+        ffmpeg(*CONTAINERS[path.name], path, frames=frames, rate=rate)
+    return path
+
+
+def harmed(path: Path, kind: str) -> Path:
+    """Writes a copy beside a file that ends early, or has a hole in the middle of its frames."""
+    data = bytearray(path.read_bytes())
+    if kind == "cut":
+        del data[int(len(data) * 0.6) :]
+    else:
+        data[len(data) // 2 : len(data) // 2 + 600] = bytes(600)
+    other = path.with_name(f"{kind}-{path.name}")
+    other.write_bytes(data)
+    return other
+
+
+@pytest.mark.parametrize("kind", ["cut", "hole"])
+@pytest.mark.parametrize("name", quick(SOME, (*CONTAINERS, *ANIMATIONS)))
+def test_a_damaged_film_is_refused_with_its_frame(tmp_path, name, kind):
+    """By its path, from a request, and among a training's data; a whole one has every frame."""
+    whole = film(tmp_path / name)
+    clip = read_clip(whole, **MANY)
+    assert len(clip) == len(FRAMES)
+    assert np.abs(clip.astype(int) - FRAMES).mean(axis=(1, 2, 3)).max() < 20
+    assert [len(piece) for piece in CUTTING.pieces(whole)] == [17]
+    damaged = harmed(whole, kind)
+    doors = [lambda: read_clip(damaged, **MANY), lambda: list(CUTTING.pieces(damaged))]
+    if name.endswith(("mp4", "mov", "webm", "mkv", *ANIMATIONS)):
+
+        def request():
+            saved = save_pictures({"video": [damaged.read_bytes()]}, tmp_path, Limits(10**7))
+            read_clip(tmp_path / saved["video"], **MANY)
+
+        doors.append(request)
+    for door in doors:
+        with pytest.raises(WanjaxError) as caught:
+            door()
+        told = re.search(r"breaks at frame (\d+)", str(caught.value))
+        if told is None:  # it does not open without its end
+            assert kind == "cut"
+            assert name in ("plain.mp4", "a.webp", "a.avif")
+        elif (name, kind) != ("a.avif", "cut"):  # whose frames are not in the order in which they are shown
+            assert 8 <= int(told[1]) <= 18
+
+
+def command(*arguments: str | Path) -> None:
+    subprocess.run([imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-y", *arguments], check=True)
+
+
+HARMLESS = {
+    "an edit list": ("-ss", "0.3", "-i", "whole.mp4", "-c", "copy", "a.mp4"),
+    "a time code, as of cameras": ("-i", "whole.mp4", "-c", "copy", "-timecode", "01:00:00:00", "a.mov"),
+    "no times of decoding": ("-i", "whole.mp4", "-c", "copy", "a.avi"),
+    "times that fall": (
+        *("-i", "whole.mp4", "-c", "copy", "-bsf:v", "setts=pts='if(eq(mod(N,7),3),PTS-4000,PTS)'", "a.mkv"),
+    ),
+    "a turned picture": ("-display_rotation", "180", "-i", "whole.mp4", "-c", "copy", "a.mp4"),
+    "an old name of pixels": ("-i", "whole.mp4", "-c:v", "mjpeg", "-pix_fmt", "yuvj420p", "-q:v", "1", "a.mov"),
+    "a cover": (
+        *("-i", "whole.mp4", "-i", "cover.png", "-map", "0", "-map", "1", "-c", "copy"),
+        *("-disposition:v:1", "attached_pic", "a.mp4"),
+    ),
+    "packed frames": ("-i", "whole.mp4", "-c:v", "libxvid", "-bf", "2", "-q:v", "2", "a.avi"),
+    "a length that is not told": ("-i", "whole.mp4", "-c", "copy", "-f", "matroska", "-live", "1", "a.mkv"),
+    "padding of zeros": (
+        *("-i", "black.mkv", "-c:v", "mpeg2video", "-f", "vob"),
+        *("-b:v", "4M", "-minrate", "4M", "-maxrate", "4M", "-bufsize", "1M", "a.mpg"),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", HARMLESS)
+def test_what_ffmpeg_says_of_good_films_is_no_fault(tmp_path, monkeypatch, kind):
+    monkeypatch.chdir(tmp_path)
+    ffmpeg(*X264, "-bf", "2", "whole.mp4", frames=FRAMES)
+    Image.fromarray(FRAMES[0]).save("cover.png")
+    ffmpeg("-c:v", "ffv1", "black.mkv", frames=FRAMES * 0)
+    command(*HARMLESS[kind])
+    right = {"an edit list": 17, "times that fall": 24}.get(kind, 25)  # of which the frames of others are not shown
+    assert len(read_clip(Path(HARMLESS[kind][-1]), **MANY)) == right
+
+
+def test_zeros_are_found_across_pieces_and_padding_is_none():
+    def holes(*packets: bytes, pixels: int = 0, size: int = 100) -> set[int]:
+        zeros, data = Zeros(pixels), b"".join(packets)
+        for at in range(0, len(data), size):
+            zeros.take(data[at : at + size])
+        return zeros.within(np.cumsum([len(packet) for packet in packets]).tolist())
+
+    full, hole = b"\x05" * 300, bytes(HOLE)
+    for size in (1, 100, 10_000):
+        assert holes(full, full + hole + full, full, size=size) == {1}
+        assert holes(full, hole, full, size=size) == {1}  # all of it
+        assert holes(full, hole, size=size) == {1}
+        assert holes(full + bytes(HOLE // 2), bytes(HOLE // 2) + full, size=size) == set()
+        assert holes(full + hole, full + hole + b"\x01" + full, size=size) == set()  # stuffing
+        assert holes(full + hole + full, full, full + hole + full, pixels=10_000_000, size=size) == set()
+    assert holes(bytes(3 * HOLE) + full, full) == {0}
+
+
+def test_a_flat_picture_has_no_hole(tmp_path):
+    """Large parts that are alike take many zeros in WebP."""
+    picture = np.zeros((1080, 1920, 3), np.uint8)
+    picture[-270:, -480:] = RANDOM.integers(0, 255, (270, 480, 3))
+    for suffix, options in (("webp", {"quality": 80, "method": 0}), ("webp", {"lossless": True, "method": 0})):
+        Image.fromarray(picture).save(tmp_path / f"a.{suffix}", **options)
+        data = (tmp_path / f"a.{suffix}").read_bytes()
+        assert holed_frame(data, suffix.upper(), 1920 * 1080, []) is None
+
+
+RATES = ("8", "16", "24000/1001", "25", "30000/1001", "60")
+COUNTED = [(name, rate) for name in ("plain.mp4", "a.mkv", "vp9.webm", "a.avi", "a.ts", "a.flv") for rate in RATES]
+
+
+@pytest.mark.parametrize(("name", "rate"), quick([("a.mkv", "30000/1001"), ("vp9.webm", "60")], COUNTED))
+def test_a_film_is_thinned_out_alike_in_every_container(tmp_path, name, rate):
+    """The frame that is shown at each k/fps up to the time of the last, and one at least."""
+    for count in (17, 81) if name == "a.ts" else (1, 2, 17, 81):
+        grey = (np.arange(count) * 3 % 243).astype(np.uint8)
+        ramp = np.broadcast_to(grey[:, None, None, None], (count, 16, 32, 3))
+        path = film(tmp_path / name, rate, np.ascontiguousarray(ramp))
+        for fps in (8, 16, 24):
+            steps = range(math.floor((count - 1) / Fraction(rate) * fps) + 1)
+            right = range(count) if Fraction(rate) <= fps else [math.floor(k * Fraction(rate) / fps) for k in steps]
+            clip = read_clip(path, frames=200, fps=fps)
+            assert len(clip) == len(right)
+            assert np.abs(clip.mean(axis=(1, 2, 3)) - grey[list(right)]).max() <= 1.4
+
+
+def comb(clip: np.ndarray) -> float:
+    """Returns how far odd rows are from their neighbours."""
+    x = clip.astype(np.float32).mean(-1)
+    return float(np.abs(x[:, 1:-1:2] - (x[:, :-2:2] + x[:, 2::2]) / 2).mean())
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "a.mpg"])
+def test_an_interlaced_film_is_read_in_whole_frames(tmp_path, name):
+    bar = np.zeros((34, 64, 64, 3), np.uint8)
+    for i, frame in enumerate(bar):
+        frame[:, np.arange(2 * i, 2 * i + 8) % 64] = 255
+    codec = ["-c:v", "mpeg2video", "-q:v", "2"] if name == "a.mpg" else ["-c:v", "libx264", "-x264opts", "tff=1"]
+    fields = ["-vf", "tinterlace=interleave_top,fieldorder=tff", "-flags", "+ilme+ildct"]
+    ffmpeg(*fields, *codec, "-pix_fmt", "yuv420p", tmp_path / name, frames=bar, rate="50")
+    assert comb(read_clip(tmp_path / name, frames=100, fps=25)) < 2
+    ffmpeg(*X264, tmp_path / "whole.mp4", frames=bar)
+    assert comb(read_clip(tmp_path / "whole.mp4", frames=100, fps=25)) < 2
+
+
+@pytest.mark.parametrize("primaries", ["smpte432", "smpte431", "bt2020"])
+def test_wide_primaries_of_a_standard_range(tmp_path, primaries):
+    """They are converted to those of sRGB, but in a mask or a control clip."""
+    pale = FRAMES[:6] // 2 + 60
+    given = "setparams=color_primaries=bt709:color_trc=bt709:colorspace=gbr:range=pc"
+    wide = f"zscale=t=linear,format=gbrpf32le,zscale=p={primaries},zscale=t=bt709:m=bt2020nc:r=tv,format=yuv444p12le"
+    ffmpeg("-vf", f"format=gbrp,{given},{wide}", "-c:v", "ffv1", tmp_path / "a.mkv", frames=pale)
+    assert gap(read_clip(tmp_path / "a.mkv", **MANY), pale) <= 3
+    assert gap(read_clip(tmp_path / "a.mkv", **MANY, page="black"), pale) > 10
+
+
+def test_the_default_picture_of_an_animation_is_no_frame_of_it(tmp_path):
+    frames = [Image.new("RGB", (8, 6), (20 * i, 0, 0)) for i in range(4)]
+    options = {"save_all": True, "append_images": frames, "default_image": True, "duration": 100}
+    Image.new("RGB", (8, 6), (0, 255, 0)).save(tmp_path / "a.png", **options)
+    assert read_clip(tmp_path / "a.png", frames=100, fps=10)[:, 0, 0].tolist() == [[20 * i, 0, 0] for i in range(4)]
+
+
+@pytest.mark.parametrize(("duration", "shown"), [(0, 100), (10, 100), (20, 20), (100, 100)])
+@pytest.mark.parametrize("suffix", ["gif", "webp", "png"])
+def test_delays_that_are_too_short_are_a_tenth_of_a_second(tmp_path, suffix, duration, shown):
+    first, *rest = [Image.new("L", (8, 6), 20 * i) for i in range(12)]
+    first.save(tmp_path / f"a.{suffix}", save_all=True, append_images=rest, duration=duration)
+    right = [math.floor(k * 125 / shown) for k in range(math.floor(11 * shown / 125) + 1)]
+    clip = read_clip(tmp_path / f"a.{suffix}", frames=100, fps=8)
+    assert [round(float(x) / 20) for x in clip.mean(axis=(1, 2, 3))] == right
