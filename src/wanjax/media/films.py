@@ -24,6 +24,7 @@ from wanjax.media.holes import Zeros, ends_within
 from wanjax.stores.own import own_folder
 
 BEYOND = 10  # seconds of a film that are looked at after what is used of it
+DECODED_TIMES = 4  # as many pixels are decoded to look for damage as all frames may have that are read
 TICK = 90_000  # of a second: the unit in which times are compared
 ROUNDED = 0.0011  # seconds by which a container may round the time of a frame
 EARLIER = 0.0001  # seconds before its time from which a frame counts as shown
@@ -71,11 +72,12 @@ def read_film(source: str | Path, frames: int, fps: int | float, limits: Limits,
         raise WanjaxError(f"there is no file {source}")
     try:
         film = described(source)
-        data, times, rate = _decoded(source, film, frames, fps, limits, values)
+        most = max(1, DECODED_TIMES * limits.together // max(1, film.pixels))
+        data, times, rate = _decoded(source, film, frames, fps, limits, most, values)
     except OSError as error:
         raise WanjaxError(f"{source} cannot be read as a video: {error}") from error
-    shown = 0
-    if times:
+    shown = 0 if not times else frames
+    if 0 < len(times) < most:  # they are all
         last, step = times[-1] - times[0], max(1 / fps, 1 / rate)
         even = round(last * rate) / rate
         last = even if abs(last - even) < ROUNDED else last
@@ -93,7 +95,7 @@ def read_film(source: str | Path, frames: int, fps: int | float, limits: Limits,
 
 
 def _decoded(
-    source: str | Path, film: Film, frames: int, fps: int | float, limits: Limits, values: bool
+    source: str | Path, film: Film, frames: int, fps: int | float, limits: Limits, most: int, values: bool
 ) -> tuple[bytes, list[float], float]:
     """Returns frames as PAM, one or two too many, the times of all that were decoded, and their number a second.
 
@@ -126,24 +128,24 @@ def _decoded(
     with own_folder() as folder:
         times, first = folder / "times", folder / "first"
         one = ["-map", film.stream, "-frames:v", "1", *NULL, "-f", "framecrc", str(first)]
-        done = run(["-loglevel", LEVEL, "-xerror", *read, *pictures, *_timed(film, seconds, times), *one])
+        done = run(["-loglevel", LEVEL, "-xerror", *read, *pictures, *_timed(film, seconds, most, times), *one])
         if done.error and done.error.errno:  # of the disk
             raise done.error
         packets = _packets(source, film, seconds, folder)
         faults = bool(done.error) or ends_within(Path(source), film.container) or TELLING.search(done.said) is not None
         if faults or any(packet.damaged for packet in packets):
-            if damage := _damage(source, film, read, seconds, packets, folder):
+            if damage := _damage(source, film, read, seconds, most, packets, folder):
                 raise WanjaxError(damage)
             if done.error:
                 raise done.error
         return done.output, _times(times), float(1 / _unit(first))
 
 
-def _timed(film: Film, seconds: str, file: Path) -> list[str]:
-    """Returns the arguments by which ffmpeg decodes a film, and writes the times of its frames alone."""
+def _timed(film: Film, seconds: str, most: int, file: Path) -> list[str]:
+    """Returns the arguments by which ffmpeg decodes at most so much of a film, and writes the times of its frames."""
     rising = f"settb=1/{TICK},setpts=if(isnan(PREV_OUTPTS)\\,PTS\\,max(PTS\\,PREV_OUTPTS+1))"  # as `framecrc` insists
     exact = ["-vf", rising, "-fps_mode", "passthrough", "-enc_time_base", f"1/{TICK}"]
-    return ["-map", film.stream, "-t", seconds, *NULL, *exact, "-f", "framecrc", str(file)]
+    return ["-map", film.stream, "-t", seconds, "-frames:v", str(most), *NULL, *exact, "-f", "framecrc", str(file)]
 
 
 class Entry(NamedTuple):
@@ -191,7 +193,7 @@ def _packets(source: str | Path, film: Film, seconds: str, folder: Path) -> list
 
 
 def _damage(
-    source: str | Path, film: Film, read: Sequence[str], seconds: str, packets: Sequence[Entry], folder: Path
+    source: str | Path, film: Film, read: Sequence[str], seconds: str, most: int, packets: Sequence[Entry], folder: Path
 ) -> str | None:
     """Returns a sentence that says at which frame a film breaks; None for a film that can be decoded.
 
@@ -199,9 +201,11 @@ def _damage(
     """
     file = folder / "again"
     # In one thread, so that what ffmpeg says of a frame stands before the line that tells the frame's time.
-    done = run(["-loglevel", "repeat+level+info", "-threads", "1", "-debug_ts", *read, *_timed(film, seconds, file)])
+    done = run(
+        ["-loglevel", "repeat+level+info", "-threads", "1", "-debug_ts", *read, *_timed(film, seconds, most, file)]
+    )
     times = _times(file)
-    ended = bool(times) and times[-1] + 1 < float(seconds) and ends_within(Path(source), film.container)
+    ended = 0 < len(times) < most and times[-1] + 1 < float(seconds) and ends_within(Path(source), film.container)
     if not (done.error or ended or TELLING.search(done.said) or any(packet.damaged for packet in packets)):
         return None
     if not times:
