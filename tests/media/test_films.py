@@ -4,6 +4,7 @@
 import math
 import re
 import subprocess
+import sys
 from fractions import Fraction
 from pathlib import Path
 
@@ -182,6 +183,25 @@ def test_a_film_is_thinned_out_alike_in_every_container(tmp_path, name, rate):
             clip = read_clip(path, frames=200, fps=fps)
             assert len(clip) == len(right)
             assert np.abs(clip.mean(axis=(1, 2, 3)) - grey[list(right)]).max() <= 1.4
+
+
+PEAK = """
+import resource, sys
+from wanjax.media.pictures import read_clip
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+clip = read_clip(sys.argv[1], frames=100, fps=25)
+print(clip.nbytes, 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the peak of a process")
+def test_a_film_is_held_once_while_it_is_read(tmp_path):
+    """A clip within the bounds may take 2.9 GB."""
+    command("-f", "lavfi", "-i", "testsrc=s=1280x720:r=25:d=2", *X264, "-preset", "ultrafast", tmp_path / "a.mp4")
+    read = subprocess.run([sys.executable, "-c", PEAK, tmp_path / "a.mp4"], capture_output=True, check=True)
+    size, peak = map(int, read.stdout.split())
+    assert size == 50 * 720 * 1280 * 3
+    assert peak < 1.3 * size
 
 
 def comb(clip: np.ndarray) -> float:

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,6 +36,7 @@ TELLING = re.compile(
 )
 """What ffmpeg says of damage, also where it goes on and ends well. Other messages are common with good films."""
 PAM = re.compile(rb"P7\nWIDTH (\d+)\nHEIGHT (\d+)\nDEPTH ([34])\nMAXVAL 255\nTUPLTYPE \w+\nENDHDR\n")
+HEADER = 7  # lines of it, before the pixels of each frame
 LEVEL = "repeat+level+warning"  # of ffmpeg's messages
 CORRUPT, DECODED = re.compile("corrupt decoded frame|slice CRC mismatch"), "decoder -> "  # in its messages on a frame
 ENTRY = re.compile(r"0, +-?\d+, +(-?\d+), +\d+, +(\d+), 0x\w+(?:, F=0x(\w+))?")  # a line of `framecrc`
@@ -70,34 +71,43 @@ def read_film(source: str | Path, frames: int, fps: int | float, limits: Limits,
     """
     if not Path(source).is_file():
         raise WanjaxError(f"there is no file {source}")
-    try:
-        film = described(source)
-        most = max(1, DECODED_TIMES * limits.together // max(1, film.pixels))
-        data, times, rate = _decoded(source, film, frames, fps, limits, most, values)
-    except OSError as error:
-        raise WanjaxError(f"{source} cannot be read as a video: {error}") from error
-    shown = 0 if not times else frames
-    if 0 < len(times) < most:  # they are all
-        last, step = times[-1] - times[0], max(1 / fps, 1 / rate)
-        even = round(last * rate) / rate
-        last = even if abs(last - even) < ROUNDED else last
-        shown = math.floor((last + (EARLIER if rate > fps else step / 2)) / step) + 1
-    at = seen = 0
-    for _ in range(min(shown, frames)):
-        if not (header := PAM.match(data, at)):  # frames end to end, each with a header
-            return
-        width, height, channels = map(int, header.groups())
-        at, seen = header.end() + width * height * channels, seen + width * height
-        if at > len(data) or seen > limits.together or width * height > limits.pixels:
-            bounds = f"{limits.pixels:,}, and {limits.together:,} in all frames,"
-            raise WanjaxError(f"{source} has frames of {width}x{height} pixels where {bounds} are allowed at most")
-        yield np.frombuffer(data[header.end() : at], np.uint8).reshape(height, width, channels)
+    with own_folder() as folder:
+        try:
+            film = described(source)
+            most = max(1, DECODED_TIMES * limits.together // max(1, film.pixels))
+            decoded, times, rate = _decode(source, film, frames, fps, limits, most, values, folder)
+        except OSError as error:
+            raise WanjaxError(f"{source} cannot be read as a video: {error}") from error
+        shown = 0 if not times else frames
+        if 0 < len(times) < most:  # they are all
+            last, step = times[-1] - times[0], max(1 / fps, 1 / rate)
+            even = round(last * rate) / rate
+            last = even if abs(last - even) < ROUNDED else last
+            shown = math.floor((last + (EARLIER if rate > fps else step / 2)) / step) + 1
+        yield from islice(_frames(decoded, source, limits), min(shown, frames))
 
 
-def _decoded(
-    source: str | Path, film: Film, frames: int, fps: int | float, limits: Limits, most: int, values: bool
-) -> tuple[bytes, list[float], float]:
-    """Returns frames as PAM, one or two too many, the times of all that were decoded, and their number a second.
+def _frames(decoded: Path, source: str | Path, limits: Limits) -> Generator[Frame]:
+    """Yields the frames of a file of PAM; raises WanjaxError for one that is too large, before it is read."""
+    together = 0
+    with decoded.open("rb") as file:
+        while header := PAM.match(b"".join(islice(file, HEADER))):
+            width, height, channels = map(int, header.groups())
+            together += width * height
+            allowed = width * height <= limits.pixels and together <= limits.together
+            data = file.read(width * height * channels) if allowed else b""
+            if len(data) < width * height * channels:
+                bounds = f"{limits.pixels:,}, and {limits.together:,} in all frames,"
+                raise WanjaxError(f"{source} has frames of {width}x{height} pixels where {bounds} are allowed at most")
+            yield np.frombuffer(data, np.uint8).reshape(height, width, channels)
+
+
+def _decode(
+    source: str | Path, film: Film, frames: int, fps: int | float, limits: Limits, most: int, values: bool, folder: Path
+) -> tuple[Path, list[float], float]:
+    """Writes frames as PAM, one or two too many, into a folder.
+
+    Returns their file, the times of all that were decoded, and their number a second.
 
     Raises OSError where nothing can be read, and WanjaxError where the film is damaged.
     """
@@ -118,27 +128,26 @@ def _decoded(
         "tpad=stop=2:stop_mode=clone",
         rf"fps=min(source_fps\,{fps}):round=up",
     ]
+    decoded, times, first = folder / "decoded", folder / "times", folder / "first"
     filters = [*film.fields, *thinned, *film.tones(values), square, "format=rgb24|rgba"]
     seconds = f"{frames / min(fps, film.slowest or fps) + BEYOND:.3f}"
     read = ["-max_pixels", str(2 * limits.pixels + 2**20), *film.decoder, *reading(source)]  # a decoder counts edges
     pictures = [
         *("-map", film.stream, "-vf", ",".join(filters), "-frames:v", str(frames), "-fs", str(4 * limits.together)),
-        *("-f", "image2pipe", "-c:v", "pam", "pipe:1"),
+        *("-f", "image2pipe", "-c:v", "pam", str(decoded)),
     ]
-    with own_folder() as folder:
-        times, first = folder / "times", folder / "first"
-        one = ["-map", film.stream, "-frames:v", "1", *NULL, "-f", "framecrc", str(first)]
-        done = run(["-loglevel", LEVEL, "-xerror", *read, *pictures, *_timed(film, seconds, most, times), *one])
-        if done.error and done.error.errno:  # of the disk
+    one = ["-map", film.stream, "-frames:v", "1", *NULL, "-f", "framecrc", str(first)]
+    done = run(["-loglevel", LEVEL, "-xerror", *read, *pictures, *_timed(film, seconds, most, times), *one])
+    if done.error and done.error.errno:  # of the disk
+        raise done.error
+    packets = _packets(source, film, seconds, folder)
+    faults = bool(done.error) or ends_within(Path(source), film.container) or TELLING.search(done.said) is not None
+    if faults or any(packet.damaged for packet in packets):
+        if damage := _damage(source, film, read, seconds, most, packets, folder):
+            raise WanjaxError(damage)
+        if done.error:
             raise done.error
-        packets = _packets(source, film, seconds, folder)
-        faults = bool(done.error) or ends_within(Path(source), film.container) or TELLING.search(done.said) is not None
-        if faults or any(packet.damaged for packet in packets):
-            if damage := _damage(source, film, read, seconds, most, packets, folder):
-                raise WanjaxError(damage)
-            if done.error:
-                raise done.error
-        return done.output, _times(times), float(1 / _unit(first))
+    return decoded, _times(times), float(1 / _unit(first))
 
 
 def _timed(film: Film, seconds: str, most: int, file: Path) -> list[str]:

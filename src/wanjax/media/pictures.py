@@ -191,13 +191,16 @@ def read_clip(source: ClipSource, frames: int, fps: int | float, page: Page = "w
         right = "the path of a file or folder, a list of pictures or uint8 [T, H, W, 3] is"
         raise WanjaxError(f"{shown(source)} is given as a clip where {right} right")
     name = source if isinstance(source, str | Path) else "the clip"
-    with closing(_pictures(source, frames, fps, page)) as pictures:
-        kept = _levelled(list(islice(pictures, frames)), str(name))
-    if not kept:
+    with closing(_pictures(source, frames, fps, page)) as sequence:
+        pictures = _levelled(list(islice(sequence, frames)), str(name))
+    if not pictures:
         raise WanjaxError(f"{name} holds no pictures: at least one is needed")
-    if any(picture.shape != kept[0].shape for picture in kept):
+    if any(picture.shape != pictures[0].shape for picture in pictures):
         raise WanjaxError(f"{name} holds pictures of different sizes: all pictures of a clip have the same size")
-    return np.stack(kept)
+    clip = np.empty((len(pictures), *pictures[0].shape), np.uint8)
+    for index in reversed(range(len(clip))):
+        clip[index] = pictures.pop()  # which is free now, since all together may take gigabytes
+    return clip
 
 
 def _pictures(
@@ -350,8 +353,9 @@ def _sampled(
 def _film(source: str | Path, frames: int, fps: int | float, page: Page) -> Generator[Picture]:
     """Yields the pictures of a film that ffmpeg reads, on the page."""
     limits = Limits(BOUNDS.pixels, BOUNDS.times * BOUNDS.pixels)
-    for frame in read_film(source, frames, fps, limits, values=page == "black"):
-        yield frame if frame.shape[-1] == 3 else _on(Image.fromarray(frame), page)
+    with closing(read_film(source, frames, fps, limits, values=page == "black")) as film:
+        for frame in film:
+            yield frame if frame.shape[-1] == 3 else _on(Image.fromarray(frame), page)
 
 
 def _checked(array: np.ndarray, rank: int) -> np.ndarray:
