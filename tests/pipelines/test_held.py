@@ -19,7 +19,10 @@ from tests.support.tiny import (
     tiny_residual_checkpoint,
 )
 from tests.support.words import naming
+from wanjax.compilers import held
 from wanjax.compilers.held import least_held
+from wanjax.compilers.kernels import inner_jaxprs
+from wanjax.compilers.lowering import Lowering
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
 from wanjax.pipelines import memory
@@ -89,6 +92,42 @@ def test_what_a_program_holds_is_at_most_what_its_compiler_takes(size, tmp_path)
     given = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(lowering.arguments))
     peak = given + took.output_size_in_bytes + took.temp_size_in_bytes - took.alias_size_in_bytes
     assert peak / 2 <= least_held(lowering) <= peak
+
+
+SQUARE = jax.ShapeDtypeStruct((256, 256), "float32")
+IN_PLACE = {
+    "for": lambda a: jax.lax.fori_loop(0, 3, lambda i, x: x + 1, a @ a),
+    "while": lambda a: jax.lax.while_loop(lambda x: x[0, 0] < 3, lambda x: x + 1, a @ a),
+    "scan": lambda a: jax.lax.scan(lambda x, row: (x + row[None], row[0]), a @ a, a)[0],
+    "cond": lambda a: jax.lax.cond(a[0, 0] > 0, lambda x: x + 1, lambda x: x - 1, a @ a),
+    "sort": lambda a: jax.lax.sort(a @ a),
+    "scatter": lambda a: (a @ a).at[a[0].astype(int)].set(0),
+    "kept": lambda a: (b := a @ a, jax.lax.fori_loop(0, 3, lambda i, x: x + 1, b)),
+    "product": lambda a: jax.lax.fori_loop(0, 3, lambda i, x: x @ a, a @ a),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_what_is_made_in_the_place_of_its_input_is_counted_once(name):
+    lowering = Lowering(IN_PLACE[name], (SQUARE,))
+    took = jax.jit(lowering.function).lower(SQUARE).compile().memory_analysis()
+    peak = took.argument_size_in_bytes + took.output_size_in_bytes + took.temp_size_in_bytes
+    assert peak / 2 <= least_held(lowering) <= peak
+
+
+def test_each_equation_of_a_run_that_has_others_within_is_looked_into():
+    def within(jaxpr):
+        for equation in jaxpr.eqns:
+            for inner in inner_jaxprs(equation):
+                yield equation.primitive.name
+                yield from within(inner)
+
+    pipe = wanjax.load("nano")
+    programs = record(pipe, pipe.settings(size=(64, 64), frames=5, steps=2)).programs
+    lowerings = [one.instance.lowering for one in programs]
+    names = {name for one in lowerings for name in within(jax.make_jaxpr(one.function)(*one.arguments).jaxpr)}
+    assert "scan" in names
+    assert names <= {*held.CALLS, *held.LOOPS, "pallas_call"}
 
 
 @pytest.mark.parametrize("name", quick(["text"], ["nano", *MAKE]))
