@@ -93,9 +93,10 @@ def test_what_is_wrong_is_told_with_its_row(tmp_path, line, said):
 @pytest.mark.parametrize(
     ("name", "data", "said"),
     [
-        ("r.csv", b"prompt,seed\na,b,3\n", "row 1 quotes"),
+        ("r.csv", b"prompt,seed\na,b,3\n", "row 1 quote"),
         ("r.csv", b'prompt,seed\n"a,3\n', "r.csv cannot"),
         ("r.csv", b"text,seed\na,3\n", "row 1 'text'"),
+        ("r.csv", b'"text, or what is shown";prompt\na;b\n', "row 1 shown"),
         ("r.csv", b"prompt,seed\n", "r.csv prompt"),
         ("r.parquet", b"PAR1, and no more", "r.parquet cannot"),
         ("r.txt", b"\xff\xfe\xff", "r.txt cannot"),
@@ -136,16 +137,28 @@ def test_all_wrong_rows_are_named_at_once(tmp_path):
         read_requests(str(tmp_path / "r.jsonl"))
     assert says(str(caught.value), "4 rows row 2 steps 0 row 3 JSON row 4 prompt row 5 number")
     assert "\n" not in str(caught.value)
-    (tmp_path / "r.jsonl").write_text("\n".join(["{}"] * 5000))
+    (tmp_path / "r.jsonl").write_text("\n".join(f'{{"prompt": "a", "steps": {-n}}}' for n in range(5000)))
     with pytest.raises(WanjaxError) as caught:
         read_requests(str(tmp_path / "r.jsonl"))
-    assert says(str(caught.value), "5000 rows row 20")
+    assert says(str(caught.value), "5000 rows row 20 4980 more")
     assert len(str(caught.value)) < 3000
 
 
+def test_rows_with_the_same_mistake_are_listed_together(tmp_path):
+    wrong = {2, 5, *range(9, 41)}
+    (tmp_path / "r.jsonl").write_text("\n".join("{}" if row in wrong else '{"prompt": "a"}' for row in range(1, 50)))
+    with pytest.raises(WanjaxError, match=naming("rows 2, 5, 9 40 prompt")) as caught:
+        read_requests(str(tmp_path / "r.jsonl"))
+    assert str(caught.value).count("prompt is") == 1
+    (tmp_path / "r.jsonl").write_text("\n".join(["{}", '{"prompt": "a"}'] * 5000))
+    with pytest.raises(WanjaxError, match=naming("rows 1, 3, 39, 4980 more")):
+        read_requests(str(tmp_path / "r.jsonl"))
+
+
 @pytest.mark.parametrize("delimiter", [",", ";", "\t"], ids=["comma", "semicolon", "tab"])
-def test_a_table_may_be_separated_by(delimiter, tmp_path):
-    rows = [["prompt", "seed", "steps"], ['"a cat, asleep; purring"', "1", "4"], ["b", "2", ""]]
+@pytest.mark.parametrize("prompt", ["prompt", '"prompt"', '"prompt "'])
+def test_a_table_may_be_separated_by(delimiter, prompt, tmp_path):
+    rows = [[prompt, "seed", "steps"], ['"a cat, asleep; purring"', "1", "4"], ["b", "2", ""]]
     (tmp_path / "r.csv").write_text("\n".join(delimiter.join(row) for row in rows))
     first, second = read_requests(str(tmp_path / "r.csv"))
     assert first.given == {"prompt": "a cat, asleep; purring", "seed": 1, "steps": 4}

@@ -8,7 +8,7 @@ import csv
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,8 +33,9 @@ SCHEDULER = "scheduler"
 EXAMPLE = '{"prompt": "a red circle", "seed": 1}'
 WHOLE = re.compile(r"-?\d{1,20}\.0+")  # as a table of floats has it
 JSON_LINES = (".jsonl", ".ndjson")
+FIELDS = (*schema(Settings), "size", SCHEDULER, ALLOW_EMPTY.name, *PICTURES)  # of a request
 DELIMITERS = ",;\t"  # of tables; spreadsheets of many countries write semicolons
-LISTED_ROWS = 20  # of wrong ones in a message
+MOST_LISTED = 20  # mistakes in a message, and runs of rows with one
 
 
 class Request(NamedTuple):
@@ -85,9 +86,9 @@ def read_requests(file: str) -> list[Request]:
     wrong, requests = WrongRows(), []
     for number, row in rows:
         try:
-            requests.append(_request(number, row, folder.absolute()))
+            requests.append(Request(number, _settings(row, folder.absolute())))
         except WanjaxError as error:
-            wrong.errors.append(error)
+            wrong.add(number, error)
     wrong.refuse()
     return requests
 
@@ -96,16 +97,36 @@ class WrongRows:
     """What is wrong with the rows of a file, collected so that all of them can be corrected at once."""
 
     def __init__(self) -> None:
-        self.errors: list[WanjaxError] = []
+        self.rows: dict[str, set[int]] = {}  # by the reason
+
+    def add(self, row: int, error: WanjaxError) -> None:
+        """Note why a row is wrong; the rows of one reason are listed together."""
+        self.rows.setdefault(str(error), set()).add(row)
 
     def refuse(self) -> None:
         """Raise WanjaxError if a row was wrong."""
-        sentences = list(dict.fromkeys(map(str, self.errors)))
-        if len(sentences) == 1:
-            raise self.errors[0]
-        if sentences:
-            more = f"; and {len(sentences) - LISTED_ROWS} more" if len(sentences) > LISTED_ROWS else ""
-            raise WanjaxError(f"{len(sentences)} rows are wrong: {'; '.join(sentences[:LISTED_ROWS])}{more}")
+        if not self.rows:
+            return
+        total = len(set().union(*self.rows.values()))
+        each = [f"{_runs(rows)}: {why}" if any(rows) else why for why, rows in self.rows.items()]
+        raise WanjaxError(f"{total} rows are wrong: {_listed(each, '; ')}" if len(each) > 1 else each[0])
+
+
+def _runs(rows: Collection[int]) -> str:
+    """Return the numbers of rows as "row 2" or "rows 2, 5, 9 to 40"."""
+    runs: list[list[int]] = []
+    for row in sorted(rows):
+        if runs and row == runs[-1][-1] + 1:
+            runs[-1][1:] = [row]
+        else:
+            runs.append([row])
+    return f"row{'s' * (len(rows) > 1)} {_listed([' to '.join(map(str, run)) for run in runs], ', ')}"
+
+
+def _listed(texts: Sequence[str], between: str) -> str:
+    """Return the first of some texts, and how many more there are."""
+    more = [f"and {len(texts) - MOST_LISTED} more"] if len(texts) > MOST_LISTED else []
+    return between.join([*texts[:MOST_LISTED], *more])
 
 
 def _rows(file: str) -> Iterator[tuple[int, Any]]:
@@ -146,12 +167,15 @@ def _is_object(line: str) -> bool:
 
 def _of_csv(text: str) -> Iterator[dict[str, Any] | WanjaxError]:
     """Yields the rows of a table; an empty field says nothing."""
-    header = text.partition("\n")[0]
-    delimiter = next((mark for mark in DELIMITERS if mark in header), ",")
+
+    def known_fields(delimiter: str) -> int:
+        header = next(csv.reader(StringIO(text), delimiter=delimiter), [])
+        return len({name.strip() for name in header}.intersection(FIELDS))
+
+    delimiter = max(DELIMITERS, key=known_fields)
     for row in csv.DictReader(StringIO(text), strict=True, delimiter=delimiter):
         if None in row:
-            right = f"put quotes around one that holds {delimiter!r}"
-            yield WanjaxError(f"the row has more fields than the header: {right}")
+            yield WanjaxError(f"the row has more fields than the header: quote one that holds {delimiter!r}")
         else:
             yield {name.strip(): value for name, value in row.items() if value}
 
@@ -167,22 +191,18 @@ def _of_parquet(file: Path) -> Iterator[dict[str, Any]]:
                 yield {name: None if value != value else value for name, value in row.items()}  # pandas' empty cell
 
 
-def _request(number: int, row: Any, folder: Path) -> Request:
-    """Returns the request of a row, each value of its setting's type."""
-    request = Request(number, {})
+def _settings(row: Any, folder: Path) -> dict[str, Any]:
+    """Returns the settings and files of a row, each value of its setting's type."""
     if isinstance(row, WanjaxError):
-        raise request.wrong(row)
-    given = {"prompt": row} if isinstance(row, str) else row
-    if not isinstance(given, Mapping):
-        raise request.wrong(WanjaxError(f"{shown(row)} is no prompt, and no object of settings"))
-    try:
-        given = {name: value for name, value in given.items() if value is not None}
-        allow_empty = given.pop(ALLOW_EMPTY.name, None)
-        found = {name: _read(name, value, folder) for name, value in given.items()}
-        check_prompt_text(found.setdefault("prompt", "") if allow_empty else found.get("prompt"), allow_empty)
-    except WanjaxError as error:
-        raise request.wrong(error) from error
-    return request._replace(given=found)
+        raise row
+    fields = {"prompt": row} if isinstance(row, str) else row
+    if not isinstance(fields, Mapping):
+        raise WanjaxError(f"{shown(row)} is no prompt, and no object of settings")
+    fields = {name: value for name, value in fields.items() if value is not None}
+    allow_empty = fields.pop(ALLOW_EMPTY.name, None)
+    settings = {name: _read(name, value, folder) for name, value in fields.items()}
+    check_prompt_text(settings.setdefault("prompt", "") if allow_empty else settings.get("prompt"), allow_empty)
+    return settings
 
 
 def _read(name: str, value: Any, folder: Path) -> Any:
@@ -198,7 +218,7 @@ def _read(name: str, value: Any, folder: Path) -> Any:
             raise WanjaxError(f"{name} is given as {shown(value)} where a text such as {right} is right")
         return read_size(value) if name == "size" else value
     if name not in known:
-        raise unknown_keyword(name, (*known, "size", SCHEDULER, ALLOW_EMPTY.name, *PICTURES))
+        raise unknown_keyword(name, FIELDS)
     if known[name].kind is int:
         value = _whole(value)
     read = known[name].parse(value)

@@ -142,13 +142,14 @@ class Worker:
         try:
             shared = self._shared(requests[0])
         except WanjaxError as error:
-            wrong.errors += [request.wrong(error) for request in requests]
+            for request in requests:
+                wrong.add(request.row, error)
             return
         for request in requests:
             try:
                 order = shared.order(request)
             except WanjaxError as error:
-                wrong.errors.append(request.wrong(error))
+                wrong.add(request.row, error)
                 continue
             yield Job(name_of(order.record), request._replace(given={**request.given, "seed": order.settings.seed}))
 
