@@ -276,7 +276,7 @@ def test_a_file_with_too_few_matches_is_refused(unmatched, opened):
         ({f"{Q}.alpha": np.float32(1)}, f"left out: {Q}.alpha"),
         ({f"{Q}.lora_up.weight": UP}, f"{Q}.lora_up.weight"),
         ({f"{Q}.lora_down.weight": DOWN}, f"{Q}.lora_down.weight"),
-        (PAIR | {f"{Q}.lora_A.weight": DOWN}, "one of them is right"),
+        (PAIR | {f"{Q}.lora_A.weight": DOWN}, f"{Q}.lora_down.weight {Q}.lora_A.weight keep"),
         (PAIR | {f"{Q}.dora_scale": UP}, f"{Q}.dora_scale"),
         ({f"{Q}.hada_w1_a": UP}, f"{Q}.hada_w1_a LoHa"),
         ({f"{Q}.diff": np.ones((6, 4), np.int8)}, "int8 floating dtype"),

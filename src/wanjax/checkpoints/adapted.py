@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from wanjax.checkpoints.files import Reader
-from wanjax.checkpoints.lora import Lora, LoraFile, Merged, experts_in
+from wanjax.checkpoints.lora import Lora, LoraFile, Merged
+from wanjax.checkpoints.lora_keys import experts_of
 from wanjax.checkpoints.networks import Kinds, network
+from wanjax.checkpoints.readers import open_tensors
 from wanjax.checkpoints.sources import Source, Wrapped
 from wanjax.converters.names import Names
 from wanjax.converters.rules import Rule
@@ -40,23 +42,22 @@ class AdaptedSource(Wrapped):
                 raise WanjaxError(f"{lora} is for one of two experts, which {source.name} has not: leave {expert} out")
             self.read[lora.file] = lora.path
             self.loras.append((str(replace(lora, file=lora.path.name)), lora.path))
-            experts = experts_in(lora.path)
-            if len(present) > 1 and experts:
+            experts = experts_of(open_tensors(lora.path).specs) if len(present) > 1 else set()
+            if experts:
                 chosen = [name for name in chosen if PREFIXES[name] in experts]
                 if not chosen:
-                    held = " and ".join(experts)
+                    other = " and ".join(experts)
                     raise WanjaxError(
-                        f"{lora} is for one expert, and the file changes the other, {held}: write {held}="
+                        f"{lora} is for one expert, and the file changes the other, {other}: write {other}="
                     )
             for name in chosen:
-                found, expert = network(source, name, kinds), PREFIXES[name] if len(present) > 1 and experts else None
-                file = LoraFile(lora.path, found.specs, found.kind.lora_names or Names([]), expert)
+                base, expert = network(source, name, kinds), PREFIXES[name] if experts else None
+                file = LoraFile(lora.path, base.specs, base.kind.lora_names or Names([]), expert)
                 self._files[name].append((file, lora.strength))
-                told = str(file.matches)
                 if note:
-                    note(told)
+                    note(str(file.matches))
                 elif file.matches.doubtful:
-                    warnings.warn(told, stacklevel=2)
+                    warnings.warn(str(file.matches), stacklevel=2)
 
     def changes(self, component: str) -> bool:
         return bool(self._files.get(component))

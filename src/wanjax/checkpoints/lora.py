@@ -25,8 +25,8 @@ import numpy as np
 
 from wanjax.checkpoints.files import Reader, Spec
 from wanjax.checkpoints.hub import locate_file
-from wanjax.checkpoints.lora_changes import Change, changes_in
-from wanjax.checkpoints.lora_keys import HIGH, LOW, experts_of
+from wanjax.checkpoints.lora_changes import Change, changes_in, held_twice
+from wanjax.checkpoints.lora_keys import HIGH, LOW
 from wanjax.checkpoints.lora_products import magnitude_axis, set_norms
 from wanjax.checkpoints.lora_scales import PEFT_CONFIG
 from wanjax.checkpoints.readers import SUFFIXES, View, open_tensors
@@ -173,11 +173,6 @@ def trained_attention(path: Path) -> Attention | None:
         raise WanjaxError(f"the metadata of {path} tell no attention: {error}") from error
 
 
-def experts_in(path: Path) -> set[str]:
-    """Returns the experts, "high" and "low", that a file changes; none where it does not tell them apart."""
-    return experts_of(open_tensors(path).specs)
-
-
 class LoraFile:
     """The changes in a file, by the tensors of one network that they change.
 
@@ -197,16 +192,13 @@ class LoraFile:
             if not targets:
                 unmatched.append(name)
             elif len(right) != 1 or not _fits(shape, *right):
-                unmatched.append(
-                    f"{name} of shape {list(shape)}, where {' or '.join(map(str, map(list, right)))} is right"
-                )
+                unmatched.append(f"{name} of shape {list(shape)}, not {' or '.join(map(str, map(list, right)))}")
             else:
                 if change.magnitude is not None:
                     self._check_norms(name, change, next(iter(right)), targets[0])
                 for target in targets:
-                    if (there := self._changes.setdefault(target.key, (change, target))) != (change, target):
-                        keys = (next(iter(each.factors.values())) for each in (there[0], change))
-                        raise WanjaxError(f"{path} holds both {' and '.join(keys)}: one of them is right")
+                    if (first := self._changes.setdefault(target.key, (change, target))) != (change, target):
+                        raise held_twice(path, first[0].key, change.key)
                 matched += 1
         file = f"{path} ({expert} noise)" if expert else str(path)
         self.matches = Matches(file, matched, tuple(unmatched), tuple(idle))
@@ -257,8 +249,9 @@ class LoraFile:
         axis = self._norms_axis(change, shape)
         told = f"{self._reader.path} holds {change.magnitude}"
         if axis is None:
-            has = list(self._reader.specs[str(change.magnitude)].shape)
-            raise WanjaxError(f"{told} of shape {has}, where a norm for each row of {name}, {list(shape)}, is right")
+            size = list(self._reader.specs[str(change.magnitude)].shape)
+            what = f"{told} of shape {size}, not a norm for each row of {name}, {list(shape)}"
+            raise WanjaxError(f"{what}: a LoRA for this model is needed")
         if axis == 1 and place.of > len(place.parts):
             raise WanjaxError(f"{told}, norms of the columns of q, k and v in one: a file with each of them is needed")
 

@@ -32,6 +32,16 @@ class Change(NamedTuple):
     of_rows: bool = False
     replaces: bool = False
 
+    @property
+    def key(self) -> str:
+        """The key of its first factor, by which messages name it."""
+        return next(iter(self.factors.values()))
+
+
+def held_twice(path: object, *keys: str) -> WanjaxError:
+    """Returns the error for two keys of a file that change the same tensor."""
+    return WanjaxError(f"{path} holds both {' and '.join(keys)}, for the same weights: keep one of them")
+
 
 def changes_in(
     reader: MappedFile, known: Mapping[str, Any], expert: str | None
@@ -40,25 +50,23 @@ def changes_in(
 
     Returns also the keys of no change, and the patterns of alphas and ranks that fit no module.
     """
-    modules = known.keys() | {name.rpartition(".")[0] for name in known} - {""}
-    scales, found = Scales(reader), dict[str, Change]()
-    parts, others = _parts(reader, modules, expert)
+    names = known.keys() | {name.rpartition(".")[0] for name in known} - {""}
+    scales, changes = Scales(reader), dict[str, Change]()
+    parts, others = _parts(reader, names, expert)
     unknown: list[str] = []
     for name, module in parts.items():
         for tensor, change in _of_module(reader, name, module, scales, known):
-            if (there := found.get(tensor)) is not None:
-                keys = (next(iter(each.factors.values())) for each in (there, change))
-                raise WanjaxError(f"{reader.path} holds both {' and '.join(keys)}: one of them is right")
-            found[tensor] = change
+            if changes.setdefault(tensor, change) is not change:
+                raise held_twice(reader.path, changes[tensor].key, change.key)
         if module.keys() == {ALPHA}:
             unknown.append(module[ALPHA].key)
     for key in others:
-        name = unwrapped(key, modules)
-        if scales.of_values and name in known and name not in found:
-            found[name] = Change(DIFF, {"diff": key}, replaces=True)
+        name = unwrapped(key, names)
+        if scales.of_values and name in known and name not in changes:
+            changes[name] = Change(DIFF, {"diff": key}, replaces=True)
         else:
             unknown.append(key)
-    return found, unknown, scales.idle
+    return changes, unknown, scales.idle
 
 
 def _of_module(
@@ -68,7 +76,7 @@ def _of_module(
     weight = {role: part.key for (role, leaf), part in module.items() if leaf == WEIGHT}
     magnitudes = [weight[role] for role in (OF_ROWS, "magnitude") if role in weight]
     if len(magnitudes) > 1:
-        raise WanjaxError(f"{reader.path} holds both {' and '.join(magnitudes)}: one of them is right")
+        raise held_twice(reader.path, *magnitudes)
     magnitude, scale = next(iter(magnitudes), None), 1.0
     for formula in FORMULAS:
         factors = {role: weight[role] for role in formula.roles if role in weight}
@@ -100,9 +108,9 @@ def _of_module(
             yield name + leaf, Change(DIFF, {"diff": part.key}, replaces=role == "value")
 
 
-def _parts(reader: MappedFile, modules: Collection[str], expert: str | None) -> tuple[dict[str, Module], list[str]]:
+def _parts(reader: MappedFile, names: Collection[str], expert: str | None) -> tuple[dict[str, Module], list[str]]:
     """Returns the parts of the file's changes of an expert by module and role, and the keys of no role."""
-    found: defaultdict[str, Module] = defaultdict(dict)
+    modules: defaultdict[str, Module] = defaultdict(dict)
     path, unknown, experts = reader.path, [], experts_of(reader.specs)
     if experts and expert is None:
         key = next(filter(expert_of, reader.specs))
@@ -111,15 +119,15 @@ def _parts(reader: MappedFile, modules: Collection[str], expert: str | None) -> 
         )
     for key, spec in reader.specs.items():
         check_kind(key, path)
-        part = part_of(key, modules)
+        part = part_of(key, names)
         if (part is None or part.role != "alpha") and not jnp.issubdtype(spec.dtype, jnp.floating):
-            raise WanjaxError(f"{path} holds {key} as {spec.dtype} where a floating dtype is right")
+            raise WanjaxError(f"{path} holds {key} as {spec.dtype}, not a floating dtype: get a file of floats")
         if expert and (expert_of(key) or (HIGH if LOW in experts else expert)) != expert:
             continue
         if part is None:
             unknown.append(key)
-        elif (role := (part.role, part.leaf)) in found[part.module]:
-            raise WanjaxError(f"{path} holds both {found[part.module][role].key} and {key}: one of them is right")
+        elif (role := (part.role, part.leaf)) in modules[part.module]:
+            raise held_twice(path, modules[part.module][role].key, key)
         else:
-            found[part.module][role] = part
-    return found, unknown
+            modules[part.module][role] = part
+    return modules, unknown

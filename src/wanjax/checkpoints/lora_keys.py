@@ -88,8 +88,8 @@ def experts_of(keys: Iterable[str]) -> set[str]:
 
     Keys that tell no expert are of the first in a file that has keys of the second.
     """
-    told = {expert_of(key) for key in keys}
-    return {expert or HIGH for expert in told} if LOW in told else {expert for expert in told if expert}
+    experts = {expert_of(key) for key in keys}
+    return {expert or HIGH for expert in experts} if LOW in experts else {expert for expert in experts if expert}
 
 
 def part_of(key: str, known: Collection[str]) -> Part | None:
@@ -98,11 +98,11 @@ def part_of(key: str, known: Collection[str]) -> Part | None:
     known: the names of the network's modules and tensors.
     """
     for pattern, role, leaf in ENDINGS:
-        if found := pattern.search(key):
-            module, name = key[: found.start()], role.format(*found.groups())
+        if ending := pattern.search(key):
+            module = key[: ending.start()]
             bare = unwrapped(module, known)
             peft = module.removeprefix(PEFT_PREFIX) if module.startswith(PEFT_PREFIX) else bare
-            return Part(key, bare, name, leaf, expert_of(key), peft)
+            return Part(key, bare, role.format(*ending.groups()), leaf, expert_of(key), peft)
     return None
 
 
@@ -114,8 +114,8 @@ def unwrapped(name: str, known: Collection[str]) -> str:
 
 def check_kind(key: str, path: object) -> None:
     """Raises WanjaxError for a key of a change by a formula that is not read."""
-    if found := OTHER.search(key):
-        kind = OTHER_KINDS.get(found["part"]) or f"the kind {found['kind']}"
+    if other := OTHER.search(key):
+        kind = OTHER_KINDS.get(other["part"]) or f"the kind {other['kind']}"
         raise WanjaxError(f"{path} holds {key}, a change by {kind}: {KINDS}, others are not")
 
 

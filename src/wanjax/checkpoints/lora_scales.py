@@ -108,7 +108,7 @@ class Scales:
         rank = self._number(self._config.get("init_r", ADAPTIVE_RANK), "init_r")
         alpha = self._number(self._config.get("lora_alpha", DEFAULT_ALPHA), "lora_alpha")
         if rank < 1:
-            raise WanjaxError(f"{self._where} has the init_r {rank} where a rank is right")
+            raise WanjaxError(f"{self._where} has init_r {rank:g}, and a rank is 1 or more: give its number")
         return (alpha if alpha > 0 else rank) / (rank + ADAPTIVE_EPSILON)
 
     def _stored(self, key: str) -> float:
@@ -133,7 +133,7 @@ class Scales:
 
     def _number(self, value: Any, name: str) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise WanjaxError(f"{self._where} has {shown(value)} for {name} where a finite number is right")
+            raise WanjaxError(f"{self._where} has {shown(value)} for {name}, not a finite number: give a number")
         return value
 
     def _compiled(self, table: str) -> dict[str, Any]:
