@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.support.commands import refused, wanjax
 from wanjax.cli import main, many, planning, stages
 from wanjax.cli.remake import RECORDED
-from wanjax.media.pictures import BOUNDS
+from wanjax.media.bounds import BOUNDS
 from wanjax.media.stage_files import CONFIG
 from wanjax.pipelines.record import DIGESTS
 

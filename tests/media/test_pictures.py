@@ -19,7 +19,8 @@ from tests.support.quick import quick
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
 from wanjax.media import videos as io
-from wanjax.media.pictures import BOUNDS, Pictures, fit, read_clip, read_picture, read_pictures, size_within
+from wanjax.media.bounds import BOUNDS
+from wanjax.media.pictures import Pictures, fit, read_clip, read_picture, read_pictures, size_within
 from wanjax.pipelines.wan.conditioning import known_frames, mask_cells, on_white
 
 ORIENTATION = 0x0112

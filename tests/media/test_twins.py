@@ -14,7 +14,8 @@ from tests.support.films import gap
 from tests.support.quick import quick
 from tests.support.words import naming
 from wanjax.errors import WanjaxError, WanjaxWarning
-from wanjax.media.pictures import BOUNDS, read_clip, read_picture, read_pictures
+from wanjax.media.bounds import BOUNDS
+from wanjax.media.pictures import read_clip, read_picture, read_pictures
 from wanjax.serve.asked import save_pictures
 from wanjax.serve.limits import Limits
 

@@ -17,7 +17,7 @@ from tests.serve.conftest import SMALL
 from tests.support.commands import refused
 from tests.support.words import says
 from wanjax.cli import serving
-from wanjax.media.pictures import BOUNDS
+from wanjax.media.bounds import BOUNDS
 from wanjax.serve.asked import BESIDE
 from wanjax.serve.guard import COOKIE
 

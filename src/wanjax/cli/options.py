@@ -14,6 +14,7 @@ from click.core import ParameterSource
 
 from wanjax.cli.arguments import complete_files, complete_models, today
 from wanjax.errors import WanjaxError
+from wanjax.media.bounds import BOUNDS
 from wanjax.pipelines.settings import MOST_VIDEOS, PICTURES, Settings, read_size, schema
 
 Decorator = Callable[[Any], Any]
@@ -258,8 +259,6 @@ def of_group(group: str) -> Decorator:
 
 def _max_picture(ctx: click.Context, parameter: click.Parameter, value: int | None) -> None:
     if value is not None:
-        from wanjax.media.pictures import BOUNDS  # imported late for a quick --help
-
         BOUNDS.pixels = value * 10**6
 
 

@@ -9,7 +9,6 @@ import math
 import re
 from bisect import bisect_left
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, islice
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from wanjax.errors import WanjaxError
+from wanjax.media.bounds import BOUNDS
 from wanjax.media.ffmpeg import Film, described, reading, run
 from wanjax.media.holes import Zeros, ends_within
 from wanjax.stores.own import own_folder
@@ -46,15 +46,7 @@ NULL = ("-c:v", "wrapped_avframe")  # frames that are decoded, and of which noth
 Frame = UInt8[np.ndarray, "H W C"]
 
 
-@dataclass(frozen=True)
-class Limits:
-    """The most pixels of a frame, and of all frames together."""
-
-    pixels: int
-    together: int
-
-
-def read_film(source: str | Path, frames: int, fps: int | float, limits: Limits, *, values: bool) -> Generator[Frame]:
+def read_film(source: str | Path, frames: int, fps: int | float, *, values: bool) -> Generator[Frame]:
     """Yields frames in RGB or RGBA: those that are shown at each k/fps, up to the time of the last frame.
 
     A film of fewer frames a second keeps its own. Frames are turned as the file says, and have square pixels.
@@ -63,7 +55,6 @@ def read_film(source: str | Path, frames: int, fps: int | float, limits: Limits,
         source: The path of the film.
         frames: The most frames that are read.
         fps: Frames a second.
-        limits: What is refused before it is decoded.
         values: Whether the film holds values, such as a mask, whose primaries are not converted to those of sRGB.
 
     Raises:
@@ -74,8 +65,8 @@ def read_film(source: str | Path, frames: int, fps: int | float, limits: Limits,
     with own_folder() as folder:
         try:
             film = described(source)
-            most = max(1, DECODED_TIMES * limits.together // max(1, film.pixels))
-            decoded, times, rate = _decode(source, film, frames, fps, limits, most, values, folder)
+            most = max(1, DECODED_TIMES * BOUNDS.together // max(1, film.pixels))
+            decoded, times, rate = _decode(source, film, frames, fps, most, values, folder)
         except OSError as error:
             raise WanjaxError(f"{source} cannot be read as a video: {error}") from error
         shown = 0 if not times else frames
@@ -84,26 +75,26 @@ def read_film(source: str | Path, frames: int, fps: int | float, limits: Limits,
             even = round(last * rate) / rate
             last = even if abs(last - even) < ROUNDED else last
             shown = math.floor((last + (EARLIER if rate > fps else step / 2)) / step) + 1
-        yield from islice(_frames(decoded, source, limits), min(shown, frames))
+        yield from islice(_frames(decoded, source), min(shown, frames))
 
 
-def _frames(decoded: Path, source: str | Path, limits: Limits) -> Generator[Frame]:
+def _frames(decoded: Path, source: str | Path) -> Generator[Frame]:
     """Yields the frames of a file of PAM; raises WanjaxError for one that is too large, before it is read."""
     together = 0
     with decoded.open("rb") as file:
         while header := PAM.match(b"".join(islice(file, HEADER))):
             width, height, channels = map(int, header.groups())
             together += width * height
-            allowed = width * height <= limits.pixels and together <= limits.together
+            allowed = width * height <= BOUNDS.pixels and together <= BOUNDS.together
             data = file.read(width * height * channels) if allowed else b""
             if len(data) < width * height * channels:
-                bounds = f"{limits.pixels:,}, and {limits.together:,} in all frames,"
+                bounds = f"{BOUNDS.pixels:,}, and {BOUNDS.together:,} in all frames,"
                 raise WanjaxError(f"{source} has frames of {width}x{height} pixels where {bounds} are allowed at most")
             yield np.frombuffer(data, np.uint8).reshape(height, width, channels)
 
 
 def _decode(
-    source: str | Path, film: Film, frames: int, fps: int | float, limits: Limits, most: int, values: bool, folder: Path
+    source: str | Path, film: Film, frames: int, fps: int | float, most: int, values: bool, folder: Path
 ) -> tuple[Path, list[float], float]:
     """Writes frames as PAM, one or two too many, into a folder.
 
@@ -113,7 +104,7 @@ def _decode(
     """
     # Pixels become square by their longer side, in bounds: the caller refuses a frame that is larger than allowed.
     width, height = (
-        rf"if(gt({ratio}\,1)\,min(trunc({side}*{ratio}+0.5)\,trunc({limits.pixels}/{other})+2)\,{side})"
+        rf"if(gt({ratio}\,1)\,min(trunc({side}*{ratio}+0.5)\,trunc({BOUNDS.pixels}/{other})+2)\,{side})"
         for side, other, ratio in (("iw", "ih", "sar"), ("ih", "iw", "1/sar"))
     )
     square = f"scale=w={width}:h={height}:flags=bicubic+accurate_rnd+full_chroma_int"
@@ -131,9 +122,9 @@ def _decode(
     decoded, times, first = folder / "decoded", folder / "times", folder / "first"
     filters = [*film.fields, *thinned, *film.tones(values), square, "format=rgb24|rgba"]
     seconds = f"{frames / min(fps, film.slowest or fps) + BEYOND:.3f}"
-    read = ["-max_pixels", str(2 * limits.pixels + 2**20), *film.decoder, *reading(source)]  # a decoder counts edges
+    read = ["-max_pixels", str(2 * BOUNDS.pixels + 2**20), *film.decoder, *reading(source)]  # a decoder counts edges
     pictures = [
-        *("-map", film.stream, "-vf", ",".join(filters), "-frames:v", str(frames), "-fs", str(4 * limits.together)),
+        *("-map", film.stream, "-vf", ",".join(filters), "-frames:v", str(frames), "-fs", str(4 * BOUNDS.together)),
         *("-f", "image2pipe", "-c:v", "pam", str(decoded)),
     ]
     one = ["-map", film.stream, "-frames:v", "1", *NULL, "-f", "framecrc", str(first)]
@@ -168,12 +159,12 @@ class Entry(NamedTuple):
 def _entries(file: Path) -> list[Entry]:
     """Returns the lines of a file that ffmpeg wrote by `framecrc`."""
     unit = _unit(file)
-    found: list[Entry] = []
+    entries: list[Entry] = []
     for line in file.read_text().splitlines() if file.is_file() else ():
         if row := ENTRY.match(line):
             time, size, flags = int(row[1]), int(row[2]), int(row[3] or "0", 16)
-            found.append(Entry(None if time == UNKNOWN else float(time * unit), size, bool(flags & DAMAGED)))
-    return found
+            entries.append(Entry(None if time == UNKNOWN else float(time * unit), size, bool(flags & DAMAGED)))
+    return entries
 
 
 def _times(file: Path) -> list[float]:
@@ -183,8 +174,8 @@ def _times(file: Path) -> list[float]:
 
 def _unit(file: Path) -> Fraction:
     """Returns the seconds in which a file of `framecrc` tells times."""
-    found = re.search(r"^#tb 0: (\d+)/(\d+)$", file.read_text(), re.MULTILINE) if file.is_file() else None
-    return Fraction(int(found[1]), int(found[2])) if found and int(found[1]) and int(found[2]) else Fraction(1, TICK)
+    unit = re.search(r"^#tb 0: (\d+)/(\d+)$", file.read_text(), re.MULTILINE) if file.is_file() else None
+    return Fraction(int(unit[1]), int(unit[2])) if unit and int(unit[1]) and int(unit[2]) else Fraction(1, TICK)
 
 
 def _packets(source: str | Path, film: Film, seconds: str, folder: Path) -> list[Entry]:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from wanjax.media.webp import coded_frames
+
 HOLE = 256  # zero bytes in a row, the least; VP8 writes some for large parts that are alike
 DENSE = 10_000  # pixels of a frame, for each of which a coder may write one zero byte in a row
 PACKETS = (188, 192, 204)  # bytes of a packet of MPEG-TS, with a time or a checksum beside it
@@ -43,7 +45,7 @@ class Zeros:
         Zeros at the end of a packet, or before a start code (00 00 01), may be padding, unless they are all of it.
         """
         last = [(self._begin, self._seen, 0)] if self._seen - self._begin >= self._least else []
-        found: set[int] = set()
+        holed: set[int] = set()
         for begin, end, behind in [*self._runs, *last]:
             for index in range(bisect_right(ends, begin), len(ends)):
                 first = ends[index - 1] if index else 0
@@ -51,8 +53,8 @@ class Zeros:
                     break
                 padding = begin > first and (end >= ends[index] or behind == START_CODE)
                 if min(end, ends[index]) - max(begin, first) >= self._least and not padding:
-                    found.add(index)
-        return found
+                    holed.add(index)
+        return holed
 
 
 def holed_frame(data: bytes, form: str, pixels: int, others: Sequence[bytes]) -> int | None:
@@ -62,7 +64,7 @@ def holed_frame(data: bytes, form: str, pixels: int, others: Sequence[bytes]) ->
     losses is not looked at: it may hold many zeros.
     """
     if form == "WEBP":
-        frames: Iterator[tuple[int, int, int]] = _webp_frames(memoryview(data))
+        frames = coded_frames(data)
     elif form == "AVIF":
         frames = _avif_frames(data)
     else:
@@ -80,23 +82,13 @@ def holed_frame(data: bytes, form: str, pixels: int, others: Sequence[bytes]) ->
     return None
 
 
-def _webp_frames(data: memoryview, begin: int = 12, end: int | None = None) -> Iterator[tuple[int, int, int]]:
-    """Yields the index, begin and end of the coded pictures in the chunks of a WebP."""
-    index, end = 0, len(data) if end is None else end
-    while begin + 8 <= end:
-        kind, size = bytes(data[begin : begin + 4]), int.from_bytes(data[begin + 4 : begin + 8], "little")
-        first, begin = begin + 8, begin + 8 + size + size % 2
-        if kind == b"ANMF":
-            yield from ((index, at, to) for _, at, to in _webp_frames(data, first + 16, min(first + size, end)))
-            index += 1
-        elif kind == b"VP8 ":
-            yield index, first, min(first + size, end)
-
-
 def _avif_frames(data: bytes) -> Iterator[tuple[int, int, int]]:
     """Yields the index, begin and end of the frames of an AVIF; of a still picture, the whole of its data."""
-    sizes, places = data.find(b"stsz"), data.find(b"stco")
-    number = lambda at: int.from_bytes(data[at : at + 4])  # noqa: E731
+
+    def number(at: int) -> int:
+        return int.from_bytes(data[at : at + 4])
+
+    sizes, places = data.find(b"stsz"), data.find(b"stco")  # the boxes of the frames' sizes, and of where they begin
     if min(sizes, places) >= 0 and number(places + 8) == 1 and number(sizes + 8) == 0:  # in one piece
         begin, total = number(places + 12), min(number(sizes + 12), (len(data) - sizes) // 4)
         for index in range(total):

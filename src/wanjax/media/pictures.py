@@ -11,7 +11,6 @@ import re
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass
 from io import BytesIO
 from itertools import count, islice
 from pathlib import Path
@@ -24,8 +23,9 @@ from jaxtyping import Float, Shaped, UInt8
 from PIL import Image, ImageOps, ImageSequence, UnidentifiedImageError
 
 from wanjax.errors import WanjaxError, WanjaxWarning, reason, shown
+from wanjax.media.bounds import BOUNDS
 from wanjax.media.colours import Conversion, conversion
-from wanjax.media.films import Limits, read_film
+from wanjax.media.films import read_film
 from wanjax.media.holes import holed_frame
 from wanjax.media.videos import BROKEN, read_metadata
 
@@ -39,7 +39,7 @@ ClipSource = str | Path | Sequence[PictureSource] | Shaped[np.ndarray, "..."]
 LANCZOS = Image.Resampling.LANCZOS
 READING = 2  # another number where files are read to other values, so that what was made of them is made again
 ROUNDING = 10  # a GIF's times are multiples of so many milliseconds
-SLOW = 100  # milliseconds for which browsers show a frame whose time is missing, or too short
+TOO_SHORT, SLOW = 10, 100  # milliseconds: a frame of so few or of none is shown for so many, as in Chromium and Firefox
 BREAKS = "{} breaks at frame {}, where it is damaged or ends too early: a whole copy is needed"
 ANIMATED = ("GIF", "WEBP", "PNG", "AVIF", "TIFF")  # not MPO, a JPEG: a photograph with its thumbnails
 HOLED = ("WEBP", "AVIF")  # whose data are dense
@@ -59,22 +59,6 @@ WHITES = {**dict.fromkeys(("I;16", "I;16L", "I;16B", "I;16N"), (65535,)), "I": (
 BEYOND = 0.05  # of white that filters may leave above it, and below black
 ROWS = 256  # of a picture that are converted at a time
 DECODING = RLock()  # so that one picture at a time is decoded, within the bound that Pillow has for all threads
-
-
-@dataclass
-class Bounds:
-    """The most that a file with a picture or a clip may hold; a small file may say that it holds gigabytes.
-
-    `pixels` are those of one picture, and `times` as many those of a clip. More is refused before it is decoded.
-    """
-
-    pixels: int = 60_000_000
-    times: int = 16
-    side: int = 32_768
-    frames: int = 4_000
-
-
-BOUNDS = Bounds()  # of what this process reads; `wanjax generate --max-picture` raises it
 
 
 class Deep(NamedTuple):
@@ -267,13 +251,13 @@ def _animation(source: str | Path, fps: int | float, page: Page) -> Generator[Pi
         durations = []
         for total, frame in enumerate(_frames(image, str(source)), 1):
             _check_size(image, str(source), BOUNDS.pixels)
-            if total > BOUNDS.frames or total * image.width * image.height > BOUNDS.times * BOUNDS.pixels:
+            if total > BOUNDS.frames or total * image.width * image.height > BOUNDS.together:
                 raise WanjaxError(
                     f"{source} has {total} and more frames of {image.width}x{image.height} pixels where "
-                    f"{BOUNDS.frames:,}, and {BOUNDS.times * BOUNDS.pixels:,} pixels in all, are allowed at most"
+                    f"{BOUNDS.frames:,}, and {BOUNDS.together:,} pixels in all, are allowed at most"
                 )
             durations.append(frame.info.get("duration"))
-        lasting, tick = _times(durations[apart:], _told_fps(source), timeless=image.format == "TIFF")
+        lasting, tick = _times(durations[apart:], _own_fps(source), timeless=image.format == "TIFF")
         tick = tick or 1000 / fps
         rounded = ROUNDING / 2 + 1 if image.format == "GIF" else 1
         frames = (_shown(frame, page) for frame in islice(_frames(image, str(source)), apart, None))
@@ -307,16 +291,16 @@ def _times(
     Times of 10 ms and less, and those that are missing, are 100 ms, as in browsers, unless they are of a file that
     tells so many frames a second.
     """
-    told = [duration for duration in durations if duration]
-    if told and fps is not None and 1000 / fps < min(told) + ROUNDING:
+    positive = [duration for duration in durations if duration]
+    if positive and fps is not None and 1000 / fps < min(positive) + ROUNDING:
         return list(durations), 1000 / fps
-    if timeless and not told:
+    if timeless and not positive:
         return list(durations), None
-    slowed = [duration if duration and duration > ROUNDING else SLOW for duration in durations]
+    slowed = [duration if duration and duration > TOO_SHORT else SLOW for duration in durations]
     return list(slowed), _tick(slowed)
 
 
-def _told_fps(source: str | Path) -> float | None:
+def _own_fps(source: str | Path) -> float | None:
     """Returns the frames a second in the settings that a video keeps, if it is one of this library's."""
     with suppress(WanjaxError):
         fps = read_metadata(source).get("fps")
@@ -352,8 +336,7 @@ def _sampled(
 
 def _film(source: str | Path, frames: int, fps: int | float, page: Page) -> Generator[Picture]:
     """Yields the pictures of a film that ffmpeg reads, on the page."""
-    limits = Limits(BOUNDS.pixels, BOUNDS.times * BOUNDS.pixels)
-    with closing(read_film(source, frames, fps, limits, values=page == "black")) as film:
+    with closing(read_film(source, frames, fps, values=page == "black")) as film:
         for frame in film:
             yield frame if frame.shape[-1] == 3 else _on(Image.fromarray(frame), page)
 

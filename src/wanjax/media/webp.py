@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The container of a WebP animation whose frames are all equal, which its encoder writes as a picture without a time.
-
-The container is a list of chunks: four letters, a size, and bytes padded to an even number (RFC 9649).
-"""
+"""The container of WebP: a list of chunks, each four letters, a size, and bytes padded to an even number (RFC 9649)."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 ANIMATED, WITH_EXIF = 0x02, 0x08  # flags of the chunk VP8X
+FIRST = 12  # where chunks begin: after the chunk RIFF's own name and size, and WEBP
+FRAME = 16  # bytes of an animation's frame (ANMF) before its chunks: where, how large, for how long
 
 
 def keep_time(path: Path, size: tuple[int, int], milliseconds: int) -> None:
-    """Rewrites a picture of this (width, height) as an animation of one frame, shown so long; leaves an animation."""
-    chunks = dict(_chunks(path.read_bytes()))
+    """Rewrites a picture of this (width, height) as an animation of one frame, shown so long; leaves an animation.
+
+    The encoder writes an animation whose frames are all equal as a picture without a time.
+    """
+    data = path.read_bytes()
+    chunks = {name: data[begin:end] for name, begin, end in chunks_in(data)}
     picture = next(name for name in (b"VP8 ", b"VP8L", b"ANMF") if name in chunks)
     if picture == b"ANMF":
         return
@@ -24,12 +27,24 @@ def keep_time(path: Path, size: tuple[int, int], milliseconds: int) -> None:
     path.write_bytes(_chunk(b"RIFF", b"WEBP" + b"".join(_chunk(name, data) for name, data in parts.items())))
 
 
-def _chunks(data: bytes) -> Iterator[tuple[bytes, bytes]]:
-    at = 12  # after the chunk RIFF's own name and size, and WEBP
-    while at < len(data):
-        size = int.from_bytes(data[at + 4 : at + 8], "little")
-        yield data[at : at + 4], data[at + 8 : at + 8 + size]
-        at += 8 + size + size % 2
+def chunks_in(data: bytes, begin: int = FIRST, end: int | None = None) -> Iterator[tuple[bytes, int, int]]:
+    """Yields the name of each chunk in a part of a file, and where its bytes begin and end."""
+    end = len(data) if end is None else end
+    while begin + 8 <= end:
+        size = int.from_bytes(data[begin + 4 : begin + 8], "little")
+        yield data[begin : begin + 4], begin + 8, min(begin + 8 + size, end)
+        begin += 8 + size + size % 2
+
+
+def coded_frames(data: bytes) -> Iterator[tuple[int, int, int]]:
+    """Yields the index of each frame that is coded with losses, and where its bytes begin and end."""
+    index = 0
+    for name, begin, end in chunks_in(data):
+        if name == b"ANMF":
+            yield from ((index, at, to) for part, at, to in chunks_in(data, begin + FRAME, end) if part == b"VP8 ")
+            index += 1
+        elif name == b"VP8 ":
+            yield index, begin, end
 
 
 def _chunk(name: bytes, data: bytes) -> bytes:

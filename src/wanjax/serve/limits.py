@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from wanjax.errors import SettingError, WanjaxError, shown
-from wanjax.media.pictures import BOUNDS
+from wanjax.media.bounds import BOUNDS
 from wanjax.pipelines.settings import Settings
 
 CLIP = 8  # times the pixels of all pictures of a request that a clip may have in all its frames

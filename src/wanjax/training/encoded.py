@@ -8,7 +8,7 @@ are read, encoded and written one at a time, and every encoder is freed before t
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,7 @@ class Store:
         cut = cache(self.pipe.truncations)
         for example in examples:
             for truncation in cut(example.caption):
-                yield f"{example.file.name}: {str(truncation).replace('the prompt', 'the caption', 1)}"
+                yield f"{example.file.name}: {replace(truncation, name=truncation.name.replace('prompt', 'caption'))}"
 
     def _clips(self, listing: Listing, cutting: Cutting, tell: Tell) -> list[tuple[Example, list[list[Any]]]]:
         """Returns the examples that can be read, each with the file and the bucket's sizes of its clips."""

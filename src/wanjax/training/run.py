@@ -131,8 +131,8 @@ class Training:
             self.note(f"files passed over, as hidden or no clip, picture or caption: {listing.others}")
         if listing.cut:
             count = f"{len(listing.cut)} caption{'s' * (len(listing.cut) > 1)}"
-            told = f"the model does not read all of {count}: {_in_short(listing.cut, self.out / CUT)}"
-            warnings.warn(told, WanjaxWarning, stacklevel=2)
+            message = f"the model does not read all of {count}: {_in_short(listing.cut, self.out / CUT)}"
+            warnings.warn(message, WanjaxWarning, stacklevel=2)
         for name, sentences in ((LEFT_OUT, listing.left_out), (CUT, listing.cut)):
             (self.out / name).unlink(missing_ok=True)
             if sentences:
