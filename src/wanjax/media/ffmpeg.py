@@ -86,19 +86,19 @@ def described(source: str | Path) -> Film:
     container = re.search(r"^Input #0, ([^,]+),", done.said, re.MULTILINE)
     seconds = sum(float(x) * unit for x, unit in zip(length.groups(), (3600, 60, 1), strict=True)) if length else None
     for stream in re.split(r"^ +(?=Stream #)", done.said, flags=re.MULTILINE):
-        found = re.match(r"Stream #(0:\d+).*?: Video: (\w+)(.*)", stream)
-        if found and "(attached pic)" not in found[3]:
+        video = re.match(r"Stream #(0:\d+).*?: Video: (\w+)(.*)", stream)
+        if video and "(attached pic)" not in video[3]:
             alpha = re.search(r"^ *alpha_mode *: 1$", stream, re.MULTILINE | re.IGNORECASE)
-            sides = re.search(r", (\d+)x(\d+)[, ]", found[3])
+            sides = re.search(r", (\d+)x(\d+)[, ]", video[3])
             return Film(
-                stream=found[1],
-                codec=found[2],
+                stream=video[1],
+                codec=video[2],
                 container=container[1] if container else "",
-                decoder=["-c:v", ALPHA_DECODERS[found[2]]] if alpha and found[2] in ALPHA_DECODERS else [],
-                fields=[WHOLE_FRAMES] if re.search(r"\b(top|bottom) (coded )?first\b", found[3]) else [],
-                colours=found[3],
+                decoder=["-c:v", ALPHA_DECODERS[video[2]]] if alpha and video[2] in ALPHA_DECODERS else [],
+                fields=[WHOLE_FRAMES] if re.search(r"\b(top|bottom) (coded )?first\b", video[3]) else [],
+                colours=video[3],
                 pixels=int(sides[1]) * int(sides[2]) if sides else 0,
-                slowest=min(map(float, re.findall(r", ([\d.]+) (?:fps|tbr)\b", found[3])), default=0),
+                slowest=min(map(float, re.findall(r", ([\d.]+) (?:fps|tbr)\b", video[3])), default=0),
                 length=seconds,
             )
     raise OSError("it holds no pictures")
@@ -123,10 +123,10 @@ def run_ffmpeg(arguments: list[str], pieces: Iterable[bytes] = ()) -> bytes:
 def run(arguments: list[str], pieces: Iterable[bytes] = (), take: Callable[[bytes], object] | None = None) -> Done:
     """Feeds the pieces to ffmpeg, and hands its output to `take`, a piece at a time, or returns it whole."""
     command = [_ffmpeg(), "-hide_banner", *arguments]
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as told:
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as messages:
         # In a session of its own it does not receive Ctrl-C; the `finally` below stops it.
         output = subprocess.PIPE if take else out
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=told, start_new_session=True)
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=messages, start_new_session=True)
         assert process.stdin is not None
         try:
             with abandoned_by(process.kill):
@@ -146,8 +146,8 @@ def run(arguments: list[str], pieces: Iterable[bytes] = (), take: Callable[[byte
             if process.stdout is not None:
                 process.stdout.close()
             process.wait()
-        told.seek(0)
-        said = told.read().decode(errors="replace")
+        messages.seek(0)
+        said = messages.read().decode(errors="replace")
         out.seek(0)
         return Done(b"" if process.returncode else out.read(), said, _error(process.returncode, said))
 

@@ -236,5 +236,6 @@ def _first_gap(times: Sequence[float], packets: Sequence[Entry], length: float |
         and ((index := bisect_left(times, packet.time - ROUNDED)) == len(times) or times[index] > packet.time + ROUNDED)
     ]
     steps = np.diff(times)
+    # Frames that go on to about the film's end leave a gap where some are lost; others end where it breaks.
     gaps = np.flatnonzero(steps > 1.5 * np.median(steps)) + 1 if length and times[-1] > 0.97 * length else []
     return min([*lost, *map(int, gaps)], default=len(times))
