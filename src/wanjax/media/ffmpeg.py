@@ -123,10 +123,10 @@ def run_ffmpeg(arguments: list[str], pieces: Iterable[bytes] = ()) -> bytes:
 def run(arguments: list[str], pieces: Iterable[bytes] = (), take: Callable[[bytes], object] | None = None) -> Done:
     """Feeds the pieces to ffmpeg, and hands its output to `take`, a piece at a time, or returns it whole."""
     command = [_ffmpeg(), "-hide_banner", *arguments]
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as messages:
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as log:
         # In a session of its own it does not receive Ctrl-C; the `finally` below stops it.
         output = subprocess.PIPE if take else out
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=messages, start_new_session=True)
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=log, start_new_session=True)
         assert process.stdin is not None
         try:
             with abandoned_by(process.kill):
@@ -146,8 +146,8 @@ def run(arguments: list[str], pieces: Iterable[bytes] = (), take: Callable[[byte
             if process.stdout is not None:
                 process.stdout.close()
             process.wait()
-        messages.seek(0)
-        said = messages.read().decode(errors="replace")
+        log.seek(0)
+        said = log.read().decode(errors="replace")
         out.seek(0)
         return Done(b"" if process.returncode else out.read(), said, _error(process.returncode, said))
 
