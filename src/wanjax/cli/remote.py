@@ -37,10 +37,8 @@ LARGEST = 2**33  # bytes of an answer
 MOST = 10**9  # units of a stage
 TOLD = {"id": str, "defaults": dict, "settings": dict, "started_with": dict, "loras": list}  # of a model
 AHEAD = 4  # of several videos, those that the server has at once: it goes on while one is collected
-FULL, WRONG = (
-    429,
-    (400, 404, 409, 413, 415, 422),
-)  # statuses of HTTP: a queue that is full, and a request's own mistakes
+FULL = 429  # the status of HTTP where a queue is full
+WRONG = (400, 404, 409, 413, 415, 422)  # those of a request's own mistakes
 HERE = (
     *("folder", "noise", "profile", "preview", "preview_decoder"),
     *("extend_prompt", "extend_model"),

@@ -56,10 +56,8 @@ NAMED = frozenset(
         ("jax._src.mesh", "AxisType"),
         ("jax._src.mesh", "Mesh"),
         ("jax._src.named_sharding", "_unpickle_named_sharding"),
-        (
-            "jax._src.sharding_impls",
-            "_unpickle_gspmd_sharding",
-        ),  # of a program of a mesh that takes the host's arrays alone
+        # of a program of a mesh that takes the host's arrays alone
+        ("jax._src.sharding_impls", "_unpickle_gspmd_sharding"),
         ("jax._src.sharding_impls", "_unpickle_single_device_sharding"),
         ("jax._src.stages", "ArgInfo"),
         ("jax._src.tree_util", "default_registry"),

@@ -584,10 +584,9 @@ class Family:
     `architecture` reads a checkpoint's configs, and those of its text and image encoders if the second argument is
     True. `settings` returns the default settings of a checkpoint. `loaders` load tokenizers and image processors from
     their folders. `layouts` are the layouts of its checkpoints other than that of diffusers, and `relatives` models
-    like its own that are not read. `tables` is a file of
-    published tables for step caches, by the presets' names. `distillations` are those that names of files tell, the
-    most special first. `prompt` returns, for plans, the length of a prompt and the number of its real tokens, by
-    tokenizer.
+    like its own that are not read. `tables` is a file of published tables for step caches, by the presets' names.
+    `distillations` are those that names of files tell, the most special first. `prompt` returns, for plans, the length
+    of a prompt and the number of its real tokens, by tokenizer.
     """
 
     name: str

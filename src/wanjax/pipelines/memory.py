@@ -79,11 +79,11 @@ def _too_large(
     size: tuple[int, int], frames: int, needed: int, there: int, device: Any, stage: str | None = None
 ) -> WanjaxError:
     where = "this machine" if device.platform == "cpu" else f"each {device.device_kind}"
-    tiles = ", or tiles (--tile)" if stage == "decode" else ""
+    tiles = ", or decode in tiles (--tile)" if stage == "decode" else ""
     return WanjaxError(
         f"a video of {size[1]}x{size[0]} and {frames} frames needs {in_bytes(needed)} of memory at the least"
-        f"{f' to {stage}' if stage else ''} where {where} has {in_bytes(there)}: a smaller size or fewer frames{tiles} "
-        "would do"
+        f"{f' to {stage}' if stage else ''} where {where} has {in_bytes(there)}: use a smaller size or fewer frames"
+        f"{tiles}"
     )
 
 

@@ -35,16 +35,8 @@ DATA_URL = re.compile(r"data:[\w/+.-]*;base64,(.*)", re.DOTALL)
 SECONDS = Setting("seconds", float, above=0, most=3600)
 MODEL, SCHEDULER = Setting("model", str), Setting("scheduler", str)
 STRENGTH = Setting("lora", float, least=-10, most=10)
-BESIDE = (
-    "size",
-    "seconds",
-    *PICTURES,
-    SAME_PICTURE,
-    "model",
-    "scheduler",
-    "lora",
-    ALLOW_EMPTY.name,
-)  # fields that are no settings
+BESIDE = ("size", "seconds", *PICTURES, SAME_PICTURE, "model", "scheduler", "lora", ALLOW_EMPTY.name)
+"""Fields that are no settings."""
 
 
 class Asked(NamedTuple):
