@@ -95,10 +95,10 @@ def _prompt(ctx: click.Context, parameter: click.Parameter, value: str | None) -
         return value or ""
     if sys.stdin.isatty() and sys.stderr.isatty():
         return click.prompt("What does the video show?", prompt_suffix=" ", err=True)
-    told = "missing" if value is None else "empty"
+    fault = "missing" if value is None else "empty"
     raise click.UsageError(
-        f'the prompt is {told}: `wanjax {ctx.info_name} "a red circle moving right"` has one, and --allow-empty-prompt '
-        "makes a video from none"
+        f'the prompt is {fault}: `wanjax {ctx.info_name} "a red circle moving right"` has one, and '
+        "--allow-empty-prompt makes a video from none"
     )
 
 

@@ -226,8 +226,9 @@ def _name(request: Any, fields: Mapping[str, Any], offered: Mapping[str, Any]) -
 
     size = request.given.get("size")
     sides = {"height": size[0], "width": size[1]} if isinstance(size, tuple) else {}
-    own = {name: value for name, value in fields.items() if not (sides and name == "size") and name != ALLOW_EMPTY.name}
-    return name_of({**offered["defaults"], **offered["started_with"], **own, **sides})  # a server chooses no folder
+    unnamed = {ALLOW_EMPTY.name, *(["size"] if sides else [])}
+    chosen = {name: value for name, value in fields.items() if name not in unnamed}
+    return name_of({**offered["defaults"], **offered["started_with"], **chosen, **sides})  # a server chooses no folder
 
 
 @contextmanager

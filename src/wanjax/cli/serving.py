@@ -254,34 +254,21 @@ def listening(host: str, port: int) -> list[socket.socket]:
     """
     opened: list[socket.socket] = []
     try:
-        found = dict.fromkeys(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE))
-        for number, (family, *_, where) in enumerate(found):
+        addresses = dict.fromkeys(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE))
+        for number, (family, *_, (name, _, *scope)) in enumerate(addresses):
             try:
-                opened.append(_listening(family, (where[0], _port(opened[0]) if opened else port, *where[2:])))
+                where = (name, _port(opened[0]) if opened else port, *scope)
+                opened.append(socket.create_server(where, family=family))
             except OSError as error:  # a name such as localhost may have an address that this machine has not
                 absent = error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
-                if not absent or (number + 1 == len(found) and not opened):
+                if not absent or (number + 1 == len(addresses) and not opened):
                     raise
     except OSError as error:
         for each in opened:
             each.close()
+        why = reason(error).partition(" (")[0]  # the address stands in brackets, and is told here
         right = "--port takes another, and 0 a free one" if error.errno == errno.EADDRINUSE else "--host takes another"
-        raise WanjaxError(f"the server cannot listen at port {port} of {host}, {reason(error)}: {right}") from error
-    return opened
-
-
-def _listening(family: int, where: tuple[Any, ...]) -> socket.socket:
-    """Return a socket that listens at an address."""
-    opened = socket.socket(family)
-    try:
-        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        opened.bind(where)
-        opened.listen()
-    except OSError:
-        opened.close()
-        raise
+        raise WanjaxError(f"the server cannot listen at port {port} of {host}, {why}: {right}") from error
     return opened
 
 

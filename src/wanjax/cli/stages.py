@@ -482,9 +482,9 @@ def _without_defaults(chosen: dict[str, Any], given: Mapping[str, Any]) -> dict[
     with_loras = registry.distilled(model, loras_of(chosen), lambda sentence: None)
     if with_loras.distillation is model.distillation:
         return chosen
-    own = model.settings.to_json() | {"scheduler": name_of(model.architecture.scheduler)}
-    brought = {name for name, value in with_loras.settings.to_json().items() if own.get(name) != value} | {"scheduler"}
-    left = {name for name in brought if given.get(name) is None and chosen.get(name) == own[name]}
+    defaults = model.settings.to_json() | {"scheduler": name_of(model.architecture.scheduler)}
+    brought = {name for name, value in with_loras.settings.to_json().items() if defaults.get(name) != value}
+    left = {name for name in (*brought, "scheduler") if given.get(name) is None and chosen.get(name) == defaults[name]}
     return {name: value for name, value in chosen.items() if name not in left}
 
 

@@ -47,8 +47,8 @@ def _check_answers(address: str) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), ANSWERED_WITHIN).close()
     except (OSError, OverflowError) as error:
-        told = f"no Ray cluster answers at {address}: {reason(error)}"
-        raise WanjaxError(f"{told}; `ray start --head` starts one") from error
+        why = f"no Ray cluster answers at {address}: {reason(error)}"
+        raise WanjaxError(f"{why}; `ray start --head` starts one") from error
 
 
 @contextmanager

@@ -40,25 +40,28 @@ def check_video(settings: Settings, weights: int, tokens: int, devices: int) -> 
     `weights` are the bytes of the denoiser's weights on a device, and `tokens` those that so many devices share.
     Nothing is refused where the memory is unknown.
     """
-    device = local_devices()[0]
-    needed = weights + (tokens if device.platform == "cpu" else tokens // devices)  # CPU devices share one memory
-    if (there := total_memory(device)) is None or needed <= there:
-        return
-    raise _too_large(settings.size, settings.frames, needed, there, device)
+    shared = tokens if local_devices()[0].platform == "cpu" else tokens // devices  # CPU devices share one memory
+    check_held(settings, weights + shared)
 
 
-def check_held(size: tuple[int, int], frames: int, needed: int, stage: str) -> None:
-    """Raise WanjaxError where a stage holds more than the memory of this machine, for devices that are its CPU.
+def check_held(settings: Settings, needed: int, stage: str | None = None) -> None:
+    """Raise WanjaxError where a video, or a stage of it, holds more than a device's whole memory.
 
     Args:
-        size: The (height, width) of the video.
-        frames: Those of the video.
-        needed: Bytes that the stage holds at the least.
+        settings: Those of the video.
+        needed: Bytes that are held at the least.
         stage: encode, denoise or decode.
     """
     device = local_devices()[0]
-    if (there := total_memory(device)) is not None and needed > there:
-        raise _too_large(size, frames, needed, there, device, stage)
+    if (there := total_memory(device)) is None or needed <= there:
+        return
+    where = "this machine" if device.platform == "cpu" else f"each {device.device_kind}"
+    tiles = ", or decode in tiles (--tile)" if stage == "decode" else ""
+    raise WanjaxError(
+        f"a video of {settings.width}x{settings.height} and {settings.frames} frames needs {in_bytes(needed)} of "
+        f"memory at the least{f' to {stage}' if stage else ''} where {where} has {in_bytes(there)}: use a smaller size "
+        f"or fewer frames{tiles}"
+    )
 
 
 def is_small(size: tuple[int, int], frames: int, weights: int) -> bool:
@@ -73,18 +76,6 @@ def is_small(size: tuple[int, int], frames: int, weights: int) -> bool:
     if device.platform != "cpu" or (there := total_memory(device)) is None:
         return True  # an accelerator's compiler refuses what it has no room for
     return PROCESS + weights + MOST_A_PIXEL * size[0] * size[1] * frames <= there
-
-
-def _too_large(
-    size: tuple[int, int], frames: int, needed: int, there: int, device: Any, stage: str | None = None
-) -> WanjaxError:
-    where = "this machine" if device.platform == "cpu" else f"each {device.device_kind}"
-    tiles = ", or decode in tiles (--tile)" if stage == "decode" else ""
-    return WanjaxError(
-        f"a video of {size[1]}x{size[0]} and {frames} frames needs {in_bytes(needed)} of memory at the least"
-        f"{f' to {stage}' if stage else ''} where {where} has {in_bytes(there)}: use a smaller size or fewer frames"
-        f"{tiles}"
-    )
 
 
 def total_memory(device: Any) -> int | None:

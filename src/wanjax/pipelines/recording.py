@@ -38,12 +38,11 @@ def record(
     The keywords are those of `Pipeline.videos`; `room` is that of `Components.abstract`. The most that is kept on a
     device beside the arguments of each program is noted as `beside`.
     """
-    made, recorder = _recorded(pipe, room)
-    told = {"tiling": tiling, "batch_guidance": batch_guidance}
-    for _, frames in Run(recorder, [Order(settings, {})], pictures, **told):
+    calls, recorder = _recorded(pipe, room)
+    for _, frames in Run(recorder, [Order(settings, {})], pictures, tiling=tiling, batch_guidance=batch_guidance):
         for _ in frames:
             pass
-    return made
+    return calls
 
 
 def _recorded(pipe: Pipe, room: int | None = None) -> tuple[Record, Pipe]:
@@ -59,8 +58,8 @@ def _recorded(pipe: Pipe, room: int | None = None) -> tuple[Record, Pipe]:
         given = {id(x) for x in jax.tree.leaves(arguments)}
         return sum(size for weight, size in map(weighed, components.networks()) if weight not in given)
 
-    made = Record(beside)
-    return made, pipe.under(made, components)
+    calls = Record(beside)
+    return calls, pipe.under(calls, components)
 
 
 def check_making(
@@ -82,8 +81,8 @@ def check_making(
     check_decoding(pipe, pipe.architecture.latent_shape(alone), tiling=tiling)
     source = pipe.components.source
     if source is not None and all(map(source.is_at_hand, pipe.components.network_names)):
-        given = pictures or needed_pictures(pipe, alone)
-        _check(alone, record(pipe, alone, given, tiling=tiling, batch_guidance=batch_guidance))
+        pictures = pictures or needed_pictures(pipe, alone)
+        _check(alone, record(pipe, alone, pictures, tiling=tiling, batch_guidance=batch_guidance))
 
 
 def check_denoising(
@@ -99,11 +98,11 @@ def check_denoising(
         batch_guidance: That of `Pipeline.denoise`.
     """
     if not _is_small(pipe, settings.size, settings.frames * videos):
-        made, recorder = _recorded(pipe)
+        calls, recorder = _recorded(pipe)
         run = Run(recorder, [Order(settings, {})], batch_guidance=batch_guidance)
         for _ in run.latents(encoded, settings, [0] * videos):
             pass
-        _check(settings, made)
+        _check(settings, calls)
 
 
 def check_decoding(pipe: Pipe, shape: Sequence[int], *, tiling: Tiling | None = None) -> None:
@@ -119,13 +118,13 @@ def check_decoding(pipe: Pipe, shape: Sequence[int], *, tiling: Tiling | None = 
     frames = 1 + (shape[2] - 1) * vae.temporal_factor
     if _is_small(pipe, (height, width), frames):
         return
-    made, recorder = _recorded(pipe)
+    calls, recorder = _recorded(pipe)
     latents: Any = jax.ShapeDtypeStruct(tuple(shape), jnp.float32, sharding=pipe.partitioner.replicated)
     blocks = pipe.architecture.block_frames
     pieces = [latents] if not blocks else [latents.update(shape=(*shape[:2], blocks, *shape[3:]))]
     for _ in Run(recorder, [], tiling=tiling).frames(pieces):
         pass
-    _check(replace(pipe.defaults, height=height, width=width, frames=frames), made)
+    _check(replace(pipe.defaults, height=height, width=width, frames=frames), calls)
 
 
 def _is_small(pipe: Pipe, size: tuple[int, int], frames: int) -> bool:
@@ -134,18 +133,18 @@ def _is_small(pipe: Pipe, size: tuple[int, int], frames: int) -> bool:
     return not (pipe.strategy.executes and sizes) or is_small(size, frames, max(sizes.values()))
 
 
-def most_held(made: Record) -> tuple[int, str]:
+def most_held(calls: Record) -> tuple[int, str]:
     """Return bytes that a recorded run holds at the least at its peak, and the stage of that.
 
     Those of a program, of what is kept beside it, and of the process.
     """
-    each = [(least_held(one.instance.lowering) + one.beside, one.stage) for one in made.programs]
+    each = [(least_held(one.instance.lowering) + one.beside, one.stage) for one in calls.programs]
     held, stage = max(each, default=(0, ""))
     return held + PROCESS, stage
 
 
-def _check(settings: Settings, made: Record) -> None:
-    check_held(settings.size, settings.frames, *most_held(made))
+def _check(settings: Settings, calls: Record) -> None:
+    check_held(settings, *most_held(calls))
 
 
 def needed_pictures(pipe: Pipe, settings: Settings) -> Pictures:

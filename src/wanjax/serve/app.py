@@ -186,8 +186,8 @@ class Service:
     async def not_offered(self, request: Request) -> JSONResponse:
         """Answer a request of OpenAI's videos API that this server does not offer."""
         name = request.url.path.rpartition("/")[2]
-        told = f"{name} is not offered: POST /v1/videos asks for another video, with a picture or a clip if the model"
-        return refusal(400, f"{told} takes one, which /v1/models tells", "not_offered")
+        why = f"{name} is not offered: POST /v1/videos asks for another video, with a picture or a clip if the model"
+        return refusal(400, f"{why} takes one, which /v1/models tells", "not_offered")
 
     async def content(self, request: Request) -> Response:
         """Sends a finished video, or its middle frame as `thumbnail`.

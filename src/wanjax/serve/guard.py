@@ -143,11 +143,11 @@ class Guard:
         if self.token is None and not (is_loopback(client) and is_loopback(_name(host))):
             return refusal(403, "this server answers its own machine alone, because it has no token", "forbidden")
         if self.token is None and (sign := _sign_of_proxy(scope, headers)) is not None:
-            told = f"{sign} tells of a proxy, and a server behind one needs a token: start it with --token"
-            return refusal(403, told, "forbidden")
+            why = f"{sign} tells of a proxy, and a server behind one needs a token: start it with --token"
+            return refusal(403, why, "forbidden")
         if scope["method"] not in SAFE and "origin" in headers and not self._is_own(headers["origin"], headers):
-            told = "a page of another site may ask nothing of this server: behind a proxy, start it with --origin URL"
-            return refusal(403, told, "forbidden")
+            why = "a page of another site may ask nothing of this server: behind a proxy, start it with --origin URL"
+            return refusal(403, why, "forbidden")
         if self.token is not None and not self._is_open(scope["path"]) and not any(map(self.knows, _tokens(headers))):
             why = "the token is missing or wrong: the header `Authorization: Bearer TOKEN` has it"
             return refusal(401, why, "invalid_token", www_authenticate="Bearer")
@@ -241,8 +241,8 @@ def forwarded_origin(headers: Headers) -> Origin | None:
 
 def is_encrypted(scope: Scope, headers: Headers) -> bool:
     """Tell whether a browser asks by https, here or of a proxy."""
-    told = scope["scheme"], _first(headers, "x-forwarded-proto"), headers.get("origin", "").partition(":")[0]
-    return "https" in told
+    schemes = scope["scheme"], _first(headers, "x-forwarded-proto"), headers.get("origin", "").partition(":")[0]
+    return "https" in schemes
 
 
 def _first(headers: Headers, name: str) -> str:

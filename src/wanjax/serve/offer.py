@@ -149,9 +149,9 @@ def with_scheduler(pipe: Pipeline, name: str | None) -> Pipeline:
 def pictures(architecture: Architecture) -> dict[str, dict[str, Any]]:
     """Returns the pictures and clips that the model takes, each with what it is for and whether it is needed."""
     beside = architecture.picture_beside_clip
-    told = PICTURES | ({"video": f"{PICTURES['video']} Beside an image, {beside}."} if beside else {})
+    about = PICTURES | ({"video": f"{PICTURES['video']} Beside an image, {beside}."} if beside else {})
     return {
-        name: {"description": told[name], "required": name in architecture.needs, "several": name == "references"}
+        name: {"description": about[name], "required": name in architecture.needs, "several": name == "references"}
         for name in architecture.takes
     }
 

@@ -70,8 +70,7 @@ class Worker:
     """The worker of a board, or of a desk away from one. `tiling` and `batch_guidance` are those of all videos.
 
     `preview` tells whether to show at a few steps what a video will be. `note` receives lines on what is done before
-    the first video. `extend` extends a prompt, and is told whether
-    the video begins from a picture.
+    the first video. `extend` extends a prompt, and is told whether the video begins from a picture.
     """
 
     def __init__(
