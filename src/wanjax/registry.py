@@ -34,12 +34,12 @@ from wanjax.kernels.attention import AUTO, Attention
 from wanjax.media.records import CONFIG
 from wanjax.pipelines.caching.tables import key_of, measured_file, tables_of
 from wanjax.pipelines.cogvideox import FAMILY as COGVIDEOX
-from wanjax.pipelines.distillation import Distillation, distilled_by, telling, tells_task
+from wanjax.pipelines.distillation import TASK, Distillation, distilled_by, telling
 from wanjax.pipelines.family import Architecture, Family, Preset, family_of, named_sizes
 from wanjax.pipelines.hunyuanvideo import FAMILY as HUNYUANVIDEO
 from wanjax.pipelines.settings import Settings, sides
 from wanjax.pipelines.wan import FAMILY as WAN
-from wanjax.schedulers import Scheduler, name_of
+from wanjax.schedulers import Scheduler
 from wanjax.stores.places import Remote, is_url, place
 
 FAMILIES = [
@@ -129,8 +129,8 @@ def admit(model: str | Path, revision: str | None, note: Note | None) -> Checkpo
     check_whole(found.source)
     if preset is None and (sentence := few_steps(str(model), found)) and (note or found.distillation is None):
         _tell(sentence, note, 5)
-    for told in found.source.notes:
-        _tell(told, note, 5)
+    for sentence in found.source.notes:
+        _tell(sentence, note, 5)
     return found
 
 
@@ -142,8 +142,8 @@ def _tell(sentence: str, note: Note | None, level: int) -> None:
 def few_steps(model: str, found: "Checkpoint") -> str | None:
     """Returns a sentence on a model whose name tells that it is distilled, or on a file whose name tells nothing."""
     if found.distillation is not None:
-        return _distilled(model, found.distillation, found)
-    if found.preset is None or not os.path.isfile(found.source.root) or tells_task(telling(found.source.known_as)):
+        return found.distillation.sentence(model, found.settings, found.architecture.scheduler)
+    if found.preset is None or not os.path.isfile(found.source.root) or TASK.search(telling(found.source.known_as)):
         return None
     settings, shape = found.settings, _shape(found.architecture)
     few = (x.architecture for x in found.family.presets if x.distillation and x.architecture)
@@ -158,15 +158,6 @@ def few_steps(model: str, found: "Checkpoint") -> str | None:
 def _shape(architecture: Architecture) -> tuple[Any, ...]:
     """Returns what the tensors of a model's denoisers tell."""
     return architecture.denoisers, architecture.networks[architecture.denoisers[0]]
-
-
-def _distilled(name: str, distillation: Distillation, outline: Outline) -> str:
-    """Returns a sentence on the settings that a distillation brings."""
-    brought = {"steps": "{} steps", "guidance_scale": "guidance {:g}", "flow_shift": "shift {:g}"}
-    own, values = distillation.settings, outline.settings.to_json()
-    told = [text.format(values[key]) for key, text in brought.items() if key in own and key in values]
-    told.append(f"the solver {name_of(outline.architecture.scheduler)}")
-    return f"{name} is distilled: {', '.join(told)}, as for {distillation.name}, where you give no others"
 
 
 def _tell_licence(preset: Preset | None, note: Note | None) -> None:
@@ -193,10 +184,10 @@ def configured(model: str | Path, source: Source, preset: Preset | None, *, enco
         settings = replace(settings, model=str(model))
     found = Checkpoint(family, preset, architecture, settings, preset and preset.distillation, source=source)
     name = telling(source.known_as)
-    told = distilled_by(name, family.distillations)
-    if told is None or found.distillation is not None:
+    distillation = distilled_by(name, family.distillations)
+    if distillation is None or found.distillation is not None:
         return found
-    found = _sampled_by(found, told, name)
+    found = _sampled_by(found, distillation, name)
     if isinstance(source, WanjaxSource):  # whose own settings may be those of the weights before a LoRA was merged
         return found
     return replace(found, settings=found.settings.updated(read_json(source.root / CONFIG, missing={})))
@@ -382,25 +373,22 @@ def distilled(outline: SomeOutline, loras: Sequence[Lora], note: Note | None) ->
     `note` receives a sentence on them, or where they do not go together; None warns. They have no effect on a model
     that is distilled already, nor where one of two experts has none.
     """
-    known, experts = outline.family.distillations, dict(zip(outline.architecture.denoisers, NOISE_LEVELS, strict=False))
-    told = [(lora, distilled_by(telling(lora.file), known)) for lora in loras if lora.strength > 0]
-    found = [(lora, each) for lora, each in told if each is not None]
-    if not found:
+    known, experts = outline.family.distillations, NOISE_LEVELS[: len(outline.architecture.denoisers)]
+    pairs = [(x, each) for x in loras if x.strength > 0 and (each := distilled_by(telling(x.file), known))]
+    if not pairs:
         return outline
-    lora, each = found[0]
-    merged = [[x for x, _ in found if x.expert in (None, expert)] for expert in experts.values()]
-    if len(experts) == 1:
-        merged = [[x for x, _ in found]]
+    lora, distillation = pairs[0]
+    merged = [[x for x, _ in pairs if len(experts) == 1 or x.expert in (None, expert)] for expert in experts]
     several = next((some for some in merged if len(some) > 1), [])
     settings = outline.settings
-    own = f"the {settings.steps} steps and the guidance {settings.guidance_scale:g} of {settings.model}"
+    unchanged = f"the {settings.steps} steps and the guidance {settings.guidance_scale:g} of {settings.model} stay"
     if outline.distillation is not None:
-        sentence = f"{lora.label} is distilled, and {settings.model} is already: {own} stay"
+        sentence = f"{lora.label} is distilled, and {settings.model} is already: {unchanged}"
     elif not all(merged):
-        sentence = f"{lora.label} is distilled, and the other expert has no such LoRA: {own} stay"
+        sentence = f"{lora.label} is distilled, and the other expert has no such LoRA: {unchanged}"
     else:
-        outline = _sampled_by(outline, each, telling(lora.file))
-        sentence = _distilled(lora.label, each, outline)
+        outline = _sampled_by(outline, distillation, telling(lora.file))
+        sentence = distillation.sentence(lora.label, outline.settings, outline.architecture.scheduler)
         if several:
             sentence += f"; {' and '.join(x.label for x in several)} are merged together, which may be too much"
     _tell(sentence, note, 6)

@@ -63,6 +63,10 @@ THREE = "consistency:timesteps=1000,757,522"
         ("turbocharged_car_5b.safetensors", None),
         ("wan21_style_4000steps.safetensors", None),  # of training
         ("wan21_style_step-4.safetensors", None),
+        ("style_for_lightx2v_t2v_14b.safetensors", None),  # made for such weights, or without them
+        ("wan21_t2v_14b_not_FastWan.safetensors", None),
+        ("wan21_t2v_14b_without_AccVid.safetensors", None),
+        ("wan21_t2v_14b_no_causvid.safetensors", None),
     ],
 )
 def test_names_tell_distilled_weights(name, told):
@@ -75,6 +79,11 @@ def test_long_numbers_in_names_take_no_time():
     assert telling(f"/loras/{'1' * 200}x.safetensors") == "1" * 200 + "x"
     assert telling(f"/loras/a-style/{'1' * 200}.safetensors") == "a-style"
     assert telling("/loras/a-style/transformer_2-models-00001-of-00002.safetensors") == "a-style"
+
+
+@pytest.mark.parametrize("folder", ["loras", "checkpoint-500"])
+def test_a_folder_of_many_loras_tells_nothing(folder):
+    assert telling(f"/wan_i2v_4steps/{folder}/pytorch_lora_weights.safetensors") == "wan-i2v-4steps"
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,9 @@ class Relative(NamedTuple):
     name: str
     tensors: str
 
+    def __str__(self) -> str:
+        return f"{self.tensors}, of no model here: it seems to be {self.name}"
+
 
 def relative(names: Iterable[str], known: Relatives) -> Relative | None:
     """Returns the model that tensors of these names are of; None where none of them tells."""
@@ -43,5 +46,5 @@ def without_transformer(names: Iterable[str], known: Relatives) -> str:
     if any(map(CHANGE.search, names)):
         return "is a LoRA: name the model that it changes, and give the file beside it, with --lora"
     if found := relative(names, {**known, **OTHERS}):
-        return f"holds {found.tensors}, of no model here: it seems to be {found.name}"
+        return f"holds {found}"
     return "holds no transformer that is known: a file or folder that has one is needed"

@@ -13,17 +13,19 @@ from pathlib import PurePath
 from typing import Any
 
 from wanjax.checkpoints.readers import SUFFIXES
-from wanjax.pipelines.settings import SomeSettings
-from wanjax.schedulers import Scheduler
+from wanjax.pipelines.settings import Settings, SomeSettings
+from wanjax.schedulers import Scheduler, name_of
 
 BLOBS = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/[^/]+")  # of the hub's client, in the path of a file
 UNTELLING = re.compile(
-    r"(?:(?:high|low|noise|models?|diffusion|pytorch|lora|weights|adapter|transformer|dit|checkpoints?|default|"
+    r"(?:(?:high|low|noise|models?|diffusion|pytorch|loras?|weights|adapter|transformer|dit|checkpoints?|default|"
     r"original|bf16|fp16|fp8|\d+|of|v\d+)-?)*+"  # possessive: a long number would be split in all ways
 )
 """What the name of a file or a folder may consist of where it tells nothing of the model: its folder's then does."""
-TASK = re.compile(r"[tif]2v|\d+b\b|vace")
+TASK = re.compile(r"[tif]2v|\d+b\b|vace")  # or a size, in the `plain` names of published models
 STEPS = re.compile(r"\b([1-9]|1\d|20)-?steps?\b")
+AFFIRMED = "".join(rf"(?<!\b{word}-)" for word in ("for", "not", "no", "without"))
+"""Before the words of a distillation: what is made for distilled weights is none of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,18 +53,26 @@ class Distillation:
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that it brings, by name."""
-        found = {"steps": self.steps, "guidance_scale": self.guidance_scale, "flow_shift": self.flow_shift}
-        return {name: value for name, value in found.items() if value is not None}
+        settings = {"steps": self.steps, "guidance_scale": self.guidance_scale, "flow_shift": self.flow_shift}
+        return {name: value for name, value in settings.items() if value is not None}
 
     def applied(self, settings: SomeSettings) -> SomeSettings:
         """Returns a model's settings with those that it brings, as far as the model has them."""
-        own = settings.to_json()
+        names = settings.to_json()
         both = {"guidance_scale_2": self.guidance_scale} if settings.boundary is not None else {}
-        return settings.updated({name: value for name, value in (self.settings | both).items() if name in own})
+        return settings.updated({name: value for name, value in (self.settings | both).items() if name in names})
 
     def solver(self, *, pictured: bool) -> Scheduler | None:
         """Returns the solver for a model, which needs a picture or does not; None for the model's own."""
         return self.pictured if self.pictured and pictured else self.scheduler
+
+    def sentence(self, name: str, settings: Settings, solver: Scheduler) -> str:
+        """Returns a sentence on what it brings to the model or LoRA `name`: these settings, and this solver."""
+        texts = {"steps": "{} steps", "guidance_scale": "guidance {:g}", "flow_shift": "shift {:g}"}
+        values = settings.to_json()
+        brought = [text.format(values[key]) for key, text in texts.items() if key in self.settings and key in values]
+        what = f"{', '.join(brought)}, the solver {name_of(solver)}"
+        return f"{name} is distilled: {what}, as for {self.name}, where you give no others"
 
 
 def plain(name: str) -> str:
@@ -86,11 +96,6 @@ def telling(path: str) -> str:
 
 def distilled_by(name: str, known: Iterable[Distillation]) -> Distillation | None:
     """Returns the distillation that a `plain` name tells, with the number of steps in it; None where it tells none."""
-    found = next((each for each in known if re.search(each.words, name)), None)
-    told = STEPS.search(name)
-    return replace(found, steps=int(told[1])) if found and told else found
-
-
-def tells_task(name: str) -> bool:
-    """Tells whether a `plain` name is like those of published models: it has their task, as t2v, or size, as 14b."""
-    return bool(TASK.search(name))
+    distillation = next((each for each in known if re.search(f"{AFFIRMED}(?:{each.words})", name)), None)
+    steps = STEPS.search(name)
+    return replace(distillation, steps=int(steps[1])) if distillation and steps else distillation

@@ -555,20 +555,20 @@ def nearest(
     not, the flow `shift` of its scheduler does, and then the first preset is taken.
     """
     name = telling(path)
-    told = distilled_by(name, known)
+    distillation = distilled_by(name, known)
     lines = set(re.findall(r"\b(\d{3,4})p\b", name))
 
     def nearness(preset: Preset) -> tuple[int, ...]:
-        own = preset.distillation and preset.distillation.name
+        publisher = preset.distillation and preset.distillation.name
         words = [bool(re.search(rf"\b{word}\b", name)) for word in preset.words]
         return (
-            2 if own == (told and told.name) else 1 if own is None else 0,
+            2 if publisher == (distillation and distillation.name) else 1 if publisher is None else 0,
             len(words) if all(words) else -1,
             str(min(preset.defaults.size)) in lines,
             preset.defaults.flow_shift == shift,
         )
 
-    return max((preset for preset in presets if not preset.loras), key=nearness, default=None)
+    return max(presets, key=nearness, default=None)
 
 
 def no_prompts(architecture: Any) -> Mapping[str, tuple[int, int]]:

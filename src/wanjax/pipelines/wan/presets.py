@@ -508,12 +508,8 @@ def published(
 
     None where there is none.
     """
-    alike = []
-    for preset in (*PUBLISHED, *FUN, CAUSAL, *DISTILLED, *SPARSE_LINEAR):
-        known = preset.architecture
-        assert isinstance(known, WanArchitecture)
-        if (known.transformer, known.experts) == (transformer, experts):
-            alike.append(preset)
+    every = (*PUBLISHED, *FUN, CAUSAL, *DISTILLED, *SPARSE_LINEAR)
+    alike = [preset for preset in every if _shapes(preset) == (transformer, experts)]
     return nearest(alike, known_as, DISTILLATIONS, shift)
 
 
@@ -528,14 +524,16 @@ def lender_of(transformer: TransformerConfig, experts: bool, known_as: str) -> P
     def needs(config: Any) -> tuple[Any, ...]:
         return config.text_width, config.channels_out, getattr(config, "image_width", None)
 
-    def shapes(preset: Preset) -> tuple[Any, bool]:
-        known: Any = preset.architecture
-        return known.transformer, known.experts
-
-    lending = [preset for preset in (*PUBLISHED, CAUSAL) if needs(shapes(preset)[0]) == needs(whole)]
-    alike = [preset for preset in lending if shapes(preset)[0] == whole]
-    same = [preset for preset in alike if shapes(preset) == (whole, experts)]
+    lending = [preset for preset in (*PUBLISHED, CAUSAL) if needs(_shapes(preset)[0]) == needs(whole)]
+    alike = [preset for preset in lending if _shapes(preset)[0] == whole]
+    same = [preset for preset in alike if _shapes(preset) == (whole, experts)]
     return nearest(same or alike or lending[:1], known_as, DISTILLATIONS)
+
+
+def _shapes(preset: Preset) -> tuple[Any, bool]:
+    """Returns the config of a preset's transformer, and whether it has two."""
+    architecture: Any = preset.architecture
+    return architecture.transformer, architecture.experts
 
 
 def settings_of(source: Source, architecture: WanArchitecture, preset: Preset | None) -> Settings:
@@ -569,8 +567,8 @@ def _like(architecture: WanArchitecture, source: Source) -> Settings:
     if (task, experts) == (IMAGE_TO_VIDEO, False):
         experts = True  # merged from the two of the only published model that has this task
     for preset in (*([alike] if alike else []), *PUBLISHED, *FUN, CAUSAL):
-        found = preset.architecture
-        assert isinstance(found, WanArchitecture)
-        if (found.task, found.experts) == (task, experts):
+        other = preset.architecture
+        assert isinstance(other, WanArchitecture)
+        if (other.task, other.experts) == (task, experts):
             return preset.defaults
     return DEFAULTS

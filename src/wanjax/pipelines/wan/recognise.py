@@ -23,9 +23,8 @@ TELLING = {  # tensors that only this component has: the authors' name, and that
     "text_encoder": ("token_embedding.weight", "shared.weight"),
     "image_encoder": ("visual.pos_embedding", "vision_model.embeddings.position_embedding.weight"),
 }
-CAUSAL = (
-    "generator_ema."  # in files of guandeh17/Self-Forcing and its like; CausVid's models of whole videos have no mean
-)
+# In files of guandeh17/Self-Forcing and its like; CausVid's models of whole videos have no mean.
+CAUSAL = "generator_ema."
 CAUSVID = "CausVid-bidirectional"  # what a run's generator without a mean is known as
 DISTILLED_PREFIXES = tuple(
     f"{table}.model.{wrapper}" for table in GENERATORS for wrapper in ("_fsdp_wrapped_module.", "")
@@ -101,20 +100,16 @@ def component(name: str, reader: Reader, given: Mapping[str, Any] | None = None)
 def _check_own(reader: Reader, names: Callable[[str], str | None]) -> None:
     """Raises WanjaxError where tensors that the transformer does not have are those of a relative of Wan's."""
     if found := relative((key for key in reader.specs if names(key) is None), RELATIVES):
-        raise WanjaxError(
-            f"{_place(reader)} has {found.tensors}, of no model here: it seems to be {found.name}, and {READ} are read"
-        )
+        raise WanjaxError(f"{_place(reader)} has {found}, and {READ} are read")
 
 
 def _check_channels(reader: Reader, patches: int, latents: int) -> None:
     """Raises WanjaxError unless patches have the channels of latents, or those of a condition with them too."""
-    right = latents, 2 * latents + MASK
-    if patches not in right:
-        named = f"it seems to be {CHANNELS[patches]}, and " if patches in CHANNELS and latents == LATENTS else ""
-        raise WanjaxError(
-            f"the patches of {_place(reader)} have {patches} channels, not {right[0]} or {right[1]}: {named}{READ} are "
-            "read"
-        )
+    alone, with_condition = latents, 2 * latents + MASK
+    if patches not in (alone, with_condition):
+        kind = f"it seems to be {CHANNELS[patches]}, and " if patches in CHANNELS and latents == LATENTS else ""
+        what = f"the patches of {_place(reader)} have {patches} channels, not {alone} or {with_condition}"
+        raise WanjaxError(f"{what}: {kind}{READ} are read")
 
 
 def _place(reader: Reader) -> str:
