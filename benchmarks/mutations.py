@@ -402,7 +402,7 @@ MUTATIONS = (
         "src/wanjax/training/learning.py",
         "a + b / jnp.asarray(parts, b.dtype)",
         "a + b",
-        "gradients of accumulated batches are added where their mean is right",
+        "gradients of accumulated batches are added in place of averaged",
         ("training/test_loop.py::test_the_gradients_of_parts_make_the_step_of_the_whole_batch",),
     ),
     Mutation(
@@ -490,11 +490,12 @@ class Copy:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, folder / name)
         (folder / "src/wanjax/converters").symlink_to(folder / "converters")  # as the package has it when installed
-        shown = "import wanjax, wanjax.converters as c; print(wanjax.__file__, c.__file__, sep='\\n')"
-        command = [sys.executable, "-c", shown]
-        told = subprocess.run(command, cwd=folder, env=self.environment, check=True, capture_output=True, text=True)
-        if not all(Path(line).resolve().is_relative_to(folder.resolve()) for line in told.stdout.splitlines()):
-            raise RuntimeError(f"tests in {folder} would import {told.stdout.split()}: unset what puts these first")
+        script = "import wanjax, wanjax.converters as c; print(wanjax.__file__, c.__file__, sep='\\n')"
+        command = [sys.executable, "-c", script]
+        done = subprocess.run(command, cwd=folder, env=self.environment, check=True, capture_output=True, text=True)
+        imported = done.stdout.splitlines()
+        if not all(Path(file).resolve().is_relative_to(folder.resolve()) for file in imported):
+            raise RuntimeError(f"tests in {folder} would import {imported}: unset what puts these first")
 
     @property
     def environment(self) -> dict[str, str]:
@@ -570,9 +571,9 @@ def run(mutations: Sequence[Mutation], jobs: int, timeout: float) -> list[Result
             failed = (line.split(" - ")[0] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR ")))
             by = next(failed, "a timeout" if status == 124 else f"exit status {status}")
             result = Result(mutation, status != 0, by if status else "", perf_counter() - begun)
-            told = f"by {by.removeprefix('FAILED tests/')}" if result.caught else f"so: {mutation.breaks}"
+            fate = f"by {by.removeprefix('FAILED tests/')}" if result.caught else f"so: {mutation.breaks}"
             print(
-                f"{'caught' if result.caught else 'SURVIVED':9} {mutation.name:16} {told} ({result.seconds:.0f} s)",
+                f"{'caught' if result.caught else 'SURVIVED':9} {mutation.name:16} {fate} ({result.seconds:.0f} s)",
                 flush=True,
             )
             return result
@@ -594,15 +595,15 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, choices=range(1, MOST_JOBS + 1), default=MOST_JOBS, help="at a time")
     parser.add_argument("--timeout", type=float, default=TIMEOUT, help="seconds for the tests of one (%(default)g)")
     parser.add_argument("--list", action="store_true", help="print what each breaks, and run nothing")
-    asked = parser.parse_args()
-    chosen = [mutation for mutation in MUTATIONS if asked.only is None or mutation.name in asked.only]
+    arguments = parser.parse_args()
+    chosen = [mutation for mutation in MUTATIONS if arguments.only is None or mutation.name in arguments.only]
     for mutation in chosen:
         mutation.applied((ROOT / mutation.file).read_text(encoding="utf-8"))
-    if asked.list:
+    if arguments.list:
         for mutation in chosen:
             print(f"{mutation.name:16} {mutation.breaks}")
         return
-    results = run(chosen, asked.jobs, asked.timeout)
+    results = run(chosen, arguments.jobs, arguments.timeout)
     missed = [result.mutation for result in results if not result.caught]
     print(f"{len(results) - len(missed)} of {len(results)} mutations are caught")
     for mutation in missed:

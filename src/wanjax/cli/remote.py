@@ -356,12 +356,12 @@ def _strengths(given: Sequence[str], known: Any, at: str) -> dict[str, float]:
 
 def _compare(name: str, value: Any, has: Mapping[str, Any], at: str) -> None:
     """Raises WanjaxError unless the server was started with an option of this value."""
-    known = has.get("tiling" if name == "tile" else name, SAFE if name == "compiler" else None)  # which no record names
-    same = value == bool(known) if isinstance(value, bool) else list(map(name_alone, _texts(value))) == _texts(known)
+    other = has.get("tiling" if name == "tile" else name, SAFE if name == "compiler" else None)  # which no record names
+    same = value == bool(other) if isinstance(value, bool) else list(map(name_alone, _texts(value))) == _texts(other)
     if not same:
-        told = "none" if known in (None, [], ()) else ", ".join(_texts(known))
-        asked = "" if isinstance(value, bool) else f" {', '.join(_texts(value))}"
-        raise WanjaxError(f"{option_of(name)}{asked} is for the server to be started with, and {at} has {_plain(told)}")
+        theirs = _plain("none" if other in (None, [], ()) else ", ".join(_texts(other)))
+        ours = "" if isinstance(value, bool) else f" {', '.join(_texts(value))}"
+        raise WanjaxError(f"{option_of(name)}{ours} is for the server to be started with, and {at} has {theirs}")
 
 
 def _texts(value: Any) -> list[str]:

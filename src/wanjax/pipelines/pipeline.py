@@ -423,12 +423,12 @@ class Pipeline:
         """
         check_encoded(encoded, self.architecture.encoded_type)
         given = {name: value for name, value in given.items() if value is not None}
-        made = [x for x in encoded if x is not None and x.ndim == 5]  # latents
+        latents = [x for x in encoded if x is not None and x.ndim == 5]
         if (shape := encoded_shape(encoded)) is not None:
             given = {"frames": shape.frames} | given
             given = ({} if "size" in given else {"height": shape.height, "width": shape.width}) | given
-        elif made and not given.keys() & {"size", "height", "width"}:
-            given["size"] = tuple(self.architecture.vae.spatial_factor * cells for cells in made[0].shape[3:])
+        elif latents and not given.keys() & {"size", "height", "width"}:
+            given["size"] = tuple(self.architecture.vae.spatial_factor * cells for cells in latents[0].shape[3:])
         chosen = self.settings(**given)
         check_alone(chosen, "denoise")
         self.architecture.check_fits(encoded, chosen)
