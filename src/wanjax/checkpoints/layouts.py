@@ -139,6 +139,13 @@ def model_index(pipeline: str, classes: Mapping[str, tuple[str, str]]) -> dict[s
     return {"_class_name": pipeline} | {name: list(kind) for name, kind in sorted(classes.items())}
 
 
+def needs_transformer(name: object, components: Iterable[str], model: str) -> WanjaxError:
+    """Returns the error for a checkpoint that holds these components, or none, and no transformer."""
+    listed = " and the ".join(components)
+    what = f"{name} holds {f'the {listed} of {model} alone' if listed else 'no transformer'}"
+    return WanjaxError(f"{what}: give a file or folder of {model}'s transformer, to which the rest is lent")
+
+
 def has_authors_names(component: str, reader: Reader, telling: Sequence[str], model: str) -> bool:
     """Tells whether a component has the names of its authors, not those of diffusers.
 

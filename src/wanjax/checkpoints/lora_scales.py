@@ -91,14 +91,14 @@ class Scales:
         if not self._config:
             return 1.0
         usual = self._config.get("lora_alpha", self._config.get("alpha", DEFAULT_ALPHA))
-        told = self._entry("alpha_pattern", module, usual)
-        known = self._entry("rank_pattern", module, self._config.get("r"))
-        if rank is None and (known is None or known <= 0):
+        number = self._entry("alpha_pattern", module, usual)
+        configured = self._entry("rank_pattern", module, self._config.get("r"))
+        if rank is None and (configured is None or configured <= 0):
             return 1.0
-        if rank is not None and known is not None and known != rank:
-            raise WanjaxError(f"{self._where} gives {module} the rank {known} where its factors have {rank}")
-        divisor = float(known or 0) if rank is None else rank
-        return told / (math.sqrt(divisor) if self._config.get("use_rslora") else divisor)
+        if rank is not None and configured is not None and configured != rank:
+            raise WanjaxError(f"{self._where} gives {module} the rank {configured} where its factors have {rank}")
+        divisor = float(configured or 0) if rank is None else rank
+        return number / (math.sqrt(divisor) if self._config.get("use_rslora") else divisor)
 
     def adaptive_scale(self, key: str) -> float:
         """Returns the scale of AdaLoRA's products, which is that of the rank at the beginning; `key` is a tensor's."""

@@ -45,6 +45,6 @@ def without_transformer(names: Iterable[str], known: Relatives) -> str:
     names = list(names)
     if any(map(CHANGE.search, names)):
         return "is a LoRA: name the model that it changes, and give the file beside it, with --lora"
-    if found := relative(names, {**known, **OTHERS}):
-        return f"holds {found}"
+    if other := relative(names, {**known, **OTHERS}):
+        return f"holds {other}"
     return "holds no transformer that is known: a file or folder that has one is needed"

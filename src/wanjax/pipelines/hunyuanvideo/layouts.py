@@ -18,7 +18,7 @@ from weakref import finalize
 from wanjax.checkpoints.descaled import Descaled
 from wanjax.checkpoints.files import SafetensorsFolder
 from wanjax.checkpoints.hub import names_in
-from wanjax.checkpoints.layouts import Component, Layout, RecognisedSource, model_index
+from wanjax.checkpoints.layouts import Component, Layout, RecognisedSource, model_index, needs_transformer
 from wanjax.checkpoints.readers import open_tensors
 from wanjax.checkpoints.sources import check_small, read_json
 from wanjax.converters.configs import read_config
@@ -212,8 +212,7 @@ class FileSource(_HunyuanVideoSource):
         if not parts:
             return None
         if "transformer" not in parts:
-            told = f"{path} holds the {' and the '.join(parts)} of HunyuanVideo alone"
-            raise WanjaxError(f"{told}: a file or folder of its transformer is needed, to which the rest is lent")
+            raise needs_transformer(path, parts, "HunyuanVideo")
         few = any(key.startswith(NEXT_TIMESTEP) for key in parts["transformer"].specs)
         named = _named(path.name) or _named(path.parent.name) or (FEW_STEPS if few else _named(f"{path.name}_t2v"))
         model = _model(named, path)

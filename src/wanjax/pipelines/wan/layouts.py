@@ -16,7 +16,7 @@ from typing import Any
 
 from wanjax.checkpoints.files import SafetensorsFolder, check_names, no_file
 from wanjax.checkpoints.hub import INDEX, names_in
-from wanjax.checkpoints.layouts import Component, Layout, RecognisedSource, model_index
+from wanjax.checkpoints.layouts import Component, Layout, RecognisedSource, model_index, needs_transformer
 from wanjax.checkpoints.readers import SUFFIXES, open_tensors
 from wanjax.checkpoints.sources import check_small, read_json
 from wanjax.converters.configs import read_config
@@ -74,19 +74,17 @@ class _WanSource(RecognisedSource):
     @cached_property
     def _transformer(self) -> dict[str, Any]:
         """The transformer's config.json."""
-        found = self.component("transformer")
+        transformer = self.component("transformer")
         if ANIMATE.search(telling(self.known_as)):
             raise WanjaxError(f"{self.name} is Wan Animate 2 by its name, and {recognise.READ} are read")
-        if found is None:
-            there = " and the ".join(name for name, part in self._known.items() if part)
-            told = f"{self.name} holds {f'the {there} alone' if there else 'no transformer'}"
-            raise WanjaxError(f"{told}: a file or folder of Wan's transformer is needed, to which the rest is lent")
-        return found.json
+        if transformer is None:
+            raise needs_transformer(self.name, [name for name, part in self._known.items() if part], "Wan")
+        return transformer.json
 
     @property
     def repository(self) -> str | None:
-        found = _published(self._transformer, "transformer_2" in self.index, self.known_as)
-        return found and found.source
+        preset = _published(self._transformer, "transformer_2" in self.index, self.known_as)
+        return preset and preset.source
 
     @property
     def notes(self) -> Sequence[str]:
@@ -106,8 +104,8 @@ class _WanSource(RecognisedSource):
 
         Others publish a transformer alone, or in the authors' layout.
         """
-        found = lender_of(_shape(self._transformer), "transformer_2" in self.index, self.known_as)
-        return self.origin if found is None else found.source
+        preset = lender_of(_shape(self._transformer), "transformer_2" in self.index, self.known_as)
+        return self.origin if preset is None else preset.source
 
     @property
     def configs(self) -> Mapping[str, dict[str, Any]]:
@@ -183,8 +181,8 @@ class FileSource(_WanSource):
     @property
     def known_as(self) -> str:
         """The path; of a run's generator whose path tells no distillation, that of CausVid, which publishes such."""
-        told = distilled_by(telling(super().known_as), DISTILLATIONS)
-        return recognise.CAUSVID if self._generator and told is None else super().known_as
+        distillation = distilled_by(telling(super().known_as), DISTILLATIONS)
+        return recognise.CAUSVID if self._generator and distillation is None else super().known_as
 
     @classmethod
     def at(cls, path: Path) -> "FileSource | None":
@@ -216,8 +214,14 @@ def other_expert(name: str) -> tuple[str, ...]:
 
 def _split(name: str) -> tuple[str, str, str] | None:
     """Returns the parts of the name of one of two experts: what comes before `high` or `low`, that, and the rest."""
-    found = EXPERT.search(name)
-    return (name[: found.start()], found[0], name[found.end() :]) if found else None
+    expert = EXPERT.search(name)
+    return (name[: expert.start()], expert[0], name[expert.end() :]) if expert else None
+
+
+def _is_high(path: Path) -> bool:
+    """Tells whether a file or folder is of the expert at high noise, by its name."""
+    expert = EXPERT.search(path.name)
+    return expert is not None and expert[0] in HIGH
 
 
 def _others(path: Path) -> list[Path]:
@@ -233,7 +237,8 @@ def _others(path: Path) -> list[Path]:
     for name in (PAIRS.get(path.name), begins + after):
         if name and os.path.lexists(exact := path.with_name(name)):
             return [exact]
-    noise = f"{begins}{after[: found.end()]}" if (found := re.match(r"[ _-]?noise", after, re.IGNORECASE)) else None
+    word = re.match(r"[ _-]?noise", after, re.IGNORECASE)
+    noise = word and begins + word[0]
     alike, others = [], []
     for beside in sorted(path.parent.glob(f"{glob.escape(begins)}*")):
         if beside.suffix == path.suffix and beside.is_dir() == path.is_dir():
@@ -251,11 +256,10 @@ def _with_other(components: dict[str, Component], path: Path) -> dict[str, Compo
         return components
     if not others[0].is_file():
         raise WanjaxError(no_file(others[0]))
-    found = recognise.components(open_tensors(others[0]))
-    if "transformer" not in found:
+    other = recognise.components(open_tensors(others[0]))
+    if "transformer" not in other:
         return components
-    first = EXPERT.search(path.name)
-    high, low = (components, found) if first and first[0] in HIGH else (found, components)
+    high, low = (components, other) if _is_high(path) else (other, components)
     return low | high | {"transformer_2": low["transformer"]}
 
 
@@ -276,8 +280,7 @@ def _folders(root: Path) -> dict[str, Path]:
     others = [other for other in _others(root) if other.is_dir() and _is_transformer(other)]
     if len(others) != 1:
         return {"transformer": root}
-    first = EXPERT.search(root.name)
-    high, low = (root, others[0]) if first and first[0] in HIGH else (others[0], root)
+    high, low = (root, others[0]) if _is_high(root) else (others[0], root)
     return {"transformer": high, "transformer_2": low}
 
 

@@ -99,8 +99,8 @@ def component(name: str, reader: Reader, given: Mapping[str, Any] | None = None)
 
 def _check_own(reader: Reader, names: Callable[[str], str | None]) -> None:
     """Raises WanjaxError where tensors that the transformer does not have are those of a relative of Wan's."""
-    if found := relative((key for key in reader.specs if names(key) is None), RELATIVES):
-        raise WanjaxError(f"{_place(reader)} has {found}, and {READ} are read")
+    if other := relative((key for key in reader.specs if names(key) is None), RELATIVES):
+        raise WanjaxError(f"{_place(reader)} has {other}, and {READ} are read")
 
 
 def _check_channels(reader: Reader, patches: int, latents: int) -> None:
