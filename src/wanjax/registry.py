@@ -240,8 +240,8 @@ def _open_file(path: Path) -> Source:
     for layout in layouts():
         if (source := layout.open_file(path)) is not None:
             return source
-    known = {name: tensors for family in FAMILIES for name, tensors in family.relatives.items()}
-    raise WanjaxError(f"{path} {without_transformer(open_tensors(path).specs, known)}")
+    relatives = {name: tensors for family in FAMILIES for name, tensors in family.relatives.items()}
+    raise WanjaxError(f"{path} {without_transformer(open_tensors(path).specs, relatives)}")
 
 
 def beside(name: str) -> list[str]:

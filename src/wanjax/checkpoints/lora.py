@@ -247,13 +247,13 @@ class LoraFile:
     def _check_norms(self, name: str, change: Change, shape: Shape, place: Target) -> None:
         """Raises WanjaxError where DoRA's norms do not fit a weight, or are of the columns of several."""
         axis = self._norms_axis(change, shape)
-        told = f"{self._reader.path} holds {change.magnitude}"
+        what = f"{self._reader.path} holds {change.magnitude}"
         if axis is None:
-            size = list(self._reader.specs[str(change.magnitude)].shape)
-            what = f"{told} of shape {size}, not a norm for each row of {name}, {list(shape)}"
+            what += f" of shape {list(self._reader.specs[str(change.magnitude)].shape)}"
+            what += f", not a norm for each row of {name}, {list(shape)}"
             raise WanjaxError(f"{what}: a LoRA for this model is needed")
         if axis == 1 and place.of > len(place.parts):
-            raise WanjaxError(f"{told}, norms of the columns of q, k and v in one: a file with each of them is needed")
+            raise WanjaxError(f"{what}, norms of the columns of q, k and v in one: a file with each of them is needed")
 
     def _finite(self, key: str) -> np.ndarray:
         """Returns a tensor of the file in float32; raises WanjaxError if any of its numbers is not finite."""

@@ -264,8 +264,8 @@ class DiffusersSource(Source):
     def __init__(self, name: str | Path, folder: Path, revision: str | None = None):
         if not (folder / INDEX).is_file():
             kind = read_json(folder / "config.json", missing={}).get("_class_name")
-            told = f"{name} holds no {INDEX}{f', and its config.json is of a {shown(kind)}' if kind else ''}"
-            raise WanjaxError(f"{told}: a whole checkpoint, as diffusers or its authors lay it out, is needed")
+            what = f"{name} holds no {INDEX}{f', and its config.json is of a {shown(kind)}' if kind else ''}"
+            raise WanjaxError(f"{what}: a whole checkpoint, as diffusers or its authors lay it out, is needed")
         self.name, self.root, self.revision = str(name), folder, revision
         self.index = read_json(self.root / INDEX)
 
