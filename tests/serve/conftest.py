@@ -110,13 +110,14 @@ def start(pipe: Pipeline, tmp_path: Path) -> Iterator[Start]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Chromium, which the tests of the page drive."""
+    """Chromium, which the tests of the page drive; names that end in .example are this machine's."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if chromium is None:
         pytest.skip("there is no Chromium")
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        arguments = ["--no-sandbox", "--host-resolver-rules=MAP *.example 127.0.0.1"]
+        browser = started.chromium.launch(executable_path=chromium, args=arguments)
         yield browser
         browser.close()

@@ -8,9 +8,10 @@ import httpx
 import pytest
 
 from tests.support.commands import succeeded, wanjax
-from tests.support.proxies import BY_DEFAULT, proxied
+from tests.support.proxies import BY_DEFAULT, SINCE_1_29_7, proxied
 from tests.support.quick import quick
 from tests.support.served import PROMPT, SMALL, serving
+from tests.support.words import says
 
 TOKEN = "a-token-of-the-tests"
 SHOWN = {"authorization": f"Bearer {TOKEN}"}
@@ -99,3 +100,23 @@ def test_without_a_token_nobody_gets_through_a_proxy(without_token, tmp_path, ki
             assert httpx.get(f"{url}{path}").status_code == 403, path
         assert httpx.post(f"{url}v1/videos", json=SMALL).status_code == 403
     assert without_token.get("/v1/videos").json()["data"] == []
+
+
+def test_a_page_through_a_proxy_that_tells_nothing_says_what_is_missing(browser, without_token, tmp_path):
+    """Its requests look like this machine's but for the page's address; who set the proxy up sees it at once."""
+    with proxied("nginx", tmp_path, without_token.base_url.port, lines=SINCE_1_29_7) as url:
+        context = browser.new_context()
+        page = context.new_page()
+        statuses = {}
+        page.on("response", lambda answer: statuses.setdefault(answer.url.partition("/wan/")[2], answer.status))
+        page.goto(url.replace("127.0.0.1", "videos.example"))
+        page.wait_for_selector("#state:has-text('--token')")
+        page.screenshot(path=tmp_path / "page.png")
+        assert says(page.inner_text("#state"), "'videos.example' proxy --token")
+        assert page.is_disabled("#make")
+        assert statuses["v1/models"] == 403
+        fetched = "fetch('v1/videos').then(answer => answer.status)"
+        assert page.evaluate(fetched) == 403
+        page.goto(str(without_token.base_url))
+        assert page.evaluate(fetched) == 200
+        context.close()

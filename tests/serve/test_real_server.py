@@ -83,6 +83,18 @@ def health_of(client):
     return time.perf_counter() - asked
 
 
+def test_a_monitor_by_http_1_0_gets_the_health(served):
+    """Those of many load balancers send no Host. With one they are what nginx once sent for everybody, by default."""
+    for request, status in {
+        b"GET /health HTTP/1.0\r\n\r\n": b"200",
+        b"GET /v1/videos HTTP/1.0\r\n\r\n": b"403",
+        b"GET /health HTTP/1.0\r\nX-Forwarded-For: 192.0.2.1\r\n\r\n": b"403",
+        b"GET /health HTTP/1.0\r\nHost: localhost\r\n\r\n": b"403",
+    }.items():
+        with closing(connected(served, request)) as connection:
+            assert connection.recv(12).partition(b" ")[2] == status, request
+
+
 @pytest.mark.parametrize("count", quick([600], [600, 2000]))
 def test_clients_that_say_little_keep_no_one_out(tmp_path, count):
     """Silent connections, halves of heads and bodies, and open streams: an honest client is answered, and is served."""

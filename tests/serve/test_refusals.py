@@ -270,6 +270,28 @@ def test_what_a_proxy_forwards_is_not_this_machines(start, name):
     assert not server.board.jobs
 
 
+@pytest.mark.parametrize("name", ["referer", "origin"])
+def test_no_page_of_another_site_reads_without_a_token(start, name):
+    """As little as one that a proxy shows at an address of its own; nor does one of this machine need to be ours."""
+    client = start(work=False).client
+    for path in ("/v1/videos", "/v1/events", "/metrics", "/health"):
+        for more in ({}, {"sec-fetch-site": "same-origin", "sec-fetch-mode": "cors"}):
+            answer = client.get(path, headers={name: "https://videos.example", **more})
+            assert answer.status_code == 403
+            assert says(answer.json()["error"]["message"], "'videos.example' proxy --token")
+    for page in ("http://localhost:3000", "http://[::1]:8000", "http://127.0.0.1", "null", "http://[", ""):
+        assert client.get("/v1/videos", headers={name: page}).status_code == 200
+
+
+def test_a_link_on_another_site_may_be_followed(start):
+    client = start(work=False).client
+    link = {"referer": "https://wiki.example/", "sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
+    for path in ("/", "/v1/videos", "/metrics"):
+        assert client.get(path, headers=link).status_code == 200
+    assert client.get("/", headers={"referer": "https://wiki.example/"}).status_code == 200  # of an older browser
+    assert client.post("/v1/videos", json=SMALL, headers=link | {"origin": "https://wiki.example"}).status_code == 403
+
+
 ORIGINS = {
     "http://localhost:8000": ({}, True),  # Host
     "https://videos.example": ({"host": "videos.example", "proto": "https"}, True),

@@ -18,6 +18,9 @@ from tests.support.documents import ROOT, blocks
 PROGRAMS = {"nginx": "/usr/sbin/nginx", "caddy": "caddy"}
 PREFIX = "/wan/"  # of the printed lines
 BY_DEFAULT = "location /wan/ {\n    proxy_pass http://127.0.0.1:8000/;\n}\n"  # of nginx, which adds no header
+SINCE_1_29_7 = (
+    'proxy_http_version 1.1;\nproxy_set_header Connection "";\n' + BY_DEFAULT
+)  # the default of later versions
 OF_NGINX = """
 daemon off; master_process off; pid nginx.pid; error_log stderr;
 events {}

@@ -20,10 +20,11 @@ def serving(folder, *options, **environment):
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | environment)
     assert process.stderr is not None
     try:
-        found = None
+        found, said = None, ""
         while not found:
             line = process.stderr.readline()
-            assert line
+            said += line
+            assert line, said
             found = re.search(r"served at (http://\S+)/", line)
         with httpx.Client(base_url=found[1], timeout=60) as client:
             yield client, process

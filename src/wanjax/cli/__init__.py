@@ -505,7 +505,7 @@ def serve(report: Report, **given: Any) -> None:
 
     Videos are made one after another, or with --replicas several at once. POST /v1/videos asks for one, in the shape of
     OpenAI's videos API, with this command's settings by name beside it. Results and what waits are kept in --dir.
-    Without a token only this machine is answered, and no proxy.
+    Without a token only this machine is answered; behind a proxy one is needed.
     """
     from wanjax.cli import serving
 

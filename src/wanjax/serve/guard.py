@@ -2,9 +2,9 @@
 """Who may ask, and how much: a layer around the application, before anything of a request is read.
 
 Without a token only this machine is answered, and only by its own names, so that no page of the web reaches the server
-through the user's browser. A request that a proxy forwarded comes from elsewhere, even where the proxy runs here. With
-a token, all but the page's files and the health needs it, and a request that changes something has to come from the
-server's own page or from no page at all.
+through the user's browser. A request that shows that a proxy forwarded it comes from elsewhere, even where the proxy
+runs here. With a token, all but the page's files and the health needs it, and a request that changes something has to
+come from the server's own page or from no page at all.
 """
 
 import asyncio
@@ -24,20 +24,22 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from wanjax.errors import WanjaxError, shown
 
 COOKIE = "wanjax_token"
-OPEN = ("/", "/login", "/health")  # paths that need no token
-OPEN_FOLDER = "/page/"
+HEALTH = "/health"
+OPEN = ("/login", HEALTH)  # paths that need no token, beside the page and its files
+PAGE, PAGE_FOLDER = "/", "/page/"
 TOGETHER = 8  # of the largest requests may arrive at a time
 SEND_SECONDS = 60.0
 SAFE = ("GET", "HEAD", "OPTIONS")
 FORWARDED = ("forwarded", "via", "x-real-ip")  # headers of a request that a proxy sends on
 FORWARDED_PREFIX = "x-forwarded"  # of -For, -Host, -Proto, -Port and their like
 PORTS = {"http": 80, "https": 443}
+PROXY = "{} tells of a proxy, and a server behind one needs a token: start it with --token"
 SHORTEST = 16  # characters of a token
 HEADERS = {
     b"content-security-policy": b"default-src 'self'; img-src 'self' blob: data:; frame-ancestors 'none'; "
     b"base-uri 'none'; form-action 'self'",
     b"x-content-type-options": b"nosniff",
-    b"referrer-policy": b"no-referrer",
+    b"referrer-policy": b"same-origin",  # so that the page tells this server, and no other, where it was opened
 }
 
 
@@ -139,16 +141,13 @@ class Guard:
 
     def _refusal(self, scope: Scope, headers: Headers) -> JSONResponse | None:
         """Returns the answer to a request that is not let in."""
-        client, host = (scope.get("client") or ("",))[0], headers.get("host", "")
-        if self.token is None and not (is_loopback(client) and is_loopback(_name(host))):
-            return refusal(403, "this server answers its own machine alone, because it has no token", "forbidden")
-        if self.token is None and (sign := _sign_of_proxy(scope, headers)) is not None:
-            why = f"{sign} tells of a proxy, and a server behind one needs a token: start it with --token"
+        if self.token is None and (why := _why_not_local(scope, headers)) is not None:
             return refusal(403, why, "forbidden")
         if scope["method"] not in SAFE and "origin" in headers and not self._is_own(headers["origin"], headers):
             why = "a page of another site may ask nothing of this server: behind a proxy, start it with --origin URL"
             return refusal(403, why, "forbidden")
-        if self.token is not None and not self._is_open(scope["path"]) and not any(map(self.knows, _tokens(headers))):
+        is_open = scope["path"] in OPEN or _is_page(scope["path"])
+        if self.token is not None and not is_open and not any(map(self.knows, _tokens(headers))):
             why = "the token is missing or wrong: the header `Authorization: Bearer TOKEN` has it"
             return refusal(401, why, "invalid_token", www_authenticate="Bearer")
         length = headers.get("content-length", "0")
@@ -168,9 +167,6 @@ class Guard:
             return False
         host = headers.get("host", "")
         return origin in (*self.origins, forwarded_origin(headers)) or urlsplit(text).netloc == host
-
-    def _is_open(self, path: str) -> bool:
-        return path in OPEN or path.startswith(OPEN_FOLDER)
 
     def knows(self, given: str) -> bool:
         """Tells whether this is the token, in a time that does not depend on where it differs."""
@@ -214,15 +210,31 @@ def _tokens(headers: Headers) -> Iterator[str]:
             continue
 
 
-def _sign_of_proxy(scope: Scope, headers: Headers) -> str | None:
-    """Return what shows that a proxy forwarded a request; None where nothing does.
+def _why_not_local(scope: Scope, headers: Headers) -> str | None:
+    """Return why a request is not this machine's; None where nothing shows that it is not.
 
-    Debian's nginx adds no header unless it is told to. But it speaks HTTP/1.0, which no browser does.
+    Nothing shows it where a program asks a proxy that runs here, calls this server by its own address and adds no
+    header. That is nginx's default since 1.29.7; before, it spoke HTTP/1.0, which no browser does.
     """
+    client, host = (scope.get("client") or ("",))[0], headers.get("host")
+    is_check = host is None and scope["path"] == HEALTH  # of a monitor by HTTP/1.0, and of no browser or proxy
+    if not is_loopback(client) or not (is_check or is_loopback(_host(f"//{host or ''}"))):
+        return "this server answers its own machine alone, because it has no token"
     for name in headers:
         if name in FORWARDED or name.startswith(FORWARDED_PREFIX):
-            return f"the header {name}"
-    return "HTTP/1.0" if scope["http_version"] == "1.0" else None
+            return PROXY.format(f"the header {name}")
+    if scope["http_version"] == "1.0" and not is_check:
+        return PROXY.format("HTTP/1.0")
+    page = _host(headers.get("origin") or headers.get("referer", ""))
+    was_followed = headers.get("sec-fetch-mode") == "navigate"  # a link may stand on any page
+    if page and not is_loopback(page) and not was_followed and not _is_page(scope["path"]):
+        return f"a page of another site, {shown(page)}, may ask nothing of this server: behind a proxy, use --token"
+    return None
+
+
+def _is_page(path: str) -> bool:
+    """Tell whether a path is that of the page or of a file that it loads, which are nobody's secret."""
+    return path == PAGE or path.startswith(PAGE_FOLDER)
 
 
 def forwarded_origin(headers: Headers) -> Origin | None:
@@ -250,10 +262,10 @@ def _first(headers: Headers, name: str) -> str:
     return headers.get(name, "").partition(",")[0].strip()
 
 
-def _name(host: str) -> str:
-    """Returns the host of a Host header, without its port."""
+def _host(url: str) -> str:
+    """Return the host of a URL, without its port; "" where it has none."""
     try:
-        return urlsplit(f"//{host}").hostname or ""
+        return urlsplit(url).hostname or ""
     except ValueError:
         return ""
 
