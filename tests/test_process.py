@@ -24,7 +24,8 @@ print(json.dumps([len(before), [name for name in after if after[name] != before.
 """
 MODULES = """
 import json, sys
-import wanjax
+import wanjax, wanjax.cluster.requests
+assert not hasattr(wanjax, "WanPipeline")
 first = sorted(sys.modules)
 import wanjax.registry
 print(json.dumps([first, sorted(sys.modules)]))
@@ -50,6 +51,7 @@ def test_a_folder_that_the_user_chose_stays(tmp_path):
 
 
 def test_importing_the_registry_loads_no_planner_and_wanjax_alone_no_jax():
+    """Nor do the rows of a batch, which a process without devices hands out, and a name of another library."""
     alone, registry = printed(MODULES)
     assert not [name for name in alone if name.partition(".")[0] in ("jax", "flax")]
     assert not [name for name in registry if name.startswith("wanjax.plan")]

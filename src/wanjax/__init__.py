@@ -68,7 +68,7 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         return import_module("importlib.metadata").version("wanjax")
     if name not in _HOMES:
-        sentence = None if name.startswith("_") else import_module("wanjax.pipelines.keywords").right_name(name)
+        sentence = None if name.startswith("_") else import_module("wanjax.pipelines.other_names").right_name(name)
         raise AttributeError(sentence or f"module 'wanjax' has no attribute {name!r}")
     import_module("wanjax.compilers.libtpu").silence()
     found = globals()[name] = readable(getattr(import_module(_HOMES[name]), name))

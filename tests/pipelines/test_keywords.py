@@ -19,7 +19,8 @@ from tests.support.words import naming, says
 from wanjax.errors import WanjaxError
 from wanjax.media.pictures import Pictures
 from wanjax.pipelines.given import GivenSettings
-from wanjax.pipelines.keywords import ELSEWHERE, OTHERWISE, RENAMED, Given
+from wanjax.pipelines.keywords import Given
+from wanjax.pipelines.other_names import ELSEWHERE, OTHERWISE, RENAMED
 from wanjax.pipelines.settings import Settings, schema
 
 ROOT = Path(__file__).parents[2]

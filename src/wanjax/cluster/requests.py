@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests for many videos, from a file: a prompt on each line, or a table whose rows are whole requests.
 
-JAX is asked for nothing here: a process that only hands requests out leaves the devices to others.
+JAX is not imported here: a process that only hands requests out leaves the devices to others.
 """
 
 import csv
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from wanjax.errors import WanjaxError, reason, shown
 from wanjax.media.texts import decoded, read_text, trimmed
-from wanjax.pipelines.keywords import unknown_keyword
+from wanjax.pipelines.other_names import unknown_keyword
 from wanjax.pipelines.settings import (
     ALLOW_EMPTY,
     PICTURES,

@@ -59,12 +59,11 @@ from wanjax.pipelines.keywords import (
     GivenSettings,
     PictureGiven,
     knows_keywords,
-    right_name,
     spelled_out,
-    unknown_keyword,
 )
 from wanjax.pipelines.many import Order
 from wanjax.pipelines.memory import check_video
+from wanjax.pipelines.other_names import right_name, unknown_keyword
 from wanjax.pipelines.previews.latent_preview import LatentPreview, fitted
 from wanjax.pipelines.previews.tiny_decoder import read_tiny_decoder
 from wanjax.pipelines.record import devices_of, nameable, record_of

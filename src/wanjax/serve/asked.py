@@ -18,7 +18,7 @@ from PIL import Image
 
 from wanjax.errors import SettingError, WanjaxError, shown
 from wanjax.media.pictures import DECODING, PictureOfAnySize, Pictures, opened, picture_of
-from wanjax.pipelines.keywords import unknown_keyword
+from wanjax.pipelines.other_names import unknown_keyword
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import ALLOW_EMPTY, DRAW, Setting, Settings, check_prompt_text, pixels
 from wanjax.schedulers import name_of

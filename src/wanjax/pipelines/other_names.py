@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of other libraries: what is right here in their place.
+
+JAX is not imported, so that a mistake is told at once, and by a process that needs no device.
+"""
+
+from collections.abc import Collection, Iterable
+from difflib import get_close_matches
+
+from wanjax.errors import SettingError, shown
+from wanjax.pipelines.settings import Settings, schema
+
+RENAMED = {alias: name for name, known in schema(Settings).items() for alias in known.aliases} | {
+    "latents": "noise",
+    "reference_images": "references",
+    "callback_on_step_end": "callback",
+}
+"""Keywords of diffusers, of models' authors and of ComfyUI that have another name here."""
+OTHERWISE = {
+    "generator": "seed=42 takes its place",
+    "output_type": "a video's frames are uint8, video.to_pil() gives images, and pipe.decode(latents, dtype) floats",
+    "return_dict": "a call returns a Video",
+    "num_videos_per_prompt": "a call with another seed makes another video",
+    "prompt_embeds": "pipe.denoise(encoded) takes what pipe.encode(prompt) returns",
+    "negative_prompt_embeds": "pipe.denoise(encoded) takes what pipe.encode(prompt) returns",
+    "image_embeds": "pipe.denoise(encoded) takes what pipe.encode(prompt, image=...) returns",
+    "max_sequence_length": "it is the model's own",
+    "attention_kwargs": "wanjax.load(attention=..., lora=...) takes their place",
+    "callback_on_step_end_tensor_inputs": "callback receives a Step with its latents and x0",
+    "sampler": "pipe.scheduler sets the solver",
+    "scheduler": "pipe.scheduler sets the solver",
+    "device": "JAX's devices are used, and wanjax.load(mesh=...) spreads a model over them",
+    "device_map": "wanjax.load(mesh=...) spreads a model over devices",
+    "variant": "a checkpoint has one variant, and wanjax.load(param_dtype=...) says in which dtype it is kept",
+    "cache_dir": "the environment variable HF_HOME says where downloads are kept",
+    "token": "`hf auth login` or the environment variable HF_TOKEN says who you are",
+    "local_files_only": "the environment variable HF_HUB_OFFLINE=1 keeps from downloading",
+    "low_cpu_mem_usage": "a checkpoint is always read one tensor at a time",
+    "use_safetensors": "safetensors are used where there are any",
+}
+"""Keywords of diffusers that have nothing of the kind here, and a sentence on what is right."""
+ELSEWHERE = {
+    "from_pretrained": "wanjax.load(MODEL) loads a model",
+    "from_single_file": "wanjax.load(FILE) loads a model",
+    "save_pretrained": "`wanjax convert MODEL FOLDER` writes a checkpoint",
+    "to": "JAX's devices are used, and wanjax.load(mesh=...) spreads a model over them",
+    "device": "pipe.partitioner has the mesh of devices",
+    "dtype": "pipe.defaults.dtype is the dtype",
+    "enable_model_cpu_offload": "wanjax.load(MODEL, offload=True) frees each network after its stage",
+    "enable_sequential_cpu_offload": "wanjax.load(MODEL, offload=True) frees each network after its stage",
+    "enable_vae_tiling": "pipe(prompt, tiling=wanjax.Tiling()) decodes tile by tile",
+    "enable_vae_slicing": "pipe(prompt, tiling=wanjax.Tiling()) decodes tile by tile",
+    "enable_attention_slicing": "attention never holds all its scores",
+    "enable_xformers_memory_efficient_attention": "attention never holds all its scores",
+    "set_progress_bar_config": "pipe.progress = False hides the progress, and True shows it without a terminal",
+    "progress_bar": "pipe.progress = False hides the progress, and True shows it without a terminal",
+    "load_lora_weights": "wanjax.load(MODEL, lora='FILE:STRENGTH') merges a LoRA",
+    "fuse_lora": "wanjax.load(MODEL, lora='FILE:STRENGTH') merges a LoRA",
+    "set_adapters": "wanjax.load(MODEL, lora=['FILE:STRENGTH', ...]) merges LoRAs",
+    "encode_prompt": "pipe.encode(prompt) encodes a prompt",
+    "config": "pipe.architecture has the networks' configs, and pipe.defaults the settings",
+    "export_to_video": "video.save('NAME.mp4') writes a video",
+    "DiffusionPipeline": "wanjax.load(MODEL) loads a model",
+}
+"""Functions, classes and attributes of diffusers, and a sentence on what is right here."""
+
+
+def unknown_keyword(name: str, known: Iterable[str], *, of_call: Collection[str] = ()) -> SettingError:
+    """Return the error for a keyword that is not among the known ones, with the right name, or a near one, or all.
+
+    Args:
+        name: The keyword.
+        known: Those that there are.
+        of_call: Those of a call for videos, where that is another function: the error says that it takes them.
+    """
+    names = list(known)
+    near = get_close_matches(name[:40], names, n=1)  # a name may be a stranger's, and long
+    ours = RENAMED.get(name, name)
+    if ours not in names and ours in of_call:
+        right = f"pipe(prompt, {ours}=...) takes it"
+    elif name in RENAMED:
+        right = f"{ours} is"
+    else:
+        right = OTHERWISE.get(name) or (f"{near[0]} is" if near else f"{', '.join(names)} are")
+    return SettingError(f"{shown(name)} is not a keyword here: {right}", name[:40])
+
+
+def right_name(name: str) -> str | None:
+    """Return a sentence on a name that only other libraries have; None for any other name."""
+    known = ELSEWHERE.get("DiffusionPipeline" if name.endswith("Pipeline") else name)
+    return known and f"there is no `{name}` here: {known}"
