@@ -54,8 +54,9 @@ def image(tmp_path_factory) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+def _in_a_folder_of_its_own(tmp_path, tmp_path_factory, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
 def frames(path: str | Path) -> np.ndarray:
@@ -240,7 +241,7 @@ def test_a_record_of_a_stranger_chooses_no_file(text):
     Path("one.json").write_text(json.dumps(record | trap))
     made = succeeded(wanjax("--from", "one.json")).stdout.splitlines()
     assert [Path(path).parent for path in made] == [Path("wanjax_videos").absolute()]
-    assert sorted(path.name for path in Path().iterdir()) == ["kept.mp4", "one.json", "stage_outputs", "wanjax_videos"]
+    assert sorted(path.name for path in Path().iterdir()) == ["kept.mp4", "one.json", "wanjax_videos"]
     assert Path("kept.mp4").read_bytes() == b"the user's"
 
 

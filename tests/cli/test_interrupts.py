@@ -202,7 +202,7 @@ def test_ctrl_c_keeps_complete_files():
     told = Report()
     denoising(told, 3)
     with pytest.raises(KeyboardInterrupt):
-        told.kept("the latents are there", "wanjax decode")
+        told.kept("wanjax decode", "the latents are there")
     assert told.way_on == "wanjax decode"
 
 

@@ -1,19 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of what runs write: no run replaces a finished video, or its stages, unless it is told to."""
+"""Names of what runs write: no run replaces a finished video, or its stages, unless it is told to.
 
+Stage files in the user's cache go when they are of no use.
+"""
+
+import os
 import re
 import shlex
+import time
+from contextlib import closing
 from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 from tests.support.commands import files, refused, succeeded, wanjax
+from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint
-from wanjax.cli import names
+from wanjax.cli import names, runs
 from wanjax.media import stage_files
 from wanjax.media.videos import read_metadata
 from wanjax.pipelines.run import Run
+from wanjax.stores import user
+from wanjax.stores.holding import Hold
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
@@ -28,7 +37,17 @@ def model(tmp_path_factory) -> str:
 
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+
+@pytest.fixture
+def cached(tmp_path) -> Path:
+    return tmp_path / "cache" / "wanjax" / "runs"
 
 
 @pytest.fixture
@@ -45,33 +64,33 @@ def contents() -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
 
 
-def test_each_run_has_names_of_its_own(model):
+def test_each_run_has_names_of_its_own(model, cached):
     given = ("a red circle, moving right!", "--model", model, *SMALL, "--seed", "7")
     first = succeeded(wanjax(*given))
     kept = contents()
     second = succeeded(wanjax(*given))
     assert kept.items() <= contents().items()
-    assert len(files("wanjax_videos")) == len(files("stage_outputs")) == 2
+    assert len(files("wanjax_videos")) == 2
+    assert files(".") == ["wanjax_videos"]
+    assert list(cached.iterdir()) == []
     for result in (first, second):
         video = Path(result.stdout.strip())
         assert re.fullmatch(NAME, video.stem)
         assert video.parent == Path("wanjax_videos").absolute()
-        stages = Path("stage_outputs") / video.stem
-        assert files(stages) == [stage_files.CONFIG, stage_files.EMBEDDINGS, stage_files.LATENTS]
-        assert read_metadata(video) == stage_files.load_settings(stages)
+        assert str(cached) not in result.stderr
 
 
 @pytest.mark.usefixtures("_always_noon")
-def test_a_name_that_is_taken_is_numbered():
-    runs = [names.own_files("A cat", 42) for _ in range(3)]
+def test_a_name_that_is_taken_is_numbered(cached):
+    made = [names.own_files("A cat", 42) for _ in range(3)]
     stems = ["a-cat-42-20300102-120000", "a-cat-42-20300102-120000-2", "a-cat-42-20300102-120000-3"]
-    assert [str(run.folder) for run in runs] == [f"stage_outputs/{stem}" for stem in stems]
-    assert [run.video for run in runs] == [f"wanjax_videos/{stem}.mp4" for stem in stems]
-    names.release(runs[0])
+    assert [run.folder for run in made] == [cached / stem for stem in stems]
+    assert [run.video for run in made] == [f"wanjax_videos/{stem}.mp4" for stem in stems]
+    runs.HeldRun(made[0].folder).close(done=False)
     Path("wanjax_videos").mkdir()
-    Path(runs[0].video).touch()
+    Path(made[0].video).touch()
     assert names.own_files("A cat", 42).folder.name == stems[0] + "-4"
-    assert names.own_files("A cat", 42, "b.mp4") == (Path("stage_outputs") / stems[0], "b.mp4")
+    assert names.own_files("A cat", 42, "b.mp4") == (cached / stems[0], "b.mp4")
 
 
 @pytest.mark.parametrize(
@@ -123,19 +142,119 @@ def test_a_named_file_is_replaced(model):
     for seed in (1, 2):
         succeeded(wanjax("a", "--model", model, *SMALL, "--seed", seed, "--out", "a.mp4"))
     assert read_metadata("a.mp4")["seed"] == 2
-    assert len(files("stage_outputs")) == 2
+    assert files(".") == ["a.mp4"]
 
 
-def test_a_stopped_run_goes_on_to_the_video_s_own_name(model, monkeypatch):
+@pytest.mark.parametrize("stage", ["latents", "frames"])
+@pytest.mark.parametrize("has_home", quick([True], [True, False]))
+def test_a_stopped_run_goes_on_to_the_video_s_own_name(model, tmp_path, monkeypatch, cached, stage, has_home):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
+    if not has_home:
+        _without_home(monkeypatch)
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "frames", interrupted)
+        patch.setattr(Run, stage, interrupted)
         result = wanjax("a", "--model", model, *SMALL)
     assert result.exit_code == 130
-    assert files(".") == ["stage_outputs"]
-    command = shlex.split(re.search(r"goes on from there: wanjax (.*)", result.stderr)[1])
+    assert files(".") == []
+    [way_on] = [line for line in result.stderr.splitlines() if "goes on from there" in line]
+    command = shlex.split(way_on.partition("goes on from there: wanjax ")[2])
+    folder = Path(command[command.index("--dir") + 1])
+    assert stage_files.EMBEDDINGS in files(folder)
+    assert folder.is_relative_to(cached if has_home else tmp_path)
     succeeded(wanjax(*command))
     [video] = files("wanjax_videos")
-    assert [Path(video).stem] == files("stage_outputs")
+    assert Path(video).stem == folder.name
+    assert not folder.exists()
+    assert list(tmp_path.glob(f"{runs.TEMPORARY}*")) == []
+
+
+def _without_home(monkeypatch):
+    def unknown():
+        raise RuntimeError("Could not determine home directory.")  # as of a user that the system does not know
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", unknown)
+
+
+def test_a_folder_that_cannot_be_written_is_replaced_by_a_temporary_one(tmp_path, cached):
+    cached.parent.mkdir(parents=True)
+    cached.write_text("a file")
+    folder = names.own_files("A cat", 42).folder
+    assert folder.is_dir()
+    assert folder.is_relative_to(tmp_path)
+    assert cached.read_text() == "a file"
+
+
+def test_a_user_without_a_home_has_a_cache_for_as_long_as_the_process(tmp_path, monkeypatch):
+    _without_home(monkeypatch)
+    assert user.home() is None
+    assert user.lasting_cache() is None
+    assert user.user_cache() == user.user_cache()
+    assert user.user_cache().is_dir()
+
+
+DAY = 24 * 3600
+
+
+def age(file: Path, days: float) -> None:
+    used = time.time() - days * DAY
+    os.utime(file, (used, used))
+
+
+def stopped(cached: Path, name: str, *, days: float, size: int = 0) -> Path:
+    """Leaves a folder as a run does that was stopped so many days ago."""
+    folder = cached / name
+    folder.mkdir(parents=True)
+    held = runs.HeldRun(folder)
+    with (folder / stage_files.LATENTS).open("wb") as file:
+        file.truncate(size)  # of no bytes on the disk
+    held.close(done=False)
+    age(folder / stage_files.LATENTS, days)
+    return folder
+
+
+def test_old_runs_and_the_oldest_of_too_many_go(cached):
+    old, young = stopped(cached, "old", days=14.1), stopped(cached, "young", days=13.9)
+    runs.sweep()
+    assert (old.exists(), young.exists()) == (False, True)
+    large = [stopped(cached, f"large-{days}", days=days, size=9 * 10**9) for days in (3, 2, 1)]
+    runs.sweep()
+    assert [folder.exists() for folder in large] == [False, True, True]
+    assert young.exists()
+
+
+def test_what_is_used_or_not_a_run_s_stays(cached, tmp_path):
+    used, own = stopped(cached, "used", days=30), stopped(cached, "with-a-video", days=30)
+    killed = stopped(cached, "killed", days=30)
+    part = killed / ".1@elsewhere.partial.stage2_latents.safetensors"  # of a process that was killed
+    part.touch()
+    age(part, 30)
+    (own / stage_files.VIDEO).write_bytes(b"a user's")
+    foreign = [cached / "notes", cached / "a-folder" / "notes", tmp_path / "elsewhere" / stage_files.LATENTS]
+    for file in foreign:
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+        age(file, 30)
+    (cached / "a-link").symlink_to(tmp_path / "elsewhere")
+    with closing(Hold(used / runs.LOCK, "run", "--dir")):
+        runs.sweep()
+    assert (used / stage_files.LATENTS).exists()
+    assert files(own) == [stage_files.VIDEO, runs.LOCK]
+    assert all(file.exists() for file in foreign)
+    assert not killed.exists()
+
+
+def test_a_run_that_goes_on_is_not_taken_twice(model, cached):
+    folder = stopped(cached, "held", days=0)
+    (folder / stage_files.CONFIG).write_text("{}")
+    with closing(Hold(folder / runs.LOCK, "run", "--dir")):
+        assert "another run uses" in refused("a", "--model", model, *SMALL, "--dir", str(folder), "--force")
+    assert (folder / stage_files.LATENTS).exists()
+
+
+def test_a_folder_of_the_user_s_stays(model, cached):
+    succeeded(wanjax("a", "--model", model, *SMALL, "--dir", "d", "--out", "a.mp4"))
+    assert files("d") == [stage_files.CONFIG, stage_files.EMBEDDINGS, stage_files.LATENTS]
+    assert not cached.exists()

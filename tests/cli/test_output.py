@@ -30,8 +30,9 @@ def model(tmp_path_factory) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+def _in_a_folder_of_its_own(tmp_path, tmp_path_factory, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "")  # is restored, because a test may set it
     monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS")
 
@@ -72,6 +73,11 @@ def test_json(model):
     assert made["seconds"].keys() == {"encode", "denoise", "decode"}
     assert all(0 < seconds < 600 for seconds in made["seconds"].values())
     assert "step 2 of 2" in done.stderr
+
+
+def test_json_names_no_folder_that_is_gone(model):
+    [line] = succeeded(wanjax("a", "--model", model, *SMALL, "--json", "--out", "a.mp4")).stdout.splitlines()
+    assert json.loads(line).keys() == {"file", "record", "seconds"}
 
 
 def test_json_of_the_stages(model):

@@ -23,12 +23,13 @@ from tests.support.compilations import compilations
 from tests.support.stores import BUCKET, failing, forget, running_s3
 from tests.support.words import naming, says
 from wanjax.compilers import kept, shared
-from wanjax.compilers.cache import SHARED, TRUSTED, compile_cache, set_cache_folder, user_cache
+from wanjax.compilers.cache import SHARED, TRUSTED, compile_cache, set_cache_folder
 from wanjax.compilers.chips import devices_of, find_slice
 from wanjax.compilers.compile import ENVIRONMENT
 from wanjax.compilers.shared import Shared, share
 from wanjax.errors import WanjaxError, WanjaxWarning
 from wanjax.stores.places import Place, names_in, place
+from wanjax.stores.user import user_cache
 
 SETTINGS = ("jax_compilation_cache_dir", "jax_persistent_cache_enable_xla_caches", "jax_raise_persistent_cache_errors")
 

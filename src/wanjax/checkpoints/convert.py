@@ -63,11 +63,11 @@ from wanjax.checkpoints.sources import (
     read_json,
 )
 from wanjax.checkpoints.stream import stored, stream
-from wanjax.compilers.cache import user_cache
 from wanjax.converters import rules
 from wanjax.errors import WanjaxError
 from wanjax.figures import in_bytes
 from wanjax.stores.places import Place, Remote, local_copy, place
+from wanjax.stores.user import user_cache
 from wanjax.stores.writing import writing
 
 NOT_NETWORKS = re.compile(r"Tokenizer|Scheduler|Processor|Extractor|Guidance")

@@ -40,11 +40,11 @@ from wanjax.checkpoints.hub import (
     names_in,
 )
 from wanjax.checkpoints.readers import SUFFIXES, Renamed, Together
-from wanjax.compilers.cache import user_cache
 from wanjax.converters.rules import Rule
 from wanjax.errors import WanjaxError, reason, shown
 from wanjax.figures import in_bytes
 from wanjax.stores.places import Missing, Remote
+from wanjax.stores.user import user_cache
 from wanjax.stores.writing import check_folder, writing
 
 MANIFEST = "wanjax.json"  # written by `wanjax convert`: a checkpoint's origin and contents

@@ -7,10 +7,10 @@ from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
+from wanjax.cli import runs
 from wanjax.media.texts import slug
-from wanjax.stores.writing import check_folder
 
-VIDEOS, STAGES = Path("wanjax_videos"), Path("stage_outputs")
+VIDEOS = Path("wanjax_videos")
 
 
 class RunFiles(NamedTuple):
@@ -23,25 +23,18 @@ class RunFiles(NamedTuple):
 def own_files(prompt: str, seed: int, out: str | None = None, *, reserve: bool = True) -> RunFiles:
     """Returns names that no other run has, from the prompt, the seed and the time; numbered if they are taken.
 
-    `out` is the video's name if it is given. With `reserve` the folder is made, so that no other run takes its name.
+    `out` is the video's name if it is given. With `reserve` the folder is made, so that no other run takes its name;
+    without it, there is none.
     """
     stem = f"{slug(prompt)}-{seed}-{datetime.now():%Y%m%d-%H%M%S}"
-    if reserve:
-        check_folder(STAGES)
+    parent = runs.parent_folder() if reserve else Path()
     for number in count(1):
         name = stem if number == 1 else f"{stem}-{number}"
-        files = RunFiles(STAGES / name, out or str(VIDEOS / f"{name}.mp4"))
+        files = RunFiles(parent / name, out or str(VIDEOS / f"{name}.mp4"))
         if out is None and Path(files.video).exists():
             continue
         with suppress(FileExistsError):
             if reserve:
-                files.folder.mkdir()
+                files.folder.mkdir(mode=0o700)
             return files
     raise AssertionError("there is always another number")
-
-
-def release(files: RunFiles) -> None:
-    """Removes the folders of a run that are empty, because it kept nothing."""
-    for folder in (files.folder, STAGES, VIDEOS):
-        with suppress(OSError):  # it holds something
-            folder.rmdir()

@@ -558,7 +558,7 @@ json = click.option(
     callback=_reported,
     help="Print what was made as a JSON object: its file, its record and the seconds of each stage.",
 )
-own_folder = folder(None, "a folder of its own in stage_outputs")
+own_folder = folder(None, "in the user's cache, until the video is made")
 stage_folder = folder("stage_outputs")
 own_out = out("a name of its own in wanjax_videos, or output_video.mp4 in --dir")
 folder_out = of_file(

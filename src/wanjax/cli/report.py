@@ -126,10 +126,11 @@ class Report:
         """Prints a line."""
         self.console.print(text)
 
-    def kept(self, text: str, way_on: str) -> None:
-        """Prints what is complete, and the command that continues from there."""
+    def kept(self, way_on: str, text: str | None = None) -> None:
+        """Takes the command that continues from what is complete, and prints it after a text on that, if any."""
         self.way_on = way_on
-        self.note(f"{text}; to continue from there: {way_on}")
+        if text is not None:
+            self.note(f"{text}; to continue from there: {way_on}")
         self.stop_if_asked()
 
     def load(self, component: str, done: int, total: int) -> None:

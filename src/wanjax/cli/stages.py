@@ -8,7 +8,7 @@ its settings, the names of its files, and the hooks that report and save.
 import shlex
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -20,11 +20,12 @@ import numpy as np
 from wanjax import registry
 from wanjax.checkpoints.lora import Lora
 from wanjax.cli import options
-from wanjax.cli.names import VIDEOS, RunFiles, own_files, release
+from wanjax.cli.names import VIDEOS, RunFiles, own_files
 from wanjax.cli.processes import meet
 from wanjax.cli.profile import StepProfile
 from wanjax.cli.remake import check_files, check_loaded, differences
 from wanjax.cli.report import Report
+from wanjax.cli.runs import HeldRun, is_of_a_run, sweep
 from wanjax.cluster.processes import is_first
 from wanjax.cluster.worker import write
 from wanjax.compilers.roofline import peak_flops
@@ -65,12 +66,11 @@ REPLACED = {"generate": (VIDEO, LATENTS), "encode": (VIDEO, LATENTS), "denoise":
 def generate(
     report: Report, *, folder: Path | None, out: str | None, noise: str | None, force: bool, **given: Any
 ) -> None:
-    """Runs the three stages; without a folder, under names of the video's own."""
+    """Runs the three stages; without a folder, under a name of the video's own, with files that go when it is made."""
     meet(report, given.get("processes"))
     if folder is not None:
         check_free(folder, "generate", force)
-    video = Rendering(report, folder, given, out=out, noise=noise)
-    try:
+    with Rendering(report, folder, given, out=out, noise=noise) as video:
         video.tell()
         video.tell_prompt()
         video.try_output(video.files.video, video.record)
@@ -79,9 +79,6 @@ def generate(
         with video.ahead():
             _, frames = next(iter(run))
             written = video.streamed(frames) if video.pipe.architecture.streams else video.decoded(run, frames)
-    finally:
-        if folder is None and is_first():
-            release(video.files)
     report.table()
     video.made(written)
 
@@ -90,9 +87,9 @@ def encode(report: Report, *, folder: Path, force: bool, **given: Any) -> None:
     """Runs the first stage, from the command line alone."""
     meet(report, given.get("processes"))
     check_free(folder, "encode", force)
-    video = Rendering(report, folder, given)
-    video.tell_prompt()
-    video.run(Saving(video)).encode()
+    with Rendering(report, folder, given) as video:
+        video.tell_prompt()
+        video.run(Saving(video, tells=True)).encode()
     report.table()
     if report.in_json:
         video.made(folder / stage_files.EMBEDDINGS)
@@ -109,13 +106,13 @@ def denoise(report: Report, *, folder: Path, noise: str | None, force: bool, **g
             f"the pictures were encoded as {left.get('follow')} and --follow is {given['follow']}: `wanjax encode` has "
             "to run again with it, or --sigmas would give the noise levels alone"
         )
-    video = Rendering(report, folder, given, left, noise=noise)
-    encoded = video.checked(tensors)
-    video.tell()
-    check_denoising(video.pipe, encoded, video.settings, batch_guidance=video.how["batch_guidance"])
-    run = video.denoising()
-    with run.stage("denoise"):
-        deque(run.latents(encoded, video.settings, [video.settings.seed]), maxlen=0)
+    with Rendering(report, folder, given, left, noise=noise) as video:
+        encoded = video.checked(tensors)
+        video.tell()
+        check_denoising(video.pipe, encoded, video.settings, batch_guidance=video.how["batch_guidance"])
+        run = video.denoising(tells=True)
+        with run.stage("denoise"):
+            deque(run.latents(encoded, video.settings, [video.settings.seed]), maxlen=0)
     report.table()
     if report.in_json:
         video.made(folder / stage_files.LATENTS)
@@ -128,16 +125,16 @@ def decode(report: Report, *, folder: Path, out: str | None, force: bool, **give
         check_free(folder, "decode", force)
     left = _left_in(folder)
     latents = stage_files.load_latents(folder, left)
-    video = Rendering(report, folder, given, left, out=out)
-    video.check_latents(latents, known=all(left.get(name) for name in ("frames", "height", "width")))
-    check_decoding(video.pipe, latents.shape, tiling=video.how["tiling"])
-    own = {name: video.record[name] for name in ("decoder",) if name in video.record}
-    known = digests_in(left) | digests_in(video.record)
-    video.record |= left | video.settings.to_json() | own  # the latents are as they were made
-    video.record |= {DIGESTS: known} if known else {}
-    video.try_output(video.files.video, video.record)
-    run = video.run()
-    written = video.decoded(run, run.frames([latents]))
+    with Rendering(report, folder, given, left, out=out) as video:
+        video.check_latents(latents, known=all(left.get(name) for name in ("frames", "height", "width")))
+        check_decoding(video.pipe, latents.shape, tiling=video.how["tiling"])
+        own = {name: video.record[name] for name in ("decoder",) if name in video.record}
+        known = digests_in(left) | digests_in(video.record)
+        video.record |= left | video.settings.to_json() | own  # the latents are as they were made
+        video.record |= {DIGESTS: known} if known else {}
+        video.try_output(video.files.video, video.record)
+        run = video.run()
+        written = video.decoded(run, run.frames([latents]))
     report.table()
     video.made(written)
 
@@ -212,6 +209,8 @@ class Rendering:
             self.record |= {DIGESTS: digests_in(self.record) | known} if known else {}
         if self.remade:
             check_loaded(self.remade, self.record)
+        self.held: HeldRun | None = None  # the folder of a run, which is not the user's
+        self.is_written = False
         self.files = self._files(folder, out)  # after all that may be refused: it makes a folder
         looking = given.get("preview") or decoder
         self.previews = Previews(self.folder / stage_files.PREVIEW, on=report.console) if looking else None
@@ -221,15 +220,34 @@ class Rendering:
             jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
 
     def _files(self, folder: Path | None, out: str | None) -> RunFiles:
-        """Returns the names of the run's files, after a check that they can be written."""
+        """Returns the names of the run's files, after a check that they can be written.
+
+        Takes the folder if it is a run's in the user's cache, and removes those of older runs there.
+        """
         video = out or str((folder or VIDEOS) / stage_files.VIDEO)
         if is_first():
             videos.check_output(video, self.settings.length)
         if folder is None:
-            return own_files(self.settings.prompt, self.settings.seed, out, reserve=is_first())
+            files = own_files(self.settings.prompt, self.settings.seed, out, reserve=is_first())
+        else:
+            files = RunFiles(folder, video)
         if is_first():
-            check_folder(folder)
-        return RunFiles(folder, video)
+            if folder is None or is_of_a_run(folder):
+                self.held = HeldRun(files.folder)
+            else:
+                check_folder(files.folder)
+            sweep()
+        return files
+
+    def __enter__(self) -> "Rendering":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.held:
+            beside = Path(self.files.video).absolute().parent == self.folder.absolute()
+            self.held.close(done=self.is_written and not beside)
+            with suppress(OSError):  # it holds something
+                VIDEOS.rmdir()
 
     @property
     def folder(self) -> Path:
@@ -318,15 +336,18 @@ class Rendering:
             for truncation in self.pipe.truncations(text, follow=chosen.follow):
                 self.report.note("note: " + str(truncation).replace("the prompt", f"the {name}", 1))
 
-    def denoising(self) -> Run:
-        """Returns the run that denoises, keeps its state and saves; with previews and a profile if they are wanted."""
+    def denoising(self, *, tells: bool = False) -> Run:
+        """Returns the run that denoises, keeps its state and saves; with previews and a profile if they are wanted.
+
+        With `tells` it prints what it saved.
+        """
         self.ready_previews()
         hooks: list[Hook] = []
         if self.profile:
             hooks.append(StepProfile(self.profile, self.pipe, self.settings, self.report.note))
         if not self.pipe.architecture.streams:
             hooks.append(Keeping(self.folder / stage_files.STATE, self.pipe.partitioner, self._resumed))
-        return self.run(*hooks, Saving(self) if self.settings.windows == 1 else SavingWindows(self))
+        return self.run(*hooks, Saving(self, tells=tells) if self.settings.windows == 1 else SavingWindows(self))
 
     def ready_previews(self) -> None:
         """Makes ready what makes previews, if they are asked for."""
@@ -341,7 +362,7 @@ class Rendering:
         """Writes the video from its frames, which are decoded as they are asked for; returns its place."""
         with run.finishing(order := run.orders[0]):
             written = write(self.files.video, frames, order)
-        self.report.way_on = None
+        self.report.way_on, self.is_written = None, True
         return written
 
     def streamed(self, frames: Iterator[Any]) -> places.Place:
@@ -359,7 +380,7 @@ class Rendering:
         with report.stage("stream"):
             written = write(self.files.video, clips(), Order(self.settings, self.record))
         report.note(f"{tempo}, where {self.settings.fps} are played")
-        report.way_on = None
+        report.way_on, self.is_written = None, True
         return written
 
     def try_output(self, video: str | places.Place, record: Mapping[str, Any]) -> None:
@@ -371,8 +392,8 @@ class Rendering:
     def made(self, file: places.Place) -> None:
         """Prints the file that the command made, in the first process only."""
         if is_first():
-            folder = str(self.folder.absolute())
-            self.report.made(file.absolute(), self.record, folder=folder, seconds=self.report.seconds)
+            stays = {} if self.held else {"folder": str(self.folder.absolute())}
+            self.report.made(file.absolute(), self.record, **stays, seconds=self.report.seconds)
 
     def save(self, save: Callable[..., None], made: Any) -> None:
         """Writes the output of a stage and the settings, in the first process only."""
@@ -381,10 +402,17 @@ class Rendering:
             stage_files.save_settings(self.folder, self.record)
 
     def command(self, stage: str) -> str:
-        """Returns the command that resumes from here."""
+        """Returns the command that resumes from here; from a run's own folder it makes the video."""
+        if self.held and stage == "denoise":
+            return self.command_again()
         elsewhere = stage == "decode" and self.files.video != str(self.folder / stage_files.VIDEO)
         out = ["--out", self.files.video] if elsewhere else []
         return shlex.join(["wanjax", stage, "--dir", str(self.folder), *out])
+
+    def command_again(self) -> str:
+        """Returns the command that makes the video from what the folder has of it."""
+        folder = str(self.folder)
+        return shlex.join(["wanjax", "generate", "--from", folder, "--dir", folder, "--out", self.files.video])
 
 
 class Reporting(Hook):
@@ -415,16 +443,16 @@ class Reporting(Hook):
 
 
 class Saving(Hook):
-    """Writes the files that join the stages."""
+    """Writes the files that join the stages, and `tells` of each."""
 
-    def __init__(self, rendering: Rendering):
-        self.rendering = rendering
+    def __init__(self, rendering: Rendering, *, tells: bool):
+        self.rendering, self.tells = rendering, tells
         self._blocks: list[Any] = []
 
     def encoded(self, encoded: Any) -> None:
         made, file = self.rendering, self.rendering.folder / stage_files.EMBEDDINGS
         made.save(stage_files.save_encoded, {name: x for name, x in encoded._asdict().items() if x is not None})
-        made.report.kept(f"the embeddings are in {file}", made.command("denoise"))
+        made.report.kept(made.command("denoise"), f"the embeddings are in {file}" if self.tells else None)
 
     def denoised(self, latents: Any, block: Block) -> None:
         self._blocks.append(latents if block.count == 1 else np.asarray(latents))
@@ -434,7 +462,7 @@ class Saving(Hook):
         made.save(stage_files.save_latents, latents if block.count == 1 else np.concatenate(self._blocks, axis=2))
         if is_first():
             (made.folder / stage_files.STATE).unlink(missing_ok=True)
-        made.report.kept(f"the latents are in {file}", made.command("decode"))
+        made.report.kept(made.command("decode"), f"the latents are in {file}" if self.tells else None)
 
 
 class SavingWindows(Hook):
@@ -442,18 +470,16 @@ class SavingWindows(Hook):
 
     def __init__(self, rendering: Rendering):
         self.rendering = rendering
-        self._told = ""
 
     def window(self, window: Window) -> None:
-        self._told = f"window {window.number + 1} of {window.count}"
-        self.rendering.report.note(f"{self._told}: {window.settings.prompt}")
+        told = f"window {window.number + 1} of {window.count}"
+        self.rendering.report.note(f"{told}: {window.settings.prompt}")
 
     def denoised(self, latents: Any, block: Block) -> None:
-        made, folder = self.rendering, str(self.rendering.folder)
+        made = self.rendering
         if is_first():
             stage_files.save_settings(made.folder, made.record)
-        way_on = ["wanjax", "generate", "--from", folder, "--dir", folder, "--out", made.files.video]
-        made.report.kept(f"{self._told} is kept in {folder}", shlex.join(way_on))
+        made.report.kept(made.command_again())
 
 
 def _inherited(left: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ import hashlib
 import os
 import platform
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -19,6 +18,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from wanjax.compilers.shared import current, leasing, share
 from wanjax.errors import WanjaxError
 from wanjax.stores.places import place
+from wanjax.stores.user import user_cache
 
 SHARED, TRUSTED = "WANJAX_COMPILE_CACHE", "WANJAX_TRUST_COMPILE_CACHE"
 """Variables that name a shared cache of compiled programs, and that say it is trusted by being 1."""
@@ -108,13 +108,6 @@ def compile_cache_folder() -> str | None:
     if (shared := current()) is not None:
         return str(shared.folder)
     return jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def user_cache() -> Path:
-    """Returns this library's folder in the user's cache, for files that can be made again."""
-    if chosen := os.environ.get("XDG_CACHE_HOME"):  # empty is unset, as its specification says
-        return Path(chosen) / "wanjax"
-    return Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "wanjax"
 
 
 def processor() -> str:

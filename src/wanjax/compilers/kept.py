@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from wanjax.compilers.cache import user_cache
+from wanjax.stores.user import user_cache
 from wanjax.stores.writing import write_whole
 
 PRICING = (

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from wanjax.errors import FULL, WanjaxError, causes, is_full, is_out_of_memory, reason
 from wanjax.stores.places import Place, StoreError
+from wanjax.stores.user import home
 
 MISTAKE, BROKEN, STORAGE = "invalid_request", "server_error", "storage"
 STATUS = {
@@ -83,7 +84,7 @@ def explained(error: Exception, folders: Iterable[Place]) -> Fault:
 
 def without_folders(text: str, folders: Iterable[Place]) -> str:
     """Returns a text in which absolute paths are names alone; those in known folders may have spaces."""
-    known = {*map(str, folders), str(Path.home()), str(Path.cwd()), tempfile.gettempdir()} - {"/"}
+    known = {*map(str, folders), str(home() or "/"), str(Path.cwd()), tempfile.gettempdir()} - {"/"}
     for folder in sorted(known, key=len, reverse=True):
         text = text.replace(f"{folder}/", "/")
     return FOLDERS.sub("", text)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from wanjax.checkpoints.files import content_digest
 from wanjax.checkpoints.sources import Source
 from wanjax.errors import WanjaxError, reason
+from wanjax.stores.user import home, user_cache
 
 FILE = "caches.json"  # the published tables of a family
 KINDS = {
@@ -104,8 +105,11 @@ def tables_of(places: Sequence[tuple[Path | None, str | None]]) -> Tables:
 
 
 def measured_file(key: str) -> Path:
-    """Returns the file in which the tables measured of a checkpoint are kept, in the user's folder for data."""
-    usual = Path.home() / ("Library/Application Support" if sys.platform == "darwin" else ".local/share")
+    """Returns the file in which the tables measured of a checkpoint are kept, in the user's folder for data.
+
+    For a user without a home folder it is a temporary one.
+    """
+    usual = (home() or user_cache()) / ("Library/Application Support" if sys.platform == "darwin" else ".local/share")
     return Path(os.environ.get("XDG_DATA_HOME") or usual) / "wanjax" / "caches" / f"{key}.json"
 
 

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folders of stage files that `generate` keeps in the user's cache, for as long as they are of use.
+
+A run holds a lock on its folder, so that no other command uses or removes it meanwhile.
+"""
+
+import re
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from wanjax.errors import WanjaxError
+from wanjax.stores.holding import Hold
+from wanjax.stores.own import LEFT
+from wanjax.stores.user import lasting_cache
+from wanjax.stores.writing import check_folder
+
+LOCK = "run.lock"
+FILES = re.compile(
+    r"generation_config\.json|stage1_embeddings\.safetensors|stage2_(latents|state(_\d+)?)\.safetensors|preview\.png"
+)
+"""The files of a run's stages. No other is removed."""
+LONGEST = 14 * 24 * 3600.0  # seconds that the files of a stopped run are kept
+LARGEST = 20 * 10**9  # bytes of all of them
+TEMPORARY = "wanjax-run-"
+
+
+def parent_folder() -> Path:
+    """Returns a folder for those of runs: in the user's cache, or a temporary one where that cannot be written."""
+    if cache := lasting_cache():
+        runs = (cache / "runs").absolute()
+        with suppress(WanjaxError):
+            check_folder(runs)
+            return runs
+    return Path(tempfile.mkdtemp(prefix=TEMPORARY))
+
+
+def is_of_a_run(folder: Path) -> bool:
+    """Tells whether a folder was made by `generate`, not named by a user."""
+    folder = folder.absolute()
+    parent, cache = folder.parent, lasting_cache()
+    cached = cache is not None and parent == (cache / "runs").absolute()
+    temporary = parent.name.startswith(TEMPORARY) and parent.parent == Path(tempfile.gettempdir())
+    return (cached or temporary) and (folder / LOCK).is_file()
+
+
+class HeldRun:
+    """A run's folder, on which this process holds the lock."""
+
+    def __init__(self, folder: Path):
+        """Takes the lock. Raises WanjaxError if another process has it."""
+        self.folder = folder
+        self._hold = Hold(folder / LOCK, "run", "--dir")
+        if not (folder / LOCK).exists():  # it went before this process had the lock
+            self._hold.close()
+            raise WanjaxError(f"{folder} was removed, because its run is complete or too old: make the video again")
+
+    def close(self, *, done: bool) -> None:
+        """Lets go of the folder, and removes its files if the run is `done`; in any case the folder if it has none."""
+        if done:
+            for file in _files(self.folder):
+                if _is_ours(file.name):
+                    with suppress(OSError):
+                        file.unlink()
+        if all(file.name.startswith(LOCK) for file in _files(self.folder)):  # SQLite may have one beside it
+            try:  # while it is held, or another process could take the lock of a file that goes
+                (self.folder / LOCK).unlink(missing_ok=True)
+            except OSError:  # as on Windows, which removes no open file
+                self._hold.close()
+                with suppress(OSError):
+                    (self.folder / LOCK).unlink(missing_ok=True)
+            self._hold.close()
+            with suppress(OSError):
+                self.folder.rmdir()
+                if self.folder.parent.name.startswith(TEMPORARY):
+                    self.folder.parent.rmdir()
+        self._hold.close()
+
+
+def sweep() -> None:
+    """Removes the files of stopped runs that are older than two weeks, then the oldest while all are too large.
+
+    Those of a run that goes on stay, and so does everything that is no run's.
+    """
+    if (cache := lasting_cache()) is None:
+        return
+    stopped = []
+    with suppress(OSError):
+        for folder in (cache / "runs").iterdir():
+            if folder.is_symlink() or not (folder / LOCK).is_file():
+                continue
+            with suppress(OSError):  # another command removes it
+                found = [file.stat() for file in _files(folder) if _is_ours(file.name)]
+                used = max((each.st_mtime for each in found), default=folder.stat().st_mtime)
+                stopped.append((used, sum(each.st_size for each in found), folder))
+    total = sum(size for _, size, _ in stopped)
+    for used, size, folder in sorted(stopped):
+        if time.time() - used > LONGEST or (size and total > LARGEST):
+            with suppress(OSError, WanjaxError):  # it is in use, or another user's
+                HeldRun(folder).close(done=True)
+                total -= size
+
+
+def _files(folder: Path) -> list[Path]:
+    try:
+        return [path for path in folder.iterdir() if path.is_symlink() or not path.is_dir()]
+    except OSError:
+        return []
+
+
+def _is_ours(name: str) -> bool:
+    """Tells whether a name is that of a stage's file, or of one that a killed process did not complete."""
+    left = LEFT.fullmatch(name)
+    return FILES.fullmatch(left["name"] if left else name) is not None
