@@ -121,6 +121,35 @@ def test_a_hub_that_is_down_is_named(hub_at):
     assert says(fault(ID), "http://127.0.0.1:9 reached")
 
 
+def test_a_user_without_a_home_downloads_into_no_folder_of_that_name(server, tmp_path):
+    """The client takes "~" for the name of a folder, here one below the current one."""
+    code = f"""
+import pwd
+
+def unknown(number):
+    raise KeyError("uid not found")
+
+pwd.getpwuid = unknown
+from wanjax.checkpoints.hub import locate
+print(locate("{ID}"))
+"""
+    own = {name: value for name, value in os.environ.items() if name not in ("HOME", "HF_HOME", "XDG_CACHE_HOME")}
+    environment = own | {"HF_ENDPOINT": server.url, "TMPDIR": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+    (tmp_path / "here").mkdir()
+    made = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path / "here",
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert made.returncode == 0, made.stderr
+    assert Path(made.stdout.strip()).is_relative_to(tmp_path)
+    assert os.listdir(tmp_path / "here") == []
+    assert os.listdir(tmp_path) == ["here"]
+
+
 @pytest.mark.usefixtures("online")
 def test_a_disk_that_is_full_is_told(server):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -118,7 +118,12 @@ MOMENTS = [0.2, 0.5, 1, 2, 3, 5]
 
 @pytest.mark.parametrize(("command", "seconds"), quick([("generate", 2), ("convert", 0.5)], product(COMMANDS, MOMENTS)))
 def test_ctrl_c_ends_a_command_at_any_moment(environment, command, seconds):
-    """While Python imports, JAX starts, or weights are read: with 130, no traceback, and nothing half-written."""
+    """While Python imports, JAX starts, or weights are read: with 130, no traceback, and nothing half-written.
+
+    A folder of stage files stays only where the last line names it.
+    """
+    runs = Path(environment["XDG_CACHE_HOME"], "wanjax", "runs")
+    before = set(runs.glob("*"))
     with Run([sys.executable, "-m", "wanjax", *COMMANDS[command]], environment) as run:
         time.sleep(seconds)
         run.press()
@@ -131,6 +136,7 @@ def test_ctrl_c_ends_a_command_at_any_moment(environment, command, seconds):
     else:  # it had ended, or a server had begun to listen
         assert command in ("plan", "convert", "serve")
     assert not [name for name in os.listdir() if name.endswith(".mp4") or (name == "converted" and status)]
+    assert all(str(folder) in run.said for folder in set(runs.glob("*")) - before)
 
 
 @pytest.mark.slow  # the next one is quick: the second ends what a process does, and what it has started

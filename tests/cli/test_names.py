@@ -7,9 +7,13 @@ Stage files in the user's cache go when they are of no use.
 import os
 import re
 import shlex
+import subprocess
+import sys
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +22,7 @@ from tests.support.commands import files, refused, succeeded, wanjax
 from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint
 from wanjax.cli import names, runs
+from wanjax.errors import WanjaxError
 from wanjax.media import stage_files
 from wanjax.media.videos import read_metadata
 from wanjax.pipelines.run import Run
@@ -43,6 +48,23 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+
+@pytest.fixture
+def largest_file():
+    """Return a context in which no file may be larger, as on a disk that is full."""
+    import resource
+
+    @contextmanager
+    def limited(size: int) -> Iterator[None]:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    return limited
 
 
 @pytest.fixture
@@ -82,15 +104,15 @@ def test_each_run_has_names_of_its_own(model, cached):
 
 @pytest.mark.usefixtures("_always_noon")
 def test_a_name_that_is_taken_is_numbered(cached):
-    made = [names.own_files("A cat", 42) for _ in range(3)]
+    made = [runs.new_run(partial(names.free_names, "A cat", 42)) for _ in range(3)]
     stems = ["a-cat-42-20300102-120000", "a-cat-42-20300102-120000-2", "a-cat-42-20300102-120000-3"]
     assert [run.folder for run in made] == [cached / stem for stem in stems]
-    assert [run.video for run in made] == [f"wanjax_videos/{stem}.mp4" for stem in stems]
-    runs.HeldRun(made[0].folder).close(done=False)
+    for run in made:
+        run.close(done=False)
+    assert list(cached.iterdir()) == []
     Path("wanjax_videos").mkdir()
-    Path(made[0].video).touch()
-    assert names.own_files("A cat", 42).folder.name == stems[0] + "-4"
-    assert names.own_files("A cat", 42, "b.mp4") == (cached / stems[0], "b.mp4")
+    Path("wanjax_videos", stems[0] + ".mp4").touch()
+    assert next(names.free_names("A cat", 42)) == stems[1]
 
 
 @pytest.mark.parametrize(
@@ -181,10 +203,31 @@ def _without_home(monkeypatch):
 def test_a_folder_that_cannot_be_written_is_replaced_by_a_temporary_one(tmp_path, cached):
     cached.parent.mkdir(parents=True)
     cached.write_text("a file")
-    folder = names.own_files("A cat", 42).folder
-    assert folder.is_dir()
-    assert folder.is_relative_to(tmp_path)
+    with closing_run(runs.new_run(lambda: iter(["a"]))) as run:
+        assert run.folder.is_dir()
+        assert run.folder.is_relative_to(tmp_path)
     assert cached.read_text() == "a file"
+    assert list(tmp_path.glob(f"{runs.TEMPORARY}*")) == []
+
+
+def test_a_folder_that_cannot_be_locked_is_replaced_by_a_temporary_one(tmp_path, cached, monkeypatch):
+    """As the home folders of some clusters, whose file systems have no locks."""
+
+    def without_locks(file: Path, *told: str) -> Hold:
+        if file.is_relative_to(cached):
+            raise WanjaxError(f"{file} cannot be written: locking protocol")
+        return Hold(file, *told)
+
+    monkeypatch.setattr(runs, "Hold", without_locks)
+    with closing_run(runs.new_run(lambda: iter(["a"]))) as run:
+        assert run.folder.parent.parent == tmp_path
+    assert list(cached.iterdir()) == []
+
+
+@contextmanager
+def closing_run(run: runs.HeldRun) -> Iterator[runs.HeldRun]:
+    yield run
+    run.close(done=False)
 
 
 def test_a_user_without_a_home_has_a_cache_for_as_long_as_the_process(tmp_path, monkeypatch):
@@ -193,6 +236,12 @@ def test_a_user_without_a_home_has_a_cache_for_as_long_as_the_process(tmp_path, 
     assert user.lasting_cache() is None
     assert user.user_cache() == user.user_cache()
     assert user.user_cache().is_dir()
+
+
+def test_a_name_in_a_home_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", lambda number: {}[number])  # as of a user that the system does not know
+    assert "~" in refused("info", "~/a.mp4")
 
 
 DAY = 24 * 3600
@@ -225,6 +274,27 @@ def test_old_runs_and_the_oldest_of_too_many_go(cached):
     assert young.exists()
 
 
+@pytest.mark.parametrize("command", [["info", "a.mp4"], ["denoise", "--dir", "d"]])
+def test_any_command_cleans(cached, command):
+    old = stopped(cached, "old", days=15)
+    wanjax(*command)
+    assert not old.exists()
+
+
+def test_a_run_under_way_is_not_cleaned_by_another_process(cached):
+    """Neither for its age nor for its size; when its process is killed, it is."""
+    code = f"from pathlib import Path; from wanjax.cli.runs import HeldRun; HeldRun(Path({str(cached / 'old')!r})); "
+    stopped(cached, "old", days=15, size=30 * 10**9)
+    with subprocess.Popen([sys.executable, "-c", code + "print(flush=True); input()"], stdin=-1, stdout=-1) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        runs.sweep()
+        assert (cached / "old" / stage_files.LATENTS).exists()
+        process.kill()
+    runs.sweep()
+    assert not (cached / "old").exists()
+
+
 def test_what_is_used_or_not_a_run_s_stays(cached, tmp_path):
     used, own = stopped(cached, "used", days=30), stopped(cached, "with-a-video", days=30)
     killed = stopped(cached, "killed", days=30)
@@ -238,9 +308,11 @@ def test_what_is_used_or_not_a_run_s_stays(cached, tmp_path):
         file.touch()
         age(file, 30)
     (cached / "a-link").symlink_to(tmp_path / "elsewhere")
+    asked = stopped(cached, "asked-for", days=30)
     with closing(Hold(used / runs.LOCK, "run", "--dir")):
-        runs.sweep()
+        runs.sweep(but=asked)
     assert (used / stage_files.LATENTS).exists()
+    assert (asked / stage_files.LATENTS).exists()
     assert files(own) == [stage_files.VIDEO, runs.LOCK]
     assert all(file.exists() for file in foreign)
     assert not killed.exists()
@@ -252,6 +324,33 @@ def test_a_run_that_goes_on_is_not_taken_twice(model, cached):
     with closing(Hold(folder / runs.LOCK, "run", "--dir")):
         assert "another run uses" in refused("a", "--model", model, *SMALL, "--dir", str(folder), "--force")
     assert (folder / stage_files.LATENTS).exists()
+
+
+def test_a_preview_stays_with_the_video(model, tmp_path, cached):
+    succeeded(wanjax("a", "--model", model, *SMALL, "--preview", "--out", "a.mp4"))
+    assert files(".") == ["a.mp4", "a.preview.png"]
+    assert list(cached.iterdir()) == []
+
+
+def test_a_killed_run_that_had_its_latents_is_only_to_be_decoded(model, cached):
+    folder = stopped(cached, "killed", days=0)
+    assert f"`wanjax decode --dir {folder}`" in refused("a", "--model", model, *SMALL, "--dir", str(folder))
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sets a limit of POSIX")
+def test_a_cache_without_room_costs_no_video(model, cached, largest_file):
+    """A home folder has a quota, the stages' files nobody asked for; those in --dir are asked for."""
+    given = ("a", "--model", model, *SMALL, "--out", "a.mp4")
+    succeeded(wanjax(*given))  # its programs are kept from now on
+    with largest_file(4000):
+        made = succeeded(wanjax(*given))
+        assert re.search(f"note: .*{stage_files.EMBEDDINGS}.*too large", made.stderr)
+        assert files(".") == ["a.mp4"]
+        said = refused(*given, "--dir", "d")
+    assert stage_files.EMBEDDINGS in said
+    assert "too large" in said
+    assert files("d") == []
+    assert list(cached.iterdir()) == []
 
 
 def test_a_folder_of_the_user_s_stays(model, cached):

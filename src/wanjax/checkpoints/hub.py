@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from wanjax.checkpoints.files import WEIGHT_NAMES, no_file
 from wanjax.errors import WanjaxError, causes
 from wanjax.figures import in_bytes
+from wanjax.stores.user import home, user_cache
 
 INDEX = "model_index.json"
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)  # not ./NAME, which is a path
@@ -122,6 +123,7 @@ def check_room(repository: str, files: Iterable[Listed]) -> int:
 
     Raises WanjaxError where the disk of the client's cache has less free room.
     """
+    _give_client_a_cache()
     from huggingface_hub import constants
 
     needed = sum(file.size for file in files if file.awaited)
@@ -144,9 +146,9 @@ def check_file(source: str, *, revision: str | None = None) -> int:
 
 
 def _snapshot(repository: str, patterns: list[str], revision: str | None, quiet: bool) -> Path:
+    missing = [file for file in _listed(repository, patterns, revision) if file.awaited]
     from huggingface_hub import snapshot_download  # here: local checkpoints need no client
 
-    missing = [file for file in _listed(repository, patterns, revision) if file.awaited]
     check_room(repository, missing)
     client = partial(snapshot_download, repository, revision=revision, allow_patterns=patterns, max_workers=AT_ONCE)
     folder = Path(client(tqdm_class=_no_bars() if quiet else None))
@@ -157,6 +159,7 @@ def _snapshot(repository: str, patterns: list[str], revision: str | None, quiet:
 
 def _listed(repository: str, patterns: list[str], revision: str | None) -> list[Listed]:
     """Returns the repository's files of these patterns; none if the client is offline. Raises the client's errors."""
+    _give_client_a_cache()
     from huggingface_hub import errors, snapshot_download
 
     with suppress(errors.DryRunError):  # the download says which files the cache lacks
@@ -165,6 +168,12 @@ def _listed(repository: str, patterns: list[str], revision: str | None) -> list[
         )
         return [Listed(file.filename, file.file_size or 0, file.will_download) for file in found]
     return []
+
+
+def _give_client_a_cache() -> None:
+    """Names a folder for a user without a home, for whom the client would take one that is called "~"."""
+    if home() is None and not any(os.environ.get(name) for name in ("HF_HOME", "XDG_CACHE_HOME")):
+        os.environ["HF_HOME"] = str(user_cache() / "huggingface")
 
 
 def _no_bars() -> Any:

@@ -37,6 +37,7 @@ NAMES = (
 )
 """Errors of the system that follow from the name of a file."""
 NOTHING_MORE = "nothing more can be written"
+NO_HOME = "determine home directory"  # of pathlib's error
 LONGEST_NAME = 200  # characters of it in a message
 CARDS = ("/dev/nvidia*", "/dev/kfd")  # of graphics cards
 IMPLIED = "generate"  # the command of arguments that name none
@@ -111,10 +112,13 @@ class Commands(click.Group):
         except KeyboardInterrupt:
             status, why = INTERRUPTED, "stopped"
         except Exception as error:
-            if not is_out_of_memory(error):
+            if is_out_of_memory(error):
+                status, why = FAILURE, "out of memory: a smaller --size, fewer --frames or --dtype bfloat16 need less"
+            elif isinstance(error, RuntimeError) and NO_HOME in str(error):
+                status, why = MISTAKE, "this user has no home folder, for which ~ in a name stands: give the whole path"
+            else:
                 _tell_way_on(ctx)
                 raise
-            status, why = FAILURE, "out of memory: a smaller --size, fewer --frames or --dtype bfloat16 need less"
         click.echo(f"wanjax: {why}", err=True)
         _tell_way_on(ctx)
         ctx.exit(status)

@@ -50,6 +50,13 @@ class Command(sections.Command):
         ctx.params.update(dict.fromkeys(replaced & from_file))
         return rest
 
+    def invoke(self, ctx: click.Context) -> Any:
+        from wanjax.cli.runs import sweep  # imported late for a quick --help
+
+        folder = ctx.params.get("folder")
+        sweep(but=folder if isinstance(folder, Path) else None)
+        return super().invoke(ctx)
+
 
 def read_config(ctx: click.Context, parameter: click.Parameter, file: str | None) -> None:
     """Takes options from a TOML file: those at its top, which hold for all commands, and the command's own table.

@@ -469,7 +469,8 @@ preview = together(
     click.option(
         "--preview",
         is_flag=True,
-        help="Show at a few steps what the video will be; in preview.png beside the stages' files and on a terminal.",
+        help="Show at a few steps what the video will be, on a terminal and in a file: preview.png in --dir, or "
+        "NAME.preview.png beside the video.",
     ),
     preview_decoder,
 )

@@ -21,7 +21,7 @@ from urllib.request import Request, build_opener
 import click
 
 from wanjax.cli.defaults import SAFE
-from wanjax.cli.names import own_files
+from wanjax.cli.names import free_names, video_named
 from wanjax.cli.options import SETTINGS, is_given, is_typed, option_of
 from wanjax.cli.report import Report
 from wanjax.errors import WanjaxError, reason, shown
@@ -108,7 +108,7 @@ def _generate_one(
     if job.get("status") != "completed":
         raise WanjaxError(f"{server.url} made no video: {_why(job)}")
     record = server.ask(f"{path}/record")
-    name = out or own_files(chosen["prompt"], _seed(record, server.url), reserve=False).video
+    name = out or str(video_named(next(free_names(chosen["prompt"], _seed(record, server.url)))))
     target = _save(server, path, name)
     if report.stats:
         report.table()

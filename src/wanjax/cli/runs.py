@@ -5,12 +5,14 @@ A run holds a lock on its folder, so that no other command uses or removes it me
 """
 
 import re
+import shutil
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from wanjax.errors import WanjaxError
+from wanjax.errors import WanjaxError, written
 from wanjax.stores.holding import Hold
 from wanjax.stores.own import LEFT
 from wanjax.stores.user import lasting_cache
@@ -26,23 +28,42 @@ LARGEST = 20 * 10**9  # bytes of all of them
 TEMPORARY = "wanjax-run-"
 
 
-def parent_folder() -> Path:
-    """Returns a folder for those of runs: in the user's cache, or a temporary one where that cannot be written."""
-    if cache := lasting_cache():
-        runs = (cache / "runs").absolute()
+def new_run(names: Callable[[], Iterator[str]]) -> "HeldRun":
+    """Makes a folder with the first of the names that is free, and takes it.
+
+    It is in the user's cache, or a temporary one where that has no room, or can be neither written nor locked.
+    """
+    if (runs := _cached_runs()) is not None:
         with suppress(WanjaxError):
             check_folder(runs)
-            return runs
-    return Path(tempfile.mkdtemp(prefix=TEMPORARY))
+            return _made(runs, names())
+    return _made(Path(tempfile.mkdtemp(prefix=TEMPORARY)), names())
+
+
+def _made(parent: Path, names: Iterator[str]) -> "HeldRun":
+    for name in names:
+        folder = parent / name
+        with written(folder), suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+            try:
+                return HeldRun(folder)
+            except WanjaxError:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+    raise AssertionError("there is always another name")
+
+
+def _cached_runs() -> Path | None:
+    cache = lasting_cache()
+    return cache and (cache / "runs").absolute()
 
 
 def is_of_a_run(folder: Path) -> bool:
     """Tells whether a folder was made by `generate`, not named by a user."""
     folder = folder.absolute()
-    parent, cache = folder.parent, lasting_cache()
-    cached = cache is not None and parent == (cache / "runs").absolute()
-    temporary = parent.name.startswith(TEMPORARY) and parent.parent == Path(tempfile.gettempdir())
-    return (cached or temporary) and (folder / LOCK).is_file()
+    parent = folder.parent
+    temporary = parent.name.startswith(TEMPORARY) and parent.parent == Path(tempfile.gettempdir()).absolute()
+    return (parent == _cached_runs() or temporary) and (folder / LOCK).is_file()
 
 
 class HeldRun:
@@ -78,25 +99,26 @@ class HeldRun:
         self._hold.close()
 
 
-def sweep() -> None:
+def sweep(*, but: Path | None = None) -> None:
     """Removes the files of stopped runs that are older than two weeks, then the oldest while all are too large.
 
-    Those of a run that goes on stay, and so does everything that is no run's.
+    Those of a run that goes on stay, and so does everything that is no run's, and the folder `but`.
     """
-    if (cache := lasting_cache()) is None:
+    if (runs := _cached_runs()) is None:
         return
     stopped = []
     with suppress(OSError):
-        for folder in (cache / "runs").iterdir():
+        for folder in runs.iterdir():
             if folder.is_symlink() or not (folder / LOCK).is_file():
                 continue
             with suppress(OSError):  # another command removes it
                 found = [file.stat() for file in _files(folder) if _is_ours(file.name)]
                 used = max((each.st_mtime for each in found), default=folder.stat().st_mtime)
                 stopped.append((used, sum(each.st_size for each in found), folder))
+    wanted = but and but.absolute()
     total = sum(size for _, size, _ in stopped)
     for used, size, folder in sorted(stopped):
-        if time.time() - used > LONGEST or (size and total > LARGEST):
+        if folder != wanted and (time.time() - used > LONGEST or (size and total > LARGEST)):
             with suppress(OSError, WanjaxError):  # it is in use, or another user's
                 HeldRun(folder).close(done=True)
                 total -= size

@@ -8,8 +8,9 @@ its settings, the names of its files, and the hooks that report and save.
 import shlex
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -20,16 +21,16 @@ import numpy as np
 from wanjax import registry
 from wanjax.checkpoints.lora import Lora
 from wanjax.cli import options
-from wanjax.cli.names import VIDEOS, RunFiles, own_files
+from wanjax.cli.names import VIDEOS, free_names, video_named
 from wanjax.cli.processes import meet
 from wanjax.cli.profile import StepProfile
 from wanjax.cli.remake import check_files, check_loaded, differences
 from wanjax.cli.report import Report
-from wanjax.cli.runs import HeldRun, is_of_a_run, sweep
+from wanjax.cli.runs import HeldRun, is_of_a_run, new_run
 from wanjax.cluster.processes import is_first
 from wanjax.cluster.worker import write
 from wanjax.compilers.roofline import peak_flops
-from wanjax.errors import WanjaxError
+from wanjax.errors import WanjaxError, WriteError
 from wanjax.figures import digits, duration, in_bytes
 from wanjax.kernels.compiler_options import kept_set
 from wanjax.layers.tiling import Tiling
@@ -54,6 +55,7 @@ from wanjax.pipelines.steps import Step, Switch
 from wanjax.pipelines.windows import Window
 from wanjax.programs import EXECUTE, Instance
 from wanjax.schedulers import name_of
+from wanjax.signals import abandoned_by
 from wanjax.stores import places
 from wanjax.stores.writing import check_folder
 
@@ -70,10 +72,10 @@ def generate(
     meet(report, given.get("processes"))
     if folder is not None:
         check_free(folder, "generate", force)
-    with Rendering(report, folder, given, out=out, noise=noise) as video:
+    with held(Rendering(report, folder, given, out=out, noise=noise)) as video:
         video.tell()
         video.tell_prompt()
-        video.try_output(video.files.video, video.record)
+        video.try_output(video.video, video.record)
         check_making(video.pipe, video.settings, video.pictures, **video.how)
         run = video.denoising()
         with video.ahead():
@@ -87,7 +89,7 @@ def encode(report: Report, *, folder: Path, force: bool, **given: Any) -> None:
     """Runs the first stage, from the command line alone."""
     meet(report, given.get("processes"))
     check_free(folder, "encode", force)
-    with Rendering(report, folder, given) as video:
+    with held(Rendering(report, folder, given)) as video:
         video.tell_prompt()
         video.run(Saving(video, tells=True)).encode()
     report.table()
@@ -106,7 +108,7 @@ def denoise(report: Report, *, folder: Path, noise: str | None, force: bool, **g
             f"the pictures were encoded as {left.get('follow')} and --follow is {given['follow']}: `wanjax encode` has "
             "to run again with it, or --sigmas would give the noise levels alone"
         )
-    with Rendering(report, folder, given, left, noise=noise) as video:
+    with held(Rendering(report, folder, given, left, noise=noise)) as video:
         encoded = video.checked(tensors)
         video.tell()
         check_denoising(video.pipe, encoded, video.settings, batch_guidance=video.how["batch_guidance"])
@@ -125,26 +127,38 @@ def decode(report: Report, *, folder: Path, out: str | None, force: bool, **give
         check_free(folder, "decode", force)
     left = _left_in(folder)
     latents = stage_files.load_latents(folder, left)
-    with Rendering(report, folder, given, left, out=out) as video:
+    with held(Rendering(report, folder, given, left, out=out)) as video:
         video.check_latents(latents, known=all(left.get(name) for name in ("frames", "height", "width")))
         check_decoding(video.pipe, latents.shape, tiling=video.how["tiling"])
         own = {name: video.record[name] for name in ("decoder",) if name in video.record}
         known = digests_in(left) | digests_in(video.record)
         video.record |= left | video.settings.to_json() | own  # the latents are as they were made
         video.record |= {DIGESTS: known} if known else {}
-        video.try_output(video.files.video, video.record)
+        video.try_output(video.video, video.record)
         run = video.run()
         written = video.decoded(run, run.frames([latents]))
     report.table()
     video.made(written)
 
 
+@contextmanager
+def held(video: "Rendering") -> Iterator["Rendering"]:
+    """Yields a video on the command line, and releases its folder at the end, or where the process ends at once."""
+    try:
+        with abandoned_by(video.release):
+            yield video
+    finally:
+        video.release()
+
+
 def check_free(folder: Path, command: str, force: bool) -> None:
     """Raises WanjaxError where a command would replace in a folder what took long to make, unless `force`."""
     taken = [name for name in REPLACED[command] if (folder / name).exists()]
     if taken and not force:
-        other = "--out" if command == "decode" else "another --dir"
-        raise WanjaxError(f"{folder} holds {WORK[taken[0]]}: {other} keeps it, --force replaces it")
+        ways = ["--out keeps it" if command == "decode" else "another --dir keeps it", "--force replaces it"]
+        if taken == [LATENTS] and command == "generate":
+            ways.insert(0, f"`{shlex.join(['wanjax', 'decode', '--dir', str(folder)])}` makes the video")
+        raise WanjaxError(f"{folder} holds {WORK[taken[0]]}: {', '.join(ways)}")
 
 
 def _left_in(folder: Path) -> dict[str, Any]:
@@ -209,49 +223,53 @@ class Rendering:
             self.record |= {DIGESTS: digests_in(self.record) | known} if known else {}
         if self.remade:
             check_loaded(self.remade, self.record)
-        self.held: HeldRun | None = None  # the folder of a run, which is not the user's
-        self.is_written = False
-        self.files = self._files(folder, out)  # after all that may be refused: it makes a folder
-        looking = given.get("preview") or decoder
-        self.previews = Previews(self.folder / stage_files.PREVIEW, on=report.console) if looking else None
         if self.profile:
             check_folder(self.profile)
             # scopes and lines count in the cache's key: a trace would otherwise show those of older code
             jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+        self.held: HeldRun | None = None  # the folder of a run, which is not the user's
+        self.is_written = False
+        self.folder, self.video = self._names(folder, out)  # after all that may be refused: it makes a folder
+        looking = given.get("preview") or decoder
+        self.previews = Previews(self._preview(), on=report.console) if looking else None
 
-    def _files(self, folder: Path | None, out: str | None) -> RunFiles:
-        """Returns the names of the run's files, after a check that they can be written.
+    def _names(self, folder: Path | None, out: str | None) -> tuple[Path, str]:
+        """Returns the folder of the stages and the video's name, after a check that they can be written.
 
-        Takes the folder if it is a run's in the user's cache, and removes those of older runs there.
+        Takes the folder if it is a run's in the user's cache.
         """
-        video = out or str((folder or VIDEOS) / stage_files.VIDEO)
         if is_first():
-            videos.check_output(video, self.settings.length)
-        if folder is None:
-            files = own_files(self.settings.prompt, self.settings.seed, out, reserve=is_first())
-        else:
-            files = RunFiles(folder, video)
+            videos.check_output(out or str((folder or VIDEOS) / stage_files.VIDEO), self.settings.length)
+        if folder is not None:
+            if is_first() and is_of_a_run(folder):
+                self.held = HeldRun(folder)
+            elif is_first():
+                check_folder(folder)
+            return folder, out or str(folder / stage_files.VIDEO)
+        names = partial(free_names, self.settings.prompt, self.settings.seed)
         if is_first():
-            if folder is None or is_of_a_run(folder):
-                self.held = HeldRun(files.folder)
-            else:
-                check_folder(files.folder)
-            sweep()
-        return files
-
-    def __enter__(self) -> "Rendering":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self.held:
-            beside = Path(self.files.video).absolute().parent == self.folder.absolute()
-            self.held.close(done=self.is_written and not beside)
-            with suppress(OSError):  # it holds something
-                VIDEOS.rmdir()
+            self.held = new_run(names)
+        folder = self.held.folder if self.held else Path(next(names()))  # other processes write nothing
+        return folder, out or str(video_named(folder.name))
 
     @property
-    def folder(self) -> Path:
-        return self.files.folder
+    def is_kept(self) -> bool:
+        """Whether the files of the stages stay once the video is written, as those in a folder that the user chose."""
+        return self.held is None or Path(self.video).absolute().parent == self.folder.absolute()
+
+    def _preview(self) -> places.Place:
+        """Returns the name of the file of previews: beside the files of the stages, or the video if those go."""
+        if self.is_kept:
+            return self.folder / stage_files.PREVIEW
+        video = places.place(self.video)
+        return video.parent / f"{Path(video.name).stem}.{stage_files.PREVIEW}"
+
+    def release(self) -> None:
+        """Lets go of a run's folder; removes it if the video is written, or nothing is kept in it."""
+        if self.held:
+            self.held.close(done=self.is_written and not self.is_kept)
+            with suppress(OSError):  # it holds something
+                VIDEOS.rmdir()
 
     def _noise(self, file: str, references: int) -> Mapping[str, np.ndarray]:
         right = self.pipe.draws(self.settings, references)
@@ -361,7 +379,7 @@ class Rendering:
     def decoded(self, run: Run, frames: Iterator[Any]) -> places.Place:
         """Writes the video from its frames, which are decoded as they are asked for; returns its place."""
         with run.finishing(order := run.orders[0]):
-            written = write(self.files.video, frames, order)
+            written = write(self.video, frames, order)
         self.report.way_on, self.is_written = None, True
         return written
 
@@ -378,7 +396,7 @@ class Rendering:
                 report.count("block", done, total, beside=str(tempo))
 
         with report.stage("stream"):
-            written = write(self.files.video, clips(), Order(self.settings, self.record))
+            written = write(self.video, clips(), Order(self.settings, self.record))
         report.note(f"{tempo}, where {self.settings.fps} are played")
         report.way_on, self.is_written = None, True
         return written
@@ -395,24 +413,37 @@ class Rendering:
             stays = {} if self.held else {"folder": str(self.folder.absolute())}
             self.report.made(file.absolute(), self.record, **stays, seconds=self.report.seconds)
 
-    def save(self, save: Callable[..., None], made: Any) -> None:
-        """Writes the output of a stage and the settings, in the first process only."""
-        if is_first():
-            save(self.folder, made, self.record)
-            stage_files.save_settings(self.folder, self.record)
+    def save(self, way_on: str, *steps: Callable[[], None], told: str | None = None) -> None:
+        """Writes what a stage made and the settings, in the first process only, and notes the command that goes on.
+
+        Prints it after what is `told` of the files. Where a run's own folder cannot be written, as on a full disk, the
+        run goes on: what is lost is the way back, not the video.
+        """
+        try:
+            for step in steps if is_first() else ():
+                step()
+            if is_first():
+                stage_files.save_settings(self.folder, self.record)
+        except WriteError as error:
+            if self.held is None:
+                raise
+            self.report.note(f"note: {error}: if this run is stopped, its last stage is lost")
+            self.report.stop_if_asked()
+        else:
+            self.report.kept(way_on, told)
 
     def command(self, stage: str) -> str:
         """Returns the command that resumes from here; from a run's own folder it makes the video."""
         if self.held and stage == "denoise":
             return self.command_again()
-        elsewhere = stage == "decode" and self.files.video != str(self.folder / stage_files.VIDEO)
-        out = ["--out", self.files.video] if elsewhere else []
+        elsewhere = stage == "decode" and self.video != str(self.folder / stage_files.VIDEO)
+        out = ["--out", self.video] if elsewhere else []
         return shlex.join(["wanjax", stage, "--dir", str(self.folder), *out])
 
     def command_again(self) -> str:
         """Returns the command that makes the video from what the folder has of it."""
         folder = str(self.folder)
-        return shlex.join(["wanjax", "generate", "--from", folder, "--dir", folder, "--out", self.files.video])
+        return shlex.join(["wanjax", "generate", "--from", folder, "--dir", folder, "--out", self.video])
 
 
 class Reporting(Hook):
@@ -451,18 +482,19 @@ class Saving(Hook):
 
     def encoded(self, encoded: Any) -> None:
         made, file = self.rendering, self.rendering.folder / stage_files.EMBEDDINGS
-        made.save(stage_files.save_encoded, {name: x for name, x in encoded._asdict().items() if x is not None})
-        made.report.kept(made.command("denoise"), f"the embeddings are in {file}" if self.tells else None)
+        tensors = {name: x for name, x in encoded._asdict().items() if x is not None}
+        save = partial(stage_files.save_encoded, made.folder, tensors, made.record)
+        made.save(made.command("denoise"), save, told=f"the embeddings are in {file}" if self.tells else None)
 
     def denoised(self, latents: Any, block: Block) -> None:
         self._blocks.append(latents if block.count == 1 else np.asarray(latents))
         if not block.last:
             return
         made, file = self.rendering, self.rendering.folder / stage_files.LATENTS
-        made.save(stage_files.save_latents, latents if block.count == 1 else np.concatenate(self._blocks, axis=2))
-        if is_first():
-            (made.folder / stage_files.STATE).unlink(missing_ok=True)
-        made.report.kept(made.command("decode"), f"the latents are in {file}" if self.tells else None)
+        whole = latents if block.count == 1 else np.concatenate(self._blocks, axis=2)
+        save = partial(stage_files.save_latents, made.folder, whole, made.record)
+        forget = partial((made.folder / stage_files.STATE).unlink, missing_ok=True)
+        made.save(made.command("decode"), save, forget, told=f"the latents are in {file}" if self.tells else None)
 
 
 class SavingWindows(Hook):
@@ -476,10 +508,7 @@ class SavingWindows(Hook):
         self.rendering.report.note(f"{told}: {window.settings.prompt}")
 
     def denoised(self, latents: Any, block: Block) -> None:
-        made = self.rendering
-        if is_first():
-            stage_files.save_settings(made.folder, made.record)
-        made.report.kept(made.command_again())
+        self.rendering.save(self.rendering.command_again())
 
 
 def _inherited(left: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
