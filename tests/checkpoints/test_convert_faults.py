@@ -4,7 +4,6 @@
 import json
 import os
 import re
-import resource
 import shutil
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import pytest
 import wanjax
 from tests.support import commands
 from tests.support.conversion import COMPONENTS, checksums, flip, refused, tensors, wanjax_command
+from tests.support.disks import no_file_above
 from tests.support.harm import WEIGHTS, corrupt, truncated, with_nan, with_other_keys, without_a_shard
 from tests.support.quick import quick
 from tests.support.words import says
@@ -105,12 +105,8 @@ def test_a_disk_without_room_is_told_before_anything_is_written(source, tmp_path
 
 
 def test_a_disk_that_fills_is_told_and_the_next_run_goes_on(source, converted, tmp_path):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (7000, limits[1]))
-    try:
+    with no_file_above(7000):
         message = refused(source, tmp_path / "new")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert says(message, f"{tmp_path / 'new'} File too large kept")
     assert os.listdir(tmp_path) == [".new.partial"]
     assert list((tmp_path / ".new.partial").rglob("c/*"))

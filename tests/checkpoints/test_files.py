@@ -4,7 +4,6 @@
 import json
 import mmap
 import os
-import resource
 import subprocess
 import sys
 from contextlib import suppress
@@ -18,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from tests.support.disks import no_file_above
 from tests.support.words import naming, says
 from wanjax.checkpoints.files import (
     DTYPES,
@@ -210,12 +210,8 @@ def test_numbers_that_are_not_finite_leave_the_old_file(tmp_path, dtype):
 def test_a_full_disk_leaves_the_old_file_and_no_other(tmp_path):
     path = tmp_path / "x.safetensors"
     save_safetensors(path, {"a": np.ones(1, np.float32)})
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    try:
+    with no_file_above(1000):
         message = fault(save_safetensors, path, {"a": np.zeros(5000, np.float32)})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert says(message, f"{path} File too large")
     assert os.listdir(tmp_path) == ["x.safetensors"]
     assert_same(load_safetensors(path), {"a": np.ones(1, np.float32)})

@@ -3,7 +3,6 @@
 
 import json
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import wanjax
+from tests.support.disks import no_file_above
 from tests.support.hub import COMMIT, FILES, ID, OLDER, TRANSFORMER, VAE, fetched, files_in
 from tests.support.words import naming, says
 from wanjax.checkpoints import hub
@@ -152,12 +152,8 @@ print(locate("{ID}"))
 
 @pytest.mark.usefixtures("online")
 def test_a_disk_that_is_full_is_told(server):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-    try:
+    with no_file_above(100_000):
         message = fault(ID, ["transformer"])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert says(message, f"{server.url}/{ID} downloaded File too large")
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import files, refused, succeeded, wanjax
+from tests.support.disks import no_file_above
 from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint
 from wanjax.cli import names, runs
@@ -48,23 +49,6 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-
-
-@pytest.fixture
-def largest_file():
-    """Return a context in which no file may be larger, as on a disk that is full."""
-    import resource
-
-    @contextmanager
-    def limited(size: int) -> Iterator[None]:
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-    return limited
 
 
 @pytest.fixture
@@ -338,11 +322,11 @@ def test_a_killed_run_that_had_its_latents_is_only_to_be_decoded(model, cached):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sets a limit of POSIX")
-def test_a_cache_without_room_costs_no_video(model, cached, largest_file):
+def test_a_cache_without_room_costs_no_video(model, cached):
     """A home folder has a quota, the stages' files nobody asked for; those in --dir are asked for."""
     given = ("a", "--model", model, *SMALL, "--out", "a.mp4")
     succeeded(wanjax(*given))  # its programs are kept from now on
-    with largest_file(4000):
+    with no_file_above(4000):
         made = succeeded(wanjax(*given))
         assert re.search(f"note: .*{stage_files.EMBEDDINGS}.*too large", made.stderr)
         assert files(".") == ["a.mp4"]

@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.compilations import compilations
+from tests.support.disks import no_file_above
 from wanjax.compilers import executables
 from wanjax.compilers.cache import without_cache
 from wanjax.compilers.compilations import Compilation
@@ -226,6 +227,13 @@ def test_a_folder_that_cannot_be_made_stops_nothing(tmp_path, compiled):
     (tmp_path / "cache").write_text("a file")
     kept = Executables(tmp_path / "cache" / "executables")
     assert called(kept)[0] == [0.0, 0.0, 1.0]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sets a limit of POSIX")
+def test_a_full_disk_keeps_no_half(kept, compiled):
+    with no_file_above(100):
+        kept.keep(KEY, compiled)
+    assert list(kept.folder.iterdir()) == []
 
 
 def test_the_least_recently_used_goes_first(kept, compiled, monkeypatch):

@@ -113,9 +113,13 @@ class Executables:
                 self.folder.mkdir(mode=0o700)
             self._check_folder()
             beside = self.folder / f".{os.getpid()}.{key}"
-            with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _NO_LINK, 0o600), "wb") as file:
-                file.write(_digest(key, body) + body)
-            beside.replace(self._file(key))
+            try:
+                with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _NO_LINK, 0o600), "wb") as file:
+                    file.write(_digest(key, body) + body)
+                beside.replace(self._file(key))
+            finally:  # a full disk keeps no half
+                with suppress(OSError):
+                    beside.unlink()
             self._make_room()
         except (OSError, Refused, ValueError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError):
             return
