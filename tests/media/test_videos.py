@@ -196,14 +196,15 @@ def test_a_full_disk_leaves_nothing(tmp_path, name, monkeypatch):
     assert leftovers(tmp_path) == []
 
 
-def test_a_full_disk_leaves_no_mp4(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("name", "kilobytes"), [("clip.mp4", 8), ("clip.mp4", 0), ("clip.mov", 0), ("clip.webm", 0)])
+def test_a_full_disk_leaves_no_film(tmp_path, monkeypatch, name, kilobytes):
     """Simulates the full disk by a limit on the size of files, because ffmpeg runs in another process."""
     run = subprocess.Popen
-    limited = ["sh", "-c", 'ulimit -f 8; trap "" XFSZ; exec "$@"', "sh"]
+    limited = ["sh", "-c", f'ulimit -f {kilobytes}; trap "" XFSZ; exec "$@"', "sh"]
     monkeypatch.setattr(subprocess, "Popen", lambda command, **kw: run([*limited, *command], **kw))
     noise = np.random.default_rng(0).integers(0, 256, (40, 64, 64, 3), np.uint8)
-    with pytest.raises(WanjaxError, match=naming("clip.mp4 File too large")):
-        videos.write_video(tmp_path / "clip.mp4", noise, 16)
+    with pytest.raises(WanjaxError, match=naming(f"{name} File too large")):
+        videos.write_video(tmp_path / name, noise, 16)
     assert leftovers(tmp_path) == []
 
 

@@ -11,12 +11,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from wanjax.errors import WanjaxError
+from wanjax.errors import FULL, WanjaxError
 from wanjax.signals import abandoned_by
 
 FILMS = "mov,matroska,avi,flv,asf,mpeg,mpegts,mpegvideo,m4v,h264,hevc,av1,obu,ivf,ogg,mxf,nut,yuv4mpegpipe,gif,apng"
 """The formats of films that are read. Others, such as playlists, may name further files and addresses to read."""
-OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EMFILE, errno.EIO)
+OF_DISKS = (*FULL, errno.EROFS, errno.EACCES, errno.EMFILE, errno.EIO)
 """Errors that ffmpeg tells in the system's words."""
 
 ALPHA_DECODERS = {"vp8": "libvpx", "vp9": "libvpx-vp9"}  # ffmpeg's own decoders of these formats drop transparency
@@ -153,12 +153,16 @@ def run(arguments: list[str], pieces: Iterable[bytes] = (), take: Callable[[byte
 
 
 def _error(status: int, said: str) -> OSError | None:
-    """Returns the error of ffmpeg's last message, without the names of its module and level."""
+    """Returns the error of ffmpeg's last message, without the names of its module and level.
+
+    Where a disk is full from the first byte on, its status alone tells at last: a negative number of the system.
+    """
     if not status:
         return None
     lines = said.strip().splitlines()
     last = re.sub(r"^(\[[^]]*\] )+", "", lines[-1]) if lines else ""
-    if number := next((n for n in OF_DISKS if last.endswith(os.strerror(n))), None):
+    full = next((n for n in FULL if status == 256 - n), None)
+    if number := next((n for n in OF_DISKS if last.endswith(os.strerror(n))), full):
         return OSError(number, os.strerror(number))
     return OSError(f"ffmpeg said {last!r}" if last else f"ffmpeg ended with {status}")
 
