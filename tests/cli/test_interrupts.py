@@ -144,7 +144,7 @@ def test_ctrl_c_ends_a_command_at_any_moment(environment, command, seconds):
 def test_a_second_ctrl_c_ends_what_xla_is_doing(model, environment, work):
     command = blocked("latents", f"lambda *_, **__: (call() for call in [{work}])", *GIVEN, "--model", model)
     with Run(command, environment) as run:
-        run.wait_for("to continue from there: wanjax denoise --dir d\n", 300)
+        run.wait_for("encode: done", 300)
         time.sleep(2)
         run.press()
         run.wait_for("stopping after this stage; Ctrl-C again stops at once\n", 5)
@@ -175,7 +175,7 @@ def test_a_second_ctrl_c_leaves_no_unfinished_file(model, environment, out):
 def test_one_ctrl_c_stops_after_a_step(model, environment):
     command = [sys.executable, "-m", "wanjax", *GIVEN, "--model", model, "--steps", "100000"]
     with Run(command, environment) as run:
-        run.wait_for("to continue from there: wanjax denoise --dir d\n", 300)
+        run.wait_for("encode: done", 300)
         time.sleep(4)
         run.press()
         run.wait_for("; Ctrl-C again stops at once\n", 5)

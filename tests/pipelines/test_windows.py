@@ -168,7 +168,7 @@ def test_a_command_goes_on_from_the_windows_that_are_kept(pictured, tmp_path, mo
     shape = ("--frames", "5", "--size", "32x32", "--steps", "2", "--model", str(pictured), "--image", "in.png")
     told = succeeded(run("a cat", "--windows", "2", *shape, "--dir", "stages", "--out", "two")).stderr
     assert "window 2 of 2: a cat" in told
-    assert f"--dir {Path('stages')}" in told
+    assert "wanjax generate" not in told  # it is done
     more = ("--from", "stages", "--windows", "3", "--then", "a cat", "--then", "a dog", "--dir", "stages")
     told = succeeded(run("generate", *more, "--out", "three")).stderr
     assert told.count("the first 2 of 2 steps were taken before") == 2
