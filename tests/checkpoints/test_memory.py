@@ -22,6 +22,7 @@ from wanjax.compilers.chips import V6E
 from wanjax.errors import WanjaxError
 from wanjax.layers.placement import placed
 from wanjax.pipelines import memory
+from wanjax.pipelines.recording import most_held, record
 from wanjax.sharding import RULES, Partitioner, make_mesh
 
 GB = 1_000_000_000
@@ -74,6 +75,23 @@ def test_a_model_of_the_hub_is_refused_before_its_weights_are_downloaded(
     assert sent_weights(published) == []
     assert pipe.transformer is not None
     assert sent_weights(published)
+
+
+def test_all_stages_of_a_model_of_the_hub_are_looked_at_before_any_is_computed(published, tiny, memory_of, monkeypatch):
+    """Decoding alone would fit, but not beside the networks of the other stages, which stay."""
+    how = {"size": (64, 64), "frames": 1, "steps": 2}
+    pipe = wanjax.load(tiny, offload=True)
+    needed, _ = most_held(record(pipe, pipe.settings(**how), room=0))
+
+    def computed(*_, **__):
+        raise AssertionError("a program is executed")
+
+    monkeypatch.setattr("wanjax.programs.Execute.call", computed)
+    memory_of(needed)
+    with pytest.raises(AssertionError, match="executed"):
+        wanjax.load(ID, offload=True)("a", **how)
+    with pytest.raises(WanjaxError, match=naming("64x64 memory")):
+        wanjax.load(ID, offload=False)("a", **how)
 
 
 def test_the_exact_dtype_is_known_when_a_network_is_loaded(tiny, memory_of):

@@ -47,7 +47,7 @@ from wanjax.pipelines.many import Order
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.previews.previews import Previews
 from wanjax.pipelines.record import described, devices_of, paths_of
-from wanjax.pipelines.recording import check_decoding, check_denoising, check_making, record
+from wanjax.pipelines.recording import check_decoding, check_denoising, check_encoding, check_making, record
 from wanjax.pipelines.resume import Keeping
 from wanjax.pipelines.run import Block, Hook, Run
 from wanjax.pipelines.settings import DRAW, Settings, schema
@@ -91,6 +91,7 @@ def encode(report: Report, *, folder: Path, force: bool, **given: Any) -> None:
     check_free(folder, "encode", force)
     with held(Rendering(report, folder, given)) as video:
         video.tell_prompt()
+        check_encoding(video.pipe, video.settings, video.pictures, tiling=video.how["tiling"])
         video.run(Saving(video, tells=True)).encode()
     report.table()
     if report.in_json:

@@ -64,6 +64,7 @@ class Components:
         """
         loaders = {name: partial(self._abstract, name) for name in self.names}
         made = Components(loaders, self.options, self.offload, self.sizes, self.source, self.kinds)
+        made._put = set(self._put)
         least = inf if room is None else (1 - SPARE) * room
         made._fits = lambda network: sum(map(bytes_of, [*made.networks(), network])) <= least
         return made
@@ -94,11 +95,6 @@ class Components:
     def networks(self) -> list[nnx.Module]:
         """Returns the networks that are loaded."""
         return [x for x in self._loaded.values() if isinstance(x, nnx.Module)]
-
-    @property
-    def network_names(self) -> tuple[str, ...]:
-        """The names of the components that are networks, as far as their shapes can be known."""
-        return tuple(name for name in self._shapes if name != DECODER)
 
     @property
     def names(self) -> tuple[str, ...]:

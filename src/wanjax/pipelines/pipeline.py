@@ -67,7 +67,7 @@ from wanjax.pipelines.other_names import right_name, unknown_keyword
 from wanjax.pipelines.previews.latent_preview import LatentPreview, fitted
 from wanjax.pipelines.previews.tiny_decoder import read_tiny_decoder
 from wanjax.pipelines.record import devices_of, nameable, record_of
-from wanjax.pipelines.recording import check_decoding, check_denoising, check_making
+from wanjax.pipelines.recording import check_decoding, check_denoising, check_encoding, check_making
 from wanjax.pipelines.resume import Keeping
 from wanjax.pipelines.run import Hook, Run
 from wanjax.pipelines.sampler import draw, join
@@ -354,6 +354,7 @@ class Pipeline:
         """
         pictures, chosen = self.prepare(prompt=check_prompt(prompt), negative_prompt=negative_prompt, **given)
         check_alone(chosen, "encode")
+        check_encoding(self, chosen, pictures, tiling=tiling)
         run = Run(self, [Order(chosen, {})], pictures, tiling=tiling, hooks=self._looking(None))
         return run.encode()[chosen.prompt]
 

@@ -72,17 +72,26 @@ def check_making(
 ) -> None:
     """Raise WanjaxError where the programs of a video hold more than this machine's memory, before any is compiled.
 
-    A step is looked at where all configs are here, so that nothing is downloaded for it; decoding always. The arguments
-    are those of `record`.
+    Decoding is looked at first, for which nothing is downloaded. What has to be known of the other stages is
+    downloaded, where it is not here: the video needs it at any rate. The arguments are those of `record`.
     """
     if _is_small(pipe, settings.size, settings.frames):
         return
     alone = replace(settings, windows=1, then="")  # windows are alike
     check_decoding(pipe, pipe.architecture.latent_shape(alone), tiling=tiling)
-    source = pipe.components.source
-    if source is not None and all(map(source.is_at_hand, pipe.components.network_names)):
-        pictures = pictures or needed_pictures(pipe, alone)
-        _check(alone, record(pipe, alone, pictures, tiling=tiling, batch_guidance=batch_guidance))
+    pictures = pictures or needed_pictures(pipe, alone)
+    _check(alone, record(pipe, alone, pictures, tiling=tiling, batch_guidance=batch_guidance, room=0))
+
+
+def check_encoding(pipe: Pipe, settings: Settings, pictures: Pictures, *, tiling: Tiling | None = None) -> None:
+    """Raise WanjaxError where the encoding of pictures holds more than this machine's memory.
+
+    The arguments are those of `record`.
+    """
+    if pictures.given() and not _is_small(pipe, settings.size, settings.frames):
+        calls, recorder = _recorded(pipe, room=0)
+        Run(recorder, [Order(settings, {})], pictures, tiling=tiling).encode()
+        _check(settings, calls)
 
 
 def check_denoising(
@@ -98,7 +107,7 @@ def check_denoising(
         batch_guidance: That of `Pipeline.denoise`.
     """
     if not _is_small(pipe, settings.size, settings.frames * videos):
-        calls, recorder = _recorded(pipe)
+        calls, recorder = _recorded(pipe, room=0)
         run = Run(recorder, [Order(settings, {})], batch_guidance=batch_guidance)
         for _ in run.latents(encoded, settings, [0] * videos):
             pass
@@ -118,7 +127,7 @@ def check_decoding(pipe: Pipe, shape: Sequence[int], *, tiling: Tiling | None = 
     frames = 1 + (shape[2] - 1) * vae.temporal_factor
     if _is_small(pipe, (height, width), frames):
         return
-    calls, recorder = _recorded(pipe)
+    calls, recorder = _recorded(pipe, room=0)
     latents: Any = jax.ShapeDtypeStruct(tuple(shape), jnp.float32, sharding=pipe.partitioner.replicated)
     blocks = pipe.architecture.block_frames
     pieces = [latents] if not blocks else [latents.update(shape=(*shape[:2], blocks, *shape[3:]))]
@@ -136,7 +145,8 @@ def _is_small(pipe: Pipe, size: tuple[int, int], frames: int) -> bool:
 def most_held(calls: Record) -> tuple[int, str]:
     """Return bytes that a recorded run holds at the least at its peak, and the stage of that.
 
-    Those of a program, of what is kept beside it, and of the process.
+    Those of a program, of what is kept beside it, and of the process. A run that was recorded with a `room` of 0 keeps
+    no network that can be freed for another.
     """
     each = [(least_held(one.instance.lowering) + one.beside, one.stage) for one in calls.programs]
     held, stage = max(each, default=(0, ""))
