@@ -8,13 +8,18 @@ import sys
 from pathlib import Path
 
 import imageio_ffmpeg
+import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from PIL import Image
 
 from tests.support.commands import refused, succeeded, wanjax
+from tests.support.disks import no_file_above
 from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint
 from tests.support.words import says
+from wanjax.cli.report import Report
+from wanjax.compilers.cache import compile_cache
 from wanjax.media import stage_files
 from wanjax.media.videos import read_metadata
 from wanjax.pipelines.run import Run
@@ -120,6 +125,22 @@ def test_no_room_for_what_is_printed(arguments):
     assert ended.returncode == 1
     assert len(ended.stderr.splitlines()) == 1
     assert "No space left" in ended.stderr
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sets a limit of POSIX")
+def test_a_cache_of_programs_without_room_is_told_once(tmp_path, capsys):
+    folder = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "xla"))
+    compilation_cache.reset_cache()
+    try:
+        with no_file_above(10), compile_cache(), Report().telling_warnings():
+            for i in range(2):
+                jax.jit(lambda x, i=i: x + 271828 + i)(1)
+    finally:
+        jax.config.update("jax_compilation_cache_dir", folder)
+        compilation_cache.reset_cache()
+    [line] = capsys.readouterr().err.splitlines()
+    assert says(line, "cache File too large")
 
 
 def test_what_could_not_be_written_is_told_before_the_first_step(model, monkeypatch):

@@ -37,6 +37,10 @@ STATUS = Path("/proc/self/status")  # Linux alone lets a process read and reset 
 CLEAR = Path("/proc/self/clear_refs")
 LOSES_NOTHING = ("encode", "denoise", "decode", "preview")
 """The stages that Ctrl-C ends after `PATIENCE`; but for steps of denoising, which are kept once one of them is done."""
+CACHE = re.compile(
+    r"Error (reading|writing) persistent compilation cache entry for '[^']*': \w+: (?:\[Errno \d+\] )?(.*)"
+)
+"""A warning of JAX's."""
 PATIENCE = 2.0  # seconds that a stage has to come to an end of its own
 MOMENT = 5.0  # seconds that other processes have to end with this one
 
@@ -209,18 +213,22 @@ class Report:
 
     @contextmanager
     def telling_warnings(self) -> Iterator[None]:
-        """Prints each warning of wanjax as a note, once."""
+        """Prints each warning of wanjax as a note, once, and what JAX warns of for each program of its cache."""
 
         def show(message: Warning | str, category: type[Warning], *where: Any, **file: Any) -> None:
-            if not issubclass(category, WanjaxWarning):
+            of_cache = CACHE.match(str(message))
+            if not (of_cache or issubclass(category, WanjaxWarning)):
                 usual(message, category, *where, **file)
-            elif str(message) not in self._told:
-                self._told.add(str(message))
-                self.note(f"note: {message}")
+                return
+            why = f"the cache of compiled programs fails at {of_cache[1]}: {of_cache[2]}" if of_cache else str(message)
+            if why not in self._told:
+                self._told.add(why)
+                self.note(f"note: {why}")
 
         with warnings.catch_warnings():
             usual, warnings.showwarning = warnings.showwarning, show
             warnings.simplefilter("always", WanjaxWarning)
+            warnings.filterwarnings("always", CACHE.pattern)
             yield
 
     @contextmanager
