@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from itertools import product
 from math import prod
 from types import MappingProxyType
@@ -294,6 +295,8 @@ def platform() -> str:
         asked = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
         told = " ".join(str(error).partition(" (set JAX_PLATFORMS")[0].split()).rstrip(".")
         why = told or f"there is no device of {asked}, or no plugin for it"
+        if "tpu" in str(asked).split(",") and find_spec("libtpu") is None:
+            why = "libtpu is missing, which wanjax[tpu] brings"
         raise WanjaxError(
             f"JAX cannot use JAX_PLATFORMS={asked} here ({why}): without JAX_PLATFORMS it takes what there is"
         ) from error

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from glob import glob
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ from tests.support.tiny import tiny_checkpoint
 from tests.support.words import says
 from wanjax.checkpoints.files import save_safetensors
 from wanjax.cli import main
+from wanjax.compilers.libtpu import TPUS
 from wanjax.media import stage_files
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
@@ -158,6 +160,29 @@ def test_a_platform_without_devices(platform, command):
     assert says(sentence, f"wanjax: JAX_PLATFORMS={platform}")
     assert says(sentence, "without JAX_PLATFORMS")
     assert re.search(WITHOUT_DEVICES[platform], sentence)
+    assert left() == []
+
+
+@pytest.mark.skipif(any(map(glob, TPUS)), reason="there is a TPU")
+def test_a_tpu_that_is_asked_for_without_libtpu():
+    """In a new process that cannot import libtpu, for all commands."""
+    code = """if True:
+        import sys
+        from contextlib import suppress
+        from importlib import util
+        found = util.find_spec
+        util.find_spec = lambda name, *more: None if name == "libtpu" else found(name, *more)
+        sys.modules["libtpu"] = None
+        from wanjax.cli import main
+        for arguments in (["a red circle"], ["warmup"], ["bench", "--quick"], ["calibrate"], ["train", "nano", ".", "-o", "x"]):
+            with suppress(SystemExit):
+                main(arguments)"""
+    environment = os.environ | {"JAX_PLATFORMS": "tpu"}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    told = [line for line in run.stderr.splitlines() if line.startswith("wanjax: ")]
+    assert [line for line in told if says(line, "JAX_PLATFORMS=tpu libtpu wanjax[tpu]")] == told, run.stderr
+    assert len(told) == 5, run.stderr
+    assert "Traceback" not in run.stderr
     assert left() == []
 
 

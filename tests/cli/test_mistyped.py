@@ -3,11 +3,12 @@
 
 from pathlib import Path
 
+import click
 import pytest
 
 from tests.support.commands import refused, succeeded, wanjax
 from tests.support.words import says
-from wanjax.cli import stages
+from wanjax.cli import main, stages
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +34,16 @@ def prompts(tmp_path, monkeypatch) -> list[str]:
         (["price", "nano", "--chip", "v6e-8"], "--chip plan command 'price'"),
         (["a red circle", "--to", "diffusers"], "--to convert generate"),
         (["help", "decod"], "command 'decod' generate"),
+        (["hel"], "command 'hel' wanjax --help"),
+        (["a", "red", "circle"], "prompt 3 quotes wanjax generate 'a red circle'"),
+        (["encode", "a", "--size", "64x32", "cat"], "prompt 2 wanjax encode 'a cat'"),
+        (["generate", "--", "-a", "cat"], "wanjax generate -- '-a cat'"),
+        (["generate", "--", "-a cat", "--seed", "1"], "--seed options --"),
+        (["-a cat"], "prompt dash wanjax generate [OPTIONS] -- '-a cat'"),
+        (["generate", "--steps", "2", "--a cat"], "prompt dash wanjax generate -- '--a cat'"),
+        (["plan", "-a cat"], "option '-a' wanjax plan --help-all"),
+        (["info", "my", "cat.mp4"], "'cat.mp4' wanjax info FILE quotes"),
+        (["cat", "--bqsiz", "3"], "'--bqsiz' --block-q"),
     ],
 )
 def test_a_mistyped_command_makes_no_video(prompts, arguments, told):
@@ -41,11 +52,31 @@ def test_a_mistyped_command_makes_no_video(prompts, arguments, told):
     assert list(Path().iterdir()) == []
 
 
+def test_what_the_help_does_not_show_is_never_suggested():
+    hidden = 0
+    for name, command in main.commands.items():
+        for option in (x for x in command.params if isinstance(x, click.Option) and x.hidden):
+            hidden += 1
+            told = refused(name, *(["nano"] if name == "calibrate" else []), f"{option.opts[0]}x").partition(":")[2]
+            assert not {*option.opts} & {*told.split()}, (name, told)
+    assert hidden > 20
+
+
 @pytest.mark.parametrize("prompt", ["cat", "sunset", "decode the message", "help me", "a"])
 def test_other_words_are_prompts(prompts, prompt):
     succeeded(wanjax(prompt, "--seed", "3"))
     succeeded(wanjax("--seed", "3", prompt))
     assert prompts == [prompt, prompt]
+
+
+def test_a_prompt_may_begin_with_a_dash(prompts):
+    succeeded(wanjax("generate", "--seed", "1", "--", "-a cat"))
+    succeeded(wanjax("--", "-a cat"))
+    assert prompts == ["-a cat", "-a cat"]
+
+
+def test_help_is_shown_beside_words_that_are_too_many():
+    assert "--seed" in succeeded(wanjax("generate", "a", "red", "circle", "--help")).stdout
 
 
 def test_a_prompt_may_be_a_command_s_name(prompts):

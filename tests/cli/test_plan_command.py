@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 
+import jax
 import pytest
 from click.testing import CliRunner
 
@@ -15,6 +16,7 @@ import wanjax
 from tests.support.recorded import counted, programs
 from tests.support.small_wan import TEXT, VIDEO, architecture, causal_pipeline
 from tests.support.words import naming, says
+from wanjax import registry
 from wanjax.cli import main
 from wanjax.compilers import compile as compiling
 from wanjax.compilers import kept, places, priced
@@ -121,11 +123,20 @@ def test_an_impossible_request_is_refused_in_one_sentence(arguments, why):
     assert len(run.stderr.strip().splitlines()) == 1
 
 
-def test_without_the_compiler(monkeypatch):
+@pytest.mark.parametrize("options", [[], ["--train"], ["--requests", "10"]], ids=" ".join)
+def test_without_the_compiler_nothing_is_traced(monkeypatch, options):
     monkeypatch.setattr(compiling, "find_spec", lambda name: None)
-    run = CliRunner().invoke(main, ["plan", "nano"])
+    monkeypatch.setattr(registry, "outline", lambda *_: pytest.fail("it is outlined"))
+    run = CliRunner().invoke(main, ["plan", "nano", *options])
     assert run.exit_code == 2
-    assert says(run.stderr, "libtpu missing")
+    assert says(run.stderr, "libtpu missing wanjax[plan]")
+    assert len(run.stderr.strip().splitlines()) == 1
+
+
+def test_without_the_compiler_no_function_of_anybody_s_is_traced(monkeypatch):
+    monkeypatch.setattr(compiling, "find_spec", lambda name: None)
+    with pytest.raises(WanjaxError, match=naming("libtpu missing wanjax[plan]")):
+        wanjax.price(lambda x: pytest.fail("it is traced"), jax.ShapeDtypeStruct((8,), "float32"))
 
 
 def test_advice_when_a_video_does_not_fit(monkeypatch):

@@ -57,10 +57,9 @@ def check_prompt(ctx: click.Context, arguments: Sequence[str], implied: str) -> 
     again = f"`{shlex.join(['wanjax', implied, word])}` makes a video of this word"
     if word in group.commands:
         raise click.UsageError(f"{word!r} is a command, which precedes its options: `wanjax {word} ...`; {again}")
-    near = get_close_matches(word.lower(), [*group.commands, "version"], n=1, cutoff=NEAR)
-    if near:
-        right = "--version" if near == ["version"] else near[0]
-        raise click.UsageError(f"no command is named {word!r}: `wanjax {right}` is near; {again}")
+    commands = {name: name for name in group.list_commands(ctx)} | {"help": "--help", "version": "--version"}
+    for near in get_close_matches(word.lower(), commands, n=1, cutoff=NEAR):
+        raise click.UsageError(f"no command is named {word!r}: `wanjax {commands[near]}` is near; {again}")
     if {"--help", "-h"} & {*arguments}:
         raise click.UsageError(f"no command is named {word!r}: there are {', '.join(group.list_commands(ctx))}")
 
@@ -78,11 +77,54 @@ def _prompt(command: click.Command, ctx: click.Context, arguments: Sequence[str]
 
 def _foreign(group: click.Group, arguments: Sequence[str], implied: str) -> Iterator[tuple[str, str]]:
     """Yields the options among the arguments that only other commands have, each with the first of these commands."""
-    known = {name: {option for each in group.commands[name].params for option in each.opts} for name in group.commands}
+    own = {option for each in group.commands[implied].params for option in each.opts} | {"--help"}
+    known = {name: visible_options(command) for name, command in group.commands.items() if not command.hidden}
     for argument in arguments:
         option = f"--{today(argument[2:].partition('=')[0])}"
-        if argument.startswith("--") and option not in known[implied] | {"--help"}:
+        if argument.startswith("--") and option not in own:
             yield from ((option, name) for name in known if option in known[name])
+
+
+def visible_options(command: click.Command) -> dict[str, click.Option]:
+    """Return the options of a command that its help shows, by their names with dashes."""
+    shown = [each for each in command.params if isinstance(each, click.Option) and not each.hidden]
+    return {name: option for option in shown for name in option.opts}
+
+
+def _no_option(command: click.Command, ctx: click.Context, arguments: Sequence[str], name: str) -> click.UsageError:
+    """Return the error for an option that a command does not have: a mistyped name, or a prompt with a dash."""
+    has_prompt = any(each.name == "prompt" and isinstance(each, click.Argument) for each in command.params)
+    for argument in arguments if has_prompt else ():
+        if _is_of(argument, name) and argument.split() != [argument]:
+            again = f"{ctx.command_path} [OPTIONS] -- {shlex.quote(argument)}"
+            return click.UsageError(f"a prompt that begins with a dash stands behind --, as in `{again}`", ctx)
+    present = {option: option for option in visible_options(command)}
+    former = {f"--{old}": f"--{new}" for old, new in OLD_NAMES.items() if f"--{new}" in present}
+    near = [{**former, **present}[word] for word in get_close_matches(name, [*present, *former])]
+    told = f": {' or '.join(dict.fromkeys(near))} is near" if near else f": `{ctx.command_path} --help-all` has all"
+    return click.UsageError(f"no option is named {name!r}{told}", ctx)
+
+
+def _is_of(argument: str, name: str) -> bool:
+    """Tell whether an argument is what click takes for an option of this name, or for several of one letter."""
+    if argument.startswith("--"):
+        return f"--{today(argument[2:].partition('=')[0])}" == name
+    return argument.startswith("-") and name[1:] in argument
+
+
+def check_extra(command: click.Command, ctx: click.Context, extra: Sequence[str]) -> None:
+    """Raises UsageError for arguments that a command has no place for, which quotes may have to make one."""
+    if ctx.resilient_parsing or not extra:
+        return
+    if prompt := ctx.params.get("prompt"):
+        if option := next((word for word in extra if word in visible_options(command)), None):
+            raise click.UsageError(f"{option} stands behind -- and the prompt: options stand before --", ctx)
+        words = " ".join([prompt, *extra])
+        again = f"{ctx.command_path} {'-- ' if words.startswith('-') else ''}{shlex.quote(words)}"
+        raise click.UsageError(f"the prompt is {1 + len(extra)} arguments where quotes make it one: `{again}`", ctx)
+    form = " ".join([ctx.command_path, *command.collect_usage_pieces(ctx)])
+    words = " and ".join(map(repr, extra))
+    raise click.UsageError(f"no place is left for {words} in `{form}`: a name with spaces stands in quotes", ctx)
 
 
 ADDRESS = re.compile(r"(https?|ftp)://\S+", re.IGNORECASE)
@@ -102,7 +144,10 @@ def check_words(command: click.Command, ctx: click.Context, arguments: Sequence[
         return
     if any("\0" in word for word in arguments):
         raise click.UsageError("an option or the prompt holds the character \\0: a text without it is right")
-    given = command.make_parser(ctx).parse_args([*arguments])[0]
+    try:
+        given = command.make_parser(ctx).parse_args([*arguments])[0]
+    except click.NoSuchOption as error:
+        raise _no_option(command, ctx, arguments, error.option_name) from error
     for parameter in command.params:
         value = given.get(str(parameter.name))
         for one in value if isinstance(value, list) else [value]:

@@ -8,9 +8,10 @@ from typing import Any
 import click
 
 from wanjax.cli.listing import described, listed
+from wanjax.cli.tables import folded, stdout_width, table
 from wanjax.pipelines.settings import PICTURES
 
-ROW = "{:26} {:>11} {:>8} {:>9} {:>6} {:>5} {:>8}  {}"
+MODELS = ("model", "transformer", "memory", "size", "frames", "steps", "guidance", "weights")
 
 
 def show_model(model: str, as_json: bool) -> None:
@@ -43,7 +44,7 @@ def show_models(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(known, indent=2, ensure_ascii=False))
         return
-    click.echo(ROW.format("model", "transformer", "memory", "size", "frames", "steps", "guidance", "weights"))
+    rows, notes = [], []
     for model in known:
         chosen = model["defaults"]
         sizes = (
@@ -53,9 +54,10 @@ def show_models(as_json: bool) -> None:
         )
         scales = [chosen.get(name) for name in ("guidance_scale", "guidance_scale_2")]
         guidance = ", ".join(f"{scale:g}" for scale in scales if scale is not None)
-        counts = (chosen["frames"], chosen["steps"], guidance)
-        click.echo(ROW.format(model["name"], *sizes, *counts, model["licence"]))
-        click.echo(f"    {model['about']}; from {', '.join(model['tasks'])}")
+        rows.append((model["name"], *sizes, str(chosen["frames"]), str(chosen["steps"]), guidance, model["licence"]))
+        notes.append(f"{model['about']}; from {', '.join(model['tasks'])}")
+    made = table(MODELS, rows, stdout_width(), notes)
+    click.echo("\n".join([*made.headings, *made.rows]))
 
 
 def _rounded(number: float) -> str:
@@ -95,8 +97,10 @@ def show_record(file: str, as_json: bool) -> None:
 
 def _print_lines(lines: Mapping[str, str]) -> None:
     width = max(map(len, lines))
+    room = columns - width - 2 if (columns := stdout_width()) else None
     for name, text in lines.items():
-        click.echo(f"{name:{width}}  {text}".rstrip())
+        first, *rest = folded(text, room)
+        click.echo("\n".join([f"{name:{width}}  {first}".rstrip(), *(f"{'':{width}}  {line}" for line in rest)]))
 
 
 def _entries(record: Mapping[str, Any]) -> dict[str, str]:

@@ -12,7 +12,8 @@ from wanjax.checkpoints.lora import Lora
 from wanjax.checkpoints.manifest import Progress, verify
 from wanjax.checkpoints.networks import network
 from wanjax.checkpoints.sources import Source
-from wanjax.cli.report import Report, print_table
+from wanjax.cli.report import Report
+from wanjax.cli.tables import print_table
 from wanjax.errors import WanjaxError
 from wanjax.figures import in_bytes
 from wanjax.registry import adapted, check_whole, configured, find, kinds

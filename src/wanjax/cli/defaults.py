@@ -15,7 +15,7 @@ import click
 from click.core import ParameterSource
 
 from wanjax.cli import sections
-from wanjax.cli.arguments import check_words, today
+from wanjax.cli.arguments import check_extra, check_words, today, visible_options
 from wanjax.cli.options import Seed, Size, is_typed, of_file
 from wanjax.errors import WanjaxError, reason
 from wanjax.media.texts import read_text
@@ -39,9 +39,12 @@ CONFIG, RECORD = "wanjax.config", "wanjax.record"  # keys, in a command's contex
 class Command(sections.Command):
     """A command of which some options may come from files."""
 
+    allow_extra_args = True  # which are refused below, with what they may be meant for
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         check_words(self, ctx, args)
         rest = super().parse_args(ctx, args)
+        check_extra(self, ctx, rest)
         from_file = {name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.DEFAULT_MAP}
         replaced = {rival for name, rivals in RIVALS.items() if is_typed(name, ctx) for rival in rivals}
         one = "prompts" in replaced or ctx.params.get("prompts") is None  # each line of a list may name a video
@@ -118,8 +121,7 @@ def _table(file: str) -> dict[str, Any]:
 
 def _options(command: click.Command) -> dict[str, click.Option]:
     """Returns the options that a file may give a command, by their names without dashes before them."""
-    found = [x for x in command.params if isinstance(x, click.Option) and not x.hidden]
-    named = {name[2:]: option for option in found for name in option.opts if name.startswith("--")}
+    named = {name[2:]: option for name, option in visible_options(command).items() if name.startswith("--")}
     return {key: option for key, option in named.items() if key not in ("config", "from")}
 
 

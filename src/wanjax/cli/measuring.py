@@ -2,42 +2,39 @@
 """The commands `bench` and `calibrate`: measurements of this machine's devices, and of a checkpoint for step caches."""
 
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import click
-import jax
 from rich.console import Console
 
 from wanjax import registry
 from wanjax.bench.suite import SCALES, Bench, Row, Scale
 from wanjax.bench.suite import bench as run
-from wanjax.cli.report import Report, print_table
+from wanjax.cli.report import Report
 from wanjax.cli.stages import domain_of, given_settings
+from wanjax.cli.tables import print_table
 from wanjax.figures import digits, duration, scaled
 from wanjax.kernels.compiler_options import keep_set, kept_set
 from wanjax.loading import load
 from wanjax.pipelines import progress
 from wanjax.pipelines.caching.calibration import Measured, measure, reused_by, tables_from
 from wanjax.pipelines.caching.tables import measured_file, to_json
-from wanjax.sharding import mesh_text
+from wanjax.sharding import mesh_text, platform
 from wanjax.stores.writing import check_folder, writing
 
 HEADINGS = ("what", "compiling", "first run", "measured", "runs", "spread", "modelled", "measured / modelled")
-WIDTH = 140  # columns where there is no terminal
 
 
 def bench(report: Report, *, model: str, quick: bool, keep: bool, as_json: bool) -> None:
     """Runs the measurements, prints them, and keeps the better set of compiler options."""
-    platform = "cpu" if jax.devices()[0].platform == "cpu" else "other"
-    scale: Scale = SCALES[platform, quick]
+    scale: Scale = SCALES["cpu" if platform() == "cpu" else "other", quick]
     with report.stage("bench"):
         found = run(registry.outline(model), scale, quick=quick, tell=report.note)
     if as_json:
         click.echo(json.dumps(found.to_json(), indent=2))
     else:
-        show(found, progress.console(stderr=False, width=None if sys.stdout.isatty() else WIDTH))
+        show(found, progress.console(stderr=False))
     if keep and found.better is not None:
         keep_set(found.better)
         if kept_set() == found.better:  # not where the cache folder cannot be written

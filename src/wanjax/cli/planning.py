@@ -17,13 +17,15 @@ from rich.console import Console
 
 from wanjax import loading, registry
 from wanjax.cli.processes import meet
-from wanjax.cli.report import Report, print_table
+from wanjax.cli.report import Report
 from wanjax.cli.scaling import show_scale, why
 from wanjax.cli.stages import Rendering, given_settings, how_of, loras_of, own_settings
+from wanjax.cli.tables import print_table
 from wanjax.compilers.cache import compile_cache, compile_cache_folder
 from wanjax.compilers.chips import Slice, devices_of, find_slice
 from wanjax.compilers.compile import AT_ONCE, ENVIRONMENT, check_compiler
 from wanjax.compilers.lowering import without_refused
+from wanjax.compilers.places import find_priceable
 from wanjax.compilers.shared import Kept, current
 from wanjax.errors import WanjaxError
 from wanjax.figures import between, digits, duration, in_bytes
@@ -59,6 +61,7 @@ def plan(
 ) -> None:
     """Prices a video, and prints a table or JSON."""
     jax.config.update("jax_platforms", "cpu")  # the priced chips need not be present
+    find_priceable(chip)
     training = {name: given.pop(name) for name in ("train", "lora_rank", "full", "batch", "optimizer")}
     bulk = _bulk(given)
     if bulk and training["train"]:

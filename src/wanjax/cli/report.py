@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from wanjax.cli.tables import print_table
 from wanjax.errors import WanjaxWarning
 from wanjax.figures import duration, in_bytes
 from wanjax.signals import INTERRUPTED, abandon
@@ -293,19 +294,6 @@ class Report:
         parts.append(("between the stages", whole - sum(seconds for _, seconds in parts)))
         rows = [(name, duration(seconds), f"{seconds / whole:.0%}") for name, seconds in parts if seconds >= 0.0005]
         print_table(self.console, ["where the time went", "time", "share"], [*rows, ("in all", duration(whole), "")])
-
-
-def print_table(console: "Console", headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Prints a table, whose headings and first column fold on a narrow terminal; figures stay on a line."""
-    from rich.table import Table  # imported late for a quick --help
-
-    table = Table(box=None, padding=(0, 2 if console.width >= 80 else 1, 0, 0), pad_edge=False)
-    for i, heading in enumerate(headings):
-        widest = max((len(row[i]) for row in rows), default=0)
-        table.add_column(heading, justify="right" if i else "left", min_width=widest if i else None)
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
 
 
 def _reset_host_peak() -> None:

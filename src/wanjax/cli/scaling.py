@@ -6,7 +6,7 @@ from math import ceil, inf
 
 from rich.console import Console
 
-from wanjax.cli.report import print_table
+from wanjax.cli.tables import print_table
 from wanjax.compilers.places import find_place
 from wanjax.compilers.pricing import Cost
 from wanjax.figures import between, digits, duration, in_bytes

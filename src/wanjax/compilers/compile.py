@@ -87,6 +87,7 @@ def compile_programs(
     memory, so it is for kernels and small programs. Raises WanjaxError if a slice is unknown, a mesh does not fill it,
     libtpu is missing or not the version that jax requires, or wanjax itself refuses a program.
     """
+    check_compiler()
     found: dict[int, Compiled | CompilerError] = {}
     jobs: dict[int, Job] = {}
     for number, (lowering, chip) in enumerate(programs):
@@ -221,8 +222,8 @@ def check_compiler() -> None:
     install = f"pip install 'jax[tpu]=={version('jax')}'"  # which a clone and a package have alike
     if find_spec("libtpu") is None:
         raise WanjaxError(
-            f"programs of TPUs are compiled, and priced, by libtpu, which is missing: {install} brings it, and "
-            f"{', '.join(machines())} are priced without it"
+            "programs of TPUs are compiled, and priced, by libtpu, which is missing: wanjax[plan], or "
+            f"{install}, brings it, and {', '.join(machines())} are priced without it"
         )
     if not (wanted := accepted()).contains(found := version("libtpu"), prereleases=True):
         raise WanjaxError(

@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from wanjax.compilers.chips import described, find_slice
 from wanjax.compilers.lowering import Lowering
-from wanjax.compilers.priced import Priced, price_all
+from wanjax.compilers.priced import Priced, check_priceable, price_all
 
 
 def price(
@@ -38,6 +38,7 @@ def price(
     CompilerError if the program does not compile. A program that is too large has no `seconds`.
     """
     place = find_slice(chip)
+    check_priceable()
     axes = mesh.shape if isinstance(mesh, Mesh | AbstractMesh) else mesh
     on = described(place, None if axes is None else dict(axes))
     arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_on(on, x)), shapes)

@@ -36,6 +36,11 @@ def keep(kind: str, key: Mapping[str, Any], value: Any) -> None:
         write_whole(file, json.dumps(value).encode())
 
 
+def is_any_kept(kind: str) -> bool:
+    """Tell whether anything of a kind is kept."""
+    return any((user_cache() / kind).glob("*.json"))
+
+
 def _file(kind: str, key: Mapping[str, Any]) -> Path:
     text = json.dumps(key, sort_keys=True)
     return user_cache() / kind / f"{hashlib.sha256(text.encode()).hexdigest()}.json"

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from wanjax.compilers import traced
 from wanjax.compilers.chips import SLICES, Slice, described
 from wanjax.compilers.lowering import Lowering
-from wanjax.compilers.priced import Priced, prices
+from wanjax.compilers.priced import Priced, check_priceable, prices
 from wanjax.compilers.roofline import Machine, machines
 from wanjax.errors import WanjaxError
 from wanjax.sharding import MESH_AXES, make_mesh
@@ -34,6 +34,14 @@ def find_place(name: str) -> Place:
     if name not in known:
         raise WanjaxError(f"no chip is named {name!r}: there are {', '.join(known)}")
     return known[name]
+
+
+def find_priceable(name: str) -> Place:
+    """Return the place of this name; raises WanjaxError where it is unknown, or cannot be priced without libtpu."""
+    place = find_place(name)
+    if isinstance(place, Slice):
+        check_priceable()
+    return place
 
 
 def axes_on(place: Place, mesh: tuple[int, int, int]) -> dict[str, int]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from wanjax.compilers.chips import Slice
 from wanjax.compilers.compile import Compiled, accepted, check_compiler, compiled
 from wanjax.compilers.exporting import CompilerError, Job, export, trace
-from wanjax.compilers.kept import keep, pricing_digest, recall, versions
+from wanjax.compilers.kept import is_any_kept, keep, pricing_digest, recall, versions
 from wanjax.compilers.kernels import Call, kernel_calls, kernel_seconds, kernels_of, same_kernel
 from wanjax.compilers.lowering import Lowering
 from wanjax.compilers.pricing import Item, price_compiled
@@ -60,6 +60,15 @@ def price_all(place: Slice, lowerings: Sequence[Lowering]) -> list[Priced]:
     """Prices programs for a slice and returns the prices in order. Raises the errors of `prices`."""
     found = dict(prices(place, lowerings))
     return [found[number] for number in range(len(lowerings))]
+
+
+def check_priceable() -> None:
+    """Raise WanjaxError where no program of a TPU can be priced: there is no compiler, and no price is kept.
+
+    Asked before anything is traced. Where some prices are kept, only the trace tells whether they are the ones needed.
+    """
+    if not is_any_kept("prices"):
+        check_compiler()
 
 
 def prices(

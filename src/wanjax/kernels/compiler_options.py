@@ -14,6 +14,7 @@ import jax
 from wanjax.compilers.kept import keep, recall
 from wanjax.errors import WanjaxError
 from wanjax.kernels.target import Target, target
+from wanjax.sharding import platform
 
 SAFE, FAST = SETS = ("safe", "fast")
 KIND = "compiler"  # of what is kept
@@ -104,6 +105,7 @@ def keep_set(compiler: str) -> None:
 
 def _machine() -> dict[str, str]:
     """Returns the number and the kind of the devices, and the versions of what compiles for them."""
+    platform()  # which says in a sentence where there are no devices
     devices = jax.devices()
     kind = f"{len(devices)} x {devices[0].device_kind}"
     return {"devices": kind, "platform": devices[0].client.platform_version, "jax": jax.__version__}

@@ -231,11 +231,11 @@ def _console(progress: bool | None) -> "Console | None":
     return console()
 
 
-def console(*, stderr: bool = True, quiet: bool = False, width: int | None = None) -> "Console":
+def console(*, stderr: bool = True, quiet: bool = False) -> "Console":
     """Returns a console that prints lines as they are: names may hold what rich takes for markup."""
     from rich.console import Console  # imported late for a quick --help
 
-    return Console(stderr=stderr, highlight=False, markup=False, soft_wrap=True, quiet=quiet, width=width)
+    return Console(stderr=stderr, highlight=False, markup=False, soft_wrap=True, quiet=quiet)
 
 
 @contextmanager

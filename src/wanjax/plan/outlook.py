@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from wanjax.compilers.chips import Slice
-from wanjax.compilers.places import Place, Tell, axes_on, find_place, limit_of, mesh_on, priced_on, would_fit
+from wanjax.compilers.places import Place, Tell, axes_on, find_priceable, limit_of, mesh_on, priced_on, would_fit
 from wanjax.compilers.priced import Priced
 from wanjax.compilers.roofline import Machine
 from wanjax.figures import in_bytes
@@ -146,7 +146,7 @@ def outlook(
     """
     family, settings = outline.family, outline.settings
     architecture = outline.architecture.attending(attention, settings.model)
-    place, attention = find_place(chip), architecture.attention(attention)
+    place, attention = find_priceable(chip), architecture.attention(attention)
     check_set(compiler)
     doubts: list[str] = []
     if isinstance(place, Machine):

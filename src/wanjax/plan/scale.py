@@ -8,7 +8,7 @@ from math import ceil, inf
 from typing import Any
 
 from wanjax.compilers.chips import SLICES, Slice
-from wanjax.compilers.places import Place, Tell, find_place
+from wanjax.compilers.places import Place, Tell, find_place, find_priceable
 from wanjax.compilers.pricing import Cost
 from wanjax.kernels.attention import AUTO, Attention
 from wanjax.plan.meshes import choose_mesh, has_room, step_seconds
@@ -138,7 +138,7 @@ def at_scale(
     `plan/meshes.py`, is not priced; `chip` itself always is. With a `mesh`, no other slice is looked at. Keywords are
     those of `outlook`, as are the errors. `tell` receives each program's name with its slice.
     """
-    place = find_place(chip)
+    place = find_priceable(chip)
     asked = asked_of_a_mesh(outline.family, outline.architecture, outline.settings, attention, rules)
     candidates = {chip: 1.0} if mesh else dict(_candidates(place, chip, sp, asked))
     ways, others = [], []

@@ -12,7 +12,7 @@ from flax import nnx
 
 from wanjax.checkpoints.networks import network_of
 from wanjax.compilers.chips import Slice
-from wanjax.compilers.places import Place, Tell, axes_on, find_place, limit_of, mesh_on, priced_on, would_fit
+from wanjax.compilers.places import Place, Tell, axes_on, find_priceable, limit_of, mesh_on, priced_on, would_fit
 from wanjax.compilers.priced import Priced
 from wanjax.figures import in_bytes
 from wanjax.kernels.attention import AUTO, Attention
@@ -87,7 +87,7 @@ def training_outlook(
     tell: Tell = lambda now, done, total: None,
 ) -> TrainingOutlook:
     """Prices a step of training on clips of the outline's settings; the other keywords are those of `outlook`."""
-    place, settings = find_place(chip), replace(outline.settings, guidance_scale=1.0)
+    place, settings = find_priceable(chip), replace(outline.settings, guidance_scale=1.0)
     architecture = outline.architecture
     architecture.check_whole(settings.model, "training")
     known = outline.family.network_of(architecture.networks["transformer"])

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables on a narrow terminal: each column and each figure of it is there, whole."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tests.support.commands import succeeded
+from wanjax.cli import main
+from wanjax.cli.listing import listed
+from wanjax.cli.measuring import HEADINGS
+from wanjax.cli.planning import STAGE
+from wanjax.cli.tables import table
+
+NARROW = 60
+STAGES = [
+    ("encode", "10.8 GiB", "1.02 GiB", "0 B", "11.9 GiB", "19.4 GiB", "85 ms"),
+    ("denoise", "14.3 GiB", "21.5 GiB", "507 MiB", "36.3 GiB", "-5.02 GiB", "does not fit"),
+]
+MEASURED = [
+    ("a step, fast: self-attention of 1 x 32760 x 12 x 128", "1 min 30 s", "1.25 s", "1.02 s", "5", "12%", "", ""),
+    ("later frames: 480x832, bfloat16", "12.5 s", "85 ms", "2 min 5 s", "3", "1%", "1 min 55 s", "1.09"),
+]
+
+
+@pytest.mark.parametrize(("headings", "rows"), [(STAGE, STAGES), (HEADINGS, MEASURED)], ids=["plan", "bench"])
+@pytest.mark.parametrize("width", [40, NARROW, 79, 80, 100, 140])
+def test_a_table_fits_its_terminal_and_loses_nothing(headings, rows, width):
+    made = table(headings, rows, width)
+    lines = [*made.headings, *made.rows]
+    assert max(map(len, lines)) <= width
+    words = " ".join(lines).replace(",", " ").split()
+    assert {word for text in headings[1:] for word in text.split()} <= {*words}
+    assert all(word in words for name, *_ in rows for word in name.replace(",", " ").split())
+    for cell in (cell for row in rows for cell in row[1:]):
+        assert any(cell in line for line in made.rows)
+
+
+def test_columns_stand_beside_each_other_where_they_have_room():
+    made = table(("stage", "to spare", "time"), [("encode", "19.4 GiB", "85 ms")], 30)
+    assert made.headings == ["stage  to spare  time"]
+    assert made.rows == ["encode 19.4 GiB 85 ms"]
+
+
+def printed(*arguments: str | Path) -> list[str]:
+    """Return the lines that a command prints on a narrow terminal."""
+    done = succeeded(CliRunner(env={"COLUMNS": str(NARROW)}).invoke(main, list(map(str, arguments))))
+    return done.stdout.splitlines()
+
+
+def test_the_models():
+    lines = printed("models")
+    assert max(map(len, lines)) <= NARROW
+    whole = " ".join(" ".join(lines).split())
+    for model in listed().values():
+        shown = model["defaults"]
+        text = " ".join(lines[lines.index(model["name"]) + 1 :][:5])
+        for part in (
+            f"size {shown['width']}x{shown['height']}",
+            f"frames {shown['frames']}",
+            f"steps {shown['steps']}",
+        ):
+            assert part in text
+        assert model["about"] in whole
+
+
+def test_what_made_a_video(tmp_path):
+    prompt = "a red circle that moves to the right, and then to the left, and never comes to rest at any of the sides"
+    (tmp_path / "generation_config.json").write_text(json.dumps({"model": "nano", "prompt": prompt, "steps": 2}))
+    lines = printed("info", tmp_path / "generation_config.json")
+    assert max(map(len, lines)) <= NARROW
+    assert " ".join(" ".join(lines).split()) == f"model nano prompt {prompt} steps 2"
+
+
+def test_a_pipe_has_a_line_for_each_row():
+    lines = succeeded(CliRunner().invoke(main, ["models"])).stdout.splitlines()
+    assert len(lines) == 1 + 2 * len(listed())
