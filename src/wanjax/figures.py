@@ -14,6 +14,12 @@ def between(low: str, high: str) -> str:
     return low if low == high else f"{low} to {high}"
 
 
+def quantity(number: int, noun: str) -> str:
+    """Return a number with its noun, such as 1 step, 2 steps or 10,000 frames."""
+    plural = f"{noun}{'es' if noun.endswith(('s', 'sh', 'ch', 'x')) else 's'}"
+    return f"{number:,} {noun if number == 1 else plural}"
+
+
 def duration(seconds: float) -> str:
     """Returns a time such as 85 ms, 1.25 s, 2 min 30 s or 1 h 5 min."""
     rounded = float(f"{seconds:.3g}")

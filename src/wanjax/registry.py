@@ -30,6 +30,7 @@ from wanjax.checkpoints.sources import (
     read_json,
 )
 from wanjax.errors import WanjaxError, WanjaxWarning
+from wanjax.figures import quantity
 from wanjax.kernels.attention import AUTO, Attention
 from wanjax.media.records import CONFIG
 from wanjax.pipelines.caching.tables import key_of, measured_file, tables_of
@@ -150,8 +151,8 @@ def few_steps(model: str, found: "Checkpoint") -> str | None:
     if shape not in map(_shape, few):
         return None
     return (
-        f"the name of {model} does not tell whether it is distilled: it takes {settings.steps} steps with guidance "
-        f"{settings.guidance_scale:g}; for one of few steps give their number, and a guidance scale of 1"
+        f"the name of {model} does not tell whether it is distilled: it takes {quantity(settings.steps, 'step')} with "
+        f"guidance {settings.guidance_scale:g}; for one of few steps give their number, and a guidance scale of 1"
     )
 
 
@@ -381,7 +382,9 @@ def distilled(outline: SomeOutline, loras: Sequence[Lora], note: Note | None) ->
     merged = [[x for x, _ in pairs if len(experts) == 1 or x.expert in (None, expert)] for expert in experts]
     several = next((some for some in merged if len(some) > 1), [])
     settings = outline.settings
-    unchanged = f"the {settings.steps} steps and the guidance {settings.guidance_scale:g} of {settings.model} stay"
+    unchanged = (
+        f"the {quantity(settings.steps, 'step')} and the guidance {settings.guidance_scale:g} of {settings.model} stay"
+    )
     if outline.distillation is not None:
         sentence = f"{lora.label} is distilled, and {settings.model} is already: {unchanged}"
     elif not all(merged):

@@ -33,6 +33,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from wanjax.errors import WanjaxError
+from wanjax.figures import quantity
 
 MESH_AXES = ("dp", "sp", "tp")
 RING_TOKENS = 6500  # of a TPU, from which on it attends for longer than it sends keys and values to the next
@@ -316,7 +317,7 @@ def make_mesh(dp: int = 1, sp: int = 1, tp: int = 1, *, devices: Sequence[Any] |
         raise WanjaxError(f"the mesh {text} has an axis below 1: every axis must be at least 1")
     if dp * sp * tp != len(devices):
         raise WanjaxError(
-            f"the mesh {text} needs {dp * sp * tp} devices and there are {len(devices)}: "
+            f"the mesh {text} needs {quantity(dp * sp * tp, 'device')} of {len(devices)} that there are: "
             f"dp · sp · tp must be {len(devices)}"
         )
     return arrange(devices, sizes)
@@ -352,7 +353,9 @@ def choose_axes(
     them.
     """
     if sp is not None and devices % sp:
-        raise WanjaxError(f"{devices} devices cannot be divided by sp={sp}: a divisor of {devices} would do")
+        raise WanjaxError(
+            f"{quantity(devices, 'device')} cannot be divided by sp={sp}: a divisor of {devices} would do"
+        )
     dp = 2 if guided and devices % (2 * (sp or 1)) == 0 else 1
     most = max(sp or 1, min(devices // dp, tokens // TOKENS_PER_DEVICE))
     if sp is not None:

@@ -174,9 +174,9 @@ def test_a_tpu_that_is_asked_for_without_libtpu():
         util.find_spec = lambda name, *more: None if name == "libtpu" else found(name, *more)
         sys.modules["libtpu"] = None
         from wanjax.cli import main
-        for arguments in (["a red circle"], ["warmup"], ["bench", "--quick"], ["calibrate"], ["train", "nano", ".", "-o", "x"]):
+        for arguments in ("generate a", "warmup", "bench --quick", "calibrate", "train nano . -o x"):
             with suppress(SystemExit):
-                main(arguments)"""
+                main(arguments.split())"""
     environment = os.environ | {"JAX_PLATFORMS": "tpu"}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     told = [line for line in run.stderr.splitlines() if line.startswith("wanjax: ")]

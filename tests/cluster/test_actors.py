@@ -185,7 +185,7 @@ def test_a_cluster_s_videos_are_those_of_one_process(cluster, tmp_path):
         assert len({(tmp_path / folder / name).read_bytes() for folder in ("videos", "alone", "stages")}) == 1
     again, told = succeeded(batch(tmp_path, "--workers", "2", "--ray", cluster.address))
     assert again == ""
-    assert "4 of the videos are there" in told
+    assert "there already: 4 videos" in told
 
 
 @pytest.mark.slow

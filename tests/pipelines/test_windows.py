@@ -171,7 +171,7 @@ def test_a_command_goes_on_from_the_windows_that_are_kept(pictured, tmp_path, mo
     assert "wanjax generate" not in told  # it is done
     more = ("--from", "stages", "--windows", "3", "--then", "a cat", "--then", "a dog", "--dir", "stages")
     told = succeeded(run("generate", *more, "--out", "three")).stderr
-    assert told.count("the first 2 of 2 steps were taken before") == 2
+    assert told.count("taken before: 2 of 2 steps") == 2
     two, three = frames_of(Path("two")), frames_of(Path("three"))
     np.testing.assert_array_equal(two, three[: len(two)])
     assert len(three) == 13

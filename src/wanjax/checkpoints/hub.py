@@ -10,6 +10,7 @@ import hashlib
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -148,10 +149,14 @@ def check_file(source: str, *, revision: str | None = None) -> int:
 def _snapshot(repository: str, patterns: list[str], revision: str | None, quiet: bool) -> Path:
     missing = [file for file in _listed(repository, patterns, revision) if file.awaited]
     from huggingface_hub import snapshot_download  # here: local checkpoints need no client
+    from huggingface_hub.utils import are_progress_bars_disabled
 
-    check_room(repository, missing)
+    needed = check_room(repository, missing)
+    hidden = quiet or (not (sys.stderr is not None and sys.stderr.isatty()) and "ipykernel" not in sys.modules)
+    if needed and hidden and not quiet and not are_progress_bars_disabled():
+        print(f"downloading {in_bytes(needed)} of {repository}", file=sys.stderr)  # a pipe has a line, and no bars
     client = partial(snapshot_download, repository, revision=revision, allow_patterns=patterns, max_workers=AT_ONCE)
-    folder = Path(client(tqdm_class=_no_bars() if quiet else None))
+    folder = Path(client(tqdm_class=_no_bars() if hidden else None))
     with ThreadPoolExecutor(AT_ONCE) as workers:
         list(workers.map(_check, [folder / file.name for file in missing]))
     return folder

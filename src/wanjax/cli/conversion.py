@@ -4,6 +4,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from time import perf_counter
 
 import click
 
@@ -15,7 +16,8 @@ from wanjax.checkpoints.sources import Source
 from wanjax.cli.report import Report
 from wanjax.cli.tables import print_table
 from wanjax.errors import WanjaxError
-from wanjax.figures import in_bytes
+from wanjax.figures import in_bytes, quantity
+from wanjax.pipelines.progress import EVERY
 from wanjax.registry import adapted, check_whole, configured, find, kinds
 from wanjax.stores.places import place
 
@@ -77,7 +79,10 @@ def _verify(report: Report, source: str, target: str | None) -> None:
     with _bar(report) as progress:
         manifest = verify(find(source)[0], progress)
     arrays = sum(len(network) for network in manifest["networks"].values())
-    report.note(f"{source} is as it was written: {arrays} arrays, {len(manifest['files'])} files beside them")
+    report.note(
+        f"{source} is as it was written: {quantity(arrays, 'array')}, and beside them "
+        f"{quantity(len(manifest['files']), 'file')}"
+    )
 
 
 def _dtypes(given: Sequence[str], source: Source) -> dict[str, str]:
@@ -110,11 +115,18 @@ def _announce(report: Report, conversion: Conversion) -> None:
 
 @contextmanager
 def _bar(report: Report) -> Iterator[Progress]:
-    """Shows a progress bar, with its rate, for each part of the work."""
+    """Shows a progress bar, with its rate, for each part of the work; in a pipe a line from time to time."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (TextColumn("{task.description:10}"), BarColumn(24), DownloadColumn(), TransferSpeedColumn())
     tasks, progress = {}, Progress(*columns, TimeRemainingColumn(), console=report.console)
+    last = perf_counter()
+
+    def note(at: str, done: int, total: int) -> None:
+        nonlocal last
+        if done == total or perf_counter() - last > EVERY:
+            last = perf_counter()
+            report.note(f"{at}: {in_bytes(done)} of {in_bytes(total)}")
 
     def tell(at: str, done: int, total: int) -> None:
         progress.start()
@@ -123,7 +135,7 @@ def _bar(report: Report) -> Iterator[Progress]:
         progress.update(tasks[at], completed=done)
 
     try:
-        yield tell
+        yield tell if report.console.is_terminal else note
     finally:
         if tasks:
             progress.stop()

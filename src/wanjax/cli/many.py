@@ -28,6 +28,7 @@ from wanjax.cluster.processes import is_first
 from wanjax.cluster.requests import SCHEDULER, Request, read_requests, with_seeds
 from wanjax.cluster.worker import STAGES, Job, Outcome, Worker, keeping_programs
 from wanjax.errors import WanjaxError
+from wanjax.figures import quantity
 from wanjax.media.pictures import Pictures
 from wanjax.pipelines.record import described
 from wanjax.pipelines.seeds import check_count, checked_seed
@@ -108,7 +109,7 @@ def generate(
             batch = _by_actors(report, requests, given, arguments, retries, **cluster)
     report.table()
     if batch.failed:
-        told = f"{len(batch.failed)} of {batch.total} videos failed, and are listed in {target / MANIFEST}"
+        told = f"{len(batch.failed)} of {quantity(batch.total, 'video')} failed, as listed in {target / MANIFEST}"
         report.note(f"{told}; the same command tries them again")
         raise click.exceptions.Exit(FAILURE)
 
@@ -199,7 +200,7 @@ def _ordered(report: Report, jobs: Sequence[Job], folder: Place, retries: int, f
     """Returns the batch of those jobs whose videos are not there, and tells how many there are."""
     each = {job.name: job for job in jobs}
     if repeated := len(jobs) - len(each):
-        report.note(f"note: {repeated} of the {len(jobs)} videos repeat another, and are made once")
+        report.note(f"note: made once, of {len(jobs)} videos: {repeated} that repeat another")
     there = set() if force else each.keys() & set(names_in(folder))
     manifest = Manifest(folder)
     for job in each.values():
@@ -210,7 +211,7 @@ def _ordered(report: Report, jobs: Sequence[Job], folder: Place, retries: int, f
     wanted.sort(key=lambda job: job.name in manifest.failed)  # what ended this before does not keep others from it
     report.note(f"videos: {len(wanted)}, into {folder}")
     if there:
-        report.note(f"{len(there)} of the videos are there already, {len(wanted)} are to be made")
+        report.note(f"there already: {quantity(len(there), 'video')}, to be made: {len(wanted)}")
     return Batch(wanted, retries, manifest)
 
 

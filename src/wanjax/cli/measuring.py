@@ -14,7 +14,7 @@ from wanjax.bench.suite import bench as run
 from wanjax.cli.report import Report
 from wanjax.cli.stages import domain_of, given_settings
 from wanjax.cli.tables import print_table
-from wanjax.figures import digits, duration, scaled
+from wanjax.figures import digits, duration, quantity, scaled
 from wanjax.kernels.compiler_options import keep_set, kept_set
 from wanjax.loading import load
 from wanjax.pipelines import progress
@@ -46,8 +46,8 @@ def bench(report: Report, *, model: str, quick: bool, keep: bool, as_json: bool)
 def show(found: Bench, console: Console) -> None:
     """Prints the measurements as a table, and what follows from them as sentences."""
     console.print(
-        f"{found.model}, {found.size}, {found.frames} frames, {found.dtype}, random weights, on {found.devices} "
-        f"({mesh_text(found.mesh, ', ')}), modelled by {found.modelled_by}",
+        f"{found.model}, {found.size}, {quantity(found.frames, 'frame')}, {found.dtype}, random weights, on "
+        f"{found.devices} ({mesh_text(found.mesh, ', ')}), modelled by {found.modelled_by}",
     )
     several = len({row.compiler for row in found.rows}) > 1
     rows = []
@@ -112,7 +112,7 @@ def calibrate(report: Report, *, model: str, prompts: Sequence[str], image: str 
     with writing(file) as beside:
         beside.write_text(json.dumps(to_json(tables) | made) + "\n", encoding="utf-8")
     for name, count in reused_by(tables, runs[0]).items():
-        report.note(f"with --cache {name} {count} of {complete.steps} steps reuse what another kept")
+        report.note(f"steps that reuse what another kept with --cache {name}: {count} of {complete.steps}")
     report.note(f"the tables are in {file}")
 
 

@@ -28,7 +28,7 @@ from wanjax.compilers.lowering import without_refused
 from wanjax.compilers.places import find_priceable
 from wanjax.compilers.shared import Kept, current
 from wanjax.errors import WanjaxError
-from wanjax.figures import between, digits, duration, in_bytes
+from wanjax.figures import between, digits, duration, in_bytes, quantity
 from wanjax.kernels.attention import AUTO, Attention
 from wanjax.kernels.compiler_options import SAFE
 from wanjax.media.pictures import Pictures
@@ -126,8 +126,8 @@ def show_training(found: TrainingOutlook, console: Console) -> None:
     """Prints the price of a step of training."""
     console.print(
         f"training of {found.trained} of {found.model} by {found.optimizer}, {found.clips} x {found.size}, "
-        f"{found.frames} frames, on {found.chip} ({mesh_text(found.mesh, ', ')}, rules {found.rules}), priced, not "
-        "measured"
+        f"{quantity(found.frames, 'frame')}, on {found.chip} ({mesh_text(found.mesh, ', ')}, rules {found.rules}), "
+        "priced, not measured"
     )
     if found.step_seconds:
         parts = {**found.step_breakdown, "in all": found.step_seconds}
@@ -150,8 +150,9 @@ def show_video(found: Outlook, console: Console) -> None:
     """Prints the prices as tables and sentences."""
     options = "" if found.compiler is None else f", compiler {found.compiler}"
     console.print(
-        f"{found.model}, {found.size}, {found.frames} frames, {found.steps} steps, {found.dtype}, on {found.chip} "
-        f"({mesh_text(found.mesh, ', ')}, rules {found.rules}{options}), priced by {found.priced_by}, not measured",
+        f"{found.model}, {found.size}, {quantity(found.frames, 'frame')}, {quantity(found.steps, 'step')}, "
+        f"{found.dtype}, on {found.chip} ({mesh_text(found.mesh, ', ')}, rules {found.rules}{options}), priced by "
+        f"{found.priced_by}, not measured",
     )
     stages = [
         (
@@ -181,18 +182,18 @@ def _summary(found: Outlook) -> Iterator[str]:
         yield f"a step: {spread}{share}; what limits it: {found.limit}"
     if found.dense_step_seconds:
         each = duration(found.dense_step_seconds)
-        yield f"{found.dense_steps} of {found.steps} steps take all of attention: {each} each"
+        yield f"steps that take all of attention: {found.dense_steps} of {found.steps}, {each} each"
     if found.reusing_step_seconds_least is not None:
         either = f"{duration(found.reusing_step_seconds_least)} each, or {duration(found.reusing_step_seconds or 0)}"
         yield (
-            f"up to {found.reusing_steps} of {found.steps} steps reuse what another kept ({found.cache}), as the video "
-            f"decides: {either}"
+            f"steps that reuse what another kept ({found.cache}), as the video decides: up to {found.reusing_steps} of "
+            f"{found.steps}, {either}"
         )
     elif found.reusing_step_seconds and found.step_seconds:
         share = found.reusing_steps / found.steps
         mean = (1 - share) * found.step_seconds + share * found.reusing_step_seconds
         yield (
-            f"{found.reusing_steps} of {found.steps} steps reuse what another kept ({found.cache}): "
+            f"steps that reuse what another kept ({found.cache}): {found.reusing_steps} of {found.steps}, "
             f"{duration(found.reusing_step_seconds)} each, {duration(mean)} a step on average"
         )
     for item in found.collectives:
@@ -261,7 +262,7 @@ def _fill(report: Report, place: Slice, given: Mapping[str, Any]) -> None:
             report.count("program", done, len(instances))
             made.append(new)
     report.table()
-    told = f"{sum(made)} programs were compiled for {place.name}, {made.count(False)} were there"
+    told = f"compiled for {place.name}: {quantity(sum(made), 'program')}, there before: {made.count(False)}"
     report.note(f"{told}: they are in {compile_cache_folder()}")
 
 

@@ -25,6 +25,7 @@ from wanjax.cli.names import free_names, video_named
 from wanjax.cli.options import SETTINGS, is_given, is_typed, option_of
 from wanjax.cli.report import Report
 from wanjax.errors import WanjaxError, reason, shown
+from wanjax.figures import quantity
 from wanjax.pipelines.settings import ALLOW_EMPTY, LOADED, PICTURES
 from wanjax.pipelines.text.extending import NoRedirect
 from wanjax.stores.places import Place, name_alone, names_in, place
@@ -151,13 +152,13 @@ def _generate_several(
     for request in requests:
         each[_name(request, {**shared, **_fields(request.given, offered, server.url)}, offered)] = request
     if repeated := len(requests) - len(each):
-        report.note(f"note: {repeated} of the {len(requests)} videos repeat another, and are made once")
+        report.note(f"note: made once, of {len(requests)} videos: {repeated} that repeat another")
     check_folder(folder)
     there = set() if force else each.keys() & set(names_in(folder))
     left = deque((name, request) for name, request in each.items() if name not in there)
     report.note(f"videos: {len(left)}, into {folder}")
     if there:
-        report.note(f"{len(there)} of the videos are there already, {len(left)} are to be made")
+        report.note(f"there already: {quantity(len(there), 'video')}, to be made: {len(left)}")
     total, failed = len(left), 0
     report.goes_on()
     with _cancelling(server) as waiting, report.stage("videos"):
@@ -213,7 +214,7 @@ def _generate_several(
     if report.stats:
         report.table()
     if failed:
-        report.note(f"{failed} of {total} videos failed; the same command tries them again")
+        report.note(f"{failed} of {quantity(total, 'video')} failed; the same command tries them again")
         raise click.exceptions.Exit(FAILURE)
 
 

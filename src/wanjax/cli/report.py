@@ -25,7 +25,7 @@ import click
 
 from wanjax.cli.tables import print_table
 from wanjax.errors import WanjaxWarning
-from wanjax.figures import duration, in_bytes
+from wanjax.figures import duration, in_bytes, quantity
 from wanjax.signals import INTERRUPTED, abandon
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Row:
         self.loading += stage.loading
         self.writing += stage.writing
         if stage.each is not None:
-            self.units = f", {stage.total} {stage.unit}s, {duration(stage.each)} each"
+            self.units = f", {quantity(stage.total, stage.unit)}, {duration(stage.each)} each"
         self.peaks = tuple(
             max(before, now or 0) for before, now in zip(self.peaks, (_host_peak(), _device_peak()), strict=True)
         )
@@ -249,7 +249,7 @@ class Report:
         with watched_compiler(tell):
             yield
         compiled, cached = all_of_them.compiled, all_of_them.cached
-        self.note(f"{compiled} programs compiled, {cached} read from the cache")
+        self.note(f"{quantity(compiled, 'program')} compiled, {cached} read from the cache")
 
     @contextmanager
     def stage(self, name: str, *, at_once: bool = False) -> Iterator[None]:

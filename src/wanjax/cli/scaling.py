@@ -9,7 +9,7 @@ from rich.console import Console
 from wanjax.cli.tables import print_table
 from wanjax.compilers.places import find_place
 from wanjax.compilers.pricing import Cost
-from wanjax.figures import between, digits, duration, in_bytes
+from wanjax.figures import between, digits, duration, in_bytes, quantity
 from wanjax.plan.scale import DOWNLOADED, LOADED, START, Bulk, NoWay, Scale, Way
 from wanjax.sharding import mesh_text
 
@@ -23,7 +23,7 @@ def show_scale(found: Scale, console: Console) -> None:
     bulk = found.bulk
     deadline = f" in {duration(bulk.deadline)}" if bulk.deadline else ", on one slice"
     price = f", at {digits(bulk.price)} a chip-hour" if bulk.price else ""
-    console.print(f"{bulk.requests:,} videos by {found.model}{deadline}{price}; priced, not measured")
+    console.print(f"{quantity(bulk.requests, 'video')} by {found.model}{deadline}{price}; priced, not measured")
     if found.ways:
         print_table(console, VIDEO, [_video(way) for way in found.ways])
         costs = ("cost", "cost of 1,000") if bulk.price else ("chip-hours",)
@@ -89,7 +89,7 @@ def _number(found: Scale, best: Way) -> str:
     if found.bulk.deadline is None:
         return ""
     devices = find_place(found.chip).devices
-    workers, chips = devices // best.devices, f"{best.devices} chip{'s' if best.devices > 1 else ''}"
+    workers, chips = devices // best.devices, quantity(best.devices, "chip")
     told = f", {spread(best.slices, _count)} of them"
     if workers < 2 or devices > HOST or best.slices.high < workers:
         return told

@@ -31,7 +31,7 @@ from wanjax.cluster.processes import is_first
 from wanjax.cluster.worker import write
 from wanjax.compilers.roofline import peak_flops
 from wanjax.errors import WanjaxError, WriteError
-from wanjax.figures import digits, duration, in_bytes
+from wanjax.figures import digits, duration, in_bytes, quantity
 from wanjax.kernels.compiler_options import kept_set
 from wanjax.layers.tiling import Tiling
 from wanjax.loading import load
@@ -286,12 +286,14 @@ class Rendering:
         channels, right = latents.shape[1], self.pipe.architecture.vae.latent_channels
         if channels != right:
             raise WanjaxError(
-                f"{file} has {channels} channels where {chosen.model} has {right}: it was made with another model"
+                f"{file} has {quantity(channels, 'channel')} where {chosen.model} has {right}: it was made "
+                "with another model"
             )
         if known and latents.shape != (shape := self.pipe.architecture.latent_shape(chosen)):
             raise WanjaxError(
                 f"{file} has latents {list(latents.shape)} where a video of {chosen.width}x{chosen.height} and "
-                f"{chosen.frames} frames has {list(shape)}: `wanjax denoise --dir {self.folder}` has to run again"
+                f"{quantity(chosen.frames, 'frame')} has {list(shape)}: `wanjax denoise --dir {self.folder}` has "
+                "to run again"
             )
 
     def checked(self, tensors: Mapping[str, Any]) -> Any:
@@ -306,12 +308,16 @@ class Rendering:
     def tell(self, seeds: Sequence[int] = ()) -> None:
         """Prints the settings of the video, or of one of each seed, and notes on settings that may be unintended."""
         chosen, mesh = self.settings, self.pipe.partitioner
-        seed = f"seeds {in_short(seeds)}" if seeds else f"seed {chosen.seed}{' (drawn)' if self.drawn else ''}"
+        seed = (
+            f"seed{'s' * (len(seeds) > 1)} {in_short(seeds)}"
+            if seeds
+            else f"seed {chosen.seed}{' (drawn)' if self.drawn else ''}"
+        )
         guidance = " and ".join(f"{scale:g}" for scale in chosen.guidance_scales)
         guidance += f" with {chosen.guidance_rule}" if chosen.guidance_rule != CLASSIFIER_FREE else ""
         self.report.note(
-            f"{chosen.model}: {chosen.width}x{chosen.height}, {chosen.frames} frames at {chosen.fps} a second, "
-            f"{chosen.steps} steps, guidance {guidance}, {seed}, {chosen.dtype}, "
+            f"{chosen.model}: {chosen.width}x{chosen.height}, {quantity(chosen.frames, 'frame')} "
+            f"at {chosen.fps} a second, {quantity(chosen.steps, 'step')}, guidance {guidance}, {seed}, {chosen.dtype}, "
             f"on {devices_of(mesh)}{f', mesh {mesh}, rules {mesh.rules_name}' if 'mesh' in self.record else ''}"
         )
         if sentence := estimate(self.pipe, chosen, self.from_video):
@@ -320,8 +326,8 @@ class Rendering:
             self.report.note("note: guidance is off, so the negative prompt has no effect")
         if (domain := domain_of(chosen.model)) and (unlike := domain.unlike(chosen)):
             self.report.note(
-                f"note: {chosen.model} was trained on {domain.size[1]}x{domain.size[0]} and {domain.frames} frames "
-                f"alone: {' and '.join(unlike)} may show nothing but grey"
+                f"note: {chosen.model} was trained on {domain.size[1]}x{domain.size[0]} and "
+                f"{quantity(domain.frames, 'frame')} alone: {' and '.join(unlike)} may show nothing but grey"
             )
         if self.remade and (sentence := differences(self.remade, self.record)):
             self.report.note(f"note: {sentence}")
@@ -375,7 +381,7 @@ class Rendering:
                 self.pipe.colours()
 
     def _resumed(self, done: int, total: int) -> None:
-        self.report.note(f"the first {done} of {total} steps were taken before")
+        self.report.note(f"taken before: {done} of {quantity(total, 'step')}")
 
     def decoded(self, run: Run, frames: Iterator[Any]) -> places.Place:
         """Writes the video from its frames, which are decoded as they are asked for; returns its place."""
@@ -655,9 +661,9 @@ class Tempo:
     def __str__(self) -> str:
         """Tells the frames, and how many there are a second, if there are two blocks."""
         if self._first is None or self.frames == self._first[0]:
-            return f"{self.frames} frames"
+            return quantity(self.frames, "frame")
         frames, since = self._first
-        return f"{self.frames} frames, {digits((self.frames - frames) / (self._last - since))} a second"
+        return f"{quantity(self.frames, 'frame')}, {digits((self.frames - frames) / (self._last - since))} a second"
 
 
 def estimate(pipe: Pipeline, settings: Settings, from_video: bool) -> str | None:

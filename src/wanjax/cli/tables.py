@@ -51,6 +51,8 @@ def table(
         width: The columns of the terminal; None is any number.
         notes: A text that stands below each row.
     """
+    if not headings:
+        return Table([], [])
     columns = list(zip(headings, *rows, strict=True))
     wide = [max(map(len, column)) for column in columns]
     least = [max(_longest(heading), *map(len if i else _longest, cells)) for i, (heading, *cells) in enumerate(columns)]

@@ -20,6 +20,7 @@ from wanjax.cluster.batch import DIED, Batch
 from wanjax.cluster.hosts import OutOfStep, Placed, bundles_of, placed, placed_together
 from wanjax.cluster.worker import STAGES, Job, Outcome
 from wanjax.errors import WanjaxError, reason
+from wanjax.figures import quantity
 
 STORE = 100 * 2**20  # bytes of a local object store, which holds requests and records
 POLL = 1.0  # seconds between two looks at Ctrl-C
@@ -275,7 +276,8 @@ class Actors:
             ready, _ = self.ray.wait(every, num_returns=1, timeout=POLL)
         tick()
         if self._starting and monotonic() - self._since > PATIENCE:
-            self.note(f"{len(self._starting)} of {self.count} workers wait for a place in the cluster, or load")
+            waiting = f"{len(self._starting)} of {quantity(self.count, 'worker')}"
+            self.note(f"waiting for a place in the cluster, or loading: {waiting}")
             self._since = inf
         found = []
         for one in ready:
@@ -320,7 +322,7 @@ class Actors:
             self._watched.pop(one, None)
         self._deaths += not blameless
         if self._deaths > MOST_DEATHS + self.count:
-            raise WanjaxError(f"{self._deaths} workers died one after another: Ray's logs of them say why")
+            raise WanjaxError(f"{quantity(self._deaths, 'worker')} died one after another: Ray's logs of them say why")
         self.note("a worker died, and another one takes its place")
         self._start(stage)
 

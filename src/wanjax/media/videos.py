@@ -27,7 +27,7 @@ from PIL import Image, PngImagePlugin
 
 from wanjax.dims import readable
 from wanjax.errors import WanjaxError, written
-from wanjax.figures import in_bytes
+from wanjax.figures import in_bytes, quantity
 from wanjax.media.ffmpeg import reading, run_ffmpeg
 from wanjax.media.webp import keep_time
 from wanjax.signals import abandoned_by
@@ -85,7 +85,7 @@ class Video:
         count, height, width, _ = self.frames.shape
         made = [repr(self.settings["prompt"])] if self.settings.get("prompt") else []
         made += [f"seed {self.settings['seed']}"] if "seed" in self.settings else []
-        return ", ".join([f"Video: {count} frames of {width}x{height} at {self.fps} a second", *made])
+        return ", ".join([f"Video: {quantity(count, 'frame')} of {width}x{height} at {self.fps} a second", *made])
 
     def _repr_html_(self) -> str:
         """Returns an element that plays the video in a notebook, which keeps the video inside itself."""

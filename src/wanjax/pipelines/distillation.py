@@ -13,6 +13,7 @@ from pathlib import PurePath
 from typing import Any
 
 from wanjax.checkpoints.readers import SUFFIXES
+from wanjax.figures import quantity
 from wanjax.pipelines.settings import Settings, SomeSettings
 from wanjax.schedulers import Scheduler, name_of
 
@@ -68,9 +69,13 @@ class Distillation:
 
     def sentence(self, name: str, settings: Settings, solver: Scheduler) -> str:
         """Returns a sentence on what it brings to the model or LoRA `name`: these settings, and this solver."""
-        texts = {"steps": "{} steps", "guidance_scale": "guidance {:g}", "flow_shift": "shift {:g}"}
         values = settings.to_json()
-        brought = [text.format(values[key]) for key, text in texts.items() if key in self.settings and key in values]
+        texts = {
+            "steps": quantity(settings.steps, "step"),
+            "guidance_scale": f"guidance {settings.guidance_scale:g}",
+            "flow_shift": f"shift {values.get('flow_shift', 0):g}",
+        }
+        brought = [text for key, text in texts.items() if key in self.settings and key in values]
         what = f"{', '.join(brought)}, the solver {name_of(solver)}"
         return f"{name} is distilled: {what}, as for {self.name}, where you give no others"
 

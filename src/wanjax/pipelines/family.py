@@ -22,6 +22,7 @@ from wanjax.checkpoints.networks import Config, Network, NetworkKind, network_of
 from wanjax.checkpoints.relatives import Relatives
 from wanjax.checkpoints.sources import Source, read_json
 from wanjax.errors import UnsupportedError, WanjaxError
+from wanjax.figures import quantity
 from wanjax.kernels.attention import AUTO, Attention, SparseLinear
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures, size_within
@@ -500,7 +501,7 @@ class TrainingDomain:
     def unlike(self, settings: Settings) -> list[str]:
         """Returns what a video of these settings has that no clip of the training had."""
         found = [] if settings.size == self.size else [f"{settings.width}x{settings.height}"]
-        return found if settings.frames == self.frames else [*found, f"{settings.frames} frames"]
+        return found if settings.frames == self.frames else [*found, quantity(settings.frames, "frame")]
 
 
 @dataclass(frozen=True)

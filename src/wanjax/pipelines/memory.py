@@ -12,7 +12,7 @@ from flax import nnx
 
 from wanjax.compilers.chips import KINDS
 from wanjax.errors import WanjaxError
-from wanjax.figures import in_bytes
+from wanjax.figures import in_bytes, quantity
 from wanjax.layers.placement import bytes_by_device
 from wanjax.pipelines.settings import Settings
 from wanjax.sharding import local_devices, platform
@@ -58,7 +58,8 @@ def check_held(settings: Settings, needed: int, stage: str | None = None) -> Non
     where = "this machine" if device.platform == "cpu" else f"each {device.device_kind}"
     tiles = ", or decode in tiles (--tile)" if stage == "decode" else ""
     raise WanjaxError(
-        f"a video of {settings.width}x{settings.height} and {settings.frames} frames needs {in_bytes(needed)} of "
+        f"a video of {settings.width}x{settings.height} and {quantity(settings.frames, 'frame')} needs "
+        f"{in_bytes(needed)} of "
         f"memory at the least{f' to {stage}' if stage else ''} where {where} has {in_bytes(there)}: use a smaller size "
         f"or fewer frames{tiles}"
     )

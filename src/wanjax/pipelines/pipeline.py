@@ -28,6 +28,7 @@ from jaxtyping import Array, Float
 
 from wanjax.dims import readable
 from wanjax.errors import WanjaxError, WanjaxWarning
+from wanjax.figures import quantity
 from wanjax.kernels.attention import AUTO, Attention
 from wanjax.kernels.compiler_options import SAFE
 from wanjax.layers.tiling import Tiling
@@ -302,7 +303,9 @@ class Pipeline:
         needed = self._clip_frames(asked)
         if pictures.video is not None and (count := len(pictures.video)) < needed:
             if given.get("frames") or needed > asked.frames:
-                raise WanjaxError(f"the video has {count} frames where {needed} are asked for: fewer would do")
+                raise WanjaxError(
+                    f"the video has {quantity(count, 'frame')} where {needed} are asked for: fewer would do"
+                )
             factor = self.architecture.vae.temporal_factor
             shape["frames"] = (count - 1) // factor * factor + 1
             if shape["frames"] == 1:

@@ -232,10 +232,16 @@ def _console(progress: bool | None) -> "Console | None":
 
 
 def console(*, stderr: bool = True, quiet: bool = False) -> "Console":
-    """Returns a console that prints lines as they are: names may hold what rich takes for markup."""
+    """Returns a console that prints lines as they are: names may hold what rich takes for markup.
+
+    A pipe has no colours and no bars, whatever variables such as FORCE_COLOR ask of rich.
+    """
     from rich.console import Console  # imported late for a quick --help
 
-    return Console(stderr=stderr, highlight=False, markup=False, soft_wrap=True, quiet=quiet)
+    stream = sys.stderr if stderr else sys.stdout
+    piped = stream is None or not stream.isatty()
+    plain: dict[str, Any] = {"highlight": False, "markup": False, "soft_wrap": True}
+    return Console(stderr=stderr, quiet=quiet, force_terminal=False if piped else None, **plain)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args
 
 from wanjax.errors import SettingError, WanjaxError, shown
+from wanjax.figures import quantity
 
 if TYPE_CHECKING:
     from wanjax.pipelines.caching.rules import CacheRule
@@ -319,7 +320,9 @@ class Settings:
         """The number of steps that a given video takes; raises WanjaxError where it is 0."""
         if not (steps := int(self.steps * self.strength)):
             least = math.ceil(1000 / self.steps) / 1000
-            raise WanjaxError(f"a strength of {self.strength} takes none of {self.steps} steps: {least} takes one")
+            raise WanjaxError(
+                f"a strength of {self.strength} takes none of {quantity(self.steps, 'step')}: {least} takes one"
+            )
         return steps
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from wanjax.errors import SettingError
+from wanjax.figures import quantity
 from wanjax.media.pictures import Clip, Pictures, fit
 from wanjax.pipelines.settings import SEED_BITS, Settings
 
@@ -50,7 +51,7 @@ def windows_of(settings: Settings) -> list[Window]:
 def check_windows(settings: Settings, by: str | None) -> None:
     """Raises WanjaxError where a model makes no video of these windows; `by` is `Architecture.continued_by`."""
     if (told := 1 + len(settings.then.splitlines())) > settings.windows:
-        few = f"{told} prompts are given for {settings.windows} window{'s' * (settings.windows > 1)}"
+        few = f"{quantity(told, 'prompt')} are given for {quantity(settings.windows, 'window')}"
         raise SettingError(f"{few}: as many windows, or more, would do", "windows")
     if settings.windows == 1:
         return
@@ -61,7 +62,7 @@ def check_windows(settings: Settings, by: str | None) -> None:
         why = f"{settings.model} goes on from one picture, and an overlap of {settings.overlap} frames is given"
         raise SettingError(f"{why}: 1 is right", "overlap")
     if settings.overlap >= settings.frames:
-        why = f"windows of {settings.frames} frame{'s' * (settings.frames > 1)} that overlap by {settings.overlap}"
+        why = f"windows of {quantity(settings.frames, 'frame')} that overlap by {settings.overlap}"
         raise SettingError(f"{why} add nothing: more frames, or a smaller overlap, would do", "overlap")
 
 

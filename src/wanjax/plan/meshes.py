@@ -12,6 +12,7 @@ from math import ceil
 
 from wanjax.compilers.chips import Slice
 from wanjax.errors import WanjaxError
+from wanjax.figures import quantity
 from wanjax.pipelines.family import Forward
 from wanjax.sharding import hides_ring
 
@@ -37,7 +38,7 @@ def choose_mesh(
     """
     found = [axes for axes in meshes(place.devices, guided) if sp in (None, axes[1])]
     if not found:
-        raise WanjaxError(f"{place.devices} devices cannot be divided by sp={sp}: a divisor would do")
+        raise WanjaxError(f"{quantity(place.devices, 'device')} cannot be divided by sp={sp}: a divisor would do")
     room = [axes for axes in found if has_room(place, axes, parameters, spread=spread)]
     told = {"guided": guided, "parameters": parameters, "ring": ring, "spread": spread}
     return min(room or found, key=lambda axes: step_seconds(place, work, axes, **told))

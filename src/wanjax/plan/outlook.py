@@ -9,7 +9,7 @@ from wanjax.compilers.chips import Slice
 from wanjax.compilers.places import Place, Tell, axes_on, find_priceable, limit_of, mesh_on, priced_on, would_fit
 from wanjax.compilers.priced import Priced
 from wanjax.compilers.roofline import Machine
-from wanjax.figures import in_bytes
+from wanjax.figures import in_bytes, quantity
 from wanjax.kernels.attention import AUTO, Attention
 from wanjax.kernels.compiler_options import SAFE, check_set
 from wanjax.layers.tiling import Tiling
@@ -151,7 +151,9 @@ def outlook(
     doubts: list[str] = []
     if isinstance(place, Machine):
         if attention.window is not None:
-            doubts.append(f"the window of {attention.window} tokens is not priced: each token is taken to see all")
+            doubts.append(
+                f"the window of {quantity(attention.window, 'token')} is not priced: each token is taken to see all"
+            )
         attention, compiler = attention if attention.leaves_out else Attention("reference"), SAFE  # nothing is compiled
     if mesh is None and isinstance(place, Slice):
         mesh = choose_mesh(place, **asked_of_a_mesh(family, architecture, settings, attention, rules), sp=sp)
@@ -329,7 +331,8 @@ def _advice(settings: Settings, chip: str, stages: Mapping[str, Stage], devices:
     memory = worst.peak_bytes_per_chip + worst.spare_bytes_per_chip
     would = would_fit(chip, worst.peak_bytes_per_chip * devices)
     return (
-        f"{settings.model} at {settings.width}x{settings.height} and {settings.frames} frames does not fit {chip}: to "
+        f"{settings.model} at {settings.width}x{settings.height} and {quantity(settings.frames, 'frame')} does not fit "
+        f"{chip}: to "
         f"{name} it needs {in_bytes(worst.peak_bytes_per_chip, 1024)} a chip where {in_bytes(memory, 1024)} are to be "
         f"had; {would}"
     )

@@ -23,6 +23,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int, Key
 
 from wanjax.errors import WanjaxError
+from wanjax.figures import quantity
 
 TRAIN_STEPS = 1000  # a flow's timestep is σ · 1000
 Prediction = Literal["velocity", "v", "epsilon", "x0"]
@@ -171,9 +172,9 @@ def even_levels(steps: int, shift: float, sigmas: str) -> np.ndarray:
 def check_steps(steps: int, skip: int) -> None:
     """Raises WanjaxError unless there is at least one step, and one is left after `skip`."""
     if steps < 1:
-        raise WanjaxError(f"{steps} steps cannot make a video: at least 1 is needed")
+        raise WanjaxError(f"{quantity(steps, 'step')} cannot make a video: at least 1 is needed")
     if not 0 <= skip < steps:
-        raise WanjaxError(f"{skip} of {steps} steps cannot be skipped: from 0 to {steps - 1} would do")
+        raise WanjaxError(f"{skip} of {quantity(steps, 'step')} cannot be skipped: from 0 to {steps - 1} would do")
 
 
 def check_flow(shift: object, sigmas: object) -> None:

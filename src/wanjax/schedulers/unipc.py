@@ -22,6 +22,7 @@ import numpy as np
 from jaxtyping import Array, Float, Key
 
 from wanjax.errors import WanjaxError
+from wanjax.figures import quantity
 from wanjax.schedulers.base import TRAIN_STEPS, Flow, Index, Numbers, Sample, Schedule, shifted
 
 
@@ -54,7 +55,9 @@ class Expanding(Flow):
         schedule = super().schedule(steps, shift=shift, sigmas=sigmas, skip=skip)
         s = np.asarray(schedule.sigmas, np.float64)  # rounded first, as in the references: near pure noise λ changes
         if (s[0] == 1 and not self.from_noise) or (np.diff(s) >= 0).any():
-            raise WanjaxError(f"{steps} steps at a flow shift of {shift} lie too close together: take fewer")
+            raise WanjaxError(
+                f"{quantity(steps, 'step')} at a flow shift of {shift} lie too close together: take fewer"
+            )
         return schedule._replace(weights=np.array([self._weights(s, i) for i in range(len(s) - 1)], np.float32))
 
     @abstractmethod

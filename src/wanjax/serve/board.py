@@ -14,6 +14,7 @@ from threading import Condition
 from typing import Any
 
 from wanjax.errors import WanjaxError
+from wanjax.figures import quantity
 from wanjax.serve.jobs import CANCELLED, COMPLETED, FAILED, QUEUED, RUNNING, Job, Status, cancellation
 from wanjax.serve.shelf import Shelf
 
@@ -80,7 +81,7 @@ class Videos:
             raise ClosedError("this server is ending: ask again when it has started anew")
         if len(self._queue) >= self._most:
             raise FullError(
-                f"{len(self._queue)} videos wait already, as many as this server lets wait: try again later"
+                f"{quantity(len(self._queue), 'video')} in the queue, as many as this server lets wait: try again later"
             )
 
     def find(self, id: str) -> Job:

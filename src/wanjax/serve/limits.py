@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from wanjax.errors import SettingError, WanjaxError, shown
+from wanjax.figures import quantity
 from wanjax.media.bounds import BOUNDS
 from wanjax.pipelines.settings import Settings
 
@@ -38,8 +39,10 @@ class Limits:
     def check(self, settings: Settings) -> None:
         """Raises WanjaxError where a video is larger than allowed."""
         if (pixels := pixels_of(settings)) > self.pixels:
-            shape = f"{settings.width}x{settings.height} and {settings.length} frames"
-            raise WanjaxError(f"{shape} are {pixels:,} pixels where this server makes {self.pixels:,} at most")
+            shape = f"{settings.width}x{settings.height} and {quantity(settings.length, 'frame')}"
+            raise WanjaxError(
+                f"{shape} are {quantity(pixels, 'pixel')} where this server makes {self.pixels:,} at most"
+            )
         for name in ("steps", "fps"):
             if (value := getattr(settings, name)) > (most := getattr(self, name)):
                 raise SettingError(f"{name} is {shown(value)} where this server takes {most} at most", name)

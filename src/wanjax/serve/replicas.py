@@ -22,6 +22,7 @@ import jax
 from wanjax.cluster import actors
 from wanjax.cluster.worker import keeping_programs
 from wanjax.errors import WanjaxError
+from wanjax.figures import quantity
 from wanjax.serve.app import Service
 from wanjax.serve.desk import Desk
 from wanjax.serve.guard import Access
@@ -175,9 +176,11 @@ class Crew:
         Raises WanjaxError where one after another dies before it is ready, or the owner does not answer.
         """
         if died := self._settle(POLL):
-            self.note(f"{died} worker{'s' * (died > 1)} died, and others take their places")
+            self.note(f"{quantity(died, 'worker')} died, and others take their places")
         if self._deaths > MOST_DEATHS + self.scale.count:
-            raise WanjaxError(f"{self._deaths} workers died before they were ready: Ray's logs of them say why")
+            raise WanjaxError(
+                f"{quantity(self._deaths, 'worker')} died before they were ready: Ray's logs of them say why"
+            )
         load: Load = self.call("load")
         at_work = {name for name, _ in self._runs.values()} - self._dismissed
         missing = self.scale.wanted(load, monotonic()) - len(at_work)

@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 
 from wanjax.errors import WanjaxError, is_full
+from wanjax.figures import quantity
 from wanjax.pipelines.settings import Settings, schema
 from wanjax.serve.faults import StorageError, storing
 from wanjax.serve.jobs import COMPLETED, FAILED, JOBS, QUEUED, RUNNING, STOPPED, VIDEO, Job, VideoFolders, cancellation
@@ -239,7 +240,8 @@ class Shelf(VideoFolders):
             job.status, job.completed_at, job.error = FAILED, time.time(), cancellation()
         elif job.status == RUNNING and job.tries >= self.tries:
             job.status, job.completed_at = FAILED, time.time()
-            told = f"the server or its worker ended {job.tries} times while it made this video, so it tries no more"
+            ends = quantity(job.tries, "time")
+            told = f"the server or its worker ended {ends} while it made this video, so it tries no more"
             job.error = {"code": STOPPED, "message": told}
         else:
             job.status, job.progress, job.stage, job.done, job.total = QUEUED, 0, "", 0, 0

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from wanjax.errors import WanjaxError
+from wanjax.figures import quantity
 from wanjax.media.pictures import Clip, fit, read_clip
 from wanjax.media.videos import FILMS
 
@@ -28,7 +29,7 @@ class Bucket:
     width: int
 
     def __str__(self) -> str:
-        return f"{self.width}x{self.height}, {self.frames} frames"
+        return f"{self.width}x{self.height}, {quantity(self.frames, 'frame')}"
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,11 @@ class Cutting:
         lengths = [n for n in self.lengths if n > 1 or not moving or self.lengths == (1,)]
         fitting = [n for n in lengths if n <= len(frames)]
         if not fitting and moving:
-            raise WanjaxError(f"it has {len(frames)} frames at {self.fps} a second where {lengths[-1]} are the least")
+            raise WanjaxError(
+                f"it has {quantity(len(frames), 'frame')} at {self.fps} a second where {lengths[-1]} are the least"
+            )
         if not fitting:  # a picture, where only clips are trained on
-            raise WanjaxError(f"it is a picture where clips of {lengths[-1]} frames are the least")
+            raise WanjaxError(f"it is a picture where clips of {quantity(lengths[-1], 'frame')} are the least")
         size = nearest(frames.shape[1:3], self.sizes)
         for chosen in self._chosen(len(frames), fitting[0]):
             yield np.stack([fit(frames[i], size, self.resize) for i in chosen])
@@ -87,7 +90,9 @@ def lengths(frames: int, factor: int, shortest: int | None = None) -> tuple[int,
         units //= 2
     found.append(1)
     if shortest is not None and shortest > found[0]:
-        raise WanjaxError(f"the shortest clip has {shortest} frames and the longest {found[0]}: fewer would do")
+        raise WanjaxError(
+            f"the shortest clip has {quantity(shortest, 'frame')} and the longest {found[0]}: fewer would do"
+        )
     return tuple(n for n in found if n >= (shortest or 1))
 
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from wanjax.checkpoints.networks import Network, network_of
 from wanjax.errors import WanjaxError, WanjaxWarning
-from wanjax.figures import digits
+from wanjax.figures import digits, quantity
 from wanjax.kernels.compiler_options import products
 from wanjax.media.records import DIGESTS
 from wanjax.media.videos import try_output, write_video
@@ -107,7 +107,9 @@ class Training:
         self.pieces = [piece for i, piece in enumerate(pieces) if not every or (i + 1) % every]
         self._tell(pieces)
         if every and not self.held_out:
-            raise WanjaxError(f"{len(pieces)} clips are too few to hold out one in {every}: fewer, or none, would do")
+            raise WanjaxError(
+                f"one in {every} cannot be held out of {quantity(len(pieces), 'clip')}: fewer, or none, would do"
+            )
         for prompt in self.config.samples:
             bucket = self.sampled.bucket
             size = bucket.height, bucket.width
@@ -124,7 +126,7 @@ class Training:
         The folder has a file of each list, which the notes may shorten.
         """
         listing = self.listing
-        self.note(f"{len(pieces)} clips: {'; '.join(described(pieces))}")
+        self.note(f"{quantity(len(pieces), 'clip')}: {'; '.join(described(pieces))}")
         if listing.left_out:
             self.note(f"{len(listing.left_out)} left out: {_in_short(listing.left_out, self.out / LEFT_OUT)}")
         if listing.others:
@@ -254,15 +256,16 @@ class Learner:
         """Trains up to the last step, with samples and held-out losses along the way."""
         total, begun = self.config.steps, self.begun
         if begun:
-            self.training.note(f"the first {begun} of {total} steps were taken before")
+            self.training.note(f"taken before: {begun} of {quantity(total, 'step')}")
         if not begun:
             self._look(0)
         elif begun < total and (changed := self.trainer.changed):
-            now = {STEPS: f"{total} steps", RATE: f"the rate {self.config.optimizer.rate:g}"}
+            now = {STEPS: quantity(total, "step"), RATE: f"the rate {self.config.optimizer.rate:g}"}
             told = " and ".join(f"{now[name]} in place of {before:g}" for name, before in changed.items())
             self.training.note(
                 f"{told}: the rate is that of the {self.config.optimizer.schedule} schedule of "
-                f"{total} steps from here on, {digits(float(np.asarray(self.rate(begun))))} at step {begun + 1}"
+                f"{quantity(total, 'step')} from here on, {digits(float(np.asarray(self.rate(begun))))} at step "
+                f"{begun + 1}"
             )
         self.training.count("step", begun, total)
         try:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from wanjax.errors import UnsupportedError, WanjaxError
+from wanjax.figures import quantity
 from wanjax.kernels.attention import (
     chunked,
     flash_tpu,
@@ -79,7 +80,7 @@ def attention(
     mask, window, bias = (options.pop(name) for name in ("key_mask", "window", "bias"))
     keys = k.shape[1] if keys is None else keys
     if not 1 <= keys <= k.shape[1]:
-        raise WanjaxError(f"{keys} of {k.shape[1]} keys cannot take part: 1 to {k.shape[1]} can")
+        raise WanjaxError(f"{keys} of {quantity(k.shape[1], 'key')} cannot take part: 1 to {k.shape[1]} can")
     if keys < k.shape[1] and bias is not None and bias.shape[3] > 1:
         bias = bias[..., :keys]
     on_one_device = (_on_one_device, _part_on_one_device, _gradient_on_one_device)
@@ -164,7 +165,7 @@ def sparse_linear_attention(
     if projection.kernel.shape != (size, size) or projection.bias.shape != (size,):
         raise WanjaxError(f"a projection {list(projection.kernel.shape)} of heads of {size}: [{size}, {size}] would do")
     if not 1 <= keys <= q.shape[1]:
-        raise WanjaxError(f"{keys} of {q.shape[1]} tokens cannot take part: 1 to {q.shape[1]} can")
+        raise WanjaxError(f"{keys} of {quantity(q.shape[1], 'token')} cannot take part: 1 to {q.shape[1]} can")
     why = sparse_linear_tpu.unsupported(q, sparse, keys, config)
     if implementation == "tpu" and why is not None:
         raise UnsupportedError(why)

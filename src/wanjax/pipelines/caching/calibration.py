@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 from numpy.polynomial import Polynomial
 
 from wanjax.errors import WanjaxError
+from wanjax.figures import quantity
 from wanjax.pipelines.caching.networks import changes_of
 from wanjax.pipelines.caching.rules import CacheRule, MagCache, TeaCache, Turn, turns_of
 from wanjax.pipelines.caching.step_cache import ForwardCache, Kept, Predict, Prediction, ResidualCache, mean_size
@@ -105,7 +106,7 @@ def tables_from(runs: Sequence[Measured]) -> Tables:
     """Returns the tables that runs of equal settings tell, with settings at which about half of the steps reuse."""
     steps = runs[0].ratios.shape[1]
     if steps < LEAST:
-        raise WanjaxError(f"{steps} steps tell too little of a model: at least {LEAST} would do")
+        raise WanjaxError(f"{quantity(steps, 'step')} tell too little of a model: at least {LEAST} would do")
     ratios = np.mean([run.ratios for run in runs], axis=0).round(5)
     magnitudes = Magnitudes(tuple(ratios[0].tolist()), tuple(ratios[1].tolist()), DELTA, MOST, WHOLE)
     first = {turn.start for turn in runs[0].turns}

@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Float
 
 from wanjax.errors import WanjaxError, shown
+from wanjax.figures import quantity
 from wanjax.layers.stack import BlockCache
 from wanjax.pipelines.caching.step_cache import (
     NO_CACHE,
@@ -353,7 +354,9 @@ def check_reused(rule: CacheRule, reused: Sequence[Sequence[bool]]) -> None:
     """Raises WanjaxError where no step of any turn would reuse, or where all of half a turn would."""
     steps = sum(map(len, reused))
     if not any(map(any, reused)):
-        raise WanjaxError(f"the step cache {rule} would reuse nothing in {steps} steps: more steps would do")
+        raise WanjaxError(
+            f"the step cache {rule} would reuse nothing in {quantity(steps, 'step')}: more steps would do"
+        )
     if not rule.counted or rule.table is None:
         return
     for turn in map(list, reused):

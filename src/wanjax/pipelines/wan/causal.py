@@ -13,6 +13,7 @@ from flax import nnx
 
 from wanjax.checkpoints.sources import Source
 from wanjax.errors import WanjaxError
+from wanjax.figures import quantity
 from wanjax.layers.flops import attention_flops
 from wanjax.models.wan.causal import angles_at, place_of
 from wanjax.models.wan.config import CausalTransformerConfig
@@ -50,8 +51,8 @@ class CausalWanArchitecture(WanArchitecture):
         if frames % block:
             legal = [(n * block - 1) * factor + 1 for n in (frames // block, frames // block + 1) if n]
             raise WanjaxError(
-                f"{settings.frames} frames are {frames} latent frames, and {settings.model} makes blocks of {block}: "
-                f"{' or '.join(map(str, legal))} frames would do"
+                f"{quantity(settings.frames, 'frame')} are {quantity(frames, 'latent frame')}, and "
+                f"{settings.model} makes blocks of {block}: {' or '.join(map(str, legal))} frames would do"
             )
         if settings.guided:
             raise WanjaxError(

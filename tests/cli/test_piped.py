@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What commands print into a pipe: no bars, no colours, and "1 step" where there is one."""
+
+import re
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.support.commands import succeeded, wanjax
+from tests.support.tiny import tiny_checkpoint
+from wanjax.figures import quantity
+
+pytestmark = pytest.mark.usefixtures("kept_programs")
+
+ONE = ("--size", "32x16", "--frames", "1", "--steps", "1")
+DRAWN = re.compile(r"[\x1b\r\u2500-\u259f]")  # escapes, and what draws boxes and bars
+SEVERAL = re.compile(r"(?<![\w.,-])1 (?:[a-z-]+ )?(?!s\b|ms\b|is\b|as\b|us\b|has\b)[a-z]+s\b(?! (?:a|the)\b)")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+def test_a_number_has_its_noun():
+    assert [quantity(n, "step") for n in (0, 1, 2, 10_000)] == ["0 steps", "1 step", "2 steps", "10,000 steps"]
+    assert quantity(2, "process") == "2 processes"
+
+
+def test_what_is_printed_into_a_pipe(model, tmp_path, monkeypatch):
+    """Each command with one of everything, even where variables ask rich for colours."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    (tmp_path / "data").mkdir()
+    Image.new("RGB", (32, 32)).save("data/a.png")
+    Path("data/a.txt").write_text("a red circle")
+    Path("p.txt").write_text("a red circle\n")
+    own = ("--model", model, "--dtype", "float32", *ONE)
+    train = ("--size", "32x32", "--frames", "1", "--steps", "1", "--rank", "1", "--out", "lora")
+    for command in (
+        ("convert", model, "there"),
+        ("convert", "there", "--verify"),
+        ("warmup", *own, "--verbose"),
+        ("generate", "a red circle", *own, "--stats", "--preview"),
+        ("generate", "a red circle", *own, "--count", "1", "--out", "many"),
+        ("batch", "p.txt", *own, "--seeds", "42", "--out", "many"),  # which is there already
+        ("train", model, "data", *train),
+        ("train", model, "data", *train),
+        ("plan", model, "--chip", "cpu", *ONE),
+        ("plan", model, "--chip", "cpu", *ONE, "--requests", "1"),
+        ("plan", model, "--chip", "cpu", *ONE, "--train"),
+        ("models",),
+        ("info", "generation_config.json"),
+    ):
+        if command[0] == "info":
+            next(Path("stage_outputs").rglob("generation_config.json")).rename("generation_config.json")
+        said = succeeded(wanjax(*command)).output
+        assert not DRAWN.findall(said), (command, said)
+        assert SEVERAL.findall(said) == [], (command, said)
