@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`generate --at` beside servers that are cut off, hostile, or no wanjax: one sentence, and no file."""
 
+import base64
 import json
-import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +17,7 @@ from tests.support.commands import files, refused, succeeded, wanjax
 from tests.support.words import says
 from wanjax.cli import remote
 from wanjax.cli.report import Report
+from wanjax.cluster.batch import MANIFEST
 
 ID, VIDEO = "video_1", b"0123456789"
 MODEL = {"id": "nano", "defaults": {"seed": 42}, "settings": {}, "started_with": {}, "loras": []}
@@ -171,6 +172,32 @@ def test_a_compiler_set_that_nobody_typed_is_no_difference(own, theirs):
     assert [(body["prompt"], body["seed"], body["steps"]) for _, body in posted] == [("a cat", 7, 3)] * 2
 
 
+def test_what_was_asked_for_before_a_prompt_was_extended_goes_with_it():
+    posted: list[Any] = []
+    again = ("generate", "--from", record(original_prompt="cat"), "--at")
+    models = {"data": [MODEL | {"started_with": {"model": "nano"}}]}
+    with answering(answers(models=models), posted=posted) as url:
+        succeeded(wanjax(*again, url, "--out", "cat.mp4"))
+        succeeded(wanjax(*again, url, "a dog", "--out", "dog.mp4"))
+    with answering(several(DONE, DONE) | {"/v1/models": models}, posted=posted) as url:
+        succeeded(wanjax(*again, url, "--count", "2", "--out", "cats"))
+    bodies = [(body["prompt"], body.get("original_prompt")) for _, body in posted]
+    assert bodies == [("a cat", "cat"), ("a dog", None), ("a cat", "cat"), ("a cat", "cat")]
+
+
+def test_a_picture_is_sent_with_each_of_several_videos_and_decides_their_names():
+    posted: list[Any] = []
+    names = []
+    for content in (b"one", b"two"):
+        Path("a.png").write_bytes(content)
+        with answering(several(DONE, DONE), posted=posted) as url:
+            ask = ("a cat", "--image", "a.png", "--count", "2", "--out", "cats", "--at", url)
+            names += succeeded(wanjax(*ask)).stdout.split()
+    assert len({*names}) == 4
+    sent = [base64.b64decode(body["image"].partition(",")[2]) for _, body in posted]
+    assert sent == [b"one", b"one", b"two", b"two"]
+
+
 def test_a_picture_that_is_gone_is_not_sent_again():
     with answering(answers()) as url:
         told = refused("generate", "--from", record(image=str(Path("gone.png").absolute())), "--at", url)
@@ -205,7 +232,7 @@ def test_a_server_chooses_no_folder_of_several():
     told["/v1/models"] = {"data": [MODEL | {"started_with": hostile, "defaults": hostile | {"seed": 1}}]}
     with answering(told) as url:
         succeeded(wanjax("a cat", "--at", url, "--count", "2", "--out", "cats"))
-    assert [name.split("-")[:3] for name in sorted(os.listdir("cats"))] == [["a", "cat", "1"], ["a", "cat", "2"]]
+    assert [name.split("-")[:3] for name in files("cats")[:-1]] == [["a", "cat", "1"], ["a", "cat", "2"]]
 
 
 def test_a_row_may_have_its_seed_drawn():
@@ -215,7 +242,7 @@ def test_a_row_may_have_its_seed_drawn():
         succeeded(wanjax("--prompts", "p.jsonl", "--at", url, "--out", "made"))
     ((_, body),) = posted
     assert body["seed"] >= 0
-    assert str(body["seed"]) in os.listdir("made")[0]
+    assert str(body["seed"]) in files("made")[0]
 
 
 def test_what_is_there_is_not_asked_for_again():
@@ -243,7 +270,11 @@ def test_requests_of_a_file_and_one_that_fails(broken, why):
         result = wanjax("--prompts", "p.jsonl", "--at", url, "--steps", "2", "--out", "made")
     assert result.exit_code == 1
     assert says(result.stderr, f"row 2 failed {why}")
-    assert len(files("made")) == 2
+    assert len(files("made")) == 2 + len([MANIFEST])
+    rows = [json.loads(line) for line in (Path("made") / MANIFEST).read_text().splitlines()]
+    assert [(row["row"], row["prompt"], row["seed"]) for row in rows] == [(1, "a", 42), (2, "b", 5), (3, "c", 42)]
+    assert [why in row.get("error", "") for row in rows] == [False, True, False]
+    assert {row["file_name"] for row in rows if "error" not in row} == {*files("made")} - {MANIFEST}
     own = [{name: body.get(name) for name in ("prompt", "size", "seed", "steps")} for _, body in posted]
     assert own == [
         {"prompt": "a", "size": "64x32", "seed": 42, "steps": 2},
@@ -260,7 +291,7 @@ def test_a_queue_that_is_full_is_waited_for_and_a_wrong_request_is_passed_over(m
         result = wanjax("a cat", "--at", url, "--seeds", "1..3", "--out", "cats")
     assert result.exit_code == 1
     assert says(result.stderr, "cat-2- failed 422")
-    assert len(files("cats")) == 2
+    assert len(files("cats")) == 2 + len([MANIFEST])
     with answering(answers() | {"/v1/videos": 422}) as url:
         assert says(refused("a cat", "--at", url, "--seeds", "1..3"), f"{url} 422")
 

@@ -33,6 +33,7 @@ from wanjax.media.pictures import Pictures
 from wanjax.pipelines.record import described
 from wanjax.pipelines.seeds import check_count, checked_seed
 from wanjax.pipelines.settings import LOADED, MOST_VIDEOS
+from wanjax.pipelines.text.extending import as_settings
 from wanjax.stores.own import own_folder
 from wanjax.stores.places import Place, names_in, place
 from wanjax.stores.writing import check_folder
@@ -98,7 +99,7 @@ def generate(
         numbers = numbers_of(requests, seeds, count, SETTINGS["seed"].usual if first is None else first)
         if extend is not None:
             texts = extend.all_of([request.given["prompt"] for request in requests], target)
-            told = [{"prompt": str(text), "original_prompt": text.original} for text in texts]
+            told = [as_settings(text) for text in texts]
             requests = [one._replace(given={**one.given, **text}) for one, text in zip(requests, told, strict=True)]
         options, unsaid = options_of_each(chosen), (seeds, count, first) == (None, None, None)
         requests = [one.under(options) for one in with_seeds(requests, None if unsaid else numbers)]
@@ -264,8 +265,7 @@ def requests_of(prompt: str | None, file: str | None) -> list[Request]:
     """Returns the request of a prompt, or those of a file; raises WanjaxError where both are given."""
     if file is None:
         assert prompt is not None
-        original = getattr(prompt, "original", None)  # of one that was extended
-        return [Request(0, {"prompt": str(prompt), **({"original_prompt": original} if original else {})})]
+        return [Request(0, as_settings(prompt))]
     if prompt is not None:
         raise WanjaxError("--prompts is given beside a prompt: one way is enough")
     return read_requests(file)

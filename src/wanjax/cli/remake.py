@@ -46,9 +46,7 @@ def completed(given: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, 
 
     Raises WanjaxError where a file that the video was made from is gone or another one, and none is given.
     """
-    original = record.get("original_prompt")
-    if given["prompt"] == record["prompt"] and isinstance(original, str) and original:
-        given = {**given, "prompt": Extended(record["prompt"], original)}
+    given = {**given, "prompt": prompt_of(given["prompt"], record)}
     check_files(record, [name for name in FILES if given.get(name) and not is_typed(name)])
     if given["model"] != record["model"]:
         return dict(given) if is_typed("scheduler") else {**given, "scheduler": None}  # the record's is the model's own
@@ -56,6 +54,14 @@ def completed(given: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, 
     if given.get("tile") and isinstance(record.get("tiling"), Mapping):
         found["tiling"] = _tiling(record["tiling"])
     return {**given, **found, "remade": record}
+
+
+def prompt_of(prompt: str | None, record: Mapping[str, Any]) -> str | None:
+    """Return a prompt as one that was extended, where it is that of a record which tells what was asked for."""
+    original = record.get("original_prompt")
+    if prompt is not None and prompt == record.get("prompt") and isinstance(original, str) and original:
+        return Extended(prompt, original)
+    return prompt
 
 
 def differences(record: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:

@@ -5,12 +5,14 @@ What a request may ask of the server, the server tells: its settings, its pictur
 """
 
 import base64
+import hashlib
 import json
 import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from http.client import HTTPException, IncompleteRead
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from wanjax.cli.report import Report
 from wanjax.errors import WanjaxError, reason, shown
 from wanjax.figures import quantity
 from wanjax.pipelines.settings import ALLOW_EMPTY, LOADED, PICTURES
-from wanjax.pipelines.text.extending import NoRedirect
+from wanjax.pipelines.text.extending import NoRedirect, as_settings
 from wanjax.stores.places import Place, name_alone, names_in, place
 from wanjax.stores.writing import check_folder, writing
 
@@ -77,15 +79,16 @@ def generate(
     server = Server(at)
     offered = server.model(given["model"] if is_given("model") else None)
     if made is not None:
-        from wanjax.cli.remake import check_files  # imported late: it needs JAX
+        from wanjax.cli.remake import check_files, prompt_of  # imported late: they need JAX
 
+        prompt = prompt_of(prompt, made)
         check_files(made, [name for name in PICTURES if given.get(name) and not is_typed(name)])
     chosen = {name: value for name, value in given.items() if is_given(name) and value not in (None, ())}
     if made is not None and not is_typed("compiler"):
         chosen.pop("compiler", None)  # the record's is no wish of the user's, and it decides the last digits alone
     chosen.setdefault("seed", _seed(offered["defaults"], at))  # the command's own, where the server draws one
     if (prompts, seeds, count) == (None, None, None):
-        _generate_one(report, server, offered, {"prompt": prompt, **chosen}, out)
+        _generate_one(report, server, offered, {**as_settings(prompt or ""), **chosen}, out)
     else:
         requests = _requests(chosen, prompt, prompts, seeds, count)
         shared = {name: value for name, value in chosen.items() if name not in OF_A_VIDEO}
@@ -140,82 +143,123 @@ def _generate_several(
     *,
     force: bool,
 ) -> None:
-    """Has a video of each request made, a few of which wait at the server, and writes them in their order.
+    """Has a video of each request made, except those that are in the folder already, unless `force`.
 
-    Videos that are in the folder already are left out, unless `force`. `shared` are fields of all requests. Cancels
-    those that wait where this ends before its time.
+    `shared` are fields of all requests. Cancels the videos that wait where this ends before its time. The folder has a
+    manifest, as that of `wanjax batch`.
     """
-    from wanjax.cli.many import FAILURE, folder_of  # imported late: it needs JAX
+    from wanjax.cli.many import FAILURE, folder_of  # imported late: they need JAX
+    from wanjax.cluster.batch import MANIFEST, Manifest
+    from wanjax.cluster.worker import Job
 
     folder = folder_of(None, out).absolute()
-    each = {}
+    each: dict[str, tuple[Any, Mapping[str, Any]]] = {}
     for request in requests:
-        each[_name(request, {**shared, **_fields(request.given, offered, server.url)}, offered)] = request
+        fields = {**shared, **_fields(request.given, offered, server.url)}
+        name = _name(request, fields, offered)
+        each[name] = Job(name, request), fields
     if repeated := len(requests) - len(each):
         report.note(f"note: made once, of {len(requests)} videos: {repeated} that repeat another")
     check_folder(folder)
     there = set() if force else each.keys() & set(names_in(folder))
-    left = deque((name, request) for name, request in each.items() if name not in there)
+    left = [asked for name, asked in each.items() if name not in there]
     report.note(f"videos: {len(left)}, into {folder}")
     if there:
         report.note(f"there already: {quantity(len(there), 'video')}, to be made: {len(left)}")
-    total, failed = len(left), 0
     report.goes_on()
-    with _cancelling(server) as waiting, report.stage("videos"):
-        submitted: deque[tuple[str, Any]] = deque()
-        ended = 0
-
-        def show(unit: str, done: int, of: int) -> None:
-            report.count("video", ended, total, beside=f"{unit} {done} of {of}")
-
-        def failing(name: str, request: Any, why: object) -> None:
-            report.note(f"{f'row {request.row}' if request.row else name} failed: {why}")
-
-        report.count("video", 0, total)
-        while left or submitted:
-            while left and len(submitted) < AHEAD:
-                name, request = left[0]
-                try:
-                    waiting.append(server.submit({**shared, **_fields(request.given, offered, server.url)}))
-                except Refused as error:
-                    if error.status == FULL:
-                        break
-                    if error.status not in WRONG or not (ended or submitted):  # the first tells what all have in common
-                        raise request.wrong(error) from error
-                    failing(name, request, error)
-                    ended, failed = ended + 1, failed + 1
-                else:
-                    submitted.append((name, request))
-                left.popleft()
-            if not submitted:
-                report.stop_if_asked()
-                time.sleep(EVERY[1] if left else 0)  # the queue is full of others' videos
-                continue
-            name, request = submitted[0]
-            path = waiting[0]
-            try:
-                job = _awaited(server, path, report, show)
-                why: object = None if job.get("status") == "completed" else _why(job)
-                if why is None:
-                    record = server.ask(f"{path}/record")
-                    report.made(_save(server, path, str(folder / name)), record, id=_id(path))
-            except Refused as error:  # as of a video that somebody removed meanwhile
-                if error.status not in WRONG:
-                    raise
-                why = error
-            if why is not None:
-                failing(name, request, why)
-                failed += 1
-            submitted.popleft()
-            waiting.popleft()
-            ended += 1
-            report.count("video", ended, total, beside=f"{failed} failed" if failed else "")
+    with closing(Manifest(folder)) as manifest, _cancelling(server) as waiting, report.stage("videos"):
+        for name in there:
+            manifest.add(each[name][0])
+        several = _Several(report, server, folder, manifest, waiting, left)
+        several.make()
     report.way_on = None
     if report.stats:
         report.table()
-    if failed:
-        report.note(f"{failed} of {quantity(total, 'video')} failed; the same command tries them again")
+    if several.failed:
+        told = f"{several.failed} of {quantity(len(left), 'video')} failed, as listed in {folder / MANIFEST}"
+        report.note(f"{told}; the same command tries them again")
         raise click.exceptions.Exit(FAILURE)
+
+
+class _Several:
+    """Several videos that a server makes: a few wait there at a time, and are written in their order.
+
+    `left` are jobs and the fields of their requests, and `waiting` the paths at the server of those asked for.
+    """
+
+    def __init__(
+        self,
+        report: Report,
+        server: "Server",
+        folder: Place,
+        manifest: Any,
+        waiting: deque[str],
+        left: Sequence[tuple[Any, Mapping[str, Any]]],
+    ):
+        self.report, self.server, self.folder, self.manifest, self.waiting = report, server, folder, manifest, waiting
+        self.total, self.ended, self.failed = len(left), 0, 0
+        self._left, self._submitted = deque(left), deque[Any]()
+
+    def make(self) -> None:
+        """Ask for all videos, and write each."""
+        self._count()
+        while self._left or self._submitted:
+            self._submit()
+            if self._submitted:
+                self._collect()
+            else:
+                self.report.stop_if_asked()
+                time.sleep(EVERY[1] if self._left else 0)  # the queue is full of others' videos
+
+    def _submit(self) -> None:
+        """Ask for the next videos, as many as are to wait and as the server's queue takes."""
+        while self._left and len(self._submitted) < AHEAD:
+            job, fields = self._left[0]
+            try:
+                self.waiting.append(self.server.submit(fields))
+            except Refused as error:
+                if error.status == FULL:
+                    return
+                if error.status not in WRONG or not (self.ended or self._submitted):
+                    raise job.request.wrong(error) from error  # the first tells what all have in common
+                self._end(job, error)
+            else:
+                self._submitted.append(job)
+            self._left.popleft()
+
+    def _collect(self) -> None:
+        """Wait for the first of the videos that were asked for, and write it."""
+        job, path = self._submitted[0], self.waiting[0]
+        fault: object = None
+        try:
+            video = _awaited(
+                self.server, path, self.report, lambda unit, done, of: self._count(f"{unit} {done} of {of}")
+            )
+            if video.get("status") == "completed":
+                record = self.server.ask(f"{path}/record")
+                self.report.made(_save(self.server, path, str(self.folder / job.name)), record, id=_id(path))
+            else:
+                fault = _why(video)
+        except Refused as error:  # as of a video that somebody removed meanwhile
+            if error.status not in WRONG:
+                raise
+            fault = error
+        self._submitted.popleft()
+        self.waiting.popleft()
+        self._end(job, fault)
+
+    def _end(self, job: Any, fault: object = None) -> None:
+        """List a video that was made, or that failed."""
+        self.ended += 1
+        if fault is not None:
+            self.failed += 1
+            self.report.note(f"{f'row {job.request.row}' if job.request.row else job.name} failed: {fault}")
+        self.manifest.add(job, worker=self.server.url, **({} if fault is None else {"error": str(fault)}))
+        self._count()
+
+    def _count(self, beside: str = "") -> None:
+        failed = f"{self.failed} failed" if self.failed else ""
+        self.report.count("video", self.ended, self.total, beside=", ".join(filter(None, (failed, beside))))
 
 
 def _name(request: Any, fields: Mapping[str, Any], offered: Mapping[str, Any]) -> str:
@@ -228,7 +272,7 @@ def _name(request: Any, fields: Mapping[str, Any], offered: Mapping[str, Any]) -
     size = request.given.get("size")
     sides = {"height": size[0], "width": size[1]} if isinstance(size, tuple) else {}
     unnamed = {ALLOW_EMPTY.name, *(["size"] if sides else [])}
-    chosen = {name: value for name, value in fields.items() if name not in unnamed}
+    chosen = {name: _digests(value) for name, value in fields.items() if name not in unnamed}
     return name_of({**offered["defaults"], **offered["started_with"], **chosen, **sides})  # a server chooses no folder
 
 
@@ -328,7 +372,7 @@ def _fields(chosen: Mapping[str, Any], offered: Mapping[str, Any], at: str) -> d
         if name == "size":
             fields[name] = value if isinstance(value, str) else f"{value[1]}x{value[0]}"
         elif name in PICTURES:
-            fields[name] = [_as_url(one) for one in value] if name == "references" else _as_url(value)
+            fields[name] = list(map(_File.of, value)) if name == "references" else _File.of(value)
         elif name == "lora":
             fields[name] = _strengths(value, offered["loras"], at)
         elif name in HERE:
@@ -370,14 +414,36 @@ def _texts(value: Any) -> list[str]:
     return [str(one) for one in (value if several else [value])]
 
 
-def _as_url(file: str) -> str:
-    """Returns a file as a data: URL; raises WanjaxError where it cannot be read."""
-    try:
-        data = Path(file).expanduser().read_bytes()
-    except OSError as error:
-        folder = "it is a folder, and a server takes a film or an animation"
-        raise WanjaxError(f"{file} cannot be sent: {folder if Path(file).is_dir() else reason(error)}") from error
-    return f"data:application/octet-stream;base64,{base64.b64encode(data).decode()}"
+@dataclass(frozen=True)
+class _File:
+    """A file that goes with a request: its digest until then, and its contents only while they are sent."""
+
+    name: str
+    digest: str
+
+    @classmethod
+    def of(cls, name: str) -> "_File":
+        """Return a file; raises WanjaxError where it cannot be read."""
+        return cls(name, hashlib.sha256(cls._read(name)).hexdigest())
+
+    def as_url(self) -> str:
+        """Return the contents as a data: URL; raises WanjaxError where they cannot be read."""
+        return f"data:application/octet-stream;base64,{base64.b64encode(self._read(self.name)).decode()}"
+
+    @staticmethod
+    def _read(name: str) -> bytes:
+        try:
+            return Path(name).expanduser().read_bytes()
+        except OSError as error:
+            folder = "it is a folder, and a server takes a film or an animation"
+            raise WanjaxError(f"{name} cannot be sent: {folder if Path(name).is_dir() else reason(error)}") from error
+
+
+def _digests(value: Any) -> Any:
+    """Return the value of a field with digests in place of files."""
+    if isinstance(value, list):
+        return list(map(_digests, value))
+    return value.digest if isinstance(value, _File) else value
 
 
 def _plain(text: Any) -> str:
@@ -434,7 +500,7 @@ class Server:
         headers = {"Content-Type": "application/json"}
         if token := os.environ.get(TOKEN):
             headers["Authorization"] = f"Bearer {token}"
-        data = None if body is None else json.dumps(body).encode()
+        data = None if body is None else json.dumps(body, default=_File.as_url).encode()
         try:
             with self._opener.open(Request(f"{self.url}{path}", data, headers), timeout=PATIENCE) as answer:
                 found = answer.read(LARGEST)

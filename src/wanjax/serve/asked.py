@@ -127,7 +127,7 @@ def _frames(fields: Mapping[str, Any], settings: Mapping[str, Any], pipe: Pipeli
 
 
 def _check_text(name: str, value: Any, limits: Limits) -> None:
-    most = limits.prompt if name in ("prompt", "negative_prompt", "then") else LONGEST_TEXT
+    most = limits.prompt if name in ("prompt", "original_prompt", "negative_prompt", "then") else LONGEST_TEXT
     if isinstance(value, str) and len(value) > most:
         told = f"the {name.replace('_', ' ')} has {len(value)} characters where {most} are allowed at most"
         raise SettingError(told, name)

@@ -48,14 +48,14 @@ def model(pipe: Pipeline, tiling: Tiling | None, batch_guidance: bool) -> dict[s
 
 def offered(pipe: Pipeline) -> Mapping[str, Setting]:
     """Returns the settings of a video that a request may give, by name."""
-    own = pipe.defaults.to_json().keys() - {*LOADED, "original_prompt"}
+    own = pipe.defaults.to_json().keys() - {*LOADED}
     return {name: known for name, known in schema(type(pipe.defaults)).items() if name in own}
 
 
 def described(pipe: Pipeline) -> dict[str, dict[str, Any]]:
     """Returns the settings that a video of this model depends on, in the words of JSON Schema."""
     defaults, architecture = pipe.defaults.to_json(), pipe.architecture
-    useless: set[str] = set() if architecture.takes else {"resize"}
+    useless = {"original_prompt"} | (set() if architecture.takes else {"resize"})  # the first is for other programs
     if "video" not in architecture.takes or not architecture.begins_from_video:
         useless.add("strength")
     if architecture.continued_by is None:

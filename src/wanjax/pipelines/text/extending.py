@@ -51,6 +51,12 @@ class Extended(str):
         return made
 
 
+def as_settings(prompt: str) -> dict[str, str]:
+    """Return a prompt as settings: its text and, where it was extended, what was asked for."""
+    original = getattr(prompt, "original", "")
+    return {"prompt": str(prompt), **({"original_prompt": original} if original else {})}
+
+
 def extend_prompt(prompt: str, url: str, *, model: str | None = None, picture: bool = False) -> Extended:
     """Returns a prompt as the language model at an address extends it.
 
