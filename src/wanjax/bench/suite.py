@@ -26,6 +26,7 @@ from wanjax.bench.programs import Measured, distance, measure, mesh_of
 from wanjax.compilers.kept import versions
 from wanjax.compilers.lowering import Lowering
 from wanjax.errors import WanjaxError
+from wanjax.figures import quantity
 from wanjax.kernels.attention import AUTO, Attention, choose
 from wanjax.kernels.compiler_options import FAST, SAFE, SETS
 from wanjax.loading import outlined
@@ -289,7 +290,7 @@ class Suite:
 
     @property
     def _kept(self) -> str:
-        return "" if self.scale.layers is None else f", {self.scale.layers} layer{'s' * (self.scale.layers > 1)}"
+        return "" if self.scale.layers is None else f", {quantity(self.scale.layers, 'layer')}"
 
     def _row(
         self, name: str, what: str, compiler: str, build: Build, here: Known, axes: Mapping[str, int]

@@ -33,6 +33,7 @@ from wanjax.checkpoints.readers import SUFFIXES, View, open_tensors
 from wanjax.converters.names import Names
 from wanjax.converters.transforms import Shape
 from wanjax.errors import WanjaxError
+from wanjax.figures import quantity
 from wanjax.kernels.attention import Attention
 
 NOISE_LEVELS = (HIGH, LOW)  # the names of a model's two experts
@@ -120,7 +121,7 @@ class Matches(NamedTuple):
 
     def __str__(self) -> str:
         total = self.matched + len(self.unmatched)
-        summary = f"{self.file}: {self.matched} of {total} changes merged"
+        summary = f"{self.file}: {self.matched} of {quantity(total, 'change')} merged"
         if self.unmatched:
             summary += f"; the rest has no place in the model and was left out: {_first(self.unmatched)}"
         return f"{summary}; no module is of {_first(self.idle)}" if self.idle else summary

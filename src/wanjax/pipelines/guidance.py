@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32
 
 from wanjax.errors import WanjaxError, shown
+from wanjax.figures import quantity
 from wanjax.pipelines.values import read_value
 from wanjax.sharding import Partitioner
 
@@ -260,4 +261,4 @@ def check_rule(rule: GuidanceRule, guided: bool, steps: int) -> None:
     if rule.scaled and not guided:
         raise WanjaxError(f"{rule} is worth nothing without guidance: a guidance scale above 1 would need it")
     if isinstance(rule, ZeroStar) and rule.zero_steps >= steps:
-        raise WanjaxError(f"{rule} would leave all of {steps} step{'s' * (steps > 1)} out: fewer zero steps would do")
+        raise WanjaxError(f"{rule} would leave all of {quantity(steps, 'step')} out: fewer zero steps would do")

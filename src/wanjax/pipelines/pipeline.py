@@ -310,7 +310,7 @@ class Pipeline:
             shape["frames"] = (count - 1) // factor * factor + 1
             if shape["frames"] == 1:
                 raise WanjaxError(
-                    f"of {count} frame{'s' * (count > 1)} in the video one picture would be made: give it as image, or "
+                    f"of {quantity(count, 'frame')} in the video one picture would be made: give it as image, or "
                     "ask for 1 frame"
                 )
         return shape

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from wanjax.errors import WanjaxError
+from wanjax.figures import quantity
 from wanjax.media.pictures import Pictures
 from wanjax.media.stage_files import VIDEO_SHAPE
 from wanjax.pipelines.settings import Settings
@@ -27,8 +28,8 @@ class VideoShape(NamedTuple):
     references: int = 0
 
     def __str__(self) -> str:
-        beside = f" and {self.references} reference{'s' * (self.references > 1)}" if self.references else ""
-        return f"{self.width}x{self.height}, {self.frames} frame{'s' * (self.frames > 1)}{beside}"
+        beside = f" and {quantity(self.references, 'reference')}" if self.references else ""
+        return f"{self.width}x{self.height}, {quantity(self.frames, 'frame')}{beside}"
 
     def check(self, settings: Settings) -> None:
         """Raise WanjaxError unless a video of these settings has this size and these frames."""

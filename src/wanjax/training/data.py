@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from wanjax.errors import WanjaxError, reason
+from wanjax.figures import quantity
 from wanjax.media.pictures import in_order, is_picture_name
 from wanjax.media.texts import read_text, trimmed
 from wanjax.media.videos import FILMS, read_metadata
@@ -239,7 +240,8 @@ def _row(header: Sequence[str], fields: list[str]) -> Mapping[str, Any] | str:
         )
         others = [i for i, name in enumerate(header) if i not in (file, at) and name not in (REPEATS, PRESERVE)]
         if at < 0 or any(not i < file < at for i in others):  # a comma may be another column's
-            return f"has {len(fields)} fields where the header has {len(header)}: a caption with commas needs quotes"
+            wrong = f"has {quantity(len(fields), 'field')} where the header has {len(header)}"
+            return f"{wrong}: a caption with commas needs quotes"
         end = at + more + 1
         caption = ",".join(fields[at:end]).strip()
         if len(caption) > 1 and caption[0] == caption[-1] == '"':  # after a space, where no quotes are seen

@@ -109,7 +109,7 @@ class Trainer:
         left = now.get(STEPS, math.inf) > self.step  # a finished training keeps the rate that it had
         may = [name for name in names if _may_change(name, was.get(name), now.get(name), left)]
         if differs := [name for name in names if name not in may]:
-            more = f", and {len(differs) - SHOWN} entries more" if len(differs) > SHOWN else ""
+            more = f", and {len(differs) - SHOWN} more of them" if len(differs) > SHOWN else ""
             each = ", ".join(_differing(name, was.get(name), now.get(name)) for name in differs[:SHOWN])
             raise WanjaxError(
                 f"{self.folder} holds another training, whose {each}{more}: the same settings resume it, "

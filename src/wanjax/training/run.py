@@ -132,7 +132,7 @@ class Training:
         if listing.others:
             self.note(f"files passed over, as hidden or no clip, picture or caption: {listing.others}")
         if listing.cut:
-            count = f"{len(listing.cut)} caption{'s' * (len(listing.cut) > 1)}"
+            count = quantity(len(listing.cut), "caption")
             message = f"the model does not read all of {count}: {_in_short(listing.cut, self.out / CUT)}"
             warnings.warn(message, WanjaxWarning, stacklevel=2)
         for name, sentences in ((LEFT_OUT, listing.left_out), (CUT, listing.cut)):

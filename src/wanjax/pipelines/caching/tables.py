@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from wanjax.checkpoints.files import content_digest
 from wanjax.checkpoints.sources import Source
 from wanjax.errors import WanjaxError, reason
+from wanjax.figures import quantity
 from wanjax.stores.user import home, user_cache
 
 FILE = "caches.json"  # the published tables of a family
@@ -146,8 +147,8 @@ def _magnitudes(json: Any) -> Magnitudes | None:
     prompt, negative = (_numbers(json[name]) for name in ("prompt", "negative"))
     if len(prompt) != len(negative) or len(prompt) < 2:
         raise WanjaxError(
-            f"the table has {len(prompt)} ratios for the prompt and {len(negative)} for the negative one: one for each "
-            "step is right"
+            f"the table has {quantity(len(prompt), 'ratio')} for the prompt and {len(negative)} for the negative one: "
+            "one for each step is right"
         )
     if min(*prompt, *negative) <= 0:
         raise WanjaxError(f"the table has the ratio {min(*prompt, *negative)}: ratios are above 0")
