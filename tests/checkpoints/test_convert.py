@@ -134,7 +134,7 @@ def test_the_command_says_what_it_reads_and_writes(source, tmp_path):
     for words in (
         r"transformer +19,832 ",
         r"together +318 kB +281 kB",
-        r"converting.*281\.2/281\.2 kB",
+        r"converting.*281 kB of 281 kB",
         r"is complete and verified",
     ):
         assert re.search(words, err), err

@@ -104,7 +104,7 @@ AFTER_ENCODING = ["stage_outputs/generation_config.json", "stage_outputs/stage1_
         ("--strength 0.8", "strength 0.8 video"),  # the default
         ("--seed 18446744073709551616", "seed 18446744073709551616 whole number 0 2^64 - 1"),
         ("--negative-prompt caf\udce9", r"negative_prompt 'caf\udce9' text UTF-8"),
-        ("two prompts", "extra two prompts"),
+        ("two prompts", "prompt 3 quotes a two prompts"),
     ],
 )
 def test_options(intact, options, message):
