@@ -15,7 +15,10 @@ from PIL import Image
 
 from tests.support.films import ffmpeg, gap
 from tests.support.quick import quick
+from tests.support.words import naming
 from wanjax.errors import WanjaxError
+from wanjax.media.bounds import BOUNDS
+from wanjax.media.films import read_film
 from wanjax.media.holes import HOLE, Zeros, holed_frame
 from wanjax.media.pictures import read_clip
 from wanjax.serve.asked import save_pictures
@@ -202,6 +205,19 @@ def test_a_film_is_held_once_while_it_is_read(tmp_path):
     size, peak = map(int, read.stdout.split())
     assert size == 50 * 720 * 1280 * 3
     assert peak < 1.3 * size
+
+
+def test_a_film_of_too_many_pixels_is_refused_before_a_frame_is_read(tmp_path, monkeypatch):
+    path = film(tmp_path / "fast.mp4")
+    monkeypatch.setattr(BOUNDS, "pixels", 96 * 128)
+    for times, right in ((len(FRAMES), len(FRAMES)), (len(FRAMES) - 1, 0)):
+        monkeypatch.setattr(BOUNDS, "times", times)
+        frames = read_film(path, 100, 25, values=False)
+        if right:
+            assert len(list(frames)) == right
+            continue
+        with pytest.raises(WanjaxError, match=naming("128x96 294,912")):
+            next(frames)
 
 
 def comb(clip: np.ndarray) -> float:

@@ -69,23 +69,28 @@ def read_film(source: str | Path, frames: int, fps: int | float, *, values: bool
             decoded, times, rate = _decode(source, film, frames, fps, most, values, folder)
         except OSError as error:
             raise WanjaxError(f"{source} cannot be read as a video: {error}") from error
-        shown = 0 if not times else frames
-        if 0 < len(times) < most:  # they are all
+        shown, known = 0 if not times else frames, 0 < len(times) < most
+        if known:  # they are all
             last, step = times[-1] - times[0], max(1 / fps, 1 / rate)
             even = round(last * rate) / rate
             last = even if abs(last - even) < ROUNDED else last
             shown = math.floor((last + (EARLIER if rate > fps else step / 2)) / step) + 1
-        yield from islice(_frames(decoded, source), min(shown, frames))
+        count = min(shown, frames)
+        yield from islice(_frames(decoded, source, count if known else 1), count)
 
 
-def _frames(decoded: Path, source: str | Path) -> Generator[Frame]:
-    """Yields the frames of a file of PAM; raises WanjaxError for one that is too large, before it is read."""
+def _frames(decoded: Path, source: str | Path, count: int) -> Generator[Frame]:
+    """Yields the frames of a file of PAM, `count` or more.
+
+    Raises WanjaxError for a frame that is too large, and for too many, before they are read.
+    """
     together = 0
     with decoded.open("rb") as file:
         while header := PAM.match(b"".join(islice(file, HEADER))):
             width, height, channels = map(int, header.groups())
             together += width * height
-            allowed = width * height <= BOUNDS.pixels and together <= BOUNDS.together
+            count = max(0, count - 1)
+            allowed = width * height <= BOUNDS.pixels and together + count * width * height <= BOUNDS.together
             data = file.read(width * height * channels) if allowed else b""
             if len(data) < width * height * channels:
                 bounds = f"{BOUNDS.pixels:,}, and {BOUNDS.together:,} in all frames,"
