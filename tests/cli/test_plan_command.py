@@ -267,7 +267,7 @@ def test_the_best_mesh(chip, model, count, wanted, ring):
     if devices > 1:
         assert choose_axes(devices, heads=work.heads, tokens=work.tokens, ring=ring) == wanted[ring]
         assert choose_mesh(SLICES[chip], work, **given, sp=2)[1] == 2
-    with pytest.raises(WanjaxError, match=naming("devices sp=3")):
+    with pytest.raises(WanjaxError, match=naming("sp=3 divisor")):
         choose_mesh(SLICES[chip], work, **given, sp=3)
 
 
