@@ -15,9 +15,10 @@ def between(low: str, high: str) -> str:
 
 
 def quantity(number: int, noun: str) -> str:
-    """Return a number with its noun, such as 1 step, 2 steps or 10,000 frames."""
+    """Return a number with its noun, such as 1 step, 1000 steps or 10,000 frames."""
     plural = f"{noun}{'es' if noun.endswith(('s', 'sh', 'ch', 'x')) else 's'}"
-    return f"{number:,} {noun if number == 1 else plural}"
+    figure = f"{number:,}" if number >= 10_000 else str(number)  # fewer digits are as they were typed
+    return f"{figure} {noun if number == 1 else plural}"
 
 
 def duration(seconds: float) -> str:
