@@ -71,7 +71,7 @@ def main() -> None:
     width, height = map(int, options.size.split("x"))
     video = {"width": width, "height": height, "frames": options.frames}
     work = architecture.forward(settings.updated(video))
-    config = architecture.networks["transformer"]
+    config = architecture.spec.networks["transformer"]
     cells = architecture.vae.spatial_factor * config.patch[1]
     grid = (work.tokens // (height // cells * (width // cells)), height // cells, width // cells)
     columns = "top", "alike over", "blocks of a list", "two neighbours", "four", "two at random", "four"

@@ -53,7 +53,7 @@ def decode(model: str, frames: int, height: int, width: int) -> dict[str, int]:
     assert architecture is not None
     parts.put("vae", random_network(family.network_of(architecture.vae)))
     pipeline = Pipeline(parts, architecture, preset.defaults)
-    shape = architecture.latent_shape(replace(preset.defaults, frames=frames, height=height, width=width))
+    shape = architecture.spec.latent_shape(replace(preset.defaults, frames=frames, height=height, width=width))
     latents = jax.random.normal(jax.random.key(0), shape)
     before = memory("VmRSS")
     with tempfile.TemporaryDirectory() as folder:

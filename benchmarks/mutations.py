@@ -264,7 +264,7 @@ MUTATIONS = (
     ),
     Mutation(
         "expert-boundary",
-        "src/wanjax/pipelines/wan/experts.py",
+        "src/wanjax/pipelines/model.py",
         ">= settings.boundary * TRAIN_STEPS",
         "> settings.boundary * TRAIN_STEPS + 1",
         "Wan 2.2's second expert takes a step of the first",

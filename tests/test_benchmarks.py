@@ -139,7 +139,7 @@ def test_synthetic_checkpoints_have_the_sizes_of_their_presets(model):
     made = synthetic.described(model)
     for name, (network, _) in made.networks.items():
         found = read_network(made.index[name][1], synthetic.config_of(network), kinds())
-        assert found.config == architecture.networks[name]
+        assert found.config == architecture.spec.networks[name]
         stored = {
             id(x): x.numel() for key, x in network.named_parameters() if not any(fnmatch(key, u) for u in found.unused)
         }

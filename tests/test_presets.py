@@ -249,8 +249,8 @@ def test_models_that_fill_in_between_pictures(name, size, frames, fps, experts):
     assert (defaults.steps, defaults.guidance_scale, defaults.flow_shift) == (50, 6.0, 5.0)
     assert (defaults.guidance_scale_2, defaults.boundary) == experts
     assert (defaults.sigmas, defaults.resize) == ("diffusers", "stretch")
-    assert (architecture.takes, architecture.needs) == (("image", "last_image"), ())
-    assert ("image_encoder" in architecture.networks) == name.startswith("wan2.1")
+    assert (architecture.spec.takes, architecture.spec.needs) == (("image", "last_image"), ())
+    assert ("image_encoder" in architecture.spec.networks) == name.startswith("wan2.1")
 
 
 TURBO = "TurboDiffusion/TurboWan2."
@@ -273,15 +273,15 @@ def test_models_with_sparse_linear_attention(name, source, scheduler, size, scal
     assert (preset.source, preset.licence, preset.loras) == (TURBO + source, FREE, ())
     assert preset.bare_names == [preset.source.split("/")[1]]
     assert architecture.scheduler == parse(scheduler)
-    assert architecture.attention(Attention()) == Attention.parse("sla:top=0.1")
+    assert architecture.spec.attention(Attention()) == Attention.parse("sla:top=0.1")
     assert {min(defaults.size), *map(min, preset.sizes)} == {480, 720}
     assert (min(defaults.size), defaults.frames, defaults.steps) == (size, 81, 4)
     assert (defaults.guidance_scale, defaults.guidance_scale_2, defaults.boundary) == (1.0, scale_2, boundary)
     assert defaults.resize == ("stretch" if boundary else "crop")
-    assert [len(x.scales) for x in architecture.segments(architecture.schedule(defaults), defaults)] == (
+    assert [len(x.scales) for x in architecture.spec.phases(architecture.spec.schedule(defaults), defaults)] == (
         [2, 2] if boundary else [4]
     )
-    architecture.check_settings(defaults)
+    architecture.spec.check_settings(defaults)
 
 
 def test_a_file_has_no_name_without_its_owner():

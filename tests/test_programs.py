@@ -18,7 +18,7 @@ from wanjax import programs
 from wanjax.compilers.lowering import without_refused
 from wanjax.errors import WanjaxWarning
 from wanjax.kernels.target import Target
-from wanjax.pipelines.sampler import take_step
+from wanjax.pipelines.denoiser import take_step
 from wanjax.programs import Execute, Instance, Program, Site, program
 from wanjax.sharding import one_device
 

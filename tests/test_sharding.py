@@ -24,7 +24,7 @@ from wanjax.errors import WanjaxError
 from wanjax.layers.placement import as_shapes, placed
 from wanjax.models.wan.config import T2V_14B
 from wanjax.models.wan.transformer import WanTransformer
-from wanjax.pipelines import family
+from wanjax.pipelines import model
 from wanjax.pipelines.frames import Decoding, decode_chunk
 from wanjax.pipelines.wan.conditioning import WanEncoded
 from wanjax.sharding import MESH_AXES, ONE_DEVICE, VIDEO, choose_axes, parse_mesh, use
@@ -238,7 +238,7 @@ def test_the_mesh_that_suits_a_given_sp(devices, sp, guided, axes):
 def test_a_mesh_that_a_tpu_chooses(monkeypatch, attention, axes):
     """Keys go round where the kernel for TPUs can take them up."""
     monkeypatch.setattr(sharding, "RING_TOKENS", 32)
-    monkeypatch.setattr(family, "platform", lambda: "tpu")
+    monkeypatch.setattr(model, "platform", lambda: "tpu")
     pipe = wanjax.load("nano", mesh="auto", attention=attention)
     assert pipe.partitioner is not None
     assert tuple(pipe.partitioner.mesh.shape.values()) == axes

@@ -29,8 +29,8 @@ from wanjax.errors import WanjaxError
 from wanjax.media.stage_files import EMBEDDINGS, LATENTS
 from wanjax.media.videos import read_metadata
 from wanjax.pipelines.caching.tables import Changes, Magnitudes, Tables
+from wanjax.pipelines.denoiser import take_step
 from wanjax.pipelines.recording import record
-from wanjax.pipelines.sampler import take_step
 from wanjax.plan.outlook import outlook
 
 CLASSES = {
@@ -66,7 +66,7 @@ def toy(tmp_path_factory):
     folder, random = tmp_path_factory.mktemp("toy"), np.random.default_rng(0)
     shapes = TOY.presets[0].architecture
     assert shapes is not None
-    for name, config in shapes.networks.items():
+    for name, config in shapes.spec.networks.items():
         found = network_of(config, NETWORKS)
         json_config = {T5_NAMES.get(k, k) if name == "text_encoder" else k: v for k, v in vars(config).items()}
         write(folder / name / "config.json", json_config | MODEL_TYPES.get(name, {}))

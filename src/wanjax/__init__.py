@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from wanjax.loading import load
     from wanjax.media.videos import Video
     from wanjax.pipelines.family import Family
+    from wanjax.pipelines.observers import Cancelled, Step
     from wanjax.pipelines.pipeline import Pipeline
     from wanjax.pipelines.previews.previews import Previews
     from wanjax.pipelines.settings import Settings
-    from wanjax.pipelines.steps import Cancelled, Step
     from wanjax.pipelines.text.extending import extend_prompt
     from wanjax.registry import register
     from wanjax.sharding import make_mesh
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     __version__: str
 
 _HOMES = {
-    "Cancelled": "wanjax.pipelines.steps",
+    "Cancelled": "wanjax.pipelines.observers",
     "Family": "wanjax.pipelines.family",
     "Pipeline": "wanjax.pipelines.pipeline",
     "Previews": "wanjax.pipelines.previews.previews",
     "Settings": "wanjax.pipelines.settings",
-    "Step": "wanjax.pipelines.steps",
+    "Step": "wanjax.pipelines.observers",
     "Tiling": "wanjax.layers.tiling",
     "Video": "wanjax.media.videos",
     "WanjaxError": "wanjax.errors",

@@ -31,8 +31,8 @@ from wanjax.pipelines import memory
 from wanjax.pipelines.checks import dtype_name
 from wanjax.pipelines.components import DECODER, Components, MakeRoom
 from wanjax.pipelines.decoders import DecoderFile
-from wanjax.pipelines.family import Architecture, auto_axes
 from wanjax.pipelines.keywords import knows_keywords
+from wanjax.pipelines.model import VideoModel, attending, auto_axes
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.progress import loading
 from wanjax.pipelines.record import described, digest_of
@@ -239,8 +239,8 @@ def check_memory(model: str, component: str, network: nnx.Module) -> None:
 
 def _networks(found: Checkpoint) -> dict[str, Network]:
     """Returns the networks of a checkpoint whose configs are known without a download."""
-    outline = found.preset.architecture.networks if found.preset and found.preset.architecture else {}
-    configs, known = {**outline, **found.architecture.networks}, {}
+    outline = found.preset.architecture.spec.networks if found.preset and found.preset.architecture else {}
+    configs, known = {**outline, **found.architecture.spec.networks}, {}
     for name in found.source.components:
         if name in configs:
             known[name] = found.family.network_of(configs[name])
@@ -280,7 +280,7 @@ def _check_attention(attention: Attention, outline: Outline) -> None:
     choose(some, some, some, implementation=attention)
 
 
-def _partitioner(way: Loading, architecture: Architecture, settings: Settings) -> Partitioner:
+def _partitioner(way: Loading, architecture: VideoModel, settings: Settings) -> Partitioner:
     """Returns the mesh and its rules. "auto" chooses a mesh for a video of these settings."""
     mesh, found = way.mesh, find_rules(way.rules)
     devices = all_devices()
@@ -337,17 +337,17 @@ def outlined(
     The networks compute in the settings' dtype. The keywords are those of `load`. Prompts have the length that the
     family gives.
     """
-    outline = replace(outline, architecture=outline.architecture.attending(attention, outline.settings.model))
+    outline = replace(outline, architecture=attending(outline.architecture, attention, outline.settings.model))
     family, preset, architecture, settings = outline.family, outline.preset, outline.architecture, outline.settings
     kept = param_dtype or (preset.param_dtype if preset and preset.architecture else settings.dtype)
 
     def make(name: str) -> nnx.Module:
-        known = family.network_of(architecture.networks[name])
+        known = family.network_of(architecture.spec.networks[name])
         return _shapes(outline, name, known, kept, attention, partitioner)
 
-    shapes = {name: partial(make, name) for name in architecture.networks}
+    shapes = {name: partial(make, name) for name in architecture.spec.networks}
     others: dict[str, Any] = {name: NoTokenizer(*sizes) for name, sizes in family.prompt(architecture).items()}
-    if (seen := architecture.networks.get("image_encoder")) is not None:
+    if (seen := architecture.spec.networks.get("image_encoder")) is not None:
         others |= {name: NoProcessor(seen.image_size) for name in family.loaders if name not in others}
     shapes |= _decoder(decoder, partitioner)[1]
     loaders = {name: (lambda room, x=x: x) for name, x in others.items()} | {name: lambda room: None for name in shapes}
@@ -360,7 +360,7 @@ def _shapes(
 ) -> nnx.Module:
     """Returns a network of an outline as shapes with shardings; `kept` is the dtype of the weights of most networks."""
     settings, options = outline.settings, {}
-    if name in outline.architecture.denoisers:
+    if name in outline.architecture.spec.denoisers:
         options = {"attention": attention or AUTO}
     dtype = settings.dtype
     if known.float32:

@@ -36,8 +36,9 @@ from wanjax.media.records import CONFIG
 from wanjax.pipelines.caching.tables import key_of, measured_file, tables_of
 from wanjax.pipelines.cogvideox import FAMILY as COGVIDEOX
 from wanjax.pipelines.distillation import TASK, Distillation, distilled_by, telling
-from wanjax.pipelines.family import Architecture, Family, Preset, family_of, named_sizes
+from wanjax.pipelines.family import Family, Preset, family_of, named_sizes
 from wanjax.pipelines.hunyuanvideo import FAMILY as HUNYUANVIDEO
+from wanjax.pipelines.model import VideoModel, attending, with_scheduler
 from wanjax.pipelines.settings import Settings, sides
 from wanjax.pipelines.wan import FAMILY as WAN
 from wanjax.schedulers import Scheduler
@@ -156,9 +157,9 @@ def few_steps(model: str, found: "Checkpoint") -> str | None:
     )
 
 
-def _shape(architecture: Architecture) -> tuple[Any, ...]:
+def _shape(architecture: VideoModel) -> tuple[Any, ...]:
     """Returns what the tensors of a model's denoisers tell."""
-    return architecture.denoisers, architecture.networks[architecture.denoisers[0]]
+    return architecture.spec.denoisers, architecture.spec.networks[architecture.spec.denoisers[0]]
 
 
 def _tell_licence(preset: Preset | None, note: Note | None) -> None:
@@ -293,7 +294,7 @@ def describe(model: str) -> dict[str, Any]:
     """
     found = outline(model)
     preset, architecture, defaults = found.preset, found.architecture, found.settings
-    known = {name: found.family.network_of(config) for name, config in architecture.networks.items()}
+    known = {name: found.family.network_of(config) for name, config in architecture.spec.networks.items()}
     item = {"bfloat16": 2, "float32": 4}[preset.param_dtype if preset else defaults.dtype]
     networks = {name: (4 if network.float32 else item) * network.parameters for name, network in known.items()}
     told = {"about": preset.about, "source": preset.source, "licence": preset.licence} if preset else {}
@@ -301,12 +302,12 @@ def describe(model: str) -> dict[str, Any]:
     return {
         "name": defaults.model,
         **told,
-        "task": architecture.purpose,
-        "tasks": architecture.tasks,
-        "takes": list(architecture.takes),
-        "needs": list(architecture.needs),
+        "task": architecture.spec.purpose,
+        "tasks": architecture.spec.tasks,
+        "takes": list(architecture.spec.takes),
+        "needs": list(architecture.spec.needs),
         "sizes": {name: f"{width}x{height}" for name, (height, width) in sizes.items()},
-        "grid": architecture.grid,
+        "grid": architecture.spec.grid,
         "frames_step": architecture.vae.temporal_factor,
         "parameters": known["transformer"].parameters,
         "memory": sum(networks.values()),
@@ -320,7 +321,7 @@ def family_with(preset: Preset) -> Family:
     return next(family for family in FAMILIES if preset in family.presets)
 
 
-def _scheduled(architecture: Architecture, preset: Preset | None) -> Architecture:
+def _scheduled(architecture: VideoModel, preset: Preset | None) -> VideoModel:
     """Returns the architecture with the preset's own scheduler, if it has one."""
     if preset is None or preset.scheduler is None:
         return architecture
@@ -328,8 +329,8 @@ def _scheduled(architecture: Architecture, preset: Preset | None) -> Architectur
 
 
 def _tabled(
-    architecture: Architecture, family: Family, preset: Preset | None, source: Source | None = None
-) -> Architecture:
+    architecture: VideoModel, family: Family, preset: Preset | None, source: Source | None = None
+) -> VideoModel:
     """Returns the architecture with the tables that step caches need of the checkpoint, the user's own first."""
     key = preset.name if preset else key_of(source) if source else ""
     published = (family.tables, preset.name) if preset else (None, None)
@@ -358,7 +359,7 @@ def attention_of(loras: Iterable[Lora]) -> Attention | None:
 
 def _sampled_by(outline: SomeOutline, distillation: Distillation, told_by: str) -> SomeOutline:
     """Returns a model with the settings and the solver of a distillation that a name tells."""
-    solver = distillation.solver(pictured=bool(outline.architecture.needs))
+    solver = distillation.solver(pictured=bool(outline.architecture.spec.needs))
     return replace(
         outline,
         settings=distillation.applied(outline.settings),
@@ -374,7 +375,7 @@ def distilled(outline: SomeOutline, loras: Sequence[Lora], note: Note | None) ->
     `note` receives a sentence on them, or where they do not go together; None warns. They have no effect on a model
     that is distilled already, nor where one of two experts has none.
     """
-    known, experts = outline.family.distillations, NOISE_LEVELS[: len(outline.architecture.denoisers)]
+    known, experts = outline.family.distillations, NOISE_LEVELS[: len(outline.architecture.spec.denoisers)]
     pairs = [(x, each) for x in loras if x.strength > 0 and (each := distilled_by(telling(x.file), known))]
     if not pairs:
         return outline
@@ -415,22 +416,22 @@ def adapted(
     found = distilled(found, loras, note)
     learned, model = attention_of(loras), found.settings.model
     attention = attention or learned
-    architecture = found.architecture.attending(attention or AUTO, model)
+    architecture = attending(found.architecture, attention or AUTO, model)
     if architecture != found.architecture:
-        entries = {name: architecture.entries for name in architecture.denoisers}
+        entries = {name: architecture.spec.config_entries for name in architecture.spec.denoisers}
         found = replace(found, source=ExtendedSource(found.source, entries, found.family.networks))
         if learned is None:
             told = f"{model} was not trained with {attention}, whose projection begins with zeros"
             note(told) if note else warnings.warn(told, stacklevel=4)  # past `load` and its decorator
     if scheduler is not None:
-        architecture = architecture.with_scheduler(scheduler)
+        architecture = with_scheduler(architecture, scheduler)
     merged = [*(Lora.parse(lora) for lora in (found.preset.loras if found.preset else ())), *loras]
     source = AdaptedSource(found.source, merged, found.family.networks, note) if merged else found.source
     return replace(found, architecture=architecture, source=source, loras=loras, attention=attention)
 
 
 def sized(
-    architecture: Architecture, defaults: Settings, published: Sequence[tuple[int, int]], given: Mapping[str, Any]
+    architecture: VideoModel, defaults: Settings, published: Sequence[tuple[int, int]], given: Mapping[str, Any]
 ) -> Settings:
     """Returns the defaults with the given settings, of which `size` may be the name of one of the model's sizes."""
     if given.get("size") is not None:
@@ -452,7 +453,7 @@ def fitting(memory: int) -> list[str]:
 
 def _largest(preset: Preset) -> int:
     """Returns the bytes of the weights of a published model's largest network: a transformer, or a text encoder."""
-    networks = preset.architecture.networks if preset.architecture else {}
+    networks = preset.architecture.spec.networks if preset.architecture else {}
     encoders = [family_with(preset).network_of(x) for name, x in networks.items() if name.startswith("text_encoder")]
     counts = [preset.transformer_parameters, *(encoder.parameters for encoder in encoders)]
     return jnp.dtype(preset.param_dtype).itemsize * max(counts)

@@ -125,7 +125,7 @@ def test_published_models(model, size, told, memory_of, monkeypatch):
     if model == "nano":
         found = registry.examine(model)
     else:
-        classes = {name: ["", ""] for name in known.architecture.networks}
+        classes = {name: ["", ""] for name in known.architecture.spec.networks}
         source = object.__new__(DiffusersSource)
         source.index, source.revision, source.name = classes, None, model
         found = registry.Checkpoint(**vars(known), source=source)
@@ -153,7 +153,7 @@ def test_models_that_fit():
 def test_a_mesh_divides_the_weights(monkeypatch):
     """Devices that are no CPUs have a memory each; those of a CPU share one."""
     found = registry.outline("wan2.1-t2v-14b")
-    network = found.family.network_of(found.architecture.networks["transformer"]).abstract(
+    network = found.family.network_of(found.architecture.spec.networks["transformer"]).abstract(
         dtype=jnp.bfloat16, param_dtype=jnp.bfloat16
     )
     spread = placed(network, Partitioner(make_mesh(1, 1, 8), RULES["fsdp"]))

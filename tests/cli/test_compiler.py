@@ -13,7 +13,7 @@ from tests.support.tiny import tiny_checkpoint
 from tests.support.words import naming, says
 from wanjax.errors import WanjaxError, WanjaxWarning
 from wanjax.media import stage_files
-from wanjax.pipelines import frames, run, sampler
+from wanjax.pipelines import denoiser, frames, sampling
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
@@ -32,7 +32,7 @@ def _with_a_refused_option_in_the_fast_set(monkeypatch, tmp_path):
     """Adds an option that XLA does not know to the fast set of two programs."""
     monkeypatch.chdir(tmp_path)
     refused = {"xla_no_such_option": "true"}
-    monkeypatch.setattr(run, "take_step", replace(sampler.take_step, fast=lambda on: refused))
+    monkeypatch.setattr(sampling, "take_step", replace(denoiser.take_step, fast=lambda on: refused))
     monkeypatch.setattr(frames, "decode_chunk", replace(frames.decode_chunk, fast=lambda on: refused))
 
 

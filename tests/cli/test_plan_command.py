@@ -153,7 +153,7 @@ def test_advice_when_a_video_does_not_fit(monkeypatch):
     assert found.limit.startswith("the memory of a chip")
     assert says(str(found.advice), "v6e-1 denoise 68.2 GiB chip 31.2 v6e-4")
     model = outline("wan2.1-t2v-14b")
-    weights = model.family.network_of(model.architecture.networks["transformer"]).parameters
+    weights = model.family.network_of(model.architecture.spec.networks["transformer"]).parameters
     kept = found.stages["denoise"].kept_bytes_per_chip  # beside the programs that read no weights
     assert 2 * weights < kept < 2.01 * weights  # the least of them are in float32
 

@@ -15,7 +15,7 @@ from wanjax.cli import main, profile
 from wanjax.compilers.chips import KINDS, V6E
 from wanjax.converters.wan.diffusers import transformer_config
 from wanjax.models.wan.flops import forward_flops
-from wanjax.pipelines.steps import Step
+from wanjax.pipelines.observers import Step
 from wanjax.pipelines.wan.programs import TEXT_LENGTH
 
 

@@ -9,6 +9,7 @@ from tests.support.words import naming
 from wanjax.checkpoints.files import save_safetensors
 from wanjax.errors import WanjaxError
 from wanjax.media.stage_files import EMBEDDINGS, load_encoded
+from wanjax.pipelines.model import encoded_from
 
 ONE = np.zeros((1, 3, 8), np.float32)
 
@@ -38,7 +39,7 @@ def test_unfit_embeddings(tmp_path, tensors, message):
 def checked(folder):
     """Returns the embeddings that the second stage reads."""
     pipe = pipeline(4, None)
-    encoded = pipe.architecture.encoded_from(load_encoded(folder, {}))
+    encoded = encoded_from(pipe.architecture, load_encoded(folder, {}))
     pipe.architecture.check_encoded(encoded, VIDEO)
     return encoded
 
@@ -46,5 +47,5 @@ def checked(folder):
 def test_embeddings_of_former_scripts_are_shorter(tmp_path):
     short = np.zeros((1, 226, 8), np.float32)
     save_safetensors(tmp_path / EMBEDDINGS, {"prompt_embeds": short, "negative_prompt_embeds": short})
-    with pytest.warns(UserWarning, match=naming("226 tokens Wan 512")):
+    with pytest.warns(UserWarning, match=naming("226 tokens 512")):
         assert checked(tmp_path).prompt_embeds.shape == short.shape

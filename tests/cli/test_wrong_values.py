@@ -14,6 +14,7 @@ from wanjax.checkpoints.lora import Lora
 from wanjax.errors import WanjaxError
 from wanjax.loading import load
 from wanjax.pipelines import memory
+from wanjax.pipelines.model import least_bytes
 from wanjax.registry import outline
 
 LONG = "x" * 300  # characters, more than a file's name may have
@@ -175,7 +176,7 @@ def test_a_video_larger_than_the_memory_is_refused_before_anything_is_loaded(mon
     pipe = load("nano")
     weights = pipe.components.sizes["transformer"]
     _, settings = pipe.prepare()
-    enough = weights + pipe.architecture.least_bytes(settings)
+    enough = weights + least_bytes(pipe.architecture, settings)
     monkeypatch.setattr(memory, "total_memory", lambda device: enough)
     pipe.prepare()
     assert says(sentence("generate", "a", "--size", "128x64", "--frames", "33"), "128x64 33 frames memory")
@@ -187,5 +188,5 @@ def test_the_least_memory_is_that_of_four_arrays_of_tokens():
     model = outline("wan2.1-t2v-1.3b")
     large = model.settings.updated({"frames": 99_997, "dtype": "bfloat16"})
     tokens = 25_000 * (480 // 16) * (832 // 16)
-    assert model.architecture.least_bytes(large) == 4 * tokens * 1536 * 2
-    assert outline("wan2.1-t2v-1.3b-causal").architecture.least_bytes(large) == 0
+    assert least_bytes(model.architecture, large) == 4 * tokens * 1536 * 2
+    assert least_bytes(outline("wan2.1-t2v-1.3b-causal").architecture, large) == 0

@@ -28,7 +28,7 @@ from wanjax.compilers.executables import Executables, Refused, surroundings
 from wanjax.compilers.fingerprint import NoFingerprint, fingerprint
 from wanjax.kernels.compiler_options import scanned
 from wanjax.layers.tiling import Tiling
-from wanjax.pipelines.sampler import join
+from wanjax.pipelines.denoiser import join
 from wanjax.programs import Execute, Site, program
 from wanjax.sharding import RULES, Partitioner, make_mesh, one_device
 

@@ -34,6 +34,7 @@ from wanjax.kernels.attention import (
 from wanjax.kernels.attention.sparse_linear_tpu import Config
 from wanjax.layers.rope import rope_3d
 from wanjax.models.wan.transformer import SelfAttention, WanTransformer
+from wanjax.pipelines.model import attending
 from wanjax.registry import presets
 from wanjax.sharding import RULES, Partitioner, choose_axes, make_mesh, use
 
@@ -258,25 +259,25 @@ def test_a_transformer_with_it():
 def test_models_that_were_not_trained_with_it_can_be():
     """Their denoisers then have its projection; those that are dense otherwise stay as they are."""
     architecture, asked = presets()["wan2.1-t2v-14b"].architecture, Attention.parse("sla:top=0.2")
-    assert architecture.attending(asked, "wan").attention(AUTO) == asked
+    assert attending(architecture, asked, "wan").spec.attention(AUTO) == asked
     for other in ("auto", "radial", "chunked"):
-        assert architecture.attending(Attention.parse(other), "wan") is architecture
+        assert attending(architecture, Attention.parse(other), "wan") is architecture
 
 
 @pytest.mark.parametrize("model", ["vace-14b", "causal", "cogvideox-2b", "hunyuanvideo1.5"])
 def test_models_that_can_have_none(model):
     name = next(name for name in presets() if model in name)
     with pytest.raises(UnsupportedError, match=naming("wan --attention auto")):
-        presets()[name].architecture.attending(Attention.parse("sla"), "wan")
+        attending(presets()[name].architecture, Attention.parse("sla"), "wan")
 
 
 @pytest.mark.parametrize("asked", ["radial", "chunked", "auto:window=9"])
 def test_models_that_were_trained_with_it_have_no_other(asked):
     architecture = presets()["turbowan2.1-t2v-14b-480p"].architecture
     for allowed in ("auto", "sla", "sla:top=0.15"):
-        assert architecture.attending(Attention.parse(allowed), "wan") is architecture
+        assert attending(architecture, Attention.parse(allowed), "wan") is architecture
     with pytest.raises(UnsupportedError, match=naming("wan --attention auto")):
-        architecture.attending(Attention.parse(asked), "wan")
+        attending(architecture, Attention.parse(asked), "wan")
 
 
 LOUD = 14.0  # logits of a standard deviation of 196

@@ -26,8 +26,7 @@ from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling, joined, tiles_of
 from wanjax.models.cogvideox.vae import CogVideoXVAE
 from wanjax.models.cogvideox.vae_config import VAE_1_5, VAE_2B, VAE_5B, VAEConfig
-from wanjax.pipelines.cogvideox.programs import split_posterior
-from wanjax.pipelines.frames import decoded, encoded
+from wanjax.pipelines.frames import decoded, encoded, split_posterior
 
 BAR = 1e-5
 KIND = NetworkKind(("AutoencoderKLCogVideoX",), vae_config, {VAEConfig: CogVideoXVAE}, vae_rules, float32=True)

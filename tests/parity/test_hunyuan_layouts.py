@@ -197,9 +197,11 @@ def test_a_folder_of_another_name_is_the_model_of_its_config(folder, monkeypatch
     assert says(refusal(mine), "mine 480p_t2v")
     alone = shutil.move(mine, folder.parent / "alone")
     authors.write_json(alone / "config.json", authors.config())
-    assert set(open_source(alone).lent) == {*MODELS["480p_t2v"].architecture.networks, "tokenizer", "tokenizer_2"} - {
-        "transformer"
-    }
+    assert set(open_source(alone).lent) == {
+        *MODELS["480p_t2v"].architecture.spec.networks,
+        "tokenizer",
+        "tokenizer_2",
+    } - {"transformer"}
 
 
 def test_what_contradicts_or_is_missing_is_told(folder):

@@ -145,7 +145,9 @@ def test_every_layout_is_converted(layout, authors, diffusers, tmp_path, monkeyp
     for part in ("text_encoder", "transformer", "vae"):
         ours, reference = (parameters(getattr(pipe, part)) for pipe in loaded)
         jax.tree.map(np.testing.assert_array_equal, ours, reference)
-    np.testing.assert_array_equal(*(pipe.architecture.tokens(pipe, ["a cat"], "official")[0].ids for pipe in loaded))
+    np.testing.assert_array_equal(
+        *(pipe.architecture.tokens(pipe.runtime, ["a cat"], "official")[0].ids for pipe in loaded)
+    )
 
 
 def test_two_experts_are_two_transformers(authors, diffusers):
@@ -292,7 +294,7 @@ def test_the_record_tells_both_files_by_digest(diffusers, tmp_path, monkeypatch)
     for name in names:
         save(tmp_path / name, tensors)
     pipe = loading.load(tmp_path / names[0])
-    assert pipe.architecture.denoisers == ("transformer", "transformer_2")
+    assert pipe.architecture.spec.denoisers == ("transformer", "transformer_2")
     record = pipe.record(pipe.settings(prompt="a cat", size=(32, 32), frames=5), {})
     assert record["digests"] == {str(tmp_path / name): content_digest(tmp_path / name) for name in names}
     check_files(record, ["model"])
@@ -308,8 +310,8 @@ def test_two_files_are_converted(diffusers, tmp_path, monkeypatch):
         save(tmp_path / name, {key: x + np.float32(more) for key, x in tensors.items()})
     assert ToWanjax(open_source(tmp_path / EXPERTS[0][1]), tmp_path / "converted", NETWORKS).run()
     pipe = loading.load(tmp_path / "converted")
-    assert pipe.architecture.denoisers == ("transformer", "transformer_2")
-    high, low = (np.asarray(pipe.components.get(name).proj_out.bias[...]) for name in pipe.architecture.denoisers)
+    assert pipe.architecture.spec.denoisers == ("transformer", "transformer_2")
+    high, low = (np.asarray(pipe.components.get(name).proj_out.bias[...]) for name in pipe.architecture.spec.denoisers)
     np.testing.assert_array_equal(low, high + 1)
 
 

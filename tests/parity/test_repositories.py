@@ -76,7 +76,7 @@ def test_its_repository_is_opened_and_matched(hub, model):
     assert checkpoint.settings == told.settings
     assert examine(model, encoders=True).architecture == told.architecture
     counts = matched(checkpoint.source, checkpoint.family)
-    assert counts.keys() == told.architecture.networks.keys() | set(told.architecture.denoisers)
+    assert counts.keys() == told.architecture.spec.networks.keys() | set(told.architecture.spec.denoisers)
     assert counts.get("image_encoder") in (None, CLIP, AUTHORS_CLIP, SIGLIP)
     for name in checkpoint.source.components.keys() & {"image_processor", "feature_extractor", "tokenizer_2"}:
         checkpoint.family.loaders[name](checkpoint.source.files(name)[0].parent)

@@ -11,7 +11,8 @@ from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 from tests.parity.references import relative_l2
 from tests.support.flows import flow_euler, unipc
 from wanjax import schedulers
-from wanjax.pipelines.wan.experts import segments
+from wanjax.pipelines.model import phases_of
+from wanjax.pipelines.wan.model import EXPERTS
 from wanjax.registry import presets
 from wanjax.schedulers import FlowEuler, UniPC
 
@@ -97,7 +98,7 @@ def test_the_second_expert_takes_over_where_the_reference_s_does(name, sigmas):
         reference.set_timesteps(chosen.steps)
     boundary = chosen.boundary * reference.config.num_train_timesteps
     timesteps = unipc(chosen.flow_shift, sigmas).schedule(chosen.steps).timesteps
-    first, second = segments(np.asarray(timesteps), chosen)
+    first, second = phases_of(EXPERTS, np.asarray(timesteps), chosen)
     assert [bool(t >= boundary) for t in reference.timesteps] == [True] * len(first.scales) + [False] * len(
         second.scales
     )

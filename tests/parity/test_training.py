@@ -160,7 +160,7 @@ def case(request, tmp_path_factory):
 
 def noise_of(case):
     x = jnp.asarray(normal(0, *LATENTS))
-    return normal(1, *case.pipe.architecture.clean(x).shape)
+    return normal(1, *case.pipe.architecture.spec.clean(x).shape)
 
 
 def our_batch(case):
@@ -172,7 +172,7 @@ def our_batch(case):
 
 def our_loss(case):
     def loss(network, batch, key):
-        value = error(case.pipe, network, *batch, key, case.component)
+        value = error(case.pipe, network, *batch, key)
         return value, {}
 
     return loss
@@ -235,7 +235,7 @@ def assert_near(ours, theirs, bar, what):
 
 
 def test_a_lora_step_is_torch_s(case, tmp_path):
-    rules = network_of(case.pipe.architecture.networks[case.component], case.pipe.components.kinds).rules
+    rules = network_of(case.pipe.architecture.spec.networks[case.component], case.pipe.components.kinds).rules
     network, chosen = adapted(case, rules)
     model = case.reference
     model.add_adapter(peft.LoraConfig(r=4, lora_alpha=6, target_modules=list(LORA.targets), init_lora_weights=False))
@@ -259,7 +259,7 @@ def test_a_lora_step_is_torch_s(case, tmp_path):
 
 def test_the_file_is_read_by_diffusers(case, tmp_path):
     """The adapted network, the file in diffusers, and the file merged here answer alike."""
-    known = network_of(case.pipe.architecture.networks[case.component], case.pipe.components.kinds)
+    known = network_of(case.pipe.architecture.spec.networks[case.component], case.pipe.components.kinds)
     network, chosen = adapted(case, known.rules, size=1.0)
     file = tmp_path / "lora.safetensors"
     save_lora(file, factors_of(network, known.rules, chosen), LORA, known)
@@ -297,7 +297,7 @@ def _their_name(name):
 
 @pytest.mark.slow
 def test_a_full_step_is_torch_s(case, tmp_path):
-    known = network_of(case.pipe.architecture.networks[case.component], case.pipe.components.kinds)
+    known = network_of(case.pipe.architecture.spec.networks[case.component], case.pipe.components.kinds)
     kind = type(case.reference)
     model = kind.from_pretrained(case.folder / case.component).requires_grad_(True)
     loss, gradients, weights = their_training(case, model)

@@ -30,8 +30,8 @@ from tests.parity.references import (
     randomise,
 )
 from tests.support.toy_tokenizer import save_tokenizer
+from wanjax.pipelines.observers import Switch
 from wanjax.pipelines.pipeline import Pipeline as Ours
-from wanjax.pipelines.steps import Switch
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 

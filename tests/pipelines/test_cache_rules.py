@@ -20,11 +20,9 @@ from wanjax.pipelines.caching.rules import (
     Guidance,
     MagCache,
     TeaCache,
-    Turn,
     cache_rule,
     check_apart,
     chosen_rule,
-    turns_of,
 )
 from wanjax.pipelines.caching.tables import (
     NO_TABLES,
@@ -37,7 +35,7 @@ from wanjax.pipelines.caching.tables import (
     tables_of,
     to_json,
 )
-from wanjax.pipelines.steps import Segment
+from wanjax.pipelines.phases import Phase
 from wanjax.registry import FAMILIES, find, outline, presets
 from wanjax.sharding import one_device
 
@@ -49,13 +47,17 @@ STEPS = (50, 40, 30, 20)
 SETTINGS = ((None, None, None), (0.04, 2, 0.2), (0.06, 2, 0.4), (0.06, 2, 0.1), (0.12, 4, 0.2), (0.24, 6, 0.2))
 
 
-def alone(steps: int, guided: bool = True) -> Turn:
-    return Turn(0, 0, steps, steps, 0, guided)
+def turn(number: int, start: int, steps: int, total: int, skipped: int, guided: bool) -> Phase:
+    return Phase("transformer", start, (3.0 if guided else 1.0,) * steps, total, number, skipped)
 
 
-def both(split: int, steps: int) -> list[Turn]:
+def alone(steps: int, guided: bool = True) -> Phase:
+    return turn(0, 0, steps, steps, 0, guided)
+
+
+def both(split: int, steps: int) -> list[Phase]:
     """Returns the turns of two experts."""
-    return [Turn(0, 0, split, steps, 0, True), Turn(1, split, steps - split, steps, 0, True)]
+    return [turn(0, 0, split, steps, 0, True), turn(1, split, steps - split, steps, 0, True)]
 
 
 def reused(rule, turns, tables, changes=None) -> list[bool]:
@@ -139,7 +141,7 @@ def test_a_video_that_begins_from_another_reads_the_last_ratios():
     """A run of the last 30 of 40 steps has the ratios of these steps."""
     rising = tuple(1 + i / 1000 for i in range(40))
     tables = Tables(Magnitudes(rising, rising, 0.06, 9, 0.2))
-    left = Turn(0, 0, 30, 30, 10, True)
+    left = turn(0, 0, 30, 30, 10, True)
     ratios, errors, grown, found = rising[10:], 0.0, 1.0, []
     for step in range(30):
         grown, errors = (grown * ratios[step], errors) if step >= 6 else (1.0, 0.0)
@@ -217,11 +219,6 @@ def test_a_second_expert_begins_with_a_whole_step(rule):
         assert len(second) == 50 - split
         assert not first[0]
         assert not second[0]
-
-
-def test_the_turns_of_segments():
-    segments = [Segment("a", 0, (3.0,) * 4), Segment("b", 4, (1.0,) * 6)]
-    assert turns_of(segments, 12) == (Turn(0, 0, 4, 10, 2, True), Turn(1, 4, 6, 10, 2, False))
 
 
 TEXTS = {
@@ -420,9 +417,10 @@ def test_a_plan_counts_the_second_experts_first_step(cache):
     """Each expert begins with a whole step, whatever the rule says of its number."""
     model = outline("wan2.2-t2v-a14b")
     settings = replace(model.settings, cache=cache)
-    first, second = model.architecture.turns(settings)
-    assert first.start == 0 < first.steps == second.start
-    assert first.steps + second.steps == settings.steps
+    spec = model.architecture.spec
+    first, second = spec.phases(spec.schedule(settings), settings)
+    assert first.start == 0 < len(first.steps) == second.start
+    assert len(first.steps) + len(second.steps) == settings.steps
     found = times(outlined(replace(model, settings=settings), one_device()), settings)
     assert found["step"] + found["reusing_step"] == settings.steps
     if cache.startswith("deepcache"):

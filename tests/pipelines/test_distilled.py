@@ -133,14 +133,14 @@ def test_a_lora_brings_its_publishers_settings(model, lora, steps, shift, solver
     assert (settings.steps, settings.flow_shift, name_of(found.architecture.scheduler)) == (steps, shift, solver)
     assert {*settings.guidance_scales} == {1.0}
     assert (settings.size, settings.boundary, settings.model) == (own.size, own.boundary, model)
-    assert len(found.architecture.schedule(settings).timesteps) == steps
+    assert len(found.architecture.spec.schedule(settings).timesteps) == steps
 
 
 def test_a_pair_of_loras_counts_once_and_half_a_pair_does_not():
     high, low = (f"{noise}=wan2.2_t2v_lightx2v_4steps_lora_v1_{noise}_noise.safetensors" for noise in ("high", "low"))
     found, [told] = applied("wan2.2-t2v-a14b", high, low)
     assert (found.settings.steps, "together" in told) == (4, False)
-    segments = found.architecture.segments(found.architecture.schedule(found.settings), found.settings)
+    segments = found.architecture.spec.phases(found.architecture.spec.schedule(found.settings), found.settings)
     assert [segment.scales for segment in segments] == [(1.0, 1.0), (1.0, 1.0)]  # ComfyUI's example changes at 2 of 4
     for half in (high, low):
         found, [told] = applied("wan2.2-t2v-a14b", half)

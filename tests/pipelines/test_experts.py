@@ -16,9 +16,10 @@ from tests.support.small_wan import network, pipeline, transformer_config
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.pipelines import components
 from wanjax.pipelines.components import Components, MakeRoom
-from wanjax.pipelines.steps import Segment, Step
+from wanjax.pipelines.model import phases_of
+from wanjax.pipelines.observers import Step
+from wanjax.pipelines.wan.architecture import EXPERTS
 from wanjax.pipelines.wan.conditioning import WanEncoded
-from wanjax.pipelines.wan.experts import EXPERTS, segments
 from wanjax.registry import presets
 from wanjax.schedulers import UniPC
 
@@ -28,22 +29,22 @@ T2V, I2V = (presets()[name].defaults for name in ("wan2.2-t2v-a14b", "wan2.2-i2v
 @pytest.mark.parametrize(
     ("settings", "right"),
     [
-        (T2V, [Segment("transformer", 0, (4.0,) * 26), Segment("transformer_2", 26, (3.0,) * 14)]),
-        (I2V, [Segment("transformer", 0, (3.5,) * 15), Segment("transformer_2", 15, (3.5,) * 25)]),
-        (replace(T2V, boundary=None), [Segment("transformer", 0, (4.0,) * 40)]),
-        (replace(T2V, boundary=1.0), [Segment("transformer_2", 0, (3.0,) * 40)]),
-        (replace(T2V, boundary=0.0), [Segment("transformer", 0, (4.0,) * 40)]),
+        (T2V, [("transformer", 0, (4.0,) * 26), ("transformer_2", 26, (3.0,) * 14)]),
+        (I2V, [("transformer", 0, (3.5,) * 15), ("transformer_2", 15, (3.5,) * 25)]),
+        (replace(T2V, boundary=None), [("transformer", 0, (4.0,) * 40)]),
+        (replace(T2V, boundary=1.0), [("transformer_2", 0, (3.0,) * 40)]),
+        (replace(T2V, boundary=0.0), [("transformer", 0, (4.0,) * 40)]),
     ],
 )
 def test_segments(settings, right):
     timesteps = UniPC().schedule(settings.steps, shift=settings.flow_shift).timesteps
-    assert segments(np.asarray(timesteps), settings) == right
+    assert [phase[:3] for phase in phases_of(EXPERTS, np.asarray(timesteps), settings)] == right
 
 
 @given(some.integers(1, 60), some.floats(0.5, 20), some.floats(0, 1))
 def test_every_step_is_taken_once_by_the_right_expert(steps, shift, boundary):
     timesteps = np.trunc(1000 * shift / (shift - 1 + 1 / np.linspace(1, 0.001, steps)))
-    taken = segments(timesteps, replace(T2V, boundary=boundary))
+    taken = phases_of(EXPERTS, timesteps, replace(T2V, steps=steps, boundary=boundary))
     assert [i for each in taken for i in range(each.start, each.start + len(each.scales))] == list(range(steps))
     for each in taken:
         high = timesteps[each.start : each.start + len(each.scales)] >= 1000 * boundary

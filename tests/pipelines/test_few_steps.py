@@ -15,7 +15,7 @@ from tests.support.programs import begun
 from tests.support.quick import quick
 from tests.support.words import says
 from wanjax.media.pictures import read_clip
-from wanjax.pipelines.steps import Cancelled
+from wanjax.pipelines.observers import Cancelled
 from wanjax.pipelines.wan.conditioning import WanEncoded
 from wanjax.schedulers import RCM, parse
 
@@ -104,7 +104,7 @@ def test_experts_take_their_steps(boundary, high):
     pipe.architecture = replace(pipe.architecture, experts=True)
     pipe.defaults = replace(pipe.defaults, boundary=boundary, guidance_scale_2=1.0)
     settings = pipe.settings(**GIVEN)
-    segments = pipe.architecture.segments(pipe.architecture.schedule(settings), settings)
+    segments = pipe.architecture.spec.phases(pipe.architecture.spec.schedule(settings), settings)
     assert [len(segment.scales) for segment in segments] == ([high, 4 - high] if high < 4 else [4])
 
 

@@ -15,7 +15,7 @@ from flax import nnx
 from tests.support.commands import refused, succeeded
 from tests.support.commands import wanjax as command
 from tests.support.compare import error
-from tests.support.programs import begun, compiled
+from tests.support.programs import begun, compiled, prepared
 from tests.support.quick import quick
 from tests.support.tabled import STEPS, tabled
 from tests.support.tiny import (
@@ -30,9 +30,9 @@ from tests.support.tiny import (
 from tests.support.words import naming, says
 from wanjax.errors import WanjaxError
 from wanjax.media.videos import read_metadata
+from wanjax.pipelines.denoiser import take_step
 from wanjax.pipelines.guidance import CLASSIFIER_FREE, RULES, guidance_rule
-from wanjax.pipelines.sampler import take_step
-from wanjax.pipelines.steps import Cancelled
+from wanjax.pipelines.observers import Cancelled
 from wanjax.schedulers import one_step
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
@@ -58,7 +58,7 @@ def load(tmp_path_factory) -> Callable[..., Any]:
 
 
 def encoded(pipe: Any, negative: str = "a dog") -> Any:
-    given = {"image": np.full((32, 32, 3), 99, np.uint8)} if pipe.architecture.needs else {}
+    given = {"image": np.full((32, 32, 3), 99, np.uint8)} if pipe.architecture.spec.needs else {}
     return pipe.encode("a red circle", negative, **given, **SMALL)
 
 
@@ -96,24 +96,25 @@ def test_every_step_is_by_the_formula(load, model, rule):
     run(pipe, text, callback=lambda step: states.append(jax.tree.map(np.array, step.state)))
     chosen, inputs_of = pipe.settings(steps=4, guidance_scale=3.0, **SMALL), encoded(pipe)
     schedule, state = begun(pipe, inputs_of, chosen)
-    [segment] = pipe.architecture.segments(schedule, chosen)
-    denoiser, inputs = pipe.architecture.inputs(pipe, pipe.transformer, segment, inputs_of, state.x, False)
+    [segment] = pipe.architecture.spec.phases(schedule, chosen)
+    step, inputs = prepared(pipe, pipe.transformer, segment, inputs_of, state.x)
+    denoiser = step.denoiser
 
     @jax.jit
     def predicted(x: Any, times: Any) -> Any:
-        network = nnx.merge(denoiser.graphdef, inputs.weights)
+        network = nnx.merge(step.graphdef, inputs.weights)
         t = jax.tree.map(lambda time: jnp.full((1,), time), times)
         return [denoiser.predict(network, x, t, prompt, inputs.shared) for prompt in inputs.prompts]
 
     @jax.jit
     def stepped(now: Any, prediction: Any, state: Any) -> Any:
-        return denoiser.scheduler.step(now, 0, prediction, state.x, state.solver)[0]
+        return step.scheduler.step(now, 0, prediction, state.x, state.solver)[0]
 
     average: Any = 0.0
     for index, after in enumerate(states):
         now = one_step(schedule, index)
-        prompt, negative = (np.asarray(p, np.float64) for p in predicted(state.x, denoiser.times(now)))
-        alpha = float(now.alphas[0]) if denoiser.scheduler.prediction == "v" else 1.0
+        prompt, negative = (np.asarray(p, np.float64) for p in predicted(state.x, denoiser.timesteps(now)))
+        alpha = float(now.alphas[0]) if step.scheduler.prediction == "v" else 1.0
         clean = np.asarray(state.x, np.float64), alpha, -float(now.sigmas[0])
         expected, average = joined(rule, 3.0, prompt, negative, clean, average)
         expected = 0 * expected if rule == "cfg-zero" and index < 2 else expected
@@ -171,7 +172,7 @@ def test_videos_made_together_are_those_made_alone(load, rule):
 def test_nag_in_a_video_by_blocks(load):
     """Every block is led, from the first: the blocks of a stream are those of a call."""
     pipe = load("causal")
-    block, texts = pipe.architecture.block_frames, pipe.encode_prompts("a red circle", "a dog")
+    block, texts = pipe.architecture.spec.block_frames, pipe.encode_prompts("a red circle", "a dog")
     given = {"size": (32, 32), "frames": 8 * block - 3, "seed": 3, "steps": 2}  # two blocks
     led, plain = (list(pipe.blocks(texts, guidance_rule=rule, **given)) for rule in ("nag", "none"))
     whole = pipe.denoise(texts, guidance_rule="nag", **given)

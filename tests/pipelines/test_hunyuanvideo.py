@@ -130,11 +130,10 @@ def test_lengths_of_texts(tokens, length):
 def test_the_network_of_few_steps_is_told_the_next_timestep(tmp_path, picture):
     pipe = wanjax.load(tiny_hunyuan_checkpoint(tmp_path, pictured=True, use_meanflow=True))
     encoded, chosen = pipe.encode("a cat", image=picture), pipe.settings(size=(32, 64))
-    schedule, state = begun(pipe, encoded, chosen)
-    segment = pipe.architecture.segments(schedule, chosen)[0]
-    denoiser, _ = pipe.architecture.inputs(pipe, pipe.transformer, segment, encoded, state.x, False)
+    schedule, _ = begun(pipe, encoded, chosen)
+    denoiser = pipe.architecture.denoiser
     for index, right in enumerate([*schedule.timesteps[1:], 0.0]):
-        now, following = denoiser.times(one_step(schedule, index))
+        now, following = denoiser.timesteps(one_step(schedule, index))
         assert (float(now), float(following)) == (float(schedule.timesteps[index]), pytest.approx(float(right)))
 
 
@@ -192,6 +191,6 @@ def test_published_checkpoints_have_two_names():
         assert settings.model == "hunyuanvideo1.5-720p-i2v"
         assert (settings.flow_shift, settings.guidance_scale, settings.size) == (7.0, 6.0, (720, 1280))
         networks = {"text_encoder", "text_encoder_2", "image_encoder", "transformer", "vae"}
-        assert found.architecture.networks.keys() == networks
+        assert found.architecture.spec.networks.keys() == networks
     with pytest.raises(WanjaxError, match=naming("hunyuanvideo1.5-")):
         find("hunyuanvideo1.5-720p-ti2v")

@@ -52,8 +52,8 @@ class SlowDenoiser(WanDenoiser):
 
     seconds = SECONDS
 
-    def predict(self, *given: Any) -> Any:
-        prediction = super().predict(*given)
+    def predict(self, *given: Any, **how: Any) -> Any:
+        prediction = super().predict(*given, **how)
         return jax.pure_callback(self.wait, prediction, prediction)
 
     @staticmethod
@@ -71,13 +71,7 @@ def pipe(tmp_path_factory):
 @pytest.fixture
 def slow(pipe, monkeypatch):
     """The pipeline with steps that take a known time."""
-    inputs = WanArchitecture.inputs
-
-    def slowly(*given):
-        denoiser, made = inputs(*given)
-        return SlowDenoiser(denoiser.graphdef, denoiser.scheduler, denoiser.task), made
-
-    monkeypatch.setattr(WanArchitecture, "inputs", slowly)
+    monkeypatch.setattr(WanArchitecture, "denoiser", property(lambda model: SlowDenoiser(model.task)))
     ENDS.clear()
     return pipe
 

@@ -23,7 +23,7 @@ HD, SD = (720, 1280), (480, 832)
 def shape(preset):
     """Returns what the tensors of a preset tell: its transformer, and whether there is another."""
     known = preset.architecture
-    return type(known).__name__, known.transformer, known.denoisers
+    return type(known).__name__, known.transformer, known.spec.denoisers
 
 
 ALIKE = [
@@ -167,7 +167,7 @@ def test_a_pair_of_distilled_experts(names, preset, solver, tmp_path):
     assert (found.preset.name, name_of(found.architecture.scheduler)) == (preset, solver)
     settings = found.settings
     assert (settings.steps, settings.guidance_scales, settings.boundary) == (4, (1.0, 1.0), 0.9)
-    segments = found.architecture.segments(found.architecture.schedule(settings), settings)
+    segments = found.architecture.spec.phases(found.architecture.spec.schedule(settings), settings)
     assert [len(segment.scales) for segment in segments] == [2, 2]
 
 

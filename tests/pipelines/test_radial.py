@@ -30,7 +30,7 @@ from wanjax.kernels.attention import AUTO, Attention, attention
 from wanjax.kernels.attention.radial import Radial
 from wanjax.layers.stack import BlockCache, block_at
 from wanjax.models.wan import transformer as wan
-from wanjax.pipelines.steps import Segment, at_step, dense_steps
+from wanjax.pipelines.phases import dense_steps
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
@@ -133,14 +133,6 @@ def test_a_step_that_reuses_needs_no_dense_program(folder):
     assert times(pipe, settings) == others | {"step": 3, "reusing_step": 5, "dense_step": 2}
     assert times(wanjax.load(folder, dtype="float32"), settings) == others | {"step": 5, "reusing_step": 5}
     assert np.isfinite(trace(pipe, cache="deepcache:0,4,2")[-1]).all()
-
-
-def test_a_denoiser_that_is_never_sparse_stays_the_same(folder):
-    pipe = wanjax.load(folder)
-    network, encoded = pipe.transformer, pipe.encode("a")
-    segment = Segment("transformer", 0, (pipe.defaults.guidance_scale,))
-    denoiser, _ = pipe.architecture.inputs(pipe, network, segment, encoded, jnp.zeros((1, 2, 4, 4, 16)), False)
-    assert at_step(denoiser, 0, 50) is denoiser
 
 
 def test_the_command_line(folder, tmp_path):

@@ -19,11 +19,11 @@ from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint
 from tests.support.words import naming
 from wanjax.media import stage_files
+from wanjax.pipelines.denoiser import State
 from wanjax.pipelines.many import Order
+from wanjax.pipelines.observers import Cancelled, Hook, Step
 from wanjax.pipelines.resume import Keeping
-from wanjax.pipelines.run import Hook, Run
-from wanjax.pipelines.sampler import State
-from wanjax.pipelines.steps import Cancelled, Segment, Step, left_of
+from wanjax.pipelines.run import Run
 from wanjax.pipelines.wan.conditioning import WanEncoded
 from wanjax.schedulers import UniPC
 from wanjax.sharding import one_device
@@ -101,7 +101,7 @@ def test_the_boundary_lies_between_steps_that_were_tried():
     pipe = pipeline(True)
     settings = pipe.settings(**GIVEN)
     schedule = pipe.scheduler.schedule(settings.steps, shift=settings.flow_shift)
-    assert [segment.start for segment in pipe.architecture.segments(schedule, settings)] in (
+    assert [segment.start for segment in pipe.architecture.spec.phases(schedule, settings)] in (
         [0, n] for n in range(1, 6)
     )
 
@@ -203,14 +203,6 @@ def test_writing_takes_a_small_share_of_the_time(tmp_path, monkeypatch):
         keeping.stepped(Step(0, 1, 0.0, State(x, None), x, False, pipeline(False).colours))
         now[0] += 1
     assert len(writes) == 4
-
-
-def test_segments_that_are_left():
-    both = [Segment("a", 0, (1.0, 2.0)), Segment("b", 2, (3.0,))]
-    assert left_of(both, 0) == both
-    assert left_of(both, 1) == [Segment("a", 1, (2.0,)), both[1]]
-    assert left_of(both, 2) == [both[1]]
-    assert left_of(both, 3) == []
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends signals of POSIX")

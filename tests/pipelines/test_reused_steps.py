@@ -17,7 +17,7 @@ from flax import nnx
 
 import wanjax
 from tests.support.compare import error
-from tests.support.programs import begun
+from tests.support.programs import begun, prepared
 from tests.support.quick import quick
 from tests.support.tabled import STEPS, TABLES, tabled
 from tests.support.tiny import (
@@ -30,7 +30,7 @@ from tests.support.tiny import (
 )
 from wanjax.errors import WanjaxError
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache
-from wanjax.pipelines import sampler
+from wanjax.pipelines import denoiser
 from wanjax.pipelines.caching.networks import changes_of
 from wanjax.pipelines.caching.step_cache import (
     NO_CACHE,
@@ -41,8 +41,8 @@ from wanjax.pipelines.caching.step_cache import (
     low_frequencies,
 )
 from wanjax.pipelines.caching.tables import Magnitudes, Tables
+from wanjax.pipelines.denoiser import State, take_step
 from wanjax.pipelines.guidance import GuidanceRule
-from wanjax.pipelines.sampler import State, take_step
 from wanjax.pipelines.seeds import solver_keys, words_of
 from wanjax.schedulers import one_step
 from wanjax.sharding import replicate
@@ -100,22 +100,22 @@ def forwards(pipe: Any, cache: Any = BlockCache, **settings: Any) -> Any:
     chosen = pipe.settings(**{"steps": STEPS, "seed": 3, "guidance_scale": 3.0} | SMALL | settings)
     schedule, state = begun(pipe, encoded, chosen)
     x = state.x
-    segment = pipe.architecture.segments(schedule, chosen)[0]
-    denoiser, inputs = pipe.architecture.inputs(pipe, pipe.transformer, segment, encoded, x, False)
+    segment = pipe.architecture.spec.phases(schedule, chosen)[0]
+    step, inputs = prepared(pipe, pipe.transformer, segment, encoded, x)
 
     @jax.jit
     def predict(x: Any, times: Any, inputs: Any, kept: Any = None) -> Any:
-        network = nnx.merge(denoiser.graphdef, inputs.weights)
+        network = nnx.merge(step.graphdef, inputs.weights)
         t = jax.tree.map(lambda time: jnp.full((len(x),), time), times)
         return [
-            denoiser.predict(network, x, t, prompt, inputs.shared, EVERY_BLOCK if kept is None else cache(kept[i]))
+            step.denoiser.predict(network, x, t, prompt, inputs.shared, EVERY_BLOCK if kept is None else cache(kept[i]))
             for i, prompt in enumerate(inputs.prompts)
         ]
 
     def at(index: int, x: Any, kept: Any = None) -> Any:
-        return predict(x, denoiser.times(one_step(schedule, index)), inputs, kept)
+        return predict(x, step.denoiser.timesteps(one_step(schedule, index)), inputs, kept)
 
-    return at, denoiser, inputs, schedule, x, segment
+    return at, step, inputs, schedule, x, segment
 
 
 def test_a_step_of_magcache_adds_what_was_kept(pipe):
@@ -124,9 +124,9 @@ def test_a_step_of_magcache_adds_what_was_kept(pipe):
     A step's prediction is compared through the latents that it leads to, by the scheduler alone.
     """
     taken, _ = run(pipe, "magcache")
-    assert taken.reused == list(pipe.architecture.cache_rule(pipe.settings(steps=STEPS, cache="magcache")).reused(
-        pipe.architecture.turns(pipe.settings(steps=STEPS))[0], TABLES
-    ))  # fmt: skip
+    spec, settings = pipe.architecture.spec, pipe.settings(steps=STEPS, cache="magcache")
+    [phase] = spec.phases(spec.schedule(settings), settings)
+    assert taken.reused == list(spec.cache_rule(settings).reused(phase, TABLES))
     assert 2 <= sum(taken.reused) <= 5
     first = taken.reused.index(True)
 
@@ -139,11 +139,11 @@ def test_a_step_of_magcache_adds_what_was_kept(pipe):
             (video, *others), tree = jax.tree.flatten(x)
             return jax.tree.unflatten(tree, [video + self.given[0], *others])
 
-    at, denoiser, _, schedule, _, _ = forwards(pipe, Added)
+    at, step, _, schedule, _, _ = forwards(pipe, Added)
     before, after = taken.states[first - 1], taken.states[first]
     kept = jax.tree.map(jnp.asarray, before.kept)
     prediction = jnp.concatenate(at(first, jnp.asarray(before.x), kept)).astype(jnp.float32)
-    scheduled = jax.jit(lambda schedule, p, x, solver: denoiser.scheduler.step(schedule, 0, p, x, solver)[0])
+    scheduled = jax.jit(lambda schedule, p, x, solver: step.scheduler.step(schedule, 0, p, x, solver)[0])
     guided = jax.jit(lambda pair, scale: pair[1:] + scale * (pair[:1] - pair[1:]))(prediction, jnp.float32(3))
     x = scheduled(one_step(schedule, first), guided, jnp.asarray(before.x), jax.tree.map(jnp.asarray, before.solver))
     assert error(after.x, np.asarray(x, np.float64)) <= 1e-6
@@ -153,13 +153,13 @@ def test_a_step_of_magcache_adds_what_was_kept(pipe):
 
 def test_a_reused_step_equals_input_and_residual_to_the_bit(each):
     """What reaches the head in a skipped step is x + r in x's dtype; r is what all blocks added, rounded once."""
-    _, denoiser, inputs, schedule, x, _ = forwards(each)
-    t = jax.tree.map(lambda time: jnp.full((len(x),), time), denoiser.times(one_step(schedule, 2)))
+    _, step, inputs, schedule, x, _ = forwards(each)
+    t = jax.tree.map(lambda time: jnp.full((len(x),), time), step.denoiser.timesteps(one_step(schedule, 2)))
 
     @jax.jit
     def spied(inputs: Any, kept: Any) -> Any:
         """Returns the prediction and what is kept, and the video's tokens before and after the blocks."""
-        network, seen = nnx.merge(denoiser.graphdef, inputs.weights), []
+        network, seen = nnx.merge(step.graphdef, inputs.weights), []
 
         class Spying(ResidualCache):
             def before(self, part: range, x: Any) -> Any:
@@ -174,7 +174,7 @@ def test_a_reused_step_equals_input_and_residual_to_the_bit(each):
                 return found
 
         def predict(cache: Any) -> Any:
-            return denoiser.predict(network, x, t, inputs.prompts[0], inputs.shared, cache)
+            return step.denoiser.predict(network, x, t, inputs.prompts[0], inputs.shared, cache)
 
         made = ForwardCache(Spying).run(predict, kept)
         return made, [seen[0], seen[-1]]
@@ -205,11 +205,15 @@ def test_every_family_takes_every_cache(pipe):
 
 @pytest.mark.parametrize("pipe", quick(["cogvideox", "hunyuanvideo"], MODELS), indirect=True)
 def test_teacache_reads_the_change_of_the_timesteps_embedding(pipe):
-    _, denoiser, inputs, schedule, _, segment = forwards(pipe)
-    network = nnx.merge(denoiser.graphdef, inputs.weights)
-    times = [jax.tree.map(lambda t: jnp.asarray(t)[None], denoiser.times(one_step(schedule, i))) for i in range(STEPS)]
-    for plain, embed in ((False, denoiser.embed_times), (True, denoiser.embed_times_plainly)):
-        found = changes_of(denoiser, inputs, schedule, segment, pipe, plain=plain)
+    _, step, inputs, schedule, _, segment = forwards(pipe)
+    network = nnx.merge(step.graphdef, inputs.weights)
+    times = [
+        jax.tree.map(lambda t: jnp.asarray(t)[None], step.denoiser.timesteps(one_step(schedule, i)))
+        for i in range(STEPS)
+    ]
+    for plain in (False, True):
+        found = changes_of(pipe.runtime, step.denoiser, step.graphdef, inputs.weights, schedule, segment, plain)
+        embed = partial(step.denoiser.embed_timesteps, plain=plain)
         embedded = [np.asarray(jax.jit(embed)(network, t), np.float64) for t in times]
         expected = [abs(b - a).mean() / abs(a).mean() for a, b in pairwise(embedded)]
         assert found[0] == 0
@@ -218,8 +222,8 @@ def test_teacache_reads_the_change_of_the_timesteps_embedding(pipe):
 
 def test_teacache_reuses_while_less_than_the_threshold_has_added_up(pipe):
     """The polynomial here is the change itself."""
-    _, denoiser, inputs, schedule, _, segment = forwards(pipe)
-    changes = changes_of(denoiser, inputs, schedule, segment, pipe)[1:]
+    _, step, inputs, schedule, _, segment = forwards(pipe)
+    changes = changes_of(pipe.runtime, step.denoiser, step.graphdef, inputs.weights, schedule, segment)[1:]
     taken, _ = run(pipe, f"teacache:{2.5 * np.mean(changes)}")
     total, reused = 0.0, [False]
     for change in changes[:-1]:
@@ -250,8 +254,8 @@ def easycache_by_hand(prepared: Any, step_of: Any, threshold: float, first: int)
 
     Errors are in float32, because a threshold decides. `prepared` is what `forwards` returns.
     """
-    at, denoiser, _, schedule, x, _ = prepared
-    state = denoiser.scheduler.init(schedule, x, solver_keys(words_of([3])))
+    at, denoising, _, schedule, x, _ = prepared
+    state = denoising.scheduler.init(schedule, x, solver_keys(words_of([3])))
     x, total, rate, before, past, computed = np.asarray(x), np.float32(0), None, None, None, []
     for step in range(STEPS):
         compute = True
@@ -334,16 +338,16 @@ def test_a_cache_begins_anew_with_the_second_expert(tmp_path, cache):
     pipe = tabled(tiny_experts_checkpoint(tmp_path))
     taken, _ = run(pipe, cache, guidance_scale_2=2.0)
     settings = pipe.settings(steps=STEPS, guidance_scale_2=2.0)
-    start = pipe.architecture.turns(settings)[1].start
+    start = pipe.architecture.spec.phases(pipe.architecture.spec.schedule(settings), settings)[1].start
     assert not taken.reused[0]
     assert not taken.reused[start]
     assert any(taken.reused[:start])
     state = taken.states[start - 1]
     encoded, schedule = pipe.encode("a red circle", "a dog"), pipe.scheduler.schedule(STEPS, shift=settings.flow_shift)
-    segment = pipe.architecture.segments(schedule, settings)[1]
-    denoiser, inputs = pipe.architecture.inputs(pipe, pipe.transformer_2, segment, encoded, jnp.asarray(state.x), False)
+    segment = pipe.architecture.spec.phases(schedule, settings)[1]
+    step, inputs = prepared(pipe, pipe.transformer_2, segment, encoded, jnp.asarray(state.x))
     begun = State(jnp.asarray(state.x), jax.tree.map(jnp.asarray, state.solver))
-    after, _, _ = pipe.call(take_step, denoiser, begun, inputs, np.float32(2), one_step(schedule, start))
+    after, _, _ = pipe.call(take_step, step, begun, inputs, np.float32(2), one_step(schedule, start))
     assert error(taken.states[start].x, np.asarray(after.x, np.float64)) <= 1e-6
 
 
@@ -365,26 +369,26 @@ def test_eight_devices_agree_with_one(folder, model, cache, mesh):
 
 def test_without_a_cache_the_program_is_that_of_before(pipe):
     """A step as it was written before there were caches: for each prompt a forward, then guidance and the scheduler."""
-    _, denoiser, inputs, schedule, x, _ = forwards(pipe)
+    _, step, inputs, schedule, x, _ = forwards(pipe)
 
-    def take_step(denoiser: Any, state: Any, inputs: Any, scale: Any, schedule: Any) -> Any:
-        network = nnx.merge(denoiser.graphdef, inputs.weights)
+    def take_step(step: Any, state: Any, inputs: Any, scale: Any, schedule: Any) -> Any:
+        network = nnx.merge(step.graphdef, inputs.weights)
         videos, *shape = state.x.shape
         x = jnp.broadcast_to(state.x, (inputs.batch // videos, videos, *shape)).reshape(-1, *shape)
-        t = jax.tree.map(lambda time: jnp.full((inputs.batch,), time), denoiser.times(schedule))
-        found = [denoiser.predict(network, x, t, prompt, inputs.shared) for prompt in inputs.prompts]
+        t = jax.tree.map(lambda time: jnp.full((inputs.batch,), time), step.denoiser.timesteps(schedule))
+        found = [step.denoiser.predict(network, x, t, prompt, inputs.shared) for prompt in inputs.prompts]
         predictions = jnp.concatenate([prediction.astype(jnp.float32) for prediction in found])
-        clean = partial(denoiser.scheduler.x0, schedule, 0)
+        clean = partial(step.scheduler.x0, schedule, 0)
         guided, _ = GuidanceRule.joined(predictions, videos, scale, state.x, clean, None)
         prediction = replicate(guided)
-        x0 = replicate(denoiser.scheduler.x0(schedule, 0, prediction, state.x))
-        x, solver = replicate(denoiser.scheduler.step(schedule, 0, prediction, state.x, state.solver))
+        x0 = replicate(step.scheduler.x0(schedule, 0, prediction, state.x))
+        x, solver = replicate(step.scheduler.step(schedule, 0, prediction, state.x, state.solver))
         return State(x, solver), x0, jnp.isfinite(x).all()
 
-    assert denoiser.cache == NO_CACHE
-    state = State(x, denoiser.scheduler.init(schedule, x, solver_keys(words_of([0] * len(x)))))
+    assert step.cache == NO_CACHE
+    state = State(x, step.scheduler.init(schedule, x, solver_keys(words_of([0] * len(x)))))
     arguments = state, inputs, jnp.float32(3), one_step(schedule, 0)
-    whole = partial(sampler.take_step.function, denoiser)
-    texts = [jax.jit(f).lower(*arguments).as_text() for f in (whole, partial(take_step, denoiser))]
+    whole = partial(denoiser.take_step.function, step)
+    texts = [jax.jit(f).lower(*arguments).as_text() for f in (whole, partial(take_step, step))]
     bodies = [text.partition("\n")[2] for text in texts]
     assert bodies[0] == bodies[1]

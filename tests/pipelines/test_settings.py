@@ -129,6 +129,6 @@ def test_every_model_makes_its_sizes():
         sizes = named_sizes(architecture, defaults, found.sizes)
         assert next(iter(sizes.values())) == defaults.size
         for height, width in sizes.values():
-            architecture.check_settings(defaults.updated({"height": height, "width": width}))
+            architecture.spec.check_settings(defaults.updated({"height": height, "width": width}))
         assert [height == width for name, (height, width) in sizes.items() if name == "square"] in ([], [True])
         assert [height > width for name, (height, width) in sizes.items() if name == "portrait"] in ([], [True])

@@ -153,8 +153,8 @@ def test_stages_alone_and_given_noise_are_for_one_window(pipe, controlled):
 
 def test_presets_have_an_overlap_that_their_models_take():
     for preset in filter(lambda preset: preset.architecture, presets().values()):
-        if preset.architecture.continued_by:
-            preset.architecture.check_settings(preset.defaults.updated({"windows": 2}))
+        if preset.architecture.spec.continued_by:
+            preset.architecture.spec.check_settings(preset.defaults.updated({"windows": 2}))
 
 
 def frames_of(folder: Path) -> np.ndarray:

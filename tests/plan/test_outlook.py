@@ -11,6 +11,7 @@ from tests.support.tabled import TABLES
 from tests.support.words import says
 from wanjax.kernels.attention import AUTO, Attention
 from wanjax.layers.tiling import Tiling
+from wanjax.pipelines.model import with_scheduler
 from wanjax.plan.outlook import Outlook, asked_of_a_mesh, outlook
 from wanjax.registry import outline
 from wanjax.schedulers import FlowEuler, UniPC
@@ -47,7 +48,9 @@ def test_a_video_with_easycache_has_a_range_of_seconds():
 @pytest.mark.parametrize("cache", quick(["deepcache:1,6,2"], ["magcache:.2,1,.1", "deepcache:1,6,2", "guidance:2"]))
 def test_a_cache_whose_steps_are_known_makes_a_video_faster(cache):
     found, whole = priced(cache=cache), priced()
-    assert found.cache == str(SHAPES.cache_rule(VIDEO.updated({"steps": STEPS, "guidance_scale": 3.0, "cache": cache})))
+    assert found.cache == str(
+        SHAPES.spec.cache_rule(VIDEO.updated({"steps": STEPS, "guidance_scale": 3.0, "cache": cache}))
+    )
     assert 0 < found.reusing_steps < STEPS
     assert rows(found)["step"] + rows(found)["reusing_step"] == STEPS
     assert found.reusing_step_seconds < found.step_seconds
@@ -101,7 +104,7 @@ def test_tiles_reach_the_plan():
 
 def test_the_scheduler_reaches_the_plan():
     """A solver of a higher order keeps more between two steps than Euler's, which keeps nothing."""
-    euler, unipc = (priced(SHAPES.with_scheduler(solver)) for solver in (FlowEuler(), UniPC()))
+    euler, unipc = (priced(with_scheduler(SHAPES, solver)) for solver in (FlowEuler(), UniPC()))
     (least,), (more,) = ([r for r in x.programs if r.name == "step"] for x in (euler, unipc))
     assert least.arguments_bytes_per_chip < more.arguments_bytes_per_chip
 

@@ -47,18 +47,19 @@ def step_of(stages):
 @pytest.mark.parametrize("name", quick(SOME, EVERY))
 def test_a_video_of_every_preset_is_recorded_at_its_default_settings(name):
     video, shapes = presets()[name].defaults, presets()[name].architecture
+    spec = shapes.spec
     stages = published(name)
     counts = {program.name: program.times for program in stages["denoise"]}
-    _, _, frames, *cells = shapes.denoised_shape(video)
-    block = shapes.transformer.block_frames if shapes.streams else frames
+    _, _, frames, *cells = spec.noise_shape(video)
+    block = spec.block_frames or frames
     assert counts["step"] == frames // block * video.steps
-    assert counts["context"] == len(shapes.denoisers)
+    assert counts["context"] == len(spec.denoisers)
     assert counts["begin"] == counts["finish"] == frames // block
     step = step_of(stages)
     state, *_ = step.lowering.arguments
     assert state.x.shape[:4] == (1, block, *cells)
-    length = shapes.latent_shape(video)[2]
-    first, rest = shapes.decoded_at_once(block if shapes.streams else length)
+    length = spec.latent_shape(video)[2]
+    first, rest = spec.decoded_at_once(block if spec.streams else length)
     decoding = {program.name: program.times for program in stages["decode"]}
     assert first + rest * decoding.get("decode_next", 0) >= length
     assert stages["encode"]

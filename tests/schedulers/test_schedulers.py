@@ -14,7 +14,7 @@ from tests.support.types import unchecked
 from tests.support.words import naming
 from wanjax import load, schedulers
 from wanjax.errors import WanjaxError
-from wanjax.pipelines.sampler import take_step
+from wanjax.pipelines.denoiser import take_step
 from wanjax.schedulers import FlowEuler, UniPC, one_step
 
 EVERY = [

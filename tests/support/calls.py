@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from wanjax.pipelines.sampler import take_step
+from wanjax.pipelines.denoiser import take_step
 from wanjax.programs import Execute, Instance, Program, Record, Site
 from wanjax.sharding import Partitioner
 

@@ -5,9 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from flax import nnx
 
-from wanjax.pipelines.run import latents_of
-from wanjax.pipelines.sampler import Beginning, Given, State, begin
+from wanjax.pipelines.denoiser import GivenNoise, Init, ModelInputs, State, StepProgram, begin
+from wanjax.pipelines.guidance import CLASSIFIER_FREE, grouping
+from wanjax.pipelines.model import latents_of
 from wanjax.pipelines.seeds import words_of
 from wanjax.programs import EXECUTE, Execute, Program, Site
 from wanjax.sharding import Partitioner, one_device
@@ -29,8 +31,17 @@ def compiled(program: Program | None = None, strategy: Execute = EXECUTE) -> int
 
 def begun(pipe: Any, encoded: Any, settings: Any, noise: Any = None) -> tuple[Any, State]:
     """Returns the schedule of a video, and the state before its first step."""
-    schedule, shape = pipe.architecture.schedule(settings, encoded), pipe.architecture.noise_shape(settings)
-    static, given = Beginning(pipe.architecture.ends, pipe.scheduler, shape), Given(noise)
+    schedule, shape = pipe.architecture.spec.schedule(settings, encoded), pipe.architecture.spec.noise_shape(settings)
+    static, given = Init(pipe.scheduler, shape, pipe.architecture.spec.posteriors), GivenNoise(noise)
     words, number = words_of([settings.seed]), np.int32(0)
     state, _ = pipe.call(begin, static, words, given, schedule, latents_of(encoded), number)
     return schedule, state
+
+
+def prepared(pipe: Any, network: Any, phase: Any, encoded: Any, x: Any, rule: Any = CLASSIFIER_FREE) -> tuple[Any, Any]:
+    """Returns the static part of a phase's steps, and their inputs."""
+    model, (graphdef, weights) = pipe.architecture, nnx.split(network)
+    groups = grouping(phase.guided, False, pipe.partitioner)
+    prompts, shared = model.prepare(pipe.runtime, graphdef, weights, encoded, x, groups, nag=rule.leads)
+    step = StepProgram(model.denoiser, graphdef, model.scheduler, guidance=type(rule))
+    return step, ModelInputs(weights, prompts, shared, groups.batch * x.shape[0])

@@ -18,7 +18,6 @@ from wanjax.models.wan.vae import WanVAE
 from wanjax.pipelines.components import Components
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.wan.architecture import WanArchitecture
-from wanjax.pipelines.wan.causal import CausalWanArchitecture
 from wanjax.pipelines.wan.conditioning import BLOCK_BY_BLOCK
 from wanjax.registry import presets
 from wanjax.schedulers import Consistency, FlowEuler
@@ -85,7 +84,7 @@ def causal_pipeline(heads, partitioner, *, block_frames=2, window=6, sink=0):
             "vae": lambda room: network(partial(WanVAE, VAE), partitioner),
         }
     )
-    shapes = CausalWanArchitecture(transformer=config, vae=VAE, task=BLOCK_BY_BLOCK, scheduler=Consistency())
+    shapes = WanArchitecture(transformer=config, vae=VAE, task=BLOCK_BY_BLOCK, scheduler=Consistency())
     defaults = presets()["wan2.1-t2v-1.3b-causal"].defaults.updated({"dtype": "float32"})
     return Pipeline(components, shapes, defaults, partitioner)
 

@@ -30,7 +30,7 @@ from wanjax.figures import quantity
 from wanjax.kernels.attention import AUTO, Attention, choose
 from wanjax.kernels.compiler_options import FAST, SAFE, SETS
 from wanjax.loading import outlined
-from wanjax.pipelines.family import Architecture, auto_axes
+from wanjax.pipelines.model import VideoModel, auto_axes
 from wanjax.pipelines.recording import needed_pictures, record
 from wanjax.pipelines.settings import Settings
 from wanjax.plan.recorded import STEP, programs_of
@@ -193,7 +193,7 @@ class Suite:
         tokens, heads = self.work.tokens, ceil(self.work.heads / self.axes["tp"])
         shape = (1, tokens, heads, self.work.width // self.work.heads)
         sizes: dict[str, Any] = {"heads": heads, "head_dim": shape[3], "dtype": self.settings.dtype}
-        if sparse := self.architecture.attention(AUTO).sparse:
+        if sparse := self.architecture.spec.attention(AUTO).sparse:
             name, build = "sparse-linear", partial(attend_sparsely, sparse=sparse, tokens=tokens, **sizes)
         else:
             some = jax.ShapeDtypeStruct(shape, self.settings.dtype)
@@ -236,7 +236,7 @@ class Suite:
 
         Attention that leaves out some keys is the model's own, whichever is given.
         """
-        if self.architecture.attention(AUTO).leaves_out:
+        if self.architecture.spec.attention(AUTO).leaves_out:
             attention = AUTO
         if (found := self._built.get((mesh, compiler, attention))) is None:
             few = reduced(self.architecture, self.scale.layers)
@@ -311,11 +311,11 @@ class Suite:
         return row, made
 
 
-def sized(defaults: Settings, scale: Scale, architecture: Architecture) -> Settings:
+def sized(defaults: Settings, scale: Scale, architecture: VideoModel) -> Settings:
     """Returns the settings of the video whose shapes are measured."""
     dtype = "float32" if jax.devices()[0].platform == "cpu" else "bfloat16"
     settings = defaults.updated({**_shape(scale.size or defaults.size), "frames": scale.frames, "dtype": dtype})
-    settings.check(spatial=architecture.grid, temporal=architecture.vae.temporal_factor)
+    settings.check(spatial=architecture.spec.grid, temporal=architecture.vae.temporal_factor)
     return settings
 
 
@@ -323,13 +323,13 @@ def _shape(size: tuple[int, int]) -> dict[str, int]:
     return dict(zip(("height", "width"), size, strict=True))
 
 
-def axes_of(architecture: Architecture, settings: Settings, devices: int) -> dict[str, int]:
+def axes_of(architecture: VideoModel, settings: Settings, devices: int) -> dict[str, int]:
     """Returns the axes of the mesh that `wanjax.load` takes for so many devices."""
     axes = auto_axes(architecture.forward(settings), devices, guided=settings.split)
     return dict(zip(MESH_AXES, axes, strict=True))
 
 
-def reduced(architecture: Architecture, layers: int | None) -> Architecture:
+def reduced(architecture: VideoModel, layers: int | None) -> VideoModel:
     """Returns the architecture with at most so many layers in each transformer; other sizes stay."""
     if layers is None:
         return architecture

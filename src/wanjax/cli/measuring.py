@@ -100,7 +100,7 @@ def calibrate(report: Report, *, model: str, prompts: Sequence[str], image: str 
     settings = given_settings(**given)
     pipe = load(model, video=settings, progress=report.load, note=report.note, **loading)
     file, runs = measured_file(registry.tables_key(model)), []
-    pipe.architecture.check_whole(model, "calibrating")
+    pipe.architecture.spec.check_whole(model, "calibrating")
     check_folder(file.parent)
     chosen = prompts or suited(model)
     pictures, complete = pipe.prepare(image=image, **settings)
@@ -125,6 +125,6 @@ def suited(model: str) -> list[str]:
 def _measured(report: Report, pipe: Any, pictures: Any, settings: Any) -> Measured:
     with report.stage("encode"):
         encoded = pipe.encode_prompts(settings.prompt, settings.negative_prompt, follow=settings.follow)
-        encoded = encoded._replace(**pipe.architecture.encode_pictures(pipe, pictures, settings))
+        encoded = encoded._replace(**pipe.architecture.encode_pictures(pipe.runtime, pictures, settings))
     with report.stage("denoise"):
-        return measure(pipe, encoded, settings)
+        return measure(pipe.runtime, pipe.architecture, encoded, settings)

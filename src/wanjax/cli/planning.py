@@ -34,6 +34,7 @@ from wanjax.kernels.compiler_options import SAFE
 from wanjax.media.pictures import Pictures
 from wanjax.pipelines import progress
 from wanjax.pipelines.decoders import DecoderFile
+from wanjax.pipelines.model import with_scheduler
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import Settings
 from wanjax.plan.outlook import Outlook, outlook
@@ -71,7 +72,7 @@ def plan(
     how = {"sp": sp, "rules": given.pop("rules"), "compiler": compiler or SAFE, "attention": attention}
     found = registry.distilled(registry.outline(model), loras_of(given_settings(**given)), report.note)
     if (scheduler := given.pop("scheduler")) is not None:
-        found = replace(found, architecture=found.architecture.with_scheduler(scheduler))
+        found = replace(found, architecture=with_scheduler(found.architecture, scheduler))
     dtypes = {"dtype": "float32", "vae_dtype": "float32"} if chip == "cpu" else {"dtype": "bfloat16"}
     found = replace(found, settings=found.settings.updated(dtypes))
     pictures, settings = _video(loading.outlined(found, ONE_DEVICE), given)

@@ -13,10 +13,9 @@ import jax
 from wanjax.cluster.processes import is_first
 from wanjax.compilers.roofline import peak_flops
 from wanjax.figures import duration, scaled
+from wanjax.pipelines.observers import Hook, Step
 from wanjax.pipelines.pipeline import Pipeline
-from wanjax.pipelines.run import Hook
 from wanjax.pipelines.settings import Settings
-from wanjax.pipelines.steps import Step
 from wanjax.stores.writing import writing
 
 TRACED = (1, 2)  # steps, from 0: the first compiles
@@ -32,8 +31,8 @@ class StepProfile(Hook):
         self.settings = settings
         self.note = note
         self.devices = pipe.partitioner.mesh.size
-        rule = pipe.architecture.cache_rule(settings)
-        reuses = rule.decided_on_device or any(pipe.architecture.reused(settings))
+        rule = pipe.architecture.spec.cache_rule(settings)
+        reuses = rule.decided_on_device or any(pipe.architecture.spec.reused(settings))
         self.known = pipe.attention.sees_all and not reuses  # else some of the work is left out
 
     def begun(self, encoded: Any) -> None:

@@ -44,14 +44,15 @@ from wanjax.pipelines.draws import checked_draws
 from wanjax.pipelines.family import TrainingDomain
 from wanjax.pipelines.guidance import CLASSIFIER_FREE
 from wanjax.pipelines.many import Order
+from wanjax.pipelines.model import Block, check_fits, encoded_from
+from wanjax.pipelines.observers import Hook, Step, Switch
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.previews.previews import Previews
 from wanjax.pipelines.record import described, devices_of, paths_of
 from wanjax.pipelines.recording import check_decoding, check_denoising, check_encoding, check_making, record
 from wanjax.pipelines.resume import Keeping
-from wanjax.pipelines.run import Block, Hook, Run
+from wanjax.pipelines.run import Run
 from wanjax.pipelines.settings import DRAW, Settings, schema
-from wanjax.pipelines.steps import Step, Switch
 from wanjax.pipelines.windows import Window
 from wanjax.programs import EXECUTE, Instance
 from wanjax.schedulers import name_of
@@ -80,7 +81,7 @@ def generate(
         run = video.denoising()
         with video.ahead():
             _, frames = next(iter(run))
-            written = video.streamed(frames) if video.pipe.architecture.streams else video.decoded(run, frames)
+            written = video.streamed(frames) if video.pipe.architecture.spec.streams else video.decoded(run, frames)
     report.table()
     video.made(written)
 
@@ -211,9 +212,11 @@ class Rendering:
         else:  # the previous stage has encoded the pictures
             self.pictures, self.settings = Pictures(), self.pipe.settings(**settings)
             self.pipe.check_memory(self.settings)
-        self.from_video = "video" in pictures and self.pipe.architecture.begins_from_video
+        self.from_video = "video" in pictures and self.pipe.architecture.spec.begins_from_video
         if options.is_typed("strength"):
-            check_strength(self.settings, video="video" in pictures, begins=self.pipe.architecture.begins_from_video)
+            check_strength(
+                self.settings, video="video" in pictures, begins=self.pipe.architecture.spec.begins_from_video
+            )
         self.noise = None if noise is None else self._noise(noise, len(pictures.get("references", ())))
         if decoder := given.get("preview_decoder"):
             self.pipe.preview_with(decoder)
@@ -289,7 +292,7 @@ class Rendering:
                 f"{file} has {quantity(channels, 'channel')} where {chosen.model} has {right}: it was made "
                 "with another model"
             )
-        if known and latents.shape != (shape := self.pipe.architecture.latent_shape(chosen)):
+        if known and latents.shape != (shape := self.pipe.architecture.spec.latent_shape(chosen)):
             raise WanjaxError(
                 f"{file} has latents {list(latents.shape)} where a video of {chosen.width}x{chosen.height} and "
                 f"{quantity(chosen.frames, 'frame')} has {list(shape)}: `wanjax denoise --dir {self.folder}` has "
@@ -299,8 +302,8 @@ class Rendering:
     def checked(self, tensors: Mapping[str, Any]) -> Any:
         """Returns the output of `encode` from its tensors; raises WanjaxError if it does not fit."""
         try:
-            encoded = self.pipe.architecture.encoded_from(tensors)
-            self.pipe.architecture.check_fits(encoded, self.settings)
+            encoded = encoded_from(self.pipe.architecture, tensors)
+            check_fits(self.pipe.architecture, encoded, self.settings)
         except WanjaxError as error:
             raise WanjaxError(f"{self.folder / stage_files.EMBEDDINGS}: {error}") from error
         return encoded
@@ -370,7 +373,7 @@ class Rendering:
         hooks: list[Hook] = []
         if self.profile:
             hooks.append(StepProfile(self.profile, self.pipe, self.settings, self.report.note))
-        if not self.pipe.architecture.streams:
+        if not self.pipe.architecture.spec.streams:
             hooks.append(Keeping(self.folder / stage_files.STATE, self.pipe.partitioner, self._resumed))
         return self.run(*hooks, Saving(self, tells=tells) if self.settings.windows == 1 else SavingWindows(self))
 
@@ -393,7 +396,7 @@ class Rendering:
     def streamed(self, frames: Iterator[Any]) -> places.Place:
         """Writes the video while it is made, from the frames of each block; returns its place."""
         report, tempo, architecture = self.report, Tempo(), self.pipe.architecture
-        total = architecture.latent_shape(self.settings)[2] // architecture.block_frames
+        total = architecture.spec.latent_shape(self.settings)[2] // architecture.spec.block_frames
 
         def clips() -> Iterator[Any]:
             report.count("block", 0, total)
@@ -691,7 +694,7 @@ def least_seconds(pipe: Pipeline, settings: Settings, steps: int, kind: str) -> 
         return None
     work = pipe.architecture.forward(settings)
     flops = sum(work.flops.values()) - (0 if pipe.attention.sees_all else work.scores)
-    reused = min(steps - 1, sum(pipe.architecture.reused(settings)))
-    again = pipe.architecture.cache_rule(settings).forwards
+    reused = min(steps - 1, sum(pipe.architecture.spec.reused(settings)))
+    again = pipe.architecture.spec.cache_rule(settings).forwards
     forwards = (steps - reused) * (2 if min(settings.guidance_scales) > 1 else 1) + reused * again
     return forwards * flops / (peak * pipe.partitioner.mesh.size)

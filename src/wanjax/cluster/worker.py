@@ -26,10 +26,12 @@ from wanjax.media.pictures import Pictures
 from wanjax.media.texts import slug
 from wanjax.media.videos import try_output, write_video
 from wanjax.pipelines.many import Order
+from wanjax.pipelines.model import encoded_from
+from wanjax.pipelines.observers import Hook
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.progress import timing_writes
 from wanjax.pipelines.recording import check_making
-from wanjax.pipelines.run import Hook, Run
+from wanjax.pipelines.run import Run
 from wanjax.pipelines.seeds import checked_seed
 from wanjax.pipelines.settings import Settings
 from wanjax.programs import EXECUTE
@@ -215,7 +217,7 @@ class Worker:
 
     def check_staged(self, jobs: Sequence[Job]) -> None:
         """Raises WanjaxError for a video that does not go through encode, denoise and decode once each."""
-        self.pipe.architecture.check_whole(self.pipe.defaults.model, "a worker for a stage")
+        self.pipe.architecture.spec.check_whole(self.pipe.defaults.model, "a worker for a stage")
         for job in jobs:
             if max(job.request.given.get("windows") or 1, 2 * bool(job.request.given.get("then"))) > 1:
                 raise job.request.wrong(WanjaxError("a video of windows goes through all stages: workers for all do"))
@@ -254,7 +256,7 @@ class Worker:
 
     @staticmethod
     def _latents(run: Run, order: Order, tensors: Mapping[str, Any]) -> list[np.ndarray]:
-        encoded = run.pipe.architecture.encoded_from({name: jnp.asarray(x) for name, x in tensors.items()})
+        encoded = encoded_from(run.model, {name: jnp.asarray(x) for name, x in tensors.items()})
         with run.stage("denoise"):
             return [np.asarray(x) for x in run.latents(encoded, order.settings, [order.settings.seed])]
 

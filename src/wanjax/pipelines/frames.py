@@ -108,6 +108,18 @@ def join_chunks(static: None, chunks: tuple[Chunk, ...]) -> Float[Array, "B C T 
     return jnp.moveaxis(jnp.concatenate(chunks, axis=1), -1, 1)
 
 
+@program(scanned)
+def split_posterior(
+    scale: float, moments: Float[Array, "1 _C T H W"]
+) -> tuple[Float[Array, "1 C T H W"], Float[Array, "1 C T H W"]]:
+    """Returns the mean and the deviation of encoded frames, multiplied by a factor.
+
+    The log-variance is kept within the reference's limits, beyond which its deviation may be infinite.
+    """
+    mean, log_variance = jnp.split(moments, 2, axis=1)
+    return scale * mean, scale * jnp.exp(0.5 * jnp.clip(log_variance, -30.0, 20.0))
+
+
 def _decode(static: Decoding, z: Chunk, cache: Any, weights: Any) -> tuple[Chunk, Any]:
     with following(*z.shape[2:4]):
         x, cache = nnx.merge(static.graphdef, weights).decode_cells(constrain(z, VIDEO), cache)
@@ -185,6 +197,13 @@ def encoded(vae: Any, frames: GivenFrames, tiling: Tiling | None, call: Call) ->
         many = Joining(tiling, config.spatial_factor // config.patch) if tiling else None
         chunks.append(tiles[0][0] if many is None else call(join_tiles, many, tiles))
     return call(join_chunks, None, tuple(chunks))
+
+
+def encode_clip(vae: Any, frames: GivenFrames, tiling: Tiling | None, call: Call) -> Float[Value, "1 C _T _H _W"]:
+    """Returns the latents on which a network is trained; of an autoencoder with a posterior, its scaled mean."""
+    made = encoded(vae, frames, tiling, call)
+    scale = getattr(vae.config, "posterior_scale", None)
+    return made if scale is None else call(split_posterior, scale, made)[0]
 
 
 def chunk_count(count: int, at_once: tuple[int, int]) -> int:

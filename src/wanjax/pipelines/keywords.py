@@ -16,8 +16,8 @@ from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import ClipSource, PictureSource
 from wanjax.pipelines.draws import GivenDraws
 from wanjax.pipelines.given import GivenSettings
+from wanjax.pipelines.observers import Step
 from wanjax.pipelines.other_names import unknown_keyword
-from wanjax.pipelines.steps import Step
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")

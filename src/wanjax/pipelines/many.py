@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from wanjax.pipelines.denoiser import join
 from wanjax.pipelines.frames import Call
-from wanjax.pipelines.sampler import join
 from wanjax.pipelines.settings import Settings
 from wanjax.sharding import Partitioner
 

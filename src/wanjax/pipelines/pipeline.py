@@ -48,11 +48,11 @@ from wanjax.pipelines.checks import (
     on_host,
 )
 from wanjax.pipelines.components import Components
+from wanjax.pipelines.denoiser import draw, join
 from wanjax.pipelines.draws import GivenDraws, checked_draws
-from wanjax.pipelines.family import Architecture, Encoded, lines, named_sizes
-from wanjax.pipelines.frames import Frames, GivenFrames, GivenLatents, chunk_count
+from wanjax.pipelines.family import lines, named_sizes
+from wanjax.pipelines.frames import Frames, GivenFrames, GivenLatents, chunk_count, encode_clip
 from wanjax.pipelines.guidance import check_rule
-from wanjax.pipelines.hooks import Calling, Showing, Switching
 from wanjax.pipelines.keywords import (
     Called,
     ClipGiven,
@@ -64,21 +64,22 @@ from wanjax.pipelines.keywords import (
 )
 from wanjax.pipelines.many import Order
 from wanjax.pipelines.memory import check_video
+from wanjax.pipelines.model import Encoded, VideoModel, check_fits, least_bytes, truncations, with_scheduler
+from wanjax.pipelines.observers import Calling, Hook, Showing, Step, Switch, Switching
 from wanjax.pipelines.other_names import right_name, unknown_keyword
 from wanjax.pipelines.previews.latent_preview import LatentPreview, fitted
 from wanjax.pipelines.previews.tiny_decoder import read_tiny_decoder
 from wanjax.pipelines.record import devices_of, nameable, record_of
 from wanjax.pipelines.recording import check_decoding, check_denoising, check_encoding, check_making
 from wanjax.pipelines.resume import Keeping
-from wanjax.pipelines.run import Hook, Run
-from wanjax.pipelines.sampler import draw, join
+from wanjax.pipelines.run import Run
+from wanjax.pipelines.runtime import Runtime
 from wanjax.pipelines.seeds import check_count, checked_seed, told_seeds, words_of
 from wanjax.pipelines.settings import LOADED, Settings, no_setting, schema, sides
-from wanjax.pipelines.steps import Step, Switch
 from wanjax.pipelines.text.tokenizer import Truncation
 from wanjax.pipelines.video_shape import encoded_shape
 from wanjax.pipelines.windows import CONTROL, check_alone
-from wanjax.programs import EXECUTE, Program, Site, Strategy, Value
+from wanjax.programs import EXECUTE, Program, Strategy, Value
 from wanjax.schedulers import Scheduler, name_of
 from wanjax.sharding import Partitioner, one_device
 
@@ -115,7 +116,7 @@ class Pipeline:
     def __init__(
         self,
         components: Components,
-        architecture: Architecture,
+        architecture: VideoModel,
         defaults: Settings,
         partitioner: Partitioner | None = None,
         compiler: str = SAFE,
@@ -139,7 +140,7 @@ class Pipeline:
     @property
     def attention(self) -> Attention:
         """The attention of the denoiser: what was asked for, or what it was trained with."""
-        return self.architecture.attention(self.components.options.get("attention", AUTO))
+        return self.architecture.spec.attention(self.components.options.get("attention", AUTO))
 
     @property
     def scheduler(self) -> Scheduler:
@@ -148,7 +149,7 @@ class Pipeline:
     @scheduler.setter
     def scheduler(self, scheduler: str | Scheduler) -> None:
         """Sets another scheduler, by name or as a value; raises WanjaxError where it does not fit the model."""
-        self.architecture = self.architecture.with_scheduler(scheduler)
+        self.architecture = with_scheduler(self.architecture, scheduler)
 
     def with_solver(self, name: str | None) -> "Pipeline":
         """Returns the pipeline with the solver of this name, and the rest shared; itself for its own, and for None.
@@ -265,13 +266,13 @@ class Pipeline:
             references=on_host(references),
             frames=self._clip_frames(asked),
             fps=asked.fps,
-            controls=not self.architecture.begins_from_video,
+            controls=not self.architecture.spec.begins_from_video,
         )
-        self.architecture.check_pictures(pictures, asked)
-        if image is not None and video is not None and (how := self.architecture.picture_beside_clip):
+        self.architecture.spec.check_pictures(pictures, asked)
+        if image is not None and video is not None and (how := self.architecture.spec.picture_beside_clip):
             warnings.warn(f"a picture and a clip are given together: {how}", WanjaxWarning, stacklevel=3)
         self._check_strength(asked, pictures.video)
-        if pictures.video is not None and self.architecture.begins_from_video:
+        if pictures.video is not None and self.architecture.spec.begins_from_video:
             check_rule(asked.guidance_rule, asked.guided, asked.strong_steps)
         complete = asked.updated(self._shape_of(pictures, asked, settings))
         self.check_memory(complete)
@@ -279,18 +280,18 @@ class Pipeline:
 
     def _clip_frames(self, asked: Settings) -> int:
         """Returns the frames that are of use of a clip: a control clip is that of all windows, another of the first."""
-        return asked.length if self.architecture.continued_by == CONTROL else asked.frames
+        return asked.length if self.architecture.spec.continued_by == CONTROL else asked.frames
 
     def check_memory(self, settings: Settings) -> None:
         """Raises WanjaxError where a video cannot fit into the memory that there is; does nothing in a plan."""
         sizes = self.components.sizes
-        if weights := max((sizes.get(name, 0) for name in self.architecture.denoisers), default=0):
-            check_video(settings, weights, self.architecture.least_bytes(settings), self.partitioner.mesh.size)
+        if weights := max((sizes.get(name, 0) for name in self.architecture.spec.denoisers), default=0):
+            check_video(settings, weights, least_bytes(self.architecture, settings), self.partitioner.mesh.size)
 
     def _check_strength(self, asked: Settings, video: Any) -> None:
         """Raises WanjaxError for a strength that is given without a video, or to a model that begins from none."""
         if asked.strength != self.defaults.strength:
-            check_strength(asked, video=video is not None, begins=self.architecture.begins_from_video)
+            check_strength(asked, video=video is not None, begins=self.architecture.spec.begins_from_video)
 
     def _shape_of(self, pictures: Pictures, asked: Settings, given: Mapping[str, Any]) -> dict[str, int]:
         """Returns the height, width and frames that follow from the pictures, where they are not given."""
@@ -323,7 +324,7 @@ class Pipeline:
         seed of "random" or -1 becomes one drawn at random, below 2^32. The model and the dtypes are those that were
         loaded.
         """
-        settings = dict(self.architecture.implied(settings))
+        settings = dict(self.architecture.spec.implied(settings))
         if settings.get("then"):
             settings["then"] = schema(Settings)["then"].read(settings["then"])
             if settings.get("windows") is None:
@@ -342,9 +343,9 @@ class Pipeline:
         if settings.get("seed") is not None:
             settings |= {"seed": checked_seed(settings["seed"])}
         chosen = self.defaults.updated(settings)
-        self.architecture.check_settings(chosen)
+        self.architecture.spec.check_settings(chosen)
         check_apart(chosen.cache, self.partitioner.size("dp") > 1)
-        return replace(chosen, cache=self.architecture.cache_rule(chosen))
+        return replace(chosen, cache=self.architecture.spec.cache_rule(chosen))
 
     @spelled_out(Given)
     def encode(
@@ -364,20 +365,20 @@ class Pipeline:
     def encode_prompts(self, prompt: str, negative_prompt: str | None = None, *, follow: str | None = None) -> Encoded:
         """Encodes a prompt and the negative prompt, with the text encoders alone; None is the model's default."""
         given = {"prompt": check_prompt(prompt), "negative_prompt": negative_prompt, "follow": follow}
-        return self.architecture.encode_prompts(self, self.defaults.updated(given))
+        return self.architecture.encode_prompts(self.runtime, self.defaults.updated(given))
 
     def truncations(self, prompt: str, *, follow: str | None = None) -> Sequence[Truncation]:
         """Returns the parts of a prompt that the model does not read, if any; `follow` None is the model's default."""
-        return self.architecture.truncations(self, prompt, follow or self.defaults.follow)
+        return truncations(self.architecture, self.runtime, prompt, follow or self.defaults.follow)
 
     def draws(self, settings: Settings, references: int = 0) -> Mapping[str, tuple[int, ...]]:
         """Returns the shapes of the random arrays that can be given for a video, by name."""
         check_alone(settings, "given noise")
-        return self.architecture.draws(settings, references)
+        return self.architecture.spec.draws(settings, references)
 
     def noise(self, settings: Settings, references: int = 0) -> Float[Array, "B C T H W"]:
         """Returns the seed's initial noise [1 C T H W], float32."""
-        return self.call(draw, self.architecture.noise_shape(settings, references), words_of([settings.seed]))
+        return self.call(draw, self.architecture.spec.noise_shape(settings, references), words_of([settings.seed]))
 
     @spelled_out(GivenSettings)
     def denoise(
@@ -407,7 +408,7 @@ class Pipeline:
         seeds = told_seeds([settings.get("seed")], [chosen.seed]) if seeds is None else told_seeds(seeds)
         hooks = [*self._looking(callback), *([Switching(switched)] if switched else [])]
         if keep is not None:
-            self.architecture.check_whole(chosen.model, "a file to continue from")
+            self.architecture.spec.check_whole(chosen.model, "a file to continue from")
             hooks.append(Keeping(keep, self.partitioner, continued))
         check_denoising(self, encoded, chosen, videos=len(seeds), batch_guidance=batch_guidance)
         run = Run(self, [Order(chosen, {})], noise=noise, batch_guidance=batch_guidance, hooks=hooks)
@@ -434,7 +435,7 @@ class Pipeline:
             given["size"] = tuple(self.architecture.vae.spatial_factor * cells for cells in latents[0].shape[3:])
         chosen = self.settings(**given)
         check_alone(chosen, "denoise")
-        self.architecture.check_fits(encoded, chosen)
+        check_fits(self.architecture, encoded, chosen)
         self._check_strength(chosen, getattr(encoded, "video_latents", None))
         return chosen
 
@@ -455,7 +456,7 @@ class Pipeline:
         The keywords are those of a call for one video, whose frames are the same. Raises WanjaxError where the model
         makes a video as a whole.
         """
-        self.architecture.check_streams(self.defaults.model)
+        self.architecture.spec.check_streams(self.defaults.model)
         check_tiling(tiling, self.architecture.vae)
         pictures, chosen = self.prepare(prompt=check_prompt(prompt), negative_prompt=negative_prompt, **given)
         told_seeds([given.get("seed")], [chosen.seed])
@@ -480,17 +481,17 @@ class Pipeline:
 
         The keywords are those of `denoise`, which joins the blocks. `callback` receives the latents of a block.
         """
-        self.architecture.check_streams(self.defaults.model)
+        self.architecture.spec.check_streams(self.defaults.model)
         chosen = self._settings_for(encoded, dict(settings))
         seeds = told_seeds([settings.get("seed")], [chosen.seed]) if seeds is None else told_seeds(seeds)
-        checked_draws(noise, self.architecture.draws(chosen, videos=len(seeds)))
+        checked_draws(noise, self.architecture.spec.draws(chosen, videos=len(seeds)))
         hooks = [Calling(callback)] if callback else []
         run = Run(self, [Order(chosen, {})], noise=noise, batch_guidance=batch_guidance, hooks=hooks)
         return run.latents(encoded, chosen, seeds)
 
     def decode_blocks(self, blocks: Iterable[GivenLatents], *, tiling: Tiling | None = None) -> Iterator[Clip]:
         """Yields the frames uint8 [T H W 3] of each block of latents [1 C T H W] as it comes."""
-        self.architecture.check_streams(self.defaults.model)
+        self.architecture.spec.check_streams(self.defaults.model)
         for frames in Run(self, [], tiling=tiling).frames(iter(blocks)):
             yield np.asarray(frames)
 
@@ -499,7 +500,7 @@ class Pipeline:
 
         Raises WanjaxError if the file is none.
         """
-        self._colours = read_tiny_decoder(file, self.architecture.latent_shape(self.defaults)[1])
+        self._colours = read_tiny_decoder(file, self.architecture.spec.latent_shape(self.defaults)[1])
 
     def colours(self) -> LatentPreview:
         """Returns what makes previews: a tiny decoder if one was given, or a linear map from latents to colours.
@@ -542,7 +543,7 @@ class Pipeline:
         """Returns the number of chunks in which latents [1 C T H W] are decoded."""
         check_latents(latents, self.architecture.vae.latent_channels)
         frames = latents.shape[2]
-        return chunk_count(frames, self.architecture.decoded_at_once(frames))
+        return chunk_count(frames, self.architecture.spec.decoded_at_once(frames))
 
     def decode_chunks(
         self, latents: GivenLatents, dtype: DTypeLike = jnp.uint8, *, tiling: Tiling | None = None
@@ -566,8 +567,8 @@ class Pipeline:
         self.defaults.updated({"frames": count, "height": height, "width": width}).check(
             spatial=config.spatial_factor, temporal=config.temporal_factor
         )
-        self.architecture.check_length(count, self.defaults.model)
-        return self.architecture.encode_frames(self, frames, tiling)
+        self.architecture.spec.check_length(count, self.defaults.model)
+        return encode_clip(self.runtime.components.get("vae"), frames, tiling, self.call)
 
     def record(
         self,
@@ -582,7 +583,7 @@ class Pipeline:
 
         `digests` are those of pictures and clips that are in a store, by their URLs.
         """
-        table, tables = self.architecture.cache_rule(settings).table, self.architecture.tables
+        table, tables = self.architecture.spec.cache_rule(settings).table, self.architecture.tables
         tables = tables.of_pictured if sources.get("image") is not None else tables
         return record_of(
             settings,
@@ -595,9 +596,14 @@ class Pipeline:
             digests={**(digests or {}), **({TABLE: table_digest(tables, table)} if table else {})},
         )
 
+    @property
+    def runtime(self) -> Runtime:
+        """What the model needs in order to compute."""
+        return Runtime(self.components, self.partitioner, self.compiler, self.strategy)
+
     def call(self, program: Program, static: Any, *arguments: Any) -> Any:
         """Calls a program on the pipeline's devices, and returns its results; `static` is hashable."""
-        return self.strategy.call(program, Site(self.partitioner, self.compiler), static, *arguments)
+        return self.runtime.call(program, static, *arguments)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Pipeline":
         """Return a pipeline with networks of its own, which share their weights, immutable arrays, until one is set."""
@@ -634,7 +640,7 @@ class Pipeline:
 
     def __repr__(self) -> str:
         mesh = "" if self.partitioner.alone else f" ({self.partitioner}, rules {self.partitioner.rules_name})"
-        what = f"{self.defaults.model}, {self.architecture.purpose}, {self.defaults.dtype}"
+        what = f"{self.defaults.model}, {self.architecture.spec.purpose}, {self.defaults.dtype}"
         lines = [f"{type(self).__name__}: {what}, on {devices_of(self.partitioner)}{mesh}"]
         lines += [f"  {name}: {self._state_of(name)}" for name in self.components.names]
         return "\n".join([*lines, f"  scheduler: {name_of(self.scheduler)}"])

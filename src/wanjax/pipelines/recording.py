@@ -15,13 +15,15 @@ from wanjax.compilers.held import least_held
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures
 from wanjax.pipelines.components import bytes_of
-from wanjax.pipelines.family import Encoded, Pipe
 from wanjax.pipelines.many import Order
 from wanjax.pipelines.memory import PROCESS, check_held, is_small
+from wanjax.pipelines.model import Encoded
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.tokenizer import TokenBatch
 from wanjax.programs import Record
+
+Pipe = Any  # a Pipeline, which imports this module
 
 
 def record(
@@ -78,7 +80,7 @@ def check_making(
     if _is_small(pipe, settings.size, settings.frames):
         return
     alone = replace(settings, windows=1, then="")  # windows are alike
-    check_decoding(pipe, pipe.architecture.latent_shape(alone), tiling=tiling)
+    check_decoding(pipe, pipe.architecture.spec.latent_shape(alone), tiling=tiling)
     pictures = pictures or needed_pictures(pipe, alone)
     _check(alone, record(pipe, alone, pictures, tiling=tiling, batch_guidance=batch_guidance, room=0))
 
@@ -129,7 +131,7 @@ def check_decoding(pipe: Pipe, shape: Sequence[int], *, tiling: Tiling | None = 
         return
     calls, recorder = _recorded(pipe, room=0)
     latents: Any = jax.ShapeDtypeStruct(tuple(shape), jnp.float32, sharding=pipe.partitioner.replicated)
-    blocks = pipe.architecture.block_frames
+    blocks = pipe.architecture.spec.block_frames
     pieces = [latents] if not blocks else [latents.update(shape=(*shape[:2], blocks, *shape[3:]))]
     for _ in Run(recorder, [], tiling=tiling).frames(pieces):
         pass
@@ -160,7 +162,7 @@ def _check(settings: Settings, calls: Record) -> None:
 def needed_pictures(pipe: Pipe, settings: Settings) -> Pictures:
     """Returns blank pictures of the video's own size in place of those without which the model makes no video."""
     page = np.zeros((*settings.size, 3), np.uint8)
-    pages: dict[str, Any] = {name: page for name in pipe.architecture.needs}
+    pages: dict[str, Any] = {name: page for name in pipe.architecture.spec.needs}
     return Pictures(**pages)
 
 

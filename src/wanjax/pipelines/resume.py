@@ -15,9 +15,8 @@ from jaxtyping import Array
 
 from wanjax.checkpoints.files import SafetensorsFile, save_safetensors
 from wanjax.errors import WanjaxError
-from wanjax.pipelines.run import Begun, Hook
-from wanjax.pipelines.sampler import State
-from wanjax.pipelines.steps import Step
+from wanjax.pipelines.denoiser import State
+from wanjax.pipelines.observers import Hook, Start, Step
 from wanjax.pipelines.windows import Window
 from wanjax.sharding import Partitioner, placed_everywhere
 
@@ -42,7 +41,7 @@ class Keeping(Hook):
         self.file = self._of_all.with_stem(f"{self._of_all.stem}_{window.number + 1}")
         self._finished = True
 
-    def resumed(self, begun: Begun) -> tuple[State, int] | None:
+    def resumed(self, begun: Start) -> tuple[State, int] | None:
         self.origin = digest(begun.facts, begun.arrays)
         try:
             found = SafetensorsFile(self.file)
@@ -54,10 +53,10 @@ class Keeping(Hook):
         solver = jax.tree.unflatten(jax.tree.structure(begun.state.solver), _listed(arrays, "solver"))
         average = None if begun.state.average is None else arrays["average"]
         steps = int(found.metadata["steps"])
-        begins = steps in [segment.start for segment in begun.segments]  # another network, which has kept nothing yet
+        begins = steps in [phase.start for phase in begun.phases]  # another network, which has kept nothing yet
         kept = tuple(_listed(arrays, f"kept.{i}") for i in range(int(found.metadata["forwards"])))
         if steps and self.told:
-            self.told(steps, sum(len(segment.scales) for segment in begun.segments))
+            self.told(steps, sum(len(phase.scales) for phase in begun.phases))
         return State(arrays["x"], solver, None if begins else kept, average), steps
 
     def stepped(self, step: Step) -> None:

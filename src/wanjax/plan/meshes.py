@@ -13,7 +13,7 @@ from math import ceil
 from wanjax.compilers.chips import Slice
 from wanjax.errors import WanjaxError
 from wanjax.figures import quantity
-from wanjax.pipelines.family import Forward
+from wanjax.pipelines.model import Forward
 from wanjax.sharding import hides_ring
 
 ATTENTION, PRODUCTS = 0.5, 0.75  # shares of the peak

@@ -17,7 +17,8 @@ from wanjax.loading import outlined
 from wanjax.media.pictures import Pictures
 from wanjax.pipelines.caching.rules import check_apart
 from wanjax.pipelines.decoders import DecoderFile
-from wanjax.pipelines.family import Architecture, Family, Forward
+from wanjax.pipelines.family import Family
+from wanjax.pipelines.model import Forward, VideoModel, attending
 from wanjax.pipelines.recording import needed_pictures, record
 from wanjax.pipelines.settings import Settings
 from wanjax.plan.meshes import choose_mesh
@@ -145,8 +146,8 @@ def outlook(
     is missing.
     """
     family, settings = outline.family, outline.settings
-    architecture = outline.architecture.attending(attention, settings.model)
-    place, attention = find_priceable(chip), architecture.attention(attention)
+    architecture = attending(outline.architecture, attention, settings.model)
+    place, attention = find_priceable(chip), architecture.spec.attention(attention)
     check_set(compiler)
     doubts: list[str] = []
     if isinstance(place, Machine):
@@ -160,7 +161,7 @@ def outlook(
     work = architecture.forward(settings)
     axes = axes_on(place, mesh or (1, 1, 1))
     check_apart(settings.cache, axes["dp"] > 1 or batch_guidance)
-    settings = replace(settings, cache=architecture.cache_rule(settings))
+    settings = replace(settings, cache=architecture.spec.cache_rule(settings))
     if not (settings.cache.counted or settings.cache.decided_on_device):  # the weights decide
         doubts.append(
             f"which steps reuse what another kept ({settings.cache}) is not known ahead: all but one are whole"
@@ -180,9 +181,9 @@ def outlook(
     (step,) = (price for program, price in prices if program.name == STEP)
     names = dict.fromkeys(program.stage for program in programs)
     stages = {name: _stage([pair for pair in prices if pair[0].stage == name], place.memory) for name in names}
-    block = architecture.block_length
+    block = architecture.spec.block_length
     longer = programs_for(settings.updated({"frames": settings.frames + block})) if block else []
-    networks = [family.network_of(config) for config in architecture.networks.values()]
+    networks = [family.network_of(config) for config in architecture.spec.networks.values()]
     return Outlook(
         model=settings.model,
         chip=chip,
@@ -214,11 +215,11 @@ def outlook(
 
 
 def asked_of_a_mesh(
-    family: Family, architecture: Architecture, settings: Settings, attention: Attention, rules: str
+    family: Family, architecture: VideoModel, settings: Settings, attention: Attention, rules: str
 ) -> dict[str, Any]:
     """Returns what the model of `plan/meshes.py` is told of a step, by its keywords."""
     work = architecture.forward(settings)
-    denoisers = [family.network_of(architecture.networks[name]) for name in architecture.denoisers]
+    denoisers = [family.network_of(architecture.spec.networks[name]) for name in architecture.spec.denoisers]
     return {
         "work": work,
         "guided": settings.split,
@@ -274,7 +275,7 @@ def _step(settings: Settings, place: Place, step: Priced, work: Forward | None) 
 
 
 def _totals(
-    architecture: Architecture, settings: Settings, stages: Mapping[str, Stage], prices: Sequence[Price]
+    architecture: VideoModel, settings: Settings, stages: Mapping[str, Stage], prices: Sequence[Price]
 ) -> dict[str, Any]:
     """Returns the fields on the whole run, on steps that reuse what the step cache kept, and on dense ones.
 
@@ -293,7 +294,7 @@ def _totals(
         times, seconds = next(((run.times, x.seconds) for run, x in prices if run.name == kind), (0, None))
         found |= {f"{kind}s": times, f"{kind}_seconds": seconds}
     if settings.cache.decided_on_device:
-        found["reusing_steps"] = most = sum(architecture.reused(settings))
+        found["reusing_steps"] = most = sum(architecture.spec.reused(settings))
         least = next((x.least for run, x in prices if run.name == REUSING), None)
         if least is not None and total is not None:
             saved = most * (found["reusing_step_seconds"] - least)

@@ -13,8 +13,8 @@ from collections import Counter
 from typing import NamedTuple
 
 from wanjax.compilers.lowering import Lowering
+from wanjax.pipelines.denoiser import take_step
 from wanjax.pipelines.frames import decode_chunk, decode_tile, encode_chunk
-from wanjax.pipelines.sampler import take_step
 from wanjax.programs import Record, Recorded
 
 STEP, REUSING, DENSE = "step", "reusing_step", "dense_step"

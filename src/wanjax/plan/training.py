@@ -89,8 +89,8 @@ def training_outlook(
     """Prices a step of training on clips of the outline's settings; the other keywords are those of `outlook`."""
     place, settings = find_priceable(chip), replace(outline.settings, guidance_scale=1.0)
     architecture = outline.architecture
-    architecture.check_whole(settings.model, "training")
-    known = outline.family.network_of(architecture.networks["transformer"])
+    architecture.spec.check_whole(settings.model, "training")
+    known = outline.family.network_of(architecture.spec.networks["transformer"])
     if isinstance(place, Slice) and mesh is None:
         work = architecture.forward(settings)
         how = {"sp": sp, "ring": attention.passes_keys, "spread": bool(RULES[rules].weights)}
@@ -122,7 +122,7 @@ def _recorded(
     pipe: Pipeline, settings: Settings, clips: int, lora: LoraConfig | None, optimized: OptimizerConfig
 ) -> dict[Program, Instance]:
     """Records a step of training on clips with captions, and its loss alone."""
-    known, partitioner = pipe.architecture.networks["transformer"], pipe.partitioner
+    known, partitioner = pipe.architecture.spec.networks["transformer"], pipe.partitioner
     graphdef, weights = nnx.split(pipe.components.abstract().get("transformer"))
 
     def adapted(rngs: nnx.Rngs) -> nnx.Module:
@@ -151,7 +151,7 @@ def _batch(pipe: Pipeline, settings: Settings, clips: int) -> Batch:
         if x is not None
     }
     told = {name: fields[name.removeprefix(NEGATIVE)] for name in fields if name.startswith(NEGATIVE)}
-    _, *latents = pipe.architecture.latent_shape(settings)
+    _, *latents = pipe.architecture.spec.latent_shape(settings)
     return Batch(jax.ShapeDtypeStruct((clips, *latents), jnp.float32), type(encoded)(**fields | told))
 
 

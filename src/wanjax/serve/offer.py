@@ -17,7 +17,8 @@ from wanjax.layers.tiling import Tiling
 from wanjax.media.records import DIGESTS
 from wanjax.pipelines import guidance
 from wanjax.pipelines.caching.rules import RULES
-from wanjax.pipelines.family import Architecture
+from wanjax.pipelines.model import VideoModel
+from wanjax.pipelines.model import with_scheduler as with_scheduler_of
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.record import SOURCES
 from wanjax.pipelines.settings import DRAW, LOADED, PICTURES, Setting, Settings, schema
@@ -33,15 +34,15 @@ def model(pipe: Pipeline, tiling: Tiling | None, batch_guidance: bool) -> dict[s
     defaults, architecture = pipe.defaults, pipe.architecture
     return {
         "id": defaults.model,
-        "purpose": architecture.purpose,
-        "tasks": architecture.tasks,
+        "purpose": architecture.spec.purpose,
+        "tasks": architecture.spec.tasks,
         "defaults": defaults.to_json(),
         "settings": described(pipe),
         "sizes": {name: f"{width}x{height}" for name, (height, width) in pipe.sizes.items()},
         "pictures": pictures(architecture),
         "schedulers": schedulers(pipe),
         "started_with": started_with(pipe, tiling, batch_guidance),
-        "grid": architecture.grid,
+        "grid": architecture.spec.grid,
         "frames_step": architecture.vae.temporal_factor,
     }
 
@@ -55,12 +56,12 @@ def offered(pipe: Pipeline) -> Mapping[str, Setting]:
 def described(pipe: Pipeline) -> dict[str, dict[str, Any]]:
     """Returns the settings that a video of this model depends on, in the words of JSON Schema."""
     defaults, architecture = pipe.defaults.to_json(), pipe.architecture
-    useless = {"original_prompt"} | (set() if architecture.takes else {"resize"})  # the first is for other programs
-    if "video" not in architecture.takes or not architecture.begins_from_video:
+    useless = {"original_prompt"} | (set() if architecture.spec.takes else {"resize"})  # the first is for other programs
+    if "video" not in architecture.spec.takes or not architecture.spec.begins_from_video:
         useless.add("strength")
-    if architecture.continued_by is None:
+    if architecture.spec.continued_by is None:
         useless |= {"windows", "then"}
-    if architecture.continued_by != CONTROL:
+    if architecture.spec.continued_by != CONTROL:
         useless.add("overlap")
     rules = {"cache": _caches(pipe), "guidance_rule": _rules(pipe)}
     choices = {"follow": _ways(pipe), "sigmas": _levels(architecture, pipe.defaults), **rules}
@@ -75,7 +76,7 @@ def described(pipe: Pipeline) -> dict[str, dict[str, Any]]:
     for name in rules.keys() & found.keys():
         found[name]["examples"] = rules[name]
     for name in ("height", "width"):
-        found[name]["multipleOf"] = architecture.grid
+        found[name]["multipleOf"] = architecture.spec.grid
     return found
 
 
@@ -90,18 +91,18 @@ def _in_words(known: Setting) -> dict[str, Any]:
 def _ways(pipe: Pipeline) -> list[str]:
     """Returns the values of `follow` that make a difference."""
     found = []
-    for choice in schema(Settings)["follow"].choices if pipe.architecture.ways else ():
+    for choice in schema(Settings)["follow"].choices if pipe.architecture.spec.ways else ():
         with suppress(WanjaxError):
             found.append(pipe.settings(follow=choice).follow)
     return found
 
 
-def _levels(architecture: Architecture, settings: Settings) -> list[str]:
+def _levels(architecture: VideoModel, settings: Settings) -> list[str]:
     """Returns the ways of choosing noise levels that the model's scheduler has."""
     found = []
     for choice in schema(Settings)["sigmas"].choices if settings.sigmas else ():
         with suppress(WanjaxError):
-            architecture.schedule(settings.updated({"sigmas": choice}))
+            architecture.spec.schedule(settings.updated({"sigmas": choice}))
             found.append(choice)
     return found
 
@@ -133,7 +134,7 @@ def schedulers(pipe: Pipeline) -> list[str]:
     found = [own]
     for name in NAMED:
         with suppress(WanjaxError):
-            pipe.architecture.with_scheduler(name).schedule(settings)
+            with_scheduler_of(pipe.architecture, name).spec.schedule(settings)
             found.append(name)
     return list(dict.fromkeys(found))
 
@@ -146,13 +147,13 @@ def with_scheduler(pipe: Pipeline, name: str | None) -> Pipeline:
         raise SettingError(str(error), "scheduler") from error
 
 
-def pictures(architecture: Architecture) -> dict[str, dict[str, Any]]:
+def pictures(architecture: VideoModel) -> dict[str, dict[str, Any]]:
     """Returns the pictures and clips that the model takes, each with what it is for and whether it is needed."""
-    beside = architecture.picture_beside_clip
+    beside = architecture.spec.picture_beside_clip
     about = PICTURES | ({"video": f"{PICTURES['video']} Beside an image, {beside}."} if beside else {})
     return {
-        name: {"description": about[name], "required": name in architecture.needs, "several": name == "references"}
-        for name in architecture.takes
+        name: {"description": about[name], "required": name in architecture.spec.needs, "several": name == "references"}
+        for name in architecture.spec.takes
     }
 
 

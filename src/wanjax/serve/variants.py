@@ -16,7 +16,7 @@ from wanjax.checkpoints.hub import check_file
 from wanjax.checkpoints.lora import Lora
 from wanjax.errors import SettingError, WanjaxError, shown
 from wanjax.pipelines.components import Components
-from wanjax.pipelines.family import Architecture
+from wanjax.pipelines.model import VideoModel
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import Settings
 from wanjax.registry import presets
@@ -30,7 +30,7 @@ Strengths = Mapping[str, float]
 class Outline(NamedTuple):
     """All of a pipeline that requests are checked by: it has no component, and its devices need not be here."""
 
-    architecture: Architecture
+    architecture: VideoModel
     defaults: Settings
     sizes: Mapping[str, tuple[int, int]]
     mesh: Mapping[str, int]
@@ -107,7 +107,7 @@ class Variants(Known):
             loras = [replace(lora, strength=strengths[key]) for key, lora in self.loras.items()]
             pipe = _by_name(self._load(self._place if name == self.first else name, loras))
         pipe.progress = False
-        pipe.components.take_from(held.components, () if weights == wanted else pipe.architecture.denoisers)
+        pipe.components.take_from(held.components, () if weights == wanted else pipe.architecture.spec.denoisers)
         self._held = pipe, wanted
         return pipe
 

@@ -24,13 +24,13 @@ from wanjax.layers.tiling import Tiling
 from wanjax.media.videos import try_output
 from wanjax.pipelines.components import free_memory
 from wanjax.pipelines.many import Order
+from wanjax.pipelines.observers import Cancelled, Hook, Step
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.previews.previews import Previews
 from wanjax.pipelines.record import digest_of
 from wanjax.pipelines.recording import needed_pictures, record
-from wanjax.pipelines.run import Hook, Run
+from wanjax.pipelines.run import Run
 from wanjax.pipelines.settings import Settings
-from wanjax.pipelines.steps import Cancelled, Step
 from wanjax.pipelines.text.extending import Extended
 from wanjax.pipelines.windows import Window
 from wanjax.programs import EXECUTE

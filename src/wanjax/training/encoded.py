@@ -86,7 +86,8 @@ class Store:
                 if look not in seen:
                     seen[look] = content_digest(example.file)
                     file.write(json.dumps({"look": look, "digest": seen[look]}) + "\n")
-                key = _digest([READING, seen[look], asdict(cutting), list(self.pipe.architecture.needs), self._made])
+                needs = list(self.pipe.architecture.spec.needs)
+                key = _digest([READING, seen[look], asdict(cutting), needs, self._made])
                 if key not in index:
                     try:
                         index[key] = [self._clip(f"{key}-{i}", x) for i, x in enumerate(cutting.pieces(example.file))]
@@ -105,11 +106,11 @@ class Store:
         """Encodes a clip; returns the name of its file, and its frames, height and width."""
         count, height, width, _ = frames.shape
         settings = self.pipe.settings(size=(height, width), frames=count)
-        needs = self.pipe.architecture.needs
+        needs = self.pipe.architecture.spec.needs
         pictures = Pictures(
             image=frames[0] if "image" in needs else None, last_image=frames[-1] if "last_image" in needs else None
         )
-        seen = self.pipe.architecture.encode_pictures(self.pipe, pictures, settings)
+        seen = self.pipe.architecture.encode_pictures(self.pipe.runtime, pictures, settings)
         made = {LATENTS: self.pipe.encode_video(frames), **seen}
         file = f"clip-{name}.safetensors"
         save_safetensors(self.folder / file, {field: np.asarray(x) for field, x in made.items()})

@@ -19,11 +19,12 @@ from jaxtyping import Array, Float
 
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import Attention
+from wanjax.pipelines.denoiser import draw_posteriors
 from wanjax.pipelines.draws import INITIAL, OF_STEPS
+from wanjax.pipelines.guidance import Groups
+from wanjax.pipelines.model import latents_of
 from wanjax.pipelines.pipeline import Pipeline
-from wanjax.pipelines.run import latents_of
 from wanjax.pipelines.settings import Settings
-from wanjax.pipelines.steps import Segment
 from wanjax.programs import Inline
 from wanjax.schedulers.base import shifted
 from wanjax.training.adapters import without_factors
@@ -86,14 +87,14 @@ def _logit(x: float) -> float:
     return math.log(x / (1 - x)) if 0 < x < 1 else math.copysign(math.inf, x - 0.5)
 
 
-def loss_of(pipe: Pipeline, levels: NoiseLevels, component: str = "transformer") -> Loss:
+def loss_of(pipe: Pipeline, levels: NoiseLevels) -> Loss:
     """Returns the loss of a pipeline's denoiser on a `Batch` and a key."""
 
     def loss(network: nnx.Module, batch: Batch, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         level_key, noise_key, picture_key = jax.random.split(key, 3)
         fractions = levels.draw(level_key, len(batch.latents))
-        noise = jax.random.normal(noise_key, pipe.architecture.clean(batch.latents).shape, jnp.float32)
-        return error(pipe, network, batch, fractions, noise, picture_key, component), {}
+        noise = jax.random.normal(noise_key, pipe.architecture.spec.clean(batch.latents).shape, jnp.float32)
+        return error(pipe, network, batch, fractions, noise, picture_key), {}
 
     return loss
 
@@ -105,28 +106,28 @@ def error(
     fractions: Float[Array, "B"],
     noise: Float[Array, "B T H W C"],
     key: jax.Array,
-    component: str = "transformer",
 ) -> Float[Array, ""]:
     """Returns the mean squared error at these noise levels, with this noise; the key draws random pictures.
 
     The target of preserved latents is what the network predicts for them as it was before its training; of latents that
     are preserved by a part, that part of it and the rest of their own.
     """
-    x0 = pipe.architecture.clean(batch.latents)
+    x0 = pipe.architecture.spec.clean(batch.latents)
     levels = pipe.scheduler.levels(fractions)
     alphas, sigmas = (x[0].reshape(-1, 1, 1, 1, 1) for x in (levels.alphas, levels.sigmas))
     x = alphas * x0 + sigmas * noise
-    pipe = pipe.under(Inline())
+    runtime, model = pipe.runtime.under(Inline()), pipe.architecture
     words = jnp.zeros((len(x), 2), jnp.uint32)  # of no seed, since all noise is given
-    drawn = pipe.architecture.ends.sampled(latents_of(batch.encoded), words, _pictures(pipe, batch, key))
+    drawn = draw_posteriors(model.spec.posteriors, latents_of(batch.encoded), words, _pictures(pipe, batch, key))
     encoded = batch.encoded._replace(**drawn)
 
-    def predicted(network: nnx.Module) -> Float[Array, "B T H W C"]:
-        segment = Segment(component, 0, (1.0,))
-        denoiser, inputs = pipe.architecture.inputs(pipe, network, segment, encoded, x, False)
-        network = nnx.merge(denoiser.graphdef, inputs.weights)
-        prompt, times = inputs.prompts[0], denoiser.times(levels)
-        return denoiser.predict(network, x, times, prompt, inputs.shared).astype(jnp.float32)
+    def predicted(network: Any) -> Float[Array, "B T H W C"]:
+        graphdef, weights = nnx.split(network)
+        dense = False if model.spec.radial and network.attention.radial else None
+        [prompt], shared = model.prepare(runtime, graphdef, weights, encoded, x, Groups(1, 1))
+        network = nnx.merge(graphdef, weights)
+        times = model.denoiser.timesteps(levels)
+        return model.denoiser.predict(network, x, times, prompt, shared, dense=dense).astype(jnp.float32)
 
     target = pipe.scheduler.target(alphas, sigmas, x0, noise)
     if batch.preserved is not None:
@@ -150,7 +151,7 @@ def _untrained(pipe: Pipeline, network: nnx.Module) -> nnx.Module:
 def _pictures(pipe: Pipeline, batch: Batch, key: jax.Array) -> dict[str, jax.Array]:
     """Returns the noise of pictures whose latents are random."""
     settings = settings_of(pipe, batch.latents.shape)
-    shapes = pipe.architecture.draws(settings, 0, len(batch.latents))
+    shapes = pipe.architecture.spec.draws(settings, 0, len(batch.latents))
     names = [name for name in shapes if name not in (INITIAL, OF_STEPS)]
     keys = jax.random.split(key, max(1, len(names)))
     return {name: jax.random.normal(k, shapes[name], jnp.float32) for name, k in zip(names, keys, strict=False)}

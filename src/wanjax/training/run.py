@@ -192,15 +192,14 @@ class HeldOut:
     graphdef: Any
     pipe: Pipeline
     levels: NoiseLevels
-    name: str
 
 
 @program(products)
 def held_out(static: HeldOut, weights: Any, batch: Batch, u: Float[Array, "B"], number: Int[Array, ""]) -> Array:
     """Computes the error at fixed noise levels u, with fixed noise of a number."""
     network, key = nnx.merge(static.graphdef, weights), jax.random.fold_in(key_of(words_of([0])[0]), number)
-    noise = jax.random.normal(key, static.pipe.architecture.clean(batch.latents).shape, jnp.float32)
-    return error(static.pipe, network, batch, static.levels.at(u), noise, key, static.name)
+    noise = jax.random.normal(key, static.pipe.architecture.spec.clean(batch.latents).shape, jnp.float32)
+    return error(static.pipe, network, batch, static.levels.at(u), noise, key)
 
 
 class Learner:
@@ -211,7 +210,7 @@ class Learner:
         config, pipe = training.config, training.pipe
         self.config, several = config, len(training.networks) > 1
         self.out = training.out / name if several else training.out
-        self.known = network_of(pipe.architecture.networks[name], pipe.components.kinds)
+        self.known = network_of(pipe.architecture.spec.networks[name], pipe.components.kinds)
         network, self.chosen = pipe.components.get(name), {}
         if config.lora is not None:
             network, self.chosen = adapters.adapt(network, self.known.rules, config.lora, config.seed, pipe.partitioner)
@@ -227,7 +226,7 @@ class Learner:
         self.rate = schedule(config.optimizer, config.steps)
         self.trainer = Trainer(
             network,
-            loss_of(pipe, training.levels[name], name),
+            loss_of(pipe, training.levels[name]),
             optimizer(config.optimizer, config.steps),
             self.out,
             config.seed,
@@ -325,7 +324,7 @@ class Learner:
         """Returns the mean loss of the held-out clips at fixed noise levels, with fixed noise."""
         losses, (graphdef, weights) = [], nnx.split(self._plain())
         if self._measured is None:  # one value, so that the error is compiled once
-            self._measured = HeldOut(graphdef, self.pipe, self.training.levels[self.name], self.name)
+            self._measured = HeldOut(graphdef, self.pipe, self.training.levels[self.name])
         for index, piece in enumerate(self.training.held_out):
             latents, encoded = joined([(piece.latents, piece.text)], self.pipe.architecture.encoded_type)
             for level in range(LEVELS):
@@ -386,8 +385,8 @@ def _learned(pipe: Pipeline) -> dict[str, str]:
 
 def _chosen(pipe: Pipeline, config: TrainConfig) -> tuple[str, ...]:
     """Returns the networks to train."""
-    names = pipe.architecture.denoisers
-    pipe.architecture.check_whole(pipe.defaults.model, "training")
+    names = pipe.architecture.spec.denoisers
+    pipe.architecture.spec.check_whole(pipe.defaults.model, "training")
     if config.expert == "both":
         return names
     if len(names) == 1:
@@ -397,11 +396,11 @@ def _chosen(pipe: Pipeline, config: TrainConfig) -> tuple[str, ...]:
 
 def _levels(pipe: Pipeline, config: TrainConfig, network: str) -> NoiseLevels:
     """Returns the noise levels of a network's training."""
-    own = pipe.architecture.levels(pipe.defaults).get("shift")
+    own = pipe.architecture.spec.levels(pipe.defaults).get("shift")
     kind = config.timesteps or ("uniform" if own is None else "shift")
     if kind == "shift" and own is None and config.shift is None:
         raise WanjaxError(f"{pipe.defaults.model} has no flow shift: timesteps uniform or logit-normal would do")
-    low, high = pipe.architecture.noise_range(network, pipe.defaults)
+    low, high = pipe.architecture.spec.noise_range(network, pipe.defaults)
     shift = (own if config.shift is None else config.shift) if kind == "shift" else 1.0
     return NoiseLevels(
         kind, 1.0 if shift is None else float(shift), config.logit_mean, config.logit_deviation, low, high

@@ -6,6 +6,7 @@ of another scale.
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -20,9 +21,10 @@ from wanjax.errors import WanjaxError
 from wanjax.kernels.compiler_options import scanned
 from wanjax.layers.stack import EVERY_BLOCK
 from wanjax.models.t5 import T5Config
-from wanjax.pipelines.family import Architecture, Family, Forward, Preset
-from wanjax.pipelines.guidance import group, grouping
-from wanjax.pipelines.sampler import Denoiser, Inputs
+from wanjax.pipelines.denoiser import Denoiser
+from wanjax.pipelines.family import Family, Preset
+from wanjax.pipelines.guidance import group
+from wanjax.pipelines.model import Forward, ModelSpec, VideoModel
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.encoders import T5
 from wanjax.pipelines.text.tokenizer import Tokenizer
@@ -101,15 +103,15 @@ def embed_texts(static, texts, weights):
 
 @dataclass(frozen=True)
 class ToyDenoiser(Denoiser):
-    def embed_times(self, network, times):
+    def embed_timesteps(self, network, times, plain=False):
         return network.time_embed(nets.sinusoid(times, 8).astype(network.dtype))
 
-    def predict(self, network, x, t, prompt, shared, cache=EVERY_BLOCK):
-        return network(x, t, *prompt, cache)
+    def predict(self, network, x, t, prompt, shared, blocks=EVERY_BLOCK, dense=None):
+        return network(x, t, *prompt, blocks)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ToyArchitecture(Architecture):
+class ToyModel(VideoModel):
     encoded_type = Encoded
     text_encoder: T5Config
     text_encoder_2: nets.GlyphConfig
@@ -121,43 +123,52 @@ class ToyArchitecture(Architecture):
         names = ("text_encoder", "text_encoder_2", "transformer", "vae")
         return cls(**{name: network(source, name, NETWORKS).config for name in names})
 
+    @cached_property
+    def spec(self) -> ModelSpec:
+        names = ("text_encoder", "text_encoder_2", "transformer", "vae")
+        return ModelSpec(
+            purpose="text to video",
+            grid=self.vae.spatial_factor * nets.PATCH[1],
+            vae=self.vae,
+            scheduler=self.scheduler,
+            networks={name: getattr(self, name) for name in names},
+            tables=self.tables,
+        )
+
     @property
-    def grid(self) -> int:
-        return self.vae.spatial_factor * nets.PATCH[1]
+    def denoiser(self) -> ToyDenoiser:
+        return ToyDenoiser()
 
     def forward(self, settings: Settings, encoded: Any = None) -> Forward:
-        config, (_, _, *cells) = self.transformer, self.latent_shape(settings)
+        config, (_, _, *cells) = self.transformer, self.spec.latent_shape(settings)
         tokens = int(np.prod(cells)) // 4 + LENGTH + GLYPHS
         scores = config.layers * 4 * tokens**2 * config.width
         return Forward(tokens, config.layers, config.heads, config.width, scores, {"blocks": scores})
 
-    def _tokens(self, pipe, prompt):
+    def _tokens(self, runtime, prompt):
         glyphs = np.frombuffer(prompt.encode()[:GLYPHS].ljust(GLYPHS, b"\0"), np.uint8)
-        return pipe.components.get("tokenizer").tokenize([prompt]), glyphs.astype(np.int32)[None]
+        return runtime.components.get("tokenizer").tokenize([prompt]), glyphs.astype(np.int32)[None]
 
-    def encode_prompts(self, pipe, settings):
-        both = [self._tokens(pipe, text) for text in (settings.prompt, settings.negative_prompt)]
+    def encode_prompts(self, runtime, settings):
+        both = [self._tokens(runtime, text) for text in (settings.prompt, settings.negative_prompt)]
         ids, mask, glyphs = (np.concatenate(x) for x in zip(*((b.ids, b.mask, g) for b, g in both), strict=True))
-        splits = [nnx.split(pipe.components.get(name)) for name in ("text_encoder", "text_encoder_2")]
+        splits = [runtime.split(name) for name in ("text_encoder", "text_encoder_2")]
         graphdefs, weights = zip(*splits, strict=True)
-        return Encoded(*pipe.call(encode_texts, graphdefs, ids, mask, glyphs, weights))
+        return Encoded(*runtime.call(encode_texts, graphdefs, ids, mask, glyphs, weights))
 
     def check_encoded(self, encoded, settings):
         if encoded.prompt_embeds.shape[1:] != (LENGTH, self.transformer.text_width):
             raise WanjaxError(f"the prompt_embeds have the shape {list(encoded.prompt_embeds.shape)}: encode again")
 
-    def inputs(self, pipe, network, segment, encoded, x, batched):
-        graphdef, weights = nnx.split(network)
-        groups = grouping(segment.guided, batched, pipe.partitioner)
-        prompts = pipe.call(embed_texts, (graphdef, groups), (encoded[:3], encoded[3:]), weights)
-        return ToyDenoiser(graphdef, self.scheduler), Inputs(weights, prompts, (), groups.batch * x.shape[0])
+    def prepare(self, runtime, graphdef, weights, encoded, x, groups, *, nag=None, block=0, memory=None):
+        return runtime.call(embed_texts, (graphdef, groups), (encoded[:3], encoded[3:]), weights), ()
 
 
 TOY = Family(
     name="Toy",
     networks=NETWORKS,
     pipelines=("ToyPipeline",),
-    architecture=ToyArchitecture.of,
+    architecture=ToyModel.of,
     settings=lambda source, architecture, preset: DEFAULTS if preset is None else preset.defaults,
     loaders={"tokenizer": lambda folder: Tokenizer.load(folder, length=LENGTH)},
     prompt=lambda architecture: {"tokenizer": (LENGTH, LENGTH)},
@@ -170,7 +181,7 @@ TOY = Family(
             licence="Apache-2.0",
             param_dtype="float32",
             defaults=DEFAULTS,
-            architecture=ToyArchitecture(
+            architecture=ToyModel(
                 text_encoder=T5Config(512, 16, 2, 8, 32, 2, 8, 16, 1e-6, True),
                 text_encoder_2=nets.GlyphConfig(width=8),
                 transformer=nets.TransformerConfig(2, 2, 8, 16, 8, 3),

@@ -35,6 +35,11 @@ class VAEConfig:
         return 2 ** (len(self.channels) - 1)
 
     @property
+    def posterior_scale(self) -> float:
+        """The factor of the mean of encoded frames, whose distribution `encode` returns."""
+        return self.scaling_factor
+
+    @property
     def picture_scale(self) -> float:
         """The factor of the latents of a picture that a transformer sees; in 1.5 it is inverted, which that learned."""
         return 1 / self.scaling_factor if self.invert_scale_latents else self.scaling_factor

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measurement of what step caches need to know of a checkpoint, in runs whose steps are all whole."""
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,15 +14,15 @@ from numpy.polynomial import Polynomial
 from wanjax.errors import WanjaxError
 from wanjax.figures import quantity
 from wanjax.pipelines.caching.networks import changes_of
-from wanjax.pipelines.caching.rules import CacheRule, MagCache, TeaCache, Turn, turns_of
+from wanjax.pipelines.caching.rules import CacheRule, MagCache, TeaCache
 from wanjax.pipelines.caching.step_cache import ForwardCache, Kept, Predict, Prediction, ResidualCache, mean_size
 from wanjax.pipelines.caching.tables import Changes, Magnitudes, Tables
-from wanjax.pipelines.family import Pipe
-from wanjax.pipelines.many import Order
-from wanjax.pipelines.run import Hook, Run
-from wanjax.pipelines.sampler import Denoiser, Inputs
+from wanjax.pipelines.model import VideoModel
+from wanjax.pipelines.observers import Hook, Hooks, Step
+from wanjax.pipelines.phases import Phase
+from wanjax.pipelines.runtime import Runtime
+from wanjax.pipelines.sampling import sample
 from wanjax.pipelines.settings import Settings
-from wanjax.pipelines.steps import Segment, Step
 
 DELTA, MOST, WHOLE = 0.12, 2, 0.2  # settings of MagCache for a checkpoint without published ones
 DEGREE = 4  # of TeaCache's polynomial, as its authors have it
@@ -55,27 +56,27 @@ def _norm(tokens: Float[Array, "B L E"]) -> Float[Array, "B L"]:
 class Measured(NamedTuple):
     """What a run told of each step, [prompts, steps]: the residual's growth, and the output's relative change.
 
-    `embedded` are the changes of the timestep's embedding, and `turns` the steps of each network.
+    `embedded` are the changes of the timestep's embedding, and `phases` the steps of each network.
     """
 
     ratios: Float[np.ndarray, "_P steps"]
     changed: Float[np.ndarray, "_P steps"]
     embedded: Float[np.ndarray, " steps"]
-    turns: tuple[Turn, ...]
+    phases: tuple[Phase, ...]
 
 
 class Measurement(Hook):
-    """Reads what each step told; it stands in place of a step cache too, whose steps are all whole."""
+    """Reads what each step told; it is the step caches of a run too, whose steps are all whole."""
 
-    def __init__(self, segments: Sequence[Segment], schedule: Any):
-        self.segments, self.schedule = segments, schedule
+    def __init__(self) -> None:
         self.embedded: list[float] = []
+        self.phases: list[Phase] = []
         self.told: list[np.ndarray] = []
 
-    def of(self, network: str, denoiser: Denoiser, inputs: Inputs, pipe: Pipe) -> MeasuringCache:
-        """Returns the cache that measures."""
-        segment = next(segment for segment in self.segments if segment.network == network)
-        self.embedded += changes_of(denoiser, inputs, self.schedule, segment, pipe) or []
+    def cache(self, *given: Any) -> MeasuringCache:
+        """Returns the cache that measures a phase; the arguments are the last six of `step_cache`."""
+        self.phases.append(given[-1])
+        self.embedded += changes_of(*given) or []
         return MeasuringCache()
 
     def stepped(self, step: Step) -> None:
@@ -83,23 +84,13 @@ class Measurement(Hook):
         self.told.append(np.resize(np.stack(rows, axis=1), (2, 2)))  # without guidance the prompt's, twice
 
 
-class MeasuringRun(Run):
-    """A run whose steps are measured."""
-
-    def caching(self, settings: Settings, segments: Sequence[Segment], schedule: Any, tables: Tables) -> Any:
-        self.measured = Measurement(segments, schedule)
-        self.hooks = (*self.hooks, self.measured)
-        return self.measured
-
-
-def measure(pipe: Pipe, encoded: Any, settings: Settings) -> Measured:
+def measure(runtime: Runtime, model: VideoModel, encoded: Any, settings: Settings) -> Measured:
     """Makes the latents of a video of an output of `encode`, and returns what its steps told."""
-    run = MeasuringRun(pipe, [Order(settings, {})])
-    for _ in run.latents(encoded, settings, [settings.seed]):
-        pass
-    found = run.measured
+    found = Measurement()
+    made = sample(runtime, model, encoded, settings, [settings.seed], hooks=Hooks([found]), caches=found.cache)
+    deque(made, maxlen=0)
     ratios, changed = np.moveaxis(np.array(found.told, np.float64), 0, -1).swapaxes(0, 1)
-    return Measured(ratios, changed, np.array(found.embedded), turns_of(found.segments, settings.steps))
+    return Measured(ratios, changed, np.array(found.embedded), tuple(found.phases))
 
 
 def tables_from(runs: Sequence[Measured]) -> Tables:
@@ -109,7 +100,7 @@ def tables_from(runs: Sequence[Measured]) -> Tables:
         raise WanjaxError(f"{quantity(steps, 'step')} tell too little of a model: at least {LEAST} would do")
     ratios = np.mean([run.ratios for run in runs], axis=0).round(5)
     magnitudes = Magnitudes(tuple(ratios[0].tolist()), tuple(ratios[1].tolist()), DELTA, MOST, WHOLE)
-    first = {turn.start for turn in runs[0].turns}
+    first = {phase.start for phase in runs[0].phases}
     later = [step for step in range(steps) if step not in first]
     embedded = np.concatenate([np.tile(run.embedded[later], len(run.changed)) for run in runs])
     changed = np.concatenate([run.changed[:, later].ravel() for run in runs])
@@ -134,4 +125,4 @@ def reused_by(tables: Tables, run: Measured) -> dict[str, int]:
 
 def _reused(rule: CacheRule, tables: Tables, run: Measured) -> int:
     """Returns the number of steps of a run that a rule would reuse."""
-    return sum(sum(rule.reused(turn, tables, run.embedded[turn.start :].tolist())) for turn in run.turns)
+    return sum(sum(rule.reused(one, tables, run.embedded[one.start :].tolist())) for one in run.phases)

@@ -9,7 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 from jaxtyping import Float
@@ -27,38 +27,10 @@ from wanjax.pipelines.caching.step_cache import (
     StepCache,
 )
 from wanjax.pipelines.caching.tables import Changes, Magnitudes, Tables
-from wanjax.pipelines.steps import Segment
+from wanjax.pipelines.phases import Phase
 from wanjax.pipelines.values import read_value
 
 PLAIN = "plain"  # the mode of TeaCache that its authors take unless another is asked for, and its table
-
-
-class Turn(NamedTuple):
-    """The consecutive steps of one network, of which `number` others came before it.
-
-    The video takes `total` steps; `skipped` ones are left out before, because it begins from a given video.
-    """
-
-    number: int
-    start: int
-    steps: int
-    total: int
-    skipped: int
-    guided: bool
-
-    @property
-    def indices(self) -> range:
-        """Its steps, counted from the video's first."""
-        return range(self.start, self.start + self.steps)
-
-
-def turns_of(segments: Sequence[Segment], steps: int) -> tuple[Turn, ...]:
-    """Returns the turns of a video's networks; `steps` are those of its settings."""
-    total = sum(len(segment.scales) for segment in segments)
-    return tuple(
-        Turn(number, segment.start, len(segment.scales), total, steps - total, segment.guided)
-        for number, segment in enumerate(segments)
-    )
 
 
 @dataclass(frozen=True)
@@ -87,11 +59,11 @@ class CacheRule(ABC):
         return self
 
     @abstractmethod
-    def reused(self, turn: Turn, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
-        """Tells of each step of a turn whether it reuses, or may where that is not `counted`."""
+    def reused(self, phase: Phase, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
+        """Tells of each step of a phase whether it reuses, or may where that is not `counted`."""
 
-    def cache(self, turn: Turn, reused: tuple[bool, ...]) -> StepCache:
-        """Returns the cache of a turn, whose steps, counted from the video's first, reuse as told."""
+    def cache(self, phase: Phase, reused: tuple[bool, ...]) -> StepCache:
+        """Returns the cache of a phase, whose steps, counted from the video's first, reuse as told."""
         return ForwardCache(self.blocks, reused=reused)
 
     def __str__(self) -> str:
@@ -110,10 +82,10 @@ class NoRule(CacheRule):
 
     name = "none"
 
-    def reused(self, turn: Turn, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
-        return (False,) * turn.steps
+    def reused(self, phase: Phase, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
+        return (False,) * len(phase.steps)
 
-    def cache(self, turn: Turn, reused: tuple[bool, ...]) -> StepCache:
+    def cache(self, phase: Phase, reused: tuple[bool, ...]) -> StepCache:
         return NO_CACHE
 
 
@@ -145,8 +117,8 @@ class DeepCache(CacheRule):
         if not (0 <= self.start < self.end and self.interval > 1):
             raise WanjaxError(f"{self} keeps nothing to reuse: 0 <= start < end and an interval from 2 on would do")
 
-    def reused(self, turn: Turn, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
-        return _begun([self.start <= i < self.end and (i - self.start) % self.interval != 0 for i in turn.indices])
+    def reused(self, phase: Phase, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
+        return _begun([self.start <= i < self.end and (i - self.start) % self.interval != 0 for i in phase.steps])
 
 
 @dataclass(frozen=True)
@@ -180,21 +152,21 @@ class MagCache(CacheRule):
         usual = {name: getattr(tables.magnitudes, name) for name in ("delta", "most", "whole")}
         return dataclasses.replace(self, **{k: v for k, v in usual.items() if getattr(self, k) is None})
 
-    def reused(self, turn: Turn, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
+    def reused(self, phase: Phase, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
         table = tables.magnitudes
         assert table is not None
         delta, most = self.delta or table.delta, self.most or table.most
         whole = table.whole if self.whole is None else self.whole
-        if not table.turns[turn.number]:
-            return (False,) * turn.steps
-        lists = (table.prompt, table.negative) if turn.guided else (table.prompt,)
-        listed = np.stack([nearest(ratios, turn.skipped + turn.total) for ratios in lists])[:, turn.skipped :]
+        if not table.turns[phase.number]:
+            return (False,) * len(phase.steps)
+        lists = (table.prompt, table.negative) if phase.guided else (table.prompt,)
+        listed = np.stack([nearest(ratios, phase.skipped + phase.total) for ratios in lists])[:, phase.skipped :]
         found, (grown, errors, count) = [], NEW
-        for step in range(turn.steps):
-            if step == 0 or not _may(step, turn, whole, table):
+        for step in range(len(phase.steps)):
+            if step == 0 or not _may(step, phase, whole, table):
                 found.append(False)
                 continue
-            grown = grown * listed[:, turn.start + step]
+            grown = grown * listed[:, phase.start + step]
             errors, count = errors + np.abs(1 - grown), count + 1
             found.append(bool((errors < delta).all()) and count <= most)
             if not found[-1]:
@@ -205,13 +177,13 @@ class MagCache(CacheRule):
 NEW = (1.0, 0.0, 0)  # growth, errors and count of a MagCache after a step that was computed
 
 
-def _may(step: int, turn: Turn, whole: float, table: Magnitudes) -> bool:
-    """Tells whether a step of a turn may reuse, as MagCache's authors count: two forwards a step, a negative one last.
+def _may(step: int, phase: Phase, whole: float, table: Magnitudes) -> bool:
+    """Tells whether a step of a phase may reuse, as MagCache's authors count: two forwards a step, a negative one last.
 
     They round the count of whole forwards down, but up for the second of two networks that both reuse.
     """
-    forward, after = 2 * step, 2 * turn.steps * whole
-    return forward > after if turn.number == 1 and table.turns[0] else forward >= int(after)
+    forward, after = 2 * step, 2 * len(phase.steps) * whole
+    return forward > after if phase.number == 1 and table.turns[0] else forward >= int(after)
 
 
 def nearest(ratios: Sequence[float], steps: int) -> Float[np.ndarray, " steps"]:
@@ -251,13 +223,13 @@ class TeaCache(CacheRule):
         usual = getattr(tables, self.table).threshold
         return self if self.threshold is not None else dataclasses.replace(self, threshold=usual)
 
-    def reused(self, turn: Turn, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
-        """`changes` are those of the embedding before each step of the turn; without them each step reuses that may."""
+    def reused(self, phase: Phase, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
+        """`changes` are those of the embedding before each step; without them each step that may reuse does."""
         table: Changes = getattr(tables, self.table)
         threshold = self.threshold or table.threshold
         found, error = [], 0.0
-        for step in range(turn.steps):
-            may = step > 0 and table.first <= turn.start + step < turn.total - table.last
+        for step in range(len(phase.steps)):
+            may = step > 0 and table.first <= phase.start + step < phase.total - table.last
             error = error + (0.0 if changes is None else float(np.polyval(table.polynomial, changes[step])))
             found.append(may and error < threshold)
             error = error if found[-1] else 0.0
@@ -282,10 +254,10 @@ class EasyCache(CacheRule):
         if not 0 < self.threshold < math.inf or self.first < 1:
             raise WanjaxError(f"{self} has no threshold above 0 and first steps from 1 on: easycache:0.05,10 is usual")
 
-    def reused(self, turn: Turn, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
-        return _begun([self.first <= i < turn.total - 1 for i in turn.indices])
+    def reused(self, phase: Phase, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
+        return _begun([self.first <= i < phase.total - 1 for i in phase.steps])
 
-    def cache(self, turn: Turn, reused: tuple[bool, ...]) -> StepCache:
+    def cache(self, phase: Phase, reused: tuple[bool, ...]) -> StepCache:
         return OutputCache(reused=reused, threshold=self.threshold)
 
 
@@ -306,12 +278,12 @@ class Guidance(CacheRule):
         if self.interval < 2:
             raise WanjaxError(f"{self} keeps nothing to reuse: an interval from 2 on would do")
 
-    def reused(self, turn: Turn, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
-        start, end = int(turn.total / 3), int(turn.total * 0.9)
-        return _begun([turn.guided and start <= i < end and (i - start) % self.interval != 0 for i in turn.indices])
+    def reused(self, phase: Phase, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
+        start, end = int(phase.total / 3), int(phase.total * 0.9)
+        return _begun([phase.guided and start <= i < end and (i - start) % self.interval != 0 for i in phase.steps])
 
-    def cache(self, turn: Turn, reused: tuple[bool, ...]) -> StepCache:
-        return GuidanceCache(reused=reused, half=turn.total // 2) if turn.guided else NO_CACHE
+    def cache(self, phase: Phase, reused: tuple[bool, ...]) -> StepCache:
+        return GuidanceCache(reused=reused, half=phase.total // 2) if phase.guided else NO_CACHE
 
 
 RULES: Mapping[str, type[CacheRule]] = {
@@ -329,7 +301,7 @@ def cache_rule(given: Any) -> CacheRule:
     return given if isinstance(given, CacheRule) else read_value(given, RULES, "step cache")
 
 
-def chosen_rule(rule: CacheRule, turns: Sequence[Turn], tables: Tables, model: str) -> CacheRule:
+def chosen_rule(rule: CacheRule, phases: Sequence[Phase], tables: Tables, model: str) -> CacheRule:
     """Returns a rule with all of its settings for a checkpoint; for `Auto` none where its rule would reuse nothing.
 
     Raises WanjaxError where the checkpoint lacks the table, or the rule would reuse nothing, or all.
@@ -338,20 +310,20 @@ def chosen_rule(rule: CacheRule, turns: Sequence[Turn], tables: Tables, model: s
         return rule
     if isinstance(rule, Auto):
         best = rule.completed(tables)
-        return best if any(any(best.reused(turn, tables)) for turn in turns) else NONE
+        return best if any(any(best.reused(phase, tables)) for phase in phases) else NONE
     if rule.table and getattr(tables, rule.table) is None:
         without = f"{rule.name} alone would do"
         right = without if rule.table == PLAIN else f"`wanjax calibrate {model}` measures one"
         raise WanjaxError(f"there is no table of {model} for {rule}: {right}")
-    if isinstance(rule, Guidance) and not any(turn.guided for turn in turns):
+    if isinstance(rule, Guidance) and not any(phase.guided for phase in phases):
         raise WanjaxError(f"{rule} is worth nothing without guidance: a guidance scale above 1 would need it")
     rule = rule.completed(tables)
-    check_reused(rule, [rule.reused(turn, tables) for turn in turns])
+    check_reused(rule, [rule.reused(phase, tables) for phase in phases])
     return rule
 
 
 def check_reused(rule: CacheRule, reused: Sequence[Sequence[bool]]) -> None:
-    """Raises WanjaxError where no step of any turn would reuse, or where all of half a turn would."""
+    """Raises WanjaxError where no step of any phase would reuse, or where all of half a phase would."""
     steps = sum(map(len, reused))
     if not any(map(any, reused)):
         raise WanjaxError(
@@ -377,5 +349,5 @@ def check_apart(rule: CacheRule, together: bool) -> None:
 
 
 def _begun(reused: Sequence[bool]) -> tuple[bool, ...]:
-    """Returns which steps of a turn reuse, without the first, for which nothing is kept."""
+    """Returns which steps of a phase reuse, without the first, for which nothing is kept."""
     return (False, *reused[1:]) if reused else ()

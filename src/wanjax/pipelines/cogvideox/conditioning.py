@@ -5,16 +5,12 @@ The reference draws these latents from the autoencoder's posterior. Here the fir
 deviation, and each video draws from it with its own seed.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from wanjax.pipelines.sampler import Ends
-from wanjax.pipelines.seeds import Words, drawn_noise
+from wanjax.pipelines.denoiser import Posterior
 
 
 class CogVideoXEncoded(NamedTuple):
@@ -35,22 +31,7 @@ class CogVideoXEncoded(NamedTuple):
     video_shape: Int[Array | np.ndarray, "_B 4"] | None = None
 
 
-POSTERIORS = {  # the noise's name, the number of its key among a seed's, and the fields that it completes
-    "image_noise": (2, "image_latents", "image_deviation"),
-    "video_noise": (3, "video_latents", "video_deviation"),
-}
-
-
-@dataclass(frozen=True)
-class CogVideoXEnds(Ends):
-    """The ends of CogVideoX's denoising, whose pictures are drawn."""
-
-    def sampled(self, pictures: Mapping[str, Any], words: Words, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Draws the latents of pictures for each seed; noise that is given takes the place of the seeds'."""
-        found = {}
-        for name, (number, mean, deviation) in POSTERIORS.items():
-            if (spread := pictures.get(deviation)) is not None:
-                shape = (len(words), *spread.shape[1:])
-                own = given[name] if name in given else drawn_noise(words, shape, number)
-                found[mean] = pictures[mean] + spread * own.astype(jnp.float32)
-        return found
+POSTERIORS = (
+    Posterior("image_noise", 2, "image_latents", "image_deviation"),
+    Posterior("video_noise", 3, "video_latents", "video_deviation"),
+)

@@ -12,8 +12,8 @@ from wanjax.kernels.compiler_options import scanned
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache
 from wanjax.models.cogvideox.positions import Positions
 from wanjax.models.cogvideox.transformer import Context
+from wanjax.pipelines.denoiser import Denoiser, Latents
 from wanjax.pipelines.guidance import Groups, group
-from wanjax.pipelines.sampler import Denoiser, Latents
 from wanjax.programs import program
 
 
@@ -28,7 +28,7 @@ class Shared(NamedTuple):
 class CogVideoXDenoiser(Denoiser):
     """CogVideoX's transformer; predicts v of latents."""
 
-    def embed_times(self, network: Any, times: Float[Array, "B"]) -> Float[Array, "B _E"]:
+    def embed_timesteps(self, network: Any, times: Float[Array, "B"], plain: bool = False) -> Float[Array, "B _E"]:
         return network.time_embed(times)
 
     def predict(
@@ -38,11 +38,12 @@ class CogVideoXDenoiser(Denoiser):
         t: Float[Array, "B"],
         prompt: Any,
         shared: Shared,
-        cache: BlockCache = EVERY_BLOCK,
+        blocks: BlockCache = EVERY_BLOCK,
+        dense: bool | None = None,
     ) -> Latents:
         if shared.image is not None:
             x = jnp.concatenate([x, first_frame(shared.image, x)], axis=-1)
-        return network(x, t, prompt, shared.positions, cache=cache)
+        return network(x, t, prompt, shared.positions, cache=blocks)
 
 
 def first_frame(image: Float[Array, "_B 1 H W _C"], x: Latents) -> Float[Array, "B T H W _C"]:
@@ -62,18 +63,6 @@ def encode_prompts(
     """Encodes the prompt and the negative one. Padding is attended to like any token, as in the reference."""
     embeds = nnx.merge(graphdef, weights)(ids)
     return embeds[:1], embeds[1:]
-
-
-@program(scanned)
-def split_posterior(
-    scale: float, moments: Float[Array, "1 _C T H W"]
-) -> tuple[Float[Array, "1 C T H W"], Float[Array, "1 C T H W"]]:
-    """Returns the mean and the deviation of encoded frames, multiplied by a factor.
-
-    The log-variance is kept within the reference's limits, beyond which its deviation may be infinite.
-    """
-    mean, log_variance = jnp.split(moments, 2, axis=1)
-    return scale * mean, scale * jnp.exp(0.5 * jnp.clip(log_variance, -30.0, 20.0))
 
 
 @program(scanned)

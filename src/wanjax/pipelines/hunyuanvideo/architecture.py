@@ -4,12 +4,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Float
 
 from wanjax.checkpoints.networks import network as network_in
@@ -25,8 +25,9 @@ from wanjax.models.qwen2_vl import Qwen2VLConfig
 from wanjax.models.siglip import SiglipVisionConfig
 from wanjax.models.t5 import T5Config
 from wanjax.pipelines.checks import check_features, check_fields
-from wanjax.pipelines.family import Architecture, Forward, Pipe
-from wanjax.pipelines.guidance import grouping
+from wanjax.pipelines.denoiser import Denoiser, Held
+from wanjax.pipelines.frames import encode_clip
+from wanjax.pipelines.guidance import Groups
 from wanjax.pipelines.hunyuanvideo.conditioning import HunyuanVideoEncoded, fitted, lengths_of, size_of
 from wanjax.pipelines.hunyuanvideo.networks import NETWORKS
 from wanjax.pipelines.hunyuanvideo.programs import (
@@ -37,9 +38,9 @@ from wanjax.pipelines.hunyuanvideo.programs import (
     make_context,
 )
 from wanjax.pipelines.hunyuanvideo.text import TEMPLATE_TOKENS, tokenize_chats, tokenize_glyphs
-from wanjax.pipelines.sampler import Denoiser, Held, Inputs
+from wanjax.pipelines.model import Forward, ModelSpec, VideoModel
+from wanjax.pipelines.runtime import Runtime
 from wanjax.pipelines.settings import Settings
-from wanjax.pipelines.steps import Segment
 from wanjax.pipelines.text.tokenizer import TokenBatch
 from wanjax.programs import Value
 from wanjax.schedulers import Scheduler, from_config
@@ -49,7 +50,7 @@ IMAGE_TO_VIDEO = "HunyuanVideo15ImageToVideoPipeline"
 
 
 @dataclass(frozen=True, kw_only=True)
-class HunyuanVideoArchitecture(Architecture):
+class HunyuanVideoArchitecture(VideoModel):
     """A HunyuanVideo checkpoint as its family knows it. A `pictured` model continues a picture by the same transformer.
 
     `prompt_tokens` is the number of a prompt's tokens in plans; 256 hold about 180 words.
@@ -94,21 +95,26 @@ class HunyuanVideoArchitecture(Architecture):
             )
         return made
 
-    @property
-    def purpose(self) -> str:
-        return "image to video" if self.pictured else "text to video"
+    @cached_property
+    def spec(self) -> ModelSpec:
+        names = ("text_encoder", "text_encoder_2", "image_encoder", "transformer", "vae")
+        pictures = ("image",) if self.pictured else ()
+        return ModelSpec(
+            purpose="image to video" if self.pictured else "text to video",
+            grid=self.vae.spatial_factor,
+            vae=self.vae,
+            scheduler=self.scheduler,
+            networks={name: config for name in names if (config := getattr(self, name)) is not None},
+            tables=self.tables,
+            takes=pictures,
+            needs=pictures,
+            radial=True,
+            longest=self.vae.longest_video,
+        )
 
     @property
-    def needs(self) -> tuple[str, ...]:
-        return ("image",) if self.pictured else ()
-
-    @property
-    def radial(self) -> bool:
-        return True
-
-    @property
-    def grid(self) -> int:
-        return self.vae.spatial_factor
+    def denoiser(self) -> Denoiser:
+        return HunyuanVideoDenoiser(self.transformer.meanflow)
 
     @property
     def image_tokens(self) -> int:
@@ -119,11 +125,11 @@ class HunyuanVideoArchitecture(Architecture):
         """Returns the fields of `HunyuanVideoEncoded` that hold a picture, by their shapes; None is any size."""
         if not self.pictured:
             return {}
-        _, channels, _, *cells = self.latent_shape(settings)
+        _, channels, _, *cells = self.spec.latent_shape(settings)
         return {"image_embeds": (1, None, self.transformer.image_width), "image_latents": (1, channels, 1, *cells)}
 
     def forward(self, settings: Settings, encoded: HunyuanVideoEncoded | None = None) -> Forward:
-        config, (_, _, *cells) = self.transformer, self.latent_shape(settings)
+        config, (_, _, *cells) = self.transformer, self.spec.latent_shape(settings)
         prompt, beside = self.prompt_tokens, self.image_tokens
         if encoded is not None:
             [lengths] = lengths_of(encoded.texts[:1], together=False)
@@ -140,47 +146,46 @@ class HunyuanVideoArchitecture(Architecture):
             flops=forward_flops(config, video=video, prompt=prompt, beside=beside),
         )
 
-    @property
-    def longest(self) -> int | None:
-        return self.vae.longest_video
-
     def size_for(self, picture: tuple[int, int, int], asked: Settings) -> tuple[int, int]:
-        return size_of(picture, self.transformer.target_size, self.grid)
+        return size_of(picture, self.transformer.target_size, self.spec.grid)
 
-    def tokens(self, pipe: Pipe, prompts: Sequence[str], follow: str) -> tuple[TokenBatch, ...]:
+    def tokens(self, runtime: Runtime, prompts: Sequence[str], follow: str) -> tuple[TokenBatch, ...]:
         """Returns the tokens of prompts, and those of what is quoted in them."""
-        chats, glyphs = pipe.components.get("tokenizer"), pipe.components.get("tokenizer_2")
+        chats, glyphs = runtime.components.get("tokenizer"), runtime.components.get("tokenizer_2")
         return tokenize_chats(chats, prompts), tokenize_glyphs(glyphs, prompts)
 
-    def encode_prompts(self, pipe: Pipe, settings: Settings) -> HunyuanVideoEncoded:
-        chats, quoted = self.tokens(pipe, [settings.prompt, settings.negative_prompt], settings.follow)
+    def encode_prompts(self, runtime: Runtime, settings: Settings) -> HunyuanVideoEncoded:
+        chats, quoted = self.tokens(runtime, [settings.prompt, settings.negative_prompt], settings.follow)
         mask = chats.mask[:, TEMPLATE_TOKENS:]
-        graphdef, weights = nnx.split(pipe.components.get("text_encoder"))
-        embeds, glyphs = pipe.call(encode_chats, graphdef, chats.ids, mask, weights), self._glyphs(pipe, quoted)
+        graphdef, weights = runtime.split("text_encoder")
+        embeds, glyphs = (
+            runtime.call(encode_chats, graphdef, chats.ids, mask, weights),
+            self._glyphs(runtime, quoted, settings.dtype),
+        )
         fields: Any = ((embeds[i], mask[i : i + 1], glyphs[i], quoted.mask[i : i + 1]) for i in (0, 1))
         return HunyuanVideoEncoded(*(x for text in fields for x in text))
 
-    def _glyphs(self, pipe: Pipe, quoted: TokenBatch) -> Sequence[Any]:
+    def _glyphs(self, runtime: Runtime, quoted: TokenBatch, dtype: str) -> Sequence[Any]:
         """Returns features of both quoted texts; the encoder is not loaded for zeros, where nothing is quoted."""
         if not quoted.mask.any():
             shape = (1, *quoted.ids.shape[1:], self.transformer.glyph_width)
-            return [np.zeros(shape, jnp.dtype(pipe.defaults.dtype))] * 2
-        graphdef, weights = nnx.split(pipe.components.get("text_encoder_2"))
-        return pipe.call(encode_glyphs, graphdef, quoted.ids, quoted.mask, weights)
+            return [np.zeros(shape, jnp.dtype(dtype))] * 2
+        graphdef, weights = runtime.split("text_encoder_2")
+        return runtime.call(encode_glyphs, graphdef, quoted.ids, quoted.mask, weights)
 
     def encode_pictures(
-        self, pipe: Pipe, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
+        self, runtime: Runtime, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
     ) -> Mapping[str, Any]:
         if pictures.image is None:
             return {}
         frame = fitted(pictures.image, settings.size, settings.resize)
-        latents = pipe.encode_video(frame[None], tiling=tiling)
-        return {"image_embeds": self.encode_images(pipe, [frame]), "image_latents": latents}
+        latents = encode_clip(runtime.components.get("vae"), frame[None], tiling, runtime.call)
+        return {"image_embeds": self.encode_images(runtime, [frame]), "image_latents": latents}
 
-    def encode_images(self, pipe: Pipe, images: Sequence[PictureOfAnySize]) -> Float[Value, "B S E"]:
+    def encode_images(self, runtime: Runtime, images: Sequence[PictureOfAnySize]) -> Float[Value, "B S E"]:
         """Returns the features of images by the checkpoint's vision tower."""
-        graphdef, weights = nnx.split(pipe.components.get("image_encoder"))
-        return pipe.call(encode_images, graphdef, pipe.components.get("feature_extractor")(images), weights)
+        graphdef, weights = runtime.split("image_encoder")
+        return runtime.call(encode_images, graphdef, runtime.components.get("feature_extractor")(images), weights)
 
     def check_encoded(self, encoded: HunyuanVideoEncoded, settings: Settings) -> None:
         config, videos = self.transformer, len(encoded.prompt_embeds)
@@ -191,17 +196,21 @@ class HunyuanVideoArchitecture(Architecture):
             if mask.shape != features.shape[:2]:
                 right = list(features.shape[:2])
                 raise WanjaxError(f"the mask of the {name} is {list(mask.shape)} where {right} is right")
-        check_fields(encoded, encoded._fields[8:10], self.picture_shapes(settings), purpose=self.purpose)
+        check_fields(encoded, encoded._fields[8:10], self.picture_shapes(settings), purpose=self.spec.purpose)
 
-    def inputs(
-        self, pipe: Pipe, network: Any, segment: Segment, encoded: HunyuanVideoEncoded, x: Held, batched: bool
-    ) -> tuple[Denoiser, Inputs]:
-        graphdef, weights = nnx.split(network)
-        groups = grouping(segment.guided, batched, pipe.partitioner)
-        leads = segment.rule.leads
-        static = graphdef, groups, lengths_of(encoded.texts, together=groups.batch > 1 or leads is not None)
-        given = encoded.texts, encoded.image_embeds, encoded.image_latents, leads
-        contexts, shared = pipe.call(make_context, static, x, weights, *given)
-        dense = False if network.attention.radial else None
-        denoiser = HunyuanVideoDenoiser(graphdef, self.scheduler, self.transformer.meanflow, dense=dense)
-        return denoiser, Inputs(weights, contexts, shared, groups.batch * x.shape[0])
+    def prepare(
+        self,
+        runtime: Runtime,
+        graphdef: Any,
+        weights: Any,
+        encoded: HunyuanVideoEncoded,
+        x: Held,
+        groups: Groups,
+        *,
+        nag: np.ndarray | None = None,
+        block: int = 0,
+        memory: Any = None,
+    ) -> tuple[tuple[Any, ...], Any]:
+        static = graphdef, groups, lengths_of(encoded.texts, together=groups.batch > 1 or nag is not None)
+        given = encoded.texts, encoded.image_embeds, encoded.image_latents, nag
+        return runtime.call(make_context, static, x, weights, *given)

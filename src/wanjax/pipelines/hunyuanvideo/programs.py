@@ -12,10 +12,10 @@ from wanjax.kernels.compiler_options import scanned
 from wanjax.layers.rope import Rope
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache
 from wanjax.models.hunyuanvideo.transformer import Context
+from wanjax.pipelines.denoiser import Denoiser, Latents
 from wanjax.pipelines.guidance import Groups, group
 from wanjax.pipelines.hunyuanvideo.conditioning import Lengths, Text
 from wanjax.pipelines.hunyuanvideo.text import TEMPLATE_TOKENS
-from wanjax.pipelines.sampler import Denoiser, Latents
 from wanjax.programs import program
 from wanjax.schedulers.base import TRAIN_STEPS
 
@@ -36,11 +36,13 @@ class HunyuanVideoDenoiser(Denoiser):
 
     meanflow: bool
 
-    def times(self, schedule: Any) -> tuple[Any, ...]:
-        now = (super().times(schedule),)
+    def timesteps(self, schedule: Any) -> tuple[Any, ...]:
+        now = (super().timesteps(schedule),)
         return (*now, schedule.sigmas[1] * TRAIN_STEPS) if self.meanflow else now
 
-    def embed_times(self, network: Any, times: tuple[Float[Array, "B"], ...]) -> Float[Array, "B _E"]:
+    def embed_timesteps(
+        self, network: Any, times: tuple[Float[Array, "B"], ...], plain: bool = False
+    ) -> Float[Array, "B _E"]:
         return network.time(*times)
 
     def predict(
@@ -50,12 +52,13 @@ class HunyuanVideoDenoiser(Denoiser):
         t: tuple[Float[Array, "B"], ...],
         prompt: Context,
         shared: Shared,
-        cache: BlockCache = EVERY_BLOCK,
+        blocks: BlockCache = EVERY_BLOCK,
+        dense: bool | None = None,
     ) -> Latents:
         now, *following = t
-        mask = network.mask(network.grid(x)) if self.dense is False else None
+        mask = network.mask(network.grid(x)) if dense is False else None
         given = beside_condition(x, shared.image), now, prompt, shared.rope, *following
-        return network(*given, mask=mask, cache=cache)
+        return network(*given, mask=mask, cache=blocks)
 
 
 def beside_condition(x: Latents, image: Float[Array, "_B 1 H W C"] | None) -> Float[Array, "B T H W _C"]:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 from PIL import Image
 
+from wanjax.pipelines.observers import Step
 from wanjax.pipelines.previews.latent_preview import LatentPreview, Picture, strip
 from wanjax.pipelines.progress import console
-from wanjax.pipelines.steps import Step
 from wanjax.stores.places import Place, place
 from wanjax.stores.writing import writing
 

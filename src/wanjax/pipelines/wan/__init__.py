@@ -7,7 +7,7 @@ from wanjax.pipelines.caching.tables import FILE
 from wanjax.pipelines.family import Family
 from wanjax.pipelines.image_processor import ImageProcessor
 from wanjax.pipelines.text.tokenizer import Tokenizer
-from wanjax.pipelines.wan.causal import architecture_of
+from wanjax.pipelines.wan.architecture import WanArchitecture
 from wanjax.pipelines.wan.conditioning import CAUSAL_PIPELINES
 from wanjax.pipelines.wan.layouts import LAYOUT
 from wanjax.pipelines.wan.networks import NETWORKS
@@ -26,7 +26,7 @@ FAMILY = Family(
         "WanDMDPipeline",
         *CAUSAL_PIPELINES,
     ),
-    architecture=architecture_of,
+    architecture=WanArchitecture.of,
     settings=settings_of,
     presets=PRESETS,
     tables=Path(__file__).parent / FILE,

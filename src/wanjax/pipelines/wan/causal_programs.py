@@ -43,7 +43,8 @@ class CausalWanDenoiser(TimedDenoiser):
         t: Float[Array, "B"],
         prompt: Any,
         shared: CausalInputs,
-        cache: BlockCache = EVERY_BLOCK,
+        blocks: BlockCache = EVERY_BLOCK,
+        dense: bool | None = None,
     ) -> Float[Array, "B T H W C"]:
         return network(x, t, prompt, *shared)[0]
 

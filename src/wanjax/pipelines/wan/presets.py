@@ -30,7 +30,6 @@ from wanjax.pipelines.distillation import Distillation
 from wanjax.pipelines.family import Preset, TrainingDomain, nearest, updated_by
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.wan.architecture import THREE_STEPS, WanArchitecture
-from wanjax.pipelines.wan.causal import CausalWanArchitecture
 from wanjax.pipelines.wan.conditioning import (
     ATTENDED_IMAGE_TO_VIDEO,
     ATTENDED_INPAINTING,
@@ -312,7 +311,7 @@ CAUSAL = replace(
         "wan2.1-t2v-1.3b-causal",
         "",
         "text to video, block by block as it plays, 480p; by Self-Forcing's authors",
-        CausalWanArchitecture(
+        WanArchitecture(
             text_encoder=UMT5_XXL,
             transformer=CAUSAL_1_3B,
             vae=VAE_2_1,
@@ -442,7 +441,7 @@ def _sparse_linear(name: str, base: str, file: str, **settings: Any) -> Preset:
     preset, repository = named(base), f"TurboDiffusion/{file.replace('-high', '')}"
     architecture: Any = preset.architecture
     config = replace(architecture.transformer, sparse_linear=SparseLinear())
-    if architecture.needs:
+    if architecture.spec.needs:
         settings |= {"resize": "stretch"}
     size = f"{settings['height']}p"
     own = {"model": name, "vae_dtype": "bfloat16"}
@@ -454,7 +453,7 @@ def _sparse_linear(name: str, base: str, file: str, **settings: Any) -> Preset:
         transformer_parameters=preset.transformer_parameters + config.layers * config.head_dim * (config.head_dim + 1),
         defaults=TURBO.applied(preset.defaults).updated(own | settings),
         architecture=replace(architecture, transformer=config),
-        scheduler=TURBO.solver(pictured=bool(architecture.needs)),
+        scheduler=TURBO.solver(pictured=bool(architecture.spec.needs)),
         distillation=TURBO,
         aliases=(repository,),
         sizes=((720, 1280),) if settings["height"] == 480 else ((480, 832),),

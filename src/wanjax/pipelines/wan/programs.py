@@ -14,8 +14,8 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from wanjax.kernels.compiler_options import scanned
 from wanjax.layers.rope import Rope
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache
+from wanjax.pipelines.denoiser import Denoiser
 from wanjax.pipelines.guidance import Groups, group
-from wanjax.pipelines.sampler import Denoiser, Ends
 from wanjax.pipelines.wan.conditioning import PictureInputs, Task
 from wanjax.programs import program
 
@@ -33,11 +33,9 @@ class Shared(NamedTuple):
 class TimedDenoiser(Denoiser):
     """A denoiser whose network embeds timesteps as all of Wan's transformers do."""
 
-    def embed_times(self, network: Any, times: Float[Array, "B"]) -> Float[Array, "B _E"]:
-        return network.time_proj(jax.nn.silu(self.embed_times_plainly(network, times)))
-
-    def embed_times_plainly(self, network: Any, times: Float[Array, "B"]) -> Float[Array, "B _E"]:
-        return network.time_embed(times)
+    def embed_timesteps(self, network: Any, times: Float[Array, "B"], plain: bool = False) -> Float[Array, "B _E"]:
+        embedded = network.time_embed(times)
+        return embedded if plain else network.time_proj(jax.nn.silu(embedded))
 
 
 @dataclass(frozen=True)
@@ -53,27 +51,22 @@ class WanDenoiser(TimedDenoiser):
         t: Float[Array, "B"],
         prompt: Any,
         shared: Shared,
-        cache: BlockCache = EVERY_BLOCK,
+        blocks: BlockCache = EVERY_BLOCK,
+        dense: bool | None = None,
     ) -> Float[Array, "B T H W C"]:
         pictures = jax.tree.map(lambda a: jnp.broadcast_to(a, (len(x), *a.shape[1:])), shared.pictures)
-        masks = {"mask": network.mask(network.grid(x))} if self.dense is False else {}
-        return self.task.velocity(network, x, t, prompt, shared.rope, pictures, cache=cache, **masks)
+        masks = {"mask": network.mask(network.grid(x))} if dense is False else {}
+        return self.task.velocity(network, x, t, prompt, shared.rope, pictures, cache=blocks, **masks)
+
+    def finalize(self, x: Float[Array, "B T H W C"], conditioning: Mapping[str, Any]) -> Float[Array, "B T H W C"]:
+        """Puts a given first frame in its place."""
+        return self.task.finish(x, picture_inputs(conditioning.get("condition")))
 
 
 def encode_text(encoder: Any, ids: Int[Array, "B S"], mask: Bool[Array, "B S"]) -> Float[Array, "B S E"]:
     """Returns features of the real tokens and exact zeros after them, as Wan's transformer expects."""
     features = encoder(ids, mask)
     return jnp.where(mask[:, :, None], features, jnp.zeros((), features.dtype))
-
-
-@dataclass(frozen=True)
-class WanEnds(Ends):
-    """The ends of Wan's denoising: a given first frame takes its place in the latents of the last step."""
-
-    task: Task
-
-    def last(self, x: Float[Array, "B T H W C"], pictures: Mapping[str, Any]) -> Float[Array, "B T H W C"]:
-        return self.task.finish(x, picture_inputs(pictures.get("condition")))
 
 
 def picture_inputs(condition: Any, features: Any = None) -> PictureInputs:

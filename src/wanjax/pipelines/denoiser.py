@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is compiled of denoising: the first state, a step, and the last latents.
+
+    for each step t of the schedule:
+        p₊, p₋ = predict(x, t) under the prompt and under the negative prompt
+        p = p₋ + scale · (p₊ - p₋)                           # Ho and Salimans, Classifier-Free Guidance, 2022
+                                                             # or another rule of `guidance`
+        x = the scheduler's step from t along p
+
+A family implements `Denoiser`; a step cache decides which of the network's blocks a prediction runs. `sampling` has the
+loop.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from wanjax.kernels.compiler_options import fast_products, products, random_numbers, scanned
+from wanjax.layers.stack import EVERY_BLOCK, BlockCache
+from wanjax.pipelines.caching.step_cache import NO_CACHE, StepCache
+from wanjax.pipelines.guidance import GuidanceRule, Latents
+from wanjax.pipelines.seeds import Words, drawn_noise, noise_of_frames, solver_keys
+from wanjax.programs import Value, program
+from wanjax.schedulers import Scheduler
+from wanjax.sharding import replicate
+
+Held = Float[Value, "B T H W C"]  # latents between two programs
+
+
+@dataclass(frozen=True)
+class Denoiser(ABC):
+    """A family's part of a compiled step: methods that are traced. A hashable value."""
+
+    @abstractmethod
+    def predict(
+        self,
+        network: Any,
+        x: Latents,
+        t: Any,
+        prompt: Any,
+        shared: Any,
+        blocks: BlockCache = EVERY_BLOCK,
+        dense: bool | None = None,
+    ) -> Float[Array, "B T H W _C"]:
+        """Returns the network's prediction.
+
+        Args:
+            network: The network, merged.
+            x: The latents.
+            t: A tree of timesteps [B], as `timesteps` returns it.
+            prompt: The context of the prompts, as `VideoModel.prepare` returns it.
+            shared: The inputs that all prompts share.
+            blocks: Which of the network's blocks to run, and what to keep between them.
+            dense: False where self-attention is to be radial.
+        """
+
+    @abstractmethod
+    def embed_timesteps(self, network: Any, times: Any, plain: bool = False) -> Float[Array, "B _E"]:
+        """Returns the embedding of timesteps that the blocks are given; if `plain`, before it is projected for them."""
+
+    def timesteps(self, schedule: Any) -> Any:
+        """Returns the timestep of a schedule's only step, or a tree of all the timesteps that the network is told."""
+        return schedule.timesteps[0]
+
+    def finalize(self, x: Latents, conditioning: Mapping[str, Any]) -> Latents:
+        """Returns the latents of the video, from those of the last step; `conditioning` are encoded pictures."""
+        return x
+
+
+class StepProgram(NamedTuple):
+    """What a compiled step depends on, beside shapes.
+
+    A step that reuses what another kept is a program of its own, and so is a `dense` one, which takes all of
+    self-attention where others take it sparsely (None where none does).
+    """
+
+    denoiser: Denoiser
+    graphdef: Any
+    scheduler: Scheduler
+    cache: StepCache = NO_CACHE
+    guidance: type[GuidanceRule] = GuidanceRule
+    dense: bool | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ModelInputs:
+    """The inputs that no step changes.
+
+    Args:
+        weights: Those of the network.
+        prompts: The context of each forward of a step; those of all videos precede the negative ones.
+        shared: What all prompts share.
+        batch: How many prompts each forward has.
+    """
+
+    weights: Any
+    prompts: tuple[Any, ...]
+    shared: Any
+    batch: int = field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class State:
+    """The values that each step replaces: the latents, the scheduler's state, what each forward kept, and guidance's.
+
+    `kept` is None for a step that runs all blocks; `average` is None for a rule of guidance without momentum.
+    """
+
+    x: Any  # [B T H W C]
+    solver: Any
+    kept: Any = None  # a tuple for each forward
+    average: Any = None  # [B T H W C]
+
+
+class Posterior(NamedTuple):
+    """Encoded pictures that are a distribution, from which each video draws.
+
+    Args:
+        noise: The name of the noise, as a caller may give it.
+        number: That of its key among a seed's.
+        mean: The field of the conditioning that holds the mean, and receives what is drawn.
+        deviation: The field that holds the deviation.
+    """
+
+    noise: str
+    number: int
+    mean: str
+    deviation: str
+
+
+def draw_posteriors(
+    posteriors: tuple[Posterior, ...], pictures: Mapping[str, Any], words: Words, given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Draws the latents of pictures for each seed; noise that is given takes the place of the seeds'."""
+    found = {}
+    for one in posteriors:
+        if (spread := pictures.get(one.deviation)) is not None:
+            shape = (len(words), *spread.shape[1:])
+            own = given[one.noise] if one.noise in given else drawn_noise(words, shape, one.number)
+            found[one.mean] = pictures[one.mean] + spread * own.astype(jnp.float32)
+    return found
+
+
+def pad_front(x: Latents, frames: int) -> Float[Array, "B _T H W C"]:
+    """Returns latents of `frames` frames, the first of them repeated in front as often as is needed."""
+    return jnp.concatenate([x[:, :1]] * (frames - x.shape[1]) + [x], axis=1)
+
+
+class Init(NamedTuple):
+    """How a block of latents begins.
+
+    Args:
+        scheduler: The solver.
+        shape: That of the whole video's noise, [B C T H W].
+        posteriors: Pictures that are drawn.
+        block: The frames of a block; None for a video that is made as a whole.
+        momentum: True where the rule of guidance keeps an average.
+    """
+
+    scheduler: Scheduler
+    shape: tuple[int, ...]
+    posteriors: tuple[Posterior, ...] = ()
+    block: int | None = None
+    momentum: bool = False
+
+
+class GivenNoise(NamedTuple):
+    """Noise in place of the seeds': of this block, of its steps, and of pictures by name."""
+
+    initial: Any = None  # [B C T H W]
+    of_steps: Any = None  # [steps B C T H W]
+    pictures: Any = None
+
+
+@program(random_numbers)
+def begin(
+    static: Init,
+    words: Words,
+    given: GivenNoise,
+    schedule: Any,
+    pictures: Mapping[str, Any],
+    number: Int[Array, ""],
+) -> tuple[State, Mapping[str, Any]]:
+    """Returns the state before the first step of a block, and the pictures that were drawn, by name.
+
+    `number` is the block's, from 0.
+    """
+    drawn = draw_posteriors(static.posteriors, pictures, words, given.pictures or {})
+    if given.initial is not None:
+        noise = given.initial.astype(jnp.float32)
+    elif static.block is None:
+        noise = drawn_noise(words, static.shape)
+    else:
+        noise = noise_of_frames(words, static.shape, number * static.block, static.block)
+    noise = jnp.moveaxis(jax.lax.optimization_barrier(noise), 1, -1)  # the same whatever it is multiplied by
+    if (video := {**pictures, **drawn}.get("video_latents")) is None:
+        x = static.scheduler.start(schedule, noise)
+    else:  # a given video with noise added
+        clean = pad_front(jnp.moveaxis(video.astype(jnp.float32), 1, -1), noise.shape[1])
+        x = static.scheduler.noised(schedule, clean, noise)
+    keys = solver_keys(words, 0 if static.block is None else number)
+    init: Any = static.scheduler.init  # that of a stochastic solver takes noise too
+    of_steps = () if given.of_steps is None else (jnp.moveaxis(given.of_steps, 2, -1),)
+    average = jnp.zeros_like(x) if static.momentum else None
+    return State(x, init(schedule, x, keys, *of_steps), average=average), drawn
+
+
+@program(random_numbers)
+def draw(shape: tuple[int, ...], words: Words) -> Float[Array, "B C T H W"]:
+    """Returns the seeds' initial noise."""
+    return drawn_noise(words, shape)
+
+
+@program(scanned)
+def finish(static: tuple[Denoiser, int], x: Latents, pictures: Mapping[str, Any]) -> Float[Array, "B _C _T H W"]:
+    """Returns the video's latents from those of the last step. static: the denoiser, the number of frames."""
+    denoiser, frames = static
+    return jnp.moveaxis(denoiser.finalize(x, pictures)[:, -frames:], -1, 1)
+
+
+@program(scanned)
+def join(axis: int, parts: tuple[Any, ...]) -> Any:
+    """Joins trees of arrays along an axis."""
+    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays, axis=axis), *parts)
+
+
+@program(products, donated=("state",), fast=fast_products)
+def take_step(
+    static: StepProgram, state: State, inputs: ModelInputs, guidance: Any, schedule: Any
+) -> tuple[State, Latents, Bool[Array, ""]]:
+    """Takes the only step of a schedule; returns also the predicted clean latents, and whether the new are finite.
+
+    `guidance` is what the rule of guidance tells this step, in most cases a scale.
+    """
+    denoiser, network = static.denoiser, nnx.merge(static.graphdef, inputs.weights)
+    videos, *shape = state.x.shape
+    x = jnp.broadcast_to(state.x, (inputs.batch // videos, videos, *shape)).reshape(-1, *shape)
+    t = jax.tree.map(lambda time: jnp.full((inputs.batch,), time), denoiser.timesteps(schedule))
+    predict = partial(denoiser.predict, network, x, t, dense=static.dense)
+    forwards = [partial(predict, prompt, inputs.shared) for prompt in inputs.prompts]
+    predictions, kept = static.cache.predictions(forwards, state.x, state.kept)
+    clean = partial(static.scheduler.x0, schedule, 0)
+    joined = static.guidance.joined(jnp.concatenate(predictions), videos, guidance, state.x, clean, state.average)
+    prediction, average = replicate(joined)
+    x0 = replicate(clean(prediction, state.x))
+    x, solver = replicate(static.scheduler.step(schedule, 0, prediction, state.x, state.solver))
+    return State(x, solver, kept, average), x0, jnp.isfinite(x).all()

@@ -1,0 +1,518 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The seam between the library and a family of models: data in a `ModelSpec`, and the methods of a `VideoModel`.
+
+A family writes a `VideoModel`, whose methods run on the host, and a `denoiser.Denoiser`, whose methods are traced. All
+that follows from data alone is in `ModelSpec`, and no family overrides it.
+"""
+
+import inspect
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from wanjax.checkpoints.networks import Config
+from wanjax.errors import UnsupportedError, WanjaxError, WanjaxWarning
+from wanjax.figures import quantity
+from wanjax.kernels.attention import AUTO, Attention, SparseLinear
+from wanjax.layers.tiling import Tiling
+from wanjax.media.pictures import Pictures, size_within
+from wanjax.pipelines.caching.rules import NONE, CacheRule, chosen_rule
+from wanjax.pipelines.caching.tables import NO_TABLES, Tables
+from wanjax.pipelines.checks import check_taken
+from wanjax.pipelines.denoiser import Denoiser, Held, ModelInputs, Posterior, pad_front
+from wanjax.pipelines.draws import INITIAL, OF_STEPS
+from wanjax.pipelines.guidance import Groups, check_rule, dynamic_scales
+from wanjax.pipelines.phases import Phase
+from wanjax.pipelines.runtime import Runtime
+from wanjax.pipelines.settings import Settings
+from wanjax.pipelines.text.tokenizer import TokenBatch, Truncation
+from wanjax.pipelines.video_shape import encoded_shape
+from wanjax.pipelines.windows import CONTROL, PICTURE, check_windows
+from wanjax.schedulers import Scheduler, successor
+from wanjax.schedulers.base import TRAIN_STEPS
+from wanjax.sharding import choose_axes, platform
+
+Encoded = Any  # the family's own NamedTuple of arrays, each with a first axis of size 1
+Shape = tuple[int, ...]
+OLD_TEXT_LENGTH = 226  # the length of prompts in files of the scripts before wanjax, a mistake
+
+
+class Forward(NamedTuple):
+    """The work of one forward of the denoiser for one prompt, for plans and profiles.
+
+    `tokens` is the length of self-attention's sequence, `scores` the operations of its two products, and `flops` all
+    operations by part of the network. A multiplication and an addition are two operations. `ring` tells whether
+    self-attention is that of one sequence to itself, whose keys TPUs pass round where that is fastest.
+    """
+
+    tokens: int
+    layers: int
+    heads: int
+    width: int
+    scores: int
+    flops: Mapping[str, int]
+    ring: bool = False
+
+
+def auto_axes(
+    work: Forward, devices: int, *, guided: bool, sp: int | None = None, attention: Attention = AUTO
+) -> tuple[int, int, int]:
+    """Returns dp, sp and tp of the mesh that "auto" is, on so many devices of this platform.
+
+    `sp` and the errors are those of `choose_axes`.
+    """
+    ring = work.ring and platform() == "tpu" and attention.passes_keys
+    return choose_axes(devices, heads=work.heads, tokens=work.tokens, guided=guided, sp=sp, ring=ring)
+
+
+class Block(NamedTuple):
+    """A part of a video that is denoised at once: its number from 0, of how many, and its latent frames."""
+
+    number: int
+    count: int
+    frames: range
+
+    @property
+    def last(self) -> bool:
+        return self.number + 1 == self.count
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """What shared code knows of a checkpoint, as data.
+
+    Args:
+        purpose: The kind of videos that it makes, in words.
+        grid: Height and width are multiples of so many pixels.
+        vae: The autoencoder's config: `spatial_factor`, `temporal_factor`, `latent_channels`, `patch`.
+        scheduler: The solver.
+        networks: The config of each network whose config was read, by component.
+        tables: Those that step caches need.
+        denoisers: The components that denoise; each step uses one of them, and they have one shape.
+        takes: The pictures that it can use, by name.
+        needs: Those without which it makes no video.
+        begins_from_video: True where denoising begins from a given video; False where the video only guides it.
+        ways: True where the ways of the model's authors and of diffusers differ, between which `follow` chooses.
+        radial: True where the denoiser's self-attention can be radial.
+        trained_attention: The attention that it was trained with.
+        frame_multiple: Latent frames are denoised in multiples of it; those in front are dropped.
+        block_frames: The latent frames of each block of a video that is made block by block; 0 for one made whole.
+        longest: The largest number of frames that the autoencoder can encode or decode.
+        fixed_size: The only (height, width) that it makes.
+        posteriors: Encoded pictures that are drawn from a distribution.
+        text_length: The tokens of a prompt whose features are in `prompt_embeds`, where all prompts have as many.
+        config_entries: Entries of the denoiser's config.json on what `attending` added.
+    """
+
+    purpose: str
+    grid: int
+    vae: Any
+    scheduler: Scheduler
+    networks: Mapping[str, Config]
+    tables: Tables = NO_TABLES
+    denoisers: tuple[str, ...] = ("transformer",)
+    takes: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    begins_from_video: bool = True
+    ways: bool = False
+    radial: bool = False
+    trained_attention: Attention = AUTO
+    frame_multiple: int = 1
+    block_frames: int = 0
+    longest: int | None = None
+    fixed_size: tuple[int, int] | None = None
+    posteriors: tuple[Posterior, ...] = ()
+    text_length: int | None = None
+    config_entries: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    # ---- what can be made
+
+    @property
+    def streams(self) -> bool:
+        """True where a video's frames are delivered while it is made, block by block."""
+        return self.block_frames > 0
+
+    @property
+    def block_length(self) -> int:
+        """The frames that each block adds to a video that is made block by block; 0 for one that is made as a whole."""
+        return self.block_frames * self.vae.temporal_factor
+
+    @property
+    def picture_beside_clip(self) -> str | None:
+        """How a first picture counts beside a clip, in words; None for a model that does not take both."""
+        if not {"image", "video"} <= set(self.takes):
+            return None
+        return "the picture is the first frame and decides the size, and the frames after it begin from the clip"
+
+    @property
+    def continued_by(self) -> str | None:
+        """What a window takes of the one before: a frame as `image`, frames in a masked `video`, or nothing."""
+        if self.streams or set(self.needs) - {PICTURE}:
+            return None
+        return CONTROL if "mask" in self.takes else PICTURE if PICTURE in self.takes else None
+
+    @property
+    def tasks(self) -> list[str]:
+        """What a video can be made from, and how, in words."""
+        told = {
+            "text": not self.needs,
+            "a first picture": "image" in self.takes and "last_image" not in self.needs,
+            "a first and a last picture": "last_image" in self.takes,
+            "a clip": "video" in self.takes and self.begins_from_video,
+            "a control clip": "video" in self.takes and not self.begins_from_video,
+            "a mask": "mask" in self.takes,
+            "reference pictures": "references" in self.takes,
+            "streamed block by block": self.streams,
+            "in windows that go on": self.continued_by is not None,
+        }
+        return [task for task, offered in told.items() if offered]
+
+    def implied(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns given settings, and those that follow from them.
+
+        Noise levels follow whom the rest follows; the second expert's guidance scale is that of the first.
+        """
+        found = {**given}
+        if self.ways and "sigmas" in self._levels and given.get("sigmas") is None:
+            found["sigmas"] = given.get("follow")
+        if len(self.denoisers) > 1 and given.get("guidance_scale_2") is None:
+            found["guidance_scale_2"] = given.get("guidance_scale")
+        return found
+
+    # ---- checks
+
+    def check_settings(self, settings: Settings) -> None:
+        """Raises WanjaxError where the model makes no video of these settings."""
+        settings.check(spatial=self.grid, temporal=self.vae.temporal_factor)
+        self.check_length(settings.frames, settings.model)
+        check_windows(settings, self.continued_by)
+        check_rule(settings.guidance_rule, settings.guided, settings.steps)
+        if self.fixed_size and settings.size != self.fixed_size:
+            raise WanjaxError(
+                f"{settings.model} has learned positions for {self.fixed_size[1]}x{self.fixed_size[0]} alone: "
+                f"{settings.width}x{settings.height} cannot be made with it"
+            )
+        if self.streams:
+            self._check_blocks(settings)
+
+    def _check_blocks(self, settings: Settings) -> None:
+        """Raises WanjaxError unless a video is of whole blocks, and without guidance."""
+        block, factor = self.block_frames, self.vae.temporal_factor
+        frames = self.latent_shape(settings)[2]
+        if frames % block:
+            legal = [(n * block - 1) * factor + 1 for n in (frames // block, frames // block + 1) if n]
+            raise WanjaxError(
+                f"{quantity(settings.frames, 'frame')} are {quantity(frames, 'latent frame')}, and "
+                f"{settings.model} makes blocks of {block}: {' or '.join(map(str, legal))} frames would do"
+            )
+        if settings.guided:
+            raise WanjaxError(
+                f"{settings.model} was distilled without guidance: a guidance scale of 1, its default, would do"
+            )
+
+    def check_length(self, frames: int, model: str) -> None:
+        """Raises WanjaxError for more frames than the autoencoder can encode or decode in one video."""
+        if self.longest is not None and frames > self.longest:
+            raise WanjaxError(f"{frames} frames are too many for {model}: at most {self.longest} would do")
+
+    def check_pictures(self, pictures: Pictures, settings: Settings) -> None:
+        """Raises WanjaxError unless the model takes these pictures and needs no others."""
+        check_taken(pictures.given(), settings.model, self.purpose, takes=self.takes, needs=self.needs)
+        if pictures.last_image is not None and pictures.image is None:
+            raise WanjaxError(f"a last image is given without a first: {settings.model} takes both, or the first alone")
+        if pictures.last_image is not None and settings.frames == 1:
+            raise WanjaxError("a video of 1 frame has no last image beside the first: 5 frames or more would do")
+
+    def check_whole(self, model: str, purpose: str) -> None:
+        """Raises WanjaxError where a video is made block by block; `purpose` is what needs one made as a whole."""
+        if self.streams:
+            raise WanjaxError(f"{model} makes videos block by block, and {purpose} needs them made as a whole")
+
+    def check_streams(self, model: str) -> None:
+        """Raises WanjaxError where a video is made as a whole."""
+        if not self.streams:
+            raise WanjaxError(f"{model} makes a video as a whole and has no blocks to stream: pipe(prompt) makes it")
+
+    # ---- shapes
+
+    def latent_shape(self, settings: Settings) -> Shape:
+        """Returns the shape [1 C T H W] of a video's latents."""
+        frames = (settings.frames - 1) // self.vae.temporal_factor + 1
+        height, width = (pixels // self.vae.spatial_factor for pixels in settings.size)
+        return 1, self.vae.latent_channels, frames, height, width
+
+    def denoised_frames(self, frames: int) -> int:
+        """Returns the latent frames that are denoised for so many, some of which are dropped at the end."""
+        return frames + -frames % self.frame_multiple
+
+    def noise_shape(self, settings: Settings, references: int = 0) -> Shape:
+        """Returns the shape [1 C T H W] of the initial noise, with all frames that are dropped before the video's."""
+        batch, channels, frames, height, width = self.latent_shape(settings)
+        return batch, channels, references + self.denoised_frames(frames), height, width
+
+    def draws(self, settings: Settings, references: int = 0, videos: int = 1) -> Mapping[str, Shape]:
+        """Returns the shapes of the random arrays that can be given for videos made together, by name.
+
+        `step_noise` has a row for each step of the settings; those that a given video skips are not used.
+        """
+        _, channels, frames, *cells = self.latent_shape(settings)
+        initial = (videos, *self.noise_shape(settings, references)[1:])
+        found = {INITIAL: initial} | ({OF_STEPS: (settings.steps, *initial)} if self.scheduler.stochastic else {})
+        for one in self.posteriors:
+            kind = one.mean.partition("_")[0]
+            if kind in self.takes:
+                found[one.noise] = (videos, channels, 1 if kind == "image" else frames, *cells)
+        return found
+
+    def clean(self, latents: Float[Array, "B C T H W"]) -> Float[Array, "B _T H W C"]:
+        """Returns the latents of encoded videos [B C T H W] as the network is trained to make them."""
+        return pad_front(jnp.moveaxis(latents, 1, -1), self.denoised_frames(latents.shape[2]))
+
+    def decoded_at_once(self, frames: int) -> tuple[int, int]:
+        """Latent frames in the first chunk to decode, and in each later one, for a video of so many."""
+        return (self.block_frames, self.block_frames) if self.streams else self.vae.decoded_at_once(frames)
+
+    def blocks(self, frames: int) -> list[Block]:
+        """Returns the blocks of a video of so many latent frames; most models make a video as a whole."""
+        size = self.block_frames or frames
+        count = frames // size
+        return [Block(number, count, range(number * size, (number + 1) * size)) for number in range(count)]
+
+    # ---- steps
+
+    @property
+    def _levels(self) -> set[str]:
+        return set(inspect.signature(self.scheduler.schedule).parameters)
+
+    def levels(self, settings: Settings) -> Mapping[str, Any]:
+        """Returns the settings that decide the noise levels, as keywords of the scheduler's `schedule`."""
+        known = {"shift": settings.flow_shift, "sigmas": settings.sigmas, "follow": settings.follow}
+        return {name: value for name, value in known.items() if value is not None and name in self._levels}
+
+    def schedule(self, settings: Settings, encoded: Encoded | None = None) -> Any:
+        """Returns the noise levels of the steps, arrays of the host; a given video, if encoded, skips the noisiest."""
+        begun = getattr(encoded, "video_latents", None) is not None
+        skip = settings.steps - settings.strong_steps if begun else 0
+        return self.scheduler.schedule(settings.steps, skip=skip, **self.levels(settings))
+
+    def phases(self, schedule: Any, settings: Settings) -> tuple[Phase, ...]:
+        """Returns the steps of each network, and their guidance scales."""
+        return phases_of(self.denoisers, schedule.timesteps, settings)
+
+    def noise_range(self, network: str, settings: Settings) -> tuple[float, float]:
+        """Returns the noise levels, from 0 to 1, between which a network denoises."""
+        if len(self.denoisers) == 1 or settings.boundary is None:
+            return 0.0, 1.0
+        return (settings.boundary, 1.0) if network == self.denoisers[0] else (0.0, settings.boundary)
+
+    def tables_for(self, encoded: Encoded) -> Tables:
+        """Returns the tables of step caches for a video from this output of `encode`."""
+        return self.tables if getattr(encoded, "condition", None) is None else self.tables.of_pictured
+
+    def cache_rule(self, settings: Settings) -> CacheRule:
+        """Returns the rule of the settings' step cache, complete; raises WanjaxError where the model cannot have it."""
+        if self.streams:
+            if settings.cache != NONE:
+                raise WanjaxError(f"{settings.model} takes too few steps for a step cache: leave {settings.cache} out")
+            return NONE
+        return chosen_rule(settings.cache, self.phases(self.schedule(settings), settings), self.tables, settings.model)
+
+    def reused(self, settings: Settings) -> tuple[bool, ...]:
+        """Tells of each step whether it reuses what another kept, or may where the rule is not `counted`."""
+        rule, phases = self.cache_rule(settings), self.phases(self.schedule(settings), settings)
+        return tuple(reuses for phase in phases for reuses in rule.reused(phase, self.tables))
+
+    def attention(self, asked: Attention) -> Attention:
+        """Returns the attention of the denoiser where this one is asked for; AUTO is that which it was trained with."""
+        return self.trained_attention if asked == AUTO else asked
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoModel(ABC):
+    """A checkpoint as its family knows it, without weights: a method that computes is given a `Runtime`.
+
+    A family writes the abstract methods, and the others where it differs.
+    """
+
+    encoded_type: ClassVar[type[Any]]
+    """The type that `encode` returns, a NamedTuple; its fields are the tensors of the first stage's file.
+
+    One that holds pictures has a field `video_shape`, None by default, which a run fills (`pipelines/video_shape`).
+    """
+
+    vae: Any
+    scheduler: Scheduler
+    tables: Tables = NO_TABLES
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        """What shared code knows of the model, as data. A family writes it."""
+        raise NotImplementedError
+
+    @property
+    @abstractmethod
+    def denoiser(self) -> Denoiser:
+        """The traced part of the model."""
+
+    @abstractmethod
+    def encode_prompts(self, runtime: Runtime, settings: Settings) -> Encoded:
+        """Encodes the prompt and the negative prompt of a video's settings, with the text encoders alone."""
+
+    def encode_pictures(
+        self, runtime: Runtime, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
+    ) -> Mapping[str, Any]:
+        """Encodes the pictures of a video without the text encoders; returns fields of `encoded_type`."""
+        return {}
+
+    @abstractmethod
+    def check_encoded(self, encoded: Encoded, settings: Settings) -> None:
+        """Raises WanjaxError unless this output of `encode` fits a video of these settings."""
+
+    @abstractmethod
+    def prepare(
+        self,
+        runtime: Runtime,
+        graphdef: Any,
+        weights: Any,
+        encoded: Encoded,
+        x: Held,
+        groups: Groups,
+        *,
+        nag: np.ndarray | None = None,
+        block: int = 0,
+        memory: Any = None,
+    ) -> tuple[tuple[Any, ...], Any]:
+        """Computes what no step of a network changes; returns the context of each forward, and what all share.
+
+        Args:
+            runtime: Calls programs.
+            graphdef, weights: The network.
+            encoded: The output of `encode`, of videos that are made together.
+            x: The latents, for their shape.
+            groups: The forwards of a step, and the prompts of each.
+            nag: The numbers of normalised attention guidance, if it is wanted.
+            block: The number of the block, of a video that is made block by block.
+            memory: What `update_memory` returned after the block before.
+        """
+
+    def update_memory(self, runtime: Runtime, graphdef: Any, weights: Any, inputs: ModelInputs, x: Held) -> Any:
+        """Returns what the next block reads of this one, which is finished; buffers of `inputs` may be reused."""
+        return None
+
+    @abstractmethod
+    def forward(self, settings: Settings, encoded: Encoded | None = None) -> Forward:
+        """Returns the work of one forward of the denoiser, for this output of `encode` where there is one."""
+
+    def tokens(self, runtime: Runtime, prompts: Sequence[str], follow: str) -> tuple[TokenBatch, ...]:
+        """Returns the tokens of prompts, for each text encoder; `follow` is that of the settings."""
+        return (runtime.components.get("tokenizer").tokenize(prompts),)
+
+    def references(self, encoded: Encoded, settings: Settings) -> int:
+        """Returns the number of reference latent frames, which are denoised before the video's and then dropped."""
+        return 0
+
+    def size_for(self, picture: tuple[int, int, int], asked: Settings) -> tuple[int, int]:
+        """Returns the size of a video of a picture [H W 3], where none is given."""
+        return self.spec.fixed_size or size_within(picture, asked.height * asked.width, self.spec.grid)
+
+    def linearised(self, sparse: SparseLinear, model: str) -> "VideoModel":
+        """Returns the model whose denoiser has a projection for this sparse-linear attention.
+
+        Raises UnsupportedError where it can have none.
+        """
+        raise UnsupportedError(f"{model} can have no sparse-linear attention: --attention auto would do")
+
+
+def phases_of(
+    denoisers: Sequence[str], timesteps: Float[np.ndarray, " steps"], settings: Settings
+) -> tuple[Phase, ...]:
+    """Returns the phases of a video: one, or that of each expert, the second below the noise level `boundary`."""
+    total, skipped, first = len(timesteps), settings.steps - len(timesteps), settings.guidance_scale
+    if settings.dynamic_guidance and settings.guided:
+        return (Phase(denoisers[0], 0, tuple(dynamic_scales(first, timesteps, settings.steps)), total, 0, skipped),)
+    if settings.boundary is None or len(denoisers) == 1:
+        return (Phase(denoisers[0], 0, (first,) * total, total, 0, skipped),)
+    high = int(np.sum(np.asarray(timesteps) >= settings.boundary * TRAIN_STEPS))
+    second = first if settings.guidance_scale_2 is None else settings.guidance_scale_2
+    both = [(denoisers[0], 0, (first,) * high), (denoisers[1], high, (second,) * (total - high))]
+    return tuple(
+        Phase(name, start, scales, total, number, skipped)
+        for number, (name, start, scales) in enumerate(one for one in both if one[2])
+    )
+
+
+def with_scheduler(model: Any, scheduler: str | Scheduler) -> Any:
+    """Returns the model with another scheduler; raises WanjaxError where it does not fit the model."""
+    return replace(model, scheduler=successor(scheduler, model.scheduler))
+
+
+def least_bytes(model: VideoModel, settings: Settings) -> int:
+    """Returns bytes that a step holds at once, whatever its kernels are, beside the weights.
+
+    They are those of the tokens of a layer, their queries, keys and values, which every attention is given whole. 0 for
+    a video that is made by blocks.
+    """
+    if model.spec.streams:
+        return 0
+    work = model.forward(settings)
+    return 4 * work.tokens * work.width * jnp.dtype(settings.dtype).itemsize
+
+
+def truncations(model: VideoModel, runtime: Runtime, prompt: str, follow: str) -> Sequence[Truncation]:
+    """Returns the parts of a prompt that the model does not read, if any."""
+    return tuple(cut for batch in model.tokens(runtime, [prompt], follow) for cut in batch.truncated if cut)
+
+
+def check_fits(model: VideoModel, encoded: Encoded, settings: Settings) -> None:
+    """Raises WanjaxError unless this output of `encode` was made for a video of these settings."""
+    if (made := encoded_shape(encoded)) is not None:
+        made.check(settings)
+    model.check_encoded(encoded, settings)
+    if made is not None and (held := model.references(encoded, settings)) != made.references:
+        raise WanjaxError(f"what was encoded for {made} holds {held} references: encode the pictures again")
+
+
+def encoded_from(model: VideoModel, tensors: Mapping[str, Array]) -> Encoded:
+    """Restores the output of `encode` from its tensors by name; raises WanjaxError where one is missing.
+
+    Warns of prompts from the scripts before wanjax, which had cut them to a length that the model was not trained on.
+    """
+    kind, read = model.encoded_type, model.spec.text_length
+    optional = kind._field_defaults.keys()
+    if missing := [name for name in kind._fields if name not in tensors and name not in optional]:
+        has = ", ".join(tensors) or "none at all"
+        raise WanjaxError(f"there is no tensor {missing[0]!r} among the encoded prompts, only {has}: encode again")
+    encoded = kind(**{name: x for name, x in tensors.items() if name in kind._fields})
+    if read is not None and encoded.prompt_embeds.shape[1] == OLD_TEXT_LENGTH != read:
+        told = f"the prompt has {OLD_TEXT_LENGTH} tokens where the model reads {read}: the video will differ"
+        warnings.warn(told, WanjaxWarning, stacklevel=2)
+    return encoded
+
+
+def latents_of(encoded: Encoded) -> dict[str, Any]:
+    """Returns the encoded pictures that are latents [B C T H W], by name."""
+    return {name: x for name, x in encoded._asdict().items() if x is not None and len(x.shape) == 5}
+
+
+def attending(model: VideoModel, asked: Attention, name: str) -> VideoModel:
+    """Returns the model whose denoiser can attend so: with a projection for sparse-linear attention.
+
+    Raises UnsupportedError for radial or sparse-linear attention where the denoiser can have none, and for any other
+    than sparse-linear attention where it was trained with that.
+    """
+    if asked.radial and not model.spec.radial:
+        raise UnsupportedError(f"{name} has no radial attention: --attention auto would do")
+    trained = model.spec.trained_attention.sparse
+    if asked.sparse and not trained:
+        return model.linearised(asked.sparse, name)
+    if trained and not model.spec.attention(asked).sparse:
+        told = f"{name} was trained with sparse-linear attention, and {asked} is another"
+        raise UnsupportedError(f"{told}: --attention auto or sla:top=0.15 would do")
+    return model

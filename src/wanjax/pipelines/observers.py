@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Observers of a run: progress, callbacks, saving, a wish to stop; and the monitor that tells them of each step."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, UInt8
+
+from wanjax.dims import readable
+from wanjax.errors import WanjaxError
+from wanjax.pipelines import progress
+from wanjax.pipelines.denoiser import State
+from wanjax.pipelines.model import Block, Encoded
+from wanjax.pipelines.phases import Phase
+from wanjax.pipelines.previews.latent_preview import LatentPreview
+from wanjax.pipelines.windows import Window
+
+IN_FLIGHT = 2  # steps queued on the device: two keep it busy, more would hold memory
+
+
+@dataclass(frozen=True)
+class Step:
+    """A denoising step, `index` of `total` from 0.
+
+    `state` is all that the next step takes from it. The next step reuses its buffers, so `latents` [B C T H W], those
+    after the step, are read before it. `x0` [B C T H W] are the clean latents predicted in it. `reuses` tells whether
+    the step reused what another kept, or might have where that is decided on the device. `colours` returns what makes
+    previews; it is made at the first call.
+    """
+
+    index: int
+    total: int
+    timestep: float
+    state: Any
+    predicted: Any  # x0 [B T H W C]
+    reuses: bool = False
+    colours: Callable[[], LatentPreview] | None = None
+
+    @property
+    def latents(self) -> Float[Array, "B C T H W"]:
+        """The latents after the step."""
+        return self._latents
+
+    @cached_property  # once they are read, they stay
+    def _latents(self) -> Float[Array, "B C T H W"]:
+        return jnp.moveaxis(self.state.x, -1, 1)
+
+    @property
+    def x0(self) -> Float[Array, "B C T H W"]:
+        """The clean latents predicted in the step."""
+        return self._x0
+
+    @cached_property
+    def _x0(self) -> Float[Array, "B C T H W"]:
+        return jnp.moveaxis(self.predicted, -1, 1)
+
+    def preview(self) -> UInt8[np.ndarray, "B T _H _W 3"]:
+        """Returns small pictures of the predicted latents, one for each latent frame; waits for the device."""
+        assert self.colours is not None, "a step of `Pipeline.denoise` can be previewed"
+        return self.colours().pictures(self.x0)
+
+
+readable(Step)
+
+
+class Switch(NamedTuple):
+    """A change of network: before step `index` of `total`, from 0, `network` took over after `seconds` of loading."""
+
+    network: str
+    index: int
+    total: int
+    seconds: float
+
+
+class Cancelled(Exception):
+    """The exception for a callback that returned False; `step` is the last step taken, from 0."""
+
+    def __init__(self, step: int):
+        super().__init__(step)  # which pickles, and so goes from one process to another
+        self.step = step
+
+    def __str__(self) -> str:
+        return f"cancelled after step {self.step + 1}"
+
+
+class Start(NamedTuple):
+    """The state before the first step, and everything on which the latents depend: facts as JSON, and arrays."""
+
+    state: State
+    phases: Sequence[Phase]
+    facts: Mapping[str, Any]
+    arrays: Sequence[Array | np.ndarray]
+
+
+class Hook:
+    """An observer of a run that is executed. Every method does nothing: a hook has those that it needs."""
+
+    def stage(self, name: str) -> AbstractContextManager[Any]:
+        """Surrounds a stage."""
+        return nullcontext()
+
+    def count(self, unit: str, done: int, total: int) -> None:
+        """Receives how many units of a stage, such as steps, the device has done."""
+
+    def window(self, window: Window) -> None:
+        """Receives a window of a video of several, before it is made."""
+
+    def encoded(self, encoded: Encoded) -> None:
+        """Receives the output of the first stage."""
+
+    def begun(self, encoded: Encoded) -> None:
+        """Receives what is denoised: the output of the first stage, of videos that are made together."""
+
+    def resumed(self, begun: Start) -> tuple[State, int] | None:
+        """Returns the state from which to go on, and the number of steps that were taken before it, if there is one."""
+
+    def switched(self, switch: Switch) -> None:
+        """Receives a change of network."""
+
+    def stepped(self, step: Step) -> bool | None:
+        """Receives a step, which the device may not have finished; returns False to end the run."""
+
+    def stopped(self, step: Step) -> None:
+        """Receives the last step of a run that ends after it, before its time."""
+
+    def denoised(self, latents: Array, block: Block) -> None:
+        """Receives the latents [B C T H W] of a block of videos that are made together."""
+
+
+class Hooks(tuple[Hook, ...]):
+    """Hooks, each of which is told in its turn."""
+
+    def tell(self, event: str, *told: Any) -> list[Any]:
+        """Tells every hook of an event, a method of `Hook`; returns what they answer."""
+        return [getattr(hook, event)(*told) for hook in self]
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Surrounds a stage, for each hook."""
+        with ExitStack() as stack:
+            for hook in self:
+                stack.enter_context(hook.stage(name))
+            yield
+
+
+class Monitor:
+    """Tells hooks of the steps of a block, and holds the host back so that few steps are queued on the device.
+
+    In its `with` block the hooks are told of the last step where the run ends early. Raises WanjaxError that names the
+    first step whose latents are not finite, and Cancelled where a hook ends the run.
+
+    Args:
+        hooks: They are told.
+        block: That which is denoised.
+        timesteps: Those of the schedule.
+        colours: Returns what makes previews.
+        executes: False where a run is recorded, of whose steps nobody is told.
+    """
+
+    def __init__(
+        self, hooks: Hooks, block: Block, timesteps: Any, colours: Callable[[], LatentPreview] | None, executes: bool
+    ):
+        self.hooks, self.block, self.timesteps, self.colours, self.executes = hooks, block, timesteps, colours, executes
+        self._steps = len(timesteps)
+        self._queue: deque[tuple[int, Any]] = deque()
+        self._last: Step | None = None
+
+    def __enter__(self) -> "Monitor":
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is not None and self._last is not None and not _deleted(self._last.state):
+            self.hooks.tell("stopped", self._last)
+
+    def begin(self, done: int) -> None:
+        """Counts the steps that were taken before."""
+        if self.executes and self.block.count == 1:
+            self.hooks.tell("count", "step", done, self._steps)
+        elif self.executes and self.block.number == 0:
+            self.hooks.tell("count", "block", 0, self.block.count)
+
+    def switched(self, network: str, index: int, seconds: float) -> None:
+        """Tells of a network that takes over."""
+        self.hooks.tell("switched", Switch(network, index, self._steps, seconds))
+
+    def stepped(self, index: int, state: State, x0: Any, finite: Bool[Array, ""] | Any, reuses: bool) -> None:
+        """Tells of a step, once at most `IN_FLIGHT` steps are queued."""
+        if not self.executes:
+            return
+        whole = self.block.number * self._steps + index
+        time = float(self.timesteps[index])
+        step = self._last = Step(whole, self.block.count * self._steps, time, state, x0, reuses, self.colours)
+        self._queue.append((whole, finite))
+        self._wait(IN_FLIGHT)
+        if any(answer is False for answer in self.hooks.tell("stepped", step)):  # each is told
+            raise Cancelled(step.index)
+
+    def finish_phase(self) -> None:
+        """Waits for all steps of a network; what it kept for later steps is freed with it."""
+        self._wait(0)
+        if self._last is not None:
+            self._last = replace(self._last, state=replace(self._last.state, kept=()))
+
+    def _wait(self, left: int) -> None:
+        """Waits until at most `left` steps are queued."""
+        queue, total = self._queue, self.block.count * self._steps
+        while len(queue) > left or (queue and queue[0][1].is_ready()):
+            index, finite = queue.popleft()
+            if not finite:
+                raise WanjaxError(f"the latents are not finite after step {index + 1} of {total}: use float32")
+            if self.block.count == 1:
+                self.hooks.tell("count", "step", index + 1, total)
+            elif (index + 1) % self._steps == 0:
+                self.hooks.tell("count", "block", (index + 1) // self._steps, self.block.count)
+
+
+def _deleted(state: State) -> bool:
+    """Tells whether a later step has taken the buffers of a state."""
+    return any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state))
+
+
+class Showing(Hook):
+    """Shows stages on stderr: True, False, or None for on a terminal and in a notebook."""
+
+    def __init__(self, shown: bool | None):
+        self.shown = shown
+
+    def stage(self, name: str) -> AbstractContextManager[Any]:
+        return progress.stage(name, self.shown)
+
+    def count(self, unit: str, done: int, total: int) -> None:
+        progress.count(unit, done, total)
+
+
+class Calling(Hook):
+    """Calls a function after every step, which may return False to end the run."""
+
+    def __init__(self, callback: Callable[[Step], bool | None]):
+        self.callback = callback
+
+    def stepped(self, step: Step) -> bool | None:
+        _ = step.latents, step.x0  # for a callback that keeps the step
+        return self.callback(step)
+
+
+class Switching(Hook):
+    """Calls a function when another network takes over."""
+
+    def __init__(self, callback: Callable[[Switch], Any]):
+        self.callback = callback
+
+    def switched(self, switch: Switch) -> None:
+        self.callback(switch)

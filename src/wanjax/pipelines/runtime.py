@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The runtime: loaded networks, the devices on which programs run, and what is done with a program."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flax import nnx
+
+from wanjax.kernels.compiler_options import SAFE
+from wanjax.pipelines.components import Components
+from wanjax.programs import EXECUTE, Program, Site, Strategy
+from wanjax.sharding import Partitioner
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """All that a model needs in order to compute. A model is given one, and never a pipeline.
+
+    Args:
+        components: The networks and tokenizers, each loaded at first use.
+        partitioner: The mesh, and the rules by which arrays are sharded over it.
+        compiler: The set of compiler options.
+        strategy: Executes programs, records them, or traces them into the caller's.
+    """
+
+    components: Components
+    partitioner: Partitioner
+    compiler: str = SAFE
+    strategy: Strategy = EXECUTE
+
+    def call(self, program: Program, static: Any, *arguments: Any) -> Any:
+        """Calls a program on the devices, and returns its results; `static` is hashable."""
+        return self.strategy.call(program, Site(self.partitioner, self.compiler), static, *arguments)
+
+    def split(self, name: str) -> tuple[Any, Any]:
+        """Returns the definition and the weights of a network, which is loaded if it is not."""
+        return nnx.split(self.components.get(name))
+
+    def under(self, strategy: Strategy, components: Components | None = None) -> "Runtime":
+        """Returns the runtime with another strategy, and with other components if given."""
+        return replace(self, strategy=strategy, components=components or self.components)

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The denoising loop, and the latents of a video from it, block by block."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from wanjax.pipelines.caching.networks import step_cache
+from wanjax.pipelines.caching.step_cache import StepCache
+from wanjax.pipelines.denoiser import GivenNoise, Init, ModelInputs, State, StepProgram, begin, finish, take_step
+from wanjax.pipelines.draws import INITIAL, OF_STEPS, GivenDraws, checked_draws
+from wanjax.pipelines.guidance import CLASSIFIER_FREE, GuidanceRule, check_rule, grouping
+from wanjax.pipelines.model import Block, Encoded, VideoModel, latents_of
+from wanjax.pipelines.observers import Hooks, Monitor, Start
+from wanjax.pipelines.phases import Phase, dense_steps
+from wanjax.pipelines.record import VERSION
+from wanjax.pipelines.runtime import Runtime
+from wanjax.pipelines.seeds import words_of
+from wanjax.pipelines.settings import Settings
+from wanjax.schedulers import one_step
+
+Caches = Callable[..., StepCache]  # of the last six arguments of `step_cache`
+
+
+def denoise(
+    runtime: Runtime,
+    model: VideoModel,
+    encoded: Encoded,
+    schedule: Any,
+    phases: Sequence[Phase],
+    state: State,
+    monitor: Monitor,
+    *,
+    guidance: GuidanceRule = CLASSIFIER_FREE,
+    caches: Caches,
+    batch_guidance: bool = False,
+    done: int = 0,
+    memory: Any = None,
+) -> tuple[State, Any]:
+    """Takes the steps of a block; returns the last state, and what the next block reads of this one.
+
+    Args:
+        runtime: The networks, and the devices on which programs run.
+        model: The family's part.
+        encoded: The output of `encode`, of videos that are made together.
+        schedule: The noise levels, arrays of the host.
+        phases: Which network takes which steps, and with what guidance scale.
+        state: The latents and the solver's state before the first step.
+        monitor: Is told of every step, and may end the loop.
+        guidance: The rule by which predictions for the prompt and the negative prompt become one.
+        caches: Returns the step cache of a phase.
+        batch_guidance: Runs both prompts in one forward.
+        done: Steps that were taken before, by a run that was stopped.
+        memory: What this returned for the block before.
+    """
+    denoiser, block, total = model.denoiser, monitor.block, len(schedule.timesteps)
+    with monitor:
+        for phase in phases:
+            if not (left := phase.steps[max(0, done - phase.start) :]):
+                continue
+            network, seconds = runtime.components.take_over(phase.network, model.spec.denoisers)
+            if phase.start > done:
+                monitor.switched(phase.network, phase.start, seconds)
+            sparse = model.spec.radial and network.attention.radial
+            graphdef, weights = nnx.split(network)
+            groups = grouping(phase.guided, batch_guidance, runtime.partitioner)
+            how = {"nag": guidance.leads, "block": block.number, "memory": memory}
+            contexts = model.prepare(runtime, graphdef, weights, encoded, state.x, groups, **how)
+            inputs = ModelInputs(weights, *contexts, groups.batch * state.x.shape[0])
+            cache = caches(runtime, denoiser, graphdef, weights, schedule, phase)
+            for index in left:
+                reuses = cache.reuses(index)
+                dense = index < dense_steps(total) and not reuses if sparse else None
+                step = StepProgram(denoiser, graphdef, model.scheduler, cache, type(guidance), dense)
+                state = replace(state, kept=cache.given(index, state.kept))
+                told = guidance.told(index, phase.scales[index - phase.start])
+                state, x0, finite = runtime.call(take_step, step, state, inputs, told, one_step(schedule, index))
+                monitor.stepped(index, state, x0, finite, reuses)
+            monitor.finish_phase()
+            state = replace(state, kept=None)
+            if not block.last:
+                memory = model.update_memory(runtime, graphdef, weights, inputs, state.x)
+            del network, weights, contexts, inputs  # the weights are freed before the next network is loaded
+    return state, memory
+
+
+def sample(
+    runtime: Runtime,
+    model: VideoModel,
+    encoded: Encoded,
+    settings: Settings,
+    seeds: Sequence[int],
+    *,
+    noise: GivenDraws | None = None,
+    batch_guidance: bool = False,
+    hooks: Hooks,
+    caches: Caches | None = None,
+    colours: Any = None,
+) -> Iterator[Any]:
+    """Yields the latents of videos that are made together, one for each seed: each block as soon as it is made.
+
+    Args:
+        runtime: The networks, and the devices on which programs run.
+        model: The family's part.
+        encoded: The output of `encode`.
+        settings: Those of the videos.
+        seeds: One for each video.
+        noise: Random arrays in place of the seeds'.
+        batch_guidance: Runs both prompts in one forward.
+        hooks: Observers.
+        caches: Returns the step cache of a phase; None is by the rule of the settings.
+        colours: Returns what makes previews.
+    """
+    spec, words, rule = model.spec, words_of(seeds), settings.guidance_rule
+    shapes = spec.draws(settings, model.references(encoded, settings), len(seeds))
+    given, schedule = checked_draws(noise, shapes), spec.schedule(settings, encoded)
+    check_rule(rule, settings.guided, len(schedule.timesteps))
+    phases, pictures, memory = spec.phases(schedule, settings), latents_of(encoded), None
+    caches = caches or partial(step_cache, spec.cache_rule(settings), spec.tables_for(encoded))
+    facts = facts_of(runtime, model, settings, seeds, batch_guidance)
+    arrays = [*(x for x in encoded if x is not None), *given.values()]
+    hooks.tell("begun", encoded)
+    for block in spec.blocks(shapes[INITIAL][2]):
+        frames = None if block.count == 1 else len(block.frames)
+        init = Init(model.scheduler, shapes[INITIAL], spec.posteriors, frames, rule.averages)
+        own = given_noise(given, block, len(schedule.timesteps))
+        with runtime.strategy.stage("denoise"):
+            state, drawn = runtime.call(begin, init, words, own, schedule, pictures, np.int32(block.number))
+            inputs, done = encoded._replace(**drawn), 0
+            if block.count == 1:
+                resumed = hooks.tell("resumed", Start(state, phases, facts, arrays))
+                state, done = next(filter(None, reversed(resumed)), (state, 0))
+            monitor = Monitor(hooks, block, schedule.timesteps, colours, runtime.strategy.executes)
+            monitor.begin(done)
+            how = {"guidance": rule, "caches": caches, "batch_guidance": batch_guidance}
+            state, memory = denoise(
+                runtime, model, inputs, schedule, phases, state, monitor, **how, done=done, memory=memory
+            )
+            static = model.denoiser, frames or spec.latent_shape(settings)[2]
+            made = runtime.call(finish, static, state.x, latents_of(inputs))
+        hooks.tell("denoised", made, block)
+        yield made
+    runtime.components.finish_stage(())
+
+
+def given_noise(given: Mapping[str, np.ndarray], block: Block, steps: int) -> GivenNoise:
+    """Returns the part of the given noise that a block takes; of that of the steps, those that are taken."""
+    frames = slice(block.frames.start, block.frames.stop)
+    initial, of_steps = given.get(INITIAL), given.get(OF_STEPS)
+    if of_steps is not None:
+        of_steps = of_steps[len(of_steps) - steps :, :, :, frames]
+    others = {name: x for name, x in given.items() if name not in (INITIAL, OF_STEPS)}
+    return GivenNoise(None if initial is None else initial[:, :, frames], of_steps, others or None)
+
+
+def facts_of(
+    runtime: Runtime, model: VideoModel, settings: Settings, seeds: Sequence[int], batch_guidance: bool
+) -> dict[str, Any]:
+    """Returns everything but arrays on which the latents depend."""
+    return {
+        "settings": settings.to_json(),
+        "seeds": list(seeds),
+        "scheduler": repr(model.scheduler),
+        "tables": repr(model.tables),
+        "mesh": dict(runtime.partitioner.mesh.shape),
+        "batch_guidance": batch_guidance,
+        "compiler": runtime.compiler,
+        "loaded": runtime.components.recorded,
+        "version": VERSION,
+    }
