@@ -14,7 +14,7 @@ from tests.support.commands import succeeded
 from tests.support.commands import wanjax as command
 from tests.support.documents import ROOT, blocks, commands
 from wanjax.media.pictures import read_clip
-from wanjax.pipelines.wan.architecture import WanArchitecture
+from wanjax.pipelines.wan.model import WanModel
 from wanjax.pipelines.wan.presets import NANO, PRESETS
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "nano"))
@@ -57,7 +57,7 @@ def test_what_it_never_learnt_gives_a_note(options, notes, monkeypatch, tmp_path
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(WanArchitecture, "encode_prompts", interrupted)  # after all notes are printed
+    monkeypatch.setattr(WanModel, "encode_prompts", interrupted)  # after all notes are printed
     monkeypatch.chdir(tmp_path)
     told = [line for line in command(*options).stderr.splitlines() if line.startswith("note: ")]
     assert len(told) == len(notes)

@@ -229,7 +229,7 @@ def test_the_folder_of_a_model_distilled_with_sparse_attention(diffusers, tmp_pa
     jax.tree.map(np.testing.assert_array_equal, *(parameters(pipe.transformer) for pipe in (few, whole)))
     assert few.scheduler == Consistency(timesteps=(1000.0, 757.0, 522.0))
     assert (few.defaults.steps, few.defaults.guidance_scale, few.defaults.flow_shift) == (3, 1.0, 8.0)
-    assert few.architecture.task == whole.architecture.task
+    assert type(few.architecture) is type(whole.architecture)
     save_safetensors(file, tensors | {"blocks.0.other": gates["blocks.0.to_gate_compress.bias"]})
     with pytest.raises(WanjaxError, match=r"blocks\.0\.other"):
         _ = loading.load(tmp_path / "few").transformer

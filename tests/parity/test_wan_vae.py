@@ -23,7 +23,7 @@ from wanjax.models.wan.config import T2V_1_3B
 from wanjax.models.wan.vae import WanVAE
 from wanjax.pipelines.components import Components
 from wanjax.pipelines.pipeline import Pipeline
-from wanjax.pipelines.wan.architecture import WanArchitecture
+from wanjax.pipelines.wan.tasks import TextToVideo
 from wanjax.registry import presets
 
 BAR = 1e-5
@@ -62,7 +62,7 @@ def models(request) -> Models:
 @pytest.fixture(scope="module")
 def pipe(models) -> Pipeline:
     """A pipeline of the autoencoder alone."""
-    shapes = WanArchitecture(transformer=T2V_1_3B, vae=models.vae.config)
+    shapes = TextToVideo(transformer=T2V_1_3B, vae=models.vae.config)
     return Pipeline(Components({"vae": lambda room: models.vae}), shapes, presets()["wan2.1-t2v-1.3b"].defaults)
 
 

@@ -18,8 +18,8 @@ from wanjax.pipelines import components
 from wanjax.pipelines.components import Components, MakeRoom
 from wanjax.pipelines.model import phases_of
 from wanjax.pipelines.observers import Step
-from wanjax.pipelines.wan.architecture import EXPERTS
 from wanjax.pipelines.wan.conditioning import WanEncoded
+from wanjax.pipelines.wan.model import EXPERTS
 from wanjax.registry import presets
 from wanjax.schedulers import UniPC
 

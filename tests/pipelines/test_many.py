@@ -15,8 +15,8 @@ from tests.support.types import unchecked
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
 from wanjax.pipelines import many
-from wanjax.pipelines.wan.architecture import WanArchitecture
 from wanjax.pipelines.wan.conditioning import WanEncoded
+from wanjax.pipelines.wan.model import WanModel
 from wanjax.registry import presets
 
 PROMPTS = ["a red circle moving right", "a blue square moving left"]
@@ -31,13 +31,13 @@ def nano():
 
 def test_prompts_and_seeds_give_the_videos_of_single_calls(nano, monkeypatch):
     single = [nano(prompt, seed=seed, **SMALL) for prompt in PROMPTS for seed in (3, 4)]
-    texts, encode_prompts = [], WanArchitecture.encode_prompts
+    texts, encode_prompts = [], WanModel.encode_prompts
 
     def noted(architecture, pipe, settings):
         texts.append(settings.prompt)
         return encode_prompts(architecture, pipe, settings)
 
-    monkeypatch.setattr(WanArchitecture, "encode_prompts", noted)
+    monkeypatch.setattr(WanModel, "encode_prompts", noted)
     videos = nano(PROMPTS, seeds=[3, 4], **SMALL)
     assert texts == PROMPTS
     for ours, reference in zip(videos, single, strict=True):

@@ -16,8 +16,7 @@ import wanjax
 from tests.support.tiny import tiny_checkpoint
 from wanjax.pipelines import progress
 from wanjax.pipelines.progress import Stage
-from wanjax.pipelines.wan.architecture import WanArchitecture
-from wanjax.pipelines.wan.programs import WanDenoiser
+from wanjax.pipelines.wan.denoisers import WanDenoiser
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
@@ -71,7 +70,7 @@ def pipe(tmp_path_factory):
 @pytest.fixture
 def slow(pipe, monkeypatch):
     """The pipeline with steps that take a known time."""
-    monkeypatch.setattr(WanArchitecture, "denoiser", property(lambda model: SlowDenoiser(model.task)))
+    monkeypatch.setattr(type(pipe.architecture), "denoiser", SlowDenoiser())
     ENDS.clear()
     return pipe
 

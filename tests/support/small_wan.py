@@ -17,8 +17,7 @@ from wanjax.models.wan.transformer import WanTransformer
 from wanjax.models.wan.vae import WanVAE
 from wanjax.pipelines.components import Components
 from wanjax.pipelines.pipeline import Pipeline
-from wanjax.pipelines.wan.architecture import WanArchitecture
-from wanjax.pipelines.wan.conditioning import BLOCK_BY_BLOCK
+from wanjax.pipelines.wan.tasks import CausalTextToVideo, TextToVideo
 from wanjax.registry import presets
 from wanjax.schedulers import Consistency, FlowEuler
 from wanjax.sharding import RULES, Partitioner, make_mesh, one_device
@@ -84,7 +83,7 @@ def causal_pipeline(heads, partitioner, *, block_frames=2, window=6, sink=0):
             "vae": lambda room: network(partial(WanVAE, VAE), partitioner),
         }
     )
-    shapes = WanArchitecture(transformer=config, vae=VAE, task=BLOCK_BY_BLOCK, scheduler=Consistency())
+    shapes = CausalTextToVideo(transformer=config, vae=VAE, scheduler=Consistency())
     defaults = presets()["wan2.1-t2v-1.3b-causal"].defaults.updated({"dtype": "float32"})
     return Pipeline(components, shapes, defaults, partitioner)
 
@@ -92,7 +91,7 @@ def causal_pipeline(heads, partitioner, *, block_frames=2, window=6, sink=0):
 def architecture(heads, **more):
     """Returns the shapes of that pipeline."""
     shapes = {"text_encoder": TEXT, "transformer": transformer_config(heads), "vae": VAE, "scheduler": FlowEuler()}
-    return WanArchitecture(**shapes | more)
+    return TextToVideo(**shapes | more)
 
 
 def pipeline(heads, partitioner):

@@ -7,13 +7,12 @@ from wanjax.pipelines.caching.tables import FILE
 from wanjax.pipelines.family import Family
 from wanjax.pipelines.image_processor import ImageProcessor
 from wanjax.pipelines.text.tokenizer import Tokenizer
-from wanjax.pipelines.wan.architecture import WanArchitecture
-from wanjax.pipelines.wan.conditioning import CAUSAL_PIPELINES
 from wanjax.pipelines.wan.layouts import LAYOUT
 from wanjax.pipelines.wan.networks import NETWORKS
 from wanjax.pipelines.wan.presets import DISTILLATIONS, PRESETS, settings_of
 from wanjax.pipelines.wan.programs import TEXT_LENGTH
 from wanjax.pipelines.wan.recognise import RELATIVES
+from wanjax.pipelines.wan.tasks import CAUSAL_PIPELINES, model_of
 
 FAMILY = Family(
     name="Wan",
@@ -26,7 +25,7 @@ FAMILY = Family(
         "WanDMDPipeline",
         *CAUSAL_PIPELINES,
     ),
-    architecture=WanArchitecture.of,
+    architecture=model_of,
     settings=settings_of,
     presets=PRESETS,
     tables=Path(__file__).parent / FILE,

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The programs of Wan's models that make a video block by block, beside those of all families."""
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -11,9 +10,7 @@ from jaxtyping import Array, Float, Float32
 from wanjax.kernels.attention.kv_cache import KVCache, Place, renewed
 from wanjax.kernels.compiler_options import fast_products, products, scanned
 from wanjax.layers.rope import Angles
-from wanjax.layers.stack import EVERY_BLOCK, BlockCache
 from wanjax.models.wan.transformer import Context
-from wanjax.pipelines.wan.programs import TimedDenoiser
 from wanjax.programs import program
 
 
@@ -30,23 +27,6 @@ class Past(NamedTuple):
 
     context: Context
     window: KVCache
-
-
-@dataclass(frozen=True)
-class CausalWanDenoiser(TimedDenoiser):
-    """Wan's causal transformer; predicts the velocity of a block of latents."""
-
-    def predict(
-        self,
-        network: Any,
-        x: Float[Array, "B T H W C"],
-        t: Float[Array, "B"],
-        prompt: Any,
-        shared: CausalInputs,
-        blocks: BlockCache = EVERY_BLOCK,
-        dense: bool | None = None,
-    ) -> Float[Array, "B T H W C"]:
-        return network(x, t, prompt, *shared)[0]
 
 
 @program(scanned)

@@ -26,8 +26,8 @@ from wanjax.models.wan.config import TransformerConfig
 from wanjax.pipelines.distillation import distilled_by, telling
 from wanjax.pipelines.family import Preset
 from wanjax.pipelines.wan import recognise
-from wanjax.pipelines.wan.conditioning import CAUSAL_PIPELINES
 from wanjax.pipelines.wan.presets import DISTILLATIONS, FUN, lender_of, published
+from wanjax.pipelines.wan.tasks import CAUSAL_PIPELINES
 from wanjax.schedulers import UNIPC_SHIFT
 
 KIND = re.compile(r"(?:Vace)?Wan\w*")  # the class in a transformer's config.json, of the authors or of others

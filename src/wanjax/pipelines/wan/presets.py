@@ -29,17 +29,20 @@ from wanjax.models.wan.config import (
 from wanjax.pipelines.distillation import Distillation
 from wanjax.pipelines.family import Preset, TrainingDomain, nearest, updated_by
 from wanjax.pipelines.settings import Settings
-from wanjax.pipelines.wan.architecture import THREE_STEPS, WanArchitecture
-from wanjax.pipelines.wan.conditioning import (
-    ATTENDED_IMAGE_TO_VIDEO,
-    ATTENDED_INPAINTING,
-    BLOCK_BY_BLOCK,
-    CONTROLLED_VIDEO,
-    FIRST_AND_LAST_FRAME,
-    FIRST_FRAME_INPAINTING,
-    FIRST_FRAME_TO_VIDEO,
-    IMAGE_TO_VIDEO,
-    INPAINTING,
+from wanjax.pipelines.wan.model import WanModel
+from wanjax.pipelines.wan.tasks import (
+    THREE_STEPS,
+    AttendedImageToVideo,
+    AttendedInpainting,
+    CausalTextToVideo,
+    ControlledVideo,
+    FirstAndLastFrameToVideo,
+    FirstFrameInpainting,
+    FirstFrameToVideo,
+    ImageToVideo,
+    Inpainting,
+    TextToVideo,
+    converted,
 )
 from wanjax.schedulers import RCM, Consistency, FlowEuler, Scheduler, shift_of
 
@@ -69,15 +72,15 @@ DEFAULTS = Settings(
     resize="crop",
     strength=0.8,
 )
-T2V = WanArchitecture(text_encoder=UMT5_XXL, transformer=T2V_14B, vae=VAE_2_1)
+T2V = TextToVideo(text_encoder=UMT5_XXL, transformer=T2V_14B, vae=VAE_2_1)
 T2V_SMALL = replace(T2V, transformer=T2V_1_3B)
-I2V = replace(T2V, transformer=I2V_14B, image_encoder=CLIP_VIT_H, task=ATTENDED_IMAGE_TO_VIDEO)
-FLF2V = replace(I2V, transformer=FLF2V_14B, task=FIRST_AND_LAST_FRAME)
-VACE = replace(T2V, transformer=VACE_14B, task=CONTROLLED_VIDEO)
+I2V = converted(AttendedImageToVideo, T2V, transformer=I2V_14B, image_encoder=CLIP_VIT_H)
+FLF2V = converted(FirstAndLastFrameToVideo, I2V, transformer=FLF2V_14B)
+VACE = converted(ControlledVideo, T2V, transformer=VACE_14B)
 VACE_SMALL = replace(VACE, transformer=VACE_1_3B)
 T2V_EXPERTS = replace(T2V, experts=True)
-I2V_EXPERTS = replace(T2V_EXPERTS, transformer=I2V_A14B, task=IMAGE_TO_VIDEO)
-TI2V = replace(T2V, transformer=TI2V_5B, vae=VAE_2_2, task=FIRST_FRAME_TO_VIDEO)
+I2V_EXPERTS = converted(ImageToVideo, T2V_EXPERTS, transformer=I2V_A14B)
+TI2V = converted(FirstFrameToVideo, T2V, transformer=TI2V_5B, vae=VAE_2_2)
 OVERLAP = 5  # frames, two latent ones, by which a window of a controlled video goes on from another: our own choice
 HD: dict[str, Any] = {"height": 720, "width": 1280}
 SD: dict[str, Any] = {"height": 480, "width": 832}
@@ -132,7 +135,7 @@ def _preset(
     name: str,
     source: str,
     about: str,
-    architecture: WanArchitecture,
+    architecture: WanModel,
     parameters: int,
     aliases: tuple[str, ...] = (),
     sizes: tuple[tuple[int, int], ...] = (),
@@ -259,7 +262,7 @@ PUBLISHED = (
 )
 
 
-def _fun(name: str, source: str, architecture: WanArchitecture, parameters: int, **settings: Any) -> Preset:
+def _fun(name: str, source: str, architecture: WanModel, parameters: int, **settings: Any) -> Preset:
     """Returns the preset of a checkpoint that Alibaba PAI trained to fill in what is between a first and a last frame.
 
     Settings follow examples/wan2.1_fun/ and examples/wan2.2_fun/ of aigc-apps/VideoX-Fun: Euler's method at the noise
@@ -280,24 +283,24 @@ def _fun(name: str, source: str, architecture: WanArchitecture, parameters: int,
 FUN = (
     _fun(
         *("wan2.1-fun-1.3b-inp", "Wan2.1-Fun-1.3B-InP"),
-        replace(I2V, transformer=INP_1_3B, task=ATTENDED_INPAINTING),
+        converted(AttendedInpainting, I2V, transformer=INP_1_3B),
         1_564_428_608,
     ),
     _fun(
         *("wan2.1-fun-14b-inp", "Wan2.1-Fun-14B-InP"),
-        replace(I2V, task=ATTENDED_INPAINTING),
+        converted(AttendedInpainting, I2V),
         16_394_878_784,
     ),
     _fun(
         *("wan2.2-fun-a14b-inp", "Wan2.2-Fun-A14B-InP"),
-        replace(I2V_EXPERTS, task=INPAINTING),
+        converted(Inpainting, I2V_EXPERTS),
         14_288_901_184,
         guidance_scale_2=6.0,
         boundary=0.9,
     ),
     _fun(
         *("wan2.2-fun-5b-inp", "Wan2.2-Fun-5B-InP"),
-        replace(TI2V, transformer=INP_5B, task=FIRST_FRAME_INPAINTING),
+        converted(FirstFrameInpainting, TI2V, transformer=INP_5B),
         5_000_426_688,
         height=704,
         width=1280,
@@ -311,11 +314,10 @@ CAUSAL = replace(
         "wan2.1-t2v-1.3b-causal",
         "",
         "text to video, block by block as it plays, 480p; by Self-Forcing's authors",
-        WanArchitecture(
+        CausalTextToVideo(
             text_encoder=UMT5_XXL,
             transformer=CAUSAL_1_3B,
             vae=VAE_2_1,
-            task=BLOCK_BY_BLOCK,
             scheduler=Consistency(),
         ),
         1_418_996_800,
@@ -535,7 +537,7 @@ def _shapes(preset: Preset) -> tuple[Any, bool]:
     return architecture.transformer, architecture.experts
 
 
-def settings_of(source: Source, architecture: WanArchitecture, preset: Preset | None) -> Settings:
+def settings_of(source: Source, architecture: WanModel, preset: Preset | None) -> Settings:
     """Returns the default settings of a checkpoint: its preset's, if it has one.
 
     Else they are those of the published model of its shapes; or of the first with the same task and number of experts,
@@ -558,16 +560,16 @@ def _distillation(scheduler: Scheduler) -> dict[str, Any]:
     return FASTWAN.settings if scheduler == THREE_STEPS else {"guidance_scale": 1.0, "steps": SELF_FORCING.steps}
 
 
-def _like(architecture: WanArchitecture, source: Source) -> Settings:
+def _like(architecture: WanModel, source: Source) -> Settings:
     """Returns the settings of the published model of these shapes, or else of this task and number of experts."""
-    task, experts = architecture.task, architecture.experts
+    kind, experts = type(architecture), architecture.experts
     shift = shift_of(source.config("scheduler"))
     alike = published(architecture.transformer, experts, source.known_as, shift)
-    if (task, experts) == (IMAGE_TO_VIDEO, False):
+    if (kind, experts) == (ImageToVideo, False):
         experts = True  # merged from the two of the only published model that has this task
     for preset in (*([alike] if alike else []), *PUBLISHED, *FUN, CAUSAL):
         other = preset.architecture
-        assert isinstance(other, WanArchitecture)
-        if (other.task, other.experts) == (task, experts):
+        assert isinstance(other, WanModel)
+        if (type(other), other.experts) == (kind, experts):
             return preset.defaults
     return DEFAULTS

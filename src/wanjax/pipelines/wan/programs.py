@@ -1,78 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wan's own programs, beside those of all families, and its part of a denoising step."""
+"""Wan's own programs, beside those of all families."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from wanjax.kernels.compiler_options import scanned
-from wanjax.layers.rope import Rope
-from wanjax.layers.stack import EVERY_BLOCK, BlockCache
-from wanjax.pipelines.denoiser import Denoiser
+from wanjax.models.wan.config import ImageTransformerConfig
 from wanjax.pipelines.guidance import Groups, group
-from wanjax.pipelines.wan.conditioning import PictureInputs, Task
+from wanjax.pipelines.wan.denoisers import Shared, as_latents
 from wanjax.programs import program
 
 TEXT_LENGTH = 512
 """The number of tokens of a prompt that Wan reads, padding included."""
 
 
-class Shared(NamedTuple):
-    """The inputs that the forwards for all prompts share: RoPE's tables, and the pictures."""
-
-    rope: Rope
-    pictures: PictureInputs
-
-
-class TimedDenoiser(Denoiser):
-    """A denoiser whose network embeds timesteps as all of Wan's transformers do."""
-
-    def embed_timesteps(self, network: Any, times: Float[Array, "B"], plain: bool = False) -> Float[Array, "B _E"]:
-        embedded = network.time_embed(times)
-        return embedded if plain else network.time_proj(jax.nn.silu(embedded))
-
-
-@dataclass(frozen=True)
-class WanDenoiser(TimedDenoiser):
-    """Wan's transformer with its task; predicts the velocity of latents."""
-
-    task: Task
-
-    def predict(
-        self,
-        network: Any,
-        x: Float[Array, "B T H W C"],
-        t: Float[Array, "B"],
-        prompt: Any,
-        shared: Shared,
-        blocks: BlockCache = EVERY_BLOCK,
-        dense: bool | None = None,
-    ) -> Float[Array, "B T H W C"]:
-        pictures = jax.tree.map(lambda a: jnp.broadcast_to(a, (len(x), *a.shape[1:])), shared.pictures)
-        masks = {"mask": network.mask(network.grid(x))} if dense is False else {}
-        return self.task.velocity(network, x, t, prompt, shared.rope, pictures, cache=blocks, **masks)
-
-    def finalize(self, x: Float[Array, "B T H W C"], conditioning: Mapping[str, Any]) -> Float[Array, "B T H W C"]:
-        """Puts a given first frame in its place."""
-        return self.task.finish(x, picture_inputs(conditioning.get("condition")))
-
-
 def encode_text(encoder: Any, ids: Int[Array, "B S"], mask: Bool[Array, "B S"]) -> Float[Array, "B S E"]:
     """Returns features of the real tokens and exact zeros after them, as Wan's transformer expects."""
     features = encoder(ids, mask)
     return jnp.where(mask[:, :, None], features, jnp.zeros((), features.dtype))
-
-
-def picture_inputs(condition: Any, features: Any = None) -> PictureInputs:
-    """Returns encoded pictures as inputs of the transformer; `condition` is [B C T H W]."""
-    latents = None if condition is None else jnp.moveaxis(condition.astype(jnp.float32), 1, -1)
-    return PictureInputs(latents, features)
 
 
 @program(scanned)
@@ -98,16 +47,26 @@ def resize(size: tuple[int, int], picture: Float[Array, "H W 3"]) -> Float[Array
 
 
 @program(scanned)
-def make_condition(
-    task: Task, clips: tuple[Float[Array, "1 C _T H W"], ...], mask: Float[np.ndarray | Array, "..."]
+def known_condition(static: None, latents: Float[Array, "1 C T H W"], mask: Any) -> Float[Array, "1 _C T H W"]:
+    """Returns a mask of known frames [C T] and the latents of a clip, as channels."""
+    mask = jnp.broadcast_to(mask[None, :, :, None, None], (1, len(mask), *latents.shape[2:]))
+    return jnp.concatenate([mask, latents], axis=1)
+
+
+@program(scanned)
+def control_condition(
+    static: None, clips: tuple[Float[Array, "1 C _T H W"], ...], mask: Any
 ) -> Float[Array, "1 _C _T H W"]:
-    """Returns the condition of encoded clips and a mask."""
-    return task.condition(clips, mask)
+    """Returns the control clip: pixels that are kept, those that are made anew, the mask; after reference pictures."""
+    kept, made, *references = clips
+    condition = jnp.concatenate([kept, made, mask[None]], axis=1)
+    rest = [(0, 0), (0, condition.shape[1] - kept.shape[1]), (0, 0), (0, 0), (0, 0)]
+    return jnp.concatenate([*(jnp.pad(x, rest) for x in references), condition], axis=2)
 
 
 @program(scanned)
 def make_context(
-    static: tuple[Any, Task, Groups],
+    static: tuple[Any, Groups],
     x: Float[Array, "B T H W C"],
     weights: Any,
     prompts: tuple[Float[Array, "B S E"], Float[Array, "_B _S E"]],
@@ -115,14 +74,22 @@ def make_context(
     features: Float[Array, "_B _S _E"] | None,
     leads: Float32[Array, "3"] | None = None,
 ) -> tuple[tuple[Any, ...], Shared]:
-    """Returns keys and values for each forward, and what all share. static: graphdef, task, groups.
+    """Returns keys and values for each forward, and what all share. static: graphdef, groups.
 
-    `leads` are those of the rule of guidance.
+    `leads` are those of the rule of guidance. A transformer that reads the features of pictures reads zeros without
+    them: attention to one token is attention to any number of equal ones.
     """
-    graphdef, task, groups = static
-    transformer, pictures = nnx.merge(graphdef, weights), picture_inputs(condition, features)
-    contexts = tuple(task.context(transformer, text, pictures) for text in group(prompts, groups))
+    graphdef, groups = static
+    transformer = nnx.merge(graphdef, weights)
+
+    def context(text: Float[Array, "B S E"]) -> Any:
+        if not isinstance(transformer.config, ImageTransformerConfig):
+            return transformer.context(text)
+        seen = jnp.zeros((1, 1, transformer.config.image_width), jnp.float32) if features is None else features
+        return transformer.context(text, jnp.broadcast_to(seen, (len(text), *seen.shape[1:])))
+
+    contexts = tuple(map(context, group(prompts, groups)))
     if leads is not None:
-        negative = task.context(transformer, group((prompts[1], prompts[1]), groups)[0], pictures)
+        negative = context(group((prompts[1], prompts[1]), groups)[0])
         contexts = (contexts[0].led(negative, leads), *contexts[1:])
-    return contexts, Shared(transformer.rope(transformer.grid(x)), pictures)
+    return contexts, Shared(transformer.rope(transformer.grid(x)), as_latents(condition))
