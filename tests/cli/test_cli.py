@@ -344,7 +344,7 @@ def test_embeddings_of_226_tokens_give_a_note(model, monkeypatch):
     path = Path("stage_outputs") / stage_files.EMBEDDINGS
     save_safetensors(path, {"prompt_embeds": embeds, "negative_prompt_embeds": embeds})
     monkeypatch.setattr(Run, "latents", interrupted)
-    assert says(wanjax("denoise", *SMALL).stderr, "226 tokens Wan 512")
+    assert says(wanjax("denoise", *SMALL).stderr, "226 tokens 512")
 
 
 def interrupted(*_, **__):

@@ -9,6 +9,7 @@ from PIL import Image
 
 from tests.support.films import gap
 from tests.support.profiles import ADOBE, P3, SRGB, by_littlecms, profile
+from wanjax.media.inputs import CONTROL_VIDEO, INPUTS, MASK
 from wanjax.media.pictures import read_clip, read_picture, read_pictures
 from wanjax.serve.asked import save_pictures
 from wanjax.serve.limits import Limits
@@ -38,21 +39,21 @@ def test_a_picture_is_in_srgb_at_every_door(tmp_path, name, suffix):
     if name in ("P3", "Adobe"):
         assert gap(right, stored) > 15
     saved = {
-        field: save_pictures({field: [data]}, tmp_path, Limits(10**7))[field]
+        field: save_pictures({field: [data]}, INPUTS, tmp_path, Limits(10**7))[field]
         for field in ("image", "references", "video", "mask")
     }
-    read = read_pictures(image=file, references=[file], video=tmp_path / "clip", **MANY)
+    read = read_pictures({"image": file, "references": [file], "video": tmp_path / "clip"}, INPUTS.values(), **MANY)
     doors = [
-        *(read.image, read.references[0], read.video[0]),
+        *(read["image"], read["references"][0], read["video"][0]),
         *(read_picture(Image.open(BytesIO(data))), read_clip([Image.open(BytesIO(data))], **MANY)[0]),
         *(read_picture(tmp_path / x) for x in (saved["image"], *saved["references"])),
         read_clip(tmp_path / saved["video"], **MANY)[0],
     ]
     for picture in doors:
         assert gap(picture, right) <= most
-    values = read_pictures(video=file, mask=tmp_path / saved["mask"], controls=True, **MANY)
-    assert gap(values.mask[0], stored) <= 1
-    assert gap(values.video[0], stored) == 0
+    values = read_pictures({"video": file, "mask": tmp_path / saved["mask"]}, (CONTROL_VIDEO, MASK), **MANY)
+    assert gap(values["mask"][0], stored) <= 1
+    assert gap(values["video"][0], stored) == 0
 
 
 @pytest.mark.parametrize("suffix", ["gif", "png", "webp", "avif"])

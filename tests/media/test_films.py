@@ -20,6 +20,7 @@ from wanjax.errors import WanjaxError
 from wanjax.media.bounds import BOUNDS
 from wanjax.media.films import read_film
 from wanjax.media.holes import HOLE, Zeros, holed_frame
+from wanjax.media.inputs import INPUTS
 from wanjax.media.pictures import read_clip
 from wanjax.serve.asked import save_pictures
 from wanjax.serve.limits import Limits
@@ -89,7 +90,7 @@ def test_a_damaged_film_is_refused_with_its_frame(tmp_path, name, kind):
     if name.endswith(("mp4", "mov", "webm", "mkv", *ANIMATIONS)):
 
         def request():
-            saved = save_pictures({"video": [damaged.read_bytes()]}, tmp_path, Limits(10**7))
+            saved = save_pictures({"video": [damaged.read_bytes()]}, INPUTS, tmp_path, Limits(10**7))
             read_clip(tmp_path / saved["video"], **MANY)
 
         doors.append(request)

@@ -20,6 +20,7 @@ from tests.support.words import naming
 from wanjax.errors import WanjaxError
 from wanjax.media import videos as io
 from wanjax.media.bounds import BOUNDS
+from wanjax.media.inputs import INPUTS
 from wanjax.media.pictures import Pictures, fit, read_clip, read_picture, read_pictures, size_within
 from wanjax.pipelines.wan.conditioning import known_frames, mask_cells, on_white
 
@@ -370,17 +371,18 @@ def test_files_that_are_no_clips(tmp_path):
 
 def test_pictures_together(tmp_path):
     path = saved(tmp_path / "mask.png", Image.new("L", (16, 16), 255))
-    read = read_pictures(image=PICTURE, video=CLIP, mask=path, references=[PICTURE, path], **MANY)
-    assert read.given() == ["image", "video", "mask", "references"]
-    assert read.mask.shape == CLIP.shape
+    given = {"image": PICTURE, "video": CLIP, "mask": path, "references": [PICTURE, path]}
+    read = read_pictures(given, INPUTS.values(), **MANY)
+    assert list(read) == ["image", "video", "mask", "references"]
+    assert read["mask"].shape == CLIP.shape
     np.testing.assert_array_equal(read.first, PICTURE)
-    np.testing.assert_array_equal(read._replace(image=None).first, CLIP[0])
-    assert Pictures().given() == []
+    np.testing.assert_array_equal(read.replaced(image=None).first, CLIP[0])
+    assert not Pictures(references=())
     assert Pictures().first is None
     with pytest.raises(WanjaxError, match=naming("mask 3 frames video 10")):
-        read_pictures(video=CLIP, mask=CLIP[:3], **MANY)
+        read_pictures({"video": CLIP, "mask": CLIP[:3]}, INPUTS.values(), **MANY)
     with pytest.raises(WanjaxError, match=naming("mask video")):
-        read_pictures(mask=CLIP, **MANY)
+        read_pictures({"mask": CLIP}, INPUTS.values(), **MANY)
 
 
 @given(

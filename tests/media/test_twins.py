@@ -15,6 +15,7 @@ from tests.support.quick import quick
 from tests.support.words import naming
 from wanjax.errors import WanjaxError, WanjaxWarning
 from wanjax.media.bounds import BOUNDS
+from wanjax.media.inputs import CONTROL_VIDEO, IMAGE, INPUTS, LAST_IMAGE, MASK, REFERENCES, VIDEO
 from wanjax.media.pictures import read_clip, read_picture, read_pictures
 from wanjax.serve.asked import save_pictures
 from wanjax.serve.limits import Limits
@@ -128,12 +129,12 @@ def test_each_use_has_its_page(tmp_path, mode):
         source = cut_out(mode)
     clip = source if isinstance(source, Path) else [source]
     told = {"image": source, "last_image": source, "references": [source], "video": clip, "mask": clip}
-    for controls, page in ((False, 255), (True, 0)):
-        read = read_pictures(**told, **MANY, controls=controls)
-        for picture, right in ((read.image, 255), (read.last_image, 255), (read.references[0], 255)):
+    for video, page in ((VIDEO, 255), (CONTROL_VIDEO, 0)):
+        read = read_pictures(told, (IMAGE, LAST_IMAGE, REFERENCES, video, MASK), **MANY)
+        for picture, right in ((read["image"], 255), (read["last_image"], 255), (read["references"][0], 255)):
             assert picture[0, [0, 63], 0].tolist() == [90, right]
-        assert read.video[0, 0, [0, 63], 0].tolist() == [90, page]
-        assert read.mask[0, 0, [0, 63], 0].tolist() == [90, 0]
+        assert read["video"][0, 0, [0, 63], 0].tolist() == [90, page]
+        assert read["mask"][0, 0, [0, 63], 0].tolist() == [90, 0]
 
 
 FFV1 = [
@@ -236,8 +237,8 @@ def test_a_folder_is_read_in_natural_order(tmp_path):
         (tmp_path / name).write_bytes(b"no picture")
     (tmp_path / "more.png").mkdir()
     with pytest.warns(WanjaxWarning, match=naming(f"{tmp_path} 5")):
-        read = read_pictures(video=tmp_path, mask=tmp_path, frames=100, fps=8)
-    for clip in (read.video, read.mask):
+        read = read_pictures({"video": tmp_path, "mask": tmp_path}, (VIDEO, MASK), frames=100, fps=8)
+    for clip in (read["video"], read["mask"]):
         assert (clip[:, 0, 0, 0] // 10).tolist() == list(range(1, 13))
 
 
@@ -252,7 +253,7 @@ def through_every_door(data: bytes, folder: Path) -> dict[str, np.ndarray]:
     (folder / "a.bin").write_bytes(data)
     read = {"file": read_picture(folder / "a.bin"), "Pillow": read_picture(Image.open(BytesIO(data)))}
     for field in ("image", "references", "mask", "video"):
-        saved = save_pictures({field: [data]}, folder, Limits(10**7))[field]
+        saved = save_pictures({field: [data]}, INPUTS, folder, Limits(10**7))[field]
         [name] = saved if isinstance(saved, list) else [saved]
         read[field] = read_clip(folder / name, **MANY)[0]
     return read
@@ -274,10 +275,10 @@ def test_an_animation_is_called_one_at_every_door(tmp_path, format):
     (tmp_path / "a.bin").write_bytes(data)
     doors = [lambda: read_picture(tmp_path / "a.bin"), lambda: read_picture(Image.open(BytesIO(data)))]
     for field in ("image", "last_image", "references"):
-        doors.append(lambda field=field: save_pictures({field: [data]}, tmp_path, Limits(10**7)))
+        doors.append(lambda field=field: save_pictures({field: [data]}, INPUTS, tmp_path, Limits(10**7)))
     for door in doors:
         with pytest.raises(WanjaxError, match="animated"):
             door()
     for field in ("video", "mask"):
-        saved = save_pictures({field: [data]}, tmp_path, Limits(10**7))[field]
+        saved = save_pictures({field: [data]}, INPUTS, tmp_path, Limits(10**7))[field]
         assert len(read_clip(tmp_path / saved, **MANY)) == 3

@@ -161,4 +161,6 @@ def test_a_video_that_is_too_large_is_refused_before_anything_is_compiled(name, 
         with pytest.raises(WanjaxError, match=naming("9600x9600 memory")):
             pipe.denoise(encoded, size=(9600, 9600))
     with pytest.raises(AssertionError, match="executed"):  # tiles take less
-        pipe.decode(np.zeros(pipe.architecture.spec.latent_shape(pipe.settings(size=(960, 960)))), tiling=Tiling(256, 192))
+        pipe.decode(
+            np.zeros(pipe.architecture.spec.latent_shape(pipe.settings(size=(960, 960)))), tiling=Tiling(256, 192)
+        )

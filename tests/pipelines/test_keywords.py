@@ -17,7 +17,7 @@ import wanjax
 from tests.support import given
 from tests.support.words import naming, says
 from wanjax.errors import WanjaxError
-from wanjax.media.pictures import Pictures
+from wanjax.media.inputs import INPUTS
 from wanjax.pipelines.given import GivenSettings
 from wanjax.pipelines.keywords import Given
 from wanjax.pipelines.other_names import ELSEWHERE, OTHERWISE, RENAMED
@@ -69,8 +69,8 @@ def test_every_setting_is_a_typed_keyword():
     typed = get_type_hints(Given)
     assert typed["size"] == tuple[int, int] | str | None
     assert typed["steps"] == int | None
-    assert typed.keys() == (schema(Settings).keys() - ELSEWHERE_GIVEN) | {*Pictures._fields, "size"}
-    assert typed.keys() - get_type_hints(GivenSettings).keys() == {*Pictures._fields, "resize"}
+    assert typed.keys() == (schema(Settings).keys() - ELSEWHERE_GIVEN) | {*INPUTS, "size"}
+    assert typed.keys() - get_type_hints(GivenSettings).keys() == {*INPUTS, "resize"}
 
 
 def printed(code: str):

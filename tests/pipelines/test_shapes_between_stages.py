@@ -135,6 +135,6 @@ def test_a_picture_beside_a_clip_is_told_or_refused(tmp_path, control):
     pipe = wanjax.load(str(tiny_residual_checkpoint(tmp_path)))
     with pytest.warns(WanjaxWarning, match="first frame.*clip"):
         pictures, _ = pipe.prepare(image=PICTURE, video=CLIP, size=(32, 32), frames=5)
-    assert pictures.given() == ["image", "video"]
+    assert list(pictures) == ["image", "video"]
     with pytest.raises(WanjaxError, match="an image"):
         wanjax.load(control).prepare(image=PICTURE, video=CLIP)

@@ -9,7 +9,7 @@ import click
 
 from wanjax.cli.listing import described, listed
 from wanjax.cli.tables import folded, stdout_width, table
-from wanjax.pipelines.settings import PICTURES
+from wanjax.media.inputs import INPUTS
 
 MODELS = ("model", "transformer", "memory", "size", "frames", "steps", "guidance", "weights")
 
@@ -110,7 +110,7 @@ def _entries(record: Mapping[str, Any]) -> dict[str, str]:
         told.pop("original_prompt", None)
     if not record.get("video"):
         told.pop("strength", None)
-    if not any(record.get(name) for name in PICTURES):
+    if not any(record.get(name) for name in INPUTS):
         told.pop("resize", None)
     if record.get("windows", 1) == 1:
         told = {name: value for name, value in told.items() if name not in WINDOWS}

@@ -29,7 +29,7 @@ from wanjax.cluster.requests import SCHEDULER, Request, read_requests, with_seed
 from wanjax.cluster.worker import STAGES, Job, Outcome, Worker, keeping_programs
 from wanjax.errors import WanjaxError
 from wanjax.figures import quantity
-from wanjax.media.pictures import Pictures
+from wanjax.media.inputs import INPUTS
 from wanjax.pipelines.record import described
 from wanjax.pipelines.seeds import check_count, checked_seed
 from wanjax.pipelines.settings import LOADED, MOST_VIDEOS
@@ -273,9 +273,9 @@ def requests_of(prompt: str | None, file: str | None) -> list[Request]:
 
 def options_of_each(chosen: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what the options of a command ask of each video, as a request's."""
-    names = {"size", SCHEDULER, *Pictures._fields, *SETTINGS} - {*LOADED, "prompt"}
+    names = {"size", SCHEDULER, *INPUTS, *SETTINGS} - {*LOADED, "prompt"}
     found = {name: value for name, value in chosen.items() if name in names}
-    return {name: described(value) if name in Pictures._fields else value for name, value in found.items()}
+    return {name: described(value) if name in INPUTS else value for name, value in found.items()}
 
 
 def _of_job(given: Mapping[str, Any], job: Job) -> dict[str, Any]:

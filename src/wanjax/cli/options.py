@@ -15,7 +15,8 @@ from click.core import ParameterSource
 from wanjax.cli.arguments import complete_files, complete_models, today
 from wanjax.errors import WanjaxError
 from wanjax.media.bounds import BOUNDS
-from wanjax.pipelines.settings import MOST_VIDEOS, PICTURES, Settings, read_size, schema
+from wanjax.media.inputs import IMAGE, INPUTS, InputSpec
+from wanjax.pipelines.settings import MOST_VIDEOS, Settings, read_size, schema
 
 Decorator = Callable[[Any], Any]
 
@@ -263,18 +264,17 @@ def _max_picture(ctx: click.Context, parameter: click.Parameter, value: int | No
 
 
 text = of_group("text")
-image = of_file("--image", help=PICTURES["image"])
+
+
+def of_input(spec: InputSpec) -> Decorator:
+    """Returns the option of a picture or a clip."""
+    more = {"images": " May be given more than once.", "clip": " A folder of pictures is a clip too."}
+    return of_file(spec.option, spec.name, multiple=spec.kind == "images", help=spec.help + more.get(spec.kind, ""))
+
+
+image = of_input(IMAGE)
 pictures = together(
-    image,
-    of_file("--last-image", help=PICTURES["last_image"]),
-    of_file("--video", help="A clip, or a folder of pictures, for models that take one."),
-    of_file("--mask", help=PICTURES["mask"]),
-    of_file(
-        "--reference",
-        "references",
-        multiple=True,
-        help="A picture of what the video should show; may be given more than once.",
-    ),
+    *map(of_input, INPUTS.values()),
     number(
         "--max-picture",
         type=click.IntRange(1, 4000),

@@ -31,6 +31,7 @@ from wanjax.errors import WanjaxError
 from wanjax.figures import between, digits, duration, in_bytes, quantity
 from wanjax.kernels.attention import AUTO, Attention
 from wanjax.kernels.compiler_options import SAFE
+from wanjax.media.inputs import INPUTS
 from wanjax.media.pictures import Pictures
 from wanjax.pipelines import progress
 from wanjax.pipelines.decoders import DecoderFile
@@ -117,7 +118,7 @@ def _video(pipe: Pipeline, given: dict[str, Any]) -> tuple[Pictures | None, Sett
     """Returns the given pictures, None where there are none, and the settings of the video."""
     chosen = given_settings(**given)
     settings = own_settings(chosen, given, pipe.defaults)
-    files = {name: chosen[name] for name in Pictures._fields if chosen.get(name)}
+    files = {name: chosen[name] for name in INPUTS if chosen.get(name)}
     if not files:
         return None, pipe.settings(**settings)
     return pipe.prepare(**files, **settings)

@@ -11,17 +11,14 @@ from wanjax import registry
 from wanjax.cli.options import SETTINGS, is_typed
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
+from wanjax.media.inputs import INPUTS
 from wanjax.media.records import TABLE, digests_in, read_record
 from wanjax.pipelines.record import digest_of, paths_of
 from wanjax.pipelines.text.extending import Extended
 from wanjax.stores.places import Place
 
 FILES = {
-    "image": "--image FILE",
-    "last_image": "--last-image FILE",
-    "video": "--video FILE",
-    "mask": "--mask FILE",
-    "references": "--reference FILE",
+    **{name: f"{spec.option} FILE" for name, spec in INPUTS.items()},
     "noise": "--noise FILE",
     "lora": "--lora FILE",
     "decoder": "--decoder FILE",

@@ -28,7 +28,8 @@ from wanjax.cli.options import SETTINGS, is_given, is_typed, option_of
 from wanjax.cli.report import Report
 from wanjax.errors import WanjaxError, reason, shown
 from wanjax.figures import quantity
-from wanjax.pipelines.settings import ALLOW_EMPTY, LOADED, PICTURES
+from wanjax.media.inputs import INPUTS
+from wanjax.pipelines.settings import ALLOW_EMPTY, LOADED
 from wanjax.pipelines.text.extending import NoRedirect, as_settings
 from wanjax.stores.places import Place, name_alone, names_in, place
 from wanjax.stores.writing import check_folder, writing
@@ -47,7 +48,7 @@ HERE = (
     *("extend_prompt", "extend_model"),
 )
 """Parameters that mean something where the video is made."""
-OF_A_VIDEO = {"size", "scheduler", *PICTURES, *SETTINGS} - {*LOADED}
+OF_A_VIDEO = {"size", "scheduler", *INPUTS, *SETTINGS} - {*LOADED}
 """Parameters in which the videos of one server may differ."""
 
 
@@ -82,7 +83,7 @@ def generate(
         from wanjax.cli.remake import check_files, prompt_of  # imported late: they need JAX
 
         prompt = prompt_of(prompt, made)
-        check_files(made, [name for name in PICTURES if given.get(name) and not is_typed(name)])
+        check_files(made, [name for name in INPUTS if given.get(name) and not is_typed(name)])
     chosen = {name: value for name, value in given.items() if is_given(name) and value not in (None, ())}
     if made is not None and not is_typed("compiler"):
         chosen.pop("compiler", None)  # the record's is no wish of the user's, and it decides the last digits alone
@@ -371,8 +372,8 @@ def _fields(chosen: Mapping[str, Any], offered: Mapping[str, Any], at: str) -> d
     for name, value in chosen.items():
         if name == "size":
             fields[name] = value if isinstance(value, str) else f"{value[1]}x{value[0]}"
-        elif name in PICTURES:
-            fields[name] = list(map(_File.of, value)) if name == "references" else _File.of(value)
+        elif name in INPUTS:
+            fields[name] = list(map(_File.of, value)) if INPUTS[name].kind == "images" else _File.of(value)
         elif name == "lora":
             fields[name] = _strengths(value, offered["loras"], at)
         elif name in HERE:

@@ -36,6 +36,7 @@ from wanjax.kernels.compiler_options import kept_set
 from wanjax.layers.tiling import Tiling
 from wanjax.loading import load
 from wanjax.media import stage_files, videos
+from wanjax.media.inputs import INPUTS
 from wanjax.media.pictures import Pictures
 from wanjax.media.records import DIGESTS, digests_in
 from wanjax.media.stage_files import LATENTS, VIDEO
@@ -105,7 +106,7 @@ def denoise(report: Report, *, folder: Path, noise: str | None, force: bool, **g
     check_free(folder, "denoise", force)
     left = _left_in(folder)
     tensors = {**stage_files.load_encoded(folder, left), **stage_files.load_video_shape(folder)}
-    if given.get("follow") not in (None, left.get("follow")) and any(left.get(name) for name in Pictures._fields):
+    if given.get("follow") not in (None, left.get("follow")) and any(left.get(name) for name in INPUTS):
         raise WanjaxError(
             f"the pictures were encoded as {left.get('follow')} and --follow is {given['follow']}: `wanjax encode` has "
             "to run again with it, or --sigmas would give the noise levels alone"
@@ -205,7 +206,7 @@ class Rendering:
             pipe = loaded(asked, progress=report.load, note=report.note)
         self.pipe = pipe
         settings = own_settings(chosen, given, self.pipe.defaults)
-        pictures = {name: described(chosen[name]) for name in Pictures._fields if chosen.get(name)}
+        pictures = {name: described(chosen[name]) for name in INPUTS if chosen.get(name)}
         del settings["model"]  # the pipeline's own name of it holds in any folder
         if left is None:
             self.pictures, self.settings = self.pipe.prepare(**pictures, **settings)
@@ -222,7 +223,7 @@ class Rendering:
             self.pipe.preview_with(decoder)
         self.record = self.pipe.record(self.settings, pictures | {"noise": noise}, **self.how)
         if left is not None:
-            encoded = {str(path) for path in paths_of(left, Pictures._fields)}
+            encoded = {str(path) for path in paths_of(left, INPUTS)}
             known = {path: digest for path, digest in digests_in(left).items() if path in encoded}
             self.record |= {DIGESTS: digests_in(self.record) | known} if known else {}
         if self.remade:

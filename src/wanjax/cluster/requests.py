@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from wanjax.errors import WanjaxError, reason, shown
+from wanjax.media.inputs import INPUTS
 from wanjax.media.texts import decoded, read_text, trimmed
 from wanjax.pipelines.other_names import unknown_keyword
 from wanjax.pipelines.settings import (
     ALLOW_EMPTY,
-    PICTURES,
     Settings,
     check_prompt_text,
     is_text,
@@ -33,7 +33,7 @@ SCHEDULER = "scheduler"
 EXAMPLE = '{"prompt": "a red circle", "seed": 1}'
 WHOLE = re.compile(r"-?\d{1,20}\.0+")  # as a table of floats has it
 JSON_LINES = (".jsonl", ".ndjson")
-FIELDS = (*schema(Settings), "size", SCHEDULER, ALLOW_EMPTY.name, *PICTURES)  # of a request
+FIELDS = (*schema(Settings), "size", SCHEDULER, ALLOW_EMPTY.name, *INPUTS)  # of a request
 DELIMITERS = ",;\t"  # of tables; spreadsheets of many countries write semicolons
 MOST_LISTED = 20  # mistakes in a message, and runs of rows with one
 
@@ -210,7 +210,7 @@ def _read(name: str, value: Any, folder: Path) -> Any:
     known = schema(Settings)
     if isinstance(value, str) and "\0" in value:
         raise WanjaxError(f"{name} is given as {shown(value)} where a text without the character \\0 is right")
-    if name in PICTURES:
+    if name in INPUTS:
         return _files(name, value, folder)
     if name in ("size", SCHEDULER):
         if not is_text(value):
@@ -235,10 +235,13 @@ def _whole(value: Any) -> Any:
 
 
 def _files(name: str, value: Any, folder: Path) -> Any:
-    """Returns the absolute path, or the URL, of a picture or clip, or those of references."""
-    if name == "references":
-        each = value if isinstance(value, list) else [value]
-        return [_files("reference", one, folder) for one in each]
+    """Returns the absolute path, or the URL, of a picture or clip, or those of several."""
+    if INPUTS[name].kind == "images":
+        return [_file(name, one, folder) for one in (value if isinstance(value, list) else [value])]
+    return _file(name, value, folder)
+
+
+def _file(name: str, value: Any, folder: Path) -> str:
     if not is_text(value) or not value:
         raise WanjaxError(f"{name} is given as {shown(value)} where the name of a file is right")
     found = place(value)

@@ -22,6 +22,7 @@ from wanjax.compilers.cache import compile_cache_folder, use_shared
 from wanjax.compilers.executables import of_this_machine
 from wanjax.errors import WanjaxError, causes, is_full, reason
 from wanjax.layers.tiling import Tiling
+from wanjax.media.inputs import INPUTS
 from wanjax.media.pictures import Pictures
 from wanjax.media.texts import slug
 from wanjax.media.videos import try_output, write_video
@@ -270,7 +271,7 @@ class Worker:
         given = request.shared
         pipe = self.pipe.with_solver(given.pop(SCHEDULER, None))
         pictures, chosen = pipe.prepare(**given)
-        files = {name: given[name] for name in Pictures._fields if given.get(name)}
+        files = {name: given[name] for name in INPUTS if given.get(name)}
         return Shared(pipe, pictures, chosen, pipe.record(chosen, files, **self.how))
 
     def _failed(self, job: Job, error: Exception) -> Outcome:

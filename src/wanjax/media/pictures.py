@@ -9,14 +9,14 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from io import BytesIO
 from itertools import count, islice
 from pathlib import Path
 from statistics import fmean
 from threading import RLock
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Shaped, UInt8
@@ -27,6 +27,7 @@ from wanjax.media.bounds import BOUNDS
 from wanjax.media.colours import Conversion, conversion
 from wanjax.media.films import read_film
 from wanjax.media.holes import holed_frame
+from wanjax.media.inputs import InputSpec
 from wanjax.media.videos import BROKEN, read_metadata
 
 Picture = UInt8[np.ndarray, "H W 3"]
@@ -69,61 +70,96 @@ class Deep(NamedTuple):
     to_srgb: Conversion | None = None
 
 
-class Pictures(NamedTuple):
-    """The pictures and clips that a video is made from beside the prompt, in RGB and of any size."""
+class Pictures(Mapping[str, Any]):
+    """The pictures and clips that a video is made from, by the names of their inputs, in RGB and of any size.
 
-    image: Picture | None = None
-    last_image: Picture | None = None
-    video: Clip | None = None
-    mask: Clip | None = None
-    references: tuple[PictureOfAnySize, ...] = ()
+    Those that are None, or no pictures, are left out.
+    """
 
-    def given(self) -> list[str]:
-        """Returns the names of the fields that are given."""
-        return [name for name, value in zip(self._fields, self, strict=True) if value is not None and len(value)]
+    def __init__(self, **arrays: Any):
+        self._arrays = {name: array for name, array in arrays.items() if array is not None and len(array)}
+
+    def __getitem__(self, name: str) -> Any:
+        return self._arrays[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def picture(self, name: str) -> Picture | None:
+        """Returns a picture [H W 3], if it is given."""
+        return self.get(name)
+
+    def clip(self, name: str) -> Clip | None:
+        """Returns a clip [T H W 3], if it is given."""
+        return self.get(name)
+
+    def several(self, name: str) -> tuple[PictureOfAnySize, ...]:
+        """Returns several pictures, each [H W 3]; none if none is given."""
+        return tuple(self.get(name, ()))
+
+    def replaced(self, **arrays: Any) -> "Pictures":
+        """Returns the same pictures and clips but for these; None leaves one out."""
+        return Pictures(**{**self, **arrays})
 
     @property
     def first(self) -> Picture | None:
         """The picture whose proportions the video takes, if there is one."""
-        return self.video[0] if self.image is None and self.video is not None else self.image
+        clip = self.clip("video")
+        return self.picture("image") if "image" in self or clip is None else clip[0]
 
 
 def read_pictures(
+    sources: Mapping[str, PictureSource | ClipSource | Iterable[PictureSource]],
+    specs: Iterable[InputSpec],
     *,
-    image: PictureSource | None = None,
-    last_image: PictureSource | None = None,
-    video: ClipSource | None = None,
-    mask: ClipSource | None = None,
-    references: Iterable[PictureSource] | None = None,
     frames: int,
     fps: int | float,
-    controls: bool = False,
 ) -> Pictures:
     """Reads the pictures and clips that are given, as files or as arrays.
 
     A clip is thinned out to `fps` frames a second, and then cut to `frames` frames. A mask of one picture holds for
-    every frame. `controls` tells that the video is a control clip. Raises WanjaxError if a file is missing, cannot be
-    read, or is a clip where a picture is needed, and if the mask is longer or shorter than the video.
+    every frame of the clip `video`.
+
+    Args:
+        sources: What is given, by name.
+        specs: The inputs of the model.
+        frames: Of a clip, so many are read at most.
+        fps: The frames a second of the video.
+
+    Raises:
+        WanjaxError: A file is missing, cannot be read, or is a clip where a picture is needed; or a mask is longer or
+            shorter than the video.
     """
-    references = () if references is None else references
-    if isinstance(references, str | bytes) or not isinstance(references, Iterable):
-        raise WanjaxError(f"the references are given as {shown(references)} where a list of pictures is right")
-    clip = None if video is None else read_clip(video, frames, fps, page="black" if controls else "white")
-    masks = None if mask is None else read_clip(mask, frames, fps, page="black")
-    if masks is not None:
-        if clip is None:
-            raise WanjaxError("a mask is given without a video: the video whose white parts are made anew is needed")
-        if len(masks) == 1:
-            masks = masks.repeat(len(clip), axis=0)
-        if len(masks) != len(clip):
-            raise WanjaxError(f"the mask has {len(masks)} frames and the video {len(clip)}: as many, or one, would do")
-    return Pictures(
-        image=None if image is None else read_picture(image),
-        last_image=None if last_image is None else read_picture(last_image),
-        video=clip,
-        mask=masks,
-        references=tuple(read_picture(reference) for reference in references),
-    )
+    arrays: dict[str, Any] = {}
+    for name, kind, _, _, page, _ in specs:
+        source: Any = sources.get(name)
+        if source is None:
+            continue
+        if kind == "image":
+            arrays[name] = read_picture(source, page)
+        elif kind != "images":
+            arrays[name] = read_clip(source, frames, fps, page=page)
+        elif isinstance(source, str | bytes) or not isinstance(source, Iterable):
+            raise WanjaxError(f"the {name} are given as {shown(source)} where a list of pictures is right")
+        else:
+            arrays[name] = tuple(read_picture(one, page) for one in source)
+        if kind == "mask":
+            arrays[name] = _of_clip(arrays[name], arrays.get("video"))
+    return Pictures(**arrays)
+
+
+def _of_clip(mask: UInt8[np.ndarray, "_T _H _W 3"], clip: Clip | None) -> Clip:
+    """Returns a mask of as many frames as its clip; raises WanjaxError where there is none, or of other length."""
+    if clip is None:
+        raise WanjaxError("a mask is given without a video: the video whose white parts are made anew is needed")
+    if len(mask) == 1:
+        return mask.repeat(len(clip), axis=0)
+    if len(mask) != len(clip):
+        raise WanjaxError(f"the mask has {len(mask)} frames and the video {len(clip)}: as many, or one, would do")
+    return mask
 
 
 def read_picture(source: PictureSource, page: Page = "white") -> Picture:

@@ -8,14 +8,12 @@ from typing import Any
 
 from wanjax.checkpoints.files import SafetensorsFile
 from wanjax.errors import WanjaxError
-from wanjax.media.pictures import Pictures
 from wanjax.media.videos import FRAME, read_metadata
 from wanjax.stores.places import Place, local_copy, place
 
 CONFIG = "generation_config.json"
 DIGESTS = "digests"  # the entry of a record with the digest of each file and folder that it names, by its path
 TABLE = "cache"  # the name in it of the table that a step cache used
-PICTURE_FILES = Pictures._fields
 OLD_NAMES = {"model_id": "model", "num_inference_steps": "steps", "num_frames": "frames"}
 """Settings in generation_config.json that had other names before wanjax."""
 

@@ -16,7 +16,8 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from wanjax.checkpoints.files import SafetensorsFile, save_safetensors
 from wanjax.errors import WanjaxError, reason
-from wanjax.media.records import CONFIG, DIGESTS, PICTURE_FILES, as_of_now, table_in
+from wanjax.media.inputs import INPUTS
+from wanjax.media.records import CONFIG, DIGESTS, as_of_now, table_in
 from wanjax.stores.writing import writing
 
 EMBEDDINGS = "stage1_embeddings.safetensors"
@@ -25,7 +26,7 @@ STATE = "stage2_state.safetensors"
 """The state of denoising that is not complete."""
 PREVIEW = "preview.png"
 VIDEO = "output_video.mp4"
-PICTURE_SETTINGS = ("height", "width", "frames", "resize", "follow", *PICTURE_FILES)
+PICTURE_SETTINGS = ("height", "width", "frames", "resize", "follow", *INPUTS)
 """Settings that shape what is encoded from pictures."""
 VIDEO_SHAPE = "video_shape"
 """The frames, height, width and references that pictures were encoded for; the file's settings hold them."""
@@ -80,10 +81,10 @@ def save_encoded(
     axes of a video; they tell the tensor `VIDEO_SHAPE`, which is not written.
     """
     tensors = {name: x for name, x in tensors.items() if name != VIDEO_SHAPE}
-    of_video = any(settings.get(name) for name in PICTURE_FILES) or any(x.ndim == 5 for x in tensors.values())
+    of_video = any(settings.get(name) for name in INPUTS) or any(x.ndim == 5 for x in tensors.values())
     shaping = ("prompt", "negative_prompt", *(PICTURE_SETTINGS if of_video else ()))
     shaped = {name: settings[name] for name in shaping if name in settings}
-    paths = [path for name in PICTURE_FILES for path in np.ravel(shaped.get(name) or [])]
+    paths = [path for name in INPUTS for path in np.ravel(shaped.get(name) or [])]
     if digests := {path: x for path, x in settings.get(DIGESTS, {}).items() if path in paths}:
         shaped[DIGESTS] = digests
     _save_stage(folder / EMBEDDINGS, tensors, shaped)
@@ -151,9 +152,9 @@ def _open_stage(folder: Path, name: str, settings: Mapping[str, Any], command: s
         raise WanjaxError(f"{folder} holds no {name}: run `{command} --dir {folder}` first")
     file = SafetensorsFile(folder / name)
     record = table_in(file, "settings")
-    others = [key for key in PICTURE_FILES if record and key not in record]  # that are given in the one alone
+    others = [key for key in INPUTS if record and key not in record]  # that are given in the one alone
     for key, value in (record | dict.fromkeys(others)).items():
-        compared = key in settings or (key in PICTURE_FILES and value is not None)
+        compared = key in settings or (key in INPUTS and value is not None)
         if key == DIGESTS:
             _check_digests(value, settings.get(key), f"{name} and {CONFIG} in {folder}", f"{command} --dir {folder}")
         elif compared and (settings.get(key) or None) != (value or None) and key not in SURROUNDINGS:

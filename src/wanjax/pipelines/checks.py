@@ -11,17 +11,11 @@ from jax.typing import DTypeLike
 
 from wanjax.errors import SettingError, WanjaxError, shown
 from wanjax.layers.tiling import Tiling
+from wanjax.media.inputs import INPUTS, InputSpec
 from wanjax.pipelines.settings import DTYPES, Settings
 from wanjax.programs import refuse_traced
 
 Shape = tuple[int | None, ...]  # None for any size
-NOUNS = {
-    "image": "an image",
-    "last_image": "a last image",
-    "video": "a video",
-    "mask": "a mask",
-    "references": "reference images",
-}
 
 
 def check_prompt(prompt: Any) -> str:
@@ -42,17 +36,16 @@ def on_host(pictures: Any) -> Any:
     return [on_host(x) for x in pictures] if isinstance(pictures, list | tuple | Generator) else pictures
 
 
-def check_taken(
-    given: Collection[str], model: str, purpose: str, *, takes: Sequence[str], needs: Sequence[str]
-) -> None:
-    """Raises WanjaxError unless a model takes the given pictures, by their names, and has those that it needs."""
+def check_inputs(given: Collection[str], model: str, purpose: str, specs: Sequence[InputSpec]) -> None:
+    """Raises WanjaxError unless a model takes the given inputs, by their names, and has those that it needs."""
+    nouns = {name: spec.noun for name, spec in INPUTS.items()} | {spec.name: spec.noun for spec in specs}
     for name in given:
-        if name not in takes:
-            taken = " and ".join(NOUNS[name] for name in takes) or "a prompt alone"
-            raise WanjaxError(f"{model} is made for {purpose} and cannot use {NOUNS[name]}: it takes {taken}")
-    for name in needs:
-        if name not in given:
-            raise WanjaxError(f"{model} is made for {purpose}: {NOUNS[name]} is needed beside the prompt")
+        if name not in [spec.name for spec in specs]:
+            taken = " and ".join(spec.noun for spec in specs) or "a prompt alone"
+            raise WanjaxError(f"{model} is made for {purpose} and cannot use {nouns[name]}: it takes {taken}")
+    for spec in specs:
+        if spec.required and spec.name not in given:
+            raise WanjaxError(f"{model} is made for {purpose}: {spec.noun} is needed beside the prompt")
 
 
 def check_noise(noise: Any, right: tuple[int, ...], name: str = "noise") -> None:

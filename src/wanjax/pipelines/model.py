@@ -22,10 +22,10 @@ from wanjax.errors import UnsupportedError, WanjaxError, WanjaxWarning
 from wanjax.figures import quantity
 from wanjax.kernels.attention import AUTO, Attention, SparseLinear
 from wanjax.layers.tiling import Tiling
+from wanjax.media.inputs import InputSpec
 from wanjax.media.pictures import Pictures, size_within
 from wanjax.pipelines.caching.rules import NONE, CacheRule, chosen_rule
 from wanjax.pipelines.caching.tables import NO_TABLES, Tables
-from wanjax.pipelines.checks import check_taken
 from wanjax.pipelines.denoiser import Denoiser, Held, ModelInputs, Posterior, pad_front
 from wanjax.pipelines.draws import INITIAL, OF_STEPS
 from wanjax.pipelines.guidance import Groups, check_rule, dynamic_scales
@@ -96,8 +96,7 @@ class ModelSpec:
         networks: The config of each network whose config was read, by component.
         tables: Those that step caches need.
         denoisers: The components that denoise; each step uses one of them, and they have one shape.
-        takes: The pictures that it can use, by name.
-        needs: Those without which it makes no video.
+        inputs: What it can use beside the prompt.
         begins_from_video: True where denoising begins from a given video; False where the video only guides it.
         ways: True where the ways of the model's authors and of diffusers differ, between which `follow` chooses.
         radial: True where the denoiser's self-attention can be radial.
@@ -118,8 +117,7 @@ class ModelSpec:
     networks: Mapping[str, Config]
     tables: Tables = NO_TABLES
     denoisers: tuple[str, ...] = ("transformer",)
-    takes: tuple[str, ...] = ()
-    needs: tuple[str, ...] = ()
+    inputs: tuple[InputSpec, ...] = ()
     begins_from_video: bool = True
     ways: bool = False
     radial: bool = False
@@ -133,6 +131,16 @@ class ModelSpec:
     config_entries: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     # ---- what can be made
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """The names of the inputs that it can use."""
+        return tuple(one.name for one in self.inputs)
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The names of those without which it makes no video."""
+        return tuple(one.name for one in self.inputs if one.required)
 
     @property
     def streams(self) -> bool:
@@ -223,11 +231,10 @@ class ModelSpec:
             raise WanjaxError(f"{frames} frames are too many for {model}: at most {self.longest} would do")
 
     def check_pictures(self, pictures: Pictures, settings: Settings) -> None:
-        """Raises WanjaxError unless the model takes these pictures and needs no others."""
-        check_taken(pictures.given(), settings.model, self.purpose, takes=self.takes, needs=self.needs)
-        if pictures.last_image is not None and pictures.image is None:
+        """Raises WanjaxError where pictures that the model takes make no video of these settings."""
+        if "last_image" in pictures and "image" not in pictures:
             raise WanjaxError(f"a last image is given without a first: {settings.model} takes both, or the first alone")
-        if pictures.last_image is not None and settings.frames == 1:
+        if "last_image" in pictures and settings.frames == 1:
             raise WanjaxError("a video of 1 frame has no last image beside the first: 5 frames or more would do")
 
     def check_whole(self, model: str, purpose: str) -> None:

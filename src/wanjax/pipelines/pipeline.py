@@ -32,6 +32,7 @@ from wanjax.figures import quantity
 from wanjax.kernels.attention import AUTO, Attention
 from wanjax.kernels.compiler_options import SAFE
 from wanjax.layers.tiling import Tiling
+from wanjax.media.inputs import INPUTS, REFERENCES
 from wanjax.media.pictures import Clip, Pictures, read_pictures
 from wanjax.media.records import TABLE
 from wanjax.media.videos import Video
@@ -40,6 +41,7 @@ from wanjax.pipelines.caching.tables import table_digest
 from wanjax.pipelines.checks import (
     check_encoded,
     check_frames,
+    check_inputs,
     check_latents,
     check_loaded,
     check_prompt,
@@ -55,10 +57,8 @@ from wanjax.pipelines.frames import Frames, GivenFrames, GivenLatents, chunk_cou
 from wanjax.pipelines.guidance import check_rule
 from wanjax.pipelines.keywords import (
     Called,
-    ClipGiven,
     Given,
     GivenSettings,
-    PictureGiven,
     knows_keywords,
     spelled_out,
 )
@@ -220,9 +220,9 @@ class Pipeline:
         if noise is not None:  # before a prompt is encoded, which may take long
             if len(wanted) != 1:
                 raise WanjaxError(f"one noise is given for {len(wanted)} videos: it makes one video")
-            checked_draws(noise, self.draws(chosen, len(pictures.references)))
+            checked_draws(noise, self.draws(chosen, len(pictures.several("references"))))
         check_tiling(tiling, self.architecture.vae)
-        sources = {name: nameable(given.get(name), getattr(pictures, name)) for name in pictures.given()}
+        sources = {name: nameable(given.get(name), array) for name, array in pictures.items()}
         how = {"tiling": tiling, "batch_guidance": batch_guidance}
         orders = [Order(x, self.record(x, sources | {"noise": noise}, **how)) for x in wanted]
         if skip:
@@ -239,16 +239,7 @@ class Pipeline:
             yield Video(made, order.settings.fps, order.record)
 
     @spelled_out(Given)
-    def prepare(
-        self,
-        *,
-        image: PictureGiven | None = None,
-        last_image: PictureGiven | None = None,
-        video: ClipGiven | None = None,
-        mask: ClipGiven | None = None,
-        references: Iterable[PictureGiven] | None = None,
-        **settings: Any,
-    ) -> tuple[Pictures, Settings]:
+    def prepare(self, **given: Any) -> tuple[Pictures, Settings]:
         """Reads the pictures, and completes the settings of the video.
 
         Pictures and clips are files or uint8 arrays, of NumPy or JAX, [H W 3] and [T H W 3]. A size that is not given
@@ -257,22 +248,19 @@ class Pipeline:
         that are given together count. Raises WanjaxError where a picture cannot be read, is of no use to the model or
         is missing, or a setting is invalid.
         """
+        spec = self.architecture.spec
+        settings = {name: value for name, value in given.items() if name not in INPUTS and name not in spec.takes}
+        sources = {name: on_host(given[name]) for name in given.keys() - settings if given[name] is not None}
+        if not sources.get(REFERENCES.name, True):  # an empty list
+            del sources[REFERENCES.name]
         asked = self.settings(**settings)
-        pictures = read_pictures(
-            image=on_host(image),
-            last_image=on_host(last_image),
-            video=on_host(video),
-            mask=on_host(mask),
-            references=on_host(references),
-            frames=self._clip_frames(asked),
-            fps=asked.fps,
-            controls=not self.architecture.spec.begins_from_video,
-        )
-        self.architecture.spec.check_pictures(pictures, asked)
-        if image is not None and video is not None and (how := self.architecture.spec.picture_beside_clip):
+        check_inputs(sources, asked.model, spec.purpose, spec.inputs)
+        pictures = read_pictures(sources, spec.inputs, frames=self._clip_frames(asked), fps=asked.fps)
+        spec.check_pictures(pictures, asked)
+        if {"image", "video"} <= pictures.keys() and (how := spec.picture_beside_clip):
             warnings.warn(f"a picture and a clip are given together: {how}", WanjaxWarning, stacklevel=3)
-        self._check_strength(asked, pictures.video)
-        if pictures.video is not None and self.architecture.spec.begins_from_video:
+        self._check_strength(asked, pictures.get("video"))
+        if "video" in pictures and spec.begins_from_video:
             check_rule(asked.guidance_rule, asked.guided, asked.strong_steps)
         complete = asked.updated(self._shape_of(pictures, asked, settings))
         self.check_memory(complete)
@@ -302,7 +290,7 @@ class Pipeline:
                 zip(("height", "width"), self.architecture.size_for(pictures.first.shape, asked), strict=True)
             )
         needed = self._clip_frames(asked)
-        if pictures.video is not None and (count := len(pictures.video)) < needed:
+        if (clip := pictures.clip("video")) is not None and (count := len(clip)) < needed:
             if given.get("frames") or needed > asked.frames:
                 raise WanjaxError(
                     f"the video has {quantity(count, 'frame')} where {needed} are asked for: fewer would do"

@@ -14,6 +14,7 @@ from wanjax.checkpoints.files import content_digest
 from wanjax.checkpoints.lora import Lora
 from wanjax.checkpoints.lora_scales import PEFT_CONFIG
 from wanjax.layers.tiling import Tiling
+from wanjax.media.inputs import INPUTS
 from wanjax.media.records import DIGESTS
 from wanjax.pipelines.settings import Settings
 from wanjax.schedulers import Scheduler, name_of
@@ -21,7 +22,7 @@ from wanjax.sharding import Partitioner
 from wanjax.stores.places import URL, Place, Remote, place
 
 VERSION = version("wanjax")
-SOURCES = ("image", "last_image", "video", "mask", "references", "noise", "lora", "decoder", "model")
+SOURCES = (*INPUTS, "noise", "lora", "decoder", "model")
 """The entries of a record that may name files and folders."""
 
 

@@ -90,7 +90,7 @@ def check_encoding(pipe: Pipe, settings: Settings, pictures: Pictures, *, tiling
 
     The arguments are those of `record`.
     """
-    if pictures.given() and not _is_small(pipe, settings.size, settings.frames):
+    if pictures and not _is_small(pipe, settings.size, settings.frames):
         calls, recorder = _recorded(pipe, room=0)
         Run(recorder, [Order(settings, {})], pictures, tiling=tiling).encode()
         _check(settings, calls)
@@ -162,8 +162,7 @@ def _check(settings: Settings, calls: Record) -> None:
 def needed_pictures(pipe: Pipe, settings: Settings) -> Pictures:
     """Returns blank pictures of the video's own size in place of those without which the model makes no video."""
     page = np.zeros((*settings.size, 3), np.uint8)
-    pages: dict[str, Any] = {name: page for name in pipe.architecture.spec.needs}
-    return Pictures(**pages)
+    return Pictures(**dict.fromkeys(pipe.architecture.spec.needs, page))
 
 
 class NoTokenizer:

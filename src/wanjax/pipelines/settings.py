@@ -33,14 +33,6 @@ SIZE_NAME = re.compile(r"\d{1,6}p|portrait|square")
 WAYS = ("official", "diffusers")
 DRAW = -1  # in place of a seed: draw one
 MOST_VIDEOS = 100_000  # of one call or command
-PICTURES = {
-    "image": "The first frame, for models of image to video.",
-    "last_image": "The last frame, for models of first and last frame.",
-    "video": "A clip for models that take one: they begin from it, or are guided by it.",
-    "mask": "White where the clip is to be made anew: a clip, or one picture.",
-    "references": "Pictures of what the video should show.",
-}
-"""The help of what a video may be made from beside its prompt."""
 KINDS = {str: "a text in UTF-8", bool: "true or false", int: "a whole number", float: "a finite number"}
 SomeSettings = TypeVar("SomeSettings", bound="Settings")
 

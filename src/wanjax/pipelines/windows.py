@@ -80,11 +80,11 @@ def pictures_of(window: Window, given: Pictures, before: Clip | None, by: str | 
 
     A last picture is the last window's. Each window has its part of a control clip and its mask.
     """
-    given = given if window.last else given._replace(last_image=None)
+    given = given if window.last else given.replaced(last_image=None)
     if before is None:
         return given
     if by == PICTURE:
-        return given._replace(image=before[-1], video=None)
+        return given.replaced(image=before[-1], video=None)
     settings, known = window.settings, len(before)
     start = window.number * (settings.frames - known)
 
@@ -94,9 +94,9 @@ def pictures_of(window: Window, given: Pictures, before: Clip | None, by: str | 
         span = clip[start : start + settings.frames]
         return np.stack([fit(frame, settings.size, settings.resize) for frame in span])
 
-    clip, mask = part(given.video, GREY), part(given.mask, 255)
+    clip, mask = part(given.clip("video"), GREY), part(given.clip("mask"), 255)
     clip[:known], mask[:known] = before, 0
-    return given._replace(video=clip, mask=mask)
+    return given.replaced(video=clip, mask=mask)
 
 
 def faded(before: UInt8[np.ndarray, "_T H W 3"], frames: Clip) -> Clip:

@@ -137,7 +137,7 @@ class Service:
         id = self.board.shelf.make_place().name
         try:
             with self.board.shelf.filled(id) as here:
-                saved = asked.save_pictures(found.pictures, here, self.limits)
+                saved = asked.save_pictures(found.pictures, asked.inputs_of(found.pipe), here, self.limits)
                 job = Job(id, {}, saved, scheduler=found.scheduler, lora=dict(found.lora))
                 job.settings = asked.completed(found, files_in(here, job), self.limits).to_json()
             return self.board.add(job)

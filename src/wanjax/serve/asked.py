@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 from PIL import Image
 
 from wanjax.errors import SettingError, WanjaxError, shown
-from wanjax.media.pictures import DECODING, PictureOfAnySize, Pictures, opened, picture_of
+from wanjax.media.inputs import INPUTS, InputSpec
+from wanjax.media.pictures import DECODING, PictureOfAnySize, opened, picture_of
 from wanjax.pipelines.other_names import unknown_keyword
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import ALLOW_EMPTY, DRAW, Setting, Settings, check_prompt_text, pixels
@@ -28,14 +29,13 @@ from wanjax.serve.variants import Known
 
 FILMS = {b"ftyp": "mp4", b"\x1a\x45\xdf\xa3": "webm"}  # suffixes by what a file has near its start: mov and mkv too
 SAME_PICTURE = "input_reference"  # OpenAI's name of `image`
-PICTURES, CLIPS = Pictures._fields, ("video", "mask")
 CLIP = "clip"  # the name of the file that is given as `video`, beside which the result has that name
 LONGEST_TEXT = 200  # characters of a setting other than the prompts
 DATA_URL = re.compile(r"data:[\w/+.-]*;base64,(.*)", re.DOTALL)
 SECONDS = Setting("seconds", float, above=0, most=3600)
 MODEL, SCHEDULER = Setting("model", str), Setting("scheduler", str)
 STRENGTH = Setting("lora", float, least=-10, most=10)
-BESIDE = ("size", "seconds", *PICTURES, SAME_PICTURE, "model", "scheduler", "lora", ALLOW_EMPTY.name)
+BESIDE = ("size", "seconds", *INPUTS, SAME_PICTURE, "model", "scheduler", "lora", ALLOW_EMPTY.name)
 """Fields that are no settings."""
 
 
@@ -61,12 +61,13 @@ def read(fields: Mapping[str, Any], files: Mapping[str, Sequence[bytes]], known:
     model = known.model(MODEL.read(fields.pop("model", known.first)))
     lora = known.strengths(_strengths(fields.pop("lora", {})))
     pictures = {name: list(given) for name, given in files.items()}
-    for name in (*PICTURES, SAME_PICTURE):
+    inputs = inputs_of(model)
+    for name in (*inputs, SAME_PICTURE):
         if name in fields:
             pictures.setdefault(name, []).extend(_from_text(name, fields.pop(name)))
     if SAME_PICTURE in pictures:
         pictures.setdefault("image", []).extend(pictures.pop(SAME_PICTURE))
-    _check_pictures(pictures, limits)
+    _check_pictures(pictures, inputs, limits)
     solver = SCHEDULER.read(fields.pop("scheduler")) if "scheduler" in fields else None
     solver = None if solver == name_of(model.scheduler) else solver
     settings = _shape(fields, model)
@@ -75,6 +76,11 @@ def read(fields: Mapping[str, Any], files: Mapping[str, Sequence[bytes]], known:
         _check_text(name, value, limits)
     check_prompt_text(settings.get("prompt"), allow_empty)
     return Asked(model, settings, pictures, solver, lora)
+
+
+def inputs_of(pipe: Pipeline) -> dict[str, InputSpec]:
+    """Returns the inputs that a request may name: those of all models, and the model's own."""
+    return {**INPUTS, **{one.name: one for one in pipe.architecture.spec.inputs}}
 
 
 def _strengths(given: Any) -> dict[str, float]:
@@ -151,17 +157,19 @@ def _decoded(name: str, value: Any) -> bytes:
         raise SettingError(f"the data: URL of {name} is no base64: {error}", name) from error
 
 
-def _check_pictures(pictures: Mapping[str, Sequence[bytes]], limits: Limits) -> None:
+def _check_pictures(pictures: Mapping[str, Sequence[bytes]], inputs: Mapping[str, InputSpec], limits: Limits) -> None:
     for name, given in pictures.items():
-        if name not in PICTURES:
-            raise unknown_keyword(name, (*PICTURES, SAME_PICTURE))
-        most = limits.references if name == "references" else 1
+        if name not in inputs:
+            raise unknown_keyword(name, (*inputs, SAME_PICTURE))
+        most = limits.references if inputs[name].kind == "images" else 1
         if len(given) > most:
             raise SettingError(f"{len(given)} files are given as {name} where {most} would do", name)
 
 
-def save_pictures(pictures: Mapping[str, Sequence[bytes]], folder: Path, limits: Limits) -> dict[str, Any]:
-    """Writes pictures as PNG files into a folder, and clips as they are; returns their names by setting.
+def save_pictures(
+    pictures: Mapping[str, Sequence[bytes]], inputs: Mapping[str, InputSpec], folder: Path, limits: Limits
+) -> dict[str, Any]:
+    """Writes pictures as PNG files into a folder, and clips as they are; returns their names by input.
 
     Raises WanjaxError where one is none, or where all pictures are too large together by what their headers say. A clip
     is decoded by whoever reads it, within the bounds of this process.
@@ -169,18 +177,19 @@ def save_pictures(pictures: Mapping[str, Sequence[bytes]], folder: Path, limits:
     saved: dict[str, Any] = {}
     left = limits.picture
     for name, given in pictures.items():
+        several, still = inputs[name].kind == "images", inputs[name].kind in ("image", "images")
         for number, data in enumerate(given):
-            stem = f"{name}_{number}" if name == "references" else CLIP if name == "video" else name
-            kind = _film(data) if name in CLIPS else None
+            stem = f"{name}_{number}" if several else CLIP if name == "video" else name
+            kind = None if still else _film(data)
             if kind is None:
                 with _opened(data, name, left) as image:  # one at a time in this process
                     left -= image.width * image.height
                     kind = str(image.format).lower()
-                    if name not in CLIPS:
+                    if still:
                         kind, data = "png", _png(picture_of(image, name))
             file = f"{stem}.{kind}"
             (folder / file).write_bytes(data)
-            saved[name] = [*saved.get(name, []), file] if name == "references" else file
+            saved[name] = [*saved.get(name, []), file] if several else file
     return saved
 
 

@@ -21,7 +21,7 @@ from wanjax.pipelines.model import VideoModel
 from wanjax.pipelines.model import with_scheduler as with_scheduler_of
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.record import SOURCES
-from wanjax.pipelines.settings import DRAW, LOADED, PICTURES, Setting, Settings, schema
+from wanjax.pipelines.settings import DRAW, LOADED, Setting, Settings, schema
 from wanjax.pipelines.windows import CONTROL
 from wanjax.schedulers import NAMED, name_of
 from wanjax.stores.places import name_alone
@@ -56,7 +56,9 @@ def offered(pipe: Pipeline) -> Mapping[str, Setting]:
 def described(pipe: Pipeline) -> dict[str, dict[str, Any]]:
     """Returns the settings that a video of this model depends on, in the words of JSON Schema."""
     defaults, architecture = pipe.defaults.to_json(), pipe.architecture
-    useless = {"original_prompt"} | (set() if architecture.spec.takes else {"resize"})  # the first is for other programs
+    useless = {"original_prompt"} | (
+        set() if architecture.spec.takes else {"resize"}
+    )  # the first is for other programs
     if "video" not in architecture.spec.takes or not architecture.spec.begins_from_video:
         useless.add("strength")
     if architecture.spec.continued_by is None:
@@ -150,10 +152,14 @@ def with_scheduler(pipe: Pipeline, name: str | None) -> Pipeline:
 def pictures(architecture: VideoModel) -> dict[str, dict[str, Any]]:
     """Returns the pictures and clips that the model takes, each with what it is for and whether it is needed."""
     beside = architecture.spec.picture_beside_clip
-    about = PICTURES | ({"video": f"{PICTURES['video']} Beside an image, {beside}."} if beside else {})
+    more = {"video": f" Beside an image, {beside}."} if beside else {}
     return {
-        name: {"description": about[name], "required": name in architecture.spec.needs, "several": name == "references"}
-        for name in architecture.spec.takes
+        one.name: {
+            "description": one.help + more.get(one.name, ""),
+            "required": one.required,
+            "several": one.kind == "images",
+        }
+        for one in architecture.spec.inputs
     }
 
 

@@ -106,10 +106,8 @@ class Store:
         """Encodes a clip; returns the name of its file, and its frames, height and width."""
         count, height, width, _ = frames.shape
         settings = self.pipe.settings(size=(height, width), frames=count)
-        needs = self.pipe.architecture.spec.needs
-        pictures = Pictures(
-            image=frames[0] if "image" in needs else None, last_image=frames[-1] if "last_image" in needs else None
-        )
+        ends = {"image": frames[0], "last_image": frames[-1]}
+        pictures = Pictures(**{name: ends[name] for name in self.pipe.architecture.spec.needs if name in ends})
         seen = self.pipe.architecture.encode_pictures(self.pipe.runtime, pictures, settings)
         made = {LATENTS: self.pipe.encode_video(frames), **seen}
         file = f"clip-{name}.safetensors"

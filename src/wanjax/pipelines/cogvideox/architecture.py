@@ -15,6 +15,7 @@ from wanjax.checkpoints.sources import Source
 from wanjax.errors import WanjaxError
 from wanjax.layers.flops import attention_flops
 from wanjax.layers.tiling import Tiling
+from wanjax.media.inputs import IMAGE, VIDEO
 from wanjax.media.pictures import Pictures, fit
 from wanjax.models.cogvideox.config import TransformerConfig
 from wanjax.models.cogvideox.flops import forward_flops
@@ -91,8 +92,7 @@ class CogVideoXArchitecture(VideoModel):
             scheduler=self.scheduler,
             networks={name: config for name, config in networks.items() if config is not None},
             tables=self.tables,
-            takes=("image",) if self.pictured else ("video",),
-            needs=("image",) if self.pictured else (),
+            inputs=(IMAGE.needed,) if self.pictured else (VIDEO,),
             ways=True,
             frame_multiple=self.transformer.patch[0],
             fixed_size=self.fixed_size,
@@ -160,10 +160,10 @@ class CogVideoXArchitecture(VideoModel):
             )
 
         made: dict[str, Any] = {}
-        if pictures.image is not None:
-            made["image_latents"], made["image_deviation"] = posterior([pictures.image], self.vae.picture_scale)
-        if pictures.video is not None:
-            clip = pictures.video[: settings.frames]
+        if (picture := pictures.picture("image")) is not None:
+            made["image_latents"], made["image_deviation"] = posterior([picture], self.vae.picture_scale)
+        if (clip := pictures.clip("video")) is not None:
+            clip = clip[: settings.frames]
             made["video_latents"], made["video_deviation"] = posterior(clip, self.vae.scaling_factor)
         return made
 

@@ -17,6 +17,7 @@ from wanjax.checkpoints.sources import Source
 from wanjax.errors import WanjaxError
 from wanjax.layers.flops import attention_flops
 from wanjax.layers.tiling import Tiling
+from wanjax.media.inputs import IMAGE
 from wanjax.media.pictures import PictureOfAnySize, Pictures
 from wanjax.models.hunyuanvideo.config import TransformerConfig
 from wanjax.models.hunyuanvideo.flops import forward_flops
@@ -98,7 +99,6 @@ class HunyuanVideoArchitecture(VideoModel):
     @cached_property
     def spec(self) -> ModelSpec:
         names = ("text_encoder", "text_encoder_2", "image_encoder", "transformer", "vae")
-        pictures = ("image",) if self.pictured else ()
         return ModelSpec(
             purpose="image to video" if self.pictured else "text to video",
             grid=self.vae.spatial_factor,
@@ -106,8 +106,7 @@ class HunyuanVideoArchitecture(VideoModel):
             scheduler=self.scheduler,
             networks={name: config for name in names if (config := getattr(self, name)) is not None},
             tables=self.tables,
-            takes=pictures,
-            needs=pictures,
+            inputs=(IMAGE.needed,) if self.pictured else (),
             radial=True,
             longest=self.vae.longest_video,
         )
@@ -176,9 +175,9 @@ class HunyuanVideoArchitecture(VideoModel):
     def encode_pictures(
         self, runtime: Runtime, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
     ) -> Mapping[str, Any]:
-        if pictures.image is None:
+        if (picture := pictures.picture("image")) is None:
             return {}
-        frame = fitted(pictures.image, settings.size, settings.resize)
+        frame = fitted(picture, settings.size, settings.resize)
         latents = encode_clip(runtime.components.get("vae"), frame[None], tiling, runtime.call)
         return {"image_embeds": self.encode_images(runtime, [frame]), "image_latents": latents}
 

@@ -15,6 +15,7 @@ from wanjax.converters.wan.diffusers import sparse_linear_entry
 from wanjax.kernels.attention import AUTO, SparseLinear
 from wanjax.layers.flops import attention_flops
 from wanjax.layers.tiling import Tiling
+from wanjax.media.inputs import InputSpec
 from wanjax.models.clip import CLIPVisionConfig
 from wanjax.models.t5 import T5Config
 from wanjax.models.wan.config import ImageTransformerConfig, TransformerConfig
@@ -45,8 +46,7 @@ class WanModel(VideoModel):
 
     encoded_type = WanEncoded
     purpose: ClassVar[str] = "text to video"
-    takes: ClassVar[tuple[str, ...]] = ()
-    needs: ClassVar[tuple[str, ...]] = ()
+    inputs: ClassVar[tuple[InputSpec, ...]] = ()
     optional: ClassVar[tuple[str, ...]] = ()
     """The fields of `WanEncoded` that may be None."""
     begins_from_video: ClassVar[bool] = False
@@ -76,8 +76,7 @@ class WanModel(VideoModel):
             networks={name: config for name, config in networks.items() if config is not None},
             tables=self.tables,
             denoisers=EXPERTS if self.experts else EXPERTS[:1],
-            takes=self.takes,
-            needs=self.needs,
+            inputs=self.inputs,
             begins_from_video=self.begins_from_video,
             ways=True,
             radial=self.radial and not config.sparse_linear,

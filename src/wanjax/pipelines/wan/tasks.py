@@ -19,6 +19,7 @@ from wanjax.checkpoints.sources import Source
 from wanjax.errors import WanjaxError
 from wanjax.layers.flops import attention_flops
 from wanjax.layers.tiling import Tiling
+from wanjax.media.inputs import CONTROL_VIDEO, IMAGE, LAST_IMAGE, MASK, REFERENCES, VIDEO
 from wanjax.media.pictures import PictureOfAnySize, Pictures, fit
 from wanjax.models.wan.causal import angles_at, place_of
 from wanjax.models.wan.config import (
@@ -63,7 +64,7 @@ THREE_STEPS = Consistency(timesteps=(1000.0, 757.0, 522.0))
 class TextToVideo(WanModel):
     """Text to video, from noise alone or from a given video with noise added up to the strength."""
 
-    takes = ("video",)
+    inputs = (VIDEO,)
     optional = ("video_latents",)
     begins_from_video = True
 
@@ -73,10 +74,10 @@ class TextToVideo(WanModel):
     def encode_pictures(
         self, runtime: Runtime, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
     ) -> Mapping[str, Any]:
-        if pictures.video is None:
+        if (clip := pictures.clip("video")) is None:
             return {}
-        clip = [unit(frame, settings) for frame in pictures.video[: settings.frames]]
-        return {"video_latents": self.encode_clip(runtime, clip, tiling)}
+        frames = [unit(frame, settings) for frame in clip[: settings.frames]]
+        return {"video_latents": self.encode_clip(runtime, frames, tiling)}
 
 
 class CausalTextToVideo(WanModel):
@@ -135,7 +136,7 @@ class FirstFrameToVideo(TextToVideo):
     """Text and image to video; the condition, if any, is the clean first latent frame, which replaces the noise."""
 
     purpose = "text and image to video"
-    takes = ("image", "video")
+    inputs = (IMAGE, VIDEO)
     optional = ("video_latents", "condition")
 
     @property
@@ -150,17 +151,16 @@ class FirstFrameToVideo(TextToVideo):
         self, runtime: Runtime, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
     ) -> Mapping[str, Any]:
         start = super().encode_pictures(runtime, pictures, settings, tiling=tiling)
-        if pictures.image is None:
+        if (picture := pictures.picture("image")) is None:
             return start
-        return {**start, "condition": self.encode_clip(runtime, [unit(pictures.image, settings)], tiling)}
+        return {**start, "condition": self.encode_clip(runtime, [unit(picture, settings)], tiling)}
 
 
 class ImageToVideo(WanModel):
     """Image to video; the condition is a mask of the known frames, and the latents of a clip with grey others."""
 
     purpose = "image to video"
-    takes = ("image", "last_image")
-    needs = ("image",)
+    inputs = (IMAGE.needed, LAST_IMAGE)
 
     @property
     def denoiser(self) -> Denoiser:
@@ -174,8 +174,8 @@ class ImageToVideo(WanModel):
         self, runtime: Runtime, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
     ) -> Mapping[str, Any]:
         clip, known = [np.full((*settings.size, 3), GREY)] * settings.frames, []
-        for frame, picture in ((0, pictures.image), (settings.frames - 1, pictures.last_image)):
-            if picture is not None:
+        for frame, name in ((0, "image"), (settings.frames - 1, "last_image")):
+            if (picture := pictures.picture(name)) is not None:
                 clip[frame] = unit(picture, settings)
                 known.append(frame)
         mask = known_frames(known, settings.frames, self.vae.temporal_factor)
@@ -188,7 +188,7 @@ class AttendedImageToVideo(ImageToVideo):
     The tower sees the images as they were given, whatever the video's size, as in both references.
     """
 
-    takes = ("image",)
+    inputs = (IMAGE.needed,)
 
     @property
     def attended(self) -> ImageTransformerConfig:
@@ -213,7 +213,7 @@ class AttendedImageToVideo(ImageToVideo):
 
     def attended_images(self, pictures: Pictures, settings: Settings) -> list[PictureOfAnySize]:
         """Returns the pictures that the vision tower is shown."""
-        return [picture for picture in (pictures.image, pictures.last_image) if picture is not None]
+        return [pictures[name] for name in ("image", "last_image") if name in pictures]
 
     def encode_images(
         self, runtime: Runtime, images: Sequence[PictureOfAnySize], *, follow: str
@@ -231,8 +231,7 @@ class FirstAndLastFrameToVideo(AttendedImageToVideo):
     """The same from two pictures, whose features have positions of their own."""
 
     purpose = "first and last frame to video"
-    takes = ("image", "last_image")
-    needs = ("image", "last_image")
+    inputs = (IMAGE.needed, LAST_IMAGE.needed)
 
 
 class Inpainting(ImageToVideo):
@@ -243,22 +242,20 @@ class Inpainting(ImageToVideo):
     """
 
     purpose = "text, and first and last frame, to video"
-    takes = ("image", "last_image")
-    needs = ()
+    inputs = (IMAGE, LAST_IMAGE)
     optional = ("condition", "image_embeds")
 
     def encode_pictures(
         self, runtime: Runtime, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
     ) -> Mapping[str, Any]:
-        return {} if pictures.image is None else super().encode_pictures(runtime, pictures, settings, tiling=tiling)
+        return super().encode_pictures(runtime, pictures, settings, tiling=tiling) if "image" in pictures else {}
 
 
 class AttendedInpainting(Inpainting, AttendedImageToVideo):
     """The same with cross-attention to the first picture, in the video's size; its features are zeros without one."""
 
     def attended_images(self, pictures: Pictures, settings: Settings) -> list[PictureOfAnySize]:
-        assert pictures.image is not None
-        return [fit(pictures.image, settings.size, settings.resize)]
+        return [fit(pictures["image"], settings.size, settings.resize)]
 
 
 class FirstFrameInpainting(Inpainting):
@@ -277,7 +274,7 @@ class ControlledVideo(WanModel):
     """
 
     purpose = "controlled video (VACE)"
-    takes = ("video", "mask", "references")
+    inputs = (CONTROL_VIDEO, MASK, REFERENCES)
     radial = False
 
     @property
@@ -303,12 +300,12 @@ class ControlledVideo(WanModel):
     ) -> Mapping[str, Any]:
         grey = np.full((*settings.size, 3), GREY, np.float32)
         clip = [grey] * settings.frames
-        if pictures.video is not None:
-            clip = [unit(frame, settings) for frame in pictures.video[: settings.frames]]
+        if (given := pictures.clip("video")) is not None:
+            clip = [unit(frame, settings) for frame in given[: settings.frames]]
         mask = np.broadcast_to(np.ones((), np.float32), (settings.frames, *settings.size))
         anew = np.broadcast_to(np.ones((), bool), (*mask.shape, 1))
-        if pictures.mask is not None:
-            mask = np.stack([unit(frame, settings).mean(axis=-1) for frame in pictures.mask[: settings.frames]])
+        if (masks := pictures.clip("mask")) is not None:
+            mask = np.stack([unit(frame, settings).mean(axis=-1) for frame in masks[: settings.frames]])
             anew = (mask > 0.5)[..., None]
 
         def part(here: bool, anew: np.ndarray, frame: np.ndarray) -> np.ndarray:
@@ -327,7 +324,7 @@ class ControlledVideo(WanModel):
 
         kept, made = (latents(list(map(partial(part, here), anew, clip))) for here in (False, True))
         cells = mask_cells(mask, kept.shape[2], self.vae.spatial_factor)
-        pages = [on_white(picture, settings.size, resized) for picture in pictures.references]
+        pages = [on_white(picture, settings.size, resized) for picture in pictures.several("references")]
         references = [self.encode_clip(runtime, [page], tiling) for page in pages]
         return {"condition": runtime.call(control_condition, None, (kept, made, *references), cells)}
 

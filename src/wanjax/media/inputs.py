@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a video can be made from beside its prompt, as data: options, requests and models' needs come from here.
+
+Nothing but the standard library is imported, so that `--help` is quick.
+"""
+
+from typing import Literal, NamedTuple
+
+
+class InputSpec(NamedTuple):
+    """A picture or a clip that a video can be made from.
+
+    Args:
+        name: The keyword of the library, the field of a request and the entry of a video's metadata.
+        kind: What is read: one picture, several, a clip, or a clip's mask, for which one picture may stand.
+        noun: What it is called in a message, with its article.
+        help: What it is for, in a sentence.
+        page: The colour under what is transparent: black for clips that control, and for masks.
+        required: True for a model that makes no video without it.
+    """
+
+    name: str
+    kind: Literal["image", "images", "clip", "mask"]
+    noun: str
+    help: str
+    page: Literal["white", "black"] = "white"
+    required: bool = False
+
+    @property
+    def needed(self) -> "InputSpec":
+        """The same for a model that makes no video without it."""
+        return self._replace(required=True)
+
+    @property
+    def option(self) -> str:
+        """The option of the command line; one of several pictures is given at a time."""
+        name = self.name.removesuffix("s") if self.kind == "images" else self.name
+        return f"--{name.replace('_', '-')}"
+
+
+IMAGE = InputSpec("image", "image", "an image", "The first frame, for models of image to video.")
+LAST_IMAGE = InputSpec("last_image", "image", "a last image", "The last frame, for models of first and last frame.")
+VIDEO = InputSpec(
+    "video", "clip", "a video", "A clip for models that take one: they begin from it, or are guided by it."
+)
+CONTROL_VIDEO = VIDEO._replace(page="black")
+MASK = InputSpec(
+    "mask", "mask", "a mask", "White where the clip is to be made anew: a clip, or one picture.", page="black"
+)
+REFERENCES = InputSpec("references", "images", "reference images", "Pictures of what the video should show.")
+INPUTS = {one.name: one for one in (IMAGE, LAST_IMAGE, VIDEO, MASK, REFERENCES)}
+"""The inputs of the families in the package, by name. A model of another family may have inputs of its own."""
