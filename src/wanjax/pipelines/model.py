@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 from wanjax.checkpoints.networks import Config
 from wanjax.errors import UnsupportedError, WanjaxError, WanjaxWarning
 from wanjax.figures import quantity
-from wanjax.kernels.attention import AUTO, Attention, SparseLinear
+from wanjax.kernels.attention import AUTO, Attention
 from wanjax.layers.tiling import Tiling
 from wanjax.media.inputs import InputSpec
 from wanjax.media.pictures import Pictures, size_within
@@ -100,6 +100,7 @@ class ModelSpec:
         begins_from_video: True where denoising begins from a given video; False where the video only guides it.
         ways: True where the ways of the model's authors and of diffusers differ, between which `follow` chooses.
         radial: True where the denoiser's self-attention can be radial.
+        sparse_linear: True where its denoiser's config can have a projection for sparse-linear attention.
         trained_attention: The attention that it was trained with.
         frame_multiple: Latent frames are denoised in multiples of it; those in front are dropped.
         block_frames: The latent frames of each block of a video that is made block by block; 0 for one made whole.
@@ -121,6 +122,7 @@ class ModelSpec:
     begins_from_video: bool = True
     ways: bool = False
     radial: bool = False
+    sparse_linear: bool = False
     trained_attention: Attention = AUTO
     frame_multiple: int = 1
     block_frames: int = 0
@@ -429,13 +431,6 @@ class VideoModel(ABC):
         """Returns the size of a video of a picture [H W 3], where none is given."""
         return self.spec.fixed_size or size_within(picture, asked.height * asked.width, self.spec.grid)
 
-    def linearised(self, sparse: SparseLinear, model: str) -> "VideoModel":
-        """Returns the model whose denoiser has a projection for this sparse-linear attention.
-
-        Raises UnsupportedError where it can have none.
-        """
-        raise UnsupportedError(f"{model} can have no sparse-linear attention: --attention auto would do")
-
 
 def phases_of(
     denoisers: Sequence[str], timesteps: Float[np.ndarray, " steps"], settings: Settings
@@ -518,7 +513,10 @@ def attending(model: VideoModel, asked: Attention, name: str) -> VideoModel:
         raise UnsupportedError(f"{name} has no radial attention: --attention auto would do")
     trained = model.spec.trained_attention.sparse
     if asked.sparse and not trained:
-        return model.linearised(asked.sparse, name)
+        if not model.spec.sparse_linear:
+            raise UnsupportedError(f"{name} can have no sparse-linear attention: --attention auto would do")
+        config: Any = model.spec.networks[model.spec.denoisers[0]]
+        return replace(model, **{model.spec.denoisers[0]: replace(config, sparse_linear=asked.sparse)})
     if trained and not model.spec.attention(asked).sparse:
         told = f"{name} was trained with sparse-linear attention, and {asked} is another"
         raise UnsupportedError(f"{told}: --attention auto or sla:top=0.15 would do")

@@ -27,7 +27,7 @@ Load = Callable[[str, Sequence[Lora]], Pipeline]
 Strengths = Mapping[str, float]
 
 
-class Outline(NamedTuple):
+class ModelInfo(NamedTuple):
     """All of a pipeline that requests are checked by: it has no component, and its devices need not be here."""
 
     architecture: VideoModel
@@ -36,7 +36,7 @@ class Outline(NamedTuple):
     mesh: Mapping[str, int]
 
     @classmethod
-    def of(cls, pipe: Pipeline) -> "Outline":
+    def of(cls, pipe: Pipeline) -> "ModelInfo":
         return cls(pipe.architecture, pipe.defaults, pipe.sizes, dict(pipe.partitioner.mesh.shape))
 
     def pipeline(self) -> Pipeline:

@@ -39,7 +39,7 @@ from wanjax.serve.board import BROKE, Board
 from wanjax.serve.desk import Desk
 from wanjax.serve.faults import OUT_OF_MEMORY, STORAGE, explained
 from wanjax.serve.jobs import COMPLETED, FAILED, PREVIEW, THUMBNAIL, VIDEO, Job, cancellation, files_in
-from wanjax.serve.variants import Known, Outline, Variants
+from wanjax.serve.variants import Known, ModelInfo, Variants
 from wanjax.stores.places import Place, Remote
 
 SHAPES = 16  # shapes whose compiled programs are kept
@@ -57,7 +57,7 @@ class Told(NamedTuple):
     """
 
     models: list[dict[str, Any]]
-    outlines: list[Outline]
+    outlines: list[ModelInfo]
     usual: dict[str, float]
     folders: list[Path]
 
@@ -109,7 +109,7 @@ class Worker:
 
     def told(self) -> Told:
         """Returns what a server away from here needs to know of this worker."""
-        outlines = [Outline.of(pipe) for pipe in self.variants.pipes.values()]
+        outlines = [ModelInfo.of(pipe) for pipe in self.variants.pipes.values()]
         return Told(self.models(), outlines, self.variants.usual, self.variants.folders)
 
     def start(self) -> None:

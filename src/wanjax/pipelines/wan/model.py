@@ -3,7 +3,7 @@
 """What all of Wan's models have in common: their networks, prompts, and two experts."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import Any, ClassVar
@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float
 
 from wanjax.converters.wan.diffusers import sparse_linear_entry
-from wanjax.kernels.attention import AUTO, SparseLinear
+from wanjax.kernels.attention import AUTO
 from wanjax.layers.flops import attention_flops
 from wanjax.layers.tiling import Tiling
 from wanjax.media.inputs import InputSpec
@@ -80,6 +80,7 @@ class WanModel(VideoModel):
             begins_from_video=self.begins_from_video,
             ways=True,
             radial=self.radial and not config.sparse_linear,
+            sparse_linear=self.radial and not config.sparse_linear,
             trained_attention=config.attention(AUTO),
             block_frames=self.block_frames,
             text_length=TEXT_LENGTH,
@@ -101,11 +102,6 @@ class WanModel(VideoModel):
         if isinstance(self.transformer, ImageTransformerConfig) and self.image_encoder is not None:
             return self.transformer.image_positions or self.image_encoder.tokens
         return 0
-
-    def linearised(self, sparse: SparseLinear, model: str) -> "VideoModel":
-        if not self.spec.radial:
-            return super().linearised(sparse, model)
-        return replace(self, transformer=replace(self.transformer, sparse_linear=sparse))
 
     def forward(self, settings: Settings, encoded: WanEncoded | None = None) -> Forward:
         seen = None if encoded is None else encoded.image_embeds
