@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`wanjax serve` in a process of its own: killed and started again, and its page in a real browser."""
 
+import base64
 import io
 import json
 import resource
@@ -20,6 +21,7 @@ from PIL import Image
 
 from tests.support.commands import refused, succeeded, wanjax
 from tests.support.documents import ROOT, blocks
+from tests.support.films import ANIMATIONS, CONTAINERS, FRAMES, breaks, film, harmed
 from tests.support.quick import quick
 from tests.support.served import PROMPT, SMALL, finished, serving
 from tests.support.words import says
@@ -117,6 +119,33 @@ def test_clients_that_say_little_keep_no_one_out(tmp_path, count):
         assert statuses == {b"HTTP/1.1 200": 64, b"HTTP/1.1 429": 136}
         health += [health_of(client) for _ in range(10)]
         print(f"{len(health)} answers of /health, the slowest in {max(health):.2f} s")  # by `-rP`
+
+
+SENT = (*(name for name in CONTAINERS if name.endswith(("mp4", "mov", "mkv", "webm"))), *ANIMATIONS)
+"""Those that a request may hold."""
+
+
+@pytest.mark.parametrize("name", quick(("parts.mp4", "a.webp"), (*CONTAINERS, *ANIMATIONS)))
+def test_a_damaged_film_is_refused_with_its_frame(served, tmp_path, name):
+    """In a form and in JSON; a whole one is taken as it is."""
+    asked = SMALL | {"frames": len(FRAMES), "fps": 25, "steps": 2}
+    whole = film(tmp_path / name)
+    for kind, file in {"whole": whole, "cut": harmed(whole, "cut"), "hole": harmed(whole, "hole")}.items():
+        data = file.read_bytes()
+        url = "data:;base64," + base64.b64encode(data).decode()
+        for request in {"data": asked, "files": {"video": ("any", data)}}, {"json": asked | {"video": url}}:
+            answer = served.post("/v1/videos", **request)
+            if kind == "whole" and name in SENT:
+                assert answer.status_code == 200, answer.text
+                path = f"/v1/videos/{answer.json()['id']}"
+                assert served.get(f"{path}/content", params={"variant": "clip"}).content == data
+                assert served.delete(path).status_code == 200
+                continue
+            assert answer.status_code == 422, answer.text
+            error = answer.json()["error"]
+            assert error["param"] == "video"
+            assert str(tmp_path) not in error["message"]
+            assert breaks(error["message"], name, kind) or name not in SENT
 
 
 def picture():

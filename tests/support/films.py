@@ -1,11 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Films that the bundled ffmpeg writes, and how far two clips are apart."""
+"""Films that the bundled ffmpeg writes, whole and damaged, and how far two clips are apart."""
 
+import re
 import subprocess
 from pathlib import Path
 
 import imageio_ffmpeg
 import numpy as np
+from PIL import Image
+
+RANDOM = np.random.default_rng(0)
+FRAMES = np.stack([np.roll(RANDOM.integers(40, 216, (12, 16, 3)), i, 1) for i in range(25)]).repeat(8, 1).repeat(8, 2)
+FRAMES = FRAMES.astype(np.uint8)  # 25 of 128x96, whose codes are long enough for a hole within one
+X264 = ("-c:v", "libx264", "-pix_fmt", "yuv420p", "-g", "12")
+CONTAINERS = {
+    "fast.mp4": (*X264, "-movflags", "+faststart"),
+    "plain.mp4": X264,
+    "parts.mp4": (*X264, "-movflags", "+frag_keyframe+empty_moov"),
+    "parts.mov": (*X264, "-movflags", "+frag_keyframe+empty_moov"),
+    "a.mkv": X264,
+    "vp9.webm": ("-c:v", "libvpx-vp9", "-deadline", "realtime", "-cpu-used", "8"),
+    "vp8.webm": ("-c:v", "libvpx", "-deadline", "realtime", "-b:v", "2M"),
+    "av1.mp4": ("-c:v", "libsvtav1", "-preset", "10", "-svtav1-params", "lp=1", "-movflags", "+faststart"),
+    "hevc.mp4": ("-c:v", "libx265", "-tag:v", "hvc1", "-movflags", "+faststart"),
+    "a.avi": ("-c:v", "mpeg4", "-q:v", "2"),
+    "a.ts": X264,
+    "mpeg2.ts": ("-c:v", "mpeg2video", "-q:v", "2"),
+    "a.flv": X264,
+    "a.mpg": ("-c:v", "mpeg2video", "-q:v", "2"),
+    "a.ogv": ("-c:v", "libtheora", "-q:v", "9"),
+    "a.mxf": ("-c:v", "mpeg2video", "-q:v", "2"),
+}
+ANIMATIONS = ("a.gif", "a.webp", "a.png", "a.avif")
 
 
 def gap(one: np.ndarray, other: np.ndarray) -> int:
@@ -22,3 +48,37 @@ def ffmpeg(*arguments: str | Path, frames: np.ndarray, rate: str = "25") -> str:
     done = subprocess.run(command, input=frames.tobytes(), capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()[-400:]
     return done.stderr.decode()
+
+
+def film(path: Path, rate: str = "25", frames: np.ndarray = FRAMES) -> Path:
+    """Writes a film, or an animation, in the container of its name."""
+    if path.name in ANIMATIONS:
+        first, *rest = [Image.fromarray(frame) for frame in frames]
+        first.save(path, save_all=True, append_images=rest, duration=40, quality=90)
+    else:
+        ffmpeg(*CONTAINERS[path.name], path, frames=frames, rate=rate)
+    return path
+
+
+def harmed(path: Path, kind: str) -> Path:
+    """Writes a copy beside a file that ends early, or has a hole in the middle of its frames."""
+    data = bytearray(path.read_bytes())
+    if kind == "cut":
+        del data[int(len(data) * 0.6) :]
+    else:
+        data[len(data) // 2 : len(data) // 2 + 600] = bytes(600)
+    other = path.with_name(f"{kind}-{path.name}")
+    other.write_bytes(data)
+    return other
+
+
+def breaks(sentence: str, name: str, kind: str) -> bool:
+    """Tells whether a sentence refuses a damaged `film` of `FRAMES` with the frame where it breaks.
+
+    Some that end early do not open at all.
+    """
+    if (frame := re.search(r"breaks at frame (\d+)", sentence)) is None:
+        return kind == "cut" and name in ("plain.mp4", "a.webp", "a.avif")
+    if (name, kind) == ("a.avif", "cut"):  # its frames are not in the order in which they are shown
+        return True
+    return 8 <= int(frame[1]) <= 18
