@@ -19,15 +19,13 @@ from tests.support.quick import quick
 from tests.support.small_wan import network, partitioner, pipeline, transformer_config
 from tests.support.tiny import tiny_checkpoint
 from tests.support.words import naming
-from wanjax import sharding
 from wanjax.errors import WanjaxError
 from wanjax.layers.placement import as_shapes, placed
 from wanjax.models.wan.config import T2V_14B
 from wanjax.models.wan.transformer import WanTransformer
-from wanjax.pipelines import model
 from wanjax.pipelines.frames import Decoding, decode_chunk
 from wanjax.pipelines.wan.conditioning import WanEncoded
-from wanjax.sharding import MESH_AXES, ONE_DEVICE, VIDEO, choose_axes, parse_mesh, use
+from wanjax.sharding import MESH_AXES, ONE_DEVICE, VIDEO, parse_mesh, use
 
 BOUND = 1e-5
 
@@ -181,67 +179,6 @@ def test_what_the_14b_keeps_on_each_of_eight_chips():
     assert bytes_a_device((2, 1, 4), "fsdp") < 7.3e9
     assert bytes_a_device((2, 1, 4), "tp") < 7.3e9
     assert 28.5e9 < bytes_a_device((2, 1, 4), "replicated") < 28.7e9
-
-
-@pytest.mark.parametrize(
-    ("devices", "heads", "tokens", "guided", "axes"),
-    [
-        (8, 40, 75_600, True, (2, 1, 4)),
-        (16, 40, 75_600, True, (2, 1, 8)),
-        (8, 40, 75_600, False, (1, 1, 8)),
-        (8, 12, 32_760, True, (2, 1, 4)),
-        (16, 12, 32_760, True, (2, 2, 4)),
-        (7, 40, 75_600, True, (1, 7, 1)),
-        (8, 40, 64, True, (2, 1, 2)),
-        (1, 12, 1, True, (1, 1, 1)),
-    ],
-)
-def test_the_mesh_that_suits(devices, heads, tokens, guided, axes):
-    assert choose_axes(devices, heads=heads, tokens=tokens, guided=guided) == axes
-
-
-@pytest.mark.parametrize(
-    ("devices", "heads", "tokens", "axes"),
-    [
-        (8, 40, 75_600, (2, 4, 1)),
-        (16, 40, 75_600, (2, 8, 1)),
-        (32, 40, 75_600, (2, 2, 8)),
-        (8, 40, 32_760, (2, 4, 1)),
-        (16, 40, 32_760, (2, 1, 8)),
-        (8, 24, 27_280, (2, 4, 1)),
-        (8, 40, 14_040, (2, 1, 4)),
-        (2, 40, 75_600, (2, 1, 1)),
-        (14, 40, 75_600, (2, 7, 1)),
-    ],
-)
-def test_the_mesh_of_a_ring_that_hides(devices, heads, tokens, axes):
-    """Tokens go on sp alone where each device attends for longer than it sends."""
-    assert choose_axes(devices, heads=heads, tokens=tokens, ring=True) == axes
-
-
-@pytest.mark.parametrize(
-    ("devices", "sp", "guided", "axes"),
-    [
-        (8, 1, True, (2, 1, 4)),
-        (8, 2, True, (2, 2, 2)),
-        (8, 4, True, (2, 4, 1)),
-        (8, 8, True, (1, 8, 1)),
-        (8, 2, False, (1, 2, 4)),
-        (16, 1, True, (2, 1, 4)),  # eight do not divide 12 heads
-    ],
-)
-def test_the_mesh_that_suits_a_given_sp(devices, sp, guided, axes):
-    assert choose_axes(devices, heads=12, tokens=32_760, guided=guided, sp=sp) == axes
-
-
-@pytest.mark.parametrize(("attention", "axes"), [(None, (2, 2, 1)), ("chunked", (2, 1, 2))])
-def test_a_mesh_that_a_tpu_chooses(monkeypatch, attention, axes):
-    """Keys go round where the kernel for TPUs can take them up."""
-    monkeypatch.setattr(sharding, "RING_TOKENS", 32)
-    monkeypatch.setattr(model, "platform", lambda: "tpu")
-    pipe = wanjax.load("nano", mesh="auto", attention=attention)
-    assert pipe.partitioner is not None
-    assert tuple(pipe.partitioner.mesh.shape.values()) == axes
 
 
 def test_a_chosen_mesh_with_a_given_sp():

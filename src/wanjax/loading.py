@@ -32,7 +32,8 @@ from wanjax.pipelines.checks import dtype_name
 from wanjax.pipelines.components import DECODER, Components, MakeRoom
 from wanjax.pipelines.decoders import DecoderFile
 from wanjax.pipelines.keywords import knows_keywords
-from wanjax.pipelines.model import VideoModel, attending, auto_axes
+from wanjax.pipelines.meshes import auto_mesh, step_cost
+from wanjax.pipelines.model import attending
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.progress import loading
 from wanjax.pipelines.record import described, digest_of
@@ -156,7 +157,7 @@ def _pipeline(found: Checkpoint, way: Loading) -> Pipeline:
     """Returns the pipeline of a checkpoint, whose components are loaded at first use."""
     kept = way.param_dtype or found.param_dtype
     video = sized(found.architecture, found.settings, found.sizes, way.video or {})
-    partitioner = _partitioner(way, found.architecture, video)
+    partitioner = _partitioner(found, way, video)
     slow = "float32" if platform() == "cpu" else None
     way = way._replace(dtype=way.dtype or slow or kept, param_dtype=kept)
     sizes = _sizes(found, way, partitioner)
@@ -280,22 +281,23 @@ def _check_attention(attention: Attention, outline: Outline) -> None:
     choose(some, some, some, implementation=attention)
 
 
-def _partitioner(way: Loading, architecture: VideoModel, settings: Settings) -> Partitioner:
+def _partitioner(found: Checkpoint, way: Loading, video: Settings) -> Partitioner:
     """Returns the mesh and its rules. "auto" chooses a mesh for a video of these settings."""
-    mesh, found = way.mesh, find_rules(way.rules)
+    mesh, rules = way.mesh, find_rules(way.rules)
     devices = all_devices()
     if mesh is None and platform() != "cpu" and len(devices) > 1:
         mesh = AutoMesh()
     mesh = parse_mesh(mesh) if isinstance(mesh, str) else mesh
     if isinstance(mesh, AutoMesh):
-        work, how = architecture.forward(settings), {"sp": mesh.sp, "attention": way.attention or AUTO}
-        axes = auto_axes(work, len(devices), guided=settings.split, **how)
-        mesh = make_mesh(*axes, devices=devices[: math.prod(axes)])
+        how = {"attention": way.attention or AUTO, "rules": rules, "offload": way.offload}
+        how |= {"param_dtype": way.param_dtype or found.param_dtype}
+        chosen = auto_mesh(step_cost(found.family, found.architecture, video, **how), devices, mesh.sp)
+        mesh = make_mesh(*chosen, devices=devices[: math.prod(chosen)])
     elif isinstance(mesh, MeshSizes):
         mesh = make_mesh(*mesh)
     elif not isinstance(mesh, Mesh | None):
         raise WanjaxError(f"the mesh is given as {shown(mesh)} where wanjax.make_mesh(dp=2, tp=4) or 'auto' is right")
-    return Partitioner(make_mesh(devices=local_devices()[:1]) if mesh is None else mesh, found)
+    return Partitioner(make_mesh(devices=local_devices()[:1]) if mesh is None else mesh, rules)
 
 
 def _loaders(found: Checkpoint, way: Loading, partitioner: Partitioner) -> Mapping[str, Callable[[MakeRoom], Any]]:

@@ -36,8 +36,6 @@ from wanjax.errors import WanjaxError
 from wanjax.figures import quantity
 
 MESH_AXES = ("dp", "sp", "tp")
-RING_TOKENS = 6500  # of a TPU, from which on it attends for longer than it sends keys and values to the next
-TOKENS_PER_DEVICE = 32  # with fewer tokens on a device, communication costs more than it saves
 TILE = 16  # rows of a bfloat16 tile on TPUs: shards of whole tiles are joined without a copy
 Axes = Sequence[str | None]
 
@@ -340,37 +338,6 @@ def one_device() -> Partitioner:
 def placed_everywhere(x: np.ndarray, partitioner: Partitioner) -> jax.Array:
     """Returns an array of the host on every device of a mesh, each of which copies it; nothing is compiled."""
     return jax.make_array_from_callback(x.shape, partitioner.replicated, lambda index: x[index])
-
-
-def choose_axes(
-    devices: int, *, heads: int, tokens: int, guided: bool = True, sp: int | None = None, ring: bool = False
-) -> tuple[int, int, int]:
-    """Chooses dp, sp and tp for a transformer: guidance on dp, heads on tp as far as they divide, the rest on sp.
-
-    Attention sends less when it is sharded by heads than by sequence, and no head is padded. Where it passes keys round
-    a `ring` beside its own work, it waits for nothing if `hides_ring` holds: then all are on sp. The product is less
-    than `devices` if there are too few tokens for all of them. Raises WanjaxError where a given `sp` does not divide
-    them.
-    """
-    if sp is not None and devices % sp:
-        raise WanjaxError(
-            f"{quantity(devices, 'device')} cannot be divided by sp={sp}: a divisor of {devices} would do"
-        )
-    dp = 2 if guided and devices % (2 * (sp or 1)) == 0 else 1
-    most = max(sp or 1, min(devices // dp, tokens // TOKENS_PER_DEVICE))
-    if sp is not None:
-        fitting = (n for n in range(1, most // sp + 1) if devices // (dp * sp) % n == 0 and heads % n == 0)
-        return dp, sp, max(fitting)
-    shards = max(n for n in range(1, most + 1) if devices // dp % n == 0)
-    if ring and hides_ring(tokens, shards):
-        return dp, shards, 1
-    tp = max(n for n in range(1, shards + 1) if shards % n == 0 and heads % n == 0)
-    return dp, shards // tp, tp
-
-
-def hides_ring(tokens: int, devices: int) -> bool:
-    """Tells whether TPUs that pass the keys of a sequence round attend for longer than they send."""
-    return tokens >= RING_TOKENS * devices
 
 
 class MeshSizes(NamedTuple):

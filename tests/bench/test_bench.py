@@ -196,7 +196,7 @@ def test_every_program_compiles_for_the_chip(place, monkeypatch, tmp_path):
     settings = model.settings.updated({"height": 256, "width": 256, "frames": 17, "dtype": "bfloat16"})
     count = find_slice(place).devices
     here = replace(known(jax.devices()[:1]), place=find_slice(place))
-    axes = suite.axes_of(model.architecture, model.settings, count)
+    axes = suite.axes_of(model, jax.devices()[:count])
     small = Suite(replace(model, settings=settings), TINY, jax.devices()[:count], here, axes, quiet)
     builds = [
         (partial(small._program, name, set_), axes)

@@ -5,7 +5,6 @@ import json
 import shutil
 from dataclasses import replace
 from importlib.util import find_spec
-from math import prod
 from pathlib import Path
 
 import jax
@@ -25,13 +24,12 @@ from wanjax.compilers.exporting import export
 from wanjax.compilers.lowering import Lowering
 from wanjax.compilers.priced import Priced
 from wanjax.errors import WanjaxError
-from wanjax.kernels.attention import AUTO, Attention
+from wanjax.kernels.attention import Attention
 from wanjax.loading import outlined
 from wanjax.pipelines.wan.programs import TEXT_LENGTH
 from wanjax.plan import outlook
-from wanjax.plan.meshes import choose_mesh, has_room, meshes
 from wanjax.registry import outline
-from wanjax.sharding import RULES, Partitioner, choose_axes
+from wanjax.sharding import RULES, Partitioner
 
 NETWORKS = architecture(4)
 GIB = 2**30
@@ -231,73 +229,6 @@ def test_how_often_each_program_runs():
     video = VIDEO.updated({"frames": 1})
     alone = [run.name for run in programs(pipeline(NETWORKS, video, mesh), video)]
     assert alone == ["encode_prompts", *denoised, "cut", "decode_first"]
-
-
-def test_a_plan_counts_all_weights():
-    model = outline("wan2.2-t2v-a14b")
-    asked = outlook.asked_of_a_mesh(model.family, model.architecture, model.settings, AUTO, "fsdp")
-    assert asked["parameters"] == 2 * 14_288_491_584
-
-
-def test_all_meshes_of_a_slice_are_considered():
-    found = list(meshes(8, guided=True))
-    assert len(set(found)) == len(found) == 7
-    assert all(prod(axes) == 8 for axes in found)
-    assert list(meshes(1, guided=True)) == [(1, 1, 1)]
-
-
-@pytest.mark.parametrize("ring", [False, True])
-@pytest.mark.parametrize(
-    ("chip", "model", "count", "wanted"),
-    [
-        ("v6e-8", "wan2.1-t2v-14b", 14_288_491_584, ((2, 1, 4), (2, 4, 1))),
-        ("v6e-1", "wan2.1-t2v-1.3b", 1_418_996_800, ((1, 1, 1), (1, 1, 1))),
-        ("v6e-16", "wan2.1-t2v-14b", 14_288_491_584, ((2, 1, 8), (2, 8, 1))),
-    ],
-)
-def test_the_best_mesh(chip, model, count, wanted, ring):
-    """It is also the one that a TPU takes by itself."""
-    found = outline(model)
-    shapes, settings = found.architecture, found.settings
-    work = shapes.forward(settings.updated({"height": 720, "width": 1280}))
-    assert work.tokens == 75_600
-    given = {"guided": True, "parameters": count, "ring": ring}
-    assert choose_mesh(SLICES[chip], work, **given) == wanted[ring]
-    devices = SLICES[chip].devices
-    if devices > 1:
-        assert choose_axes(devices, heads=work.heads, tokens=work.tokens, ring=ring) == wanted[ring]
-        assert choose_mesh(SLICES[chip], work, **given, sp=2)[1] == 2
-    with pytest.raises(WanjaxError, match=naming("sp=3 divisor")):
-        choose_mesh(SLICES[chip], work, **given, sp=3)
-
-
-def test_weights_that_are_whole_on_each_chip():
-    """The 14B's 26.6 GiB fit into a chip of 31.2 if a plan finds the rest of it enough; two experts never do."""
-    expert = 14_288_491_584
-    assert not has_room(SLICES["v6e-8"], (1, 8, 1), 8 * expert)
-    assert has_room(SLICES["v6e-8"], (1, 8, 1), expert, spread=False)
-    assert not has_room(SLICES["v6e-8"], (1, 8, 1), 2 * expert, spread=False)
-
-
-@pytest.mark.parametrize(
-    ("model", "attention", "passes"),
-    [
-        ("wan2.1-t2v-14b", None, True),
-        ("wan2.1-i2v-14b-720p", "flash_tpu:block_q=1024", True),
-        ("wan2.2-i2v-a14b", "auto", True),
-        ("cogvideox1.5-5b", None, False),
-        ("wan2.1-t2v-14b", "radial", False),
-        ("wan2.1-t2v-14b", "chunked", False),
-        ("wan2.1-t2v-14b", "auto:window=4096", False),
-        ("wan2.1-t2v-14b", "flash_tpu:center_keys", False),
-        ("hunyuanvideo1.5-720p-t2v", None, False),
-        ("wan2.1-t2v-1.3b-causal", None, False),
-    ],
-)
-def test_whose_keys_go_round(model, attention, passes):
-    found = outline(model)
-    shapes, settings = found.architecture, found.settings
-    assert (shapes.forward(settings).ring and Attention.of(attention).passes_keys) is passes
 
 
 def test_what_is_kept_is_found_by_the_same_key(tmp_path):

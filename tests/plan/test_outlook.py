@@ -9,10 +9,10 @@ from tests.support.quick import quick
 from tests.support.small_wan import TEXT, VIDEO, architecture
 from tests.support.tabled import TABLES
 from tests.support.words import says
-from wanjax.kernels.attention import AUTO, Attention
+from wanjax.kernels.attention import Attention
 from wanjax.layers.tiling import Tiling
 from wanjax.pipelines.model import with_scheduler
-from wanjax.plan.outlook import Outlook, asked_of_a_mesh, outlook
+from wanjax.plan.outlook import Outlook, outlook
 from wanjax.registry import outline
 from wanjax.schedulers import FlowEuler, UniPC
 
@@ -71,13 +71,6 @@ def test_a_window_that_is_not_priced_is_told():
     window = Attention.parse("auto:window=2")
     assert says("\n".join(priced(attention=window).doubts), "window 2 tokens")
     assert not says("\n".join(priced().doubts), "window")
-
-
-def test_keys_go_round_where_self_attention_is_of_one_sequence(monkeypatch):
-    assert asked_of_a_mesh(MODEL.family, SHAPES, VIDEO, AUTO, "fsdp")["ring"]
-    work = SHAPES.forward(VIDEO)._replace(ring=False)
-    monkeypatch.setattr(type(SHAPES), "forward", lambda *_: work)
-    assert not asked_of_a_mesh(MODEL.family, SHAPES, VIDEO, AUTO, "fsdp")["ring"]
 
 
 def test_networks_that_stay_are_counted_beside_each_stage():

@@ -12,7 +12,7 @@ from tests.support.small_wan import VIDEO, architecture
 from tests.support.words import says
 from wanjax.plan import scale
 from wanjax.plan.outlook import outlook
-from wanjax.plan.scale import Bulk, NoWay, Scale, Way, at_scale
+from wanjax.plan.scale import Bulk, NoWay, Scale, Way, at_scale, chip_seconds
 from wanjax.registry import outline
 
 MODEL = replace(outline("nano"), architecture=architecture(4), settings=VIDEO)
@@ -41,7 +41,7 @@ def priced(made, monkeypatch):
         return replace(made, chip=name, **totals, **sizes)
 
     monkeypatch.setattr(scale, "outlook", price)
-    monkeypatch.setattr(scale, "step_seconds", lambda place, *_, **__: SECONDS[place.name][1])
+    monkeypatch.setattr(scale, "chip_seconds", lambda place, *_: place.devices * SECONDS[place.name][1])
     return asked
 
 
@@ -113,10 +113,10 @@ def test_without_a_deadline_one_slice_makes_all(priced):
 
 
 def test_what_is_far_dearer_by_the_model_is_not_priced(priced, monkeypatch):
-    monkeypatch.setattr(scale, "step_seconds", lambda place, *_, **__: {1: 1.0, 4: 0.3, 8: 0.5}[place.devices])
+    monkeypatch.setattr(scale, "chip_seconds", lambda place, *_: {1: 1.0, 4: 1.2, 8: 4.0}[place.devices])
     many(Bulk(10, HOUR, **START))
     assert priced == ["v6e-1", "v6e-4", "v6e-8"]  # the last takes 4 times as much, and is the one that was asked for
-    monkeypatch.setattr(scale, "step_seconds", lambda place, *_, **__: {1: 2.0, 4: 0.3, 8: 0.16}[place.devices])
+    monkeypatch.setattr(scale, "chip_seconds", lambda place, *_: {1: 2.0, 4: 1.2, 8: 1.28}[place.devices])
     priced.clear()
     found = many(Bulk(10, HOUR, **START))
     assert priced == ["v6e-4", "v6e-8"]
@@ -124,7 +124,8 @@ def test_what_is_far_dearer_by_the_model_is_not_priced(priced, monkeypatch):
     assert other(found, "v6e-1").ratio == pytest.approx(2 / 1.2)
 
 
-def test_weights_that_a_chip_has_no_room_for_are_not_priced(priced):
+def test_weights_that_a_chip_has_no_room_for_are_not_priced(priced, monkeypatch):
+    monkeypatch.setattr(scale, "chip_seconds", chip_seconds)
     found = at_scale(outline("wan2.1-t2v-14b"), "v6e-8", Bulk(10, HOUR))
     assert "v6e-1" not in priced
     assert other(found, "v6e-1") == NoWay("v6e-1", float("inf"))

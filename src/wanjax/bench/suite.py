@@ -30,7 +30,8 @@ from wanjax.figures import quantity
 from wanjax.kernels.attention import AUTO, Attention, choose
 from wanjax.kernels.compiler_options import FAST, SAFE, SETS
 from wanjax.loading import outlined
-from wanjax.pipelines.model import VideoModel, auto_axes
+from wanjax.pipelines.meshes import auto_mesh, step_cost
+from wanjax.pipelines.model import VideoModel
 from wanjax.pipelines.recording import needed_pictures, record
 from wanjax.pipelines.settings import Settings
 from wanjax.plan.recorded import STEP, programs_of
@@ -124,11 +125,11 @@ class Bench:
 def bench(outline: Outline, scale: Scale, *, quick: bool, tell: Tell) -> Bench:
     """Runs all measurements; `tell` receives a sentence before each."""
     architecture, settings = outline.architecture, sized(outline.settings, scale, outline.architecture)
-    devices = jax.devices()
+    devices, outline = jax.devices(), replace(outline, settings=settings)
     here = known(devices)
-    axes = axes_of(architecture, settings, len(devices))
+    axes = axes_of(outline, devices)
     used = devices[: axes["dp"] * axes["sp"] * axes["tp"]]
-    suite = Suite(replace(outline, settings=settings), scale, used, here, axes, tell)
+    suite = Suite(outline, scale, used, here, axes, tell)
     exact = suite.exact()
     rows = [suite.attention(), *suite.products(), *suite.programs(), *suite.messages()]
     differ, better = suite.compare(rows)
@@ -323,10 +324,10 @@ def _shape(size: tuple[int, int]) -> dict[str, int]:
     return dict(zip(("height", "width"), size, strict=True))
 
 
-def axes_of(architecture: VideoModel, settings: Settings, devices: int) -> dict[str, int]:
-    """Returns the axes of the mesh that `wanjax.load` takes for so many devices."""
-    axes = auto_axes(architecture.forward(settings), devices, guided=settings.split)
-    return dict(zip(MESH_AXES, axes, strict=True))
+def axes_of(outline: Outline, devices: Sequence[Any]) -> dict[str, int]:
+    """Returns the axes of the mesh that `wanjax.load` takes for a video of the outline's settings on these devices."""
+    cost = step_cost(outline.family, outline.architecture, outline.settings, param_dtype=outline.param_dtype)
+    return auto_mesh(cost, devices)._asdict()
 
 
 def reduced(architecture: VideoModel, layers: int | None) -> VideoModel:

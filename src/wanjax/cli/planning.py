@@ -255,7 +255,7 @@ def _fill(report: Report, place: Slice, given: Mapping[str, Any]) -> None:
     os.environ.update(ENVIRONMENT)  # before libtpu is loaded
     made = []
     with (
-        standing_in(devices_of(place.topology, place.devices, one_host=True)),
+        standing_in(devices_of(place.topology, one_host=True)),
         _recorded(report, given) as instances,
         report.stage("compile"),
         ThreadPoolExecutor(AT_ONCE) as pool,

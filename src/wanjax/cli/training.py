@@ -28,6 +28,7 @@ def train(report: Report, *, model: str, data: Path, out: Path, **given: Any) ->
         param_dtype="float32" if config.lora is None else None,
         attention=given.get("attention"),
         mesh=given.get("mesh"),
+        video=clips_of(config),
         rules=given["rules"],
         compiler=given.get("compiler") or kept_set(),
         progress=report.load,
@@ -45,6 +46,13 @@ def train(report: Report, *, model: str, data: Path, out: Path, **given: Any) ->
     report.way_on = None
     report.table()
     report.made(written.absolute(), {"model": model, "steps": config.steps}, seconds=report.seconds)
+
+
+def clips_of(config: TrainConfig) -> dict[str, Any]:
+    """Return the settings of a video that costs what a clip does: of its shape, with one prompt."""
+    height, width = config.size or (None, None)
+    shape = {"height": height, "width": width, "frames": config.frames}
+    return {"guidance_scale": 1.0} | {name: x for name, x in shape.items() if x is not None}
 
 
 def size_of(model: str, **given: Any) -> tuple[int, int] | None:

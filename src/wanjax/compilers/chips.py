@@ -35,6 +35,8 @@ class Chip:
     cores: int  # cores that share the work of one device
     branch_delay: int  # delay slots: bundles after a branch that still run
 
+    torus: ClassVar[bool] = True  # links join neighbours alone
+
 
 @dataclass(frozen=True)
 class Slice:
@@ -93,12 +95,12 @@ def find_slice(name: str) -> Slice:
     return SLICES[name]
 
 
-def devices_of(topology: str, devices: int, *, one_host: bool = False) -> list[Any]:
+def devices_of(topology: str, *, one_host: bool = False) -> list[Any]:
     """Returns devices of a topology as the TPU's compiler describes them, none of which need be present.
 
     With `one_host` those of a topology in ONE_HOST are all of one host, else of two. Loads libtpu.
     """
-    options: dict[str, Any] = {"chips_per_host_bounds": (1, 1, 1)} if devices == 1 else {}
+    options: dict[str, Any] = {"chips_per_host_bounds": (1, 1, 1)} if topology.endswith(":1x1") else {}
     if one_host and topology in ONE_HOST:
         options["chips_per_host_bounds"] = ONE_HOST[topology]
     if topology.startswith("v4:"):  # whose two cores are one device of JAX's; later chips need no word for it

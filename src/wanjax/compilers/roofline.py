@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import psutil
 
-from wanjax.compilers.chips import GIB, KINDS
+from wanjax.compilers.chips import GIB, KINDS, Chip
 
 
 @dataclass(frozen=True)
@@ -30,25 +30,33 @@ class Machine:
     products: float  # fraction of the peak
     convolutions: float  # fraction of the peak
     vectors: float  # fraction of the bandwidth, in elementwise work
+    link: float  # bytes per second and direction to the other devices of a host
     peak_dtype: str = "bfloat16"
     devices: ClassVar[int] = 1
+    torus: ClassVar[bool] = False  # a switch joins all devices
 
 
-H100 = Machine("h100", "NVIDIA H100", int(79.2 * GIB), 989e12, 3.35e12, 0.6, 0.6, 0.25, 0.7)
-H200 = Machine("h200", "NVIDIA H200", int(139.8 * GIB), 989e12, 4.8e12, 0.6, 0.6, 0.25, 0.7)
+H100 = Machine("h100", "NVIDIA H100", int(79.2 * GIB), 989e12, 3.35e12, 0.6, 0.6, 0.25, 0.7, 450e9)
+H200 = Machine("h200", "NVIDIA H200", int(139.8 * GIB), 989e12, 4.8e12, 0.6, 0.6, 0.25, 0.7, 450e9)
 
 
 def processor() -> Machine:
     """Returns the model of this machine's CPU: all its available cores, all its memory."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Machine(
-        "cpu", "cpu", psutil.virtual_memory().total, cores * 40e9, cores * 8e9, 0.9, 1.0, 0.9, 0.7, "float32"
-    )
+    memory, flops, bandwidth = psutil.virtual_memory().total, cores * 40e9, cores * 8e9
+    return Machine("cpu", "cpu", memory, flops, bandwidth, 0.9, 1.0, 0.9, 0.7, bandwidth, "float32")
 
 
 def machines() -> dict[str, Machine]:
     """Returns the modelled devices by name."""
     return {machine.name: machine for machine in (H200, H100, processor())}
+
+
+def device_model(kind: str) -> Chip | Machine:
+    """Return what is known of a device by JAX's `device_kind`; an accelerator that is not known counts as an H100."""
+    if kind in KINDS:
+        return KINDS[kind]
+    return next((machine for machine in machines().values() if kind.startswith(machine.kind)), H100)
 
 
 def peak_flops(kind: str) -> float | None:

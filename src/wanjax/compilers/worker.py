@@ -26,8 +26,8 @@ from wanjax.sharding import arrange
 
 
 def make_mesh(topology: str, devices: int, axes: dict[str, int]) -> Mesh:
-    """Returns a mesh of described devices, none of which need be present."""
-    return arrange(devices_of(topology, devices), axes)
+    """Returns a mesh of the first described devices of a topology, none of which need be present."""
+    return arrange(devices_of(topology)[:devices], axes)
 
 
 def compile_one(folder: Path) -> None:

@@ -37,7 +37,6 @@ from wanjax.pipelines.video_shape import encoded_shape
 from wanjax.pipelines.windows import CONTROL, PICTURE, check_windows
 from wanjax.schedulers import Scheduler, successor
 from wanjax.schedulers.base import TRAIN_STEPS
-from wanjax.sharding import choose_axes, platform
 
 Encoded = Any  # the family's own NamedTuple of arrays, each with a first axis of size 1
 Shape = tuple[int, ...]
@@ -59,17 +58,6 @@ class Forward(NamedTuple):
     scores: int
     flops: Mapping[str, int]
     ring: bool = False
-
-
-def auto_axes(
-    work: Forward, devices: int, *, guided: bool, sp: int | None = None, attention: Attention = AUTO
-) -> tuple[int, int, int]:
-    """Returns dp, sp and tp of the mesh that "auto" is, on so many devices of this platform.
-
-    `sp` and the errors are those of `choose_axes`.
-    """
-    ring = work.ring and platform() == "tpu" and attention.passes_keys
-    return choose_axes(devices, heads=work.heads, tokens=work.tokens, guided=guided, sp=sp, ring=ring)
 
 
 class Block(NamedTuple):

@@ -3,6 +3,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import prod
 from typing import Any
 
 from wanjax.compilers.chips import Slice
@@ -17,11 +18,10 @@ from wanjax.loading import outlined
 from wanjax.media.pictures import Pictures
 from wanjax.pipelines.caching.rules import check_apart
 from wanjax.pipelines.decoders import DecoderFile
-from wanjax.pipelines.family import Family
+from wanjax.pipelines.meshes import choose_mesh, step_cost
 from wanjax.pipelines.model import Forward, VideoModel, attending
 from wanjax.pipelines.recording import needed_pictures, record
 from wanjax.pipelines.settings import Settings
-from wanjax.plan.meshes import choose_mesh
 from wanjax.plan.recorded import DENSE, REUSING, STEP, Scheduled, programs_of
 from wanjax.registry import Outline
 from wanjax.sharding import RULES, Partitioner
@@ -157,7 +157,10 @@ def outlook(
             )
         attention, compiler = attention if attention.leaves_out else Attention("reference"), SAFE  # nothing is compiled
     if mesh is None and isinstance(place, Slice):
-        mesh = choose_mesh(place, **asked_of_a_mesh(family, architecture, settings, attention, rules), sp=sp)
+        asked = {"attention": attention, "rules": RULES[rules], "offload": offload}
+        cost = step_cost(family, architecture, settings, param_dtype=outline.param_dtype, **asked)
+        mesh = choose_mesh(cost, place.devices, place.memory, place.chip, sp=sp)
+        place = replace(place, devices=prod(mesh))
     work = architecture.forward(settings)
     axes = axes_on(place, mesh or (1, 1, 1))
     check_apart(settings.cache, axes["dp"] > 1 or batch_guidance)
@@ -212,21 +215,6 @@ def outlook(
         disk_bytes=sum(network.parameters * (4 if network.float32 else 2) for network in networks),  # by `convert`
         doubts=[*dict.fromkeys(doubt for price in priced for doubt in price.doubts), *doubts],
     )
-
-
-def asked_of_a_mesh(
-    family: Family, architecture: VideoModel, settings: Settings, attention: Attention, rules: str
-) -> dict[str, Any]:
-    """Returns what the model of `plan/meshes.py` is told of a step, by its keywords."""
-    work = architecture.forward(settings)
-    denoisers = [family.network_of(architecture.spec.networks[name]) for name in architecture.spec.denoisers]
-    return {
-        "work": work,
-        "guided": settings.split,
-        "parameters": sum(network.parameters for network in denoisers),
-        "ring": attention.passes_keys and work.ring,
-        "spread": bool(RULES[rules].weights),
-    }
 
 
 def _memory(settings: Settings, chip: str, place: Place, stages: Mapping[str, Stage], step: Priced) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many videos by a deadline: the slices and the mesh that make them for the fewest chip-hours, each way priced."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from math import ceil, inf
@@ -11,11 +11,12 @@ from wanjax.compilers.chips import SLICES, Slice
 from wanjax.compilers.places import Place, Tell, find_place, find_priceable
 from wanjax.compilers.pricing import Cost
 from wanjax.kernels.attention import AUTO, Attention
-from wanjax.plan.meshes import choose_mesh, has_room, step_seconds
-from wanjax.plan.outlook import Outlook, asked_of_a_mesh, outlook
+from wanjax.pipelines.meshes import StepCost, choose_mesh, has_room, step_cost, step_seconds
+from wanjax.plan.outlook import Outlook, outlook
 from wanjax.registry import Outline
+from wanjax.sharding import RULES
 
-WORTH_PRICING = 1.5  # times the fewest chip-seconds of a step by the model of `plan/meshes.py`, which is not exact
+WORTH_PRICING = 1.5  # times the fewest chip-seconds of a step by the model of `choose_mesh`, which is not exact
 START, DOWNLOADED, LOADED = 300.0, 200e6, 580e6
 """The seconds until a slice is there, and the bytes a second at which weights are downloaded, which are estimates; the
 bytes a second at which they are read from a disk and placed, as measured in docs/performance.md."""
@@ -69,8 +70,8 @@ class Way:
 class NoWay:
     """Slices of a kind on which a video does not fit, by its plan; or which were not priced, without a plan.
 
-    Then a step takes `ratio` times the fewest chip-seconds, by the model of `plan/meshes.py`; infinite where a chip has
-    no room for the weights.
+    Then a step takes `ratio` times the fewest chip-seconds, by the model of `pipelines/meshes.py`; infinite where a
+    chip has no room for the weights.
     """
 
     slice: str
@@ -135,12 +136,13 @@ def at_scale(
     """Prices the ways to make many videos on the slices of this chip that are no larger than `chip`.
 
     A slice whose chips have no room for the weights, or which takes far more chip-seconds a step by the model of
-    `plan/meshes.py`, is not priced; `chip` itself always is. With a `mesh`, no other slice is looked at. Keywords are
-    those of `outlook`, as are the errors. `tell` receives each program's name with its slice.
+    `pipelines/meshes.py`, is not priced; `chip` itself always is. With a `mesh`, no other slice is looked at. Keywords
+    are those of `outlook`, as are the errors. `tell` receives each program's name with its slice.
     """
     place = find_priceable(chip)
-    asked = asked_of_a_mesh(outline.family, outline.architecture, outline.settings, attention, rules)
-    candidates = {chip: 1.0} if mesh else dict(_candidates(place, chip, sp, asked))
+    asked = {"attention": attention, "rules": RULES[rules], "offload": how.get("offload")}
+    cost = step_cost(outline.family, outline.architecture, outline.settings, param_dtype=outline.param_dtype, **asked)
+    candidates = {chip: 1.0} if mesh else dict(_candidates(place, chip, sp, cost))
     ways, others = [], []
     for name, ratio in candidates.items():
         if name != chip and ratio > WORTH_PRICING:
@@ -156,7 +158,7 @@ def at_scale(
     return Scale(bulk, outline.settings.model, chip, ways, others)
 
 
-def _candidates(place: Place, chip: str, sp: int | None, asked: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+def _candidates(place: Place, chip: str, sp: int | None, cost: StepCost) -> Iterator[tuple[str, float]]:
     """Yields the name of each slice, and its chip-seconds a step relative to the fewest, by the model of meshes."""
     if not isinstance(place, Slice):
         yield chip, 1.0
@@ -164,12 +166,16 @@ def _candidates(place: Place, chip: str, sp: int | None, asked: Mapping[str, Any
     work: dict[str, float] = {}
     for name, other in SLICES.items():
         if other.chip == place.chip and other.devices <= place.devices and other.devices % (sp or 1) == 0:
-            axes = choose_mesh(other, **asked, sp=sp)
-            room = has_room(other, axes, asked["parameters"], spread=asked["spread"])
-            work[name] = other.devices * step_seconds(other, axes=axes, **asked) if room else inf
+            work[name] = chip_seconds(other, cost, sp)
     least = min(work.values(), default=inf)
     for name in sorted(work.keys() | {chip}, key=lambda name: SLICES[name].devices):
         yield name, work[name] / least if work.get(name, inf) < inf else inf
+
+
+def chip_seconds(place: Slice, cost: StepCost, sp: int | None) -> float:
+    """Return the chip-seconds of a step on a slice, by the model; infinite where the weights do not fit."""
+    mesh = choose_mesh(cost, place.devices, place.memory, place.chip, sp=sp)
+    return place.devices * step_seconds(cost, mesh, place.chip) if has_room(cost, mesh, place.memory) else inf
 
 
 def _way(bulk: Bulk, devices: int, plan: Outlook) -> Way | None:

@@ -3,6 +3,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import prod
 from typing import Any
 
 import jax
@@ -20,11 +21,11 @@ from wanjax.kernels.compiler_options import SAFE
 from wanjax.layers.placement import as_shapes, placed
 from wanjax.loading import outlined
 from wanjax.pipelines.many import Order
+from wanjax.pipelines.meshes import choose_mesh, step_cost
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.recording import needed_pictures
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.settings import Settings
-from wanjax.plan.meshes import choose_mesh
 from wanjax.programs import Instance, Program, Record, Site
 from wanjax.registry import Outline
 from wanjax.sharding import RULES, Partitioner
@@ -90,11 +91,12 @@ def training_outlook(
     place, settings = find_priceable(chip), replace(outline.settings, guidance_scale=1.0)
     architecture = outline.architecture
     architecture.spec.check_whole(settings.model, "training")
-    known = outline.family.network_of(architecture.spec.networks["transformer"])
     if isinstance(place, Slice) and mesh is None:
-        work = architecture.forward(settings)
-        how = {"sp": sp, "ring": attention.passes_keys, "spread": bool(RULES[rules].weights)}
-        mesh = choose_mesh(place, work, guided=False, parameters=known.parameters, **how)
+        asked = {"attention": attention, "rules": RULES[rules]}
+        dtype = "float32" if lora is None else outline.param_dtype
+        cost = step_cost(outline.family, architecture, settings, param_dtype=dtype, **asked)
+        mesh = choose_mesh(cost, place.devices, place.memory, place.chip, sp=sp)
+        place = replace(place, devices=prod(mesh))
     axes = axes_on(place, mesh or (1, 1, 1))
     partitioner = Partitioner(mesh_on(place, axes), RULES[rules])
     kept = "float32" if lora is None else settings.dtype
