@@ -72,7 +72,7 @@ def test_a_lora_is_merged_when_the_transformer_is_loaded(checkpoint, file):
     plain = q_of(wanjax.load(checkpoint))
     notes = []
     merged = wanjax.load(checkpoint, lora=f"{file}:0.5", note=notes.append)
-    assert notes == [f"{file}: 1 of 1 changes merged"]
+    assert notes == [f"{file}: 1 of 1 change merged"]
     np.testing.assert_allclose(q_of(merged), plain + 0.5 * change(file), rtol=1e-6, atol=1e-6)
     several = wanjax.load(checkpoint, lora=[Lora(str(file)), f"{file}:-3"])
     np.testing.assert_allclose(q_of(several), plain - 2 * change(file), rtol=1e-6, atol=1e-6)
@@ -110,7 +110,7 @@ def test_a_conversion_merges_a_lora(checkpoint, file, tmp_path, dtype):
     """The converted checkpoint has the weights that `load` makes of the LoRA, and so has the one written back."""
     plain, lora = tmp_path / "plain", f"{file}:0.5"
     run("convert", checkpoint, plain, "--dtype", dtype)
-    assert "1 of 1 changes merged" in run("convert", plain, tmp_path / "merged", "--lora", lora)
+    assert "1 of 1 change merged" in run("convert", plain, tmp_path / "merged", "--lora", lora)
     run("convert", checkpoint, tmp_path / "at once", "--lora", lora, "--dtype", f"transformer={dtype}")
     run("convert", plain, tmp_path / "back", "--to", "diffusers", "--lora", lora)
     for name, source in (("merged", plain), ("back", plain), ("at once", checkpoint)):
@@ -217,7 +217,7 @@ def test_each_half_of_a_file_goes_to_its_expert(halves, checkpoint, file, tmp_pa
 def test_stages_record_the_lora(checkpoint, file, tmp_path, monkeypatch):
     monkeypatch.chdir(file.parent)
     told = run("a cat", "--model", checkpoint, *VIDEO, "--dir", tmp_path / "one", "--lora", f"{file.name}:0.5")
-    assert "style.safetensors: 1 of 1 changes merged" in told
+    assert "style.safetensors: 1 of 1 change merged" in told
     record = json.loads((tmp_path / "one/generation_config.json").read_text())
     assert record["lora"] == [f"{file}:0.5"]
     monkeypatch.chdir(tmp_path)

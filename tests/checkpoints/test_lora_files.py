@@ -251,7 +251,7 @@ def test_unmatched_tensors_are_reported(opened):
     }
     told = str(opened(PAIR | extra).matches)
     assert says(told, "1 2 merged model left lora_te_text_model.weight")
-    assert str(opened(PAIR).matches).endswith("lora.safetensors: 1 of 1 changes merged")
+    assert str(opened(PAIR).matches).endswith("lora.safetensors: 1 of 1 change merged")
     patch = {"diffusion_model.patch_embedding.diff": np.ones((4, 36, 1, 2, 2), np.float32)}
     told = str(opened(PAIR | patch).matches)
     assert says(told, "patch_embedding.weight [4, 36, 1, 2, 2] [4, 3, 1, 2, 2]")

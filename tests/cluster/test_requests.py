@@ -76,7 +76,7 @@ def test_files_are_relative_to_the_table_unless_they_are_urls(tmp_path):
         ('{"prompt": "a", "seed": -5}', "row 2 seed -5 random"),
         ('{"prompt": "a", "cache": "none of these"}', "row 2 'none of these' magcache"),
         ('{"prompt": "a", "image": 7}', "row 2 image 7 file"),
-        ('{"prompt": "a", "references": ["a.png", null]}', "row 2 reference None file"),
+        ('{"prompt": "a", "references": ["a.png", null]}', "row 2 references None file"),
         ("[1, 2]", "row 2 [1, 2]"),
         ('{"prompt": "a"', "row 2 JSON"),
         ("[" * 100_000, "row 2 brackets"),

@@ -104,6 +104,6 @@ def test_steps_are_left_out_and_too_many_refused():
     np.testing.assert_array_equal(later.sigmas, whole.sigmas[12:])
     np.testing.assert_array_equal(later.weights[1:], whole.weights[13:])
     assert later.weights[0, 2] == 0
-    with pytest.raises(WanjaxError, match=naming("1000000 steps 100")):
+    with pytest.raises(WanjaxError, match=naming("1,000,000 steps 100")):
         FlowDPM().schedule(1_000_000, shift=100.0)
     assert Flow(FlowDPM(), 5.0).schedule(1).sigmas.tolist() == [1, 0]

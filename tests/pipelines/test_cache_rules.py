@@ -354,7 +354,7 @@ def test_tables_are_written_and_read(tmp_path):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"prompt": [1.0]}, "table 1 ratios prompt 2 negative step"),
+        ({"prompt": [1.0]}, "table 1 ratio prompt 2 negative step"),
         ({"prompt": [1.0, "a"]}, "holds what is not a number"),
         ({"prompt": [1.0, float("nan")]}, "holds what is not a number"),
         ({"prompt": [1.0, -0.5]}, "table ratio -0.5 ratios 0"),

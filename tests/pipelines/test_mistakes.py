@@ -53,7 +53,7 @@ def refused(call, *arguments: Any, **keywords: Any) -> str:
         ({"image": [CLIP[0]]}, "list picture"),
         ({"video": Image.new("RGB", (64, 64))}, "Image clip"),
         ({"video": io.BytesIO()}, "BytesIO clip"),
-        ({"references": "a.png"}, "references 'a.png' list pictures"),
+        ({"references": "a.png"}, "nano reference images"),
         ({"noise": [0.0]}, "noise [0.0] [1, 16, 5, 8, 8]"),
         ({"noise": LATENTS[0]}, "noise [16, 5, 8, 8] video [1, 16, 5, 8, 8]"),
         ({"noise": LATENTS.astype(int)}, "noise int64 floats"),

@@ -151,7 +151,7 @@ def read_pictures(
     return Pictures(**arrays)
 
 
-def _of_clip(mask: UInt8[np.ndarray, "_T _H _W 3"], clip: Clip | None) -> Clip:
+def _of_clip(mask: UInt8[np.ndarray, "_T _H _W 3"], clip: Clip | None) -> UInt8[np.ndarray, "_T _H _W 3"]:
     """Returns a mask of as many frames as its clip; raises WanjaxError where there is none, or of other length."""
     if clip is None:
         raise WanjaxError("a mask is given without a video: the video whose white parts are made anew is needed")
