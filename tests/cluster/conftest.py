@@ -21,15 +21,15 @@ def nothing_is_computed(monkeypatch):
     """Videos without frames are written; the prompts "fail" and "full" cannot be made, and find no room."""
 
     def run(self):
-        for order in self.orders:
-            if order.settings.prompt == "fail":
+        for request in self.requests:
+            if request.settings.prompt == "fail":
                 raise RuntimeError("the device is gone")
-            yield order, iter(())
+            yield request, iter(())
 
-    def write(path, frames, order):
-        if order.settings.prompt == "full":
+    def write(path, frames, request):
+        if request.settings.prompt == "full":
             raise WanjaxError(f"{path} cannot be written") from OSError(errno.ENOSPC, "No space left on device")
-        path.write_text(order.settings.prompt)
+        path.write_text(request.settings.prompt)
 
     monkeypatch.setattr(Run, "__iter__", run)
     monkeypatch.setattr(module, "write", write)

@@ -15,6 +15,7 @@ from tests.support.types import unchecked
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
 from wanjax.pipelines import many
+from wanjax.pipelines.request import PreparedRequest
 from wanjax.pipelines.wan.conditioning import WanEncoded
 from wanjax.pipelines.wan.model import WanModel
 from wanjax.registry import presets
@@ -118,6 +119,6 @@ def test_the_mesh_s_axis_is_filled(guidance_scale, together):
     assert error(np.asarray(made[-1:]), np.asarray(right, np.float64)) <= 1e-5
 
 
-def test_the_last_batch_repeats_its_last_order():
-    wanted = [many.Order(presets()["nano"].defaults, {"seed": seed}) for seed in range(3)]
+def test_the_last_batch_repeats_its_last_request():
+    wanted = [PreparedRequest(presets()["nano"].defaults, {"seed": seed}) for seed in range(3)]
     assert list(many.batches(wanted, 2)) == [(wanted[:2], 2), ([wanted[2]] * 2, 1)]

@@ -20,8 +20,8 @@ from tests.support.tiny import tiny_checkpoint
 from tests.support.words import naming
 from wanjax.media import stage_files
 from wanjax.pipelines.denoiser import State
-from wanjax.pipelines.many import Order
 from wanjax.pipelines.observers import Cancelled, Hook, Step
+from wanjax.pipelines.request import PreparedRequest
 from wanjax.pipelines.resume import Keeping
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.wan.conditioning import WanEncoded
@@ -148,7 +148,9 @@ def test_ctrl_c_between_two_saves_keeps_the_last_step(tmp_path, monkeypatch, aft
     monkeypatch.setattr(pipe.components, "take_over", loading)
     settings = pipe.settings(**GIVEN)
     with pytest.raises(KeyboardInterrupt):
-        list(Run(pipe, [Order(settings, {})], hooks=[keeping, hook]).latents(encoded(), settings, [settings.seed]))
+        list(
+            Run(pipe, [PreparedRequest(settings)], hooks=[keeping, hook]).latents(encoded(), settings, [settings.seed])
+        )
     monkeypatch.undo()
     latents, taken, before = run(pipe, file)
     np.testing.assert_array_equal(latents, whole)

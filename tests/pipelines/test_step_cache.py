@@ -29,8 +29,8 @@ from tests.support.words import naming, says
 from wanjax.errors import WanjaxError
 from wanjax.layers.stack import block_at
 from wanjax.pipelines.hunyuanvideo.programs import beside_condition
-from wanjax.pipelines.many import Order
 from wanjax.pipelines.observers import Step
+from wanjax.pipelines.request import PreparedRequest
 from wanjax.pipelines.run import Run
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
@@ -43,9 +43,9 @@ PROMPTS = 'a cat says "hello"', "a dog"
 
 def test_prompts_that_run_together_are_refused_a_guidance_cache_at_once():
     pipe = small_wan.pipeline(2, None)
-    order = Order(pipe.settings(cache="guidance:2"), {})
+    request = PreparedRequest(pipe.settings(cache="guidance:2"))
     with pytest.raises(WanjaxError, match=naming("guidance cache --batch-guidance")):
-        Run(pipe, [order], batch_guidance=True)
+        Run(pipe, [request], batch_guidance=True)
 
 
 def test_a_cache_that_no_step_would_use_is_refused(tmp_path):

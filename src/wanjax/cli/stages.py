@@ -44,13 +44,13 @@ from wanjax.pipelines.checks import check_strength
 from wanjax.pipelines.draws import checked_draws
 from wanjax.pipelines.family import TrainingDomain
 from wanjax.pipelines.guidance import CLASSIFIER_FREE
-from wanjax.pipelines.many import Order
 from wanjax.pipelines.model import Block, check_fits, encoded_from
 from wanjax.pipelines.observers import Hook, Step, Switch
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.previews.previews import Previews
 from wanjax.pipelines.record import described, devices_of, paths_of
 from wanjax.pipelines.recording import check_decoding, check_denoising, check_encoding, check_making, record
+from wanjax.pipelines.request import PreparedRequest
 from wanjax.pipelines.resume import Keeping
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.settings import DRAW, Settings, schema
@@ -340,8 +340,8 @@ class Rendering:
 
     def run(self, *hooks: Hook) -> Run:
         """Returns the run that makes the video, which hooks look upon beside the report."""
-        order = Order(self.settings, self.record)
-        return Run(self.pipe, [order], self.pictures, noise=self.noise, hooks=[Reporting(self), *hooks], **self.how)
+        request = PreparedRequest(self.settings, self.record)
+        return Run(self.pipe, [request], self.pictures, noise=self.noise, hooks=[Reporting(self), *hooks], **self.how)
 
     def ahead(self) -> AbstractContextManager[None]:
         """Compiles the programs of later stages beside the earlier ones, if any of them has to be compiled."""
@@ -389,8 +389,8 @@ class Rendering:
 
     def decoded(self, run: Run, frames: Iterator[Any]) -> places.Place:
         """Writes the video from its frames, which are decoded as they are asked for; returns its place."""
-        with run.finishing(order := run.orders[0]):
-            written = write(self.video, frames, order)
+        with run.finishing(request := run.requests[0]):
+            written = write(self.video, frames, request)
         self.report.way_on, self.is_written = None, True
         return written
 
@@ -407,7 +407,7 @@ class Rendering:
                 report.count("block", done, total, beside=str(tempo))
 
         with report.stage("stream"):
-            written = write(self.video, clips(), Order(self.settings, self.record))
+            written = write(self.video, clips(), PreparedRequest(self.settings, self.record))
         report.note(f"{tempo}, where {self.settings.fps} are played")
         report.way_on, self.is_written = None, True
         return written

@@ -26,12 +26,12 @@ from wanjax.media.inputs import INPUTS
 from wanjax.media.pictures import Pictures
 from wanjax.media.texts import slug
 from wanjax.media.videos import try_output, write_video
-from wanjax.pipelines.many import Order
 from wanjax.pipelines.model import encoded_from
 from wanjax.pipelines.observers import Hook
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.progress import timing_writes
 from wanjax.pipelines.recording import check_making
+from wanjax.pipelines.request import PreparedRequest
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.seeds import checked_seed
 from wanjax.pipelines.settings import Settings
@@ -82,11 +82,11 @@ class Shared(NamedTuple):
     settings: Settings
     record: Mapping[str, Any]
 
-    def order(self, request: Request) -> Order:
-        """Returns the order of a request, whose prompt and seed are its own; raises WanjaxError for a wrong one."""
+    def prepared(self, request: Request) -> PreparedRequest:
+        """Completes a request, whose prompt and seed are its own; raises WanjaxError for a wrong one."""
         seed = checked_seed(request.given.get("seed", self.settings.seed), alone=True)
         own = self.settings.updated({**{name: request.given.get(name) for name in OWN}, "seed": seed})
-        return Order(own, {**self.record, **{name: getattr(own, name) for name in OWN}})
+        return PreparedRequest(own, {**self.record, **{name: getattr(own, name) for name in OWN}})
 
 
 def keeping_programs(make: Callable[[], T], shared: Mapping[str, Any]) -> T:
@@ -150,16 +150,19 @@ class Worker:
             return
         for request in requests:
             try:
-                order = shared.order(request)
+                prepared = shared.prepared(request)
             except WanjaxError as error:
                 wrong.add(request.row, error)
                 continue
-            yield Job(name_of(order.record), request._replace(given={**request.given, "seed": order.settings.seed}))
+            yield Job(
+                name_of(prepared.metadata), request._replace(given={**request.given, "seed": prepared.settings.seed})
+            )
 
     def try_output(self, job: Job) -> None:
         """Raises WanjaxError where the video of a job could not be written."""
-        one, record = self._shared(job.request).order(job.request)
-        try_output(self.folder / job.name, one.length, one.size, one.fps, record)
+        prepared = self._shared(job.request).prepared(job.request)
+        own = prepared.settings
+        try_output(self.folder / job.name, own.length, own.size, own.fps, prepared.metadata)
 
     def make(self, jobs: Sequence[Job]) -> Iterator[Outcome]:
         """Yields the outcome of each job as soon as it is known.
@@ -203,18 +206,18 @@ class Worker:
     def prepared(self, jobs: Sequence[Job]) -> Run:
         """Returns the run of jobs, before anything is computed; raises WanjaxError where there can be none."""
         shared = self._shared(jobs[0].request)
-        orders = [shared.order(job.request) for job in jobs]
-        check_making(shared.pipe, orders[0].settings, shared.pictures, **self.how)
-        return Run(shared.pipe, orders, shared.pictures, hooks=self.hooks, **self.how)
+        requests = [shared.prepared(job.request) for job in jobs]
+        check_making(shared.pipe, requests[0].settings, shared.pictures, **self.how)
+        return Run(shared.pipe, requests, shared.pictures, hooks=self.hooks, **self.how)
 
     def made(self, jobs: Sequence[Job], run: Run) -> Iterator[Outcome]:
         """Makes the videos of a run of jobs, and yields the outcome of each."""
         start = perf_counter()
-        for job, (order, frames) in zip(jobs, run, strict=True):
-            with run.finishing(order):
-                write(self.folder / job.name, frames, order)
+        for job, (prepared, frames) in zip(jobs, run, strict=True):
+            with run.finishing(prepared):
+                write(self.folder / job.name, frames, prepared)
             seconds, start = perf_counter() - start, perf_counter()
-            yield Outcome(job.name, order.record, round(seconds, 3), own_name())
+            yield Outcome(job.name, prepared.metadata, round(seconds, 3), own_name())
 
     def check_staged(self, jobs: Sequence[Job]) -> None:
         """Raises WanjaxError for a video that does not go through encode, denoise and decode once each."""
@@ -233,14 +236,14 @@ class Worker:
             if stage == STAGES[0] and not self.force and (self.folder / job.name).exists():
                 return None, Outcome(job.name)
             shared = self._shared(job.request)
-            order = shared.order(job.request)
-            run = Run(shared.pipe, [order], shared.pictures, **self.how)
+            prepared = shared.prepared(job.request)
+            run = Run(shared.pipe, [prepared], shared.pictures, **self.how)
             if stage == "encode":
-                made = self._encoded(run, order)
+                made = self._encoded(run, prepared)
             elif stage == "denoise":
-                made = self._latents(run, order, before.made)
+                made = self._latents(run, prepared, before.made)
             else:
-                made = self._written(run, order, before.made, self.folder / job.name)
+                made = self._written(run, prepared, before.made, self.folder / job.name)
         except Exception as error:
             if is_full(error):
                 raise
@@ -248,23 +251,23 @@ class Worker:
         seconds = perf_counter() - start + (before.seconds if before else 0.0)
         if stage != STAGES[-1]:
             return Staged(made, seconds), None
-        return None, Outcome(job.name, order.record, round(seconds, 3), own_name())
+        return None, Outcome(job.name, prepared.metadata, round(seconds, 3), own_name())
 
     @staticmethod
-    def _encoded(run: Run, order: Order) -> dict[str, np.ndarray]:
-        encoded = run.encode()[order.settings.prompt]
+    def _encoded(run: Run, prepared: PreparedRequest) -> dict[str, np.ndarray]:
+        encoded = run.encode()[prepared.settings.prompt]
         return {name: np.asarray(x) for name, x in encoded._asdict().items() if x is not None}
 
     @staticmethod
-    def _latents(run: Run, order: Order, tensors: Mapping[str, Any]) -> list[np.ndarray]:
+    def _latents(run: Run, prepared: PreparedRequest, tensors: Mapping[str, Any]) -> list[np.ndarray]:
         encoded = encoded_from(run.model, {name: jnp.asarray(x) for name, x in tensors.items()})
         with run.stage("denoise"):
-            return [np.asarray(x) for x in run.latents(encoded, order.settings, [order.settings.seed])]
+            return [np.asarray(x) for x in run.latents(encoded, prepared.settings, [prepared.settings.seed])]
 
     @staticmethod
-    def _written(run: Run, order: Order, latents: Sequence[np.ndarray], path: Place) -> None:
-        with run.finishing(order):
-            write(path, run.frames([jnp.asarray(x) for x in latents]), order)
+    def _written(run: Run, prepared: PreparedRequest, latents: Sequence[np.ndarray], path: Place) -> None:
+        with run.finishing(prepared):
+            write(path, run.frames([jnp.asarray(x) for x in latents]), prepared)
 
     def _shared(self, request: Request) -> "Shared":
         """Returns what the videos of one run share; raises WanjaxError where no such video can be made."""
@@ -293,11 +296,11 @@ def told_of(error: Exception) -> str:
     return told[:LONGEST_ERROR]
 
 
-def write(path: str | Place, frames: Iterable[Any], order: Order) -> Place:
-    """Writes a video with its record from frames as they come, in the first of several processes; returns its place."""
+def write(path: str | Place, frames: Iterable[Any], prepared: PreparedRequest) -> Place:
+    """Writes a video with its metadata from frames as they come, in the first process alone; returns its place."""
     chunks = map(np.asarray, frames)
     if is_first():
-        return write_video(path, timing_writes(chunks), order.settings.fps, order.record)
+        return write_video(path, timing_writes(chunks), prepared.settings.fps, prepared.metadata)
     deque(chunks, maxlen=0)
     return place(path)
 

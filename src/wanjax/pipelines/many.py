@@ -1,23 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many videos from one load: a video for each prompt and seed. Each prompt is encoded once."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
 from wanjax.pipelines.denoiser import join
 from wanjax.pipelines.frames import Call
-from wanjax.pipelines.settings import Settings
+from wanjax.pipelines.request import PreparedRequest
 from wanjax.sharding import Partitioner
-
-
-class Order(NamedTuple):
-    """A video that is to be made: its settings, and the record that its metadata will hold."""
-
-    settings: Settings
-    record: Mapping[str, Any]
 
 
 def together(partitioner: Partitioner, guided: bool) -> int:
@@ -29,10 +22,10 @@ def together(partitioner: Partitioner, guided: bool) -> int:
     return max(1, dp // 2) if guided else dp
 
 
-def batches(orders: Sequence[Order], size: int) -> Iterator[tuple[Sequence[Order], int]]:
-    """Yields orders in batches of one size, each with the number of its own orders; the rest repeat the last one."""
-    for start in range(0, len(orders), size):
-        own = orders[start : start + size]
+def batches(requests: Sequence[PreparedRequest], size: int) -> Iterator[tuple[Sequence[PreparedRequest], int]]:
+    """Yields requests in batches of one size, each with the number of its own ones; the rest repeat the last one."""
+    for start in range(0, len(requests), size):
+        own = requests[start : start + size]
         yield [*own, *[own[-1]] * (size - len(own))], len(own)
 
 

@@ -62,7 +62,6 @@ from wanjax.pipelines.keywords import (
     knows_keywords,
     spelled_out,
 )
-from wanjax.pipelines.many import Order
 from wanjax.pipelines.memory import check_video
 from wanjax.pipelines.model import Encoded, VideoModel, check_fits, least_bytes, truncations, with_scheduler
 from wanjax.pipelines.observers import Calling, Hook, Showing, Step, Switch, Switching
@@ -71,6 +70,7 @@ from wanjax.pipelines.previews.latent_preview import LatentPreview, fitted
 from wanjax.pipelines.previews.tiny_decoder import read_tiny_decoder
 from wanjax.pipelines.record import devices_of, nameable, record_of
 from wanjax.pipelines.recording import check_decoding, check_denoising, check_encoding, check_making
+from wanjax.pipelines.request import PreparedRequest
 from wanjax.pipelines.resume import Keeping
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.runtime import Runtime
@@ -224,19 +224,19 @@ class Pipeline:
         check_tiling(tiling, self.architecture.vae)
         sources = {name: nameable(given.get(name), array) for name, array in pictures.items()}
         how = {"tiling": tiling, "batch_guidance": batch_guidance}
-        orders = [Order(x, self.record(x, sources | {"noise": noise}, **how)) for x in wanted]
+        requests = [PreparedRequest(x, self.record(x, sources | {"noise": noise}, **how)) for x in wanted]
         if skip:
-            orders = [order for order in orders if not skip(order.record)]
-        if orders:
+            requests = [one for one in requests if not skip(one.metadata)]
+        if requests:
             check_making(self, chosen, pictures, **how)
-        return self._made(Run(self, orders, pictures, noise=noise, hooks=self._looking(callback), **how))
+        return self._made(Run(self, requests, pictures, noise=noise, hooks=self._looking(callback), **how))
 
     def _made(self, run: Run) -> Iterator[Video]:
         """Yields the videos of a run."""
-        for order, frames in run:
-            with run.finishing(order):
+        for request, frames in run:
+            with run.finishing(request):
                 made = np.concatenate([np.asarray(chunk) for chunk in frames])
-            yield Video(made, order.settings.fps, order.record)
+            yield Video(made, request.settings.fps, request.metadata)
 
     @spelled_out(Given)
     def prepare(self, **given: Any) -> tuple[Pictures, Settings]:
@@ -347,7 +347,7 @@ class Pipeline:
         pictures, chosen = self.prepare(prompt=check_prompt(prompt), negative_prompt=negative_prompt, **given)
         check_alone(chosen, "encode")
         check_encoding(self, chosen, pictures, tiling=tiling)
-        run = Run(self, [Order(chosen, {})], pictures, tiling=tiling, hooks=self._looking(None))
+        run = Run(self, [PreparedRequest(chosen)], pictures, tiling=tiling, hooks=self._looking(None))
         return run.encode()[chosen.prompt]
 
     def encode_prompts(self, prompt: str, negative_prompt: str | None = None, *, follow: str | None = None) -> Encoded:
@@ -399,7 +399,7 @@ class Pipeline:
             self.architecture.spec.check_whole(chosen.model, "a file to continue from")
             hooks.append(Keeping(keep, self.partitioner, continued))
         check_denoising(self, encoded, chosen, videos=len(seeds), batch_guidance=batch_guidance)
-        run = Run(self, [Order(chosen, {})], noise=noise, batch_guidance=batch_guidance, hooks=hooks)
+        run = Run(self, [PreparedRequest(chosen)], noise=noise, batch_guidance=batch_guidance, hooks=hooks)
         with run.stage("denoise"):
             pieces = tuple(run.latents(encoded, chosen, seeds))
         return pieces[0] if len(pieces) == 1 else self.call(join, 2, pieces)
@@ -451,7 +451,7 @@ class Pipeline:
         checked_draws(noise, self.draws(chosen))
         how = {"tiling": tiling, "batch_guidance": batch_guidance}
         check_making(self, chosen, pictures, **how)
-        run = Run(self, [Order(chosen, {})], pictures, noise=noise, hooks=self._looking(callback), **how)
+        run = Run(self, [PreparedRequest(chosen)], pictures, noise=noise, hooks=self._looking(callback), **how)
         return (np.asarray(clip) for _, frames in run for clip in frames)
 
     @spelled_out(GivenSettings)
@@ -474,7 +474,7 @@ class Pipeline:
         seeds = told_seeds([settings.get("seed")], [chosen.seed]) if seeds is None else told_seeds(seeds)
         checked_draws(noise, self.architecture.spec.draws(chosen, videos=len(seeds)))
         hooks = [Calling(callback)] if callback else []
-        run = Run(self, [Order(chosen, {})], noise=noise, batch_guidance=batch_guidance, hooks=hooks)
+        run = Run(self, [PreparedRequest(chosen)], noise=noise, batch_guidance=batch_guidance, hooks=hooks)
         return run.latents(encoded, chosen, seeds)
 
     def decode_blocks(self, blocks: Iterable[GivenLatents], *, tiling: Tiling | None = None) -> Iterator[Clip]:

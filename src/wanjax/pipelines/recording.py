@@ -15,9 +15,9 @@ from wanjax.compilers.held import least_held
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures
 from wanjax.pipelines.components import bytes_of
-from wanjax.pipelines.many import Order
 from wanjax.pipelines.memory import PROCESS, check_held, is_small
 from wanjax.pipelines.model import Encoded
+from wanjax.pipelines.request import PreparedRequest
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.tokenizer import TokenBatch
@@ -41,7 +41,7 @@ def record(
     device beside the arguments of each program is noted as `beside`.
     """
     calls, recorder = _recorded(pipe, room)
-    for _, frames in Run(recorder, [Order(settings, {})], pictures, tiling=tiling, batch_guidance=batch_guidance):
+    for _, frames in Run(recorder, [PreparedRequest(settings)], pictures, tiling=tiling, batch_guidance=batch_guidance):
         for _ in frames:
             pass
     return calls
@@ -92,7 +92,7 @@ def check_encoding(pipe: Pipe, settings: Settings, pictures: Pictures, *, tiling
     """
     if pictures and not _is_small(pipe, settings.size, settings.frames):
         calls, recorder = _recorded(pipe, room=0)
-        Run(recorder, [Order(settings, {})], pictures, tiling=tiling).encode()
+        Run(recorder, [PreparedRequest(settings)], pictures, tiling=tiling).encode()
         _check(settings, calls)
 
 
@@ -110,7 +110,7 @@ def check_denoising(
     """
     if not _is_small(pipe, settings.size, settings.frames * videos):
         calls, recorder = _recorded(pipe, room=0)
-        run = Run(recorder, [Order(settings, {})], batch_guidance=batch_guidance)
+        run = Run(recorder, [PreparedRequest(settings)], batch_guidance=batch_guidance)
         for _ in run.latents(encoded, settings, [0] * videos):
             pass
         _check(settings, calls)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The run: encode, denoise and decode, for one video or many, whoever asked for them.
 
-    for order, frames in Run(pipe, orders, pictures, hooks=[Progress(), Keeping(file)]):
-        write(order, frames)
+    for request, frames in Run(pipe, requests, pictures, hooks=[Progress(), Keeping(file)]):
+        write(request, frames)
 
 What is done with a program is the strategy's matter: a run that is executed makes videos, and one that is recorded
 makes the same calls and nothing else. Hooks observe what happens beside it: progress, saving, previews, a wish to stop.
@@ -28,9 +28,9 @@ from wanjax.pipelines.caching.rules import check_apart
 from wanjax.pipelines.components import DECODER
 from wanjax.pipelines.draws import GivenDraws
 from wanjax.pipelines.frames import Frames, GivenLatents, chunk_count, decoded
-from wanjax.pipelines.many import Order
 from wanjax.pipelines.model import Block, Encoded
 from wanjax.pipelines.observers import Hook, Hooks
+from wanjax.pipelines.request import PreparedRequest
 from wanjax.pipelines.sampling import Caches, sample
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.video_shape import with_shape
@@ -45,7 +45,7 @@ class Run:
 
     Args:
         pipe: The pipeline: a runtime, a model, its defaults, and what makes previews.
-        orders: The videos.
+        requests: The videos.
         pictures: What they are made from beside their prompts.
         noise: Random arrays in place of the seed's, for one video.
         tiling: That of pictures and of frames.
@@ -56,7 +56,7 @@ class Run:
     def __init__(
         self,
         pipe: Any,
-        orders: Sequence[Order],
+        requests: Sequence[PreparedRequest],
         pictures: Pictures | None = None,
         *,
         noise: GivenDraws | None = None,
@@ -65,32 +65,32 @@ class Run:
         hooks: Sequence[Hook] = (),
         caches: Caches | None = None,
     ):
-        self.pipe, self.orders, self.pictures = pipe, orders, pictures or Pictures()
+        self.pipe, self.requests, self.pictures = pipe, requests, pictures or Pictures()
         self.runtime, self.model, self.hooks = pipe.runtime, pipe.architecture, Hooks(hooks)
         self.noise, self.tiling, self.batch_guidance, self.caches = noise, tiling, batch_guidance, caches
-        for order in orders:
-            check_apart(order.settings.cache, batch_guidance)
+        for request in requests:
+            check_apart(request.settings.cache, batch_guidance)
 
-    def __iter__(self) -> Iterator[tuple[Order, Iterator[Frames]]]:
-        """Yields each order with an iterator over the frames of its video, chunk by chunk, which has to be used up."""
-        if not self.orders:
+    def __iter__(self) -> Iterator[tuple[PreparedRequest, Iterator[Frames]]]:
+        """Yields each request with an iterator over its video's frames, chunk by chunk, which has to be used up."""
+        if not self.requests:
             return
-        shared = self.orders[0].settings
+        shared = self.requests[0].settings
         if shared.windows > 1:
             texts: dict[str, Encoded] = {}
-            for order in self.orders:
-                yield order, self._windows(order.settings, texts)
+            for request in self.requests:
+                yield request, self._windows(request.settings, texts)
             return
         encoded = self.encode()
-        size = many.together(self.runtime.partitioner, shared.guided) if len(self.orders) > 1 else 1
-        for batch, own in many.batches(self.orders, size):
-            inputs = many.joined([encoded[order.settings.prompt] for order in batch], self.runtime.call)
-            pieces: Iterable[Any] = self.latents(inputs, shared, [order.settings.seed for order in batch])
+        size = many.together(self.runtime.partitioner, shared.guided) if len(self.requests) > 1 else 1
+        for batch, own in many.batches(self.requests, size):
+            inputs = many.joined([encoded[request.settings.prompt] for request in batch], self.runtime.call)
+            pieces: Iterable[Any] = self.latents(inputs, shared, [request.settings.seed for request in batch])
             if own > 1 or not self.model.spec.streams:
                 with self.stage("denoise"):
                     pieces = list(pieces)
-            for video, order in enumerate(batch[:own]):
-                yield order, self.frames(pieces, video=video, last=video + 1 == own)
+            for video, request in enumerate(batch[:own]):
+                yield request, self.frames(pieces, video=video, last=video + 1 == own)
 
     def stage(self, name: str) -> AbstractContextManager[None]:
         """Surrounds a stage, for each hook."""
@@ -104,7 +104,7 @@ class Run:
         """Encodes each prompt once, and the pictures, which all videos share; returns the outputs by prompt."""
         with self.stage("encode"), self.runtime.strategy.stage("encode"):
             texts = self._texts()
-            seen = self._seen(self.pictures, self.orders[0].settings)
+            seen = self._seen(self.pictures, self.requests[0].settings)
         encoded = {prompt: text._replace(**seen) for prompt, text in texts.items()}
         for one in encoded.values():
             self.hooks.tell("encoded", one)
@@ -112,7 +112,7 @@ class Run:
 
     def _texts(self) -> dict[str, Encoded]:
         """Encodes each prompt once, without pictures; returns the outputs by prompt."""
-        windows = [window for order in self.orders for window in windows_of(order.settings)]
+        windows = [window for request in self.requests for window in windows_of(request.settings)]
         prompts = {alone.prompt: alone for _, _, alone in windows}
         texts = {prompt: self.model.encode_prompts(self.runtime, alone) for prompt, alone in prompts.items()}
         return self.runtime.components.finish_stage(texts)
@@ -143,9 +143,9 @@ class Run:
             yield frames[0 if before is None else len(before) :]
             before = frames[-alone.overlap :]
 
-    def finishing(self, order: Order) -> AbstractContextManager[None]:
+    def finishing(self, request: PreparedRequest) -> AbstractContextManager[None]:
         """Surrounds the use of a video's frames, by their decoding; windows have their stages in turn."""
-        return nullcontext() if order.settings.windows > 1 else self.stage("decode")
+        return nullcontext() if request.settings.windows > 1 else self.stage("decode")
 
     def latents(self, encoded: Encoded, settings: Settings, seeds: Sequence[int]) -> Iterator[Any]:
         """Yields the latents of videos that are made together, one for each seed: each block as soon as it is made."""

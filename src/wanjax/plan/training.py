@@ -20,10 +20,10 @@ from wanjax.kernels.attention import AUTO, Attention
 from wanjax.kernels.compiler_options import SAFE
 from wanjax.layers.placement import as_shapes, placed
 from wanjax.loading import outlined
-from wanjax.pipelines.many import Order
 from wanjax.pipelines.meshes import choose_mesh, step_cost
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.recording import needed_pictures
+from wanjax.pipelines.request import PreparedRequest
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.settings import Settings
 from wanjax.programs import Instance, Program, Record, Site
@@ -146,7 +146,7 @@ def _recorded(
 def _batch(pipe: Pipeline, settings: Settings, clips: int) -> Batch:
     """Returns a batch of clips of these settings as shapes on the host, as it is read from files."""
     recorded = pipe.under(Record(), pipe.components.abstract())
-    (encoded,) = Run(recorded, [Order(settings, {})], needed_pictures(pipe, settings)).encode().values()
+    (encoded,) = Run(recorded, [PreparedRequest(settings)], needed_pictures(pipe, settings)).encode().values()
     fields = {
         name: jax.ShapeDtypeStruct((clips, *x.shape[1:]), x.dtype)
         for name, x in encoded._asdict().items()

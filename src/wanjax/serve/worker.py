@@ -23,12 +23,12 @@ from wanjax.figures import duration
 from wanjax.layers.tiling import Tiling
 from wanjax.media.videos import try_output
 from wanjax.pipelines.components import free_memory
-from wanjax.pipelines.many import Order
 from wanjax.pipelines.observers import Cancelled, Hook, Step
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.previews.previews import Previews
 from wanjax.pipelines.record import digest_of
 from wanjax.pipelines.recording import needed_pictures, record
+from wanjax.pipelines.request import PreparedRequest
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.extending import Extended
@@ -175,12 +175,12 @@ class Worker:
                 needed = record(pipe, replace(chosen, windows=min(2, chosen.windows)), pictures, **options).programs
                 EXECUTE.compile(*(one.instance for one in needed), begun=hook.compiling)
             self._shapes.add(shape)
-        asked = Order(chosen, offer.without_folders(pipe.record(chosen, files, digests=digests, **options)))
-        try_output(place / VIDEO, chosen.length, chosen.size, chosen.fps, asked.record)
-        for order, frames in (run := Run(pipe, [asked], pictures, hooks=[hook], **options)):
-            with run.finishing(order):
+        request = PreparedRequest(chosen, offer.without_folders(pipe.record(chosen, files, digests=digests, **options)))
+        try_output(place / VIDEO, chosen.length, chosen.size, chosen.fps, request.metadata)
+        for _, frames in (run := Run(pipe, [request], pictures, hooks=[hook], **options)):
+            with run.finishing(request):
                 clips = with_thumbnail(map(np.asarray, frames), chosen.length, here / THUMBNAIL)
-                write(place / VIDEO, clips, order)
+                write(place / VIDEO, clips, request)
         if isinstance(place, Remote):  # after the video, which a store that fails meanwhile is not to cost
             (place / THUMBNAIL).upload(here / THUMBNAIL)
 
