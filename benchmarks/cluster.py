@@ -37,9 +37,10 @@ import psutil
 from tests.support.batches import read_manifest
 from wanjax.cluster.actors import VARIABLES, Actors, connected
 from wanjax.cluster.batch import Batch, Manifest
-from wanjax.cluster.requests import Request, read_requests
+from wanjax.cluster.requests import read_requests
 from wanjax.cluster.worker import Job, Outcome, Worker
 from wanjax.media.videos import read_metadata
+from wanjax.pipelines.request import VideoRequest
 
 SMALL = ("--size", "32x32", "--frames", "5", "--steps", "20")
 STORE = 80 * 2**20  # bytes
@@ -173,7 +174,7 @@ class Idle(Worker):
 
     def make(self, jobs: Sequence[Job]) -> Iterator[Outcome]:
         for job in jobs:
-            yield Outcome(job.name, {"prompt": job.request.given["prompt"]}, 0.1, "nowhere")
+            yield Outcome(job.name, {"prompt": job.request.settings["prompt"]}, 0.1, "nowhere")
 
 
 def measure_overhead(requests: int) -> None:
@@ -183,7 +184,7 @@ def measure_overhead(requests: int) -> None:
     hosts.Worker = Idle  # pyright: ignore[reportAttributeAccessIssue]
     with tempfile.TemporaryDirectory() as name, connected(None, 2) as ray:
         folder = Path(name)
-        jobs = [Job(f"{i}.mp4", Request(i, {"prompt": f"a circle {i}", "seed": i})) for i in range(requests)]
+        jobs = [Job(f"{i}.mp4", VideoRequest({"prompt": f"a circle {i}", "seed": i}, row=i)) for i in range(requests)]
         pool = Actors({"load": None, "folder": folder}, {"": 2}, {"": {"num_cpus": 1}}, print)
         while pool._starting:
             pool._wait([], lambda: None)

@@ -275,11 +275,11 @@ def test_requests_of_a_file_and_one_that_fails(broken, why):
     assert [(row["row"], row["prompt"], row["seed"]) for row in rows] == [(1, "a", 42), (2, "b", 5), (3, "c", 42)]
     assert [why in row.get("error", "") for row in rows] == [False, True, False]
     assert {row["file_name"] for row in rows if "error" not in row} == {*files("made")} - {MANIFEST}
-    own = [{name: body.get(name) for name in ("prompt", "size", "seed", "steps")} for _, body in posted]
+    own = [{name: body.get(name) for name in ("prompt", "height", "width", "seed", "steps")} for _, body in posted]
     assert own == [
-        {"prompt": "a", "size": "64x32", "seed": 42, "steps": 2},
-        {"prompt": "b", "size": None, "seed": 5, "steps": 2},
-        {"prompt": "c", "size": None, "seed": 42, "steps": 2},
+        {"prompt": "a", "height": 32, "width": 64, "seed": 42, "steps": 2},
+        {"prompt": "b", "height": None, "width": None, "seed": 5, "steps": 2},
+        {"prompt": "c", "height": None, "width": None, "seed": 42, "steps": 2},
     ]
 
 

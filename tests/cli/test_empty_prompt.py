@@ -52,7 +52,7 @@ def test_a_video_of_no_prompt_is_made_where_it_is_meant_and_again_from_its_recor
 def test_a_row(row, fits):
     Path("rows.jsonl").write_text(json.dumps(row))
     if fits:
-        assert read_requests("rows.jsonl")[0].given == {"prompt": row.get("prompt", "")}
+        assert read_requests("rows.jsonl")[0].fields == {"prompt": row.get("prompt", "")}
         return
     with pytest.raises(WanjaxError) as caught:
         read_requests("rows.jsonl")

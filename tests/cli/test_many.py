@@ -20,11 +20,12 @@ from wanjax.cli import main
 from wanjax.cli.many import _ordered, seeds_of
 from wanjax.cli.report import Report
 from wanjax.cluster.batch import MANIFEST, Manifest
-from wanjax.cluster.requests import Request, read_requests
+from wanjax.cluster.requests import read_requests
 from wanjax.cluster.worker import Job
 from wanjax.errors import WanjaxError
 from wanjax.media.pictures import read_clip
 from wanjax.media.videos import read_metadata
+from wanjax.pipelines.request import VideoRequest
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
@@ -52,7 +53,7 @@ def names(folder):
 
 
 def prompts_in(file):
-    return [request.given["prompt"] for request in read_requests(file)]
+    return [request.settings["prompt"] for request in read_requests(file)]
 
 
 def test_each_video_is_that_of_its_own_command(tmp_path):
@@ -152,7 +153,7 @@ def test_mistakes_of_a_batch(arguments, sentence):
 
 
 def test_what_failed_before_is_the_last_to_be_tried(tmp_path):
-    jobs = [Job(f"{number}.mp4", Request(number, {"prompt": "a", "seed": number})) for number in range(3)]
+    jobs = [Job(f"{number}.mp4", VideoRequest({"prompt": "a", "seed": number}, row=number)) for number in range(3)]
     Manifest(tmp_path).add(jobs[0], error="the device is gone")
     assert _ordered(Report(), jobs, tmp_path, 0, False).take(1) == [*jobs[1:], jobs[0]]
 

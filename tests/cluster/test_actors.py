@@ -21,8 +21,8 @@ from wanjax.cluster import actors, worker
 from wanjax.cluster.actors import Actors, connected, resources_of
 from wanjax.cluster.batch import Batch, Manifest
 from wanjax.cluster.hosts import POD, SLICE, WORKER_ID, Placed, bundles_of, placed_together
-from wanjax.cluster.requests import Request
 from wanjax.errors import WanjaxError
+from wanjax.pipelines.request import VideoRequest
 
 SMALL = ("--size", "32x32", "--frames", "5", "--steps", "2")
 
@@ -100,7 +100,10 @@ def test_a_video_that_fails_on_one_host_of_a_slice_is_listed_and_the_rest_goes_o
         notes, arguments = [], {"load": partial(worker.keeping_programs, load, {}), "folder": tmp_path}
         pool = Actors(arguments, {"": 1}, {"": {"num_cpus": 1}}, notes.append, hosts=2, spread=False)
         small = {"size": (32, 32), "frames": 5, "steps": 2}
-        asked = [Request(row, small | {"prompt": prompt, "seed": row}) for row, prompt in enumerate(prompts, 1)]
+        asked = [
+            VideoRequest.parse(small | {"prompt": prompt, "seed": row}, row=row)
+            for row, prompt in enumerate(prompts, 1)
+        ]
         batch = Batch(pool.call("planned", asked, tick=lambda: None), 1, Manifest(tmp_path))
         outcomes = list(pool.outcomes(batch, lambda: None))
     made, failed = ([one for one in read_manifest(tmp_path) if ("error" in one) is wrong] for wrong in (False, True))

@@ -8,9 +8,9 @@ from hypothesis import strategies as some
 from tests.support.batches import read_manifest
 from tests.support.words import naming
 from wanjax.cluster.batch import HOPELESS, MANIFEST, TOGETHER, Batch, Manifest
-from wanjax.cluster.requests import Request
 from wanjax.cluster.worker import Job, Outcome
 from wanjax.errors import WanjaxError
+from wanjax.pipelines.request import VideoRequest
 
 
 class Nowhere(Manifest):
@@ -24,7 +24,7 @@ class Nowhere(Manifest):
 
 
 def job(number):
-    return Job(f"{number}.mp4", Request(number, {"prompt": f"prompt {number}", "seed": number - 1}))
+    return Job(f"{number}.mp4", VideoRequest({"prompt": f"prompt {number}", "seed": number - 1}, row=number))
 
 
 @settings(deadline=None)  # other work may share the cores

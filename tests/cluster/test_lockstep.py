@@ -6,6 +6,7 @@ import os
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -13,8 +14,8 @@ from tests.support.words import says
 from wanjax.cluster.hosts import Host, OutOfStep
 from wanjax.cluster.lockstep import Leader, follow
 from wanjax.cluster.processes import Others
-from wanjax.cluster.requests import Request
 from wanjax.cluster.worker import Worker
+from wanjax.pipelines.request import VideoRequest
 
 pytestmark = pytest.mark.usefixtures("kept_programs", "nothing_is_computed")
 
@@ -61,7 +62,7 @@ def led(nano, tmp_path):
 
 
 def jobs_of(leader, *given):
-    return leader.planned([Request(number, SMALL | one) for number, one in enumerate(given, 1)])
+    return leader.planned([VideoRequest.parse(SMALL | one, row=number) for number, one in enumerate(given, 1)])
 
 
 def test_all_make_the_runs_of_the_first(led):
@@ -91,13 +92,13 @@ def test_what_one_of_them_cannot_make_none_begins(led, monkeypatch):
     shared = others[1]._shared
 
     def missing(request):
-        if request.given["prompt"] == "b":
+        if request.settings["prompt"] == "b":
             raise OSError("its host has no such picture")
         return shared(request)
 
     monkeypatch.setattr(others[1], "_shared", missing)
     outcomes = {outcome.name: outcome for outcome in leader.make(jobs)}
-    wrong = outcomes[next(job.name for job in jobs if job.request.given["prompt"] == "b")]
+    wrong = outcomes[next(job.name for job in jobs if job.request.settings["prompt"] == "b")]
     assert says(wrong.error, "process 2 of 3 no such picture")
     assert wrong.again
     assert sum(outcome.error is None for outcome in outcomes.values()) == 2
@@ -109,7 +110,7 @@ def test_what_one_of_them_cannot_make_none_begins(led, monkeypatch):
 def test_what_the_first_cannot_make_is_not_asked_of_the_others(led):
     leader, _, running = led
     (job,) = jobs_of(leader, {"prompt": "a"})
-    wrong = job._replace(request=job.request.under({"image": "nowhere.png"}))
+    wrong = job._replace(request=replace(job.request, inputs={"image": "nowhere.png"}))
     (outcome,) = leader.make([wrong])
     assert says(outcome.error, "nowhere.png")
     assert leader.dismiss()
@@ -139,7 +140,7 @@ def test_a_failure_on_one_host_alone_is_told_as_it_was_there(nano, tmp_path, mon
     hosts = [Host(lambda: nano, tmp_path, force=True, others=Near(room, index)) for index in range(2)]
 
     def failing(host, jobs, run):
-        if host is hosts[where] and jobs[0].request.given["prompt"] == "b":
+        if host is hosts[where] and jobs[0].request.settings["prompt"] == "b":
             raise RuntimeError("the device is gone")
         return made(host, jobs, run)
 

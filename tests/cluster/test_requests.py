@@ -6,8 +6,9 @@ import json
 import pytest
 
 from tests.support.words import naming, says
-from wanjax.cluster.requests import Request, read_requests, with_seeds
+from wanjax.cluster.requests import read_requests, with_seeds
 from wanjax.errors import WanjaxError
+from wanjax.pipelines.request import VideoRequest
 
 ROWS = [
     {"prompt": "a red circle", "seed": 3, "steps": 4, "guidance_scale": 2.5, "size": "64x32"},
@@ -38,19 +39,21 @@ def test_each_kind_of_file_says_the_same(tmp_path, name, write):
     else:
         (tmp_path / name).write_text(write(ROWS))
     first, second = read_requests(str(tmp_path / name))
-    assert first.given == {"prompt": "a red circle", "seed": 3, "steps": 4, "guidance_scale": 2.5, "size": (32, 64)}
-    assert second.given == {"prompt": "a blue, square", "image": str(tmp_path / "cat.png"), "dynamic_guidance": True}
+    assert first.fields == {
+        "prompt": "a red circle", "seed": 3, "steps": 4, "guidance_scale": 2.5, "height": 32, "width": 64,
+    }  # fmt: skip
+    assert second.fields == {"prompt": "a blue, square", "image": str(tmp_path / "cat.png"), "dynamic_guidance": True}
     assert [first.row, second.row] == ([1, 3] if write is as_text else [1, 2])
 
 
 def test_a_line_that_is_no_object_is_a_prompt(tmp_path):
     (tmp_path / "p.txt").write_text('a {"cat"}\n\n  "a dog"  \n')
-    assert [one.given for one in read_requests(str(tmp_path / "p.txt"))] == [
+    assert [one.fields for one in read_requests(str(tmp_path / "p.txt"))] == [
         {"prompt": 'a {"cat"}'},
         {"prompt": '"a dog"'},
     ]
     (tmp_path / "p.jsonl").write_text('"a dog"\n')
-    assert read_requests(str(tmp_path / "p.jsonl")) == [Request(1, {"prompt": "a dog"})]
+    assert read_requests(str(tmp_path / "p.jsonl")) == [VideoRequest({"prompt": "a dog"}, row=1)]
 
 
 def test_files_are_relative_to_the_table_unless_they_are_urls(tmp_path):
@@ -58,7 +61,7 @@ def test_files_are_relative_to_the_table_unless_they_are_urls(tmp_path):
     (tmp_path / "r.jsonl").write_text(json.dumps(given))
     [request] = read_requests(str(tmp_path / "r.jsonl"))
     found = [f"{tmp_path}/a.png", "s3://videos/a.mp4", [f"{tmp_path}/b.png"]]
-    assert [request.given[name] for name in ("image", "video", "references")] == found
+    assert [request.inputs[name] for name in ("image", "video", "references")] == found
 
 
 @pytest.mark.parametrize(
@@ -111,16 +114,16 @@ def test_files_that_are_not_whole_are_refused(tmp_path, name, data, said):
 
 
 def test_a_request_counts_more_than_the_options():
-    options = {"steps": 4, "size": (32, 64), "seed": 1}
-    assert Request(1, {"prompt": "a", "steps": 2, "height": 16}).under(options).given == {
+    options = VideoRequest.parse({"steps": 4, "size": (32, 64), "seed": 1}, whole=False)
+    assert VideoRequest({"prompt": "a", "steps": 2, "height": 16}, row=1).under(options).fields == {
         "prompt": "a", "steps": 2, "height": 16, "seed": 1,
     }  # fmt: skip
-    assert Request(1, {"prompt": "a"}).under(options).given == {"prompt": "a", **options}
+    assert VideoRequest({"prompt": "a"}, row=1).under(options).fields == {"prompt": "a", **options.fields}
 
 
 def test_seeds_are_for_requests_without_one_of_their_own():
-    requests = [Request(1, {"prompt": "a"}), Request(2, {"prompt": "b", "seed": 0})]
-    made = [(one.row, one.given["seed"]) for one in with_seeds(requests, [7, 8])]
+    requests = [VideoRequest({"prompt": "a"}, row=1), VideoRequest({"prompt": "b", "seed": 0}, row=2)]
+    made = [(one.row, one.settings["seed"]) for one in with_seeds(requests, [7, 8])]
     assert made == [(1, 7), (1, 8), (2, 0)]
 
 
@@ -161,8 +164,8 @@ def test_a_table_may_be_separated_by(delimiter, prompt, tmp_path):
     rows = [[prompt, "seed", "steps"], ['"a cat, asleep; purring"', "1", "4"], ["b", "2", ""]]
     (tmp_path / "r.csv").write_text("\n".join(delimiter.join(row) for row in rows))
     first, second = read_requests(str(tmp_path / "r.csv"))
-    assert first.given == {"prompt": "a cat, asleep; purring", "seed": 1, "steps": 4}
-    assert second.given == {"prompt": "b", "seed": 2}
+    assert first.fields == {"prompt": "a cat, asleep; purring", "seed": 1, "steps": 4}
+    assert second.fields == {"prompt": "b", "seed": 2}
 
 
 def test_a_column_of_whole_numbers_with_an_empty_cell(tmp_path):
@@ -174,7 +177,7 @@ def test_a_column_of_whole_numbers_with_an_empty_cell(tmp_path):
     parquet.write_table(pyarrow.table(columns), tmp_path / "r.parquet")
     (tmp_path / "r.csv").write_text("prompt,steps,negative_prompt\na,4.0,\nb,,x\nc,6.0,\n")
     for name in ("r.parquet", "r.csv"):
-        given = [request.given for request in read_requests(str(tmp_path / name))]
+        given = [request.fields for request in read_requests(str(tmp_path / name))]
         wanted = [{"prompt": "a", "steps": 4}, {"prompt": "b", "negative_prompt": "x"}, {"prompt": "c", "steps": 6}]
         assert given == wanted
         assert all(type(row.get("steps", 0)) is int for row in given)

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from tests.support.words import naming
-from wanjax.cluster.requests import Request
 from wanjax.cluster.worker import STAGES, Job, Outcome, Worker
 from wanjax.errors import SettingError, WanjaxError
 from wanjax.media.pictures import read_clip
 from wanjax.media.videos import read_metadata
+from wanjax.pipelines.request import VideoRequest
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
@@ -25,7 +25,7 @@ def worker(nano, tmp_path):
 
 
 def asked(*given):
-    return [Request(number, SMALL | one) for number, one in enumerate(given, 1)]
+    return [VideoRequest.parse(SMALL | one, row=number) for number, one in enumerate(given, 1)]
 
 
 @pytest.mark.slow  # tests/cli/test_many.py has a quick one, by the command
@@ -52,7 +52,7 @@ def test_requests_that_differ_in_prompt_and_seed_are_of_one_run(worker):
     records = [outcome.record for outcome in worker.make(jobs)]
     assert [(x["prompt"], x["seed"], x["scheduler"]) for x in records] == [
         ("a", 3, "unipc"),
-        ("c", jobs[1].request.given["seed"], "unipc"),
+        ("c", jobs[1].request.settings["seed"], "unipc"),
         ("b", 42, "euler"),
     ]
 
@@ -76,13 +76,18 @@ def test_what_is_there_is_not_made_again(worker, tmp_path):
         ({"boundary": 0.5}, "row 2 boundary"),
         ({"model": "wan2.1-t2v-1.3b"}, "row 2 wan2.1-t2v-1.3b nano"),
         ({"scheduler": "nobody's"}, "row 2 nobody's unipc"),
-        ({"prompt": "b", "seed": 2**64}, "row 2 seed 18446744073709551616"),
     ],
     ids=str,
 )
 def test_what_the_model_cannot_make_is_told_before_anything_starts(worker, given, said):
     with pytest.raises(WanjaxError, match=naming(said)):
         worker.planned(asked({"prompt": "a"}, {"prompt": "b"} | given))
+
+
+def test_a_seed_of_a_library_s_request_is_checked_too(worker):
+    first, second = asked({"prompt": "a"}, {"prompt": "b"})
+    with pytest.raises(WanjaxError, match=naming("row 2 seed 18446744073709551616")):
+        worker.planned([first, second.updated({"seed": 2**64})])
 
 
 @pytest.mark.usefixtures("nothing_is_computed")
@@ -116,7 +121,10 @@ def test_stages_apart_make_the_same_video(nano, worker, tmp_path):
 
 
 def test_what_has_no_stages_is_told_with_its_row(worker):
-    jobs = [Job("a.mp4", Request(1, {"prompt": "a"})), Job("b.mp4", Request(2, {"prompt": "b", "windows": 2}))]
+    jobs = [
+        Job("a.mp4", VideoRequest({"prompt": "a"}, row=1)),
+        Job("b.mp4", VideoRequest({"prompt": "b", "windows": 2}, row=2)),
+    ]
     with pytest.raises(WanjaxError, match=naming("row 2 windows")):
         worker.check_staged(jobs)
 

@@ -25,12 +25,13 @@ from wanjax.cluster.batch import MANIFEST, Batch, Manifest
 from wanjax.cluster.hosts import FIRST
 from wanjax.cluster.lockstep import Leader, follow
 from wanjax.cluster.processes import is_first
-from wanjax.cluster.requests import SCHEDULER, Request, read_requests, with_seeds
+from wanjax.cluster.requests import read_requests, with_seeds
 from wanjax.cluster.worker import STAGES, Job, Outcome, Worker, keeping_programs
 from wanjax.errors import WanjaxError
 from wanjax.figures import quantity
 from wanjax.media.inputs import INPUTS
 from wanjax.pipelines.record import described
+from wanjax.pipelines.request import SCHEDULER, VideoRequest
 from wanjax.pipelines.seeds import check_count, checked_seed
 from wanjax.pipelines.settings import LOADED, MOST_VIDEOS
 from wanjax.pipelines.text.extending import as_settings
@@ -98,9 +99,9 @@ def generate(
         first = given.get("seed")
         numbers = numbers_of(requests, seeds, count, SETTINGS["seed"].usual if first is None else first)
         if extend is not None:
-            texts = extend.all_of([request.given["prompt"] for request in requests], target)
+            texts = extend.all_of([request.settings["prompt"] for request in requests], target)
             told = [as_settings(text) for text in texts]
-            requests = [one._replace(given={**one.given, **text}) for one, text in zip(requests, told, strict=True)]
+            requests = [one.updated(text) for one, text in zip(requests, told, strict=True)]
         options, unsaid = options_of_each(chosen), (seeds, count, first) == (None, None, None)
         requests = [one.under(options) for one in with_seeds(requests, None if unsaid else numbers)]
         if worker is not None:
@@ -129,7 +130,9 @@ def _leading(report: Report, arguments: dict[str, Any]) -> Iterator[Worker]:
         report.awaited = not leader.dismiss()
 
 
-def _here(report: Report, requests: Sequence[Request], given: dict[str, Any], worker: Worker, retries: int) -> Batch:
+def _here(
+    report: Report, requests: Sequence[VideoRequest], given: dict[str, Any], worker: Worker, retries: int
+) -> Batch:
     """Makes the videos of requests in this process, and in those that it leads."""
     check_folder(worker.folder)
     batch = _ordered(report, worker.planned(requests), worker.folder, retries, worker.force)
@@ -148,7 +151,7 @@ def _here(report: Report, requests: Sequence[Request], given: dict[str, Any], wo
     here = nullcontext(worker.folder) if isinstance(worker.folder, Path) else own_folder()
     with here as own:  # previews are shown by files
         video = Rendering(report, own, _of_job(given, first), pipe=worker.pipe)
-        video.tell(list(dict.fromkeys(job.request.given["seed"] for job in batch.jobs.values())))
+        video.tell(list(dict.fromkeys(job.request.settings["seed"] for job in batch.jobs.values())))
         if video.previews and not given.get("preview_decoder"):
             with report.stage("preview"):
                 worker.fit_colours()
@@ -161,7 +164,7 @@ def _here(report: Report, requests: Sequence[Request], given: dict[str, Any], wo
 
 def _by_actors(
     report: Report,
-    requests: Sequence[Request],
+    requests: Sequence[VideoRequest],
     given: dict[str, Any],
     arguments: dict[str, Any],
     retries: int,
@@ -261,35 +264,35 @@ def counts_of(workers: int | None, stages: Mapping[str, int | None]) -> dict[str
     return {stage: count or 1 for stage, count in stages.items()}
 
 
-def requests_of(prompt: str | None, file: str | None) -> list[Request]:
+def requests_of(prompt: str | None, file: str | None) -> list[VideoRequest]:
     """Returns the request of a prompt, or those of a file; raises WanjaxError where both are given."""
     if file is None:
         assert prompt is not None
-        return [Request(0, as_settings(prompt))]
+        return [VideoRequest(as_settings(prompt))]
     if prompt is not None:
         raise WanjaxError("--prompts is given beside a prompt: one way is enough")
     return read_requests(file)
 
 
-def options_of_each(chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what the options of a command ask of each video, as a request's."""
-    names = {"size", SCHEDULER, *INPUTS, *SETTINGS} - {*LOADED, "prompt"}
+def options_of_each(chosen: Mapping[str, Any]) -> VideoRequest:
+    """Returns what the options of a command ask of each video, as a part of its request."""
+    names = {"size", SCHEDULER.name, *INPUTS, *SETTINGS} - {*LOADED, "prompt"}
     found = {name: value for name, value in chosen.items() if name in names}
-    return {name: described(value) if name in INPUTS else value for name, value in found.items()}
+    fields = {name: described(value) if name in INPUTS else value for name, value in found.items()}
+    return VideoRequest.parse(fields, whole=False)
 
 
 def _of_job(given: Mapping[str, Any], job: Job) -> dict[str, Any]:
     """Returns the options of a command with the settings of a job over them."""
-    own = job.request.given
-    return {**given, **{name: None for name in ("size", "height", "width")}, **own, "seed": own["seed"]}
+    return {**given, **dict.fromkeys(("size", "height", "width")), **job.request.fields}
 
 
 def _longest(batch: Batch) -> Job:
     """Returns the job of the longest prompt, which its record has to hold."""
-    return max(batch.jobs.values(), key=lambda job: len(job.request.given["prompt"]))
+    return max(batch.jobs.values(), key=lambda job: len(job.request.settings["prompt"]))
 
 
-def numbers_of(requests: Sequence[Request], seeds: str | None, count: int | None, first: Any) -> list[int]:
+def numbers_of(requests: Sequence[VideoRequest], seeds: str | None, count: int | None, first: Any) -> list[int]:
     """Returns the seeds of each request that has none of its own, which --seeds or --count ask for, from `first` on.
 
     Raises WanjaxError for two ways of asking at once, and for more videos than a command makes.
@@ -297,7 +300,7 @@ def numbers_of(requests: Sequence[Request], seeds: str | None, count: int | None
     if seeds is not None and is_typed("seed"):
         raise WanjaxError(f"--seeds {seeds} is given beside --seed {first}: one way is enough")
     numbers = seeds_of(seeds, count, checked_seed(first, alone=True))
-    check_count(len(numbers), len([one for one in requests if "seed" not in one.given]))
+    check_count(len(numbers), len([one for one in requests if "seed" not in one.settings]))
     return numbers
 
 

@@ -48,7 +48,7 @@ HERE = (
     *("extend_prompt", "extend_model"),
 )
 """Parameters that mean something where the video is made."""
-OF_A_VIDEO = {"size", "scheduler", *INPUTS, *SETTINGS} - {*LOADED}
+OF_A_VIDEO = {"size", "seconds", "scheduler", *INPUTS, *SETTINGS} - {*LOADED}
 """Parameters in which the videos of one server may differ."""
 
 
@@ -123,7 +123,7 @@ def _generate_one(
 def _requests(
     chosen: Mapping[str, Any], prompt: str | None, prompts: str | None, seeds: str | None, count: int | None
 ) -> list[Any]:
-    """Returns the `Request` of each of several videos, with its prompt, its seed and its settings."""
+    """Returns the request of each of several videos, with its prompt, its seed and its settings."""
     from wanjax.cli.many import numbers_of, options_of_each, requests_of  # imported late: they need JAX
     from wanjax.cluster.requests import with_seeds
     from wanjax.pipelines.seeds import checked_seed
@@ -131,7 +131,7 @@ def _requests(
     requests = requests_of(prompt, prompts)
     numbers, options = numbers_of(requests, seeds, count, chosen["seed"]), options_of_each(chosen)
     seeded = [one.under(options) for one in with_seeds(requests, numbers)]
-    return [one._replace(given={**one.given, "seed": checked_seed(one.given["seed"], alone=True)}) for one in seeded]
+    return [one.updated({"seed": checked_seed(one.settings["seed"], alone=True)}) for one in seeded]
 
 
 def _generate_several(
@@ -156,8 +156,8 @@ def _generate_several(
     folder = folder_of(None, out).absolute()
     each: dict[str, tuple[Any, Mapping[str, Any]]] = {}
     for request in requests:
-        fields = {**shared, **_fields(request.given, offered, server.url)}
-        name = _name(request, fields, offered)
+        fields = {**shared, **_fields(request.fields, offered, server.url)}
+        name = _name(fields, offered)
         each[name] = Job(name, request), fields
     if repeated := len(requests) - len(each):
         report.note(f"note: made once, of {len(requests)} videos: {repeated} that repeat another")
@@ -263,18 +263,15 @@ class _Several:
         self.report.count("video", self.ended, self.total, beside=", ".join(filter(None, (failed, beside))))
 
 
-def _name(request: Any, fields: Mapping[str, Any], offered: Mapping[str, Any]) -> str:
+def _name(fields: Mapping[str, Any], offered: Mapping[str, Any]) -> str:
     """Returns the name of one of several videos, which is the same wherever the same server makes it again.
 
     It is that of `wanjax batch`, as far as what is asked for is all that the video's record holds.
     """
     from wanjax.cluster.worker import name_of  # imported late: it needs JAX
 
-    size = request.given.get("size")
-    sides = {"height": size[0], "width": size[1]} if isinstance(size, tuple) else {}
-    unnamed = {ALLOW_EMPTY.name, *(["size"] if sides else [])}
-    chosen = {name: _digests(value) for name, value in fields.items() if name not in unnamed}
-    return name_of({**offered["defaults"], **offered["started_with"], **chosen, **sides})  # a server chooses no folder
+    chosen = {name: _digests(value) for name, value in fields.items() if name != ALLOW_EMPTY.name}
+    return name_of({**offered["defaults"], **offered["started_with"], **chosen})  # a server chooses no folder
 
 
 @contextmanager

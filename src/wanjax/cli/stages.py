@@ -50,7 +50,7 @@ from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.previews.previews import Previews
 from wanjax.pipelines.record import described, devices_of, paths_of
 from wanjax.pipelines.recording import check_decoding, check_denoising, check_encoding, check_making, record
-from wanjax.pipelines.request import PreparedRequest
+from wanjax.pipelines.request import PreparedRequest, check_one_way
 from wanjax.pipelines.resume import Keeping
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.settings import DRAW, Settings, schema
@@ -568,8 +568,7 @@ def in_short(numbers: Sequence[int]) -> str:
 
 def given_settings(size: tuple[int, int] | str | None = None, **given: Any) -> dict[str, Any]:
     """Returns the options given on the command line."""
-    if size and (given["height"] or given["width"]):
-        raise WanjaxError("--size is given beside --height or --width: one way is enough")
+    check_one_way(given | {"size": size}, dashes="--")
     return {k: v for k, v in (given | {"size": size}).items() if v not in (None, ())}
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from wanjax.cluster.requests import OWN
 from wanjax.cluster.worker import Job, Outcome
 from wanjax.errors import WanjaxError
+from wanjax.pipelines.request import OWN
 from wanjax.stores.places import Place, read
 
 MANIFEST = "manifest.jsonl"
@@ -109,7 +109,7 @@ class Manifest:
         """Adds a job with what came of it; one that is listed as done is not listed again."""
         if "error" not in told and job.name in self.listed:
             return
-        row, given = job.request
+        row, given = job.request.row, job.request.settings
         entry = {"file_name": job.name, **({"row": row} if row else {}), **{x: given[x] for x in OWN if x in given}}
         line = json.dumps(entry | {name: value for name, value in told.items() if value}, ensure_ascii=False).encode()
         if isinstance(self.file, Path):

@@ -10,12 +10,13 @@ wait for that process in a collective, so it has to end, and with it all of them
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from wanjax.cluster.processes import Others
-from wanjax.cluster.requests import Request
 from wanjax.cluster.worker import Job, Outcome, Worker, told_of
 from wanjax.errors import WanjaxError
+from wanjax.pipelines.request import VideoRequest
 from wanjax.pipelines.run import Run
 
 COLOURS = "colours"  # a message that asks for no jobs
@@ -37,7 +38,7 @@ class Leader(Worker):
     def run(self, jobs: Sequence[Job]) -> Iterator[Outcome]:
         run = self.prepared(jobs)
         self.in_step = False
-        self.others.broadcast([(job.name, *job.request) for job in jobs])
+        self.others.broadcast([(job.name, asdict(job.request)) for job in jobs])
         faults = self.others.gather("")
         if told := next(filter(None, faults), ""):
             self.in_step = True
@@ -60,7 +61,7 @@ def follow(worker: Worker, others: Others | None = None) -> None:
         if asked == COLOURS:
             worker.fit_colours()
             continue
-        jobs = [Job(name, Request.of_json(*request)) for name, *request in asked]
+        jobs = [Job(name, VideoRequest(**request)) for name, request in asked]
         run, fault = _prepared(worker, jobs)
         if not any(others.gather(fault)):
             assert run is not None

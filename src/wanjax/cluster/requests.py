@@ -6,66 +6,26 @@ JAX is not imported here: a process that only hands requests out leaves the devi
 
 import csv
 import json
-import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from wanjax.errors import WanjaxError, reason, shown
-from wanjax.media.inputs import INPUTS
 from wanjax.media.texts import decoded, read_text, trimmed
-from wanjax.pipelines.other_names import unknown_keyword
-from wanjax.pipelines.settings import (
-    ALLOW_EMPTY,
-    Settings,
-    check_prompt_text,
-    is_text,
-    read_size,
-    schema,
-)
+from wanjax.pipelines.request import FIELDS, STRENGTH, VideoRequest
 from wanjax.stores.places import place
 
-OWN = ("prompt", "original_prompt", "seed")  # settings in which the videos of one run may differ
-SHAPE = ("size", "height", "width")
-SCHEDULER = "scheduler"
 EXAMPLE = '{"prompt": "a red circle", "seed": 1}'
-WHOLE = re.compile(r"-?\d{1,20}\.0+")  # as a table of floats has it
 JSON_LINES = (".jsonl", ".ndjson")
-FIELDS = (*schema(Settings), "size", SCHEDULER, ALLOW_EMPTY.name, *INPUTS)  # of a request
+IN_ROWS = tuple(name for name in FIELDS if name != STRENGTH.name)  # LoRAs are those of all videos
 DELIMITERS = ",;\t"  # of tables; spreadsheets of many countries write semicolons
 MOST_LISTED = 20  # mistakes in a message, and runs of rows with one
 
 
-class Request(NamedTuple):
-    """A video that is asked for: its settings, pictures and clips by name. `row` is 0 where no file asks for it."""
-
-    row: int
-    given: Mapping[str, Any]
-
-    @classmethod
-    def of_json(cls, row: int, given: Mapping[str, Any]) -> "Request":
-        """Returns a request that was written as JSON, which has no tuples: a size is one of height and width."""
-        return cls(row, {name: tuple(x) if name == "size" and isinstance(x, list) else x for name, x in given.items()})
-
-    def wrong(self, error: WanjaxError) -> WanjaxError:
-        """Returns an error with the number of the row."""
-        return WanjaxError(f"row {self.row}: {error}") if self.row else error
-
-    @property
-    def shared(self) -> dict[str, Any]:
-        """Everything but what videos of one run may differ in."""
-        return {name: value for name, value in self.given.items() if name not in OWN}
-
-    def under(self, options: Mapping[str, Any]) -> "Request":
-        """Returns the request with options where it says nothing itself; a size and its sides are one thing."""
-        sized = any(name in self.given for name in SHAPE)
-        kept = {name: value for name, value in options.items() if not (sized and name in SHAPE)}
-        return self._replace(given=kept | dict(self.given))
-
-
-def read_requests(file: str) -> list[Request]:
+def read_requests(file: str) -> list[VideoRequest]:
     """Returns the requests of a file, "-" for standard input.
 
     A file that ends in .csv or .parquet is a table. Any other has a request on each line: a JSON object where the first
@@ -86,7 +46,7 @@ def read_requests(file: str) -> list[Request]:
     wrong, requests = WrongRows(), []
     for number, row in rows:
         try:
-            requests.append(Request(number, _settings(row, folder.absolute())))
+            requests.append(_request(number, row, folder.absolute()))
         except WanjaxError as error:
             wrong.add(number, error)
     wrong.refuse()
@@ -170,7 +130,7 @@ def _of_csv(text: str) -> Iterator[dict[str, Any] | WanjaxError]:
 
     def known_fields(delimiter: str) -> int:
         header = next(csv.reader(StringIO(text), delimiter=delimiter), [])
-        return len({name.strip() for name in header}.intersection(FIELDS))
+        return len({name.strip() for name in header}.intersection(IN_ROWS))
 
     delimiter = max(DELIMITERS, key=known_fields)
     for row in csv.DictReader(StringIO(text), strict=True, delimiter=delimiter):
@@ -191,67 +151,27 @@ def _of_parquet(file: Path) -> Iterator[dict[str, Any]]:
                 yield {name: None if value != value else value for name, value in row.items()}  # pandas' empty cell
 
 
-def _settings(row: Any, folder: Path) -> dict[str, Any]:
-    """Returns the settings and files of a row, each value of its setting's type."""
+def _request(number: int, row: Any, folder: Path) -> VideoRequest:
+    """Returns the request of a row, with files by their absolute paths or URLs; raises WanjaxError for a wrong one."""
     if isinstance(row, WanjaxError):
         raise row
     fields = {"prompt": row} if isinstance(row, str) else row
     if not isinstance(fields, Mapping):
         raise WanjaxError(f"{shown(row)} is no prompt, and no object of settings")
-    fields = {name: value for name, value in fields.items() if value is not None}
-    allow_empty = fields.pop(ALLOW_EMPTY.name, None)
-    settings = {name: _read(name, value, folder) for name, value in fields.items()}
-    check_prompt_text(settings.setdefault("prompt", "") if allow_empty else settings.get("prompt"), allow_empty)
-    return settings
+    asked = VideoRequest.parse(fields, row=number, known=IN_ROWS)
+
+    def file(name: str) -> str:
+        found = place(name)
+        return str(folder / found if isinstance(found, Path) else found)
+
+    inputs = {k: list(map(file, x)) if isinstance(x, list) else file(x) for k, x in asked.inputs.items()}
+    return replace(asked, inputs=inputs)
 
 
-def _read(name: str, value: Any, folder: Path) -> Any:
-    """Returns a value as a setting's own, as far as it is a text or a number; texts and numbers mean the same."""
-    known = schema(Settings)
-    if isinstance(value, str) and "\0" in value:
-        raise WanjaxError(f"{name} is given as {shown(value)} where a text without the character \\0 is right")
-    if name in INPUTS:
-        return _files(name, value, folder)
-    if name in ("size", SCHEDULER):
-        if not is_text(value):
-            right = "832x480" if name == "size" else "euler"
-            raise WanjaxError(f"{name} is given as {shown(value)} where a text such as {right} is right")
-        return read_size(value) if name == "size" else value
-    if name not in known:
-        raise unknown_keyword(name, FIELDS)
-    if known[name].kind is int:
-        value = _whole(value)
-    read = known[name].parse(value)
-    return read if isinstance(read, bool | int | float | str) else value
-
-
-def _whole(value: Any) -> Any:
-    """Returns 4 for 4.0, which a column of whole numbers with an empty cell holds; anything else as it is."""
-    try:
-        number = float(value) if isinstance(value, str) and WHOLE.fullmatch(value) else value
-        return int(number) if isinstance(number, float) and number.is_integer() else value
-    except OverflowError:
-        return value
-
-
-def _files(name: str, value: Any, folder: Path) -> Any:
-    """Returns the absolute path, or the URL, of a picture or clip, or those of several."""
-    if INPUTS[name].kind == "images":
-        return [_file(name, one, folder) for one in (value if isinstance(value, list) else [value])]
-    return _file(name, value, folder)
-
-
-def _file(name: str, value: Any, folder: Path) -> str:
-    if not is_text(value) or not value:
-        raise WanjaxError(f"{name} is given as {shown(value)} where the name of a file is right")
-    found = place(value)
-    return str(folder / found if isinstance(found, Path) else found)
-
-
-def with_seeds(requests: Iterable[Request], seeds: Iterable[int] | None) -> list[Request]:
+def with_seeds(requests: Iterable[VideoRequest], seeds: Iterable[int] | None) -> list[VideoRequest]:
     """Returns a request for each of the seeds in place of each that has no seed of its own."""
     if seeds is None:
         return list(requests)
     numbers = list(seeds)
-    each = [[one] if "seed" in one.given else [one.under({"seed": seed}) for seed in numbers] for one in requests]
+    each = [[one] if "seed" in one.settings else [one.updated({"seed": n}) for n in numbers] for one in requests]
     return [request for some in each for request in some]

@@ -8,6 +8,7 @@ import os
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import cached_property
 from itertools import groupby
 from time import perf_counter
@@ -17,12 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from wanjax.cluster.processes import is_first
-from wanjax.cluster.requests import OWN, SCHEDULER, Request, WrongRows
+from wanjax.cluster.requests import WrongRows
 from wanjax.compilers.cache import compile_cache_folder, use_shared
 from wanjax.compilers.executables import of_this_machine
 from wanjax.errors import WanjaxError, causes, is_full, reason
 from wanjax.layers.tiling import Tiling
-from wanjax.media.inputs import INPUTS
 from wanjax.media.pictures import Pictures
 from wanjax.media.texts import slug
 from wanjax.media.videos import try_output, write_video
@@ -31,7 +31,7 @@ from wanjax.pipelines.observers import Hook
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.progress import timing_writes
 from wanjax.pipelines.recording import check_making
-from wanjax.pipelines.request import PreparedRequest
+from wanjax.pipelines.request import OWN, PreparedRequest, VideoRequest
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.seeds import checked_seed
 from wanjax.pipelines.settings import Settings
@@ -50,7 +50,7 @@ class Job(NamedTuple):
     """A video that is to be made: the name of its file, and the request with its seed."""
 
     name: str
-    request: Request
+    request: VideoRequest
 
 
 class Outcome(NamedTuple):
@@ -82,10 +82,10 @@ class Shared(NamedTuple):
     settings: Settings
     record: Mapping[str, Any]
 
-    def prepared(self, request: Request) -> PreparedRequest:
+    def prepared(self, request: VideoRequest) -> PreparedRequest:
         """Completes a request, whose prompt and seed are its own; raises WanjaxError for a wrong one."""
-        seed = checked_seed(request.given.get("seed", self.settings.seed), alone=True)
-        own = self.settings.updated({**{name: request.given.get(name) for name in OWN}, "seed": seed})
+        seed = checked_seed(request.settings.get("seed", self.settings.seed), alone=True)
+        own = self.settings.updated({**{name: request.settings.get(name) for name in OWN}, "seed": seed})
         return PreparedRequest(own, {**self.record, **{name: getattr(own, name) for name in OWN}})
 
 
@@ -127,20 +127,21 @@ class Worker:
         """Loads the pipeline; its networks are loaded with the first video."""
         assert self.pipe
 
-    def planned(self, requests: Sequence[Request]) -> list[Job]:
+    def planned(self, requests: Sequence[VideoRequest]) -> list[Job]:
         """Returns a job for each request, those of one run together.
 
         Raises WanjaxError, with the numbers of their rows, for requests of which no video can be made.
         """
-        groups: dict[str, list[Request]] = {}
+        groups: dict[str, list[VideoRequest]] = {}
         for request in requests:
-            groups.setdefault(json.dumps(request.shared, sort_keys=True), []).append(request)
+            request = request.timed(self.pipe.defaults.fps, self.pipe.architecture.vae.temporal_factor)
+            groups.setdefault(json.dumps(asdict(request.shared), sort_keys=True), []).append(request)
         wrong = WrongRows()
         jobs = [job for same in groups.values() for job in self._jobs(same, wrong)]
         wrong.refuse()
         return jobs
 
-    def _jobs(self, requests: Sequence[Request], wrong: WrongRows) -> Iterator[Job]:
+    def _jobs(self, requests: Sequence[VideoRequest], wrong: WrongRows) -> Iterator[Job]:
         """Yields the jobs of requests that differ in prompt and seed alone; `wrong` receives why others have none."""
         try:
             shared = self._shared(requests[0])
@@ -154,9 +155,7 @@ class Worker:
             except WanjaxError as error:
                 wrong.add(request.row, error)
                 continue
-            yield Job(
-                name_of(prepared.metadata), request._replace(given={**request.given, "seed": prepared.settings.seed})
-            )
+            yield Job(name_of(prepared.metadata), request.updated({"seed": prepared.settings.seed}))
 
     def try_output(self, job: Job) -> None:
         """Raises WanjaxError where the video of a job could not be written."""
@@ -223,7 +222,8 @@ class Worker:
         """Raises WanjaxError for a video that does not go through encode, denoise and decode once each."""
         self.pipe.architecture.spec.check_whole(self.pipe.defaults.model, "a worker for a stage")
         for job in jobs:
-            if max(job.request.given.get("windows") or 1, 2 * bool(job.request.given.get("then"))) > 1:
+            settings = job.request.settings
+            if max(settings.get("windows") or 1, 2 * bool(settings.get("then"))) > 1:
                 raise job.request.wrong(WanjaxError("a video of windows goes through all stages: workers for all do"))
 
     def staged(self, stage: str, job: Job, before: Any) -> tuple[Any, Outcome | None]:
@@ -269,13 +269,12 @@ class Worker:
         with run.finishing(prepared):
             write(path, run.frames([jnp.asarray(x) for x in latents]), prepared)
 
-    def _shared(self, request: Request) -> "Shared":
+    def _shared(self, request: VideoRequest) -> "Shared":
         """Returns what the videos of one run share; raises WanjaxError where no such video can be made."""
-        given = request.shared
-        pipe = self.pipe.with_solver(given.pop(SCHEDULER, None))
-        pictures, chosen = pipe.prepare(**given)
-        files = {name: given[name] for name in INPUTS if given.get(name)}
-        return Shared(pipe, pictures, chosen, pipe.record(chosen, files, **self.how))
+        shared = request.shared
+        pipe = self.pipe.with_solver(shared.scheduler)
+        pictures, chosen = pipe.prepare(**shared.inputs, **shared.settings, model=shared.model)
+        return Shared(pipe, pictures, chosen, pipe.record(chosen, shared.inputs, **self.how))
 
     def _failed(self, job: Job, error: Exception) -> Outcome:
         """Returns the outcome of a job that failed; what is the request's own fault fails again."""

@@ -70,7 +70,7 @@ from wanjax.pipelines.previews.latent_preview import LatentPreview, fitted
 from wanjax.pipelines.previews.tiny_decoder import read_tiny_decoder
 from wanjax.pipelines.record import devices_of, nameable, record_of
 from wanjax.pipelines.recording import check_decoding, check_denoising, check_encoding, check_making
-from wanjax.pipelines.request import PreparedRequest
+from wanjax.pipelines.request import PreparedRequest, check_one_way
 from wanjax.pipelines.resume import Keeping
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.runtime import Runtime
@@ -318,8 +318,7 @@ class Pipeline:
             if settings.get("windows") is None:
                 settings["windows"] = 1 + len(settings["then"].splitlines())
         if size is not None:
-            if settings.get("height") is not None or settings.get("width") is not None:
-                raise WanjaxError("size is given beside height or width: one way is enough")
+            check_one_way({**settings, "size": size})
             settings |= sides(size, self.sizes)
         own, known = self.defaults.to_json(), schema(type(self.defaults))
         for name in sorted(settings.keys() - own.keys()):

@@ -1,11 +1,158 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A video that is asked for. JAX is not imported here, as the command line reads requests before it."""
+"""A video that is asked for: the same fields from the command line, a table's rows and HTTP, read by one function.
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+The fields are the settings by name and those of `BESIDE`. A number's text means the number, as a form has texts alone.
+JAX is not imported here: a process that only hands requests out leaves the devices to others.
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from wanjax.pipelines.settings import Settings
+from wanjax.errors import SettingError, WanjaxError, shown
+from wanjax.media.inputs import IMAGE, INPUTS
+from wanjax.pipelines.other_names import unknown_keyword
+from wanjax.pipelines.settings import (
+    ALLOW_EMPTY,
+    Setting,
+    Settings,
+    check_prompt_text,
+    is_text,
+    pixels,
+    read_size,
+    schema,
+    sides,
+)
+
+OWN = ("prompt", "original_prompt", "seed")  # settings in which the videos of one run may differ
+RIVALS = {"size": ("height", "width"), "seconds": ("frames",)}  # two ways of giving one thing
+SAME_IMAGE = "input_reference"  # OpenAI's name of `image`
+MODEL, SCHEDULER = schema(Settings)["model"], Setting("scheduler", str)
+SECONDS = Setting("seconds", float, above=0, most=3600)
+STRENGTH = Setting("lora", float, least=-10, most=10)
+VALUES = {**schema(Settings), **{one.name: one for one in (SECONDS, SCHEDULER)}}
+BESIDE = ("size", SECONDS.name, *INPUTS, SAME_IMAGE, MODEL.name, SCHEDULER.name, STRENGTH.name, ALLOW_EMPTY.name)
+"""Fields that are no settings of a video."""
+FIELDS = tuple(dict.fromkeys((*schema(Settings), *BESIDE)))
+PROMPTS = ("prompt", "original_prompt", "negative_prompt", "then")
+LONGEST_TEXT = 200  # characters of a stranger's text other than these
+WHOLE = re.compile(r"-?\d{1,20}\.0+")  # a whole number as a table of floats has it
+
+
+@dataclass(frozen=True)
+class VideoRequest:
+    """What somebody asks for. Nothing is filled in that was not given.
+
+    Args:
+        settings: Those that are given, each of its setting's type; a cache and a guidance rule as their texts. A size
+            is given by `height` and `width`, or by its name as `size`; `seconds` may stand for `frames`.
+        inputs: Names of files by input, a list where the input may be several.
+        model: The model, None for the one that is loaded.
+        scheduler: The solver, None for the model's own.
+        lora: LoRAs' strengths by name, for those that differ from the usual ones.
+        row: The number of the row that asks for it, 0 where no table does.
+    """
+
+    settings: Mapping[str, Any]
+    inputs: Mapping[str, str | list[str]] = field(default_factory=dict)
+    model: str | None = None
+    scheduler: str | None = None
+    lora: Mapping[str, float] = field(default_factory=dict)
+    row: int = 0
+
+    @classmethod
+    def parse(
+        cls,
+        fields: Mapping[str, Any],
+        *,
+        row: int = 0,
+        known: Collection[str] = FIELDS,
+        sizes: Collection[str] | None = None,
+        longest: int | None = None,
+        whole: bool = True,
+    ) -> "VideoRequest":
+        """Read a request from fields; None is not given.
+
+        Args:
+            fields: Values of Python, JSON or TOML, or their texts, by name.
+            row: The number of the row that they are from.
+            known: The names that may be given.
+            sizes: A model's names of sizes; None for any that some model may have.
+            longest: Characters of a stranger's prompt, whose texts are bounded; None for any number.
+            whole: False for a part of a request, such as a command's options, which needs no prompt.
+
+        Returns:
+            The request.
+
+        Raises:
+            SettingError: A field is unknown or wrong; it has the field's name.
+        """
+        fields = {name: value for name, value in fields.items() if value is not None}
+        if unknown := [name for name in fields if name not in known]:
+            raise unknown_keyword(unknown[0], known)
+        check_one_way(fields)
+        allow_empty = fields.pop(ALLOW_EMPTY.name, None)
+        if allow_empty is not None:
+            fields.setdefault("prompt", "")
+        if SAME_IMAGE in fields:
+            fields[IMAGE.name] = _both(fields.get(IMAGE.name), fields.pop(SAME_IMAGE))
+        named = {x.name: _value(x.name, fields.pop(x.name), longest) for x in (MODEL, SCHEDULER) if x.name in fields}
+        lora = _strengths(fields.pop(STRENGTH.name, {}))
+        inputs = {name: _files(name, fields.pop(name)) for name in INPUTS if name in fields}
+        settings: dict[str, Any] = {}
+        for name, value in fields.items():
+            settings |= _size(value, sizes) if name == "size" else {name: _value(name, value, longest)}
+        if whole:
+            check_prompt_text(settings.get("prompt"), allow_empty)
+        return cls(settings, inputs, lora=lora, row=row, **named)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields that parse to this request, but for its row."""
+        named = {MODEL.name: self.model, SCHEDULER.name: self.scheduler, STRENGTH.name: self.lora}
+        return {**self.settings, **self.inputs, **{name: value for name, value in named.items() if value}}
+
+    @property
+    def shared(self) -> "VideoRequest":
+        """All in which the requests of one run have to agree."""
+        return replace(self, settings={k: x for k, x in self.settings.items() if k not in OWN}, row=0)
+
+    def updated(self, settings: Mapping[str, Any]) -> "VideoRequest":
+        """Return the request with these settings over its own."""
+        return replace(self, settings={**self.settings, **settings})
+
+    def under(self, options: "VideoRequest") -> "VideoRequest":
+        """Return the request with options where it says nothing itself; what `RIVALS` give is one thing."""
+        own = set(self.settings)
+        for one, others in RIVALS.items():
+            own |= {one, *others} if own & {one, *others} else set()
+        settings = {name: value for name, value in options.settings.items() if name not in own}
+        return replace(
+            self,
+            settings={**settings, **self.settings},
+            inputs={**options.inputs, **self.inputs},
+            model=self.model or options.model,
+            scheduler=self.scheduler or options.scheduler,
+            lora={**options.lora, **self.lora},
+        )
+
+    def timed(self, fps: int, unit: int) -> "VideoRequest":
+        """Return the request with the number of frames, `unit`·n + 1, that is nearest to its seconds.
+
+        Args:
+            fps: Frames a second where the request has none.
+            unit: Frames of a latent one.
+        """
+        settings = dict(self.settings)
+        if (seconds := settings.pop(SECONDS.name, None)) is None:
+            return self
+        wanted = seconds * settings.get("fps", fps)
+        return replace(self, settings={**settings, "frames": max(0, round((wanted - 1) / unit)) * unit + 1})
+
+    def wrong(self, error: WanjaxError) -> WanjaxError:
+        """Return an error with the number of the row."""
+        return WanjaxError(f"row {self.row}: {error}") if self.row else error
 
 
 @dataclass(frozen=True)
@@ -19,3 +166,75 @@ class PreparedRequest:
 
     settings: Settings
     metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+def check_one_way(given: Mapping[str, Any], dashes: str = "") -> None:
+    """Raise SettingError where a size is given beside a side, or seconds beside frames.
+
+    Args:
+        given: Values by name; None is not given.
+        dashes: What the names begin with at the door, "--" for options.
+    """
+    for one, others in RIVALS.items():
+        if given.get(one) is not None and any(given.get(other) is not None for other in others):
+            told = " or ".join(f"{dashes}{other}" for other in others)
+            raise SettingError(f"{dashes}{one} is given beside {told}: one way is enough", one)
+
+
+def _value(name: str, value: Any, longest: int | None) -> Any:
+    """Return a setting's value, as its text where it is neither a text nor a number."""
+    known = VALUES[name]
+    if isinstance(value, str) and "\0" in value:  # which no metadata and no name of a file holds
+        raise SettingError(f"{name} is given as {shown(value)} where a text without the character \\0 is right", name)
+    found = known.parse(_whole(value) if known.kind is int else value)
+    most = longest if longest is None or name in PROMPTS else LONGEST_TEXT
+    if most is not None and isinstance(found, str) and len(found) > most:
+        told = f"the {name.replace('_', ' ')} has {len(found)} characters where {most} are allowed at most"
+        raise SettingError(told, name)
+    return found if isinstance(found, bool | int | float | str) else str(found)
+
+
+def _whole(value: Any) -> Any:
+    """Return 4 for 4.0, which a column of whole numbers with an empty cell holds; anything else as it is."""
+    try:
+        number = float(value) if isinstance(value, str) and WHOLE.fullmatch(value) else value
+        return int(number) if isinstance(number, float) and number.is_integer() else value
+    except OverflowError:
+        return value
+
+
+def _size(value: Any, names: Collection[str] | None) -> dict[str, Any]:
+    """Return the settings of a size: (height, width), a text such as 832x480, or one of the names."""
+    if isinstance(value, tuple):
+        return sides(value, {})
+    if names is None and is_text(value):
+        return {"size": found} if isinstance(found := read_size(value), str) else sides(found, {})
+    if names is not None and is_text(value) and (value in names or pixels(value)):
+        return {"size": value} if value in names else sides(value, {})
+    right = f"a text such as '832x480', or {', '.join(names or ('480p',))}, is right"
+    raise SettingError(f"size is given as {shown(value)} where {right}", "size")
+
+
+def _both(one: Any, other: Any) -> Any:
+    """Return the files of an input that is given by two names."""
+    return other if one is None else [one, other]
+
+
+def _files(name: str, value: Any) -> str | list[str]:
+    """Return the name of a file, or those of an input that may be several."""
+    several = INPUTS[name].kind == "images"
+    each = list(value) if several and isinstance(value, list | tuple) else [value]
+    for one in each:
+        if not is_text(one) or not one or "\0" in one:
+            raise SettingError(f"{name} is given as {shown(one)} where the name of a file is right", name)
+    return each if several else each[0]
+
+
+def _strengths(given: Any) -> dict[str, float]:
+    """Return LoRAs' strengths from {NAME: STRENGTH}, or from a text such as NAME:0.5,OTHER:1."""
+    if isinstance(given, str):
+        parts = [part.rpartition(":") for part in given.split(",") if part]
+        given = {name: strength for name, _, strength in parts}
+    if not isinstance(given, Mapping):
+        raise SettingError(f"lora is given as {shown(given)} where a text such as NAME:0.5 is right", "lora")
+    return {name.strip(): STRENGTH.parse(value) for name, value in given.items()}
