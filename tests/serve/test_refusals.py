@@ -18,7 +18,7 @@ from tests.support.commands import refused
 from tests.support.words import says
 from wanjax.cli import serving
 from wanjax.media.bounds import BOUNDS
-from wanjax.serve.asked import BESIDE
+from wanjax.pipelines.request import BESIDE
 from wanjax.serve.guard import COOKIE
 
 TOKEN = "a-token-of-the-tests"

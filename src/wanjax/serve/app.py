@@ -133,13 +133,14 @@ class Service:
     @storing()
     def _accept(self, fields: Mapping[str, Any], pictures: Mapping[str, list[bytes]]) -> Job:
         """Checks a request, keeps its pictures and puts it on the board; leaves nothing of one that is refused."""
-        found = asked.read(fields, pictures, self.known, self.limits)
+        request, given = asked.read(fields, pictures, self.known, self.limits)
+        pipe = self.known.model(request.model)
         id = self.board.shelf.make_place().name
         try:
             with self.board.shelf.filled(id) as here:
-                saved = asked.save_pictures(found.pictures, asked.inputs_of(found.pipe), here, self.limits)
-                job = Job(id, {}, saved, scheduler=found.scheduler, lora=dict(found.lora))
-                job.settings = asked.completed(found, files_in(here, job), self.limits).to_json()
+                saved = asked.save_pictures(given, asked.inputs_of(pipe), here, self.limits)
+                job = Job(id, {}, saved, scheduler=request.scheduler, lora=dict(request.lora))
+                job.settings = asked.completed(request, pipe, files_in(here, job), self.limits).to_json()
             return self.board.add(job)
         except BaseException:
             self.board.shelf.remove(id)

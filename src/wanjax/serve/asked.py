@@ -10,133 +10,57 @@ import binascii
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from PIL import Image
 
-from wanjax.errors import SettingError, WanjaxError, shown
-from wanjax.media.inputs import INPUTS, InputSpec
+from wanjax.errors import SettingError, WanjaxError
+from wanjax.media.inputs import IMAGE, INPUTS, InputSpec
 from wanjax.media.pictures import DECODING, PictureOfAnySize, opened, picture_of
 from wanjax.pipelines.other_names import unknown_keyword
 from wanjax.pipelines.pipeline import Pipeline
-from wanjax.pipelines.settings import ALLOW_EMPTY, DRAW, Setting, Settings, check_prompt_text, pixels
+from wanjax.pipelines.request import BESIDE, MODEL, SAME_IMAGE, VideoRequest
+from wanjax.pipelines.settings import DRAW, Settings
 from wanjax.schedulers import name_of
 from wanjax.serve.limits import Limits
 from wanjax.serve.offer import offered, with_scheduler
 from wanjax.serve.variants import Known
 
 FILMS = {b"ftyp": "mp4", b"\x1a\x45\xdf\xa3": "webm"}  # suffixes by what a file has near its start: mov and mkv too
-SAME_PICTURE = "input_reference"  # OpenAI's name of `image`
 CLIP = "clip"  # the name of the file that is given as `video`, beside which the result has that name
-LONGEST_TEXT = 200  # characters of a setting other than the prompts
 DATA_URL = re.compile(r"data:[\w/+.-]*;base64,(.*)", re.DOTALL)
-SECONDS = Setting("seconds", float, above=0, most=3600)
-MODEL, SCHEDULER = Setting("model", str), Setting("scheduler", str)
-STRENGTH = Setting("lora", float, least=-10, most=10)
-BESIDE = ("size", "seconds", *INPUTS, SAME_PICTURE, "model", "scheduler", "lora", ALLOW_EMPTY.name)
-"""Fields that are no settings."""
 
 
-class Asked(NamedTuple):
-    """A request: a model, given settings, pictures by name, each as bytes, a solver, and the LoRAs' strengths."""
-
-    pipe: Pipeline
-    settings: Mapping[str, Any]
-    pictures: Mapping[str, Sequence[bytes]]
-    scheduler: str | None = None
-    lora: Mapping[str, float] = {}
-
-
-def read(fields: Mapping[str, Any], files: Mapping[str, Sequence[bytes]], known: Known, limits: Limits) -> Asked:
+def read(
+    fields: Mapping[str, Any], files: Mapping[str, Sequence[bytes]], known: Known, limits: Limits
+) -> tuple[VideoRequest, dict[str, list[bytes]]]:
     """Reads the fields of a JSON object or a form, and a form's files.
 
-    Raises WanjaxError for a field that is unknown or of another type, and for a picture that is none.
+    Returns a request with its model and the strengths of all LoRAs, and its pictures and clips by input. Raises
+    WanjaxError for a field that is unknown or of another type, and for a picture that is none.
     """
     fields = {name: value for name, value in fields.items() if value is not None}
-    allow_empty = fields.pop(ALLOW_EMPTY.name, None)
-    if allow_empty is not None and "prompt" not in fields:
-        fields["prompt"] = ""
-    model = known.model(MODEL.read(fields.pop("model", known.first)))
-    lora = known.strengths(_strengths(fields.pop("lora", {})))
-    pictures = {name: list(given) for name, given in files.items()}
-    inputs = inputs_of(model)
-    for name in (*inputs, SAME_PICTURE):
+    fields.setdefault(MODEL.name, known.first)
+    model = known.model(MODEL.read(fields[MODEL.name]))
+    pictures, inputs = {name: list(given) for name, given in files.items()}, inputs_of(model)
+    for name in (*inputs, SAME_IMAGE):
         if name in fields:
             pictures.setdefault(name, []).extend(_from_text(name, fields.pop(name)))
-    if SAME_PICTURE in pictures:
-        pictures.setdefault("image", []).extend(pictures.pop(SAME_PICTURE))
+    if SAME_IMAGE in pictures:
+        pictures.setdefault(IMAGE.name, []).extend(pictures.pop(SAME_IMAGE))
     _check_pictures(pictures, inputs, limits)
-    solver = SCHEDULER.read(fields.pop("scheduler")) if "scheduler" in fields else None
-    solver = None if solver == name_of(model.scheduler) else solver
-    settings = _shape(fields, model)
-    _check_text("scheduler", solver, limits)
-    for name, value in settings.items():
-        _check_text(name, value, limits)
-    check_prompt_text(settings.get("prompt"), allow_empty)
-    return Asked(model, settings, pictures, solver, lora)
+    names = (*offered(model), *BESIDE)
+    request = VideoRequest.parse(fields, known=names, sizes=model.sizes, longest=limits.prompt)
+    solver = None if request.scheduler == name_of(model.scheduler) else request.scheduler
+    return replace(request, scheduler=solver, lora=known.strengths(request.lora)), pictures
 
 
 def inputs_of(pipe: Pipeline) -> dict[str, InputSpec]:
     """Returns the inputs that a request may name: those of all models, and the model's own."""
     return {**INPUTS, **{one.name: one for one in pipe.architecture.spec.inputs}}
-
-
-def _strengths(given: Any) -> dict[str, float]:
-    """Returns LoRAs' strengths from {NAME: STRENGTH}, or a text such as NAME:0.5,OTHER:1."""
-    if isinstance(given, str):
-        parts = [part.rpartition(":") for part in given.split(",") if part]
-        given = {name: strength for name, _, strength in parts}
-    if not isinstance(given, Mapping):
-        raise SettingError(f"lora is given as {shown(given)} where a text such as NAME:0.5 is right", "lora")
-    return {name.strip(): STRENGTH.parse(value) for name, value in given.items()}
-
-
-def _shape(fields: Mapping[str, Any], pipe: Pipeline) -> dict[str, Any]:
-    """Returns the settings of a request, each of its type, with `size` and `seconds` resolved."""
-    known = offered(pipe)
-    settings: dict[str, Any] = {}
-    for name, value in fields.items():
-        if name == "size":
-            settings |= _size(value, fields, pipe)
-        elif name in known:
-            settings[name] = known[name].parse(value)  # a form's texts and JSON's numbers mean the same
-        elif name != "seconds":
-            raise unknown_keyword(name, (*known, *BESIDE))
-    if "seconds" in fields:
-        settings["frames"] = _frames(fields, settings, pipe)
-    return settings
-
-
-def _size(value: Any, fields: Mapping[str, Any], pipe: Pipeline) -> dict[str, Any]:
-    """Returns the settings that a size gives: WIDTHxHEIGHT, or the name of one of the model's."""
-    if "height" in fields or "width" in fields:
-        raise SettingError("size is given beside height or width: one way is enough", "size")
-    if isinstance(value, str) and value in pipe.sizes:
-        return {"size": value}
-    found = pixels(value) if isinstance(value, str) else None
-    if found is None:
-        names = ", ".join(pipe.sizes)
-        right = f"a text such as '832x480', or {names}, is right"
-        raise SettingError(f"size is given as {shown(value)} where {right}", "size")
-    return dict(zip(("height", "width"), found, strict=True))
-
-
-def _frames(fields: Mapping[str, Any], settings: Mapping[str, Any], pipe: Pipeline) -> int:
-    """Returns the number of frames nearest to `seconds` that the model can make."""
-    if "frames" in settings:
-        raise SettingError("seconds is given beside frames: one way is enough", "seconds")
-    seconds, unit = SECONDS.parse(fields["seconds"]), pipe.architecture.vae.temporal_factor
-    wanted = seconds * settings.get("fps", pipe.defaults.fps)
-    return max(0, round((wanted - 1) / unit)) * unit + 1
-
-
-def _check_text(name: str, value: Any, limits: Limits) -> None:
-    most = limits.prompt if name in ("prompt", "original_prompt", "negative_prompt", "then") else LONGEST_TEXT
-    if isinstance(value, str) and len(value) > most:
-        told = f"the {name.replace('_', ' ')} has {len(value)} characters where {most} are allowed at most"
-        raise SettingError(told, name)
 
 
 def _from_text(name: str, value: Any) -> list[bytes]:
@@ -160,7 +84,7 @@ def _decoded(name: str, value: Any) -> bytes:
 def _check_pictures(pictures: Mapping[str, Sequence[bytes]], inputs: Mapping[str, InputSpec], limits: Limits) -> None:
     for name, given in pictures.items():
         if name not in inputs:
-            raise unknown_keyword(name, (*inputs, SAME_PICTURE))
+            raise unknown_keyword(name, (*inputs, SAME_IMAGE))
         most = limits.references if inputs[name].kind == "images" else 1
         if len(given) > most:
             raise SettingError(f"{len(given)} files are given as {name} where {most} would do", name)
@@ -213,13 +137,14 @@ def _opened(data: bytes, name: str, pixels: int) -> Iterator[Image.Image]:
         raise SettingError(str(error), name) from error
 
 
-def completed(asked: Asked, files: Mapping[str, Any], limits: Limits) -> Settings:
+def completed(request: VideoRequest, pipe: Pipeline, files: Mapping[str, Any], limits: Limits) -> Settings:
     """Returns all settings of a request whose pictures are files; raises WanjaxError where they make no video.
 
     A seed is drawn where none is given.
     """
-    pipe = with_scheduler(asked.pipe, asked.scheduler)
-    settings, shape = {"seed": DRAW, **asked.settings}, {"height", "width"} & asked.settings.keys()
+    pipe = with_scheduler(pipe, request.scheduler)
+    request = request.timed(pipe.defaults.fps, pipe.architecture.vae.temporal_factor)
+    settings, shape = {"seed": DRAW, **request.settings}, {"height", "width"} & request.settings.keys()
     if len(shape) == 1:
         alone = shape.pop()
         raise SettingError(f"the {alone} is given alone: size, or height and width, are right", alone)

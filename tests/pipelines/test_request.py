@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request means the same by whichever door it comes: Python, TOML, a row of either kind, a form and JSON."""
+
+import csv
+import json
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+
+import click
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import wanjax
+from tests.support.words import naming
+from wanjax.cli import main, many, stages
+from wanjax.cluster.requests import read_requests
+from wanjax.cluster.worker import Worker
+from wanjax.errors import SettingError, WanjaxError
+from wanjax.pipelines.request import VideoRequest
+from wanjax.serve import asked
+from wanjax.serve.limits import Limits
+from wanjax.serve.variants import Known
+
+TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=("C", "Z")), max_size=20)
+SHAPES = st.sampled_from(
+    [{}, {"size": "64x32"}, {"size": "64p"}, {"height": 32, "width": 64}, {"size": "96*48"}, {"frames": 9}]
+)
+FIELDS = st.fixed_dictionaries(
+    {"prompt": TEXTS.map(lambda text: f"a {text}".strip())},
+    optional={
+        "negative_prompt": TEXTS.filter(bool),
+        "seed": st.integers(0, 2**64 - 1),
+        "steps": st.integers(1, 200),
+        "guidance_scale": st.floats(0, 20),
+        "cache": st.sampled_from(["none", "magcache:0.06,2,0.2", "easycache"]),
+        "guidance_rule": st.sampled_from(["none", "nag:scale=11", "cfg-zero"]),
+        "follow": st.sampled_from(["official", "diffusers"]),
+        "scheduler": st.sampled_from(["euler", "dpm++"]),
+    },
+)
+
+
+@pytest.fixture(scope="module")
+def nano():
+    return wanjax.load("nano")
+
+
+@pytest.fixture(scope="module")
+def served(nano):
+    """Reads the fields of a request to a server of nano; the model that it names is that."""
+
+    def read(fields):
+        request, files = asked.read(fields, {}, Known({"nano": nano}, {}), Limits.of(nano.defaults))
+        assert (request.model, files) == ("nano", {})
+        return replace(request, model=None)
+
+    return read
+
+
+def from_rows(folder, fields, suffix):
+    file = folder / f"rows.{suffix}"
+    if suffix == "jsonl":
+        file.write_text(json.dumps(fields))
+    else:
+        with file.open("w", encoding="utf-8", newline="") as opened:
+            csv.writer(opened).writerows([fields, fields.values()])
+    [request] = read_requests(str(file))
+    assert request.row == 1
+    return replace(request, row=0)
+
+
+def from_toml(folder, fields):
+    """Returns the request of `wanjax batch`, whose prompt is a line of a file, and whose options those of another."""
+    options = {name.replace("_", "-"): value for name, value in fields.items() if name != "prompt"}
+    (folder / "my.toml").write_text("".join(f"{k} = {_toml(x)}\n" for k, x in options.items()), encoding="utf-8")
+    (folder / "prompts.txt").write_text(fields["prompt"], encoding="utf-8")
+    arguments = [str(folder / "prompts.txt"), "--config", str(folder / "my.toml")]
+    with click.Context(main, info_name="wanjax", obj=SimpleNamespace()) as group:
+        chosen = main.commands["batch"].make_context("batch", arguments, parent=group).params
+    [request] = many.requests_of(None, chosen["prompts"])
+    return replace(request.under(many.options_of_each(stages.given_settings(**chosen))), row=0)
+
+
+def _toml(value):
+    return str(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
+
+
+@given(FIELDS, SHAPES)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_request_is_the_same_by_every_door(tmp_path, served, fields, shape):
+    fields |= shape
+    request = VideoRequest.parse(fields)
+    assert request == from_rows(tmp_path, fields, "jsonl") == from_rows(tmp_path, fields, "csv")
+    assert request == from_toml(tmp_path, fields)
+    assert request == served(fields) == served({name: str(value) for name, value in fields.items()})
+    assert request == VideoRequest.parse(request.fields) == VideoRequest(**json.loads(json.dumps(asdict(request))))
+
+
+def test_files_are_the_same_by_the_doors_that_name_them(tmp_path):
+    files = {name: str(tmp_path / name) for name in ("image", "video")}
+    request = VideoRequest.parse({"prompt": "a", **files})
+    assert request.inputs == files
+    assert request == from_rows(tmp_path, {"prompt": "a", **files}, "jsonl") == from_toml(tmp_path, request.fields)
+    assert request == VideoRequest.parse({"prompt": "a", "input_reference": files["image"], "video": files["video"]})
+    one, two = ({"prompt": "a", "references": each} for each in ("b.png", ["b.png"]))
+    assert VideoRequest.parse(one) == VideoRequest.parse(two) != VideoRequest.parse({"prompt": "a"})
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"size": "64x32", "height": 32}, "size height width"),
+        ({"size": "64x32", "width": "32"}, "size height width"),
+        ({"seconds": 4, "frames": 9}, "seconds frames"),
+        ({"seconds": -4}, "seconds -4 0"),
+        ({"prompt": None}, "prompt missing allow_empty_prompt"),
+        ({"prompt": " "}, "prompt empty allow_empty_prompt"),
+        ({"negative_prompt": "a\0b"}, "negative_prompt"),
+        ({"step": 4}, "'step' steps"),
+        ({"steps": 4.5}, "steps 4.5 whole"),
+        ({"size": "huge"}, "'huge' 832x480"),
+        ({"size": [64, 32]}, "size [64, 32] 832x480"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_told_by_every_door(tmp_path, served, fields, said):
+    fields = {"prompt": "a"} | fields
+    with pytest.raises(SettingError, match=naming(said)) as caught:
+        VideoRequest.parse(fields)
+    assert caught.value.setting in fields
+    with pytest.raises(WanjaxError, match=naming(f"row 1 {said}")):
+        from_rows(tmp_path, fields, "jsonl")
+    with pytest.raises(SettingError, match=naming(said)):
+        served(fields)
+
+
+def test_a_stranger_s_texts_are_bounded(served):
+    prompt, name = "x" * 4001, "y" * 201
+    for fields in ({"prompt": prompt}, {"then": prompt}, {"scheduler": name}):
+        assert VideoRequest.parse({"prompt": "a"} | fields)
+        with pytest.raises(SettingError, match=naming(f"{next(iter(fields))} characters")):
+            served({"prompt": "a"} | fields)
+
+
+def test_both_files_of_one_picture_are_too_many():
+    with pytest.raises(SettingError, match="image"):
+        VideoRequest.parse({"prompt": "a", "image": "a.png", "input_reference": "b.png"})
+
+
+def test_loras_are_those_of_all_rows(tmp_path, served):
+    assert VideoRequest.parse({"prompt": "a", "lora": "cat:0.5, b:1"}).lora == {"cat": 0.5, "b": 1.0}
+    with pytest.raises(WanjaxError, match=naming("row 1 'lora'")):
+        from_rows(tmp_path, {"prompt": "a", "lora": "cat:0.5"}, "jsonl")
+
+
+def test_seconds_are_the_nearest_frames_for_rows_and_for_a_server(nano, served, tmp_path):
+    fields = {"prompt": "a", "seconds": 1.2, "size": "32x32"}
+    made = Limits.of(nano.defaults)
+    [job] = Worker(lambda: nano, tmp_path).planned([from_rows(tmp_path, fields, "csv")])
+    frames = asked.completed(served(fields), nano, {}, made).frames
+    assert job.request.settings["frames"] == frames == round((1.2 * nano.defaults.fps - 1) / 4) * 4 + 1
+    assert "seconds" not in job.request.settings
+
+
+def test_a_request_of_seconds_or_sides_is_not_mixed_with_the_options():
+    options = VideoRequest.parse({"size": "480p", "frames": 9, "scheduler": "euler", "image": "a.png"}, whole=False)
+    asked_for = VideoRequest.parse({"prompt": "a", "seconds": 2, "width": 64, "image": "b.png"})
+    assert asked_for.under(options) == replace(asked_for, scheduler="euler")
