@@ -22,7 +22,8 @@ from wanjax.errors import WanjaxError
 from wanjax.media import stage_files
 from wanjax.media.videos import read_metadata
 from wanjax.pipelines import seeds
-from wanjax.pipelines.seeds import drawn_noise, solver_keys, words_of
+from wanjax.pipelines.cogvideox.conditioning import POSTERIORS
+from wanjax.pipelines.seeds import drawn_noise, key_numbers, solver_keys, words_of
 from wanjax.programs import drawing
 
 SMALL = {"size": (16, 32), "frames": 5, "steps": 2, "guidance_scale": 1.0, "dtype": "float32"}
@@ -195,3 +196,10 @@ def test_the_command_line_tells_a_drawn_seed(model):
 def test_one_process_draws_without_the_others(monkeypatch):
     monkeypatch.setattr(seeds.secrets, "randbits", lambda bits: 2**bits - 1)
     assert seeds.draw() == 2**32 - 1
+
+
+def test_every_stream_of_latents_has_noise_of_its_own():
+    """Two keys each, none of which is another's or a picture's; the video's are those of a model without others."""
+    numbers = [number for stream in range(9) for number in key_numbers(stream)]
+    assert numbers[:2] == [0, 1]
+    assert len({*numbers, *(one.number for one in POSTERIORS)}) == 18 + len(POSTERIORS)

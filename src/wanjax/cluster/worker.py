@@ -14,6 +14,7 @@ from itertools import groupby
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -259,15 +260,16 @@ class Worker:
         return {name: np.asarray(x) for name, x in encoded._asdict().items() if x is not None}
 
     @staticmethod
-    def _latents(run: Run, prepared: PreparedRequest, tensors: Mapping[str, Any]) -> list[np.ndarray]:
+    def _latents(run: Run, prepared: PreparedRequest, tensors: Mapping[str, Any]) -> list[Any]:
         encoded = encoded_from(run.model, {name: jnp.asarray(x) for name, x in tensors.items()})
         with run.stage("denoise"):
-            return [np.asarray(x) for x in run.latents(encoded, prepared.settings, [prepared.settings.seed])]
+            pieces = run.latents(encoded, prepared.settings, [prepared.settings.seed])
+            return jax.tree.map(np.asarray, list(pieces))
 
     @staticmethod
-    def _written(run: Run, prepared: PreparedRequest, latents: Sequence[np.ndarray], path: Place) -> None:
+    def _written(run: Run, prepared: PreparedRequest, latents: Sequence[Any], path: Place) -> None:
         with run.finishing(prepared):
-            write(path, run.frames([jnp.asarray(x) for x in latents]), prepared)
+            write(path, run.frames(jax.tree.map(jnp.asarray, list(latents))), prepared)
 
     def _shared(self, request: VideoRequest) -> "Shared":
         """Returns what the videos of one run share; raises WanjaxError where no such video can be made."""

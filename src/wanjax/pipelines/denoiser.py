@@ -9,12 +9,15 @@
 
 A family implements `Denoiser`; a step cache decides which of the network's blocks a prediction runs. `sampling` has the
 loop.
+
+x is an array, the video's latents, or a mapping of streams that are denoised together, by name: that of the video is
+`VIDEO`. The network sees all of them. Guidance and the scheduler treat each on its own.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -25,13 +28,26 @@ from jaxtyping import Array, Bool, Float, Int
 from wanjax.kernels.compiler_options import fast_products, products, random_numbers, scanned
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache
 from wanjax.pipelines.caching.step_cache import NO_CACHE, StepCache
+from wanjax.pipelines.draws import VIDEO
 from wanjax.pipelines.guidance import GuidanceRule, Latents
-from wanjax.pipelines.seeds import Words, drawn_noise, noise_of_frames, solver_keys
+from wanjax.pipelines.seeds import Words, drawn_noise, key_numbers, noise_of_frames, solver_keys
 from wanjax.programs import Value, program
 from wanjax.schedulers import Scheduler
 from wanjax.sharding import replicate
 
 Held = Float[Value, "B T H W C"]  # latents between two programs
+
+
+def stream_of(latents: Any, name: str = VIDEO) -> Any:
+    """Returns one stream of latents, or of what there is of each; an array alone is the video's."""
+    return latents.get(name) if isinstance(latents, Mapping) else latents
+
+
+def per_stream(function: Callable[..., tuple[Any, ...]], x: Any, *others: Any) -> tuple[Any, ...]:
+    """Returns the results of a function of each stream, each as streams; `others` are what it takes beside one of x."""
+    tree = jax.tree.structure(x)
+    results = [function(*of_one) for of_one in zip(*map(tree.flatten_up_to, (x, *others)), strict=True)]
+    return tuple(map(tree.unflatten, zip(*results, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -42,14 +58,14 @@ class Denoiser(ABC):
     def predict(
         self,
         network: Any,
-        x: Latents,
+        x: Any,
         t: Any,
         prompt: Any,
         shared: Any,
         blocks: BlockCache = EVERY_BLOCK,
         dense: bool | None = None,
-    ) -> Float[Array, "B T H W _C"]:
-        """Returns the network's prediction.
+    ) -> Any:
+        """Returns the network's prediction [B T H W _C], that of each stream where there are several.
 
         Args:
             network: The network, merged.
@@ -69,7 +85,7 @@ class Denoiser(ABC):
         """Returns the timestep of a schedule's only step, or a tree of all the timesteps that the network is told."""
         return schedule.timesteps[0]
 
-    def finalize(self, x: Latents, conditioning: Mapping[str, Any]) -> Latents:
+    def finalize(self, x: Any, conditioning: Mapping[str, Any]) -> Any:
         """Returns the latents of the video, from those of the last step; `conditioning` are encoded pictures."""
         return x
 
@@ -115,10 +131,15 @@ class State:
     `kept` is None for a step that runs all blocks; `average` is None for a rule of guidance without momentum.
     """
 
-    x: Any  # [B T H W C]
+    x: Any  # [B T H W C], or streams
     solver: Any
     kept: Any = None  # a tuple for each forward
-    average: Any = None  # [B T H W C]
+    average: Any = None  # [B T H W C], or streams
+
+    @property
+    def videos(self) -> int:
+        """The number of videos that are made together."""
+        return jax.tree.leaves(self.x)[0].shape[0]
 
 
 class Posterior(NamedTuple):
@@ -150,7 +171,7 @@ def draw_posteriors(
     return found
 
 
-def pad_front(x: Latents, frames: int) -> Float[Array, "B _T H W C"]:
+def pad_front(x: Latents, frames: int) -> Float[Array, "B ... C"]:
     """Returns latents of `frames` frames, the first of them repeated in front as often as is needed."""
     return jnp.concatenate([x[:, :1]] * (frames - x.shape[1]) + [x], axis=1)
 
@@ -164,6 +185,7 @@ class Init(NamedTuple):
         posteriors: Pictures that are drawn.
         block: The frames of a block; None for a video that is made as a whole.
         momentum: True where the rule of guidance keeps an average.
+        others: The shapes of further streams, [B C ...], by name.
     """
 
     scheduler: Scheduler
@@ -171,10 +193,11 @@ class Init(NamedTuple):
     posteriors: tuple[Posterior, ...] = ()
     block: int | None = None
     momentum: bool = False
+    others: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
 class GivenNoise(NamedTuple):
-    """Noise in place of the seeds': of this block, of its steps, and of pictures by name."""
+    """Noise in place of the seeds': of this block and of its steps, by stream, and of pictures, by name."""
 
     initial: Any = None  # [B C T H W]
     of_steps: Any = None  # [steps B C T H W]
@@ -195,23 +218,31 @@ def begin(
     `number` is the block's, from 0.
     """
     drawn = draw_posteriors(static.posteriors, pictures, words, given.pictures or {})
-    if given.initial is not None:
-        noise = given.initial.astype(jnp.float32)
-    elif static.block is None:
-        noise = drawn_noise(words, static.shape)
-    else:
-        noise = noise_of_frames(words, static.shape, number * static.block, static.block)
-    noise = jnp.moveaxis(jax.lax.optimization_barrier(noise), 1, -1)  # the same whatever it is multiplied by
-    if (video := {**pictures, **drawn}.get("video_latents")) is None:
-        x = static.scheduler.start(schedule, noise)
-    else:  # a given video with noise added
-        clean = pad_front(jnp.moveaxis(video.astype(jnp.float32), 1, -1), noise.shape[1])
-        x = static.scheduler.noised(schedule, clean, noise)
-    keys = solver_keys(words, 0 if static.block is None else number)
-    init: Any = static.scheduler.init  # that of a stochastic solver takes noise too
-    of_steps = () if given.of_steps is None else (jnp.moveaxis(given.of_steps, 2, -1),)
-    average = jnp.zeros_like(x) if static.momentum else None
-    return State(x, init(schedule, x, keys, *of_steps), average=average), drawn
+    shapes = {VIDEO: static.shape, **dict(static.others)}
+
+    def begun(name: str) -> tuple[Latents, Any, Latents | None]:
+        """Returns the latents of a stream, the solver's state and the average."""
+        of_noise, of_steps = key_numbers([*shapes].index(name))
+        if (initial := stream_of(given.initial, name)) is not None:
+            noise = initial.astype(jnp.float32)
+        elif static.block is None:
+            noise = drawn_noise(words, shapes[name], of_noise)
+        else:
+            noise = noise_of_frames(words, shapes[name], number * static.block, static.block)
+        noise = jnp.moveaxis(jax.lax.optimization_barrier(noise), 1, -1)  # the same whatever it is multiplied by
+        if (known := {**pictures, **drawn}.get(f"{name}_latents")) is None:
+            x = static.scheduler.start(schedule, noise)
+        else:  # a given video with noise added
+            clean = pad_front(jnp.moveaxis(known.astype(jnp.float32), 1, -1), noise.shape[1])
+            x = static.scheduler.noised(schedule, clean, noise)
+        keys = solver_keys(words, 0 if static.block is None else number, of_steps)
+        init: Any = static.scheduler.init  # that of a stochastic solver takes noise too
+        own = stream_of(given.of_steps, name)
+        average = jnp.zeros_like(x) if static.momentum else None
+        return x, init(schedule, x, keys, *(() if own is None else (jnp.moveaxis(own, 2, -1),))), average
+
+    x, solver, average = per_stream(begun, {name: name for name in shapes} if static.others else VIDEO)
+    return State(x, solver, average=average), drawn
 
 
 @program(random_numbers)
@@ -221,10 +252,15 @@ def draw(shape: tuple[int, ...], words: Words) -> Float[Array, "B C T H W"]:
 
 
 @program(scanned)
-def finish(static: tuple[Denoiser, int], x: Latents, pictures: Mapping[str, Any]) -> Float[Array, "B _C _T H W"]:
-    """Returns the video's latents from those of the last step. static: the denoiser, the number of frames."""
+def finish(static: tuple[Denoiser, int], x: Any, pictures: Mapping[str, Any]) -> Any:
+    """Returns the video's latents [B _C _T H W] from those of the last step, and those of other streams [B C ...].
+
+    static: the denoiser, the number of frames.
+    """
     denoiser, frames = static
-    return jnp.moveaxis(denoiser.finalize(x, pictures)[:, -frames:], -1, 1)
+    x = denoiser.finalize(x, pictures)
+    video = stream_of(x)[:, -frames:]
+    return jax.tree.map(lambda x: jnp.moveaxis(x, -1, 1), {**x, VIDEO: video} if isinstance(x, Mapping) else video)
 
 
 @program(scanned)
@@ -236,21 +272,31 @@ def join(axis: int, parts: tuple[Any, ...]) -> Any:
 @program(products, donated=("state",), fast=fast_products)
 def take_step(
     static: StepProgram, state: State, inputs: ModelInputs, guidance: Any, schedule: Any
-) -> tuple[State, Latents, Bool[Array, ""]]:
+) -> tuple[State, Any, Bool[Array, ""]]:
     """Takes the only step of a schedule; returns also the predicted clean latents, and whether the new are finite.
 
     `guidance` is what the rule of guidance tells this step, in most cases a scale.
     """
     denoiser, network = static.denoiser, nnx.merge(static.graphdef, inputs.weights)
-    videos, *shape = state.x.shape
-    x = jnp.broadcast_to(state.x, (inputs.batch // videos, videos, *shape)).reshape(-1, *shape)
+    videos, scheduler = state.videos, static.scheduler
+
+    def repeated(x: Latents) -> Float[Array, "_P ... C"]:
+        return jnp.broadcast_to(x, (inputs.batch // videos, *x.shape)).reshape(-1, *x.shape[1:])
+
+    x = jax.tree.map(repeated, state.x)
     t = jax.tree.map(lambda time: jnp.full((inputs.batch,), time), denoiser.timesteps(schedule))
     predict = partial(denoiser.predict, network, x, t, dense=static.dense)
     forwards = [partial(predict, prompt, inputs.shared) for prompt in inputs.prompts]
     predictions, kept = static.cache.predictions(forwards, state.x, state.kept)
-    clean = partial(static.scheduler.x0, schedule, 0)
-    joined = static.guidance.joined(jnp.concatenate(predictions), videos, guidance, state.x, clean, state.average)
-    prediction, average = replicate(joined)
-    x0 = replicate(clean(prediction, state.x))
-    x, solver = replicate(static.scheduler.step(schedule, 0, prediction, state.x, state.solver))
-    return State(x, solver, kept, average), x0, jnp.isfinite(x).all()
+    clean = partial(scheduler.x0, schedule, 0)
+
+    def stepped(x: Latents, solver: Any, average: Any, prediction: Float[Array, "_P ... C"]) -> tuple[Any, ...]:
+        joined = static.guidance.joined(prediction, videos, guidance, x, clean, average)
+        prediction, average = replicate(joined)
+        x0 = replicate(clean(prediction, x))
+        x, solver = replicate(scheduler.step(schedule, 0, prediction, x, solver))
+        return x, solver, average, x0, jnp.isfinite(x).all()
+
+    prediction = jax.tree.map(lambda *forwards: jnp.concatenate(forwards), *predictions)
+    x, solver, average, x0, finite = per_stream(stepped, state.x, state.solver, state.average, prediction)
+    return State(x, solver, kept, average), x0, reduce(jnp.logical_and, jax.tree.leaves(finite))

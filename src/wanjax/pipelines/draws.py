@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The random arrays that a video takes, by name: given by the caller, or else drawn from the seed by a program.
 
-`noise` is the initial noise, and `step_noise` the noise that the steps of a stochastic solver add. A family may have
-others.
+`noise` is the initial noise, and `step_noise` the noise that the steps of a stochastic solver add; those of another
+stream of latents than the video's begin with its name. A family may have others.
 """
 
 from collections.abc import Mapping
@@ -16,8 +16,14 @@ from wanjax.pipelines.checks import check_noise
 from wanjax.pipelines.frames import GivenLatents
 
 INITIAL, OF_STEPS = "noise", "step_noise"
+VIDEO = "video"  # the name of the video's latents among those that are denoised together
 GivenDraws = GivenLatents | Mapping[str, Any]
 Shapes = Mapping[str, tuple[int, ...]]
+
+
+def named(stream: str, kind: str) -> str:
+    """Returns the name of a stream's noise, of the kind `INITIAL` or `OF_STEPS`."""
+    return kind if stream == VIDEO else f"{stream}_{kind}"
 
 
 def checked_draws(given: GivenDraws | None, right: Shapes) -> dict[str, Float[np.ndarray, "..."]]:

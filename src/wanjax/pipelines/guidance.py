@@ -21,7 +21,7 @@ from wanjax.figures import quantity
 from wanjax.pipelines.values import read_value
 from wanjax.sharding import Partitioner
 
-Latents = Float[Array, "B T H W C"]
+Latents = Float[Array, "B ... C"]  # of the video, [B T H W C], or of another stream, such as [B L C]
 
 
 class Groups(NamedTuple):
@@ -86,7 +86,7 @@ class GuidanceRule:
     @jax.named_scope("guidance")
     def joined(
         cls,
-        predictions: Float[Array, "P T H W C"],
+        predictions: Float[Array, "P ... C"],
         videos: int,
         told: Any,
         x: Latents,
@@ -240,10 +240,10 @@ RULES: Mapping[str, type[GuidanceRule]] = {
 CLASSIFIER_FREE = GuidanceRule()
 
 
-def _dot(a: Latents, b: Latents) -> Float32[Array, "B 1 1 1 1"]:
+def _dot(a: Latents, b: Latents) -> Float32[Array, "B ..."]:
     """Returns the product of each video's two arrays, axis by axis: one long sum in float32 loses digits on CPUs."""
     products = a * b
-    for axis in (4, 3, 2, 1):
+    for axis in range(products.ndim - 1, 0, -1):
         products = jax.lax.optimization_barrier(jnp.sum(products, axis, keepdims=True))
     return products
 

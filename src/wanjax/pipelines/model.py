@@ -27,7 +27,7 @@ from wanjax.media.pictures import Pictures, size_within
 from wanjax.pipelines.caching.rules import NONE, CacheRule, chosen_rule
 from wanjax.pipelines.caching.tables import NO_TABLES, Tables
 from wanjax.pipelines.denoiser import Denoiser, Held, ModelInputs, Posterior, pad_front
-from wanjax.pipelines.draws import INITIAL, OF_STEPS
+from wanjax.pipelines.draws import INITIAL, OF_STEPS, VIDEO, named
 from wanjax.pipelines.guidance import Groups, check_rule, dynamic_scales
 from wanjax.pipelines.phases import Phase
 from wanjax.pipelines.runtime import Runtime
@@ -58,6 +58,18 @@ class Forward(NamedTuple):
     scores: int
     flops: Mapping[str, int]
     ring: bool = False
+
+
+class LatentStream(NamedTuple):
+    """Latents [B C L] that are denoised together with a video's, such as those of its sound.
+
+    Args:
+        channels: C.
+        per_second: L for each second of the video.
+    """
+
+    channels: int
+    per_second: float
 
 
 class Block(NamedTuple):
@@ -95,6 +107,7 @@ class ModelSpec:
         longest: The largest number of frames that the autoencoder can encode or decode.
         fixed_size: The only (height, width) that it makes.
         posteriors: Encoded pictures that are drawn from a distribution.
+        latent_streams: The latents that are denoised with the video's, by name; none for a model with `block_frames`.
         text_length: The tokens of a prompt whose features are in `prompt_embeds`, where all prompts have as many.
         config_entries: Entries of the denoiser's config.json on what `attending` added.
     """
@@ -117,6 +130,7 @@ class ModelSpec:
     longest: int | None = None
     fixed_size: tuple[int, int] | None = None
     posteriors: tuple[Posterior, ...] = ()
+    latent_streams: Mapping[str, LatentStream] = field(default_factory=dict[str, LatentStream])
     text_length: int | None = None
     config_entries: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
@@ -245,6 +259,11 @@ class ModelSpec:
         height, width = (pixels // self.vae.spatial_factor for pixels in settings.size)
         return 1, self.vae.latent_channels, frames, height, width
 
+    def stream_shapes(self, settings: Settings) -> dict[str, Shape]:
+        """Returns the shapes [1 C L] of the latents that are denoised with the video's, by name."""
+        seconds = settings.frames / settings.fps
+        return {name: (1, one.channels, round(seconds * one.per_second)) for name, one in self.latent_streams.items()}
+
     def denoised_frames(self, frames: int) -> int:
         """Returns the latent frames that are denoised for so many, some of which are dropped at the end."""
         return frames + -frames % self.frame_multiple
@@ -260,8 +279,10 @@ class ModelSpec:
         `step_noise` has a row for each step of the settings; those that a given video skips are not used.
         """
         _, channels, frames, *cells = self.latent_shape(settings)
-        initial = (videos, *self.noise_shape(settings, references)[1:])
-        found = {INITIAL: initial} | ({OF_STEPS: (settings.steps, *initial)} if self.scheduler.stochastic else {})
+        found = {}
+        for name, shape in {VIDEO: self.noise_shape(settings, references), **self.stream_shapes(settings)}.items():
+            found[named(name, INITIAL)] = initial = (videos, *shape[1:])
+            found |= {named(name, OF_STEPS): (settings.steps, *initial)} if self.scheduler.stochastic else {}
         for one in self.posteriors:
             kind = one.mean.partition("_")[0]
             if kind in self.takes:
@@ -486,9 +507,11 @@ def encoded_from(model: VideoModel, tensors: Mapping[str, Array]) -> Encoded:
     return encoded
 
 
-def latents_of(encoded: Encoded) -> dict[str, Any]:
-    """Returns the encoded pictures that are latents [B C T H W], by name."""
-    return {name: x for name, x in encoded._asdict().items() if x is not None and len(x.shape) == 5}
+def latents_of(encoded: Encoded, spec: ModelSpec | None = None) -> dict[str, Any]:
+    """Returns the encoded pictures that are latents [B C T H W], by name, and the clean latents of further streams."""
+    streams = {f"{name}_latents" for name in (spec.latent_streams if spec else ())}
+    held = {name: x for name, x in encoded._asdict().items() if x is not None}
+    return {name: x for name, x in held.items() if len(x.shape) == 5 or name in streams}
 
 
 def attending(model: VideoModel, asked: Attention, name: str) -> VideoModel:

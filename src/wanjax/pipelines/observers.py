@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, UInt8
 from wanjax.dims import readable
 from wanjax.errors import WanjaxError
 from wanjax.pipelines import progress
-from wanjax.pipelines.denoiser import State
+from wanjax.pipelines.denoiser import State, stream_of
 from wanjax.pipelines.model import Block, Encoded
 from wanjax.pipelines.phases import Phase
 from wanjax.pipelines.previews.latent_preview import LatentPreview
@@ -30,7 +30,8 @@ class Step:
     """A denoising step, `index` of `total` from 0.
 
     `state` is all that the next step takes from it. The next step reuses its buffers, so `latents` [B C T H W], those
-    after the step, are read before it. `x0` [B C T H W] are the clean latents predicted in it. `reuses` tells whether
+    after the step, are read before it. `x0` [B C T H W] are the clean latents predicted in it. Both are the video's;
+    what is denoised with it is in `state.x` and `predicted`. `reuses` tells whether
     the step reused what another kept, or might have where that is decided on the device. `colours` returns what makes
     previews; it is made at the first call.
     """
@@ -39,7 +40,7 @@ class Step:
     total: int
     timestep: float
     state: Any
-    predicted: Any  # x0 [B T H W C]
+    predicted: Any  # x0 [B T H W C], or streams
     reuses: bool = False
     colours: Callable[[], LatentPreview] | None = None
 
@@ -50,7 +51,7 @@ class Step:
 
     @cached_property  # once they are read, they stay
     def _latents(self) -> Float[Array, "B C T H W"]:
-        return jnp.moveaxis(self.state.x, -1, 1)
+        return jnp.moveaxis(stream_of(self.state.x), -1, 1)
 
     @property
     def x0(self) -> Float[Array, "B C T H W"]:
@@ -59,7 +60,7 @@ class Step:
 
     @cached_property
     def _x0(self) -> Float[Array, "B C T H W"]:
-        return jnp.moveaxis(self.predicted, -1, 1)
+        return jnp.moveaxis(stream_of(self.predicted), -1, 1)
 
     def preview(self) -> UInt8[np.ndarray, "B T _H _W 3"]:
         """Returns small pictures of the predicted latents, one for each latent frame; waits for the device."""

@@ -5,6 +5,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -50,14 +51,16 @@ class Keeping(Hook):
         if found.metadata.get("origin") != self.origin:
             return None
         arrays = {name: placed_everywhere(found.read(name), self.partitioner) for name in found.specs}
-        solver = jax.tree.unflatten(jax.tree.structure(begun.state.solver), _listed(arrays, "solver"))
-        average = None if begun.state.average is None else arrays["average"]
+        named, tree = _named(begun.state), jax.tree.structure(begun.state)
+        if named.keys() - arrays.keys():
+            return None
         steps = int(found.metadata["steps"])
         begins = steps in [phase.start for phase in begun.phases]  # another network, which has kept nothing yet
         kept = tuple(_listed(arrays, f"kept.{i}") for i in range(int(found.metadata["forwards"])))
         if steps and self.told:
             self.told(steps, sum(len(phase.scales) for phase in begun.phases))
-        return State(arrays["x"], solver, None if begins else kept, average), steps
+        state = jax.tree.unflatten(tree, [arrays[name] for name in named])
+        return replace(state, kept=None if begins else kept), steps
 
     def stepped(self, step: Step) -> None:
         over = self._finished and step.index + 1 == step.total
@@ -71,17 +74,17 @@ class Keeping(Hook):
         """
         jax.block_until_ready(step.state)
         whole = all(leaf.is_fully_addressable or leaf.is_fully_replicated for leaf in jax.tree.leaves(step.state))
-        if jax.process_index() != 0 or not whole or not np.isfinite(step.state.x).all():
+        if jax.process_index() != 0 or not whole:
+            return
+        if not all(np.isfinite(x).all() for x in jax.tree.leaves(step.state.x)):
             return
         start = perf_counter()
         kept = step.state.kept
-        listed = {"solver": jax.tree.leaves(step.state.solver)} | {f"kept.{i}": part for i, part in enumerate(kept)}
-        arrays = {f"{name}.{i}": np.asarray(leaf) for name, part in listed.items() for i, leaf in enumerate(part)}
+        arrays = {f"kept.{i}.{j}": np.asarray(leaf) for i, part in enumerate(kept) for j, leaf in enumerate(part)}
         metadata = {"origin": self.origin, "steps": str(step.index + 1), "forwards": str(len(kept))}
         with suppress(OSError, WanjaxError):  # a full disk; what is lost is the way back, not the run
-            if step.state.average is not None:
-                arrays["average"] = np.asarray(step.state.average)
-            save_safetensors(self.file, {"x": np.asarray(step.state.x), **arrays}, metadata)
+            arrays |= {name: np.asarray(leaf) for name, leaf in _named(replace(step.state, kept=None)).items()}
+            save_safetensors(self.file, arrays, metadata)
         self._last = perf_counter()
         self._cost = self._last - start
 
@@ -93,6 +96,12 @@ def digest(facts: Mapping[str, Any], arrays: Sequence[Array | np.ndarray]) -> st
         found.update(f"{array.dtype} {array.shape}".encode())
         found.update(np.ascontiguousarray(array).tobytes())
     return found.hexdigest()
+
+
+def _named(state: State) -> dict[str, Any]:
+    """Returns the arrays of a state by the names of a file's."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 def _listed(arrays: Mapping[str, Array], part: str) -> tuple[Array, ...]:

@@ -12,9 +12,9 @@ from flax import nnx
 from wanjax.pipelines.caching.networks import step_cache
 from wanjax.pipelines.caching.step_cache import StepCache
 from wanjax.pipelines.denoiser import GivenNoise, Init, ModelInputs, State, StepProgram, begin, finish, take_step
-from wanjax.pipelines.draws import INITIAL, OF_STEPS, GivenDraws, checked_draws
+from wanjax.pipelines.draws import INITIAL, OF_STEPS, VIDEO, GivenDraws, checked_draws, named
 from wanjax.pipelines.guidance import CLASSIFIER_FREE, GuidanceRule, check_rule, grouping
-from wanjax.pipelines.model import Block, Encoded, VideoModel, latents_of
+from wanjax.pipelines.model import Block, Encoded, ModelSpec, VideoModel, latents_of
 from wanjax.pipelines.observers import Hooks, Monitor, Start
 from wanjax.pipelines.phases import Phase, dense_steps
 from wanjax.pipelines.record import VERSION
@@ -70,7 +70,7 @@ def denoise(
             groups = grouping(phase.guided, batch_guidance, runtime.partitioner)
             how = {"nag": guidance.leads, "block": block.number, "memory": memory}
             contexts = model.prepare(runtime, graphdef, weights, encoded, state.x, groups, **how)
-            inputs = ModelInputs(weights, *contexts, groups.batch * state.x.shape[0])
+            inputs = ModelInputs(weights, *contexts, groups.batch * state.videos)
             cache = caches(runtime, denoiser, graphdef, weights, schedule, phase)
             for index in left:
                 reuses = cache.reuses(index)
@@ -119,15 +119,16 @@ def sample(
     shapes = spec.draws(settings, model.references(encoded, settings), len(seeds))
     given, schedule = checked_draws(noise, shapes), spec.schedule(settings, encoded)
     check_rule(rule, settings.guided, len(schedule.timesteps))
-    phases, pictures, memory = spec.phases(schedule, settings), latents_of(encoded), None
+    phases, pictures, memory = spec.phases(schedule, settings), latents_of(encoded, spec), None
+    others = tuple((name, shapes[named(name, INITIAL)]) for name in spec.latent_streams)
     caches = caches or partial(step_cache, spec.cache_rule(settings), spec.tables_for(encoded))
     facts = facts_of(runtime, model, settings, seeds, batch_guidance)
     arrays = [*(x for x in encoded if x is not None), *given.values()]
     hooks.tell("begun", encoded)
     for block in spec.blocks(shapes[INITIAL][2]):
         frames = None if block.count == 1 else len(block.frames)
-        init = Init(model.scheduler, shapes[INITIAL], spec.posteriors, frames, rule.averages)
-        own = given_noise(given, block, len(schedule.timesteps))
+        init = Init(model.scheduler, shapes[INITIAL], spec.posteriors, frames, rule.averages, others)
+        own = given_noise(given, spec, block, len(schedule.timesteps))
         with runtime.strategy.stage("denoise"):
             state, drawn = runtime.call(begin, init, words, own, schedule, pictures, np.int32(block.number))
             inputs, done = encoded._replace(**drawn), 0
@@ -141,20 +142,23 @@ def sample(
                 runtime, model, inputs, schedule, phases, state, monitor, **how, done=done, memory=memory
             )
             static = model.denoiser, frames or spec.latent_shape(settings)[2]
-            made = runtime.call(finish, static, state.x, latents_of(inputs))
+            made = runtime.call(finish, static, state.x, latents_of(inputs, spec))
         hooks.tell("denoised", made, block)
         yield made
     runtime.components.finish_stage(())
 
 
-def given_noise(given: Mapping[str, np.ndarray], block: Block, steps: int) -> GivenNoise:
+def given_noise(given: Mapping[str, np.ndarray], spec: ModelSpec, block: Block, steps: int) -> GivenNoise:
     """Returns the part of the given noise that a block takes; of that of the steps, those that are taken."""
-    frames = slice(block.frames.start, block.frames.stop)
-    initial, of_steps = given.get(INITIAL), given.get(OF_STEPS)
-    if of_steps is not None:
-        of_steps = of_steps[len(of_steps) - steps :, :, :, frames]
-    others = {name: x for name, x in given.items() if name not in (INITIAL, OF_STEPS)}
-    return GivenNoise(None if initial is None else initial[:, :, frames], of_steps, others or None)
+    every, frames = slice(None), slice(block.frames.start, block.frames.stop)
+
+    def by_stream(kind: str, *steps: slice) -> dict[str, Any]:
+        arrays = {name: given.get(named(name, kind)) for name in (VIDEO, *spec.latent_streams)}
+        parts = {name: (*steps, every, every, frames) if name == VIDEO else (*steps,) for name in arrays}
+        return {name: x if x is None else x[parts[name]] for name, x in arrays.items()}
+
+    pictures = {one.noise: given[one.noise] for one in spec.posteriors if one.noise in given}
+    return GivenNoise(by_stream(INITIAL), by_stream(OF_STEPS, slice(-steps, None)), pictures or None)
 
 
 def facts_of(

@@ -77,12 +77,20 @@ def key_of(words: UInt32[Array | np.ndarray, "2"]) -> PRNGKeyArray:
 def drawn_noise(words: Words, shape: tuple[int, ...], number: int = 0) -> Float32[Array, "..."]:
     """Returns normally distributed noise of this shape, a video on the first axis for each seed.
 
-    `number` 0 is the initial noise; that of each other number is independent of all other noise of the seed. Number 1
-    is that of `solver_keys`.
+    `number` 0 is the initial noise; that of each other number is independent of all other noise of the seed. Numbers 0
+    and 1, and from 4 on, are those of `key_numbers`; 2 and 3 are pictures that are drawn.
     """
     keys = [key_of(word) for word in words]
     keys = [jax.random.fold_in(key, number) for key in keys] if number else keys
     return jnp.concatenate([jax.random.normal(key, (1, *shape[1:]), jnp.float32) for key in keys])
+
+
+def key_numbers(stream: int) -> tuple[int, int]:
+    """Returns the numbers of a stream's keys: that of its initial noise, and that of the noise of its steps.
+
+    `stream` is 0 for the video, whose noise is the same whatever is made beside it.
+    """
+    return (2 + 2 * stream, 3 + 2 * stream) if stream else (0, 1)
 
 
 def noise_of_frames(words: Words, shape: tuple[int, ...], start: Int[Array, ""], count: int) -> Float32[Array, "..."]:
@@ -114,12 +122,12 @@ def _normal(bits: UInt32[Array, "..."]) -> Float32[Array, "..."]:
     return np.float32(np.sqrt(2)) * jax.lax.erf_inv(uniform)
 
 
-def solver_keys(words: Words, block: int | Int[Array, ""] = 0) -> Key[Array, " B"]:
+def solver_keys(words: Words, block: int | Int[Array, ""] = 0, number: int = 1) -> Key[Array, " B"]:
     """Returns the keys [B] for the noise that steps draw, which is independent of the initial noise.
 
-    Each block of a video that is made block by block has keys of its own.
+    Each block of a video that is made block by block has keys of its own. `number` is that of `key_numbers`.
     """
-    keys = jnp.stack([jax.random.fold_in(key_of(word), 1) for word in words])
+    keys = jnp.stack([jax.random.fold_in(key_of(word), number) for word in words])
     if isinstance(block, int) and block == 0:
         return keys
     apart = jax.vmap(lambda key: jax.random.fold_in(key, block))(keys)

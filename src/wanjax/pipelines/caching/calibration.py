@@ -15,8 +15,17 @@ from wanjax.errors import WanjaxError
 from wanjax.figures import quantity
 from wanjax.pipelines.caching.networks import changes_of
 from wanjax.pipelines.caching.rules import CacheRule, MagCache, TeaCache
-from wanjax.pipelines.caching.step_cache import ForwardCache, Kept, Predict, Prediction, ResidualCache, mean_size
+from wanjax.pipelines.caching.step_cache import (
+    ForwardCache,
+    Kept,
+    Predict,
+    Prediction,
+    ResidualCache,
+    in_float32,
+    mean_size,
+)
 from wanjax.pipelines.caching.tables import Changes, Magnitudes, Tables
+from wanjax.pipelines.denoiser import stream_of
 from wanjax.pipelines.model import VideoModel
 from wanjax.pipelines.observers import Hook, Hooks, Step
 from wanjax.pipelines.phases import Phase
@@ -32,21 +41,25 @@ HALF = 0.5  # the share of the steps that reuse at TeaCache's measured threshold
 
 @dataclass(frozen=True)
 class MeasuringCache(ForwardCache):
-    """Runs every step whole, and measures how it differs from the step before it, for each prompt of a forward."""
+    """Runs every step whole, and measures how it differs from the step before it, for each prompt of a forward.
+
+    Of several streams the residual is that of all tokens, and the output that of the video.
+    """
 
     def given(self, step: int, kept: Kept | None) -> Kept | None:
         return kept
 
     def run(self, predict: Predict, kept: Kept | None) -> tuple[Prediction, Kept]:
-        prediction, (residual,) = ForwardCache(ResidualCache).run(predict, None)
-        output = prediction.astype(jnp.float32)
+        prediction, residuals = ForwardCache(ResidualCache).run(predict, None)
+        output = stream_of(in_float32(prediction))
         if kept is None:
             nothing = jnp.ones(len(output))
-            return prediction, (residual, output, nothing, 0 * nothing)
-        past_residual, past_output, _, _ = kept
-        ratio = _norm(residual) / jnp.maximum(_norm(past_residual), jnp.finfo(jnp.float32).tiny)
+            return prediction, (*residuals, output, nothing, 0 * nothing)
+        *past_residuals, past_output, _, _ = kept
+        norms, past_norms = (jnp.concatenate([*map(_norm, x)], axis=1) for x in (residuals, past_residuals))
+        ratio = norms / jnp.maximum(past_norms, jnp.finfo(jnp.float32).tiny)
         changed = mean_size(output - past_output) / mean_size(past_output)
-        return prediction, (residual, output, ratio.mean(axis=1), changed)
+        return prediction, (*residuals, output, ratio.mean(axis=1), changed)
 
 
 def _norm(tokens: Float[Array, "B L E"]) -> Float[Array, "B L"]:
@@ -80,7 +93,7 @@ class Measurement(Hook):
         return MeasuringCache()
 
     def stepped(self, step: Step) -> None:
-        rows = [np.concatenate([np.asarray(part[index]) for part in step.state.kept]) for index in (2, 3)]
+        rows = [np.concatenate([np.asarray(part[index]) for part in step.state.kept]) for index in (-2, -1)]
         self.told.append(np.resize(np.stack(rows, axis=1), (2, 2)))  # without guidance the prompt's, twice
 
 

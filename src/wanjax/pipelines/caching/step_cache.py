@@ -8,6 +8,8 @@ compiled for; `rules` decide which steps reuse.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import add, sub
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -19,8 +21,8 @@ from wanjax.errors import WanjaxError
 from wanjax.layers.stack import BlockCache, as_tokens
 from wanjax.sharding import replicate
 
-Latents = Float[Array, "B T H W C"]
-Prediction = Float[Array, "_P T H W C"]  # of one video or more, under one prompt or both
+Latents = Any  # [B T H W C], or a mapping of streams
+Prediction = Any  # as latents, of one video or more, under one prompt or both
 Predict = Callable[..., Prediction]  # a forward, which may be given a `BlockCache` for its blocks
 Kept = tuple[Any, ...]  # tuples of arrays
 
@@ -55,12 +57,16 @@ class ForwardCache(StepCache):
 
     def predictions(self, forwards: Sequence[Predict], x: Latents, kept: Kept | None) -> tuple[list[Prediction], Kept]:
         pairs = [self.run(*pair) for pair in zip(forwards, kept or (None,) * len(forwards), strict=True)]
-        return [prediction.astype(jnp.float32) for prediction, _ in pairs], tuple(part for _, part in pairs)
+        return [in_float32(prediction) for prediction, _ in pairs], tuple(part for _, part in pairs)
 
     def run(self, predict: Predict, kept: Kept | None) -> tuple[Prediction, Kept]:
         """Returns a forward's prediction, and what the next may reuse; `kept` is None for a whole forward."""
         blocks = self.blocks(kept)
         return predict(blocks), blocks.kept
+
+
+def in_float32(prediction: Prediction) -> Prediction:
+    return jax.tree.map(lambda x: x.astype(jnp.float32), prediction)
 
 
 NO_CACHE = ForwardCache()
@@ -83,9 +89,9 @@ class LastBlockCache(BlockCache):
 
 
 class ResidualCache(BlockCache):
-    """Keeps what all blocks add to the video's tokens; a forward that is given it runs no block.
+    """Keeps what all blocks add to the tokens that heads read; a forward that is given it runs no block.
 
-    Of several streams of tokens the video's is the first, and all that a head reads.
+    Of a tuple of streams of tokens heads read the first alone, which may be a tree: a video's and that of its sound.
     """
 
     def __init__(self, given: tuple | None = None):
@@ -97,24 +103,25 @@ class ResidualCache(BlockCache):
 
     def before(self, part: range, x: Any) -> Any:
         if part.start == 0:
-            self.first = jax.tree.leaves(x)[0]
+            self.first = jax.tree.leaves(x[0] if isinstance(x, tuple) else x)
         return x
 
     def after(self, x: Any) -> Any:
-        (video, *others), tree = jax.tree.flatten(x)
+        tokens, tree = jax.tree.flatten(x)
         if self.given is None:
-            self.kept = (as_tokens(video - self.first),)
+            self.kept = as_tokens(tuple(map(sub, tokens, self.first)))  # those that are read, which are the first
             return x
-        return jax.tree.unflatten(tree, [as_tokens(video + self.kept[0]), *others])
+        read = as_tokens(list(map(add, tokens, self.kept)))
+        return jax.tree.unflatten(tree, [*read, *tokens[len(read) :]])
 
 
 class History(NamedTuple):
-    """The part of an `OutputCache` that all forwards share. Errors and changes are those of each video."""
+    """The part of an `OutputCache` that all forwards share. Errors and changes are those of each video and stream."""
 
     at: Latents  # the latents at the last step that was computed
     before: Latents  # the latents at the last step
-    rate: Float[Array, "B"]  # how much the output changed for each change of the latents, between computed steps
-    error: Float[Array, "B"]  # the relative change of the output that is expected since the last computed step
+    rate: Any  # [B], how much the output changed for each change of the latents, between computed steps
+    error: Any  # [B], the relative change of the output that is expected since the last computed step
     count: Any  # the number of steps that reused
     threshold: Any  # of the error; the host sets it for each step, below 0 for one that has to be computed
 
@@ -124,39 +131,52 @@ class OutputCache(StepCache):
     """Keeps the output of a step, and decides on the device, from the prompt's own output, whether to reuse it.
 
     A step that reuses adds to its latents what the last computed step added, without running the network. Of videos
-    that are made together all reuse or none. One program makes the first step, and another, with a branch, all others.
+    that are made together all reuse or none, and so do their streams. One program makes the first step, and another,
+    with a branch, all others.
     """
 
     threshold: float = field(default=0.0, compare=False)
 
     def given(self, step: int, kept: Kept | None) -> Kept | None:
         threshold = np.float32(self.threshold if self.reuses(step) else -1)
-        return kept and (*kept[:-1], tuple(History(*kept[-1])._replace(threshold=threshold)))
+        return kept and (*kept[:-1], (*kept[-1][:-1], threshold))  # the last of a history
 
     def predictions(self, forwards: Sequence[Predict], x: Latents, kept: Kept | None) -> tuple[list[Prediction], Kept]:
         def computed() -> list[Prediction]:
-            return replicate([predict().astype(jnp.float32) for predict in forwards])
+            return replicate([in_float32(predict()) for predict in forwards])
 
+        streams, each = jax.tree.structure(x), jax.tree.map
         if kept is None:
-            outputs, none = computed(), jnp.zeros(len(x))
-            first = History(x, x, none + jnp.inf, none, jnp.int32(0), jnp.float32(-1))
-            return outputs, (*((output,) for output in outputs), tuple(first))
+            outputs, none = computed(), each(lambda x: jnp.zeros(len(x)), x)
+            first = History(x, x, each(lambda none: none + jnp.inf, none), none, jnp.int32(0), jnp.float32(-1))
+            return outputs, _leaves(*outputs, tuple(first))
         *parts, past = kept
-        old, past = [output for (output,) in parts], History(*past)
-        expected = past.error + past.rate * mean_size(x - past.before) / mean_size(old[0][: len(x)])
-        reuse = jnp.all(expected < past.threshold)
+        old = [jax.tree.unflatten(streams, output) for output in parts]
+        past = jax.tree.unflatten(jax.tree.structure(History(x, x, x, x, 0, 0)), past)
+
+        def expect(x: Any, before: Any, rate: Any, error: Any, output: Any) -> Float[Array, "B"]:
+            return error + rate * mean_size(x - before) / mean_size(output[: len(x)])
+
+        expected = each(expect, x, past.before, past.rate, past.error, old[0])
+        reuse = reduce(jnp.logical_and, [jnp.all(one < past.threshold) for one in jax.tree.leaves(expected)])
+
+        def moved(x: Any, at: Any, output: Any) -> Prediction:
+            return _like(x, output) + (output - _like(at, output))
 
         def again() -> tuple[list[Prediction], list[Prediction], History]:
-            moved = [_like(x, output) + (output - _like(past.at, output)) for output in old]
-            return moved, old, past._replace(before=x, error=expected, count=past.count + 1)
+            outputs = [each(moved, x, past.at, output) for output in old]
+            return outputs, old, past._replace(before=x, error=expected, count=past.count + 1)
+
+        def rate(x: Any, at: Any, new: Any, old: Any) -> Float[Array, "B"]:
+            return mean_size(new[: len(x)] - old[: len(x)]) / mean_size(x - at)
 
         def anew() -> tuple[list[Prediction], list[Prediction], History]:
             new = computed()
-            rate = mean_size(new[0][: len(x)] - old[0][: len(x)]) / mean_size(x - past.at)
-            return new, new, past._replace(at=x, before=x, rate=rate, error=jnp.zeros_like(past.error))
+            rates, none = each(rate, x, past.at, new[0], old[0]), each(jnp.zeros_like, past.error)
+            return new, new, past._replace(at=x, before=x, rate=rates, error=none)
 
         predictions, outputs, past = jax.lax.cond(reuse, again, anew)
-        return list(predictions), (*((output,) for output in outputs), tuple(past))
+        return list(predictions), _leaves(*outputs, tuple(past))
 
 
 @dataclass(frozen=True)
@@ -177,18 +197,24 @@ class GuidanceCache(StepCache):
         if len(forwards) != 2:
             raise WanjaxError("a guidance cache needs both prompts, one after the other: a mesh without dp would do")
         if kept is None:
-            prompt, negative = (predict().astype(jnp.float32) for predict in forwards)
-            low = low_frequencies(change := replicate(negative - prompt))
-            return [prompt, negative], ((low, change - low), (jnp.ones(2, jnp.float32),))
-        (low, high), (weights,) = kept
-        prompt = forwards[0]().astype(jnp.float32)
-        return [prompt, prompt + weights[0] * low + weights[1] * high], kept
+            prompt, negative = (in_float32(predict()) for predict in forwards)
+            low = jax.tree.map(low_frequencies, change := replicate(jax.tree.map(sub, negative, prompt)))
+            return [prompt, negative], (*_leaves((low, jax.tree.map(sub, change, low))), (jnp.ones(2, jnp.float32),))
+        parts, (weights,) = kept
+        prompt = in_float32(forwards[0]())
+        low, high = jax.tree.unflatten(jax.tree.structure((prompt, prompt)), parts)
+        negative = jax.tree.map(lambda x, low, high: x + weights[0] * low + weights[1] * high, prompt, low, high)
+        return [prompt, negative], kept
 
 
-def low_frequencies(x: Prediction) -> Prediction:
-    """Returns the part of the lowest quarter of the frequencies along height and of those along width."""
-    height, width = x.shape[2:4]
-    for axis, matrix in ((2, _low_pass(height, height // 4)), (3, _low_pass(width, (width // 2 + 1) // 4))):
+def low_frequencies(x: Float[Array, "_P ... C"]) -> Float[Array, "_P ... C"]:
+    """Returns the part of the lowest quarter of the frequencies along height and of those along width.
+
+    Of a stream [P L C] it is that along its only axis.
+    """
+    for axis in (2, 3) if x.ndim == 5 else range(1, x.ndim - 1):
+        length = x.shape[axis]
+        matrix = _low_pass(length, (length // 2 + 1 if axis == x.ndim - 2 else length) // 4)
         x = jnp.moveaxis(jnp.tensordot(matrix, x, axes=(1, axis), precision="highest"), 0, axis)
     return x
 
@@ -201,11 +227,16 @@ def _low_pass(length: int, count: int) -> Float[np.ndarray, "L L"]:
     return ((1 + 2 * ripples) / length).astype(np.float32)
 
 
-def mean_size(x: Prediction) -> Float[Array, " _P"]:
+def mean_size(x: Float[Array, "_P ... C"]) -> Float[Array, " _P"]:
     """Returns the mean absolute value of each video's array."""
-    return jnp.abs(x).mean(axis=(1, 2, 3, 4))
+    return jnp.abs(x).mean(axis=tuple(range(1, x.ndim)))
 
 
-def _like(x: Latents, output: Prediction) -> Prediction:
+def _leaves(*trees: Any) -> Kept:
+    """Returns the arrays of each tree, which a file can keep."""
+    return tuple(tuple(jax.tree.leaves(tree)) for tree in trees)
+
+
+def _like(x: Float[Array, "B ... C"], output: Float[Array, "_P ... C"]) -> Float[Array, "_P ... C"]:
     """Returns latents as often as an output has them: once for each prompt."""
     return jnp.concatenate([x] * (len(output) // len(x)))
