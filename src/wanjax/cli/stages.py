@@ -40,7 +40,8 @@ from wanjax.media.inputs import INPUTS
 from wanjax.media.pictures import Pictures
 from wanjax.media.records import DIGESTS, digests_in
 from wanjax.media.stage_files import LATENTS, VIDEO
-from wanjax.pipelines.checks import check_strength
+from wanjax.pipelines.checks import check_streams, check_strength
+from wanjax.pipelines.denoiser import stream_of
 from wanjax.pipelines.draws import checked_draws
 from wanjax.pipelines.family import TrainingDomain
 from wanjax.pipelines.guidance import CLASSIFIER_FREE
@@ -132,7 +133,7 @@ def decode(report: Report, *, folder: Path, out: str | None, force: bool, **give
     latents = stage_files.load_latents(folder, left)
     with held(Rendering(report, folder, given, left, out=out)) as video:
         video.check_latents(latents, known=all(left.get(name) for name in ("frames", "height", "width")))
-        check_decoding(video.pipe, latents.shape, tiling=video.how["tiling"])
+        check_decoding(video.pipe, stream_of(latents).shape, tiling=video.how["tiling"])
         own = {name: video.record[name] for name in ("decoder",) if name in video.record}
         known = digests_in(left) | digests_in(video.record)
         video.record |= left | video.settings.to_json() | own  # the latents are as they were made
@@ -287,6 +288,8 @@ class Rendering:
     def check_latents(self, latents: Any, *, known: bool) -> None:
         """Raise WanjaxError unless latents are those of a video of the settings, whose size and length are `known`."""
         file, chosen = self.folder / stage_files.LATENTS, self.settings
+        check_streams(latents, self.pipe.architecture.spec.latent_streams, chosen.model)
+        latents = stream_of(latents)
         channels, right = latents.shape[1], self.pipe.architecture.vae.latent_channels
         if channels != right:
             raise WanjaxError(

@@ -28,6 +28,7 @@ PREVIEW = "preview.png"
 VIDEO = "output_video.mp4"
 PICTURE_SETTINGS = ("height", "width", "frames", "resize", "follow", *INPUTS)
 """Settings that shape what is encoded from pictures."""
+VIDEO_STREAM, OF_STREAM = "video", "_latents"  # the video's latents, and the end of the name of another stream's
 VIDEO_SHAPE = "video_shape"
 """The frames, height, width and references that pictures were encoded for; the file's settings hold them."""
 SURROUNDINGS = {
@@ -112,22 +113,28 @@ def load_video_shape(folder: Path) -> dict[str, Int[np.ndarray, "1 4"]]:
     return {VIDEO_SHAPE: np.array([[*shape, np.size(record.get("references") or [])]], np.int32)}
 
 
-def save_latents(folder: Path, latents: Float[Array | np.ndarray, "1 C T H W"], settings: Mapping[str, Any]) -> None:
-    """Writes the latents of a denoised video with the settings that shaped them."""
+def save_latents(folder: Path, latents: Any, settings: Mapping[str, Any]) -> None:
+    """Writes the latents [1 C T H W] of a denoised video, or its streams, with the settings that shaped them."""
     record = {name: value for name, value in settings.items() if name != "fps"}
-    _save_stage(folder / LATENTS, {"latents": latents}, record)
+    streams = dict(latents) if isinstance(latents, Mapping) else {VIDEO_STREAM: latents}
+    tensors = {"latents": streams.pop(VIDEO_STREAM), **{f"{name}{OF_STREAM}": x for name, x in streams.items()}}
+    _save_stage(folder / LATENTS, tensors, record)
 
 
-def load_latents(folder: Path, settings: Mapping[str, Any]) -> Float[Array, "1 C T H W"]:
-    """Returns the latents of the folder's second stage; `settings` as `load_settings` returns them.
+def load_latents(folder: Path, settings: Mapping[str, Any]) -> Any:
+    """Returns the latents [1 C T H W] of the folder's second stage, or its streams by name, if it has several.
 
-    Raises WanjaxError if they are missing, broken, not finite, of another rank, or made with other settings.
+    `settings` are those that `load_settings` returns. Raises WanjaxError if they are missing, broken, not finite, of
+    another rank, or made with other settings.
     """
     file = _open_stage(folder, LATENTS, settings, "wanjax denoise")
-    latents = _read(file, "latents", FLOATS, rank=5)
-    if not jnp.isfinite(latents).all():
+    streams = {VIDEO_STREAM: _read(file, "latents", FLOATS, rank=5)}
+    for name in file.specs:
+        if name.endswith(OF_STREAM):
+            streams[name.removesuffix(OF_STREAM)] = _read(file, name, FLOATS)
+    if not all(jnp.isfinite(x).all() for x in streams.values()):
         raise WanjaxError(f"{file.path} holds latents that are not finite: `wanjax denoise` has to run again")
-    return latents
+    return streams if len(streams) > 1 else streams[VIDEO_STREAM]
 
 
 def load_noise(path: str | Path, names: Sequence[str] = ("noise",)) -> dict[str, Float[Array, "..."]]:

@@ -64,6 +64,14 @@ def check_latents(latents: Any, channels: int) -> None:
         raise WanjaxError(f"the latents have the shape {list(latents.shape)} where {right} right")
 
 
+def check_streams(latents: Any, others: Collection[str], model: str) -> None:
+    """Raises WanjaxError unless latents are a mapping of a model's streams, or an array where there is one."""
+    held, right = (set(latents) if isinstance(latents, Mapping) else set()), {"video", *others} if others else set()
+    if held != right:
+        found = " and ".join(sorted(held)) or "one array"
+        raise WanjaxError(f"the latents are {found} where {model} has {' and '.join(sorted(right)) or 'one array'}")
+
+
 def check_encoded(encoded: Any, kind: type) -> None:
     """Raises WanjaxError unless this is what `encode` of the same kind of model returns."""
     if not isinstance(encoded, kind):

@@ -97,6 +97,11 @@ class Components:
         return [x for x in self._loaded.values() if isinstance(x, nnx.Module)]
 
     @property
+    def decoder(self) -> str:
+        """The name of the component that decodes: the autoencoder, or what takes its place."""
+        return DECODER if DECODER in self.names else "vae"
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The names of all components, loaded or not."""
         return tuple(dict.fromkeys((*self._loaders, *self._loaded)))

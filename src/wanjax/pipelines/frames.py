@@ -4,7 +4,7 @@
 The autoencoder's cache makes the chunks of a clip the same as the whole. Each tile has a cache of its own.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,9 +22,22 @@ from wanjax.programs import Program, Value, program
 from wanjax.sharding import VIDEO, constrain, following, replicate
 
 GivenLatents = Float[Value | np.ndarray, "B C T H W"]
+AnyLatents = GivenLatents | Mapping[str, Float[Value | np.ndarray, "B ..."]]  # of the video, or streams by name
 GivenFrames = Shaped[Array | np.ndarray, "T H W 3"] | Sequence[Shaped[np.ndarray, "_H _W 3"]]
 Frames = UInt8[Array, "_T _H _W 3"] | Float[Array, "_T _H _W 3"]
 Call = Callable[..., Any]  # of a program with its arguments, as `Pipeline.call`
+
+
+class Decoded(NamedTuple):
+    """A chunk of a video.
+
+    Args:
+        frames: [T H W 3].
+        beside: What was decoded with them, by name, such as the samples of sound.
+    """
+
+    frames: Frames
+    beside: Mapping[str, Any] = {}
 
 
 class Decoding(NamedTuple):

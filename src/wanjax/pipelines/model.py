@@ -8,13 +8,14 @@ that follows from data alone is in `ModelSpec`, and no family overrides it.
 import inspect
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from wanjax.checkpoints.networks import Config
@@ -26,8 +27,9 @@ from wanjax.media.inputs import InputSpec
 from wanjax.media.pictures import Pictures, size_within
 from wanjax.pipelines.caching.rules import NONE, CacheRule, chosen_rule
 from wanjax.pipelines.caching.tables import NO_TABLES, Tables
-from wanjax.pipelines.denoiser import Denoiser, Held, ModelInputs, Posterior, pad_front
+from wanjax.pipelines.denoiser import Denoiser, Held, ModelInputs, Posterior, pad_front, stream_of
 from wanjax.pipelines.draws import INITIAL, OF_STEPS, VIDEO, named
+from wanjax.pipelines.frames import Decoded, decoded
 from wanjax.pipelines.guidance import Groups, check_rule, dynamic_scales
 from wanjax.pipelines.phases import Phase
 from wanjax.pipelines.runtime import Runtime
@@ -427,6 +429,34 @@ class VideoModel(ABC):
     @abstractmethod
     def forward(self, settings: Settings, encoded: Encoded | None = None) -> Forward:
         """Returns the work of one forward of the denoiser, for this output of `encode` where there is one."""
+
+    def decode(
+        self,
+        runtime: Runtime,
+        pieces: Iterable[Any],
+        *,
+        seed: int = 0,
+        dtype: DTypeLike = jnp.uint8,
+        tiling: Tiling | None = None,
+        video: int = 0,
+    ) -> Iterator[Decoded]:
+        """Decodes a video, each chunk as it is asked for; by default the video's latents alone, by the autoencoder.
+
+        Args:
+            runtime: Calls programs.
+            pieces: Latents of consecutive frames, [B C T H W] or streams: a list of one, or an iterator over blocks.
+            seed: That of noise that a decoder takes.
+            dtype: That of the frames.
+            tiling: The tiles, with all of their sizes; None for whole frames.
+            video: The place of the video in the batch of the pieces.
+
+        Returns:
+            Chunks of as many latent frames as `ModelSpec.decoded_at_once` says.
+        """
+        whole: Any = pieces  # a list, but where a video comes in blocks
+        at_once = self.spec.decoded_at_once(self.spec.block_frames or stream_of(whole[0]).shape[2])
+        decoder = runtime.components.get(runtime.components.decoder)
+        return map(Decoded, decoded(decoder, map(stream_of, pieces), at_once, dtype, tiling, runtime.call, video))
 
     def tokens(self, runtime: Runtime, prompts: Sequence[str], follow: str) -> tuple[TokenBatch, ...]:
         """Returns the tokens of prompts, for each text encoder; `follow` is that of the settings."""

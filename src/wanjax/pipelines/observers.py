@@ -131,8 +131,11 @@ class Hook:
     def stopped(self, step: Step) -> None:
         """Receives the last step of a run that ends after it, before its time."""
 
-    def denoised(self, latents: Array, block: Block) -> None:
-        """Receives the latents [B C T H W] of a block of videos that are made together."""
+    def denoised(self, latents: Any, block: Block) -> None:
+        """Receives the latents of a block of videos that are made together, [B C T H W] or streams."""
+
+    def decoded(self, beside: Mapping[str, Any]) -> None:
+        """Receives what was decoded beside the next chunk of a video, by name, such as the samples of sound."""
 
 
 class Hooks(tuple[Hook, ...]):

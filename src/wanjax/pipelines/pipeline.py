@@ -45,15 +45,16 @@ from wanjax.pipelines.checks import (
     check_latents,
     check_loaded,
     check_prompt,
+    check_streams,
     check_strength,
     check_tiling,
     on_host,
 )
 from wanjax.pipelines.components import Components
-from wanjax.pipelines.denoiser import draw, join
+from wanjax.pipelines.denoiser import draw, join, stream_of
 from wanjax.pipelines.draws import GivenDraws, checked_draws
 from wanjax.pipelines.family import lines, named_sizes
-from wanjax.pipelines.frames import Frames, GivenFrames, GivenLatents, chunk_count, encode_clip
+from wanjax.pipelines.frames import AnyLatents, Frames, GivenFrames, GivenLatents, chunk_count, encode_clip
 from wanjax.pipelines.guidance import check_rule
 from wanjax.pipelines.keywords import (
     Called,
@@ -380,9 +381,10 @@ class Pipeline:
         keep: str | Path | None = None,
         continued: Callable[[int, int], Any] | None = None,
         **settings: Unpack[GivenSettings],
-    ) -> Float[Array, "B C _T H W"]:
+    ) -> Any:
         """Returns latents [1 C T H W], float32 and normalised, from noise (None is the seed's; a mapping may hold all
-        that `draws` names). `seeds` makes a video of each; `encoded` then has a prompt for each on its first axis.
+        that `draws` names); of a model with several streams of latents, a mapping of them. `seeds` makes a video of
+        each; `encoded` then has a prompt for each on its first axis.
 
         Under guidance the network runs twice a step; with `batch_guidance`, or on a mesh whose `dp` splits the prompts,
         once on a batch. `callback` receives every step, perhaps before the device has finished it; if it returns False,
@@ -504,42 +506,54 @@ class Pipeline:
     @knows_keywords
     def decode(
         self,
-        latents: GivenLatents,
+        latents: AnyLatents,
         dtype: DTypeLike = jnp.uint8,
         *,
         tiling: Tiling | None = None,
         callback: Callable[[int, int], Any] | None = None,
+        seed: int | None = None,
     ) -> np.ndarray:
         """Decodes latents [1 C T H W] to frames [T H W 3]: uint8, or a float dtype in [0, 1].
 
-        `tiling` decodes tile by tile, for frames that would not fit in memory: `Tiling()` is the size that the
-        model's authors chose. `callback(done, total)` receives the number of chunks.
+        `latents` are what `denoise` returns, of several streams a mapping. `tiling` decodes tile by tile, for frames
+        that would not fit in memory: `Tiling()` is the size that the model's authors chose. `callback(done, total)`
+        receives the number of chunks. `seed` is that of noise which some decoders take.
         """
         chunks, total = [], self.chunks(latents)
         check_tiling(tiling, self.architecture.vae)
-        check_decoding(self, latents.shape, tiling=tiling)
+        check_decoding(self, stream_of(latents).shape, tiling=tiling)
         run = Run(self, [], tiling=tiling, hooks=self._looking(None))
         with run.stage("decode"):
-            for chunk in run.frames([latents], dtype):
+            for chunk in run.frames([latents], dtype, seed=seed):
                 chunks.append(np.asarray(chunk))
                 if callback:
                     callback(len(chunks), total)
         return np.concatenate(chunks)
 
-    def chunks(self, latents: GivenLatents) -> int:
+    def chunks(self, latents: AnyLatents) -> int:
         """Returns the number of chunks in which latents [1 C T H W] are decoded."""
-        check_latents(latents, self.architecture.vae.latent_channels)
-        frames = latents.shape[2]
+        self._check_latents(latents)
+        frames = stream_of(latents).shape[2]
         return chunk_count(frames, self.architecture.spec.decoded_at_once(frames))
 
     def decode_chunks(
-        self, latents: GivenLatents, dtype: DTypeLike = jnp.uint8, *, tiling: Tiling | None = None
+        self,
+        latents: AnyLatents,
+        dtype: DTypeLike = jnp.uint8,
+        *,
+        tiling: Tiling | None = None,
+        seed: int | None = None,
     ) -> Iterator[Frames]:
         """Yields the frames of each chunk of latents; one chunk and the next are in memory."""
-        check_latents(latents, self.architecture.vae.latent_channels)
+        self._check_latents(latents)
         check_tiling(tiling, self.architecture.vae)
-        check_decoding(self, latents.shape, tiling=tiling)
-        yield from Run(self, [], tiling=tiling).frames([latents], dtype)
+        check_decoding(self, stream_of(latents).shape, tiling=tiling)
+        yield from Run(self, [], tiling=tiling).frames([latents], dtype, seed=seed)
+
+    def _check_latents(self, latents: Any) -> None:
+        """Raises WanjaxError unless latents are those of one video of the model."""
+        check_streams(latents, self.architecture.spec.latent_streams, self.defaults.model)
+        check_latents(stream_of(latents), self.architecture.vae.latent_channels)
 
     def encode_video(self, frames: GivenFrames, *, tiling: Tiling | None = None) -> Float[Value, "1 C _T _H _W"]:
         """Encodes frames [T H W 3], or a list of them, uint8 or floats in [0, 1], to latents [1 C T H W] in float32.

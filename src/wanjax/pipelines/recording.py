@@ -15,6 +15,7 @@ from wanjax.compilers.held import least_held
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures
 from wanjax.pipelines.components import bytes_of
+from wanjax.pipelines.draws import VIDEO
 from wanjax.pipelines.memory import PROCESS, check_held, is_small
 from wanjax.pipelines.model import Encoded
 from wanjax.pipelines.request import PreparedRequest
@@ -121,7 +122,7 @@ def check_decoding(pipe: Pipe, shape: Sequence[int], *, tiling: Tiling | None = 
 
     Args:
         pipe: The pipeline.
-        shape: That of the latents, [1 C T H W].
+        shape: That of the video's latents, [1 C T H W].
         tiling: That of `Pipeline.decode`.
     """
     vae = pipe.architecture.vae
@@ -129,13 +130,17 @@ def check_decoding(pipe: Pipe, shape: Sequence[int], *, tiling: Tiling | None = 
     frames = 1 + (shape[2] - 1) * vae.temporal_factor
     if _is_small(pipe, (height, width), frames):
         return
+    spec, settings = pipe.architecture.spec, replace(pipe.defaults, height=height, width=width, frames=frames)
+
+    def shaped(shape: Sequence[int]) -> Any:
+        return jax.ShapeDtypeStruct(tuple(shape), jnp.float32, sharding=pipe.partitioner.replicated)
+
     calls, recorder = _recorded(pipe, room=0)
-    latents: Any = jax.ShapeDtypeStruct(tuple(shape), jnp.float32, sharding=pipe.partitioner.replicated)
-    blocks = pipe.architecture.spec.block_frames
-    pieces = [latents] if not blocks else [latents.update(shape=(*shape[:2], blocks, *shape[3:]))]
-    for _ in Run(recorder, [], tiling=tiling).frames(pieces):
+    latents = shaped(shape if not spec.block_frames else (*shape[:2], spec.block_frames, *shape[3:]))
+    others = {name: shaped(one) for name, one in spec.stream_shapes(settings).items()}
+    for _ in Run(recorder, [], tiling=tiling).frames([{VIDEO: latents, **others} if others else latents]):
         pass
-    _check(replace(pipe.defaults, height=height, width=width, frames=frames), calls)
+    _check(settings, calls)
 
 
 def _is_small(pipe: Pipe, size: tuple[int, int], frames: int) -> bool:

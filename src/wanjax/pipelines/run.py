@@ -25,9 +25,9 @@ from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures
 from wanjax.pipelines import many
 from wanjax.pipelines.caching.rules import check_apart
-from wanjax.pipelines.components import DECODER
+from wanjax.pipelines.denoiser import stream_of
 from wanjax.pipelines.draws import GivenDraws
-from wanjax.pipelines.frames import Frames, GivenLatents, chunk_count, decoded
+from wanjax.pipelines.frames import Decoded, Frames, chunk_count
 from wanjax.pipelines.model import Block, Encoded
 from wanjax.pipelines.observers import Hook, Hooks
 from wanjax.pipelines.request import PreparedRequest
@@ -90,7 +90,7 @@ class Run:
                 with self.stage("denoise"):
                     pieces = list(pieces)
             for video, request in enumerate(batch[:own]):
-                yield request, self.frames(pieces, video=video, last=video + 1 == own)
+                yield request, self.frames(pieces, video=video, last=video + 1 == own, seed=request.settings.seed)
 
     def stage(self, name: str) -> AbstractContextManager[None]:
         """Surrounds a stage, for each hook."""
@@ -136,7 +136,8 @@ class Run:
             with self.stage("denoise"):
                 pieces = list(self.latents(encoded, alone, [alone.seed]))
             with self.stage("decode"):
-                chunks = [strategy.read(x, np.zeros(x.shape, np.uint8)) for x in self.frames(pieces)]
+                chunks = self.frames(pieces, seed=alone.seed)
+                chunks = [strategy.read(x, np.zeros(x.shape, np.uint8)) for x in chunks]
             frames = np.concatenate(chunks)
             if before is not None:
                 frames = np.concatenate([before, faded(before, frames[len(before) :])])
@@ -154,34 +155,36 @@ class Run:
         return sample(self.runtime, self.model, encoded, settings, seeds, hooks=self.hooks, colours=colours, **how)
 
     def frames(
-        self, pieces: Iterable[GivenLatents], dtype: DTypeLike = jnp.uint8, *, video: int = 0, last: bool = True
+        self,
+        pieces: Iterable[Any],
+        dtype: DTypeLike = jnp.uint8,
+        *,
+        video: int = 0,
+        last: bool = True,
+        seed: int | None = None,
     ) -> Iterator[Frames]:
         """Yields the frames of each chunk of a video, so that only that one and the next are in memory.
 
         The device decodes the next one while the caller has a chunk. `pieces` are latents of consecutive frames,
-        [B C T H W]; `video` is the place of the video in their batch, of which it is the `last` to be decoded. Raises
-        WanjaxError where they are not finite.
+        [B C T H W] or streams; `video` is the place of the video in their batch, of which it is the `last` to be
+        decoded. `seed` is that of the first request, if it is not given. What is decoded beside the frames is told to the
+        hooks (`Hook.decoded`). Raises WanjaxError where latents are not finite.
         """
         runtime, spec, total = self.runtime, self.model.spec, None
+        if seed is None:
+            seed = (self.requests[0].settings if self.requests else self.pipe.defaults).seed
         if runtime.strategy.executes:
             finite = map(_finite, pieces)
             pieces = list(finite) if isinstance(pieces, Sequence) else finite
-        decoder = DECODER if DECODER in runtime.components.names else "vae"
         tiling = self.tiling and self.tiling.completed(spec.vae.tiling, spec.vae.spatial_factor)
         if isinstance(pieces, Sequence):
-            if decoder == "vae":
-                length = 1 + (sum(x.shape[2] for x in pieces) - 1) * spec.vae.temporal_factor
-                spec.check_length(length, self.pipe.defaults.model)
-            total = sum(chunk_count(x.shape[2], spec.decoded_at_once(x.shape[2])) for x in pieces)
+            lengths = [stream_of(x).shape[2] for x in pieces]
+            if runtime.components.decoder == "vae":
+                spec.check_length(1 + (sum(lengths) - 1) * spec.vae.temporal_factor, self.pipe.defaults.model)
+            total = sum(chunk_count(length, spec.decoded_at_once(length)) for length in lengths)
             self.hooks.tell("count", "chunk", 0, total)
-        several: Any = pieces  # a sequence, but where a video comes in blocks
-        at_once = spec.decoded_at_once(spec.block_frames or several[0].shape[2])
-
-        def call(*arguments: Any) -> Any:
-            with runtime.strategy.stage("decode"):
-                return runtime.call(*arguments)
-
-        chunks = decoded(runtime.components.get(decoder), pieces, at_once, dtype, tiling, call, video)
+        how = {"seed": seed, "dtype": dtype, "tiling": tiling, "video": video}
+        chunks = self._decoded(self.model.decode(runtime, pieces, **how))
         for done, chunk in enumerate(chunks if total is None else _ahead(chunks), 1):
             yield chunk
             if total is not None:
@@ -189,13 +192,25 @@ class Run:
         if last:
             runtime.components.finish_stage(())
 
+    def _decoded(self, chunks: Iterator[Decoded]) -> Iterator[Frames]:
+        """Yields the frames of chunks; hooks are told of the rest."""
+        while True:
+            with self.runtime.strategy.stage("decode"):
+                chunk = next(chunks, None)
+            if chunk is None:
+                return
+            if chunk.beside:
+                self.hooks.tell("decoded", chunk.beside)
+            yield chunk.frames
+
 
 def _finite(latents: Any) -> Any:
     """Returns latents; raises WanjaxError where some are not finite."""
-    refuse_traced(latents)
-    parts = [shard.data for shard in latents.addressable_shards] if isinstance(latents, jax.Array) else [latents]
-    if not all(np.isfinite(np.asarray(part)).all() for part in parts):
-        raise WanjaxError(f"the latents {list(latents.shape)} are not finite: denoise again, with dtype float32")
+    for x in jax.tree.leaves(latents):
+        refuse_traced(x)
+        parts = [shard.data for shard in x.addressable_shards] if isinstance(x, jax.Array) else [x]
+        if not all(np.isfinite(np.asarray(part)).all() for part in parts):
+            raise WanjaxError(f"the latents {list(x.shape)} are not finite: denoise again, with dtype float32")
     return latents
 
 
