@@ -507,7 +507,12 @@ class Saving(Hook):
         made, file = self.rendering, self.rendering.folder / stage_files.LATENTS
         whole = latents if block.count == 1 else np.concatenate(self._blocks, axis=2)
         save = partial(stage_files.save_latents, made.folder, whole, made.record)
-        forget = partial((made.folder / stage_files.STATE).unlink, missing_ok=True)
+
+        def forget() -> None:
+            of_passes = made.folder.glob(f"{Path(stage_files.STATE).stem}_pass_*")
+            for state in (made.folder / stage_files.STATE, *of_passes):
+                state.unlink(missing_ok=True)
+
         made.save(made.command("decode"), save, forget, told=f"the latents are in {file}" if self.tells else None)
 
 
@@ -681,6 +686,7 @@ def estimate(pipe: Pipeline, settings: Settings, from_video: bool) -> str | None
     if sizes := pipe.components.sizes:
         largest = max(sizes, key=lambda name: sizes[name])
         parts.append(f"about {in_bytes(sizes[largest])} of memory for the weights of its {largest}")
+    settings = pipe.architecture.spec.passes_of(settings)[0]  # of several passes the first alone is counted
     steps = settings.strong_steps if from_video else settings.steps
     if seconds := least_seconds(pipe, settings, steps, jax.devices()[0].device_kind):
         parts.append(f"at least {duration(seconds)} of denoising, at the peak of {devices_of(pipe.partitioner)}")

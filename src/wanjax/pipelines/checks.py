@@ -65,11 +65,11 @@ def check_latents(latents: Any, channels: int) -> None:
 
 
 def check_streams(latents: Any, others: Collection[str], model: str) -> None:
-    """Raises WanjaxError unless latents are a mapping of a model's streams, or an array where there is one."""
-    held, right = (set(latents) if isinstance(latents, Mapping) else set()), {"video", *others} if others else set()
-    if held != right:
-        found = " and ".join(sorted(held)) or "one array"
-        raise WanjaxError(f"the latents are {found} where {model} has {' and '.join(sorted(right)) or 'one array'}")
+    """Raise WanjaxError unless latents are a mapping of a model's streams, or an array where there is one."""
+    given = sorted(latents) if isinstance(latents, Mapping) else []
+    if given != (right := sorted(["video", *others]) if others else []):
+        names, wanted = (" and ".join(streams) or "one array" for streams in (given, right))
+        raise WanjaxError(f"the latents are {names}, and those of {model} are {wanted}: give what denoise returns")
 
 
 def check_encoded(encoded: Any, kind: type) -> None:

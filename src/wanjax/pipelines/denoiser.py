@@ -39,14 +39,14 @@ Held = Float[Value, "B T H W C"]  # latents between two programs
 
 
 def stream_of(latents: Any, name: str = VIDEO) -> Any:
-    """Returns one stream of latents, or of what there is of each; an array alone is the video's."""
+    """Return one of several streams, of latents or of what belongs to each; an array alone is the video's."""
     return latents.get(name) if isinstance(latents, Mapping) else latents
 
 
 def per_stream(function: Callable[..., tuple[Any, ...]], x: Any, *others: Any) -> tuple[Any, ...]:
-    """Returns the results of a function of each stream, each as streams; `others` are what it takes beside one of x."""
+    """Call a function for each stream of x, with its part of `others`; return each of its results by stream."""
     tree = jax.tree.structure(x)
-    results = [function(*of_one) for of_one in zip(*map(tree.flatten_up_to, (x, *others)), strict=True)]
+    results = [function(*parts) for parts in zip(*map(tree.flatten_up_to, (x, *others)), strict=True)]
     return tuple(map(tree.unflatten, zip(*results, strict=True)))
 
 
@@ -186,6 +186,7 @@ class Init(NamedTuple):
         block: The frames of a block; None for a video that is made as a whole.
         momentum: True where the rule of guidance keeps an average.
         others: The shapes of further streams, [B C ...], by name.
+        first: The number of streams in the passes before this one, whose noise is other noise.
     """
 
     scheduler: Scheduler
@@ -194,6 +195,7 @@ class Init(NamedTuple):
     block: int | None = None
     momentum: bool = False
     others: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    first: int = 0
 
 
 class GivenNoise(NamedTuple):
@@ -220,28 +222,29 @@ def begin(
     drawn = draw_posteriors(static.posteriors, pictures, words, given.pictures or {})
     shapes = {VIDEO: static.shape, **dict(static.others)}
 
-    def begun(name: str) -> tuple[Latents, Any, Latents | None]:
-        """Returns the latents of a stream, the solver's state and the average."""
-        of_noise, of_steps = key_numbers([*shapes].index(name))
+    def begin_stream(name: str) -> tuple[Latents, Any, Latents | None]:
+        """Return the latents of a stream, the solver's state and the average."""
+        noise_number, steps_number = key_numbers(static.first + [*shapes].index(name))
         if (initial := stream_of(given.initial, name)) is not None:
             noise = initial.astype(jnp.float32)
         elif static.block is None:
-            noise = drawn_noise(words, shapes[name], of_noise)
+            noise = drawn_noise(words, shapes[name], noise_number)
         else:
             noise = noise_of_frames(words, shapes[name], number * static.block, static.block)
         noise = jnp.moveaxis(jax.lax.optimization_barrier(noise), 1, -1)  # the same whatever it is multiplied by
-        if (known := {**pictures, **drawn}.get(f"{name}_latents")) is None:
+        if (latents := {**pictures, **drawn}.get(f"{name}_latents")) is None:
             x = static.scheduler.start(schedule, noise)
         else:  # a given video with noise added
-            clean = pad_front(jnp.moveaxis(known.astype(jnp.float32), 1, -1), noise.shape[1])
+            clean = pad_front(jnp.moveaxis(latents.astype(jnp.float32), 1, -1), noise.shape[1])
             x = static.scheduler.noised(schedule, clean, noise)
-        keys = solver_keys(words, 0 if static.block is None else number, of_steps)
+        keys = solver_keys(words, 0 if static.block is None else number, steps_number)
         init: Any = static.scheduler.init  # that of a stochastic solver takes noise too
-        own = stream_of(given.of_steps, name)
+        step_noise = stream_of(given.of_steps, name)
+        of_steps = () if step_noise is None else (jnp.moveaxis(step_noise, 2, -1),)
         average = jnp.zeros_like(x) if static.momentum else None
-        return x, init(schedule, x, keys, *(() if own is None else (jnp.moveaxis(own, 2, -1),))), average
+        return x, init(schedule, x, keys, *of_steps), average
 
-    x, solver, average = per_stream(begun, {name: name for name in shapes} if static.others else VIDEO)
+    x, solver, average = per_stream(begin_stream, {name: name for name in shapes} if static.others else VIDEO)
     return State(x, solver, average=average), drawn
 
 
@@ -253,7 +256,7 @@ def draw(shape: tuple[int, ...], words: Words) -> Float[Array, "B C T H W"]:
 
 @program(scanned)
 def finish(static: tuple[Denoiser, int], x: Any, pictures: Mapping[str, Any]) -> Any:
-    """Returns the video's latents [B _C _T H W] from those of the last step, and those of other streams [B C ...].
+    """Return the video's latents [B _C _T H W] from those of the last step, and those of other streams [B C ...].
 
     static: the denoiser, the number of frames.
     """
@@ -290,7 +293,7 @@ def take_step(
     predictions, kept = static.cache.predictions(forwards, state.x, state.kept)
     clean = partial(scheduler.x0, schedule, 0)
 
-    def stepped(x: Latents, solver: Any, average: Any, prediction: Float[Array, "_P ... C"]) -> tuple[Any, ...]:
+    def step(x: Latents, solver: Any, average: Any, prediction: Float[Array, "_P ... C"]) -> tuple[Any, ...]:
         joined = static.guidance.joined(prediction, videos, guidance, x, clean, average)
         prediction, average = replicate(joined)
         x0 = replicate(clean(prediction, x))
@@ -298,5 +301,5 @@ def take_step(
         return x, solver, average, x0, jnp.isfinite(x).all()
 
     prediction = jax.tree.map(lambda *forwards: jnp.concatenate(forwards), *predictions)
-    x, solver, average, x0, finite = per_stream(stepped, state.x, state.solver, state.average, prediction)
+    x, solver, average, x0, finite = per_stream(step, state.x, state.solver, state.average, prediction)
     return State(x, solver, kept, average), x0, reduce(jnp.logical_and, jax.tree.leaves(finite))

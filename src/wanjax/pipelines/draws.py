@@ -2,7 +2,8 @@
 """The random arrays that a video takes, by name: given by the caller, or else drawn from the seed by a program.
 
 `noise` is the initial noise, and `step_noise` the noise that the steps of a stochastic solver add; those of another
-stream of latents than the video's begin with its name. A family may have others.
+stream of latents than the video's begin with its name, and those of a second pass end with `_2`. A family may have
+others.
 """
 
 from collections.abc import Mapping
@@ -21,9 +22,9 @@ GivenDraws = GivenLatents | Mapping[str, Any]
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def named(stream: str, kind: str) -> str:
-    """Returns the name of a stream's noise, of the kind `INITIAL` or `OF_STEPS`."""
-    return kind if stream == VIDEO else f"{stream}_{kind}"
+def named(stream: str, kind: str, number: int = 0) -> str:
+    """Return the name of a stream's noise, of the kind `INITIAL` or `OF_STEPS`, in the pass of this number."""
+    return (kind if stream == VIDEO else f"{stream}_{kind}") + (f"_{number + 1}" if number else "")
 
 
 def checked_draws(given: GivenDraws | None, right: Shapes) -> dict[str, Float[np.ndarray, "..."]]:

@@ -30,7 +30,7 @@ from wanjax.pipelines.caching.tables import NO_TABLES, Tables
 from wanjax.pipelines.denoiser import Denoiser, Held, ModelInputs, Posterior, pad_front, stream_of
 from wanjax.pipelines.draws import INITIAL, OF_STEPS, VIDEO, named
 from wanjax.pipelines.frames import Decoded, decoded
-from wanjax.pipelines.guidance import Groups, check_rule, dynamic_scales
+from wanjax.pipelines.guidance import CLASSIFIER_FREE, Groups, check_rule, dynamic_scales
 from wanjax.pipelines.phases import Phase
 from wanjax.pipelines.runtime import Runtime
 from wanjax.pipelines.settings import Settings
@@ -74,6 +74,24 @@ class LatentStream(NamedTuple):
     per_second: float
 
 
+class Pass(NamedTuple):
+    """A denoising of a whole video. One after the first begins from the latents of that before it, with noise added.
+
+    Args:
+        divisor: Height and width are those of the video divided by it.
+        steps: Those of the schedule; None is those of the settings.
+        strength: The share of them that is taken, from the level of noise that is added.
+        guidance_scale: That of all steps; None is that of the settings.
+        denoisers: The components among `ModelSpec.denoisers` that take its steps; none are all.
+    """
+
+    divisor: int = 1
+    steps: int | None = None
+    strength: float | None = None
+    guidance_scale: float | None = None
+    denoisers: tuple[str, ...] = ()
+
+
 class Block(NamedTuple):
     """A part of a video that is denoised at once: its number from 0, of how many, and its latent frames."""
 
@@ -110,6 +128,7 @@ class ModelSpec:
         fixed_size: The only (height, width) that it makes.
         posteriors: Encoded pictures that are drawn from a distribution.
         latent_streams: The latents that are denoised with the video's, by name; none for a model with `block_frames`.
+        passes: How often a video is denoised, and at which sizes: once, for a model with `block_frames`.
         text_length: The tokens of a prompt whose features are in `prompt_embeds`, where all prompts have as many.
         config_entries: Entries of the denoiser's config.json on what `attending` added.
     """
@@ -133,6 +152,7 @@ class ModelSpec:
     fixed_size: tuple[int, int] | None = None
     posteriors: tuple[Posterior, ...] = ()
     latent_streams: Mapping[str, LatentStream] = field(default_factory=dict[str, LatentStream])
+    passes: tuple[Pass, ...] = (Pass(),)
     text_length: int | None = None
     config_entries: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
@@ -152,6 +172,11 @@ class ModelSpec:
     def streams(self) -> bool:
         """True where a video's frames are delivered while it is made, block by block."""
         return self.block_frames > 0
+
+    @property
+    def experts(self) -> bool:
+        """True where two networks share the steps of a pass."""
+        return len(self.denoisers) > 1 and not any(one.denoisers for one in self.passes)
 
     @property
     def block_length(self) -> int:
@@ -196,7 +221,7 @@ class ModelSpec:
         found = {**given}
         if self.ways and "sigmas" in self._levels and given.get("sigmas") is None:
             found["sigmas"] = given.get("follow")
-        if len(self.denoisers) > 1 and given.get("guidance_scale_2") is None:
+        if self.experts and given.get("guidance_scale_2") is None:
             found["guidance_scale_2"] = given.get("guidance_scale")
         return found
 
@@ -248,6 +273,13 @@ class ModelSpec:
         if self.streams:
             raise WanjaxError(f"{model} makes videos block by block, and {purpose} needs them made as a whole")
 
+    def check_trainable(self, model: str) -> None:
+        """Raise WanjaxError for a model that training has no loss for."""
+        self.check_whole(model, "training")
+        if self.latent_streams:
+            others = " and ".join(self.latent_streams)
+            raise WanjaxError(f"{model} denoises {others} with the video: only models of a video alone can be trained")
+
     def check_streams(self, model: str) -> None:
         """Raises WanjaxError where a video is made as a whole."""
         if not self.streams:
@@ -262,7 +294,7 @@ class ModelSpec:
         return 1, self.vae.latent_channels, frames, height, width
 
     def stream_shapes(self, settings: Settings) -> dict[str, Shape]:
-        """Returns the shapes [1 C L] of the latents that are denoised with the video's, by name."""
+        """Return the shapes [1 C L] of the latents that are denoised with the video's, by name."""
         seconds = settings.frames / settings.fps
         return {name: (1, one.channels, round(seconds * one.per_second)) for name, one in self.latent_streams.items()}
 
@@ -275,16 +307,22 @@ class ModelSpec:
         batch, channels, frames, height, width = self.latent_shape(settings)
         return batch, channels, references + self.denoised_frames(frames), height, width
 
+    def noise_shapes(self, settings: Settings, references: int = 0, videos: int = 1) -> dict[str, Shape]:
+        """Return the shapes of the initial noise of videos made together, in a pass of these settings, by stream."""
+        shapes = {VIDEO: self.noise_shape(settings, references), **self.stream_shapes(settings)}
+        return {name: (videos, *shape[1:]) for name, shape in shapes.items()}
+
     def draws(self, settings: Settings, references: int = 0, videos: int = 1) -> Mapping[str, Shape]:
-        """Returns the shapes of the random arrays that can be given for videos made together, by name.
+        """Returns the shapes of the random arrays that can be given for videos made together, by name; of all passes.
 
         `step_noise` has a row for each step of the settings; those that a given video skips are not used.
         """
         _, channels, frames, *cells = self.latent_shape(settings)
         found = {}
-        for name, shape in {VIDEO: self.noise_shape(settings, references), **self.stream_shapes(settings)}.items():
-            found[named(name, INITIAL)] = initial = (videos, *shape[1:])
-            found |= {named(name, OF_STEPS): (settings.steps, *initial)} if self.scheduler.stochastic else {}
+        for number, one in enumerate(self.passes_of(settings)):
+            for name, shape in self.noise_shapes(one, references, videos).items():
+                found[named(name, INITIAL, number)] = shape
+                found |= {named(name, OF_STEPS, number): (one.steps, *shape)} if self.scheduler.stochastic else {}
         for one in self.posteriors:
             kind = one.mean.partition("_")[0]
             if kind in self.takes:
@@ -307,6 +345,21 @@ class ModelSpec:
 
     # ---- steps
 
+    def passes_of(self, settings: Settings) -> list[Settings]:
+        """Return the settings of each pass. A later one takes few steps, and has no step cache."""
+        return [self._pass_of(number, one, settings) for number, one in enumerate(self.passes)]
+
+    def _pass_of(self, number: int, one: Pass, settings: Settings) -> Settings:
+        changes: dict[str, Any] = {"height": settings.height // one.divisor, "width": settings.width // one.divisor}
+        changes |= {"steps": one.steps or settings.steps} | ({"cache": NONE} if number else {})
+        if one.strength is not None:
+            changes["strength"] = one.strength
+        if one.guidance_scale is not None:
+            changes |= {"guidance_scale": one.guidance_scale, "guidance_scale_2": None, "dynamic_guidance": False}
+            if settings.guidance_rule.scaled and one.guidance_scale <= 1:
+                changes["guidance_rule"] = CLASSIFIER_FREE
+        return replace(settings, **changes)
+
     @property
     def _levels(self) -> set[str]:
         return set(inspect.signature(self.scheduler.schedule).parameters)
@@ -322,13 +375,13 @@ class ModelSpec:
         skip = settings.steps - settings.strong_steps if begun else 0
         return self.scheduler.schedule(settings.steps, skip=skip, **self.levels(settings))
 
-    def phases(self, schedule: Any, settings: Settings) -> tuple[Phase, ...]:
-        """Returns the steps of each network, and their guidance scales."""
-        return phases_of(self.denoisers, schedule.timesteps, settings)
+    def phases(self, schedule: Any, settings: Settings, number: int = 0) -> tuple[Phase, ...]:
+        """Returns the steps of each network, and their guidance scales; `number` is the pass's."""
+        return phases_of(self.passes[number].denoisers or self.denoisers, schedule.timesteps, settings)
 
     def noise_range(self, network: str, settings: Settings) -> tuple[float, float]:
         """Returns the noise levels, from 0 to 1, between which a network denoises."""
-        if len(self.denoisers) == 1 or settings.boundary is None:
+        if not self.experts or settings.boundary is None:
             return 0.0, 1.0
         return (settings.boundary, 1.0) if network == self.denoisers[0] else (0.0, settings.boundary)
 
@@ -342,11 +395,13 @@ class ModelSpec:
             if settings.cache != NONE:
                 raise WanjaxError(f"{settings.model} takes too few steps for a step cache: leave {settings.cache} out")
             return NONE
-        return chosen_rule(settings.cache, self.phases(self.schedule(settings), settings), self.tables, settings.model)
+        first = self.passes_of(settings)[0]
+        return chosen_rule(settings.cache, self.phases(self.schedule(first), first), self.tables, settings.model)
 
     def reused(self, settings: Settings) -> tuple[bool, ...]:
-        """Tells of each step whether it reuses what another kept, or may where the rule is not `counted`."""
-        rule, phases = self.cache_rule(settings), self.phases(self.schedule(settings), settings)
+        """Tells of each step of the first pass whether it reuses what another kept, or may where that is not known."""
+        first = self.passes_of(settings)[0]
+        rule, phases = self.cache_rule(settings), self.phases(self.schedule(first), first)
         return tuple(reuses for phase in phases for reuses in rule.reused(phase, self.tables))
 
     def attention(self, asked: Attention) -> Attention:
@@ -430,6 +485,15 @@ class VideoModel(ABC):
     def forward(self, settings: Settings, encoded: Encoded | None = None) -> Forward:
         """Returns the work of one forward of the denoiser, for this output of `encode` where there is one."""
 
+    def refine(self, runtime: Runtime, encoded: Encoded, latents: Any) -> Encoded:
+        """Return the conditioning of the next pass, from that of this one and its latents, [B C T H W] or streams.
+
+        The next pass begins from its fields `video_latents` and, of other streams, `NAME_latents`, in the shapes of
+        that pass. By default these are the latents as they are, for passes of one size.
+        """
+        streams = latents if isinstance(latents, Mapping) else {VIDEO: latents}
+        return encoded._replace(**{f"{name}_latents": x for name, x in streams.items()})
+
     def decode(
         self,
         runtime: Runtime,
@@ -440,7 +504,7 @@ class VideoModel(ABC):
         tiling: Tiling | None = None,
         video: int = 0,
     ) -> Iterator[Decoded]:
-        """Decodes a video, each chunk as it is asked for; by default the video's latents alone, by the autoencoder.
+        """Decode a video, each chunk as it is asked for; by default the video's latents alone, by the autoencoder.
 
         Args:
             runtime: Calls programs.

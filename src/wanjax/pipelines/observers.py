@@ -91,13 +91,38 @@ class Cancelled(Exception):
         return f"cancelled after step {self.step + 1}"
 
 
+class Progress(NamedTuple):
+    """Where a block or a pass is in its video.
+
+    Args:
+        number: The pass, from 0.
+        passes: How many there are.
+        before: The steps of the whole video before it.
+        total: The steps of the whole video.
+    """
+
+    number: int
+    passes: int
+    before: int
+    total: int
+
+    @property
+    def last(self) -> bool:
+        """True for the last pass."""
+        return self.number + 1 == self.passes
+
+
 class Start(NamedTuple):
-    """The state before the first step, and everything on which the latents depend: facts as JSON, and arrays."""
+    """The state before the first step of a pass, and everything on which the latents depend: facts and arrays.
+
+    The facts can be JSON.
+    """
 
     state: State
     phases: Sequence[Phase]
     facts: Mapping[str, Any]
     arrays: Sequence[Array | np.ndarray]
+    progress: Progress
 
 
 class Hook:
@@ -163,16 +188,23 @@ class Monitor:
     Args:
         hooks: They are told.
         block: That which is denoised.
+        progress: Where it is in its video.
         timesteps: Those of the schedule.
         colours: Returns what makes previews.
         executes: False where a run is recorded, of whose steps nobody is told.
     """
 
     def __init__(
-        self, hooks: Hooks, block: Block, timesteps: Any, colours: Callable[[], LatentPreview] | None, executes: bool
+        self,
+        hooks: Hooks,
+        block: Block,
+        progress: Progress,
+        timesteps: Any,
+        colours: Callable[[], LatentPreview] | None,
+        executes: bool,
     ):
         self.hooks, self.block, self.timesteps, self.colours, self.executes = hooks, block, timesteps, colours, executes
-        self._steps = len(timesteps)
+        self._before, self._total, self._steps = progress.before, progress.total, len(timesteps)
         self._queue: deque[tuple[int, Any]] = deque()
         self._last: Step | None = None
 
@@ -186,21 +218,21 @@ class Monitor:
     def begin(self, done: int) -> None:
         """Counts the steps that were taken before."""
         if self.executes and self.block.count == 1:
-            self.hooks.tell("count", "step", done, self._steps)
+            self.hooks.tell("count", "step", self._before + done, self._total)
         elif self.executes and self.block.number == 0:
             self.hooks.tell("count", "block", 0, self.block.count)
 
     def switched(self, network: str, index: int, seconds: float) -> None:
         """Tells of a network that takes over."""
-        self.hooks.tell("switched", Switch(network, index, self._steps, seconds))
+        self.hooks.tell("switched", Switch(network, self._before + index, self._total, seconds))
 
     def stepped(self, index: int, state: State, x0: Any, finite: Bool[Array, ""] | Any, reuses: bool) -> None:
         """Tells of a step, once at most `IN_FLIGHT` steps are queued."""
         if not self.executes:
             return
-        whole = self.block.number * self._steps + index
+        whole = self._before + index
         time = float(self.timesteps[index])
-        step = self._last = Step(whole, self.block.count * self._steps, time, state, x0, reuses, self.colours)
+        step = self._last = Step(whole, self._total, time, state, x0, reuses, self.colours)
         self._queue.append((whole, finite))
         self._wait(IN_FLIGHT)
         if any(answer is False for answer in self.hooks.tell("stepped", step)):  # each is told
@@ -214,7 +246,7 @@ class Monitor:
 
     def _wait(self, left: int) -> None:
         """Waits until at most `left` steps are queued."""
-        queue, total = self._queue, self.block.count * self._steps
+        queue, total = self._queue, self._total
         while len(queue) > left or (queue and queue[0][1].is_ready()):
             index, finite = queue.popleft()
             if not finite:

@@ -52,7 +52,7 @@ from wanjax.pipelines.checks import (
 )
 from wanjax.pipelines.components import Components
 from wanjax.pipelines.denoiser import draw, join, stream_of
-from wanjax.pipelines.draws import GivenDraws, checked_draws
+from wanjax.pipelines.draws import INITIAL, GivenDraws, checked_draws
 from wanjax.pipelines.family import lines, named_sizes
 from wanjax.pipelines.frames import AnyLatents, Frames, GivenFrames, GivenLatents, chunk_count, encode_clip
 from wanjax.pipelines.guidance import check_rule
@@ -366,7 +366,7 @@ class Pipeline:
 
     def noise(self, settings: Settings, references: int = 0) -> Float[Array, "B C T H W"]:
         """Returns the seed's initial noise [1 C T H W], float32."""
-        return self.call(draw, self.architecture.spec.noise_shape(settings, references), words_of([settings.seed]))
+        return self.call(draw, self.draws(settings, references)[INITIAL], words_of([settings.seed]))
 
     @spelled_out(GivenSettings)
     def denoise(
@@ -391,7 +391,7 @@ class Pipeline:
         Cancelled is raised. `switched` is called when another network takes over. Raises WanjaxError where a shape does
         not fit the video, and where latents stop being finite, with the step's number. `keep` is a file from which the
         same call continues after it was stopped; `continued` then receives (done, total). A model that makes videos
-        block by block keeps none.
+        block by block keeps none, and one of several passes keeps a file for each beside it.
         """
         chosen = self._settings_for(encoded, dict(settings))
         seeds = told_seeds([settings.get("seed")], [chosen.seed]) if seeds is None else told_seeds(seeds)

@@ -32,17 +32,24 @@ class Keeping(Hook):
 
     def __init__(self, file: str | Path, partitioner: Partitioner, told: Callable[[int, int], Any] | None = None):
         self.file, self.partitioner, self.told = Path(file), partitioner, told
-        self._of_all, self._finished = self.file, False  # whether the state after the last step is kept too
+        self._of_all, self._of_window, self._finished = self.file, self.file, False
+        self._before, self._end = 0, 0  # the steps before this pass; the step after which it is saved in any case
         self.origin = ""
         self._last = perf_counter()
         self._cost = 0.0
 
     def window(self, window: Window) -> None:
         """Takes a file for each window, and keeps those that are finished, from which the next ones go on."""
-        self.file = self._of_all.with_stem(f"{self._of_all.stem}_{window.number + 1}")
+        self.file = self._of_window = self._of_all.with_stem(f"{self._of_all.stem}_{window.number + 1}")
         self._finished = True
 
     def resumed(self, begun: Start) -> tuple[State, int] | None:
+        """Read the state of a pass from its file. Each of several passes has one, which is kept when it is finished."""
+        progress, steps = begun.progress, sum(len(phase.scales) for phase in begun.phases)
+        if progress.passes > 1:
+            self.file = self._of_window.with_stem(f"{self._of_window.stem}_pass_{progress.number + 1}")
+        goes_on = self._finished or not progress.last
+        self._before, self._end = progress.before, progress.before + steps if goes_on else 0
         self.origin = digest(begun.facts, begun.arrays)
         try:
             found = SafetensorsFile(self.file)
@@ -58,13 +65,12 @@ class Keeping(Hook):
         begins = steps in [phase.start for phase in begun.phases]  # another network, which has kept nothing yet
         kept = tuple(_listed(arrays, f"kept.{i}") for i in range(int(found.metadata["forwards"])))
         if steps and self.told:
-            self.told(steps, sum(len(phase.scales) for phase in begun.phases))
+            self.told(progress.before + steps, progress.total)
         state = jax.tree.unflatten(tree, [arrays[name] for name in named])
         return replace(state, kept=None if begins else kept), steps
 
     def stepped(self, step: Step) -> None:
-        over = self._finished and step.index + 1 == step.total
-        if over or perf_counter() - self._last >= self._cost / SHARE:
+        if step.index + 1 == self._end or perf_counter() - self._last >= self._cost / SHARE:
             self.stopped(step)
 
     def stopped(self, step: Step) -> None:
@@ -81,7 +87,7 @@ class Keeping(Hook):
         start = perf_counter()
         kept = step.state.kept
         arrays = {f"kept.{i}.{j}": np.asarray(leaf) for i, part in enumerate(kept) for j, leaf in enumerate(part)}
-        metadata = {"origin": self.origin, "steps": str(step.index + 1), "forwards": str(len(kept))}
+        metadata = {"origin": self.origin, "steps": str(step.index + 1 - self._before), "forwards": str(len(kept))}
         with suppress(OSError, WanjaxError):  # a full disk; what is lost is the way back, not the run
             arrays |= {name: np.asarray(leaf) for name, leaf in _named(replace(step.state, kept=None)).items()}
             save_safetensors(self.file, arrays, metadata)
@@ -99,7 +105,7 @@ def digest(facts: Mapping[str, Any], arrays: Sequence[Array | np.ndarray]) -> st
 
 
 def _named(state: State) -> dict[str, Any]:
-    """Returns the arrays of a state by the names of a file's."""
+    """Return the arrays of a state by their names in a file."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(state)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 

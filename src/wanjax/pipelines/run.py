@@ -193,7 +193,7 @@ class Run:
             runtime.components.finish_stage(())
 
     def _decoded(self, chunks: Iterator[Decoded]) -> Iterator[Frames]:
-        """Yields the frames of chunks; hooks are told of the rest."""
+        """Yield the frames of chunks; hooks receive the rest."""
         while True:
             with self.runtime.strategy.stage("decode"):
                 chunk = next(chunks, None)

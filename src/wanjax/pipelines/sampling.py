@@ -15,7 +15,7 @@ from wanjax.pipelines.denoiser import GivenNoise, Init, ModelInputs, State, Step
 from wanjax.pipelines.draws import INITIAL, OF_STEPS, VIDEO, GivenDraws, checked_draws, named
 from wanjax.pipelines.guidance import CLASSIFIER_FREE, GuidanceRule, check_rule, grouping
 from wanjax.pipelines.model import Block, Encoded, ModelSpec, VideoModel, latents_of
-from wanjax.pipelines.observers import Hooks, Monitor, Start
+from wanjax.pipelines.observers import Hooks, Monitor, Progress, Start
 from wanjax.pipelines.phases import Phase, dense_steps
 from wanjax.pipelines.record import VERSION
 from wanjax.pipelines.runtime import Runtime
@@ -103,6 +103,8 @@ def sample(
 ) -> Iterator[Any]:
     """Yields the latents of videos that are made together, one for each seed: each block as soon as it is made.
 
+    Of several passes they are those of the last.
+
     Args:
         runtime: The networks, and the devices on which programs run.
         model: The family's part.
@@ -115,27 +117,70 @@ def sample(
         caches: Returns the step cache of a phase; None is by the rule of the settings.
         colours: Returns what makes previews.
     """
-    spec, words, rule = model.spec, words_of(seeds), settings.guidance_rule
-    shapes = spec.draws(settings, model.references(encoded, settings), len(seeds))
-    given, schedule = checked_draws(noise, shapes), spec.schedule(settings, encoded)
-    check_rule(rule, settings.guided, len(schedule.timesteps))
-    phases, pictures, memory = spec.phases(schedule, settings), latents_of(encoded, spec), None
-    others = tuple((name, shapes[named(name, INITIAL)]) for name in spec.latent_streams)
-    caches = caches or partial(step_cache, spec.cache_rule(settings), spec.tables_for(encoded))
-    facts = facts_of(runtime, model, settings, seeds, batch_guidance)
-    arrays = [*(x for x in encoded if x is not None), *given.values()]
+    spec, passes = model.spec, model.spec.passes_of(settings)
+    given = checked_draws(noise, spec.draws(settings, model.references(encoded, settings), len(seeds)))
+    steps = [len(spec.schedule(passes[0], encoded).timesteps), *(later.strong_steps for later in passes[1:])]
+    how = {"noise": given, "batch_guidance": batch_guidance, "hooks": hooks, "colours": colours}
+    for each, count in zip(passes, steps, strict=True):
+        check_rule(each.guidance_rule, each.guided, count)
     hooks.tell("begun", encoded)
-    for block in spec.blocks(shapes[INITIAL][2]):
+    for number, each in enumerate(passes):
+        progress = Progress(number, len(passes), sum(steps[:number]), sum(steps))
+        pieces = sample_pass(runtime, model, encoded, each, seeds, progress, caches=None if number else caches, **how)
+        if progress.last:
+            yield from pieces
+        else:
+            [latents] = pieces
+            with runtime.strategy.stage("denoise"):
+                encoded = model.refine(runtime, encoded, latents)
+    runtime.components.finish_stage(())
+
+
+def sample_pass(
+    runtime: Runtime,
+    model: VideoModel,
+    encoded: Encoded,
+    settings: Settings,
+    seeds: Sequence[int],
+    progress: Progress,
+    *,
+    noise: Mapping[str, np.ndarray],
+    batch_guidance: bool = False,
+    hooks: Hooks,
+    caches: Caches | None = None,
+    colours: Any = None,
+) -> Iterator[Any]:
+    """Yield the latents of one pass, block by block, from what `sample` is given.
+
+    Args:
+        runtime, model, encoded, seeds, batch_guidance, hooks, caches, colours: Those of `sample`.
+        settings: Those of the pass.
+        progress: Which pass it is.
+        noise: That of all passes, checked.
+    """
+    spec, words, rule, number = model.spec, words_of(seeds), settings.guidance_rule, progress.number
+    schedule, streams = spec.schedule(settings, encoded), (VIDEO, *spec.latent_streams)
+    shapes = spec.noise_shapes(settings, model.references(encoded, settings), len(seeds))
+    steps = len(schedule.timesteps)
+    phases, pictures, memory = spec.phases(schedule, settings, number), latents_of(encoded, spec), None
+    caches = caches or partial(step_cache, spec.cache_rule(settings), spec.tables_for(encoded))
+    facts = facts_of(runtime, model, settings, seeds, batch_guidance) | {"pass": number}
+    arrays = [*(x for x in encoded if x is not None), *noise.values()]
+    others = tuple((name, shapes[name]) for name in spec.latent_streams)
+    for block in spec.blocks(shapes[VIDEO][2]):
         frames = None if block.count == 1 else len(block.frames)
-        init = Init(model.scheduler, shapes[INITIAL], spec.posteriors, frames, rule.averages, others)
-        own = given_noise(given, spec, block, len(schedule.timesteps))
+        own = given_noise(noise, spec, block, steps, number)
+        where = progress._replace(before=progress.before + block.number * steps, total=block.count * progress.total)
+        init = Init(
+            model.scheduler, shapes[VIDEO], spec.posteriors, frames, rule.averages, others, number * len(streams)
+        )
         with runtime.strategy.stage("denoise"):
             state, drawn = runtime.call(begin, init, words, own, schedule, pictures, np.int32(block.number))
             inputs, done = encoded._replace(**drawn), 0
             if block.count == 1:
-                resumed = hooks.tell("resumed", Start(state, phases, facts, arrays))
+                resumed = hooks.tell("resumed", Start(state, phases, facts, arrays, where))
                 state, done = next(filter(None, reversed(resumed)), (state, 0))
-            monitor = Monitor(hooks, block, schedule.timesteps, colours, runtime.strategy.executes)
+            monitor = Monitor(hooks, block, where, schedule.timesteps, colours, runtime.strategy.executes)
             monitor.begin(done)
             how = {"guidance": rule, "caches": caches, "batch_guidance": batch_guidance}
             state, memory = denoise(
@@ -143,17 +188,19 @@ def sample(
             )
             static = model.denoiser, frames or spec.latent_shape(settings)[2]
             made = runtime.call(finish, static, state.x, latents_of(inputs, spec))
-        hooks.tell("denoised", made, block)
+        if progress.last:
+            hooks.tell("denoised", made, block)
         yield made
-    runtime.components.finish_stage(())
 
 
-def given_noise(given: Mapping[str, np.ndarray], spec: ModelSpec, block: Block, steps: int) -> GivenNoise:
+def given_noise(
+    given: Mapping[str, np.ndarray], spec: ModelSpec, block: Block, steps: int, number: int = 0
+) -> GivenNoise:
     """Returns the part of the given noise that a block takes; of that of the steps, those that are taken."""
     every, frames = slice(None), slice(block.frames.start, block.frames.stop)
 
     def by_stream(kind: str, *steps: slice) -> dict[str, Any]:
-        arrays = {name: given.get(named(name, kind)) for name in (VIDEO, *spec.latent_streams)}
+        arrays = {name: given.get(named(name, kind, number)) for name in (VIDEO, *spec.latent_streams)}
         parts = {name: (*steps, every, every, frames) if name == VIDEO else (*steps,) for name in arrays}
         return {name: x if x is None else x[parts[name]] for name, x in arrays.items()}
 

@@ -86,9 +86,9 @@ def drawn_noise(words: Words, shape: tuple[int, ...], number: int = 0) -> Float3
 
 
 def key_numbers(stream: int) -> tuple[int, int]:
-    """Returns the numbers of a stream's keys: that of its initial noise, and that of the noise of its steps.
+    """Return the numbers of a stream's keys: that of its initial noise, and that of the noise of its steps.
 
-    `stream` is 0 for the video, whose noise is the same whatever is made beside it.
+    `stream` is 0 for the video, whose noise is the same whatever is made beside it or after it.
     """
     return (2 + 2 * stream, 3 + 2 * stream) if stream else (0, 1)
 

@@ -161,7 +161,7 @@ def outlook(
         cost = step_cost(family, architecture, settings, param_dtype=outline.param_dtype, **asked)
         mesh = choose_mesh(cost, place.devices, place.memory, place.chip, sp=sp)
         place = replace(place, devices=prod(mesh))
-    work = architecture.forward(settings)
+    work = architecture.forward(architecture.spec.passes_of(settings)[0])
     axes = axes_on(place, mesh or (1, 1, 1))
     check_apart(settings.cache, axes["dp"] > 1 or batch_guidance)
     settings = replace(settings, cache=architecture.spec.cache_rule(settings))

@@ -90,7 +90,7 @@ def training_outlook(
     """Prices a step of training on clips of the outline's settings; the other keywords are those of `outlook`."""
     place, settings = find_priceable(chip), replace(outline.settings, guidance_scale=1.0)
     architecture = outline.architecture
-    architecture.spec.check_whole(settings.model, "training")
+    architecture.spec.check_trainable(settings.model)
     if isinstance(place, Slice) and mesh is None:
         asked = {"attention": attention, "rules": RULES[rules]}
         dtype = "float32" if lora is None else outline.param_dtype

@@ -386,7 +386,7 @@ def _learned(pipe: Pipeline) -> dict[str, str]:
 def _chosen(pipe: Pipeline, config: TrainConfig) -> tuple[str, ...]:
     """Returns the networks to train."""
     names = pipe.architecture.spec.denoisers
-    pipe.architecture.spec.check_whole(pipe.defaults.model, "training")
+    pipe.architecture.spec.check_trainable(pipe.defaults.model)
     if config.expert == "both":
         return names
     if len(names) == 1:

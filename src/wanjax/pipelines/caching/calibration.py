@@ -27,10 +27,10 @@ from wanjax.pipelines.caching.step_cache import (
 from wanjax.pipelines.caching.tables import Changes, Magnitudes, Tables
 from wanjax.pipelines.denoiser import stream_of
 from wanjax.pipelines.model import VideoModel
-from wanjax.pipelines.observers import Hook, Hooks, Step
+from wanjax.pipelines.observers import Hook, Hooks, Progress, Step
 from wanjax.pipelines.phases import Phase
 from wanjax.pipelines.runtime import Runtime
-from wanjax.pipelines.sampling import sample
+from wanjax.pipelines.sampling import sample_pass
 from wanjax.pipelines.settings import Settings
 
 DELTA, MOST, WHOLE = 0.12, 2, 0.2  # settings of MagCache for a checkpoint without published ones
@@ -99,9 +99,10 @@ class Measurement(Hook):
 
 def measure(runtime: Runtime, model: VideoModel, encoded: Any, settings: Settings) -> Measured:
     """Makes the latents of a video of an output of `encode`, and returns what its steps told."""
-    found = Measurement()
-    made = sample(runtime, model, encoded, settings, [settings.seed], hooks=Hooks([found]), caches=found.cache)
-    deque(made, maxlen=0)
+    found, first = Measurement(), model.spec.passes_of(settings)[0]  # of several passes, which alone has a step cache
+    whole = Progress(0, 1, 0, first.steps)
+    how: dict[str, Any] = {"noise": {}, "hooks": Hooks([found]), "caches": found.cache}
+    deque(sample_pass(runtime, model, encoded, first, [settings.seed], whole, **how), maxlen=0)
     ratios, changed = np.moveaxis(np.array(found.told, np.float64), 0, -1).swapaxes(0, 1)
     return Measured(ratios, changed, np.array(found.embedded), tuple(found.phases))
 
