@@ -4,12 +4,10 @@
 import json
 from dataclasses import replace
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from flax import nnx
 from PIL import Image
 
 import wanjax
@@ -17,13 +15,11 @@ from tests.support.calls import Counting, differences, recorded_calls, wrong_sha
 from tests.support.clips import write_clips
 from tests.support.compare import error
 from tests.support.programs import compiled
-from tests.support.toy import LENGTH, NETWORKS, TOY
-from tests.support.toy_tokenizer import save_tokenizer
+from tests.support.toy import LENGTH, TOY
+from tests.support.toy.checkpoint import write_checkpoint
 from tests.support.words import naming, says
 from wanjax import loading, registry
-from wanjax.checkpoints import modules
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
-from wanjax.checkpoints.networks import network_of
 from wanjax.cli import main
 from wanjax.errors import WanjaxError
 from wanjax.media.stage_files import EMBEDDINGS, LATENTS
@@ -32,24 +28,6 @@ from wanjax.pipelines.caching.tables import Changes, Magnitudes, Tables
 from wanjax.pipelines.denoiser import take_step
 from wanjax.pipelines.recording import record
 from wanjax.plan.outlook import outlook
-
-CLASSES = {
-    "text_encoder": "T5EncoderModel",
-    "text_encoder_2": "ToyGlyphs",
-    "transformer": "ToyTransformer",
-    "vae": "ToyVAE",
-}
-MODEL_TYPES = {"text_encoder": {"model_type": "t5", "feed_forward_proj": "gated-gelu"}}
-T5_NAMES = {
-    "width": "d_model",
-    "heads": "num_heads",
-    "head_dim": "d_kv",
-    "mlp_dim": "d_ff",
-    "layers": "num_layers",
-    "buckets": "relative_attention_num_buckets",
-    "max_distance": "relative_attention_max_distance",
-    "eps": "layer_norm_epsilon",
-}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,28 +40,7 @@ def _registered():
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory):
-    """A checkpoint of random weights in the layout of diffusers."""
-    folder, random = tmp_path_factory.mktemp("toy"), np.random.default_rng(0)
-    shapes = TOY.presets[0].architecture
-    assert shapes is not None
-    for name, config in shapes.spec.networks.items():
-        found = network_of(config, NETWORKS)
-        json_config = {T5_NAMES.get(k, k) if name == "text_encoder" else k: v for k, v in vars(config).items()}
-        write(folder / name / "config.json", json_config | MODEL_TYPES.get(name, {}))
-        graphdef, state = nnx.split(found.abstract(dtype=jnp.float32, param_dtype=jnp.float32))
-        weights = jax.tree.map(lambda x: random.normal(0, 0.3, x.shape).astype(np.float32), state)
-        modules.export(nnx.merge(graphdef, weights), found.rules, folder / name / "model.safetensors")
-    save_tokenizer(folder / "tokenizer", model_max_length=LENGTH)
-    write(folder / "scheduler" / "scheduler_config.json", {"_class_name": "Ancestral"})
-    listed = {name: ["toys", kind] for name, kind in CLASSES.items()}
-    others = {"tokenizer": ["transformers", "T5TokenizerFast"], "scheduler": ["toys", "AncestralScheduler"]}
-    write(folder / "model_index.json", {"_class_name": "ToyPipeline"} | listed | others)
-    return folder
-
-
-def write(path, value):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(value))
+    return write_checkpoint(tmp_path_factory.mktemp("toy"), TOY)
 
 
 def run(*arguments, status=0):
@@ -147,7 +104,7 @@ def test_convert_and_back(toy, video, tmp_path):
     run("convert", toy, tmp_path / "there")
     np.testing.assert_array_equal(wanjax.load(tmp_path / "there")("a red circle", seed=3).frames, video.frames)
     run("convert", tmp_path / "there", tmp_path / "back", "--to", "diffusers")
-    for name in CLASSES:
+    for name in TOY.presets[0].architecture.spec.networks:
         [file] = (tmp_path / "back" / name).glob("*.safetensors")
         there, here = load_safetensors(file), load_safetensors(toy / name / "model.safetensors")
         assert there.keys() == here.keys()

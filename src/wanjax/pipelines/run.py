@@ -167,8 +167,8 @@ class Run:
 
         The device decodes the next one while the caller has a chunk. `pieces` are latents of consecutive frames,
         [B C T H W] or streams; `video` is the place of the video in their batch, of which it is the `last` to be
-        decoded. `seed` is that of the first request, if it is not given. What is decoded beside the frames is told to the
-        hooks (`Hook.decoded`). Raises WanjaxError where latents are not finite.
+        decoded. `seed` is that of the first request, if it is not given. What is decoded beside the frames is told to
+        the hooks (`Hook.decoded`). Raises WanjaxError where latents are not finite.
         """
         runtime, spec, total = self.runtime, self.model.spec, None
         if seed is None:

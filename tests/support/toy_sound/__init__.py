@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A second family outside the package, with what none in it has. `wanjax.register(TOY_SOUND)` alone adds it.
+
+A video and its sound are denoised together, after a pass over a reference picture, whose keys and values are kept. A
+second network denoises both again at twice the height and width. The decoder takes noise, and makes sound too.
+"""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from tests.support.toy import DEFAULTS as TOY_DEFAULTS
+from tests.support.toy import LENGTH, read
+from tests.support.toy import NETWORKS as TOY_NETWORKS
+from tests.support.toy.networks import VAEConfig
+from tests.support.toy.scheduler import Ancestral
+from tests.support.toy_sound import networks as nets
+from wanjax.checkpoints.networks import NetworkKind, network
+from wanjax.converters.rules import linear
+from wanjax.kernels.compiler_options import convolutions, products, random_numbers, scanned
+from wanjax.layers.stack import EVERY_BLOCK
+from wanjax.media.inputs import IMAGE
+from wanjax.media.pictures import fit
+from wanjax.models.t5 import T5Config
+from wanjax.pipelines.checks import check_features, check_fields
+from wanjax.pipelines.denoiser import Denoiser
+from wanjax.pipelines.family import Family, Preset
+from wanjax.pipelines.frames import encode_clip
+from wanjax.pipelines.guidance import group
+from wanjax.pipelines.model import Forward, LatentStream, ModelSpec, Pass, VideoModel
+from wanjax.pipelines.seeds import drawn_noise, words_of
+from wanjax.pipelines.settings import Settings
+from wanjax.pipelines.text.tokenizer import Tokenizer
+from wanjax.programs import program
+
+DEFAULTS = TOY_DEFAULTS.updated({"model": "toy-sound", "height": 64, "width": 64, "steps": 3})
+AUDIO = LatentStream(channels=5, per_second=12.8)
+NOISE = 0.1  # that the decoder takes
+JOINT = ("patch_embed", "audio_embed", "text_embed", "time_embed", "proj_out", "audio_out")
+BLOCK = ("video_qkv", "audio_qkv", "text_kv", "video_out", "audio_out")
+
+NETWORKS = (
+    *(kind for kind in TOY_NETWORKS if "T5EncoderModel" in kind.classes or "ToyVAE" in kind.classes),
+    NetworkKind(
+        ("ToyJointTransformer",),
+        read(nets.JointConfig, "layers", "heads", "head_dim", "text_width", "channels", "audio_channels"),
+        {nets.JointConfig: nets.JointTransformer},
+        lambda config: (
+            [rule for name in JOINT for rule in linear(name, name)]
+            + [rule for name in BLOCK for rule in linear(f"blocks.{{i}}.{name}", f"blocks.{name}")]
+        ),
+    ),
+    NetworkKind(
+        ("ToyUpsampler",),
+        read(nets.UpsamplerConfig, "channels"),
+        {nets.UpsamplerConfig: nets.Upsampler},
+        lambda config: [*linear("up", "up")],
+    ),
+    NetworkKind(
+        ("ToySound",),
+        read(nets.SoundConfig, "channels", "samples"),
+        {nets.SoundConfig: nets.SoundDecoder},
+        lambda config: [*linear("out", "out")],
+    ),
+)
+
+
+class Encoded(NamedTuple):
+    prompt_embeds: Any
+    prompt_mask: Any
+    negative_prompt_embeds: Any
+    negative_prompt_mask: Any
+    reference: Any = None
+    video_latents: Any = None
+    audio_latents: Any = None
+    video_shape: Any = None
+
+
+@program(scanned)
+def encode_texts(graphdef, ids, mask, weights):
+    text = nnx.merge(graphdef, weights)(ids, mask)
+    return text[:1], mask[:1], text[1:], mask[1:]
+
+
+@program(products)
+def make_contexts(static, texts, reference, weights):
+    """The context of each forward, and the keys and values of the reference, which the network sees once."""
+    graphdef, groups = static
+    network = nnx.merge(graphdef, weights)
+    prompts = group([(network.text_embed(text.astype(network.dtype)), mask) for text, mask in texts], groups)
+    return prompts, network.reference(jnp.moveaxis(reference, 1, -1))
+
+
+@program(convolutions)
+def upsample(graphdef, latents, weights):
+    return jnp.moveaxis(nnx.merge(graphdef, weights)(jnp.moveaxis(latents, 1, -1)), -1, 1)
+
+
+@program(random_numbers)
+def add_noise(static, latents, words):
+    return (1 - NOISE) * latents + NOISE * drawn_noise(words, (1, *latents.shape[1:]), 100)
+
+
+@program(convolutions)
+def decode_sound(graphdef, latents, video, weights):
+    alone = jax.lax.dynamic_slice_in_dim(latents, video, 1)
+    return nnx.merge(graphdef, weights)(jnp.moveaxis(alone, 1, -1))[0]
+
+
+@dataclass(frozen=True)
+class SoundDenoiser(Denoiser):
+    def embed_timesteps(self, network, times, plain=False):
+        return network.time_embed(nets.sinusoid(times, 8).astype(network.dtype))
+
+    def predict(self, network, x, t, prompt, shared, blocks=EVERY_BLOCK, dense=None):
+        kept, real = shared
+        times = len(t) // len(real)  # the prompts of a video
+        kept = jax.tree.map(lambda x: jnp.concatenate([x] * times, axis=1), kept)
+        return network(x, t, *prompt, kept, jnp.concatenate([real] * times), blocks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoundModel(VideoModel):
+    encoded_type = Encoded
+    text_encoder: T5Config
+    transformer: nets.JointConfig
+    upsampler: nets.UpsamplerConfig
+    sound_decoder: nets.SoundConfig
+    scheduler: Ancestral = field(default_factory=Ancestral)
+
+    @classmethod
+    def of(cls, source, encoders=False):
+        names = ("text_encoder", "transformer", "upsampler", "sound_decoder", "vae")
+        return cls(**{name: network(source, name, NETWORKS).config for name in names})
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        names = ("text_encoder", "transformer", "upsampler", "sound_decoder", "vae")
+        return ModelSpec(
+            purpose="image to video with sound",
+            grid=2 * self.vae.spatial_factor * nets.PATCH[1],
+            vae=self.vae,
+            scheduler=self.scheduler,
+            networks={name: getattr(self, name) for name in names} | {"transformer_2": self.transformer},
+            tables=self.tables,
+            denoisers=("transformer", "transformer_2"),
+            inputs=(IMAGE.needed,),
+            latent_streams={"audio": AUDIO},
+            passes=(
+                Pass(divisor=2, denoisers=("transformer",)),
+                Pass(steps=4, strength=0.5, guidance_scale=1.0, denoisers=("transformer_2",)),
+            ),
+        )
+
+    @property
+    def denoiser(self) -> SoundDenoiser:
+        return SoundDenoiser()
+
+    def forward(self, settings: Settings, encoded: Any = None) -> Forward:
+        config, (_, _, *cells) = self.transformer, self.spec.latent_shape(settings)
+        tokens = int(np.prod(cells)) // 4 + self.spec.stream_shapes(settings)["audio"][2]
+        scores = config.layers * 4 * tokens**2 * config.width
+        return Forward(tokens, config.layers, config.heads, config.width, scores, {"blocks": scores})
+
+    def encode_prompts(self, runtime, settings):
+        [both] = self.tokens(runtime, [settings.prompt, settings.negative_prompt], settings.follow)
+        graphdef, weights = runtime.split("text_encoder")
+        return Encoded(*runtime.call(encode_texts, graphdef, both.ids, both.mask, weights))
+
+    def encode_pictures(self, runtime, pictures, settings, *, tiling=None):
+        page = fit(pictures["image"], settings.size, settings.resize)
+        return {"reference": encode_clip(runtime.components.get("vae"), [page], tiling, runtime.call)}
+
+    def check_encoded(self, encoded, settings):
+        right = (*encoded.prompt_embeds.shape[:1], LENGTH, self.transformer.text_width)
+        check_features("prompt_embeds", encoded.prompt_embeds, right, settings.model)
+        _, channels, _, *cells = self.spec.latent_shape(settings)
+        shapes = {"reference": (None, channels, 1, *cells)}
+        check_fields(encoded, ["reference", "video_latents"], shapes, purpose=self.spec.purpose)
+
+    def prepare(self, runtime, graphdef, weights, encoded, x, groups, *, nag=None, block=0, memory=None):
+        texts = encoded[:2], encoded[2:4]
+        return runtime.call(make_contexts, (graphdef, groups), texts, encoded.reference, weights)
+
+    def refine(self, runtime, encoded, latents):
+        graphdef, weights = runtime.split("upsampler")
+        larger = runtime.call(upsample, graphdef, latents["video"], weights)
+        return super().refine(runtime, encoded, {**latents, "video": larger})
+
+    def decode(self, runtime, pieces, *, seed=0, video=0, **how):
+        [latents], (graphdef, weights) = pieces, runtime.split("sound_decoder")
+        noisy = {**latents, "video": runtime.call(add_noise, None, latents["video"], words_of([seed]))}
+        sound = runtime.call(decode_sound, graphdef, latents["audio"], np.int32(video), weights)
+        for number, chunk in enumerate(super().decode(runtime, [noisy], video=video, **how)):
+            yield chunk if number else chunk._replace(beside={"audio": sound})
+
+
+TOY_SOUND = Family(
+    name="Toy with sound",
+    networks=NETWORKS,
+    pipelines=("ToySoundPipeline",),
+    architecture=SoundModel.of,
+    settings=lambda source, architecture, preset: DEFAULTS if preset is None else preset.defaults,
+    loaders={"tokenizer": lambda folder: Tokenizer.load(folder, length=LENGTH)},
+    prompt=lambda architecture: {"tokenizer": (LENGTH, LENGTH)},
+    presets=(
+        Preset(
+            name="toy-sound",
+            source="owner/toy-sound",
+            about="image to video with sound, for tests",
+            transformer_parameters=5_852,
+            licence="Apache-2.0",
+            param_dtype="float32",
+            defaults=DEFAULTS,
+            architecture=SoundModel(
+                text_encoder=T5Config(512, 16, 2, 8, 32, 2, 8, 16, 1e-6, True),
+                transformer=nets.JointConfig(2, 2, 8, 16, 3, AUDIO.channels),
+                upsampler=nets.UpsamplerConfig(3),
+                sound_decoder=nets.SoundConfig(AUDIO.channels, 4),
+                vae=VAEConfig(latent_channels=3, spatial_factor=4, temporal_factor=2),
+            ),
+        ),
+    ),
+)

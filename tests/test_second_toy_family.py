@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A family unlike all in the package, by the shared code alone: sound, a reference that is kept, a second pass."""
+
+import json
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from PIL import Image
+
+import wanjax
+from tests.support.calls import Counting, differences, recorded_calls, wrong_shardings
+from tests.support.clips import write_clips
+from tests.support.compare import error
+from tests.support.quick import quick
+from tests.support.toy.checkpoint import write_checkpoint
+from tests.support.toy_sound import TOY_SOUND
+from tests.support.words import says
+from wanjax import loading, registry
+from wanjax.cli import main
+from wanjax.errors import WanjaxError
+from wanjax.pipelines.caching.tables import Magnitudes, Tables
+from wanjax.pipelines.observers import Cancelled, Hook
+from wanjax.pipelines.recording import needed_pictures, record
+from wanjax.pipelines.request import PreparedRequest
+from wanjax.pipelines.run import Run
+
+PAGE = np.random.default_rng(1).integers(0, 256, (64, 64, 3), np.uint8)
+STEPS = 3 + 2  # of both passes
+TABLES = Tables(Magnitudes(*[(1.0, 1.01, 0.99, 1.0, 0.98, 0.9)] * 2, 0.1, 2, 0.2))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "FAMILIES", [*registry.FAMILIES])
+        wanjax.register(TOY_SOUND)
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("toy-sound"), TOY_SOUND)
+
+
+@pytest.fixture(scope="module")
+def pipe(folder):
+    return wanjax.load(folder)
+
+
+@pytest.fixture(scope="module")
+def encoded(pipe):
+    return pipe.encode("a red circle", image=PAGE)
+
+
+@pytest.fixture(scope="module")
+def latents(pipe, encoded):
+    return pipe.denoise(encoded, seed=3)
+
+
+class Sounds(Hook):
+    """Keeps what is decoded beside frames."""
+
+    def __init__(self) -> None:
+        self.found: list[np.ndarray] = []
+
+    def decoded(self, beside: Any) -> None:
+        self.found.append(np.asarray(beside["audio"]))
+
+
+def made(pipe: Any, seeds: list[int], *prompts: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Returns the frames and the sound of a video for each prompt and seed."""
+    pictures, settings = pipe.prepare(image=PAGE)
+    wanted = [settings.updated({"prompt": prompt, "seed": seed}) for prompt in prompts for seed in seeds]
+    run = Run(pipe, [PreparedRequest(one) for one in wanted], pictures, hooks=[sounds := Sounds()])
+    return [np.concatenate([np.asarray(chunk) for chunk in frames]) for _, frames in run], sounds.found
+
+
+def differ(one: Any, other: Any) -> list[str]:
+    return [name for name in one if not np.array_equal(np.asarray(one[name]), np.asarray(other[name]))]
+
+
+def test_a_call_makes_what_the_stages_make(pipe, latents):
+    assert {name: x.shape for name, x in latents.items()} == {"video": (1, 3, 3, 16, 16), "audio": (1, 5, 8)}
+    video = pipe("a red circle", image=PAGE, seed=3)
+    assert video.frames.shape == (5, 64, 64, 3)
+    assert video.frames.std() > 1
+    np.testing.assert_array_equal(pipe.decode(latents, seed=3), video.frames)
+    assert (pipe.decode(latents, seed=4) != video.frames).any()  # the decoder's noise
+
+
+def test_frames_come_as_of_any_model_and_sound_beside_them(pipe):
+    [frames], [sound] = made(pipe, [3], "a red circle")
+    np.testing.assert_array_equal(frames, pipe("a red circle", image=PAGE, seed=3).frames)
+    assert sound.shape == (32,)
+    assert np.isfinite(sound).all()
+
+
+def test_both_streams_and_both_passes_have_noise_of_their_own(pipe, encoded, latents):
+    """All of it follows from the seed, or is given by name."""
+    shapes = pipe.draws(pipe.settings(seed=3))
+    assert {name: shape[2:] for name, shape in shapes.items()} == {
+        "noise": (3, 8, 8), "audio_noise": (8,), "noise_2": (3, 16, 16), "audio_noise_2": (8,)
+    }  # fmt: skip
+    same = pipe.denoise(encoded, seed=3, noise={"noise": pipe.noise(pipe.settings(seed=3))})
+    assert not differ(latents, same)
+    for name, shape in shapes.items():
+        other = pipe.denoise(encoded, seed=3, noise={name: np.ones(shape, np.float32)})
+        assert differ(latents, other) == ["video", "audio"] or differ(latents, other) == ["audio", "video"], name
+
+
+def test_the_second_pass_begins_from_the_first_ones_latents(pipe, encoded):
+    """Its noise is weaker than what it begins from, so most of it is left; its steps count on from the first pass's."""
+    steps = []
+    pipe.denoise(encoded, seed=3, callback=lambda step: steps.append((step.index, step.total, step.x0.shape[3:])))
+    assert steps == [(n, STEPS, (8, 8) if n < 3 else (16, 16)) for n in range(STEPS)]
+
+
+def test_a_preview_shows_the_video(pipe, encoded):
+    shown = []
+    pipe.denoise(encoded, seed=3, callback=lambda step: shown.append(step.preview().shape))
+    assert shown == [(1, 3, 8, 8, 3)] * 3 + [(1, 3, 16, 16, 3)] * 2
+
+
+def test_the_reference_is_seen(pipe, latents):
+    other = pipe.denoise(pipe.encode("a red circle", image=255 - PAGE), seed=3)
+    assert len(differ(latents, other)) == 2
+
+
+def test_eight_devices_agree_with_one(folder, pipe, encoded, latents):
+    spread = wanjax.load(folder, mesh="dp=2,sp=2,tp=2")
+    there = spread.denoise(spread.encode("a red circle", image=PAGE), seed=3)
+    for name, x in there.items():
+        assert error(np.asarray(x), np.asarray(latents[name], np.float64)) <= 1e-5, name
+    frames = [one.decode(jax.tree.map(np.asarray, latents), seed=3).astype(int) for one in (pipe, spread)]
+    assert np.abs(frames[0] - frames[1]).max() <= 1
+
+
+@pytest.mark.parametrize("mesh", quick([None], [None, "dp=4,sp=1,tp=2"]))
+def test_videos_made_together_equal_those_made_alone(folder, pipe, mesh):
+    there = pipe if mesh is None else wanjax.load(folder, mesh=mesh)
+    frames, sounds = made(there, [3, 4], "a red circle", "a dog")
+    for number, (prompt, seed) in enumerate([(p, s) for p in ("a red circle", "a dog") for s in (3, 4)]):
+        [alone], [sound] = made(pipe, [seed], prompt)
+        assert np.abs(frames[number].astype(int) - alone).max() <= (mesh is not None)
+        assert error(sounds[number], sound.astype(np.float64)) <= (0 if mesh is None else 1e-5)
+
+
+@pytest.mark.parametrize("seeds", [[3, 4]])
+def test_a_batch_equals_its_videos(pipe, encoded, seeds):
+    together = jax.tree.map(lambda x: None if x is None else np.concatenate([np.asarray(x)] * 2), encoded)
+    both = pipe.denoise(together._replace(video_shape=encoded.video_shape), seeds=seeds)
+    for number, seed in enumerate(seeds):
+        alone = pipe.denoise(encoded, seed=seed)
+        for name, x in both.items():
+            assert error(np.asarray(x[number]), np.asarray(alone[name][0], np.float64)) <= 1e-5
+
+
+@pytest.mark.parametrize("rule", quick(["none"], ["none", "apg"]))
+@pytest.mark.parametrize("last", quick([0, 2, 3], range(STEPS - 1)))
+def test_a_stopped_run_continues_to_the_same_bits(pipe, encoded, tmp_path, last, rule):
+    whole = pipe.denoise(encoded, seed=3, guidance_rule=rule)
+    told = []
+    with pytest.raises(Cancelled):
+        pipe.denoise(encoded, seed=3, guidance_rule=rule, keep=tmp_path / "x", callback=lambda step: step.index < last)
+    again = pipe.denoise(
+        encoded, seed=3, guidance_rule=rule, keep=tmp_path / "x", continued=lambda *steps: told.append(steps)
+    )
+    assert not differ(whole, again)
+    assert told[-1] == (last + 1, STEPS)
+
+
+@pytest.mark.parametrize("mesh", quick([None], [None, "dp=2,sp=2,tp=2"]))
+def test_a_plan_records_what_is_executed(folder, mesh):
+    pipe, counting = wanjax.load(folder, mesh=mesh), Counting()
+    pipe.under(counting)("a red circle", image=PAGE)
+    planned = loading.outlined(registry.outline(str(folder)), pipe.partitioner)
+    settings = planned.settings()
+    noted = record(planned, settings, needed_pictures(planned, settings))
+    assert not differences(counting.calls, recorded_calls(noted))
+    assert not wrong_shardings(counting.shardings)
+
+
+@pytest.mark.parametrize(
+    "cache", quick(["easycache:9,2"], ["easycache:9,2", "magcache", "deepcache:0,4,2", "guidance:2"])
+)
+def test_step_caches_hold_both_streams(pipe, encoded, tmp_path, cache):
+    """A run that reuses makes other latents of both, and one that was stopped has what was kept of both."""
+    whole, reused, file = pipe.denoise(encoded, seed=3, steps=6), [], tmp_path / "x"
+    pipe = copy(pipe)
+    pipe.architecture = replace(pipe.architecture, tables=TABLES)
+    cached = pipe.denoise(encoded, seed=3, steps=6, cache=cache, callback=lambda step: reused.append(step.reuses))
+    with pytest.raises(Cancelled):
+        pipe.denoise(encoded, seed=3, steps=6, cache=cache, keep=file, callback=lambda step: step.index < 3)
+    assert not differ(cached, pipe.denoise(encoded, seed=3, steps=6, cache=cache, keep=file))
+    assert any(reused)
+    assert not any(reused[6:])  # the second pass
+    assert len(differ(whole, cached)) == 2
+    assert all(np.isfinite(x).all() for x in cached.values())
+
+
+def test_the_command_makes_it_in_one_go_and_in_stages(folder, tmp_path):
+    Image.fromarray(PAGE).save(tmp_path / "x.png")
+    how = ("a red circle", "--model", folder, "--image", tmp_path / "x.png")
+    one, three = tmp_path / "one", tmp_path / "three"
+    _run(*how, "--seed", 3, "--dir", one, "--out", tmp_path / "frames")
+    _run("encode", *how, "--dir", three)
+    _run("denoise", "--seed", 3, "--dir", three)
+    _run("decode", "--dir", three, "--out", tmp_path / "again")
+    for name in ("frames", "again"):
+        pngs = [np.asarray(Image.open(path)) for path in sorted((tmp_path / name).iterdir())]
+        np.testing.assert_array_equal(
+            np.stack(pngs), wanjax.load(folder)("a red circle", image=PAGE, seed=3).frames, err_msg=name
+        )
+
+
+@pytest.mark.slow
+def test_a_plan_prices_both_passes(folder):
+    planned = json.loads(_run("plan", folder, "--chip", "cpu", "--json").stdout)
+    assert planned["fits"]
+    assert planned["total_seconds"] > 3 * planned["step_seconds"]
+
+
+def test_training_is_refused(folder, tmp_path):
+    how = ["train", str(folder), str(write_clips(tmp_path / "data", 1)), "--out", str(tmp_path / "x")]
+    refused = CliRunner().invoke(main, how)
+    assert refused.exit_code == 2
+    assert says(refused.output, "audio")
+
+
+def test_latents_of_another_model_are_refused(pipe, latents):
+    with pytest.raises(WanjaxError, match="audio"):
+        pipe.decode(latents["video"])
+
+
+def _run(*arguments: Any) -> Any:
+    result = CliRunner().invoke(main, [*map(str, arguments)])
+    assert result.exit_code == 0, result.output
+    return result
