@@ -90,4 +90,4 @@ def test_the_command_keeps_tables_where_the_cache_finds_them(tmp_path, monkeypat
     assert list(tables.changes.polynomial) == kept["teacache"]["polynomial"]
     file.write_text(json.dumps(kept | {"magcache": kept["magcache"] | {"prompt": [1.0]}}))
     told = refused("a", "--model", folder, "--cache", "magcache")
-    assert says(told, "1 ratios prompt 12 negative")
+    assert says(told, "1 ratio prompt 12 negative")
