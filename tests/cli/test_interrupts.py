@@ -17,6 +17,7 @@ import pytest
 from tests.support.commands import files
 from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint
+from wanjax.checkpoints.files import SafetensorsFile
 from wanjax.cli.report import Report
 from wanjax.media import stage_files
 
@@ -186,6 +187,22 @@ def test_one_ctrl_c_stops_after_a_step(model, environment):
     assert not (Path("d") / stage_files.LATENTS).exists()
 
 
+@pytest.mark.slow  # `test_ctrl_c_ends_a_stage_that_does_not_come_to_an_end` is quick
+@pytest.mark.parametrize("done", [0, 1, 2])
+def test_one_ctrl_c_ends_a_step_that_takes_long(environment, done):
+    """Those before it are kept, and the printed command goes on from the last."""
+    asked = ["a red circle", "--size", "1152x1152", "--frames", "5", "--steps", "6", "--dir", "d"]
+    with Run([sys.executable, "-m", "wanjax", *asked], environment, terminal=True) as run:
+        run.wait_for(f"step {done} of 6", 300)
+        time.sleep(2)
+        run.press()
+        assert run.ended(3) == 130
+    assert run.said.replace("\r", "").endswith(DENOISE)
+    state = Path("d") / stage_files.STATE
+    assert state.exists() == (done > 0)
+    assert done == 0 or SafetensorsFile(state).metadata["steps"] == str(done)
+
+
 def denoising(told: Report, last: int) -> None:
     """Counts steps up to `last` of 3; presses Ctrl-C before the last."""
     with told.stage("denoise"):
@@ -213,15 +230,20 @@ def test_ctrl_c_keeps_complete_files():
 
 
 def test_ctrl_c_ends_a_stage_that_does_not_come_to_an_end(monkeypatch):
-    """As while the memory is exhausted. Of denoising, the steps that are done are kept first."""
+    """As while the memory is exhausted. Of denoising, the steps that are done are kept first, even if late."""
     ended = threading.Event()
     monkeypatch.setattr("wanjax.cli.report.end_at_once", lambda *_: ended.set())
     monkeypatch.setattr("wanjax.cli.report.PATIENCE", 0.2)
-    for stage, done, ends in (("encode", 0, True), ("denoise", 0, True), ("denoise", 3, False), ("decode", 0, True)):
+    cases = [("encode", 0, 0, True), ("denoise", 0, 0, True), ("denoise", 3, 0, False), ("denoise", 3, 2, False)]
+    cases += [("denoise", 3, None, False), ("denoise", 3, 3, True), ("decode", 0, 0, True)]
+    for stage, done, saved, ends in cases:
         report = Report()
         report.quiet = report.owns_process = True
         ended.clear()
         with report.stage(stage):
             report.count("step", done, 20)
+            report.saved(saved)
             os.kill(os.getpid(), signal.SIGINT)
             assert ended.wait(1) == ends
+            report.saved(done)
+            assert ended.wait(1)

@@ -207,6 +207,28 @@ def test_writing_takes_a_small_share_of_the_time(tmp_path, monkeypatch):
     assert len(writes) == 4
 
 
+@pytest.mark.parametrize(("seconds", "right"), [(60, [1, 2, 3, 4, 5, 6]), (20, [1, 5])])
+def test_each_step_that_takes_long_is_kept_at_once(tmp_path, monkeypatch, seconds, right):
+    """Of those that take less than fifty times the writing, some are queued on the device, and one in so long is."""
+    now, held = [0.0], []
+    monkeypatch.setattr("wanjax.pipelines.resume.perf_counter", lambda: now[0])
+    monkeypatch.setattr("jax.block_until_ready", lambda state: wait(state.x.item()))
+
+    def wait(step):
+        now[0] = max(now[0], seconds * step)
+
+    def save(file, tensors, metadata):
+        now[0] += 1
+
+    monkeypatch.setattr("wanjax.pipelines.resume.save_safetensors", save)
+    keeping = Keeping(tmp_path / "state", one_device(), saved=held.append)
+    for index in range(6):
+        wait(index - 1)  # while more than two are queued
+        keeping.stepped(Step(index, 9, 0.0, State(jnp.full((1, 1, 1, 1, 1), index + 1.0), None, kept=()), None))
+    assert [steps for steps in held if steps is not None] == right
+    assert held[::2] == [None] * len(right)  # while each is written
+
+
 @pytest.mark.skipif(os.name != "posix", reason="sends signals of POSIX")
 @pytest.mark.usefixtures("kept_programs")
 @pytest.mark.parametrize("sent", quick([signal.SIGKILL], [signal.SIGKILL, signal.SIGINT]))

@@ -37,12 +37,13 @@ if TYPE_CHECKING:
 STATUS = Path("/proc/self/status")  # Linux alone lets a process read and reset its peak memory
 CLEAR = Path("/proc/self/clear_refs")
 LOSES_NOTHING = ("encode", "denoise", "decode", "preview")
-"""The stages that Ctrl-C ends after `PATIENCE`; but for steps of denoising, which are kept once one of them is done."""
+"""The stages that Ctrl-C ends after `PATIENCE`, once all steps of denoising that are done are in a file."""
 CACHE = re.compile(
     r"Error (reading|writing) persistent compilation cache entry for '[^']*': \w+: (?:\[Errno \d+\] )?(.*)"
 )
 """A warning of JAX's."""
 PATIENCE = 2.0  # seconds that a stage has to come to an end of its own
+POLL = 0.1  # seconds between two looks whether they are
 MOMENT = 5.0  # seconds that other processes have to end with this one
 
 
@@ -108,6 +109,7 @@ class Report:
         self._current: Stage | None = None
         self._stop = False
         self._name, self._steps = "", 0  # of the current stage, and how many steps it has taken
+        self._saved: int | None = 0  # how many of them a file holds; None while it does not hold the last
         self._told: set[str] = set()
 
     @cached_property
@@ -149,8 +151,14 @@ class Report:
         if self._current:
             self._current.count(unit, done, total, beside)
             self._steps = done if unit in ("step", "block") else 0
+            if unit == "step" and done == total:
+                self._saved = None  # the latents are about to take the place of the file
         if done < total:
             self.stop_if_asked()
+
+    def saved(self, steps: int | None) -> None:
+        """Takes how many steps of the current stage a file holds, or None once one is done that it does not hold."""
+        self._saved = steps
 
     def stop_if_asked(self) -> None:
         """Raises KeyboardInterrupt if Ctrl-C was pressed while a stage ran."""
@@ -202,15 +210,16 @@ class Report:
         unit = self._current.unit if self._current else ""
         work = f"the {unit}s under way" if unit else "this stage"
         self.note(f"stopping after {work}; Ctrl-C again stops at once")
-        if self.owns_process and self._name in LOSES_NOTHING and not self._steps:
-            ending = threading.Timer(PATIENCE, self._end, [self._name])
-            ending.daemon = True
-            ending.start()
+        if self.owns_process and self._name in LOSES_NOTHING:
+            threading.Thread(target=self._end, args=[self._current], daemon=True).start()
 
-    def _end(self, stage: str) -> None:
-        """Ends the process where a stage goes on that nothing is kept of, as while the memory is exhausted."""
-        if self._current is not None and self._name == stage and not self._steps:
-            end_at_once("" if self.muted else f"\nwanjax: stopped\n{self.outcome}", self.console.is_terminal)
+    def _end(self, stage: "Stage | None") -> None:
+        """Ends the process where a stage goes on, as while the memory is exhausted, once that loses nothing done."""
+        time.sleep(PATIENCE)
+        while stage is not None and self._current is stage:
+            if self._saved is not None and self._steps <= self._saved:
+                end_at_once("" if self.muted else f"\nwanjax: stopped\n{self.outcome}", self.console.is_terminal)
+            time.sleep(POLL)
 
     @contextmanager
     def telling_warnings(self) -> Iterator[None]:
@@ -264,7 +273,7 @@ class Report:
         with nullcontext() if at_once else watched(self._pressed):
             try:
                 with progress.on_console(name, None if self._silent else self.console) as stage:
-                    self._current, self._name, self._steps = stage, name, 0
+                    self._current, self._name, self._steps, self._saved = stage, name, 0, 0
                     yield
             finally:
                 self._current = None

@@ -342,9 +342,9 @@ class Rendering:
             self.report.note(f"note: the initial noise is that of {self.record['noise']}, whatever the seed")
 
     def run(self, *hooks: Hook) -> Run:
-        """Returns the run that makes the video, which hooks look upon beside the report."""
+        """Returns the run that makes the video, which hooks look upon before the report, which may stop it."""
         request = PreparedRequest(self.settings, self.record)
-        return Run(self.pipe, [request], self.pictures, noise=self.noise, hooks=[Reporting(self), *hooks], **self.how)
+        return Run(self.pipe, [request], self.pictures, noise=self.noise, hooks=[*hooks, Reporting(self)], **self.how)
 
     def ahead(self) -> AbstractContextManager[None]:
         """Compiles the programs of later stages beside the earlier ones, if any of them has to be compiled."""
@@ -378,7 +378,8 @@ class Rendering:
         if self.profile:
             hooks.append(StepProfile(self.profile, self.pipe, self.settings, self.report.note))
         if not self.pipe.architecture.spec.streams:
-            hooks.append(Keeping(self.folder / stage_files.STATE, self.pipe.partitioner, self._resumed))
+            file, report = self.folder / stage_files.STATE, self.report
+            hooks.append(Keeping(file, self.pipe.partitioner, self._resumed, report.saved))
         return self.run(*hooks, Saving(self, tells=tells) if self.settings.windows == 1 else SavingWindows(self))
 
     def ready_previews(self) -> None:

@@ -27,16 +27,24 @@ SHARE = 0.02  # the share of a run's time that writing the state may take
 class Keeping(Hook):
     """Writes the state of denoising to a file from time to time, and goes on from there.
 
-    A file of another video is not read. `told` receives the steps taken before, if any, and those in all.
+    A file of another video is not read. `told` receives the steps taken before, if any, and those in all. `saved`
+    receives how many steps the file holds, and None as soon as one is done that it does not hold.
     """
 
-    def __init__(self, file: str | Path, partitioner: Partitioner, told: Callable[[int, int], Any] | None = None):
-        self.file, self.partitioner, self.told = Path(file), partitioner, told
+    def __init__(
+        self,
+        file: str | Path,
+        partitioner: Partitioner,
+        told: Callable[[int, int], Any] | None = None,
+        saved: Callable[[int | None], Any] = lambda steps: None,
+    ):
+        self.file, self.partitioner, self.told, self.saved = Path(file), partitioner, told, saved
         self._of_all, self._of_window, self._finished = self.file, self.file, False
         self._before, self._end = 0, 0  # the steps before this pass; the step after which it is saved in any case
         self.origin = ""
         self._last = perf_counter()
-        self._cost = 0.0
+        self._cost = self._duration = 0.0  # the seconds of a writing and of a step
+        self._steps = 0  # of the video, that the files hold
 
     def window(self, window: Window) -> None:
         """Takes a file for each window, and keeps those that are finished, from which the next ones go on."""
@@ -50,6 +58,7 @@ class Keeping(Hook):
             self.file = self._of_window.with_stem(f"{self._of_window.stem}_pass_{progress.number + 1}")
         goes_on = self._finished or not progress.last
         self._before, self._end = progress.before, progress.before + steps if goes_on else 0
+        self._steps = self._steps if progress.before else 0
         self.origin = digest(begun.facts, begun.arrays)
         try:
             found = SafetensorsFile(self.file)
@@ -66,11 +75,17 @@ class Keeping(Hook):
         kept = tuple(_listed(arrays, f"kept.{i}") for i in range(int(found.metadata["forwards"])))
         if steps and self.told:
             self.told(progress.before + steps, progress.total)
+        self._steps = progress.before + steps
+        self.saved(self._steps)
         state = jax.tree.unflatten(tree, [arrays[name] for name in named])
         return replace(state, kept=None if begins else kept), steps
 
     def stepped(self, step: Step) -> None:
-        if step.index + 1 == self._end or perf_counter() - self._last >= self._cost / SHARE:
+        """Waits for a step, and writes its state, where writing takes a small share of the time until its end."""
+        start = perf_counter()
+        if step.index + 1 == self._end or start + self._duration - self._last >= self._cost / SHARE:
+            jax.block_until_ready(step.state)
+            self._duration = perf_counter() - start  # too long, and mended by the next, if steps before it were queued
             self.stopped(step)
 
     def stopped(self, step: Step) -> None:
@@ -78,7 +93,10 @@ class Keeping(Hook):
 
         Nothing is written where a step cache keeps a part in each of several processes.
         """
+        if step.index + 1 == self._steps:
+            return
         jax.block_until_ready(step.state)
+        self.saved(None)
         whole = all(leaf.is_fully_addressable or leaf.is_fully_replicated for leaf in jax.tree.leaves(step.state))
         if jax.process_index() != 0 or not whole:
             return
@@ -91,6 +109,8 @@ class Keeping(Hook):
         with suppress(OSError, WanjaxError):  # a full disk; what is lost is the way back, not the run
             arrays |= {name: np.asarray(leaf) for name, leaf in _named(replace(step.state, kept=None)).items()}
             save_safetensors(self.file, arrays, metadata)
+            self._steps = step.index + 1
+            self.saved(self._steps)
         self._last = perf_counter()
         self._cost = self._last - start
 
