@@ -237,7 +237,7 @@ def test_workers_that_wait_for_a_place_are_told_of_each_time(monkeypatch):
     def look(seconds):
         now[0] += seconds
         crew._wait([], lambda: None)
-        return sum("wait for a place" in note for note in told)
+        return sum("for a place" in note for note in told)
 
     for count in (0, 1):
         ready += crew._starting

@@ -298,7 +298,7 @@ def test_the_command_compiles_once_and_makes_the_same_file(tmp_path):
     assert len(files) == 8
     assert "0 programs compiled, 8 read from the cache" in make("second.mp4")
     half(files[0])
-    assert "1 programs compiled, 7 read from the cache" in (told := make("third.mp4"))
+    assert "1 program compiled, 7 read from the cache" in (told := make("third.mp4"))
     assert told.count("of no use") == 1
     videos = [(tmp_path / name).read_bytes() for name in ("first.mp4", "second.mp4", "third.mp4")]
     assert videos[0] == videos[1] == videos[2]
