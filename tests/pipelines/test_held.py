@@ -8,8 +8,10 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from PIL import Image
 
 import wanjax
+from tests.support.commands import refused
 from tests.support.quick import quick
 from tests.support.tiny import (
     tiny_checkpoint,
@@ -18,7 +20,7 @@ from tests.support.tiny import (
     tiny_hunyuan_checkpoint,
     tiny_residual_checkpoint,
 )
-from tests.support.words import naming
+from tests.support.words import naming, says
 from wanjax.compilers import held
 from wanjax.compilers.held import least_held
 from wanjax.compilers.kernels import inner_jaxprs
@@ -164,3 +166,26 @@ def test_a_video_that_is_too_large_is_refused_before_anything_is_compiled(name, 
         pipe.decode(
             np.zeros(pipe.architecture.spec.latent_shape(pipe.settings(size=(960, 960)))), tiling=Tiling(256, 192)
         )
+
+
+def test_a_picture_that_is_too_large_to_be_encoded_is_refused_before_anything_is_compiled(tmp_path, monkeypatch):
+    """By the library and by the command; tiles take less, and a prompt alone takes nothing that grows with the size."""
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (64, 64), (200, 30, 30)).save(tmp_path / "a.png")
+    asked = {"size": (2880, 2880), "frames": 5, "image": tmp_path / "a.png"}
+    command = ("encode", "a", "--model", "nano", "--size", "2880x2880", "--frames", "5", "--dir", tmp_path / "d")
+    pipe = wanjax.load("nano")
+    pipe.progress = False
+
+    def compiled(*_, **__):
+        raise AssertionError("a program is executed")
+
+    monkeypatch.setattr("wanjax.programs.Execute.call", compiled)
+    monkeypatch.setattr(memory, "total_memory", lambda device: 1_500_000_000)
+    with pytest.raises(WanjaxError, match=naming("2880x2880 memory encode")):
+        pipe.encode("a", **asked)
+    assert says(refused(*command, "--image", tmp_path / "a.png"), "2880x2880 memory encode")
+    with pytest.raises(AssertionError, match="executed"):
+        pipe.encode("a", **asked, tiling=Tiling(256, 192))
+    with pytest.raises(AssertionError, match="executed"):
+        pipe.encode("a", size=(2880, 2880), frames=5)
