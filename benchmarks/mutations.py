@@ -217,8 +217,8 @@ MUTATIONS = (
     Mutation(
         "resume-step",
         "src/wanjax/pipelines/resume.py",
-        '"steps": str(step.index + 1)',
-        '"steps": str(step.index)',
+        '"steps": str(step.index + 1 - self._before)',
+        '"steps": str(step.index - self._before)',
         "a stopped video takes a step twice, and is another one than without the stop",
         ("pipelines/test_resume.py::test_a_stopped_run_continues",),
     ),
@@ -233,7 +233,7 @@ MUTATIONS = (
     Mutation(
         "step-noise",
         "src/wanjax/pipelines/seeds.py",
-        "jnp.stack([jax.random.fold_in(key_of(word), 1) for word in words])",
+        "jnp.stack([jax.random.fold_in(key_of(word), number) for word in words])",
         "jnp.stack([key_of(word) for word in words])",
         "a stochastic solver adds noise that is not independent of the initial noise",
         ("pipelines/test_seeds.py::test_the_noise_of_steps_has_a_key_of_its_own",),
