@@ -247,4 +247,6 @@ def test_every_model_tells_what_it_makes_a_video_from():
     assert told["wan2.1-t2v-14b"] == ["text", "a clip"]
     shown = succeeded(run("models", "wan2.2-i2v-a14b")).output
     assert "a first and a last picture" in shown
-    assert "from a first picture, a first and a last picture, in windows that go on" in " ".join(succeeded(run("models")).output.split())
+    assert "from a first picture, a first and a last picture, in windows that go on" in " ".join(
+        succeeded(run("models")).output.split()
+    )
