@@ -20,7 +20,7 @@ from wanjax.stores.writing import check_folder
 
 LOCK = "run.lock"
 FILES = re.compile(
-    r"generation_config\.json|stage1_embeddings\.safetensors|stage2_(latents|state(_\d+)?)\.safetensors|preview\.png"
+    r"generation_config\.json|stage1_embeddings\.safetensors|stage2_(latents|state(_\d+)?(_pass_\d+)?)\.safetensors|preview\.png"
 )
 """The files of a run's stages. No other is removed."""
 LONGEST = 14 * 24 * 3600.0  # seconds that the files of a stopped run are kept

@@ -143,7 +143,7 @@ def read_pictures(
         elif kind != "images":
             arrays[name] = read_clip(source, frames, fps, page=page)
         elif isinstance(source, str | bytes) or not isinstance(source, Iterable):
-            raise WanjaxError(f"the {name} are given as {shown(source)} where a list of pictures is right")
+            raise WanjaxError(f"the {name} are given as {shown(source)}: give a list of pictures")
         else:
             arrays[name] = tuple(read_picture(one, page) for one in source)
         if kind == "mask":
@@ -158,7 +158,7 @@ def _of_clip(mask: UInt8[np.ndarray, "_T _H _W 3"], clip: Clip | None) -> UInt8[
     if len(mask) == 1:
         return mask.repeat(len(clip), axis=0)
     if len(mask) != len(clip):
-        raise WanjaxError(f"the mask has {len(mask)} frames and the video {len(clip)}: as many, or one, would do")
+        raise WanjaxError(f"the mask has {len(mask)} frames and the video {len(clip)}: give as many, or one")
     return mask
 
 

@@ -261,4 +261,4 @@ def check_rule(rule: GuidanceRule, guided: bool, steps: int) -> None:
     if rule.scaled and not guided:
         raise WanjaxError(f"{rule} is worth nothing without guidance: a guidance scale above 1 would need it")
     if isinstance(rule, ZeroStar) and rule.zero_steps >= steps:
-        raise WanjaxError(f"{rule} would leave all of {quantity(steps, 'step')} out: fewer zero steps would do")
+        raise WanjaxError(f"{rule} would leave all of {quantity(steps, 'step')} out: ask for fewer zero steps")

@@ -249,24 +249,24 @@ class ModelSpec:
             legal = [(n * block - 1) * factor + 1 for n in (frames // block, frames // block + 1) if n]
             raise WanjaxError(
                 f"{quantity(settings.frames, 'frame')} are {quantity(frames, 'latent frame')}, and "
-                f"{settings.model} makes blocks of {block}: {' or '.join(map(str, legal))} frames would do"
+                f"{settings.model} makes blocks of {block}: {' or '.join(map(str, legal))} frames can be made"
             )
         if settings.guided:
             raise WanjaxError(
-                f"{settings.model} was distilled without guidance: a guidance scale of 1, its default, would do"
+                f"{settings.model} was distilled without guidance: leave the guidance scale at 1, its default"
             )
 
     def check_length(self, frames: int, model: str) -> None:
         """Raises WanjaxError for more frames than the autoencoder can encode or decode in one video."""
         if self.longest is not None and frames > self.longest:
-            raise WanjaxError(f"{frames} frames are too many for {model}: at most {self.longest} would do")
+            raise WanjaxError(f"{frames} frames are too many for {model}: ask for at most {self.longest}")
 
     def check_pictures(self, pictures: Pictures, settings: Settings) -> None:
         """Raises WanjaxError where pictures that the model takes make no video of these settings."""
         if "last_image" in pictures and "image" not in pictures:
             raise WanjaxError(f"a last image is given without a first: {settings.model} takes both, or the first alone")
         if "last_image" in pictures and settings.frames == 1:
-            raise WanjaxError("a video of 1 frame has no last image beside the first: 5 frames or more would do")
+            raise WanjaxError("a video of 1 frame has no last image beside the first: ask for 5 frames or more")
 
     def check_whole(self, model: str, purpose: str) -> None:
         """Raises WanjaxError where a video is made block by block; `purpose` is what needs one made as a whole."""
@@ -615,14 +615,14 @@ def attending(model: VideoModel, asked: Attention, name: str) -> VideoModel:
     than sparse-linear attention where it was trained with that.
     """
     if asked.radial and not model.spec.radial:
-        raise UnsupportedError(f"{name} has no radial attention: --attention auto would do")
+        raise UnsupportedError(f"{name} has no radial attention: use --attention auto")
     trained = model.spec.trained_attention.sparse
     if asked.sparse and not trained:
         if not model.spec.sparse_linear:
-            raise UnsupportedError(f"{name} can have no sparse-linear attention: --attention auto would do")
+            raise UnsupportedError(f"{name} can have no sparse-linear attention: use --attention auto")
         config: Any = model.spec.networks[model.spec.denoisers[0]]
         return replace(model, **{model.spec.denoisers[0]: replace(config, sparse_linear=asked.sparse)})
     if trained and not model.spec.attention(asked).sparse:
         told = f"{name} was trained with sparse-linear attention, and {asked} is another"
-        raise UnsupportedError(f"{told}: --attention auto or sla:top=0.15 would do")
+        raise UnsupportedError(f"{told}: use --attention auto or sla:top=0.15")
     return model

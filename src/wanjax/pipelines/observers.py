@@ -31,9 +31,9 @@ class Step:
 
     `state` is all that the next step takes from it. The next step reuses its buffers, so `latents` [B C T H W], those
     after the step, are read before it. `x0` [B C T H W] are the clean latents predicted in it. Both are the video's;
-    what is denoised with it is in `state.x` and `predicted`. `reuses` tells whether
-    the step reused what another kept, or might have where that is decided on the device. `colours` returns what makes
-    previews; it is made at the first call.
+    what is denoised with it is in `state.x` and `predicted`. `reuses` tells whether the step reused what another kept,
+    or might have where that is decided on the device. `colours` returns what makes previews; it is made at the first
+    call.
     """
 
     index: int

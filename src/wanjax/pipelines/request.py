@@ -17,7 +17,6 @@ from wanjax.pipelines.settings import (
     ALLOW_EMPTY,
     Setting,
     Settings,
-    check_prompt_text,
     is_text,
     pixels,
     read_size,
@@ -104,7 +103,7 @@ class VideoRequest:
         for name, value in fields.items():
             settings |= _size(value, sizes) if name == "size" else {name: _value(name, value, longest)}
         if whole:
-            check_prompt_text(settings.get("prompt"), allow_empty)
+            _check_prompt(settings.get("prompt"), allow_empty)
         return cls(settings, inputs, lora=lora, row=row, **named)
 
     @property
@@ -181,11 +180,18 @@ def check_one_way(given: Mapping[str, Any], dashes: str = "") -> None:
             raise SettingError(f"{dashes}{one} is given beside {told}: one way is enough", one)
 
 
+def _check_prompt(prompt: Any, allow_empty: Any) -> None:
+    """Raise SettingError for an empty prompt of a request, unless it says that none is meant."""
+    if not (isinstance(prompt, str) and prompt.strip()) and ALLOW_EMPTY.parse(allow_empty or False) is not True:
+        told = "empty" if isinstance(prompt, str) else "missing"
+        raise SettingError(f"the prompt is {told}: say what the video shows, or set {ALLOW_EMPTY.name}", "prompt")
+
+
 def _value(name: str, value: Any, longest: int | None) -> Any:
     """Return a setting's value, as its text where it is neither a text nor a number."""
     known = VALUES[name]
     if isinstance(value, str) and "\0" in value:  # which no metadata and no name of a file holds
-        raise SettingError(f"{name} is given as {shown(value)} where a text without the character \\0 is right", name)
+        raise SettingError(f"{name} is given as {shown(value)} with the character \\0: leave it out", name)
     found = known.parse(_whole(value) if known.kind is int else value)
     most = longest if longest is None or name in PROMPTS else LONGEST_TEXT
     if most is not None and isinstance(found, str) and len(found) > most:
@@ -211,8 +217,8 @@ def _size(value: Any, names: Collection[str] | None) -> dict[str, Any]:
         return {"size": found} if isinstance(found := read_size(value), str) else sides(found, {})
     if names is not None and is_text(value) and (value in names or pixels(value)):
         return {"size": value} if value in names else sides(value, {})
-    right = f"a text such as '832x480', or {', '.join(names or ('480p',))}, is right"
-    raise SettingError(f"size is given as {shown(value)} where {right}", "size")
+    right = f"a text such as '832x480', or {', '.join(names or ('480p',))}"
+    raise SettingError(f"size is given as {shown(value)}: give {right}", "size")
 
 
 def _both(one: Any, other: Any) -> Any:
@@ -226,7 +232,7 @@ def _files(name: str, value: Any) -> str | list[str]:
     each = list(value) if several and isinstance(value, list | tuple) else [value]
     for one in each:
         if not is_text(one) or not one or "\0" in one:
-            raise SettingError(f"{name} is given as {shown(one)} where the name of a file is right", name)
+            raise SettingError(f"{name} is given as {shown(one)} where the name of a file is needed", name)
     return each if several else each[0]
 
 
@@ -236,5 +242,5 @@ def _strengths(given: Any) -> dict[str, float]:
         parts = [part.rpartition(":") for part in given.split(",") if part]
         given = {name: strength for name, _, strength in parts}
     if not isinstance(given, Mapping):
-        raise SettingError(f"lora is given as {shown(given)} where a text such as NAME:0.5 is right", "lora")
+        raise SettingError(f"lora is given as {shown(given)} where a text such as NAME:0.5 is needed", "lora")
     return {name.strip(): STRENGTH.parse(value) for name, value in given.items()}

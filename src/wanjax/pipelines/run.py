@@ -28,16 +28,14 @@ from wanjax.pipelines.caching.rules import check_apart
 from wanjax.pipelines.denoiser import stream_of
 from wanjax.pipelines.draws import GivenDraws
 from wanjax.pipelines.frames import Decoded, Frames, chunk_count
-from wanjax.pipelines.model import Block, Encoded
+from wanjax.pipelines.model import Encoded
 from wanjax.pipelines.observers import Hook, Hooks
 from wanjax.pipelines.request import PreparedRequest
-from wanjax.pipelines.sampling import Caches, sample
+from wanjax.pipelines.sampling import sample
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.video_shape import with_shape
 from wanjax.pipelines.windows import faded, pictures_of, windows_of
 from wanjax.programs import refuse_traced
-
-__all__ = ["Block", "Hook", "Run"]
 
 
 class Run:
@@ -63,11 +61,10 @@ class Run:
         tiling: Tiling | None = None,
         batch_guidance: bool = False,
         hooks: Sequence[Hook] = (),
-        caches: Caches | None = None,
     ):
         self.pipe, self.requests, self.pictures = pipe, requests, pictures or Pictures()
         self.runtime, self.model, self.hooks = pipe.runtime, pipe.architecture, Hooks(hooks)
-        self.noise, self.tiling, self.batch_guidance, self.caches = noise, tiling, batch_guidance, caches
+        self.noise, self.tiling, self.batch_guidance = noise, tiling, batch_guidance
         for request in requests:
             check_apart(request.settings.cache, batch_guidance)
 
@@ -150,7 +147,7 @@ class Run:
 
     def latents(self, encoded: Encoded, settings: Settings, seeds: Sequence[int]) -> Iterator[Any]:
         """Yields the latents of videos that are made together, one for each seed: each block as soon as it is made."""
-        how = {"noise": self.noise, "batch_guidance": self.batch_guidance, "caches": self.caches}
+        how = {"noise": self.noise, "batch_guidance": self.batch_guidance}
         colours = self.pipe.colours
         return sample(self.runtime, self.model, encoded, settings, seeds, hooks=self.hooks, colours=colours, **how)
 

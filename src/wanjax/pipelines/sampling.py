@@ -98,7 +98,6 @@ def sample(
     noise: GivenDraws | None = None,
     batch_guidance: bool = False,
     hooks: Hooks,
-    caches: Caches | None = None,
     colours: Any = None,
 ) -> Iterator[Any]:
     """Yields the latents of videos that are made together, one for each seed: each block as soon as it is made.
@@ -114,7 +113,6 @@ def sample(
         noise: Random arrays in place of the seeds'.
         batch_guidance: Runs both prompts in one forward.
         hooks: Observers.
-        caches: Returns the step cache of a phase; None is by the rule of the settings.
         colours: Returns what makes previews.
     """
     spec, passes = model.spec, model.spec.passes_of(settings)
@@ -126,7 +124,7 @@ def sample(
     hooks.tell("begun", encoded)
     for number, each in enumerate(passes):
         progress = Progress(number, len(passes), sum(steps[:number]), sum(steps))
-        pieces = sample_pass(runtime, model, encoded, each, seeds, progress, caches=None if number else caches, **how)
+        pieces = sample_pass(runtime, model, encoded, each, seeds, progress, **how)
         if progress.last:
             yield from pieces
         else:
@@ -153,10 +151,11 @@ def sample_pass(
     """Yield the latents of one pass, block by block, from what `sample` is given.
 
     Args:
-        runtime, model, encoded, seeds, batch_guidance, hooks, caches, colours: Those of `sample`.
+        runtime, model, encoded, seeds, batch_guidance, hooks, colours: Those of `sample`.
         settings: Those of the pass.
         progress: Which pass it is.
         noise: That of all passes, checked.
+        caches: Returns the step cache of a phase; None is by the rule of the settings.
     """
     spec, words, rule, number = model.spec, words_of(seeds), settings.guidance_rule, progress.number
     schedule, streams = spec.schedule(settings, encoded), (VIDEO, *spec.latent_streams)

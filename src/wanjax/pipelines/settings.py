@@ -376,13 +376,6 @@ def read_size(text: str) -> tuple[int, int] | str:
     return found or text
 
 
-def check_prompt_text(prompt: Any, allow_empty: Any) -> None:
-    """Raise SettingError for an empty prompt of a request, unless it says that none is meant."""
-    if not (isinstance(prompt, str) and prompt.strip()) and ALLOW_EMPTY.parse(allow_empty or False) is not True:
-        told = "empty" if isinstance(prompt, str) else "missing"
-        raise SettingError(f"the prompt is {told}: say what the video shows, or set {ALLOW_EMPTY.name}", "prompt")
-
-
 def no_setting(name: str, model: str | None, own: Iterable[str]) -> WanjaxError:
     """Returns the error for a setting that a model does not have; `own` are those that it has."""
     return WanjaxError(f"{name} is no setting of {model}: {', '.join(own)} are")

@@ -111,7 +111,7 @@ def tables_from(runs: Sequence[Measured]) -> Tables:
     """Returns the tables that runs of equal settings tell, with settings at which about half of the steps reuse."""
     steps = runs[0].ratios.shape[1]
     if steps < LEAST:
-        raise WanjaxError(f"{quantity(steps, 'step')} tell too little of a model: at least {LEAST} would do")
+        raise WanjaxError(f"{quantity(steps, 'step')} tell too little of a model: measure at least {LEAST}")
     ratios = np.mean([run.ratios for run in runs], axis=0).round(5)
     magnitudes = Magnitudes(tuple(ratios[0].tolist()), tuple(ratios[1].tolist()), DELTA, MOST, WHOLE)
     first = {phase.start for phase in runs[0].phases}

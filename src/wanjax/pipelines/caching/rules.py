@@ -326,9 +326,7 @@ def check_reused(rule: CacheRule, reused: Sequence[Sequence[bool]]) -> None:
     """Raises WanjaxError where no step of any phase would reuse, or where all of half a phase would."""
     steps = sum(map(len, reused))
     if not any(map(any, reused)):
-        raise WanjaxError(
-            f"the step cache {rule} would reuse nothing in {quantity(steps, 'step')}: more steps would do"
-        )
+        raise WanjaxError(f"the step cache {rule} would reuse nothing in {quantity(steps, 'step')}: take more steps")
     if not rule.counted or rule.table is None:
         return
     for turn in map(list, reused):

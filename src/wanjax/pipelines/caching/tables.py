@@ -148,7 +148,7 @@ def _magnitudes(json: Any) -> Magnitudes | None:
     if len(prompt) != len(negative) or len(prompt) < 2:
         raise WanjaxError(
             f"the table has {quantity(len(prompt), 'ratio')} for the prompt and {len(negative)} for the negative one: "
-            "one for each step is right"
+            "give one for each step"
         )
     if min(*prompt, *negative) <= 0:
         raise WanjaxError(f"the table has the ratio {min(*prompt, *negative)}: ratios are above 0")
