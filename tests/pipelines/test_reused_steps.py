@@ -43,6 +43,7 @@ from wanjax.pipelines.caching.step_cache import (
 from wanjax.pipelines.caching.tables import Magnitudes, Tables
 from wanjax.pipelines.denoiser import State, take_step
 from wanjax.pipelines.guidance import GuidanceRule
+from wanjax.pipelines.runtime import SplitNetwork
 from wanjax.pipelines.seeds import solver_keys, words_of
 from wanjax.schedulers import one_step
 from wanjax.sharding import replicate
@@ -212,7 +213,9 @@ def test_teacache_reads_the_change_of_the_timesteps_embedding(pipe):
         for i in range(STEPS)
     ]
     for plain in (False, True):
-        found = changes_of(pipe.runtime, step.denoiser, step.graphdef, inputs.weights, schedule, segment, plain)
+        found = changes_of(
+            pipe.runtime, step.denoiser, SplitNetwork(step.graphdef, inputs.weights), schedule, segment, plain
+        )
         embed = partial(step.denoiser.embed_timesteps, plain=plain)
         embedded = [np.asarray(jax.jit(embed)(network, t), np.float64) for t in times]
         expected = [abs(b - a).mean() / abs(a).mean() for a, b in pairwise(embedded)]
@@ -223,7 +226,9 @@ def test_teacache_reads_the_change_of_the_timesteps_embedding(pipe):
 def test_teacache_reuses_while_less_than_the_threshold_has_added_up(pipe):
     """The polynomial here is the change itself."""
     _, step, inputs, schedule, _, segment = forwards(pipe)
-    changes = changes_of(pipe.runtime, step.denoiser, step.graphdef, inputs.weights, schedule, segment)[1:]
+    changes = changes_of(pipe.runtime, step.denoiser, SplitNetwork(step.graphdef, inputs.weights), schedule, segment)[
+        1:
+    ]
     taken, _ = run(pipe, f"teacache:{2.5 * np.mean(changes)}")
     total, reused = 0.0, [False]
     for change in changes[:-1]:

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from wanjax.pipelines.denoiser import GivenNoise, Init, ModelInputs, State, StepProgram, begin
+from wanjax.pipelines.denoiser import GivenNoise, Init, ModelInputs, Preparation, State, StepProgram, begin
 from wanjax.pipelines.guidance import CLASSIFIER_FREE, grouping
 from wanjax.pipelines.model import latents_of
+from wanjax.pipelines.runtime import SplitNetwork
 from wanjax.pipelines.seeds import words_of
 from wanjax.programs import EXECUTE, Execute, Program, Site
 from wanjax.sharding import Partitioner, one_device
@@ -40,8 +41,8 @@ def begun(pipe: Any, encoded: Any, settings: Any, noise: Any = None) -> tuple[An
 
 def prepared(pipe: Any, network: Any, phase: Any, encoded: Any, x: Any, rule: Any = CLASSIFIER_FREE) -> tuple[Any, Any]:
     """Returns the static part of a phase's steps, and their inputs."""
-    model, (graphdef, weights) = pipe.architecture, nnx.split(network)
+    model, parts = pipe.architecture, SplitNetwork(*nnx.split(network))
     groups = grouping(phase.guided, False, pipe.partitioner)
-    prompts, shared = model.prepare(pipe.runtime, graphdef, weights, encoded, x, groups, nag=rule.leads)
-    step = StepProgram(model.denoiser, graphdef, model.scheduler, guidance=type(rule))
-    return step, ModelInputs(weights, prompts, shared, groups.batch * x.shape[0])
+    prompts, shared = model.prepare(pipe.runtime, parts, encoded, x, Preparation(groups, rule.leads))
+    step = StepProgram(model.denoiser, parts.graphdef, model.scheduler, guidance=type(rule))
+    return step, ModelInputs(parts.weights, prompts, shared, groups.batch * x.shape[0])

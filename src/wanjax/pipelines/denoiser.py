@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
@@ -29,7 +30,7 @@ from wanjax.kernels.compiler_options import fast_products, products, random_numb
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache
 from wanjax.pipelines.caching.step_cache import NO_CACHE, StepCache
 from wanjax.pipelines.draws import VIDEO
-from wanjax.pipelines.guidance import GuidanceRule, Latents
+from wanjax.pipelines.guidance import Groups, GuidanceRule, Latents
 from wanjax.pipelines.seeds import Words, drawn_noise, key_numbers, noise_of_frames, solver_keys
 from wanjax.programs import Value, program
 from wanjax.schedulers import Scheduler
@@ -88,6 +89,22 @@ class Denoiser(ABC):
     def finalize(self, x: Any, conditioning: Mapping[str, Any]) -> Any:
         """Returns the latents of the video, from those of the last step; `conditioning` are encoded pictures."""
         return x
+
+
+class Preparation(NamedTuple):
+    """What a network is prepared for, before the steps that it takes.
+
+    Args:
+        groups: The forwards of a step, and the prompts of each.
+        nag: The numbers of normalised attention guidance, if it is wanted.
+        block: The number of the block, of a video that is made block by block.
+        memory: What `VideoModel.update_memory` returned after the block before.
+    """
+
+    groups: Groups
+    nag: np.ndarray | None = None
+    block: int = 0
+    memory: Any = None
 
 
 class StepProgram(NamedTuple):

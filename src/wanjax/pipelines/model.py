@@ -27,12 +27,12 @@ from wanjax.media.inputs import InputSpec
 from wanjax.media.pictures import Pictures, size_within
 from wanjax.pipelines.caching.rules import NONE, CacheRule, chosen_rule
 from wanjax.pipelines.caching.tables import NO_TABLES, Tables
-from wanjax.pipelines.denoiser import Denoiser, Held, ModelInputs, Posterior, pad_front, stream_of
+from wanjax.pipelines.denoiser import Denoiser, Held, ModelInputs, Posterior, Preparation, pad_front, stream_of
 from wanjax.pipelines.draws import INITIAL, OF_STEPS, VIDEO, named
 from wanjax.pipelines.frames import Decoded, decoded
-from wanjax.pipelines.guidance import CLASSIFIER_FREE, Groups, check_rule, dynamic_scales
+from wanjax.pipelines.guidance import CLASSIFIER_FREE, check_rule, dynamic_scales
 from wanjax.pipelines.phases import Phase
-from wanjax.pipelines.runtime import Runtime
+from wanjax.pipelines.runtime import Runtime, SplitNetwork
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.tokenizer import TokenBatch, Truncation
 from wanjax.pipelines.video_shape import encoded_shape
@@ -452,32 +452,19 @@ class VideoModel(ABC):
 
     @abstractmethod
     def prepare(
-        self,
-        runtime: Runtime,
-        graphdef: Any,
-        weights: Any,
-        encoded: Encoded,
-        x: Held,
-        groups: Groups,
-        *,
-        nag: np.ndarray | None = None,
-        block: int = 0,
-        memory: Any = None,
+        self, runtime: Runtime, network: SplitNetwork, encoded: Encoded, x: Held, purpose: Preparation
     ) -> tuple[tuple[Any, ...], Any]:
         """Computes what no step of a network changes; returns the context of each forward, and what all share.
 
         Args:
             runtime: Calls programs.
-            graphdef, weights: The network.
+            network: The network of the phase.
             encoded: The output of `encode`, of videos that are made together.
             x: The latents, for their shape.
-            groups: The forwards of a step, and the prompts of each.
-            nag: The numbers of normalised attention guidance, if it is wanted.
-            block: The number of the block, of a video that is made block by block.
-            memory: What `update_memory` returned after the block before.
+            purpose: What the steps are to do.
         """
 
-    def update_memory(self, runtime: Runtime, graphdef: Any, weights: Any, inputs: ModelInputs, x: Held) -> Any:
+    def update_memory(self, runtime: Runtime, network: SplitNetwork, inputs: ModelInputs, x: Held) -> Any:
         """Returns what the next block reads of this one, which is finished; buffers of `inputs` may be reused."""
         return None
 

@@ -2,7 +2,7 @@
 """The runtime: loaded networks, the devices on which programs run, and what is done with a program."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax import nnx
 
@@ -10,6 +10,18 @@ from wanjax.kernels.compiler_options import SAFE
 from wanjax.pipelines.components import Components
 from wanjax.programs import EXECUTE, Program, Site, Strategy
 from wanjax.sharding import Partitioner
+
+
+class SplitNetwork(NamedTuple):
+    """A network as a program is given it.
+
+    Args:
+        graphdef: Its definition, a static value.
+        weights: Its arrays.
+    """
+
+    graphdef: Any
+    weights: Any
 
 
 @dataclass(frozen=True)
@@ -32,9 +44,9 @@ class Runtime:
         """Calls a program on the devices, and returns its results; `static` is hashable."""
         return self.strategy.call(program, Site(self.partitioner, self.compiler), static, *arguments)
 
-    def split(self, name: str) -> tuple[Any, Any]:
+    def split(self, name: str) -> SplitNetwork:
         """Returns the definition and the weights of a network, which is loaded if it is not."""
-        return nnx.split(self.components.get(name))
+        return SplitNetwork(*nnx.split(self.components.get(name)))
 
     def under(self, strategy: Strategy, components: Components | None = None) -> "Runtime":
         """Returns the runtime with another strategy, and with other components if given."""

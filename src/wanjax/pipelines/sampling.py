@@ -11,19 +11,30 @@ from flax import nnx
 
 from wanjax.pipelines.caching.networks import step_cache
 from wanjax.pipelines.caching.step_cache import StepCache
-from wanjax.pipelines.denoiser import GivenNoise, Init, ModelInputs, State, StepProgram, begin, finish, take_step
+from wanjax.pipelines.denoiser import (
+    Denoiser,
+    GivenNoise,
+    Init,
+    ModelInputs,
+    Preparation,
+    State,
+    StepProgram,
+    begin,
+    finish,
+    take_step,
+)
 from wanjax.pipelines.draws import INITIAL, OF_STEPS, VIDEO, GivenDraws, checked_draws, named
 from wanjax.pipelines.guidance import CLASSIFIER_FREE, GuidanceRule, check_rule, grouping
 from wanjax.pipelines.model import Block, Encoded, ModelSpec, VideoModel, latents_of
 from wanjax.pipelines.observers import Hooks, Monitor, Progress, Start
 from wanjax.pipelines.phases import Phase, dense_steps
 from wanjax.pipelines.record import VERSION
-from wanjax.pipelines.runtime import Runtime
+from wanjax.pipelines.runtime import Runtime, SplitNetwork
 from wanjax.pipelines.seeds import words_of
 from wanjax.pipelines.settings import Settings
 from wanjax.schedulers import one_step
 
-Caches = Callable[..., StepCache]  # of the last six arguments of `step_cache`
+Caches = Callable[[Runtime, Denoiser, SplitNetwork, Any, Phase], StepCache]  # the last arguments of `step_cache`
 
 
 def denoise(
@@ -62,20 +73,20 @@ def denoise(
         for phase in phases:
             if not (left := phase.steps[max(0, done - phase.start) :]):
                 continue
-            network, seconds = runtime.components.take_over(phase.network, model.spec.denoisers)
+            module, seconds = runtime.components.take_over(phase.network, model.spec.denoisers)
             if phase.start > done:
                 monitor.switched(phase.network, phase.start, seconds)
-            sparse = model.spec.radial and network.attention.radial
-            graphdef, weights = nnx.split(network)
+            sparse = model.spec.radial and module.attention.radial
+            network = SplitNetwork(*nnx.split(module))
             groups = grouping(phase.guided, batch_guidance, runtime.partitioner)
-            how = {"nag": guidance.leads, "block": block.number, "memory": memory}
-            contexts = model.prepare(runtime, graphdef, weights, encoded, state.x, groups, **how)
-            inputs = ModelInputs(weights, *contexts, groups.batch * state.videos)
-            cache = caches(runtime, denoiser, graphdef, weights, schedule, phase)
+            purpose = Preparation(groups, guidance.leads, block.number, memory)
+            contexts = model.prepare(runtime, network, encoded, state.x, purpose)
+            inputs = ModelInputs(network.weights, *contexts, groups.batch * state.videos)
+            cache = caches(runtime, denoiser, network, schedule, phase)
             for index in left:
                 reuses = cache.reuses(index)
                 dense = index < dense_steps(total) and not reuses if sparse else None
-                step = StepProgram(denoiser, graphdef, model.scheduler, cache, type(guidance), dense)
+                step = StepProgram(denoiser, network.graphdef, model.scheduler, cache, type(guidance), dense)
                 state = replace(state, kept=cache.given(index, state.kept))
                 told = guidance.told(index, phase.scales[index - phase.start])
                 state, x0, finite = runtime.call(take_step, step, state, inputs, told, one_step(schedule, index))
@@ -83,8 +94,8 @@ def denoise(
             monitor.finish_phase()
             state = replace(state, kept=None)
             if not block.last:
-                memory = model.update_memory(runtime, graphdef, weights, inputs, state.x)
-            del network, weights, contexts, inputs  # the weights are freed before the next network is loaded
+                memory = model.update_memory(runtime, network, inputs, state.x)
+            del module, network, purpose, contexts, inputs  # the weights are freed before the next network is loaded
     return state, memory
 
 

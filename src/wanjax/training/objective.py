@@ -19,11 +19,12 @@ from jaxtyping import Array, Float
 
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import Attention
-from wanjax.pipelines.denoiser import draw_posteriors
+from wanjax.pipelines.denoiser import Preparation, draw_posteriors
 from wanjax.pipelines.draws import INITIAL, OF_STEPS
 from wanjax.pipelines.guidance import Groups
 from wanjax.pipelines.model import latents_of
 from wanjax.pipelines.pipeline import Pipeline
+from wanjax.pipelines.runtime import SplitNetwork
 from wanjax.pipelines.settings import Settings
 from wanjax.programs import Inline
 from wanjax.schedulers.base import shifted
@@ -122,10 +123,10 @@ def error(
     encoded = batch.encoded._replace(**drawn)
 
     def predicted(network: Any) -> Float[Array, "B T H W C"]:
-        graphdef, weights = nnx.split(network)
+        parts = SplitNetwork(*nnx.split(network))
         dense = False if model.spec.radial and network.attention.radial else None
-        [prompt], shared = model.prepare(runtime, graphdef, weights, encoded, x, Groups(1, 1))
-        network = nnx.merge(graphdef, weights)
+        [prompt], shared = model.prepare(runtime, parts, encoded, x, Preparation(Groups(1, 1)))
+        network = nnx.merge(*parts)
         times = model.denoiser.timesteps(levels)
         return model.denoiser.predict(network, x, times, prompt, shared, dense=dense).astype(jnp.float32)
 

@@ -160,8 +160,9 @@ class ToyModel(VideoModel):
         if encoded.prompt_embeds.shape[1:] != (LENGTH, self.transformer.text_width):
             raise WanjaxError(f"the prompt_embeds have the shape {list(encoded.prompt_embeds.shape)}: encode again")
 
-    def prepare(self, runtime, graphdef, weights, encoded, x, groups, *, nag=None, block=0, memory=None):
-        return runtime.call(embed_texts, (graphdef, groups), (encoded[:3], encoded[3:]), weights), ()
+    def prepare(self, runtime, network, encoded, x, purpose):
+        static = network.graphdef, purpose.groups
+        return runtime.call(embed_texts, static, (encoded[:3], encoded[3:]), network.weights), ()
 
 
 TOY = Family(

@@ -183,9 +183,9 @@ class SoundModel(VideoModel):
         shapes = {"reference": (None, channels, 1, *cells)}
         check_fields(encoded, ["reference", "video_latents"], shapes, purpose=self.spec.purpose)
 
-    def prepare(self, runtime, graphdef, weights, encoded, x, groups, *, nag=None, block=0, memory=None):
-        texts = encoded[:2], encoded[2:4]
-        return runtime.call(make_contexts, (graphdef, groups), texts, encoded.reference, weights)
+    def prepare(self, runtime, network, encoded, x, purpose):
+        texts, static = (encoded[:2], encoded[2:4]), (network.graphdef, purpose.groups)
+        return runtime.call(make_contexts, static, texts, encoded.reference, network.weights)
 
     def refine(self, runtime, encoded, latents):
         graphdef, weights = runtime.split("upsampler")

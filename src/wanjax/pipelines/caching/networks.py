@@ -15,7 +15,7 @@ from wanjax.pipelines.caching.step_cache import StepCache
 from wanjax.pipelines.caching.tables import Tables
 from wanjax.pipelines.denoiser import Denoiser
 from wanjax.pipelines.phases import Phase
-from wanjax.pipelines.runtime import Runtime
+from wanjax.pipelines.runtime import Runtime, SplitNetwork
 from wanjax.programs import program
 from wanjax.schedulers import one_step
 
@@ -33,12 +33,14 @@ def time_changes(static: tuple[Denoiser, Any, bool], weights: Any, times: Any) -
 
 
 def changes_of(
-    runtime: Runtime, denoiser: Denoiser, graphdef: Any, weights: Any, schedule: Any, phase: Phase, plain: bool = False
+    runtime: Runtime, denoiser: Denoiser, network: SplitNetwork, schedule: Any, phase: Phase, plain: bool = False
 ) -> list[float] | None:
     """Returns the changes of the timestep's embedding before each step of a phase; None where weights have none."""
     times = [denoiser.timesteps(one_step(schedule, step)) for step in phase.steps]
     stacked = jax.tree.map(lambda *of_steps: np.stack(of_steps), *times)
-    changes = runtime.strategy.read(runtime.call(time_changes, (denoiser, graphdef, plain), weights, stacked), None)
+    changes = runtime.strategy.read(
+        runtime.call(time_changes, (denoiser, network.graphdef, plain), network.weights, stacked), None
+    )
     return None if changes is None else changes.tolist()
 
 
@@ -47,8 +49,7 @@ def step_cache(
     tables: Tables,
     runtime: Runtime,
     denoiser: Denoiser,
-    graphdef: Any,
-    weights: Any,
+    network: SplitNetwork,
     schedule: Any,
     phase: Phase,
 ) -> StepCache:
@@ -58,7 +59,7 @@ def step_cache(
     """
     if not isinstance(rule, TeaCache):
         return rule.cache(phase, (False,) * phase.start + rule.reused(phase, tables))
-    changes = changes_of(runtime, denoiser, graphdef, weights, schedule, phase, rule.table == PLAIN)
+    changes = changes_of(runtime, denoiser, network, schedule, phase, rule.table == PLAIN)
     reused = rule.reused(phase, tables, changes)
     if changes is None:
         last = max((step for step, may in enumerate(reused) if may), default=-1)

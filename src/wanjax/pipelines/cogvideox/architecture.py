@@ -25,11 +25,10 @@ from wanjax.pipelines.checks import check_features, check_fields
 from wanjax.pipelines.cogvideox.conditioning import POSTERIORS, CogVideoXEncoded
 from wanjax.pipelines.cogvideox.networks import NETWORKS
 from wanjax.pipelines.cogvideox.programs import CogVideoXDenoiser, encode_prompts, make_context
-from wanjax.pipelines.denoiser import Denoiser, Held
+from wanjax.pipelines.denoiser import Denoiser, Held, Preparation
 from wanjax.pipelines.frames import encoded, split_posterior
-from wanjax.pipelines.guidance import Groups
 from wanjax.pipelines.model import Forward, ModelSpec, VideoModel
-from wanjax.pipelines.runtime import Runtime
+from wanjax.pipelines.runtime import Runtime, SplitNetwork
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.tokenizer import TokenBatch
 from wanjax.schedulers import Scheduler, from_config
@@ -176,17 +175,7 @@ class CogVideoXArchitecture(VideoModel):
         check_fields(encoded, encoded._fields[2:6], shapes, optional=optional, purpose=self.spec.purpose)
 
     def prepare(
-        self,
-        runtime: Runtime,
-        graphdef: Any,
-        weights: Any,
-        encoded: CogVideoXEncoded,
-        x: Held,
-        groups: Groups,
-        *,
-        nag: np.ndarray | None = None,
-        block: int = 0,
-        memory: Any = None,
+        self, runtime: Runtime, network: SplitNetwork, encoded: CogVideoXEncoded, x: Held, purpose: Preparation
     ) -> tuple[tuple[Any, ...], Any]:
-        given = x, weights, encoded[:2], encoded.image_latents, nag
-        return runtime.call(make_context, (graphdef, groups), *given)
+        given = x, network.weights, encoded[:2], encoded.image_latents, purpose.nag
+        return runtime.call(make_context, (network.graphdef, purpose.groups), *given)

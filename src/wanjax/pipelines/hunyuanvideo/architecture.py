@@ -26,9 +26,8 @@ from wanjax.models.qwen2_vl import Qwen2VLConfig
 from wanjax.models.siglip import SiglipVisionConfig
 from wanjax.models.t5 import T5Config
 from wanjax.pipelines.checks import check_features, check_fields
-from wanjax.pipelines.denoiser import Denoiser, Held
+from wanjax.pipelines.denoiser import Denoiser, Held, Preparation
 from wanjax.pipelines.frames import encode_clip
-from wanjax.pipelines.guidance import Groups
 from wanjax.pipelines.hunyuanvideo.conditioning import HunyuanVideoEncoded, fitted, lengths_of, size_of
 from wanjax.pipelines.hunyuanvideo.networks import NETWORKS
 from wanjax.pipelines.hunyuanvideo.programs import (
@@ -40,7 +39,7 @@ from wanjax.pipelines.hunyuanvideo.programs import (
 )
 from wanjax.pipelines.hunyuanvideo.text import TEMPLATE_TOKENS, tokenize_chats, tokenize_glyphs
 from wanjax.pipelines.model import Forward, ModelSpec, VideoModel
-from wanjax.pipelines.runtime import Runtime
+from wanjax.pipelines.runtime import Runtime, SplitNetwork
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.tokenizer import TokenBatch
 from wanjax.programs import Value
@@ -198,18 +197,9 @@ class HunyuanVideoArchitecture(VideoModel):
         check_fields(encoded, encoded._fields[8:10], self.picture_shapes(settings), purpose=self.spec.purpose)
 
     def prepare(
-        self,
-        runtime: Runtime,
-        graphdef: Any,
-        weights: Any,
-        encoded: HunyuanVideoEncoded,
-        x: Held,
-        groups: Groups,
-        *,
-        nag: np.ndarray | None = None,
-        block: int = 0,
-        memory: Any = None,
+        self, runtime: Runtime, network: SplitNetwork, encoded: HunyuanVideoEncoded, x: Held, purpose: Preparation
     ) -> tuple[tuple[Any, ...], Any]:
-        static = graphdef, groups, lengths_of(encoded.texts, together=groups.batch > 1 or nag is not None)
-        given = encoded.texts, encoded.image_embeds, encoded.image_latents, nag
-        return runtime.call(make_context, static, x, weights, *given)
+        together = purpose.groups.batch > 1 or purpose.nag is not None
+        static = network.graphdef, purpose.groups, lengths_of(encoded.texts, together=together)
+        given = encoded.texts, encoded.image_embeds, encoded.image_latents, purpose.nag
+        return runtime.call(make_context, static, x, network.weights, *given)

@@ -8,7 +8,6 @@ from functools import cached_property
 from math import prod
 from typing import Any, ClassVar
 
-import numpy as np
 from jaxtyping import Float
 
 from wanjax.converters.wan.diffusers import sparse_linear_entry
@@ -21,11 +20,10 @@ from wanjax.models.t5 import T5Config
 from wanjax.models.wan.config import ImageTransformerConfig, TransformerConfig
 from wanjax.models.wan.flops import forward_flops
 from wanjax.pipelines.checks import Shape, check_features, check_fields
-from wanjax.pipelines.denoiser import Denoiser, Held
+from wanjax.pipelines.denoiser import Denoiser, Held, Preparation
 from wanjax.pipelines.frames import encode_clip
-from wanjax.pipelines.guidance import Groups
 from wanjax.pipelines.model import Forward, ModelSpec, VideoModel
-from wanjax.pipelines.runtime import Runtime
+from wanjax.pipelines.runtime import Runtime, SplitNetwork
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.tokenizer import TokenBatch, clean_prompt
 from wanjax.pipelines.wan.conditioning import WanEncoded
@@ -143,17 +141,7 @@ class WanModel(VideoModel):
         return {}
 
     def prepare(
-        self,
-        runtime: Runtime,
-        graphdef: Any,
-        weights: Any,
-        encoded: WanEncoded,
-        x: Held,
-        groups: Groups,
-        *,
-        nag: np.ndarray | None = None,
-        block: int = 0,
-        memory: Any = None,
+        self, runtime: Runtime, network: SplitNetwork, encoded: WanEncoded, x: Held, purpose: Preparation
     ) -> tuple[tuple[Any, ...], Any]:
-        given = encoded[:2], encoded.condition, encoded.image_embeds, nag
-        return runtime.call(make_context, (graphdef, groups), x, weights, *given)
+        given = encoded[:2], encoded.condition, encoded.image_embeds, purpose.nag
+        return runtime.call(make_context, (network.graphdef, purpose.groups), x, network.weights, *given)

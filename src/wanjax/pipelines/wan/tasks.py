@@ -32,10 +32,9 @@ from wanjax.models.wan.config import (
 )
 from wanjax.models.wan.flops import forward_flops
 from wanjax.pipelines.checks import Shape
-from wanjax.pipelines.denoiser import Denoiser, Held, ModelInputs
-from wanjax.pipelines.guidance import Groups
+from wanjax.pipelines.denoiser import Denoiser, Held, ModelInputs, Preparation
 from wanjax.pipelines.model import Forward
-from wanjax.pipelines.runtime import Runtime
+from wanjax.pipelines.runtime import Runtime, SplitNetwork
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.wan.causal_programs import CausalInputs, Past, begin_past, renew
 from wanjax.pipelines.wan.conditioning import GREY, WanEncoded, known_frames, mask_cells, on_white, unit
@@ -110,26 +109,19 @@ class CausalTextToVideo(WanModel):
         return Forward(tokens, config.layers, config.heads, config.width, scores, flops)
 
     def prepare(
-        self,
-        runtime: Runtime,
-        graphdef: Any,
-        weights: Any,
-        encoded: WanEncoded,
-        x: Held,
-        groups: Groups,
-        *,
-        nag: np.ndarray | None = None,
-        block: int = 0,
-        memory: Past | None = None,
+        self, runtime: Runtime, network: SplitNetwork, encoded: WanEncoded, x: Held, purpose: Preparation
     ) -> tuple[tuple[Any, ...], CausalInputs]:
+        _, nag, block, memory = purpose
         negative = () if nag is None else (encoded.negative_prompt_embeds, nag)
-        past = memory or runtime.call(begin_past, graphdef, x, weights, encoded.prompt_embeds, *negative)
+        given = x, network.weights, encoded.prompt_embeds, *negative
+        past: Past = memory or runtime.call(begin_past, network.graphdef, *given)
         place = place_of(self.causal, block, prod(x.shape[1:4]) // self.causal.patch_cells)
         return (past.context,), CausalInputs(angles_at(self.causal, block), past.window, place)
 
-    def update_memory(self, runtime: Runtime, graphdef: Any, weights: Any, inputs: ModelInputs, x: Held) -> Past:
-        [context], given = inputs.prompts, inputs.shared
-        return Past(context, runtime.call(renew, graphdef, given.window, x, weights, context, given.time, given.place))
+    def update_memory(self, runtime: Runtime, network: SplitNetwork, inputs: ModelInputs, x: Held) -> Past:
+        [context], (time, window, place) = inputs.prompts, inputs.shared
+        renewed = runtime.call(renew, network.graphdef, window, x, network.weights, context, time, place)
+        return Past(context, renewed)
 
 
 class FirstFrameToVideo(TextToVideo):
