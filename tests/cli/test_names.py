@@ -341,3 +341,14 @@ def test_a_folder_of_the_user_s_stays(model, cached):
     succeeded(wanjax("a", "--model", model, *SMALL, "--dir", "d", "--out", "a.mp4"))
     assert files("d") == [stage_files.CONFIG, stage_files.EMBEDDINGS, stage_files.LATENTS]
     assert not cached.exists()
+
+
+@pytest.mark.parametrize("name", ["stage2_state", "stage2_state_3", "stage2_state_pass_2", "stage2_state_3_pass_2"])
+def test_every_state_of_a_run_is_a_run_s(tmp_path, name):
+    """Those of windows and of later passes too; nothing else goes with them."""
+    run = runs.new_run(lambda: iter(["a"]))
+    state, other = run.folder / f"{name}.safetensors", run.folder / f"{name}.txt"
+    state.touch()
+    other.touch()
+    run.close(done=True)
+    assert (state.exists(), other.exists()) == (False, True)

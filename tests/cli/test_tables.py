@@ -75,5 +75,5 @@ def test_what_made_a_video(tmp_path):
 
 
 def test_a_pipe_has_a_line_for_each_row():
-    lines = succeeded(CliRunner().invoke(main, ["models"])).stdout.splitlines()
+    lines = succeeded(CliRunner(env={"COLUMNS": ""}).invoke(main, ["models"])).stdout.splitlines()
     assert len(lines) == 1 + 2 * len(listed())

@@ -410,7 +410,9 @@ def test_the_command_asks_a_server_for_what_it_makes_itself(served, tmp_path, mo
     here = {file.name: file.read_bytes() for file in Path("here").glob("*.mp4")}
     assert len(here) == 2
     succeeded(wanjax(PROMPT, *small, "--seeds", "3,4", *at, "--out", "there"))
-    assert {file.name: file.read_bytes() for file in Path("there").iterdir()} == here
+    assert {file.name: file.read_bytes() for file in Path("there").glob("*.mp4")} == here
+    listed = [json.loads(line)["file_name"] for line in Path("there/manifest.jsonl").read_text().splitlines()]
+    assert sorted(listed) == sorted(here)
     first = next(Path("here").glob("*-3-*.mp4"))
     succeeded(wanjax("generate", "--from", str(first), *at, "--out", "again.mp4"))
     assert Path("again.mp4").read_bytes() == first.read_bytes()
