@@ -2,16 +2,21 @@
 """The errors that wanjax raises on purpose, and its warnings."""
 
 import errno
-from collections.abc import Iterator
+import socket
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the numbers of errors of a disk without room
+
+MOST_NAMES = 8  # in a message
+OUT_OF_REACH = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)  # of a network
 
 
 class WanjaxError(ValueError):
     """An error that the caller can correct. Its message is one sentence: what was wrong, and what would be right.
 
-    The command line prints it without a traceback and exits with 2.
+    The command line prints it without a traceback and exits with 2, or with 1 where `is_failure` holds.
     """
 
 
@@ -39,13 +44,16 @@ class WanjaxWarning(UserWarning):
     """A warning whose message is one sentence, which the command line prints as a note."""
 
 
-def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yields an error, and those from which it was raised, each once: an error that is raised from itself is one."""
+def causes(error: BaseException | None, *, contexts: bool = False) -> Iterator[BaseException]:
+    """Yields an error, and those from which it was raised, each once: an error that is raised from itself is one.
+
+    With `contexts` those too that were handled when another one was raised, as libraries of networks do.
+    """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield error
-        error = error.__cause__
+        error = error.__cause__ or (error.__context__ if contexts and not error.__suppress_context__ else None)
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -58,6 +66,15 @@ def is_full(error: BaseException) -> bool:
     return any(
         getattr(cause, "sqlite_errorname", "") == "SQLITE_FULL" or (isinstance(cause, OSError) and cause.errno in FULL)
         for cause in causes(error)
+    )
+
+
+def is_failure(error: BaseException) -> bool:
+    """Tells whether an error is nobody's mistake: a disk without room, or a network or a server out of reach."""
+    return is_full(error) or any(
+        isinstance(cause, ConnectionError | TimeoutError | socket.gaierror)
+        or (isinstance(cause, OSError) and cause.errno in OUT_OF_REACH)
+        for cause in causes(error, contexts=True)
     )
 
 
@@ -86,3 +103,24 @@ def shown(value: object) -> str:
         return text
     kind = type(value).__name__
     return f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"
+
+
+def near_names(name: str, known: Iterable[str], most: int = 4) -> list[str]:
+    """Return the known names that are near a mistyped one, at most so many: those that begin with it before others."""
+    names, word = list(known), name[:40].lower()  # a name may be a stranger's, and long
+    begun = [one for one in names if word and one.lower().startswith(word)]
+    return begun[:most] or get_close_matches(word, names, n=most, cutoff=0.6)
+
+
+def listed(names: Collection[str]) -> str:
+    """Return names as a list, of many the first ones and how many more there are."""
+    first = list(names)[:MOST_NAMES]
+    more = len(names) - len(first)
+    return ", ".join([*first, f"and {more} more"] if more else first)
+
+
+def choice(name: object, known: Collection[str]) -> str:
+    """Return what is right in place of a name: the near one and then the others, all where none is near."""
+    near = near_names(name, known, 1) if isinstance(name, str) else []
+    rest = listed([one for one in known if one not in near])
+    return f"{near[0]} is near; {rest} would do too" if near and rest else f"{rest or near[0]} would do"

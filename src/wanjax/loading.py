@@ -117,6 +117,8 @@ def load(
     Raises WanjaxError where the checkpoint, a LoRA, the decoder or the scheduler cannot be found or does not fit, or
     the mesh or a dtype is impossible; UnsupportedError where the named attention cannot be used here.
     """
+    if not isinstance(model, str | Path):
+        raise WanjaxError(f"model is {shown(model)}: give a name such as 'nano', a hub id, a folder or a file")
     attention = None if attention is None else Attention.of(attention)
     check_set(compiler)
     dtype, vae_dtype = dtype_name(dtype), dtype_name(vae_dtype, "vae_dtype")

@@ -5,7 +5,6 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,7 +28,7 @@ from wanjax.checkpoints.sources import (
     folder_of,
     read_json,
 )
-from wanjax.errors import WanjaxError, WanjaxWarning
+from wanjax.errors import WanjaxError, WanjaxWarning, near_names
 from wanjax.figures import quantity
 from wanjax.kernels.attention import AUTO, Attention
 from wanjax.media.records import CONFIG
@@ -262,8 +261,8 @@ def published(name: str) -> Preset | None:
 
 
 def _unknown(name: str) -> str:
-    near = get_close_matches(name, presets(), n=3, cutoff=0.5)
-    told = f"a near name is {' or '.join(near)}" if near else "`wanjax models` lists the names"
+    near = near_names(name, presets())
+    told = f"near names are {', '.join(near)}" if near else "`wanjax models` lists the names"
     return f"no model is named {name!r}, nor is there such a folder or file: {told}, and a hub id is OWNER/NAME"
 
 

@@ -317,14 +317,14 @@ def test_a_server_that_is_silent_and_one_that_hangs_up(monkeypatch):
     monkeypatch.setattr(remote, "PATIENCE", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        assert says(refused("a cat", "--at", url), f"{url} timed out")
+        assert says(refused("a cat", "--at", url, status=1), f"{url} timed out")
 
         def hang_up() -> None:
             for _ in range(2):  # the first is the silent one's
                 server.accept()[0].close()
 
         Thread(target=hang_up, daemon=True).start()
-        told = refused("a cat", "--at", url)
+        told = refused("a cat", "--at", url.removeprefix("http://"), status=1)
         assert url in told
         assert "None" not in told
 

@@ -78,17 +78,17 @@ AFTER_ENCODING = ["stage_outputs/generation_config.json", "stage_outputs/stage1_
         ("--guidance-scale nan", "guidance_scale nan finite"),
         ("--guidance-scale inf", "guidance_scale inf finite number 5"),
         ("--guidance-scale-2 3", "guidance_scale_2 setting guidance_scale"),
-        ("--boundary 0.9", "boundary setting flow_shift"),
+        ("--boundary 0.9", "boundary setting"),
         ("--strength 0", "strength 0.0 0 1"),
         ("--strength 1.1", "strength 1.1 0 1"),
         ("--flow-shift 0", "flow_shift 0.0 finite number 0"),
         ("--flow-shift inf", "flow_shift inf finite"),
         ("--fps 0", "fps 0 1"),
-        ("--steps many", "'--steps' 'many'"),
-        ("--size big", "'--size' 'big' WIDTHxHEIGHT 832x480"),
+        ("--steps many", "--steps 'many' number"),
+        ("--size big", "--size 'big' WIDTHxHEIGHT 832x480"),
         ("--size 32x16 --height 32", "--size --height --width"),
-        ("--sigmas other", "'other' 'official' 'diffusers'"),
-        ("--dtype float8", "'float8' 'bfloat16' 'float32'"),
+        ("--sigmas other", "--sigmas 'other' official diffusers"),
+        ("--dtype float8", "--dtype 'float8' bfloat16 float32"),
         ("--stepps 3", "--stepps --steps"),
         ("--attention flash", "attention 'flash' auto reference chunked cudnn flash_tpu"),
         ("--attention chunked --block-q 512", "chunked tiles flash_tpu"),
@@ -447,7 +447,7 @@ def test_a_disk_that_fills_with_latents(intact, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", sync)
-    said = refused("a", "--model", intact, *SMALL, "--dir", "stage_outputs")
+    said = refused("a", "--model", intact, *SMALL, "--dir", "stage_outputs", status=1)
     assert says(said, "stage_outputs/stage2_latents.safetensors No space left on device")
     assert left() == AFTER_ENCODING
 
@@ -465,6 +465,6 @@ def test_a_disk_that_fills_with_the_video(intact, monkeypatch, at_once):
         return run([*limited, *command] if at_once or "trial" not in " ".join(command) else command, **kw)
 
     monkeypatch.setattr(subprocess, "Popen", start)
-    said = refused("a", "--model", intact, *SMALL, "--dir", "stage_outputs")
+    said = refused("a", "--model", intact, *SMALL, "--dir", "stage_outputs", status=1)
     assert says(said, "output_video.mp4 written")
     assert left() == (["stage_outputs"] if at_once else [*AFTER_ENCODING, "stage_outputs/stage2_latents.safetensors"])

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -116,7 +117,7 @@ def test_a_run_that_was_killed_makes_the_rest(tmp_path):
         (("a", "--seeds", "9" * 5000), "whole numbers"),
         (("a", "--seeds", "1", "--count", 2), "--seeds --count"),
         (("a", "--seeds", "1", "--seed", 2), "--seeds 1 --seed 2"),
-        (("a", "--count", 0), "0 1<=x"),
+        (("a", "--count", 0), "--count 0 1"),
         (("a", "--count", 2, "--dir", "here"), "--dir video"),
         (("a", "--count", 2, "--out", "one.mp4"), "--out one.mp4"),
         (("--prompts", "wrong.jsonl"), "row 2 steps 0"),
@@ -142,6 +143,8 @@ def test_mistakes(tmp_path, arguments, sentence):
         (("prompts.txt", "--hosts", 2, "--processes", "auto"), "--processes"),
         (("prompts.txt", "--workers", 2, "--resources", "gpu"), "'gpu' cpu=1,TPU=4"),
         (("prompts.txt", "--workers", 2, "--processes", "auto"), "--processes"),
+        (("promt.csv",), "header 'promt' prompt"),
+        (("model.jsonl",), "row 1 'wan2.1-t2v-1.3b' nano --model"),
         (("prompts.txt", "--ray", "ray://10.0.0.1:10001"), "ray://10.0.0.1:10001 auto HOST:6379"),
     ],
     ids=str,
@@ -149,7 +152,25 @@ def test_mistakes(tmp_path, arguments, sentence):
 def test_mistakes_of_a_batch(arguments, sentence):
     if "--ray" in arguments:
         pytest.importorskip("ray")
+    Path("promt.csv").write_text("promt\na cat\n")
+    Path("model.jsonl").write_text('{"prompt": "a", "model": "wan2.1-t2v-1.3b"}')
     assert says(refused("batch", *map(str, arguments)), sentence)
+
+
+def test_what_is_told_before_holds_for_all_rows():
+    rows = ['{"prompt": "a red circle", "steps": 1}', '{"prompt": "a cat", "size": "16x16", "guidance_scale": 1}']
+    Path("rows.jsonl").write_text("\n".join(rows))
+    told = run("batch", "rows.jsonl", "--size", "32x32", "--frames", "5", "--steps", "2", "--out", "many").stderr
+    [header] = [line for line in told.splitlines() if line.startswith("nano: ")]
+    assert says(header, "5 frames seed 42 differ in size and steps and guidance")
+    assert not {"32x32", "16x16"} & {*header.replace(",", "").split()}
+    for words in (
+        "nano trained 64x64 32x32",
+        "nano trained 64x64 16x16",
+        "nano does not know 'cat'",
+        "guidance is off",
+    ):
+        assert says(told, words)
 
 
 def test_what_failed_before_is_the_last_to_be_tried(tmp_path):

@@ -43,6 +43,9 @@ def prompts(tmp_path, monkeypatch) -> list[str]:
         (["generate", "--steps", "2", "--a cat"], "prompt dash wanjax generate -- '--a cat'"),
         (["plan", "-a cat"], "option '-a' wanjax plan --help-all"),
         (["info", "my", "cat.mp4"], "'cat.mp4' wanjax info FILE quotes"),
+        (["warmup", "nano"], "nano wanjax warmup --model nano"),
+        (["denoise", "./mine"], "./mine wanjax denoise --model ./mine"),
+        (["generate", "nano", "a cat"], "nano wanjax generate --model nano"),
         (["cat", "--bqsiz", "3"], "'--bqsiz' --block-q"),
     ],
 )

@@ -43,7 +43,7 @@ def refused(call, *arguments: Any, **keywords: Any) -> str:
         ({"frames": True}, "frames True whole number"),
         ({"guidance_scale": "high"}, "guidance_scale 'high' number 5"),
         ({"guidance_scale": jnp.ones(3)}, "guidance_scale"),
-        ({"size": "64x"}, "size '64x' 64p square 832x480"),
+        ({"size": "64x"}, "size '64x' 64p square 64x64"),
         ({"prompt": None}, "prompt None"),
         ({"prompt": ["a", None]}, "prompt None"),
         ({"size": 64}, "size 64 (height, width)"),
@@ -135,6 +135,22 @@ def test_what_is_not_encoded_cannot_be_denoised(pipe, encoded):
 )
 def test_frames(pipe, frames, sentence):
     assert says(refused(pipe.encode_video, frames), sentence)
+
+
+def test_what_is_no_model_and_no_callback(pipe):
+    assert says(refused(wanjax.load, None), "model None 'nano'")
+    assert says(refused(pipe, "a", callback=3), "callback 3 function")
+
+
+def test_a_name_that_there_is_not(pipe):
+    for value, name, right in (
+        (pipe, "transfomer", "transformer"),
+        (pipe, "from_pretrained", "wanjax.load"),
+        (wanjax.Pipeline, "from_pretrained", "wanjax.load"),
+    ):
+        with pytest.raises(AttributeError, match=right):
+            getattr(value, name)
+    assert not hasattr(pipe, "xyzzy")
 
 
 def test_a_mesh_is_not_a_number():

@@ -109,6 +109,19 @@ def test_plain_lines_where_there_is_no_terminal(slow, monkeypatch):
     assert re.fullmatch(rf"denoise: step {STEPS} of {STEPS}, [\d.]+ ms each, [\d.]+ s in all", lines[-1])
 
 
+def test_a_line_that_says_nothing_new_is_not_printed(monkeypatch):
+    monkeypatch.setattr(progress, "EVERY", 0.01)
+    written = StringIO()
+    with progress.on_console("plan", Console(file=written, width=120)) as stage:
+        for done in range(3):
+            stage.count("program", done, 8)
+            time.sleep(0.1)
+    *lines, last = written.getvalue().splitlines()
+    assert len(lines) == len({*lines}) <= 4
+    assert lines[-1] == "plan: program 2 of 8"  # each is unlike the others, so no pace tells when the last one is ready
+    assert re.fullmatch(r"plan: program 2 of 8, [\d.]+ m?s in all", last)
+
+
 def test_compiling_is_told_and_not_in_the_pace():
     recorder = Recorder()
     with progress.on_console("denoise", Console(file=recorder, force_terminal=True, width=120)) as stage:

@@ -169,6 +169,9 @@ def test_a_clip_a_mask_and_references_guide_a_video(start, tmp_path, made):
     [model] = server.client.get("/v1/models").json()["data"]
     assert list(model["pictures"]) == ["video", "mask", "references"]
     assert "strength" not in model["settings"]
+    assert "9 files are given as references where 4" in server.refused(
+        422, json=SMALL | {"references": ["data:;base64,AAAA"] * 9}
+    )
     sent = {"video": url(film(tmp_path / "a.mp4", 5).read_bytes()), "mask": url(picture((32, 32)))}
     sent |= {"references": [url(picture()), url(picture((20, 20)))]}
     asked = server.ask(**sent, fps=8)
@@ -187,6 +190,7 @@ def test_what_a_server_has_is_told(start, pipe):
     assert {"guidance_scale_2", "boundary", "dynamic_guidance", "dtype"}.isdisjoint(model["settings"])
     assert model["settings"]["resize"]["enum"] == ["crop", "pad", "stretch"]
     assert model["settings"]["steps"]["default"] == pipe.defaults.steps
+    assert {name: model["settings"][name]["maximum"] for name in ("steps", "fps")} == {"steps": 200, "fps": 240}
     assert all(known["description"] for name, known in model["settings"].items() if name != "prompt")
     assert (model["schedulers"][0], model["started_with"]["dtype"]) == ("unipc", "float32")
 

@@ -22,10 +22,10 @@ def files(folder: str | Path) -> list[str]:
     return sorted(path.name for path in Path(folder).iterdir())
 
 
-def refused(*arguments: str | Path) -> str:
-    """Runs a command that has to be refused, and returns its error message."""
+def refused(*arguments: str | Path, status: int = 2) -> str:
+    """Runs a command that has to be refused, for a mistake or another reason, and returns its error message."""
     result = wanjax(*arguments)
-    assert result.exit_code == 2, (result.output, result.exception)
+    assert result.exit_code == status, (result.output, result.exception)
     assert result.stdout == ""
     sentences = re.findall(r"^wanjax: (.*)$", result.stderr, re.MULTILINE)
     assert len(sentences) == 1, result.stderr

@@ -95,7 +95,10 @@ def download(repository: str, patterns: Iterable[str], *, revision: str | None =
     except WanjaxError:
         raise
     except Exception as error:  # the classes of transport errors differ between versions of the client
-        raise WanjaxError(_explanation(error, repository, revision)) from error
+        from huggingface_hub import constants
+
+        cause = None if constants.HF_HUB_OFFLINE else error  # no network is meant there, so it does not fail
+        raise WanjaxError(_explanation(error, repository, revision)) from cause
 
 
 class Listed(NamedTuple):

@@ -18,10 +18,10 @@ import click
 from click.shell_completion import CompletionItem
 
 from wanjax.cli import defaults, listing, options, scale_options, train_options
-from wanjax.cli.arguments import check_prompt, complete_commands, complete_files, complete_models
+from wanjax.cli.arguments import check_prompt, complete_commands, complete_files, complete_models, in_words
 from wanjax.cli.report import Report, watched
 from wanjax.compilers import libtpu
-from wanjax.errors import FULL, WanjaxError, is_out_of_memory
+from wanjax.errors import FULL, WanjaxError, is_failure, is_out_of_memory
 from wanjax.signals import INTERRUPTED, stop
 
 FAILURE, MISTAKE = 1, 2  # exit statuses
@@ -59,7 +59,7 @@ class Commands(click.Group):
         try:
             return super().parse_args(ctx, args)
         except (click.NoSuchOption, click.BadOptionUsage) as error:  # beside an option of the group, as --version
-            click.echo(f"wanjax: {error.format_message()}", err=True)
+            click.echo(f"wanjax: {in_words(error)}", err=True)
             ctx.exit(MISTAKE)
         except OSError as error:  # while help is printed
             if error.errno not in FULL:
@@ -96,9 +96,9 @@ class Commands(click.Group):
         except click.exceptions.Exit:  # --help
             raise
         except click.ClickException as error:
-            status, why = MISTAKE, error.format_message()
+            status, why = MISTAKE, in_words(error)
         except WanjaxError as error:
-            status, why = MISTAKE, str(error)
+            status, why = FAILURE if is_failure(error) else MISTAKE, str(error)
         except OSError as error:
             name = str(error.filename or "")
             name = name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..."

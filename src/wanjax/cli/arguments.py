@@ -116,6 +116,9 @@ def check_extra(command: click.Command, ctx: click.Context, extra: Sequence[str]
     """Raises UsageError for arguments that a command has no place for, which quotes may have to make one."""
     if ctx.resilient_parsing or not extra:
         return
+    options = visible_options(command)
+    if "--model" in options and (own := next((x for x in [ctx.params.get("prompt"), *extra] if x in listed()), None)):
+        raise click.UsageError(f"{own} is a model: `{ctx.command_path} --model {own} ...` is the way to give one", ctx)
     if prompt := ctx.params.get("prompt"):
         if option := next((word for word in extra if word in visible_options(command)), None):
             raise click.UsageError(f"{option} stands behind -- and the prompt: options stand before --", ctx)
@@ -124,7 +127,41 @@ def check_extra(command: click.Command, ctx: click.Context, extra: Sequence[str]
         raise click.UsageError(f"the prompt is {1 + len(extra)} arguments where quotes make it one: `{again}`", ctx)
     form = " ".join([ctx.command_path, *command.collect_usage_pieces(ctx)])
     words = " and ".join(map(repr, extra))
-    raise click.UsageError(f"no place is left for {words} in `{form}`: a name with spaces stands in quotes", ctx)
+    told = "a name with spaces stands in quotes"
+    if "--model" in options and len(extra) == 1:
+        told = f"a model is given as `{ctx.command_path} --model {shlex.quote(extra[0])}`"
+    raise click.UsageError(f"no place is left for {words} in `{form}`: {told}", ctx)
+
+
+def in_words(error: click.ClickException) -> str:
+    """Returns the sentence of an error of click's, with the option, its value and what is right."""
+    parameter = getattr(error, "param", None)
+    if isinstance(error, click.BadOptionUsage) and not isinstance(error, click.NoSuchOption):
+        return f"{error.option_name} stands without a value: give one behind it" if error.option_name else str(error)
+    if not isinstance(error, click.BadParameter) or parameter is None:
+        return error.format_message()
+    is_option = isinstance(parameter, click.Option)
+    name = parameter.opts[-1] if is_option else (parameter.metavar or parameter.human_readable_name).upper()
+    if isinstance(error, click.MissingParameter):
+        again = f"`{error.ctx.command_path} --help` shows where it stands" if error.ctx else "give it"
+        return f"{name} is missing: {again}"
+    found = VALUE.match(error.message)
+    if found is None:
+        return error.message if name in error.message else f"{name}: {error.message.removesuffix('.')}"
+    return f"{name} is given as {found[1]} where {_right(parameter.type)} is right"
+
+
+VALUE = re.compile(r"(.+?) is not (?:a valid|in the range|one of) ")  # of click's sentences
+
+
+def _right(kind: click.ParamType) -> str:
+    """Returns the values of a type of click's, in words."""
+    if isinstance(kind, click.Choice):
+        return " or ".join(map(str, kind.choices))
+    words = "a whole number" if isinstance(kind, click.types.IntParamType) else "a number"
+    least, most = getattr(kind, "min", None), getattr(kind, "max", None)
+    words += "" if least is None else f" from {least} {'on' if most is None else f'to {most}'}"
+    return words if most is None or least is not None else f"{words} of at most {most}"
 
 
 ADDRESS = re.compile(r"(https?|ftp)://\S+", re.IGNORECASE)

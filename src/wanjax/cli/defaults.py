@@ -107,6 +107,9 @@ def _from_config(file: str, ctx: click.Context) -> dict[str, Any]:
         if not isinstance(more := table.pop(name), dict):
             raise WanjaxError(f"{file} gives {name} as {more!r} where a table of its options, [{name}], is right")
         tables[name] = _named(f"{file}, in [{name}],", more, known[name])
+    for name in (key for key, value in table.items() if isinstance(value, dict) and key not in every):
+        near = [f"[{one}]" for one in get_close_matches(name, known, n=1) or known]
+        raise WanjaxError(f"{file} has the table {name!r}, which is no command: write {' or '.join(near)}")
     names = {option.name for option in known[command].values()}
     shared = {name: value for name, value in _named(file, table, every).items() if name in names}
     return shared | tables.get(command, {})

@@ -151,7 +151,9 @@ def _here(
     here = nullcontext(worker.folder) if isinstance(worker.folder, Path) else own_folder()
     with here as own:  # previews are shown by files
         video = Rendering(report, own, _of_job(given, first), pipe=worker.pipe)
-        video.tell(list(dict.fromkeys(job.request.settings["seed"] for job in batch.jobs.values())))
+        videos = [worker.settings[name] for name in batch.jobs]
+        video.tell(videos)
+        video.tell_prompt(videos)
         if video.previews and not given.get("preview_decoder"):
             with report.stage("preview"):
                 worker.fit_colours()

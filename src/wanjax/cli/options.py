@@ -230,7 +230,7 @@ of_model = partial(click.option, "--model", metavar="MODEL", shell_complete=comp
 model = of_model(
     default="nano",
     show_default=True,
-    help="A name that `wanjax models` lists, an id on the Hugging Face hub, or a folder.",
+    help="A name that `wanjax models` lists, an id on the Hugging Face hub, a folder or a file.",
 )
 model_again = of_model("model_option", help="The same as MODEL.")
 model_override = of_model(help="Another model than that of the stage before.")

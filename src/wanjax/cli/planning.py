@@ -18,7 +18,7 @@ from rich.console import Console
 from wanjax import loading, registry
 from wanjax.cli.processes import meet
 from wanjax.cli.report import Report
-from wanjax.cli.scaling import show_scale, why
+from wanjax.cli.scaling import SUM, show_scale, why
 from wanjax.cli.stages import Rendering, given_settings, how_of, loras_of, own_settings
 from wanjax.cli.tables import print_table
 from wanjax.compilers.cache import compile_cache, compile_cache_folder
@@ -207,7 +207,9 @@ def _summary(found: Outlook) -> Iterator[str]:
         pace = digits(found.frames_a_second)
         yield f"streamed: {pace} frames a second with the decoder, where {found.fps} are played"
     if found.total_seconds is not None:
-        compiling = f", after {duration(found.compile_seconds)} of compiling (here)" if found.compile_seconds else ""
+        compiling = (
+            f", after compiling ({SUM.format(duration(found.compile_seconds))})" if found.compile_seconds else ""
+        )
         least = found.total_seconds if found.total_seconds_least is None else found.total_seconds_least
         yield f"the whole run: {between(duration(least), duration(found.total_seconds))}{compiling}"
     yield (

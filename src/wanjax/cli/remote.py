@@ -8,6 +8,7 @@ import base64
 import hashlib
 import json
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,6 +40,7 @@ PATIENCE = 60.0  # seconds in which a server has to answer
 EVERY = 0.05, 1.0  # seconds between two looks at the video, the first and the longest
 LARGEST = 2**33  # bytes of an answer
 MOST = 10**9  # units of a stage
+HOST_AND_PORT = re.compile(r"[\w.-]+:\d{1,5}(/\S*)?", re.ASCII)  # without a scheme
 TOLD = {"id": str, "defaults": dict, "settings": dict, "started_with": dict, "loras": list}  # of a model
 AHEAD = 4  # of several videos, those that the server has at once: it goes on while one is collected
 FULL = 429  # the status of HTTP where a queue is full
@@ -454,6 +456,7 @@ class Server:
 
     def __init__(self, url: str):
         """Takes an address such as http://localhost:8000; raises WanjaxError for one of another kind."""
+        url = f"http://{url}" if HOST_AND_PORT.fullmatch(url) else url
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise WanjaxError(f"--at is given as {shown(url)} where an address such as http://localhost:8000 is right")

@@ -15,6 +15,7 @@ from wanjax.sharding import mesh_text
 
 VIDEO = ("slice", "mesh", "a video", "chip-seconds")
 ALL = ("slice", "slices", "hours")
+SUM = "{}, the sum of its programs here, some at once"  # of seconds of compiling, which overlap
 HOST = 8  # the most chips of one host, which several workers can share
 
 
@@ -114,7 +115,7 @@ def _start(bulk: Bulk, way: Way) -> str:
     if bulk.compiling is not None:
         compiling = f"{duration(bulk.compiling)} (given)"
     elif way.plan.compile_seconds:
-        compiling = f"0 s (a shared cache) to {duration(way.plan.compile_seconds)} (measured here)"
+        compiling = f"0 s (a shared cache) to {SUM.format(duration(way.plan.compile_seconds))}"
     else:
         compiling = "not counted (not known)"
     return (

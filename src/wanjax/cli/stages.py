@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -60,8 +61,10 @@ from wanjax.programs import EXECUTE, Instance
 from wanjax.schedulers import name_of
 from wanjax.signals import abandoned_by
 from wanjax.stores import places
-from wanjax.stores.writing import check_folder
+from wanjax.stores.writing import check_folder, check_room
 
+MOST_NOTES = 8  # of a kind, on the rows of a batch
+LARGE = 2**30  # bytes of weights that are worth a word
 RECORDED_STEPS = 200  # of a run that is recorded before its first step; each takes a millisecond or two
 WORK = {VIDEO: f"a finished video, {VIDEO}", LATENTS: f"the latents of a video, {LATENTS}"}
 REPLACED = {"generate": (VIDEO, LATENTS), "encode": (VIDEO, LATENTS), "denoise": (VIDEO,), "decode": (VIDEO,)}
@@ -79,6 +82,7 @@ def generate(
         video.tell()
         video.tell_prompt()
         video.try_output(video.video, video.record)
+        video.check_room()
         check_making(video.pipe, video.settings, video.pictures, **video.how)
         run = video.denoising()
         with video.ahead():
@@ -115,6 +119,7 @@ def denoise(report: Report, *, folder: Path, noise: str | None, force: bool, **g
     with held(Rendering(report, folder, given, left, noise=noise)) as video:
         encoded = video.checked(tensors)
         video.tell()
+        video.check_room()
         check_denoising(video.pipe, encoded, video.settings, batch_guidance=video.how["batch_guidance"])
         run = video.denoising(tells=True)
         with run.stage("denoise"):
@@ -312,30 +317,26 @@ class Rendering:
             raise WanjaxError(f"{self.folder / stage_files.EMBEDDINGS}: {error}") from error
         return encoded
 
-    def tell(self, seeds: Sequence[int] = ()) -> None:
-        """Prints the settings of the video, or of one of each seed, and notes on settings that may be unintended."""
+    def tell(self, videos: Sequence[Settings] = ()) -> None:
+        """Prints the settings of the video, and notes on settings that may be unintended.
+
+        Of several `videos` it prints what they share, what they differ in, and each note once.
+        """
         chosen, mesh = self.settings, self.pipe.partitioner
-        seed = (
-            f"seed{'s' * (len(seeds) > 1)} {in_short(seeds)}"
-            if seeds
-            else f"seed {chosen.seed}{' (drawn)' if self.drawn else ''}"
-        )
-        guidance = " and ".join(f"{scale:g}" for scale in chosen.guidance_scales)
-        guidance += f" with {chosen.guidance_rule}" if chosen.guidance_rule != CLASSIFIER_FREE else ""
+        seeds = list(dict.fromkeys(one.seed for one in videos))
+        drawn = " (drawn)" if self.drawn and not videos else ""
+        each = [_shown_parts(one) for one in videos or [chosen]]
+        shared = {name: text for name, text in each[0].items() if all(one[name] == text for one in each)}
+        seed = f"seed{'s' * (len(seeds) > 1)} {in_short(seeds or [chosen.seed])}{drawn}"
+        differing = " and ".join(name for name in each[0] if name not in shared)
         self.report.note(
-            f"{chosen.model}: {chosen.width}x{chosen.height}, {quantity(chosen.frames, 'frame')} "
-            f"at {chosen.fps} a second, {quantity(chosen.steps, 'step')}, guidance {guidance}, {seed}, {chosen.dtype}, "
+            f"{chosen.model}: {', '.join([*shared.values(), seed, chosen.dtype])}, "
             f"on {devices_of(mesh)}{f', mesh {mesh}, rules {mesh.rules_name}' if 'mesh' in self.record else ''}"
+            f"{f'; the videos differ in {differing}' if differing else ''}"
         )
-        if sentence := estimate(self.pipe, chosen, self.from_video):
+        if not differing and (sentence := estimate(self.pipe, chosen, self.from_video)):
             self.report.note(sentence)
-        if not (chosen.guided or chosen.guidance_rule.leads is not None):
-            self.report.note("note: guidance is off, so the negative prompt has no effect")
-        if (domain := domain_of(chosen.model)) and (unlike := domain.unlike(chosen)):
-            self.report.note(
-                f"note: {chosen.model} was trained on {domain.size[1]}x{domain.size[0]} and "
-                f"{quantity(domain.frames, 'frame')} alone: {' and '.join(unlike)} may show nothing but grey"
-            )
+        self._note(*(note for one in videos or [chosen] for note in _doubts(one)))
         if self.remade and (sentence := differences(self.remade, self.record)):
             self.report.note(f"note: {sentence}")
         if self.noise is not None:
@@ -356,17 +357,31 @@ class Rendering:
         settings = replace(self.settings, windows=min(2, self.settings.windows))  # later windows are as the second
         return [one.instance for one in record(self.pipe, settings, self.pictures, **self.how).programs]
 
-    def tell_prompt(self) -> None:
-        """Prints notes on the prompt, where the model does not know or read all of it."""
-        chosen = self.settings
-        if not chosen.prompt.strip():
-            self.report.note("note: the prompt is empty, so the video shows what the model likes")
-        if (domain := domain_of(chosen.model)) and (unknown := domain.unknown(chosen.prompt)):
+    def tell_prompt(self, videos: Sequence[Settings] = ()) -> None:
+        """Prints notes on the prompt, or on those of several `videos`, which the model does not know or read whole."""
+        chosen, videos = self.settings, videos or [self.settings]
+        prompts = list(dict.fromkeys(one.prompt for one in videos))
+        if not all(prompt.strip() for prompt in prompts):
+            self._note("the prompt is empty, so the video shows what the model likes")
+        if (domain := domain_of(chosen.model)) and (unknown := domain.unknown(" ".join(prompts))):
             words = ", ".join(map(repr, unknown[:3])) + (" ..." if len(unknown) > 3 else "")
-            self.report.note(f"note: {chosen.model} does not know {words}: it was trained on {domain.about}")
-        for name, text in (("prompt", chosen.prompt), ("negative prompt", chosen.negative_prompt)):
-            for truncation in self.pipe.truncations(text, follow=chosen.follow):
-                self.report.note("note: " + str(truncation).replace("the prompt", f"the {name}", 1))
+            self._note(f"{chosen.model} does not know {words}: it was trained on {domain.about}")
+        texts = dict.fromkeys((name, text, one.follow) for one in videos for name, text in _texts_of(one))
+        self._note(
+            *(
+                str(truncation).replace("the prompt", f"the {name}", 1)
+                for name, text, follow in texts
+                for truncation in self.pipe.truncations(text, follow=follow)
+            )
+        )
+
+    def _note(self, *notes: str) -> None:
+        """Prints notes, each once; of very many the first ones, and how many more there are."""
+        each = list(dict.fromkeys(notes))
+        for note in each[:MOST_NOTES]:
+            self.report.note(f"note: {note}")
+        if len(each) > MOST_NOTES:
+            self.report.note(f"note: {len(each) - MOST_NOTES} more of these")
 
     def denoising(self, *, tells: bool = False) -> Run:
         """Returns the run that denoises, keeps its state and saves; with previews and a profile if they are wanted.
@@ -422,6 +437,12 @@ class Rendering:
             chosen = self.settings
             videos.try_output(video, chosen.length, chosen.size, chosen.fps, record)
 
+    def check_room(self) -> None:
+        """Raises WanjaxError where the folder of the stages has no room for the latents, which stay in it."""
+        if is_first() and self.held is None and self.settings.windows == 1:
+            latents = 2 * prod(self.pipe.architecture.spec.latent_shape(self.settings))  # bfloat16, if not more
+            check_room(self.folder, latents, self.folder / LATENTS)
+
     def made(self, file: places.Place) -> None:
         """Prints the file that the command made, in the first process only."""
         if is_first():
@@ -459,6 +480,35 @@ class Rendering:
         """Returns the command that makes the video from what the folder has of it."""
         folder = str(self.folder)
         return shlex.join(["wanjax", "generate", "--from", folder, "--dir", folder, "--out", self.video])
+
+
+def _shown_parts(chosen: Settings) -> dict[str, str]:
+    """Returns the settings of a video that are printed before it is made, in words, by what they are."""
+    guidance = " and ".join(f"{scale:g}" for scale in chosen.guidance_scales)
+    guidance += f" with {chosen.guidance_rule}" if chosen.guidance_rule != CLASSIFIER_FREE else ""
+    return {
+        "size": f"{chosen.width}x{chosen.height}",
+        "length": f"{quantity(chosen.frames, 'frame')} at {chosen.fps} a second",
+        "steps": quantity(chosen.steps, "step"),
+        "guidance": f"guidance {guidance}",
+    }
+
+
+def _doubts(chosen: Settings) -> Iterator[str]:
+    """Yields notes on settings of a video that may be unintended."""
+    if not (chosen.guided or chosen.guidance_rule.leads is not None):
+        yield "guidance is off, so the negative prompt has no effect"
+    if (domain := domain_of(chosen.model)) and (unlike := domain.unlike(chosen)):
+        yield (
+            f"{chosen.model} was trained on {domain.size[1]}x{domain.size[0]} and "
+            f"{quantity(domain.frames, 'frame')} alone: {' and '.join(unlike)} may show nothing but grey"
+        )
+
+
+def _texts_of(chosen: Settings) -> Iterator[tuple[str, str]]:
+    """Yields the texts that a model reads, each with its name."""
+    yield "prompt", chosen.prompt
+    yield "negative prompt", chosen.negative_prompt
 
 
 class Reporting(Hook):
@@ -679,19 +729,20 @@ class Tempo:
 
 
 def estimate(pipe: Pipeline, settings: Settings, from_video: bool) -> str | None:
-    """Returns a sentence on the memory of the largest network's weights, and on the least time; None if unknown.
+    """Returns a sentence on the memory of large weights and on the least time; None if there is nothing to tell.
 
     `from_video` tells whether denoising begins from a video, which saves some steps.
     """
     parts = []
     if sizes := pipe.components.sizes:
         largest = max(sizes, key=lambda name: sizes[name])
-        parts.append(f"about {in_bytes(sizes[largest])} of memory for the weights of its {largest}")
+        if sizes[largest] >= LARGE:
+            parts.append(f"the weights of its {largest} take about {in_bytes(sizes[largest])} of memory")
     settings = pipe.architecture.spec.passes_of(settings)[0]  # of several passes the first alone is counted
     steps = settings.strong_steps if from_video else settings.steps
     if seconds := least_seconds(pipe, settings, steps, jax.devices()[0].device_kind):
-        parts.append(f"at least {duration(seconds)} of denoising, at the peak of {devices_of(pipe.partitioner)}")
-    return f"a video takes {' and '.join(parts)}" if parts else None
+        parts.append(f"denoising takes at least {duration(seconds)}, at the peak of {devices_of(pipe.partitioner)}")
+    return f"{settings.model}: {'; '.join(parts)}" if parts else None
 
 
 def least_seconds(pipe: Pipeline, settings: Settings, steps: int, kind: str) -> float | None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from wanjax.errors import WanjaxError, reason, shown
 from wanjax.media.texts import decoded, read_text, trimmed
+from wanjax.pipelines.other_names import unknown_keyword
 from wanjax.pipelines.request import FIELDS, STRENGTH, VideoRequest
 from wanjax.stores.places import place
 
@@ -133,7 +134,11 @@ def _of_csv(text: str) -> Iterator[dict[str, Any] | WanjaxError]:
         return len({name.strip() for name in header}.intersection(IN_ROWS))
 
     delimiter = max(DELIMITERS, key=known_fields)
-    for row in csv.DictReader(StringIO(text), strict=True, delimiter=delimiter):
+    table = csv.DictReader(StringIO(text), strict=True, delimiter=delimiter)
+    for name in filter(None, map(str.strip, table.fieldnames or ())):
+        if name not in FIELDS:
+            raise WanjaxError(f"the header has the column {name!r}: {unknown_keyword(name, FIELDS)}")
+    for row in table:
         if None in row:
             yield WanjaxError(f"the row has more fields than the header: quote one that holds {delimiter!r}")
         else:

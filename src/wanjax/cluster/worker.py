@@ -22,7 +22,7 @@ from wanjax.cluster.processes import is_first
 from wanjax.cluster.requests import WrongRows
 from wanjax.compilers.cache import compile_cache_folder, use_shared
 from wanjax.compilers.executables import of_this_machine
-from wanjax.errors import WanjaxError, causes, is_full, reason
+from wanjax.errors import WanjaxError, causes, is_full, reason, shown
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures
 from wanjax.media.texts import slug
@@ -32,10 +32,10 @@ from wanjax.pipelines.observers import Hook
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.progress import timing_writes
 from wanjax.pipelines.recording import check_making
-from wanjax.pipelines.request import OWN, PreparedRequest, VideoRequest
+from wanjax.pipelines.request import MODEL, OWN, PreparedRequest, VideoRequest
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.seeds import checked_seed
-from wanjax.pipelines.settings import Settings
+from wanjax.pipelines.settings import LOADED, Settings
 from wanjax.programs import EXECUTE
 from wanjax.stores.own import HOST
 from wanjax.stores.places import Place, place
@@ -118,6 +118,7 @@ class Worker:
         self.load, self.folder, self.force = load, folder, force
         self.how: Any = {"tiling": tiling, "batch_guidance": batch_guidance}
         self.hooks: Sequence[Hook] = ()
+        self.settings: dict[str, Settings] = {}  # of the planned jobs, by name
         self.in_step = True  # False where other processes wait for what this one left in its midst
 
     @cached_property
@@ -156,7 +157,8 @@ class Worker:
             except WanjaxError as error:
                 wrong.add(request.row, error)
                 continue
-            yield Job(name_of(prepared.metadata), request.updated({"seed": prepared.settings.seed}))
+            self.settings[name := name_of(prepared.metadata)] = prepared.settings
+            yield Job(name, request.updated({"seed": prepared.settings.seed}))
 
     def try_output(self, job: Job) -> None:
         """Raises WanjaxError where the video of a job could not be written."""
@@ -274,6 +276,11 @@ class Worker:
     def _shared(self, request: VideoRequest) -> "Shared":
         """Returns what the videos of one run share; raises WanjaxError where no such video can be made."""
         shared = request.shared
+        loaded = {MODEL.name: shared.model, **shared.settings}
+        for name in LOADED:
+            if (value := loaded.get(name)) not in (None, own := getattr(self.pipe.defaults, name)):
+                option = f"--{name.replace('_', '-')}"
+                raise WanjaxError(f"{name} is {shown(value)} where all videos of a run have {own}: give it as {option}")
         pipe = self.pipe.with_solver(shared.scheduler)
         pictures, chosen = pipe.prepare(**shared.inputs, **shared.settings, model=shared.model)
         return Shared(pipe, pictures, chosen, pipe.record(chosen, shared.inputs, **self.how))

@@ -4,7 +4,6 @@
 A video keeps its settings as JSON in its own metadata. It appears under its name only when it is complete.
 """
 
-import errno
 import json
 import math
 import os
@@ -27,13 +26,13 @@ from PIL import Image, PngImagePlugin
 
 from wanjax.dims import readable
 from wanjax.errors import WanjaxError, written
-from wanjax.figures import in_bytes, quantity
+from wanjax.figures import quantity
 from wanjax.media.ffmpeg import reading, run_ffmpeg
 from wanjax.media.webp import keep_time
 from wanjax.signals import abandoned_by
 from wanjax.stores.own import name_beside, own_folder
 from wanjax.stores.places import Place, Remote, local_copy, place
-from wanjax.stores.writing import check_folder, writing
+from wanjax.stores.writing import check_folder, check_room, writing
 
 FRAME = "frame_{:05d}.png"
 IS_FRAME = re.compile(r"frame_\d{5,}\.png")
@@ -177,6 +176,7 @@ def try_output(
             folder.mkdir()
             with abandoned_by(partial(shutil.rmtree, folder)):
                 WRITERS[_suffix(path)](trial, iter([np.zeros((*size, 3), np.uint8)]), fps, settings)
+                alone = sum(file.stat().st_size for file in folder.rglob("*"))
                 if read_metadata(trial) != json.loads(settings):
                     raise WanjaxError(f"{path} would not keep the settings: another format would do")
             if isinstance(target, Remote):
@@ -185,10 +185,7 @@ def try_output(
         raise WanjaxError(str(error).replace(str(trial), str(path))) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    least, room = int(frames * math.prod(size) * LEAST_BYTES[_suffix(path)]), shutil.disk_usage(near).free
-    if room < least:
-        told = f"{near} has room for {in_bytes(room)} where {path} takes {in_bytes(least)} or more"
-        raise WanjaxError(told) from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    check_room(near, alone + int((frames - 1) * math.prod(size) * LEAST_BYTES[_suffix(path)]), path)
 
 
 def read_metadata(path: str | Place) -> dict[str, Any]:

@@ -5,9 +5,8 @@ JAX is not imported, so that a mistake is told at once, and by a process that ne
 """
 
 from collections.abc import Collection, Iterable
-from difflib import get_close_matches
 
-from wanjax.errors import SettingError, shown
+from wanjax.errors import SettingError, listed, near_names, shown
 from wanjax.pipelines.settings import Settings, schema
 
 RENAMED = {alias: name for name, known in schema(Settings).items() for alias in known.aliases} | {
@@ -74,14 +73,14 @@ def unknown_keyword(name: str, known: Iterable[str], *, of_call: Collection[str]
         of_call: Those of a call for videos, where that is another function: the error says that it takes them.
     """
     names = list(known)
-    near = get_close_matches(name[:40], names, n=1)  # a name may be a stranger's, and long
+    near = near_names(name, names, 1)
     ours = RENAMED.get(name, name)
     if ours not in names and ours in of_call:
         right = f"pipe(prompt, {ours}=...) takes it"
     elif name in RENAMED:
         right = f"{ours} is"
     else:
-        right = OTHERWISE.get(name) or (f"{near[0]} is" if near else f"{', '.join(names)} are")
+        right = OTHERWISE.get(name) or (f"{near[0]} is" if near else f"{listed(names)} are")
     return SettingError(f"{shown(name)} is not a keyword here: {right}", name[:40])
 
 

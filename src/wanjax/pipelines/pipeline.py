@@ -27,7 +27,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from wanjax.dims import readable
-from wanjax.errors import WanjaxError, WanjaxWarning
+from wanjax.errors import WanjaxError, WanjaxWarning, near_names, shown
 from wanjax.figures import quantity
 from wanjax.kernels.attention import AUTO, Attention
 from wanjax.kernels.compiler_options import SAFE
@@ -97,9 +97,18 @@ class Component:
         return self if pipe is None else pipe.components.get(self.name)
 
 
+class Named(type):
+    """The type of a class that answers names of other libraries, such as `from_pretrained`, with what is right."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(cls, name: str) -> Any:
+            raise AttributeError(right_name(name) or f"type object {cls.__name__!r} has no attribute {name!r}")
+
+
 @final
 @readable
-class Pipeline:
+class Pipeline(metaclass=Named):
     """A checkpoint as a function from prompts, and pictures if it takes them, to videos.
 
     Components are attributes. Each can be used alone, and `free` releases their memory. `architecture` is what its
@@ -406,7 +415,12 @@ class Pipeline:
         return pieces[0] if len(pieces) == 1 else self.call(join, 2, pieces)
 
     def _looking(self, callback: Stop | None) -> list[Hook]:
-        """Returns the hooks of every run of the library: its progress, and a callback if there is one."""
+        """Returns the hooks of every run of the library: its progress, and a callback if there is one.
+
+        Raises WanjaxError for a callback that cannot be called.
+        """
+        if callback is not None and not callable(callback):
+            raise WanjaxError(f"callback is given as {shown(callback)}: give a function that takes a Step")
         return [Showing(self.progress), *([Calling(callback)] if callback else [])]
 
     def _settings_for(self, encoded: Encoded, given: dict[str, Any]) -> Any:
@@ -622,7 +636,7 @@ class Pipeline:
     def __copy__(self) -> "Pipeline":
         """Return a pipeline that shares everything, until another value is set in it."""
         pipe = object.__new__(Pipeline)
-        pipe.__dict__.update(self.__dict__)
+        vars(pipe).update(vars(self))
         return pipe
 
     def under(self, strategy: Strategy, components: Components | None = None) -> "Pipeline":
@@ -637,6 +651,8 @@ class Pipeline:
             """Raises AttributeError, which tells what is right for names of other libraries."""
             if sentence := right_name(name):
                 raise AttributeError(sentence)
+            if not name.startswith("_") and (near := near_names(name, dir(self), 1)):
+                raise AttributeError(f"a pipeline has no {name}: {near[0]} is near")
             return object.__getattribute__(self, name)  # raises the error for which Python came here
 
     def __repr__(self) -> str:

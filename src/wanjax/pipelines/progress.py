@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 EVERY = 10.0  # seconds between two plain lines
+UNLIKE = ("program",)  # units that take unlike times, so that the pace of some says nothing of the others
 
 
 @dataclass
@@ -109,7 +110,7 @@ class Stage:
         self.done, self.total, self._beside = done, total, beside
         if self._loading is None:
             self.row.update(self._task.id, completed=done, total=total)
-            self.each = 1 / self._task.speed if self._task.speed else self.each
+            self.each = 1 / self._task.speed if self._task.speed and unit not in UNLIKE else self.each
 
     def end(self) -> None:
         """Tells that the stage is complete."""
@@ -257,12 +258,14 @@ def _shown_on(console: "Console | None", made: Stage) -> Iterator[None]:
 
 @contextmanager
 def _lines(made: Stage, console: "Console") -> Iterator[None]:
-    """Prints a plain line from time to time."""
+    """Prints a plain line from time to time, where it differs from the one before."""
     over = Event()
 
     def tell() -> None:
+        before = ""
         while not over.wait(EVERY):
-            console.print(f"{made.name}: {made}")
+            if (line := f"{made.name}: {made}") != before:
+                console.print(before := line)
 
     thread = Thread(target=tell, daemon=True)
     thread.start()

@@ -67,7 +67,8 @@ class VideoRequest:
         *,
         row: int = 0,
         known: Collection[str] = FIELDS,
-        sizes: Collection[str] | None = None,
+        values: Mapping[str, Setting] = VALUES,
+        sizes: Mapping[str, tuple[int, int]] | None = None,
         longest: int | None = None,
         whole: bool = True,
     ) -> "VideoRequest":
@@ -77,7 +78,8 @@ class VideoRequest:
             fields: Values of Python, JSON or TOML, or their texts, by name.
             row: The number of the row that they are from.
             known: The names that may be given.
-            sizes: A model's names of sizes; None for any that some model may have.
+            values: The settings, which may be bounded more than elsewhere.
+            sizes: A model's sizes, (height, width) by name; None for any that some model may have.
             longest: Characters of a stranger's prompt, whose texts are bounded; None for any number.
             whole: False for a part of a request, such as a command's options, which needs no prompt.
 
@@ -96,12 +98,14 @@ class VideoRequest:
             fields.setdefault("prompt", "")
         if SAME_IMAGE in fields:
             fields[IMAGE.name] = _both(fields.get(IMAGE.name), fields.pop(SAME_IMAGE))
-        named = {x.name: _value(x.name, fields.pop(x.name), longest) for x in (MODEL, SCHEDULER) if x.name in fields}
+        named = {
+            x.name: _value(values[x.name], fields.pop(x.name), longest) for x in (MODEL, SCHEDULER) if x.name in fields
+        }
         lora = _strengths(fields.pop(STRENGTH.name, {}))
         inputs = {name: _files(name, fields.pop(name)) for name in INPUTS if name in fields}
         settings: dict[str, Any] = {}
         for name, value in fields.items():
-            settings |= _size(value, sizes) if name == "size" else {name: _value(name, value, longest)}
+            settings |= _size(value, sizes) if name == "size" else {name: _value(values[name], value, longest)}
         if whole:
             _check_prompt(settings.get("prompt"), allow_empty)
         return cls(settings, inputs, lora=lora, row=row, **named)
@@ -187,9 +191,9 @@ def _check_prompt(prompt: Any, allow_empty: Any) -> None:
         raise SettingError(f"the prompt is {told}: say what the video shows, or set {ALLOW_EMPTY.name}", "prompt")
 
 
-def _value(name: str, value: Any, longest: int | None) -> Any:
+def _value(known: Setting, value: Any, longest: int | None) -> Any:
     """Return a setting's value, as its text where it is neither a text nor a number."""
-    known = VALUES[name]
+    name = known.name
     if isinstance(value, str) and "\0" in value:  # which no metadata and no name of a file holds
         raise SettingError(f"{name} is given as {shown(value)} with the character \\0: leave it out", name)
     found = known.parse(_whole(value) if known.kind is int else value)
@@ -209,7 +213,7 @@ def _whole(value: Any) -> Any:
         return value
 
 
-def _size(value: Any, names: Collection[str] | None) -> dict[str, Any]:
+def _size(value: Any, names: Mapping[str, tuple[int, int]] | None) -> dict[str, Any]:
     """Return the settings of a size: (height, width), a text such as 832x480, or one of the names."""
     if isinstance(value, tuple):
         return sides(value, {})
@@ -217,7 +221,8 @@ def _size(value: Any, names: Collection[str] | None) -> dict[str, Any]:
         return {"size": found} if isinstance(found := read_size(value), str) else sides(found, {})
     if names is not None and is_text(value) and (value in names or pixels(value)):
         return {"size": value} if value in names else sides(value, {})
-    right = f"a text such as '832x480', or {', '.join(names or ('480p',))}"
+    height, width = next(iter((names or {}).values()), (480, 832))
+    right = f"a text such as '{width}x{height}', or {', '.join(names or ('480p',))}"
     raise SettingError(f"size is given as {shown(value)}: give {right}", "size")
 
 

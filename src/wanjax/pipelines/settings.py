@@ -15,7 +15,7 @@ from functools import cache
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args
 
-from wanjax.errors import SettingError, WanjaxError, shown
+from wanjax.errors import SettingError, WanjaxError, near_names, shown
 from wanjax.figures import quantity
 
 if TYPE_CHECKING:
@@ -354,7 +354,9 @@ def sides(size: Any, sizes: Mapping[str, tuple[int, int]]) -> dict[str, int]:
     pair = (pixels(size) or sizes.get(size)) if isinstance(size, str) else size
     if pair is None:
         named = ", ".join(sizes)
-        raise SettingError(f"{shown(size)} is no size of the model: give {named}, or pixels such as 832x480", "size")
+        height, width = next(iter(sizes.values()), (480, 832))
+        told = f"give {named}, or pixels such as {width}x{height}"
+        raise SettingError(f"{shown(size)} is no size of the model: {told}", "size")
     if isinstance(pair, tuple | list) and len(pair) == 2:
         height, width = (whole(n) for n in pair)
         if height is not None and width is not None:
@@ -378,7 +380,8 @@ def read_size(text: str) -> tuple[int, int] | str:
 
 def no_setting(name: str, model: str | None, own: Iterable[str]) -> WanjaxError:
     """Returns the error for a setting that a model does not have; `own` are those that it has."""
-    return WanjaxError(f"{name} is no setting of {model}: {', '.join(own)} are")
+    near = [f"{one} is near" for one in near_names(name, own, 1)] or ["leave it out, or choose a model that has it"]
+    return WanjaxError(f"{name} is no setting of {model}: {near[0]}")
 
 
 def whole(value: Any) -> int | None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, get_args, get_type_hints
 
-from wanjax.errors import WanjaxError, shown
+from wanjax.errors import WanjaxError, choice, shown
 
 
 def read_value(given: Any, kinds: Mapping[str, type[Any]], what: str, *, named: bool = False) -> Any:
@@ -17,7 +17,7 @@ def read_value(given: Any, kinds: Mapping[str, type[Any]], what: str, *, named: 
     """
     name, _, listed = given.partition(":") if isinstance(given, str) else ("", "", "")
     if name not in kinds:
-        raise WanjaxError(f"there is no {what} {shown(given)}: {', '.join(kinds)} would do")
+        raise WanjaxError(f"there is no {what} {shown(given)}: {choice(name, kinds)}")
     fields, values = [field.name for field in dataclasses.fields(kinds[name])], listed.split(",") if listed else []
     hints, found = get_type_hints(kinds[name]), {}
     for place, text in enumerate(values):

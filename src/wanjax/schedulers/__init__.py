@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from wanjax.errors import WanjaxError, shown
+from wanjax.errors import WanjaxError, near_names, shown
 from wanjax.schedulers.base import TRAIN_STEPS, Scheduler, check_flow, one_step
 from wanjax.schedulers.ddim import DDIM
 from wanjax.schedulers.diffusion import BETAS, Diffusion
@@ -153,8 +153,9 @@ def parse(text: object) -> Scheduler:
     found = NAMED.get(name)
     value = _value(told, getattr(found, field)) if found and colon and field and field == found.option else None
     if found is None or (colon and value is None):
-        names, options = ", ".join(NAMED), ", ".join(_WITH_OPTIONS)
-        raise WanjaxError(f"no scheduler is named {shown(text)}: there are {names}, and with options {options}")
+        near, options = near_names(name, NAMED, 1), ", ".join(_WITH_OPTIONS)
+        right = f"{near[0]} is near" if near and not colon else f"there are {', '.join(NAMED)}"
+        raise WanjaxError(f"no scheduler is named {shown(text)}: {right}, and with options {options}")
     return replace(found, **{field: value}) if colon else found
 
 

@@ -39,6 +39,7 @@ from wanjax.stores.places import Missing, Remote
 
 PAGE = files("wanjax.serve") / "page"
 FIELDS, FILES = 64, 12  # of a form
+FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
 BODY_SECONDS = 60.0  # in which a request has to arrive
 HEARTBEAT = 15.0  # seconds between signs of life of an idle stream
 AWAY = "the table of videos is out of reach for a while: try again later"
@@ -254,7 +255,7 @@ class Service:
     async def models(self, request: Request) -> JSONResponse:
         """Lists the models, the served one first: all that a request may ask, and what the server was started with."""
         about = {"object": "model", "owned_by": "wanjax", "limits": self.limits.to_json()}
-        return JSONResponse({"object": "list", "data": [about | model for model in self.told]})
+        return JSONResponse({"object": "list", "data": [about | self.limits.telling(model) for model in self.told]})
 
     async def login(self, request: Request) -> Response:
         """Keeps the token of a form in a cookie, for the page."""
@@ -319,11 +320,11 @@ async def _token(request: Request) -> Any:
 async def _body(request: Request) -> tuple[dict[str, Any], dict[str, list[bytes]]]:
     """Returns the fields of a request and its files; raises WanjaxError for a body that is neither form nor JSON."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind in ("multipart/form-data", "application/x-www-form-urlencoded"):
+    if kind in FORMS:
         async with request.form(max_files=FILES, max_fields=FIELDS) as form:
             return await _form(form)
     if kind != "application/json":
-        raise HTTPException(415, "a video is asked for by application/json or multipart/form-data")
+        raise HTTPException(415, f"a video is asked for by application/json, {' or '.join(FORMS)}")
     try:
         found = json.loads(await request.body(), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:

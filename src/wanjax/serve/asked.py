@@ -20,9 +20,10 @@ from PIL import Image
 from wanjax.errors import SettingError, WanjaxError
 from wanjax.media.inputs import IMAGE, INPUTS, InputSpec
 from wanjax.media.pictures import DECODING, PictureOfAnySize, opened, picture_of
+from wanjax.pipelines.checks import check_inputs
 from wanjax.pipelines.other_names import unknown_keyword
 from wanjax.pipelines.pipeline import Pipeline
-from wanjax.pipelines.request import BESIDE, MODEL, SAME_IMAGE, VideoRequest
+from wanjax.pipelines.request import BESIDE, MODEL, SAME_IMAGE, VALUES, VideoRequest
 from wanjax.pipelines.settings import DRAW, Settings
 from wanjax.schedulers import name_of
 from wanjax.serve.limits import Limits
@@ -46,14 +47,17 @@ def read(
     fields.setdefault(MODEL.name, known.first)
     model = known.model(MODEL.read(fields[MODEL.name]))
     pictures, inputs = {name: list(given) for name, given in files.items()}, inputs_of(model)
+    spec = model.architecture.spec
+    named = [IMAGE.name if name == SAME_IMAGE else name for name in (*pictures, *fields)]
+    check_inputs([name for name in named if name in inputs], model.defaults.model, spec.purpose, spec.inputs)
     for name in (*inputs, SAME_IMAGE):
         if name in fields:
             pictures.setdefault(name, []).extend(_from_text(name, fields.pop(name)))
     if SAME_IMAGE in pictures:
         pictures.setdefault(IMAGE.name, []).extend(pictures.pop(SAME_IMAGE))
     _check_pictures(pictures, inputs, limits)
-    names = (*offered(model), *BESIDE)
-    request = VideoRequest.parse(fields, known=names, sizes=model.sizes, longest=limits.prompt)
+    names, values = (*offered(model), *BESIDE), limits.bounding(VALUES)
+    request = VideoRequest.parse(fields, known=names, values=values, sizes=model.sizes, longest=limits.prompt)
     solver = None if request.scheduler == name_of(model.scheduler) else request.scheduler
     return replace(request, scheduler=solver, lora=known.strengths(request.lora)), pictures
 

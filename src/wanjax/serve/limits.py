@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bounds of what a request may ask for."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from wanjax.errors import SettingError, WanjaxError, shown
 from wanjax.figures import quantity
 from wanjax.media.bounds import BOUNDS
-from wanjax.pipelines.settings import Settings
+from wanjax.pipelines.settings import Setting, Settings
 
 CLIP = 8  # times the pixels of all pictures of a request that a clip may have in all its frames
 TIMES = 4  # a video may have this many times the pixels of the model's default one
@@ -46,6 +48,23 @@ class Limits:
         for name in ("steps", "fps"):
             if (value := getattr(settings, name)) > (most := getattr(self, name)):
                 raise SettingError(f"{name} is {shown(value)} where this server takes {most} at most", name)
+
+    def bounding(self, settings: Mapping[str, Setting]) -> dict[str, Setting]:
+        """Returns settings by name, with this server's own bounds of their values."""
+        found = dict(settings)
+        for name, most in {"steps": self.steps, "fps": self.fps}.items():
+            known = found[name]
+            usual = None if known.usual is not None and known.usual > most else known.usual
+            found[name] = known._replace(most=min(known.most, most), usual=usual)
+        return found
+
+    def telling(self, model: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what a server tells of a model, with its own bounds in the settings."""
+        settings = {name: dict(words) for name, words in model["settings"].items()}
+        for name in ("steps", "fps"):
+            if words := settings.get(name):
+                words["maximum"] = min(words.get("maximum", math.inf), getattr(self, name))
+        return {**model, "settings": settings}
 
     def bound_pictures(self) -> None:
         """Bounds the pictures and clips that are read in this process."""

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files and folders that appear under their names when they are complete."""
 
+import errno
+import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -8,9 +11,12 @@ from pathlib import Path
 from uuid import uuid4
 
 from wanjax.errors import WanjaxError, reason, written
+from wanjax.figures import in_bytes
 from wanjax.signals import abandoned_by
 from wanjax.stores.own import name_beside
 from wanjax.stores.places import Place, Remote, publishing
+
+NEXT_TO_NONE = 2**16  # bytes that the smallest video needs on a disk, with what is written beside it
 
 
 @contextmanager
@@ -47,6 +53,14 @@ def write_whole(file: Path, content: bytes) -> None:
     finally:
         with suppress(OSError):
             beside.unlink()
+
+
+def check_room(folder: Path, least: int, what: object) -> None:
+    """Raises WanjaxError where a disk has less room than something takes at least, or next to none."""
+    least = max(least, NEXT_TO_NONE)
+    if (room := shutil.disk_usage(folder).free) < least:
+        told = f"{folder} has room for {in_bytes(room)} where {what} needs {in_bytes(least)} or more"
+        raise WanjaxError(told) from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def check_folder(folder: Place) -> None:

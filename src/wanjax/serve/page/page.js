@@ -163,6 +163,7 @@ function seeds() {
 
 // Throws what the browser finds wrong with a field, of which it would tell nothing in settings that are closed.
 function check() {
+  if (!$("prompt").value.trim()) throw new Refused(null, "Say what the video shows", "prompt");
   const input = [...$("ask").elements].find((one) => !one.checkValidity());
   if (!input) return;
   const label = input.closest("label")?.firstChild.textContent.trim() || input.name;
