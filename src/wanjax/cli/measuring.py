@@ -125,6 +125,6 @@ def suited(model: str) -> list[str]:
 def _measured(report: Report, pipe: Any, pictures: Any, settings: Any) -> Measured:
     with report.stage("encode"):
         encoded = pipe.encode_prompts(settings.prompt, settings.negative_prompt, follow=settings.follow)
-        encoded = encoded._replace(**pipe.architecture.encode_pictures(pipe.runtime, pictures, settings))
+        encoded = encoded._replace(**pipe.architecture.encode_inputs(pipe.runtime, pictures, settings))
     with report.stage("denoise"):
         return measure(pipe.runtime, pipe.architecture, encoded, settings)

@@ -440,7 +440,7 @@ class VideoModel(ABC):
     def encode_prompts(self, runtime: Runtime, settings: Settings) -> Encoded:
         """Encodes the prompt and the negative prompt of a video's settings, with the text encoders alone."""
 
-    def encode_pictures(
+    def encode_inputs(
         self, runtime: Runtime, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
     ) -> Mapping[str, Any]:
         """Encodes the pictures of a video without the text encoders; returns fields of `encoded_type`."""

@@ -116,7 +116,7 @@ class Run:
 
     def _seen(self, pictures: Pictures, settings: Settings) -> Mapping[str, Any]:
         """Encodes pictures; returns fields of the output of the first stage."""
-        seen = self.model.encode_pictures(self.runtime, pictures, settings, tiling=self.tiling)
+        seen = self.model.encode_inputs(self.runtime, pictures, settings, tiling=self.tiling)
         seen = with_shape(seen, self.model.encoded_type, pictures, settings)
         return self.runtime.components.finish_stage(seen)
 

@@ -108,7 +108,7 @@ class Store:
         settings = self.pipe.settings(size=(height, width), frames=count)
         ends = {"image": frames[0], "last_image": frames[-1]}
         pictures = Pictures(**{name: ends[name] for name in self.pipe.architecture.spec.needs if name in ends})
-        seen = self.pipe.architecture.encode_pictures(self.pipe.runtime, pictures, settings)
+        seen = self.pipe.architecture.encode_inputs(self.pipe.runtime, pictures, settings)
         made = {LATENTS: self.pipe.encode_video(frames), **seen}
         file = f"clip-{name}.safetensors"
         save_safetensors(self.folder / file, {field: np.asarray(x) for field, x in made.items()})

@@ -172,7 +172,7 @@ class SoundModel(VideoModel):
         graphdef, weights = runtime.split("text_encoder")
         return Encoded(*runtime.call(encode_texts, graphdef, both.ids, both.mask, weights))
 
-    def encode_pictures(self, runtime, pictures, settings, *, tiling=None):
+    def encode_inputs(self, runtime, pictures, settings, *, tiling=None):
         page = fit(pictures["image"], settings.size, settings.resize)
         return {"reference": encode_clip(runtime.components.get("vae"), [page], tiling, runtime.call)}
 

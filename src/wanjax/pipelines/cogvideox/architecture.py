@@ -148,7 +148,7 @@ class CogVideoXArchitecture(VideoModel):
         graphdef, weights = runtime.split("text_encoder")
         return CogVideoXEncoded(*runtime.call(encode_prompts, graphdef, both.ids, weights))
 
-    def encode_pictures(
+    def encode_inputs(
         self, runtime: Runtime, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
     ) -> Mapping[str, Any]:
         def posterior(frames: Iterable[np.ndarray], scale: float) -> Any:

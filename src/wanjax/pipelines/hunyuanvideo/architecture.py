@@ -171,7 +171,7 @@ class HunyuanVideoArchitecture(VideoModel):
         graphdef, weights = runtime.split("text_encoder_2")
         return runtime.call(encode_glyphs, graphdef, quoted.ids, quoted.mask, weights)
 
-    def encode_pictures(
+    def encode_inputs(
         self, runtime: Runtime, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
     ) -> Mapping[str, Any]:
         if (picture := pictures.picture("image")) is None:

@@ -70,7 +70,7 @@ class TextToVideo(WanModel):
     def picture_shapes(self, settings: Settings) -> Mapping[str, Shape]:
         return {"video_latents": self.spec.latent_shape(settings)}
 
-    def encode_pictures(
+    def encode_inputs(
         self, runtime: Runtime, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
     ) -> Mapping[str, Any]:
         if (clip := pictures.clip("video")) is None:
@@ -139,10 +139,10 @@ class FirstFrameToVideo(TextToVideo):
         batch, channels, _, *cells = self.spec.latent_shape(settings)
         return {**super().picture_shapes(settings), "condition": (batch, channels, 1, *cells)}
 
-    def encode_pictures(
+    def encode_inputs(
         self, runtime: Runtime, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
     ) -> Mapping[str, Any]:
-        start = super().encode_pictures(runtime, pictures, settings, tiling=tiling)
+        start = super().encode_inputs(runtime, pictures, settings, tiling=tiling)
         if (picture := pictures.picture("image")) is None:
             return start
         return {**start, "condition": self.encode_clip(runtime, [unit(picture, settings)], tiling)}
@@ -162,7 +162,7 @@ class ImageToVideo(WanModel):
         _, channels, *cells = self.spec.latent_shape(settings)
         return {"condition": (1, self.transformer.channels_in - channels, *cells)}
 
-    def encode_pictures(
+    def encode_inputs(
         self, runtime: Runtime, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
     ) -> Mapping[str, Any]:
         clip, known = [np.full((*settings.size, 3), GREY)] * settings.frames, []
@@ -192,7 +192,7 @@ class AttendedImageToVideo(ImageToVideo):
         features = (1, self.attended.image_positions, self.attended.image_width)
         return {**super().picture_shapes(settings), "image_embeds": features}
 
-    def encode_pictures(
+    def encode_inputs(
         self, runtime: Runtime, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
     ) -> Mapping[str, Any]:
         features = self.encode_images(runtime, self.attended_images(pictures, settings), follow=settings.follow)
@@ -201,7 +201,7 @@ class AttendedImageToVideo(ImageToVideo):
                 f"the checkpoint's configs contradict each other: its image encoder makes {width} features where its "
                 f"transformer takes {self.attended.image_width}"
             )
-        return {**super().encode_pictures(runtime, pictures, settings, tiling=tiling), "image_embeds": features}
+        return {**super().encode_inputs(runtime, pictures, settings, tiling=tiling), "image_embeds": features}
 
     def attended_images(self, pictures: Pictures, settings: Settings) -> list[PictureOfAnySize]:
         """Returns the pictures that the vision tower is shown."""
@@ -237,10 +237,10 @@ class Inpainting(ImageToVideo):
     inputs = (IMAGE, LAST_IMAGE)
     optional = ("condition", "image_embeds")
 
-    def encode_pictures(
+    def encode_inputs(
         self, runtime: Runtime, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
     ) -> Mapping[str, Any]:
-        return super().encode_pictures(runtime, pictures, settings, tiling=tiling) if "image" in pictures else {}
+        return super().encode_inputs(runtime, pictures, settings, tiling=tiling) if "image" in pictures else {}
 
 
 class AttendedInpainting(Inpainting, AttendedImageToVideo):
@@ -287,7 +287,7 @@ class ControlledVideo(WanModel):
         assert encoded.condition is not None
         return encoded.condition.shape[2] - self.spec.latent_shape(settings)[2]
 
-    def encode_pictures(
+    def encode_inputs(
         self, runtime: Runtime, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
     ) -> Mapping[str, Any]:
         grey = np.full((*settings.size, 3), GREY, np.float32)
