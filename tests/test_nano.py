@@ -57,7 +57,7 @@ def test_what_it_never_learnt_gives_a_note(options, notes, monkeypatch, tmp_path
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(WanModel, "encode_prompts", interrupted)  # after all notes are printed
+    monkeypatch.setattr(WanModel, "encode_text", interrupted)  # after all notes are printed
     monkeypatch.chdir(tmp_path)
     told = [line for line in command(*options).stderr.splitlines() if line.startswith("note: ")]
     assert len(told) == len(notes)

@@ -330,7 +330,7 @@ def test_denoising_from_a_video(model):
 
 
 def test_unintended_settings_give_notes(model, monkeypatch):
-    monkeypatch.setattr(WanModel, "encode_prompts", interrupted)  # after all notes are printed
+    monkeypatch.setattr(WanModel, "encode_text", interrupted)  # after all notes are printed
     said = wanjax("encode", "word " * 40 + "end", "--model", model).stderr
     assert says(said, 'prompt tokens 24 "word')
     said = wanjax(" ", "--allow-empty-prompt", "--model", model, *SMALL, "--guidance-scale", "1").stderr
@@ -376,7 +376,7 @@ def test_an_interrupted_denoising_leaves_the_embeddings(model, monkeypatch):
 
 
 def test_an_interrupted_encoding_leaves_nothing(model, monkeypatch):
-    monkeypatch.setattr(WanModel, "encode_prompts", interrupted)
+    monkeypatch.setattr(WanModel, "encode_text", interrupted)
     result = wanjax("a", "--model", model, *SMALL)
     assert (result.exit_code, result.stderr.splitlines()[-1]) == (130, "wanjax: stopped")
     assert files(".") == []

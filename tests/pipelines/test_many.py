@@ -32,13 +32,13 @@ def nano():
 
 def test_prompts_and_seeds_give_the_videos_of_single_calls(nano, monkeypatch):
     single = [nano(prompt, seed=seed, **SMALL) for prompt in PROMPTS for seed in (3, 4)]
-    texts, encode_prompts = [], WanModel.encode_prompts
+    texts, encode_text = [], WanModel.encode_text
 
     def noted(architecture, pipe, settings):
         texts.append(settings.prompt)
-        return encode_prompts(architecture, pipe, settings)
+        return encode_text(architecture, pipe, settings)
 
-    monkeypatch.setattr(WanModel, "encode_prompts", noted)
+    monkeypatch.setattr(WanModel, "encode_text", noted)
     videos = nano(PROMPTS, seeds=[3, 4], **SMALL)
     assert texts == PROMPTS
     for ours, reference in zip(videos, single, strict=True):

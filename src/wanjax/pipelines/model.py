@@ -437,7 +437,7 @@ class VideoModel(ABC):
         """The traced part of the model."""
 
     @abstractmethod
-    def encode_prompts(self, runtime: Runtime, settings: Settings) -> Encoded:
+    def encode_text(self, runtime: Runtime, settings: Settings) -> Encoded:
         """Encodes the prompt and the negative prompt of a video's settings, with the text encoders alone."""
 
     def encode_inputs(

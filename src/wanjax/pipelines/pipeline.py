@@ -362,7 +362,7 @@ class Pipeline(metaclass=Named):
     def encode_prompts(self, prompt: str, negative_prompt: str | None = None, *, follow: str | None = None) -> Encoded:
         """Encodes a prompt and the negative prompt, with the text encoders alone; None is the model's default."""
         given = {"prompt": check_prompt(prompt), "negative_prompt": negative_prompt, "follow": follow}
-        return self.architecture.encode_prompts(self.runtime, self.defaults.updated(given))
+        return self.architecture.encode_text(self.runtime, self.defaults.updated(given))
 
     def truncations(self, prompt: str, *, follow: str | None = None) -> Sequence[Truncation]:
         """Returns the parts of a prompt that the model does not read, if any; `follow` None is the model's default."""

@@ -111,7 +111,7 @@ class Run:
         """Encodes each prompt once, without pictures; returns the outputs by prompt."""
         windows = [window for request in self.requests for window in windows_of(request.settings)]
         prompts = {alone.prompt: alone for _, _, alone in windows}
-        texts = {prompt: self.model.encode_prompts(self.runtime, alone) for prompt, alone in prompts.items()}
+        texts = {prompt: self.model.encode_text(self.runtime, alone) for prompt, alone in prompts.items()}
         return self.runtime.components.finish_stage(texts)
 
     def _seen(self, pictures: Pictures, settings: Settings) -> Mapping[str, Any]:

@@ -149,7 +149,7 @@ class ToyModel(VideoModel):
         glyphs = np.frombuffer(prompt.encode()[:GLYPHS].ljust(GLYPHS, b"\0"), np.uint8)
         return runtime.components.get("tokenizer").tokenize([prompt]), glyphs.astype(np.int32)[None]
 
-    def encode_prompts(self, runtime, settings):
+    def encode_text(self, runtime, settings):
         both = [self._tokens(runtime, text) for text in (settings.prompt, settings.negative_prompt)]
         ids, mask, glyphs = (np.concatenate(x) for x in zip(*((b.ids, b.mask, g) for b, g in both), strict=True))
         splits = [runtime.split(name) for name in ("text_encoder", "text_encoder_2")]

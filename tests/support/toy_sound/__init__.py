@@ -167,7 +167,7 @@ class SoundModel(VideoModel):
         scores = config.layers * 4 * tokens**2 * config.width
         return Forward(tokens, config.layers, config.heads, config.width, scores, {"blocks": scores})
 
-    def encode_prompts(self, runtime, settings):
+    def encode_text(self, runtime, settings):
         [both] = self.tokens(runtime, [settings.prompt, settings.negative_prompt], settings.follow)
         graphdef, weights = runtime.split("text_encoder")
         return Encoded(*runtime.call(encode_texts, graphdef, both.ids, both.mask, weights))

@@ -143,7 +143,7 @@ class CogVideoXArchitecture(VideoModel):
     def tokens(self, runtime: Runtime, prompts: Sequence[str], follow: str) -> tuple[TokenBatch, ...]:
         return (runtime.components.get("tokenizer").tokenize(prompts, self.text_length(follow)),)
 
-    def encode_prompts(self, runtime: Runtime, settings: Settings) -> CogVideoXEncoded:
+    def encode_text(self, runtime: Runtime, settings: Settings) -> CogVideoXEncoded:
         [both] = self.tokens(runtime, [settings.prompt, settings.negative_prompt], settings.follow)
         graphdef, weights = runtime.split("text_encoder")
         return CogVideoXEncoded(*runtime.call(encode_prompts, graphdef, both.ids, weights))

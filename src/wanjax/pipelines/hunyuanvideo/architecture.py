@@ -152,7 +152,7 @@ class HunyuanVideoArchitecture(VideoModel):
         chats, glyphs = runtime.components.get("tokenizer"), runtime.components.get("tokenizer_2")
         return tokenize_chats(chats, prompts), tokenize_glyphs(glyphs, prompts)
 
-    def encode_prompts(self, runtime: Runtime, settings: Settings) -> HunyuanVideoEncoded:
+    def encode_text(self, runtime: Runtime, settings: Settings) -> HunyuanVideoEncoded:
         chats, quoted = self.tokens(runtime, [settings.prompt, settings.negative_prompt], settings.follow)
         mask = chats.mask[:, TEMPLATE_TOKENS:]
         graphdef, weights = runtime.split("text_encoder")
