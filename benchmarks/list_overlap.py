@@ -70,7 +70,7 @@ def main() -> None:
     architecture, settings = model.architecture, model.settings
     width, height = map(int, options.size.split("x"))
     video = {"width": width, "height": height, "frames": options.frames}
-    work = architecture.forward(settings.updated(video))
+    work = architecture.cost(settings.updated(video))
     config = architecture.spec.networks["transformer"]
     cells = architecture.vae.spatial_factor * config.patch[1]
     grid = (work.tokens // (height // cells * (width // cells)), height // cells, width // cells)

@@ -278,7 +278,7 @@ def _digests(found: Checkpoint, way: Loading) -> dict[str, str]:
 
 def _check_attention(attention: Attention, outline: Outline) -> None:
     """Raises UnsupportedError, before weights are read, where the named attention cannot be used here."""
-    work = outline.architecture.forward(outline.settings)
+    work = outline.architecture.cost(outline.settings)
     some = jax.ShapeDtypeStruct((1, 256, work.heads, work.width // work.heads), outline.settings.dtype)
     choose(some, some, some, implementation=attention)
 

@@ -206,7 +206,7 @@ def test_what_it_will_take_is_told(tiny, tmp_path, monkeypatch):
     assert "at least" not in said  # a CPU's peak is not known
     pipe = wanjax.load(tiny)
     settings = pipe.settings(guidance_scale=5.0, steps=4)
-    flops = sum(pipe.architecture.forward(settings).flops.values())
+    flops = sum(pipe.architecture.cost(settings).flops.values())
     assert least_seconds(pipe, settings, 4, "TPU v6 lite") == pytest.approx(4 * 2 * flops / V6E.flops)
     assert least_seconds(pipe, pipe.settings(guidance_scale=1.0), 4, "TPU v6e") == pytest.approx(4 * flops / V6E.flops)
     assert least_seconds(pipe, settings, 4, "cpu") is None

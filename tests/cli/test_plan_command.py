@@ -161,7 +161,7 @@ def test_a_trace_counts_what_the_formula_does():
         run.name: counted(run) for run in programs(pipeline(NETWORKS, VIDEO, attention=Attention("reference")), VIDEO)
     }
     context, step, config = found["context"], found["step"], NETWORKS.transformer
-    formula = NETWORKS.forward(VIDEO).flops
+    formula = NETWORKS.cost(VIDEO).flops
     embedding, keys = (config.text_width + config.width) * config.width, 2 * config.layers * config.width**2
     assert context.attention + context.products == 2 * (2 * TEXT_LENGTH * (embedding + keys))  # of both prompts
     assert step.attention + step.products == 2 * sum(formula.values())
@@ -181,7 +181,7 @@ def test_the_pace_of_a_video_made_by_blocks():
     block = prices["begin"] + 4 * prices["step"] + prices["renew"] + prices["finish"] + prices["decode_next"]
     assert found.frames_a_second == pytest.approx(4 / block)
     step = counted(runs["step"])
-    assert step.attention + step.products == sum(shapes.forward(video).flops.values())
+    assert step.attention + step.products == sum(shapes.cost(video).flops.values())
     alone = outlook.outlook(small(shapes, video.updated({"frames": 3})), "h200")
     assert alone.frames_a_second is None
 

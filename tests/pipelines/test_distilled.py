@@ -168,7 +168,7 @@ def test_a_lora_without_strength_or_of_another_meaning_changes_nothing(lora):
 def lora(tmp_path):
     """A LoRA for the model in the box, of a name that tells that it is distilled."""
     pipe = wanjax.load("nano")
-    width = pipe.architecture.forward(pipe.defaults).width
+    width = pipe.architecture.cost(pipe.defaults).width
     draw = np.random.default_rng(0).normal(size=(2, width)).astype(np.float32) / width
     tensors = {"diffusion_model.blocks.0.self_attn.q.lora_A.weight": draw}
     tensors |= {"diffusion_model.blocks.0.self_attn.q.lora_B.weight": draw.T.copy()}

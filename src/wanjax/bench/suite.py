@@ -137,7 +137,7 @@ def bench(outline: Outline, scale: Scale, *, quick: bool, tell: Tell) -> Bench:
         model=settings.model,
         size=f"{settings.width}x{settings.height}",
         frames=settings.frames,
-        layers=min(scale.layers or 10**9, architecture.forward(settings).layers),
+        layers=min(scale.layers or 10**9, architecture.cost(settings).layers),
         dtype=settings.dtype,
         quick=quick,
         devices=f"{len(devices)} x {devices[0].device_kind}",
@@ -173,7 +173,7 @@ class Suite:
         self.here = here
         self.axes = axes
         self.tell = tell
-        self.work = architecture.forward(settings)
+        self.work = architecture.cost(settings)
         self.decoded = settings.updated(_shape(scale.decoded or settings.size))
         self.faults: list[str] = []
         self._steps: dict[str, Measured] = {}

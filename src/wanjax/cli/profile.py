@@ -37,7 +37,7 @@ class StepProfile(Hook):
 
     def begun(self, encoded: Any) -> None:
         forwards = 2 if self.settings.guided else 1
-        work = self.pipe.architecture.forward(self.settings, encoded)
+        work = self.pipe.architecture.cost(self.settings, encoded)
         self.parts = {part: forwards * count for part, count in work.flops.items()}
         self._ends: list[float] = []
         self._tracing = self._traced = False

@@ -21,7 +21,7 @@ from wanjax.figures import quantity
 from wanjax.kernels.attention import AUTO, Attention
 from wanjax.pipelines.family import Family
 from wanjax.pipelines.memory import total_memory
-from wanjax.pipelines.model import Forward, VideoModel
+from wanjax.pipelines.model import Cost, VideoModel
 from wanjax.pipelines.settings import Settings
 from wanjax.sharding import RULES, MeshSizes, Rules
 
@@ -45,7 +45,7 @@ class StepCost(NamedTuple):
         rules: Those that say which mesh axes divide the weights, and whether the weights are gathered.
     """
 
-    forward: Forward
+    forward: Cost
     guided: bool
     network: int
     weights: int
@@ -85,7 +85,7 @@ def step_cost(
         network = family.network_of(model.spec.networks[name])
         return network.parameters * (4 if network.float32 else size)
 
-    forward = model.forward(settings)
+    forward = model.cost(settings)
     largest = max(map(bytes_of, model.spec.denoisers))
     held = sum(map(bytes_of, model.spec.networks)) if offload is False else largest
     ring = forward.ring and model.spec.attention(attention).passes_keys

@@ -45,7 +45,7 @@ Shape = tuple[int, ...]
 OLD_TEXT_LENGTH = 226  # the length of prompts in files of the scripts before wanjax, a mistake
 
 
-class Forward(NamedTuple):
+class Cost(NamedTuple):
     """The work of one forward of the denoiser for one prompt, for plans and profiles.
 
     `tokens` is the length of self-attention's sequence, `scores` the operations of its two products, and `flops` all
@@ -469,7 +469,7 @@ class VideoModel(ABC):
         return None
 
     @abstractmethod
-    def forward(self, settings: Settings, encoded: Encoded | None = None) -> Forward:
+    def cost(self, settings: Settings, encoded: Encoded | None = None) -> Cost:
         """Returns the work of one forward of the denoiser, for this output of `encode` where there is one."""
 
     def refine(self, runtime: Runtime, encoded: Encoded, latents: Any) -> Encoded:
@@ -553,7 +553,7 @@ def least_bytes(model: VideoModel, settings: Settings) -> int:
     """
     if model.spec.streams:
         return 0
-    work = model.forward(settings)
+    work = model.cost(settings)
     return 4 * work.tokens * work.width * jnp.dtype(settings.dtype).itemsize
 
 

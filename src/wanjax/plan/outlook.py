@@ -19,7 +19,7 @@ from wanjax.media.pictures import Pictures
 from wanjax.pipelines.caching.rules import check_apart
 from wanjax.pipelines.decoders import DecoderFile
 from wanjax.pipelines.meshes import choose_mesh, step_cost
-from wanjax.pipelines.model import Forward, VideoModel, attending
+from wanjax.pipelines.model import Cost, VideoModel, attending
 from wanjax.pipelines.recording import needed_pictures, record
 from wanjax.pipelines.settings import Settings
 from wanjax.plan.recorded import DENSE, REUSING, STEP, Scheduled, programs_of
@@ -161,7 +161,7 @@ def outlook(
         cost = step_cost(family, architecture, settings, param_dtype=outline.param_dtype, **asked)
         mesh = choose_mesh(cost, place.devices, place.memory, place.chip, sp=sp)
         place = replace(place, devices=prod(mesh))
-    work = architecture.forward(architecture.spec.passes_of(settings)[0])
+    work = architecture.cost(architecture.spec.passes_of(settings)[0])
     axes = axes_on(place, mesh or (1, 1, 1))
     check_apart(settings.cache, axes["dp"] > 1 or batch_guidance)
     settings = replace(settings, cache=architecture.spec.cache_rule(settings))
@@ -247,7 +247,7 @@ def _pace(block: int, longer: Sequence[Scheduled], prices: Sequence[Price]) -> f
     return block / seconds if longer else None
 
 
-def _step(settings: Settings, place: Place, step: Priced, work: Forward | None) -> dict[str, Any]:
+def _step(settings: Settings, place: Place, step: Priced, work: Cost | None) -> dict[str, Any]:
     """Returns the fields on a step; without its work, which a window or a mask makes less, no share of a peak."""
     flops = work and (2 if settings.guided else 1) * sum(work.flops.values())
     return {

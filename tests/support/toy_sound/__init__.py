@@ -32,7 +32,7 @@ from wanjax.pipelines.denoiser import Denoiser
 from wanjax.pipelines.family import Family, Preset
 from wanjax.pipelines.frames import encode_clip
 from wanjax.pipelines.guidance import group
-from wanjax.pipelines.model import Forward, LatentStream, ModelSpec, Pass, VideoModel
+from wanjax.pipelines.model import Cost, LatentStream, ModelSpec, Pass, VideoModel
 from wanjax.pipelines.seeds import drawn_noise, words_of
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.tokenizer import Tokenizer
@@ -161,11 +161,11 @@ class SoundModel(VideoModel):
     def denoiser(self) -> SoundDenoiser:
         return SoundDenoiser()
 
-    def forward(self, settings: Settings, encoded: Any = None) -> Forward:
+    def cost(self, settings: Settings, encoded: Any = None) -> Cost:
         config, (_, _, *cells) = self.transformer, self.spec.latent_shape(settings)
         tokens = int(np.prod(cells)) // 4 + self.spec.stream_shapes(settings)["audio"][2]
         scores = config.layers * 4 * tokens**2 * config.width
-        return Forward(tokens, config.layers, config.heads, config.width, scores, {"blocks": scores})
+        return Cost(tokens, config.layers, config.heads, config.width, scores, {"blocks": scores})
 
     def encode_text(self, runtime, settings):
         [both] = self.tokens(runtime, [settings.prompt, settings.negative_prompt], settings.follow)

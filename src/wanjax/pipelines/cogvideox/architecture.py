@@ -27,7 +27,7 @@ from wanjax.pipelines.cogvideox.networks import NETWORKS
 from wanjax.pipelines.cogvideox.programs import CogVideoXDenoiser, encode_prompts, make_context
 from wanjax.pipelines.denoiser import Denoiser, Held, Preparation
 from wanjax.pipelines.frames import encoded, split_posterior
-from wanjax.pipelines.model import Forward, ModelSpec, VideoModel
+from wanjax.pipelines.model import Cost, ModelSpec, VideoModel
 from wanjax.pipelines.runtime import Runtime, SplitNetwork
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.tokenizer import TokenBatch
@@ -120,12 +120,12 @@ class CogVideoXArchitecture(VideoModel):
         kind, count = ("image", 1) if self.pictured else ("video", frames)
         return {f"{kind}_{name}": (channels, count, *cells) for name in ("latents", "deviation")}
 
-    def forward(self, settings: Settings, encoded: Any = None) -> Forward:
+    def cost(self, settings: Settings, encoded: Any = None) -> Cost:
         _, _, *cells = self.spec.noise_shape(settings)
         config = replace(self.transformer, text_length=self.text_length(settings.follow))
         video = prod(cells) // config.patch_cells
         tokens = config.text_length + video
-        return Forward(
+        return Cost(
             tokens=tokens,
             layers=config.layers,
             heads=config.heads,

@@ -38,7 +38,7 @@ from wanjax.pipelines.hunyuanvideo.programs import (
     make_context,
 )
 from wanjax.pipelines.hunyuanvideo.text import TEMPLATE_TOKENS, tokenize_chats, tokenize_glyphs
-from wanjax.pipelines.model import Forward, ModelSpec, VideoModel
+from wanjax.pipelines.model import Cost, ModelSpec, VideoModel
 from wanjax.pipelines.runtime import Runtime, SplitNetwork
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.tokenizer import TokenBatch
@@ -126,7 +126,7 @@ class HunyuanVideoArchitecture(VideoModel):
         _, channels, _, *cells = self.spec.latent_shape(settings)
         return {"image_embeds": (1, None, self.transformer.image_width), "image_latents": (1, channels, 1, *cells)}
 
-    def forward(self, settings: Settings, encoded: HunyuanVideoEncoded | None = None) -> Forward:
+    def cost(self, settings: Settings, encoded: HunyuanVideoEncoded | None = None) -> Cost:
         config, (_, _, *cells) = self.transformer, self.spec.latent_shape(settings)
         prompt, beside = self.prompt_tokens, self.image_tokens
         if encoded is not None:
@@ -135,7 +135,7 @@ class HunyuanVideoArchitecture(VideoModel):
             prompt, beside = lengths.prompt, lengths.glyphs + seen
         video = prod(cells)
         tokens = video + prompt + beside
-        return Forward(
+        return Cost(
             tokens=tokens,
             layers=config.layers,
             heads=config.heads,

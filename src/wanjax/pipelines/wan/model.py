@@ -22,7 +22,7 @@ from wanjax.models.wan.flops import forward_flops
 from wanjax.pipelines.checks import Shape, check_features, check_fields
 from wanjax.pipelines.denoiser import Denoiser, Held, Preparation
 from wanjax.pipelines.frames import encode_clip
-from wanjax.pipelines.model import Forward, ModelSpec, VideoModel
+from wanjax.pipelines.model import Cost, ModelSpec, VideoModel
 from wanjax.pipelines.runtime import Runtime, SplitNetwork
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.tokenizer import TokenBatch, clean_prompt
@@ -101,11 +101,11 @@ class WanModel(VideoModel):
             return self.transformer.image_positions or self.image_encoder.tokens
         return 0
 
-    def forward(self, settings: Settings, encoded: WanEncoded | None = None) -> Forward:
+    def cost(self, settings: Settings, encoded: WanEncoded | None = None) -> Cost:
         seen = None if encoded is None else encoded.image_embeds
         _, _, *cells = self.spec.latent_shape(settings)
         config, tokens = self.transformer, prod(cells) // self.transformer.patch_cells
-        return Forward(
+        return Cost(
             tokens=tokens,
             layers=config.layers,
             heads=config.heads,

@@ -33,7 +33,7 @@ from wanjax.models.wan.config import (
 from wanjax.models.wan.flops import forward_flops
 from wanjax.pipelines.checks import Shape
 from wanjax.pipelines.denoiser import Denoiser, Held, ModelInputs, Preparation
-from wanjax.pipelines.model import Forward
+from wanjax.pipelines.model import Cost
 from wanjax.pipelines.runtime import Runtime, SplitNetwork
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.wan.causal_programs import CausalInputs, Past, begin_past, renew
@@ -99,14 +99,14 @@ class CausalTextToVideo(WanModel):
     def block_frames(self) -> int:
         return self.causal.block_frames
 
-    def forward(self, settings: Settings, encoded: WanEncoded | None = None) -> Forward:
+    def cost(self, settings: Settings, encoded: WanEncoded | None = None) -> Cost:
         """Returns the work of one forward for a block that sees a full window."""
         config, (_, _, _, *cells) = self.causal, self.spec.latent_shape(settings)
         tokens = prod((config.block_frames, *cells)) // config.patch_cells
         flops = dict(forward_flops(config, tokens=tokens, text=TEXT_LENGTH))
         scores = config.layers * attention_flops(tokens, config.slots * tokens, config.width)
         flops["self_attention"] += scores - config.layers * attention_flops(tokens, tokens, config.width)
-        return Forward(tokens, config.layers, config.heads, config.width, scores, flops)
+        return Cost(tokens, config.layers, config.heads, config.width, scores, flops)
 
     def prepare(
         self, runtime: Runtime, network: SplitNetwork, encoded: WanEncoded, x: Held, purpose: Preparation
