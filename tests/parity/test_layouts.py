@@ -146,7 +146,7 @@ def test_every_layout_is_converted(layout, authors, diffusers, tmp_path, monkeyp
         ours, reference = (parameters(getattr(pipe, part)) for pipe in loaded)
         jax.tree.map(np.testing.assert_array_equal, ours, reference)
     np.testing.assert_array_equal(
-        *(pipe.architecture.tokens(pipe.runtime, ["a cat"], "official")[0].ids for pipe in loaded)
+        *(pipe.architecture.tokenize(pipe.runtime, ["a cat"], "official")[0].ids for pipe in loaded)
     )
 
 

@@ -509,7 +509,7 @@ class VideoModel(ABC):
         decoder = runtime.components.get(runtime.components.decoder)
         return map(Decoded, decoded(decoder, map(stream_of, pieces), at_once, dtype, tiling, runtime.call, video))
 
-    def tokens(self, runtime: Runtime, prompts: Sequence[str], follow: str) -> tuple[TokenBatch, ...]:
+    def tokenize(self, runtime: Runtime, prompts: Sequence[str], follow: str) -> tuple[TokenBatch, ...]:
         """Returns the tokens of prompts, for each text encoder; `follow` is that of the settings."""
         return (runtime.components.get("tokenizer").tokenize(prompts),)
 
@@ -559,7 +559,7 @@ def least_bytes(model: VideoModel, settings: Settings) -> int:
 
 def truncations(model: VideoModel, runtime: Runtime, prompt: str, follow: str) -> Sequence[Truncation]:
     """Returns the parts of a prompt that the model does not read, if any."""
-    return tuple(cut for batch in model.tokens(runtime, [prompt], follow) for cut in batch.truncated if cut)
+    return tuple(cut for batch in model.tokenize(runtime, [prompt], follow) for cut in batch.truncated if cut)
 
 
 def check_fits(model: VideoModel, encoded: Encoded, settings: Settings) -> None:

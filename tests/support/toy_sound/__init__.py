@@ -168,7 +168,7 @@ class SoundModel(VideoModel):
         return Cost(tokens, config.layers, config.heads, config.width, scores, {"blocks": scores})
 
     def encode_text(self, runtime, settings):
-        [both] = self.tokens(runtime, [settings.prompt, settings.negative_prompt], settings.follow)
+        [both] = self.tokenize(runtime, [settings.prompt, settings.negative_prompt], settings.follow)
         graphdef, weights = runtime.split("text_encoder")
         return Encoded(*runtime.call(encode_texts, graphdef, both.ids, both.mask, weights))
 

@@ -140,11 +140,11 @@ class CogVideoXArchitecture(VideoModel):
         shorter = follow == "official" and self.transformer.patch[0] > 1
         return min(longest, OFFICIAL_TEXT_LENGTH) if shorter else longest
 
-    def tokens(self, runtime: Runtime, prompts: Sequence[str], follow: str) -> tuple[TokenBatch, ...]:
+    def tokenize(self, runtime: Runtime, prompts: Sequence[str], follow: str) -> tuple[TokenBatch, ...]:
         return (runtime.components.get("tokenizer").tokenize(prompts, self.text_length(follow)),)
 
     def encode_text(self, runtime: Runtime, settings: Settings) -> CogVideoXEncoded:
-        [both] = self.tokens(runtime, [settings.prompt, settings.negative_prompt], settings.follow)
+        [both] = self.tokenize(runtime, [settings.prompt, settings.negative_prompt], settings.follow)
         graphdef, weights = runtime.split("text_encoder")
         return CogVideoXEncoded(*runtime.call(encode_prompts, graphdef, both.ids, weights))
 

@@ -147,13 +147,13 @@ class HunyuanVideoArchitecture(VideoModel):
     def size_for(self, picture: tuple[int, int, int], asked: Settings) -> tuple[int, int]:
         return size_of(picture, self.transformer.target_size, self.spec.grid)
 
-    def tokens(self, runtime: Runtime, prompts: Sequence[str], follow: str) -> tuple[TokenBatch, ...]:
+    def tokenize(self, runtime: Runtime, prompts: Sequence[str], follow: str) -> tuple[TokenBatch, ...]:
         """Returns the tokens of prompts, and those of what is quoted in them."""
         chats, glyphs = runtime.components.get("tokenizer"), runtime.components.get("tokenizer_2")
         return tokenize_chats(chats, prompts), tokenize_glyphs(glyphs, prompts)
 
     def encode_text(self, runtime: Runtime, settings: Settings) -> HunyuanVideoEncoded:
-        chats, quoted = self.tokens(runtime, [settings.prompt, settings.negative_prompt], settings.follow)
+        chats, quoted = self.tokenize(runtime, [settings.prompt, settings.negative_prompt], settings.follow)
         mask = chats.mask[:, TEMPLATE_TOKENS:]
         graphdef, weights = runtime.split("text_encoder")
         embeds, glyphs = (

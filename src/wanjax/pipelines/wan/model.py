@@ -117,11 +117,11 @@ class WanModel(VideoModel):
             ring=not config.sparse_linear,
         )
 
-    def tokens(self, runtime: Runtime, prompts: Sequence[str], follow: str) -> tuple[TokenBatch, ...]:
-        return super().tokens(runtime, list(map(clean_prompt, prompts)), follow)
+    def tokenize(self, runtime: Runtime, prompts: Sequence[str], follow: str) -> tuple[TokenBatch, ...]:
+        return super().tokenize(runtime, list(map(clean_prompt, prompts)), follow)
 
     def encode_text(self, runtime: Runtime, settings: Settings) -> WanEncoded:
-        [both] = self.tokens(runtime, [settings.prompt, settings.negative_prompt], settings.follow)
+        [both] = self.tokenize(runtime, [settings.prompt, settings.negative_prompt], settings.follow)
         graphdef, weights = runtime.split("text_encoder")
         return WanEncoded(*runtime.call(encode_prompts, graphdef, both.ids, both.mask, weights))
 
