@@ -513,7 +513,7 @@ class VideoModel(ABC):
         """Returns the tokens of prompts, for each text encoder; `follow` is that of the settings."""
         return (runtime.components.get("tokenizer").tokenize(prompts),)
 
-    def references(self, encoded: Encoded, settings: Settings) -> int:
+    def leading_frames(self, encoded: Encoded, settings: Settings) -> int:
         """Returns the number of reference latent frames, which are denoised before the video's and then dropped."""
         return 0
 
@@ -567,7 +567,7 @@ def check_fits(model: VideoModel, encoded: Encoded, settings: Settings) -> None:
     if (made := encoded_shape(encoded)) is not None:
         made.check(settings)
     model.check_encoded(encoded, settings)
-    if made is not None and (held := model.references(encoded, settings)) != made.references:
+    if made is not None and (held := model.leading_frames(encoded, settings)) != made.references:
         raise WanjaxError(f"what was encoded for {made} holds {held} references: encode the pictures again")
 
 

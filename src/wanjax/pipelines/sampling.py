@@ -127,7 +127,7 @@ def sample(
         colours: Returns what makes previews.
     """
     spec, passes = model.spec, model.spec.passes_of(settings)
-    given = checked_draws(noise, spec.draws(settings, model.references(encoded, settings), len(seeds)))
+    given = checked_draws(noise, spec.draws(settings, model.leading_frames(encoded, settings), len(seeds)))
     steps = [len(spec.schedule(passes[0], encoded).timesteps), *(later.strong_steps for later in passes[1:])]
     how = {"noise": given, "batch_guidance": batch_guidance, "hooks": hooks, "colours": colours}
     for each, count in zip(passes, steps, strict=True):
@@ -170,7 +170,7 @@ def sample_pass(
     """
     spec, words, rule, number = model.spec, words_of(seeds), settings.guidance_rule, progress.number
     schedule, streams = spec.schedule(settings, encoded), (VIDEO, *spec.latent_streams)
-    shapes = spec.noise_shapes(settings, model.references(encoded, settings), len(seeds))
+    shapes = spec.noise_shapes(settings, model.leading_frames(encoded, settings), len(seeds))
     steps = len(schedule.timesteps)
     phases, pictures, memory = spec.phases(schedule, settings, number), latents_of(encoded, spec), None
     caches = caches or partial(step_cache, spec.cache_rule(settings), spec.tables_for(encoded))

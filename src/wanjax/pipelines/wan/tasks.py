@@ -280,10 +280,10 @@ class ControlledVideo(WanModel):
 
     def check_encoded(self, encoded: WanEncoded, settings: Settings) -> None:
         super().check_encoded(encoded, settings)
-        if (missing := -self.references(encoded, settings)) > 0:
+        if (missing := -self.leading_frames(encoded, settings)) > 0:
             raise WanjaxError(f"the condition is {missing} latent frames shorter than the video: encode it again")
 
-    def references(self, encoded: WanEncoded, settings: Settings) -> int:
+    def leading_frames(self, encoded: WanEncoded, settings: Settings) -> int:
         assert encoded.condition is not None
         return encoded.condition.shape[2] - self.spec.latent_shape(settings)[2]
 
