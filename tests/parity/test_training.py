@@ -160,7 +160,7 @@ def case(request, tmp_path_factory):
 
 def noise_of(case):
     x = jnp.asarray(normal(0, *LATENTS))
-    return normal(1, *case.pipe.architecture.spec.clean(x).shape)
+    return normal(1, *case.pipe.architecture.spec.to_training_latents(x).shape)
 
 
 def our_batch(case):

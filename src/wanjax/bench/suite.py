@@ -316,7 +316,7 @@ def sized(defaults: Settings, scale: Scale, architecture: VideoModel) -> Setting
     """Returns the settings of the video whose shapes are measured."""
     dtype = "float32" if jax.devices()[0].platform == "cpu" else "bfloat16"
     settings = defaults.updated({**_shape(scale.size or defaults.size), "frames": scale.frames, "dtype": dtype})
-    settings.check(spatial=architecture.spec.grid, temporal=architecture.vae.temporal_factor)
+    settings.check(spatial=architecture.spec.size_multiple, temporal=architecture.vae.temporal_factor)
     return settings
 
 

@@ -109,22 +109,22 @@ class ModelSpec:
     """What shared code knows of a checkpoint, as data.
 
     Args:
-        purpose: The kind of videos that it makes, in words.
-        grid: Height and width are multiples of so many pixels.
+        task: The kind of videos that it makes, in words.
+        size_multiple: Height and width are multiples of so many pixels.
         vae: The autoencoder's config: `spatial_factor`, `temporal_factor`, `latent_channels`, `patch`.
         scheduler: The solver.
         networks: The config of each network whose config was read, by component.
-        tables: Those that step caches need.
+        cache_tables: Those that step caches need.
         denoisers: The components that denoise; each step uses one of them, and they have one shape.
         inputs: What it can use beside the prompt.
         begins_from_video: True where denoising begins from a given video; False where the video only guides it.
-        ways: True where the ways of the model's authors and of diffusers differ, between which `follow` chooses.
-        radial: True where the denoiser's self-attention can be radial.
+        reference_variants: True where the ways of the model's authors and of diffusers differ, between which `follow` chooses.
+        radial_attention: True where the denoiser's self-attention can be radial.
         sparse_linear: True where its denoiser's config can have a projection for sparse-linear attention.
         trained_attention: The attention that it was trained with.
         frame_multiple: Latent frames are denoised in multiples of it; those in front are dropped.
         block_frames: The latent frames of each block of a video that is made block by block; 0 for one made whole.
-        longest: The largest number of frames that the autoencoder can encode or decode.
+        max_frames: The largest number of frames that the autoencoder can encode or decode.
         fixed_size: The only (height, width) that it makes.
         posteriors: Encoded pictures that are drawn from a distribution.
         latent_streams: The latents that are denoised with the video's, by name; none for a model with `block_frames`.
@@ -133,22 +133,22 @@ class ModelSpec:
         config_entries: Entries of the denoiser's config.json on what `attending` added.
     """
 
-    purpose: str
-    grid: int
+    task: str
+    size_multiple: int
     vae: Any
     scheduler: Scheduler
     networks: Mapping[str, Config]
-    tables: Tables = NO_TABLES
+    cache_tables: Tables = NO_TABLES
     denoisers: tuple[str, ...] = ("transformer",)
     inputs: tuple[InputSpec, ...] = ()
     begins_from_video: bool = True
-    ways: bool = False
-    radial: bool = False
+    reference_variants: bool = False
+    radial_attention: bool = False
     sparse_linear: bool = False
     trained_attention: Attention = AUTO
     frame_multiple: int = 1
     block_frames: int = 0
-    longest: int | None = None
+    max_frames: int | None = None
     fixed_size: tuple[int, int] | None = None
     posteriors: tuple[Posterior, ...] = ()
     latent_streams: Mapping[str, LatentStream] = field(default_factory=dict[str, LatentStream])
@@ -219,7 +219,7 @@ class ModelSpec:
         Noise levels follow whom the rest follows; the second expert's guidance scale is that of the first.
         """
         found = {**given}
-        if self.ways and "sigmas" in self._levels and given.get("sigmas") is None:
+        if self.reference_variants and "sigmas" in self._levels and given.get("sigmas") is None:
             found["sigmas"] = given.get("follow")
         if self.experts and given.get("guidance_scale_2") is None:
             found["guidance_scale_2"] = given.get("guidance_scale")
@@ -229,7 +229,7 @@ class ModelSpec:
 
     def check_settings(self, settings: Settings) -> None:
         """Raises WanjaxError where the model makes no video of these settings."""
-        settings.check(spatial=self.grid, temporal=self.vae.temporal_factor)
+        settings.check(spatial=self.size_multiple, temporal=self.vae.temporal_factor)
         self.check_length(settings.frames, settings.model)
         check_windows(settings, self.continued_by)
         check_rule(settings.guidance_rule, settings.guided, settings.steps)
@@ -258,8 +258,8 @@ class ModelSpec:
 
     def check_length(self, frames: int, model: str) -> None:
         """Raises WanjaxError for more frames than the autoencoder can encode or decode in one video."""
-        if self.longest is not None and frames > self.longest:
-            raise WanjaxError(f"{frames} frames are too many for {model}: ask for at most {self.longest}")
+        if self.max_frames is not None and frames > self.max_frames:
+            raise WanjaxError(f"{frames} frames are too many for {model}: ask for at most {self.max_frames}")
 
     def check_pictures(self, pictures: Pictures, settings: Settings) -> None:
         """Raises WanjaxError where pictures that the model takes make no video of these settings."""
@@ -312,7 +312,7 @@ class ModelSpec:
         shapes = {VIDEO: self.noise_shape(settings, references), **self.stream_shapes(settings)}
         return {name: (videos, *shape[1:]) for name, shape in shapes.items()}
 
-    def draws(self, settings: Settings, references: int = 0, videos: int = 1) -> Mapping[str, Shape]:
+    def noise_inputs(self, settings: Settings, references: int = 0, videos: int = 1) -> Mapping[str, Shape]:
         """Returns the shapes of the random arrays that can be given for videos made together, by name; of all passes.
 
         `step_noise` has a row for each step of the settings; those that a given video skips are not used.
@@ -329,7 +329,7 @@ class ModelSpec:
                 found[one.noise] = (videos, channels, 1 if kind == "image" else frames, *cells)
         return found
 
-    def clean(self, latents: Float[Array, "B C T H W"]) -> Float[Array, "B _T H W C"]:
+    def to_training_latents(self, latents: Float[Array, "B C T H W"]) -> Float[Array, "B _T H W C"]:
         """Returns the latents of encoded videos [B C T H W] as the network is trained to make them."""
         return pad_front(jnp.moveaxis(latents, 1, -1), self.denoised_frames(latents.shape[2]))
 
@@ -364,7 +364,7 @@ class ModelSpec:
     def _levels(self) -> set[str]:
         return set(inspect.signature(self.scheduler.schedule).parameters)
 
-    def levels(self, settings: Settings) -> Mapping[str, Any]:
+    def schedule_options(self, settings: Settings) -> Mapping[str, Any]:
         """Returns the settings that decide the noise levels, as keywords of the scheduler's `schedule`."""
         known = {"shift": settings.flow_shift, "sigmas": settings.sigmas, "follow": settings.follow}
         return {name: value for name, value in known.items() if value is not None and name in self._levels}
@@ -373,7 +373,7 @@ class ModelSpec:
         """Returns the noise levels of the steps, arrays of the host; a given video, if encoded, skips the noisiest."""
         begun = getattr(encoded, "video_latents", None) is not None
         skip = settings.steps - settings.strong_steps if begun else 0
-        return self.scheduler.schedule(settings.steps, skip=skip, **self.levels(settings))
+        return self.scheduler.schedule(settings.steps, skip=skip, **self.schedule_options(settings))
 
     def phases(self, schedule: Any, settings: Settings, number: int = 0) -> tuple[Phase, ...]:
         """Returns the steps of each network, and their guidance scales; `number` is the pass's."""
@@ -387,7 +387,7 @@ class ModelSpec:
 
     def tables_for(self, encoded: Encoded) -> Tables:
         """Returns the tables of step caches for a video from this output of `encode`."""
-        return self.tables if getattr(encoded, "condition", None) is None else self.tables.of_pictured
+        return self.cache_tables if getattr(encoded, "condition", None) is None else self.cache_tables.of_pictured
 
     def cache_rule(self, settings: Settings) -> CacheRule:
         """Returns the rule of the settings' step cache, complete; raises WanjaxError where the model cannot have it."""
@@ -402,7 +402,7 @@ class ModelSpec:
         """Tells of each step of the first pass whether it reuses what another kept, or may where that is not known."""
         first = self.passes_of(settings)[0]
         rule, phases = self.cache_rule(settings), self.phases(self.schedule(first), first)
-        return tuple(reuses for phase in phases for reuses in rule.reused(phase, self.tables))
+        return tuple(reuses for phase in phases for reuses in rule.reused(phase, self.cache_tables))
 
     def attention(self, asked: Attention) -> Attention:
         """Returns the attention of the denoiser where this one is asked for; AUTO is that which it was trained with."""
@@ -519,7 +519,7 @@ class VideoModel(ABC):
 
     def size_for(self, picture: tuple[int, int, int], asked: Settings) -> tuple[int, int]:
         """Returns the size of a video of a picture [H W 3], where none is given."""
-        return self.spec.fixed_size or size_within(picture, asked.height * asked.width, self.spec.grid)
+        return self.spec.fixed_size or size_within(picture, asked.height * asked.width, self.spec.size_multiple)
 
 
 def phases_of(
@@ -601,7 +601,7 @@ def attending(model: VideoModel, asked: Attention, name: str) -> VideoModel:
     Raises UnsupportedError for radial or sparse-linear attention where the denoiser can have none, and for any other
     than sparse-linear attention where it was trained with that.
     """
-    if asked.radial and not model.spec.radial:
+    if asked.radial and not model.spec.radial_attention:
         raise UnsupportedError(f"{name} has no radial attention: use --attention auto")
     trained = model.spec.trained_attention.sparse
     if asked.sparse and not trained:

@@ -264,7 +264,7 @@ class Pipeline(metaclass=Named):
         if not sources.get(REFERENCES.name, True):  # an empty list
             del sources[REFERENCES.name]
         asked = self.settings(**settings)
-        check_inputs(sources, asked.model, spec.purpose, spec.inputs)
+        check_inputs(sources, asked.model, spec.task, spec.inputs)
         pictures = read_pictures(sources, spec.inputs, frames=self._clip_frames(asked), fps=asked.fps)
         spec.check_pictures(pictures, asked)
         if {"image", "video"} <= pictures.keys() and (how := spec.picture_beside_clip):
@@ -371,7 +371,7 @@ class Pipeline(metaclass=Named):
     def draws(self, settings: Settings, references: int = 0) -> Mapping[str, tuple[int, ...]]:
         """Returns the shapes of the random arrays that can be given for a video, by name."""
         check_alone(settings, "given noise")
-        return self.architecture.spec.draws(settings, references)
+        return self.architecture.spec.noise_inputs(settings, references)
 
     def noise(self, settings: Settings, references: int = 0) -> Float[Array, "B C T H W"]:
         """Returns the seed's initial noise [1 C T H W], float32."""
@@ -487,7 +487,7 @@ class Pipeline(metaclass=Named):
         self.architecture.spec.check_streams(self.defaults.model)
         chosen = self._settings_for(encoded, dict(settings))
         seeds = told_seeds([settings.get("seed")], [chosen.seed]) if seeds is None else told_seeds(seeds)
-        checked_draws(noise, self.architecture.spec.draws(chosen, videos=len(seeds)))
+        checked_draws(noise, self.architecture.spec.noise_inputs(chosen, videos=len(seeds)))
         hooks = [Calling(callback)] if callback else []
         run = Run(self, [PreparedRequest(chosen)], noise=noise, batch_guidance=batch_guidance, hooks=hooks)
         return run.latents(encoded, chosen, seeds)
@@ -657,7 +657,7 @@ class Pipeline(metaclass=Named):
 
     def __repr__(self) -> str:
         mesh = "" if self.partitioner.alone else f" ({self.partitioner}, rules {self.partitioner.rules_name})"
-        what = f"{self.defaults.model}, {self.architecture.spec.purpose}, {self.defaults.dtype}"
+        what = f"{self.defaults.model}, {self.architecture.spec.task}, {self.defaults.dtype}"
         lines = [f"{type(self).__name__}: {what}, on {devices_of(self.partitioner)}{mesh}"]
         lines += [f"  {name}: {self._state_of(name)}" for name in self.components.names]
         return "\n".join([*lines, f"  scheduler: {name_of(self.scheduler)}"])

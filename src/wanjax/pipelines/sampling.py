@@ -76,7 +76,7 @@ def denoise(
             module, seconds = runtime.components.take_over(phase.network, model.spec.denoisers)
             if phase.start > done:
                 monitor.switched(phase.network, phase.start, seconds)
-            sparse = model.spec.radial and module.attention.radial
+            sparse = model.spec.radial_attention and module.attention.radial
             network = SplitNetwork(*nnx.split(module))
             groups = grouping(phase.guided, batch_guidance, runtime.partitioner)
             purpose = Preparation(groups, guidance.leads, block.number, memory)
@@ -127,7 +127,7 @@ def sample(
         colours: Returns what makes previews.
     """
     spec, passes = model.spec, model.spec.passes_of(settings)
-    given = checked_draws(noise, spec.draws(settings, model.leading_frames(encoded, settings), len(seeds)))
+    given = checked_draws(noise, spec.noise_inputs(settings, model.leading_frames(encoded, settings), len(seeds)))
     steps = [len(spec.schedule(passes[0], encoded).timesteps), *(later.strong_steps for later in passes[1:])]
     how = {"noise": given, "batch_guidance": batch_guidance, "hooks": hooks, "colours": colours}
     for each, count in zip(passes, steps, strict=True):

@@ -49,7 +49,7 @@ def read(
     pictures, inputs = {name: list(given) for name, given in files.items()}, inputs_of(model)
     spec = model.architecture.spec
     named = [IMAGE.name if name == SAME_IMAGE else name for name in (*pictures, *fields)]
-    check_inputs([name for name in named if name in inputs], model.defaults.model, spec.purpose, spec.inputs)
+    check_inputs([name for name in named if name in inputs], model.defaults.model, spec.task, spec.inputs)
     for name in (*inputs, SAME_IMAGE):
         if name in fields:
             pictures.setdefault(name, []).extend(_from_text(name, fields.pop(name)))

@@ -34,7 +34,7 @@ def model(pipe: Pipeline, tiling: Tiling | None, batch_guidance: bool) -> dict[s
     defaults, architecture = pipe.defaults, pipe.architecture
     return {
         "id": defaults.model,
-        "purpose": architecture.spec.purpose,
+        "purpose": architecture.spec.task,
         "tasks": architecture.spec.tasks,
         "defaults": defaults.to_json(),
         "settings": described(pipe),
@@ -42,7 +42,7 @@ def model(pipe: Pipeline, tiling: Tiling | None, batch_guidance: bool) -> dict[s
         "pictures": pictures(architecture),
         "schedulers": schedulers(pipe),
         "started_with": started_with(pipe, tiling, batch_guidance),
-        "grid": architecture.spec.grid,
+        "grid": architecture.spec.size_multiple,
         "frames_step": architecture.vae.temporal_factor,
     }
 
@@ -78,7 +78,7 @@ def described(pipe: Pipeline) -> dict[str, dict[str, Any]]:
     for name in rules.keys() & found.keys():
         found[name]["examples"] = rules[name]
     for name in ("height", "width"):
-        found[name]["multipleOf"] = architecture.spec.grid
+        found[name]["multipleOf"] = architecture.spec.size_multiple
     return found
 
 
@@ -93,7 +93,7 @@ def _in_words(known: Setting) -> dict[str, Any]:
 def _ways(pipe: Pipeline) -> list[str]:
     """Returns the values of `follow` that make a difference."""
     found = []
-    for choice in schema(Settings)["follow"].choices if pipe.architecture.spec.ways else ():
+    for choice in schema(Settings)["follow"].choices if pipe.architecture.spec.reference_variants else ():
         with suppress(WanjaxError):
             found.append(pipe.settings(follow=choice).follow)
     return found

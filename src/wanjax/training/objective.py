@@ -94,7 +94,9 @@ def loss_of(pipe: Pipeline, levels: NoiseLevels) -> Loss:
     def loss(network: nnx.Module, batch: Batch, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         level_key, noise_key, picture_key = jax.random.split(key, 3)
         fractions = levels.draw(level_key, len(batch.latents))
-        noise = jax.random.normal(noise_key, pipe.architecture.spec.clean(batch.latents).shape, jnp.float32)
+        noise = jax.random.normal(
+            noise_key, pipe.architecture.spec.to_training_latents(batch.latents).shape, jnp.float32
+        )
         return error(pipe, network, batch, fractions, noise, picture_key), {}
 
     return loss
@@ -113,7 +115,7 @@ def error(
     The target of preserved latents is what the network predicts for them as it was before its training; of latents that
     are preserved by a part, that part of it and the rest of their own.
     """
-    x0 = pipe.architecture.spec.clean(batch.latents)
+    x0 = pipe.architecture.spec.to_training_latents(batch.latents)
     levels = pipe.scheduler.levels(fractions)
     alphas, sigmas = (x[0].reshape(-1, 1, 1, 1, 1) for x in (levels.alphas, levels.sigmas))
     x = alphas * x0 + sigmas * noise
@@ -124,7 +126,7 @@ def error(
 
     def predicted(network: Any) -> Float[Array, "B T H W C"]:
         parts = SplitNetwork(*nnx.split(network))
-        dense = False if model.spec.radial and network.attention.radial else None
+        dense = False if model.spec.radial_attention and network.attention.radial else None
         [prompt], shared = model.prepare(runtime, parts, encoded, x, Preparation(Groups(1, 1)))
         network = nnx.merge(*parts)
         times = model.denoiser.timesteps(levels)
@@ -152,7 +154,7 @@ def _untrained(pipe: Pipeline, network: nnx.Module) -> nnx.Module:
 def _pictures(pipe: Pipeline, batch: Batch, key: jax.Array) -> dict[str, jax.Array]:
     """Returns the noise of pictures whose latents are random."""
     settings = settings_of(pipe, batch.latents.shape)
-    shapes = pipe.architecture.spec.draws(settings, 0, len(batch.latents))
+    shapes = pipe.architecture.spec.noise_inputs(settings, 0, len(batch.latents))
     names = [name for name in shapes if name not in (INITIAL, OF_STEPS)]
     keys = jax.random.split(key, max(1, len(names)))
     return {name: jax.random.normal(k, shapes[name], jnp.float32) for name, k in zip(names, keys, strict=False)}

@@ -198,7 +198,7 @@ class HeldOut:
 def held_out(static: HeldOut, weights: Any, batch: Batch, u: Float[Array, "B"], number: Int[Array, ""]) -> Array:
     """Computes the error at fixed noise levels u, with fixed noise of a number."""
     network, key = nnx.merge(static.graphdef, weights), jax.random.fold_in(key_of(words_of([0])[0]), number)
-    noise = jax.random.normal(key, static.pipe.architecture.spec.clean(batch.latents).shape, jnp.float32)
+    noise = jax.random.normal(key, static.pipe.architecture.spec.to_training_latents(batch.latents).shape, jnp.float32)
     return error(static.pipe, network, batch, static.levels.at(u), noise, key)
 
 
@@ -396,7 +396,7 @@ def _chosen(pipe: Pipeline, config: TrainConfig) -> tuple[str, ...]:
 
 def _levels(pipe: Pipeline, config: TrainConfig, network: str) -> NoiseLevels:
     """Returns the noise levels of a network's training."""
-    own = pipe.architecture.spec.levels(pipe.defaults).get("shift")
+    own = pipe.architecture.spec.schedule_options(pipe.defaults).get("shift")
     kind = config.timesteps or ("uniform" if own is None else "shift")
     if kind == "shift" and own is None and config.shift is None:
         raise WanjaxError(f"{pipe.defaults.model} has no flow shift: timesteps uniform or logit-normal would do")

@@ -127,12 +127,12 @@ class ToyModel(VideoModel):
     def spec(self) -> ModelSpec:
         names = ("text_encoder", "text_encoder_2", "transformer", "vae")
         return ModelSpec(
-            purpose="text to video",
-            grid=self.vae.spatial_factor * nets.PATCH[1],
+            task="text to video",
+            size_multiple=self.vae.spatial_factor * nets.PATCH[1],
             vae=self.vae,
             scheduler=self.scheduler,
             networks={name: getattr(self, name) for name in names},
-            tables=self.tables,
+            cache_tables=self.tables,
         )
 
     @property

@@ -142,12 +142,12 @@ class SoundModel(VideoModel):
     def spec(self) -> ModelSpec:
         names = ("text_encoder", "transformer", "upsampler", "sound_decoder", "vae")
         return ModelSpec(
-            purpose="image to video with sound",
-            grid=2 * self.vae.spatial_factor * nets.PATCH[1],
+            task="image to video with sound",
+            size_multiple=2 * self.vae.spatial_factor * nets.PATCH[1],
             vae=self.vae,
             scheduler=self.scheduler,
             networks={name: getattr(self, name) for name in names} | {"transformer_2": self.transformer},
-            tables=self.tables,
+            cache_tables=self.tables,
             denoisers=("transformer", "transformer_2"),
             inputs=(IMAGE.needed,),
             latent_streams={"audio": AUDIO},
@@ -181,7 +181,7 @@ class SoundModel(VideoModel):
         check_features("prompt_embeds", encoded.prompt_embeds, right, settings.model)
         _, channels, _, *cells = self.spec.latent_shape(settings)
         shapes = {"reference": (None, channels, 1, *cells)}
-        check_fields(encoded, ["reference", "video_latents"], shapes, purpose=self.spec.purpose)
+        check_fields(encoded, ["reference", "video_latents"], shapes, purpose=self.spec.task)
 
     def prepare(self, runtime, network, encoded, x, purpose):
         texts, static = (encoded[:2], encoded[2:4]), (network.graphdef, purpose.groups)

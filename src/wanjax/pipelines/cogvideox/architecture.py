@@ -85,14 +85,14 @@ class CogVideoXArchitecture(VideoModel):
     def spec(self) -> ModelSpec:
         networks: dict[str, Any] = {"text_encoder": self.text_encoder, "transformer": self.transformer, "vae": self.vae}
         return ModelSpec(
-            purpose="image to video" if self.pictured else "text to video",
-            grid=self.grid,
+            task="image to video" if self.pictured else "text to video",
+            size_multiple=self.grid,
             vae=self.vae,
             scheduler=self.scheduler,
             networks={name: config for name, config in networks.items() if config is not None},
-            tables=self.tables,
+            cache_tables=self.tables,
             inputs=(IMAGE.needed,) if self.pictured else (VIDEO,),
-            ways=True,
+            reference_variants=True,
             frame_multiple=self.transformer.patch[0],
             fixed_size=self.fixed_size,
             posteriors=POSTERIORS,
@@ -172,7 +172,7 @@ class CogVideoXArchitecture(VideoModel):
             check_features(name, getattr(encoded, name), right, settings.model)
         shapes = {name: (None, *shape) for name, shape in self.latent_fields(settings).items()}
         optional = [name for name in shapes if name != "image_latents"]
-        check_fields(encoded, encoded._fields[2:6], shapes, optional=optional, purpose=self.spec.purpose)
+        check_fields(encoded, encoded._fields[2:6], shapes, optional=optional, purpose=self.spec.task)
 
     def prepare(
         self, runtime: Runtime, network: SplitNetwork, encoded: CogVideoXEncoded, x: Held, purpose: Preparation

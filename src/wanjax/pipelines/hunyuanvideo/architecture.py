@@ -99,15 +99,15 @@ class HunyuanVideoArchitecture(VideoModel):
     def spec(self) -> ModelSpec:
         names = ("text_encoder", "text_encoder_2", "image_encoder", "transformer", "vae")
         return ModelSpec(
-            purpose="image to video" if self.pictured else "text to video",
-            grid=self.vae.spatial_factor,
+            task="image to video" if self.pictured else "text to video",
+            size_multiple=self.vae.spatial_factor,
             vae=self.vae,
             scheduler=self.scheduler,
             networks={name: config for name in names if (config := getattr(self, name)) is not None},
-            tables=self.tables,
+            cache_tables=self.tables,
             inputs=(IMAGE.needed,) if self.pictured else (),
-            radial=True,
-            longest=self.vae.longest_video,
+            radial_attention=True,
+            max_frames=self.vae.longest_video,
         )
 
     @property
@@ -145,7 +145,7 @@ class HunyuanVideoArchitecture(VideoModel):
         )
 
     def size_for(self, picture: tuple[int, int, int], asked: Settings) -> tuple[int, int]:
-        return size_of(picture, self.transformer.target_size, self.spec.grid)
+        return size_of(picture, self.transformer.target_size, self.spec.size_multiple)
 
     def tokenize(self, runtime: Runtime, prompts: Sequence[str], follow: str) -> tuple[TokenBatch, ...]:
         """Returns the tokens of prompts, and those of what is quoted in them."""
@@ -194,7 +194,7 @@ class HunyuanVideoArchitecture(VideoModel):
             if mask.shape != features.shape[:2]:
                 right = list(features.shape[:2])
                 raise WanjaxError(f"the mask of the {name} is {list(mask.shape)} where {right} is right")
-        check_fields(encoded, encoded._fields[8:10], self.picture_shapes(settings), purpose=self.spec.purpose)
+        check_fields(encoded, encoded._fields[8:10], self.picture_shapes(settings), purpose=self.spec.task)
 
     def prepare(
         self, runtime: Runtime, network: SplitNetwork, encoded: HunyuanVideoEncoded, x: Held, purpose: Preparation

@@ -97,7 +97,7 @@ class _HunyuanVideoSource(RecognisedSource):
     def configs(self) -> Mapping[str, dict[str, Any]]:
         settings, architecture = self.model.defaults, self.model.architecture
         assert isinstance(architecture, HunyuanVideoArchitecture)
-        scheduler = {"num_train_timesteps": 1000, "shift": architecture.spec.levels(settings)["shift"]}
+        scheduler = {"num_train_timesteps": 1000, "shift": architecture.spec.schedule_options(settings)["shift"]}
         return {
             "scheduler": {"_class_name": CLASSES["scheduler"][1], **scheduler},
             "guider": {"_class_name": CLASSES["guider"][1], "guidance_scale": settings.guidance_scale},

@@ -43,7 +43,7 @@ class WanModel(VideoModel):
     """
 
     encoded_type = WanEncoded
-    purpose: ClassVar[str] = "text to video"
+    task: ClassVar[str] = "text to video"
     inputs: ClassVar[tuple[InputSpec, ...]] = ()
     optional: ClassVar[tuple[str, ...]] = ()
     """The fields of `WanEncoded` that may be None."""
@@ -67,17 +67,17 @@ class WanModel(VideoModel):
             "vae": self.vae,
         }
         return ModelSpec(
-            purpose=self.purpose,
-            grid=self.vae.spatial_factor * config.patch[1],
+            task=self.task,
+            size_multiple=self.vae.spatial_factor * config.patch[1],
             vae=self.vae,
             scheduler=self.scheduler,
             networks={name: config for name, config in networks.items() if config is not None},
-            tables=self.tables,
+            cache_tables=self.tables,
             denoisers=EXPERTS if self.experts else EXPERTS[:1],
             inputs=self.inputs,
             begins_from_video=self.begins_from_video,
-            ways=True,
-            radial=self.radial and not config.sparse_linear,
+            reference_variants=True,
+            radial_attention=self.radial and not config.sparse_linear,
             sparse_linear=self.radial and not config.sparse_linear,
             trained_attention=config.attention(AUTO),
             block_frames=self.block_frames,
@@ -134,7 +134,7 @@ class WanModel(VideoModel):
             right = (*encoded.prompt_embeds.shape[:2], self.transformer.text_width)
             check_features(name, getattr(encoded, name), right, settings.model)
         names = ("condition", "image_embeds", "video_latents")
-        check_fields(encoded, names, self.picture_shapes(settings), optional=self.optional, purpose=self.purpose)
+        check_fields(encoded, names, self.picture_shapes(settings), optional=self.optional, purpose=self.task)
 
     def picture_shapes(self, settings: Settings) -> Mapping[str, Shape]:
         """Returns the fields of `WanEncoded` that hold pictures, by their shapes for a video of these settings."""

@@ -82,7 +82,7 @@ class TextToVideo(WanModel):
 class CausalTextToVideo(WanModel):
     """Text to video, block by block, from noise alone: each from the keys and values of those before it."""
 
-    purpose = "text to video by blocks"
+    task = "text to video by blocks"
     radial = False
 
     @property
@@ -127,7 +127,7 @@ class CausalTextToVideo(WanModel):
 class FirstFrameToVideo(TextToVideo):
     """Text and image to video; the condition, if any, is the clean first latent frame, which replaces the noise."""
 
-    purpose = "text and image to video"
+    task = "text and image to video"
     inputs = (IMAGE, VIDEO)
     optional = ("video_latents", "condition")
 
@@ -151,7 +151,7 @@ class FirstFrameToVideo(TextToVideo):
 class ImageToVideo(WanModel):
     """Image to video; the condition is a mask of the known frames, and the latents of a clip with grey others."""
 
-    purpose = "image to video"
+    task = "image to video"
     inputs = (IMAGE.needed, LAST_IMAGE)
 
     @property
@@ -222,7 +222,7 @@ class AttendedImageToVideo(ImageToVideo):
 class FirstAndLastFrameToVideo(AttendedImageToVideo):
     """The same from two pictures, whose features have positions of their own."""
 
-    purpose = "first and last frame to video"
+    task = "first and last frame to video"
     inputs = (IMAGE.needed, LAST_IMAGE.needed)
 
 
@@ -233,7 +233,7 @@ class Inpainting(ImageToVideo):
     encoded. Follows pipeline_wan_fun_inpaint.py and pipeline_wan2_2_fun_inpaint.py of aigc-apps/VideoX-Fun.
     """
 
-    purpose = "text, and first and last frame, to video"
+    task = "text, and first and last frame, to video"
     inputs = (IMAGE, LAST_IMAGE)
     optional = ("condition", "image_embeds")
 
@@ -265,7 +265,7 @@ class ControlledVideo(WanModel):
     mask's own pixels. A missing clip is grey; a missing mask replaces everything.
     """
 
-    purpose = "controlled video (VACE)"
+    task = "controlled video (VACE)"
     inputs = (CONTROL_VIDEO, MASK, REFERENCES)
     radial = False
 
