@@ -118,7 +118,7 @@ class ModelSpec:
         denoisers: The components that denoise; each step uses one of them, and they have one shape.
         inputs: What it can use beside the prompt.
         begins_from_video: True where denoising begins from a given video; False where the video only guides it.
-        reference_variants: True where the ways of the model's authors and of diffusers differ, between which `follow` chooses.
+        reference_variants: True where the authors and diffusers differ, between whom `follow` chooses.
         radial_attention: True where the denoiser's self-attention can be radial.
         sparse_linear: True where its denoiser's config can have a projection for sparse-linear attention.
         trained_attention: The attention that it was trained with.
@@ -396,7 +396,7 @@ class ModelSpec:
                 raise WanjaxError(f"{settings.model} takes too few steps for a step cache: leave {settings.cache} out")
             return NONE
         first = self.passes_of(settings)[0]
-        return chosen_rule(settings.cache, self.phases(self.schedule(first), first), self.tables, settings.model)
+        return chosen_rule(settings.cache, self.phases(self.schedule(first), first), self.cache_tables, settings.model)
 
     def reused(self, settings: Settings) -> tuple[bool, ...]:
         """Tells of each step of the first pass whether it reuses what another kept, or may where that is not known."""
