@@ -314,7 +314,7 @@ def test_tiles_of_two_sides():
     [
         ({"steps": "many"}, "one.json steps 'many' whole number"),
         ({"guidance_scale": True}, "guidance_scale True number"),
-        ({"dtype": "float8"}, "'float8' 'bfloat16' 'float32'"),
+        ({"dtype": "float8"}, "--dtype 'float8' bfloat16 float32"),
         ({"model": None}, "one.json model generation_config.json"),
         ({"tiling": {"rows": 3}}, "tiling {'rows': 3} size"),
         ({"tiling": {"size": "big", "stride": 8}}, "tiling {'size': 'big', 'stride': 8}"),

@@ -112,7 +112,7 @@ def test_former_options(given, options, name, value):
         ("--use_dp --mesh tp=4", "--use-dp --mesh"),
         ("--sp_num 2 --mesh tp=4", "--sp-num --mesh"),
         ("--use_fsdp --rules tp", "--use-fsdp --rules fsdp tp"),
-        ("--window 0", "'--window' 0"),
+        ("--window 0", "--window 0 1"),
         ("--attention chunked:window=x", "window 'chunked:window=x' number tokens"),
         ("--use_k_smooth", "flash_tpu runs on TPUs"),
         ("--sp_num 3", "8 devices sp=3"),

@@ -330,7 +330,7 @@ def test_a_cache_without_room_costs_no_video(model, cached):
         made = succeeded(wanjax(*given))
         assert re.search(f"note: .*{stage_files.EMBEDDINGS}.*too large", made.stderr)
         assert files(".") == ["a.mp4"]
-        said = refused(*given, "--dir", "d")
+        said = refused(*given, "--dir", "d", status=1)
     assert stage_files.EMBEDDINGS in said
     assert "too large" in said
     assert files("d") == []

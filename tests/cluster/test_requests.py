@@ -98,8 +98,8 @@ def test_what_is_wrong_is_told_with_its_row(tmp_path, line, said):
     [
         ("r.csv", b"prompt,seed\na,b,3\n", "row 1 quote"),
         ("r.csv", b'prompt,seed\n"a,3\n', "r.csv cannot"),
-        ("r.csv", b"text,seed\na,3\n", "row 1 'text'"),
-        ("r.csv", b'"text, or what is shown";prompt\na;b\n', "row 1 shown"),
+        ("r.csv", b"text,seed\na,3\n", "header column 'text'"),
+        ("r.csv", b'"text, or what is shown";prompt\na;b\n', "header column shown"),
         ("r.csv", b"prompt,seed\n", "r.csv prompt"),
         ("r.parquet", b"PAR1, and no more", "r.parquet cannot"),
         ("r.txt", b"\xff\xfe\xff", "r.txt cannot"),

@@ -234,6 +234,11 @@ def test_a_function_is_refused_in_one_sentence():
         wanjax.price(jnp.sin, x, mesh={"tp": 2})
     with pytest.raises(WanjaxError, match=naming("TPU 'v9'")):
         wanjax.price(jnp.sin, x, chip="v9")
+
+
+@needs_libtpu
+def test_a_function_that_cannot_be_traced_is_refused_in_one_sentence():
+    x = jax.ShapeDtypeStruct((8,), jnp.float32)
     with pytest.raises(compiling.CompilerError, match=naming("v6e-8 ValueError Zero-dimensional")):
         wanjax.price(lambda x: jnp.concatenate(x, 1.5), x)
 

@@ -227,7 +227,8 @@ def without(kind: str, folder: Path) -> str:
         ("c" * 252, (32, 64), "File name too long"),
         ("d" * 260 + ".mp4", (32, 64), "File name too long"),
         ("a.png", (32, 64), "a.png picture frame"),
-        ("room", (32, 64), "room 1 kB 3.07 kB"),
+        ("room", (32, 64), "room 1 kB 65.5 kB"),
+        ("room", (320, 640), "room 1 kB needs more"),
         ("file/a.gif", (32, 64), "file written"),
     ],
 )

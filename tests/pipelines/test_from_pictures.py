@@ -147,7 +147,7 @@ def test_the_library_takes_the_size_from_what_was_encoded(models):
         ("image", "--image ../text.png", "text.png picture"),
         ("image", "--image absent.png", "absent.png"),
         ("image", "--image ../wide.png --size 40x32", "width 40 16 32 48"),
-        ("image", "--image ../wide.png --resize twist", "'twist' 'crop' 'pad' 'stretch'"),
+        ("image", "--image ../wide.png --resize twist", "--resize 'twist' crop pad stretch"),
         ("control", "--image ../wide.png", "image video mask reference"),
         ("control", "--video ../clip.gif --mask ../short.gif", "mask 2 frames video 7"),
         ("control", "--mask ../clip.gif", "mask video"),

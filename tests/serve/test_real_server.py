@@ -395,10 +395,10 @@ def test_the_command_asks_a_server(served, tmp_path, monkeypatch):
         "--dir here": "--dir",
         "--out a.avi": "a.avi .mp4 .gif",
         "--out a.png": "a.png one",
-        "--at http://127.0.0.1:1": "http://127.0.0.1:1 refused",
     }
     for options, told in refusals.items():
         assert says(refused("a", *at, *options.split()), told)
+    assert says(refused("a", "--at", "http://127.0.0.1:1", status=1), "http://127.0.0.1:1 refused")
 
 
 def test_the_command_asks_a_server_for_what_it_makes_itself(served, tmp_path, monkeypatch):

@@ -48,7 +48,7 @@ def test_train_writes_a_lora_and_resumes(model, tmp_path):
 def test_mistakes_are_one_sentence(model, tmp_path):
     data = write_clips(tmp_path / "data", 1)
     for more, sentence in (
-        (("--rank", 0), "0 is not in the range"),
+        (("--rank", 0), "--rank is given as 0"),
         (("--rate", -1), "the learning rate -1.0 is not a number above 0"),
         (("--rate", 1e39), "the learning rate 1e+39 is not a number"),
         (("--size", "33x32"), "the width 33 is not a multiple"),

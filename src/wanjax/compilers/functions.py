@@ -38,9 +38,9 @@ def price(
     CompilerError if the program does not compile. A program that is too large has no `seconds`.
     """
     place = find_slice(chip)
-    check_priceable()
     axes = mesh.shape if isinstance(mesh, Mesh | AbstractMesh) else mesh
     on = described(place, None if axes is None else dict(axes))
+    check_priceable()
     arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_on(on, x)), shapes)
     [found] = price_all(place, [Lowering(function, arguments, tuple(donate), options)])
     return found

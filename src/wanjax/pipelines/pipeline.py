@@ -651,7 +651,8 @@ class Pipeline(metaclass=Named):
             """Raises AttributeError, which tells what is right for names of other libraries."""
             if sentence := right_name(name):
                 raise AttributeError(sentence)
-            if not name.startswith("_") and (near := near_names(name, dir(self), 1)):
+            known = dir(self)
+            if not (name.startswith("_") or name in known) and (near := near_names(name, known, 1)):
                 raise AttributeError(f"a pipeline has no {name}: {near[0]} is near")
             return object.__getattribute__(self, name)  # raises the error for which Python came here
 
