@@ -119,7 +119,7 @@ def test_files_are_the_same_by_the_doors_that_name_them(tmp_path):
         ({"negative_prompt": "a\0b"}, "negative_prompt"),
         ({"step": 4}, "'step' steps"),
         ({"steps": 4.5}, "steps 4.5 whole"),
-        ({"size": "huge"}, "size 'huge'"),
+        ({"size": "huge"}, "'huge' square"),
         ({"size": [64, 32]}, "size [64, 32] text"),
     ],
     ids=str,
