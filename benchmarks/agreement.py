@@ -21,11 +21,11 @@ from rich.table import Table
 
 from benchmarks.attention_prices import splash_kernel
 from benchmarks.recorded import programs
-from wanjax.compilers.chips import described, find_slice
-from wanjax.compilers.lowering import Lowering
-from wanjax.compilers.priced import price_all
 from wanjax.kernels.attention import IMPLEMENTATIONS, Attention
 from wanjax.plan.recorded import STEP
+from wanjax.pricing.chips import described, find_slice
+from wanjax.pricing.lowering import Lowering
+from wanjax.pricing.priced import price_all
 from wanjax.registry import presets
 
 MODEL = "wan2.1-t2v-14b"

@@ -15,14 +15,14 @@ from jax.sharding import AbstractMesh
 from rich.table import Table
 
 from benchmarks.workloads import Workload
-from wanjax.compilers.chips import SLICES, described, find_slice
-from wanjax.compilers.compile import Compiled, compile_programs
-from wanjax.compilers.exporting import CompilerError
-from wanjax.compilers.kernels import rare_work
-from wanjax.compilers.lowering import Lowering, everywhere
-from wanjax.compilers.pricing import price_compiled
 from wanjax.kernels.attention import IMPLEMENTATIONS, attention
 from wanjax.kernels.tiling import round_up
+from wanjax.pricing.chips import SLICES, described, find_slice
+from wanjax.pricing.compile import Compiled, compile_programs
+from wanjax.pricing.costs import price_compiled
+from wanjax.pricing.exporting import CompilerError
+from wanjax.pricing.kernels import rare_work
+from wanjax.pricing.lowering import Lowering, everywhere
 from wanjax.sharding import pad_to
 
 CHIPS = ("v5e", "v5p", "v6e", "v7x")

@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.recorded import programs
-from wanjax.compilers.chips import described, find_slice
-from wanjax.compilers.lowering import Lowering
-from wanjax.compilers.priced import price_all
 from wanjax.kernels.compiler_options import O1, O2
 from wanjax.pipelines.settings import DTYPES
+from wanjax.pricing.chips import described, find_slice
+from wanjax.pricing.lowering import Lowering
+from wanjax.pricing.priced import price_all
 from wanjax.registry import presets
 
 LEVELS = {"O0": 9, "O1": O1, "O2": O2}  # XLA's numbers

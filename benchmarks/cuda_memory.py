@@ -20,9 +20,9 @@ from jax.sharding import Mesh
 
 from benchmarks.recorded import programs
 from wanjax import registry
-from wanjax.compilers.lowering import Lowering
 from wanjax.figures import in_bytes
 from wanjax.kernels.attention import Attention
+from wanjax.pricing.lowering import Lowering
 from wanjax.sharding import MESH_AXES
 
 H100 = """

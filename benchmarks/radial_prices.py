@@ -15,12 +15,12 @@ from rich.table import Table
 
 from benchmarks.attention_prices import CHIPS, SHARE, compile_forms
 from benchmarks.workloads import WORKLOADS, Workload
-from wanjax.compilers.compile import Compiled
-from wanjax.compilers.exporting import CompilerError
-from wanjax.compilers.kernels import kernel_calls, kernel_seconds, visiting_seconds
 from wanjax.kernels.attention import attention
 from wanjax.kernels.attention.flash_tiles import BLOCKS_TOGETHER
 from wanjax.kernels.attention.radial import Radial, cells
+from wanjax.pricing.compile import Compiled
+from wanjax.pricing.exporting import CompilerError
+from wanjax.pricing.kernels import kernel_calls, kernel_seconds, visiting_seconds
 
 VIDEOS = {"wan": (21, 0, True), "hunyuanvideo": (31, 1985, False)}  # latent frames, text tokens, and the sink
 STEPS = 37  # grid steps whose numbers of blocks are priced

@@ -17,11 +17,11 @@ from rich.table import Table
 
 from benchmarks.attention_prices import CHIPS, SHARE, compile_forms
 from benchmarks.workloads import WORKLOADS, Workload
-from wanjax.compilers.compile import Compiled
-from wanjax.compilers.exporting import CompilerError
-from wanjax.compilers.kernels import LISTS, kernel_calls, rare_work
-from wanjax.compilers.pricing import price_compiled
 from wanjax.kernels.attention import Projection, SparseLinear, sparse_linear_attention
+from wanjax.pricing.compile import Compiled
+from wanjax.pricing.costs import price_compiled
+from wanjax.pricing.exporting import CompilerError
+from wanjax.pricing.kernels import LISTS, kernel_calls, rare_work
 
 
 def sparse_linear(top: float) -> Callable[..., jax.Array]:

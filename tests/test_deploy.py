@@ -19,7 +19,7 @@ import yaml
 
 from tests.support.documents import PAGES, ROOT, calls, check_call
 from wanjax.cluster import processes
-from wanjax.compilers.chips import SLICES
+from wanjax.pricing.chips import SLICES
 
 DEPLOY = ROOT / "deploy"
 COMMANDS = {

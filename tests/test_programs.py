@@ -15,10 +15,10 @@ import pytest
 from tests.support.programs import compiled
 from tests.support.words import naming
 from wanjax import programs
-from wanjax.compilers.lowering import without_refused
 from wanjax.errors import WanjaxWarning
 from wanjax.kernels.target import Target
 from wanjax.pipelines.denoiser import take_step
+from wanjax.pricing.lowering import without_refused
 from wanjax.programs import Execute, Instance, Program, Site, program
 from wanjax.sharding import one_device
 

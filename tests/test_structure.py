@@ -26,7 +26,7 @@ LAYERS = [  # a module imports from its own layer and those below
     ["wanjax.models", "wanjax.schedulers", "wanjax.programs"],
     ["wanjax.layers"],
     ["wanjax.kernels"],
-    ["wanjax.compilers"],
+    ["wanjax.compile_cache", "wanjax.pricing"],
     [
         "wanjax.dims",
         "wanjax.sharding",

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from wanjax.dims import readable
 
 if TYPE_CHECKING:
-    from wanjax.compilers.functions import price
     from wanjax.errors import WanjaxError
     from wanjax.layers.tiling import Tiling
     from wanjax.loading import load
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from wanjax.pipelines.previews.previews import Previews
     from wanjax.pipelines.settings import Settings
     from wanjax.pipelines.text.extending import extend_prompt
+    from wanjax.pricing.functions import price
     from wanjax.registry import register
     from wanjax.sharding import make_mesh
 
@@ -41,7 +41,7 @@ _HOMES = {
     "extend_prompt": "wanjax.pipelines.text.extending",
     "load": "wanjax.loading",
     "make_mesh": "wanjax.sharding",
-    "price": "wanjax.compilers.functions",
+    "price": "wanjax.pricing.functions",
     "register": "wanjax.registry",
 }
 __all__ = [
@@ -70,7 +70,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         sentence = None if name.startswith("_") else import_module("wanjax.pipelines.other_names").right_name(name)
         raise AttributeError(sentence or f"module 'wanjax' has no attribute {name!r}")
-    import_module("wanjax.compilers.libtpu").silence()
+    import_module("wanjax.pricing.libtpu").silence()
     found = globals()[name] = readable(getattr(import_module(_HOMES[name]), name))
     return found
 

@@ -20,7 +20,7 @@ from wanjax.checkpoints.files import main_dtype
 from wanjax.checkpoints.lora import Lora
 from wanjax.checkpoints.networks import Network, network
 from wanjax.checkpoints.sources import Source
-from wanjax.compilers.cache import set_cache_folder
+from wanjax.compile_cache.cache import set_cache_folder
 from wanjax.errors import WanjaxError, shown
 from wanjax.figures import in_bytes
 from wanjax.kernels.attention import AUTO, Attention, choose

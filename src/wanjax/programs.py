@@ -29,14 +29,14 @@ from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from wanjax.compilers.cache import compile_cache, without_cache
-from wanjax.compilers.compilations import tell_loaded, tell_refused, told_waiting
-from wanjax.compilers.executables import Executables, Refused, key_of
-from wanjax.compilers.fingerprint import NoFingerprint
-from wanjax.compilers.lowering import Lowering, uncollected, without_refused
+from wanjax.compile_cache.cache import compile_cache, without_cache
+from wanjax.compile_cache.compilations import tell_loaded, tell_refused, told_waiting
+from wanjax.compile_cache.executables import Executables, Refused, key_of
+from wanjax.compile_cache.fingerprint import NoFingerprint
 from wanjax.errors import WanjaxError, WanjaxWarning
 from wanjax.kernels.compiler_options import FAST, SAFE
 from wanjax.kernels.target import Target, target_of
+from wanjax.pricing.lowering import Lowering, uncollected, without_refused
 from wanjax.sharding import Partitioner, state, stating, use
 
 AT_ONCE = 2  # programs that are compiled: most of a compiler's passes use one core

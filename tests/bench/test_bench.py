@@ -23,11 +23,11 @@ from wanjax.bench.programs import Measured, distance, made_up, measure, mesh_of
 from wanjax.bench.suite import SCALES, Scale, Suite
 from wanjax.bench.timing import Timing, timed
 from wanjax.cli import measuring
-from wanjax.compilers.chips import described, find_slice
-from wanjax.compilers.places import mesh_on, priced_on
 from wanjax.errors import WanjaxError
 from wanjax.kernels import compiler_options
 from wanjax.kernels.attention import AUTO
+from wanjax.plan.places import mesh_on, priced_on
+from wanjax.pricing.chips import described, find_slice
 from wanjax.registry import outline, presets
 
 TINY = Scale((32, 32), (32, 32), 5, 1, 0.0)

@@ -19,11 +19,11 @@ from wanjax import loading, registry
 from wanjax.checkpoints.sources import DiffusersSource
 from wanjax.cli import stages
 from wanjax.cli.stages import least_seconds
-from wanjax.compilers.chips import V6E
 from wanjax.errors import WanjaxError
 from wanjax.layers.placement import placed
 from wanjax.pipelines import memory
 from wanjax.pipelines.recording import most_held, record
+from wanjax.pricing.chips import V6E
 from wanjax.sharding import RULES, Partitioner, make_mesh
 
 GB = 1_000_000_000

@@ -29,8 +29,8 @@ from tests.support.tiny import tiny_checkpoint
 from tests.support.words import says
 from wanjax.checkpoints.files import save_safetensors
 from wanjax.cli import main
-from wanjax.compilers.libtpu import TPUS
 from wanjax.media import stage_files
+from wanjax.pricing.libtpu import TPUS
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 

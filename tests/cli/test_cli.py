@@ -25,10 +25,10 @@ from tests.support.tiny import compile_cache, tiny_checkpoint
 from tests.support.words import says
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.cli import main, report, stages
-from wanjax.compilers.libtpu import TPUS
 from wanjax.media import stage_files, videos
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.wan.model import WanModel
+from wanjax.pricing.libtpu import TPUS
 
 SMALL = ("--size", "32x16", "--frames", "5", "--steps", "2", "--dtype", "float32")
 HERE = ("--dir", "stage_outputs")

@@ -19,7 +19,7 @@ from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint
 from tests.support.words import says
 from wanjax.cli.report import Report
-from wanjax.compilers.cache import compile_cache
+from wanjax.compile_cache.cache import compile_cache
 from wanjax.media import stage_files
 from wanjax.media.videos import read_metadata
 from wanjax.pipelines.run import Run

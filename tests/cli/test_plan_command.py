@@ -17,17 +17,17 @@ from tests.support.small_wan import TEXT, VIDEO, architecture, causal_pipeline
 from tests.support.words import naming, says
 from wanjax import registry
 from wanjax.cli import main
-from wanjax.compilers import compile as compiling
-from wanjax.compilers import kept, places, priced
-from wanjax.compilers.chips import SLICES, described
-from wanjax.compilers.exporting import export
-from wanjax.compilers.lowering import Lowering
-from wanjax.compilers.priced import Priced
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import Attention
 from wanjax.loading import outlined
 from wanjax.pipelines.wan.programs import TEXT_LENGTH
-from wanjax.plan import outlook
+from wanjax.plan import outlook, places
+from wanjax.pricing import compile as compiling
+from wanjax.pricing import kept, priced
+from wanjax.pricing.chips import SLICES, described
+from wanjax.pricing.exporting import export
+from wanjax.pricing.lowering import Lowering
+from wanjax.pricing.priced import Priced
 from wanjax.registry import outline
 from wanjax.sharding import RULES, Partitioner
 

@@ -12,11 +12,11 @@ from click.testing import CliRunner
 import wanjax
 from tests.support.tiny import TRANSFORMER, compile_cache, tiny_checkpoint, tiny_image_checkpoint
 from wanjax.cli import main, profile
-from wanjax.compilers.chips import KINDS, V6E
 from wanjax.converters.wan.diffusers import transformer_config
 from wanjax.models.wan.flops import forward_flops
 from wanjax.pipelines.observers import Step
 from wanjax.pipelines.wan.programs import TEXT_LENGTH
+from wanjax.pricing.chips import KINDS, V6E
 
 
 class Ended(Step):

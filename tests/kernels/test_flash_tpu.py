@@ -22,12 +22,12 @@ from tests.support.configs import TRANSFORMER
 from tests.support.plan_programs import attend, attend_round, attend_small
 from tests.support.quick import quick
 from tests.support.words import naming
-from wanjax.compilers.chips import described, find_slice
-from wanjax.compilers.compile import Compiled, compile_programs
-from wanjax.compilers.exporting import CompilerError
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import Attention, attention, choose, flash_tiles, flash_tpu
 from wanjax.models.wan.transformer import Block
+from wanjax.pricing.chips import described, find_slice
+from wanjax.pricing.compile import Compiled, compile_programs
+from wanjax.pricing.exporting import CompilerError
 
 FULL_TILES = flash_tpu.Config(512, 1024, 512, interpret=True)
 flash = partial(run, "flash_tpu")

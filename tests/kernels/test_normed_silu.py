@@ -12,11 +12,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.support.attention import normal
 from tests.support.compare import error
-from wanjax.compilers.chips import described, find_slice
-from wanjax.compilers.compile import compile_program
-from wanjax.compilers.kernels import kernel_calls
-from wanjax.compilers.lowering import Lowering
 from wanjax.kernels.normed_silu import BLOCK, normed_silu, plain
+from wanjax.pricing.chips import described, find_slice
+from wanjax.pricing.compile import compile_program
+from wanjax.pricing.kernels import kernel_calls
+from wanjax.pricing.lowering import Lowering
 
 
 def rule(x, gamma):

@@ -17,10 +17,6 @@ from tests.support.configs import TRANSFORMER
 from tests.support.devices import MESHES, SPREADING
 from tests.support.quick import quick
 from tests.support.words import naming
-from wanjax.compilers.chips import described, find_slice
-from wanjax.compilers.compile import compile_program
-from wanjax.compilers.kernels import kernel_calls
-from wanjax.compilers.lowering import everywhere
 from wanjax.errors import UnsupportedError, WanjaxError
 from wanjax.kernels.attention import (
     AUTO,
@@ -35,6 +31,10 @@ from wanjax.kernels.attention.sparse_linear_tpu import Config
 from wanjax.layers.rope import rope_3d
 from wanjax.models.wan.transformer import SelfAttention, WanTransformer
 from wanjax.pipelines.model import attending
+from wanjax.pricing.chips import described, find_slice
+from wanjax.pricing.compile import compile_program
+from wanjax.pricing.kernels import kernel_calls
+from wanjax.pricing.lowering import everywhere
 from wanjax.registry import presets
 from wanjax.sharding import RULES, Partitioner, make_mesh, use
 

@@ -13,8 +13,6 @@ from flax import nnx
 
 from tests.support.configs import TRANSFORMER
 from wanjax.checkpoints.networks import network_of
-from wanjax.compilers.hlo import parse
-from wanjax.compilers.work import flops
 from wanjax.kernels.attention import Attention
 from wanjax.models.wan.config import (
     ControlTransformerConfig,
@@ -23,6 +21,8 @@ from wanjax.models.wan.config import (
 )
 from wanjax.models.wan.flops import forward_flops
 from wanjax.pipelines.wan.networks import NETWORKS
+from wanjax.pricing.hlo import parse
+from wanjax.pricing.work import flops
 
 CONFIGS = {
     "text": TRANSFORMER,

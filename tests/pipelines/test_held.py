@@ -21,14 +21,14 @@ from tests.support.tiny import (
     tiny_residual_checkpoint,
 )
 from tests.support.words import naming, says
-from wanjax.compilers import held
-from wanjax.compilers.held import least_held
-from wanjax.compilers.kernels import inner_jaxprs
-from wanjax.compilers.lowering import Lowering
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
 from wanjax.pipelines import memory
 from wanjax.pipelines.recording import check_making, most_held, record
+from wanjax.pricing import held
+from wanjax.pricing.held import least_held
+from wanjax.pricing.kernels import inner_jaxprs
+from wanjax.pricing.lowering import Lowering
 
 MAKE = {
     "text": tiny_checkpoint,

@@ -13,14 +13,14 @@ from tests.support.words import naming
 from wanjax import loading
 from wanjax.checkpoints.sources import DiffusersSource
 from wanjax.cli import main
-from wanjax.compilers.chips import GIB, SLICES, V5E, Slice, devices_of
-from wanjax.compilers.compile import ENVIRONMENT
-from wanjax.compilers.priced import Priced
-from wanjax.compilers.roofline import H100, processor
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import AUTO, Attention
 from wanjax.pipelines.meshes import StepCost, choose_mesh, has_room, meshes, step_cost
 from wanjax.plan import outlook, training
+from wanjax.pricing.chips import GIB, SLICES, V5E, Slice, devices_of
+from wanjax.pricing.compile import ENVIRONMENT
+from wanjax.pricing.priced import Priced
+from wanjax.pricing.roofline import H100, processor
 from wanjax.registry import Checkpoint, outline, presets
 from wanjax.sharding import RULES, MeshSizes, standing_in
 from wanjax.training.adapters import LoraConfig

@@ -22,7 +22,7 @@ from tests.support.compilations import compilations
 from tests.support.programs import compiled
 from tests.support.quick import quick
 from tests.support.tabled import TABLES
-from wanjax.compilers.fingerprint import fingerprint
+from wanjax.compile_cache.fingerprint import fingerprint
 from wanjax.layers.tiling import Tiling
 from wanjax.loading import outlined
 from wanjax.pipelines.recording import record

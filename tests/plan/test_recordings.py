@@ -8,12 +8,12 @@ import pytest
 
 from tests.support.quick import quick
 from tests.support.small_wan import VIDEO, architecture
-from wanjax.compilers.chips import SLICES, described
-from wanjax.compilers.exporting import export
 from wanjax.kernels.compiler_options import SETS
 from wanjax.loading import outlined
 from wanjax.pipelines.recording import needed_pictures, record
 from wanjax.plan.recorded import programs_of
+from wanjax.pricing.chips import SLICES, described
+from wanjax.pricing.exporting import export
 from wanjax.registry import outline, presets
 from wanjax.sharding import RULES, Partitioner
 

@@ -4,7 +4,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from wanjax.compilers.compilations import Compilation, watched_compiler
+from wanjax.compile_cache.compilations import Compilation, watched_compiler
 
 
 @contextmanager

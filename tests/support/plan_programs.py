@@ -9,9 +9,9 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.workloads import WORKLOADS
-from wanjax.compilers.lowering import Lowering, everywhere
 from wanjax.kernels.attention import attention, choose
 from wanjax.kernels.target import target
+from wanjax.pricing.lowering import Lowering, everywhere
 from wanjax.sharding import RULES, Partitioner, spread, use
 
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 import jax
 from jax.extend.core import Jaxpr
 
-from wanjax.compilers.traced import Work, work_of
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.recording import needed_pictures, record
 from wanjax.pipelines.settings import Settings
 from wanjax.plan.recorded import Scheduled, programs_of
+from wanjax.pricing.traced import Work, work_of
 
 
 def programs(pipe: Pipeline, settings: Settings) -> Iterator[Scheduled]:

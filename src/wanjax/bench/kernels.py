@@ -13,7 +13,6 @@ from jaxtyping import Array
 
 from wanjax.bench.programs import distance, made_up, mesh_of
 from wanjax.bench.timing import Timing, timed
-from wanjax.compilers.lowering import Lowering, everywhere
 from wanjax.errors import UnsupportedError
 from wanjax.kernels.attention import (
     IMPLEMENTATIONS,
@@ -26,6 +25,7 @@ from wanjax.kernels.attention import (
 )
 from wanjax.kernels.tiling import round_up
 from wanjax.layers.linear import dot_general
+from wanjax.pricing.lowering import Lowering, everywhere
 from wanjax.sharding import MESH_AXES
 
 CHECKED_TOKENS = 700  # of the exact comparison: several tiles of every kernel, and a rest

@@ -8,13 +8,13 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
-from wanjax.compilers.chips import KINDS, SLICES
-from wanjax.compilers.exporting import CompilerError
-from wanjax.compilers.lowering import Lowering
-from wanjax.compilers.places import Place, mesh_on, priced_on
-from wanjax.compilers.roofline import Machine, machines
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import AUTO, Attention
+from wanjax.plan.places import Place, mesh_on, priced_on
+from wanjax.pricing.chips import KINDS, SLICES
+from wanjax.pricing.exporting import CompilerError
+from wanjax.pricing.lowering import Lowering
+from wanjax.pricing.roofline import Machine, machines
 
 COMPILER, MODEL = "the chip's compiler", "a stated model"
 Build = Callable[[Mesh | AbstractMesh, Attention], Lowering]  # of a mesh and the attention

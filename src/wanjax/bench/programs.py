@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from wanjax.bench.timing import Timing, timed
-from wanjax.compilers.lowering import Lowering, without_refused
+from wanjax.pricing.lowering import Lowering, without_refused
 from wanjax.sharding import MESH_AXES, make_mesh
 
 SMALLEST = 1e-12

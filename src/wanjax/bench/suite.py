@@ -23,8 +23,6 @@ from wanjax.bench.kernels import (
 )
 from wanjax.bench.modelled import Build, Known, known
 from wanjax.bench.programs import Measured, distance, measure, mesh_of
-from wanjax.compilers.kept import versions
-from wanjax.compilers.lowering import Lowering
 from wanjax.errors import WanjaxError
 from wanjax.figures import quantity
 from wanjax.kernels.attention import AUTO, Attention, choose
@@ -35,6 +33,8 @@ from wanjax.pipelines.model import VideoModel
 from wanjax.pipelines.recording import needed_pictures, record
 from wanjax.pipelines.settings import Settings
 from wanjax.plan.recorded import STEP, programs_of
+from wanjax.pricing.kept import versions
+from wanjax.pricing.lowering import Lowering
 from wanjax.registry import Outline
 from wanjax.sharding import MESH_AXES, RULES, Partitioner
 

@@ -20,8 +20,8 @@ from click.shell_completion import CompletionItem
 from wanjax.cli import defaults, listing, options, scale_options, train_options
 from wanjax.cli.arguments import check_prompt, complete_commands, complete_files, complete_models, in_words
 from wanjax.cli.report import Report, watched
-from wanjax.compilers import libtpu
 from wanjax.errors import FULL, WanjaxError, is_failure, is_out_of_memory
+from wanjax.pricing import libtpu
 from wanjax.signals import INTERRUPTED, stop
 
 FAILURE, MISTAKE = 1, 2  # exit statuses

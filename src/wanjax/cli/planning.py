@@ -21,12 +21,8 @@ from wanjax.cli.report import Report
 from wanjax.cli.scaling import SUM, show_scale, why
 from wanjax.cli.stages import Rendering, given_settings, how_of, loras_of, own_settings
 from wanjax.cli.tables import print_table
-from wanjax.compilers.cache import compile_cache, compile_cache_folder
-from wanjax.compilers.chips import Slice, devices_of, find_slice
-from wanjax.compilers.compile import AT_ONCE, ENVIRONMENT, check_compiler
-from wanjax.compilers.lowering import without_refused
-from wanjax.compilers.places import find_priceable
-from wanjax.compilers.shared import Kept, current
+from wanjax.compile_cache.cache import compile_cache, compile_cache_folder
+from wanjax.compile_cache.shared import Kept, current
 from wanjax.errors import WanjaxError
 from wanjax.figures import between, digits, duration, in_bytes, quantity
 from wanjax.kernels.attention import AUTO, Attention
@@ -39,8 +35,12 @@ from wanjax.pipelines.model import with_scheduler
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import Settings
 from wanjax.plan.outlook import Outlook, outlook
+from wanjax.plan.places import find_priceable
 from wanjax.plan.scale import Bulk, Scale, at_scale
 from wanjax.plan.training import TrainingOutlook, training_outlook
+from wanjax.pricing.chips import Slice, devices_of, find_slice
+from wanjax.pricing.compile import AT_ONCE, ENVIRONMENT, check_compiler
+from wanjax.pricing.lowering import without_refused
 from wanjax.programs import EXECUTE, Instance, warn_refused
 from wanjax.sharding import ONE_DEVICE, AutoMesh, MeshSizes, mesh_text, standing_in
 from wanjax.stores.own import own_folder

@@ -11,11 +11,11 @@ from typing import Any
 import jax
 
 from wanjax.cluster.processes import is_first
-from wanjax.compilers.roofline import peak_flops
 from wanjax.figures import duration, scaled
 from wanjax.pipelines.observers import Hook, Step
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import Settings
+from wanjax.pricing.roofline import peak_flops
 from wanjax.stores.writing import writing
 
 TRACED = (1, 2)  # steps, from 0: the first compiles

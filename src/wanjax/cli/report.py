@@ -244,7 +244,7 @@ class Report:
     @contextmanager
     def telling_programs(self) -> Iterator[None]:
         """Prints each call of the backend's compiler in the `with` block, and their number at its end."""
-        from wanjax.compilers.compilations import Compilation, watched_compiler
+        from wanjax.compile_cache.compilations import Compilation, watched_compiler
         from wanjax.pipelines.progress import Compilations
 
         all_of_them = Compilations()

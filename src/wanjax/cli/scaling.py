@@ -7,10 +7,10 @@ from math import ceil, inf
 from rich.console import Console
 
 from wanjax.cli.tables import print_table
-from wanjax.compilers.places import find_place
-from wanjax.compilers.pricing import Cost
 from wanjax.figures import between, digits, duration, in_bytes, quantity
+from wanjax.plan.places import find_place
 from wanjax.plan.scale import DOWNLOADED, LOADED, START, Bulk, NoWay, Scale, Way
+from wanjax.pricing.costs import Cost
 from wanjax.sharding import mesh_text
 
 VIDEO = ("slice", "mesh", "a video", "chip-seconds")

@@ -30,7 +30,6 @@ from wanjax.cli.report import Report
 from wanjax.cli.runs import HeldRun, is_of_a_run, new_run
 from wanjax.cluster.processes import is_first
 from wanjax.cluster.worker import write
-from wanjax.compilers.roofline import peak_flops
 from wanjax.errors import WanjaxError, WriteError
 from wanjax.figures import digits, duration, in_bytes, quantity
 from wanjax.kernels.compiler_options import kept_set
@@ -57,6 +56,7 @@ from wanjax.pipelines.resume import Keeping
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.settings import DRAW, Settings, schema
 from wanjax.pipelines.windows import Window
+from wanjax.pricing.roofline import peak_flops
 from wanjax.programs import EXECUTE, Instance
 from wanjax.schedulers import name_of
 from wanjax.signals import abandoned_by

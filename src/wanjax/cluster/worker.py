@@ -20,8 +20,8 @@ import numpy as np
 
 from wanjax.cluster.processes import is_first
 from wanjax.cluster.requests import WrongRows
-from wanjax.compilers.cache import compile_cache_folder, use_shared
-from wanjax.compilers.executables import of_this_machine
+from wanjax.compile_cache.cache import compile_cache_folder, use_shared
+from wanjax.compile_cache.executables import of_this_machine
 from wanjax.errors import WanjaxError, causes, is_full, reason, shown
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures

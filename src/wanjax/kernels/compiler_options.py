@@ -11,9 +11,9 @@ one platform refuses the options of another. `keep_set` and `kept_set` remember 
 
 import jax
 
-from wanjax.compilers.kept import keep, recall
 from wanjax.errors import WanjaxError
 from wanjax.kernels.target import Target, target
+from wanjax.pricing.kept import keep, recall
 from wanjax.sharding import platform
 
 SAFE, FAST = SETS = ("safe", "fast")

@@ -10,11 +10,11 @@ import jax
 import psutil
 from flax import nnx
 
-from wanjax.compilers.chips import KINDS
 from wanjax.errors import WanjaxError
 from wanjax.figures import in_bytes, quantity
 from wanjax.layers.placement import bytes_by_device
 from wanjax.pipelines.settings import Settings
+from wanjax.pricing.chips import KINDS
 from wanjax.sharding import local_devices, platform
 
 PROCESS = 230_000_000

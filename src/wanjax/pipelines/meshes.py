@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from wanjax.compilers.chips import Chip
-from wanjax.compilers.roofline import Machine, device_model
 from wanjax.errors import WanjaxError
 from wanjax.figures import quantity
 from wanjax.kernels.attention import AUTO, Attention
@@ -23,6 +21,8 @@ from wanjax.pipelines.family import Family
 from wanjax.pipelines.memory import total_memory
 from wanjax.pipelines.model import Cost, VideoModel
 from wanjax.pipelines.settings import Settings
+from wanjax.pricing.chips import Chip
+from wanjax.pricing.roofline import Machine, device_model
 from wanjax.sharding import RULES, MeshSizes, Rules
 
 ATTENTION, PRODUCTS = 0.5, 0.75  # shares of the peak

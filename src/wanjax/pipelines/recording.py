@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from wanjax.compilers.held import least_held
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures
 from wanjax.pipelines.components import bytes_of
@@ -22,6 +21,7 @@ from wanjax.pipelines.request import PreparedRequest
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.tokenizer import TokenBatch
+from wanjax.pricing.held import least_held
 from wanjax.programs import Record
 
 Pipe = Any  # a Pipeline, which imports this module

@@ -6,10 +6,6 @@ from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any
 
-from wanjax.compilers.chips import Slice
-from wanjax.compilers.places import Place, Tell, axes_on, find_priceable, limit_of, mesh_on, priced_on, would_fit
-from wanjax.compilers.priced import Priced
-from wanjax.compilers.roofline import Machine
 from wanjax.figures import in_bytes, quantity
 from wanjax.kernels.attention import AUTO, Attention
 from wanjax.kernels.compiler_options import SAFE, check_set
@@ -22,7 +18,11 @@ from wanjax.pipelines.meshes import choose_mesh, step_cost
 from wanjax.pipelines.model import Cost, VideoModel, attending
 from wanjax.pipelines.recording import needed_pictures, record
 from wanjax.pipelines.settings import Settings
+from wanjax.plan.places import Place, Tell, axes_on, find_priceable, limit_of, mesh_on, priced_on, would_fit
 from wanjax.plan.recorded import DENSE, REUSING, STEP, Scheduled, programs_of
+from wanjax.pricing.chips import Slice
+from wanjax.pricing.priced import Priced
+from wanjax.pricing.roofline import Machine
 from wanjax.registry import Outline
 from wanjax.sharding import RULES, Partitioner
 

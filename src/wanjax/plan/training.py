@@ -12,9 +12,6 @@ import numpy as np
 from flax import nnx
 
 from wanjax.checkpoints.networks import network_of
-from wanjax.compilers.chips import Slice
-from wanjax.compilers.places import Place, Tell, axes_on, find_priceable, limit_of, mesh_on, priced_on, would_fit
-from wanjax.compilers.priced import Priced
 from wanjax.figures import in_bytes
 from wanjax.kernels.attention import AUTO, Attention
 from wanjax.kernels.compiler_options import SAFE
@@ -26,6 +23,9 @@ from wanjax.pipelines.recording import needed_pictures
 from wanjax.pipelines.request import PreparedRequest
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.settings import Settings
+from wanjax.plan.places import Place, Tell, axes_on, find_priceable, limit_of, mesh_on, priced_on, would_fit
+from wanjax.pricing.chips import Slice
+from wanjax.pricing.priced import Priced
 from wanjax.programs import Instance, Program, Record, Site
 from wanjax.registry import Outline
 from wanjax.sharding import RULES, Partitioner

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import strategies as st
 
 from tests.support.words import naming
-from wanjax.compilers import chips, hlo, schedule
-from wanjax.compilers.compile import Compiled, Memory
-from wanjax.compilers.kernels import visiting_seconds
-from wanjax.compilers.pricing import CHEAPER, SUSPECT, price_compiled
-from wanjax.compilers.work import flops, traffic, trip_count, wire_bytes
 from wanjax.errors import WanjaxError
+from wanjax.pricing import chips, hlo, schedule
+from wanjax.pricing.compile import Compiled, Memory
+from wanjax.pricing.costs import CHEAPER, SUSPECT, price_compiled
+from wanjax.pricing.kernels import visiting_seconds
+from wanjax.pricing.work import flops, traffic, trip_count, wire_bytes
 
-DATA = Path(__file__).parents[1] / "data/compilers"
+DATA = Path(__file__).parents[1] / "data/pricing"
 LAYERS = (DATA / "layers_module.txt").read_text()  # 6 layers, 2048 tokens, width 1024, weights over 4 devices: v6e-8
 WORDS = st.integers(0, 2**32 - 1)
 

@@ -15,11 +15,11 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from wanjax.compilers.chips import Chip
-from wanjax.compilers.compile import Compiled
-from wanjax.compilers.hlo import Computation, Instruction, Module, parse
-from wanjax.compilers.schedule import Schedule
-from wanjax.compilers.work import COLLECTIVES, PRODUCTS, branches, flops, traffic, trip_count, wire_bytes
+from wanjax.pricing.chips import Chip
+from wanjax.pricing.compile import Compiled
+from wanjax.pricing.hlo import Computation, Instruction, Module, parse
+from wanjax.pricing.schedule import Schedule
+from wanjax.pricing.work import COLLECTIVES, PRODUCTS, branches, flops, traffic, trip_count, wire_bytes
 
 KINDS = ("kernels", "products", "elementwise", "copies", "collectives")
 FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id"} | {

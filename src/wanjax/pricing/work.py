@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 
-from wanjax.compilers.hlo import Array, Computation, Instruction, Module
+from wanjax.pricing.hlo import Array, Computation, Instruction, Module
 
 PRODUCTS = ("dot", "convolution")
 COLLECTIVES: Mapping[str, Callable[[int], float]] = {

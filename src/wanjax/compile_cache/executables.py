@@ -31,8 +31,8 @@ import numpy as np
 from flax import nnx
 from jax.experimental import serialize_executable
 
-from wanjax.compilers.cache import processor
-from wanjax.compilers.fingerprint import fingerprint
+from wanjax.compile_cache.cache import processor
+from wanjax.compile_cache.fingerprint import fingerprint
 from wanjax.stores.user import user_cache
 
 LARGEST = 2 << 30  # bytes of all that is kept; the least recently used goes first

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from wanjax.compilers.shared import current, leasing, share
+from wanjax.compile_cache.shared import current, leasing, share
 from wanjax.errors import WanjaxError
 from wanjax.stores.places import place
 from wanjax.stores.user import user_cache

@@ -15,8 +15,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from wanjax.compilers.chips import Chip
-from wanjax.compilers.scalar import ASSUMED, GRANULE, Condition, Registers, Step, condition, steps, transfers
+from wanjax.pricing.chips import Chip
+from wanjax.pricing.scalar import ASSUMED, GRANULE, Condition, Registers, Step, condition, steps, transfers
 
 CODE, UNITS = "final_bundles", "final_hlo-static-per-bundle-utilization"
 BUFFERS = "pre-finalize-registers-and-allocations"

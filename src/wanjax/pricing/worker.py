@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process in which the TPU compiler runs, started by compile.py.
 
-Its command is `python -m wanjax.compilers.worker FOLDER AT_ONCE NUMBER...`. The folder holds a subfolder for each job,
+Its command is `python -m wanjax.pricing.worker FOLDER AT_ONCE NUMBER...`. The folder holds a subfolder for each job,
 named by its number, with `job.json` and `program.bin`. The subfolder receives `result.json` and `module.txt`, or
 `error.json` on failure, and the compiler's dump of the schedules if there is one. A line `begun NUMBER` is printed when
 a job is begun, and `done NUMBER` once all of it is there.
@@ -19,9 +19,9 @@ from time import perf_counter
 import jax
 from jax.sharding import Mesh
 
-from wanjax.compilers.chips import devices_of
-from wanjax.compilers.compile import DUMPED, PROGRAM, REQUEST, write_error
-from wanjax.compilers.lowering import without_refused
+from wanjax.pricing.chips import devices_of
+from wanjax.pricing.compile import DUMPED, PROGRAM, REQUEST, write_error
+from wanjax.pricing.lowering import without_refused
 from wanjax.sharding import arrange
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanjax.compilers.scalar import BINARY, Registers, steps
+from wanjax.pricing.scalar import BINARY, Registers, steps
 
 WORDS = st.integers(0, 2**32 - 1)
 

@@ -14,10 +14,10 @@ from typing import Any
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from wanjax.compilers.kernels import inner_jaxprs
-from wanjax.compilers.lowering import Lowering
-from wanjax.compilers.priced import Priced
-from wanjax.compilers.roofline import Machine
+from wanjax.pricing.kernels import inner_jaxprs
+from wanjax.pricing.lowering import Lowering
+from wanjax.pricing.priced import Priced
+from wanjax.pricing.roofline import Machine
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from wanjax.compilers import traced
-from wanjax.compilers.chips import SLICES, Slice, described
-from wanjax.compilers.lowering import Lowering
-from wanjax.compilers.priced import Priced, check_priceable, prices
-from wanjax.compilers.roofline import Machine, machines
 from wanjax.errors import WanjaxError
+from wanjax.pricing import traced
+from wanjax.pricing.chips import SLICES, Slice, described
+from wanjax.pricing.lowering import Lowering
+from wanjax.pricing.priced import Priced, check_priceable, prices
+from wanjax.pricing.roofline import Machine, machines
 from wanjax.sharding import MESH_AXES, make_mesh
 
 Place = Slice | Machine

@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 
 from tests.support.compilations import compilations
 from tests.support.disks import no_file_above
-from wanjax.compilers import executables
-from wanjax.compilers.cache import without_cache
-from wanjax.compilers.compilations import Compilation
-from wanjax.compilers.executables import Executables, Refused, surroundings
-from wanjax.compilers.fingerprint import NoFingerprint, fingerprint
+from wanjax.compile_cache import executables
+from wanjax.compile_cache.cache import without_cache
+from wanjax.compile_cache.compilations import Compilation
+from wanjax.compile_cache.executables import Executables, Refused, surroundings
+from wanjax.compile_cache.fingerprint import NoFingerprint, fingerprint
 from wanjax.kernels.compiler_options import scanned
 from wanjax.layers.tiling import Tiling
 from wanjax.pipelines.denoiser import join
@@ -198,8 +198,8 @@ def test_that_of_other_surroundings_is_never_found(kept, other, monkeypatch):
 
 
 def test_changed_code_is_other_surroundings(monkeypatch, tmp_path):
-    (tmp_path / "compilers").mkdir()
-    monkeypatch.setattr(executables, "__file__", str(tmp_path / "compilers" / "executables.py"))
+    (tmp_path / "compile_cache").mkdir()
+    monkeypatch.setattr(executables, "__file__", str(tmp_path / "compile_cache" / "executables.py"))
     digests = []
     for text in ("1", "2", "1"):
         (tmp_path / "layer.py").write_text(text)

@@ -18,15 +18,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 import wanjax
 from tests.support.plan_programs import layers, on_shapes, product_kernel, product_on_each
 from tests.support.words import naming
-from wanjax.compilers import compile as compiling
-from wanjax.compilers import kept, priced
-from wanjax.compilers.chips import SLICES, described
-from wanjax.compilers.compile import ENVIRONMENT
-from wanjax.compilers.exporting import export, refusal, trace
-from wanjax.compilers.kernels import kernels_of
-from wanjax.compilers.lowering import Lowering, without_refused
-from wanjax.compilers.priced import price_all, prices
 from wanjax.errors import WanjaxError
+from wanjax.pricing import compile as compiling
+from wanjax.pricing import kept, priced
+from wanjax.pricing.chips import SLICES, described
+from wanjax.pricing.compile import ENVIRONMENT
+from wanjax.pricing.exporting import export, refusal, trace
+from wanjax.pricing.kernels import kernels_of
+from wanjax.pricing.lowering import Lowering, without_refused
+from wanjax.pricing.priced import price_all, prices
 from wanjax.sharding import arrange
 
 needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
@@ -51,7 +51,7 @@ def run(mesh):
 """
 IN_ANOTHER_PROCESS = """
 import sys
-from tests.compilers.test_exporting import digest
+from tests.pricing.test_exporting import digest
 print(digest(sys.argv[1]))
 """
 
@@ -244,8 +244,8 @@ def test_a_function_that_cannot_be_traced_is_refused_in_one_sentence():
 
 
 KINDS = """
-from wanjax.compilers.chips import SLICES, described
-from wanjax.compilers.worker import make_mesh
+from wanjax.pricing.chips import SLICES, described
+from wanjax.pricing.worker import make_mesh
 for place in SLICES.values():
     real = make_mesh(place.topology, place.devices, {"chips": place.devices}).abstract_mesh
     assert real == described(place) and real.abstract_device == described(place).abstract_device, place

@@ -16,9 +16,9 @@ import jax
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, NamedSharding
 
-from wanjax.compilers.chips import Slice, described
-from wanjax.compilers.lowering import Lowering, uncollected
 from wanjax.errors import WanjaxError
+from wanjax.pricing.chips import Slice, described
+from wanjax.pricing.lowering import Lowering, uncollected
 
 LOCATIONS = "jax_traceback_in_locations_limit"
 

@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
-from wanjax.compilers.chips import Slice
-from wanjax.compilers.compile import Compiled, accepted, check_compiler, compiled
-from wanjax.compilers.exporting import CompilerError, Job, export, trace
-from wanjax.compilers.kept import is_any_kept, keep, pricing_digest, recall, versions
-from wanjax.compilers.kernels import Call, kernel_calls, kernel_seconds, kernels_of, same_kernel
-from wanjax.compilers.lowering import Lowering
-from wanjax.compilers.pricing import Item, price_compiled
+from wanjax.pricing.chips import Slice
+from wanjax.pricing.compile import Compiled, accepted, check_compiler, compiled
+from wanjax.pricing.costs import Item, price_compiled
+from wanjax.pricing.exporting import CompilerError, Job, export, trace
+from wanjax.pricing.kept import is_any_kept, keep, pricing_digest, recall, versions
+from wanjax.pricing.kernels import Call, kernel_calls, kernel_seconds, kernels_of, same_kernel
+from wanjax.pricing.lowering import Lowering
 
 ATTENTION = "/attention/"  # the scope of the dispatcher, through which every attention kernel is called
 SELF_ATTENTION = "/self_attention/attention/"

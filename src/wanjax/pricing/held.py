@@ -15,8 +15,8 @@ from typing import Any
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from wanjax.compilers.kernels import inner_jaxprs
-from wanjax.compilers.lowering import Lowering
+from wanjax.pricing.kernels import inner_jaxprs
+from wanjax.pricing.lowering import Lowering
 
 LOOPS = ("scan", "while", "cond")
 MADE = (*LOOPS, "dot_general", "conv_general_dilated", "sort", "scatter", "scatter-add", "pallas_call")

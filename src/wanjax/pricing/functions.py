@@ -7,9 +7,9 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from wanjax.compilers.chips import described, find_slice
-from wanjax.compilers.lowering import Lowering
-from wanjax.compilers.priced import Priced, check_priceable, price_all
+from wanjax.pricing.chips import described, find_slice
+from wanjax.pricing.lowering import Lowering
+from wanjax.pricing.priced import Priced, check_priceable, price_all
 
 
 def price(

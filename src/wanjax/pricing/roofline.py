@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import psutil
 
-from wanjax.compilers.chips import GIB, KINDS, Chip
+from wanjax.pricing.chips import GIB, KINDS, Chip
 
 
 @dataclass(frozen=True)

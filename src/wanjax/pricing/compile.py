@@ -20,12 +20,12 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from wanjax.compilers.chips import Slice, find_slice
-from wanjax.compilers.exporting import CompilerError, Job, export, refusal
-from wanjax.compilers.lowering import Lowering
-from wanjax.compilers.roofline import machines
-from wanjax.compilers.schedule import Schedule, read_dump
 from wanjax.errors import WanjaxError
+from wanjax.pricing.chips import Slice, find_slice
+from wanjax.pricing.exporting import CompilerError, Job, export, refusal
+from wanjax.pricing.lowering import Lowering
+from wanjax.pricing.roofline import machines
+from wanjax.pricing.schedule import Schedule, read_dump
 from wanjax.stores.own import own_folder
 
 ENVIRONMENT = {
@@ -143,7 +143,7 @@ def _finished(left: dict[Path, list[int]], begun: Callable[[int], Any]) -> Itera
                 with os.fdopen(writing, "w") as written:
                     for root, numbers in left.items():
                         with (root / "errors.txt").open("w", encoding="utf-8") as errors:
-                            command = [sys.executable, "-m", "wanjax.compilers.worker", root, at_once, *numbers]
+                            command = [sys.executable, "-m", "wanjax.pricing.worker", root, at_once, *numbers]
                             streams = {"stdin": subprocess.PIPE, "stdout": written, "stderr": errors}
                             processes.append(subprocess.Popen([*map(str, command)], env=_environment(root), **streams))
                 for line in lines:  # of all processes, until they have ended

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from wanjax.compilers.compile import Compiled
-from wanjax.compilers.exporting import Traced
-from wanjax.compilers.hlo import parse
-from wanjax.compilers.lowering import Lowering, everywhere
-from wanjax.compilers.pricing import KERNEL, price_compiled
+from wanjax.pricing.compile import Compiled
+from wanjax.pricing.costs import KERNEL, price_compiled
+from wanjax.pricing.exporting import Traced
+from wanjax.pricing.hlo import parse
+from wanjax.pricing.lowering import Lowering, everywhere
 
 DTYPES = {"bf16": "bfloat16", "pred": "bool"} | {
     f"{kind}{bits}": f"{name}{bits}"

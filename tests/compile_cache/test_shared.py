@@ -22,12 +22,13 @@ from tests.support.commands import refused
 from tests.support.compilations import compilations
 from tests.support.stores import BUCKET, failing, forget, running_s3
 from tests.support.words import naming, says
-from wanjax.compilers import kept, shared
-from wanjax.compilers.cache import SHARED, TRUSTED, compile_cache, set_cache_folder
-from wanjax.compilers.chips import devices_of, find_slice
-from wanjax.compilers.compile import ENVIRONMENT
-from wanjax.compilers.shared import Shared, share
+from wanjax.compile_cache import shared
+from wanjax.compile_cache.cache import SHARED, TRUSTED, compile_cache, set_cache_folder
+from wanjax.compile_cache.shared import Shared, share
 from wanjax.errors import WanjaxError, WanjaxWarning
+from wanjax.pricing import kept
+from wanjax.pricing.chips import devices_of, find_slice
+from wanjax.pricing.compile import ENVIRONMENT
 from wanjax.stores.places import Place, names_in, place
 from wanjax.stores.user import user_cache
 
