@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -61,3 +62,12 @@ def kept_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
     with compile_cache(tmp_path_factory.getbasetemp() / "xla"):
         yield
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Any]:
+    """A PostgreSQL, whose tests are skipped where there is none."""
+    from tests.support.postgres import running
+
+    with running() as server:
+        yield server

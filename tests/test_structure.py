@@ -16,6 +16,7 @@ PACKAGES = {"wanjax": ROOT / "src/wanjax", "wanjax.converters": ROOT / "converte
 LAYERS = [  # a module imports from its own layer and those below
     ["wanjax.cli", "wanjax.__main__"],
     ["wanjax.serve", "wanjax.bench", "wanjax.cluster"],
+    ["wanjax.jobs"],
     ["wanjax.plan"],
     ["wanjax", "wanjax.loading", "wanjax.registry"],
     ["wanjax.training"],
@@ -182,6 +183,8 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
     asked = set().union(*(own.pop(f"wanjax.cluster.{name}") for name in ("actors", "hosts", "requests")))
     assert asked - declared == cluster - {"wanjax"}  # with the extra `serve`
     own["wanjax.serve.replicas"].remove("ray")
+    own["wanjax.jobs.databases"].remove("psycopg")
+    assert project["optional-dependencies"]["postgres"] == ["psycopg[binary]"]
     assert set().union(*(own[module] for module in own.keys() - SERVERS)) | INDIRECT == declared
     assert set().union(*(own[module] for module in SERVERS)) - declared == extra - {"python-multipart"}
 

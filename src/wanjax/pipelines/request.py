@@ -8,6 +8,7 @@ JAX is not imported here: a process that only hands requests out leaves the devi
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from dataclasses import fields as dataclass_fields
 from typing import Any
 
 from wanjax.errors import SettingError, WanjaxError, shown
@@ -115,6 +116,15 @@ class VideoRequest:
         """The fields that parse to this request, but for its row."""
         named = {MODEL.name: self.model, SCHEDULER.name: self.scheduler, STRENGTH.name: self.lora}
         return {**self.settings, **self.inputs, **{name: value for name, value in named.items() if value}}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the request as JSON has it."""
+        return {each.name: getattr(self, each.name) for each in dataclass_fields(self)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "VideoRequest":
+        """Return the request of `to_json`, which may be of a version with other fields."""
+        return cls(**{each.name: value[each.name] for each in dataclass_fields(cls) if each.name in value})
 
     @property
     def shared(self) -> "VideoRequest":

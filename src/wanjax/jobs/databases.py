@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SQLite and PostgreSQL as the store of jobs uses them: short transactions, two connections a process.
+
+One connection writes and one reads, each used by one thread at a time. Statements name their values as `:name`.
+"""
+
+import fcntl
+import os
+import re
+import sqlite3
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import lru_cache
+from pathlib import Path
+from threading import Lock
+from typing import Any, Protocol, runtime_checkable
+from urllib.parse import unquote
+
+import psutil
+
+from wanjax.errors import WanjaxError, reason
+from wanjax.stores.writing import check_folder
+
+VARIABLE = "WANJAX_DATABASE"  # of the environment, which names a database and hides its password
+POSTGRES = ("postgresql://", "postgres://")
+EXAMPLE = "postgresql://USER:PASSWORD@HOST/NAME"
+CONNECT_SECONDS, LOCK_SECONDS, CUT_SECONDS = 4, 4, 10
+"""In which a server has to answer, a lock has to be free, and the network of a connection has to work."""
+NETWORKS = re.compile(r"nfs\d?|cifs|smb\w*|(fuse\.)?(ceph|glusterfs|sshfs|s3fs|gcsfuse|juicefs|lustre)|beegfs|gpfs|afs")
+"""Kinds of file systems on which SQLite's locks do not hold."""
+REFUSALS = ("authentication", "password", "does not exist", "pg_hba", "not permitted", "permission denied", "SSL")
+"""Words in a server's answer to a connection that another try does not change."""
+PASSING = ("40001", "40P01", "53300", "55P03", "25P03", "57P01", "57P02", "57P03")
+"""PostgreSQL's codes of errors that pass: deadlocks, locks, too many connections, a server that starts or ends."""
+
+Values = Mapping[str, Any]
+
+
+class DatabaseError(WanjaxError):
+    """A database that cannot be used, or a statement that it refuses."""
+
+
+@runtime_checkable
+class Connection(Protocol):
+    """A connection in a transaction."""
+
+    def execute(self, text: str, values: Values = ..., /) -> Any:
+        """Run a statement, and return a cursor of its rows."""
+        ...
+
+    def executemany(self, text: str, rows: Sequence[Values], /) -> Any: ...
+
+
+@runtime_checkable
+class Database(Protocol):
+    """A database.
+
+    `name` is what messages call it, `now` the SQL of its time in seconds, and `errors` are those of its library.
+    """
+
+    name: str
+    now: str
+    errors: tuple[type[Exception], ...]
+
+    def transaction(self, *, write: bool, durable: bool) -> AbstractContextManager[Connection]:
+        """Run the block in a transaction; one that is not `durable` may be lost when the power fails."""
+        ...
+
+    def prepare(self, connection: Connection) -> None:
+        """Let one process at a time make the tables."""
+        ...
+
+    def is_away(self, error: Exception) -> bool:
+        """Tell whether the same transaction may succeed later."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def open_database(url: str) -> Database:
+    """Return the database of a path of SQLite's file, or of a URL of PostgreSQL.
+
+    Raises:
+        WanjaxError: The URL names neither, or the file's folder cannot keep it.
+    """
+    if url.startswith(POSTGRES):
+        return Postgres(url)
+    if "://" in url:
+        scheme = url.partition("://")[0]
+        raise WanjaxError(f"a database is a file of SQLite or {EXAMPLE}, got {scheme}://...: give one of the two")
+    return Sqlite(Path(url).expanduser().absolute())
+
+
+def shown_url(url: str) -> str:
+    """Return the name of a database as a message may have it: without its password."""
+    if not url.startswith(POSTGRES):
+        return url
+    scheme, _, rest = url.partition("://")
+    login, at, where = rest.rpartition("@")  # the last one: a password that should have been quoted may have others
+    return f"{scheme}://{login.partition(':')[0]}{at}{where.partition('?')[0]}"
+
+
+def hidden(text: str, url: str) -> str:
+    """Return a text without the password of a URL, whole or in the parts in which it may be misread."""
+    login = url.partition("://")[2].rpartition("@")[0].partition(":")[2]
+    query = re.findall(r"[?&](?:ssl)?password=([^&]*)", url)
+    for secret in (login, *query, *re.split(r"[@:/?#\[\]]", login)):
+        for form in {secret, unquote(secret)} - {""}:
+            text = text.replace(form, "***")
+    return text
+
+
+class _Slot:
+    """A connection that one thread uses at a time; it is opened when it is needed."""
+
+    def __init__(self, connect: Callable[[], Any], errors: tuple[type[Exception], ...]):
+        self._connect, self._errors = connect, errors
+        self._lock = Lock()
+        self._connection: Any = None
+
+    @contextmanager
+    def use(self) -> Iterator[Any]:
+        """Yield the connection, which is opened anew after an error of its own."""
+        with self._lock:
+            if self._connection is None:
+                self._connection = self._connect()
+            try:
+                yield self._connection
+            except self._errors:
+                self._drop()
+                raise
+
+    def _drop(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with suppress(*self._errors):
+                connection.close()
+
+    def close(self) -> None:
+        with self._lock:
+            self._drop()
+
+
+@contextmanager
+def _committed(connection: Any, begin: str, errors: tuple[type[Exception], ...]) -> Iterator[None]:
+    """Run the block between `begin` and a commit, or a rollback where it fails."""
+    connection.execute(begin)
+    try:
+        yield
+    except BaseException:
+        with suppress(*errors):
+            connection.execute("ROLLBACK")
+        raise
+    connection.execute("COMMIT")
+
+
+class Sqlite:
+    """A file of SQLite in WAL mode, for the processes of one host.
+
+    Writers take turns by a lock on a file beside it: SQLite's own waiting, by sleeping, lets some wait for seconds.
+    """
+
+    now = "(julianday('now') - 2440587.5) * 86400.0"
+    errors: tuple[type[Exception], ...] = (sqlite3.Error,)
+
+    def __init__(self, file: Path):
+        _check_disk(file.parent)
+        check_folder(file.parent)
+        self.file, self.name = file, str(file)
+        try:
+            self._turn = os.open(f"{file}-turn", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise DatabaseError(f"{file}-turn cannot be written: {reason(error)}") from error
+        self._writer, self._reader = (_Slot(self._connect, self.errors) for _ in range(2))
+
+    def _connect(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(self.file, timeout=30, isolation_level=None, check_same_thread=False)
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+        except sqlite3.Error:
+            connection.close()
+            raise
+        return connection
+
+    @contextmanager
+    def transaction(self, *, write: bool, durable: bool) -> Iterator[Connection]:
+        if not write:
+            with self._reader.use() as connection:
+                yield connection
+            return
+        with self._writer.use() as connection, self._locked():
+            connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+            with _committed(connection, "BEGIN IMMEDIATE", self.errors):
+                yield connection
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        fcntl.flock(self._turn, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._turn, fcntl.LOCK_UN)
+
+    def prepare(self, connection: Connection) -> None:
+        """Nothing: a transaction that writes has the file for itself."""
+
+    def is_away(self, error: Exception) -> bool:
+        return getattr(error, "sqlite_errorname", "") in ("SQLITE_BUSY", "SQLITE_LOCKED")
+
+    def close(self) -> None:
+        self._writer.close()
+        self._reader.close()
+        os.close(self._turn)
+
+
+class Postgres:
+    """A PostgreSQL, for the processes of many hosts."""
+
+    now = "extract(epoch FROM clock_timestamp())::float8"
+
+    def __init__(self, url: str):
+        try:
+            import psycopg
+            from psycopg.conninfo import conninfo_to_dict
+        except ImportError as error:
+            raise WanjaxError("PostgreSQL needs psycopg: pip install 'wanjax[postgres]' brings it") from error
+        self.url, self.name = url, shown_url(url)
+        self.errors: tuple[type[Exception], ...] = (psycopg.Error,)
+        try:
+            given = conninfo_to_dict(url)
+        except psycopg.Error:
+            raise DatabaseError(f"the URL of a database does not read as {EXAMPLE}: quote a character such as @ in its "
+                                "password as %40") from None  # the library's message has parts of the URL  # fmt: skip
+        limits = {  # at the server's end too: a client that the network cuts off keeps no lock
+            "lock_timeout": LOCK_SECONDS * 1000,
+            "idle_in_transaction_session_timeout": CUT_SECONDS * 1000,
+            "tcp_user_timeout": CUT_SECONDS * 1000,
+            "tcp_keepalives_idle": CUT_SECONDS // 2,
+            "tcp_keepalives_interval": 2,
+        }
+        texts = [given.pop("options", None), *(f"-c {name}={value}" for name, value in limits.items())]
+        options = " ".join(str(text) for text in texts if text)
+        network = {
+            "tcp_user_timeout": CUT_SECONDS * 1000,
+            "keepalives_idle": CUT_SECONDS // 2,
+            "keepalives_interval": 2,
+        }
+        named = {"connect_timeout": CONNECT_SECONDS, "application_name": "wanjax", **network, **given}
+        self._connect: Callable[[], Any] = lambda: _Translated(
+            psycopg.connect(autocommit=True, options=options, **named)
+        )
+        self._writer, self._reader = (_Slot(self._connected, self.errors) for _ in range(2))
+
+    def _connected(self) -> Any:
+        try:
+            return self._connect()
+        except self.errors as error:
+            text = str(error)
+            if any(word in text for word in REFUSALS):
+                answer = text.rpartition("FATAL:")[2].strip().partition("\n")[0]
+                told = f"{self.name} refuses the login ({hidden(answer, self.url)})"
+                raise DatabaseError(f"{told}: the user, the password and the name of the database have to be right "
+                                    f"in --database or {VARIABLE}") from None  # fmt: skip
+            raise
+
+    @contextmanager
+    def transaction(self, *, write: bool, durable: bool) -> Iterator[Connection]:
+        if not write:
+            with self._reader.use() as connection:
+                yield connection
+            return
+        begin = "BEGIN" if durable else "BEGIN; SET LOCAL synchronous_commit = off"
+        with self._writer.use() as connection, _committed(connection, begin, self.errors):
+            yield connection
+
+    def prepare(self, connection: Connection) -> None:
+        connection.execute("SELECT pg_advisory_xact_lock(7241)")
+
+    def is_away(self, error: Exception) -> bool:
+        code = getattr(error, "sqlstate", None)
+        if code is None:  # no answer of the server's: the connection is lost, or was not made
+            import psycopg
+
+            return isinstance(error, psycopg.OperationalError | psycopg.InterfaceError)
+        return code in PASSING or code.startswith("08")
+
+    def close(self) -> None:
+        self._writer.close()
+        self._reader.close()
+
+
+class _Translated:
+    """A connection of psycopg that takes `:name` for a value, as SQLite does."""
+
+    def __init__(self, connection: Any):
+        self._connection = connection
+
+    def execute(self, text: str, values: Values | None = None) -> Any:
+        if values is None:
+            return self._connection.execute(text)
+        return self._connection.execute(_translated(text), values)
+
+    def executemany(self, text: str, rows: Sequence[Values]) -> None:
+        self._connection.cursor().executemany(_translated(text), rows)
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+@lru_cache(maxsize=256)
+def _translated(text: str) -> str:
+    return re.sub(r"(?<!:):(\w+)", r"%(\1)s", text.replace("%", "%%"))
+
+
+def _check_disk(folder: Path) -> None:
+    """Raise WanjaxError where the folder of SQLite's file is on a network file system."""
+    parts = [part for part in psutil.disk_partitions(all=True) if folder.is_relative_to(part.mountpoint)]
+    nearest = max(parts, key=lambda part: len(part.mountpoint), default=None)
+    if nearest is not None and NETWORKS.fullmatch(nearest.fstype):
+        told = f"{folder} is on a network file system, {nearest.fstype}, where SQLite is not safe"
+        raise WanjaxError(f"{told}: --database FILE on a disk of this machine, or PostgreSQL's URL")

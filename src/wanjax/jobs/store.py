@@ -1,0 +1,739 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The database of jobs, which servers, batches and workers use directly.
+
+Every method is one transaction and may be repeated, so one whose answer was lost is sent again. A job is the worker's
+that leased it until the worker finishes it, gives it back, or is not heard of for its lease. A worker's name is used
+by one process once, so one whose lease ended cannot speak for a job that is another's now. Time is the database's:
+clocks of hosts do not matter.
+
+Each change has a version, in the order of the commits, since the row that counts them is locked until the commit. That
+lock is taken before any other: in another order two transactions would wait for each other.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
+from secrets import token_hex
+from typing import Any, TypeVar
+
+from wanjax.errors import WanjaxError, reason
+from wanjax.jobs.databases import Connection, DatabaseError, Values, hidden, open_database
+
+ARRIVING, QUEUED, RUNNING = "arriving", "queued", "in_progress"
+COMPLETED, FAILED, REMOVED = "completed", "failed", "removed"
+CANCELLED, STOPPED = "cancelled", "server_stopped"  # codes of errors
+CANCELLATION = {"code": CANCELLED, "message": "the video was cancelled"}
+TTL = 30.0  # seconds after which a worker that is not heard of has lost its jobs
+PATIENCE, RETRY = 5.0, 0.2  # seconds for which a database that is away is tried again, and between two tries
+KEPT_FAILURES = 200
+KEPT_REMOVED = 86_400.0  # seconds for which a removed job's row is kept, for those who watch
+KEPT_ARRIVING = 3600.0  # seconds that the files of a job may take to arrive
+LONGEST_QUEUE = 1000  # jobs whose places in the queue are counted
+T = TypeVar("T")
+
+MIGRATIONS = [  # never edit one, append: the schema's version is how many of them were run
+    """
+    CREATE TABLE clock (version BIGINT NOT NULL);
+    INSERT INTO clock VALUES (1);
+    CREATE TABLE jobs (
+        id TEXT PRIMARY KEY,
+        position BIGINT NOT NULL,           -- in the queue: the version at which the job was added
+        status TEXT NOT NULL,
+        model TEXT NOT NULL,
+        batch TEXT NOT NULL,                -- digest of all in which the jobs of one run have to agree
+        request TEXT NOT NULL,              -- JSON, as all that is opaque to the database
+        output TEXT NOT NULL,               -- the video's name below the folder of the database's users
+        worker TEXT NOT NULL DEFAULT '',
+        attempts INTEGER NOT NULL DEFAULT 0,
+        cancel INTEGER NOT NULL DEFAULT 0,
+        progress TEXT NOT NULL DEFAULT '{}',
+        error TEXT,
+        created_at DOUBLE PRECISION NOT NULL,
+        completed_at DOUBLE PRECISION,      -- also when it was removed
+        version BIGINT NOT NULL
+    );
+    CREATE INDEX jobs_queue ON jobs (status, position);
+    CREATE INDEX jobs_position ON jobs (position);
+    CREATE INDEX jobs_version ON jobs (version);
+    CREATE INDEX jobs_worker ON jobs (worker);
+    CREATE TABLE workers (                  -- the lease is the worker's: one heartbeat keeps all its jobs
+        name TEXT PRIMARY KEY,
+        state TEXT NOT NULL,
+        facts TEXT NOT NULL,
+        draining INTEGER NOT NULL DEFAULT 0,
+        expires DOUBLE PRECISION NOT NULL
+    );
+    CREATE TABLE counters (name TEXT PRIMARY KEY, value DOUBLE PRECISION NOT NULL);
+    CREATE TABLE texts (name TEXT PRIMARY KEY, value TEXT NOT NULL)
+    """
+]
+
+
+class Unavailable(WanjaxError):
+    """A database that does not answer for a while."""
+
+
+class QueueFull(Exception):
+    """A queue that takes no further job."""
+
+
+class NotFound(LookupError):
+    """An id that no job has."""
+
+
+class Signal(Enum):
+    """The answer to a heartbeat."""
+
+    CONTINUE = "continue"
+    CANCEL = "cancel"  # the job
+    DRAIN = "drain"  # give the jobs back, and end
+    LOST = "lost"  # the job is another worker's, or gone
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request and what has become of it: a row of the table.
+
+    Args:
+        id: Its name, which no other job has.
+        position: Its place in the queue, of which the lowest is next.
+        status: One of arriving, queued, in_progress, completed, failed and removed.
+        model: The model that makes it.
+        batch: A text in which the jobs of one run agree; "" for one that runs alone.
+        request: A `VideoRequest` as JSON.
+        output: The video's name, below the folder of the database's users.
+        worker: The worker that has it, else "".
+        attempts: How often it was begun.
+        cancel: Whether it is to end.
+        progress: What its worker says of it.
+        error: Why it failed, or why its last attempt did: `code` and `message`.
+        created_at: Seconds since 1970, on the database's clock.
+        completed_at: When it completed, failed, or was removed.
+        version: The number of its last change.
+        ahead: How many jobs end before it begins; None for one that does not wait.
+    """
+
+    id: str
+    position: int
+    status: str
+    model: str
+    batch: str
+    request: dict[str, Any]
+    output: str
+    worker: str
+    attempts: int
+    cancel: bool
+    progress: dict[str, Any]
+    error: dict[str, str] | None
+    created_at: float
+    completed_at: float | None
+    version: int
+    ahead: int | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.status in (COMPLETED, FAILED, REMOVED)
+
+
+@dataclass(frozen=True)
+class NewJob:
+    """A job to be added; the arguments are those of `Job`."""
+
+    id: str
+    request: Mapping[str, Any]
+    model: str
+    output: str
+    batch: str = ""
+
+
+@dataclass(frozen=True)
+class WorkerRow:
+    """A worker that is heard of: its state (loading, ready), and its host, process and models."""
+
+    name: str
+    state: str
+    facts: dict[str, Any]
+    draining: bool
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Jobs by status, workers by state, and counters since the database was made.
+
+    Counters are the ends by kind (completed, failed, cancelled), and seconds by stage as `seconds_STAGE`.
+    """
+
+    jobs: dict[str, int]
+    workers: dict[str, int]
+    counters: dict[str, float] = field(default_factory=dict)
+
+
+class JobStore:
+    """The jobs of a database. It goes to another process by its URL.
+
+    Args:
+        url: A path of SQLite's file, or a URL of PostgreSQL; its tables are made or migrated if need be.
+        patience: Seconds for which a database that is away is tried again, before `Unavailable` is raised.
+
+    Raises:
+        WanjaxError: The URL is wrong, the login is refused, or the tables are of a newer wanjax.
+    """
+
+    def __init__(self, url: str, patience: float = PATIENCE):
+        self.url, self.patience = url, patience
+        self._database = open_database(url)
+        try:
+            self._run(self._migrate)
+        except BaseException:
+            self.close()
+            raise
+
+    def __reduce__(self) -> Any:
+        return JobStore, (self.url, self.patience)
+
+    def __repr__(self) -> str:
+        return f"JobStore({self.name!r})"
+
+    @property
+    def name(self) -> str:
+        """The database as messages call it, without its password."""
+        return self._database.name
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._database.close()
+
+    # Clients
+
+    def add(self, new: NewJob, *, limit: int | None = None, arriving: bool = False) -> Job:
+        """Add a job at the end of the queue; it is durable when this returns.
+
+        Args:
+            new: The job. One that was added before stays as it is, unless its files were arriving.
+            limit: How many may wait.
+            arriving: Whether its files still arrive: it is added again, without this, when they are there.
+
+        Raises:
+            QueueFull: As many as `limit` wait.
+        """
+
+        def insert(db: "Transaction") -> Job:
+            version = db.tick()  # others who add wait from here on, so the limit is exact
+            if (job := db.find(new.id)) is not None and job.status != ARRIVING:
+                return db.placed([job])[0]  # the answer to the first call was lost
+            if limit is not None and db.value("SELECT count(*) FROM jobs WHERE status = 'queued'") >= limit:
+                raise QueueFull(f"{limit} videos in the queue, as many as this server lets wait: try again later")
+            db.execute(
+                f"""INSERT INTO jobs (id, position, status, model, batch, request, output, created_at, version)
+                VALUES (:id, :version, :status, :model, :batch, :request, :output, {db.now}, :version)
+                ON CONFLICT (id) DO UPDATE SET position = excluded.position, status = excluded.status,
+                    batch = excluded.batch, request = excluded.request, output = excluded.output,
+                    created_at = excluded.created_at, version = excluded.version""",
+                version=version,
+                status=ARRIVING if arriving else QUEUED,
+                **_columns(new),
+            )
+            return db.placed(db.jobs("id = :id", id=new.id))[0]
+
+        return self._run(insert)
+
+    def add_all(self, jobs: Sequence[NewJob]) -> None:
+        """Add jobs in this order, those that are over anew; those that wait or are under way stay as they are."""
+
+        def insert(db: "Transaction") -> None:
+            first = db.tick(len(jobs)) - len(jobs)
+            db.execute_many(
+                f"""INSERT INTO jobs (id, position, status, model, batch, request, output, created_at, version)
+                VALUES (:id, :version, 'queued', :model, :batch, :request, :output, {db.now}, :version)
+                ON CONFLICT (id) DO UPDATE SET position = excluded.position, status = excluded.status,
+                    model = excluded.model, batch = excluded.batch, request = excluded.request,
+                    output = excluded.output, created_at = excluded.created_at, version = excluded.version,
+                    attempts = 0, cancel = 0, progress = '{{}}', error = NULL, completed_at = NULL
+                WHERE jobs.worker = '' AND jobs.status IN ('completed', 'failed', 'removed')""",
+                [_columns(job) | {"version": first + number} for number, job in enumerate(jobs, 1)],
+            )
+
+        if jobs:
+            self._run(insert)
+
+    def get(self, id: str) -> Job:
+        """Return a job; raises NotFound."""
+        return self._read(lambda db: db.placed([db.get(id)])[0])
+
+    def page(self, limit: int, *, after: str | None = None, newest: bool = True) -> tuple[list[Job], bool]:
+        """Return a page of jobs, and whether there are more.
+
+        Args:
+            limit: How many at most.
+            after: The id of the job before the page.
+            newest: Whether the newest come first.
+
+        Raises:
+            NotFound: No job has the id `after`.
+        """
+
+        def read(db: "Transaction") -> tuple[list[Job], bool]:
+            way, order = ("<", "DESC") if newest else (">", "ASC")
+            where = "status NOT IN ('arriving', 'removed')" + ("" if after is None else f" AND position {way} :after")
+            start = {} if after is None else {"after": db.get(after).position}
+            found = db.jobs(f"{where} ORDER BY position {order} LIMIT :limit", limit=limit + 1, **start)
+            return db.placed(found[:limit]), len(found) > limit
+
+        return self._read(read)
+
+    def cancel(self, id: str) -> Job:
+        """End a job that waits, or one under way as soon as its worker hears of it; raises NotFound."""
+
+        def change(db: "Transaction") -> Job:
+            db.tick()
+            job = db.get(id)
+            if job.status == QUEUED:
+                db.end(id, FAILED, CANCELLATION, cancel=1)
+            elif not job.over:
+                db.update(id, cancel=1)
+            return db.get(id)
+
+        return self._run(change)
+
+    def remove(self, id: str) -> Job:
+        """Remove a job, which does not come back.
+
+        Returns:
+            The job as it was: its files are the caller's to remove unless a worker has it; `leftovers` has it then.
+
+        Raises:
+            NotFound: There is none.
+        """
+
+        def change(db: "Transaction") -> Job:
+            db.tick()
+            job = db.get(id, arriving=True)
+            if job.status == QUEUED:
+                db.count(CANCELLED)
+            db.update(id, cancel=1, status=REMOVED, ended=True)
+            return job
+
+        return self._run(change)
+
+    def leftovers(self) -> list[Job]:
+        """Return the jobs whose files nobody needs: removed ones, arrivals that stopped, and failures of long ago."""
+        return self._read(
+            lambda db: db.jobs(
+                f"""(status = 'removed' AND worker = '' AND output != '')
+                OR (status = 'arriving' AND created_at < {db.now} - :arriving)
+                OR (status = 'failed' AND position < (SELECT position FROM jobs WHERE status = 'failed'
+                                                      ORDER BY position DESC LIMIT 1 OFFSET :failures))""",
+                arriving=KEPT_ARRIVING,
+                failures=KEPT_FAILURES - 1,
+            )
+        )
+
+    def purge(self, id: str) -> None:
+        """Note that the files of a removed job are gone; its row goes a day after it was removed."""
+        self._run(
+            lambda db: db.execute("UPDATE jobs SET output = '' WHERE id = :id AND status = 'removed'", id=id),
+            durable=False,
+        )
+
+    def changes(self, since: int, *, only: str | None = None, limit: int = 500) -> list[Job]:
+        """Return the jobs that changed after a version, removed ones too, in the order of their last changes."""
+        one = "" if only is None else "AND id = :only"
+        return self._read(
+            lambda db: db.placed(
+                db.jobs(
+                    f"version > :since AND status != 'arriving' {one} ORDER BY version LIMIT :limit",
+                    since=since,
+                    limit=limit,
+                    only=only,
+                )
+            )
+        )
+
+    def version(self) -> int:
+        """Return the version of the last change."""
+        return self._read(lambda db: db.value("SELECT version FROM clock"))
+
+    def stats(self) -> Stats:
+        """Count jobs and workers."""
+
+        def read(db: "Transaction") -> Stats:
+            return Stats(
+                dict(db.rows("SELECT status, count(*) FROM jobs GROUP BY status")),
+                dict(db.rows(f"SELECT state, count(*) FROM workers WHERE expires > {db.now} GROUP BY state")),
+                dict(db.rows("SELECT name, value FROM counters")),
+            )
+
+        return self._read(read)
+
+    def workers(self) -> list[WorkerRow]:
+        """Return the workers that are heard of."""
+        text = "SELECT name, state, facts, draining FROM workers WHERE expires > {now} ORDER BY name"
+
+        def read(db: "Transaction") -> list[WorkerRow]:
+            rows = db.rows(text.format(now=db.now))
+            return [WorkerRow(name, state, json.loads(facts), bool(draining)) for name, state, facts, draining in rows]
+
+        return self._read(read)
+
+    def unserved(self) -> list[str]:
+        """Return the models for which jobs wait and no worker is heard of."""
+        waiting = self._read(lambda db: db.rows("SELECT DISTINCT model FROM jobs WHERE status = 'queued'"))
+        served = {model for worker in self.workers() for model in worker.facts.get("models", ())} if waiting else ()
+        return sorted(model for (model,) in waiting if model not in served)
+
+    def probe(self) -> str:
+        """Return a text that all users of the database share: who shares their folder too finds a file named by it."""
+
+        def make(db: "Transaction") -> str:
+            text = "INSERT INTO texts VALUES ('probe', :value) ON CONFLICT (name) DO NOTHING"
+            db.execute(text, value=token_hex(8))
+            return db.value("SELECT value FROM texts WHERE name = 'probe'")
+
+        return self._run(make)
+
+    # Workers
+
+    def register(self, worker: str, state: str, facts: Mapping[str, Any], ttl: float = TTL) -> None:
+        """Note a worker or its new state, and lease it its jobs for `ttl` seconds from now."""
+        self._run(
+            lambda db: db.execute(
+                f"""INSERT INTO workers (name, state, facts, expires) VALUES (:name, :state, :facts, {db.now} + :ttl)
+                ON CONFLICT (name) DO UPDATE SET state = excluded.state, facts = excluded.facts,
+                    expires = excluded.expires""",
+                name=worker,
+                state=state,
+                facts=json.dumps(facts),
+                ttl=ttl,
+            ),
+            durable=False,
+        )
+
+    def lease(self, worker: str, models: Sequence[str], *, most: int = 1, ttl: float = TTL) -> list[Job]:
+        """Return the jobs that a worker is to make: those that it has, else the first of the queue.
+
+        A single job counts as begun; several, which are of one batch, are begun one by one.
+
+        Args:
+            worker: Its name, which is registered.
+            models: Those that it makes.
+            most: How many jobs of one batch at most.
+            ttl: Seconds for which the worker may be silent.
+
+        Returns:
+            The jobs; none where none waits, or where the worker is to drain or has to register again.
+        """
+        held = "worker = :worker AND status IN ('queued', 'in_progress')"
+        names = {f"model{number}": model for number, model in enumerate(models)}
+        made = ", ".join(f":{name}" for name in names)
+        free = f"status = 'queued' AND worker = '' AND model IN ({made})"
+
+        def take(db: "Transaction") -> list[Job]:
+            if not db.rows(f"SELECT 1 FROM jobs WHERE {held} LIMIT 1", worker=worker) and not db.rows(
+                f"SELECT 1 FROM jobs WHERE {free} ORDER BY position LIMIT 1", **names
+            ):
+                db.extend(worker, ttl)
+                return []
+            db.tick()
+            if db.extend(worker, ttl) != 0:
+                return []
+            if jobs := db.jobs(f"{held} ORDER BY position", worker=worker):
+                return jobs
+            if not (first := db.jobs(f"{free} ORDER BY position LIMIT 1", **names)):
+                return []
+            [job] = first
+            if most == 1 or not job.batch:
+                db.update(job.id, worker=worker, status=RUNNING, attempts=job.attempts + 1)
+            else:
+                same = f"SELECT id FROM jobs WHERE {free} AND batch = :batch ORDER BY position LIMIT :most"
+                db.execute(
+                    f"UPDATE jobs SET worker = :worker WHERE id IN ({same})",
+                    worker=worker,
+                    batch=job.batch,
+                    most=most,
+                    **names,
+                )
+            return db.jobs(f"{held} ORDER BY position", worker=worker)
+
+        return self._run(take, durable=False) if names else []
+
+    def begin(self, worker: str, id: str) -> Signal:
+        """Note that a worker begins a job that it leased with others, which counts as an attempt."""
+
+        def change(db: "Transaction") -> Signal:
+            db.tick()
+            if (job := db.held(worker, id)) is None:
+                return Signal.LOST
+            if job.cancel:
+                return Signal.CANCEL
+            if job.status == QUEUED:
+                db.update(id, status=RUNNING, attempts=job.attempts + 1)
+            return Signal.CONTINUE
+
+        return self._run(change, durable=False)
+
+    def heartbeat(self, worker: str, id: str | None, progress: Mapping[str, Any] | None, ttl: float = TTL) -> Signal:
+        """Extend a worker's lease, and note how far its job is where that is new.
+
+        Args:
+            worker: Its name.
+            id: The job that it makes now, if any.
+            progress: What it says of the job; None for nothing new.
+            ttl: Seconds for which the worker may be silent.
+
+        Returns:
+            What the worker is to do.
+        """
+
+        def change(db: "Transaction") -> Signal:
+            job = None if id is None else db.held(worker, id)
+            if job is not None and progress is not None and progress != job.progress:
+                db.tick()
+                job = db.held(worker, job.id)  # which another may have changed before the lock was taken
+                if job is not None and not job.cancel:
+                    db.update(job.id, progress=json.dumps(progress))
+            if (draining := db.extend(worker, ttl)) is None or (job is None and id is not None):
+                return Signal.LOST
+            if job is not None and job.cancel:
+                return Signal.CANCEL
+            return Signal.DRAIN if draining else Signal.CONTINUE
+
+        return self._run(change, durable=False)
+
+    def finish(self, worker: str, id: str, progress: Mapping[str, Any]) -> bool:
+        """Note that a job's video is there; False where the job is not this worker's any more."""
+
+        def change(db: "Transaction") -> bool:
+            db.tick()
+            if (job := db.held(worker, id)) is None:
+                return False
+            if job.status == REMOVED:
+                db.update(id, worker="")
+                db.count(COMPLETED)
+            else:
+                db.end(id, COMPLETED, None, progress=json.dumps(progress))
+            db.count(*(f"seconds_{stage}" for stage in progress.get("stage_seconds", {})),
+                     amounts=list(progress.get("stage_seconds", {}).values()))  # fmt: skip
+            return True
+
+        return self._run(change, durable=False)
+
+    def fail(self, worker: str, id: str, error: Mapping[str, str], *, retries: int = 0) -> bool:
+        """Note why a job failed; False where the job is not this worker's any more.
+
+        Args:
+            worker: Its name.
+            id: The job.
+            error: Its `code` and `message`.
+            retries: How often it may be tried again, at the end of the queue.
+        """
+
+        def change(db: "Transaction") -> bool:
+            version = db.tick()
+            if (job := db.held(worker, id)) is None:
+                return False
+            if job.status == REMOVED:
+                db.update(id, worker="")
+                db.count(CANCELLED)
+            elif job.cancel or job.attempts > retries:
+                db.end(id, FAILED, CANCELLATION if job.cancel else error)
+            else:
+                db.update(id, position=version, error=json.dumps(error), **WAITING)
+            return True
+
+        return self._run(change, durable=False)
+
+    def give_back(self, worker: str) -> None:
+        """Let the jobs of a worker that ends wait again, in their old places, as if it had not begun them."""
+        self._run(lambda db: self._requeue(db, "worker = :own", begun=False, own=worker), durable=False)
+
+    def lost(self, worker: str, why: str | None = None) -> None:
+        """Let the jobs of a worker that died wait again at once, in their old places; the attempt counts.
+
+        Args:
+            worker: Its name.
+            why: What ended it, kept as the error of the jobs that it made.
+        """
+        self._run(lambda db: self._requeue(db, "worker = :own", why=why, own=worker), durable=False)
+
+    def requeue_expired(self) -> None:
+        """Let the jobs of workers that are not heard of wait again; forget jobs that were removed a day ago."""
+        gone = "worker IN (SELECT name FROM workers WHERE expires < {now}) OR worker NOT IN (SELECT name FROM workers)"
+
+        def change(db: "Transaction") -> None:
+            where = f"worker != '' AND ({gone.format(now=db.now)})"
+            old = f"status = 'removed' AND worker = '' AND output = '' AND completed_at < {db.now} - :kept"
+            expired = f"SELECT 1 FROM workers WHERE expires < {db.now} LIMIT 1"
+            if db.rows(expired) or db.rows(f"SELECT 1 FROM jobs WHERE {where} LIMIT 1"):
+                self._requeue(db, where)
+            if db.rows(f"SELECT 1 FROM jobs WHERE {old} LIMIT 1", kept=KEPT_REMOVED):
+                db.tick()
+                db.execute(f"DELETE FROM jobs WHERE {old}", kept=KEPT_REMOVED)
+
+        self._run(change, durable=False)
+
+    def drain(self, worker: str) -> None:
+        """Ask a worker to end when its step is done, and to give its jobs back."""
+        self._run(lambda db: db.execute("UPDATE workers SET draining = 1 WHERE name = :name", name=worker))
+
+    # Transactions
+
+    def _requeue(
+        self, db: "Transaction", where: str, *, begun: bool = True, why: str | None = None, **values: Any
+    ) -> None:
+        """Let the jobs of some workers wait again, and forget the workers; `begun` tells whether attempts count."""
+        db.tick()
+        jobs = db.jobs(where, **values)
+        for job in jobs:
+            if job.status == REMOVED:
+                db.update(job.id, worker="")
+            elif job.status == RUNNING and not begun and not job.cancel:
+                db.update(job.id, attempts=job.attempts - 1, **WAITING)
+            elif job.cancel:
+                db.end(job.id, FAILED, CANCELLATION)
+            else:
+                error = job.error if why is None or job.status != RUNNING else {"code": STOPPED, "message": why}
+                db.update(job.id, error=error and json.dumps(error), **WAITING)
+        names = {**values, **{f"name{n}": name for n, name in enumerate({job.worker for job in jobs})}}
+        listed = ", ".join(f":{name}" for name in names) or "''"
+        db.execute(f"DELETE FROM workers WHERE name IN ({listed}) OR expires < {db.now}", **names)
+
+    def _migrate(self, db: "Transaction") -> None:
+        self._database.prepare(db.connection)
+        db.execute("CREATE TABLE IF NOT EXISTS schema_version (version INTEGER NOT NULL)")
+        version = db.value("SELECT max(version) FROM schema_version") or 0
+        if version > len(MIGRATIONS):
+            told = f"{self.name} is a database of a newer wanjax, version {version} where {len(MIGRATIONS)} is known"
+            raise WanjaxError(f"{told}: install that wanjax, or give another --database")
+        for number, script in enumerate(MIGRATIONS[version:], version + 1):
+            for statement in script.split(";"):
+                db.execute(statement)
+            db.execute("INSERT INTO schema_version VALUES (:number)", number=number)
+
+    def _read(self, do: Callable[["Transaction"], T]) -> T:
+        return self._run(do, write=False)
+
+    def _run(self, do: Callable[["Transaction"], T], *, write: bool = True, durable: bool = True) -> T:
+        """Do something in a transaction, and again where the database is away.
+
+        Raises:
+            Unavailable: It is away for longer than the store's patience.
+            DatabaseError: It refuses the statement.
+        """
+        end = time.monotonic() + self.patience
+        while True:
+            try:
+                with self._transaction(write, durable) as db:
+                    return do(db)
+            except self._database.errors as error:
+                why = hidden(reason(error), self.url)
+                if not self._database.is_away(error):
+                    raise DatabaseError(f"the database {self.name} cannot be used: {why}") from error
+                if time.monotonic() >= end:
+                    raise Unavailable(f"the database {self.name} is out of reach: {why}") from error
+            time.sleep(RETRY)
+
+    @contextmanager
+    def _transaction(self, write: bool, durable: bool) -> Iterator["Transaction"]:
+        with self._database.transaction(write=write, durable=durable) as connection:
+            yield Transaction(connection, self._database.now)
+
+
+class Transaction:
+    """The statements of a transaction. `now` is the SQL of the database's time."""
+
+    def __init__(self, connection: Connection, now: str):
+        self.connection, self.now = connection, now
+        self._version = 0
+
+    def execute(self, text: str, **values: Any) -> Any:
+        return self.connection.execute(text, values)
+
+    def execute_many(self, text: str, rows: Sequence[Values]) -> None:
+        self.connection.executemany(text, rows)
+
+    def rows(self, text: str, **values: Any) -> list[Any]:
+        return self.execute(text, **values).fetchall()
+
+    def value(self, text: str, **values: Any) -> Any:
+        """Return the first value of the first row; None where there is no row."""
+        row = self.execute(text, **values).fetchone()
+        return row[0] if row is not None else None
+
+    def tick(self, count: int = 1) -> int:
+        """Return a new version; whoever else changes jobs waits for the end of this transaction."""
+        if not self._version:
+            text = "UPDATE clock SET version = version + :count RETURNING version"
+            self._version = self.value(text, count=count)
+        return self._version
+
+    def jobs(self, where: str, **values: Any) -> list[Job]:
+        return [_job(row) for row in self.rows(f"SELECT {SELECTED} FROM jobs WHERE {where}", **values)]
+
+    def find(self, id: str) -> Job | None:
+        return next(iter(self.jobs("id = :id", id=id)), None)
+
+    def get(self, id: str, *, arriving: bool = False) -> Job:
+        """Return a job that clients see, or one that is `arriving`; raises NotFound."""
+        job = self.find(id)
+        if job is None or job.status == REMOVED or (job.status == ARRIVING and not arriving):
+            raise NotFound("there is no video of this id")
+        return job
+
+    def held(self, worker: str, id: str) -> Job | None:
+        """Return a job that a worker has, a removed one too."""
+        job = self.find(id)
+        return job if job is not None and job.worker == worker and job.status not in (COMPLETED, FAILED) else None
+
+    def extend(self, worker: str, ttl: float) -> int | None:
+        """Extend a worker's lease; return whether it is to drain, None where it has none."""
+        text = f"UPDATE workers SET expires = {self.now} + :ttl WHERE name = :worker RETURNING draining"
+        return self.value(text, worker=worker, ttl=ttl)
+
+    def placed(self, jobs: Sequence[Job]) -> list[Job]:
+        """Return jobs with how many are before each, as far as that is less than LONGEST_QUEUE."""
+        if all(job.status != QUEUED for job in jobs):
+            return list(jobs)
+        text = "SELECT position FROM jobs WHERE status = 'queued' ORDER BY position LIMIT :most"
+        running = self.value("SELECT count(*) FROM jobs WHERE status = 'in_progress'")
+        place = {position: number for number, (position,) in enumerate(self.rows(text, most=LONGEST_QUEUE), running)}
+        return [replace(job, ahead=place.get(job.position)) if job.status == QUEUED else job for job in jobs]
+
+    def update(self, id: str, *, ended: bool = False, **columns: Any) -> None:
+        """Change a job, and note the time where it `ended`."""
+        sets = [f"{name} = :{name}" for name in columns] + ([f"completed_at = {self.now}"] if ended else [])
+        text = f"UPDATE jobs SET {', '.join([*sets, 'version = :version'])} WHERE id = :id"
+        self.execute(text, id=id, version=self.tick(), **columns)
+
+    def end(self, id: str, status: str, error: Mapping[str, str] | None, **columns: Any) -> None:
+        """Note the end of a job, and count it."""
+        told = None if error is None else json.dumps(error)
+        self.update(id, status=status, worker="", error=told, ended=True, **columns)
+        self.count(CANCELLED if error is not None and error["code"] == CANCELLED else status)
+
+    def count(self, *names: str, amounts: Sequence[float] = (1.0,)) -> None:
+        """Add amounts to counters."""
+        self.execute_many(
+            """INSERT INTO counters VALUES (:name, :amount)
+            ON CONFLICT (name) DO UPDATE SET value = counters.value + excluded.value""",
+            [{"name": name, "amount": amount} for name, amount in sorted(zip(names, amounts, strict=True))],
+        )
+
+
+WAITING: dict[str, Any] = {"status": QUEUED, "worker": "", "progress": "{}"}
+COLUMNS = tuple(each.name for each in fields(Job))[:-1]  # all but `ahead`
+SELECTED = ", ".join(COLUMNS)
+
+
+def _columns(job: NewJob) -> dict[str, Any]:
+    return {**vars(job), "request": json.dumps(job.request)}
+
+
+def _job(row: Sequence[Any]) -> Job:
+    columns: dict[str, Any] = dict(zip(COLUMNS, row, strict=True))
+    for name in ("request", "progress", "error"):
+        columns[name] = columns[name] and json.loads(columns[name])
+    columns["cancel"] = bool(columns["cancel"])
+    return Job(**columns)

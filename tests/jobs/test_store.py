@@ -1,0 +1,743 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The store of jobs: the same tests on SQLite and on PostgreSQL."""
+
+import multiprocessing
+import pickle
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import psutil
+import psycopg
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.support.postgres import PASSWORD, STRICT, Server
+from tests.support.words import says
+from wanjax.errors import WanjaxError
+from wanjax.jobs import store as stores
+from wanjax.jobs.databases import hidden, shown_url
+from wanjax.jobs.store import (
+    ARRIVING,
+    CANCELLED,
+    COMPLETED,
+    FAILED,
+    QUEUED,
+    REMOVED,
+    RUNNING,
+    STOPPED,
+    JobStore,
+    NewJob,
+    NotFound,
+    QueueFull,
+    Signal,
+    Unavailable,
+)
+
+ERROR = {"code": "server_error", "message": "it failed"}
+
+
+def new(name: int | str, batch: str = "", model: str = "nano") -> NewJob:
+    return NewJob(f"v{name}", {"settings": {"prompt": f"p{name}"}}, model, f"v{name}/video.mp4", batch)
+
+
+def ready(store: JobStore, *names: str, ttl: float = 30.0, models: tuple[str, ...] = ("nano",)) -> None:
+    for name in names:
+        store.register(name, "ready", {"models": list(models)}, ttl)
+
+
+def leased(store: JobStore, worker: str, **how: Any) -> list[str]:
+    return [job.id for job in store.lease(worker, ["nano"], **how)]
+
+
+def test_jobs_are_made_in_order_and_each_once(store: JobStore) -> None:
+    ready(store, "a", "b")
+    for number in range(3):
+        store.add(new(number))
+    assert store.add(new(0)).position == store.get("v0").position  # the answer was lost
+    assert [store.get(f"v{number}").ahead for number in range(3)] == [0, 1, 2]
+    assert leased(store, "a") == ["v0"]
+    assert leased(store, "a") == ["v0"]  # the answer was lost
+    assert store.get("v0").attempts == 1
+    assert [store.get(f"v{number}").ahead for number in range(3)] == [None, 1, 2]
+    assert leased(store, "b") == ["v1"]
+    assert store.finish("a", "v0", {"stage_seconds": {"decode": 2.0, "denoise": 3.0}})
+    assert not store.finish("a", "v0", {})
+    assert store.get("v0").completed_at >= store.get("v0").created_at > time.time() - 60
+    assert leased(store, "a") == ["v2"]
+    assert store.stats().counters == {COMPLETED: 1, "seconds_decode": 2.0, "seconds_denoise": 3.0}
+    assert store.stats().jobs == {COMPLETED: 1, RUNNING: 2}
+
+
+def test_a_job_whose_files_arrive_is_placed_when_they_are_there(store: JobStore) -> None:
+    store.add(new(0), arriving=True)
+    store.add(new(1))
+    with pytest.raises(NotFound):
+        store.get("v0")
+    with pytest.raises(NotFound):
+        store.cancel("v0")
+    assert [job.id for job in store.page(9)[0]] == ["v1"]
+    assert store.add(new(0)).status == QUEUED
+    assert [job.id for job in store.page(9, newest=False)[0]] == ["v1", "v0"]
+    store.add(new(2), arriving=True)
+    assert store.remove("v2").status == ARRIVING  # the request was refused
+
+
+def test_a_limit_holds_among_many_who_add_at_once(store: JobStore, url: str) -> None:
+    others = [JobStore(url) for _ in range(4)]  # one transaction at a time each
+
+    def add(number: int) -> int:
+        try:
+            others[number % 4].add(new(number), limit=5)
+        except QueueFull:
+            return 0
+        return 1
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(add, range(40))) == 5
+    assert store.stats().jobs == {QUEUED: 5}
+    for other in others:
+        other.close()
+
+
+def test_jobs_of_workers_that_died_wait_again_before_the_others(store: JobStore) -> None:
+    ready(store, "a", "b")
+    store.add_all([new(number) for number in range(3)])
+    assert leased(store, "a") == ["v0"]
+    store.lost("a", "it was killed")
+    job = store.get("v0")
+    assert (job.status, job.attempts, job.error) == (QUEUED, 1, {"code": STOPPED, "message": "it was killed"})
+    assert leased(store, "a") == []  # it has to register again
+    assert leased(store, "b") == ["v0"]
+    assert store.heartbeat("a", "v0", {}) is Signal.LOST
+    assert not store.finish("a", "v0", {})
+    assert not store.fail("a", "v0", ERROR)
+    assert store.begin("a", "v0") is Signal.LOST
+    assert store.get("v0").worker == "b"
+
+
+def test_a_lease_that_ended_is_not_revived(store: JobStore) -> None:
+    ready(store, "a", ttl=0.2)
+    store.add(new(0))
+    assert leased(store, "a", ttl=0.2) == ["v0"]
+    assert store.heartbeat("a", "v0", {"progress": 1}, 0.2) is Signal.CONTINUE
+    time.sleep(0.3)
+    assert store.workers() == []
+    store.requeue_expired()
+    assert store.get("v0").status == QUEUED
+    assert store.heartbeat("a", "v0", {"progress": 2}) is Signal.LOST
+    assert leased(store, "a") == []
+    store.requeue_expired()  # again, which changes nothing
+    assert store.get("v0").attempts == 1
+
+
+def test_cancelled_and_removed_jobs(store: JobStore) -> None:
+    ready(store, "a", "b")
+    for number in range(4):
+        store.add(new(number))
+    assert leased(store, "a") + leased(store, "b") == ["v0", "v1"]
+    assert store.cancel("v0").status == RUNNING
+    assert store.cancel("v2").error["code"] == CANCELLED
+    assert store.heartbeat("a", "v0", {"progress": 7}) is Signal.CANCEL
+    assert store.remove("v1").status == RUNNING
+    store.remove("v3")
+    assert store.heartbeat("b", "v1", {}) is Signal.CANCEL
+    assert store.fail("a", "v0", ERROR)
+    assert store.get("v0").error["code"] == CANCELLED
+    for method in (store.get, store.cancel, store.remove):
+        with pytest.raises(NotFound):
+            method("v1")
+    assert [job.id for job in store.leftovers()] == ["v3"]  # a worker has the other
+    store.finish("b", "v1", {})
+    assert sorted(job.id for job in store.leftovers()) == ["v1", "v3"]
+    store.purge("v3")
+    assert [job.id for job in store.leftovers()] == ["v1"]
+    assert store.add(new(3)).status == REMOVED  # it does not come back
+    assert store.stats().counters == {CANCELLED: 3, COMPLETED: 1}
+
+
+def test_jobs_of_dead_workers_that_were_to_end_do(store: JobStore) -> None:
+    ready(store, "a", "b")
+    store.add_all([new(0), new(1)])
+    assert leased(store, "a") + leased(store, "b") == ["v0", "v1"]
+    store.cancel("v0")
+    store.remove("v1")
+    store.lost("a")
+    store.lost("b")
+    assert store.get("v0").error["code"] == CANCELLED
+    assert [job.id for job in store.leftovers()] == ["v1"]
+
+
+def test_removed_rows_go_after_a_day(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.add_all([new(0), new(1), new(2)])
+    store.remove("v0")
+    store.remove("v1")
+    store.purge("v0")
+    store.requeue_expired()
+    assert [job.id for job in store.changes(0)] == ["v2", "v0", "v1"]
+    monkeypatch.setattr(stores, "KEPT_REMOVED", -1.0)
+    store.requeue_expired()
+    assert [job.id for job in store.changes(0)] == ["v2", "v1"]  # whose files are still there
+
+
+def test_old_failures_and_arrivals_that_stopped_are_left_over(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "KEPT_FAILURES", 2)
+    for number in range(4):
+        store.add(new(number))
+        store.cancel(f"v{number}")
+    store.add(new("x"), arriving=True)
+    assert [job.id for job in store.leftovers()] == ["v0", "v1"]
+    monkeypatch.setattr(stores, "KEPT_ARRIVING", -1.0)
+    assert sorted(job.id for job in store.leftovers()) == ["v0", "v1", "vx"]
+
+
+def test_jobs_of_one_batch_are_leased_together(store: JobStore) -> None:
+    ready(store, "a", "b")
+    store.add_all([new(number, batch="even" if number % 2 == 0 else "odd") for number in range(8)])
+    store.add_all([new(0, batch="even"), new(8, batch="even")])
+    assert leased(store, "a", most=3) == ["v0", "v2", "v4"]
+    assert store.begin("a", "v0") is Signal.CONTINUE
+    assert store.begin("a", "v0") is Signal.CONTINUE  # the answer was lost
+    assert leased(store, "b", most=9) == ["v1", "v3", "v5", "v7"]
+    store.lost("a")
+    assert [store.get(f"v{number}").attempts for number in (0, 2, 4)] == [1, 0, 0]
+    ready(store, "a")
+    assert leased(store, "a", most=3) == ["v0", "v2", "v4"]
+    store.cancel("v2")
+    assert store.begin("a", "v2") is Signal.LOST  # which ended at once
+    store.give_back("b")
+    assert (store.get("v1").attempts, store.get("v1").worker) == (0, "")
+    store.begin("a", "v0")
+    assert store.fail("a", "v0", ERROR, retries=2)
+    assert (store.get("v0").status, store.get("v0").error) == (QUEUED, ERROR)
+    ready(store, "b")
+    assert leased(store, "b", most=9) == ["v1", "v3", "v5", "v7"]
+    store.begin("a", "v4")
+    store.give_back("a")
+    assert store.get("v4").attempts == 0
+    ready(store, "a")
+    assert leased(store, "a", most=9) == ["v4", "v6", "v8", "v0"]  # what failed is tried last
+    store.begin("a", "v0")
+    assert store.fail("a", "v0", ERROR, retries=2)
+    assert (store.get("v0").status, store.get("v0").attempts) == (FAILED, 3)
+
+
+def test_jobs_that_are_over_may_be_added_anew(store: JobStore) -> None:
+    ready(store, "a")
+    store.add_all([new(number) for number in range(5)])
+    for id in ("v0", "v1"):
+        assert leased(store, "a") == [id]
+        store.finish("a", id, {}) if id == "v0" else store.fail("a", id, ERROR)
+    store.remove("v2")
+    assert leased(store, "a") == ["v3"]
+    store.add_all([new(number, batch="x") for number in range(6)])
+    jobs = {job.id: job for job in store.page(9)[0]}
+    assert [jobs[f"v{number}"].batch for number in range(6)] == ["x", "x", "x", "", "", "x"]
+    assert [job.id for job in sorted(jobs.values(), key=lambda job: job.position) if job.status == QUEUED] == [
+        *("v4", "v0", "v1", "v2", "v5")
+    ]
+    assert [(job.attempts, job.cancel, job.error, job.completed_at) for job in jobs.values() if job.batch] == [
+        (0, False, None, None)
+    ] * 4
+
+
+def test_jobs_wait_for_a_worker_of_their_model(store: JobStore) -> None:
+    ready(store, "a")
+    store.add(new(0, model="other"))
+    store.add(new(1))
+    assert store.unserved() == ["other"]
+    assert leased(store, "a") == ["v1"]
+    ready(store, "b", models=("other", "nano"))
+    assert store.unserved() == []
+    assert [job.id for job in store.lease("b", ["nano", "other"])] == ["v0"]
+    assert [(each.name, each.state) for each in store.workers()] == [("a", "ready"), ("b", "ready")]
+
+
+def test_pages_and_changes(store: JobStore) -> None:
+    ready(store, "a")
+    start = store.version()
+    for number in range(5):
+        store.add(new(number))
+    seen = store.changes(start)
+    assert [job.id for job in seen] == [f"v{number}" for number in range(5)]
+    leased(store, "a")
+    store.remove("v3")
+    assert [(job.id, job.status) for job in store.changes(seen[-1].version)] == [("v0", RUNNING), ("v3", REMOVED)]
+    assert [job.id for job in store.changes(0, only="v4")] == ["v4"]
+    before = store.version()
+    store.heartbeat("a", "v0", {"progress": 1})
+    store.heartbeat("a", "v0", {"progress": 1})  # nothing new
+    assert [job.progress for job in store.changes(before)] == [{"progress": 1}]
+    assert store.version() == before + 1
+    page, more = store.page(2)
+    assert ([job.id for job in page], more) == (["v4", "v2"], True)
+    page, more = store.page(5, after="v2")
+    assert ([job.id for job in page], more) == (["v1", "v0"], False)
+    page, more = store.page(2, after="v1", newest=False)
+    assert ([job.id for job in page], more) == (["v2", "v4"], False)
+    with pytest.raises(NotFound):
+        store.page(2, after="v3")
+
+
+def test_pages_of_a_long_queue_take_no_time(store: JobStore) -> None:
+    store.add_all([new(number) for number in range(5000)])
+    start = time.perf_counter()
+    page, more = store.page(20, newest=False)
+    assert time.perf_counter() - start < 1  # a count for each took four
+    assert [job.ahead for job in page] == list(range(20))
+    assert more
+    assert store.get("v4999").ahead is None  # of the first 1,000 alone
+
+
+def test_a_worker_that_drains_gives_its_jobs_back(store: JobStore) -> None:
+    ready(store, "a")
+    store.add(new(0))
+    leased(store, "a")
+    store.drain("a")
+    assert store.heartbeat("a", "v0", {"stage": "denoise"}) is Signal.DRAIN
+    store.give_back("a")
+    job = store.get("v0")
+    assert (job.status, job.attempts, job.progress) == (QUEUED, 0, {})
+    assert leased(store, "a") == []
+    assert store.workers() == []
+
+
+def test_a_draining_worker_gets_no_further_job(store: JobStore) -> None:
+    ready(store, "a")
+    store.drain("a")
+    ready(store, "a")  # its next look
+    store.add(new(0))
+    assert leased(store, "a") == []
+    assert [each.draining for each in store.workers()] == [True]
+
+
+def test_all_users_share_a_probe(store: JobStore, url: str) -> None:
+    other = JobStore(url)
+    assert store.probe() == other.probe() == store.probe()
+    other.close()
+
+
+# Many at once
+
+
+def drain(url: str, name: str, results: Any) -> None:
+    store = JobStore(url, patience=60)
+    store.register(name, "ready", {})
+    made = []
+    while jobs := store.lease(name, ["nano"]):
+        made.append(jobs[0].id)
+        store.heartbeat(name, jobs[0].id, {"stage": "denoise", "progress": len(made)})
+        assert store.finish(name, jobs[0].id, {})
+    results.put(made)
+    store.close()
+
+
+def test_processes_share_the_jobs(store: JobStore, url: str) -> None:
+    store.add_all([new(number) for number in range(100)])
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    workers = [context.Process(target=drain, args=(url, f"w{number}", results)) for number in range(2)]
+    for worker in workers:
+        worker.start()
+    made = [id for _ in workers for id in results.get(timeout=120)]
+    for worker in workers:
+        worker.join()
+    assert sorted(made) == sorted(f"v{number}" for number in range(100))
+    versions = [job.version for job in store.changes(0, limit=1000)]
+    assert len(set(versions)) == 100
+
+
+def test_who_follows_misses_no_change(store: JobStore, url: str) -> None:
+    ended, seen = threading.Event(), {}
+
+    def follow() -> None:
+        since = 0
+        while not ended.is_set() or store.changes(since):
+            for job in store.changes(since):
+                seen[job.id], since = job.status, job.version
+
+    def write(number: int) -> None:
+        own = JobStore(url, patience=60)
+        ready(own, name := f"w{number}")
+        for count in range(15):
+            own.add(new(f"{number}-{count}"))
+            for id in leased(own, name):
+                own.finish(name, id, {})
+        own.close()
+
+    follower = threading.Thread(target=follow)
+    follower.start()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, range(4)))
+    ended.set()
+    follower.join(60)
+    assert seen == {job.id: job.status for job in store.changes(0, limit=1000)}
+    assert len(seen) == 60
+
+
+def test_no_two_transactions_wait_for_each_other(postgres: Server) -> None:
+    with postgres.database() as url:
+        first = JobStore(url, patience=60)
+        first.add_all([new(number, batch="x") for number in range(120)])
+
+        def work(number: int) -> None:
+            own, name = JobStore(url, patience=60), f"w{number}"
+            for turn in range(12):
+                ready(own, name)
+                jobs = leased(own, name, most=3)
+                for id in jobs:
+                    own.begin(name, id)
+                    own.heartbeat(name, id, {"progress": turn})
+                own.cancel(f"v{(number * 31 + turn * 7) % 120}")
+                own.requeue_expired()
+                for id in jobs[:2]:
+                    own.finish(name, id, {})
+                [own.give_back, own.lost, own.drain][turn % 3](name)
+            own.close()
+
+        with ThreadPoolExecutor(6) as pool:
+            list(pool.map(work, range(6)))
+        first.close()
+        time.sleep(0.2)
+        name = url.rpartition("/")[2]
+        with psycopg.connect(postgres.url("postgres")) as admin:
+            admin.execute("SELECT pg_stat_force_next_flush()")
+            row = admin.execute("SELECT deadlocks FROM pg_stat_database WHERE datname = %s", (name,)).fetchone()
+    assert row == (0,)
+
+
+def test_a_process_has_two_connections(postgres: Server) -> None:
+    with postgres.database() as url:
+        store = JobStore(url)
+
+        def use(number: int) -> None:
+            store.add(new(number))
+            store.get(f"v{number}")
+
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(use, range(40)))
+        with psycopg.connect(postgres.url("postgres")) as admin:
+            text = "SELECT count(*) FROM pg_stat_activity WHERE datname = %s"
+            assert admin.execute(text, (url.rpartition("/")[2],)).fetchone() == (2,)
+        store.close()
+
+
+# Faults
+
+
+def test_a_database_that_is_away_for_a_while(postgres: Server) -> None:
+    with postgres.database() as url:
+        patient, hasty = JobStore(url, patience=60), JobStore(url, patience=0.3)
+        patient.add(new(0))
+        postgres.stop("immediate")
+        try:
+            with pytest.raises(Unavailable):
+                hasty.get("v0")
+            with ThreadPoolExecutor(1) as pool:
+                waiting = pool.submit(patient.add, new(1))
+                postgres.start()
+                assert waiting.result(60).id == "v1"
+        except BaseException:
+            postgres.start()
+            raise
+        assert [job.id for job in hasty.page(9)[0]] == ["v1", "v0"]  # nothing that was answered is lost
+        patient.close()
+        hasty.close()
+
+
+def test_what_was_answered_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, seen = JobStore(str(tmp_path / "jobs.sqlite")), []
+    ready(store, "a")
+    connect = sqlite3.connect
+
+    def watched(*given: Any, **how: Any) -> sqlite3.Connection:
+        connection = connect(*given, **how)
+        connection.set_trace_callback(lambda text: seen.append(text) if "synchronous" in text else None)
+        return connection
+
+    monkeypatch.setattr(sqlite3, "connect", watched)
+    store._database._writer.close()  # pyright: ignore[reportAttributeAccessIssue]
+    for do, durable in [
+        (lambda: store.add(new(0)), "FULL"),
+        (lambda: store.lease("a", ["nano"]), "NORMAL"),
+        (lambda: store.heartbeat("a", "v0", {"progress": 1}), "NORMAL"),
+        (lambda: store.cancel("v0"), "FULL"),
+        (lambda: store.finish("a", "v0", {}), "NORMAL"),
+        (lambda: store.remove("v0"), "FULL"),
+    ]:
+        seen.clear()
+        do()
+        assert [text.rpartition(" ")[2] for text in seen] == [durable]
+    store.close()
+
+
+def test_a_newer_database_is_left_alone(store: JobStore, url: str) -> None:
+    store._run(lambda db: db.execute("INSERT INTO schema_version VALUES (99)"))
+    with pytest.raises(WanjaxError) as caught:
+        JobStore(url)
+    assert says(str(caught.value), "99 --database")
+
+
+def test_a_database_is_made_once_by_many(url: str) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        made = list(pool.map(lambda number: JobStore(url), range(4)))
+    assert {store.version() for store in made} == {1}
+    for store in made:
+        store.close()
+
+
+def test_a_store_goes_to_another_process(store: JobStore) -> None:
+    store.add(new(0))
+    other = pickle.loads(pickle.dumps(store))
+    assert other.get("v0") == store.get("v0")
+    other.close()
+
+
+def test_wrong_databases_are_refused_in_a_sentence(postgres: Server, tmp_path: Path) -> None:
+    secret = quote(PASSWORD, safe="")
+    here = f"127.0.0.1:{postgres.port}/postgres"
+    other = tmp_path / "notes.txt"
+    other.write_text("these are notes, and no table of SQLite at all" * 99)
+    for url, words in {
+        "mysql://user:p%40ss%2Fword@host/jobs": ["mysql", "postgresql://"],
+        f"postgresql://{STRICT}:wrong-{secret}@{here}": [STRICT, "--database"],
+        f"postgresql://{STRICT}@{here}": ["password"],
+        f"postgresql://postgres@127.0.0.1:{postgres.port}/absent": ["absent"],
+        f"postgresql://user:{secret}@127.0.0.1:1/jobs": ["out of reach"],
+        f"postgresql://user:{PASSWORD}@127.0.0.1:1/jobs": [""],
+        f"postgresql://user:{secret}@127.0.0.1:port/jobs": [""],
+        f"postgresql://user:{secret}@localhost/jobs?nonsense=1": [""],
+        str(other): ["notes.txt"],
+        str(tmp_path / "notes.txt" / "jobs.sqlite"): ["notes.txt"],
+    }.items():
+        start = time.monotonic()
+        with pytest.raises(WanjaxError) as caught:
+            JobStore(url, patience=0.5)
+        told = str(caught.value)
+        assert time.monotonic() - start < 10
+        assert "\n" not in told
+        assert all(word in told for word in words), told
+        assert not any(part in told for part in (PASSWORD, secret, "ss/word", "p%40ss")), told
+
+
+def test_a_password_is_not_shown(postgres: Server) -> None:
+    with postgres.database() as url:
+        url = url.replace("postgres@", f"postgres:{quote(PASSWORD, safe='')}@")
+        store = JobStore(url)
+        assert "p%40ss" not in repr(store) + store.name
+        store.close()
+    assert shown_url("postgresql://me:a@b:c@host:1/db?password=x") == "postgresql://me@host:1/db"
+    assert (
+        hidden("of me:s3cret and s3cr+t", "postgresql://me:s3cret@host/db?sslpassword=s3cr%2Bt") == "of me:*** and ***"
+    )
+    assert shown_url("/some/where.sqlite") == "/some/where.sqlite"
+
+
+def test_sqlite_is_refused_on_a_network_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = type("Disk", (), {"mountpoint": str(tmp_path), "fstype": "nfs4"})
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: [kind])
+    with pytest.raises(WanjaxError) as caught:
+        JobStore(str(tmp_path / "jobs.sqlite"))
+    assert says(str(caught.value), "nfs4 --database")
+
+
+# Against a model in memory
+
+
+@dataclass
+class Row:
+    """A job of the model."""
+
+    place: int
+    batch: str
+    status: str = QUEUED
+    worker: str = ""
+    attempts: int = 0
+    cancel: bool = False
+
+
+@dataclass
+class Model:
+    """What the store is to do, in the simplest words."""
+
+    rows: dict[str, Row] = field(default_factory=dict)
+    workers: dict[str, bool] = field(default_factory=dict)  # whether each drains
+    place: int = 0
+
+    def queue(self) -> list[str]:
+        return sorted((id for id, row in self.rows.items() if row.status == QUEUED), key=lambda id: self.rows[id].place)
+
+    def add(self, id: str, batch: str) -> None:
+        self.place += 1
+        self.rows.setdefault(id, Row(self.place, batch))
+
+    def visible(self, id: str) -> Row | None:
+        row = self.rows.get(id)
+        return None if row is None or row.status == REMOVED else row
+
+    def held(self, worker: str, id: str) -> Row | None:
+        row = self.rows.get(id)
+        return row if row is not None and row.worker == worker and row.status not in (COMPLETED, FAILED) else None
+
+    def lease(self, worker: str, most: int) -> list[str]:
+        if self.workers.get(worker) is not False:
+            return []
+        mine = [id for id, row in self.rows.items() if row.worker == worker and row.status in (QUEUED, RUNNING)]
+        if mine:
+            return sorted(mine, key=lambda id: self.rows[id].place)
+        free = [id for id in self.queue() if not self.rows[id].worker]
+        if not free:
+            return []
+        batch = self.rows[free[0]].batch
+        if most == 1 or not batch:
+            row = self.rows[free[0]]
+            row.worker, row.status, row.attempts = worker, RUNNING, row.attempts + 1
+            return free[:1]
+        taken = [id for id in free if self.rows[id].batch == batch][:most]
+        for id in taken:
+            self.rows[id].worker = worker
+        return taken
+
+    def begin(self, worker: str, id: str) -> Signal:
+        if (row := self.held(worker, id)) is None:
+            return Signal.LOST
+        if row.cancel:
+            return Signal.CANCEL
+        if row.status == QUEUED:
+            row.status, row.attempts = RUNNING, row.attempts + 1
+        return Signal.CONTINUE
+
+    def heartbeat(self, worker: str, id: str) -> Signal:
+        if worker not in self.workers or (row := self.held(worker, id)) is None:
+            return Signal.LOST
+        return Signal.CANCEL if row.cancel else Signal.DRAIN if self.workers[worker] else Signal.CONTINUE
+
+    def finish(self, worker: str, id: str) -> bool:
+        if (row := self.held(worker, id)) is None:
+            return False
+        row.worker = ""
+        row.status = COMPLETED if row.status != REMOVED else REMOVED
+        return True
+
+    def fail(self, worker: str, id: str, retries: int) -> bool:
+        if (row := self.held(worker, id)) is None:
+            return False
+        row.worker = ""
+        if row.status != REMOVED:
+            again = not row.cancel and row.attempts <= retries
+            self.place += 1
+            row.status, row.place = (QUEUED, self.place) if again else (FAILED, row.place)
+        return True
+
+    def cancel(self, id: str) -> None:
+        if (row := self.visible(id)) is not None and row.status in (QUEUED, RUNNING):
+            row.cancel = True
+            if row.status == QUEUED:
+                row.status, row.worker = FAILED, ""
+
+    def remove(self, id: str) -> None:
+        if (row := self.visible(id)) is not None:
+            row.status, row.cancel = REMOVED, True
+
+    def leave(self, worker: str, begun: int) -> None:
+        self.workers.pop(worker, None)
+        for row in self.rows.values():
+            if row.worker == worker:
+                row.worker = ""
+                if row.status == RUNNING and row.cancel:
+                    row.status = FAILED
+                elif row.status == RUNNING:
+                    row.status, row.attempts = QUEUED, row.attempts + begun
+
+
+IDS, WORKERS = [f"v{number}" for number in range(5)], ["a", "b"]
+ids, workers = st.sampled_from(IDS), st.sampled_from(WORKERS)
+OPERATIONS = st.one_of(
+    st.tuples(st.just("add"), ids, st.sampled_from(["", "x", "y"])),
+    st.tuples(st.just("register"), workers),
+    st.tuples(st.just("lease"), workers, st.sampled_from([1, 2])),
+    st.tuples(st.just("begin"), workers, ids),
+    st.tuples(st.just("heartbeat"), workers, ids),
+    st.tuples(st.just("finish"), workers, ids),
+    st.tuples(st.just("fail"), workers, ids, st.sampled_from([0, 2])),
+    st.tuples(st.just("cancel"), ids),
+    st.tuples(st.just("remove"), ids),
+    st.tuples(st.just("give_back"), workers),
+    st.tuples(st.just("lost"), workers),
+    st.tuples(st.just("drain"), workers),
+)
+
+
+def carry_out(store: JobStore, model: Model, name: str, *given: Any) -> tuple[Any, Any]:
+    """Does one thing in the store and in the model, and returns what each answered."""
+
+    def silently(do: Callable[[str], Any], id: str) -> None:
+        try:
+            do(id)
+        except NotFound:
+            assert model.visible(id) is None
+
+    match name, given:
+        case "add", (id, batch):
+            return store.add(new(id[1:], batch)).id, model.add(id, batch) or id
+        case "register", (worker,):
+            model.workers.setdefault(worker, False)
+            ready(store, worker)
+        case "lease", (worker, most):
+            return leased(store, worker, most=most), model.lease(worker, most)
+        case "begin", (worker, id):
+            return store.begin(worker, id), model.begin(worker, id)
+        case "heartbeat", (worker, id):
+            return store.heartbeat(worker, id, {"progress": model.place}), model.heartbeat(worker, id)
+        case "finish", (worker, id):
+            return store.finish(worker, id, {}), model.finish(worker, id)
+        case "fail", (worker, id, retries):
+            return store.fail(worker, id, ERROR, retries=retries), model.fail(worker, id, retries)
+        case "cancel", (id,):
+            return silently(store.cancel, id), model.cancel(id)
+        case "remove", (id,):
+            return silently(store.remove, id), model.remove(id)
+        case "give_back", (worker,):
+            return store.give_back(worker), model.leave(worker, -1)
+        case "lost", (worker,):
+            return store.lost(worker), model.leave(worker, 0)
+        case "drain", (worker,):
+            store.drain(worker)
+            model.workers.update({worker: True} if worker in model.workers else {})
+    return None, None
+
+
+def check_against_the_model(store: JobStore, steps: list[tuple[Any, ...]]) -> None:
+    store._run(lambda db: [db.execute(f"DELETE FROM {table}") for table in ("jobs", "workers")])
+    model = Model()
+    for step in [("register", "a"), ("add", "v0", "x"), ("lease", "a", 2), *steps]:
+        before = store.version()
+        answer, wanted = carry_out(store, model, *step)
+        assert answer == wanted, step
+        rows = {job.id: job for job in store.changes(0)}
+        assert {id: (x.status, x.worker, x.attempts, x.cancel) for id, x in rows.items()} == {
+            id: (x.status, x.worker, x.attempts, x.cancel) for id, x in model.rows.items()
+        }, step
+        queue = sorted((x for x in rows.values() if x.status == QUEUED), key=lambda x: x.position)
+        assert [x.id for x in queue] == model.queue(), step
+        running = sum(x.status == RUNNING for x in rows.values())
+        assert [x.ahead for x in queue] == list(range(running, running + len(queue)))
+        assert all(x.version <= store.version() for x in rows.values())
+        assert store.version() >= before
+
+
+@pytest.mark.parametrize("url", ["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)], indirect=True)
+def test_any_sequence_does_what_the_model_does(store: JobStore) -> None:
+    @settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(st.lists(OPERATIONS, min_size=10, max_size=30))
+    def check(steps: list[tuple[Any, ...]]) -> None:
+        check_against_the_model(store, steps)
+
+    check()

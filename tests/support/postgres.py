@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A PostgreSQL of the tests' own, as an unprivileged user."""
+
+import os
+import pwd
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import psycopg
+import pytest
+
+STRICT, PASSWORD = "strict", "p@ss/word"  # a user who has to give a password
+
+
+def program(name: str) -> str:
+    """Returns the path of one of PostgreSQL's programs, which Debian has beside the path; skips the test without."""
+    folders = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
+    found = shutil.which(name) or next((str(each / name) for each in folders if (each / name).exists()), None)
+    return found or pytest.skip("there is no PostgreSQL")
+
+
+class Server:
+    """A server in a folder, which is started and stopped. `port` stays the same."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            self.port = found.getsockname()[1]
+        self._who: dict[str, Any] = {}
+        if os.getuid() == 0:
+            user = pwd.getpwnam("postgres")
+            os.chown(folder, user.pw_uid, user.pw_gid)
+            self._who = {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []}
+        self._run("initdb", "-U", "postgres", "-A", "trust", "--no-sync", "-E", "UTF8", "--locale=C")
+        rules = folder / "data/pg_hba.conf"
+        rules.write_text(f"host all {STRICT} all scram-sha-256\n{rules.read_text()}")
+        self.start()
+        with psycopg.connect(self.url("postgres"), autocommit=True) as admin:
+            admin.execute(f"CREATE ROLE {STRICT} LOGIN PASSWORD '{PASSWORD}'")
+
+    def _run(self, name: str, *arguments: str) -> None:
+        command = [program(name), "-D", str(self.folder / "data"), *arguments]
+        done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, timeout=60, **self._who)
+        assert done.returncode == 0, done.stderr + done.stdout
+
+    def start(self) -> None:
+        options = f"-p {self.port} -c listen_addresses=127.0.0.1 -c unix_socket_directories={self.folder} -c fsync=off"
+        self._run("pg_ctl", "start", "-w", "-l", str(self.folder / "log"), "-o", options)
+
+    def stop(self, mode: str = "immediate") -> None:
+        self._run("pg_ctl", "stop", "-w", "-m", mode)
+
+    def url(self, database: str, login: str = "postgres") -> str:
+        return f"postgresql://{login}@127.0.0.1:{self.port}/{database}"
+
+    @contextmanager
+    def database(self) -> Iterator[str]:
+        """Yields the URL of a new database."""
+        name = f"jobs_{uuid4().hex[:8]}"
+        with psycopg.connect(self.url("postgres"), autocommit=True) as admin:
+            admin.execute(f"CREATE DATABASE {name}")
+        yield self.url(name)
+        with psycopg.connect(self.url("postgres"), autocommit=True) as admin:
+            admin.execute(f"DROP DATABASE {name} WITH (FORCE)")
+
+
+@contextmanager
+def running() -> Iterator[Server]:
+    """Yields a server, which is gone afterwards."""
+    program("initdb")
+    with tempfile.TemporaryDirectory(prefix="wanjax-postgres-") as folder:
+        os.chmod(folder, 0o755)
+        server = Server(Path(folder))
+        try:
+            yield server
+        finally:
+            server.stop()
