@@ -22,10 +22,10 @@ from rich.table import Table
 from benchmarks.attention_prices import splash_kernel
 from benchmarks.recorded import programs
 from wanjax.kernels.attention import IMPLEMENTATIONS, Attention
+from wanjax.plan.pricer import PRICER
 from wanjax.plan.recorded import STEP
 from wanjax.pricing.chips import described, find_slice
 from wanjax.pricing.lowering import Lowering
-from wanjax.pricing.priced import price_all
 from wanjax.registry import presets
 
 MODEL = "wan2.1-t2v-14b"
@@ -86,7 +86,7 @@ def priced(measured: Measured) -> float:
     mesh = described(place, {"dp": 2, "sp": 1, "tp": place.devices // 2})
     found = programs(MODEL, settings, mesh, attention=Attention("splash"))
     step = next(x.lowering for x in found if x.name == STEP)
-    [price] = price_all(place, [with_splash(step)])
+    [price] = PRICER.price_all(place, [with_splash(step)])
     assert price.seconds is not None, "it fits"
     return price.seconds
 

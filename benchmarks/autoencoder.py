@@ -15,9 +15,9 @@ from rich.table import Table
 from benchmarks.recorded import programs
 from wanjax.kernels.compiler_options import O1, O2
 from wanjax.pipelines.settings import DTYPES
+from wanjax.plan.pricer import PRICER
 from wanjax.pricing.chips import described, find_slice
 from wanjax.pricing.lowering import Lowering
-from wanjax.pricing.priced import price_all
 from wanjax.registry import presets
 
 LEVELS = {"O0": 9, "O1": O1, "O2": O2}  # XLA's numbers
@@ -46,7 +46,7 @@ def main() -> None:
     table = Table(*columns, title=f"{options.model}, {video.width}x{video.height}, {options.chip}")
     for run in (run for run in programs(options.model, video, mesh) if run.name in names):
         for level in options.levels:
-            [made] = price_all(place, [at_level(run.lowering, LEVELS[level])])
+            [made] = PRICER.price_all(place, [at_level(run.lowering, LEVELS[level])])
             cost, peak = f"{1e3 * (made.seconds or math.nan):.1f}", f"{made.peak / 2**30:.2f}"
             table.add_row(run.name, level, f"{made.compile_seconds:.0f}", cost, str(run.times), peak)
     Console().print(table)

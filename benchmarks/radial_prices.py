@@ -18,6 +18,7 @@ from benchmarks.workloads import WORKLOADS, Workload
 from wanjax.kernels.attention import attention
 from wanjax.kernels.attention.flash_tiles import BLOCKS_TOGETHER
 from wanjax.kernels.attention.radial import Radial, cells
+from wanjax.kernels.attention.visits import visits
 from wanjax.pricing.compile import Compiled
 from wanjax.pricing.exporting import CompilerError
 from wanjax.pricing.kernels import kernel_calls, kernel_seconds, visiting_seconds
@@ -48,7 +49,7 @@ def price_table(workload: Workload, chip: str, decays: list[float], blocks: list
             table.add_row(decay, block, str(result)[:60])
             continue
         [call] = kernel_calls(result).values()
-        seconds = kernel_seconds(call, result) if mask is None else listed_seconds(result, mask, workload)
+        seconds = kernel_seconds(result, visits(*call)) if mask is None else listed_seconds(result, mask, workload)
         dense = seconds if mask is None else dense
         share = 1.0 if mask is None else mask.share(workload.keys)
         numbers = f"{share:.3f}", f"{1e3 * seconds:.2f}", f"{seconds / dense:.3f}", f"{1e3 * seconds / share:.2f}"

@@ -18,10 +18,11 @@ from rich.table import Table
 from benchmarks.attention_prices import CHIPS, SHARE, compile_forms
 from benchmarks.workloads import WORKLOADS, Workload
 from wanjax.kernels.attention import Projection, SparseLinear, sparse_linear_attention
+from wanjax.kernels.attention.visits import LISTS
 from wanjax.pricing.compile import Compiled
 from wanjax.pricing.costs import price_compiled
 from wanjax.pricing.exporting import CompilerError
-from wanjax.pricing.kernels import LISTS, kernel_calls, rare_work
+from wanjax.pricing.kernels import kernel_calls, rare_work
 
 
 def sparse_linear(top: float) -> Callable[..., jax.Array]:

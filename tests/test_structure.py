@@ -25,9 +25,9 @@ LAYERS = [  # a module imports from its own layer and those below
     ["wanjax.checkpoints"],
     ["wanjax.converters"],
     ["wanjax.models", "wanjax.schedulers", "wanjax.programs"],
+    ["wanjax.compile_cache", "wanjax.pricing"],
     ["wanjax.layers"],
     ["wanjax.kernels"],
-    ["wanjax.compile_cache", "wanjax.pricing"],
     [
         "wanjax.dims",
         "wanjax.sharding",
@@ -167,6 +167,13 @@ def test_shared_files_name_no_family():
         lines = [line for line in text.splitlines() if re.search("|".join(FAMILIES), line, re.IGNORECASE)]
         examples = [line for line in lines if re.search(r"wan2\.1-t2v|outline\(|[\w/]+\.py\b|\"\w+Scheduler\"", line)]
         assert len(lines) - len(examples) <= allowed.get(module, 0), (module, lines)
+
+
+def test_programs_are_priced_by_code_that_knows_nothing_of_videos():
+    for name, path in MODULES.items():
+        if name.startswith("wanjax.pricing"):
+            ours = {other for other in imports(path) if other.startswith("wanjax")}
+            assert all(other == "wanjax.errors" or other.startswith("wanjax.pricing") for other in ours), name
 
 
 def test_few_modules_stand_at_the_top():

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from wanjax.pipelines.previews.previews import Previews
     from wanjax.pipelines.settings import Settings
     from wanjax.pipelines.text.extending import extend_prompt
-    from wanjax.pricing.functions import price
+    from wanjax.plan.pricer import price
     from wanjax.registry import register
     from wanjax.sharding import make_mesh
 
@@ -41,7 +41,7 @@ _HOMES = {
     "extend_prompt": "wanjax.pipelines.text.extending",
     "load": "wanjax.loading",
     "make_mesh": "wanjax.sharding",
-    "price": "wanjax.pricing.functions",
+    "price": "wanjax.plan.pricer",
     "register": "wanjax.registry",
 }
 __all__ = [

@@ -22,14 +22,16 @@ from wanjax.kernels.attention import Attention
 from wanjax.loading import outlined
 from wanjax.pipelines.wan.programs import TEXT_LENGTH
 from wanjax.plan import outlook, places
+from wanjax.plan.pricer import PRICER
 from wanjax.pricing import compile as compiling
-from wanjax.pricing import kept, priced
+from wanjax.pricing import priced
 from wanjax.pricing.chips import SLICES, described
 from wanjax.pricing.exporting import export
 from wanjax.pricing.lowering import Lowering
-from wanjax.pricing.priced import Priced
+from wanjax.pricing.priced import Priced, Pricer
 from wanjax.registry import outline
 from wanjax.sharding import RULES, Partitioner
+from wanjax.stores.results import Results
 
 NETWORKS = architecture(4)
 GIB = 2**30
@@ -143,7 +145,7 @@ def test_advice_when_a_video_does_not_fit(monkeypatch):
     temporaries = "the total memory required for HLO temporaries (32.62G) exceeds available HBM (31.25G)."
     assert priced.needed_bytes(temporaries) == round(32.62 * GIB)
     monkeypatch.setattr(
-        places, "prices", lambda _, programs, begun: enumerate([Priced(arguments=0, peak=needed)] * len(programs))
+        Pricer, "prices", lambda self, _, programs, begun: enumerate([Priced(arguments=0, peak=needed)] * len(programs))
     )
     found = outlook.outlook(outline("wan2.1-t2v-14b"), "v6e-1")
     assert not found.fits
@@ -198,7 +200,7 @@ def test_each_program_is_told_when_it_is_begun_and_once_its_price_is_known():
 def test_the_bar_counts_only_what_is_compiled_now(monkeypatch):
     """Prices that were kept come first, before anything is begun."""
 
-    def some_kept(place, lowerings, begun):
+    def some_kept(self, place, lowerings, begun):
         yield 1, Priced(arguments=1, peak=2)
         begun(0)
         begun(2)
@@ -206,7 +208,7 @@ def test_the_bar_counts_only_what_is_compiled_now(monkeypatch):
         begun(0)  # again, because the compiler's process ended
         yield 0, Priced(arguments=3, peak=4)
 
-    monkeypatch.setattr(places, "prices", some_kept)
+    monkeypatch.setattr(Pricer, "prices", some_kept)
     told = []
     lowerings = [(name, Lowering(lambda: None, ())) for name in "abc"]
     found = places.priced_on(SLICES["v6e-8"], lowerings, lambda *known: told.append(known))
@@ -232,28 +234,28 @@ def test_how_often_each_program_runs():
 
 
 def test_what_is_kept_is_found_by_the_same_key(tmp_path):
-    kept.keep("prices", {"a": 1}, {"seconds": 2.0})
-    assert kept.recall("prices", {"a": 1}) == {"seconds": 2.0}
-    assert kept.recall("prices", {"a": 2}) is None
+    Results().put("prices", {"a": 1}, {"seconds": 2.0})
+    assert Results().get("prices", {"a": 1}) == {"seconds": 2.0}
+    assert Results().get("prices", {"a": 2}) is None
     (file,) = (tmp_path / "wanjax" / "prices").iterdir()
     file.write_text("{")
-    assert kept.recall("prices", {"a": 1}) is None
+    assert Results().get("prices", {"a": 1}) is None
 
 
 def test_each_set_of_compiler_options_has_prices_of_its_own(monkeypatch):
     asked = {}
 
-    def prices(place, programs, begun):
+    def prices(self, place, programs, begun):
         asked["jobs"] = [export(program, place) for program in programs]
         return enumerate([Priced(arguments=1, peak=2, seconds=1.0, doubts=["an option was refused"])] * len(programs))
 
-    monkeypatch.setattr(places, "prices", prices)
+    monkeypatch.setattr(Pricer, "prices", prices)
     kept_in = {}
     for compiler, given in (("safe", ()), ("fast", ("--compiler", "fast"))):
         found = plan("--chip", "v6e-8", *given)
         assert found["compiler"] == compiler
         assert found["doubts"] == ["an option was refused"]
-        kept_in.setdefault(compiler, set()).add(tuple(kept._file("prices", priced._key(job)) for job in asked["jobs"]))
+        kept_in.setdefault(compiler, set()).add(tuple(json.dumps(PRICER.key(job)) for job in asked["jobs"]))
     [safe], [fast] = kept_in["safe"], kept_in["fast"]
     assert len(set(safe) - set(fast)) == 3  # the step, and the decoder's two; the others have the same options in both
     said = CliRunner().invoke(main, ["plan", "nano", "--compiler", "fast"]).output

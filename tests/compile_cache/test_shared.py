@@ -26,10 +26,10 @@ from wanjax.compile_cache import shared
 from wanjax.compile_cache.cache import SHARED, TRUSTED, compile_cache, set_cache_folder
 from wanjax.compile_cache.shared import Shared, share
 from wanjax.errors import WanjaxError, WanjaxWarning
-from wanjax.pricing import kept
 from wanjax.pricing.chips import devices_of, find_slice
 from wanjax.pricing.compile import ENVIRONMENT
 from wanjax.stores.places import Place, names_in, place
+from wanjax.stores.results import Results
 from wanjax.stores.user import user_cache
 
 SETTINGS = ("jax_compilation_cache_dir", "jax_persistent_cache_enable_xla_caches", "jax_raise_persistent_cache_errors")
@@ -258,7 +258,7 @@ def test_of_a_write_that_fails_nothing_is_left(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "write_bytes", full)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    kept.keep("prices", {"a": 1}, 2.0)
+    Results().put("prices", {"a": 1}, 2.0)
     with pytest.warns(WanjaxWarning, match=naming("cannot be written")):
         Shared(tmp_path).put("program", b"compiled")
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []

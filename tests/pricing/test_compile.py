@@ -24,7 +24,7 @@ from wanjax.pricing.chips import described, find_slice
 from wanjax.pricing.compile import Compiled, compile_program, compile_programs
 from wanjax.pricing.costs import price_compiled
 from wanjax.pricing.exporting import CompilerError, export
-from wanjax.pricing.priced import _priced
+from wanjax.pricing.priced import Pricer
 
 
 def mesh(chip, **axes):
@@ -119,12 +119,12 @@ def test_a_refusal_names_its_cause_and_stops_no_other(results):
 
 @needs_libtpu
 def test_refused_options_are_left_out_and_put_the_price_in_doubt(results):
-    doubts = _priced(results["refused option"], {}).doubts
+    doubts = Pricer().divide(results["refused option"], {}).doubts
     assert sorted(doubt.partition(", which")[0] for doubt in doubts) == [
         "compiled without xla_no_such_option",
         "compiled without xla_tpu_scoped_vmem_limit_kib",
     ]
-    assert not _priced(results["kernel"], {"product.1": 1.0}).doubts
+    assert not Pricer().divide(results["kernel"], {"product.1": 1.0}).doubts
 
 
 @needs_libtpu

@@ -19,15 +19,17 @@ import wanjax
 from tests.support.plan_programs import layers, on_shapes, product_kernel, product_on_each
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
+from wanjax.kernels.attention.visits import visits
+from wanjax.plan.pricer import PRICER
 from wanjax.pricing import compile as compiling
-from wanjax.pricing import kept, priced
+from wanjax.pricing import priced
 from wanjax.pricing.chips import SLICES, described
 from wanjax.pricing.compile import ENVIRONMENT
 from wanjax.pricing.exporting import export, refusal, trace
 from wanjax.pricing.kernels import kernels_of
 from wanjax.pricing.lowering import Lowering, without_refused
-from wanjax.pricing.priced import price_all, prices
-from wanjax.sharding import arrange
+from wanjax.pricing.priced import Pricer
+from wanjax.pricing.worker import make_mesh
 
 needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
 V6E = SLICES["v6e-4"]
@@ -155,12 +157,12 @@ def test_prices_come_as_they_are_known_and_are_kept(monkeypatch):
     asked = []
     compiled = priced.compiled
 
-    def noted(jobs, *, schedules, begun):
+    def noted(jobs, *, schedules, begun, workspace):
         asked.append((len(jobs), schedules))
-        return compiled(jobs, schedules=schedules, begun=begun)
+        return compiled(jobs, schedules=schedules, begun=begun, workspace=workspace)
 
     monkeypatch.setattr(priced, "compiled", noted)
-    first = dict(prices(V6E, [kernel, twice, kernel, large]))
+    first = dict(PRICER.prices(V6E, [kernel, twice, kernel, large]))
     assert asked == [(4, range(3, 4))]
     assert first[0] == first[2]
     assert first[1].seconds is not None
@@ -169,14 +171,14 @@ def test_prices_come_as_they_are_known_and_are_kept(monkeypatch):
     assert first[0].doubts == first[1].doubts == []
     assert (first[3].seconds, first[3].peak > V6E.memory) == (None, True)
     three = kernel._replace(function=lambda x, y: kernel.function(x, y) + kernel.function(x * 3, y))
-    assert price_all(V6E, [three])[0].seconds == pytest.approx(first[1].seconds, rel=0.01)
+    assert PRICER.price_all(V6E, [three])[0].seconds == pytest.approx(first[1].seconds, rel=0.01)
     assert asked[1:] == [(1, range(1, 1))]  # the kernel's price was kept on its own
     monkeypatch.setattr(compiling, "find_spec", lambda name: None)
-    again = dict(prices(V6E, [kernel, twice, kernel, large]))
+    again = dict(PRICER.prices(V6E, [kernel, twice, kernel, large]))
     assert [json.dumps(asdict(again[i])) for i in range(4)] == [json.dumps(asdict(first[i])) for i in range(4)]
     monkeypatch.setattr(priced, "pricing_digest", lambda: "another way to price")
     with pytest.raises(WanjaxError, match=naming("libtpu missing")):
-        price_all(V6E, [kernel])
+        PRICER.price_all(V6E, [kernel])
 
 
 def test_a_price_of_another_compiler_is_forgotten(monkeypatch):
@@ -185,22 +187,23 @@ def test_a_price_of_another_compiler_is_forgotten(monkeypatch):
     monkeypatch.setattr(priced, "version", lambda name: installed[name])
     monkeypatch.setattr(priced, "versions", lambda *names: {x: installed[x] for x in names if x in installed})
     monkeypatch.setattr(priced, "accepted", lambda: compiling.SpecifierSet("==0.0.42.*"))
-    priced._keep("prices", job, 1.0)
-    assert priced._recalled("prices", job) == 1.0
+    PRICER.keep("prices", job, 1.0)
+    assert PRICER.recall("prices", job) == 1.0
     installed["libtpu"] = "0.0.42.6"
-    assert priced._recalled("prices", job) is None
+    assert PRICER.recall("prices", job) is None
     del installed["libtpu"]  # where there is none, one that jax accepts will do
-    assert priced._recalled("prices", job) == 1.0
+    assert PRICER.recall("prices", job) == 1.0
     monkeypatch.setattr(priced, "accepted", lambda: compiling.SpecifierSet("==0.0.43.*"))
-    assert priced._recalled("prices", job) is None
+    assert PRICER.recall("prices", job) is None
 
 
-@pytest.mark.parametrize("part", [without_refused, arrange, refusal, priced.needed_bytes, priced.prices])
+@pytest.mark.parametrize("part", [without_refused, make_mesh, refusal, priced.needed_bytes, Pricer.prices, visits])
 def test_an_edit_of_what_prices_forgets_prices(part, monkeypatch):
-    before = kept.pricing_digest.__wrapped__()
+    job = export(on_shapes(jnp.sin, (8, 128)), SLICES["v6e-1"])
+    before = PRICER.key(job)
     edited, read = Path(str(sys.modules[part.__module__].__file__)), Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + b"#" * (path == edited))
-    assert kept.pricing_digest.__wrapped__() != before
+    assert PRICER.key(job) != before
 
 
 @needs_libtpu
@@ -244,11 +247,16 @@ def test_a_function_that_cannot_be_traced_is_refused_in_one_sentence():
 
 
 KINDS = """
-from wanjax.pricing.chips import SLICES, described
+from wanjax.pricing.chips import SLICES, described, devices_of
 from wanjax.pricing.worker import make_mesh
+from wanjax.sharding import arrange
 for place in SLICES.values():
     real = make_mesh(place.topology, place.devices, {"chips": place.devices}).abstract_mesh
     assert real == described(place) and real.abstract_device == described(place).abstract_device, place
+    axes = {"dp": 1, "sp": max(place.devices // 2, 1), "tp": min(place.devices, 2)}
+    meshes = make_mesh(place.topology, place.devices, axes), arrange(devices_of(place.topology)[:place.devices], axes)
+    priced, run = ([device.id for device in mesh.devices.flat] for mesh in meshes)
+    assert priced == run, place
 """
 
 

@@ -30,4 +30,4 @@ def jaxpr_of(program: Scheduled) -> Jaxpr:
 
 def counted(program: Scheduled) -> Work:
     """Counts the work of a program of one device."""
-    return work_of(jaxpr_of(program))
+    return work_of(jaxpr_of(program), attention="attention")

@@ -33,7 +33,7 @@ from wanjax.pipelines.model import VideoModel
 from wanjax.pipelines.recording import needed_pictures, record
 from wanjax.pipelines.settings import Settings
 from wanjax.plan.recorded import STEP, programs_of
-from wanjax.pricing.kept import versions
+from wanjax.pricing.digests import versions
 from wanjax.pricing.lowering import Lowering
 from wanjax.registry import Outline
 from wanjax.sharding import MESH_AXES, RULES, Partitioner

@@ -4,11 +4,8 @@
 import hashlib
 import os
 import platform
-import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from functools import cache
-from pathlib import Path
+from contextlib import contextmanager
 from threading import Lock
 from typing import Any
 
@@ -17,6 +14,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from wanjax.compile_cache.shared import current, leasing, share
 from wanjax.errors import WanjaxError
+from wanjax.kernels.target import instructions
 from wanjax.stores.places import place
 from wanjax.stores.user import user_cache
 
@@ -114,15 +112,3 @@ def processor() -> str:
     """Returns the machine's architecture, and a digest of its processor's instruction sets."""
     known = " ".join(sorted(instructions())) or platform.processor()
     return f"{platform.machine()}-{hashlib.sha256(known.encode()).hexdigest()[:8]}"
-
-
-@cache
-def instructions() -> frozenset[str]:
-    """Returns the names of this processor's instruction sets, as Linux writes them; none where the system is another.
-
-    Programs for CPUs are compiled for the processor that compiles them.
-    """
-    with suppress(OSError):
-        if found := re.search(r"^(?:flags|Features)\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
-            return frozenset(found[1].split())
-    return frozenset()

@@ -13,8 +13,8 @@ import jax
 
 from wanjax.errors import WanjaxError
 from wanjax.kernels.target import Target, target
-from wanjax.pricing.kept import keep, recall
 from wanjax.sharding import platform
+from wanjax.stores.results import Results
 
 SAFE, FAST = SETS = ("safe", "fast")
 KIND = "compiler"  # of what is kept
@@ -94,13 +94,13 @@ def check_set(name: str) -> None:
 
 def kept_set() -> str:
     """Returns the set of compiler options that `keep_set` kept for these devices and this compiler, else `safe`."""
-    found = recall(KIND, _machine())
+    found = Results().get(KIND, _machine())
     return found if found in SETS else SAFE
 
 
 def keep_set(compiler: str) -> None:
     """Keeps the set of compiler options that is better on these devices."""
-    keep(KIND, _machine(), compiler)
+    Results().put(KIND, _machine(), compiler)
 
 
 def _machine() -> dict[str, str]:

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The device that a program is for, as far as it is known while the program is traced."""
 
+import re
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -8,7 +12,6 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
-from wanjax.compile_cache.cache import instructions
 from wanjax.sharding import local_devices
 
 _PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}
@@ -35,6 +38,18 @@ def multiplies_bfloat16(x: jax.Array) -> bool:
     On other CPUs the form that is asked in float32 is slower.
     """
     return x.dtype == "bfloat16" and target(x).platform == "cpu" and not _MULTIPLY_BFLOAT16.isdisjoint(instructions())
+
+
+@cache
+def instructions() -> frozenset[str]:
+    """Returns the names of this processor's instruction sets, as Linux writes them; none where the system is another.
+
+    Programs for CPUs are compiled for the processor that compiles them.
+    """
+    with suppress(OSError):
+        if found := re.search(r"^(?:flags|Features)\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            return frozenset(found[1].split())
+    return frozenset()
 
 
 def operand_dtype(x: jax.Array, dtype: DTypeLike) -> DTypeLike:

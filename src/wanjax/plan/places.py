@@ -9,10 +9,11 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from wanjax.errors import WanjaxError
+from wanjax.plan.pricer import PRICER
 from wanjax.pricing import traced
 from wanjax.pricing.chips import SLICES, Slice, described
 from wanjax.pricing.lowering import Lowering
-from wanjax.pricing.priced import Priced, check_priceable, prices
+from wanjax.pricing.priced import Priced
 from wanjax.pricing.roofline import Machine, machines
 from wanjax.sharding import MESH_AXES, make_mesh
 
@@ -40,7 +41,7 @@ def find_priceable(name: str) -> Place:
     """Return the place of this name; raises WanjaxError where it is unknown, or cannot be priced without libtpu."""
     place = find_place(name)
     if isinstance(place, Slice):
-        check_priceable()
+        PRICER.check()
     return place
 
 
@@ -78,7 +79,7 @@ def priced_on(
         under_way[number] = programs[number][0]
         show()
 
-    priced = prices(place, lowerings, begun) if isinstance(place, Slice) else _modelled(place, lowerings, begun)
+    priced = PRICER.prices(place, lowerings, begun) if isinstance(place, Slice) else _modelled(place, lowerings, begun)
     for number, price in priced:
         known[number] = price
         under_way.pop(number, None)
@@ -92,7 +93,7 @@ def _modelled(
 ) -> Iterator[tuple[int, Priced]]:
     for number, lowering in enumerate(lowerings):
         begun(number)
-        yield number, traced.price_lowering(machine, lowering)
+        yield number, traced.price_lowering(machine, lowering, PRICER.attention)
 
 
 def limit_of(program: Priced) -> str | None:

@@ -17,8 +17,6 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from wanjax.errors import WanjaxError
-from wanjax.figures import quantity
-from wanjax.sharding import mesh_text
 
 
 @dataclass(frozen=True)
@@ -117,9 +115,7 @@ def described(place: Slice, axes: Mapping[str, int] | None = None) -> AbstractMe
     """
     axes = {"chips": place.devices} if axes is None else axes
     if prod(axes.values()) != place.devices:
-        told = mesh_text(axes, ", ")
-        raise WanjaxError(
-            f"the mesh {told} has {quantity(prod(axes.values()), 'device')}: {place.name} has {place.devices}"
-        )
+        told = ", ".join(f"{axis}={size}" for axis, size in axes.items())
+        raise WanjaxError(f"the mesh {told} is of {prod(axes.values())} devices: {place.name} has {place.devices}")
     chip = AbstractDevice(place.chip.kind, place.chip.cores, "tpu")
     return AbstractMesh(tuple(axes.values()), tuple(axes), (AxisType.Auto,) * len(axes), abstract_device=chip)

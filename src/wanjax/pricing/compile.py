@@ -11,10 +11,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import requires, version
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from packaging.requirements import Requirement
@@ -26,7 +28,6 @@ from wanjax.pricing.exporting import CompilerError, Job, export, refusal
 from wanjax.pricing.lowering import Lowering
 from wanjax.pricing.roofline import machines
 from wanjax.pricing.schedule import Schedule, read_dump
-from wanjax.stores.own import own_folder
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -66,6 +67,16 @@ class Compiled:
     refused: Sequence[str] = ()
 
 
+Workspace = Callable[[], AbstractContextManager[Path]]  # a new folder for the compiler's files, which goes with it
+
+
+@contextmanager
+def temporary() -> Iterator[Path]:
+    """Yield a new temporary folder, which goes with the block."""
+    with TemporaryDirectory(prefix="pricing-") as name:
+        yield Path(name)
+
+
 def compile_program(lowering: Lowering, chip: str, *, schedules: bool = False) -> Compiled:
     """Compiles a program for a slice such as v6e-8, whose chips need not be present.
 
@@ -102,17 +113,21 @@ def compile_programs(
 
 
 def compiled(
-    jobs: Sequence[Job], *, schedules: Container[int] = (), begun: Callable[[int], Any] = lambda number: None
+    jobs: Sequence[Job],
+    *,
+    schedules: Container[int] = (),
+    begun: Callable[[int], Any] = lambda number: None,
+    workspace: Workspace = temporary,
 ) -> Iterator[tuple[int, Compiled | CompilerError]]:
     """Yields the number of each job and its result, in the order in which they are done; `begun` gets it before.
 
-    The jobs whose numbers are in `schedules` get those, in a second process: the compiler's dump is a process's. Raises
-    WanjaxError if libtpu is missing or not the version that jax requires.
+    The jobs whose numbers are in `schedules` get those, in a second process: the compiler's dump is a process's. Files
+    go through a folder of `workspace`. Raises WanjaxError if libtpu is missing or not the version that jax requires.
     """
     check_compiler()
     if not jobs:
         return
-    with own_folder() as own:
+    with workspace() as own:
         folders: dict[Path, list[int]] = {}
         for number, job in enumerate(jobs):
             root = own / ("schedules" if number in schedules else "programs")

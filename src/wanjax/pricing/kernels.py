@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pallas kernels of a large program, each compiled on its own: schedules of the whole would take too much memory."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from math import ceil
 from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
@@ -19,11 +18,6 @@ DTYPES = {"bf16": "bfloat16", "pred": "bool"} | {
     for kind, name in (("f", "float"), ("s", "int"), ("u", "uint"))
     for bits in (8, 16, 32)
 }
-# Kernels whose data-dependent branches guard rare cases. In kernels by others such branches may guard all the work.
-BLOCKS = "flash_blocks"
-LISTS = "sparse_linear"  # of a known length
-PLACE_OF_KEYS = {"flash_attention": 2, "flash_gradient": 5}  # among a kernel's operands
-SPREAD = range(-28, 29, 7)  # of the numbers of blocks about their mean: bodies of blocks divide them unevenly
 
 
 class Call(NamedTuple):
@@ -93,26 +87,17 @@ def inner_jaxprs(equation: JaxprEqn) -> Iterator[Jaxpr]:
                 yield inner
 
 
-def kernel_seconds(call: Call, compiled: Compiled) -> float:
+def kernel_seconds(compiled: Compiled, words: Sequence[int | None] | None = None) -> float:
     """Prices a kernel that was compiled on its own, with its schedule.
 
-    For our own, branches that guard rare cases are skipped, and a mask leaves all keys. In a kernel that visits listed
-    blocks each grid step visits about as many as they all list on average.
+    `words` are values of the words that it is given, of one whose data-dependent branches guard rare cases. In other
+    kernels such branches may guard all the work, so both sides count.
     """
-    if call.kernel == BLOCKS:
-        (_, (cells,)), _, (_, (groups,)), (_, (listed,)), *_ = call.operands
-        mean = listed / (cells * ceil(groups / cells))  # keys are held at once, so a cell has all of a group's blocks
-        return visiting_seconds(compiled, [max(0, round(mean) + more) for more in SPREAD])
-    if call.kernel == LISTS:
-        return visiting_seconds(compiled, [None])
-    if call.kernel not in PLACE_OF_KEYS:
-        return price_compiled(compiled).by_kind["kernels"].mid
-    _, (_, keys, _) = call.operands[PLACE_OF_KEYS[call.kernel]]
-    return visiting_seconds(compiled, [keys])
+    return price_compiled(compiled).by_kind["kernels"].mid if words is None else visiting_seconds(compiled, words)
 
 
 def visiting_seconds(compiled: Compiled, words: Iterable[int | None]) -> float:
-    """Returns the mean price of a kernel of our own over several values of the words that it is given."""
+    """Returns the mean price of a kernel over several values of the words that it is given, without rare work."""
     prices = [price_compiled(compiled, skip=rare_work(compiled, value), words=value) for value in words]
     return sum(priced.by_kind["kernels"].mid for priced in prices) / len(prices)
 

@@ -3,22 +3,25 @@
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from wanjax.pricing.chips import Slice
-from wanjax.pricing.compile import Compiled, accepted, check_compiler, compiled
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from wanjax.pricing.chips import Slice, described, find_slice
+from wanjax.pricing.compile import Compiled, Workspace, accepted, check_compiler, compiled, temporary
 from wanjax.pricing.costs import Item, price_compiled
+from wanjax.pricing.digests import digest, pricing_digest, versions
 from wanjax.pricing.exporting import CompilerError, Job, export, trace
-from wanjax.pricing.kept import is_any_kept, keep, pricing_digest, recall, versions
 from wanjax.pricing.kernels import Call, kernel_calls, kernel_seconds, kernels_of, same_kernel
 from wanjax.pricing.lowering import Lowering
 
-ATTENTION = "/attention/"  # the scope of the dispatcher, through which every attention kernel is called
-SELF_ATTENTION = "/self_attention/attention/"
 PARTS: tuple[str, ...] = ("attention", "matmuls", "elementwise", "copies", "communication")
 PART_OF = {
     "kernels": "elementwise",
@@ -56,47 +59,205 @@ class Priced:
         return {part: self.breakdown.get(part, 0.0) for part in PARTS}
 
 
-def price_all(place: Slice, lowerings: Sequence[Lowering]) -> list[Priced]:
-    """Prices programs for a slice and returns the prices in order. Raises the errors of `prices`."""
-    found = dict(prices(place, lowerings))
-    return [found[number] for number in range(len(lowerings))]
+@runtime_checkable
+class Results(Protocol):
+    """What keeps prices between processes: values by a kind and a key, both of which JSON can hold."""
+
+    def get(self, kind: str, key: Mapping[str, Any]) -> Any:
+        """Return what was put for this key, or None."""
+
+    def put(self, kind: str, key: Mapping[str, Any], value: Any) -> None:
+        """Keep a value, if it can be kept."""
+
+    def has(self, kind: str) -> bool:
+        """Tell whether anything of a kind is kept."""
+        ...
 
 
-def check_priceable() -> None:
-    """Raise WanjaxError where no program of a TPU can be priced: there is no compiler, and no price is kept.
+def no_visits(kernel: str, operands: Any) -> None:
+    """Know no kernel, so that both sides of each branch count."""
 
-    Asked before anything is traced. Where some prices are kept, only the trace tells whether they are the ones needed.
+
+@dataclass(frozen=True)
+class Pricer:
+    """Prices programs on TPUs that need not be present, with their own compiler.
+
+    Attributes:
+        attention: The named scope in which a program computes attention, None for no such part.
+        self_attention: The named scope around it, of self-attention.
+        visits: From a kernel's name and its operands' dtypes and shapes to values of the words that it is given, over
+            which its price is averaged, where its data-dependent branches guard rare cases; None for other kernels.
+        results: Keeps prices between processes; None where each process prices anew.
+        workspace: Makes a folder for the compiler's files, in a context with which it goes.
     """
-    if not is_any_kept("prices"):
+
+    attention: str | None = None
+    self_attention: str | None = None
+    visits: Callable[[str, Any], Sequence[int | None] | None] = no_visits
+    results: Results | None = None
+    workspace: Workspace = temporary
+
+    def price(
+        self,
+        function: Callable[..., Any],
+        *shapes: Any,
+        mesh: Mapping[str, int] | Mesh | AbstractMesh | None = None,
+        chip: str = "v6e-8",
+        donate: Sequence[int] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> Priced:
+        """Price any function of JAX, as `wanjax.price` does, which has the arguments and the errors."""
+        place = find_slice(chip)
+        axes = mesh.shape if isinstance(mesh, Mesh | AbstractMesh) else mesh
+        on = described(place, None if axes is None else dict(axes))
+        self.check()
+        arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_on(on, x)), shapes)
+        [found] = self.price_all(place, [Lowering(function, arguments, tuple(donate), options)])
+        return found
+
+    def check(self) -> None:
+        """Raise WanjaxError where no program of a TPU can be priced: there is no compiler, and no price is kept.
+
+        Asked before anything is traced. Where some prices are kept, only the trace tells whether they are those needed.
+        """
+        if self.results is None or not self.results.has("prices"):
+            check_compiler()
+
+    def price_all(self, place: Slice, lowerings: Sequence[Lowering]) -> list[Priced]:
+        """Return the prices of programs on a slice, in order. Raises the errors of `prices`."""
+        found = dict(self.prices(place, lowerings))
+        return [found[number] for number in range(len(lowerings))]
+
+    def prices(
+        self, place: Slice, lowerings: Sequence[Lowering], begun: Callable[[int], Any] = lambda number: None
+    ) -> Iterator[tuple[int, Priced]]:
+        """Yield the number of each program and its price, in the order in which they are known.
+
+        Prices that were kept come at once, and need no compiler. The other programs are compiled in one process, each
+        distinct one once, and their kernels in a second, for their schedules. `begun` gets the number of a program when
+        its compilation begins. A program that is too large is priced as the bytes that it needs. Raises the errors of
+        `exporting.trace` and `compile.compiled`, and CompilerError for a program that does not compile.
+        """
+        asked: dict[str, list[int]] = {}
+        missing: dict[str, _Asked] = {}
+        for number, lowering in enumerate(lowerings):
+            traced = trace(lowering, place)
+            job = traced.export()
+            name = _name(job)
+            asked.setdefault(name, []).append(number)
+            if name in missing:
+                continue
+            if (found := self.recall("prices", job)) is not None:
+                yield number, Priced(**found)
+            else:
+                missing[name] = _Asked(job, kernels_of(traced))
+        for name, priced in self._made(missing, lambda name: begun(asked[name][0])):
+            self.keep("prices", missing[name].job, asdict(priced))
+            yield from ((number, priced) for number in asked[name])
+
+    def key(self, job: Job) -> dict[str, Any]:
+        """Return all that a price depends on, but for the compiler's version."""
+        file = getattr(sys.modules[self.visits.__module__], "__file__", None)  # none of what is typed in a notebook
+        ours = [self.attention, self.self_attention, digest([Path(file)] if file else ())]
+        return {**job.key, "pricer": ours, "pricing": pricing_digest(), "versions": versions("jax", "jaxlib")}
+
+    def keep(self, kind: str, job: Job, value: Any) -> None:
+        """Keep a price, and the version of the compiler that made it."""
+        if self.results is not None:
+            self.results.put(kind, self.key(job), {"libtpu": version("libtpu"), "value": value})
+
+    def recall(self, kind: str, job: Job) -> Any:
+        """Return what was kept by this version of the compiler or, where there is none, by one that jax accepts."""
+        found = None if self.results is None else self.results.get(kind, self.key(job))
+        if found is None:
+            return None
+        same = versions("libtpu").get("libtpu", found["libtpu"]) == found["libtpu"]
+        return found["value"] if same and accepted().contains(found["libtpu"], prereleases=True) else None
+
+    def _made(self, programs: Mapping[str, "_Asked"], begun: Callable[[str], Any]) -> Iterator[tuple[str, Priced]]:
+        """Compile programs and their kernels, and yield the name of each and its price once both are known.
+
+        `begun` gets the name of each program, not those of kernels, when its compilation begins.
+        """
+        if not programs:
+            return
         check_compiler()
+        seconds: dict[str, float | None] = {}
+        calls: dict[str, tuple[Call, Job]] = {}
+        needed: dict[str, dict[Call, str]] = {}  # the kernels of each program, by the names of their jobs
+        for name, program in programs.items():
+            jobs = _exported(program)
+            needed[name] = {call: _name(job) for call, job in jobs.items()}
+            calls |= {_name(job): (call, job) for call, job in jobs.items()}
+        for name, (_, job) in calls.items():
+            if (found := self.recall("kernels", job)) is not None:
+                seconds[name] = found
+        named = {name: program.job for name, program in programs.items()}
+        kernels = {name: job for name, (_, job) in calls.items() if name not in seconds}
+        names, waiting = [*named, *kernels], {}
+        every = [*named.values(), *kernels.values()]
+        kernels_from = len(named)
 
+        def tell(number: int) -> None:
+            if number < kernels_from:
+                begun(names[number])
 
-def prices(
-    place: Slice, lowerings: Sequence[Lowering], begun: Callable[[int], Any] = lambda number: None
-) -> Iterator[tuple[int, Priced]]:
-    """Yields the number of each program and its price, in the order in which they are known.
+        schedules = range(kernels_from, len(every))
+        for number, result in compiled(every, schedules=schedules, begun=tell, workspace=self.workspace):
+            name = names[number]
+            if number >= kernels_from:
+                seconds[name] = self._kernel_price(*calls[name], result)
+            elif isinstance(result, CompilerError):
+                yield name, _too_large(result)
+            else:
+                waiting[name] = result
+            for done in [done for done in waiting if seconds.keys() >= set(needed[done].values())]:
+                known = {call: seconds[kernel] for call, kernel in needed[done].items()}
+                program = waiting.pop(done)
+                yield done, self.divide(program, _kernel_times(program, known))
 
-    Prices that were kept come at once, and need no compiler. The other programs are compiled in one process, each
-    distinct one once, and their kernels in a second, for their schedules. `begun` gets the number of a program when
-    its compilation begins. A program that is too large is priced as the bytes that it needs. Raises the errors of
-    `exporting.trace` and `compile.compiled`, and CompilerError for a program that does not compile.
-    """
-    asked: dict[str, list[int]] = {}
-    missing: dict[str, _Asked] = {}
-    for number, lowering in enumerate(lowerings):
-        traced = trace(lowering, place)
-        job = traced.export()
-        name = _name(job)
-        asked.setdefault(name, []).append(number)
-        if name in missing:
-            continue
-        if (found := _recalled("prices", job)) is not None:
-            yield number, Priced(**found)
-        else:
-            missing[name] = _Asked(job, kernels_of(traced))
-    for name, priced in _made(missing, lambda name: begun(asked[name][0])):
-        _keep("prices", missing[name].job, asdict(priced))
-        yield from ((number, priced) for number in asked[name])
+    def _kernel_price(self, call: Call, job: Job, result: Compiled | CompilerError) -> float | None:
+        """Return the seconds of a kernel, and keep them; None where it does not compile alone."""
+        if isinstance(result, CompilerError):
+            return None
+        seconds = kernel_seconds(result, self.visits(call.kernel, call.operands))
+        self.keep("kernels", job, seconds)
+        return seconds
+
+    def divide(self, program: Compiled, kernels: Mapping[str, float]) -> Priced:
+        """Return the price of a compiled program, in parts; `kernels` are the seconds of those in it by their names."""
+        priced = price_compiled(program, kernels=kernels)
+        total = priced.total
+        breakdown: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+        for item in priced.items:
+            breakdown[self._part(item)] += item.cost.mid
+        around = f"/{self.self_attention}/{self.attention}/"
+        return Priced(
+            arguments=program.memory.arguments,
+            peak=program.memory.peak,
+            seconds=total.mid,
+            least=price_compiled(program, kernels=kernels, cheapest=True).total.mid,
+            low=total.low,
+            high=total.high,
+            breakdown=breakdown,
+            self_attention=sum(
+                item.cost.mid for item in priced.items if around in item.scope and self._part(item) == "attention"
+            ),
+            collectives=_collectives(priced.items),
+            compile_seconds=program.seconds,
+            doubts=[*program.refused]
+            + [f"the kernel {name} is not priced" for name in priced.unpriced]
+            + [f"the loop {name} is counted once" for name in priced.unknown_loops],
+        )
+
+    def _part(self, item: Item) -> str:
+        """Return the part of a step that an operation belongs to.
+
+        Kernels and products in attention's scope are "attention"; other kernels are elementwise.
+        """
+        if item.kind in ("kernels", "products") and f"/{self.attention}/" in item.scope:
+            return "attention"
+        return PART_OF[item.kind]
 
 
 class _Asked(NamedTuple):
@@ -106,49 +267,15 @@ class _Asked(NamedTuple):
     kernels: Mapping[Call, Lowering]
 
 
-def _made(programs: Mapping[str, _Asked], begun: Callable[[str], Any]) -> Iterator[tuple[str, Priced]]:
-    """Compiles programs and their kernels, and yields the name of each and its price once both are known.
-
-    `begun` gets the name of each program, not those of kernels, when its compilation begins.
-    """
-    if not programs:
-        return
-    check_compiler()
-    seconds: dict[str, float | None] = {}
-    calls: dict[str, tuple[Call, Job]] = {}
-    needed: dict[str, dict[Call, str]] = {}  # the kernels of each program, by the names of their jobs
-    for name, program in programs.items():
-        jobs = _exported(program)
-        needed[name] = {call: _name(job) for call, job in jobs.items()}
-        calls |= {_name(job): (call, job) for call, job in jobs.items()}
-    for name, (_, job) in calls.items():
-        if (found := _recalled("kernels", job)) is not None:
-            seconds[name] = found
-    named = {name: program.job for name, program in programs.items()}
-    kernels = {name: job for name, (_, job) in calls.items() if name not in seconds}
-    names, waiting = [*named, *kernels], {}
-    every = [*named.values(), *kernels.values()]
-    kernels_from = len(named)
-
-    def tell(number: int) -> None:
-        if number < kernels_from:
-            begun(names[number])
-
-    for number, result in compiled(every, schedules=range(kernels_from, len(every)), begun=tell):
-        name = names[number]
-        if number >= kernels_from:
-            seconds[name] = _kernel_price(*calls[name], result)
-        elif isinstance(result, CompilerError):
-            yield name, _too_large(result)
-        else:
-            waiting[name] = result
-        for done in [done for done in waiting if seconds.keys() >= set(needed[done].values())]:
-            known = {call: seconds[kernel] for call, kernel in needed[done].items()}
-            yield done, _with_kernels(waiting.pop(done), known)
+def _on(mesh: AbstractMesh, x: Any) -> NamedSharding:
+    """Return the sharding of a shape on a mesh."""
+    given = getattr(x, "_sharding", None)  # `sharding` fails for a PartitionSpec without a mesh of real devices
+    spec = given.spec if isinstance(given, NamedSharding) else given
+    return NamedSharding(mesh, spec if isinstance(spec, PartitionSpec) else PartitionSpec())
 
 
 def _exported(program: _Asked) -> dict[Call, Job]:
-    """Returns the jobs of a program's kernels; one that cannot be lowered alone is left out, and has no price."""
+    """Return the jobs of a program's kernels; one that cannot be lowered alone is left out, and has no price."""
     found: dict[Call, Job] = {}
     for call, kernel in program.kernels.items():
         with suppress(CompilerError):
@@ -160,84 +287,22 @@ def _name(job: Job) -> str:
     return json.dumps(job.key)
 
 
-def _kernel_price(call: Call, job: Job, result: Compiled | CompilerError) -> float | None:
-    """Returns the seconds of a kernel, and keeps them; None where it does not compile alone."""
-    if isinstance(result, CompilerError):
-        return None
-    seconds = kernel_seconds(call, result)
-    _keep("kernels", job, seconds)
-    return seconds
+def _kernel_times(program: Compiled, known: Mapping[Call, float | None]) -> dict[str, float]:
+    """Return the seconds of the kernels of a compiled program, by their names in it, as far as they are known."""
+    found: dict[str, float] = {}
+    for name, call in kernel_calls(program).items():
+        kernel = same_kernel(call, known)
+        seconds = None if kernel is None else known[kernel]
+        if seconds is not None:
+            found[name] = seconds
+    return found
 
 
 def _too_large(error: CompilerError) -> Priced:
-    """Returns the bytes that a program needs, or raises its error if it is another."""
+    """Return the bytes that a program needs, or raise its error if it is another."""
     if (needed := needed_bytes(str(error))) is None:
         raise error
     return Priced(arguments=0, peak=needed)
-
-
-def _with_kernels(program: Compiled, known: Mapping[Call, float | None]) -> Priced:
-    """Prices a compiled program whose kernels take so many seconds."""
-    seconds: dict[str, float] = {}
-    for name, call in kernel_calls(program).items():
-        kernel = same_kernel(call, known)
-        found = None if kernel is None else known[kernel]
-        if found is not None:
-            seconds[name] = found
-    return _priced(program, seconds)
-
-
-def _key(job: Job) -> dict[str, Any]:
-    """Returns all that a price depends on, but for the compiler's version."""
-    return {**job.key, "pricing": pricing_digest(), "versions": versions("jax", "jaxlib")}
-
-
-def _keep(kind: str, job: Job, value: Any) -> None:
-    keep(kind, _key(job), {"libtpu": version("libtpu"), "value": value})
-
-
-def _recalled(kind: str, job: Job) -> Any:
-    """Returns what was kept by this version of the compiler or, where there is none, by one that jax accepts."""
-    found = recall(kind, _key(job))
-    if found is None:
-        return None
-    same = versions("libtpu").get("libtpu", found["libtpu"]) == found["libtpu"]
-    return found["value"] if same and accepted().contains(found["libtpu"], prereleases=True) else None
-
-
-def _priced(program: Compiled, kernel_prices: Mapping[str, float]) -> Priced:
-    priced = price_compiled(program, kernels=kernel_prices)
-    total = priced.total
-    breakdown: dict[str, float] = dict.fromkeys(PARTS, 0.0)
-    for item in priced.items:
-        breakdown[_part(item)] += item.cost.mid
-    return Priced(
-        arguments=program.memory.arguments,
-        peak=program.memory.peak,
-        seconds=total.mid,
-        least=price_compiled(program, kernels=kernel_prices, cheapest=True).total.mid,
-        low=total.low,
-        high=total.high,
-        breakdown=breakdown,
-        self_attention=sum(
-            item.cost.mid for item in priced.items if SELF_ATTENTION in item.scope and _part(item) == "attention"
-        ),
-        collectives=_collectives(priced.items),
-        compile_seconds=program.seconds,
-        doubts=[*program.refused]
-        + [f"the kernel {name} is not priced" for name in priced.unpriced]
-        + [f"the loop {name} is counted once" for name in priced.unknown_loops],
-    )
-
-
-def _part(item: Item) -> str:
-    """Returns the part of a step that an operation belongs to.
-
-    Kernels and products in attention's scope are "attention"; other kernels are elementwise.
-    """
-    if item.kind in ("kernels", "products") and ATTENTION in item.scope:
-        return "attention"
-    return PART_OF[item.kind]
 
 
 def _collectives(items: Sequence[Item]) -> list[dict[str, Any]]:

@@ -33,17 +33,17 @@ class Work:
     alive: int  # bytes at the peak, arguments not included
 
 
-def price_lowering(machine: Machine, lowering: Lowering) -> Priced:
-    """Prices a program with the machine's roofline."""
+def price_lowering(machine: Machine, lowering: Lowering, attention: str | None = None) -> Priced:
+    """Prices a program with the machine's roofline. `attention` is the named scope in which it computes attention."""
     jaxpr = jax.make_jaxpr(lowering.function)(*lowering.arguments).jaxpr
-    work = work_of(jaxpr)
+    work = work_of(jaxpr, attention=attention)
     seconds = _seconds(machine, work)
     total = sum(seconds.values())
     return Priced(
         arguments=work.arguments,
         peak=work.arguments + work.alive,
         seconds=total,
-        least=sum(_seconds(machine, work_of(jaxpr, cheapest=True)).values()),
+        least=sum(_seconds(machine, work_of(jaxpr, attention=attention, cheapest=True)).values()),
         low=total,
         high=total,
         breakdown=seconds,
@@ -64,11 +64,14 @@ def _seconds(machine: Machine, work: Work) -> dict[str, float]:
     }
 
 
-def work_of(jaxpr: Jaxpr, *, cheapest: bool = False) -> Work:
-    """Counts the work of a program of one device, whose branches are the dearest or the cheapest ones."""
+def work_of(jaxpr: Jaxpr, *, attention: str | None = None, cheapest: bool = False) -> Work:
+    """Counts the work of a program of one device, whose branches are the dearest or the cheapest ones.
+
+    `attention` is the named scope of what counts as attention.
+    """
     choose = min if cheapest else max
     counts: dict[str, int] = dict.fromkeys(("attention", "products", "convolutions", "product_bytes", "written"), 0)
-    for kind, flops, equation, times in _products(jaxpr, "", 1, choose):
+    for kind, flops, equation, times in _products(jaxpr, "", 1, choose, attention):
         written = sum(_bytes(x) for x in equation.outvars)
         counts[kind] += times * flops
         if kind == "products":
@@ -76,11 +79,11 @@ def work_of(jaxpr: Jaxpr, *, cheapest: bool = False) -> Work:
         if kind != "attention":
             counts["written"] += times * written
     arguments = sum(_bytes(x) for x in jaxpr.invars)
-    return Work(**counts, arguments=arguments, alive=_alive(jaxpr, ""))
+    return Work(**counts, arguments=arguments, alive=_alive(jaxpr, "", attention))
 
 
 def _products(
-    jaxpr: Jaxpr, scope: str, times: int, choose: Callable[..., Jaxpr]
+    jaxpr: Jaxpr, scope: str, times: int, choose: Callable[..., Jaxpr], attention: str | None
 ) -> Iterator[tuple[str, int, JaxprEqn, int]]:
     """Yields every matrix product and convolution: its kind, its operations, its equation, and how often it runs."""
     for equation in jaxpr.eqns:
@@ -89,7 +92,7 @@ def _products(
         if name == "dot_general":
             (contracted, _), _ = equation.params["dimension_numbers"]
             summed = prod(_shape(equation.invars[0])[axis] for axis in contracted)
-            kind = "attention" if _is_attention(within) else "products"
+            kind = "attention" if _is_in(attention, within) else "products"
             yield kind, 2 * summed * prod(_shape(equation.outvars[0])), equation, times
         elif name == "conv_general_dilated":
             kernel = _shape(equation.invars[1])
@@ -98,16 +101,16 @@ def _products(
         runs = equation.params["length"] if name == "scan" else 1
         parts = list(inner_jaxprs(equation))
         if name == "cond":  # one of its branches runs
-            parts = [choose(parts, key=lambda part: _flops(part, within, choose))]
+            parts = [choose(parts, key=lambda part: _flops(part, within, choose, attention))]
         for inner in parts:
-            yield from _products(inner, within, times * runs, choose)
+            yield from _products(inner, within, times * runs, choose, attention)
 
 
-def _flops(jaxpr: Jaxpr, scope: str, choose: Callable[..., Jaxpr]) -> int:
-    return sum(flops * times for _, flops, _, times in _products(jaxpr, scope, 1, choose))
+def _flops(jaxpr: Jaxpr, scope: str, choose: Callable[..., Jaxpr], attention: str | None) -> int:
+    return sum(flops * times for _, flops, _, times in _products(jaxpr, scope, 1, choose, attention))
 
 
-def _alive(jaxpr: Jaxpr, scope: str) -> int:
+def _alive(jaxpr: Jaxpr, scope: str, attention: str | None) -> int:
     """Returns the peak of live bytes among the values that the jaxpr computes."""
     last: dict[Any, int] = {}
     for index, given in enumerate([*(equation.invars for equation in jaxpr.eqns), jaxpr.outvars]):
@@ -116,8 +119,8 @@ def _alive(jaxpr: Jaxpr, scope: str) -> int:
     now = most = 0
     for index, equation in enumerate(jaxpr.eqns):
         within = f"{scope}/{equation.source_info.name_stack}"
-        fused = _is_attention(within)
-        inside = 0 if fused else max((_alive(inner, within) for inner in inner_jaxprs(equation)), default=0)
+        fused = _is_in(attention, within)
+        inside = 0 if fused else max((_alive(inner, within, attention) for inner in inner_jaxprs(equation)), default=0)
         outs = {x: _bytes(x) for x in equation.outvars if x in last and not (fused and _scores(x))}
         most = max(most, now + max(inside, sum(outs.values())))
         made |= outs
@@ -126,8 +129,8 @@ def _alive(jaxpr: Jaxpr, scope: str) -> int:
     return most
 
 
-def _is_attention(scope: str) -> bool:
-    return "attention" in scope.split("/")
+def _is_in(name: str | None, scope: str) -> bool:
+    return name in scope.split("/")
 
 
 def _scores(x: Any) -> bool:

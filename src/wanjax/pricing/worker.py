@@ -17,17 +17,23 @@ from threading import Thread
 from time import perf_counter
 
 import jax
-from jax.sharding import Mesh
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh
 
 from wanjax.pricing.chips import devices_of
 from wanjax.pricing.compile import DUMPED, PROGRAM, REQUEST, write_error
 from wanjax.pricing.lowering import without_refused
-from wanjax.sharding import arrange
 
 
 def make_mesh(topology: str, devices: int, axes: dict[str, int]) -> Mesh:
-    """Returns a mesh of the first described devices of a topology, none of which need be present."""
-    return arrange(devices_of(topology)[:devices], axes)
+    """Returns a mesh of the first described devices of a topology, none of which need be present.
+
+    Its last axes connect neighbouring chips, as far as the links allow.
+    """
+    sizes = tuple(axes.values())
+    # on 4 x 4 chips an axis of 8 takes half of one physical axis, which JAX splits only on request
+    placed = mesh_utils.create_device_mesh(sizes, devices_of(topology)[:devices], allow_split_physical_axes=True)
+    return Mesh(placed, tuple(axes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def compile_one(folder: Path) -> None:

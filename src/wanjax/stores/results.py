@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results that are kept between runs, in the user's cache folder, by all that they depend on."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from wanjax.stores.user import user_cache
+from wanjax.stores.writing import write_whole
+
+
+class Results:
+    """Values that JSON can hold, by a kind and a key, which JSON can hold too."""
+
+    def get(self, kind: str, key: Mapping[str, Any]) -> Any:
+        """Return what was put for this key, or None if nothing readable is there."""
+        with suppress(OSError, ValueError):
+            return json.loads(self._file(kind, key).read_text(encoding="utf-8"))
+        return None
+
+    def put(self, kind: str, key: Mapping[str, Any], value: Any) -> None:
+        """Keep a value. Does nothing if the cache folder cannot be written."""
+        file = self._file(kind, key)
+        with suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(file, json.dumps(value).encode())
+
+    def has(self, kind: str) -> bool:
+        """Tell whether anything of a kind is kept."""
+        return any((user_cache() / kind).glob("*.json"))
+
+    def _file(self, kind: str, key: Mapping[str, Any]) -> Path:
+        text = json.dumps(key, sort_keys=True)
+        return user_cache() / kind / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
