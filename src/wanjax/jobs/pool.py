@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pool of workers: as many as there is work for are kept alive, in processes of this machine or elsewhere."""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from glob import glob
+from math import inf
+from time import monotonic, sleep
+from typing import Any, Protocol, runtime_checkable
+
+from wanjax.errors import WanjaxError
+from wanjax.figures import quantity
+from wanjax.jobs.store import JobStore, Unavailable
+from wanjax.jobs.worker import Maker, new_name, work
+
+UP, DOWN = 5.0, 300.0  # seconds for which more or fewer workers have to be of use before their number changes
+POLL, LONGEST = 0.2, 60.0  # seconds between two looks, and in which a worker ends the step that is under way
+MOST_DEATHS = 10  # of workers one after another, without a job that ended between them
+PATIENCE = 60.0  # seconds after which it is told that workers wait for a place
+NICE = 10  # by which workers on CPUs give way to those who answer
+CARDS = "/dev/nvidia[0-9]*"
+Start = Callable[[JobStore], Maker]
+"""Makes the maker of a worker in the worker's own process."""
+
+
+@runtime_checkable
+class Handle(Protocol):
+    """A worker that runs elsewhere."""
+
+    name: str
+
+    def ended(self) -> str | None:
+        """Return None while the worker runs, "" once it has ended by itself, else why it died."""
+        ...
+
+    def terminate(self) -> None:
+        """Ask the worker to give its jobs back and to end."""
+        ...
+
+    def kill(self) -> None:
+        """End the worker at once, and free what it takes."""
+        ...
+
+
+class LocalWorker:
+    """A worker in a process of this machine, which ends with this one.
+
+    Args:
+        store: The store of the jobs.
+        start: Returns the maker.
+        options: Keywords of `work`.
+        number: Of several workers of this machine, which share its graphics cards, the number of this one, from 0.
+        nice: By how much the process gives way to others.
+        ask: Called with the maker before the first job; `answer` has what it returns.
+    """
+
+    def __init__(
+        self,
+        store: JobStore,
+        start: Start,
+        options: dict[str, Any],
+        *,
+        number: int = 0,
+        nice: int = 0,
+        ask: Callable[[Any], Any] | None = None,
+    ):
+        self.name = new_name()
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        given = store.url, start, self.name, options, number, nice, ask, theirs
+        self._process = context.Process(target=_run, args=given, name=self.name, daemon=True)
+        self._process.start()
+        theirs.close()
+
+    @property
+    def pid(self) -> int | None:
+        """The number of the process."""
+        return self._process.pid
+
+    def answer(self) -> Any:
+        """Return what was asked for, None while it is not there; raises what was raised, or EOFError for a death."""
+        if not self._pipe.poll():
+            return None
+        value, error = self._pipe.recv()
+        if error is not None:
+            raise error
+        return value
+
+    def ended(self) -> str | None:
+        if self._process.is_alive():
+            return None
+        code = self._process.exitcode
+        return "" if code == 0 else f"its process ended with {code}"
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
+
+
+def _run(
+    url: str,
+    start: Start,
+    name: str,
+    options: dict[str, Any],
+    number: int,
+    nice: int,
+    ask: Callable[[Any], Any] | None,
+    pipe: Any,
+) -> None:
+    """Work in this process until it is told to end, or the one that started it has ended."""
+    drained = until_signal(interrupts=False)
+    threading.Thread(target=_end_with, args=(pipe, drained), daemon=True).start()
+    if (cards := len(glob(CARDS))) > 1:
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(number % cards))
+    os.nice(nice)
+    store = JobStore(url, inf)
+    maker = start(store)
+    if ask is not None:
+        try:
+            answer = ask(maker), None
+        except WanjaxError as error:
+            answer = None, error
+        pipe.send(answer)
+    work(store, maker, name=name, drained=drained.is_set, **options)
+    store.close()
+
+
+def until_signal(*, interrupts: bool = True) -> threading.Event:
+    """Return an event that SIGTERM sets, and Ctrl-C if it `interrupts`; a second signal ends the process at once."""
+    asked = threading.Event()
+
+    def end(number: int, frame: Any) -> None:
+        if asked.is_set():
+            os._exit(128 + number)
+        asked.set()
+
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGINT, end if interrupts else signal.SIG_IGN)  # else it is the supervisor's
+    return asked
+
+
+def _end_with(pipe: Any, drained: threading.Event) -> None:
+    """Have the worker end once the other end of a pipe is closed, at once where its step takes too long."""
+    with suppress(EOFError, OSError):
+        pipe.recv()
+    drained.set()
+    sleep(LONGEST)
+    os._exit(1)
+
+
+@dataclass
+class Scale:
+    """How many workers there are to be: as many as there are jobs, within bounds, once that has held for a while.
+
+    Args:
+        least: The least number.
+        most: The most.
+    """
+
+    least: int
+    most: int
+    count: int = field(init=False)
+    _way: int = 0
+    _since: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.count = self.least
+
+    def wanted(self, jobs: int, now: float) -> int:
+        """Return the number of workers for so many jobs at a time in seconds."""
+        aim = min(self.most, max(self.least, jobs))
+        way = (aim > self.count) - (aim < self.count)
+        if way != self._way:
+            self._way, self._since = way, now
+        if way and now - self._since >= (UP if way > 0 else DOWN):
+            self.count, self._way = aim, 0
+        return self.count
+
+
+class Pool:
+    """Keeps as many workers alive as there is work for, and replaces those that die.
+
+    Args:
+        store: The store of the jobs.
+        start: Starts the worker of a number, from 0.
+        scale: How many there are to be.
+        note: Receives lines on workers that died.
+    """
+
+    def __init__(self, store: JobStore, start: Callable[[int], Handle], scale: Scale, note: Callable[[str], object]):
+        self.store, self.scale, self.note = store, scale, note
+        self.workers: dict[int, Handle] = {}  # by number
+        self._start, self._ending = start, set[str]()
+        self._deaths, self._ends = 0, -1.0
+        self._waits_since, self._is_told = monotonic(), False
+
+    def look(self) -> None:
+        """Replace workers that died, start those that are missing, and end those that are too many.
+
+        Raises:
+            WanjaxError: One worker after another dies.
+            Unavailable: The database is out of reach.
+        """
+        for number, worker in list(self.workers.items()):
+            if (why := worker.ended()) is not None:
+                self._bury(number, worker, why)
+        stats = self.store.stats()
+        waiting, running = (stats.jobs.get(status, 0) for status in ("queued", "in_progress"))
+        self._tell_of_waiting(sum(stats.workers.values()))
+        wanted = self.scale.wanted(waiting + running, monotonic())
+        at_work = {number for number, worker in self.workers.items() if worker.name not in self._ending}
+        for number in [number for number in range(self.scale.most) if number not in self.workers]:
+            if len(at_work) < wanted:
+                self.workers[number] = self._start(number)
+                at_work.add(number)
+        if len(at_work) > wanted and not waiting:
+            for number in sorted(at_work)[wanted:]:
+                self._ending.add(self.workers[number].name)
+                self.workers[number].terminate()
+
+    def _bury(self, number: int, worker: Handle, why: str) -> None:
+        """Take a worker that has ended out of the pool."""
+        if why and worker.name not in self._ending:
+            self.store.lost(worker.name, why)  # first: where the database is away, this is looked at again
+            self._count_death(why)
+        worker.kill()
+        self._ending.discard(worker.name)
+        del self.workers[number]
+
+    def _count_death(self, why: str) -> None:
+        counters = self.store.stats().counters
+        ends = sum(counters.get(name, 0.0) for name in ("completed", "failed", "cancelled"))
+        self._deaths = self._deaths + 1 if ends == self._ends else 1
+        self._ends = ends
+        if self._deaths >= MOST_DEATHS + self.scale.count - 1:  # as many as there are may die of one cause
+            raise WanjaxError(f"{quantity(self._deaths, 'worker')} died one after another: {why}, and the log has more")
+        self.note(f"a worker died, {why}: another one takes its place")
+
+    def _tell_of_waiting(self, known: int) -> None:
+        """Tell once that workers wait for a place in a cluster, or load for long."""
+        if known >= len(self.workers):
+            self._waits_since, self._is_told = monotonic(), False
+        elif not self._is_told and monotonic() - self._waits_since > PATIENCE:
+            self._is_told = True
+            missing = f"{len(self.workers) - known} of {quantity(len(self.workers), 'worker')}"
+            self.note(f"waiting for a place in the cluster, or loading: {missing}")
+
+    def run(self, until: Callable[[], bool]) -> None:
+        """Look after the workers until a condition holds; a database that is away for a while is waited for."""
+        while not until():
+            with suppress(Unavailable):  # the workers wait for it too
+                self.look()
+            sleep(POLL)
+
+    def close(self, patience: float = LONGEST) -> None:
+        """Have all workers give their jobs back and end, for which each has the seconds that a step may take."""
+        for worker in self.workers.values():
+            worker.terminate()
+        end = monotonic() + patience
+        while any(worker.ended() is None for worker in self.workers.values()) and monotonic() < end:
+            sleep(0.05)
+        for worker in self.workers.values():
+            late = worker.ended()
+            worker.kill()
+            if late != "":
+                with suppress(Unavailable):
+                    self.store.lost(worker.name)
+        self.workers.clear()
+
+
+def in_processes(store: JobStore, start: Start, options: dict[str, Any], nice: int = 0) -> Callable[[int], LocalWorker]:
+    """Return what starts workers of this machine, each in a process of its own."""
+
+    def worker(number: int) -> LocalWorker:
+        return LocalWorker(store, start, options, number=number, nice=nice)
+
+    return worker

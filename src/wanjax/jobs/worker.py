@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker of a job store: it leases jobs, makes their videos, and finishes the jobs, until it is to end.
+
+A thread of its own keeps the lease, sends the newest progress and hears whether to stop, so that nothing that is
+computed waits for the database. A video is published under its name before its job is finished: where a worker dies
+between the two, the next one finishes the job by the file.
+"""
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from secrets import token_hex
+from threading import Condition, Thread
+from time import perf_counter
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from wanjax.figures import quantity
+from wanjax.jobs.store import CANCELLATION, RUNNING, STOPPED, TTL, Job, JobStore, Signal, Stats, Unavailable
+from wanjax.stores.own import HOST
+
+BEAT, IDLE = 0.5, 0.2  # seconds between two heartbeats, and between two looks at an empty queue
+ATTEMPTS = 5  # times that a job may be begun by workers that die
+SHARES = 4  # parts of what waits that each of several workers leases, so that all end together
+DISK_FULL = "disk_full"  # the code of an error after which no further job can be made
+READY, LOADING, APART = "ready", "loading", "apart"  # states of a worker; the last one takes no job
+logger = logging.getLogger("wanjax.jobs")
+
+
+class Interrupted(Exception):
+    """Ends the making of a video before its time: its job is cancelled or lost, or the worker is to end."""
+
+
+class Failure(NamedTuple):
+    """Why a job failed.
+
+    Args:
+        code: A word for programs.
+        message: A sentence for people.
+        again: Another attempt may succeed.
+        ends: The worker can make nothing more, as on a full disk, or out of step with other processes.
+        log: What the worker's log has of it, nothing for a mistake of the request.
+    """
+
+    code: str
+    message: str
+    again: bool = False
+    ends: bool = False
+    log: str = ""
+
+
+@runtime_checkable
+class Maker(Protocol):
+    """What makes the videos of jobs: a model that is loaded, and the place of the videos."""
+
+    @property
+    def models(self) -> Sequence[str]:
+        """The models whose jobs it makes."""
+        ...
+
+    def warm_up(self, stopped: Callable[[], bool]) -> None:
+        """Load the model; return early once `stopped` returns True."""
+        ...
+
+    def is_made(self, job: Job) -> bool:
+        """Return True where the whole video of a job is at its place."""
+        ...
+
+    def make(self, jobs: Sequence[Job], lease: "Lease") -> Iterator[Job]:
+        """Make the videos of jobs of one batch; yield each job, in order, once its video is published.
+
+        Raises:
+            Interrupted: As `Lease.progress` raises it.
+        """
+        ...
+
+    def explain(self, error: Exception) -> Failure:
+        """Return why a job failed with an error."""
+        ...
+
+
+class Lease:
+    """The jobs that a worker holds, as the thread that makes them sees it.
+
+    Args:
+        store: The store of the jobs.
+        worker: The worker's name.
+        ttl: Seconds without a heartbeat after which the lease is over.
+        drained: Returns True once the worker is to end.
+    """
+
+    def __init__(self, store: JobStore, worker: str, ttl: float = TTL, drained: Callable[[], bool] = lambda: False):
+        self.store, self.worker, self.ttl = store, worker, ttl
+        self.lost = False  # until the worker registers again
+        self._drained, self._drain, self._closed = drained, False, False
+        self._signal = Signal.CONTINUE
+        self._job: str | None = None
+        self._told: dict[str, Any] = {}
+        self._news = False
+        self._changed = Condition()
+        self._thread = Thread(target=self._beat, name="wanjax-heartbeat", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the heartbeats."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join(BEAT)  # it may wait for the database
+
+    @property
+    def draining(self) -> bool:
+        """True once the worker is to end, by the word of its own process or of the database."""
+        return self._drain or self._drained()
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """The progress of the job, as it was told so far."""
+        with self._changed:
+            return dict(self._told)
+
+    def begin(self, id: str | None) -> None:
+        """Note which job is made from now on, None for none."""
+        with self._changed:
+            self._job, self._told, self._news, self._signal = id, {}, False, Signal.CONTINUE
+
+    def tell(self, **progress: Any) -> None:
+        """Send progress with the next heartbeat; the number `progress`, in percent, never goes back."""
+        with self._changed:
+            done = max(progress.get("progress", 0), self._told.get("progress", 0))
+            self._told = self._told | progress | {"progress": done}
+            self._news = True
+            self._changed.notify()
+
+    def progress(self, **progress: Any) -> None:
+        """Send progress as `tell` does; raise Interrupted where the job is to end before its time."""
+        self.tell(**progress)
+        self.check()
+
+    def check(self) -> None:
+        """Raise Interrupted where the job is to end before its time."""
+        if self.stopped():
+            raise Interrupted
+
+    def stopped(self) -> bool:
+        """Return True where the job is to end before its time."""
+        return self.lost or self.draining or self._signal in (Signal.CANCEL, Signal.LOST)
+
+    def cancelled(self) -> bool:
+        """Return True where the job was cancelled, and is still this worker's."""
+        return not self.lost and self._signal is Signal.CANCEL
+
+    def _beat(self) -> None:
+        while not self._closed:
+            with self._changed:
+                if not self._news:
+                    self._changed.wait(BEAT if self._job is not None else self.ttl / 6)
+                job, told, self._news = self._job, dict(self._told), False
+            if self._closed:
+                return
+            try:
+                signal = self.store.heartbeat(self.worker, job, told or None, self.ttl)
+            except Unavailable:
+                signal = Signal.CONTINUE  # if it is away for longer than the lease, the next heartbeat hears of it
+            except Exception:
+                logger.exception("a heartbeat of %s failed", self.worker)
+                signal = Signal.CONTINUE
+            with self._changed:
+                if signal is Signal.DRAIN:
+                    self._drain = True
+                elif signal is Signal.LOST and job is None:
+                    self.lost = True
+                elif job is not None and job == self._job:
+                    self._signal = signal
+            time.sleep(BEAT)
+
+
+def new_name() -> str:
+    """Return the name of a worker: its host, its process, and what no earlier one had."""
+    return f"{HOST}:{os.getpid()}:{token_hex(3)}"
+
+
+def work(
+    store: JobStore,
+    maker: Maker,
+    *,
+    name: str | None = None,
+    together: int = 1,
+    retries: int = 0,
+    attempts: int = ATTEMPTS,
+    drained: Callable[[], bool] = lambda: False,
+    until_empty: bool = False,
+    barred: Callable[[], str] = lambda: "",
+    note: Callable[[str], object] = lambda text: None,
+    ttl: float = TTL,
+) -> None:
+    """Make jobs until the worker is drained, can make nothing more, or no job is left.
+
+    Args:
+        store: The store of the jobs. One that is away for longer than its patience ends the worker.
+        maker: What makes the videos.
+        name: The worker's name, a new one for None.
+        together: Jobs of one batch that are made by one run, at most.
+        retries: Times that a job which failed is tried again, unless it is the request's own fault.
+        attempts: Times that a job may be begun by workers that die before it is given up.
+        drained: Returns True once the worker is to end; the jobs that it holds wait again then.
+        until_empty: Ends the worker where no job waits.
+        barred: Returns why the worker may take no job for now, "" where it may.
+        note: Receives a line on that.
+        ttl: Seconds without a heartbeat after which the worker counts as dead.
+    """
+    name = name or new_name()
+    facts = {"host": HOST, "process": os.getpid(), "models": list(maker.models)}
+    store.register(name, LOADING, facts, ttl)
+    lease = Lease(store, name, ttl, drained)
+    try:
+        maker.warm_up(lambda: lease.draining)
+        _wait(store, lease, facts, barred, note)
+        looked = time.monotonic()
+        while not lease.draining:
+            if lease.lost:
+                store.register(name, READY, facts, ttl)
+                lease.lost = False
+            if time.monotonic() > looked + ttl / 4:
+                looked = time.monotonic()
+                store.requeue_expired()
+            most = together if together == 1 else _share(store.stats(), together)
+            jobs = store.lease(name, maker.models, most=most, ttl=ttl) if most else []
+            if jobs:
+                if not _make(store, maker, lease, jobs, retries, attempts):
+                    break
+            elif not lease.lost and (signal := store.heartbeat(name, None, None, ttl)) is not Signal.CONTINUE:
+                lease.lost = signal is Signal.LOST
+            elif until_empty:
+                break
+            else:
+                time.sleep(IDLE)
+    except BaseException:
+        lease.close()
+        with suppress(Unavailable):
+            store.lost(name)
+        raise
+    lease.close()
+    store.give_back(name)
+
+
+def _wait(
+    store: JobStore,
+    lease: Lease,
+    facts: Mapping[str, Any],
+    barred: Callable[[], str],
+    note: Callable[[str], object],
+) -> None:
+    """Register a worker as ready, once nothing bars it from taking jobs."""
+    before = ""
+    while (why := barred()) and not lease.draining:
+        if why != before:
+            note(why)
+            store.register(lease.worker, APART, {**facts, "why": why}, lease.ttl)
+        before = why
+        time.sleep(BEAT)
+    store.register(lease.worker, READY, facts, lease.ttl)
+
+
+def _share(stats: Stats, together: int) -> int:
+    """Return how many jobs a worker leases at once: fewer towards the end, so that all workers end together."""
+    waiting, workers = stats.jobs.get("queued", 0), sum(stats.workers.values())
+    return min(together, waiting if workers <= 1 else -(-waiting // (SHARES * workers)))
+
+
+def _make(store: JobStore, maker: Maker, lease: Lease, jobs: Sequence[Job], retries: int, attempts: int) -> bool:
+    """Make jobs of one batch, each alone where a run of several fails; return False where the worker has to end."""
+    worker = lease.worker
+    queue = deque([[job for job in jobs if not _is_settled(store, maker, worker, job, attempts)]])
+    while queue:
+        if not (todo := queue.popleft()):
+            continue
+        try:
+            if _begin(store, lease, todo):
+                start = perf_counter()
+                for job in maker.make(list(todo), lease):
+                    assert todo.pop(0).id == job.id
+                    seconds, start = round(perf_counter() - start, 3), perf_counter()
+                    whole = {"progress": 100, "stage": "", "seconds": seconds, "worker": f"{HOST}:{os.getpid()}"}
+                    store.finish(worker, job.id, lease.told | whole)  # False: it is another's now, by the same file
+                    if todo and not _begin(store, lease, todo):
+                        break
+        except Interrupted:
+            if not lease.cancelled():
+                break
+            store.fail(worker, todo.pop(0).id, CANCELLATION)
+        except Exception as error:
+            failure = maker.explain(error)
+            if len(todo) > 1 and not failure.ends:
+                queue.extendleft([job] for job in reversed(todo))
+                continue
+            job = todo.pop(0)
+            if failure.log:
+                logger.error("%s failed: %s", job.output, failure.log)
+            told = {"code": failure.code, "message": failure.message, "worker": f"{HOST}:{os.getpid()}"}
+            store.fail(worker, job.id, told, retries=retries if failure.again else 0)
+            if failure.ends:
+                return False
+        queue.appendleft(todo)
+    lease.begin(None)
+    return True
+
+
+def _is_settled(store: JobStore, maker: Maker, worker: str, job: Job, attempts: int) -> bool:
+    """End a leased job that is not to be made: its video is there, or workers died of it too often."""
+    begun = job.attempts - (job.status == RUNNING)  # before this lease
+    if maker.is_made(job):
+        return store.finish(worker, job.id, {"progress": 100})
+    if begun >= attempts:
+        times = quantity(begun, "time")
+        told = (job.error or {}).get("message") or (
+            f"the server or its worker ended {times} while it made this video, so it tries no more"
+        )
+        return store.fail(worker, job.id, {"code": STOPPED, "message": told})
+    return False
+
+
+def _begin(store: JobStore, lease: Lease, todo: list[Job]) -> bool:
+    """Begin the first of some jobs; drop those that are cancelled or another's, and return False after one."""
+    job = todo[0]
+    lease.begin(job.id)
+    if job.status == RUNNING and not job.cancel:  # by the lease
+        return True
+    signal = store.begin(lease.worker, job.id)
+    if signal is Signal.CANCEL:
+        store.fail(lease.worker, job.id, CANCELLATION)
+    if signal is not Signal.CONTINUE:
+        todo.pop(0)
+    return signal is Signal.CONTINUE

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makers of small files in place of videos, which fail as a test asks, and note in a log each video that is begun."""
+
+import errno
+import os
+import time
+from pathlib import Path
+
+from wanjax.errors import WanjaxError, is_full
+from wanjax.jobs.worker import Failure
+
+MADE = "made.log"
+
+
+class FileMaker:
+    """Makes a file in so many seconds; the job's prompt says what fails.
+
+    Args:
+        folder: Where the files go.
+        seconds: Those of a file.
+    """
+
+    models = ("nano",)
+
+    def __init__(self, folder, seconds=0.0):
+        self.folder, self.seconds = Path(folder), seconds
+        self.runs = []
+
+    def warm_up(self, stopped):
+        pass
+
+    def is_made(self, job):
+        return (self.folder / job.output).exists()
+
+    def explain(self, error):
+        own = isinstance(error, WanjaxError) and not is_full(error)
+        return Failure("storage" if is_full(error) else "error", str(error), again=not own, ends=is_full(error))
+
+    def make(self, jobs, lease):
+        self.runs.append([job.id for job in jobs])
+        for job in jobs:
+            with (self.folder / MADE).open("a") as log:  # whole lines, also of several processes
+                log.write(f"{job.id}\n")
+            for step in range(4):
+                lease.progress(progress=25 * step, stage="denoise", stage_done=step, stage_total=4)
+                time.sleep(self.seconds / 4)
+            self.fail(job, job.request["settings"]["prompt"])
+            place = self.folder / job.output
+            place.parent.mkdir(parents=True, exist_ok=True)
+            beside = place.with_name(f".{os.getpid()}.{place.name}")
+            beside.write_text(job.id)
+            beside.replace(place)
+            yield job
+
+    def fail(self, job, prompt):
+        if prompt == "fail":
+            raise RuntimeError("the device is gone")
+        if prompt == "fail once" and self.made().count(job.id) == 1:
+            raise RuntimeError("the device is gone")
+        if prompt == "wrong":
+            raise WanjaxError("steps is 0 where 1 is the least")
+        if prompt == "full":
+            raise WanjaxError("it cannot be written") from OSError(errno.ENOSPC, "No space left on device")
+        if prompt == "die":
+            raise SystemExit(9)
+
+    def made(self):
+        """Returns the ids of the files that were begun, in order."""
+        file = self.folder / MADE
+        return file.read_text().split() if file.exists() else []
+
+
+def make_files(folder, seconds, store):
+    """Returns the maker of a worker in a process of its own."""
+    return FileMaker(folder, seconds)
+
+
+def die(store):
+    raise SystemExit(9)

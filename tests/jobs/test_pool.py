@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pool: workers that die are replaced and lose nothing, and workers end with the pool, however that ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from functools import partial
+
+import psutil
+import pytest
+
+from tests.jobs.makers import die, make_files
+from tests.support.words import naming
+from wanjax.errors import WanjaxError
+from wanjax.jobs import pool as module
+from wanjax.jobs.pool import MOST_DEATHS, Pool, Scale, in_processes
+from wanjax.jobs.store import COMPLETED, QUEUED, RUNNING, JobStore, NewJob, Unavailable
+
+PATIENCE = 120  # seconds
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = JobStore(str(tmp_path / "jobs.sqlite"))
+    yield store
+    store.close()
+
+
+def fill(store, count, first=0):
+    store.add_all(
+        [
+            NewJob(f"v{number}", {"settings": {"prompt": "a"}}, "nano", f"v{number}.mp4", "same")
+            for number in range(first, first + count)
+        ]
+    )
+
+
+def look_until(pool, condition):
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, pool.store.stats()
+        pool.look()
+        time.sleep(0.02)
+
+
+def completed(store):
+    return store.stats().jobs.get(COMPLETED, 0)
+
+
+class Idle:
+    """A worker of another place, which a test ends."""
+
+    def __init__(self, number):
+        self.name, self.why, self.asked, self.killed = f"w{number}", None, False, False
+
+    def ended(self):
+        return self.why
+
+    def terminate(self):
+        self.asked = True
+
+    def kill(self):
+        self.killed = True
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(60, marks=pytest.mark.slow)])
+def test_workers_that_are_killed_are_replaced_and_each_job_ends_once(store, tmp_path, kills):
+    count, notes = 4 * kills, []
+    fill(store, count)
+    start = in_processes(store, partial(make_files, tmp_path, 0.1), {"together": 4, "attempts": kills + 1})
+    pool = Pool(store, start, Scale(2, 2), notes.append)
+    for kill in range(kills):
+        look_until(pool, lambda: store.stats().jobs.get(RUNNING))
+        with suppress(ProcessLookupError):
+            os.kill(pool.workers[kill % 2].pid, signal.SIGKILL)
+        done = completed(store)
+        look_until(pool, lambda done=done: completed(store) > min(done, count - 1))
+    look_until(pool, lambda: completed(store) == count)
+    pool.close()
+    assert sorted(job.id for job in store.changes(0, limit=1000)) == sorted(f"v{number}" for number in range(count))
+    assert {path.name for path in tmp_path.glob("*.mp4")} == {f"v{number}.mp4" for number in range(count)}
+    assert sum("another one takes its place" in note for note in notes) >= kills / 2
+    assert store.stats().workers == {}
+
+
+def test_workers_that_die_at_once_end_the_pool(store):
+    pool = Pool(store, in_processes(store, die, {}), Scale(1, 1), print)
+    with pytest.raises(WanjaxError, match=naming(f"{MOST_DEATHS} workers 9")):
+        pool.run(lambda: False)
+    pool.close()
+
+
+def test_a_pool_outlives_an_outage_of_the_database(store, monkeypatch):
+    """A worker that died meanwhile loses its job once the database is back."""
+    monkeypatch.setattr(module, "POLL", 0.01)
+    workers, looks = [], []
+
+    def start(number):
+        workers.append(Idle(len(workers)))
+        store.register(workers[-1].name, "ready", {})
+        return workers[-1]
+
+    fill(store, 1)
+    pool = Pool(store, start, Scale(1, 1), lambda note: None)
+    pool.look()
+    assert store.lease("w0", ["nano"])
+    workers[0].why = "killed"
+    lost, stats = store.lost, store.stats
+
+    def away(*given):
+        looks.append(given)
+        raise Unavailable("the database is out of reach")
+
+    store.lost = store.stats = away
+    pool.run(lambda: len(looks) > 2)
+    store.lost, store.stats = lost, stats
+    pool.run(lambda: len(workers) == 2)
+    assert [store.get("v0").status, store.get("v0").error["message"]] == [QUEUED, "killed"]
+    assert workers[0].killed
+
+
+def test_as_many_workers_as_there_is_work_for(store, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(module, "monotonic", lambda: now[0])
+    workers = []
+    pool = Pool(store, lambda number: workers.append(Idle(number)) or workers[-1], Scale(1, 3), lambda note: None)
+
+    def look(seconds=0.0):
+        now[0] += seconds
+        pool.look()
+        return [worker.asked for worker in workers]
+
+    fill(store, 5)
+    assert look() == [False]
+    assert look(module.UP) == [False] * 3
+    for number in range(5):
+        store.cancel(f"v{number}")
+    assert look() == [False] * 3
+    assert look(module.DOWN - 1) == [False] * 3
+    assert look(1) == [False, True, True]
+    workers[2].why = ""
+    assert len(look() and pool.workers) == 2
+    fill(store, 5, first=5)
+    look()
+    look(module.UP)
+    assert len(pool.workers) == 3
+    assert len(workers) == 4  # the number of one that still ends is not free
+
+
+def test_workers_that_wait_for_a_place_are_told_of_once(store, monkeypatch):
+    now, notes = [0.0], []
+    monkeypatch.setattr(module, "monotonic", lambda: now[0])
+    pool = Pool(store, Idle, Scale(2, 2), notes.append)
+    for seconds in (0, module.PATIENCE + 1, module.PATIENCE + 1):
+        now[0] += seconds
+        pool.look()
+    assert len(notes) == 1
+    for number in range(2):
+        store.register(f"w{number}", "ready", {})
+    now[0] += module.PATIENCE + 1
+    pool.look()
+    assert len(notes) == 1
+
+
+SUPERVISOR = """
+import sys, time
+from functools import partial
+from tests.jobs.makers import make_files
+from wanjax.jobs.pool import Pool, Scale, in_processes
+from wanjax.jobs.store import JobStore
+
+if __name__ == "__main__":
+    store = JobStore(sys.argv[1])
+    pool = Pool(store, in_processes(store, partial(make_files, sys.argv[2], 2.0), {}), Scale(1, 1), print)
+    pool.run(lambda: False)
+"""
+
+
+def test_workers_end_with_a_supervisor_that_is_killed(store, tmp_path):
+    """Within a step, and their jobs wait again as if they had not been begun."""
+    fill(store, 2)
+    (tmp_path / "supervisor.py").write_text(SUPERVISOR)
+    command = [sys.executable, tmp_path / "supervisor.py", store.url, tmp_path]
+    supervisor = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": os.getcwd()})
+    end = time.monotonic() + PATIENCE
+    while store.get("v0").status != RUNNING:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    workers = psutil.Process(supervisor.pid).children(recursive=True)
+    supervisor.kill()
+    supervisor.wait()
+    psutil.wait_procs(workers, timeout=PATIENCE)
+    assert not any(worker.is_running() for worker in workers)
+    assert (store.get("v0").status, store.get("v0").attempts) == (QUEUED, 0)
