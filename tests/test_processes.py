@@ -22,6 +22,7 @@ from tests.support.words import naming, says
 from wanjax.cluster import processes
 from wanjax.errors import WanjaxError
 from wanjax.media import stage_files
+from wanjax.media.records import load_settings
 
 RUN = ("a red circle", "--size", "32x32", "--frames", "5", "--steps", "2", "--dtype", "float32")
 SMALL = ("--size", "32x32", "--frames", "5", "--steps", "2")
@@ -87,7 +88,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def kept(folder: Path) -> tuple[np.ndarray, ...]:
-    settings = stage_files.load_settings(folder)
+    settings = load_settings(folder)
     encoded = stage_files.load_encoded(folder, settings)
     return (*map(np.asarray, encoded.values()), np.asarray(stage_files.load_latents(folder, settings)))
 

@@ -112,6 +112,13 @@ def near_names(name: str, known: Iterable[str], most: int = 4) -> list[str]:
     return begun[:most] or get_close_matches(word, names, n=most, cutoff=0.6)
 
 
+def unknown_model(name: str, known: Iterable[str]) -> str:
+    """Return the sentence that no model has a name, with the near ones of those that are known."""
+    near = near_names(name, known)
+    way = f"near names are {', '.join(near)}" if near else "`wanjax models` lists the names"
+    return f"no model is named {name!r}, nor is there such a folder or file: {way}, and a hub id is OWNER/NAME"
+
+
 def listed(names: Collection[str]) -> str:
     """Return names as a list, of many the first ones and how many more there are."""
     first = list(names)[:MOST_NAMES]

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from wanjax.checkpoints import manifest
 from wanjax.checkpoints.adapted import AdaptedSource, Note
 from wanjax.checkpoints.files import main_dtype
-from wanjax.checkpoints.lora import Lora
+from wanjax.checkpoints.lora_source import Lora
 from wanjax.checkpoints.networks import Network, network
 from wanjax.checkpoints.sources import Source
 from wanjax.compile_cache.cache import set_cache_folder

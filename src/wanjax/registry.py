@@ -13,11 +13,13 @@ import jax.numpy as jnp
 from wanjax.checkpoints.adapted import AdaptedSource, Note
 from wanjax.checkpoints.descaled import EIGHT_BITS
 from wanjax.checkpoints.extended import ExtendedSource
+from wanjax.checkpoints.files import SUFFIXES
 from wanjax.checkpoints.hub import HUB_FILE, check_file, locate_file
 from wanjax.checkpoints.layouts import Layout
-from wanjax.checkpoints.lora import NOISE_LEVELS, Lora, trained_attention
+from wanjax.checkpoints.lora import trained_attention
+from wanjax.checkpoints.lora_source import NOISE_LEVELS, Lora
 from wanjax.checkpoints.networks import NetworkKind
-from wanjax.checkpoints.readers import SUFFIXES, open_tensors
+from wanjax.checkpoints.readers import open_tensors
 from wanjax.checkpoints.relatives import without_transformer
 from wanjax.checkpoints.sources import (
     MANIFEST,
@@ -28,7 +30,7 @@ from wanjax.checkpoints.sources import (
     folder_of,
     read_json,
 )
-from wanjax.errors import WanjaxError, WanjaxWarning, near_names
+from wanjax.errors import WanjaxError, WanjaxWarning, unknown_model
 from wanjax.figures import quantity
 from wanjax.kernels.attention import AUTO, Attention
 from wanjax.media.records import CONFIG
@@ -201,7 +203,7 @@ def find(model: str | Path, revision: str | None = None) -> tuple[Source, Preset
     """
     preset = published(str(model))
     if preset is None and not os.path.exists(model) and "/" not in str(model):
-        raise WanjaxError(_unknown(str(model)))
+        raise WanjaxError(unknown_model(str(model), presets()))
     source = open_source(preset.source if preset else model, revision)
     if preset is None and (preset := published(source.origin)):  # a converted checkpoint of a published one
         preset = replace(preset, defaults=replace(preset.defaults, model=str(model)))
@@ -260,12 +262,6 @@ def published(name: str) -> Preset | None:
     return known.get(name)
 
 
-def _unknown(name: str) -> str:
-    near = near_names(name, presets())
-    told = f"near names are {', '.join(near)}" if near else "`wanjax models` lists the names"
-    return f"no model is named {name!r}, nor is there such a folder or file: {told}, and a hub id is OWNER/NAME"
-
-
 def outline(model: str) -> Outline:
     """Returns a model without its weights; downloads nothing for a preset."""
     preset = published(model)
@@ -288,15 +284,18 @@ def describe(model: str) -> dict[str, Any]:
     `parameters` are those of the transformer, or of each of two. `networks` are the bytes of each network's weights as
     they are kept on devices, and `memory` is their sum. `tasks` tells what a video can be made from, in words. `takes`
     names the pictures and clips that the model can use,
-    and `needs` those without which it makes no video. `about`, `source` and `licence` are known of published
-    checkpoints alone.
+    and `needs` those without which it makes no video. `about`, `source`, `ids` and `licence` are known of published
+    checkpoints alone; `ids` are the repositories on the hub by which the model is known too.
     """
     found = outline(model)
     preset, architecture, defaults = found.preset, found.architecture, found.settings
     known = {name: found.family.network_of(config) for name, config in architecture.spec.networks.items()}
     item = {"bfloat16": 2, "float32": 4}[preset.param_dtype if preset else defaults.dtype]
     networks = {name: (4 if network.float32 else item) * network.parameters for name, network in known.items()}
-    told = {"about": preset.about, "source": preset.source, "licence": preset.licence} if preset else {}
+    told: dict[str, Any] = {}
+    if preset:
+        ids = [] if preset.shipped else list(preset.sources)
+        told = {"about": preset.about, "source": preset.source, "ids": ids, "licence": preset.licence}
     sizes = named_sizes(architecture, defaults, found.sizes)
     return {
         "name": defaults.model,

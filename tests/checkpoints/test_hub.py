@@ -14,7 +14,7 @@ from tests.support.disks import no_file_above
 from tests.support.hub import COMMIT, FILES, ID, OLDER, TRANSFORMER, VAE, fetched, files_in
 from tests.support.words import naming, says
 from wanjax.checkpoints import hub
-from wanjax.checkpoints.lora import Lora
+from wanjax.checkpoints.lora_source import Lora
 from wanjax.errors import WanjaxError
 from wanjax.registry import open_source
 

@@ -20,7 +20,7 @@ from wanjax.checkpoints import modules
 from wanjax.checkpoints.adapted import AdaptedSource
 from wanjax.checkpoints.convert import ToWanjax
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
-from wanjax.checkpoints.lora import Lora
+from wanjax.checkpoints.lora_source import Lora
 from wanjax.checkpoints.networks import network
 from wanjax.cli import main
 from wanjax.converters.wan.diffusers import transformer_rules

@@ -13,8 +13,9 @@ from tests.support.harm import unchecked
 from tests.support.words import naming, says
 from wanjax.checkpoints import lora_scales
 from wanjax.checkpoints.files import Spec, Tensors, save_safetensors
-from wanjax.checkpoints.lora import Lora, LoraFile, Merged
-from wanjax.checkpoints.lora_scales import PEFT_CONFIG, PEFT_METADATA
+from wanjax.checkpoints.lora import LoraFile, Merged
+from wanjax.checkpoints.lora_scales import PEFT_METADATA
+from wanjax.checkpoints.lora_source import PEFT_CONFIG, Lora
 from wanjax.converters.wan.original import TRANSFORMER
 from wanjax.errors import WanjaxError
 

@@ -20,6 +20,7 @@ from wanjax.checkpoints.files import save_safetensors
 from wanjax.cli import catalogue
 from wanjax.media import stage_files
 from wanjax.media.pictures import read_clip
+from wanjax.media.records import load_settings
 from wanjax.media.videos import read_metadata, write_video
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
@@ -91,7 +92,7 @@ def test_info_of_each_format(text, name):
     )
     assert not {"strength", "resize"} & told.keys()  # of no use without a video, or a picture
     record = json.loads(succeeded(wanjax("info", name, "--json")).stdout)
-    assert record == read_metadata(name) == stage_files.load_settings(Path("d"))
+    assert record == read_metadata(name) == load_settings(Path("d"))
     if name == "a":
         for other in ("a/frame_00002.png", "d", "d/generation_config.json", "d/stage2_latents.safetensors"):
             told = json.loads(succeeded(wanjax("info", other, "--json")).stdout)

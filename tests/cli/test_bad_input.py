@@ -30,6 +30,7 @@ from tests.support.words import says
 from wanjax.checkpoints.files import save_safetensors
 from wanjax.cli import main
 from wanjax.media import stage_files
+from wanjax.media.records import load_settings
 from wanjax.pricing.libtpu import TPUS
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
@@ -146,10 +147,10 @@ WITHOUT_DEVICES = {
     "cuda": r"there is no device of cuda, or no plugin for it|Unable to initialize backend 'cuda'",
     "abacus": r"Backend 'abacus' is not in the list of known backends",
 }
-ASKED = [(platform, command) for platform in WITHOUT_DEVICES for command in ("a red circle", "denoise", "warmup")]
+ASKED = [(platform, command) for platform in WITHOUT_DEVICES for command in ("a red circle", "bench", "warmup")]
 
 
-@pytest.mark.parametrize(("platform", "command"), quick([("cuda", "denoise"), ("abacus", "warmup")], ASKED))
+@pytest.mark.parametrize(("platform", "command"), quick([("cuda", "bench"), ("abacus", "warmup")], ASKED))
 @pytest.mark.skipif(any(map(os.path.exists, ("/dev/nvidia0", "/dev/nvidiactl"))), reason="there is a card")
 def test_a_platform_without_devices(platform, command):
     """In a new process, because JAX chooses its devices once."""
@@ -418,7 +419,7 @@ def test_settings_changed_by_hand(stages, change, message):
 
 
 def test_latents_that_are_not_finite_cannot_be_shown(stages):
-    settings = stage_files.load_settings(stages)
+    settings = load_settings(stages)
     with unchecked():
         stage_files.save_latents(stages, np.full((1, 4, 2, 2, 4), np.nan, np.float32), settings)
     assert "not finite" in refused("decode")

@@ -16,6 +16,7 @@ from wanjax.checkpoints.files import load_safetensors
 from wanjax.cli import planning, stages
 from wanjax.kernels.attention import Attention
 from wanjax.media import stage_files
+from wanjax.media.records import load_settings
 from wanjax.sharding import AutoMesh
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
@@ -48,7 +49,7 @@ def test_a_scheduler_is_chosen_and_kept_for_the_next_stage(model):
     succeeded(wanjax("denoise", *SMALL, "--scheduler", "euler", "--dir", "one"))
     euler = latents("one")
     assert euler != own
-    assert stage_files.load_settings(Path("one"))["scheduler"] == "euler"
+    assert load_settings(Path("one"))["scheduler"] == "euler"
     succeeded(wanjax("denoise", *SMALL, "--dir", "one"))
     assert latents("one") == euler
     succeeded(wanjax("denoise", *SMALL, "--scheduler", "unipc", "--dir", "one"))

@@ -26,6 +26,7 @@ from tests.support.words import says
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.cli import main, report, stages
 from wanjax.media import stage_files, videos
+from wanjax.media.records import load_settings
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.wan.model import WanModel
 from wanjax.pricing.libtpu import TPUS
@@ -225,7 +226,7 @@ def test_generate(model):
     path = Path("stage_outputs") / stage_files.VIDEO
     assert result.stdout.strip() == str(path.absolute())
     assert files("stage_outputs") == sorted([*STAGE_FILES, stage_files.VIDEO])
-    settings = stage_files.load_settings(Path("stage_outputs"))
+    settings = load_settings(Path("stage_outputs"))
     assert videos.read_metadata(path) == settings
     assert (settings["prompt"], settings["model"], settings["width"], settings["height"]) == (
         "a red circle",
@@ -254,7 +255,7 @@ def test_three_stages_are_one_run(model):
     three = succeeded(wanjax("decode", "--dir", "three", "--out", "three/frames/"))
     for name in STAGE_FILES[1:]:
         assert (Path("one") / name).read_bytes() == (Path("three") / name).read_bytes()
-    assert stage_files.load_settings(Path("one")) == stage_files.load_settings(Path("three"))
+    assert load_settings(Path("one")) == load_settings(Path("three"))
     frames = files("one/frames")
     assert len(frames) == 5
     for name in frames:
@@ -270,7 +271,7 @@ def test_the_printed_command_resumes_the_run(model):
     command = shlex.split(re.search(r"wanjax (decode --dir .*)$", said, re.MULTILINE)[1])
     succeeded(wanjax(*command, "--fps", "8", "--out", "a.gif"))
     assert videos.read_metadata("a.gif")["fps"] == 8
-    assert stage_files.load_settings(Path("with space"))["fps"] != 8
+    assert load_settings(Path("with space"))["fps"] != 8
 
 
 def test_another_seed_for_denoise_gives_other_latents(model):
@@ -279,7 +280,7 @@ def test_another_seed_for_denoise_gives_other_latents(model):
     for seed in ("1", "2", "1"):
         succeeded(wanjax("denoise", *SMALL, "--seed", seed))
         made.append(load_safetensors(Path("stage_outputs") / stage_files.LATENTS)["latents"].copy())
-    assert stage_files.load_settings(Path("stage_outputs"))["seed"] == 1
+    assert load_settings(Path("stage_outputs"))["seed"] == 1
     assert not np.array_equal(made[0], made[1])
     np.testing.assert_array_equal(made[0], made[2])
 
@@ -372,7 +373,7 @@ def test_an_interrupted_denoising_leaves_the_embeddings(model, monkeypatch):
     assert result.stderr.endswith(": wanjax denoise --dir stage_outputs\n")
     assert files("stage_outputs") == [stage_files.CONFIG, stage_files.EMBEDDINGS]
     succeeded(wanjax("denoise"))
-    assert stage_files.load_settings(Path("stage_outputs"))["steps"] == 2  # as in the first command
+    assert load_settings(Path("stage_outputs"))["steps"] == 2  # as in the first command
 
 
 def test_an_interrupted_encoding_leaves_nothing(model, monkeypatch):

@@ -13,6 +13,7 @@ from tests.support.tiny import tiny_checkpoint
 from tests.support.words import naming, says
 from wanjax.errors import WanjaxError, WanjaxWarning
 from wanjax.media import stage_files
+from wanjax.media.records import load_settings
 from wanjax.pipelines import denoiser, frames, sampling
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
@@ -37,7 +38,7 @@ def _with_a_refused_option_in_the_fast_set(monkeypatch, tmp_path):
 
 
 def latents(folder: str) -> np.ndarray:
-    return np.asarray(stage_files.load_latents(Path(folder), stage_files.load_settings(Path(folder))))
+    return np.asarray(stage_files.load_latents(Path(folder), load_settings(Path(folder))))
 
 
 def test_a_refused_option_is_one_note_and_the_video_is_made(model):

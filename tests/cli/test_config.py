@@ -11,6 +11,8 @@ from tests.support.words import says
 from wanjax.cli import catalogue, conversion, main, many, planning, stages
 from wanjax.kernels.attention import Attention
 from wanjax.kernels.attention.flash_tiles import Tiles
+from wanjax.media.records import CONFIG as CONFIG_FILE
+from wanjax.media.records import EMBEDDINGS, LATENTS
 from wanjax.media.videos import read_metadata
 
 CONFIG = """
@@ -44,6 +46,12 @@ def given(monkeypatch, tmp_path) -> dict:
     monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "")  # is restored, because a test may set it
     monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS")
     Path("my.toml").write_text(CONFIG)
+    for name in ("a.safetensors", "b.safetensors", "c.safetensors", "lines.txt", "b.mp4"):
+        Path(name).touch()
+    Path("stage_outputs").mkdir()
+    Path("stage_outputs", CONFIG_FILE).write_text("{}")
+    for name in (EMBEDDINGS, LATENTS):
+        Path("stage_outputs", name).touch()
     kept = {}
 
     def keep(*positional, **named):

@@ -18,7 +18,7 @@ from tests.support.batches import read_manifest
 from tests.support.commands import refused
 from tests.support.words import naming, says
 from wanjax.cli import main
-from wanjax.cli.many import _ordered, seeds_of
+from wanjax.cli.many import _ordered
 from wanjax.cli.report import Report
 from wanjax.cluster.batch import MANIFEST, Manifest
 from wanjax.cluster.requests import read_requests
@@ -27,6 +27,7 @@ from wanjax.errors import WanjaxError
 from wanjax.media.pictures import read_clip
 from wanjax.media.videos import read_metadata
 from wanjax.pipelines.request import VideoRequest
+from wanjax.pipelines.settings import read_seeds
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
@@ -108,7 +109,7 @@ def test_a_run_that_was_killed_makes_the_rest(tmp_path):
     ("arguments", "sentence"),
     [
         (("a", "--prompts", "prompts.txt"), "--prompts prompt"),
-        (("--prompts", "nowhere.txt"), "prompts nowhere.txt"),
+        (("--prompts", "nowhere.txt"), "nowhere.txt"),
         (("--prompts", "empty.txt"), "empty.txt prompt"),
         (("a", "--seeds", "1..x"), "seeds '1..x' list whole 1,5,8..11"),
         (("a", "--seeds", "9,4..1"), "4..1 1..4"),
@@ -182,7 +183,7 @@ def test_what_failed_before_is_the_last_to_be_tried(tmp_path):
 @given(some.lists(some.integers(0, 2**40), min_size=1, max_size=5), some.integers(0, 9), some.integers(0, 9))
 def test_lists_of_seeds(single, first, more):
     listed = ",".join([*map(str, single), f"{first}..{first + more}"])
-    assert seeds_of(listed, None, 0) == list(dict.fromkeys([*single, *range(first, first + more + 1)]))
+    assert read_seeds(listed) == list(dict.fromkeys([*single, *range(first, first + more + 1)]))
 
 
 def test_more_videos_than_anybody_makes_are_refused():

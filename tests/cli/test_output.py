@@ -21,6 +21,7 @@ from tests.support.words import says
 from wanjax.cli.report import Report
 from wanjax.compile_cache.cache import compile_cache
 from wanjax.media import stage_files
+from wanjax.media.records import load_settings
 from wanjax.media.videos import read_metadata
 from wanjax.pipelines.run import Run
 
@@ -94,7 +95,7 @@ def test_json_of_the_stages(model):
         done = succeeded(wanjax(*command, "--json", "--dir", "d"))
         made = json.loads(done.stdout)
         assert made["file"] == str((Path("d") / name).absolute())
-        assert made["record"] == stage_files.load_settings(Path("d"))
+        assert made["record"] == load_settings(Path("d"))
         assert list(made["seconds"]) == [command[0]]
         assert (done.stderr == "") == ("-q" in command)
 

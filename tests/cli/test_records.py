@@ -15,6 +15,7 @@ from tests.support.commands import files, succeeded, wanjax
 from tests.support.tiny import tiny_checkpoint, tiny_image_checkpoint
 from wanjax.checkpoints.files import save_safetensors
 from wanjax.media import stage_files
+from wanjax.media.records import load_settings
 from wanjax.media.videos import read_metadata
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
@@ -60,7 +61,7 @@ def test_a_plain_video(text):
     succeeded(wanjax("a", "--model", text, *SMALL, "--dir", "d", "--out", "a.mp4"))
     record = read_metadata("a.mp4")
     assert extras(record, text) == PLAIN
-    assert record == stage_files.load_settings(Path("d"))
+    assert record == load_settings(Path("d"))
 
 
 def test_all_that_can_be_chosen(text, here):
@@ -113,7 +114,7 @@ def test_stages_may_run_on_other_devices(text):
     assert (record["devices"], record["mesh"]) == (f"8 x {KIND}", "dp=2,sp=2,tp=2")
     assert (record["scheduler"], record["fps"]) == ("unipc:order=1", 3)
     succeeded(wanjax("encode", "a", "--model", text, "--size", "32x32", "--frames", "1", "--dir", "d", "--force"))
-    left = stage_files.load_settings(Path("d"))
+    left = load_settings(Path("d"))
     stage_files.save_settings(Path("d"), left | {"steps": 1, "scheduler": "unipc:order=1"})
     succeeded(wanjax("decode", "--dir", "d", "--out", "b.mp4"))  # the latents are of the same settings
     assert files("d") == [stage_files.CONFIG, "output_video.mp4", stage_files.EMBEDDINGS, stage_files.LATENTS]
@@ -122,8 +123,8 @@ def test_stages_may_run_on_other_devices(text):
 def test_another_model_has_its_own_scheduler(text, here):
     shutil.copytree(text, "other")
     succeeded(wanjax("encode", "a", "--model", text, "--dir", "d"))
-    settings = stage_files.load_settings(Path("d"))
+    settings = load_settings(Path("d"))
     stage_files.save_settings(Path("d"), settings | {"scheduler": "unipc:order=1"})
     succeeded(wanjax("denoise", *SMALL, "--dir", "d", "--model", "other"))
-    record = stage_files.load_settings(Path("d"))
+    record = load_settings(Path("d"))
     assert (record["model"], record["scheduler"]) == (f"{here}/other", "unipc")

@@ -12,6 +12,7 @@ from tests.support import tiny
 from tests.support.quick import quick
 from tests.support.warm import programs, wanjax
 from wanjax.media import stage_files
+from wanjax.media.records import load_settings
 
 RUN = ("--size", "32x32", "--frames", "9", "--steps", "3")
 HERE = ("--dir", "stage_outputs", "--out", "video.mp4", "--force")
@@ -52,7 +53,7 @@ def latents(folder, warm, told) -> np.ndarray:
 
 def kept(folder: Path) -> np.ndarray:
     left = folder / "stage_outputs"
-    return np.asarray(stage_files.load_latents(left, stage_files.load_settings(left)))
+    return np.asarray(stage_files.load_latents(left, load_settings(left)))
 
 
 def test_a_second_process_compiles_nothing(warm, latents):

@@ -10,7 +10,7 @@ import pytest
 from tests.support.clips import write_clips
 from tests.support.commands import refused, wanjax
 from tests.support.words import says
-from wanjax.checkpoints.lora import Lora
+from wanjax.checkpoints.lora_source import Lora
 from wanjax.errors import WanjaxError
 from wanjax.loading import load
 from wanjax.pipelines import memory

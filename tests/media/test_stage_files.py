@@ -14,6 +14,7 @@ from tests.support.words import naming
 from wanjax.checkpoints.files import SafetensorsFile, save_safetensors
 from wanjax.errors import WanjaxError
 from wanjax.media import stage_files
+from wanjax.media.records import load_settings
 
 
 def texts(tokens: int = 6, dtype=np.float32) -> dict[str, np.ndarray]:
@@ -29,7 +30,7 @@ MASKS = {"mask": np.array([[True, False]]), "lengths": np.array([[3, 4]], np.int
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_stage_files_return_what_they_were_given(tmp_path, dtype, made):
     stage_files.save_settings(tmp_path, SETTINGS)
-    settings = stage_files.load_settings(tmp_path)
+    settings = load_settings(tmp_path)
     assert settings == SETTINGS
     written = texts(dtype=dtype) | {name: x.astype(dtype) for name, x in made.items()} | MASKS
     stage_files.save_encoded(tmp_path, written, settings)
@@ -71,7 +72,7 @@ def test_files_of_the_scripts_before(tmp_path):
     """Tensors are bfloat16 stored as float32 (`dtype_info`), have other names, and no settings beside them."""
     old = {"prompt": "a cat", "model_id": "Wan-AI/Wan2.1-T2V-14B-Diffusers", "num_inference_steps": 50, "frames": 81}
     (tmp_path / stage_files.CONFIG).write_text(json.dumps(old))
-    settings = stage_files.load_settings(tmp_path)
+    settings = load_settings(tmp_path)
     assert settings == {"prompt": "a cat", "model": "Wan-AI/Wan2.1-T2V-14B-Diffusers", "steps": 50, "frames": 81}
     rounded = texts(dtype=ml_dtypes.bfloat16)
     tensors = {name: x.astype(np.float32) for name, x in rounded.items()}
@@ -99,7 +100,7 @@ def test_broken_settings(tmp_path, config, message):
     if config is not None:
         (tmp_path / stage_files.CONFIG).write_text(config)
     with pytest.raises(WanjaxError, match=naming(message)):
-        stage_files.load_settings(tmp_path)
+        load_settings(tmp_path)
 
 
 def test_missing_stages_name_the_command(tmp_path):

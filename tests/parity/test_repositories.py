@@ -11,7 +11,8 @@ from tests.parity import published_repositories as published
 from tests.support.quick import quick
 from tests.support.words import naming
 from wanjax.checkpoints import modules
-from wanjax.checkpoints.lora import Lora, LoraFile
+from wanjax.checkpoints.lora import LoraFile
+from wanjax.checkpoints.lora_source import Lora
 from wanjax.checkpoints.networks import network
 from wanjax.checkpoints.sources import Source
 from wanjax.converters.names import Names

@@ -12,7 +12,7 @@ from tests.support.commands import succeeded
 from tests.support.commands import wanjax as command
 from tests.support.words import says
 from wanjax.checkpoints.files import save_safetensors
-from wanjax.checkpoints.lora import Lora
+from wanjax.checkpoints.lora_source import Lora
 from wanjax.errors import WanjaxWarning
 from wanjax.media.records import read_metadata
 from wanjax.pipelines.distillation import distilled_by, telling

@@ -15,6 +15,7 @@ from tests.support.tiny import tiny_checkpoint, tiny_cogvideox_checkpoint, tiny_
 from tests.support.words import naming, says
 from wanjax.errors import WanjaxError
 from wanjax.media import stage_files
+from wanjax.media.records import load_settings
 from wanjax.media.videos import read_metadata
 from wanjax.pipelines.recording import record
 from wanjax.pipelines.settings import WAYS
@@ -133,16 +134,16 @@ def test_stages(newer, image):
     for stage in ("denoise", "decode"):
         succeeded(wanjax(stage, "--dir", "d", *(SMALL[4:] if stage == "denoise" else ())))
     assert read_metadata("d/output_video.mp4")["follow"] == "diffusers"
-    settings = stage_files.load_settings(Path("d"))
+    settings = load_settings(Path("d"))
     del settings["follow"]  # as before there was one
     stage_files.save_settings(Path("d"), settings)
     succeeded(wanjax("denoise", "--dir", "d", "--force"))
-    assert stage_files.load_settings(Path("d"))["follow"] == "diffusers"
+    assert load_settings(Path("d"))["follow"] == "diffusers"
     assert says(refused("denoise", "--dir", "d", "--force", "--follow", "official"), "226 224")
 
     Image.fromarray(np.full((16, 48, 3), 90, np.uint8)).save("wide.png")
     succeeded(wanjax("encode", "a", "--model", image, "--image", "wide.png", *SMALL[:4], "--dir", "e"))
     assert says(refused("denoise", "--dir", "e", "--follow", "diffusers"), "official --follow diffusers")
     succeeded(wanjax("denoise", "--dir", "e", "--sigmas", "diffusers", *SMALL[4:]))
-    left = stage_files.load_settings(Path("e"))
+    left = load_settings(Path("e"))
     assert (left["follow"], left["sigmas"]) == ("official", "diffusers")

@@ -23,6 +23,7 @@ from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.cli import main
 from wanjax.errors import WanjaxError
 from wanjax.media import stage_files, videos
+from wanjax.media.records import load_settings
 from wanjax.registry import describe
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
@@ -72,10 +73,10 @@ def test_three_stages_are_one_run(models):
     succeeded(run("decode", "--dir", "three", "--out", "three/frames"))
     for name in (stage_files.EMBEDDINGS, stage_files.LATENTS, *(f"frames/{frame}" for frame in files("one/frames"))):
         assert (Path("one") / name).read_bytes() == (Path("three") / name).read_bytes()
-    settings = stage_files.load_settings(Path("one"))
+    settings = load_settings(Path("one"))
     image = str(Path("../wide.png").absolute())
     assert (settings["image"], settings["width"], settings["height"]) == (image, 64, 16)
-    assert stage_files.load_settings(Path("three")) == settings
+    assert load_settings(Path("three")) == settings
 
 
 def test_a_given_size_overrides_the_picture_s(models):
@@ -86,7 +87,7 @@ def test_a_given_size_overrides_the_picture_s(models):
                 "--frames", "5", "--resize", resize)
         )  # fmt: skip
         conditions.append(embeddings()["condition"].copy())
-        assert stage_files.load_settings(Path("stage_outputs"))["resize"] == resize
+        assert load_settings(Path("stage_outputs"))["resize"] == resize
     assert {condition.shape for condition in conditions} == {(1, 8, 2, 2, 4)}
     assert not any(np.array_equal(conditions[i], conditions[i - 1]) for i in range(3))
 

@@ -19,6 +19,7 @@ from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint
 from tests.support.words import naming
 from wanjax.media import stage_files
+from wanjax.media.records import load_settings
 from wanjax.pipelines.denoiser import State
 from wanjax.pipelines.observers import Cancelled, Hook, Step
 from wanjax.pipelines.request import PreparedRequest
@@ -257,5 +258,5 @@ def test_the_command_continues(tmp_path, sent):
     assert f" of {steps} steps" in continued.stderr
     assert not (left / stage_files.STATE).exists()
     succeeded(wanjax(*command[3:], "--steps", steps, "--dir", str(whole)))
-    made = [stage_files.load_latents(folder, stage_files.load_settings(folder)) for folder in (left, whole)]
+    made = [stage_files.load_latents(folder, load_settings(folder)) for folder in (left, whole)]
     np.testing.assert_array_equal(*map(np.asarray, made))

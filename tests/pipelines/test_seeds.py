@@ -19,7 +19,7 @@ from tests.support.commands import wanjax as run
 from tests.support.tiny import compile_cache, tiny_checkpoint
 from tests.support.words import naming, says
 from wanjax.errors import WanjaxError
-from wanjax.media import stage_files
+from wanjax.media.records import load_settings
 from wanjax.media.videos import read_metadata
 from wanjax.pipelines import seeds
 from wanjax.pipelines.cogvideox.conditioning import POSTERIORS
@@ -186,9 +186,9 @@ def test_the_command_line_tells_a_drawn_seed(model):
     ).stderr
     seed = read_metadata("one.mp4")["seed"]
     assert f"seed {seed} (drawn), float32" in said
-    assert stage_files.load_settings(Path("one"))["seed"] == seed
+    assert load_settings(Path("one"))["seed"] == seed
     said = succeeded(run("denoise", "--seed", "-1", "--dir", "one", "--force")).stderr
-    other = stage_files.load_settings(Path("one"))["seed"]
+    other = load_settings(Path("one"))["seed"]
     assert f"seed {other} (drawn)" in said
     assert other not in (seed, -1)
 

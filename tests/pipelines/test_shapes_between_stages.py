@@ -27,6 +27,7 @@ from tests.support.words import naming, says
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.errors import WanjaxError, WanjaxWarning
 from wanjax.media import stage_files
+from wanjax.media.records import load_settings
 from wanjax.pipelines.video_shape import VideoShape, encoded_shape
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
@@ -114,7 +115,7 @@ def test_the_commands_refuse_another_shape(control, tmp_path, monkeypatch):
     succeeded(run("denoise", "--dir", "made", "--steps", "1"))
     latents = load_safetensors(Path("made") / stage_files.LATENTS)["latents"]
     assert latents.shape == (1, 4, 2, 4, 4)
-    metadata = {"settings": json.dumps(stage_files.load_settings(Path("made")))}
+    metadata = {"settings": json.dumps(load_settings(Path("made")))}
     save_safetensors(Path("made") / stage_files.LATENTS, {"latents": latents[:, :, :1]}, metadata)
     assert says(refused("decode", "--dir", "made"), "[1, 4, 1, 4, 4] 32x32 5 frames [1, 4, 2, 4, 4] denoise")
 

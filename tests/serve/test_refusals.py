@@ -438,7 +438,7 @@ def test_a_port_in_use_is_told_before_a_model_is_looked_for(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        said = refused("serve", "--port", str(port), "--model", "nothing")
+        said = refused("serve", "--port", str(port), "--model", "owner/nothing")
     assert says(said, f"{port} 127.0.0.1 use --port 0")
     assert list(tmp_path.iterdir()) == []
     assert says(refused("serve", "--host", "203.0.113.1", "--token", TOKEN), "203.0.113.1 --host")

@@ -28,7 +28,7 @@ from tests.support.quick import quick
 from tests.support.tiny import tiny_control_checkpoint
 from tests.support.words import naming, says
 from wanjax.checkpoints.files import save_safetensors
-from wanjax.checkpoints.lora import Lora
+from wanjax.checkpoints.lora_source import Lora
 from wanjax.errors import WanjaxError
 from wanjax.media.pictures import read_clip
 from wanjax.media.videos import read_metadata, write_video

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from wanjax.checkpoints.files import Reader
-from wanjax.checkpoints.lora import Lora, LoraFile, Merged
+from wanjax.checkpoints.lora import LoraFile, Merged
 from wanjax.checkpoints.lora_keys import experts_of
+from wanjax.checkpoints.lora_source import Lora
 from wanjax.checkpoints.networks import Kinds, network
 from wanjax.checkpoints.readers import open_tensors
 from wanjax.checkpoints.sources import Source, Wrapped

@@ -25,6 +25,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from wanjax.errors import WanjaxError, reason
+from wanjax.stores.places import no_file
 from wanjax.stores.writing import writing
 
 DTYPES = {
@@ -46,6 +47,8 @@ DTYPES = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 WEIGHT_NAMES = ("diffusion_pytorch_model", "model")
+TORCH_SUFFIXES = (".pth", ".pt", ".ckpt", ".bin")
+SUFFIXES = (".safetensors", *TORCH_SUFFIXES)  # of files of weights
 SHARD_NAME = re.compile(r"(?P<stem>\w+)-(?P<number>\d{1,6})-of-(?P<count>\d{1,6})\.safetensors", re.ASCII)
 HEADER_LIMIT = 100_000_000  # bytes, as in the safetensors library
 MAX_RANK = 32
@@ -268,12 +271,6 @@ def _no_weights(folder: str | Path, names: Iterable[str]) -> WanjaxError:
     others = sorted(name for name in names if name.endswith((".safetensors", ".bin", ".pth")))
     found = f"it holds {', '.join(others)}" if others else "it holds no weights"
     return WanjaxError(f"{folder} should hold {wanted}, whole or as shards with an index, but {found}")
-
-
-def no_file(path: Path) -> str:
-    """Returns the sentence that a file is missing, or that it is a link to one."""
-    link = f" but a link to {path.readlink().name}, which is gone: get it again" if path.is_symlink() else ""
-    return f"there is no file {path}{link}"
 
 
 def aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:

@@ -19,9 +19,10 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from wanjax.checkpoints.files import WEIGHT_NAMES, no_file
+from wanjax.checkpoints.files import WEIGHT_NAMES
 from wanjax.errors import WanjaxError, causes
 from wanjax.figures import in_bytes
+from wanjax.stores.places import no_file
 from wanjax.stores.user import home, user_cache
 
 INDEX = "model_index.json"
@@ -44,13 +45,37 @@ def locate(source: str | Path, *, revision: str | None = None, markers: Sequence
     reach.
     """
     folder = Path(source).expanduser()
-    if os.path.exists(folder):  # which raises nothing for names that are none
+    if is_here(source):
         return folder
+    return download(str(source), [INDEX, *markers], revision=revision, quiet=True)
+
+
+def is_here(source: str | Path) -> bool:
+    """Tell a folder or file from a Hugging Face id; raise WanjaxError for a name that is neither."""
+    folder = Path(source).expanduser()
+    if os.path.exists(folder):  # which raises nothing for names that are none
+        return True
     if os.path.islink(folder):
         raise WanjaxError(no_file(folder))
     if not HUB_ID.fullmatch(str(source)):
         raise WanjaxError(f"there is no folder or file {folder}, and it is not a Hugging Face id, which is OWNER/NAME")
-    return download(str(source), [INDEX, *markers], revision=revision, quiet=True)
+    return False
+
+
+def name_on_hub(source: str | Path) -> re.Match[str] | None:
+    """Return the repository and the file of OWNER/NAME/FILE on the hub, by these names; None for a file that is here.
+
+    Raises WanjaxError for a name that is neither.
+    """
+    file = Path(source).expanduser()
+    if os.path.isfile(file):  # which raises nothing for names that are none
+        return None
+    if os.path.islink(file):
+        raise WanjaxError(no_file(file))
+    named = HUB_FILE.fullmatch(str(source))
+    if named is None or os.path.exists(file) or ".." in Path(named["file"]).parts:
+        raise WanjaxError(f"there is no file {file}, and it is not one of the hub, which is OWNER/NAME/FILE")
+    return named
 
 
 def locate_file(source: str | Path, *, beside: Sequence[str] = (), revision: str | None = None) -> Path:
@@ -60,13 +85,8 @@ def locate_file(source: str | Path, *, beside: Sequence[str] = (), revision: str
     Raises WanjaxError if there is no such file, or the repository is unknown, gated or out of reach.
     """
     file = Path(source).expanduser()
-    if os.path.isfile(file):  # which raises nothing for names that are none
+    if (named := name_on_hub(source)) is None:
         return file
-    if os.path.islink(file):
-        raise WanjaxError(no_file(file))
-    named = HUB_FILE.fullmatch(str(source))
-    if named is None or os.path.exists(file) or ".." in Path(named["file"]).parts:
-        raise WanjaxError(f"there is no file {file}, and it is not one of the hub, which is OWNER/NAME/FILE")
     try:
         wanted = [named["file"], *(Path(named["file"]).with_name(name).as_posix() for name in beside)]
         folder = download(named["repository"], wanted, revision=revision)

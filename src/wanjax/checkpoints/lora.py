@@ -13,99 +13,26 @@ the changes of several files are added, and their order does not matter.
 
 import json
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from wanjax.checkpoints.files import Reader, Spec
-from wanjax.checkpoints.hub import locate_file
 from wanjax.checkpoints.lora_changes import Change, changes_in, held_twice
-from wanjax.checkpoints.lora_keys import HIGH, LOW
 from wanjax.checkpoints.lora_products import magnitude_axis, set_norms
-from wanjax.checkpoints.lora_scales import PEFT_CONFIG
-from wanjax.checkpoints.readers import SUFFIXES, View, open_tensors
+from wanjax.checkpoints.readers import View, open_tensors
 from wanjax.converters.names import Names
 from wanjax.converters.transforms import Shape
 from wanjax.errors import WanjaxError
 from wanjax.figures import quantity
 from wanjax.kernels.attention import Attention
 
-NOISE_LEVELS = (HIGH, LOW)  # the names of a model's two experts
 ONE_OF_THREE = re.compile(r"((?:.*_)?)[qkv]((?:_.*)?)")  # the names of a query's, a key's or a value's projection
 OWN = "wanjax"  # the entry of a file's metadata that a training here writes: JSON
 ENOUGH = 0.5  # fraction of a file's changes that must fit; with fewer the file is for another model
-
-
-@dataclass(frozen=True)
-class Lora:
-    """A LoRA file, its strength, and the expert of a model that it changes: "high", "low" or None for all."""
-
-    file: str
-    strength: float = 1.0
-    expert: str | None = None
-
-    def __post_init__(self):
-        if not math.isfinite(self.strength):
-            raise WanjaxError(f"the strength {self.strength} of {self.file} is not a finite number: 1 is usual")
-        if self.expert not in (None, *NOISE_LEVELS):
-            raise WanjaxError(f"no expert is named {self.expert!r}: there are {' and '.join(NOISE_LEVELS)}")
-
-    @cached_property
-    def path(self) -> Path:
-        """The file, downloaded if it is on the hub. Raises WanjaxError where there is none."""
-        return locate_file(self.file, beside=(PEFT_CONFIG,))
-
-    @property
-    def name(self) -> str:
-        """The name in requests: that of the file without its suffix, and the expert's before it."""
-        name = re.sub(r"[^\w.-]", "_", Path(self.file).stem)
-        return f"{self.expert}={name}" if self.expert else name
-
-    @property
-    def label(self) -> str:
-        """The name in messages: the file's, and the expert's before it."""
-        return f"{self.expert}={Path(self.file).name}" if self.expert else Path(self.file).name
-
-    def named(self) -> "Lora":
-        """Returns the LoRA with the file of weights that its folder holds, where its file is a folder.
-
-        Raises WanjaxError where the folder holds none, or several.
-        """
-        folder = Path(self.file).expanduser()
-        if not os.path.isdir(folder):  # which raises nothing for names that are none
-            return self
-        held = sorted(path.name for path in folder.iterdir() if path.suffix in SUFFIXES)
-        if len(held) != 1:
-            what = f"{len(held)} files of weights, {', '.join(held[:4])}" if held else "no file of weights"
-            raise WanjaxError(f"the folder {folder} holds {what}: the name of one LoRA is needed")
-        return replace(self, file=str(folder / held[0]))
-
-    @classmethod
-    def parse(cls, text: str) -> "Lora":
-        """Parses `FILE` or `FILE:STRENGTH`, optionally after `high=` or `low=`. Raises WanjaxError without a FILE."""
-        expert, equals, rest = text.partition("=")
-        if not equals or expert not in NOISE_LEVELS:
-            expert, rest = None, text
-        file, colon, number = rest.rpartition(":")
-        try:
-            strength = float(number) if colon else 1.0
-        except ValueError:  # the colon belongs to the file's name
-            file, strength = rest, 1.0
-        file = file if colon else rest
-        if not file:
-            raise WanjaxError(f"the LoRA {text!r} names no file: write FILE or FILE:STRENGTH")
-        return cls(file, strength, expert)
-
-    def __str__(self) -> str:
-        expert = f"{self.expert}=" if self.expert else ""
-        plain = self.strength == 1 and ":" not in self.file
-        return f"{expert}{self.file}" + ("" if plain else f":{float(self.strength)!r}")
 
 
 class Matches(NamedTuple):

@@ -20,11 +20,11 @@ import regex
 
 from wanjax.checkpoints.files import MappedFile
 from wanjax.checkpoints.lora_keys import KINDS, PEFT_PREFIX
+from wanjax.checkpoints.lora_source import PEFT_CONFIG, PEFT_FILE
 from wanjax.errors import WanjaxError, shown
 
 PEFT_METADATA = "lora_adapter_metadata"  # the entry of a file's metadata in which diffusers stores PEFT's config
 CONFIGS = (PEFT_METADATA, "lora_config")  # the latter is finetrainers'
-PEFT_FILE, PEFT_CONFIG = "adapter_model", "adapter_config.json"  # PEFT stores it in a file of its own
 ALPHAS = ("network_alpha", "ss_network_alpha")  # entries of trainers' metadata; the latter is kohya's
 ENTRIES = ("lora_alpha", "r", "use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
 DEFAULT_ALPHA = 8  # PEFT's, for a config without one

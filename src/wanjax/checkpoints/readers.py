@@ -8,14 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from wanjax.checkpoints.files import MappedFile, Reader, SafetensorsFile, Spec
-from wanjax.checkpoints.torch_file import SUFFIXES as TORCH
+from wanjax.checkpoints.files import SUFFIXES, TORCH_SUFFIXES, MappedFile, Reader, SafetensorsFile, Spec
 from wanjax.checkpoints.torch_file import TorchFile
 from wanjax.converters.names import Names
 from wanjax.converters.transforms import Shape
 from wanjax.errors import WanjaxError
-
-SUFFIXES = (".safetensors", *TORCH)
 
 
 def open_tensors(path: str | Path) -> MappedFile:
@@ -23,7 +20,7 @@ def open_tensors(path: str | Path) -> MappedFile:
     path = Path(path).expanduser()
     if path.suffix not in SUFFIXES:
         raise WanjaxError(f"{path} is no file of weights that can be read: one that ends in {' or '.join(SUFFIXES)} is")
-    return TorchFile(path) if path.suffix in TORCH else SafetensorsFile(path)
+    return TorchFile(path) if path.suffix in TORCH_SUFFIXES else SafetensorsFile(path)
 
 
 class View:

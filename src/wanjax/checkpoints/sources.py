@@ -22,12 +22,12 @@ from wanjax.checkpoints.arrays import Arrays, size_here
 from wanjax.checkpoints.descaled import Descaled
 from wanjax.checkpoints.files import (
     HEADER_LIMIT,
+    SUFFIXES,
     Reader,
     SafetensorsFile,
     SafetensorsFolder,
     adding,
     check_names,
-    no_file,
 )
 from wanjax.checkpoints.hub import (
     COMPONENT_FILES,
@@ -39,11 +39,11 @@ from wanjax.checkpoints.hub import (
     locate,
     names_in,
 )
-from wanjax.checkpoints.readers import SUFFIXES, Renamed, Together
+from wanjax.checkpoints.readers import Renamed, Together
 from wanjax.converters.rules import Rule
 from wanjax.errors import WanjaxError, reason, shown
 from wanjax.figures import in_bytes
-from wanjax.stores.places import Missing, Remote
+from wanjax.stores.places import Missing, Remote, no_file
 from wanjax.stores.user import user_cache
 from wanjax.stores.writing import check_folder, writing
 

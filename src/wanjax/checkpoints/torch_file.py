@@ -22,7 +22,6 @@ import numpy as np
 
 from wanjax.checkpoints.files import HEADER_LIMIT, MAX_RANK, CorruptError, MappedFile, Place, Spec
 
-SUFFIXES = (".pth", ".pt", ".ckpt", ".bin")
 STORAGES = {
     "FloatStorage": np.dtype(np.float32),
     "DoubleStorage": np.dtype(np.float64),

@@ -17,7 +17,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from wanjax.cli import defaults, listing, options, scale_options, train_options
+from wanjax.cli import defaults, options, scale_options, train_options
 from wanjax.cli.arguments import check_prompt, complete_commands, complete_files, complete_models, in_words
 from wanjax.cli.report import Report, watched
 from wanjax.errors import FULL, WanjaxError, is_failure, is_out_of_memory
@@ -179,8 +179,6 @@ def generate(report: Report, made: dict[str, Any] | None, **given: Any) -> None:
         from wanjax.cli import remake
 
         given = remake.completed(given, made)
-    else:
-        listing.check(given["model"], given)
     from wanjax.cli import many, stages
     from wanjax.cli.extending import extended
 
@@ -211,7 +209,6 @@ def batch(report: Report, **given: Any) -> None:
     Each video gets its name when it is whole, and is listed in manifest.jsonl beside it. The same command goes on with
     what is missing, whatever ended the one before. Several workers are actors of Ray, which `wanjax[cluster]` brings.
     """
-    listing.check(given["model"], given)
     from wanjax.cli import many
     from wanjax.cli.extending import extended
 
@@ -238,7 +235,6 @@ def encode(report: Report, **given: Any) -> None:
     Writes the embeddings and the model's recommended settings to --dir. Pictures are encoded for one size and length of
     the video, which later stages cannot change.
     """
-    listing.check(given["model"], given)
     from wanjax.cli import stages
 
     stages.encode(report, **given)
@@ -319,11 +315,9 @@ def plan(report: Report, model: str | None, model_option: str | None, **given: A
     """
     if None not in (model, model_option) and model != model_option and options.is_typed("model_option"):
         raise click.UsageError(f"the model is given as {model} and as --model {model_option}: one way is enough")
-    chosen = model or model_option or "nano"
-    listing.check(chosen, given)
     from wanjax.cli import planning
 
-    planning.plan(report, model=chosen, **given)
+    planning.plan(report, model=model or model_option or "nano", **given)
 
 
 @main.command()
@@ -346,7 +340,6 @@ def warmup(report: Report, **given: Any) -> None:
     programs stay in the user's cache, or in --compile-cache, for all who share it. Other options, code or devices never
     use them. With --chip that cache is filled ahead of time, for TPUs that need not be here.
     """
-    listing.check(given["model"], given)
     from wanjax.cli import planning
 
     planning.warmup(report, **given)

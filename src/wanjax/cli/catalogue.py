@@ -29,7 +29,7 @@ def show_model(model: str, as_json: bool) -> None:
         "networks": [f"{name} {_rounded(size)}B" for name, size in found["networks"].items()],
     }
     own = {name: value for name, value in found["defaults"].items() if value != ""}
-    left_out = ("defaults", "needs", "grid", "frames_step")
+    left_out = ("defaults", "needs", "ids", "grid", "frames_step")
     _print_lines(_entries({name: value for name, value in found.items() if name not in left_out} | told | own))
 
 

@@ -9,7 +9,7 @@ from time import perf_counter
 import click
 
 from wanjax.checkpoints.convert import Conversion, ToDiffusers, ToWanjax
-from wanjax.checkpoints.lora import Lora
+from wanjax.checkpoints.lora_source import Lora
 from wanjax.checkpoints.manifest import Progress, verify
 from wanjax.checkpoints.networks import network
 from wanjax.checkpoints.sources import Source

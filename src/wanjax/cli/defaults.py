@@ -16,8 +16,9 @@ from click.core import ParameterSource
 
 from wanjax.cli import sections
 from wanjax.cli.arguments import check_extra, check_words, today, visible_options
-from wanjax.cli.options import Seed, Size, is_typed, of_file
+from wanjax.cli.options import SETTINGS, Seed, Size, is_typed, of_file
 from wanjax.errors import WanjaxError, reason
+from wanjax.media.inputs import INPUTS
 from wanjax.media.texts import read_text
 
 RIVALS = {
@@ -32,6 +33,16 @@ RIVALS = {
 """Parameters that, where they are typed, take the place of others that come from a file."""
 BESIDE_THE_VIDEO = ("folder", "out", "force", "profile", "processes", "quiet", "verbose", "stats", "in_json")
 """Parameters that do not shape a video."""
+FILES = {
+    **{name: f"{spec.option} FILE" for name, spec in INPUTS.items()},
+    "noise": "--noise FILE",
+    "lora": "--lora FILE",
+    "decoder": "--decoder FILE",
+    "model": "--model FOLDER",
+}
+"""Entries of a record that name files, and the options that give others."""
+RECORDED = {*SETTINGS, *FILES, "scheduler", "attention", "mesh", "rules", "compiler", "batch_guidance"}
+"""The parameters of `generate` that a record gives. No file that is written is among them."""
 SAFE = "safe"
 CONFIG, RECORD = "wanjax.config", "wanjax.record"  # keys, in a command's context, of options from files
 
@@ -54,10 +65,12 @@ class Command(sections.Command):
         return rest
 
     def invoke(self, ctx: click.Context) -> Any:
-        from wanjax.cli.runs import sweep  # imported late for a quick --help
+        from wanjax.cli.checks import check  # imported late for a quick --help
+        from wanjax.cli.runs import sweep
 
         folder = ctx.params.get("folder")
         sweep(but=folder if isinstance(folder, Path) else None)
+        check(ctx)
         return super().invoke(ctx)
 
 
@@ -75,13 +88,21 @@ def read_record(ctx: click.Context, parameter: click.Parameter, file: str | None
     """Takes the prompt and the options from the record of a video, which it returns."""
     if file is None or ctx.resilient_parsing:
         return None
-    from wanjax.cli.remake import RECORDED, record_of  # imported late for a quick --help
-
-    record = record_of(file)
+    record = _record_of(file)
     own = [x for x in ctx.command.params if x.name in RECORDED and record.get(x.name) is not None]
     found = {x.name: _checked(file, x.name, record[x.name], x) for x in own}
     ctx.meta[RECORD] = {"compiler": SAFE, **found, "tile": "tiling" in record}  # the set that records do not name
     _take(ctx)
+    return record
+
+
+def _record_of(file: str) -> dict[str, Any]:
+    """Return the record of a video that is to be made again; raise WanjaxError where it does not name its model."""
+    from wanjax.media import records  # imported late for a quick --help
+
+    record = records.read_record(file)
+    if not isinstance(record.get("model"), str):
+        raise WanjaxError(f"{file} names no model: the generation_config.json beside a stage's file does")
     return record
 
 

@@ -5,13 +5,18 @@
 """
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
+from wanjax.errors import WanjaxError, unknown_model
+from wanjax.media.inputs import INPUTS, check_inputs
 from wanjax.pipelines.settings import Settings, check_shape, no_setting, schema, sides
+from wanjax.stores.places import is_url
 
 FILE = "models.json"
 
@@ -32,6 +37,30 @@ def listed() -> Mapping[str, Mapping[str, Any]]:
     return {**_shipped(), **{name: registry.describe(name) for name in registry.presets() if name in more}}
 
 
+def named(model: str) -> Mapping[str, Any] | None:
+    """Return what is listed of a model, which may be named by its repository; None where it is not listed."""
+    if (known := listed().get(model)) is not None:
+        return known
+    bare = "/" not in model and not os.path.exists(model)
+    for each in listed().values():
+        ids = each.get("ids", ())
+        if model in ids or (bare and model in [one.rpartition("/")[2] for one in ids if one.count("/") == 1]):
+            return each
+    return None
+
+
+def check_name(model: str) -> None:
+    """Raise WanjaxError where a name is neither that of a model, nor a folder, nor can be an id on the hub."""
+    if named(model) is not None or is_url(model) or os.path.exists(Path(model).expanduser()):
+        return
+    if "/" not in model:
+        raise WanjaxError(unknown_model(model, listed()))
+    from wanjax.checkpoints.hub import HUB_FILE, is_here  # imported late: it needs NumPy
+
+    if not (HUB_FILE.fullmatch(model) and Path(model).suffix):
+        is_here(model)
+
+
 def described(model: str) -> Mapping[str, Any]:
     """Returns what `registry.describe` tells of a model, which is asked for one that is not listed."""
     if model in listed():
@@ -41,22 +70,26 @@ def described(model: str) -> Mapping[str, Any]:
     return registry.describe(model)
 
 
-def check(model: str | None, given: Mapping[str, Any]) -> None:
-    """Raises WanjaxError for given settings that a listed model does not take, before anything is imported for them.
+def check(model: str | None, given: Mapping[str, Any], *, whole: bool = False) -> None:
+    """Raises WanjaxError for settings and inputs that a listed model does not take, before anything is imported.
+
+    With `whole` they are all that a video is made from, so that an input that the model needs is missed.
 
     What it lets pass is checked again, with the model's own rules, when its pipeline is there.
     """
-    if (known := listed().get(model or "")) is None:
+    if (known := named(model or "")) is None:
         return
     own = known["defaults"]
     for name, setting in schema(Settings).items():
         if (value := given.get(name)) is None or name in ("cache", "guidance_rule"):  # read by their rules
             continue
         if name not in own and name not in ("model", "prompt"):
-            raise no_setting(name, model, own)
+            raise no_setting(name, known["name"], own)
         setting.read(value)
     shape = {name: own[name] if given.get(name) is None else given[name] for name in ("height", "width", "frames")}
     if given.get("size") is not None:
         texts = known["sizes"].items()
         shape |= sides(given["size"], {name: (int(h), int(w)) for name, text in texts for w, h in [text.split("x")]})
     check_shape(**shape, spatial=known["grid"], temporal=known["frames_step"])
+    specs = [INPUTS[name]._replace(required=whole and name in known["needs"]) for name in known["takes"]]
+    check_inputs([name for name in INPUTS if given.get(name)], known["name"], known["task"], specs)

@@ -4,7 +4,6 @@
 One process makes them, or workers of Ray do. Both are given the same batch.
 """
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
@@ -16,7 +15,7 @@ import jax
 
 from wanjax.cli.extending import Extender
 from wanjax.cli.names import VIDEOS
-from wanjax.cli.options import COMPILE_CACHE, SETTINGS, is_typed
+from wanjax.cli.options import COMPILE_CACHE, SETTINGS
 from wanjax.cli.processes import meet
 from wanjax.cli.report import Report
 from wanjax.cli.stages import Rendering, Reporting, given_settings, how_of, loaded, loading
@@ -33,13 +32,12 @@ from wanjax.media.inputs import INPUTS
 from wanjax.pipelines.record import described
 from wanjax.pipelines.request import SCHEDULER, VideoRequest
 from wanjax.pipelines.seeds import check_count, checked_seed
-from wanjax.pipelines.settings import LOADED, MOST_VIDEOS
+from wanjax.pipelines.settings import LOADED, read_seed, read_seeds
 from wanjax.pipelines.text.extending import as_settings
 from wanjax.stores.own import own_folder
 from wanjax.stores.places import Place, names_in, place
 from wanjax.stores.writing import check_folder
 
-SEED = re.compile(r"\s*(\d{1,20})(?:\.\.(\d{1,20}))?\s*", re.ASCII)  # or several, from the first to the last
 FAILURE = 1  # the exit status where some videos failed
 
 
@@ -297,38 +295,12 @@ def _longest(batch: Batch) -> Job:
 def numbers_of(requests: Sequence[VideoRequest], seeds: str | None, count: int | None, first: Any) -> list[int]:
     """Returns the seeds of each request that has none of its own, which --seeds or --count ask for, from `first` on.
 
-    Raises WanjaxError for two ways of asking at once, and for more videos than a command makes.
+    Raises WanjaxError for more videos than a command makes.
     """
-    if seeds is not None and is_typed("seed"):
-        raise WanjaxError(f"--seeds {seeds} is given beside --seed {first}: one way is enough")
-    numbers = seeds_of(seeds, count, checked_seed(first, alone=True))
+    start = checked_seed(first, alone=True)
+    numbers = [read_seed(seed) for seed in range(start, start + (count or 1))] if seeds is None else read_seeds(seeds)
     check_count(len(numbers), len([one for one in requests if "seed" not in one.settings]))
     return numbers
-
-
-def seeds_of(listed: str | None, count: int | None, first: int) -> list[int]:
-    """Returns the seeds of a list such as "1,5,8..11", or `count` seeds from the first on.
-
-    Raises WanjaxError for another list, and where both are given.
-    """
-    if listed is None:
-        return [checked_seed(seed) for seed in range(first, first + (count or 1))]
-    if count is not None:
-        raise WanjaxError("--seeds is given beside --count: one way is enough")
-    ranges = [_range(part, listed) for part in listed.split(",")]
-    if (total := sum(each.stop - each.start for each in ranges)) > MOST_VIDEOS:
-        raise WanjaxError(f"the seeds {listed[:80]} are {total:,} where {MOST_VIDEOS:,} are the most")
-    return [checked_seed(seed) for seed in dict.fromkeys(seed for some in ranges for seed in some)]
-
-
-def _range(part: str, listed: str) -> range:
-    """Return the seeds of a part of a list; raises WanjaxError where it is none."""
-    if (bounds := SEED.fullmatch(part)) is None:
-        raise WanjaxError(f"the seeds {listed[:80]!r} are no list of whole numbers such as 1,5,8..11")
-    first, last = int(bounds[1]), int(bounds[2] or bounds[1])
-    if last < first:
-        raise WanjaxError(f"the seeds {part.strip()} end before they begin: {last}..{first} are in order")
-    return range(first, last + 1)
 
 
 def folder_of(folder: Path | None, out: str | None) -> Place:

@@ -8,34 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from wanjax import registry
-from wanjax.cli.options import SETTINGS, is_typed
+from wanjax.cli.defaults import FILES
+from wanjax.cli.options import is_typed
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
-from wanjax.media.inputs import INPUTS
-from wanjax.media.records import TABLE, digests_in, read_record
+from wanjax.media.records import TABLE, digests_in
 from wanjax.pipelines.record import digest_of, paths_of
 from wanjax.pipelines.text.extending import Extended
 from wanjax.stores.places import Place
 
-FILES = {
-    **{name: f"{spec.option} FILE" for name, spec in INPUTS.items()},
-    "noise": "--noise FILE",
-    "lora": "--lora FILE",
-    "decoder": "--decoder FILE",
-    "model": "--model FOLDER",
-}
-"""Entries of a record that name files, and the options that give others."""
-RECORDED = {*SETTINGS, *FILES, "scheduler", "attention", "mesh", "rules", "compiler", "batch_guidance"}
-"""The parameters of `generate` that a record gives. No file that is written is among them."""
 DIGEST = re.compile(r"sha256 [0-9a-f]+$")  # of what was given as an array
-
-
-def record_of(file: str) -> dict[str, Any]:
-    """Returns the record of a video that is to be made again; raises WanjaxError where it does not name its model."""
-    record = read_record(file)
-    if not isinstance(record.get("model"), str):
-        raise WanjaxError(f"{file} names no model: the generation_config.json beside a stage's file does")
-    return record
 
 
 def completed(given: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:

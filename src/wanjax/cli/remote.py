@@ -389,7 +389,7 @@ def _strengths(given: Sequence[str], known: Any, at: str) -> dict[str, float]:
 
     Raises WanjaxError for one that the server does not have.
     """
-    from wanjax.checkpoints.lora import Lora  # imported late: it takes half of the time of all others
+    from wanjax.checkpoints.lora_source import Lora  # imported late: it takes half of the time of all others
 
     names = [str(one.get("name")) for one in known if isinstance(one, dict)]
     asked = {lora.name: lora.strength for lora in map(Lora.parse, given)}

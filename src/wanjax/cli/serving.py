@@ -19,7 +19,7 @@ import click
 import jax
 
 from wanjax import loading
-from wanjax.checkpoints.lora import Lora
+from wanjax.checkpoints.lora_source import Lora
 from wanjax.cli.options import COMPILE_CACHE
 from wanjax.cli.processes import meet
 from wanjax.cli.report import Report

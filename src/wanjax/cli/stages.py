@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from wanjax import registry
-from wanjax.checkpoints.lora import Lora
+from wanjax.checkpoints.lora_source import Lora
 from wanjax.cli import options
 from wanjax.cli.names import VIDEOS, free_names, video_named
 from wanjax.cli.processes import meet
@@ -38,7 +38,7 @@ from wanjax.loading import load
 from wanjax.media import stage_files, videos
 from wanjax.media.inputs import INPUTS
 from wanjax.media.pictures import Pictures
-from wanjax.media.records import DIGESTS, digests_in
+from wanjax.media.records import DIGESTS, digests_in, load_settings
 from wanjax.media.stage_files import LATENTS, VIDEO
 from wanjax.pipelines.checks import check_streams, check_strength
 from wanjax.pipelines.denoiser import stream_of
@@ -172,7 +172,7 @@ def check_free(folder: Path, command: str, force: bool) -> None:
 
 def _left_in(folder: Path) -> dict[str, Any]:
     """Returns the settings that a stage before left; raises WanjaxError for a video of windows, which has no stages."""
-    left = stage_files.load_settings(folder)
+    left = load_settings(folder)
     if left.get("windows", 1) != 1:
         told = f"{folder} has a video of {left['windows']} windows, each of which goes through all stages"
         raise WanjaxError(f"{told}: `wanjax generate --from {folder} --dir {folder}` makes it")

@@ -22,6 +22,7 @@ from wanjax.media.bounds import BOUNDS
 from wanjax.media.ffmpeg import Film, described, reading, run
 from wanjax.media.holes import Zeros, ends_within
 from wanjax.stores.own import own_folder
+from wanjax.stores.places import no_file
 
 BEYOND = 10  # seconds of a film that are looked at after what is used of it
 DECODED_TIMES = 4  # as many pixels are decoded to look for damage as all frames may have that are read
@@ -61,7 +62,7 @@ def read_film(source: str | Path, frames: int, fps: int | float, *, values: bool
         WanjaxError: The film cannot be read, is too large or is damaged, and at which frame.
     """
     if not Path(source).is_file():
-        raise WanjaxError(f"there is no file {source}")
+        raise WanjaxError(no_file(Path(source)))
     with own_folder() as folder:
         try:
             film = described(source)

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a video can be made from beside its prompt, as data: options, requests and models' needs come from here.
 
-Nothing but the standard library is imported, so that `--help` is quick.
+No library is imported, so that `--help` is quick.
 """
 
+from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple
+
+from wanjax.errors import WanjaxError
 
 
 class InputSpec(NamedTuple):
@@ -50,3 +53,15 @@ MASK = InputSpec(
 REFERENCES = InputSpec("references", "images", "reference images", "Pictures of what the video should show.")
 INPUTS = {one.name: one for one in (IMAGE, LAST_IMAGE, VIDEO, MASK, REFERENCES)}
 """The inputs of the families in the package, by name. A model of another family may have inputs of its own."""
+
+
+def check_inputs(given: Collection[str], model: str, purpose: str, specs: Sequence[InputSpec]) -> None:
+    """Raise WanjaxError unless a model takes the given inputs, by their names, and has those that it needs."""
+    nouns = {name: spec.noun for name, spec in INPUTS.items()} | {spec.name: spec.noun for spec in specs}
+    for name in given:
+        if name not in [spec.name for spec in specs]:
+            taken = " and ".join(spec.noun for spec in specs) or "a prompt alone"
+            raise WanjaxError(f"{model} is made for {purpose} and cannot use {nouns[name]}: it takes {taken}")
+    for spec in specs:
+        if spec.required and spec.name not in given:
+            raise WanjaxError(f"{model} is made for {purpose}: {spec.noun} is needed beside the prompt")

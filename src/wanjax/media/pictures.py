@@ -29,6 +29,7 @@ from wanjax.media.films import read_film
 from wanjax.media.holes import holed_frame
 from wanjax.media.inputs import InputSpec
 from wanjax.media.videos import BROKEN, read_metadata
+from wanjax.stores.places import no_file
 
 Picture = UInt8[np.ndarray, "H W 3"]
 PictureOfAnySize = UInt8[np.ndarray, "_H _W 3"]  # in a list whose pictures differ in size
@@ -420,7 +421,7 @@ def opened(source: str | Path | BytesIO, name: str, *, pixels: int | None = None
     most = BOUNDS.pixels if pixels is None else pixels
     if not isinstance(source, BytesIO) and not os.path.isfile(source):
         raise WanjaxError(
-            f"{name} is a folder: a picture is needed" if os.path.isdir(source) else f"there is no file {name}"
+            f"{name} is a folder: a picture is needed" if os.path.isdir(source) else no_file(Path(source))
         )
     with ExitStack() as stack:
         with _decoding(name, most, opening=True):

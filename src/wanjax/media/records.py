@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from wanjax.checkpoints.files import SafetensorsFile
-from wanjax.errors import WanjaxError
+from wanjax.errors import WanjaxError, reason
 from wanjax.media.videos import FRAME, read_metadata
-from wanjax.stores.places import Place, local_copy, place
+from wanjax.stores.places import Place, local_copy, no_file, place
 
 CONFIG = "generation_config.json"
+EMBEDDINGS = "stage1_embeddings.safetensors"
+LATENTS = "stage2_latents.safetensors"
+MADE_BY = {EMBEDDINGS: "wanjax encode PROMPT", LATENTS: "wanjax denoise"}
+"""The files of the first two stages, and the commands that make them."""
 DIGESTS = "digests"  # the entry of a record with the digest of each file and folder that it names, by its path
 TABLE = "cache"  # the name in it of the table that a step cache used
 OLD_NAMES = {"model_id": "model", "num_inference_steps": "steps", "num_frames": "frames"}
@@ -32,7 +36,7 @@ def read_record(path: str | Place) -> dict[str, Any]:
     if file.is_dir():
         file = next((file / name for name in (CONFIG, FRAME.format(0)) if (file / name).is_file()), file)
     if not file.exists():
-        raise WanjaxError(f"there is no file {file}")
+        raise WanjaxError(no_file(file))
     found: Any = None
     if file.suffix.lower() == ".safetensors":
         found = table_in(SafetensorsFile(file), "settings")
@@ -43,6 +47,30 @@ def read_record(path: str | Place) -> dict[str, Any]:
     if not isinstance(found, dict) or not isinstance(found.get("prompt"), str):
         raise WanjaxError(f"{file} holds no settings of a video: wanjax did not write it, or something rewrote it")
     return as_of_now(found)
+
+
+def load_settings(folder: Path) -> dict[str, Any]:
+    """Return the settings in generation_config.json, as `as_of_now` has them.
+
+    Raises WanjaxError if the file is missing or no JSON object.
+    """
+    file = folder / CONFIG
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise WanjaxError(f"{folder} holds no {CONFIG}, which `wanjax encode` writes: run it first") from error
+    except (OSError, ValueError) as error:
+        raise WanjaxError(f"{file} cannot be read, {reason(error)}: run `wanjax encode` again") from error
+    if not isinstance(settings, dict):
+        raise WanjaxError(f"{file} is not a JSON object: run `wanjax encode` again")
+    return as_of_now(settings)
+
+
+def stage_file(folder: Path, name: str) -> Path:
+    """Return the path of a stage's file in a folder; raise WanjaxError where it is missing."""
+    if not (folder / name).is_file():
+        raise WanjaxError(f"{folder} holds no {name}: run `{MADE_BY[name]} --dir {folder}` first")
+    return folder / name
 
 
 def as_of_now(settings: Mapping[str, Any]) -> dict[str, Any]:

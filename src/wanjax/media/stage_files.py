@@ -15,13 +15,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from wanjax.checkpoints.files import SafetensorsFile, save_safetensors
-from wanjax.errors import WanjaxError, reason
+from wanjax.errors import WanjaxError
 from wanjax.media.inputs import INPUTS
-from wanjax.media.records import CONFIG, DIGESTS, as_of_now, table_in
+from wanjax.media.records import CONFIG, DIGESTS, EMBEDDINGS, LATENTS, MADE_BY, stage_file, table_in
 from wanjax.stores.writing import writing
 
-EMBEDDINGS = "stage1_embeddings.safetensors"
-LATENTS = "stage2_latents.safetensors"
 STATE = "stage2_state.safetensors"
 """The state of denoising that is not complete."""
 PREVIEW = "preview.png"
@@ -56,23 +54,6 @@ def save_settings(folder: Path, settings: Mapping[str, Any]) -> None:
         beside.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
-def load_settings(folder: Path) -> dict[str, Any]:
-    """Returns the settings in generation_config.json, as `as_of_now` has them.
-
-    Raises WanjaxError if the file is missing or no JSON object.
-    """
-    file = folder / CONFIG
-    try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise WanjaxError(f"{folder} holds no {CONFIG}, which `wanjax encode` writes: run it first") from error
-    except (OSError, ValueError) as error:
-        raise WanjaxError(f"{file} cannot be read, {reason(error)}: run `wanjax encode` again") from error
-    if not isinstance(settings, dict):
-        raise WanjaxError(f"{file} is not a JSON object: run `wanjax encode` again")
-    return as_of_now(settings)
-
-
 def save_encoded(
     folder: Path, tensors: Mapping[str, Shaped[Array | np.ndarray, "1 ..."]], settings: Mapping[str, Any]
 ) -> None:
@@ -92,12 +73,12 @@ def save_encoded(
 
 
 def load_encoded(folder: Path, settings: Mapping[str, Any]) -> dict[str, Shaped[Array, "1 ..."]]:
-    """Returns the tensors of the folder's first stage; `settings` as `load_settings` returns them.
+    """Returns the tensors of the folder's first stage; `settings` as `records.load_settings` returns them.
 
     They are floats, or masks of integers or booleans; their names and ranks are the caller's to check.
     Raises WanjaxError if the file is missing or broken, or was made with other prompts or pictures than `settings` say.
     """
-    file = _open_stage(folder, EMBEDDINGS, settings, "wanjax encode PROMPT")
+    file = _open_stage(folder, EMBEDDINGS, settings)
     return {name: _read(file, name, FLOATS_AND_MASKS) for name in file.specs}
 
 
@@ -124,10 +105,10 @@ def save_latents(folder: Path, latents: Any, settings: Mapping[str, Any]) -> Non
 def load_latents(folder: Path, settings: Mapping[str, Any]) -> Any:
     """Returns the latents [1 C T H W] of the folder's second stage, or its streams by name, if it has several.
 
-    `settings` are those that `load_settings` returns. Raises WanjaxError if they are missing, broken, not finite, of
-    another rank, or made with other settings.
+    `settings` are those that `records.load_settings` returns. Raises WanjaxError if they are missing, broken, not
+    finite, of another rank, or made with other settings.
     """
-    file = _open_stage(folder, LATENTS, settings, "wanjax denoise")
+    file = _open_stage(folder, LATENTS, settings)
     streams = {VIDEO_STREAM: _read(file, "latents", FLOATS, rank=5)}
     for name in file.specs:
         if name.endswith(OF_STREAM):
@@ -153,11 +134,9 @@ def _save_stage(
     save_safetensors(path, {name: np.asarray(x) for name, x in tensors.items()}, {"settings": json.dumps(record)})
 
 
-def _open_stage(folder: Path, name: str, settings: Mapping[str, Any], command: str) -> SafetensorsFile:
+def _open_stage(folder: Path, name: str, settings: Mapping[str, Any]) -> SafetensorsFile:
     """Opens a stage's file; raises WanjaxError if it is missing or was made with other settings than the folder's."""
-    if not (folder / name).is_file():
-        raise WanjaxError(f"{folder} holds no {name}: run `{command} --dir {folder}` first")
-    file = SafetensorsFile(folder / name)
+    file, command = SafetensorsFile(stage_file(folder, name)), MADE_BY[name]
     record = table_in(file, "settings")
     others = [key for key in INPUTS if record and key not in record]  # that are given in the one alone
     for key, value in (record | dict.fromkeys(others)).items():

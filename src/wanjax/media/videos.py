@@ -31,7 +31,7 @@ from wanjax.media.ffmpeg import reading, run_ffmpeg
 from wanjax.media.webp import keep_time
 from wanjax.signals import abandoned_by
 from wanjax.stores.own import name_beside, own_folder
-from wanjax.stores.places import Place, Remote, local_copy, place
+from wanjax.stores.places import Place, Remote, local_copy, no_file, place
 from wanjax.stores.writing import check_folder, check_room, writing
 
 FRAME = "frame_{:05d}.png"
@@ -132,18 +132,24 @@ def write_video(
     return target
 
 
+def check_suffix(path: str | Place) -> str:
+    """Return the suffix of a video's name, in small letters; raise WanjaxError for one that is unknown, and for "-"."""
+    suffix = _suffix(path)
+    if str(path) == "-":
+        raise WanjaxError("a video cannot be written to the standard output, -: the name of a file, or ./-, would do")
+    if suffix not in WRITERS:
+        known = ", ".join(filter(None, WRITERS))
+        raise WanjaxError(f"{path} ends in {suffix}: {known}, or no suffix for a folder of PNG, would do")
+    return suffix
+
+
 def check_output(path: str | Place, frames: int = 1) -> Place:
     """Returns the place, with an absolute path, of a video of this name and number of frames; makes its folder here.
 
     Raises WanjaxError if the suffix is unknown, the folder cannot be written, a folder of PNG holds other things or is
     to be in a store, or one picture is to hold several frames. No store is asked.
     """
-    suffix, target = _suffix(path), place(path).absolute()
-    if str(path) == "-":
-        raise WanjaxError("a video cannot be written to the standard output, -: the name of a file, or ./-, would do")
-    if suffix not in WRITERS:
-        known = ", ".join(filter(None, WRITERS))
-        raise WanjaxError(f"{path} ends in {suffix}: {known}, or no suffix for a folder of PNG, would do")
+    suffix, target = check_suffix(path), place(path).absolute()
     if suffix == ".png" and frames != 1:
         raise WanjaxError(PICTURE.format(path))
     if isinstance(target, Remote):
@@ -195,7 +201,7 @@ def read_metadata(path: str | Place) -> dict[str, Any]:
             return read_metadata(file)
     file = path / FRAME.format(0) if path.is_dir() else path
     if not file.is_file():
-        raise WanjaxError(f"there is no file {file}")
+        raise WanjaxError(no_file(file))
     comment = _film_comment if file.suffix.lower() in FILMS else _image_comment
     try:
         settings = json.loads(comment(file))

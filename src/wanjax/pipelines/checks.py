@@ -11,7 +11,6 @@ from jax.typing import DTypeLike
 
 from wanjax.errors import SettingError, WanjaxError, shown
 from wanjax.layers.tiling import Tiling
-from wanjax.media.inputs import INPUTS, InputSpec
 from wanjax.pipelines.settings import DTYPES, Settings
 from wanjax.programs import refuse_traced
 
@@ -34,18 +33,6 @@ def on_host(pictures: Any) -> Any:
         refuse_traced(pictures)
         return np.asarray(pictures)
     return [on_host(x) for x in pictures] if isinstance(pictures, list | tuple | Generator) else pictures
-
-
-def check_inputs(given: Collection[str], model: str, purpose: str, specs: Sequence[InputSpec]) -> None:
-    """Raises WanjaxError unless a model takes the given inputs, by their names, and has those that it needs."""
-    nouns = {name: spec.noun for name, spec in INPUTS.items()} | {spec.name: spec.noun for spec in specs}
-    for name in given:
-        if name not in [spec.name for spec in specs]:
-            taken = " and ".join(spec.noun for spec in specs) or "a prompt alone"
-            raise WanjaxError(f"{model} is made for {purpose} and cannot use {nouns[name]}: it takes {taken}")
-    for spec in specs:
-        if spec.required and spec.name not in given:
-            raise WanjaxError(f"{model} is made for {purpose}: {spec.noun} is needed beside the prompt")
 
 
 def check_noise(noise: Any, right: tuple[int, ...], name: str = "noise") -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
-from wanjax.checkpoints.readers import SUFFIXES
+from wanjax.checkpoints.files import SUFFIXES
 from wanjax.figures import quantity
 from wanjax.pipelines.settings import Settings, SomeSettings
 from wanjax.schedulers import Scheduler, name_of

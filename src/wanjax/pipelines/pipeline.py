@@ -32,7 +32,7 @@ from wanjax.figures import quantity
 from wanjax.kernels.attention import AUTO, Attention
 from wanjax.kernels.compiler_options import SAFE
 from wanjax.layers.tiling import Tiling
-from wanjax.media.inputs import INPUTS, REFERENCES
+from wanjax.media.inputs import INPUTS, REFERENCES, check_inputs
 from wanjax.media.pictures import Clip, Pictures, read_pictures
 from wanjax.media.records import TABLE
 from wanjax.media.videos import Video
@@ -41,7 +41,6 @@ from wanjax.pipelines.caching.tables import table_digest
 from wanjax.pipelines.checks import (
     check_encoded,
     check_frames,
-    check_inputs,
     check_latents,
     check_loaded,
     check_prompt,

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from wanjax.checkpoints.files import content_digest
-from wanjax.checkpoints.lora import Lora
-from wanjax.checkpoints.lora_scales import PEFT_CONFIG
+from wanjax.checkpoints.lora_source import PEFT_CONFIG, Lora
 from wanjax.layers.tiling import Tiling
 from wanjax.media.inputs import INPUTS
 from wanjax.media.records import DIGESTS

@@ -28,6 +28,7 @@ RESIZES = ("crop", "pad", "stretch")
 LONGEST_NUMBER = 40  # characters
 LARGEST_SIDE = 16_384  # pixels
 SEED_BITS = 64
+SEEDS = re.compile(r"\s*(\d{1,20})(?:\.\.(\d{1,20}))?\s*", re.ASCII)  # one, or from the first to the last
 PIXELS = re.compile(r"\s*(\d{1,6})\s*[x×*]\s*(\d{1,6})\s*", re.IGNORECASE)  # width and height
 SIZE_NAME = re.compile(r"\d{1,6}p|portrait|square")
 WAYS = ("official", "diffusers")
@@ -151,6 +152,24 @@ def read_seed(given: Any) -> int:
         right = f"a whole number from 0 to 2^{SEED_BITS} - 1, or random, which draws one,"
         raise WanjaxError(f"the seed is given as {shown(given)} where {right} is right")
     return number
+
+
+def read_seeds(text: str) -> list[int]:
+    """Return the seeds of a list such as "1,5,8..11"; raise WanjaxError for another, and for too many of them."""
+    ranges = [_range(part, text) for part in text.split(",")]
+    if (total := sum(each.stop - each.start for each in ranges)) > MOST_VIDEOS:
+        raise WanjaxError(f"the seeds {text[:80]} are {total:,} where {MOST_VIDEOS:,} are the most")
+    return [read_seed(seed) for seed in dict.fromkeys(seed for some in ranges for seed in some)]
+
+
+def _range(part: str, text: str) -> range:
+    """Return the seeds of a part of a list; raise WanjaxError where it is none."""
+    if (bounds := SEEDS.fullmatch(part)) is None:
+        raise WanjaxError(f"the seeds {text[:80]!r} are no list of whole numbers such as 1,5,8..11")
+    first, last = int(bounds[1]), int(bounds[2] or bounds[1])
+    if last < first:
+        raise WanjaxError(f"the seeds {part.strip()} end before they begin: {last}..{first} are in order")
+    return range(first, last + 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,9 +18,8 @@ from typing import Any
 from PIL import Image
 
 from wanjax.errors import SettingError, WanjaxError
-from wanjax.media.inputs import IMAGE, INPUTS, InputSpec
+from wanjax.media.inputs import IMAGE, INPUTS, InputSpec, check_inputs
 from wanjax.media.pictures import DECODING, PictureOfAnySize, opened, picture_of
-from wanjax.pipelines.checks import check_inputs
 from wanjax.pipelines.other_names import unknown_keyword
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.request import BESIDE, MODEL, SAME_IMAGE, VALUES, VideoRequest

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from wanjax.checkpoints.lora import Lora
+from wanjax.checkpoints.lora_source import Lora
 from wanjax.errors import SettingError, WanjaxError
 from wanjax.layers.tiling import Tiling
 from wanjax.media.records import DIGESTS

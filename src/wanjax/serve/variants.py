@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from wanjax.checkpoints.hub import check_file
-from wanjax.checkpoints.lora import Lora
+from wanjax.checkpoints.lora_source import Lora
 from wanjax.errors import SettingError, WanjaxError, shown
 from wanjax.pipelines.components import Components
 from wanjax.pipelines.model import VideoModel

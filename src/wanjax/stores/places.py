@@ -253,6 +253,12 @@ def place(name: str | Path | Remote) -> Place:
     return Remote(scheme, "/".join((bucket, *parts)))
 
 
+def no_file(path: Path) -> str:
+    """Return the sentence that a file is missing, or that it is a link to one."""
+    link = f" but a link to {path.readlink().name}, which is gone: get it again" if os.path.islink(path) else ""
+    return f"there is no file {path}{link}"
+
+
 def read(file: Place) -> bytes | None:
     """Returns the bytes of a file, None where there is none; raises WanjaxError for an object of more than LARGEST."""
     try:

@@ -14,10 +14,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from wanjax.checkpoints.files import SafetensorsFolder, check_names, no_file
+from wanjax.checkpoints.files import SUFFIXES, SafetensorsFolder, check_names
 from wanjax.checkpoints.hub import INDEX, names_in
 from wanjax.checkpoints.layouts import Component, Layout, RecognisedSource, model_index, needs_transformer
-from wanjax.checkpoints.readers import SUFFIXES, open_tensors
+from wanjax.checkpoints.readers import open_tensors
 from wanjax.checkpoints.sources import check_small, read_json
 from wanjax.converters.configs import read_config
 from wanjax.converters.wan.diffusers import transformer_config
@@ -29,6 +29,7 @@ from wanjax.pipelines.wan import recognise
 from wanjax.pipelines.wan.presets import DISTILLATIONS, FUN, lender_of, published
 from wanjax.pipelines.wan.tasks import CAUSAL_PIPELINES
 from wanjax.schedulers import UNIPC_SHIFT
+from wanjax.stores.places import no_file
 
 KIND = re.compile(r"(?:Vace)?Wan\w*")  # the class in a transformer's config.json, of the authors or of others
 FOLDERS = {"transformer": "high_noise_model", "transformer_2": "low_noise_model"}

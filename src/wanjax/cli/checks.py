@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is wrong with a command's options, as far as that is known without JAX, whose import takes seconds.
+
+What passes here is checked again where it is used.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from wanjax.cli import listing
+from wanjax.errors import WanjaxError
+from wanjax.media.inputs import INPUTS
+from wanjax.pipelines.settings import read_seeds
+from wanjax.pipelines.text.extending import check_address
+from wanjax.stores.places import no_file, place
+
+VIDEO = ("generate", "batch", "encode", "plan", "warmup", "calibrate")  # commands of a video's settings
+WHOLE = ("generate", "encode")  # those that are given all that a video is made from
+MODELS = ("model", "model_option", "source")
+FILES = (*INPUTS, "noise", "decoder", "preview_decoder", "prompts")
+STAGES = ("denoise", "decode")  # commands that read what another left in --dir
+ONE_VIDEO = ("generate", "decode")  # commands whose --out is a video's name
+SEVERAL = ("prompts", "seeds", "count")  # but with these, which make it a folder
+
+
+def check(ctx: click.Context) -> None:
+    """Raise WanjaxError for a model or file that is not there, and for seeds, an address or a suffix that is none."""
+    given = {name: value for name, value in ctx.params.items() if value not in (None, (), "")}
+    if given.get("made"):  # of which `remake` tells more
+        given = {name: x for name, x in given.items() if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    _check_seeds(given, typed_seed=ctx.get_parameter_source("seed") is ParameterSource.COMMANDLINE)
+    if "at" in given:  # where these are the server's
+        given = {name: value for name, value in given.items() if name not in (*MODELS, "lora", "decoder")}
+    for model in [given[name] for name in MODELS if name in given] or ["nano"] * (ctx.info_name == "plan"):
+        listing.check_name(model)
+        if ctx.info_name in VIDEO and "made" not in given:
+            listing.check(model, given, whole=ctx.info_name in WHOLE and "prompts" not in given)
+    for name in FILES:
+        for file in given[name] if isinstance(given.get(name), tuple) else [given.get(name)]:
+            _check_file(file)
+    if "data" in given and not os.path.exists(data := given["data"].expanduser()):
+        raise WanjaxError(f"there is no folder or table {data}: give a folder of clips with captions")
+    for text in given.get("lora", ()):
+        _check_lora(text)
+    if "extend_prompt" in given:
+        check_address(given["extend_prompt"])
+    if "out" in given and ctx.info_name in ONE_VIDEO and not any(name in given for name in SEVERAL):
+        _check_suffix(given["out"])
+    if ctx.info_name in STAGES:
+        _check_stage(given["folder"], ctx.info_name)
+
+
+def _check_seeds(given: Mapping[str, Any], *, typed_seed: bool) -> None:
+    if (seeds := given.get("seeds")) is None:
+        return
+    for other in ["count"] * ("count" in given) + ["seed"] * typed_seed:
+        raise WanjaxError(f"--seeds {seeds} is given beside --{other} {given[other]}: one way is enough")
+    read_seeds(seeds)
+
+
+def _check_file(file: Any) -> None:
+    if file is None or str(file) == "-":
+        return
+    path = place(file)
+    if isinstance(path, Path) and not os.path.exists(path):  # which raises nothing for names that are none
+        raise WanjaxError(no_file(path))
+
+
+def _check_lora(text: str) -> None:
+    from wanjax.checkpoints.hub import name_on_hub  # imported late: it needs NumPy
+    from wanjax.checkpoints.lora_source import Lora
+
+    name_on_hub(Lora.parse(text).named().file)
+
+
+def _check_suffix(out: str) -> None:
+    from wanjax.media.videos import check_suffix  # imported late: it needs NumPy
+
+    check_suffix(out)
+
+
+def _check_stage(folder: Path, command: str) -> None:
+    from wanjax.media.records import EMBEDDINGS, LATENTS, load_settings, stage_file  # imported late: it needs NumPy
+
+    load_settings(folder)
+    stage_file(folder, EMBEDDINGS if command == "denoise" else LATENTS)

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mistakes that are told before JAX is imported, which takes seconds."""
+
+import json
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.commands import refused
+from tests.support.words import says
+
+MISTAKES = {
+    "a --image nope.png": "nope.png",
+    "a --video nope.mp4": "nope.mp4",
+    "a --model wan2.1-vace-1.3b --reference here.png --reference nope.png": "nope.png",
+    "a --noise nope.safetensors": "nope.safetensors",
+    "a --lora high=nope.safetensors:0.5": "nope.safetensors OWNER/NAME/FILE",
+    "a --decoder nope.safetensors": "nope.safetensors",
+    "a --from nope.mp4": "nope.mp4",
+    "--prompts nope.txt": "nope.txt",
+    "batch nope.csv": "nope.csv",
+    "train nano nodir --out x": "nodir",
+    "a --seeds 5..1": "5..1 1..5",
+    "batch here.txt --seeds one": "'one' 1,5,8..11",
+    "a --seeds 1,2 --count 3": "--seeds --count",
+    "a --seeds 1,2 --seed 3": "--seeds --seed",
+    "a --model nanno": "'nanno' nano",
+    "a --model wan2.1-t2v-1.3": "'wan2.1-t2v-1.3' wan2.1-t2v-1.3b",
+    "a --model wan2.1-t2v-13b": "'wan2.1-t2v-13b' wan2.1-t2v-1.3b wan2.1-t2v-14b",
+    "a --model Wan2.2": "'Wan2.2' wan2.2-t2v-a14b",
+    "a --model hunyuan": "'hunyuan' hunyuanvideo1.5-480p-t2v",
+    "a --model cogvideo-5b": "'cogvideo-5b' cogvideox-5b",
+    "a --model qwertz": "'qwertz' models",
+    "a --model ./nodir": "nodir OWNER/NAME",
+    "models nanno": "'nanno' nano",
+    "plan nanno": "'nanno' nano",
+    "plan --model nanno": "'nanno' nano",
+    "warmup --model nanno": "'nanno' nano",
+    "convert nanno x": "'nanno' nano",
+    "train nanno . --out x": "'nanno' nano",
+    "bench nanno": "'nanno' nano",
+    "calibrate nanno": "'nanno' nano",
+    "serve --model nanno": "'nanno' nano",
+    "denoise --dir nodir": "nodir encode",
+    "denoise --dir encoded": "encoded stage1_embeddings.safetensors encode",
+    "decode --dir nodir": "nodir encode",
+    "decode --dir encoded": "encoded stage2_latents.safetensors denoise",
+    "a --model wan2.1-t2v-1.3b --image here.png": "wan2.1-t2v-1.3b image video",
+    "a --model wan2.1-i2v-14b-480p": "wan2.1-i2v-14b-480p image",
+    "encode a --model wan2.1-i2v-14b-480p": "wan2.1-i2v-14b-480p image",
+    "a --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --frames 18": "18 17",
+    "a --model Wan2.1-T2V-1.3B-Diffusers --frames 18": "18 17",
+    "a --out x.avi": "x.avi .mp4",
+    "decode --dir encoded --out x.avi": ".avi .mp4",
+    "a --extend-prompt localhost": "'localhost' http://localhost:11434/v1",
+}
+TRIED = """if True:
+    import contextlib, io, json, sys
+    from wanjax.cli import main
+    answers = []
+    for arguments in json.loads(sys.argv[1]):
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            try:
+                status = main(arguments, prog_name="wanjax")
+            except SystemExit as end:
+                status = end.code
+        answers.append([status, said.getvalue(), "jax" in sys.modules])
+    print(json.dumps(answers))
+"""
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """What a fresh process answers to each mistake: the status, the message, and whether JAX was imported by then."""
+    here = tmp_path_factory.mktemp("here")
+    for name in ("here.png", "here.txt"):
+        (here / name).touch()
+    (here / "encoded").mkdir()
+    (here / "encoded/generation_config.json").write_text('{"model": "nano", "prompt": "a red circle"}')
+    commands = json.dumps([shlex.split(text) for text in MISTAKES])
+    run = subprocess.run([sys.executable, "-c", TRIED, commands], cwd=here, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return dict(zip(MISTAKES, json.loads(run.stdout), strict=True))
+
+
+@pytest.mark.parametrize("arguments", MISTAKES)
+def test_a_mistake_is_told_before_jax_is_imported(answers, arguments):
+    status, message, imported = answers[arguments]
+    assert status == 2
+    assert message.startswith("wanjax: ")
+    assert message.count("\n") == 1
+    assert says(message, MISTAKES[arguments])
+    assert not imported
+
+
+def test_a_model_that_is_a_folder_here_is_not_taken_for_a_mistyped_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nanno").mkdir()
+    assert says(refused("models", "nanno"), "nanno model_index.json")
