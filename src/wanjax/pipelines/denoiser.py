@@ -34,9 +34,11 @@ from wanjax.pipelines.guidance import Groups, GuidanceRule, Latents
 from wanjax.pipelines.seeds import Words, drawn_noise, key_numbers, noise_of_frames, solver_keys
 from wanjax.programs import Value, program
 from wanjax.schedulers import Scheduler
+from wanjax.schedulers.base import Schedule
 from wanjax.sharding import replicate
 
 Held = Float[Value, "B T H W C"]  # latents between two programs
+Streams = Float[Value, "B ..."] | Mapping[str, Float[Value, "B ..."]]  # latents, or what is like them
 
 
 def stream_of(latents: Any, name: str = VIDEO) -> Any:
@@ -59,7 +61,7 @@ class Denoiser(ABC):
     def predict(
         self,
         network: Any,
-        x: Any,
+        x: Streams,
         t: Any,
         prompt: Any,
         shared: Any,
@@ -82,11 +84,11 @@ class Denoiser(ABC):
     def embed_timesteps(self, network: Any, times: Any, plain: bool = False) -> Float[Array, "B _E"]:
         """Returns the embedding of timesteps that the blocks are given; if `plain`, before it is projected for them."""
 
-    def timesteps(self, schedule: Any) -> Any:
+    def timesteps(self, schedule: Schedule) -> Any:
         """Returns the timestep of a schedule's only step, or a tree of all the timesteps that the network is told."""
         return schedule.timesteps[0]
 
-    def finalize(self, x: Any, conditioning: Mapping[str, Any]) -> Any:
+    def finalize(self, x: Streams, conditioning: Mapping[str, Value]) -> Streams:
         """Returns the latents of the video, from those of the last step; `conditioning` are encoded pictures."""
         return x
 
@@ -115,7 +117,7 @@ class StepProgram(NamedTuple):
     """
 
     denoiser: Denoiser
-    graphdef: Any
+    graphdef: nnx.GraphDef
     scheduler: Scheduler
     cache: StepCache = NO_CACHE
     guidance: type[GuidanceRule] = GuidanceRule
@@ -176,8 +178,8 @@ class Posterior(NamedTuple):
 
 
 def draw_posteriors(
-    posteriors: tuple[Posterior, ...], pictures: Mapping[str, Any], words: Words, given: Mapping[str, Any]
-) -> dict[str, Any]:
+    posteriors: tuple[Posterior, ...], pictures: Mapping[str, Array], words: Words, given: Mapping[str, Array]
+) -> dict[str, Array]:
     """Draws the latents of pictures for each seed; noise that is given takes the place of the seeds'."""
     found = {}
     for one in posteriors:
@@ -220,7 +222,7 @@ class GivenNoise(NamedTuple):
 
     initial: Any = None  # [B C T H W]
     of_steps: Any = None  # [steps B C T H W]
-    pictures: Any = None
+    pictures: Mapping[str, Any] | None = None
 
 
 @program(random_numbers)
@@ -228,10 +230,10 @@ def begin(
     static: Init,
     words: Words,
     given: GivenNoise,
-    schedule: Any,
-    pictures: Mapping[str, Any],
+    schedule: Schedule,
+    pictures: Mapping[str, Array],
     number: Int[Array, ""],
-) -> tuple[State, Mapping[str, Any]]:
+) -> tuple[State, Mapping[str, Array]]:
     """Returns the state before the first step of a block, and the pictures that were drawn, by name.
 
     `number` is the block's, from 0.
@@ -272,7 +274,7 @@ def draw(shape: tuple[int, ...], words: Words) -> Float[Array, "B C T H W"]:
 
 
 @program(scanned)
-def finish(static: tuple[Denoiser, int], x: Any, pictures: Mapping[str, Any]) -> Any:
+def finish(static: tuple[Denoiser, int], x: Streams, pictures: Mapping[str, Array]) -> Streams:
     """Return the video's latents [B _C _T H W] from those of the last step, and those of other streams [B C ...].
 
     static: the denoiser, the number of frames.
@@ -291,8 +293,8 @@ def join(axis: int, parts: tuple[Any, ...]) -> Any:
 
 @program(products, donated=("state",), fast=fast_products)
 def take_step(
-    static: StepProgram, state: State, inputs: ModelInputs, guidance: Any, schedule: Any
-) -> tuple[State, Any, Bool[Array, ""]]:
+    static: StepProgram, state: State, inputs: ModelInputs, guidance: Array, schedule: Schedule
+) -> tuple[State, Streams, Bool[Array, ""]]:
     """Takes the only step of a schedule; returns also the predicted clean latents, and whether the new are finite.
 
     `guidance` is what the rule of guidance tells this step, in most cases a scale.

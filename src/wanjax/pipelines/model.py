@@ -29,7 +29,7 @@ from wanjax.pipelines.caching.rules import NONE, CacheRule, chosen_rule
 from wanjax.pipelines.caching.tables import NO_TABLES, Tables
 from wanjax.pipelines.denoiser import Denoiser, Held, ModelInputs, Posterior, Preparation, pad_front, stream_of
 from wanjax.pipelines.draws import INITIAL, OF_STEPS, VIDEO, named
-from wanjax.pipelines.frames import Decoded, decoded
+from wanjax.pipelines.frames import AnyLatents, Decoded, decoded
 from wanjax.pipelines.guidance import CLASSIFIER_FREE, check_rule, dynamic_scales
 from wanjax.pipelines.phases import Phase
 from wanjax.pipelines.runtime import Runtime, SplitNetwork
@@ -38,7 +38,7 @@ from wanjax.pipelines.text.tokenizer import TokenBatch, Truncation
 from wanjax.pipelines.video_shape import encoded_shape
 from wanjax.pipelines.windows import CONTROL, PICTURE, check_windows
 from wanjax.schedulers import Scheduler, successor
-from wanjax.schedulers.base import TRAIN_STEPS
+from wanjax.schedulers.base import TRAIN_STEPS, Schedule
 
 Encoded = Any  # the family's own NamedTuple of arrays, each with a first axis of size 1
 Shape = tuple[int, ...]
@@ -369,15 +369,15 @@ class ModelSpec:
         known = {"shift": settings.flow_shift, "sigmas": settings.sigmas, "follow": settings.follow}
         return {name: value for name, value in known.items() if value is not None and name in self._levels}
 
-    def schedule(self, settings: Settings, encoded: Encoded | None = None) -> Any:
+    def schedule(self, settings: Settings, encoded: Encoded | None = None) -> Schedule:
         """Returns the noise levels of the steps, arrays of the host; a given video, if encoded, skips the noisiest."""
         begun = getattr(encoded, "video_latents", None) is not None
         skip = settings.steps - settings.strong_steps if begun else 0
         return self.scheduler.schedule(settings.steps, skip=skip, **self.schedule_options(settings))
 
-    def phases(self, schedule: Any, settings: Settings, number: int = 0) -> tuple[Phase, ...]:
+    def phases(self, schedule: Schedule, settings: Settings, number: int = 0) -> tuple[Phase, ...]:
         """Returns the steps of each network, and their guidance scales; `number` is the pass's."""
-        return phases_of(self.passes[number].denoisers or self.denoisers, schedule.timesteps, settings)
+        return phases_of(self.passes[number].denoisers or self.denoisers, np.asarray(schedule.timesteps), settings)
 
     def noise_range(self, network: str, settings: Settings) -> tuple[float, float]:
         """Returns the noise levels, from 0 to 1, between which a network denoises."""
@@ -472,7 +472,7 @@ class VideoModel(ABC):
     def cost(self, settings: Settings, encoded: Encoded | None = None) -> Cost:
         """Returns the work of one forward of the denoiser, for this output of `encode` where there is one."""
 
-    def refine(self, runtime: Runtime, encoded: Encoded, latents: Any) -> Encoded:
+    def refine(self, runtime: Runtime, encoded: Encoded, latents: AnyLatents) -> Encoded:
         """Return the conditioning of the next pass, from that of this one and its latents, [B C T H W] or streams.
 
         The next pass begins from its fields `video_latents` and, of other streams, `NAME_latents`, in the shapes of
@@ -484,7 +484,7 @@ class VideoModel(ABC):
     def decode(
         self,
         runtime: Runtime,
-        pieces: Iterable[Any],
+        pieces: Iterable[AnyLatents],
         *,
         seed: int = 0,
         dtype: DTypeLike = jnp.uint8,
@@ -531,7 +531,7 @@ def phases_of(
         return (Phase(denoisers[0], 0, tuple(dynamic_scales(first, timesteps, settings.steps)), total, 0, skipped),)
     if settings.boundary is None or len(denoisers) == 1:
         return (Phase(denoisers[0], 0, (first,) * total, total, 0, skipped),)
-    high = int(np.sum(np.asarray(timesteps) >= settings.boundary * TRAIN_STEPS))
+    high = int(np.sum(timesteps >= settings.boundary * TRAIN_STEPS))
     second = first if settings.guidance_scale_2 is None else settings.guidance_scale_2
     both = [(denoisers[0], 0, (first,) * high), (denoisers[1], high, (second,) * (total - high))]
     return tuple(
@@ -540,7 +540,7 @@ def phases_of(
     )
 
 
-def with_scheduler(model: Any, scheduler: str | Scheduler) -> Any:
+def with_scheduler(model: VideoModel, scheduler: str | Scheduler) -> VideoModel:
     """Returns the model with another scheduler; raises WanjaxError where it does not fit the model."""
     return replace(model, scheduler=successor(scheduler, model.scheduler))
 

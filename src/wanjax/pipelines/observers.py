@@ -11,16 +11,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, UInt8
+from jaxtyping import Array, Float, UInt8
 
 from wanjax.dims import readable
 from wanjax.errors import WanjaxError
 from wanjax.pipelines import progress
-from wanjax.pipelines.denoiser import State, stream_of
+from wanjax.pipelines.denoiser import State, Streams, stream_of
+from wanjax.pipelines.frames import AnyLatents
 from wanjax.pipelines.model import Block, Encoded
 from wanjax.pipelines.phases import Phase
 from wanjax.pipelines.previews.latent_preview import LatentPreview
 from wanjax.pipelines.windows import Window
+from wanjax.schedulers.base import Numbers
 
 IN_FLIGHT = 2  # steps queued on the device: two keep it busy, more would hold memory
 
@@ -39,8 +41,8 @@ class Step:
     index: int
     total: int
     timestep: float
-    state: Any
-    predicted: Any  # x0 [B T H W C], or streams
+    state: State
+    predicted: Streams  # x0, [B T H W C] for each
     reuses: bool = False
     colours: Callable[[], LatentPreview] | None = None
 
@@ -156,7 +158,7 @@ class Hook:
     def stopped(self, step: Step) -> None:
         """Receives the last step of a run that ends after it, before its time."""
 
-    def denoised(self, latents: Any, block: Block) -> None:
+    def denoised(self, latents: AnyLatents, block: Block) -> None:
         """Receives the latents of a block of videos that are made together, [B C T H W] or streams."""
 
     def decoded(self, beside: Mapping[str, Any]) -> None:
@@ -199,7 +201,7 @@ class Monitor:
         hooks: Hooks,
         block: Block,
         progress: Progress,
-        timesteps: Any,
+        timesteps: Numbers,
         colours: Callable[[], LatentPreview] | None,
         executes: bool,
     ):
@@ -211,7 +213,7 @@ class Monitor:
     def __enter__(self) -> "Monitor":
         return self
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         if kind is not None and self._last is not None and not _deleted(self._last.state):
             self.hooks.tell("stopped", self._last)
 
@@ -226,7 +228,7 @@ class Monitor:
         """Tells of a network that takes over."""
         self.hooks.tell("switched", Switch(network, self._before + index, self._total, seconds))
 
-    def stepped(self, index: int, state: State, x0: Any, finite: Bool[Array, ""] | Any, reuses: bool) -> None:
+    def stepped(self, index: int, state: State, x0: Streams, finite: Any, reuses: bool) -> None:
         """Tells of a step, once at most `IN_FLIGHT` steps are queued."""
         if not self.executes:
             return

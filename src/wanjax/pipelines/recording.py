@@ -18,17 +18,15 @@ from wanjax.pipelines.draws import VIDEO
 from wanjax.pipelines.memory import PROCESS, check_held, is_small
 from wanjax.pipelines.model import Encoded
 from wanjax.pipelines.request import PreparedRequest
-from wanjax.pipelines.run import Run
+from wanjax.pipelines.run import Loaded, Run
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.tokenizer import TokenBatch
 from wanjax.pricing.held import least_held
 from wanjax.programs import Record
 
-Pipe = Any  # a Pipeline, which imports this module
-
 
 def record(
-    pipe: Pipe,
+    pipe: Loaded,
     settings: Settings,
     pictures: Pictures | None = None,
     *,
@@ -48,9 +46,9 @@ def record(
     return calls
 
 
-def _recorded(pipe: Pipe, room: int | None = None) -> tuple[Record, Pipe]:
+def _recorded(pipe: Loaded, room: int | None = None) -> tuple[Record, Loaded]:
     """Returns a record, and the pipeline whose calls it notes."""
-    components = pipe.components.abstract(room)
+    components = pipe.runtime.components.abstract(room)
 
     @cache
     def weighed(network: nnx.Module) -> tuple[int, int]:
@@ -66,7 +64,7 @@ def _recorded(pipe: Pipe, room: int | None = None) -> tuple[Record, Pipe]:
 
 
 def check_making(
-    pipe: Pipe,
+    pipe: Loaded,
     settings: Settings,
     pictures: Pictures | None = None,
     *,
@@ -86,7 +84,7 @@ def check_making(
     _check(alone, record(pipe, alone, pictures, tiling=tiling, batch_guidance=batch_guidance, room=0))
 
 
-def check_encoding(pipe: Pipe, settings: Settings, pictures: Pictures, *, tiling: Tiling | None = None) -> None:
+def check_encoding(pipe: Loaded, settings: Settings, pictures: Pictures, *, tiling: Tiling | None = None) -> None:
     """Raise WanjaxError where the encoding of pictures holds more than this machine's memory.
 
     The arguments are those of `record`.
@@ -98,7 +96,7 @@ def check_encoding(pipe: Pipe, settings: Settings, pictures: Pictures, *, tiling
 
 
 def check_denoising(
-    pipe: Pipe, encoded: Encoded, settings: Settings, *, videos: int = 1, batch_guidance: bool = False
+    pipe: Loaded, encoded: Encoded, settings: Settings, *, videos: int = 1, batch_guidance: bool = False
 ) -> None:
     """Raise WanjaxError where the steps of a video hold more than this machine's memory.
 
@@ -117,7 +115,7 @@ def check_denoising(
         _check(settings, calls)
 
 
-def check_decoding(pipe: Pipe, shape: Sequence[int], *, tiling: Tiling | None = None) -> None:
+def check_decoding(pipe: Loaded, shape: Sequence[int], *, tiling: Tiling | None = None) -> None:
     """Raise WanjaxError where decoding holds more than this machine's memory.
 
     Args:
@@ -132,8 +130,8 @@ def check_decoding(pipe: Pipe, shape: Sequence[int], *, tiling: Tiling | None = 
         return
     spec, settings = pipe.architecture.spec, replace(pipe.defaults, height=height, width=width, frames=frames)
 
-    def shaped(shape: Sequence[int]) -> Any:
-        return jax.ShapeDtypeStruct(tuple(shape), jnp.float32, sharding=pipe.partitioner.replicated)
+    def shaped(shape: Sequence[int]) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(tuple(shape), jnp.float32, sharding=pipe.runtime.partitioner.replicated)
 
     calls, recorder = _recorded(pipe, room=0)
     latents = shaped(shape if not spec.block_frames else (*shape[:2], spec.block_frames, *shape[3:]))
@@ -143,10 +141,10 @@ def check_decoding(pipe: Pipe, shape: Sequence[int], *, tiling: Tiling | None = 
     _check(settings, calls)
 
 
-def _is_small(pipe: Pipe, size: tuple[int, int], frames: int) -> bool:
+def _is_small(pipe: Loaded, size: tuple[int, int], frames: int) -> bool:
     """Tells whether nothing is to be checked: where nothing is executed, and where all would fit at any rate."""
-    sizes = pipe.components.sizes
-    return not (pipe.strategy.executes and sizes) or is_small(size, frames, max(sizes.values()))
+    sizes = pipe.runtime.components.sizes
+    return not (pipe.runtime.strategy.executes and sizes) or is_small(size, frames, max(sizes.values()))
 
 
 def most_held(calls: Record) -> tuple[int, str]:
@@ -164,7 +162,7 @@ def _check(settings: Settings, calls: Record) -> None:
     check_held(settings, *most_held(calls))
 
 
-def needed_pictures(pipe: Pipe, settings: Settings) -> Pictures:
+def needed_pictures(pipe: Loaded, settings: Settings) -> Pictures:
     """Returns blank pictures of the video's own size in place of those without which the model makes no video."""
     page = np.zeros((*settings.size, 3), np.uint8)
     return Pictures(**dict.fromkeys(pipe.architecture.spec.needs, page))
@@ -178,7 +176,7 @@ class NoTokenizer:
     def __init__(self, length: int, tokens: int):
         self.length, self.tokens, self.backend = length, tokens, self
 
-    def tokenize(self, texts: Any, length: int | None = None) -> TokenBatch:
+    def tokenize(self, texts: Sequence[str], length: int | None = None) -> TokenBatch:
         """Returns tokens 0 for each text."""
         shape = len(texts), length or self.length
         mask = np.broadcast_to(np.arange(shape[1]) < self.tokens, shape)

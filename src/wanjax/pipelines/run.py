@@ -13,7 +13,7 @@ while it is made. So do those of a video of windows, each of which goes through 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -22,27 +22,45 @@ from jax.typing import DTypeLike
 
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
-from wanjax.media.pictures import Pictures
+from wanjax.media.pictures import Clip, Pictures
 from wanjax.pipelines import many
 from wanjax.pipelines.caching.rules import check_apart
+from wanjax.pipelines.components import Components
 from wanjax.pipelines.denoiser import stream_of
 from wanjax.pipelines.draws import GivenDraws
-from wanjax.pipelines.frames import Decoded, Frames, chunk_count
-from wanjax.pipelines.model import Encoded
+from wanjax.pipelines.frames import AnyLatents, Decoded, Frames, chunk_count
+from wanjax.pipelines.model import Encoded, VideoModel
 from wanjax.pipelines.observers import Hook, Hooks
+from wanjax.pipelines.previews.latent_preview import LatentPreview
 from wanjax.pipelines.request import PreparedRequest
+from wanjax.pipelines.runtime import Runtime
 from wanjax.pipelines.sampling import sample
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.video_shape import with_shape
 from wanjax.pipelines.windows import faded, pictures_of, windows_of
-from wanjax.programs import refuse_traced
+from wanjax.programs import Strategy, refuse_traced
+
+
+@runtime_checkable
+class Loaded(Protocol):
+    """A loaded checkpoint, as a run needs it: a `Pipeline`, whose module imports this one."""
+
+    @property
+    def runtime(self) -> Runtime: ...
+
+    architecture: VideoModel
+    defaults: Settings
+
+    def colours(self) -> LatentPreview: ...
+
+    def under(self, strategy: Strategy, components: Components | None = None) -> "Loaded": ...
 
 
 class Run:
     """The making of videos that differ in prompt and seed alone.
 
     Args:
-        pipe: The pipeline: a runtime, a model, its defaults, and what makes previews.
+        pipe: The pipeline.
         requests: The videos.
         pictures: What they are made from beside their prompts.
         noise: Random arrays in place of the seed's, for one video.
@@ -53,7 +71,7 @@ class Run:
 
     def __init__(
         self,
-        pipe: Any,
+        pipe: Loaded,
         requests: Sequence[PreparedRequest],
         pictures: Pictures | None = None,
         *,
@@ -68,7 +86,7 @@ class Run:
         for request in requests:
             check_apart(request.settings.cache, batch_guidance)
 
-    def __iter__(self) -> Iterator[tuple[PreparedRequest, Iterator[Frames]]]:
+    def __iter__(self) -> Iterator[tuple[PreparedRequest, Iterator[Frames | Clip]]]:
         """Yields each request with an iterator over its video's frames, chunk by chunk, which has to be used up."""
         if not self.requests:
             return
@@ -82,7 +100,7 @@ class Run:
         size = many.together(self.runtime.partitioner, shared.guided) if len(self.requests) > 1 else 1
         for batch, own in many.batches(self.requests, size):
             inputs = many.joined([encoded[request.settings.prompt] for request in batch], self.runtime.call)
-            pieces: Iterable[Any] = self.latents(inputs, shared, [request.settings.seed for request in batch])
+            pieces: Iterable[AnyLatents] = self.latents(inputs, shared, [request.settings.seed for request in batch])
             if own > 1 or not self.model.spec.streams:
                 with self.stage("denoise"):
                     pieces = list(pieces)
@@ -120,7 +138,7 @@ class Run:
         seen = with_shape(seen, self.model.encoded_type, pictures, settings)
         return self.runtime.components.finish_stage(seen)
 
-    def _windows(self, settings: Settings, texts: dict[str, Encoded]) -> Iterator[Any]:
+    def _windows(self, settings: Settings, texts: dict[str, Encoded]) -> Iterator[Clip]:
         """Yields the frames of a video of windows, those of each once it is made; `texts` are encoded by the first."""
         strategy, before = self.runtime.strategy, None
         for window in windows_of(settings):
@@ -153,7 +171,7 @@ class Run:
 
     def frames(
         self,
-        pieces: Iterable[Any],
+        pieces: Iterable[AnyLatents],
         dtype: DTypeLike = jnp.uint8,
         *,
         video: int = 0,
@@ -201,7 +219,7 @@ class Run:
             yield chunk.frames
 
 
-def _finite(latents: Any) -> Any:
+def _finite(latents: AnyLatents) -> AnyLatents:
     """Returns latents; raises WanjaxError where some are not finite."""
     for x in jax.tree.leaves(latents):
         refuse_traced(x)

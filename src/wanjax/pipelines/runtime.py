@@ -20,8 +20,8 @@ class SplitNetwork(NamedTuple):
         weights: Its arrays.
     """
 
-    graphdef: Any
-    weights: Any
+    graphdef: nnx.GraphDef
+    weights: nnx.State
 
 
 @dataclass(frozen=True)

@@ -24,24 +24,27 @@ from wanjax.pipelines.denoiser import (
     take_step,
 )
 from wanjax.pipelines.draws import INITIAL, OF_STEPS, VIDEO, GivenDraws, checked_draws, named
+from wanjax.pipelines.frames import AnyLatents
 from wanjax.pipelines.guidance import CLASSIFIER_FREE, GuidanceRule, check_rule, grouping
 from wanjax.pipelines.model import Block, Encoded, ModelSpec, VideoModel, latents_of
 from wanjax.pipelines.observers import Hooks, Monitor, Progress, Start
 from wanjax.pipelines.phases import Phase, dense_steps
+from wanjax.pipelines.previews.latent_preview import LatentPreview
 from wanjax.pipelines.record import VERSION
 from wanjax.pipelines.runtime import Runtime, SplitNetwork
 from wanjax.pipelines.seeds import words_of
 from wanjax.pipelines.settings import Settings
 from wanjax.schedulers import one_step
+from wanjax.schedulers.base import Schedule
 
-Caches = Callable[[Runtime, Denoiser, SplitNetwork, Any, Phase], StepCache]  # the last arguments of `step_cache`
+Caches = Callable[[Runtime, Denoiser, SplitNetwork, Schedule, Phase], StepCache]  # the last arguments of `step_cache`
 
 
 def denoise(
     runtime: Runtime,
     model: VideoModel,
     encoded: Encoded,
-    schedule: Any,
+    schedule: Schedule,
     phases: Sequence[Phase],
     state: State,
     monitor: Monitor,
@@ -109,8 +112,8 @@ def sample(
     noise: GivenDraws | None = None,
     batch_guidance: bool = False,
     hooks: Hooks,
-    colours: Any = None,
-) -> Iterator[Any]:
+    colours: Callable[[], LatentPreview] | None = None,
+) -> Iterator[AnyLatents]:
     """Yields the latents of videos that are made together, one for each seed: each block as soon as it is made.
 
     Of several passes they are those of the last.
@@ -157,8 +160,8 @@ def sample_pass(
     batch_guidance: bool = False,
     hooks: Hooks,
     caches: Caches | None = None,
-    colours: Any = None,
-) -> Iterator[Any]:
+    colours: Callable[[], LatentPreview] | None = None,
+) -> Iterator[AnyLatents]:
     """Yield the latents of one pass, block by block, from what `sample` is given.
 
     Args:

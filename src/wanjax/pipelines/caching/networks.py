@@ -18,6 +18,7 @@ from wanjax.pipelines.phases import Phase
 from wanjax.pipelines.runtime import Runtime, SplitNetwork
 from wanjax.programs import program
 from wanjax.schedulers import one_step
+from wanjax.schedulers.base import Schedule
 
 
 @program(scanned)
@@ -33,7 +34,7 @@ def time_changes(static: tuple[Denoiser, Any, bool], weights: Any, times: Any) -
 
 
 def changes_of(
-    runtime: Runtime, denoiser: Denoiser, network: SplitNetwork, schedule: Any, phase: Phase, plain: bool = False
+    runtime: Runtime, denoiser: Denoiser, network: SplitNetwork, schedule: Schedule, phase: Phase, plain: bool = False
 ) -> list[float] | None:
     """Returns the changes of the timestep's embedding before each step of a phase; None where weights have none."""
     times = [denoiser.timesteps(one_step(schedule, step)) for step in phase.steps]
@@ -50,7 +51,7 @@ def step_cache(
     runtime: Runtime,
     denoiser: Denoiser,
     network: SplitNetwork,
-    schedule: Any,
+    schedule: Schedule,
     phase: Phase,
 ) -> StepCache:
     """Returns the cache of a phase; raises WanjaxError where every step that may would reuse, or none.
