@@ -47,6 +47,7 @@ VIDEO = InputSpec(
     "video", "clip", "a video", "A clip for models that take one: they begin from it, or are guided by it."
 )
 CONTROL_VIDEO = VIDEO._replace(page="black")
+"""A clip that guides a video, which begins from noise; from a `VIDEO` it begins itself."""
 MASK = InputSpec(
     "mask", "mask", "a mask", "White where the clip is to be made anew: a clip, or one picture.", page="black"
 )

@@ -117,7 +117,6 @@ class ModelSpec:
         cache_tables: Those that step caches need.
         denoisers: The components that denoise; each step uses one of them, and they have one shape.
         inputs: What it can use beside the prompt.
-        begins_from_video: True where denoising begins from a given video; False where the video only guides it.
         reference_variants: True where the authors and diffusers differ, between whom `follow` chooses.
         radial_attention: True where the denoiser's self-attention can be radial.
         sparse_linear: True where its denoiser's config can have a projection for sparse-linear attention.
@@ -141,7 +140,6 @@ class ModelSpec:
     cache_tables: Tables = NO_TABLES
     denoisers: tuple[str, ...] = ("transformer",)
     inputs: tuple[InputSpec, ...] = ()
-    begins_from_video: bool = True
     reference_variants: bool = False
     radial_attention: bool = False
     sparse_linear: bool = False
@@ -167,6 +165,11 @@ class ModelSpec:
     def needs(self) -> tuple[str, ...]:
         """The names of those without which it makes no video."""
         return tuple(one.name for one in self.inputs if one.required)
+
+    @property
+    def begins_from_video(self) -> bool:
+        """True where denoising begins from a given video; False where the video only guides it."""
+        return any((one.name, one.page) == (VIDEO, "white") for one in self.inputs)
 
     @property
     def streams(self) -> bool:
@@ -204,7 +207,7 @@ class ModelSpec:
             "text": not self.needs,
             "a first picture": "image" in self.takes and "last_image" not in self.needs,
             "a first and a last picture": "last_image" in self.takes,
-            "a clip": "video" in self.takes and self.begins_from_video,
+            "a clip": self.begins_from_video,
             "a control clip": "video" in self.takes and not self.begins_from_video,
             "a mask": "mask" in self.takes,
             "reference pictures": "references" in self.takes,

@@ -47,7 +47,6 @@ class WanModel(VideoModel):
     inputs: ClassVar[tuple[InputSpec, ...]] = ()
     optional: ClassVar[tuple[str, ...]] = ()
     """The fields of `WanEncoded` that may be None."""
-    begins_from_video: ClassVar[bool] = False
     radial: ClassVar[bool] = True
 
     text_encoder: T5Config | None = None
@@ -75,7 +74,6 @@ class WanModel(VideoModel):
             cache_tables=self.tables,
             denoisers=EXPERTS if self.experts else EXPERTS[:1],
             inputs=self.inputs,
-            begins_from_video=self.begins_from_video,
             reference_variants=True,
             radial_attention=self.radial and not config.sparse_linear,
             sparse_linear=self.radial and not config.sparse_linear,

@@ -65,7 +65,6 @@ class TextToVideo(WanModel):
 
     inputs = (VIDEO,)
     optional = ("video_latents",)
-    begins_from_video = True
 
     def picture_shapes(self, settings: Settings) -> Mapping[str, Shape]:
         return {"video_latents": self.spec.latent_shape(settings)}
