@@ -49,7 +49,7 @@ def windows_of(settings: Settings) -> list[Window]:
 
 
 def check_windows(settings: Settings, by: str | None) -> None:
-    """Raises WanjaxError where a model makes no video of these windows; `by` is `Architecture.continued_by`."""
+    """Raises WanjaxError where a model makes no video of these windows; `by` is `ModelSpec.continued_by`."""
     if (told := 1 + len(settings.then.splitlines())) > settings.windows:
         few = f"{quantity(told, 'prompt')} are given for {quantity(settings.windows, 'window')}"
         raise SettingError(f"{few}: as many windows, or more, would do", "windows")

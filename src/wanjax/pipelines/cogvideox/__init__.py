@@ -4,7 +4,7 @@
 from pathlib import Path
 
 from wanjax.pipelines.caching.tables import FILE
-from wanjax.pipelines.cogvideox.architecture import CogVideoXArchitecture
+from wanjax.pipelines.cogvideox.model import CogVideoXModel
 from wanjax.pipelines.cogvideox.networks import NETWORKS
 from wanjax.pipelines.cogvideox.presets import PRESETS, settings_of
 from wanjax.pipelines.family import Family
@@ -17,7 +17,7 @@ FAMILY = Family(
     name="CogVideoX",
     networks=NETWORKS,
     pipelines=("CogVideoXPipeline", "CogVideoXImageToVideoPipeline", "CogVideoXVideoToVideoPipeline"),
-    architecture=CogVideoXArchitecture.of,
+    architecture=CogVideoXModel.of,
     settings=settings_of,
     presets=PRESETS,
     tables=Path(__file__).parent / FILE,

@@ -8,7 +8,7 @@ from wanjax.checkpoints.sources import Source
 from wanjax.models.cogvideox.config import I2V_1_5_5B, I2V_5B, T2V_1_5_5B, T2V_2B, T2V_5B
 from wanjax.models.cogvideox.vae_config import VAE_1_5, VAE_2B, VAE_5B
 from wanjax.models.t5 import T5_XXL
-from wanjax.pipelines.cogvideox.architecture import CogVideoXArchitecture
+from wanjax.pipelines.cogvideox.model import CogVideoXModel
 from wanjax.pipelines.family import Preset, updated_by
 from wanjax.pipelines.settings import Settings
 from wanjax.schedulers.ddim import DDIM
@@ -32,7 +32,7 @@ DEFAULTS = Settings(
 OLD: dict[str, Any] = {"height": 480, "width": 720, "frames": 49, "fps": 8}
 LICENCE = "CogVideoX licence"
 
-T2V_NEW = CogVideoXArchitecture(text_encoder=T5_XXL, transformer=T2V_1_5_5B, vae=VAE_1_5)
+T2V_NEW = CogVideoXModel(text_encoder=T5_XXL, transformer=T2V_1_5_5B, vae=VAE_1_5)
 I2V_NEW = replace(T2V_NEW, transformer=I2V_1_5_5B)
 T2V_OLD = replace(T2V_NEW, transformer=T2V_5B, vae=VAE_5B)
 I2V_OLD = replace(T2V_OLD, transformer=I2V_5B)
@@ -43,7 +43,7 @@ def _preset(
     name: str,
     repository: str,
     about: str,
-    architecture: CogVideoXArchitecture,
+    architecture: CogVideoXModel,
     parameters: int,
     licence: str = LICENCE,
     **settings: Any,
@@ -71,7 +71,7 @@ PRESETS = (
 )
 
 
-def settings_of(source: Source, architecture: CogVideoXArchitecture, preset: Preset | None) -> Settings:
+def settings_of(source: Source, architecture: CogVideoXModel, preset: Preset | None) -> Settings:
     """Returns the default settings of a checkpoint: its preset's, if it has one.
 
     Else they are those of the first preset with the same patch and pictures, overridden by generation_config.json.

@@ -2,8 +2,8 @@
 """HunyuanVideo-1.5: https://github.com/Tencent-Hunyuan/HunyuanVideo-1.5, text and image to video."""
 
 from wanjax.pipelines.family import Family
-from wanjax.pipelines.hunyuanvideo.architecture import IMAGE_TO_VIDEO, HunyuanVideoArchitecture
 from wanjax.pipelines.hunyuanvideo.layouts import LAYOUT
+from wanjax.pipelines.hunyuanvideo.model import IMAGE_TO_VIDEO, HunyuanVideoModel
 from wanjax.pipelines.hunyuanvideo.networks import NETWORKS
 from wanjax.pipelines.hunyuanvideo.presets import DISTILLATIONS, PRESETS, settings_of
 from wanjax.pipelines.hunyuanvideo.recognise import RELATIVES
@@ -16,7 +16,7 @@ FAMILY = Family(
     name="HunyuanVideo",
     networks=NETWORKS,
     pipelines=("HunyuanVideo15Pipeline", IMAGE_TO_VIDEO),
-    architecture=HunyuanVideoArchitecture.of,
+    architecture=HunyuanVideoModel.of,
     settings=settings_of,
     presets=PRESETS,
     loaders={

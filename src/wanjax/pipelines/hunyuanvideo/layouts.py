@@ -26,7 +26,7 @@ from wanjax.converters.hunyuanvideo.diffusers import transformer_config
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.family import Preset
 from wanjax.pipelines.hunyuanvideo import recognise
-from wanjax.pipelines.hunyuanvideo.architecture import IMAGE_TO_VIDEO, HunyuanVideoArchitecture
+from wanjax.pipelines.hunyuanvideo.model import IMAGE_TO_VIDEO, HunyuanVideoModel
 from wanjax.pipelines.hunyuanvideo.presets import PRESETS
 from wanjax.pipelines.hunyuanvideo.text import GLYPH_LENGTH
 from wanjax.pipelines.text.byt5 import ByT5Tokenizer
@@ -78,7 +78,7 @@ class _HunyuanVideoSource(RecognisedSource):
     def repository(self) -> str | None:
         found, published = self.component("transformer"), self.model.architecture
         assert found is not None
-        assert isinstance(published, HunyuanVideoArchitecture)
+        assert isinstance(published, HunyuanVideoModel)
         config = read_config("the transformer's config.json", found.json, transformer_config)
         return self.model.source if config == published.transformer else None
 
@@ -96,7 +96,7 @@ class _HunyuanVideoSource(RecognisedSource):
     @property
     def configs(self) -> Mapping[str, dict[str, Any]]:
         settings, architecture = self.model.defaults, self.model.architecture
-        assert isinstance(architecture, HunyuanVideoArchitecture)
+        assert isinstance(architecture, HunyuanVideoModel)
         scheduler = {"num_train_timesteps": 1000, "shift": architecture.spec.schedule_options(settings)["shift"]}
         return {
             "scheduler": {"_class_name": CLASSES["scheduler"][1], **scheduler},
@@ -283,7 +283,7 @@ def _model(named: str | None, path: Path) -> Preset:
 
 def _index(model: Preset) -> dict[str, Any]:
     """Returns the model_index.json that diffusers would write."""
-    assert isinstance(model.architecture, HunyuanVideoArchitecture)
+    assert isinstance(model.architecture, HunyuanVideoModel)
     pictured = model.architecture.pictured
     classes = CLASSES | (IMAGE_CLASSES if pictured else {})
     kind = IMAGE_TO_VIDEO if pictured else "HunyuanVideo15Pipeline"

@@ -13,7 +13,7 @@ from wanjax.models.siglip import SIGLIP_SO400M
 from wanjax.models.t5 import GLYPH_BYT5
 from wanjax.pipelines.distillation import Distillation
 from wanjax.pipelines.family import Preset, updated_by
-from wanjax.pipelines.hunyuanvideo.architecture import HunyuanVideoArchitecture
+from wanjax.pipelines.hunyuanvideo.model import HunyuanVideoModel
 from wanjax.pipelines.settings import Settings
 
 DEFAULTS = Settings(
@@ -63,7 +63,7 @@ def _preset(
     """
     ours, owner = f"hunyuanvideo1.5-{name.replace('_', '-')}", "hunyuanvideo-community"
     pictured = "i2v" in name
-    architecture = HunyuanVideoArchitecture(
+    architecture = HunyuanVideoModel(
         text_encoder=QWEN2_5_VL_7B,
         text_encoder_2=GLYPH_BYT5,
         image_encoder=SIGLIP_SO400M if pictured else None,
@@ -118,7 +118,7 @@ PRESETS = (
 )  # fmt: skip
 
 
-def settings_of(source: Source, architecture: HunyuanVideoArchitecture, preset: Preset | None) -> Settings:
+def settings_of(source: Source, architecture: HunyuanVideoModel, preset: Preset | None) -> Settings:
     """Returns the default settings of a checkpoint: its preset's, if it has one.
 
     Else they are those of the first preset with the same resolution, pictures and number of steps, overridden by the

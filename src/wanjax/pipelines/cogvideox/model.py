@@ -38,7 +38,7 @@ OFFICIAL_TEXT_LENGTH = 224  # tokens, of CogVideoX-1.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class CogVideoXArchitecture(VideoModel):
+class CogVideoXModel(VideoModel):
     """A CogVideoX checkpoint as its family knows it.
 
     A transformer of twice as many channels as the latents takes a picture; a patch of two frames is that of 1.5.
@@ -52,8 +52,8 @@ class CogVideoXArchitecture(VideoModel):
     scheduler: Scheduler = field(default_factory=DDIM)
 
     @classmethod
-    def of(cls, source: Source, encoders: bool = False) -> "CogVideoXArchitecture":
-        """Reads the architecture from a checkpoint's configs, that of its text encoder if asked.
+    def of(cls, source: Source, encoders: bool = False) -> "CogVideoXModel":
+        """Reads the model from a checkpoint's configs, that of its text encoder if asked.
 
         Raises WanjaxError where the configs contradict each other.
         """

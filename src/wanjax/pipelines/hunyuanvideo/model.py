@@ -50,7 +50,7 @@ IMAGE_TO_VIDEO = "HunyuanVideo15ImageToVideoPipeline"
 
 
 @dataclass(frozen=True, kw_only=True)
-class HunyuanVideoArchitecture(VideoModel):
+class HunyuanVideoModel(VideoModel):
     """A HunyuanVideo checkpoint as its family knows it. A `pictured` model continues a picture by the same transformer.
 
     `prompt_tokens` is the number of a prompt's tokens in plans; 256 hold about 180 words.
@@ -68,8 +68,8 @@ class HunyuanVideoArchitecture(VideoModel):
     prompt_tokens: int = 256
 
     @classmethod
-    def of(cls, source: Source, encoders: bool = False) -> "HunyuanVideoArchitecture":
-        """Reads the architecture from a checkpoint's configs, those of its text and image encoders if asked.
+    def of(cls, source: Source, encoders: bool = False) -> "HunyuanVideoModel":
+        """Reads the model from a checkpoint's configs, those of its text and image encoders if asked.
 
         Raises WanjaxError where the configs contradict each other.
         """
