@@ -24,7 +24,7 @@ from wanjax import loading, registry
 from wanjax.cli import main
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.caching.tables import Magnitudes, Tables
-from wanjax.pipelines.observers import Cancelled, Hook
+from wanjax.pipelines.observers import Cancelled, Observer
 from wanjax.pipelines.recording import needed_pictures, record
 from wanjax.pipelines.request import PreparedRequest
 from wanjax.pipelines.run import Run
@@ -62,7 +62,7 @@ def latents(pipe, encoded):
     return pipe.denoise(encoded, seed=3)
 
 
-class Sounds(Hook):
+class Sounds(Observer):
     """Keeps what is decoded beside frames."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ def made(pipe: Any, seeds: list[int], *prompts: str) -> tuple[list[np.ndarray], 
     """Returns the frames and the sound of a video for each prompt and seed."""
     pictures, settings = pipe.prepare(image=PAGE)
     wanted = [settings.updated({"prompt": prompt, "seed": seed}) for prompt in prompts for seed in seeds]
-    run = Run(pipe, [PreparedRequest(one) for one in wanted], pictures, hooks=[sounds := Sounds()])
+    run = Run(pipe, [PreparedRequest(one) for one in wanted], pictures, observers=[sounds := Sounds()])
     return [np.concatenate([np.asarray(chunk) for chunk in frames]) for _, frames in run], sounds.found
 
 

@@ -21,7 +21,7 @@ from tests.support.words import naming
 from wanjax.media import stage_files
 from wanjax.media.records import load_settings
 from wanjax.pipelines.denoiser import State
-from wanjax.pipelines.observers import Cancelled, Hook, Step
+from wanjax.pipelines.observers import Cancelled, Observer, Step
 from wanjax.pipelines.request import PreparedRequest
 from wanjax.pipelines.resume import Keeping
 from wanjax.pipelines.run import Run
@@ -118,7 +118,7 @@ def test_an_exception_keeps_the_state_too(tmp_path):
     assert run(pipe, file)[1] == [3, 4, 5]
 
 
-class Interrupting(Hook):
+class Interrupting(Observer):
     """Ends a run once the device has done so many steps, or while another network is loaded."""
 
     def __init__(self, after: int):
@@ -137,7 +137,7 @@ def test_ctrl_c_between_two_saves_keeps_the_last_step(tmp_path, monkeypatch, aft
     """It may come while the host waits for the device, or, where `after` is None, while another network is loaded."""
     pipe, file = pipeline(experts=True), tmp_path / "state"
     whole, _, _ = run(pipe)
-    keeping, hook = Keeping(file, pipe.partitioner), Interrupting(after)
+    keeping, observer = Keeping(file, pipe.partitioner), Interrupting(after)
     keeping._cost = 1e9  # no step is saved for its own sake
     take_over = pipe.components.take_over
 
@@ -150,14 +150,16 @@ def test_ctrl_c_between_two_saves_keeps_the_last_step(tmp_path, monkeypatch, aft
     settings = pipe.settings(**GIVEN)
     with pytest.raises(KeyboardInterrupt):
         list(
-            Run(pipe, [PreparedRequest(settings)], hooks=[keeping, hook]).latents(encoded(), settings, [settings.seed])
+            Run(pipe, [PreparedRequest(settings)], observers=[keeping, observer]).latents(
+                encoded(), settings, [settings.seed]
+            )
         )
     monkeypatch.undo()
     latents, taken, before = run(pipe, file)
     np.testing.assert_array_equal(latents, whole)
     assert before == [(6 - len(taken), 6)]
-    assert hook.taken == list(range(len(hook.taken)))
-    assert 0 <= 6 - len(taken) - len(hook.taken) <= 1  # hooks may not have been told of the last
+    assert observer.taken == list(range(len(observer.taken)))
+    assert 0 <= 6 - len(taken) - len(observer.taken) <= 1  # observers may not have been told of the last
 
 
 @pytest.mark.parametrize("change", [{"seed": 4}, {"steps": 7}, {"prompt": 0.6}, {"flow_shift": 2.0}])

@@ -155,7 +155,7 @@ def _here(
         if video.previews and not given.get("preview_decoder"):
             with report.stage("preview"):
                 worker.fit_colours()
-        worker.hooks = [Within(video, batch)]
+        worker.observers = [Within(video, batch)]
         _tell_all(report, batch, outcomes(), worker.folder)
         if video.previews:
             video.previews.wait()

@@ -12,7 +12,7 @@ import jax
 
 from wanjax.cluster.processes import is_first
 from wanjax.figures import duration, scaled
-from wanjax.pipelines.observers import Hook, Step
+from wanjax.pipelines.observers import Observer, Step
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import Settings
 from wanjax.pricing.roofline import peak_flops
@@ -22,7 +22,7 @@ TRACED = (1, 2)  # steps, from 0: the first compiles
 STEPS = "steps.json"
 
 
-class StepProfile(Hook):
+class StepProfile(Observer):
     """Traces and times the steps of a video, and notes a sentence on them after the last."""
 
     def __init__(self, folder: Path, pipe: Pipeline, settings: Settings, note: Callable[[str], object]):

@@ -2,7 +2,7 @@
 """The commands `generate`, `encode`, `denoise` and `decode`.
 
 A stage loads its networks, runs, saves and frees them. A `Rendering` is one video on the command line: its pipeline,
-its settings, the names of its files, and the hooks that report and save.
+its settings, the names of its files, and the observers that report and save.
 """
 
 import shlex
@@ -46,7 +46,7 @@ from wanjax.pipelines.draws import checked_draws
 from wanjax.pipelines.family import TrainingDomain
 from wanjax.pipelines.guidance import CLASSIFIER_FREE
 from wanjax.pipelines.model import Block, check_fits, encoded_from
-from wanjax.pipelines.observers import Hook, Step, Switch
+from wanjax.pipelines.observers import Observer, Step, Switch
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.previews.previews import Previews
 from wanjax.pipelines.record import described, devices_of, paths_of
@@ -342,10 +342,12 @@ class Rendering:
         if self.noise is not None:
             self.report.note(f"note: the initial noise is that of {self.record['noise']}, whatever the seed")
 
-    def run(self, *hooks: Hook) -> Run:
-        """Returns the run that makes the video, which hooks look upon before the report, which may stop it."""
+    def run(self, *observers: Observer) -> Run:
+        """Returns the run that makes the video, which observers look upon before the report, which may stop it."""
         request = PreparedRequest(self.settings, self.record)
-        return Run(self.pipe, [request], self.pictures, noise=self.noise, hooks=[*hooks, Reporting(self)], **self.how)
+        return Run(
+            self.pipe, [request], self.pictures, noise=self.noise, observers=[*observers, Reporting(self)], **self.how
+        )
 
     def ahead(self) -> AbstractContextManager[None]:
         """Compiles the programs of later stages beside the earlier ones, if any of them has to be compiled."""
@@ -389,13 +391,13 @@ class Rendering:
         With `tells` it prints what it saved.
         """
         self.ready_previews()
-        hooks: list[Hook] = []
+        observers: list[Observer] = []
         if self.profile:
-            hooks.append(StepProfile(self.profile, self.pipe, self.settings, self.report.note))
+            observers.append(StepProfile(self.profile, self.pipe, self.settings, self.report.note))
         if not self.pipe.architecture.spec.streams:
             file, report = self.folder / stage_files.STATE, self.report
-            hooks.append(Keeping(file, self.pipe.partitioner, self._resumed, report.saved))
-        return self.run(*hooks, Saving(self, tells=tells) if self.settings.windows == 1 else SavingWindows(self))
+            observers.append(Keeping(file, self.pipe.partitioner, self._resumed, report.saved))
+        return self.run(*observers, Saving(self, tells=tells) if self.settings.windows == 1 else SavingWindows(self))
 
     def ready_previews(self) -> None:
         """Makes ready what makes previews, if they are asked for."""
@@ -511,7 +513,7 @@ def _texts_of(chosen: Settings) -> Iterator[tuple[str, str]]:
     yield "negative prompt", chosen.negative_prompt
 
 
-class Reporting(Hook):
+class Reporting(Observer):
     """Shows the progress of a run, and previews; stops it between two steps where that was asked."""
 
     def __init__(self, rendering: Rendering):
@@ -538,7 +540,7 @@ class Reporting(Hook):
             self.previews.wait()
 
 
-class Saving(Hook):
+class Saving(Observer):
     """Writes the files that join the stages, and `tells` of each."""
 
     def __init__(self, rendering: Rendering, *, tells: bool):
@@ -567,7 +569,7 @@ class Saving(Hook):
         made.save(made.command("decode"), save, forget, told=f"the latents are in {file}" if self.tells else None)
 
 
-class SavingWindows(Hook):
+class SavingWindows(Observer):
     """Tells of each window, which `Keeping` keeps, and how to go on from those that are finished."""
 
     def __init__(self, rendering: Rendering):

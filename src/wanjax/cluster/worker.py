@@ -28,7 +28,7 @@ from wanjax.media.pictures import Pictures
 from wanjax.media.texts import slug
 from wanjax.media.videos import try_output, write_video
 from wanjax.pipelines.model import encoded_from
-from wanjax.pipelines.observers import Hook
+from wanjax.pipelines.observers import Observer
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.progress import timing_writes
 from wanjax.pipelines.recording import check_making
@@ -117,7 +117,7 @@ class Worker:
     ):
         self.load, self.folder, self.force = load, folder, force
         self.how: Any = {"tiling": tiling, "batch_guidance": batch_guidance}
-        self.hooks: Sequence[Hook] = ()
+        self.observers: Sequence[Observer] = ()
         self.settings: dict[str, Settings] = {}  # of the planned jobs, by name
         self.in_step = True  # False where other processes wait for what this one left in its midst
 
@@ -210,7 +210,7 @@ class Worker:
         shared = self._shared(jobs[0].request)
         requests = [shared.prepared(job.request) for job in jobs]
         check_making(shared.pipe, requests[0].settings, shared.pictures, **self.how)
-        return Run(shared.pipe, requests, shared.pictures, hooks=self.hooks, **self.how)
+        return Run(shared.pipe, requests, shared.pictures, observers=self.observers, **self.how)
 
     def made(self, jobs: Sequence[Job], run: Run) -> Iterator[Outcome]:
         """Makes the videos of a run of jobs, and yields the outcome of each."""

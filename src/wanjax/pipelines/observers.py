@@ -127,8 +127,8 @@ class Start(NamedTuple):
     progress: Progress
 
 
-class Hook:
-    """An observer of a run that is executed. Every method does nothing: a hook has those that it needs."""
+class Observer:
+    """Looks on while a run is executed. Every method does nothing: a subclass has those that it needs."""
 
     def stage(self, name: str) -> AbstractContextManager[Any]:
         """Surrounds a stage."""
@@ -165,30 +165,30 @@ class Hook:
         """Receives what was decoded beside the next chunk of a video, by name, such as the samples of sound."""
 
 
-class Hooks(tuple[Hook, ...]):
-    """Hooks, each of which is told in its turn."""
+class Observers(tuple[Observer, ...]):
+    """Observers, each of which is told in its turn."""
 
     def tell(self, event: str, *told: Any) -> list[Any]:
-        """Tells every hook of an event, a method of `Hook`; returns what they answer."""
-        return [getattr(hook, event)(*told) for hook in self]
+        """Tells every observer of an event, a method of `Observer`; returns what they answer."""
+        return [getattr(observer, event)(*told) for observer in self]
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Surrounds a stage, for each hook."""
+        """Surrounds a stage, for each observer."""
         with ExitStack() as stack:
-            for hook in self:
-                stack.enter_context(hook.stage(name))
+            for observer in self:
+                stack.enter_context(observer.stage(name))
             yield
 
 
 class Monitor:
-    """Tells hooks of the steps of a block, and holds the host back so that few steps are queued on the device.
+    """Tells observers of the steps of a block, and holds the host back so that few steps are queued on the device.
 
-    In its `with` block the hooks are told of the last step where the run ends early. Raises WanjaxError that names the
-    first step whose latents are not finite, and Cancelled where a hook ends the run.
+    In its `with` block the observers are told of the last step where the run ends early. Raises WanjaxError that names
+    the first step whose latents are not finite, and Cancelled where an observer ends the run.
 
     Args:
-        hooks: They are told.
+        observers: They are told.
         block: That which is denoised.
         progress: Where it is in its video.
         timesteps: Those of the schedule.
@@ -198,14 +198,20 @@ class Monitor:
 
     def __init__(
         self,
-        hooks: Hooks,
+        observers: Observers,
         block: Block,
         progress: Progress,
         timesteps: Numbers,
         colours: Callable[[], LatentPreview] | None,
         executes: bool,
     ):
-        self.hooks, self.block, self.timesteps, self.colours, self.executes = hooks, block, timesteps, colours, executes
+        self.observers, self.block, self.timesteps, self.colours, self.executes = (
+            observers,
+            block,
+            timesteps,
+            colours,
+            executes,
+        )
         self._before, self._total, self._steps = progress.before, progress.total, len(timesteps)
         self._queue: deque[tuple[int, Any]] = deque()
         self._last: Step | None = None
@@ -215,18 +221,18 @@ class Monitor:
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         if kind is not None and self._last is not None and not _deleted(self._last.state):
-            self.hooks.tell("stopped", self._last)
+            self.observers.tell("stopped", self._last)
 
     def begin(self, done: int) -> None:
         """Counts the steps that were taken before."""
         if self.executes and self.block.count == 1:
-            self.hooks.tell("count", "step", self._before + done, self._total)
+            self.observers.tell("count", "step", self._before + done, self._total)
         elif self.executes and self.block.number == 0:
-            self.hooks.tell("count", "block", 0, self.block.count)
+            self.observers.tell("count", "block", 0, self.block.count)
 
     def switched(self, network: str, index: int, seconds: float) -> None:
         """Tells of a network that takes over."""
-        self.hooks.tell("switched", Switch(network, self._before + index, self._total, seconds))
+        self.observers.tell("switched", Switch(network, self._before + index, self._total, seconds))
 
     def stepped(self, index: int, state: State, x0: Streams, finite: Any, reuses: bool) -> None:
         """Tells of a step, once at most `IN_FLIGHT` steps are queued."""
@@ -237,7 +243,7 @@ class Monitor:
         step = self._last = Step(whole, self._total, time, state, x0, reuses, self.colours)
         self._queue.append((whole, finite))
         self._wait(IN_FLIGHT)
-        if any(answer is False for answer in self.hooks.tell("stepped", step)):  # each is told
+        if any(answer is False for answer in self.observers.tell("stepped", step)):  # each is told
             raise Cancelled(step.index)
 
     def finish_phase(self) -> None:
@@ -254,9 +260,9 @@ class Monitor:
             if not finite:
                 raise WanjaxError(f"the latents are not finite after step {index + 1} of {total}: use float32")
             if self.block.count == 1:
-                self.hooks.tell("count", "step", index + 1, total)
+                self.observers.tell("count", "step", index + 1, total)
             elif (index + 1) % self._steps == 0:
-                self.hooks.tell("count", "block", (index + 1) // self._steps, self.block.count)
+                self.observers.tell("count", "block", (index + 1) // self._steps, self.block.count)
 
 
 def _deleted(state: State) -> bool:
@@ -264,7 +270,7 @@ def _deleted(state: State) -> bool:
     return any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state))
 
 
-class Showing(Hook):
+class Showing(Observer):
     """Shows stages on stderr: True, False, or None for on a terminal and in a notebook."""
 
     def __init__(self, shown: bool | None):
@@ -277,7 +283,7 @@ class Showing(Hook):
         progress.count(unit, done, total)
 
 
-class Calling(Hook):
+class Calling(Observer):
     """Calls a function after every step, which may return False to end the run."""
 
     def __init__(self, callback: Callable[[Step], bool | None]):
@@ -288,7 +294,7 @@ class Calling(Hook):
         return self.callback(step)
 
 
-class Switching(Hook):
+class Switching(Observer):
     """Calls a function when another network takes over."""
 
     def __init__(self, callback: Callable[[Switch], Any]):

@@ -64,7 +64,7 @@ from wanjax.pipelines.keywords import (
 )
 from wanjax.pipelines.memory import check_video
 from wanjax.pipelines.model import Encoded, VideoModel, check_fits, least_bytes, truncations, with_scheduler
-from wanjax.pipelines.observers import Calling, Hook, Showing, Step, Switch, Switching
+from wanjax.pipelines.observers import Calling, Observer, Showing, Step, Switch, Switching
 from wanjax.pipelines.other_names import right_name, unknown_keyword
 from wanjax.pipelines.previews.latent_preview import LatentPreview, fitted
 from wanjax.pipelines.previews.tiny_decoder import read_tiny_decoder
@@ -238,7 +238,7 @@ class Pipeline(metaclass=Named):
             requests = [one for one in requests if not skip(one.metadata)]
         if requests:
             check_making(self, chosen, pictures, **how)
-        return self._made(Run(self, requests, pictures, noise=noise, hooks=self._looking(callback), **how))
+        return self._made(Run(self, requests, pictures, noise=noise, observers=self._looking(callback), **how))
 
     def _made(self, run: Run) -> Iterator[Video]:
         """Yields the videos of a run."""
@@ -355,7 +355,7 @@ class Pipeline(metaclass=Named):
         pictures, chosen = self.prepare(prompt=check_prompt(prompt), negative_prompt=negative_prompt, **given)
         check_alone(chosen, "encode")
         check_encoding(self, chosen, pictures, tiling=tiling)
-        run = Run(self, [PreparedRequest(chosen)], pictures, tiling=tiling, hooks=self._looking(None))
+        run = Run(self, [PreparedRequest(chosen)], pictures, tiling=tiling, observers=self._looking(None))
         return run.encode()[chosen.prompt]
 
     def encode_prompts(self, prompt: str, negative_prompt: str | None = None, *, follow: str | None = None) -> Encoded:
@@ -403,18 +403,18 @@ class Pipeline(metaclass=Named):
         """
         chosen = self._settings_for(encoded, dict(settings))
         seeds = told_seeds([settings.get("seed")], [chosen.seed]) if seeds is None else told_seeds(seeds)
-        hooks = [*self._looking(callback), *([Switching(switched)] if switched else [])]
+        observers = [*self._looking(callback), *([Switching(switched)] if switched else [])]
         if keep is not None:
             self.architecture.spec.check_whole(chosen.model, "a file to continue from")
-            hooks.append(Keeping(keep, self.partitioner, continued))
+            observers.append(Keeping(keep, self.partitioner, continued))
         check_denoising(self, encoded, chosen, videos=len(seeds), batch_guidance=batch_guidance)
-        run = Run(self, [PreparedRequest(chosen)], noise=noise, batch_guidance=batch_guidance, hooks=hooks)
+        run = Run(self, [PreparedRequest(chosen)], noise=noise, batch_guidance=batch_guidance, observers=observers)
         with run.stage("denoise"):
             pieces = tuple(run.latents(encoded, chosen, seeds))
         return pieces[0] if len(pieces) == 1 else self.call(join, 2, pieces)
 
-    def _looking(self, callback: Stop | None) -> list[Hook]:
-        """Returns the hooks of every run of the library: its progress, and a callback if there is one.
+    def _looking(self, callback: Stop | None) -> list[Observer]:
+        """Returns the observers of every run of the library: its progress, and a callback if there is one.
 
         Raises WanjaxError for a callback that cannot be called.
         """
@@ -465,7 +465,7 @@ class Pipeline(metaclass=Named):
         checked_draws(noise, self.draws(chosen))
         how = {"tiling": tiling, "batch_guidance": batch_guidance}
         check_making(self, chosen, pictures, **how)
-        run = Run(self, [PreparedRequest(chosen)], pictures, noise=noise, hooks=self._looking(callback), **how)
+        run = Run(self, [PreparedRequest(chosen)], pictures, noise=noise, observers=self._looking(callback), **how)
         return (np.asarray(clip) for _, frames in run for clip in frames)
 
     @spelled_out(GivenSettings)
@@ -487,8 +487,8 @@ class Pipeline(metaclass=Named):
         chosen = self._settings_for(encoded, dict(settings))
         seeds = told_seeds([settings.get("seed")], [chosen.seed]) if seeds is None else told_seeds(seeds)
         checked_draws(noise, self.architecture.spec.noise_inputs(chosen, videos=len(seeds)))
-        hooks = [Calling(callback)] if callback else []
-        run = Run(self, [PreparedRequest(chosen)], noise=noise, batch_guidance=batch_guidance, hooks=hooks)
+        observers = [Calling(callback)] if callback else []
+        run = Run(self, [PreparedRequest(chosen)], noise=noise, batch_guidance=batch_guidance, observers=observers)
         return run.latents(encoded, chosen, seeds)
 
     def decode_blocks(self, blocks: Iterable[GivenLatents], *, tiling: Tiling | None = None) -> Iterator[Clip]:
@@ -535,7 +535,7 @@ class Pipeline(metaclass=Named):
         chunks, total = [], self.chunks(latents)
         check_tiling(tiling, self.architecture.vae)
         check_decoding(self, stream_of(latents).shape, tiling=tiling)
-        run = Run(self, [], tiling=tiling, hooks=self._looking(None))
+        run = Run(self, [], tiling=tiling, observers=self._looking(None))
         with run.stage("decode"):
             for chunk in run.frames([latents], dtype, seed=seed):
                 chunks.append(np.asarray(chunk))

@@ -17,14 +17,14 @@ from jaxtyping import Array
 from wanjax.checkpoints.files import SafetensorsFile, save_safetensors
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.denoiser import State
-from wanjax.pipelines.observers import Hook, Start, Step
+from wanjax.pipelines.observers import Observer, Start, Step
 from wanjax.pipelines.windows import Window
 from wanjax.sharding import Partitioner, placed_everywhere
 
 SHARE = 0.02  # the share of a run's time that writing the state may take
 
 
-class Keeping(Hook):
+class Keeping(Observer):
     """Writes the state of denoising to a file from time to time, and goes on from there.
 
     A file of another video is not read. `told` receives the steps taken before, if any, and those in all. `saved`

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The run: encode, denoise and decode, for one video or many, whoever asked for them.
 
-    for request, frames in Run(pipe, requests, pictures, hooks=[Progress(), Keeping(file)]):
+    for request, frames in Run(pipe, requests, pictures, observers=[Progress(), Keeping(file)]):
         write(request, frames)
 
 What is done with a program is the strategy's matter: a run that is executed makes videos, and one that is recorded
-makes the same calls and nothing else. Hooks observe what happens beside it: progress, saving, previews, a wish to stop.
+makes the same calls and nothing else. Observers see what happens beside it: progress, saving, previews, a wish to stop.
 A video that is made block by block is a run of several blocks, each from what is kept of those before; its frames come
 while it is made. So do those of a video of windows, each of which goes through the three stages.
 """
@@ -30,7 +30,7 @@ from wanjax.pipelines.denoiser import stream_of
 from wanjax.pipelines.draws import GivenDraws
 from wanjax.pipelines.frames import AnyLatents, Decoded, Frames, chunk_count
 from wanjax.pipelines.model import Encoded, VideoModel
-from wanjax.pipelines.observers import Hook, Hooks
+from wanjax.pipelines.observers import Observer, Observers
 from wanjax.pipelines.previews.latent_preview import LatentPreview
 from wanjax.pipelines.request import PreparedRequest
 from wanjax.pipelines.runtime import Runtime
@@ -66,7 +66,7 @@ class Run:
         noise: Random arrays in place of the seed's, for one video.
         tiling: That of pictures and of frames.
         batch_guidance: Runs both prompts in one forward; WanjaxError beside a step cache that needs them apart.
-        hooks: Observers.
+        observers: They are told of what happens.
     """
 
     def __init__(
@@ -78,10 +78,10 @@ class Run:
         noise: GivenDraws | None = None,
         tiling: Tiling | None = None,
         batch_guidance: bool = False,
-        hooks: Sequence[Hook] = (),
+        observers: Sequence[Observer] = (),
     ):
         self.pipe, self.requests, self.pictures = pipe, requests, pictures or Pictures()
-        self.runtime, self.model, self.hooks = pipe.runtime, pipe.architecture, Hooks(hooks)
+        self.runtime, self.model, self.observers = pipe.runtime, pipe.architecture, Observers(observers)
         self.noise, self.tiling, self.batch_guidance = noise, tiling, batch_guidance
         for request in requests:
             check_apart(request.settings.cache, batch_guidance)
@@ -108,12 +108,12 @@ class Run:
                 yield request, self.frames(pieces, video=video, last=video + 1 == own, seed=request.settings.seed)
 
     def stage(self, name: str) -> AbstractContextManager[None]:
-        """Surrounds a stage, for each hook."""
-        return self.hooks.stage(name)
+        """Surrounds a stage, for each observer."""
+        return self.observers.stage(name)
 
     def count(self, unit: str, done: int, total: int) -> None:
-        """Tells each hook how far a stage is."""
-        self.hooks.tell("count", unit, done, total)
+        """Tells each observer how far a stage is."""
+        self.observers.tell("count", unit, done, total)
 
     def encode(self) -> dict[str, Encoded]:
         """Encodes each prompt once, and the pictures, which all videos share; returns the outputs by prompt."""
@@ -122,7 +122,7 @@ class Run:
             seen = self._seen(self.pictures, self.requests[0].settings)
         encoded = {prompt: text._replace(**seen) for prompt, text in texts.items()}
         for one in encoded.values():
-            self.hooks.tell("encoded", one)
+            self.observers.tell("encoded", one)
         return encoded
 
     def _texts(self) -> dict[str, Encoded]:
@@ -142,7 +142,7 @@ class Run:
         """Yields the frames of a video of windows, those of each once it is made; `texts` are encoded by the first."""
         strategy, before = self.runtime.strategy, None
         for window in windows_of(settings):
-            self.hooks.tell("window", window)
+            self.observers.tell("window", window)
             alone = window.settings
             pictures = pictures_of(window, self.pictures, before, self.model.spec.continued_by)
             with self.stage("encode"), strategy.stage("encode"):
@@ -167,7 +167,9 @@ class Run:
         """Yields the latents of videos that are made together, one for each seed: each block as soon as it is made."""
         how = {"noise": self.noise, "batch_guidance": self.batch_guidance}
         colours = self.pipe.colours
-        return sample(self.runtime, self.model, encoded, settings, seeds, hooks=self.hooks, colours=colours, **how)
+        return sample(
+            self.runtime, self.model, encoded, settings, seeds, observers=self.observers, colours=colours, **how
+        )
 
     def frames(
         self,
@@ -183,7 +185,7 @@ class Run:
         The device decodes the next one while the caller has a chunk. `pieces` are latents of consecutive frames,
         [B C T H W] or streams; `video` is the place of the video in their batch, of which it is the `last` to be
         decoded. `seed` is that of the first request, if it is not given. What is decoded beside the frames is told to
-        the hooks (`Hook.decoded`). Raises WanjaxError where latents are not finite.
+        the observers (`Observer.decoded`). Raises WanjaxError where latents are not finite.
         """
         runtime, spec, total = self.runtime, self.model.spec, None
         if seed is None:
@@ -197,25 +199,25 @@ class Run:
             if runtime.components.decoder == "vae":
                 spec.check_length(1 + (sum(lengths) - 1) * spec.vae.temporal_factor, self.pipe.defaults.model)
             total = sum(chunk_count(length, spec.decoded_at_once(length)) for length in lengths)
-            self.hooks.tell("count", "chunk", 0, total)
+            self.observers.tell("count", "chunk", 0, total)
         how = {"seed": seed, "dtype": dtype, "tiling": tiling, "video": video}
         chunks = self._decoded(self.model.decode(runtime, pieces, **how))
         for done, chunk in enumerate(chunks if total is None else _ahead(chunks), 1):
             yield chunk
             if total is not None:
-                self.hooks.tell("count", "chunk", done, total)
+                self.observers.tell("count", "chunk", done, total)
         if last:
             runtime.components.finish_stage(())
 
     def _decoded(self, chunks: Iterator[Decoded]) -> Iterator[Frames]:
-        """Yield the frames of chunks; hooks receive the rest."""
+        """Yield the frames of chunks; observers receive the rest."""
         while True:
             with self.runtime.strategy.stage("decode"):
                 chunk = next(chunks, None)
             if chunk is None:
                 return
             if chunk.beside:
-                self.hooks.tell("decoded", chunk.beside)
+                self.observers.tell("decoded", chunk.beside)
             yield chunk.frames
 
 

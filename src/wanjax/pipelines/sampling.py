@@ -27,7 +27,7 @@ from wanjax.pipelines.draws import INITIAL, OF_STEPS, VIDEO, GivenDraws, checked
 from wanjax.pipelines.frames import AnyLatents
 from wanjax.pipelines.guidance import CLASSIFIER_FREE, GuidanceRule, check_rule, grouping
 from wanjax.pipelines.model import Block, Encoded, ModelSpec, VideoModel, latents_of
-from wanjax.pipelines.observers import Hooks, Monitor, Progress, Start
+from wanjax.pipelines.observers import Monitor, Observers, Progress, Start
 from wanjax.pipelines.phases import Phase, dense_steps
 from wanjax.pipelines.previews.latent_preview import LatentPreview
 from wanjax.pipelines.record import VERSION
@@ -111,7 +111,7 @@ def sample(
     *,
     noise: GivenDraws | None = None,
     batch_guidance: bool = False,
-    hooks: Hooks,
+    observers: Observers,
     colours: Callable[[], LatentPreview] | None = None,
 ) -> Iterator[AnyLatents]:
     """Yields the latents of videos that are made together, one for each seed: each block as soon as it is made.
@@ -126,16 +126,16 @@ def sample(
         seeds: One for each video.
         noise: Random arrays in place of the seeds'.
         batch_guidance: Runs both prompts in one forward.
-        hooks: Observers.
+        observers: They are told of what happens.
         colours: Returns what makes previews.
     """
     spec, passes = model.spec, model.spec.passes_of(settings)
     given = checked_draws(noise, spec.noise_inputs(settings, model.leading_frames(encoded, settings), len(seeds)))
     steps = [len(spec.schedule(passes[0], encoded).timesteps), *(later.strong_steps for later in passes[1:])]
-    how = {"noise": given, "batch_guidance": batch_guidance, "hooks": hooks, "colours": colours}
+    how = {"noise": given, "batch_guidance": batch_guidance, "observers": observers, "colours": colours}
     for each, count in zip(passes, steps, strict=True):
         check_rule(each.guidance_rule, each.guided, count)
-    hooks.tell("begun", encoded)
+    observers.tell("begun", encoded)
     for number, each in enumerate(passes):
         progress = Progress(number, len(passes), sum(steps[:number]), sum(steps))
         pieces = sample_pass(runtime, model, encoded, each, seeds, progress, **how)
@@ -158,14 +158,14 @@ def sample_pass(
     *,
     noise: Mapping[str, np.ndarray],
     batch_guidance: bool = False,
-    hooks: Hooks,
+    observers: Observers,
     caches: Caches | None = None,
     colours: Callable[[], LatentPreview] | None = None,
 ) -> Iterator[AnyLatents]:
     """Yield the latents of one pass, block by block, from what `sample` is given.
 
     Args:
-        runtime, model, encoded, seeds, batch_guidance, hooks, colours: Those of `sample`.
+        runtime, model, encoded, seeds, batch_guidance, observers, colours: Those of `sample`.
         settings: Those of the pass.
         progress: Which pass it is.
         noise: That of all passes, checked.
@@ -191,9 +191,9 @@ def sample_pass(
             state, drawn = runtime.call(begin, init, words, own, schedule, pictures, np.int32(block.number))
             inputs, done = encoded._replace(**drawn), 0
             if block.count == 1:
-                resumed = hooks.tell("resumed", Start(state, phases, facts, arrays, where))
+                resumed = observers.tell("resumed", Start(state, phases, facts, arrays, where))
                 state, done = next(filter(None, reversed(resumed)), (state, 0))
-            monitor = Monitor(hooks, block, where, schedule.timesteps, colours, runtime.strategy.executes)
+            monitor = Monitor(observers, block, where, schedule.timesteps, colours, runtime.strategy.executes)
             monitor.begin(done)
             how = {"guidance": rule, "caches": caches, "batch_guidance": batch_guidance}
             state, memory = denoise(
@@ -202,7 +202,7 @@ def sample_pass(
             static = model.denoiser, frames or spec.latent_shape(settings)[2]
             made = runtime.call(finish, static, state.x, latents_of(inputs, spec))
         if progress.last:
-            hooks.tell("denoised", made, block)
+            observers.tell("denoised", made, block)
         yield made
 
 

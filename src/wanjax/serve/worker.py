@@ -23,7 +23,7 @@ from wanjax.figures import duration
 from wanjax.layers.tiling import Tiling
 from wanjax.media.videos import try_output
 from wanjax.pipelines.components import free_memory
-from wanjax.pipelines.observers import Cancelled, Hook, Step
+from wanjax.pipelines.observers import Cancelled, Observer, Step
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.previews.previews import Previews
 from wanjax.pipelines.record import digest_of
@@ -161,9 +161,9 @@ class Worker:
         job.seconds = {}
         files, place = self.board.shelf.files(job), self.board.shelf.place(job.id)
         digests = {str(place / name): digest for name in job.files if (digest := digest_of(here / name)) is not None}
-        hook = Advancing(self, job)
+        observer = Advancing(self, job)
         if self.extend and not job.settings.get("original_prompt"):
-            with hook.stage("extend"):
+            with observer.stage("extend"):
                 self._extend(job, self.extend)
         settings: Any = {name: value for name, value in job.settings.items() if value is not None}
         pictures, chosen = pipe.prepare(**files_in(here, job), **settings)
@@ -171,13 +171,13 @@ class Worker:
         job.notes = [str(told) for text in texts for told in pipe.truncations(text, follow=chosen.follow)]
         options: Any = {"tiling": self.tiling, "batch_guidance": self.batch_guidance}
         if (shape := self._shape(job, chosen)) not in self._shapes:
-            with hook.stage("compile"):
+            with observer.stage("compile"):
                 needed = record(pipe, replace(chosen, windows=min(2, chosen.windows)), pictures, **options).programs
-                EXECUTE.compile(*(one.instance for one in needed), begun=hook.compiling)
+                EXECUTE.compile(*(one.instance for one in needed), begun=observer.compiling)
             self._shapes.add(shape)
         request = PreparedRequest(chosen, offer.without_folders(pipe.record(chosen, files, digests=digests, **options)))
         try_output(place / VIDEO, chosen.length, chosen.size, chosen.fps, request.metadata)
-        for _, frames in (run := Run(pipe, [request], pictures, hooks=[hook], **options)):
+        for _, frames in (run := Run(pipe, [request], pictures, observers=[observer], **options)):
             with run.finishing(request):
                 clips = with_thumbnail(map(np.asarray, frames), chosen.length, here / THUMBNAIL)
                 write(place / VIDEO, clips, request)
@@ -222,7 +222,7 @@ def with_thumbnail(chunks: Iterator[np.ndarray], frames: int, file: Path) -> Ite
         yield chunk
 
 
-class Advancing(Hook):
+class Advancing(Observer):
     """Notes on the board how far a video is; ends the run where it is cancelled, or the server ends."""
 
     def __init__(self, worker: Worker, job: Job):

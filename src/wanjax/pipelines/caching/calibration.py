@@ -27,7 +27,7 @@ from wanjax.pipelines.caching.step_cache import (
 from wanjax.pipelines.caching.tables import Changes, Magnitudes, Tables
 from wanjax.pipelines.denoiser import stream_of
 from wanjax.pipelines.model import VideoModel
-from wanjax.pipelines.observers import Hook, Hooks, Progress, Step
+from wanjax.pipelines.observers import Observer, Observers, Progress, Step
 from wanjax.pipelines.phases import Phase
 from wanjax.pipelines.runtime import Runtime
 from wanjax.pipelines.sampling import sample_pass
@@ -78,7 +78,7 @@ class Measured(NamedTuple):
     phases: tuple[Phase, ...]
 
 
-class Measurement(Hook):
+class Measurement(Observer):
     """Reads what each step told; it is the step caches of a run too, whose steps are all whole."""
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ def measure(runtime: Runtime, model: VideoModel, encoded: Any, settings: Setting
     """Makes the latents of a video of an output of `encode`, and returns what its steps told."""
     found, first = Measurement(), model.spec.passes_of(settings)[0]  # of several passes, which alone has a step cache
     whole = Progress(0, 1, 0, first.steps)
-    how: dict[str, Any] = {"noise": {}, "hooks": Hooks([found]), "caches": found.cache}
+    how: dict[str, Any] = {"noise": {}, "observers": Observers([found]), "caches": found.cache}
     deque(sample_pass(runtime, model, encoded, first, [settings.seed], whole, **how), maxlen=0)
     ratios, changed = np.moveaxis(np.array(found.told, np.float64), 0, -1).swapaxes(0, 1)
     return Measured(ratios, changed, np.array(found.embedded), tuple(found.phases))
