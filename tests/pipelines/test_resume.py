@@ -23,7 +23,7 @@ from wanjax.media.records import load_settings
 from wanjax.pipelines.denoiser import State
 from wanjax.pipelines.observers import Cancelled, Observer, Step
 from wanjax.pipelines.request import PreparedRequest
-from wanjax.pipelines.resume import Keeping
+from wanjax.pipelines.resume import ResumeObserver
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.wan.conditioning import WanEncoded
 from wanjax.schedulers import UniPC
@@ -137,7 +137,7 @@ def test_ctrl_c_between_two_saves_keeps_the_last_step(tmp_path, monkeypatch, aft
     """It may come while the host waits for the device, or, where `after` is None, while another network is loaded."""
     pipe, file = pipeline(experts=True), tmp_path / "state"
     whole, _, _ = run(pipe)
-    keeping, observer = Keeping(file, pipe.partitioner), Interrupting(after)
+    keeping, observer = ResumeObserver(file, pipe.partitioner), Interrupting(after)
     keeping._cost = 1e9  # no step is saved for its own sake
     take_over = pipe.components.take_over
 
@@ -195,7 +195,7 @@ def test_writing_takes_a_small_share_of_the_time(tmp_path, monkeypatch):
     """A state that takes a second to write is written once in fifty seconds."""
     now, writes = [0.0], []
     monkeypatch.setattr("wanjax.pipelines.resume.perf_counter", lambda: now[0])
-    keeping = Keeping(tmp_path / "state", one_device())
+    keeping = ResumeObserver(tmp_path / "state", one_device())
 
     def save(step):
         writes.append(now[0])
@@ -224,7 +224,7 @@ def test_each_step_that_takes_long_is_kept_at_once(tmp_path, monkeypatch, second
         now[0] += 1
 
     monkeypatch.setattr("wanjax.pipelines.resume.save_safetensors", save)
-    keeping = Keeping(tmp_path / "state", one_device(), saved=held.append)
+    keeping = ResumeObserver(tmp_path / "state", one_device(), saved=held.append)
     for index in range(6):
         wait(index - 1)  # while more than two are queued
         x = jnp.full((1, 1, 1, 1, 1), index + 1.0)

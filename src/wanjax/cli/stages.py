@@ -52,7 +52,7 @@ from wanjax.pipelines.previews.previews import Previews
 from wanjax.pipelines.record import described, devices_of, paths_of
 from wanjax.pipelines.recording import check_decoding, check_denoising, check_encoding, check_making, record
 from wanjax.pipelines.request import PreparedRequest, check_one_way
-from wanjax.pipelines.resume import Keeping
+from wanjax.pipelines.resume import ResumeObserver
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.settings import DRAW, Settings, schema
 from wanjax.pipelines.windows import Window
@@ -396,7 +396,7 @@ class Rendering:
             observers.append(StepProfile(self.profile, self.pipe, self.settings, self.report.note))
         if not self.pipe.architecture.spec.streams:
             file, report = self.folder / stage_files.STATE, self.report
-            observers.append(Keeping(file, self.pipe.partitioner, self._resumed, report.saved))
+            observers.append(ResumeObserver(file, self.pipe.partitioner, self._resumed, report.saved))
         return self.run(*observers, Saving(self, tells=tells) if self.settings.windows == 1 else SavingWindows(self))
 
     def ready_previews(self) -> None:
@@ -570,7 +570,7 @@ class Saving(Observer):
 
 
 class SavingWindows(Observer):
-    """Tells of each window, which `Keeping` keeps, and how to go on from those that are finished."""
+    """Tells of each window, which `ResumeObserver` keeps, and how to go on from those that are finished."""
 
     def __init__(self, rendering: Rendering):
         self.rendering = rendering

@@ -270,7 +270,7 @@ def _deleted(state: State) -> bool:
     return any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state))
 
 
-class Showing(Observer):
+class ProgressObserver(Observer):
     """Shows stages on stderr: True, False, or None for on a terminal and in a notebook."""
 
     def __init__(self, shown: bool | None):
@@ -283,7 +283,7 @@ class Showing(Observer):
         progress.count(unit, done, total)
 
 
-class Calling(Observer):
+class CallbackObserver(Observer):
     """Calls a function after every step, which may return False to end the run."""
 
     def __init__(self, callback: Callable[[Step], bool | None]):
@@ -294,7 +294,7 @@ class Calling(Observer):
         return self.callback(step)
 
 
-class Switching(Observer):
+class SwitchObserver(Observer):
     """Calls a function when another network takes over."""
 
     def __init__(self, callback: Callable[[Switch], Any]):

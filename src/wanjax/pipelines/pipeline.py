@@ -64,14 +64,14 @@ from wanjax.pipelines.keywords import (
 )
 from wanjax.pipelines.memory import check_video
 from wanjax.pipelines.model import Encoded, VideoModel, check_fits, least_bytes, truncations, with_scheduler
-from wanjax.pipelines.observers import Calling, Observer, Showing, Step, Switch, Switching
+from wanjax.pipelines.observers import CallbackObserver, Observer, ProgressObserver, Step, Switch, SwitchObserver
 from wanjax.pipelines.other_names import right_name, unknown_keyword
 from wanjax.pipelines.previews.latent_preview import LatentPreview, fitted
 from wanjax.pipelines.previews.tiny_decoder import read_tiny_decoder
 from wanjax.pipelines.record import devices_of, nameable, record_of
 from wanjax.pipelines.recording import check_decoding, check_denoising, check_encoding, check_making
 from wanjax.pipelines.request import PreparedRequest, check_one_way
-from wanjax.pipelines.resume import Keeping
+from wanjax.pipelines.resume import ResumeObserver
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.runtime import Runtime
 from wanjax.pipelines.seeds import check_count, checked_seed, told_seeds, words_of
@@ -403,10 +403,10 @@ class Pipeline(metaclass=Named):
         """
         chosen = self._settings_for(encoded, dict(settings))
         seeds = told_seeds([settings.get("seed")], [chosen.seed]) if seeds is None else told_seeds(seeds)
-        observers = [*self._looking(callback), *([Switching(switched)] if switched else [])]
+        observers = [*self._looking(callback), *([SwitchObserver(switched)] if switched else [])]
         if keep is not None:
             self.architecture.spec.check_whole(chosen.model, "a file to continue from")
-            observers.append(Keeping(keep, self.partitioner, continued))
+            observers.append(ResumeObserver(keep, self.partitioner, continued))
         check_denoising(self, encoded, chosen, videos=len(seeds), batch_guidance=batch_guidance)
         run = Run(self, [PreparedRequest(chosen)], noise=noise, batch_guidance=batch_guidance, observers=observers)
         with run.stage("denoise"):
@@ -420,7 +420,7 @@ class Pipeline(metaclass=Named):
         """
         if callback is not None and not callable(callback):
             raise WanjaxError(f"callback is given as {shown(callback)}: give a function that takes a Step")
-        return [Showing(self.progress), *([Calling(callback)] if callback else [])]
+        return [ProgressObserver(self.progress), *([CallbackObserver(callback)] if callback else [])]
 
     def _settings_for(self, encoded: Encoded, given: dict[str, Any]) -> Any:
         """Returns the settings of a video of this output of `encode`, which has to fit.
@@ -487,7 +487,7 @@ class Pipeline(metaclass=Named):
         chosen = self._settings_for(encoded, dict(settings))
         seeds = told_seeds([settings.get("seed")], [chosen.seed]) if seeds is None else told_seeds(seeds)
         checked_draws(noise, self.architecture.spec.noise_inputs(chosen, videos=len(seeds)))
-        observers = [Calling(callback)] if callback else []
+        observers = [CallbackObserver(callback)] if callback else []
         run = Run(self, [PreparedRequest(chosen)], noise=noise, batch_guidance=batch_guidance, observers=observers)
         return run.latents(encoded, chosen, seeds)
 

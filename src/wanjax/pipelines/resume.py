@@ -24,7 +24,7 @@ from wanjax.sharding import Partitioner, placed_everywhere
 SHARE = 0.02  # the share of a run's time that writing the state may take
 
 
-class Keeping(Observer):
+class ResumeObserver(Observer):
     """Writes the state of denoising to a file from time to time, and goes on from there.
 
     A file of another video is not read. `told` receives the steps taken before, if any, and those in all. `saved`

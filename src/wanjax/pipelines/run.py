@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The run: encode, denoise and decode, for one video or many, whoever asked for them.
 
-    for request, frames in Run(pipe, requests, pictures, observers=[Progress(), Keeping(file)]):
+    for request, frames in Run(pipe, requests, pictures, observers=[ProgressObserver(None), ResumeObserver(file)]):
         write(request, frames)
 
 What is done with a program is the strategy's matter: a run that is executed makes videos, and one that is recorded
