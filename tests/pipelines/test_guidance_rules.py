@@ -172,7 +172,7 @@ def test_videos_made_together_are_those_made_alone(load, rule):
 def test_nag_in_a_video_by_blocks(load):
     """Every block is led, from the first: the blocks of a stream are those of a call."""
     pipe = load("causal")
-    block, texts = pipe.architecture.spec.block_frames, pipe.encode_prompts("a red circle", "a dog")
+    block, texts = pipe.architecture.spec.chunk_frames, pipe.encode_prompts("a red circle", "a dog")
     given = {"size": (32, 32), "frames": 8 * block - 3, "seed": 3, "steps": 2}  # two blocks
     led, plain = (list(pipe.blocks(texts, guidance_rule=rule, **given)) for rule in ("nag", "none"))
     whole = pipe.denoise(texts, guidance_rule="nag", **given)

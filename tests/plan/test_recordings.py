@@ -51,7 +51,7 @@ def test_a_video_of_every_preset_is_recorded_at_its_default_settings(name):
     stages = published(name)
     counts = {program.name: program.times for program in stages["denoise"]}
     _, _, frames, *cells = spec.noise_shape(video)
-    block = spec.block_frames or frames
+    block = spec.chunk_frames or frames
     assert counts["step"] == frames // block * video.steps
     assert counts["context"] == len(spec.denoisers)
     assert counts["begin"] == counts["finish"] == frames // block

@@ -45,7 +45,7 @@ from wanjax.pipelines.denoiser import stream_of
 from wanjax.pipelines.draws import checked_draws
 from wanjax.pipelines.family import TrainingDomain
 from wanjax.pipelines.guidance import CLASSIFIER_FREE
-from wanjax.pipelines.model import Block, check_fits, encoded_from
+from wanjax.pipelines.model import Chunk, check_fits, encoded_from
 from wanjax.pipelines.observers import Observer, Step, Switch
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.previews.previews import Previews
@@ -418,7 +418,7 @@ class Rendering:
     def streamed(self, frames: Iterator[Any]) -> places.Place:
         """Writes the video while it is made, from the frames of each block; returns its place."""
         report, tempo, architecture = self.report, Tempo(), self.pipe.architecture
-        total = architecture.spec.latent_shape(self.settings)[2] // architecture.spec.block_frames
+        total = architecture.spec.latent_shape(self.settings)[2] // architecture.spec.chunk_frames
 
         def clips() -> Iterator[Any]:
             report.count("block", 0, total)
@@ -553,12 +553,12 @@ class Saving(Observer):
         save = partial(stage_files.save_encoded, made.folder, tensors, made.record)
         made.save(made.command("denoise"), save, told=f"the embeddings are in {file}" if self.tells else None)
 
-    def denoised(self, latents: Any, block: Block) -> None:
-        self._blocks.append(latents if block.count == 1 else np.asarray(latents))
-        if not block.last:
+    def denoised(self, latents: Any, chunk: Chunk) -> None:
+        self._blocks.append(latents if chunk.count == 1 else np.asarray(latents))
+        if not chunk.last:
             return
         made, file = self.rendering, self.rendering.folder / stage_files.LATENTS
-        whole = latents if block.count == 1 else np.concatenate(self._blocks, axis=2)
+        whole = latents if chunk.count == 1 else np.concatenate(self._blocks, axis=2)
         save = partial(stage_files.save_latents, made.folder, whole, made.record)
 
         def forget() -> None:
@@ -579,7 +579,7 @@ class SavingWindows(Observer):
         told = f"window {window.number + 1} of {window.count}"
         self.rendering.report.note(f"{told}: {window.settings.prompt}")
 
-    def denoised(self, latents: Any, block: Block) -> None:
+    def denoised(self, latents: Any, chunk: Chunk) -> None:
         self.rendering.save(self.rendering.command_again())
 
 

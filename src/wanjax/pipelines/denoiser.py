@@ -99,13 +99,13 @@ class Preparation(NamedTuple):
     Args:
         groups: The forwards of a step, and the prompts of each.
         nag: The numbers of normalised attention guidance, if it is wanted.
-        block: The number of the block, of a video that is made block by block.
-        memory: What `VideoModel.update_memory` returned after the block before.
+        chunk: The number of the chunk, of a video that is made chunk by chunk.
+        memory: What `VideoModel.update_memory` returned after the chunk before.
     """
 
     groups: Groups
     nag: np.ndarray | None = None
-    block: int = 0
+    chunk: int = 0
     memory: Any = None
 
 
@@ -196,13 +196,13 @@ def pad_front(x: Latents, frames: int) -> Float[Array, "B ... C"]:
 
 
 class Init(NamedTuple):
-    """How a block of latents begins.
+    """How a chunk of latents begins.
 
     Args:
         scheduler: The solver.
         shape: That of the whole video's noise, [B C T H W].
         posteriors: Pictures that are drawn.
-        block: The frames of a block; None for a video that is made as a whole.
+        chunk: The frames of a chunk; None for a video that is made as a whole.
         momentum: True where the rule of guidance keeps an average.
         others: The shapes of further streams, [B C ...], by name.
         first: The number of streams in the passes before this one, whose noise is other noise.
@@ -211,14 +211,14 @@ class Init(NamedTuple):
     scheduler: Scheduler
     shape: tuple[int, ...]
     posteriors: tuple[Posterior, ...] = ()
-    block: int | None = None
+    chunk: int | None = None
     momentum: bool = False
     others: tuple[tuple[str, tuple[int, ...]], ...] = ()
     first: int = 0
 
 
 class GivenNoise(NamedTuple):
-    """Noise in place of the seeds': of this block and of its steps, by stream, and of pictures, by name."""
+    """Noise in place of the seeds': of this chunk and of its steps, by stream, and of pictures, by name."""
 
     initial: Any = None  # [B C T H W]
     of_steps: Any = None  # [steps B C T H W]
@@ -234,9 +234,9 @@ def begin(
     pictures: Mapping[str, Array],
     number: Int[Array, ""],
 ) -> tuple[State, Mapping[str, Array]]:
-    """Returns the state before the first step of a block, and the pictures that were drawn, by name.
+    """Returns the state before the first step of a chunk, and the pictures that were drawn, by name.
 
-    `number` is the block's, from 0.
+    `number` is the chunk's, from 0.
     """
     drawn = draw_posteriors(static.posteriors, pictures, words, given.pictures or {})
     shapes = {VIDEO: static.shape, **dict(static.others)}
@@ -246,17 +246,17 @@ def begin(
         noise_number, steps_number = key_numbers(static.first + [*shapes].index(name))
         if (initial := stream_of(given.initial, name)) is not None:
             noise = initial.astype(jnp.float32)
-        elif static.block is None:
+        elif static.chunk is None:
             noise = drawn_noise(words, shapes[name], noise_number)
         else:
-            noise = noise_of_frames(words, shapes[name], number * static.block, static.block)
+            noise = noise_of_frames(words, shapes[name], number * static.chunk, static.chunk)
         noise = jnp.moveaxis(jax.lax.optimization_barrier(noise), 1, -1)  # the same whatever it is multiplied by
         if (latents := {**pictures, **drawn}.get(f"{name}_latents")) is None:
             x = static.scheduler.start(schedule, noise)
         else:  # a given video with noise added
             clean = pad_front(jnp.moveaxis(latents.astype(jnp.float32), 1, -1), noise.shape[1])
             x = static.scheduler.noised(schedule, clean, noise)
-        keys = solver_keys(words, 0 if static.block is None else number, steps_number)
+        keys = solver_keys(words, 0 if static.chunk is None else number, steps_number)
         init: Any = static.scheduler.init  # that of a stochastic solver takes noise too
         step_noise = stream_of(given.of_steps, name)
         of_steps = () if step_noise is None else (jnp.moveaxis(step_noise, 2, -1),)

@@ -92,7 +92,7 @@ class Pass(NamedTuple):
     denoisers: tuple[str, ...] = ()
 
 
-class Block(NamedTuple):
+class Chunk(NamedTuple):
     """A part of a video that is denoised at once: its number from 0, of how many, and its latent frames."""
 
     number: int
@@ -122,12 +122,12 @@ class ModelSpec:
         sparse_linear: True where its denoiser's config can have a projection for sparse-linear attention.
         trained_attention: The attention that it was trained with.
         frame_multiple: Latent frames are denoised in multiples of it; those in front are dropped.
-        block_frames: The latent frames of each block of a video that is made block by block; 0 for one made whole.
+        chunk_frames: The latent frames of each chunk of a video that is made chunk by chunk; 0 for one made whole.
         max_frames: The largest number of frames that the autoencoder can encode or decode.
         fixed_size: The only (height, width) that it makes.
         posteriors: Encoded pictures that are drawn from a distribution.
-        latent_streams: The latents that are denoised with the video's, by name; none for a model with `block_frames`.
-        passes: How often a video is denoised, and at which sizes: once, for a model with `block_frames`.
+        latent_streams: The latents that are denoised with the video's, by name; none for a model with `chunk_frames`.
+        passes: How often a video is denoised, and at which sizes: once, for a model with `chunk_frames`.
         text_length: The tokens of a prompt whose features are in `prompt_embeds`, where all prompts have as many.
         config_entries: Entries of the denoiser's config.json on what `attending` added.
     """
@@ -145,7 +145,7 @@ class ModelSpec:
     sparse_linear: bool = False
     trained_attention: Attention = AUTO
     frame_multiple: int = 1
-    block_frames: int = 0
+    chunk_frames: int = 0
     max_frames: int | None = None
     fixed_size: tuple[int, int] | None = None
     posteriors: tuple[Posterior, ...] = ()
@@ -173,8 +173,8 @@ class ModelSpec:
 
     @property
     def streams(self) -> bool:
-        """True where a video's frames are delivered while it is made, block by block."""
-        return self.block_frames > 0
+        """True where a video's frames are delivered while it is made, chunk by chunk."""
+        return self.chunk_frames > 0
 
     @property
     def experts(self) -> bool:
@@ -182,9 +182,9 @@ class ModelSpec:
         return len(self.denoisers) > 1 and not any(one.denoisers for one in self.passes)
 
     @property
-    def block_length(self) -> int:
-        """The frames that each block adds to a video that is made block by block; 0 for one that is made as a whole."""
-        return self.block_frames * self.vae.temporal_factor
+    def chunk_length(self) -> int:
+        """The frames that each chunk adds to a video that is made chunk by chunk; 0 for one that is made as a whole."""
+        return self.chunk_frames * self.vae.temporal_factor
 
     @property
     def picture_beside_clip(self) -> str | None:
@@ -242,17 +242,17 @@ class ModelSpec:
                 f"{settings.width}x{settings.height} cannot be made with it"
             )
         if self.streams:
-            self._check_blocks(settings)
+            self._check_chunks(settings)
 
-    def _check_blocks(self, settings: Settings) -> None:
-        """Raises WanjaxError unless a video is of whole blocks, and without guidance."""
-        block, factor = self.block_frames, self.vae.temporal_factor
+    def _check_chunks(self, settings: Settings) -> None:
+        """Raises WanjaxError unless a video is of whole chunks, and without guidance."""
+        chunk, factor = self.chunk_frames, self.vae.temporal_factor
         frames = self.latent_shape(settings)[2]
-        if frames % block:
-            legal = [(n * block - 1) * factor + 1 for n in (frames // block, frames // block + 1) if n]
+        if frames % chunk:
+            legal = [(n * chunk - 1) * factor + 1 for n in (frames // chunk, frames // chunk + 1) if n]
             raise WanjaxError(
                 f"{quantity(settings.frames, 'frame')} are {quantity(frames, 'latent frame')}, and "
-                f"{settings.model} makes blocks of {block}: {' or '.join(map(str, legal))} frames can be made"
+                f"{settings.model} makes blocks of {chunk}: {' or '.join(map(str, legal))} frames can be made"
             )
         if settings.guided:
             raise WanjaxError(
@@ -272,7 +272,7 @@ class ModelSpec:
             raise WanjaxError("a video of 1 frame has no last image beside the first: ask for 5 frames or more")
 
     def check_whole(self, model: str, purpose: str) -> None:
-        """Raises WanjaxError where a video is made block by block; `purpose` is what needs one made as a whole."""
+        """Raises WanjaxError where a video is made chunk by chunk; `purpose` is what needs one made as a whole."""
         if self.streams:
             raise WanjaxError(f"{model} makes videos block by block, and {purpose} needs them made as a whole")
 
@@ -338,13 +338,13 @@ class ModelSpec:
 
     def decoded_at_once(self, frames: int) -> tuple[int, int]:
         """Latent frames in the first chunk to decode, and in each later one, for a video of so many."""
-        return (self.block_frames, self.block_frames) if self.streams else self.vae.decoded_at_once(frames)
+        return (self.chunk_frames, self.chunk_frames) if self.streams else self.vae.decoded_at_once(frames)
 
-    def blocks(self, frames: int) -> list[Block]:
-        """Returns the blocks of a video of so many latent frames; most models make a video as a whole."""
-        size = self.block_frames or frames
+    def chunks(self, frames: int) -> list[Chunk]:
+        """Returns the chunks of a video of so many latent frames; most models make a video as a whole."""
+        size = self.chunk_frames or frames
         count = frames // size
-        return [Block(number, count, range(number * size, (number + 1) * size)) for number in range(count)]
+        return [Chunk(number, count, range(number * size, (number + 1) * size)) for number in range(count)]
 
     # ---- steps
 
@@ -468,7 +468,7 @@ class VideoModel(ABC):
         """
 
     def update_memory(self, runtime: Runtime, network: SplitNetwork, inputs: ModelInputs, x: Held) -> Any:
-        """Returns what the next block reads of this one, which is finished; buffers of `inputs` may be reused."""
+        """Returns what the next chunk reads of this one, which is finished; buffers of `inputs` may be reused."""
         return None
 
     @abstractmethod
@@ -498,7 +498,7 @@ class VideoModel(ABC):
 
         Args:
             runtime: Calls programs.
-            pieces: Latents of consecutive frames, [B C T H W] or streams: a list of one, or an iterator over blocks.
+            pieces: Latents of consecutive frames, [B C T H W] or streams: a list of one, or an iterator over chunks.
             seed: That of noise that a decoder takes.
             dtype: That of the frames.
             tiling: The tiles, with all of their sizes; None for whole frames.
@@ -507,8 +507,8 @@ class VideoModel(ABC):
         Returns:
             Chunks of as many latent frames as `ModelSpec.decoded_at_once` says.
         """
-        whole: Any = pieces  # a list, but where a video comes in blocks
-        at_once = self.spec.decoded_at_once(self.spec.block_frames or stream_of(whole[0]).shape[2])
+        whole: Any = pieces  # a list, but where a video comes in chunks
+        at_once = self.spec.decoded_at_once(self.spec.chunk_frames or stream_of(whole[0]).shape[2])
         decoder = runtime.components.get(runtime.components.decoder)
         return map(Decoded, decoded(decoder, map(stream_of, pieces), at_once, dtype, tiling, runtime.call, video))
 
@@ -552,7 +552,7 @@ def least_bytes(model: VideoModel, settings: Settings) -> int:
     """Returns bytes that a step holds at once, whatever its kernels are, beside the weights.
 
     They are those of the tokens of a layer, their queries, keys and values, which every attention is given whole. 0 for
-    a video that is made by blocks.
+    a video that is made by chunks.
     """
     if model.spec.streams:
         return 0

@@ -18,7 +18,7 @@ from wanjax.errors import WanjaxError
 from wanjax.pipelines import progress
 from wanjax.pipelines.denoiser import State, Streams, stream_of
 from wanjax.pipelines.frames import AnyLatents
-from wanjax.pipelines.model import Block, Encoded
+from wanjax.pipelines.model import Chunk, Encoded
 from wanjax.pipelines.phases import Phase
 from wanjax.pipelines.previews.latent_preview import LatentPreview
 from wanjax.pipelines.windows import Window
@@ -94,7 +94,7 @@ class Cancelled(Exception):
 
 
 class Progress(NamedTuple):
-    """Where a block or a pass is in its video.
+    """Where a chunk or a pass is in its video.
 
     Args:
         number: The pass, from 0.
@@ -158,8 +158,8 @@ class Observer:
     def stopped(self, step: Step) -> None:
         """Receives the last step of a run that ends after it, before its time."""
 
-    def denoised(self, latents: AnyLatents, block: Block) -> None:
-        """Receives the latents of a block of videos that are made together, [B C T H W] or streams."""
+    def denoised(self, latents: AnyLatents, chunk: Chunk) -> None:
+        """Receives the latents of a chunk of videos that are made together, [B C T H W] or streams."""
 
     def decoded(self, beside: Mapping[str, Any]) -> None:
         """Receives what was decoded beside the next chunk of a video, by name, such as the samples of sound."""
@@ -182,14 +182,14 @@ class Observers(tuple[Observer, ...]):
 
 
 class Monitor:
-    """Tells observers of the steps of a block, and holds the host back so that few steps are queued on the device.
+    """Tells observers of the steps of a chunk, and holds the host back so that few steps are queued on the device.
 
     In its `with` block the observers are told of the last step where the run ends early. Raises WanjaxError that names
     the first step whose latents are not finite, and Cancelled where an observer ends the run.
 
     Args:
         observers: They are told.
-        block: That which is denoised.
+        chunk: That which is denoised.
         progress: Where it is in its video.
         timesteps: Those of the schedule.
         colours: Returns what makes previews.
@@ -199,15 +199,15 @@ class Monitor:
     def __init__(
         self,
         observers: Observers,
-        block: Block,
+        chunk: Chunk,
         progress: Progress,
         timesteps: Numbers,
         colours: Callable[[], LatentPreview] | None,
         executes: bool,
     ):
-        self.observers, self.block, self.timesteps, self.colours, self.executes = (
+        self.observers, self.chunk, self.timesteps, self.colours, self.executes = (
             observers,
-            block,
+            chunk,
             timesteps,
             colours,
             executes,
@@ -225,10 +225,10 @@ class Monitor:
 
     def begin(self, done: int) -> None:
         """Counts the steps that were taken before."""
-        if self.executes and self.block.count == 1:
+        if self.executes and self.chunk.count == 1:
             self.observers.tell("count", "step", self._before + done, self._total)
-        elif self.executes and self.block.number == 0:
-            self.observers.tell("count", "block", 0, self.block.count)
+        elif self.executes and self.chunk.number == 0:
+            self.observers.tell("count", "block", 0, self.chunk.count)
 
     def switched(self, network: str, index: int, seconds: float) -> None:
         """Tells of a network that takes over."""
@@ -259,10 +259,10 @@ class Monitor:
             index, finite = queue.popleft()
             if not finite:
                 raise WanjaxError(f"the latents are not finite after step {index + 1} of {total}: use float32")
-            if self.block.count == 1:
+            if self.chunk.count == 1:
                 self.observers.tell("count", "step", index + 1, total)
             elif (index + 1) % self._steps == 0:
-                self.observers.tell("count", "block", (index + 1) // self._steps, self.block.count)
+                self.observers.tell("count", "block", (index + 1) // self._steps, self.chunk.count)
 
 
 def _deleted(state: State) -> bool:

@@ -134,7 +134,7 @@ def check_decoding(pipe: Loaded, shape: Sequence[int], *, tiling: Tiling | None 
         return jax.ShapeDtypeStruct(tuple(shape), jnp.float32, sharding=pipe.runtime.partitioner.replicated)
 
     calls, recorder = _recorded(pipe, room=0)
-    latents = shaped(shape if not spec.block_frames else (*shape[:2], spec.block_frames, *shape[3:]))
+    latents = shaped(shape if not spec.chunk_frames else (*shape[:2], spec.chunk_frames, *shape[3:]))
     others = {name: shaped(one) for name, one in spec.stream_shapes(settings).items()}
     for _ in Run(recorder, [], tiling=tiling).frames([{VIDEO: latents, **others} if others else latents]):
         pass

@@ -6,7 +6,7 @@
 
 What is done with a program is the strategy's matter: a run that is executed makes videos, and one that is recorded
 makes the same calls and nothing else. Observers see what happens beside it: progress, saving, previews, a wish to stop.
-A video that is made block by block is a run of several blocks, each from what is kept of those before; its frames come
+A video that is made chunk by chunk is a run of several chunks, each from what is kept of those before; its frames come
 while it is made. So do those of a video of windows, each of which goes through the three stages.
 """
 
@@ -164,7 +164,7 @@ class Run:
         return nullcontext() if request.settings.windows > 1 else self.stage("decode")
 
     def latents(self, encoded: Encoded, settings: Settings, seeds: Sequence[int]) -> Iterator[Any]:
-        """Yields the latents of videos that are made together, one for each seed: each block as soon as it is made."""
+        """Yields the latents of videos that are made together, one for each seed: each chunk as soon as it is made."""
         how = {"noise": self.noise, "batch_guidance": self.batch_guidance}
         colours = self.pipe.colours
         return sample(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The denoising loop, and the latents of a video from it, block by block."""
+"""The denoising loop, and the latents of a video from it, chunk by chunk."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -26,7 +26,7 @@ from wanjax.pipelines.denoiser import (
 from wanjax.pipelines.draws import INITIAL, OF_STEPS, VIDEO, GivenDraws, checked_draws, named
 from wanjax.pipelines.frames import AnyLatents
 from wanjax.pipelines.guidance import CLASSIFIER_FREE, GuidanceRule, check_rule, grouping
-from wanjax.pipelines.model import Block, Encoded, ModelSpec, VideoModel, latents_of
+from wanjax.pipelines.model import Chunk, Encoded, ModelSpec, VideoModel, latents_of
 from wanjax.pipelines.observers import Monitor, Observers, Progress, Start
 from wanjax.pipelines.phases import Phase, dense_steps
 from wanjax.pipelines.previews.latent_preview import LatentPreview
@@ -55,7 +55,7 @@ def denoise(
     done: int = 0,
     memory: Any = None,
 ) -> tuple[State, Any]:
-    """Takes the steps of a block; returns the last state, and what the next block reads of this one.
+    """Takes the steps of a chunk; returns the last state, and what the next chunk reads of this one.
 
     Args:
         runtime: The networks, and the devices on which programs run.
@@ -69,9 +69,9 @@ def denoise(
         caches: Returns the step cache of a phase.
         batch_guidance: Runs both prompts in one forward.
         done: Steps that were taken before, by a run that was stopped.
-        memory: What this returned for the block before.
+        memory: What this returned for the chunk before.
     """
-    denoiser, block, total = model.denoiser, monitor.block, len(schedule.timesteps)
+    denoiser, chunk, total = model.denoiser, monitor.chunk, len(schedule.timesteps)
     with monitor:
         for phase in phases:
             if not (left := phase.steps[max(0, done - phase.start) :]):
@@ -82,7 +82,7 @@ def denoise(
             sparse = model.spec.radial_attention and module.attention.radial
             network = SplitNetwork(*nnx.split(module))
             groups = grouping(phase.guided, batch_guidance, runtime.partitioner)
-            purpose = Preparation(groups, guidance.leads, block.number, memory)
+            purpose = Preparation(groups, guidance.leads, chunk.number, memory)
             contexts = model.prepare(runtime, network, encoded, state.x, purpose)
             inputs = ModelInputs(network.weights, *contexts, groups.batch * state.videos)
             cache = caches(runtime, denoiser, network, schedule, phase)
@@ -96,7 +96,7 @@ def denoise(
                 monitor.stepped(index, state, x0, finite, reuses)
             monitor.finish_phase()
             state = replace(state, kept=None)
-            if not block.last:
+            if not chunk.last:
                 memory = model.update_memory(runtime, network, inputs, state.x)
             del module, network, purpose, contexts, inputs  # the weights are freed before the next network is loaded
     return state, memory
@@ -114,7 +114,7 @@ def sample(
     observers: Observers,
     colours: Callable[[], LatentPreview] | None = None,
 ) -> Iterator[AnyLatents]:
-    """Yields the latents of videos that are made together, one for each seed: each block as soon as it is made.
+    """Yields the latents of videos that are made together, one for each seed: each chunk as soon as it is made.
 
     Of several passes they are those of the last.
 
@@ -162,7 +162,7 @@ def sample_pass(
     caches: Caches | None = None,
     colours: Callable[[], LatentPreview] | None = None,
 ) -> Iterator[AnyLatents]:
-    """Yield the latents of one pass, block by block, from what `sample` is given.
+    """Yield the latents of one pass, chunk by chunk, from what `sample` is given.
 
     Args:
         runtime, model, encoded, seeds, batch_guidance, observers, colours: Those of `sample`.
@@ -180,20 +180,20 @@ def sample_pass(
     facts = facts_of(runtime, model, settings, seeds, batch_guidance) | {"pass": number}
     arrays = [*(x for x in encoded if x is not None), *noise.values()]
     others = tuple((name, shapes[name]) for name in spec.latent_streams)
-    for block in spec.blocks(shapes[VIDEO][2]):
-        frames = None if block.count == 1 else len(block.frames)
-        own = given_noise(noise, spec, block, steps, number)
-        where = progress._replace(before=progress.before + block.number * steps, total=block.count * progress.total)
+    for chunk in spec.chunks(shapes[VIDEO][2]):
+        frames = None if chunk.count == 1 else len(chunk.frames)
+        own = given_noise(noise, spec, chunk, steps, number)
+        where = progress._replace(before=progress.before + chunk.number * steps, total=chunk.count * progress.total)
         init = Init(
             model.scheduler, shapes[VIDEO], spec.posteriors, frames, rule.averages, others, number * len(streams)
         )
         with runtime.strategy.stage("denoise"):
-            state, drawn = runtime.call(begin, init, words, own, schedule, pictures, np.int32(block.number))
+            state, drawn = runtime.call(begin, init, words, own, schedule, pictures, np.int32(chunk.number))
             inputs, done = encoded._replace(**drawn), 0
-            if block.count == 1:
+            if chunk.count == 1:
                 resumed = observers.tell("resumed", Start(state, phases, facts, arrays, where))
                 state, done = next(filter(None, reversed(resumed)), (state, 0))
-            monitor = Monitor(observers, block, where, schedule.timesteps, colours, runtime.strategy.executes)
+            monitor = Monitor(observers, chunk, where, schedule.timesteps, colours, runtime.strategy.executes)
             monitor.begin(done)
             how = {"guidance": rule, "caches": caches, "batch_guidance": batch_guidance}
             state, memory = denoise(
@@ -202,15 +202,15 @@ def sample_pass(
             static = model.denoiser, frames or spec.latent_shape(settings)[2]
             made = runtime.call(finish, static, state.x, latents_of(inputs, spec))
         if progress.last:
-            observers.tell("denoised", made, block)
+            observers.tell("denoised", made, chunk)
         yield made
 
 
 def given_noise(
-    given: Mapping[str, np.ndarray], spec: ModelSpec, block: Block, steps: int, number: int = 0
+    given: Mapping[str, np.ndarray], spec: ModelSpec, chunk: Chunk, steps: int, number: int = 0
 ) -> GivenNoise:
-    """Returns the part of the given noise that a block takes; of that of the steps, those that are taken."""
-    every, frames = slice(None), slice(block.frames.start, block.frames.stop)
+    """Returns the part of the given noise that a chunk takes; of that of the steps, those that are taken."""
+    every, frames = slice(None), slice(chunk.frames.start, chunk.frames.stop)
 
     def by_stream(kind: str, *steps: slice) -> dict[str, Any]:
         arrays = {name: given.get(named(name, kind, number)) for name in (VIDEO, *spec.latent_streams)}

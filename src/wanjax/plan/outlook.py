@@ -184,7 +184,7 @@ def outlook(
     (step,) = (price for program, price in prices if program.name == STEP)
     names = dict.fromkeys(program.stage for program in programs)
     stages = {name: _stage([pair for pair in prices if pair[0].stage == name], place.memory) for name in names}
-    block = architecture.spec.block_length
+    block = architecture.spec.chunk_length
     longer = programs_for(settings.updated({"frames": settings.frames + block})) if block else []
     networks = [family.network_of(config) for config in architecture.spec.networks.values()]
     return Outlook(

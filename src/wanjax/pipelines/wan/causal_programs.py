@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs of Wan's models that make a video block by block, beside those of all families."""
+"""The programs of Wan's models that make a video chunk by chunk, beside those of all families."""
 
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from wanjax.programs import program
 
 
 class CausalInputs(NamedTuple):
-    """What a block of frames is given: the angles of its positions in time, the window, and its place in it."""
+    """What a chunk of frames is given: the angles of its positions in time, the window, and its place in it."""
 
     time: Angles
     window: KVCache
@@ -23,7 +23,7 @@ class CausalInputs(NamedTuple):
 
 
 class Past(NamedTuple):
-    """What the blocks of a video share: the prompt's keys and values, and the window of those of earlier blocks."""
+    """What the chunks of a video share: the prompt's keys and values, and the window of those of earlier chunks."""
 
     context: Context
     window: KVCache
@@ -38,7 +38,7 @@ def begin_past(
     negative: Float[Array, "B S E"] | None = None,
     leads: Float32[Array, "3"] | None = None,
 ) -> Past:
-    """Returns the keys and values of encoded prompts, and an empty window, for blocks like x.
+    """Returns the keys and values of encoded prompts, and an empty window, for chunks like x.
 
     With `leads`, those of the rule of guidance, attention is led away from negative prompts.
     """
@@ -59,7 +59,7 @@ def renew(
     time: Angles,
     place: Place,
 ) -> KVCache:
-    """Returns the window with the keys and values of a finished block, from a pass at timestep 0."""
+    """Returns the window with the keys and values of a finished chunk, from a pass at timestep 0."""
     t = jnp.zeros(len(x), jnp.float32)
     _, kept = nnx.merge(graphdef, weights)(x, t, context, time, window, place)
     return renewed(window, kept, place)

@@ -119,7 +119,7 @@ class ControlDenoiser(WanDenoiser):
 
 
 class CausalDenoiser(WanDenoiser):
-    """Predicts a block of frames from the keys and values of those before it."""
+    """Predicts a chunk of frames from the keys and values of those before it."""
 
     def predict(
         self,

@@ -78,7 +78,7 @@ class WanModel(VideoModel):
             radial_attention=self.radial and not config.sparse_linear,
             sparse_linear=self.radial and not config.sparse_linear,
             trained_attention=config.attention(AUTO),
-            block_frames=self.block_frames,
+            chunk_frames=self.chunk_frames,
             text_length=TEXT_LENGTH,
             config_entries=sparse_linear_entry(config.sparse_linear),
         )
@@ -88,8 +88,8 @@ class WanModel(VideoModel):
         return WanDenoiser()
 
     @property
-    def block_frames(self) -> int:
-        """The latent frames of a block, of a model that makes a video block by block."""
+    def chunk_frames(self) -> int:
+        """The latent frames of a chunk, of a model that makes a video chunk by chunk."""
         return 0
 
     @property

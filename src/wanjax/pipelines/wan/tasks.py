@@ -79,7 +79,7 @@ class TextToVideo(WanModel):
 
 
 class CausalTextToVideo(WanModel):
-    """Text to video, block by block, from noise alone: each from the keys and values of those before it."""
+    """Text to video, chunk by chunk, from noise alone: each from the keys and values of those before it."""
 
     task = "text to video by blocks"
     radial = False
@@ -95,11 +95,11 @@ class CausalTextToVideo(WanModel):
         return self.transformer
 
     @property
-    def block_frames(self) -> int:
+    def chunk_frames(self) -> int:
         return self.causal.block_frames
 
     def cost(self, settings: Settings, encoded: WanEncoded | None = None) -> Cost:
-        """Returns the work of one forward for a block that sees a full window."""
+        """Returns the work of one forward for a chunk that sees a full window."""
         config, (_, _, _, *cells) = self.causal, self.spec.latent_shape(settings)
         tokens = prod((config.block_frames, *cells)) // config.patch_cells
         flops = dict(forward_flops(config, tokens=tokens, text=TEXT_LENGTH))
@@ -110,12 +110,12 @@ class CausalTextToVideo(WanModel):
     def prepare(
         self, runtime: Runtime, network: SplitNetwork, encoded: WanEncoded, x: Held, purpose: Preparation
     ) -> tuple[tuple[Any, ...], CausalInputs]:
-        _, nag, block, memory = purpose
+        _, nag, chunk, memory = purpose
         negative = () if nag is None else (encoded.negative_prompt_embeds, nag)
         given = x, network.weights, encoded.prompt_embeds, *negative
         past: Past = memory or runtime.call(begin_past, network.graphdef, *given)
-        place = place_of(self.causal, block, prod(x.shape[1:4]) // self.causal.patch_cells)
-        return (past.context,), CausalInputs(angles_at(self.causal, block), past.window, place)
+        place = place_of(self.causal, chunk, prod(x.shape[1:4]) // self.causal.patch_cells)
+        return (past.context,), CausalInputs(angles_at(self.causal, chunk), past.window, place)
 
     def update_memory(self, runtime: Runtime, network: SplitNetwork, inputs: ModelInputs, x: Held) -> Past:
         [context], (time, window, place) = inputs.prompts, inputs.shared
