@@ -190,8 +190,8 @@ MUTATIONS = (
     Mutation(
         "cfg-order",
         "src/wanjax/pipelines/guidance.py",
-        "return negative + told * (prompt - negative), average",
-        "return prompt + told * (negative - prompt), average",
+        "return negative + values * (prompt - negative), average",
+        "return prompt + values * (negative - prompt), average",
         "guidance leads to the negative prompt",
         ("parity/test_guidance_rules.py::test_apg_that_keeps_all_is_classifier_free_guidance",),
     ),

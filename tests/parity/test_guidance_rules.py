@@ -33,8 +33,8 @@ def predictions(step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def joined(rule: GuidanceRule, step: int, average: Any = None, clean: Any = lambda p, x: p) -> tuple[np.ndarray, Any]:
     prompt, negative, x = predictions(step)
     both = jnp.concatenate([prompt.numpy(), negative.numpy()])
-    join = jax.jit(lambda both, told, x, average: rule.joined(both, len(x), told, x, clean, average))
-    made, average = join(both, rule.told(step, SCALE), jnp.asarray(x.numpy()), average)
+    join = jax.jit(lambda both, values, x, average: rule.joined(both, len(x), values, x, clean, average))
+    made, average = join(both, rule.values(step, SCALE), jnp.asarray(x.numpy()), average)
     return np.asarray(made), average
 
 
@@ -105,7 +105,7 @@ def test_apg_of_predictions_is_that_of_diffusers(eta, norm, momentum):
 @pytest.mark.parametrize("text", ["cfg-zero", "apg", "nag"])
 def test_without_a_negative_prompt_a_prediction_stays(text):
     rule, prompt = guidance_rule(text), jnp.asarray(predictions(0)[0].numpy())
-    made, _ = rule.joined(prompt, len(prompt), jnp.asarray(rule.told(0, 1.0)), prompt, lambda p, x: p, None)
+    made, _ = rule.joined(prompt, len(prompt), jnp.asarray(rule.values(0, 1.0)), prompt, lambda p, x: p, None)
     np.testing.assert_array_equal(made, prompt)
 
 

@@ -297,7 +297,7 @@ def take_step(
 ) -> tuple[State, Streams, Bool[Array, ""]]:
     """Takes the only step of a schedule; returns also the predicted clean latents, and whether the new are finite.
 
-    `guidance` is what the rule of guidance tells this step, in most cases a scale.
+    `guidance` are the values of the rule of guidance for this step, in most cases a scale.
     """
     denoiser, network = static.denoiser, nnx.merge(static.graphdef, inputs.weights)
     videos, scheduler = state.videos, static.scheduler

@@ -78,7 +78,7 @@ class GuidanceRule:
         """The numbers by which attention is led away from the negative prompt, as `led_away` has them, if it is."""
         return None
 
-    def told(self, step: int, scale: float) -> Any:
+    def values(self, step: int, scale: float) -> Any:
         """Returns what a step, counted from 0, is given of the rule and its guidance scale: arrays of the host."""
         return np.float32(scale)
 
@@ -88,7 +88,7 @@ class GuidanceRule:
         cls,
         predictions: Float[Array, "P ... C"],
         videos: int,
-        told: Any,
+        values: Any,
         x: Latents,
         clean: Callable[[Latents, Latents], Latents],
         average: Latents | None,
@@ -100,14 +100,14 @@ class GuidanceRule:
         """
         if len(predictions) == videos:
             return predictions, average
-        return cls.guided(predictions[:videos], predictions[videos:], told, x, clean, average)
+        return cls.guided(predictions[:videos], predictions[videos:], values, x, clean, average)
 
     @classmethod
     def guided(
         cls,
         prompt: Latents,
         negative: Latents,
-        told: Any,
+        values: Any,
         x: Latents,
         clean: Callable[[Latents, Latents], Latents],
         average: Latents | None,
@@ -116,7 +116,7 @@ class GuidanceRule:
 
         This rule extrapolates from the second through the first, in float32, because their difference is small.
         """
-        return negative + told * (prompt - negative), average
+        return negative + values * (prompt - negative), average
 
     def __str__(self) -> str:
         values = [f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self)]
@@ -138,7 +138,7 @@ class ZeroStar(GuidanceRule):
         if self.zero_steps < 0:
             raise WanjaxError(f"{self} has fewer than no zero steps: 1 is usual")
 
-    def told(self, step: int, scale: float) -> Any:
+    def values(self, step: int, scale: float) -> Any:
         return np.array([scale, 0 if step < self.zero_steps else 1], np.float32)
 
     @classmethod
@@ -146,12 +146,12 @@ class ZeroStar(GuidanceRule):
         cls,
         prompt: Latents,
         negative: Latents,
-        told: Float32[Array, "2"],
+        values: Float32[Array, "2"],
         x: Latents,
         clean: Callable[[Latents, Latents], Latents],
         average: None,
     ) -> tuple[Latents, None]:
-        (scale, kept), eps = told, 1e-8  # the paper's
+        (scale, kept), eps = values, 1e-8  # the paper's
         fitted = negative * (_dot(prompt, negative) / (_dot(negative, negative) + eps))
         return kept * (fitted + scale * (prompt - fitted)), None
 
@@ -184,7 +184,7 @@ class Projected(GuidanceRule):
     def averages(self) -> bool:
         return self.momentum != 0
 
-    def told(self, step: int, scale: float) -> Any:
+    def values(self, step: int, scale: float) -> Any:
         return np.array([scale, self.eta, self.norm, self.momentum, self.of == "clean"], np.float32)
 
     @classmethod
@@ -192,12 +192,12 @@ class Projected(GuidanceRule):
         cls,
         prompt: Latents,
         negative: Latents,
-        told: Float32[Array, "5"],
+        values: Float32[Array, "5"],
         x: Latents,
         clean: Callable[[Latents, Latents], Latents],
         average: Latents | None,
     ) -> tuple[Latents, Latents | None]:
-        scale, eta, norm, momentum, cleaned = told
+        scale, eta, norm, momentum, cleaned = values
         along = jnp.where(cleaned, clean(prompt, x), prompt)
         slope = jnp.where(cleaned, clean(jnp.ones_like(x), jnp.zeros_like(x)), 1.0)  # of clean latents to predictions
         change = slope * (prompt - negative)

@@ -91,8 +91,8 @@ def denoise(
                 dense = index < dense_steps(total) and not reuses if sparse else None
                 step = StepProgram(denoiser, network.graphdef, model.scheduler, cache, type(guidance), dense)
                 state = replace(state, kept=cache.given(index, state.kept))
-                told = guidance.told(index, phase.scales[index - phase.start])
-                state, x0, finite = runtime.call(take_step, step, state, inputs, told, one_step(schedule, index))
+                values = guidance.values(index, phase.scales[index - phase.start])
+                state, x0, finite = runtime.call(take_step, step, state, inputs, values, one_step(schedule, index))
                 monitor.stepped(index, state, x0, finite, reuses)
             monitor.finish_phase()
             state = replace(state, kept=None)
