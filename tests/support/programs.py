@@ -43,6 +43,6 @@ def prepared(pipe: Any, network: Any, phase: Any, encoded: Any, x: Any, rule: An
     """Returns the static part of a phase's steps, and their inputs."""
     model, parts = pipe.architecture, SplitNetwork(*nnx.split(network))
     groups = grouping(phase.guided, False, pipe.partitioner)
-    prompts, shared = model.prepare(pipe.runtime, parts, encoded, x, Preparation(groups, rule.leads))
+    prompts, shared = model.prepare(pipe.runtime, parts, encoded, x, Preparation(groups, rule.nag))
     step = StepProgram(model.denoiser, parts.graphdef, model.scheduler, guidance=type(rule))
     return step, ModelInputs(parts.weights, prompts, shared, groups.batch * x.shape[0])

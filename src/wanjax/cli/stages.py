@@ -498,7 +498,7 @@ def _shown_parts(chosen: Settings) -> dict[str, str]:
 
 def _doubts(chosen: Settings) -> Iterator[str]:
     """Yields notes on settings of a video that may be unintended."""
-    if not (chosen.guided or chosen.guidance_rule.leads is not None):
+    if not (chosen.guided or chosen.guidance_rule.nag is not None):
         yield "guidance is off, so the negative prompt has no effect"
     if (domain := domain_of(chosen.model)) and (unlike := domain.unlike(chosen)):
         yield (

@@ -74,7 +74,7 @@ class GuidanceRule:
         return False
 
     @property
-    def leads(self) -> Float32[np.ndarray, "3"] | None:
+    def nag(self) -> Float32[np.ndarray, "3"] | None:
         """The numbers by which attention is led away from the negative prompt, as `led_away` has them, if it is."""
         return None
 
@@ -229,7 +229,7 @@ class AttentionLed(GuidanceRule):
             )
 
     @property
-    def leads(self) -> Float32[np.ndarray, "3"]:
+    def nag(self) -> Float32[np.ndarray, "3"]:
         return np.array([self.scale, self.tau, self.alpha], np.float32)
 
 

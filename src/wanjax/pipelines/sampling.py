@@ -82,7 +82,7 @@ def denoise(
             sparse = model.spec.radial_attention and module.attention.radial
             network = SplitNetwork(*nnx.split(module))
             groups = grouping(phase.guided, batch_guidance, runtime.partitioner)
-            purpose = Preparation(groups, guidance.leads, chunk.number, memory)
+            purpose = Preparation(groups, guidance.nag, chunk.number, memory)
             contexts = model.prepare(runtime, network, encoded, state.x, purpose)
             inputs = ModelInputs(network.weights, *contexts, groups.batch * state.videos)
             cache = caches(runtime, denoiser, network, schedule, phase)

@@ -72,17 +72,17 @@ def make_context(
     weights: Any,
     prompts: tuple[Float[Array, "B S E"], Float[Array, "_B _S _E"]],
     image: Float[Array, "B C 1 H W"] | None,
-    leads: Float32[Array, "3"] | None = None,
+    nag: Float32[Array, "3"] | None = None,
 ) -> tuple[tuple[Context, ...], Shared]:
     """Returns each forward's prompts in the transformer's width, and what all share. static: graphdef, groups.
 
-    `leads` are those of the rule of guidance.
+    `nag` are those of the rule of guidance.
     """
     graphdef, groups = static
     transformer = nnx.merge(graphdef, weights)
     contexts = tuple(transformer.context(text) for text in group(prompts, groups))
-    if leads is not None:
+    if nag is not None:
         both = group(prompts, groups)[0], group((prompts[1], prompts[1]), groups)[0]
-        contexts = (transformer.context(jnp.concatenate(both))._replace(by=leads), *contexts[1:])
+        contexts = (transformer.context(jnp.concatenate(both))._replace(by=nag), *contexts[1:])
     first = None if image is None else jnp.moveaxis(image.astype(jnp.float32), 1, -1)
     return contexts, Shared(transformer.positions(transformer.grid(x), prompts[0].shape[1]), first)

@@ -102,11 +102,11 @@ def make_context(
     texts: tuple[Text, Text],
     image: Float[Array, "_B _S _E"] | None,
     picture: Float[Array, "_B C 1 H W"] | None,
-    leads: Float32[Array, "3"] | None = None,
+    nag: Float32[Array, "3"] | None = None,
 ) -> tuple[tuple[Context, ...], Shared]:
     """Returns the context of each forward's texts, with features of a picture beside it, and what all share.
 
-    static: graphdef, groups, the lengths of both texts. `leads` are those of the rule of guidance.
+    static: graphdef, groups, the lengths of both texts. `nag` are those of the rule of guidance.
     """
     graphdef, groups, lengths = static
     transformer = nnx.merge(graphdef, weights)
@@ -119,8 +119,8 @@ def make_context(
     short = [long.of(text) for long, text in zip(lengths, texts, strict=True)]
     first = None if picture is None else jnp.moveaxis(picture.astype(jnp.float32), 1, -1)
     contexts = tuple(context(text) for text in group(short, groups))
-    if leads is not None:
+    if nag is not None:
         led, away = group(short, groups)[0], group((short[1], short[1]), groups)[0]
         both = Text(*map(jnp.concatenate, zip(led, away, strict=True)))
-        contexts = (context(both)._replace(by=leads), *contexts[1:])
+        contexts = (context(both)._replace(by=nag), *contexts[1:])
     return contexts, Shared(transformer.rope(transformer.grid(x)), first)

@@ -36,16 +36,16 @@ def begin_past(
     weights: Any,
     text: Float[Array, "B S E"],
     negative: Float[Array, "B S E"] | None = None,
-    leads: Float32[Array, "3"] | None = None,
+    nag: Float32[Array, "3"] | None = None,
 ) -> Past:
     """Returns the keys and values of encoded prompts, and an empty window, for chunks like x.
 
-    With `leads`, those of the rule of guidance, attention is led away from negative prompts.
+    With `nag`, those of the rule of guidance, attention is led away from negative prompts.
     """
     transformer = nnx.merge(graphdef, weights)
     context = transformer.context(text)
-    if leads is not None:
-        context = context.led(transformer.context(negative), leads)
+    if nag is not None:
+        context = context.led(transformer.context(negative), nag)
     return Past(context, transformer.window(x))
 
 

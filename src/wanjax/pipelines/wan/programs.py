@@ -72,11 +72,11 @@ def make_context(
     prompts: tuple[Float[Array, "B S E"], Float[Array, "_B _S E"]],
     condition: Float[Array, "B _C _T H W"] | None,
     features: Float[Array, "_B _S _E"] | None,
-    leads: Float32[Array, "3"] | None = None,
+    nag: Float32[Array, "3"] | None = None,
 ) -> tuple[tuple[Any, ...], Shared]:
     """Returns keys and values for each forward, and what all share. static: graphdef, groups.
 
-    `leads` are those of the rule of guidance. A transformer that reads the features of pictures reads zeros without
+    `nag` are those of the rule of guidance. A transformer that reads the features of pictures reads zeros without
     them: attention to one token is attention to any number of equal ones.
     """
     graphdef, groups = static
@@ -89,7 +89,7 @@ def make_context(
         return transformer.context(text, jnp.broadcast_to(seen, (len(text), *seen.shape[1:])))
 
     contexts = tuple(map(context, group(prompts, groups)))
-    if leads is not None:
+    if nag is not None:
         negative = context(group((prompts[1], prompts[1]), groups)[0])
-        contexts = (contexts[0].led(negative, leads), *contexts[1:])
+        contexts = (contexts[0].led(negative, nag), *contexts[1:])
     return contexts, Shared(transformer.rope(transformer.grid(x)), as_latents(condition))
