@@ -76,7 +76,7 @@ def test_both_experts_stay_loaded_where_they_fit(experts, monkeypatch, free, kep
     monkeypatch.setattr(components, "free_memory", lambda device: free)
     before = alive()
     for turn, name in enumerate(["transformer", "transformer_2", "transformer"]):
-        _, seconds = experts.take_over(name, EXPERTS)
+        _, seconds = experts.swap_in(name, EXPERTS)
         assert seconds >= 0
         assert sum(experts.has(expert) for expert in EXPERTS) == min(kept, turn + 1)
         assert alive() - before < (kept if turn else 1) * 4.5e6
@@ -93,7 +93,7 @@ def test_the_first_expert_is_freed_before_the_second_is_loaded(monkeypatch):
 
     experts = Components({"transformer": load, "transformer_2": load})
     for name in EXPERTS:
-        experts.take_over(name, EXPERTS)
+        experts.swap_in(name, EXPERTS)
     assert max(seen) < 1e6
 
 

@@ -139,14 +139,14 @@ def test_ctrl_c_between_two_saves_keeps_the_last_step(tmp_path, monkeypatch, aft
     whole, _, _ = run(pipe)
     keeping, observer = ResumeObserver(file, pipe.partitioner), Interrupting(after)
     keeping._cost = 1e9  # no step is saved for its own sake
-    take_over = pipe.components.take_over
+    swap_in = pipe.components.swap_in
 
     def loading(name, others):
         if after is None and name == "transformer_2":
             raise KeyboardInterrupt
-        return take_over(name, others)
+        return swap_in(name, others)
 
-    monkeypatch.setattr(pipe.components, "take_over", loading)
+    monkeypatch.setattr(pipe.components, "swap_in", loading)
     settings = pipe.settings(**GIVEN)
     with pytest.raises(KeyboardInterrupt):
         list(

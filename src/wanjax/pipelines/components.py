@@ -150,7 +150,7 @@ class Components:
                 self.free(name)
         return results
 
-    def take_over(self, name: str, others: tuple[str, ...]) -> tuple[Any, float]:
+    def swap_in(self, name: str, others: tuple[str, ...]) -> tuple[Any, float]:
         """Returns a network that takes the place of `others`, and the seconds that it took to load."""
         start = perf_counter()
         if self.offload:

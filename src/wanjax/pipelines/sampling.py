@@ -76,7 +76,7 @@ def denoise(
         for phase in phases:
             if not (left := phase.steps[max(0, done - phase.start) :]):
                 continue
-            module, seconds = runtime.components.take_over(phase.network, model.spec.denoisers)
+            module, seconds = runtime.components.swap_in(phase.network, model.spec.denoisers)
             if phase.start > done:
                 monitor.switched(phase.network, phase.start, seconds)
             sparse = model.spec.radial_attention and module.attention.radial
