@@ -89,7 +89,7 @@ def test_previews_change_nothing_and_leave_the_last_look(tmp_path):
     np.testing.assert_array_equal(pipe.denoise(pipe.encode(PROMPT), **FEW, callback=looks), latents)
     looks.wait()
     assert not pipe.components.has("vae")
-    np.testing.assert_array_equal(opened(file), strip(pipe.colours().pictures(plain[-1].x0)))
+    np.testing.assert_array_equal(opened(file), strip(pipe.latent_preview().pictures(plain[-1].x0)))
     assert list(tmp_path.iterdir()) == [file]
 
 
@@ -132,7 +132,7 @@ def test_the_command_line(tmp_path, monkeypatch):
 
 
 def test_the_colours_are_those_of_the_model(pipe):
-    colours = pipe.colours()
-    assert isinstance(colours, Colours)
-    assert colours is pipe.colours()
-    assert colours.weights.shape == (2, 16, 3)
+    latent_preview = pipe.latent_preview()
+    assert isinstance(latent_preview, Colours)
+    assert latent_preview is pipe.latent_preview()
+    assert latent_preview.weights.shape == (2, 16, 3)

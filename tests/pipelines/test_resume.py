@@ -205,7 +205,7 @@ def test_writing_takes_a_small_share_of_the_time(tmp_path, monkeypatch):
     monkeypatch.setattr(keeping, "stopped", save)
     x = jnp.zeros((1, 1, 1, 1, 1))
     while now[0] < 200:
-        keeping.stepped(Step(0, 1, 0.0, State(x, None), x, False, pipeline(False).colours))
+        keeping.stepped(Step(0, 1, 0.0, State(x, None), x, False, pipeline(False).latent_preview))
         now[0] += 1
     assert len(writes) == 4
 

@@ -403,7 +403,7 @@ class Rendering:
         """Makes ready what makes previews, if they are asked for."""
         if self.previews:
             with self.report.stage("preview"):
-                self.pipe.colours()
+                self.pipe.latent_preview()
 
     def _resumed(self, done: int, total: int) -> None:
         self.report.note(f"taken before: {done} of {quantity(total, 'step')}")

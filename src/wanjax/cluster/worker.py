@@ -199,7 +199,7 @@ class Worker:
 
     def fit_colours(self) -> None:
         """Makes ready what shows how far a video is, if the pipeline has no tiny decoder for that."""
-        assert self.pipe.colours()
+        assert self.pipe.latent_preview()
 
     def run(self, jobs: Sequence[Job]) -> Iterator[Outcome]:
         """Makes the videos of one run, and yields the outcome of each."""

@@ -34,8 +34,8 @@ class Step:
     `state` is all that the next step takes from it. The next step reuses its buffers, so `latents` [B C T H W], those
     after the step, are read before it. `x0` [B C T H W] are the clean latents predicted in it. Both are the video's;
     what is denoised with it is in `state.x` and `predicted`. `reuses` tells whether the step reused what another kept,
-    or might have where that is decided on the device. `colours` returns what makes previews; it is made at the first
-    call.
+    or might have where that is decided on the device. `latent_preview` returns what makes previews; it is made at the
+    first call.
     """
 
     index: int
@@ -44,7 +44,7 @@ class Step:
     state: State
     predicted: Streams  # x0, [B T H W C] for each
     reuses: bool = False
-    colours: Callable[[], LatentPreview] | None = None
+    latent_preview: Callable[[], LatentPreview] | None = None
 
     @property
     def latents(self) -> Float[Array, "B C T H W"]:
@@ -66,8 +66,8 @@ class Step:
 
     def preview(self) -> UInt8[np.ndarray, "B T _H _W 3"]:
         """Returns small pictures of the predicted latents, one for each latent frame; waits for the device."""
-        assert self.colours is not None, "a step of `Pipeline.denoise` can be previewed"
-        return self.colours().pictures(self.x0)
+        assert self.latent_preview is not None, "a step of `Pipeline.denoise` can be previewed"
+        return self.latent_preview().pictures(self.x0)
 
 
 readable(Step)
@@ -192,7 +192,7 @@ class Monitor:
         chunk: That which is denoised.
         progress: Where it is in its video.
         timesteps: Those of the schedule.
-        colours: Returns what makes previews.
+        latent_preview: Returns what makes previews.
         executes: False where a run is recorded, of whose steps nobody is told.
     """
 
@@ -202,16 +202,11 @@ class Monitor:
         chunk: Chunk,
         progress: Progress,
         timesteps: Numbers,
-        colours: Callable[[], LatentPreview] | None,
+        latent_preview: Callable[[], LatentPreview] | None,
         executes: bool,
     ):
-        self.observers, self.chunk, self.timesteps, self.colours, self.executes = (
-            observers,
-            chunk,
-            timesteps,
-            colours,
-            executes,
-        )
+        self.observers, self.chunk, self.timesteps = observers, chunk, timesteps
+        self.latent_preview, self.executes = latent_preview, executes
         self._before, self._total, self._steps = progress.before, progress.total, len(timesteps)
         self._queue: deque[tuple[int, Any]] = deque()
         self._last: Step | None = None
@@ -240,7 +235,7 @@ class Monitor:
             return
         whole = self._before + index
         time = float(self.timesteps[index])
-        step = self._last = Step(whole, self._total, time, state, x0, reuses, self.colours)
+        step = self._last = Step(whole, self._total, time, state, x0, reuses, self.latent_preview)
         self._queue.append((whole, finite))
         self._wait(IN_FLIGHT)
         if any(answer is False for answer in self.observers.tell("stepped", step)):  # each is told

@@ -144,7 +144,7 @@ class Pipeline(metaclass=Named):
         self.sizes = named_sizes(architecture, defaults, published)
         self.progress: bool | None = None
         self.strategy: Strategy = EXECUTE
-        self._colours: LatentPreview | None = None
+        self._latent_preview: LatentPreview | None = None
 
     @property
     def attention(self) -> Attention:
@@ -502,19 +502,19 @@ class Pipeline(metaclass=Named):
 
         Raises WanjaxError if the file is none.
         """
-        self._colours = read_tiny_decoder(file, self.architecture.spec.latent_shape(self.defaults)[1])
+        self._latent_preview = read_tiny_decoder(file, self.architecture.spec.latent_shape(self.defaults)[1])
 
-    def colours(self) -> LatentPreview:
+    def latent_preview(self) -> LatentPreview:
         """Returns what makes previews: a tiny decoder if one was given, or a linear map from latents to colours.
 
         The map is fitted at the first call, which encodes a small clip; the autoencoder is freed if it was not loaded.
         """
-        if self._colours is None:
+        if self._latent_preview is None:
             loaded, config = self.components.has("vae"), self.architecture.vae
-            self._colours = fitted(self.encode_video, config.spatial_factor, config.temporal_factor)
+            self._latent_preview = fitted(self.encode_video, config.spatial_factor, config.temporal_factor)
             if not loaded:
                 self.free("vae")
-        return self._colours
+        return self._latent_preview
 
     @knows_keywords
     def decode(

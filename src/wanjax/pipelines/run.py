@@ -51,7 +51,7 @@ class Loaded(Protocol):
     architecture: VideoModel
     defaults: Settings
 
-    def colours(self) -> LatentPreview: ...
+    def latent_preview(self) -> LatentPreview: ...
 
     def under(self, strategy: Strategy, components: Components | None = None) -> "Loaded": ...
 
@@ -165,11 +165,8 @@ class Run:
 
     def latents(self, encoded: Encoded, settings: Settings, seeds: Sequence[int]) -> Iterator[Any]:
         """Yields the latents of videos that are made together, one for each seed: each chunk as soon as it is made."""
-        how = {"noise": self.noise, "batch_guidance": self.batch_guidance}
-        colours = self.pipe.colours
-        return sample(
-            self.runtime, self.model, encoded, settings, seeds, observers=self.observers, colours=colours, **how
-        )
+        how = {"noise": self.noise, "batch_guidance": self.batch_guidance, "latent_preview": self.pipe.latent_preview}
+        return sample(self.runtime, self.model, encoded, settings, seeds, observers=self.observers, **how)
 
     def frames(
         self,

@@ -112,7 +112,7 @@ def sample(
     noise: GivenDraws | None = None,
     batch_guidance: bool = False,
     observers: Observers,
-    colours: Callable[[], LatentPreview] | None = None,
+    latent_preview: Callable[[], LatentPreview] | None = None,
 ) -> Iterator[AnyLatents]:
     """Yields the latents of videos that are made together, one for each seed: each chunk as soon as it is made.
 
@@ -127,12 +127,12 @@ def sample(
         noise: Random arrays in place of the seeds'.
         batch_guidance: Runs both prompts in one forward.
         observers: They are told of what happens.
-        colours: Returns what makes previews.
+        latent_preview: Returns what makes previews.
     """
     spec, passes = model.spec, model.spec.passes_of(settings)
     given = checked_draws(noise, spec.noise_inputs(settings, model.leading_frames(encoded, settings), len(seeds)))
     steps = [len(spec.schedule(passes[0], encoded).timesteps), *(later.strong_steps for later in passes[1:])]
-    how = {"noise": given, "batch_guidance": batch_guidance, "observers": observers, "colours": colours}
+    how = {"noise": given, "batch_guidance": batch_guidance, "observers": observers, "latent_preview": latent_preview}
     for each, count in zip(passes, steps, strict=True):
         check_rule(each.guidance_rule, each.guided, count)
     observers.tell("begun", encoded)
@@ -160,12 +160,12 @@ def sample_pass(
     batch_guidance: bool = False,
     observers: Observers,
     caches: Caches | None = None,
-    colours: Callable[[], LatentPreview] | None = None,
+    latent_preview: Callable[[], LatentPreview] | None = None,
 ) -> Iterator[AnyLatents]:
     """Yield the latents of one pass, chunk by chunk, from what `sample` is given.
 
     Args:
-        runtime, model, encoded, seeds, batch_guidance, observers, colours: Those of `sample`.
+        runtime, model, encoded, seeds, batch_guidance, observers, latent_preview: Those of `sample`.
         settings: Those of the pass.
         progress: Which pass it is.
         noise: That of all passes, checked.
@@ -193,7 +193,7 @@ def sample_pass(
             if chunk.count == 1:
                 resumed = observers.tell("resumed", Start(state, phases, facts, arrays, where))
                 state, done = next(filter(None, reversed(resumed)), (state, 0))
-            monitor = Monitor(observers, chunk, where, schedule.timesteps, colours, runtime.strategy.executes)
+            monitor = Monitor(observers, chunk, where, schedule.timesteps, latent_preview, runtime.strategy.executes)
             monitor.begin(done)
             how = {"guidance": rule, "caches": caches, "batch_guidance": batch_guidance}
             state, memory = denoise(

@@ -315,7 +315,7 @@ def warm_up(
                     note(f"loading the {name.replace('_', ' ')}")
                     pipe.components.get(name)
         if preview and not stopped():
-            pipe.colours()
+            pipe.latent_preview()
         if not stopped():
             note(f"ready after {duration(perf_counter() - begun)}")
     except (WanjaxError, Cancelled):

@@ -46,17 +46,17 @@ class Previews:
         looked = step.index * self.looks // step.total
         if (step.index + 1) * self.looks // step.total > looked and jax.process_index() == 0:
             self.wait()
-            assert step.colours is not None
+            assert step.latent_preview is not None
             run = copy_context().run  # a notebook finds the cell that the picture belongs to in it
-            self._last = self._worker.submit(run, self._look, step, step.colours())
+            self._last = self._worker.submit(run, self._look, step, step.latent_preview())
 
     def wait(self) -> None:
         """Waits until the last look is shown."""
         if self._last is not None:
             self._last.result()
 
-    def _look(self, step: Step, colours: LatentPreview) -> None:
-        page = strip(colours.pictures(step.x0))
+    def _look(self, step: Step, latent_preview: LatentPreview) -> None:
+        page = strip(latent_preview.pictures(step.x0))
         title = f"preview after step {step.index + 1} of {step.total}"
         if self.file is not None:
             with writing(self.file) as beside:
