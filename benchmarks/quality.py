@@ -96,7 +96,7 @@ class Maker:
         def callback(step: Any) -> None:
             reused.append(step.reuses)
             if step.index + 1 == step.total and cache.startswith("easycache"):
-                reused[:] = [True] * int(History(*step.state.kept[-1]).count) + [False] * step.total
+                reused[:] = [True] * int(History(*step.state.cached[-1]).count) + [False] * step.total
                 del reused[step.total :]
 
         start = perf_counter()

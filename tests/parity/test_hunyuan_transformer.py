@@ -237,7 +237,7 @@ def test_the_pieces_make_the_whole(models):
     def in_pieces(model, latents, t, text, mask):
         context, rope, before = model.context(text, mask), model.rope(VIDEO), LastBlockCache()
         whole = model(latents, t, context, rope, cache=before)
-        return whole, model(latents, t, context, rope, cache=LastBlockCache(before.kept)), before.kept
+        return whole, model(latents, t, context, rope, cache=LastBlockCache(before.cached)), before.cached
 
     *answers, kept = in_pieces(model, channels_last(given["hidden_states"]), ours(given["timestep"]), text, mask)
     assert [x.shape[2] for x in kept] == [WIDTH, WIDTH]

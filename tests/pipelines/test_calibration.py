@@ -36,7 +36,7 @@ def test_ratios_are_those_of_the_residuals_that_magcache_keeps(model, tmp_path):
     residuals = []
 
     def callback(step):
-        residuals.append([np.asarray(jax.tree.leaves(part)[0], np.float64) for part in step.state.kept])
+        residuals.append([np.asarray(jax.tree.leaves(part)[0], np.float64) for part in step.state.cached])
 
     leaping = (1.0, 5.0, 5.0, 1.0)  # of which none but the last step may reuse
     pipe.architecture = replace(pipe.architecture, tables=Tables(Magnitudes(leaping, leaping, 0.1, 1, 0.0)))

@@ -228,7 +228,7 @@ def test_each_step_that_takes_long_is_kept_at_once(tmp_path, monkeypatch, second
     for index in range(6):
         wait(index - 1)  # while more than two are queued
         x = jnp.full((1, 1, 1, 1, 1), index + 1.0)
-        keeping.stepped(Step(index, 9, 0.0, State(x, None, kept=()), x))
+        keeping.stepped(Step(index, 9, 0.0, State(x, None, cached=()), x))
     assert [steps for steps in held if steps is not None] == right
     assert held[::2] == [None] * len(right)  # while each is written
 

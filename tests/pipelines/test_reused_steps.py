@@ -142,13 +142,13 @@ def test_a_step_of_magcache_adds_what_was_kept(pipe):
 
     at, step, _, schedule, _, _ = forwards(pipe, Added)
     before, after = taken.states[first - 1], taken.states[first]
-    kept = jax.tree.map(jnp.asarray, before.kept)
+    kept = jax.tree.map(jnp.asarray, before.cached)
     prediction = jnp.concatenate(at(first, jnp.asarray(before.x), kept)).astype(jnp.float32)
     scheduled = jax.jit(lambda schedule, p, x, solver: step.scheduler.step(schedule, 0, p, x, solver)[0])
     guided = jax.jit(lambda pair, scale: pair[1:] + scale * (pair[:1] - pair[1:]))(prediction, jnp.float32(3))
     x = scheduled(one_step(schedule, first), guided, jnp.asarray(before.x), jax.tree.map(jnp.asarray, before.solver))
     assert error(after.x, np.asarray(x, np.float64)) <= 1e-6
-    for one, other in zip(jax.tree.leaves(before.kept), jax.tree.leaves(after.kept), strict=True):
+    for one, other in zip(jax.tree.leaves(before.cached), jax.tree.leaves(after.cached), strict=True):
         np.testing.assert_array_equal(one, other)
 
 
@@ -291,7 +291,7 @@ def test_easycache_decides_as_its_authors_do(pipe):
         if not all(computed):
             break
     taken, latents = run(pipe, f"easycache:{threshold},2")
-    histories = [History(*state.kept[-1]) for state in taken.states]
+    histories = [History(*state.cached[-1]) for state in taken.states]
     found = [True, *(a.count == b.count for a, b in pairwise(histories))]
     assert [bool(step) for step in found] == computed
     assert 0 < sum(computed[2:-1]) < STEPS - 3, computed

@@ -78,7 +78,7 @@ def steps(calls: Counter[Call]) -> Counter[bool]:
     for call, times in calls.items():
         if call.program is take_step:
             state, *_ = jax.tree.unflatten(call.tree, call.arguments)
-            found[state.kept is not None] += times
+            found[state.cached is not None] += times
     return found
 
 

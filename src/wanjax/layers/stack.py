@@ -114,7 +114,7 @@ class BlockCache:
 
     def __init__(self, given: tuple | None = None):
         self.given = given
-        self.kept: tuple = ()
+        self.cached: tuple = ()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

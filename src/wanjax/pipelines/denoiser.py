@@ -147,12 +147,12 @@ class ModelInputs:
 class State:
     """The values that each step replaces: the latents, the scheduler's state, what each forward kept, and guidance's.
 
-    `kept` is None for a step that runs all blocks; `average` is None for a rule of guidance without momentum.
+    `cached` is None for a step that runs all blocks; `average` is None for a rule of guidance without momentum.
     """
 
     x: Any  # [B T H W C], or streams
     solver: Any
-    kept: Any = None  # a tuple for each forward
+    cached: Any = None  # a tuple for each forward
     average: Any = None  # [B T H W C], or streams
 
     @property
@@ -309,7 +309,7 @@ def take_step(
     t = jax.tree.map(lambda time: jnp.full((inputs.batch,), time), denoiser.timesteps(schedule))
     predict = partial(denoiser.predict, network, x, t, dense=static.dense)
     forwards = [partial(predict, prompt, inputs.shared) for prompt in inputs.prompts]
-    predictions, kept = static.cache.predictions(forwards, state.x, state.kept)
+    predictions, cached = static.cache.predictions(forwards, state.x, state.cached)
     clean = partial(scheduler.x0, schedule, 0)
 
     def step(x: Latents, solver: Any, average: Any, prediction: Float[Array, "_P ... C"]) -> tuple[Any, ...]:
@@ -321,4 +321,4 @@ def take_step(
 
     prediction = jax.tree.map(lambda *forwards: jnp.concatenate(forwards), *predictions)
     x, solver, average, x0, finite = per_stream(step, state.x, state.solver, state.average, prediction)
-    return State(x, solver, kept, average), x0, reduce(jnp.logical_and, jax.tree.leaves(finite))
+    return State(x, solver, cached, average), x0, reduce(jnp.logical_and, jax.tree.leaves(finite))

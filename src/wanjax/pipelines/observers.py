@@ -245,7 +245,7 @@ class Monitor:
         """Waits for all steps of a network; what it kept for later steps is freed with it."""
         self._wait(0)
         if self._last is not None:
-            self._last = replace(self._last, state=replace(self._last.state, kept=()))
+            self._last = replace(self._last, state=replace(self._last.state, cached=()))
 
     def _wait(self, left: int) -> None:
         """Waits until at most `left` steps are queued."""

@@ -72,13 +72,13 @@ class ResumeObserver(Observer):
             return None
         steps = int(found.metadata["steps"])
         begins = steps in [phase.start for phase in begun.phases]  # another network, which has kept nothing yet
-        kept = tuple(_listed(arrays, f"kept.{i}") for i in range(int(found.metadata["forwards"])))
+        cached = tuple(_listed(arrays, f"kept.{i}") for i in range(int(found.metadata["forwards"])))
         if steps and self.told:
             self.told(progress.before + steps, progress.total)
         self._steps = progress.before + steps
         self.saved(self._steps)
         state = jax.tree.unflatten(tree, [arrays[name] for name in named])
-        return replace(state, kept=None if begins else kept), steps
+        return replace(state, cached=None if begins else cached), steps
 
     def stepped(self, step: Step) -> None:
         """Waits for a step, and writes its state, where writing takes a small share of the time until its end."""
@@ -103,11 +103,11 @@ class ResumeObserver(Observer):
         if not all(np.isfinite(x).all() for x in jax.tree.leaves(step.state.x)):
             return
         start = perf_counter()
-        kept = step.state.kept
-        arrays = {f"kept.{i}.{j}": np.asarray(leaf) for i, part in enumerate(kept) for j, leaf in enumerate(part)}
-        metadata = {"origin": self.origin, "steps": str(step.index + 1 - self._before), "forwards": str(len(kept))}
+        cached = step.state.cached
+        arrays = {f"kept.{i}.{j}": np.asarray(leaf) for i, part in enumerate(cached) for j, leaf in enumerate(part)}
+        metadata = {"origin": self.origin, "steps": str(step.index + 1 - self._before), "forwards": str(len(cached))}
         with suppress(OSError, WanjaxError):  # a full disk; what is lost is the way back, not the run
-            arrays |= {name: np.asarray(leaf) for name, leaf in _named(replace(step.state, kept=None)).items()}
+            arrays |= {name: np.asarray(leaf) for name, leaf in _named(replace(step.state, cached=None)).items()}
             save_safetensors(self.file, arrays, metadata)
             self._steps = step.index + 1
             self.saved(self._steps)

@@ -90,12 +90,12 @@ def denoise(
                 reuses = cache.reuses(index)
                 dense = index < dense_steps(total) and not reuses if sparse else None
                 step = StepProgram(denoiser, network.graphdef, model.scheduler, cache, type(guidance), dense)
-                state = replace(state, kept=cache.given(index, state.kept))
+                state = replace(state, cached=cache.given(index, state.cached))
                 values = guidance.values(index, phase.scales[index - phase.start])
                 state, x0, finite = runtime.call(take_step, step, state, inputs, values, one_step(schedule, index))
                 monitor.stepped(index, state, x0, finite, reuses)
             monitor.finish_phase()
-            state = replace(state, kept=None)
+            state = replace(state, cached=None)
             if not chunk.last:
                 memory = model.update_memory(runtime, network, inputs, state.x)
             del module, network, purpose, contexts, inputs  # the weights are freed before the next network is loaded

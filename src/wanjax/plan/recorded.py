@@ -56,7 +56,7 @@ def _name(recorded: Recorded) -> str:
         state, *_ = instance.shapes
         if instance.static.dense:
             return DENSE
-        return STEP if state.kept is None else REUSING
+        return STEP if state.cached is None else REUSING
     if program in CHUNKS:
         cache = instance.shapes[-2]
         return f"{CHUNKS[program]}_{'first' if cache is None else 'next'}"

@@ -16,8 +16,8 @@ from wanjax.figures import quantity
 from wanjax.pipelines.caching.networks import changes_of
 from wanjax.pipelines.caching.rules import CacheRule, MagCache, TeaCache
 from wanjax.pipelines.caching.step_cache import (
+    Cached,
     ForwardCache,
-    Kept,
     Predict,
     Prediction,
     ResidualCache,
@@ -46,16 +46,16 @@ class MeasuringCache(ForwardCache):
     Of several streams the residual is that of all tokens, and the output that of the video.
     """
 
-    def given(self, step: int, kept: Kept | None) -> Kept | None:
-        return kept
+    def given(self, step: int, cached: Cached | None) -> Cached | None:
+        return cached
 
-    def run(self, predict: Predict, kept: Kept | None) -> tuple[Prediction, Kept]:
+    def run(self, predict: Predict, cached: Cached | None) -> tuple[Prediction, Cached]:
         prediction, residuals = ForwardCache(ResidualCache).run(predict, None)
         output = stream_of(in_float32(prediction))
-        if kept is None:
+        if cached is None:
             nothing = jnp.ones(len(output))
             return prediction, (*residuals, output, nothing, 0 * nothing)
-        *past_residuals, past_output, _, _ = kept
+        *past_residuals, past_output, _, _ = cached
         norms, past_norms = (jnp.concatenate([*map(_norm, x)], axis=1) for x in (residuals, past_residuals))
         ratio = norms / jnp.maximum(past_norms, jnp.finfo(jnp.float32).tiny)
         changed = mean_size(output - past_output) / mean_size(past_output)
@@ -93,7 +93,7 @@ class Measurement(Observer):
         return MeasuringCache()
 
     def stepped(self, step: Step) -> None:
-        rows = [np.concatenate([np.asarray(part[index]) for part in step.state.kept]) for index in (-2, -1)]
+        rows = [np.concatenate([np.asarray(part[index]) for part in step.state.cached]) for index in (-2, -1)]
         self.told.append(np.resize(np.stack(rows, axis=1), (2, 2)))  # without guidance the prompt's, twice
 
 

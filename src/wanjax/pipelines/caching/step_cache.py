@@ -24,7 +24,8 @@ from wanjax.sharding import replicate
 Latents = Any  # [B T H W C], or a mapping of streams
 Prediction = Any  # as latents, of one video or more, under one prompt or both
 Predict = Callable[..., Prediction]  # a forward, which may be given a `BlockCache` for its blocks
-Kept = tuple[Any, ...]  # tuples of arrays
+Cached = tuple[Any, ...]  # tuples of arrays
+Predictions = tuple[list[Prediction], Cached]  # of each forward, and what the next step may reuse
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,14 @@ class StepCache(ABC):
         """Tells whether a step, counted from 0, may reuse what an earlier one kept."""
         return step < len(self.reused) and self.reused[step]
 
-    def given(self, step: int, kept: Kept | None) -> Kept | None:
+    def given(self, step: int, cached: Cached | None) -> Cached | None:
         """Returns what a step is given of what the step before it kept; None makes it whole."""
-        return kept if self.reuses(step) else None
+        return cached if self.reuses(step) else None
 
     @abstractmethod
-    def predictions(self, forwards: Sequence[Predict], x: Latents, kept: Kept | None) -> tuple[list[Prediction], Kept]:
+    def predictions(
+        self, forwards: Sequence[Predict], x: Latents, cached: Cached | None
+    ) -> tuple[list[Prediction], Cached]:
         """Returns the prediction of each forward of a step from x, in float32, and what the next step may reuse."""
 
 
@@ -55,14 +58,16 @@ class ForwardCache(StepCache):
 
     blocks: type[BlockCache] = BlockCache
 
-    def predictions(self, forwards: Sequence[Predict], x: Latents, kept: Kept | None) -> tuple[list[Prediction], Kept]:
-        pairs = [self.run(*pair) for pair in zip(forwards, kept or (None,) * len(forwards), strict=True)]
+    def predictions(
+        self, forwards: Sequence[Predict], x: Latents, cached: Cached | None
+    ) -> tuple[list[Prediction], Cached]:
+        pairs = [self.run(*pair) for pair in zip(forwards, cached or (None,) * len(forwards), strict=True)]
         return [in_float32(prediction) for prediction, _ in pairs], tuple(part for _, part in pairs)
 
-    def run(self, predict: Predict, kept: Kept | None) -> tuple[Prediction, Kept]:
-        """Returns a forward's prediction, and what the next may reuse; `kept` is None for a whole forward."""
-        blocks = self.blocks(kept)
-        return predict(blocks), blocks.kept
+    def run(self, predict: Predict, cached: Cached | None) -> tuple[Prediction, Cached]:
+        """Returns a forward's prediction, and what the next may reuse; `cached` is None for a whole forward."""
+        blocks = self.blocks(cached)
+        return predict(blocks), blocks.cached
 
 
 def in_float32(prediction: Prediction) -> Prediction:
@@ -84,7 +89,7 @@ class LastBlockCache(BlockCache):
         if part != self.last:
             return x
         x = as_tokens(x if self.given is None else jax.tree.unflatten(jax.tree.structure(x), self.given))
-        self.kept = tuple(jax.tree.leaves(x))
+        self.cached = tuple(jax.tree.leaves(x))
         return x
 
 
@@ -96,7 +101,7 @@ class ResidualCache(BlockCache):
 
     def __init__(self, given: tuple | None = None):
         super().__init__(given)
-        self.kept = as_tokens(given or ())
+        self.cached = as_tokens(given or ())
 
     def parts(self, layers: int, *cuts: int) -> Sequence[range]:
         return super().parts(layers, *cuts) if self.given is None else ()
@@ -109,9 +114,9 @@ class ResidualCache(BlockCache):
     def after(self, x: Any) -> Any:
         tokens, tree = jax.tree.flatten(x)
         if self.given is None:
-            self.kept = as_tokens(tuple(map(sub, tokens, self.first)))  # those that are read, which are the first
+            self.cached = as_tokens(tuple(map(sub, tokens, self.first)))  # those that are read, which are the first
             return x
-        read = as_tokens(list(map(add, tokens, self.kept)))
+        read = as_tokens(list(map(add, tokens, self.cached)))
         return jax.tree.unflatten(tree, [*read, *tokens[len(read) :]])
 
 
@@ -137,20 +142,22 @@ class OutputCache(StepCache):
 
     threshold: float = field(default=0.0, compare=False)
 
-    def given(self, step: int, kept: Kept | None) -> Kept | None:
+    def given(self, step: int, cached: Cached | None) -> Cached | None:
         threshold = np.float32(self.threshold if self.reuses(step) else -1)
-        return kept and (*kept[:-1], (*kept[-1][:-1], threshold))  # the last of a history
+        return cached and (*cached[:-1], (*cached[-1][:-1], threshold))  # the last of a history
 
-    def predictions(self, forwards: Sequence[Predict], x: Latents, kept: Kept | None) -> tuple[list[Prediction], Kept]:
+    def predictions(
+        self, forwards: Sequence[Predict], x: Latents, cached: Cached | None
+    ) -> tuple[list[Prediction], Cached]:
         def computed() -> list[Prediction]:
             return replicate([in_float32(predict()) for predict in forwards])
 
         streams, each = jax.tree.structure(x), jax.tree.map
-        if kept is None:
+        if cached is None:
             outputs, none = computed(), each(lambda x: jnp.zeros(len(x)), x)
             first = History(x, x, each(lambda none: none + jnp.inf, none), none, jnp.int32(0), jnp.float32(-1))
             return outputs, _leaves(*outputs, tuple(first))
-        *parts, past = kept
+        *parts, past = cached
         old = [jax.tree.unflatten(streams, output) for output in parts]
         past = jax.tree.unflatten(jax.tree.structure(History(x, x, x, x, 0, 0)), past)
 
@@ -189,22 +196,24 @@ class GuidanceCache(StepCache):
     half: int = field(default=0, compare=False)
     more: ClassVar[float] = 1.2
 
-    def given(self, step: int, kept: Kept | None) -> Kept | None:
+    def given(self, step: int, cached: Cached | None) -> Cached | None:
         weights = (self.more, 1.0) if step < self.half else (1.0, self.more)
-        return kept and (kept[0], (np.array(weights, np.float32),)) if self.reuses(step) else None
+        return cached and (cached[0], (np.array(weights, np.float32),)) if self.reuses(step) else None
 
-    def predictions(self, forwards: Sequence[Predict], x: Latents, kept: Kept | None) -> tuple[list[Prediction], Kept]:
+    def predictions(
+        self, forwards: Sequence[Predict], x: Latents, cached: Cached | None
+    ) -> tuple[list[Prediction], Cached]:
         if len(forwards) != 2:
             raise WanjaxError("a guidance cache needs both prompts, one after the other: a mesh without dp would do")
-        if kept is None:
+        if cached is None:
             prompt, negative = (in_float32(predict()) for predict in forwards)
             low = jax.tree.map(low_frequencies, change := replicate(jax.tree.map(sub, negative, prompt)))
             return [prompt, negative], (*_leaves((low, jax.tree.map(sub, change, low))), (jnp.ones(2, jnp.float32),))
-        parts, (weights,) = kept
+        parts, (weights,) = cached
         prompt = in_float32(forwards[0]())
         low, high = jax.tree.unflatten(jax.tree.structure((prompt, prompt)), parts)
         negative = jax.tree.map(lambda x, low, high: x + weights[0] * low + weights[1] * high, prompt, low, high)
-        return [prompt, negative], kept
+        return [prompt, negative], cached
 
 
 def low_frequencies(x: Float[Array, "_P ... C"]) -> Float[Array, "_P ... C"]:
@@ -232,7 +241,7 @@ def mean_size(x: Float[Array, "_P ... C"]) -> Float[Array, " _P"]:
     return jnp.abs(x).mean(axis=tuple(range(1, x.ndim)))
 
 
-def _leaves(*trees: Any) -> Kept:
+def _leaves(*trees: Any) -> Cached:
     """Returns the arrays of each tree, which a file can keep."""
     return tuple(tuple(jax.tree.leaves(tree)) for tree in trees)
 
