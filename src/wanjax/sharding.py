@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -333,11 +332,6 @@ def one_device() -> Partitioner:
     """Returns the partitioner of JAX's first device."""
     platform()
     return Partitioner(make_mesh(devices=jax.local_devices()[:1]), RULES["fsdp"])
-
-
-def placed_everywhere(x: np.ndarray, partitioner: Partitioner) -> jax.Array:
-    """Returns an array of the host on every device of a mesh, each of which copies it; nothing is compiled."""
-    return jax.make_array_from_callback(x.shape, partitioner.replicated, lambda index: x[index])
 
 
 class MeshSizes(NamedTuple):

@@ -16,7 +16,8 @@ from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint, tiny_cogvideox_checkpoint, tiny_hunyuan_checkpoint
 from tests.support.words import naming, says
 from wanjax.errors import WanjaxError
-from wanjax.pipelines.caching.calibration import Measured, measure, reused_by, tables_from
+from wanjax.pipelines.caching.calibration import Measured, measure, reused_steps, tables_from
+from wanjax.pipelines.caching.rules import TeaCache
 from wanjax.pipelines.caching.tables import Magnitudes, Tables
 from wanjax.pipelines.phases import Phase
 
@@ -65,7 +66,7 @@ def test_tables_fit_what_was_measured():
     assert error(np.array(tables.changes.polynomial), np.array(truth)) <= 1e-5
     assert error(np.array(tables.magnitudes.prompt), np.mean([run.ratios[0] for run in runs], axis=0)) <= 1e-5
     assert error(np.array(tables.magnitudes.negative), np.mean([run.ratios[1] for run in runs], axis=0)) <= 1e-5
-    assert steps / 2 <= reused_by(tables, runs[0])["teacache"] < 0.8 * steps
+    assert steps / 2 <= reused_steps(TeaCache(), tables, runs[0]) < 0.8 * steps
     few = [Measured(run.ratios[:, :9], run.changed[:, :9], run.embedded[:9], run.phases) for run in runs]
     with pytest.raises(WanjaxError, match=naming("9 steps model 10")):
         tables_from(few)

@@ -18,7 +18,8 @@ from wanjax.figures import digits, duration, quantity, scaled
 from wanjax.kernels.compiler_options import keep_set, kept_set
 from wanjax.loading import load
 from wanjax.pipelines import progress
-from wanjax.pipelines.caching.calibration import Measured, measure, reused_by, tables_from
+from wanjax.pipelines.caching.calibration import Measured, measure, reused_steps, tables_from
+from wanjax.pipelines.caching.rules import MagCache, TeaCache
 from wanjax.pipelines.caching.tables import measured_file, to_json
 from wanjax.sharding import mesh_text, platform
 from wanjax.stores.writing import check_folder, writing
@@ -111,8 +112,9 @@ def calibrate(report: Report, *, model: str, prompts: Sequence[str], image: str 
     made = {"model": model, "steps": complete.steps, "prompts": list(chosen)}
     with writing(file) as beside:
         beside.write_text(json.dumps(to_json(tables) | made) + "\n", encoding="utf-8")
-    for name, count in reused_by(tables, runs[0]).items():
-        report.note(f"steps that reuse what another kept with --cache {name}: {count} of {complete.steps}")
+    for rule in (MagCache(), TeaCache()):
+        count = reused_steps(rule, tables, runs[0])
+        report.note(f"steps that reuse what another kept with --cache {rule.name}: {count} of {complete.steps}")
     report.note(f"the tables are in {file}")
 
 

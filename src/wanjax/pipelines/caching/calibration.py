@@ -14,7 +14,7 @@ from numpy.polynomial import Polynomial
 from wanjax.errors import WanjaxError
 from wanjax.figures import quantity
 from wanjax.pipelines.caching.networks import changes_of
-from wanjax.pipelines.caching.rules import CacheRule, MagCache, TeaCache
+from wanjax.pipelines.caching.rules import CacheRule, TeaCache
 from wanjax.pipelines.caching.step_cache import (
     Cached,
     ForwardCache,
@@ -127,16 +127,11 @@ def _threshold(changes: Changes, run: Measured) -> float:
     """Returns TeaCache's least threshold, of two digits, at which half of the steps of a run reuse."""
     for tenths in range(-30, 11):  # from 0.001 to 10
         threshold = float(f"{10 ** (tenths / 10):.2g}")
-        if _reused(TeaCache(threshold), Tables(changes=changes), run) >= HALF * run.ratios.shape[1]:
+        if reused_steps(TeaCache(threshold), Tables(changes=changes), run) >= HALF * run.ratios.shape[1]:
             return threshold
     return 1.0
 
 
-def reused_by(tables: Tables, run: Measured) -> dict[str, int]:
-    """Returns the number of steps of a run that each rule would reuse at the tables' own settings."""
-    return {rule.name: _reused(rule, tables, run) for rule in (MagCache(), TeaCache())}
-
-
-def _reused(rule: CacheRule, tables: Tables, run: Measured) -> int:
+def reused_steps(rule: CacheRule, tables: Tables, run: Measured) -> int:
     """Returns the number of steps of a run that a rule would reuse."""
     return sum(sum(rule.reused(one, tables, run.embedded[one.start :].tolist())) for one in run.phases)
