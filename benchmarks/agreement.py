@@ -12,8 +12,7 @@ import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 from rich.console import Console
@@ -22,6 +21,7 @@ from rich.table import Table
 from benchmarks.attention_prices import splash_kernel
 from benchmarks.recorded import programs
 from wanjax.kernels.attention import IMPLEMENTATIONS, Attention
+from wanjax.kernels.attention.implementation import Implementation
 from wanjax.plan.pricer import PRICER
 from wanjax.plan.recorded import STEP
 from wanjax.pricing.chips import described, find_slice
@@ -75,8 +75,7 @@ def with_splash(program: Lowering) -> Lowering:
 
 
 def _register(function: Any) -> None:
-    module = SimpleNamespace(attention=function, unsupported=lambda *arrays, **options: None)
-    cast(dict[str, Any], IMPLEMENTATIONS)["splash"] = module
+    IMPLEMENTATIONS["splash"] = Implementation(function, lambda *arrays, **options: None, function)
 
 
 def priced(measured: Measured) -> float:

@@ -11,8 +11,6 @@ from jaxtyping import Array, Bool, Float, Int32
 from wanjax.errors import UnsupportedError, WanjaxError
 from wanjax.figures import quantity
 from wanjax.kernels.attention import (
-    chunked,
-    flash_tpu,
     joint,
     kv_cache,
     sharded,
@@ -21,6 +19,7 @@ from wanjax.kernels.attention import (
     sparse_linear_tpu,
 )
 from wanjax.kernels.attention.asked import IMPLEMENTATIONS, Attention
+from wanjax.kernels.attention.implementation import Implementation
 from wanjax.kernels.attention.joint import Pair
 from wanjax.kernels.attention.kv_cache import KVCache, Place
 from wanjax.kernels.attention.masks import Window, first_keys
@@ -46,7 +45,11 @@ PREFERRED: dict[str, tuple[Choice, ...]] = {
     "tpu": (Choice("flash_tpu", "by the compiler's schedules it is the fastest"), *ANYWHERE),
 }
 
-SPARSE_LINEAR = {"reference": sparse_linear, "chunked": sparse_linear_chunked, "tpu": sparse_linear_tpu}
+SPARSE_LINEAR = {
+    "reference": sparse_linear.attention,
+    "chunked": sparse_linear_chunked.attention,
+    "tpu": sparse_linear_tpu.attention,
+}
 
 
 @jax.named_scope("attention")
@@ -175,7 +178,7 @@ def sparse_linear_attention(
     if implementation not in (None, "tpu") and config is not None:
         raise UnsupportedError(f"the {name} sparse-linear attention has no config: that of tpu can be chosen")
     options = {"sparse": sparse, "keys": keys} | ({"config": config} if name == "tpu" else {})
-    kernel = partial(SPARSE_LINEAR[name].attention, **options)
+    kernel = partial(SPARSE_LINEAR[name], **options)
     return sharded.by_whole_heads(kernel, current(), q, k, v, projection)
 
 
@@ -200,16 +203,16 @@ def _on_one_device(
 ) -> Any:
     """Attention on the device that holds the operands; keys after the first `keys`, of each example, are padding."""
     options |= {"return_lse": return_lse}
-    name = _choose(q, k, v, name, key_mask=key_mask, **options).name
+    chosen = _chosen(q, k, v, name, key_mask=key_mask, **options)
     counted = isinstance(keys, Array)
     if keys is not None and (counted or keys < k.shape[1]):
-        if getattr(IMPLEMENTATIONS[name], "COUNTS_KEYS", False) and key_mask is None:  # slicing would copy
+        if chosen.counts_keys and key_mask is None:  # slicing would copy
             options |= {"keys": keys}
         elif counted:
             key_mask = first_keys(keys, k.shape[1]) if key_mask is None else key_mask & first_keys(keys, k.shape[1])
         else:
             k, v, key_mask = (x if x is None else x[:, :keys] for x in (k, v, key_mask))
-    return IMPLEMENTATIONS[name].attention(q, k, v, key_mask=key_mask, **options)
+    return chosen.attention(q, k, v, key_mask=key_mask, **options)
 
 
 def _part_on_one_device(
@@ -217,9 +220,9 @@ def _part_on_one_device(
 ) -> Any:
     """Attention to some of the keys, added to what this returned for others; see `sharded.Kernels`."""
     whole = {"window": None, "bias": None, "return_lse": True, **options}
-    chosen = IMPLEMENTATIONS[_choose(q, k, v, name, key_mask=key_mask, **whole).name]
-    if chosen is flash_tpu and flash_tpu.resumes(options["config"]):
-        return flash_tpu.resumed(q, k, v, before, last=last, key_mask=key_mask, keys=keys, **options)
+    chosen = _chosen(q, k, v, name, key_mask=key_mask, **whole)
+    if chosen.resumed is not None and chosen.resumes(options["config"]):
+        return chosen.resumed(q, k, v, before, last=last, key_mask=key_mask, keys=keys, **options)
     done = _on_one_device(q, k, v, key_mask=key_mask, name=name, keys=keys, **whole)
     done = done if before is None else sharded.merge(before, done)
     return (done[0].astype(q.dtype), done[1]) if last else done
@@ -228,11 +231,10 @@ def _part_on_one_device(
 def _gradient_on_one_device(
     q, k, v, g, lse, delta, *, key_mask, name: str | None, keys: Array | None = None, **options: Any
 ) -> Any:
-    """The gradients of q, k and v where all queries see the same keys; `reference` has that of `chunked`."""
+    """The gradients of q, k and v where all queries see the same keys."""
     options |= {"window": None}
-    name = _choose(q, k, v, name, key_mask=key_mask, bias=None, **options, return_lse=True).name
-    gradient = getattr(IMPLEMENTATIONS[name], "gradient", chunked.gradient)
-    return gradient(q, k, v, g, lse, delta, key_mask=key_mask, keys=keys, **options)
+    chosen = _chosen(q, k, v, name, key_mask=key_mask, bias=None, **options, return_lse=True)
+    return chosen.gradient(q, k, v, g, lse, delta, key_mask=key_mask, keys=keys, **options)
 
 
 def choose(
@@ -256,6 +258,11 @@ def choose(
     asked = Attention.of(implementation)
     options = _options(asked, q, k, v, key_mask, window, scale, bias, config)
     return _choose(q, k, v, asked.implementation, **options, return_lse=return_lse)
+
+
+def _chosen(q, k, v, named: str | None, **options: Any) -> Implementation:
+    """Returns the implementation that `_choose` names."""
+    return IMPLEMENTATIONS[_choose(q, k, v, named, **options).name]
 
 
 def _choose(q, k, v, named: str | None, **options: Any) -> Choice:

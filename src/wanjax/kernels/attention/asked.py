@@ -3,19 +3,26 @@
 
 import math
 from dataclasses import dataclass
-from types import ModuleType
 
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import chunked, cudnn, flash_tpu, reference
 from wanjax.kernels.attention.flash_tiles import Config, Tiles
+from wanjax.kernels.attention.implementation import Implementation
 from wanjax.kernels.attention.radial import DECAY, LARGEST_DECAY, Radial
 from wanjax.kernels.attention.sparse_linear import SparseLinear
 
-IMPLEMENTATIONS: dict[str, ModuleType] = {
-    "reference": reference,
-    "chunked": chunked,
-    "cudnn": cudnn,
-    "flash_tpu": flash_tpu,
+IMPLEMENTATIONS = {
+    "reference": Implementation(reference.attention, reference.unsupported, chunked.gradient),
+    "chunked": Implementation(chunked.attention, chunked.unsupported, chunked.gradient),
+    "cudnn": Implementation(cudnn.attention, cudnn.unsupported, chunked.gradient),
+    "flash_tpu": Implementation(
+        flash_tpu.attention,
+        flash_tpu.unsupported,
+        flash_tpu.gradient,
+        counts_keys=True,
+        resumes=flash_tpu.resumes,
+        resumed=flash_tpu.resumed,
+    ),
 }
 _AUTO, _RADIAL, _SPARSE, _WINDOW = "auto", "radial", "sla", "window="
 
@@ -93,7 +100,8 @@ class Attention:
     @property
     def passes_keys(self) -> bool:
         """True where self-attention may add the keys of other TPUs to its own sums."""
-        return self.implementation in (None, "flash_tpu") and flash_tpu.resumes(self.config) and self.sees_all
+        implementation = IMPLEMENTATIONS[self.implementation or "flash_tpu"]
+        return implementation.resumes(self.config) and self.sees_all
 
     def plain(self) -> "Attention":
         """Returns the implementation alone, for tokens other than those of self-attention."""

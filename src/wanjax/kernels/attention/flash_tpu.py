@@ -30,7 +30,6 @@ from wanjax.sharding import pad_to
 
 HEAD_DIMS = (64, 128)
 DTYPES = ("float32", "bfloat16")
-COUNTS_KEYS = True
 UNBOUNDED = 1 << 30  # a side of a window that includes all keys
 
 
