@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`generate` with several prompts and seeds: names, videos that are there already, and a run that was killed."""
 
+import json
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from hypothesis import strategies as some
 from tests.support.batches import read_manifest
 from tests.support.commands import refused
 from tests.support.words import naming, says
-from wanjax.cli import main
+from wanjax.cli import main, many
 from wanjax.cli.many import _ordered
 from wanjax.cli.report import Report
 from wanjax.cluster.batch import MANIFEST, Manifest
@@ -178,6 +179,32 @@ def test_what_failed_before_is_the_last_to_be_tried(tmp_path):
     jobs = [Job(f"{number}.mp4", VideoRequest({"prompt": "a", "seed": number}, row=number)) for number in range(3)]
     Manifest(tmp_path).add(jobs[0], error="the device is gone")
     assert _ordered(Report(), jobs, tmp_path, 0, False).take(1) == [*jobs[1:], jobs[0]]
+
+
+WRONG = [
+    {"prompt": "a", "steps": 0},  # refused as it is read
+    {"prompt": "a", "frames": 6},  # by what is listed of the model
+    {"prompt": "a", "image": "gone.png"},  # by the model
+    {"prompt": "a", "size": "70x70"},
+    {"prompt": "a", "mask": "here.png"},
+    {"prompt": "a", "frames": 6},
+    {"prompt": "a"},
+]
+
+
+def test_all_wrong_rows_are_told_at_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in WRONG))
+    told = refused("batch", "rows.jsonl", "--out", "videos")
+    assert says(told, "6 rows row 1: steps 0 rows 2, 6: row 3: gone.png row 4: 70 row 5: mask")
+
+
+def test_wrong_rows_are_told_before_a_model_is_downloaded(tmp_path, monkeypatch):
+    monkeypatch.setattr(many, "loaded", lambda *options, **more: pytest.fail("it is loaded"))
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in WRONG))
+    told = refused("batch", "rows.jsonl", "--model", "wan2.1-t2v-1.3b", "--out", "videos")
+    assert says(told, "wan2.1-t2v-1.3b row 1: steps 0 rows 2, 6: row 3: image row 4: 70 row 5: mask")
 
 
 @given(some.lists(some.integers(0, 2**40), min_size=1, max_size=5), some.integers(0, 9), some.integers(0, 9))

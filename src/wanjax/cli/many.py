@@ -4,6 +4,7 @@
 One process makes them, or workers of Ray do. Both are given the same batch.
 """
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
@@ -13,6 +14,8 @@ from typing import Any
 import click
 import jax
 
+from wanjax import registry
+from wanjax.cli import listing
 from wanjax.cli.extending import Extender
 from wanjax.cli.names import VIDEOS
 from wanjax.cli.options import COMPILE_CACHE, SETTINGS
@@ -24,7 +27,7 @@ from wanjax.cluster.batch import MANIFEST, Batch, Manifest
 from wanjax.cluster.hosts import FIRST
 from wanjax.cluster.lockstep import Leader, follow
 from wanjax.cluster.processes import is_first
-from wanjax.cluster.requests import read_requests, with_seeds
+from wanjax.cluster.requests import WrongRows, read_requests, with_seeds
 from wanjax.cluster.worker import STAGES, Job, Outcome, Worker, keeping_programs
 from wanjax.errors import WanjaxError
 from wanjax.figures import quantity
@@ -93,20 +96,25 @@ def generate(
         report.awaited = False
         return
     with nullcontext() if several else _leading(report, arguments) as worker:
-        requests = requests_of(prompt, prompts)
+        wrong = WrongRows()
+        requests = requests_of(prompt, prompts, wrong)
+        options, model = options_of_each(chosen), str(chosen["model"])
+        requests = _takeable(requests, model, options, wrong)
+        if not _is_here(model):  # else it is downloaded to find more
+            wrong.refuse()
         first = given.get("seed")
         numbers = numbers_of(requests, seeds, count, SETTINGS["seed"].usual if first is None else first)
         if extend is not None:
             texts = extend.all_of([request.settings["prompt"] for request in requests], target)
             told = [as_settings(text) for text in texts]
             requests = [one.updated(text) for one, text in zip(requests, told, strict=True)]
-        options, unsaid = options_of_each(chosen), (seeds, count, first) == (None, None, None)
+        unsaid = (seeds, count, first) == (None, None, None)
         requests = [one.under(options) for one in with_seeds(requests, None if unsaid else numbers)]
         if worker is not None:
-            batch = _here(report, requests, given, worker, retries)
+            batch = _here(report, requests, wrong, given, worker, retries)
         else:
             cluster = {"counts": counts, "hosts": hosts, "address": ray, "resources": resources, "dashboard": dashboard}
-            batch = _by_actors(report, requests, given, arguments, retries, **cluster)
+            batch = _by_actors(report, requests, wrong, given, arguments, retries, **cluster)
     report.table()
     if batch.failed:
         told = f"{len(batch.failed)} of {quantity(batch.total, 'video')} failed, as listed in {target / MANIFEST}"
@@ -129,11 +137,16 @@ def _leading(report: Report, arguments: dict[str, Any]) -> Iterator[Worker]:
 
 
 def _here(
-    report: Report, requests: Sequence[VideoRequest], given: dict[str, Any], worker: Worker, retries: int
+    report: Report,
+    requests: Sequence[VideoRequest],
+    wrong: WrongRows,
+    given: dict[str, Any],
+    worker: Worker,
+    retries: int,
 ) -> Batch:
-    """Makes the videos of requests in this process, and in those that it leads."""
+    """Makes the videos of requests in this process, and in those that it leads, unless there are `wrong` rows too."""
     check_folder(worker.folder)
-    batch = _ordered(report, worker.planned(requests), worker.folder, retries, worker.force)
+    batch = _ordered(report, worker.planned(requests, wrong), worker.folder, retries, worker.force)
     if not batch.total:
         return batch
     first = next(iter(batch.jobs.values()))
@@ -165,6 +178,7 @@ def _here(
 def _by_actors(
     report: Report,
     requests: Sequence[VideoRequest],
+    wrong: WrongRows,
     given: dict[str, Any],
     arguments: dict[str, Any],
     retries: int,
@@ -189,7 +203,7 @@ def _by_actors(
         own = {"": actors.usual_resources(ray)} | asked
         with report.stage("workers"):
             pool = actors.Actors(arguments, counts, own, report.note, hosts, spread=not alone)
-            jobs = pool.call("planned", requests, tick=report.stop_if_asked)
+            jobs = pool.call("planned", requests, wrong, tick=report.stop_if_asked)
             if len(counts) > 1:
                 pool.call("check_staged", jobs, tick=report.stop_if_asked)
             batch = _ordered(report, jobs, folder, retries, force)
@@ -264,14 +278,38 @@ def counts_of(workers: int | None, stages: Mapping[str, int | None]) -> dict[str
     return {stage: count or 1 for stage, count in stages.items()}
 
 
-def requests_of(prompt: str | None, file: str | None) -> list[VideoRequest]:
-    """Returns the request of a prompt, or those of a file; raises WanjaxError where both are given."""
+def requests_of(prompt: str | None, file: str | None, wrong: WrongRows | None = None) -> list[VideoRequest]:
+    """Returns the request of a prompt, or those of a file; raises WanjaxError where both are given.
+
+    `wrong` receives the rows that are none; None refuses them here.
+    """
     if file is None:
         assert prompt is not None
         return [VideoRequest(as_settings(prompt))]
     if prompt is not None:
         raise WanjaxError("--prompts is given beside a prompt: one way is enough")
-    return read_requests(file)
+    return read_requests(file, wrong)
+
+
+def _takeable(
+    requests: Sequence[VideoRequest], model: str, options: VideoRequest, wrong: WrongRows
+) -> list[VideoRequest]:
+    """Returns the requests that a listed model may take with these options; `wrong` receives the others."""
+    found = []
+    for request in requests:
+        try:
+            listing.check(model, request.under(options).fields, whole=True)
+        except WanjaxError as error:
+            wrong.add(request.row, error)
+        else:
+            found.append(request)
+    return found
+
+
+def _is_here(model: str) -> bool:
+    """Tells whether a model is opened without a download."""
+    preset = registry.published(model)
+    return os.path.exists(model) if preset is None else preset.shipped
 
 
 def options_of_each(chosen: Mapping[str, Any]) -> VideoRequest:

@@ -26,8 +26,10 @@ DELIMITERS = ",;\t"  # of tables; spreadsheets of many countries write semicolon
 MOST_LISTED = 20  # mistakes in a message, and runs of rows with one
 
 
-def read_requests(file: str) -> list[VideoRequest]:
+def read_requests(file: str, wrong: "WrongRows | None" = None) -> list[VideoRequest]:
     """Returns the requests of a file, "-" for standard input.
+
+    `wrong` receives the rows that are none, to be refused with those that a model refuses; None refuses them here.
 
     A file that ends in .csv or .parquet is a table. Any other has a request on each line: a JSON object where the first
     line is one or the file ends in .jsonl, else a prompt. Files that a request names are relative to the table.
@@ -44,13 +46,14 @@ def read_requests(file: str) -> list[VideoRequest]:
         raise WanjaxError(f"the prompts in {name} cannot be read: {reason(error)}") from error
     if not rows:
         raise WanjaxError(f"{name} has no prompt: one on each line is right")
-    wrong, requests = WrongRows(), []
+    bad, requests = WrongRows() if wrong is None else wrong, []
     for number, row in rows:
         try:
             requests.append(_request(number, row, folder.absolute()))
         except WanjaxError as error:
-            wrong.add(number, error)
-    wrong.refuse()
+            bad.add(number, error)
+    if wrong is None:
+        bad.refuse()
     return requests
 
 
@@ -69,7 +72,8 @@ class WrongRows:
         if not self.rows:
             return
         total = len(set().union(*self.rows.values()))
-        each = [f"{_runs(rows)}: {why}" if any(rows) else why for why, rows in self.rows.items()]
+        ordered = sorted(self.rows.items(), key=lambda item: min(item[1]))
+        each = [f"{_runs(rows)}: {why}" if any(rows) else why for why, rows in ordered]
         raise WanjaxError(f"{total} rows are wrong: {_listed(each, '; ')}" if len(each) > 1 else each[0])
 
 

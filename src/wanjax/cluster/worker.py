@@ -129,16 +129,17 @@ class Worker:
         """Loads the pipeline; its networks are loaded with the first video."""
         assert self.pipe
 
-    def planned(self, requests: Sequence[VideoRequest]) -> list[Job]:
+    def planned(self, requests: Sequence[VideoRequest], wrong: WrongRows | None = None) -> list[Job]:
         """Returns a job for each request, those of one run together.
 
-        Raises WanjaxError, with the numbers of their rows, for requests of which no video can be made.
+        Raises WanjaxError, with the numbers of their rows, for requests of which no video can be made, and for rows
+        that are `wrong` already.
         """
         groups: dict[str, list[VideoRequest]] = {}
         for request in requests:
             request = request.timed(self.pipe.defaults.fps, self.pipe.architecture.vae.temporal_factor)
             groups.setdefault(json.dumps(asdict(request.shared), sort_keys=True), []).append(request)
-        wrong = WrongRows()
+        wrong = wrong or WrongRows()
         jobs = [job for same in groups.values() for job in self._jobs(same, wrong)]
         wrong.refuse()
         return jobs
