@@ -298,7 +298,7 @@ def _partitioner(found: Checkpoint, way: Loading, video: Settings) -> Partitione
     elif isinstance(mesh, MeshSizes):
         mesh = make_mesh(*mesh)
     elif not isinstance(mesh, Mesh | None):
-        raise WanjaxError(f"the mesh is given as {shown(mesh)} where wanjax.make_mesh(dp=2, tp=4) or 'auto' is right")
+        raise WanjaxError(f"the mesh is given as {shown(mesh)}: give wanjax.make_mesh(dp=2, tp=4) or 'auto'")
     return Partitioner(make_mesh(devices=local_devices()[:1]) if mesh is None else mesh, rules)
 
 

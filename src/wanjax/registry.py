@@ -223,9 +223,7 @@ def open_source(name: str | Path, revision: str | None = None) -> Source:
     if revision is not None and os.path.exists(path):
         raise WanjaxError(f"{path} is not on the hub: it has no revision {revision}")
     if path.suffix.lower() == GGUF:
-        raise WanjaxError(
-            f"{name} is of the format GGUF, which is not read: a file of safetensors is right, and {EIGHT_BITS}"
-        )
+        raise WanjaxError(f"{name} is of the format GGUF, which is not read: give a file of safetensors; {EIGHT_BITS}")
     if os.path.isfile(path):
         return _open_file(path)
     if path.suffix in SUFFIXES and HUB_FILE.fullmatch(str(name)):

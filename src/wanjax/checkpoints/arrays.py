@@ -105,7 +105,7 @@ class StoredArray:
             if (size := size_of(file)) is None:
                 raise WanjaxError(f"there is no {file}, of {self._size:,} bytes: `wanjax convert` writes it again")
             if size != self._size:
-                right = f"{size:,} bytes where {self._size:,} are right"
+                right = f"{size:,} bytes where {self._size:,} are expected"
                 raise WanjaxError(f"{file} has {right}: `wanjax convert` writes it again")
 
     def begin(self, piece: Piece, values: np.ndarray | np.generic) -> ts.WriteFutures:

@@ -180,7 +180,7 @@ def _found(keys: set[str]) -> dict[str, _Parts]:
                 continue
             weight, scale, zero = (f"{module}{part}" for part in ("weight", spelling.scale, spelling.zero))
             if scale in keys and weight in found:
-                raise WanjaxError(f"{weight} has both {found[weight].scale} and {scale}: one of them is right")
+                raise WanjaxError(f"{weight} has both {found[weight].scale} and {scale}: leave one of them out")
             if spelling.numbers != "weight" and (weight in keys or scale not in keys):
                 why = f"stands beside {weight}" if weight in keys else f"has no {scale} beside it"
                 raise WanjaxError(f"{key} {why}: 8-bit numbers come with their scale, in place of the weight")

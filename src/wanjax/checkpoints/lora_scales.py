@@ -115,7 +115,7 @@ class Scales:
         """Returns the number that a tensor holds."""
         shape, dtype = self._reader.specs[key]
         if math.prod(shape) != 1 or not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
-            raise WanjaxError(f"{self._reader.path} holds {key} as {dtype} {list(shape)} where one number is right")
+            raise WanjaxError(f"{self._reader.path} holds {key} as {dtype} {list(shape)} where it should be one number")
         number = float(self._reader.read(key).astype(np.float32).item())
         if not math.isfinite(number):
             raise WanjaxError(f"{self._reader.path} holds {key} with {number}, which is not finite: get the file again")
@@ -140,7 +140,7 @@ class Scales:
         """Returns the compiled patterns of a table, in its order."""
         patterns = self._config.get(table) or {}
         if not isinstance(patterns, dict):
-            raise WanjaxError(f"{self._where} has the {table} {shown(patterns)} where a JSON object is right")
+            raise WanjaxError(f"{self._where} has the {table} {shown(patterns)}: write a JSON object")
         return {text: self._expression(table, text) for text in patterns}
 
     def _expression(self, table: str, text: str) -> Any:

@@ -94,7 +94,7 @@ def _abstract(module: type[Any], config: Config, **options: Any) -> Any:
         raise
     except (TypeError, ValueError, LookupError, ArithmeticError) as error:
         why = f"{module.__name__} cannot be made of these sizes, {str(error).partition(chr(10))[0]}"
-        raise WanjaxError(f"{why}: those of a published config.json are right") from error
+        raise WanjaxError(f"{why}: use those of a published config.json") from error
 
 
 def network_of(config: Config, kinds: Kinds) -> Network:

@@ -48,7 +48,7 @@ class Renamed(View):
         for key in reader.specs:
             new = rename(key)
             if new in self._keys:
-                raise WanjaxError(f"{self._keys[new]!r} and {key!r} are the same tensor {new!r}: one of them is right")
+                raise WanjaxError(f"{self._keys[new]!r} and {key!r} are the same tensor {new!r}: leave one of them out")
             if new is not None:
                 self._keys[new] = key
         self.specs = {new: reader.specs[key] for new, key in self._keys.items()}

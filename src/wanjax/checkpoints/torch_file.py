@@ -146,7 +146,7 @@ class _Archive:
         self._archive, self._file = archive, file
         pickles = [name for name in archive.namelist() if name.endswith("/data.pkl") and name.count("/") == 1]
         if len(pickles) != 1:
-            raise CorruptError(f"it holds {len(pickles) or 'no'} data.pkl where one is right")
+            raise CorruptError(f"it holds {len(pickles) or 'no'} data.pkl where it should hold one")
         self._root = pickles[0].removesuffix("data.pkl")
 
     def record(self, name: str) -> tuple[int, int]:
@@ -176,7 +176,7 @@ class _Archive:
 def _places(archive: _Archive) -> dict[str, Place]:
     """Returns where each tensor of the archive's table lies, checked against its records."""
     if archive.has("byteorder") and (order := archive.read("byteorder")) != b"little":
-        raise CorruptError(f"its byte order is {order[:16]!r} where b'little' is right")
+        raise CorruptError(f"its byte order is {order[:16]!r}, and only b'little' is read")
     if archive.record("data.pkl")[1] > PICKLE_LIMIT:
         raise CorruptError(f"its pickle has more than {PICKLE_LIMIT} bytes")
     data = archive.read("data.pkl")

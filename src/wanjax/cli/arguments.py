@@ -148,7 +148,7 @@ def in_words(error: click.ClickException) -> str:
     found = VALUE.match(error.message)
     if found is None:
         return error.message if name in error.message else f"{name}: {error.message.removesuffix('.')}"
-    return f"{name} is given as {found[1]} where {_right(parameter.type)} is right"
+    return f"{name} is given as {found[1]}: give {_right(parameter.type)}"
 
 
 VALUE = re.compile(r"(.+?) is not (?:a valid|in the range|one of) ")  # of click's sentences
@@ -180,7 +180,7 @@ def check_words(command: click.Command, ctx: click.Context, arguments: Sequence[
     if ctx.resilient_parsing:  # as it is while a shell completes the arguments
         return
     if any("\0" in word for word in arguments):
-        raise click.UsageError("an option or the prompt holds the character \\0: a text without it is right")
+        raise click.UsageError("an option or the prompt holds the character \\0: leave it out")
     try:
         given = command.make_parser(ctx).parse_args([*arguments])[0]
     except click.NoSuchOption as error:
@@ -190,15 +190,15 @@ def check_words(command: click.Command, ctx: click.Context, arguments: Sequence[
         for one in value if isinstance(value, list) else [value]:
             if one == "" and _names_files(parameter):
                 option = parameter.opts[-1] if isinstance(parameter, click.Option) else parameter.human_readable_name
-                raise click.UsageError(f"{option} is given an empty name: that of a file or folder is right")
+                raise click.UsageError(f"{option} is given an empty name: give that of a file or folder")
             if isinstance(one, str) and ADDRESS.fullmatch(one) and parameter.name not in NO_FILES:
                 page = HUB.fullmatch(one)
-                right = f"a page of the hub: its id, {page[1]}, is right" if page else _download(one)
+                right = f"a page of the hub: give its id, {page[1]}" if page else _download(one)
                 raise click.UsageError(f"{one} is {right}")
             if isinstance(one, str) and is_url(one) and _names_files(parameter):
                 option = parameter.opts[-1]
                 if parameter.name not in IN_STORES or isinstance(parameter.type, click.Path):
-                    raise click.UsageError(f"{option} {one} is a URL: the name of a file or folder here is right")
+                    raise click.UsageError(f"{option} {one} is a URL: give the name of a file or folder here")
                 if one.lower().startswith("memory:") and ctx.obj and ctx.obj.owns_process:
                     raise click.UsageError(f"{one} would be gone with this command: a name here or s3:// would do")
 

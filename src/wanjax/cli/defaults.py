@@ -126,7 +126,7 @@ def _from_config(file: str, ctx: click.Context) -> dict[str, Any]:
     table = _table(file)
     for name in known.keys() & table.keys():
         if not isinstance(more := table.pop(name), dict):
-            raise WanjaxError(f"{file} gives {name} as {more!r} where a table of its options, [{name}], is right")
+            raise WanjaxError(f"{file} gives {name} as {more!r}: write a table of its options, [{name}]")
         tables[name] = _named(f"{file}, in [{name}],", more, known[name])
     for name in (key for key, value in table.items() if isinstance(value, dict) and key not in every):
         near = [f"[{one}]" for one in get_close_matches(name, known, n=1) or known]
@@ -191,9 +191,9 @@ def _checked(place: str, key: str, value: Any, parameter: click.Parameter) -> An
     several = getattr(parameter, "multiple", False)
     values = value if several and isinstance(value, list) else [value]
     if any(type(one) not in kinds for one in values):
-        raise WanjaxError(f"{place} gives {key} as {value!r} where {right} is right")
+        raise WanjaxError(f"{place} gives {key} as {value!r}: write {right}")
     if any("\0" in one for one in values if isinstance(one, str)):  # which no file's name and no metadata holds
-        raise WanjaxError(f"{place} gives {key} as {value!r} where a text without the character \\0 is right")
+        raise WanjaxError(f"{place} gives {key} as {value!r}: write a text without the character \\0")
     return values if several else value
 
 

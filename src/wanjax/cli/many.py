@@ -346,5 +346,5 @@ def folder_of(folder: Path | None, out: str | None) -> Place:
     if folder is not None:
         raise WanjaxError("--dir keeps the stages of one video: --out names the folder of several")
     if out is not None and Path(out).suffix:
-        raise WanjaxError(f"--out names the file {out} for several videos: a folder is right")
+        raise WanjaxError(f"--out names the file {out} for several videos: name a folder")
     return VIDEOS if out is None else place(out)

@@ -116,5 +116,5 @@ def _tiling(recorded: Mapping[str, Any]) -> Tiling:
             pairs[name] = tuple(x)
     each = [one for x in pairs.values() for one in (x if isinstance(x, tuple) else (x,))]
     if recorded.keys() != {*Tiling._fields} or not all(type(x) is int and x > 0 for x in each):
-        raise WanjaxError(f"the record gives the tiling as {dict(recorded)} where a size and a stride are right")
+        raise WanjaxError(f"the record gives the tiling as {dict(recorded)}: write a size and a stride")
     return Tiling(**pairs)

@@ -459,7 +459,7 @@ class Server:
         url = f"http://{url}" if HOST_AND_PORT.fullmatch(url) else url
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise WanjaxError(f"--at is given as {shown(url)} where an address such as http://localhost:8000 is right")
+            raise WanjaxError(f"--at is given as {shown(url)}: give an address such as http://localhost:8000")
         self.url = url.rstrip("/")
         self._opener = build_opener(NoRedirect)
 

@@ -685,9 +685,7 @@ def _texts_of_loras(chosen: Mapping[str, Any]) -> Sequence[str]:
     """Returns the chosen LoRAs as texts; raises WanjaxError where a record gives anything but a list of texts."""
     texts = chosen.get("lora", [])
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
-        raise WanjaxError(
-            f"{stage_files.CONFIG} gives lora as {texts!r} where a list such as ['a.safetensors:0.8'] is right"
-        )
+        raise WanjaxError(f"{stage_files.CONFIG} gives lora as {texts!r}: write a list such as ['a.safetensors:0.8']")
     return texts
 
 
@@ -695,7 +693,7 @@ def decoder_of(chosen: Mapping[str, Any]) -> str | None:
     """Returns the file of the chosen tiny decoder, if there is one."""
     file = chosen.get("decoder")
     if not isinstance(file, str | None):
-        raise WanjaxError(f"{stage_files.CONFIG} gives decoder as {file!r} where the name of a file is right")
+        raise WanjaxError(f"{stage_files.CONFIG} gives decoder as {file!r}: write the name of a file")
     return file
 
 

@@ -93,7 +93,7 @@ def _head(ray: Any, hosts: int) -> dict[str, float]:
     right = {pods[0] for pods in slices.values() if len(pods) == hosts}
     if slices and not right:
         found = ", ".join(sorted({f"{len(pods)} ({pods[0]})" for pods in slices.values()}))
-        raise WanjaxError(f"--hosts is {hosts} where the cluster's slices have {found}: the hosts of one are right")
+        raise WanjaxError(f"--hosts is {hosts} where the cluster's slices have {found}: give the hosts of one")
     return {f"TPU-{min(right)}-head": 1} if right else {}
 
 

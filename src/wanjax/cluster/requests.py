@@ -45,7 +45,7 @@ def read_requests(file: str, wrong: "WrongRows | None" = None) -> list[VideoRequ
             raise
         raise WanjaxError(f"the prompts in {name} cannot be read: {reason(error)}") from error
     if not rows:
-        raise WanjaxError(f"{name} has no prompt: one on each line is right")
+        raise WanjaxError(f"{name} has no prompt: write one on each line")
     bad, requests = WrongRows() if wrong is None else wrong, []
     for number, row in rows:
         try:

@@ -27,11 +27,11 @@ class Tiling(NamedTuple):
         whole = Tiling(*(other if given is None else given for given, other in zip(self, own, strict=True)))
         for name, numbers in zip(self._fields, pairs := whole.pairs(), strict=True):
             if len(numbers) != 2 or not all(type(n) is int and n > 0 and n % unit == 0 for n in numbers):
-                right = f"a multiple of {unit} pixels, or one for each of height and width,"
-                raise WanjaxError(f"the {name} of tiles is {shown(getattr(whole, name))} where {right} is right")
+                right = f"a multiple of {unit} pixels, or one for each of height and width"
+                raise WanjaxError(f"the {name} of tiles is {shown(getattr(whole, name))}: give {right}")
         if any(step > side for side, step in zip(*pairs, strict=True)):
             gaps = f"tiles of {whole.size} pixels, one every {whole.stride}, leave gaps"
-            raise WanjaxError(f"{gaps}: a stride of at most the size is right")
+            raise WanjaxError(f"{gaps}: give a stride of at most the size")
         return whole
 
     def pairs(self) -> tuple[tuple[int, ...], ...]:

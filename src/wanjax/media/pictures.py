@@ -178,8 +178,8 @@ def _read(source: PictureSource, page: Page) -> Picture | Deep:
             _check_single(source, "the picture")
             return _shown(source.copy(), page)
     if not isinstance(source, str | Path):
-        right = "the path of a file, a PIL image or uint8 [H, W, 3] is"
-        raise WanjaxError(f"{shown(source)} is given as a picture where {right} right")
+        right = "the path of a file, a PIL image or uint8 [H, W, 3]"
+        raise WanjaxError(f"{shown(source)} is given as a picture: give {right}")
     with opened(source, str(source)) as image:
         _check_single(image, str(source))
         return _shown(image, page)
@@ -209,8 +209,8 @@ def read_clip(source: ClipSource, frames: int, fps: int | float, page: Page = "w
     if isinstance(source, np.ndarray):
         return _checked(source, 4)[:frames]
     if not isinstance(source, str | Path | Sequence) or isinstance(source, bytes):
-        right = "the path of a file or folder, a list of pictures or uint8 [T, H, W, 3] is"
-        raise WanjaxError(f"{shown(source)} is given as a clip where {right} right")
+        right = "the path of a file or folder, a list of pictures or uint8 [T, H, W, 3]"
+        raise WanjaxError(f"{shown(source)} is given as a clip: give {right}")
     name = source if isinstance(source, str | Path) else "the clip"
     with closing(_pictures(source, frames, fps, page)) as sequence:
         pictures = _levelled(list(islice(sequence, frames)), str(name))
@@ -381,7 +381,7 @@ def _film(source: str | Path, frames: int, fps: int | float, page: Page) -> Gene
 def _checked(array: np.ndarray, rank: int) -> np.ndarray:
     if array.dtype != np.uint8 or array.ndim != rank or array.shape[-1] != 3 or 0 in array.shape:
         right = f"uint8 [{'T, ' * (rank - 3)}H, W, 3]"
-        raise WanjaxError(f"{array.dtype} {list(array.shape)} is given as pictures where {right} is right")
+        raise WanjaxError(f"{array.dtype} {list(array.shape)} is given as pictures: give {right}")
     return array
 
 

@@ -179,7 +179,7 @@ def _read(
     fits = any(jnp.issubdtype(dtype, kind) for kind in kinds.values()) and rank in (None, len(shape))
     if not fits or (first is not None and shape[:1] != (first,)):
         axes = f" of {rank} axes" if rank else ""
-        right = f"{' or '.join(kinds)}{axes}{f', with a first axis of size {first},' if first else ''} are right"
-        raise WanjaxError(f"{name!r} in {file.path} is {dtype} {list(shape)}, where {right}")
+        right = f"{' or '.join(kinds)}{axes}{f', with a first axis of size {first}' if first else ''}"
+        raise WanjaxError(f"{name!r} in {file.path} is {dtype} {list(shape)}: give {right}")
     was_bfloat16 = "bfloat16" in str(table_in(file, "dtype_info").get(name))
     return jnp.asarray(file.read(name), jnp.bfloat16 if was_bfloat16 else None)

@@ -37,18 +37,18 @@ def on_host(pictures: Any) -> Any:
 
 def check_noise(noise: Any, right: tuple[int, ...], name: str = "noise") -> None:
     """Raises WanjaxError unless noise is an array of floats of the right shape."""
-    _check_floats(f"the {name} is", noise, f"an array {list(right)} is")
+    _check_floats(f"the {name} is", noise, f"an array {list(right)}")
     if noise.shape != right:
         raise WanjaxError(f"the {name} has the shape {list(noise.shape)} where this video needs {list(right)}")
 
 
 def check_latents(latents: Any, channels: int) -> None:
     """Raises WanjaxError unless latents are an array of floats for one video of so many channels."""
-    right = f"one video's [1, {channels}, T, H, W] is"
+    right = f"one video's [1, {channels}, T, H, W]"
     _check_floats("the latents are", latents, right)
     batch, found, *sides = latents.shape if latents.ndim == 5 else (0, 0, 0)
     if (batch, found) != (1, channels) or 0 in sides:
-        raise WanjaxError(f"the latents have the shape {list(latents.shape)} where {right} right")
+        raise WanjaxError(f"the latents have the shape {list(latents.shape)}: give {right}")
 
 
 def check_streams(latents: Any, others: Collection[str], model: str) -> None:
@@ -62,7 +62,7 @@ def check_streams(latents: Any, others: Collection[str], model: str) -> None:
 def check_encoded(encoded: Any, kind: type) -> None:
     """Raises WanjaxError unless this is what `encode` of the same kind of model returns."""
     if not isinstance(encoded, kind):
-        raise WanjaxError(f"{shown(encoded)} is given to denoise where the {kind.__name__} of `encode` is right")
+        raise WanjaxError(f"{shown(encoded)} is given to denoise: give the {kind.__name__} of `encode`")
 
 
 def check_features(name: str, features: Any, right: tuple[int, ...], model: str) -> None:
@@ -104,15 +104,15 @@ def check_frames(frames: Any) -> None:
     listed = isinstance(frames, Sequence) and not isinstance(frames, str | bytes)
     arrays: list[Any] = list(frames) if listed else [frames]
     rank = 3 if listed else 4
-    right = "uint8 [T, H, W, 3], or floats from 0 to 1, are"
+    right = "uint8 [T, H, W, 3], or floats from 0 to 1"
     if not arrays or not all(isinstance(x, np.ndarray | jax.Array) for x in arrays):
-        raise WanjaxError(f"{shown(frames)} is given as frames where {right} right")
+        raise WanjaxError(f"{shown(frames)} is given as frames: give {right}")
     for array in arrays:
         refuse_traced(array)
     first = arrays[0]
     bytes_or_floats = first.dtype == jnp.uint8 or jnp.issubdtype(first.dtype, jnp.floating)
     if first.ndim != rank or first.shape[-1] != 3 or not bytes_or_floats:
-        raise WanjaxError(f"{first.dtype} {list(first.shape)} is given as frames where {right} right")
+        raise WanjaxError(f"{first.dtype} {list(first.shape)} is given as frames: give {right}")
     if any(x.shape != first.shape for x in arrays):
         raise WanjaxError("the frames have different sizes: all frames of a video have the same size")
 
@@ -123,7 +123,7 @@ def check_tiling(tiling: Any, vae: Any, unit: int | None = None) -> Tiling | Non
     Raises WanjaxError for anything else, and for tiles that are not multiples of `unit` pixels, None for the latents'.
     """
     if not isinstance(tiling, Tiling | None):
-        raise WanjaxError(f"the tiling is given as {shown(tiling)} where wanjax.Tiling() is right")
+        raise WanjaxError(f"the tiling is given as {shown(tiling)}: give wanjax.Tiling()")
     return tiling and tiling.completed(vae.tiling, unit or vae.spatial_factor)
 
 
@@ -149,9 +149,9 @@ def check_loaded(loaded: Settings, asked: Mapping[str, Any]) -> None:
 
 def _check_floats(what: str, x: Any, right: str) -> None:
     if not isinstance(x, np.ndarray | jax.Array):
-        raise WanjaxError(f"{what} given as {shown(x)} where {right} right")
+        raise WanjaxError(f"{what} given as {shown(x)}: give {right}")
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise WanjaxError(f"{what} {x.dtype} where floats are right")
+        raise WanjaxError(f"{what} {x.dtype}: give floats")
 
 
 def dtype_name(dtype: DTypeLike | None, role: str = "dtype") -> str | None:

@@ -68,7 +68,7 @@ class Setting(NamedTuple):
         bounds = [f"above {self.above:.15g}"] * (self.above > -math.inf)
         bounds += [f"from {self.least:.15g} on"] * (self.least > -math.inf)
         bounds += [f"at most {self.most:.15g}"] * (self.most < math.inf)
-        usual = "" if self.usual is None else f", such as {self.usual},"
+        usual = "" if self.usual is None else f", such as {self.usual}"
         return " ".join([KINDS[self.kind], *filter(None, [" and ".join(bounds)])]) + usual
 
     def read(self, value: Any) -> Any:
@@ -86,7 +86,7 @@ class Setting(NamedTuple):
         if isinstance(found, int | float):
             within = self.least <= found <= self.most and self.above < found < math.inf
         if not within:
-            raise SettingError(f"{self.name} is given as {shown(value)} where {self.right} is right", self.name)
+            raise SettingError(f"{self.name} is given as {shown(value)}: give {self.right}", self.name)
         return found
 
     def parse(self, text: Any) -> Any:
@@ -134,7 +134,7 @@ def read_lines(given: Any) -> str:
     """Returns texts, a list of them or the lines of one, as the lines of one text; raises WanjaxError for others."""
     texts = given if isinstance(given, list | tuple) else [given]
     if not all(map(is_text, texts)):
-        raise WanjaxError(f"later prompts are given as {shown(given)} where a text, or a list of texts, is right")
+        raise WanjaxError(f"later prompts are given as {shown(given)}: give a text, or a list of texts")
     lines = texts[0].splitlines() if len(texts) == 1 else [" ".join(text.splitlines()) for text in texts]
     return "\n".join(line.strip() for line in lines if line.strip())
 
@@ -149,8 +149,8 @@ def read_seed(given: Any) -> int:
     """Returns a seed, DRAW for "random" or -1, which ask for one that is drawn; raises WanjaxError for others."""
     number = DRAW if isinstance(given, str) and given == "random" else whole(given)
     if number is None or not (number == DRAW or 0 <= number < 2**SEED_BITS):
-        right = f"a whole number from 0 to 2^{SEED_BITS} - 1, or random, which draws one,"
-        raise WanjaxError(f"the seed is given as {shown(given)} where {right} is right")
+        right = f"a whole number from 0 to 2^{SEED_BITS} - 1, or random, which draws one"
+        raise WanjaxError(f"the seed is given as {shown(given)}: give {right}")
     return number
 
 
@@ -380,7 +380,7 @@ def sides(size: Any, sizes: Mapping[str, tuple[int, int]]) -> dict[str, int]:
         height, width = (whole(n) for n in pair)
         if height is not None and width is not None:
             return {"height": height, "width": width}
-    raise WanjaxError(f"size is given as {shown(size)} where (height, width) such as (480, 832) is right")
+    raise WanjaxError(f"size is given as {shown(size)}: give (height, width), such as (480, 832)")
 
 
 def pixels(text: str) -> tuple[int, int] | None:

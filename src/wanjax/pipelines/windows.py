@@ -60,7 +60,7 @@ def check_windows(settings: Settings, by: str | None) -> None:
         raise SettingError(f"{why}: a model that takes a first picture alone, or a control clip, does", "windows")
     if settings.overlap > 1 and by == PICTURE:
         why = f"{settings.model} goes on from one picture, and an overlap of {settings.overlap} frames is given"
-        raise SettingError(f"{why}: 1 is right", "overlap")
+        raise SettingError(f"{why}: give 1", "overlap")
     if settings.overlap >= settings.frames:
         why = f"windows of {quantity(settings.frames, 'frame')} that overlap by {settings.overlap}"
         raise SettingError(f"{why} add nothing: more frames, or a smaller overlap, would do", "overlap")

@@ -152,9 +152,9 @@ class Service:
         query = request.query_params
         limit, order = query.get("limit", "20"), query.get("order", "desc")
         if not re.fullmatch("[1-9][0-9]?|100", limit):
-            raise SettingError(f"limit is {shown(limit)} where a whole number from 1 to 100 is right", "limit")
+            raise SettingError(f"limit is {shown(limit)}: give a whole number from 1 to 100", "limit")
         if order not in ("asc", "desc"):
-            raise SettingError(f"order is {shown(order)} where asc or desc is right", "order")
+            raise SettingError(f"order is {shown(order)}: give asc or desc", "order")
         if "after" in query:
             await self._find(query["after"])
         jobs = list(self.board.jobs.values())  # in the table's order: a clock may be set back
@@ -262,7 +262,7 @@ class Service:
         token = await _arrived(_token(request))
         guard = request.app.state.guard
         if not isinstance(token, str) or not guard.knows(token.strip()):
-            why = "the token is wrong: the one with which the server was started is right"
+            why = "the token is wrong: show the one with which the server was started"
             return refusal(401, why, "invalid_token")
         answer = Response(status_code=204)
         options: Any = {"httponly": True, "samesite": "strict", "max_age": 30 * 86400}
@@ -344,7 +344,7 @@ async def _form(form: FormData) -> tuple[dict[str, Any], dict[str, list[bytes]]]
             if data := await value.read():
                 files.setdefault(name, []).append(data)
         elif name in fields:
-            raise SettingError(f"{name[:40]} is given twice: once is right", name[:40])
+            raise SettingError(f"{name[:40]} is given twice: give it once", name[:40])
         elif value != "" or name == "prompt":  # which may be empty
             fields[name] = value
     return fields, files

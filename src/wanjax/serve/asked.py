@@ -76,7 +76,7 @@ def _decoded(name: str, value: Any) -> bytes:
         value = value.get("image_url")
     found = DATA_URL.fullmatch(value) if isinstance(value, str) else None
     if found is None:
-        told = f"{name} has no file: one in a form or a data: URL is right, and no address is fetched"
+        told = f"{name} has no file: send one in a form, or a data: URL; no address is fetched"
         raise SettingError(told, name)
     try:
         return base64.b64decode(found[1], validate=True)
@@ -150,7 +150,7 @@ def completed(request: VideoRequest, pipe: Pipeline, files: Mapping[str, Any], l
     settings, shape = {"seed": DRAW, **request.settings}, {"height", "width"} & request.settings.keys()
     if len(shape) == 1:
         alone = shape.pop()
-        raise SettingError(f"the {alone} is given alone: size, or height and width, are right", alone)
+        raise SettingError(f"the {alone} is given alone: give size, or height and width", alone)
     limits.check(pipe.defaults.updated(settings))  # before pictures are fitted to it
     try:
         with DECODING:  # the clips of one request at a time are in memory

@@ -50,7 +50,7 @@ class LoraConfig:
         if not 0 <= self.dropout < 1:
             raise WanjaxError(f"the LoRA's dropout is {self.dropout}: from 0 to below 1 would do")
         if self.alpha is not None and not 0 < self.alpha < float("inf"):
-            raise WanjaxError(f"the LoRA's alpha is {self.alpha}: a number above 0, such as the rank, is right")
+            raise WanjaxError(f"the LoRA's alpha is {self.alpha}: give a number above 0, such as the rank")
 
     @property
     def scale(self) -> float:

@@ -158,7 +158,7 @@ def _repeats(row: Mapping[str, Any], where: str) -> int:
     with suppress(TypeError, ValueError, OverflowError):
         if (count := int(told)) >= 1 and (isinstance(told, str) or count == told):
             return count
-    raise WanjaxError(f"{where} has repeats {told!r}: a whole number from 1 on is right")
+    raise WanjaxError(f"{where} has repeats {told!r}: write a whole number from 1 on")
 
 
 def _preserves(row: Mapping[str, Any], where: str) -> bool:
@@ -166,7 +166,7 @@ def _preserves(row: Mapping[str, Any], where: str) -> bool:
     told = row.get(PRESERVE)
     word = "" if told is None else str(told).strip().lower()
     if word not in (*YES, *NO):
-        raise WanjaxError(f"{where} has preserve {told!r}: true or false is right")
+        raise WanjaxError(f"{where} has preserve {told!r}: write true or false")
     return word in YES
 
 

@@ -193,7 +193,7 @@ class HunyuanVideoModel(VideoModel):
             check_features(name, features, (videos, *features.shape[1:2], width), settings.model)
             if mask.shape != features.shape[:2]:
                 right = list(features.shape[:2])
-                raise WanjaxError(f"the mask of the {name} is {list(mask.shape)} where {right} is right")
+                raise WanjaxError(f"the mask of the {name} is {list(mask.shape)}: give {right}")
         check_fields(encoded, encoded._fields[8:10], self.picture_shapes(settings), purpose=self.spec.task)
 
     def prepare(

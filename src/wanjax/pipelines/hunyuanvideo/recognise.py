@@ -56,7 +56,7 @@ def language_model(reader: Reader, json: Mapping[str, Any]) -> Component:
     """Returns the language model from a checkpoint of all of Qwen2.5-VL, whose config.json is given."""
     inner = json.get("text_config", json)
     if not isinstance(inner, Mapping):
-        raise WanjaxError(f"the text encoder's config.json has text_config {shown(inner)} where an object is right")
+        raise WanjaxError(f"the text encoder's config.json has text_config {shown(inner)}: write an object")
     text = {**inner, "architectures": ["Qwen2_5_VLTextModel"]}
     text.pop("vision_config", None)
     if json.get("model_type") == WHOLE:

@@ -67,7 +67,7 @@ def extend_prompt(prompt: str, url: str, *, model: str | None = None, picture: b
     check_address(url)
     key = os.environ.get(KEY, "")
     if not key.isascii() or not key.isprintable():
-        raise WanjaxError(f"{KEY} in the environment is no key: printable letters of ASCII are right")
+        raise WanjaxError(f"{KEY} in the environment is no key: use printable letters of ASCII")
     messages = [
         {"role": "system", "content": FROM_PICTURE if picture else FROM_TEXT},
         {"role": "user", "content": str(prompt)},
@@ -78,7 +78,7 @@ def extend_prompt(prompt: str, url: str, *, model: str | None = None, picture: b
 
 def check_address(url: str) -> None:
     """Raises WanjaxError unless this is an address that can be asked, and that holds no key."""
-    right = f"an address such as http://localhost:11434/v1, with a key in {KEY}, is right"
+    right = f"give an address such as http://localhost:11434/v1, and a key in {KEY}"
     try:
         parts = urlsplit(url)
         known = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
@@ -86,7 +86,7 @@ def check_address(url: str) -> None:
         known = False
         parts = urlsplit("")
     if not known or not url.isascii() or not url.isprintable() or " " in url:
-        raise WanjaxError(f"the address that extends prompts is given as {shown(url)} where {right}")
+        raise WanjaxError(f"the address that extends prompts is given as {shown(url)}: {right}")
     if parts.username or parts.password or parts.query or parts.fragment:
         raise WanjaxError(f"the address that extends prompts holds more than an address: {right}")
 
@@ -166,7 +166,7 @@ def _text_of(answer: bytes, url: str, key: str) -> str:
     if not line:
         raise WanjaxError(f"{url} extends no prompt: its answer is empty")
     if len(line) > LONGEST:
-        told = f"its answer has {len(line):,} characters where {LONGEST:,} are right at most"
+        told = f"its answer has {len(line):,} characters where {LONGEST:,} are allowed at most"
         raise WanjaxError(f"{url} extends no prompt: {told}")
     if key and key in line:
         raise WanjaxError(f"{url} extends no prompt: its answer repeats the key")
