@@ -18,11 +18,14 @@ from tests.support.clips import write_clips
 from tests.support.compare import error
 from tests.support.quick import quick
 from tests.support.toy.checkpoint import write_checkpoint
-from tests.support.toy_sound import TOY_SOUND
+from tests.support.toy_sound import DRIVING, TOY_SOUND
 from tests.support.words import says
 from wanjax import loading, registry
 from wanjax.cli import main
 from wanjax.errors import WanjaxError
+from wanjax.media.inputs import INPUTS
+from wanjax.media.pictures import read_clip
+from wanjax.media.videos import read_metadata
 from wanjax.pipelines.caching.tables import Magnitudes, Tables
 from wanjax.pipelines.observers import Cancelled, Observer
 from wanjax.pipelines.recording import needed_pictures, record
@@ -30,6 +33,7 @@ from wanjax.pipelines.request import PreparedRequest
 from wanjax.pipelines.run import Run
 
 PAGE = np.random.default_rng(1).integers(0, 256, (64, 64, 3), np.uint8)
+CLIP = np.stack([np.roll(PAGE, 4 * number, 1) for number in range(5)])
 STEPS = 3 + 2  # of both passes
 TABLES = Tables(Magnitudes(*[(1.0, 1.01, 0.99, 1.0, 0.98, 0.9)] * 2, 0.1, 2, 0.2))
 
@@ -38,6 +42,7 @@ TABLES = Tables(Magnitudes(*[(1.0, 1.01, 0.99, 1.0, 0.98, 0.9)] * 2, 0.1, 2, 0.2
 def _registered():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "FAMILIES", [*registry.FAMILIES])
+        patch.setitem(INPUTS, DRIVING.name, DRIVING)
         wanjax.register(TOY_SOUND)
         yield
 
@@ -131,6 +136,50 @@ def test_the_reference_is_seen(pipe, latents):
     assert len(differ(latents, other)) == 2
 
 
+def test_a_driving_clip_is_seen(pipe, latents):
+    other = pipe.denoise(pipe.encode("a red circle", image=PAGE, driving=CLIP), seed=3)
+    assert len(differ(latents, other)) == 2
+
+
+def test_an_input_of_the_family_alone_has_an_option_a_column_and_an_entry(folder, pipe, tmp_path):
+    """The command, a row of a table and a video that is made again are given it as any other."""
+    own = pipe("a red circle", image=PAGE, driving=CLIP, seed=3)
+    own.save(tmp_path / "own.mp4")
+    Image.fromarray(PAGE).save(tmp_path / "x.png")
+    (tmp_path / "clip").mkdir()
+    for number, frame in enumerate(CLIP):
+        Image.fromarray(frame).save(tmp_path / f"clip/{number}.png")
+    row = {"prompt": "a red circle", "image": "x.png", "driving": "clip", "seed": 3}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    given = ("--image", tmp_path / "x.png", "--driving", tmp_path / "clip")
+    _run("a red circle", "--model", folder, *given, "--seed", 3, "--out", tmp_path / "one.mp4")
+    _run("batch", tmp_path / "rows.jsonl", "--model", folder, "--out", tmp_path / "many")
+    [several] = (tmp_path / "many").glob("*.mp4")
+    _run("--from", several, "--out", tmp_path / "again.mp4")
+    for file in (tmp_path / "one.mp4", several, tmp_path / "again.mp4"):
+        assert read_metadata(file)["driving"] == str(tmp_path / "clip")
+        np.testing.assert_array_equal(read_clip(file, 5, 8), read_clip(tmp_path / "own.mp4", 5, 8))
+
+
+def test_an_input_of_the_family_alone_is_refused_by_others(folder, pipe, tmp_path):
+    with pytest.raises(WanjaxError, match="driving clip"):
+        wanjax.load("nano").prepare(prompt="a", driving=CLIP)
+    refused = CliRunner().invoke(main, ["a", "--model", "nano", "--driving", str(tmp_path)])
+    assert refused.exit_code == 2
+    assert says(refused.output, "nano driving")
+    assert "--driving" in _run("generate", "--help-all").stdout
+
+
+@pytest.mark.parametrize("name", ["steps", "image"])
+def test_an_input_is_no_setting_and_of_one_kind(name):
+    """Where it were another thing, an option would mean two."""
+    [preset] = TOY_SOUND.presets
+    model = copy(preset.architecture)
+    vars(model)["spec"] = replace(model.spec, inputs=(DRIVING._replace(name=name),))
+    with pytest.raises(WanjaxError, match=name):
+        wanjax.register(replace(TOY_SOUND, pipelines=(), presets=(replace(preset, name="x", architecture=model),)))
+
+
 def test_eight_devices_agree_with_one(folder, pipe, encoded, latents):
     spread = wanjax.load(folder, mesh="dp=2,sp=2,tp=2")
     there = spread.denoise(spread.encode("a red circle", image=PAGE), seed=3)
@@ -219,9 +268,16 @@ def test_the_command_makes_it_in_one_go_and_in_stages(folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_plan_prices_both_passes(folder):
+def test_a_plan_prices_both_passes_and_what_is_given(folder, tmp_path):
+    (tmp_path / "clip").mkdir()
+    for number, frame in enumerate(CLIP):
+        Image.fromarray(frame).save(tmp_path / f"clip/{number}.png")
     planned = json.loads(_run("plan", folder, "--chip", "cpu", "--json").stdout)
+    Image.fromarray(PAGE).save(tmp_path / "x.png")
+    given = ("--image", tmp_path / "x.png", "--driving", tmp_path / "clip")
+    driven = json.loads(_run("plan", folder, *given, "--chip", "cpu", "--json").stdout)
     assert planned["fits"]
+    assert driven["step_seconds"] > planned["step_seconds"]  # its keys and values are read in every step
     assert planned["total_seconds"] > 3 * planned["step_seconds"]
 
 

@@ -33,6 +33,7 @@ from wanjax.checkpoints.sources import (
 from wanjax.errors import WanjaxError, WanjaxWarning, unknown_model
 from wanjax.figures import quantity
 from wanjax.kernels.attention import AUTO, Attention
+from wanjax.media.inputs import INPUTS
 from wanjax.media.records import CONFIG
 from wanjax.pipelines.caching.tables import key_of, measured_file, tables_of
 from wanjax.pipelines.cogvideox import FAMILY as COGVIDEOX
@@ -40,7 +41,7 @@ from wanjax.pipelines.distillation import TASK, Distillation, distilled_by, tell
 from wanjax.pipelines.family import Family, Preset, family_of, named_sizes
 from wanjax.pipelines.hunyuanvideo import FAMILY as HUNYUANVIDEO
 from wanjax.pipelines.model import VideoModel, attending, with_scheduler
-from wanjax.pipelines.settings import Settings, sides
+from wanjax.pipelines.settings import Settings, schema, sides
 from wanjax.pipelines.wan import FAMILY as WAN
 from wanjax.schedulers import Scheduler
 from wanjax.stores.places import Remote, is_url, place
@@ -57,10 +58,20 @@ Loras = str | Path | Lora | Sequence[str | Path | Lora]
 
 
 def register(family: Family) -> None:
-    """Adds a family of models; raises WanjaxError where a name of its presets or pipelines is already known."""
+    """Add a family of models, and the inputs of its presets.
+
+    Raises:
+        WanjaxError: A name of its presets or pipelines is known, or that of an input means another kind or a setting.
+    """
     taken = {*presets(), *(name for known in FAMILIES for name in known.pipelines)}
     if clashing := [name for name in (*(p.name for p in family.presets), *family.pipelines) if name in taken]:
         raise WanjaxError(f"the family {family.name} brings {clashing[0]}, which is known already")
+    inputs = [one for preset in family.presets if preset.architecture for one in preset.architecture.spec.inputs]
+    for one in inputs:
+        if one.name in schema(Settings) or INPUTS.get(one.name, one).kind != one.kind:
+            raise WanjaxError(f"the family {family.name} brings the input {one.name}, which is known as another thing")
+    for one in inputs:
+        INPUTS.setdefault(one.name, one._replace(required=False))
     FAMILIES.append(family)
 
 

@@ -18,7 +18,7 @@ from tests.support.commands import refused
 from tests.support.words import says
 from wanjax.cli import serving
 from wanjax.media.bounds import BOUNDS
-from wanjax.pipelines.request import BESIDE
+from wanjax.pipelines.request import fields_beside
 from wanjax.serve.guard import COOKIE
 
 TOKEN = "a-token-of-the-tests"
@@ -89,7 +89,7 @@ def test_bad_fields(start, fields, sentence):
 
 @pytest.fixture(scope="module")
 def fields(pipe):
-    return sorted({*pipe.defaults.to_json(), *BESIDE})
+    return sorted({*pipe.defaults.to_json(), *fields_beside()})
 
 
 VALUES = st.one_of(

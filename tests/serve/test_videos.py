@@ -26,10 +26,14 @@ from tests.support.commands import wanjax as wanjax_command
 from tests.support.media import picture
 from tests.support.quick import quick
 from tests.support.tiny import tiny_control_checkpoint
+from tests.support.toy.checkpoint import write_checkpoint
+from tests.support.toy_sound import DRIVING, TOY_SOUND
 from tests.support.words import naming, says
+from wanjax import registry
 from wanjax.checkpoints.files import save_safetensors
 from wanjax.checkpoints.lora_source import Lora
 from wanjax.errors import WanjaxError
+from wanjax.media.inputs import INPUTS
 from wanjax.media.pictures import read_clip
 from wanjax.media.videos import read_metadata, write_video
 from wanjax.pipelines.record import digest_of
@@ -160,6 +164,26 @@ def test_a_clip_begins_a_video(start, pipe, tmp_path):
         own = pipe("a red circle", size=(32, 32), frames=5, steps=2, seed=3, strength=0.5, video=clip)
         own.save(tmp_path / "own.mp4")
         np.testing.assert_array_equal(read_clip(tmp_path / "served.mp4", 9, 8), read_clip(tmp_path / "own.mp4", 9, 8))
+
+
+def test_an_input_of_one_family_alone_is_a_field(start, tmp_path, monkeypatch):
+    """A registered family brings it; the frames are those of the library."""
+    monkeypatch.setattr(registry, "FAMILIES", [*registry.FAMILIES])
+    monkeypatch.setitem(INPUTS, DRIVING.name, DRIVING)
+    wanjax.register(TOY_SOUND)
+    pipe = wanjax.load(write_checkpoint(tmp_path / "toy", TOY_SOUND))
+    server, clip = start(of=Variants(pipe)), film(tmp_path / "a.gif", 5)
+    page = url(picture((64, 64)))
+    [model] = server.client.get("/v1/models").json()["data"]
+    assert not model["pictures"]["driving"]["required"]
+    asked = server.ask(image=page, driving=url(clip.read_bytes()), size=None, seed=3)
+    assert server.finished(asked["id"])["status"] == "completed"
+    (tmp_path / "served.mp4").write_bytes(server.content(asked["id"]))
+    (tmp_path / "page.png").write_bytes(picture((64, 64)))
+    own = pipe("a red circle", frames=5, steps=2, seed=3, image=tmp_path / "page.png", driving=clip)
+    own.save(tmp_path / "own.mp4")
+    np.testing.assert_array_equal(read_clip(tmp_path / "served.mp4", 5, 8), read_clip(tmp_path / "own.mp4", 5, 8))
+    assert "driving" in start(tmp_path / "nano", work=False).refused(422, json=SMALL | {"driving": page})
 
 
 @pytest.mark.parametrize("made", quick([False], [False, True]))

@@ -47,11 +47,14 @@ class Commands(click.Group):
     """The group of commands. Arguments that do not begin with a command's name are those of `generate`."""
 
     command_class = defaults.Command
+    commands: dict[str, defaults.Command]  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [name for name in self.commands if not self.commands[name].hidden]  # in the order of use
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        for command in self.commands.values():
+            command.take_inputs()
         own = {name for parameter in self.get_params(ctx) for name in parameter.opts}
         if args and args[0] not in own | self.commands.keys():
             args = [IMPLIED, *args]

@@ -22,7 +22,7 @@ from wanjax.stores.places import no_file, place
 VIDEO = ("generate", "batch", "encode", "plan", "warmup", "calibrate")  # commands of a video's settings
 WHOLE = ("generate", "encode")  # those that are given all that a video is made from
 MODELS = ("model", "model_option", "source")
-FILES = (*INPUTS, "noise", "decoder", "preview_decoder", "prompts")
+OTHER_FILES = ("noise", "decoder", "preview_decoder", "prompts")
 STAGES = ("denoise", "decode")  # commands that read what another left in --dir
 ONE_VIDEO = ("generate", "decode")  # commands whose --out is a video's name
 SEVERAL = ("prompts", "seeds", "count")  # but with these, which make it a folder
@@ -40,7 +40,7 @@ def check(ctx: click.Context) -> None:
         listing.check_name(model)
         if ctx.info_name in VIDEO and "made" not in given:
             listing.check(model, given, whole=ctx.info_name in WHOLE and "prompts" not in given)
-    for name in FILES:
+    for name in (*INPUTS, *OTHER_FILES):
         for file in given[name] if isinstance(given.get(name), tuple) else [given.get(name)]:
             _check_file(file)
     if "data" in given and not os.path.exists(data := given["data"].expanduser()):

@@ -16,9 +16,9 @@ from click.core import ParameterSource
 
 from wanjax.cli import sections
 from wanjax.cli.arguments import check_extra, check_words, today, visible_options
-from wanjax.cli.options import SETTINGS, Seed, Size, is_typed, of_file
+from wanjax.cli.options import SETTINGS, Seed, Size, input_option, is_typed, of_file
 from wanjax.errors import WanjaxError, reason
-from wanjax.media.inputs import INPUTS
+from wanjax.media.inputs import IMAGE, INPUTS, REFERENCES
 from wanjax.media.texts import read_text
 
 RIVALS = {
@@ -33,24 +33,35 @@ RIVALS = {
 """Parameters that, where they are typed, take the place of others that come from a file."""
 BESIDE_THE_VIDEO = ("folder", "out", "force", "profile", "processes", "quiet", "verbose", "stats", "in_json")
 """Parameters that do not shape a video."""
-FILES = {
-    **{name: f"{spec.option} FILE" for name, spec in INPUTS.items()},
-    "noise": "--noise FILE",
-    "lora": "--lora FILE",
-    "decoder": "--decoder FILE",
-    "model": "--model FOLDER",
-}
-"""Entries of a record that name files, and the options that give others."""
-RECORDED = {*SETTINGS, *FILES, "scheduler", "attention", "mesh", "rules", "compiler", "batch_guidance"}
-"""The parameters of `generate` that a record gives. No file that is written is among them."""
 SAFE = "safe"
 CONFIG, RECORD = "wanjax.config", "wanjax.record"  # keys, in a command's context, of options from files
+
+
+def files_recorded() -> dict[str, str]:
+    """Return the entries of a record that name files, and the options that give others."""
+    others = {"noise": "--noise FILE", "lora": "--lora FILE", "decoder": "--decoder FILE", "model": "--model FOLDER"}
+    return {name: f"{spec.option} FILE" for name, spec in INPUTS.items()} | others
+
+
+def recorded() -> set[str]:
+    """Return the parameters of `generate` that a record gives. No file that is written is among them."""
+    return {*SETTINGS, *files_recorded(), "scheduler", "attention", "mesh", "rules", "compiler", "batch_guidance"}
 
 
 class Command(sections.Command):
     """A command of which some options may come from files."""
 
+    _inputs: tuple[click.Parameter, ...] = ()  # those of registered families
+
     allow_extra_args = True  # which are refused below, with what they may be meant for
+
+    def take_inputs(self) -> None:
+        """Give a command that has the options of all inputs those of registered families too."""
+        declared = [one for one in self.params if one not in self._inputs]
+        names = {one.name for one in declared}
+        more = [input_option(one) for name, one in INPUTS.items() if name not in names]
+        self._inputs = tuple(more) if {IMAGE.name, REFERENCES.name} <= names else ()
+        self.params[:] = [*declared, *self._inputs]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         check_words(self, ctx, args)
@@ -89,7 +100,7 @@ def read_record(ctx: click.Context, parameter: click.Parameter, file: str | None
     if file is None or ctx.resilient_parsing:
         return None
     record = _record_of(file)
-    own = [x for x in ctx.command.params if x.name in RECORDED and record.get(x.name) is not None]
+    own = [x for x in ctx.command.params if x.name in recorded() and record.get(x.name) is not None]
     found = {x.name: _checked(file, x.name, record[x.name], x) for x in own}
     ctx.meta[RECORD] = {"compiler": SAFE, **found, "tile": "tiling" in record}  # the set that records do not name
     _take(ctx)

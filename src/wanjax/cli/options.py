@@ -5,7 +5,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -267,9 +267,15 @@ text = of_group("text")
 
 
 def of_input(spec: InputSpec) -> Decorator:
-    """Returns the option of a picture or a clip."""
+    """Return a decorator that gives a command the option of a picture or a clip."""
     more = {"images": " May be given more than once.", "clip": " A folder of pictures is a clip too."}
     return of_file(spec.option, spec.name, multiple=spec.kind == "images", help=spec.help + more.get(spec.kind, ""))
+
+
+@cache
+def input_option(spec: InputSpec) -> click.Parameter:
+    """Return the option of a picture or a clip, for a command that is declared without it."""
+    return click.command(of_input(spec)(lambda: None)).params[0]
 
 
 image = of_input(IMAGE)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from wanjax import registry
-from wanjax.cli.defaults import FILES
+from wanjax.cli.defaults import files_recorded
 from wanjax.cli.options import is_typed
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
@@ -26,7 +26,7 @@ def completed(given: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, 
     Raises WanjaxError where a file that the video was made from is gone or another one, and none is given.
     """
     given = {**given, "prompt": prompt_of(given["prompt"], record)}
-    check_files(record, [name for name in FILES if given.get(name) and not is_typed(name)])
+    check_files(record, [name for name in files_recorded() if given.get(name) and not is_typed(name)])
     if given["model"] != record["model"]:
         return dict(given) if is_typed("scheduler") else {**given, "scheduler": None}  # the record's is the model's own
     found: dict[str, Any] = {k: record[k] for k in ("revision", "param_dtype") if isinstance(record.get(k), str)}
@@ -66,7 +66,9 @@ def check_files(record: Mapping[str, Any], names: Iterable[str]) -> None:
             if not here and name in ("model", "lora") and not _is_name_alone(path):  # on the hub, or in a store
                 continue
             if why := _changed(path, digests.get(str(path))):
-                raise WanjaxError(f"the {name.replace('_', ' ')} of the video was {why}: {FILES[name]} gives one")
+                raise WanjaxError(
+                    f"the {name.replace('_', ' ')} of the video was {why}: {files_recorded()[name]} gives one"
+                )
 
 
 def _changed(path: Place, told: Any) -> str | None:

@@ -50,8 +50,11 @@ HERE = (
     *("extend_prompt", "extend_model"),
 )
 """Parameters that mean something where the video is made."""
-OF_A_VIDEO = {"size", "seconds", "scheduler", *INPUTS, *SETTINGS} - {*LOADED}
-"""Parameters in which the videos of one server may differ."""
+
+
+def of_a_video() -> set[str]:
+    """Return the parameters in which the videos of one server may differ."""
+    return {"size", "seconds", "scheduler", *INPUTS, *SETTINGS} - {*LOADED}
 
 
 class Refused(WanjaxError):
@@ -94,7 +97,7 @@ def generate(
         _generate_one(report, server, offered, {**as_settings(prompt or ""), **chosen}, out)
     else:
         requests = _requests(chosen, prompt, prompts, seeds, count)
-        shared = {name: value for name, value in chosen.items() if name not in OF_A_VIDEO}
+        shared = {name: value for name, value in chosen.items() if name not in of_a_video()}
         _generate_several(report, server, offered, requests, _fields(shared, offered, at), out, force=force)
 
 
@@ -377,7 +380,7 @@ def _fields(chosen: Mapping[str, Any], offered: Mapping[str, Any], at: str) -> d
             fields[name] = _strengths(value, offered["loras"], at)
         elif name in HERE:
             raise WanjaxError(f"{option_of(name)} is for videos of this machine, and --at has one made by {at}")
-        elif name in OF_A_VIDEO:  # the server refuses what its model has no use for
+        elif name in of_a_video():  # the server refuses what its model has no use for
             fields[name] = value
         else:
             _compare(name, value, offered["started_with"], at)

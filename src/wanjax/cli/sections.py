@@ -6,6 +6,8 @@ import re
 
 import click
 
+from wanjax.media.inputs import INPUTS
+
 SECTIONS = {
     "What to make": (
         "model size frames seed count requests from",
@@ -41,6 +43,7 @@ SECTIONS = {
     "More": ("config help help-all", ""),
 }
 """The options of all commands: for each section those in daily use, then the others."""
+INPUTS_SECTION = "From what"
 LINES = 50  # of a terminal that shows a help whole
 LEFT = 24  # columns of an option at most, where its help stands beside it
 WHOLE, SHORT = "wanjax.whole", "wanjax.short"  # keys, in a command's context, of the help that is asked for and made
@@ -72,6 +75,8 @@ class Command(click.Command):
         records = {name: x.get_help_record(ctx) for x in params for name in x.opts}
         for title, (often, seldom) in SECTIONS.items():
             names = often.split() if short else [*often.split(), *seldom.split()]
+            if title == INPUTS_SECTION and not short:  # those of registered families
+                names += [name for one in INPUTS.values() if (name := one.option[2:]) not in names]
             shown = [record for name in names if (record := records.get(f"--{name}"))]
             if shown:
                 with formatter.section(title):

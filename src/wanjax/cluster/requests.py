@@ -16,12 +16,11 @@ from typing import Any
 from wanjax.errors import WanjaxError, reason, shown
 from wanjax.media.texts import decoded, read_text, trimmed
 from wanjax.pipelines.other_names import unknown_keyword
-from wanjax.pipelines.request import FIELDS, STRENGTH, VideoRequest
+from wanjax.pipelines.request import STRENGTH, VideoRequest, known_fields
 from wanjax.stores.places import place
 
 EXAMPLE = '{"prompt": "a red circle", "seed": 1}'
 JSON_LINES = (".jsonl", ".ndjson")
-IN_ROWS = tuple(name for name in FIELDS if name != STRENGTH.name)  # LoRAs are those of all videos
 DELIMITERS = ",;\t"  # of tables; spreadsheets of many countries write semicolons
 MOST_LISTED = 20  # mistakes in a message, and runs of rows with one
 
@@ -133,15 +132,15 @@ def _is_object(line: str) -> bool:
 def _of_csv(text: str) -> Iterator[dict[str, Any] | WanjaxError]:
     """Yields the rows of a table; an empty field says nothing."""
 
-    def known_fields(delimiter: str) -> int:
+    def columns_known(delimiter: str) -> int:
         header = next(csv.reader(StringIO(text), delimiter=delimiter), [])
-        return len({name.strip() for name in header}.intersection(IN_ROWS))
+        return len({name.strip() for name in header}.intersection(_fields_of_rows()))
 
-    delimiter = max(DELIMITERS, key=known_fields)
+    delimiter = max(DELIMITERS, key=columns_known)
     table = csv.DictReader(StringIO(text), strict=True, delimiter=delimiter)
     for name in filter(None, map(str.strip, table.fieldnames or ())):
-        if name not in FIELDS:
-            raise WanjaxError(f"the header has the column {name!r}: {unknown_keyword(name, FIELDS)}")
+        if name not in (names := known_fields()):
+            raise WanjaxError(f"the header has the column {name!r}: {unknown_keyword(name, names)}")
     for row in table:
         if None in row:
             yield WanjaxError(f"the row has more fields than the header: quote one that holds {delimiter!r}")
@@ -160,6 +159,11 @@ def _of_parquet(file: Path) -> Iterator[dict[str, Any]]:
                 yield {name: None if value != value else value for name, value in row.items()}  # pandas' empty cell
 
 
+def _fields_of_rows() -> tuple[str, ...]:
+    """Return the fields of a row; LoRAs are those of all videos."""
+    return tuple(name for name in known_fields() if name != STRENGTH.name)
+
+
 def _request(number: int, row: Any, folder: Path) -> VideoRequest:
     """Returns the request of a row, with files by their absolute paths or URLs; raises WanjaxError for a wrong one."""
     if isinstance(row, WanjaxError):
@@ -167,7 +171,7 @@ def _request(number: int, row: Any, folder: Path) -> VideoRequest:
     fields = {"prompt": row} if isinstance(row, str) else row
     if not isinstance(fields, Mapping):
         raise WanjaxError(f"{shown(row)} is no prompt, and no object of settings")
-    asked = VideoRequest.parse(fields, row=number, known=IN_ROWS)
+    asked = VideoRequest.parse(fields, row=number, known=_fields_of_rows())
 
     def file(name: str) -> str:
         found = place(name)

@@ -53,7 +53,10 @@ MASK = InputSpec(
 )
 REFERENCES = InputSpec("references", "images", "reference images", "Pictures of what the video should show.")
 INPUTS = {one.name: one for one in (IMAGE, LAST_IMAGE, VIDEO, MASK, REFERENCES)}
-"""The inputs of the families in the package, by name. A model of another family may have inputs of its own."""
+"""The inputs that options, tables and requests may name: those of the families in the package and of registered ones.
+
+`wanjax.register` adds the inputs of its family's presets, so what depends on them is computed when it is asked for.
+"""
 
 
 def check_inputs(given: Collection[str], model: str, purpose: str, specs: Sequence[InputSpec]) -> None:

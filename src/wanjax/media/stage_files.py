@@ -24,8 +24,8 @@ STATE = "stage2_state.safetensors"
 """The state of denoising that is not complete."""
 PREVIEW = "preview.png"
 VIDEO = "output_video.mp4"
-PICTURE_SETTINGS = ("height", "width", "frames", "resize", "follow", *INPUTS)
-"""Settings that shape what is encoded from pictures."""
+PICTURE_SETTINGS = ("height", "width", "frames", "resize", "follow")
+"""Settings that shape what is encoded from pictures, beside the pictures."""
 VIDEO_STREAM, OF_STREAM = "video", "_latents"  # the video's latents, and the end of the name of another stream's
 VIDEO_SHAPE = "video_shape"
 """The frames, height, width and references that pictures were encoded for; the file's settings hold them."""
@@ -64,7 +64,7 @@ def save_encoded(
     """
     tensors = {name: x for name, x in tensors.items() if name != VIDEO_SHAPE}
     of_video = any(settings.get(name) for name in INPUTS) or any(x.ndim == 5 for x in tensors.values())
-    shaping = ("prompt", "negative_prompt", *(PICTURE_SETTINGS if of_video else ()))
+    shaping = ("prompt", "negative_prompt", *((*PICTURE_SETTINGS, *INPUTS) if of_video else ()))
     shaped = {name: settings[name] for name in shaping if name in settings}
     paths = [path for name in INPUTS for path in np.ravel(shaped.get(name) or [])]
     if digests := {path: x for path, x in settings.get(DIGESTS, {}).items() if path in paths}:

@@ -21,8 +21,11 @@ from wanjax.sharding import Partitioner
 from wanjax.stores.places import URL, Place, Remote, place
 
 VERSION = version("wanjax")
-SOURCES = (*INPUTS, "noise", "lora", "decoder", "model")
-"""The entries of a record that may name files and folders."""
+
+
+def source_names() -> tuple[str, ...]:
+    """Return the entries of a record that may name files and folders."""
+    return (*INPUTS, "noise", "lora", "decoder", "model")
 
 
 def record_of(
@@ -54,9 +57,9 @@ def record_of(
     return made | {"devices": devices_of(partitioner), "version": VERSION}
 
 
-def paths_of(record: Mapping[str, Any], names: Iterable[str] = SOURCES) -> list[Place]:
+def paths_of(record: Mapping[str, Any], names: Iterable[str] | None = None) -> list[Place]:
     """Returns the places that entries of a record may be meant as, whether anything is there or not."""
-    given = [(name, record[name]) for name in names if record.get(name)]
+    given = [(name, record[name]) for name in (source_names() if names is None else names) if record.get(name)]
     each = [(name, one) for name, value in given for one in (value if isinstance(value, list) else [value])]
     texts = [Lora.parse(text).file if name == "lora" else text for name, text in each if isinstance(text, str)]
     return [Remote(*found.groups()) if (found := URL.fullmatch(text)) else Path(text).expanduser() for text in texts]

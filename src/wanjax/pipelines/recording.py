@@ -163,9 +163,10 @@ def _check(settings: Settings, calls: Record) -> None:
 
 
 def needed_pictures(pipe: Loaded, settings: Settings) -> Pictures:
-    """Returns blank pictures of the video's own size in place of those without which the model makes no video."""
+    """Return blank pictures and clips of the video's own size in place of those without which it cannot be made."""
     page = np.zeros((*settings.size, 3), np.uint8)
-    return Pictures(**dict.fromkeys(pipe.architecture.spec.needs, page))
+    blank = {"image": page, "images": (page,), "clip": (clip := np.stack([page] * settings.frames)), "mask": clip}
+    return Pictures(**{one.name: blank[one.kind] for one in pipe.architecture.spec.inputs if one.required})
 
 
 class NoTokenizer:

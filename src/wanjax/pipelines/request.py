@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A video that is asked for: the same fields from the command line, a table's rows and HTTP, read by one function.
 
-The fields are the settings by name and those of `BESIDE`. A number's text means the number, as a form has texts alone.
-JAX is not imported here: a process that only hands requests out leaves the devices to others.
+The fields are the settings by name and those of `fields_beside`. A number's text means the number, as a form has texts
+alone. JAX is not imported here: a process that only hands requests out leaves the devices to others.
 """
 
 import re
@@ -32,12 +32,19 @@ MODEL, SCHEDULER = schema(Settings)["model"], Setting("scheduler", str)
 SECONDS = Setting("seconds", float, above=0, most=3600)
 STRENGTH = Setting("lora", float, least=-10, most=10)
 VALUES = {**schema(Settings), **{one.name: one for one in (SECONDS, SCHEDULER)}}
-BESIDE = ("size", SECONDS.name, *INPUTS, SAME_IMAGE, MODEL.name, SCHEDULER.name, STRENGTH.name, ALLOW_EMPTY.name)
-"""Fields that are no settings of a video."""
-FIELDS = tuple(dict.fromkeys((*schema(Settings), *BESIDE)))
 PROMPTS = ("prompt", "original_prompt", "negative_prompt", "then")
 LONGEST_TEXT = 200  # characters of a stranger's text other than these
 WHOLE = re.compile(r"-?\d{1,20}\.0+")  # a whole number as a table of floats has it
+
+
+def fields_beside() -> tuple[str, ...]:
+    """Return the fields of a request that are no settings of a video."""
+    return ("size", SECONDS.name, *INPUTS, SAME_IMAGE, MODEL.name, SCHEDULER.name, STRENGTH.name, ALLOW_EMPTY.name)
+
+
+def known_fields() -> tuple[str, ...]:
+    """Return all fields of a request."""
+    return tuple(dict.fromkeys((*schema(Settings), *fields_beside())))
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,7 @@ class VideoRequest:
         fields: Mapping[str, Any],
         *,
         row: int = 0,
-        known: Collection[str] = FIELDS,
+        known: Collection[str] | None = None,
         values: Mapping[str, Setting] = VALUES,
         sizes: Mapping[str, tuple[int, int]] | None = None,
         longest: int | None = None,
@@ -78,7 +85,7 @@ class VideoRequest:
         Args:
             fields: Values of Python, JSON or TOML, or their texts, by name.
             row: The number of the row that they are from.
-            known: The names that may be given.
+            known: The names that may be given; None is those of `known_fields`.
             values: The settings, which may be bounded more than elsewhere.
             sizes: A model's sizes, (height, width) by name; None for any that some model may have.
             longest: Characters of a stranger's prompt, whose texts are bounded; None for any number.
@@ -91,8 +98,9 @@ class VideoRequest:
             SettingError: A field is unknown or wrong; it has the field's name.
         """
         fields = {name: value for name, value in fields.items() if value is not None}
-        if unknown := [name for name in fields if name not in known]:
-            raise unknown_keyword(unknown[0], known)
+        names = known_fields() if known is None else known
+        if unknown := [name for name in fields if name not in names]:
+            raise unknown_keyword(unknown[0], names)
         check_one_way(fields)
         allow_empty = fields.pop(ALLOW_EMPTY.name, None)
         if allow_empty is not None:

@@ -22,7 +22,7 @@ from wanjax.media.inputs import IMAGE, INPUTS, InputSpec, check_inputs
 from wanjax.media.pictures import DECODING, PictureOfAnySize, opened, picture_of
 from wanjax.pipelines.other_names import unknown_keyword
 from wanjax.pipelines.pipeline import Pipeline
-from wanjax.pipelines.request import BESIDE, MODEL, SAME_IMAGE, VALUES, VideoRequest
+from wanjax.pipelines.request import MODEL, SAME_IMAGE, VALUES, VideoRequest, fields_beside
 from wanjax.pipelines.settings import DRAW, Settings
 from wanjax.schedulers import name_of
 from wanjax.serve.limits import Limits
@@ -55,7 +55,7 @@ def read(
     if SAME_IMAGE in pictures:
         pictures.setdefault(IMAGE.name, []).extend(pictures.pop(SAME_IMAGE))
     _check_pictures(pictures, inputs, limits)
-    names, values = (*offered(model), *BESIDE), limits.bounding(VALUES)
+    names, values = (*offered(model), *fields_beside()), limits.bounding(VALUES)
     request = VideoRequest.parse(fields, known=names, values=values, sizes=model.sizes, longest=limits.prompt)
     solver = None if request.scheduler == name_of(model.scheduler) else request.scheduler
     return replace(request, scheduler=solver, lora=known.strengths(request.lora)), pictures

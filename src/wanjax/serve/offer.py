@@ -20,7 +20,7 @@ from wanjax.pipelines.caching.rules import RULES
 from wanjax.pipelines.model import VideoModel
 from wanjax.pipelines.model import with_scheduler as with_scheduler_of
 from wanjax.pipelines.pipeline import Pipeline
-from wanjax.pipelines.record import SOURCES
+from wanjax.pipelines.record import source_names
 from wanjax.pipelines.settings import DRAW, LOADED, Setting, Settings, schema
 from wanjax.pipelines.windows import CONTROL
 from wanjax.schedulers import NAMED, name_of
@@ -175,7 +175,7 @@ def without_folders(record: Mapping[str, Any]) -> dict[str, Any]:
             return name_alone(value)
         return str(replace(lora := Lora.parse(value), file=name_alone(lora.file)))
 
-    cleaned = {name: named(name, value) if name in SOURCES else value for name, value in record.items()}
+    cleaned = {name: named(name, value) if name in source_names() else value for name, value in record.items()}
     if digests := record.get(DIGESTS):
         cleaned[DIGESTS] = {name_alone(path): digest for path, digest in digests.items()}
     return cleaned

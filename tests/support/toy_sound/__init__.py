@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A second family outside the package, with what none in it has. `wanjax.register(TOY_SOUND)` alone adds it.
 
-A video and its sound are denoised together, after a pass over a reference picture, whose keys and values are kept. A
-second network denoises both again at twice the height and width. The decoder takes noise, and makes sound too.
+A video and its sound are denoised together, after a pass over a reference picture, and over a driving clip if one is
+given, an input of this family alone. Their keys and values are kept. A second network denoises both again at twice the
+height and width. The decoder takes noise, and makes sound too.
 """
 
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from wanjax.checkpoints.networks import NetworkKind, network
 from wanjax.converters.rules import linear
 from wanjax.kernels.compiler_options import convolutions, products, random_numbers, scanned
 from wanjax.layers.stack import EVERY_BLOCK
-from wanjax.media.inputs import IMAGE
+from wanjax.media.inputs import IMAGE, InputSpec
 from wanjax.media.pictures import fit
 from wanjax.models.t5 import T5Config
 from wanjax.pipelines.checks import check_features, check_fields
@@ -39,6 +40,7 @@ from wanjax.pipelines.text.tokenizer import Tokenizer
 from wanjax.programs import program
 
 DEFAULTS = TOY_DEFAULTS.updated({"model": "toy-sound", "height": 64, "width": 64, "steps": 3})
+DRIVING = InputSpec("driving", "clip", "a driving clip", "A clip whose motion the video follows.", page="black")
 AUDIO = LatentStream(channels=5, per_second=12.8)
 NOISE = 0.1  # that the decoder takes
 JOINT = ("patch_embed", "audio_embed", "text_embed", "time_embed", "proj_out", "audio_out")
@@ -76,6 +78,7 @@ class Encoded(NamedTuple):
     negative_prompt_embeds: Any
     negative_prompt_mask: Any
     reference: Any = None
+    driving: Any = None
     video_latents: Any = None
     audio_latents: Any = None
     video_shape: Any = None
@@ -88,12 +91,12 @@ def encode_texts(graphdef, ids, mask, weights):
 
 
 @program(products)
-def make_contexts(static, texts, reference, weights):
-    """The context of each forward, and the keys and values of the reference, which the network sees once."""
+def make_contexts(static, texts, references, weights):
+    """The context of each forward, and the keys and values of the references, which the network sees once."""
     graphdef, groups = static
     network = nnx.merge(graphdef, weights)
     prompts = group([(network.text_embed(text.astype(network.dtype)), mask) for text, mask in texts], groups)
-    return prompts, network.reference(jnp.moveaxis(reference, 1, -1))
+    return prompts, network.reference(jnp.moveaxis(jnp.concatenate(references, axis=2), 1, -1))
 
 
 @program(convolutions)
@@ -149,7 +152,7 @@ class SoundModel(VideoModel):
             networks={name: getattr(self, name) for name in names} | {"transformer_2": self.transformer},
             cache_tables=self.tables,
             denoisers=("transformer", "transformer_2"),
-            inputs=(IMAGE.needed,),
+            inputs=(IMAGE.needed, DRIVING),
             latent_streams={"audio": AUDIO},
             passes=(
                 Pass(divisor=2, denoisers=("transformer",)),
@@ -173,19 +176,23 @@ class SoundModel(VideoModel):
         return Encoded(*runtime.call(encode_texts, graphdef, both.ids, both.mask, weights))
 
     def encode_inputs(self, runtime, pictures, settings, *, tiling=None):
-        page = fit(pictures["image"], settings.size, settings.resize)
-        return {"reference": encode_clip(runtime.components.get("vae"), [page], tiling, runtime.call)}
+        vae, given = runtime.components.get("vae"), {"reference": pictures["image"][None]}
+        given |= {} if (clip := pictures.clip("driving")) is None else {"driving": clip[: settings.frames]}
+        fitted = {name: [fit(one, settings.size, settings.resize) for one in frames] for name, frames in given.items()}
+        return {name: encode_clip(vae, frames, tiling, runtime.call) for name, frames in fitted.items()}
 
     def check_encoded(self, encoded, settings):
         right = (*encoded.prompt_embeds.shape[:1], LENGTH, self.transformer.text_width)
         check_features("prompt_embeds", encoded.prompt_embeds, right, settings.model)
         _, channels, _, *cells = self.spec.latent_shape(settings)
-        shapes = {"reference": (None, channels, 1, *cells)}
-        check_fields(encoded, ["reference", "video_latents"], shapes, purpose=self.spec.task)
+        shapes = {"reference": (None, channels, 1, *cells), "driving": (None, channels, None, *cells)}
+        names = ["reference", "driving", "video_latents"]
+        check_fields(encoded, names, shapes, optional=["driving"], purpose=self.spec.task)
 
     def prepare(self, runtime, network, encoded, x, purpose):
         texts, static = (encoded[:2], encoded[2:4]), (network.graphdef, purpose.groups)
-        return runtime.call(make_contexts, static, texts, encoded.reference, network.weights)
+        references = tuple(x for x in (encoded.reference, encoded.driving) if x is not None)
+        return runtime.call(make_contexts, static, texts, references, network.weights)
 
     def refine(self, runtime, encoded, latents):
         graphdef, weights = runtime.split("upsampler")
