@@ -12,6 +12,7 @@ import shlex
 import subprocess
 from importlib import import_module
 from pathlib import Path
+from textwrap import indent
 from types import ModuleType
 from typing import Any
 
@@ -64,6 +65,17 @@ def run_command(line: str) -> None:
         succeeded(wanjax(*words[1:]))
     else:
         subprocess.run(["bash", "-ec", line], check=True)
+
+
+def test_the_family_that_a_page_shows_is_the_toy_s():
+    def lines(text: str) -> str:
+        return re.sub(r"\n{3,}", "\n\n", text)
+
+    code = lines((ROOT / "tests/support/toy/__init__.py").read_text(encoding="utf-8"))
+    shown = [lines(block.text) for block in blocks(ROOT / "docs/families.md") if block.language == "python"]
+    assert len(shown) == 6
+    for text in shown:
+        assert text in code or indent(text, "    ") in code, text
 
 
 @pytest.mark.parametrize("block", PARSED)
