@@ -9,7 +9,7 @@ from tests.support.words import naming
 from wanjax.checkpoints.files import save_safetensors
 from wanjax.errors import WanjaxError
 from wanjax.media.stage_files import EMBEDDINGS, load_encoded
-from wanjax.pipelines.model import encoded_from
+from wanjax.pipelines.model import check_fits, encoded_from
 
 ONE = np.zeros((1, 3, 8), np.float32)
 
@@ -40,7 +40,7 @@ def checked(folder):
     """Returns the embeddings that the second stage reads."""
     pipe = pipeline(4, None)
     encoded = encoded_from(pipe.architecture, load_encoded(folder, {}))
-    pipe.architecture.check_encoded(encoded, VIDEO)
+    check_fits(pipe.architecture, encoded, VIDEO)
     return encoded
 
 

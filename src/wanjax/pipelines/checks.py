@@ -2,7 +2,7 @@
 """Checks of the pictures and arrays that a pipeline's stages are given."""
 
 from collections.abc import Collection, Generator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from wanjax.errors import SettingError, WanjaxError, shown
 from wanjax.layers.tiling import Tiling
+from wanjax.media.stage_files import VIDEO_SHAPE
 from wanjax.pipelines.settings import DTYPES, Settings
 from wanjax.programs import refuse_traced
 
@@ -65,34 +66,52 @@ def check_encoded(encoded: Any, kind: type) -> None:
         raise WanjaxError(f"{shown(encoded)} is given to denoise: give the {kind.__name__} of `encode`")
 
 
-def check_features(name: str, features: Any, right: tuple[int, ...], model: str) -> None:
-    """Raises WanjaxError unless a prompt's features, a field of `encode`'s output, are floats of the right shape."""
-    if not jnp.issubdtype(features.dtype, jnp.floating) or features.shape != right:
-        raise WanjaxError(
-            f"the {name} are {features.dtype} {list(features.shape)} where {model} has floats {list(right)}: they were "
-            "made with another model"
-        )
+class FieldShape(NamedTuple):
+    """The right shape of a field of `encode`'s output.
 
-
-def check_fields(
-    encoded: Any, names: Sequence[str], shapes: Mapping[str, Shape], *, optional: Sequence[str] = (), purpose: str
-) -> None:
-    """Raises WanjaxError unless these fields of `encode`'s output, which hold pictures, are what a video needs.
-
-    `shapes` has the right shape of each field that the model has a use for; None is any size.
+    Args:
+        shape: None for an axis of any size.
+        optional: True for a field that may be None.
     """
-    for name in names:
-        array, right = getattr(encoded, name), shapes.get(name)
-        if array is None and right and name not in optional:
+
+    shape: Shape
+    optional: bool = False
+
+
+def check_conditioning(encoded: Any, shapes: Mapping[str, FieldShape], model: str, purpose: str) -> None:
+    """Raise WanjaxError unless the fields of `encode`'s output are what a video needs.
+
+    Args:
+        encoded: A named tuple. Its fields without a default are prompts', of which features [B S E] are floats and
+            masks [B S] anything; those with one hold pictures, and are None where they have no shape.
+        shapes: The right ones, by field.
+        model: The model's name.
+        purpose: What the model makes.
+    """
+    for name, right in shapes.items():
+        array = getattr(encoded, name)
+        if array is None and not right.optional:
             raise WanjaxError(f"there is no {name}, which {purpose} needs: encode the pictures with the prompt")
-        if array is not None and not right:
-            raise WanjaxError(f"{name} is given, which {purpose} has no use for: encode the prompt alone")
-        if array is not None and right and not _fits(array.shape, right):
-            wanted = ", ".join("any" if n is None else str(n) for n in right)
+        features = len(right.shape) > 2 and name not in encoded._field_defaults
+        if array is None or (_fits(array.shape, right.shape) and not (features and not _is_floats(array))):
+            continue
+        wanted = ", ".join("any" if n is None else str(n) for n in right.shape)
+        if name in encoded._field_defaults:
             raise WanjaxError(
                 f"the {name} has the shape {list(array.shape)} where this video needs [{wanted}]: encode again, with "
                 "the size and the frames of the video"
             )
+        raise WanjaxError(
+            f"the {name} are {array.dtype} {list(array.shape)} where {model} has {'floats ' * features}[{wanted}]: "
+            "they were made with another model"
+        )
+    for name in encoded._field_defaults:
+        if getattr(encoded, name) is not None and name not in (*shapes, VIDEO_SHAPE):
+            raise WanjaxError(f"{name} is given, which {purpose} has no use for: encode the prompt alone")
+
+
+def _is_floats(array: Any) -> bool:
+    return jnp.issubdtype(array.dtype, jnp.floating)
 
 
 def _fits(shape: tuple[int, ...], right: Shape) -> bool:

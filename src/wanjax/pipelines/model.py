@@ -27,6 +27,7 @@ from wanjax.media.inputs import InputSpec
 from wanjax.media.pictures import Pictures, size_within
 from wanjax.pipelines.caching.rules import NONE, CacheRule, chosen_rule
 from wanjax.pipelines.caching.tables import NO_TABLES, Tables
+from wanjax.pipelines.checks import FieldShape, check_conditioning
 from wanjax.pipelines.denoiser import Denoiser, Held, ModelInputs, Posterior, Preparation, pad_front, stream_of
 from wanjax.pipelines.draws import INITIAL, OF_STEPS, VIDEO, named
 from wanjax.pipelines.frames import AnyLatents, Decoded, decoded
@@ -450,8 +451,16 @@ class VideoModel(ABC):
         return {}
 
     @abstractmethod
-    def check_encoded(self, encoded: Encoded, settings: Settings) -> None:
-        """Raises WanjaxError unless this output of `encode` fits a video of these settings."""
+    def conditioning_shapes(self, encoded: Encoded, settings: Settings) -> Mapping[str, FieldShape]:
+        """Return the right shapes of the fields of `encode`'s output, for a video of these settings.
+
+        Of fields without a default, which are the prompts', those that are left out are not checked; of the others,
+        which hold pictures, those have to be None.
+
+        Args:
+            encoded: That output, for the sizes that may be any and have to agree.
+            settings: Those of the video.
+        """
 
     @abstractmethod
     def prepare(
@@ -569,8 +578,11 @@ def check_fits(model: VideoModel, encoded: Encoded, settings: Settings) -> None:
     """Raises WanjaxError unless this output of `encode` was made for a video of these settings."""
     if (made := encoded_shape(encoded)) is not None:
         made.check(settings)
-    model.check_encoded(encoded, settings)
-    if made is not None and (held := model.leading_frames(encoded, settings)) != made.references:
+    shapes = model.conditioning_shapes(encoded, settings)
+    check_conditioning(encoded, shapes, settings.model, model.spec.task)
+    if (held := model.leading_frames(encoded, settings)) < 0:
+        raise WanjaxError(f"the condition is {-held} latent frames shorter than the video: encode it again")
+    if made is not None and held != made.references:
         raise WanjaxError(f"what was encoded for {made} holds {held} references: encode the pictures again")
 
 

@@ -17,10 +17,10 @@ from tests.support.toy import networks as nets
 from tests.support.toy.scheduler import Ancestral
 from wanjax.checkpoints.networks import NetworkKind, network
 from wanjax.converters.rules import linear
-from wanjax.errors import WanjaxError
 from wanjax.kernels.compiler_options import scanned
 from wanjax.layers.stack import EVERY_BLOCK
 from wanjax.models.t5 import T5Config
+from wanjax.pipelines.checks import FieldShape
 from wanjax.pipelines.denoiser import Denoiser
 from wanjax.pipelines.family import Family, Preset
 from wanjax.pipelines.guidance import group
@@ -156,9 +156,8 @@ class ToyModel(VideoModel):
         graphdefs, weights = zip(*splits, strict=True)
         return Encoded(*runtime.call(encode_texts, graphdefs, ids, mask, glyphs, weights))
 
-    def check_encoded(self, encoded, settings):
-        if encoded.prompt_embeds.shape[1:] != (LENGTH, self.transformer.text_width):
-            raise WanjaxError(f"the prompt_embeds have the shape {list(encoded.prompt_embeds.shape)}: encode again")
+    def conditioning_shapes(self, encoded, settings):
+        return {"prompt_embeds": FieldShape((None, LENGTH, self.transformer.text_width))}
 
     def prepare(self, runtime, network, encoded, x, purpose):
         static = network.graphdef, purpose.groups

@@ -28,7 +28,7 @@ from wanjax.layers.stack import EVERY_BLOCK
 from wanjax.media.inputs import IMAGE, InputSpec
 from wanjax.media.pictures import fit
 from wanjax.models.t5 import T5Config
-from wanjax.pipelines.checks import check_features, check_fields
+from wanjax.pipelines.checks import FieldShape
 from wanjax.pipelines.denoiser import Denoiser
 from wanjax.pipelines.family import Family, Preset
 from wanjax.pipelines.frames import encode_clip
@@ -181,13 +181,13 @@ class SoundModel(VideoModel):
         fitted = {name: [fit(one, settings.size, settings.resize) for one in frames] for name, frames in given.items()}
         return {name: encode_clip(vae, frames, tiling, runtime.call) for name, frames in fitted.items()}
 
-    def check_encoded(self, encoded, settings):
-        right = (*encoded.prompt_embeds.shape[:1], LENGTH, self.transformer.text_width)
-        check_features("prompt_embeds", encoded.prompt_embeds, right, settings.model)
+    def conditioning_shapes(self, encoded, settings):
         _, channels, _, *cells = self.spec.latent_shape(settings)
-        shapes = {"reference": (None, channels, 1, *cells), "driving": (None, channels, None, *cells)}
-        names = ["reference", "driving", "video_latents"]
-        check_fields(encoded, names, shapes, optional=["driving"], purpose=self.spec.task)
+        return {
+            "prompt_embeds": FieldShape((len(encoded.prompt_embeds), LENGTH, self.transformer.text_width)),
+            "reference": FieldShape((None, channels, 1, *cells)),
+            "driving": FieldShape((None, channels, None, *cells), optional=True),
+        }
 
     def prepare(self, runtime, network, encoded, x, purpose):
         texts, static = (encoded[:2], encoded[2:4]), (network.graphdef, purpose.groups)

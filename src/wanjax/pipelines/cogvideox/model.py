@@ -21,7 +21,7 @@ from wanjax.models.cogvideox.config import TransformerConfig
 from wanjax.models.cogvideox.flops import forward_flops
 from wanjax.models.cogvideox.vae_config import VAEConfig
 from wanjax.models.t5 import T5Config
-from wanjax.pipelines.checks import check_features, check_fields
+from wanjax.pipelines.checks import FieldShape
 from wanjax.pipelines.cogvideox.conditioning import POSTERIORS, CogVideoXEncoded
 from wanjax.pipelines.cogvideox.networks import NETWORKS
 from wanjax.pipelines.cogvideox.programs import CogVideoXDenoiser, encode_prompts, make_context
@@ -114,12 +114,6 @@ class CogVideoXModel(VideoModel):
         _, rows, columns = self.transformer.trained_grid
         return rows * self.grid, columns * self.grid
 
-    def latent_fields(self, settings: Settings) -> Mapping[str, tuple[int, ...]]:
-        """Returns the fields of `CogVideoXEncoded` that hold latents, by their shapes but for the first axis."""
-        _, channels, frames, *cells = self.spec.latent_shape(settings)
-        kind, count = ("image", 1) if self.pictured else ("video", frames)
-        return {f"{kind}_{name}": (channels, count, *cells) for name in ("latents", "deviation")}
-
     def cost(self, settings: Settings, encoded: Any = None) -> Cost:
         _, _, *cells = self.spec.noise_shape(settings)
         config = replace(self.transformer, text_length=self.text_length(settings.follow))
@@ -166,13 +160,13 @@ class CogVideoXModel(VideoModel):
             made["video_latents"], made["video_deviation"] = posterior(clip, self.vae.scaling_factor)
         return made
 
-    def check_encoded(self, encoded: CogVideoXEncoded, settings: Settings) -> None:
-        right = (len(encoded.prompt_embeds), self.text_length(settings.follow), self.transformer.text_width)
-        for name in ("prompt_embeds", "negative_prompt_embeds"):
-            check_features(name, getattr(encoded, name), right, settings.model)
-        shapes = {name: (None, *shape) for name, shape in self.latent_fields(settings).items()}
-        optional = [name for name in shapes if name != "image_latents"]
-        check_fields(encoded, encoded._fields[2:6], shapes, optional=optional, purpose=self.spec.task)
+    def conditioning_shapes(self, encoded: CogVideoXEncoded, settings: Settings) -> Mapping[str, FieldShape]:
+        text = FieldShape((len(encoded.prompt_embeds), self.text_length(settings.follow), self.transformer.text_width))
+        _, channels, frames, *cells = self.spec.latent_shape(settings)
+        kind, count = ("image", 1) if self.pictured else ("video", frames)
+        shape = None, channels, count, *cells
+        latents = {f"{kind}_latents": FieldShape(shape, kind == "video"), f"{kind}_deviation": FieldShape(shape, True)}
+        return {"prompt_embeds": text, "negative_prompt_embeds": text, **latents}
 
     def prepare(
         self, runtime: Runtime, network: SplitNetwork, encoded: CogVideoXEncoded, x: Held, purpose: Preparation

@@ -25,7 +25,7 @@ from wanjax.models.hunyuanvideo.vae_config import VAEConfig
 from wanjax.models.qwen2_vl import Qwen2VLConfig
 from wanjax.models.siglip import SiglipVisionConfig
 from wanjax.models.t5 import T5Config
-from wanjax.pipelines.checks import check_features, check_fields
+from wanjax.pipelines.checks import FieldShape
 from wanjax.pipelines.denoiser import Denoiser, Held, Preparation
 from wanjax.pipelines.frames import encode_clip
 from wanjax.pipelines.hunyuanvideo.conditioning import HunyuanVideoEncoded, fitted, lengths_of, size_of
@@ -185,16 +185,13 @@ class HunyuanVideoModel(VideoModel):
         graphdef, weights = runtime.split("image_encoder")
         return runtime.call(encode_images, graphdef, runtime.components.get("feature_extractor")(images), weights)
 
-    def check_encoded(self, encoded: HunyuanVideoEncoded, settings: Settings) -> None:
-        config, videos = self.transformer, len(encoded.prompt_embeds)
-        arrays: Any = encoded  # of texts, features and then their mask
+    def conditioning_shapes(self, encoded: HunyuanVideoEncoded, settings: Settings) -> Mapping[str, FieldShape]:
+        config, arrays = self.transformer, (*encoded.texts[0], *encoded.texts[1])
+        shapes: dict[str, tuple[int | None, ...]] = {}
         for i, width in zip(range(0, 8, 2), (config.text_width, config.glyph_width) * 2, strict=True):
-            name, features, mask = encoded._fields[i], arrays[i], arrays[i + 1]
-            check_features(name, features, (videos, *features.shape[1:2], width), settings.model)
-            if mask.shape != features.shape[:2]:
-                right = list(features.shape[:2])
-                raise WanjaxError(f"the mask of the {name} is {list(mask.shape)}: give {right}")
-        check_fields(encoded, encoded._fields[8:10], self.picture_shapes(settings), purpose=self.spec.task)
+            features, mask = encoded._fields[i : i + 2]
+            shapes |= {features: (len(encoded.prompt_embeds), None, width), mask: arrays[i].shape[:2]}
+        return {name: FieldShape(shape) for name, shape in {**shapes, **self.picture_shapes(settings)}.items()}
 
     def prepare(
         self, runtime: Runtime, network: SplitNetwork, encoded: HunyuanVideoEncoded, x: Held, purpose: Preparation

@@ -19,7 +19,7 @@ from wanjax.models.clip import CLIPVisionConfig
 from wanjax.models.t5 import T5Config
 from wanjax.models.wan.config import ImageTransformerConfig, TransformerConfig
 from wanjax.models.wan.flops import forward_flops
-from wanjax.pipelines.checks import Shape, check_features, check_fields
+from wanjax.pipelines.checks import FieldShape, Shape
 from wanjax.pipelines.denoiser import Denoiser, Held, Preparation
 from wanjax.pipelines.frames import encode_clip
 from wanjax.pipelines.model import Cost, ModelSpec, VideoModel
@@ -127,12 +127,11 @@ class WanModel(VideoModel):
         """Returns the latents of frames in the video's size."""
         return encode_clip(runtime.components.get("vae"), frames, tiling, runtime.call)
 
-    def check_encoded(self, encoded: WanEncoded, settings: Settings) -> None:
-        for name in ("prompt_embeds", "negative_prompt_embeds"):
-            right = (*encoded.prompt_embeds.shape[:2], self.transformer.text_width)
-            check_features(name, getattr(encoded, name), right, settings.model)
-        names = ("condition", "image_embeds", "video_latents")
-        check_fields(encoded, names, self.picture_shapes(settings), optional=self.optional, purpose=self.task)
+    def conditioning_shapes(self, encoded: WanEncoded, settings: Settings) -> Mapping[str, FieldShape]:
+        text = FieldShape((*encoded.prompt_embeds.shape[:2], self.transformer.text_width))
+        pictures = self.picture_shapes(settings).items()
+        shapes = {name: FieldShape(shape, name in self.optional) for name, shape in pictures}
+        return {"prompt_embeds": text, "negative_prompt_embeds": text, **shapes}
 
     def picture_shapes(self, settings: Settings) -> Mapping[str, Shape]:
         """Returns the fields of `WanEncoded` that hold pictures, by their shapes for a video of these settings."""

@@ -277,11 +277,6 @@ class ControlledVideo(WanModel):
         _, _, _, *cells = self.spec.latent_shape(settings)
         return {"condition": (1, self.transformer.control_channels, None, *cells)}
 
-    def check_encoded(self, encoded: WanEncoded, settings: Settings) -> None:
-        super().check_encoded(encoded, settings)
-        if (missing := -self.leading_frames(encoded, settings)) > 0:
-            raise WanjaxError(f"the condition is {missing} latent frames shorter than the video: encode it again")
-
     def leading_frames(self, encoded: WanEncoded, settings: Settings) -> int:
         assert encoded.condition is not None
         return encoded.condition.shape[2] - self.spec.latent_shape(settings)[2]
