@@ -128,13 +128,13 @@ def test_the_model_of_a_plan_has_two_ways(given):
     for command in (
         ["plan", "wan2.1-t2v-14b"],
         ["plan", "--model", "wan2.1-t2v-14b"],
-        ["plan", "--model_id", "x", "x"],
+        ["plan", "--model_id", "wan2.1-t2v-14b", "wan2.1-t2v-14b"],
     ):
         succeeded(wanjax(*command))
         assert given["model"] == command[-1]
     succeeded(wanjax("plan"))
     assert given["model"] == "nano"
-    assert says(refused("plan", "a", "--model", "b"), "model a --model b")
+    assert says(refused("plan", "nano", "--model", "wan2.1-t2v-14b"), "model nano --model wan2.1-t2v-14b")
 
 
 def test_a_window_confines_self_attention(model):
