@@ -37,8 +37,8 @@ import psutil
 from tests.support.batches import read_manifest
 from wanjax.cluster.actors import VARIABLES, Actors, connected
 from wanjax.cluster.batch import Batch, Manifest
-from wanjax.cluster.requests import read_requests
 from wanjax.cluster.worker import Job, Outcome, Worker
+from wanjax.jobs.rows import read_requests
 from wanjax.media.videos import read_metadata
 from wanjax.pipelines.request import VideoRequest
 

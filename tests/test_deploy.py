@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from tests.support.documents import PAGES, ROOT, calls, check_call
-from wanjax.cluster import processes
+from wanjax.jobs import processes
 from wanjax.pricing.chips import SLICES
 
 DEPLOY = ROOT / "deploy"

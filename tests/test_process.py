@@ -24,7 +24,7 @@ print(json.dumps([len(before), [name for name in after if after[name] != before.
 """
 MODULES = """
 import json, sys
-import wanjax, wanjax.cluster.requests, wanjax.pipelines.request
+import wanjax, wanjax.jobs.rows, wanjax.pipelines.request
 assert not hasattr(wanjax, "WanPipeline")
 first = sorted(sys.modules)
 import wanjax.registry

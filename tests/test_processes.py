@@ -19,8 +19,8 @@ from tests.support.compare import error
 from tests.support.devices import free_port
 from tests.support.tiny import tiny_checkpoint
 from tests.support.words import naming, says
-from wanjax.cluster import processes
 from wanjax.errors import WanjaxError
+from wanjax.jobs import processes
 from wanjax.media import stage_files
 from wanjax.media.records import load_settings
 
@@ -32,7 +32,7 @@ BOUND = 1e-5
 TOLD = """
 import json, sys
 from wanjax.pipelines import seeds
-from wanjax.cluster.processes import Others, join
+from wanjax.jobs.processes import Others, join
 place = int(sys.argv[1].split(",")[-1])
 join(sys.argv[1])
 others = Others()

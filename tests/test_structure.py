@@ -187,7 +187,7 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
     cluster = {re.split(r"[\[<>=]", text)[0] for text in project["optional-dependencies"]["cluster"]}
     own = {module: distributions(path) for module, path in MODULES.items()}
     own["wanjax.training.metrics"].remove("tensorboard")  # which is used where it is installed
-    asked = set().union(*(own.pop(f"wanjax.cluster.{name}") for name in ("actors", "hosts", "requests")))
+    asked = set().union(*(own.pop(f"wanjax.{name}") for name in ("cluster.actors", "cluster.hosts", "jobs.rows")))
     assert asked - declared == cluster - {"wanjax"}  # with the extra `serve`
     own["wanjax.serve.replicas"].remove("ray")
     own["wanjax.jobs.databases"].remove("psycopg")

@@ -11,8 +11,8 @@ import pytest
 
 from tests.support.commands import refused, succeeded, wanjax
 from tests.support.words import says
-from wanjax.cluster.requests import read_requests
 from wanjax.errors import WanjaxError
+from wanjax.jobs.rows import read_requests
 from wanjax.media import videos
 
 SHORT = ("--steps", "1", "--frames", "5", "--guidance-scale", "1")

@@ -22,9 +22,9 @@ from wanjax.cli import main, many
 from wanjax.cli.many import _ordered
 from wanjax.cli.report import Report
 from wanjax.cluster.batch import MANIFEST, Manifest
-from wanjax.cluster.requests import read_requests
 from wanjax.cluster.worker import Job
 from wanjax.errors import WanjaxError
+from wanjax.jobs.rows import read_requests
 from wanjax.media.pictures import read_clip
 from wanjax.media.videos import read_metadata
 from wanjax.pipelines.request import VideoRequest

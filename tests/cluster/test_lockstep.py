@@ -13,8 +13,8 @@ import pytest
 from tests.support.words import says
 from wanjax.cluster.hosts import Host, OutOfStep
 from wanjax.cluster.lockstep import Leader, follow
-from wanjax.cluster.processes import Others
 from wanjax.cluster.worker import Worker
+from wanjax.jobs.processes import Others
 from wanjax.pipelines.request import VideoRequest
 
 pytestmark = pytest.mark.usefixtures("kept_programs", "nothing_is_computed")

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 import wanjax
 from tests.support.words import naming
 from wanjax.cli import main, many, stages
-from wanjax.cluster.requests import read_requests
 from wanjax.cluster.worker import Worker
 from wanjax.errors import SettingError, WanjaxError
+from wanjax.jobs.rows import read_requests
 from wanjax.pipelines.request import VideoRequest
 from wanjax.serve import asked
 from wanjax.serve.limits import Limits

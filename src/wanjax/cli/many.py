@@ -26,11 +26,11 @@ from wanjax.cluster import actors
 from wanjax.cluster.batch import MANIFEST, Batch, Manifest
 from wanjax.cluster.hosts import FIRST
 from wanjax.cluster.lockstep import Leader, follow
-from wanjax.cluster.processes import is_first
-from wanjax.cluster.requests import WrongRows, read_requests, with_seeds
 from wanjax.cluster.worker import STAGES, Job, Outcome, Worker, keeping_programs
 from wanjax.errors import WanjaxError
 from wanjax.figures import quantity
+from wanjax.jobs.processes import is_first
+from wanjax.jobs.rows import WrongRows, read_requests, with_seeds
 from wanjax.media.inputs import INPUTS
 from wanjax.pipelines.record import described
 from wanjax.pipelines.request import SCHEDULER, VideoRequest

@@ -130,7 +130,7 @@ def _requests(
 ) -> list[Any]:
     """Returns the request of each of several videos, with its prompt, its seed and its settings."""
     from wanjax.cli.many import numbers_of, options_of_each, requests_of  # imported late: they need JAX
-    from wanjax.cluster.requests import with_seeds
+    from wanjax.jobs.rows import with_seeds
     from wanjax.pipelines.seeds import checked_seed
 
     requests = requests_of(prompt, prompts)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from wanjax.cluster.lockstep import Leader, follow
-from wanjax.cluster.processes import connect
 from wanjax.cluster.worker import Job, Outcome, Worker, told_of
 from wanjax.errors import WanjaxError, is_full, reason
+from wanjax.jobs.processes import connect
 
 BUNDLED = {"num_cpus": "CPU", "num_gpus": "GPU"}  # the same in a placement group
 FIRST = "first"  # the name of the first host among the resources of a worker of several

@@ -5,7 +5,7 @@ The leader is a worker like any other: it is given requests, checks and names th
 hands the jobs of each run to the others, and all make that run at once, each with its own devices.
 
 Before a run the processes agree that each of them can make it. What fails later fails alone: the others may already
-wait for that process in a collective, so it has to end, and with it all of them (`wanjax.cluster.processes`).
+wait for that process in a collective, so it has to end, and with it all of them (`wanjax.jobs.processes`).
 """
 
 from collections import deque
@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from wanjax.cluster.processes import Others
 from wanjax.cluster.worker import Job, Outcome, Worker, told_of
 from wanjax.errors import WanjaxError
+from wanjax.jobs.processes import Others
 from wanjax.pipelines.request import VideoRequest
 from wanjax.pipelines.run import Run
 

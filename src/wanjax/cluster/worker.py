@@ -18,11 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wanjax.cluster.processes import is_first
-from wanjax.cluster.requests import WrongRows
 from wanjax.compile_cache.cache import compile_cache_folder, use_shared
 from wanjax.compile_cache.executables import of_this_machine
 from wanjax.errors import WanjaxError, causes, is_full, reason, shown
+from wanjax.jobs.processes import is_first
+from wanjax.jobs.rows import WrongRows
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures
 from wanjax.media.texts import slug

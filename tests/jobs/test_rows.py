@@ -6,8 +6,8 @@ import json
 import pytest
 
 from tests.support.words import naming, says
-from wanjax.cluster.requests import read_requests, with_seeds
 from wanjax.errors import WanjaxError
+from wanjax.jobs.rows import read_requests, with_seeds
 from wanjax.pipelines.request import VideoRequest
 
 ROWS = [

@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The maker of videos with a pipeline: jobs of one batch are made by one run, each published under its name."""
+
+import hashlib
+import json
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from wanjax.errors import WanjaxError, causes, is_full, reason, shown
+from wanjax.jobs.processes import is_first
+from wanjax.jobs.rows import WrongRows
+from wanjax.jobs.store import Job
+from wanjax.jobs.worker import DISK_FULL, Failure, Interrupted, Lease
+from wanjax.layers.tiling import Tiling
+from wanjax.media.pictures import Pictures
+from wanjax.media.texts import slug
+from wanjax.media.videos import try_output, write_video
+from wanjax.pipelines.observers import Cancelled, Observer, Step
+from wanjax.pipelines.pipeline import Pipeline
+from wanjax.pipelines.previews.previews import Previews
+from wanjax.pipelines.progress import timing_writes
+from wanjax.pipelines.recording import check_making
+from wanjax.pipelines.request import MODEL, OWN, PreparedRequest, VideoRequest
+from wanjax.pipelines.run import Run
+from wanjax.pipelines.seeds import checked_seed
+from wanjax.pipelines.settings import LOADED, Settings
+from wanjax.pipelines.windows import Window
+from wanjax.stores.places import Place, StoreError, place
+
+HERE = ("devices", "version")  # entries of the metadata that do not say which video it is
+LONGEST_ERROR = 500  # characters
+PERCENT = {"extend": (0, 0), "compile": (0, 0), "encode": (0, 2), "denoise": (2, 95), "decode": (95, 99)}
+"""How much is done at the start of a stage and at its end."""
+
+
+class Task(NamedTuple):
+    """A video that is to be made: its name below the place of the videos, and its request with its seed."""
+
+    output: str
+    request: VideoRequest
+
+
+class Shared(NamedTuple):
+    """What the videos of one run share: the pipeline with its solver, pictures, and settings with their metadata."""
+
+    pipe: Pipeline
+    pictures: Pictures
+    settings: Settings
+    metadata: Mapping[str, Any]
+
+    def prepared(self, request: VideoRequest) -> PreparedRequest:
+        """Complete a request, whose prompt and seed are its own; raises WanjaxError for a wrong one."""
+        seed = checked_seed(request.settings.get("seed", self.settings.seed), alone=True)
+        own = self.settings.updated({**{name: request.settings.get(name) for name in OWN}, "seed": seed})
+        return PreparedRequest(own, {**self.metadata, **{name: getattr(own, name) for name in OWN}})
+
+
+class VideoMaker:
+    """Makes the videos of a batch with one pipeline, which is loaded when it is first needed, and kept.
+
+    Args:
+        load: Returns the pipeline.
+        place: The place of the videos.
+        tiling: That of all videos.
+        batch_guidance: That of all videos.
+        force: Videos that are there are made again.
+        observers: Observers of every run.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], Pipeline],
+        place: Place,
+        *,
+        tiling: Tiling | None = None,
+        batch_guidance: bool = False,
+        force: bool = False,
+        observers: Sequence[Observer] = (),
+    ):
+        self.load, self.place, self.force, self.observers = load, place, force, observers
+        self.how: Any = {"tiling": tiling, "batch_guidance": batch_guidance}
+        self.settings: dict[str, Settings] = {}  # of the planned videos, by name
+        self.in_step = True  # False where other processes wait for what this one left in its midst
+
+    @cached_property
+    def pipe(self) -> Pipeline:
+        return self.load()
+
+    @property
+    def models(self) -> list[str]:
+        """The names of the models whose jobs it makes."""
+        return [self.pipe.defaults.model]
+
+    def warm_up(self, stopped: Callable[[], bool]) -> None:
+        """Load the pipeline; its networks are loaded with the first video."""
+        assert self.pipe
+
+    def planned(self, requests: Sequence[VideoRequest]) -> list[Task]:
+        """Return a task for each request, those of one run together.
+
+        Raises:
+            WanjaxError: No video can be made of some of them; it has the numbers of their rows.
+        """
+        groups: dict[str, list[VideoRequest]] = {}
+        for request in requests:
+            request = request.timed(self.pipe.defaults.fps, self.pipe.architecture.vae.temporal_factor)
+            groups.setdefault(digest_of(request), []).append(request)
+        wrong = WrongRows()
+        tasks = [task for same in groups.values() for task in self._tasks(same, wrong)]
+        wrong.refuse()
+        return tasks
+
+    def _tasks(self, requests: Sequence[VideoRequest], wrong: WrongRows) -> Iterator[Task]:
+        """Yield the tasks of requests that differ in prompt and seed alone; `wrong` receives why others have none."""
+        try:
+            shared = self.shared(requests[0])
+        except WanjaxError as error:
+            for request in requests:
+                wrong.add(request.row, error)
+            return
+        for request in requests:
+            try:
+                prepared = shared.prepared(request)
+            except WanjaxError as error:
+                wrong.add(request.row, error)
+                continue
+            self.settings[name := name_of(prepared.metadata)] = prepared.settings
+            yield Task(name, request.updated({"seed": prepared.settings.seed}))
+
+    def try_output(self, task: Task) -> None:
+        """Raise WanjaxError where the video of a task could not be written."""
+        prepared = self.shared(task.request).prepared(task.request)
+        own = prepared.settings
+        try_output(self.place / task.output, own.length, own.size, own.fps, prepared.metadata)
+
+    def fit_colours(self) -> None:
+        """Prepare what shows how far a video is, if the pipeline has no tiny decoder for that."""
+        assert self.pipe.latent_preview()
+
+    def is_made(self, job: Job) -> bool:
+        """Return True where a job's video is there; one in a store that is out of reach is not."""
+        with suppress(StoreError):
+            return not self.force and (self.place / job.output).exists()
+        return False
+
+    def make(self, jobs: Sequence[Job], lease: Lease) -> Iterator[Job]:
+        """Make the videos of jobs that differ in prompt and seed alone by one run; yield each job once it is there."""
+        tasks = [Task(job.output, VideoRequest.from_json(job.request)) for job in jobs]
+        progress = JobProgress(lease, self.stopped(lease))
+        try:
+            for job, _ in zip(jobs, self.run(tasks, [progress]), strict=True):
+                yield job
+                progress.restart()
+        except Cancelled as error:
+            raise Interrupted from error
+
+    def stopped(self, lease: Lease) -> Callable[[], bool]:
+        """Return what tells whether a run is to end before its time."""
+        return lease.stopped
+
+    def run(self, tasks: Sequence[Task], observers: Sequence[Observer] = ()) -> Iterator[Task]:
+        """Make the videos of one run; yield each task once its video is there."""
+        return self.made(tasks, self.prepared(tasks, observers))
+
+    def prepared(self, tasks: Sequence[Task], observers: Sequence[Observer] = ()) -> Run:
+        """Return the run of tasks, before anything is computed; raises WanjaxError where there can be none."""
+        shared = self.shared(tasks[0].request)
+        requests = [shared.prepared(task.request) for task in tasks]
+        for task, request in zip(tasks, requests, strict=True):
+            if (name := name_of(request.metadata)) != task.output:
+                told = f"{task.output} would be {name} by this worker: start it with the options of the batch"
+                raise WanjaxError(told)
+        check_making(shared.pipe, requests[0].settings, shared.pictures, **self.how)
+        return Run(shared.pipe, requests, shared.pictures, observers=[*observers, *self.observers], **self.how)
+
+    def made(self, tasks: Sequence[Task], run: Run) -> Iterator[Task]:
+        """Make the videos of a run of tasks; yield each task once its video is there."""
+        for task, (prepared, frames) in zip(tasks, run, strict=True):
+            with run.finishing(prepared):
+                write(self.place / task.output, frames, prepared)
+            yield task
+
+    def shared(self, request: VideoRequest) -> Shared:
+        """Return what the videos of one run share; raises WanjaxError where no such video can be made."""
+        shared = request.shared
+        loaded = {MODEL.name: shared.model, **shared.settings}
+        for name in LOADED:
+            if (value := loaded.get(name)) not in (None, own := getattr(self.pipe.defaults, name)):
+                option = f"--{name.replace('_', '-')}"
+                raise WanjaxError(f"{name} is {shown(value)} where all videos of a run have {own}: give it as {option}")
+        pipe = self.pipe.with_solver(shared.scheduler)
+        pictures, chosen = pipe.prepare(**shared.inputs, **shared.settings, model=shared.model)
+        return Shared(pipe, pictures, chosen, pipe.record(chosen, shared.inputs, **self.how))
+
+    def explain(self, error: Exception) -> Failure:
+        """Return why a job failed; what is the request's own fault fails again."""
+        wrong, full = isinstance(error, WanjaxError), is_full(error)
+        return Failure(
+            DISK_FULL if full else "invalid_request" if wrong else "server_error",
+            sentence_of(error),
+            again=not full and (not wrong or any(isinstance(cause, OSError) for cause in causes(error))),
+            ends=full or not self.in_step,
+            log="" if wrong else "".join(traceback.format_exception(error)),
+        )
+
+
+class JobProgress(Observer):
+    """Tells a lease how far its job is, and ends the run where the job is to end.
+
+    Args:
+        lease: The lease.
+        ends: Returns True where the run is to end.
+        preview: Where to show at a few steps what the video will be; None for nowhere.
+    """
+
+    def __init__(self, lease: Lease, ends: Callable[[], bool], preview: Place | None = None):
+        self.lease, self.ends, self.preview = lease, ends, preview
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin with the next job of the run."""
+        self.seconds: dict[str, float] = {}
+        self._number, self._windows = 0, 1
+        self._previews = self._new_previews()
+
+    def _new_previews(self) -> Previews | None:
+        if self.preview is None:
+            return None
+        from rich.console import Console
+
+        return Previews(self.preview, on=Console(quiet=True))
+
+    def _check(self) -> None:
+        if self.ends():
+            raise Interrupted
+
+    def _tell(self, percent: int, **told: Any) -> None:
+        """Tell how much of a window is done, in percent, as its part of the whole."""
+        whole = (100 * self._number + percent) // self._windows
+        self.lease.tell(progress=whole, window=self._number + 1, stage_seconds=dict(self.seconds), **told)
+
+    def window(self, window: Window) -> None:
+        self._number, self._windows = window.number, window.count
+        self._previews = self._new_previews()  # which counts the steps of one window
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Tell of a stage, and of its seconds at its end."""
+        self._check()
+        self._tell(PERCENT[name][0], stage=name, stage_done=0, stage_total=0)
+        start = perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = round(self.seconds.get(name, 0.0) + perf_counter() - start, 3)
+            self.lease.tell(stage_seconds=dict(self.seconds))
+
+    def compiling(self, number: int, total: int) -> None:
+        """Tell which program is compiled now."""
+        self._check()
+        self._tell(0, stage_done=number, stage_total=total)
+
+    def stepped(self, step: Step) -> bool:
+        told = {}
+        if self._previews is not None:
+            self._previews(step)
+            if step.index + 1 == step.total:
+                self._previews.wait()
+            told["preview"] = self._number * step.total + self._previews.shown
+        done, (start, end) = step.index + 1, PERCENT["denoise"]
+        percent = start + (end - start) * step.index // step.total  # this step may be under way
+        self._tell(percent, stage_done=done, stage_total=step.total, **told)
+        return done == step.total or not self.ends()
+
+    def count(self, unit: str, done: int, total: int) -> None:
+        if unit == "chunk" and done:
+            self._check()
+            start, end = PERCENT["decode"]
+            self._tell(start + (end - start) * done // total, stage_done=done, stage_total=total)
+
+
+def digest_of(request: VideoRequest) -> str:
+    """Return a text in which the requests of one run agree."""
+    return hashlib.sha256(json.dumps(request.shared.to_json(), sort_keys=True).encode()).hexdigest()[:32]
+
+
+def sentence_of(error: Exception) -> str:
+    """Return an error as a manifest has it."""
+    sentence = str(error) if isinstance(error, WanjaxError) else f"{type(error).__name__}: {reason(error)}"
+    return sentence[:LONGEST_ERROR]
+
+
+def write(path: str | Place, frames: Iterable[Any], prepared: PreparedRequest) -> Place:
+    """Write a video with its metadata from frames as they come, in the first process alone; return its place."""
+    chunks = map(np.asarray, frames)
+    if is_first():
+        return write_video(path, timing_writes(chunks), prepared.settings.fps, prepared.metadata)
+    deque(chunks, maxlen=0)
+    return place(path)
+
+
+def name_of(metadata: Mapping[str, Any]) -> str:
+    """Return the name of a video: its prompt, its seed, and a digest of all that shapes it."""
+    shaping = {name: value for name, value in metadata.items() if name not in HERE}
+    digest = hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:8]
+    return f"{slug(metadata['prompt'])}-{metadata['seed']}-{digest}.mp4"

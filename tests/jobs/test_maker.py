@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The maker of a batch's videos: what it plans a worker makes, once, and one request's fault is not another's."""
+
+import errno
+import os
+import pickle
+
+import numpy as np
+import pytest
+
+import wanjax
+from tests.support.words import naming
+from wanjax.errors import SettingError, WanjaxError
+from wanjax.jobs import maker as module
+from wanjax.jobs.maker import VideoMaker, digest_of
+from wanjax.jobs.store import JobStore, NewJob
+from wanjax.jobs.worker import DISK_FULL, work
+from wanjax.media.pictures import read_clip
+from wanjax.media.videos import read_metadata
+from wanjax.pipelines.request import VideoRequest
+from wanjax.pipelines.run import Run
+
+pytestmark = pytest.mark.usefixtures("kept_programs")
+
+SMALL = {"size": (32, 32), "frames": 5, "steps": 2}
+
+
+@pytest.fixture(scope="module")
+def nano():
+    return wanjax.load("nano")
+
+
+@pytest.fixture
+def nothing_is_computed(monkeypatch):
+    """Videos without frames are written; the prompts "fail" and "full" cannot be made, and find no room."""
+
+    def run(self):
+        for request in self.requests:
+            if request.settings.prompt == "fail":
+                raise RuntimeError("the device is gone")
+            yield request, iter(())
+
+    def write(path, frames, request):
+        if request.settings.prompt == "full":
+            raise WanjaxError(f"{path} cannot be written") from OSError(errno.ENOSPC, "No space left on device")
+        path.write_text(request.settings.prompt)
+
+    monkeypatch.setattr(Run, "__iter__", run)
+    monkeypatch.setattr(module, "write", write)
+
+
+@pytest.fixture
+def maker(nano, tmp_path):
+    (tmp_path / "videos").mkdir()
+    return VideoMaker(lambda: nano, tmp_path / "videos")
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = JobStore(str(tmp_path / "jobs.sqlite"))
+    yield store
+    store.close()
+
+
+def asked(*given):
+    return [VideoRequest.parse(SMALL | one, row=number) for number, one in enumerate(given, 1)]
+
+
+def made(store, maker, tasks, **how):
+    """Makes tasks by a worker; returns each job in their order."""
+    names = [task.output for task in tasks]
+    jobs = [NewJob(task.output, task.request.to_json(), "nano", task.output, digest_of(task.request)) for task in tasks]
+    store.add_all(jobs)
+    work(store, maker, together=32, until_empty=True, **how)
+    return [store.get(name) for name in names]
+
+
+@pytest.mark.slow  # tests/cli/test_many.py has a quick one, by the command
+def test_requests_are_made_as_single_calls_make_them(nano, maker, store):
+    requests = asked(
+        {"prompt": "a red circle", "seed": 3},
+        {"prompt": "a blue square", "steps": 1, "scheduler": "euler"},
+        {"prompt": "a blue square", "seed": 4},
+    )
+    tasks = maker.planned(requests)
+    jobs = made(store, maker, tasks)
+    assert {job.status for job in jobs} == {"completed"}
+    assert {task.output for task in tasks} == set(os.listdir(maker.place))
+    [request, *_] = maker.prepared(tasks[:2]).requests
+    assert read_metadata(maker.place / tasks[0].output) == request.metadata
+    nano("a blue square", seed=4, **SMALL).save(maker.place / "one.mp4")
+    np.testing.assert_array_equal(*(read_clip(maker.place / name, 5, 8) for name in (tasks[1].output, "one.mp4")))
+    assert jobs[0].progress["stage_total"] > 0
+    assert {"encode", "denoise", "decode"} <= jobs[0].progress["stage_seconds"].keys()
+    assert "encode" not in jobs[1].progress["stage_seconds"]  # each stage counts for one video of a run
+
+
+@pytest.mark.usefixtures("nothing_is_computed")
+def test_requests_that_differ_in_prompt_and_seed_are_of_one_run(maker, store, monkeypatch):
+    runs, prepared = [], VideoMaker.prepared
+    monkeypatch.setattr(VideoMaker, "prepared", lambda *given: runs.append(given[1]) or prepared(*given))
+    tasks = maker.planned(
+        asked({"prompt": "a", "seed": 3}, {"prompt": "b", "scheduler": "euler"}, {"prompt": "c", "seed": "random"})
+    )
+    assert [task.request.row for task in tasks] == [1, 3, 2]
+    assert [job.status for job in made(store, maker, tasks)] == ["completed"] * 3
+    assert [[task.request.row for task in run] for run in runs] == [[1, 3], [2]]
+    prepared = [request for run in list(runs) for request in maker.prepared(run).requests]
+    seen = [(x.metadata["prompt"], x.metadata["seed"], x.metadata["scheduler"]) for x in prepared]
+    drawn = tasks[1].request.settings["seed"]
+    assert seen == [("a", 3, "unipc"), ("c", drawn, "unipc"), ("b", 42, "euler")]
+
+
+@pytest.mark.usefixtures("nothing_is_computed")
+def test_what_is_there_is_not_made_again(maker, store):
+    tasks = maker.planned(asked({"prompt": "a"}, {"prompt": "b"}))
+    (there := maker.place / tasks[0].output).write_text("there")
+    assert [job.status for job in made(store, maker, tasks)] == ["completed"] * 2
+    assert there.read_text() == "there"
+    maker.force = True
+    made(store, maker, tasks)
+    assert there.read_text() == "a"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"size": (30, 32)}, "row 2 height 30 16 32"),
+        ({"frames": 4}, "row 2 4 5"),
+        ({"image": "nowhere.png"}, "row 2 nowhere.png"),
+        ({"boundary": 0.5}, "row 2 boundary"),
+        ({"model": "wan2.1-t2v-1.3b"}, "row 2 wan2.1-t2v-1.3b nano"),
+        ({"scheduler": "nobody's"}, "row 2 nobody's unipc"),
+    ],
+    ids=str,
+)
+def test_what_the_model_cannot_make_is_told_before_anything_starts(maker, given, said):
+    with pytest.raises(WanjaxError, match=naming(said)):
+        maker.planned(asked({"prompt": "a"}, {"prompt": "b"} | given))
+
+
+def test_a_seed_of_a_library_s_request_is_checked_too(maker):
+    first, second = asked({"prompt": "a"}, {"prompt": "b"})
+    with pytest.raises(WanjaxError, match=naming("row 2 seed 18446744073709551616")):
+        maker.planned([first, second.updated({"seed": 2**64})])
+
+
+@pytest.mark.usefixtures("nothing_is_computed")
+def test_one_request_s_failure_is_its_own(maker, store):
+    """The second of three that would be made together fails alone, as often as it may."""
+    tasks = maker.planned(asked({"prompt": "a"}, {"prompt": "fail"}, {"prompt": "c"}))
+    jobs = made(store, maker, tasks, retries=2)
+    assert [job.status for job in jobs] == ["completed", "failed", "completed"]
+    assert [job.attempts for job in jobs] == [1, 3, 1]
+    assert jobs[1].error["message"] == "RuntimeError: the device is gone"
+    assert len(os.listdir(maker.place)) == 2
+
+
+@pytest.mark.usefixtures("nothing_is_computed")
+def test_a_full_disk_ends_the_worker(maker, store):
+    jobs = made(store, maker, maker.planned(asked({"prompt": "full"}, {"prompt": "b"})), retries=2)
+    assert [job.status for job in jobs] == ["failed", "queued"]
+    assert jobs[0].error["code"] == DISK_FULL
+
+
+@pytest.mark.usefixtures("nothing_is_computed")
+def test_a_worker_with_other_options_makes_no_video_of_a_name_that_is_not_its_own(nano, maker, store):
+    tasks = maker.planned(asked({"prompt": "a"}))
+    [job] = made(store, VideoMaker(lambda: nano, maker.place, batch_guidance=True), tasks)
+    assert job.status == "failed"
+    assert tasks[0].output in job.error["message"]
+    assert os.listdir(maker.place) == []
+
+
+def test_an_error_goes_from_one_process_to_another():
+    error = pickle.loads(pickle.dumps(SettingError("the size is wrong", "size")))
+    assert (str(error), error.setting) == ("the size is wrong", "size")
