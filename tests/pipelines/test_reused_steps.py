@@ -44,7 +44,7 @@ from wanjax.pipelines.caching.tables import Magnitudes, Tables
 from wanjax.pipelines.denoiser import State, take_step
 from wanjax.pipelines.guidance import GuidanceRule
 from wanjax.pipelines.runtime import SplitNetwork
-from wanjax.pipelines.seeds import solver_keys, words_of
+from wanjax.pipelines.seeds import seed_to_key_data, solver_keys
 from wanjax.schedulers import one_step
 from wanjax.sharding import replicate
 
@@ -260,7 +260,7 @@ def easycache_by_hand(prepared: Any, step_of: Any, threshold: float, first: int)
     Errors are in float32, because a threshold decides. `prepared` is what `forwards` returns.
     """
     at, denoising, _, schedule, x, _ = prepared
-    state = denoising.scheduler.init(schedule, x, solver_keys(words_of([3])))
+    state = denoising.scheduler.init(schedule, x, solver_keys(seed_to_key_data([3])))
     x, total, rate, before, past, computed = np.asarray(x), np.float32(0), None, None, None, []
     for step in range(STEPS):
         compute = True
@@ -391,7 +391,7 @@ def test_without_a_cache_the_program_is_that_of_before(pipe):
         return State(x, solver), x0, jnp.isfinite(x).all()
 
     assert step.cache == NO_CACHE
-    state = State(x, step.scheduler.init(schedule, x, solver_keys(words_of([0] * len(x)))))
+    state = State(x, step.scheduler.init(schedule, x, solver_keys(seed_to_key_data([0] * len(x)))))
     arguments = state, inputs, jnp.float32(3), one_step(schedule, 0)
     whole = partial(denoiser.take_step.function, step)
     texts = [jax.jit(f).lower(*arguments).as_text() for f in (whole, partial(take_step, step))]

@@ -23,7 +23,7 @@ from wanjax.media.records import load_settings
 from wanjax.media.videos import read_metadata
 from wanjax.pipelines import seeds
 from wanjax.pipelines.cogvideox.conditioning import POSTERIORS
-from wanjax.pipelines.seeds import drawn_noise, key_numbers, solver_keys, words_of
+from wanjax.pipelines.seeds import drawn_noise, key_numbers, seed_to_key_data, solver_keys
 from wanjax.programs import drawing
 
 SMALL = {"size": (16, 32), "frames": 5, "steps": 2, "guidance_scale": 1.0, "dtype": "float32"}
@@ -76,12 +76,12 @@ def under(flags: dict, draw):
 
 def initial_noise(seed: int, shape: tuple[int, ...] = SHAPE) -> jax.Array:
     with drawing():
-        return drawn_noise(words_of([seed]), shape)
+        return drawn_noise(seed_to_key_data([seed]), shape)
 
 
 def drawn_keys(seed: int) -> jax.Array:
     with drawing():
-        return solver_keys(words_of([seed]))
+        return solver_keys(seed_to_key_data([seed]))
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=str)

@@ -25,7 +25,7 @@ from wanjax.errors import UnsupportedError, WanjaxError
 from wanjax.pipelines.denoiser import take_step
 from wanjax.pipelines.frames import decode_chunk
 from wanjax.pipelines.observers import Cancelled
-from wanjax.pipelines.seeds import solver_keys, words_of
+from wanjax.pipelines.seeds import seed_to_key_data, solver_keys
 from wanjax.pipelines.wan.causal_programs import renew
 from wanjax.pipelines.wan.conditioning import WanEncoded
 
@@ -147,7 +147,7 @@ def test_videos_made_together_are_those_made_alone():
 
 
 def test_every_block_and_every_seed_have_noise_of_their_own():
-    blocks = [jax.random.key_data(solver_keys(words_of([3, 4]), jnp.int32(block))) for block in (0, 1, 2)]
+    blocks = [jax.random.key_data(solver_keys(seed_to_key_data([3, 4]), jnp.int32(block))) for block in (0, 1, 2)]
     assert len({tuple(key) for keys in blocks for key in np.asarray(keys).tolist()}) == 6
 
 

@@ -11,7 +11,7 @@ from wanjax.pipelines.denoiser import GivenNoise, Init, ModelInputs, Preparation
 from wanjax.pipelines.guidance import CLASSIFIER_FREE, grouping
 from wanjax.pipelines.model import latents_of
 from wanjax.pipelines.runtime import SplitNetwork
-from wanjax.pipelines.seeds import words_of
+from wanjax.pipelines.seeds import seed_to_key_data
 from wanjax.programs import EXECUTE, Execute, Program, Site
 from wanjax.sharding import Partitioner, one_device
 
@@ -34,7 +34,7 @@ def begun(pipe: Any, encoded: Any, settings: Any, noise: Any = None) -> tuple[An
     """Returns the schedule of a video, and the state before its first step."""
     schedule, shape = pipe.architecture.spec.schedule(settings, encoded), pipe.architecture.spec.noise_shape(settings)
     static, given = Init(pipe.scheduler, shape, pipe.architecture.spec.posteriors), GivenNoise(noise)
-    words, number = words_of([settings.seed]), np.int32(0)
+    words, number = seed_to_key_data([settings.seed]), np.int32(0)
     state, _ = pipe.call(begin, static, words, given, schedule, latents_of(encoded), number)
     return schedule, state
 

@@ -74,7 +74,7 @@ from wanjax.pipelines.request import PreparedRequest, check_one_way
 from wanjax.pipelines.resume import ResumeObserver
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.runtime import Runtime
-from wanjax.pipelines.seeds import check_count, checked_seed, told_seeds, words_of
+from wanjax.pipelines.seeds import check_count, checked_seed, resolve_seeds, seed_to_key_data
 from wanjax.pipelines.settings import LOADED, Settings, no_setting, schema, sides
 from wanjax.pipelines.text.tokenizer import Truncation
 from wanjax.pipelines.video_shape import encoded_shape
@@ -374,7 +374,7 @@ class Pipeline(metaclass=Named):
 
     def noise(self, settings: Settings, references: int = 0) -> Float[Array, "B C T H W"]:
         """Returns the seed's initial noise [1 C T H W], float32."""
-        return self.call(draw, self.draws(settings, references)[INITIAL], words_of([settings.seed]))
+        return self.call(draw, self.draws(settings, references)[INITIAL], seed_to_key_data([settings.seed]))
 
     @spelled_out(GivenSettings)
     def denoise(
@@ -402,7 +402,7 @@ class Pipeline(metaclass=Named):
         block by block keeps none, and one of several passes keeps a file for each beside it.
         """
         chosen = self._settings_for(encoded, dict(settings))
-        seeds = told_seeds([settings.get("seed")], [chosen.seed]) if seeds is None else told_seeds(seeds)
+        seeds = resolve_seeds([settings.get("seed")], [chosen.seed]) if seeds is None else resolve_seeds(seeds)
         observers = [*self._looking(callback), *([SwitchObserver(switched)] if switched else [])]
         if keep is not None:
             self.architecture.spec.check_whole(chosen.model, "a file to continue from")
@@ -461,7 +461,7 @@ class Pipeline(metaclass=Named):
         self.architecture.spec.check_streams(self.defaults.model)
         check_tiling(tiling, self.architecture.vae)
         pictures, chosen = self.prepare(prompt=check_prompt(prompt), negative_prompt=negative_prompt, **given)
-        told_seeds([given.get("seed")], [chosen.seed])
+        resolve_seeds([given.get("seed")], [chosen.seed])
         checked_draws(noise, self.draws(chosen))
         how = {"tiling": tiling, "batch_guidance": batch_guidance}
         check_making(self, chosen, pictures, **how)
@@ -485,7 +485,7 @@ class Pipeline(metaclass=Named):
         """
         self.architecture.spec.check_streams(self.defaults.model)
         chosen = self._settings_for(encoded, dict(settings))
-        seeds = told_seeds([settings.get("seed")], [chosen.seed]) if seeds is None else told_seeds(seeds)
+        seeds = resolve_seeds([settings.get("seed")], [chosen.seed]) if seeds is None else resolve_seeds(seeds)
         checked_draws(noise, self.architecture.spec.noise_inputs(chosen, videos=len(seeds)))
         observers = [CallbackObserver(callback)] if callback else []
         run = Run(self, [PreparedRequest(chosen)], noise=noise, batch_guidance=batch_guidance, observers=observers)

@@ -160,7 +160,7 @@ class Run:
             before = frames[-alone.overlap :]
 
     def finishing(self, request: PreparedRequest) -> AbstractContextManager[None]:
-        """Surrounds the use of a video's frames, by their decoding; windows have their stages in turn."""
+        """Surround the use of a video's frames by the stage of their decoding; windows have their stages in turn."""
         return nullcontext() if request.settings.windows > 1 else self.stage("decode")
 
     def latents(self, encoded: Encoded, settings: Settings, seeds: Sequence[int]) -> Iterator[Any]:

@@ -32,7 +32,7 @@ from wanjax.pipelines.phases import Phase, dense_steps
 from wanjax.pipelines.previews.latent_preview import LatentPreview
 from wanjax.pipelines.record import VERSION
 from wanjax.pipelines.runtime import Runtime, SplitNetwork
-from wanjax.pipelines.seeds import words_of
+from wanjax.pipelines.seeds import seed_to_key_data
 from wanjax.pipelines.settings import Settings
 from wanjax.schedulers import one_step
 from wanjax.schedulers.base import Schedule
@@ -171,7 +171,7 @@ def sample_pass(
         noise: That of all passes, checked.
         caches: Returns the step cache of a phase; None is by the rule of the settings.
     """
-    spec, words, rule, number = model.spec, words_of(seeds), settings.guidance_rule, progress.number
+    spec, words, rule, number = model.spec, seed_to_key_data(seeds), settings.guidance_rule, progress.number
     schedule, streams = spec.schedule(settings, encoded), (VIDEO, *spec.latent_streams)
     shapes = spec.noise_shapes(settings, model.leading_frames(encoded, settings), len(seeds))
     steps = len(schedule.timesteps)

@@ -43,7 +43,7 @@ def check_count(seeds: int, requests: int = 1) -> None:
         raise WanjaxError(f"{of} ask for {total:,} videos: {MOST_VIDEOS:,} are the most of one call")
 
 
-def told_seeds(asked: Sequence[Any], chosen: Sequence[int] | None = None) -> list[int]:
+def resolve_seeds(asked: Sequence[Any], chosen: Sequence[int] | None = None) -> list[int]:
     """Returns the seeds that a call asked for, as ints; a warning at the call tells those drawn in place of -1.
 
     `chosen` are the same seeds after drawing, if that was done before.
@@ -64,8 +64,8 @@ def draw(*, alone: bool = False) -> int:
     return int(multihost_utils.broadcast_one_to_all(np.uint32(drawn)))  # the first process's
 
 
-def words_of(seeds: Sequence[int]) -> UInt32[np.ndarray, "B 2"]:
-    """Returns the words of seeds from 0 to 2^64 - 1."""
+def seed_to_key_data(seeds: Sequence[int]) -> UInt32[np.ndarray, "B 2"]:
+    """Return the data of the keys of seeds from 0 to 2^64 - 1: the upper and the lower 32 bits of each."""
     return np.array([[seed >> 32, seed & 0xFFFFFFFF] for seed in seeds], np.uint32)
 
 

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int, UInt32
 
 from wanjax.kernels.compiler_options import products, scanned
-from wanjax.pipelines.seeds import key_of, words_of
+from wanjax.pipelines.seeds import key_of, seed_to_key_data
 from wanjax.programs import Site, Strategy, program
 from wanjax.sharding import state as stated
 from wanjax.training.adapters import DropoutKey, dropped
@@ -146,7 +146,7 @@ class Learning:
         if average is not None:
             specs["average"] = weights
         self.method = Method(self.graphdef, loss, optimizer, specs, average, accumulated)
-        self.words = words_of([seed])[0]
+        self.words = seed_to_key_data([seed])[0]
         self._call = lambda program, *arguments: strategy.call(program, site, self.method, *arguments)
 
     def begin(self) -> dict[str, Any]:

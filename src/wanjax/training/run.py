@@ -23,7 +23,7 @@ from wanjax.kernels.compiler_options import products
 from wanjax.media.records import DIGESTS
 from wanjax.media.videos import try_output, write_video
 from wanjax.pipelines.pipeline import Pipeline
-from wanjax.pipelines.seeds import key_of, words_of
+from wanjax.pipelines.seeds import key_of, seed_to_key_data
 from wanjax.programs import program
 from wanjax.stores.holding import Hold
 from wanjax.stores.writing import check_folder, writing
@@ -197,7 +197,7 @@ class HeldOut:
 @program(products)
 def held_out(static: HeldOut, weights: Any, batch: Batch, u: Float[Array, "B"], number: Int[Array, ""]) -> Array:
     """Computes the error at fixed noise levels u, with fixed noise of a number."""
-    network, key = nnx.merge(static.graphdef, weights), jax.random.fold_in(key_of(words_of([0])[0]), number)
+    network, key = nnx.merge(static.graphdef, weights), jax.random.fold_in(key_of(seed_to_key_data([0])[0]), number)
     noise = jax.random.normal(key, static.pipe.architecture.spec.to_training_latents(batch.latents).shape, jnp.float32)
     return error(static.pipe, network, batch, static.levels.at(u), noise, key)
 

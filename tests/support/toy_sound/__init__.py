@@ -34,7 +34,7 @@ from wanjax.pipelines.family import Family, Preset
 from wanjax.pipelines.frames import encode_clip
 from wanjax.pipelines.guidance import group
 from wanjax.pipelines.model import Cost, LatentStream, ModelSpec, Pass, VideoModel
-from wanjax.pipelines.seeds import drawn_noise, words_of
+from wanjax.pipelines.seeds import drawn_noise, seed_to_key_data
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.tokenizer import Tokenizer
 from wanjax.programs import program
@@ -201,7 +201,7 @@ class SoundModel(VideoModel):
 
     def decode(self, runtime, pieces, *, seed=0, video=0, **how):
         [latents], (graphdef, weights) = pieces, runtime.split("sound_decoder")
-        noisy = {**latents, "video": runtime.call(add_noise, None, latents["video"], words_of([seed]))}
+        noisy = {**latents, "video": runtime.call(add_noise, None, latents["video"], seed_to_key_data([seed]))}
         sound = runtime.call(decode_sound, graphdef, latents["audio"], np.int32(video), weights)
         for number, chunk in enumerate(super().decode(runtime, [noisy], video=video, **how)):
             yield chunk if number else chunk._replace(beside={"audio": sound})
