@@ -211,7 +211,7 @@ class Projected(GuidanceRule):
 
 
 @dataclass(frozen=True)
-class AttentionLed(GuidanceRule):
+class NormalizedAttentionGuidance(GuidanceRule):
     """NAG: attention to the prompt is led away from attention to the negative prompt, with any guidance scale.
 
     Follows Chen et al., Normalized Attention Guidance, 2025, arXiv:2505.21179; see `layers.guided_attention`.
@@ -235,7 +235,7 @@ class AttentionLed(GuidanceRule):
 
 TINY = 1e-12
 RULES: Mapping[str, type[GuidanceRule]] = {
-    rule.name: rule for rule in (ZeroStar, Projected, AttentionLed, GuidanceRule)
+    rule.name: rule for rule in (ZeroStar, Projected, NormalizedAttentionGuidance, GuidanceRule)
 }
 CLASSIFIER_FREE = GuidanceRule()
 
