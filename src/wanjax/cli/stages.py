@@ -410,7 +410,7 @@ class Rendering:
 
     def decoded(self, run: Run, frames: Iterator[Any]) -> places.Place:
         """Writes the video from its frames, which are decoded as they are asked for; returns its place."""
-        with run.finishing(request := run.requests[0]):
+        with run.decode_stage(request := run.requests[0]):
             written = write(self.video, frames, request)
         self.report.way_on, self.is_written = None, True
         return written

@@ -217,7 +217,7 @@ class Worker:
         """Makes the videos of a run of jobs, and yields the outcome of each."""
         start = perf_counter()
         for job, (prepared, frames) in zip(jobs, run, strict=True):
-            with run.finishing(prepared):
+            with run.decode_stage(prepared):
                 write(self.folder / job.name, frames, prepared)
             seconds, start = perf_counter() - start, perf_counter()
             yield Outcome(job.name, prepared.metadata, round(seconds, 3), own_name())
@@ -271,7 +271,7 @@ class Worker:
 
     @staticmethod
     def _written(run: Run, prepared: PreparedRequest, latents: Sequence[Any], path: Place) -> None:
-        with run.finishing(prepared):
+        with run.decode_stage(prepared):
             write(path, run.frames(jax.tree.map(jnp.asarray, list(latents))), prepared)
 
     def _shared(self, request: VideoRequest) -> "Shared":

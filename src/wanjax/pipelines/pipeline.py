@@ -243,7 +243,7 @@ class Pipeline(metaclass=Named):
     def _made(self, run: Run) -> Iterator[Video]:
         """Yields the videos of a run."""
         for request, frames in run:
-            with run.finishing(request):
+            with run.decode_stage(request):
                 made = np.concatenate([np.asarray(chunk) for chunk in frames])
             yield Video(made, request.settings.fps, request.metadata)
 

@@ -159,7 +159,7 @@ class Run:
             yield frames[0 if before is None else len(before) :]
             before = frames[-alone.overlap :]
 
-    def finishing(self, request: PreparedRequest) -> AbstractContextManager[None]:
+    def decode_stage(self, request: PreparedRequest) -> AbstractContextManager[None]:
         """Surround the use of a video's frames by the stage of their decoding; windows have their stages in turn."""
         return nullcontext() if request.settings.windows > 1 else self.stage("decode")
 

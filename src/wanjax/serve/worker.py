@@ -178,7 +178,7 @@ class Worker:
         request = PreparedRequest(chosen, offer.without_folders(pipe.record(chosen, files, digests=digests, **options)))
         try_output(place / VIDEO, chosen.length, chosen.size, chosen.fps, request.metadata)
         for _, frames in (run := Run(pipe, [request], pictures, observers=[observer], **options)):
-            with run.finishing(request):
+            with run.decode_stage(request):
                 clips = with_thumbnail(map(np.asarray, frames), chosen.length, here / THUMBNAIL)
                 write(place / VIDEO, clips, request)
         if isinstance(place, Remote):  # after the video, which a store that fails meanwhile is not to cost
