@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mistakes that are told before JAX is imported, which takes seconds."""
+"""Mistakes that are told early: before JAX is imported, which takes seconds, or before a model is downloaded."""
 
 import json
 import shlex
@@ -9,7 +9,11 @@ import sys
 import pytest
 
 from tests.support.commands import refused
-from tests.support.words import says
+from tests.support.words import naming, says
+from wanjax.cli import stages
+from wanjax.errors import WanjaxError
+from wanjax.media.inputs import IMAGE, REFERENCES, VIDEO
+from wanjax.media.pictures import read_pictures
 
 MISTAKES = {
     "a --image nope.png": "nope.png",
@@ -99,3 +103,32 @@ def test_a_model_that_is_a_folder_here_is_not_taken_for_a_mistyped_name(tmp_path
     monkeypatch.chdir(tmp_path)
     (tmp_path / "nanno").mkdir()
     assert says(refused("models", "nanno"), "nanno model_index.json")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "right"),
+    [
+        ("--cache", "foo", "'foo' easycache"),
+        ("--cache", "magcache:-1", "magcache:-1.0 0.06"),
+        ("--scheduler", "foo", "'foo' unipc"),
+        ("--scheduler", "ddim", "ddim unipc"),
+        ("--guidance-rule", "foo", "'foo' apg"),
+    ],
+)
+def test_what_a_published_model_refuses_is_told_before_it_is_downloaded(tmp_path, monkeypatch, option, value, right):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(stages, "loaded", lambda *options, **more: pytest.fail("it is loaded"))
+    assert says(refused("a", "--model", "wan2.1-t2v-1.3b", option, value), right)
+
+
+@pytest.mark.parametrize("kind", ["image", "images"])
+def test_a_clip_in_place_of_a_picture_has_an_option_where_the_model_takes_one(tmp_path, kind):
+    (tmp_path / "clip.mp4").write_bytes(bytes(100))
+    given, spec = {"image": tmp_path / "clip.mp4"}, IMAGE
+    if kind == "images":
+        given, spec = {"references": [tmp_path / "clip.mp4"]}, REFERENCES
+    with pytest.raises(WanjaxError, match=naming("clip.mp4 --video")):
+        read_pictures(given, (spec, VIDEO), frames=5, fps=8)
+    with pytest.raises(WanjaxError, match=r"clip\.mp4") as alone:
+        read_pictures(given, (spec,), frames=5, fps=8)
+    assert "video" not in str(alone.value)

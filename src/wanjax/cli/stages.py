@@ -34,7 +34,7 @@ from wanjax.figures import digits, duration, in_bytes, quantity
 from wanjax.jobs.processes import is_first
 from wanjax.kernels.compiler_options import kept_set
 from wanjax.layers.tiling import Tiling
-from wanjax.loading import load
+from wanjax.loading import load, outlined
 from wanjax.media import stage_files, videos
 from wanjax.media.inputs import INPUTS
 from wanjax.media.pictures import Pictures
@@ -45,7 +45,7 @@ from wanjax.pipelines.denoiser import stream_of
 from wanjax.pipelines.draws import checked_draws
 from wanjax.pipelines.family import TrainingDomain
 from wanjax.pipelines.guidance import CLASSIFIER_FREE
-from wanjax.pipelines.model import Chunk, check_fits, encoded_from
+from wanjax.pipelines.model import Chunk, check_fits, encoded_from, with_scheduler
 from wanjax.pipelines.observers import Observer, Step, Switch
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.previews.previews import Previews
@@ -54,11 +54,12 @@ from wanjax.pipelines.recording import check_decoding, check_denoising, check_en
 from wanjax.pipelines.request import PreparedRequest, check_one_way
 from wanjax.pipelines.resume import ResumeObserver
 from wanjax.pipelines.run import Run
-from wanjax.pipelines.settings import DRAW, Settings, schema
+from wanjax.pipelines.settings import DRAW, LOADED, Settings, schema
 from wanjax.pipelines.windows import Window
 from wanjax.pricing.roofline import peak_flops
 from wanjax.programs import EXECUTE, Instance
 from wanjax.schedulers import name_of
+from wanjax.sharding import ONE_DEVICE
 from wanjax.signals import abandoned_by
 from wanjax.stores import places
 from wanjax.stores.writing import check_folder, check_room
@@ -209,6 +210,7 @@ class Rendering:
         if pipe is None:
             again = (chosen.get("windows") or 1) > 1 or bool(chosen.get("then"))  # then each network is used again
             asked = loading(chosen, given, offload=None if again else True)
+            check_published(chosen, given)
             pipe = loaded(asked, progress=report.load, note=report.note)
         self.pipe = pipe
         settings = own_settings(chosen, given, self.pipe.defaults)
@@ -646,6 +648,19 @@ def loading(chosen: Mapping[str, Any], given: Mapping[str, Any], offload: bool |
         **{name: chosen.get(name) for name in ("dtype", "vae_dtype", "revision", "scheduler")},
         **{name: given.get(name) for name in ("param_dtype", "attention", "mesh", "compiler")},
     }
+
+
+def check_published(chosen: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raises WanjaxError for settings that a published model refuses, before anything of it is downloaded."""
+    preset = registry.published(str(chosen.get("model")))
+    if preset is None or preset.shipped or preset.architecture is None:
+        return
+    loras = loras_of(chosen) if "lora" in given else []
+    found = registry.distilled(registry.outline(preset.name), loras, lambda sentence: None)
+    if (solver := chosen.get("scheduler")) is not None:
+        found = replace(found, architecture=with_scheduler(found.architecture, solver))
+    settings = own_settings(chosen, given, found.settings)
+    outlined(found, ONE_DEVICE).settings(**{name: x for name, x in settings.items() if name not in LOADED})
 
 
 def how_of(given: Mapping[str, Any]) -> dict[str, Any]:

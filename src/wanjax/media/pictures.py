@@ -9,7 +9,7 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from io import BytesIO
 from itertools import count, islice
@@ -112,9 +112,13 @@ class Pictures(Mapping[str, Any]):
         return self.picture("image") if "image" in self or clip is None else clip[0]
 
 
+class NoPicture(WanjaxError):
+    """A file that is not one picture, and may be a clip."""
+
+
 def read_pictures(
     sources: Mapping[str, PictureSource | ClipSource | Iterable[PictureSource]],
-    specs: Iterable[InputSpec],
+    specs: Collection[InputSpec],
     *,
     frames: int,
     fps: int | float,
@@ -140,16 +144,26 @@ def read_pictures(
         if source is None:
             continue
         if kind == "image":
-            arrays[name] = read_picture(source, page)
+            arrays[name] = _read_picture(source, page, specs)
         elif kind != "images":
             arrays[name] = read_clip(source, frames, fps, page=page)
         elif isinstance(source, str | bytes) or not isinstance(source, Iterable):
             raise WanjaxError(f"the {name} are given as {shown(source)}: give a list of pictures")
         else:
-            arrays[name] = tuple(read_picture(one, page) for one in source)
+            arrays[name] = tuple(_read_picture(one, page, specs) for one in source)
         if kind == "mask":
             arrays[name] = _of_clip(arrays[name], arrays.get("video"))
     return Pictures(**arrays)
+
+
+def _read_picture(source: Any, page: Page, specs: Iterable[InputSpec]) -> Picture | Deep:
+    """Returns a picture; of another file, tells where a clip is given, if the model takes one."""
+    try:
+        return read_picture(source, page)
+    except NoPicture as error:
+        if any(spec.kind == "clip" for spec in specs):
+            raise WanjaxError(f"{error}; give a clip as video (--video)") from error
+        raise
 
 
 def _of_clip(mask: UInt8[np.ndarray, "_T _H _W 3"], clip: Clip | None) -> UInt8[np.ndarray, "_T _H _W 3"]:
@@ -194,7 +208,7 @@ def picture_of(image: Image.Image, name: str) -> Picture:
 
 def _check_single(image: Image.Image, name: str) -> None:
     if _is_animated(image):
-        raise WanjaxError(f"{name} is animated: a picture with one frame is needed")
+        raise NoPicture(f"{name} is animated: a picture with one frame is needed")
 
 
 def _is_animated(image: Image.Image) -> bool:
@@ -459,7 +473,7 @@ def _decoding(name: str, most: int, *, opening: bool = False) -> Iterator[None]:
         pixels = int("".join(re.findall(r"\d+", str(error))[:1]))  # which the message tells
         raise WanjaxError(f"{name} has {pixels:,} pixels where {most:,} are allowed at most") from error
     except UnidentifiedImageError as error:
-        raise WanjaxError(f"{name} cannot be read as a picture: it is none of {', '.join(FORMATS)}") from error
+        raise NoPicture(f"{name} cannot be read as a picture: it is none of {', '.join(FORMATS)}") from error
     except (*BROKEN, MemoryError) as error:
         how = "as a picture" if opening else "to its end, it is damaged"
         raise WanjaxError(f"{name} cannot be read {how}: {error}") from error
