@@ -172,6 +172,24 @@ def test_who_types_before_the_server_has_answered(browser, served):
     page.close()
 
 
+@pytest.mark.parametrize("width", [1280, 400])
+def test_an_empty_prompt_is_told_and_asks_nobody(browser, served, width):
+    """And no name of a file or a size is cut beside room that is left."""
+    page, asked = browser.new_page(viewport={"width": width, "height": 900}), set()
+    page.on("request", lambda request: asked.add(request.method))
+    page.goto(str(served.base_url))
+    page.wait_for_selector("#image")
+    page.fill("#prompt", "  ")
+    page.click("#make")
+    page.wait_for_selector("#told:not(:empty)")
+    assert "video" in page.inner_text("#told")
+    assert page.evaluate("document.activeElement.id") == "prompt"
+    assert asked == {"GET"}
+    narrowest = min(page.locator("#image").bounding_box()["width"], page.locator("[name=size]").bounding_box()["width"])
+    assert narrowest >= 240
+    page.close()
+
+
 @pytest.mark.parametrize(("width", "height"), quick([(1100, 800)], [(1100, 800), (360, 700)]))
 def test_the_page_in_a_browser(browser, served, tmp_path, width, height):
     """From a picture: cancelled while compiling, made, refused, made again with another seed, and deleted."""
