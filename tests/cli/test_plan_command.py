@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 import wanjax
+from tests.support import commands
 from tests.support.recorded import counted, programs
 from tests.support.small_wan import TEXT, VIDEO, architecture, causal_pipeline
 from tests.support.words import naming, says
@@ -293,3 +294,10 @@ def test_a_lora_that_cannot_be_read_is_refused(name, tmp_path):
     said = CliRunner().invoke(main, given)
     assert said.exit_code == 2
     assert says(said.output, name)
+
+
+def test_a_narrow_terminal_cuts_no_word(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    lines = commands.succeeded(commands.wanjax("plan", "nano", "--chip", "cpu")).stdout.splitlines()
+    assert max(map(len, lines)) <= 60
+    assert "not measured" in " ".join(lines)

@@ -20,7 +20,7 @@ from wanjax.cli.processes import meet
 from wanjax.cli.report import Report
 from wanjax.cli.scaling import SUM, show_scale, why
 from wanjax.cli.stages import Rendering, given_settings, how_of, loras_of, own_settings
-from wanjax.cli.tables import print_table
+from wanjax.cli.tables import folded, print_table, stdout_width
 from wanjax.compile_cache.cache import compile_cache, compile_cache_folder
 from wanjax.compile_cache.shared import Kept, current
 from wanjax.errors import WanjaxError
@@ -124,34 +124,43 @@ def _video(pipe: Pipeline, given: dict[str, Any]) -> tuple[Pictures | None, Sett
     return pipe.prepare(**files, **settings)
 
 
+def _say(console: Console, sentence: str) -> None:
+    """Prints a sentence, in lines that end between words where a terminal is narrow."""
+    for line in folded(sentence, stdout_width()):
+        console.print(line)
+
+
 def show_training(found: TrainingOutlook, console: Console) -> None:
     """Prints the price of a step of training."""
-    console.print(
+    _say(
+        console,
         f"training of {found.trained} of {found.model} by {found.optimizer}, {found.clips} x {found.size}, "
         f"{quantity(found.frames, 'frame')}, on {found.chip} ({mesh_text(found.mesh, ', ')}, rules {found.rules}), "
-        "priced, not measured"
+        "priced, not measured",
     )
     if found.step_seconds:
         parts = {**found.step_breakdown, "in all": found.step_seconds}
         alone = {**found.forward_breakdown, "in all": found.forward_seconds or 0.0}
         rows = [(part, duration(seconds), duration(alone.get(part, 0.0))) for part, seconds in parts.items()]
         print_table(console, ("part", "a step", "forward alone"), rows)
-    console.print(
+    _say(
+        console,
         f"a chip: {_gib(found.weights_bytes_per_chip)} of weights, state and inputs, "
-        f"{_gib(found.peak_bytes_per_chip)} at the peak, of {_gib(found.memory_per_chip)}"
+        f"{_gib(found.peak_bytes_per_chip)} at the peak, of {_gib(found.memory_per_chip)}",
     )
     if found.backward_ratio is not None:
         ratio = digits(found.backward_ratio)
-        console.print(f"backward and optimiser take {ratio} x the forward; the limit: {found.limit}")
+        _say(console, f"backward and optimiser take {ratio} x the forward; the limit: {found.limit}")
     for doubt in found.doubts:
-        console.print(f"in doubt: {doubt}")
-    console.print(found.advice or f"fits, with {_gib(found.spare_bytes_per_chip)} to spare on each chip")
+        _say(console, f"in doubt: {doubt}")
+    _say(console, found.advice or f"fits, with {_gib(found.spare_bytes_per_chip)} to spare on each chip")
 
 
 def show_video(found: Outlook, console: Console) -> None:
     """Prints the prices as tables and sentences."""
     options = "" if found.compiler is None else f", compiler {found.compiler}"
-    console.print(
+    _say(
+        console,
         f"{found.model}, {found.size}, {quantity(found.frames, 'frame')}, {quantity(found.steps, 'step')}, "
         f"{found.dtype}, on {found.chip} ({mesh_text(found.mesh, ', ')}, rules {found.rules}{options}), priced by "
         f"{found.priced_by}, not measured",
@@ -173,7 +182,7 @@ def show_video(found: Outlook, console: Console) -> None:
         parts = [(part, duration(x), f"{x / whole:.0%}") for part, x in found.step_breakdown.items()]
         print_table(console, ("a step", "time", "part"), [*parts, ("in all", duration(whole), "")])
     for line in _summary(found):
-        console.print(line)
+        _say(console, line)
 
 
 def _summary(found: Outlook) -> Iterator[str]:
