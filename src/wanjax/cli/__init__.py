@@ -351,7 +351,7 @@ def warmup(report: Report, **given: Any) -> None:
 @main.command()
 @click.argument("model", default="nano", shell_complete=complete_models)
 @click.option(
-    "--with-prompt", "prompts", multiple=True, metavar="TEXT", help="In place of the own ones; several may be given."
+    "--with-prompt", "texts", multiple=True, metavar="TEXT", help="In place of the own ones; several may be given."
 )
 @options.image
 @options.shape

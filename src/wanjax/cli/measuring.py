@@ -94,7 +94,7 @@ PROMPTS = (
 MOST = 4  # prompts, where none are given
 
 
-def calibrate(report: Report, *, model: str, prompts: Sequence[str], image: str | None, **given: Any) -> None:
+def calibrate(report: Report, *, model: str, texts: Sequence[str], image: str | None, **given: Any) -> None:
     """Makes the latents of a few videos, and writes the tables that their steps told."""
     loading = {name: given.pop(name) for name in ("mesh", "rules", "attention", "dtype", "vae_dtype", "compiler")}
     loading["compiler"] = loading["compiler"] or kept_set()
@@ -103,7 +103,7 @@ def calibrate(report: Report, *, model: str, prompts: Sequence[str], image: str 
     file, runs = measured_file(registry.tables_key(model)), []
     pipe.architecture.spec.check_whole(model, "calibrating")
     check_folder(file.parent)
-    chosen = prompts or suited(model)
+    chosen = texts or suited(model)
     pictures, complete = pipe.prepare(image=image, **settings)
     for number, prompt in enumerate(chosen, 1):
         report.note(f"prompt {number} of {len(chosen)}: {prompt}")
