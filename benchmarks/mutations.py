@@ -416,19 +416,19 @@ MUTATIONS = (
     # servers, batches and plans
     Mutation(
         "commit",
-        "src/wanjax/serve/shelf.py",
-        '"isolation_level": None',
-        '"isolation_level": "DEFERRED"',
-        "a server that is killed forgets videos that it had taken",
-        ("serve/test_videos.py::test_what_was_asked_of_a_killed_server_is_found_again",),
+        "src/wanjax/jobs/databases.py",
+        "'FULL' if durable else 'NORMAL'",
+        "'NORMAL' if durable else 'FULL'",
+        "a server that loses its power forgets videos that it had taken",
+        ("jobs/test_store.py::test_what_was_answered_is_on_the_disk",),
     ),
     Mutation(
         "requeue",
-        "src/wanjax/serve/board.py",
-        "self._queue.appendleft(job)",
-        "self._queue.append(job)",
+        "src/wanjax/jobs/store.py",
+        "db.update(job.id, error=error and json.dumps(error), **WAITING)",
+        "db.update(job.id, position=db.tick(), error=error and json.dumps(error), **WAITING)",
         "a video whose worker died waits behind all others",
-        ("serve/test_owner.py::test_the_video_of_a_worker_that_died_waits_before_the_others",),
+        ("jobs/test_store.py::test_jobs_of_workers_that_died_wait_again_before_the_others",),
     ),
     Mutation(
         "token",

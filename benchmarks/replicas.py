@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`wanjax serve --replicas` with `nano`, whose workers are killed while clients ask.
+"""`wanjax serve --workers` with `nano`, whose workers are killed while clients ask.
 
-    python -m benchmarks.replicas [--requests 200] [--clients 20] [--workers 2] [--every 20] [--owner]
+    python -m benchmarks.replicas [--requests 200] [--clients 20] [--workers 2] [--every 20] [--database URL]
 
 Every few seconds a worker is killed with SIGKILL, by turns, but for the time in which a video is made that has but one
 try left: the server promises no more tries than that. Each client asks for a small video, looks at it until it is
 made, and fetches it; between, it lists videos. Printed are what became of the requests, and the seconds of the answers
-to GET: in the second after a kill, and otherwise. With `--owner` the owner of the table is killed once too. The last
-line tells whether the bar is met: every request that was taken has ended, and 99 of 100 answers came within 0.2 s.
+to GET: in the second after a kill, and otherwise. Without `--database` it is a file of SQLite. The last line tells
+whether the bar is met: every request that was taken has ended, and 99 of 100 answers came within 0.15 s.
 """
 
 import argparse
-import json
+import os
 import random
 import signal
-import sqlite3
 import subprocess
 import tempfile
 import time
@@ -29,13 +28,13 @@ from typing import Any
 import httpx
 import numpy as np
 
-from benchmarks.cluster import actors
 from benchmarks.serving import served
-from wanjax.serve.owner import TRIES
+from wanjax.jobs.store import JobStore
+from wanjax.jobs.worker import ATTEMPTS
 
 SMALL = {"size": "32x32", "frames": 5}
 LOOK, AGAIN = 0.5, 1.0  # seconds between two looks at a video, and until a full queue is asked again
-BAR = 0.2  # seconds
+BAR = 0.15  # seconds
 START = 600.0  # seconds in which the service starts
 PATIENCE = 900.0  # seconds in which a video ends
 
@@ -43,18 +42,19 @@ PATIENCE = 900.0  # seconds in which a video ends
 def service(
     folder: Path | str, workers: str, *options: str
 ) -> AbstractContextManager[tuple[str, "subprocess.Popen[str]"]]:
-    """Returns a context in which `wanjax serve --replicas` runs, with its address and its process."""
-    return served(folder, "--replicas", workers, *options)
+    """Returns a context in which `wanjax serve --workers` runs, with its address and its process."""
+    return served(folder, "--workers", workers, *options)
 
 
-def most_tries(folder: Path) -> int:
+def processes(store: JobStore) -> list[int]:
+    """Returns the processes of the workers that are ready, in the order of their names."""
+    return [worker.facts["process"] for worker in store.workers() if worker.state == "ready"]
+
+
+def most_attempts(store: JobStore) -> int:
     """Returns how often that video was begun, of those that have not ended, that was begun most often."""
-    table = sqlite3.connect(f"{(folder / 'videos.sqlite').absolute().as_uri()}?mode=ro", uri=True)
-    try:
-        jobs = [json.loads(job) for (job,) in table.execute("SELECT job FROM videos WHERE stays")]
-        return max((job["tries"] for job in jobs if job["status"] in ("queued", "in_progress")), default=0)
-    finally:
-        table.close()
+    jobs, _ = store.page(1000)
+    return max((job.attempts for job in jobs if not job.over), default=0)
 
 
 @dataclass
@@ -111,11 +111,13 @@ class Watch:
 
 
 def measure(
-    folder: Path, requests: int, clients: int, workers: int, every: float, owner: bool = False
+    folder: Path, requests: int, clients: int, workers: int, every: float, database: str | None = None
 ) -> dict[str, Any]:
     """Returns the outcomes, the kills, and the seconds of answers in the second after a kill and otherwise."""
     watch, kills, over = Watch(), [], Event()
-    with service(folder, str(workers)) as (address, process):
+    database = database or str(folder / "jobs.sqlite")
+    with service(folder, str(workers), "--database", database) as (address, _):
+        store = JobStore(database)
         with httpx.Client(base_url=address, timeout=60) as client:
             end = time.monotonic() + START
             while client.get("/health").json()["status"] != "ready":
@@ -123,15 +125,12 @@ def measure(
                 time.sleep(0.2)
 
         def kill() -> None:
-            turn = 0
             while not over.wait(every):
-                while most_tries(folder) >= TRIES - 1 and not over.wait(LOOK):
+                while most_attempts(store) >= ATTEMPTS - 1 and not over.wait(LOOK):
                     pass
-                name = "PatientOwner" if owner and turn == 1 else "Making"
-                for each in actors(process.pid, name)[:1]:  # the oldest, so each in its turn
-                    each.send_signal(signal.SIGKILL)
+                for process in processes(store)[:1]:
+                    os.kill(process, signal.SIGKILL)
                     kills.append(time.monotonic())
-                turn += 1
 
         killer = Thread(target=kill)
         killer.start()
@@ -141,6 +140,7 @@ def measure(
         seconds = time.monotonic() - began
         over.set()
         killer.join()
+        store.close()
     near = [took for at, took in watch.gets if any(kill <= at + took and at <= kill + 1 for kill in kills)]
     apart = [took for at, took in watch.gets if not any(kill <= at + took and at <= kill + 1 for kill in kills)]
     return {
@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=20)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--every", type=float, default=20.0, help="seconds between two kills")
-    parser.add_argument("--owner", action="store_true", help="kill the owner of the table too, once")
+    parser.add_argument("--database", help="PostgreSQL's URL")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = measure(Path(folder), **vars(options))

@@ -187,9 +187,9 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
     cluster = {re.split(r"[\[<>=]", text)[0] for text in project["optional-dependencies"]["cluster"]}
     own = {module: distributions(path) for module, path in MODULES.items()}
     own["wanjax.training.metrics"].remove("tensorboard")  # which is used where it is installed
-    asked = set().union(*(own.pop(f"wanjax.{name}") for name in ("cluster.actors", "cluster.hosts", "jobs.rows")))
+    clustered = ("cluster.actors", "cluster.hosts", "jobs.rows", "jobs.ray_workers")
+    asked = set().union(*(own.pop(f"wanjax.{name}") for name in clustered))
     assert asked - declared == cluster - {"wanjax"}  # with the extra `serve`
-    own["wanjax.serve.replicas"].remove("ray")
     own["wanjax.jobs.databases"].remove("psycopg")
     assert project["optional-dependencies"]["postgres"] == ["psycopg[binary]"]
     assert set().union(*(own[module] for module in own.keys() - SERVERS)) | INDIRECT == declared

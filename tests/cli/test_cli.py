@@ -168,9 +168,9 @@ def test_help_lists_the_commands():
             "serve",
             "model attention block-q block-kv block-kv-compute window batch-guidance lora dtype vae-dtype "
             "compiler mesh rules "
-            "processes compile-cache trust-compile-cache tile decoder replicas ray resources dashboard host port token "
-            "origin dir table max-queue max-pixels max-steps max-upload preview preview-decoder rehearse extend-prompt "
-            "extend-model verify quiet verbose config help",
+            "processes compile-cache trust-compile-cache tile decoder workers ray resources dashboard host port token "
+            "origin dir database max-queue max-pixels max-steps max-upload preview preview-decoder rehearse "
+            "extend-prompt extend-model verify quiet verbose config help",
         ),
     ],
 )

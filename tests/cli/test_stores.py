@@ -89,9 +89,11 @@ def test_a_missing_bucket_is_told_before_the_first_step(unbegun, many):
     assert says(refused("a red circle", *SMALL, "--out", out, *many), "s3://no-such-bucket bucket")
 
 
-@pytest.mark.parametrize("more", [[], ["--replicas", "2"]], ids=["one", "several"])
+@pytest.mark.parametrize("more", [[], ["--workers", "2"]], ids=["one", "several"])
 def test_a_missing_bucket_of_a_server_is_told_before_its_model_is_loaded(more):
-    said = refused("serve", "--model", "nothing", "--dir", "s3://no-such-bucket/served", "--table", "here", *more)
+    said = refused(
+        "serve", "--model", "no/model", "--dir", "s3://no-such-bucket/served", "--database", "here.sqlite", *more
+    )
     assert says(said, "s3://no-such-bucket/served bucket")
 
 
@@ -137,8 +139,8 @@ ELSEWHERE = {
     "a trace": ("a", "--profile", f"{BUCKET}/trace"),
     "data": ("train", "nano", f"{BUCKET}/data"),
     "what is trained": ("train", "nano", "data", "--out", f"{BUCKET}/trained"),
-    "what is served, without a table here": ("serve", "--dir", f"{BUCKET}/served"),
-    "the table of what is served": ("serve", "--dir", f"{BUCKET}/served", "--table", f"{BUCKET}/table"),
+    "what is served, without a database here": ("serve", "--dir", f"{BUCKET}/served"),
+    "the database of what is served": ("serve", "--dir", f"{BUCKET}/served", "--database", f"{BUCKET}/jobs.sqlite"),
 }
 
 

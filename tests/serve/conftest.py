@@ -4,21 +4,25 @@
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
 import wanjax
+from wanjax.cli.serving import ATTEMPTS, opened
+from wanjax.jobs.store import Job
+from wanjax.jobs.thread import WorkerThread
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.serve.app import Service
-from wanjax.serve.board import Board
 from wanjax.serve.guard import Access
 from wanjax.serve.limits import Limits
-from wanjax.serve.shelf import Shelf
+from wanjax.serve.maker import ServedMaker
 from wanjax.serve.variants import Variants
-from wanjax.serve.worker import Worker
+from wanjax.stores.own import HOST
 from wanjax.stores.places import Place
 
 SMALL: dict[str, Any] = {"prompt": "a red circle", "size": "32x32", "frames": 5, "steps": 2}
@@ -33,17 +37,23 @@ class Server:
         variants: Variants,
         folder: Place,
         *,
-        table: Path | None = None,
+        database: str | None = None,
         token: str | None = None,
         origins: Sequence[str] = (),
         preview: bool = False,
         **limits: int,
     ):
         bounds = Limits.of(variants.model(None).defaults, **limits)
-        self.board = Board(Shelf(folder, table), bounds.queue)
-        self.worker = Worker(variants, self.board, warm_up=False, preview=preview)
+        self._opened = ExitStack()
+        self.folder, self.store = folder, self._opened.enter_context(opened(folder, database))
+        self.maker = ServedMaker(variants, folder, compiles=False, preview=preview)
+        self.worker = WorkerThread(self.store, self.maker, attempts=ATTEMPTS)
         access = Access.read("127.0.0.1", token, origins)
-        self.application = Service(self.board, variants, self.worker.models(), bounds, access).application()
+        self.service = Service(
+            *(self.store, folder, variants, self.maker.offered(), bounds, access, lambda: self.worker.is_broken)
+        )
+        self.service.start()
+        self.application = self.service.application()
         self.client = self.client_from("127.0.0.1")
 
     def client_from(self, address: str, host: str = "localhost:8000") -> TestClient:
@@ -51,9 +61,40 @@ class Server:
 
     def stop(self) -> None:
         """Ends the server as a signal does: the folder is free then for another."""
-        self.board.close()
+        self.service.end()
+        self.worker.stop()
         assert self.worker.join(60)
-        self.board.shelf.close()
+        self.kill()
+
+    def kill(self) -> None:
+        """Leaves the folder and the database as a kill does, of a server whose worker is not at work."""
+        self.service.close()
+        self._opened.close()
+
+    def lease(self, count: int = 1) -> list[str]:
+        """Has a process that is no more begin jobs, each by a worker of its own, and returns their ids."""
+        ids = []
+        for number in range(count):
+            name = f"dead-{token_hex(4)}"
+            self.store.register(name, "ready", {"host": HOST, "process": 2**22 + number, "models": ["nano"]})
+            ids += [job.id for job in self.store.lease(name, ["nano"])]
+        return ids
+
+    @property
+    def queue(self) -> list[str]:
+        """The ids of the videos that wait, in their order."""
+        return [job.id for job in self.store.queue()]
+
+    def jobs(self) -> dict[str, Job]:
+        """The jobs by id, in the order of their requests."""
+        return {job.id: job for job in self.store.page(1000, newest=False)[0]}
+
+    def is_cleared(self, id: str) -> bool:
+        """Tells whether a video's folder is gone within a while."""
+        end = time.monotonic() + 20
+        while (there := (self.folder / id).exists()) and time.monotonic() < end:
+            time.sleep(0.02)
+        return not there
 
     def ask(self, **more: Any) -> dict[str, Any]:
         answer = self.client.post("/v1/videos", json=SMALL | more)

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tests.support.served import SMALL, finished, serving
-from wanjax.serve.jobs import STOPPED
+from wanjax.jobs.store import STOPPED
 
 KILLS = int(os.environ.get("KILLS", "60"))
 MOST = 8  # videos there at a time

@@ -83,8 +83,8 @@ def large():
 def test_bad_fields(start, fields, sentence):
     server = start(work=False)
     assert sentence in server.refused(422, json=SMALL | fields)
-    assert not list(server.board.shelf.folder.glob("video_*"))
-    assert not server.board.jobs
+    assert not list(server.folder.glob("video_*"))
+    assert not server.jobs()
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +156,7 @@ def test_bad_pictures(start, large):
     last = {"last_image": sent(Image.new("RGB", (32, 32)))["image"]}
     assert "last" in server.refused(422, json=SMALL | last)  # nano has no use for it
     assert "prompt" in server.refused(422, files={"image": b"x"})
-    assert not any(server.board.shelf.folder.glob("video_*"))
+    assert not any(server.folder.glob("video_*"))
 
 
 CLIPS = [b"", b"ffconcat version 1.0\nfile /etc/passwd\n", b"#EXTM3U\n/etc/passwd\n", b"\0\0\0\x18ftypmp42" + b"x" * 99]
@@ -168,8 +168,8 @@ def test_bad_clips(start, data):
     sent = {"video": "data:video/mp4;base64," + base64.b64encode(data).decode()}
     told = server.client.post("/v1/videos", json=SMALL | sent).json()["error"]
     assert told["param"] == "video"
-    assert str(server.board.shelf.folder) not in told["message"]
-    assert not any(server.board.shelf.folder.glob("video_*"))
+    assert str(server.folder) not in told["message"]
+    assert not any(server.folder.glob("video_*"))
 
 
 def test_large_clips(start, monkeypatch):
@@ -205,7 +205,7 @@ def test_forms_of_bad_fields(start):
 def test_bad_bodies(start, status, kind, body):
     server = start(work=False)
     server.refused(status, content=body, headers={"content-type": kind})
-    assert not server.board.jobs
+    assert not server.jobs()
 
 
 def test_large_bodies(start):
@@ -268,7 +268,7 @@ def test_what_a_proxy_forwards_is_not_this_machines(start, name):
         assert answer.status_code == 403
         assert says(answer.json()["error"]["message"], f"{name.lower()} token --token")
     assert forwarded.post("/v1/videos", json=SMALL, headers={name: ""}).status_code == 403
-    assert not server.board.jobs
+    assert not server.jobs()
 
 
 @pytest.mark.parametrize("name", ["referer", "origin"])

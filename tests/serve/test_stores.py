@@ -15,9 +15,9 @@ from tests.support.media import picture
 from tests.support.quick import quick
 from tests.support.stores import BUCKET, failing, forget, objects, running_s3
 from tests.support.words import naming
+from wanjax.cli.serving import opened
 from wanjax.errors import WanjaxError
 from wanjax.serve import stored
-from wanjax.serve.shelf import Shelf
 from wanjax.stores.places import Remote, place
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
@@ -39,7 +39,7 @@ def _in_folders_of_its_own(tmp_path, monkeypatch):
 @pytest.fixture
 def served(start, tmp_path):
     """Starts servers of the store in memory, around one table."""
-    return lambda **options: start(place(HERE), table=tmp_path / "table", **options)
+    return lambda **options: start(place(HERE), database=str(tmp_path / "table" / "jobs.sqlite"), **options)
 
 
 def red():
@@ -49,15 +49,16 @@ def red():
 def completed(server, content=bytes(range(256)) * 16):
     """Returns the id of a video that counts as made, and has this content."""
     id = server.ask()["id"]
-    job = server.board.take()
-    (server.board.shelf.place(id) / "video.mp4").write(content)
-    server.board.finish(job, "completed")
+    assert server.lease() == [id]
+    (server.folder / id / "video.mp4").write(content)
+    server.store.finish(server.store.get(id).worker, id, {})
     return id
 
 
 def names(folder):
+    """The objects of a folder, but for the one by which workers know it."""
     assert isinstance(folder, Remote)
-    return set(folder.files())
+    return {name for name in folder.files() if not name.startswith(".wanjax-")}
 
 
 def emptied(folder):
@@ -74,14 +75,14 @@ PLACES = [(f"{BUCKET}/served", False), (HERE, True)]  # and whether it is shown 
 @pytest.mark.parametrize(("url", "preview"), quick(PLACES[:1], PLACES))
 def test_a_video_in_a_store_is_asked_for_sent_and_removed(start, tmp_path, url, preview):
     with running_s3() if url.startswith("s3:") else contextmanager(lambda: iter([None]))():
-        server = start(place(url), table=tmp_path / "table", preview=preview)
+        server = start(place(url), database=str(tmp_path / "table" / "jobs.sqlite"), preview=preview)
         id = server.ask(image=red(), steps=6 if preview else 2)["id"]
         made = server.finished(id)
         assert made["status"] == "completed", made["error"]
-        folder = server.board.shelf.place(id)
+        folder = server.folder / id
         assert names(folder) - {"preview.png"} == {"image.png", "thumbnail.webp", "video.mp4"}
         assert ("preview.png" in names(folder)) == preview
-        assert {name.partition("-")[0] for name in os.listdir(tmp_path / "table")} == {"serving.lock", "videos.sqlite"}
+        assert {name.partition("-")[0] for name in os.listdir(tmp_path / "table")} == {"jobs.sqlite"}
         assert os.listdir(tmp_path / "temporary") == []
         whole = server.content(id)
         assert whole == (folder / "video.mp4").read(2**20)
@@ -93,7 +94,7 @@ def test_a_video_in_a_store_is_asked_for_sent_and_removed(start, tmp_path, url, 
         assert "a-secret" not in str(record)
         assert server.client.delete(f"/v1/videos/{id}").status_code == 200
         assert server.client.get(f"/v1/videos/{id}/content").status_code == 404
-        assert emptied(server.board.shelf.folder)
+        assert emptied(server.folder)
         server.stop()
 
 
@@ -170,7 +171,7 @@ def test_an_answer_that_the_store_cuts_off_is_not_taken_for_whole(served, monkey
 def test_what_the_store_lacks_is_gone(served):
     server = served(work=False)
     id = completed(server)
-    (server.board.shelf.place(id) / "video.mp4").remove()
+    (server.folder / id / "video.mp4").remove()
     for path in (f"/v1/videos/{id}/content", f"/v1/videos/{id}/record"):
         answer = server.client.get(path)
         assert answer.status_code == 404
@@ -181,22 +182,23 @@ def test_a_killed_server_finds_its_videos_in_the_store(served):
     """One whose end was not noted, one under way, and one that was removed while its files were still there."""
     first = served(work=False)
     ids = [first.ask(seed=seed)["id"] for seed in range(3)]
-    whole, begun = [first.board.take() for _ in range(2)]
-    (first.board.shelf.place(whole.id) / "video.mp4").write(b"a whole video")
-    (first.board.shelf.place(ids[2]) / "image.png").write(b"a picture")
-    first.board.shelf.leave(ids[2])
-    first.board.shelf.close()
+    whole, begun = first.lease(2)
+    first.service.close()
+    (first.folder / whole / "video.mp4").write(b"a whole video")
+    (first.folder / ids[2] / "image.png").write(b"a picture")
+    first.store.remove(ids[2])
+    first.kill()
     (place(HERE) / "video_of_another_server" / "video.mp4").write(b"its own")
     again = served()
-    assert again.content(whole.id) == b"a whole video"
-    assert again.finished(begun.id)["status"] == "completed"
+    assert again.finished(whole)["status"] == again.finished(begun)["status"] == "completed"
+    assert again.content(whole) == b"a whole video"
     assert again.client.get(f"/v1/videos/{ids[2]}").status_code == 404
+    assert again.is_cleared(ids[2])
     again.stop()
     assert {name.split("/")[0] for name in names(place(HERE))} == {*ids[:2], "video_of_another_server"}
-    assert again.board.shelf.strange == []
 
 
 def test_a_table_is_in_no_store():
-    with pytest.raises(WanjaxError, match=naming(f"{HERE} --table")):
-        Shelf(place(HERE))
+    with pytest.raises(WanjaxError, match=naming(f"{HERE} --database")), opened(place(HERE), None):
+        pass
     assert objects() == {}

@@ -5,15 +5,13 @@ import base64
 import io
 import json
 import shutil
-import sqlite3
 import subprocess
 import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -33,6 +31,9 @@ from wanjax import registry
 from wanjax.checkpoints.files import save_safetensors
 from wanjax.checkpoints.lora_source import Lora
 from wanjax.errors import WanjaxError
+from wanjax.jobs.databases import Sqlite
+from wanjax.jobs.store import STOPPED, NewJob
+from wanjax.jobs.worker import BEAT, Lease
 from wanjax.media.inputs import INPUTS
 from wanjax.media.pictures import read_clip
 from wanjax.media.videos import read_metadata, write_video
@@ -41,12 +42,10 @@ from wanjax.pipelines.run import Run
 from wanjax.pipelines.text.extending import Extended
 from wanjax.programs import Instance
 from wanjax.schedulers import UniPC
-from wanjax.serve import asked, worker
-from wanjax.serve.board import READY, Board
+from wanjax.serve import asked, maker
 from wanjax.serve.faults import without_folders
-from wanjax.serve.jobs import JOBS
-from wanjax.serve.shelf import TABLE, Shelf
 from wanjax.serve.variants import Variants
+from wanjax.serve.videos import new_id, output_of
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
@@ -97,13 +96,14 @@ def test_previews_of_a_video_under_way(start):
 
 
 def test_each_window_is_told_with_previews_of_its_own(start, monkeypatch):
-    told, advance = [], Board.advance
+    told, tell = [], Lease.tell
 
-    def noted(board, job, *given, **more):
-        advance(board, job, *given, **more)
-        told.append((job.stage, job.window, job.done, job.preview))
+    def noted(lease, **progress):
+        tell(lease, **progress)
+        if "stage_done" in progress:
+            told.append([lease.told.get(name, 0) for name in ("stage", "window", "stage_done", "preview")])
 
-    monkeypatch.setattr(Board, "advance", noted)
+    monkeypatch.setattr(Lease, "tell", noted)
     server = start(preview=True)
     made = server.finished(server.ask(windows=2)["id"])
     assert made["status"] == "completed", made["error"]
@@ -121,7 +121,7 @@ def test_forms_and_json_mean_the_same(start, pipe):
     url = "data:image/png;base64," + base64.b64encode(picture()).decode()
     asked = [server.ask(seed=3, input_reference={"image_url": url}), server.ask(seed="3", image=url), form]
     assert all(one["settings"] == asked[0]["settings"] and one["pictures"] == ["image"] for one in asked)
-    files = [server.board.shelf.files(job)["image"].read_bytes() for job in server.board.jobs.values()]
+    files = [(server.folder / id / "image.png").read_bytes() for id in server.jobs()]
     assert len(set(files)) == 1
     assert server.ask(seconds="0.6", frames=None, fps=8)["settings"]["frames"] == 5
     assert [one["queue_position"] for one in server.client.get("/v1/videos?order=asc").json()["data"]] == [0, 1, 2, 3]
@@ -133,10 +133,10 @@ def test_a_picture_begins_a_video(start):
     url = "data:image/jpeg;base64," + base64.b64encode(picture(kind="JPEG")).decode()
     made = server.finished(server.ask(image=url)["id"])
     assert made["status"] == "completed", made["error"]
-    job = server.board.jobs[made["id"]]
-    record = read_metadata(server.board.shelf.place(job.id) / "video.mp4")
+    own = server.folder / made["id"]
+    record = read_metadata(own / "video.mp4")
     assert record["image"] == "image.png"
-    assert record["digests"] == {"image.png": digest_of(server.board.shelf.files(job)["image"])}
+    assert record["digests"] == {"image.png": digest_of(own / "image.png")}
 
 
 def film(path, frames, shade=0):
@@ -229,7 +229,7 @@ def test_a_seed_is_drawn_where_none_is_given(start):
 
 def test_events_tell_the_way_of_a_video(start):
     server = start()
-    answer = server.client.get(f"/v1/videos/{server.ask(steps=4)['id']}/events")
+    answer = server.client.get(f"/v1/videos/{server.ask(steps=99)['id']}/events")
     assert answer.headers["content-type"].startswith("text/event-stream")
     events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: ")]
     progress = [event["progress"] for event in events]
@@ -256,8 +256,7 @@ def test_the_list_is_in_the_order_of_requests(start):
     server = start(work=False)
     ids = [server.ask()["id"] for _ in range(3)]
     for id, seconds in zip(ids, (3000.0, 1000.0, 2000.0), strict=True):
-        server.board.jobs[id].created_at = seconds
-        server.board.shelf.save(server.board.jobs[id])
+        change(server, id, created_at=seconds)
 
     def listed(server, **query):
         return [one["id"] for one in server.client.get("/v1/videos", params=query).json()["data"]]
@@ -265,7 +264,7 @@ def test_the_list_is_in_the_order_of_requests(start):
     assert (listed(server), listed(server, order="asc")) == (ids[::-1], ids)
     assert listed(server, after=ids[1]) == ids[:1]
     server.stop()
-    assert listed(start(server.board.shelf.folder, work=False)) == ids[::-1]
+    assert listed(start(work=False)) == ids[::-1]
 
 
 def test_what_waits_and_what_is_under_way_is_cancelled(start, monkeypatch):
@@ -292,12 +291,12 @@ def test_what_waits_and_what_is_under_way_is_cancelled(start, monkeypatch):
     assert [end["status"] for end in ends] == ["failed", "failed", "completed"]
     assert ends[0]["error"] == ends[1]["error"] == {"code": "cancelled", "message": "the video was cancelled"}
     assert server.client.get(f"/v1/videos/{ids[2]}").status_code == 404
-    assert not server.board.shelf.place(ids[2]).exists()
+    assert server.is_cleared(ids[2])
     assert server.client.get(f"/v1/videos/{ids[0]}/content").status_code == 409
 
 
 def test_a_video_is_cancelled_between_two_programs(start, monkeypatch):
-    """Those that are compiled when the wish arrives are the last; the board tells how many were begun, of how many."""
+    """Those that are compiled when the wish arrives are the last; the server tells how many were begun, of how many."""
     server, begun, go, names = start(), threading.Event(), threading.Event(), []
     compiled = Instance.compiled
 
@@ -312,13 +311,15 @@ def test_a_video_is_cancelled_between_two_programs(start, monkeypatch):
     monkeypatch.setattr(Instance, "compiled", slow)
     id = server.ask(size="48x32", frames=9)["id"]
     assert begun.wait(60)
-    video = server.client.get(f"/v1/videos/{id}").json()
+    while (video := server.client.get(f"/v1/videos/{id}").json())["stage_done"] < 3:
+        time.sleep(0.02)  # the worker tells of it twice a second
     assert (video["stage"], video["stage_done"], video["progress"]) == ("compile", 3, 0)
     assert video["stage_total"] > 3
     assert not video["cancelled"]
     told = server.client.post(f"/v1/videos/{id}/cancel").json()
     assert told["cancelled"]
     assert told["version"] > video["version"]
+    time.sleep(2.5 * BEAT)  # until the worker has heard of it
     go.set()
     assert server.finished(id)["error"]["code"] == "cancelled"
     assert len(names) == 3
@@ -365,7 +366,7 @@ def test_no_record_names_a_folder(start, tmp_path, monkeypatch):
     record = server.client.get(f"/v1/videos/{made['id']}/record").json()
     assert read_metadata(film) == record
     assert (record["model"], record["lora"], record["image"]) == ("my-nano", ["red.safetensors:2.0"], "image.png")
-    png = server.board.shelf.place(made["id"]) / "image.png"
+    png = server.folder / made["id"] / "image.png"
     files = {"my-nano": model, "red.safetensors": lora, "image.png": png}
     assert record["digests"] == {name: digest_of(file) for name, file in files.items()}
     paths = ["videos", "models", f"videos/{made['id']}", f"videos/{made['id']}/record", f"videos/{made['id']}/events"]
@@ -410,7 +411,7 @@ def test_a_removed_video_that_was_under_way_leaves_nothing(start, monkeypatch):
     assert server.client.delete(f"/v1/videos/{id}").status_code == 200
     go.set()
     assert server.finished(server.ask(seed=1)["id"])["status"] == "completed"
-    assert not server.board.shelf.place(id).exists()
+    assert server.is_cleared(id)
 
 
 def test_a_failure_ends_its_video_alone(start, monkeypatch, caplog):
@@ -436,22 +437,20 @@ def test_what_was_asked_of_a_killed_server_is_found_again(start, tmp_path):
     first = start()
     ids = [first.finished(first.ask(seed=seed)["id"])["id"] for seed in range(2)]
     first.stop()
-    folder = first.board.shelf.folder
-    change(folder, ids[1], status="in_progress")
-    waiting = start(folder, work=False)
+    waiting = start(work=False)
+    change(waiting, ids[1], status="in_progress", worker="one that is not heard of")
     ids += [waiting.ask(seed=seed)["id"] for seed in (2, 3)]
-    torn = waiting.board.shelf.make_place()
-    stranger = folder / "video_of_a_stranger"
-    stranger.mkdir()
-    assert waiting.board.take().id == ids[2]
-    waiting.board.shelf.close()  # as a kill does
-    again = start(folder)
-    assert [again.client.get(f"/v1/videos/{id}").json()["status"] for id in ids[:2]] == ["completed"] * 2
+    waiting.store.add(NewJob(torn := new_id(), {}, "nano", output_of(torn)), arriving=True)
+    change(waiting, torn, created_at=0.0)
+    for id in (torn, "video_of_a_stranger"):
+        (waiting.folder / id).mkdir()
+    assert waiting.lease() == [ids[2]]
+    waiting.kill()
+    again = start()
     assert [again.finished(id)["status"] for id in ids] == ["completed"] * 4
     assert all(again.client.get(f"/v1/videos/{id}/content").status_code == 200 for id in ids)
-    assert not torn.exists()
-    assert stranger.exists()
-    assert again.board.shelf.strange == [stranger.name]
+    assert again.is_cleared(torn)
+    assert (again.folder / "video_of_a_stranger").exists()  # which no row names
 
 
 def test_a_large_clip_keeps_its_place_in_the_queue(start, tmp_path, monkeypatch):
@@ -465,111 +464,64 @@ def test_a_large_clip_keeps_its_place_in_the_queue(start, tmp_path, monkeypatch)
 
     monkeypatch.setattr(asked, "save_pictures", slow)
     server.ask(seed=2, video=url(film(tmp_path / "a.mp4", 9).read_bytes()))
-    before = server.board.queue
+    before = server.queue
     assert len(before) == 2
-    server.board.shelf.close()  # as a kill does
-    assert start(work=False).board.queue == before
+    server.kill()
+    assert start(work=False).queue == before
 
 
-def change(folder, id, /, text=None, **changes):
-    """Changes a row of the table, or replaces it by a text."""
-    with closing(sqlite3.connect(folder / TABLE)) as table, table:
-        [before] = table.execute("SELECT job FROM videos WHERE id = ?", (id,)).fetchone()
-        after = json.dumps(json.loads(before) | changes) if text is None else text
-        table.execute("UPDATE videos SET job = ? WHERE id = ?", (after, id))
+def change(server, id, **columns):
+    """Changes the row of a job."""
+    server.store._run(lambda db: db.update(id, **columns))
 
 
 def test_what_was_removed_or_cancelled_does_not_come_back(start):
     """The server is killed after its answer, and before what it does next."""
     server = start(work=False)
     ids = [server.ask(seed=seed)["id"] for seed in range(4)]
-    taken = [server.board.take() for _ in range(2)]  # both under way, as far as the board knows
-    assert [job.id for job in taken] == ids[:2]
+    assert server.lease(2) == ids[:2]
     for id in (ids[0], ids[2]):
         assert server.client.post(f"/v1/videos/{id}/cancel").status_code == 200
     for id in (ids[1], ids[3]):
         assert server.client.delete(f"/v1/videos/{id}").status_code == 200
-    server.board.shelf.close()
-    again = start(server.board.shelf.folder)
+    server.kill()
+    again = start()
     states = {id: again.client.get(f"/v1/videos/{id}") for id in ids}
     assert [states[id].status_code for id in ids] == [200, 404, 200, 404]
     assert [states[id].json()["error"]["code"] for id in (ids[0], ids[2])] == ["cancelled"] * 2
-    assert not any(again.board.shelf.place(id).exists() for id in (ids[1], ids[3]))
-
-
-BROKEN: list[dict[str, Any]] = [
-    {"text": "{"},
-    {"text": "[]"},
-    {"text": '"\\ud800"'},
-    {"id": 3},
-    {"id": "video_other"},
-    {"settings": []},
-    {"settings": {}},
-    {"settings": {**SMALL, "frames": "many"}},
-    {"created_at": "yesterday"},
-    {"created_at": float("inf")},
-    {"created_at": float("nan")},
-    {"status": "resting"},
-    {"pictures": {"image": "../../../../etc/passwd"}},
-    {"pictures": {"references": ["a.png", "/etc/passwd"]}},
-    {"error": "it failed"},
-    {"tries": None},
-]
-
-
-def test_rows_that_are_broken_are_left_alone(start):
-    """Neither the start nor the list fails, and no file elsewhere is read or removed."""
-    first = start(work=False, queue=len(BROKEN) + 1)
-    *ids, other = (first.ask(seed=seed)["id"] for seed in range(len(BROKEN) + 1))
-    first.stop()
-    for id, changes in zip(ids, BROKEN, strict=True):
-        change(first.board.shelf.folder, id, **changes)
-    again = start(first.board.shelf.folder)
-    assert [video["id"] for video in again.client.get("/v1/videos").json()["data"]] == [other]
-    assert sorted(again.board.shelf.strange) == sorted(f"the row of {id}" for id in ids)
-    assert again.finished(other)["status"] == "completed"
-    assert all(again.board.shelf.place(id).is_dir() for id in ids)
+    assert all(again.is_cleared(id) for id in (ids[1], ids[3]))
 
 
 def test_a_second_server_on_a_folder_is_refused(start):
     first = start(work=False)
-    with pytest.raises(WanjaxError, match=naming(f"server {first.board.shelf.folder} --dir")):
-        Shelf(first.board.shelf.folder)
+    with pytest.raises(WanjaxError, match=naming(f"server {first.folder} --dir")):
+        start(work=False)
     first.stop()
-    start(first.board.shelf.folder, work=False)
+    start(work=False)
 
 
-def test_videos_of_a_server_before_the_table_are_taken_over_once(start, tmp_path):
-    """Each was a folder with job.json. A broken one is left alone, and one that was removed does not come back."""
-    old = tmp_path / "served"
-    made = start(tmp_path / "made")
-    job = made.board.jobs[made.finished(made.ask()["id"])["id"]]
-    shutil.copytree(made.board.shelf.place(job.id), old / job.id)
-    (old / job.id / "job.json").write_bytes(JOBS.dump_json(job))
-    ids = ["video_1", "video_2", "video_3"]
-    settings = {name: value for name, value in job.settings.items() if value is not None}
-    for id, changes in zip(ids, ({}, {"created_at": "yesterday"}, {"id": 7}), strict=True):
-        (old / id).mkdir()
-        known = {"id": id, "settings": settings, "status": "queued", "created_at": job.created_at + 1, "later": 1}
-        (old / id / "job.json").write_text(json.dumps(known | changes))
-    server = start(old)
-    assert sorted(server.board.jobs) == sorted([job.id, "video_1"])
-    assert server.finished("video_1")["status"] == "completed"
-    assert server.board.shelf.strange == ["video_2", "video_3"]
-    assert server.client.delete(f"/v1/videos/{job.id}").status_code == 200
-    server.stop()
-    assert [*start(old, work=False).board.jobs] == ["video_1"]
+def writing(server, allowed):
+    """Lets the database be written, or not."""
+    database, connect = server.store._database, Sqlite._connect
+
+    def read_only():
+        connection = connect(database)
+        connection.execute("PRAGMA query_only = ON")
+        return connection
+
+    database._writer._connect = (lambda: connect(database)) if allowed else read_only
+    database._writer.close()
 
 
 def test_a_full_disk_takes_no_request_and_loses_none(start):
     server = start(work=False)
     id = server.ask()["id"]
-    server.board.shelf._table.execute("PRAGMA query_only = ON")
+    writing(server, False)
     answers = [server.client.post("/v1/videos", json=SMALL), server.client.post(f"/v1/videos/{id}/cancel")]
     answers.append(server.client.delete(f"/v1/videos/{id}"))
     assert [answer.status_code for answer in answers] == [507] * 3
     assert all(answer.json()["error"]["code"] == "storage" for answer in answers)
-    server.board.shelf._table.execute("PRAGMA query_only = OFF")
+    writing(server, True)
     server.worker.start()
     assert server.finished(id)["status"] == "completed"
 
@@ -579,18 +531,18 @@ def test_no_path_of_the_server_is_told(start, tmp_path):
     with_clip = server.client.post(
         "/v1/videos", data=SMALL, files={"video": film(tmp_path / "a.mp4", 5).read_bytes()}
     ).json()["id"]
-    (server.board.shelf.place(with_clip) / "clip.mp4").unlink()
+    (server.folder / with_clip / "clip.mp4").unlink()
     broken = server.ask()["id"]
     server.worker.start()
     assert server.finished(broken)["status"] == "completed"
-    (server.board.shelf.place(broken) / "video.mp4").write_bytes(b"no film")
+    (server.folder / broken / "video.mp4").write_bytes(b"no film")
     answer = server.client.get(f"/v1/videos/{broken}/record")
     assert answer.status_code == 422
     failed = server.finished(with_clip)
     assert failed["status"] == "failed"
     assert says(failed["error"]["message"], "clip.mp4")
     everything = answer.text + server.client.get("/v1/videos").text + server.client.get("/v1/models").text
-    assert str(server.board.shelf.folder) not in everything
+    assert str(server.folder) not in everything
 
 
 @pytest.mark.parametrize(
@@ -653,10 +605,12 @@ def test_a_video_that_ends_the_server_is_not_tried_for_ever(start):
     first = start(work=False)
     ids = [first.ask()["id"] for _ in range(2)]
     first.stop()
-    for id, tries in zip(ids, (1, 2), strict=True):
-        change(first.board.shelf.folder, id, status="in_progress", tries=tries)
-    again = start(first.board.shelf.folder, work=False)
-    assert [again.board.jobs[id].status for id in ids] == ["queued", "failed"]
+    again = start(work=False)
+    for id, attempts in zip(ids, (1, 2), strict=True):
+        change(again, id, status="in_progress", worker="one that died", attempts=attempts)
+    again.worker.start()
+    assert [again.finished(id)["status"] for id in ids] == ["completed", "failed"]
+    assert again.jobs()[ids[1]].error["code"] == STOPPED
 
 
 def test_a_server_that_ends_keeps_what_is_under_way(start, monkeypatch):
@@ -664,17 +618,17 @@ def test_a_server_that_ends_keeps_what_is_under_way(start, monkeypatch):
     latents = Run.latents
 
     def closing(*given, **options):
-        server.board.close()
+        server.worker.stop()
         yield from latents(*given, **options)
 
     monkeypatch.setattr(Run, "latents", closing)
     id = server.ask()["id"]
     server.stop()
     monkeypatch.undo()
-    again = start(server.board.shelf.folder)
+    again = start()
     made = again.finished(id)
     assert made["status"] == "completed"
-    assert again.board.jobs[id].tries == 1
+    assert again.jobs()[id].attempts == 1
 
 
 def test_many_clients_at_once(start):
@@ -696,7 +650,7 @@ def test_many_clients_at_once(start):
         if number % 4 == 2:
             server.client.post(f"/v1/videos/{id}/cancel")
         made = server.finished(id)
-        record = made["status"] == "completed" and read_metadata(server.board.shelf.place(id) / "video.mp4")
+        record = made["status"] == "completed" and read_metadata(server.folder / id / "video.mp4")
         assert not record or record["seed"] == number == made["settings"]["seed"]
         return made["status"]
 
@@ -705,13 +659,13 @@ def test_many_clients_at_once(start):
     assert outcomes["refused by 422"] == 6
     assert outcomes["completed"] >= 12
     assert outcomes["completed"] + outcomes["failed"] == 18
-    assert server.board.state == READY
+    assert server.client.get("/health").json()["status"] == "ready"
 
 
 def test_programs_of_many_shapes_are_forgotten(start, monkeypatch):
-    monkeypatch.setattr(worker, "SHAPES", 1)
+    monkeypatch.setattr(maker, "SHAPES", 1)
     dropped = []
-    monkeypatch.setattr(worker.EXECUTE, "forget", lambda: dropped.append(True))
+    monkeypatch.setattr(maker.EXECUTE, "forget", lambda: dropped.append(True))
     server = start()
     for size in ("32x32", "32x32", "64x64"):
         assert server.finished(server.ask(size=size)["id"])["status"] == "completed"
@@ -732,7 +686,7 @@ def test_windows_and_an_extended_prompt_are_the_servers_too(start):
     refused = server.client.post("/v1/videos", json=SMALL | {"extend_prompt": "http://127.0.0.1:1/v1"})
     assert refused.status_code == 422
     assert not server.client.get("/v1/models").json()["data"][0]["extends_prompts"]
-    server.worker.extend = lambda text, picture: Extended(f"{text} moving", text)
+    server.maker.extend = lambda text, picture: Extended(f"{text} moving", text)
     made = server.finished(server.ask(windows=3, then=["a blue circle"])["id"])
     assert made["status"] == "completed", made["error"]
     assert float(made["seconds"]) == 13 / made["settings"]["fps"]
@@ -743,4 +697,4 @@ def test_windows_and_an_extended_prompt_are_the_servers_too(start):
     again = server.finished(server.ask(prompt="a red circle moving", original_prompt="a red circle")["id"])
     record = server.client.get(f"/v1/videos/{again['id']}/record").json()  # one that was extended is not once more
     assert (record["prompt"], record["original_prompt"]) == ("a red circle moving", "a red circle")
-    assert len(read_clip(server.board.shelf.place(made["id"]) / "video.mp4", 100, 100)) == 13
+    assert len(read_clip(server.folder / made["id"] / "video.mp4", 100, 100)) == 13

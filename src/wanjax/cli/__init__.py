@@ -503,9 +503,9 @@ def bench(report: Report, **given: Any) -> None:
 def serve(report: Report, **given: Any) -> None:
     """Keep a model loaded and compiled behind HTTP, with a page.
 
-    Videos are made one after another, or with --replicas several at once. POST /v1/videos asks for one, in the shape of
-    OpenAI's videos API, with this command's settings by name beside it. Results and what waits are kept in --dir.
-    Without a token only this machine is answered; behind a proxy one is needed.
+    Videos are made one after another, or with --workers several at once. POST /v1/videos asks for one, in the shape of
+    OpenAI's videos API, with this command's settings by name beside it. Videos are kept in --dir, and requests in
+    --database. Without a token only this machine is answered; behind a proxy one is needed.
     """
     from wanjax.cli import serving
 

@@ -54,15 +54,15 @@ class Size(click.ParamType):
             return self.fail(str(error), param, ctx)
 
 
-class Replicas(click.ParamType):
+class Workers(click.ParamType):
     """A type of option: reads a number of workers, or the least and the most of them as 1..4."""
 
-    name = "replicas"
+    name = "workers"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
         found = re.fullmatch(r"(\d{1,4})(?:\.\.(\d{1,4}))?", str(value), re.ASCII)
         least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
-        if not 1 <= least <= most:
+        if not found or least > most or (least == 0 < most):
             self.fail(f"{value} is no number of workers: 2 is one, and 1..4 are one to four, by what waits", param, ctx)
         return least, most
 
@@ -186,6 +186,24 @@ ray = click.option(
     metavar="ADDRESS",
     help="The Ray cluster that has the workers: auto, or HOST:PORT.  [default: one on this machine, for several]",
 )
+database = of_file(
+    "--database",
+    metavar="FILE|URL",
+    help="Where requests are kept, for all that share them: a file of SQLite on this machine, or postgresql://... "
+    "for many; WANJAX_DATABASE in the environment names it too, and hides its password.  [default: in --dir]",
+)
+
+
+def renamed(old: str, new: str) -> Decorator:
+    """Return an option that has another name now; one who gives it is told."""
+
+    def refuse(ctx: click.Context, parameter: click.Parameter, value: str | None) -> None:
+        if value is not None:
+            raise click.UsageError(f"{old} is {new} now: give {new} in its place")
+
+    return click.option(old, hidden=True, expose_value=False, callback=refuse)
+
+
 dashboard = click.option("--dashboard", is_flag=True, help="Show the dashboard of a Ray cluster on this machine.")
 
 
@@ -575,12 +593,14 @@ stage_out = out("output_video.mp4 in --dir")
 limit = partial(click.option, type=click.IntRange(min=1), show_default=True)
 serving = together(
     click.option(
-        "--replicas",
-        type=Replicas(),
+        "--workers",
+        type=Workers(),
         metavar="N|MIN..MAX",
-        help="Make N videos at once, each by a worker of its own on Ray; of MIN to MAX workers as many as there are "
-        "videos to make.  [default: one in this process, without Ray]",
+        help="Make N videos at once, each by a worker in a process of its own; of MIN to MAX workers as many as there "
+        "are videos to make; 0 leaves them to other servers and workers of the database.  [default: one worker in this "
+        "process]",
     ),
+    renamed("--replicas", "--workers"),
     ray,
     resources(),
     dashboard,
@@ -607,15 +627,11 @@ serving = together(
         default="wanjax_served",
         show_default=True,
         metavar="FOLDER",
-        help="Where requests and videos are kept; with --table a store too, s3://BUCKET/NAME.",
+        help="Where videos are kept, for all servers and workers of a database; with --database a store too, "
+        "s3://BUCKET/NAME.",
     ),
-    click.option(
-        "--table",
-        type=click.Path(path_type=Path, file_okay=False),
-        metavar="FOLDER",
-        help="Where the table of requests is kept, on a disk of this machine, if --dir is on a network or in a store.  "
-        "[default: in --dir]",
-    ),
+    database,
+    renamed("--table", "--database"),
     limit("--max-queue", default=32, help="Videos that may wait."),
     number(
         "--max-pixels",

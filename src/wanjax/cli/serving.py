@@ -7,11 +7,15 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
+from glob import glob
 from importlib.util import find_spec
+from math import inf
 from pathlib import Path
+from secrets import token_hex
 from types import FrameType
 from typing import Any
 
@@ -25,12 +29,23 @@ from wanjax.cli.processes import meet
 from wanjax.cli.report import Report
 from wanjax.cli.stages import how_of
 from wanjax.cluster import actors
+from wanjax.cluster.worker import keeping_programs
 from wanjax.errors import WanjaxError, reason
+from wanjax.jobs.databases import VARIABLE
+from wanjax.jobs.pool import CARDS, NICE, POLL, Handle, LocalWorker, Pool, Scale, until_signal
+from wanjax.jobs.ray_workers import RayWorker, RemoteStore
+from wanjax.jobs.sharing import requeue_dead, why_apart, write_probe
+from wanjax.jobs.store import JobStore
+from wanjax.jobs.thread import WorkerThread
 from wanjax.kernels.compiler_options import kept_set
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.extending import check_address, extend_prompt
+from wanjax.serve.limits import Limits
+from wanjax.serve.maker import ServedMaker
+from wanjax.serve.variants import Variants
 from wanjax.signals import INTERRUPTED
+from wanjax.stores.holding import Hold
 from wanjax.stores.places import Place, place
 from wanjax.stores.writing import check_folder
 
@@ -38,9 +53,10 @@ LIBRARIES = {
     "starlette": "starlette",
     "uvicorn": "uvicorn",
     "python_multipart": "python-multipart",
-    "pydantic": "pydantic",
 }
 TOKEN = "WANJAX_TOKEN"  # the name of a variable
+DATABASE, LOCK = "jobs.sqlite", "serving.lock"  # in a server's folder, where no other database is named
+ATTEMPTS = 2  # times that a request may be under way when the server, with its worker in it, ends
 LAST_SECONDS = 60.0  # for a step that is under way when the server ends
 STOPPED = "stopped; what waits is made when the server is started again"
 
@@ -59,109 +75,229 @@ def serve(
     token: str | None,
     origins: Sequence[str],
     folder: str,
-    table: Path | None,
-    replicas: tuple[int, int] | None,
+    database: str | None,
+    workers: tuple[int, int] | None,
     ray: str | None,
     resources: str | None,
     dashboard: bool,
     **given: Any,
 ) -> None:
-    """Serves a model until it is stopped, here or, with `replicas`, by so many workers of Ray."""
+    """Serve a model until a signal, by a worker in this process or by `workers` elsewhere."""
     check_libraries()
     from wanjax.serve.guard import Access
 
     access = Access.read(host, token or os.environ.pop(TOKEN, None) or None, origins)
     if given["extend_prompt"] is not None:
         check_address(given["extend_prompt"])
-    kept = place(folder)
-    if replicas is not None:
-        cluster: dict[str, Any] = {"address": ray, "resources": resources, "dashboard": dashboard}
-        where: dict[str, Any] = {"folder": kept.absolute(), "table": table and table.expanduser().absolute()}
-        return _replicated(report, replicas, given, **cluster, **where, host=host, port=port, access=access)
     for option, value in {"--ray": ray, "--resources": resources, "--dashboard": dashboard}.items():
-        if value:
-            raise WanjaxError(f"{option} is for workers of Ray: --replicas 2 has some")
-    meet(report, given.get("processes"))
-    if jax.process_count() > 1:
-        raise WanjaxError("a server is one process: without --processes it uses the devices of its own host")
-    from wanjax.serve.shelf import Shelf  # imported late, as what `_listen` needs
-
+        if value and (workers is None or not ray):
+            raise WanjaxError(f"{option} is for workers of a Ray cluster: --workers 2 --ray auto has some")
+    if workers is not None:
+        if given.get("processes"):
+            raise WanjaxError("--processes is for one worker, which is this process and those that it meets")
+        jax.config.update("jax_platforms", "cpu")  # the devices are the workers'
+    else:
+        meet(report, given.get("processes"))
+        if jax.process_count() > 1:
+            raise WanjaxError("a server is one process: without --processes it uses the devices of its own host")
     with ExitStack() as stack:  # before the model: a port or a folder in use would be told after a long wait
         sockets = [stack.enter_context(each) for each in listening(host, port)]
-        shelf = stack.enter_context(closing(Shelf(kept, table)))
-        check_folder(shelf.folder)
-        report.note(f"loading {given['model']}")
-        _listen(report, host, sockets, access, shelf, given)
-
-
-def _replicated(
-    report: Report,
-    replicas: tuple[int, int],
-    given: dict[str, Any],
-    *,
-    address: str | None,
-    resources: str | None,
-    dashboard: bool,
-    folder: Place,
-    table: Path | None,
-    host: str,
-    port: int,
-    access: Any,
-) -> None:
-    """Serves by workers of a Ray cluster until a signal. No device is used in this process."""
-    if given.get("processes"):
-        raise WanjaxError("--processes is for one worker, which is this process and those that it meets")
-    if find_spec("ray") is not None and find_spec("fastapi") is None:
-        raise WanjaxError("--replicas needs Ray Serve: pip install 'wanjax[cluster]' brings it")
-    least, most = replicas
-    asked = actors.resources_of(resources).get("")
-    cores = most * (asked or {}).get("num_cpus", 1)
-    jax.config.update("jax_platforms", "cpu")
-    from wanjax.serve import replicas as service
-    from wanjax.serve.shelf import Shelf
-
-    address = actors.address_of(address)
-    if address is None or port == 0:  # else it is one of the cluster's head, which may be elsewhere
-        opened = listening(host, port)
-        port = _port(opened[0])
-        for each in opened:
-            each.close()
-    with closing(Shelf(folder, table)):  # before Ray is waited for
-        check_folder(folder)
-    with actors.connected(address, cores, dashboard, variables=service.VARIABLES) as ray:
-        stopped = _until_signal()
-        service.run(
-            ray,
-            partial(_worker, given, logging.getLogger("wanjax.serve").warning),
-            service.Wanted(least, most, asked or actors.usual_resources(ray)),
-            lambda told: _limits(given, told.outlines[0].defaults),
-            own=address is None,
-            queue=given["max_queue"],
-            shared=click.get_current_context().meta.get(COMPILE_CACHE, {}),
-            note=report.note,
-            stopped=stopped,
-            folder=folder,
-            table=table,
-            host=host,
-            port=port,
-            access=access,
-        )
+        videos = place(folder).absolute()
+        store = stack.enter_context(opened(videos, database or os.environ.get(VARIABLE)))
+        server = _Server(report, host, sockets, access, store, videos, given)
+        if workers is None:
+            server.with_thread()
+        elif workers == (0, 0):
+            server.alone()
+        else:
+            server.with_pool(*workers, ray, resources, dashboard)
     report.note(STOPPED)
 
 
-def _until_signal() -> Callable[[], bool]:
-    """Returns a function that tells whether a signal has asked for the end; a second one ends the process at once."""
-    asked: list[int] = []
+@contextmanager
+def opened(folder: Place, database: str | None) -> Iterator[JobStore]:
+    """Yield the jobs of a server whose videos are in a folder, here or in a store.
 
-    def end(number: int, frame: FrameType | None) -> None:
-        if asked:
-            os._exit(INTERRUPTED)
-        asked.append(number)
+    Args:
+        folder: The folder.
+        database: A file of SQLite or PostgreSQL's URL; None is a file in the folder, which then is one server's.
 
-    signal.set_wakeup_fd(-1)  # Ctrl-C is the server's from here on
-    signal.signal(signal.SIGINT, end)
-    signal.signal(signal.SIGTERM, end)
-    return lambda: bool(asked)
+    Raises:
+        WanjaxError: The folder cannot be written, another server uses it, or the database cannot be used.
+    """
+    with ExitStack() as stack:
+        check_folder(folder)
+        if database is None:
+            if not isinstance(folder, Path):
+                told = f"{folder} is a store, which can keep no database"
+                raise WanjaxError(f"{told}: --database FILE, on a disk of this machine, or PostgreSQL's URL has one")
+            stack.enter_context(closing(Hold(folder / LOCK, "server", "--dir")))
+            database = str(folder / DATABASE)
+        store = stack.enter_context(closing(JobStore(database)))
+        requeue_dead(store)
+        write_probe(store, folder)
+        yield store
+
+
+class _Server:
+    """A server at its sockets, before and while it runs."""
+
+    def __init__(
+        self,
+        report: Report,
+        host: str,
+        sockets: list[socket.socket],
+        access: Any,
+        store: JobStore,
+        folder: Place,
+        given: dict[str, Any],
+    ):
+        self.report, self.host, self.sockets, self.access = report, host, sockets, access
+        self.store, self.folder, self.given = store, folder, given
+
+    def with_thread(self) -> None:
+        """Run with a worker in a thread of this process."""
+        self.report.note(f"loading {self.given['model']}")
+        maker = maker_of(self.given, self.folder, self.report.note)
+        worker = WorkerThread(self.store, maker, attempts=ATTEMPTS)
+        service = self._service(maker.variants, maker.offered(), lambda: worker.is_broken)
+        self._run(service, self._server(service, worker.stop), worker.start)
+        if not worker.join(LAST_SECONDS):
+            os._exit(0)  # a long computation is under way, which no thread can stop; its video waits in the database
+
+    def with_pool(self, least: int, most: int, address: str | None, resources: str | None, dashboard: bool) -> None:
+        """Run with workers in processes of this machine, or as actors of a Ray cluster; they end with this process."""
+        shared = click.get_current_context().meta.get(COMPILE_CACHE, {})
+        start = partial(_start, self.given, self.folder, shared)
+        nice = 0 if glob(CARDS) else NICE
+
+        def local(number: int) -> LocalWorker:
+            return LocalWorker(self.store, start, {}, number=number, nice=nice, ask=ServedMaker.model_infos)
+
+        with ExitStack() as stack:
+            if address is None:
+                worker = local
+            else:
+                ray = stack.enter_context(actors.connected(address, most, dashboard))
+                worker = self._placing(ray, start, actors.resources_of(resources).get("", actors.usual_resources(ray)))
+            self._run_pool(Pool(self.store.with_patience(inf), worker, Scale(least, most), self.report.note))
+
+    def _placing(self, ray: Any, start: Callable[[Any], Any], resources: Mapping[str, Any]) -> Callable[[int], Handle]:
+        """Return what places a worker in a Ray cluster, whose hosts reach PostgreSQL, or the file here by an actor."""
+        shared: Any = self.store
+        if not shared.is_shared:
+            shared = RemoteStore.start(ray, self.store.url, f"wanjax-{token_hex(4)}")
+        options = {"barred": partial(why_apart, shared, self.folder)}
+        return lambda number: RayWorker(ray, shared, start, options, resources, ask=ServedMaker.model_infos)
+
+    def _run_pool(self, pool: Pool) -> None:
+        """Answer until a signal, beside a pool that is looked after meanwhile."""
+        stopped, faults = until_signal(), list[BaseException]()
+        try:
+            self.report.note(f"loading {self.given['model']}")
+            if (infos := _first_answer(pool, stopped)) is None:
+                return
+            service = self._service(infos.known(), infos.told)
+            server = self._server(service, stopped.set)
+            thread = threading.Thread(
+                target=_keep, args=(pool, stopped, server, faults), name="wanjax-pool", daemon=True
+            )
+            self._run(service, server, thread.start)
+            stopped.set()
+            thread.join(LAST_SECONDS)
+        finally:
+            pool.close()
+        if faults:
+            raise faults[0]
+
+    def alone(self) -> None:
+        """Run without a worker: others of the database make the videos."""
+        maker = maker_of(self.given | {"mesh": None}, self.folder, self.report.note)
+        self._run(service := self._service(maker.variants, maker.offered()), self._server(service))
+
+    def _service(self, known: Any, told: list[dict[str, Any]], is_broken: Callable[[], bool] = lambda: False) -> Any:
+        from wanjax.serve.app import Service
+
+        defaults = known.model(None).defaults
+        limits = _limits(self.given, defaults)
+        limits.bound_pictures()
+        self.served = defaults.model
+        return Service(self.store, self.folder, known, told, limits, self.access, is_broken)
+
+    def _server(self, service: Any, stop: Callable[[], object] = lambda: None) -> Any:
+        """Return the HTTP server of a service; `stop` is called at its first signal."""
+        import uvicorn
+
+        from wanjax.serve.connections import BACKLOG, Connection
+
+        class Server(uvicorn.Server):
+            """A server that ends all streams of events at a signal, and which a second signal ends at once."""
+
+            def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+                if self.should_exit:
+                    os._exit(INTERRUPTED)
+                self.end()
+
+            def end(self) -> None:
+                service.end()
+                stop()
+                self.should_exit = True
+
+        config = uvicorn.Config(
+            service.application(), log_level="warning", access_log=False, server_header=False, date_header=False,
+            http=Connection, backlog=BACKLOG, timeout_keep_alive=30, timeout_graceful_shutdown=5, ws="none",
+            proxy_headers=False,
+        )  # fmt: skip
+        return Server(config)
+
+    def _run(self, service: Any, server: Any, begin: Callable[[], object] = lambda: None) -> None:
+        """Answer until a signal; `begin` is called once requests are answered."""
+
+        async def serve() -> None:
+            await asyncio.gather(server.serve(self.sockets), begun())
+
+        async def begun() -> None:
+            while not server.started and not server.should_exit:
+                await asyncio.sleep(0.01)
+            if server.started:
+                begin()
+                service.start()
+                where = address(self.host, self.sockets)
+                self.report.note(f"{self.served} is served at {where}, videos in {self.folder}")
+
+        signal.set_wakeup_fd(-1)  # Ctrl-C is the server's from here on
+        asyncio.run(serve())
+        server.end()
+        service.close()
+
+
+def _first_answer(pool: Any, stopped: threading.Event) -> Any:
+    """Start a pool's workers, and return what the first one tells of its models; None where it is stopped before.
+
+    Raises:
+        WanjaxError: There is no such model, or one worker after another dies.
+    """
+    while not stopped.wait(POLL):
+        pool.look()
+        for worker in pool.workers.values():
+            with suppress(EOFError):  # it died, and another takes its place
+                if (answer := worker.answer()) is not None:
+                    return answer
+    return None
+
+
+def _keep(pool: Any, stopped: threading.Event, server: Any, faults: list[BaseException]) -> None:
+    """Look after a pool until it is stopped; end the server where the pool cannot go on, and note why."""
+    try:
+        pool.run(stopped.is_set)
+    except BaseException as error:
+        faults.append(error)
+        server.end()
+
+
+def _start(given: dict[str, Any], folder: Place, shared: Mapping[str, Any], store: Any) -> ServedMaker:
+    """Return the maker of a worker, in its own process."""
+    return keeping_programs(lambda: maker_of(given, folder, logging.getLogger("wanjax.serve").info), shared)
 
 
 def _loaded(note: Callable[[str], None], given: dict[str, Any]) -> Pipeline:
@@ -175,20 +311,15 @@ def _loaded(note: Callable[[str], None], given: dict[str, Any]) -> Pipeline:
     return pipe
 
 
-def _limits(given: dict[str, Any], defaults: Settings) -> Any:
+def _limits(given: dict[str, Any], defaults: Settings) -> Limits:
     """Returns the limits of requests for a model of these settings."""
-    from wanjax.serve.limits import Limits
-
     names = {"queue": "max_queue", "steps": "max_steps", "upload": "max_upload"}
     bounds = {name: given[option] for name, option in names.items()} | {"upload": given["max_upload"] * 2**20}
     return Limits.of(defaults, given["max_pixels"], **bounds)
 
 
-def _worker(given: dict[str, Any], note: Callable[[str], None], board: Any) -> Any:
-    """Returns the worker of a board, or of a desk away from one; its model's networks are loaded when it begins."""
-    from wanjax.serve.variants import Variants
-    from wanjax.serve.worker import Worker
-
+def maker_of(given: dict[str, Any], folder: Place, note: Callable[[str], None]) -> ServedMaker:
+    """Return what makes a server's videos; its model's networks are loaded when it begins."""
     pipe = _loaded(note, given)
     loras = [Lora.parse(text) for text in given["lora"]]
     variants = Variants(pipe, loras, lambda name, own: _loaded(note, given | {"model": name, "lora": own}))
@@ -198,52 +329,7 @@ def _worker(given: dict[str, Any], note: Callable[[str], None], board: Any) -> A
     if (url := given["extend_prompt"]) is not None:
         model = given["extend_model"]
         options["extend"] = lambda prompt, picture: extend_prompt(prompt, url, model=model, picture=picture)
-    return Worker(variants, board, warm_up=given["rehearse"], preview=looking, note=note, **options)
-
-
-def _listen(
-    report: Report, host: str, sockets: list[socket.socket], access: Any, shelf: Any, given: dict[str, Any]
-) -> None:
-    """Load the model, and run the server at its sockets and the worker until a signal; `shelf` keeps the videos."""
-    import uvicorn
-
-    from wanjax.serve.app import Service
-    from wanjax.serve.board import Board
-    from wanjax.serve.connections import BACKLOG, Connection
-
-    folder, board = shelf.folder, Board(shelf, given["max_queue"])
-    worker = _worker(given, report.note, board)
-    defaults = worker.variants.model(None).defaults
-    if shelf.strange:
-        report.note(f"note: {folder} holds what is no video of this server, left alone: {', '.join(shelf.strange[:5])}")
-    application = Service(board, worker.variants, worker.models(), _limits(given, defaults), access).application()
-
-    class Server(uvicorn.Server):
-        """A server that ends all streams of events at a signal, and which a second signal ends at once."""
-
-        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            if self.should_exit:
-                os._exit(INTERRUPTED)
-            board.close()
-            self.should_exit = True
-
-        async def startup(self, sockets: Any = None) -> None:
-            await super().startup(sockets)
-            if self.started:
-                worker.start()
-                report.note(f"{defaults.model} is served at {address(host, sockets)}, videos in {folder}")
-
-    config = uvicorn.Config(
-        application, log_level="warning", access_log=False, server_header=False, date_header=False, http=Connection,
-        backlog=BACKLOG, timeout_keep_alive=30, timeout_graceful_shutdown=5, ws="none", proxy_headers=False,
-    )  # fmt: skip
-    server = Server(config)
-    signal.set_wakeup_fd(-1)  # Ctrl-C is the server's from here on
-    asyncio.run(server.serve(sockets))
-    report.note(STOPPED)
-    board.close()
-    if not worker.join(LAST_SECONDS):
-        os._exit(0)  # a long computation is under way, which no thread can stop; its video waits on the disk
+    return ServedMaker(variants, folder, compiles=given["rehearse"], preview=looking, note=note, **options)
 
 
 def listening(host: str, port: int) -> list[socket.socket]:

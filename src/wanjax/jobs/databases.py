@@ -32,12 +32,20 @@ REFUSALS = ("authentication", "password", "does not exist", "pg_hba", "not permi
 """Words in a server's answer to a connection that another try does not change."""
 PASSING = ("40001", "40P01", "53300", "55P03", "25P03", "57P01", "57P02", "57P03")
 """PostgreSQL's codes of errors that pass: deadlocks, locks, too many connections, a server that starts or ends."""
+FULL = ("SQLITE_FULL", "53100")  # what both call a disk without room
 
 Values = Mapping[str, Any]
 
 
 class DatabaseError(WanjaxError):
-    """A database that cannot be used, or a statement that it refuses."""
+    """A database that cannot be used, or a statement that it refuses; `is_full` where its disk has no room."""
+
+    def __init__(self, message: str, is_full: bool = False):
+        super().__init__(message)
+        self.is_full = is_full
+
+    def __reduce__(self) -> Any:
+        return DatabaseError, (str(self), self.is_full)
 
 
 @runtime_checkable
@@ -55,10 +63,12 @@ class Connection(Protocol):
 class Database(Protocol):
     """A database.
 
-    `name` is what messages call it, `now` the SQL of its time in seconds, and `errors` are those of its library.
+    `name` is what messages call it, `now` the SQL of its time in seconds, and `errors` are those of its library;
+    `is_shared` tells whether other hosts reach it.
     """
 
     name: str
+    is_shared: bool
     now: str
     errors: tuple[type[Exception], ...]
 
@@ -72,6 +82,10 @@ class Database(Protocol):
 
     def is_away(self, error: Exception) -> bool:
         """Tell whether the same transaction may succeed later."""
+        ...
+
+    def reclaim(self) -> None:
+        """Make room for a few small changes on a full disk, where the database's own files may have some."""
         ...
 
     def close(self) -> None: ...
@@ -89,6 +103,11 @@ def open_database(url: str) -> Database:
         scheme = url.partition("://")[0]
         raise WanjaxError(f"a database is a file of SQLite or {EXAMPLE}, got {scheme}://...: give one of the two")
     return Sqlite(Path(url).expanduser().absolute())
+
+
+def has_no_room(error: Exception) -> bool:
+    """Tell whether a database refused a statement because its disk has no room."""
+    return getattr(error, "sqlite_errorname", None) in FULL or getattr(error, "sqlstate", None) in FULL
 
 
 def shown_url(url: str) -> str:
@@ -160,6 +179,7 @@ class Sqlite:
     Writers take turns by a lock on a file beside it: SQLite's own waiting, by sleeping, lets some wait for seconds.
     """
 
+    is_shared = False
     now = "(julianday('now') - 2440587.5) * 86400.0"
     errors: tuple[type[Exception], ...] = (sqlite3.Error,)
 
@@ -204,6 +224,10 @@ class Sqlite:
     def prepare(self, connection: Connection) -> None:
         """Nothing: a transaction that writes has the file for itself."""
 
+    def reclaim(self) -> None:
+        with self._writer.use() as connection, self._locked():
+            connection.execute("PRAGMA wal_checkpoint(RESTART)")  # the log is written from its beginning again
+
     def is_away(self, error: Exception) -> bool:
         return getattr(error, "sqlite_errorname", "") in ("SQLITE_BUSY", "SQLITE_LOCKED")
 
@@ -216,6 +240,7 @@ class Sqlite:
 class Postgres:
     """A PostgreSQL, for the processes of many hosts."""
 
+    is_shared = True
     now = "extract(epoch FROM clock_timestamp())::float8"
 
     def __init__(self, url: str):
@@ -272,6 +297,9 @@ class Postgres:
         begin = "BEGIN" if durable else "BEGIN; SET LOCAL synchronous_commit = off"
         with self._writer.use() as connection, _committed(connection, begin, self.errors):
             yield connection
+
+    def reclaim(self) -> None:
+        """Nothing: its disk is the server's."""
 
     def prepare(self, connection: Connection) -> None:
         connection.execute("SELECT pg_advisory_xact_lock(7241)")

@@ -183,7 +183,7 @@ class VideoMaker:
     def made(self, tasks: Sequence[Task], run: Run) -> Iterator[Task]:
         """Make the videos of a run of tasks; yield each task once its video is there."""
         for task, (prepared, frames) in zip(tasks, run, strict=True):
-            with run.finishing(prepared):
+            with run.decode_stage(prepared):
                 write(self.place / task.output, frames, prepared)
             yield task
 

@@ -11,16 +11,19 @@ lock is taken before any other: in another order two transactions would wait for
 """
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from secrets import token_hex
 from typing import Any, TypeVar
 
 from wanjax.errors import WanjaxError, reason
-from wanjax.jobs.databases import Connection, DatabaseError, Values, hidden, open_database
+from wanjax.figures import quantity
+from wanjax.jobs.databases import Connection, DatabaseError, Values, has_no_room, hidden, open_database
 
 ARRIVING, QUEUED, RUNNING = "arriving", "queued", "in_progress"
 COMPLETED, FAILED, REMOVED = "completed", "failed", "removed"
@@ -77,7 +80,14 @@ class Unavailable(WanjaxError):
 
 
 class QueueFull(Exception):
-    """A queue that takes no further job."""
+    """A queue that takes no further job; `limit` may wait."""
+
+    def __init__(self, limit: int):
+        super().__init__(f"{quantity(limit, 'video')} in the queue, as many as this server lets wait: try again later")
+        self.limit = limit
+
+    def __reduce__(self) -> Any:
+        return QueueFull, (self.limit,)
 
 
 class NotFound(LookupError):
@@ -176,7 +186,8 @@ class JobStore:
 
     Args:
         url: A path of SQLite's file, or a URL of PostgreSQL; its tables are made or migrated if need be.
-        patience: Seconds for which a database that is away is tried again, before `Unavailable` is raised.
+        patience: Seconds for which a database that is away is tried again, before `Unavailable` is raised; without end
+            for inf, and then also where its disk is full.
 
     Raises:
         WanjaxError: The URL is wrong, the login is refused, or the tables are of a newer wanjax.
@@ -187,6 +198,7 @@ class JobStore:
         self._database = open_database(url)
         try:
             self._run(self._migrate)
+            self.reclaim()  # so that the tables are in the file itself, and changes need no more room there
         except BaseException:
             self.close()
             raise
@@ -201,6 +213,22 @@ class JobStore:
     def name(self) -> str:
         """The database as messages call it, without its password."""
         return self._database.name
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other hosts reach the database."""
+        return self._database.is_shared
+
+    def with_patience(self, seconds: float) -> "JobStore":
+        """Return the store with another patience, by the same connections."""
+        other = copy(self)
+        other.patience = seconds
+        return other
+
+    def reclaim(self) -> None:
+        """Make room for a few changes where the disk of the database is full."""
+        with suppress(*self._database.errors):
+            self._database.reclaim()
 
     def close(self) -> None:
         """Close the connections."""
@@ -225,7 +253,7 @@ class JobStore:
             if (job := db.find(new.id)) is not None and job.status != ARRIVING:
                 return db.placed([job])[0]  # the answer to the first call was lost
             if limit is not None and db.value("SELECT count(*) FROM jobs WHERE status = 'queued'") >= limit:
-                raise QueueFull(f"{limit} videos in the queue, as many as this server lets wait: try again later")
+                raise QueueFull(limit)
             db.execute(
                 f"""INSERT INTO jobs (id, position, status, model, batch, request, output, created_at, version)
                 VALUES (:id, :version, :status, :model, :batch, :request, :output, {db.now}, :version)
@@ -283,6 +311,15 @@ class JobStore:
             return db.placed(found[:limit]), len(found) > limit
 
         return self._read(read)
+
+    def queue(self) -> list[Job]:
+        """Return the jobs that wait, in their order, as many as are counted."""
+        text = "status = 'queued' ORDER BY position LIMIT :most"
+        return self._read(lambda db: db.placed(db.jobs(text, most=LONGEST_QUEUE)))
+
+    def waiting(self) -> int:
+        """Return how many jobs wait."""
+        return self._read(lambda db: db.value("SELECT count(*) FROM jobs WHERE status = 'queued'"))
 
     def cancel(self, id: str) -> Job:
         """End a job that waits, or one under way as soon as its worker hears of it; raises NotFound."""
@@ -628,10 +665,13 @@ class JobStore:
                 with self._transaction(write, durable) as db:
                     return do(db)
             except self._database.errors as error:
-                why = hidden(reason(error), self.url)
-                if not self._database.is_away(error):
-                    raise DatabaseError(f"the database {self.name} cannot be used: {why}") from error
-                if time.monotonic() >= end:
+                why, is_full = hidden(reason(error), self.url), has_no_room(error)
+                if is_full and math.isinf(self.patience):  # a worker has to note what it did
+                    self.reclaim()
+                elif not self._database.is_away(error):
+                    told = f"the database {self.name} cannot be used: {why}"
+                    raise DatabaseError(told, is_full) from error
+                elif time.monotonic() >= end:
                     raise Unavailable(f"the database {self.name} is out of reach: {why}") from error
             time.sleep(RETRY)
 

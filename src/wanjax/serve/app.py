@@ -5,9 +5,10 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from importlib.resources import files
 from mimetypes import guess_type
 from pathlib import Path
@@ -18,31 +19,45 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import Receive, Scope, Send
 
 from wanjax.errors import SettingError, WanjaxError, shown
+from wanjax.jobs.databases import DatabaseError
+from wanjax.jobs.store import COMPLETED, QUEUED, Job, JobStore, NewJob, NotFound, QueueFull, Unavailable
+from wanjax.jobs.worker import LOADING, READY
 from wanjax.media.videos import read_metadata
 from wanjax.pipelines.record import VERSION
+from wanjax.pipelines.request import VideoRequest
+from wanjax.pipelines.settings import LOADED
 from wanjax.serve import asked, metrics, stored
-from wanjax.serve.board import BROKE, Board, ClosedError, FullError, UnknownError, Videos, Watcher
+from wanjax.serve.events import Changes, Events
 from wanjax.serve.faults import UNEXPECTED, explained, storing
 from wanjax.serve.guard import COOKIE, Access, Guard, is_encrypted, refusal
-from wanjax.serve.jobs import COMPLETED, PREVIEW, THUMBNAIL, VIDEO, Job, files_in
 from wanjax.serve.limits import Limits
-from wanjax.serve.mirror import Mirror
-from wanjax.serve.owner import AwayError
+from wanjax.serve.sweeping import Sweeper
 from wanjax.serve.variants import Known
-from wanjax.stores.places import Missing, Remote
+from wanjax.serve.videos import (
+    FILE,
+    PREVIEW,
+    THUMBNAIL,
+    VIDEO,
+    filled,
+    names_of,
+    new_id,
+    output_of,
+    paths_of,
+    told,
+)
+from wanjax.stores.places import Missing, Place, Remote
 
 PAGE = files("wanjax.serve") / "page"
 FIELDS, FILES = 64, 12  # of a form
 FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
 BODY_SECONDS = 60.0  # in which a request has to arrive
-HEARTBEAT = 15.0  # seconds between signs of life of an idle stream
-AWAY = "the table of videos is out of reach for a while: try again later"
+BROKE = "failed"  # a server whose only worker ended
+AWAY = "the database of videos is out of reach for a while: try again later"
 T = TypeVar("T")
 logger = logging.getLogger("wanjax.serve")
 CONTENT: dict[str, tuple[str, str | None]] = {
@@ -52,33 +67,57 @@ CONTENT: dict[str, tuple[str, str | None]] = {
 }
 NOT_OFFERED = ("/v1/videos/{id}/remix", "/v1/videos/edits", "/v1/videos/extensions", "/v1/videos/characters")
 """Requests of OpenAI's videos API that have no counterpart here."""
+BY_WORKER = [name for name in LOADED if name != "model"]  # settings that whoever loads the model decides
 RESULTS = ("video", "thumbnail")  # of which there are whole ones alone
 
 
-class Events(StreamingResponse):
-    """A stream of events, which frees the place of its watcher at its end."""
-
-    def __init__(self, board: Videos, watcher: Watcher, content: AsyncIterator[str]):
-        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}  # the latter is for nginx
-        super().__init__(content, media_type="text/event-stream", headers=headers)
-        self.board, self.watcher = board, watcher
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self.board.leave(self.watcher)
+class ClosedError(Exception):
+    """A server that ends, and takes no further request."""
 
 
-@dataclass(frozen=True)
 class Service:
-    """All that answers need: the videos or a copy of them, and the models as they are known and told to clients."""
+    """All that answers need. Several services may share a store and its folder.
 
-    board: Board | Mirror
-    known: Known
-    told: Sequence[dict[str, Any]]
-    limits: Limits
-    access: Access
+    Args:
+        store: The jobs.
+        folder: The folder of the videos' folders, here or in a store.
+        known: The models that requests may name, without their weights.
+        told: What clients are told of the models, the served one first.
+        limits: What a request may ask for.
+        access: Who may ask.
+        is_broken: Returns True where the server's only worker has ended.
+    """
+
+    def __init__(
+        self,
+        store: JobStore,
+        folder: Place,
+        known: Known,
+        told: Sequence[dict[str, Any]],
+        limits: Limits,
+        access: Access,
+        is_broken: Callable[[], bool] = lambda: False,
+    ):
+        self.store = store
+        self.folder: Place = folder.expanduser().absolute() if isinstance(folder, Path) else folder
+        self.known, self.told, self.limits, self.access, self.is_broken = known, told, limits, access, is_broken
+        self.answers: Counter[int] = Counter()
+        self.changes, self.sweeper = Changes(store, self._told), Sweeper(store, self.folder)
+        self._closed = False
+
+    def start(self) -> None:
+        """Begin to look after the jobs: to remove what is left of videos, and to requeue jobs of silent workers."""
+        self.sweeper.start()
+
+    def end(self) -> None:
+        """Take no further request, and end all streams of events; may be called in a handler of signals."""
+        self._closed = self.changes.closed = True
+
+    def close(self) -> None:
+        """End the threads."""
+        self.end()
+        self.changes.close()
+        self.sweeper.close()
 
     def application(self) -> Guard:
         """Returns the application, behind its guard."""
@@ -103,49 +142,67 @@ class Service:
         handlers: dict[Any, Callable[..., Any]] = {
             HTTPException: lambda request, error: refusal(error.status_code, error.detail),
             WanjaxError: self._refused,
-            FullError: lambda request, error: refusal(429, str(error), "queue_full", retry_after="5"),
+            QueueFull: lambda request, error: refusal(429, str(error), "queue_full", retry_after="5"),
             ClosedError: lambda request, error: refusal(503, str(error), "ending", retry_after="30"),
-            AwayError: lambda request, error: refusal(503, AWAY, "away", retry_after="5"),
-            UnknownError: lambda request, error: refusal(404, str(error), "not_found"),
+            Unavailable: lambda request, error: refusal(503, AWAY, "away", retry_after="5"),
+            NotFound: lambda request, error: refusal(404, str(error), "not_found"),
             ClientDisconnect: lambda request, error: Response(status_code=400),
             Exception: lambda request, error: refusal(500, UNEXPECTED, "internal"),
         }
         application = Starlette(routes=routes, exception_handlers=handlers)
         application.router.redirect_slashes = False  # to a full address, which is not the client's behind a proxy
-        guard = Guard(application, self.access, self.limits.upload, self.board.answers)
+        guard = Guard(application, self.access, self.limits.upload, self.answers)
         guard.application.state.guard = guard  # pyright: ignore[reportFunctionMemberAccess]
         return guard
 
     def _refused(self, request: Request, error: Exception) -> Response:
         """Answers an error that is told in a sentence."""
-        found = explained(error, [self.board.shelf.folder, *self.known.folders])
+        found = explained(error, [self.folder, *self.known.folders])
         if found.own:
             logger.error("%s %s: %s", request.method, request.url.path, error)
         return refusal(found.status, found.message, found.code, getattr(error, "setting", None))
 
     async def create(self, request: Request) -> JSONResponse:
         """Takes a request for a video, as a form or as JSON, and answers at once."""
-        self.board.check_room()
+        await run_in_threadpool(self._check_room)  # before a large picture is read
         with storing():  # large files of a form, beside it
             fields, pictures = await _arrived(_body(request))
-        job = await run_in_threadpool(self._accept, fields, pictures)
-        return self._shown(job)
+        return JSONResponse(self._told(await run_in_threadpool(self._accept, fields, pictures)))
+
+    def _check_room(self) -> None:
+        """Raise QueueFull where the queue takes no further request, ClosedError where the server ends."""
+        if self._closed:
+            raise ClosedError("this server is ending: ask again when it has started anew")
+        if self.store.waiting() >= self.limits.queue:
+            raise QueueFull(self.limits.queue)
 
     @storing()
-    def _accept(self, fields: Mapping[str, Any], pictures: Mapping[str, list[bytes]]) -> Job:
-        """Checks a request, keeps its pictures and puts it on the board; leaves nothing of one that is refused."""
-        request, given = asked.read(fields, pictures, self.known, self.limits)
+    def _accept(self, fields: Mapping[str, Any], files: Mapping[str, list[bytes]]) -> Job:
+        """Check a request, keep its pictures and add its job; leave nothing of one that is refused."""
+        request, given = asked.read(fields, files, self.known, self.limits)
         pipe = self.known.model(request.model)
-        id = self.board.shelf.make_place().name
+        id = new_id()
+        new = NewJob(id, {}, pipe.defaults.model, output_of(id))
+        if not given:
+            return self.store.add(self._completed(new, request, {}), limit=self.limits.queue)
+        arriving = self.store.add(new, arriving=True)  # so that a server that is killed leaves no folder for ever
         try:
-            with self.board.shelf.filled(id) as here:
+            with filled(self.folder / id) as here:
                 saved = asked.save_pictures(given, asked.inputs_of(pipe), here, self.limits)
-                job = Job(id, {}, saved, scheduler=request.scheduler, lora=dict(request.lora))
-                job.settings = asked.completed(request, pipe, files_in(here, job), self.limits).to_json()
-            return self.board.add(job)
+                new = self._completed(new, replace(request, inputs=saved), paths_of(saved, here))
+            return self.store.add(new, limit=self.limits.queue)
         except BaseException:
-            self.board.shelf.remove(id)
+            with suppress(WanjaxError, NotFound):
+                self.store.remove(id)
+                self.sweeper.clear(arriving)
             raise
+
+    def _completed(self, new: NewJob, request: VideoRequest, files: Mapping[str, Any]) -> NewJob:
+        """Return a job with all settings of its request; raise WanjaxError where they make no video."""
+        settings = asked.completed(request, self.known.model(request.model), files, self.limits).to_json()
+        for name in BY_WORKER:
+            settings.pop(name, None)
+        return replace(new, request=replace(request, settings=settings, model=new.model).to_json())
 
     async def videos(self, request: Request) -> JSONResponse:
         """Lists videos, the newest first unless `order` is asc, at most `limit` after the one named `after`."""
@@ -155,35 +212,46 @@ class Service:
             raise SettingError(f"limit is {shown(limit)}: give a whole number from 1 to 100", "limit")
         if order not in ("asc", "desc"):
             raise SettingError(f"order is {shown(order)}: give asc or desc", "order")
-        if "after" in query:
-            await self._find(query["after"])
-        jobs = list(self.board.jobs.values())  # in the table's order: a clock may be set back
-        if order == "desc":
-            jobs.reverse()
-        ids = [job.id for job in jobs]
-        start = ids.index(self.board.find(query["after"]).id) + 1 if "after" in query else 0
-        page = jobs[start : start + int(limit)]
-        return JSONResponse(
-            {
-                "object": "list",
-                "data": [self._told(job) for job in page],
-                "first_id": page[0].id if page else None,
-                "last_id": page[-1].id if page else None,
-                "has_more": start + len(page) < len(jobs),
-            }
-        )
+        after = query.get("after")
+        page, more = await run_in_threadpool(lambda: self.store.page(int(limit), after=after, newest=order == "desc"))
+        ids = [job.id for job in page] or [None]
+        data = [self._told(job) for job in page]
+        return JSONResponse({"object": "list", "data": data, "first_id": ids[0], "last_id": ids[-1], "has_more": more})
 
     async def show(self, request: Request) -> JSONResponse:
-        return self._shown(await self._find(request.path_params["id"]))
+        return JSONResponse(self._told(await self._find(request)))
 
     async def remove(self, request: Request) -> JSONResponse:
         """Removes a video; one that waits or is under way is cancelled before."""
         id = request.path_params["id"]
-        await run_in_threadpool(self.board.remove, id)
+        await run_in_threadpool(self._remove, id)
         return JSONResponse({"id": id, "object": "video.deleted", "deleted": True})
 
+    def _told(self, job: Job) -> dict[str, Any]:
+        """Return a job as clients are told of it."""
+        known = self.known.pipes.get(job.model)
+        return told(job, {name: getattr(known.defaults, name) for name in BY_WORKER} if known else {})
+
+    def _remove(self, id: str) -> None:
+        """Remove a video, its files as soon as nobody works on them; raise NotFound."""
+        try:
+            job = self.store.remove(id)
+        except DatabaseError as error:
+            video = self.folder / output_of(id)
+            if not error.is_full or not isinstance(video, Path):
+                raise
+            self.store.get(id)
+            with storing(), suppress(FileNotFoundError):
+                video.unlink()  # a full disk may have no room for the note: that of the video is taken
+            self.store.reclaim()
+            job = self.store.remove(id)
+        if not job.worker and isinstance(self.folder, Path):
+            self.sweeper.clear(job)
+        else:
+            self.sweeper.wake()  # nobody waits for a store
+
     async def cancel(self, request: Request) -> JSONResponse:
-        return self._shown(await run_in_threadpool(self.board.cancel, request.path_params["id"]))
+        return JSONResponse(self._told(await run_in_threadpool(self.store.cancel, request.path_params["id"])))
 
     async def not_offered(self, request: Request) -> JSONResponse:
         """Answer a request of OpenAI's videos API that this server does not offer."""
@@ -197,14 +265,14 @@ class Service:
         `preview` shows one that is under way too, and other variants are what it is made from.
         """
         variant = request.query_params.get("variant", "video")
-        job = await self._find(request.path_params["id"], over=variant in RESULTS)
-        own = {Path(name).stem: (name, None) for name in job.files}
+        job = await self._find(request)
+        own = {Path(name).stem: (name, None) for name in names_of(job.request["inputs"]) if FILE.fullmatch(name)}
         if variant not in (known := CONTENT | own):
             raise SettingError(f"the variant {shown(variant)} is not offered: {', '.join(known)} are", "variant")
         if job.status != COMPLETED and variant in RESULTS:
             return _unfinished(job)
         name, kind = known[variant]
-        file = self.board.shelf.place(job.id) / name
+        file = self.folder / job.id / name
         kind, own_name = kind or guess_type(name)[0] or "application/octet-stream", f"{job.id}{file.suffix}"
         if isinstance(file, Remote):
             with suppress(Missing):
@@ -215,10 +283,10 @@ class Service:
 
     async def record(self, request: Request) -> Response:
         """Sends the record of a finished video: everything that shaped it, as its file has it."""
-        job = await self._find(request.path_params["id"], over=True)
+        job = await self._find(request)
         if job.status != COMPLETED:
             return _unfinished(job)
-        video = self.board.shelf.place(job.id) / VIDEO
+        video = self.folder / output_of(job.id)
         if not await run_in_threadpool(video.is_file):
             return _gone(VIDEO)
         with storing():
@@ -228,29 +296,11 @@ class Service:
         """Streams changes as server-sent events: those of one video until its end, or of all."""
         only = request.path_params.get("id")
         if only is not None:
-            await self._find(only)
-        if self.board.watchers >= self.limits.streams:
+            await self._find(request)
+        if self.changes.watchers >= self.limits.streams:
             return refusal(429, f"{self.limits.streams} streams of events are open, as many as this server has")
-        watcher = self.board.watch()  # counted before another request is looked at
-        return Events(self.board, watcher, self._stream(only, watcher[1]))
-
-    async def _stream(self, only: str | None, woken: asyncio.Event) -> AsyncIterator[str]:
-        """Yields each change of a video, or of all videos."""
-        version = 0 if only is not None else self.board.version
-        yield "retry: 2000\n\n"
-        while not self.board.closed:
-            woken.clear()
-            version, changed, removed = self.board.since(version, only)
-            for job in changed:
-                yield f"data: {json.dumps(self._told(job))}\n\n"
-            for id in removed:
-                yield f"data: {json.dumps({'id': id, 'object': 'video.deleted', 'deleted': True})}\n\n"
-            if only is not None and (only not in self.board.jobs or self.board.jobs[only].over):
-                return
-            try:
-                await asyncio.wait_for(woken.wait(), HEARTBEAT)
-            except TimeoutError:
-                yield ": still here\n\n"
+        watcher = self.changes.watch()  # counted before another request is looked at
+        return Events(self.changes.stream(only, watcher[1]), lambda: self.changes.leave(watcher))
 
     async def models(self, request: Request) -> JSONResponse:
         """Lists the models, the served one first: all that a request may ask, and what the server was started with."""
@@ -272,28 +322,26 @@ class Service:
         return answer
 
     async def health(self, request: Request) -> JSONResponse:
-        state = self.board.state
-        found = {"status": state, "model": self.known.first, "queue": self.board.waiting, "version": VERSION}
-        return JSONResponse(found, 503 if state == BROKE else 200)
+        state, waiting, unserved = await run_in_threadpool(self._health)
+        health = {"status": state, "model": self.known.first, "queue": waiting, "version": VERSION}
+        if unserved:
+            health["waits_for_workers_of"] = unserved
+        return JSONResponse(health, 503 if state == BROKE else 200)
+
+    def _health(self) -> tuple[str, int, list[str]]:
+        """Return the state of the workers, how many videos wait, and the models of those that no worker makes."""
+        stats = self.store.stats()
+        state = READY if stats.workers.get(READY) else BROKE if self.is_broken() else LOADING
+        return state, stats.jobs.get(QUEUED, 0), self.store.unserved()
 
     async def measured(self, request: Request) -> PlainTextResponse:
-        return PlainTextResponse(metrics.text(self.board), headers={"content-type": metrics.CONTENT_TYPE})
+        stats = await run_in_threadpool(self.store.stats)
+        text = metrics.text(stats, self.answers, self.changes.watchers)
+        return PlainTextResponse(text, headers={"content-type": metrics.CONTENT_TYPE})
 
-    async def _find(self, id: str, *, over: bool = False) -> Job:
-        """Returns a video; raises UnknownError.
-
-        A copy of the board is renewed before it has no such video, or none that is `over` where that is asked for: who
-        asks may have heard of it by another front.
-        """
-        if (job := self.board.jobs.get(id)) is None or (over and not job.over):
-            await run_in_threadpool(self.board.renew)
-        return self.board.find(id)
-
-    def _told(self, job: Job) -> dict[str, Any]:
-        return {**job.to_json(), "queue_position": self.board.position(job)}
-
-    def _shown(self, job: Job) -> JSONResponse:
-        return JSONResponse(self._told(job))
+    async def _find(self, request: Request) -> Job:
+        """Return the video that a path names; raise NotFound."""
+        return await run_in_threadpool(self.store.get, request.path_params["id"])
 
 
 def _unfinished(job: Job) -> JSONResponse:

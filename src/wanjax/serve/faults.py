@@ -3,14 +3,14 @@
 
 import errno
 import re
-import sqlite3
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from wanjax.errors import FULL, WanjaxError, causes, is_full, is_out_of_memory, reason
+from wanjax.jobs.databases import DatabaseError
 from wanjax.stores.places import Place, StoreError
 from wanjax.stores.user import home
 
@@ -38,19 +38,7 @@ class Fault(NamedTuple):
 
 
 class StorageError(WanjaxError):
-    """A table or a file that cannot be written, as on a full disk; `fault` is known of one from another process."""
-
-    fault: Fault | None = None
-
-    def __reduce__(self) -> Any:
-        """Lets the error go from one process to another, where it does not know what it was raised from."""
-        return type(self)._with, (str(self), explained(self, ()))
-
-    @classmethod
-    def _with(cls, text: str, fault: Fault) -> "StorageError":
-        made = cls(text)
-        made.fault = fault
-        return made
+    """A file of the server's that cannot be used, as on a full disk."""
 
 
 @contextmanager
@@ -67,12 +55,10 @@ def storing() -> Iterator[None]:
 def explained(error: Exception, folders: Iterable[Place]) -> Fault:
     """Returns what a client is told of an error; `folders` are known ones of the server."""
     for cause in causes(error):
-        if isinstance(cause, StorageError) and cause.fault is not None:
-            return cause.fault
         if isinstance(cause, StoreError):
             return Fault(502, STORAGE, STORE)
-        if isinstance(cause, sqlite3.Error):
-            why = NO_ROOM if is_full(cause) else f"the server's table cannot be written: {cause}"
+        if isinstance(cause, DatabaseError):
+            why = NO_ROOM if cause.is_full else "the server's database refuses this, and its log has the details"
             return Fault(507, STORAGE, why)
         if isinstance(cause, OSError) and cause.errno in STATUS:
             why = NO_ROOM if is_full(cause) else f"the server cannot use its files: {reason(cause)}"

@@ -8,23 +8,32 @@ from typing import Any
 import jax
 import psutil
 
-from wanjax.serve.board import READY, Videos
+from wanjax.jobs.store import CANCELLED, COMPLETED, FAILED, QUEUED, RUNNING, Stats
+from wanjax.jobs.worker import READY
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 STARTED = time.time()
 
 
-def text(board: Videos) -> str:
-    """Returns all metrics."""
+def text(stats: Stats, answers: Mapping[int, int], watchers: int) -> str:
+    """Return all metrics: of the store's jobs and workers, of this server's answers and streams, and of its process."""
+    stages = {name.removeprefix("seconds_"): x for name, x in stats.counters.items() if name.startswith("seconds_")}
+    ends = {status: stats.counters.get(status, 0) for status in (COMPLETED, FAILED, CANCELLED)}
+    waiting, running = stats.jobs.get(QUEUED, 0), stats.jobs.get(RUNNING, 0)
     lines = [
-        *_counter("wanjax_videos", "Videos that came to an end.", {"status": board.counts}),
-        *_counter("wanjax_answers", "Answers to requests, by status.", {"status": board.all_answers}),
-        *_counter("wanjax_stage_seconds", "Seconds that videos took, by stage.", {"stage": board.seconds}),
-        *_gauge("wanjax_queue_length", "Videos that wait.", board.waiting),
-        *_gauge("wanjax_running", "Videos that are made now.", len(board.running)),
-        *_gauge("wanjax_watchers", "Streams of events that are open.", board.watchers),
-        *_gauge("wanjax_ready", "1 once the model is loaded and compiled.", int(board.state == READY)),
-        *_gauge("wanjax_kept_videos", "Requests that are kept, with their videos.", len(board.jobs)),
+        *_counter("wanjax_videos", "Videos that came to an end.", {"status": ends}),
+        *_counter("wanjax_answers", "Answers of this server to requests, by status.", {"status": answers}),
+        *_counter("wanjax_stage_seconds", "Seconds that videos took, by stage.", {"stage": stages}),
+        *_gauge("wanjax_queue_length", "Videos that wait.", waiting),
+        *_gauge("wanjax_running", "Videos that are made now.", running),
+        *_gauge("wanjax_watchers", "Streams of events that are open.", watchers),
+        *_gauge("wanjax_ready", "1 once the model is loaded and compiled.", int(bool(stats.workers.get(READY)))),
+        *_gauge(
+            "wanjax_kept_videos",
+            "Requests that are kept, with their videos.",
+            sum(stats.jobs.get(status, 0) for status in (QUEUED, RUNNING, COMPLETED, FAILED)),
+        ),
+        *_samples("wanjax_workers", "gauge", "Workers that are heard of, by state.", {"state": stats.workers}),
         *_gauge("process_start_time_seconds", "When the process began.", STARTED),
         *_gauge("process_resident_memory_bytes", "Memory of the process.", psutil.Process().memory_info().rss),
     ]

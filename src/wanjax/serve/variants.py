@@ -10,7 +10,7 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from wanjax.checkpoints.hub import check_file
 from wanjax.checkpoints.lora_source import Lora
@@ -68,6 +68,21 @@ class Known:
             has = " and ".join(self.usual) or "none"
             raise SettingError(f"no LoRA of this server is named {shown(unknown[0])}: it has {has}", "lora")
         return {**self.usual, **asked}
+
+
+class ModelInfos(NamedTuple):
+    """What a process without the models needs to know of them: it comes from one that has loaded them.
+
+    `told` is what clients are told, and requests are checked by `infos`. `usual` are the LoRAs' strengths.
+    """
+
+    told: list[dict[str, Any]]
+    infos: list[ModelInfo]
+    usual: dict[str, float]
+    folders: list[Path]
+
+    def known(self) -> Known:
+        return Known({one.defaults.model: one.pipeline() for one in self.infos}, self.usual, self.folders)
 
 
 class Variants(Known):

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers that are actors of a Ray cluster, and a store that is one, where the hosts of a cluster share no database."""
+
+import os
+import pickle
+from collections.abc import Callable, Mapping
+from math import inf
+from threading import Event, Lock
+from time import monotonic, sleep
+from typing import Any
+
+from wanjax.errors import WanjaxError
+from wanjax.jobs.pool import NICE, Start
+from wanjax.jobs.store import PATIENCE, RETRY, JobStore, Unavailable
+from wanjax.jobs.worker import new_name, work
+
+NAMESPACE = "wanjax"
+ANSWER = 30.0  # seconds in which an actor answers a call
+
+
+class RayWorker:
+    """A worker that is an actor of a cluster, and ends with the command that started it: a `Handle` of a pool.
+
+    Args:
+        ray: The library, connected.
+        store: The store of the jobs.
+        start: Returns the maker, in the actor's process.
+        options: Keywords of `work`.
+        resources: What the actor is given, as options of Ray's actors.
+        ask: Called with the maker before the first job; `answer` has what it returns.
+    """
+
+    def __init__(
+        self,
+        ray: Any,
+        store: "JobStore | RemoteStore",
+        start: Start,
+        options: Mapping[str, Any],
+        resources: Mapping[str, Any],
+        ask: Callable[[Any], Any] | None = None,
+    ):
+        self.ray, self.name = ray, new_name()
+        once = {"max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": "SPREAD", "max_concurrency": 4}
+        nice = not resources.keys() - {"num_cpus"}
+        self._actor = ray.remote(_Actor).options(**once, **resources).remote(nice)
+        given = ray.cloudpickle.dumps((store, start, self.name, dict(options)))
+        self._answer = None if ask is None else self._actor.ask.remote(given, ray.cloudpickle.dumps(ask))
+        self._work = self._actor.work.remote(given)
+
+    def answer(self) -> Any:
+        """Return what was asked for, None while it is not there; raise what was raised, or EOFError for a death."""
+        if self._answer is None or not self.ray.wait([self._answer], timeout=0)[0]:
+            return None
+        try:
+            return self.ray.get(self._answer)
+        except self.ray.exceptions.RayTaskError as error:
+            raise error.cause from error
+        except self.ray.exceptions.RayError as error:
+            raise EOFError from error
+
+    def ended(self) -> str | None:
+        if not self.ray.wait([self._work], timeout=0)[0]:
+            return None
+        try:
+            self.ray.get(self._work)
+        except self.ray.exceptions.RayTaskError as error:
+            return str(error.cause).partition("\n")[0] or type(error.cause).__name__
+        except self.ray.exceptions.RayError:
+            return "its actor or its node ended"
+        return ""
+
+    def terminate(self) -> None:
+        self._actor.drain.remote()
+
+    def kill(self) -> None:
+        self.ray.kill(self._actor)
+
+
+class _Actor:
+    """The process of a worker; `nice` has it give way to others before JAX is imported, and has threads."""
+
+    def __init__(self, nice: bool):
+        if nice:
+            os.nice(NICE)
+        self._asked, self._lock = Event(), Lock()
+        self._maker: Any = None
+
+    def _opened(self, given: bytes) -> tuple[Any, str, dict[str, Any]]:
+        """Return the store, the worker's name and the options; the maker is made once."""
+        store, start, name, options = pickle.loads(given)
+        store = store.with_patience(inf)
+        with self._lock:
+            self._maker = self._maker or start(store)
+        return store, name, options
+
+    def ask(self, given: bytes, ask: bytes) -> Any:
+        self._opened(given)
+        return pickle.loads(ask)(self._maker)
+
+    def work(self, given: bytes) -> None:
+        store, name, options = self._opened(given)
+        work(store, self._maker, name=name, drained=self._asked.is_set, **options)
+
+    def drain(self) -> None:
+        self._asked.set()
+
+
+class RemoteStore:
+    """A `JobStore` that is a named actor: its methods are those of the store, called from any process of a cluster.
+
+    An actor that dies is restarted on the same node by the same file; a call whose answer was lost is sent again.
+    """
+
+    def __init__(self, name: str, patience: float = PATIENCE):
+        self.service, self.patience = name, patience
+        self._kept: Any = None  # in the process that started the actor, which ends with it
+
+    @classmethod
+    def start(cls, ray: Any, path: str, name: str) -> "RemoteStore":
+        """Start the actor of a file of SQLite on this node; it ends with this process."""
+        here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+            ray.get_runtime_context().get_node_id(), False
+        )
+        options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": here}
+        actor = ray.remote(JobStore).options(name=name, namespace=NAMESPACE, max_concurrency=16, **options).remote(path)
+        store = cls(name)
+        store._kept = actor
+        store.version()
+        return store
+
+    def with_patience(self, seconds: float) -> "RemoteStore":
+        return RemoteStore(self.service, seconds)
+
+    def close(self) -> None:
+        """Nothing: the actor ends with the command that started it."""
+
+    def __reduce__(self) -> Any:
+        return RemoteStore, (self.service, self.patience)
+
+    def __getattr__(self, method: str) -> Any:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        return lambda *given, **named: self._call(method, *given, **named)
+
+    def _call(self, method: str, *given: Any, **named: Any) -> Any:
+        """Call a method of the actor, again while it is away.
+
+        Raises:
+            Unavailable: It is away for longer than the patience.
+        """
+        import ray
+        from ray.exceptions import RayError, RayTaskError
+
+        end = monotonic() + self.patience
+        while True:
+            try:
+                actor = ray.get_actor(self.service, namespace=NAMESPACE)
+                return ray.get(getattr(actor, method).remote(*given, **named), timeout=ANSWER)
+            except RayTaskError as error:
+                if not isinstance(error.cause, Unavailable) or monotonic() >= end:
+                    raise error.cause from None
+            except (RayError, ValueError) as error:  # the latter where there is no such actor
+                if isinstance(error, WanjaxError):
+                    raise
+                if monotonic() >= end:
+                    raise Unavailable(f"the actor {self.service} of the jobs is out of reach") from error
+            sleep(RETRY)

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`wanjax serve --workers` and several servers of one database, of which anything may be killed."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from threading import Thread
+
+import numpy as np
+import psutil
+import pytest
+from s3fs import S3FileSystem
+
+from benchmarks.replicas import BAR, measure, processes
+from tests.support.commands import refused as refused_command
+from tests.support.media import picture
+from tests.support.served import SMALL, finished, serving
+from tests.support.stores import BUCKET, running_s3
+from tests.support.words import says
+from wanjax.jobs.databases import VARIABLE
+from wanjax.jobs.store import JobStore
+
+FAST = SMALL | {"steps": 2}
+
+
+def family(process):
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def gone(process):
+    """Ends a command by a signal; nothing that it started is left."""
+    started = family(process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(120) == 0
+    assert not psutil.wait_procs(started, 20)[1]
+
+
+def test_a_worker_that_is_killed_loses_no_video(tmp_path):
+    """Another takes its place, and makes the video; a second server without a worker shows it too."""
+    with serving(tmp_path, "--workers", "1", "--no-rehearse") as (client, process):
+        store = JobStore(str(tmp_path / "jobs.sqlite"))
+        with serving(tmp_path, "--workers", "0", "--database", str(tmp_path / "jobs.sqlite")) as (other, second):
+            id = other.post("/v1/videos", json=SMALL | {"steps": 200}).json()["id"]
+            while client.get(f"/v1/videos/{id}").json()["status"] == "queued":
+                time.sleep(0.05)
+            [worker] = processes(store)
+            os.kill(worker, signal.SIGKILL)
+            assert finished(client, id)["status"] == "completed"
+            assert processes(store) != [worker]
+            assert store.get(id).attempts == 2
+            assert client.get(f"/v1/videos/{id}/content").content == other.get(f"/v1/videos/{id}/content").content
+            with other.stream("GET", f"/v1/videos/{id}/events") as stream:
+                assert any('"completed"' in line for line in stream.iter_lines())
+            gone(second)
+        assert client.get("/health").json()["status"] == "ready"
+        gone(process)
+        store.close()
+
+
+def test_a_server_without_workers_says_what_waits_for_one(tmp_path):
+    with serving(tmp_path, "--workers", "0") as (client, _):
+        assert client.get("/health").json()["status"] == "loading"
+        assert client.post("/v1/videos", json=FAST).json()["queue_position"] == 0
+        assert client.get("/health").json()["waits_for_workers_of"] == ["nano"]
+
+
+@pytest.mark.slow
+def test_nothing_that_was_taken_is_lost_where_workers_are_killed(tmp_path):
+    counts = measure(tmp_path / "served", requests=200, clients=20, workers=2, every=20)
+    assert counts["completed"] == 200, counts["outcomes"]
+    assert counts["kills"] > 1
+    assert np.percentile(counts["apart"], 99) <= BAR
+
+
+@pytest.mark.slow
+def test_nothing_is_lost_where_servers_workers_and_the_database_are_killed(tmp_path, postgres):
+    """Two servers share a database; one is killed with its worker, and the database twice."""
+    with postgres.database() as url, ExitStack() as stack:
+        environment = {VARIABLE: url}
+        options = ("--workers", "1", "--no-rehearse", "--max-queue", "100")
+        first, process = stack.enter_context(serving(tmp_path, *options, **environment))
+        second, _ = stack.enter_context(serving(tmp_path, *options, **environment))
+        ids = [client.post("/v1/videos", json=FAST).json()["id"] for client in (first, second) for _ in range(15)]
+
+        def harm():
+            for _ in range(2):
+                time.sleep(4)
+                postgres.stop("immediate")
+                time.sleep(2)
+                postgres.start()
+            process.kill()
+
+        harming = Thread(target=harm)
+        harming.start()
+        for id in ids:
+            while (answer := second.get(f"/v1/videos/{id}")).status_code == 503 or not answer.json()["completed_at"]:
+                assert answer.status_code in (200, 503)
+                time.sleep(0.1)
+            assert answer.json()["status"] == "completed", answer.text
+        harming.join()
+        videos = second.get("/v1/videos?limit=100").json()["data"]
+        assert sorted(video["id"] for video in videos) == sorted(ids)
+
+
+@pytest.mark.slow
+def test_a_busy_service_ends_at_a_signal_and_goes_on_later(tmp_path):
+    options = tmp_path, "--workers", "1", "--no-rehearse"
+    with serving(*options) as (client, process):
+        listening = [each.laddr for one in family(process) for each in one.net_connections() if each.status == "LISTEN"]
+        assert not listening
+        second = [sys.executable, "-m", "wanjax", "serve", "--port", "0", "--dir", str(tmp_path), "--workers", "1"]
+        refused = subprocess.run(second, capture_output=True, text=True)
+        assert refused.returncode == 2
+        assert says(refused.stderr, f"server {tmp_path} --dir")
+        ids = [client.post("/v1/videos", json=SMALL | {"steps": 200, "seed": n}).json()["id"] for n in range(2)]
+        with client.stream("GET", f"/v1/videos/{ids[0]}/events") as stream:
+            assert any('"stage": "denoise"' in line for line in stream.iter_lines())
+        gone(process)
+    with serving(*options) as (client, process):
+        assert [finished(client, id)["status"] for id in ids] == ["completed"] * 2
+
+
+@pytest.mark.slow
+def test_workers_come_with_what_waits(tmp_path):
+    with serving(tmp_path, "--workers", "1..2", "--no-rehearse") as (client, _):
+        store = JobStore(str(tmp_path / "jobs.sqlite"))
+        assert len(store.workers()) == 1
+        ids = [client.post("/v1/videos", json=SMALL | {"steps": 100, "seed": n}).json()["id"] for n in range(12)]
+        seen = set()
+        while any(not client.get(f"/v1/videos/{id}").json()["completed_at"] for id in ids):
+            seen.add(len(store.workers()))
+            time.sleep(0.5)
+        assert 2 in seen
+        assert {finished(client, id)["status"] for id in ids} == {"completed"}
+        served = client.get("/metrics").text
+        assert int(re.search(r'videos_total{status="completed"} (\d+)', served)[1]) == 12
+        store.close()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Ray's own
+def test_workers_in_a_ray_cluster_and_the_store_that_they_call_may_be_killed(tmp_path):
+    pytest.importorskip("ray")
+    from benchmarks.cluster import actors, local_cluster
+
+    with local_cluster(2) as cluster:
+        options = "--workers", "2", "--ray", cluster.address, "--no-rehearse"
+        with serving(tmp_path, *options) as (client, process):
+            ids = [client.post("/v1/videos", json=SMALL | {"steps": 100, "seed": n}).json()["id"] for n in range(8)]
+            for name in ("_Actor", "JobStore"):
+                time.sleep(3)
+                actors(os.getpid(), name)[0].kill()
+            assert {finished(client, id)["status"] for id in ids} == {"completed"}
+            gone(process)
+
+
+@pytest.mark.slow
+def test_videos_and_pictures_of_a_service_are_in_a_bucket(tmp_path):
+    database = str(tmp_path / "jobs.sqlite")
+    with running_s3():
+        options = "--workers", "1", "--no-rehearse", "--database", database
+        bucket = S3FileSystem(use_listings_cache=False)
+
+        def files():
+            return [name for name in bucket.find(BUCKET) if "/.wanjax-" not in name]
+
+        with serving(f"{BUCKET}/served", *options) as (client, _):
+            id = client.post("/v1/videos", data=FAST, files={"image": ("red.png", picture())}).json()["id"]
+            assert finished(client, id)["status"] == "completed"
+            names = [f"wanjax-videos/served/{id}/{name}" for name in ("image.png", "thumbnail.webp", "video.mp4")]
+            assert files() == names
+            whole = bucket.cat_file(names[2])
+            assert client.get(f"/v1/videos/{id}/content").content == whole
+            part = client.get(f"/v1/videos/{id}/content", headers={"range": "bytes=-9"})
+            assert (part.status_code, part.content) == (206, whole[-9:])
+            assert client.delete(f"/v1/videos/{id}").status_code == 200
+            end = time.monotonic() + 20
+            while files() and time.monotonic() < end:
+                time.sleep(0.1)
+            assert files() == []
+
+
+@pytest.mark.parametrize("workers", ["0", pytest.param("1", marks=pytest.mark.slow)])
+def test_a_model_that_is_none_is_told(tmp_path, workers):
+    command = [sys.executable, "-m", "wanjax", "serve", "--model", "nothing", "--workers", workers]
+    refused = subprocess.run([*command, "--dir", str(tmp_path), "--port", "0"], capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert says(refused.stderr, "nothing models")
+    assert "Traceback" not in refused.stderr
+
+
+@pytest.mark.parametrize(("old", "new"), [("--replicas=2", "--workers"), ("--table=here", "--database")])
+def test_an_old_option_is_answered_by_its_new_name(tmp_path, monkeypatch, old, new):
+    monkeypatch.chdir(tmp_path)
+    assert says(refused_command("serve", old), f"{old.partition('=')[0]} {new}")
