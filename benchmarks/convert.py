@@ -75,7 +75,7 @@ def compare(source: Path, target: Path) -> dict:
     converted: Any = open_source(target)
     for name in networks(source):
         here = SafetensorsFolder(source / name)
-        there = converted.original(name, converted.tensors(name, network(converted, name, kinds()).rules))
+        there = converted[name].original(converted[name].tensors(network(converted, name, kinds()).rules))
         assert here.specs.keys() == there.specs.keys()
         for key in here.specs:
             x, y = here.read(key), there.read(key)

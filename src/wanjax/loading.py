@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from wanjax.checkpoints import manifest
-from wanjax.checkpoints.adapted import AdaptedSource, Note
+from wanjax.checkpoints.changed import Note
 from wanjax.checkpoints.files import main_dtype
 from wanjax.checkpoints.lora_source import Lora
 from wanjax.checkpoints.networks import Network, network
@@ -244,10 +244,10 @@ def _networks(found: Checkpoint) -> dict[str, Network]:
     """Returns the networks of a checkpoint whose configs are known without a download."""
     outline = found.preset.architecture.spec.networks if found.preset and found.preset.architecture else {}
     configs, known = {**outline, **found.architecture.spec.networks}, {}
-    for name in found.source.components:
+    for name, component in found.source.components.items():
         if name in configs:
             known[name] = found.family.network_of(configs[name])
-        elif name not in found.family.loaders and found.source.is_at_hand(name):
+        elif name not in found.family.loaders and component.at_hand:
             with suppress(WanjaxError):  # it is told when the network is loaded, if it is
                 known[name] = network(found.source, name, found.family.networks)
     return known
@@ -267,7 +267,7 @@ def _options(found: Checkpoint, way: Loading, partitioner: Partitioner) -> dict[
 def _digests(found: Checkpoint, way: Loading) -> dict[str, str]:
     """Returns the digests of a checkpoint that may be replaced, of LoRAs and of a decoder, by their recorded names."""
     source, name = found.source, found.settings.model
-    read = {described(file): path for file, path in source.read.items()} if isinstance(source, AdaptedSource) else {}
+    read = {described(lora.file): lora.path for lora in source.loras}
     if source.revision is None and name not in presets():
         path, root = Path(name).expanduser(), source.root
         read |= {str(path): root} | {str(path.with_name(x)): root.with_name(x) for x in beside(path.name)}
@@ -308,13 +308,13 @@ def _loaders(found: Checkpoint, way: Loading, partitioner: Partitioner) -> Mappi
 
     def load(name: str, make_room: MakeRoom) -> Any:
         if name in loaders:
-            return loaders[name](source.files(name)[0].parent)
+            return loaders[name](source[name].files()[0].parent)
         read = network(found.source, name, found.family.networks)
         shapes = _abstract(found, name, way, partitioner)
         check_memory(found.settings.model, name, shapes)
         make_room(shapes)
         told = partial(way.progress or loading, name)
-        return source.load(name, shapes, read.rules, ignore=read.unused, progress=told)
+        return source[name].load(shapes, read.rules, ignore=read.unused, progress=told)
 
     return {name: partial(load, name) for name in source.components if name != "scheduler"}
 
@@ -374,5 +374,5 @@ def _shapes(
 
 def _stored_dtype(source: Source, name: str) -> str:
     """Returns the dtype of most of a network's bytes if it is bfloat16 or float32, else float32."""
-    dtype = main_dtype(source.weights(name).specs.values())
+    dtype = main_dtype(source[name].weights().specs.values())
     return dtype if dtype in ("bfloat16", "float32") else "float32"

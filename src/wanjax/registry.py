@@ -10,26 +10,18 @@ from typing import Any, TypeVar
 
 import jax.numpy as jnp
 
-from wanjax.checkpoints.adapted import AdaptedSource, Note
+from wanjax.checkpoints.changed import Note, with_loras, with_zeros
+from wanjax.checkpoints.converted import MANIFEST, open_converted, open_stored
 from wanjax.checkpoints.descaled import EIGHT_BITS
-from wanjax.checkpoints.extended import ExtendedSource
 from wanjax.checkpoints.files import SUFFIXES
-from wanjax.checkpoints.hub import HUB_FILE, check_file, locate_file
+from wanjax.checkpoints.hub import HUB_FILE, INDEX, check_file, locate_file
 from wanjax.checkpoints.layouts import Layout
 from wanjax.checkpoints.lora import trained_attention
 from wanjax.checkpoints.lora_source import NOISE_LEVELS, Lora
 from wanjax.checkpoints.networks import NetworkKind
 from wanjax.checkpoints.readers import open_tensors
 from wanjax.checkpoints.relatives import without_transformer
-from wanjax.checkpoints.sources import (
-    MANIFEST,
-    DiffusersSource,
-    Source,
-    StoredSource,
-    WanjaxSource,
-    folder_of,
-    read_json,
-)
+from wanjax.checkpoints.sources import Source, folder_of, open_diffusers, read_json
 from wanjax.errors import WanjaxError, WanjaxWarning, unknown_model
 from wanjax.figures import quantity
 from wanjax.kernels.attention import AUTO, Attention
@@ -137,7 +129,7 @@ def admit(model: str | Path, revision: str | None, note: Note | None) -> Checkpo
     if opened:
         _tell_licence(preset, note)
     found = examine(model, revision)
-    awaited = found.source.check_room()
+    awaited = found.source.storage.check_room()
     if awaited and not opened:
         _tell_licence(found.preset, note)
     check_whole(found.source)
@@ -202,7 +194,7 @@ def configured(model: str | Path, source: Source, preset: Preset | None, *, enco
     if distillation is None or found.distillation is not None:
         return found
     found = _sampled_by(found, distillation, name)
-    if isinstance(source, WanjaxSource):  # whose own settings may be those of the weights before a LoRA was merged
+    if source.manifest is not None:  # whose own settings may be those of the weights before a LoRA was merged
         return found
     return replace(found, settings=found.settings.updated(read_json(source.root / CONFIG, missing={})))
 
@@ -229,7 +221,7 @@ def open_source(name: str | Path, revision: str | None = None) -> Source:
     """
     path = place(name)
     if isinstance(path, Remote):
-        return StoredSource(path, revision)
+        return open_stored(path, revision)
     name = path if is_url(name) else name
     if revision is not None and os.path.exists(path):
         raise WanjaxError(f"{path} is not on the hub: it has no revision {revision}")
@@ -240,12 +232,13 @@ def open_source(name: str | Path, revision: str | None = None) -> Source:
     if path.suffix in SUFFIXES and HUB_FILE.fullmatch(str(name)):
         return _open_file(locate_file(name, beside=beside(path.name), revision=revision))
     if os.path.isfile(path / MANIFEST):
-        return WanjaxSource(name, path)
+        return open_converted(name, path)
     folder, commit = folder_of(name, revision, [marker for layout in layouts() for marker in layout.markers])
-    for layout in layouts():
-        if layout.is_folder(folder):
-            return layout.open(name, folder, commit)
-    return DiffusersSource(name, folder, commit)
+    if not (folder / INDEX).is_file():
+        for layout in layouts():
+            if layout.is_folder(folder):
+                return layout.open(name, folder, commit)
+    return open_diffusers(name, folder, commit)
 
 
 def _open_file(path: Path) -> Source:
@@ -354,9 +347,8 @@ def check_whole(source: Source) -> None:
     """Raises WanjaxError where a file of the networks or tokenizers that a checkpoint lists is missing or cut off."""
     listed, loaded = source.components, {name for family in FAMILIES for name in family.loaders}
     classes = {word for kind in kinds() for word in kind.classes}
-    source.check_whole(
-        [name for name, kind in listed.items() if kind in classes], [name for name in listed if name in loaded]
-    )
+    networks = [name for name, component in listed.items() if component.kind in classes]
+    source.check(networks, [name for name in listed if name in loaded])
 
 
 def attention_of(loras: Iterable[Lora]) -> Attention | None:
@@ -426,14 +418,14 @@ def adapted(
     architecture = attending(found.architecture, attention or AUTO, model)
     if architecture != found.architecture:
         entries = {name: architecture.spec.config_entries for name in architecture.spec.denoisers}
-        found = replace(found, source=ExtendedSource(found.source, entries, found.family.networks))
+        found = replace(found, source=with_zeros(found.source, entries, found.family.networks))
         if learned is None:
             told = f"{model} was not trained with {attention}, whose projection begins with zeros"
             note(told) if note else warnings.warn(told, stacklevel=4)  # past `load` and its decorator
     if scheduler is not None:
         architecture = with_scheduler(architecture, scheduler)
     merged = [*(Lora.parse(lora) for lora in (found.preset.loras if found.preset else ())), *loras]
-    source = AdaptedSource(found.source, merged, found.family.networks, note) if merged else found.source
+    source = with_loras(found.source, merged, found.family.networks, note) if merged else found.source
     return replace(found, architecture=architecture, source=source, loras=loras, attention=attention)
 
 

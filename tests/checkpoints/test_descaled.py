@@ -363,7 +363,7 @@ def test_a_single_file_of_them_is_recognised(names, checkpoint, tmp_path):
         chosen = x.ndim == 2 and key.endswith(".weight")
         tensors |= eight_bits(key.removesuffix(".weight"), np.asarray(x), flat, *names)[0] if chosen else {key: x}
     save_safetensors(tmp_path / "wan.safetensors", {f"model.diffusion_model.{key}": x for key, x in tensors.items()})
-    weights = open_source(tmp_path / "wan.safetensors").weights("transformer")
+    weights = open_source(tmp_path / "wan.safetensors")["transformer"].weights()
     assert set(weights.specs) == set(right)
     assert "condition_embedder.time_proj.weight" not in tensors
 

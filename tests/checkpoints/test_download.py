@@ -155,6 +155,6 @@ def test_a_disk_that_is_too_small_is_told_before_the_first_byte(server, monkeypa
     assert not [name for name, _ in server.sent if name.endswith(".safetensors")]
     source = open_source(ID)
     with pytest.raises(WanjaxError, match=naming(f"{ID} room HF_HOME")):
-        source.check_room()
+        source.storage.check_room()
     monkeypatch.setattr(hub.shutil, "disk_usage", lambda _: SimpleNamespace(free=10_000_000))
-    source.check_room()
+    source.storage.check_room()

@@ -226,11 +226,11 @@ def test_a_checkpoint_comes_with_its_configs_in_one_look(server):
     sent = [name for name, _ in server.sent]
     assert sorted(sent) == ["model_index.json", "transformer/config.json", "vae/config.json"]
     server.status = 500
-    assert opened.config("vae") == json.loads(FILES["vae/config.json"])
+    assert opened["vae"].config() == json.loads(FILES["vae/config.json"])
 
 
 def test_a_cache_that_lacks_configs_gets_them_when_they_are_needed(server, hub_at):
     hub_at(server.url)
     opened = open_source(ID)
     (opened.root / "vae/config.json").unlink()
-    assert opened.config("vae") == json.loads(FILES["vae/config.json"])
+    assert opened["vae"].config() == json.loads(FILES["vae/config.json"])

@@ -2,6 +2,7 @@
 """LoRA in `load`, over checkpoints of every layout, for one expert or both, and on the command line."""
 
 import json
+import shutil
 import warnings
 from dataclasses import replace
 
@@ -17,7 +18,7 @@ from tests.support.tiny import tiny_checkpoint
 from tests.support.words import naming, says
 from wanjax import registry
 from wanjax.checkpoints import modules
-from wanjax.checkpoints.adapted import AdaptedSource
+from wanjax.checkpoints.changed import with_loras
 from wanjax.checkpoints.convert import ToWanjax
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.checkpoints.lora_source import Lora
@@ -161,18 +162,26 @@ def test_a_lora_that_does_not_fit_is_refused_before_loading(checkpoint, file, tm
         wanjax.load(checkpoint, lora=str(file))
 
 
-def test_each_of_two_experts_has_its_own_lora(checkpoint, file):
-    source = open_source(checkpoint)
-    source.index["transformer_2"] = source.index["transformer"]
-    source.folder = lambda component, files=(): checkpoint / component.removesuffix("_2")
+@pytest.fixture(scope="module")
+def experts(checkpoint, tmp_path_factory):
+    """The checkpoint with its transformer twice."""
+    folder = shutil.copytree(checkpoint, tmp_path_factory.mktemp("experts") / "two")
+    shutil.copytree(folder / "transformer", folder / "transformer_2")
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps(index | {"transformer_2": index["transformer"]}))
+    return folder
+
+
+def test_each_of_two_experts_has_its_own_lora(experts, file):
+    source = open_source(experts)
     rules = network(source, "transformer", NETWORKS).rules
     loras = [Lora(str(file)), Lora(str(file), 2.0, "high"), Lora(str(file), 4.0, "low")]
-    adapted = AdaptedSource(source, loras, NETWORKS)
-    plain = source.tensors("transformer", rules).read(KEY)
+    adapted = with_loras(source, loras, NETWORKS)
+    plain = source["transformer"].tensors(rules).read(KEY)
     for component, strength in (("transformer", 3), ("transformer_2", 5)):
-        merged = adapted.tensors(component, rules).read(KEY)
+        merged = adapted[component].tensors(rules).read(KEY)
         np.testing.assert_allclose(merged, plain + strength * change(file), rtol=1e-6, atol=1e-6)
-    assert adapted.tensors("vae", []).read("quant_conv.bias") is not None
+    assert adapted["vae"].tensors([]).read("quant_conv.bias") is not None
 
 
 HALVES = [  # wrappers of each expert's half
@@ -184,8 +193,8 @@ HALVES = [  # wrappers of each expert's half
 
 
 @pytest.mark.parametrize("halves", HALVES)
-def test_each_half_of_a_file_goes_to_its_expert(halves, checkpoint, file, tmp_path):
-    source = open_source(checkpoint)
+def test_each_half_of_a_file_goes_to_its_expert(halves, checkpoint, experts, file, tmp_path):
+    source = open_source(experts)
     both, low = tmp_path / "both.safetensors", tmp_path / "low.safetensors"
     tensors = {key.removeprefix("diffusion_model."): x for key, x in load_safetensors(file).items()}
     second = {f"{halves[1]}{key}": -2 * x if "lora_up" in key else x for key, x in tensors.items()}
@@ -194,10 +203,8 @@ def test_each_half_of_a_file_goes_to_its_expert(halves, checkpoint, file, tmp_pa
     for lora in (f"{both}", f"{low}"):  # which have no place in a model of one transformer
         with pytest.raises(WanjaxError, match=naming("experts LoRA")):
             wanjax.load(checkpoint, lora=lora)
-    source.index["transformer_2"] = source.index["transformer"]
-    source.folder = lambda component, files=(): checkpoint / component.removesuffix("_2")
     rules = network(source, "transformer", NETWORKS).rules
-    plain = source.tensors("transformer", rules).read(KEY)
+    plain = source["transformer"].tensors(rules).read(KEY)
     for loras, strengths in (
         ([Lora(str(both))], (1, -2)),
         ([Lora(str(low))], (0, -2)),
@@ -205,13 +212,13 @@ def test_each_half_of_a_file_goes_to_its_expert(halves, checkpoint, file, tmp_pa
         ([Lora(str(both), 2.0, "low")], (0, -4)),
     ):
         notes = []
-        adapted = AdaptedSource(source, loras, NETWORKS, notes.append)
+        adapted = with_loras(source, loras, NETWORKS, notes.append)
         for component, strength in zip(("transformer", "transformer_2"), strengths, strict=True):
-            merged = adapted.tensors(component, rules).read(KEY)
+            merged = adapted[component].tensors(rules).read(KEY)
             np.testing.assert_allclose(merged, plain + strength * change(file), rtol=1e-6, atol=1e-6)
         assert all(says(note, "1 of 1") for note in notes)
     with pytest.raises(WanjaxError, match=naming("low=")):
-        AdaptedSource(source, [Lora(str(low), 1.0, "high")], NETWORKS)
+        with_loras(source, [Lora(str(low), 1.0, "high")], NETWORKS)
 
 
 def test_stages_record_the_lora(checkpoint, file, tmp_path, monkeypatch):

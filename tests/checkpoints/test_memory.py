@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Networks that do not fit into memory are refused before any weights are downloaded or read."""
 
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from tests.support.hub import ID
 from tests.support.tiny import tiny_checkpoint
 from tests.support.words import naming, says
 from wanjax import loading, registry
-from wanjax.checkpoints.sources import DiffusersSource
+from wanjax.checkpoints.sources import open_diffusers
 from wanjax.cli import stages
 from wanjax.cli.stages import least_seconds
 from wanjax.errors import WanjaxError
@@ -120,16 +121,15 @@ def test_the_exact_dtype_is_known_when_a_network_is_loaded(tiny, memory_of):
         ("nano", 1_000_000, "of nano needs "),
     ],
 )
-def test_published_models(model, size, told, memory_of, monkeypatch):
+def test_published_models(model, size, told, memory_of, tmp_path, monkeypatch):
     """Of the hub nothing but what was cached could be read here: the configs are those of the presets."""
     known = registry.outline(model)
     if model == "nano":
         found = registry.examine(model)
     else:
         classes = {name: ["", ""] for name in known.architecture.spec.networks}
-        source = object.__new__(DiffusersSource)
-        source.index, source.revision, source.name = classes, None, model
-        found = registry.Checkpoint(**vars(known), source=source)
+        (tmp_path / "model_index.json").write_text(json.dumps(classes))
+        found = registry.Checkpoint(**vars(known), source=open_diffusers(model, tmp_path))
     monkeypatch.setattr(registry, "examine", lambda *_: found)
     memory_of(size)
     if told is None:

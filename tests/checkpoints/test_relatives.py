@@ -77,7 +77,7 @@ def test_the_other_of_two_experts_may_have_another_date(opened, tmp_path):
         file(tmp_path / f"{name}.safetensors", I2V_A14B)
     source = open_source(tmp_path / f"{opened}.safetensors")
     assert classes(source) == ("WanImageToVideoPipeline", True)
-    files = [source.weights(name).paths[0].stem for name in ("transformer", "transformer_2")]
+    files = [source[name].weights().paths[0].stem for name in ("transformer", "transformer_2")]
     assert files == [f"{HIGH}_1030", LOW]
 
 
@@ -133,7 +133,7 @@ def test_lightx2v_s_int8_is_its_model_in_four_steps(kind, tmp_path):
     settings = found.settings
     assert (settings.steps, settings.guidance_scale, settings.flow_shift) == (4, 1.0, 5.0)
     assert name_of(found.architecture.scheduler) == "euler"
-    specs = found.source.weights("transformer").specs
+    specs = found.source["transformer"].weights().specs
     assert {key: spec.shape for key, spec in specs.items()} == transformer_keys(I2V_14B)
     assert Counter(str(spec.dtype) for spec in specs.values()) == {"float32": 40 * 12, "bfloat16": 1303 - 40 * 12}
 
@@ -142,13 +142,13 @@ def test_a_folder_of_blocks(tmp_path):
     folder = split(tmp_path / "wan2.1_i2v_720p_int8_lightx2v_4step_split", authors(I2V_14B))
     source = open_source(folder)
     assert classes(source) == ("WanImageToVideoPipeline", False)
-    assert len(source.weights("transformer").specs) == len(authors(I2V_14B))
+    assert len(source["transformer"].weights().specs) == len(authors(I2V_14B))
     assert source.lender == "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers"
     (folder / "config.json").write_text(json.dumps({"_class_name": "WanModel", "num_heads": 40, "eps": 1e-6}))
     hollow_file(folder / "Wan2.1_VAE.safetensors", vae_keys(VAE_2_1))
     source = open_source(folder)
     assert source.lent == ["image_encoder", "image_processor", "text_encoder", "tokenizer"]
-    assert len(source.weights("transformer").specs) == len(authors(I2V_14B))
+    assert len(source["transformer"].weights().specs) == len(authors(I2V_14B))
 
 
 def test_folders_of_blocks_of_two_experts(tmp_path):
@@ -156,7 +156,7 @@ def test_folders_of_blocks_of_two_experts(tmp_path):
         split(tmp_path / name, authors(I2V_A14B))
     source = open_source(tmp_path / f"{LOW}_split")
     assert classes(source) == ("WanImageToVideoPipeline", True)
-    assert [source.weights(name).paths[0].parent.name for name in ("transformer", "transformer_2")] == [
+    assert [source[name].weights().paths[0].parent.name for name in ("transformer", "transformer_2")] == [
         f"{HIGH}_split",
         f"{LOW}_split",
     ]

@@ -94,7 +94,7 @@ def test_a_process_downloads_what_it_reads(stored, tmp_path):
     source = open_source(stored)
     assert not list(cached(tmp_path).rglob("c"))
     assert not (cached(tmp_path) / "tokenizer").exists()
-    arrays = source.weights("transformer")
+    arrays = source["transformer"].weights()
     assert isinstance(arrays, Arrays)
     name = "proj_out.kernel"
     whole = arrays[name].read()
@@ -114,7 +114,7 @@ def test_a_replaced_checkpoint_is_another_one(stored, tmp_path):
 
 
 def bias_of(source: Source) -> np.ndarray:
-    arrays = source.weights("transformer")
+    arrays = source["transformer"].weights()
     assert isinstance(arrays, Arrays)
     return arrays["proj_out.bias"].read()
 
@@ -142,8 +142,8 @@ def test_files_that_were_not_written_so_are_refused(stored, name, content, words
 
     def use():
         source = open_source(stored)
-        source.config("transformer")
-        source.weights("transformer")
+        source["transformer"].config()
+        source["transformer"].weights()
 
     assert says(refused(use), words)
 

@@ -25,7 +25,6 @@ from wanjax.converters.wan import diffusers as wan
 from wanjax.converters.wan import original
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.wan import layouts as wan_layouts
-from wanjax.pipelines.wan.layouts import FileSource, OriginalSource
 from wanjax.registry import open_source, presets
 
 TEXT_ENCODER = "models_t5_umt5.safetensors"  # of Wan's authors
@@ -221,8 +220,7 @@ def test_a_hub_out_of_reach_is_told_before_what_is_here_is_computed_with(publish
 @pytest.fixture
 def alone(whole, tmp_path, monkeypatch):
     """A file with a transformer alone, whose other components the loopback hub has."""
-    for name in ("repository", "lender"):
-        monkeypatch.setattr(FileSource, name, ID)
+    monkeypatch.setattr(wan_layouts, "lender_of", lambda *_: SimpleNamespace(source=ID))
     return shutil.copy(whole / "transformer" / WEIGHTS, tmp_path / "alone.safetensors")
 
 
@@ -251,8 +249,7 @@ def test_a_hub_out_of_reach_is_told_where_a_lone_transformer_needs_it(alone, pub
 def of_authors(published, whole, monkeypatch):
     """Returns a hub with the checkpoint in its authors' layout; what that lacks would come from where there is none."""
     monkeypatch.setitem(original.STATISTICS, tiny.LATENT_CHANNELS, wan.vae_config(tiny.VAE))
-    monkeypatch.setattr(OriginalSource, "repository", "owner/typo")
-    monkeypatch.setattr(OriginalSource, "lender", "owner/typo")
+    monkeypatch.setattr(wan_layouts, "lender_of", lambda *_: SimpleNamespace(source="owner/typo"))
     files = {"transformer": WEIGHTS, "vae": "Wan2.1_VAE.safetensors", "text_encoder": TEXT_ENCODER}
     published.files = {"config.json": b'{"_class_name": "WanModel", "num_heads": 2}'}
     for component, name in files.items():

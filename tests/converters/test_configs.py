@@ -44,10 +44,11 @@ def source(request, tmp_path_factory):
 def test_any_value_of_any_entry_is_read_or_refused(source):
     """No other error than that of the library is raised."""
     named = {kind for each in kinds() for kind in each.classes}
-    for component, kind in source.components.items():
+    for name, component in source.components.items():
+        kind = component.kind
         if kind not in named:
             continue
-        config = source.config(component)
+        config = source[name].config()
         for key in config:
             for value in WRONG:
                 _read(kind, config | {key: value})

@@ -33,7 +33,6 @@ from wanjax.kernels.attention import SparseLinear
 from wanjax.models.wan.config import I2V_A14B, T2V_1_3B, T2V_14B, CausalTransformerConfig
 from wanjax.pipelines.wan import layouts as wan_layouts
 from wanjax.pipelines.wan import recognise
-from wanjax.pipelines.wan.layouts import FileSource, OriginalSource
 from wanjax.pipelines.wan.networks import NETWORKS
 from wanjax.registry import open_source
 from wanjax.schedulers import Consistency
@@ -86,17 +85,16 @@ def assert_same_weights(ours, reference):
 
 def test_the_authors_folder_is_the_same_checkpoint(authors, diffusers):
     source, reference = open_source(authors), open_source(diffusers)
-    assert isinstance(source, OriginalSource)
     assert source.index == {key: value for key, value in reference.index.items() if key != "_diffusers_version"}
     for component in NAMES:
-        assert_same_weights(source.weights(component), reference.weights(component))
+        assert_same_weights(source[component].weights(), reference[component].weights())
         ours, wanted = network(source, component, NETWORKS).config, network(reference, component, NETWORKS).config
         if component == "text_encoder":
             wanted = replace(wanted, max_distance=128)  # the published value, which tensors do not show
         assert ours == wanted
-    assert source.files("tokenizer")[0].parent == authors / "google/umt5-xxl"
-    assert source.weights("vae").paths == [authors / "Wan2.1_VAE.pth"]
-    assert source.config("scheduler")["flow_shift"] == 5.0
+    assert source["tokenizer"].files()[0].parent == authors / "google/umt5-xxl"
+    assert source["vae"].weights().paths == [authors / "Wan2.1_VAE.pth"]
+    assert source["scheduler"].config()["flow_shift"] == 5.0
 
 
 def test_an_authors_folder_tells_what_it_lacks(authors):
@@ -133,7 +131,7 @@ def test_components_are_read_when_they_are_needed(authors, diffusers):
 @pytest.mark.parametrize("layout", ["folder", "file"])
 def test_every_layout_is_converted(layout, authors, diffusers, tmp_path, monkeypatch):
     """The result equals that from the layout of diffusers, except for configs that tensors do not show."""
-    monkeypatch.setattr(layouts.RecognisedSource, "_lender", lambda self, component: open_source(diffusers))
+    monkeypatch.setattr(layouts, "open_lender", lambda *_: open_source(diffusers))
     name = authors if layout == "folder" else authors / "diffusion_pytorch_model.safetensors"
     target = tmp_path / "converted"
     assert ToWanjax(open_source(name), target, NETWORKS).run()
@@ -158,10 +156,10 @@ def test_two_experts_are_two_transformers(authors, diffusers):
     source = open_source(authors)
     assert source.index["transformer_2"] == ["diffusers", "WanTransformer3DModel"]
     assert source.index["boundary_ratio"] == 0.875
-    assert source.config("scheduler")["flow_shift"] == 12.0
-    paths = [source.weights(name).paths for name in ("transformer", "transformer_2")]
+    assert source["scheduler"].config()["flow_shift"] == 12.0
+    paths = [source[name].weights().paths for name in ("transformer", "transformer_2")]
     assert [path.parent.name for (path,) in paths] == ["high_noise_model", "low_noise_model"]
-    assert_same_weights(source.weights("transformer_2"), open_source(diffusers).weights("transformer"))
+    assert_same_weights(source["transformer_2"].weights(), open_source(diffusers)["transformer"].weights())
 
 
 @pytest.mark.parametrize("wrapper", ["", "_fsdp_wrapped_module."])
@@ -171,11 +169,11 @@ def test_a_distilled_causal_transformer(wrapper, diffusers, tmp_path, monkeypatc
     others = {key: torch.zeros_like(x) for key, x in tensors.items()}
     torch.save({"generator": others, "critic": others, "generator_ema": tensors}, tmp_path / "distilled.pt")
     source = open_source(tmp_path / "distilled.pt")
-    assert_same_weights(source.weights("transformer"), SafetensorsFolder(diffusers / "transformer"))
+    assert_same_weights(source["transformer"].weights(), SafetensorsFolder(diffusers / "transformer"))
     config = network(source, "transformer", NETWORKS).config
     assert isinstance(config, CausalTransformerConfig)
     assert (config.block_frames, config.window, config.sink) == (3, 21, 0)
-    monkeypatch.setattr(layouts.RecognisedSource, "_lender", lambda self, component: open_source(diffusers))
+    monkeypatch.setattr(layouts, "open_lender", lambda *_: open_source(diffusers))
     assert ToWanjax(source, tmp_path / "converted", NETWORKS).run()
     pipe = loading.load(tmp_path / "converted")
     assert pipe.scheduler == Consistency()
@@ -193,8 +191,7 @@ def test_a_single_file_of_a_transformer(prefix, named, diffusers, tmp_path):
     tensors = tensors if named == "diffusers" else theirs(diffusers, "transformer")
     save_safetensors(tmp_path / "wan.safetensors", {prefix + key: value for key, value in tensors.items()})
     source = open_source(tmp_path / "wan.safetensors")
-    assert isinstance(source, FileSource)
-    assert_same_weights(source.weights("transformer"), reference)
+    assert_same_weights(source["transformer"].weights(), reference)
 
 
 @pytest.mark.parametrize("made", ["rcm", "causvid"])
@@ -210,8 +207,7 @@ def test_the_file_of_a_distillation(made, diffusers, tmp_path):
         critic = {key: value + 1 for key, value in generator.items()}
         torch.save({"generator": generator, "critic": critic}, tmp_path / "model.pt")
     source = open_source(tmp_path / "model.pt")
-    assert isinstance(source, FileSource)
-    assert_same_weights(source.weights("transformer"), reference)
+    assert_same_weights(source["transformer"].weights(), reference)
 
 
 def test_the_folder_of_a_model_distilled_with_sparse_attention(diffusers, tmp_path):
@@ -241,7 +237,6 @@ def test_a_single_file_on_the_hub(diffusers, tmp_path, monkeypatch):
     found = {("owner/name/split/wan.safetensors", "v1"): path}
     monkeypatch.setattr(registry, "locate_file", lambda name, beside, revision: found[name, revision])
     source = open_source("owner/name/split/wan.safetensors", "v1")
-    assert isinstance(source, FileSource)
     assert source.root == path
     assert source.lent == ["text_encoder", "tokenizer", "vae"]
 
@@ -250,7 +245,7 @@ def test_a_conversion_of_a_file_among_several_is_known_as_its_preset(diffusers, 
     """The file lends components of the plain model, whose settings are others."""
     save_safetensors(tmp_path / "model.safetensors", theirs(diffusers, "transformer"))
     monkeypatch.setattr(registry, "locate_file", lambda name, beside, revision: tmp_path / "model.safetensors")
-    monkeypatch.setattr(layouts.RecognisedSource, "_lender", lambda self, component: open_source(diffusers))
+    monkeypatch.setattr(layouts, "open_lender", lambda *_: open_source(diffusers))
     known = registry.presets()["wan2.1-t2v-1.3b-causvid"]
     few = replace(known, name="few", source="owner/name/part/model.safetensors", architecture=None)
     monkeypatch.setattr(registry, "presets", lambda: {"few": few})
@@ -280,8 +275,8 @@ def test_two_files_are_two_experts(names, given, diffusers, tmp_path):
         save(tmp_path / name, {key: x + np.float32(more) for key, x in tensors.items()})
     source = open_source(tmp_path / names[given])
     assert source.index["transformer_2"] == source.index["transformer"]
-    assert (source.index["boundary_ratio"], source.config("scheduler")["flow_shift"]) == (0.875, 12.0)
-    high, low = (source.weights(name) for name in ("transformer", "transformer_2"))
+    assert (source.index["boundary_ratio"], source["scheduler"].config()["flow_shift"]) == (0.875, 12.0)
+    high, low = (source[name].weights() for name in ("transformer", "transformer_2"))
     assert_same_weights(high, SafetensorsFolder(diffusers / "transformer"))
     np.testing.assert_array_equal(low.read("proj_out.bias"), high.read("proj_out.bias") + 1)
     assert [reader.paths[0].name for reader in (high, low)] == [*names]
@@ -289,7 +284,7 @@ def test_two_files_are_two_experts(names, given, diffusers, tmp_path):
 
 def test_the_record_tells_both_files_by_digest(diffusers, tmp_path, monkeypatch):
     """And a video is not made again where either is another one."""
-    monkeypatch.setattr(layouts.RecognisedSource, "_lender", lambda self, component: open_source(diffusers))
+    monkeypatch.setattr(layouts, "open_lender", lambda *_: open_source(diffusers))
     names, tensors = EXPERTS[0], theirs(diffusers, "transformer")
     for name in names:
         save(tmp_path / name, tensors)
@@ -304,7 +299,7 @@ def test_the_record_tells_both_files_by_digest(diffusers, tmp_path, monkeypatch)
 
 
 def test_two_files_are_converted(diffusers, tmp_path, monkeypatch):
-    monkeypatch.setattr(layouts.RecognisedSource, "_lender", lambda self, component: open_source(diffusers))
+    monkeypatch.setattr(layouts, "open_lender", lambda *_: open_source(diffusers))
     tensors = theirs(diffusers, "transformer")
     for name, more in zip(EXPERTS[0], (0, 1), strict=True):
         save(tmp_path / name, {key: x + np.float32(more) for key, x in tensors.items()})
@@ -348,7 +343,7 @@ def test_a_file_with_everything(diffusers, tmp_path):
     save_safetensors(tmp_path / "all.safetensors", tensors)
     source = open_source(tmp_path / "all.safetensors")
     for component in NAMES:
-        assert_same_weights(source.weights(component), SafetensorsFolder(diffusers / component))
+        assert_same_weights(source[component].weights(), SafetensorsFolder(diffusers / component))
 
 
 def test_scaled_eight_bit_weights_are_multiplied_out(diffusers, tmp_path):
@@ -361,7 +356,7 @@ def test_scaled_eight_bit_weights_are_multiplied_out(diffusers, tmp_path):
         "scaled_fp8": np.zeros(2, ml_dtypes.float8_e4m3fn),
     }
     save_safetensors(tmp_path / "fp8.safetensors", tensors)
-    weights = open_source(tmp_path / "fp8.safetensors").weights("transformer")
+    weights = open_source(tmp_path / "fp8.safetensors")["transformer"].weights()
     reference = SafetensorsFolder(diffusers / "transformer")
     assert weights.specs.keys() == reference.specs.keys()
     key = "blocks.0.attn1.to_q.weight"
@@ -405,22 +400,22 @@ def test_missing_components_are_those_of_the_published_model(config, file, origi
     monkeypatch.setattr(wan_layouts, "open_tensors", lambda path: Shapes(config))
     asked = []
     monkeypatch.setattr(layouts, "folder_of", lambda name: asked.append(name) or (diffusers, None))
-    source = FileSource.at(Path(file))
+    source = wan_layouts.open_file(Path(file))
     assert source is not None
     assert (source.origin, source.lender) == (origin, repository)
-    assert source.config("vae") == tiny.VAE
-    assert source.files("tokenizer")[0].parent == diffusers / "tokenizer"
+    assert source["vae"].config() == tiny.VAE
+    assert source["tokenizer"].files()[0].parent == diffusers / "tokenizer"
     assert asked == [repository]
-    assert source.config("transformer")["num_layers"] == config.layers
+    assert source["transformer"].config()["num_layers"] == config.layers
 
 
 def test_one_of_two_experts_is_not_enough(monkeypatch, tmp_path):
     monkeypatch.setattr(wan_layouts, "open_tensors", lambda path: Shapes(replace(I2V_A14B, sparse_linear=SPARSE)))
     path = tmp_path / EXPERTS[0][0]
     with pytest.raises(WanjaxError, match=naming(f"{path.name} {EXPERTS[0][1]}")):
-        FileSource.at(path)
+        wan_layouts.open_file(path)
     (tmp_path / EXPERTS[0][1]).touch()
-    source = FileSource.at(path)
+    source = wan_layouts.open_file(path)
     assert source is not None
     repository = "TurboDiffusion/TurboWan2.2-I2V-A14B-720P"
     assert source.origin == f"{repository}/{path.name}"
@@ -430,7 +425,7 @@ def test_one_of_two_experts_is_not_enough(monkeypatch, tmp_path):
 
 def refusal(path):
     with pytest.raises(WanjaxError) as caught:
-        open_source(path).weights("vae")
+        open_source(path)["vae"].weights()
     assert "\n" not in str(caught.value)
     return str(caught.value)
 

@@ -46,12 +46,12 @@ def matched(source: Source, family: Family) -> dict[str, tuple[int, int]]:
     Raises WanjaxError where a tensor fits no parameter, or a parameter no tensor.
     """
     classes = {name for kind in family.networks for name in kind.classes}
-    networks = [name for name, kind in source.components.items() if kind in classes]
+    networks = [name for name, component in source.components.items() if component.kind in classes]
     return {component: matched_network(source, family, component) for component in networks}
 
 
 def matched_network(source: Source, family: Family, component: str) -> tuple[int, int]:
-    found, specs = network(source, component, family.networks), source.weights(component).specs
+    found, specs = network(source, component, family.networks), source[component].weights().specs
     abstract = found.abstract(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
     assignments = assign(found.rules, specs, modules.parameters(abstract), ignore=found.unused)
     return len(specs), len({name for each in assignments for name in each.sources})
@@ -80,7 +80,7 @@ def test_its_repository_is_opened_and_matched(hub, model):
     assert counts.keys() == told.architecture.spec.networks.keys() | set(told.architecture.spec.denoisers)
     assert counts.get("image_encoder") in (None, CLIP, AUTHORS_CLIP, SIGLIP)
     for name in checkpoint.source.components.keys() & {"image_processor", "feature_extractor", "tokenizer_2"}:
-        checkpoint.family.loaders[name](checkpoint.source.files(name)[0].parent)
+        checkpoint.family.loaders[name](checkpoint.source[name].files()[0].parent)
     for lora in map(Lora.parse, preset.loras):
         changed = network(opened, "transformer", checkpoint.family.networks)
         matches = LoraFile(lora.path, changed.specs, changed.kind.lora_names or Names([])).matches

@@ -197,7 +197,7 @@ def ours(path, latents, text, param_dtype=jnp.float32):
     assert read.config.sparse_linear
     shapes = read.abstract(dtype=jnp.float32, param_dtype=param_dtype)
     assert shapes.attention == Attention(sparse=SparseLinear(TOP))
-    transformer = source.load("transformer", shapes, read.rules)
+    transformer = source["transformer"].load(shapes, read.rules)
     x = jnp.asarray(np.moveaxis(latents.numpy(), 1, -1))
     forward = jax.jit(lambda network, *given: network(*given))
     return np.moveaxis(np.asarray(forward(transformer, x, jnp.array([T]), jnp.asarray(text.numpy()))), -1, 1)
@@ -237,4 +237,4 @@ def test_a_file_without_the_projection_of_a_block(tmp_path):
     source = open_source(tmp_path / "model.pth")
     read = network(source, "transformer", NETWORKS)
     with pytest.raises(WanjaxError, match=naming("missing blocks.1.attn1.proj_l.bias")):
-        source.load("transformer", read.abstract(dtype=jnp.float32, param_dtype=jnp.float32), read.rules)
+        source["transformer"].load(read.abstract(dtype=jnp.float32, param_dtype=jnp.float32), read.rules)

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from tests.support.quick import quick
 from tests.support.words import naming
 from wanjax import loading
-from wanjax.checkpoints.sources import DiffusersSource
+from wanjax.checkpoints.sources import open_diffusers
 from wanjax.cli import main
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import AUTO, Attention
@@ -201,7 +201,7 @@ def without_weights(tmp_path, monkeypatch):
         values = {field.name: getattr(found, field.name) for field in fields(found)}
         assert found.preset is not None
         values["preset"] = replace(found.preset, loras=())  # they change no mesh
-        return Checkpoint(**values, source=DiffusersSource(model, tmp_path, "main"))
+        return Checkpoint(**values, source=open_diffusers(model, tmp_path, "main"))
 
     monkeypatch.setattr(loading, "admit", admit)
 

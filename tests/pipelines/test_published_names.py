@@ -202,8 +202,9 @@ def test_a_name_that_tells_nothing_is_told(name, told, tmp_path):
 def test_a_folder_of_diffusers_is_known_by_its_name_or_its_shift(name, given, size, shift, tmp_path):
     """It is a folder of the user's own. Where its name tells nothing, its scheduler's shift may."""
     source, folder = examine(single_file(tmp_path / "a.safetensors", I2V_14B)).source, tmp_path / name
-    scheduler = source.config("scheduler") | {"flow_shift": given}
-    for component, config in {"scheduler": scheduler, **{x: source.config(x) for x in ("transformer", "vae")}}.items():
+    configs = {component: source[component].config() for component in ("transformer", "vae", "scheduler")}
+    configs["scheduler"] |= {"flow_shift": given}
+    for component, config in configs.items():
         (folder / component).mkdir(parents=True)
         file = "scheduler_config.json" if component == "scheduler" else "config.json"
         (folder / component / file).write_text(json.dumps(config))

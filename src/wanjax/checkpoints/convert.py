@@ -14,7 +14,7 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
@@ -25,6 +25,7 @@ import numpy as np
 
 from wanjax.checkpoints import modules
 from wanjax.checkpoints.arrays import Arrays, chunk_shape, synchronise
+from wanjax.checkpoints.converted import FORMAT, KNOWN_AS, MANIFEST, SHARE, UNUSED, WEIGHTS
 from wanjax.checkpoints.files import (
     Reader,
     SafetensorsFile,
@@ -49,19 +50,7 @@ from wanjax.checkpoints.manifest import (
 )
 from wanjax.checkpoints.networks import Kinds, Network, network
 from wanjax.checkpoints.readers import View
-from wanjax.checkpoints.sources import (
-    FORMAT,
-    KNOWN_AS,
-    MANIFEST,
-    SHARE,
-    UNUSED,
-    WEIGHTS,
-    DiffusersSource,
-    Source,
-    WanjaxSource,
-    Weights,
-    read_json,
-)
+from wanjax.checkpoints.sources import Source, Weights, read_json
 from wanjax.checkpoints.stream import stored, stream
 from wanjax.converters import rules
 from wanjax.errors import WanjaxError
@@ -117,7 +106,9 @@ class Conversion(ABC):
         self.partial = _partial(self.target)
         self._opened: dict[str, Weights] = {}
         self._readers: dict[str, Reader] = {}
-        self.networks = [self._converted(name) for name, kind in source.components.items() if self._is_network(kind)]
+        self.networks = [
+            self._converted(name) for name, each in source.components.items() if self._is_network(each.kind)
+        ]
 
     @property
     def bytes_written(self) -> int:
@@ -135,7 +126,7 @@ class Conversion(ABC):
         written. The target then does not exist, or is not whole in a store, and the next run resumes from the written
         part.
         """
-        self.source.base.gather(progress)
+        self.source.storage.gather(progress)
         if self.target.exists():
             if self._is_there():
                 return False
@@ -230,20 +221,25 @@ class Conversion(ABC):
     def _weights(self, name: str) -> Weights:
         """Returns a component's tensors; reads their headers once."""
         if name not in self._opened:
-            self._opened[name] = self.source.weights(name)
+            self._opened[name] = self.source[name].weights()
         return self._opened[name]
 
     def _tensors(self, entry: Network, name: str) -> tuple[Reader, Reader]:
         """Returns a component's tensors with their published names: as they are stored, and with LoRAs merged in."""
-        source = self.source
-        stored = source.original(name, source.base.tensors(name, entry.rules))
-        return stored, source.original(name, source.tensors(name, entry.rules)) if source.loras else stored
+        component = self.source[name]
+        stored = component.original((self.source.base or self.source)[name].tensors(entry.rules))
+        return stored, component.original(component.tensors(entry.rules)) if self.source.loras else stored
 
     def _paths(self) -> Iterator[tuple[str, Path]]:
         """Yields the files of the weights, each after the name of its network, and those of LoRAs after theirs."""
         for entry in self.networks:
             yield from ((entry.name, path) for path in self._weights(entry.name).paths)
-        yield from self.source.loras
+        yield from zip(self._loras, (lora.path for lora in self.source.loras), strict=True)
+
+    @property
+    def _loras(self) -> list[str]:
+        """The LoRAs' names, each with its strength and expert."""
+        return [str(replace(lora, file=lora.path.name)) for lora in self.source.loras]
 
     def _fingerprint(self) -> str:
         """Returns a digest that changes when the files of the source do, or the LoRAs."""
@@ -254,7 +250,7 @@ class Conversion(ABC):
 
     def _merged(self) -> dict[str, Any]:
         """Returns the entry of a request on LoRAs; none if there are none."""
-        return {"loras": [name for name, _ in self.source.loras]} if self.source.loras else {}
+        return {"loras": self._loras} if self.source.loras else {}
 
     def _check_download(self, progress: Progress) -> None:
         """Compares the weights' files with their checksums, where the hub's cache knows them."""
@@ -293,14 +289,14 @@ class Conversion(ABC):
                 if path.name not in (MANIFEST, INDEX) and path.is_file():
                     shutil.copyfile(path, self.partial / path.name)
         _save_json(self.partial / INDEX, self.source.index)
-        for name, kind in self.source.components.items():
+        for name, component in self.source.components.items():
             (self.partial / name).mkdir(exist_ok=True)
-            for path in self.source.files(name):
+            for path in component.files():
                 shutil.copyfile(path, self.partial / name / path.name)
-            named = (file for word, file in CONFIG_FILES.items() if word in kind)
-            config = next(named, "config.json" if self._is_network(kind) else None)
+            named = (file for word, file in CONFIG_FILES.items() if word in component.kind)
+            config = next(named, "config.json" if self._is_network(component.kind) else None)
             if config and not (self.partial / name / config).exists():
-                _save_json(self.partial / name / config, self.source.config(name))
+                _save_json(self.partial / name / config, component.config())
 
 
 class ToWanjax(Conversion):
@@ -321,7 +317,7 @@ class ToWanjax(Conversion):
         licence: str | None = None,
         known_as: str = "",
     ):
-        if isinstance(source, WanjaxSource):
+        if source.manifest is not None:
             raise WanjaxError(f"{source.name} is a wanjax checkpoint already: `--to diffusers` writes it back")
         self.dtypes, self.origin, self.licence = dtypes or {}, origin or source.origin, licence
         self.known_as = known_as
@@ -408,8 +404,8 @@ class ToDiffusers(Conversion):
     """A conversion from a wanjax checkpoint to the layout of diffusers. Each tensor keeps its stored dtype."""
 
     def __init__(self, source: Source, target: str | Place, kinds: Kinds):
-        if not isinstance(source.base, WanjaxSource):
-            why = "has that of diffusers already" if type(source.base) is DiffusersSource else "is no such checkpoint"
+        if (source.base or source).manifest is None:
+            why = "has that of diffusers already" if (source.root / INDEX).is_file() else "is no such checkpoint"
             way = "`convert` without it makes one of wanjax"
             raise WanjaxError(f"--to diffusers writes a checkpoint of wanjax back, and {source.name} {why}: {way}")
         super().__init__(source, target, kinds)

@@ -1,21 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts other than that of diffusers, and sources whose components are recognised by their tensors.
+"""Layouts other than that of diffusers, and checkpoints whose components are recognised by their tensors."""
 
-A component that such a checkpoint lacks comes from the diffusers repository of the same model.
-"""
-
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from wanjax.checkpoints.descaled import Descaled
 from wanjax.checkpoints.files import Reader
-from wanjax.checkpoints.hub import download
 from wanjax.checkpoints.readers import Renamed
-from wanjax.checkpoints.sources import DiffusersSource, Source, Weights, folder_of
+from wanjax.checkpoints.sources import Component, Source, Storage, Weights, classes_in, folder_of, open_diffusers
 from wanjax.errors import WanjaxError
 
 TRANSFORMER_PREFIXES = ("", "model.diffusion_model.", "diffusion_model.", "model.", "transformer.", "net.")
@@ -40,98 +36,83 @@ class Layout:
     beside: Callable[[str], Sequence[str]] = lambda name: ()
 
 
-class Component(NamedTuple):
+class Recognised(NamedTuple):
     """A recognised component: its config.json, and its tensors by their names in diffusers or transformers."""
 
     json: dict[str, Any]
     weights: Any  # Weights
 
 
-class RecognisedSource(Source):
-    """A source whose components are recognised by their tensors.
+def recognised(
+    storage: Storage,
+    index: Mapping[str, Any],
+    find: Callable[[str], Recognised | None],
+    *,
+    configs: Mapping[str, dict[str, Any]],
+    origin: str,
+    known_as: str,
+    lender: str,
+    notes: Sequence[str] = (),
+    files: Callable[[str], Sequence[Path] | None] = lambda component: None,
+    held: Callable[[str], bool] | None = None,
+) -> Source:
+    """Return a checkpoint whose components are recognised by their tensors; what it lacks comes from the lender.
 
-    Those of a file are `known` from the beginning; those of a folder are looked for when they are needed.
+    Args:
+        storage: Its files.
+        index: The `model_index.json` that diffusers would write of it.
+        find: Looks for a component's config and tensors, downloads them first; None where it is not there.
+        configs: Those of components that are no more than a config, such as the scheduler's.
+        origin: As in `Source`, and so `known_as` and `lender`, the diffusers repository of the same model, and `notes`.
+        files: The files of a tokenizer or the like; None where they are not there.
+        held: Tells whether another component than those of `configs` is there, or listed on the hub, as in
+            `Component`; None looks for it.
     """
+    lenders: list[Source] = []
 
-    def __init__(
-        self,
-        name: str | Path,
-        root: Path,
-        revision: str | None = None,
-        known: Mapping[str, Component] | None = None,
-    ):
-        self.name, self.root, self.revision = str(name), root, revision
-        self._known: dict[str, Component | None] = {**(known or {})}
+    def lent_by(component: str) -> Source:
+        if not lenders:
+            lenders.append(open_lender(storage.name, lender, component))
+        return lenders[0]
 
-    def component(self, name: str) -> Component | None:
-        """Returns the component, or None where the checkpoint does not hold it."""
-        if name not in self._known:
-            self._known[name] = self.find(name)
-        return self._known[name]
+    def holds(component: str) -> bool:
+        return component in configs or (find(component) is not None if held is None else held(component))
 
-    def find(self, name: str) -> Component | None:
-        """Looks for a component in the folder; returns None where it is not there."""
-        return None
+    def config(component: str) -> dict[str, Any]:
+        if component in configs:
+            return configs[component]
+        return lent_by(component)[component].config() if (part := find(component)) is None else part.json
 
-    def fetched(self, patterns: Sequence[str]) -> Path:
-        """Returns the folder with those of the files that exist; downloads them from the hub."""
-        if self.revision is not None and patterns:
-            download(self.name, patterns, revision=self.revision)
-        return self.root
+    def weights(component: str) -> Weights:
+        return lent_by(component)[component].weights() if (part := find(component)) is None else part.weights
 
-    @property
-    @abstractmethod
-    def repository(self) -> str | None:
-        """The diffusers repository of the same model; None where none is known."""
+    def others(component: str) -> Sequence[Path]:
+        if (there := files(component)) is not None:
+            return there
+        return [] if holds(component) else lent_by(component)[component].files()
 
-    @property
-    @abstractmethod
-    def configs(self) -> Mapping[str, dict[str, Any]]:
-        """The configs of components that are no more than a config, such as the scheduler's."""
+    def check(networks: Iterable[str], others: Iterable[str]) -> None:
+        lacking = [[name for name in names if not holds(name)] for names in (networks, others)]
+        if any(lacking) and lender != storage.name:
+            lent_by(next(chain(*lacking))).check(*lacking)
 
-    @property
-    def origin(self) -> str:
-        return self.repository or self.name
+    components = {
+        name: Component(
+            kind, partial(config, name), partial(weights, name), partial(others, name), partial(holds, name)
+        )
+        for name, kind in classes_in(index).items()
+    }
+    return Source(storage, index, components, check, origin, known_as, lender, notes)
 
-    @property
-    def lent(self) -> list[str]:
-        """The components that the checkpoint lacks, which come from the same model's repository."""
-        return [name for name in self.components if not self.holds(name)]
 
-    @cached_property
-    def _published(self) -> Source:
-        return DiffusersSource(self.lender, *folder_of(self.lender))
-
-    def _lender(self, component: str) -> Source:
-        """Returns the repository of the same model, for a component that the checkpoint lacks."""
-        if self.lender == self.name:
-            raise WanjaxError(
-                f"{self.name} holds no {component}, and no published model has one that fits its transformer: a whole "
-                "checkpoint is needed"
-            )
-        return self._published
-
-    def config(self, component: str) -> dict[str, Any]:
-        if component in self.configs:
-            return self.configs[component]
-        found = self.component(component)
-        return self._lender(component).config(component) if found is None else found.json
-
-    def weights(self, component: str) -> Weights:
-        found = self.component(component)
-        return self._lender(component).weights(component) if found is None else found.weights
-
-    def holds(self, component: str) -> bool:
-        """Tells whether the checkpoint has a component; raises WanjaxError where it has a part of one."""
-        return component in self.configs or self.component(component) is not None
-
-    def check_whole(self, networks: Iterable[str], others: Iterable[str]) -> None:
-        lacking = [[name for name in names if not self.holds(name)] for names in (networks, others)]
-        if any(lacking) and self.lender != self.name:
-            self._published.check_whole(*lacking)
-
-    def files(self, component: str) -> Sequence[Path]:
-        return [] if self.holds(component) else self._lender(component).files(component)
+def open_lender(name: str, repository: str, component: str) -> Source:
+    """Open the diffusers repository of the same model as a checkpoint's, for a component that this lacks."""
+    if repository == name:
+        raise WanjaxError(
+            f"{name} holds no {component}, and no published model has one that fits its transformer: a whole "
+            "checkpoint is needed"
+        )
+    return open_diffusers(repository, *folder_of(repository))
 
 
 def model_index(pipeline: str, classes: Mapping[str, tuple[str, str]]) -> dict[str, Any]:

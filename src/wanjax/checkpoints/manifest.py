@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from wanjax.checkpoints.arrays import Arrays
+from wanjax.checkpoints.converted import MANIFEST, SHARE, WEIGHTS
 from wanjax.checkpoints.files import Spec, adding
-from wanjax.checkpoints.sources import MANIFEST, SHARE, WEIGHTS, Source, WanjaxSource
+from wanjax.checkpoints.sources import Source
 from wanjax.errors import WanjaxError
 
 REQUEST = "request.json"  # the conversion that was asked for, in a folder that is not complete
@@ -24,15 +25,15 @@ def verify(source: Source, progress: Progress = lambda at, done, total: None) ->
     All that is in the folder is named there, and all that is named is in the folder. Raises WanjaxError that names the
     first file or array that is missing, damaged, changed or not named, and where there are no arrays.
     """
-    if not isinstance(source, WanjaxSource):
+    if (manifest := source.manifest) is None:
         raise WanjaxError(f"{source.name} is no wanjax checkpoint, whose checksums could be compared")
-    source.gather(progress, anew=True)
-    root, networks, files = source.root, source.manifest["networks"], source.manifest["files"]
-    if source.manifest.get(OWN, own := own_digest(source.manifest)) != own:  # none in those of earlier versions
+    source.storage.gather(progress, anew=True)
+    root, networks, files = source.root, manifest["networks"], manifest["files"]
+    if manifest.get(OWN, own := own_digest(manifest)) != own:  # none in those of earlier versions
         raise WanjaxError(f"{root / MANIFEST} is not what was written: convert it again")
     if unlike := sorted({path.parent.name for path in root.glob(f"*/{WEIGHTS}")} ^ networks.keys()):
         raise WanjaxError(f"{root / MANIFEST} and the folders of weights differ by {unlike[0]}: convert it again")
-    weights = {name: source.weights(name) for name in networks}
+    weights = {name: Arrays(source.storage.folder(name) / WEIGHTS) for name in networks}
     if not any(arrays.specs for arrays in weights.values()):
         raise WanjaxError(f"{root} has no arrays that could be compared: convert it again")
     count = counting(progress, "verifying", sum(arrays.nbytes for arrays in weights.values()))
@@ -47,7 +48,7 @@ def verify(source: Source, progress: Progress = lambda at, done, total: None) ->
     found = {str(path.relative_to(root)): digest(path) for path in files_beside(root)}
     if differing := _differing(found, files):
         raise WanjaxError(f"{root / differing[0]} is not what was written: convert it again")
-    return source.manifest
+    return dict(manifest)
 
 
 def own_digest(manifest: Mapping[str, Any]) -> str:

@@ -107,19 +107,16 @@ def network(source: Source, component: str, kinds: Kinds) -> Network:
 
     Raises WanjaxError where the component is missing, its class is unknown, or its config is that of another model.
     """
-    listed = source.components
-    if component not in listed:
-        raise WanjaxError(f"{source.name} lists no {component} in its model_index.json, which has {', '.join(listed)}")
-    by_class = {name: kind for kind in kinds for name in kind.classes}
-    if listed[component] not in by_class:
-        known = ", ".join(by_class)
-        raise WanjaxError(f"the {component} of {source.name} is a {listed[component]}, where {known} can be read")
-    file, json = f"the {component}'s config.json", source.config(component)
+    listed, known = source[component], [name for kind in kinds for name in kind.classes]
+    if listed.kind not in known:
+        right = ", ".join(known)
+        raise WanjaxError(f"the {component} of {source.name} is a {listed.kind}, where {right} can be read")
+    file, json = f"the {component}'s config.json", listed.config()
     quantised = json.get("quantization_config")
     method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
     if method not in (None, *QUANTISERS):
         raise WanjaxError(f"{file} tells weights quantised by {shown(method)}, which are not read: {EIGHT_BITS}")
-    return read_network(listed[component], json, kinds, file)
+    return read_network(listed.kind, json, kinds, file)
 
 
 def read_network(name: str, json: Mapping[str, Any], kinds: Kinds, file: str = "config.json") -> Network:

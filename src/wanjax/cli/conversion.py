@@ -45,7 +45,7 @@ def convert(
         raise WanjaxError(f"{source} is {preset.source} with a LoRA, merged when it is loaded: convert the former")
     if (lent := found.lent) and found.origin != found.name:
         report.note(f"{source} holds no {', '.join(lent)}: taken from {found.lender}")
-    found.check_room()
+    found.storage.check_room()
     check_whole(found)
     where, known = place(target), configured(source, found, preset)
     if lora:
@@ -93,7 +93,7 @@ def _dtypes(given: Sequence[str], source: Source) -> dict[str, str]:
         if dtype not in ("bfloat16", "float32"):
             raise WanjaxError(f"--dtype {text} is no dtype to store weights in: bfloat16 or float32 is")
         classes = {word for kind in kinds() for word in kind.classes}
-        listed = [known for known, kind in source.components.items() if kind in classes]
+        listed = [known for known, component in source.components.items() if component.kind in classes]
         names = [name] if name else [known for known in listed if not network(source, known, kinds()).float32]
         chosen |= dict.fromkeys(names, dtype)
     return chosen

@@ -182,5 +182,5 @@ def updated_by(source: Source, settings: SomeSettings, more: Mapping[str, Any] |
 
     `more` are others, which take the place of the former and not of the latter.
     """
-    shift = {"flow_shift": shift_of(source.config("scheduler"))}
+    shift = {"flow_shift": shift_of(source["scheduler"].config())}
     return settings.updated(shift | dict(more or {}) | read_json(source.root / CONFIG, missing={}))

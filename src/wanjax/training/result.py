@@ -3,20 +3,20 @@
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from wanjax.checkpoints.convert import ToWanjax
-from wanjax.checkpoints.files import Reader, save_safetensors
+from wanjax.checkpoints.files import save_safetensors
 from wanjax.checkpoints.lora import OWN
 from wanjax.checkpoints.lora_scales import PEFT_METADATA
 from wanjax.checkpoints.modules import Exported, parameters
 from wanjax.checkpoints.networks import Network
 from wanjax.checkpoints.readers import View
-from wanjax.checkpoints.sources import Source, Weights, Wrapped
-from wanjax.converters.rules import Rule
+from wanjax.checkpoints.sources import Component, Source
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.record import VERSION
 from wanjax.training.adapters import LoraConfig
@@ -70,36 +70,20 @@ def _comfy(factors: Mapping[str, np.ndarray], config: LoraConfig, network: Netwo
             yield f"{COMFY}.{theirs}.alpha", np.asarray(config.scale * config.rank, np.float32)
 
 
-class TrainedSource(Wrapped):
-    """A source whose denoisers have other weights, those of trained networks."""
-
-    def __init__(self, source: Source, trained: Mapping[str, tuple[Any, Network]]):
-        """`trained` are networks by component, each with what describes it."""
-        super().__init__(source)
-        self.loras, self._trained = (), trained
-
-    def changes(self, component: str) -> bool:
-        return component in self._trained
-
-    @property
-    def base(self) -> Source:
-        return self
-
-    @property
-    def origin(self) -> str:
-        return f"{super().origin}, trained"
-
-    def weights(self, component: str) -> Weights:
-        if not self.changes(component):
-            return super().weights(component)
-        network, found = self._trained[component]
-        values = {name: np.asarray(x) for name, x in parameters(network).items()}
-        return View(Exported(values, found.rules))
-
-    def tensors(self, component: str, rules: Iterable[Rule]) -> Reader:
-        return self.weights(component) if self.changes(component) else super().tensors(component, rules)
-
-
 def save_checkpoint(source: Source, trained: Mapping[str, tuple[Any, Network]], target: Path, kinds: Any) -> None:
-    """Writes a checkpoint with trained networks in place of the source's; raises WanjaxError as `convert` does."""
-    ToWanjax(TrainedSource(source, trained), target, kinds).run()
+    """Write a checkpoint with trained networks in place of the source's; raise WanjaxError as `convert` does.
+
+    Args:
+        source: The checkpoint that was trained.
+        trained: Networks by component, each with what describes it.
+        target: The folder to write.
+        kinds: The kinds of networks.
+    """
+
+    def component(name: str, network: Any, found: Network) -> Component:
+        values = {path: np.asarray(x) for path, x in parameters(network).items()}
+        return replace(source[name], weights=lambda: View(Exported(values, found.rules)), changes=())
+
+    components = {name: component(name, *each) for name, each in trained.items()}
+    facts = {"origin": f"{source.origin}, trained", "loras": (), "base": None}
+    ToWanjax(source.changed(components, **facts), target, kinds).run()

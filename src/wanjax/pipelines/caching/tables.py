@@ -124,7 +124,7 @@ def key_of(source: Source) -> str:
     else:
         told = [str(Path(source.name).expanduser().absolute())]
         with suppress(WanjaxError, OSError):
-            for path in source.weights("transformer").paths:
+            for path in source["transformer"].weights().paths:
                 told += [path.name, content_digest(path)]
     name = re.sub(r"[^\w.-]+", "-", Path(source.origin).name)
     return f"{name}-{hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]}"

@@ -65,7 +65,7 @@ class CogVideoXModel(VideoModel):
             text_encoder=config("text_encoder") if encoders else None,
             transformer=config("transformer"),
             vae=config("vae"),
-            scheduler=from_config(source.config("scheduler")),
+            scheduler=from_config(source["scheduler"].config()),
         )
         channels, latents = made.transformer.channels_in, made.vae.latent_channels
         pictured = source.index.get("_class_name") == "CogVideoXImageToVideoPipeline"

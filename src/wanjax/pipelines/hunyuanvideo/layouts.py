@@ -8,9 +8,9 @@ diffusers, from which missing components come too.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 from weakref import finalize
@@ -18,9 +18,9 @@ from weakref import finalize
 from wanjax.checkpoints.descaled import Descaled
 from wanjax.checkpoints.files import SafetensorsFolder
 from wanjax.checkpoints.hub import names_in
-from wanjax.checkpoints.layouts import Component, Layout, RecognisedSource, model_index, needs_transformer
+from wanjax.checkpoints.layouts import Layout, Recognised, model_index, needs_transformer, recognised
 from wanjax.checkpoints.readers import open_tensors
-from wanjax.checkpoints.sources import check_small, read_json
+from wanjax.checkpoints.sources import Source, Storage, check_small, classes_in, read_json
 from wanjax.converters.configs import read_config
 from wanjax.converters.hunyuanvideo.diffusers import transformer_config
 from wanjax.errors import WanjaxError
@@ -68,156 +68,127 @@ IMAGE_CLASSES = {
 }
 
 
-class _HunyuanVideoSource(RecognisedSource):
-    """A source of HunyuanVideo's networks. Its model is known by its name: the tensors of most have the same shapes."""
+def open_folder(name: str | Path, folder: Path, revision: str | None = None) -> Source:
+    """Open a folder or hub repository in the authors' layout, or one of its transformers' folders.
 
-    model: Preset
-    """The published model that the transformer is, or is derived from."""
-
-    @property
-    def repository(self) -> str | None:
-        found, published = self.component("transformer"), self.model.architecture
-        assert found is not None
-        assert isinstance(published, HunyuanVideoModel)
-        config = read_config("the transformer's config.json", found.json, transformer_config)
-        return self.model.source if config == published.transformer else None
-
-    @property
-    def lender(self) -> str:
-        """The model's repository, or that of one that is the same but for the transformer's weights.
-
-        That of its own name where the transformer has other shapes, for which nothing is known.
-        """
-        if self.repository is None:
-            return self.origin
-        alike = [self.model, *(x for x in PRESETS if x.architecture == self.model.architecture)]
-        return next(x.source for x in alike if x.source.count("/") == 1)
-
-    @property
-    def configs(self) -> Mapping[str, dict[str, Any]]:
-        settings, architecture = self.model.defaults, self.model.architecture
-        assert isinstance(architecture, HunyuanVideoModel)
-        scheduler = {"num_train_timesteps": 1000, "shift": architecture.spec.schedule_options(settings)["shift"]}
-        return {
-            "scheduler": {"_class_name": CLASSES["scheduler"][1], **scheduler},
-            "guider": {"_class_name": CLASSES["guider"][1], "guidance_scale": settings.guidance_scale},
-        }
-
-
-class OriginalSource(_HunyuanVideoSource):
-    """A folder or hub repository in the authors' layout, or one of its transformers' folders.
-
-    Raises WanjaxError where it holds several transformers, or none that is supported.
+    Raise WanjaxError where it holds several transformers, or none that is supported.
     """
+    own = folder.absolute()
+    own = own if _is_transformer(own) else _only_one(str(name), _transformers(own))
+    root = own.parents[1] if own.parent.name == TRANSFORMERS else own
+    model, transformer = _model(_told(own), own), (own / "*").relative_to(root).as_posix()
+    index = _index(model)
+    patterns = [transformer, *(f"{PLACES[component]}/*" for component in classes_in(index) if component in PLACES)]
+    storage = Storage(str(name), root, revision, patterns)
 
-    def __init__(self, name: str | Path, folder: Path, revision: str | None = None):
-        root = folder.absolute()
-        self._folder = root if _is_transformer(root) else _only_one(str(name), _transformers(root))
-        own = self._folder.parent.name == TRANSFORMERS
-        super().__init__(name, self._folder.parents[1] if own else self._folder, revision)
-        self.model = _model(_told(self._folder), self._folder)
-        self.index = _index(self.model)
+    def place(component: str) -> Path | None:
+        """Return the folder of a component other than the transformer; None where it is missing."""
+        if component not in PLACES:
+            return None
+        folder = storage.fetched([f"{PLACES[component]}/*"]) / PLACES[component]
+        return folder if folder.is_dir() else None
 
-    @staticmethod
-    def is_at(folder: Path) -> bool:
-        """Tells whether a folder has this layout; the files that identify layouts are enough."""
-        return _is_transformer(folder) or bool(_transformers(folder))
-
-    @property
-    def patterns(self) -> Sequence[str]:
-        return [self._transformers_own, *(f"{PLACES[name]}/*" for name in self.components if name in PLACES)]
-
-    @property
-    def _transformers_own(self) -> str:
-        """The pattern of the transformer's files."""
-        return (self._folder / "*").relative_to(self.root).as_posix()
-
-    def find(self, name: str) -> Component | None:
-        if name == "transformer":
-            self.fetched([self._transformers_own])
-            folder = self._folder
-            return recognise.component(name, SafetensorsFolder(folder), read_json(folder / "config.json"))
-        folder = self._place(name)
+    @cache
+    def find(component: str) -> Recognised | None:
+        if component == "transformer":
+            storage.fetched([transformer])
+            return recognise.component(component, SafetensorsFolder(own), read_json(own / "config.json"))
+        folder = place(component)
         if folder is None:
             return None
-        match name:
+        match component:
             case "vae":
                 given = read_json(folder / "config.json", missing={})
-                return recognise.component(name, SafetensorsFolder(folder), given)
+                return recognise.component(component, SafetensorsFolder(folder), given)
             case "text_encoder":
                 return recognise.language_model(SafetensorsFolder(folder), read_json(folder / "config.json"))
             case "text_encoder_2":
                 return recognise.glyph_encoder(open_tensors(folder / GLYPH_FILE))
             case "image_encoder":
-                return Component(read_json(folder / "config.json"), Descaled(SafetensorsFolder(folder)))
+                return Recognised(read_json(folder / "config.json"), Descaled(SafetensorsFolder(folder)))
             case _:
                 return None
 
-    def files(self, component: str) -> Sequence[Path]:
-        folder = self._place(component)
-        match component:
-            case "tokenizer" if folder:
-                return [folder / "tokenizer.json", *(path for path in map(folder.joinpath, MORE) if path.is_file())]
-            case "tokenizer_2" if folder:
-                return [self._glyph_tokenizer]
-            case "feature_extractor" if folder:
-                return [folder / "preprocessor_config.json"]
-        return super().files(component)
-
-    def holds(self, component: str) -> bool:
-        if component in self.configs:
-            return True
-        if self.listed:
-            return component == "transformer" or bool(names_in(PLACES[component], self.listed))
-        if self.component(component) is not None:
-            return True
-        if (place := self._place(component)) is not None:
-            check_small(place)
-        return place is not None
-
-    @cached_property
-    def _glyph_tokenizer(self) -> Path:
-        """A tokenizer_config.json of ByT5's tokenizer with Glyph-SDXL-v2's colours and fonts, which has none."""
-        base = ByT5Tokenizer.load(self.fetched([f"{BYT5}/*"]) / BYT5, length=GLYPH_LENGTH)
-        assets = self.root / PLACES["tokenizer_2"]
+    @cache
+    def glyph_tokenizer() -> Path:
+        """Write a tokenizer_config.json of ByT5's tokenizer with Glyph-SDXL-v2's colours and fonts, which has none."""
+        base = ByT5Tokenizer.load(storage.fetched([f"{BYT5}/*"]) / BYT5, length=GLYPH_LENGTH)
+        assets = root / PLACES["tokenizer_2"]
         names = recognise.glyph_tokens(read_json(assets / COLOURS), read_json(assets / FONTS))
         kept = ExitStack()
-        finalize(self, kept.close)
+        finalize(storage, kept.close)
         path = kept.enter_context(own_folder()) / "tokenizer_config.json"
         path.write_text(json.dumps(base.with_tokens(names).config), encoding="utf-8")
         return path
 
-    def _place(self, component: str) -> Path | None:
-        """Returns the folder of a component other than the transformer; None where it is missing."""
-        if component not in PLACES:
-            return None
-        folder = self.fetched([f"{PLACES[component]}/*"]) / PLACES[component]
-        return folder if folder.is_dir() else None
+    def files(component: str) -> Sequence[Path] | None:
+        folder = place(component)
+        match component:
+            case "tokenizer" if folder:
+                return [folder / "tokenizer.json", *(path for path in map(folder.joinpath, MORE) if path.is_file())]
+            case "tokenizer_2" if folder:
+                return [glyph_tokenizer()]
+            case "feature_extractor" if folder:
+                return [folder / "preprocessor_config.json"]
+        return None
+
+    def held(component: str) -> bool:
+        if storage.listed:
+            return component == "transformer" or bool(names_in(PLACES[component], storage.listed))
+        if find(component) is not None:
+            return True
+        if (folder := place(component)) is not None:
+            check_small(folder)
+        return folder is not None
+
+    return _source(storage, model, find, files=files, held=held)
 
 
-class FileSource(_HunyuanVideoSource):
-    """A single file that holds the transformer, and may hold the autoencoder."""
+def open_file(path: Path) -> Source | None:
+    """Open a file that holds the transformer, and may hold the autoencoder.
 
-    def __init__(self, path: Path, model: Preset, components: Mapping[str, Component]):
-        super().__init__(path, path, known=components)  # a file, so no files lie beside the components
-        self.model, self.index = model, _index(model)
+    Return None for one that holds no component of HunyuanVideo 1.5. Raise WanjaxError where nothing tells which of the
+    published models it is.
+    """
+    parts = recognise.parts(open_tensors(path))
+    if not parts:
+        return None
+    if "transformer" not in parts:
+        raise needs_transformer(path, parts, "HunyuanVideo")
+    few = any(key.startswith(NEXT_TIMESTEP) for key in parts["transformer"].specs)
+    named = _named(path.name) or _named(path.parent.name) or (FEW_STEPS if few else _named(f"{path.name}_t2v"))
+    given = {"ideal_resolution": str(named).partition("_")[0]}
+    model = _model(named, path)
+    components = {name: recognise.component(name, part, given) for name, part in parts.items()}
+    return _source(Storage(str(path), path), model, components.get)
 
-    @classmethod
-    def at(cls, path: Path) -> "FileSource | None":
-        """Returns the source of a file; None for one that holds no component of HunyuanVideo 1.5.
 
-        Raises WanjaxError where nothing tells which of the published models it is.
-        """
-        parts = recognise.parts(open_tensors(path))
-        if not parts:
-            return None
-        if "transformer" not in parts:
-            raise needs_transformer(path, parts, "HunyuanVideo")
-        few = any(key.startswith(NEXT_TIMESTEP) for key in parts["transformer"].specs)
-        named = _named(path.name) or _named(path.parent.name) or (FEW_STEPS if few else _named(f"{path.name}_t2v"))
-        model = _model(named, path)
-        given = {"ideal_resolution": str(named).partition("_")[0]}
-        return cls(path, model, {name: recognise.component(name, part, given) for name, part in parts.items()})
+def _source(storage: Storage, model: Preset, find: Callable[[str], Recognised | None], **how: Any) -> Source:
+    """Return a checkpoint of a published model's networks, or of one that is derived from it.
+
+    The tensors of most models have the same shapes. `how` are further arguments of `recognised`.
+    """
+    settings, published, found = model.defaults, model.architecture, find("transformer")
+    assert found is not None
+    assert isinstance(published, HunyuanVideoModel)
+    origin = lender = storage.name  # for a transformer of other shapes nothing is known
+    if read_config("the transformer's config.json", found.json, transformer_config) == published.transformer:
+        alike = [model, *(preset for preset in PRESETS if preset.architecture == published)]
+        origin, lender = model.source, next(x.source for x in alike if x.source.count("/") == 1)
+    scheduler = {"num_train_timesteps": 1000, "shift": published.spec.schedule_options(settings)["shift"]}
+    configs = {
+        "scheduler": {"_class_name": CLASSES["scheduler"][1], **scheduler},
+        "guider": {"_class_name": CLASSES["guider"][1], "guidance_scale": settings.guidance_scale},
+    }
+    known_as = storage.known_as
+    return recognised(
+        storage, _index(model), find, configs=configs, origin=origin, known_as=known_as, lender=lender, **how
+    )
+
+
+def _is_folder(folder: Path) -> bool:
+    """Tells whether a folder has the authors' layout; the files that identify layouts are enough."""
+    return _is_transformer(folder) or bool(_transformers(folder))
 
 
 def _is_transformer(folder: Path) -> bool:
@@ -292,7 +263,7 @@ def _index(model: Preset) -> dict[str, Any]:
 
 LAYOUT = Layout(
     markers=("config.json", f"{TRANSFORMERS}/*/config.json"),
-    is_folder=OriginalSource.is_at,
-    open=OriginalSource,
-    open_file=FileSource.at,
+    is_folder=_is_folder,
+    open=open_folder,
+    open_file=open_file,
 )

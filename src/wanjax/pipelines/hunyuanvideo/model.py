@@ -85,7 +85,7 @@ class HunyuanVideoModel(VideoModel):
             transformer=config("transformer"),
             vae=config("vae"),
             pictured=pictured,
-            scheduler=from_config(source.config("scheduler")),
+            scheduler=from_config(source["scheduler"].config()),
         )
         channels, latents = made.transformer.channels_in, made.vae.latent_channels
         if (channels, made.transformer.channels_out) != (2 * latents + 1, latents):

@@ -137,7 +137,7 @@ def _guidance_scale(source: Source) -> float | None:
     """
     if "guider" not in source.components:
         return None
-    guider = source.config("guider")
+    guider = source["guider"].config()
     for entry, offered in GUIDER.items():
         if (value := guider.get(entry, offered)) != offered:
             raise WanjaxError(f"the guider's {entry} {value!r} is not offered: {offered!r} is")

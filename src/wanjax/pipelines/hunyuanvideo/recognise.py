@@ -12,7 +12,7 @@ from typing import Any
 
 from wanjax.checkpoints.descaled import Descaled
 from wanjax.checkpoints.files import Reader
-from wanjax.checkpoints.layouts import TRANSFORMER_PREFIXES, VAE_PREFIXES, Component, has_authors_names, held
+from wanjax.checkpoints.layouts import TRANSFORMER_PREFIXES, VAE_PREFIXES, Recognised, has_authors_names, held
 from wanjax.checkpoints.readers import Exchanged, Renamed, Unfused
 from wanjax.checkpoints.relatives import Relatives
 from wanjax.converters.hunyuanvideo import original
@@ -37,7 +37,7 @@ def parts(reader: Reader) -> dict[str, Reader]:
     return held(reader, TELLING, PREFIXES)
 
 
-def component(name: str, reader: Reader, given: Mapping[str, Any] | None = None) -> Component:
+def component(name: str, reader: Reader, given: Mapping[str, Any] | None = None) -> Recognised:
     """Returns the transformer or the VAE from a reader that holds nothing else, by either layout's names.
 
     given: the authors' config.json, if there is one. Raises WanjaxError if the tensors are not the component's.
@@ -47,12 +47,12 @@ def component(name: str, reader: Reader, given: Mapping[str, Any] | None = None)
     specs = reader.specs if authors else {names.theirs(key) or key: spec for key, spec in reader.specs.items()}
     json = original.transformer_json(specs, given) if name == "transformer" else original.vae_json(specs, given)
     if not authors:
-        return Component(json, reader)
+        return Recognised(json, reader)
     renamed = Renamed(reader, lambda key: names.ours(key) or key)
-    return Component(json, Exchanged(Unfused(renamed, original.FUSED), names))
+    return Recognised(json, Exchanged(Unfused(renamed, original.FUSED), names))
 
 
-def language_model(reader: Reader, json: Mapping[str, Any]) -> Component:
+def language_model(reader: Reader, json: Mapping[str, Any]) -> Recognised:
     """Returns the language model from a checkpoint of all of Qwen2.5-VL, whose config.json is given."""
     inner = json.get("text_config", json)
     if not isinstance(inner, Mapping):
@@ -61,14 +61,14 @@ def language_model(reader: Reader, json: Mapping[str, Any]) -> Component:
     text.pop("vision_config", None)
     if json.get("model_type") == WHOLE:
         text["model_type"] = TEXT
-    return Component(text, Renamed(Descaled(reader), _text_name))
+    return Recognised(text, Renamed(Descaled(reader), _text_name))
 
 
 def _text_name(key: str) -> str | None:
     return None if key.startswith(NOT_TEXT) else key.removeprefix("model.").removeprefix("language_model.")
 
 
-def glyph_encoder(reader: Reader) -> Component:
+def glyph_encoder(reader: Reader) -> Recognised:
     """Returns the encoder from Glyph-SDXL-v2's byt5_model.pt; its other tensors are left out.
 
     Raises WanjaxError if a tensor that determines a size is missing.
@@ -82,7 +82,7 @@ def glyph_encoder(reader: Reader) -> Component:
         return original.EMBEDDING if name == "embed_tokens.weight" else f"encoder.{name}"
 
     weights = Renamed(Descaled(reader), rename)
-    return Component(original.glyph_encoder_json(weights.specs), weights)
+    return Recognised(original.glyph_encoder_json(weights.specs), weights)
 
 
 def glyph_tokens(colours: Mapping[str, int], fonts: Mapping[str, int]) -> list[str]:

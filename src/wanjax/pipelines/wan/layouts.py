@@ -8,17 +8,17 @@ repository of the same model.
 import glob
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from wanjax.checkpoints.files import SUFFIXES, SafetensorsFolder, check_names
-from wanjax.checkpoints.hub import INDEX, names_in
-from wanjax.checkpoints.layouts import Component, Layout, RecognisedSource, model_index, needs_transformer
+from wanjax.checkpoints.hub import names_in
+from wanjax.checkpoints.layouts import Layout, Recognised, model_index, needs_transformer, recognised
 from wanjax.checkpoints.readers import open_tensors
-from wanjax.checkpoints.sources import check_small, read_json
+from wanjax.checkpoints.sources import Source, Storage, check_small, read_json
 from wanjax.converters.configs import read_config
 from wanjax.converters.wan.diffusers import transformer_config
 from wanjax.errors import WanjaxError
@@ -38,11 +38,18 @@ TRANSFORMER_FILES = (
     *("config.json", "diffusion_pytorch_model*.safetensors", "diffusion_pytorch_model*.index.json"),
     *("block_*.safetensors", "non_block.safetensors"),  # of LightX2V, with an index
 )
+TOKENIZER = "google/umt5-xxl"
 FILES = {
     "vae": ("Wan2.?_VAE.safetensors", "Wan2.?_VAE.pth"),
     "text_encoder": ("models_t5_*.safetensors", "models_t5_*.pth"),
     "image_encoder": ("models_clip_*.safetensors", "models_clip_*.pth"),
 }
+PATTERNS = (
+    *TRANSFORMER_FILES,
+    *(f"{folder}/{name}" for folder in FOLDERS.values() for name in TRANSFORMER_FILES),
+    *(name for names in FILES.values() for name in names),
+    f"{TOKENIZER}/*.json",
+)
 HIGH = {"high": "low", "High": "Low", "HIGH": "LOW"}  # in the names of two experts' files, that at high noise first
 OTHERS = HIGH | {low: high for high, low in HIGH.items()}
 EXPERT = re.compile(rf"(?<![A-Za-z0-9])({'|'.join(OTHERS)})(?=[Nn]oise|[^A-Za-z0-9])")
@@ -56,7 +63,6 @@ FURTHER = {  # of models of a published shape that others trained, by their name
     r"\bphantom\b": "the reference pictures of Phantom",
 }
 ANIMATE = re.compile(r"\banimate-?2\b")  # which has the shape of image to video
-TOKENIZER = "google/umt5-xxl"
 CLASSES = {
     "scheduler": ("diffusers", "UniPCMultistepScheduler"),
     "text_encoder": ("transformers", "UMT5EncoderModel"),
@@ -69,134 +75,105 @@ IMAGE_CLASSES = {
 }
 
 
-class _WanSource(RecognisedSource):
-    """A source of Wan's networks, recognised by their tensors."""
+def open_folder(name: str | Path, root: Path, revision: str | None = None) -> Source:
+    """Open a folder or hub repository in the layout of Wan's authors; a component is downloaded when first needed."""
+    storage, folders, inside = Storage(str(name), root, revision, PATTERNS), _folders(root), _has_experts(root)
 
-    @cached_property
-    def _transformer(self) -> dict[str, Any]:
-        """The transformer's config.json."""
-        transformer = self.component("transformer")
-        if ANIMATE.search(telling(self.known_as)):
-            raise WanjaxError(f"{self.name} is Wan Animate 2 by its name, and {recognise.READ} are read")
-        if transformer is None:
-            raise needs_transformer(self.name, [name for name, part in self._known.items() if part], "Wan")
-        return transformer.json
-
-    @property
-    def repository(self) -> str | None:
-        preset = _published(self._transformer, "transformer_2" in self.index, self.known_as)
-        return preset and preset.source
-
-    @property
-    def notes(self) -> Sequence[str]:
-        name, shape, experts = telling(self.known_as), _shape(self._transformer), "transformer_2" in self.index
-        notes = [
-            f"{self.name} is taken as its shape is, and {what} are not offered"
-            for pattern, what in FURTHER.items()
-            if re.search(pattern, name)
-        ]
-        if not experts and published(shape, True, name) and not published(shape, False, name):
-            notes.append(f"{self.name} is one transformer where the model of its shape has two: it takes all steps")
-        return notes
-
-    @property
-    def lender(self) -> str:
-        """The repository of the model that it was trained from, or of one that has the same components beside it.
-
-        Others publish a transformer alone, or in the authors' layout.
-        """
-        preset = lender_of(_shape(self._transformer), "transformer_2" in self.index, self.known_as)
-        return self.origin if preset is None else preset.source
-
-    @property
-    def configs(self) -> Mapping[str, dict[str, Any]]:
-        return {"scheduler": _scheduler(self._transformer, "transformer_2" in self.index)}
-
-
-class OriginalSource(_WanSource):
-    """A folder or hub repository in the layout of Wan's authors; a component is downloaded when first needed."""
-
-    def __init__(self, name: str | Path, folder: Path, revision: str | None = None):
-        super().__init__(name, folder, revision)
-        self._folders = _folders(self.root)
-        self.index = _index(self._transformer, "transformer_2" in self._folders, self.known_as)
-        if "transformer_2" not in self._folders:
-            _check_alone(self._transformer, self.root, _others(self.root))
-
-    @staticmethod
-    def is_at(folder: Path) -> bool:
-        """Tells whether a folder has this layout; the files that identify layouts are enough."""
-        inner = folder / FOLDERS["transformer"] if _has_experts(folder) else folder
-        return not (folder / INDEX).is_file() and _is_transformer(inner)
-
-    @property
-    def patterns(self) -> Sequence[str]:
-        transformers = [f"{folder}/{name}" for folder in FOLDERS.values() for name in TRANSFORMER_FILES]
-        others = [name for names in FILES.values() for name in names]
-        return [*TRANSFORMER_FILES, *transformers, *others, f"{TOKENIZER}/*.json"]
-
-    def holds(self, component: str) -> bool:
-        if not self.listed:
-            if there := component == "tokenizer" and (self.root / TOKENIZER).is_dir():
-                check_small(self.root / TOKENIZER)
-            return there or super().holds(component)
+    @cache
+    def find(component: str) -> Recognised | None:
         if component in FOLDERS:
-            folder = FOLDERS[component] if _has_experts(self.root) else "."
-            check_names(f"{self.name}/{folder}", names_in(folder, self.listed))
-            return True
-        if component == "tokenizer":
-            return bool(names_in(TOKENIZER, self.listed))
-        names, patterns = names_in(".", self.listed), FILES.get(component, ())
-        return component in self.configs or any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
-
-    def find(self, name: str) -> Component | None:
-        if name in FOLDERS:
-            if (folder := self._folders.get(name)) is None:
+            if (folder := folders.get(component)) is None:
                 return None
-            place = FOLDERS[name] if _has_experts(self.root) else ""
-            self.fetched([f"{place}/{file}".lstrip("/") for file in TRANSFORMER_FILES])
+            place = FOLDERS[component] if inside else ""
+            storage.fetched([f"{place}/{file}".lstrip("/") for file in TRANSFORMER_FILES])
             given = read_json(folder / "config.json", missing={})
             return recognise.component("transformer", SafetensorsFolder(folder), given)
-        root = self.fetched(FILES.get(name, ()))
-        for pattern in FILES.get(name, ()):
+        storage.fetched(FILES.get(component, ()))
+        for pattern in FILES.get(component, ()):
             if found := sorted(path for path in root.iterdir() if fnmatchcase(path.name, pattern)):
-                return recognise.component(name, open_tensors(found[0]))
+                return recognise.component(component, open_tensors(found[0]))
         return None
 
-    def files(self, component: str) -> Sequence[Path]:
+    def files(component: str) -> Sequence[Path] | None:
+        folder = root / TOKENIZER
         if component == "tokenizer":
-            folder = self.fetched([f"{TOKENIZER}/*.json"]) / TOKENIZER
+            storage.fetched([f"{TOKENIZER}/*.json"])
             if folder.is_dir():
                 return sorted(path for path in folder.iterdir() if path.is_file())
-        return super().files(component)
+        return None
+
+    def held(component: str) -> bool:
+        if not storage.listed:
+            if there := component == "tokenizer" and (root / TOKENIZER).is_dir():
+                check_small(root / TOKENIZER)
+            return there or find(component) is not None
+        if component in FOLDERS:
+            folder = FOLDERS[component] if inside else "."
+            check_names(f"{storage.name}/{folder}", names_in(folder, storage.listed))
+            return True
+        if component == "tokenizer":
+            return bool(names_in(TOKENIZER, storage.listed))
+        names, patterns = names_in(".", storage.listed), FILES.get(component, ())
+        return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
+
+    source = _source(storage, find, "transformer_2" in folders, storage.known_as, files=files, held=held)
+    if "transformer_2" not in folders:
+        _check_alone(source["transformer"].config(), root, _others(root))
+    return source
 
 
-class FileSource(_WanSource):
-    """A single file that holds the transformer or several components, or two files that hold an expert each."""
+def open_file(path: Path) -> Source | None:
+    """Open a file that holds the transformer or several components, and the other expert's beside it.
 
-    def __init__(self, path: Path, components: Mapping[str, Component], generator: bool = False):
-        super().__init__(path, path, known=components)  # a file, so no files lie beside the components
-        self._generator = generator
-        self.index = _index(self._transformer, "transformer_2" in components, self.known_as)
+    Return None for one without components of Wan. Raise WanjaxError where the other is missing, and the name tells that
+    this is an expert, or no published model has its shape alone.
+    """
+    reader, storage = open_tensors(path), Storage(str(path), path)
+    if not (components := recognise.components(reader)):
+        return None
+    if "transformer" not in components:
+        raise needs_transformer(path, components, "Wan")
+    components, known_as = _with_other(components, path), storage.known_as
+    if recognise.is_generator(reader) and distilled_by(telling(known_as), DISTILLATIONS) is None:
+        known_as = recognise.CAUSVID  # which publishes such
+    return _source(storage, components.get, "transformer_2" in components, known_as)
 
-    @property
-    def known_as(self) -> str:
-        """The path; of a run's generator whose path tells no distillation, that of CausVid, which publishes such."""
-        distillation = distilled_by(telling(super().known_as), DISTILLATIONS)
-        return recognise.CAUSVID if self._generator and distillation is None else super().known_as
 
-    @classmethod
-    def at(cls, path: Path) -> "FileSource | None":
-        """Returns the source of a file, and of the other expert's beside it; None for one without components of Wan.
+def _source(
+    storage: Storage, find: Callable[[str], Recognised | None], experts: bool, known_as: str, **how: Any
+) -> Source:
+    """Return a checkpoint of Wan's networks; `how` are further arguments of `recognised`."""
+    name, found = telling(known_as), find("transformer")
+    if ANIMATE.search(name):
+        raise WanjaxError(f"{storage.name} is Wan Animate 2 by its name, and {recognise.READ} are read")
+    if found is None:
+        raise needs_transformer(storage.name, (), "Wan")
+    transformer, shape = found.json, _shape(found.json)
+    notes = [
+        f"{storage.name} is taken as its shape is, and {what} are not offered"
+        for pattern, what in FURTHER.items()
+        if re.search(pattern, name)
+    ]
+    if not experts and published(shape, True, name) and not published(shape, False, name):
+        notes.append(f"{storage.name} is one transformer where the model of its shape has two: it takes all steps")
+    preset, lender = _published(transformer, experts, known_as), lender_of(shape, experts, known_as)
+    origin = preset.source if preset else storage.name
+    return recognised(
+        storage,
+        _index(transformer, experts, known_as),
+        find,
+        configs={"scheduler": _scheduler(transformer, experts)},
+        origin=origin,
+        known_as=known_as,
+        lender=lender.source if lender else origin,  # others publish a transformer alone, or in the authors' layout
+        notes=notes,
+        **how,
+    )
 
-        Raises WanjaxError where the other is missing, and the name tells that this is an expert, or no published model
-        has its shape alone.
-        """
-        reader = open_tensors(path)
-        components = recognise.components(reader)
-        if "transformer" in components:
-            components = _with_other(components, path)
-        return cls(path, components, recognise.is_generator(reader)) if components else None
+
+def _is_folder(folder: Path) -> bool:
+    """Tells whether a folder has the authors' layout; the files that identify layouts are enough."""
+    return _is_transformer(folder / FOLDERS["transformer"] if _has_experts(folder) else folder)
 
 
 def other_expert(name: str) -> tuple[str, ...]:
@@ -249,7 +226,7 @@ def _others(path: Path) -> list[Path]:
     return alike or others
 
 
-def _with_other(components: dict[str, Component], path: Path) -> dict[str, Component]:
+def _with_other(components: dict[str, Recognised], path: Path) -> dict[str, Recognised]:
     """Returns the components of a file, and if it is an expert's those of the other's that holds a transformer."""
     others = _others(path)
     if len(others) != 1:
@@ -351,8 +328,8 @@ def _published(transformer: Mapping[str, Any], experts: bool, known_as: str = ""
 
 LAYOUT = Layout(
     markers=("config.json", f"{FOLDERS['transformer']}/config.json"),
-    is_folder=OriginalSource.is_at,
-    open=OriginalSource,
-    open_file=FileSource.at,
+    is_folder=_is_folder,
+    open=open_folder,
+    open_file=open_file,
     beside=other_expert,
 )

@@ -563,7 +563,7 @@ def _distillation(scheduler: Scheduler) -> dict[str, Any]:
 def _like(architecture: WanModel, source: Source) -> Settings:
     """Returns the settings of the published model of these shapes, or else of this task and number of experts."""
     kind, experts = type(architecture), architecture.experts
-    shift = shift_of(source.config("scheduler"))
+    shift = shift_of(source["scheduler"].config())
     alike = published(architecture.transformer, experts, source.known_as, shift)
     if (kind, experts) == (ImageToVideo, False):
         experts = True  # merged from the two of the only published model that has this task

@@ -9,7 +9,7 @@ from typing import Any
 
 from wanjax.checkpoints.descaled import Descaled
 from wanjax.checkpoints.files import Reader
-from wanjax.checkpoints.layouts import TRANSFORMER_PREFIXES, VAE_PREFIXES, Component, has_authors_names, held
+from wanjax.checkpoints.layouts import TRANSFORMER_PREFIXES, VAE_PREFIXES, Recognised, has_authors_names, held
 from wanjax.checkpoints.readers import Renamed, Unfused, flattened, unflattened
 from wanjax.checkpoints.relatives import Relatives, relative
 from wanjax.checkpoints.torch_file import GENERATORS
@@ -58,7 +58,7 @@ READ = "Wan's text to video, image to video, first and last frame, Fun InP and V
 TOKENIZERS = ("spiece_model",)  # stored with the weights of text encoders
 
 
-def components(reader: Reader) -> dict[str, Component]:
+def components(reader: Reader) -> dict[str, Recognised]:
     """Returns the components that a file holds. Raises WanjaxError if one of them is incomplete or not Wan's."""
     found = {name: component(name, part) for name, part in held(reader, TELLING, PREFIXES).items()}
     if "transformer" in found and any(key.startswith(CAUSAL) for key in reader.specs):
@@ -73,7 +73,7 @@ def is_generator(reader: Reader) -> bool:
     )
 
 
-def component(name: str, reader: Reader, given: Mapping[str, Any] | None = None) -> Component:
+def component(name: str, reader: Reader, given: Mapping[str, Any] | None = None) -> Recognised:
     """Returns a component from a reader that holds nothing else, in either layout.
 
     given: the authors' config.json, if there is one. Raises WanjaxError if the tensors are not the component's.
@@ -94,7 +94,7 @@ def component(name: str, reader: Reader, given: Mapping[str, Any] | None = None)
         case _:
             reader, names = _vision(reader) if authors else reader, original.IMAGE_ENCODER
             json = original.image_encoder_json(_theirs(reader, names, authors))
-    return Component(json, Renamed(reader, lambda key: names.ours(key) or key) if authors else reader)
+    return Recognised(json, Renamed(reader, lambda key: names.ours(key) or key) if authors else reader)
 
 
 def _check_own(reader: Reader, names: Callable[[str], str | None]) -> None:

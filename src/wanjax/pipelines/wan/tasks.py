@@ -342,7 +342,7 @@ def model_of(source: Source, encoders: bool = False) -> WanModel:
         vae=vae,
         image_encoder=encoder("image_encoder"),
         experts=experts,
-        scheduler=THREE_STEPS if kind == "WanDMDPipeline" else from_config(source.config("scheduler")),
+        scheduler=THREE_STEPS if kind == "WanDMDPipeline" else from_config(source["scheduler"].config()),
     )
 
 
