@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of the library that loading a model enters, by a profile of its calls: how much a newcomer has to read.
+
+    python -m benchmarks.load_path --model nano
+
+The files on the way of a checkpoint, from its name to tensors that can be read, are counted by themselves. The others
+make settings, schedulers and the networks' shapes.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from fnmatch import fnmatch
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from wanjax import loading
+
+ROOT = Path(loading.__file__).parent
+WAY = ("checkpoints/*", "stores/*", "loading.py", "registry.py", "pipelines/family.py", "pipelines/*/layouts.py")
+WAY += ("pipelines/*/recognise.py",)
+
+
+def entered(call: Callable[[], object]) -> list[str]:
+    """Return the library's files of which a call runs a function, in the order in which it comes to them."""
+    files: dict[str, None] = {}
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(ROOT):
+            files.setdefault(path.relative_to(ROOT).as_posix())
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return list(files)
+
+
+def on_the_way(file: str) -> bool:
+    """Tell whether a file is one of those that find and read a checkpoint."""
+    return any(fnmatch(file, pattern) for pattern in WAY)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="nano")
+    model = parser.parse_args().model
+    files = entered(lambda: loading.load(model))
+    for file in files:
+        print("*" if on_the_way(file) else " ", file)
+    print(f"{len(files)} files, of which {sum(map(on_the_way, files))} (*) are on the way of the checkpoint")
+
+
+if __name__ == "__main__":
+    main()
