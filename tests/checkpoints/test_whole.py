@@ -13,6 +13,7 @@ from huggingface_hub.utils import _http
 
 import wanjax
 from tests.support import tiny
+from tests.support.clips import write_clips
 from tests.support.conversion import split
 from tests.support.harm import WEIGHTS, truncated, without_a_shard
 from tests.support.hub import ID
@@ -115,6 +116,7 @@ def whole(tmp_path_factory):
 def test_what_is_missing_is_named_by_every_command(harm, whole, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = shutil.copytree(whole, tmp_path / "model")
+    write_clips(tmp_path / "clips", 1)
     name = harm(folder)
     with pytest.raises(WanjaxError) as told:
         wanjax.load(folder)
