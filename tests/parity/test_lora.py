@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from tests.parity.references import StateDict, randomise
 from tests.support.words import naming
 from wanjax.checkpoints import lora, lora_scales, modules
+from wanjax.checkpoints.lora_source import Lora
 from wanjax.converters.wan import diffusers as wan
 from wanjax.converters.wan import original
 from wanjax.errors import WanjaxError
@@ -217,7 +218,7 @@ def test_files_by_peft_are_merged_as_peft_does(options, tmp_path):
         if parameter.requires_grad:
             torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(i))
     module.save_pretrained(tmp_path)
-    ours, (matches,) = merged((lora.Lora(str(tmp_path)).named().file, 1.0))
+    ours, (matches,) = merged((Lora(str(tmp_path)).named().file, 1.0))
     assert not matches.doubtful
     assert_equal(ours, StateDict(module.merge_and_unload()))
 
@@ -259,7 +260,7 @@ MERGED = {
 @pytest.mark.parametrize("kind", MERGED)
 def test_adapters_of_other_kinds_are_merged_as_peft_does(kind, tmp_path):
     module = adapter(MERGED[kind](r=RANK, target_modules=TARGETS), tmp_path)
-    ours, (matches,) = merged((lora.Lora(str(tmp_path)).named().file, 1.0))
+    ours, (matches,) = merged((Lora(str(tmp_path)).named().file, 1.0))
     assert not matches.doubtful
     base, changed = StateDict(reference()), 0
     for key, weights in StateDict(module.merge_and_unload()).tensors.items():
@@ -283,4 +284,4 @@ def test_adapters_of_other_formulas_are_refused_by_name(kind, tmp_path):
     config, name = REFUSED[kind]
     adapter(config(), tmp_path)
     with pytest.raises(WanjaxError, match=naming(f"adapter_config.json {name}")):
-        merged((lora.Lora(str(tmp_path)).named().file, 1.0))
+        merged((Lora(str(tmp_path)).named().file, 1.0))
