@@ -432,7 +432,7 @@ MUTATIONS = (
     ),
     Mutation(
         "token",
-        "src/wanjax/serve/guard.py",
+        "src/wanjax/serve/auth.py",
         "hmac.compare_digest(given.encode(), self.token.encode())",
         "self.token.startswith(given)",
         "a server with a token answers who gives none",

@@ -11,8 +11,8 @@ from tests.support.films import gap
 from tests.support.profiles import ADOBE, P3, SRGB, by_littlecms, profile
 from wanjax.media.inputs import CONTROL_VIDEO, INPUTS, MASK
 from wanjax.media.pictures import read_clip, read_picture, read_pictures
-from wanjax.serve.asked import save_pictures
 from wanjax.serve.limits import Limits
+from wanjax.serve.uploads import save_pictures
 
 PATCHES = np.array([[200, 60, 60], [60, 180, 80], [50, 80, 200], [220, 170, 140], [128, 128, 128]], np.uint8)
 PICTURE = PATCHES.repeat(16, 0)[None].repeat(48, 0)

@@ -22,8 +22,8 @@ from wanjax.media.films import read_film
 from wanjax.media.holes import HOLE, Zeros, holed_frame
 from wanjax.media.inputs import INPUTS
 from wanjax.media.pictures import read_clip
-from wanjax.serve.asked import save_pictures
 from wanjax.serve.limits import Limits
+from wanjax.serve.uploads import save_pictures
 from wanjax.training.clips import Cutting
 
 SOME = ("fast.mp4", "parts.mp4", "a.mkv", "vp9.webm", "a.avi", "a.ts", "a.flv", *ANIMATIONS)

@@ -17,8 +17,8 @@ from wanjax.errors import WanjaxError, WanjaxWarning
 from wanjax.media.bounds import BOUNDS
 from wanjax.media.inputs import CONTROL_VIDEO, IMAGE, INPUTS, LAST_IMAGE, MASK, REFERENCES, VIDEO
 from wanjax.media.pictures import read_clip, read_picture, read_pictures
-from wanjax.serve.asked import save_pictures
 from wanjax.serve.limits import Limits
+from wanjax.serve.uploads import save_pictures
 
 DOWN, RIGHT = np.mgrid[0:48, 0:64]
 CLIP = np.stack([np.stack([DOWN * 3 + 40, RIGHT * 2 + 60, DOWN + RIGHT + 9 * i], -1) for i in range(6)]).astype(

@@ -18,7 +18,7 @@ from wanjax.cluster.worker import Worker
 from wanjax.errors import SettingError, WanjaxError
 from wanjax.jobs.rows import read_requests
 from wanjax.pipelines.request import VideoRequest
-from wanjax.serve import asked
+from wanjax.serve import uploads
 from wanjax.serve.limits import Limits
 from wanjax.serve.variants import Known
 
@@ -51,7 +51,7 @@ def served(nano):
     """Reads the fields of a request to a server of nano; the model that it names is that."""
 
     def read(fields):
-        request, files = asked.read(fields, {}, Known({"nano": nano}, {}), Limits.of(nano.defaults))
+        request, files = uploads.read(fields, {}, Known({"nano": nano}, {}), Limits.of(nano.defaults))
         assert (request.model, files) == ("nano", {})
         return replace(request, model=None)
 
@@ -158,7 +158,7 @@ def test_seconds_are_the_nearest_frames_for_rows_and_for_a_server(nano, served, 
     fields = {"prompt": "a", "seconds": 1.2, "size": "32x32"}
     made = Limits.of(nano.defaults)
     [job] = Worker(lambda: nano, tmp_path).planned([from_rows(tmp_path, fields, "csv")])
-    frames = asked.completed(served(fields), nano, {}, made).frames
+    frames = uploads.completed(served(fields), nano, {}, made).frames
     assert job.request.settings["frames"] == frames == round((1.2 * nano.defaults.fps - 1) / 4) * 4 + 1
     assert "seconds" not in job.request.settings
 

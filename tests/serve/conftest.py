@@ -18,7 +18,7 @@ from wanjax.jobs.store import Job
 from wanjax.jobs.thread import WorkerThread
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.serve.app import Service
-from wanjax.serve.guard import Access
+from wanjax.serve.auth import Access
 from wanjax.serve.limits import Limits
 from wanjax.serve.maker import ServedMaker
 from wanjax.serve.variants import Variants

@@ -19,7 +19,7 @@ from tests.support.words import says
 from wanjax.cli import serving
 from wanjax.media.bounds import BOUNDS
 from wanjax.pipelines.request import fields_beside
-from wanjax.serve.guard import COOKIE
+from wanjax.serve.auth import COOKIE
 
 TOKEN = "a-token-of-the-tests"
 BAD_FIELDS = [

@@ -17,7 +17,7 @@ from tests.support.stores import BUCKET, failing, forget, objects, running_s3
 from tests.support.words import naming
 from wanjax.cli.serving import opened
 from wanjax.errors import WanjaxError
-from wanjax.serve import stored
+from wanjax.serve import store_files
 from wanjax.stores.places import Remote, place
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
@@ -112,7 +112,7 @@ NONE = ["bytes=99999999-", "bytes=-0"]
 
 def test_parts_of_a_video_are_those_of_the_store(served, monkeypatch):
     """In pieces of 1,000 bytes, of which no more are read than are asked for."""
-    monkeypatch.setattr(stored, "PIECE", 1000)
+    monkeypatch.setattr(store_files, "PIECE", 1000)
     server, whole = served(work=False), bytes(range(256)) * 16
     id = completed(server, whole)
     path = f"/v1/videos/{id}/content"
@@ -160,7 +160,7 @@ def test_a_store_that_fails_is_told_without_its_names_and_words(served, tmp_path
 
 
 def test_an_answer_that_the_store_cuts_off_is_not_taken_for_whole(served, monkeypatch):
-    monkeypatch.setattr(stored, "PIECE", 1000)
+    monkeypatch.setattr(store_files, "PIECE", 1000)
     server = served(work=False)
     id = completed(server)
     with failing("cat_file", DENIED, after=1):

@@ -42,7 +42,7 @@ from wanjax.pipelines.run import Run
 from wanjax.pipelines.text.extending import Extended
 from wanjax.programs import Instance
 from wanjax.schedulers import UniPC
-from wanjax.serve import asked, maker
+from wanjax.serve import maker, uploads
 from wanjax.serve.faults import without_folders
 from wanjax.serve.variants import Variants
 from wanjax.serve.videos import new_id, output_of
@@ -455,14 +455,14 @@ def test_what_was_asked_of_a_killed_server_is_found_again(start, tmp_path):
 
 def test_a_large_clip_keeps_its_place_in_the_queue(start, tmp_path, monkeypatch):
     """It arrives while another request is taken, which stays before it when the server starts anew."""
-    server, save = start(work=False), asked.save_pictures
+    server, save = start(work=False), uploads.save_pictures
 
     def slow(pictures, *how):
         if pictures:
             server.ask(seed=1)
         return save(pictures, *how)
 
-    monkeypatch.setattr(asked, "save_pictures", slow)
+    monkeypatch.setattr(uploads, "save_pictures", slow)
     server.ask(seed=2, video=url(film(tmp_path / "a.mp4", 9).read_bytes()))
     before = server.queue
     assert len(before) == 2

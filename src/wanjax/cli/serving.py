@@ -84,7 +84,7 @@ def serve(
 ) -> None:
     """Serve a model until a signal, by a worker in this process or by `workers` elsewhere."""
     check_libraries()
-    from wanjax.serve.guard import Access
+    from wanjax.serve.auth import Access
 
     access = Access.read(host, token or os.environ.pop(TOKEN, None) or None, origins)
     if given["extend_prompt"] is not None:

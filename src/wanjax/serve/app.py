@@ -31,10 +31,10 @@ from wanjax.media.videos import read_metadata
 from wanjax.pipelines.record import VERSION
 from wanjax.pipelines.request import VideoRequest
 from wanjax.pipelines.settings import LOADED
-from wanjax.serve import asked, metrics, stored
+from wanjax.serve import metrics, openapi, store_files, uploads
+from wanjax.serve.auth import COOKIE, Access, Guard, is_encrypted, refusal
 from wanjax.serve.events import Changes, Events
 from wanjax.serve.faults import UNEXPECTED, explained, storing
-from wanjax.serve.guard import COOKIE, Access, Guard, is_encrypted, refusal
 from wanjax.serve.limits import Limits
 from wanjax.serve.sweeping import Sweeper
 from wanjax.serve.variants import Known
@@ -134,6 +134,7 @@ class Service:
             Route("/v1/events", self.events, methods=["GET"]),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/login", self.login, methods=["POST"]),
+            Route("/openapi.json", self.described, methods=["GET"]),
             Route("/health", self.health, methods=["GET"]),
             Route("/metrics", self.measured, methods=["GET"]),
             Route("/", lambda request: FileResponse(str(PAGE / "index.html")), methods=["GET"]),
@@ -179,7 +180,7 @@ class Service:
     @storing()
     def _accept(self, fields: Mapping[str, Any], files: Mapping[str, list[bytes]]) -> Job:
         """Check a request, keep its pictures and add its job; leave nothing of one that is refused."""
-        request, given = asked.read(fields, files, self.known, self.limits)
+        request, given = uploads.read(fields, files, self.known, self.limits)
         pipe = self.known.model(request.model)
         id = new_id()
         new = NewJob(id, {}, pipe.defaults.model, output_of(id))
@@ -188,7 +189,7 @@ class Service:
         arriving = self.store.add(new, arriving=True)  # so that a server that is killed leaves no folder for ever
         try:
             with filled(self.folder / id) as here:
-                saved = asked.save_pictures(given, asked.inputs_of(pipe), here, self.limits)
+                saved = uploads.save_pictures(given, uploads.inputs_of(pipe), here, self.limits)
                 new = self._completed(new, replace(request, inputs=saved), paths_of(saved, here))
             return self.store.add(new, limit=self.limits.queue)
         except BaseException:
@@ -199,7 +200,7 @@ class Service:
 
     def _completed(self, new: NewJob, request: VideoRequest, files: Mapping[str, Any]) -> NewJob:
         """Return a job with all settings of its request; raise WanjaxError where they make no video."""
-        settings = asked.completed(request, self.known.model(request.model), files, self.limits).to_json()
+        settings = uploads.completed(request, self.known.model(request.model), files, self.limits).to_json()
         for name in BY_WORKER:
             settings.pop(name, None)
         return replace(new, request=replace(request, settings=settings, model=new.model).to_json())
@@ -276,7 +277,7 @@ class Service:
         kind, own_name = kind or guess_type(name)[0] or "application/octet-stream", f"{job.id}{file.suffix}"
         if isinstance(file, Remote):
             with suppress(Missing):
-                return await stored.answered(request, file, kind, own_name)
+                return await store_files.answered(request, file, kind, own_name)
         elif file.is_file():
             return FileResponse(file, media_type=kind, filename=own_name, content_disposition_type="inline")
         return _gone(name)
@@ -304,8 +305,15 @@ class Service:
 
     async def models(self, request: Request) -> JSONResponse:
         """Lists the models, the served one first: all that a request may ask, and what the server was started with."""
+        return JSONResponse({"object": "list", "data": self._models()})
+
+    def _models(self) -> list[dict[str, Any]]:
         about = {"object": "model", "owned_by": "wanjax", "limits": self.limits.to_json()}
-        return JSONResponse({"object": "list", "data": [about | self.limits.telling(model) for model in self.told]})
+        return [about | self.limits.telling(model) for model in self.told]
+
+    async def described(self, request: Request) -> JSONResponse:
+        """Describes this interface in the words of OpenAPI."""
+        return JSONResponse(openapi.document(self._models(), VERSION, self.limits.prompt))
 
     async def login(self, request: Request) -> Response:
         """Keeps the token of a form in a cookie, for the page."""

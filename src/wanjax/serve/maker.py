@@ -30,7 +30,7 @@ from wanjax.pipelines.run import Run
 from wanjax.pipelines.settings import LOADED, Settings
 from wanjax.pipelines.text.extending import Extended
 from wanjax.programs import EXECUTE
-from wanjax.serve import offer
+from wanjax.serve import model_info
 from wanjax.serve.faults import OUT_OF_MEMORY, STORAGE, explained
 from wanjax.serve.variants import ModelInfo, ModelInfos, Variants
 from wanjax.serve.videos import PREVIEW, THUMBNAIL, fetched, names_of, paths_of
@@ -90,7 +90,7 @@ class ServedMaker(VideoMaker):
         """Return what a server tells of its models, the served one first."""
         loras = [{"name": name, "strength": strength} for name, strength in self.variants.usual.items()]
         about = {"created": int(time.time()), "loras": loras, "extends_prompts": self.extend is not None}
-        return [about | offer.model(pipe, **self.how) for pipe in self.variants.pipes.values()]
+        return [about | model_info.model(pipe, **self.how) for pipe in self.variants.pipes.values()]
 
     def warm_up(self, stopped: Callable[[], bool]) -> None:
         self.pipe.progress = False
@@ -122,7 +122,7 @@ class ServedMaker(VideoMaker):
         progress = JobProgress(lease, lease.stopped, own / PREVIEW if self.preview else None)
         with fetched(own, names_of(request.inputs)) as here:
             pipe = self.variants.take(request.model or self.variants.first, self.variants.strengths(request.lora))
-            pipe = offer.with_scheduler(pipe, request.scheduler)
+            pipe = model_info.with_scheduler(pipe, request.scheduler)
             loaded = {name: getattr(pipe.defaults, name) for name in LOADED if name != "model"}
             lease.tell(settings=loaded)
             if self.extend and not request.settings.get("original_prompt"):
@@ -142,7 +142,7 @@ class ServedMaker(VideoMaker):
             found = {str(own / name): digest_of(here / name) for name in names_of(request.inputs)}
             digests = {name: digest for name, digest in found.items() if digest is not None}
             metadata = pipe.record(chosen, paths_of(request.inputs, own), digests=digests, **self.how)
-            prepared = PreparedRequest(chosen, offer.without_folders(metadata))
+            prepared = PreparedRequest(chosen, model_info.without_folders(metadata))
             try_output(output, chosen.length, chosen.size, chosen.fps, prepared.metadata)
             for _, frames in (
                 run := Run(pipe, [prepared], pictures, observers=[progress, *self.observers], **self.how)

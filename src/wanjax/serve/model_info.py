@@ -71,7 +71,7 @@ def described(pipe: Pipeline) -> dict[str, dict[str, Any]]:
     found = {}
     for name, known in offered(pipe).items():
         if name not in useless:
-            found[name] = _in_words(known._replace(choices=known.choices and tuple(choices.get(name, known.choices))))
+            found[name] = in_words(known._replace(choices=known.choices and tuple(choices.get(name, known.choices))))
             found[name]["default"] = defaults[name]
     drawn = "Seed of the noise; one is drawn where none is given."  # elsewhere it is 42
     found["seed"] |= {"description": drawn, "default": DRAW}
@@ -82,7 +82,8 @@ def described(pipe: Pipeline) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _in_words(known: Setting) -> dict[str, Any]:
+def in_words(known: Setting) -> dict[str, Any]:
+    """Return a setting's type, help and bounds in the words of JSON Schema."""
     words: dict[str, Any] = {"type": TYPES[known.kind], "description": known.told}
     bounds = {"minimum": known.least, "exclusiveMinimum": known.above, "maximum": known.most}
     words |= {name: bound for name, bound in bounds.items() if math.isfinite(bound)}

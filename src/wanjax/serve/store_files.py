@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from wanjax.errors import WanjaxError
-from wanjax.serve.guard import CutShort
+from wanjax.serve.auth import CutShort
 from wanjax.stores.places import Remote
 
 PIECE = 2 * 2**20  # bytes that are in memory at a time

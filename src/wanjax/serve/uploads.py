@@ -26,7 +26,7 @@ from wanjax.pipelines.request import MODEL, SAME_IMAGE, VALUES, VideoRequest, fi
 from wanjax.pipelines.settings import DRAW, Settings
 from wanjax.schedulers import name_of
 from wanjax.serve.limits import Limits
-from wanjax.serve.offer import offered, with_scheduler
+from wanjax.serve.model_info import offered, with_scheduler
 from wanjax.serve.variants import Known
 
 FILMS = {b"ftyp": "mp4", b"\x1a\x45\xdf\xa3": "webm"}  # suffixes by what a file has near its start: mov and mkv too

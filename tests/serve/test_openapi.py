@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The description of the HTTP interface: a validator reads it, and requests and answers are as it says."""
+
+import base64
+
+import jsonschema
+import pytest
+from jsonschema import Draft202012Validator
+from openapi_spec_validator import validate
+
+from tests.serve.conftest import SMALL
+from tests.support.media import picture
+from wanjax.pipelines.settings import Settings, schema
+from wanjax.serve.app import NOT_OFFERED
+
+IMAGE = "data:image/png;base64," + base64.b64encode(picture()).decode()
+
+
+@pytest.fixture
+def described(start):
+    server = start()
+    return server, server.client.get("/openapi.json").json()
+
+
+def checked(document, name):
+    """Returns what checks a value by a schema of the document."""
+    schema = {"$ref": f"#/components/schemas/{name}", "components": document["components"]}
+    return Draft202012Validator(schema).validate
+
+
+def test_the_description_is_one_of_openapi(described):
+    _, document = described
+    validate(document)
+    fields = document["components"]["schemas"]["VideoRequest"]["properties"]
+    assert {"prompt", "size", "seconds", "frames", "steps", "seed", "image", "input_reference", "lora"} <= fields.keys()
+    known = schema(Settings)
+    for name in ("steps", "guidance_scale", "flow_shift"):
+        assert fields[name]["description"] == known[name].told
+    assert (fields["steps"]["minimum"], fields["steps"]["maximum"]) == (1, 200)  # the server's own bound
+
+
+def test_every_path_of_the_server_is_described(described):
+    server, document = described
+    paths = {(route.path, method.lower()) for route in server.application.application.routes
+             if hasattr(route, "methods") for method in route.methods - {"HEAD"}}  # fmt: skip
+    told = {(path, method) for path, ways in document["paths"].items() for method in ways if method != "parameters"}
+    page = {("/", "get"), ("/login", "post"), ("/openapi.json", "get")}
+    assert told == paths - page - {(path, "post") for path in NOT_OFFERED}
+
+
+def test_answers_are_as_described(described):
+    server, document = described
+    video = checked(document, "Video")
+    id = server.client.post("/v1/videos", json=SMALL | {"image": IMAGE}).json()["id"]
+    video(server.client.get(f"/v1/videos/{id}").json())
+    video(server.finished(id))
+    failed = server.ask(seed=1)["id"]
+    video(server.client.post(f"/v1/videos/{failed}/cancel").json())
+    checked(document, "Videos")(server.client.get("/v1/videos").json())
+    checked(document, "Models")(server.client.get("/v1/models").json())
+    checked(document, "Health")(server.client.get("/health").json())
+    checked(document, "Error")(server.client.get("/v1/videos/none").json())
+    checked(document, "Error")(server.client.post("/v1/videos", json={"prompt": 3}).json())
+    checked(document, "Deleted")(server.client.delete(f"/v1/videos/{id}").json())
+
+
+@pytest.mark.parametrize(
+    ("fields", "right"),
+    [
+        ({}, True),
+        ({"image": IMAGE}, True),
+        ({"input_reference": {"image_url": IMAGE}}, True),
+        ({"seed": -1, "guidance_scale": 1.5, "then": ["a blue circle"], "windows": 2}, True),
+        ({"prompt": None}, False),
+        ({"steps": 0}, False),
+        ({"steps": 201}, False),
+        ({"steps": "many"}, False),
+        ({"flow_shift": 0}, False),
+        ({"fps": 1.5}, False),
+        ({"scheduler": "none"}, False),
+        ({"model": "other"}, False),
+        ({"image": "/etc/passwd"}, False),
+        ({"lora": {"a": 99}}, False),
+    ],
+    ids=str,
+)
+def test_requests_are_right_for_both_or_for_neither(described, fields, right):
+    server, document = described
+    request = {name: value for name, value in (SMALL | fields).items() if value is not None}
+    status = server.client.post("/v1/videos", json=request).status_code
+    assert (status == 200) == right
+    if right:
+        checked(document, "VideoRequest")(request)
+    else:
+        with pytest.raises(jsonschema.ValidationError):
+            checked(document, "VideoRequest")(request)
