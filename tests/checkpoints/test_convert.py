@@ -72,7 +72,10 @@ def test_what_a_network_has_no_use_for_goes_there_and_back_too(prefix, tmp_path)
     last = {key.replace(".0.", ".1."): x + 1 for key, x in used.items() if ".layers.0." in key}
     more = {"vision_model.post_layernorm.weight": np.ones(16, np.float32), **last}
     more["vision_model.embeddings.position_ids"] = np.arange(5)[None]
-    whole = {prefix + key.removeprefix("vision_model."): x for key, x in (used | more).items()}
+    outside = {"visual_projection.weight"}  # of the tower
+    whole = {
+        key if key in outside else prefix + key.removeprefix("vision_model."): x for key, x in (used | more).items()
+    }
     save_safetensors(weights, whole)
     assert ToWanjax(open_source(given), tmp_path / "there", NETWORKS).run()
     verify(open_source(tmp_path / "there"))
