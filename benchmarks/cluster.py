@@ -27,7 +27,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +34,13 @@ import jax
 import psutil
 
 from tests.support.batches import read_manifest
-from wanjax.cluster.actors import VARIABLES, Actors, connected
-from wanjax.cluster.batch import Batch, Manifest
-from wanjax.cluster.worker import Job, Outcome, Worker
+from wanjax.jobs.batch import Batch, Manifest
+from wanjax.jobs.maker import Task, VideoMaker
+from wanjax.jobs.pool import Pool, Scale, in_processes
+from wanjax.jobs.ray_cluster import VARIABLES
 from wanjax.jobs.rows import read_requests
+from wanjax.jobs.store import Job, JobStore
+from wanjax.jobs.worker import Failure, Lease
 from wanjax.media.videos import read_metadata
 from wanjax.pipelines.request import VideoRequest
 
@@ -166,38 +168,45 @@ def compare_rates(requests: int, repeats: int) -> None:
         print(f"2 workers beside 1: {first / second:.2f}, beside one process: {first / third:.2f}")
 
 
-class Idle(Worker):
-    """A worker that makes nothing."""
+class Idle:
+    """A maker that makes nothing."""
 
-    def ready(self) -> None:
-        pass
+    models = ("nano",)
 
-    def make(self, jobs: Sequence[Job]) -> Iterator[Outcome]:
-        for job in jobs:
-            yield Outcome(job.name, {"prompt": job.request.settings["prompt"]}, 0.1, "nowhere")
+    def warm_up(self, stopped: Callable[[], bool]) -> None: ...
+
+    def is_made(self, job: Job) -> bool:
+        return False
+
+    def make(self, jobs: Sequence[Job], lease: Lease) -> Iterator[Job]:
+        yield from jobs
+
+    def explain(self, error: Exception) -> Failure:
+        return Failure("", str(error))
+
+
+def idle(store: JobStore) -> Idle:
+    return Idle()
 
 
 def measure_overhead(requests: int) -> None:
-    """Prints the driver's seconds for a request when the work takes none."""
-    from wanjax.cluster import hosts
-
-    hosts.Worker = Idle  # pyright: ignore[reportAttributeAccessIssue]
-    with tempfile.TemporaryDirectory() as name, connected(None, 2) as ray:
-        folder = Path(name)
-        jobs = [Job(f"{i}.mp4", VideoRequest({"prompt": f"a circle {i}", "seed": i}, row=i)) for i in range(requests)]
-        pool = Actors({"load": None, "folder": folder}, {"": 2}, {"": {"num_cpus": 1}}, print)
-        while pool._starting:
-            pool._wait([], lambda: None)
-        for way, size in (("batches as they come", None), ("one at a time", 1)):
-            (own := folder / way.split()[0]).mkdir()
-            batch = Batch(jobs, 2, Manifest(own))
-            if size:
-                batch.take = partial(batch.take, most=size)
-            start = time.perf_counter()
-            assert len(list(pool.outcomes(batch, lambda: None))) == requests
-            seconds = (time.perf_counter() - start) / requests
-            print(f"{way}: {1000 * seconds:.2f} ms a request, load {os.getloadavg()[0]:.1f}")
-        assert ray.is_initialized()
+    """Prints the seconds for a request of two workers and their driver when the work takes none."""
+    tasks = [Task(f"{i}.mp4", VideoRequest({"prompt": f"a circle {i}", "seed": i}, row=i)) for i in range(requests)]
+    for way, together in (("batches as they come", 32), ("one at a time", 1)):
+        with tempfile.TemporaryDirectory() as name:
+            store = JobStore(f"{name}/jobs.sqlite")
+            pool = Pool(store, in_processes(store, idle, {"together": together}), Scale(2, 2), print)
+            while store.stats().workers.get("ready") != 2:
+                pool.look()
+            start, cpu = time.perf_counter(), time.process_time()
+            batch = Batch(store, tasks, Manifest(Path(name)), "nano")
+            while batch.ended < batch.total:
+                list(batch.look())
+                time.sleep(0.01)
+            seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+            pool.close()
+            each = f"{1000 * seconds / requests:.2f} ms a request, {1000 * cpu / requests:.2f} of them the driver's"
+            print(f"{way}: {each}, load {os.getloadavg()[0]:.1f}")
 
 
 def measure_plan(requests: int) -> None:
@@ -210,15 +219,15 @@ def measure_plan(requests: int) -> None:
         file, pipe = write_requests(folder / "requests.jsonl", requests), load("nano")
         before, start = psutil.Process().memory_info().rss, time.perf_counter()
         cpu = time.process_time()
-        jobs = Worker(lambda: pipe, folder).planned(read_requests(str(file)))
+        tasks = VideoMaker(lambda: pipe, folder).planned(read_requests(str(file)))
         planned = time.perf_counter() - start
-        manifest = Manifest(folder)
-        for job in jobs[: requests * 9 // 10]:
-            (folder / job.name).touch()
-            manifest.add(job, seconds=1.0)
+        manifest, store = Manifest(folder), JobStore(str(folder / "jobs.sqlite"))
+        for task in tasks[: requests * 9 // 10]:
+            (folder / task.output).touch()
+            manifest.add(task, seconds=1.0)
         start_again = time.perf_counter()
         there, manifest = set(os.listdir(folder)), Manifest(folder)
-        batch = Batch([job for job in jobs if job.name not in there], 2, manifest)
+        batch = Batch(store, [task for task in tasks if task.output not in there], manifest, "nano")
         assert batch.total == requests - requests * 9 // 10
         assert len(manifest.listed) == requests * 9 // 10
         resumed, cpu = time.perf_counter() - start_again, time.process_time() - cpu
@@ -242,7 +251,7 @@ def driver_memory(requests: int) -> float:
         return found
 
 
-TITLES = {"worker": "Worker", "leader": "Host.make", "follower": "Host.follow"}  # as Ray calls processes
+TITLES = {"worker": "_Actor", "leader": "Host.lead", "follower": "Host.follow"}  # as Ray calls processes
 
 
 def actors(pid: int, title: str) -> list[psutil.Process]:

@@ -440,11 +440,11 @@ MUTATIONS = (
     ),
     Mutation(
         "batch-resume",
-        "src/wanjax/cluster/batch.py",
-        "self.give_back(jobs[1:])",
-        "self.give_back(jobs[2:])",
-        "a batch whose worker died leaves a video out",
-        ("cluster/test_batch.py::test_each_job_ends_once",),
+        "src/wanjax/jobs/batch.py",
+        "if job.over and (task",
+        "if not job.over and (task",
+        "a batch tells of videos that are not made",
+        ("jobs/test_batch.py::test_each_task_ends_once",),
     ),
     Mutation(
         "plan-memory",

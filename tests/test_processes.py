@@ -176,7 +176,7 @@ def write_requests(folder: Path, count: int, **more: int) -> None:
     (folder / "requests.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 
-@pytest.mark.slow  # tests/cluster/test_lockstep.py has quick ones, by threads
+@pytest.mark.slow  # tests/jobs/test_lockstep.py has quick ones, by threads
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_batch_of_several_processes_is_that_of_one(tmp_path, count):
     write_requests(tmp_path, 2)

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = {"wanjax": ROOT / "src/wanjax", "wanjax.converters": ROOT / "converters"}
 LAYERS = [  # a module imports from its own layer and those below
     ["wanjax.cli", "wanjax.__main__"],
-    ["wanjax.serve", "wanjax.bench", "wanjax.cluster"],
+    ["wanjax.serve", "wanjax.bench"],
     ["wanjax.jobs"],
     ["wanjax.plan"],
     ["wanjax", "wanjax.loading", "wanjax.registry"],
@@ -187,7 +187,7 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
     cluster = {re.split(r"[\[<>=]", text)[0] for text in project["optional-dependencies"]["cluster"]}
     own = {module: distributions(path) for module, path in MODULES.items()}
     own["wanjax.training.metrics"].remove("tensorboard")  # which is used where it is installed
-    clustered = ("cluster.actors", "cluster.hosts", "jobs.rows", "jobs.ray_workers")
+    clustered = ("jobs.ray_cluster", "jobs.ray_workers", "jobs.hosts", "jobs.rows")
     asked = set().union(*(own.pop(f"wanjax.{name}") for name in clustered))
     assert asked - declared == cluster - {"wanjax"}  # with the extra `serve`
     own["wanjax.jobs.databases"].remove("psycopg")

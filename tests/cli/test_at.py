@@ -17,7 +17,7 @@ from tests.support.commands import files, refused, succeeded, wanjax
 from tests.support.words import says
 from wanjax.cli import remote
 from wanjax.cli.report import Report
-from wanjax.cluster.batch import MANIFEST
+from wanjax.jobs.batch import MANIFEST
 
 ID, VIDEO = "video_1", b"0123456789"
 MODEL = {"id": "nano", "defaults": {"seed": 42}, "settings": {}, "started_with": {}, "loras": []}

@@ -64,7 +64,7 @@ def given(monkeypatch) -> dict:
 
 def test_help_lists_the_commands():
     said = succeeded(wanjax("--help")).output
-    commands = "generate batch encode denoise decode plan warmup calibrate convert train info models bench serve"
+    commands = "generate batch encode denoise decode plan warmup calibrate convert train info models bench serve worker"
     assert re.findall(r"^  (\w+)  ", said, re.MULTILINE) == commands.split()
     assert succeeded(wanjax("--version")).output.startswith("wanjax ")
 
@@ -85,7 +85,7 @@ def test_help_lists_the_commands():
         ),
         (
             "batch",
-            "workers encode-workers denoise-workers decode-workers ray hosts resources retries dashboard seeds count "
+            "workers database ray hosts resources retries dashboard seeds count "
             "model extend-prompt extend-model negative-prompt image last-image video mask reference max-picture resize "
             "size height width frames windows then overlap fps steps guidance-scale guidance-scale-2 boundary "
             "strength dynamic-guidance guidance-rule flow-shift follow sigmas cache seed scheduler noise lora "

@@ -19,11 +19,11 @@ from tests.support.batches import read_manifest
 from tests.support.commands import refused
 from tests.support.words import naming, says
 from wanjax.cli import main, many
-from wanjax.cli.many import _ordered
+from wanjax.cli.many import missing
 from wanjax.cli.report import Report
-from wanjax.cluster.batch import MANIFEST, Manifest
-from wanjax.cluster.worker import Job
 from wanjax.errors import WanjaxError
+from wanjax.jobs.batch import MANIFEST, Manifest
+from wanjax.jobs.maker import Task
 from wanjax.jobs.rows import read_requests
 from wanjax.media.pictures import read_clip
 from wanjax.media.videos import read_metadata
@@ -136,14 +136,13 @@ def test_mistakes(tmp_path, arguments, sentence):
     ("arguments", "sentence"),
     [
         (("nowhere.jsonl",), "nowhere.jsonl"),
-        (("prompts.txt", "--workers", 0), "0 1"),
-        (("prompts.txt", "--resources", "cpu=1"), "--resources --workers --ray"),
-        (("prompts.txt", "--dashboard"), "--dashboard --workers --ray"),
-        (("prompts.txt", "--workers", 2, "--encode-workers", 1), "--workers 2 --encode-workers"),
-        (("prompts.txt", "--workers", 2, "--decode-workers", 1), "--workers 2 --decode-workers"),
-        (("prompts.txt", "--hosts", 2, "--encode-workers", 1), "--hosts 2 --workers"),
-        (("prompts.txt", "--hosts", 2, "--processes", "auto"), "--processes"),
-        (("prompts.txt", "--workers", 2, "--resources", "gpu"), "'gpu' cpu=1,TPU=4"),
+        (("prompts.txt", "--workers", 0), "--workers 0 --database"),
+        (("prompts.txt", "--workers", -1), "-1 0"),
+        (("prompts.txt", "--database", "mysql://a@b/c"), "mysql:// postgresql://"),
+        (("prompts.txt", "--resources", "cpu=1"), "--resources --ray"),
+        (("prompts.txt", "--dashboard"), "--dashboard --ray"),
+        (("prompts.txt", "--hosts", 2), "--hosts --ray"),
+        (("prompts.txt", "--ray", "local", "--resources", "gpu"), "'gpu' cpu=1,TPU=4"),
         (("prompts.txt", "--workers", 2, "--processes", "auto"), "--processes"),
         (("promt.csv",), "header 'promt' prompt"),
         (("model.jsonl",), "row 1 'wan2.1-t2v-1.3b' nano --model"),
@@ -176,9 +175,9 @@ def test_what_is_told_before_holds_for_all_rows():
 
 
 def test_what_failed_before_is_the_last_to_be_tried(tmp_path):
-    jobs = [Job(f"{number}.mp4", VideoRequest({"prompt": "a", "seed": number}, row=number)) for number in range(3)]
-    Manifest(tmp_path).add(jobs[0], error="the device is gone")
-    assert _ordered(Report(), jobs, tmp_path, 0, False).take(1) == [*jobs[1:], jobs[0]]
+    tasks = [Task(f"{number}.mp4", VideoRequest({"prompt": "a", "seed": number}, row=number)) for number in range(3)]
+    Manifest(tmp_path).add(tasks[0], error="the device is gone")
+    assert missing(Report(), tasks, tmp_path, False)[0] == [*tasks[1:], tasks[0]]
 
 
 WRONG = [

@@ -66,7 +66,7 @@ def test_frames_are_written_as_they_come(model, tmp_path, monkeypatch):
 
         return write_video(path, watched(), fps, record)
 
-    monkeypatch.setattr("wanjax.cluster.worker.write_video", write)
+    monkeypatch.setattr("wanjax.jobs.maker.write_video", write)
     run("a red circle", "--model", model, *GIVEN, "--out", tmp_path / "frames", status=1)
     assert seen == [5, 8, 8]
 

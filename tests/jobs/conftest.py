@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores of jobs on both databases."""
+"""Stores of jobs on both databases, a small model, and runs that compute nothing."""
 
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import wanjax
+from wanjax.errors import WanjaxError
+from wanjax.jobs import maker
 from wanjax.jobs.store import JobStore
+from wanjax.pipelines.run import Run
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -24,3 +29,35 @@ def store(url: str) -> Iterator[JobStore]:
     made = JobStore(url)
     yield made
     made.close()
+
+
+@pytest.fixture
+def local_store(tmp_path: Path) -> Iterator[JobStore]:
+    """A store on SQLite."""
+    made = JobStore(str(tmp_path / "jobs.sqlite"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def nano() -> wanjax.Pipeline:
+    return wanjax.load("nano")
+
+
+@pytest.fixture
+def nothing_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Videos without frames are written; the prompts "fail" and "full" cannot be made, and find no room."""
+
+    def run(self):
+        for request in self.requests:
+            if request.settings.prompt == "fail":
+                raise RuntimeError("the device is gone")
+            yield request, iter(())
+
+    def write(path, frames, request):
+        if request.settings.prompt == "full":
+            raise WanjaxError(f"{path} cannot be written") from OSError(errno.ENOSPC, "No space left on device")
+        path.write_text(request.settings.prompt)
+
+    monkeypatch.setattr(Run, "__iter__", run)
+    monkeypatch.setattr(maker, "write", write)

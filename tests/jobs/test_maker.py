@@ -1,52 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """The maker of a batch's videos: what it plans a worker makes, once, and one request's fault is not another's."""
 
-import errno
 import os
 import pickle
 
 import numpy as np
 import pytest
 
-import wanjax
+from tests.support.jobs import made
 from tests.support.words import naming
 from wanjax.errors import SettingError, WanjaxError
-from wanjax.jobs import maker as module
-from wanjax.jobs.maker import VideoMaker, digest_of
-from wanjax.jobs.store import JobStore, NewJob
-from wanjax.jobs.worker import DISK_FULL, work
+from wanjax.jobs.maker import VideoMaker
+from wanjax.jobs.worker import DISK_FULL
 from wanjax.media.pictures import read_clip
 from wanjax.media.videos import read_metadata
 from wanjax.pipelines.request import VideoRequest
-from wanjax.pipelines.run import Run
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
 SMALL = {"size": (32, 32), "frames": 5, "steps": 2}
-
-
-@pytest.fixture(scope="module")
-def nano():
-    return wanjax.load("nano")
-
-
-@pytest.fixture
-def nothing_is_computed(monkeypatch):
-    """Videos without frames are written; the prompts "fail" and "full" cannot be made, and find no room."""
-
-    def run(self):
-        for request in self.requests:
-            if request.settings.prompt == "fail":
-                raise RuntimeError("the device is gone")
-            yield request, iter(())
-
-    def write(path, frames, request):
-        if request.settings.prompt == "full":
-            raise WanjaxError(f"{path} cannot be written") from OSError(errno.ENOSPC, "No space left on device")
-        path.write_text(request.settings.prompt)
-
-    monkeypatch.setattr(Run, "__iter__", run)
-    monkeypatch.setattr(module, "write", write)
 
 
 @pytest.fixture
@@ -55,35 +27,19 @@ def maker(nano, tmp_path):
     return VideoMaker(lambda: nano, tmp_path / "videos")
 
 
-@pytest.fixture
-def store(tmp_path):
-    store = JobStore(str(tmp_path / "jobs.sqlite"))
-    yield store
-    store.close()
-
-
 def asked(*given):
     return [VideoRequest.parse(SMALL | one, row=number) for number, one in enumerate(given, 1)]
 
 
-def made(store, maker, tasks, **how):
-    """Makes tasks by a worker; returns each job in their order."""
-    names = [task.output for task in tasks]
-    jobs = [NewJob(task.output, task.request.to_json(), "nano", task.output, digest_of(task.request)) for task in tasks]
-    store.add_all(jobs)
-    work(store, maker, together=32, until_empty=True, **how)
-    return [store.get(name) for name in names]
-
-
 @pytest.mark.slow  # tests/cli/test_many.py has a quick one, by the command
-def test_requests_are_made_as_single_calls_make_them(nano, maker, store):
+def test_requests_are_made_as_single_calls_make_them(nano, maker, local_store):
     requests = asked(
         {"prompt": "a red circle", "seed": 3},
         {"prompt": "a blue square", "steps": 1, "scheduler": "euler"},
         {"prompt": "a blue square", "seed": 4},
     )
     tasks = maker.planned(requests)
-    jobs = made(store, maker, tasks)
+    jobs = made(local_store, maker, tasks)
     assert {job.status for job in jobs} == {"completed"}
     assert {task.output for task in tasks} == set(os.listdir(maker.place))
     [request, *_] = maker.prepared(tasks[:2]).requests
@@ -96,14 +52,14 @@ def test_requests_are_made_as_single_calls_make_them(nano, maker, store):
 
 
 @pytest.mark.usefixtures("nothing_is_computed")
-def test_requests_that_differ_in_prompt_and_seed_are_of_one_run(maker, store, monkeypatch):
+def test_requests_that_differ_in_prompt_and_seed_are_of_one_run(maker, local_store, monkeypatch):
     runs, prepared = [], VideoMaker.prepared
     monkeypatch.setattr(VideoMaker, "prepared", lambda *given: runs.append(given[1]) or prepared(*given))
     tasks = maker.planned(
         asked({"prompt": "a", "seed": 3}, {"prompt": "b", "scheduler": "euler"}, {"prompt": "c", "seed": "random"})
     )
     assert [task.request.row for task in tasks] == [1, 3, 2]
-    assert [job.status for job in made(store, maker, tasks)] == ["completed"] * 3
+    assert [job.status for job in made(local_store, maker, tasks)] == ["completed"] * 3
     assert [[task.request.row for task in run] for run in runs] == [[1, 3], [2]]
     prepared = [request for run in list(runs) for request in maker.prepared(run).requests]
     seen = [(x.metadata["prompt"], x.metadata["seed"], x.metadata["scheduler"]) for x in prepared]
@@ -112,13 +68,13 @@ def test_requests_that_differ_in_prompt_and_seed_are_of_one_run(maker, store, mo
 
 
 @pytest.mark.usefixtures("nothing_is_computed")
-def test_what_is_there_is_not_made_again(maker, store):
+def test_what_is_there_is_not_made_again(maker, local_store):
     tasks = maker.planned(asked({"prompt": "a"}, {"prompt": "b"}))
     (there := maker.place / tasks[0].output).write_text("there")
-    assert [job.status for job in made(store, maker, tasks)] == ["completed"] * 2
+    assert [job.status for job in made(local_store, maker, tasks)] == ["completed"] * 2
     assert there.read_text() == "there"
     maker.force = True
-    made(store, maker, tasks)
+    made(local_store, maker, tasks)
     assert there.read_text() == "a"
 
 
@@ -146,10 +102,10 @@ def test_a_seed_of_a_library_s_request_is_checked_too(maker):
 
 
 @pytest.mark.usefixtures("nothing_is_computed")
-def test_one_request_s_failure_is_its_own(maker, store):
+def test_one_request_s_failure_is_its_own(maker, local_store):
     """The second of three that would be made together fails alone, as often as it may."""
     tasks = maker.planned(asked({"prompt": "a"}, {"prompt": "fail"}, {"prompt": "c"}))
-    jobs = made(store, maker, tasks, retries=2)
+    jobs = made(local_store, maker, tasks, retries=2)
     assert [job.status for job in jobs] == ["completed", "failed", "completed"]
     assert [job.attempts for job in jobs] == [1, 3, 1]
     assert jobs[1].error["message"] == "RuntimeError: the device is gone"
@@ -157,16 +113,16 @@ def test_one_request_s_failure_is_its_own(maker, store):
 
 
 @pytest.mark.usefixtures("nothing_is_computed")
-def test_a_full_disk_ends_the_worker(maker, store):
-    jobs = made(store, maker, maker.planned(asked({"prompt": "full"}, {"prompt": "b"})), retries=2)
+def test_a_full_disk_ends_the_worker(maker, local_store):
+    jobs = made(local_store, maker, maker.planned(asked({"prompt": "full"}, {"prompt": "b"})), retries=2)
     assert [job.status for job in jobs] == ["failed", "queued"]
     assert jobs[0].error["code"] == DISK_FULL
 
 
 @pytest.mark.usefixtures("nothing_is_computed")
-def test_a_worker_with_other_options_makes_no_video_of_a_name_that_is_not_its_own(nano, maker, store):
+def test_a_worker_with_other_options_makes_no_video_of_a_name_that_is_not_its_own(nano, maker, local_store):
     tasks = maker.planned(asked({"prompt": "a"}))
-    [job] = made(store, VideoMaker(lambda: nano, maker.place, batch_guidance=True), tasks)
+    [job] = made(local_store, VideoMaker(lambda: nano, maker.place, batch_guidance=True), tasks)
     assert job.status == "failed"
     assert tasks[0].output in job.error["message"]
     assert os.listdir(maker.place) == []

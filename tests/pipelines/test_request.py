@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import wanjax
 from tests.support.words import naming
 from wanjax.cli import main, many, stages
-from wanjax.cluster.worker import Worker
 from wanjax.errors import SettingError, WanjaxError
+from wanjax.jobs.maker import VideoMaker
 from wanjax.jobs.rows import read_requests
 from wanjax.pipelines.request import VideoRequest
 from wanjax.serve import uploads
@@ -157,7 +157,7 @@ def test_loras_are_those_of_all_rows(tmp_path, served):
 def test_seconds_are_the_nearest_frames_for_rows_and_for_a_server(nano, served, tmp_path):
     fields = {"prompt": "a", "seconds": 1.2, "size": "32x32"}
     made = Limits.of(nano.defaults)
-    [job] = Worker(lambda: nano, tmp_path).planned([from_rows(tmp_path, fields, "csv")])
+    [job] = VideoMaker(lambda: nano, tmp_path).planned([from_rows(tmp_path, fields, "csv")])
     frames = uploads.completed(served(fields), nano, {}, made).frames
     assert job.request.settings["frames"] == frames == round((1.2 * nano.defaults.fps - 1) / 4) * 4 + 1
     assert "seconds" not in job.request.settings

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from wanjax.cluster.batch import MANIFEST
+from wanjax.jobs.batch import MANIFEST
 
 
 def read_manifest(folder: Path) -> list[dict[str, Any]]:

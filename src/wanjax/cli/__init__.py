@@ -210,7 +210,8 @@ def batch(report: Report, **given: Any) -> None:
     for what it leaves open. All requests are checked before the first video is made.
 
     Each video gets its name when it is whole, and is listed in manifest.jsonl beside it. The same command goes on with
-    what is missing, whatever ended the one before. Several workers are actors of Ray, which `wanjax[cluster]` brings.
+    what is missing, whatever ended the one before. Several workers are processes of this machine, actors of Ray with
+    --ray, or with --database those of `wanjax worker` on other hosts.
     """
     from wanjax.cli import many
     from wanjax.cli.extending import extended
@@ -510,6 +511,33 @@ def serve(report: Report, **given: Any) -> None:
     from wanjax.cli import serving
 
     serving.serve(report, **given)
+
+
+@main.command()
+@options.model
+@options.attention
+@options.batch_guidance
+@options.lora
+@options.compute
+@options.devices
+@options.tile
+@options.decoder
+@options.offload
+@options.working
+@options.verify
+@options.telling
+@defaults.config
+@click.pass_obj
+def worker(report: Report, **given: Any) -> None:
+    """Make the videos of a `wanjax batch` on another host, from its database.
+
+    Leases jobs from --database, makes each video into --out, the place that the batch has too, and ends when it is
+    told to: Ctrl-C or SIGTERM let the video under way wait again. A worker needs the options of the batch that shape
+    its videos, such as --model and --lora. Any number may join and leave.
+    """
+    from wanjax.cli import working
+
+    working.work_for(report, **given)
 
 
 @main.command("help", hidden=True)

@@ -166,7 +166,7 @@ def _right(kind: click.ParamType) -> str:
 
 ADDRESS = re.compile(r"(https?|ftp)://\S+", re.IGNORECASE)
 HUB = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)/?", re.IGNORECASE)
-IN_STORES = ("out", "target", "source", "model", "model_option", "file", "made", "compile_cache", "folder")
+IN_STORES = ("out", "target", "source", "model", "model_option", "file", "made", "compile_cache", "folder", "database")
 """Parameters whose values may be in a store."""
 NO_FILES = ("extend_prompt", "at", "token", "origins", "prompt", "prompt_option", "negative_prompt", "samples")
 

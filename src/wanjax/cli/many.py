@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """`generate` with several prompts or seeds, and `batch`: many videos into a folder, each saved when it is done.
 
-One process makes them, or workers of Ray do. Both are given the same batch.
+This process makes them, or workers do, from a store of jobs that it fills and follows.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import click
@@ -22,15 +24,21 @@ from wanjax.cli.options import COMPILE_CACHE, SETTINGS
 from wanjax.cli.processes import meet
 from wanjax.cli.report import Report
 from wanjax.cli.stages import Rendering, Reporting, given_settings, how_of, loaded, loading
-from wanjax.cluster import actors
-from wanjax.cluster.batch import MANIFEST, Batch, Manifest
-from wanjax.cluster.hosts import FIRST
-from wanjax.cluster.lockstep import Leader, follow
-from wanjax.cluster.worker import STAGES, Job, Outcome, Worker, keeping_programs
 from wanjax.errors import WanjaxError
 from wanjax.figures import quantity
+from wanjax.jobs import ray_cluster
+from wanjax.jobs.batch import MANIFEST, TOGETHER, Batch, Manifest
+from wanjax.jobs.databases import VARIABLE
+from wanjax.jobs.hosts import FIRST, SliceWorker, bundles_of
+from wanjax.jobs.lockstep import Leader, follow
+from wanjax.jobs.maker import Task, VideoMaker, keeping_programs
+from wanjax.jobs.pool import POLL, LocalWorker, Pool, Scale
 from wanjax.jobs.processes import is_first
+from wanjax.jobs.ray_workers import RayWorker, RemoteStore
 from wanjax.jobs.rows import WrongRows, read_requests, with_seeds
+from wanjax.jobs.sharing import write_probe
+from wanjax.jobs.store import JobStore, Unavailable
+from wanjax.jobs.worker import work
 from wanjax.media.inputs import INPUTS
 from wanjax.pipelines.record import described
 from wanjax.pipelines.request import SCHEDULER, VideoRequest
@@ -56,9 +64,7 @@ def generate(
     force: bool,
     extend: Extender | None = None,
     workers: int | None = None,
-    encode_workers: int | None = None,
-    denoise_workers: int | None = None,
-    decode_workers: int | None = None,
+    database: str | None = None,
     ray: str | None = None,
     hosts: int = 1,
     retries: int = 2,
@@ -67,35 +73,33 @@ def generate(
     **given: Any,
 ) -> None:
     """Makes a video of each request and seed into a folder, except those that are there already."""
-    counts = counts_of(workers, dict(zip(STAGES, (encode_workers, denoise_workers, decode_workers), strict=True)))
-    several = sum(counts.values()) * hosts > 1 or ray is not None
-    if hosts > 1 and len(counts) > 1:
-        raise WanjaxError(f"--hosts {hosts} is given beside workers for a stage each: --workers has workers for all")
-    if (resources or dashboard) and not several:
-        option = "--resources" if resources else "--dashboard"
-        raise WanjaxError(f"{option} is for workers of Ray: --workers 2, or --ray ADDRESS, has some")
-    if several:
-        jax.config.update("jax_platforms", "cpu")  # of this process alone: the devices are the workers'
-    else:
+    needs_ray = {"--hosts": hosts > 1, "--resources": resources, "--dashboard": dashboard}
+    for option in [option for option, value in needs_ray.items() if value and ray is None]:
+        raise WanjaxError(f"{option} is for workers of Ray: give --ray ADDRESS too, or --ray local for this machine")
+    if workers == 0 and not (database or os.environ.get(VARIABLE)):
+        raise WanjaxError("--workers 0 leaves the videos to workers elsewhere: --database URL has to name theirs")
+    alone = ray is None and workers in (None, 1) and database is None
+    if alone:
         meet(report, given.get("processes"))
+    elif given.get("processes"):
+        raise WanjaxError("--processes is for one worker, which is this process and those that it meets")
+    else:
+        jax.config.update("jax_platforms", "cpu")  # of this process alone: the devices are the workers'
     for option in ("noise", "profile"):
         if given.pop(option, None) is not None:
             raise WanjaxError(f"--{option} is for one video: it cannot be given for several")
     target, chosen = folder_of(folder, out), given_settings(**given)
     arguments: dict[str, Any] = {
         "load": partial(loaded, loading(chosen, given, offload=None)),
-        "folder": target.absolute(),
+        "place": target.absolute(),
         "force": force,
         **how_of(given),
     }
-    if several:
-        shared = click.get_current_context().meta.get(COMPILE_CACHE, {})
-        arguments["load"] = partial(keeping_programs, arguments["load"], shared)
-    elif not is_first():
-        follow(Worker(**arguments))
+    if alone and not is_first():
+        follow(VideoMaker(**arguments))
         report.awaited = False
         return
-    with nullcontext() if several else _leading(report, arguments) as worker:
+    with _leading(report, arguments) if alone else nullcontext() as maker:
         wrong = WrongRows()
         requests = requests_of(prompt, prompts, wrong)
         options, model = options_of_each(chosen), str(chosen["model"])
@@ -110,11 +114,16 @@ def generate(
             requests = [one.updated(text) for one, text in zip(requests, told, strict=True)]
         unsaid = (seeds, count, first) == (None, None, None)
         requests = [one.under(options) for one in with_seeds(requests, None if unsaid else numbers)]
-        if worker is not None:
-            batch = _here(report, requests, wrong, given, worker, retries)
-        else:
-            cluster = {"counts": counts, "hosts": hosts, "address": ray, "resources": resources, "dashboard": dashboard}
-            batch = _by_actors(report, requests, wrong, given, arguments, retries, **cluster)
+        check_folder(arguments["place"])
+        with _store(database, arguments["place"]) as store:
+            driver = Driver(report, store, arguments["place"], force, retries)
+            if maker is not None:
+                batch = _here(driver, requests, wrong, given, maker)
+            else:
+                shared = click.get_current_context().meta.get(COMPILE_CACHE, {})
+                arguments["load"] = partial(keeping_programs, arguments["load"], shared)
+                cluster = {"address": ray, "hosts": hosts, "resources": resources, "dashboard": dashboard}
+                batch = _by_workers(driver, requests, wrong, arguments, 1 if workers is None else workers, **cluster)
     report.table()
     if batch.failed:
         told = f"{len(batch.failed)} of {quantity(batch.total, 'video')} failed, as listed in {target / MANIFEST}"
@@ -123,11 +132,11 @@ def generate(
 
 
 @contextmanager
-def _leading(report: Report, arguments: dict[str, Any]) -> Iterator[Worker]:
-    """Yields the worker of this process, which leads those that it has met; at the end it lets them go."""
+def _leading(report: Report, arguments: dict[str, Any]) -> Iterator[VideoMaker]:
+    """Yields the maker of this process, which leads those that it has met; at the end it lets them go."""
     own = {**arguments, "load": partial(arguments["load"], progress=report.load, note=report.note)}
     if not report.awaited:
-        yield Worker(**own)
+        yield VideoMaker(**own)
         return
     leader = Leader(**own)
     try:
@@ -136,116 +145,215 @@ def _leading(report: Report, arguments: dict[str, Any]) -> Iterator[Worker]:
         report.awaited = not leader.dismiss()
 
 
+@contextmanager
+def _store(database: str | None, target: Place) -> Iterator[JobStore]:
+    """Yields the store of a batch's jobs: a file of this process's own, unless a database is named."""
+    if (url := database or os.environ.get(VARIABLE)) is not None:
+        with closing(JobStore(url)) as store:
+            write_probe(store, target)
+            yield store
+        return
+    with own_folder() as folder, closing(JobStore(str(folder / "jobs.sqlite"))) as store:
+        yield store
+
+
+@dataclass
+class Driver:
+    """What fills the store of a batch, and tells of its videos as they end."""
+
+    report: Report
+    store: Any  # a JobStore, or a RemoteStore
+    place: Place
+    force: bool
+    retries: int
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keywords of `work` in each worker."""
+        return {"together": TOGETHER, "retries": self.retries, "attempts": self.retries + 1}
+
+    def batch(self, tasks: Sequence[Task], model: str) -> Batch:
+        """Returns the batch of those tasks whose videos are not there, and tells how many there are."""
+        wanted, manifest = missing(self.report, tasks, self.place, self.force)
+        return Batch(self.store, wanted, manifest, model)
+
+    def look(self, batch: Batch) -> None:
+        """Prints each video that was made since the last look, and what failed."""
+        for job in batch.look():
+            row = job.request["row"]
+            if job.error is not None:
+                self.report.note(f"{f'row {row}' if row else job.output} failed: {job.error['message']}")
+            elif "metadata" in job.progress:
+                seconds = {"video": job.progress["seconds"]}
+                self.report.made(self.place / job.output, job.progress["metadata"], seconds=seconds)
+            _count(self.report, batch)
+
+    @contextmanager
+    def telling(self, batch: Batch) -> Iterator[None]:
+        """Shows how many videos there are, as long as the block runs."""
+        self.report.goes_on()
+        try:
+            with closing(batch.manifest), self.report.stage("videos"):
+                _count(self.report, batch)
+                yield
+        finally:
+            batch.close()
+        self.report.way_on = None
+
+
+def missing(report: Report, tasks: Sequence[Task], folder: Place, force: bool) -> tuple[list[Task], Manifest]:
+    """Returns the tasks whose videos are not there, those that failed before last; lists the others, and tells."""
+    each = {task.output: task for task in tasks}
+    if repeated := len(tasks) - len(each):
+        report.note(f"note: made once, of {len(tasks)} videos: {repeated} that repeat another")
+    there = set() if force else each.keys() & names_in(folder)
+    manifest = Manifest(folder)
+    for name in each:
+        if name in there:
+            manifest.add(each[name])
+    manifest.close()
+    wanted = [task for task in each.values() if task.output not in there]
+    wanted.sort(key=lambda task: task.output in manifest.failed)  # what ended this before keeps no others from it
+    report.note(f"videos: {len(wanted)}, into {folder}")
+    if there:
+        report.note(f"there already: {quantity(len(there), 'video')}, to be made: {len(wanted)}")
+    return wanted, manifest
+
+
 def _here(
-    report: Report,
-    requests: Sequence[VideoRequest],
-    wrong: WrongRows,
-    given: dict[str, Any],
-    worker: Worker,
-    retries: int,
+    driver: Driver, requests: Sequence[VideoRequest], wrong: WrongRows, given: dict[str, Any], maker: VideoMaker
 ) -> Batch:
     """Makes the videos of requests in this process, and in those that it leads, unless there are `wrong` rows too."""
-    check_folder(worker.folder)
-    batch = _ordered(report, worker.planned(requests, wrong), worker.folder, retries, worker.force)
+    report = driver.report
+    batch = driver.batch(maker.plan(requests, wrong), maker.pipe.defaults.model)
     if not batch.total:
         return batch
-    first = next(iter(batch.jobs.values()))
-    worker.try_output(_longest(batch))
+    first = next(iter(batch.tasks.values()))
+    here = nullcontext(driver.place) if isinstance(driver.place, Path) else own_folder()
+    faults: list[Exception] = []
 
-    def outcomes() -> Iterator[Outcome]:
-        while jobs := batch.take(1):
-            for outcome in worker.make(jobs):  # out of step these processes have to end, and try nothing again
-                ended = batch.finish(outcome if worker.in_step else outcome._replace(again=False))
-                if ended is not None:
-                    yield ended
+    def look() -> None:
+        try:
+            driver.look(batch)
+        except WanjaxError as error:  # which the worker would take for its own
+            faults.append(error)
 
-    here = nullcontext(worker.folder) if isinstance(worker.folder, Path) else own_folder()
     with here as own:  # previews are shown by files
-        video = Rendering(report, own, _of_job(given, first), pipe=worker.pipe)
-        videos = [worker.settings[name] for name in batch.jobs]
+        video = Rendering(report, own, _of_task(given, first), pipe=maker.pipe)
+        videos = [maker.settings[name] for name in batch.tasks]
         video.tell(videos)
         video.tell_prompt(videos)
         if video.previews and not given.get("preview_decoder"):
             with report.stage("preview"):
-                worker.fit_colours()
-        worker.observers = [Within(video, batch)]
-        _tell_all(report, batch, outcomes(), worker.folder)
+                maker.fit_colours()
+        maker.observers = [Within(video, batch)]
+        with driver.telling(batch):
+            how: Any = {"drained": lambda: bool(faults), "ended": look, "until_empty": True}
+            work(driver.store, maker, **driver.options, **how)
+            faults += [fault] if (fault := getattr(maker, "fault", None)) is not None else []
+            for error in faults:
+                raise error
         if video.previews:
             video.previews.wait()
     return batch
 
 
-def _by_actors(
-    report: Report,
+def _by_workers(
+    driver: Driver,
     requests: Sequence[VideoRequest],
     wrong: WrongRows,
-    given: dict[str, Any],
     arguments: dict[str, Any],
-    retries: int,
+    count: int,
     *,
-    counts: Mapping[str, int],
-    hosts: int,
     address: str | None,
+    hosts: int,
     resources: str | None,
     dashboard: bool,
 ) -> Batch:
-    """Makes the videos of requests by workers of a Ray cluster. No device is used in this process."""
-    if given.get("processes"):
-        raise WanjaxError("--processes is for one worker, which is this process and those that it meets")
-    folder, force = arguments["folder"], arguments["force"]
-    asked = actors.resources_of(resources, counts if hosts == 1 else (FIRST,))
-    check_folder(folder)
-    cores = sum(count * asked.get(stage, asked.get("", {})).get("num_cpus", 1) for stage, count in counts.items())
-    cores *= hosts
-    alone = actors.address_of(address) is None
-    store = actors.STORE if len(counts) == 1 else None  # Ray's own share of the memory
-    with actors.connected(address, cores, dashboard, store) as ray:
-        own = {"": actors.usual_resources(ray)} | asked
+    """Makes the videos of requests by workers, in processes of this machine or in a Ray cluster."""
+    report = driver.report
+    ask = partial(_planned, requests, wrong)
+    with ExitStack() as stack:
+        plan: list[Any] = []
+        if count == 0:  # workers of others make them
+            plan.append(_planned(requests, wrong, VideoMaker(**arguments)))
+            start: Any = None
+        elif address is None:
+            start = partial(LocalWorker, driver.store, partial(_maker, arguments), driver.options)
+        else:
+            start = stack.enter_context(_ray_workers(driver, arguments, count, address, hosts, resources, dashboard))
+
+        asked: list[Any] = []  # workers, the last of which plans
+
+        def worker(number: int) -> Any:
+            planning = number == 0 and not plan
+            made = start(number=number, ask=ask if planning else None)
+            asked.extend([made] if planning else [])
+            return made
+
+        pool = Pool(driver.store, worker, Scale(count, count), report.note)
+        stack.callback(pool.close)
         with report.stage("workers"):
-            pool = actors.Actors(arguments, counts, own, report.note, hosts, spread=not alone)
-            jobs = pool.call("planned", requests, wrong, tick=report.stop_if_asked)
-            if len(counts) > 1:
-                pool.call("check_staged", jobs, tick=report.stop_if_asked)
-            batch = _ordered(report, jobs, folder, retries, force)
-            if batch.total:
-                pool.call("try_output", _longest(batch), tick=report.stop_if_asked)
-        outcomes = actors.counted(pool.outcomes(batch, report.stop_if_asked), batch)
-        _tell_all(report, batch, outcomes, folder)
+            while not plan:
+                _look_after(pool, report)
+                with suppress(EOFError):  # it died, and another one is asked
+                    answer = asked[-1].answer()
+                    plan += [answer] if answer is not None else []
+            tasks, model = plan[0]
+            batch = driver.batch(tasks, model)
+        with driver.telling(batch):
+            while batch.ended < batch.total:
+                _look_after(pool, report)
+                with suppress(Unavailable):
+                    driver.look(batch)
+        if batch.ended == batch.total:
+            pool.kill()  # they hold no job
     return batch
 
 
-def _ordered(report: Report, jobs: Sequence[Job], folder: Place, retries: int, force: bool) -> Batch:
-    """Returns the batch of those jobs whose videos are not there, and tells how many there are."""
-    each = {job.name: job for job in jobs}
-    if repeated := len(jobs) - len(each):
-        report.note(f"note: made once, of {len(jobs)} videos: {repeated} that repeat another")
-    there = set() if force else each.keys() & set(names_in(folder))
-    manifest = Manifest(folder)
-    for job in each.values():
-        if job.name in there:
-            manifest.add(job)
-    manifest.close()
-    wanted = [job for job in each.values() if job.name not in there]
-    wanted.sort(key=lambda job: job.name in manifest.failed)  # what ended this before does not keep others from it
-    report.note(f"videos: {len(wanted)}, into {folder}")
-    if there:
-        report.note(f"there already: {quantity(len(there), 'video')}, to be made: {len(wanted)}")
-    return Batch(wanted, retries, manifest)
+def _look_after(pool: Pool, report: Report) -> None:
+    """Looks after the workers once; a database that is away for a while is waited for, as they do."""
+    report.stop_if_asked()
+    with suppress(Unavailable):
+        pool.look()
+    sleep(POLL)
 
 
-def _tell_all(report: Report, batch: Batch, outcomes: Iterator[Outcome], folder: Place) -> None:
-    """Prints each video as it is made, and what failed."""
-    report.goes_on()
-    with closing(batch.manifest), report.stage("videos"):
-        _count(report, batch)
-        for outcome in outcomes:
-            row = batch.jobs[outcome.name].request.row
-            if outcome.error is not None:
-                report.note(f"{f'row {row}' if row else outcome.name} failed: {outcome.error}")
-            elif outcome.record is not None:
-                report.made(folder / outcome.name, outcome.record, seconds={"video": outcome.seconds})
-            _count(report, batch)
-    report.way_on = None
+def _maker(arguments: dict[str, Any], store: JobStore) -> VideoMaker:
+    """Returns the maker of a worker, in its own process."""
+    return VideoMaker(**arguments)
+
+
+def _planned(requests: Sequence[VideoRequest], wrong: WrongRows, maker: VideoMaker) -> tuple[list[Task], str]:
+    """Returns the tasks of requests, and the model that makes them, in a worker's process."""
+    return maker.plan(requests, wrong), maker.pipe.defaults.model
+
+
+@contextmanager
+def _ray_workers(
+    driver: Driver,
+    arguments: dict[str, Any],
+    count: int,
+    address: str,
+    hosts: int,
+    resources: str | None,
+    dashboard: bool,
+) -> Iterator[Callable[..., Any]]:
+    """Yields what starts workers in a Ray cluster, which has the store as an actor where no other host reaches it."""
+    asked = ray_cluster.resources_of(resources, (FIRST,) if hosts > 1 else ())
+    local = ray_cluster.address_of(address) is None
+    cores = count * hosts * asked.get("", {}).get("num_cpus", 1)
+    with ray_cluster.connected(address, cores, dashboard) as ray:
+        if not driver.store.is_shared:
+            driver.store = RemoteStore.start(ray, driver.store.url, f"jobs-{os.getpid()}")
+        own = {"": ray_cluster.usual_resources(ray)} | asked
+        if hosts > 1:
+            bundles = bundles_of(ray, own, hosts)
+            given = ray, driver.store, arguments, driver.options, bundles, not local
+            yield lambda number, ask: SliceWorker(*given, ask)
+        else:
+            given = ray, driver.store, partial(_maker, arguments), driver.options, own[""]
+            yield lambda number, ask: RayWorker(*given, ask)
 
 
 def _count(report: Report, batch: Batch, beside: str = "") -> None:
@@ -266,16 +374,6 @@ class Within(Reporting):
     def count(self, unit: str, done: int, total: int) -> None:
         if self.batch.ended < self.batch.total:
             _count(self.report, self.batch, f"{unit} {done} of {total}")
-
-
-def counts_of(workers: int | None, stages: Mapping[str, int | None]) -> dict[str, int]:
-    """Returns the numbers of workers by stage, "" for those that make whole videos; raises WanjaxError for both."""
-    if not any(stages.values()):
-        return {"": workers or 1}
-    if workers is not None:
-        other = next(stage for stage, count in stages.items() if count)
-        raise WanjaxError(f"--workers {workers} is given beside --{other}-workers: one way is enough")
-    return {stage: count or 1 for stage, count in stages.items()}
 
 
 def requests_of(prompt: str | None, file: str | None, wrong: WrongRows | None = None) -> list[VideoRequest]:
@@ -320,14 +418,9 @@ def options_of_each(chosen: Mapping[str, Any]) -> VideoRequest:
     return VideoRequest.parse(fields, whole=False)
 
 
-def _of_job(given: Mapping[str, Any], job: Job) -> dict[str, Any]:
-    """Returns the options of a command with the settings of a job over them."""
-    return {**given, **dict.fromkeys(("size", "height", "width")), **job.request.fields}
-
-
-def _longest(batch: Batch) -> Job:
-    """Returns the job of the longest prompt, which its record has to hold."""
-    return max(batch.jobs.values(), key=lambda job: len(job.request.settings["prompt"]))
+def _of_task(given: Mapping[str, Any], task: Task) -> dict[str, Any]:
+    """Returns the options of a command with the settings of a task over them."""
+    return {**given, **dict.fromkeys(("size", "height", "width")), **task.request.fields}
 
 
 def numbers_of(requests: Sequence[VideoRequest], seeds: str | None, count: int | None, first: Any) -> list[int]:

@@ -184,13 +184,13 @@ many = together(
 ray = click.option(
     "--ray",
     metavar="ADDRESS",
-    help="The Ray cluster that has the workers: auto, or HOST:PORT.  [default: one on this machine, for several]",
+    help="Place the workers in a Ray cluster: auto, HOST:PORT, or local for one that is started on this machine.",
 )
 database = of_file(
     "--database",
     metavar="FILE|URL",
     help="Where requests are kept, for all that share them: a file of SQLite on this machine, or postgresql://... "
-    "for many; WANJAX_DATABASE in the environment names it too, and hides its password.  [default: in --dir]",
+    "for many; WANJAX_DATABASE in the environment names it too, and hides its password.  [default: the command's own]",
 )
 
 
@@ -217,16 +217,22 @@ def resources(more: str = "") -> Decorator:
     )
 
 
+retries = number(
+    "--retries",
+    type=click.IntRange(min=0),
+    default=2,
+    show_default=True,
+    help="Try N times again where a video fails, or its worker dies.",
+)
 batch = together(
     click.argument("prompts", metavar="PROMPTS", shell_complete=complete_files),
-    number("--workers", help="Make N videos at once, each by a worker of its own.  [default: 1]"),
-    *(
-        number(
-            f"--{stage}-workers",
-            help="N workers for this stage alone, in place of --workers.  [default: 1, where another stage has some]",
-        )
-        for stage in ("encode", "denoise", "decode")
+    number(
+        "--workers",
+        type=click.IntRange(min=0),
+        help="Make N videos at once, each by a worker of its own: a process of this machine, or with --ray an actor of "
+        "a cluster; 0 leaves them to `wanjax worker` elsewhere.  [default: this process]",
     ),
+    database,
     ray,
     number(
         "--hosts",
@@ -234,15 +240,14 @@ batch = together(
         show_default=True,
         help="Make each worker of N hosts together, such as those of a TPU slice; --resources are those of a host.",
     ),
-    resources(", or those of a stage, as denoise.gpu=1"),
-    number(
-        "--retries",
-        type=click.IntRange(min=0),
-        default=2,
-        show_default=True,
-        help="Try N times again where a video fails, or its worker dies.",
-    ),
+    resources(),
+    retries,
     dashboard,
+)
+working = together(
+    database,
+    of_file("-o", "--out", metavar="FOLDER", required=True, help="The folder of the videos, one place for all."),
+    retries,
 )
 of_model = partial(click.option, "--model", metavar="MODEL", shell_complete=complete_models)
 model = of_model(

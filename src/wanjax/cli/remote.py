@@ -155,15 +155,15 @@ def _generate_several(
     manifest, as that of `wanjax batch`.
     """
     from wanjax.cli.many import FAILURE, folder_of  # imported late: they need JAX
-    from wanjax.cluster.batch import MANIFEST, Manifest
-    from wanjax.cluster.worker import Job
+    from wanjax.jobs.batch import MANIFEST, Manifest
+    from wanjax.jobs.maker import Task
 
     folder = folder_of(None, out).absolute()
     each: dict[str, tuple[Any, Mapping[str, Any]]] = {}
     for request in requests:
         fields = {**shared, **_fields(request.fields, offered, server.url)}
         name = _name(fields, offered)
-        each[name] = Job(name, request), fields
+        each[name] = Task(name, request), fields
     if repeated := len(requests) - len(each):
         report.note(f"note: made once, of {len(requests)} videos: {repeated} that repeat another")
     check_folder(folder)
@@ -243,7 +243,7 @@ class _Several:
             )
             if video.get("status") == "completed":
                 record = self.server.ask(f"{path}/record")
-                self.report.made(_save(self.server, path, str(self.folder / job.name)), record, id=_id(path))
+                self.report.made(_save(self.server, path, str(self.folder / job.output)), record, id=_id(path))
             else:
                 fault = _why(video)
         except Refused as error:  # as of a video that somebody removed meanwhile
@@ -259,7 +259,7 @@ class _Several:
         self.ended += 1
         if fault is not None:
             self.failed += 1
-            self.report.note(f"{f'row {job.request.row}' if job.request.row else job.name} failed: {fault}")
+            self.report.note(f"{f'row {job.request.row}' if job.request.row else job.output} failed: {fault}")
         self.manifest.add(job, worker=self.server.url, **({} if fault is None else {"error": str(fault)}))
         self._count()
 
@@ -273,7 +273,7 @@ def _name(fields: Mapping[str, Any], offered: Mapping[str, Any]) -> str:
 
     It is that of `wanjax batch`, as far as what is asked for is all that the video's record holds.
     """
-    from wanjax.cluster.worker import name_of  # imported late: it needs JAX
+    from wanjax.jobs.maker import name_of  # imported late: it needs JAX
 
     chosen = {name: _digests(value) for name, value in fields.items() if name != ALLOW_EMPTY.name}
     return name_of({**offered["defaults"], **offered["started_with"], **chosen})  # a server chooses no folder

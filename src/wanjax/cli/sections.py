@@ -31,15 +31,14 @@ SECTIONS = {
         "vae-dtype attention block-q block-kv block-kv-compute window batch-guidance compiler quick keep",
     ),
     "Where": (
-        "at chip mesh workers ray host port token",
-        "origin hosts encode-workers denoise-workers decode-workers resources retries dashboard rules processes "
+        "at chip mesh workers database ray host port token",
+        "origin hosts resources retries dashboard rules processes "
         "compile-cache trust-compile-cache offload tile decoder rehearse",
     ),
     "Limits": ("max-queue", "max-pixels max-steps max-upload"),
     "Output": (
         "out dir to train preview quiet",
-        "force database preview-decoder sample-every evaluate-every save-every profile stats json verbose verify "
-        "revision",
+        "force preview-decoder sample-every evaluate-every save-every profile stats json verbose verify revision",
     ),
     "More": ("config help help-all", ""),
 }

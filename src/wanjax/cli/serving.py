@@ -28,10 +28,10 @@ from wanjax.cli.options import COMPILE_CACHE
 from wanjax.cli.processes import meet
 from wanjax.cli.report import Report
 from wanjax.cli.stages import how_of
-from wanjax.cluster import actors
-from wanjax.cluster.worker import keeping_programs
 from wanjax.errors import WanjaxError, reason
+from wanjax.jobs import ray_cluster
 from wanjax.jobs.databases import VARIABLE
+from wanjax.jobs.maker import keeping_programs
 from wanjax.jobs.pool import CARDS, NICE, POLL, Handle, LocalWorker, Pool, Scale, until_signal
 from wanjax.jobs.ray_workers import RayWorker, RemoteStore
 from wanjax.jobs.sharing import requeue_dead, why_apart, write_probe
@@ -178,8 +178,10 @@ class _Server:
             if address is None:
                 worker = local
             else:
-                ray = stack.enter_context(actors.connected(address, most, dashboard))
-                worker = self._placing(ray, start, actors.resources_of(resources).get("", actors.usual_resources(ray)))
+                ray = stack.enter_context(ray_cluster.connected(address, most, dashboard))
+                worker = self._placing(
+                    ray, start, ray_cluster.resources_of(resources).get("", ray_cluster.usual_resources(ray))
+                )
             self._run_pool(Pool(self.store.with_patience(inf), worker, Scale(least, most), self.report.note))
 
     def _placing(self, ray: Any, start: Callable[[Any], Any], resources: Mapping[str, Any]) -> Callable[[int], Handle]:

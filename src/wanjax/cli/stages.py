@@ -28,9 +28,9 @@ from wanjax.cli.profile import StepProfile
 from wanjax.cli.remake import check_files, check_loaded, differences
 from wanjax.cli.report import Report
 from wanjax.cli.runs import HeldRun, is_of_a_run, new_run
-from wanjax.cluster.worker import write
 from wanjax.errors import WanjaxError, WriteError
 from wanjax.figures import digits, duration, in_bytes, quantity
+from wanjax.jobs.maker import write
 from wanjax.jobs.processes import is_first
 from wanjax.kernels.compiler_options import kept_set
 from wanjax.layers.tiling import Tiling

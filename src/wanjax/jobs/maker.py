@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from wanjax.compile_cache.cache import compile_cache_folder, use_shared
+from wanjax.compile_cache.executables import of_this_machine
 from wanjax.errors import WanjaxError, causes, is_full, reason, shown
 from wanjax.jobs.processes import is_first
 from wanjax.jobs.rows import WrongRows
@@ -32,8 +34,10 @@ from wanjax.pipelines.run import Run
 from wanjax.pipelines.seeds import checked_seed
 from wanjax.pipelines.settings import LOADED, Settings
 from wanjax.pipelines.windows import Window
-from wanjax.stores.places import Place, StoreError, place
+from wanjax.programs import EXECUTE
+from wanjax.stores.places import Place, StoreError, names_in, place
 
+T = TypeVar("T")
 HERE = ("devices", "version")  # entries of the metadata that do not say which video it is
 LONGEST_ERROR = 500  # characters
 PERCENT = {"extend": (0, 0), "compile": (0, 0), "encode": (0, 2), "denoise": (2, 95), "decode": (95, 99)}
@@ -60,6 +64,18 @@ class Shared(NamedTuple):
         seed = checked_seed(request.settings.get("seed", self.settings.seed), alone=True)
         own = self.settings.updated({**{name: request.settings.get(name) for name in OWN}, "seed": seed})
         return PreparedRequest(own, {**self.metadata, **{name: getattr(own, name) for name in OWN}})
+
+
+def keeping_programs(make: Callable[[], T], shared: Mapping[str, Any]) -> T:
+    """Return what `make` does, in a process in which nothing but this library runs: its programs are kept for others.
+
+    Args:
+        make: A function.
+        shared: The arguments of `use_shared`, where a cache of compiled programs is shared.
+    """
+    use_shared(**shared)
+    EXECUTE.kept = of_this_machine() if compile_cache_folder() is None else None
+    return make()
 
 
 class VideoMaker:
@@ -102,8 +118,20 @@ class VideoMaker:
         """Load the pipeline; its networks are loaded with the first video."""
         assert self.pipe
 
-    def planned(self, requests: Sequence[VideoRequest]) -> list[Task]:
+    def plan(self, requests: Sequence[VideoRequest], wrong: WrongRows | None = None) -> list[Task]:
+        """Return the tasks of requests as `planned` does, once the longest of those that are missing can be written."""
+        tasks = self.planned(requests, wrong)
+        there = set() if self.force else names_in(self.place)
+        if missing := [task for task in tasks if task.output not in there]:
+            self.try_output(max(missing, key=lambda task: len(task.request.settings["prompt"])))
+        return tasks
+
+    def planned(self, requests: Sequence[VideoRequest], wrong: WrongRows | None = None) -> list[Task]:
         """Return a task for each request, those of one run together.
+
+        Args:
+            requests: The requests.
+            wrong: Rows that are wrong already.
 
         Raises:
             WanjaxError: No video can be made of some of them; it has the numbers of their rows.
@@ -112,7 +140,7 @@ class VideoMaker:
         for request in requests:
             request = request.timed(self.pipe.defaults.fps, self.pipe.architecture.vae.temporal_factor)
             groups.setdefault(digest_of(request), []).append(request)
-        wrong = WrongRows()
+        wrong = wrong or WrongRows()
         tasks = [task for same in groups.values() for task in self._tasks(same, wrong)]
         wrong.refuse()
         return tasks
@@ -155,7 +183,8 @@ class VideoMaker:
         tasks = [Task(job.output, VideoRequest.from_json(job.request)) for job in jobs]
         progress = JobProgress(lease, self.stopped(lease))
         try:
-            for job, _ in zip(jobs, self.run(tasks, [progress]), strict=True):
+            for job, prepared in zip(jobs, self.run(tasks, [progress]), strict=True):
+                lease.tell(metadata=dict(prepared.metadata))
                 yield job
                 progress.restart()
         except Cancelled as error:
@@ -165,8 +194,8 @@ class VideoMaker:
         """Return what tells whether a run is to end before its time."""
         return lease.stopped
 
-    def run(self, tasks: Sequence[Task], observers: Sequence[Observer] = ()) -> Iterator[Task]:
-        """Make the videos of one run; yield each task once its video is there."""
+    def run(self, tasks: Sequence[Task], observers: Sequence[Observer] = ()) -> Iterator[PreparedRequest]:
+        """Make the videos of one run; yield the request of each once its video is there."""
         return self.made(tasks, self.prepared(tasks, observers))
 
     def prepared(self, tasks: Sequence[Task], observers: Sequence[Observer] = ()) -> Run:
@@ -180,12 +209,12 @@ class VideoMaker:
         check_making(shared.pipe, requests[0].settings, shared.pictures, **self.how)
         return Run(shared.pipe, requests, shared.pictures, observers=[*observers, *self.observers], **self.how)
 
-    def made(self, tasks: Sequence[Task], run: Run) -> Iterator[Task]:
-        """Make the videos of a run of tasks; yield each task once its video is there."""
+    def made(self, tasks: Sequence[Task], run: Run) -> Iterator[PreparedRequest]:
+        """Make the videos of a run of tasks; yield the request of each once its video is there."""
         for task, (prepared, frames) in zip(tasks, run, strict=True):
             with run.decode_stage(prepared):
                 write(self.place / task.output, frames, prepared)
-            yield task
+            yield prepared
 
     def shared(self, request: VideoRequest) -> Shared:
         """Return what the videos of one run share; raises WanjaxError where no such video can be made."""

@@ -262,6 +262,12 @@ class Pool:
                 self.look()
             sleep(POLL)
 
+    def kill(self) -> None:
+        """End all workers at once, where no job is left."""
+        for worker in self.workers.values():
+            worker.kill()
+        self.workers.clear()
+
     def close(self, patience: float = LONGEST) -> None:
         """Have all workers give their jobs back and end, for which each has the seconds that a step may take."""
         for worker in self.workers.values():

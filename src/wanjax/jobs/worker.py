@@ -194,6 +194,7 @@ def work(
     until_empty: bool = False,
     barred: Callable[[], str] = lambda: "",
     note: Callable[[str], object] = lambda text: None,
+    ended: Callable[[], object] = lambda: None,
     ttl: float = TTL,
 ) -> None:
     """Make jobs until the worker is drained, can make nothing more, or no job is left.
@@ -209,6 +210,7 @@ def work(
         until_empty: Ends the worker where no job waits.
         barred: Returns why the worker may take no job for now, "" where it may.
         note: Receives a line on that.
+        ended: Called after each job that was finished or failed.
         ttl: Seconds without a heartbeat after which the worker counts as dead.
     """
     name = name or new_name()
@@ -229,7 +231,7 @@ def work(
             most = together if together == 1 else _share(store.stats(), together)
             jobs = store.lease(name, maker.models, most=most, ttl=ttl) if most else []
             if jobs:
-                if not _make(store, maker, lease, jobs, retries, attempts):
+                if not _make(store, maker, lease, jobs, retries, attempts, ended):
                     break
             elif not lease.lost and (signal := store.heartbeat(name, None, None, ttl)) is not Signal.CONTINUE:
                 lease.lost = signal is Signal.LOST
@@ -270,10 +272,19 @@ def _share(stats: Stats, together: int) -> int:
     return min(together, waiting if workers <= 1 else -(-waiting // (SHARES * workers)))
 
 
-def _make(store: JobStore, maker: Maker, lease: Lease, jobs: Sequence[Job], retries: int, attempts: int) -> bool:
+def _make(
+    store: JobStore,
+    maker: Maker,
+    lease: Lease,
+    jobs: Sequence[Job],
+    retries: int,
+    attempts: int,
+    ended: Callable[[], object],
+) -> bool:
     """Make jobs of one batch, each alone where a run of several fails; return False where the worker has to end."""
     worker = lease.worker
     queue = deque([[job for job in jobs if not _is_settled(store, maker, worker, job, attempts)]])
+    ended()
     while queue:
         if not (todo := queue.popleft()):
             continue
@@ -285,6 +296,7 @@ def _make(store: JobStore, maker: Maker, lease: Lease, jobs: Sequence[Job], retr
                     seconds, start = round(perf_counter() - start, 3), perf_counter()
                     whole = {"progress": 100, "stage": "", "seconds": seconds, "worker": f"{HOST}:{os.getpid()}"}
                     store.finish(worker, job.id, lease.told | whole)  # False: it is another's now, by the same file
+                    ended()
                     if todo and not _begin(store, lease, todo):
                         break
         except Interrupted:
@@ -301,6 +313,7 @@ def _make(store: JobStore, maker: Maker, lease: Lease, jobs: Sequence[Job], retr
                 logger.error("%s failed: %s", job.output, failure.log)
             told = {"code": failure.code, "message": failure.message, "worker": f"{HOST}:{os.getpid()}"}
             store.fail(worker, job.id, told, retries=retries if failure.again else 0)
+            ended()
             if failure.ends:
                 return False
         queue.appendleft(todo)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers as actors of a real Ray cluster on this machine, of which anything may be killed."""
+"""A batch by workers that are actors of a real Ray cluster on this machine, of which anything may be killed."""
 
 import json
+import operator
 import os
 import re
 import signal
@@ -9,7 +10,6 @@ import subprocess
 import sys
 import time
 from functools import partial
-from types import SimpleNamespace
 
 import jax
 import pytest
@@ -17,11 +17,13 @@ import pytest
 import wanjax
 from tests.support.batches import read_manifest
 from tests.support.words import naming, says
-from wanjax.cluster import actors, worker
-from wanjax.cluster.actors import Actors, connected, resources_of
-from wanjax.cluster.batch import Batch, Manifest
-from wanjax.cluster.hosts import POD, SLICE, WORKER_ID, Placed, bundles_of, placed_together
 from wanjax.errors import WanjaxError
+from wanjax.jobs import maker
+from wanjax.jobs.batch import Batch, Manifest
+from wanjax.jobs.hosts import POD, SLICE, WORKER_ID, SliceWorker, bundles_of, placed_together
+from wanjax.jobs.pool import Pool, Scale
+from wanjax.jobs.ray_cluster import connected, resources_of
+from wanjax.jobs.ray_workers import RemoteStore
 from wanjax.pipelines.request import VideoRequest
 
 SMALL = ("--size", "32x32", "--frames", "5", "--steps", "2")
@@ -86,33 +88,43 @@ def test_a_video_that_fails_on_one_host_of_a_slice_is_listed_and_the_rest_goes_o
     prompts = ["a", "fail", "b", "fail", "c"]
 
     def load():  # in each host's process
-        pipe, write = wanjax.load("nano", mesh="dp=2"), worker.write
+        pipe, write = wanjax.load("nano", mesh="dp=2"), maker.write
 
         def failing(path, frames, order):
             if order.settings.prompt == "fail" and jax.process_index() == where:
                 raise RuntimeError("the device is gone")
             write(path, frames, order)
 
-        worker.write = failing
+        maker.write = failing
         return pipe
 
-    with connected(None, 2):
-        notes, arguments = [], {"load": partial(worker.keeping_programs, load, {}), "folder": tmp_path}
-        pool = Actors(arguments, {"": 1}, {"": {"num_cpus": 1}}, notes.append, hosts=2, spread=False)
-        small = {"size": (32, 32), "frames": 5, "steps": 2}
-        asked = [
-            VideoRequest.parse(small | {"prompt": prompt, "seed": row}, row=row)
-            for row, prompt in enumerate(prompts, 1)
-        ]
-        batch = Batch(pool.call("planned", asked, tick=lambda: None), 1, Manifest(tmp_path))
-        outcomes = list(pool.outcomes(batch, lambda: None))
+    small = {"size": (32, 32), "frames": 5, "steps": 2}
+    asked = [
+        VideoRequest.parse(small | {"prompt": prompt, "seed": row}, row=row) for row, prompt in enumerate(prompts, 1)
+    ]
+    with connected(None, 2) as ray:
+        notes, arguments = [], {"load": partial(maker.keeping_programs, load, {}), "place": tmp_path}
+        store = RemoteStore.start(ray, str(tmp_path / "jobs.sqlite"), "jobs")
+        options = {"together": 32, "retries": 1, "attempts": 2}
+        given, plan = (ray, store, arguments, options, [{"CPU": 1}] * 2, False), []
+        ask = operator.methodcaller("planned", asked)
+        pool = Pool(store, lambda number: SliceWorker(*given, None if plan else ask), Scale(1, 1), notes.append)
+        while not plan:
+            pool.look()
+            plan += pool.workers[0].answer() or []
+        batch, ended = Batch(store, plan, Manifest(tmp_path), "nano"), []
+        while batch.ended < batch.total:
+            pool.look()
+            ended += batch.look()
+            time.sleep(0.1)
+        pool.kill()
     made, failed = ([one for one in read_manifest(tmp_path) if ("error" in one) is wrong] for wrong in (False, True))
-    assert len(outcomes) == 5
+    assert len(ended) == 5
     assert sorted(one["prompt"] for one in made) == ["a", "b", "c"]
     assert sorted(one["file_name"] for one in made) == sorted(path.name for path in tmp_path.glob("*.mp4"))
     told = {(one["row"], one["error"], one["tries"]) for one in failed}
     assert told == {(row, "RuntimeError: the device is gone", 2) for row in (2, 4)}
-    assert sum("a worker died" in note for note in notes) >= 3  # after the last try none has to take its place
+    assert where == 0 or sum("a worker died" in note for note in notes) >= 3
 
 
 @pytest.mark.slow
@@ -123,7 +135,7 @@ def test_a_slice_s_videos_are_those_of_one_process(tmp_path, monkeypatch):
     write(tmp_path, *({"prompt": f"a red circle {i}", "seed": i} for i in range(3)))
     with monkeypatch.context() as patch:
         patch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2")
-        succeeded(batch(tmp_path, "--hosts", "2", "--mesh", "dp=2,sp=2"))
+        succeeded(batch(tmp_path, "--hosts", "2", "--ray", "local", "--mesh", "dp=2,sp=2"))
     assert {entry["worker"].count(":") for entry in read_manifest(tmp_path / "videos")} == {1}
     monkeypatch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4")
     succeeded(batch(tmp_path, "--out", "alone", "--mesh", "dp=2,sp=2"))
@@ -152,12 +164,12 @@ def test_the_hosts_of_a_worker_are_those_of_one_tpu_slice_in_its_order():
         ray.init(cluster.address, log_to_driver=False)
         bundles = bundles_of(ray, {"": {"resources": {"TPU": 4}}}, 2)
         assert bundles == [{"TPU": 4, "TPU-v6e-8-head": 1}, {"TPU": 4}]
-        workers = [placed_together(ray, {"load": None, "folder": None}, bundles, spread=True) for _ in range(2)]
+        workers = [placed_together(ray, {}, bundles, spread=True) for _ in range(2)]
         where = {node["NodeID"]: node["Labels"] for node in ray.nodes()}
         found = []
-        for worker in workers:
-            ray.get([actor.address.remote() for actor in worker.actors])  # once they are placed
-            nodes = ray.util.placement_group_table(worker.group)["bundles_to_node_id"]
+        for actors, group in workers:
+            ray.get([actor.address.remote() for actor in actors])  # once they are placed
+            nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
             found.append([(where[nodes[host]][SLICE], where[nodes[host]][WORKER_ID]) for host in range(2)])
         assert sorted(found) == [[("a", "0"), ("a", "1")], [("b", "0"), ("b", "1")]]
         with pytest.raises(WanjaxError, match=naming("--hosts 3 2 v6e-8")):
@@ -179,13 +191,11 @@ def test_a_cluster_s_videos_are_those_of_one_process(cluster, tmp_path):
     two, one = ({entry["file_name"]: entry["worker"] for entry in entries} for entries in listed)
     assert two.keys() == one.keys()
     assert not {*two.values()} & {*one.values()}
-    stages = ("--encode-workers", "1", "--decode-workers", "1", "--resources", "cpu=0.5")
-    succeeded(batch(tmp_path, "--out", "stages", *stages, "--ray", cluster.address))
-    apart = read_manifest(tmp_path / "stages")
-    assert {entry["file_name"] for entry in apart} == one.keys()
-    assert len({entry["worker"] for entry in apart}) == 1  # the one that decodes
+    succeeded(batch(tmp_path, "--out", "processes", "--workers", "2"))
+    local = {entry["file_name"]: entry["worker"] for entry in read_manifest(tmp_path / "processes")}
+    assert local.keys() == one.keys()
     for name in one:
-        assert len({(tmp_path / folder / name).read_bytes() for folder in ("videos", "alone", "stages")}) == 1
+        assert len({(tmp_path / folder / name).read_bytes() for folder in ("videos", "alone", "processes")}) == 1
     again, told = succeeded(batch(tmp_path, "--workers", "2", "--ray", cluster.address))
     assert again == ""
     assert "there already: 4 videos" in told
@@ -220,42 +230,9 @@ def test_ctrl_c_ends_it_and_the_same_command_goes_on(cluster, tmp_path):
     assert sorted(entry["seed"] for entry in read_manifest(tmp_path / "videos")) == list(range(12))
 
 
-def test_workers_that_wait_for_a_place_are_told_of_each_time(monkeypatch):
-    """Not those that take the place of one that died after a while, and begin at once."""
-    now, ready, told = [0.0], [], []
-    ray = SimpleNamespace(
-        exceptions=SimpleNamespace(RayError=KeyError, RayTaskError=IndexError),
-        wait=lambda every, num_returns, timeout: ([one for one in every if one in ready], []),
-        get=lambda reference: None,
-        kill=lambda actor: None,
-    )
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.setattr(actors, "monotonic", lambda: now[0])
-    monkeypatch.setattr(actors, "placed", lambda *given: Placed([object()], object()))
-    crew = Actors({}, {"": 1}, {"": {}}, told.append)
-
-    def look(seconds):
-        now[0] += seconds
-        crew._wait([], lambda: None)
-        return sum("for a place" in note for note in told)
-
-    for count in (0, 1):
-        ready += crew._starting
-        assert look(1) == count
-        (worker,) = crew._idle[""]
-        crew._idle[""].clear()
-        now[0] += actors.PATIENCE
-        crew._replace("", worker)
-        assert look(1) == count
-        assert look(actors.PATIENCE) == count + 1
-        assert look(actors.PATIENCE) == count + 1
-
-
 def test_resources_are_read_or_refused():
     assert resources_of(None) == {}
     assert resources_of("cpu=2,gpu=0.5, TPU=4") == {"": {"num_cpus": 2, "num_gpus": 0.5, "resources": {"TPU": 4}}}
-    apart = resources_of("cpu=1,denoise.gpu=1", ("encode", "denoise", "decode"))
-    assert apart == {"": {"num_cpus": 1}, "denoise": {"num_gpus": 1}}
     first = resources_of("TPU=4,first.TPU-v6e-16-head=1", ("first",))
     assert bundles_of(None, first, 3) == [{"TPU": 4, "TPU-v6e-16-head": 1}, {"TPU": 4}, {"TPU": 4}]
     assert bundles_of(None, {"": {"num_cpus": 2}}, 2) == [{"CPU": 2}] * 2

@@ -10,10 +10,11 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.jobs import made
 from tests.support.words import says
-from wanjax.cluster.hosts import Host, OutOfStep
-from wanjax.cluster.lockstep import Leader, follow
-from wanjax.cluster.worker import Worker
+from wanjax.jobs.hosts import Host, OutOfStep
+from wanjax.jobs.lockstep import Leader, follow
+from wanjax.jobs.maker import VideoMaker
 from wanjax.jobs.processes import Others
 from wanjax.pipelines.request import VideoRequest
 
@@ -49,31 +50,31 @@ class Near(Others):
 
 @pytest.fixture
 def led(nano, tmp_path):
-    """Three workers that are one, each with a folder of its own: the leader, and two that follow in threads."""
+    """Three makers that are one, each with a folder of its own: the leader, and two that follow in threads."""
     room, folders = Room(3), [tmp_path / str(index) for index in range(3)]
     for folder in folders:
         folder.mkdir()
     leader = Leader(lambda: nano, folders[0], others=Near(room, 0))
-    others = [Worker(lambda: nano, folder) for folder in folders[1:]]
+    others = [VideoMaker(lambda: nano, folder) for folder in folders[1:]]
     with ThreadPoolExecutor(2) as pool:
         running = [pool.submit(follow, other, Near(room, index)) for index, other in enumerate(others, 1)]
         yield leader, others, running
         room.barrier.abort()
 
 
-def jobs_of(leader, *given):
+def tasks_of(leader, *given):
     return leader.planned([VideoRequest.parse(SMALL | one, row=number) for number, one in enumerate(given, 1)])
 
 
-def test_all_make_the_runs_of_the_first(led):
+def test_all_make_the_runs_of_the_first(led, local_store):
     leader, others, running = led
-    jobs = jobs_of(leader, {"prompt": "a"}, {"prompt": "b", "scheduler": "euler"}, {"prompt": "c", "seed": "random"})
-    assert [outcome.error for outcome in leader.make(jobs)] == [None] * 3
-    assert [outcome.record for outcome in leader.make(jobs)] == [None] * 3  # they are there, and no one is asked
+    tasks = tasks_of(leader, {"prompt": "a"}, {"prompt": "b", "scheduler": "euler"}, {"prompt": "c", "seed": "random"})
+    for _ in range(2):  # once they are there, and no one is asked
+        assert [job.status for job in made(local_store, leader, tasks)] == ["completed"] * 3
     assert leader.dismiss()
     assert [run.result(PATIENCE) for run in running] == [None, None]
-    names = {job.name for job in jobs}
-    assert all(set(os.listdir(worker.folder)) == names for worker in (leader, *others))
+    names = {task.output for task in tasks}
+    assert all(set(os.listdir(maker.place)) == names for maker in (leader, *others))
 
 
 def test_what_shows_how_far_a_video_is_is_fitted_by_all(led, monkeypatch):
@@ -86,46 +87,46 @@ def test_what_shows_how_far_a_video_is_is_fitted_by_all(led, monkeypatch):
     assert len(fitted) == 3
 
 
-def test_what_one_of_them_cannot_make_none_begins(led, monkeypatch):
+def test_what_one_of_them_cannot_make_none_begins(led, local_store, monkeypatch):
     leader, others, running = led
-    jobs = jobs_of(leader, {"prompt": "a"}, {"prompt": "b", "steps": 3}, {"prompt": "c"})
-    shared = others[1]._shared
+    tasks = tasks_of(leader, {"prompt": "a"}, {"prompt": "b", "steps": 3}, {"prompt": "c"})
+    shared = others[1].shared
 
     def missing(request):
         if request.settings["prompt"] == "b":
             raise OSError("its host has no such picture")
         return shared(request)
 
-    monkeypatch.setattr(others[1], "_shared", missing)
-    outcomes = {outcome.name: outcome for outcome in leader.make(jobs)}
-    wrong = outcomes[next(job.name for job in jobs if job.request.settings["prompt"] == "b")]
-    assert says(wrong.error, "process 2 of 3 no such picture")
-    assert wrong.again
-    assert sum(outcome.error is None for outcome in outcomes.values()) == 2
+    monkeypatch.setattr(others[1], "shared", missing)
+    jobs = {job.request["settings"]["prompt"]: job for job in made(local_store, leader, tasks, retries=1)}
+    assert says(jobs["b"].error["message"], "process 2 of 3 no such picture")
+    assert [jobs[prompt].attempts for prompt in "abc"] == [1, 2, 1]
+    assert [jobs[prompt].status for prompt in "abc"] == ["completed", "failed", "completed"]
     assert leader.dismiss()
     assert [run.result(PATIENCE) for run in running] == [None, None]
-    assert all(len(os.listdir(worker.folder)) == 2 for worker in (leader, *others))
+    assert all(len(os.listdir(maker.place)) == 2 for maker in (leader, *others))
 
 
-def test_what_the_first_cannot_make_is_not_asked_of_the_others(led):
+def test_what_the_first_cannot_make_is_not_asked_of_the_others(led, local_store):
     leader, _, running = led
-    (job,) = jobs_of(leader, {"prompt": "a"})
-    wrong = job._replace(request=replace(job.request, inputs={"image": "nowhere.png"}))
-    (outcome,) = leader.make([wrong])
-    assert says(outcome.error, "nowhere.png")
+    (task,) = tasks_of(leader, {"prompt": "a"})
+    wrong = task._replace(request=replace(task.request, inputs={"image": "nowhere.png"}))
+    (job,) = made(local_store, leader, [wrong])
+    assert says(job.error["message"], "nowhere.png")
     assert leader.dismiss()
     assert [run.result(PATIENCE) for run in running] == [None, None]
 
 
-def test_a_failure_within_a_run_ends_all(led):
+@pytest.mark.parametrize("started_again", [False, True])
+def test_a_failure_within_a_run_ends_all(led, local_store, started_again):
     """Of three videos the second cannot be made: it is told, and nothing is tried again in these processes."""
     leader, _, running = led
-    making = leader.make(jobs_of(leader, {"prompt": "a"}, {"prompt": "fail"}, {"prompt": "c"}))
-    outcomes = [next(making), next(making)]
-    with pytest.raises(RuntimeError, match="the device is gone"):
-        next(making)
-    assert [outcome.error for outcome in outcomes] == [None, "RuntimeError: the device is gone"]
-    assert outcomes[1].again
+    leader.started_again = started_again
+    tasks = tasks_of(leader, {"prompt": "a"}, {"prompt": "fail"}, {"prompt": "c"})
+    jobs = made(local_store, leader, tasks, retries=1)
+    assert [job.status for job in jobs] == ["completed", "queued" if started_again else "failed", "queued"]
+    assert [job.attempts for job in jobs] == [1, 1, 0]
+    assert jobs[1].error["message"] == str(f"RuntimeError: {leader.fault}") == "RuntimeError: the device is gone"
     assert not leader.dismiss()
     for run in running:
         with pytest.raises(RuntimeError, match="the device is gone"):
@@ -133,28 +134,27 @@ def test_a_failure_within_a_run_ends_all(led):
 
 
 @pytest.mark.parametrize("where", [0, 1], ids=["the first", "another"])
-def test_a_failure_on_one_host_alone_is_told_as_it_was_there(nano, tmp_path, monkeypatch, where):
+def test_a_failure_on_one_host_alone_is_told_as_it_was_there(nano, local_store, tmp_path, monkeypatch, where):
     """The others may wait for that host, so whoever started them ends them all: none makes a further video."""
-    monkeypatch.setattr(Host, "_meet", lambda host, *_, **__: host.ready())
-    room, made = Room(2), Host.made
-    hosts = [Host(lambda: nano, tmp_path, force=True, others=Near(room, index)) for index in range(2)]
+    room, run = Room(2), VideoMaker.made
+    makers = [Leader(lambda: nano, tmp_path, force=True, others=Near(room, 0)), VideoMaker(lambda: nano, tmp_path)]
 
-    def failing(host, jobs, run):
-        if host is hosts[where] and jobs[0].request.settings["prompt"] == "b":
+    def failing(maker, tasks, made):
+        if maker is makers[where] and tasks[0].request.settings["prompt"] == "b":
             raise RuntimeError("the device is gone")
-        return made(host, jobs, run)
+        return run(maker, tasks, made)
 
-    monkeypatch.setattr(Host, "made", failing)
+    monkeypatch.setattr(VideoMaker, "made", failing)
+    host = Host({})
     with ThreadPoolExecutor(1) as pool:
-        following = pool.submit(hosts[1].follow, "", 2, 1)
-        making = hosts[0].make(jobs_of(hosts[0], {"prompt": "a"}, {"prompt": "b", "steps": 3}))
-        errors = [next(making).error, next(making).error]
+        following = pool.submit(host._follow, makers[1], others=Near(room, 1))
+        tasks = tasks_of(makers[0], {"prompt": "a"}, {"prompt": "b", "steps": 3})
         if where == 0:
-            assert errors == [None, "RuntimeError: the device is gone"]
-            with pytest.raises(OutOfStep, match="RuntimeError: the device is gone"):
-                next(making)
+            jobs = made(local_store, makers[0], tasks)
+            assert [job.error and job.error["message"] for job in jobs] == [None, "RuntimeError: the device is gone"]
             assert not following.done()
         else:
+            made(local_store, makers[0], tasks)
             with pytest.raises(OutOfStep, match="RuntimeError: the device is gone"):
                 following.result(PATIENCE)
         room.barrier.abort()

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `worker`: makes the jobs of a database until it is told to end."""
+
+import os
+from contextlib import closing
+from functools import partial
+from math import inf
+from typing import Any
+
+from wanjax.cli.processes import meet
+from wanjax.cli.report import Report
+from wanjax.cli.stages import given_settings, how_of, loaded, loading
+from wanjax.errors import WanjaxError
+from wanjax.jobs.batch import TOGETHER
+from wanjax.jobs.databases import VARIABLE
+from wanjax.jobs.lockstep import Leader, follow
+from wanjax.jobs.maker import VideoMaker
+from wanjax.jobs.pool import until_signal
+from wanjax.jobs.processes import is_first
+from wanjax.jobs.sharing import why_apart
+from wanjax.jobs.store import JobStore
+from wanjax.jobs.worker import work
+from wanjax.stores.places import place
+from wanjax.stores.writing import check_folder
+
+
+def work_for(report: Report, *, database: str | None, out: str, retries: int, **given: Any) -> None:
+    """Leases and makes jobs of a database, alone or with the processes that it meets, until a signal."""
+    url = database or os.environ.get(VARIABLE)
+    if not url:
+        raise WanjaxError(f"no database is named: give --database FILE|URL, or {VARIABLE} in the environment")
+    target = place(out).absolute()
+    with closing(JobStore(url)) as store:  # before the model: a wrong one is told at once
+        meet(report, given.get("processes"))
+        load = partial(loaded, loading(given_settings(**given), given, offload=None))
+        arguments: dict[str, Any] = {"place": target, **how_of(given)}
+        if not is_first():
+            follow(VideoMaker(load, **arguments))
+            report.awaited = False
+            return
+        check_folder(target)
+        own = partial(load, note=report.note)
+        maker = Leader(own, **arguments) if report.awaited else VideoMaker(own, **arguments)
+        drained = until_signal()
+        report.note(f"a worker of {store.name}, videos into {target}")
+        work(
+            store.with_patience(inf),
+            maker,
+            together=TOGETHER,
+            retries=retries,
+            attempts=retries + 1,
+            drained=drained.is_set,
+            barred=partial(why_apart, store, target),
+            note=report.note,
+        )
+        if isinstance(maker, Leader):
+            report.awaited = not maker.dismiss()
+            if maker.fault is not None:
+                raise maker.fault
+    report.note("stopped")

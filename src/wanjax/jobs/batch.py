@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A batch of many videos, as its driver follows it in a job store: what is left, what failed, and the manifest.
+
+The name of a video, and whether a file has it, decide what there is to make. The manifest, a line of JSON for each
+video, tells of it; the driver alone writes it, from the changes of the store. It may lack its last lines where a driver
+was killed: the next one adds them.
+"""
+
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from wanjax.errors import WanjaxError
+from wanjax.jobs.maker import Task, digest_of
+from wanjax.jobs.store import FAILED, Job, JobStore, NewJob
+from wanjax.jobs.worker import DISK_FULL
+from wanjax.pipelines.request import OWN
+from wanjax.stores.places import Place, read
+
+MANIFEST = "manifest.jsonl"
+TOGETHER = 32  # jobs of one run at most: as many prompts are encoded before the first video is made
+EVERY = 10.0  # seconds between two manifests in a store
+HOPELESS = 8  # failures without one success that end a batch
+
+
+class Batch:
+    """The tasks of a batch, each of which ends once: done, or failed after all its attempts.
+
+    Args:
+        store: The store of the jobs, to which the tasks are added.
+        tasks: The videos that are missing, in the order in which they are made.
+        manifest: Receives a line for each that ends.
+        model: The model that makes them.
+    """
+
+    def __init__(self, store: JobStore, tasks: Iterable[Task], manifest: "Manifest", model: str = ""):
+        self.tasks = {task.output: task for task in tasks}
+        self.store, self.manifest = store, manifest
+        self.done = 0
+        self.failed: list[Job] = []
+        prefix = hashlib.sha256(str(manifest.file).encode()).hexdigest()[:8]  # of jobs of other places
+        self._left = {f"{prefix}-{name}": task for name, task in self.tasks.items()}
+        self._since = store.version()
+        store.add_all([self._job(id, task, model) for id, task in self._left.items()])
+
+    def _job(self, id: str, task: Task, model: str) -> NewJob:
+        """Return the job of a task; what failed before is made alone, so that it keeps no other from its turn."""
+        batch = "" if task.output in self.manifest.failed else digest_of(task.request)
+        return NewJob(id, task.request.to_json(), model, task.output, batch)
+
+    @property
+    def total(self) -> int:
+        return len(self.tasks)
+
+    @property
+    def ended(self) -> int:
+        return self.done + len(self.failed)
+
+    def look(self) -> Iterator[Job]:
+        """Yield each job that ended since the last look, once the manifest has it.
+
+        Raises:
+            WanjaxError: All of the first jobs failed, or nothing more can be written.
+        """
+        while changes := self.store.changes(self._since):
+            for job in changes:
+                self._since = job.version
+                if job.over and (task := self._left.pop(job.id, None)) is not None:
+                    self._end(job, task)
+                    yield job
+                    self._check(task)
+
+    def _end(self, job: Job, task: Task) -> None:
+        if job.status != FAILED:
+            self.done += 1
+            known = {name: job.progress.get(name) for name in ("seconds", "worker")}
+            self.manifest.add(task, **known)
+            return
+        error = job.error or {"code": "", "message": ""}
+        if error["code"] == DISK_FULL:
+            raise WanjaxError(error["message"]) from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.failed.append(job)
+        self.manifest.add(task, error=error["message"], tries=job.attempts, worker=error.get("worker"))
+
+    def _check(self, task: Task) -> None:
+        if not self.done and len(self.failed) == min(HOPELESS, self.total):
+            error = self.failed[-1].error or {}
+            raise task.request.wrong(WanjaxError(error.get("message", "")))
+
+    def close(self) -> None:
+        """Withdraw the jobs that have not ended, so that workers of others do not make them."""
+        self.store.cancel_all(list(self._left))
+
+
+class Manifest:
+    """The file in a folder of videos that lists them, to which lines are added.
+
+    `listed` are the names of those that are done, and `failed` of those that failed. In a store, where nothing can be
+    added to, it is written anew from time to time, and by `close`.
+
+    Args:
+        folder: The folder.
+    """
+
+    def __init__(self, folder: Place):
+        self.file = folder / MANIFEST
+        self._lines = (read(self.file) or b"").splitlines()
+        self._written, self._new = monotonic(), False
+        entries = [entry for line in self._lines if (entry := _entry(line)) is not None]
+        self.listed, self.failed = (
+            {str(entry.get("file_name")) for entry in entries if ("error" in entry) is failed}
+            for failed in (False, True)
+        )
+
+    def add(self, task: Task, **told: Any) -> None:
+        """Add a task with what came of it; one that is listed as done is not listed again."""
+        if "error" not in told and task.output in self.listed:
+            return
+        row, given = task.request.row, task.request.settings
+        entry = {"file_name": task.output, **({"row": row} if row else {}), **{x: given[x] for x in OWN if x in given}}
+        line = json.dumps(entry | {name: value for name, value in told.items() if value}, ensure_ascii=False).encode()
+        if isinstance(self.file, Path):
+            self._append(self.file, line)
+        else:
+            self._lines.append(line)
+            self._new = True
+            if monotonic() - self._written > EVERY:
+                self.close()
+        if "error" not in told:
+            self.listed.add(task.output)
+
+    def close(self) -> None:
+        """Write what a store does not hold yet."""
+        if self._new and not isinstance(self.file, Path):
+            self.file.write(b"".join(line + b"\n" for line in self._lines))
+            self._written, self._new = monotonic(), False
+
+    @staticmethod
+    def _append(file: Path, line: bytes) -> None:
+        """Add a line at once, so that no two mix, and end one that was cut off, as by a full disk."""
+        descriptor = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            size = os.fstat(descriptor).st_size
+            end = b"\n" if size and os.pread(descriptor, 1, size - 1) != b"\n" else b""
+            os.write(descriptor, end + line + b"\n")
+        finally:
+            os.close(descriptor)
+
+
+def _entry(line: bytes) -> Mapping[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None

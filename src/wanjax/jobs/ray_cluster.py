@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Ray cluster: how it is joined or started, and what its workers are given of it."""
+
+import os
+import re
+import socket
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from math import inf
+from typing import Any
+
+from wanjax.errors import WanjaxError, reason
+
+STORE = 100 * 2**20  # bytes of a local object store, which holds requests and records
+ANSWERED_WITHIN = 5.0  # seconds in which a cluster accepts a connection
+HOST = re.compile(r".+:\d{1,5}")
+LOCAL = "local"  # in place of an address: a cluster that is started on this machine
+NAMES = {"cpu": "num_cpus", "gpu": "num_gpus"}
+VARIABLES = {
+    "RAY_USAGE_STATS_ENABLED": "0",  # it tells nobody of itself
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # it listens at this machine's own address alone, as there
+}
+"""Variables of a Ray cluster on this machine."""
+
+
+def address_of(address: str | None) -> str | None:
+    """Return the address of the cluster to join, which the environment may name too; None where one is started."""
+    return None if address == LOCAL else address or os.environ.get("RAY_ADDRESS") or None
+
+
+def _check_answers(address: str) -> None:
+    """Raise WanjaxError where nothing answers at HOST:PORT: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), ANSWERED_WITHIN).close()
+    except (OSError, OverflowError) as error:
+        why = f"no Ray cluster answers at {address}: {reason(error)}"
+        raise WanjaxError(f"{why}; `ray start --head` starts one") from error
+
+
+@contextmanager
+def connected(
+    address: str | None,
+    cores: float,
+    dashboard: bool = False,
+    store: int | None = STORE,
+    variables: Mapping[str, str] = VARIABLES,
+) -> Iterator[Any]:
+    """Connects to the cluster at an address, or starts one on this machine with so many cores or more; yields `ray`.
+
+    `store` are the bytes of a started one's object store, None for Ray's own choice, and `variables` are set for it.
+    Raises WanjaxError where Ray is not installed, or there is no cluster at the address.
+    """
+    if find_spec("ray") is None:
+        raise WanjaxError("several workers need Ray: pip install 'wanjax[cluster]' brings it")
+    address = address_of(address)
+    if address is None:
+        for name, value in variables.items():
+            os.environ.setdefault(name, value)
+    elif address.startswith("ray://"):
+        raise WanjaxError(
+            f"{address} is that of a Ray client: auto, or HOST:6379, on a machine of the cluster is right"
+        )
+    elif HOST.fullmatch(address):
+        _check_answers(address)
+    if "IPython" in sys.modules and sys.modules["IPython"] is None:  # hidden from Flax by the command, and Ray asks too
+        del sys.modules["IPython"]
+    import ray
+    from ray._private import worker as printing
+
+    printing._worker_logs_enabled = False  # Ray prints deaths among what the command prints, without being asked
+    quiet: Any = {"log_to_driver": False, "logging_level": "error"}
+    own = not ray.is_initialized()
+    try:
+        if own and address is None:
+            cpus = max(os.cpu_count() or 1, int(cores))
+            ray.init("local", num_cpus=cpus, include_dashboard=dashboard, object_store_memory=store, **quiet)
+        elif own:
+            ray.init(address, **quiet)
+    except Exception as error:  # whichever of Ray's, of which some have no class of their own
+        where = f"cannot be reached at {address}" if address else "did not start on this machine"
+        raise WanjaxError(f"Ray {where}: {reason(error)}") from error
+    try:
+        yield ray
+    finally:
+        if own:
+            ray.shutdown()
+
+
+def resources_of(text: str | None, names: Collection[str] = ()) -> dict[str, dict[str, Any]]:
+    """Return the options of actors for resources such as cpu=1,gpu=1,TPU=4; those of all by "".
+
+    Some have names of their own, such as first.TPU-v6e-16-head=1. Raises WanjaxError for another text.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for part in filter(None, (text or "").split(",")):
+        name, _, number = part.strip().partition("=")
+        owner, _, own = name.rpartition(".")
+        try:
+            amount = float(number)
+        except ValueError:
+            amount = 0.0
+        if not own or not 0 < amount < inf or (owner and owner not in names):
+            raise WanjaxError(f"the resources are given as {text!r} where a list such as cpu=1,TPU=4 is right")
+        options = found.setdefault(owner, {})
+        if own in NAMES:
+            options[NAMES[own]] = amount
+        else:
+            options.setdefault("resources", {})[own] = amount
+    return found
+
+
+def usual_resources(ray: Any) -> dict[str, Any]:
+    """Returns what a worker is given where nobody says: the TPUs of a host, a graphics card, or a core."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if tpus := max((node.get("TPU", 0) for node in nodes), default=0):
+        return {"resources": {"TPU": tpus}}
+    return {"num_gpus": 1} if any(node.get("GPU") for node in nodes) else {"num_cpus": 1}

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A batch: each task ends once, whatever fails or dies, and the manifest is readable after any end."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from tests.support.batches import read_manifest
+from tests.support.words import naming
+from wanjax.errors import WanjaxError, is_failure
+from wanjax.jobs.batch import HOPELESS, MANIFEST, Batch, Manifest
+from wanjax.jobs.maker import Task
+from wanjax.jobs.store import JobStore
+from wanjax.jobs.worker import DISK_FULL
+from wanjax.pipelines.request import VideoRequest
+
+
+def task(number):
+    return Task(f"{number}.mp4", VideoRequest({"prompt": f"prompt {number}", "seed": number - 1}, row=number))
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = JobStore(str(tmp_path / "jobs.sqlite"))
+    yield store
+    store.close()
+
+
+def leased(store, worker="w", most=32):
+    """Returns the jobs that a worker is to make, all of which it has begun."""
+    store.register(worker, "ready", {})
+    jobs = store.lease(worker, ["nano"], most=most)
+    for job in jobs:
+        store.begin(worker, job.id)
+    return jobs
+
+
+def fail(store, job, retries=0, message="no", code="server_error"):
+    store.fail("w", job.id, {"code": code, "message": message, "worker": "host:1"}, retries=retries)
+
+
+@settings(deadline=None, max_examples=8)  # other work may share the cores
+@given(some.integers(1, 30), some.integers(1, 4), some.integers(0, 3), some.randoms(use_true_random=False))
+def test_each_task_ends_once(tmp_path_factory, count, workers, retries, random):
+    """Workers lease jobs in turn; any job may fail or take its worker with it, and drivers die and begin anew."""
+    folder = tmp_path_factory.mktemp("batch")
+    store = JobStore(str(folder / "jobs.sqlite"))
+    ended, made, names = [], set(), iter(range(10**6))
+
+    def driver():
+        manifest = Manifest(folder)
+        batch = Batch(store, [task(n) for n in range(1, count + 1) if f"{n}.mp4" not in made], manifest, "nano")
+        batch._check = lambda task: None  # what is hopeless has a test of its own
+        return batch
+
+    batch, busy = driver(), []
+    while batch.ended < batch.total:
+        while len(busy) < workers and store.stats().jobs.get("queued"):
+            worker = f"w{next(names)}"
+            store.register(worker, "ready", {})
+            if not (jobs := store.lease(worker, ["nano"], most=random.choice([1, 3, 32]))):
+                break
+            busy.append((worker, jobs))
+        worker, jobs = busy.pop(random.randrange(len(busy)))
+        for job in jobs:
+            store.begin(worker, job.id)
+            what = random.choice(["made", "made", "fails", "dies"]) if made else "made"
+            if what == "dies":
+                store.lost(worker)
+                break
+            if what == "made":
+                made.add(job.output)
+                store.finish(worker, job.id, {})
+            else:
+                store.fail(worker, job.id, {"code": "x", "message": "no"}, retries=retries)
+        else:
+            store.give_back(worker)
+        ended += [job.output for job in batch.look()]
+        if random.random() < 0.1:  # the driver is killed, and another one begins
+            batch = driver()
+            ended = [name for name in ended if name in made]
+    entries = read_manifest(folder)
+    listed = [entry["file_name"] for entry in entries if "error" not in entry]
+    assert sorted(listed) == sorted(made)
+    failed = {entry["file_name"] for entry in entries if "error" in entry}
+    assert made | failed == {f"{n}.mp4" for n in range(1, count + 1)}
+    store.close()
+
+
+def test_a_task_is_tried_again_and_then_listed_with_its_error(store, tmp_path):
+    batch = Batch(store, [task(1), task(2)], Manifest(tmp_path), "nano")
+    first, second = leased(store)
+    store.finish("w", second.id, {"seconds": 2.5, "worker": "host:1"})
+    fail(store, first, retries=2)
+    store.give_back("w")
+    for _ in range(2):
+        [job] = leased(store)
+        fail(store, job, retries=2, message="the device is gone")
+        store.give_back("w")
+    assert [job.output for job in batch.look()] == ["2.mp4", "1.mp4"]
+    done, failed = read_manifest(tmp_path)
+    assert done == {
+        **{"file_name": "2.mp4", "row": 2, "prompt": "prompt 2", "seed": 1},
+        **{"seconds": 2.5, "worker": "host:1"},
+    }
+    assert (failed["file_name"], failed["error"], failed["tries"]) == ("1.mp4", "the device is gone", 3)
+    assert failed["worker"] == "host:1"
+
+
+def test_a_manifest_knows_what_failed(tmp_path):
+    manifest = Manifest(tmp_path)
+    manifest.add(task(1), error="the device is gone")
+    manifest.add(task(2), seconds=1.0)
+    again = Manifest(tmp_path)
+    assert (again.failed, again.listed) == ({"1.mp4"}, {"2.mp4"})
+
+
+def test_what_failed_before_is_made_alone_and_last(store, tmp_path):
+    Manifest(tmp_path).add(task(1), error="no")
+    Batch(store, [task(2), task(3), task(1)], Manifest(tmp_path), "nano")
+    assert [job.output for job in leased(store)] == ["2.mp4", "3.mp4"]
+
+
+def test_a_batch_in_which_nothing_succeeds_is_ended(store, tmp_path):
+    batch = Batch(store, map(task, range(1, 100)), Manifest(tmp_path), "nano")
+    for job in leased(store):
+        fail(store, job, message="broken")
+    with pytest.raises(WanjaxError, match=naming(f"row {HOPELESS} broken")):
+        list(batch.look())
+    batch.close()
+    assert set(store.stats().jobs) == {"failed"}
+
+
+def test_a_batch_of_one_that_fails_is_ended_too(store, tmp_path):
+    batch = Batch(store, [task(1)], Manifest(tmp_path), "nano")
+    fail(store, *leased(store), message="broken")
+    with pytest.raises(WanjaxError, match=naming("row 1 broken")):
+        list(batch.look())
+
+
+def test_a_full_disk_ends_a_batch_and_is_no_video_s_failure(store, tmp_path):
+    batch = Batch(store, [task(1), task(2)], Manifest(tmp_path), "nano")
+    first, second = leased(store)
+    store.finish("w", first.id, {})
+    fail(store, second, code=DISK_FULL, message="2.mp4 cannot be written")
+    with pytest.raises(WanjaxError, match=naming("2.mp4 written")) as raised:
+        list(batch.look())
+    assert is_failure(raised.value)
+    assert [entry["file_name"] for entry in read_manifest(tmp_path)] == ["1.mp4"]
+
+
+def test_what_a_driver_leaves_no_worker_of_others_makes(store, tmp_path):
+    batch = Batch(store, map(task, range(1, 5)), Manifest(tmp_path), "nano")
+    [job] = leased(store, most=1)
+    batch.close()
+    assert store.heartbeat("w", job.id, None).value == "cancel"
+    assert store.stats().jobs == {"failed": 3, "in_progress": 1}
+
+
+@pytest.mark.parametrize("cut", [0, 1, 20, -1])
+def test_a_manifest_is_whole_after_any_end(tmp_path, cut):
+    """Lines that are not whole, as after a disk was full, are neither read nor mixed with those that follow."""
+    Manifest(tmp_path).add(task(1), seconds=2.5)
+    Manifest(tmp_path).add(task(2), error="no", tries=3)
+    file = tmp_path / MANIFEST
+    data = file.read_bytes()
+    file.write_bytes(data + data.splitlines()[1][:cut])
+    again = Manifest(tmp_path)
+    assert again.listed == {"1.mp4"}
+    again.add(task(1))
+    again.add(task(2), seconds=1.0)
+    entries = read_manifest(tmp_path)
+    assert [entry["file_name"] for entry in entries if "error" not in entry] == ["1.mp4", "2.mp4"]
+    assert entries[0] == {"file_name": "1.mp4", "row": 1, "prompt": "prompt 1", "seed": 0, "seconds": 2.5}
+    assert entries[1]["error"] == "no"
