@@ -92,7 +92,16 @@ def test_a_missing_bucket_is_told_before_the_first_step(unbegun, many):
 @pytest.mark.parametrize("more", [[], ["--workers", "2"]], ids=["one", "several"])
 def test_a_missing_bucket_of_a_server_is_told_before_its_model_is_loaded(more):
     said = refused(
-        "serve", "--model", "no/model", "--dir", "s3://no-such-bucket/served", "--database", "here.sqlite", *more
+        "serve",
+        "--port",
+        "0",
+        "--model",
+        "no/model",
+        "--dir",
+        "s3://no-such-bucket/served",
+        "--database",
+        "here.sqlite",
+        *more,
     )
     assert says(said, "s3://no-such-bucket/served bucket")
 
@@ -139,8 +148,16 @@ ELSEWHERE = {
     "a trace": ("a", "--profile", f"{BUCKET}/trace"),
     "data": ("train", "nano", f"{BUCKET}/data"),
     "what is trained": ("train", "nano", "data", "--out", f"{BUCKET}/trained"),
-    "what is served, without a database here": ("serve", "--dir", f"{BUCKET}/served"),
-    "the database of what is served": ("serve", "--dir", f"{BUCKET}/served", "--database", f"{BUCKET}/jobs.sqlite"),
+    "what is served, without a database here": ("serve", "--port", "0", "--dir", f"{BUCKET}/served"),
+    "the database of what is served": (
+        "serve",
+        "--port",
+        "0",
+        "--dir",
+        f"{BUCKET}/served",
+        "--database",
+        f"{BUCKET}/jobs.sqlite",
+    ),
 }
 
 

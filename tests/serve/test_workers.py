@@ -18,6 +18,7 @@ from s3fs import S3FileSystem
 from benchmarks.replicas import BAR, measure, processes
 from tests.support.commands import refused as refused_command
 from tests.support.media import picture
+from tests.support.quick import quick
 from tests.support.served import SMALL, finished, serving
 from tests.support.stores import BUCKET, running_s3
 from tests.support.words import says
@@ -191,6 +192,17 @@ def test_a_model_that_is_none_is_told(tmp_path, workers):
     assert refused.returncode == 2
     assert says(refused.stderr, "nothing models")
     assert "Traceback" not in refused.stderr
+
+
+@pytest.mark.parametrize("given", quick(["option"], ["option", "environment"]))
+def test_a_database_that_does_not_answer_is_told_without_its_password(tmp_path, monkeypatch, given):
+    monkeypatch.chdir(tmp_path)
+    url = "postgresql://me:a-secret@127.0.0.1:1/jobs"
+    if given == "environment":
+        monkeypatch.setenv(VARIABLE, url)
+    said = refused_command("serve", "--port", "0", *(["--database", url] if given == "option" else []))
+    assert says(said, "postgresql://me@127.0.0.1:1/jobs reach")
+    assert "a-secret" not in said
 
 
 @pytest.mark.parametrize(("old", "new"), [("--replicas=2", "--workers"), ("--table=here", "--database")])

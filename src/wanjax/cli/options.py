@@ -186,9 +186,9 @@ ray = click.option(
     metavar="ADDRESS",
     help="Place the workers in a Ray cluster: auto, HOST:PORT, or local for one that is started on this machine.",
 )
-database = of_file(
+database = click.option(
     "--database",
-    metavar="FILE|URL",
+    metavar="PATH|URL",  # not FILE: what names a file is refused where it is a URL
     help="Where requests are kept, for all that share them: a file of SQLite on this machine, or postgresql://... "
     "for many; WANJAX_DATABASE in the environment names it too, and hides its password.  [default: the command's own]",
 )

@@ -100,8 +100,7 @@ def open_database(url: str) -> Database:
     if url.startswith(POSTGRES):
         return Postgres(url)
     if "://" in url:
-        scheme = url.partition("://")[0]
-        raise WanjaxError(f"a database is a file of SQLite or {EXAMPLE}, got {scheme}://...: give one of the two")
+        raise WanjaxError(f"a database is a file of SQLite or {EXAMPLE}, got {shown_url(url)}: give one of the two")
     return Sqlite(Path(url).expanduser().absolute())
 
 
@@ -112,7 +111,7 @@ def has_no_room(error: Exception) -> bool:
 
 def shown_url(url: str) -> str:
     """Return the name of a database as a message may have it: without its password."""
-    if not url.startswith(POSTGRES):
+    if "://" not in url:
         return url
     scheme, _, rest = url.partition("://")
     login, at, where = rest.rpartition("@")  # the last one: a password that should have been quoted may have others
