@@ -23,7 +23,9 @@ from wanjax.pricing.chips import SLICES
 
 DEPLOY = ROOT / "deploy"
 COMMANDS = {
+    "compose.yaml": ["serve", "worker"],
     "jobset.yaml": ["batch"],
+    "kubernetes.yaml": ["serve", "worker"],
     "ray.yaml": ["batch"],
     "sky-serve.yaml": ["serve"],
     "sky.yaml": ["warmup", "batch"],
@@ -40,10 +42,21 @@ def container() -> dict[str, Any]:
     return read("jobset.yaml")["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
 
 
+def containers() -> list[dict[str, Any]]:
+    """Returns the containers of Kubernetes' manifest."""
+    documents = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text(encoding="utf-8"))
+    pods = [each["spec"]["template"]["spec"] for each in documents if "template" in each["spec"]]
+    return [container for pod in pods for container in pod["containers"]]
+
+
 def calls_of(name: str) -> list[list[str]]:
     """Returns the arguments of each call of `wanjax` with a command in a recipe, in comments too."""
     if name == "jobset.yaml":
         return [container()["args"]]
+    if name == "kubernetes.yaml":
+        return [each["args"] for each in containers() if "args" in each]
+    if name == "compose.yaml":
+        return [each["command"] for each in read(name)["services"].values() if "command" in each]
     text = (DEPLOY / name).read_text(encoding="utf-8").replace("\\\n", "")
     lines = [line.lstrip(" #") for line in text.splitlines() if re.search(r"wanjax [a-z]+ .*--", line)]
     return [words for line in lines for words in calls(line)]
@@ -63,7 +76,23 @@ def test_every_recipe_is_tested():
     assert {file.name for file in DEPLOY.iterdir()} == others | COMMANDS.keys()
 
 
-@pytest.mark.parametrize("name", ["Dockerfile", "ray.yaml", "sky.yaml", "sky-serve.yaml"])
+def test_fronts_and_workers_share_a_database_and_a_place():
+    """Without a password in a file, and with the same model."""
+    services = read("compose.yaml")["services"]
+    named = [services[name]["environment"]["WANJAX_DATABASE"] for name in ("front", "worker")]
+    assert named[0] == named[1]
+    assert "${POSTGRES_PASSWORD}@database/" in named[0]
+    secrets = [x["valueFrom"]["secretKeyRef"]["key"] for one in containers() for x in one["env"] if "valueFrom" in x]
+    assert secrets == ["password", "database", "token", "database"]
+    for name in ("compose.yaml", "kubernetes.yaml"):
+        front, worker = ({word: words[i + 1] for i, word in enumerate(words[:-1])} for words in calls_of(name))
+        assert (front["--dir"], front["--model"]) == (worker["--dir"], worker["--model"])
+        assert front["--workers"] == "0"
+
+
+@pytest.mark.parametrize(
+    "name", ["Dockerfile", "compose.yaml", "kubernetes.yaml", "ray.yaml", "sky.yaml", "sky-serve.yaml"]
+)
 def test_the_extras_that_are_installed_are_there(name):
     text = (DEPLOY / name).read_text(encoding="utf-8")
     named = re.findall(r"EXTRAS=([a-z0-9,]+)", text) + re.findall(r"(?:\.|wanjax)\[([a-z0-9,]+)\]", text)

@@ -529,11 +529,11 @@ def serve(report: Report, **given: Any) -> None:
 @defaults.config
 @click.pass_obj
 def worker(report: Report, **given: Any) -> None:
-    """Make the videos of a `wanjax batch` on another host, from its database.
+    """Make the videos of a `wanjax serve` or `wanjax batch` of another host, from its database.
 
-    Leases jobs from --database, makes each video into --out, the place that the batch has too, and ends when it is
-    told to: Ctrl-C or SIGTERM let the video under way wait again. A worker needs the options of the batch that shape
-    its videos, such as --model and --lora. Any number may join and leave.
+    Leases jobs from --database, makes each video into the one place that all have, and ends when it is told to: with
+    Ctrl-C or SIGTERM the video under way waits again. A worker needs the options that shape the videos, such as --model
+    and --lora. Any number may join and leave.
     """
     from wanjax.cli import working
 

@@ -246,8 +246,10 @@ batch = together(
 )
 working = together(
     database,
-    of_file("-o", "--out", metavar="FOLDER", required=True, help="The folder of the videos, one place for all."),
+    of_file("--dir", "folder", metavar="FOLDER", help="Make the jobs of `wanjax serve`, into its --dir."),
+    of_file("-o", "--out", metavar="FOLDER", help="Make the jobs of `wanjax batch`, into its --out."),
     retries,
+    click.option("--preview", is_flag=True, help="Show on the server's page, at a few steps, what a video will be."),
 )
 of_model = partial(click.option, "--model", metavar="MODEL", shell_complete=complete_models)
 model = of_model(

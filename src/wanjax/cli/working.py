@@ -20,16 +20,30 @@ from wanjax.jobs.processes import is_first
 from wanjax.jobs.sharing import why_apart
 from wanjax.jobs.store import JobStore
 from wanjax.jobs.worker import work
-from wanjax.stores.places import place
+from wanjax.stores.places import Place, place
 from wanjax.stores.writing import check_folder
 
+SERVED: dict[str, Any] = {
+    **{"max_pixels": None, "max_queue": 1, "max_steps": 1, "max_upload": 1},  # which the server bounds
+    **{"extend_prompt": None, "extend_model": None, "preview_decoder": None, "rehearse": True},
+}
+"""Options of `wanjax serve` that a worker of another host does not have."""
 
-def work_for(report: Report, *, database: str | None, out: str, retries: int, **given: Any) -> None:
+
+def work_for(
+    report: Report, *, database: str | None, out: str | None, folder: str | None, retries: int, **given: Any
+) -> None:
     """Leases and makes jobs of a database, alone or with the processes that it meets, until a signal."""
     url = database or os.environ.get(VARIABLE)
     if not url:
         raise WanjaxError(f"no database is named: give --database FILE|URL, or {VARIABLE} in the environment")
-    target = place(out).absolute()
+    if out is not None and folder is not None:
+        raise WanjaxError("--dir is given beside --out: give the one that the server or the batch has")
+    if (named := out or folder) is None:
+        raise WanjaxError("no place is named: give --dir, that of the server, or --out, that of the batch")
+    target = place(named).absolute()
+    if folder is not None:
+        return _work_for_server(report, url, target, given)
     with closing(JobStore(url)) as store:  # before the model: a wrong one is told at once
         meet(report, given.get("processes"))
         load = partial(loaded, loading(given_settings(**given), given, offload=None))
@@ -57,4 +71,22 @@ def work_for(report: Report, *, database: str | None, out: str, retries: int, **
             report.awaited = not maker.dismiss()
             if maker.fault is not None:
                 raise maker.fault
+    report.note("stopped")
+
+
+def _work_for_server(report: Report, url: str, target: Place, given: dict[str, Any]) -> None:
+    """Leases and makes the jobs of a server until a signal."""
+    from wanjax.cli import serving  # imported late: it needs the libraries of the server
+
+    serving.check_libraries()
+    if given.get("processes"):
+        raise WanjaxError("--processes is for the jobs of a batch: a worker of a server is one process")
+    with closing(JobStore(url)) as store:
+        meet(report, None)
+        check_folder(target)
+        maker = serving.maker_of(given | SERVED, target, report.note)
+        drained = until_signal()
+        report.note(f"a worker of {store.name}, videos into {target}")
+        how: Any = {"drained": drained.is_set, "barred": partial(why_apart, store, target), "note": report.note}
+        work(store.with_patience(inf), maker, **how)
     report.note("stopped")

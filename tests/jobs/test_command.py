@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`wanjax worker`: refused where it cannot work, and beside a batch that only fills the queue."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.batches import read_manifest
+from tests.support.commands import refused
+from tests.support.words import says
+
+SMALL = ("--size", "32x32", "--frames", "5", "--steps", "2")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ((), "--database WANJAX_DATABASE"),
+        (("--database", "jobs.sqlite"), "--dir --out"),
+        (("--database", "jobs.sqlite", "--dir", "a", "--out", "b"), "--dir --out"),
+        (("--database", "mysql://me@here/jobs", "--out", "b"), "mysql:// postgresql://"),
+        (("--database", "jobs.sqlite", "--dir", "a", "--processes", "auto"), "--processes"),
+    ],
+    ids=str,
+)
+def test_a_worker_that_cannot_work_is_refused(tmp_path, monkeypatch, arguments, sentence):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WANJAX_DATABASE", raising=False)
+    assert says(refused("worker", *arguments), sentence)
+
+
+@pytest.mark.slow
+def test_a_batch_is_made_by_workers_that_join(tmp_path):
+    """The database is named by the environment; a worker of another place takes nothing, and says why."""
+    (tmp_path / "prompts.txt").write_text("a red circle\na blue square\n")
+    own = os.environ | {"WANJAX_DATABASE": str(tmp_path / "jobs.sqlite")}
+    command, how = [sys.executable, "-m", "wanjax"], {"cwd": tmp_path, "env": own, "text": True}
+    workers = [
+        subprocess.Popen([*command, "worker", "--out", name], stderr=subprocess.PIPE, **how)
+        for name in ("videos", "elsewhere")
+    ]
+    batch = [*command, "batch", "prompts.txt", "--out", "videos", "--workers", "0", *SMALL]
+    subprocess.run(batch, check=True, capture_output=True, timeout=500, **how)
+    for worker in workers:
+        worker.send_signal(signal.SIGTERM)
+    here, elsewhere = (worker.communicate(timeout=100)[1] for worker in workers)
+    assert [worker.returncode for worker in workers] == [0, 0]
+    assert len(read_manifest(tmp_path / "videos")) == 2
+    assert "takes no job" in elsewhere, here
+    assert not list((tmp_path / "elsewhere").glob("*.mp4"))
