@@ -115,7 +115,7 @@ def near_names(name: str, known: Iterable[str], most: int = 4) -> list[str]:
 def unknown_model(name: str, known: Iterable[str]) -> str:
     """Return the sentence that no model has a name, with the near ones of those that are known."""
     near = near_names(name, known)
-    way = f"near names are {', '.join(near)}" if near else "`wanjax models` lists the names"
+    way = f"{' or '.join(near)} {'is' if len(near) == 1 else 'are'} near" if near else "`wanjax models` lists the names"
     return f"no model is named {name!r}, nor is there such a folder or file: {way}, and a hub id is OWNER/NAME"
 
 

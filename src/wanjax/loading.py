@@ -119,6 +119,8 @@ def load(
     """
     if not isinstance(model, str | Path):
         raise WanjaxError(f"model is {shown(model)}: give a name such as 'nano', a hub id, a folder or a file")
+    if offload is not None and not isinstance(offload, bool):
+        raise WanjaxError(f"offload is given as {shown(offload)}: give True, False or None")
     attention = None if attention is None else Attention.of(attention)
     check_set(compiler)
     dtype, vae_dtype = dtype_name(dtype), dtype_name(vae_dtype, "vae_dtype")
@@ -152,6 +154,11 @@ class Loading(NamedTuple):
 def _listed(given: Loras) -> tuple[Lora, ...]:
     """Returns given LoRAs as values."""
     listed = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+    for lora in listed:
+        if not isinstance(lora, str | Path | Lora):
+            raise WanjaxError(
+                f"a LoRA is given as {shown(lora)}: give the name of a file, such as 'style.safetensors:0.8'"
+            )
     return tuple((lora if isinstance(lora, Lora) else Lora.parse(str(lora))).named() for lora in listed)
 
 

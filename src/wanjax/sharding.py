@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import product
 from math import prod
+from numbers import Integral
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ import jax.numpy as jnp
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from wanjax.errors import WanjaxError
+from wanjax.errors import WanjaxError, shown
 from wanjax.figures import quantity
 
 MESH_AXES = ("dp", "sp", "tp")
@@ -305,6 +306,9 @@ def make_mesh(dp: int = 1, sp: int = 1, tp: int = 1, *, devices: Sequence[Any] |
 
     Raises WanjaxError unless the product of the axes is the number of devices, and where JAX finds no devices.
     """
+    for axis, size in zip(MESH_AXES, (dp, sp, tp), strict=True):
+        if isinstance(size, bool) or not isinstance(size, Integral):
+            raise WanjaxError(f"{axis} is given as {shown(size)}: give a whole number, as in make_mesh(dp=2, tp=4)")
     if devices is None:
         platform()  # a mistake in JAX_PLATFORMS is told here, in one sentence
         devices = all_devices()

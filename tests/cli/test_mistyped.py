@@ -47,12 +47,43 @@ def prompts(tmp_path, monkeypatch) -> list[str]:
         (["denoise", "./mine"], "./mine wanjax denoise --model ./mine"),
         (["generate", "nano", "a cat"], "nano wanjax generate --model nano"),
         (["cat", "--bqsiz", "3"], "'--bqsiz' --block-q"),
+        (["cat", "--cfg", "3"], "'--cfg' --guidance-scale"),
+        (["cat", "--cfg_scale", "3"], "--guidance-scale"),
+        (["cat", "--sampler", "euler"], "'--sampler' --scheduler"),
+        (["cat", "--length", "17"], "'--length' --frames"),
+        (["train", "nano", "clips", "--lr", "1"], "'--lr' --rate"),
+        (["train", "nano", "clips", "--batch-size", "1"], "'--batch-size' --batch"),
+        (["convert", "nano", "--out", "a"], "'--out' generate convert SOURCE [FOLDER]"),
+        (["train", "nano"], "DATA train [OPTIONS] MODEL"),
+        (["train", "nano", "clips"], "--out FOLDER"),
+        (["denoise", "a red circle"], "'a red circle' generate encode prompt"),
+        (["list"], "'list' wanjax models"),
+        (["plan", "nano", "--chip", "V6E"], "'V6E' v6e-1 v6e-8"),
+        (["plan", "nano", "--chip", "a100"], "'a100' v6e-8 h100 cpu"),
     ],
 )
 def test_a_mistyped_command_makes_no_video(prompts, arguments, told):
     assert says(refused(*arguments), told)
     assert prompts == []
     assert list(Path().iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "others"),
+    [
+        ("generate", "--cfg", "--config --fps"),
+        ("generate", "--sampler", "--compiler"),
+        ("serve", "--prt", "--ray --dir"),
+    ],
+)
+def test_two_dashes_make_no_two_options_alike(command, option, others):
+    said = refused(command, option, "1")
+    assert not any(other in said for other in others.split()), said
+
+
+def test_a_file_where_a_folder_belongs_is_told_with_what_to_give():
+    Path("a.mp4").touch()
+    assert says(refused("train", "nano", "clips", "--out", "a.mp4"), "--out a.mp4 file give folder")
 
 
 def test_what_the_help_does_not_show_is_never_suggested():

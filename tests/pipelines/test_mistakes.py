@@ -45,6 +45,10 @@ def refused(call, *arguments: Any, **keywords: Any) -> str:
         ({"guidance_scale": jnp.ones(3)}, "guidance_scale"),
         ({"size": "64x"}, "size '64x' 64p square 64x64"),
         ({"prompt": None}, "prompt None"),
+        ({"prompt": b"a cat"}, "prompt b'a cat' text"),
+        ({"seeds": 3}, "seeds 3 range(3) [7]"),
+        ({"seeds": "3"}, "seeds '3' range(3)"),
+        ({"sampler_name": "euler"}, "'sampler_name' pipe.scheduler"),
         ({"prompt": ["a", None]}, "prompt None"),
         ({"size": 64}, "size 64 (height, width)"),
         ({"size": (64.0, 64)}, "size (64.0, 64) (height, width)"),
@@ -151,6 +155,31 @@ def test_a_name_that_there_is_not(pipe):
         with pytest.raises(AttributeError, match=right):
             getattr(value, name)
     assert not hasattr(pipe, "xyzzy")
+
+
+def test_a_component_that_there_is_not_is_not_freed(pipe):
+    assert says(refused(pipe.free, "transformers"), "'transformers' transformer")
+
+
+@pytest.mark.parametrize("name", ["", 5, None])
+def test_a_video_is_saved_under_a_name(name):
+    assert says(refused(wanjax.Video(CLIP, 8, {}).save, name), f"{name!r} file folder")
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"), [({"offload": "yes"}, "offload 'yes' True"), ({"lora": 5}, "LoRA 5 'style.safetensors:0.8'")]
+)
+def test_a_pipeline_is_not_loaded_otherwise_than_asked(given, sentence):
+    assert says(refused(wanjax.load, "nano", **given), sentence)
+
+
+def test_an_empty_picture_is_told(pipe, tmp_path):
+    (tmp_path / "empty.png").touch()
+    assert says(refused(pipe, "a red circle", image=tmp_path / "empty.png"), "empty.png empty")
+
+
+def test_the_length_of_an_axis_is_a_whole_number():
+    assert says(refused(wanjax.make_mesh, "dp=2"), "dp 'dp=2' make_mesh(dp=2, tp=4)")
 
 
 def test_a_mesh_is_not_a_number():

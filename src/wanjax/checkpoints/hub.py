@@ -226,19 +226,22 @@ def cached_checksum(path: Path) -> str | None:
 def is_damaged(path: Path) -> bool:
     """Tells whether a file differs from the checksum by which the client's cache names it; False without one."""
     checksum = cached_checksum(path)
-    if checksum is None:
-        return False
+    return checksum is not None and _checksum(path) != checksum
+
+
+def _checksum(path: Path) -> str:
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() != checksum
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _check(path: Path) -> None:
-    """Raises OSError if a file differs from its checksum, after removing it from the cache."""
-    if not is_damaged(path):
+    """Raises OSError, with both checksums, if a file differs from its own, after removing it from the cache."""
+    listed = cached_checksum(path)
+    if listed is None or (arrived := _checksum(path)) == listed:
         return
     path.resolve().unlink()
     path.unlink()
-    raise OSError(f"{path.name} arrived with another checksum than the hub gives")
+    raise OSError(f"{path.name} arrived with the SHA-256 {arrived} where the hub lists {listed}")
 
 
 def _explanation(error: Exception, repository: str, revision: str | None) -> str:
@@ -260,7 +263,8 @@ def _explanation(error: Exception, repository: str, revision: str | None) -> str
         return f"{cache} lacks files of {repository}: unset HF_HUB_OFFLINE to download them"
     if isinstance(error, errors.LocalEntryNotFoundError):
         return (
-            f"{constants.ENDPOINT} cannot be reached ({what}) and {cache} lacks files of {repository}: try again later"
+            f"there is no folder {repository} here, {constants.ENDPOINT} cannot be reached ({what}) and {cache} lacks "
+            f"files of {repository}: check the spelling, or try again later"
         )
     return f"{page} could not be downloaded ({what or type(error).__name__}): run again, complete files are kept"
 

@@ -11,6 +11,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from wanjax.cli.listing import listed
+from wanjax.pipelines.other_names import RENAMED
 from wanjax.stores.places import is_url
 
 OLD_NAMES = {
@@ -27,6 +28,36 @@ OLD_NAMES = {
     "window-size": "window",
 }
 """Former names of options, with dashes for underscores, and their present names."""
+ELSEWHERE = {
+    "sampler": "scheduler",
+    "sampler-name": "scheduler",
+    "sample-solver": "scheduler",
+    "length": "frames",
+    "resolution": "size",
+    "output": "out",
+    "output-file": "out",
+    "save-file": "out",
+    "lr": "rate",
+    "learning-rate": "rate",
+    "lr-scheduler": "schedule",
+    "warmup-steps": "warm-up",
+    "lr-warmup-steps": "warm-up",
+    "batch-size": "batch",
+    "train-batch-size": "batch",
+    "gradient-accumulation-steps": "accumulate",
+    "grad-accum-steps": "accumulate",
+    "max-train-steps": "steps",
+    "max-grad-norm": "clip",
+    "ema-decay": "average",
+    "lora-rank": "rank",
+    "network-dim": "rank",
+    "lora-alpha": "alpha",
+    "network-alpha": "alpha",
+    "caption-dropout": "dropped-captions",
+    "validation-prompt": "sample",
+    "checkpointing-steps": "save-every",
+} | {alias.replace("_", "-"): name.replace("_", "-") for alias, name in RENAMED.items()}
+"""Options of other libraries and their names here, where a command has one; those of settings are theirs."""
 
 
 def today(name: str) -> str:
@@ -36,6 +67,7 @@ def today(name: str) -> str:
 
 
 NEAR = 0.75  # the ratio of difflib from which two words count as near
+MOST_NEAR = 2  # near options in a message
 
 
 def check_prompt(ctx: click.Context, arguments: Sequence[str], implied: str) -> None:
@@ -57,7 +89,8 @@ def check_prompt(ctx: click.Context, arguments: Sequence[str], implied: str) -> 
     again = f"`{shlex.join(['wanjax', implied, word])}` makes a video of this word"
     if word in group.commands:
         raise click.UsageError(f"{word!r} is a command, which precedes its options: `wanjax {word} ...`; {again}")
-    commands = {name: name for name in group.list_commands(ctx)} | {"help": "--help", "version": "--version"}
+    others = {"help": "--help", "version": "--version", "list": "models", "ls": "models"}
+    commands = {name: name for name in group.list_commands(ctx)} | others
     for near in get_close_matches(word.lower(), commands, n=1, cutoff=NEAR):
         raise click.UsageError(f"no command is named {word!r}: `wanjax {commands[near]}` is near; {again}")
     if {"--help", "-h"} & {*arguments}:
@@ -98,11 +131,31 @@ def _no_option(command: click.Command, ctx: click.Context, arguments: Sequence[s
         if _is_of(argument, name) and argument.split() != [argument]:
             again = f"{ctx.command_path} [OPTIONS] -- {shlex.quote(argument)}"
             return click.UsageError(f"a prompt that begins with a dash stands behind --, as in `{again}`", ctx)
-    present = {option: option for option in visible_options(command)}
-    former = {f"--{old}": f"--{new}" for old, new in OLD_NAMES.items() if f"--{new}" in present}
-    near = [{**former, **present}[word] for word in get_close_matches(name, [*present, *former])]
-    told = f": {' or '.join(dict.fromkeys(near))} is near" if near else f": `{ctx.command_path} --help-all` has all"
-    return click.UsageError(f"no option is named {name!r}{told}", ctx)
+    return click.UsageError(f"no option is named {name!r}: {_right_option(command, ctx, name.lstrip('-'))}", ctx)
+
+
+def _right_option(command: click.Command, ctx: click.Context, name: str) -> str:
+    """Return what is right in place of an option that a command does not have, by its name without dashes before it."""
+    options = visible_options(command)
+    present = {option.lstrip("-"): option for option in options}
+    dashed = name.replace("_", "-").lower()
+    if (own := present.get(ELSEWHERE.get(dashed, dashed))) is not None:
+        return f"{own} is its name here"
+    group = ctx.parent.command if ctx.parent else None
+    for other in group.commands.values() if isinstance(group, click.Group) else ():
+        if f"--{dashed}" in visible_options(other) and not other.hidden:
+            return f"`wanjax {other.name}` has it, and the form here is `{_form(command, ctx)}`"
+    former = {old: f"--{new}" for old, new in OLD_NAMES.items() if f"--{new}" in options}
+    names = former | present
+    near = [names[word] for word in get_close_matches(dashed, names, n=MOST_NEAR, cutoff=NEAR)]
+    if near:
+        return f"{' or '.join(dict.fromkeys(near))} is near"
+    return f"`{ctx.command_path} --help-all` has all"
+
+
+def _form(command: click.Command, ctx: click.Context) -> str:
+    """Return a command with the places of its arguments, such as "wanjax train [OPTIONS] MODEL DATA"."""
+    return " ".join([ctx.command_path, *command.collect_usage_pieces(ctx)])
 
 
 def _is_of(argument: str, name: str) -> bool:
@@ -125,12 +178,14 @@ def check_extra(command: click.Command, ctx: click.Context, extra: Sequence[str]
         words = " ".join([prompt, *extra])
         again = f"{ctx.command_path} {'-- ' if words.startswith('-') else ''}{shlex.quote(words)}"
         raise click.UsageError(f"the prompt is {1 + len(extra)} arguments where quotes make it one: `{again}`", ctx)
-    form = " ".join([ctx.command_path, *command.collect_usage_pieces(ctx)])
     words = " and ".join(map(repr, extra))
     told = "a name with spaces stands in quotes"
-    if "--model" in options and len(extra) == 1:
+    if "--model" in options and len(extra) == 1 and extra[0].split() == [extra[0]]:
         told = f"a model is given as `{ctx.command_path} --model {shlex.quote(extra[0])}`"
-    raise click.UsageError(f"no place is left for {words} in `{form}`: {told}", ctx)
+    elif not any(isinstance(each, click.Argument) for each in command.params):
+        again = f"`wanjax generate {shlex.quote(' '.join(extra))}`"
+        told = f"`wanjax generate` and `wanjax encode` take a prompt, as in {again}"
+    raise click.UsageError(f"no place is left for {words} in `{_form(command, ctx)}`: {told}", ctx)
 
 
 def in_words(error: click.ClickException) -> str:
@@ -143,8 +198,14 @@ def in_words(error: click.ClickException) -> str:
     is_option = isinstance(parameter, click.Option)
     name = parameter.opts[-1] if is_option else (parameter.metavar or parameter.human_readable_name).upper()
     if isinstance(error, click.MissingParameter):
-        again = f"`{error.ctx.command_path} --help` shows where it stands" if error.ctx else "give it"
-        return f"{name} is missing: {again}"
+        if is_option:
+            return f"{name} is missing: give {name} {parameter.metavar or 'VALUE'}"
+        return f"{name} is missing: " + (
+            f"the form is `{_form(error.ctx.command, error.ctx)}`" if error.ctx else "give it"
+        )
+    if (kinds := KINDS.search(error.message)) is not None:
+        is_there, wanted = ("a file", "a folder") if kinds[2] == "file" else ("a folder", "a file")
+        return f"{name} {kinds[1]} is {is_there}: give {wanted}"
     found = VALUE.match(error.message)
     if found is None:
         return error.message if name in error.message else f"{name}: {error.message.removesuffix('.')}"
@@ -152,6 +213,7 @@ def in_words(error: click.ClickException) -> str:
 
 
 VALUE = re.compile(r"(.+?) is not (?:a valid|in the range|one of) ")  # of click's sentences
+KINDS = re.compile(r"(?:File|Directory|Path) '(.+)' is a (file|directory)\b")  # too
 
 
 def _right(kind: click.ParamType) -> str:

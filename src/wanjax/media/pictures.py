@@ -473,6 +473,8 @@ def _decoding(name: str, most: int, *, opening: bool = False) -> Iterator[None]:
         pixels = int("".join(re.findall(r"\d+", str(error))[:1]))  # which the message tells
         raise WanjaxError(f"{name} has {pixels:,} pixels where {most:,} are allowed at most") from error
     except UnidentifiedImageError as error:
+        if os.path.isfile(name) and not os.path.getsize(name):
+            raise WanjaxError(f"{name} is empty: give a complete copy of the picture") from error
         raise NoPicture(f"{name} cannot be read as a picture: it is none of {', '.join(FORMATS)}") from error
     except (*BROKEN, MemoryError) as error:
         how = "as a picture" if opening else "to its end, it is damaged"

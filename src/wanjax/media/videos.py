@@ -25,7 +25,7 @@ from jaxtyping import Shaped, UInt8
 from PIL import Image, PngImagePlugin
 
 from wanjax.dims import readable
-from wanjax.errors import WanjaxError, written
+from wanjax.errors import WanjaxError, shown, written
 from wanjax.figures import quantity
 from wanjax.media.ffmpeg import reading, run_ffmpeg
 from wanjax.media.webp import keep_time
@@ -134,6 +134,8 @@ def write_video(
 
 def check_suffix(path: str | Place) -> str:
     """Return the suffix of a video's name, in small letters; raise WanjaxError for one that is unknown, and for "-"."""
+    if path == "" or not isinstance(path, str | os.PathLike | Remote):
+        raise WanjaxError(f"the video's name is given as {shown(path)}: give that of a file or folder")
     suffix = _suffix(path)
     if str(path) == "-":
         raise WanjaxError("a video cannot be written to the standard output, -: the name of a file, or ./-, would do")

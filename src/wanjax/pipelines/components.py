@@ -12,7 +12,7 @@ import jax
 import psutil
 from flax import nnx
 
-from wanjax.errors import WanjaxError
+from wanjax.errors import WanjaxError, choice, shown
 from wanjax.layers.placement import bytes_by_device
 from wanjax.pipelines.memory import machine_memory
 
@@ -124,7 +124,12 @@ class Components:
         self._put.add(name)
 
     def free(self, *names: str) -> None:
-        """Drops the named components, or all if none is named, and so frees their memory."""
+        """Drops the named components, or all if none is named, and so frees their memory.
+
+        Raises WanjaxError for a name that no component has.
+        """
+        if unknown := [name for name in names if name not in (*self._loaders, *self._loaded)]:
+            raise WanjaxError(f"no component is named {shown(unknown[0])}: {choice(unknown[0], [*self._loaders])}")
         for name in names or tuple(self._loaded):
             self._loaded.pop(name, None)
             self._put.discard(name)

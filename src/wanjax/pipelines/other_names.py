@@ -27,6 +27,8 @@ OTHERWISE = {
     "attention_kwargs": "wanjax.load(attention=..., lora=...) takes their place",
     "callback_on_step_end_tensor_inputs": "callback receives a Step with its latents and x0",
     "sampler": "pipe.scheduler sets the solver",
+    "sampler_name": "pipe.scheduler sets the solver",
+    "sample_solver": "pipe.scheduler sets the solver",
     "scheduler": "pipe.scheduler sets the solver",
     "device": "JAX's devices are used, and wanjax.load(mesh=...) spreads a model over them",
     "device_map": "wanjax.load(mesh=...) spreads a model over devices",

@@ -74,7 +74,7 @@ from wanjax.pipelines.request import PreparedRequest, check_one_way
 from wanjax.pipelines.resume import ResumeObserver
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.runtime import Runtime
-from wanjax.pipelines.seeds import check_count, checked_seed, resolve_seeds, seed_to_key_data
+from wanjax.pipelines.seeds import check_count, check_seeds, checked_seed, resolve_seeds, seed_to_key_data
 from wanjax.pipelines.settings import LOADED, Settings, no_setting, schema, sides
 from wanjax.pipelines.text.tokenizer import Truncation
 from wanjax.pipelines.video_shape import encoded_shape
@@ -172,7 +172,7 @@ class Pipeline(metaclass=Named):
         return made
 
     def free(self, *names: str) -> None:
-        """Drops the named components, or all, until their next use."""
+        """Drops the named components, or all, until their next use; raises WanjaxError for a name that is none."""
         self.components.free(*names)
 
     @overload
@@ -195,7 +195,7 @@ class Pipeline(metaclass=Named):
         The keywords of `prepare` are settings, `size`, which is (height, width) or a name such as 480p, and pictures.
         `noise`, `callback` and `batch_guidance` are those of `denoise`; `tiling` is that of `decode`, for pictures too.
         """
-        several = isinstance(prompt, Sequence) and not isinstance(prompt, str)
+        several = isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes)
         prompts: Sequence[Any] = prompt if several else [prompt]
         made = self.videos(prompts, seeds=seeds, **given)
         return list(made) if several or seeds is not None else next(made)
@@ -222,6 +222,7 @@ class Pipeline(metaclass=Named):
         other keywords are those of a call for one video.
         """
         prompts = [check_prompt(prompt) for prompt in prompts]
+        check_seeds(seeds)
         check_count(1 if seeds is None else len(seeds), len(prompts))
         pictures, chosen = self.prepare(negative_prompt=negative_prompt, **given)
         numbers = [chosen.seed] if seeds is None else [checked_seed(seed) for seed in seeds]

@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, Float32, Int, Key, PRNGKeyArray, UInt32
 
-from wanjax.errors import WanjaxError
+from wanjax.errors import WanjaxError, shown
 from wanjax.pipelines.settings import DRAW, MOST_VIDEOS, read_seed
 
 GENERATOR = "threefry2x32"
@@ -34,6 +34,12 @@ def checked_seed(seed: Any, *, alone: bool = False) -> int:
     """
     number = read_seed(seed)
     return draw(alone=alone) if number == DRAW else number
+
+
+def check_seeds(seeds: Any) -> None:
+    """Raise WanjaxError where the seeds of several videos are no sequence, such as one seed."""
+    if seeds is not None and (isinstance(seeds, str | bytes) or not hasattr(seeds, "__len__")):
+        raise WanjaxError(f"seeds is given as {shown(seeds)}: give a sequence, such as range(3) or [7], or one as seed")
 
 
 def check_count(seeds: int, requests: int = 1) -> None:

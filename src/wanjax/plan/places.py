@@ -33,7 +33,9 @@ def find_place(name: str) -> Place:
     """Returns the slice of TPUs or the device of this name; raises WanjaxError that lists the known ones."""
     known: dict[str, Place] = {**SLICES, **machines()}
     if name not in known:
-        raise WanjaxError(f"no chip is named {name!r}: there are {', '.join(known)}")
+        begun = [one for one in known if name and one.startswith(name.lower())]
+        right = f"give {' or '.join(begun)}" if begun else f"there are {', '.join(known)}"
+        raise WanjaxError(f"no chip is named {name!r}: {right}")
     return known[name]
 
 
