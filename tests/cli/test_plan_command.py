@@ -63,7 +63,7 @@ def test_a_folder_s_name_is_printed_as_it_is(tmp_path):
     folder = shutil.copytree(Path(wanjax.__file__).parent / "nano", tmp_path / "a[red]b")
     run = CliRunner().invoke(main, ["plan", str(folder), "--chip", "cpu"])
     assert run.exit_code == 0, run.output
-    assert "a[red]b, " in run.stdout
+    assert "a[red]b," in run.stdout
 
 
 def plan(*arguments: str) -> dict:
