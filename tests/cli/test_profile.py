@@ -14,6 +14,7 @@ from tests.support.tiny import TRANSFORMER, compile_cache, tiny_checkpoint, tiny
 from wanjax.cli import main, profile
 from wanjax.converters.wan.diffusers import transformer_config
 from wanjax.models.wan.flops import forward_flops
+from wanjax.pipelines.denoiser import State
 from wanjax.pipelines.observers import Step
 from wanjax.pipelines.wan.programs import TEXT_LENGTH
 from wanjax.pricing.chips import KINDS, V6E
@@ -73,7 +74,7 @@ def test_what_is_not_known_is_no_figure(given, tmp_path):
     seen = profile.StepProfile(tmp_path, pipe, settings, noted.append)
     seen.begun(None)
     for index in (8, 9):
-        seen.stepped(Ended(index, 10, 0.0, None, None))
+        seen.stepped(Ended(index, 10, 0.0, State(None, None), jnp.zeros((1, 1, 1, 1, 1))))
         told.append((seen.report(), json.loads((tmp_path / profile.STEPS).read_text(), parse_constant=pytest.fail)))
     (first, one), (second, two) = told
     assert noted == [second]

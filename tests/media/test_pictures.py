@@ -100,7 +100,7 @@ def test_files_that_are_no_pictures(tmp_path):
     for name, message in (
         ("absent.png", "there is no file .*absent.png"),
         ("text.png", "text.png cannot be read as a picture"),
-        ("empty.jpg", "empty.jpg cannot be read as a picture"),
+        ("empty.jpg", "empty.jpg is empty"),
         ("short.png", "short.png cannot be read to its end, it is damaged"),
         ("", "is a folder"),
     ):

@@ -85,7 +85,7 @@ def _check_suffix(out: str) -> None:
 
 
 def _check_stage(folder: Path, command: str) -> None:
-    from wanjax.media.records import EMBEDDINGS, LATENTS, load_settings, stage_file  # imported late: it needs NumPy
+    from wanjax.media.records import EMBEDDINGS, LATENTS, settings_left, stage_file  # imported late: it needs NumPy
 
-    load_settings(folder)
+    settings_left(folder)
     stage_file(folder, EMBEDDINGS if command == "denoise" else LATENTS)

@@ -38,7 +38,7 @@ from wanjax.loading import load, outlined
 from wanjax.media import stage_files, videos
 from wanjax.media.inputs import INPUTS
 from wanjax.media.pictures import Pictures
-from wanjax.media.records import DIGESTS, digests_in, load_settings
+from wanjax.media.records import DIGESTS, digests_in, settings_left
 from wanjax.media.stage_files import LATENTS, VIDEO
 from wanjax.pipelines.checks import check_streams, check_strength
 from wanjax.pipelines.denoiser import stream_of
@@ -110,7 +110,7 @@ def denoise(report: Report, *, folder: Path, noise: str | None, force: bool, **g
     """Runs the second stage, from the first stage's files and the options given now."""
     meet(report, given.get("processes"))
     check_free(folder, "denoise", force)
-    left = _left_in(folder)
+    left = settings_left(folder)
     tensors = {**stage_files.load_encoded(folder, left), **stage_files.load_video_shape(folder)}
     if given.get("follow") not in (None, left.get("follow")) and any(left.get(name) for name in INPUTS):
         raise WanjaxError(
@@ -135,7 +135,7 @@ def decode(report: Report, *, folder: Path, out: str | None, force: bool, **give
     meet(report, given.get("processes"))
     if out is None:
         check_free(folder, "decode", force)
-    left = _left_in(folder)
+    left = settings_left(folder)
     latents = stage_files.load_latents(folder, left)
     with held(Rendering(report, folder, given, left, out=out)) as video:
         video.check_latents(latents, known=all(left.get(name) for name in ("frames", "height", "width")))
@@ -169,15 +169,6 @@ def check_free(folder: Path, command: str, force: bool) -> None:
         if taken == [LATENTS] and command == "generate":
             ways.insert(0, f"`{shlex.join(['wanjax', 'decode', '--dir', str(folder)])}` makes the video")
         raise WanjaxError(f"{folder} holds {WORK[taken[0]]}: {', '.join(ways)}")
-
-
-def _left_in(folder: Path) -> dict[str, Any]:
-    """Returns the settings that a stage before left; raises WanjaxError for a video of windows, which has no stages."""
-    left = load_settings(folder)
-    if left.get("windows", 1) != 1:
-        told = f"{folder} has a video of {left['windows']} windows, each of which goes through all stages"
-        raise WanjaxError(f"{told}: `wanjax generate --from {folder} --dir {folder}` makes it")
-    return left
 
 
 class Rendering:

@@ -66,6 +66,15 @@ def load_settings(folder: Path) -> dict[str, Any]:
     return as_of_now(settings)
 
 
+def settings_left(folder: Path) -> dict[str, Any]:
+    """Return the settings that a stage before left; raise WanjaxError for a video of windows, which has no stages."""
+    left = load_settings(folder)
+    if left.get("windows", 1) != 1:
+        told = f"{folder} has a video of {left['windows']} windows, each of which goes through all stages"
+        raise WanjaxError(f"{told}: `wanjax generate --from {folder} --dir {folder}` makes it")
+    return left
+
+
 def stage_file(folder: Path, name: str) -> Path:
     """Return the path of a stage's file in a folder; raise WanjaxError where it is missing."""
     if not (folder / name).is_file():
