@@ -61,7 +61,7 @@ def connected(
             os.environ.setdefault(name, value)
     elif address.startswith("ray://"):
         raise WanjaxError(
-            f"{address} is that of a Ray client: auto, or HOST:6379, on a machine of the cluster is right"
+            f"{address} is that of a Ray client: give auto, or HOST:6379, on a machine of the cluster"
         )
     elif HOST.fullmatch(address):
         _check_answers(address)
@@ -103,7 +103,7 @@ def resources_of(text: str | None, names: Collection[str] = ()) -> dict[str, dic
         except ValueError:
             amount = 0.0
         if not own or not 0 < amount < inf or (owner and owner not in names):
-            raise WanjaxError(f"the resources are given as {text!r} where a list such as cpu=1,TPU=4 is right")
+            raise WanjaxError(f"the resources are given as {text!r}: give a list such as cpu=1,TPU=4")
         options = found.setdefault(owner, {})
         if own in NAMES:
             options[NAMES[own]] = amount
