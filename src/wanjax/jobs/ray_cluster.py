@@ -60,9 +60,7 @@ def connected(
         for name, value in variables.items():
             os.environ.setdefault(name, value)
     elif address.startswith("ray://"):
-        raise WanjaxError(
-            f"{address} is that of a Ray client: give auto, or HOST:6379, on a machine of the cluster"
-        )
+        raise WanjaxError(f"{address} is that of a Ray client: give auto, or HOST:6379, on a machine of the cluster")
     elif HOST.fullmatch(address):
         _check_answers(address)
     if "IPython" in sys.modules and sys.modules["IPython"] is None:  # hidden from Flax by the command, and Ray asks too
