@@ -55,7 +55,7 @@ def main() -> None:
     sizes = Sizes(options.layers, height, width, options.vae_frames, (down, across, frames), options.step_dtype)
     stages = FAMILIES[options.model]
     if missing := [stage for stage in options.stage or () if stage not in stages]:
-        parser.error(f"{options.model} has no stage {missing[0]}: {', '.join(stages)} would do")
+        parser.error(f"{options.model} has no stage {missing[0]}: give {', '.join(stages)}")
     torch.manual_seed(0)
     results: list[Result] = []
     for stage in options.stage or stages:

@@ -127,7 +127,7 @@ def listed(names: Collection[str]) -> str:
 
 
 def choice(name: object, known: Collection[str]) -> str:
-    """Return what is right in place of a name: the near one and then the others, all where none is near."""
+    """Return what to give in place of a name: the near one and then the others, or all where none is near."""
     near = near_names(name, known, 1) if isinstance(name, str) else []
     rest = listed([one for one in known if one not in near])
-    return f"{near[0]} is near; {rest} would do too" if near and rest else f"{rest or near[0]} would do"
+    return f"{near[0]} is near; there are {rest} too" if near and rest else f"give {rest or near[0]}"

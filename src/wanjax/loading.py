@@ -222,7 +222,7 @@ def _sizes(found: Checkpoint, way: Loading, partitioner: Partitioner) -> dict[st
 
 
 def check_memory(model: str, component: str, network: nnx.Module) -> None:
-    """Raises WanjaxError, with what would do, where the weights of a network are larger than a device's whole memory.
+    """Raises WanjaxError, with what to do, where the weights of a network are larger than a device's whole memory.
 
     The network may be given as shapes. Nothing is refused where the memory is unknown.
     """

@@ -44,7 +44,7 @@ BAD_FIELDS = [
     ({"guidance_scale": -1}, "guidance_scale"),
     ({"seed": -2}, "seed"),
     ({"cache": "x" * 300}, "no step cache"),
-    ({"model": "sora-2"}, "nano would do"),
+    ({"model": "sora-2"}, "give nano"),
     ({"model": 3}, "a text in UTF-8"),
     ({"lora": "other:1"}, "no LoRA"),
     ({"lora": 3}, "NAME:0.5"),

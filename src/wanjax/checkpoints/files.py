@@ -160,7 +160,7 @@ class MappedFile(ABC):
     """
 
     needed = "a complete copy of the file"
-    """What is right in place of a file that cannot be read."""
+    """What to do about a file that cannot be read."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)

@@ -135,7 +135,7 @@ def _no_option(command: click.Command, ctx: click.Context, arguments: Sequence[s
 
 
 def _right_option(command: click.Command, ctx: click.Context, name: str) -> str:
-    """Return what is right in place of an option that a command does not have, by its name without dashes before it."""
+    """Return what to give in place of an option that a command does not have, by its name without dashes before it."""
     options = visible_options(command)
     present = {option.lstrip("-"): option for option in options}
     dashed = name.replace("_", "-").lower()
@@ -189,7 +189,7 @@ def check_extra(command: click.Command, ctx: click.Context, extra: Sequence[str]
 
 
 def in_words(error: click.ClickException) -> str:
-    """Returns the sentence of an error of click's, with the option, its value and what is right."""
+    """Returns the sentence of an error of click's, with the option, its value and what to give."""
     parameter = getattr(error, "param", None)
     if isinstance(error, click.BadOptionUsage) and not isinstance(error, click.NoSuchOption):
         return f"{error.option_name} stands without a value: give one behind it" if error.option_name else str(error)
@@ -262,7 +262,7 @@ def check_words(command: click.Command, ctx: click.Context, arguments: Sequence[
                 if parameter.name not in IN_STORES or isinstance(parameter.type, click.Path):
                     raise click.UsageError(f"{option} {one} is a URL: give the name of a file or folder here")
                 if one.lower().startswith("memory:") and ctx.obj and ctx.obj.owns_process:
-                    raise click.UsageError(f"{one} would be gone with this command: a name here or s3:// would do")
+                    raise click.UsageError(f"{one} would be gone with this command: give a name here or s3://")
 
 
 def _download(address: str) -> str:

@@ -138,10 +138,10 @@ def check_suffix(path: str | Place) -> str:
         raise WanjaxError(f"the video's name is given as {shown(path)}: give that of a file or folder")
     suffix = _suffix(path)
     if str(path) == "-":
-        raise WanjaxError("a video cannot be written to the standard output, -: the name of a file, or ./-, would do")
+        raise WanjaxError("a video cannot be written to the standard output, -: give the name of a file, or ./-")
     if suffix not in WRITERS:
         known = ", ".join(filter(None, WRITERS))
-        raise WanjaxError(f"{path} ends in {suffix}: {known}, or no suffix for a folder of PNG, would do")
+        raise WanjaxError(f"{path} ends in {suffix}: give {known}, or no suffix for a folder of PNG")
     return suffix
 
 
@@ -186,7 +186,7 @@ def try_output(
                 WRITERS[_suffix(path)](trial, iter([np.zeros((*size, 3), np.uint8)]), fps, settings)
                 alone = sum(file.stat().st_size for file in folder.rglob("*"))
                 if read_metadata(trial) != json.loads(settings):
-                    raise WanjaxError(f"{path} would not keep the settings: another format would do")
+                    raise WanjaxError(f"{path} would not keep the settings: give another format")
             if isinstance(target, Remote):
                 target.parent.check_writable()
     except WanjaxError as error:
@@ -241,7 +241,7 @@ def _write_film(path: Place, frames: Iterator[Frame], fps: int | float, comment:
     if kind != ".webm" and (height % 2 or width % 2):
         raise WanjaxError(
             f"frames of {width}x{height} cannot become an {kind[1:]}, whose width and height are even: "
-            ".webm, .gif, .webp or a folder of PNG would do"
+            "give .webm, .gif, .webp or a folder of PNG"
         )
     source = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-framerate", str(fps), "-i", "pipe:0"]
     # The matrix is set together with its tags: players take untagged videos for BT.601 or for BT.709.

@@ -174,7 +174,7 @@ def family_of(source: Source, families: Sequence[Family]) -> Family:
         if kind in family.pipelines:
             return family
     known = " or ".join(name for family in families for name in family.pipelines)
-    raise WanjaxError(f"{source.name} holds a {kind}: {known} would do")
+    raise WanjaxError(f"{source.name} holds a {kind}: give a checkpoint of a {known}")
 
 
 def updated_by(source: Source, settings: SomeSettings, more: Mapping[str, Any] | None = None) -> SomeSettings:

@@ -175,10 +175,10 @@ class Projected(GuidanceRule):
     def __post_init__(self) -> None:
         if not (math.isfinite(self.eta) and 0 <= self.norm < math.inf and -1 < self.momentum < 1):
             raise WanjaxError(
-                f"{self} is out of range: a finite eta, a norm from 0 on and a momentum between -1 and 1 would do"
+                f"{self} is out of range: give a finite eta, a norm from 0 on and a momentum between -1 and 1"
             )
         if self.of not in ("clean", "prediction"):
-            raise WanjaxError(f"{self} projects {shown(self.of)}: of=clean or of=prediction would do")
+            raise WanjaxError(f"{self} projects {shown(self.of)}: give of=clean or of=prediction")
 
     @property
     def averages(self) -> bool:
@@ -225,7 +225,7 @@ class NormalizedAttentionGuidance(GuidanceRule):
     def __post_init__(self) -> None:
         if not (1 < self.scale < math.inf and 0 < self.tau < math.inf and 0 < self.alpha <= 1):
             raise WanjaxError(
-                f"{self} is out of range: a scale above 1, a tau above 0 and an alpha above 0, at most 1, would do"
+                f"{self} is out of range: give a scale above 1, a tau above 0 and an alpha above 0, at most 1"
             )
 
     @property

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of other libraries: what is right here in their place.
+"""Names of other libraries: what to give here in their place.
 
 JAX is not imported, so that a mistake is told at once, and by a process that needs no device.
 """
@@ -39,7 +39,7 @@ OTHERWISE = {
     "low_cpu_mem_usage": "a checkpoint is always read one tensor at a time",
     "use_safetensors": "safetensors are used where there are any",
 }
-"""Keywords of diffusers that have nothing of the kind here, and a sentence on what is right."""
+"""Keywords of diffusers that have nothing of the kind here, and a sentence on what to give here."""
 ELSEWHERE = {
     "from_pretrained": "wanjax.load(MODEL) loads a model",
     "from_single_file": "wanjax.load(FILE) loads a model",
@@ -63,7 +63,7 @@ ELSEWHERE = {
     "export_to_video": "video.save('NAME.mp4') writes a video",
     "DiffusionPipeline": "wanjax.load(MODEL) loads a model",
 }
-"""Functions, classes and attributes of diffusers, and a sentence on what is right here."""
+"""Functions, classes and attributes of diffusers, and a sentence on what to give here."""
 
 
 def unknown_keyword(name: str, known: Iterable[str], *, of_call: Collection[str] = ()) -> SettingError:

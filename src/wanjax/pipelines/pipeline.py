@@ -97,7 +97,7 @@ class Component:
 
 
 class Named(type):
-    """The type of a class that answers names of other libraries, such as `from_pretrained`, with what is right."""
+    """The type of a class that answers names of other libraries, such as `from_pretrained`, with what to give here."""
 
     if not TYPE_CHECKING:
 
@@ -302,9 +302,7 @@ class Pipeline(metaclass=Named):
         needed = self._clip_frames(asked)
         if (clip := pictures.clip("video")) is not None and (count := len(clip)) < needed:
             if given.get("frames") or needed > asked.frames:
-                raise WanjaxError(
-                    f"the video has {quantity(count, 'frame')} where {needed} are asked for: fewer would do"
-                )
+                raise WanjaxError(f"the video has {quantity(count, 'frame')} where {needed} are asked for: give fewer")
             factor = self.architecture.vae.temporal_factor
             shape["frames"] = (count - 1) // factor * factor + 1
             if shape["frames"] == 1:
@@ -648,7 +646,7 @@ class Pipeline(metaclass=Named):
     if not TYPE_CHECKING:  # an editor is to see that an attribute is missing
 
         def __getattr__(self, name: str) -> Any:
-            """Raises AttributeError, which tells what is right for names of other libraries."""
+            """Raises AttributeError, which tells what to give for names of other libraries."""
             if sentence := right_name(name):
                 raise AttributeError(sentence)
             known = dir(self)

@@ -106,7 +106,7 @@ def noise_of_frames(words: Words, shape: tuple[int, ...], start: Int[Array, ""],
     """
     _, channels, frames, height, width = shape
     if math.prod(shape[1:]) >= 2**32:
-        raise WanjaxError(f"the noise of {frames} latent frames has more than 2^32 numbers: a shorter video would do")
+        raise WanjaxError(f"the noise of {frames} latent frames has more than 2^32 numbers: make a shorter video")
     cells = jnp.arange(height * width, dtype=jnp.uint32)
     channel, drawn = jnp.arange(channels, dtype=jnp.uint32), jnp.arange(count, dtype=jnp.uint32)
     frame = channel[:, None] * np.uint32(frames) + start.astype(jnp.uint32) + drawn[None]

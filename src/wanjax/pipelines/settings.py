@@ -359,10 +359,10 @@ def check_shape(height: int, width: int, frames: int, *, spatial: int, temporal:
     for name, pixels in (("height", height), ("width", width)):
         if pixels <= 0 or pixels % spatial:
             legal = _neighbours(pixels, spatial, 0)
-            raise WanjaxError(f"the {name} {pixels} is not a multiple of {spatial} above 0: {legal} would do")
+            raise WanjaxError(f"the {name} {pixels} is not a multiple of {spatial} above 0: give {legal}")
     if frames <= 0 or (frames - 1) % temporal:
         legal = _neighbours(frames, temporal, 1)
-        raise WanjaxError(f"{frames} frames are not of the form {temporal}n + 1: {legal} would do")
+        raise WanjaxError(f"{frames} frames are not of the form {temporal}n + 1: give {legal}")
 
 
 def sides(size: Any, sizes: Mapping[str, tuple[int, int]]) -> dict[str, int]:

@@ -52,7 +52,7 @@ def check_windows(settings: Settings, by: str | None) -> None:
     """Raises WanjaxError where a model makes no video of these windows; `by` is `ModelSpec.continued_by`."""
     if (told := 1 + len(settings.then.splitlines())) > settings.windows:
         few = f"{quantity(told, 'prompt')} are given for {quantity(settings.windows, 'window')}"
-        raise SettingError(f"{few}: as many windows, or more, would do", "windows")
+        raise SettingError(f"{few}: give as many windows, or more", "windows")
     if settings.windows == 1:
         return
     if by is None:
@@ -63,7 +63,7 @@ def check_windows(settings: Settings, by: str | None) -> None:
         raise SettingError(f"{why}: give 1", "overlap")
     if settings.overlap >= settings.frames:
         why = f"windows of {quantity(settings.frames, 'frame')} that overlap by {settings.overlap}"
-        raise SettingError(f"{why} add nothing: more frames, or a smaller overlap, would do", "overlap")
+        raise SettingError(f"{why} add nothing: give more frames, or a smaller overlap", "overlap")
 
 
 def check_alone(settings: Settings, what: str) -> None:

@@ -125,13 +125,13 @@ def from_config(config: Mapping[str, Any]) -> Scheduler:
     """
     name = config.get("_class_name")
     if not isinstance(name, str) or name not in _READ:
-        raise WanjaxError(f"the scheduler {name!r} is not known: {' or '.join(_READ)} would do")
+        raise WanjaxError(f"the scheduler {name!r} is not known: give {' or '.join(_READ)}")
     read = _READ[name]
     for entry, (absent, offered) in read.entries.items():
         value = config.get(entry, absent)
         if value not in offered:
             raise WanjaxError(
-                f"the scheduler's {entry} {value!r} is not offered: {' or '.join(map(repr, offered))} would do"
+                f"the scheduler's {entry} {value!r} is not offered: give {' or '.join(map(repr, offered))}"
             )
     if read.shift in config:
         check_flow(config[read.shift], "official")
@@ -196,7 +196,7 @@ def successor(scheduler: str | Scheduler, before: Scheduler) -> Scheduler:
     new = scheduler if isinstance(scheduler, Scheduler) else parse(scheduler)
     if new.prediction != before.prediction:
         predicts = f"predictions of {new.prediction}, and the model predicts {before.prediction}"
-        raise WanjaxError(f"the scheduler {name_of(new)} takes {predicts}: one like {name_of(before)} would do")
+        raise WanjaxError(f"the scheduler {name_of(new)} takes {predicts}: choose one like {name_of(before)}")
     if new is not scheduler:
         kept = set(new.of_checkpoint) & set(before.of_checkpoint)
         new = replace(new, **{field: getattr(before, field) for field in kept})
@@ -204,6 +204,6 @@ def successor(scheduler: str | Scheduler, before: Scheduler) -> Scheduler:
     if own != right:
         differs = ", ".join(sorted(own ^ right))
         raise WanjaxError(
-            f"the schedule of {name_of(new)} differs in its options, {differs}: one like {name_of(before)} would do"
+            f"the schedule of {name_of(new)} differs in its options, {differs}: choose one like {name_of(before)}"
         )
     return new

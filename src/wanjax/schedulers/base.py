@@ -174,7 +174,7 @@ def check_steps(steps: int, skip: int) -> None:
     if steps < 1:
         raise WanjaxError(f"{quantity(steps, 'step')} cannot make a video: at least 1 is needed")
     if not 0 <= skip < steps:
-        raise WanjaxError(f"{skip} of {quantity(steps, 'step')} cannot be skipped: from 0 to {steps - 1} would do")
+        raise WanjaxError(f"{skip} of {quantity(steps, 'step')} cannot be skipped: give a number from 0 to {steps - 1}")
 
 
 def check_flow(shift: object, sigmas: object) -> None:
@@ -195,4 +195,4 @@ def check_shift(name: str, shift: object, usual: str) -> None:
 def check_choice(name: str, chosen: object, among: Any) -> None:
     """Raises WanjaxError for a value that is not among those of a `Literal`."""
     if chosen not in get_args(among):
-        raise WanjaxError(f"the {name} {chosen!r} is not known: {' or '.join(get_args(among))} would do")
+        raise WanjaxError(f"the {name} {chosen!r} is not known: give {' or '.join(get_args(among))}")

@@ -34,7 +34,7 @@ def noise_source(
     if noise is None:
         return Drawn(jax.random.key_data(keys))
     if noise.shape != (right := (len(schedule.timesteps), *x.shape)):
-        raise WanjaxError(f"the noise of the steps has the shape {list(noise.shape)}: {list(right)} would do")
+        raise WanjaxError(f"the noise of the steps has the shape {list(noise.shape)}: give {list(right)}")
     return Given(noise.astype(x.dtype), jnp.int32(0))
 
 

@@ -65,7 +65,7 @@ class Consistency(Renoising):
         if not falling or max(self.timesteps, default=0) > TRAIN_STEPS:
             raise WanjaxError(
                 f"the timesteps {self.timesteps} do not fall from at most {TRAIN_STEPS} to above 0: "
-                "1000, 757, 522 would do"
+                "give such as 1000, 757, 522"
             )
 
     def _levels(self, steps: int, shift: float, sigmas: str) -> tuple[np.ndarray, np.ndarray]:
@@ -126,7 +126,7 @@ class RCMEuler(FlowEuler, Angles):
 def _check_official(sigmas: str) -> None:
     """Raises WanjaxError for other noise levels than those of the models' authors."""
     if sigmas != "official":
-        raise WanjaxError(f"distilled models have no noise levels by {sigmas}: the sigmas official would do")
+        raise WanjaxError(f"distilled models have no noise levels by {sigmas}: give the sigmas official")
 
 
 def _along(points: Sequence[float], steps: int) -> np.ndarray:

@@ -45,7 +45,7 @@ class Expanding(Flow):
 
     def __post_init__(self):
         if self.order not in (1, 2):
-            raise WanjaxError(f"the solver order {self.order!r} is not offered: 1 or 2 would do")
+            raise WanjaxError(f"the solver order {self.order!r} is not offered: give 1 or 2")
 
     def schedule(self, steps: int, *, shift: float, sigmas: str = "official", skip: int = 0) -> Schedule:
         """Returns noise levels, whole-numbered timesteps and weights.

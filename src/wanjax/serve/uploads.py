@@ -90,7 +90,7 @@ def _check_pictures(pictures: Mapping[str, Sequence[bytes]], inputs: Mapping[str
             raise unknown_keyword(name, (*inputs, SAME_IMAGE))
         most = limits.references if inputs[name].kind == "images" else 1
         if len(given) > most:
-            raise SettingError(f"{len(given)} files are given as {name} where {most} would do", name)
+            raise SettingError(f"{len(given)} files are given as {name}: give {most} at most", name)
 
 
 def save_pictures(

@@ -58,7 +58,7 @@ class Known:
     def model(self, name: str | None) -> Pipeline:
         """Returns a model's pipeline, for its settings; None is the first's. Raises SettingError."""
         if (found := self.pipes.get(self.first if name is None else name)) is None:
-            told = f"the model {shown(name)} is not served here: {' and '.join(self.pipes)} would do"
+            told = f"the model {shown(name)} is not served here: give {' or '.join(self.pipes)}"
             raise SettingError(told, "model")
         return found
 

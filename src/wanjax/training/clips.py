@@ -48,7 +48,7 @@ class Cutting:
 
     def __post_init__(self):
         if self.cut not in get_args(Cut):
-            raise WanjaxError(f"clips cannot be cut by {self.cut!r}: {', '.join(get_args(Cut))} would do")
+            raise WanjaxError(f"clips cannot be cut by {self.cut!r}: give {', '.join(get_args(Cut))}")
 
     def pieces(self, file: Path) -> Iterator[Clip]:
         """Yields the clips of a file, each of the shape of a bucket; a picture is a clip of one frame.
@@ -90,9 +90,7 @@ def lengths(frames: int, factor: int, shortest: int | None = None) -> tuple[int,
         units //= 2
     found.append(1)
     if shortest is not None and shortest > found[0]:
-        raise WanjaxError(
-            f"the shortest clip has {quantity(shortest, 'frame')} and the longest {found[0]}: fewer would do"
-        )
+        raise WanjaxError(f"the shortest clip has {quantity(shortest, 'frame')} and the longest {found[0]}: give fewer")
     return tuple(n for n in found if n >= (shortest or 1))
 
 

@@ -59,16 +59,20 @@ class TrainConfig:
             if getattr(self, name) < 1:
                 raise WanjaxError(f"{name} is {getattr(self, name)} in the training: at least 1 is needed")
         if self.batch % self.accumulated:
-            raise WanjaxError(f"a batch of {self.batch} cannot be split in {self.accumulated}: a divisor would do")
+            raise WanjaxError(f"a batch of {self.batch} cannot be split in {self.accumulated}: give a divisor")
         for name in ("dropped_captions", "preserved_uncaptioned"):
             if not 0 <= getattr(self, name) <= 1:
-                raise WanjaxError(f"{name} is {getattr(self, name)} in the training: from 0 to 1 would do")
+                raise WanjaxError(f"{name} is {getattr(self, name)} in the training: give a number from 0 to 1")
         if self.average is not None and not 0 <= self.average < 1:
-            raise WanjaxError(f"average is {self.average} in the training: from 0 to below 1, such as 0.999, would do")
+            raise WanjaxError(
+                f"average is {self.average} in the training: give a number from 0 to below 1, such as 0.999"
+            )
         if self.seed < 0:
             raise WanjaxError(f"the seed {self.seed} of the training is not a whole number from 0 on")
         if self.held_out < 0 or self.held_out == 1:
-            raise WanjaxError(f"every clip in {self.held_out} cannot be held out: 0 for none, or from 2 on, would do")
+            raise WanjaxError(
+                f"every clip in {self.held_out} cannot be held out: give 0 for none, or a number from 2 on"
+            )
 
     def to_json(self) -> dict[str, Any]:
         """Returns what the trained weights depend on."""

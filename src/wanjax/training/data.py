@@ -103,7 +103,7 @@ def _of_folder(folder: Path) -> Listing:
             _add(found, path, prompt)
             continue
         if caption is None:
-            found.left_out.append(f"{path.name} has no caption: {path.stem}.txt beside it would do")
+            found.left_out.append(f"{path.name} has no caption: give {path.stem}.txt beside it")
             continue
         try:
             _add(found, path, read_text(caption))

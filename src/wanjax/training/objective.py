@@ -60,12 +60,12 @@ class NoiseLevels:
     def __post_init__(self):
         if self.timesteps not in get_args(Timesteps):
             names = ", ".join(get_args(Timesteps))
-            raise WanjaxError(f"timesteps cannot be drawn by {self.timesteps!r}: {names} would do")
+            raise WanjaxError(f"timesteps cannot be drawn by {self.timesteps!r}: give {names}")
         for name in ("shift", "deviation"):
             if not 0 < (value := getattr(self, name)) < float("inf"):
-                raise WanjaxError(f"the {name} of the noise levels is {value}: a number above 0 would do")
+                raise WanjaxError(f"the {name} of the noise levels is {value}: give a number above 0")
         if not math.isfinite(self.mean):
-            raise WanjaxError(f"the mean of the noise levels is {self.mean}: a finite number, such as 0, would do")
+            raise WanjaxError(f"the mean of the noise levels is {self.mean}: give a finite number, such as 0")
 
     def draw(self, key: jax.Array, count: int) -> Float[Array, "B"]:
         """Returns random levels."""

@@ -39,14 +39,14 @@ class OptimizerConfig:
         if not SMALLEST <= self.rate <= LARGEST:
             raise WanjaxError(f"the learning rate {self.rate} is not a number above 0 of float32: 1e-4 is usual")
         if not 0 <= self.clip <= LARGEST:
-            raise WanjaxError(f"gradients cannot be clipped to the norm {self.clip}: 0 for none, or 1, would do")
+            raise WanjaxError(f"gradients cannot be clipped to the norm {self.clip}: give 0 for none, or 1")
         if not 0 <= self.weight_decay <= LARGEST:
             raise WanjaxError(f"the weight decay {self.weight_decay} is not a number from 0 on: 0.01 is usual")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
-                raise WanjaxError(f"the optimiser's {name} is {getattr(self, name)}: from 0 to below 1 would do")
+                raise WanjaxError(f"the optimiser's {name} is {getattr(self, name)}: give a number from 0 to below 1")
         if self.warm_up < 0:
-            raise WanjaxError(f"the rate cannot warm up in {self.warm_up} steps: 0 or more would do")
+            raise WanjaxError(f"the rate cannot warm up in {self.warm_up} steps: give 0 or more")
 
 
 def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:

@@ -57,7 +57,7 @@ def _comfy(factors: Mapping[str, np.ndarray], config: LoraConfig, network: Netwo
     """Yields the factors by the authors' names, and an alpha for each module."""
     names = network.kind.lora_names
     if names is None:
-        raise WanjaxError("the dialect comfy has the authors' names, which this model has not: diffusers would do")
+        raise WanjaxError("the dialect comfy has the authors' names, which this model has not: give diffusers")
     for key, value in factors.items():
         ending = next(ending for ending in ENDINGS if key.endswith(ending))
         module = key.removesuffix(ending)

@@ -108,7 +108,7 @@ class Training:
         self._tell(pieces)
         if every and not self.held_out:
             raise WanjaxError(
-                f"one in {every} cannot be held out of {quantity(len(pieces), 'clip')}: fewer, or none, would do"
+                f"one in {every} cannot be held out of {quantity(len(pieces), 'clip')}: give fewer, or none"
             )
         for prompt in self.config.samples:
             bucket = self.sampled.bucket
@@ -399,7 +399,7 @@ def _levels(pipe: Pipeline, config: TrainConfig, network: str) -> NoiseLevels:
     own = pipe.architecture.spec.schedule_options(pipe.defaults).get("shift")
     kind = config.timesteps or ("uniform" if own is None else "shift")
     if kind == "shift" and own is None and config.shift is None:
-        raise WanjaxError(f"{pipe.defaults.model} has no flow shift: timesteps uniform or logit-normal would do")
+        raise WanjaxError(f"{pipe.defaults.model} has no flow shift: give timesteps uniform or logit-normal")
     low, high = pipe.architecture.spec.noise_range(network, pipe.defaults)
     shift = (own if config.shift is None else config.shift) if kind == "shift" else 1.0
     return NoiseLevels(

@@ -112,7 +112,7 @@ def attention_to_cache(
     """
     asked = Attention.of(implementation)
     if not asked.sees_all:
-        raise UnsupportedError("attention to kept keys sees all of them: auto would do, or a name without a window")
+        raise UnsupportedError("attention to kept keys sees all of them: give auto, or a name without a window")
     options = _options(asked, q, k, v)
     return kv_cache.attention(
         partial(_on_one_device, name=asked.implementation, **options), q, k, v, window, place, length
@@ -162,11 +162,11 @@ def sparse_linear_attention(
     UnsupportedError if a named implementation does not support them.
     """
     if q.shape != k.shape:
-        raise WanjaxError(f"sparse-linear attention of {list(q.shape)} to {list(k.shape)}: equal shapes would do")
+        raise WanjaxError(f"sparse-linear attention of {list(q.shape)} to {list(k.shape)}: give equal shapes")
     _options(Attention(), q, k, v)
     size, keys = q.shape[3], q.shape[1] if keys is None else keys
     if projection.kernel.shape != (size, size) or projection.bias.shape != (size,):
-        raise WanjaxError(f"a projection {list(projection.kernel.shape)} of heads of {size}: [{size}, {size}] would do")
+        raise WanjaxError(f"a projection {list(projection.kernel.shape)} of heads of {size}: give [{size}, {size}]")
     if not 1 <= keys <= q.shape[1]:
         raise WanjaxError(f"{keys} of {quantity(q.shape[1], 'token')} cannot take part: 1 to {q.shape[1]} can")
     why = sparse_linear_tpu.unsupported(q, sparse, keys, config)
@@ -283,23 +283,23 @@ def _options(
     """The options as implementations take them; raises WanjaxError for operands that do not fit each other."""
     if not (q.ndim == k.ndim == 4 and k.shape == v.shape and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]):
         shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
-        raise WanjaxError(f"attention of q, k, v shaped {shapes}: [B L N D] and twice [B S K D] would do")
+        raise WanjaxError(f"attention of q, k, v shaped {shapes}: give [B L N D] and twice [B S K D]")
     if 0 in q.shape + k.shape:
         raise WanjaxError(f"attention of q {list(q.shape)} to k {list(k.shape)}: each size must be at least 1")
     if q.shape[2] % k.shape[2]:
-        raise WanjaxError(f"{q.shape[2]} heads cannot be shared among {k.shape[2]} of k and v: a divisor would do")
+        raise WanjaxError(f"{q.shape[2]} heads cannot be shared among {k.shape[2]} of k and v: give a divisor")
     if not q.dtype == k.dtype == v.dtype or q.dtype.name not in DTYPES:
         dtypes = ", ".join(str(x.dtype) for x in (q, k, v))
-        raise WanjaxError(f"attention of q, k, v in {dtypes}: one of {', '.join(DTYPES)} for all would do")
+        raise WanjaxError(f"attention of q, k, v in {dtypes}: give one of {', '.join(DTYPES)} for all")
     if key_mask is not None and (key_mask.shape != (k.shape[0], k.shape[1]) or key_mask.dtype != bool):
-        raise WanjaxError(f"a key mask {key_mask.dtype}{list(key_mask.shape)}: bool{[k.shape[0], k.shape[1]]} would do")
+        raise WanjaxError(f"a key mask {key_mask.dtype}{list(key_mask.shape)}: give bool{[k.shape[0], k.shape[1]]}")
     scores = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     if bias is not None and (bias.dtype != jnp.float32 or not _broadcasts(bias.shape, scores)):
-        raise WanjaxError(f"a bias {bias.dtype}{list(bias.shape)}: float32 that broadcasts to {list(scores)} would do")
+        raise WanjaxError(f"a bias {bias.dtype}{list(bias.shape)}: give float32 that broadcasts to {list(scores)}")
     window = asked.window if window is None else window
     window = (window, window) if isinstance(window, int) else window
     if isinstance(window, tuple) and any(side is not None and side < 0 for side in window):
-        raise WanjaxError(f"the window {window} has a side below zero: zero, a count of keys, or None would do")
+        raise WanjaxError(f"the window {window} has a side below zero: give zero, a count of keys, or None")
     scale = q.shape[3] ** -0.5 if scale is None else scale
     return {"key_mask": key_mask, "window": window, "scale": scale, "bias": bias, "config": config or asked.config}
 

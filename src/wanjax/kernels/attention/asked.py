@@ -122,15 +122,11 @@ AUTO = Attention()
 def _decay(text: str) -> float:
     """Reads the decay of radial attention; raises WanjaxError for another text, and for one that is out of range."""
     if "=" in text:
-        raise WanjaxError(
-            f"radial attention has no window and no tiles to choose, such as {text!r}: radial:0.2 would do"
-        )
+        raise WanjaxError(f"radial attention has no window and no tiles to choose, such as {text!r}: give radial:0.2")
     try:
         decay = float(text)
     except ValueError:
         decay = math.nan
     if not 0 < decay <= LARGEST_DECAY:
-        raise WanjaxError(
-            f"a decay of {text!r}: a number above 0, at most {LARGEST_DECAY:g}, such as radial:0.2 would do"
-        )
+        raise WanjaxError(f"a decay of {text!r}: give a number above 0, at most {LARGEST_DECAY:g}, such as radial:0.2")
     return decay

@@ -50,15 +50,13 @@ class Config:
 
     def __post_init__(self):
         if self.block_q < 1 or self.block_q % LANES:
-            raise WanjaxError(f"block_q={self.block_q}: a multiple of {LANES} would do, best of {STRIP_Q}")
+            raise WanjaxError(f"block_q={self.block_q}: give a multiple of {LANES}, best of {STRIP_Q}")
         if self.block_kv_compute < PROBE or self.block_kv_compute % REGISTER:
             raise WanjaxError(
-                f"block_kv_compute={self.block_kv_compute}: a multiple of {REGISTER} from {PROBE} on would do"
+                f"block_kv_compute={self.block_kv_compute}: give a multiple of {REGISTER} from {PROBE} on"
             )
         if self.block_kv < 1 or self.block_kv % self.block_kv_compute:
-            raise WanjaxError(
-                f"block_kv={self.block_kv}: a multiple of block_kv_compute={self.block_kv_compute} would do"
-            )
+            raise WanjaxError(f"block_kv={self.block_kv}: give a multiple of block_kv_compute={self.block_kv_compute}")
 
     @property
     def chunk(self) -> int:

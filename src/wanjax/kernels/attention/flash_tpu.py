@@ -55,7 +55,7 @@ def unsupported(q, k, v, *, key_mask, window, scale, bias, config, return_lse) -
     need = tiles.vmem_bytes(head_dim, q.dtype.itemsize) + SPILL_BYTES
     if need > vmem:
         right = "a chip with more" if vmem < SPILL_BYTES else "smaller ones"
-        return f"flash_tpu's tiles need {need >> 20} MiB of VMEM, and the chip has {vmem >> 20}: {right} would do"
+        return f"flash_tpu's tiles need {need >> 20} MiB of VMEM, and the chip has {vmem >> 20}: take {right}"
     return None
 
 

@@ -38,11 +38,11 @@ class Radial:
     def __post_init__(self):
         if self.frames < 1 or self.frame_tokens < 1 or not 0 < self.decay <= LARGEST_DECAY:
             raise WanjaxError(
-                f"a radial mask of {self.frames} frames of {self.frame_tokens} tokens at decay {self.decay}: at least "
-                f"one of both and a decay above 0, at most {LARGEST_DECAY:g}, would do"
+                f"a radial mask of {self.frames} frames of {self.frame_tokens} tokens at decay {self.decay}: give "
+                f"at least one of both, and a decay above 0, at most {LARGEST_DECAY:g}"
             )
         if any(size < UNIT or size % UNIT for size in (self.block_q, self.block_kv)):
-            raise WanjaxError(f"blocks of {self.block_q} by {self.block_kv} tokens: multiples of {UNIT} would do")
+            raise WanjaxError(f"blocks of {self.block_q} by {self.block_kv} tokens: give multiples of {UNIT}")
 
     def live(self, queries: int, keys: int) -> Bool[np.ndarray, "_L _S"]:
         """Marks the blocks to visit, of a sequence with so many queries and keys in all."""

@@ -38,10 +38,10 @@ class SparseLinear:
 
     def __post_init__(self):
         if not 0 < self.top <= 1:
-            raise WanjaxError(f"top={self.top}: a share of the blocks of keys above 0, at most 1, would do")
+            raise WanjaxError(f"top={self.top}: give a share of the blocks of keys above 0, at most 1")
         for name in ("block_q", "block_kv"):
             if getattr(self, name) < 1:
-                raise WanjaxError(f"{name}={getattr(self, name)}: a number of tokens from 1 on would do")
+                raise WanjaxError(f"{name}={getattr(self, name)}: give a number of tokens from 1 on")
 
     @classmethod
     def parse(cls, text: str) -> "SparseLinear":
@@ -55,7 +55,7 @@ class SparseLinear:
                 given[name] = types[name](value)
             except (KeyError, ValueError):
                 raise WanjaxError(
-                    f"sparse-linear attention cannot read {text!r}: such as top=0.1,block_q=128,block_kv=64 would do"
+                    f"sparse-linear attention cannot read {text!r}: write it as top=0.1,block_q=128,block_kv=64"
                 ) from None
         return cls(**given)
 

@@ -70,7 +70,7 @@ class LearnedTable(Sinusoids):
             (_, rows, columns), (_, *given) = self.trained_grid, grid
             raise WanjaxError(
                 f"positions are learned for {rows} rows and {columns} columns of patches, not for {given[0]} and "
-                f"{given[1]}: that size alone would do"
+                f"{given[1]}: give that size alone"
             )
         if grid[0] != self.trained_grid[0]:
             return super().__call__(grid, text)

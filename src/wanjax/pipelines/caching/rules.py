@@ -115,7 +115,9 @@ class DeepCache(CacheRule):
 
     def __post_init__(self) -> None:
         if not (0 <= self.start < self.end and self.interval > 1):
-            raise WanjaxError(f"{self} keeps nothing to reuse: 0 <= start < end and an interval from 2 on would do")
+            raise WanjaxError(
+                f"{self} keeps nothing to reuse: give a start from 0 on, an end above it and an interval from 2 on"
+            )
 
     def reused(self, phase: Phase, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
         return _begun([self.start <= i < self.end and (i - self.start) % self.interval != 0 for i in phase.steps])
@@ -139,9 +141,9 @@ class MagCache(CacheRule):
         if self.delta is not None and not 0 < self.delta < math.inf:
             raise WanjaxError(f"the threshold of {self} is not a number above 0: 0.06 is usual")
         if self.most is not None and self.most < 1:
-            raise WanjaxError(f"{self} lets {self.most} steps in a row reuse: from 1 on would do")
+            raise WanjaxError(f"{self} lets {self.most} steps in a row reuse: give a number from 1 on")
         if self.whole is not None and not 0 <= self.whole < 1:
-            raise WanjaxError(f"{self} has {self.whole:g} as the share of whole steps: from 0 to below 1 would do")
+            raise WanjaxError(f"{self} has {self.whole:g} as the share of whole steps: give a number from 0 to below 1")
 
     @property
     def table(self) -> str:
@@ -211,7 +213,7 @@ class TeaCache(CacheRule):
 
     def __post_init__(self) -> None:
         if self.mode not in (None, PLAIN):
-            raise WanjaxError(f"TeaCache has no mode {shown(self.mode)}: {PLAIN}, or none, would do")
+            raise WanjaxError(f"TeaCache has no mode {shown(self.mode)}: give {PLAIN}, or none")
         if self.threshold is not None and not 0 < self.threshold < math.inf:
             raise WanjaxError(f"the threshold of {self} is not a number above 0: 0.1 is usual")
 
@@ -276,7 +278,7 @@ class Guidance(CacheRule):
 
     def __post_init__(self) -> None:
         if self.interval < 2:
-            raise WanjaxError(f"{self} keeps nothing to reuse: an interval from 2 on would do")
+            raise WanjaxError(f"{self} keeps nothing to reuse: give an interval from 2 on")
 
     def reused(self, phase: Phase, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
         start, end = int(phase.total / 3), int(phase.total * 0.9)
@@ -312,7 +314,7 @@ def chosen_rule(rule: CacheRule, phases: Sequence[Phase], tables: Tables, model:
         best = rule.completed(tables)
         return best if any(any(best.reused(phase, tables)) for phase in phases) else NONE
     if rule.table and getattr(tables, rule.table) is None:
-        without = f"{rule.name} alone would do"
+        without = f"give {rule.name} alone"
         right = without if rule.table == PLAIN else f"`wanjax calibrate {model}` measures one"
         raise WanjaxError(f"there is no table of {model} for {rule}: {right}")
     if isinstance(rule, Guidance) and not any(phase.guided for phase in phases):
@@ -332,17 +334,15 @@ def check_reused(rule: CacheRule, reused: Sequence[Sequence[bool]]) -> None:
     for turn in map(list, reused):
         if True in turn and all(left := turn[turn.index(True) :]) and len(left) >= max(2, len(turn) / 2):
             first = turn.index(True)
-            raise WanjaxError(
-                f"{rule} would reuse all steps after {first} of {len(turn)}: a smaller threshold would do"
-            )
+            raise WanjaxError(f"{rule} would reuse all steps after {first} of {len(turn)}: give a smaller threshold")
 
 
 def check_apart(rule: CacheRule, together: bool) -> None:
     """Raises WanjaxError for a guidance cache where a step runs both prompts together."""
     if together and rule.apart:
         raise WanjaxError(
-            "a guidance cache is worth nothing where dp or --batch-guidance runs both prompts together: a mesh "
-            "without dp, such as tp=8, would do"
+            "a guidance cache is worth nothing where dp or --batch-guidance runs both prompts together: give a "
+            "mesh without dp, such as tp=8"
         )
 
 

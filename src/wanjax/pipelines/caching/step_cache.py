@@ -204,7 +204,7 @@ class GuidanceCache(StepCache):
         self, forwards: Sequence[Predict], x: Latents, cached: Cached | None
     ) -> tuple[list[Prediction], Cached]:
         if len(forwards) != 2:
-            raise WanjaxError("a guidance cache needs both prompts, one after the other: a mesh without dp would do")
+            raise WanjaxError("a guidance cache needs both prompts, one after the other: give a mesh without dp")
         if cached is None:
             prompt, negative = (in_float32(predict()) for predict in forwards)
             low = jax.tree.map(low_frequencies, change := replicate(jax.tree.map(sub, negative, prompt)))
