@@ -125,11 +125,6 @@ def test_typed_options_take_the_place_of_their_rivals(given):
     assert given["strength"] == 0.5
 
 
-def test_a_text_without_nulls():
-    Path("my.toml").write_text('negative-prompt = "a\\u0000b"\n')
-    assert says(refused("a", "--config", "my.toml"), "my.toml negative-prompt without character")
-
-
 def test_a_record_comes_before_the_file(given):
     Path("made.json").write_text('{"model": "nano", "prompt": "b", "seed": 1, "height": 32, "width": 64, "steps": 3}')
     for order in (("--config", "my.toml", "--from", "made.json"), ("--from", "made.json", "--config", "my.toml")):
@@ -175,25 +170,16 @@ def test_empty_files_and_tables_change_nothing(given):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("stepps = 3", "my.toml 'stepps' steps"),
-        ("xyzzy = 3", "my.toml 'xyzzy'"),
         ("[plan]\nprofile = 'a'", "my.toml [plan] 'profile'"),
         ("[paint]\nseed = 3", "my.toml 'paint'"),
         ("config = 'b.toml'", "my.toml 'config'"),
         ("prompt = 'a'", "my.toml 'prompt'"),
         ("steps = '30'", "my.toml steps '30' whole number"),
         ("steps = 30.0", "my.toml steps 30.0 whole number"),
-        ("steps = true", "my.toml steps True whole number"),
-        ("guidance-scale = 'high'", "my.toml guidance-scale 'high' number"),
-        ("guidance_scale = false", "my.toml guidance_scale False number"),
         ("tile = 'yes'", "my.toml tile 'yes' true false"),
-        ("model = 3", "my.toml model 3 text"),
-        ("seed = [1, 2]", "my.toml seed [1, 2] whole number"),
         ("lora = [1]", "my.toml lora [1] text"),
-        ("size = 832", "my.toml size 832 text"),
         ("[seed]\nx = 1", "my.toml seed {'x': 1} whole number"),
         ("generate = 3", "my.toml generate 3 table [generate]"),
-        ("size = 'big'", "'big' WIDTHxHEIGHT 832x480"),
         ("dtype = 'float8'", "--dtype 'float8' bfloat16 float32"),
         ("count = 0", "--count 0 1"),
         ("[plan]\nsteps = '3'", "my.toml [plan] steps '3' whole number"),

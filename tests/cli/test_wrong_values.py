@@ -99,21 +99,11 @@ def test_a_file_without_permission(name, monkeypatch):
     assert says(sentence(*COMMANDS[name], given), f"{file} Permission denied")
 
 
-NUMBERS = {
-    "--frames": (0, -1),
-    "--steps": (0, -1, 10**12),
-    "--fps": (0, -1),
-    "--width": (0, -1),
-    "--size": ("0x0", "-1x5", "100000x100000"),
-    "--guidance-scale": (-1,),
-    "--flow-shift": (0, -1),
-    "--strength": (0, -1),
-    "--seed": (-2,),
+NUMBERS = {  # which are no fields of a request
     "--count": (0, -1),
     "--seeds": ("", "5..1", "0..99999999999"),
     "--window": (0, -1),
     "--max-picture": (0, -1),
-    "--cache": ("", "magcache:x"),
     "--mesh": ("", "dp=0"),
     "--attention": ("radial:0", "radial:-1"),
 }
@@ -131,7 +121,7 @@ def test_numbers_of_a_video(option):
     for value in (*NUMBERS[option], "nan", "inf", "many"):
         said = sentence("generate", "a", option, str(value))
         wrong = str(value).rpartition(":")[2]
-        assert any(part in said for part in (wrong, "the height 0", "100000")), said
+        assert wrong in said
 
 
 @pytest.mark.parametrize("option", OF_A_TRAINING)

@@ -10,13 +10,10 @@ import sys
 from pathlib import Path
 from typing import get_type_hints
 
-import numpy as np
 import pytest
 
 import wanjax
 from tests.support import given
-from tests.support.words import naming, says
-from wanjax.errors import WanjaxError
 from wanjax.media.inputs import INPUTS
 from wanjax.pipelines.given import GivenSettings
 from wanjax.pipelines.keywords import Given
@@ -138,49 +135,6 @@ def test_dir_is_short_and_right():
     assert all(getattr(wanjax, name) is not None for name in dir(wanjax))
     assert re.fullmatch(r"\d+\.\d+\.\d+\S*", wanjax.__version__)  # .ci/release compares it with pyproject.toml
     assert not hasattr(wanjax, "nothing")
-
-
-@pytest.mark.parametrize(
-    ("given", "sentence"),
-    [
-        ({"num_inference_steps": 4}, "'num_inference_steps' steps"),
-        ({"num_frames": 5}, "'num_frames' frames"),
-        ({"generator": None}, "'generator' seed=42"),
-        (
-            {"output_type": "pil"},
-            "'output_type' frames uint8 video.to_pil()",
-        ),
-        ({"stepz": 4}, "'stepz' steps"),
-        ({"xyz": 4}, "'xyz' size model prompt"),
-    ],
-)
-def test_keywords_of_other_libraries(pipe, given, sentence):
-    with pytest.raises(WanjaxError) as caught:
-        pipe("a", **given)
-    assert says(str(caught.value), sentence)
-
-
-def test_keywords_of_loading_and_decoding(pipe):
-    with pytest.raises(WanjaxError, match=naming("'torch_dtype' dtype")):
-        wanjax.load("nano", torch_dtype="bfloat16")
-    for name, ours in (("num_frames", "frames"), ("height", "height")):
-        with pytest.raises(WanjaxError, match=naming(f"'{name}' pipe(prompt, {ours}=")):
-            wanjax.load("nano", **{name: 9})
-    with pytest.raises(WanjaxError, match=naming("'output_type'")):
-        pipe.decode(np.zeros((1, 16, 1, 8, 8), np.float32), output_type="pil")
-
-
-@pytest.mark.parametrize("name", ["from_pretrained", "to", "enable_model_cpu_offload", "load_lora_weights"])
-def test_methods_of_other_libraries(pipe, name):
-    with pytest.raises(AttributeError, match=f"there is no `{name}` here: .*JAX|wanjax.load"):
-        getattr(pipe, name)
-    assert not hasattr(pipe, name)
-
-
-def test_classes_of_other_libraries():
-    for name in ("WanPipeline", "DiffusionPipeline", "from_pretrained"):
-        with pytest.raises(AttributeError, match=naming("wanjax.load(MODEL) model")):
-            getattr(wanjax, name)
 
 
 def test_an_error_inside_an_attribute_is_not_hidden(pipe, monkeypatch):

@@ -12,7 +12,7 @@ from click.shell_completion import CompletionItem
 
 from wanjax.cli.listing import listed
 from wanjax.pipelines.other_names import RENAMED
-from wanjax.stores.places import is_url
+from wanjax.stores.places import ADDRESS, is_url, to_download
 
 OLD_NAMES = {
     "model-id": "model",
@@ -226,7 +226,6 @@ def _right(kind: click.ParamType) -> str:
     return words if most is None or least is not None else f"{words} of at most {most}"
 
 
-ADDRESS = re.compile(r"(https?|ftp)://\S+", re.IGNORECASE)
 HUB = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)/?", re.IGNORECASE)
 IN_STORES = ("out", "target", "source", "model", "model_option", "file", "made", "compile_cache", "folder", "database")
 """Parameters whose values may be in a store."""
@@ -255,7 +254,7 @@ def check_words(command: click.Command, ctx: click.Context, arguments: Sequence[
                 raise click.UsageError(f"{option} is given an empty name: give that of a file or folder")
             if isinstance(one, str) and ADDRESS.fullmatch(one) and parameter.name not in NO_FILES:
                 page = HUB.fullmatch(one)
-                right = f"a page of the hub: give its id, {page[1]}" if page else _download(one)
+                right = f"a page of the hub: give its id, {page[1]}" if page else to_download(one)
                 raise click.UsageError(f"{one} is {right}")
             if isinstance(one, str) and is_url(one) and _names_files(parameter):
                 option = parameter.opts[-1]
@@ -263,10 +262,6 @@ def check_words(command: click.Command, ctx: click.Context, arguments: Sequence[
                     raise click.UsageError(f"{option} {one} is a URL: give the name of a file or folder here")
                 if one.lower().startswith("memory:") and ctx.obj and ctx.obj.owns_process:
                     raise click.UsageError(f"{one} would be gone with this command: give a name here or s3://")
-
-
-def _download(address: str) -> str:
-    return f"an address, and only files are read: `curl -LO {shlex.quote(address)}` gets one"
 
 
 def _names_files(parameter: click.Parameter) -> bool:

@@ -62,7 +62,7 @@ def read_film(source: str | Path, frames: int, fps: int | float, *, values: bool
         WanjaxError: The film cannot be read, is too large or is damaged, and at which frame.
     """
     if not Path(source).is_file():
-        raise WanjaxError(no_file(Path(source)))
+        raise WanjaxError(no_file(source))
     with own_folder() as folder:
         try:
             film = described(source)

@@ -7,7 +7,7 @@ No library is imported, so that `--help` is quick.
 from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple
 
-from wanjax.errors import WanjaxError
+from wanjax.errors import SettingError
 
 
 class InputSpec(NamedTuple):
@@ -60,12 +60,12 @@ INPUTS = {one.name: one for one in (IMAGE, LAST_IMAGE, VIDEO, MASK, REFERENCES)}
 
 
 def check_inputs(given: Collection[str], model: str, purpose: str, specs: Sequence[InputSpec]) -> None:
-    """Raise WanjaxError unless a model takes the given inputs, by their names, and has those that it needs."""
+    """Raise SettingError unless a model takes the given inputs, by their names, and has those that it needs."""
     nouns = {name: spec.noun for name, spec in INPUTS.items()} | {spec.name: spec.noun for spec in specs}
     for name in given:
         if name not in [spec.name for spec in specs]:
             taken = " and ".join(spec.noun for spec in specs) or "a prompt alone"
-            raise WanjaxError(f"{model} is made for {purpose} and cannot use {nouns[name]}: it takes {taken}")
+            raise SettingError(f"{model} is made for {purpose} and cannot use {nouns[name]}: it takes {taken}", name)
     for spec in specs:
         if spec.required and spec.name not in given:
-            raise WanjaxError(f"{model} is made for {purpose}: {spec.noun} is needed beside the prompt")
+            raise SettingError(f"{model} is made for {purpose}: {spec.noun} is needed beside the prompt", spec.name)

@@ -434,9 +434,7 @@ def opened(source: str | Path | BytesIO, name: str, *, pixels: int | None = None
     """
     most = BOUNDS.pixels if pixels is None else pixels
     if not isinstance(source, BytesIO) and not os.path.isfile(source):
-        raise WanjaxError(
-            f"{name} is a folder: a picture is needed" if os.path.isdir(source) else no_file(Path(source))
-        )
+        raise WanjaxError(f"{name} is a folder: a picture is needed" if os.path.isdir(source) else no_file(source))
     with ExitStack() as stack:
         with _decoding(name, most, opening=True):
             # Pillow maps a file that it opens by name, and then reads a TIFF wrongly that is to be turned.

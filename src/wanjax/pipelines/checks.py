@@ -147,12 +147,13 @@ def check_tiling(tiling: Any, vae: Any, unit: int | None = None) -> Tiling | Non
 
 
 def check_strength(settings: Settings, *, video: bool, begins: bool) -> None:
-    """Raises WanjaxError for a strength that is of no use: without a video, or where no video `begins` denoising."""
+    """Raises SettingError for a strength that is of no use: without a video, or where no video `begins` denoising."""
     told = f"a strength of {settings.strength} is given"
     if not video:
-        raise WanjaxError(f"{told} without a video to begin from: give both, or neither")
+        raise SettingError(f"{told} without a video to begin from: give both, or neither", "strength")
     if not begins:
-        raise WanjaxError(f"{told} and {settings.model} is only guided by a video, it begins from noise: leave it out")
+        why = f"{settings.model} is only guided by a video, it begins from noise: leave it out"
+        raise SettingError(f"{told} and {why}", "strength")
 
 
 def check_loaded(loaded: Settings, asked: Mapping[str, Any]) -> None:

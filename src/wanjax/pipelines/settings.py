@@ -355,14 +355,14 @@ def _kind(annotation: Any) -> type:
 
 
 def check_shape(height: int, width: int, frames: int, *, spatial: int, temporal: int) -> None:
-    """Raises WanjaxError unless height and width are multiples of `spatial`, and frames are `temporal`·n + 1."""
+    """Raises SettingError unless height and width are multiples of `spatial`, and frames are `temporal`·n + 1."""
     for name, pixels in (("height", height), ("width", width)):
         if pixels <= 0 or pixels % spatial:
             legal = _neighbours(pixels, spatial, 0)
-            raise WanjaxError(f"the {name} {pixels} is not a multiple of {spatial} above 0: give {legal}")
+            raise SettingError(f"the {name} {pixels} is not a multiple of {spatial} above 0: give {legal}", name)
     if frames <= 0 or (frames - 1) % temporal:
         legal = _neighbours(frames, temporal, 1)
-        raise WanjaxError(f"{frames} frames are not of the form {temporal}n + 1: give {legal}")
+        raise SettingError(f"{frames} frames are not of the form {temporal}n + 1: give {legal}", "frames")
 
 
 def sides(size: Any, sizes: Mapping[str, tuple[int, int]]) -> dict[str, int]:

@@ -168,7 +168,9 @@ class Service:
         await run_in_threadpool(self._check_room)  # before a large picture is read
         with storing():  # large files of a form, beside it
             fields, pictures = await _arrived(_body(request))
-        return JSONResponse(self._told(await run_in_threadpool(self._accept, fields, pictures)))
+        with uploads.naming_size(fields):
+            job = await run_in_threadpool(self._accept, fields, pictures)
+        return JSONResponse(self._told(job))
 
     def _check_room(self) -> None:
         """Raise QueueFull where the queue takes no further request, ClosedError where the server ends."""

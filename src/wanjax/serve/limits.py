@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from wanjax.errors import SettingError, WanjaxError, shown
+from wanjax.errors import SettingError, shown
 from wanjax.figures import quantity
 from wanjax.media.bounds import BOUNDS
 from wanjax.pipelines.settings import Setting, Settings
@@ -39,12 +39,11 @@ class Limits:
         return cls(pixels=pixels or TIMES * pixels_of(defaults), **given)
 
     def check(self, settings: Settings) -> None:
-        """Raises WanjaxError where a video is larger than allowed."""
+        """Raises SettingError where a video is larger than allowed."""
         if (pixels := pixels_of(settings)) > self.pixels:
             shape = f"{settings.width}x{settings.height} and {quantity(settings.length, 'frame')}"
-            raise WanjaxError(
-                f"{shape} are {quantity(pixels, 'pixel')} where this server makes {self.pixels:,} at most"
-            )
+            told = f"{shape} are {quantity(pixels, 'pixel')} where this server makes {self.pixels:,} at most"
+            raise SettingError(told, "size")
         for name in ("steps", "fps"):
             if (value := getattr(settings, name)) > (most := getattr(self, name)):
                 raise SettingError(f"{name} is {shown(value)} where this server takes {most} at most", name)

@@ -22,7 +22,7 @@ from wanjax.media.inputs import IMAGE, INPUTS, InputSpec, check_inputs
 from wanjax.media.pictures import DECODING, PictureOfAnySize, opened, picture_of
 from wanjax.pipelines.other_names import unknown_keyword
 from wanjax.pipelines.pipeline import Pipeline
-from wanjax.pipelines.request import MODEL, SAME_IMAGE, VALUES, VideoRequest, fields_beside
+from wanjax.pipelines.request import MODEL, RIVALS, SAME_IMAGE, VALUES, VideoRequest, fields_beside
 from wanjax.pipelines.settings import DRAW, Settings
 from wanjax.schedulers import name_of
 from wanjax.serve.limits import Limits
@@ -138,6 +138,17 @@ def _opened(data: bytes, name: str, pixels: int) -> Iterator[Image.Image]:
             yield image
     except WanjaxError as error:
         raise SettingError(str(error), name) from error
+
+
+@contextmanager
+def naming_size(fields: Mapping[str, Any]) -> Iterator[None]:
+    """Raise the error of a height or a width as that of the size that gave it."""
+    try:
+        yield
+    except SettingError as error:
+        if error.setting in RIVALS["size"] and "size" in fields:
+            raise SettingError(str(error), "size") from error
+        raise
 
 
 def completed(request: VideoRequest, pipe: Pipeline, files: Mapping[str, Any], limits: Limits) -> Settings:

@@ -9,6 +9,7 @@ those that the store's library finds, in the environment and in the user's files
 import logging
 import os
 import re
+import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,6 +28,7 @@ LIBRARIES = {"s3": "s3fs", "gs": "gcsfs", "memory": "fsspec"}
 """The stores, by the scheme of their URLs, and the library by which fsspec reaches each."""
 CHECKED = {"gs": {"consistency": "md5"}}
 """Options by which a library compares an object with what was to be sent: gcsfs ends a file at a mark of its own."""
+ADDRESS = re.compile(r"(https?|ftp)://\S+", re.IGNORECASE)
 HERE = "file"  # the scheme of this machine's files
 URL = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]+)://(?P<path>.*)", re.IGNORECASE | re.DOTALL)
 BUCKET = re.compile(r"[\w.-]+", re.ASCII)
@@ -244,6 +246,8 @@ def place(name: str | Path | Remote) -> Place:
         return Path(path)
     if scheme not in LIBRARIES:
         known = ", ".join(f"{each}://" for each in (*LIBRARIES, HERE))
+        if ADDRESS.fullmatch(str(name)):
+            raise WanjaxError(f"{name} is {to_download(str(name))}, and {known} are stores")
         raise WanjaxError(f"{scheme}:// is no store that is known: {known} are")
     bucket, *parts = (path[:-1] if path.endswith("/") else path).split("/")
     if not BUCKET.fullmatch(bucket) or not all(map(_is_plain, parts)):  # no keys in it, which would be shown
@@ -253,8 +257,16 @@ def place(name: str | Path | Remote) -> Place:
     return Remote(scheme, "/".join((bucket, *parts)))
 
 
-def no_file(path: Path) -> str:
-    """Return the sentence that a file is missing, or that it is a link to one."""
+def to_download(address: str) -> str:
+    """Return what an address is where a file is needed, and how to get that."""
+    return f"an address, and only files are read: `curl -LO {shlex.quote(address)}` gets one"
+
+
+def no_file(path: str | Path) -> str:
+    """Return the sentence that a file is missing, that it is a link to one, or an address."""
+    if ADDRESS.fullmatch(str(path)):
+        return f"{path} is {to_download(str(path))}"
+    path = Path(path)
     link = f" but a link to {path.readlink().name}, which is gone: get it again" if os.path.islink(path) else ""
     return f"there is no file {path}{link}"
 

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of mistakes in a request for a video of nano. `test_doors.py` sends every row through every door."""
+
+from collections.abc import Mapping
+from functools import reduce
+from typing import Any, NamedTuple
+
+RIGHT: dict[str, Any] = {"prompt": "a red circle", "size": "32x32", "frames": 5, "steps": 2}
+DOORS = ("command", "toml", "rows", "http", "python")
+
+
+class Mistake(NamedTuple):
+    """A mistake in one request.
+
+    Args:
+        fields: The fields of `VideoRequest` that make RIGHT wrong; None leaves one out.
+        words: What the sentence has to name: the value, and what to do. A door may write fields with dashes.
+        elsewhere: The doors by which nobody can make this mistake, with the reason.
+    """
+
+    fields: Mapping[str, Any]
+    words: str
+    elsewhere: Mapping[str, str] = {}
+
+
+TYPED = {"command": "all that is typed is text"}
+NO_PROMPT_IN_TOML = {"toml": "a prompt is typed"}
+UNTYPED = TYPED | NO_PROMPT_IN_TOML
+ONE_NAME = dict.fromkeys(("command", "toml", "python"), "the image has one name")
+ANY_TEXT = {"python": "a record keeps any text of a program"}
+NO_SECONDS = dict.fromkeys(("command", "toml", "python"), "seconds are a field of rows and of HTTP alone")
+OTHER_NAME = dict.fromkeys(("command", "toml"), "it is a former name of the option")
+OF_A_PROGRAM = dict.fromkeys(("command", "toml"), "it is a keyword of another library")
+OF_OTHER_RUNS = {"toml": "a file's strength is for those of its runs that begin from a video"}
+LATER = {"toml": "a table's height or width replaces that of a size for all commands"}
+WHOLE = {"http": "a side alone is refused before"}
+SET = {"python": "`pipe.scheduler` is set"}
+OF_A_CALL = {"python": "a call takes it"}
+AT_LOADING = dict.fromkeys(("command", "toml", "rows", "python"), "it is chosen when the model is loaded")
+SENT = {"http": "a file is sent, and never named"}
+ONLY_SENT = dict.fromkeys(("command", "toml", "rows", "python"), "a file is named, and never sent")
+BY_HTTP = dict.fromkeys(("command", "toml", "rows", "python"), "the server's own bound")
+
+WHOLE_NUMBERS = ("frames", "fps", "windows", "overlap")
+NUMBERS = ("flow_shift", "strength")
+ADDRESS = "https://example.org/a.png?b=1&c=2"
+
+MISTAKES = (
+    # prompts
+    Mistake({"prompt": None}, "prompt"),
+    Mistake({"prompt": None}, "prompt missing allow_empty_prompt", {"python": "the argument stands in the call"}),
+    Mistake({"prompt": " "}, "prompt empty allow_empty_prompt", {"python": "none is meant in a program"}),
+    Mistake({"prompt": 3}, "prompt 3 text", UNTYPED),
+    Mistake({"prompt": "caf\udce9"}, r"prompt 'caf\udce9' text UTF-8", NO_PROMPT_IN_TOML),
+    Mistake({"negative_prompt": "caf\udce9"}, r"negative_prompt 'caf\udce9' text UTF-8", {"toml": "it is in UTF-8"}),
+    Mistake({"negative_prompt": ["a"]}, "negative_prompt ['a'] text", TYPED),
+    Mistake(
+        {"negative_prompt": "a\0b"}, "negative_prompt", {"command": "no argument of a process holds \\0"} | ANY_TEXT
+    ),
+    Mistake({"prompt": "x" * 5000}, "prompt 5000 characters 4000", BY_HTTP),
+    # names
+    Mistake({"stepz": 4}, "stepz steps"),
+    Mistake({"xyzzy": 4}, "xyzzy"),
+    Mistake({"xyzzy": 4}, "xyzzy prompt", OF_A_PROGRAM),
+    Mistake({"num_inference_steps": 4}, "num_inference_steps steps", OTHER_NAME),
+    Mistake({"num_frames": 5}, "num_frames frames", OTHER_NAME),
+    Mistake({"generator": 3}, "generator"),
+    Mistake({"generator": 3}, "generator seed=42", OF_A_PROGRAM),
+    Mistake({"output_type": "pil"}, "output_type frames uint8 video.to_pil()", OF_A_PROGRAM),
+    Mistake({"sampler_name": "euler"}, "sampler_name scheduler", OF_A_PROGRAM),
+    Mistake({"callback": "x"}, "callback", OF_A_CALL),
+    Mistake({"tiling": 32}, "tiling"),
+    Mistake({"tiling": 32}, "tiling negative_prompt", OF_A_PROGRAM | OF_A_CALL),
+    # numbers
+    Mistake({"steps": 0}, "steps 0 whole number 1"),
+    Mistake({"steps": -3}, "steps -3 whole number 1"),
+    Mistake({"steps": 10**12}, "steps 1000000000000 whole number"),
+    Mistake({"steps": 201}, "steps 201 200", BY_HTTP),
+    Mistake({"steps": "many"}, "steps 'many' number"),
+    Mistake({"steps": True}, "steps True whole number", TYPED),
+    Mistake({"steps": 4.5}, "steps 4.5"),
+    Mistake({"steps": [4]}, "steps [4] whole number"),
+    Mistake({"frames": 0}, "0 frames 4n + 1 1"),
+    Mistake({"frames": 80}, "80 frames 4n + 1 77 81"),
+    Mistake({"frames": True}, "frames True whole number", TYPED),
+    Mistake({"fps": 0}, "fps 0 whole number 1"),
+    Mistake({"fps": 10**30}, "fps 240", BY_HTTP),
+    Mistake({"guidance_scale": -1}, "guidance_scale -1 finite number 0"),
+    Mistake({"guidance_scale": float("nan")}, "guidance_scale nan finite number"),
+    Mistake({"guidance_scale": float("inf")}, "guidance_scale inf finite number 5"),
+    Mistake({"guidance_scale": "high"}, "guidance_scale 'high' number"),
+    Mistake({"guidance_scale": False}, "guidance_scale False number", TYPED),
+    Mistake({"guidance_scale_2": 3.5}, "guidance_scale_2 guidance_scale"),
+    Mistake({"boundary": 0.9}, "boundary"),
+    Mistake({"strength": 0}, "strength 0 1", OF_OTHER_RUNS),
+    Mistake({"strength": 1.1}, "strength 1.1 0 1", OF_OTHER_RUNS),
+    Mistake({"strength": 0.5}, "strength 0.5 video", OF_OTHER_RUNS),
+    Mistake({"flow_shift": 0}, "flow_shift 0 finite number"),
+    Mistake({"flow_shift": float("inf")}, "flow_shift inf finite number"),
+    Mistake({"windows": 0}, "windows 0 whole number 1"),
+    Mistake({"overlap": 0}, "overlap 0 whole number 1"),
+    Mistake({"seed": -2}, "seed -2 whole number random"),
+    Mistake({"seed": 2**64}, "seed 18446744073709551616 whole number 2^64 - 1"),
+    Mistake({"seed": "many"}, "seed 'many' whole number random"),
+    Mistake({"seed": [1, 2]}, "seed [1, 2] whole number"),
+    *(Mistake({name: "many"}, f"{name} 'many' number") for name in (*WHOLE_NUMBERS, *NUMBERS)),
+    Mistake({"strength": float("nan")}, "strength nan number", OF_OTHER_RUNS),
+    *(Mistake({name: float("nan")}, f"{name} nan number") for name in (*WHOLE_NUMBERS, "flow_shift")),
+    # shapes
+    Mistake({"size": "large"}, "'large' square"),
+    Mistake({"size": "64x"}, "'64x' square"),
+    Mistake({"size": "33x32"}, "width 33 16 32 48"),
+    Mistake({"size": "0x0"}, "height 0 16"),
+    Mistake({"size": "100000x100000"}, "100000"),
+    Mistake({"size": 64}, "size 64"),
+    Mistake({"size": [64.0, 64]}, "size [64.0, 64]"),
+    Mistake({"size": "32x32", "height": 32}, "size height width", LATER),
+    Mistake({"size": "32x32", "width": 32}, "size height width", LATER),
+    Mistake({"size": None, "height": 1}, "height 1 16", WHOLE),
+    Mistake({"size": None, "height": -16}, "height -16 16", WHOLE),
+    Mistake({"size": None, "width": 0}, "width 0 16", WHOLE),
+    Mistake({"size": None, "height": 64}, "height alone width", BY_HTTP),
+    Mistake({"size": "1024x1024"}, "1024x1024 pixels server", BY_HTTP),
+    Mistake({"seconds": 4}, "seconds frames", NO_SECONDS),
+    Mistake({"seconds": -4, "frames": None}, "seconds -4 0", NO_SECONDS),
+    # choices
+    Mistake({"cache": "none of these"}, "'none of these' magcache teacache"),
+    Mistake({"cache": "magcache:x"}, "magcache x"),
+    Mistake({"cache": ""}, "step cache magcache"),
+    Mistake({"cache": "x" * 300}, "step cache magcache"),
+    Mistake({"guidance_rule": "none of these"}, "'none of these' cfg-zero nag"),
+    Mistake({"sigmas": "other"}, "sigmas 'other' official diffusers"),
+    Mistake({"follow": "other"}, "follow 'other' official diffusers"),
+    Mistake({"resize": "other"}, "resize 'other' crop pad stretch"),
+    Mistake({"scheduler": "ddim"}, "ddim v unipc", SET),
+    Mistake({"scheduler": "none-of-these"}, "none-of-these unipc", SET),
+    Mistake({"scheduler": 3}, "scheduler 3", TYPED | SET),
+    Mistake({"dtype": "float8"}, "dtype"),
+    Mistake({"dtype": "float8"}, "dtype float8 bfloat16 float32", {"http": "it is the server's"}),
+    Mistake({"model": "nanoo"}, "nanoo nano"),
+    Mistake({"model": 3}, "model 3", TYPED),
+    Mistake({"lora": "other:1"}, "other LoRA", AT_LOADING),
+    Mistake({"lora": 3}, "lora 3 NAME:0.5", AT_LOADING),
+    Mistake({"lora": {"other": "x"}}, "lora x finite number", AT_LOADING),
+    # pictures and clips
+    Mistake({"image": "absent.png"}, "absent.png", SENT),
+    Mistake({"image": ADDRESS}, f"{ADDRESS} curl", SENT),
+    Mistake({"image": 7}, "image 7", TYPED | SENT),
+    Mistake({"references": "absent.png"}, "nano reference images"),
+    Mistake({"mask": "absent.png"}, "nano mask"),
+    Mistake({"last_image": "absent.png"}, "nano last"),
+    Mistake({"image": ADDRESS}, "image data: address", ONLY_SENT),
+    Mistake({"image": "/etc/passwd"}, "image data: address", ONLY_SENT),
+    Mistake({"image": {"file_id": "1"}}, "image data: address", ONLY_SENT),
+    Mistake({"image": "data:image/png;base64,!!"}, "image base64", ONLY_SENT),
+    Mistake({"image": "data:image/png;base64,AAAA"}, "image picture", ONLY_SENT),
+    Mistake({"image": ["data:;base64,AAAA"] * 2}, "2 files image 1", ONLY_SENT),
+    Mistake({"image": [["data:;base64,AAAA"]]}, "image file", ONLY_SENT),
+    Mistake({"image": reduce(lambda inner, _: [inner], range(600), [])}, "image file", ONLY_SENT),
+    Mistake({"image": "a.png", "input_reference": "b.png"}, "image", SENT | ONE_NAME),
+)
