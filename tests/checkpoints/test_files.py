@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from tests.support.disks import no_file_above
-from tests.support.words import naming, says
+from tests.support.words import says
 from wanjax.checkpoints.files import (
     DTYPES,
     SafetensorsFile,
@@ -180,15 +180,6 @@ def test_a_damaged_header_is_read_as_tensors_or_refused(tmp_path, where, flip, c
             tensor.tobytes()
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path):
-    assert says(fault(SafetensorsFile, tmp_path / "x.safetensors"), f"no file {tmp_path / 'x.safetensors'}")
-
-
-@pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
-def test_a_name_that_no_file_can_have_is_refused(suffix):
-    assert "x" * 300 + suffix in fault(open_tensors, "x" * 300 + suffix)
-
-
 def test_a_file_that_shrinks_after_it_was_opened_is_refused(tmp_path):
     path = tmp_path / "x.safetensors"
     save_safetensors(path, {"a": np.zeros(5000, np.float32)})
@@ -215,12 +206,6 @@ def test_a_full_disk_leaves_the_old_file_and_no_other(tmp_path):
     assert says(message, f"{path} File too large")
     assert os.listdir(tmp_path) == ["x.safetensors"]
     assert_same(load_safetensors(path), {"a": np.ones(1, np.float32)})
-
-
-def test_a_folder_that_cannot_be_written_to_is_named(tmp_path):
-    (tmp_path / "file").write_text("")
-    path = tmp_path / "file" / "x.safetensors"
-    assert says(fault(save_safetensors, path, TENSORS), f"{path} Not a directory")
 
 
 def test_an_interrupt_leaves_nothing_half_written(tmp_path):
@@ -268,77 +253,95 @@ def test_a_folder_is_read_in_each_layout(tmp_path, stem, sharded):
 
 def test_the_plain_variant_is_not_mixed_with_another(tmp_path):
     save_safetensors(tmp_path / "model.fp16.safetensors", SPLIT[0])
-    assert "model.safetensors" in fault(SafetensorsFolder, tmp_path)
     save_safetensors(tmp_path / "model.safetensors", SPLIT[1])
     assert_same(read_all(SafetensorsFolder(tmp_path)), SPLIT[1])
 
 
-def test_a_folder_without_safetensors_says_what_it_holds(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    assert "it holds no weights" in fault(SafetensorsFolder, tmp_path)
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    assert says(fault(SafetensorsFolder, tmp_path), "pytorch_model.bin")
-    assert says(fault(SafetensorsFolder, tmp_path / "no"), f"no folder {tmp_path / 'no'}")
+def without_shards(folder):
+    for name in write_shards(folder, SPLIT):
+        (folder / name).unlink()
 
 
-def test_missing_shards_are_named(tmp_path):
-    first, second = write_shards(tmp_path, SPLIT)
-    (tmp_path / first).unlink()
-    (tmp_path / second).unlink()
-    assert says(fault(SafetensorsFolder, tmp_path), f"{first} {second} diffusion_pytorch_model.safetensors.index.json")
+def with_a_truncated_shard(folder):
+    _, second = write_shards(folder, SPLIT)
+    os.truncate(folder / second, os.path.getsize(folder / second) - 1)
 
 
-def test_a_truncated_shard_is_named(tmp_path):
-    _, second = write_shards(tmp_path, SPLIT)
-    os.truncate(tmp_path / second, os.path.getsize(tmp_path / second) - 1)
-    assert second in fault(SafetensorsFolder, tmp_path)
+def with_a_key_in_two_shards(folder):
+    write_shards(folder, [SPLIT[0], SPLIT[1] | {"b": TENSORS["b"]}])
 
 
-def test_a_key_in_two_shards_is_refused(tmp_path):
-    first, second = write_shards(tmp_path, [SPLIT[0], SPLIT[1] | {"b": TENSORS["b"]}])
-    message = fault(SafetensorsFolder, tmp_path)
-    assert says(message, "'b' shards")
-    assert first in message
-    assert second in message
+def with_an_index_of(weight_map, others=()):
+    """Returns what writes shards with an index that is wrong, and a file of these tensors beside them."""
+
+    def write(folder):
+        write_shards(folder, SPLIT, weight_map)
+        save_safetensors(folder / "other.safetensors", {key: TENSORS["b"] for key in others})
+
+    return write
+
+
+def with_the_file(name, text=""):
+    """Returns what writes a file of a text into a folder."""
+    return lambda folder: (folder / name).write_text(text, encoding="latin-1")
+
+
+INDEXED = "safetensors.index.json"
+INDEX, FIRST, SECOND = (
+    f"diffusion_pytorch_model{end}"
+    for end in (f".{INDEXED}", "-00001-of-00002.safetensors", "-00002-of-00002.safetensors")
+)
+FOLDERS = {  # what makes a folder wrong, and what the sentence about it names
+    "nothing": (lambda folder: None, "no weights"),
+    "a config alone": (with_the_file("config.json", "{}"), "no weights"),
+    "weights of torch": (with_the_file("pytorch_model.bin"), "pytorch_model.bin"),
+    "another variant": (with_the_file("model.fp16.safetensors"), "model.safetensors"),
+    "no shards": (without_shards, f"{FIRST} {SECOND} {INDEX}"),
+    "a truncated shard": (with_a_truncated_shard, SECOND),
+    "a key in two shards": (with_a_key_in_two_shards, f"'b' shards {FIRST} {SECOND}"),
+    "a key elsewhere": (with_an_index_of({"b": "other.safetensors"}), f"'b' other.safetensors {FIRST}"),
+    "a key nowhere": (with_an_index_of({"lost": "other.safetensors"}), "'lost' other.safetensors"),
+    "a key too many": (with_an_index_of({"x": "other.safetensors"}, "xy"), "'y' other.safetensors"),
+    **{
+        f"a shard named {name!r}": (with_an_index_of({"b": name}), repr(name))
+        for name in (
+            *("../x.safetensors", "/etc/x.safetensors", "a/x.safetensors", "a\\x.safetensors", "C:x.safetensors"),
+            *("x.bin", "", "\0.safetensors", "\ud800.safetensors", 7, None, ["x.safetensors"]),
+        )
+    },
+    **{
+        f"an index of {text!r:.20}": (
+            with_the_file("model.safetensors.index.json", text),
+            "model.safetensors.index.json",
+        )
+        for text in ("", "[]", "{}", '{"weight_map": []}', "\xff", "[" * 100_000)
+    },
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_folder_that_is_wrong_is_named_with_what_is_wrong(tmp_path, name):
+    harm, words = FOLDERS[name]
+    harm(tmp_path)
+    assert says(fault(SafetensorsFolder, tmp_path), words)
 
 
 @pytest.mark.parametrize(
-    ("listed", "what"),
+    ("call", "name", "words"),
     [
-        ({"b": "other.safetensors"}, "'b' other.safetensors diffusion_pytorch_model-00001"),
-        ({"lost": "other.safetensors"}, "'lost' other.safetensors"),
-        ({"x": "other.safetensors"}, "'y' other.safetensors"),
+        (SafetensorsFile, "x.safetensors", "no file x.safetensors"),
+        (SafetensorsFolder, "no", "no folder no"),
+        (open_tensors, "x" * 300 + ".safetensors", "x" * 300 + ".safetensors"),
+        (open_tensors, "x" * 300 + ".pth", "x" * 300 + ".pth"),
+        (lambda path: save_safetensors(path, TENSORS), "file/x.safetensors", "file/x.safetensors Not a directory"),
+        (check_folder, "file/stages", "written another"),
+        (check_folder, "/proc/stages", "written another"),
     ],
 )
-def test_shards_must_hold_what_the_index_says(tmp_path, listed, what):
-    write_shards(tmp_path, SPLIT, listed)
-    save_safetensors(tmp_path / "other.safetensors", {key: TENSORS["b"] for key in "xy"} if "x" in listed else {})
-    assert says(fault(SafetensorsFolder, tmp_path), what)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("../x.safetensors", "/etc/x.safetensors", "a/x.safetensors", "a\\x.safetensors", "C:x.safetensors"),
-        *("x.bin", "", "\0.safetensors", "\ud800.safetensors", 7, None, ["x.safetensors"]),
-    ],
-)
-def test_an_index_cannot_name_a_file_outside_its_folder(tmp_path, name):
-    write_shards(tmp_path, SPLIT, {"b": name})
-    assert repr(name) in fault(SafetensorsFolder, tmp_path)
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": []}', "\xff", "[" * 100_000])
-def test_a_broken_index_is_named(tmp_path, text):
-    (tmp_path / "model.safetensors.index.json").write_text(text, encoding="latin-1")
-    assert says(fault(SafetensorsFolder, tmp_path), "model.safetensors.index.json")
-
-
-def test_a_folder_that_cannot_be_written(tmp_path):
-    (tmp_path / "file").write_text("")
-    for folder in (tmp_path / "file" / "stages", Path("/proc/stages")):
-        with pytest.raises(WanjaxError, match=naming("written another")):
-            check_folder(folder)
+def test_a_place_where_nothing_is_read_or_written(tmp_path, monkeypatch, call, name, words):
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("")
+    assert says(fault(call, Path(name)), words)
 
 
 def test_what_a_process_left_that_is_gone_is_removed(tmp_path):

@@ -168,34 +168,64 @@ def saved(tmp_path):
     return tmp_path / "x.pth"
 
 
-def test_false_sizes_of_records_are_refused(saved):
-    replace_record(saved, "data/0", b"\0" * 47)
-    assert says(refusal(saved), "'a' [3, 4] 47")
-    replace_record(saved, "data/0", None)
-    assert says(refusal(saved), "record 'data/0'")
+def with_a_record(name, data):
+    """Returns what replaces a record of a file by torch."""
+    return lambda path: replace_record(path, name, data)
 
 
-def test_foreign_bytes_orders_compression_and_missing_tables_are_refused(saved):
-    replace_record(saved, "byteorder", b"big")
-    assert "its byte order is b'big'" in refusal(saved)
-    with zipfile.ZipFile(saved, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("x/data.pkl", b"\0" * 100_000_000)
-    assert "compressed" in refusal(saved)
-    with zipfile.ZipFile(saved, "w") as archive:
-        archive.writestr("x/other", b"")
-    assert says(refusal(saved), "data.pkl")
+def with_an_archive(record, data, compression=zipfile.ZIP_STORED):
+    """Returns what writes an archive of one record."""
+
+    def write(path):
+        with zipfile.ZipFile(path, "w", compression) as archive:
+            archive.writestr(record, data)
+
+    return write
 
 
-def test_older_and_other_files_are_refused(tmp_path):
-    torch.save({"x": torch.ones(2)}, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
-    assert "torch 1.6" in refusal(tmp_path / "old.pth")
-    (tmp_path / "text.pth").write_text("hello")
-    assert "torch 1.6" in refusal(tmp_path / "text.pth")
-    torch.save([torch.ones(2)], tmp_path / "list.pth")
-    assert "it is not a table of tensors by name" in refusal(tmp_path / "list.pth")
-    torch.save({"epoch": 3}, tmp_path / "number.pth")
-    assert says(refusal(tmp_path / "number.pth"), "'epoch' tensor")
-    assert "there is no file" in refusal(tmp_path / "nowhere.pth")
+def with_a_claim(offset, shape, strides):
+    """Returns what writes a tensor that claims another place in its storage, which has two numbers."""
+
+    class Tensor:
+        def __reduce__(self):
+            return torch._utils._rebuild_tensor_v2, (_Persistent(), offset, shape, strides, False, {})
+
+    def write(path):
+        torch.save({"x": torch.ones(2)}, path)
+        rewrite_pickle(path, {"x": Tensor()})
+
+    return write
+
+
+def of(table, **options):
+    return lambda path: torch.save(table, path, **options)
+
+
+HARMS = {  # what makes a file wrong, and what the sentence about it names
+    "a short record": (with_a_record("data/0", b"\0" * 47), "'a' [3, 4] 47"),
+    "no record": (with_a_record("data/0", None), "record 'data/0'"),
+    "another byte order": (with_a_record("byteorder", b"big"), "byte order b'big'"),
+    "compression": (with_an_archive("x/data.pkl", b"\0" * 100_000_000, zipfile.ZIP_DEFLATED), "compressed"),
+    "no pickle": (with_an_archive("x/other", b""), "data.pkl"),
+    "an older torch": (of({"x": torch.ones(2)}, _use_new_zipfile_serialization=False), "torch 1.6"),
+    "a text": (lambda path: path.write_text("hello"), "torch 1.6"),
+    "a list": (of([torch.ones(2)]), "table tensors name"),
+    "a number": (of({"epoch": 3}), "'epoch' tensor"),
+    "nothing": (lambda path: path.unlink(), "no file"),
+    **{
+        f"a tensor of {claim}": (with_a_claim(*claim), "'x'")
+        for claim in [
+            (0, (2**40, 2**40), (0, 0)), (0, (4,), (2**50,)), (2**59, (1,), (1,)), (-1, (1,), (1,)), (0, (2,), (1, 1)),
+        ]
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HARMS)
+def test_a_file_that_is_wrong_is_named_with_what_is_wrong(name, saved):
+    harm, words = HARMS[name]
+    harm(saved)
+    assert says(refusal(saved), words)
 
 
 class Quantised:
@@ -212,41 +242,22 @@ def test_objects_of_a_quantiser_are_named(tmp_path, monkeypatch):
     assert says(refusal(tmp_path / "x.pt"), "torchao tensors safetensors")
 
 
-@pytest.mark.parametrize(
-    ("offset", "shape", "strides"),
-    [(0, (2**40, 2**40), (0, 0)), (0, (4,), (2**50,)), (2**59, (1,), (1,)), (-1, (1,), (1,)), (0, (2,), (1, 1))],
-)
-def test_a_shape_that_claims_more_than_the_file_is_refused(offset, shape, strides, tmp_path):
-    torch.save({"x": torch.ones(2)}, tmp_path / "x.pth")
-
-    class Tensor:
-        def __reduce__(self):
-            return torch._utils._rebuild_tensor_v2, (_Persistent(), offset, shape, strides, False, {})
-
-    rewrite_pickle(tmp_path / "x.pth", {"x": Tensor()})
-    assert "'x'" in refusal(tmp_path / "x.pth")
+NESTED = b"\x80\x02}(K\x01q\x00" + b"".join(b"h%c\x86q%c" % (i, i + 1) if i else b"h\0\x86q\1" for i in range(60))
+PICKLES = {
+    "2^60 hashes of sixty nested pairs": (NESTED + b"K\x01u.", "malformed"),
+    "a memo of 64 GB": (b"\x80\x02Nr\xff\xff\xff\xff.", "malformed at byte 3"),
+    # each takes microseconds, of which a file of megabytes holds minutes
+    "operations on nothing": (b"\x80\x04" + b"N" * 2_000_000 + b".", "operations"),
+    "operations on numbers": (b"\x80\x04" + b"K\x01" * 1_000_000 + b".", "operations"),
+    "operations on the memo": (b"\x80\x04" + b"N\x94" * 1_000_000 + b".", "operations"),
+}
 
 
-def test_a_key_with_endless_hashing_is_refused():
-    """Sixty nested pairs of one object would need 2^60 hashes; none is computed."""
-    nested = b"\x80\x02}(K\x01q\x00" + b"".join(b"h%c\x86q%c" % (i, i + 1) if i else b"h\0\x86q\1" for i in range(60))
-    with pytest.raises(ValueError, match="malformed"):
-        describe(nested + b"K\x01u.")
-
-
-@pytest.mark.parametrize(
-    "operations", [b"N" * 2_000_000, b"K\x01" * 1_000_000, b"N\x94" * 1_000_000], ids=["N", "K", "memo"]
-)
-def test_more_operations_than_tensors_take_are_refused_at_once(operations):
-    """Each takes microseconds, of which a file of megabytes holds minutes."""
-    with pytest.raises(ValueError, match="operations"):
-        describe(b"\x80\x04" + operations + b".")
-
-
-def test_a_memo_larger_than_the_pickle_is_refused():
-    """`pickle.Unpickler` would allocate a memo for the named index, here 64 GB."""
-    with pytest.raises(ValueError, match="malformed at byte 3"):
-        describe(b"\x80\x02Nr\xff\xff\xff\xff.")
+@pytest.mark.parametrize("name", PICKLES)
+def test_a_pickle_that_would_take_much_is_refused_at_once(name):
+    data, words = PICKLES[name]
+    with pytest.raises(ValueError, match=words):
+        describe(data)
 
 
 @given(st.binary(max_size=200))
