@@ -123,31 +123,33 @@ def test_heads_that_no_published_model_of_a_width_has_are_told(width, given):
     assert says(str(told.value), f"config.json {given if isinstance(given, int) else ''} {width}")
 
 
-def test_more_layers_of_control_than_the_transformer_has_are_told():
+AUTOENCODER = {
+    "block_out_channels": [], "temporal_compression_ratio": 4, "latent_channels": 16, "layers_per_block": 3,
+    "norm_num_groups": 32, "sample_height": 480, "sample_width": 720, "scaling_factor": 0.7,
+}  # fmt: skip
+
+
+def layers_of_control():
     json = original.transformer_json(authors_specs(1536), {"vace_layers": [0]}) | {"vace_layers": list(range(40))}
+    return read_config("the transformer's config.json", json, transformer_config)
+
+
+CONFIGS = [  # what reads a config that is wrong, and what the sentence names
+    (layers_of_control, "vace_layers evenly spaced"),
+    (partial(vae_config, AUTOENCODER), "block_out_channels []"),
+    *(
+        (partial(language_model, Tensors({}), {"text_config": text}), "text_config object")
+        for text in (None, "x", 3, [])
+    ),
+    *(
+        (partial(original.transformer_json, authors_specs(1536), {"vace_layers": layers}), "vace_layers list")
+        for layers in (3, "0, 5", {"0": 1}, True)
+    ),
+]
+
+
+@pytest.mark.parametrize(("read", "words"), CONFIGS)
+def test_values_that_no_network_has_are_told(read, words):
     with pytest.raises(WanjaxError) as told:
-        read_config("the transformer's config.json", json, transformer_config)
-    assert says(str(told.value), "vace_layers evenly spaced")
-
-
-@pytest.mark.parametrize("text", [None, "x", 3, []])
-def test_a_text_config_that_is_no_object_is_told(text):
-    with pytest.raises(WanjaxError) as told:
-        language_model(Tensors({}), {"text_config": text})
-    assert says(str(told.value), "text_config object")
-
-
-def test_no_channels_of_an_autoencoder_are_told():
-    with pytest.raises(WanjaxError) as told:
-        vae_config({
-            "block_out_channels": [], "temporal_compression_ratio": 4, "latent_channels": 16, "layers_per_block": 3,
-            "norm_num_groups": 32, "sample_height": 480, "sample_width": 720, "scaling_factor": 0.7,
-        })  # fmt: skip
-    assert says(str(told.value), "block_out_channels []")
-
-
-@pytest.mark.parametrize("layers", [3, "0, 5", {"0": 1}, True])
-def test_layers_of_a_shifted_config_are_told(layers):
-    with pytest.raises(WanjaxError) as told:
-        original.transformer_json(authors_specs(1536), {"vace_layers": layers})
-    assert says(str(told.value), "vace_layers list")
+        read()
+    assert says(str(told.value), words)

@@ -252,24 +252,22 @@ def test_every_fault_is_listed_at_once_and_nothing_is_read():
     assert not source.been_read
 
 
-def test_a_wrong_shape_is_reported_as_in_the_checkpoint():
-    wrong = checkpoint(**{"blocks.2.attn.to_q.weight": np.zeros((6, 8), np.float32)})
-    assert says(faults(wrong), "blocks.2.attn.to_q.weight [6, 8] [8, 6]")
+ENDLESS = [f"{name}.{'9' * 5000}.x" for name in "ab"] + [f"a.{'9' * 5000}.y"]  # only keys, for all their numbers
+TWICE = [*RULES[:-1], Rule("levels.0.conv.bias", "table")]
+NOT_FILLED = "parameters filled one rule table"
+FAULTS = [  # tensors beside those of the checkpoint, the rules, and what the sentence names
+    ({"blocks.2.attn.to_q.weight": np.zeros((6, 8), np.float32)}, RULES, "blocks.2.attn.to_q.weight [6, 8] [8, 6]"),
+    ({"blocks.0.norm_added_q.weight": np.zeros(8, np.float32)}, RULES, "left over blocks.0.norm_added_q.weight"),
+    (dict.fromkeys(ENDLESS, np.zeros(1, np.float32)), RULES, " ".join(["left over", *ENDLESS])),
+    ({}, TWICE, "twice levels.0.conv.bias"),
+    ({}, RULES[:-1], NOT_FILLED),
+    ({}, [*RULES, Rule("other", "table")], NOT_FILLED),
+]
 
 
-def test_a_tensor_used_twice_is_a_fault():
-    rules = [*RULES[:-1], Rule("levels.0.conv.bias", "table")]
-    assert says(faults(checkpoint(), rules), "twice levels.0.conv.bias")
-
-
-@pytest.mark.parametrize("rules", [RULES[:-1], [*RULES, Rule("other", "table")]], ids=["none", "two"])
-def test_a_parameter_has_exactly_one_rule(rules):
-    assert "parameters not filled by exactly one rule: table" in faults(checkpoint(), rules)
-
-
-def test_a_hostile_index_in_a_key_is_only_a_key():
-    keys = [f"{name}.{'9' * 5000}.x" for name in "ab"] + [f"a.{'9' * 5000}.y"]
-    assert "left over: " + ", ".join(keys) in faults(checkpoint(**dict.fromkeys(keys, np.zeros(1, np.float32))))
+@pytest.mark.parametrize(("tensors", "rules", "words"), FAULTS)
+def test_a_fault_is_named(tensors, rules, words):
+    assert says(faults(checkpoint(**tensors), rules), words)
 
 
 def test_two_stacked_placeholders_are_refused():
@@ -279,7 +277,6 @@ def test_two_stacked_placeholders_are_refused():
 
 def test_unused_keys_are_ignored_by_pattern():
     source = checkpoint(**{"blocks.0.norm_added_q.weight": np.zeros(8, np.float32)})
-    assert says(faults(source), "left over blocks.0.norm_added_q.weight")
     modules.load(abstract(), RULES, source, ignore=["*.norm_added_q.*"])
 
 

@@ -85,29 +85,6 @@ def animation(path: Path, count: int = 3, duration: int = 100) -> Path:
     return path
 
 
-@pytest.mark.parametrize("suffix", [".gif", ".webp", ".png"])
-def test_an_animation_is_no_picture(tmp_path, suffix):
-    with pytest.raises(WanjaxError, match=naming(f"a{suffix} animated picture")):
-        read_picture(animation(tmp_path / f"a{suffix}"))
-
-
-def test_files_that_are_no_pictures(tmp_path):
-    buffer = bytes_io.BytesIO()
-    Image.fromarray(PICTURE).save(buffer, "png")
-    (tmp_path / "short.png").write_bytes(buffer.getvalue()[:-200])
-    (tmp_path / "text.png").write_text("a red circle")
-    (tmp_path / "empty.jpg").write_bytes(b"")
-    for name, message in (
-        ("absent.png", "there is no file .*absent.png"),
-        ("text.png", "text.png cannot be read as a picture"),
-        ("empty.jpg", "empty.jpg is empty"),
-        ("short.png", "short.png cannot be read to its end, it is damaged"),
-        ("", "is a folder"),
-    ):
-        with pytest.raises(WanjaxError, match=message):
-            read_picture(tmp_path / name)
-
-
 def grey_png(width: int, height: int) -> bytes:
     """Returns a small PNG that says it is large."""
 
@@ -160,14 +137,6 @@ def test_a_film_that_says_it_has_endless_frames_has_those_that_are_there(tmp_pat
     assert read_clip(tmp_path / "a.mp4", **MANY).shape == (9, 32, 32, 3)
 
 
-def test_a_clip_of_endless_frames_is_not_read_to_its_end(tmp_path):
-    (tmp_path / "a.gif").write_bytes(endless_gif(20_000))
-    with pytest.raises(WanjaxError, match=naming("a.gif 4001 frames 1x1 4,000")):
-        read_clip(tmp_path / "a.gif", **MANY)
-    with pytest.raises(WanjaxError, match="animated"):
-        read_picture(tmp_path / "a.gif")
-
-
 def growing_gif(size: int) -> bytes:
     """Returns an animation whose second frame is much larger than its first."""
     frames = (struct.pack("<HHHH", 0, 0, side, side) for side in (1, size))
@@ -194,25 +163,6 @@ def two_pages(size: int) -> bytes:
         entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
         found += struct.pack("<H", len(tags)) + entries + struct.pack("<I", following)
     return found
-
-
-def test_a_later_frame_that_says_it_is_large_is_not_decoded(tmp_path):
-    (tmp_path / "a.gif").write_bytes(growing_gif(13_000))
-    (tmp_path / "a.tif").write_bytes(two_pages(9_000))
-    for name in ("a.gif", "a.tif"):
-        with pytest.raises(WanjaxError, match="animated"):
-            read_picture(tmp_path / name)
-        with pytest.raises(WanjaxError, match=naming(f"{name} pixels 60,000,000")):
-            read_clip(tmp_path / name, **MANY)
-    assert BOUNDS.pixels < Image.MAX_IMAGE_PIXELS  # other users of Pillow keep their own bound
-
-
-def test_a_picture_in_endless_passes_is_not_decoded(tmp_path):
-    (tmp_path / "a.jpg").write_bytes(many_passes(40))
-    assert read_picture(tmp_path / "a.jpg").shape == (64, 64, 3)
-    (tmp_path / "a.jpg").write_bytes(many_passes(4000))
-    with pytest.raises(WanjaxError, match=naming("a.jpg passes 50")):
-        read_picture(tmp_path / "a.jpg")
 
 
 @pytest.mark.parametrize("suffix", [".eps", ".png", ".mp4"])
@@ -263,12 +213,6 @@ def test_a_film_that_names_another_file_does_not_read_it(tmp_path, text):
     for read in (partial(read_clip, **MANY), io.read_metadata):
         with pytest.raises(WanjaxError, match=naming("a.mp4")):
             read(tmp_path / "a.mp4")
-
-
-@pytest.mark.parametrize("array", [PICTURE.astype(np.float32), PICTURE[..., :2], PICTURE[None], PICTURE[:0]])
-def test_arrays_that_are_no_pictures(array):
-    with pytest.raises(WanjaxError, match=naming("pictures uint8 [H, W, 3]")):
-        read_picture(array)
 
 
 CLIP = np.repeat(np.arange(10, dtype=np.uint8) * 20, 16 * 16 * 3).reshape(10, 16, 16, 3)
@@ -350,25 +294,6 @@ def test_clips_in_memory():
     np.testing.assert_array_equal(read_clip([Image.fromarray(CLIP[3])], **MANY), CLIP[3:4])
 
 
-def test_files_that_are_no_clips(tmp_path):
-    (tmp_path / "text.mp4").write_text("a red circle")
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "mixed").mkdir()
-    for i, size in enumerate(((4, 4), (4, 5))):
-        saved(tmp_path / "mixed" / f"{i}.png", Image.new("RGB", size))
-    whole = animation(tmp_path / "a.gif", 3)
-    (tmp_path / "short.gif").write_bytes(whole.read_bytes()[:-20])
-    for name, message in (
-        ("absent.mp4", "there is no file"),
-        ("text.mp4", "text.mp4 cannot be read as a video"),
-        ("empty", "empty holds no pictures"),
-        ("mixed", "mixed holds pictures of different sizes"),
-        ("short.gif", naming("short.gif frame 3")),
-    ):
-        with pytest.raises(WanjaxError, match=message):
-            read_clip(tmp_path / name, **MANY)
-
-
 def test_pictures_together(tmp_path):
     path = saved(tmp_path / "mask.png", Image.new("L", (16, 16), 255))
     given = {"image": PICTURE, "video": CLIP, "mask": path, "references": [PICTURE, path]}
@@ -379,10 +304,88 @@ def test_pictures_together(tmp_path):
     np.testing.assert_array_equal(read.replaced(image=None).first, CLIP[0])
     assert not Pictures(references=())
     assert Pictures().first is None
-    with pytest.raises(WanjaxError, match=naming("mask 3 frames video 10")):
-        read_pictures({"video": CLIP, "mask": CLIP[:3]}, INPUTS.values(), **MANY)
-    with pytest.raises(WanjaxError, match=naming("mask video")):
-        read_pictures({"mask": CLIP}, INPUTS.values(), **MANY)
+
+
+def of_bytes(data):
+    """Returns what writes a file of these bytes."""
+    return lambda file: file.write_bytes(data)
+
+
+def damaged_png(file):
+    buffer = bytes_io.BytesIO()
+    Image.fromarray(PICTURE).save(buffer, "png")
+    file.write_bytes(buffer.getvalue()[:-200])
+
+
+def damaged_gif(file):
+    file.write_bytes(animation(file, 3).read_bytes()[:-20])
+
+
+def of_two_sizes(folder):
+    folder.mkdir()
+    for i, size in enumerate(((4, 4), (4, 5))):
+        saved(folder / f"{i}.png", Image.new("RGB", size))
+
+
+def nothing(file):
+    """Leaves it as it is: it is not there."""
+
+
+PICTURES = [  # the name of a file that is no picture, what writes it, and what the sentence about it names
+    *((f"a{suffix}", animation, f"a{suffix} animated picture") for suffix in (".gif", ".webp", ".png")),
+    ("absent.png", nothing, "no file absent.png"),
+    ("text.png", of_bytes(b"a red circle"), "text.png picture"),
+    ("empty.jpg", of_bytes(b""), "empty.jpg empty"),
+    ("short.png", damaged_png, "short.png end damaged"),
+    ("folder", Path.mkdir, "folder picture"),
+    ("passes.jpg", of_bytes(many_passes(4000)), "passes.jpg passes 50"),
+    ("endless.gif", of_bytes(endless_gif(20_000)), "animated"),
+    ("grows.gif", of_bytes(growing_gif(13_000)), "animated"),
+    ("pages.tif", of_bytes(two_pages(9_000)), "animated"),
+]
+CLIPS = [  # the same of what is no clip
+    ("absent.mp4", nothing, "no file absent.mp4"),
+    ("text.mp4", of_bytes(b"a red circle"), "text.mp4 video"),
+    ("empty", Path.mkdir, "empty no pictures"),
+    ("mixed", of_two_sizes, "mixed different sizes"),
+    ("short.gif", damaged_gif, "short.gif frame 3"),
+    ("endless.gif", of_bytes(endless_gif(20_000)), "endless.gif 4001 frames 1x1 4,000"),
+    ("grows.gif", of_bytes(growing_gif(13_000)), "grows.gif pixels 60,000,000"),
+    ("pages.tif", of_bytes(two_pages(9_000)), "pages.tif pixels 60,000,000"),
+]
+READERS = [
+    *((read_picture, *row) for row in PICTURES),
+    *((partial(read_clip, **MANY), *row) for row in CLIPS),
+]
+
+
+@pytest.mark.parametrize(("read", "name", "write", "words"), READERS, ids=[f"{row[1]}-{row[3]}" for row in READERS])
+def test_files_that_are_none(tmp_path, read, name, write, words):
+    write(tmp_path / name)
+    with pytest.raises(WanjaxError, match=naming(words)):
+        read(tmp_path / name)
+
+
+def test_bounds_are_not_those_of_other_users_of_pillow(tmp_path):
+    assert BOUNDS.pixels < Image.MAX_IMAGE_PIXELS
+    (tmp_path / "a.jpg").write_bytes(many_passes(40))
+    assert read_picture(tmp_path / "a.jpg").shape == (64, 64, 3)
+
+
+ARRAYS = [
+    *(
+        (partial(read_picture, array), "pictures uint8 [H, W, 3]")
+        for array in (PICTURE.astype(np.float32), PICTURE[..., :2], PICTURE[None], PICTURE[:0])
+    ),
+    (partial(read_pictures, {"video": CLIP, "mask": CLIP[:3]}, INPUTS.values(), **MANY), "mask 3 frames video 10"),
+    (partial(read_pictures, {"mask": CLIP}, INPUTS.values(), **MANY), "mask video"),
+]
+
+
+@pytest.mark.parametrize(("read", "words"), ARRAYS)
+def test_arrays_that_are_none(read, words):
+    with pytest.raises(WanjaxError, match=naming(words)):
+        read()
 
 
 @given(

@@ -100,45 +100,6 @@ def test_the_vocabulary_s_size(tokenizer):
     assert tokenizer.vocab_size == max(tokenizer.backend.get_vocab().values()) + 1
 
 
-def test_an_unknown_padding_token(tmp_path):
-    save_tokenizer(tmp_path, pad_token="<nothing>")
-    with pytest.raises(WanjaxError, match=naming("token '<nothing>'")):
-        Tokenizer.load(tmp_path, length=TEXT_LENGTH)
-
-
-def test_a_folder_without_a_tokenizer(tmp_path):
-    with pytest.raises(WanjaxError, match=naming("tokenizer.json spiece.model")):
-        Tokenizer.load(tmp_path, length=TEXT_LENGTH)
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b"", "model T5"),
-        (b"\x0a\x05\x0a\x03", "SentencePiece model"),  # a piece that ends too early
-        (b"\x0a\x02\x0a\x09", "SentencePiece model"),
-        (b"\x0a\x03\x0a\x01\xff", "SentencePiece model"),  # a piece that is not UTF-8
-        (b"\x0b", "SentencePiece model"),
-        (b"\xff" * 40, "SentencePiece model"),
-        (b"PK\x03\x04", "SentencePiece model"),
-        (b"\x0a\x08\x0a\x04</s>\x18\x03\x0a\x09\x0a\x05<unk>\x18\x02\x12\x02\x18\x02", "model T5"),  # BPE
-    ],
-)
-def test_a_sentencepiece_model_that_cannot_be_used(tmp_path, content, said):
-    (tmp_path / "spiece.model").write_bytes(content)
-    with pytest.raises(WanjaxError, match=naming(said)):
-        Tokenizer.load(tmp_path, length=TEXT_LENGTH)
-
-
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_corrupt_file_is_named(tmp_path, name):
-    file = save_tokenizer(tmp_path) / name
-    for text in (file.read_text()[:-20], "[]"):
-        file.write_text(text)
-        with pytest.raises(WanjaxError, match=name):
-            Tokenizer.load(tmp_path, length=TEXT_LENGTH)
-
-
 def test_padding_is_encoded_as_exact_zeros():
     encoder = T5Encoder(UMT5, dtype=jnp.bfloat16, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
     tokens = jnp.array([[5, 6, 1, 0, 0], [1, 0, 0, 0, 0]])
@@ -147,14 +108,55 @@ def test_padding_is_encoded_as_exact_zeros():
     np.testing.assert_array_equal(jnp.any(features != 0, axis=-1), tokens > 0)
 
 
-@pytest.mark.parametrize("where", ["pre_tokenizer", "normalizer"])
-def test_a_regular_expression_of_a_stranger_is_refused(tmp_path, where):
-    """One that takes exponential time would end the process when a prompt is read."""
-    file = save_tokenizer(tmp_path) / "tokenizer.json"
-    pattern = {"Regex": "(a+)+$"}
-    part = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
-    if where == "normalizer":
-        part = {"type": "Replace", "pattern": pattern, "content": " "}
-    file.write_text(json.dumps(json.loads(file.read_text()) | {where: part}))
-    with pytest.raises(WanjaxError, match=naming("tokenizer.json '(a+)+$'")):
+def of_bytes(data):
+    """Returns what writes a SentencePiece model of these bytes."""
+    return lambda folder: (folder / "spiece.model").write_bytes(data)
+
+
+def with_text(name, change):
+    """Returns what writes a tokenizer, with a change of the text of one file."""
+
+    def write(folder):
+        file = save_tokenizer(folder) / name
+        file.write_text(change(file.read_text()))
+
+    return write
+
+
+def with_part(where, **part):
+    """Returns what writes a tokenizer with a stranger's pattern, which would take exponential time for a prompt."""
+    pattern = {"pattern": {"Regex": "(a+)+$"}}
+    return with_text("tokenizer.json", lambda text: json.dumps(json.loads(text) | {where: part | pattern}))
+
+
+FOLDERS = [  # what writes a tokenizer that is wrong, and what the sentence names
+    (lambda folder: save_tokenizer(folder, pad_token="<nothing>"), "token '<nothing>'"),
+    (lambda folder: None, "tokenizer.json spiece.model"),
+    *(
+        (of_bytes(data), words)
+        for data, words in [
+            (b"", "model T5"),
+            (b"\x0a\x05\x0a\x03", "SentencePiece model"),  # a piece that ends too early
+            (b"\x0a\x02\x0a\x09", "SentencePiece model"),
+            (b"\x0a\x03\x0a\x01\xff", "SentencePiece model"),  # a piece that is not UTF-8
+            (b"\x0b", "SentencePiece model"),
+            (b"\xff" * 40, "SentencePiece model"),
+            (b"PK\x03\x04", "SentencePiece model"),
+            (b"\x0a\x08\x0a\x04</s>\x18\x03\x0a\x09\x0a\x05<unk>\x18\x02\x12\x02\x18\x02", "model T5"),  # BPE
+        ]
+    ),
+    *(
+        (with_text(name, change), name)
+        for name in ("tokenizer.json", "tokenizer_config.json")
+        for change in (lambda text: text[:-20], lambda text: "[]")
+    ),
+    (with_part("pre_tokenizer", type="Split", behavior="Isolated", invert=False), "tokenizer.json '(a+)+$'"),
+    (with_part("normalizer", type="Replace", content=" "), "tokenizer.json '(a+)+$'"),
+]
+
+
+@pytest.mark.parametrize(("write", "words"), FOLDERS)
+def test_a_tokenizer_that_cannot_be_used(tmp_path, write, words):
+    write(tmp_path)
+    with pytest.raises(WanjaxError, match=naming(words)):
         Tokenizer.load(tmp_path, length=TEXT_LENGTH)

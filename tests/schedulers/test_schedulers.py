@@ -226,14 +226,16 @@ def test_zero_steps_are_refused(scheduler):
         scheduler.schedule(0)
 
 
-def test_sigmas_of_another_name_are_refused():
-    with unchecked(), pytest.raises(WanjaxError, match=naming("'karras' official diffusers")):
-        unipc(3.0, "karras").schedule(2)
-
-
-def test_noise_levels_that_are_equal_in_float32_are_refused():
-    with pytest.raises(WanjaxError, match=naming("1000 steps shift 100000.0")):
-        unipc(100000.0).schedule(1000)
+@pytest.mark.parametrize(
+    ("scheduler", "steps", "words"),
+    [
+        (lambda: unipc(3.0, "karras"), 2, "'karras' official diffusers"),
+        (lambda: unipc(100000.0), 1000, "1000 steps shift 100000.0"),  # whose levels are equal in float32
+    ],
+)
+def test_noise_levels_that_there_are_not(scheduler, steps, words):
+    with unchecked(), pytest.raises(WanjaxError, match=naming(words)):
+        scheduler().schedule(steps)
 
 
 @every
