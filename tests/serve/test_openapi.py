@@ -35,7 +35,7 @@ def test_the_description_is_one_of_openapi(described):
     assert {"prompt", "size", "seconds", "frames", "steps", "seed", "image", "input_reference", "lora"} <= fields.keys()
     known = schema(Settings)
     for name in ("steps", "guidance_scale", "flow_shift"):
-        assert fields[name]["description"] == known[name].told
+        assert fields[name]["description"] == known[name].help
     assert (fields["steps"]["minimum"], fields["steps"]["maximum"]) == (1, 200)  # the server's own bound
 
 

@@ -271,11 +271,11 @@ def setting(name: str) -> Decorator:
     known = SETTINGS[name]
     option = f"--{name.replace('_', '-')}"
     if known.several:
-        return click.option(option, multiple=True, metavar=known.metavar, help=known.told, callback=_joined)
+        return click.option(option, multiple=True, metavar=known.metavar, help=known.help, callback=_joined)
     if known.kind is bool:
-        return click.option(f"{option}/--no-{option[2:]}", default=None, help=known.told)
+        return click.option(f"{option}/--no-{option[2:]}", default=None, help=known.help)
     kind = Seed() if name == "seed" else click.Choice(known.choices) if known.choices else known.kind
-    return click.option(option, type=kind, metavar=known.metavar or None, help=known.told)
+    return click.option(option, type=kind, metavar=known.metavar or None, help=known.help)
 
 
 def of_group(group: str) -> Decorator:

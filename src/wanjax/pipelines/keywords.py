@@ -6,23 +6,26 @@ Editors read types without running code, so those of the settings stand as text 
 """
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
+from textwrap import fill
 from typing import ParamSpec, TypeVar, get_type_hints
 
 from jax import Array
 
 from wanjax.layers.tiling import Tiling
+from wanjax.media.inputs import INPUTS
 from wanjax.media.pictures import ClipSource, PictureSource
 from wanjax.pipelines.draws import GivenDraws
 from wanjax.pipelines.given import GivenSettings
 from wanjax.pipelines.observers import Step
 from wanjax.pipelines.other_names import unknown_keyword
+from wanjax.pipelines.settings import Settings, schema
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
-
-
+ARGUMENT = re.compile(r" {4}\*\*\w+:.*\n(?: {8}.*\n)*")  # of a docstring
 PictureGiven = PictureSource | Array
 ClipGiven = ClipSource | Sequence[Array] | Array
 
@@ -64,18 +67,33 @@ def knows_keywords(function: Callable[Parameters, Result]) -> Callable[Parameter
 
 
 def spelled_out(keywords: type) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
-    """Decorates a function whose `**` takes the keywords of a TypedDict: `help` shows these keywords."""
+    """Decorate a function whose `**` takes the keywords of a TypedDict: `help` shows each, with what it is for."""
 
     def spell(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
         signature = inspect.signature(function)
-        own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-        taken = {parameter.name for parameter in own}
-        more = [
+        named = {p.name: p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD}
+        spelled = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint)
             for name, hint in get_type_hints(keywords).items()
-            if name not in taken
+            if name not in named
         ]
-        function.__signature__ = signature.replace(parameters=[*own, *more])  # pyright: ignore[reportFunctionMemberAccess]
+        function.__signature__ = signature.replace(parameters=[*named.values(), *spelled])  # pyright: ignore[reportFunctionMemberAccess]
+        function.__doc__ = _with_helps(inspect.getdoc(function), [parameter.name for parameter in spelled])
         return function
 
     return spell
+
+
+def _with_helps(doc: str | None, names: Iterable[str]) -> str | None:
+    """Return a docstring with the help of each keyword below that of `**` in its section of arguments."""
+    if not (entry := ARGUMENT.search(doc or "")):
+        return doc
+    helps = {"size": '(height, width), a text such as "832x480", width first, or a name in the pipeline\'s `sizes`.'}
+    helps |= {name: setting.help.partition("  [")[0] for name, setting in schema(Settings).items()}
+    helps |= {name: spec.help for name, spec in INPUTS.items()}
+    lines = [
+        fill(f"{name}: {helps[name]}", 110, initial_indent=" " * 4, subsequent_indent=" " * 8)
+        for name in names
+        if name in helps
+    ]
+    return entry.string[: entry.end()] + "\n".join([*lines, ""]) + entry.string[entry.end() :]

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pipeline: three stages from a prompt to a video, encode, denoise and decode, each of which can run alone.
+"""The pipeline: three stages from a prompt to a video, encode, denoise and decode, each of which can run alone.
 
-Plain arrays connect the stages. All families have this one class, and differ in its `architecture`. A model that makes
-a video block by block makes it by the same run, of several blocks, and can deliver the frames of each as it is made:
+Plain arrays connect the stages. All families share this class and differ in its `architecture`. A causal model makes a
+video in chunks of latent frames, in one run, and can deliver the frames of each chunk before it begins the next:
 
-    for each block of latent frames:
-        denoise the block from noise, by the steps of the sampler
-        renew what is kept, by a pass over the finished block
-        decode the block, and deliver its frames
+    for each chunk:
+        denoise it from noise, by the steps of the schedule
+        run the network over the finished chunk once more, which updates the key-value cache
+        decode it, and deliver its frames
 
-The programs are the same for every block, and what is kept has a fixed size, so a video may be of any length.
+Every chunk runs the same programs and the cache has a fixed size, so a video may have any length.
 """
 
 import copy
@@ -108,12 +108,18 @@ class Named(type):
 @final
 @readable
 class Pipeline(metaclass=Named):
-    """A checkpoint as a function from prompts, and pictures if it takes them, to videos.
+    """A function from prompts, and pictures if the model takes them, to videos.
 
-    Components are attributes. Each can be used alone, and `free` releases their memory. `architecture` is what its
-    family knows of the checkpoint. `sizes` are the model's own by name, as (height, width). `progress` says whether
-    stages are shown on stderr while they run: True, False, or None for on a terminal and in a notebook. `strategy` is
-    what is done with the pipeline's programs.
+    `wanjax.load` makes one. Call it for a video, or use its three stages: `encode`, `denoise` and `decode`. The
+    networks are attributes (`text_encoder`, `transformer`, `vae` ...): each loads at first use and can be used alone.
+
+    Attributes:
+        components: The checkpoint's networks and tokenizers, by name.
+        architecture: The model: its specification and the functions of its family.
+        defaults: The settings that a call overrides.
+        sizes: The model's own sizes by name, each as (height, width).
+        progress: Whether stages show their progress on stderr: True, False, or None for a terminal and a notebook.
+        strategy: Whether programs are executed, or traced for a plan.
     """
 
     tokenizer, tokenizer_2 = Component(), Component()
@@ -131,10 +137,15 @@ class Pipeline(metaclass=Named):
         compiler: str = SAFE,
         published: Sequence[tuple[int, int]] = (),
     ):
-        """Takes the components, the family's value, default settings, and how programs are compiled.
+        """Make a pipeline of parts; `wanjax.load` is the usual way.
 
-        `partitioner` is a mesh and its rules; None is JAX's first device. `compiler` names a set of compiler options.
-        `published` are sizes (height, width) that the model's authors name beside the default one.
+        Args:
+            components: The checkpoint's networks and tokenizers.
+            architecture: The model of the family.
+            defaults: The settings that a call overrides.
+            partitioner: A mesh with its sharding rules. None is JAX's first device.
+            compiler: The name of a set of compiler options.
+            published: Sizes (height, width) that the model's authors name beside the default one.
         """
         self.components = components
         self.architecture = architecture
@@ -148,57 +159,78 @@ class Pipeline(metaclass=Named):
 
     @property
     def attention(self) -> Attention:
-        """The attention of the denoiser: what was asked for, or what it was trained with."""
+        """The denoiser's attention: the one that `load` was given, or the one that it was trained with."""
         return self.architecture.spec.attention(self.components.options.get("attention", AUTO))
 
     @property
     def scheduler(self) -> Scheduler:
+        """The solver; set it to another by name or as a value. Raises WanjaxError where it does not fit the model."""
         return self.architecture.scheduler
 
     @scheduler.setter
     def scheduler(self, scheduler: str | Scheduler) -> None:
-        """Sets another scheduler, by name or as a value; raises WanjaxError where it does not fit the model."""
         self.architecture = with_scheduler(self.architecture, scheduler)
 
     def with_solver(self, name: str | None) -> "Pipeline":
-        """Returns the pipeline with the solver of this name, and the rest shared; itself for its own, and for None.
+        """Return a pipeline with another solver that shares the rest; this one for None and for its own solver.
 
-        Raises WanjaxError where the solver does not fit the model.
+        Args:
+            name: The solver, such as "euler".
+
+        Raises:
+            WanjaxError: The solver does not fit the model.
         """
         if name in (None, name_of(self.scheduler)):
             return self
-        made = self.under(self.strategy)
-        made.scheduler = name
-        return made
+        pipe = self.under(self.strategy)
+        pipe.scheduler = name
+        return pipe
 
     def free(self, *names: str) -> None:
-        """Drops the named components, or all, until their next use; raises WanjaxError for a name that is none."""
+        """Free the memory of components, which load again at their next use.
+
+        Args:
+            names: Names such as "transformer". None at all frees every component.
+
+        Raises:
+            WanjaxError: The pipeline has no component of that name.
+        """
         self.components.free(*names)
 
     @overload
-    def __call__(self, prompt: str, *, seeds: None = None, **given: Unpack[Called]) -> Video: ...
+    def __call__(self, prompt: str, *, seeds: None = None, **keywords: Unpack[Called]) -> Video: ...
 
     @overload
-    def __call__(self, prompt: str, *, seeds: Sequence[int], **given: Unpack[Called]) -> list[Video]: ...
+    def __call__(self, prompt: str, *, seeds: Sequence[int], **keywords: Unpack[Called]) -> list[Video]: ...
 
     @overload
     def __call__(
-        self, prompt: Sequence[str], *, seeds: Sequence[int] | None = None, **given: Unpack[Called]
+        self, prompt: Sequence[str], *, seeds: Sequence[int] | None = None, **keywords: Unpack[Called]
     ) -> list[Video]: ...
 
     @spelled_out(Called)
     def __call__(
-        self, prompt: str | Sequence[str], *, seeds: Sequence[int] | None = None, **given: Unpack[Called]
+        self, prompt: str | Sequence[str], *, seeds: Sequence[int] | None = None, **keywords: Unpack[Called]
     ) -> Video | list[Video]:
-        """Makes a video from a prompt; a list of videos from several prompts or `seeds`, as `videos` does.
+        """Make a video from a prompt, or a list of videos from several prompts or seeds.
 
-        The keywords of `prepare` are settings, `size`, which is (height, width) or a name such as 480p, and pictures.
-        `noise`, `callback` and `batch_guidance` are those of `denoise`; `tiling` is that of `decode`, for pictures too.
+        Args:
+            prompt: What the video shows. Of a sequence of prompts, each makes a video.
+            seeds: Makes a video of each seed, for each prompt. None is the one `seed` of the settings.
+            **keywords: Settings and pictures; None is the model's own value. `noise`, `callback`, `tiling` and
+                `batch_guidance` are those of `videos`.
+
+        Returns:
+            A `Video`; a list of them for a sequence of prompts, and where `seeds` are given.
+
+        Raises:
+            WanjaxError: A value is invalid, or is of no use to this model.
+            Cancelled: The callback returned False.
         """
         several = isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes)
         prompts: Sequence[Any] = prompt if several else [prompt]
-        made = self.videos(prompts, seeds=seeds, **given)
-        return list(made) if several or seeds is not None else next(made)
+        videos = self.videos(prompts, seeds=seeds, **keywords)
+        return list(videos) if several or seeds is not None else next(videos)
 
     @spelled_out(Given)
     def videos(
@@ -212,19 +244,34 @@ class Pipeline(metaclass=Named):
         tiling: Tiling | None = None,
         batch_guidance: bool = False,
         skip: Callable[[Mapping[str, Any]], bool] | None = None,
-        **given: Unpack[Given],
+        **keywords: Unpack[Given],
     ) -> Iterator[Video]:
-        """Returns an iterator over a video for each prompt and seed, prompt by prompt, each made when it is asked for.
+        """Iterate over a video for each prompt and seed, prompt by prompt, made as you ask for it.
 
-        `seeds` None is the one seed of the settings. Each prompt is encoded once. As many videos are denoised at once
-        as the mesh's axis `dp` splits; `callback` then receives their latents together. `skip` receives the record of
-        each video that is to be made, which its metadata will hold, and returns True for one that is not wanted. The
-        other keywords are those of a call for one video.
+        Each prompt is encoded once. The mesh's axis `dp` decides how many videos are denoised at once.
+
+        Args:
+            prompts: What the videos show.
+            negative_prompt: What they should not show. None is the model's own.
+            seeds: Makes a video of each seed, for each prompt. None is the one `seed` of the settings.
+            noise: Random arrays in place of those of the seed, as for `denoise`: for one video alone.
+            callback: Called after each step with a `Step`, which holds the latents of all videos that are denoised at
+                once. If it returns False, `Cancelled` is raised.
+            tiling: Encode pictures and decode latents tile by tile, which saves memory.
+            batch_guidance: Run both prompts of a step as one batch.
+            skip: Called with the metadata of each video before any is made. It returns True for one to leave out.
+            **keywords: Settings and pictures. None is the model's own value.
+
+        Returns:
+            An iterator over `Video`s.
+
+        Raises:
+            WanjaxError: A value is invalid, or is of no use to this model. Nothing was made then.
         """
         prompts = [check_prompt(prompt) for prompt in prompts]
         check_seeds(seeds)
         check_count(1 if seeds is None else len(seeds), len(prompts))
-        pictures, chosen = self.prepare(negative_prompt=negative_prompt, **given)
+        pictures, chosen = self.prepare(negative_prompt=negative_prompt, **keywords)
         numbers = [chosen.seed] if seeds is None else [checked_seed(seed) for seed in seeds]
         wanted = [chosen.updated({"prompt": prompt, "seed": seed}) for prompt in prompts for seed in numbers]
         if noise is not None:  # before a prompt is encoded, which may take long
@@ -232,76 +279,86 @@ class Pipeline(metaclass=Named):
                 raise WanjaxError(f"one noise is given for {len(wanted)} videos: it makes one video")
             checked_draws(noise, self.draws(chosen, len(pictures.several("references"))))
         check_tiling(tiling, self.architecture.vae)
-        sources = {name: nameable(given.get(name), array) for name, array in pictures.items()}
+        sources = {name: nameable(keywords.get(name), array) for name, array in pictures.items()}
         how = {"tiling": tiling, "batch_guidance": batch_guidance}
         requests = [PreparedRequest(x, self.record(x, sources | {"noise": noise}, **how)) for x in wanted]
         if skip:
             requests = [one for one in requests if not skip(one.metadata)]
         if requests:
             check_making(self, chosen, pictures, **how)
-        return self._made(Run(self, requests, pictures, noise=noise, observers=self._looking(callback), **how))
+        return self._videos_of(Run(self, requests, pictures, noise=noise, observers=self._observers(callback), **how))
 
-    def _made(self, run: Run) -> Iterator[Video]:
-        """Yields the videos of a run."""
+    def _videos_of(self, run: Run) -> Iterator[Video]:
+        """Yield the videos of a run."""
         for request, frames in run:
             with run.decode_stage(request):
-                made = np.concatenate([np.asarray(chunk) for chunk in frames])
-            yield Video(made, request.settings.fps, request.metadata)
+                video = np.concatenate([np.asarray(chunk) for chunk in frames])
+            yield Video(video, request.settings.fps, request.metadata)
 
     @spelled_out(Given)
-    def prepare(self, **given: Any) -> tuple[Pictures, Settings]:
-        """Reads the pictures, and completes the settings of the video.
+    def prepare(self, **keywords: Any) -> tuple[Pictures, Settings]:
+        """Read the pictures, and complete the settings of a video.
 
-        Pictures and clips are files or uint8 arrays, of NumPy or JAX, [H W 3] and [T H W 3]. A size that is not given
-        has the proportions of `image` or `video` and about the default area, and one that is given by its lines, as
-        480p, has about that area; a length that is not given is that of `video`. Warns of how an `image` and a `video`
-        that are given together count. Raises WanjaxError where a picture cannot be read, is of no use to the model or
-        is missing, or a setting is invalid.
+        Without a size, the video has the proportions of `image` or `video` and about the default area; a size in lines,
+        such as 480p, sets that area. Without `frames`, it has the length of `video`.
+
+        Args:
+            **keywords: Settings and pictures. A picture is a file, an image of Pillow, or a uint8 array [H W 3] of
+                NumPy or JAX. A clip is a file, a sequence of pictures, or a uint8 array [T H W 3].
+
+        Returns:
+            The pictures, read, and the settings.
+
+        Raises:
+            WanjaxError: A picture cannot be read, is missing or is of no use to the model, or a setting is invalid.
+
+        Warns:
+            WanjaxWarning: `image` and `video` are given together, with how the model uses each.
         """
         spec = self.architecture.spec
-        settings = {name: value for name, value in given.items() if name not in INPUTS and name not in spec.takes}
-        sources = {name: on_host(given[name]) for name in given.keys() - settings if given[name] is not None}
+        settings = {name: value for name, value in keywords.items() if name not in INPUTS and name not in spec.takes}
+        sources = {name: on_host(keywords[name]) for name in keywords.keys() - settings if keywords[name] is not None}
         if not sources.get(REFERENCES.name, True):  # an empty list
             del sources[REFERENCES.name]
-        asked = self.settings(**settings)
-        check_inputs(sources, asked.model, spec.task, spec.inputs)
-        pictures = read_pictures(sources, spec.inputs, frames=self._clip_frames(asked), fps=asked.fps)
-        spec.check_pictures(pictures, asked)
+        requested = self.settings(**settings)
+        check_inputs(sources, requested.model, spec.task, spec.inputs)
+        pictures = read_pictures(sources, spec.inputs, frames=self._clip_frames(requested), fps=requested.fps)
+        spec.check_pictures(pictures, requested)
         if {"image", "video"} <= pictures.keys() and (how := spec.picture_beside_clip):
             warnings.warn(f"a picture and a clip are given together: {how}", WanjaxWarning, stacklevel=3)
-        self._check_strength(asked, pictures.get("video"))
+        self._check_strength(requested, pictures.get("video"))
         if "video" in pictures and spec.begins_from_video:
-            check_rule(asked.guidance_rule, asked.guided, asked.strong_steps)
-        complete = asked.updated(self._shape_of(pictures, asked, settings))
+            check_rule(requested.guidance_rule, requested.guided, requested.strong_steps)
+        complete = requested.updated(self._shape_of(pictures, requested, settings))
         self.check_memory(complete)
         return pictures, complete
 
-    def _clip_frames(self, asked: Settings) -> int:
-        """Returns the frames that are of use of a clip: a control clip is that of all windows, another of the first."""
-        return asked.length if self.architecture.spec.continued_by == CONTROL else asked.frames
+    def _clip_frames(self, requested: Settings) -> int:
+        """Return how many frames of a clip are used: of a control clip all windows', else the first's."""
+        return requested.length if self.architecture.spec.continued_by == CONTROL else requested.frames
 
     def check_memory(self, settings: Settings) -> None:
-        """Raises WanjaxError where a video cannot fit into the memory that there is; does nothing in a plan."""
+        """Raise WanjaxError where a video cannot fit into the devices' memory; check nothing in a plan."""
         sizes = self.components.sizes
         if weights := max((sizes.get(name, 0) for name in self.architecture.spec.denoisers), default=0):
             check_video(settings, weights, least_bytes(self.architecture, settings), self.partitioner.mesh.size)
 
-    def _check_strength(self, asked: Settings, video: Any) -> None:
-        """Raises WanjaxError for a strength that is given without a video, or to a model that begins from none."""
-        if asked.strength != self.defaults.strength:
-            check_strength(asked, video=video is not None, begins=self.architecture.spec.begins_from_video)
+    def _check_strength(self, requested: Settings, video: Any) -> None:
+        """Raise WanjaxError for a strength without a video, and for a model that cannot begin from one."""
+        if requested.strength != self.defaults.strength:
+            check_strength(requested, video=video is not None, begins=self.architecture.spec.begins_from_video)
 
-    def _shape_of(self, pictures: Pictures, asked: Settings, given: Mapping[str, Any]) -> dict[str, int]:
-        """Returns the height, width and frames that follow from the pictures, where they are not given."""
+    def _shape_of(self, pictures: Pictures, requested: Settings, settings: Mapping[str, Any]) -> dict[str, int]:
+        """Return the height, width and frames that follow from the pictures, where `settings` has none."""
         shape: dict[str, int] = {}
-        by_lines = given.get("size") == lines(asked.size)
-        if pictures.first is not None and (by_lines or not given.keys() & {"size", "height", "width"}):
+        by_lines = settings.get("size") == lines(requested.size)
+        if pictures.first is not None and (by_lines or not settings.keys() & {"size", "height", "width"}):
             shape |= dict(
-                zip(("height", "width"), self.architecture.size_for(pictures.first.shape, asked), strict=True)
+                zip(("height", "width"), self.architecture.size_for(pictures.first.shape, requested), strict=True)
             )
-        needed = self._clip_frames(asked)
+        needed = self._clip_frames(requested)
         if (clip := pictures.clip("video")) is not None and (count := len(clip)) < needed:
-            if given.get("frames") or needed > asked.frames:
+            if settings.get("frames") or needed > requested.frames:
                 raise WanjaxError(f"the video has {quantity(count, 'frame')} where {needed} are asked for: give fewer")
             factor = self.architecture.vae.temporal_factor
             shape["frames"] = (count - 1) // factor * factor + 1
@@ -314,11 +371,17 @@ class Pipeline(metaclass=Named):
 
     @spelled_out(GivenSettings)
     def settings(self, *, size: tuple[int, int] | str | None = None, **settings: Any) -> Any:
-        """Returns the model's defaults, overridden by the given settings; raises WanjaxError for invalid ones.
+        """Return the settings of a video: the model's defaults, overridden by the keywords.
 
-        `size` is (height, width), a text such as "832x480", width first, or the name of one of the model's `sizes`. A
-        seed of "random" or -1 becomes one drawn at random, below 2^32. The model and the dtypes are those that were
-        loaded.
+        Args:
+            size: (height, width), a text such as "832x480", width first, or a name in the model's `sizes`.
+            **settings: Other settings. A `seed` of "random" or -1 draws one below 2^32.
+
+        Returns:
+            The settings, of the family's type.
+
+        Raises:
+            WanjaxError: A setting is unknown or invalid, or would change what is loaded, as `dtype` would.
         """
         settings = dict(self.architecture.spec.implied(settings))
         if settings.get("then"):
@@ -328,12 +391,12 @@ class Pipeline(metaclass=Named):
         if size is not None:
             check_one_way({**settings, "size": size})
             settings |= sides(size, self.sizes)
-        own, known = self.defaults.to_json(), schema(type(self.defaults))
-        for name in sorted(settings.keys() - own.keys()):
-            if name not in known:
-                raise unknown_keyword(name, ("size", *own))
+        defaults, fields = self.defaults.to_json(), schema(type(self.defaults))
+        for name in sorted(settings.keys() - defaults.keys()):
+            if name not in fields:
+                raise unknown_keyword(name, ("size", *defaults))
             if settings[name] is not None:
-                raise no_setting(name, self.defaults.model, own)
+                raise no_setting(name, self.defaults.model, defaults)
         check_loaded(self.defaults, {name: settings.pop(name) for name in LOADED if name in settings})
         if settings.get("seed") is not None:
             settings |= {"seed": checked_seed(settings["seed"])}
@@ -344,35 +407,49 @@ class Pipeline(metaclass=Named):
 
     @spelled_out(Given)
     def encode(
-        self, prompt: str, negative_prompt: str | None = None, *, tiling: Tiling | None = None, **given: Unpack[Given]
+        self,
+        prompt: str,
+        negative_prompt: str | None = None,
+        *,
+        tiling: Tiling | None = None,
+        **keywords: Unpack[Given],
     ) -> Encoded:
-        """Encodes a prompt, the negative prompt (None is the model's default), and pictures.
+        """Encode a prompt, a negative prompt and pictures: the first stage.
 
-        The other keywords are those of `prepare`, and `tiling` is that of `encode_video`. With pictures, the size and
-        the frames have to be those of the video.
+        Args:
+            prompt: What the video shows.
+            negative_prompt: What it should not show. None is the model's own.
+            tiling: Encode pictures tile by tile, which saves memory.
+            **keywords: Settings and pictures. With pictures, `size` and `frames` are those of the video to be denoised.
+
+        Returns:
+            A named tuple of arrays, the family's conditioning.
+
+        Raises:
+            WanjaxError: A value is invalid, or is of no use to this model.
         """
-        pictures, chosen = self.prepare(prompt=check_prompt(prompt), negative_prompt=negative_prompt, **given)
+        pictures, chosen = self.prepare(prompt=check_prompt(prompt), negative_prompt=negative_prompt, **keywords)
         check_alone(chosen, "encode")
         check_encoding(self, chosen, pictures, tiling=tiling)
-        run = Run(self, [PreparedRequest(chosen)], pictures, tiling=tiling, observers=self._looking(None))
+        run = Run(self, [PreparedRequest(chosen)], pictures, tiling=tiling, observers=self._observers(None))
         return run.encode()[chosen.prompt]
 
     def encode_prompts(self, prompt: str, negative_prompt: str | None = None, *, follow: str | None = None) -> Encoded:
-        """Encodes a prompt and the negative prompt, with the text encoders alone; None is the model's default."""
-        given = {"prompt": check_prompt(prompt), "negative_prompt": negative_prompt, "follow": follow}
-        return self.architecture.encode_text(self.runtime, self.defaults.updated(given))
+        """Encode a prompt and a negative prompt by the text encoders alone; None is the model's own."""
+        texts = {"prompt": check_prompt(prompt), "negative_prompt": negative_prompt, "follow": follow}
+        return self.architecture.encode_text(self.runtime, self.defaults.updated(texts))
 
     def truncations(self, prompt: str, *, follow: str | None = None) -> Sequence[Truncation]:
-        """Returns the parts of a prompt that the model does not read, if any; `follow` None is the model's default."""
+        """Return the parts of a prompt that the tokenizers cut off; `follow` None is the model's default."""
         return truncations(self.architecture, self.runtime, prompt, follow or self.defaults.follow)
 
     def draws(self, settings: Settings, references: int = 0) -> Mapping[str, tuple[int, ...]]:
-        """Returns the shapes of the random arrays that can be given for a video, by name."""
+        """Return the shapes of a video's random arrays by name: those that `noise` may hold."""
         check_alone(settings, "given noise")
         return self.architecture.spec.noise_inputs(settings, references)
 
     def noise(self, settings: Settings, references: int = 0) -> Float[Array, "B C T H W"]:
-        """Returns the seed's initial noise [1 C T H W], float32."""
+        """Return the seed's initial noise, float32 [1 C T H W]."""
         return self.call(draw, self.draws(settings, references)[INITIAL], seed_to_key_data([settings.seed]))
 
     @spelled_out(GivenSettings)
@@ -389,20 +466,36 @@ class Pipeline(metaclass=Named):
         continued: Callable[[int, int], Any] | None = None,
         **settings: Unpack[GivenSettings],
     ) -> Any:
-        """Returns latents [1 C T H W], float32 and normalised, from noise (None is the seed's; a mapping may hold all
-        that `draws` names); of a model with several streams of latents, a mapping of them. `seeds` makes a video of
-        each; `encoded` then has a prompt for each on its first axis.
+        """Denoise latents from noise: the second stage.
 
-        Under guidance the network runs twice a step; with `batch_guidance`, or on a mesh whose `dp` splits the prompts,
-        once on a batch. `callback` receives every step, perhaps before the device has finished it; if it returns False,
-        Cancelled is raised. `switched` is called when another network takes over. Raises WanjaxError where a shape does
-        not fit the video, and where latents stop being finite, with the step's number. `keep` is a file from which the
-        same call continues after it was stopped; `continued` then receives (done, total). A model that makes videos
-        block by block keeps none, and one of several passes keeps a file for each beside it.
+        Under guidance the network runs twice a step; once, on a batch of both prompts, with `batch_guidance` or on a
+        mesh whose axis `dp` splits them.
+
+        Args:
+            encoded: What `encode` returned; for several `seeds`, with a prompt for each on its first axis.
+            noise: The initial noise [1 C T H W], or a mapping of any of the arrays that `draws` names. None is the
+                seed's.
+            callback: Called after each step with a `Step`, perhaps before the device has finished it. If it returns
+                False, `Cancelled` is raised.
+            switched: Called with a `Switch` when a second network takes over.
+            batch_guidance: Run both prompts of a step as one batch.
+            seeds: Makes a video of each seed. None is the one `seed` of the settings.
+            keep: A file. The same call after a stop goes on from the last step that it holds. A model of several passes
+                keeps a file for each beside it; a causal model keeps none.
+            continued: Called with the steps that are done, and with all, when the run goes on from `keep`.
+            **settings: Settings of the video. None is the model's own value, or that for which pictures were encoded.
+
+        Returns:
+            Latents [B C T H W], float32 and normalised, a video for each seed; a mapping of them for a model with
+            several streams of latents.
+
+        Raises:
+            WanjaxError: A shape does not fit the video, a setting is invalid, or latents are not finite after a step.
+            Cancelled: The callback returned False.
         """
         chosen = self._settings_for(encoded, dict(settings))
         seeds = resolve_seeds([settings.get("seed")], [chosen.seed]) if seeds is None else resolve_seeds(seeds)
-        observers = [*self._looking(callback), *([SwitchObserver(switched)] if switched else [])]
+        observers = [*self._observers(callback), *([SwitchObserver(switched)] if switched else [])]
         if keep is not None:
             self.architecture.spec.check_whole(chosen.model, "a file to continue from")
             observers.append(ResumeObserver(keep, self.partitioner, continued))
@@ -412,8 +505,8 @@ class Pipeline(metaclass=Named):
             pieces = tuple(run.latents(encoded, chosen, seeds))
         return pieces[0] if len(pieces) == 1 else self.call(join, 2, pieces)
 
-    def _looking(self, callback: Stop | None) -> list[Observer]:
-        """Returns the observers of every run of the library: its progress, and a callback if there is one.
+    def _observers(self, callback: Stop | None) -> list[Observer]:
+        """Return the observers of a run: its progress, and the callback if there is one.
 
         Raises WanjaxError for a callback that cannot be called.
         """
@@ -421,20 +514,20 @@ class Pipeline(metaclass=Named):
             raise WanjaxError(f"callback is given as {shown(callback)}: give a function that takes a Step")
         return [ProgressObserver(self.progress), *([CallbackObserver(callback)] if callback else [])]
 
-    def _settings_for(self, encoded: Encoded, given: dict[str, Any]) -> Any:
-        """Returns the settings of a video of this output of `encode`, which has to fit.
+    def _settings_for(self, encoded: Encoded, settings: dict[str, Any]) -> Any:
+        """Return the settings of a video of this output of `encode`; raise WanjaxError where the two do not fit.
 
-        Where no size or length is given it is that for which pictures were encoded.
+        A size or length that is missing is that for which pictures were encoded.
         """
         check_encoded(encoded, self.architecture.encoded_type)
-        given = {name: value for name, value in given.items() if value is not None}
+        settings = {name: value for name, value in settings.items() if value is not None}
         latents = [x for x in encoded if x is not None and x.ndim == 5]
         if (shape := encoded_shape(encoded)) is not None:
-            given = {"frames": shape.frames} | given
-            given = ({} if "size" in given else {"height": shape.height, "width": shape.width}) | given
-        elif latents and not given.keys() & {"size", "height", "width"}:
-            given["size"] = tuple(self.architecture.vae.spatial_factor * cells for cells in latents[0].shape[3:])
-        chosen = self.settings(**given)
+            settings = {"frames": shape.frames} | settings
+            settings = ({} if "size" in settings else {"height": shape.height, "width": shape.width}) | settings
+        elif latents and not settings.keys() & {"size", "height", "width"}:
+            settings["size"] = tuple(self.architecture.vae.spatial_factor * cells for cells in latents[0].shape[3:])
+        chosen = self.settings(**settings)
         check_alone(chosen, "denoise")
         check_fits(self.architecture, encoded, chosen)
         self._check_strength(chosen, getattr(encoded, "video_latents", None))
@@ -450,21 +543,35 @@ class Pipeline(metaclass=Named):
         callback: Stop | None = None,
         tiling: Tiling | None = None,
         batch_guidance: bool = False,
-        **given: Unpack[Given],
+        **keywords: Unpack[Given],
     ) -> Iterator[Clip]:
-        """Returns an iterator over a video's clips, uint8 [T H W 3], one for each block, made when it is asked for.
+        """Iterate over the frames of a video in chunks, each made as you ask for it. For causal models.
 
-        The keywords are those of a call for one video, whose frames are the same. Raises WanjaxError where the model
-        makes a video as a whole.
+        The frames are those of a call for one video with the same keywords.
+
+        Args:
+            prompt: What the video shows.
+            negative_prompt: What it should not show. None is the model's own.
+            noise: Random arrays in place of those of the seed, as for `denoise`.
+            callback: Called after each step with a `Step`. If it returns False, `Cancelled` is raised.
+            tiling: Decode tile by tile, which saves memory.
+            batch_guidance: Run both prompts of a step as one batch.
+            **keywords: Settings and pictures. None is the model's own value.
+
+        Returns:
+            An iterator over uint8 arrays [T H W 3].
+
+        Raises:
+            WanjaxError: A value is invalid, or the model makes a video as a whole.
         """
         self.architecture.spec.check_streams(self.defaults.model)
         check_tiling(tiling, self.architecture.vae)
-        pictures, chosen = self.prepare(prompt=check_prompt(prompt), negative_prompt=negative_prompt, **given)
-        resolve_seeds([given.get("seed")], [chosen.seed])
+        pictures, chosen = self.prepare(prompt=check_prompt(prompt), negative_prompt=negative_prompt, **keywords)
+        resolve_seeds([keywords.get("seed")], [chosen.seed])
         checked_draws(noise, self.draws(chosen))
         how = {"tiling": tiling, "batch_guidance": batch_guidance}
         check_making(self, chosen, pictures, **how)
-        run = Run(self, [PreparedRequest(chosen)], pictures, noise=noise, observers=self._looking(callback), **how)
+        run = Run(self, [PreparedRequest(chosen)], pictures, noise=noise, observers=self._observers(callback), **how)
         return (np.asarray(clip) for _, frames in run for clip in frames)
 
     @spelled_out(GivenSettings)
@@ -478,9 +585,9 @@ class Pipeline(metaclass=Named):
         seeds: Sequence[int] | None = None,
         **settings: Unpack[GivenSettings],
     ) -> Iterator[Float[Array, "B C T H W"]]:
-        """Returns an iterator over the latents of each block, made when it is asked for.
+        """Iterate over the latents [B C T H W] of a video in chunks, each made as you ask for it. For causal models.
 
-        The keywords are those of `denoise`, which joins the blocks. `callback` receives the latents of a block.
+        The keywords are those of `denoise`, which joins the chunks. The callback receives the latents of one chunk.
         """
         self.architecture.spec.check_streams(self.defaults.model)
         chosen = self._settings_for(encoded, dict(settings))
@@ -491,22 +598,26 @@ class Pipeline(metaclass=Named):
         return run.latents(encoded, chosen, seeds)
 
     def decode_blocks(self, blocks: Iterable[GivenLatents], *, tiling: Tiling | None = None) -> Iterator[Clip]:
-        """Yields the frames uint8 [T H W 3] of each block of latents [1 C T H W] as it comes."""
+        """Yield the frames, uint8 [T H W 3], of each chunk of latents [1 C T H W] as it comes."""
         self.architecture.spec.check_streams(self.defaults.model)
         for frames in Run(self, [], tiling=tiling).frames(iter(blocks)):
             yield np.asarray(frames)
 
     def preview_with(self, file: str | Path) -> None:
-        """Makes previews with a tiny decoder from now on: a file of TAEHV's for the model's latents.
+        """Make previews with a tiny decoder from now on.
 
-        Raises WanjaxError if the file is none.
+        Args:
+            file: A decoder of TAEHV for the model's latents.
+
+        Raises:
+            WanjaxError: The file is not such a decoder.
         """
         self._latent_preview = read_tiny_decoder(file, self.architecture.spec.latent_shape(self.defaults)[1])
 
     def latent_preview(self) -> LatentPreview:
-        """Returns what makes previews: a tiny decoder if one was given, or a linear map from latents to colours.
+        """Return the maker of previews: the decoder of `preview_with`, or a linear map from latents to colours.
 
-        The map is fitted at the first call, which encodes a small clip; the autoencoder is freed if it was not loaded.
+        The first call fits the map, by encoding a small clip; it frees the autoencoder if that was not loaded.
         """
         if self._latent_preview is None:
             loaded, config = self.components.has("vae"), self.architecture.vae
@@ -525,16 +636,25 @@ class Pipeline(metaclass=Named):
         callback: Callable[[int, int], Any] | None = None,
         seed: int | None = None,
     ) -> np.ndarray:
-        """Decodes latents [1 C T H W] to frames [T H W 3]: uint8, or a float dtype in [0, 1].
+        """Decode latents to frames: the third stage.
 
-        `latents` are what `denoise` returns, of several streams a mapping. `tiling` decodes tile by tile, for frames
-        that would not fit in memory: `Tiling()` is the size that the model's authors chose. `callback(done, total)`
-        receives the number of chunks. `seed` is that of noise which some decoders take.
+        Args:
+            latents: What `denoise` returned, of one video: [1 C T H W], or a mapping for several streams.
+            dtype: uint8, or a float dtype for values in [0, 1].
+            tiling: Decode tile by tile, which saves memory. `Tiling()` has the sizes that the model's authors chose.
+            callback: Called with the chunks that are decoded, and with all.
+            seed: The seed of the noise that some decoders take.
+
+        Returns:
+            Frames [T H W 3].
+
+        Raises:
+            WanjaxError: The latents do not fit the model, or are not finite.
         """
         chunks, total = [], self.chunks(latents)
         check_tiling(tiling, self.architecture.vae)
         check_decoding(self, stream_of(latents).shape, tiling=tiling)
-        run = Run(self, [], tiling=tiling, observers=self._looking(None))
+        run = Run(self, [], tiling=tiling, observers=self._observers(None))
         with run.stage("decode"):
             for chunk in run.frames([latents], dtype, seed=seed):
                 chunks.append(np.asarray(chunk))
@@ -543,7 +663,7 @@ class Pipeline(metaclass=Named):
         return np.concatenate(chunks)
 
     def chunks(self, latents: AnyLatents) -> int:
-        """Returns the number of chunks in which latents [1 C T H W] are decoded."""
+        """Return in how many chunks latents [1 C T H W] are decoded."""
         self._check_latents(latents)
         frames = stream_of(latents).shape[2]
         return chunk_count(frames, self.architecture.spec.decoded_at_once(frames))
@@ -556,22 +676,29 @@ class Pipeline(metaclass=Named):
         tiling: Tiling | None = None,
         seed: int | None = None,
     ) -> Iterator[Frames]:
-        """Yields the frames of each chunk of latents; one chunk and the next are in memory."""
+        """Yield the frames of each chunk of latents; at most two chunks are in memory."""
         self._check_latents(latents)
         check_tiling(tiling, self.architecture.vae)
         check_decoding(self, stream_of(latents).shape, tiling=tiling)
         yield from Run(self, [], tiling=tiling).frames([latents], dtype, seed=seed)
 
     def _check_latents(self, latents: Any) -> None:
-        """Raises WanjaxError unless latents are those of one video of the model."""
+        """Raise WanjaxError unless latents are those of one video of the model."""
         check_streams(latents, self.architecture.spec.latent_streams, self.defaults.model)
         check_latents(stream_of(latents), self.architecture.vae.latent_channels)
 
     def encode_video(self, frames: GivenFrames, *, tiling: Tiling | None = None) -> Float[Value, "1 C _T _H _W"]:
-        """Encodes frames [T H W 3], or a list of them, uint8 or floats in [0, 1], to latents [1 C T H W] in float32.
+        """Encode frames to latents, which `decode` inverts but for what the autoencoder loses.
 
-        `decode` inverts it, except for what the autoencoder loses; `tiling` is the same. Raises WanjaxError where the
-        autoencoder does not accept this number or size of frames.
+        Args:
+            frames: [T H W 3] or a list of [H W 3], uint8 or floats in [0, 1].
+            tiling: Encode tile by tile, which saves memory.
+
+        Returns:
+            Latents [1 C T H W], float32.
+
+        Raises:
+            WanjaxError: The autoencoder does not take this number or size of frames.
         """
         config = self.architecture.vae
         check_frames(frames)
@@ -592,9 +719,14 @@ class Pipeline(metaclass=Named):
         batch_guidance: bool = False,
         digests: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
-        """Returns everything that shapes a video, as JSON; `sources` are its pictures, clips and noise by name.
+        """Return the metadata of a video, everything that shapes it, as JSON.
 
-        `digests` are those of pictures and clips that are in a store, by their URLs.
+        Args:
+            settings: The video's settings.
+            sources: Its pictures, clips and noise by name, as files or arrays.
+            tiling: The tiling of its pictures and frames.
+            batch_guidance: Whether both prompts of a step run as one batch.
+            digests: SHA-256 digests of pictures and clips in a store, by URL.
         """
         table, tables = self.architecture.spec.cache_rule(settings).table, self.architecture.tables
         tables = tables.of_pictured if sources.get("image") is not None else tables
@@ -611,11 +743,11 @@ class Pipeline(metaclass=Named):
 
     @property
     def runtime(self) -> Runtime:
-        """What the model needs in order to compute."""
+        """Components, mesh, compiler options and strategy: what the model's functions take."""
         return Runtime(self.components, self.partitioner, self.compiler, self.strategy)
 
     def call(self, program: Program, static: Any, *arguments: Any) -> Any:
-        """Calls a program on the pipeline's devices, and returns its results; `static` is hashable."""
+        """Call a program on the pipeline's devices; `static` is hashable, and a new value compiles anew."""
         return self.runtime.call(program, static, *arguments)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Pipeline":
@@ -638,7 +770,7 @@ class Pipeline(metaclass=Named):
         return pipe
 
     def under(self, strategy: Strategy, components: Components | None = None) -> "Pipeline":
-        """Returns the pipeline with another strategy, and with other components if given; the rest is shared."""
+        """Return a pipeline with another strategy, and other components if given, that shares the rest."""
         pipe = copy.copy(self)
         pipe.strategy, pipe.components = strategy, components or self.components
         return pipe
@@ -646,11 +778,11 @@ class Pipeline(metaclass=Named):
     if not TYPE_CHECKING:  # an editor is to see that an attribute is missing
 
         def __getattr__(self, name: str) -> Any:
-            """Raises AttributeError, which tells what to give for names of other libraries."""
+            """Raise AttributeError, with what to use here in place of another library's name."""
             if sentence := right_name(name):
                 raise AttributeError(sentence)
-            known = dir(self)
-            if not (name.startswith("_") or name in known) and (near := near_names(name, known, 1)):
+            names = dir(self)
+            if not (name.startswith("_") or name in names) and (near := near_names(name, names, 1)):
                 raise AttributeError(f"a pipeline has no {name}: {near[0]} is near")
             return object.__getattribute__(self, name)  # raises the error for which Python came here
 
@@ -662,7 +794,7 @@ class Pipeline(metaclass=Named):
         return "\n".join([*lines, f"  scheduler: {name_of(self.scheduler)}"])
 
     def _state_of(self, name: str) -> str:
-        """Returns whether a component is loaded, and a network's bytes on all devices together."""
+        """Return whether a component is loaded, and a network's bytes on all devices together."""
         if not self.components.has(name):
             return "not loaded"
         component = self.components.get(name)

@@ -41,14 +41,23 @@ SomeSettings = TypeVar("SomeSettings", bound="Settings")
 class Setting(NamedTuple):
     """A setting: its type, its help, and the values that it may have.
 
-    `group` names the options beside which the command line shows it; None hides it there. `usual` is a value that a
-    message names as right. `several` tells that a command takes it more than once. `aliases` are its names elsewhere.
-    `made` makes the value of a text, where that is neither a text nor a number, or of several texts.
+    Args:
+        name: Its name in Python, in TOML files and in requests.
+        kind: The type of its values.
+        help: What it does, in a sentence, for the command, the page and `help`.
+        group: The section of the command's help that shows it. None leaves the option out.
+        metavar: What stands for a value in the command's help.
+        least, above, most: The bounds of a number: from, above and at most.
+        choices: The values that it may have, if they are few.
+        usual: A value that a message gives as an example.
+        several: Whether a command takes it more than once.
+        aliases: Its names in other libraries.
+        convert: Returns the value for a text, where that is neither a text nor a number, or for several texts.
     """
 
     name: str
     kind: type
-    told: str = ""
+    help: str = ""
     group: str | None = None
     metavar: str = ""
     least: float = -math.inf
@@ -58,11 +67,11 @@ class Setting(NamedTuple):
     usual: Any = None
     several: bool = False
     aliases: tuple[str, ...] = ()
-    made: Callable[[Any], Any] | None = None
+    convert: Callable[[Any], Any] | None = None
 
     @property
-    def right(self) -> str:
-        """The values that are right, in words."""
+    def allowed(self) -> str:
+        """The values that it may have, in words."""
         if self.choices:
             return " or ".join(self.choices)
         bounds = [f"above {self.above:.15g}"] * (self.above > -math.inf)
@@ -72,27 +81,27 @@ class Setting(NamedTuple):
         return " ".join([KINDS[self.kind], *filter(None, [" and ".join(bounds)])]) + usual
 
     def read(self, value: Any) -> Any:
-        """Returns a value of Python, NumPy, JSON or TOML as the setting's own type.
+        """Return a value of Python, NumPy, JSON or TOML as the setting's own type.
 
         Raises SettingError for a value of another type or out of range.
         """
-        if self.made:
+        if self.convert:
             try:
-                return self.made(value)
+                return self.convert(value)
             except WanjaxError as error:
                 raise SettingError(str(error), self.name) from error
-        found = self._typed(value)
-        within = found in self.choices if self.choices else found is not None
-        if isinstance(found, int | float):
-            within = self.least <= found <= self.most and self.above < found < math.inf
+        typed = self._typed(value)
+        within = typed in self.choices if self.choices else typed is not None
+        if isinstance(typed, int | float):
+            within = self.least <= typed <= self.most and self.above < typed < math.inf
         if not within:
-            raise SettingError(f"{self.name} is given as {shown(value)}: give {self.right}", self.name)
-        return found
+            raise SettingError(f"{self.name} is given as {shown(value)}: give {self.allowed}", self.name)
+        return typed
 
     def parse(self, text: Any) -> Any:
-        """Returns the value in a text, such as a form's, as the setting's own type; raises SettingError as `read`.
+        """Return the value in a text, such as a form's, as the setting's own type; other values as `read` does.
 
-        A value that is no text is read as it is.
+        Raises SettingError for a value of another type or out of range.
         """
         if not isinstance(text, str) or self.kind is str or len(text) > LONGEST_NUMBER:
             return self.read(text)
@@ -105,7 +114,7 @@ class Setting(NamedTuple):
         return self.read(value)
 
     def _typed(self, value: Any) -> Any:
-        """Returns a value as the setting's type; None where it is of another."""
+        """Return a value as the setting's type; None for a value of another type."""
         if self.kind is bool:
             return bool(value) if isinstance(value, bool) or str(getattr(value, "dtype", "")) == "bool" else None
         if self.kind is int:
@@ -119,38 +128,40 @@ ALLOW_EMPTY = Setting("allow_empty_prompt", bool)
 """The field of a request that makes an empty prompt no mistake: most of them are a variable that was not set."""
 
 
-def setting(told: str = "", *, default: Any = dataclasses.MISSING, **known: Any) -> Any:
-    """Describes a field of settings: its help, its default if every model has one, and what `Setting` says of it."""
-    return field(default=default, metadata={"told": told, **known})
+def setting(help: str = "", *, default: Any = dataclasses.MISSING, **more: Any) -> Any:
+    """Return a field of settings: its help, its default if every model has the same, and other fields of `Setting`."""
+    return field(default=default, metadata={"help": help, **more})
 
 
-def _cache(given: Any) -> "CacheRule":
+def _cache(value: Any) -> "CacheRule":
     from wanjax.pipelines.caching.rules import cache_rule  # imported late for a quick --help
 
-    return cache_rule(given)
+    return cache_rule(value)
 
 
-def read_lines(given: Any) -> str:
-    """Returns texts, a list of them or the lines of one, as the lines of one text; raises WanjaxError for others."""
-    texts = given if isinstance(given, list | tuple) else [given]
+def read_lines(value: Any) -> str:
+    """Return a text or a list of texts as the lines of one text; raise WanjaxError for other values."""
+    texts = value if isinstance(value, list | tuple) else [value]
     if not all(map(is_text, texts)):
-        raise WanjaxError(f"later prompts are given as {shown(given)}: give a text, or a list of texts")
+        raise WanjaxError(f"later prompts are given as {shown(value)}: give a text, or a list of texts")
     lines = texts[0].splitlines() if len(texts) == 1 else [" ".join(text.splitlines()) for text in texts]
     return "\n".join(line.strip() for line in lines if line.strip())
 
 
-def _rule(given: Any) -> "GuidanceRule":
+def _rule(value: Any) -> "GuidanceRule":
     from wanjax.pipelines.guidance import guidance_rule  # imported late for a quick --help
 
-    return guidance_rule(given)
+    return guidance_rule(value)
 
 
-def read_seed(given: Any) -> int:
-    """Returns a seed, DRAW for "random" or -1, which ask for one that is drawn; raises WanjaxError for others."""
-    number = DRAW if isinstance(given, str) and given == "random" else whole(given)
+def read_seed(value: Any) -> int:
+    """Return a seed, or DRAW for "random" and -1; raise WanjaxError for other values."""
+    number = DRAW if isinstance(value, str) and value == "random" else whole(value)
     if number is None or not (number == DRAW or 0 <= number < 2**SEED_BITS):
-        right = f"a whole number from 0 to 2^{SEED_BITS} - 1, or random, which draws one"
-        raise WanjaxError(f"the seed is given as {shown(given)}: give {right}")
+        raise WanjaxError(
+            f"the seed is given as {shown(value)}: give a whole number from 0 to 2^{SEED_BITS} - 1, or random, which "
+            "draws one"
+        )
     return number
 
 
@@ -182,29 +193,27 @@ class Settings:
 
     model: str = setting(aliases=("pretrained_model_name_or_path",))
     prompt: str
-    original_prompt: str = setting(
-        "What was asked for, where a language model extended it; a line a prompt.", default=""
-    )
+    original_prompt: str = setting("The prompts that a language model extended, one in a line.", default="")
     negative_prompt: str = setting(
         "What the video should not show.", group="text", metavar="TEXT", aliases=("negative", "n_prompt")
     )
-    height: int = setting("Height alone.", group="shape", metavar="N", most=LARGEST_SIDE)
-    width: int = setting("Width alone.", group="shape", metavar="N", most=LARGEST_SIDE)
+    height: int = setting("Height in pixels.", group="shape", metavar="N", most=LARGEST_SIDE)
+    width: int = setting("Width in pixels.", group="shape", metavar="N", most=LARGEST_SIDE)
     frames: int = setting(
         "Number of frames.", group="shape", metavar="4n+1", most=100_000, aliases=("num_frames", "frame_num")
     )
     windows: int = setting(
-        "Make a longer video of N windows, each as long as one video and begun from the last frames of that before, "
-        "for models that take a first picture or a control clip. Window n has the seed of the first, plus n - 1.",
+        "Make a longer video of N windows, each of so many frames and begun from the last frames of the one before. "
+        "For models that take a first picture or a control clip. Window n has the seed of the first plus n - 1.",
         default=1, group="windows", metavar="N", least=1, most=1000,
     )  # fmt: skip
     overlap: int = setting(
-        "Frames that a window is given of the one before: 1 as its first picture, more for a control clip.",
+        "Frames that a window takes over from the one before: 1 as its first picture, more for a control clip.",
         default=1, group="windows", metavar="N", least=1,
     )  # fmt: skip
     then: str = setting(
-        "What the next window shows, where not the same; given again, or a line each, for later ones.",
-        default="", made=read_lines, several=True, group="windows", metavar="TEXT",
+        "What the next window shows, if not the same. Give it again for later windows, or a line for each.",
+        default="", convert=read_lines, several=True, group="windows", metavar="TEXT",
     )  # fmt: skip
     fps: int = setting("Frames a second.", group="denoising", metavar="N", least=1, aliases=("frame_rate",))
     steps: int = setting(
@@ -217,7 +226,7 @@ class Settings:
         group="denoising", metavar="X", least=0, usual=5, aliases=("cfg", "cfg_scale", "guide_scale"),
     )  # fmt: skip
     guidance_scale_2: float | None = setting(
-        "The same for the second of two experts, that of little noise; the first's, where that alone is given.",
+        "The same for the second of two experts, which takes the steps of low noise; if missing, the first's.",
         default=None, group="denoising", metavar="X", least=0, usual=3,
     )  # fmt: skip
     boundary: float | None = setting(
@@ -225,24 +234,24 @@ class Settings:
         default=None, group="denoising", metavar="X", least=0, most=1, usual=0.875, aliases=("boundary_ratio",),
     )  # fmt: skip
     strength: float = setting(
-        "How far to go from a given clip, where the model begins from it: the share of the steps that are taken.",
+        "How far to go away from the clip that the video begins from: the share of the steps that are taken.",
         group="denoising", metavar="X", above=0, most=1, usual=0.8, aliases=("denoise",),
     )  # fmt: skip
     dynamic_guidance: bool | None = setting(
-        "Let the guidance follow a cosine over the steps, for models that have it.", default=None, group="denoising",
-        aliases=("use_dynamic_cfg",),
+        "Let the guidance scale follow a cosine over the steps, for models that support it.",
+        default=None, group="denoising", aliases=("use_dynamic_cfg",),
     )  # fmt: skip
     guidance_rule: "GuidanceRule" = setting(  # noqa: RUF009
-        "Guide by another rule: cfg-zero, apg, or nag, which uses the negative prompt at a guidance scale of 1 too; "
-        "with settings as in nag:scale=11. none is the default.",
-        default="none", made=_rule, group="denoising", metavar="NAME",
+        "Guide by another rule: cfg-zero, apg, or nag, which uses the negative prompt even at a guidance scale of 1. "
+        "Settings follow a colon, as in nag:scale=11; none is the default.",
+        default="none", convert=_rule, group="denoising", metavar="NAME",
     )  # fmt: skip
     flow_shift: float | None = setting(
-        "Above 1, more steps at high noise.",
+        "Shift the steps to high noise, above 1.",
         default=None, group="denoising", metavar="X", above=0, usual=5, aliases=("shift", "sample_shift"),
     )  # fmt: skip
     follow: str = setting(
-        "Whose way is taken where that of the model's authors and that of diffusers differ.  [default: official]",
+        "Which reference to match where the model's authors and diffusers differ.  [default: official]",
         default="official", group="denoising", choices=WAYS,
     )  # fmt: skip
     sigmas: str | None = setting(
@@ -250,34 +259,34 @@ class Settings:
         default=None, group="denoising", choices=WAYS,
     )  # fmt: skip
     cache: "CacheRule" = setting(  # noqa: RUF009
-        "Let some steps reuse what another kept, for speed and another video: magcache, teacache, easycache, "
-        "deepcache or guidance, with settings as in magcache:0.06,2,0.2 or teacache:0.1,mode=plain; auto is the best "
-        "for the model, none the default.",
-        default="none", made=_cache, group="denoising", metavar="NAME",
+        "Reuse values of earlier steps in some steps, which is faster and changes the video: magcache, teacache, "
+        "easycache, deepcache or guidance. Settings follow a colon, as in magcache:0.06,2,0.2 or "
+        "teacache:0.1,mode=plain; auto is the best for the model, none the default.",
+        default="none", convert=_cache, group="denoising", metavar="NAME",
     )  # fmt: skip
     seed: int = setting(
-        "Seed of the noise; random or -1 draws one, which is always told.  [default: 42]",
-        made=read_seed, group="denoising", metavar="N", usual=42,
+        "Seed of the noise; random or -1 draws one, which the metadata keeps.  [default: 42]",
+        convert=read_seed, group="denoising", metavar="N", usual=42,
     )  # fmt: skip
     dtype: str = setting(
         "What the networks compute in, bfloat16 or float32.",
         group="compute", choices=DTYPES, metavar="DTYPE", aliases=("torch_dtype",),
     )  # fmt: skip
     vae_dtype: str = setting(
-        "What the autoencoder computes in: bfloat16 is quicker and needs less memory.",
+        "What the autoencoder computes in; bfloat16 is faster and needs less memory.",
         default="float32", group="compute", choices=DTYPES, metavar="DTYPE",
     )  # fmt: skip
     resize: str = setting(
-        "How pictures of other proportions than the video's become as large as it.", group="pictures", choices=RESIZES
+        "How to bring pictures of other proportions to the video's size.", group="pictures", choices=RESIZES
     )
 
     def __post_init__(self) -> None:
         """Reads each value as its setting's type; raises WanjaxError for one that is of another or out of range."""
         if original := getattr(self.prompt, "original", ""):  # of `extend_prompt`
             object.__setattr__(self, "original_prompt", original)
-        for name, known in schema(type(self)).items():
+        for name, field_setting in schema(type(self)).items():
             if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, known.read(value))
+                object.__setattr__(self, name, field_setting.read(value))
 
     @property
     def size(self) -> tuple[int, int]:
@@ -291,8 +300,8 @@ class Settings:
     @property
     def prompts(self) -> list[str]:
         """The prompt of each window."""
-        told = [self.prompt, *self.then.splitlines()]
-        return [told[min(number, len(told) - 1)] for number in range(self.windows)]
+        lines = [self.prompt, *self.then.splitlines()]
+        return [lines[min(number, len(lines) - 1)] for number in range(self.windows)]
 
     @property
     def guidance_scales(self) -> tuple[float, ...]:
@@ -338,7 +347,7 @@ class Settings:
 
 
 def length_of(frames: int, windows: int = 1, overlap: int = 1) -> int:
-    """Returns the frames of a video of windows of so many frames; a later one adds those after its overlap."""
+    """Returns the frames of a whole video; each window after the first adds its frames after the overlap."""
     return frames + (windows - 1) * (frames - overlap)
 
 
@@ -374,8 +383,9 @@ def sides(size: Any, sizes: Mapping[str, tuple[int, int]]) -> dict[str, int]:
     if pair is None:
         named = ", ".join(sizes)
         height, width = next(iter(sizes.values()), (480, 832))
-        told = f"give {named}, or pixels such as {width}x{height}"
-        raise SettingError(f"{shown(size)} is no size of the model: {told}", "size")
+        raise SettingError(
+            f"{shown(size)} is no size of the model: give {named}, or pixels such as {width}x{height}", "size"
+        )
     if isinstance(pair, tuple | list) and len(pair) == 2:
         height, width = (whole(n) for n in pair)
         if height is not None and width is not None:
@@ -385,21 +395,23 @@ def sides(size: Any, sizes: Mapping[str, tuple[int, int]]) -> dict[str, int]:
 
 def pixels(text: str) -> tuple[int, int] | None:
     """Returns the height and width of a size such as 832x480, width first; None for another text."""
-    found = PIXELS.fullmatch(text)
-    return (int(found[2]), int(found[1])) if found else None
+    match = PIXELS.fullmatch(text)
+    return (int(match[2]), int(match[1])) if match else None
 
 
 def read_size(text: str) -> tuple[int, int] | str:
     """Returns the height and width of a size such as 832x480, or the name of a size as it is; raises SettingError."""
-    if (found := pixels(text)) is None and not SIZE_NAME.fullmatch(text):
-        told = f"{shown(text)} is not WIDTHxHEIGHT, such as 832x480, nor a name such as 480p or square"
-        raise SettingError(told, "size")
-    return found or text
+    if (size := pixels(text)) is None and not SIZE_NAME.fullmatch(text):
+        message = f"{shown(text)} is not WIDTHxHEIGHT, such as 832x480, nor a name such as 480p or square"
+        raise SettingError(message, "size")
+    return size or text
 
 
-def no_setting(name: str, model: str | None, own: Iterable[str]) -> WanjaxError:
-    """Returns the error for a setting that a model does not have; `own` are those that it has."""
-    near = [f"{one} is near" for one in near_names(name, own, 1)] or ["leave it out, or choose a model that has it"]
+def no_setting(name: str, model: str | None, settings: Iterable[str]) -> WanjaxError:
+    """Returns the error for a setting that a model does not have; `settings` are the names of those that it has."""
+    near = [f"{one} is near" for one in near_names(name, settings, 1)] or [
+        "leave it out, or choose a model that has it"
+    ]
     return WanjaxError(f"{name} is no setting of {model}: {near[0]}")
 
 
@@ -412,7 +424,7 @@ def whole(value: Any) -> int | None:
 
 
 def is_text(text: Any) -> bool:
-    """Tells whether this is a text that can be written; bytes of a command line that are not UTF-8 cannot."""
+    """Returns whether a value is a text in UTF-8; a command line may hold bytes that are not."""
     try:
         return isinstance(text, str) and text.encode() is not None
     except UnicodeEncodeError:

@@ -84,7 +84,7 @@ def described(pipe: Pipeline) -> dict[str, dict[str, Any]]:
 
 def in_words(known: Setting) -> dict[str, Any]:
     """Return a setting's type, help and bounds in the words of JSON Schema."""
-    words: dict[str, Any] = {"type": TYPES[known.kind], "description": known.told}
+    words: dict[str, Any] = {"type": TYPES[known.kind], "description": known.help}
     bounds = {"minimum": known.least, "exclusiveMinimum": known.above, "maximum": known.most}
     words |= {name: bound for name, bound in bounds.items() if math.isfinite(bound)}
     words |= {"several": True} if known.several else {}  # a list of texts, or the lines of one
