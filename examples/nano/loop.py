@@ -49,4 +49,4 @@ class Drawn(Trainer):
 
     def model(self) -> Any:
         """Returns the model with the averaged weights."""
-        return self.network(averaged=True)
+        return self.network()

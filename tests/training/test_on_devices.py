@@ -17,10 +17,10 @@ from wanjax.programs import Site
 from wanjax.registry import presets
 from wanjax.sharding import one_device
 from wanjax.training.adapters import LoraConfig, adapt, is_factor
-from wanjax.training.learning import everything, train
 from wanjax.training.loop import Trainer
 from wanjax.training.objective import Batch, NoiseLevels, loss_of
 from wanjax.training.optimizers import OptimizerConfig, optimizer
+from wanjax.training.step import everything, train
 
 HEADS, STEPS = 8, 20
 MESHES = {"dp=2,sp=2,tp=2": (2, 2, 2), "tp=8": (1, 1, 8), "sp=4,tp=2": (1, 4, 2)}

@@ -14,7 +14,7 @@ from wanjax.loading import outlined
 from wanjax.plan.training import _recorded
 from wanjax.registry import examine
 from wanjax.training import LoraConfig, OptimizerConfig, TrainConfig, Training, loop
-from wanjax.training.learning import begin_training, train
+from wanjax.training.step import begin_training, train
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
@@ -44,12 +44,12 @@ def taken(monkeypatch) -> Counting:
     return counting
 
 
-def of_any_method(calls: Counter[Call]) -> Counter[Call]:
-    """Returns calls without the method that is compiled, which is equal to itself alone: but for its definition."""
+def of_any_step(calls: Counter[Call]) -> Counter[Call]:
+    """Returns calls without the step that is compiled, which is equal to itself alone: but for its definition."""
     found: Counter[Call] = Counter()
     for call, times in calls.items():
-        method = call.static
-        about = method.graphdef, repr(method.specs), method.average, method.accumulated
+        step = call.static
+        about = step.graphdef, repr(step.specs), step.average, step.accumulated
         found[call._replace(static=about)] += times
     return found
 
@@ -73,5 +73,5 @@ def test_a_plan_records_the_step_that_a_training_takes(models, data, taken, tmp_
     planned = outlined(replace(found, family=family, settings=asked), pipe.partitioner)
     recorded = _recorded(planned, asked, SMALL.batch, lora, RATE)
     calls = Counter({instance_call(recorded[program]): 1 for program in (begin_training, train)})
-    assert not differences(of_any_method(taken.calls), of_any_method(calls))
+    assert not differences(of_any_step(taken.calls), of_any_step(calls))
     assert not wrong_shardings(taken.shardings)

@@ -32,7 +32,7 @@ from wanjax.training import LoraConfig, OptimizerConfig, TrainConfig, Training
 from wanjax.training.encoded import Store
 from wanjax.training.loop import NotFiniteError, Trainer
 from wanjax.training.objective import NoiseLevels
-from wanjax.training.run import LOCK, Learner
+from wanjax.training.run import LOCK
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
@@ -111,10 +111,10 @@ def test_the_file_s_factors_are_the_network_s(tmp_path, data, wan):
     file, _ = trained(wan, data, tmp_path / "out")
     training = Training(wanjax.load(wan), data, tmp_path / "out", SMALL)
     training.encode()
-    learner = Learner(training, "transformer")
-    assert learner.trainer.step == 3
+    training.begin("transformer")
+    assert training.trainer.step == 3
     adapted = wanjax.load(wan)
-    adapted.components.put("transformer", learner.trainer.network())
+    adapted.components.put("transformer", training.trainer.network())
     merged = wanjax.load(wan, lora=str(file), note=lambda text: None)
     given = {"size": (32, 32), "frames": 5, "steps": 2, "guidance_scale": 1.0, "seed": 0}
     ours, theirs = (np.asarray(p.denoise(p.encode("a red circle", **given), **given)) for p in (adapted, merged))
@@ -195,26 +195,26 @@ def finite(folder):
 def poisoned(at):
     """Returns a drawing of batches of which that of one step has no numbers."""
 
-    def draw(learner, step, generator):
-        batch = DRAW(learner, step, generator)
+    def draw(training, step, generator):
+        batch = DRAW(training, step, generator)
         return batch._replace(latents=batch.latents * np.float32(np.nan if step + 1 == at else 1))
 
     return draw
 
 
-DRAW, LENGTH = Learner._draw, 20
+DRAW, LENGTH = Training._draw, 20
 
 
 @pytest.mark.parametrize("at", [2, *(pytest.param(n, marks=slow) for n in range(1, LENGTH + 1) if n != 2)])
 def test_nothing_is_written_that_is_not_finite(at, tmp_path, data, wan, whole, monkeypatch):
     """The state before is gone on from at a lower rate; or at its own, with the bits of one that was left alone."""
     more = KEPT if at == 2 else {"save_every": 1, "steps": LENGTH, "average": 0.9}
-    monkeypatch.setattr(Learner, "_draw", poisoned(at))
+    monkeypatch.setattr(Training, "_draw", poisoned(at))
     with pytest.raises(NotFiniteError, match=naming(f"step {at}")):
         trained(wan, data, tmp_path / "out", **more)
     assert finite(tmp_path / "out")
     assert sorted(int(x.name) for x in (tmp_path / "out/checkpoints").iterdir()) == [*range(max(1, at - 2), at)]
-    monkeypatch.setattr(Learner, "_draw", DRAW)
+    monkeypatch.setattr(Training, "_draw", DRAW)
     shutil.copytree(tmp_path / "out", tmp_path / "lower")
     lower, told = trained(wan, data, tmp_path / "lower", **more, optimizer=OptimizerConfig(rate=1e-3))
     assert at == 1 or any(says(text, f"0.01 0.001 step {at}") for text in told)

@@ -31,9 +31,9 @@ from wanjax.registry import Outline
 from wanjax.sharding import RULES, Partitioner
 from wanjax.training.adapters import LoraConfig, adapt, is_factor
 from wanjax.training.encoded import NEGATIVE
-from wanjax.training.learning import Learning, everything, loss_alone, train
 from wanjax.training.objective import Batch, NoiseLevels, loss_of
 from wanjax.training.optimizers import OptimizerConfig, optimizer
+from wanjax.training.step import begin_training, everything, loss_alone, prepare_step, train
 
 STEPS = 1000  # of the schedule of the rate, which costs nothing
 
@@ -132,15 +132,17 @@ def _recorded(
         rules = network_of(known, pipe.components.kinds).rules
         return network if lora is None else adapt(network, rules, lora, 0)[0]
 
-    made = Record()
     network = placed(as_shapes(adapted), partitioner)
     trained = everything if lora is None else is_factor
-    loss, way = loss_of(pipe, NoiseLevels()), optimizer(optimized, STEPS)
-    learning = Learning(network, loss, way, made, Site(partitioner, pipe.compiler), trained=trained)
+    static, changed, fixed = prepare_step(
+        network, loss_of(pipe, NoiseLevels()), optimizer(optimized, STEPS), trained=trained
+    )
     batch, number = _batch(pipe, settings, clips), np.int32(0)
-    learning.take(learning.begin(), batch, number)
-    learning.loss(batch, number)
-    return {program.instance.program: program.instance for program in made.programs}
+    record, site = Record(), Site(partitioner, pipe.compiler)
+    state = {"weights": changed, **record.call(begin_training, site, static, changed)}
+    record.call(train, site, static, state, fixed, batch, number)
+    record.call(loss_alone, site, static, changed, fixed, batch, number)
+    return {program.instance.program: program.instance for program in record.programs}
 
 
 def _batch(pipe: Pipeline, settings: Settings, clips: int) -> Batch:

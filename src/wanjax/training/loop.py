@@ -21,11 +21,11 @@ from flax import nnx
 
 from wanjax.checkpoints import arrays
 from wanjax.errors import WanjaxError, reason
-from wanjax.programs import EXECUTE, Execute, Site
+from wanjax.programs import EXECUTE, Execute, Program, Site
 from wanjax.sharding import Partitioner, one_device
 from wanjax.stores.writing import writing
-from wanjax.training.learning import FINITE, Filter, Learning, everything
 from wanjax.training.objective import Loss
+from wanjax.training.step import FINITE, Filter, begin_training, everything, prepare_step, train
 
 STATES = "checkpoints"
 TOLD = "training.json"
@@ -55,7 +55,8 @@ class Trainer:
     batches are joined on the leading axis of what `draw` returns, and their gradients averaged. `told` is JSON on which
     the outcome depends: a folder of another training is refused. One with more `steps` or another rate is no other
     training: it goes on, and `changed` has what these were before. A state that is not finite is never kept. The last
-    `kept` are: one may be finite and too large to go on from.
+    `kept` are: one may be finite and too large to go on from. `state` is what a step replaces, `step` its number, and
+    `begun` that of the state which was there before, or 0.
     """
 
     def __init__(
@@ -78,15 +79,19 @@ class Trainer:
             self.folder.mkdir(parents=True, exist_ok=True)
             options = ocp.CheckpointManagerOptions(max_to_keep=kept)
             self.manager = ocp.CheckpointManager(self.folder / STATES, options=options)
-        self.step = self.manager.latest_step() or 0
+        self.begun = self.step = self.manager.latest_step() or 0
         self.changed = self._check_told(told)
-        how = {"trained": trained, "average": average, "accumulated": accumulated}
-        site = Site(one_device() if partitioner is None else partitioner)
-        self.learning = Learning(network, loss, optimizer, Execute(EXECUTE.kept), site, seed=seed, **how)
-        self.state = self.learning.begin()
+        self._strategy, self._site = Execute(EXECUTE.kept), Site(one_device() if partitioner is None else partitioner)
+        self.static, weights, self._fixed = prepare_step(
+            network, loss, optimizer, seed=seed, trained=trained, average=average, accumulated=accumulated
+        )
+        self.state: dict[str, Any] = {"weights": weights, **self._call(begin_training, weights)}
         self._finite: Any = True
         if self.step:
             self._restore()
+
+    def _call(self, program: Program, *arguments: Any) -> Any:
+        return self._strategy.call(program, self._site, self.static, *arguments)
 
     def _check_told(self, told: Mapping[str, Any] | None) -> dict[str, Any]:
         """Writes what the training is; raises WanjaxError where the folder holds another one.
@@ -147,7 +152,7 @@ class Trainer:
             while ahead is not None:
                 batch, step = ahead.result(), self.step
                 ahead = pool.submit(draw, step + 1, self._generator(step + 1)) if step + 1 < last else None
-                self.state, metrics = self.learning.take(self.state, batch, np.int32(step))
+                self.state, metrics = self._call(train, self.state, self._fixed, batch, np.int32(step))
                 self.step, self._finite = self.step + 1, metrics[FINITE]
                 after(self.step, metrics)
                 if self.step % every == 0 or self.step == last:
@@ -188,7 +193,7 @@ class Trainer:
 
     def network(self) -> Any:
         """Returns the network with its present weights, or with their mean where the state has one."""
-        return self.learning.network(self.state.get("average", self.state["weights"]))
+        return self.static.network(self.state.get("average", self.state["weights"]), self._fixed)
 
 
 @contextmanager

@@ -32,12 +32,12 @@ from wanjax.training.batches import Batches
 from wanjax.training.config import TrainConfig
 from wanjax.training.data import KEPT, list_data
 from wanjax.training.encoded import NEGATIVE, Piece, Store, described, joined, load_text, told
-from wanjax.training.learning import FINITE, everything
 from wanjax.training.loop import RATE, STEPS, NotFiniteError, Trainer
 from wanjax.training.metrics import Metrics
 from wanjax.training.objective import Batch, NoiseLevels, error, loss_of, settings_of
 from wanjax.training.optimizers import optimizer, schedule
 from wanjax.training.result import save_checkpoint, save_lora
+from wanjax.training.step import FINITE, everything
 
 LORA, CHECKPOINT, SAMPLES, LOCK = "lora.safetensors", "checkpoint", "samples", "training.lock"
 EXPERTS = {"high": 0, "low": 1}
@@ -49,10 +49,28 @@ Note = Callable[[str], Any]
 Count = Callable[[str, int, int], Any]
 
 
-class Training:
-    """A training of a pipeline's denoisers on a data set, in a folder.
+@dataclass(frozen=True, eq=False)
+class HeldOut:
+    """What the held-out loss is compiled for: the network, its pipeline, noise levels and name."""
 
-    `note(sentence)` receives what a person should read, and `count(unit, done, total)` the progress.
+    graphdef: Any
+    pipe: Pipeline
+    levels: NoiseLevels
+
+
+@program(products)
+def held_out(static: HeldOut, weights: Any, batch: Batch, u: Float[Array, "B"], number: Int[Array, ""]) -> Array:
+    """Computes the error at fixed noise levels u, with fixed noise of a number."""
+    network, key = nnx.merge(static.graphdef, weights), jax.random.fold_in(key_of(seed_to_key_data([0])[0]), number)
+    noise = jax.random.normal(key, static.pipe.architecture.spec.to_training_latents(batch.latents).shape, jnp.float32)
+    return error(static.pipe, network, batch, static.levels.at(u), noise, key)
+
+
+class Training:
+    """A training of a pipeline's denoisers on a data set, one after the other, in a folder.
+
+    `note(sentence)` receives what a person should read, and `count(unit, done, total)` the progress. `trainer` has the
+    arrays of the network whose turn it is, which `begin` loads.
     """
 
     def __init__(
@@ -74,6 +92,7 @@ class Training:
         self.note, self.count = note, count
         self.networks = _chosen(pipe, config)
         self.levels = {name: _levels(pipe, config, name) for name in self.networks}
+        self.rate = schedule(config.optimizer, config.steps)
         asked = {"size": config.size, "frames": config.frames, "fps": config.fps}
         self.settings = pipe.settings(**{name: x for name, x in asked.items() if x is not None})
         self.cutting = self._cutting()
@@ -154,11 +173,12 @@ class Training:
         trained: dict[str, tuple[Any, Network]] = {}
         written = self.out
         for name in self.networks:
-            learner = self._learn(name)
-            if self.config.lora is not None:
-                written = learner.save(learner.out / LORA)
+            self._train(name)
+            if self.config.lora is None:
+                trained[name] = (self.trainer.network(), self.known)
             else:
-                trained[name] = (learner.trainer.network(), learner.known)
+                written = self.save(self.folder / LORA)
+            del self.trainer  # before the next network is loaded
             if len(self.networks) > 1 and self.config.lora is not None:
                 self.pipe.free(name)
         if trained:
@@ -169,66 +189,42 @@ class Training:
         self.pipe.free()
         return written
 
-    def _learn(self, name: str) -> "Learner":
+    def _train(self, name: str) -> None:
         """Trains a network, from an earlier state if the last one is so large that nothing finite follows from it."""
         while True:
-            learner = Learner(self, name)
-            with closing(learner.trainer), closing(learner.metrics):
+            self.begin(name)
+            with closing(self.trainer), closing(self.metrics):
                 try:
-                    learner.run()
-                    return learner
+                    return self._take_steps()
                 except NotFiniteError as error:
-                    if not (begun := learner.begun) or error.of != begun:
+                    if not (begun := self.trainer.begun) or error.of != begun:
                         raise
                     self.note(f"nothing finite follows from the state of step {begun}: it goes on from one before")
-                    learner.trainer.drop(begun)
-            del learner  # or there would be two in memory
+                    self.trainer.drop(begun)
+            del self.trainer  # or there would be two in memory
 
-
-@dataclass(frozen=True, eq=False)
-class HeldOut:
-    """What the held-out loss is compiled for: the network, its pipeline, noise levels and name."""
-
-    graphdef: Any
-    pipe: Pipeline
-    levels: NoiseLevels
-
-
-@program(products)
-def held_out(static: HeldOut, weights: Any, batch: Batch, u: Float[Array, "B"], number: Int[Array, ""]) -> Array:
-    """Computes the error at fixed noise levels u, with fixed noise of a number."""
-    network, key = nnx.merge(static.graphdef, weights), jax.random.fold_in(key_of(seed_to_key_data([0])[0]), number)
-    noise = jax.random.normal(key, static.pipe.architecture.spec.to_training_latents(batch.latents).shape, jnp.float32)
-    return error(static.pipe, network, batch, static.levels.at(u), noise, key)
-
-
-class Learner:
-    """The training of one network."""
-
-    def __init__(self, training: Training, name: str):
-        self.training, self.name, self.pipe = training, name, training.pipe
-        config, pipe = training.config, training.pipe
-        self.config, several = config, len(training.networks) > 1
-        self.out = training.out / name if several else training.out
+    def begin(self, name: str) -> None:
+        """Loads a network, and its last state if the folder has one; `encode` comes before."""
+        pipe, config = self.pipe, self.config
+        self.name, self.folder = name, self.out / name if len(self.networks) > 1 else self.out
         self.known = network_of(pipe.architecture.spec.networks[name], pipe.components.kinds)
         network, self.chosen = pipe.components.get(name), {}
         if config.lora is not None:
             network, self.chosen = adapters.adapt(network, self.known.rules, config.lora, config.seed, pipe.partitioner)
         pipe.free(name)
         self.batches = Batches(
-            training.pieces,
+            self.pieces,
             config.batch,
             config.seed,
-            empty=training.empty,
+            empty=self.empty,
             dropped=config.dropped_captions,
             uncaptioned=config.preserved_uncaptioned,
         )
-        self.rate = schedule(config.optimizer, config.steps)
         self.trainer = Trainer(
             network,
-            loss_of(pipe, training.levels[name]),
+            loss_of(pipe, self.levels[name]),
             optimizer(config.optimizer, config.steps),
-            self.out,
+            self.folder,
             config.seed,
             trained=everything if config.lora is None else adapters.is_factor,
             average=config.average,
@@ -236,37 +232,36 @@ class Learner:
             partitioner=pipe.partitioner,
             told=self._told(),
         )
-        self.begun = self.trainer.step
-        self.metrics = Metrics(self.out, self.begun)
+        self.metrics = Metrics(self.folder, self.trainer.begun)
         self._measured: HeldOut | None = None
         self._pending: deque[tuple[int, float, Mapping[str, jax.Array]]] = deque()
 
     def _told(self) -> dict[str, Any]:
         """Returns everything on which the trained weights depend, as JSON."""
-        clips = [told(piece) for piece in self.training.pieces]
-        levels = asdict(self.training.levels[self.name])
+        clips = [told(piece) for piece in self.pieces]
+        levels = asdict(self.levels[self.name])
         own = {"model": self.pipe.defaults.model, "network": self.name, "dtype": self.pipe.defaults.dtype}
         own |= {DIGESTS: self.pipe.components.recorded.get(DIGESTS, {})}
         own |= _learned(self.pipe)
         mesh = None if self.pipe.partitioner.alone else dict(self.pipe.partitioner.mesh.shape)
         return self.config.to_json() | own | {"levels": levels, "mesh": mesh, "clips": clips}
 
-    def run(self) -> None:
+    def _take_steps(self) -> None:
         """Trains up to the last step, with samples and held-out losses along the way."""
-        total, begun = self.config.steps, self.begun
+        total, begun = self.config.steps, self.trainer.begun
         if begun:
-            self.training.note(f"taken before: {begun} of {quantity(total, 'step')}")
+            self.note(f"taken before: {begun} of {quantity(total, 'step')}")
         if not begun:
             self._look(0)
         elif begun < total and (changed := self.trainer.changed):
             now = {STEPS: quantity(total, "step"), RATE: f"the rate {self.config.optimizer.rate:g}"}
             told = " and ".join(f"{now[name]} in place of {before:g}" for name, before in changed.items())
-            self.training.note(
+            self.note(
                 f"{told}: the rate is that of the {self.config.optimizer.schedule} schedule of "
                 f"{quantity(total, 'step')} from here on, {digits(float(np.asarray(self.rate(begun))))} at step "
                 f"{begun + 1}"
             )
-        self.training.count("step", begun, total)
+        self.count("step", begun, total)
         try:
             self.trainer.run(total, self._draw, self._after, self.config.save_every)
         except KeyboardInterrupt:
@@ -290,7 +285,7 @@ class Learner:
         if due:
             self._look(step)
         if step % self.config.save_every == 0 and self.config.lora is not None and step < self.config.steps:
-            self.save(self.out / f"lora-{step:06}.safetensors")
+            self.save(self.folder / f"lora-{step:06}.safetensors")
 
     def _write(self, left: int, *, counts: bool = True) -> None:
         """Writes the metrics of all steps but the last `left`; raises NotFiniteError."""
@@ -304,28 +299,28 @@ class Learner:
             self.metrics.add(step, at, **values, rate=float(np.asarray(self.rate(step - 1))))
             self._pending.popleft()
             if counts:
-                self.training.count("step", step, self.config.steps)
+                self.count("step", step, self.config.steps)
             if step % self.config.evaluate_every == 0 or step in (1, self.config.steps):
-                self.training.note(f"step {step} of {self.config.steps}: loss {digits(values['loss'])}")
+                self.note(f"step {step} of {self.config.steps}: loss {digits(values['loss'])}")
 
     def _look(self, step: int) -> None:
         """Evaluates the held-out loss and makes the sample videos, where this step is one for them."""
         last = step == self.config.steps
-        if self.training.held_out and (step % self.config.evaluate_every == 0 or last):
+        if self.held_out and (step % self.config.evaluate_every == 0 or last):
             value = self.held_out_loss()
             if not np.isfinite(value):
                 raise self.trainer.lost("held-out loss", step)
             self.metrics.add(step, time.time(), held_out=value)
-            self.training.note(f"step {step}: held-out loss {digits(value)}")
+            self.note(f"step {step}: held-out loss {digits(value)}")
         if self.config.samples and (step % self.config.sample_every == 0 or last):
             self.sample(step)
 
     def held_out_loss(self) -> float:
         """Returns the mean loss of the held-out clips at fixed noise levels, with fixed noise."""
         losses, (graphdef, weights) = [], nnx.split(self._plain())
-        if self._measured is None:  # one value, so that the error is compiled once
-            self._measured = HeldOut(graphdef, self.pipe, self.training.levels[self.name])
-        for index, piece in enumerate(self.training.held_out):
+        if self._measured is None:  # one value for a network, so that the error is compiled once
+            self._measured = HeldOut(graphdef, self.pipe, self.levels[self.name])
+        for index, piece in enumerate(self.held_out):
             latents, encoded = joined([(piece.latents, piece.text)], self.pipe.architecture.encoded_type)
             for level in range(LEVELS):
                 u = np.full((1,), (level + 0.5) / LEVELS, np.float32)
@@ -342,39 +337,31 @@ class Learner:
         return network
 
     def sample(self, step: int) -> None:
-        """Makes a video of each sample prompt with the present weights, in the shape of `Training.sampled`."""
-        pipe, piece = self.pipe, self.training.sampled
+        """Makes a video of each sample prompt with the present weights, in the shape of `sampled`."""
+        pipe, piece = self.pipe, self.sampled
         pipe.components.put(self.name, self._plain())
         for index, prompt in enumerate(self.config.samples):
             x, settings = self._sampled(piece, prompt)
             latents = pipe.denoise(x, seed=index, **settings)
             frames = np.asarray(pipe.decode(latents))
-            file = self.out / SAMPLES / f"{step:06}-{index}.mp4"
-            write_video(file, frames, self.training.settings.fps, {"prompt": prompt, "step": step, "seed": index})
+            file = self.folder / SAMPLES / f"{step:06}-{index}.mp4"
+            write_video(file, frames, self.settings.fps, {"prompt": prompt, "step": step, "seed": index})
         pipe.free()
 
     def _sampled(self, piece: Piece, prompt: str) -> tuple[Any, dict[str, Any]]:
         """Returns a sample's inputs, with the pictures of a clip, and its settings."""
-        latents, encoded = joined([(piece.latents, self.training.texts[prompt])], self.pipe.architecture.encoded_type)
-        negative = {NEGATIVE + name: x for name, x in load_text(self.training.negative).items()}
+        latents, encoded = joined([(piece.latents, self.texts[prompt])], self.pipe.architecture.encoded_type)
+        negative = {NEGATIVE + name: x for name, x in load_text(self.negative).items()}
         shape = settings_of(self.pipe, latents.shape)
         return encoded._replace(**negative), {"size": shape.size, "frames": shape.frames}
 
     def save(self, file: Path) -> Path:
         """Writes the present LoRA to a file."""
         assert self.config.lora is not None
-        network = self.trainer.network()
-        factors = adapters.factors_of(network, self.known.rules, self.chosen)
+        factors = adapters.factors_of(self.trainer.network(), self.known.rules, self.chosen)
         about = {"model": self.pipe.defaults.model, "step": self.trainer.step, "rank": self.config.lora.rank}
         about |= _learned(self.pipe)
-        save_lora(
-            file,
-            factors,
-            self.config.lora,
-            self.known,
-            dialect=self.config.dialect,
-            told=about,
-        )
+        save_lora(file, factors, self.config.lora, self.known, dialect=self.config.dialect, told=about)
         return file
 
 
