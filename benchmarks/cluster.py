@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ import psutil
 from tests.support.batches import read_manifest
 from wanjax.jobs.batch import Batch, Manifest
 from wanjax.jobs.maker import Task, VideoMaker
-from wanjax.jobs.pool import Pool, Scale, in_processes
+from wanjax.jobs.pool import LocalWorker, Pool, Scale
 from wanjax.jobs.ray_cluster import VARIABLES
 from wanjax.jobs.rows import read_requests
 from wanjax.jobs.store import Job, JobStore
@@ -195,7 +196,8 @@ def measure_overhead(requests: int) -> None:
     for way, together in (("batches as they come", 32), ("one at a time", 1)):
         with tempfile.TemporaryDirectory() as name:
             store = JobStore(f"{name}/jobs.sqlite")
-            pool = Pool(store, in_processes(store, idle, {"together": together}), Scale(2, 2), print)
+            start = partial(LocalWorker, store, idle, {"together": together})
+            pool = Pool(store, lambda number, start=start: start(number=number), Scale(2, 2), print)
             while store.stats().workers.get("ready") != 2:
                 pool.look()
             start, cpu = time.perf_counter(), time.process_time()
@@ -251,9 +253,6 @@ def driver_memory(requests: int) -> float:
         return found
 
 
-TITLES = {"worker": "_Actor", "leader": "Host.lead", "follower": "Host.follow"}  # as Ray calls processes
-
-
 def actors(pid: int, title: str) -> list[psutil.Process]:
     """Returns the processes of a cluster's actors whose title begins so, the oldest first; `pid` is who started it."""
     found = []
@@ -262,6 +261,17 @@ def actors(pid: int, title: str) -> list[psutil.Process]:
             if any(word.startswith(f"ray::{title}") for word in process.cmdline()):
                 found.append((process.create_time(), process.pid, process))
     return [process for *_, process in sorted(found)]
+
+
+def victims(kind: str, out: Path) -> list[psutil.Process]:
+    """Returns the processes of a kind of a batch's: "worker", or the "leader" or a "follower" of workers of several."""
+    if kind == "worker":
+        return actors(os.getpid(), "_Actor")
+    leaders = {int(entry["worker"].rpartition(":")[2]) for entry in read_manifest(out) if "worker" in entry}
+    hosts = actors(os.getpid(), "Host")
+    if not any(host.pid in leaders for host in hosts):
+        return []  # none of these has made a video so far, which tells who leads
+    return [host for host in hosts if (host.pid in leaders) is (kind == "leader")]
 
 
 def chaos(
@@ -297,11 +307,13 @@ def chaos(
                 elif kind == "node":
                     cluster.kill(0)
                     cluster.add()
-                elif found := actors(os.getpid(), TITLES[kind]):
+                elif found := victims(kind, out):
                     with suppress(psutil.Error):
                         rng.choice(found).kill()
                 else:
                     plan.insert(0, (done, kind))
+                    time.sleep(0.1)
+                    continue
                 print(f"{done} of {requests}: {kind} killed, load {os.getloadavg()[0]:.1f}", flush=True)
             time.sleep(0.1)
     entries = [entry["file_name"] for entry in read_manifest(out) if "error" not in entry]

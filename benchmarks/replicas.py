@@ -29,6 +29,7 @@ import httpx
 import numpy as np
 
 from benchmarks.serving import served
+from wanjax.jobs.sharing import SERVE, enter
 from wanjax.jobs.store import JobStore
 from wanjax.jobs.worker import ATTEMPTS
 
@@ -117,7 +118,7 @@ def measure(
     watch, kills, over = Watch(), [], Event()
     database = database or str(folder / "jobs.sqlite")
     with service(folder, str(workers), "--database", database) as (address, _):
-        store = JobStore(database)
+        enter(store := JobStore(database), folder, SERVE)
         with httpx.Client(base_url=address, timeout=60) as client:
             end = time.monotonic() + START
             while client.get("/health").json()["status"] != "ready":

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from wanjax.errors import WanjaxError, is_full
-from wanjax.jobs.worker import Failure
+from wanjax.jobs.worker import Failure, Interrupted
 
 MADE = "made.log"
 
@@ -42,7 +42,9 @@ class FileMaker:
             with (self.folder / MADE).open("a") as log:  # whole lines, also of several processes
                 log.write(f"{job.id}\n")
             for step in range(4):
-                lease.progress(progress=25 * step, stage="denoise", stage_done=step, stage_total=4)
+                lease.tell(progress=25 * step, stage="denoise", stage_done=step, stage_total=4)
+                if lease.stopped():
+                    raise Interrupted
                 time.sleep(self.seconds / 4)
             self.fail(job, job.request["settings"]["prompt"])
             place = self.folder / job.output

@@ -16,7 +16,7 @@ from tests.jobs.makers import die, make_files
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
 from wanjax.jobs import pool as module
-from wanjax.jobs.pool import MOST_DEATHS, Pool, Scale, in_processes
+from wanjax.jobs.pool import MOST_DEATHS, LocalWorker, Pool, Scale
 from wanjax.jobs.store import COMPLETED, QUEUED, RUNNING, JobStore, NewJob, Unavailable
 
 PATIENCE = 120  # seconds
@@ -70,8 +70,9 @@ class Idle:
 def test_workers_that_are_killed_are_replaced_and_each_job_ends_once(store, tmp_path, kills):
     count, notes = 4 * kills, []
     fill(store, count)
-    start = in_processes(store, partial(make_files, tmp_path, 0.1), {"together": 4, "attempts": kills + 1})
-    pool = Pool(store, start, Scale(2, 2), notes.append)
+    options = {"together": 4, "attempts": kills + 1}
+    start = partial(LocalWorker, store, partial(make_files, tmp_path, 0.1), options)
+    pool = Pool(store, lambda number: start(number=number), Scale(2, 2), notes.append)
     for kill in range(kills):
         look_until(pool, lambda: store.stats().jobs.get(RUNNING))
         with suppress(ProcessLookupError):
@@ -87,7 +88,7 @@ def test_workers_that_are_killed_are_replaced_and_each_job_ends_once(store, tmp_
 
 
 def test_workers_that_die_at_once_end_the_pool(store):
-    pool = Pool(store, in_processes(store, die, {}), Scale(1, 1), print)
+    pool = Pool(store, lambda number: LocalWorker(store, die, {}), Scale(1, 1), print)
     with pytest.raises(WanjaxError, match=naming(f"{MOST_DEATHS} workers 9")):
         pool.run(lambda: False)
     pool.close()
@@ -169,12 +170,13 @@ SUPERVISOR = """
 import sys, time
 from functools import partial
 from tests.jobs.makers import make_files
-from wanjax.jobs.pool import Pool, Scale, in_processes
+from wanjax.jobs.pool import LocalWorker, Pool, Scale
 from wanjax.jobs.store import JobStore
 
 if __name__ == "__main__":
     store = JobStore(sys.argv[1])
-    pool = Pool(store, in_processes(store, partial(make_files, sys.argv[2], 2.0), {}), Scale(1, 1), print)
+    make = partial(make_files, sys.argv[2], 2.0)
+    pool = Pool(store, lambda number: LocalWorker(store, make, {}), Scale(1, 1), print)
     pool.run(lambda: False)
 """
 

@@ -24,6 +24,7 @@ from wanjax.jobs.hosts import POD, SLICE, WORKER_ID, SliceWorker, bundles_of, pl
 from wanjax.jobs.pool import Pool, Scale
 from wanjax.jobs.ray_cluster import connected, resources_of
 from wanjax.jobs.ray_workers import RemoteStore
+from wanjax.jobs.store import JobStore
 from wanjax.pipelines.request import VideoRequest
 
 SMALL = ("--size", "32x32", "--frames", "5", "--steps", "2")
@@ -104,7 +105,7 @@ def test_a_video_that_fails_on_one_host_of_a_slice_is_listed_and_the_rest_goes_o
     ]
     with connected(None, 2) as ray:
         notes, arguments = [], {"load": partial(maker.keeping_programs, load, {}), "place": tmp_path}
-        store = RemoteStore.start(ray, str(tmp_path / "jobs.sqlite"), "jobs")
+        store = RemoteStore.start(ray, JobStore(str(tmp_path / "jobs.sqlite")))
         options = {"together": 32, "retries": 1, "attempts": 2}
         given, plan = (ray, store, arguments, options, [{"CPU": 1}] * 2, False), []
         ask = operator.methodcaller("planned", asked)

@@ -24,6 +24,7 @@ from tests.support.words import says
 from wanjax.errors import WanjaxError
 from wanjax.jobs import store as stores
 from wanjax.jobs.databases import hidden, shown_url
+from wanjax.jobs.sharing import BATCH, SERVE, enter
 from wanjax.jobs.store import (
     ARRIVING,
     CANCELLED,
@@ -318,10 +319,63 @@ def test_a_draining_worker_gets_no_further_job(store: JobStore) -> None:
     assert [each.draining for each in store.workers()] == [True]
 
 
-def test_all_users_share_a_probe(store: JobStore, url: str) -> None:
+def test_two_places_of_one_database_know_nothing_of_each_other(store: JobStore, url: str, tmp_path: Path) -> None:
+    """As a server and a batch, or two batches: whatever one does, the other's jobs, workers and counts are its own."""
     other = JobStore(url)
-    assert store.probe() == other.probe() == store.probe()
+    for each, name in ((store, "one"), (other, "two")):
+        (tmp_path / name).mkdir()
+        enter(each, tmp_path / name, BATCH)
+        each.add_all([new(0, batch=name), new(1, batch=name)])
+        ready(each, f"{name} a", f"{name} b")
+    again = JobStore(url)
+    enter(again, tmp_path / "one", BATCH)
+    assert again.place == store.place != other.place
+    assert leased(store, "one a") + leased(store, "one b") == ["v0", "v1"]
+    assert leased(store, "one b") == ["v1"]
+    assert (store.waiting(), other.waiting()) == (0, 2)
+    assert [other.get(f"v{number}").ahead for number in range(2)] == [0, 1]
+    assert (store.stats().jobs, other.stats().jobs) == ({RUNNING: 2}, {QUEUED: 2})
+    assert [[worker.name for worker in each.workers()] for each in (store, other)] == [
+        ["one a", "one b"],
+        ["two a", "two b"],
+    ]
+    store.finish("one a", "v0", {"stage_seconds": {"decode": 1.0}})
+    other.cancel("v0")
+    other.cancel_all(["v0", "v1"])
+    assert [each.stats().counters for each in (store, other)] == [
+        {COMPLETED: 1, "seconds_decode": 1.0},
+        {CANCELLED: 2},
+    ]
+    assert (store.get("v1").cancel, store.get("v0").status) == (False, COMPLETED)
+    other.remove("v1")
+    other.purge("v1")
+    other.add(new(2, model="other"), limit=1)
+    with pytest.raises(NotFound):
+        store.get("v2")
+    assert [[job.id for job in each.page(9)[0]] for each in (store, other)] == [["v1", "v0"], ["v2", "v0"]]
+    assert {job.id for job in again.changes(0)} == {"v0", "v1"}
+    assert (store.unserved(), other.unserved()) == ([], ["other"])
+    assert store.leftovers() == []
+    other.lost("two a")
+    other.requeue_expired()
+    assert store.get("v1").worker == "one b"
+    again.close()
     other.close()
+
+
+def test_a_store_of_another_patience_has_the_same_connections(store: JobStore) -> None:
+    patient = store.with_patience(9.0)
+    assert (patient.patience, store.patience) == (9.0, stores.PATIENCE)
+    assert patient._database is store._database
+
+
+def test_who_make_a_folder_a_place_at_once_agree(store: JobStore, url: str, tmp_path: Path) -> None:
+    stores = [JobStore(url) for _ in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda each: enter(each, tmp_path, SERVE), stores))
+    assert len({each.place for each in stores}) == 1
+    for each in stores:
+        each.close()
 
 
 # Many at once
@@ -463,7 +517,7 @@ def test_what_was_answered_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.Mo
         return connection
 
     monkeypatch.setattr(sqlite3, "connect", watched)
-    store._database._writer.close()  # pyright: ignore[reportAttributeAccessIssue]
+    store._database._writer._drop()
     for do, durable in [
         (lambda: store.add(new(0)), "FULL"),
         (lambda: store.lease("a", ["nano"]), "NORMAL"),

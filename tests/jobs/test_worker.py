@@ -3,14 +3,16 @@
 
 import threading
 import time
+from functools import partial
 
 import pytest
 
 from tests.jobs.makers import FileMaker
 from tests.support.words import says
 from wanjax.jobs import worker as module
+from wanjax.jobs.sharing import BATCH, SERVE, enter, why_apart
 from wanjax.jobs.store import COMPLETED, FAILED, QUEUED, RUNNING, JobStore, NewJob, NotFound, Signal
-from wanjax.jobs.worker import APART, Lease, work
+from wanjax.jobs.worker import Lease, work
 
 PATIENCE = 60  # seconds
 
@@ -204,18 +206,26 @@ def test_a_worker_whose_lease_ended_stops_and_registers_again(store, tmp_path):
     thread.join(PATIENCE)
 
 
-def test_a_worker_that_is_barred_says_why_and_takes_nothing(store, maker):
-    fill(store, "a")
-    why, notes = ["the folder is another one"], []
-    thread, drained = at_work(store, maker, barred=lambda: why[0], note=notes.append)
-    wait(lambda: store.stats().workers.get(APART))
-    time.sleep(0.1)
-    assert ends(store, 1) == [(QUEUED, None, 0)]
-    why[0] = ""
-    wait(lambda: store.get("v0").over)
+def test_a_worker_without_its_place_says_why_and_takes_nothing_until_it_is_there(tmp_path, maker):
+    """Others of the database have a place, and this one's folder has none; nor has a server's folder a batch's."""
+    store, other, lone = (JobStore(str(tmp_path / "jobs.sqlite")) for _ in range(3))
+    folders = [tmp_path / name for name in ("other", "own")]
+    for folder in folders:
+        folder.mkdir()
+    enter(other, folders[0], BATCH)
+    enter(store, folders[1], SERVE)
+    fill(other, "a")
+    notes, barred = [], partial(why_apart, folder=folders[1], name=BATCH)
+    thread, drained = at_work(lone, maker, barred=barred, note=notes.append)
+    time.sleep(0.2)
+    assert (maker.made(), ends(other, 1)) == ([], [(QUEUED, None, 0)])
+    assert [says(note, f"{folders[1]} wanjax batch {lone.name} --out") for note in notes] == [True]
+    enter(store, folders[1], BATCH)
+    fill(store, "b", "c")
+    wait(lambda: store.get("v1").over)
     drained.set()
     thread.join(PATIENCE)
-    assert notes == ["the folder is another one"]
+    assert (ends(store, 2), ends(other, 1)) == ([(COMPLETED, None, 1)] * 2, [(QUEUED, None, 0)])
 
 
 def test_several_workers_lease_fewer_jobs_towards_the_end(store, tmp_path):
@@ -246,7 +256,7 @@ def test_the_newest_progress_is_told_and_a_lost_job_ends(store):
     lease = Lease(store, "w")
     lease.begin(job.id)
     for done in range(50):
-        lease.progress(progress=done)
+        lease.tell(progress=done)
     wait(lambda: store.get("v0").progress.get("progress") == 49)
     store.lost("w")
     wait(lease.stopped)

@@ -17,6 +17,7 @@ from tests.support.stores import BUCKET, failing, forget, objects, running_s3
 from tests.support.words import naming
 from wanjax.cli.serving import opened
 from wanjax.errors import WanjaxError
+from wanjax.jobs.sharing import SERVE
 from wanjax.serve import store_files
 from wanjax.stores.places import Remote, place
 
@@ -58,7 +59,7 @@ def completed(server, content=bytes(range(256)) * 16):
 def names(folder):
     """The objects of a folder, but for the one by which workers know it."""
     assert isinstance(folder, Remote)
-    return {name for name in folder.files() if not name.startswith(".wanjax-")}
+    return {name for name in folder.files() if name != SERVE}
 
 
 def emptied(folder):

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from threading import Thread
 
 import numpy as np
@@ -22,8 +22,13 @@ from tests.support.quick import quick
 from tests.support.served import SMALL, finished, serving
 from tests.support.stores import BUCKET, running_s3
 from tests.support.words import says
+from wanjax.jobs.batch import Batch, Manifest
 from wanjax.jobs.databases import VARIABLE
+from wanjax.jobs.maker import VideoMaker
+from wanjax.jobs.sharing import BATCH, SERVE, enter
 from wanjax.jobs.store import JobStore
+from wanjax.jobs.worker import work
+from wanjax.pipelines.request import VideoRequest
 
 FAST = SMALL | {"steps": 2}
 
@@ -43,7 +48,7 @@ def gone(process):
 def test_a_worker_that_is_killed_loses_no_video(tmp_path):
     """Another takes its place, and makes the video; a second server without a worker shows it too."""
     with serving(tmp_path, "--workers", "1", "--no-rehearse") as (client, process):
-        store = JobStore(str(tmp_path / "jobs.sqlite"))
+        enter(store := JobStore(str(tmp_path / "jobs.sqlite")), tmp_path, SERVE)
         with serving(tmp_path, "--workers", "0", "--database", str(tmp_path / "jobs.sqlite")) as (other, second):
             id = other.post("/v1/videos", json=SMALL | {"steps": 200}).json()["id"]
             while client.get(f"/v1/videos/{id}").json()["status"] == "queued":
@@ -67,6 +72,37 @@ def test_a_server_without_workers_says_what_waits_for_one(tmp_path):
         assert client.get("/health").json()["status"] == "loading"
         assert client.post("/v1/videos", json=FAST).json()["queue_position"] == 0
         assert client.get("/health").json()["waits_for_workers_of"] == ["nano"]
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+def test_a_batch_beside_a_server_on_one_database(start, pipe, tmp_path, request, kind):
+    """Neither shows or makes what is the other's."""
+    with ExitStack() as stack:
+        url = str(tmp_path / "jobs.sqlite")
+        if kind == "postgresql":
+            url = stack.enter_context(request.getfixturevalue("postgres").database())
+        server = start(database=url, work=False)
+        stack.callback(server.stop)
+        out = tmp_path / "videos"
+        out.mkdir()
+        maker, store = VideoMaker(lambda: pipe, out), stack.enter_context(closing(JobStore(url)))
+        enter(store, out, BATCH)
+        tasks = maker.planned([VideoRequest.parse(FAST | {"seed": seed}) for seed in range(2)])
+        batch = Batch(store, tasks, Manifest(out), "nano")
+        asked = server.ask()["id"]
+        server.worker.start()
+        assert server.finished(asked)["status"] == "completed"
+        assert store.stats().jobs == {"queued": 2}
+        assert [video["id"] for video in server.client.get("/v1/videos").json()["data"]] == [asked]
+        assert server.client.get(f"/v1/videos/{tasks[0].output}").status_code == 404
+        assert server.client.get("/health").json()["queue"] == 0
+        assert "waits_for_workers_of" not in server.client.get("/health").json()
+        assert 'videos_total{status="completed"} 1.0' in server.client.get("/metrics").text
+        server.ask(steps=200)
+        work(store, maker, until_empty=True)
+        assert {job.output for job in batch.look()} == {path.name for path in out.glob("*.mp4")}
+        assert batch.done == 2
+        assert len(server.jobs()) == 2
 
 
 @pytest.mark.slow
@@ -128,7 +164,7 @@ def test_a_busy_service_ends_at_a_signal_and_goes_on_later(tmp_path):
 @pytest.mark.slow
 def test_workers_come_with_what_waits(tmp_path):
     with serving(tmp_path, "--workers", "1..2", "--no-rehearse") as (client, _):
-        store = JobStore(str(tmp_path / "jobs.sqlite"))
+        enter(store := JobStore(str(tmp_path / "jobs.sqlite")), tmp_path, SERVE)
         assert len(store.workers()) == 1
         ids = [client.post("/v1/videos", json=SMALL | {"steps": 100, "seed": n}).json()["id"] for n in range(12)]
         seen = set()
@@ -167,7 +203,7 @@ def test_videos_and_pictures_of_a_service_are_in_a_bucket(tmp_path):
         bucket = S3FileSystem(use_listings_cache=False)
 
         def files():
-            return [name for name in bucket.find(BUCKET) if "/.wanjax-" not in name]
+            return [name for name in bucket.find(BUCKET) if not name.endswith(SERVE)]
 
         with serving(f"{BUCKET}/served", *options) as (client, _):
             id = client.post("/v1/videos", data=FAST, files={"image": ("red.png", picture())}).json()["id"]

@@ -28,7 +28,7 @@ from wanjax.errors import WanjaxError
 from wanjax.figures import quantity
 from wanjax.jobs import ray_cluster
 from wanjax.jobs.batch import MANIFEST, TOGETHER, Batch, Manifest
-from wanjax.jobs.databases import VARIABLE
+from wanjax.jobs.databases import named_database
 from wanjax.jobs.hosts import FIRST, SliceWorker, bundles_of
 from wanjax.jobs.lockstep import Leader, follow
 from wanjax.jobs.maker import Task, VideoMaker, keeping_programs
@@ -36,7 +36,7 @@ from wanjax.jobs.pool import POLL, LocalWorker, Pool, Scale
 from wanjax.jobs.processes import is_first
 from wanjax.jobs.ray_workers import RayWorker, RemoteStore
 from wanjax.jobs.rows import WrongRows, read_requests, with_seeds
-from wanjax.jobs.sharing import write_probe
+from wanjax.jobs.sharing import BATCH, check_place, enter
 from wanjax.jobs.store import JobStore, Unavailable
 from wanjax.jobs.worker import work
 from wanjax.media.inputs import INPUTS
@@ -76,7 +76,8 @@ def generate(
     needs_ray = {"--hosts": hosts > 1, "--resources": resources, "--dashboard": dashboard}
     for option in [option for option, value in needs_ray.items() if value and ray is None]:
         raise WanjaxError(f"{option} is for workers of Ray: give --ray ADDRESS too, or --ray local for this machine")
-    if workers == 0 and not (database or os.environ.get(VARIABLE)):
+    database = named_database(database)
+    if workers == 0 and database is None:
         raise WanjaxError("--workers 0 leaves the videos to workers elsewhere: --database URL has to name theirs")
     alone = ray is None and workers in (None, 1) and database is None
     if alone:
@@ -148,9 +149,9 @@ def _leading(report: Report, arguments: dict[str, Any]) -> Iterator[VideoMaker]:
 @contextmanager
 def _store(database: str | None, target: Place) -> Iterator[JobStore]:
     """Yields the store of a batch's jobs: a file of this process's own, unless a database is named."""
-    if (url := database or os.environ.get(VARIABLE)) is not None:
-        with closing(JobStore(url)) as store:
-            write_probe(store, target)
+    if database is not None:
+        with closing(JobStore(database)) as store:
+            enter(store, target, BATCH)
             yield store
         return
     with own_folder() as folder, closing(JobStore(str(folder / "jobs.sqlite"))) as store:
@@ -162,7 +163,7 @@ class Driver:
     """What fills the store of a batch, and tells of its videos as they end."""
 
     report: Report
-    store: Any  # a JobStore, or a RemoteStore
+    store: JobStore
     place: Place
     force: bool
     retries: int
@@ -321,6 +322,7 @@ def _look_after(pool: Pool, report: Report) -> None:
 
 def _maker(arguments: dict[str, Any], store: JobStore) -> VideoMaker:
     """Returns the maker of a worker, in its own process."""
+    check_place(store, arguments["place"], BATCH)
     return VideoMaker(**arguments)
 
 
@@ -345,7 +347,8 @@ def _ray_workers(
     cores = count * hosts * asked.get("", {}).get("num_cpus", 1)
     with ray_cluster.connected(address, cores, dashboard) as ray:
         if not driver.store.is_shared:
-            driver.store = RemoteStore.start(ray, driver.store.url, f"jobs-{os.getpid()}")
+            enter(driver.store, driver.place, BATCH)
+            driver.store = RemoteStore.start(ray, driver.store)
         own = {"": ray_cluster.usual_resources(ray)} | asked
         if hosts > 1:
             bundles = bundles_of(ray, own, hosts)

@@ -15,7 +15,6 @@ from glob import glob
 from importlib.util import find_spec
 from math import inf
 from pathlib import Path
-from secrets import token_hex
 from types import FrameType
 from typing import Any
 
@@ -30,11 +29,11 @@ from wanjax.cli.report import Report
 from wanjax.cli.stages import how_of
 from wanjax.errors import WanjaxError, reason
 from wanjax.jobs import ray_cluster
-from wanjax.jobs.databases import VARIABLE
+from wanjax.jobs.databases import named_database
 from wanjax.jobs.maker import keeping_programs
 from wanjax.jobs.pool import CARDS, NICE, POLL, Handle, LocalWorker, Pool, Scale, until_signal
 from wanjax.jobs.ray_workers import RayWorker, RemoteStore
-from wanjax.jobs.sharing import requeue_dead, why_apart, write_probe
+from wanjax.jobs.sharing import SERVE, check_place, enter, requeue_dead
 from wanjax.jobs.store import JobStore
 from wanjax.jobs.thread import WorkerThread
 from wanjax.kernels.compiler_options import kept_set
@@ -103,7 +102,7 @@ def serve(
     with ExitStack() as stack:  # before the model: a port or a folder in use would be told after a long wait
         sockets = [stack.enter_context(each) for each in listening(host, port)]
         videos = place(folder).absolute()
-        store = stack.enter_context(opened(videos, database or os.environ.get(VARIABLE)))
+        store = stack.enter_context(opened(videos, named_database(database)))
         server = _Server(report, host, sockets, access, store, videos, given)
         if workers is None:
             server.with_thread()
@@ -134,8 +133,8 @@ def opened(folder: Place, database: str | None) -> Iterator[JobStore]:
             stack.enter_context(closing(Hold(folder / LOCK, "server", "--dir")))
             database = str(folder / DATABASE)
         store = stack.enter_context(closing(JobStore(database)))
+        enter(store, folder, SERVE)
         requeue_dead(store)
-        write_probe(store, folder)
         yield store
 
 
@@ -186,11 +185,8 @@ class _Server:
 
     def _placing(self, ray: Any, start: Callable[[Any], Any], resources: Mapping[str, Any]) -> Callable[[int], Handle]:
         """Return what places a worker in a Ray cluster, whose hosts reach PostgreSQL, or the file here by an actor."""
-        shared: Any = self.store
-        if not shared.is_shared:
-            shared = RemoteStore.start(ray, self.store.url, f"wanjax-{token_hex(4)}")
-        options = {"barred": partial(why_apart, shared, self.folder)}
-        return lambda number: RayWorker(ray, shared, start, options, resources, ask=ServedMaker.model_infos)
+        shared = self.store if self.store.is_shared else RemoteStore.start(ray, self.store)
+        return lambda number: RayWorker(ray, shared, start, {}, resources, ask=ServedMaker.model_infos)
 
     def _run_pool(self, pool: Pool) -> None:
         """Answer until a signal, beside a pool that is looked after meanwhile."""
@@ -299,6 +295,7 @@ def _keep(pool: Any, stopped: threading.Event, server: Any, faults: list[BaseExc
 
 def _start(given: dict[str, Any], folder: Place, shared: Mapping[str, Any], store: Any) -> ServedMaker:
     """Return the maker of a worker, in its own process."""
+    check_place(store, folder, SERVE)
     return keeping_programs(lambda: maker_of(given, folder, logging.getLogger("wanjax.serve").info), shared)
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `worker`: makes the jobs of a database until it is told to end."""
 
-import os
 from contextlib import closing
 from functools import partial
 from math import inf
@@ -12,12 +11,12 @@ from wanjax.cli.report import Report
 from wanjax.cli.stages import given_settings, how_of, loaded, loading
 from wanjax.errors import WanjaxError
 from wanjax.jobs.batch import TOGETHER
-from wanjax.jobs.databases import VARIABLE
+from wanjax.jobs.databases import VARIABLE, named_database
 from wanjax.jobs.lockstep import Leader, follow
 from wanjax.jobs.maker import VideoMaker
 from wanjax.jobs.pool import until_signal
 from wanjax.jobs.processes import is_first
-from wanjax.jobs.sharing import why_apart
+from wanjax.jobs.sharing import BATCH, SERVE, why_apart
 from wanjax.jobs.store import JobStore
 from wanjax.jobs.worker import work
 from wanjax.stores.places import Place, place
@@ -34,8 +33,7 @@ def work_for(
     report: Report, *, database: str | None, out: str | None, folder: str | None, retries: int, **given: Any
 ) -> None:
     """Leases and makes jobs of a database, alone or with the processes that it meets, until a signal."""
-    url = database or os.environ.get(VARIABLE)
-    if not url:
+    if (url := named_database(database)) is None:
         raise WanjaxError(f"no database is named: give --database FILE|URL, or {VARIABLE} in the environment")
     if out is not None and folder is not None:
         raise WanjaxError("--dir is given beside --out: give the one that the server or the batch has")
@@ -64,7 +62,7 @@ def work_for(
             retries=retries,
             attempts=retries + 1,
             drained=drained.is_set,
-            barred=partial(why_apart, store, target),
+            barred=partial(why_apart, folder=target, name=BATCH),
             note=report.note,
         )
         if isinstance(maker, Leader):
@@ -87,6 +85,10 @@ def _work_for_server(report: Report, url: str, target: Place, given: dict[str, A
         maker = serving.maker_of(given | SERVED, target, report.note)
         drained = until_signal()
         report.note(f"a worker of {store.name}, videos into {target}")
-        how: Any = {"drained": drained.is_set, "barred": partial(why_apart, store, target), "note": report.note}
+        how: Any = {
+            "drained": drained.is_set,
+            "barred": partial(why_apart, folder=target, name=SERVE),
+            "note": report.note,
+        }
         work(store.with_patience(inf), maker, **how)
     report.note("stopped")

@@ -7,7 +7,6 @@ was killed: the next one adds them.
 """
 
 import errno
-import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -43,15 +42,14 @@ class Batch:
         self.store, self.manifest = store, manifest
         self.done = 0
         self.failed: list[Job] = []
-        prefix = hashlib.sha256(str(manifest.file).encode()).hexdigest()[:8]  # of jobs of other places
-        self._left = {f"{prefix}-{name}": task for name, task in self.tasks.items()}
+        self._left = dict(self.tasks)
         self._since = store.version()
-        store.add_all([self._job(id, task, model) for id, task in self._left.items()])
+        store.add_all([self._job(task, model) for task in self._left.values()])
 
-    def _job(self, id: str, task: Task, model: str) -> NewJob:
+    def _job(self, task: Task, model: str) -> NewJob:
         """Return the job of a task; what failed before is made alone, so that it keeps no other from its turn."""
         batch = "" if task.output in self.manifest.failed else digest_of(task.request)
-        return NewJob(id, task.request.to_json(), model, task.output, batch)
+        return NewJob(task.output, task.request.to_json(), model, task.output, batch)
 
     @property
     def total(self) -> int:

@@ -9,7 +9,7 @@ import os
 import re
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
@@ -59,39 +59,12 @@ class Connection(Protocol):
     def executemany(self, text: str, rows: Sequence[Values], /) -> Any: ...
 
 
-@runtime_checkable
-class Database(Protocol):
-    """A database.
-
-    `name` is what messages call it, `now` the SQL of its time in seconds, and `errors` are those of its library;
-    `is_shared` tells whether other hosts reach it.
-    """
-
-    name: str
-    is_shared: bool
-    now: str
-    errors: tuple[type[Exception], ...]
-
-    def transaction(self, *, write: bool, durable: bool) -> AbstractContextManager[Connection]:
-        """Run the block in a transaction; one that is not `durable` may be lost when the power fails."""
-        ...
-
-    def prepare(self, connection: Connection) -> None:
-        """Let one process at a time make the tables."""
-        ...
-
-    def is_away(self, error: Exception) -> bool:
-        """Tell whether the same transaction may succeed later."""
-        ...
-
-    def reclaim(self) -> None:
-        """Make room for a few small changes on a full disk, where the database's own files may have some."""
-        ...
-
-    def close(self) -> None: ...
+def named_database(option: str | None) -> str | None:
+    """Return the database that an option names, or else the environment; None for none."""
+    return option or os.environ.get(VARIABLE) or None
 
 
-def open_database(url: str) -> Database:
+def open_database(url: str) -> "Database":
     """Return the database of a path of SQLite's file, or of a URL of PostgreSQL.
 
     Raises:
@@ -133,13 +106,15 @@ class _Slot:
 
     def __init__(self, connect: Callable[[], Any], errors: tuple[type[Exception], ...]):
         self._connect, self._errors = connect, errors
-        self._lock = Lock()
+        self._lock, self._closed = Lock(), False
         self._connection: Any = None
 
     @contextmanager
     def use(self) -> Iterator[Any]:
         """Yield the connection, which is opened anew after an error of its own."""
         with self._lock:
+            if self._closed:
+                raise DatabaseError("the database was closed")
             if self._connection is None:
                 self._connection = self._connect()
             try:
@@ -156,6 +131,7 @@ class _Slot:
 
     def close(self) -> None:
         with self._lock:
+            self._closed = True
             self._drop()
 
 
@@ -172,7 +148,48 @@ def _committed(connection: Any, begin: str, errors: tuple[type[Exception], ...])
     connection.execute("COMMIT")
 
 
-class Sqlite:
+class Database:
+    """A database.
+
+    `name` is what messages call it, `now` the SQL of its time in seconds, and `errors` are those of its library;
+    `is_shared` tells whether other hosts reach it.
+    """
+
+    name: str
+    is_shared: bool
+    now: str
+    errors: tuple[type[Exception], ...]
+
+    def __init__(self, connect: Callable[[], Any]):
+        self._writer, self._reader = (_Slot(connect, self.errors) for _ in range(2))
+
+    @contextmanager
+    def transaction(self, *, write: bool, durable: bool) -> Iterator[Connection]:
+        """Run the block in a transaction; one that is not `durable` may be lost when the power fails."""
+        slot = self._writer if write else self._reader
+        with slot.use() as connection, self._written(connection, durable) if write else nullcontext():
+            yield connection
+
+    def _written(self, connection: Any, durable: bool) -> AbstractContextManager[None]:
+        """Run the block in a transaction that writes."""
+        raise NotImplementedError
+
+    def prepare(self, connection: Connection) -> None:
+        """Let one process at a time make the tables."""
+
+    def is_away(self, error: Exception) -> bool:
+        """Tell whether the same transaction may succeed later."""
+        raise NotImplementedError
+
+    def reclaim(self) -> None:
+        """Make room for a few small changes on a full disk, where the database's own files may have some."""
+
+    def close(self) -> None:
+        self._writer.close()
+        self._reader.close()
+
+
+class Sqlite(Database):
     """A file of SQLite in WAL mode, for the processes of one host.
 
     Writers take turns by a lock on a file beside it: SQLite's own waiting, by sleeping, lets some wait for seconds.
@@ -180,7 +197,7 @@ class Sqlite:
 
     is_shared = False
     now = "(julianday('now') - 2440587.5) * 86400.0"
-    errors: tuple[type[Exception], ...] = (sqlite3.Error,)
+    errors = (sqlite3.Error,)
 
     def __init__(self, file: Path):
         _check_disk(file.parent)
@@ -190,7 +207,7 @@ class Sqlite:
             self._turn = os.open(f"{file}-turn", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise DatabaseError(f"{file}-turn cannot be written: {reason(error)}") from error
-        self._writer, self._reader = (_Slot(self._connect, self.errors) for _ in range(2))
+        super().__init__(self._connect)
 
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self.file, timeout=30, isolation_level=None, check_same_thread=False)
@@ -202,15 +219,11 @@ class Sqlite:
         return connection
 
     @contextmanager
-    def transaction(self, *, write: bool, durable: bool) -> Iterator[Connection]:
-        if not write:
-            with self._reader.use() as connection:
-                yield connection
-            return
-        with self._writer.use() as connection, self._locked():
+    def _written(self, connection: Any, durable: bool) -> Iterator[None]:
+        with self._locked():
             connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
             with _committed(connection, "BEGIN IMMEDIATE", self.errors):
-                yield connection
+                yield
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -220,9 +233,6 @@ class Sqlite:
         finally:
             fcntl.flock(self._turn, fcntl.LOCK_UN)
 
-    def prepare(self, connection: Connection) -> None:
-        """Nothing: a transaction that writes has the file for itself."""
-
     def reclaim(self) -> None:
         with self._writer.use() as connection, self._locked():
             connection.execute("PRAGMA wal_checkpoint(RESTART)")  # the log is written from its beginning again
@@ -231,12 +241,11 @@ class Sqlite:
         return getattr(error, "sqlite_errorname", "") in ("SQLITE_BUSY", "SQLITE_LOCKED")
 
     def close(self) -> None:
-        self._writer.close()
-        self._reader.close()
+        super().close()
         os.close(self._turn)
 
 
-class Postgres:
+class Postgres(Database):
     """A PostgreSQL, for the processes of many hosts."""
 
     is_shared = True
@@ -249,7 +258,7 @@ class Postgres:
         except ImportError as error:
             raise WanjaxError("PostgreSQL needs psycopg: pip install 'wanjax[postgres]' brings it") from error
         self.url, self.name = url, shown_url(url)
-        self.errors: tuple[type[Exception], ...] = (psycopg.Error,)
+        self.errors = (psycopg.Error,)
         try:
             given = conninfo_to_dict(url)
         except psycopg.Error:
@@ -273,7 +282,7 @@ class Postgres:
         self._connect: Callable[[], Any] = lambda: _Translated(
             psycopg.connect(autocommit=True, options=options, **named)
         )
-        self._writer, self._reader = (_Slot(self._connected, self.errors) for _ in range(2))
+        super().__init__(self._connected)
 
     def _connected(self) -> Any:
         try:
@@ -287,18 +296,9 @@ class Postgres:
                                     f"in --database or {VARIABLE}") from None  # fmt: skip
             raise
 
-    @contextmanager
-    def transaction(self, *, write: bool, durable: bool) -> Iterator[Connection]:
-        if not write:
-            with self._reader.use() as connection:
-                yield connection
-            return
+    def _written(self, connection: Any, durable: bool) -> AbstractContextManager[None]:
         begin = "BEGIN" if durable else "BEGIN; SET LOCAL synchronous_commit = off"
-        with self._writer.use() as connection, _committed(connection, begin, self.errors):
-            yield connection
-
-    def reclaim(self) -> None:
-        """Nothing: its disk is the server's."""
+        return _committed(connection, begin, self.errors)
 
     def prepare(self, connection: Connection) -> None:
         connection.execute("SELECT pg_advisory_xact_lock(7241)")
@@ -310,10 +310,6 @@ class Postgres:
 
             return isinstance(error, psycopg.OperationalError | psycopg.InterfaceError)
         return code in PASSING or code.startswith("08")
-
-    def close(self) -> None:
-        self._writer.close()
-        self._reader.close()
 
 
 class _Translated:

@@ -11,6 +11,8 @@ from wanjax.errors import WanjaxError, reason
 from wanjax.jobs.lockstep import Leader, follow
 from wanjax.jobs.maker import VideoMaker, sentence_of
 from wanjax.jobs.processes import connect
+from wanjax.jobs.sharing import BATCH, check_place
+from wanjax.jobs.store import JobStore
 from wanjax.jobs.worker import new_name, work
 
 BUNDLED = {"num_cpus": "CPU", "num_gpus": "GPU"}  # the same in a placement group
@@ -53,13 +55,14 @@ class Host:
     def _lead(
         self,
         leader: Leader,
-        store: Any,
+        store: JobStore,
         name: str,
         options: Mapping[str, Any],
         ask: Callable[[VideoMaker], Any] | None = None,
     ) -> None:
         if ask is not None:
             try:
+                check_place(store, leader.place, BATCH)
                 self._answer = ask(leader), None
             except WanjaxError as error:
                 self._answer = None, error
@@ -110,7 +113,7 @@ class SliceWorker:
     def __init__(
         self,
         ray: Any,
-        store: Any,
+        store: JobStore,
         arguments: Mapping[str, Any],
         options: Mapping[str, Any],
         bundles: Sequence[Mapping[str, float]],

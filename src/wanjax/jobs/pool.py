@@ -72,7 +72,7 @@ class LocalWorker:
         self.name = new_name()
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        given = store.url, start, self.name, options, number, nice, ask, theirs
+        given = store, start, self.name, options, number, nice, ask, theirs
         self._process = context.Process(target=_run, args=given, name=self.name, daemon=True)
         self._process.start()
         theirs.close()
@@ -107,7 +107,7 @@ class LocalWorker:
 
 
 def _run(
-    url: str,
+    store: JobStore,
     start: Start,
     name: str,
     options: dict[str, Any],
@@ -122,7 +122,7 @@ def _run(
     if (cards := len(glob(CARDS))) > 1:
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(number % cards))
     os.nice(nice)
-    store = JobStore(url, inf)
+    store = store.with_patience(inf)
     maker = start(store)
     if ask is not None:
         try:
@@ -282,12 +282,3 @@ class Pool:
                 with suppress(Unavailable):
                     self.store.lost(worker.name)
         self.workers.clear()
-
-
-def in_processes(store: JobStore, start: Start, options: dict[str, Any], nice: int = 0) -> Callable[[int], LocalWorker]:
-    """Return what starts workers of this machine, each in a process of its own."""
-
-    def worker(number: int) -> LocalWorker:
-        return LocalWorker(store, start, options, number=number, nice=nice)
-
-    return worker

@@ -5,13 +5,14 @@ import os
 import pickle
 from collections.abc import Callable, Mapping
 from math import inf
+from secrets import token_hex
 from threading import Event, Lock
 from time import monotonic, sleep
 from typing import Any
 
 from wanjax.errors import WanjaxError
 from wanjax.jobs.pool import NICE, Start
-from wanjax.jobs.store import PATIENCE, RETRY, JobStore, Unavailable
+from wanjax.jobs.store import RETRY, JobStore, T, Transaction, Unavailable
 from wanjax.jobs.worker import new_name, work
 
 NAMESPACE = "wanjax"
@@ -33,7 +34,7 @@ class RayWorker:
     def __init__(
         self,
         ray: Any,
-        store: "JobStore | RemoteStore",
+        store: JobStore,
         start: Start,
         options: Mapping[str, Any],
         resources: Mapping[str, Any],
@@ -105,57 +106,55 @@ class _Actor:
         self._asked.set()
 
 
-class RemoteStore:
-    """A `JobStore` that is a named actor: its methods are those of the store, called from any process of a cluster.
+class RemoteStore(JobStore):
+    """A store whose transactions an actor carries out, for any process of a cluster: that of a file of SQLite.
 
     An actor that dies is restarted on the same node by the same file; a call whose answer was lost is sent again.
     """
 
-    def __init__(self, name: str, patience: float = PATIENCE):
-        self.service, self.patience = name, patience
-        self._kept: Any = None  # in the process that started the actor, which ends with it
+    def __init__(self, actor: str, patience: float, place: str):
+        self.actor, self.patience, self.place = actor, patience, place
+        self.kept: Any = None  # in the process that started the actor, which ends with it
 
     @classmethod
-    def start(cls, ray: Any, path: str, name: str) -> "RemoteStore":
-        """Start the actor of a file of SQLite on this node; it ends with this process."""
-        here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
-            ray.get_runtime_context().get_node_id(), False
-        )
+    def start(cls, ray: Any, store: JobStore) -> "RemoteStore":
+        """Start the actor of a store on this node; it ends with this process."""
+        schedule, context = ray.util.scheduling_strategies, ray.get_runtime_context()
+        here = schedule.NodeAffinitySchedulingStrategy(context.get_node_id(), False)
         options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": here}
-        actor = ray.remote(JobStore).options(name=name, namespace=NAMESPACE, max_concurrency=16, **options).remote(path)
-        store = cls(name)
-        store._kept = actor
-        store.version()
-        return store
+        remote = cls(f"jobs-{token_hex(4)}", store.patience, store.place)
+        kind = ray.remote(JobStore).options(name=remote.actor, namespace=NAMESPACE, max_concurrency=16, **options)
+        remote.kept = kind.remote(*store.__reduce__()[1])
+        remote.version()
+        return remote
 
-    def with_patience(self, seconds: float) -> "RemoteStore":
-        return RemoteStore(self.service, seconds)
+    def __reduce__(self) -> Any:
+        return RemoteStore, (self.actor, self.patience, self.place)
+
+    @property
+    def name(self) -> str:
+        return self.actor
+
+    @property
+    def is_shared(self) -> bool:
+        return True
+
+    def reclaim(self) -> None:
+        """Nothing: the actor's own transactions do."""
 
     def close(self) -> None:
         """Nothing: the actor ends with the command that started it."""
 
-    def __reduce__(self) -> Any:
-        return RemoteStore, (self.service, self.patience)
-
-    def __getattr__(self, method: str) -> Any:
-        if method.startswith("_"):
-            raise AttributeError(method)
-        return lambda *given, **named: self._call(method, *given, **named)
-
-    def _call(self, method: str, *given: Any, **named: Any) -> Any:
-        """Call a method of the actor, again while it is away.
-
-        Raises:
-            Unavailable: It is away for longer than the patience.
-        """
+    def _run(self, do: Callable[[Transaction], T], *, write: bool = True, durable: bool = True) -> T:
         import ray
         from ray.exceptions import RayError, RayTaskError
 
         end = monotonic() + self.patience
         while True:
             try:
-                actor = ray.get_actor(self.service, namespace=NAMESPACE)
-                return ray.get(getattr(actor, method).remote(*given, **named), timeout=ANSWER)
+                actor: Any = ray.get_actor(self.actor, namespace=NAMESPACE)
+                answer: Any = ray.get(actor._run.remote(do, write=write, durable=durable), timeout=ANSWER)
+                return answer
             except RayTaskError as error:
                 if not isinstance(error.cause, Unavailable) or monotonic() >= end:
                     raise error.cause from None
@@ -163,5 +162,5 @@ class RemoteStore:
                 if isinstance(error, WanjaxError):
                     raise
                 if monotonic() >= end:
-                    raise Unavailable(f"the actor {self.service} of the jobs is out of reach") from error
+                    raise Unavailable(f"the actor {self.actor} of the jobs is out of reach") from error
             sleep(RETRY)

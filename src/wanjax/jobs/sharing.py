@@ -1,42 +1,73 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the users of one database share: a folder of videos, in which a probe file shows it, and perhaps a host."""
+"""The place that the users of jobs share: a folder, here or in a store, with a file that has the place's id.
+
+Servers have another file than batches: their jobs differ, and so do the workers that make them.
+"""
 
 import os
+from contextlib import suppress
 from pathlib import Path
+from secrets import token_hex
 
 import psutil
 
-from wanjax.errors import written
+from wanjax.errors import WanjaxError, written
 from wanjax.jobs.store import JobStore
-from wanjax.stores.own import HOST
-from wanjax.stores.places import Place, StoreError
+from wanjax.stores.own import HOST, name_beside
+from wanjax.stores.places import Place, StoreError, read
+
+SERVE, BATCH = "serve.place", "batch.place"  # names of the file
 
 
-def probe_of(store: JobStore, folder: Place) -> Place:
-    """Return the file by which a folder shows that it is that of a store's users."""
-    return folder / f".wanjax-{store.probe()}"
+def enter(store: JobStore, folder: Place, name: str) -> None:
+    """Have a store use the jobs of a folder, which becomes a place if it is none; whoever adds jobs does."""
+    file = folder / name
+    if not (id := _id_of(file)):
+        _create(file, token_hex(8))
+        id = _id_of(file)
+    store.enter(id, is_new=True)
 
 
-def write_probe(store: JobStore, folder: Place) -> None:
-    """Write the probe file of a folder; who adds jobs does."""
-    probe = probe_of(store, folder)
-    if isinstance(probe, Path):
-        with written(probe):
-            probe.touch()
-    else:
-        probe.create(b"")
-
-
-def why_apart(store: JobStore, folder: Place) -> str:
-    """Return why a worker must not take jobs: its folder is not that of those who add them; "" where it may."""
-    probe = probe_of(store, folder)
+def why_apart(store: JobStore, folder: Place, name: str) -> str:
+    """Have a store use the jobs of a folder of others; return why it cannot, "" where it does."""
+    command = f"wanjax {name.partition('.')[0]}"
+    why = f"{folder} is the folder of no `{command}` with the database {store.name}"
     try:
-        if probe.exists():
+        if (id := _id_of(folder / name)) and store.enter(id, is_new=False):
             return ""
-        why = f"{folder} is not the folder of the server or the batch, which has the file {probe.name}"
-    except StoreError as error:
+    except (OSError, StoreError) as error:
         why = str(error)
-    return f"{why}: this worker takes no job until it is; --dir or --out has to be one place for all"
+    return f"{why}: this worker takes no job until it is; --dir of servers or --out of batches is one place for all"
+
+
+def check_place(store: JobStore, folder: Place, name: str) -> None:
+    """Raise WanjaxError where a worker's folder is not the place whose jobs it is to make."""
+    if store.place and _id_of(folder / name) != store.place:
+        why = f"{folder} is another folder on {HOST} than where its worker was started"
+        raise WanjaxError(f"{why}: give one that all hosts share, as on a network file system or in a store")
+
+
+def _id_of(file: Place) -> str:
+    return (read(file) or b"").decode(errors="replace").strip()
+
+
+def _create(file: Place, id: str) -> None:
+    """Write the file of a place, unless another process was first."""
+    if not isinstance(file, Path):
+        file.create(id.encode())
+        return
+    beside = name_beside(file.with_name(id))
+    with written(file):
+        beside.write_text(id)
+        try:
+            os.link(beside, file)  # as a whole, and not in place of another
+        except FileExistsError:
+            pass
+        except OSError:  # no links there, as on some network file systems
+            beside.replace(file)
+        finally:
+            with suppress(OSError):
+                beside.unlink()
 
 
 def requeue_dead(store: JobStore) -> None:

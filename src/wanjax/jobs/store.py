@@ -6,6 +6,9 @@ that leased it until the worker finishes it, gives it back, or is not heard of f
 by one process once, so one whose lease ended cannot speak for a job that is another's now. Time is the database's:
 clocks of hosts do not matter.
 
+Jobs, workers and counts are those of a place, the folder that all who share them have (`wanjax.jobs.sharing`): a
+database may have many places, whose users see nothing of each other.
+
 Each change has a version, in the order of the commits, since the row that counts them is locked until the commit. That
 lock is taken before any other: in another order two transactions would wait for each other.
 """
@@ -13,12 +16,10 @@ lock is taken before any other: in another order two transactions would wait for
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from copy import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from secrets import token_hex
 from typing import Any, TypeVar
 
 from wanjax.errors import WanjaxError, reason
@@ -35,20 +36,23 @@ KEPT_FAILURES = 200
 KEPT_REMOVED = 86_400.0  # seconds for which a removed job's row is kept, for those who watch
 KEPT_ARRIVING = 3600.0  # seconds that the files of a job may take to arrive
 LONGEST_QUEUE = 1000  # jobs whose places in the queue are counted
+HELD = "place = :place AND worker != ''"  # as the index of the few jobs that workers have says it
 T = TypeVar("T")
 
 MIGRATIONS = [  # never edit one, append: the schema's version is how many of them were run
     """
     CREATE TABLE clock (version BIGINT NOT NULL);
     INSERT INTO clock VALUES (1);
+    CREATE TABLE places (id TEXT PRIMARY KEY);
     CREATE TABLE jobs (
-        id TEXT PRIMARY KEY,
+        place TEXT NOT NULL,
+        id TEXT NOT NULL,
         position BIGINT NOT NULL,           -- in the queue: the version at which the job was added
         status TEXT NOT NULL,
         model TEXT NOT NULL,
         batch TEXT NOT NULL,                -- digest of all in which the jobs of one run have to agree
         request TEXT NOT NULL,              -- JSON, as all that is opaque to the database
-        output TEXT NOT NULL,               -- the video's name below the folder of the database's users
+        output TEXT NOT NULL,               -- the video's name below the folder that is the place
         worker TEXT NOT NULL DEFAULT '',
         attempts INTEGER NOT NULL DEFAULT 0,
         cancel INTEGER NOT NULL DEFAULT 0,
@@ -56,21 +60,27 @@ MIGRATIONS = [  # never edit one, append: the schema's version is how many of th
         error TEXT,
         created_at DOUBLE PRECISION NOT NULL,
         completed_at DOUBLE PRECISION,      -- also when it was removed
-        version BIGINT NOT NULL
+        version BIGINT NOT NULL,
+        PRIMARY KEY (place, id)
     );
-    CREATE INDEX jobs_queue ON jobs (status, position);
-    CREATE INDEX jobs_position ON jobs (position);
-    CREATE INDEX jobs_version ON jobs (version);
-    CREATE INDEX jobs_worker ON jobs (worker);
+    CREATE INDEX jobs_queue ON jobs (place, status, position);
+    CREATE INDEX jobs_position ON jobs (place, position);
+    CREATE INDEX jobs_version ON jobs (place, version);
+    CREATE INDEX jobs_held ON jobs (place, worker, position) WHERE worker != '';
     CREATE TABLE workers (                  -- the lease is the worker's: one heartbeat keeps all its jobs
         name TEXT PRIMARY KEY,
+        place TEXT NOT NULL,                -- '' until the worker has found it
         state TEXT NOT NULL,
         facts TEXT NOT NULL,
         draining INTEGER NOT NULL DEFAULT 0,
         expires DOUBLE PRECISION NOT NULL
     );
-    CREATE TABLE counters (name TEXT PRIMARY KEY, value DOUBLE PRECISION NOT NULL);
-    CREATE TABLE texts (name TEXT PRIMARY KEY, value TEXT NOT NULL)
+    CREATE TABLE counters (
+        place TEXT NOT NULL,
+        name TEXT NOT NULL,
+        value DOUBLE PRECISION NOT NULL,
+        PRIMARY KEY (place, name)
+    )
     """
 ]
 
@@ -108,13 +118,13 @@ class Job:
     """A request and what has become of it: a row of the table.
 
     Args:
-        id: Its name, which no other job has.
+        id: Its name, which no other job of its place has.
         position: Its place in the queue, of which the lowest is next.
         status: One of arriving, queued, in_progress, completed, failed and removed.
         model: The model that makes it.
         batch: A text in which the jobs of one run agree; "" for one that runs alone.
         request: A `VideoRequest` as JSON.
-        output: The video's name, below the folder of the database's users.
+        output: The video's name, below the folder that is the place.
         worker: The worker that has it, else "".
         attempts: How often it was begun.
         cancel: Whether it is to end.
@@ -171,7 +181,7 @@ class WorkerRow:
 
 @dataclass(frozen=True)
 class Stats:
-    """Jobs by status, workers by state, and counters since the database was made.
+    """Jobs by status, workers by state, and counters, of a place.
 
     Counters are the ends by kind (completed, failed, cancelled), and seconds by stage as `seconds_STAGE`.
     """
@@ -182,19 +192,20 @@ class Stats:
 
 
 class JobStore:
-    """The jobs of a database. It goes to another process by its URL.
+    """The jobs of a place in a database. It goes to another process by its arguments.
 
     Args:
         url: A path of SQLite's file, or a URL of PostgreSQL; its tables are made or migrated if need be.
         patience: Seconds for which a database that is away is tried again, before `Unavailable` is raised; without end
             for inf, and then also where its disk is full.
+        place: The place's id; "" for a database that nobody else uses, or until `enter` is called.
 
     Raises:
         WanjaxError: The URL is wrong, the login is refused, or the tables are of a newer wanjax.
     """
 
-    def __init__(self, url: str, patience: float = PATIENCE):
-        self.url, self.patience = url, patience
+    def __init__(self, url: str, patience: float = PATIENCE, place: str = ""):
+        self.url, self.patience, self.place = url, patience, place
         self._database = open_database(url)
         try:
             self._run(self._migrate)
@@ -204,7 +215,7 @@ class JobStore:
             raise
 
     def __reduce__(self) -> Any:
-        return JobStore, (self.url, self.patience)
+        return JobStore, (self.url, self.patience, self.place)
 
     def __repr__(self) -> str:
         return f"JobStore({self.name!r})"
@@ -221,8 +232,8 @@ class JobStore:
 
     def with_patience(self, seconds: float) -> "JobStore":
         """Return the store with another patience, by the same connections."""
-        other = copy(self)
-        other.patience = seconds
+        other = object.__new__(type(self))  # `copy` would open the database again
+        vars(other).update(vars(self), patience=seconds)
         return other
 
     def reclaim(self) -> None:
@@ -233,6 +244,18 @@ class JobStore:
     def close(self) -> None:
         """Close the connections."""
         self._database.close()
+
+    def enter(self, place: str, *, is_new: bool) -> bool:
+        """Use the jobs of a place from now on; return False for one that nobody has entered as new in this database."""
+
+        def note(db: "Transaction") -> bool:
+            if is_new:
+                db.execute("INSERT INTO places VALUES (:id) ON CONFLICT (id) DO NOTHING", id=place)
+            return bool(db.rows("SELECT 1 FROM places WHERE id = :id", id=place))
+
+        if found := self._run(note, write=is_new):
+            self.place = place
+        return found
 
     # Clients
 
@@ -252,19 +275,19 @@ class JobStore:
             version = db.tick()  # others who add wait from here on, so the limit is exact
             if (job := db.find(new.id)) is not None and job.status != ARRIVING:
                 return db.placed([job])[0]  # the answer to the first call was lost
-            if limit is not None and db.value("SELECT count(*) FROM jobs WHERE status = 'queued'") >= limit:
+            if limit is not None and db.waiting() >= limit:
                 raise QueueFull(limit)
             db.execute(
-                f"""INSERT INTO jobs (id, position, status, model, batch, request, output, created_at, version)
-                VALUES (:id, :version, :status, :model, :batch, :request, :output, {db.now}, :version)
-                ON CONFLICT (id) DO UPDATE SET position = excluded.position, status = excluded.status,
+                f"""INSERT INTO jobs (place, id, position, status, model, batch, request, output, created_at, version)
+                VALUES (:place, :id, :version, :status, :model, :batch, :request, :output, {db.now}, :version)
+                ON CONFLICT (place, id) DO UPDATE SET position = excluded.position, status = excluded.status,
                     batch = excluded.batch, request = excluded.request, output = excluded.output,
                     created_at = excluded.created_at, version = excluded.version""",
                 version=version,
                 status=ARRIVING if arriving else QUEUED,
                 **_columns(new),
             )
-            return db.placed(db.jobs("id = :id", id=new.id))[0]
+            return db.placed([db.get(new.id, arriving=arriving)])[0]
 
         return self._run(insert)
 
@@ -274,9 +297,9 @@ class JobStore:
         def insert(db: "Transaction") -> None:
             first = db.tick(len(jobs)) - len(jobs)
             db.execute_many(
-                f"""INSERT INTO jobs (id, position, status, model, batch, request, output, created_at, version)
-                VALUES (:id, :version, 'queued', :model, :batch, :request, :output, {db.now}, :version)
-                ON CONFLICT (id) DO UPDATE SET position = excluded.position, status = excluded.status,
+                f"""INSERT INTO jobs (place, id, position, status, model, batch, request, output, created_at, version)
+                VALUES (:place, :id, :version, 'queued', :model, :batch, :request, :output, {db.now}, :version)
+                ON CONFLICT (place, id) DO UPDATE SET position = excluded.position, status = excluded.status,
                     model = excluded.model, batch = excluded.batch, request = excluded.request,
                     output = excluded.output, created_at = excluded.created_at, version = excluded.version,
                     attempts = 0, cancel = 0, progress = '{{}}', error = NULL, completed_at = NULL
@@ -305,50 +328,36 @@ class JobStore:
 
         def read(db: "Transaction") -> tuple[list[Job], bool]:
             way, order = ("<", "DESC") if newest else (">", "ASC")
-            where = "status NOT IN ('arriving', 'removed')" + ("" if after is None else f" AND position {way} :after")
             start = {} if after is None else {"after": db.get(after).position}
-            found = db.jobs(f"{where} ORDER BY position {order} LIMIT :limit", limit=limit + 1, **start)
+            where = f"AND position {way} :after" if start else ""
+            where = f"place = :place AND status NOT IN ('arriving', 'removed') {where}"
+            found = db.jobs(f"{where} ORDER BY position {order} LIMIT :most", most=limit + 1, **start)
             return db.placed(found[:limit]), len(found) > limit
 
         return self._read(read)
 
     def queue(self) -> list[Job]:
         """Return the jobs that wait, in their order, as many as are counted."""
-        text = "status = 'queued' ORDER BY position LIMIT :most"
+        text = "place = :place AND status = 'queued' ORDER BY position LIMIT :most"
         return self._read(lambda db: db.placed(db.jobs(text, most=LONGEST_QUEUE)))
 
     def waiting(self) -> int:
         """Return how many jobs wait."""
-        return self._read(lambda db: db.value("SELECT count(*) FROM jobs WHERE status = 'queued'"))
+        return self._read(lambda db: db.waiting())
 
     def cancel(self, id: str) -> Job:
         """End a job that waits, or one under way as soon as its worker hears of it; raises NotFound."""
 
         def change(db: "Transaction") -> Job:
-            db.tick()
-            job = db.get(id)
-            if job.status == QUEUED:
-                db.end(id, FAILED, CANCELLATION, cancel=1)
-            elif not job.over:
-                db.update(id, cancel=1)
+            db.cancel([id])
             return db.get(id)
 
         return self._run(change)
 
     def cancel_all(self, ids: Sequence[str]) -> None:
         """End jobs as `cancel` does; an id that no job has is left out."""
-
-        def change(db: "Transaction") -> None:
-            db.tick()
-            for id in ids:
-                job = db.find(id)
-                if job is not None and job.status == QUEUED:
-                    db.end(id, FAILED, CANCELLATION, cancel=1)
-                elif job is not None and not job.over:
-                    db.update(id, cancel=1)
-
         if ids:
-            self._run(change)
+            self._run(lambda db: db.cancel(ids))
 
     def remove(self, id: str) -> Job:
         """Remove a job, which does not come back.
@@ -374,10 +383,11 @@ class JobStore:
         """Return the jobs whose files nobody needs: removed ones, arrivals that stopped, and failures of long ago."""
         return self._read(
             lambda db: db.jobs(
-                f"""(status = 'removed' AND worker = '' AND output != '')
-                OR (status = 'arriving' AND created_at < {db.now} - :arriving)
-                OR (status = 'failed' AND position < (SELECT position FROM jobs WHERE status = 'failed'
-                                                      ORDER BY position DESC LIMIT 1 OFFSET :failures))""",
+                f"""(place = :place AND status = 'removed' AND worker = '' AND output != '')
+                OR (place = :place AND status = 'arriving' AND created_at < {db.now} - :arriving)
+                OR (place = :place AND status = 'failed' AND position < (
+                    SELECT position FROM jobs WHERE place = :place AND status = 'failed'
+                    ORDER BY position DESC LIMIT 1 OFFSET :failures))""",
                 arriving=KEPT_ARRIVING,
                 failures=KEPT_FAILURES - 1,
             )
@@ -386,7 +396,9 @@ class JobStore:
     def purge(self, id: str) -> None:
         """Note that the files of a removed job are gone; its row goes a day after it was removed."""
         self._run(
-            lambda db: db.execute("UPDATE jobs SET output = '' WHERE id = :id AND status = 'removed'", id=id),
+            lambda db: db.execute(
+                "UPDATE jobs SET output = '' WHERE place = :place AND id = :id AND status = 'removed'", id=id
+            ),
             durable=False,
         )
 
@@ -396,7 +408,7 @@ class JobStore:
         return self._read(
             lambda db: db.placed(
                 db.jobs(
-                    f"version > :since AND status != 'arriving' {one} ORDER BY version LIMIT :limit",
+                    f"place = :place AND version > :since AND status != 'arriving' {one} ORDER BY version LIMIT :limit",
                     since=since,
                     limit=limit,
                     only=only,
@@ -405,7 +417,7 @@ class JobStore:
         )
 
     def version(self) -> int:
-        """Return the version of the last change."""
+        """Return the version of the last change in the database."""
         return self._read(lambda db: db.value("SELECT version FROM clock"))
 
     def stats(self) -> Stats:
@@ -413,38 +425,28 @@ class JobStore:
 
         def read(db: "Transaction") -> Stats:
             return Stats(
-                dict(db.rows("SELECT status, count(*) FROM jobs GROUP BY status")),
-                dict(db.rows(f"SELECT state, count(*) FROM workers WHERE expires > {db.now} GROUP BY state")),
-                dict(db.rows("SELECT name, value FROM counters")),
+                dict(db.rows("SELECT status, count(*) FROM jobs WHERE place = :place GROUP BY status")),
+                dict(db.rows(f"SELECT state, count(*) FROM workers WHERE {db.heard} GROUP BY state")),
+                dict(db.rows("SELECT name, value FROM counters WHERE place = :place")),
             )
 
         return self._read(read)
 
     def workers(self) -> list[WorkerRow]:
         """Return the workers that are heard of."""
-        text = "SELECT name, state, facts, draining FROM workers WHERE expires > {now} ORDER BY name"
 
         def read(db: "Transaction") -> list[WorkerRow]:
-            rows = db.rows(text.format(now=db.now))
+            rows = db.rows(f"SELECT name, state, facts, draining FROM workers WHERE {db.heard} ORDER BY name")
             return [WorkerRow(name, state, json.loads(facts), bool(draining)) for name, state, facts, draining in rows]
 
         return self._read(read)
 
     def unserved(self) -> list[str]:
         """Return the models for which jobs wait and no worker is heard of."""
-        waiting = self._read(lambda db: db.rows("SELECT DISTINCT model FROM jobs WHERE status = 'queued'"))
+        text = "SELECT DISTINCT model FROM jobs WHERE place = :place AND status = 'queued'"
+        waiting = self._read(lambda db: db.rows(text))
         served = {model for worker in self.workers() for model in worker.facts.get("models", ())} if waiting else ()
         return sorted(model for (model,) in waiting if model not in served)
-
-    def probe(self) -> str:
-        """Return a text that all users of the database share: who shares their folder too finds a file named by it."""
-
-        def make(db: "Transaction") -> str:
-            text = "INSERT INTO texts VALUES ('probe', :value) ON CONFLICT (name) DO NOTHING"
-            db.execute(text, value=token_hex(8))
-            return db.value("SELECT value FROM texts WHERE name = 'probe'")
-
-        return self._run(make)
 
     # Workers
 
@@ -452,8 +454,9 @@ class JobStore:
         """Note a worker or its new state, and lease it its jobs for `ttl` seconds from now."""
         self._run(
             lambda db: db.execute(
-                f"""INSERT INTO workers (name, state, facts, expires) VALUES (:name, :state, :facts, {db.now} + :ttl)
-                ON CONFLICT (name) DO UPDATE SET state = excluded.state, facts = excluded.facts,
+                f"""INSERT INTO workers (name, place, state, facts, expires)
+                VALUES (:name, :place, :state, :facts, {db.now} + :ttl)
+                ON CONFLICT (name) DO UPDATE SET place = excluded.place, state = excluded.state, facts = excluded.facts,
                     expires = excluded.expires""",
                 name=worker,
                 state=state,
@@ -477,10 +480,10 @@ class JobStore:
         Returns:
             The jobs; none where none waits, or where the worker is to drain or has to register again.
         """
-        held = "worker = :worker AND status IN ('queued', 'in_progress')"
+        held = f"{HELD} AND worker = :worker AND status IN ('queued', 'in_progress')"
         names = {f"model{number}": model for number, model in enumerate(models)}
         made = ", ".join(f":{name}" for name in names)
-        free = f"status = 'queued' AND worker = '' AND model IN ({made})"
+        free = f"place = :place AND status = 'queued' AND worker = '' AND model IN ({made})"
 
         def take(db: "Transaction") -> list[Job]:
             if not db.rows(f"SELECT 1 FROM jobs WHERE {held} LIMIT 1", worker=worker) and not db.rows(
@@ -501,7 +504,7 @@ class JobStore:
             else:
                 same = f"SELECT id FROM jobs WHERE {free} AND batch = :batch ORDER BY position LIMIT :most"
                 db.execute(
-                    f"UPDATE jobs SET worker = :worker WHERE id IN ({same})",
+                    f"UPDATE jobs SET worker = :worker WHERE place = :place AND id IN ({same})",
                     worker=worker,
                     batch=job.batch,
                     most=most,
@@ -599,7 +602,7 @@ class JobStore:
 
     def give_back(self, worker: str) -> None:
         """Let the jobs of a worker that ends wait again, in their old places, as if it had not begun them."""
-        self._run(lambda db: self._requeue(db, "worker = :own", begun=False, own=worker), durable=False)
+        self._run(lambda db: self._requeue(db, f"{HELD} AND worker = :own", begun=False, own=worker), durable=False)
 
     def lost(self, worker: str, why: str | None = None) -> None:
         """Let the jobs of a worker that died wait again at once, in their old places; the attempt counts.
@@ -608,15 +611,16 @@ class JobStore:
             worker: Its name.
             why: What ended it, kept as the error of the jobs that it made.
         """
-        self._run(lambda db: self._requeue(db, "worker = :own", why=why, own=worker), durable=False)
+        self._run(lambda db: self._requeue(db, f"{HELD} AND worker = :own", why=why, own=worker), durable=False)
 
     def requeue_expired(self) -> None:
         """Let the jobs of workers that are not heard of wait again; forget jobs that were removed a day ago."""
         gone = "worker IN (SELECT name FROM workers WHERE expires < {now}) OR worker NOT IN (SELECT name FROM workers)"
 
         def change(db: "Transaction") -> None:
-            where = f"worker != '' AND ({gone.format(now=db.now)})"
-            old = f"status = 'removed' AND worker = '' AND output = '' AND completed_at < {db.now} - :kept"
+            where = f"{HELD} AND ({gone.format(now=db.now)})"
+            old = "place = :place AND status = 'removed' AND worker = '' AND output = ''"
+            old = f"{old} AND completed_at < {db.now} - :kept"
             expired = f"SELECT 1 FROM workers WHERE expires < {db.now} LIMIT 1"
             if db.rows(expired) or db.rows(f"SELECT 1 FROM jobs WHERE {where} LIMIT 1"):
                 self._requeue(db, where)
@@ -677,8 +681,8 @@ class JobStore:
         end = time.monotonic() + self.patience
         while True:
             try:
-                with self._transaction(write, durable) as db:
-                    return do(db)
+                with self._database.transaction(write=write, durable=durable) as connection:
+                    return do(Transaction(connection, self._database.now, self.place))
             except self._database.errors as error:
                 why, is_full = hidden(reason(error), self.url), has_no_room(error)
                 if is_full and math.isinf(self.patience):  # a worker has to note what it did
@@ -690,24 +694,23 @@ class JobStore:
                     raise Unavailable(f"the database {self.name} is out of reach: {why}") from error
             time.sleep(RETRY)
 
-    @contextmanager
-    def _transaction(self, write: bool, durable: bool) -> Iterator["Transaction"]:
-        with self._database.transaction(write=write, durable=durable) as connection:
-            yield Transaction(connection, self._database.now)
-
 
 class Transaction:
-    """The statements of a transaction. `now` is the SQL of the database's time."""
+    """The statements of a transaction, in which `:place` is the place.
 
-    def __init__(self, connection: Connection, now: str):
-        self.connection, self.now = connection, now
+    `now` is the SQL of the database's time, and `heard` the condition of workers that are heard of.
+    """
+
+    def __init__(self, connection: Connection, now: str, place: str):
+        self.connection, self.now, self._place = connection, now, place
+        self.heard = f"place = :place AND expires > {now}"
         self._version = 0
 
     def execute(self, text: str, **values: Any) -> Any:
-        return self.connection.execute(text, values)
+        return self.connection.execute(text, {"place": self._place, **values})
 
     def execute_many(self, text: str, rows: Sequence[Values]) -> None:
-        self.connection.executemany(text, rows)
+        self.connection.executemany(text, [{"place": self._place, **row} for row in rows])
 
     def rows(self, text: str, **values: Any) -> list[Any]:
         return self.execute(text, **values).fetchall()
@@ -728,7 +731,7 @@ class Transaction:
         return [_job(row) for row in self.rows(f"SELECT {SELECTED} FROM jobs WHERE {where}", **values)]
 
     def find(self, id: str) -> Job | None:
-        return next(iter(self.jobs("id = :id", id=id)), None)
+        return next(iter(self.jobs("place = :place AND id = :id", id=id)), None)
 
     def get(self, id: str, *, arriving: bool = False) -> Job:
         """Return a job that clients see, or one that is `arriving`; raises NotFound."""
@@ -747,20 +750,33 @@ class Transaction:
         text = f"UPDATE workers SET expires = {self.now} + :ttl WHERE name = :worker RETURNING draining"
         return self.value(text, worker=worker, ttl=ttl)
 
+    def waiting(self) -> int:
+        return self.value("SELECT count(*) FROM jobs WHERE place = :place AND status = 'queued'")
+
     def placed(self, jobs: Sequence[Job]) -> list[Job]:
         """Return jobs with how many are before each, as far as that is less than LONGEST_QUEUE."""
         if all(job.status != QUEUED for job in jobs):
             return list(jobs)
-        text = "SELECT position FROM jobs WHERE status = 'queued' ORDER BY position LIMIT :most"
-        running = self.value("SELECT count(*) FROM jobs WHERE status = 'in_progress'")
+        text = "SELECT position FROM jobs WHERE place = :place AND status = 'queued' ORDER BY position LIMIT :most"
+        running = self.value("SELECT count(*) FROM jobs WHERE place = :place AND status = 'in_progress'")
         place = {position: number for number, (position,) in enumerate(self.rows(text, most=LONGEST_QUEUE), running)}
         return [replace(job, ahead=place.get(job.position)) if job.status == QUEUED else job for job in jobs]
 
     def update(self, id: str, *, ended: bool = False, **columns: Any) -> None:
         """Change a job, and note the time where it `ended`."""
         sets = [f"{name} = :{name}" for name in columns] + ([f"completed_at = {self.now}"] if ended else [])
-        text = f"UPDATE jobs SET {', '.join([*sets, 'version = :version'])} WHERE id = :id"
+        text = f"UPDATE jobs SET {', '.join([*sets, 'version = :version'])} WHERE place = :place AND id = :id"
         self.execute(text, id=id, version=self.tick(), **columns)
+
+    def cancel(self, ids: Sequence[str]) -> None:
+        """End jobs that wait, and ask for the end of those under way."""
+        self.tick()
+        for id in ids:
+            job = self.find(id)
+            if job is not None and job.status == QUEUED:
+                self.end(id, FAILED, CANCELLATION, cancel=1)
+            elif job is not None and not job.over:
+                self.update(id, cancel=1)
 
     def end(self, id: str, status: str, error: Mapping[str, str] | None, **columns: Any) -> None:
         """Note the end of a job, and count it."""
@@ -771,8 +787,8 @@ class Transaction:
     def count(self, *names: str, amounts: Sequence[float] = (1.0,)) -> None:
         """Add amounts to counters."""
         self.execute_many(
-            """INSERT INTO counters VALUES (:name, :amount)
-            ON CONFLICT (name) DO UPDATE SET value = counters.value + excluded.value""",
+            """INSERT INTO counters VALUES (:place, :name, :amount)
+            ON CONFLICT (place, name) DO UPDATE SET value = counters.value + excluded.value""",
             [{"name": name, "amount": amount} for name, amount in sorted(zip(names, amounts, strict=True))],
         )
 

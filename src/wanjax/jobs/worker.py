@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from secrets import token_hex
 from threading import Condition, Thread
@@ -25,7 +25,7 @@ BEAT, IDLE = 0.5, 0.2  # seconds between two heartbeats, and between two looks a
 ATTEMPTS = 5  # times that a job may be begun by workers that die
 SHARES = 4  # parts of what waits that each of several workers leases, so that all end together
 DISK_FULL = "disk_full"  # the code of an error after which no further job can be made
-READY, LOADING, APART = "ready", "loading", "apart"  # states of a worker; the last one takes no job
+READY, LOADING = "ready", "loading"  # states of a worker
 logger = logging.getLogger("wanjax.jobs")
 
 
@@ -72,7 +72,7 @@ class Maker(Protocol):
         """Make the videos of jobs of one batch; yield each job, in order, once its video is published.
 
         Raises:
-            Interrupted: As `Lease.progress` raises it.
+            Interrupted: `Lease.stopped` returned True.
         """
         ...
 
@@ -134,16 +134,6 @@ class Lease:
             self._news = True
             self._changed.notify()
 
-    def progress(self, **progress: Any) -> None:
-        """Send progress as `tell` does; raise Interrupted where the job is to end before its time."""
-        self.tell(**progress)
-        self.check()
-
-    def check(self) -> None:
-        """Raise Interrupted where the job is to end before its time."""
-        if self.stopped():
-            raise Interrupted
-
     def stopped(self) -> bool:
         """Return True where the job is to end before its time."""
         return self.lost or self.draining or self._signal in (Signal.CANCEL, Signal.LOST)
@@ -165,6 +155,8 @@ class Lease:
             except Unavailable:
                 signal = Signal.CONTINUE  # if it is away for longer than the lease, the next heartbeat hears of it
             except Exception:
+                if self._closed:  # and so may be the database
+                    return
                 logger.exception("a heartbeat of %s failed", self.worker)
                 signal = Signal.CONTINUE
             with self._changed:
@@ -192,7 +184,7 @@ def work(
     attempts: int = ATTEMPTS,
     drained: Callable[[], bool] = lambda: False,
     until_empty: bool = False,
-    barred: Callable[[], str] = lambda: "",
+    barred: Callable[[JobStore], str] = lambda store: "",
     note: Callable[[str], object] = lambda text: None,
     ended: Callable[[], object] = lambda: None,
     ttl: float = TTL,
@@ -208,18 +200,23 @@ def work(
         attempts: Times that a job may be begun by workers that die before it is given up.
         drained: Returns True once the worker is to end; the jobs that it holds wait again then.
         until_empty: Ends the worker where no job waits.
-        barred: Returns why the worker may take no job for now, "" where it may.
+        barred: Enters the store's place; returns why the worker may take no job so far, "" where it may.
         note: Receives a line on that.
         ended: Called after each job that was finished or failed.
         ttl: Seconds without a heartbeat after which the worker counts as dead.
     """
     name = name or new_name()
     facts = {"host": HOST, "process": os.getpid(), "models": list(maker.models)}
+    if why := barred(store):
+        note(why)
     store.register(name, LOADING, facts, ttl)
     lease = Lease(store, name, ttl, drained)
     try:
         maker.warm_up(lambda: lease.draining)
-        _wait(store, lease, facts, barred, note)
+        while why and not lease.draining:
+            time.sleep(BEAT)
+            why = barred(store)
+        store.register(name, READY, facts, ttl)
         looked = time.monotonic()
         while not lease.draining:
             if lease.lost:
@@ -246,24 +243,6 @@ def work(
         raise
     lease.close()
     store.give_back(name)
-
-
-def _wait(
-    store: JobStore,
-    lease: Lease,
-    facts: Mapping[str, Any],
-    barred: Callable[[], str],
-    note: Callable[[str], object],
-) -> None:
-    """Register a worker as ready, once nothing bars it from taking jobs."""
-    before = ""
-    while (why := barred()) and not lease.draining:
-        if why != before:
-            note(why)
-            store.register(lease.worker, APART, {**facts, "why": why}, lease.ttl)
-        before = why
-        time.sleep(BEAT)
-    store.register(lease.worker, READY, facts, lease.ttl)
 
 
 def _share(stats: Stats, together: int) -> int:

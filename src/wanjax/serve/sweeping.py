@@ -9,7 +9,6 @@ from threading import Event, Thread
 
 from wanjax.errors import WanjaxError
 from wanjax.jobs.store import REMOVED, Job, JobStore, NotFound, Unavailable
-from wanjax.serve.videos import is_own
 from wanjax.stores.places import Place
 
 EVERY, LATER = 1.0, 30.0  # seconds between two looks, and after one that could not remove all
@@ -44,7 +43,7 @@ class Sweeper:
         """Look once; return False where something could not be removed."""
         self.store.requeue_expired()
         whole = True
-        for job in filter(is_own, self.store.leftovers()):  # a batch's folder has others' videos too
+        for job in self.store.leftovers():
             if job.status != REMOVED:
                 with suppress(NotFound):
                     self.store.remove(job.id)

@@ -14,7 +14,6 @@ from wanjax.stores.own import own_folder
 from wanjax.stores.places import Place
 
 VIDEO, THUMBNAIL, PREVIEW = "video.mp4", "thumbnail.webp", "preview.png"
-ID = re.compile(r"video_\w{1,64}", re.ASCII)
 FILE = re.compile(r"\w{1,64}\.\w{1,8}", re.ASCII)
 Inputs = Mapping[str, str | list[str]]
 """The names of files by input."""
@@ -27,11 +26,6 @@ def new_id() -> str:
 def output_of(id: str) -> str:
     """Return the name of a video below the folder of all."""
     return f"{id}/{VIDEO}"
-
-
-def is_own(job: Job) -> bool:
-    """Tell whether a job is a server's, whose video has a folder of its own."""
-    return ID.fullmatch(job.id) is not None and job.output == output_of(job.id)
 
 
 def names_of(inputs: Inputs) -> list[str]:
