@@ -4,6 +4,7 @@
 import os
 import pickle
 from collections.abc import Callable, Mapping
+from functools import partial
 from math import inf
 from secrets import token_hex
 from threading import Event, Lock
@@ -12,7 +13,7 @@ from typing import Any
 
 from wanjax.errors import WanjaxError
 from wanjax.jobs.pool import NICE, Start
-from wanjax.jobs.store import RETRY, JobStore, T, Transaction, Unavailable
+from wanjax.jobs.store import RETRY, JobStore, Unavailable
 from wanjax.jobs.worker import new_name, work
 
 NAMESPACE = "wanjax"
@@ -107,7 +108,7 @@ class _Actor:
 
 
 class RemoteStore(JobStore):
-    """A store whose transactions an actor carries out, for any process of a cluster: that of a file of SQLite.
+    """A store that is an actor, by a file of SQLite: its methods are called from any process of a cluster.
 
     An actor that dies is restarted on the same node by the same file; a call whose answer was lost is sent again.
     """
@@ -128,6 +129,9 @@ class RemoteStore(JobStore):
         remote.version()
         return remote
 
+    def __getattribute__(self, name: str) -> Any:
+        return partial(self._call, name) if name in CALLS else super().__getattribute__(name)
+
     def __reduce__(self) -> Any:
         return RemoteStore, (self.actor, self.patience, self.place)
 
@@ -139,22 +143,19 @@ class RemoteStore(JobStore):
     def is_shared(self) -> bool:
         return True
 
-    def reclaim(self) -> None:
-        """Nothing: the actor's own transactions do."""
-
     def close(self) -> None:
         """Nothing: the actor ends with the command that started it."""
 
-    def _run(self, do: Callable[[Transaction], T], *, write: bool = True, durable: bool = True) -> T:
+    def _call(self, method: str, *given: Any, **named: Any) -> Any:
+        """Call a method of the actor, again while it is away; raise Unavailable after the store's patience."""
         import ray
         from ray.exceptions import RayError, RayTaskError
 
         end = monotonic() + self.patience
         while True:
             try:
-                actor: Any = ray.get_actor(self.actor, namespace=NAMESPACE)
-                answer: Any = ray.get(actor._run.remote(do, write=write, durable=durable), timeout=ANSWER)
-                return answer
+                actor = ray.get_actor(self.actor, namespace=NAMESPACE)
+                return ray.get(getattr(actor, method).remote(*given, **named), timeout=ANSWER)
             except RayTaskError as error:
                 if not isinstance(error.cause, Unavailable) or monotonic() >= end:
                     raise error.cause from None
@@ -164,3 +165,11 @@ class RemoteStore(JobStore):
                 if monotonic() >= end:
                     raise Unavailable(f"the actor {self.actor} of the jobs is out of reach") from error
             sleep(RETRY)
+
+
+CALLS = {name for name in vars(JobStore) if name.islower() and name[0] != "_"} - {
+    *vars(RemoteStore),
+    "enter",
+    "with_patience",
+}
+"""Methods of the actor."""
