@@ -23,6 +23,10 @@ SMALL = ("--size", "32x32", "--frames", "5", "--steps", "2")
         (("--database", "jobs.sqlite", "--dir", "a", "--out", "b"), "--dir --out"),
         (("--database", "mysql://me@here/jobs", "--out", "b"), "mysql:// postgresql://"),
         (("--database", "jobs.sqlite", "--dir", "a", "--processes", "auto"), "--processes"),
+        (
+            ("--database", "jobs.sqlite", "--out", "a", "--extend-prompt", "http://localhost:1/v1"),
+            "--extend-prompt --dir",
+        ),
     ],
     ids=str,
 )

@@ -81,7 +81,7 @@ def test_what_shows_how_far_a_video_is_is_fitted_by_all(led, monkeypatch):
     leader, _, running = led
     fitted = []
     monkeypatch.setattr(type(leader.pipe), "latent_preview", lambda pipe: fitted.append(pipe) or fitted)
-    leader.fit_colours()
+    leader.fit_latent_preview()
     assert leader.dismiss()
     assert [run.result(PATIENCE) for run in running] == [None, None]
     assert len(fitted) == 3

@@ -316,7 +316,7 @@ def test_a_video_of_windows_in_a_browser(browser, served):
     page = browser.new_page()
     page.goto(str(served.base_url))
     page.click("#ask details summary")
-    fields = {"prompt": PROMPT, "windows": 3, "then": "a red circle moving left", "frames": 5, "steps": 6, "seed": 5}
+    fields = {"prompt": PROMPT, "windows": 3, "then": "a red circle moving left", "frames": 5, "steps": 150, "seed": 5}
     page.select_option("[name=size]", "other")
     for name, value in (fields | {"width": 32, "height": 32}).items():
         page.fill(f"[name={name}]", str(value))

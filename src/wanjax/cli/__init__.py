@@ -487,18 +487,8 @@ def bench(report: Report, **given: Any) -> None:
 
 
 @main.command()
-@options.model
-@options.attention
-@options.batch_guidance
-@options.lora
-@options.compute
-@options.devices
-@options.tile
-@options.extending
-@options.decoder
+@options.served
 @options.serving
-@options.verify
-@options.telling
 @defaults.config
 @click.pass_obj
 def serve(report: Report, **given: Any) -> None:
@@ -514,18 +504,9 @@ def serve(report: Report, **given: Any) -> None:
 
 
 @main.command()
-@options.model
-@options.attention
-@options.batch_guidance
-@options.lora
-@options.compute
-@options.devices
-@options.tile
-@options.decoder
+@options.served
 @options.offload
 @options.working
-@options.verify
-@options.telling
 @defaults.config
 @click.pass_obj
 def worker(report: Report, **given: Any) -> None:

@@ -246,7 +246,7 @@ def _here(
         video.tell_prompt(videos)
         if video.previews and not given.get("preview_decoder"):
             with report.stage("preview"):
-                maker.fit_colours()
+                maker.fit_latent_preview()
         maker.observers = [Within(video, batch)]
         with driver.telling(batch):
             how: Any = {"drained": lambda: bool(faults), "ended": look, "until_empty": True}

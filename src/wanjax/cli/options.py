@@ -249,7 +249,6 @@ working = together(
     of_file("--dir", "folder", metavar="FOLDER", help="Make the jobs of `wanjax serve`, into its --dir."),
     of_file("-o", "--out", metavar="FOLDER", help="Make the jobs of `wanjax batch`, into its --out."),
     retries,
-    click.option("--preview", is_flag=True, help="Show on the server's page, at a few steps, what a video will be."),
 )
 of_model = partial(click.option, "--model", metavar="MODEL", shell_complete=complete_models)
 model = of_model(
@@ -646,8 +645,6 @@ serving = together(
     ),
     limit("--max-steps", default=200, help="Steps that one may take."),
     limit("--max-upload", default=32, help="MiB that a request may have."),
-    click.option("--preview", is_flag=True, help="Show on the page, at a few steps, what a video will be."),
-    preview_decoder,
     click.option(
         "--rehearse/--no-rehearse",
         default=True,
@@ -656,6 +653,22 @@ serving = together(
     ),
 )
 
+served = together(
+    model,
+    attention,
+    batch_guidance,
+    lora,
+    compute,
+    devices,
+    tile,
+    extending,
+    decoder,
+    click.option("--preview", is_flag=True, help="Show on the server's page, at a few steps, what a video will be."),
+    preview_decoder,
+    verify,
+    telling,
+)
+"""What a server's videos are made with, by its own worker or another host's."""
 video = together(pictures, shape, windows, denoising, lora, attention, batch_guidance, compute)
 """What decides how a video comes out, and what its programs are."""
 making = together(model, extending, text, video, devices, tile, decoder, offload)

@@ -211,7 +211,9 @@ class _Server:
     def alone(self) -> None:
         """Run without a worker: others of the database make the videos."""
         maker = maker_of(self.given | {"mesh": None}, self.folder, self.report.note)
-        self._run(service := self._service(maker.variants, maker.offered()), self._server(service))
+        for told in (offered := maker.offered()):
+            del told["started_with"]["devices"]  # which are not those that make the videos
+        self._run(service := self._service(maker.variants, offered), self._server(service))
 
     def _service(self, known: Any, told: list[dict[str, Any]], is_broken: Callable[[], bool] = lambda: False) -> Any:
         from wanjax.serve.app import Service
@@ -322,7 +324,7 @@ def maker_of(given: dict[str, Any], folder: Place, note: Callable[[str], None]) 
     pipe = _loaded(note, given)
     loras = [Lora.parse(text) for text in given["lora"]]
     variants = Variants(pipe, loras, lambda name, own: _loaded(note, given | {"model": name, "lora": own}))
-    _limits(given, pipe.defaults).bound_pictures()
+    Limits.of(pipe.defaults).bound_pictures()
     options = how_of(given)
     looking = given["preview"] or given["preview_decoder"] is not None
     if (url := given["extend_prompt"]) is not None:

@@ -22,12 +22,6 @@ from wanjax.jobs.worker import work
 from wanjax.stores.places import Place, place
 from wanjax.stores.writing import check_folder
 
-SERVED: dict[str, Any] = {
-    **{"max_pixels": None, "max_queue": 1, "max_steps": 1, "max_upload": 1},  # which the server bounds
-    **{"extend_prompt": None, "extend_model": None, "preview_decoder": None, "rehearse": True},
-}
-"""Options of `wanjax serve` that a worker of another host does not have."""
-
 
 def work_for(
     report: Report, *, database: str | None, out: str | None, folder: str | None, retries: int, **given: Any
@@ -42,6 +36,10 @@ def work_for(
     target = place(named).absolute()
     if folder is not None:
         return _work_for_server(report, url, target, given)
+    for name in ("preview", "preview_decoder", "extend_prompt"):
+        if given.pop(name):
+            told = f"--{name.replace('_', '-')} is for the jobs of a server, with --dir"
+            raise WanjaxError(f"{told}: a batch has its prompts extended before, and shows no previews")
     with closing(JobStore(url)) as store:  # before the model: a wrong one is told at once
         meet(report, given.get("processes"))
         load = partial(loaded, loading(given_settings(**given), given, offload=None))
@@ -82,7 +80,7 @@ def _work_for_server(report: Report, url: str, target: Place, given: dict[str, A
     with closing(JobStore(url)) as store:
         meet(report, None)
         check_folder(target)
-        maker = serving.maker_of(given | SERVED, target, report.note)
+        maker = serving.maker_of(given | {"rehearse": True}, target, report.note)
         drained = until_signal()
         report.note(f"a worker of {store.name}, videos into {target}")
         how: Any = {

@@ -11,6 +11,7 @@ from wanjax.errors import WanjaxError, reason
 from wanjax.jobs.lockstep import Leader, follow
 from wanjax.jobs.maker import VideoMaker, sentence_of
 from wanjax.jobs.processes import connect
+from wanjax.jobs.ray_cluster import answer_of, why_ended
 from wanjax.jobs.sharing import BATCH, check_place
 from wanjax.jobs.store import JobStore
 from wanjax.jobs.worker import new_name, work
@@ -37,6 +38,7 @@ class Host:
         self._arguments = dict(arguments)
         self._drained, self._asked = Event(), Event()
         self._answer: Any = None
+        self._fault: WanjaxError | None = None
 
     def address(self) -> str:
         """Return this host's address with a port that is free."""
@@ -63,15 +65,17 @@ class Host:
         if ask is not None:
             try:
                 check_place(store, leader.place, BATCH)
-                self._answer = ask(leader), None
+                self._answer = ask(leader)
             except WanjaxError as error:
-                self._answer = None, error
+                self._fault = error
             self._asked.set()
         work(store.with_patience(inf), leader, name=name, drained=self._drained.is_set, **options)
 
     def answer(self) -> Any:
-        """Wait for what was asked for; return it with the error that was raised instead."""
+        """Wait for what was asked for."""
         self._asked.wait()
+        if self._fault is not None:
+            raise self._fault
         return self._answer
 
     def drain(self) -> None:
@@ -129,34 +133,15 @@ class SliceWorker:
         self._answer = None if ask is None else first.answer.remote()
 
     def answer(self) -> Any:
-        """Return what was asked for, None while it is not there; raise what was raised, or EOFError for a death."""
-        if self._answer is None or not self.ray.wait([self._answer], timeout=0)[0]:
-            return None
-        try:
-            value, error = self.ray.get(self._answer)
-        except self.ray.exceptions.RayError as error:
-            raise EOFError from error
-        if error is not None:
-            raise error
-        return value
+        return answer_of(self.ray, self._answer)
 
     def ended(self) -> str | None:
         every = [self._lead, *self._followers]
         over, _ = self.ray.wait(every, num_returns=len(every), timeout=0)
-        whys = [self._why(one) for one in over]
+        whys = [why_ended(self.ray, one) for one in over]
         if self._lead in over or any(whys):
             return next((why for why in whys if why), "")
         return None
-
-    def _why(self, reference: Any) -> str:
-        """Return why an actor ended, "" where it was to."""
-        try:
-            self.ray.get(reference)
-        except self.ray.exceptions.RayTaskError as error:
-            return sentence_of(error.cause) if not isinstance(error.cause, OutOfStep) else str(error.cause)
-        except self.ray.exceptions.RayError:
-            return "one of its hosts ended"
-        return ""
 
     def terminate(self) -> None:
         self.actors[0].drain.remote()

@@ -21,7 +21,7 @@ from wanjax.pipelines.observers import Observer
 from wanjax.pipelines.request import PreparedRequest, VideoRequest
 from wanjax.pipelines.run import Run
 
-COLOURS = "colours"  # a message that asks for no tasks
+FIT_LATENT_PREVIEW = "fit_latent_preview"  # a message that asks for no tasks
 
 
 class Leader(VideoMaker):
@@ -37,10 +37,10 @@ class Leader(VideoMaker):
         self.others, self.started_again = others or Others(), started_again
         self.fault: Exception | None = None  # that left the others waiting
 
-    def fit_colours(self) -> None:
+    def fit_latent_preview(self) -> None:
         self.in_step = False
-        self.others.broadcast(COLOURS)
-        super().fit_colours()
+        self.others.broadcast(FIT_LATENT_PREVIEW)
+        super().fit_latent_preview()
         self.in_step = True
 
     def stopped(self, lease: Lease) -> Callable[[], bool]:
@@ -76,8 +76,8 @@ def follow(maker: VideoMaker, others: Others | None = None) -> None:
     """Make each run that the leader makes, until it lets this process go; raises what fails within a run."""
     others = others or Others()
     while (asked := others.broadcast()) is not None:
-        if asked == COLOURS:
-            maker.fit_colours()
+        if asked == FIT_LATENT_PREVIEW:
+            maker.fit_latent_preview()
             continue
         tasks = [Task(output, VideoRequest.from_json(request)) for output, request in asked]
         run, fault = _prepared(maker, tasks)

@@ -168,7 +168,7 @@ class VideoMaker:
         own = prepared.settings
         try_output(self.place / task.output, own.length, own.size, own.fps, prepared.metadata)
 
-    def fit_colours(self) -> None:
+    def fit_latent_preview(self) -> None:
         """Prepare what shows how far a video is, if the pipeline has no tiny decoder for that."""
         assert self.pipe.latent_preview()
 

@@ -87,6 +87,29 @@ def connected(
             ray.shutdown()
 
 
+def answer_of(ray: Any, reference: Any) -> Any:
+    """Return what an actor answers, None while it does not; raise what it raised, or EOFError where it died."""
+    if reference is None or not ray.wait([reference], timeout=0)[0]:
+        return None
+    try:
+        return ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from error
+    except ray.exceptions.RayError as error:
+        raise EOFError from error
+
+
+def why_ended(ray: Any, reference: Any) -> str:
+    """Return why a call of an actor that is over failed, "" where it did not."""
+    try:
+        ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        return str(error.cause).partition("\n")[0] or type(error.cause).__name__
+    except ray.exceptions.RayError:
+        return "its actor or its node ended"
+    return ""
+
+
 def resources_of(text: str | None, names: Collection[str] = ()) -> dict[str, dict[str, Any]]:
     """Return the options of actors for resources such as cpu=1,gpu=1,TPU=4; those of all by "".
 

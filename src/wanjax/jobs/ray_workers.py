@@ -13,6 +13,7 @@ from typing import Any
 
 from wanjax.errors import WanjaxError
 from wanjax.jobs.pool import NICE, Start
+from wanjax.jobs.ray_cluster import answer_of, why_ended
 from wanjax.jobs.store import RETRY, JobStore, Unavailable
 from wanjax.jobs.worker import new_name, work
 
@@ -50,26 +51,11 @@ class RayWorker:
         self._work = self._actor.work.remote(given)
 
     def answer(self) -> Any:
-        """Return what was asked for, None while it is not there; raise what was raised, or EOFError for a death."""
-        if self._answer is None or not self.ray.wait([self._answer], timeout=0)[0]:
-            return None
-        try:
-            return self.ray.get(self._answer)
-        except self.ray.exceptions.RayTaskError as error:
-            raise error.cause from error
-        except self.ray.exceptions.RayError as error:
-            raise EOFError from error
+        return answer_of(self.ray, self._answer)
 
     def ended(self) -> str | None:
-        if not self.ray.wait([self._work], timeout=0)[0]:
-            return None
-        try:
-            self.ray.get(self._work)
-        except self.ray.exceptions.RayTaskError as error:
-            return str(error.cause).partition("\n")[0] or type(error.cause).__name__
-        except self.ray.exceptions.RayError:
-            return "its actor or its node ended"
-        return ""
+        is_over, _ = self.ray.wait([self._work], timeout=0)
+        return why_ended(self.ray, self._work) if is_over else None
 
     def terminate(self) -> None:
         self._actor.drain.remote()

@@ -61,7 +61,6 @@ class Changes:
         with self._changed:
             self.closed = True
             self._changed.notify()
-        self._wake()
         if self._thread is not None:
             self._thread.join(10)
 
@@ -85,6 +84,7 @@ class Changes:
             with self._changed:
                 self._changed.wait_for(lambda: self.closed, LOOK)
                 self._changed.wait_for(lambda: self.closed or self._watchers)
+        self._wake()
 
     def _event(self, job: Job) -> dict[str, Any]:
         return {"id": job.id, "object": "video.deleted", "deleted": True} if job.status == REMOVED else self.told(job)
