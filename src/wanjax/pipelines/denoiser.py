@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial, reduce
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from wanjax.kernels.compiler_options import fast_products, products, random_numbers, scanned
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache
-from wanjax.pipelines.caching.step_cache import NO_CACHE, StepCache
+from wanjax.pipelines.caching.step_cache import NO_CACHE, Cached, StepCache
 from wanjax.pipelines.draws import VIDEO
 from wanjax.pipelines.guidance import Groups, GuidanceRule, Latents
 from wanjax.pipelines.seeds import Words, drawn_noise, key_numbers, noise_of_frames, solver_keys
@@ -39,6 +39,8 @@ from wanjax.sharding import replicate
 
 Held = Float[Value, "B T H W C"]  # latents between two programs
 Streams = Float[Value, "B ..."] | Mapping[str, Float[Value, "B ..."]]  # latents, or what is like them
+Given = Float[Value | np.ndarray, "..."] | Mapping[str, Float[Value | np.ndarray, "..."] | None]  # noise, by stream
+Tree = TypeVar("Tree")  # of arrays
 
 
 def stream_of(latents: Any, name: str = VIDEO) -> Any:
@@ -46,7 +48,7 @@ def stream_of(latents: Any, name: str = VIDEO) -> Any:
     return latents.get(name) if isinstance(latents, Mapping) else latents
 
 
-def per_stream(function: Callable[..., tuple[Any, ...]], x: Any, *others: Any) -> tuple[Any, ...]:
+def per_stream(function: Callable[..., tuple[object, ...]], x: object, *others: object) -> tuple[Any, ...]:
     """Call a function for each stream of x, with its part of `others`; return each of its results by stream."""
     tree = jax.tree.structure(x)
     results = [function(*parts) for parts in zip(*map(tree.flatten_up_to, (x, *others)), strict=True)]
@@ -61,7 +63,7 @@ class Denoiser(ABC):
     def predict(
         self,
         network: Any,
-        x: Streams,
+        x: Any,
         t: Any,
         prompt: Any,
         shared: Any,
@@ -72,7 +74,7 @@ class Denoiser(ABC):
 
         Args:
             network: The network, merged.
-            x: The latents.
+            x: The latents [B T H W C], or streams.
             t: A tree of timesteps [B], as `timesteps` returns it.
             prompt: The context of the prompts, as `VideoModel.prepare` returns it.
             shared: The inputs that all prompts share.
@@ -84,7 +86,7 @@ class Denoiser(ABC):
     def embed_timesteps(self, network: Any, times: Any, plain: bool = False) -> Float[Array, "B _E"]:
         """Returns the embedding of timesteps that the blocks are given; if `plain`, before it is projected for them."""
 
-    def timesteps(self, schedule: Schedule) -> Any:
+    def timesteps(self, schedule: Schedule) -> object:
         """Returns the timestep of a schedule's only step, or a tree of all the timesteps that the network is told."""
         return schedule.timesteps[0]
 
@@ -106,7 +108,7 @@ class Preparation(NamedTuple):
     groups: Groups
     nag: np.ndarray | None = None
     chunk: int = 0
-    memory: Any = None
+    memory: object = None
 
 
 class StepProgram(NamedTuple):
@@ -151,8 +153,8 @@ class State:
     """
 
     x: Any  # [B T H W C], or streams
-    solver: Any
-    cached: Any = None  # a tuple for each forward
+    solver: object
+    cached: Cached | None = None  # a tuple for each forward
     average: Any = None  # [B T H W C], or streams
 
     @property
@@ -178,7 +180,10 @@ class Posterior(NamedTuple):
 
 
 def draw_posteriors(
-    posteriors: tuple[Posterior, ...], pictures: Mapping[str, Array], words: Words, given: Mapping[str, Array]
+    posteriors: tuple[Posterior, ...],
+    pictures: Mapping[str, Array],
+    words: Words,
+    given: Mapping[str, Array | np.ndarray],
 ) -> dict[str, Array]:
     """Draws the latents of pictures for each seed; noise that is given takes the place of the seeds'."""
     found = {}
@@ -220,9 +225,9 @@ class Init(NamedTuple):
 class GivenNoise(NamedTuple):
     """Noise in place of the seeds': of this chunk and of its steps, by stream, and of pictures, by name."""
 
-    initial: Any = None  # [B C T H W]
-    of_steps: Any = None  # [steps B C T H W]
-    pictures: Mapping[str, Any] | None = None
+    initial: Given | None = None  # [B C T H W]
+    of_steps: Given | None = None  # [steps B C T H W]
+    pictures: Mapping[str, Float[Array | np.ndarray, "B ..."]] | None = None
 
 
 @program(random_numbers)
@@ -241,7 +246,7 @@ def begin(
     drawn = draw_posteriors(static.posteriors, pictures, words, given.pictures or {})
     shapes = {VIDEO: static.shape, **dict(static.others)}
 
-    def begin_stream(name: str) -> tuple[Latents, Any, Latents | None]:
+    def begin_stream(name: str) -> tuple[Latents, object, Latents | None]:
         """Return the latents of a stream, the solver's state and the average."""
         noise_number, steps_number = key_numbers(static.first + [*shapes].index(name))
         if (initial := stream_of(given.initial, name)) is not None:
@@ -257,11 +262,10 @@ def begin(
             clean = pad_front(jnp.moveaxis(latents.astype(jnp.float32), 1, -1), noise.shape[1])
             x = static.scheduler.noised(schedule, clean, noise)
         keys = solver_keys(words, 0 if static.chunk is None else number, steps_number)
-        init: Any = static.scheduler.init  # that of a stochastic solver takes noise too
         step_noise = stream_of(given.of_steps, name)
         of_steps = () if step_noise is None else (jnp.moveaxis(step_noise, 2, -1),)
         average = jnp.zeros_like(x) if static.momentum else None
-        return x, init(schedule, x, keys, *of_steps), average
+        return x, static.scheduler.init(schedule, x, keys, *of_steps), average
 
     x, solver, average = per_stream(begin_stream, {name: name for name in shapes} if static.others else VIDEO)
     return State(x, solver, average=average), drawn
@@ -286,7 +290,7 @@ def finish(static: tuple[Denoiser, int], x: Streams, pictures: Mapping[str, Arra
 
 
 @program(scanned)
-def join(axis: int, parts: tuple[Any, ...]) -> Any:
+def join(axis: int, parts: tuple[Tree, ...]) -> Tree:
     """Joins trees of arrays along an axis."""
     return jax.tree.map(lambda *arrays: jnp.concatenate(arrays, axis=axis), *parts)
 
@@ -312,7 +316,9 @@ def take_step(
     predictions, cached = static.cache.predictions(forwards, state.x, state.cached)
     clean = partial(scheduler.x0, schedule, 0)
 
-    def step(x: Latents, solver: Any, average: Any, prediction: Float[Array, "_P ... C"]) -> tuple[Any, ...]:
+    def step(
+        x: Latents, solver: object, average: Latents | None, prediction: Float[Array, "_P ... C"]
+    ) -> tuple[object, ...]:
         joined = static.guidance.joined(prediction, videos, guidance, x, clean, average)
         prediction, average = replicate(joined)
         x0 = replicate(clean(prediction, x))

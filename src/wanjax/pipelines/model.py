@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +28,7 @@ from wanjax.media.pictures import Pictures, size_within
 from wanjax.pipelines.caching.rules import NONE, CacheRule, chosen_rule
 from wanjax.pipelines.caching.tables import NO_TABLES, Tables
 from wanjax.pipelines.checks import FieldShape, check_conditioning
-from wanjax.pipelines.denoiser import Denoiser, Held, ModelInputs, Posterior, Preparation, pad_front, stream_of
+from wanjax.pipelines.denoiser import Denoiser, ModelInputs, Posterior, Preparation, pad_front, stream_of
 from wanjax.pipelines.draws import INITIAL, OF_STEPS, VIDEO, named
 from wanjax.pipelines.frames import AnyLatents, Decoded, decoded
 from wanjax.pipelines.guidance import CLASSIFIER_FREE, check_rule, dynamic_scales
@@ -38,12 +38,60 @@ from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.tokenizer import TokenBatch, Truncation
 from wanjax.pipelines.video_shape import encoded_shape
 from wanjax.pipelines.windows import CONTROL, PICTURE, check_windows
+from wanjax.programs import Value
 from wanjax.schedulers import Scheduler, successor
 from wanjax.schedulers.base import TRAIN_STEPS, Schedule
 
-Encoded = Any  # the family's own NamedTuple of arrays, each with a first axis of size 1
 Shape = tuple[int, ...]
+Field = Value | np.ndarray  # of the output of `encode`
+Same = TypeVar("Same")
 OLD_TEXT_LENGTH = 226  # the length of prompts in files of the scripts before wanjax, a mistake
+
+
+@runtime_checkable
+class Encoded(Protocol):
+    """The output of `encode`: a family's own NamedTuple of arrays, each with a first axis of size 1, or None."""
+
+    def __iter__(self) -> Iterator[Field | None]: ...
+
+    def _asdict(self) -> dict[str, Field | None]: ...
+
+    def _replace(self: Same, **fields: Any) -> Same: ...
+
+
+Own = TypeVar("Own", bound=Encoded)  # a family's own
+
+
+@runtime_checkable
+class VAEConfig(Protocol):
+    """What shared code knows of an autoencoder.
+
+    Args:
+        latent_channels: C of its latents.
+        spatial_factor: Pixels along height and width to a latent cell.
+        temporal_factor: Frames to a latent frame, after the first.
+        patch: Pixels along height and width of a cell, which its convolutions see.
+        tiling: The tiles of frames that are not decoded whole, where no others are asked for.
+    """
+
+    @property
+    def latent_channels(self) -> int: ...
+
+    @property
+    def spatial_factor(self) -> int: ...
+
+    @property
+    def temporal_factor(self) -> int: ...
+
+    @property
+    def patch(self) -> int: ...
+
+    @property
+    def tiling(self) -> Tiling: ...
+
+    def decoded_at_once(self, frames: int) -> tuple[int, int]:
+        """Returns the latent frames in the first chunk to decode, and in each later one, for a video of so many."""
+        ...
 
 
 class Cost(NamedTuple):
@@ -112,7 +160,7 @@ class ModelSpec:
     Args:
         task: The kind of videos that it makes, in words.
         size_multiple: Height and width are multiples of so many pixels.
-        vae: The autoencoder's config: `spatial_factor`, `temporal_factor`, `latent_channels`, `patch`.
+        vae: The autoencoder's config.
         scheduler: The solver.
         networks: The config of each network whose config was read, by component.
         cache_tables: Those that step caches need.
@@ -135,7 +183,7 @@ class ModelSpec:
 
     task: str
     size_multiple: int
-    vae: Any
+    vae: VAEConfig
     scheduler: Scheduler
     networks: Mapping[str, Config]
     cache_tables: Tables = NO_TABLES
@@ -153,7 +201,7 @@ class ModelSpec:
     latent_streams: Mapping[str, LatentStream] = field(default_factory=dict[str, LatentStream])
     passes: tuple[Pass, ...] = (Pass(),)
     text_length: int | None = None
-    config_entries: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    config_entries: Mapping[str, object] = field(default_factory=dict[str, object])
 
     # ---- what can be made
 
@@ -217,7 +265,7 @@ class ModelSpec:
         }
         return [task for task, offered in told.items() if offered]
 
-    def implied(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    def implied(self, given: Mapping[str, object]) -> Mapping[str, object]:
         """Returns given settings, and those that follow from them.
 
         Noise levels follow whom the rest follows; the second expert's guidance scale is that of the first.
@@ -354,7 +402,7 @@ class ModelSpec:
         return [self._pass_of(number, one, settings) for number, one in enumerate(self.passes)]
 
     def _pass_of(self, number: int, one: Pass, settings: Settings) -> Settings:
-        changes: dict[str, Any] = {"height": settings.height // one.divisor, "width": settings.width // one.divisor}
+        changes: dict[str, object] = {"height": settings.height // one.divisor, "width": settings.width // one.divisor}
         changes |= {"steps": one.steps or settings.steps} | ({"cache": NONE} if number else {})
         if one.strength is not None:
             changes["strength"] = one.strength
@@ -368,7 +416,7 @@ class ModelSpec:
     def _levels(self) -> set[str]:
         return set(inspect.signature(self.scheduler.schedule).parameters)
 
-    def schedule_options(self, settings: Settings) -> Mapping[str, Any]:
+    def schedule_options(self, settings: Settings) -> Mapping[str, float | str]:
         """Returns the settings that decide the noise levels, as keywords of the scheduler's `schedule`."""
         known = {"shift": settings.flow_shift, "sigmas": settings.sigmas, "follow": settings.follow}
         return {name: value for name, value in known.items() if value is not None and name in self._levels}
@@ -414,7 +462,7 @@ class ModelSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VideoModel(ABC):
+class VideoModel(ABC, Generic[Own]):
     """A checkpoint as its family knows it, without weights: a method that computes is given a `Runtime`.
 
     A family writes the abstract methods, and the others where it differs.
@@ -426,7 +474,7 @@ class VideoModel(ABC):
     One that holds pictures has a field `video_shape`, None by default, which a run fills (`pipelines/video_shape`).
     """
 
-    vae: Any
+    vae: VAEConfig
     scheduler: Scheduler
     tables: Tables = NO_TABLES
 
@@ -441,17 +489,17 @@ class VideoModel(ABC):
         """The traced part of the model."""
 
     @abstractmethod
-    def encode_text(self, runtime: Runtime, settings: Settings) -> Encoded:
+    def encode_text(self, runtime: Runtime, settings: Settings) -> Own:
         """Encodes the prompt and the negative prompt of a video's settings, with the text encoders alone."""
 
     def encode_inputs(
         self, runtime: Runtime, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
-    ) -> Mapping[str, Any]:
+    ) -> Mapping[str, Field | None]:
         """Encodes the pictures of a video without the text encoders; returns fields of `encoded_type`."""
         return {}
 
     @abstractmethod
-    def conditioning_shapes(self, encoded: Encoded, settings: Settings) -> Mapping[str, FieldShape]:
+    def conditioning_shapes(self, encoded: Own, settings: Settings) -> Mapping[str, FieldShape]:
         """Return the right shapes of the fields of `encode`'s output, for a video of these settings.
 
         Of fields without a default, which are the prompts', those that are left out are not checked; of the others,
@@ -464,8 +512,8 @@ class VideoModel(ABC):
 
     @abstractmethod
     def prepare(
-        self, runtime: Runtime, network: SplitNetwork, encoded: Encoded, x: Held, purpose: Preparation
-    ) -> tuple[tuple[Any, ...], Any]:
+        self, runtime: Runtime, network: SplitNetwork, encoded: Own, x: Any, purpose: Preparation
+    ) -> tuple[tuple[object, ...], object]:
         """Computes what no step of a network changes; returns the context of each forward, and what all share.
 
         Args:
@@ -476,15 +524,15 @@ class VideoModel(ABC):
             purpose: What the steps are to do.
         """
 
-    def update_memory(self, runtime: Runtime, network: SplitNetwork, inputs: ModelInputs, x: Held) -> Any:
+    def update_memory(self, runtime: Runtime, network: SplitNetwork, inputs: ModelInputs, x: Any) -> object:
         """Returns what the next chunk reads of this one, which is finished; buffers of `inputs` may be reused."""
         return None
 
     @abstractmethod
-    def cost(self, settings: Settings, encoded: Encoded | None = None) -> Cost:
+    def cost(self, settings: Settings, encoded: Own | None = None) -> Cost:
         """Returns the work of one forward of the denoiser, for this output of `encode` where there is one."""
 
-    def refine(self, runtime: Runtime, encoded: Encoded, latents: AnyLatents) -> Encoded:
+    def refine(self, runtime: Runtime, encoded: Own, latents: AnyLatents) -> Own:
         """Return the conditioning of the next pass, from that of this one and its latents, [B C T H W] or streams.
 
         The next pass begins from its fields `video_latents` and, of other streams, `NAME_latents`, in the shapes of
@@ -525,7 +573,7 @@ class VideoModel(ABC):
         """Returns the tokens of prompts, for each text encoder; `follow` is that of the settings."""
         return (runtime.components.get("tokenizer").tokenize(prompts),)
 
-    def leading_frames(self, encoded: Encoded, settings: Settings) -> int:
+    def leading_frames(self, encoded: Own, settings: Settings) -> int:
         """Returns the number of reference latent frames, which are denoised before the video's and then dropped."""
         return 0
 
@@ -574,7 +622,7 @@ def truncations(model: VideoModel, runtime: Runtime, prompt: str, follow: str) -
     return tuple(cut for batch in model.tokenize(runtime, [prompt], follow) for cut in batch.truncated if cut)
 
 
-def check_fits(model: VideoModel, encoded: Encoded, settings: Settings) -> None:
+def check_fits(model: VideoModel[Own], encoded: Own, settings: Settings) -> None:
     """Raises WanjaxError unless this output of `encode` was made for a video of these settings."""
     if (made := encoded_shape(encoded)) is not None:
         made.check(settings)
@@ -586,7 +634,7 @@ def check_fits(model: VideoModel, encoded: Encoded, settings: Settings) -> None:
         raise WanjaxError(f"what was encoded for {made} holds {held} references: encode the pictures again")
 
 
-def encoded_from(model: VideoModel, tensors: Mapping[str, Array]) -> Encoded:
+def encoded_from(model: VideoModel[Own], tensors: Mapping[str, Array]) -> Own:
     """Restores the output of `encode` from its tensors by name; raises WanjaxError where one is missing.
 
     Warns of prompts from the scripts before wanjax, which had cut them to a length that the model was not trained on.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Bool, Float, UInt8
 
 from wanjax.dims import readable
 from wanjax.errors import WanjaxError
@@ -22,6 +22,7 @@ from wanjax.pipelines.model import Chunk, Encoded
 from wanjax.pipelines.phases import Phase
 from wanjax.pipelines.previews.latent_preview import LatentPreview
 from wanjax.pipelines.windows import Window
+from wanjax.programs import Value
 from wanjax.schedulers.base import Numbers
 
 IN_FLIGHT = 2  # steps queued on the device: two keep it busy, more would hold memory
@@ -122,7 +123,7 @@ class Start(NamedTuple):
 
     state: State
     phases: Sequence[Phase]
-    facts: Mapping[str, Any]
+    facts: Mapping[str, object]
     arrays: Sequence[Array | np.ndarray]
     progress: Progress
 
@@ -130,7 +131,7 @@ class Start(NamedTuple):
 class Observer:
     """Looks on while a run is executed. Every method does nothing: a subclass has those that it needs."""
 
-    def stage(self, name: str) -> AbstractContextManager[Any]:
+    def stage(self, name: str) -> AbstractContextManager[object]:
         """Surrounds a stage."""
         return nullcontext()
 
@@ -161,14 +162,14 @@ class Observer:
     def denoised(self, latents: AnyLatents, chunk: Chunk) -> None:
         """Receives the latents of a chunk of videos that are made together, [B C T H W] or streams."""
 
-    def decoded(self, beside: Mapping[str, Any]) -> None:
+    def decoded(self, beside: Mapping[str, Value]) -> None:
         """Receives what was decoded beside the next chunk of a video, by name, such as the samples of sound."""
 
 
 class Observers(tuple[Observer, ...]):
     """Observers, each of which is told in its turn."""
 
-    def tell(self, event: str, *told: Any) -> list[Any]:
+    def tell(self, event: str, *told: object) -> list[Any]:
         """Tells every observer of an event, a method of `Observer`; returns what they answer."""
         return [getattr(observer, event)(*told) for observer in self]
 
@@ -214,7 +215,7 @@ class Monitor:
     def __enter__(self) -> "Monitor":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and self._last is not None and not _deleted(self._last.state):
             self.observers.tell("stopped", self._last)
 
@@ -229,7 +230,7 @@ class Monitor:
         """Tells of a network that takes over."""
         self.observers.tell("switched", Switch(network, self._before + index, self._total, seconds))
 
-    def stepped(self, index: int, state: State, x0: Streams, finite: Any, reuses: bool) -> None:
+    def stepped(self, index: int, state: State, x0: Streams, finite: Bool[Value, ""], reuses: bool) -> None:
         """Tells of a step, once at most `IN_FLIGHT` steps are queued."""
         if not self.executes:
             return
@@ -271,7 +272,7 @@ class ProgressObserver(Observer):
     def __init__(self, shown: bool | None):
         self.shown = shown
 
-    def stage(self, name: str) -> AbstractContextManager[Any]:
+    def stage(self, name: str) -> AbstractContextManager[object]:
         return progress.stage(name, self.shown)
 
     def count(self, unit: str, done: int, total: int) -> None:
@@ -292,7 +293,7 @@ class CallbackObserver(Observer):
 class SwitchObserver(Observer):
     """Calls a function when another network takes over."""
 
-    def __init__(self, callback: Callable[[Switch], Any]):
+    def __init__(self, callback: Callable[[Switch], object]):
         self.callback = callback
 
     def switched(self, switch: Switch) -> None:

@@ -584,7 +584,7 @@ class Pipeline(metaclass=Named):
         batch_guidance: bool = False,
         seeds: Sequence[int] | None = None,
         **settings: Unpack[GivenSettings],
-    ) -> Iterator[Float[Array, "B C T H W"]]:
+    ) -> Iterator[AnyLatents]:
         """Iterate over the latents [B C T H W] of a video in chunks, each made as you ask for it. For causal models.
 
         The keywords are those of `denoise`, which joins the chunks. The callback receives the latents of one chunk.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run that is recorded: the calls of its programs in order, with nothing loaded and nothing computed."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -54,7 +54,7 @@ def _recorded(pipe: Loaded, room: int | None = None) -> tuple[Record, Loaded]:
     def weighed(network: nnx.Module) -> tuple[int, int]:
         return id(jax.tree.leaves(network)[0]), bytes_of(network)
 
-    def beside(arguments: Any) -> int:
+    def beside(arguments: object) -> int:
         """Returns the bytes of the networks that are loaded but not among the arguments of a call."""
         given = {id(x) for x in jax.tree.leaves(arguments)}
         return sum(size for weight, size in map(weighed, components.networks()) if weight not in given)
@@ -194,5 +194,5 @@ class NoProcessor:
     def __init__(self, size: int):
         self.size = size
 
-    def __call__(self, images: Any, **how: Any) -> np.ndarray:
+    def __call__(self, images: Sized, **how: object) -> np.ndarray:
         return np.zeros((len(images), self.size, self.size, 3), np.float32)

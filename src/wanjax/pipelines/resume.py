@@ -106,7 +106,7 @@ class ResumeObserver(Observer):
         if not all(np.isfinite(x).all() for x in jax.tree.leaves(step.state.x)):
             return
         start = perf_counter()
-        cached = step.state.cached
+        cached = step.state.cached or ()
         arrays = {f"kept.{i}.{j}": np.asarray(leaf) for i, part in enumerate(cached) for j, leaf in enumerate(part)}
         metadata = {"origin": self.origin, "steps": str(step.index + 1 - self._before), "forwards": str(len(cached))}
         with suppress(OSError, WanjaxError):  # a full disk; what is lost is the way back, not the run

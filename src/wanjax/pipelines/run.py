@@ -13,7 +13,7 @@ while it is made. So do those of a video of windows, each of which goes through 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from wanjax.pipelines.components import Components
 from wanjax.pipelines.denoiser import stream_of
 from wanjax.pipelines.draws import GivenDraws
 from wanjax.pipelines.frames import AnyLatents, Decoded, Frames, chunk_count
-from wanjax.pipelines.model import Encoded, VideoModel
+from wanjax.pipelines.model import Encoded, Field, VideoModel
 from wanjax.pipelines.observers import Observer, Observers
 from wanjax.pipelines.previews.latent_preview import LatentPreview
 from wanjax.pipelines.request import PreparedRequest
@@ -132,7 +132,7 @@ class Run:
         texts = {prompt: self.model.encode_text(self.runtime, alone) for prompt, alone in prompts.items()}
         return self.runtime.components.finish_stage(texts)
 
-    def _seen(self, pictures: Pictures, settings: Settings) -> Mapping[str, Any]:
+    def _seen(self, pictures: Pictures, settings: Settings) -> Mapping[str, Field | None]:
         """Encodes pictures; returns fields of the output of the first stage."""
         seen = self.model.encode_inputs(self.runtime, pictures, settings, tiling=self.tiling)
         seen = with_shape(seen, self.model.encoded_type, pictures, settings)
@@ -163,7 +163,7 @@ class Run:
         """Surround the use of a video's frames by the stage of their decoding; windows have their stages in turn."""
         return nullcontext() if request.settings.windows > 1 else self.stage("decode")
 
-    def latents(self, encoded: Encoded, settings: Settings, seeds: Sequence[int]) -> Iterator[Any]:
+    def latents(self, encoded: Encoded, settings: Settings, seeds: Sequence[int]) -> Iterator[AnyLatents]:
         """Yields the latents of videos that are made together, one for each seed: each chunk as soon as it is made."""
         how = {"noise": self.noise, "batch_guidance": self.batch_guidance, "latent_preview": self.pipe.latent_preview}
         return sample(self.runtime, self.model, encoded, settings, seeds, observers=self.observers, **how)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The runtime: loaded networks, the devices on which programs run, and what is done with a program."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -40,7 +41,7 @@ class Runtime:
     compiler: str = SAFE
     strategy: Strategy = EXECUTE
 
-    def call(self, program: Program, static: Any, *arguments: Any) -> Any:
+    def call(self, program: Program, static: Hashable, *arguments: object) -> Any:
         """Calls a program on the devices, and returns its results; `static` is hashable."""
         return self.strategy.call(program, Site(self.partitioner, self.compiler), static, *arguments)
 

@@ -4,7 +4,6 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 from flax import nnx
@@ -26,7 +25,7 @@ from wanjax.pipelines.denoiser import (
 from wanjax.pipelines.draws import INITIAL, OF_STEPS, VIDEO, GivenDraws, checked_draws, named
 from wanjax.pipelines.frames import AnyLatents
 from wanjax.pipelines.guidance import CLASSIFIER_FREE, GuidanceRule, check_rule, grouping
-from wanjax.pipelines.model import Chunk, Encoded, ModelSpec, VideoModel, latents_of
+from wanjax.pipelines.model import Chunk, ModelSpec, Own, VideoModel, latents_of
 from wanjax.pipelines.observers import Monitor, Observers, Progress, Start
 from wanjax.pipelines.phases import Phase, dense_steps
 from wanjax.pipelines.previews.latent_preview import LatentPreview
@@ -42,8 +41,8 @@ Caches = Callable[[Runtime, Denoiser, SplitNetwork, Schedule, Phase], StepCache]
 
 def denoise(
     runtime: Runtime,
-    model: VideoModel,
-    encoded: Encoded,
+    model: VideoModel[Own],
+    encoded: Own,
     schedule: Schedule,
     phases: Sequence[Phase],
     state: State,
@@ -53,8 +52,8 @@ def denoise(
     caches: Caches,
     batch_guidance: bool = False,
     done: int = 0,
-    memory: Any = None,
-) -> tuple[State, Any]:
+    memory: object = None,
+) -> tuple[State, object]:
     """Takes the steps of a chunk; returns the last state, and what the next chunk reads of this one.
 
     Args:
@@ -104,8 +103,8 @@ def denoise(
 
 def sample(
     runtime: Runtime,
-    model: VideoModel,
-    encoded: Encoded,
+    model: VideoModel[Own],
+    encoded: Own,
     settings: Settings,
     seeds: Sequence[int],
     *,
@@ -150,8 +149,8 @@ def sample(
 
 def sample_pass(
     runtime: Runtime,
-    model: VideoModel,
-    encoded: Encoded,
+    model: VideoModel[Own],
+    encoded: Own,
     settings: Settings,
     seeds: Sequence[int],
     progress: Progress,
@@ -212,7 +211,7 @@ def given_noise(
     """Returns the part of the given noise that a chunk takes; of that of the steps, those that are taken."""
     every, frames = slice(None), slice(chunk.frames.start, chunk.frames.stop)
 
-    def by_stream(kind: str, *steps: slice) -> dict[str, Any]:
+    def by_stream(kind: str, *steps: slice) -> dict[str, np.ndarray | None]:
         arrays = {name: given.get(named(name, kind, number)) for name in (VIDEO, *spec.latent_streams)}
         parts = {name: (*steps, every, every, frames) if name == VIDEO else (*steps,) for name in arrays}
         return {name: x if x is None else x[parts[name]] for name, x in arrays.items()}
@@ -223,7 +222,7 @@ def given_noise(
 
 def facts_of(
     runtime: Runtime, model: VideoModel, settings: Settings, seeds: Sequence[int], batch_guidance: bool
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Returns everything but arrays on which the latents depend."""
     return {
         "settings": settings.to_json(),

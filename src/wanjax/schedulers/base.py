@@ -56,7 +56,7 @@ class Scheduler(ABC):
 
     prediction: Prediction = "velocity"
     stochastic: ClassVar[bool] = False
-    """True for a solver whose steps draw noise. Its `init` also takes noise [steps, shape of x] to be used instead."""
+    """True for a solver whose steps draw noise."""
     of_checkpoint: ClassVar[tuple[str, ...]] = ()
     """Fields with the values of a checkpoint's training, which another solver of that checkpoint keeps."""
     option: ClassVar[str] = ""
@@ -73,10 +73,13 @@ class Scheduler(ABC):
     def levels(self, fractions: Float[Array, "B"]) -> Schedule:
         """Returns the noise levels of training at fractions of their range, from 0 without noise to 1."""
 
-    def init(self, schedule: Schedule, x: Sample, keys: Key[Array, " B"]) -> Any:
+    def init(
+        self, schedule: Schedule, x: Sample, keys: Key[Array, " B"], noise: Float[Array, "..."] | None = None
+    ) -> Any:
         """Returns the state before the first step, a tree of arrays; x is the noise. Here no state is needed.
 
-        `keys` has a key for each sample on the first axis. A scheduler that draws noise keeps their data in the state.
+        `keys` has a key for each sample on the first axis. A scheduler that draws noise keeps their data in the state,
+        or the `noise` [steps, shape of x] that is given in place of what its steps would draw.
         """
         return ()
 

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Key
+from jaxtyping import Array, Float, Key
 
 from wanjax.schedulers.base import TRAIN_STEPS, Index, Sample, Schedule, shifted
 from wanjax.schedulers.unipc import Expanding, expand
@@ -24,7 +24,9 @@ class FlowDPM(Expanding):
 
     from_noise: ClassVar[bool] = True
 
-    def init(self, schedule: Schedule, x: Sample, keys: Key[Array, " B"]) -> Sample:
+    def init(
+        self, schedule: Schedule, x: Sample, keys: Key[Array, " B"], noise: Float[Array, "..."] | None = None
+    ) -> Sample:
         """Returns the prediction before the first, which has no weight."""
         return jnp.zeros_like(x)
 

@@ -78,7 +78,9 @@ class Expanding(Flow):
 class UniPC(Expanding):
     """UniPC of order 1 or 2. The weights of a step are the corrector's four and the predictor's three."""
 
-    def init(self, schedule: Schedule, x: Sample, keys: Key[Array, " B"]) -> UniPCState:
+    def init(
+        self, schedule: Schedule, x: Sample, keys: Key[Array, " B"], noise: Float[Array, "..."] | None = None
+    ) -> UniPCState:
         """Returns the state of the first step, which has no corrector: the noise is the corrected sample."""
         return UniPCState(jnp.copy(x), jnp.zeros_like(x), jnp.zeros_like(x))
 

@@ -111,7 +111,7 @@ class ToyDenoiser(Denoiser):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ToyModel(VideoModel):
+class ToyModel(VideoModel[Encoded]):
     encoded_type = Encoded
     text_encoder: T5Config
     text_encoder_2: nets.GlyphConfig

@@ -2,7 +2,6 @@
 """The toy family's networks: a table of bytes, a dual stream with a text mask, an autoencoder of another scale."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +45,10 @@ class VAEConfig:
     spatial_factor: int
     temporal_factor: int
     patch: int = 1
-    tiling: ClassVar[Tiling] = Tiling(16, 12)
+
+    @property
+    def tiling(self) -> Tiling:
+        return Tiling(16, 12)
 
     def encoded_at_once(self, frames: int) -> tuple[int, int]:
         return 1, self.temporal_factor

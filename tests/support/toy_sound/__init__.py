@@ -128,7 +128,7 @@ class SoundDenoiser(Denoiser):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SoundModel(VideoModel):
+class SoundModel(VideoModel[Encoded]):
     encoded_type = Encoded
     text_encoder: T5Config
     transformer: nets.JointConfig

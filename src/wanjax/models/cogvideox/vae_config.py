@@ -2,7 +2,6 @@
 """Config of CogVideoX's autoencoder, and those of the published checkpoints."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from wanjax.layers.tiling import Tiling
 
@@ -26,8 +25,11 @@ class VAEConfig:
     sample_size: tuple[int, int]
     scaling_factor: float
     invert_scale_latents: bool
-    patch: ClassVar[int] = 1
-    """Pixels of a cell, in height and in width: the convolutions see pixels."""
+
+    @property
+    def patch(self) -> int:
+        """Pixels of a cell, in height and in width: the convolutions see pixels."""
+        return 1
 
     @property
     def spatial_factor(self) -> int:

@@ -2,7 +2,6 @@
 """The config of HunyuanVideo 1.5's autoencoder, and that of the published one."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from wanjax.layers.tiling import Tiling
 
@@ -24,10 +23,16 @@ class VAEConfig:
     temporal_factor: int
     scale: float
     longest: int
-    patch: ClassVar[int] = 1
-    """Pixels along a cell: the convolutions see pixels."""
-    tiling: ClassVar[Tiling] = Tiling(256, 192)
-    """The reference's tiles of frames that would not fit in memory."""
+
+    @property
+    def patch(self) -> int:
+        """Pixels along a cell: the convolutions see pixels."""
+        return 1
+
+    @property
+    def tiling(self) -> Tiling:
+        """The reference's tiles of frames that would not fit in memory."""
+        return Tiling(256, 192)
 
     @property
     def halvings(self) -> tuple[int, int]:

@@ -3,7 +3,6 @@
 
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import ClassVar
 
 from wanjax.kernels.attention import AUTO, Attention, SparseLinear
 from wanjax.layers.tiling import Tiling
@@ -114,8 +113,11 @@ class VAEConfig:
     temporal_downsample: tuple[bool, ...]
     latents_mean: tuple[float, ...]
     latents_std: tuple[float, ...]
-    tiling: ClassVar[Tiling] = Tiling(256, 192)
-    """The reference's tiles of frames that would not fit in memory."""
+
+    @property
+    def tiling(self) -> Tiling:
+        """The reference's tiles of frames that would not fit in memory."""
+        return Tiling(256, 192)
 
     @property
     def cell_channels(self) -> int:

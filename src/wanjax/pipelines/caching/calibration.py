@@ -93,7 +93,7 @@ class Measurement(Observer):
         return MeasuringCache()
 
     def stepped(self, step: Step) -> None:
-        rows = [np.concatenate([np.asarray(part[index]) for part in step.state.cached]) for index in (-2, -1)]
+        rows = [np.concatenate([np.asarray(part[index]) for part in step.state.cached or ()]) for index in (-2, -1)]
         self.told.append(np.resize(np.stack(rows, axis=1), (2, 2)))  # without guidance the prompt's, twice
 
 

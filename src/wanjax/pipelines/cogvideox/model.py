@@ -38,7 +38,7 @@ OFFICIAL_TEXT_LENGTH = 224  # tokens, of CogVideoX-1.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class CogVideoXModel(VideoModel):
+class CogVideoXModel(VideoModel[CogVideoXEncoded]):
     """A CogVideoX checkpoint as its family knows it.
 
     A transformer of twice as many channels as the latents takes a picture; a patch of two frames is that of 1.5.

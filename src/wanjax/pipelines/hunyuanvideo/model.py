@@ -50,7 +50,7 @@ IMAGE_TO_VIDEO = "HunyuanVideo15ImageToVideoPipeline"
 
 
 @dataclass(frozen=True, kw_only=True)
-class HunyuanVideoModel(VideoModel):
+class HunyuanVideoModel(VideoModel[HunyuanVideoEncoded]):
     """A HunyuanVideo checkpoint as its family knows it. A `pictured` model continues a picture by the same transformer.
 
     `prompt_tokens` is the number of a prompt's tokens in plans; 256 hold about 180 words.

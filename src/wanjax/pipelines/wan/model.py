@@ -36,7 +36,7 @@ EXPERTS = ("transformer", "transformer_2")
 
 
 @dataclass(frozen=True, kw_only=True)
-class WanModel(VideoModel):
+class WanModel(VideoModel[WanEncoded]):
     """A Wan checkpoint: the shapes of its networks. `tasks` has a class for what each kind of checkpoint makes.
 
     With `experts`, a second transformer of the same shape takes the steps at low noise.

@@ -113,7 +113,7 @@ class CausalTextToVideo(WanModel):
         _, nag, chunk, memory = purpose
         negative = () if nag is None else (encoded.negative_prompt_embeds, nag)
         given = x, network.weights, encoded.prompt_embeds, *negative
-        past: Past = memory or runtime.call(begin_past, network.graphdef, *given)
+        past: Past = memory if isinstance(memory, Past) else runtime.call(begin_past, network.graphdef, *given)
         place = place_of(self.causal, chunk, prod(x.shape[1:4]) // self.causal.patch_cells)
         return (past.context,), CausalInputs(angles_at(self.causal, chunk), past.window, place)
 
