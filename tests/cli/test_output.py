@@ -145,12 +145,11 @@ def test_a_cache_of_programs_without_room_is_told_once(tmp_path, capsys):
 
 
 def test_what_could_not_be_written_is_told_before_the_first_step(model, monkeypatch):
-    monkeypatch.setattr(Run, "encode", lambda *_: pytest.fail("it was begun"))
     for many in ([], ["--count", "2"]):
         monkeypatch.setattr(imageio_ffmpeg, "get_ffmpeg_exe", lambda: "false")
         out = ["--out", "many"] if many else ["--out", "a.mp4"]
-        assert says(refused("a", "--model", model, *SMALL, *many, *out), "ffmpeg written")
-    assert says(refused("a", "--model", model, *SMALL, "--out", "n" * 250 + ".gif"), ".gif written")
+        assert says(refused("a", "--model", model, *SMALL, *many, *out, begun=False), "ffmpeg written")
+    assert says(refused("a", "--model", model, *SMALL, "--out", "n" * 250 + ".gif", begun=False), ".gif written")
 
 
 def test_what_is_left_out_of_a_folder_of_pictures_is_told_once(model):

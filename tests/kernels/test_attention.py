@@ -253,16 +253,6 @@ def test_choice():
     np.testing.assert_array_equal(run(None, q, k, v), run("chunked", q, k, v))
 
 
-def test_a_named_implementation_never_falls_back():
-    q, k, v = operands(1, 8, 8, 2, 2, 4)
-    with pytest.raises(NotImplementedError, match="reference has nothing to configure"):
-        attention(q, k, v, implementation="reference", config=SMALL_BLOCKS[0])
-    with pytest.raises(NotImplementedError, match="chunked is configured by"):
-        attention(q, k, v, config=object())
-    with pytest.raises(WanjaxError, match=naming("attention 'fastest' auto reference chunked")):
-        attention(q, k, v, implementation="fastest")
-
-
 def wrong(**changes):
     q, k, v = operands(2, 5, 7, 4, 2, 8)
     return {"q": q, "k": k, "v": v} | changes
@@ -283,6 +273,11 @@ def wrong(**changes):
         (wrong(bias=jnp.ones((1, 4, 5, 6))), "broadcasts to [2, 4, 5, 7]"),
         (wrong(bias=jnp.ones((1, 4, 5, 7), jnp.bfloat16)), "float32"),
         (wrong(window=(1, -1)), "window (1, -1)"),
+        # one that is named never falls back
+        (wrong(implementation="reference", config=SMALL_BLOCKS[0]), "reference nothing configure"),
+        (wrong(implementation="chunked", config=object()), "chunked configured"),
+        (wrong(config=object()), "chunked configured"),
+        (wrong(implementation="fastest"), "attention 'fastest' auto reference chunked"),
     ],
 )
 def test_operands_that_do_not_fit(call, told):

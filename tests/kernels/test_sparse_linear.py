@@ -204,20 +204,26 @@ def test_names_that_are_refused(text, words):
         Attention.parse(text)
 
 
-def test_operands_that_are_refused():
-    q, k, v = operands(1, 64, 64, 2, 2, 16)
-    weights = projection(16)
-    for given, options in (
-        ((q, k[:, :32], v[:, :32], weights), {}),
-        ((q, k, v, projection(8)), {}),
-        ((q, k, v, weights), {"keys": 65}),
-        ((q, k, v, weights), {"implementation": "x"}),
-        *(((q, k, v, weights), {"implementation": name, "config": Config()}) for name in NAMES),
-    ):
-        with pytest.raises(WanjaxError):
-            sparse_linear_attention(*given, SMALL, **options)
-    with pytest.raises(UnsupportedError, match="weights"):
-        attention(q, k, v, implementation="sla")
+def attending_to(change=lambda q, k, v, weights: (q, k, v, weights), sparse=SMALL, **options):
+    """Returns a call with operands of which something is changed."""
+    return lambda: sparse_linear_attention(*change(*operands(1, 64, 64, 2, 2, 16), projection(16)), sparse, **options)
+
+
+OPERANDS = [
+    (attending_to(lambda q, k, v, weights: (q, k[:, :32], v[:, :32], weights)), ""),
+    (attending_to(lambda q, k, v, weights: (q, k, v, projection(8))), ""),
+    (attending_to(keys=65), ""),
+    (attending_to(implementation="x"), ""),
+    *((attending_to(implementation=name, config=Config()), "") for name in NAMES),
+    (lambda: attention(*operands(1, 64, 64, 2, 2, 16), implementation="sla"), "weights"),
+    (lambda: run("tpu", *operands(1, 40, 40, 1, 1, 128), projection(128), SparseLinear()), "TPUs"),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), OPERANDS)
+def test_operands_that_are_refused(call, words):
+    with pytest.raises(WanjaxError, match=naming(words)):
+        call()
 
 
 KW = {"dtype": jnp.float32, "param_dtype": jnp.float32}
@@ -337,12 +343,6 @@ def test_what_the_kernel_does_not_take(given, sparse, words):
     with pytest.raises(UnsupportedError, match=naming(words)):
         run("tpu", q, k, v, projection(size, dtype), sparse, config=Config(interpret=True))
     assert run(None, q, k, v, projection(size, dtype), sparse, config=Config(interpret=True)).dtype == q.dtype
-
-
-def test_elsewhere_than_on_a_tpu():
-    q, k, v = operands(1, 40, 40, 1, 1, 128)
-    with pytest.raises(UnsupportedError, match="TPU"):
-        run("tpu", q, k, v, projection(128), SparseLinear())
 
 
 def attend_small(mesh):

@@ -258,20 +258,24 @@ def test_other_texts_are_refused(text, why):
         guidance_rule(text)
 
 
-def test_what_would_do_nothing_is_refused_before_a_prompt_is_read(load):
-    pipe = load("wan")
-    for rule in ("cfg-zero", "apg"):
-        with pytest.raises(WanjaxError, match=naming(f"{rule} guidance above 1")):
-            pipe.settings(guidance_rule=rule, guidance_scale=1.0)
-        with pytest.raises(WanjaxError, match=naming("guidance scale of 1")):
-            load("causal").settings(guidance_rule=rule, guidance_scale=2.0)
-    with pytest.raises(WanjaxError, match=naming("3 steps zero")):
-        pipe.settings(guidance_rule="cfg-zero:zero_steps=3", steps=3, guidance_scale=2.0)
-    clip = np.zeros((9, 32, 32, 3), np.uint8)
-    with pytest.raises(WanjaxError, match=naming("1 step zero")):  # of four, three are left out
-        pipe.prepare(
-            prompt="a", video=clip, strength=0.25, steps=4, guidance_rule="cfg-zero", guidance_scale=2.0, **SMALL
-        )
+CLIP = np.zeros((9, 32, 32, 3), np.uint8)
+ZERO, GUIDED = {"guidance_rule": "cfg-zero"}, {"guidance_scale": 2.0}
+NOTHING = [  # the model, what calls it, its settings, and what the sentence names
+    *(
+        (model, "settings", {"guidance_rule": rule, "guidance_scale": scale}, words.format(rule))
+        for rule in ("cfg-zero", "apg")
+        for model, scale, words in (("wan", 1.0, "{} guidance above 1"), ("causal", 2.0, "guidance scale of 1"))
+    ),
+    ("wan", "settings", {"guidance_rule": "cfg-zero:zero_steps=3", "steps": 3} | GUIDED, "3 steps zero"),
+    # of four steps, three are left out
+    ("wan", "prepare", {"prompt": "a", "video": CLIP, "strength": 0.25, "steps": 4} | ZERO | GUIDED, "1 step zero"),
+]
+
+
+@pytest.mark.parametrize(("model", "call", "given", "words"), NOTHING)
+def test_what_would_do_nothing_is_refused_before_a_prompt_is_read(load, model, call, given, words):
+    with pytest.raises(WanjaxError, match=naming(words)):
+        getattr(load(model), call)(**(SMALL | given if call == "prepare" else given))
 
 
 def test_experts_have_one_rule_and_their_own_scales(load):

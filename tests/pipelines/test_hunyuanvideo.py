@@ -47,13 +47,6 @@ def test_defaults_come_from_the_scheduler_and_the_guider(models):
     assert (defaults.flow_shift, defaults.guidance_scale, defaults.size, defaults.fps) == (9.0, 3.0, (32, 48), 24)
 
 
-def test_a_guider_of_another_kind_is_refused(tmp_path):
-    folder = tiny_hunyuan_checkpoint(tmp_path)
-    (folder / "guider" / "guider_config.json").write_text(json.dumps({"guidance_scale": 6.0, "guidance_rescale": 0.7}))
-    with pytest.raises(WanjaxError, match=naming("guidance_rescale 0.7 0.0")):
-        wanjax.load(folder)
-
-
 @pytest.mark.slow  # tests/pipelines/test_from_pictures.py has a quick one, of Wan
 def test_the_stages_and_the_library_make_the_same_latents(models, picture, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -144,48 +137,55 @@ def test_truncations_of_a_prompt_and_of_what_it_quotes(models):
     assert told == ["prompt", "quoted text"]
 
 
-def test_refused(models, picture):
+TOO_LONG = np.zeros((133, 32, 32, 3), np.uint8)
+OF_TEXT = [  # calls of a model from text, and what the sentence names
+    (lambda pipe: pipe.settings(frames=133), "133 frames 129"),
+    (lambda pipe: pipe.encode_video(TOO_LONG), "133 frames 129"),
+    (lambda pipe: pipe.decode(latents_of(pipe, 34)), "133 frames 129"),
+    (lambda pipe: next(pipe.decode_chunks(latents_of(pipe, 34))), "133 frames 129"),
+    (lambda pipe: pipe.settings(flow_shift=0.0), "flow_shift 0.0 finite number 0"),
+    (lambda pipe: pipe.encode("a cat", image=TOO_LONG[0]), "text video image"),
+    (
+        lambda pipe: pipe.denoise(features(pipe, "prompt_embeds", lambda x: x.prompt_embeds[..., :5])),
+        "prompt_embeds made",
+    ),
+    (
+        lambda pipe: pipe.denoise(features(pipe, "prompt_embeds_mask_2", lambda x: x.prompt_embeds_mask)),
+        "prompt_embeds_mask_2 made",
+    ),
+]
+
+
+def latents_of(pipe, count):
+    return np.zeros((1, pipe.architecture.vae.latent_channels, count, 2, 2), np.float32)
+
+
+def features(pipe, name, change):
+    """Returns what was encoded, with one entry changed."""
+    encoded = pipe.encode("a cat")
+    return encoded._replace(**{name: change(encoded)})
+
+
+@pytest.mark.parametrize(("call", "words"), OF_TEXT)
+def test_what_a_model_from_text_refuses(models, call, words):
+    with pytest.raises(WanjaxError, match=naming(words)):
+        call(wanjax.load(models["text"]))
+
+
+def test_what_models_from_pictures_refuse(models, picture, tmp_path):
     text, image = wanjax.load(models["text"]), wanjax.load(models["image"])
-    with pytest.raises(WanjaxError, match=naming("133 frames 129")):
-        text.settings(frames=133)
-    with pytest.raises(WanjaxError, match=naming("flow_shift 0.0 finite number 0")):
-        text.settings(flow_shift=0.0)
-    with pytest.raises(WanjaxError, match=naming("text video image")):
-        text.encode("a cat", image=picture)
-    with pytest.raises(WanjaxError, match=naming("image video")):
-        image.encode("a cat")
     plain, pictured = text.encode("a cat"), image.encode("a cat", image=picture)
-    for pipe, encoded, told in (
-        (image, plain, "there is no image_embeds, which .* needs"),
-        (text, pictured, "image_embeds is given, which text to video has no use for"),
-        (
-            text,
-            plain._replace(prompt_embeds=plain.prompt_embeds[..., :5]),
-            "the prompt_embeds are .* made with another",
-        ),
-        (
-            text,
-            plain._replace(prompt_embeds_mask_2=plain.prompt_embeds_mask),
-            "prompt_embeds_mask_2 .* made with another",
-        ),
+    guider = tiny_hunyuan_checkpoint(tmp_path) / "guider" / "guider_config.json"
+    guider.write_text(json.dumps({"guidance_scale": 6.0, "guidance_rescale": 0.7}))
+    for call, words in (
+        (lambda: image.encode("a cat"), "image video"),
+        (lambda: image.denoise(plain), "no image_embeds needs"),
+        (lambda: text.denoise(pictured), "image_embeds given text video no use"),
+        (lambda: image.denoise(pictured, size=(32, 48)), "64x32 48x32 encode size"),
+        (lambda: wanjax.load(tmp_path), "guidance_rescale 0.7 0.0"),
     ):
-        with pytest.raises(WanjaxError, match=told):
-            pipe.denoise(encoded)
-    with pytest.raises(WanjaxError, match=naming("64x32 48x32 encode size")):
-        image.denoise(pictured, size=(32, 48))
-
-
-def test_clips_longer_than_the_autoencoder_s_longest_are_refused(models):
-    pipe = wanjax.load(models["text"])
-    latents = np.zeros((1, pipe.architecture.vae.latent_channels, 34, 2, 2), np.float32)
-    told = naming("133 frames 129")
-    for asked in (
-        lambda: pipe.decode(latents),
-        lambda: next(pipe.decode_chunks(latents)),
-        lambda: pipe.encode_video(np.zeros((133, 32, 32, 3), np.uint8)),
-    ):
-        with pytest.raises(WanjaxError, match=told):
-            asked()
+        with pytest.raises(WanjaxError, match=naming(words)):
+            call()
 
 
 def test_published_checkpoints_have_two_names():

@@ -73,24 +73,24 @@ def test_one_noise_makes_one_video(nano):
         nano.videos(PROMPTS, noise=noise, **SMALL)
 
 
-def test_more_videos_than_anybody_makes_are_refused(nano):
-    """Before any is listed."""
-    with pytest.raises(WanjaxError, match=naming("30,000,001 100,000")):
-        nano(PROMPTS[0], seeds=range(30_000_001), **SMALL)
-    with pytest.raises(WanjaxError, match=naming("60,000 120,000 100,000")):
-        nano.videos(PROMPTS[:2], seeds=range(60_000), **SMALL)
-
-
 def test_several_seeds_of_one_prompt(nano):
     assert [video.settings["seed"] for video in nano(PROMPTS[0], seeds=range(2), **SMALL)] == [0, 1]
 
 
-def test_mistakes_are_found_before_anything_is_encoded(nano, monkeypatch):
-    monkeypatch.setattr(nano, "encode_prompts", lambda *_: pytest.fail("a prompt was encoded"))
-    with unchecked(), pytest.raises(WanjaxError, match=naming("prompt 3")):
-        nano([PROMPTS[0], 3], **SMALL)
-    with unchecked(), pytest.raises(WanjaxError, match=naming("seed 1.5 whole number")):
-        nano(PROMPTS, seeds=[0, 1.5], **SMALL)
+@pytest.mark.parametrize(
+    ("prompts", "seeds", "words"),
+    [
+        ([PROMPTS[0], 3], None, "prompt 3"),
+        (PROMPTS, [0, 1.5], "seed 1.5 whole number"),
+        (PROMPTS[0], range(30_000_001), "30,000,001 100,000"),
+        (PROMPTS[:2], range(60_000), "60,000 120,000 100,000"),  # before any is listed
+    ],
+)
+def test_mistakes_are_found_before_anything_is_encoded(prompts, seeds, words):
+    pipe = wanjax.load("nano")
+    with unchecked(), pytest.raises(WanjaxError, match=naming(words)):
+        pipe(prompts, seeds=seeds, **SMALL)
+    assert not pipe.components.has("text_encoder")
 
 
 @pytest.mark.parametrize(

@@ -138,15 +138,21 @@ def test_what_makes_no_windows_is_refused(pipe, given, told):
         pipe.settings(**given)
 
 
-def test_stages_alone_and_given_noise_are_for_one_window(pipe, controlled):
-    encoded = pipe.encode("a", image=PICTURE, **SMALL)
-    for call in (
-        lambda: pipe.encode("a", image=PICTURE, windows=2, **SMALL),
-        lambda: pipe.denoise(encoded, windows=2, **SMALL),
-        lambda: pipe("a", image=PICTURE, windows=2, noise=np.zeros((1, 4, 2, 4, 4), np.float32), **SMALL),
-    ):
-        with pytest.raises(WanjaxError, match=naming("window 2")):
-            call()
+NOISE = np.zeros((1, 4, 2, 4, 4), np.float32)
+ALONE = [
+    lambda pipe: pipe.encode("a", image=PICTURE, windows=2, **SMALL),
+    lambda pipe: pipe.denoise(pipe.encode("a", image=PICTURE, **SMALL), windows=2, **SMALL),
+    lambda pipe: pipe("a", image=PICTURE, windows=2, noise=NOISE, **SMALL),
+]
+
+
+@pytest.mark.parametrize("call", ALONE, ids=["encode", "denoise", "noise"])
+def test_stages_alone_and_given_noise_are_for_one_window(pipe, call):
+    with pytest.raises(WanjaxError, match=naming("window 2")):
+        call(pipe)
+
+
+def test_a_control_clip_is_as_long_as_all_windows(controlled):
     with pytest.raises(WanjaxError, match=naming("12 frames 13")):
         controlled("a", windows=2, overlap=5, video=np.zeros((12, 32, 32, 3), np.uint8), **(SMALL | {"frames": 9}))
 

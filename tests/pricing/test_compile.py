@@ -211,28 +211,28 @@ def test_a_program_that_crashes_the_compiler_is_refused():
     assert all(isinstance(result, CompilerError) and says(str(result), "SIGSEGV v6e-1") for result in found.values())
 
 
-def test_what_wanjax_refuses_is_told_as_it_is():
-    attend = on_shapes(partial(attention, implementation="cudnn"), *[(1, 64, 2, 64)] * 3)
-    with pytest.raises(WanjaxError) as refusal:
-        compile_program(attend, "v6e-1")
-    assert says(str(refusal.value), "cudnn NVIDIA's TPU v6")
+CUDNN = on_shapes(partial(attention, implementation="cudnn"), *[(1, 64, 2, 64)] * 3)
+REFUSED = [  # what compiles, and what the sentence names
+    (lambda: compile_program(CUDNN, "v6e-1"), "cudnn NVIDIA's TPU v6"),
+    (lambda: mesh("v6e-8", dp=2, tp=2), "mesh dp=2 tp=2 4 devices v6e-8 8"),
+    (lambda: compile_programs([(PROGRAMS["layers"][0], "v6e-4")]), "mesh dp=2 tp=4 8 devices v6e-4 4"),
+    (lambda: compile_programs([(PROGRAMS["layers"][0], "v5e-8")]), "TPU v6 v5e-8 v5"),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), REFUSED)
+def test_programs_that_are_refused(call, words):
+    with pytest.raises(WanjaxError, match=naming(words)):
+        call()
 
 
 @needs_libtpu
-def test_one_program_alone_is_compiled_or_refused():
-    with pytest.raises(CompilerError, match=naming("v6e-1 AttributeError")):
-        compile_program(PROGRAMS["refused"][0], "v6e-1")
-    with pytest.raises(CompilerError, match=naming("v5e-1 RESOURCE_EXHAUSTED")):
-        compile_program(PROGRAMS["too large"][0], "v5e-1")
-
-
-def test_meshes_that_are_not_the_slice():
-    with pytest.raises(WanjaxError, match=naming("mesh dp=2 tp=2 4 devices v6e-8 8")):
-        mesh("v6e-8", dp=2, tp=2)
-    with pytest.raises(WanjaxError, match=naming("mesh dp=2 tp=4 8 devices v6e-4 4")):
-        compile_programs([(PROGRAMS["layers"][0], "v6e-4")])
-    with pytest.raises(WanjaxError, match=naming("TPU v6 v5e-8 v5")):
-        compile_programs([(PROGRAMS["layers"][0], "v5e-8")])
+@pytest.mark.parametrize(
+    ("name", "chip", "words"), [("refused", "v6e-1", "AttributeError"), ("too large", "v5e-1", "RESOURCE_EXHAUSTED")]
+)
+def test_one_program_alone_is_compiled_or_refused(name, chip, words):
+    with pytest.raises(CompilerError, match=naming(f"{chip} {words}")):
+        compile_program(PROGRAMS[name][0], chip)
 
 
 def test_without_the_compiler(monkeypatch):

@@ -231,12 +231,12 @@ def test_collectives_of_any_function_are_told():
     assert {row["devices"] for row in summed.collectives} == {2}
 
 
-def test_a_function_is_refused_in_one_sentence():
-    x = jax.ShapeDtypeStruct((8,), jnp.float32)
-    with pytest.raises(WanjaxError, match=naming("mesh tp=2 2 devices v6e-8 8")):
-        wanjax.price(jnp.sin, x, mesh={"tp": 2})
-    with pytest.raises(WanjaxError, match=naming("TPU 'v9'")):
-        wanjax.price(jnp.sin, x, chip="v9")
+@pytest.mark.parametrize(
+    ("given", "words"), [({"mesh": {"tp": 2}}, "mesh tp=2 2 devices v6e-8 8"), ({"chip": "v9"}, "TPU 'v9'")]
+)
+def test_a_function_is_refused_in_one_sentence(given, words):
+    with pytest.raises(WanjaxError, match=naming(words)):
+        wanjax.price(jnp.sin, jax.ShapeDtypeStruct((8,), jnp.float32), **given)
 
 
 @needs_libtpu

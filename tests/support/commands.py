@@ -22,11 +22,15 @@ def files(folder: str | Path) -> list[str]:
     return sorted(path.name for path in Path(folder).iterdir())
 
 
-def refused(*arguments: str | Path, status: int = 2) -> str:
-    """Runs a command that has to be refused, for a mistake or another reason, and returns its error message."""
+def refused(*arguments: str | Path, status: int = 2, begun: bool | None = None) -> str:
+    """Runs a command that has to be refused, for a mistake or another reason, and returns its error message.
+
+    `begun` False asks for a refusal before the first stage.
+    """
     result = wanjax(*arguments)
     assert result.exit_code == status, (result.output, result.exception)
     assert result.stdout == ""
+    assert begun is not False or not re.search(r"^encode\b", result.stderr, re.MULTILINE), result.stderr
     sentences = re.findall(r"^wanjax: (.*)$", result.stderr, re.MULTILINE)
     assert len(sentences) == 1, result.stderr
     rest = result.stderr.partition(sentences[0])[2].strip()
