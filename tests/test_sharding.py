@@ -184,35 +184,29 @@ def test_what_the_14b_keeps_on_each_of_eight_chips():
 def test_a_chosen_mesh_with_a_given_sp():
     pipe = wanjax.load("nano", mesh="auto,sp=2")
     assert pipe.partitioner.mesh.shape["sp"] == 2
-    with pytest.raises(WanjaxError, match=naming("8 devices sp=3")):
-        wanjax.load("nano", mesh="auto,sp=3")
 
 
-@pytest.mark.parametrize("mesh", ["auto,sp=", "auto,sp=0", "auto,tp=2", "auto,sp=2,tp=2", "auto sp=2"])
-def test_a_chosen_mesh_that_cannot_be_read(mesh):
-    with pytest.raises(WanjaxError, match=naming("dp=2,sp=1,tp=4")):
-        wanjax.load("nano", mesh=mesh)
+LEGAL = "dp=2,sp=1,tp=4"
 
 
 @pytest.mark.parametrize(
-    ("mesh", "told"),
+    ("given", "words"),
     [
-        ("dp=2,sp=2,tp=4", "mesh dp=2,sp=2,tp=4 16 devices 8 dp sp tp"),
-        ("tp=3", "3 devices 8"),
-        ("dp=0,tp=8", "axis 1"),
-        ("tp=8,pp=1", "'tp=8,pp=1' dp=2,sp=1,tp=4 auto"),
-        ("tp=4,tp=2", "cannot be read"),
-        ("8", "cannot be read"),
+        ({"mesh": "dp=2,sp=2,tp=4"}, "mesh dp=2,sp=2,tp=4 16 devices 8 dp sp tp"),
+        ({"mesh": "tp=3"}, "3 devices 8"),
+        ({"mesh": "dp=0,tp=8"}, "axis 1"),
+        ({"mesh": "tp=8,pp=1"}, f"'tp=8,pp=1' {LEGAL} auto"),
+        ({"mesh": "auto,sp=3"}, "8 devices sp=3"),
+        *(
+            ({"mesh": mesh}, LEGAL)
+            for mesh in ("tp=4,tp=2", "8", "auto,sp=", "auto,sp=0", "auto,tp=2", "auto,sp=2,tp=2", "auto sp=2")
+        ),
+        ({"rules": "zero"}, "rules 'zero' fsdp tp replicated"),
     ],
 )
-def test_meshes_that_cannot_be(mesh, told):
-    with pytest.raises(WanjaxError, match=naming(told)):
-        wanjax.load("nano", mesh=mesh)
-
-
-def test_rules_that_are_not_known():
-    with pytest.raises(WanjaxError, match=naming("rules 'zero' fsdp tp replicated")):
-        wanjax.load("nano", rules="zero")
+def test_meshes_and_rules_that_cannot_be(given, words):
+    with pytest.raises(WanjaxError, match=naming(words)):
+        wanjax.load("nano", **given)
 
 
 def test_a_mesh_is_read_and_found():

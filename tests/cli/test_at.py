@@ -102,13 +102,6 @@ def test_a_connection_that_is_cut_leaves_no_video():
     assert files(".") == []
 
 
-@pytest.mark.parametrize("seed", ["/../../out/x", "7/x", None, [7], 2**64])
-def test_a_server_chooses_no_folder(seed):
-    with answering(answers(record={"prompt": "a cat", "seed": seed})) as url:
-        assert says(refused("a cat", "--at", url), f"{url} seed")
-    assert files(".") == []
-
-
 NESTED = b"[" * 200_000
 HOSTILE = {
     "nested": ({"models": NESTED}, "JSON"),
@@ -120,17 +113,22 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("kind", HOSTILE)
-def test_hostile_answers_are_one_sentence(kind):
-    told, sentence = HOSTILE[kind]
+REFUSED = [  # what a server answers, the options of the command, and what the sentence names
+    *((told, ("--out", "cat.mp4", "--quiet"), f"{{url}} {words}") for told, words in HOSTILE.values()),
+    ({"models": {"data": [MODEL | {"loras": ["a", 7]}]}}, ("--lora", "a.safetensors"), "{url} none"),
+    ({}, ("--image", "gone.png"), "gone.png"),
+    *(
+        ({"record": {"prompt": "a cat", "seed": seed}}, (), "{url} seed")  # which names a folder of its own
+        for seed in ("/../../out/x", "7/x", None, [7], 2**64)
+    ),
+]
+
+
+@pytest.mark.parametrize(("told", "options", "words"), REFUSED)
+def test_answers_and_options_that_are_refused(told, options, words):
     with answering(answers(**told)) as url:
-        assert says(refused("a cat", "--at", url, "--out", "cat.mp4", "--quiet"), f"{url} {sentence}")
+        assert says(refused("a cat", "--at", url, *options), words.format(url=url))
     assert files(".") == []
-
-
-def test_loras_that_are_none():
-    with answering(answers(models={"data": [MODEL | {"loras": ["a", 7]}]})) as url:
-        assert says(refused("a cat", "--at", url, "--lora", "a.safetensors"), f"{url} none")
 
 
 @pytest.mark.parametrize(
@@ -327,9 +325,3 @@ def test_a_server_that_is_silent_and_one_that_hangs_up(monkeypatch):
         told = refused("a cat", "--at", url.removeprefix("http://"), status=1)
         assert url in told
         assert "None" not in told
-
-
-def test_a_picture_that_is_not_there():
-    with answering(answers()) as url:
-        told = refused("a cat", "--at", url, "--image", "gone.png")
-    assert says(told, "gone.png")

@@ -26,6 +26,8 @@ class Mistake(NamedTuple):
 TYPED = {"command": "all that is typed is text"}
 NO_PROMPT_IN_TOML = {"toml": "a prompt is typed"}
 UNTYPED = TYPED | NO_PROMPT_IN_TOML
+NONE_MEANT = {"python": "none is meant in a program"}
+NO_FLAG = dict.fromkeys(("command", "toml"), "a flag is given or not")
 ONE_NAME = dict.fromkeys(("command", "toml", "python"), "the image has one name")
 ANY_TEXT = {"python": "a record keeps any text of a program"}
 NO_SECONDS = dict.fromkeys(("command", "toml", "python"), "seconds are a field of rows and of HTTP alone")
@@ -49,7 +51,9 @@ MISTAKES = (
     # prompts
     Mistake({"prompt": None}, "prompt"),
     Mistake({"prompt": None}, "prompt missing allow_empty_prompt", {"python": "the argument stands in the call"}),
-    Mistake({"prompt": " "}, "prompt empty allow_empty_prompt", {"python": "none is meant in a program"}),
+    Mistake({"prompt": " "}, "prompt empty allow_empty_prompt", NONE_MEANT),
+    Mistake({"prompt": ""}, "prompt empty allow_empty_prompt", NONE_MEANT),
+    Mistake({"prompt": " ", "allow_empty_prompt": False}, "prompt empty allow_empty_prompt", NONE_MEANT | NO_FLAG),
     Mistake({"prompt": 3}, "prompt 3 text", UNTYPED),
     Mistake({"prompt": "caf\udce9"}, r"prompt 'caf\udce9' text UTF-8", NO_PROMPT_IN_TOML),
     Mistake({"negative_prompt": "caf\udce9"}, r"negative_prompt 'caf\udce9' text UTF-8", {"toml": "it is in UTF-8"}),
