@@ -68,11 +68,19 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         return import_module("importlib.metadata").version("wanjax")
     if name not in _HOMES:
-        sentence = None if name.startswith("_") else import_module("wanjax.pipelines.other_names").right_name(name)
-        raise AttributeError(sentence or f"module 'wanjax' has no attribute {name!r}")
+        raise AttributeError(_right(name) or f"module 'wanjax' has no attribute {name!r}")
     import_module("wanjax.pricing.libtpu").silence()
     found = globals()[name] = readable(getattr(import_module(_HOMES[name]), name))
     return found
+
+
+def _right(name: str) -> str | None:
+    """Returns a sentence on a name that there is not, None where nothing is known of it."""
+    if name.startswith("_"):
+        return None
+    near = import_module("wanjax.errors").near_names(name, __all__, 1)
+    sentence = import_module("wanjax.pipelines.other_names").right_name(name)
+    return sentence or (f"wanjax has no {name}: {near[0]} is near" if near else None)
 
 
 def __dir__() -> list[str]:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from tests.support.commands import refused
+from tests.support.commands import refused, wanjax
 from tests.support.harm import (
     corrupt,
     truncated,
@@ -366,6 +366,15 @@ def test_folders_that_cannot_be_written(intact, option):
     where = {"--dir": "file/stages", "--out": "file/clip.mp4"}[option]
     assert says(refused("a", "--model", intact, *SMALL, option, where), "folder file written")
     assert left() == ["file"]
+
+
+def test_a_file_where_a_checkpoint_is_to_be_written():
+    Path("circle.mp4").write_text("")
+    run = wanjax("convert", "nano", "circle.mp4")
+    assert run.exit_code == 2
+    assert says(run.stderr, "circle.mp4 new folder")
+    assert "what was complete" not in run.stderr  # the same command would end in the same way
+    assert left() == ["circle.mp4"]
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="nothing is forbidden to root")

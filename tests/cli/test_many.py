@@ -196,6 +196,7 @@ def test_all_wrong_rows_are_told_at_once(tmp_path, monkeypatch):
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in WRONG))
     told = refused("batch", "rows.jsonl", "--out", "videos")
     assert says(told, "6 rows row 1: steps 0 rows 2, 6: row 3: gone.png row 4: 70 row 5: mask")
+    assert not Path("videos").exists()
 
 
 def test_wrong_rows_are_told_before_a_model_is_downloaded(tmp_path, monkeypatch):

@@ -20,6 +20,10 @@ def as_text(rows):
     return "".join(json.dumps(row) + "\n\n" for row in rows)
 
 
+def indented(rows):
+    return json.dumps(rows, indent=2) + "\n"
+
+
 def as_csv(rows):
     names = list(dict.fromkeys(name for row in rows for name in row))
     quoted = [[f'"{row.get(name, "")}"' for name in names] for row in rows]
@@ -27,7 +31,11 @@ def as_csv(rows):
 
 
 @pytest.mark.parametrize(
-    ("name", "write"), [("r.jsonl", as_text), ("r.txt", as_text), ("r.csv", as_csv), ("r.parquet", None)]
+    ("name", "write"),
+    [
+        *[("r.jsonl", as_text), ("r.txt", as_text), ("r.json", as_text), ("r.csv", as_csv), ("r.parquet", None)],
+        *[(name, write) for name in ("r.json", "r.txt") for write in (json.dumps, indented)],
+    ],
 )
 def test_each_kind_of_file_says_the_same(tmp_path, name, write):
     if write is None:
@@ -54,6 +62,14 @@ def test_a_line_that_is_no_object_is_a_prompt(tmp_path):
     ]
     (tmp_path / "p.jsonl").write_text('"a dog"\n')
     assert read_requests(str(tmp_path / "p.jsonl")) == [VideoRequest({"prompt": "a dog"}, row=1)]
+
+
+def test_brackets_begin_a_prompt_unless_they_are_json(tmp_path):
+    prompts = ["[close-up] a cat", "{red|blue} circles", "[1, 2, 3] in chalk"]
+    (tmp_path / "p.txt").write_text("\n".join(prompts))
+    assert [one.settings["prompt"] for one in read_requests(str(tmp_path / "p.txt"))] == prompts
+    (tmp_path / "p.json").write_text(json.dumps(prompts))
+    assert [one.settings["prompt"] for one in read_requests(str(tmp_path / "p.json"))] == prompts
 
 
 def test_files_are_relative_to_the_table_unless_they_are_urls(tmp_path):
@@ -92,6 +108,14 @@ def test_what_is_wrong_is_told_with_its_row(tmp_path, line, said):
         ("r.csv", b"prompt,seed\n", "r.csv prompt"),
         ("r.parquet", b"PAR1, and no more", "r.parquet cannot"),
         ("r.txt", b"\xff\xfe\xff", "r.txt cannot"),
+        ("r.txt", b"caf\xe9", "r.txt byte 4 UTF-8"),
+        ("r.json", b'[\n  {"prompt": "a"},\n  {"prompt": "b"\n]', "r.json JSON prompt"),
+        ("r.txt", b'[\n  {"prompt": "a",}\n]', "r.txt JSON prompt"),
+        ("r.txt", b'{"prompt": "a"', "r.txt JSON prompt"),
+        ("r.txt", b'{"prompt": "a" "seed": 3}', "row 1 JSON"),
+        ("r.json", b"a cat\na dog", "r.json JSON .txt"),
+        ("r.json", b"[]", "r.json prompt"),
+        ("r.json", b'[{"prompt": "a"}, {"step": 2}]', "row 2 'step' steps"),
     ],
 )
 def test_files_that_are_not_whole_are_refused(tmp_path, name, data, said):
@@ -100,6 +124,11 @@ def test_files_that_are_not_whole_are_refused(tmp_path, name, data, said):
     (tmp_path / name).write_bytes(data)
     with pytest.raises(WanjaxError, match=naming(said)):
         read_requests(str(tmp_path / name))
+
+
+def test_a_folder_is_no_file_of_requests(tmp_path):
+    with pytest.raises(WanjaxError, match=naming(f"{tmp_path} folder file")):
+        read_requests(str(tmp_path))
 
 
 def test_a_request_counts_more_than_the_options():

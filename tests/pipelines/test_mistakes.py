@@ -15,7 +15,7 @@ from PIL import Image
 
 import wanjax
 from tests.support.types import unchecked
-from tests.support.words import says
+from tests.support.words import naming, says
 from wanjax.errors import WanjaxError
 
 LATENTS = np.zeros((1, 16, 5, 8, 8), np.float32)  # of nano
@@ -34,6 +34,8 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"size": (64, 64), "height": 64}, "size height width"),
     ({"seeds": 3}, "seeds 3 range(3) [7]"),
     ({"seeds": "3"}, "seeds '3' range(3)"),
+    ({"seeds": []}, "seeds [] range(3)"),
+    ({"prompt": []}, "prompts []"),
     ({"image": io.BytesIO()}, "BytesIO picture PIL image uint8"),
     ({"image": [CLIP[0]]}, "list picture"),
     ({"video": Image.new("RGB", (64, 64))}, "Image clip"),
@@ -85,6 +87,7 @@ METHODS: list[tuple[str, tuple, dict[str, Any], str]] = [
     ("encode", (NO_TEXT,), {}, r"prompt 'caf\udce9' text UTF-8"),
     ("prepare", (), {"prompt": NO_TEXT}, r"prompt 'caf\udce9' text UTF-8"),
     ("encode", ("a",), {"negative_prompt": NO_TEXT}, r"negative_prompt 'caf\udce9' text UTF-8"),
+    ("videos", ([],), {}, "prompts []"),
     ("free", ("transformers",), {}, "'transformers' transformer"),
 ]
 LOADS: list[tuple[Any, dict[str, Any], str]] = [
@@ -159,8 +162,24 @@ def test_a_name_that_there_is_not(pipe):
         (wanjax, "WanPipeline", "wanjax.load"),
         (wanjax, "DiffusionPipeline", "wanjax.load"),
         (wanjax, "from_pretrained", "wanjax.load"),
+        (wanjax, "save_video", "video.save"),
+        (wanjax, "lode", "load"),
+        (wanjax, "make_mash", "make_mesh"),
     ):
         with pytest.raises(AttributeError, match=right):
             getattr(value, name)
         assert not hasattr(value, name)
     assert not hasattr(pipe, "xyzzy")
+
+
+@pytest.mark.parametrize(
+    ("name", "right"),
+    [
+        *[("schedular", "scheduler"), ("progres", "progress"), ("xyzzy", "progress scheduler")],
+        *[("device", "partitioner"), ("transformer", "nnx.update load")],
+    ],
+)
+def test_a_name_that_cannot_be_set(pipe, name, right):
+    with pytest.raises(AttributeError, match=naming(right)):
+        setattr(pipe, name, "euler")
+    assert name not in vars(pipe)

@@ -119,10 +119,13 @@ class Conversion(ABC):
         """The bytes that an earlier run of the same conversion has written."""
         return sum(path.stat().st_size for path in self.partial.rglob("*") if path.is_file()) if self._goes_on() else 0
 
-    def run(self, progress: Progress = lambda at, done, total: None) -> bool:
+    def run(
+        self, progress: Progress = lambda at, done, total: None, begun: Callable[[], object] = lambda: None
+    ) -> bool:
         """Writes the target, or the missing part of it; returns False if the same target is already complete.
 
-        `progress(at, done, total)` receives the bytes. Raises WanjaxError if the target is something else, or cannot be
+        `progress(at, done, total)` receives the bytes. `begun()` is called once there is a part from which another run
+        goes on. Raises WanjaxError if the target is something else, or cannot be
         written. The target then does not exist, or is not whole in a store, and the next run resumes from the written
         part.
         """
@@ -136,6 +139,7 @@ class Conversion(ABC):
             self.target.check_writable()
         with _writing(self.target, self.partial):
             self._begin()
+            begun()
             self._check_download(progress)
             for entry in self.networks:
                 (self.partial / entry.name).mkdir(exist_ok=True)

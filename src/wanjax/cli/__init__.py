@@ -205,9 +205,9 @@ def generate(report: Report, made: dict[str, Any] | None, **given: Any) -> None:
 def batch(report: Report, **given: Any) -> None:
     """Make a video of each request in PROMPTS, by one worker or many.
 
-    PROMPTS, or standard input for -, has a prompt or a JSON object on each line; a .csv or .parquet has a request in
-    each row. A request may have any setting of a video, pictures and clips by name, and its own seed; the options are
-    for what it leaves open. All requests are checked before the first video is made.
+    PROMPTS, or standard input for -, has a prompt or a JSON object on each line, or is a JSON array of them; a .csv or
+    .parquet has a request in each row. A request may have any setting of a video, pictures and clips by name, and its
+    own seed; the options are for what it leaves open. All requests are checked before the first video is made.
 
     Each video gets its name when it is whole, and is listed in manifest.jsonl beside it. The same command goes on with
     what is missing, whatever ended the one before. Several workers are processes of this machine, actors of Ray with

@@ -10,6 +10,7 @@ import click
 from wanjax.cli.listing import described, listed
 from wanjax.cli.tables import folded, stdout_width, table
 from wanjax.media.inputs import INPUTS
+from wanjax.pipelines.settings import LOADED
 
 MODELS = ("model", "transformer", "memory", "size", "frames", "steps", "guidance", "weights")
 
@@ -29,6 +30,7 @@ def show_model(model: str, as_json: bool) -> None:
         "networks": [f"{name} {_rounded(size)}B" for name, size in found["networks"].items()],
     }
     own = {name: value for name, value in found["defaults"].items() if value != ""}
+    own |= {name: "bfloat16, float32 on a CPU" for name in LOADED if own.get(name) == "bfloat16"}
     left_out = ("defaults", "needs", "ids", "grid", "frames_step")
     _print_lines(_entries({name: value for name, value in found.items() if name not in left_out} | told | own))
 

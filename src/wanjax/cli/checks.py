@@ -5,6 +5,7 @@ What passes here is checked again where it is used.
 """
 
 import os
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import click
 from click.core import ParameterSource
 
 from wanjax.cli import listing
+from wanjax.cli.names import TOKEN
 from wanjax.errors import WanjaxError
 from wanjax.media.inputs import INPUTS
 from wanjax.pipelines.settings import read_seeds
@@ -22,7 +24,7 @@ from wanjax.stores.places import no_file, place
 VIDEO = ("generate", "batch", "encode", "plan", "warmup", "calibrate")  # commands of a video's settings
 WHOLE = ("generate", "encode")  # those that are given all that a video is made from
 MODELS = ("model", "model_option", "source")
-OTHER_FILES = ("noise", "decoder", "preview_decoder", "prompts")
+OTHER_FILES = ("noise", "decoder", "preview_decoder")
 STAGES = ("denoise", "decode")  # commands that read what another left in --dir
 ONE_VIDEO = ("generate", "decode")  # commands whose --out is a video's name
 SEVERAL = ("prompts", "seeds", "count")  # but with these, which make it a folder
@@ -43,6 +45,11 @@ def check(ctx: click.Context) -> None:
     for name in (*INPUTS, *OTHER_FILES):
         for file in given[name] if isinstance(given.get(name), tuple) else [given.get(name)]:
             _check_file(file)
+    _check_prompts(given.get("prompts"))
+    if ctx.info_name == "info" and not os.path.exists(given["file"]) and listing.named(given["file"]):
+        raise WanjaxError(f"{given['file']} is a model, not a file: `wanjax models {given['file']}` describes it")
+    if "chip" in given:
+        _check_chip(given["chip"])
     if "data" in given and not os.path.exists(data := given["data"].expanduser()):
         raise WanjaxError(f"there is no folder or table {data}: give a folder of clips with captions")
     for text in given.get("lora", ()):
@@ -51,6 +58,8 @@ def check(ctx: click.Context) -> None:
         check_address(given["extend_prompt"])
     if "out" in given and ctx.info_name in ONE_VIDEO and not any(name in given for name in SEVERAL):
         _check_suffix(given["out"])
+    if ctx.info_name == "serve":
+        _check_access(given)
     if ctx.info_name in STAGES:
         _check_stage(given["folder"], ctx.info_name)
 
@@ -69,6 +78,28 @@ def _check_file(file: Any) -> None:
     path = place(file)
     if isinstance(path, Path) and not os.path.exists(path):  # which raises nothing for names that are none
         raise WanjaxError(no_file(path))
+
+
+def _check_prompts(file: str | None) -> None:
+    try:
+        _check_file(file)
+    except WanjaxError as error:
+        again = shlex.join(["wanjax", "generate", str(file)])
+        raise WanjaxError(f"{error}: give a file with a prompt on each line; for one prompt use `{again}`") from error
+
+
+def _check_chip(name: str) -> None:
+    from wanjax.pricing.roofline import find_place  # imported late for a quick --help
+
+    find_place(name)
+
+
+def _check_access(given: Mapping[str, Any]) -> None:
+    try:
+        from wanjax.serve.auth import Access
+    except ImportError:  # of which the command tells
+        return
+    Access.read(given["host"], given.get("token") or os.environ.get(TOKEN) or None, given.get("origins", ()))
 
 
 def _check_lora(text: str) -> None:

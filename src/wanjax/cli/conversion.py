@@ -66,9 +66,8 @@ def convert(
             known_as=known.told_by,
         )
     _announce(report, conversion)
-    report.goes_on()
     with _bar(report) as progress:
-        new = conversion.run(progress)
+        new = conversion.run(progress, report.goes_on)
     report.way_on = None
     report.note(f"{where} is complete and verified" if new else f"{where} was already there, complete")
 

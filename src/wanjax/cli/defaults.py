@@ -151,7 +151,7 @@ def _table(file: str) -> dict[str, Any]:
     try:
         return tomllib.loads(read_text(Path(file).expanduser()))
     except (OSError, ValueError) as error:  # TOML's and Unicode's errors are of the second kind
-        raise WanjaxError(f"the options in {file} cannot be read: {reason(error)}") from error
+        raise WanjaxError(f"the options in {file} cannot be read, {reason(error)}") from error
 
 
 def _options(command: click.Command) -> dict[str, click.Option]:

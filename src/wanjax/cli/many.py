@@ -47,7 +47,7 @@ from wanjax.pipelines.settings import LOADED, read_seed, read_seeds
 from wanjax.pipelines.text.extending import as_settings
 from wanjax.stores.own import own_folder
 from wanjax.stores.places import Place, names_in, place
-from wanjax.stores.writing import check_folder
+from wanjax.stores.writing import used_folder
 
 FAILURE = 1  # the exit status where some videos failed
 
@@ -115,8 +115,7 @@ def generate(
             requests = [one.updated(text) for one, text in zip(requests, told, strict=True)]
         unsaid = (seeds, count, first) == (None, None, None)
         requests = [one.under(options) for one in with_seeds(requests, None if unsaid else numbers)]
-        check_folder(arguments["place"])
-        with _store(database, arguments["place"]) as store:
+        with used_folder(arguments["place"]), _store(database, arguments["place"]) as store:
             driver = Driver(report, store, arguments["place"], force, retries)
             if maker is not None:
                 batch = _here(driver, requests, wrong, given, maker)

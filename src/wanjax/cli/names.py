@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of the files that the command line makes where none are given."""
+"""The names of the files that the command line makes where none are given, and of a variable that it reads."""
 
 from collections.abc import Iterator
 from datetime import datetime
@@ -9,6 +9,7 @@ from pathlib import Path
 from wanjax.media.texts import slug
 
 VIDEOS = Path("wanjax_videos")
+TOKEN = "WANJAX_TOKEN"  # the variable with what a server wants to be shown
 
 
 def free_names(prompt: str, seed: int) -> Iterator[str]:

@@ -24,7 +24,7 @@ from urllib.request import Request, build_opener
 import click
 
 from wanjax.cli.defaults import SAFE
-from wanjax.cli.names import free_names, video_named
+from wanjax.cli.names import TOKEN, free_names, video_named
 from wanjax.cli.options import SETTINGS, is_given, is_typed, option_of
 from wanjax.cli.report import Report
 from wanjax.errors import WanjaxError, reason, shown
@@ -35,7 +35,6 @@ from wanjax.pipelines.text.extending import NoRedirect, as_settings
 from wanjax.stores.places import Place, name_alone, names_in, place
 from wanjax.stores.writing import check_folder, writing
 
-TOKEN = "WANJAX_TOKEN"  # the variable with what the server wants to be shown
 PATIENCE = 60.0  # seconds in which a server has to answer
 EVERY = 0.05, 1.0  # seconds between two looks at the video, the first and the longest
 LARGEST = 2**33  # bytes of an answer

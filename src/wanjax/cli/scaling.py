@@ -8,9 +8,9 @@ from rich.console import Console
 
 from wanjax.cli.tables import print_table
 from wanjax.figures import between, digits, duration, in_bytes, quantity
-from wanjax.plan.places import find_place
 from wanjax.plan.scale import DOWNLOADED, LOADED, START, Bulk, NoWay, Scale, Way
 from wanjax.pricing.costs import Cost
+from wanjax.pricing.roofline import find_place
 from wanjax.sharding import mesh_text
 
 VIDEO = ("slice", "mesh", "a video", "chip-seconds")

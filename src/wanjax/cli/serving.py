@@ -23,6 +23,7 @@ import jax
 
 from wanjax import loading
 from wanjax.checkpoints.lora_source import Lora
+from wanjax.cli.names import TOKEN
 from wanjax.cli.options import COMPILE_CACHE
 from wanjax.cli.processes import meet
 from wanjax.cli.report import Report
@@ -53,7 +54,6 @@ LIBRARIES = {
     "uvicorn": "uvicorn",
     "python_multipart": "python-multipart",
 }
-TOKEN = "WANJAX_TOKEN"  # the name of a variable
 DATABASE, LOCK = "jobs.sqlite", "serving.lock"  # in a server's folder, where no other database is named
 ATTEMPTS = 2  # times that a request may be under way when the server, with its worker in it, ends
 LAST_SECONDS = 60.0  # for a step that is under way when the server ends

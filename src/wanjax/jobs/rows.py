@@ -6,6 +6,7 @@ JAX is not imported here: a process that only hands requests out leaves the devi
 
 import csv
 import json
+import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from wanjax.stores.places import place
 
 EXAMPLE = '{"prompt": "a red circle", "seed": 1}'
 JSON_LINES = (".jsonl", ".ndjson")
+JSON = re.compile(r"""[\[{]\s*(?:["\[\]{}]|$)""")  # the beginning of an array or an object, on the first line
 DELIMITERS = ",;\t"  # of tables; spreadsheets of many countries write semicolons
 MOST_LISTED = 20  # mistakes in a message, and runs of rows with one
 
@@ -30,19 +32,22 @@ def read_requests(file: str, wrong: "WrongRows | None" = None) -> list[VideoRequ
 
     `wrong` receives the rows that are none, to be refused with those that a model refuses; None refuses them here.
 
-    A file that ends in .csv or .parquet is a table. Any other has a request on each line: a JSON object where the first
-    line is one or the file ends in .jsonl, else a prompt. Files that a request names are relative to the table.
+    A file that ends in .csv or .parquet is a table. One that is JSON as a whole is an array of requests, or a single
+    one. Any other has a request on each line: a JSON object where the first line is one or the file ends in .jsonl,
+    else a prompt. Files that a request names are relative to the table.
 
     Raises WanjaxError, with the number of the row, for a setting that there is not or whose value is not right, and
     where the file cannot be read or asks for nothing.
     """
-    name, folder = ("standard input", Path()) if file == "-" else (file, Path(file).expanduser().parent)
+    name, folder = _name(file), Path() if file == "-" else Path(file).expanduser().parent
     try:
         rows = list(_rows(file))
     except (OSError, ValueError, RecursionError, csv.Error) as error:
         if isinstance(error, WanjaxError):
             raise
-        raise WanjaxError(f"the prompts in {name} cannot be read: {reason(error)}") from error
+        if isinstance(error, IsADirectoryError):
+            raise WanjaxError(f"{name} is a folder: give the file of requests in it") from error
+        raise WanjaxError(f"the prompts in {name} cannot be read, {reason(error)}") from error
     if not rows:
         raise WanjaxError(f"{name} has no prompt: write one on each line")
     bad, requests = WrongRows() if wrong is None else wrong, []
@@ -54,6 +59,10 @@ def read_requests(file: str, wrong: "WrongRows | None" = None) -> list[VideoRequ
     if wrong is None:
         bad.refuse()
     return requests
+
+
+def _name(file: str) -> str:
+    return "standard input" if file == "-" else file
 
 
 class WrongRows:
@@ -104,29 +113,31 @@ def _rows(file: str) -> Iterator[tuple[int, Any]]:
         yield from enumerate(_of_csv(text), 1)
         return
     lines = [(number, line) for number, each in enumerate(text.splitlines(), 1) if (line := trimmed(each))]
-    in_json = suffix in JSON_LINES or (lines and _is_object(lines[0][1]))
-    for number, line in lines:
-        yield number, _json(line) if in_json else {"prompt": line}
+    if not lines:
+        return
+    if suffix not in (".json", *JSON_LINES) and not JSON.match(lines[0][1]):
+        yield from ((number, {"prompt": line}) for number, line in lines)
+        return
+    whole = _json(trimmed(text), _name(file), f"write [{EXAMPLE}, ...], or a prompt on each line of a .txt")
+    if not isinstance(whole, WanjaxError):
+        yield from enumerate(whole if isinstance(whole, list) else [whole], 1)
+        return
+    if suffix not in JSON_LINES and not lines[0][1].endswith("}"):
+        raise whole
+    yield from ((number, _json(line, "the line", f"write a row as {EXAMPLE}")) for number, line in lines)
 
 
-def _json(line: str) -> Any:
-    """Returns the value of a line of JSON; a WanjaxError that says where it breaks, for one that is none."""
+def _json(text: str, name: str, right: str) -> Any:
+    """Returns the value of a text in JSON; a WanjaxError that says where it breaks, and what is right, for another."""
     try:
-        return json.loads(line)
+        return json.loads(text)
     except json.JSONDecodeError as error:
-        before = line[max(0, error.pos - 20) : error.pos]
+        before = text[max(0, error.pos - 20) : error.pos]
         where = f"after {before!r}" if before else "at its start"
         why = f"{error.msg[0].lower()}{error.msg[1:]} {where}"
-        return WanjaxError(f"the line is not JSON, {why}: write a row as {EXAMPLE}")
+        return WanjaxError(f"{name} is not JSON, {why}: {right}")
     except (ValueError, RecursionError):  # a number of thousands of digits, or lists in lists in lists
-        return WanjaxError(f"the line holds a number too long, or too many brackets: write a row as {EXAMPLE}")
-
-
-def _is_object(line: str) -> bool:
-    try:
-        return isinstance(json.loads(line), dict)
-    except ValueError:
-        return False
+        return WanjaxError(f"{name} holds a number too long, or too many brackets: {right}")
 
 
 def _of_csv(text: str) -> Iterator[dict[str, Any] | WanjaxError]:

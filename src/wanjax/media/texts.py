@@ -6,6 +6,8 @@ import unicodedata
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from pathlib import Path
 
+from wanjax.errors import reason
+
 CONTROLS = re.compile(r"[\x00-\x08\x0e-\x1f\x7f]")
 LONGEST = 40  # characters of a prompt in a name
 
@@ -21,9 +23,12 @@ def decoded(data: bytes, errors: str = "strict") -> str:
     `errors` is that of `bytes.decode`.
     """
     marked = data.startswith((BOM_UTF16_LE, BOM_UTF16_BE))
-    text = data.decode("utf-16") if marked else data.decode("utf-8-sig", errors)
+    try:
+        text = data.decode("utf-16") if marked else data.decode("utf-8-sig", errors)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{reason(error)}: save it as text in UTF-8") from error
     if found := CONTROLS.search(text):  # as in UTF-16 without a mark, UTF-32, and the older encodings of Japanese
-        raise ValueError(f"it is no text in UTF-8, as it has the character {found[0]!r}")
+        raise ValueError(f"it has the character {found[0]!r}, which is in no text: save it as text in UTF-8")
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 

@@ -61,6 +61,10 @@ ELSEWHERE = {
     "encode_prompt": "pipe.encode(prompt) encodes a prompt",
     "config": "pipe.architecture has the networks' configs, and pipe.defaults the settings",
     "export_to_video": "video.save('NAME.mp4') writes a video",
+    "export_to_gif": "video.save('NAME.gif') writes a video",
+    "save_video": "video.save('NAME.mp4') writes a video",
+    "load_image": "pipe(prompt, image='NAME.png') reads a picture",
+    "load_video": "pipe(prompt, video='NAME.mp4') reads a clip",
     "DiffusionPipeline": "wanjax.load(MODEL) loads a model",
 }
 """Functions, classes and attributes of diffusers, and a sentence on what to give here."""

@@ -95,6 +95,12 @@ class Component:
     def __get__(self, pipe: Any, owner: type) -> Any:
         return self if pipe is None else pipe.components.get(self.name)
 
+    def __set__(self, pipe: Any, value: object) -> None:
+        raise AttributeError(
+            f"pipe.{self.name} cannot be replaced: nnx.update(pipe.{self.name}, state) sets its weights, and "
+            "wanjax.load(FOLDER) loads a checkpoint with another one"
+        )
+
 
 class Named(type):
     """The type of a class that answers names of other libraries, such as `from_pretrained`, with what to give here."""
@@ -128,6 +134,16 @@ class Pipeline(metaclass=Named):
     image_encoder, image_processor, feature_extractor = Component(), Component(), Component()
     vae = Component()
 
+    components: Components
+    architecture: VideoModel
+    defaults: Settings
+    partitioner: Partitioner
+    compiler: str
+    sizes: dict[str, tuple[int, int]]
+    progress: bool | None
+    strategy: Strategy
+    _latent_preview: LatentPreview | None
+
     def __init__(
         self,
         components: Components,
@@ -153,9 +169,9 @@ class Pipeline(metaclass=Named):
         self.partitioner = one_device() if partitioner is None else partitioner
         self.compiler = compiler
         self.sizes = named_sizes(architecture, defaults, published)
-        self.progress: bool | None = None
-        self.strategy: Strategy = EXECUTE
-        self._latent_preview: LatentPreview | None = None
+        self.progress = None
+        self.strategy = EXECUTE
+        self._latent_preview = None
 
     @property
     def attention(self) -> Attention:
@@ -269,6 +285,8 @@ class Pipeline(metaclass=Named):
             WanjaxError: A value is invalid, or is of no use to this model. Nothing was made then.
         """
         prompts = [check_prompt(prompt) for prompt in prompts]
+        if not prompts:
+            raise WanjaxError("prompts is given as []: give one prompt or more")
         check_seeds(seeds)
         check_count(1 if seeds is None else len(seeds), len(prompts))
         pictures, chosen = self.prepare(negative_prompt=negative_prompt, **keywords)
@@ -785,6 +803,15 @@ class Pipeline(metaclass=Named):
             if not (name.startswith("_") or name in names) and (near := near_names(name, names, 1)):
                 raise AttributeError(f"a pipeline has no {name}: {near[0]} is near")
             return object.__getattribute__(self, name)  # raises the error for which Python came here
+
+        def __setattr__(self, name: str, value: object) -> None:
+            """Set an attribute; raise AttributeError for one that there is not, which nothing would ever look at."""
+            known = [*type(self).__annotations__, *dir(type(self))]
+            if name not in known:
+                right = [one for one in near_names(name, known, 1) if not one.startswith("_")]
+                near = f"{right[0]} is near" if right else "pipe.progress and pipe.scheduler can be set"
+                raise AttributeError(right_name(name) or f"a pipeline has no {name} to set: {near}")
+            object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
         mesh = "" if self.partitioner.alone else f" ({self.partitioner}, rules {self.partitioner.rules_name})"

@@ -40,6 +40,8 @@ def check_seeds(seeds: Any) -> None:
     """Raise WanjaxError where the seeds of several videos are no sequence, such as one seed."""
     if seeds is not None and (isinstance(seeds, str | bytes) or not hasattr(seeds, "__len__")):
         raise WanjaxError(f"seeds is given as {shown(seeds)}: give a sequence, such as range(3) or [7], or one as seed")
+    if seeds is not None and not len(seeds):
+        raise WanjaxError(f"seeds is given as {shown(seeds)}: give one seed or more, such as range(3)")
 
 
 def check_count(seeds: int, requests: int = 1) -> None:

@@ -255,7 +255,7 @@ class Settings:
         default="official", group="denoising", choices=WAYS,
     )  # fmt: skip
     sigmas: str | None = setting(
-        "The same for the noise levels alone.  [default: as --follow]",
+        "The same for the noise levels alone.  [default: the way that is followed]",
         default=None, group="denoising", choices=WAYS,
     )  # fmt: skip
     cache: "CacheRule" = setting(  # noqa: RUF009
@@ -269,7 +269,7 @@ class Settings:
         convert=read_seed, group="denoising", metavar="N", usual=42,
     )  # fmt: skip
     dtype: str = setting(
-        "What the networks compute in, bfloat16 or float32.",
+        "What the networks compute in, bfloat16 or float32.  [default: float32 on a CPU, else as the weights are kept]",
         group="compute", choices=DTYPES, metavar="DTYPE", aliases=("torch_dtype",),
     )  # fmt: skip
     vae_dtype: str = setting(

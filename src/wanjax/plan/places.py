@@ -14,7 +14,7 @@ from wanjax.pricing import traced
 from wanjax.pricing.chips import SLICES, Slice, described
 from wanjax.pricing.lowering import Lowering
 from wanjax.pricing.priced import Priced
-from wanjax.pricing.roofline import Machine, machines
+from wanjax.pricing.roofline import Machine, find_place
 from wanjax.sharding import MESH_AXES, make_mesh
 
 Place = Slice | Machine
@@ -27,16 +27,6 @@ LIMITS = {
     "communication": "the links between chips",
 }
 ROOM = 0.9  # the share of a device's memory that advice may use
-
-
-def find_place(name: str) -> Place:
-    """Returns the slice of TPUs or the device of this name; raises WanjaxError that lists the known ones."""
-    known: dict[str, Place] = {**SLICES, **machines()}
-    if name not in known:
-        begun = [one for one in known if name and one.startswith(name.lower())]
-        right = f"give {' or '.join(begun)}" if begun else f"there are {', '.join(known)}"
-        raise WanjaxError(f"no chip is named {name!r}: {right}")
-    return known[name]
 
 
 def find_priceable(name: str) -> Place:

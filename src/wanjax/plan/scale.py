@@ -10,9 +10,10 @@ from typing import Any
 from wanjax.kernels.attention import AUTO, Attention
 from wanjax.pipelines.meshes import StepCost, choose_mesh, has_room, step_cost, step_seconds
 from wanjax.plan.outlook import Outlook, outlook
-from wanjax.plan.places import Place, Tell, find_place, find_priceable
+from wanjax.plan.places import Place, Tell, find_priceable
 from wanjax.pricing.chips import SLICES, Slice
 from wanjax.pricing.costs import Cost
+from wanjax.pricing.roofline import find_place
 from wanjax.registry import Outline
 from wanjax.sharding import RULES
 

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from threading import Lock
-from typing import Any, ClassVar
-
-from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from wanjax.errors import WanjaxError
+
+if TYPE_CHECKING:  # a name is looked up without JAX, whose import takes seconds
+    from jax.sharding import AbstractMesh
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,8 @@ def devices_of(topology: str, *, one_host: bool = False) -> list[Any]:
 
     With `one_host` those of a topology in ONE_HOST are all of one host, else of two. Loads libtpu.
     """
+    from jax.experimental import topologies
+
     options: dict[str, Any] = {"chips_per_host_bounds": (1, 1, 1)} if topology.endswith(":1x1") else {}
     if one_host and topology in ONE_HOST:
         options["chips_per_host_bounds"] = ONE_HOST[topology]
@@ -108,11 +110,13 @@ def devices_of(topology: str, *, one_host: bool = False) -> list[Any]:
     return list(found.devices)
 
 
-def described(place: Slice, axes: Mapping[str, int] | None = None) -> AbstractMesh:
+def described(place: Slice, axes: Mapping[str, int] | None = None) -> "AbstractMesh":
     """Returns a mesh of a slice's chips, none of which need be present; None is one axis, `chips`, over all of them.
 
     Programs that are traced on it know which chip they are for. Raises WanjaxError where the axes do not fill it.
     """
+    from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
     axes = {"chips": place.devices} if axes is None else axes
     if prod(axes.values()) != place.devices:
         told = ", ".join(f"{axis}={size}" for axis, size in axes.items())

@@ -14,7 +14,8 @@ from typing import ClassVar
 
 import psutil
 
-from wanjax.pricing.chips import GIB, KINDS, Chip
+from wanjax.errors import WanjaxError
+from wanjax.pricing.chips import GIB, KINDS, SLICES, Chip, Slice
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,16 @@ def processor() -> Machine:
 def machines() -> dict[str, Machine]:
     """Returns the modelled devices by name."""
     return {machine.name: machine for machine in (H200, H100, processor())}
+
+
+def find_place(name: str) -> Slice | Machine:
+    """Returns the slice of TPUs or the device of this name; raises WanjaxError that lists the known ones."""
+    known: dict[str, Slice | Machine] = {**SLICES, **machines()}
+    if name not in known:
+        begun = [one for one in known if name and one.startswith(name.lower())]
+        right = f"give {' or '.join(begun)}" if begun else f"there are {', '.join(known)}"
+        raise WanjaxError(f"no chip is named {name!r}: {right}")
+    return known[name]
 
 
 def device_model(kind: str) -> Chip | Machine:

@@ -63,6 +63,20 @@ def check_room(folder: Path, least: int, what: object) -> None:
         raise WanjaxError(told) from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+@contextmanager
+def used_folder(folder: Place) -> Iterator[None]:
+    """Makes the folder as `check_folder` does, and removes it again if the block fails before there is a file in it."""
+    new = [] if isinstance(folder, Remote) else [each for each in (folder, *folder.parents) if not each.exists()]
+    check_folder(folder)
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            for each in new:
+                each.rmdir()
+        raise
+
+
 def check_folder(folder: Place) -> None:
     """Makes the folder if need be; raises WanjaxError if files cannot be written to it."""
     if isinstance(folder, Remote):

@@ -33,6 +33,7 @@ FILM_SUFFIXES = (
     *(*FILMS, ".avi", ".mkv", ".m4v", ".mpg", ".mpeg", ".wmv", ".flv"),
     *(".ts", ".mts", ".m2ts", ".ogv", ".3gp", ".mxf"),
 )
+EXAMPLE = '{"file_name": "a.mp4", "text": "a red circle"}'
 KEPT = ".wanjax"  # the folder of what was made from the data, beside them
 
 
@@ -108,7 +109,7 @@ def _of_folder(folder: Path) -> Listing:
         try:
             _add(found, path, read_text(caption))
         except (OSError, ValueError) as error:
-            found.left_out.append(f"{path.name}, whose caption {caption.name} cannot be read: {reason(error)}")
+            found.left_out.append(f"{path.name}, whose caption {caption.name} cannot be read, {reason(error)}")
     for name, caption in sorted(others.items()):
         if name not in wanted:
             found.left_out.append(f"{caption.name} is a caption without a clip or a picture of its name")
@@ -190,7 +191,7 @@ def _rows(table: Path) -> Iterator[Mapping[str, Any] | str]:
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, WanjaxError):
             raise
-        raise WanjaxError(f"{table} cannot be read as a table of clips: {reason(error)}") from error
+        raise WanjaxError(f"{table} cannot be read as a table of clips, {reason(error)}") from error
 
 
 def _of_jsonl(lines: Sequence[str], table: Path) -> Iterator[Mapping[str, Any] | str]:
@@ -199,13 +200,17 @@ def _of_jsonl(lines: Sequence[str], table: Path) -> Iterator[Mapping[str, Any] |
             row = json.loads(line) if line.strip() else None
         except ValueError:
             if is_text(line):
-                raise
+                raise _not_object(number, table) from None
             yield "is no text in UTF-8"  # some encodings have bytes of JSON within their letters
             continue
         if row is not None:
             if not isinstance(row, Mapping):
-                raise WanjaxError(f"line {number} of {table} is no JSON object with a file and a caption")
+                raise _not_object(number, table)
             yield row
+
+
+def _not_object(number: int, table: Path) -> WanjaxError:
+    return WanjaxError(f"line {number} of {table} is no JSON object: write each row on a line, as {EXAMPLE}")
 
 
 def _of_csv(lines: Sequence[str], table: Path) -> Iterator[Mapping[str, Any] | str]:
