@@ -131,8 +131,8 @@ def answering(status, code):
 
 HARMS = [  # what makes a hub wrong, and what the sentence about its model names
     (answering(401, None), "public hf auth login"),
-    (answering(403, "GatedRepo"), "owner/video gated http://127.0.0.1"),
-    (answering(401, "GatedRepo"), "owner/video gated http://127.0.0.1"),
+    (answering(403, "GatedRepo"), "owner/video gated terms http://127.0.0.1 hf auth login"),
+    (answering(401, "GatedRepo"), "owner/video gated terms http://127.0.0.1 hf auth login"),
     (answering(429, None), "requests wait minutes"),
     (answering(404, "RepoNotFound"), "no folder owner/video"),
     (answering(500, None), "reached Server '500"),
