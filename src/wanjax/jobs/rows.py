@@ -182,7 +182,7 @@ def _request(number: int, row: Any, folder: Path) -> VideoRequest:
     fields = {"prompt": row} if isinstance(row, str) else row
     if not isinstance(fields, Mapping):
         raise WanjaxError(f"{shown(row)} is no prompt, and no object of settings")
-    asked = VideoRequest.parse(fields, row=number, known=_fields_of_rows())
+    asked = VideoRequest.parse(fields, row=number, accepted=_fields_of_rows())
 
     def file(name: str) -> str:
         found = place(name)

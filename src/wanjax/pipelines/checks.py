@@ -47,16 +47,16 @@ def check_latents(latents: Any, channels: int) -> None:
     """Raises WanjaxError unless latents are an array of floats for one video of so many channels."""
     right = f"one video's [1, {channels}, T, H, W]"
     _check_floats("the latents are", latents, right)
-    batch, found, *sides = latents.shape if latents.ndim == 5 else (0, 0, 0)
-    if (batch, found) != (1, channels) or 0 in sides:
+    batch, count, *sides = latents.shape if latents.ndim == 5 else (0, 0, 0)
+    if (batch, count) != (1, channels) or 0 in sides:
         raise WanjaxError(f"the latents have the shape {list(latents.shape)}: give {right}")
 
 
 def check_streams(latents: Any, others: Collection[str], model: str) -> None:
     """Raise WanjaxError unless latents are a mapping of a model's streams, or an array where there is one."""
-    given = sorted(latents) if isinstance(latents, Mapping) else []
-    if given != (right := sorted(["video", *others]) if others else []):
-        names, wanted = (" and ".join(streams) or "one array" for streams in (given, right))
+    streams = sorted(latents) if isinstance(latents, Mapping) else []
+    if streams != (right := sorted(["video", *others]) if others else []):
+        names, wanted = (" and ".join(names) or "one array" for names in (streams, right))
         raise WanjaxError(f"the latents are {names}, and those of {model} are {wanted}: give what denoise returns")
 
 
@@ -148,23 +148,23 @@ def check_tiling(tiling: Any, vae: Any, unit: int | None = None) -> Tiling | Non
 
 def check_strength(settings: Settings, *, video: bool, begins: bool) -> None:
     """Raises SettingError for a strength that is of no use: without a video, or where no video `begins` denoising."""
-    told = f"a strength of {settings.strength} is given"
+    strength = f"a strength of {settings.strength} is given"
     if not video:
-        raise SettingError(f"{told} without a video to begin from: give both, or neither", "strength")
+        raise SettingError(f"{strength} without a video to begin from: give both, or neither", "strength")
     if not begins:
         why = f"{settings.model} is only guided by a video, it begins from noise: leave it out"
-        raise SettingError(f"{told} and {why}", "strength")
+        raise SettingError(f"{strength} and {why}", "strength")
 
 
-def check_loaded(loaded: Settings, asked: Mapping[str, Any]) -> None:
+def check_loaded(loaded: Settings, requested: Mapping[str, Any]) -> None:
     """Raises WanjaxError if a model or a dtype that is asked for is not the one that was loaded."""
-    if (model := asked.get("model")) not in (None, loaded.model):
+    if (model := requested.get("model")) not in (None, loaded.model):
         raise WanjaxError(f"this pipeline was loaded as {loaded.model}: wanjax.load({str(model)!r}) loads that model")
-    for role in asked.keys() - {"model"}:
-        name, own = dtype_name(asked[role], role), getattr(loaded, role)
-        if name not in (None, own):
+    for role in requested.keys() - {"model"}:
+        name, loaded_name = dtype_name(requested[role], role), getattr(loaded, role)
+        if name not in (None, loaded_name):
             other = f"wanjax.load({loaded.model!r}, {role}={name!r})"
-            raise WanjaxError(f"this pipeline was loaded in {own}: {other} loads one in {name}")
+            raise WanjaxError(f"this pipeline was loaded in {loaded_name}: {other} loads one in {name}")
 
 
 def _check_floats(what: str, x: Any, right: str) -> None:

@@ -63,21 +63,21 @@ class Components:
         for all. Tokenizers and the like are shared.
         """
         loaders = {name: partial(self._abstract, name) for name in self.names}
-        made = Components(loaders, self.options, self.offload, self.sizes, self.source, self.kinds)
-        made._put = set(self._put)
+        components = Components(loaders, self.options, self.offload, self.sizes, self.source, self.kinds)
+        components._put = set(self._put)
         least = inf if room is None else (1 - SPARE) * room
-        made._fits = lambda network: sum(map(bytes_of, [*made.networks(), network])) <= least
-        return made
+        components._fits = lambda network: sum(map(bytes_of, [*components.networks(), network])) <= least
+        return components
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Components":
         """Return components with networks of their own, whose weights are shared, as are the loaders."""
-        made = copy.copy(self)
-        made._loaded = {
+        components = copy.copy(self)
+        components._loaded = {
             name: nnx.clone(x) if isinstance(x, nnx.Module) else copy.deepcopy(x, memo)
             for name, x in self._loaded.items()
         }
-        made._put, made.options, made.sizes = set(self._put), dict(self.options), dict(self.sizes)
-        return made
+        components._put, components.options, components.sizes = set(self._put), dict(self.options), dict(self.sizes)
+        return components
 
     def _abstract(self, name: str, make_room: MakeRoom) -> Any:
         if name in self._shapes and name not in self._put:

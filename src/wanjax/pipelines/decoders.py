@@ -47,13 +47,13 @@ class DecoderFile:
     @classmethod
     def in_place_of(cls, vae: Any, file: str | Path) -> "DecoderFile":
         """Reads the sizes of a decoder that can take the place of a VAE's, by its config; raises WanjaxError else."""
-        found = cls.of(file, vae.latent_channels)
+        decoder = cls.of(file, vae.latent_channels)
         for name, what in (("spatial_factor", "pixels of a side"), ("temporal_factor", "frames")):
-            own, right = getattr(found.config, name), getattr(vae, name)
-            if own != right:
-                told = f"it makes {own} {what} of a latent cell, and the model's own makes {right}"
-                raise WanjaxError(f"{file} is no tiny decoder for this model: {told}")
-        return found
+            factor, right = getattr(decoder.config, name), getattr(vae, name)
+            if factor != right:
+                mismatch = f"it makes {factor} {what} of a latent cell, and the model's own makes {right}"
+                raise WanjaxError(f"{file} is no tiny decoder for this model: {mismatch}")
+        return decoder
 
     def shapes(self, partitioner: Partitioner) -> TinyDecoder:
         """Returns the decoder as shapes with shardings."""

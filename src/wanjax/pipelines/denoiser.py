@@ -183,16 +183,16 @@ def draw_posteriors(
     posteriors: tuple[Posterior, ...],
     pictures: Mapping[str, Array],
     words: Words,
-    given: Mapping[str, Array | np.ndarray],
+    noises: Mapping[str, Array | np.ndarray],
 ) -> dict[str, Array]:
     """Draws the latents of pictures for each seed; noise that is given takes the place of the seeds'."""
-    found = {}
+    drawn = {}
     for one in posteriors:
         if (spread := pictures.get(one.deviation)) is not None:
             shape = (len(words), *spread.shape[1:])
-            own = given[one.noise] if one.noise in given else drawn_noise(words, shape, one.number)
-            found[one.mean] = pictures[one.mean] + spread * own.astype(jnp.float32)
-    return found
+            noise = noises[one.noise] if one.noise in noises else drawn_noise(words, shape, one.number)
+            drawn[one.mean] = pictures[one.mean] + spread * noise.astype(jnp.float32)
+    return drawn
 
 
 def pad_front(x: Latents, frames: int) -> Float[Array, "B ... C"]:
@@ -234,7 +234,7 @@ class GivenNoise(NamedTuple):
 def begin(
     static: Init,
     words: Words,
-    given: GivenNoise,
+    noise_inputs: GivenNoise,
     schedule: Schedule,
     pictures: Mapping[str, Array],
     number: Int[Array, ""],
@@ -243,13 +243,13 @@ def begin(
 
     `number` is the chunk's, from 0.
     """
-    drawn = draw_posteriors(static.posteriors, pictures, words, given.pictures or {})
+    drawn = draw_posteriors(static.posteriors, pictures, words, noise_inputs.pictures or {})
     shapes = {VIDEO: static.shape, **dict(static.others)}
 
     def begin_stream(name: str) -> tuple[Latents, object, Latents | None]:
         """Return the latents of a stream, the solver's state and the average."""
         noise_number, steps_number = key_numbers(static.first + [*shapes].index(name))
-        if (initial := stream_of(given.initial, name)) is not None:
+        if (initial := stream_of(noise_inputs.initial, name)) is not None:
             noise = initial.astype(jnp.float32)
         elif static.chunk is None:
             noise = drawn_noise(words, shapes[name], noise_number)
@@ -258,11 +258,11 @@ def begin(
         noise = jnp.moveaxis(jax.lax.optimization_barrier(noise), 1, -1)  # the same whatever it is multiplied by
         if (latents := {**pictures, **drawn}.get(f"{name}_latents")) is None:
             x = static.scheduler.start(schedule, noise)
-        else:  # a given video with noise added
+        else:  # a video with noise added
             clean = pad_front(jnp.moveaxis(latents.astype(jnp.float32), 1, -1), noise.shape[1])
             x = static.scheduler.noised(schedule, clean, noise)
         keys = solver_keys(words, 0 if static.chunk is None else number, steps_number)
-        step_noise = stream_of(given.of_steps, name)
+        step_noise = stream_of(noise_inputs.of_steps, name)
         of_steps = () if step_noise is None else (jnp.moveaxis(step_noise, 2, -1),)
         average = jnp.zeros_like(x) if static.momentum else None
         return x, static.scheduler.init(schedule, x, keys, *of_steps), average

@@ -99,8 +99,8 @@ def telling(path: str) -> str:
     return next((part for part in parts[:3] if part and not UNTELLING.fullmatch(part)), "")
 
 
-def distilled_by(name: str, known: Iterable[Distillation]) -> Distillation | None:
+def distilled_by(name: str, distillations: Iterable[Distillation]) -> Distillation | None:
     """Returns the distillation that a `plain` name tells, with the number of steps in it; None where it tells none."""
-    distillation = next((each for each in known if re.search(f"{AFFIRMED}(?:{each.words})", name)), None)
+    distillation = next((each for each in distillations if re.search(f"{AFFIRMED}(?:{each.words})", name)), None)
     steps = STEPS.search(name)
     return replace(distillation, steps=int(steps[1])) if distillation and steps else distillation

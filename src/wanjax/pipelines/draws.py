@@ -27,14 +27,14 @@ def named(stream: str, kind: str, number: int = 0) -> str:
     return (kind if stream == VIDEO else f"{stream}_{kind}") + (f"_{number + 1}" if number else "")
 
 
-def checked_draws(given: GivenDraws | None, right: Shapes) -> dict[str, Float[np.ndarray, "..."]]:
+def checked_draws(draws: GivenDraws | None, right: Shapes) -> dict[str, Float[np.ndarray, "..."]]:
     """Returns the given arrays by name, on the host; an array alone is the initial noise.
 
     Raises WanjaxError for a name that the video does not use, and unless each is an array of floats of its right shape.
     """
-    if given is None:
+    if draws is None:
         return {}
-    arrays = given if isinstance(given, Mapping) else {INITIAL: given}
+    arrays = draws if isinstance(draws, Mapping) else {INITIAL: draws}
     for name, array in arrays.items():
         if name not in right:
             raise WanjaxError(f"there is noise named {shown(name)} where this video uses {' and '.join(right)} alone")

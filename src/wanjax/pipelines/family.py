@@ -59,8 +59,8 @@ class TrainingDomain:
 
     def unlike(self, settings: Settings) -> list[str]:
         """Returns what a video of these settings has that no clip of the training had."""
-        found = [] if settings.size == self.size else [f"{settings.width}x{settings.height}"]
-        return found if settings.frames == self.frames else [*found, quantity(settings.frames, "frame")]
+        differences = [] if settings.size == self.size else [f"{settings.width}x{settings.height}"]
+        return differences if settings.frames == self.frames else [*differences, quantity(settings.frames, "frame")]
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Preset:
 
 
 def nearest(
-    presets: Sequence[Preset], path: str, known: Iterable[Distillation], shift: float | None = None
+    presets: Sequence[Preset], path: str, distillations: Iterable[Distillation], shift: float | None = None
 ) -> Preset | None:
     """Returns the preset that a checkpoint is, of those whose networks have its shapes; None where there are none.
 
@@ -115,7 +115,7 @@ def nearest(
     not, the flow `shift` of its scheduler does, and then the first preset is taken.
     """
     name = telling(path)
-    distillation = distilled_by(name, known)
+    distillation = distilled_by(name, distillations)
     lines = set(re.findall(r"\b(\d{3,4})p\b", name))
 
     def nearness(preset: Preset) -> tuple[int, ...]:
@@ -173,8 +173,8 @@ def family_of(source: Source, families: Sequence[Family]) -> Family:
     for family in families:
         if kind in family.pipelines:
             return family
-    known = " or ".join(name for family in families for name in family.pipelines)
-    raise WanjaxError(f"{source.name} holds a {kind}: give a checkpoint of a {known}")
+    names = " or ".join(name for family in families for name in family.pipelines)
+    raise WanjaxError(f"{source.name} holds a {kind}: give a checkpoint of a {names}")
 
 
 def updated_by(source: Source, settings: SomeSettings, more: Mapping[str, Any] | None = None) -> SomeSettings:

@@ -172,8 +172,8 @@ def decoded(
     static = Decoding(graphdef, dtype, config.patch)
 
     def decode(program: Program, tile: Tile, z: Float[Value, "1 _T _H _W _C"]) -> Any:
-        made, caches[tile] = call(program, static, z, caches.get(tile), weights)
-        return made
+        frames, caches[tile] = call(program, static, z, caches.get(tile), weights)
+        return frames
 
     for piece in pieces:
         rows = tiles_of(piece.shape[3], piece.shape[4], tiling, config.spatial_factor)
@@ -199,8 +199,8 @@ def encoded(vae: Any, frames: GivenFrames, tiling: Tiling | None, call: Call) ->
     def encode(tile: Tile, chunk: Shaped[np.ndarray, "T H W 3"]) -> Any:
         top, left, tall, wide = (config.patch * n for n in tile)
         x = call(from_frames, config.patch, chunk[:, top : top + tall, left : left + wide])
-        made, caches[tile] = call(encode_chunk, graphdef, x, caches.get(tile), weights)
-        return made
+        latents, caches[tile] = call(encode_chunk, graphdef, x, caches.get(tile), weights)
+        return latents
 
     # a tile has as many cells as `tiling` has pixels
     rows, chunks = tiles_of(height // config.patch, width // config.patch, tiling, 1), []
@@ -214,9 +214,9 @@ def encoded(vae: Any, frames: GivenFrames, tiling: Tiling | None, call: Call) ->
 
 def encode_clip(vae: Any, frames: GivenFrames, tiling: Tiling | None, call: Call) -> Float[Value, "1 C _T _H _W"]:
     """Returns the latents on which a network is trained; of an autoencoder with a posterior, its scaled mean."""
-    made = encoded(vae, frames, tiling, call)
+    moments = encoded(vae, frames, tiling, call)
     scale = getattr(vae.config, "posterior_scale", None)
-    return made if scale is None else call(split_posterior, scale, made)[0]
+    return moments if scale is None else call(split_posterior, scale, moments)[0]
 
 
 def chunk_count(count: int, at_once: tuple[int, int]) -> int:

@@ -151,9 +151,9 @@ class ZeroStar(GuidanceRule):
         clean: Callable[[Latents, Latents], Latents],
         average: None,
     ) -> tuple[Latents, None]:
-        (scale, kept), eps = values, 1e-8  # the paper's
+        (scale, factor), eps = values, 1e-8  # the paper's
         fitted = negative * (_dot(prompt, negative) / (_dot(negative, negative) + eps))
-        return kept * (fitted + scale * (prompt - fitted)), None
+        return factor * (fitted + scale * (prompt - fitted)), None
 
 
 @dataclass(frozen=True)
@@ -248,12 +248,12 @@ def _dot(a: Latents, b: Latents) -> Float32[Array, "B ..."]:
     return products
 
 
-def guidance_rule(given: Any) -> GuidanceRule:
+def guidance_rule(rule: Any) -> GuidanceRule:
     """Returns a rule, or the one that a text such as `nag`, `apg:eta=0,norm=15` or `none` describes.
 
     Raises WanjaxError for anything else.
     """
-    return given if isinstance(given, GuidanceRule) else read_value(given, RULES, "guidance rule", named=True)
+    return rule if isinstance(rule, GuidanceRule) else read_value(rule, RULES, "guidance rule", named=True)
 
 
 def check_rule(rule: GuidanceRule, guided: bool, steps: int) -> None:

@@ -99,15 +99,15 @@ def squeezed(picture: Picture, size: tuple[int, int]) -> Float[np.ndarray, "_H _
     A pixel is made of the four nearest along each axis, whatever the scale, as by torch's `interpolate`. It is not
     clipped: where the picture changes at once it goes beyond 0 to 255.
     """
-    found: np.ndarray = picture
+    resized: np.ndarray = picture
     for axis, length in enumerate(size):
-        step, half = np.float32(found.shape[axis] / length), np.float32(0.5)  # places are rounded as in the reference
+        step, half = np.float32(resized.shape[axis] / length), np.float32(0.5)  # places are rounded as in the reference
         places = (np.arange(length, dtype=np.float32) + half) * step - half
         taps = np.floor(places).astype(int)[:, None] + np.arange(-1, 3)
         weights = _cubic(np.abs(places[:, None] - taps.astype(np.float32)))
-        near = found.take(taps.clip(0, found.shape[axis] - 1), axis).astype(np.float32)
-        found = (near * np.expand_dims(weights, [0, 3] if axis else [2, 3])).sum(axis + 1)
-    return found
+        near = resized.take(taps.clip(0, resized.shape[axis] - 1), axis).astype(np.float32)
+        resized = (near * np.expand_dims(weights, [0, 3] if axis else [2, 3])).sum(axis + 1)
+    return resized
 
 
 def _cubic(x: Float[np.ndarray, "_L 4"]) -> Float[np.ndarray, "_L 4"]:

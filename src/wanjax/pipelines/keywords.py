@@ -53,13 +53,13 @@ class Called(Given, total=False):
 
 def knows_keywords(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Decorates a function: a keyword that it does not have, but other libraries do, gives a WanjaxError."""
-    known = inspect.signature(function).parameters
-    names = [name for name, parameter in known.items() if parameter.kind is parameter.KEYWORD_ONLY]
+    parameters = inspect.signature(function).parameters
+    names = [name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
 
     @wraps(function)
     def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         for name in kwargs:
-            if name not in known:
+            if name not in parameters:
                 raise unknown_keyword(name, names, of_call=Called.__annotations__)
         return function(*args, **kwargs)
 

@@ -25,8 +25,8 @@ def together(partitioner: Partitioner, guided: bool) -> int:
 def batches(requests: Sequence[PreparedRequest], size: int) -> Iterator[tuple[Sequence[PreparedRequest], int]]:
     """Yields requests in batches of one size, each with the number of its own ones; the rest repeat the last one."""
     for start in range(0, len(requests), size):
-        own = requests[start : start + size]
-        yield [*own, *[own[-1]] * (size - len(own))], len(own)
+        batch = requests[start : start + size]
+        yield [*batch, *[batch[-1]] * (size - len(batch))], len(batch)
 
 
 def joined(encoded: Sequence[Any], call: Call) -> Any:
@@ -34,8 +34,10 @@ def joined(encoded: Sequence[Any], call: Call) -> Any:
     if len(encoded) == 1:
         return encoded[0]
     columns = list(zip(*(jax.tree.leaves(one) for one in encoded), strict=True))
-    known = [all(isinstance(x, np.ndarray) for x in column) for column in columns]
-    parts = tuple(zip(*(column for column, host in zip(columns, known, strict=True) if not host), strict=True))
-    made = iter(call(join, 0, parts)) if parts else iter(())
-    leaves = [np.concatenate(column) if host else next(made) for column, host in zip(columns, known, strict=True)]
+    on_host = [all(isinstance(x, np.ndarray) for x in column) for column in columns]
+    parts = tuple(zip(*(column for column, host in zip(columns, on_host, strict=True) if not host), strict=True))
+    concatenated = iter(call(join, 0, parts)) if parts else iter(())
+    leaves = [
+        np.concatenate(column) if host else next(concatenated) for column, host in zip(columns, on_host, strict=True)
+    ]
     return jax.tree.unflatten(jax.tree.structure(encoded[0]), leaves)

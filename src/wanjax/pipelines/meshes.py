@@ -163,10 +163,10 @@ def step_seconds(cost: StepCost, mesh: MeshSizes, chip: Chip | Machine) -> float
     padding = ceil(work.heads / tp) * tp / work.heads  # for heads that do not divide evenly
     compute = (work.scores * padding / ATTENTION + others / PRODUCTS) / parts / chip.flops
     gathered = cost.network * (parts - 1) / parts if cost.rules.gathered else 0
-    own = BYTES * work.layers * work.tokens / parts * work.width  # a device's share of one of q, k, v, output
-    traded = 4 * own * padding * _traded(tp, chip)
-    passed = 2 * own * (sp - 1)
-    merged = (TURNED if chip.torus else MERGED) * own * (sp - 1) / chip.bandwidth
+    share = BYTES * work.layers * work.tokens / parts * work.width  # a device's share of one of q, k, v, output
+    traded = 4 * share * padding * _traded(tp, chip)
+    passed = 2 * share * (sp - 1)
+    merged = (TURNED if chip.torus else MERGED) * share * (sp - 1) / chip.bandwidth
     if cost.ring and chip.torus and tp == 1:
         passed, merged = 0 if hides_ring(work.tokens, sp) else passed, 0
     sent = gathered / _rate(parts, chip) + traded / _rate(tp, chip) + passed / _rate(sp, chip)

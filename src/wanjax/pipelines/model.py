@@ -252,7 +252,7 @@ class ModelSpec:
     @property
     def tasks(self) -> list[str]:
         """What a video can be made from, and how, in words."""
-        told = {
+        offers = {
             "text": not self.needs,
             "a first picture": "image" in self.takes and "last_image" not in self.needs,
             "a first and a last picture": "last_image" in self.takes,
@@ -263,19 +263,19 @@ class ModelSpec:
             "streamed block by block": self.streams,
             "in windows that go on": self.continued_by is not None,
         }
-        return [task for task, offered in told.items() if offered]
+        return [task for task, offered in offers.items() if offered]
 
-    def implied(self, given: Mapping[str, object]) -> Mapping[str, object]:
+    def implied(self, settings: Mapping[str, object]) -> Mapping[str, object]:
         """Returns given settings, and those that follow from them.
 
         Noise levels follow whom the rest follows; the second expert's guidance scale is that of the first.
         """
-        found = {**given}
-        if self.reference_variants and "sigmas" in self._levels and given.get("sigmas") is None:
-            found["sigmas"] = given.get("follow")
-        if self.experts and given.get("guidance_scale_2") is None:
-            found["guidance_scale_2"] = given.get("guidance_scale")
-        return found
+        complete = {**settings}
+        if self.reference_variants and "sigmas" in self._levels and settings.get("sigmas") is None:
+            complete["sigmas"] = settings.get("follow")
+        if self.experts and settings.get("guidance_scale_2") is None:
+            complete["guidance_scale_2"] = settings.get("guidance_scale")
+        return complete
 
     # ---- checks
 
@@ -370,16 +370,16 @@ class ModelSpec:
         `step_noise` has a row for each step of the settings; those that a given video skips are not used.
         """
         _, channels, frames, *cells = self.latent_shape(settings)
-        found = {}
+        shapes = {}
         for number, one in enumerate(self.passes_of(settings)):
             for name, shape in self.noise_shapes(one, references, videos).items():
-                found[named(name, INITIAL, number)] = shape
-                found |= {named(name, OF_STEPS, number): (one.steps, *shape)} if self.scheduler.stochastic else {}
+                shapes[named(name, INITIAL, number)] = shape
+                shapes |= {named(name, OF_STEPS, number): (one.steps, *shape)} if self.scheduler.stochastic else {}
         for one in self.posteriors:
             kind = one.mean.partition("_")[0]
             if kind in self.takes:
-                found[one.noise] = (videos, channels, 1 if kind == "image" else frames, *cells)
-        return found
+                shapes[one.noise] = (videos, channels, 1 if kind == "image" else frames, *cells)
+        return shapes
 
     def to_training_latents(self, latents: Float[Array, "B C T H W"]) -> Float[Array, "B _T H W C"]:
         """Returns the latents of encoded videos [B C T H W] as the network is trained to make them."""
@@ -418,8 +418,8 @@ class ModelSpec:
 
     def schedule_options(self, settings: Settings) -> Mapping[str, float | str]:
         """Returns the settings that decide the noise levels, as keywords of the scheduler's `schedule`."""
-        known = {"shift": settings.flow_shift, "sigmas": settings.sigmas, "follow": settings.follow}
-        return {name: value for name, value in known.items() if value is not None and name in self._levels}
+        options = {"shift": settings.flow_shift, "sigmas": settings.sigmas, "follow": settings.follow}
+        return {name: value for name, value in options.items() if value is not None and name in self._levels}
 
     def schedule(self, settings: Settings, encoded: Encoded | None = None) -> Schedule:
         """Returns the noise levels of the steps, arrays of the host; a given video, if encoded, skips the noisiest."""
@@ -456,9 +456,9 @@ class ModelSpec:
         rule, phases = self.cache_rule(settings), self.phases(self.schedule(first), first)
         return tuple(reuses for phase in phases for reuses in rule.reused(phase, self.cache_tables))
 
-    def attention(self, asked: Attention) -> Attention:
+    def attention(self, requested: Attention) -> Attention:
         """Returns the attention of the denoiser where this one is asked for; AUTO is that which it was trained with."""
-        return self.trained_attention if asked == AUTO else asked
+        return self.trained_attention if requested == AUTO else requested
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -577,9 +577,9 @@ class VideoModel(ABC, Generic[Own]):
         """Returns the number of reference latent frames, which are denoised before the video's and then dropped."""
         return 0
 
-    def size_for(self, picture: tuple[int, int, int], asked: Settings) -> tuple[int, int]:
+    def size_for(self, picture: tuple[int, int, int], settings: Settings) -> tuple[int, int]:
         """Returns the size of a video of a picture [H W 3], where none is given."""
-        return self.spec.fixed_size or size_within(picture, asked.height * asked.width, self.spec.size_multiple)
+        return self.spec.fixed_size or size_within(picture, settings.height * settings.width, self.spec.size_multiple)
 
 
 def phases_of(
@@ -624,14 +624,14 @@ def truncations(model: VideoModel, runtime: Runtime, prompt: str, follow: str) -
 
 def check_fits(model: VideoModel[Own], encoded: Own, settings: Settings) -> None:
     """Raises WanjaxError unless this output of `encode` was made for a video of these settings."""
-    if (made := encoded_shape(encoded)) is not None:
-        made.check(settings)
+    if (encoded_for := encoded_shape(encoded)) is not None:
+        encoded_for.check(settings)
     shapes = model.conditioning_shapes(encoded, settings)
     check_conditioning(encoded, shapes, settings.model, model.spec.task)
     if (held := model.leading_frames(encoded, settings)) < 0:
         raise WanjaxError(f"the condition is {-held} latent frames shorter than the video: encode it again")
-    if made is not None and held != made.references:
-        raise WanjaxError(f"what was encoded for {made} holds {held} references: encode the pictures again")
+    if encoded_for is not None and held != encoded_for.references:
+        raise WanjaxError(f"what was encoded for {encoded_for} holds {held} references: encode the pictures again")
 
 
 def encoded_from(model: VideoModel[Own], tensors: Mapping[str, Array]) -> Own:
@@ -646,8 +646,8 @@ def encoded_from(model: VideoModel[Own], tensors: Mapping[str, Array]) -> Own:
         raise WanjaxError(f"there is no tensor {missing[0]!r} among the encoded prompts, only {has}: encode again")
     encoded = kind(**{name: x for name, x in tensors.items() if name in kind._fields})
     if read is not None and encoded.prompt_embeds.shape[1] == OLD_TEXT_LENGTH != read:
-        told = f"the prompt has {OLD_TEXT_LENGTH} tokens where the model reads {read}: the video will differ"
-        warnings.warn(told, WanjaxWarning, stacklevel=2)
+        message = f"the prompt has {OLD_TEXT_LENGTH} tokens where the model reads {read}: the video will differ"
+        warnings.warn(message, WanjaxWarning, stacklevel=2)
     return encoded
 
 
@@ -658,21 +658,21 @@ def latents_of(encoded: Encoded, spec: ModelSpec | None = None) -> dict[str, Any
     return {name: x for name, x in held.items() if len(x.shape) == 5 or name in streams}
 
 
-def attending(model: VideoModel, asked: Attention, name: str) -> VideoModel:
+def attending(model: VideoModel, attention: Attention, name: str) -> VideoModel:
     """Returns the model whose denoiser can attend so: with a projection for sparse-linear attention.
 
     Raises UnsupportedError for radial or sparse-linear attention where the denoiser can have none, and for any other
     than sparse-linear attention where it was trained with that.
     """
-    if asked.radial and not model.spec.radial_attention:
+    if attention.radial and not model.spec.radial_attention:
         raise UnsupportedError(f"{name} has no radial attention: use --attention auto")
     trained = model.spec.trained_attention.sparse
-    if asked.sparse and not trained:
+    if attention.sparse and not trained:
         if not model.spec.sparse_linear:
             raise UnsupportedError(f"{name} can have no sparse-linear attention: use --attention auto")
         config: Any = model.spec.networks[model.spec.denoisers[0]]
-        return replace(model, **{model.spec.denoisers[0]: replace(config, sparse_linear=asked.sparse)})
-    if trained and not model.spec.attention(asked).sparse:
-        told = f"{name} was trained with sparse-linear attention, and {asked} is another"
-        raise UnsupportedError(f"{told}: use --attention auto or sla:top=0.15")
+        return replace(model, **{model.spec.denoisers[0]: replace(config, sparse_linear=attention.sparse)})
+    if trained and not model.spec.attention(attention).sparse:
+        message = f"{name} was trained with sparse-linear attention, and {attention} is another"
+        raise UnsupportedError(f"{message}: use --attention auto or sla:top=0.15")
     return model

@@ -169,9 +169,9 @@ class Observer:
 class Observers(tuple[Observer, ...]):
     """Observers, each of which is told in its turn."""
 
-    def tell(self, event: str, *told: object) -> list[Any]:
+    def tell(self, event: str, *arguments: object) -> list[Any]:
         """Tells every observer of an event, a method of `Observer`; returns what they answer."""
-        return [getattr(observer, event)(*told) for observer in self]
+        return [getattr(observer, event)(*arguments) for observer in self]
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

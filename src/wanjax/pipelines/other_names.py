@@ -70,7 +70,7 @@ ELSEWHERE = {
 """Functions, classes and attributes of diffusers, and a sentence on what to give here."""
 
 
-def unknown_keyword(name: str, known: Iterable[str], *, of_call: Collection[str] = ()) -> SettingError:
+def unknown_keyword(name: str, keywords: Iterable[str], *, of_call: Collection[str] = ()) -> SettingError:
     """Return the error for a keyword that is not among the known ones, with the right name, or a near one, or all.
 
     Args:
@@ -78,7 +78,7 @@ def unknown_keyword(name: str, known: Iterable[str], *, of_call: Collection[str]
         known: Those that there are.
         of_call: Those of a call for videos, where that is another function: the error says that it takes them.
     """
-    names = list(known)
+    names = list(keywords)
     near = near_names(name, names, 1)
     ours = RENAMED.get(name, name)
     if ours not in names and ours in of_call:
@@ -92,5 +92,5 @@ def unknown_keyword(name: str, known: Iterable[str], *, of_call: Collection[str]
 
 def right_name(name: str) -> str | None:
     """Return a sentence on a name that only other libraries have; None for any other name."""
-    known = ELSEWHERE.get("DiffusionPipeline" if name.endswith("Pipeline") else name)
-    return known and f"there is no `{name}` here: {known}"
+    advice = ELSEWHERE.get("DiffusionPipeline" if name.endswith("Pipeline") else name)
+    return advice and f"there is no `{name}` here: {advice}"

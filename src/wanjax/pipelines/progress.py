@@ -34,14 +34,14 @@ class Compilations:
     seconds: float = 0.0
     reading: float = 0.0
 
-    def add(self, made: Compilation) -> None:
+    def add(self, compilation: Compilation) -> None:
         """Counts one more."""
-        if made.cached:
+        if compilation.cached:
             self.cached += 1
-            self.reading += made.seconds
+            self.reading += compilation.seconds
         else:
             self.compiled += 1
-            self.seconds += made.seconds
+            self.seconds += compilation.seconds
 
     def join(self, others: "Compilations") -> None:
         """Counts others too."""
@@ -162,8 +162,8 @@ class Stage:
         def begin() -> None:
             self._compiling = perf_counter()
 
-        def end(made: Compilation) -> None:
-            self.compilations.add(made)
+        def end(compilation: Compilation) -> None:
+            self.compilations.add(compilation)
             self._compiling = None
             self._restart()
 
@@ -183,20 +183,20 @@ def stage(name: str, progress: bool | None = None) -> Iterator[Stage]:
     if (outer := _current.get()) is not None:
         yield outer
         return
-    with on_console(name, _console(progress)) as made:
-        yield made
+    with on_console(name, _console(progress)) as current:
+        yield current
 
 
 @contextmanager
 def on_console(name: str, console: "Console | None") -> Iterator[Stage]:
     """Shows a stage on a console while it runs; None hides it."""
-    made = Stage(name, console)
-    token = _current.set(made)
+    current = Stage(name, console)
+    token = _current.set(current)
     try:
-        watching = made.watching_compiler() if "jax" in sys.modules else nullcontext()
-        with watching, _shown_on(console, made):
-            yield made
-            made.end()
+        watching = current.watching_compiler() if "jax" in sys.modules else nullcontext()
+        with watching, _shown_on(console, current):
+            yield current
+            current.end()
     finally:
         _current.reset(token)
 
@@ -246,25 +246,25 @@ def console(*, stderr: bool = True, quiet: bool = False) -> "Console":
 
 
 @contextmanager
-def _shown_on(console: "Console | None", made: Stage) -> Iterator[None]:
-    if console is None or not made.row.disable:
-        with made.row:
+def _shown_on(console: "Console | None", current: Stage) -> Iterator[None]:
+    if console is None or not current.row.disable:
+        with current.row:
             yield
         return
-    with _lines(made, console):
+    with _lines(current, console):
         yield
-    console.print(f"{made.name}: {made}, {duration(made.elapsed)} in all")
+    console.print(f"{current.name}: {current}, {duration(current.elapsed)} in all")
 
 
 @contextmanager
-def _lines(made: Stage, console: "Console") -> Iterator[None]:
+def _lines(current: Stage, console: "Console") -> Iterator[None]:
     """Prints a plain line from time to time, where it differs from the one before."""
     over = Event()
 
     def tell() -> None:
         before = ""
         while not over.wait(EVERY):
-            if (line := f"{made.name}: {made}") != before:
+            if (line := f"{current.name}: {current}") != before:
                 console.print(before := line)
 
     thread = Thread(target=tell, daemon=True)

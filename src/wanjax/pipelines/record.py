@@ -44,31 +44,31 @@ def record_of(
     `sources` are pictures, clips and noise by name; `loaded` are options of `wanjax.load`, with digests of the files
     that were loaded. `digests` are those of what has no path here.
     """
-    made = settings.to_json() | {"scheduler": name_of(scheduler)} | dict(loaded)
-    made |= {name: described(source) for name, source in sources.items() if source is not None}
+    metadata = settings.to_json() | {"scheduler": name_of(scheduler)} | dict(loaded)
+    metadata |= {name: described(source) for name, source in sources.items() if source is not None}
     if not partitioner.alone:
-        made |= {"mesh": str(partitioner), "rules": partitioner.rules_name}
+        metadata |= {"mesh": str(partitioner), "rules": partitioner.rules_name}
     if tiling is not None:
-        made |= {"tiling": tiling._asdict()}
+        metadata |= {"tiling": tiling._asdict()}
     if batch_guidance:
-        made |= {"batch_guidance": True}
-    if known := {**loaded.get(DIGESTS, {}), **(digests or {}), **digests_of(paths_of(made, sources))}:
-        made |= {DIGESTS: known}
-    return made | {"devices": devices_of(partitioner), "version": VERSION}
+        metadata |= {"batch_guidance": True}
+    if file_digests := {**loaded.get(DIGESTS, {}), **(digests or {}), **digests_of(paths_of(metadata, sources))}:
+        metadata |= {DIGESTS: file_digests}
+    return metadata | {"devices": devices_of(partitioner), "version": VERSION}
 
 
 def paths_of(record: Mapping[str, Any], names: Iterable[str] | None = None) -> list[Place]:
     """Returns the places that entries of a record may be meant as, whether anything is there or not."""
-    given = [(name, record[name]) for name in (source_names() if names is None else names) if record.get(name)]
-    each = [(name, one) for name, value in given for one in (value if isinstance(value, list) else [value])]
+    entries = [(name, record[name]) for name in (source_names() if names is None else names) if record.get(name)]
+    each = [(name, one) for name, value in entries for one in (value if isinstance(value, list) else [value])]
     texts = [Lora.parse(text).file if name == "lora" else text for name, text in each if isinstance(text, str)]
-    return [Remote(*found.groups()) if (found := URL.fullmatch(text)) else Path(text).expanduser() for text in texts]
+    return [Remote(*match.groups()) if (match := URL.fullmatch(text)) else Path(text).expanduser() for text in texts]
 
 
 def digests_of(places: Iterable[Place]) -> dict[str, str]:
     """Returns the digests of files and folders by their paths, without those that are not here or cannot be read."""
-    found = {str(path): digest_of(path) for path in places if isinstance(path, Path)}
-    return {path: digest for path, digest in found.items() if digest is not None}
+    digests = {str(path): digest_of(path) for path in places if isinstance(path, Path)}
+    return {path: digest for path, digest in digests.items() if digest is not None}
 
 
 def digest_of(path: Path) -> str | None:
@@ -84,10 +84,10 @@ def devices_of(partitioner: Partitioner) -> str:
     return f"{partitioner.mesh.size} x {partitioner.device.device_kind}"
 
 
-def nameable(given: Any, read: Any) -> Any:
+def nameable(source: Any, read: Any) -> Any:
     """Returns the path, or the list of paths, by which a source was given, or else what was read from it."""
-    listed = isinstance(given, list | tuple) and all(isinstance(one, str | Path) for one in given)
-    return given if listed or isinstance(given, str | Path) else read
+    listed = isinstance(source, list | tuple) and all(isinstance(one, str | Path) for one in source)
+    return source if listed or isinstance(source, str | Path) else read
 
 
 def described(source: Any) -> Any:

@@ -56,8 +56,8 @@ def _recorded(pipe: Loaded, room: int | None = None) -> tuple[Record, Loaded]:
 
     def beside(arguments: object) -> int:
         """Returns the bytes of the networks that are loaded but not among the arguments of a call."""
-        given = {id(x) for x in jax.tree.leaves(arguments)}
-        return sum(size for weight, size in map(weighed, components.networks()) if weight not in given)
+        passed = {id(x) for x in jax.tree.leaves(arguments)}
+        return sum(size for weight, size in map(weighed, components.networks()) if weight not in passed)
 
     calls = Record(beside)
     return calls, pipe.under(calls, components)

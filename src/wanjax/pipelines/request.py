@@ -74,7 +74,7 @@ class VideoRequest:
         fields: Mapping[str, Any],
         *,
         row: int = 0,
-        known: Collection[str] | None = None,
+        accepted: Collection[str] | None = None,
         values: Mapping[str, Setting] = VALUES,
         sizes: Mapping[str, tuple[int, int]] | None = None,
         longest: int | None = None,
@@ -98,7 +98,7 @@ class VideoRequest:
             SettingError: A field is unknown or wrong; it has the field's name.
         """
         fields = {name: value for name, value in fields.items() if value is not None}
-        names = known_fields() if known is None else known
+        names = known_fields() if accepted is None else accepted
         if unknown := [name for name in fields if name not in names]:
             raise unknown_keyword(unknown[0], names)
         check_one_way(fields)
@@ -145,10 +145,10 @@ class VideoRequest:
 
     def under(self, options: "VideoRequest") -> "VideoRequest":
         """Return the request with options where it says nothing itself; what `RIVALS` give is one thing."""
-        own = set(self.settings)
+        stated = set(self.settings)
         for one, others in RIVALS.items():
-            own |= {one, *others} if own & {one, *others} else set()
-        settings = {name: value for name, value in options.settings.items() if name not in own}
+            stated |= {one, *others} if stated & {one, *others} else set()
+        settings = {name: value for name, value in options.settings.items() if name not in stated}
         return replace(
             self,
             settings={**settings, **self.settings},
@@ -189,7 +189,7 @@ class PreparedRequest:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
-def check_one_way(given: Mapping[str, Any], dashes: str = "") -> None:
+def check_one_way(fields: Mapping[str, Any], dashes: str = "") -> None:
     """Raise SettingError where a size is given beside a side, or seconds beside frames.
 
     Args:
@@ -197,29 +197,29 @@ def check_one_way(given: Mapping[str, Any], dashes: str = "") -> None:
         dashes: What the names begin with at the door, "--" for options.
     """
     for one, others in RIVALS.items():
-        if given.get(one) is not None and any(given.get(other) is not None for other in others):
-            told = " or ".join(f"{dashes}{other}" for other in others)
-            raise SettingError(f"{dashes}{one} is given beside {told}: one way is enough", one)
+        if fields.get(one) is not None and any(fields.get(other) is not None for other in others):
+            alternatives = " or ".join(f"{dashes}{other}" for other in others)
+            raise SettingError(f"{dashes}{one} is given beside {alternatives}: one way is enough", one)
 
 
 def _check_prompt(prompt: Any, allow_empty: Any) -> None:
     """Raise SettingError for an empty prompt of a request, unless it says that none is meant."""
     if not (isinstance(prompt, str) and prompt.strip()) and ALLOW_EMPTY.parse(allow_empty or False) is not True:
-        told = "empty" if isinstance(prompt, str) else "missing"
-        raise SettingError(f"the prompt is {told}: say what the video shows, or set {ALLOW_EMPTY.name}", "prompt")
+        state = "empty" if isinstance(prompt, str) else "missing"
+        raise SettingError(f"the prompt is {state}: say what the video shows, or set {ALLOW_EMPTY.name}", "prompt")
 
 
-def _value(known: Setting, value: Any, longest: int | None) -> Any:
+def _value(setting: Setting, value: Any, longest: int | None) -> Any:
     """Return a setting's value, as its text where it is neither a text nor a number."""
-    name = known.name
+    name = setting.name
     if isinstance(value, str) and "\0" in value:  # which no metadata and no name of a file holds
         raise SettingError(f"{name} is given as {shown(value)} with the character \\0: leave it out", name)
-    found = known.parse(_whole(value) if known.kind is int else value)
+    parsed = setting.parse(_whole(value) if setting.kind is int else value)
     most = longest if longest is None or name in PROMPTS else LONGEST_TEXT
-    if most is not None and isinstance(found, str) and len(found) > most:
-        told = f"the {name.replace('_', ' ')} has {len(found)} characters where {most} are allowed at most"
-        raise SettingError(told, name)
-    return found if isinstance(found, bool | int | float | str) else str(found)
+    if most is not None and isinstance(parsed, str) and len(parsed) > most:
+        message = f"the {name.replace('_', ' ')} has {len(parsed)} characters where {most} are allowed at most"
+        raise SettingError(message, name)
+    return parsed if isinstance(parsed, bool | int | float | str) else str(parsed)
 
 
 def _whole(value: Any) -> Any:
@@ -236,7 +236,7 @@ def _size(value: Any, names: Mapping[str, tuple[int, int]] | None) -> dict[str, 
     if isinstance(value, tuple):
         return sides(value, {})
     if names is None and is_text(value):
-        return {"size": found} if isinstance(found := read_size(value), str) else sides(found, {})
+        return {"size": size} if isinstance(size := read_size(value), str) else sides(size, {})
     if names is not None and is_text(value) and (value in names or pixels(value)):
         return {"size": value} if value in names else sides(value, {})
     height, width = next(iter((names or {}).values()), (480, 832))
@@ -259,11 +259,11 @@ def _files(name: str, value: Any) -> str | list[str]:
     return each if several else each[0]
 
 
-def _strengths(given: Any) -> dict[str, float]:
+def _strengths(strengths: Any) -> dict[str, float]:
     """Return LoRAs' strengths from {NAME: STRENGTH}, or from a text such as NAME:0.5,OTHER:1."""
-    if isinstance(given, str):
-        parts = [part.rpartition(":") for part in given.split(",") if part]
-        given = {name: strength for name, _, strength in parts}
-    if not isinstance(given, Mapping):
-        raise SettingError(f"lora is given as {shown(given)} where a text such as NAME:0.5 is needed", "lora")
-    return {name.strip(): STRENGTH.parse(value) for name, value in given.items()}
+    if isinstance(strengths, str):
+        parts = [part.rpartition(":") for part in strengths.split(",") if part]
+        strengths = {name: strength for name, _, strength in parts}
+    if not isinstance(strengths, Mapping):
+        raise SettingError(f"lora is given as {shown(strengths)} where a text such as NAME:0.5 is needed", "lora")
+    return {name.strip(): STRENGTH.parse(value) for name, value in strengths.items()}

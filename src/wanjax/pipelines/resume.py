@@ -27,7 +27,7 @@ SHARE = 0.02  # the share of a run's time that writing the state may take
 class ResumeObserver(Observer):
     """Writes the state of denoising to a file from time to time, and goes on from there.
 
-    A file of another video is not read. `told` receives the steps taken before, if any, and those in all. `saved`
+    A file of another video is not read. `resumed_at` receives the steps taken before, if any, and those in all. `saved`
     receives how many steps the file holds, and None as soon as one is done that it does not hold.
     """
 
@@ -35,10 +35,10 @@ class ResumeObserver(Observer):
         self,
         file: str | Path,
         partitioner: Partitioner,
-        told: Callable[[int, int], Any] | None = None,
+        resumed_at: Callable[[int, int], Any] | None = None,
         saved: Callable[[int | None], Any] = lambda steps: None,
     ):
-        self.file, self.partitioner, self.told, self.saved = Path(file), partitioner, told, saved
+        self.file, self.partitioner, self.resumed_at, self.saved = Path(file), partitioner, resumed_at, saved
         self._of_all, self._of_window, self._finished = self.file, self.file, False
         self._before, self._end = 0, 0  # the steps before this pass; the step after which it is saved in any case
         self.origin = ""
@@ -61,23 +61,23 @@ class ResumeObserver(Observer):
         self._steps = self._steps if progress.before else 0
         self.origin = digest(begun.facts, begun.arrays)
         try:
-            found = SafetensorsFile(self.file)
+            file = SafetensorsFile(self.file)
         except WanjaxError:
             return None
-        if found.metadata.get("origin") != self.origin:
+        if file.metadata.get("origin") != self.origin:
             return None
         arrays: dict[str, Array] = {}
-        for name in found.specs:
-            x, everywhere = found.read(name), self.partitioner.replicated
+        for name in file.specs:
+            x, everywhere = file.read(name), self.partitioner.replicated
             arrays[name] = jax.make_array_from_callback(x.shape, everywhere, x.__getitem__)  # nothing is compiled
         named, tree = _named(begun.state), jax.tree.structure(begun.state)
         if named.keys() - arrays.keys():
             return None
-        steps = int(found.metadata["steps"])
+        steps = int(file.metadata["steps"])
         begins = steps in [phase.start for phase in begun.phases]  # another network, which has kept nothing yet
-        cached = tuple(_listed(arrays, f"kept.{i}") for i in range(int(found.metadata["forwards"])))
-        if steps and self.told:
-            self.told(progress.before + steps, progress.total)
+        cached = tuple(_listed(arrays, f"kept.{i}") for i in range(int(file.metadata["forwards"])))
+        if steps and self.resumed_at:
+            self.resumed_at(progress.before + steps, progress.total)
         self._steps = progress.before + steps
         self.saved(self._steps)
         state = jax.tree.unflatten(tree, [arrays[name] for name in named])
@@ -120,11 +120,11 @@ class ResumeObserver(Observer):
 
 def digest(facts: Mapping[str, Any], arrays: Sequence[Array | np.ndarray]) -> str:
     """Returns a digest of facts, which JSON can hold, and of arrays."""
-    found = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    sha = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     for array in arrays:
-        found.update(f"{array.dtype} {array.shape}".encode())
-        found.update(np.ascontiguousarray(array).tobytes())
-    return found.hexdigest()
+        sha.update(f"{array.dtype} {array.shape}".encode())
+        sha.update(np.ascontiguousarray(array).tobytes())
+    return sha.hexdigest()
 
 
 def _named(state: State) -> dict[str, Any]:

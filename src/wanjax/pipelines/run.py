@@ -98,14 +98,14 @@ class Run:
             return
         encoded = self.encode()
         size = many.together(self.runtime.partitioner, shared.guided) if len(self.requests) > 1 else 1
-        for batch, own in many.batches(self.requests, size):
+        for batch, count in many.batches(self.requests, size):
             inputs = many.joined([encoded[request.settings.prompt] for request in batch], self.runtime.call)
             pieces: Iterable[AnyLatents] = self.latents(inputs, shared, [request.settings.seed for request in batch])
-            if own > 1 or not self.model.spec.streams:
+            if count > 1 or not self.model.spec.streams:
                 with self.stage("denoise"):
                     pieces = list(pieces)
-            for video, request in enumerate(batch[:own]):
-                yield request, self.frames(pieces, video=video, last=video + 1 == own, seed=request.settings.seed)
+            for video, request in enumerate(batch[:count]):
+                yield request, self.frames(pieces, video=video, last=video + 1 == count, seed=request.settings.seed)
 
     def stage(self, name: str) -> AbstractContextManager[None]:
         """Surrounds a stage, for each observer."""

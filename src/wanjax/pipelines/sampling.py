@@ -129,9 +129,9 @@ def sample(
         latent_preview: Returns what makes previews.
     """
     spec, passes = model.spec, model.spec.passes_of(settings)
-    given = checked_draws(noise, spec.noise_inputs(settings, model.leading_frames(encoded, settings), len(seeds)))
+    arrays = checked_draws(noise, spec.noise_inputs(settings, model.leading_frames(encoded, settings), len(seeds)))
     steps = [len(spec.schedule(passes[0], encoded).timesteps), *(later.strong_steps for later in passes[1:])]
-    how = {"noise": given, "batch_guidance": batch_guidance, "observers": observers, "latent_preview": latent_preview}
+    how = {"noise": arrays, "batch_guidance": batch_guidance, "observers": observers, "latent_preview": latent_preview}
     for each, count in zip(passes, steps, strict=True):
         check_rule(each.guidance_rule, each.guided, count)
     observers.tell("begun", encoded)
@@ -181,13 +181,13 @@ def sample_pass(
     others = tuple((name, shapes[name]) for name in spec.latent_streams)
     for chunk in spec.chunks(shapes[VIDEO][2]):
         frames = None if chunk.count == 1 else len(chunk.frames)
-        own = given_noise(noise, spec, chunk, steps, number)
+        chunk_noise = given_noise(noise, spec, chunk, steps, number)
         where = progress._replace(before=progress.before + chunk.number * steps, total=chunk.count * progress.total)
         init = Init(
             model.scheduler, shapes[VIDEO], spec.posteriors, frames, rule.averages, others, number * len(streams)
         )
         with runtime.strategy.stage("denoise"):
-            state, drawn = runtime.call(begin, init, words, own, schedule, pictures, np.int32(chunk.number))
+            state, drawn = runtime.call(begin, init, words, chunk_noise, schedule, pictures, np.int32(chunk.number))
             inputs, done = encoded._replace(**drawn), 0
             if chunk.count == 1:
                 resumed = observers.tell("resumed", Start(state, phases, facts, arrays, where))
@@ -199,24 +199,24 @@ def sample_pass(
                 runtime, model, inputs, schedule, phases, state, monitor, **how, done=done, memory=memory
             )
             static = model.denoiser, frames or spec.latent_shape(settings)[2]
-            made = runtime.call(finish, static, state.x, latents_of(inputs, spec))
+            latents = runtime.call(finish, static, state.x, latents_of(inputs, spec))
         if progress.last:
-            observers.tell("denoised", made, chunk)
-        yield made
+            observers.tell("denoised", latents, chunk)
+        yield latents
 
 
 def given_noise(
-    given: Mapping[str, np.ndarray], spec: ModelSpec, chunk: Chunk, steps: int, number: int = 0
+    arrays: Mapping[str, np.ndarray], spec: ModelSpec, chunk: Chunk, steps: int, number: int = 0
 ) -> GivenNoise:
     """Returns the part of the given noise that a chunk takes; of that of the steps, those that are taken."""
     every, frames = slice(None), slice(chunk.frames.start, chunk.frames.stop)
 
     def by_stream(kind: str, *steps: slice) -> dict[str, np.ndarray | None]:
-        arrays = {name: given.get(named(name, kind, number)) for name in (VIDEO, *spec.latent_streams)}
-        parts = {name: (*steps, every, every, frames) if name == VIDEO else (*steps,) for name in arrays}
-        return {name: x if x is None else x[parts[name]] for name, x in arrays.items()}
+        noise = {name: arrays.get(named(name, kind, number)) for name in (VIDEO, *spec.latent_streams)}
+        parts = {name: (*steps, every, every, frames) if name == VIDEO else (*steps,) for name in noise}
+        return {name: x if x is None else x[parts[name]] for name, x in noise.items()}
 
-    pictures = {one.noise: given[one.noise] for one in spec.posteriors if one.noise in given}
+    pictures = {one.noise: arrays[one.noise] for one in spec.posteriors if one.noise in arrays}
     return GivenNoise(by_stream(INITIAL), by_stream(OF_STEPS, slice(-steps, None)), pictures or None)
 
 

@@ -51,14 +51,14 @@ def check_count(seeds: int, requests: int = 1) -> None:
         raise WanjaxError(f"{of} ask for {total:,} videos: {MOST_VIDEOS:,} are the most of one call")
 
 
-def resolve_seeds(asked: Sequence[Any], chosen: Sequence[int] | None = None) -> list[int]:
+def resolve_seeds(requested: Sequence[Any], chosen: Sequence[int] | None = None) -> list[int]:
     """Returns the seeds that a call asked for, as ints; a warning at the call tells those drawn in place of -1.
 
     `chosen` are the same seeds after drawing, if that was done before.
     """
-    check_count(len(asked))
-    numbers = [checked_seed(seed) for seed in asked] if chosen is None else list(chosen)
-    for seed, number in zip(asked, numbers, strict=True):
+    check_count(len(requested))
+    numbers = [checked_seed(seed) for seed in requested] if chosen is None else list(chosen)
+    for seed, number in zip(requested, numbers, strict=True):
         if seed in (DRAW, "random"):
             warnings.warn(f"the seed {number} was drawn at random", stacklevel=3)  # past `denoise`
     return numbers

@@ -9,26 +9,26 @@ from typing import Any, get_args, get_type_hints
 from wanjax.errors import WanjaxError, choice, shown
 
 
-def read_value(given: Any, kinds: Mapping[str, type[Any]], what: str, *, named: bool = False) -> Any:
+def read_value(described: Any, kinds: Mapping[str, type[Any]], what: str, *, named: bool = False) -> Any:
     """Returns the value that a text such as `NAME` or `NAME:1,2,c=3` describes; `kinds` are dataclasses by their names.
 
     Settings stand in their order, and after those by name; all by name where they are to be `named`. Raises
     WanjaxError, which calls it `what`, for anything else.
     """
-    name, _, listed = given.partition(":") if isinstance(given, str) else ("", "", "")
+    name, _, listed = described.partition(":") if isinstance(described, str) else ("", "", "")
     if name not in kinds:
-        raise WanjaxError(f"there is no {what} {shown(given)}: {choice(name, kinds)}")
+        raise WanjaxError(f"there is no {what} {shown(described)}: {choice(name, kinds)}")
     fields, values = [field.name for field in dataclasses.fields(kinds[name])], listed.split(",") if listed else []
-    hints, found = get_type_hints(kinds[name]), {}
+    hints, arguments = get_type_hints(kinds[name]), {}
     for place, text in enumerate(values):
         key, equals, value = text.partition("=")
         if not equals:
-            in_order = not named and place < len(fields) and len(found) == place
+            in_order = not named and place < len(fields) and len(arguments) == place
             key, value = fields[place] if in_order else "", text
         with suppress(ValueError):
             if key in fields:
-                found.setdefault(key, (get_args(hints[key]) or (hints[key],))[0](value))
-    if len(found) != len(values):
+                arguments.setdefault(key, (get_args(hints[key]) or (hints[key],))[0](value))
+    if len(arguments) != len(values):
         written = f"{kinds[name]()}, which has {', '.join(fields)}" if fields else str(kinds[name]())
-        raise WanjaxError(f"the {what} {shown(given)} is not written like {written}")
-    return kinds[name](**found)
+        raise WanjaxError(f"the {what} {shown(described)} is not written like {written}")
+    return kinds[name](**arguments)

@@ -33,10 +33,10 @@ class VideoShape(NamedTuple):
 
     def check(self, settings: Settings) -> None:
         """Raise WanjaxError unless a video of these settings has this size and these frames."""
-        asked = VideoShape(settings.frames, *settings.size)
-        if self[:3] != asked[:3]:
+        shape = VideoShape(settings.frames, *settings.size)
+        if self[:3] != shape[:3]:
             raise WanjaxError(
-                f"the pictures were encoded for {self}, and {asked} are to be denoised: encode them again for these, "
+                f"the pictures were encoded for {self}, and {shape} are to be denoised: encode them again for these, "
                 "or leave the size and the frames out"
             )
 

@@ -50,8 +50,8 @@ def windows_of(settings: Settings) -> list[Window]:
 
 def check_windows(settings: Settings, by: str | None) -> None:
     """Raises WanjaxError where a model makes no video of these windows; `by` is `ModelSpec.continued_by`."""
-    if (told := 1 + len(settings.then.splitlines())) > settings.windows:
-        few = f"{quantity(told, 'prompt')} are given for {quantity(settings.windows, 'window')}"
+    if (count := 1 + len(settings.then.splitlines())) > settings.windows:
+        few = f"{quantity(count, 'prompt')} are given for {quantity(settings.windows, 'window')}"
         raise SettingError(f"{few}: give as many windows, or more", "windows")
     if settings.windows == 1:
         return
@@ -75,18 +75,18 @@ def check_alone(settings: Settings, what: str) -> None:
         )
 
 
-def pictures_of(window: Window, given: Pictures, before: Clip | None, by: str | None) -> Pictures:
+def pictures_of(window: Window, pictures: Pictures, before: Clip | None, by: str | None) -> Pictures:
     """Returns the pictures of a window, from those of the whole video and the last frames of the window before.
 
     A last picture is the last window's. Each window has its part of a control clip and its mask.
     """
-    given = given if window.last else given.replaced(last_image=None)
+    pictures = pictures if window.last else pictures.replaced(last_image=None)
     if before is None:
-        return given
+        return pictures
     if by == PICTURE:
-        return given.replaced(image=before[-1], video=None)
-    settings, known = window.settings, len(before)
-    start = window.number * (settings.frames - known)
+        return pictures.replaced(image=before[-1], video=None)
+    settings, overlap = window.settings, len(before)
+    start = window.number * (settings.frames - overlap)
 
     def part(clip: Clip | None, otherwise: int) -> np.ndarray:
         if clip is None:
@@ -94,9 +94,9 @@ def pictures_of(window: Window, given: Pictures, before: Clip | None, by: str | 
         span = clip[start : start + settings.frames]
         return np.stack([fit(frame, settings.size, settings.resize) for frame in span])
 
-    clip, mask = part(given.clip("video"), GREY), part(given.clip("mask"), 255)
-    clip[:known], mask[:known] = before, 0
-    return given.replaced(video=clip, mask=mask)
+    clip, mask = part(pictures.clip("video"), GREY), part(pictures.clip("mask"), 255)
+    clip[:overlap], mask[:overlap] = before, 0
+    return pictures.replaced(video=clip, mask=mask)
 
 
 def faded(before: UInt8[np.ndarray, "_T H W 3"], frames: Clip) -> Clip:

@@ -56,7 +56,7 @@ def read(
         pictures.setdefault(IMAGE.name, []).extend(pictures.pop(SAME_IMAGE))
     _check_pictures(pictures, inputs, limits)
     names, values = (*offered(model), *fields_beside()), limits.bounding(VALUES)
-    request = VideoRequest.parse(fields, known=names, values=values, sizes=model.sizes, longest=limits.prompt)
+    request = VideoRequest.parse(fields, accepted=names, values=values, sizes=model.sizes, longest=limits.prompt)
     solver = None if request.scheduler == name_of(model.scheduler) else request.scheduler
     return replace(request, scheduler=solver, lora=known.strengths(request.lora)), pictures
 

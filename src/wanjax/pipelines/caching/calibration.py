@@ -79,32 +79,33 @@ class Measured(NamedTuple):
 
 
 class Measurement(Observer):
-    """Reads what each step told; it is the step caches of a run too, whose steps are all whole."""
+    """Reads the ratios of each step; it is the step caches of a run too, whose steps are all whole."""
 
     def __init__(self) -> None:
         self.embedded: list[float] = []
         self.phases: list[Phase] = []
-        self.told: list[np.ndarray] = []
+        self.ratios: list[np.ndarray] = []
 
-    def cache(self, *given: Any) -> MeasuringCache:
+    def cache(self, *arguments: Any) -> MeasuringCache:
         """Returns the cache that measures a phase; the arguments are the last six of `step_cache`."""
-        self.phases.append(given[-1])
-        self.embedded += changes_of(*given) or []
+        self.phases.append(arguments[-1])
+        self.embedded += changes_of(*arguments) or []
         return MeasuringCache()
 
     def stepped(self, step: Step) -> None:
         rows = [np.concatenate([np.asarray(part[index]) for part in step.state.cached or ()]) for index in (-2, -1)]
-        self.told.append(np.resize(np.stack(rows, axis=1), (2, 2)))  # without guidance the prompt's, twice
+        self.ratios.append(np.resize(np.stack(rows, axis=1), (2, 2)))  # without guidance the prompt's, twice
 
 
 def measure(runtime: Runtime, model: VideoModel, encoded: Any, settings: Settings) -> Measured:
-    """Makes the latents of a video of an output of `encode`, and returns what its steps told."""
-    found, first = Measurement(), model.spec.passes_of(settings)[0]  # of several passes, which alone has a step cache
+    """Makes the latents of a video of an output of `encode`, and returns what its steps measured."""
+    measurement = Measurement()
+    first = model.spec.passes_of(settings)[0]  # of several passes, which alone has a step cache
     whole = Progress(0, 1, 0, first.steps)
-    how: dict[str, Any] = {"noise": {}, "observers": Observers([found]), "caches": found.cache}
+    how: dict[str, Any] = {"noise": {}, "observers": Observers([measurement]), "caches": measurement.cache}
     deque(sample_pass(runtime, model, encoded, first, [settings.seed], whole, **how), maxlen=0)
-    ratios, changed = np.moveaxis(np.array(found.told, np.float64), 0, -1).swapaxes(0, 1)
-    return Measured(ratios, changed, np.array(found.embedded), tuple(found.phases))
+    ratios, changed = np.moveaxis(np.array(measurement.ratios, np.float64), 0, -1).swapaxes(0, 1)
+    return Measured(ratios, changed, np.array(measurement.embedded), tuple(measurement.phases))
 
 
 def tables_from(runs: Sequence[Measured]) -> Tables:

@@ -67,13 +67,13 @@ class CacheRule(ABC):
         return ForwardCache(self.blocks, reused=reused)
 
     def __str__(self) -> str:
-        told, named = [], False
+        texts, named = [], False
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             named = named or value is None or isinstance(value, str)  # and so are those after it
             if value is not None:
-                told.append(f"{field.name}={value}" if named else str(value))
-        return ":".join(filter(None, [self.name, ",".join(told)]))
+                texts.append(f"{field.name}={value}" if named else str(value))
+        return ":".join(filter(None, [self.name, ",".join(texts)]))
 
 
 @dataclass(frozen=True)
@@ -163,17 +163,17 @@ class MagCache(CacheRule):
             return (False,) * len(phase.steps)
         lists = (table.prompt, table.negative) if phase.guided else (table.prompt,)
         listed = np.stack([nearest(ratios, phase.skipped + phase.total) for ratios in lists])[:, phase.skipped :]
-        found, (grown, errors, count) = [], NEW
+        flags, (grown, errors, count) = [], NEW
         for step in range(len(phase.steps)):
             if step == 0 or not _may(step, phase, whole, table):
-                found.append(False)
+                flags.append(False)
                 continue
             grown = grown * listed[:, phase.start + step]
             errors, count = errors + np.abs(1 - grown), count + 1
-            found.append(bool((errors < delta).all()) and count <= most)
-            if not found[-1]:
+            flags.append(bool((errors < delta).all()) and count <= most)
+            if not flags[-1]:
                 grown, errors, count = NEW
-        return _begun(found)
+        return _begun(flags)
 
 
 NEW = (1.0, 0.0, 0)  # growth, errors and count of a MagCache after a step that was computed
@@ -229,13 +229,13 @@ class TeaCache(CacheRule):
         """`changes` are those of the embedding before each step; without them each step that may reuse does."""
         table: Changes = getattr(tables, self.table)
         threshold = self.threshold or table.threshold
-        found, error = [], 0.0
+        flags, error = [], 0.0
         for step in range(len(phase.steps)):
             may = step > 0 and table.first <= phase.start + step < phase.total - table.last
             error = error + (0.0 if changes is None else float(np.polyval(table.polynomial, changes[step])))
-            found.append(may and error < threshold)
-            error = error if found[-1] else 0.0
-        return _begun(found)
+            flags.append(may and error < threshold)
+            error = error if flags[-1] else 0.0
+        return _begun(flags)
 
 
 @dataclass(frozen=True)
@@ -294,13 +294,13 @@ RULES: Mapping[str, type[CacheRule]] = {
 NONE = NoRule()
 
 
-def cache_rule(given: Any) -> CacheRule:
+def cache_rule(rule: Any) -> CacheRule:
     """Returns a rule, or the one that a text such as `magcache`, `deepcache:11,45,4` or `none` describes.
 
     Settings stand in their order, and after those by name: `teacache:0.1,mode=plain`. Raises WanjaxError for anything
     else.
     """
-    return given if isinstance(given, CacheRule) else read_value(given, RULES, "step cache")
+    return rule if isinstance(rule, CacheRule) else read_value(rule, RULES, "step cache")
 
 
 def chosen_rule(rule: CacheRule, phases: Sequence[Phase], tables: Tables, model: str) -> CacheRule:

@@ -85,8 +85,8 @@ def read_tables(file: Path, name: str | None = None) -> Tables:
     Raises WanjaxError where the file is damaged or a table has a wrong length.
     """
     try:
-        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        kinds = [found.get(kind, {}) for kind in KINDS.values()]
+        content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        kinds = [content.get(kind, {}) for kind in KINDS.values()]
         magcache, teacache, pictured, plain = kinds if name is None else [kind.get(name) for kind in kinds]
         return Tables(_magnitudes(magcache), _changes(teacache), _magnitudes(pictured), _changes(plain))
     except WanjaxError as error:
@@ -99,9 +99,9 @@ def read_tables(file: Path, name: str | None = None) -> Tables:
 
 def tables_of(places: Sequence[tuple[Path | None, str | None]]) -> Tables:
     """Returns each table from the first of the places that has it: files, and names in them as for `read_tables`."""
-    found = [read_tables(file, name) for file, name in places if file is not None]
-    first: dict[str, Any] = {kind: next(filter(None, (getattr(x, kind) for x in found)), None) for kind in KINDS}
-    first["pictured"] = next((x.pictured for x in found if x.magnitudes), None)  # of one place with `magnitudes`
+    tables = [read_tables(file, name) for file, name in places if file is not None]
+    first: dict[str, Any] = {kind: next(filter(None, (getattr(x, kind) for x in tables)), None) for kind in KINDS}
+    first["pictured"] = next((x.pictured for x in tables if x.magnitudes), None)  # of one place with `magnitudes`
     return Tables(**first)
 
 
@@ -120,14 +120,14 @@ def key_of(source: Source) -> str:
     It is another one when the files of the transformer change.
     """
     if source.revision is not None:
-        told = [source.origin, source.revision]
+        identity = [source.origin, source.revision]
     else:
-        told = [str(Path(source.name).expanduser().absolute())]
+        identity = [str(Path(source.name).expanduser().absolute())]
         with suppress(WanjaxError, OSError):
             for path in source["transformer"].weights().paths:
-                told += [path.name, content_digest(path)]
+                identity += [path.name, content_digest(path)]
     name = re.sub(r"[^\w.-]+", "-", Path(source.origin).name)
-    return f"{name}-{hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]}"
+    return f"{name}-{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]}"
 
 
 def table_digest(tables: Tables, kind: str) -> str:
@@ -137,8 +137,8 @@ def table_digest(tables: Tables, kind: str) -> str:
 
 def to_json(tables: Tables) -> dict[str, Any]:
     """Returns tables as `read_tables` reads them."""
-    found = {kind: getattr(tables, field) for field, kind in KINDS.items()}
-    return {kind: table._asdict() for kind, table in found.items() if table}
+    tables_by_kind = {kind: getattr(tables, field) for field, kind in KINDS.items()}
+    return {kind: table._asdict() for kind, table in tables_by_kind.items() if table}
 
 
 def _magnitudes(json: Any) -> Magnitudes | None:

@@ -61,20 +61,20 @@ class CogVideoXModel(VideoModel[CogVideoXEncoded]):
         def config(component: str) -> Any:
             return network_in(source, component, NETWORKS).config
 
-        made = cls(
+        model = cls(
             text_encoder=config("text_encoder") if encoders else None,
             transformer=config("transformer"),
             vae=config("vae"),
             scheduler=from_config(source["scheduler"].config()),
         )
-        channels, latents = made.transformer.channels_in, made.vae.latent_channels
+        channels, latents = model.transformer.channels_in, model.vae.latent_channels
         pictured = source.index.get("_class_name") == "CogVideoXImageToVideoPipeline"
-        if channels != latents * (2 if pictured else 1) or made.transformer.channels_out != latents:
+        if channels != latents * (2 if pictured else 1) or model.transformer.channels_out != latents:
             raise WanjaxError(
                 f"the checkpoint's configs contradict each other: a {source.index.get('_class_name')} whose VAE has "
-                f"{latents} channels cannot have a transformer from {channels} to {made.transformer.channels_out}"
+                f"{latents} channels cannot have a transformer from {channels} to {model.transformer.channels_out}"
             )
-        return made
+        return model
 
     @property
     def pictured(self) -> bool:
@@ -152,13 +152,13 @@ class CogVideoXModel(VideoModel[CogVideoXEncoded]):
                 split_posterior, scale, encoded(runtime.components.get("vae"), fitted, tiling, runtime.call)
             )
 
-        made: dict[str, Any] = {}
+        latents: dict[str, Any] = {}
         if (picture := pictures.picture("image")) is not None:
-            made["image_latents"], made["image_deviation"] = posterior([picture], self.vae.picture_scale)
+            latents["image_latents"], latents["image_deviation"] = posterior([picture], self.vae.picture_scale)
         if (clip := pictures.clip("video")) is not None:
             clip = clip[: settings.frames]
-            made["video_latents"], made["video_deviation"] = posterior(clip, self.vae.scaling_factor)
-        return made
+            latents["video_latents"], latents["video_deviation"] = posterior(clip, self.vae.scaling_factor)
+        return latents
 
     def conditioning_shapes(self, encoded: CogVideoXEncoded, settings: Settings) -> Mapping[str, FieldShape]:
         text = FieldShape((len(encoded.prompt_embeds), self.text_length(settings.follow), self.transformer.text_width))
@@ -171,5 +171,5 @@ class CogVideoXModel(VideoModel[CogVideoXEncoded]):
     def prepare(
         self, runtime: Runtime, network: SplitNetwork, encoded: CogVideoXEncoded, x: Held, purpose: Preparation
     ) -> tuple[tuple[Any, ...], Any]:
-        given = x, network.weights, encoded[:2], encoded.image_latents, purpose.nag
-        return runtime.call(make_context, (network.graphdef, purpose.groups), *given)
+        arguments = x, network.weights, encoded[:2], encoded.image_latents, purpose.nag
+        return runtime.call(make_context, (network.graphdef, purpose.groups), *arguments)

@@ -71,10 +71,10 @@ def lengths_of(texts: Sequence[Text], *, together: bool) -> tuple[Lengths, ...]:
     A masked token changes nothing, so the lengths decide only which step is compiled. Texts that are read `together`
     get one length.
     """
-    found = [Lengths(_enough(text.mask, LENGTHS), _enough(text.glyph_mask, GLYPH_LENGTHS)) for text in texts]
+    lengths = [Lengths(_enough(text.mask, LENGTHS), _enough(text.glyph_mask, GLYPH_LENGTHS)) for text in texts]
     if together:
-        found = [Lengths(*map(max, zip(*found, strict=True)))] * len(texts)
-    return tuple(found)
+        lengths = [Lengths(*map(max, zip(*lengths, strict=True)))] * len(texts)
+    return tuple(lengths)
 
 
 def _enough(mask: Shaped[Array | np.ndarray, "B S"], lengths: Sequence[int]) -> int:

@@ -73,10 +73,10 @@ def open_folder(name: str | Path, folder: Path, revision: str | None = None) -> 
 
     Raise WanjaxError where it holds several transformers, or none that is supported.
     """
-    own = folder.absolute()
-    own = own if _is_transformer(own) else _only_one(str(name), _transformers(own))
-    root = own.parents[1] if own.parent.name == TRANSFORMERS else own
-    model, transformer = _model(_told(own), own), (own / "*").relative_to(root).as_posix()
+    folder = folder.absolute()
+    weights = folder if _is_transformer(folder) else _only_one(str(name), _transformers(folder))
+    root = weights.parents[1] if weights.parent.name == TRANSFORMERS else weights
+    model, transformer = _model(_model_name(weights), weights), (weights / "*").relative_to(root).as_posix()
     index = _index(model)
     patterns = [transformer, *(f"{PLACES[component]}/*" for component in classes_in(index) if component in PLACES)]
     storage = Storage(str(name), root, revision, patterns)
@@ -92,14 +92,14 @@ def open_folder(name: str | Path, folder: Path, revision: str | None = None) -> 
     def find(component: str) -> Recognised | None:
         if component == "transformer":
             storage.fetched([transformer])
-            return recognise.component(component, SafetensorsFolder(own), read_json(own / "config.json"))
+            return recognise.component(component, SafetensorsFolder(weights), read_json(weights / "config.json"))
         folder = place(component)
         if folder is None:
             return None
         match component:
             case "vae":
-                given = read_json(folder / "config.json", missing={})
-                return recognise.component(component, SafetensorsFolder(folder), given)
+                config = read_json(folder / "config.json", missing={})
+                return recognise.component(component, SafetensorsFolder(folder), config)
             case "text_encoder":
                 return recognise.language_model(SafetensorsFolder(folder), read_json(folder / "config.json"))
             case "text_encoder_2":
@@ -115,9 +115,9 @@ def open_folder(name: str | Path, folder: Path, revision: str | None = None) -> 
         base = ByT5Tokenizer.load(storage.fetched([f"{BYT5}/*"]) / BYT5, length=GLYPH_LENGTH)
         assets = root / PLACES["tokenizer_2"]
         names = recognise.glyph_tokens(read_json(assets / COLOURS), read_json(assets / FONTS))
-        kept = ExitStack()
-        finalize(storage, kept.close)
-        path = kept.enter_context(own_folder()) / "tokenizer_config.json"
+        folders = ExitStack()
+        finalize(storage, folders.close)
+        path = folders.enter_context(own_folder()) / "tokenizer_config.json"
         path.write_text(json.dumps(base.with_tokens(names).config), encoding="utf-8")
         return path
 
@@ -168,11 +168,11 @@ def _source(storage: Storage, model: Preset, find: Callable[[str], Recognised | 
 
     The tensors of most models have the same shapes. `how` are further arguments of `recognised`.
     """
-    settings, published, found = model.defaults, model.architecture, find("transformer")
-    assert found is not None
+    settings, published, transformer = model.defaults, model.architecture, find("transformer")
+    assert transformer is not None
     assert isinstance(published, HunyuanVideoModel)
     origin = lender = storage.name  # for a transformer of other shapes nothing is known
-    if read_config("the transformer's config.json", found.json, transformer_config) == published.transformer:
+    if read_config("the transformer's config.json", transformer.json, transformer_config) == published.transformer:
         alike = [model, *(preset for preset in PRESETS if preset.architecture == published)]
         origin, lender = model.source, next(x.source for x in alike if x.source.count("/") == 1)
     scheduler = {"num_train_timesteps": 1000, "shift": published.spec.schedule_options(settings)["shift"]}
@@ -203,7 +203,7 @@ def _transformers(root: Path) -> list[Path]:
 
 def _only_one(name: str, folders: Sequence[Path]) -> Path:
     """Returns the only folder of a supported transformer, or of any; raises WanjaxError if there are several."""
-    supported = [folder for folder in folders if _told(folder) in MODELS]
+    supported = [folder for folder in folders if _model_name(folder) in MODELS]
     if len(supported) > 1:
         one = f"{name}/{TRANSFORMERS}/{supported[0].name}"
         one += "" if Path(name).expanduser().exists() else "/diffusion_pytorch_model.safetensors"
@@ -226,29 +226,29 @@ def _named(text: str) -> str | None:
     return f"{lines[1] or lines[2]}p_{task[1]}{''.join(ends)}"
 
 
-def _told(folder: Path) -> str | None:
+def _model_name(folder: Path) -> str | None:
     """Returns the model that a transformer's folder is, by its name or, if that tells none, by its config.json.
 
     Raises WanjaxError where the two contradict each other.
     """
     named, config = _named(folder.name), read_json(folder / "config.json")
-    told = [str(config[entry]) for entry in ("ideal_resolution", "ideal_task") if config.get(entry)]
+    parts = [str(config[entry]) for entry in ("ideal_resolution", "ideal_task") if config.get(entry)]
     if named is None:
-        return "_".join(told) + ("_step_distilled" if config.get("use_meanflow") else "") or None
-    if not set(told) <= set(named.split("_")):
+        return "_".join(parts) + ("_step_distilled" if config.get("use_meanflow") else "") or None
+    if not set(parts) <= set(named.split("_")):
         raise WanjaxError(
-            f"{folder} is named {named}, but its config.json says {' '.join(told)}: one of the two is wrong"
+            f"{folder} is named {named}, but its config.json says {' '.join(parts)}: one of the two is wrong"
         )
     return named
 
 
 def _model(named: str | None, path: Path) -> Preset:
     """Returns the published model of this name; raises WanjaxError where it is unknown or not supported."""
-    known = ", ".join(MODELS)
+    names = ", ".join(MODELS)
     if named is None:
-        raise WanjaxError(f"{path} does not tell which model it is: a name that holds one of {known} does")
+        raise WanjaxError(f"the name of {path} does not say which model it is: put one of {names} into it")
     if named not in MODELS:
-        raise WanjaxError(f"{path} is {named}, which is not supported: {known} are")
+        raise WanjaxError(f"{path} is {named}, which is not supported: give one of {names}")
     return MODELS[named]
 
 

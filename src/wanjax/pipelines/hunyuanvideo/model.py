@@ -78,7 +78,7 @@ class HunyuanVideoModel(VideoModel[HunyuanVideoEncoded]):
             return network_in(source, component, NETWORKS).config if read else None
 
         pictured = source.index.get("_class_name") == IMAGE_TO_VIDEO
-        made = cls(
+        model = cls(
             text_encoder=config("text_encoder", read=encoders),
             text_encoder_2=config("text_encoder_2", read=encoders),
             image_encoder=config("image_encoder", read=encoders and pictured),
@@ -87,13 +87,13 @@ class HunyuanVideoModel(VideoModel[HunyuanVideoEncoded]):
             pictured=pictured,
             scheduler=from_config(source["scheduler"].config()),
         )
-        channels, latents = made.transformer.channels_in, made.vae.latent_channels
-        if (channels, made.transformer.channels_out) != (2 * latents + 1, latents):
+        channels, latents = model.transformer.channels_in, model.vae.latent_channels
+        if (channels, model.transformer.channels_out) != (2 * latents + 1, latents):
             raise WanjaxError(
                 f"the checkpoint's configs contradict each other: with a VAE of {latents} channels the transformer has "
-                f"{2 * latents + 1} in and {latents} out, not {channels} and {made.transformer.channels_out}"
+                f"{2 * latents + 1} in and {latents} out, not {channels} and {model.transformer.channels_out}"
             )
-        return made
+        return model
 
     @cached_property
     def spec(self) -> ModelSpec:
@@ -144,7 +144,7 @@ class HunyuanVideoModel(VideoModel[HunyuanVideoEncoded]):
             flops=forward_flops(config, video=video, prompt=prompt, beside=beside),
         )
 
-    def size_for(self, picture: tuple[int, int, int], asked: Settings) -> tuple[int, int]:
+    def size_for(self, picture: tuple[int, int, int], settings: Settings) -> tuple[int, int]:
         return size_of(picture, self.transformer.target_size, self.spec.size_multiple)
 
     def tokenize(self, runtime: Runtime, prompts: Sequence[str], follow: str) -> tuple[TokenBatch, ...]:
@@ -198,5 +198,5 @@ class HunyuanVideoModel(VideoModel[HunyuanVideoEncoded]):
     ) -> tuple[tuple[Any, ...], Any]:
         together = purpose.groups.batch > 1 or purpose.nag is not None
         static = network.graphdef, purpose.groups, lengths_of(encoded.texts, together=together)
-        given = encoded.texts, encoded.image_embeds, encoded.image_latents, purpose.nag
-        return runtime.call(make_context, static, x, network.weights, *given)
+        arguments = encoded.texts, encoded.image_embeds, encoded.image_latents, purpose.nag
+        return runtime.call(make_context, static, x, network.weights, *arguments)

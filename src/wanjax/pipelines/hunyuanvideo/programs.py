@@ -57,8 +57,8 @@ class HunyuanVideoDenoiser(Denoiser):
     ) -> Latents:
         now, *following = t
         mask = network.mask(network.grid(x)) if dense is False else None
-        given = beside_condition(x, shared.image), now, prompt, shared.rope, *following
-        return network(*given, mask=mask, cache=blocks)
+        arguments = beside_condition(x, shared.image), now, prompt, shared.rope, *following
+        return network(*arguments, mask=mask, cache=blocks)
 
 
 def beside_condition(x: Latents, image: Float[Array, "_B 1 H W C"] | None) -> Float[Array, "B T H W _C"]:

@@ -37,15 +37,15 @@ def parts(reader: Reader) -> dict[str, Reader]:
     return held(reader, TELLING, PREFIXES)
 
 
-def component(name: str, reader: Reader, given: Mapping[str, Any] | None = None) -> Recognised:
+def component(name: str, reader: Reader, config: Mapping[str, Any] | None = None) -> Recognised:
     """Returns the transformer or the VAE from a reader that holds nothing else, by either layout's names.
 
-    given: the authors' config.json, if there is one. Raises WanjaxError if the tensors are not the component's.
+    config: the authors' config.json, if there is one. Raises WanjaxError if the tensors are not the component's.
     """
     reader, names = Descaled(reader), original.TRANSFORMER if name == "transformer" else original.VAE
     authors = has_authors_names(name, reader, TELLING[name], "HunyuanVideo 1.5")
     specs = reader.specs if authors else {names.theirs(key) or key: spec for key, spec in reader.specs.items()}
-    json = original.transformer_json(specs, given) if name == "transformer" else original.vae_json(specs, given)
+    json = original.transformer_json(specs, config) if name == "transformer" else original.vae_json(specs, config)
     if not authors:
         return Recognised(json, reader)
     renamed = Renamed(reader, lambda key: names.ours(key) or key)

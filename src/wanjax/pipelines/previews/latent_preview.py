@@ -61,7 +61,7 @@ def fitted(encode: Callable[[Any], Any], spatial: int, temporal: int) -> Colours
     seen = clip.reshape(len(clip), height, spatial, width, spatial, 3).mean((2, 4)) / 255
     first, later = seen[:1], seen[1:].reshape(count - 1, temporal, height, width, 3).mean(1)
     maps = [_least_squares(latents[:1], first), _least_squares(latents[1:], later)]
-    return Colours(np.stack([found[:-1] for found in maps]), np.stack([found[-1] for found in maps]))
+    return Colours(np.stack([solution[:-1] for solution in maps]), np.stack([solution[-1] for solution in maps]))
 
 
 def _least_squares(

@@ -31,8 +31,8 @@ class TinyPictures:
 
     def pictures(self, latents: Float[Array | np.ndarray, "B C T H W"]) -> UInt8[np.ndarray, "B T _H _W 3"]:
         """Returns a picture of each latent frame of each video."""
-        made = self._decode(self._weights, jnp.asarray(np.asarray(latents), jnp.float32))
-        return np.round(255 * np.asarray(made)).astype(np.uint8)
+        pictures = self._decode(self._weights, jnp.asarray(np.asarray(latents), jnp.float32))
+        return np.round(255 * np.asarray(pictures)).astype(np.uint8)
 
 
 def read_tiny_decoder(file: str | Path, channels: int) -> TinyPictures:

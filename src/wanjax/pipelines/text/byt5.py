@@ -95,10 +95,10 @@ class ByT5Tokenizer:
     def _row(self, text: str, length: int) -> tuple[list[int], Truncation | None]:
         """Returns the ids of a text, cut to a length, and its truncation."""
         whole = list(self._ids(text))
-        kept, cut = whole[: length - 1], whole[length - 1 :]
-        if kept[-1:] != [END]:
-            kept.append(END)
-        return kept, Truncation(len(whole) + 1, length, self._text(cut).strip()) if cut else None
+        ids, cut = whole[: length - 1], whole[length - 1 :]
+        if ids[-1:] != [END]:
+            ids.append(END)
+        return ids, Truncation(len(whole) + 1, length, self._text(cut).strip()) if cut else None
 
     def _ids(self, text: str) -> Iterator[int]:
         """Yields the ids of a text, without the end token."""

@@ -46,9 +46,9 @@ class Extended(str):
     original: str
 
     def __new__(cls, text: str, original: str = "") -> "Extended":
-        made = super().__new__(cls, text)
-        made.original = original
-        return made
+        extended = super().__new__(cls, text)
+        extended.original = original
+        return extended
 
 
 def as_settings(prompt: str) -> dict[str, str]:
@@ -81,11 +81,11 @@ def check_address(url: str) -> None:
     right = f"give an address such as http://localhost:11434/v1, and a key in {KEY}"
     try:
         parts = urlsplit(url)
-        known = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
+        valid = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
     except ValueError:
-        known = False
+        valid = False
         parts = urlsplit("")
-    if not known or not url.isascii() or not url.isprintable() or " " in url:
+    if not valid or not url.isascii() or not url.isprintable() or " " in url:
         raise WanjaxError(f"the address that extends prompts is given as {shown(url)}: {right}")
     if parts.username or parts.password or parts.query or parts.fragment:
         raise WanjaxError(f"the address that extends prompts holds more than an address: {right}")
@@ -111,32 +111,32 @@ def _asked(url: str, body: Mapping[str, Any], key: str) -> bytes:
     """
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     request = Request(f"{url.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers)
-    told: list[bytes | BaseException] = []
+    answers: list[bytes | BaseException] = []
 
     def ask() -> None:
         try:
             with build_opener(NoRedirect).open(request, timeout=PATIENCE) as answer:
-                told.append(answer.read(LARGEST + 1))
+                answers.append(answer.read(LARGEST + 1))
         except HTTPError as error:
-            told.append(WanjaxError(f"{url} extends no prompt: {_refusal(error, key)}"))
+            answers.append(WanjaxError(f"{url} extends no prompt: {_refusal(error, key)}"))
         except (OSError, HTTPException, ValueError) as error:
-            told.append(error)
+            answers.append(error)
 
     thread = Thread(target=ask, name="wanjax-extending", daemon=True)
     thread.start()
     thread.join(PATIENCE)
-    found = told[0] if told else TimeoutError()
-    if isinstance(found, WanjaxError):
-        raise found
-    if isinstance(found, BaseException):
-        why = getattr(found, "reason", found)
+    answer_or_error = answers[0] if answers else TimeoutError()
+    if isinstance(answer_or_error, WanjaxError):
+        raise answer_or_error
+    if isinstance(answer_or_error, BaseException):
+        why = getattr(answer_or_error, "reason", answer_or_error)
         if isinstance(why, TimeoutError):
             raise WanjaxError(f"{url} extends no prompt: it does not answer within {PATIENCE:g} s")
         told_why = getattr(why, "strerror", None) or type(why).__name__
         raise WanjaxError(f"{url} extends no prompt: it cannot be asked, {_short(told_why, key)}")
-    if len(found) > LARGEST:
+    if len(answer_or_error) > LARGEST:
         raise WanjaxError(f"{url} extends no prompt: it answers with more than {LARGEST:,} bytes")
-    return found
+    return answer_or_error
 
 
 def _refusal(error: HTTPError, key: str) -> str:
@@ -145,8 +145,8 @@ def _refusal(error: HTTPError, key: str) -> str:
         return f"it redirects elsewhere ({error.code}), which is not followed"
     why: Any = error.reason
     try:
-        found = json.loads(error.read(10_000))["error"]
-        why = found if isinstance(found, str) else found["message"]
+        details = json.loads(error.read(10_000))["error"]
+        why = details if isinstance(details, str) else details["message"]
     except (ValueError, KeyError, TypeError, OSError, HTTPException, RecursionError):
         pass
     return f"it answers {error.code}, {_short(why, key)}"
@@ -166,8 +166,8 @@ def _text_of(answer: bytes, url: str, key: str) -> str:
     if not line:
         raise WanjaxError(f"{url} extends no prompt: its answer is empty")
     if len(line) > LONGEST:
-        told = f"its answer has {len(line):,} characters where {LONGEST:,} are allowed at most"
-        raise WanjaxError(f"{url} extends no prompt: {told}")
+        message = f"its answer has {len(line):,} characters where {LONGEST:,} are allowed at most"
+        raise WanjaxError(f"{url} extends no prompt: {message}")
     if key and key in line:
         raise WanjaxError(f"{url} extends no prompt: its answer repeats the key")
     return line
@@ -175,5 +175,5 @@ def _text_of(answer: bytes, url: str, key: str) -> str:
 
 def _short(text: Any, key: str) -> str:
     """Returns a stranger's text for a message, without the key and without characters that would steer a terminal."""
-    told = str(text)[:10_000]
-    return cleaned(told.replace(key, "***") if key else told)[:300] or "without a reason"
+    short = str(text)[:10_000]
+    return cleaned(short.replace(key, "***") if key else short)[:300] or "without a reason"

@@ -62,8 +62,8 @@ def batched(rows: Iterable[tuple[Sequence[int], Truncation | None]], length: int
     """Returns the ids of each prompt, padded to one length, and its truncation."""
     each = list(rows)
     ids, mask = np.full((len(each), length), pad, np.int32), np.zeros((len(each), length), bool)
-    for row, (found, _) in enumerate(each):
-        ids[row, : len(found)], mask[row, : len(found)] = found, True
+    for row, (tokens, _) in enumerate(each):
+        ids[row, : len(tokens)], mask[row, : len(tokens)] = tokens, True
     return TokenBatch(ids, mask, tuple(cut for _, cut in each))
 
 
@@ -116,8 +116,8 @@ class Tokenizer:
         length = self.text_length if length is None else length
         self.backend.enable_truncation(length)
         encodings = [self.backend.encode(prompt) for prompt in prompts]
-        cut = [_truncation(prompt, made, length) for prompt, made in zip(prompts, encodings, strict=True)]
-        return batched(zip((made.ids for made in encodings), cut, strict=True), length, self.pad_id)
+        cut = [_truncation(prompt, encoding, length) for prompt, encoding in zip(prompts, encodings, strict=True)]
+        return batched(zip((encoding.ids for encoding in encodings), cut, strict=True), length, self.pad_id)
 
 
 def _truncation(prompt: str, encoding: tokenizers.Encoding, length: int) -> Truncation | None:
@@ -134,8 +134,8 @@ def _read_tokenizer(file: Path) -> tokenizers.Tokenizer:
         text = file.read_text(encoding="utf-8")
         strange = [pattern for pattern in _patterns(json.loads(text)) if pattern not in PATTERNS]
         if strange:
-            known = "the expressions of the models that are known here are"
-            raise WanjaxError(f"{file} splits text by the regular expression {strange[0][:60]!r}: {known} right")
+            expression = repr(strange[0][:60])
+            raise WanjaxError(f"{file} splits text by {expression}, as no supported model does: give its own tokenizer")
         return tokenizers.Tokenizer.from_str(text)
     except WanjaxError:
         raise

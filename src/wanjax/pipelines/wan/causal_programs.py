@@ -61,5 +61,5 @@ def renew(
 ) -> KVCache:
     """Returns the window with the keys and values of a finished chunk, from a pass at timestep 0."""
     t = jnp.zeros(len(x), jnp.float32)
-    _, kept = nnx.merge(graphdef, weights)(x, t, context, time, window, place)
-    return renewed(window, kept, place)
+    _, cache = nnx.merge(graphdef, weights)(x, t, context, time, window, place)
+    return renewed(window, cache, place)

@@ -36,14 +36,14 @@ def unit(picture: Picture, settings: Settings) -> Float[np.ndarray, "_H _W 3"]:
     return fit(picture, settings.size, settings.resize).astype(np.float32) / np.float32(255)
 
 
-def known_frames(known: Sequence[int], frames: int, factor: int) -> Float[np.ndarray, "C T"]:
+def known_frames(indices: Sequence[int], frames: int, factor: int) -> Float[np.ndarray, "C T"]:
     """Returns the mask of a video's known frames, 1 or 0, as channels of the latent frames.
 
     A latent frame has one channel for each of its `factor` frames. The first latent frame has one frame, which fills
     all its channels.
     """
     flags = np.zeros(frames, np.float32)
-    flags[list(known)] = 1
+    flags[list(indices)] = 1
     return np.append(np.repeat(flags[:1], factor), flags[1:]).reshape(-1, factor).T
 
 

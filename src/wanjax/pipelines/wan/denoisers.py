@@ -73,8 +73,8 @@ class FirstFrameDenoiser(WanDenoiser):
     def velocity(
         self, network: Any, x: Video, t: Float[Array, "B"], prompt: Any, rope: Rope, condition: Any, **how: Any
     ) -> Velocity:
-        known = 0 if condition is None else 1
-        return network(begun_by(condition, x), t, prompt, rope, clean_frames=known, **how)
+        clean_frames = 0 if condition is None else 1
+        return network(begun_by(condition, x), t, prompt, rope, clean_frames=clean_frames, **how)
 
     def finalize(self, x: Video, conditioning: Mapping[str, Any]) -> Video:
         return begun_by(as_latents(conditioning.get("condition")), x)
@@ -97,9 +97,9 @@ class FirstFrameConditionedDenoiser(ConditionedDenoiser):
     def velocity(
         self, network: Any, x: Video, t: Float[Array, "B"], prompt: Any, rope: Rope, condition: Any, **how: Any
     ) -> Velocity:
-        known = 0 if condition is None else 1
+        clean_frames = 0 if condition is None else 1
         x = begun_by(_first(condition, x), x)
-        return super().velocity(network, x, t, prompt, rope, condition, clean_frames=known, **how)
+        return super().velocity(network, x, t, prompt, rope, condition, clean_frames=clean_frames, **how)
 
     def finalize(self, x: Video, conditioning: Mapping[str, Any]) -> Video:
         return begun_by(_first(as_latents(conditioning.get("condition")), x), x)

@@ -86,12 +86,12 @@ def open_folder(name: str | Path, root: Path, revision: str | None = None) -> So
                 return None
             place = FOLDERS[component] if inside else ""
             storage.fetched([f"{place}/{file}".lstrip("/") for file in TRANSFORMER_FILES])
-            given = read_json(folder / "config.json", missing={})
-            return recognise.component("transformer", SafetensorsFolder(folder), given)
+            config = read_json(folder / "config.json", missing={})
+            return recognise.component("transformer", SafetensorsFolder(folder), config)
         storage.fetched(FILES.get(component, ()))
         for pattern in FILES.get(component, ()):
-            if found := sorted(path for path in root.iterdir() if fnmatchcase(path.name, pattern)):
-                return recognise.component(component, open_tensors(found[0]))
+            if matches := sorted(path for path in root.iterdir() if fnmatchcase(path.name, pattern)):
+                return recognise.component(component, open_tensors(matches[0]))
         return None
 
     def files(component: str) -> Sequence[Path] | None:
@@ -143,12 +143,12 @@ def _source(
     storage: Storage, find: Callable[[str], Recognised | None], experts: bool, known_as: str, **how: Any
 ) -> Source:
     """Return a checkpoint of Wan's networks; `how` are further arguments of `recognised`."""
-    name, found = telling(known_as), find("transformer")
+    name, recognised_transformer = telling(known_as), find("transformer")
     if ANIMATE.search(name):
         raise WanjaxError(f"{storage.name} is Wan Animate 2 by its name, and {recognise.READ} are read")
-    if found is None:
+    if recognised_transformer is None:
         raise needs_transformer(storage.name, (), "Wan")
-    transformer, shape = found.json, _shape(found.json)
+    transformer, shape = recognised_transformer.json, _shape(recognised_transformer.json)
     notes = [
         f"{storage.name} is taken as its shape is, and {what} are not offered"
         for pattern, what in FURTHER.items()

@@ -140,5 +140,5 @@ class WanModel(VideoModel[WanEncoded]):
     def prepare(
         self, runtime: Runtime, network: SplitNetwork, encoded: WanEncoded, x: Held, purpose: Preparation
     ) -> tuple[tuple[Any, ...], Any]:
-        given = encoded[:2], encoded.condition, encoded.image_embeds, purpose.nag
-        return runtime.call(make_context, (network.graphdef, purpose.groups), x, network.weights, *given)
+        arguments = encoded[:2], encoded.condition, encoded.image_embeds, purpose.nag
+        return runtime.call(make_context, (network.graphdef, purpose.groups), x, network.weights, *arguments)

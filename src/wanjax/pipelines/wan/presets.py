@@ -268,14 +268,14 @@ def _fun(name: str, source: str, architecture: WanModel, parameters: int, **sett
     Settings follow examples/wan2.1_fun/ and examples/wan2.2_fun/ of aigc-apps/VideoX-Fun: Euler's method at the noise
     levels of diffusers, and pictures that are stretched.
     """
-    own: dict[str, Any] = {"guidance_scale": 6.0, "sigmas": "diffusers", "resize": "stretch"}
+    overrides: dict[str, Any] = {"guidance_scale": 6.0, "sigmas": "diffusers", "resize": "stretch"}
     preset = _preset(
         name,
         source,
         "text, or a first picture, or a first and a last one, to video, by Alibaba PAI",
         architecture,
         parameters,
-        **own | settings,
+        **overrides | settings,
     )
     return replace(preset, source=f"alibaba-pai/{source}", scheduler=FlowEuler(), words=("fun", "inp(?:aint)?"))
 
@@ -446,14 +446,14 @@ def _sparse_linear(name: str, base: str, file: str, **settings: Any) -> Preset:
     if architecture.spec.needs:
         settings |= {"resize": "stretch"}
     size = f"{settings['height']}p"
-    own = {"model": name, "vae_dtype": "bfloat16"}
+    overrides = {"model": name, "vae_dtype": "bfloat16"}
     return replace(
         preset,
         name=name,
         source=f"{repository}/{file}.pth",
         about=f"{preset.about.partition(',')[0]} in 4 steps by TurboDiffusion, {size}",
         transformer_parameters=preset.transformer_parameters + config.layers * config.head_dim * (config.head_dim + 1),
-        defaults=TURBO.applied(preset.defaults).updated(own | settings),
+        defaults=TURBO.applied(preset.defaults).updated(overrides | settings),
         architecture=replace(architecture, transformer=config),
         scheduler=TURBO.solver(pictured=bool(architecture.spec.needs)),
         distillation=TURBO,

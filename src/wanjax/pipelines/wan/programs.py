@@ -58,9 +58,9 @@ def control_condition(
     static: None, clips: tuple[Float[Array, "1 C _T H W"], ...], mask: Any
 ) -> Float[Array, "1 _C _T H W"]:
     """Returns the control clip: pixels that are kept, those that are made anew, the mask; after reference pictures."""
-    kept, made, *references = clips
-    condition = jnp.concatenate([kept, made, mask[None]], axis=1)
-    rest = [(0, 0), (0, condition.shape[1] - kept.shape[1]), (0, 0), (0, 0), (0, 0)]
+    unchanged, repainted, *references = clips
+    condition = jnp.concatenate([unchanged, repainted, mask[None]], axis=1)
+    rest = [(0, 0), (0, condition.shape[1] - unchanged.shape[1]), (0, 0), (0, 0), (0, 0)]
     return jnp.concatenate([*(jnp.pad(x, rest) for x in references), condition], axis=2)
 
 

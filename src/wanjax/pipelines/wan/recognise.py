@@ -60,10 +60,10 @@ TOKENIZERS = ("spiece_model",)  # stored with the weights of text encoders
 
 def components(reader: Reader) -> dict[str, Recognised]:
     """Returns the components that a file holds. Raises WanjaxError if one of them is incomplete or not Wan's."""
-    found = {name: component(name, part) for name, part in held(reader, TELLING, PREFIXES).items()}
-    if "transformer" in found and any(key.startswith(CAUSAL) for key in reader.specs):
-        found["transformer"].json["_class_name"] = "CausalWanTransformer3DModel"
-    return found
+    recognised = {name: component(name, part) for name, part in held(reader, TELLING, PREFIXES).items()}
+    if "transformer" in recognised and any(key.startswith(CAUSAL) for key in reader.specs):
+        recognised["transformer"].json["_class_name"] = "CausalWanTransformer3DModel"
+    return recognised
 
 
 def is_generator(reader: Reader) -> bool:
@@ -73,10 +73,10 @@ def is_generator(reader: Reader) -> bool:
     )
 
 
-def component(name: str, reader: Reader, given: Mapping[str, Any] | None = None) -> Recognised:
+def component(name: str, reader: Reader, config: Mapping[str, Any] | None = None) -> Recognised:
     """Returns a component from a reader that holds nothing else, in either layout.
 
-    given: the authors' config.json, if there is one. Raises WanjaxError if the tensors are not the component's.
+    config: the authors' config.json, if there is one. Raises WanjaxError if the tensors are not the component's.
     """
     reader = Descaled(reader)
     authors = has_authors_names(name, reader, TELLING[name], "Wan")
@@ -84,7 +84,7 @@ def component(name: str, reader: Reader, given: Mapping[str, Any] | None = None)
         case "transformer":
             names, reader = original.TRANSFORMER, unflattened(reader, "patch_embedding.weight", PATCH)
             _check_own(reader, names.ours if authors else names.theirs)
-            json = original.transformer_json(_theirs(reader, names, authors), given)
+            json = original.transformer_json(_theirs(reader, names, authors), config)
             _check_channels(reader, json["in_channels"], json["out_channels"])
         case "vae":
             json, names = _vae(reader, authors)

@@ -112,8 +112,8 @@ class CausalTextToVideo(WanModel):
     ) -> tuple[tuple[Any, ...], CausalInputs]:
         _, nag, chunk, memory = purpose
         negative = () if nag is None else (encoded.negative_prompt_embeds, nag)
-        given = x, network.weights, encoded.prompt_embeds, *negative
-        past: Past = memory if isinstance(memory, Past) else runtime.call(begin_past, network.graphdef, *given)
+        arguments = x, network.weights, encoded.prompt_embeds, *negative
+        past: Past = memory if isinstance(memory, Past) else runtime.call(begin_past, network.graphdef, *arguments)
         place = place_of(self.causal, chunk, prod(x.shape[1:4]) // self.causal.patch_cells)
         return (past.context,), CausalInputs(angles_at(self.causal, chunk), past.window, place)
 
@@ -164,12 +164,12 @@ class ImageToVideo(WanModel):
     def encode_inputs(
         self, runtime: Runtime, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
     ) -> Mapping[str, Any]:
-        clip, known = [np.full((*settings.size, 3), GREY)] * settings.frames, []
+        clip, indices = [np.full((*settings.size, 3), GREY)] * settings.frames, []
         for frame, name in ((0, "image"), (settings.frames - 1, "last_image")):
             if (picture := pictures.picture(name)) is not None:
                 clip[frame] = unit(picture, settings)
-                known.append(frame)
-        mask = known_frames(known, settings.frames, self.vae.temporal_factor)
+                indices.append(frame)
+        mask = known_frames(indices, settings.frames, self.vae.temporal_factor)
         return {"condition": runtime.call(known_condition, None, self.encode_clip(runtime, clip, tiling), mask)}
 
 
@@ -286,8 +286,8 @@ class ControlledVideo(WanModel):
     ) -> Mapping[str, Any]:
         grey = np.full((*settings.size, 3), GREY, np.float32)
         clip = [grey] * settings.frames
-        if (given := pictures.clip("video")) is not None:
-            clip = [unit(frame, settings) for frame in given[: settings.frames]]
+        if (frames_of_clip := pictures.clip("video")) is not None:
+            clip = [unit(frame, settings) for frame in frames_of_clip[: settings.frames]]
         mask = np.broadcast_to(np.ones((), np.float32), (settings.frames, *settings.size))
         anew = np.broadcast_to(np.ones((), bool), (*mask.shape, 1))
         if (masks := pictures.clip("mask")) is not None:
@@ -308,11 +308,11 @@ class ControlledVideo(WanModel):
             """Returns a picture of another size on the host; one of zeros where a run is recorded."""
             return runtime.strategy.read(runtime.call(resize, size, picture), np.zeros((*size, 3), np.float32))
 
-        kept, made = (latents(list(map(partial(part, here), anew, clip))) for here in (False, True))
-        cells = mask_cells(mask, kept.shape[2], self.vae.spatial_factor)
+        unchanged, repainted = (latents(list(map(partial(part, here), anew, clip))) for here in (False, True))
+        cells = mask_cells(mask, unchanged.shape[2], self.vae.spatial_factor)
         pages = [on_white(picture, settings.size, resized) for picture in pictures.several("references")]
         references = [self.encode_clip(runtime, [page], tiling) for page in pages]
-        return {"condition": runtime.call(control_condition, None, (kept, made, *references), cells)}
+        return {"condition": runtime.call(control_condition, None, (unchanged, repainted, *references), cells)}
 
 
 def converted(kind: type[WanModel], model: WanModel, **changes: Any) -> WanModel:
