@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kills drivers of `wanjax batch` with `nano`, and their workers, with SIGKILL until the batch is whole.
+"""Kills all that makes videos with `nano`, by SIGKILL and PostgreSQL by `-m immediate`, until they are made.
 
-    python -m benchmarks.jobs_kills [--requests 60] [--drivers 10] [--workers 15]
+    python -m benchmarks.jobs_kills batch [--requests 60] [--drivers 10] [--workers 15] [--databases 0]
+    python -m benchmarks.jobs_kills serve [--requests 60] [--drivers 10] [--workers 15] [--databases 10]
+
+`batch` is `wanjax batch --workers 2`, whose driver is started again; `serve` is `wanjax serve --workers 2`, to which
+the drivers are its fronts, and of whose videos some are deleted meanwhile. Both use PostgreSQL where it is to be
+killed, and else SQLite. Printed is what came of it, each of which is to be True.
 
 `pytest -m slow tests/jobs/test_pool.py` kills 60 workers whose makers make no video.
 """
@@ -9,64 +14,156 @@
 import argparse
 import os
 import random
+import subprocess
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 
 from benchmarks.cluster import driver, videos, write_requests
+from benchmarks.serving import served
 from tests.support.batches import read_manifest
+from tests.support.postgres import Server, running
+from wanjax.jobs.databases import VARIABLE
 from wanjax.media.videos import read_metadata
+
+AWAY = 1.0  # seconds for which the database is away
+PATIENCE = 900.0  # seconds in which another video is made
+SMALL_VIDEO = {"prompt": "a red circle", "size": "32x32", "frames": 5, "steps": 20}
+WAITING, DELETED = 8, 7  # videos that a server has at once, and of so many one is deleted
 
 
 def workers_of(pid: int) -> list[psutil.Process]:
-    """Returns the processes of a driver's workers."""
+    """Returns the processes of a command's workers."""
     with suppress(psutil.Error):
         return [one for one in psutil.Process(pid).children() if "spawn_main" in " ".join(one.cmdline())]
     return []
 
 
-def kill_all(folder: Path, requests: int, drivers: int, workers: int, seed: int = 0) -> dict[str, Any]:
-    """Makes a batch by two workers while so many drivers and workers are killed; returns what came of it."""
-    file, out, rng = write_requests(folder / "requests.jsonl", requests), folder / "videos", random.Random(seed)
-    kinds = ["driver"] * drivers + ["worker"] * workers
-    rng.shuffle(kinds)
+class Kills:
+    """So many kills of each kind, in an order of chance, one after each few videos."""
+
+    def __init__(self, requests: int, drivers: int, workers: int, databases: int, postgres: Server | None):
+        self.kinds = ["driver"] * drivers + ["worker"] * workers + ["database"] * databases
+        self.random, self.postgres = random.Random(0), postgres
+        self.random.shuffle(self.kinds)
+        self.requests, self.wait = requests, max(1, requests // (len(self.kinds) + 1))
+        self.done, self.since = 0, time.monotonic()
+
+    def look(self, done: int, process: "subprocess.Popen[str]") -> None:
+        """Kill what is next where as many videos were made as are to be between two kills."""
+        assert time.monotonic() - self.since < PATIENCE, f"{done} of {self.requests} videos, and no more"
+        if not self.kinds or done < self.done + self.wait:
+            return
+        victims = [psutil.Process(process.pid)] if self.kinds[0] == "driver" else workers_of(process.pid)
+        if self.kinds[0] == "database":
+            assert self.postgres is not None
+            self.postgres.stop("immediate")
+            time.sleep(AWAY)
+            self.postgres.start()
+        elif victims:
+            self.random.choice(victims).kill()
+        else:
+            return
+        self.done, self.since = done, time.monotonic()
+        print(f"{done} of {self.requests}: {self.kinds.pop(0)} killed, load {os.getloadavg()[0]:.1f}", flush=True)
+
+
+def kill_batch(folder: Path, kills: Kills) -> dict[str, Any]:
+    """Makes a batch by two workers meanwhile; returns what came of it."""
+    file, out = write_requests(folder / "requests.jsonl", kills.requests), folder / "videos"
     options = ("--workers", "2", "--retries", "5")
-    process, start = driver(file, out, *options), time.perf_counter()
-    done, wait = 0, requests // (len(kinds) + 1)
+    process = driver(file, out, *options)
     while (status := process.poll()) != 0:
         if status is not None:
             process = driver(file, out, *options)
-        if kinds and len(videos(out)) >= done + wait:
-            done = len(videos(out))
-            victims = [psutil.Process(process.pid)] if kinds[0] == "driver" else workers_of(process.pid)
-            if victims:
-                print(f"{done} of {requests}: {kinds.pop(0)} killed, load {os.getloadavg()[0]:.1f}", flush=True)
-                rng.choice(victims).kill()
+        kills.look(len(videos(out)), process)
         time.sleep(0.1)
     entries = read_manifest(out)
     listed = [entry["file_name"] for entry in entries if "error" not in entry]
     return {
-        "videos": len(videos(out)),
-        "seeds": sorted(read_metadata(path)["seed"] for path in videos(out)) == list(range(requests)),
-        "listed once": sorted(listed) == [path.name for path in videos(out)],
-        "failed": len(entries) - len(listed),
-        "spared": len(kinds),
-        "seconds": round(time.perf_counter() - start, 1),
+        "all made": sorted(read_metadata(path)["seed"] for path in videos(out)) == list(range(kills.requests)),
+        "each listed once": sorted(listed) == [path.name for path in videos(out)],
+        "none failed": len(entries) == len(listed),
     }
 
 
-def main() -> None:
+def kill_server(folder: Path, kills: Kills) -> dict[str, Any]:
+    """Makes a server's videos by two workers meanwhile, and deletes some of them; returns what came of it."""
+    options = ("--workers", "2", "--no-rehearse", "--database", os.environ.get(VARIABLE) or str(folder / "jobs.sqlite"))
+    known, gone, statuses, asked, faults = set[str](), set[str](), dict[str, str](), 0, set[str]()
+
+    def over() -> int:
+        return sum(status in ("completed", "failed") for status in statuses.values())
+
+    while asked < kills.requests or not known <= statuses.keys() or over() < len(statuses):
+        try:
+            with served(folder, *options) as (address, process), httpx.Client(base_url=address, timeout=60) as client:
+                while asked < kills.requests or not known <= statuses.keys() or over() < len(statuses):
+                    if asked < kills.requests and len(statuses) - over() < WAITING:
+                        answer = client.post("/v1/videos", json=SMALL_VIDEO | {"seed": asked})
+                        if answer.status_code == 200:
+                            known.add(answer.json()["id"])
+                            asked += 1
+                    if known and asked % DELETED == 0 and len(gone) < asked // DELETED:
+                        known.discard(id := min(known))  # an answer that does not come leaves it open
+                        if client.delete(f"/v1/videos/{id}").status_code == 200:
+                            gone.add(id)
+                    if (found := listed(client)) is not None:
+                        statuses = {video["id"]: video["status"] for video in found}
+                        faults |= {"listed twice"} if len(statuses) < len(found) else set()
+                        faults |= {"lost"} if not known <= statuses.keys() else set()
+                        faults |= {"deleted and there"} if gone & statuses.keys() else set()
+                    kills.look(over() + len(gone), process)
+                    time.sleep(0.1)
+        except httpx.TransportError:
+            continue  # the front was killed
+    made = list(statuses.values()).count("completed")
+    return {"nothing lost": not faults, "completed": made, "given up": len(statuses) - made, "deleted": len(gone)}
+
+
+def listed(client: httpx.Client) -> list[dict[str, Any]] | None:
+    """Returns all videos of a server; None where its database is away."""
+    found: list[dict[str, Any]] = []
+    page: dict[str, Any] = {"has_more": True}
+    while page["has_more"]:
+        after = {"after": found[-1]["id"]} if found else {}
+        if (answer := client.get("/v1/videos", params={"limit": 100, **after})).status_code != 200:
+            return None
+        page = answer.json()
+        found += page["data"]
+    return found
+
+
+@contextmanager
+def database(kills: int) -> Iterator[Server | None]:
+    """Names a database in the environment, PostgreSQL's, where it is to be killed; yields its server."""
+    if not kills:
+        yield None
+        return
+    with running() as server, server.database() as url:
+        os.environ[VARIABLE] = url
+        yield server
+        del os.environ[VARIABLE]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=60)
-    parser.add_argument("--drivers", type=int, default=10)
-    parser.add_argument("--workers", type=int, default=15)
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        print(kill_all(Path(folder), **vars(options)))
+    ways: dict[str, Callable[[Path, Kills], dict[str, Any]]] = {"batch": kill_batch, "serve": kill_server}
+    parser.add_argument("what", choices=[*ways])
+    for name, usual in {"requests": 60, "drivers": 10, "workers": 15, "databases": 0}.items():
+        parser.add_argument(f"--{name}", type=int, default=usual)
+    given = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder, database(given.databases) as server:
+        kills = Kills(given.requests, given.drivers, given.workers, given.databases, server)
+        start = time.perf_counter()
+        found = ways[given.what](Path(folder), kills)
+        print(found | {"spared": len(kills.kinds), "seconds": round(time.perf_counter() - start, 1)})
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,13 @@ def program(name: str) -> str:
 
 
 class Server:
-    """A server in a folder, which is started and stopped. `port` stays the same."""
+    """A server in a folder, which is started and stopped. `port` stays the same.
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    `within` begins the commands, as `ip netns exec NAME`, and `address` is where it listens.
+    """
+
+    def __init__(self, folder: Path, address: str = "127.0.0.1", within: Sequence[str] = ()):
+        self.folder, self.address, self._within = folder, address, list(within)
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             self.port = found.getsockname()[1]
@@ -38,28 +41,32 @@ class Server:
         if os.getuid() == 0:
             user = pwd.getpwnam("postgres")
             os.chown(folder, user.pw_uid, user.pw_gid)
-            self._who = {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []}
+            if within:
+                self._within += ["setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups"]
+            else:
+                self._who = {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []}
         self._run("initdb", "-U", "postgres", "-A", "trust", "--no-sync", "-E", "UTF8", "--locale=C")
         rules = folder / "data/pg_hba.conf"
-        rules.write_text(f"host all {STRICT} all scram-sha-256\n{rules.read_text()}")
+        rules.write_text(f"host all {STRICT} all scram-sha-256\nhost all all {address}/24 trust\n{rules.read_text()}")
         self.start()
         with psycopg.connect(self.url("postgres"), autocommit=True) as admin:
             admin.execute(f"CREATE ROLE {STRICT} LOGIN PASSWORD '{PASSWORD}'")
 
     def _run(self, name: str, *arguments: str) -> None:
-        command = [program(name), "-D", str(self.folder / "data"), *arguments]
+        command = [*self._within, program(name), "-D", str(self.folder / "data"), *arguments]
         done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, timeout=60, **self._who)
         assert done.returncode == 0, done.stderr + done.stdout
 
     def start(self) -> None:
-        options = f"-p {self.port} -c listen_addresses=127.0.0.1 -c unix_socket_directories={self.folder} -c fsync=off"
+        settings = f"listen_addresses={self.address}", f"unix_socket_directories={self.folder}", "fsync=off"
+        options = " ".join([f"-p {self.port}", *(f"-c {setting}" for setting in settings)])
         self._run("pg_ctl", "start", "-w", "-l", str(self.folder / "log"), "-o", options)
 
     def stop(self, mode: str = "immediate") -> None:
         self._run("pg_ctl", "stop", "-w", "-m", mode)
 
     def url(self, database: str, login: str = "postgres") -> str:
-        return f"postgresql://{login}@127.0.0.1:{self.port}/{database}"
+        return f"postgresql://{login}@{self.address}:{self.port}/{database}"
 
     @contextmanager
     def database(self) -> Iterator[str]:
@@ -73,12 +80,12 @@ class Server:
 
 
 @contextmanager
-def running() -> Iterator[Server]:
+def running(address: str = "127.0.0.1", within: Sequence[str] = ()) -> Iterator[Server]:
     """Yields a server, which is gone afterwards."""
     program("initdb")
     with tempfile.TemporaryDirectory(prefix="wanjax-postgres-") as folder:
         os.chmod(folder, 0o755)
-        server = Server(Path(folder))
+        server = Server(Path(folder), address, within)
         try:
             yield server
         finally:

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A front, a worker and PostgreSQL in network namespaces of their own, each of which dies or is cut off."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.postgres import running
+from tests.support.served import SMALL
+from wanjax.jobs.databases import VARIABLE
+
+TOKEN, NET, PATIENCE = "a-token-of-this-test", "10.77.33", 300.0
+HOSTS = {"front": f"{NET}.2", "worker": f"{NET}.3", "database": f"{NET}.4"}
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+def inside(host: str) -> list[str]:
+    return ["ip", "netns", "exec", f"wanjax-{host}"]
+
+
+@contextmanager
+def networks() -> Iterator[None]:
+    """Has a namespace for each host, on a bridge that this one reaches too."""
+    with ExitStack() as stack:
+
+        def undo(*words: str) -> None:
+            stack.callback(subprocess.run, ["ip", *words], capture_output=True)
+
+        undo("link", "del", "wanjax0")
+        ip("link", "add", "wanjax0", "type", "bridge")
+        ip("addr", "add", f"{NET}.1/24", "dev", "wanjax0")
+        ip("link", "set", "wanjax0", "up")
+        for host, address in HOSTS.items():
+            name, outer = f"wanjax-{host}", f"wj-{host}"
+            undo("netns", "del", name)
+            ip("netns", "add", name)
+            ip("link", "add", outer, "type", "veth", "peer", "name", "eth0", "netns", name)
+            ip("link", "set", outer, "master", "wanjax0", "up")
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                ip("-n", name, "link", "set", device, "up")
+        yield
+
+
+class Host:
+    """A command of wanjax in a namespace, which may be killed and started again."""
+
+    def __init__(self, host: str, url: str, log: Path, *command: str):
+        self.command = [*inside(host), sys.executable, "-m", "wanjax", *command]
+        self.environment, self.log = os.environ | {VARIABLE: url, "WANJAX_TOKEN": TOKEN}, log
+        self.start()
+
+    def start(self) -> None:
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(self.command, stderr=log, env=self.environment)
+
+    def kill(self) -> None:
+        self.process.kill()  # `ip netns exec` becomes the command
+        self.process.wait()
+
+
+def wait(condition: Callable[[], Any], logs: Path) -> Any:
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end:
+        with suppress(httpx.HTTPError):
+            if found := condition():
+                return found
+        time.sleep(0.2)
+    raise AssertionError("".join(f"{log.name}:\n{log.read_text()}" for log in logs.glob("*.log")))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.getuid() != 0 or not shutil.which("ip"), reason="makes network namespaces")
+def test_nothing_is_lost_where_each_host_of_three_dies(tmp_path):
+    """And where one is cut off for longer than the database's connections wait."""
+    served = tmp_path / "served"
+    with networks(), ExitStack() as stack:
+        postgres = stack.enter_context(running(HOSTS["database"], inside("database")))
+        url = stack.enter_context(postgres.database())
+        options = ("--host", HOSTS["front"], "--port", "8000", "--workers", "0", "--dir", str(served))
+        front = Host("front", url, tmp_path / "front.log", "serve", *options)
+        stack.callback(front.kill)
+        worker = Host("worker", url, tmp_path / "worker.log", "worker", "--dir", str(served))
+        stack.callback(worker.kill)
+        base, login = f"http://{HOSTS['front']}:8000", {"Authorization": f"Bearer {TOKEN}"}
+        client = stack.enter_context(httpx.Client(base_url=base, headers=login, timeout=20))
+        wait(lambda: client.get("/health").status_code == 200, tmp_path)
+        ids = [
+            client.post("/v1/videos", json=SMALL | {"steps": 20, "seed": seed}).raise_for_status().json()["id"]
+            for seed in range(13)
+        ]
+        assert client.delete(f"/v1/videos/{ids.pop()}").raise_for_status()
+
+        def listed() -> dict[str, str]:
+            found = client.get("/v1/videos", params={"limit": 100}).raise_for_status().json()["data"]
+            return {video["id"]: video["status"] for video in found}
+
+        def ended() -> int:
+            statuses = listed()
+            assert sorted(statuses) == sorted(ids)
+            return list(statuses.values()).count("completed")
+
+        def cut_off() -> None:
+            ip("link", "set", "wj-worker", "down")
+            time.sleep(15)
+            ip("link", "set", "wj-worker", "up")
+
+        def end_database() -> None:
+            postgres.stop("immediate")
+            time.sleep(3)
+            postgres.start()
+
+        for harm in (worker.kill, worker.start, end_database, front.kill, front.start, cut_off):
+            if harm not in (worker.start, front.start):
+                before = wait(lambda: ended() + 1, tmp_path) - 1
+                wait(lambda before=before: ended() >= min(before + 1, len(ids)), tmp_path)
+            harm()
+        wait(lambda: ended() == len(ids), tmp_path)
+        assert sorted(path.parent.name for path in served.glob("*/video.mp4")) == sorted(ids)
