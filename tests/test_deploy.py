@@ -260,3 +260,34 @@ def test_xpk_would_start_the_slice(tmp_path):
     assert "cloud.google.com/gke-tpu-topology: 4x4" in told
     assert re.search(r"wanjax batch .*--processes auto", told)
     assert "HF_HOME" in told
+
+
+def test_the_compose_file_is_one_of_the_specification():
+    """Its reader refuses words that it does not know, and values of other types."""
+    read_compose = pytest.importorskip("compose_spec").PyCompose.from_yaml
+    text = (DEPLOY / "compose.yaml").read_text(encoding="utf-8")
+    assert sorted(read_compose(text).service_names()) == ["database", "front", "worker"]
+    for right, wrong in (("ports:", "portz:"), ("service_healthy", "service_helthy"), ("count: 1", "count: [a]")):
+        assert right in text
+        with pytest.raises(ValueError):  # noqa: PT011  # its own sentence
+            read_compose(text.replace(right, wrong))
+
+
+def test_the_pods_and_services_are_those_of_kubernetes():
+    """Its models drop fields that they do not know, and refuse values of other types."""
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    documents = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text(encoding="utf-8")))
+    services = [each for each in documents if each["kind"] == "Service"]
+    templates = [each["spec"]["template"] for each in documents if each["kind"] in ("Deployment", "StatefulSet")]
+    assert (len(services), len(templates)) == (2, 3)
+    for kind, own in (
+        *((models.IoK8sApiCoreV1Service, each) for each in services),
+        *((models.IoK8sApiCoreV1PodTemplateSpec, each) for each in templates),
+    ):
+        assert holds(kind.from_dict(own).to_dict(), own)
+    wrong = deepcopy(templates[0])
+    wrong["spec"]["containers"][0]["imagePullPolcy"] = "Always"
+    assert not holds(models.IoK8sApiCoreV1PodTemplateSpec.from_dict(wrong).to_dict(), wrong)
+    for each in documents:
+        if "template" in each["spec"]:
+            assert holds(each["spec"]["template"]["metadata"]["labels"], each["spec"]["selector"]["matchLabels"])

@@ -2,6 +2,10 @@
 """The description of the HTTP interface: a validator reads it, and requests and answers are as it says."""
 
 import base64
+import importlib
+import subprocess
+import sys
+import time
 
 import jsonschema
 import pytest
@@ -10,6 +14,7 @@ from openapi_spec_validator import validate
 
 from tests.serve.conftest import SMALL
 from tests.support.media import picture
+from tests.support.served import serving
 from wanjax.pipelines.settings import Settings, schema
 from wanjax.serve.app import NOT_OFFERED
 
@@ -94,3 +99,35 @@ def test_requests_are_right_for_both_or_for_neither(described, fields, right):
     else:
         with pytest.raises(jsonschema.ValidationError):
             checked(document, "VideoRequest")(request)
+
+
+@pytest.mark.slow
+def test_a_client_that_is_made_of_the_description_makes_a_video(tmp_path, monkeypatch):
+    pytest.importorskip("openapi_python_client")
+    with serving(tmp_path / "served", "--no-rehearse") as (server, _):
+        (tmp_path / "openapi.json").write_text(server.get("/openapi.json").text)
+        command = [sys.executable, "-m", "openapi_python_client", "generate", "--path", "openapi.json"]
+        where = ["--meta", "none", "--output-path", "described_client"]
+        subprocess.run([*command, *where], cwd=tmp_path, check=True, capture_output=True)
+        file = tmp_path / "described_client/api/default/create_video.py"
+        file.write_text(
+            file.read_text().replace("import UNSET, Response", "import UNSET, Response, Unset")
+        )  # 0.29 forgets
+        monkeypatch.syspath_prepend(tmp_path)
+        calls, models = (importlib.import_module(f"described_client.{name}") for name in ("api.default", "models"))
+        ask = {name: importlib.import_module(f"{calls.__name__}.{name}").sync for name in (
+            "create_video", "get_video", "list_videos", "list_models", "get_record", "get_health", "delete_video"
+        )}  # fmt: skip
+        with importlib.import_module("described_client").Client(base_url=str(server.base_url), timeout=60) as client:
+            assert ask["list_models"](client=client).data[0].id == "nano"
+            wrong = ask["create_video"](client=client, body=models.VideoRequest.from_dict(SMALL | {"steps": 999}))
+            assert (wrong.error.param, wrong.error.code) == ("steps", "invalid_request")
+            made = ask["create_video"](client=client, body=models.VideoRequest.from_dict(SMALL))
+            while (video := ask["get_video"](made.id, client=client)).status not in ("completed", "failed"):
+                time.sleep(0.1)
+            assert (video.status, video.settings.steps, video.size) == ("completed", 2, "32x32")
+            assert ask["get_record"](made.id, client=client)["prompt"] == SMALL["prompt"]
+            assert [one.id for one in ask["list_videos"](client=client, limit=1).data] == [made.id]
+            assert ask["get_health"](client=client).model == "nano"
+            assert ask["delete_video"](made.id, client=client).deleted
+            assert ask["get_video"](made.id, client=client).error.code == "not_found"
