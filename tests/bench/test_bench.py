@@ -143,8 +143,7 @@ def test_the_set_that_was_kept_is_what_the_command_uses(tmp_path, monkeypatch):
         asked.append(given["compiler"])
         raise WanjaxError("no further")
 
-    for home in ("wanjax.cli.stages.load", "wanjax.cli.serving.loading.load"):
-        monkeypatch.setattr(home, load)
+    monkeypatch.setattr("wanjax.cli.stages.load", load)
     commands = [("a circle",), ("warmup",), ("serve",), ("a circle", "--compiler", "safe")]
     for command in commands:
         assert wanjax(*command).exit_code == 2

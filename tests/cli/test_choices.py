@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that choose how a video is made: the scheduler, attention and devices, by present and former names."""
+"""Options that choose how a video is made: the scheduler, attention and devices, by our names and those of scripts."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import wanjax as library
-from tests.support.commands import refused, succeeded, wanjax
+from tests.support.commands import Arguments, refused, succeeded, wanjax
 from tests.support.compare import error
 from tests.support.tiny import tiny_checkpoint
 from tests.support.words import says
@@ -63,11 +63,11 @@ def test_an_unknown_scheduler_is_refused(model):
 
 
 @pytest.fixture
-def given(monkeypatch) -> dict:
+def given(monkeypatch) -> Arguments:
     """The arguments that the command line passes to `generate` or to `plan`, which do not run."""
-    kept = {}
-    monkeypatch.setattr(stages, "generate", lambda report, **given: kept.update(given))
-    monkeypatch.setattr(planning, "plan", lambda report, **given: kept.update(given))
+    kept = Arguments()
+    monkeypatch.setattr(stages, "generate", kept.keep)
+    monkeypatch.setattr(planning, "plan", kept.keep)
     return kept
 
 
@@ -97,7 +97,7 @@ def given(monkeypatch) -> dict:
         ("--rules tp", "rules", "tp"),
     ],
 )
-def test_former_options(given, options, name, value):
+def test_options_of_scripts(given, options, name, value):
     for command in (["a"], ["plan"]):
         succeeded(wanjax(*command, *options.split()))
         assert (str(given[name]) if isinstance(given[name], Attention) else given[name]) == value

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from functools import partial
 from glob import glob
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +21,7 @@ from click.testing import CliRunner
 from PIL import Image
 
 from tests.support import listing
-from tests.support.commands import files, refused, succeeded, wanjax
+from tests.support.commands import Arguments, files, refused, succeeded, wanjax
 from tests.support.tiny import compile_cache, tiny_checkpoint
 from tests.support.words import says
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
@@ -54,11 +55,11 @@ def _in_a_folder_of_its_own(tmp_path, tmp_path_factory, monkeypatch):
 
 
 @pytest.fixture
-def given(monkeypatch) -> dict:
+def given(monkeypatch) -> Arguments:
     """The arguments that the command line passes to a stage, which does not run."""
-    kept = {}
+    kept = Arguments()
     for name in ("generate", "encode", "denoise", "decode"):
-        monkeypatch.setattr(stages, name, lambda report, _name=name, **given: kept.update(given, command=_name))
+        monkeypatch.setattr(stages, name, partial(kept.keep, command=name))
     return kept
 
 

@@ -16,7 +16,7 @@ def prompts(tmp_path, monkeypatch) -> list[str]:
     """The prompts of which videos would have been made."""
     monkeypatch.chdir(tmp_path)
     made: list[str] = []
-    monkeypatch.setattr(stages, "generate", lambda report, *, prompt, **_: made.append(prompt))
+    monkeypatch.setattr(stages, "generate", lambda report, request, *_: made.append(request.settings["prompt"]))
     return made
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`follow`: the way of the models' authors or of diffusers, in all that shapes a video, and in what is kept of it."""
 
-import json
 from pathlib import Path
 
 import jax
@@ -14,7 +13,6 @@ from tests.support.commands import refused, succeeded, wanjax
 from tests.support.tiny import tiny_checkpoint, tiny_cogvideox_checkpoint, tiny_image_checkpoint
 from tests.support.words import naming, says
 from wanjax.errors import WanjaxError
-from wanjax.media import stage_files
 from wanjax.media.records import load_settings
 from wanjax.media.videos import read_metadata
 from wanjax.pipelines.recording import record
@@ -114,18 +112,12 @@ def made(*arguments: str) -> dict:
     return read_metadata("made.mp4")
 
 
-def test_a_record_from_before_is_what_was_done_then(wan):
-    """Its noise levels were what `sigmas` told, and all else the way of diffusers."""
-    now = made("a", "--model", wan, *SMALL)
-    assert (now["follow"], now["sigmas"]) == ("official", "official")
-    Path("old.json").write_text(json.dumps({name: value for name, value in now.items() if name != "follow"}))
-    then = made("--from", "old.json")
-    assert (then["follow"], then["sigmas"]) == ("diffusers", "official")
+def test_a_video_is_made_again_in_its_way_unless_another_is_typed(wan):
+    then = made("a", "--model", wan, *SMALL, "--follow", "diffusers")
+    assert (then["follow"], then["sigmas"]) == ("diffusers", "diffusers")
     assert made("--from", "made.mp4") == then
     changed = made("--from", "made.mp4", "--follow", "official")
     assert (changed["follow"], changed["sigmas"]) == ("official", "official")
-    changed = made("--from", "old.json", "--follow", "diffusers")
-    assert (changed["follow"], changed["sigmas"]) == ("diffusers", "diffusers")
 
 
 def test_stages(newer, image):
@@ -134,11 +126,6 @@ def test_stages(newer, image):
     for stage in ("denoise", "decode"):
         succeeded(wanjax(stage, "--dir", "d", *(SMALL[4:] if stage == "denoise" else ())))
     assert read_metadata("d/output_video.mp4")["follow"] == "diffusers"
-    settings = load_settings(Path("d"))
-    del settings["follow"]  # as before there was one
-    stage_files.save_settings(Path("d"), settings)
-    succeeded(wanjax("denoise", "--dir", "d", "--force"))
-    assert load_settings(Path("d"))["follow"] == "diffusers"
     assert says(refused("denoise", "--dir", "d", "--force", "--follow", "official"), "226 224")
 
     Image.fromarray(np.full((16, 48, 3), 90, np.uint8)).save("wide.png")

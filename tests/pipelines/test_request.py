@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import wanjax
 from tests.support.words import naming
-from wanjax.cli import main, many, stages
+from wanjax.cli import main, many
+from wanjax.cli.parsed import request_of
 from wanjax.errors import SettingError
 from wanjax.jobs.maker import VideoMaker
 from wanjax.jobs.rows import read_requests
@@ -77,9 +78,10 @@ def from_toml(folder, fields):
     (folder / "prompts.txt").write_text(fields["prompt"], encoding="utf-8")
     arguments = [str(folder / "prompts.txt"), "--config", str(folder / "my.toml")]
     with click.Context(main, info_name="wanjax", obj=SimpleNamespace()) as group:
-        chosen = main.commands["batch"].make_context("batch", arguments, parent=group).params
-    [request] = many.requests_of(None, chosen["prompts"])
-    return replace(request.under(many.options_of_each(stages.given_settings(**chosen))), row=0)
+        command = main.commands["batch"].make_context("batch", arguments, parent=group)
+    options = request_of(command)
+    [request] = many.requests_of(options, command.params["prompts"])
+    return replace(request.under(many.shared_by_all(options)), row=0)
 
 
 def _toml(value):

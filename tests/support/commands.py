@@ -3,10 +3,13 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 from click.testing import CliRunner, Result
 
 from wanjax.cli import main
+from wanjax.cli.report import Report
+from wanjax.pipelines.request import VideoRequest
 
 
 def wanjax(*arguments: str | Path) -> Result:
@@ -20,6 +23,25 @@ def succeeded(result: Result) -> Result:
 
 def files(folder: str | Path) -> list[str]:
     return sorted(path.name for path in Path(folder).iterdir())
+
+
+class Arguments(dict[str, Any]):
+    """What a command passes on, by the names of fields: those of its request, and of the values beside; None if not."""
+
+    def __missing__(self, name: str) -> None:
+        return None
+
+    def keep(self, *arguments: Any, **named: Any) -> None:
+        """Keep arguments in place of those before."""
+        self.clear()
+        self.update(named)
+        for one in arguments:
+            if isinstance(one, Report):
+                self["report"] = one
+            elif isinstance(one, VideoRequest):
+                self.update(one.fields)
+            elif hasattr(one, "_asdict"):
+                self.update(one._asdict())
 
 
 def refused(*arguments: str | Path, status: int = 2, begun: bool | None = None) -> str:

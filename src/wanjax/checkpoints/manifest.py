@@ -29,7 +29,7 @@ def verify(source: Source, progress: Progress = lambda at, done, total: None) ->
         raise WanjaxError(f"{source.name} is no wanjax checkpoint, whose checksums could be compared")
     source.storage.gather(progress, anew=True)
     root, networks, files = source.root, manifest["networks"], manifest["files"]
-    if manifest.get(OWN, own := own_digest(manifest)) != own:  # none in those of earlier versions
+    if manifest.get(OWN) != own_digest(manifest):
         raise WanjaxError(f"{root / MANIFEST} is not what was written: convert it again")
     if unlike := sorted({path.parent.name for path in root.glob(f"*/{WEIGHTS}")} ^ networks.keys()):
         raise WanjaxError(f"{root / MANIFEST} and the folders of weights differ by {unlike[0]}: convert it again")

@@ -9,10 +9,11 @@ traceback.
 import errno
 import os
 import signal
+from collections.abc import Mapping
 from glob import glob
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -23,6 +24,18 @@ from wanjax.cli.report import Report, watched
 from wanjax.errors import FULL, WanjaxError, is_failure, is_out_of_memory
 from wanjax.pricing import libtpu
 from wanjax.signals import INTERRUPTED, stop
+
+if TYPE_CHECKING:
+    from wanjax.cli.parsed import (
+        BulkOptions,
+        CommandOptions,
+        ListenOptions,
+        PipelineOptions,
+        ServeOptions,
+        TrainingOptions,
+        WorkerOptions,
+    )
+    from wanjax.pipelines.request import VideoRequest
 
 FAILURE, MISTAKE = 1, 2  # exit statuses
 NAMES = (
@@ -158,8 +171,14 @@ def main(ctx: click.Context) -> None:
 @options.own_out
 @options.reporting
 @defaults.config
-@click.pass_obj
-def generate(report: Report, made: dict[str, Any] | None, **given: Any) -> None:
+def generate(
+    report: Report,
+    request: "VideoRequest",
+    options: "PipelineOptions",
+    command: "CommandOptions",
+    at: str | None,
+    made: Mapping[str, Any] | None,
+) -> None:
     """Make a video of PROMPT, and of pictures with models that take them.
 
     Runs the three stages, each freed before the next, and keeps their files, so that a run that was stopped can be
@@ -174,24 +193,24 @@ def generate(report: Report, made: dict[str, Any] | None, **given: Any) -> None:
     With --at a running `wanjax serve` makes the video, or the videos: it takes the same settings and pictures. Options
     that are the server's, such as --model and --lora, have to be those that it was started with.
     """
-    if given["at"] is not None:
+    if at is not None:
         from wanjax.cli import remote
 
-        return remote.generate(report, made=made, **given)
+        return remote.generate(report, request, options, command, at, made)
     if made is not None:
         from wanjax.cli import remake
 
-        given = remake.completed(given, made)
+        request, options, made = remake.completed(request, options, made)
     from wanjax.cli import many, stages
-    from wanjax.cli.extending import extended
+    from wanjax.cli.extending import Extender, extended
 
-    del given["at"]
-    given = extended(report, given)
-    several = {name: given.pop(name) for name in ("prompts", "seeds", "count")}
-    if any(value is not None for value in several.values()):
-        many.generate(report, **several, **given)
+    extend = Extender.of(report, request, options, command)
+    if command.prompts is None:
+        request, extend = extended(request, extend), None
+    if command.several:
+        many.generate(report, request, options, command, extend=extend, remade=made)
     else:
-        stages.generate(report, **given)
+        stages.generate(report, request, options, command, made)
 
 
 @main.command()
@@ -201,8 +220,14 @@ def generate(report: Report, made: dict[str, Any] | None, **given: Any) -> None:
 @options.folder_out
 @options.reporting
 @defaults.config
-@click.pass_obj
-def batch(report: Report, **given: Any) -> None:
+def batch(
+    report: Report,
+    request: "VideoRequest",
+    options: "PipelineOptions",
+    command: "CommandOptions",
+    workers: int | None,
+    by: "WorkerOptions",
+) -> None:
     """Make a video of each request in PROMPTS, by one worker or many.
 
     PROMPTS, or standard input for -, has a prompt or a JSON object on each line, or is a JSON array of them; a .csv or
@@ -214,9 +239,9 @@ def batch(report: Report, **given: Any) -> None:
     --ray, or with --database those of `wanjax worker` on other hosts.
     """
     from wanjax.cli import many
-    from wanjax.cli.extending import extended
+    from wanjax.cli.extending import Extender
 
-    many.generate(report, prompt=None, folder=None, **extended(report, given))
+    many.generate(report, request, options, command, workers, by, Extender.of(report, request, options, command))
 
 
 @main.command()
@@ -232,8 +257,7 @@ def batch(report: Report, **given: Any) -> None:
 @options.stage_folder
 @options.reporting
 @defaults.config
-@click.pass_obj
-def encode(report: Report, **given: Any) -> None:
+def encode(report: Report, request: "VideoRequest", options: "PipelineOptions", command: "CommandOptions") -> None:
     """Encode PROMPT and pictures, the first stage.
 
     Writes the embeddings and the model's recommended settings to --dir. Pictures are encoded for one size and length of
@@ -241,7 +265,7 @@ def encode(report: Report, **given: Any) -> None:
     """
     from wanjax.cli import stages
 
-    stages.encode(report, **given)
+    stages.encode(report, request, options, command)
 
 
 @main.command()
@@ -258,15 +282,14 @@ def encode(report: Report, **given: Any) -> None:
 @options.stage_folder
 @options.reporting
 @defaults.config
-@click.pass_obj
-def denoise(report: Report, **given: Any) -> None:
+def denoise(report: Report, request: "VideoRequest", options: "PipelineOptions", command: "CommandOptions") -> None:
     """Make latents, the second stage.
 
     Reads the files that `encode` wrote to --dir. Options that are not given have the values stored there.
     """
     from wanjax.cli import stages
 
-    stages.denoise(report, **given)
+    stages.denoise(report, request, options, command)
 
 
 @main.command()
@@ -280,20 +303,18 @@ def denoise(report: Report, **given: Any) -> None:
 @options.stage_out
 @options.reporting
 @defaults.config
-@click.pass_obj
-def decode(report: Report, **given: Any) -> None:
+def decode(report: Report, request: "VideoRequest", options: "PipelineOptions", command: "CommandOptions") -> None:
     """Decode latents to a video, the third stage.
 
     Reads the files that `denoise` or `generate` wrote to --dir.
     """
     from wanjax.cli import stages
 
-    stages.decode(report, **given)
+    stages.decode(report, request, options, command)
 
 
 @main.command()
-@click.argument("model", required=False, shell_complete=complete_models)
-@options.model_again
+@options.model_named
 @options.chip
 @options.quoted
 @options.video
@@ -307,8 +328,15 @@ def decode(report: Report, **given: Any) -> None:
 @options.quiet
 @options.as_json
 @defaults.config
-@click.pass_obj
-def plan(report: Report, model: str | None, model_option: str | None, **given: Any) -> None:
+def plan(
+    report: Report,
+    request: "VideoRequest",
+    options: "PipelineOptions",
+    chip: str,
+    training: "TrainingOptions",
+    bulk: "BulkOptions",
+    as_json: bool,
+) -> None:
     """Price a video with MODEL, or nano, without the chips.
 
     Prints the memory of each stage, the seconds of a step and of the run, and what limits them. Programs for TPUs are
@@ -317,11 +345,9 @@ def plan(report: Report, model: str | None, model_option: str | None, **given: A
     With --train a step of training is priced in place of a video. With --requests many videos are: which slices make
     them by --deadline, which mesh takes the fewest chip-hours, and at which cost.
     """
-    if None not in (model, model_option) and model != model_option and options.is_typed("model_option"):
-        raise click.UsageError(f"the model is given as {model} and as --model {model_option}: one way is enough")
     from wanjax.cli import planning
 
-    planning.plan(report, model=model or model_option or "nano", **given)
+    planning.plan(report, request, options, chip, training, bulk, as_json=as_json)
 
 
 @main.command()
@@ -336,8 +362,7 @@ def plan(report: Report, model: str | None, model_option: str | None, **given: A
 @options.telling
 @options.stats
 @defaults.config
-@click.pass_obj
-def warmup(report: Report, **given: Any) -> None:
+def warmup(report: Report, request: "VideoRequest", options: "PipelineOptions", chip: str | None) -> None:
     """Compile all programs that a run needs.
 
     Records a run without loading its weights, so that `generate` with the same options begins at once. The compiled
@@ -346,7 +371,7 @@ def warmup(report: Report, **given: Any) -> None:
     """
     from wanjax.cli import planning
 
-    planning.warmup(report, **given)
+    planning.warmup(report, request, options, chip)
 
 
 @main.command()
@@ -364,8 +389,7 @@ def warmup(report: Report, **given: Any) -> None:
 @options.rules
 @options.telling
 @defaults.config
-@click.pass_obj
-def calibrate(report: Report, **given: Any) -> None:
+def calibrate(report: Report, request: "VideoRequest", options: "PipelineOptions", texts: tuple[str, ...]) -> None:
     """Measure what step caches need to know of MODEL.
 
     Denoises a few prompts without a cache, and keeps MagCache's ratios and TeaCache's polynomial in the user's folder
@@ -373,7 +397,7 @@ def calibrate(report: Report, **given: Any) -> None:
     """
     from wanjax.cli import measuring
 
-    measuring.calibrate(report, **given)
+    measuring.calibrate(report, request, options, texts)
 
 
 @main.command()
@@ -392,8 +416,16 @@ def calibrate(report: Report, **given: Any) -> None:
 @click.option("--verify", "check", is_flag=True, help="Compare SOURCE, a wanjax checkpoint, with its checksums.")
 @options.telling
 @defaults.config
-@click.pass_obj
-def convert(report: Report, **given: Any) -> None:
+def convert(
+    report: Report,
+    source: str,
+    target: str | None,
+    to: str,
+    dtypes: tuple[str, ...],
+    lora: tuple[str, ...],
+    revision: str | None,
+    check: bool,
+) -> None:
     """Convert SOURCE, a name, hub id, folder or file, to a checkpoint in FOLDER.
 
     A folder has the layout of diffusers or of the model's authors. A file holds the transformer, and may hold other
@@ -403,7 +435,7 @@ def convert(report: Report, **given: Any) -> None:
     """
     from wanjax.cli import conversion
 
-    conversion.convert(report, **given)
+    conversion.convert(report, source, target, to, dtypes, lora, revision, check)
 
 
 @main.command()
@@ -418,8 +450,7 @@ def convert(report: Report, **given: Any) -> None:
 @options.stats
 @options.json
 @defaults.config
-@click.pass_obj
-def train(report: Report, **given: Any) -> None:
+def train(report: Report, options: "PipelineOptions", ctx: click.Context, data: Path, out: Path) -> None:
     """Train a LoRA for MODEL, or all its weights, on DATA.
 
     DATA is a folder of clips and pictures with a text file of the same name beside each, or with a metadata.csv or
@@ -429,7 +460,7 @@ def train(report: Report, **given: Any) -> None:
     """
     from wanjax.cli import training
 
-    training.train(report, **given)
+    training.train(report, options, ctx, data=data, out=out)
 
 
 @main.command()
@@ -473,8 +504,7 @@ def models(model: str | None, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, which an issue can hold.")
 @options.telling
 @defaults.config
-@click.pass_obj
-def bench(report: Report, **given: Any) -> None:
+def bench(report: Report, model: str, quick: bool, keep: bool, as_json: bool) -> None:
     """Measure this machine's devices at the shapes of MODEL, beside what `wanjax plan` says of them.
 
     Weights are random, so nothing is downloaded. Attention is compared with the reference before it is timed. The first
@@ -483,15 +513,22 @@ def bench(report: Report, **given: Any) -> None:
     """
     from wanjax.cli import measuring
 
-    measuring.bench(report, **given)
+    measuring.bench(report, model=model, quick=quick, keep=keep, as_json=as_json)
 
 
 @main.command()
 @options.served
 @options.serving
 @defaults.config
-@click.pass_obj
-def serve(report: Report, **given: Any) -> None:
+def serve(
+    report: Report,
+    options: "PipelineOptions",
+    served: "ServeOptions",
+    listen: "ListenOptions",
+    folder: str,
+    workers: tuple[int, int] | None,
+    by: "WorkerOptions",
+) -> None:
     """Keep a model loaded and compiled behind HTTP, with a page.
 
     Videos are made one after another, or with --workers several at once. POST /v1/videos asks for one, in the shape of
@@ -500,7 +537,7 @@ def serve(report: Report, **given: Any) -> None:
     """
     from wanjax.cli import serving
 
-    serving.serve(report, **given)
+    serving.serve(report, options, served, listen, folder, workers, by)
 
 
 @main.command()
@@ -508,8 +545,15 @@ def serve(report: Report, **given: Any) -> None:
 @options.offload
 @options.working
 @defaults.config
-@click.pass_obj
-def worker(report: Report, **given: Any) -> None:
+def worker(
+    report: Report,
+    options: "PipelineOptions",
+    served: "ServeOptions",
+    database: str | None,
+    out: str | None,
+    folder: str | None,
+    retries: int,
+) -> None:
     """Make the videos of a `wanjax serve` or `wanjax batch` of another host, from its database.
 
     Leases jobs from --database, makes each video into the one place that all have, and ends when it is told to: with
@@ -518,12 +562,11 @@ def worker(report: Report, **given: Any) -> None:
     """
     from wanjax.cli import working
 
-    working.work_for(report, **given)
+    working.work_for(report, options, served, database, out, folder, retries)
 
 
 @main.command("help", hidden=True)
 @click.argument("command", required=False, shell_complete=complete_commands)
-@click.pass_context
 def help_(ctx: click.Context, command: str | None) -> None:
     """Show the help of COMMAND."""
     assert ctx.parent is not None

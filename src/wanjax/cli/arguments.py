@@ -14,7 +14,7 @@ from wanjax.cli.listing import listed
 from wanjax.pipelines.other_names import RENAMED
 from wanjax.stores.places import ADDRESS, is_url, to_download
 
-OLD_NAMES = {
+OF_SCRIPTS = {
     "model-id": "model",
     "num-frames": "frames",
     "num-inference-steps": "steps",
@@ -27,7 +27,7 @@ OLD_NAMES = {
     "bkvcomputesize": "block-kv-compute",
     "window-size": "window",
 }
-"""Former names of options, with dashes for underscores, and their present names."""
+"""Options of the scripts before wanjax, with dashes for underscores, and their names here."""
 ELSEWHERE = {
     "sampler": "scheduler",
     "sampler-name": "scheduler",
@@ -60,10 +60,10 @@ ELSEWHERE = {
 """Options of other libraries and their names here, where a command has one; those of settings are theirs."""
 
 
-def today(name: str) -> str:
-    """Returns the present name of an option, which may be given by a former one."""
+def our_name(name: str) -> str:
+    """Return the name of an option here, which may be given as the scripts before wanjax spelled it."""
     dashed = name.replace("_", "-")
-    return OLD_NAMES.get(dashed, dashed)
+    return OF_SCRIPTS.get(dashed, dashed)
 
 
 NEAR = 0.75  # the ratio of difflib from which two words count as near
@@ -113,7 +113,7 @@ def _foreign(group: click.Group, arguments: Sequence[str], implied: str) -> Iter
     own = {option for each in group.commands[implied].params for option in each.opts} | {"--help"}
     known = {name: visible_options(command) for name, command in group.commands.items() if not command.hidden}
     for argument in arguments:
-        option = f"--{today(argument[2:].partition('=')[0])}"
+        option = f"--{our_name(argument[2:].partition('=')[0])}"
         if argument.startswith("--") and option not in own:
             yield from ((option, name) for name in known if option in known[name])
 
@@ -145,8 +145,7 @@ def _right_option(command: click.Command, ctx: click.Context, name: str) -> str:
     for other in group.commands.values() if isinstance(group, click.Group) else ():
         if f"--{dashed}" in visible_options(other) and not other.hidden:
             return f"`wanjax {other.name}` has it, and the form here is `{_form(command, ctx)}`"
-    former = {old: f"--{new}" for old, new in OLD_NAMES.items() if f"--{new}" in options}
-    names = former | present
+    names = {old: f"--{new}" for old, new in OF_SCRIPTS.items() if f"--{new}" in options} | present
     near = [names[word] for word in get_close_matches(dashed, names, n=MOST_NEAR, cutoff=NEAR)]
     if near:
         return f"{' or '.join(dict.fromkeys(near))} is near"
@@ -161,7 +160,7 @@ def _form(command: click.Command, ctx: click.Context) -> str:
 def _is_of(argument: str, name: str) -> bool:
     """Tell whether an argument is what click takes for an option of this name, or for several of one letter."""
     if argument.startswith("--"):
-        return f"--{today(argument[2:].partition('=')[0])}" == name
+        return f"--{our_name(argument[2:].partition('=')[0])}" == name
     return argument.startswith("-") and name[1:] in argument
 
 

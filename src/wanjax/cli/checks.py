@@ -6,42 +6,50 @@ What passes here is checked again where it is used.
 
 import os
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
 from wanjax.cli import listing
 from wanjax.cli.names import TOKEN
+from wanjax.cli.options import is_typed
 from wanjax.errors import WanjaxError
 from wanjax.media.inputs import INPUTS
 from wanjax.pipelines.settings import read_seeds
 from wanjax.pipelines.text.extending import check_address
 from wanjax.stores.places import no_file, place
 
-VIDEO = ("generate", "batch", "encode", "plan", "warmup", "calibrate")  # commands of a video's settings
+if TYPE_CHECKING:
+    from wanjax.pipelines.request import VideoRequest
+
+VIDEO = ("generate", "batch", "encode", "plan", "warmup", "calibrate")  # commands whose model makes a video
 WHOLE = ("generate", "encode")  # those that are given all that a video is made from
-MODELS = ("model", "model_option", "source")
+MODELS = ("model", "source")
 OTHER_FILES = ("noise", "decoder", "preview_decoder")
 STAGES = ("denoise", "decode")  # commands that read what another left in --dir
 ONE_VIDEO = ("generate", "decode")  # commands whose --out is a video's name
 SEVERAL = ("prompts", "seeds", "count")  # but with these, which make it a folder
 
 
-def check(ctx: click.Context) -> None:
-    """Raise WanjaxError for a model or file that is not there, and for seeds, an address or a suffix that is none."""
+def check(ctx: click.Context, request: "VideoRequest | None") -> None:
+    """Raise WanjaxError for a model or file that is not there, and for seeds, an address or a suffix that is none.
+
+    Args:
+        ctx: The command and its parameters.
+        request: What they ask of each video, of the commands that make some.
+    """
     given = {name: value for name, value in ctx.params.items() if value not in (None, (), "")}
     if given.get("made"):  # of which `remake` tells more
         given = {name: x for name, x in given.items() if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
-    _check_seeds(given, typed_seed=ctx.get_parameter_source("seed") is ParameterSource.COMMANDLINE)
+    _check_seeds(ctx, given.get("seeds"))
     if "at" in given:  # where these are the server's
         given = {name: value for name, value in given.items() if name not in (*MODELS, "lora", "decoder")}
-    for model in [given[name] for name in MODELS if name in given] or ["nano"] * (ctx.info_name == "plan"):
+    for model in [given[name] for name in MODELS if name in given]:
         listing.check_name(model)
-        if ctx.info_name in VIDEO and "made" not in given:
-            listing.check(model, given, whole=ctx.info_name in WHOLE and "prompts" not in given)
+        if request is not None and ctx.info_name in VIDEO and ctx.params.get("made") is None:
+            listing.check(model, request, whole=ctx.info_name in WHOLE and "prompts" not in given)
     for name in (*INPUTS, *OTHER_FILES):
         for file in given[name] if isinstance(given.get(name), tuple) else [given.get(name)]:
             _check_file(file)
@@ -59,16 +67,17 @@ def check(ctx: click.Context) -> None:
     if "out" in given and ctx.info_name in ONE_VIDEO and not any(name in given for name in SEVERAL):
         _check_suffix(given["out"])
     if ctx.info_name == "serve":
-        _check_access(given)
+        _check_access(ctx)
     if ctx.info_name in STAGES:
         _check_stage(given["folder"], ctx.info_name)
 
 
-def _check_seeds(given: Mapping[str, Any], *, typed_seed: bool) -> None:
-    if (seeds := given.get("seeds")) is None:
+def _check_seeds(ctx: click.Context, seeds: str | None) -> None:
+    if seeds is None:
         return
-    for other in ["count"] * ("count" in given) + ["seed"] * typed_seed:
-        raise WanjaxError(f"--seeds {seeds} is given beside --{other} {given[other]}: one way is enough")
+    for other in ("count", "seed"):
+        if (value := ctx.params.get(other)) is not None and (other == "count" or is_typed(other, ctx)):
+            raise WanjaxError(f"--seeds {seeds} is given beside --{other} {value}: one way is enough")
     read_seeds(seeds)
 
 
@@ -94,12 +103,15 @@ def _check_chip(name: str) -> None:
     find_place(name)
 
 
-def _check_access(given: Mapping[str, Any]) -> None:
+def _check_access(ctx: click.Context) -> None:
+    from wanjax.cli.parsed import ListenOptions, fill  # imported late for a quick listing of models
+
+    listen = fill(ListenOptions, ctx)
     try:
         from wanjax.serve.auth import Access
     except ImportError:  # of which the command tells
         return
-    Access.read(given["host"], given.get("token") or os.environ.get(TOKEN) or None, given.get("origins", ()))
+    Access.read(listen.host, listen.token or os.environ.get(TOKEN) or None, listen.origins)
 
 
 def _check_lora(text: str) -> None:

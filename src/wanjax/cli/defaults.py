@@ -8,6 +8,7 @@ TOML file gives no options that shape the video.
 import tomllib
 from collections.abc import Mapping
 from difflib import get_close_matches
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ import click
 from click.core import ParameterSource
 
 from wanjax.cli import sections
-from wanjax.cli.arguments import check_extra, check_words, today, visible_options
-from wanjax.cli.options import SETTINGS, Seed, Size, input_option, is_typed, of_file
+from wanjax.cli.arguments import check_extra, check_words, our_name, visible_options
+from wanjax.cli.options import SETTINGS, input_option, is_typed, of_file
 from wanjax.errors import WanjaxError, reason
 from wanjax.media.inputs import IMAGE, INPUTS, REFERENCES
 from wanjax.media.texts import read_text
+from wanjax.pipelines.settings import read_size
 
 RIVALS = {
     "size": ("height", "width"),
@@ -81,8 +83,15 @@ class Command(sections.Command):
 
         folder = ctx.params.get("folder")
         sweep(but=folder if isinstance(folder, Path) else None)
-        check(ctx)
-        return super().invoke(ctx)
+        assert self.callback is not None
+        names = signature(self.callback).parameters
+        arguments = {name: ctx.params[name] for name in names if name in ctx.params}
+        if others := [name for name in names if name not in ctx.params]:
+            from wanjax.cli.parsed import VALUES  # a listing of models needs none of them
+
+            arguments |= {name: VALUES[name](ctx) for name in others}
+        check(ctx, arguments.get("request"))
+        return ctx.invoke(self.callback, **arguments)
 
 
 def read_config(ctx: click.Context, parameter: click.Parameter, file: str | None) -> None:
@@ -161,7 +170,7 @@ def _options(command: click.Command) -> dict[str, click.Option]:
 
 
 def _of_one_video(command: click.Command) -> list[str]:
-    """Returns the names of a command's former options that are its argument now: no file gives them to all commands."""
+    """Return the names of a command's arguments that scripts gave as options: no file gives them to all commands."""
     hidden = [x for x in command.params if isinstance(x, click.Option) and x.hidden and not x.is_flag]
     arguments = {x.name for x in command.params if isinstance(x, click.Argument)}
     return [name[2:] for option in hidden for name in option.opts if name[2:] in arguments]
@@ -174,13 +183,13 @@ def _named(place: str, table: Mapping[str, Any], options: Mapping[str, click.Opt
     """
     found: dict[str, Any] = {}
     for key, value in table.items():
-        name = today(key)
+        name = our_name(key)
         if name not in options:
             near = get_close_matches(name, options, n=1)
             raise WanjaxError(f"{place} has {key!r}, which is no option there{f': {near[0]} is near' if near else ''}")
         option = options[name]
         checked = _checked(place, key, value, option)
-        if isinstance(option.type, Size) and isinstance(size := option.type.convert(checked, option, None), tuple):
+        if option.name == "size" and isinstance(size := read_size(checked), tuple):
             found |= zip(("height", "width"), size, strict=True)
         else:
             found[option.name] = checked
@@ -193,10 +202,10 @@ def _checked(place: str, key: str, value: Any, parameter: click.Parameter) -> An
     right = "a text"
     if getattr(parameter, "is_flag", False):
         kinds, right = (bool,), "true or false"
-    elif isinstance(parameter.type, Seed):
-        kinds, right = (int, str), "a whole number or random"
     elif isinstance(parameter.type, click.types.IntParamType):
         kinds, right = (int,), "a whole number"
+    elif parameter.name == "seed":
+        kinds, right = (int, str), "a whole number or random"
     elif isinstance(parameter.type, click.types.FloatParamType):
         kinds, right = (int, float), "a number"
     several = getattr(parameter, "multiple", False)

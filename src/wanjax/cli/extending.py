@@ -2,11 +2,11 @@
 """`generate --extend-prompt URL`: the prompts that are asked for, extended before the model is loaded."""
 
 import json
-from collections.abc import Mapping
-from typing import Any
 
+from wanjax.cli.parsed import CommandOptions, PipelineOptions
 from wanjax.cli.report import Report
 from wanjax.errors import WanjaxError
+from wanjax.pipelines.request import VideoRequest
 from wanjax.pipelines.text.extending import Extended, cleaned, extend_prompt
 from wanjax.stores.places import Place, local_copy
 from wanjax.stores.writing import check_folder, writing
@@ -19,6 +19,24 @@ class Extender:
 
     def __init__(self, report: Report, url: str, model: str | None, *, picture: bool):
         self.report, self.url, self.model, self.picture = report, url, model, picture
+
+    @classmethod
+    def of(
+        cls, report: Report, request: VideoRequest, options: PipelineOptions, command: CommandOptions
+    ) -> "Extender | None":
+        """Return what extends the prompts of a command, None where no address is given.
+
+        Raises:
+            WanjaxError: A model is given without an address, or there are several processes.
+        """
+        if command.extend_prompt is None:
+            if (model := command.extend_model) is not None:
+                told = f"--extend-model {model} is given without --extend-prompt, the address that has it"
+                raise WanjaxError(told)
+            return None
+        if options.processes:
+            raise WanjaxError("--extend-prompt is for one process: each of several would be answered another prompt")
+        return cls(report, command.extend_prompt, command.extend_model, picture="image" in request.inputs)
 
     def __call__(self, prompt: str) -> Extended:
         """Returns an extended prompt."""
@@ -44,29 +62,15 @@ class Extender:
         return found
 
 
-def extended(report: Report, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of `generate` with its prompts extended, if an address is given, and without the address.
-
-    A list of prompts is left to `many`, which finds `extend` among the options. Raises WanjaxError as `extend_prompt`.
-    """
-    given = dict(given)
-    url, model = given.pop("extend_prompt"), given.pop("extend_model")
-    if url is None:
-        if model is not None:
-            raise WanjaxError(f"--extend-model {model} is given without --extend-prompt, the address that has it")
-        return given
-    if given.get("processes"):
-        raise WanjaxError("--extend-prompt is for one process: each of several would be answered another prompt")
-    extender = Extender(report, url, model, picture=bool(given.get("image")))
-    if given.get("prompts") is not None:
-        return given | {"extend": extender}
-    if isinstance(given["prompt"], Extended):  # that of the record
-        return given
-    later = (given["then"] or "").splitlines()
-    with report.stage("extend", at_once=True):
-        prompt, *then = (extender(text) for text in (given["prompt"], *later))
-    original = "\n".join([prompt.original, *later])
-    return given | {"prompt": Extended(prompt, original), "then": "\n".join(then) or None}
+def extended(request: VideoRequest, extend: Extender | None) -> VideoRequest:
+    """Return a request with its prompts extended; as it is where nobody extends, or somebody did."""
+    if extend is None or "original_prompt" in request.settings:
+        return request
+    later = request.settings.get("then", "").splitlines()
+    with extend.report.stage("extend", at_once=True):
+        prompt, *then = (extend(text) for text in (request.settings["prompt"], *later))
+    told = {"prompt": str(prompt), "original_prompt": "\n".join([prompt.original, *later])}
+    return request.updated(told | ({"then": "\n".join(then)} if then else {}))
 
 
 def _kept(file: Place) -> dict[str, str]:

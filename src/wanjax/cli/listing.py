@@ -11,12 +11,15 @@ from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from wanjax.errors import WanjaxError, unknown_model
 from wanjax.media.inputs import INPUTS, check_inputs
-from wanjax.pipelines.settings import Settings, check_shape, no_setting, schema, sides
+from wanjax.pipelines.settings import check_shape, no_setting, sides
 from wanjax.stores.places import is_url
+
+if TYPE_CHECKING:
+    from wanjax.pipelines.request import VideoRequest
 
 FILE = "models.json"
 
@@ -70,26 +73,26 @@ def described(model: str) -> Mapping[str, Any]:
     return registry.describe(model)
 
 
-def check(model: str | None, given: Mapping[str, Any], *, whole: bool = False) -> None:
-    """Raises WanjaxError for settings and inputs that a listed model does not take, before anything is imported.
-
-    With `whole` they are all that a video is made from, so that an input that the model needs is missed.
+def check(model: str, request: "VideoRequest", *, whole: bool = False) -> None:
+    """Raise WanjaxError for settings and inputs that a listed model does not take, before anything is imported.
 
     What it lets pass is checked again, with the model's own rules, when its pipeline is there.
+
+    Args:
+        model: The model.
+        request: The request.
+        whole: Whether it has all that a video is made from, so that an input that the model needs is missed.
     """
-    if (known := named(model or "")) is None:
+    if (known := named(model)) is None:
         return
-    own = known["defaults"]
-    for name, setting in schema(Settings).items():
-        if (value := given.get(name)) is None or name in ("cache", "guidance_rule"):  # read by their rules
-            continue
-        if name not in own and name not in ("model", "prompt"):
+    own, given = known["defaults"], request.settings
+    for name in given:
+        if name not in own and name not in ("prompt", "size", "seconds"):
             raise no_setting(name, known["name"], own)
-        setting.read(value)
-    shape = {name: own[name] if given.get(name) is None else given[name] for name in ("height", "width", "frames")}
-    if given.get("size") is not None:
+    shape = {name: given.get(name, own[name]) for name in ("height", "width", "frames")}
+    if (size := given.get("size")) is not None:
         texts = known["sizes"].items()
-        shape |= sides(given["size"], {name: (int(h), int(w)) for name, text in texts for w, h in [text.split("x")]})
+        shape |= sides(size, {name: (int(h), int(w)) for name, text in texts for w, h in [text.split("x")]})
     check_shape(**shape, spatial=known["grid"], temporal=known["frames_step"])
     specs = [INPUTS[name]._replace(required=whole and name in known["needs"]) for name in known["takes"]]
-    check_inputs([name for name in INPUTS if given.get(name)], known["name"], known["task"], specs)
+    check_inputs([name for name in INPUTS if request.inputs.get(name)], known["name"], known["task"], specs)

@@ -7,7 +7,7 @@ This process makes them, or workers do, from a store of jobs that it fills and f
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from time import sleep
@@ -21,9 +21,10 @@ from wanjax.cli import listing
 from wanjax.cli.extending import Extender
 from wanjax.cli.names import VIDEOS
 from wanjax.cli.options import COMPILE_CACHE, SETTINGS
+from wanjax.cli.parsed import CommandOptions, PipelineOptions, WorkerOptions
 from wanjax.cli.processes import meet
 from wanjax.cli.report import Report
-from wanjax.cli.stages import Rendering, Reporting, given_settings, how_of, loaded, loading
+from wanjax.cli.stages import Rendering, Reporting, loaded, located
 from wanjax.errors import WanjaxError
 from wanjax.figures import quantity
 from wanjax.jobs import ray_cluster
@@ -39,62 +40,56 @@ from wanjax.jobs.rows import WrongRows, read_requests, with_seeds
 from wanjax.jobs.sharing import BATCH, check_place, enter
 from wanjax.jobs.store import JobStore, Unavailable
 from wanjax.jobs.worker import work
-from wanjax.media.inputs import INPUTS
-from wanjax.pipelines.record import described
-from wanjax.pipelines.request import SCHEDULER, VideoRequest
+from wanjax.pipelines.request import VideoRequest
 from wanjax.pipelines.seeds import check_count, checked_seed
-from wanjax.pipelines.settings import LOADED, read_seed, read_seeds
+from wanjax.pipelines.settings import read_seed, read_seeds
 from wanjax.pipelines.text.extending import as_settings
 from wanjax.stores.own import own_folder
 from wanjax.stores.places import Place, names_in, place
 from wanjax.stores.writing import used_folder
 
 FAILURE = 1  # the exit status where some videos failed
+HERE = WorkerOptions()  # no workers elsewhere
+PROMPT = ("prompt", "original_prompt")  # settings in which a list of prompts differs
 
 
 def generate(
     report: Report,
-    *,
-    prompt: str | None,
-    prompts: str | None,
-    seeds: str | None,
-    count: int | None,
-    folder: Path | None,
-    out: str | None,
-    force: bool,
-    extend: Extender | None = None,
+    request: VideoRequest,
+    options: PipelineOptions,
+    command: CommandOptions,
     workers: int | None = None,
-    database: str | None = None,
-    ray: str | None = None,
-    hosts: int = 1,
-    retries: int = 2,
-    resources: str | None = None,
-    dashboard: bool = False,
-    **given: Any,
+    by: WorkerOptions = HERE,
+    extend: Extender | None = None,
+    remade: Mapping[str, Any] | None = None,
 ) -> None:
-    """Makes a video of each request and seed into a folder, except those that are there already."""
-    needs_ray = {"--hosts": hosts > 1, "--resources": resources, "--dashboard": dashboard}
-    for option in [option for option, value in needs_ray.items() if value and ray is None]:
+    """Make a video of each request and seed into a folder, except those that are there already.
+
+    `workers` of None is this process, and 0 those elsewhere. `extend` extends the prompts of a file, and `remade` is
+    the metadata of the video that is made again, if one is.
+    """
+    needs_ray = {"--hosts": by.hosts > 1, "--resources": by.resources, "--dashboard": by.dashboard}
+    for option in [option for option, value in needs_ray.items() if value and by.ray is None]:
         raise WanjaxError(f"{option} is for workers of Ray: give --ray ADDRESS too, or --ray local for this machine")
-    database = named_database(database)
+    database = named_database(by.database)
     if workers == 0 and database is None:
         raise WanjaxError("--workers 0 leaves the videos to workers elsewhere: --database URL has to name theirs")
-    alone = ray is None and workers in (None, 1) and database is None
+    alone = by.ray is None and workers in (None, 1) and database is None
     if alone:
-        meet(report, given.get("processes"))
-    elif given.get("processes"):
+        meet(report, options.processes)
+    elif options.processes:
         raise WanjaxError("--processes is for one worker, which is this process and those that it meets")
     else:
         jax.config.update("jax_platforms", "cpu")  # of this process alone: the devices are the workers'
     for option in ("noise", "profile"):
-        if given.pop(option, None) is not None:
+        if getattr(command, option) is not None:
             raise WanjaxError(f"--{option} is for one video: it cannot be given for several")
-    target, chosen = folder_of(folder, out), given_settings(**given)
+    target, options = folder_of(command.folder, command.out), located(options)
     arguments: dict[str, Any] = {
-        "load": partial(loaded, loading(chosen, given, offload=None)),
+        "load": partial(loaded, options, request),
         "place": target.absolute(),
-        "force": force,
-        **how_of(given),
+        "force": command.force,
+        **options.how,
     }
     if alone and not is_first():
         follow(VideoMaker(**arguments))
@@ -102,28 +97,25 @@ def generate(
         return
     with _leading(report, arguments) if alone else nullcontext() as maker:
         wrong = WrongRows()
-        requests = requests_of(prompt, prompts, wrong)
-        options, model = options_of_each(chosen), str(chosen["model"])
-        requests = _takeable(requests, model, options, wrong)
-        if not _is_here(model):  # else it is downloaded to find more
+        requests, shared = requests_of(request, command.prompts, wrong), shared_by_all(request)
+        requests = _takeable(requests, str(options.model), shared, wrong)
+        if not _is_here(str(options.model)):  # else it is downloaded to find more
             wrong.refuse()
-        first = given.get("seed")
-        numbers = numbers_of(requests, seeds, count, SETTINGS["seed"].usual if first is None else first)
+        numbers = numbers_of(requests, command, request.settings.get("seed", SETTINGS["seed"].usual))
         if extend is not None:
             texts = extend.all_of([request.settings["prompt"] for request in requests], target)
             told = [as_settings(text) for text in texts]
             requests = [one.updated(text) for one, text in zip(requests, told, strict=True)]
-        unsaid = (seeds, count, first) == (None, None, None)
-        requests = [one.under(options) for one in with_seeds(requests, None if unsaid else numbers)]
+        unsaid = (command.seeds, command.count) == (None, None) and "seed" not in request.settings
+        requests = [one.under(shared) for one in with_seeds(requests, None if unsaid else numbers)]
         with used_folder(arguments["place"]), _store(database, arguments["place"]) as store:
-            driver = Driver(report, store, arguments["place"], force, retries)
+            driver = Driver(report, store, arguments["place"], command.force, by.retries)
             if maker is not None:
-                batch = _here(driver, requests, wrong, given, maker)
+                batch = _here(driver, requests, wrong, options, command, remade, maker)
             else:
-                shared = click.get_current_context().meta.get(COMPILE_CACHE, {})
-                arguments["load"] = partial(keeping_programs, arguments["load"], shared)
-                cluster = {"address": ray, "hosts": hosts, "resources": resources, "dashboard": dashboard}
-                batch = _by_workers(driver, requests, wrong, arguments, 1 if workers is None else workers, **cluster)
+                cache = click.get_current_context().meta.get(COMPILE_CACHE, {})
+                arguments["load"] = partial(keeping_programs, arguments["load"], cache)
+                batch = _by_workers(driver, requests, wrong, arguments, 1 if workers is None else workers, by)
     report.table()
     if batch.failed:
         told = f"{len(batch.failed)} of {quantity(batch.total, 'video')} failed, as listed in {target / MANIFEST}"
@@ -221,7 +213,13 @@ def missing(report: Report, tasks: Sequence[Task], folder: Place, force: bool) -
 
 
 def _here(
-    driver: Driver, requests: Sequence[VideoRequest], wrong: WrongRows, given: dict[str, Any], maker: VideoMaker
+    driver: Driver,
+    requests: Sequence[VideoRequest],
+    wrong: WrongRows,
+    options: PipelineOptions,
+    command: CommandOptions,
+    remade: Mapping[str, Any] | None,
+    maker: VideoMaker,
 ) -> Batch:
     """Makes the videos of requests in this process, and in those that it leads, unless there are `wrong` rows too."""
     report = driver.report
@@ -239,11 +237,12 @@ def _here(
             faults.append(error)
 
     with here as own:  # previews are shown by files
-        video = Rendering(report, own, _of_task(given, first), pipe=maker.pipe)
+        here_alone = command._replace(folder=own, out=None)
+        video = Rendering(report, first.request, options, here_alone, remade=remade, pipe=maker.pipe)
         videos = [maker.settings[name] for name in batch.tasks]
         video.tell(videos)
         video.tell_prompt(videos)
-        if video.previews and not given.get("preview_decoder"):
+        if video.previews and not command.preview_decoder:
             with report.stage("preview"):
                 maker.fit_latent_preview()
         maker.observers = [Within(video, batch)]
@@ -264,11 +263,7 @@ def _by_workers(
     wrong: WrongRows,
     arguments: dict[str, Any],
     count: int,
-    *,
-    address: str | None,
-    hosts: int,
-    resources: str | None,
-    dashboard: bool,
+    by: WorkerOptions,
 ) -> Batch:
     """Makes the videos of requests by workers, in processes of this machine or in a Ray cluster."""
     report = driver.report
@@ -278,10 +273,10 @@ def _by_workers(
         if count == 0:  # workers of others make them
             plan.append(_planned(requests, wrong, VideoMaker(**arguments)))
             start: Any = None
-        elif address is None:
+        elif by.ray is None:
             start = partial(LocalWorker, driver.store, partial(_maker, arguments), driver.options)
         else:
-            start = stack.enter_context(_ray_workers(driver, arguments, count, address, hosts, resources, dashboard))
+            start = stack.enter_context(_ray_workers(driver, arguments, count, by.ray, by))
 
         asked: list[Any] = []  # workers, the last of which plans
 
@@ -336,15 +331,14 @@ def _ray_workers(
     arguments: dict[str, Any],
     count: int,
     address: str,
-    hosts: int,
-    resources: str | None,
-    dashboard: bool,
+    by: WorkerOptions,
 ) -> Iterator[Callable[..., Any]]:
     """Yields what starts workers in a Ray cluster, which has the store as an actor where no other host reaches it."""
-    asked = ray_cluster.resources_of(resources, (FIRST,) if hosts > 1 else ())
+    hosts = by.hosts
+    asked = ray_cluster.resources_of(by.resources, (FIRST,) if hosts > 1 else ())
     local = ray_cluster.address_of(address) is None
     cores = count * hosts * asked.get("", {}).get("num_cpus", 1)
-    with ray_cluster.connected(address, cores, dashboard) as ray:
+    with ray_cluster.connected(address, cores, by.dashboard) as ray:
         if not driver.store.is_shared:
             enter(driver.store, driver.place, BATCH)
             driver.store = RemoteStore.start(ray, driver.store)
@@ -378,15 +372,14 @@ class Within(Reporting):
             _count(self.report, self.batch, f"{unit} {done} of {total}")
 
 
-def requests_of(prompt: str | None, file: str | None, wrong: WrongRows | None = None) -> list[VideoRequest]:
-    """Returns the request of a prompt, or those of a file; raises WanjaxError where both are given.
+def requests_of(request: VideoRequest, file: str | None, wrong: WrongRows | None = None) -> list[VideoRequest]:
+    """Return the request of a command's prompt, or those of a file; raise WanjaxError where both are given.
 
     `wrong` receives the rows that are none; None refuses them here.
     """
     if file is None:
-        assert prompt is not None
-        return [VideoRequest(as_settings(prompt))]
-    if prompt is not None:
+        return [VideoRequest({name: value for name, value in request.settings.items() if name in PROMPT})]
+    if "prompt" in request.settings:
         raise WanjaxError("--prompts is given beside a prompt: one way is enough")
     return read_requests(file, wrong)
 
@@ -398,7 +391,7 @@ def _takeable(
     found = []
     for request in requests:
         try:
-            listing.check(model, request.under(options).fields, whole=True)
+            listing.check(model, request.under(options), whole=True)
         except WanjaxError as error:
             wrong.add(request.row, error)
         else:
@@ -412,26 +405,19 @@ def _is_here(model: str) -> bool:
     return os.path.exists(model) if preset is None else preset.shipped
 
 
-def options_of_each(chosen: Mapping[str, Any]) -> VideoRequest:
-    """Returns what the options of a command ask of each video, as a part of its request."""
-    names = {"size", SCHEDULER.name, *INPUTS, *SETTINGS} - {*LOADED, "prompt"}
-    found = {name: value for name, value in chosen.items() if name in names}
-    fields = {name: described(value) if name in INPUTS else value for name, value in found.items()}
-    return VideoRequest.parse(fields, whole=False)
+def shared_by_all(request: VideoRequest) -> VideoRequest:
+    """Return what a command asks of each video, whatever its prompt."""
+    return replace(request, settings={name: value for name, value in request.settings.items() if name not in PROMPT})
 
 
-def _of_task(given: Mapping[str, Any], task: Task) -> dict[str, Any]:
-    """Returns the options of a command with the settings of a task over them."""
-    return {**given, **dict.fromkeys(("size", "height", "width")), **task.request.fields}
-
-
-def numbers_of(requests: Sequence[VideoRequest], seeds: str | None, count: int | None, first: Any) -> list[int]:
+def numbers_of(requests: Sequence[VideoRequest], command: CommandOptions, first: int) -> list[int]:
     """Returns the seeds of each request that has none of its own, which --seeds or --count ask for, from `first` on.
 
     Raises WanjaxError for more videos than a command makes.
     """
     start = checked_seed(first, alone=True)
-    numbers = [read_seed(seed) for seed in range(start, start + (count or 1))] if seeds is None else read_seeds(seeds)
+    several = range(start, start + (command.count or 1))
+    numbers = [read_seed(seed) for seed in several] if command.seeds is None else read_seeds(command.seeds)
     check_count(len(numbers), len([one for one in requests if "seed" not in one.settings]))
     return numbers
 

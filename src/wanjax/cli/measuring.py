@@ -11,16 +11,17 @@ from rich.console import Console
 from wanjax import registry
 from wanjax.bench.suite import SCALES, Bench, Row, Scale
 from wanjax.bench.suite import bench as run
+from wanjax.cli.parsed import PipelineOptions
 from wanjax.cli.report import Report
-from wanjax.cli.stages import domain_of, given_settings
+from wanjax.cli.stages import domain_of, loaded
 from wanjax.cli.tables import print_table
 from wanjax.figures import digits, duration, quantity, scaled
 from wanjax.kernels.compiler_options import keep_set, kept_set
-from wanjax.loading import load
 from wanjax.pipelines import progress
 from wanjax.pipelines.caching.calibration import Measured, measure, reused_steps, tables_from
 from wanjax.pipelines.caching.rules import MagCache, TeaCache
 from wanjax.pipelines.caching.tables import measured_file, to_json
+from wanjax.pipelines.request import VideoRequest
 from wanjax.sharding import mesh_text, platform
 from wanjax.stores.writing import check_folder, writing
 
@@ -94,17 +95,15 @@ PROMPTS = (
 MOST = 4  # prompts, where none are given
 
 
-def calibrate(report: Report, *, model: str, texts: Sequence[str], image: str | None, **given: Any) -> None:
-    """Makes the latents of a few videos, and writes the tables that their steps told."""
-    loading = {name: given.pop(name) for name in ("mesh", "rules", "attention", "dtype", "vae_dtype", "compiler")}
-    loading["compiler"] = loading["compiler"] or kept_set()
-    settings = given_settings(**given)
-    pipe = load(model, video=settings, progress=report.load, note=report.note, **loading)
+def calibrate(report: Report, request: VideoRequest, options: PipelineOptions, texts: Sequence[str]) -> None:
+    """Make the latents of a few videos, and write the tables that their steps tell."""
+    model = str(options.model)
+    pipe = loaded(options, request, progress=report.load, note=report.note)
     file, runs = measured_file(registry.tables_key(model)), []
     pipe.architecture.spec.check_whole(model, "calibrating")
     check_folder(file.parent)
     chosen = texts or suited(model)
-    pictures, complete = pipe.prepare(image=image, **settings)
+    pictures, complete = pipe.prepare(**request.inputs, **request.settings)
     for number, prompt in enumerate(chosen, 1):
         report.note(f"prompt {number} of {len(chosen)}: {prompt}")
         runs.append(_measured(report, pipe, pictures, complete.updated({"prompt": prompt})))

@@ -12,11 +12,10 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from wanjax.cli.arguments import complete_files, complete_models, today
-from wanjax.errors import WanjaxError
+from wanjax.cli.arguments import complete_files, complete_models, our_name
 from wanjax.media.bounds import BOUNDS
 from wanjax.media.inputs import IMAGE, INPUTS, InputSpec
-from wanjax.pipelines.settings import MOST_VIDEOS, Settings, read_size, schema
+from wanjax.pipelines.settings import MOST_VIDEOS, Settings, schema
 
 Decorator = Callable[[Any], Any]
 
@@ -39,19 +38,7 @@ def option_of(name: str) -> str:
 
 SETTINGS = schema(Settings)
 COMPILE_CACHE = "wanjax.compile_cache"  # the key, in a command's context, of a cache that is shared
-CONTEXT = {"help_option_names": ["-h", "--help"], "token_normalize_func": today, "max_content_width": 100}
-
-
-class Size(click.ParamType):
-    """A type of option: reads WIDTHxHEIGHT in pixels as (height, width), and leaves the name of a size as it is."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int] | str:
-        try:
-            return read_size(str(value))
-        except WanjaxError as error:
-            return self.fail(str(error), param, ctx)
+CONTEXT = {"help_option_names": ["-h", "--help"], "token_normalize_func": our_name, "max_content_width": 100}
 
 
 class Workers(click.ParamType):
@@ -67,29 +54,20 @@ class Workers(click.ParamType):
         return least, most
 
 
-class Seed(click.ParamType):
-    """A type of option: reads a seed, or random, as the setting does."""
-
-    name = "seed"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        return SETTINGS["seed"].parse(str(value))
-
-
 def together(*decorators: Decorator) -> Decorator:
     """Joins decorators into one; the help lists their options in this order."""
     return lambda command: reduce(lambda inner, decorate: decorate(inner), reversed(decorators), command)
 
 
 def _prompt(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """Returns the prompt: the argument, or the value of the former option --prompt; None with --prompts.
+    """Returns the prompt: the argument, or the value of the hidden option --prompt; None with --prompts.
 
     One that is typed, in either way, takes the place of one from a file. An empty one is asked for on a terminal, and
     elsewhere refused, unless it is that of a record or --allow-empty-prompt is given.
     """
-    former, allow_empty = ctx.params.pop("prompt_option", None), ctx.params.pop("allow_empty_prompt", False)
-    typed = is_typed("prompt", ctx) or former is not None
-    value = value if former is None or is_typed("prompt", ctx) else former
+    option, allow_empty = ctx.params.pop("prompt_option", None), ctx.params.pop("allow_empty_prompt", False)
+    typed = is_typed("prompt", ctx) or option is not None
+    value = value if option is None or is_typed("prompt", ctx) else option
     if ctx.resilient_parsing or (value is None and ctx.params.get("prompts") is not None) or (value or "").strip():
         return value
     if allow_empty or (value is not None and not typed):
@@ -107,7 +85,7 @@ number = partial(click.option, type=click.IntRange(min=1), metavar="N")
 of_file = partial(click.option, metavar="FILE", shell_complete=complete_files)
 # options that become a part of another one are eager, and so are read before it
 tokens = partial(number, is_eager=True)
-former = partial(click.option, is_eager=True, hidden=True)
+of_scripts = partial(click.option, is_eager=True, hidden=True)  # spellings of the scripts before wanjax
 
 
 def _parts(ctx: click.Context, whole: click.Parameter, *names: str) -> dict[str, Any]:
@@ -138,7 +116,7 @@ def _attention(ctx: click.Context, parameter: click.Parameter, value: str | None
 
 
 def _mesh(ctx: click.Context, parameter: click.Parameter, value: str | None) -> Any:
-    """Returns the mesh; the former options ask for a chosen one, which splits guidance, with `sp` as it was given."""
+    """Returns the mesh; options of scripts ask for a chosen one, which splits guidance, with `sp` as it was given."""
     parts = _parts(ctx, parameter, "use_dp", "sp_num")
     if parts and value not in (None, "auto"):
         raise click.UsageError(f"--{next(iter(parts)).replace('_', '-')} is given beside --mesh: one way is enough")
@@ -151,7 +129,7 @@ def _mesh(ctx: click.Context, parameter: click.Parameter, value: str | None) -> 
 
 
 def _rules(ctx: click.Context, parameter: click.Parameter, value: str) -> str:
-    """Returns the rules, which a former option names too."""
+    """Returns the rules, which an option of scripts names too."""
     for rules in _parts(ctx, parameter, "use_fsdp").values():
         if value != rules:
             raise click.UsageError(f"--use-fsdp is --rules {rules}, and {value} is given: one way is enough")
@@ -256,13 +234,21 @@ model = of_model(
     show_default=True,
     help="A name that `wanjax models` lists, an id on the Hugging Face hub, a folder or a file.",
 )
-model_again = of_model("model_option", help="The same as MODEL.")
+
+
+def _either_model(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str:
+    """Return the model, which an option names too; it is nano where none does."""
+    other = ctx.params.pop("model_option", None)
+    if None not in (value, other) and value != other and is_typed("model_option", ctx):
+        raise click.UsageError(f"the model is given as {value} and as --model {other}: one way is enough")
+    return value or other or "nano"
+
+
+model_named = together(
+    click.argument("model", required=False, callback=_either_model, shell_complete=complete_models),
+    of_model("model_option", is_eager=True, help="The same as MODEL."),
+)
 model_override = of_model(help="Another model than that of the stage before.")
-
-
-def _joined(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> str | None:
-    """Returns the values of an option that may be given more than once as the setting's, None where there are none."""
-    return SETTINGS[str(parameter.name)].read(values) or None
 
 
 def setting(name: str) -> Decorator:
@@ -270,10 +256,10 @@ def setting(name: str) -> Decorator:
     known = SETTINGS[name]
     option = f"--{name.replace('_', '-')}"
     if known.several:
-        return click.option(option, multiple=True, metavar=known.metavar, help=known.help, callback=_joined)
+        return click.option(option, multiple=True, metavar=known.metavar, help=known.help)
     if known.kind is bool:
         return click.option(f"{option}/--no-{option[2:]}", default=None, help=known.help)
-    kind = Seed() if name == "seed" else click.Choice(known.choices) if known.choices else known.kind
+    kind = str if name == "seed" else click.Choice(known.choices) if known.choices else known.kind  # or random
     return click.option(option, type=kind, metavar=known.metavar or None, help=known.help)
 
 
@@ -317,7 +303,6 @@ pictures = together(
 shape = together(
     click.option(
         "--size",
-        type=Size(),
         metavar="WxH",
         help="Width and height, as in 832x480, or 480p, 720p, portrait or square; `wanjax models NAME` lists the "
         "model's own, and 480p and its like take a given picture's proportions.  [default: the model's, in these]",
@@ -354,8 +339,8 @@ attention = together(
     tokens("--block-kv", help="Keys that it keeps in a TPU's fast memory at a time."),
     tokens("--block-kv-compute", help="Keys that it goes through in one unrolled body."),
     tokens("--window", help="Tokens before and after its own to which self-attention is confined.  [default: all]"),
-    former("--use-custom-attention", flag_value="flash_tpu", default=None),
-    former("--use-k-smooth", flag_value="center_keys", default=None),
+    of_scripts("--use-custom-attention", flag_value="flash_tpu", default=None),
+    of_scripts("--use-k-smooth", flag_value="center_keys", default=None),
 )
 lora = of_file(
     "--lora",
@@ -419,8 +404,8 @@ mesh = together(
         help="Devices to spread over, as dp=N,sp=N,tp=N or auto; guidance is spread over dp, the sequence over sp, "
         "and heads over tp.  [default: auto, and one on a CPU]",
     ),
-    former("--use-dp", flag_value="auto", default=None),
-    former("--sp-num", type=click.IntRange(min=1)),
+    of_scripts("--use-dp", flag_value="auto", default=None),
+    of_scripts("--sp-num", type=click.IntRange(min=1)),
 )
 rules = together(
     click.option(
@@ -431,7 +416,7 @@ rules = together(
         callback=_rules,
         help="How weights are spread: gathered as used, by columns and rows, or whole on each.",
     ),
-    former("--use-fsdp", flag_value="fsdp", default=None),
+    of_scripts("--use-fsdp", flag_value="fsdp", default=None),
 )
 chip = click.option(
     "--chip",

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,23 +16,25 @@ import jax
 from rich.console import Console
 
 from wanjax import loading, registry
+from wanjax.cli.parsed import BulkOptions, CommandOptions, PipelineOptions, TrainingOptions
 from wanjax.cli.processes import meet
 from wanjax.cli.report import Report
 from wanjax.cli.scaling import SUM, show_scale, why
-from wanjax.cli.stages import Rendering, given_settings, how_of, loras_of, own_settings
+from wanjax.cli.stages import Rendering, loras_of
 from wanjax.cli.tables import folded, print_table, stdout_width
 from wanjax.compile_cache.cache import compile_cache, compile_cache_folder
 from wanjax.compile_cache.shared import Kept, current
 from wanjax.errors import WanjaxError
 from wanjax.figures import between, digits, duration, in_bytes, quantity
-from wanjax.kernels.attention import AUTO, Attention
+from wanjax.kernels.attention import AUTO
 from wanjax.kernels.compiler_options import SAFE
-from wanjax.media.inputs import INPUTS
 from wanjax.media.pictures import Pictures
 from wanjax.pipelines import progress
+from wanjax.pipelines.checks import check_loaded
 from wanjax.pipelines.decoders import DecoderFile
 from wanjax.pipelines.model import with_scheduler
 from wanjax.pipelines.pipeline import Pipeline
+from wanjax.pipelines.request import VideoRequest
 from wanjax.pipelines.settings import Settings
 from wanjax.plan.outlook import Outlook, outlook
 from wanjax.plan.places import find_priceable
@@ -42,7 +44,7 @@ from wanjax.pricing.chips import Slice, devices_of, find_slice
 from wanjax.pricing.compile import AT_ONCE, ENVIRONMENT, check_compiler
 from wanjax.pricing.lowering import without_refused
 from wanjax.programs import EXECUTE, Instance, warn_refused
-from wanjax.sharding import ONE_DEVICE, AutoMesh, MeshSizes, mesh_text, standing_in
+from wanjax.sharding import ONE_DEVICE, MeshSizes, mesh_text, standing_in
 from wanjax.stores.own import own_folder
 from wanjax.training.adapters import LoraConfig
 from wanjax.training.optimizers import OptimizerConfig
@@ -53,41 +55,43 @@ _gib = partial(in_bytes, base=1024)  # chips are sold by these
 
 def plan(
     report: Report,
-    *,
-    model: str,
+    request: VideoRequest,
+    options: PipelineOptions,
     chip: str,
-    mesh: MeshSizes | AutoMesh | None,
-    compiler: str | None,
+    training: TrainingOptions,
+    bulk: BulkOptions,
+    *,
     as_json: bool,
-    **given: Any,
 ) -> None:
-    """Prices a video, and prints a table or JSON."""
+    """Price a video, a step of training or many videos, and print a table or JSON."""
     jax.config.update("jax_platforms", "cpu")  # the priced chips need not be present
     find_priceable(chip)
-    training = {name: given.pop(name) for name in ("train", "lora_rank", "full", "batch", "optimizer")}
-    bulk = _bulk(given)
-    if bulk and training["train"]:
+    several = None if bulk.requests is None else Bulk(**bulk._asdict())
+    if several and training.train:
         raise WanjaxError("--train prices a step, and --requests prices videos: one of them at a time")
+    mesh, loras = options.mesh, loras_of(options)
     axes, sp = (mesh, None) if isinstance(mesh, MeshSizes) else (None, mesh and mesh.sp)
-    attention = given.pop("attention") or _learned(given) or AUTO
-    how = {"sp": sp, "rules": given.pop("rules"), "compiler": compiler or SAFE, "attention": attention}
-    found = registry.distilled(registry.outline(model), loras_of(given_settings(**given)), report.note)
-    if (scheduler := given.pop("scheduler")) is not None:
-        found = replace(found, architecture=with_scheduler(found.architecture, scheduler))
+    learned = registry.attention_of(lora for lora in loras if Path(lora.file).is_file())  # those that are here
+    attention = options.attention or learned or AUTO
+    how = {"sp": sp, "rules": options.rules, "compiler": options.compiler or SAFE, "attention": attention}
+    found = registry.distilled(registry.outline(str(options.model)), loras, report.note)
+    if request.scheduler is not None:
+        found = replace(found, architecture=with_scheduler(found.architecture, request.scheduler))
     dtypes = {"dtype": "float32", "vae_dtype": "float32"} if chip == "cpu" else {"dtype": "bfloat16"}
     found = replace(found, settings=found.settings.updated(dtypes))
-    pictures, settings = _video(loading.outlined(found, ONE_DEVICE), given)
+    check_loaded(found.settings, {"dtype": options.dtype, "vae_dtype": options.vae_dtype})
+    pictures, settings = _video(loading.outlined(found, ONE_DEVICE), request)
     found = replace(found, settings=settings)
-    if training["train"]:
-        lora = None if training["full"] else LoraConfig(training["lora_rank"])
-        how |= {"lora": lora, "optimized": OptimizerConfig(training["optimizer"]), "clips": training["batch"]}
+    if training.train:
+        lora = None if training.full else LoraConfig(training.lora_rank)
+        how |= {"lora": lora, "optimized": OptimizerConfig(training.optimizer), "clips": training.batch}
         price = partial(training_outlook, found, chip, axes, **how)
     else:
-        offload = given["offload"] if settings.windows > 1 else given["offload"] is not False
-        how |= {**how_of(given), "pictures": pictures, "offload": offload}
-        if file := given["decoder"]:
+        offload = options.offload if settings.windows > 1 else options.offload is not False
+        how |= {**options.how, "pictures": pictures, "offload": offload}
+        if file := options.decoder:
             how |= {"decoder": DecoderFile.in_place_of(found.architecture.vae, file)}
-        price = partial(at_scale, found, chip, bulk) if bulk else partial(outlook, found, chip)
+        price = partial(at_scale, found, chip, several) if several else partial(outlook, found, chip)
         price = partial(price, axes, **how)
 
     def tell(now: Sequence[str], done: int, total: int) -> None:
@@ -102,26 +106,11 @@ def plan(
         SHOWN[type(priced)](priced, progress.console(stderr=False))
 
 
-def _bulk(given: dict[str, Any]) -> Bulk | None:
-    """Takes the options of many videos; None where one is to be priced."""
-    names = {"start": "start_time", "download": "download_rate", "compiling": "compile_time"}
-    own = {name: given.pop(names.get(name, name)) for name in (field.name for field in fields(Bulk))}
-    return None if own["requests"] is None else Bulk(**own)
-
-
-def _learned(given: dict[str, Any]) -> Attention | None:
-    """Returns the attention that LoRAs were trained with, of those that need no download."""
-    return registry.attention_of(lora for lora in loras_of(given_settings(**given)) if Path(lora.file).is_file())
-
-
-def _video(pipe: Pipeline, given: dict[str, Any]) -> tuple[Pictures | None, Settings]:
-    """Returns the given pictures, None where there are none, and the settings of the video."""
-    chosen = given_settings(**given)
-    settings = own_settings(chosen, given, pipe.defaults)
-    files = {name: chosen[name] for name in INPUTS if chosen.get(name)}
-    if not files:
-        return None, pipe.settings(**settings)
-    return pipe.prepare(**files, **settings)
+def _video(pipe: Pipeline, request: VideoRequest) -> tuple[Pictures | None, Settings]:
+    """Return the pictures of a request, None where there are none, and the settings of its video."""
+    if not request.inputs:
+        return None, pipe.settings(**request.settings)
+    return pipe.prepare(**request.inputs, **request.settings)
 
 
 def _say(console: Console, sentence: str) -> None:
@@ -241,22 +230,22 @@ SHOWN: Mapping[type, Callable[[Any, Console], None]] = {
 }
 
 
-def warmup(report: Report, *, chip: str | None, **given: Any) -> None:
-    """Compiles all programs that `generate` runs with these options, here or on a chip; no weights are loaded."""
+def warmup(report: Report, request: VideoRequest, options: PipelineOptions, chip: str | None) -> None:
+    """Compile all programs that `generate` runs with these options, here or on a chip; no weights are loaded."""
     if chip is not None:
-        _fill(report, find_slice(chip), given)
+        _fill(report, request, options, find_slice(chip))
         return
-    meet(report, given.get("processes"))
-    with _recorded(report, given) as instances, report.stage("compile"):
+    meet(report, options.processes)
+    with _recorded(report, request, options) as instances, report.stage("compile"):
         EXECUTE.compile(*instances, begun=lambda number, total: report.count("program", number - 1, total))
         report.count("program", len(instances), len(instances))
     report.table()
     report.note(f"what was compiled is in {EXECUTE.kept.folder if EXECUTE.kept else compile_cache_folder()}")
 
 
-def _fill(report: Report, place: Slice, given: Mapping[str, Any]) -> None:
+def _fill(report: Report, request: VideoRequest, options: PipelineOptions, place: Slice) -> None:
     """Fills a shared cache with the programs for a slice that need not be here, those that it lacks."""
-    if given.get("processes"):
+    if options.processes:
         raise WanjaxError("--chip describes all processes of a slice: one compiles for them, without --processes")
     check_compiler()
     jax.config.update("jax_platforms", "cpu")
@@ -267,7 +256,7 @@ def _fill(report: Report, place: Slice, given: Mapping[str, Any]) -> None:
     made = []
     with (
         standing_in(devices_of(place.topology, one_host=True)),
-        _recorded(report, given) as instances,
+        _recorded(report, request, options) as instances,
         report.stage("compile"),
         ThreadPoolExecutor(AT_ONCE) as pool,
     ):
@@ -289,10 +278,11 @@ def _compiled(instance: Instance) -> bool:
 
 
 @contextmanager
-def _recorded(report: Report, given: Mapping[str, Any]) -> Iterator[list[Instance]]:
+def _recorded(report: Report, request: VideoRequest, options: PipelineOptions) -> Iterator[list[Instance]]:
     """Yields the programs of the run that `generate` would make, recorded."""
     with own_folder() as folder:
-        made = Rendering(report, folder, {**given, "prompt": given["prompt"] or ""})
+        request = request.under(VideoRequest({"prompt": ""}))
+        made = Rendering(report, request, options, CommandOptions(folder=folder))
         with report.stage("record"):
             instances = made.instances()
         yield instances

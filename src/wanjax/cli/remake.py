@@ -4,43 +4,59 @@
 import os
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import click
 
 from wanjax import registry
 from wanjax.cli.defaults import files_recorded
 from wanjax.cli.options import is_typed
+from wanjax.cli.parsed import PipelineOptions
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
 from wanjax.media.records import TABLE, digests_in
 from wanjax.pipelines.record import digest_of, paths_of
-from wanjax.pipelines.text.extending import Extended
+from wanjax.pipelines.request import VideoRequest
 from wanjax.stores.places import Place
 
 DIGEST = re.compile(r"sha256 [0-9a-f]+$")  # of what was given as an array
 
 
-def completed(given: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of `generate`, with those parts of a record for which there is no option.
+def completed(
+    request: VideoRequest, options: PipelineOptions, record: Mapping[str, Any]
+) -> tuple[VideoRequest, PipelineOptions, Mapping[str, Any] | None]:
+    """Return a request and options with those parts of a record for which there is no option.
 
-    Raises WanjaxError where a file that the video was made from is gone or another one, and none is given.
+    Returns:
+        The request, the options, and the record, None where another model makes the video.
+
+    Raises:
+        WanjaxError: A file that the video was made from is gone or another one, and none is given.
     """
-    given = {**given, "prompt": prompt_of(given["prompt"], record)}
-    check_files(record, [name for name in files_recorded() if given.get(name) and not is_typed(name)])
-    if given["model"] != record["model"]:
-        return dict(given) if is_typed("scheduler") else {**given, "scheduler": None}  # the record's is the model's own
+    request = with_original(request, record)
+    check_files(record, taken_from(files_recorded()))
+    if options.model != record["model"]:  # its own solver is the record's
+        return request if is_typed("scheduler") else replace(request, scheduler=None), options, None
     found: dict[str, Any] = {k: record[k] for k in ("revision", "param_dtype") if isinstance(record.get(k), str)}
-    if given.get("tile") and isinstance(record.get("tiling"), Mapping):
+    if options.tile and isinstance(record.get("tiling"), Mapping):
         found["tiling"] = _tiling(record["tiling"])
-    return {**given, **found, "remade": record}
+    return request, options._replace(**found), record
 
 
-def prompt_of(prompt: str | None, record: Mapping[str, Any]) -> str | None:
-    """Return a prompt as one that was extended, where it is that of a record which tells what was asked for."""
+def taken_from(names: Iterable[str]) -> list[str]:
+    """Return those of some parameters of the command that runs whose values come from a record."""
+    values = click.get_current_context().params
+    return [name for name in names if values.get(name) and not is_typed(name)]
+
+
+def with_original(request: VideoRequest, record: Mapping[str, Any]) -> VideoRequest:
+    """Return a request with what was asked for, where its prompt is that of a record which tells it."""
     original = record.get("original_prompt")
-    if prompt is not None and prompt == record.get("prompt") and isinstance(original, str) and original:
-        return Extended(prompt, original)
-    return prompt
+    if request.settings.get("prompt") == record.get("prompt") and isinstance(original, str) and original:
+        return request.updated({"original_prompt": original})
+    return request
 
 
 def differences(record: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.client import HTTPException, IncompleteRead
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,14 @@ import click
 from wanjax.cli.defaults import SAFE
 from wanjax.cli.names import TOKEN, free_names, video_named
 from wanjax.cli.options import SETTINGS, is_given, is_typed, option_of
+from wanjax.cli.parsed import CommandOptions, PipelineOptions
 from wanjax.cli.report import Report
 from wanjax.errors import WanjaxError, reason, shown
 from wanjax.figures import quantity
 from wanjax.media.inputs import INPUTS
-from wanjax.pipelines.settings import ALLOW_EMPTY, LOADED
-from wanjax.pipelines.text.extending import NoRedirect, as_settings
+from wanjax.pipelines.request import VideoRequest
+from wanjax.pipelines.settings import ALLOW_EMPTY
+from wanjax.pipelines.text.extending import NoRedirect
 from wanjax.stores.places import Place, name_alone, names_in, place
 from wanjax.stores.writing import check_folder, writing
 
@@ -44,16 +46,8 @@ TOLD = {"id": str, "defaults": dict, "settings": dict, "started_with": dict, "lo
 AHEAD = 4  # of several videos, those that the server has at once: it goes on while one is collected
 FULL = 429  # the status of HTTP where a queue is full
 WRONG = (400, 404, 409, 413, 415, 422)  # those of a request's own mistakes
-HERE = (
-    *("folder", "noise", "profile", "preview", "preview_decoder"),
-    *("extend_prompt", "extend_model"),
-)
+HERE = ("folder", "noise", "profile", "preview", "preview_decoder", "extend_prompt", "extend_model")
 """Parameters that mean something where the video is made."""
-
-
-def of_a_video() -> set[str]:
-    """Return the parameters in which the videos of one server may differ."""
-    return {"size", "seconds", "scheduler", *INPUTS, *SETTINGS} - {*LOADED}
 
 
 class Refused(WanjaxError):
@@ -66,50 +60,48 @@ class Refused(WanjaxError):
 
 def generate(
     report: Report,
-    *,
+    request: VideoRequest,
+    options: PipelineOptions,
+    command: CommandOptions,
     at: str,
-    prompt: str | None,
-    prompts: str | None,
-    seeds: str | None,
-    count: int | None,
-    out: str | None,
-    force: bool,
     made: Mapping[str, Any] | None = None,
-    **given: Any,
 ) -> None:
-    """Asks the server at an address for a video, or for several, shows their progress, and writes them.
+    """Ask the server at an address for a video, or for several, show their progress, and write them.
 
-    `made` is the record of a video that is to be made again, whose options are among the `given` ones.
+    Options of the model that are given have to be the server's. `made` is the metadata of the video that is made again.
     """
     server = Server(at)
-    offered = server.model(given["model"] if is_given("model") else None)
+    offered = server.model(options.model if is_given("model") else None)
     if made is not None:
-        from wanjax.cli.remake import check_files, prompt_of  # imported late: they need JAX
+        from wanjax.cli.remake import check_files, taken_from, with_original  # imported late: they need JAX
 
-        prompt = prompt_of(prompt, made)
-        check_files(made, [name for name in INPUTS if given.get(name) and not is_typed(name)])
-    chosen = {name: value for name, value in given.items() if is_given(name) and value not in (None, ())}
-    if made is not None and not is_typed("compiler"):
-        chosen.pop("compiler", None)  # the record's is no wish of the user's, and it decides the last digits alone
-    chosen.setdefault("seed", _seed(offered["defaults"], at))  # the command's own, where the server draws one
-    if (prompts, seeds, count) == (None, None, None):
-        _generate_one(report, server, offered, {**as_settings(prompt or ""), **chosen}, out)
+        request = with_original(request, made)
+        check_files(made, taken_from(INPUTS))
+        if not is_typed("compiler"):
+            options = options._replace(compiler=None)  # it decides the last digits alone
+    for name in filter(is_given, HERE):
+        if getattr(command, name):
+            raise WanjaxError(f"{option_of(name)} is for videos of this machine, and --at has one made by {at}")
+    _check_options(options, offered["started_with"], at)
+    request = replace(request, lora=_strengths(options.lora, offered["loras"], at) if options.lora else {})
+    if "seed" not in request.settings:  # the command's own, where the server draws one
+        request = request.updated({"seed": _seed(offered["defaults"], at)})
+    if command.several:
+        _generate_several(report, server, offered, _requests(request, command), command)
     else:
-        requests = _requests(chosen, prompt, prompts, seeds, count)
-        shared = {name: value for name, value in chosen.items() if name not in of_a_video()}
-        _generate_several(report, server, offered, requests, _fields(shared, offered, at), out, force=force)
+        _generate_one(report, server, offered, request, command.out)
 
 
 def _generate_one(
-    report: Report, server: "Server", offered: Mapping[str, Any], chosen: Mapping[str, Any], out: str | None
+    report: Report, server: "Server", offered: Mapping[str, Any], request: VideoRequest, out: str | None
 ) -> None:
     """Has a video made, and writes it under its own name or `out`."""
     if out is not None and not _is_mp4(out):
         from wanjax.media.videos import check_output  # imported late, as in `_save`
 
-        frames = chosen.get("frames", offered["defaults"].get("frames"))
+        frames = request.settings.get("frames", offered["defaults"].get("frames"))
         check_output(out, frames if isinstance(frames, int) else 1)
-    path = server.submit(_fields(chosen, offered, server.url))
+    path = server.submit(_fields(request))
     with _cancelling(server) as waiting, report.stage("video"):
         waiting.append(path)
         job = _awaited(server, path, report, report.count)
@@ -117,24 +109,22 @@ def _generate_one(
     if job.get("status") != "completed":
         raise WanjaxError(f"{server.url} made no video: {_why(job)}")
     record = server.ask(f"{path}/record")
-    name = out or str(video_named(next(free_names(chosen["prompt"], _seed(record, server.url)))))
+    name = out or str(video_named(next(free_names(request.settings["prompt"], _seed(record, server.url)))))
     target = _save(server, path, name)
     if report.stats:
         report.table()
     report.made(target, record, id=_id(path), seconds=report.seconds)
 
 
-def _requests(
-    chosen: Mapping[str, Any], prompt: str | None, prompts: str | None, seeds: str | None, count: int | None
-) -> list[Any]:
+def _requests(request: VideoRequest, command: CommandOptions) -> list[VideoRequest]:
     """Returns the request of each of several videos, with its prompt, its seed and its settings."""
-    from wanjax.cli.many import numbers_of, options_of_each, requests_of  # imported late: they need JAX
+    from wanjax.cli.many import numbers_of, requests_of, shared_by_all  # imported late: they need JAX
     from wanjax.jobs.rows import with_seeds
     from wanjax.pipelines.seeds import checked_seed
 
-    requests = requests_of(prompt, prompts)
-    numbers, options = numbers_of(requests, seeds, count, chosen["seed"]), options_of_each(chosen)
-    seeded = [one.under(options) for one in with_seeds(requests, numbers)]
+    requests, shared = requests_of(request, command.prompts), shared_by_all(request)
+    numbers = numbers_of(requests, command, request.settings["seed"])
+    seeded = [one.under(shared) for one in with_seeds(requests, numbers)]
     return [one.updated({"seed": checked_seed(one.settings["seed"], alone=True)}) for one in seeded]
 
 
@@ -142,31 +132,27 @@ def _generate_several(
     report: Report,
     server: "Server",
     offered: Mapping[str, Any],
-    requests: Sequence[Any],
-    shared: Mapping[str, Any],
-    out: str | None,
-    *,
-    force: bool,
+    requests: Sequence[VideoRequest],
+    command: CommandOptions,
 ) -> None:
-    """Has a video of each request made, except those that are in the folder already, unless `force`.
+    """Has a video of each request made, except those that are in the folder already, unless with --force.
 
-    `shared` are fields of all requests. Cancels the videos that wait where this ends before its time. The folder has a
-    manifest, as that of `wanjax batch`.
+    Cancels the videos that wait where this ends before its time. The folder has a manifest, as that of `wanjax batch`.
     """
     from wanjax.cli.many import FAILURE, folder_of  # imported late: they need JAX
     from wanjax.jobs.batch import MANIFEST, Manifest
     from wanjax.jobs.maker import Task
 
-    folder = folder_of(None, out).absolute()
+    folder = folder_of(None, command.out).absolute()
     each: dict[str, tuple[Any, Mapping[str, Any]]] = {}
     for request in requests:
-        fields = {**shared, **_fields(request.fields, offered, server.url)}
+        fields = _fields(request)
         name = _name(fields, offered)
         each[name] = Task(name, request), fields
     if repeated := len(requests) - len(each):
         report.note(f"note: made once, of {len(requests)} videos: {repeated} that repeat another")
     check_folder(folder)
-    there = set() if force else each.keys() & set(names_in(folder))
+    there = set() if command.force else each.keys() & set(names_in(folder))
     left = [asked for name, asked in each.items() if name not in there]
     report.note(f"videos: {len(left)}, into {folder}")
     if there:
@@ -366,27 +352,17 @@ def _window(job: Mapping[str, Any]) -> str:
     return f"window {number} of {count}" if several and job.get("status") == "in_progress" else ""
 
 
-def _fields(chosen: Mapping[str, Any], offered: Mapping[str, Any], at: str) -> dict[str, Any]:
-    """Returns the fields of a request; raises WanjaxError for an option that the server has another value for."""
-    empty = "prompt" in chosen and not chosen["prompt"].strip()  # which this command has asked about
-    fields: dict[str, Any] = {ALLOW_EMPTY.name: True} if empty else {}
-    for name, value in chosen.items():
-        if name == "size":
-            fields[name] = value if isinstance(value, str) else f"{value[1]}x{value[0]}"
-        elif name in INPUTS:
-            fields[name] = list(map(_File.of, value)) if INPUTS[name].kind == "images" else _File.of(value)
-        elif name == "lora":
-            fields[name] = _strengths(value, offered["loras"], at)
-        elif name in HERE:
-            raise WanjaxError(f"{option_of(name)} is for videos of this machine, and --at has one made by {at}")
-        elif name in of_a_video():  # the server refuses what its model has no use for
-            fields[name] = value
-        else:
-            _compare(name, value, offered["started_with"], at)
-    return fields
+def _fields(request: VideoRequest) -> dict[str, Any]:
+    """Return the fields of a request with its files; the server refuses what its model has no use for."""
+    files = {
+        name: [*map(_File.of, file)] if isinstance(file, list) else _File.of(file)
+        for name, file in request.inputs.items()
+    }
+    empty = not request.settings["prompt"].strip()  # which this command has asked about
+    return {**request.fields, **files, **({ALLOW_EMPTY.name: True} if empty else {})}
 
 
-def _strengths(given: Sequence[str], known: Any, at: str) -> dict[str, float]:
+def _strengths(given: Sequence[Any], known: Any, at: str) -> dict[str, float]:
     """Returns the strength of each of the server's LoRAs, 0 where it is not among the given ones.
 
     Raises WanjaxError for one that the server does not have.
@@ -399,6 +375,13 @@ def _strengths(given: Sequence[str], known: Any, at: str) -> dict[str, float]:
         has = _plain(" and ".join(names)) or "none"
         raise WanjaxError(f"the LoRA {name} is for the server to be started with, and {at} has {has}")
     return dict.fromkeys(names, 0.0) | asked
+
+
+def _check_options(options: PipelineOptions, has: Mapping[str, Any], at: str) -> None:
+    """Raise WanjaxError unless the server was started with the options that are given here."""
+    for name in options._fields:
+        if is_given(name) and name not in ("model", "lora") and (value := getattr(options, name)) is not None:
+            _compare(name, value, has, at)
 
 
 def _compare(name: str, value: Any, has: Mapping[str, Any], at: str) -> None:

@@ -64,8 +64,8 @@ def _beside_requests(ctx: click.Context, parameter: click.Parameter, value: Any)
     return value
 
 
-def _beside(option: str, kind: click.ParamType, metavar: str, told: str) -> Decorator:
-    return click.option(option, type=kind, metavar=metavar, help=told, callback=_beside_requests)
+def _beside(option: str, name: str, kind: click.ParamType, metavar: str, told: str) -> Decorator:
+    return click.option(option, name, type=kind, metavar=metavar, help=told, callback=_beside_requests)
 
 
 at_scale = together(
@@ -76,22 +76,31 @@ at_scale = together(
         is_eager=True,  # before the options that stand beside it
         help="Price N videos, with --deadline and --price; on slices of this chip and smaller ones, and say which.",
     ),
-    _beside("--deadline", Duration(1), "TIME", "With --requests: the time for all, as 12h; says how many slices."),
-    _beside("--price", Price(), "X", "With --requests: the price of a chip for an hour, in any currency."),
+    _beside(
+        "--deadline",
+        "deadline",
+        Duration(1),
+        "TIME",
+        "With --requests: the time for all, as 12h; says how many slices.",
+    ),
+    _beside("--price", "price", Price(), "X", "With --requests: the price of a chip for an hour, in any currency."),
     _beside(
         "--start-time",
+        "start",
         Duration(),
         "TIME",
         "With --requests: until a slice that is asked for is there.  [default: 5min, an estimate]",
     ),
     _beside(
         "--download-rate",
+        "download",
         Rate(),
         "RATE",
         "With --requests: at which a slice receives weights.  [default: 200MB/s, an estimate]",
     ),
     _beside(
         "--compile-time",
+        "compiling",
         Duration(),
         "TIME",
         "With --requests: of a slice that begins.  [default: from 0, of a shared cache, to that of the plan]",

@@ -21,13 +21,13 @@ from typing import Any
 import click
 import jax
 
-from wanjax import loading
 from wanjax.checkpoints.lora_source import Lora
 from wanjax.cli.names import TOKEN
 from wanjax.cli.options import COMPILE_CACHE
+from wanjax.cli.parsed import ListenOptions, PipelineOptions, ServeOptions, WorkerOptions
 from wanjax.cli.processes import meet
 from wanjax.cli.report import Report
-from wanjax.cli.stages import how_of
+from wanjax.cli.stages import loaded
 from wanjax.errors import WanjaxError, reason
 from wanjax.jobs import ray_cluster
 from wanjax.jobs.databases import named_database
@@ -37,8 +37,8 @@ from wanjax.jobs.ray_workers import RayWorker, RemoteStore
 from wanjax.jobs.sharing import SERVE, check_place, enter, requeue_dead
 from wanjax.jobs.store import JobStore
 from wanjax.jobs.thread import WorkerThread
-from wanjax.kernels.compiler_options import kept_set
 from wanjax.pipelines.pipeline import Pipeline
+from wanjax.pipelines.request import VideoRequest
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.extending import check_address, extend_prompt
 from wanjax.serve.limits import Limits
@@ -68,48 +68,42 @@ def check_libraries() -> None:
 
 def serve(
     report: Report,
-    *,
-    host: str,
-    port: int,
-    token: str | None,
-    origins: Sequence[str],
+    options: PipelineOptions,
+    served: ServeOptions,
+    listen: ListenOptions,
     folder: str,
-    database: str | None,
     workers: tuple[int, int] | None,
-    ray: str | None,
-    resources: str | None,
-    dashboard: bool,
-    **given: Any,
+    by: WorkerOptions,
 ) -> None:
-    """Serve a model until a signal, by a worker in this process or by `workers` elsewhere."""
+    """Serve a model until a signal, by a worker in this process or by the least to the most `workers` elsewhere."""
     check_libraries()
     from wanjax.serve.auth import Access
 
-    access = Access.read(host, token or os.environ.pop(TOKEN, None) or None, origins)
-    if given["extend_prompt"] is not None:
-        check_address(given["extend_prompt"])
-    for option, value in {"--ray": ray, "--resources": resources, "--dashboard": dashboard}.items():
-        if value and (workers is None or not ray):
+    access = Access.read(listen.host, listen.token or os.environ.pop(TOKEN, None) or None, listen.origins)
+    if served.extend_prompt is not None:
+        check_address(served.extend_prompt)
+    for option, value in {"--ray": by.ray, "--resources": by.resources, "--dashboard": by.dashboard}.items():
+        if value and (workers is None or not by.ray):
             raise WanjaxError(f"{option} is for workers of a Ray cluster: --workers 2 --ray auto has some")
     if workers is not None:
-        if given.get("processes"):
+        if options.processes:
             raise WanjaxError("--processes is for one worker, which is this process and those that it meets")
         jax.config.update("jax_platforms", "cpu")  # the devices are the workers'
     else:
-        meet(report, given.get("processes"))
+        meet(report, options.processes)
         if jax.process_count() > 1:
             raise WanjaxError("a server is one process: without --processes it uses the devices of its own host")
     with ExitStack() as stack:  # before the model: a port or a folder in use would be told after a long wait
-        sockets = [stack.enter_context(each) for each in listening(host, port)]
+        sockets = [stack.enter_context(each) for each in listening(listen.host, listen.port)]
         videos = place(folder).absolute()
-        store = stack.enter_context(opened(videos, named_database(database)))
-        server = _Server(report, host, sockets, access, store, videos, given)
+        store = stack.enter_context(opened(videos, named_database(by.database)))
+        server = _Server(report, listen.host, sockets, access, store, videos, options, served)
         if workers is None:
             server.with_thread()
         elif workers == (0, 0):
             server.alone()
         else:
-            server.with_pool(*workers, ray, resources, dashboard)
+            server.with_pool(*workers, by)
     report.note(STOPPED)
 
 
@@ -149,37 +143,38 @@ class _Server:
         access: Any,
         store: JobStore,
         folder: Place,
-        given: dict[str, Any],
+        options: PipelineOptions,
+        served: ServeOptions,
     ):
         self.report, self.host, self.sockets, self.access = report, host, sockets, access
-        self.store, self.folder, self.given = store, folder, given
+        self.store, self.folder, self.options, self.served = store, folder, options, served
 
     def with_thread(self) -> None:
         """Run with a worker in a thread of this process."""
-        self.report.note(f"loading {self.given['model']}")
-        maker = maker_of(self.given, self.folder, self.report.note)
+        self.report.note(f"loading {self.options.model}")
+        maker = maker_of(self.options, self.served, self.folder, self.report.note)
         worker = WorkerThread(self.store, maker, attempts=ATTEMPTS)
         service = self._service(maker.variants, maker.offered(), lambda: worker.is_broken)
         self._run(service, self._server(service, worker.stop), worker.start)
         if not worker.join(LAST_SECONDS):
             os._exit(0)  # a long computation is under way, which no thread can stop; its video waits in the database
 
-    def with_pool(self, least: int, most: int, address: str | None, resources: str | None, dashboard: bool) -> None:
+    def with_pool(self, least: int, most: int, by: WorkerOptions) -> None:
         """Run with workers in processes of this machine, or as actors of a Ray cluster; they end with this process."""
         shared = click.get_current_context().meta.get(COMPILE_CACHE, {})
-        start = partial(_start, self.given, self.folder, shared)
+        start = partial(_start, self.options, self.served, self.folder, shared)
         nice = 0 if glob(CARDS) else NICE
 
         def local(number: int) -> LocalWorker:
             return LocalWorker(self.store, start, {}, number=number, nice=nice, ask=ServedMaker.model_infos)
 
         with ExitStack() as stack:
-            if address is None:
+            if by.ray is None:
                 worker = local
             else:
-                ray = stack.enter_context(ray_cluster.connected(address, most, dashboard))
+                ray = stack.enter_context(ray_cluster.connected(by.ray, most, by.dashboard))
                 worker = self._placing(
-                    ray, start, ray_cluster.resources_of(resources).get("", ray_cluster.usual_resources(ray))
+                    ray, start, ray_cluster.resources_of(by.resources).get("", ray_cluster.usual_resources(ray))
                 )
             self._run_pool(Pool(self.store.with_patience(inf), worker, Scale(least, most), self.report.note))
 
@@ -192,7 +187,7 @@ class _Server:
         """Answer until a signal, beside a pool that is looked after meanwhile."""
         stopped, faults = until_signal(), list[BaseException]()
         try:
-            self.report.note(f"loading {self.given['model']}")
+            self.report.note(f"loading {self.options.model}")
             if (infos := _first_answer(pool, stopped)) is None:
                 return
             service = self._service(infos.known(), infos.told)
@@ -210,7 +205,7 @@ class _Server:
 
     def alone(self) -> None:
         """Run without a worker: others of the database make the videos."""
-        maker = maker_of(self.given | {"mesh": None}, self.folder, self.report.note)
+        maker = maker_of(self.options._replace(mesh=None), self.served, self.folder, self.report.note)
         for told in (offered := maker.offered()):
             del told["started_with"]["devices"]  # which are not those that make the videos
         self._run(service := self._service(maker.variants, offered), self._server(service))
@@ -219,9 +214,9 @@ class _Server:
         from wanjax.serve.app import Service
 
         defaults = known.model(None).defaults
-        limits = _limits(self.given, defaults)
+        limits = _limits(self.served, defaults)
         limits.bound_pictures()
-        self.served = defaults.model
+        self.model = defaults.model
         return Service(self.store, self.folder, known, told, limits, self.access, is_broken)
 
     def _server(self, service: Any, stop: Callable[[], object] = lambda: None) -> Any:
@@ -263,7 +258,7 @@ class _Server:
                 begin()
                 service.start()
                 where = address(self.host, self.sockets)
-                self.report.note(f"{self.served} is served at {where}, videos in {self.folder}")
+                self.report.note(f"{self.model} is served at {where}, videos in {self.folder}")
 
         signal.set_wakeup_fd(-1)  # Ctrl-C is the server's from here on
         asyncio.run(serve())
@@ -295,42 +290,38 @@ def _keep(pool: Any, stopped: threading.Event, server: Any, faults: list[BaseExc
         server.end()
 
 
-def _start(given: dict[str, Any], folder: Place, shared: Mapping[str, Any], store: Any) -> ServedMaker:
+def _start(
+    options: PipelineOptions, served: ServeOptions, folder: Place, shared: Mapping[str, Any], store: Any
+) -> ServedMaker:
     """Return the maker of a worker, in its own process."""
     check_place(store, folder, SERVE)
-    return keeping_programs(lambda: maker_of(given, folder, logging.getLogger("wanjax.serve").info), shared)
+    note = logging.getLogger("wanjax.serve").info
+    return keeping_programs(lambda: maker_of(options, served, folder, note), shared)
 
 
-def _loaded(note: Callable[[str], None], given: dict[str, Any]) -> Pipeline:
-    """Loads the model, and the decoder of its previews if there is one."""
-    names = ("dtype", "vae_dtype", "attention", "mesh", "rules", "lora", "decoder", "verify")
-    chosen: dict[str, Any] = {name: given[name] for name in names}
-    chosen["compiler"] = given["compiler"] or kept_set()
-    pipe = loading.load(given["model"], note=note, **chosen)
-    if decoder := given["preview_decoder"]:
-        pipe.preview_with(decoder)
-    return pipe
-
-
-def _limits(given: dict[str, Any], defaults: Settings) -> Limits:
+def _limits(served: ServeOptions, defaults: Settings) -> Limits:
     """Returns the limits of requests for a model of these settings."""
-    names = {"queue": "max_queue", "steps": "max_steps", "upload": "max_upload"}
-    bounds = {name: given[option] for name, option in names.items()} | {"upload": given["max_upload"] * 2**20}
-    return Limits.of(defaults, given["max_pixels"], **bounds)
+    bounds = {"queue": served.max_queue, "steps": served.max_steps, "upload": served.max_upload * 2**20}
+    return Limits.of(defaults, served.max_pixels, **bounds)
 
 
-def maker_of(given: dict[str, Any], folder: Place, note: Callable[[str], None]) -> ServedMaker:
+def maker_of(options: PipelineOptions, served: ServeOptions, folder: Place, note: Callable[[str], None]) -> ServedMaker:
     """Return what makes a server's videos; its model's networks are loaded when it begins."""
-    pipe = _loaded(note, given)
-    loras = [Lora.parse(text) for text in given["lora"]]
-    variants = Variants(pipe, loras, lambda name, own: _loaded(note, given | {"model": name, "lora": own}))
+
+    def load(model: str | None, loras: Sequence[Lora]) -> Pipeline:
+        pipe = loaded(options._replace(model=model, lora=tuple(loras)), VideoRequest({}), note=note)
+        if served.preview_decoder:
+            pipe.preview_with(served.preview_decoder)
+        return pipe
+
+    loras = [Lora.parse(lora) for lora in options.lora if isinstance(lora, str)]
+    variants = Variants(pipe := load(options.model, loras), loras, load)
     Limits.of(pipe.defaults).bound_pictures()
-    options = how_of(given)
-    looking = given["preview"] or given["preview_decoder"] is not None
-    if (url := given["extend_prompt"]) is not None:
-        model = given["extend_model"]
-        options["extend"] = lambda prompt, picture: extend_prompt(prompt, url, model=model, picture=picture)
-    return ServedMaker(variants, folder, compiles=given["rehearse"], preview=looking, note=note, **options)
+    how, looking = options.how, served.preview or served.preview_decoder is not None
+    if (url := served.extend_prompt) is not None:
+        model = served.extend_model
+        how["extend"] = lambda prompt, picture: extend_prompt(prompt, url, model=model, picture=picture)
+    return ServedMaker(variants, folder, compiles=served.rehearse, preview=looking, note=note, **how)
 
 
 def listening(host: str, port: int) -> list[socket.socket]:

@@ -21,8 +21,9 @@ import numpy as np
 
 from wanjax import registry
 from wanjax.checkpoints.lora_source import Lora
-from wanjax.cli import options
 from wanjax.cli.names import VIDEOS, free_names, video_named
+from wanjax.cli.options import is_typed
+from wanjax.cli.parsed import CommandOptions, PipelineOptions
 from wanjax.cli.processes import meet
 from wanjax.cli.profile import StepProfile
 from wanjax.cli.remake import check_files, check_loaded, differences
@@ -33,7 +34,6 @@ from wanjax.figures import digits, duration, in_bytes, quantity
 from wanjax.jobs.maker import write
 from wanjax.jobs.processes import is_first
 from wanjax.kernels.compiler_options import kept_set
-from wanjax.layers.tiling import Tiling
 from wanjax.loading import load, outlined
 from wanjax.media import stage_files, videos
 from wanjax.media.inputs import INPUTS
@@ -49,12 +49,12 @@ from wanjax.pipelines.model import Chunk, check_fits, encoded_from, with_schedul
 from wanjax.pipelines.observers import Observer, Step, Switch
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.previews.previews import Previews
-from wanjax.pipelines.record import described, devices_of, paths_of
+from wanjax.pipelines.record import devices_of, paths_of
 from wanjax.pipelines.recording import check_decoding, check_denoising, check_encoding, check_making, record
-from wanjax.pipelines.request import PreparedRequest, check_one_way
+from wanjax.pipelines.request import SCHEDULER, PreparedRequest, VideoRequest
 from wanjax.pipelines.resume import ResumeObserver
 from wanjax.pipelines.run import Run
-from wanjax.pipelines.settings import DRAW, LOADED, Settings, schema
+from wanjax.pipelines.settings import DRAW, Settings, schema
 from wanjax.pipelines.windows import Window
 from wanjax.pricing.roofline import peak_flops
 from wanjax.programs import EXECUTE, Instance
@@ -62,6 +62,7 @@ from wanjax.schedulers import name_of
 from wanjax.sharding import ONE_DEVICE
 from wanjax.signals import abandoned_by
 from wanjax.stores import places
+from wanjax.stores.places import full_name
 from wanjax.stores.writing import check_folder, check_room
 
 MOST_NOTES = 8  # of a kind, on the rows of a batch
@@ -73,13 +74,20 @@ REPLACED = {"generate": (VIDEO, LATENTS), "encode": (VIDEO, LATENTS), "denoise":
 
 
 def generate(
-    report: Report, *, folder: Path | None, out: str | None, noise: str | None, force: bool, **given: Any
+    report: Report,
+    request: VideoRequest,
+    options: PipelineOptions,
+    command: CommandOptions,
+    remade: Mapping[str, Any] | None = None,
 ) -> None:
-    """Runs the three stages; without a folder, under a name of the video's own, with files that go when it is made."""
-    meet(report, given.get("processes"))
-    if folder is not None:
-        check_free(folder, "generate", force)
-    with held(Rendering(report, folder, given, out=out, noise=noise)) as video:
+    """Run the three stages; `remade` is the metadata of the video that is made again, if one is.
+
+    Without a folder the video has a name of its own, and the files of its stages go when it is made.
+    """
+    meet(report, options.processes)
+    if command.folder is not None:
+        check_free(command.folder, "generate", command.force)
+    with held(Rendering(report, request, options, command, remade=remade)) as video:
         video.tell()
         video.tell_prompt()
         video.try_output(video.video, video.record)
@@ -93,11 +101,11 @@ def generate(
     video.made(written)
 
 
-def encode(report: Report, *, folder: Path, force: bool, **given: Any) -> None:
-    """Runs the first stage, from the command line alone."""
-    meet(report, given.get("processes"))
-    check_free(folder, "encode", force)
-    with held(Rendering(report, folder, given)) as video:
+def encode(report: Report, request: VideoRequest, options: PipelineOptions, command: CommandOptions) -> None:
+    """Run the first stage, from the command line alone."""
+    meet(report, options.processes)
+    folder = free_folder(command, "encode")
+    with held(Rendering(report, request, options, command)) as video:
         video.tell_prompt()
         check_encoding(video.pipe, video.settings, video.pictures, tiling=video.how["tiling"])
         video.run(Saving(video, tells=True)).encode()
@@ -106,18 +114,19 @@ def encode(report: Report, *, folder: Path, force: bool, **given: Any) -> None:
         video.made(folder / stage_files.EMBEDDINGS)
 
 
-def denoise(report: Report, *, folder: Path, noise: str | None, force: bool, **given: Any) -> None:
-    """Runs the second stage, from the first stage's files and the options given now."""
-    meet(report, given.get("processes"))
-    check_free(folder, "denoise", force)
+def denoise(report: Report, request: VideoRequest, options: PipelineOptions, command: CommandOptions) -> None:
+    """Run the second stage, from the first stage's files and the options given now."""
+    meet(report, options.processes)
+    folder = free_folder(command, "denoise")
     left = settings_left(folder)
     tensors = {**stage_files.load_encoded(folder, left), **stage_files.load_video_shape(folder)}
-    if given.get("follow") not in (None, left.get("follow")) and any(left.get(name) for name in INPUTS):
+    follow = request.settings.get("follow")
+    if follow not in (None, left.get("follow")) and any(left.get(name) for name in INPUTS):
         raise WanjaxError(
-            f"the pictures were encoded as {left.get('follow')} and --follow is {given['follow']}: `wanjax encode` has "
+            f"the pictures were encoded as {left.get('follow')} and --follow is {follow}: `wanjax encode` has "
             "to run again with it, or --sigmas would give the noise levels alone"
         )
-    with held(Rendering(report, folder, given, left, noise=noise)) as video:
+    with held(Rendering(report, request, options, command, left, loads="lora")) as video:
         encoded = video.checked(tensors)
         video.tell()
         video.check_room()
@@ -130,14 +139,13 @@ def denoise(report: Report, *, folder: Path, noise: str | None, force: bool, **g
         video.made(folder / stage_files.LATENTS)
 
 
-def decode(report: Report, *, folder: Path, out: str | None, force: bool, **given: Any) -> None:
-    """Runs the third stage, from the second stage's files."""
-    meet(report, given.get("processes"))
-    if out is None:
-        check_free(folder, "decode", force)
+def decode(report: Report, request: VideoRequest, options: PipelineOptions, command: CommandOptions) -> None:
+    """Run the third stage, from the second stage's files."""
+    meet(report, options.processes)
+    folder = free_folder(command._replace(force=command.force or command.out is not None), "decode")
     left = settings_left(folder)
     latents = stage_files.load_latents(folder, left)
-    with held(Rendering(report, folder, given, left, out=out)) as video:
+    with held(Rendering(report, request, options, command, left, loads="decoder")) as video:
         video.check_latents(latents, known=all(left.get(name) for name in ("frames", "height", "width")))
         check_decoding(video.pipe, stream_of(latents).shape, tiling=video.how["tiling"])
         own = {name: video.record[name] for name in ("decoder",) if name in video.record}
@@ -161,6 +169,13 @@ def held(video: "Rendering") -> Iterator["Rendering"]:
         video.release()
 
 
+def free_folder(command: CommandOptions, stage: str) -> Path:
+    """Return the folder of the stages; raise WanjaxError as `check_free`."""
+    assert command.folder is not None  # it has a default
+    check_free(command.folder, stage, command.force)
+    return command.folder
+
+
 def check_free(folder: Path, command: str, force: bool) -> None:
     """Raises WanjaxError where a command would replace in a folder what took long to make, unless `force`."""
     taken = [name for name in REPLACED[command] if (folder / name).exists()]
@@ -177,50 +192,57 @@ class Rendering:
     def __init__(
         self,
         report: Report,
-        folder: Path | None,
-        given: Mapping[str, Any],
+        request: VideoRequest,
+        options: PipelineOptions,
+        command: CommandOptions,
         left: Mapping[str, Any] | None = None,
         *,
-        out: str | None = None,
-        noise: str | None = None,
+        loads: str = "",
+        remade: Mapping[str, Any] | None = None,
         pipe: Pipeline | None = None,
     ):
-        """Options `given` on the command line override settings `left` by the previous stage, which override defaults.
+        """Load a pipeline and complete the settings of a video.
 
-        `pipe` is the pipeline, where it is loaded already. Raises WanjaxError here for everything that can be wrong,
-        before any slow work begins.
+        Args:
+            report: Tells of the run.
+            request: The video.
+            options: The model.
+            command: Where the video goes.
+            left: The metadata that the previous stage left, for what neither the request nor the options say.
+            loads: The option of files that the stage loads beside the model, and takes from what was left.
+            remade: The metadata of the video that is made again, if one is.
+            pipe: The pipeline, where it is loaded already.
+
+        Raises:
+            WanjaxError: Anything is wrong, before any slow work begins.
         """
-        chosen = _inherited(left or {}, given) | given_settings(**given)
-        if left and given.get("lora"):
-            chosen = _without_defaults(chosen, given)
-        self.report = report
-        self.how = how_of(given)
-        self.remade: Mapping[str, Any] | None = given.get("remade")
-        self.profile: Path | None = given.get("profile")
-        self.drawn = chosen.get("seed") == DRAW
+        before = VideoRequest({})
+        if left is not None:
+            before, options = _inherited(left, options, loads)
+        whole = request.under(before)
+        self.report, self.how, self.remade, self.profile = report, options.how, remade, command.profile
+        self.drawn = whole.settings.get("seed") == DRAW
         if pipe is None:
-            again = (chosen.get("windows") or 1) > 1 or bool(chosen.get("then"))  # then each network is used again
-            asked = loading(chosen, given, offload=None if again else True)
-            check_published(chosen, given)
-            pipe = loaded(asked, progress=report.load, note=report.note)
+            options = located(options)
+            again = whole.settings.get("windows", 1) > 1 or "then" in whole.settings  # then each network is used again
+            check_published(request, before, options)
+            pipe = loaded(options, whole, offload=None if again else True, progress=report.load, note=report.note)
         self.pipe = pipe
-        settings = own_settings(chosen, given, self.pipe.defaults)
-        pictures = {name: described(chosen[name]) for name in INPUTS if chosen.get(name)}
-        del settings["model"]  # the pipeline's own name of it holds in any folder
+        settings, pictures = request.under(_of_model(before, pipe.defaults)).settings, whole.inputs
         if left is None:
             self.pictures, self.settings = self.pipe.prepare(**pictures, **settings)
         else:  # the previous stage has encoded the pictures
             self.pictures, self.settings = Pictures(), self.pipe.settings(**settings)
             self.pipe.check_memory(self.settings)
         self.from_video = "video" in pictures and self.pipe.architecture.spec.begins_from_video
-        if options.is_typed("strength"):
+        if is_typed("strength"):
             check_strength(
                 self.settings, video="video" in pictures, begins=self.pipe.architecture.spec.begins_from_video
             )
-        self.noise = None if noise is None else self._noise(noise, len(pictures.get("references", ())))
-        if decoder := given.get("preview_decoder"):
-            self.pipe.preview_with(decoder)
-        self.record = self.pipe.record(self.settings, pictures | {"noise": noise}, **self.how)
+        self.noise = None if command.noise is None else self._noise(command.noise, len(pictures.get("references", ())))
+        if command.preview_decoder:
+            self.pipe.preview_with(command.preview_decoder)
+        self.record = self.pipe.record(self.settings, {**pictures, "noise": command.noise}, **self.how)
         if left is not None:
             encoded = {str(path) for path in paths_of(left, INPUTS)}
             known = {path: digest for path, digest in digests_in(left).items() if path in encoded}
@@ -233,8 +255,10 @@ class Rendering:
             jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
         self.held: HeldRun | None = None  # the folder of a run, which is not the user's
         self.is_written = False
-        self.folder, self.video = self._names(folder, out)  # after all that may be refused: it makes a folder
-        looking = given.get("preview") or decoder
+        self.folder, self.video = self._names(
+            command.folder, command.out
+        )  # after all that may be refused: it makes one
+        looking = command.preview or command.preview_decoder
         self.previews = Previews(self._preview(), on=report.console) if looking else None
 
     def _names(self, folder: Path | None, out: str | None) -> tuple[Path, str]:
@@ -576,36 +600,45 @@ class SavingWindows(Observer):
         self.rendering.save(self.rendering.command_again())
 
 
-def _inherited(left: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what the previous stage left; without what belongs to its model if another one is given.
+def _inherited(left: Mapping[str, Any], options: PipelineOptions, loads: str) -> tuple[VideoRequest, PipelineOptions]:
+    """Return what the previous stage left as a request, and the options with what it left where they say nothing.
 
-    Raises WanjaxError for a setting of another type or out of range, and for a file that is not the one it was.
+    What belongs to its model is left out if another one is given. `loads` is the option of files, beside the model,
+    that this stage takes from it too. Raises WanjaxError for a setting of another type or out of range, and for a file
+    that is not the one that it was.
     """
-    for name, known in options.SETTINGS.items():
-        if left.get(name) is not None:
-            try:
-                known.read(left[name])
-            except WanjaxError as error:
-                raise WanjaxError(f"{stage_files.CONFIG}: {error}") from error
-    recorded = [name for name in ("model", "lora", "decoder") if name in given and not given[name]]
-    if "lora" in recorded:
-        _texts_of_loras(left)
+    model = options.model or left.get("model")
+    if not isinstance(model, str):
+        raise WanjaxError(f"{stage_files.CONFIG} names no model: --model has to")
+    try:
+        request = VideoRequest.from_metadata(left if model == left.get("model") else {**left, SCHEDULER.name: None})
+        dtypes = {name: left.get(name) for name in ("dtype", "vae_dtype")}
+        dtypes = {name: value and schema(Settings)[name].read(value) for name, value in dtypes.items()}
+    except WanjaxError as error:
+        raise WanjaxError(f"{stage_files.CONFIG}: {error}") from error
+    recorded = [name for name in ("model", loads) if name and not getattr(options, name)]
+    files = {"lora": _loras_left, "decoder": _decoder_left}
+    found = {name: files[name](left) for name in recorded if name in files}
     check_files(left, recorded)
-    if given.get("model") in (None, left.get("model")):
-        return dict(left)
-    return {name: value for name, value in left.items() if name not in ("scheduler", "revision")}
+    if options.lora:
+        request = _without_defaults(request, options._replace(model=model))
+    dtypes = {name: getattr(options, name) or value for name, value in dtypes.items()}
+    revision = left.get("revision") if model == left.get("model") else None
+    return request, options._replace(model=model, revision=revision, **dtypes, **found)
 
 
-def _without_defaults(chosen: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what was chosen, without the model's defaults that a stage left, where a given LoRA brings others."""
-    model = registry.outline(_model(chosen))
-    with_loras = registry.distilled(model, loras_of(chosen), lambda sentence: None)
+def _without_defaults(left: VideoRequest, options: PipelineOptions) -> VideoRequest:
+    """Return what a stage left, without the model's defaults in whose place a given LoRA brings others."""
+    options = located(options)
+    model = registry.outline(str(options.model))
+    with_loras = registry.distilled(model, loras_of(options), lambda sentence: None)
     if with_loras.distillation is model.distillation:
-        return chosen
-    defaults = model.settings.to_json() | {"scheduler": name_of(model.architecture.scheduler)}
-    brought = {name for name, value in with_loras.settings.to_json().items() if defaults.get(name) != value}
-    left = {name for name in (*brought, "scheduler") if given.get(name) is None and chosen.get(name) == defaults[name]}
-    return {name: value for name, value in chosen.items() if name not in left}
+        return left
+    own = model.settings.to_json()
+    brought = {name for name, value in with_loras.settings.to_json().items() if own.get(name) != value}
+    settings = {k: x for k, x in left.settings.items() if not (k in brought and own.get(k) == x)}
+    solver = None if left.scheduler == name_of(model.architecture.scheduler) else left.scheduler
+    return replace(left, settings=settings, scheduler=solver)
 
 
 def domain_of(model: str) -> TrainingDomain | None:
@@ -620,95 +653,88 @@ def in_short(numbers: Sequence[int]) -> str:
     return first if len(numbers) <= 5 else f"{first} ... {numbers[-1]}"
 
 
-def given_settings(size: tuple[int, int] | str | None = None, **given: Any) -> dict[str, Any]:
-    """Returns the options given on the command line."""
-    check_one_way(given | {"size": size}, dashes="--")
-    return {k: v for k, v in (given | {"size": size}).items() if v not in (None, ())}
+def located(options: PipelineOptions) -> PipelineOptions:
+    """Return options with files by their full paths, so that a later stage or a worker finds them from any folder."""
+    model = options.model if options.model is None or options.model in registry.presets() else full_name(options.model)
+    return options._replace(model=model, lora=tuple(loras_of(options)))
 
 
-def loading(chosen: Mapping[str, Any], given: Mapping[str, Any], offload: bool | None) -> dict[str, Any]:
-    """Returns the options of `loaded` for a command's; `offload` is what no option of the command tells."""
-    return {
-        "model": _model(chosen),
-        "video": chosen,
-        "offload": offload if given.get("offload") is None else given["offload"],
-        "lora": loras_of(chosen) if "lora" in given else [],  # only denoising uses them
-        "decoder": decoder_of(chosen) if "decoder" in given else None,
-        "rules": given["rules"],
-        "verify": bool(given.get("verify")),
-        **{name: chosen.get(name) for name in ("dtype", "vae_dtype", "revision", "scheduler")},
-        **{name: given.get(name) for name in ("param_dtype", "attention", "mesh", "compiler")},
-    }
-
-
-def check_published(chosen: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raises WanjaxError for settings that a published model refuses, before anything of it is downloaded."""
-    preset = registry.published(str(chosen.get("model")))
-    if preset is None or preset.shipped or preset.architecture is None:
-        return
-    loras = loras_of(chosen) if "lora" in given else []
-    found = registry.distilled(registry.outline(preset.name), loras, lambda sentence: None)
-    if (solver := chosen.get("scheduler")) is not None:
-        found = replace(found, architecture=with_scheduler(found.architecture, solver))
-    settings = own_settings(chosen, given, found.settings)
-    outlined(found, ONE_DEVICE).settings(**{name: x for name, x in settings.items() if name not in LOADED})
-
-
-def how_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keywords of `Pipeline.videos` for a command's options that are no settings."""
-    tiling = given.get("tiling") or (Tiling() if given.get("tile") else None)
-    return {"tiling": tiling, "batch_guidance": bool(given.get("batch_guidance"))}
-
-
-def loaded(
-    options: Mapping[str, Any],
-    *,
-    progress: Callable[[str, int, int], object] | None = None,
-    note: Callable[[str], object] | None = None,
-) -> Pipeline:
-    """Loads a pipeline, in the process that uses it; its own solver stays as it is where that is asked for."""
-    given = {**options, "compiler": options["compiler"] or kept_set()}
-    solver = given.pop("scheduler")
-    return load(**given, progress=progress, note=note).with_solver(solver)
-
-
-def _model(chosen: Mapping[str, Any]) -> str:
-    """Returns the chosen model; a local one by its full path, so that a later stage finds it from any folder."""
-    name = chosen.get("model")
-    if not isinstance(name, str):
-        raise WanjaxError(f"{stage_files.CONFIG} names no model: --model has to")
-    return name if name in registry.presets() else described(name)
-
-
-def loras_of(chosen: Mapping[str, Any]) -> list[Lora]:
-    """Returns the chosen LoRAs, files by their full paths as for a model."""
-    loras = [Lora.parse(text).named() for text in _texts_of_loras(chosen)]
+def loras_of(options: PipelineOptions) -> list[Lora]:
+    """Return the chosen LoRAs, files by their full paths."""
+    loras = [(lora if isinstance(lora, Lora) else Lora.parse(lora)).named() for lora in options.lora]
     found = [(lora, Path(lora.file).expanduser()) for lora in loras]
     return [replace(lora, file=str(path.absolute())) if path.is_file() else lora for lora, path in found]
 
 
-def _texts_of_loras(chosen: Mapping[str, Any]) -> Sequence[str]:
-    """Returns the chosen LoRAs as texts; raises WanjaxError where a record gives anything but a list of texts."""
-    texts = chosen.get("lora", [])
+def loaded(
+    options: PipelineOptions,
+    request: VideoRequest,
+    *,
+    offload: bool | None = None,
+    progress: Callable[[str, int, int], object] | None = None,
+    note: Callable[[str], object] | None = None,
+) -> Pipeline:
+    """Load a pipeline for videos such as this, in the process that uses it; it may ask for its own solver.
+
+    `offload` is for where no option tells; `progress` and `note` are those of `wanjax.load`.
+    """
+    assert options.model is not None
+    pipe = load(
+        options.model,
+        dtype=options.dtype,
+        vae_dtype=options.vae_dtype,
+        param_dtype=options.param_dtype,
+        attention=options.attention,
+        revision=options.revision,
+        mesh=options.mesh,
+        video=request.settings,
+        rules=options.rules,
+        compiler=options.compiler or kept_set(),
+        lora=options.lora,
+        decoder=options.decoder,
+        offload=offload if options.offload is None else options.offload,
+        verify=options.verify,
+        progress=progress,
+        note=note,
+    )
+    return pipe.with_solver(request.scheduler)
+
+
+def check_published(request: VideoRequest, left: VideoRequest, options: PipelineOptions) -> None:
+    """Raise WanjaxError for settings that a published model refuses, before anything of it is downloaded.
+
+    Of what the previous stage `left`, settings that the model does not have do not count.
+    """
+    preset = registry.published(str(options.model))
+    if preset is None or preset.shipped or preset.architecture is None:
+        return
+    found = registry.distilled(registry.outline(preset.name), loras_of(options), lambda sentence: None)
+    if (solver := request.scheduler or left.scheduler) is not None:
+        found = replace(found, architecture=with_scheduler(found.architecture, solver))
+    settings = request.under(_of_model(left, found.settings)).settings
+    outlined(found, ONE_DEVICE).settings(**settings)
+
+
+def _of_model(left: VideoRequest, defaults: Settings) -> VideoRequest:
+    """Return what a stage left without the settings that a model does not have."""
+    own = defaults.to_json()
+    return replace(left, settings={name: value for name, value in left.settings.items() if name in own})
+
+
+def _loras_left(left: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the LoRAs that a stage left; raise WanjaxError where it gives anything but a list of texts."""
+    texts = left.get("lora", [])
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
         raise WanjaxError(f"{stage_files.CONFIG} gives lora as {texts!r}: write a list such as ['a.safetensors:0.8']")
-    return texts
+    return tuple(texts)
 
 
-def decoder_of(chosen: Mapping[str, Any]) -> str | None:
-    """Returns the file of the chosen tiny decoder, if there is one."""
-    file = chosen.get("decoder")
+def _decoder_left(left: Mapping[str, Any]) -> str | None:
+    """Return the file of the tiny decoder that a stage left, if there is one."""
+    file = left.get("decoder")
     if not isinstance(file, str | None):
         raise WanjaxError(f"{stage_files.CONFIG} gives decoder as {file!r}: write the name of a file")
     return file
-
-
-def own_settings(chosen: Mapping[str, Any], given: Mapping[str, Any], defaults: Settings) -> dict[str, Any]:
-    """Returns the chosen settings, without those that another model left and this one does not have."""
-    known, own = schema(type(defaults)), defaults.to_json()
-    taken = {"size", *known} - ({"height", "width"} if "size" in chosen else set())
-    found = {name: value for name, value in chosen.items() if value is not None and name in taken}
-    return {name: value for name, value in found.items() if name in own or given.get(name) is not None}
 
 
 class Tempo:

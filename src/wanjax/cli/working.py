@@ -6,9 +6,10 @@ from functools import partial
 from math import inf
 from typing import Any
 
+from wanjax.cli.parsed import PipelineOptions, ServeOptions
 from wanjax.cli.processes import meet
 from wanjax.cli.report import Report
-from wanjax.cli.stages import given_settings, how_of, loaded, loading
+from wanjax.cli.stages import loaded, located
 from wanjax.errors import WanjaxError
 from wanjax.jobs.batch import TOGETHER
 from wanjax.jobs.databases import VARIABLE, named_database
@@ -19,14 +20,21 @@ from wanjax.jobs.processes import is_first
 from wanjax.jobs.sharing import BATCH, SERVE, why_apart
 from wanjax.jobs.store import JobStore
 from wanjax.jobs.worker import work
+from wanjax.pipelines.request import VideoRequest
 from wanjax.stores.places import Place, place
 from wanjax.stores.writing import check_folder
 
 
 def work_for(
-    report: Report, *, database: str | None, out: str | None, folder: str | None, retries: int, **given: Any
+    report: Report,
+    options: PipelineOptions,
+    served: ServeOptions,
+    database: str | None,
+    out: str | None,
+    folder: str | None,
+    retries: int,
 ) -> None:
-    """Leases and makes jobs of a database, alone or with the processes that it meets, until a signal."""
+    """Lease and make jobs of a database, alone or with the processes that it meets, until a signal."""
     if (url := named_database(database)) is None:
         raise WanjaxError(f"no database is named: give --database FILE|URL, or {VARIABLE} in the environment")
     if out is not None and folder is not None:
@@ -35,15 +43,15 @@ def work_for(
         raise WanjaxError("no place is named: give --dir, that of the server, or --out, that of the batch")
     target = place(named).absolute()
     if folder is not None:
-        return _work_for_server(report, url, target, given)
+        return _work_for_server(report, url, target, options, served)
     for name in ("preview", "preview_decoder", "extend_prompt"):
-        if given.pop(name):
+        if getattr(served, name):
             told = f"--{name.replace('_', '-')} is for the jobs of a server, with --dir"
             raise WanjaxError(f"{told}: a batch has its prompts extended before, and shows no previews")
     with closing(JobStore(url)) as store:  # before the model: a wrong one is told at once
-        meet(report, given.get("processes"))
-        load = partial(loaded, loading(given_settings(**given), given, offload=None))
-        arguments: dict[str, Any] = {"place": target, **how_of(given)}
+        meet(report, options.processes)
+        load = partial(loaded, located(options), VideoRequest({}))
+        arguments: dict[str, Any] = {"place": target, **options.how}
         if not is_first():
             follow(VideoMaker(load, **arguments))
             report.awaited = False
@@ -70,17 +78,17 @@ def work_for(
     report.note("stopped")
 
 
-def _work_for_server(report: Report, url: str, target: Place, given: dict[str, Any]) -> None:
+def _work_for_server(report: Report, url: str, target: Place, options: PipelineOptions, served: ServeOptions) -> None:
     """Leases and makes the jobs of a server until a signal."""
     from wanjax.cli import serving  # imported late: it needs the libraries of the server
 
     serving.check_libraries()
-    if given.get("processes"):
+    if options.processes:
         raise WanjaxError("--processes is for the jobs of a batch: a worker of a server is one process")
     with closing(JobStore(url)) as store:
         meet(report, None)
         check_folder(target)
-        maker = serving.maker_of(given | {"rehearse": True}, target, report.note)
+        maker = serving.maker_of(options, served, target, report.note)
         drained = until_signal()
         report.note(f"a worker of {store.name}, videos into {target}")
         how: Any = {

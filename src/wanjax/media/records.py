@@ -18,8 +18,8 @@ MADE_BY = {EMBEDDINGS: "wanjax encode PROMPT", LATENTS: "wanjax denoise"}
 """The files of the first two stages, and the commands that make them."""
 DIGESTS = "digests"  # the entry of a record with the digest of each file and folder that it names, by its path
 TABLE = "cache"  # the name in it of the table that a step cache used
-OLD_NAMES = {"model_id": "model", "num_inference_steps": "steps", "num_frames": "frames"}
-"""Settings in generation_config.json that had other names before wanjax."""
+OF_SCRIPTS = {"model_id": "model", "num_inference_steps": "steps", "num_frames": "frames"}
+"""Names of settings in a generation_config.json that the scripts before wanjax wrote."""
 
 
 def read_record(path: str | Place) -> dict[str, Any]:
@@ -27,8 +27,8 @@ def read_record(path: str | Place) -> dict[str, Any]:
 
     A file may be in a store.
 
-    Settings are as `as_of_now` has them. The file of the first stage has those alone that shaped it. Raises WanjaxError
-    where there is no such file, or it holds no record.
+    The file of the first stage has those settings alone that shaped it. Raises WanjaxError where there is no such file,
+    or it holds no record.
     """
     if not isinstance(file := place(path), Path):
         with local_copy(file) as copy:
@@ -46,14 +46,11 @@ def read_record(path: str | Place) -> dict[str, Any]:
         found = read_metadata(file)
     if not isinstance(found, dict) or not isinstance(found.get("prompt"), str):
         raise WanjaxError(f"{file} holds no settings of a video: wanjax did not write it, or something rewrote it")
-    return as_of_now(found)
+    return _by_our_names(found)
 
 
 def load_settings(folder: Path) -> dict[str, Any]:
-    """Return the settings in generation_config.json, as `as_of_now` has them.
-
-    Raises WanjaxError if the file is missing or no JSON object.
-    """
+    """Return the settings in generation_config.json; raise WanjaxError if the file is missing or no JSON object."""
     file = folder / CONFIG
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
@@ -63,7 +60,7 @@ def load_settings(folder: Path) -> dict[str, Any]:
         raise WanjaxError(f"{file} cannot be read, {reason(error)}: run `wanjax encode` again") from error
     if not isinstance(settings, dict):
         raise WanjaxError(f"{file} is not a JSON object: run `wanjax encode` again")
-    return as_of_now(settings)
+    return _by_our_names(settings)
 
 
 def settings_left(folder: Path) -> dict[str, Any]:
@@ -82,14 +79,9 @@ def stage_file(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def as_of_now(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns recorded settings with their present names, and with those that had no name when they were recorded.
-
-    Before there was `follow`, the way of diffusers was taken, but for noise levels, which `sigmas` tells.
-    """
-    found = {OLD_NAMES.get(name) or name: value for name, value in settings.items()}
-    complete = {"version", "sigmas"} & found.keys()  # of a video, and written by this library
-    return {"follow": "diffusers"} | found if complete else found
+def _by_our_names(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return recorded settings by their names here."""
+    return {OF_SCRIPTS.get(name) or name: value for name, value in settings.items()}
 
 
 def digests_in(record: Mapping[str, Any]) -> dict[str, Any]:

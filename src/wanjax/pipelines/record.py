@@ -2,7 +2,6 @@
 """The record of a video in its metadata: everything that shaped it, as JSON."""
 
 import hashlib
-import os
 from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -18,7 +17,7 @@ from wanjax.media.records import DIGESTS
 from wanjax.pipelines.settings import Settings
 from wanjax.schedulers import Scheduler, name_of
 from wanjax.sharding import Partitioner
-from wanjax.stores.places import URL, Place, Remote, place
+from wanjax.stores.places import URL, Place, Remote, full_name
 
 VERSION = version("wanjax")
 
@@ -93,8 +92,7 @@ def nameable(source: Any, read: Any) -> Any:
 def described(source: Any) -> Any:
     """Returns a picture, clip or noise as JSON: a file by its full path or URL, an array by its shape and a digest."""
     if isinstance(source, str | Path | Remote):
-        path = place(source)
-        return str(path.absolute()) if isinstance(path, Path) and os.path.exists(path) else str(source)
+        return full_name(source)
     if isinstance(source, list | tuple):
         return [described(one) for one in source]
     if isinstance(source, Mapping):

@@ -16,6 +16,7 @@ from wanjax.media.inputs import IMAGE, INPUTS
 from wanjax.pipelines.other_names import unknown_keyword
 from wanjax.pipelines.settings import (
     ALLOW_EMPTY,
+    LOADED,
     Setting,
     Settings,
     is_text,
@@ -119,6 +120,17 @@ class VideoRequest:
             _check_prompt(settings.get("prompt"), allow_empty)
         return cls(settings, inputs, lora=lora, row=row, **named)
 
+    @classmethod
+    def from_metadata(cls, metadata: Mapping[str, Any]) -> "VideoRequest":
+        """Return the request of the video with this metadata, for any model; raise SettingError for a wrong value."""
+        values = {name: value for name, value in metadata.items() if value is not None}
+        settings = [one for name, one in schema(Settings).items() if name in values and name not in LOADED]
+        return cls(
+            {one.name: _in_json(one.read(values[one.name])) for one in settings},
+            {name: _files(name, values[name]) for name in INPUTS if values.get(name)},
+            scheduler=SCHEDULER.read(values[SCHEDULER.name]) if SCHEDULER.name in values else None,
+        )
+
     @property
     def fields(self) -> dict[str, Any]:
         """The fields that parse to this request, but for its row."""
@@ -144,10 +156,10 @@ class VideoRequest:
         return replace(self, settings={**self.settings, **settings})
 
     def under(self, options: "VideoRequest") -> "VideoRequest":
-        """Return the request with options where it says nothing itself; what `RIVALS` give is one thing."""
+        """Return the request with options where it says nothing itself, not even in another of the ways of `RIVALS`."""
         stated = set(self.settings)
         for one, others in RIVALS.items():
-            stated |= {one, *others} if stated & {one, *others} else set()
+            stated |= {*others} if one in stated else {one} if stated & {*others} else set()
         settings = {name: value for name, value in options.settings.items() if name not in stated}
         return replace(
             self,
@@ -219,7 +231,12 @@ def _value(setting: Setting, value: Any, longest: int | None) -> Any:
     if most is not None and isinstance(parsed, str) and len(parsed) > most:
         message = f"the {name.replace('_', ' ')} has {len(parsed)} characters where {most} are allowed at most"
         raise SettingError(message, name)
-    return parsed if isinstance(parsed, bool | int | float | str) else str(parsed)
+    return _in_json(parsed)
+
+
+def _in_json(value: Any) -> bool | int | float | str:
+    """Return a setting's value as JSON has it: a cache and a guidance rule as their texts."""
+    return value if isinstance(value, bool | int | float | str) else str(value)
 
 
 def _whole(value: Any) -> Any:
@@ -254,7 +271,7 @@ def _files(name: str, value: Any) -> str | list[str]:
     several = INPUTS[name].kind == "images"
     each = list(value) if several and isinstance(value, list | tuple) else [value]
     for one in each:
-        if not is_text(one) or not one or "\0" in one:
+        if not isinstance(one, str) or not one or "\0" in one:  # a name may hold bytes that are no text
             raise SettingError(f"{name} is given as {shown(one)} where the name of a file is needed", name)
     return each if several else each[0]
 

@@ -402,7 +402,7 @@ def pixels(text: str) -> tuple[int, int] | None:
 def read_size(text: str) -> tuple[int, int] | str:
     """Returns the height and width of a size such as 832x480, or the name of a size as it is; raises SettingError."""
     if (size := pixels(text)) is None and not SIZE_NAME.fullmatch(text):
-        message = f"{shown(text)} is not WIDTHxHEIGHT, such as 832x480, nor a name such as 480p or square"
+        message = f"size is given as {shown(text)}: give WIDTHxHEIGHT, such as 832x480, or a name: 480p, square"
         raise SettingError(message, "size")
     return size or text
 

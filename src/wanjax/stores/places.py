@@ -257,6 +257,12 @@ def place(name: str | Path | Remote) -> Place:
     return Remote(scheme, "/".join((bucket, *parts)))
 
 
+def full_name(name: str | Path | Remote) -> str:
+    """Return the full path of a file or folder that is here; any other name as it is."""
+    path = place(name)
+    return str(path.absolute()) if isinstance(path, Path) and os.path.exists(path) else str(name)
+
+
 def to_download(address: str) -> str:
     """Return what an address is where a file is needed, and how to get that."""
     return f"an address, and only files are read: `curl -LO {shlex.quote(address)}` gets one"
