@@ -118,7 +118,7 @@ def value_of_any_command(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(main.commands)))
     command = main.commands[name]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command, "callback", lambda *_, **__: None)
+        patch.setattr(command, "callback", lambda: None)
         check(name, *data.draw(st.lists(TEXTS, max_size=1)), *typed(data, visible(command) or {"help": HELP}))
 
 
