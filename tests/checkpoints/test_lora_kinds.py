@@ -273,66 +273,65 @@ KRON = {f"linear.{role}": x for role, x in lokr(12, 20)[0].items()}
 PAIR = {f"linear.{role}": x for role, x in lora(12, 20)[0].items()}
 
 
+ADALORA = {"linear.lora_E": random(0, RANK, 1)}
+TENSORS = [  # of files that change nothing, and what the sentence names
+    (HADA | {"linear.hada_w2_a": None}, "linear.hada_w1_a LoHa complete"),
+    (HADA | {"linear.hada_w2_b": random(0, RANK, 8)}, "[] [12, 20]"),
+    (HADA | {"linear.hada_w1_b": random(0, 4, 20)}, "[] [12, 20]"),
+    (HADA | {"linear.hada_t1": random(0, RANK, RANK)}, "[] [12, 20]"),
+    (HADA | {"linear.hada_w1_a": np.full((12, RANK), np.nan, np.float32)}, "linear.hada_w1_a finite"),
+    (HADA | {"linear.alpha": np.float32(3e38)}, "linear.hada_w1_a finite"),
+    (HADA | KRON, "linear.hada_w1_a linear.lokr_w1 one"),
+    (HADA | PAIR, "linear.hada_w1_a linear.lora_up.weight one"),
+    (KRON | {"linear.lokr_w1": None}, "linear.lokr_w2_a LoKr complete"),
+    (KRON | {"linear.lokr_w1": random(0, 2, 4, 1)}, "[] [12, 20]"),
+    (KRON | {"linear.lokr_w1": random(0, 20000, 400)}, "[120000, 2000] [12, 20]"),
+    (KRON | {"linear.lokr_w1": random(0, 8)}, "[] [12, 20]"),
+    (KRON | {"linear.lokr_w1_a": random(0, 2, 1)}, "linear.lokr_w1 linear.lokr_w1_a LoKr"),
+    (KRON | {"linear.lokr_w2_b": random(0, 5, 5)}, "[] [12, 20]"),
+    (KRON | {"linear.lokr_w2_a": np.float32(1)}, "[] [12, 20]"),
+    (KRON | {"linear.lokr_w1": np.ones((2, 4), np.int8)}, "linear.lokr_w1 int8 floating"),
+    (PAIR | {"linear.lora_mid.weight": random(0, RANK)}, "[] [12, 20]"),
+    (PAIR | {"linear.lora_up.weight": np.full((12, RANK), 3e38, np.float32)}, "linear.lora_up.weight finite"),
+    (PAIR | {"linear.dora_scale": random(0, 13, 1)}, "linear.dora_scale [13, 1] [12, 20]"),
+    (PAIR | {"linear.dora_scale": random(0)}, "linear.dora_scale [] [12, 20]"),
+    (PAIR | {"linear.lora_magnitude_vector": random(0, 20)}, "linear.lora_magnitude_vector [20] [12, 20]"),
+    (PAIR | {"linear.dora_scale": np.full((12, 1), np.inf, np.float32)}, "linear.dora_scale finite"),
+    (PAIR | {"linear.dora_scale": np.ones((12, 1)), "linear.magnitude": np.ones(12)}, "linear.magnitude one"),
+    ({"linear.dora_scale": random(0, 12, 1)}, "linear.dora_scale factors"),
+    (PAIR | {"linear.lora_E": random(0, RANK, 1)}, "linear.lora_E AdaLoRA adapter_config.json"),
+    (PAIR | {"transformer.linear.diff": random(0, 12, 20)}, "linear.lora_up.weight transformer.linear.diff one"),
+    ({"linear.diff": random(0, 12, 20), "linear.weight.diff": random(0, 12, 20)}, "linear.weight.diff one"),
+    (PAIR | {"linear.lora_diag": random(0, RANK)}, "linear.lora_diag KaSA"),
+    ({"linear.oft_blocks": random(0, 2, 2, 2)}, "linear.oft_blocks oft"),
+    ({"linear.hira_A": random(0, 2, 2)}, "linear.hira_A hira"),
+    ({"linear.ia3_l": random(0, 2, 2)}, "linear.ia3_l IA3"),
+    (PAIR | {"linear.reshape_weight": random(0, 2)}, "linear.reshape_weight shape"),
+]
+CONFIGS = [  # PEFT's, of another formula
+    ({"peft_type": "VERA"}, "VERA"),
+    ({"peft_type": ["LORA"]}, "peft_type"),
+    ({"use_bdlora": True}, "use_bdlora"),
+    ({"kasa_config": {"beta": 1}}, "kasa_config"),
+    ({"use_dora": True, "r": RANK}, "use_dora linear.lora_up.weight magnitude"),
+    ({"peft_type": "ADALORA", "init_r": 0}, "init_r 0"),
+    ({"peft_type": "ADALORA", "lora_alpha": "8"}, "'8' lora_alpha"),
+]
+
+
 @pytest.mark.parametrize(
-    ("tensors", "what"),
+    ("tensors", "config", "words"),
     [
-        (HADA | {"linear.hada_w2_a": None}, "linear.hada_w1_a LoHa complete"),
-        (HADA | {"linear.hada_w2_b": random(0, RANK, 8)}, "[] [12, 20]"),
-        (HADA | {"linear.hada_w1_b": random(0, 4, 20)}, "[] [12, 20]"),
-        (HADA | {"linear.hada_t1": random(0, RANK, RANK)}, "[] [12, 20]"),
-        (HADA | {"linear.hada_w1_a": np.full((12, RANK), np.nan, np.float32)}, "linear.hada_w1_a finite"),
-        (HADA | {"linear.alpha": np.float32(3e38)}, "linear.hada_w1_a finite"),
-        (HADA | KRON, "linear.hada_w1_a linear.lokr_w1 one"),
-        (HADA | PAIR, "linear.hada_w1_a linear.lora_up.weight one"),
-        (KRON | {"linear.lokr_w1": None}, "linear.lokr_w2_a LoKr complete"),
-        (KRON | {"linear.lokr_w1": random(0, 2, 4, 1)}, "[] [12, 20]"),
-        (KRON | {"linear.lokr_w1": random(0, 20000, 400)}, "[120000, 2000] [12, 20]"),
-        (KRON | {"linear.lokr_w1": random(0, 8)}, "[] [12, 20]"),
-        (KRON | {"linear.lokr_w1_a": random(0, 2, 1)}, "linear.lokr_w1 linear.lokr_w1_a LoKr"),
-        (KRON | {"linear.lokr_w2_b": random(0, 5, 5)}, "[] [12, 20]"),
-        (KRON | {"linear.lokr_w2_a": np.float32(1)}, "[] [12, 20]"),
-        (KRON | {"linear.lokr_w1": np.ones((2, 4), np.int8)}, "linear.lokr_w1 int8 floating"),
-        (PAIR | {"linear.lora_mid.weight": random(0, RANK)}, "[] [12, 20]"),
-        (PAIR | {"linear.lora_up.weight": np.full((12, RANK), 3e38, np.float32)}, "linear.lora_up.weight finite"),
-        (PAIR | {"linear.dora_scale": random(0, 13, 1)}, "linear.dora_scale [13, 1] [12, 20]"),
-        (PAIR | {"linear.dora_scale": random(0)}, "linear.dora_scale [] [12, 20]"),
-        (PAIR | {"linear.lora_magnitude_vector": random(0, 20)}, "linear.lora_magnitude_vector [20] [12, 20]"),
-        (PAIR | {"linear.dora_scale": np.full((12, 1), np.inf, np.float32)}, "linear.dora_scale finite"),
-        (PAIR | {"linear.dora_scale": np.ones((12, 1)), "linear.magnitude": np.ones(12)}, "linear.magnitude one"),
-        ({"linear.dora_scale": random(0, 12, 1)}, "linear.dora_scale factors"),
-        (PAIR | {"linear.lora_E": random(0, RANK, 1)}, "linear.lora_E AdaLoRA adapter_config.json"),
-        (PAIR | {"transformer.linear.diff": random(0, 12, 20)}, "linear.lora_up.weight transformer.linear.diff one"),
-        ({"linear.diff": random(0, 12, 20), "linear.weight.diff": random(0, 12, 20)}, "linear.weight.diff one"),
-        (PAIR | {"linear.lora_diag": random(0, RANK)}, "linear.lora_diag KaSA"),
-        ({"linear.oft_blocks": random(0, 2, 2, 2)}, "linear.oft_blocks oft"),
-        ({"linear.hira_A": random(0, 2, 2)}, "linear.hira_A hira"),
-        ({"linear.ia3_l": random(0, 2, 2)}, "linear.ia3_l IA3"),
-        (PAIR | {"linear.reshape_weight": random(0, 2)}, "linear.reshape_weight shape"),
+        *((tensors, None, words) for tensors, words in TENSORS),
+        *((PAIR | (ADALORA if x.get("peft_type") == "ADALORA" else {}), x, words) for x, words in CONFIGS),
     ],
 )
-def test_what_makes_no_change_is_one_sentence(tensors, what, opened):
+def test_what_makes_no_change_is_one_sentence(tensors, config, words, opened):
+    metadata = [{PEFT_METADATA: json.dumps(config)}] if config else []
     with pytest.raises(WanjaxError) as caught:
-        merged(opened({key: x for key, x in tensors.items() if x is not None}), 2.0)
-    assert says(str(caught.value), what)
+        merged(opened({key: x for key, x in tensors.items() if x is not None}, *metadata), 2.0)
+    assert says(str(caught.value), words)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("config", "what"),
-    [
-        ({"peft_type": "VERA"}, "VERA"),
-        ({"peft_type": ["LORA"]}, "peft_type"),
-        ({"use_bdlora": True}, "use_bdlora"),
-        ({"kasa_config": {"beta": 1}}, "kasa_config"),
-        ({"use_dora": True, "r": RANK}, "use_dora linear.lora_up.weight magnitude"),
-        ({"peft_type": "ADALORA", "init_r": 0}, "init_r 0"),
-        ({"peft_type": "ADALORA", "lora_alpha": "8"}, "'8' lora_alpha"),
-    ],
-)
-def test_a_config_of_another_formula_is_refused_by_name(config, what, opened):
-    more = {"linear.lora_E": random(0, RANK, 1)} if config.get("peft_type") == "ADALORA" else {}
-    with pytest.raises(WanjaxError, match=naming(what)):
-        opened(PAIR | more, {PEFT_METADATA: json.dumps(config)})
 
 
 def test_a_module_of_a_wrapper_s_name_is_known(tmp_path):

@@ -87,11 +87,6 @@ def test_the_other_is_downloaded_by_either_name():
     assert beside(f"{LOW}.safetensors") == [f"{HIGH}.safetensors"]
 
 
-def test_a_folder_of_another_class_is_told(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"_class_name": "FluxTransformer2DModel"}))
-    assert says(refusal(tmp_path), "model_index.json FluxTransformer2DModel")
-
-
 def test_several_that_may_be_the_other_are_told_by_name(tmp_path):
     names = [f"{HIGH}_{date}.safetensors" for date in ("1022", "1030")]
     for name in (*names, f"{LOW}.safetensors"):
@@ -283,13 +278,6 @@ RELATIVES = {  # by the name of a file: its transformer, what is foreign in it, 
 }
 
 
-@pytest.mark.parametrize("name", RELATIVES)
-def test_a_relative_is_refused_by_what_is_foreign_in_it(name, tmp_path):
-    config, foreign, words = RELATIVES[name]
-    said = refusal(file(tmp_path / f"{name}.safetensors", config, foreign))
-    assert says(said, f"{name}.safetensors {words.replace('[', '').replace(']', '')}")
-
-
 ALONE = {  # by the name of a file: its tensors, and words of the refusal
     "wan2.1_infiniteTalk_multi_fp16": (
         {"audio_proj.proj1.weight": (512, 46080), "blocks.0.norm_x.weight": (5120,)},
@@ -323,11 +311,32 @@ ALONE = {  # by the name of a file: its tensors, and words of the refusal
 }
 
 
-@pytest.mark.parametrize("name", ALONE)
-def test_a_file_without_a_transformer_is_told_what_it_is(name, tmp_path):
-    tensors, words = ALONE[name]
-    said = refusal(hollow_file(tmp_path / f"{name}.safetensors", tensors))
-    assert says(said, words)
+def of_another_class(path):
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({"_class_name": "FluxTransformer2DModel"}))
+    return path
+
+
+REFUSED = {  # by the name of a file: what writes it, and what the sentence about it names
+    **{
+        name: (
+            lambda path, config=config, foreign=foreign: file(path, config, foreign),
+            f"{name}.safetensors {words.replace('[', '').replace(']', '')}",
+        )
+        for name, (config, foreign, words) in RELATIVES.items()
+    },
+    **{
+        name: (lambda path, tensors=tensors: hollow_file(path, tensors), words)
+        for name, (tensors, words) in ALONE.items()
+    },
+    "flux": (of_another_class, "model_index.json FluxTransformer2DModel"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_file_of_no_model_here_is_told_what_it_is(name, tmp_path):
+    write, words = REFUSED[name]
+    assert says(refusal(write(tmp_path / f"{name}.safetensors")), words)
 
 
 def test_notes_are_told_where_a_model_is_loaded(tmp_path, monkeypatch):
