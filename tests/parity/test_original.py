@@ -105,13 +105,6 @@ def test_settings_without_shapes_come_from_the_original_config():
     assert (json["num_attention_heads"], json["attention_head_dim"], json["eps"]) == (2, 12, 1e-5)
 
 
-@pytest.mark.parametrize("heads", [0, 5, "2", 2.0])
-def test_heads_that_do_not_divide_the_width_are_named(heads):
-    specs = originally(original.TRANSFORMER, shapes(built(WanTransformer3DModel, PLAIN)))
-    with pytest.raises(WanjaxError, match=naming("num_heads 256")):
-        original.transformer_json(specs, {"num_heads": heads})
-
-
 @pytest.mark.parametrize("sizes", [{}, {"base_dim": 8, "dim_mult": [1, 2, 2], "num_res_blocks": 1}])
 def test_every_tensor_of_the_autoencoder_has_the_name_that_diffusers_renames(sizes):
     sizes = sizes | ({"temperal_downsample": [True, False]} if sizes else {})
@@ -163,25 +156,33 @@ def test_every_tensor_of_the_text_encoder_has_a_name():
     }
 
 
-@pytest.mark.parametrize(
-    ("read", "key"),
-    [
-        (original.transformer_json, "patch_embedding.weight"),
-        (original.vae_json, "encoder.conv1.weight"),
-        (original.text_encoder_json, "token_embedding.weight"),
-    ],
-)
-def test_tensors_that_give_a_size_are_required(read, key):
-    with pytest.raises(WanjaxError, match=naming(f"{key} size")):
-        read({})
-    with pytest.raises(WanjaxError, match=naming(f"{key} [3]")):
-        read({key: Spec((3,), np.dtype(np.float32))})
+def of_shapes(**shapes):
+    return {key: Spec(shape, np.dtype(np.float32)) for key, shape in shapes.items()}
 
 
-def test_an_autoencoder_of_unknown_latents_is_named():
-    specs = {"encoder.conv1.weight": (8, 3, 3, 3, 3), "conv2.weight": (7, 7, 1, 1, 1)}
-    with pytest.raises(WanjaxError, match=naming("7 latent channels 16 48")):
-        original.vae_json({key: Spec(shape, np.dtype(np.float32)) for key, shape in specs.items()})
+def with_heads(heads):
+    specs = originally(original.TRANSFORMER, shapes(built(WanTransformer3DModel, PLAIN)))
+    return original.transformer_json(specs, {"num_heads": heads})
+
+
+GIVING_SIZES = [
+    (original.transformer_json, "patch_embedding.weight"),
+    (original.vae_json, "encoder.conv1.weight"),
+    (original.text_encoder_json, "token_embedding.weight"),
+]
+LATENTS = {"encoder.conv1.weight": (8, 3, 3, 3, 3), "conv2.weight": (7, 7, 1, 1, 1)}
+REFUSED = [  # what reads tensors that tell no config, those tensors, and what the sentence names
+    *((read, {}, f"{key} size") for read, key in GIVING_SIZES),
+    *((read, of_shapes(**{key: (3,)}), f"{key} [3]") for read, key in GIVING_SIZES),
+    (original.vae_json, of_shapes(**LATENTS), "7 latent channels 16 48"),
+    *((with_heads, heads, "num_heads 256") for heads in (0, 5, "2", 2.0)),  # which do not divide the width
+]
+
+
+@pytest.mark.parametrize(("read", "given", "words"), REFUSED)
+def test_what_tells_no_config_is_named(read, given, words):
+    with pytest.raises(WanjaxError, match=naming(words)):
+        read(given)
 
 
 def test_names_of_other_models_have_no_translation():
