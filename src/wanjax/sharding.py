@@ -125,7 +125,7 @@ class Partitioner:
         rules = {} if vector and self.rules.gathered else self.rules.weights
         return NamedSharding(self.mesh, self._spec(rules, axes, shape))
 
-    def on_each(self, function: Callable, specs: tuple, out: Any) -> Callable:
+    def on_each(self, function: Callable[..., Any], specs: tuple[Any, ...], out: Any) -> Callable[..., Any]:
         """Returns the function as each device runs it on its shards; on one device, as it is."""
         if self.alone:
             return function

@@ -278,7 +278,7 @@ class Postgres(Database):
             "keepalives_idle": CUT_SECONDS // 2,
             "keepalives_interval": 2,
         }
-        named = {"connect_timeout": CONNECT_SECONDS, "application_name": "wanjax", **network, **given}
+        named: dict[str, Any] = {"connect_timeout": CONNECT_SECONDS, "application_name": "wanjax", **network, **given}
         self._connect: Callable[[], Any] = lambda: _Translated(
             psycopg.connect(autocommit=True, options=options, **named)
         )

@@ -63,7 +63,7 @@ def connected(
         raise WanjaxError(f"{address} is that of a Ray client: give auto, or HOST:6379, on a machine of the cluster")
     elif HOST.fullmatch(address):
         _check_answers(address)
-    if "IPython" in sys.modules and sys.modules["IPython"] is None:  # hidden from Flax by the command, and Ray asks too
+    if "IPython" in sys.modules and not sys.modules["IPython"]:  # hidden from Flax by the command, and Ray asks too
         del sys.modules["IPython"]
     import ray
     from ray._private import worker as printing

@@ -119,7 +119,7 @@ class StepProgram(NamedTuple):
     """
 
     denoiser: Denoiser
-    graphdef: nnx.GraphDef
+    graphdef: nnx.GraphDef[Any]
     scheduler: Scheduler
     cache: StepCache = NO_CACHE
     guidance: type[GuidanceRule] = GuidanceRule

@@ -21,7 +21,7 @@ from wanjax.schedulers import Scheduler, shift_of
 
 
 def named_sizes(
-    architecture: VideoModel, defaults: Settings, published: Sequence[tuple[int, int]] = ()
+    architecture: VideoModel[Any], defaults: Settings, published: Sequence[tuple[int, int]] = ()
 ) -> dict[str, tuple[int, int]]:
     """Returns a model's sizes (height, width) by name, the default one first.
 
@@ -81,7 +81,7 @@ class Preset:
     licence: str
     param_dtype: str
     defaults: Settings
-    architecture: VideoModel | None = None
+    architecture: VideoModel[Any] | None = None
     loras: tuple[str, ...] = ()
     scheduler: Scheduler | None = None
     domain: TrainingDomain | None = None
@@ -152,7 +152,7 @@ class Family:
     name: str
     networks: tuple[NetworkKind, ...]
     pipelines: tuple[str, ...]
-    architecture: Callable[[Source, bool], VideoModel]
+    architecture: Callable[[Source, bool], VideoModel[Any]]
     settings: Callable[[Source, Any, Preset | None], Settings]
     presets: tuple[Preset, ...] = ()
     loaders: Mapping[str, Callable[[Path], Any]] = field(default_factory=dict)

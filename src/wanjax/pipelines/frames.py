@@ -24,7 +24,7 @@ from wanjax.sharding import VIDEO, constrain, following, replicate
 GivenLatents = Float[Value | np.ndarray, "B C T H W"]
 AnyLatents = GivenLatents | Mapping[str, Float[Value | np.ndarray, "B ..."]]  # of the video, or streams by name
 GivenFrames = Shaped[Array | np.ndarray, "T H W 3"] | Sequence[Shaped[np.ndarray, "_H _W 3"]]
-Frames = UInt8[Array, "_T _H _W 3"] | Float[Array, "_T _H _W 3"]
+Frames = UInt8[Value, "_T _H _W 3"] | Float[Value, "_T _H _W 3"]
 Call = Callable[..., Any]  # of a program with its arguments, as `Pipeline.call`
 
 

@@ -60,7 +60,7 @@ class StepCost(NamedTuple):
 
 def step_cost(
     family: Family,
-    model: VideoModel,
+    model: VideoModel[Any],
     settings: Settings,
     *,
     attention: Attention = AUTO,

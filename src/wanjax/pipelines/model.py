@@ -600,12 +600,12 @@ def phases_of(
     )
 
 
-def with_scheduler(model: VideoModel, scheduler: str | Scheduler) -> VideoModel:
+def with_scheduler(model: VideoModel[Any], scheduler: str | Scheduler) -> VideoModel[Any]:
     """Returns the model with another scheduler; raises WanjaxError where it does not fit the model."""
     return replace(model, scheduler=successor(scheduler, model.scheduler))
 
 
-def least_bytes(model: VideoModel, settings: Settings) -> int:
+def least_bytes(model: VideoModel[Any], settings: Settings) -> int:
     """Returns bytes that a step holds at once, whatever its kernels are, beside the weights.
 
     They are those of the tokens of a layer, their queries, keys and values, which every attention is given whole. 0 for
@@ -617,7 +617,7 @@ def least_bytes(model: VideoModel, settings: Settings) -> int:
     return 4 * work.tokens * work.width * jnp.dtype(settings.dtype).itemsize
 
 
-def truncations(model: VideoModel, runtime: Runtime, prompt: str, follow: str) -> Sequence[Truncation]:
+def truncations(model: VideoModel[Any], runtime: Runtime, prompt: str, follow: str) -> Sequence[Truncation]:
     """Returns the parts of a prompt that the model does not read, if any."""
     return tuple(cut for batch in model.tokenize(runtime, [prompt], follow) for cut in batch.truncated if cut)
 
@@ -658,7 +658,7 @@ def latents_of(encoded: Encoded, spec: ModelSpec | None = None) -> dict[str, Any
     return {name: x for name, x in held.items() if len(x.shape) == 5 or name in streams}
 
 
-def attending(model: VideoModel, attention: Attention, name: str) -> VideoModel:
+def attending(model: VideoModel[Any], attention: Attention, name: str) -> VideoModel[Any]:
     """Returns the model whose denoiser can attend so: with a projection for sparse-linear attention.
 
     Raises UnsupportedError for radial or sparse-linear attention where the denoiser can have none, and for any other

@@ -124,7 +124,7 @@ class Start(NamedTuple):
     state: State
     phases: Sequence[Phase]
     facts: Mapping[str, object]
-    arrays: Sequence[Array | np.ndarray]
+    arrays: Sequence[Any]
     progress: Progress
 
 

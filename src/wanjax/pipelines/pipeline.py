@@ -135,7 +135,7 @@ class Pipeline(metaclass=Named):
     vae = Component()
 
     components: Components
-    architecture: VideoModel
+    architecture: VideoModel[Any]
     defaults: Settings
     partitioner: Partitioner
     compiler: str
@@ -147,7 +147,7 @@ class Pipeline(metaclass=Named):
     def __init__(
         self,
         components: Components,
-        architecture: VideoModel,
+        architecture: VideoModel[Any],
         defaults: Settings,
         partitioner: Partitioner | None = None,
         compiler: str = SAFE,
@@ -214,7 +214,9 @@ class Pipeline(metaclass=Named):
         self.components.free(*names)
 
     @overload
-    def __call__(self, prompt: str, *, seeds: None = None, **keywords: Unpack[Called]) -> Video: ...
+    def __call__(  # pyright: ignore[reportOverlappingOverload]  # a text is a sequence of texts too
+        self, prompt: str, *, seeds: None = None, **keywords: Unpack[Called]
+    ) -> Video: ...
 
     @overload
     def __call__(self, prompt: str, *, seeds: Sequence[int], **keywords: Unpack[Called]) -> list[Video]: ...
@@ -243,7 +245,7 @@ class Pipeline(metaclass=Named):
             WanjaxError: A value is invalid, or is of no use to this model.
             Cancelled: The callback returned False.
         """
-        several = isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes)
+        several = _is_several(prompt)
         prompts: Sequence[Any] = prompt if several else [prompt]
         videos = self.videos(prompts, seeds=seeds, **keywords)
         return list(videos) if several or seeds is not None else next(videos)
@@ -298,7 +300,7 @@ class Pipeline(metaclass=Named):
             checked_draws(noise, self.draws(chosen, len(pictures.several("references"))))
         check_tiling(tiling, self.architecture.vae)
         sources = {name: nameable(keywords.get(name), array) for name, array in pictures.items()}
-        how = {"tiling": tiling, "batch_guidance": batch_guidance}
+        how: dict[str, Any] = {"tiling": tiling, "batch_guidance": batch_guidance}
         requests = [PreparedRequest(x, self.record(x, sources | {"noise": noise}, **how)) for x in wanted]
         if skip:
             requests = [one for one in requests if not skip(one.metadata)]
@@ -587,7 +589,7 @@ class Pipeline(metaclass=Named):
         pictures, chosen = self.prepare(prompt=check_prompt(prompt), negative_prompt=negative_prompt, **keywords)
         resolve_seeds([keywords.get("seed")], [chosen.seed])
         checked_draws(noise, self.draws(chosen))
-        how = {"tiling": tiling, "batch_guidance": batch_guidance}
+        how: dict[str, Any] = {"tiling": tiling, "batch_guidance": batch_guidance}
         check_making(self, chosen, pictures, **how)
         run = Run(self, [PreparedRequest(chosen)], pictures, noise=noise, observers=self._observers(callback), **how)
         return (np.asarray(clip) for _, frames in run for clip in frames)
@@ -830,3 +832,8 @@ class Pipeline(metaclass=Named):
         weights = jax.tree.leaves(nnx.state(component))
         dtypes = " and ".join(sorted({str(weight.dtype) for weight in weights}))
         return f"loaded, {sum(weight.nbytes for weight in weights) / 1e6:,.1f} MB in {dtypes}"
+
+
+def _is_several(prompt: object) -> bool:
+    """Return whether what is given as a prompt is a sequence of prompts."""
+    return isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes)

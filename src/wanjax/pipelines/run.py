@@ -13,7 +13,7 @@ while it is made. So do those of a video of windows, each of which goes through 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ class Loaded(Protocol):
     @property
     def runtime(self) -> Runtime: ...
 
-    architecture: VideoModel
+    architecture: VideoModel[Any]
     defaults: Settings
 
     def latent_preview(self) -> LatentPreview: ...
@@ -165,8 +165,17 @@ class Run:
 
     def latents(self, encoded: Encoded, settings: Settings, seeds: Sequence[int]) -> Iterator[AnyLatents]:
         """Yields the latents of videos that are made together, one for each seed: each chunk as soon as it is made."""
-        how = {"noise": self.noise, "batch_guidance": self.batch_guidance, "latent_preview": self.pipe.latent_preview}
-        return sample(self.runtime, self.model, encoded, settings, seeds, observers=self.observers, **how)
+        return sample(
+            self.runtime,
+            self.model,
+            encoded,
+            settings,
+            seeds,
+            noise=self.noise,
+            batch_guidance=self.batch_guidance,
+            observers=self.observers,
+            latent_preview=self.pipe.latent_preview,
+        )
 
     def frames(
         self,
@@ -197,8 +206,7 @@ class Run:
                 spec.check_length(1 + (sum(lengths) - 1) * spec.vae.temporal_factor, self.pipe.defaults.model)
             total = sum(chunk_count(length, spec.decoded_at_once(length)) for length in lengths)
             self.observers.tell("count", "chunk", 0, total)
-        how = {"seed": seed, "dtype": dtype, "tiling": tiling, "video": video}
-        chunks = self._decoded(self.model.decode(runtime, pieces, **how))
+        chunks = self._decoded(self.model.decode(runtime, pieces, seed=seed, dtype=dtype, tiling=tiling, video=video))
         for done, chunk in enumerate(chunks if total is None else _ahead(chunks), 1):
             yield chunk
             if total is not None:

@@ -21,8 +21,8 @@ class SplitNetwork(NamedTuple):
         weights: Its arrays.
     """
 
-    graphdef: nnx.GraphDef
-    weights: nnx.State
+    graphdef: nnx.GraphDef[Any]
+    weights: nnx.State[Any, Any]
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 from flax import nnx
@@ -131,13 +132,23 @@ def sample(
     spec, passes = model.spec, model.spec.passes_of(settings)
     arrays = checked_draws(noise, spec.noise_inputs(settings, model.leading_frames(encoded, settings), len(seeds)))
     steps = [len(spec.schedule(passes[0], encoded).timesteps), *(later.strong_steps for later in passes[1:])]
-    how = {"noise": arrays, "batch_guidance": batch_guidance, "observers": observers, "latent_preview": latent_preview}
     for each, count in zip(passes, steps, strict=True):
         check_rule(each.guidance_rule, each.guided, count)
     observers.tell("begun", encoded)
     for number, each in enumerate(passes):
         progress = Progress(number, len(passes), sum(steps[:number]), sum(steps))
-        pieces = sample_pass(runtime, model, encoded, each, seeds, progress, **how)
+        pieces = sample_pass(
+            runtime,
+            model,
+            encoded,
+            each,
+            seeds,
+            progress,
+            noise=arrays,
+            batch_guidance=batch_guidance,
+            observers=observers,
+            latent_preview=latent_preview,
+        )
         if progress.last:
             yield from pieces
         else:
@@ -194,9 +205,19 @@ def sample_pass(
                 state, done = next(filter(None, reversed(resumed)), (state, 0))
             monitor = Monitor(observers, chunk, where, schedule.timesteps, latent_preview, runtime.strategy.executes)
             monitor.begin(done)
-            how = {"guidance": rule, "caches": caches, "batch_guidance": batch_guidance}
             state, memory = denoise(
-                runtime, model, inputs, schedule, phases, state, monitor, **how, done=done, memory=memory
+                runtime,
+                model,
+                inputs,
+                schedule,
+                phases,
+                state,
+                monitor,
+                guidance=rule,
+                caches=caches,
+                batch_guidance=batch_guidance,
+                done=done,
+                memory=memory,
             )
             static = model.denoiser, frames or spec.latent_shape(settings)[2]
             latents = runtime.call(finish, static, state.x, latents_of(inputs, spec))
@@ -221,7 +242,7 @@ def given_noise(
 
 
 def facts_of(
-    runtime: Runtime, model: VideoModel, settings: Settings, seeds: Sequence[int], batch_guidance: bool
+    runtime: Runtime, model: VideoModel[Any], settings: Settings, seeds: Sequence[int], batch_guidance: bool
 ) -> dict[str, object]:
     """Returns everything but arrays on which the latents depend."""
     return {

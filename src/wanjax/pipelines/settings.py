@@ -120,7 +120,7 @@ class Setting(NamedTuple):
         if self.kind is int:
             return whole(value)
         if self.kind is float:
-            return float(value) if isinstance(value, Real) and not isinstance(value, bool) else None
+            return float(value) if not isinstance(value, bool) and isinstance(value, Real) else None
         return str(value) if is_text(value) else None  # not of a subclass, such as that of `extend_prompt`
 
 
@@ -425,10 +425,13 @@ def whole(value: Any) -> int | None:
 
 def is_text(text: Any) -> bool:
     """Returns whether a value is a text in UTF-8; a command line may hold bytes that are not."""
+    if not isinstance(text, str):
+        return False
     try:
-        return isinstance(text, str) and text.encode() is not None
+        text.encode()
     except UnicodeEncodeError:
         return False
+    return True
 
 
 def _neighbours(value: int, unit: int, offset: int) -> str:

@@ -97,7 +97,7 @@ class Measurement(Observer):
         self.ratios.append(np.resize(np.stack(rows, axis=1), (2, 2)))  # without guidance the prompt's, twice
 
 
-def measure(runtime: Runtime, model: VideoModel, encoded: Any, settings: Settings) -> Measured:
+def measure(runtime: Runtime, model: VideoModel[Any], encoded: Any, settings: Settings) -> Measured:
     """Makes the latents of a video of an output of `encode`, and returns what its steps measured."""
     measurement = Measurement()
     first = model.spec.passes_of(settings)[0]  # of several passes, which alone has a step cache

@@ -22,7 +22,9 @@ from wanjax.schedulers.base import Schedule
 
 
 @program(scanned)
-def time_changes(static: tuple[Denoiser, nnx.GraphDef, bool], weights: Any, times: object) -> Float[Array, " steps"]:
+def time_changes(
+    static: tuple[Denoiser, nnx.GraphDef[Any], bool], weights: Any, times: object
+) -> Float[Array, " steps"]:
     """Returns the relative change of the timestep's embedding before each step, 0 before the first.
 
     static: the denoiser, the network's definition, and whether the embedding is the one before it is projected.

@@ -99,7 +99,7 @@ class ResidualCache(BlockCache):
     Of a tuple of streams of tokens heads read the first alone, which may be a tree: a video's and that of its sound.
     """
 
-    def __init__(self, given: tuple | None = None):
+    def __init__(self, given: tuple[Any, ...] | None = None):
         super().__init__(given)
         self.cached = as_tokens(given or ())
 

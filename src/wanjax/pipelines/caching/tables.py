@@ -164,6 +164,6 @@ def _changes(json: Any) -> Changes | None:
 
 
 def _numbers(json: Any) -> tuple[float, ...]:
-    if not all(isinstance(x, Real) and not isinstance(x, bool) and math.isfinite(float(x)) for x in json):
+    if not all(not isinstance(x, bool) and isinstance(x, Real) and math.isfinite(float(x)) for x in json):
         raise WanjaxError("the table holds what is not a number: write finite numbers")
     return tuple(map(float, json))
