@@ -79,12 +79,12 @@ def main() -> None:
     table = Table(*columns, title=title)
     for top in options.top or (0.15, 0.1):
         sparse = SparseLinear(top)
-        kept, blocks = sparse.kept(work.tokens), ceil(work.tokens / sparse.block_kv)
-        chance = [(1 - (1 - kept / blocks) ** n) * blocks / kept for n in (2, 4)]
+        top_k, blocks = sparse.top_k(work.tokens), ceil(work.tokens / sparse.block_kv)
+        chance = [(1 - (1 - top_k / blocks) ** n) * blocks / top_k for n in (2, 4)]
         for smooth in SMOOTHNESS:
             lists = measured(config, grid, sparse, smooth)
             numbers = [unions(lists, 2), unions(lists, 4), *chance]
-            table.add_row(f"{top:g}", f"{smooth:g}", f"{kept} of {blocks}", *(f"{n:.2f}" for n in numbers))
+            table.add_row(f"{top:g}", f"{smooth:g}", f"{top_k} of {blocks}", *(f"{n:.2f}" for n in numbers))
     Console(width=120).print(table)
 
 

@@ -125,7 +125,7 @@ def test_few_tokens_keep_a_block(name):
     q, k, v = operands(1, 5, 5, 1, 1, 16)
     weights = projection(16)
     assert error(run(name, q, k, v, weights, SMALL), published(q, k, v, weights, SMALL)) <= BOUND["float32"]
-    assert [SparseLinear(0.15).kept(keys) for keys in (1, 400, 32_760, 75_600)] == [1, 1, 76, 177]
+    assert [SparseLinear(0.15).top_k(keys) for keys in (1, 400, 32_760, 75_600)] == [1, 1, 76, 177]
 
 
 @pytest.mark.parametrize("name", NAMES)

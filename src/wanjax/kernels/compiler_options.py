@@ -94,8 +94,8 @@ def check_set(name: str) -> None:
 
 def kept_set() -> str:
     """Returns the set of compiler options that `keep_set` kept for these devices and this compiler, else `safe`."""
-    found = Results().get(KIND, _machine())
-    return found if found in SETS else SAFE
+    compiler = Results().get(KIND, _machine())
+    return compiler if compiler in SETS else SAFE
 
 
 def keep_set(compiler: str) -> None:

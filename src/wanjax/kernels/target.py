@@ -47,8 +47,8 @@ def instructions() -> frozenset[str]:
     Programs for CPUs are compiled for the processor that compiles them.
     """
     with suppress(OSError):
-        if found := re.search(r"^(?:flags|Features)\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
-            return frozenset(found[1].split())
+        if match := re.search(r"^(?:flags|Features)\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            return frozenset(match[1].split())
     return frozenset()
 
 

@@ -78,8 +78,8 @@ def attention(
     has the implementation's own type. Within `sharding.use` all devices compute together. Raises WanjaxError for
     operands that do not fit each other, and UnsupportedError if the implementation does not support the call.
     """
-    asked = _dense(implementation)
-    options = _options(asked, q, k, v, key_mask, window, scale, bias, config)
+    attn = _dense(implementation)
+    options = _options(attn, q, k, v, key_mask, window, scale, bias, config)
     mask, window, bias = (options.pop(name) for name in ("key_mask", "window", "bias"))
     keys = k.shape[1] if keys is None else keys
     if not 1 <= keys <= k.shape[1]:
@@ -87,7 +87,7 @@ def attention(
     if keys < k.shape[1] and bias is not None and bias.shape[3] > 1:
         bias = bias[..., :keys]
     on_one_device = (_on_one_device, _part_on_one_device, _gradient_on_one_device)
-    kernels = sharded.Kernels(*(partial(call, name=asked.implementation, **options) for call in on_one_device))
+    kernels = sharded.Kernels(*(partial(call, name=attn.implementation, **options) for call in on_one_device))
     masks = {"keys": keys, "key_mask": mask, "window": window, "bias": bias}
     if current().alone:
         return kernels.whole(q, k, v, **masks)
@@ -110,12 +110,12 @@ def attention_to_cache(
     The first `length` tokens of the block are real. `kv_cache.written` puts the returned keys and values into it. The
     other keywords and the errors are those of `attention`; radial attention and a window of tokens are not offered.
     """
-    asked = Attention.of(implementation)
-    if not asked.sees_all:
+    attn = Attention.of(implementation)
+    if not attn.sees_all:
         raise UnsupportedError("attention to kept keys sees all of them: give auto, or a name without a window")
-    options = _options(asked, q, k, v)
+    options = _options(attn, q, k, v)
     return kv_cache.attention(
-        partial(_on_one_device, name=asked.implementation, **options), q, k, v, window, place, length
+        partial(_on_one_device, name=attn.implementation, **options), q, k, v, window, place, length
     )
 
 
@@ -135,10 +135,10 @@ def joint_attention(
     Text comes after the video in the order that `window` counts. The other keywords and the errors are those of
     `attention`.
     """
-    asked = _dense(implementation)
-    options = _options(asked, q.video, k.video, v.video, window=window)
+    attn = _dense(implementation)
+    options = _options(attn, q.video, k.video, v.video, window=window)
     window = options.pop("window")
-    kernel = partial(_on_one_device, name=asked.implementation, **options)
+    kernel = partial(_on_one_device, name=attn.implementation, **options)
     return joint.attention(kernel, q, k, v, length=length, texts=texts, window=window)
 
 
@@ -184,10 +184,10 @@ def sparse_linear_attention(
 
 def _dense(implementation: str | Attention | None) -> Attention:
     """Reads what is asked for; raises UnsupportedError for sparse-linear attention, which needs weights."""
-    asked = Attention.of(implementation)
-    if asked.sparse:
+    attn = Attention.of(implementation)
+    if attn.sparse:
         raise UnsupportedError("sparse-linear attention has weights, which `sparse_linear_attention` takes")
-    return asked
+    return attn
 
 
 def _on_one_device(
@@ -255,9 +255,9 @@ def choose(
     Shapes suffice (`jax.ShapeDtypeStruct`). `return_lse` asks for the log-sum-exp of each query too, which merges the
     steps of ring attention. The platform is that of `kernels.target.target`.
     """
-    asked = Attention.of(implementation)
-    options = _options(asked, q, k, v, key_mask, window, scale, bias, config)
-    return _choose(q, k, v, asked.implementation, **options, return_lse=return_lse)
+    attn = Attention.of(implementation)
+    options = _options(attn, q, k, v, key_mask, window, scale, bias, config)
+    return _choose(q, k, v, attn.implementation, **options, return_lse=return_lse)
 
 
 def _chosen(q, k, v, named: str | None, **options: Any) -> Implementation:
@@ -278,7 +278,7 @@ def _choose(q, k, v, named: str | None, **options: Any) -> Choice:
 
 
 def _options(
-    asked: Attention, q, k, v, key_mask=None, window=None, scale=None, bias=None, config=None
+    attn: Attention, q, k, v, key_mask=None, window=None, scale=None, bias=None, config=None
 ) -> dict[str, Any]:
     """The options as implementations take them; raises WanjaxError for operands that do not fit each other."""
     if not (q.ndim == k.ndim == 4 and k.shape == v.shape and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]):
@@ -296,12 +296,12 @@ def _options(
     scores = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     if bias is not None and (bias.dtype != jnp.float32 or not _broadcasts(bias.shape, scores)):
         raise WanjaxError(f"a bias {bias.dtype}{list(bias.shape)}: give float32 that broadcasts to {list(scores)}")
-    window = asked.window if window is None else window
+    window = attn.window if window is None else window
     window = (window, window) if isinstance(window, int) else window
     if isinstance(window, tuple) and any(side is not None and side < 0 for side in window):
         raise WanjaxError(f"the window {window} has a side below zero: give zero, a count of keys, or None")
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    return {"key_mask": key_mask, "window": window, "scale": scale, "bias": bias, "config": config or asked.config}
+    return {"key_mask": key_mask, "window": window, "scale": scale, "bias": bias, "config": config or attn.config}
 
 
 def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:

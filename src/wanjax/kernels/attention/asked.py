@@ -44,9 +44,9 @@ class Attention:
     sparse: SparseLinear | None = None
 
     @classmethod
-    def of(cls, given: "str | Attention | None") -> "Attention":
+    def of(cls, value: "str | Attention | None") -> "Attention":
         """Returns the value, which may be given as text; None chooses the implementation."""
-        return given if isinstance(given, Attention) else cls.parse(given or _AUTO)
+        return value if isinstance(value, Attention) else cls.parse(value or _AUTO)
 
     @classmethod
     def parse(cls, text: str) -> "Attention":
@@ -61,8 +61,8 @@ class Attention:
         if name == _SPARSE:
             return cls(sparse=SparseLinear.parse(options))
         if name not in (_AUTO, *IMPLEMENTATIONS):
-            known = ", ".join((_AUTO, *IMPLEMENTATIONS, _RADIAL, _SPARSE))
-            raise WanjaxError(f"no attention is named {name!r}: there are {known}")
+            names = ", ".join((_AUTO, *IMPLEMENTATIONS, _RADIAL, _SPARSE))
+            raise WanjaxError(f"no attention is named {name!r}: there are {names}")
         entries = options.split(",") if options else []
         windows = [entry.removeprefix(_WINDOW) for entry in entries if entry.startswith(_WINDOW)]
         if len(windows) > 1 or not all(window.isascii() and window.isdigit() for window in windows):

@@ -174,14 +174,14 @@ def visits(mask: Radial, queries: int, keys: int, block_kv: int) -> list[Visits]
     All blocks of a list visit as many as its longest, so the blocks with text, which see all, are apart.
     """
     live, text = mask.live(queries, keys), mask.frames * mask.frame_tokens // mask.block_q
-    made = []
+    parts = []
     for rows in (slice(0, text), slice(text, len(live))):
         if len(live[rows]):
             columns, counts = lists(live[rows])
             together = min(max(1, block_kv // mask.block_kv), columns.shape[1])
             columns = np.pad(columns, ((0, 0), (0, -columns.shape[1] % together)))
-            made.append(Visits(rows, columns.reshape(len(columns), -1, together), counts))
-    return made
+            parts.append(Visits(rows, columns.reshape(len(columns), -1, together), counts))
+    return parts
 
 
 def cut(x: Float[Array, "*B L D"], size: int) -> Float[Array, "*B _L S D"]:

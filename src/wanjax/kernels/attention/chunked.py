@@ -208,10 +208,10 @@ def _radial(
         done, _ = jax.lax.scan(add, nothing, (columns, places))
         return divide_live(done.total, done.weight), log_sum_exp(done.top, done.weight)
 
-    made = [
+    results = [
         jax.lax.map(block, (rows[part.rows], *part.steps)) for part in visits(mask, len(q), len(k), config.block_kv)
     ]
-    out, lse = (jnp.concatenate(both) for both in zip(*made, strict=True))
+    out, lse = (jnp.concatenate(both) for both in zip(*results, strict=True))
     return out.reshape(-1, v.shape[1])[: len(q)], lse.reshape(-1, 1)[: len(q)]
 
 

@@ -79,10 +79,10 @@ def _head(
     q, k, v, g = (x.astype(jnp.float32) for x in (q, k, v, g))
     queries = Queries(scale * q, g, finite_max(lse)[:, None], delta[:, None])
     if isinstance(window, Radial):
-        made = _radial(queries, k, v, live, window, precision_of(dtype), config)
+        gradients = _radial(queries, k, v, live, window, precision_of(dtype), config)
     else:
-        made = _blocks(queries, k, v, live, window, precision_of(dtype), config)
-    return made._replace(q=scale * made.q)
+        gradients = _blocks(queries, k, v, live, window, precision_of(dtype), config)
+    return gradients._replace(q=scale * gradients.q)
 
 
 def _blocks(
@@ -143,12 +143,12 @@ def _radial(
         done, _ = jax.lax.scan(add, Gradients(jnp.zeros_like(row.x), *totals), (columns, places))
         return (done.k, done.v), done.q
 
-    totals, made = (jnp.zeros_like(k), jnp.zeros_like(v)), []
+    totals, dqs = (jnp.zeros_like(k), jnp.zeros_like(v)), []
     for part in visits(mask, length, keys, config.block_kv):
         some = Queries(*(x[part.rows] for x in rows))
         totals, dq = jax.lax.scan(block, totals, (some, *part.steps))
-        made.append(dq)
-    whole = Gradients(jnp.concatenate(made), *totals)
+        dqs.append(dq)
+    whole = Gradients(jnp.concatenate(dqs), *totals)
     return Gradients(*(x.reshape(-1, x.shape[2])[:n] for x, n in zip(whole, (length, keys, keys), strict=True)))
 
 

@@ -182,11 +182,11 @@ def gradient(
     run = partial(_call, scale=scale, keys=keys, config=config)
     if config.held >= q.shape[1]:
         return run(q, k, v, g, lse, delta, live, sums=k.dtype)
-    made = []
+    gradients = []
     for start in range(0, q.shape[1], config.held):
         some_q, some_g, some_lse, some_delta = (x[:, start : start + config.held] for x in (q, g, lse, delta))
-        made.append(run(some_q, k, v, some_g, some_lse, some_delta, live, sums=jnp.float32))
-    of_q, of_k, of_v = zip(*made, strict=True)
+        gradients.append(run(some_q, k, v, some_g, some_lse, some_delta, live, sums=jnp.float32))
+    of_q, of_k, of_v = zip(*gradients, strict=True)
     return jnp.concatenate(of_q, axis=1), reduce(jnp.add, of_k).astype(k.dtype), reduce(jnp.add, of_v).astype(v.dtype)
 
 
@@ -199,7 +199,7 @@ def _call(q, k, v, g, lse, delta, live, *, scale: float, keys: int, config: Conf
     operands = [to_rows(x) for x in (q, g, k, v)]
     rows, _, width = operands[0].shape
     in_specs, out_specs = _specs(grid, width // head_dim, head_dim, config)
-    made = pl.pallas_call(
+    gradients = pl.pallas_call(
         partial(kernel, sizes=Sizes(queries, heads, config.block_q, config.block_kv, config.body, scale)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -224,7 +224,7 @@ def _call(q, k, v, g, lse, delta, live, *, scale: float, keys: int, config: Conf
         interpret=config.interpret,
         name="flash_gradient",
     )(live, *operands[:2], lse, delta, *operands[2:])
-    dq, dk, dv = (from_rows(x, heads, head_dim) for x in made)
+    dq, dk, dv = (from_rows(x, heads, head_dim) for x in gradients)
     return dq, pad_to(dk, 1, k.shape[1]), pad_to(dv, 1, k.shape[1])
 
 
@@ -244,5 +244,5 @@ def _scratch(blocks: int, head_dim: int, dtype: jnp.dtype, config: Config) -> li
     """The memory of the kernel's `State`, in the order of its fields."""
     operands = (config.block_q, config.block_q, config.block_kv)
     totals = (blocks * config.block_q, config.block_kv, config.block_kv)
-    kept = [pltpu.VMEM((head_dim, n), dtype) for n in operands]
-    return kept + [pltpu.VMEM((head_dim, n), jnp.float32) for n in totals]
+    transposed = [pltpu.VMEM((head_dim, n), dtype) for n in operands]
+    return transposed + [pltpu.VMEM((head_dim, n), jnp.float32) for n in totals]

@@ -68,8 +68,8 @@ class State(NamedTuple):
     offset: jax.Ref  # [1 L]
     weight: jax.Ref  # [8 L], the sum of weights in eight parts
     total: jax.Ref  # [D L], the sum of weighted values
-    kept_weight: jax.Ref  # both as before this block of keys
-    kept_total: jax.Ref
+    saved_weight: jax.Ref  # both as before this block of keys
+    saved_total: jax.Ref
     scores: jax.Ref  # [S L], of the next careful step
     top: jax.Ref  # [8 L], the largest of them in eight parts
     flags: jax.Ref
@@ -153,8 +153,8 @@ def call(
 
     q_place = _place_of_rows(sizes.heads, beside)
     q_spec = pl.BlockSpec((None, block_q, head_dim), lambda b, h, i, j, *_: q_place(b, h, i))
-    kept = Sums((head_dim * (1 + split), q.dtype), (1, jnp.float32), (8, jnp.float32), (head_dim, jnp.float32))
-    new = [] if not sizes.unfinished else kept[1:] if before else kept  # queries are made ready once
+    sums = Sums((head_dim * (1 + split), q.dtype), (1, jnp.float32), (8, jnp.float32), (head_dim, jnp.float32))
+    new = [] if not sizes.unfinished else sums[1:] if before else sums  # queries are made ready once
     columns = round_up(queries, block_q) if new else queries
 
     def rows_spec(rows: int) -> pl.BlockSpec:
@@ -163,18 +163,18 @@ def call(
     def row_shape(rows: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((heads, rows, columns), dtype)
 
-    made = pl.pallas_call(
+    results = pl.pallas_call(
         partial(kernel_of_blocks if listed else kernel, sizes=sizes),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(heads // sizes.heads, sizes.heads, ceil_div(queries, block_q), ceil_div(sizes.keys, sizes.block_kv)),
             in_specs=[
-                rows_spec(kept.q[0]) if before else q_spec,
+                rows_spec(sums.q[0]) if before else q_spec,
                 *_specs_of_keys(k.shape[2], sizes, sizes.heads // kv_heads, beside, head_dim, config.buffers),
-                *(rows_spec(rows) for rows, _ in kept[1:] if before),
+                *(rows_spec(rows) for rows, _ in sums[1:] if before),
             ],
             out_specs=[rows_spec(rows) for rows, _ in new] or [q_spec, rows_spec(1)],
-            scratch_shapes=_scratch(sizes, kept.q[0], head_dim, q.dtype),
+            scratch_shapes=_scratch(sizes, sums.q[0], head_dim, q.dtype),
         ),
         out_shape=[row_shape(*entry) for entry in new]
         or [jax.ShapeDtypeStruct(q.shape, q.dtype), row_shape(1, jnp.float32)],
@@ -191,7 +191,7 @@ def call(
         interpret=config.interpret,
         name="flash_blocks" if listed else "flash_attention",
     )(*scalars, before.q if before else q, k, v, *(before[1:] if before else ()))
-    return made if not new else Sums(before.q, *made) if before else Sums(*made)
+    return results if not new else Sums(before.q, *results) if before else Sums(*results)
 
 
 def _place_of_rows(heads: int, beside: int) -> Callable[..., tuple]:
@@ -292,7 +292,7 @@ def _add_block(live: Array, place: tuple[Array, Array], q_ref, k_ref, v_ref, *re
             _probe(k_ref, state, min(PROBE, sizes.keys), headroom)
 
     if before is not None and sizes.only:
-        state = state._replace(kept_weight=before.weight, kept_total=before.total)
+        state = state._replace(saved_weight=before.weight, saved_total=before.total)
     if sizes.ragged:
         _add_seen(k_ref, v_ref, state, live, first_q, first_kv, sizes, headroom)
     else:
@@ -387,14 +387,14 @@ def _add_checked(
     carefully: Callable[[], None],
     *,
     first: bool = False,
-    kept: bool = False,
+    saved: bool = False,
 ) -> None:
     """Adds keys quickly, then again with care if a logit left the range.
 
-    `first` says that there are no sums of earlier keys, `kept` that these are kept already.
+    `first` says that there are no sums of earlier keys, `saved` that these are saved already.
     """
-    if not (first or kept):
-        _copy((state.weight, state.total), (state.kept_weight, state.kept_total))
+    if not (first or saved):
+        _copy((state.weight, state.total), (state.saved_weight, state.saved_total))
 
     @pl.when(state.flags[CAREFUL] == 0)
     def _():
@@ -403,8 +403,8 @@ def _add_checked(
         @pl.when(jnp.max(jnp.where(state.weight[...] <= LARGEST_SUM, 0, 1)) == 1)  # NaN too
         def _():
             state.flags[CAREFUL] = 1
-            state.weight[...] = jnp.zeros(state.weight.shape) if first else state.kept_weight[...]
-            state.total[...] = jnp.zeros(state.total.shape) if first else state.kept_total[...]
+            state.weight[...] = jnp.zeros(state.weight.shape) if first else state.saved_weight[...]
+            state.total[...] = jnp.zeros(state.total.shape) if first else state.saved_total[...]
 
     pl.when(state.flags[CAREFUL] == 1)(carefully)
 
@@ -439,7 +439,7 @@ def _add_whole(k_ref, v_ref, state: State, last: Array, sizes: Sizes) -> None:
         with_tail(_add_lifted)
 
     only, resumed = sizes.only, sizes.resumed
-    _add_checked(state, quickly, carefully, first=only and not resumed, kept=only and resumed)
+    _add_checked(state, quickly, carefully, first=only and not resumed, saved=only and resumed)
 
 
 def _add_seen(
@@ -524,8 +524,8 @@ def _rows(ref, start: Array | int | Pieces, keys: slice, strip: slice) -> Array:
     """Reads some of the keys that begin at `start`, or some of the pieces of a strip of queries."""
     if not isinstance(start, Pieces):
         return ref[pl.ds(start + keys.start, size_of(keys)), :]
-    found, unit = start.of(strip, keys), math.gcd(start.size, size_of(keys))
-    parts = [ref[pl.ds(pl.multiple_of(first, unit), size_of(rows)), :] for rows, first, _ in found]
+    pieces, unit = start.of(strip, keys), math.gcd(start.size, size_of(keys))
+    parts = [ref[pl.ds(pl.multiple_of(first, unit), size_of(rows)), :] for rows, first, _ in pieces]
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 

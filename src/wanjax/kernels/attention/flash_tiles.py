@@ -22,7 +22,7 @@ LARGEST_SUM = 2.0**64  # of a row's weights: a larger sum means that a logit lef
 
 TILES = ("block_q", "block_kv", "block_kv_compute")
 CENTER = "center_keys"
-USUAL = 2048  # queries and keys, where neither is told
+USUAL = 2048  # queries and keys, where neither is set
 LONGEST_Q = 2048
 FEW_KEYS, LONGEST_Q_OF_FEW_KEYS = 512, 10_240  # then a block's first and last steps count beside the others
 LONGEST_BODY = {"bfloat16": 8192, "float32": 1024}  # unrolled keys: with more, compiling takes minutes
@@ -98,18 +98,18 @@ class Tiles:
 
         Raises WanjaxError for other text, and for tiles that are not possible.
         """
-        given: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         entries = text.split(",")
         for entry in entries:
             if entry == CENTER:
                 continue
             name, _, size = entry.partition("=")
-            if name not in TILES or name in given or not (size.isascii() and size.isdigit()):
+            if name not in TILES or name in sizes or not (size.isascii() and size.isdigit()):
                 raise WanjaxError(
                     f"the tiles {text!r} are not such as block_q=2048,block_kv=4096,block_kv_compute=2048"
                 )
-            given[name] = int(size)
-        return cls(**given, center_keys=CENTER in entries)
+            sizes[name] = int(size)
+        return cls(**sizes, center_keys=CENTER in entries)
 
     def __str__(self) -> str:
         sizes = [f"{name}={size}" for name in TILES if (size := getattr(self, name)) is not None]
@@ -120,11 +120,11 @@ class Tiles:
 
         Raises WanjaxError for tiles that are not possible.
         """
-        keys = _given(self.block_kv, self.block_kv_compute, USUAL)
-        return Config(_given(self.block_q, USUAL), keys, _given(self.block_kv_compute, keys), self.center_keys)
+        keys = _first_set(self.block_kv, self.block_kv_compute, USUAL)
+        return Config(_first_set(self.block_q, USUAL), keys, _first_set(self.block_kv_compute, keys), self.center_keys)
 
 
-def _given(*sizes: int | None) -> int:
+def _first_set(*sizes: int | None) -> int:
     return next(size for size in sizes if size is not None)
 
 
@@ -176,9 +176,9 @@ def config_of_blocks(
     body = round_up(BODY_OF_BLOCKS[dtype], mask.block_kv)
     bodies, rows = ceil_div(keys, body), mask.block_q * BLOCKS_TOGETHER
     for parts, buffers in [(1, 2), (1, 1), *((parts, 2) for parts in range(2, bodies + 1))]:
-        made = Config(rows, body * ceil_div(bodies, parts), body, buffers=buffers)
-        if made.vmem_bytes(head_dim, jnp.dtype(dtype).itemsize) + SPILL_BYTES <= vmem_bytes:
-            return made
+        tiles = Config(rows, body * ceil_div(bodies, parts), body, buffers=buffers)
+        if tiles.vmem_bytes(head_dim, jnp.dtype(dtype).itemsize) + SPILL_BYTES <= vmem_bytes:
+            return tiles
     return Config(rows, body, body)
 
 

@@ -170,7 +170,7 @@ def _attention(q, k, v, masks, *, window, scale, config, keys, before: Sums | No
         resumed=before is not None,
         unfinished=unfinished,
     )
-    made = call(
+    results = call(
         scalars,
         tuple(map(to_rows, (q, k, v))),
         before,
@@ -179,9 +179,9 @@ def _attention(q, k, v, masks, *, window, scale, config, keys, before: Sums | No
         head_dim=head_dim,
         config=config,
     )
-    if isinstance(made, Sums):
-        return made
-    out, lse = made
+    if isinstance(results, Sums):
+        return results
+    out, lse = results
     out = from_rows(out, heads, head_dim)
     lse = jnp.moveaxis(lse.reshape(batch, heads, queries), 1, 2)
     if mean is not None:

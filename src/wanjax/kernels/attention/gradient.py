@@ -33,14 +33,14 @@ def from_result(
     `masks` is a tree of arrays that have no gradient.
     """
 
-    def keep(q: Array, k: Array, v: Array, masks: Any) -> tuple[Result, tuple]:
+    def fwd(q: Array, k: Array, v: Array, masks: Any) -> tuple[Result, tuple]:
         out, lse = saved(forward(q, k, v, masks))
         return (out, lse), (q, k, v, masks, out, lse)
 
-    def back(kept: tuple, gradients: Result) -> tuple:
-        q, k, v, masks, out, lse = kept
+    def bwd(residuals: tuple, gradients: Result) -> tuple:
+        q, k, v, masks, out, lse = residuals
         g, of_lse = gradients
         delta = jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - of_lse
         return *backward(q, k, v, g, lse, delta, masks), None
 
-    return with_backward(keep, back, q, k, v, masks)
+    return with_backward(fwd, bwd, q, k, v, masks)

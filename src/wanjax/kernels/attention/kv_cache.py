@@ -99,10 +99,10 @@ def attention(
         out = _seen(kernel, q, written(window, block, place), place, length)
         return heads_to_tokens(out, heads, devices), block
 
-    tokens, kept = PartitionSpec(*at), PartitionSpec(at.batch, None, HEADS_AXIS)
-    kept = KVCache(kept, kept)
-    specs = (tokens, tokens, tokens, kept, Place(PartitionSpec(), PartitionSpec()))
-    out, block = partitioner.on_each(attend, specs, (tokens, kept))(q, k, v, window, place)
+    tokens, cache = PartitionSpec(*at), PartitionSpec(at.batch, None, HEADS_AXIS)
+    cache = KVCache(cache, cache)
+    specs = (tokens, tokens, tokens, cache, Place(PartitionSpec(), PartitionSpec()))
+    out, block = partitioner.on_each(attend, specs, (tokens, cache))(q, k, v, window, place)
     return out[:, :queries], block
 
 

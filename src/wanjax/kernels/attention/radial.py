@@ -83,7 +83,7 @@ def published(frames: int, frame_tokens: int, decay: float, sink: bool) -> Bool[
     cuts some off.
     """
     blocks = ceil_div(frames * frame_tokens, UNIT)
-    kept = np.zeros((blocks, blocks), bool)
+    mask = np.zeros((blocks, blocks), bool)
     for query in range(frames):
         for key in range(frames):
             reach = half_width(abs(query - key), frame_tokens, decay)
@@ -93,8 +93,8 @@ def published(frames: int, frame_tokens: int, decay: float, sink: bool) -> Bool[
                 continue
             part = _pair(query * frame_tokens, key * frame_tokens, frame_tokens, frames, reach)
             row, column = query * frame_tokens // UNIT, key * frame_tokens // UNIT
-            kept[row : row + len(part), column : column + part.shape[1]] |= part
-    return kept
+            mask[row : row + len(part), column : column + part.shape[1]] |= part
+    return mask
 
 
 def half_width(distance: int, frame_tokens: int, decay: float) -> int | None:

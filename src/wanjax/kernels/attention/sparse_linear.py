@@ -46,25 +46,25 @@ class SparseLinear:
     @classmethod
     def parse(cls, text: str) -> "SparseLinear":
         """Reads text such as `top=0.1` or `top=0.25,block_q=8,block_kv=4`; raises WanjaxError for other text."""
-        types, given = {field.name: type(field.default) for field in fields(cls)}, {}
+        types, options = {field.name: type(field.default) for field in fields(cls)}, {}
         for entry in text.split(",") if text else []:
             name, _, value = entry.partition("=")
             try:
-                if name in given or not value.isascii():
+                if name in options or not value.isascii():
                     raise ValueError
-                given[name] = types[name](value)
+                options[name] = types[name](value)
             except (KeyError, ValueError):
                 raise WanjaxError(
                     f"sparse-linear attention cannot read {text!r}: write it as top=0.1,block_q=128,block_kv=64"
                 ) from None
-        return cls(**given)
+        return cls(**options)
 
     def __str__(self) -> str:
         """Returns the text that `parse` reads, without what is as usual."""
         values = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
         return ",".join(f"{name}={value}" for name, value, usual in values if value != usual)
 
-    def kept(self, keys: int) -> int:
+    def top_k(self, keys: int) -> int:
         """Returns the number of blocks that each block of queries keeps of so many keys."""
         return max(1, int(self.top * ceil_div(keys, self.block_kv)))
 
@@ -101,9 +101,9 @@ def attention(
     q, k, v = (x[:, :keys] for x in (q, k, v))
     flat_q, flat_k, flat_v = map(by_head, (q, k, v))
     blocks = jnp.arange(ceil_div(keys, sparse.block_kv))
-    kept = (choose_blocks(flat_q, flat_k, sparse)[..., None] == blocks[None, None, None]).any(axis=2)
+    chosen = (choose_blocks(flat_q, flat_k, sparse)[..., None] == blocks[None, None, None]).any(axis=2)
     rows, columns = (jnp.arange(keys) // size for size in (sparse.block_q, sparse.block_kv))
-    hidden = jnp.where(kept[:, rows][:, :, columns], 0.0, -jnp.inf).reshape(-1, heads, keys, keys)
+    hidden = jnp.where(chosen[:, rows][:, :, columns], 0.0, -jnp.inf).reshape(-1, heads, keys, keys)
     wide = (x.astype(jnp.float32) for x in (q, k, v))
     options: dict[str, Any] = {"key_mask": None, "window": None, "scale": q.shape[3] ** -0.5, "config": None}
     out: Any = reference.attention(*wide, bias=hidden, **options)
@@ -122,7 +122,7 @@ def choose_blocks(
     centered = block_means(k, sparse.block_kv) - k.mean(axis=1, keepdims=True, dtype=jnp.float32)
     means = [x.astype(q.dtype) for x in (block_means(q, sparse.block_q), centered)]
     scores = jnp.einsum("BLD,BSD->BLS", *means, precision="highest", preferred_element_type=jnp.float32)
-    return jnp.sort(jax.lax.top_k(scores, sparse.kept(k.shape[1]))[1], axis=2)
+    return jnp.sort(jax.lax.top_k(scores, sparse.top_k(k.shape[1]))[1], axis=2)
 
 
 def block_means(x: Float[Array, "_B L D"], size: int) -> Float32[Array, "_B _L D"]:

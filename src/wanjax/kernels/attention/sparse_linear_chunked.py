@@ -48,16 +48,16 @@ def with_gradient(
     The choice is that of `sparse_linear.choose_blocks`, for the heads of all examples.
     """
 
-    def keep(q: Array, k: Array, v: Array, projection: Projection) -> tuple[Array, tuple]:
+    def fwd(q: Array, k: Array, v: Array, projection: Projection) -> tuple[Array, tuple]:
         out, chosen = saved(forward(q, k, v, projection))
         return out, (q, k, v, projection, chosen)
 
-    def back(kept: tuple, g: Array) -> tuple:
-        q, k, v, projection, chosen = kept
+    def bwd(residuals: tuple, g: Array) -> tuple:
+        q, k, v, projection, chosen = residuals
         *of_heads, of_projection = gradient(_heads(keys, q, k, v, g), projection, chosen, sparse)
         return *(_tokens(x, q.shape).astype(q.dtype) for x in of_heads), of_projection
 
-    return with_backward(keep, back, q, k, v, projection)
+    return with_backward(fwd, bwd, q, k, v, projection)
 
 
 def _forward(q, k, v, projection: Projection, *, sparse: SparseLinear, keys: int) -> tuple[Array, Array]:

@@ -36,7 +36,7 @@ class Sizes(NamedTuple):
     heads: int  # of one example
     block_q: int
     block_kv: int
-    kept: int  # blocks of keys of a list
+    top_k: int  # blocks of keys of a list
     lists: int  # of a grid step
     body: int  # tiles of each list that are unrolled
 
@@ -48,7 +48,7 @@ class Sizes(NamedTuple):
     @property
     def tiles(self) -> int:
         """Whole tiles of a list; the last one to four blocks come after them, and may end within a block."""
-        return (self.kept - 1) // self.together
+        return (self.top_k - 1) // self.together
 
     @property
     def rows(self) -> int:
@@ -115,15 +115,15 @@ def _sums(x: Float[Array, "L D"], size: int) -> Float32[Array, "_L D"]:
     return product(jnp.where(iota(shape, 0) == iota(shape, 1) // size, 1.0, 0.0).astype(x.dtype), x)
 
 
-def listed(scores: Float32[Array, "_L _S"], sizes: Sizes, *, interpret: bool) -> Int32[Array, "_L _T"]:
+def list_blocks(scores: Float32[Array, "_L _S"], sizes: Sizes, *, interpret: bool) -> Int32[Array, "_L _T"]:
     """Returns, for each row, the first keys of the blocks with the largest scores, ascending, as whole lanes.
 
-    Among equal scores the first count. What is listed after `sizes.kept` blocks is no block.
+    Among equal scores the first count. What is listed after `sizes.top_k` blocks is no block.
     """
     rows, blocks = scores.shape
-    wide, lanes = round_up(blocks, LANES), round_up(sizes.kept, LANES)
+    wide, lanes = round_up(blocks, LANES), round_up(sizes.top_k, LANES)
     return pl.pallas_call(
-        partial(_listed, blocks=blocks, sizes=sizes),
+        partial(_list_blocks, blocks=blocks, sizes=sizes),
         grid=(ceil_div(rows, LISTS),),
         in_specs=[pl.BlockSpec((LISTS, wide), lambda i: (i, 0))],
         out_specs=pl.BlockSpec((LISTS, lanes), lambda i: (i, 0)),
@@ -134,7 +134,7 @@ def listed(scores: Float32[Array, "_L _S"], sizes: Sizes, *, interpret: bool) ->
     )(scores)
 
 
-def _listed(scores_ref, out_ref, *, blocks: int, sizes: Sizes) -> None:
+def _list_blocks(scores_ref, out_ref, *, blocks: int, sizes: Sizes) -> None:
     """Finds the least score to keep bit by bit, counts what is kept up to each block, and searches these counts."""
     scores = scores_ref[...]
     lists, wide = scores.shape
@@ -145,7 +145,7 @@ def _listed(scores_ref, out_ref, *, blocks: int, sizes: Sizes) -> None:
     for bit in reversed(range(BITS)):
         higher = least ^ jnp.int32(-(2**31) if bit == BITS - 1 else 1 << bit)
         count = jnp.where(order >= higher, 1.0, 0.0).sum(axis=1, keepdims=True)
-        least = jnp.where(count >= sizes.kept, higher, least)
+        least = jnp.where(count >= sizes.top_k, higher, least)
     upper = jnp.where(iota((wide, wide), 0) <= iota((wide, wide), 1), 1.0, 0.0).astype(jnp.bfloat16)
 
     def counted(marks: Array) -> Array:
@@ -153,7 +153,7 @@ def _listed(scores_ref, out_ref, *, blocks: int, sizes: Sizes) -> None:
         return product(marks.astype(jnp.bfloat16), upper)
 
     above, equal = (jnp.where(x, 1.0, 0.0) for x in (order > least, order == least))
-    missing = sizes.kept - above.sum(axis=1, keepdims=True)
+    missing = sizes.top_k - above.sum(axis=1, keepdims=True)
     counts = counted(jnp.maximum(above, jnp.where(counted(equal) <= missing, equal, 0.0)))
     counts = jnp.where(real, counts, jnp.float32(jnp.inf))
     parts = [counts[:, at : at + LANES] for at in range(0, wide, LANES)]
@@ -162,16 +162,16 @@ def _listed(scores_ref, out_ref, *, blocks: int, sizes: Sizes) -> None:
         part = reduce(jnp.add, (jnp.where(x[:, -1:] <= place, 1, 0) for x in parts))
         lane = jnp.zeros((lists, LANES), jnp.int32)  # the first whose count is above the place
         for step in (64, 32, 16, 8, 4, 2, 1):
-            lane = jnp.where(_found(parts, part, lane + step - 1) <= place, lane + step, lane)
+            lane = jnp.where(_entries_at(parts, part, lane + step - 1) <= place, lane + step, lane)
         out_ref[:, at : at + LANES] = (part * LANES + lane) * sizes.block_kv
 
 
-def _found(parts: list[Array], part: Int32[Array, "L S"], lane: Int32[Array, "L S"]) -> Float32[Array, "L S"]:
+def _entries_at(parts: list[Array], part: Int32[Array, "L S"], lane: Int32[Array, "L S"]) -> Float32[Array, "L S"]:
     """Returns the entry at a lane of one of the parts, for each entry."""
-    found = jnp.take_along_axis(parts[0], lane, axis=1)
+    entries = jnp.take_along_axis(parts[0], lane, axis=1)
     for index, x in enumerate(parts[1:], 1):
-        found = jnp.where(part == index, jnp.take_along_axis(x, lane, axis=1), found)
-    return found
+        entries = jnp.where(part == index, jnp.take_along_axis(x, lane, axis=1), entries)
+    return entries
 
 
 def attend(
@@ -198,7 +198,7 @@ def attend(
     rows = pl.BlockSpec((None, sizes.rows, size), lambda b, h, i: (b, i, h))
     mode = pl.Buffered(1) if buffers == 1 else None
     whole = pl.BlockSpec((None, keys, size), lambda b, h, i: (b, 0, h), pipeline_mode=mode)
-    scores = len(q) * sizes.heads * q.shape[1] * sizes.kept * sizes.block_kv
+    scores = len(q) * sizes.heads * q.shape[1] * sizes.top_k * sizes.block_kv
     return pl.pallas_call(
         partial(_attend, sizes=sizes),
         grid=(len(q), sizes.heads, first.shape[1]),
@@ -350,14 +350,14 @@ def _visit(sizes: Sizes, add: Callable[[Piece], None], finish: Callable[[], None
     if loops:
         jax.lax.fori_loop(0, loops, body, None)
     unrolled(loops * sizes.body, tiles - loops * sizes.body)
-    for piece in _pieces(sizes, tiles * together, sizes.kept - tiles * together):
+    for piece in _pieces(sizes, tiles * together, sizes.top_k - tiles * together):
         add(piece)
     finish()
 
 
 def _pieces(sizes: Sizes, at: Array | int, count: int) -> Iterator[Piece]:
     """Yields the same blocks of each list."""
-    last = isinstance(at, int) and at + count == sizes.kept
+    last = isinstance(at, int) and at + count == sizes.top_k
     for index in range(sizes.lists):
         yield Piece(slice(index * sizes.block_q, (index + 1) * sizes.block_q), index, at, count, last)
 
@@ -384,7 +384,7 @@ def _keys(ref: jax.Ref, step: Step, piece: Piece, sizes: Sizes) -> Float[Array, 
 def _seen(step: Step, piece: Piece, shape: tuple[int, int], sizes: Sizes) -> Array:
     """Marks the keys of a list's last piece that are no padding; only its last block can end within."""
     before = (piece.count - 1) * sizes.block_kv
-    return iota(shape, shape.index(max(shape))) < before + sizes.tokens - step.first[piece.index, sizes.kept - 1]
+    return iota(shape, shape.index(max(shape))) < before + sizes.tokens - step.first[piece.index, sizes.top_k - 1]
 
 
 def _by_lanes(x: Float32[Array, "L S"]) -> list[Array]:

@@ -16,7 +16,7 @@ from wanjax.kernels.attention.blocks import precision_of
 from wanjax.kernels.attention.flash_tpu import vmem_bytes
 from wanjax.kernels.attention.sparse_linear import EPSILON, Projection, SparseLinear
 from wanjax.kernels.attention.sparse_linear_chunked import with_gradient
-from wanjax.kernels.attention.sparse_linear_kernel import TILE, Sizes, attend, listed, prepare
+from wanjax.kernels.attention.sparse_linear_kernel import TILE, Sizes, attend, list_blocks, prepare
 from wanjax.kernels.tiling import ceil_div
 
 HEAD_DIM = 128
@@ -74,11 +74,11 @@ def _forward(
     q, k, v = (x.reshape(*shape[:2], -1) for x in (q, k, v))
     of_q, of_k, state = prepare(q, k, v, sizes, interpret=config.interpret)
     scores = _scores(of_q, of_k, q.dtype, sizes)
-    lists = listed(scores.reshape(-1, scores.shape[2]), sizes, interpret=config.interpret)
+    lists = list_blocks(scores.reshape(-1, scores.shape[2]), sizes, interpret=config.interpret)
     first = lists.reshape(len(scores), -1, sizes.lists, lists.shape[1])
     bias = projection.bias.astype(jnp.float32)[None]
     out = attend(first, q, k, v, _projected(state, projection, q.dtype), bias, sizes, **options)
-    chosen = lists.reshape(*scores.shape[:2], -1)[:, : ceil_div(keys, sparse.block_q), : sizes.kept]
+    chosen = lists.reshape(*scores.shape[:2], -1)[:, : ceil_div(keys, sparse.block_q), : sizes.top_k]
     return out.reshape(shape), chosen // sparse.block_kv
 
 
@@ -88,11 +88,11 @@ def _need(q: Array, keys: int, buffers: int) -> int:
 
 
 def _sizes(q: Array, sparse: SparseLinear, keys: int, config: Config) -> Sizes:
-    kept = sparse.kept(keys)
-    made = Sizes(q.shape[1], keys, q.shape[2], sparse.block_q, sparse.block_kv, kept, lists=1, body=1)
-    few = made.tiles + 1
+    top_k = sparse.top_k(keys)
+    sizes = Sizes(q.shape[1], keys, q.shape[2], sparse.block_q, sparse.block_kv, top_k, lists=1, body=1)
+    few = sizes.tiles + 1
     lists = config.lists or next((count for count in LISTS if count * few <= UNROLLED), LISTS[-1])
-    return made._replace(lists=lists, body=config.body or max(1, made.tiles // ceil_div(lists * few, UNROLLED)))
+    return sizes._replace(lists=lists, body=config.body or max(1, sizes.tiles // ceil_div(lists * few, UNROLLED)))
 
 
 def _scores(
