@@ -237,7 +237,7 @@ class Suite:
 
         Attention that leaves out some keys is the model's own, whichever is given.
         """
-        if self.architecture.spec.attention(AUTO).leaves_out:
+        if self.architecture.spec.attention(AUTO).is_sparse:
             attention = AUTO
         if (found := self._built.get((mesh, compiler, attention))) is None:
             few = reduced(self.architecture, self.scale.layers)

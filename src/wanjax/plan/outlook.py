@@ -155,7 +155,7 @@ def outlook(
             doubts.append(
                 f"the window of {quantity(attention.window, 'token')} is not priced: each token is taken to see all"
             )
-        attention, compiler = attention if attention.leaves_out else Attention("reference"), SAFE  # nothing is compiled
+        attention, compiler = attention if attention.is_sparse else Attention("reference"), SAFE  # nothing is compiled
     if mesh is None and isinstance(place, Slice):
         asked = {"attention": attention, "rules": RULES[rules], "offload": offload}
         cost = step_cost(family, architecture, settings, param_dtype=outline.param_dtype, **asked)

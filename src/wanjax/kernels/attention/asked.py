@@ -88,14 +88,14 @@ class Attention:
         return None if self.tiles is None else self.tiles.config()
 
     @property
-    def leaves_out(self) -> bool:
+    def is_sparse(self) -> bool:
         """True where self-attention visits some blocks of keys alone."""
         return self.radial or self.sparse is not None
 
     @property
     def sees_all(self) -> bool:
         """True where self-attention has no window, and leaves nothing out."""
-        return self.window is None and not self.leaves_out
+        return self.window is None and not self.is_sparse
 
     @property
     def passes_keys(self) -> bool:
