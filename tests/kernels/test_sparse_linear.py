@@ -179,7 +179,7 @@ def test_names():
     assert small == Attention(sparse=SparseLinear(0.25, 8, 4))
     for asked in (Attention.parse("sla"), small, Attention.parse("sla:top=1")):
         assert Attention.parse(str(asked)) == asked
-        assert not asked.sees_all
+        assert not asked.is_dense
         assert not asked.passes_keys
         assert asked.plain() == Attention()
 

@@ -33,7 +33,7 @@ class StepProfile(Observer):
         self.devices = pipe.partitioner.mesh.size
         rule = pipe.architecture.spec.cache_rule(settings)
         reuses = rule.decided_on_device or any(pipe.architecture.spec.reused(settings))
-        self.known = pipe.attention.sees_all and not reuses  # else some of the work is left out
+        self.known = pipe.attention.is_dense and not reuses  # else some of the work is left out
 
     def begun(self, encoded: Any) -> None:
         forwards = 2 if self.settings.guided else 1

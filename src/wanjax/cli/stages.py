@@ -786,7 +786,7 @@ def least_seconds(pipe: Pipeline, settings: Settings, steps: int, kind: str) -> 
     if (peak := peak_flops(kind)) is None:
         return None
     work = pipe.architecture.cost(settings)
-    flops = sum(work.flops.values()) - (0 if pipe.attention.sees_all else work.scores)
+    flops = sum(work.flops.values()) - (0 if pipe.attention.is_dense else work.scores)
     reused = min(steps - 1, sum(pipe.architecture.spec.reused(settings)))
     again = pipe.architecture.spec.cache_rule(settings).forwards
     forwards = (steps - reused) * (2 if min(settings.guidance_scales) > 1 else 1) + reused * again

@@ -207,7 +207,7 @@ def outlook(
             Row(program.stage, program.name, program.times, price.seconds, price.arguments, price.peak, program.beside)
             for program, price in prices
         ],
-        **_step(settings, place, step, work if attention.sees_all else None),
+        **_step(settings, place, step, work if attention.is_dense else None),
         **_totals(architecture, settings, stages, prices),
         frames_a_second=_pace(block, longer, prices),
         compile_seconds=sum(stage.compile_seconds for stage in stages.values()),

@@ -111,7 +111,7 @@ def attention_to_cache(
     other keywords and the errors are those of `attention`; radial attention and a window of tokens are not offered.
     """
     attn = Attention.of(implementation)
-    if not attn.sees_all:
+    if not attn.is_dense:
         raise UnsupportedError("attention to kept keys sees all of them: give auto, or a name without a window")
     options = _options(attn, q, k, v)
     return kv_cache.attention(

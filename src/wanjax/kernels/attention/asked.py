@@ -93,7 +93,7 @@ class Attention:
         return self.radial or self.sparse is not None
 
     @property
-    def sees_all(self) -> bool:
+    def is_dense(self) -> bool:
         """True where self-attention has no window, and leaves nothing out."""
         return self.window is None and not self.is_sparse
 
@@ -101,7 +101,7 @@ class Attention:
     def passes_keys(self) -> bool:
         """True where self-attention may add the keys of other TPUs to its own sums."""
         implementation = IMPLEMENTATIONS[self.implementation or "flash_tpu"]
-        return implementation.resumes(self.config) and self.sees_all
+        return implementation.resumes(self.config) and self.is_dense
 
     def plain(self) -> "Attention":
         """Returns the implementation alone, for tokens other than those of self-attention."""
