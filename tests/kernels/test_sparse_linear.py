@@ -180,7 +180,7 @@ def test_names():
     for asked in (Attention.parse("sla"), small, Attention.parse("sla:top=1")):
         assert Attention.parse(str(asked)) == asked
         assert not asked.is_dense
-        assert not asked.passes_keys
+        assert not asked.supports_ring
         assert asked.plain() == Attention()
 
 

@@ -88,7 +88,7 @@ def step_cost(
     forward = model.cost(settings)
     largest = max(map(bytes_of, model.spec.denoisers))
     held = sum(map(bytes_of, model.spec.networks)) if offload is False else largest
-    ring = forward.ring and model.spec.attention(attention).passes_keys
+    ring = forward.ring and model.spec.attention(attention).supports_ring
     return StepCost(forward, settings.split, largest, held, ring, rules)
 
 

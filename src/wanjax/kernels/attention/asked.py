@@ -98,7 +98,7 @@ class Attention:
         return self.window is None and not self.is_sparse
 
     @property
-    def passes_keys(self) -> bool:
+    def supports_ring(self) -> bool:
         """True where self-attention may add the keys of other TPUs to its own sums."""
         implementation = IMPLEMENTATIONS[self.implementation or "flash_tpu"]
         return implementation.resumes(self.config) and self.is_dense
