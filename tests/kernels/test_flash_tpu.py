@@ -66,7 +66,7 @@ def test_tiles_are_named(tiles, config):
     assert (asked.implementation, asked.config, asked.window) == ("flash_tpu", config, None)
     confined = Attention.parse(f"flash_tpu:window=9,{tiles}")
     assert confined == Attention("flash_tpu", asked.tiles, 9)
-    assert (confined.config, confined.plain()) == (config, Attention("flash_tpu"))
+    assert (confined.config, confined.dense_only()) == (config, Attention("flash_tpu"))
 
 
 @pytest.mark.parametrize(("queries", "block_q"), [(700, 640), (3400, 3328)])

@@ -181,7 +181,7 @@ def test_names():
         assert Attention.parse(str(asked)) == asked
         assert not asked.is_dense
         assert not asked.supports_ring
-        assert asked.plain() == Attention()
+        assert asked.dense_only() == Attention()
 
 
 @pytest.mark.parametrize(

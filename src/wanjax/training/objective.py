@@ -147,7 +147,7 @@ def _untrained(pipe: Pipeline, network: nnx.Module) -> nnx.Module:
         for _, module in nnx.iter_modules(network):
             each: Any = module
             if isinstance(getattr(each, "attention", None), Attention):
-                each.attention = each.attention.plain()
+                each.attention = each.attention.dense_only()
     return network
 
 

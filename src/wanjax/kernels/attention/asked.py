@@ -103,7 +103,7 @@ class Attention:
         implementation = IMPLEMENTATIONS[self.implementation or "flash_tpu"]
         return implementation.resumes(self.config) and self.is_dense
 
-    def plain(self) -> "Attention":
+    def dense_only(self) -> "Attention":
         """Returns the implementation alone, for tokens other than those of self-attention."""
         return Attention(self.implementation)
 

@@ -50,7 +50,7 @@ class RefinerBlock(nnx.Module):
         self.gates = linear(width, 2 * width, ("embed", "mlp"), **{**kw, "dtype": jnp.float32})
         self.heads = config.heads
         self.dtype = kw["dtype"]
-        self.attention = attention.plain()
+        self.attention = attention.dense_only()
 
     def __call__(self, x: TextTokens, condition: Float32[Array, "B E"], mask: Mask) -> TextTokens:
         attention_gate, mlp_gate = jnp.split(self.gates(jax.nn.silu(condition))[:, None], 2, axis=-1)  # [B 1 E]

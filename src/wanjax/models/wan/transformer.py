@@ -130,7 +130,7 @@ class CrossAttention(AttentionLayer):
     """Attention of every token to the prompt."""
 
     def __init__(self, config: TransformerConfig, attention: Attention, **kw):
-        super().__init__(config, attention.plain(), **kw)
+        super().__init__(config, attention.dense_only(), **kw)
 
     def context(self, text: Float[Array, "B S E"]) -> Context:
         """Keys and values of a prompt, which are the same in every step."""
