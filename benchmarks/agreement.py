@@ -20,7 +20,7 @@ from rich.table import Table
 
 from benchmarks.attention_prices import splash_kernel
 from benchmarks.recorded import programs
-from wanjax.kernels.attention import IMPLEMENTATIONS, Attention
+from wanjax.kernels.attention import IMPLEMENTATIONS, AttentionConfig
 from wanjax.kernels.attention.implementation import Implementation
 from wanjax.plan.pricer import PRICER
 from wanjax.plan.recorded import STEP
@@ -83,7 +83,7 @@ def priced(measured: Measured) -> float:
     settings = replace(presets()[MODEL].defaults, height=measured.size[0], width=measured.size[1])
     place = find_slice(measured.chip)
     mesh = described(place, {"dp": 2, "sp": 1, "tp": place.devices // 2})
-    found = programs(MODEL, settings, mesh, attention=Attention("splash"))
+    found = programs(MODEL, settings, mesh, attention=AttentionConfig("splash"))
     step = next(x.lowering for x in found if x.name == STEP)
     [price] = PRICER.price_all(place, [with_splash(step)])
     assert price.seconds is not None, "it fits"

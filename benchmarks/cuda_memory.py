@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from benchmarks.recorded import programs
 from wanjax import registry
 from wanjax.figures import in_bytes
-from wanjax.kernels.attention import Attention
+from wanjax.kernels.attention import AttentionConfig
 from wanjax.pricing.lowering import Lowering
 from wanjax.sharding import MESH_AXES
 
@@ -55,7 +55,7 @@ def main() -> None:
     """Prints a line for each program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("--attention", default="auto", type=Attention.parse)
+    parser.add_argument("--attention", default="auto", type=AttentionConfig.parse)
     parser.add_argument("--size", help="the name of a size, such as 480p")
     parser.add_argument("--only", action="append", help="a program's name; all without it")
     options = parser.parse_args()

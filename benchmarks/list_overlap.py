@@ -17,7 +17,7 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
-from wanjax.kernels.attention import Attention, SparseLinear
+from wanjax.kernels.attention import AttentionConfig, SparseLinear
 from wanjax.kernels.attention.blocks import by_head
 from wanjax.kernels.attention.sparse_linear import choose_blocks
 from wanjax.layers.heads import split_heads
@@ -50,7 +50,7 @@ def unions(lists: np.ndarray, together: int) -> float:
 def measured(config: TransformerConfig, grid: tuple[int, int, int], sparse: SparseLinear, smooth: float) -> np.ndarray:
     """Returns the lists [N L S] of a layer's heads."""
     options = {"dtype": jnp.float32, "param_dtype": jnp.float32, "rngs": nnx.Rngs(0)}
-    layer, rope = SelfAttention(config, Attention(sparse=sparse), **options), rope_3d(grid, config.rope_channels)
+    layer, rope = SelfAttention(config, AttentionConfig(sparse=sparse), **options), rope_3d(grid, config.rope_channels)
     x = jnp.asarray(tokens(config, grid, smooth))
     q, k = (
         by_head(split_heads(norm_and_rope(project(x), norm, rope), config.heads))

@@ -20,7 +20,7 @@ from wanjax.checkpoints.sources import read_json
 from wanjax.converters import clip, rules, t5
 from wanjax.converters.wan import diffusers as wan
 from wanjax.errors import WanjaxError
-from wanjax.kernels.attention import Attention, SparseLinear
+from wanjax.kernels.attention import AttentionConfig, SparseLinear
 from wanjax.models.clip import CLIP_VIT_H
 from wanjax.models.t5 import UMT5_XXL
 from wanjax.models.wan.config import (
@@ -273,7 +273,7 @@ def test_models_with_sparse_linear_attention(name, source, scheduler, size, scal
     assert (preset.source, preset.licence, preset.loras) == (TURBO + source, FREE, ())
     assert preset.bare_names == [preset.source.split("/")[1]]
     assert architecture.scheduler == parse(scheduler)
-    assert architecture.spec.attention(Attention()) == Attention.parse("sla:top=0.1")
+    assert architecture.spec.attention(AttentionConfig()) == AttentionConfig.parse("sla:top=0.1")
     assert {min(defaults.size), *map(min, preset.sizes)} == {480, 720}
     assert (min(defaults.size), defaults.frames, defaults.steps) == (size, 81, 4)
     assert (defaults.guidance_scale, defaults.guidance_scale_2, defaults.boundary) == (1.0, scale_2, boundary)

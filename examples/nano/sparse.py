@@ -21,7 +21,7 @@ from reading import read
 from teach import FPS, FRAMES, SIZE, sheet
 
 import wanjax
-from wanjax.kernels.attention import Attention, SparseLinear
+from wanjax.kernels.attention import AttentionConfig, SparseLinear
 from wanjax.media.videos import write_video
 from wanjax.training import LoraConfig, OptimizerConfig, TrainConfig, Training
 
@@ -93,7 +93,11 @@ def main(out: Path, tops: Sequence[float], steps: int, clips: int, seed: int) ->
     found: dict[str, dict[str, float]] = {"all keys": figures(dense, dense)}
     config = replace(CONFIG, steps=steps, seed=seed)
     for top in tops:
-        attention, folder, begun = Attention(sparse=SparseLinear(top, **BLOCKS)), out / f"{top:g}", time.monotonic()
+        attention, folder, begun = (
+            AttentionConfig(sparse=SparseLinear(top, **BLOCKS)),
+            out / f"{top:g}",
+            time.monotonic(),
+        )
         pipe = wanjax.load("nano", attention=attention, note=note)
         found[f"{top:g} untrained"] = figures(videos_of(pipe), dense)
         file = Training(pipe, out / "clips", folder, config, note=note).run()

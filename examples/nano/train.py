@@ -19,7 +19,7 @@ from train_vae import latent_statistics, train_vae
 from wanjax.checkpoints import modules
 from wanjax.converters import t5
 from wanjax.converters.wan import diffusers as wan
-from wanjax.kernels.attention import Attention
+from wanjax.kernels.attention import AttentionConfig
 from wanjax.models.t5 import T5Encoder
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.models.wan.vae import WanVAE
@@ -38,7 +38,7 @@ def main(out: Path, work: Path, seed: int) -> None:
     vae.config = wan.vae_config(vae_json)
     model = PromptedTransformer(
         T5Encoder(t5.t5_config(recipe.TEXT_ENCODER), **settings),
-        WanTransformer(wan.transformer_config(recipe.TRANSFORMER), attention=Attention("reference"), **settings),
+        WanTransformer(wan.transformer_config(recipe.TRANSFORMER), attention=AttentionConfig("reference"), **settings),
     )
     model = train_flow(model, vae, work, seed)
 

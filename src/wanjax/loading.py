@@ -23,7 +23,7 @@ from wanjax.checkpoints.sources import Source
 from wanjax.compile_cache.cache import set_cache_folder
 from wanjax.errors import WanjaxError, shown
 from wanjax.figures import in_bytes
-from wanjax.kernels.attention import AUTO, Attention, choose
+from wanjax.kernels.attention import AUTO, AttentionConfig, choose
 from wanjax.kernels.compiler_options import SAFE, check_set
 from wanjax.layers.placement import placed
 from wanjax.media.records import DIGESTS
@@ -76,7 +76,7 @@ def load(
     dtype: DTypeLike | None = None,
     vae_dtype: DTypeLike | None = None,
     param_dtype: DTypeLike | None = None,
-    attention: str | Attention | None = None,
+    attention: str | AttentionConfig | None = None,
     revision: str | None = None,
     mesh: Mesh | MeshSizes | AutoMesh | str | None = None,
     video: Mapping[str, Any] | None = None,
@@ -98,7 +98,7 @@ def load(
         what the model's authors use, bfloat16 for those by TurboDiffusion. Its weights are kept in float32.
     param_dtype: the dtype, of the same two, in which weights are kept; None is bfloat16 for published checkpoints, and
         the stored dtype for others.
-    attention: the transformer's implementation, or "radial:0.2", "sla:top=0.15" or an `Attention`; None is what it or a
+    attention: the transformer's implementation, or "radial:0.2", "sla:top=0.15" or an `AttentionConfig`; None is what it or a
         LoRA was trained with, or chooses by platform and shape. A projection that "sla" needs begins with zeros.
     mesh: a mesh of `wanjax.make_mesh`, a text such as "dp=2,sp=1,tp=4", or "auto", which uses as many devices as help;
         None is one device on a CPU, and "auto" elsewhere.
@@ -121,7 +121,7 @@ def load(
         raise WanjaxError(f"model is {shown(model)}: give a name such as 'nano', a hub id, a folder or a file")
     if offload is not None and not isinstance(offload, bool):
         raise WanjaxError(f"offload is given as {shown(offload)}: give True, False or None")
-    attention = None if attention is None else Attention.of(attention)
+    attention = None if attention is None else AttentionConfig.of(attention)
     check_set(compiler)
     dtype, vae_dtype = dtype_name(dtype), dtype_name(vae_dtype, "vae_dtype")
     param_dtype = dtype_name(param_dtype, "param_dtype")
@@ -141,7 +141,7 @@ class Loading(NamedTuple):
     dtype: str | None
     vae_dtype: str | None
     param_dtype: str | None
-    attention: Attention | None
+    attention: AttentionConfig | None
     mesh: Mesh | MeshSizes | AutoMesh | str | None
     video: Mapping[str, Any] | None
     rules: str
@@ -283,7 +283,7 @@ def _digests(found: Checkpoint, way: Loading) -> dict[str, str]:
     return {name: digest for name, path in read.items() if (digest := digest_of(path)) is not None}
 
 
-def _check_attention(attention: Attention, outline: Outline) -> None:
+def _check_attention(attention: AttentionConfig, outline: Outline) -> None:
     """Raises UnsupportedError, before weights are read, where the named attention cannot be used here."""
     work = outline.architecture.cost(outline.settings)
     some = jax.ShapeDtypeStruct((1, 256, work.heads, work.width // work.heads), outline.settings.dtype)
@@ -338,7 +338,7 @@ def outlined(
     partitioner: Partitioner,
     *,
     param_dtype: str | None = None,
-    attention: Attention = AUTO,
+    attention: AttentionConfig = AUTO,
     compiler: str = SAFE,
     offload: bool | None = None,
     decoder: DecoderFile | None = None,
@@ -367,7 +367,7 @@ def outlined(
 
 
 def _shapes(
-    outline: Outline, name: str, known: Network, kept: str, attention: Attention | None, partitioner: Partitioner
+    outline: Outline, name: str, known: Network, kept: str, attention: AttentionConfig | None, partitioner: Partitioner
 ) -> nnx.Module:
     """Returns a network of an outline as shapes with shardings; `kept` is the dtype of the weights of most networks."""
     settings, options = outline.settings, {}

@@ -24,7 +24,7 @@ from wanjax.checkpoints.relatives import without_transformer
 from wanjax.checkpoints.sources import Source, folder_of, open_diffusers, read_json
 from wanjax.errors import WanjaxError, WanjaxWarning, unknown_model
 from wanjax.figures import quantity
-from wanjax.kernels.attention import AUTO, Attention
+from wanjax.kernels.attention import AUTO, AttentionConfig
 from wanjax.media.inputs import INPUTS
 from wanjax.media.records import CONFIG
 from wanjax.pipelines.caching.tables import key_of, measured_file, tables_of
@@ -116,7 +116,7 @@ class Checkpoint(Outline):
 
     source: Source = field(kw_only=True)
     loras: tuple[Lora, ...] = ()
-    attention: Attention | None = None
+    attention: AttentionConfig | None = None
 
 
 def admit(model: str | Path, revision: str | None, note: Note | None) -> Checkpoint:
@@ -351,7 +351,7 @@ def check_whole(source: Source) -> None:
     source.check(networks, [name for name in listed if name in loaded])
 
 
-def attention_of(loras: Iterable[Lora]) -> Attention | None:
+def attention_of(loras: Iterable[Lora]) -> AttentionConfig | None:
     """Returns the attention that LoRAs were trained with: of the first that is merged and tells one; None if none."""
     return next(filter(None, (trained_attention(lora.path) for lora in loras if lora.strength)), None)
 
@@ -403,7 +403,7 @@ def adapted(
     loras: tuple[Lora, ...],
     note: Note | None,
     *,
-    attention: Attention | None = None,
+    attention: AttentionConfig | None = None,
     scheduler: str | Scheduler | None = None,
 ) -> Checkpoint:
     """Returns the checkpoint with the preset's own LoRAs and the given ones merged in, and with what is asked for.

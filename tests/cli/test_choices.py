@@ -14,7 +14,7 @@ from tests.support.words import says
 from wanjax import registry
 from wanjax.checkpoints.files import load_safetensors
 from wanjax.cli import planning, stages
-from wanjax.kernels.attention import Attention
+from wanjax.kernels.attention import AttentionConfig
 from wanjax.media import stage_files
 from wanjax.media.records import load_settings
 from wanjax.sharding import AutoMesh
@@ -100,7 +100,7 @@ def given(monkeypatch) -> Arguments:
 def test_options_of_scripts(given, options, name, value):
     for command in (["a"], ["plan"]):
         succeeded(wanjax(*command, *options.split()))
-        assert (str(given[name]) if isinstance(given[name], Attention) else given[name]) == value
+        assert (str(given[name]) if isinstance(given[name], AttentionConfig) else given[name]) == value
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from tests.support.commands import Arguments, refused, succeeded, wanjax
 from tests.support.tiny import compile_cache, tiny_checkpoint
 from tests.support.words import says
 from wanjax.cli import catalogue, conversion, main, many, planning, stages
-from wanjax.kernels.attention import Attention
+from wanjax.kernels.attention import AttentionConfig
 from wanjax.kernels.attention.flash_tiles import Tiles
 from wanjax.media.records import CONFIG as CONFIG_FILE
 from wanjax.media.records import EMBEDDINGS, LATENTS
@@ -81,7 +81,7 @@ def test_options_for_all_commands_and_for_one(given):
             "frames": 33,
             "steps": 30,
             "out": "a.mp4",
-            "attention": Attention("flash_tpu", Tiles(block_q=512)),
+            "attention": AttentionConfig("flash_tpu", Tiles(block_q=512)),
         }.items()
     )
     succeeded(wanjax("plan", "--config", "my.toml"))

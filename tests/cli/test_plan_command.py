@@ -19,7 +19,7 @@ from tests.support.words import naming, says
 from wanjax import registry
 from wanjax.cli import main
 from wanjax.errors import WanjaxError
-from wanjax.kernels.attention import Attention
+from wanjax.kernels.attention import AttentionConfig
 from wanjax.loading import outlined
 from wanjax.pipelines.wan.programs import TEXT_LENGTH
 from wanjax.plan import outlook, places
@@ -161,7 +161,8 @@ def test_advice_when_a_video_does_not_fit(monkeypatch):
 
 def test_a_trace_counts_what_the_formula_does():
     found = {
-        run.name: counted(run) for run in programs(pipeline(NETWORKS, VIDEO, attention=Attention("reference")), VIDEO)
+        run.name: counted(run)
+        for run in programs(pipeline(NETWORKS, VIDEO, attention=AttentionConfig("reference")), VIDEO)
     }
     context, step, config = found["context"], found["step"], NETWORKS.transformer
     formula = NETWORKS.cost(VIDEO).flops
@@ -178,7 +179,7 @@ def test_the_pace_of_a_video_made_by_blocks():
     shapes = replace(shapes, text_encoder=TEXT)
     video = outline("wan2.1-t2v-1.3b-causal").settings.updated({"height": 12, "width": 12, "frames": 15})
     found = outlook.outlook(small(shapes, video), "h200")
-    runs = {run.name: run for run in programs(pipeline(shapes, video, attention=Attention("reference")), video)}
+    runs = {run.name: run for run in programs(pipeline(shapes, video, attention=AttentionConfig("reference")), video)}
     priced = places.priced_on(places.find_place("h200"), [(name, run.lowering) for name, run in runs.items()])
     prices = {name: each.seconds for name, each in zip(runs, priced, strict=True)}
     block = prices["begin"] + 4 * prices["step"] + prices["renew"] + prices["finish"] + prices["decode_next"]

@@ -11,7 +11,7 @@ from tests.support.attention import BOUND, exact, operands, run
 from tests.support.compare import error
 from tests.support.words import naming, says
 from wanjax.errors import WanjaxError
-from wanjax.kernels.attention import Attention, attention, choose, chunked, cudnn
+from wanjax.kernels.attention import AttentionConfig, attention, choose, chunked, cudnn
 from wanjax.kernels.target import Target, target
 
 CARD = AbstractDevice("NVIDIA H200", None, "gpu")
@@ -154,13 +154,13 @@ def test_cudnn_is_what_is_lowered(monkeypatch):
     ],
 )
 def test_implementations_and_windows_are_named(text, right):
-    assert Attention.of(text) == Attention(*right)
+    assert AttentionConfig.of(text) == AttentionConfig(*right)
 
 
 @pytest.mark.parametrize("text", ["auto:window=", "auto:window=x", "chunked:window=3,window=4", "auto:window=-3"])
 def test_windows_that_are_no_number(text):
     with pytest.raises(WanjaxError, match=naming("window number tokens window=4096")):
-        Attention.parse(text)
+        AttentionConfig.parse(text)
 
 
 @pytest.mark.parametrize("name", ["auto", "chunked", "reference"])

@@ -23,7 +23,7 @@ from tests.support.plan_programs import attend, attend_round, attend_small
 from tests.support.quick import quick
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
-from wanjax.kernels.attention import Attention, attention, choose, flash_tiles, flash_tpu
+from wanjax.kernels.attention import AttentionConfig, attention, choose, flash_tiles, flash_tpu
 from wanjax.models.wan.transformer import Block
 from wanjax.pricing.chips import described, find_slice
 from wanjax.pricing.compile import Compiled, compile_programs
@@ -62,11 +62,11 @@ def test_lengths(queries, keys, dtype):
     ],
 )
 def test_tiles_are_named(tiles, config):
-    asked = Attention.parse(f"flash_tpu:{tiles}")
+    asked = AttentionConfig.parse(f"flash_tpu:{tiles}")
     assert (asked.implementation, asked.config, asked.window) == ("flash_tpu", config, None)
-    confined = Attention.parse(f"flash_tpu:window=9,{tiles}")
-    assert confined == Attention("flash_tpu", asked.tiles, 9)
-    assert (confined.config, confined.dense_only()) == (config, Attention("flash_tpu"))
+    confined = AttentionConfig.parse(f"flash_tpu:window=9,{tiles}")
+    assert confined == AttentionConfig("flash_tpu", asked.tiles, 9)
+    assert (confined.config, confined.dense_only()) == (config, AttentionConfig("flash_tpu"))
 
 
 @pytest.mark.parametrize(("queries", "block_q"), [(700, 640), (3400, 3328)])
@@ -133,7 +133,7 @@ def test_parts_of_the_keys(lifts, dtype, size, config, counted, loud):
 
 def test_chosen_tiles_are_for_self_attention():
     sizes = {"dtype": jnp.float32, "param_dtype": jnp.float32}
-    asked = Attention.parse("flash_tpu:block_q=512")
+    asked = AttentionConfig.parse("flash_tpu:block_q=512")
     block = nnx.eval_shape(lambda: Block(TRANSFORMER, asked, **sizes, rngs=nnx.Rngs(0)))
     assert str(block.self_attn.attention) == "flash_tpu:block_q=512"
     assert str(block.cross_attn.attention) == "flash_tpu"

@@ -15,7 +15,7 @@ from tests.support.compare import error
 from tests.support.quick import quick
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
-from wanjax.kernels.attention import Attention, attention, chunked, flash_tpu, reference
+from wanjax.kernels.attention import AttentionConfig, attention, chunked, flash_tpu, reference
 from wanjax.kernels.attention.radial import NONE, UNIT, Radial, cells, half_width, published
 from wanjax.sharding import RULES, Partitioner, make_mesh, use
 
@@ -221,14 +221,14 @@ def test_several_devices(dp, sp, tp):
 
 
 def test_names():
-    assert Attention.parse("radial") == Attention(radial=True)
-    assert Attention.parse("radial:1") == Attention(radial=True, decay=1.0)
-    assert Attention.parse("radial").mask((7, 10, 10)) == Radial(7, 100, 0.2)
-    assert Attention.parse("radial").mask((7, 10, 10), decay=0.95, sink=False) == Radial(7, 100, 0.95, sink=False)
-    assert Attention.parse("radial:1").mask((7, 10, 10), decay=0.95) == Radial(7, 100, 1.0)
-    assert Attention.parse("chunked:window=9").mask((7, 10, 10)) is None
+    assert AttentionConfig.parse("radial") == AttentionConfig(radial=True)
+    assert AttentionConfig.parse("radial:1") == AttentionConfig(radial=True, decay=1.0)
+    assert AttentionConfig.parse("radial").mask((7, 10, 10)) == Radial(7, 100, 0.2)
+    assert AttentionConfig.parse("radial").mask((7, 10, 10), decay=0.95, sink=False) == Radial(7, 100, 0.95, sink=False)
+    assert AttentionConfig.parse("radial:1").mask((7, 10, 10), decay=0.95) == Radial(7, 100, 1.0)
+    assert AttentionConfig.parse("chunked:window=9").mask((7, 10, 10)) is None
     q, k, v = operands(1, 1960, 1960, 1, 1, 32)
-    asked = Attention.parse("radial:0.3")
+    asked = AttentionConfig.parse("radial:0.3")
     radial, mask = partial(attention, implementation=asked), asked.mask((14, 10, 14))
     told, whole, plain = jax.jit(lambda *x: (radial(*x, window=mask), radial(*x), attention(*x)))(q, k, v)
     assert error(told, run("chunked", q, k, v, Radial(*SMALL, 0.3))) <= BOUND["float32"]
@@ -248,7 +248,7 @@ def test_names():
 )
 def test_names_that_are_refused(text, words):
     with pytest.raises(WanjaxError, match=naming(words)):
-        Attention.parse(text)
+        AttentionConfig.parse(text)
 
 
 @pytest.mark.parametrize(("fields", "words"), [((0, 9, 0.2), "0 frames"), ((2, 9, 0.0), "decay 0.0")])

@@ -20,7 +20,7 @@ from tests.support.words import naming
 from wanjax.errors import UnsupportedError, WanjaxError
 from wanjax.kernels.attention import (
     AUTO,
-    Attention,
+    AttentionConfig,
     Projection,
     SparseLinear,
     attention,
@@ -174,14 +174,14 @@ def test_several_devices(axes, rules, heads):
 
 
 def test_names():
-    assert Attention.parse("sla") == Attention(sparse=SparseLinear(0.1, 128, 64))
-    small = Attention.parse("sla:top=0.25,block_q=8,block_kv=4")
-    assert small == Attention(sparse=SparseLinear(0.25, 8, 4))
-    for asked in (Attention.parse("sla"), small, Attention.parse("sla:top=1")):
-        assert Attention.parse(str(asked)) == asked
+    assert AttentionConfig.parse("sla") == AttentionConfig(sparse=SparseLinear(0.1, 128, 64))
+    small = AttentionConfig.parse("sla:top=0.25,block_q=8,block_kv=4")
+    assert small == AttentionConfig(sparse=SparseLinear(0.25, 8, 4))
+    for asked in (AttentionConfig.parse("sla"), small, AttentionConfig.parse("sla:top=1")):
+        assert AttentionConfig.parse(str(asked)) == asked
         assert not asked.is_dense
         assert not asked.supports_ring
-        assert asked.dense_only() == Attention()
+        assert asked.dense_only() == AttentionConfig()
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_names():
 )
 def test_names_that_are_refused(text, words):
     with pytest.raises(WanjaxError, match=naming(words)):
-        Attention.parse(text)
+        AttentionConfig.parse(text)
 
 
 def attending_to(change=lambda q, k, v, weights: (q, k, v, weights), sparse=SMALL, **options):
@@ -233,7 +233,7 @@ TRAINED = replace(TRANSFORMER, sparse_linear=SparseLinear())
 def test_a_layer_with_it():
     """At first it is the sparse part alone, which is dense attention where all is kept; then its projection adds."""
     texts = ("auto", "sla:top=1", "sla:top=0.3,block_q=16,block_kv=8")
-    dense, whole, some = (SelfAttention(TRAINED, Attention.parse(x), **KW, rngs=nnx.Rngs(0)) for x in texts)
+    dense, whole, some = (SelfAttention(TRAINED, AttentionConfig.parse(x), **KW, rngs=nnx.Rngs(0)) for x in texts)
     for layer in (whole, some):
         nnx.update(layer, nnx.state(dense))
     x, rope = normal(1, 1, 96, TRANSFORMER.width), rope_3d((2, 6, 8), TRANSFORMER.rope_channels)
@@ -251,7 +251,7 @@ def test_a_transformer_with_it():
     def made(config):
         return nnx.eval_shape(lambda: WanTransformer(config, **KW, rngs=nnx.Rngs(0)))
 
-    assert made(TRAINED).attention == Attention(sparse=SparseLinear())
+    assert made(TRAINED).attention == AttentionConfig(sparse=SparseLinear())
     dense, sparse = (nnx.to_flat_state(nnx.state(made(config))) for config in (TRANSFORMER, TRAINED))
     more = dict(sparse).keys() - dict(dense).keys()
     assert {path[-1]: dict(sparse)[path].shape for path in more} == {"kernel": (1, 24, 24), "bias": (1, 24)}
@@ -263,26 +263,26 @@ def test_a_transformer_with_it():
 
 def test_models_that_were_not_trained_with_it_can_be():
     """Their denoisers then have its projection; those that are dense otherwise stay as they are."""
-    architecture, asked = presets()["wan2.1-t2v-14b"].architecture, Attention.parse("sla:top=0.2")
+    architecture, asked = presets()["wan2.1-t2v-14b"].architecture, AttentionConfig.parse("sla:top=0.2")
     assert attending(architecture, asked, "wan").spec.attention(AUTO) == asked
     for other in ("auto", "radial", "chunked"):
-        assert attending(architecture, Attention.parse(other), "wan") is architecture
+        assert attending(architecture, AttentionConfig.parse(other), "wan") is architecture
 
 
 @pytest.mark.parametrize("model", ["vace-14b", "causal", "cogvideox-2b", "hunyuanvideo1.5"])
 def test_models_that_can_have_none(model):
     name = next(name for name in presets() if model in name)
     with pytest.raises(UnsupportedError, match=naming("wan --attention auto")):
-        attending(presets()[name].architecture, Attention.parse("sla"), "wan")
+        attending(presets()[name].architecture, AttentionConfig.parse("sla"), "wan")
 
 
 @pytest.mark.parametrize("asked", ["radial", "chunked", "auto:window=9"])
 def test_models_that_were_trained_with_it_have_no_other(asked):
     architecture = presets()["turbowan2.1-t2v-14b-480p"].architecture
     for allowed in ("auto", "sla", "sla:top=0.15"):
-        assert attending(architecture, Attention.parse(allowed), "wan") is architecture
+        assert attending(architecture, AttentionConfig.parse(allowed), "wan") is architecture
     with pytest.raises(UnsupportedError, match=naming("wan --attention auto")):
-        attending(architecture, Attention.parse(asked), "wan")
+        attending(architecture, AttentionConfig.parse(asked), "wan")
 
 
 LOUD = 14.0  # logits of a standard deviation of 196

@@ -13,7 +13,7 @@ from flax import nnx
 
 from tests.support.configs import TRANSFORMER
 from wanjax.checkpoints.networks import network_of
-from wanjax.kernels.attention import Attention
+from wanjax.kernels.attention import AttentionConfig
 from wanjax.models.wan.config import (
     ControlTransformerConfig,
     ImageTransformerConfig,
@@ -35,7 +35,7 @@ GRID, TEXT, IMAGE = (3, 6, 10), 12, 10
 @cache
 def compiled(config: TransformerConfig) -> jax.stages.Compiled:
     """Compiles a forward from shapes; its one block needs no loop."""
-    options = {"attention": Attention("reference"), "dtype": jnp.float32, "param_dtype": jnp.float32}
+    options = {"attention": AttentionConfig("reference"), "dtype": jnp.float32, "param_dtype": jnp.float32}
     graphdef, weights = nnx.split(network_of(config, NETWORKS).abstract(**options))
     frames, height, width = (size * cells for size, cells in zip(GRID, config.patch, strict=True))
 

@@ -16,7 +16,7 @@ from tests.support.devices import on_meshes
 from tests.support.small_wan import network, partitioner, transformer_config
 from tests.support.words import naming
 from wanjax.errors import UnsupportedError
-from wanjax.kernels.attention import Attention
+from wanjax.kernels.attention import AttentionConfig
 from wanjax.kernels.attention.kv_cache import renewed
 from wanjax.models.wan.causal import WanCausalTransformer, angles_at, place_of
 from wanjax.models.wan.config import CausalTransformerConfig
@@ -34,7 +34,9 @@ def model(name, heads=2, axes=None, rules="fsdp"):
     """Returns a network of random weights, of which every part matters."""
     window, sink = WINDOWS[name]
     config = CausalTransformerConfig(**asdict(transformer_config(heads)), block_frames=FRAMES, window=window, sink=sink)
-    made = network(partial(WanCausalTransformer, config, attention=Attention("reference")), partitioner(axes, rules))
+    made = network(
+        partial(WanCausalTransformer, config, attention=AttentionConfig("reference")), partitioner(axes, rules)
+    )
     for norm in (made.blocks.self_attn.q_norm, made.blocks.self_attn.k_norm):
         norm.scale.set_value(10 * norm.scale.get_value())  # so that a few keys have most of the attention
     return made
@@ -151,6 +153,6 @@ def test_on_eight_devices(heads, axes, rules):
 def test_no_other_attention_than_to_all_kept_keys():
     config = model("whole").config
     for name in ("radial:0.2", "auto:window=4"):
-        made = network(partial(WanCausalTransformer, config, attention=Attention.parse(name)), None)
+        made = network(partial(WanCausalTransformer, config, attention=AttentionConfig.parse(name)), None)
         with pytest.raises(UnsupportedError, match=naming("attention kept keys")):
             by_blocks(made, *map(jnp.asarray, given()))

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.stages import Compiled
 
 from wanjax.kernels import compiler_options
-from wanjax.kernels.attention import Attention
+from wanjax.kernels.attention import AttentionConfig
 from wanjax.layers.placement import as_shapes
 from wanjax.models.wan.config import TI2V_5B
 from wanjax.models.wan.transformer import WanTransformer
@@ -27,7 +27,7 @@ MODULATIONS = TOKENS * 6 * TI2V_5B.width
 def step(clean_frames: int) -> Compiled:
     """Compiles two blocks of Wan 2.2 TI2V-5B for its largest video in float32, from shapes."""
     config = replace(TI2V_5B, layers=2)
-    options = {"attention": Attention("chunked"), "dtype": jnp.float32, "param_dtype": jnp.float32}
+    options = {"attention": AttentionConfig("chunked"), "dtype": jnp.float32, "param_dtype": jnp.float32}
     graphdef, weights = nnx.split(as_shapes(lambda rngs: WanTransformer(config, **options, rngs=rngs)))
 
     def once(weights, latents, text):

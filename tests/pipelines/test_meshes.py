@@ -14,7 +14,7 @@ from wanjax import loading
 from wanjax.checkpoints.sources import open_diffusers
 from wanjax.cli import main
 from wanjax.errors import WanjaxError
-from wanjax.kernels.attention import AUTO, Attention
+from wanjax.kernels.attention import AUTO, AttentionConfig
 from wanjax.pipelines.meshes import StepCost, choose_mesh, has_room, meshes, step_cost
 from wanjax.plan import outlook, training
 from wanjax.pricing.chips import GIB, SLICES, V5E, Slice, devices_of
@@ -74,7 +74,7 @@ def test_devices_behind_a_switch_take_guidance_then_heads_then_tokens(chip, devi
 )
 def test_tokens_of_tpus_go_on_sp_where_keys_go_round_for_nothing(chip, size, tokens_on_sp, heads_on_tp):
     assert chosen(SLICES[chip], cost_of(size=size)) == tokens_on_sp
-    assert chosen(SLICES[chip], cost_of(size=size, attention=Attention.of("chunked"))) == heads_on_tp
+    assert chosen(SLICES[chip], cost_of(size=size, attention=AttentionConfig.of("chunked"))) == heads_on_tp
 
 
 def test_heads_that_do_not_divide_are_padded_where_that_costs_less_than_sending():
@@ -156,7 +156,7 @@ def test_every_mesh_of_the_devices_is_a_candidate_once():
     ],
 )
 def test_whose_keys_go_round(model, attention, passes):
-    assert cost_of(outline(model), attention=Attention.of(attention)).ring is passes
+    assert cost_of(outline(model), attention=AttentionConfig.of(attention)).ring is passes
 
 
 class StopError(Exception):
@@ -244,7 +244,8 @@ def test_the_command_tells_the_mesh_of_a_run(described, without_weights, monkeyp
 
 @pytest.mark.parametrize(("model", "chip"), [("wan2.1-t2v-14b", "v5e-4"), ("wan2.2-t2v-a14b", "v6e-4")])
 @pytest.mark.parametrize(
-    "given", [{"attention": Attention.of("chunked")}, {"rules": "tp"}, {"rules": "replicated"}, {"offload": False}]
+    "given",
+    [{"attention": AttentionConfig.of("chunked")}, {"rules": "tp"}, {"rules": "replicated"}, {"offload": False}],
 )
 def test_what_is_asked_of_both_is_the_same_for_both(described, without_weights, mesh_of_plan, model, chip, given):
     run = mesh_of_run(described[chip], model, **given)

@@ -26,7 +26,7 @@ from tests.support.tiny import (
 )
 from tests.support.words import says
 from wanjax.checkpoints.files import load_safetensors
-from wanjax.kernels.attention import AUTO, Attention, attention
+from wanjax.kernels.attention import AUTO, AttentionConfig, attention
 from wanjax.kernels.attention.radial import Radial
 from wanjax.layers.stack import BlockCache, block_at
 from wanjax.models.wan import transformer as wan
@@ -62,7 +62,7 @@ def test_the_share_of_dense_steps(steps, dense):
 
 def test_a_model_by_hand(monkeypatch):
     """Blocks one by one, the first with all of attention, the others by the formula under the mask."""
-    asked = Attention(radial=True), AUTO
+    asked = AttentionConfig(radial=True), AUTO
     radial, plain = (network(partial(wan.WanTransformer, CONFIG, attention=a), None) for a in asked)
     rng = np.random.default_rng(0)
     latents = jnp.asarray(rng.normal(size=(1, 11, 8, 32, CONFIG.channels_in)), jnp.float32)

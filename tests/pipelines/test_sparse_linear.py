@@ -20,7 +20,7 @@ from tests.support.words import naming, says
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.checkpoints.modules import parameters
 from wanjax.errors import UnsupportedError, WanjaxError
-from wanjax.kernels.attention import Attention, SparseLinear
+from wanjax.kernels.attention import AttentionConfig, SparseLinear
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.pipelines.wan.conditioning import WanEncoded
 from wanjax.training import LoraConfig, OptimizerConfig, TrainConfig, Training
@@ -43,7 +43,7 @@ def test_it_attends_as_it_was_trained(checkpoint):
     encoded = pipes[0].encode("a cat", "")
     for pipe in pipes:
         videos.append(np.asarray(pipe.denoise(encoded, **SMALL)))
-    assert pipes[0].transformer.attention == Attention(sparse=SparseLinear(0.1))
+    assert pipes[0].transformer.attention == AttentionConfig(sparse=SparseLinear(0.1))
     assert [pipe.components.recorded.get("attention") for pipe in pipes] == [None, asked]
     assert np.abs(videos[1] - videos[0]).max() > 1e-3
 
@@ -76,7 +76,7 @@ def test_eight_devices_agree_with_one():
     config = replace(small_wan.transformer_config(4), sparse_linear=SparseLinear())
     random = np.random.default_rng(0)
     encoded = WanEncoded(*(jnp.asarray(random.normal(size=(1, 3, 8)), jnp.float32) for _ in range(2)))
-    asked, latents = Attention.parse("sla:top=0.5,block_q=8,block_kv=4"), []
+    asked, latents = AttentionConfig.parse("sla:top=0.5,block_q=8,block_kv=4"), []
     for axes in (None, (2, 2, 2)):
         pipe = small_wan.pipeline(4, small_wan.partitioner(axes))
         transformer = small_wan.network(partial(WanTransformer, config, attention=asked), pipe.partitioner)
@@ -136,7 +136,11 @@ def test_a_dense_model_learns_it_by_a_lora(dialect, key, dense, clips, lora, tmp
     if dialect == "comfy":
         lora = trained(dense, clips, tmp_path / "out", lora=LoraConfig(rank=2), dialect=dialect)
     found = {asked: loaded(dense, lora=lora, attention=asked) for asked in (None, "sla:top=1", "auto")}
-    wanted = {None: Attention.parse(LEARNED), "sla:top=1": Attention.parse("sla:top=1"), "auto": Attention()}
+    wanted = {
+        None: AttentionConfig.parse(LEARNED),
+        "sla:top=1": AttentionConfig.parse("sla:top=1"),
+        "auto": AttentionConfig(),
+    }
     assert {asked: transformer.attention for asked, transformer in found.items()} == wanted
     change = load_safetensors(lora)[key]
     assert np.abs(change).max() > 0
@@ -157,14 +161,14 @@ def test_a_preserved_clip_teaches_what_the_dense_model_predicts(attention, least
 
 def test_a_dense_model_learns_it_with_all_weights(dense, clips, tmp_path):
     transformer = loaded(trained(dense, clips, tmp_path / "out", lora=None))
-    assert transformer.attention == Attention.parse(LEARNED)
+    assert transformer.attention == AttentionConfig.parse(LEARNED)
     assert np.abs(transformer.blocks.self_attn.proj_l.kernel[...]).max() > 0
 
 
 def test_a_lora_of_it_is_merged_by_convert(dense, lora, tmp_path):
     succeeded(command("convert", dense, tmp_path / "merged", "--lora", lora))
     there, merged = loaded(dense, lora=lora), loaded(tmp_path / "merged")
-    assert merged.attention == there.attention == Attention.parse(LEARNED)
+    assert merged.attention == there.attention == AttentionConfig.parse(LEARNED)
     jax.tree.map(np.testing.assert_array_equal, parameters(there), parameters(merged))
 
 
@@ -176,4 +180,4 @@ def test_a_file_that_tells_what_is_no_attention(dense, lora, tmp_path):
             loaded(dense, lora=other)
     for told in ("{", "[]", "null", "{}"):
         save_safetensors(other, changes, {"wanjax": told})
-        assert loaded(dense, lora=other).attention == Attention()
+        assert loaded(dense, lora=other).attention == AttentionConfig()

@@ -9,7 +9,7 @@ from tests.support.quick import quick
 from tests.support.small_wan import TEXT, VIDEO, architecture
 from tests.support.tabled import TABLES
 from tests.support.words import says
-from wanjax.kernels.attention import Attention
+from wanjax.kernels.attention import AttentionConfig
 from wanjax.layers.tiling import Tiling
 from wanjax.pipelines.model import with_scheduler
 from wanjax.plan.outlook import Outlook, outlook
@@ -68,7 +68,7 @@ def test_teacache_counts_the_one_step_that_reuses_for_certain():
 
 
 def test_a_window_that_is_not_priced_is_told():
-    window = Attention.parse("auto:window=2")
+    window = AttentionConfig.parse("auto:window=2")
     assert says("\n".join(priced(attention=window).doubts), "window 2 tokens")
     assert not says("\n".join(priced().doubts), "window")
 

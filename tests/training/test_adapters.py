@@ -12,14 +12,14 @@ from tests.support.compare import error
 from tests.support.configs import TRANSFORMER
 from tests.support.small_wan import network
 from wanjax.converters.wan.diffusers import transformer_rules
-from wanjax.kernels.attention import Attention, SparseLinear
+from wanjax.kernels.attention import AttentionConfig, SparseLinear
 from wanjax.layers.rope import rope_3d
 from wanjax.models.wan.transformer import SelfAttention, WanTransformer
 from wanjax.training.adapters import Adapted, LoraConfig, adapt, factors_of, is_factor, without_factors
 
 CONFIG = replace(TRANSFORMER, sparse_linear=SparseLinear())
 PROJECTION = "blocks.self_attn.proj_l"
-SPARSE = Attention.parse("sla:top=0.5,block_q=16,block_kv=8")
+SPARSE = AttentionConfig.parse("sla:top=0.5,block_q=16,block_kv=8")
 
 
 def test_it_is_adapted_where_it_is_named_alone():

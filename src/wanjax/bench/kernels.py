@@ -16,7 +16,7 @@ from wanjax.bench.timing import Timing, timed
 from wanjax.errors import UnsupportedError
 from wanjax.kernels.attention import (
     IMPLEMENTATIONS,
-    Attention,
+    AttentionConfig,
     Projection,
     SparseLinear,
     attention,
@@ -35,7 +35,7 @@ COLLECTIVES = ("all_reduce", "all_gather", "all_to_all")
 
 def attend(
     mesh: Mesh | AbstractMesh,
-    implementation: str | Attention,
+    implementation: str | AttentionConfig,
     *,
     queries: int,
     keys: int,

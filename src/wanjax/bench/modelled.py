@@ -9,7 +9,7 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh
 
 from wanjax.errors import WanjaxError
-from wanjax.kernels.attention import AUTO, Attention
+from wanjax.kernels.attention import AUTO, AttentionConfig
 from wanjax.plan.places import Place, mesh_on, priced_on
 from wanjax.pricing.chips import KINDS, SLICES
 from wanjax.pricing.exporting import CompilerError
@@ -17,7 +17,7 @@ from wanjax.pricing.lowering import Lowering
 from wanjax.pricing.roofline import Machine, machines
 
 COMPILER, MODEL = "the chip's compiler", "a stated model"
-Build = Callable[[Mesh | AbstractMesh, Attention], Lowering]  # of a mesh and the attention
+Build = Callable[[Mesh | AbstractMesh, AttentionConfig], Lowering]  # of a mesh and the attention
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Known:
         if modelled and prod(axes.values()) > 1:
             return None, "the model is of one device"
         try:
-            lowering = build(mesh_on(self.place, axes), Attention("reference") if modelled else AUTO)
+            lowering = build(mesh_on(self.place, axes), AttentionConfig("reference") if modelled else AUTO)
             [priced] = priced_on(self.place, [("", lowering)])
         except (WanjaxError, CompilerError) as error:
             return None, str(error).splitlines()[0][:200]

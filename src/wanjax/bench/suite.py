@@ -25,7 +25,7 @@ from wanjax.bench.modelled import Build, Known, known
 from wanjax.bench.programs import Measured, distance, measure, mesh_of
 from wanjax.errors import WanjaxError
 from wanjax.figures import quantity
-from wanjax.kernels.attention import AUTO, Attention, choose
+from wanjax.kernels.attention import AUTO, AttentionConfig, choose
 from wanjax.kernels.compiler_options import FAST, SAFE, SETS
 from wanjax.loading import outlined
 from wanjax.pipelines.meshes import auto_mesh, step_cost
@@ -232,7 +232,9 @@ class Suite:
                     self._steps[set_] = made
                 yield row
 
-    def programs_on(self, mesh: Mesh | AbstractMesh, compiler: str, attention: Attention = AUTO) -> dict[str, Lowering]:
+    def programs_on(
+        self, mesh: Mesh | AbstractMesh, compiler: str, attention: AttentionConfig = AUTO
+    ) -> dict[str, Lowering]:
         """Returns the programs on a mesh, by their names, with as many layers as the scale keeps.
 
         Attention that leaves out some keys is the model's own, whichever is given.
@@ -251,7 +253,7 @@ class Suite:
             self._built[mesh, compiler, attention] = found
         return {name: found[name] for name in PROGRAMS if name in found}
 
-    def _program(self, name: str, compiler: str, mesh: Mesh | AbstractMesh, attention: Attention) -> Lowering:
+    def _program(self, name: str, compiler: str, mesh: Mesh | AbstractMesh, attention: AttentionConfig) -> Lowering:
         return self.programs_on(mesh, compiler, attention)[name]
 
     def _differs(self, fast: Lowering) -> bool:

@@ -28,7 +28,7 @@ from wanjax.converters.names import Names
 from wanjax.converters.transforms import Shape
 from wanjax.errors import WanjaxError
 from wanjax.figures import quantity
-from wanjax.kernels.attention import Attention
+from wanjax.kernels.attention import AttentionConfig
 
 ONE_OF_THREE = re.compile(r"((?:.*_)?)[qkv]((?:_.*)?)")  # the names of a query's, a key's or a value's projection
 OWN = "wanjax"  # the entry of a file's metadata that a training here writes: JSON
@@ -82,7 +82,7 @@ class Target(NamedTuple):
         return np.concatenate([np.split(x, self.of)[part] for part in self.parts]) if self.of > 1 else x
 
 
-def trained_attention(path: Path) -> Attention | None:
+def trained_attention(path: Path) -> AttentionConfig | None:
     """Returns the attention that a LoRA was trained with, where its metadata tell one.
 
     Raises WanjaxError where the file cannot be read, or tells what is no attention.
@@ -96,7 +96,7 @@ def trained_attention(path: Path) -> Attention | None:
     if text is None:
         return None
     try:
-        return Attention.parse(str(text))
+        return AttentionConfig.parse(str(text))
     except WanjaxError as error:
         raise WanjaxError(f"the metadata of {path} tell no attention: {error}") from error
 

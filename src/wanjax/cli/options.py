@@ -110,9 +110,9 @@ def _attention(ctx: click.Context, parameter: click.Parameter, value: str | None
     text = ("," if ":" in name else ":").join([name, *filter(None, [",".join([*tiles, *window])])])
     if text == "auto":
         return None
-    from wanjax.kernels.attention import Attention  # imported late for a quick --help
+    from wanjax.kernels.attention import AttentionConfig  # imported late for a quick --help
 
-    return Attention.parse(text)
+    return AttentionConfig.parse(text)
 
 
 def _mesh(ctx: click.Context, parameter: click.Parameter, value: str | None) -> Any:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from wanjax.errors import WanjaxError
 from wanjax.figures import quantity
-from wanjax.kernels.attention import AUTO, Attention
+from wanjax.kernels.attention import AUTO, AttentionConfig
 from wanjax.pipelines.family import Family
 from wanjax.pipelines.memory import total_memory
 from wanjax.pipelines.model import Cost, VideoModel
@@ -63,7 +63,7 @@ def step_cost(
     model: VideoModel[Any],
     settings: Settings,
     *,
-    attention: Attention = AUTO,
+    attention: AttentionConfig = AUTO,
     rules: Rules = RULES["fsdp"],
     param_dtype: str | None = None,
     offload: bool | None = None,

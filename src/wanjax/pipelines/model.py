@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 from wanjax.checkpoints.networks import Config
 from wanjax.errors import UnsupportedError, WanjaxError, WanjaxWarning
 from wanjax.figures import quantity
-from wanjax.kernels.attention import AUTO, Attention
+from wanjax.kernels.attention import AUTO, AttentionConfig
 from wanjax.layers.tiling import Tiling
 from wanjax.media.inputs import InputSpec
 from wanjax.media.pictures import Pictures, size_within
@@ -192,7 +192,7 @@ class ModelSpec:
     reference_variants: bool = False
     radial_attention: bool = False
     sparse_linear: bool = False
-    trained_attention: Attention = AUTO
+    trained_attention: AttentionConfig = AUTO
     frame_multiple: int = 1
     chunk_frames: int = 0
     max_frames: int | None = None
@@ -456,7 +456,7 @@ class ModelSpec:
         rule, phases = self.cache_rule(settings), self.phases(self.schedule(first), first)
         return tuple(reuses for phase in phases for reuses in rule.reused(phase, self.cache_tables))
 
-    def attention(self, requested: Attention) -> Attention:
+    def attention(self, requested: AttentionConfig) -> AttentionConfig:
         """Returns the attention of the denoiser where this one is asked for; AUTO is that which it was trained with."""
         return self.trained_attention if requested == AUTO else requested
 
@@ -658,7 +658,7 @@ def latents_of(encoded: Encoded, spec: ModelSpec | None = None) -> dict[str, Any
     return {name: x for name, x in held.items() if len(x.shape) == 5 or name in streams}
 
 
-def attending(model: VideoModel[Any], attention: Attention, name: str) -> VideoModel[Any]:
+def attending(model: VideoModel[Any], attention: AttentionConfig, name: str) -> VideoModel[Any]:
     """Returns the model whose denoiser can attend so: with a projection for sparse-linear attention.
 
     Raises UnsupportedError for radial or sparse-linear attention where the denoiser can have none, and for any other

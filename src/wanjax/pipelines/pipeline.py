@@ -29,7 +29,7 @@ from jaxtyping import Array, Float
 from wanjax.dims import readable
 from wanjax.errors import WanjaxError, WanjaxWarning, near_names, shown
 from wanjax.figures import quantity
-from wanjax.kernels.attention import AUTO, Attention
+from wanjax.kernels.attention import AUTO, AttentionConfig
 from wanjax.kernels.compiler_options import SAFE
 from wanjax.layers.tiling import Tiling
 from wanjax.media.inputs import INPUTS, REFERENCES, check_inputs
@@ -174,7 +174,7 @@ class Pipeline(metaclass=Named):
         self._latent_preview = None
 
     @property
-    def attention(self) -> Attention:
+    def attention(self) -> AttentionConfig:
         """The denoiser's attention: the one that `load` was given, or the one that it was trained with."""
         return self.architecture.spec.attention(self.components.options.get("attention", AUTO))
 

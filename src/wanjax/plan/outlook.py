@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from wanjax.figures import in_bytes, quantity
-from wanjax.kernels.attention import AUTO, Attention
+from wanjax.kernels.attention import AUTO, AttentionConfig
 from wanjax.kernels.compiler_options import SAFE, check_set
 from wanjax.layers.tiling import Tiling
 from wanjax.loading import outlined
@@ -130,7 +130,7 @@ def outlook(
     sp: int | None = None,
     rules: str = "fsdp",
     compiler: str = SAFE,
-    attention: Attention = AUTO,
+    attention: AttentionConfig = AUTO,
     batch_guidance: bool = False,
     tiling: Tiling | None = None,
     pictures: Pictures | None = None,
@@ -155,7 +155,10 @@ def outlook(
             doubts.append(
                 f"the window of {quantity(attention.window, 'token')} is not priced: each token is taken to see all"
             )
-        attention, compiler = attention if attention.is_sparse else Attention("reference"), SAFE  # nothing is compiled
+        attention, compiler = (
+            attention if attention.is_sparse else AttentionConfig("reference"),
+            SAFE,
+        )  # nothing is compiled
     if mesh is None and isinstance(place, Slice):
         asked = {"attention": attention, "rules": RULES[rules], "offload": offload}
         cost = step_cost(family, architecture, settings, param_dtype=outline.param_dtype, **asked)

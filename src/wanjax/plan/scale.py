@@ -7,7 +7,7 @@ from functools import partial
 from math import ceil, inf
 from typing import Any
 
-from wanjax.kernels.attention import AUTO, Attention
+from wanjax.kernels.attention import AUTO, AttentionConfig
 from wanjax.pipelines.meshes import StepCost, choose_mesh, has_room, step_cost, step_seconds
 from wanjax.plan.outlook import Outlook, outlook
 from wanjax.plan.places import Place, Tell, find_priceable
@@ -130,7 +130,7 @@ def at_scale(
     *,
     sp: int | None = None,
     rules: str = "fsdp",
-    attention: Attention = AUTO,
+    attention: AttentionConfig = AUTO,
     tell: Tell = lambda now, done, total: None,
     **how: Any,
 ) -> Scale:

@@ -13,7 +13,7 @@ from flax import nnx
 
 from wanjax.checkpoints.networks import network_of
 from wanjax.figures import in_bytes
-from wanjax.kernels.attention import AUTO, Attention
+from wanjax.kernels.attention import AUTO, AttentionConfig
 from wanjax.kernels.compiler_options import SAFE
 from wanjax.layers.placement import as_shapes, placed
 from wanjax.loading import outlined
@@ -84,7 +84,7 @@ def training_outlook(
     sp: int | None = None,
     rules: str = "fsdp",
     compiler: str = SAFE,
-    attention: Attention = AUTO,
+    attention: AttentionConfig = AUTO,
     tell: Tell = lambda now, done, total: None,
 ) -> TrainingOutlook:
     """Prices a step of training on clips of the outline's settings; the other keywords are those of `outlook`."""

@@ -18,7 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from wanjax.errors import WanjaxError
-from wanjax.kernels.attention import Attention
+from wanjax.kernels.attention import AttentionConfig
 from wanjax.pipelines.denoiser import Preparation, draw_posteriors
 from wanjax.pipelines.draws import INITIAL, OF_STEPS
 from wanjax.pipelines.guidance import Groups
@@ -146,7 +146,7 @@ def _untrained(pipe: Pipeline, network: nnx.Module) -> nnx.Module:
     if pipe.components.source is not None and pipe.components.source.extended:
         for _, module in nnx.iter_modules(network):
             each: Any = module
-            if isinstance(getattr(each, "attention", None), Attention):
+            if isinstance(getattr(each, "attention", None), AttentionConfig):
                 each.attention = each.attention.dense_only()
     return network
 

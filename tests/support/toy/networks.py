@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from wanjax.kernels.attention import AUTO, Attention
+from wanjax.kernels.attention import AUTO, AttentionConfig
 from wanjax.kernels.attention import attention as attend
 from wanjax.layers.embeddings import sinusoid
 from wanjax.layers.linear import linear
@@ -70,7 +70,7 @@ class GlyphEncoder(nnx.Module):
 class Block(nnx.Module):
     """Two streams, each with projections of its own, that attend to each other."""
 
-    def __init__(self, config: TransformerConfig, attention: Attention, **kw):
+    def __init__(self, config: TransformerConfig, attention: AttentionConfig, **kw):
         width, self.heads, self.attention = config.width, config.heads, attention
         self.video_qkv = linear(width, 3 * width, ("embed", "heads"), **kw)
         self.text_qkv = linear(width, 3 * width, ("embed", "heads"), **kw)
@@ -92,7 +92,7 @@ class Block(nnx.Module):
 class Transformer(nnx.Module):
     """Predicts v of latents [B T H W C] at timesteps t under text tokens and their mask."""
 
-    def __init__(self, config: TransformerConfig, *, attention: Attention = AUTO, **kw):
+    def __init__(self, config: TransformerConfig, *, attention: AttentionConfig = AUTO, **kw):
         rngs, width, self.config, self.dtype = kw["rngs"], config.width, config, kw["dtype"]
         self.patch_embed = linear(4 * config.channels, width, (None, "embed"), **kw)
         self.text_embed = linear(config.text_width, width, ("text", "embed"), **kw)

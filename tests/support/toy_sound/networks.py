@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from wanjax.kernels.attention import AUTO, Attention
+from wanjax.kernels.attention import AUTO, AttentionConfig
 from wanjax.kernels.attention import attention as attend
 from wanjax.layers.embeddings import sinusoid
 from wanjax.layers.linear import linear
@@ -46,7 +46,7 @@ class SoundConfig:
 class JointBlock(nnx.Module):
     """The tokens of a video and of its sound, which attend to each other, to the prompt and to a reference."""
 
-    def __init__(self, config: JointConfig, attention: Attention, **kw):
+    def __init__(self, config: JointConfig, attention: AttentionConfig, **kw):
         width, self.heads, self.attention, self.dtype = config.width, config.heads, attention, kw["dtype"]
         self.video_qkv = linear(width, 3 * width, ("embed", "heads"), **kw)
         self.audio_qkv = linear(width, 3 * width, ("embed", "heads"), **kw)
@@ -81,7 +81,7 @@ class JointBlock(nnx.Module):
 class JointTransformer(nnx.Module):
     """Predicts v of a video's latents [B T H W C] and of its sound's [B L C], after a pass over a reference."""
 
-    def __init__(self, config: JointConfig, *, attention: Attention = AUTO, **kw):
+    def __init__(self, config: JointConfig, *, attention: AttentionConfig = AUTO, **kw):
         rngs, width, self.config, self.dtype = kw["rngs"], config.width, config, kw["dtype"]
         self.patch_embed = linear(4 * config.channels, width, (None, "embed"), **kw)
         self.audio_embed = linear(config.audio_channels, width, (None, "embed"), **kw)

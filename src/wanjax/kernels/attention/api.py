@@ -18,7 +18,7 @@ from wanjax.kernels.attention import (
     sparse_linear_chunked,
     sparse_linear_tpu,
 )
-from wanjax.kernels.attention.asked import IMPLEMENTATIONS, Attention
+from wanjax.kernels.attention.asked import IMPLEMENTATIONS, AttentionConfig
 from wanjax.kernels.attention.implementation import Implementation
 from wanjax.kernels.attention.joint import Pair
 from wanjax.kernels.attention.kv_cache import KVCache, Place
@@ -63,7 +63,7 @@ def attention(
     window: int | Window | Radial | None = None,
     scale: float | None = None,
     bias: Float[Array, "..."] | None = None,
-    implementation: str | Attention | None = None,
+    implementation: str | AttentionConfig | None = None,
     config: Any = None,
 ) -> Float[Array, "B L N D"]:
     """Returns softmax(scale · q kᵀ + bias) v in the dtype of the operands; softmax and sums are in float32.
@@ -73,7 +73,7 @@ def attention(
     the keys before and after its own position that a query sees; one number sets both, and None removes the bound; or
     it is a `Radial` mask. `scale` is 1 / √D by default. `bias` is float32 and broadcasts to [B N L S].
 
-    `implementation` is an `Attention`, or the text of one, whose tiles and window hold where the call has none of its
+    `implementation` is an `AttentionConfig`, or the text of one, whose tiles and window hold where the call has none of its
     own. One that is named never falls back; None chooses by platform and shape, and `choose` tells the choice. `config`
     has the implementation's own type. Within `sharding.use` all devices compute together. Raises WanjaxError for
     operands that do not fit each other, and UnsupportedError if the implementation does not support the call.
@@ -103,14 +103,14 @@ def attention_to_cache(
     place: Place,
     *,
     length: int,
-    implementation: str | Attention | None = None,
+    implementation: str | AttentionConfig | None = None,
 ) -> tuple[Float[Array, "B L N D"], KVCache]:
     """Returns the attention of a block of tokens to itself and to a window, and what the window is to keep of it.
 
     The first `length` tokens of the block are real. `kv_cache.written` puts the returned keys and values into it. The
     other keywords and the errors are those of `attention`; radial attention and a window of tokens are not offered.
     """
-    attn = Attention.of(implementation)
+    attn = AttentionConfig.of(implementation)
     if not attn.is_dense:
         raise UnsupportedError("attention to kept keys sees all of them: give auto, or a name without a window")
     options = _options(attn, q, k, v)
@@ -128,7 +128,7 @@ def joint_attention(
     length: int,
     texts: Int32[Array, " B"],
     window: Any = None,
-    implementation: str | Attention | None,
+    implementation: str | AttentionConfig | None,
 ) -> Pair:
     """Returns the attention of a video and its text to the tokens of both, the first `length` and `texts` of them.
 
@@ -163,7 +163,7 @@ def sparse_linear_attention(
     """
     if q.shape != k.shape:
         raise WanjaxError(f"sparse-linear attention of {list(q.shape)} to {list(k.shape)}: give equal shapes")
-    _options(Attention(), q, k, v)
+    _options(AttentionConfig(), q, k, v)
     size, keys = q.shape[3], q.shape[1] if keys is None else keys
     if projection.kernel.shape != (size, size) or projection.bias.shape != (size,):
         raise WanjaxError(f"a projection {list(projection.kernel.shape)} of heads of {size}: give [{size}, {size}]")
@@ -182,9 +182,9 @@ def sparse_linear_attention(
     return sharded.by_whole_heads(kernel, current(), q, k, v, projection)
 
 
-def _dense(implementation: str | Attention | None) -> Attention:
+def _dense(implementation: str | AttentionConfig | None) -> AttentionConfig:
     """Reads what is asked for; raises UnsupportedError for sparse-linear attention, which needs weights."""
-    attn = Attention.of(implementation)
+    attn = AttentionConfig.of(implementation)
     if attn.sparse:
         raise UnsupportedError("sparse-linear attention has weights, which `sparse_linear_attention` takes")
     return attn
@@ -246,7 +246,7 @@ def choose(
     window: int | Window | Radial | None = None,
     scale: float | None = None,
     bias: jax.Array | None = None,
-    implementation: str | Attention | None = None,
+    implementation: str | AttentionConfig | None = None,
     config: Any = None,
     return_lse: bool = False,
 ) -> Choice:
@@ -255,7 +255,7 @@ def choose(
     Shapes suffice (`jax.ShapeDtypeStruct`). `return_lse` asks for the log-sum-exp of each query too, which merges the
     steps of ring attention. The platform is that of `kernels.target.target`.
     """
-    attn = Attention.of(implementation)
+    attn = AttentionConfig.of(implementation)
     options = _options(attn, q, k, v, key_mask, window, scale, bias, config)
     return _choose(q, k, v, attn.implementation, **options, return_lse=return_lse)
 
@@ -278,7 +278,7 @@ def _choose(q, k, v, named: str | None, **options: Any) -> Choice:
 
 
 def _options(
-    attn: Attention, q, k, v, key_mask=None, window=None, scale=None, bias=None, config=None
+    attn: AttentionConfig, q, k, v, key_mask=None, window=None, scale=None, bias=None, config=None
 ) -> dict[str, Any]:
     """The options as implementations take them; raises WanjaxError for operands that do not fit each other."""
     if not (q.ndim == k.ndim == 4 and k.shape == v.shape and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]):

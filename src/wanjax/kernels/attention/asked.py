@@ -28,7 +28,7 @@ _AUTO, _RADIAL, _SPARSE, _WINDOW = "auto", "radial", "sla", "window="
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionConfig:
     """An implementation of attention, None to choose one by platform and shape, and what self-attention sees.
 
     `tiles` are those of flash_tpu; None leaves them to it. `window` is the number of tokens before and after its own
@@ -44,12 +44,12 @@ class Attention:
     sparse: SparseLinear | None = None
 
     @classmethod
-    def of(cls, value: "str | Attention | None") -> "Attention":
+    def of(cls, value: "str | AttentionConfig | None") -> "AttentionConfig":
         """Returns the value, which may be given as text; None chooses the implementation."""
-        return value if isinstance(value, Attention) else cls.parse(value or _AUTO)
+        return value if isinstance(value, AttentionConfig) else cls.parse(value or _AUTO)
 
     @classmethod
-    def parse(cls, text: str) -> "Attention":
+    def parse(cls, text: str) -> "AttentionConfig":
         """Reads text such as `chunked`, `flash_tpu:block_q=1024`, `auto:window=4096`, `radial:0.2` or `sla:top=0.1`.
 
         Raises WanjaxError for an unknown implementation, for tiles that it does not have, and for a decay or a share
@@ -103,9 +103,9 @@ class Attention:
         implementation = IMPLEMENTATIONS[self.implementation or "flash_tpu"]
         return implementation.resumes(self.config) and self.is_dense
 
-    def dense_only(self) -> "Attention":
+    def dense_only(self) -> "AttentionConfig":
         """Returns the implementation alone, for tokens other than those of self-attention."""
-        return Attention(self.implementation)
+        return AttentionConfig(self.implementation)
 
     def mask(self, grid: tuple[int, int, int], *, decay: float = DECAY, sink: bool = True) -> Radial | None:
         """Returns the mask of self-attention over a grid of tokens; None where it is not radial.
@@ -116,7 +116,7 @@ class Attention:
         return Radial(frames, height * width, self.decay or decay, sink) if self.radial else None
 
 
-AUTO = Attention()
+AUTO = AttentionConfig()
 
 
 def _decay(text: str) -> float:

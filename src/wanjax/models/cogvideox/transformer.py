@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32
 
 from wanjax.dims import readable
-from wanjax.kernels.attention import AUTO, Attention, attention
+from wanjax.kernels.attention import AUTO, AttentionConfig, attention
 from wanjax.kernels.heads import pack_for_all_to_all
 from wanjax.layers.embeddings import TimeEmbed, Timesteps, timesteps_of
 from wanjax.layers.guided_attention import led_away
@@ -52,7 +52,7 @@ class Context(NamedTuple):
 class JointAttention(nnx.Module):
     """Attention of all tokens, of the video and the text, to all tokens."""
 
-    def __init__(self, config: TransformerConfig, attention: Attention, **kw):
+    def __init__(self, config: TransformerConfig, attention: AttentionConfig, **kw):
         width = config.width
         self.q = linear(width, width, ("embed", "heads"), **kw)
         self.k = linear(width, width, ("embed", "heads"), **kw)
@@ -80,7 +80,7 @@ class JointAttention(nnx.Module):
 class Block(nnx.Module):
     """Joint attention and an MLP; the timestep modulates both, the video's tokens and the text's differently."""
 
-    def __init__(self, config: TransformerConfig, attention: Attention, **kw):
+    def __init__(self, config: TransformerConfig, attention: AttentionConfig, **kw):
         width = config.width
         self.attn_mod = time_projection(config, 6, **kw)
         self.norm1 = layer_norm(width, config.eps, affine=True, **kw)
@@ -130,7 +130,7 @@ class CogVideoXTransformer(nnx.Module):
         self,
         config: TransformerConfig,
         *,
-        attention: Attention = AUTO,
+        attention: AttentionConfig = AUTO,
         dtype: DTypeLike,
         param_dtype: DTypeLike,
         rngs: nnx.Rngs,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32
 
-from wanjax.kernels.attention import Attention, attention
+from wanjax.kernels.attention import AttentionConfig, attention
 from wanjax.layers.embeddings import TimeEmbed
 from wanjax.layers.heads import join_heads, split_heads
 from wanjax.layers.linear import linear
@@ -38,7 +38,7 @@ class Prompt(NamedTuple):
 class RefinerBlock(nnx.Module):
     """Self-attention over the prompt's tokens, and an MLP; gates from the timestep and the prompt weigh both."""
 
-    def __init__(self, config: TransformerConfig, attention: Attention, **kw):
+    def __init__(self, config: TransformerConfig, attention: AttentionConfig, **kw):
         width = config.width
         self.norm1 = layer_norm(width, config.eps, affine=True, **kw)
         self.q = linear(width, width, ("embed", "heads"), **kw)
@@ -67,7 +67,7 @@ class RefinerBlock(nnx.Module):
 class Refiner(nnx.Module):
     """Refines a prompt's tokens at a timestep."""
 
-    def __init__(self, config: TransformerConfig, attention: Attention, **kw):
+    def __init__(self, config: TransformerConfig, attention: AttentionConfig, **kw):
         width = config.width
         self.tokens = linear(config.text_width, width, ("text", "embed"), **kw)
         self.time_embed = TimeEmbed(config.frequency_dim, width, kw["rngs"])

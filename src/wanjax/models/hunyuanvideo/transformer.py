@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from wanjax.dims import readable
-from wanjax.kernels.attention import AUTO, Attention, Pair, Radial, joint_attention
+from wanjax.kernels.attention import AUTO, AttentionConfig, Pair, Radial, joint_attention
 from wanjax.layers.embeddings import TimeEmbed, Timesteps, timesteps_of
 from wanjax.layers.guided_attention import led_away
 from wanjax.layers.heads import join_heads, split_heads
@@ -78,7 +78,7 @@ class Streams(NamedTuple):
 class JointAttention(nnx.Module):
     """Attention over the tokens of both streams; video is rotated by position, and each stream has its projections."""
 
-    def __init__(self, config: TransformerConfig, attention: Attention, **kw):
+    def __init__(self, config: TransformerConfig, attention: AttentionConfig, **kw):
         width = config.width
         self.q = linear(width, width, ("embed", "heads"), **kw)
         self.k = linear(width, width, ("embed", "heads"), **kw)
@@ -120,7 +120,7 @@ class JointAttention(nnx.Module):
 class Block(nnx.Module):
     """Joint attention and an MLP for each of the two streams; the timestep modulates both."""
 
-    def __init__(self, config: TransformerConfig, attention: Attention, **kw):
+    def __init__(self, config: TransformerConfig, attention: AttentionConfig, **kw):
         width, mlp = config.width, (config.width, config.mlp_dim, config.width)
         self.mod = modulation(6, width, **kw)
         self.text_mod = modulation(6, width, **kw)
@@ -165,7 +165,7 @@ class HunyuanVideoTransformer(nnx.Module):
         self,
         config: TransformerConfig,
         *,
-        attention: Attention = AUTO,
+        attention: AttentionConfig = AUTO,
         dtype: DTypeLike,
         param_dtype: DTypeLike,
         rngs: nnx.Rngs,

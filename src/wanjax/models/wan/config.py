@@ -4,7 +4,7 @@
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from wanjax.kernels.attention import AUTO, Attention, SparseLinear
+from wanjax.kernels.attention import AUTO, AttentionConfig, SparseLinear
 from wanjax.layers.tiling import Tiling
 
 
@@ -42,9 +42,9 @@ class TransformerConfig:
         third = 2 * (self.head_dim // 6)
         return self.head_dim - 2 * third, third, third
 
-    def attention(self, asked: Attention) -> Attention:
+    def attention(self, asked: AttentionConfig) -> AttentionConfig:
         """Returns the attention of the network where this one is asked for; AUTO is that which it was trained with."""
-        return Attention(sparse=self.sparse_linear) if self.sparse_linear and asked == AUTO else asked
+        return AttentionConfig(sparse=self.sparse_linear) if self.sparse_linear and asked == AUTO else asked
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32
 
 from wanjax.dims import readable
-from wanjax.kernels.attention import AUTO, Attention
+from wanjax.kernels.attention import AUTO, AttentionConfig
 from wanjax.layers.embeddings import Timesteps, timesteps_of
 from wanjax.layers.linear import linear
 from wanjax.layers.modulation import modulate
@@ -47,7 +47,7 @@ class ControlContext(NamedTuple):
 class ControlBlock(Block):
     """The text-to-video transformer's block, for the control stream; `hint(x)` is what it then adds to the latents."""
 
-    def __init__(self, config: ControlTransformerConfig, attention: Attention, **kw):
+    def __init__(self, config: ControlTransformerConfig, attention: AttentionConfig, **kw):
         super().__init__(config, attention, **kw)
         self.hint = linear(config.width, config.width, ("mlp", "embed"), **kw)
 
@@ -63,7 +63,7 @@ class WanControlTransformer(WanTransformer):
 
     config: ControlTransformerConfig
 
-    def __init__(self, config: ControlTransformerConfig, *, attention: Attention = AUTO, rngs: nnx.Rngs, **kw):
+    def __init__(self, config: ControlTransformerConfig, *, attention: AttentionConfig = AUTO, rngs: nnx.Rngs, **kw):
         super().__init__(config, attention=attention, rngs=rngs, **kw)
         width, channels = config.width, config.patch_cells * config.control_channels
         self.control_embed = linear(channels, width, (None, "embed"), rngs=rngs, **kw)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Float32
 
 from wanjax.dims import readable
 from wanjax.errors import WanjaxError
-from wanjax.kernels.attention import AUTO, Attention, Radial
+from wanjax.kernels.attention import AUTO, AttentionConfig, Radial
 from wanjax.layers.embeddings import Timesteps
 from wanjax.layers.heads import split_heads
 from wanjax.layers.linear import linear
@@ -51,7 +51,7 @@ class ImageContext(NamedTuple):
 class ImageCrossAttention(CrossAttention):
     """Attention of every token to the prompt plus its attention to the image: two softmaxes of one query."""
 
-    def __init__(self, config: ImageTransformerConfig, attention: Attention, **kw):
+    def __init__(self, config: ImageTransformerConfig, attention: AttentionConfig, **kw):
         super().__init__(config, attention, **kw)
         self.image_k = linear(config.width, config.width, ("embed", "heads"), **kw)
         self.image_v = linear(config.width, config.width, ("embed", "heads"), **kw)
@@ -110,7 +110,7 @@ class WanImageTransformer(WanTransformer):
 
     block = ImageBlock
 
-    def __init__(self, config: ImageTransformerConfig, *, attention: Attention = AUTO, **kw):
+    def __init__(self, config: ImageTransformerConfig, *, attention: AttentionConfig = AUTO, **kw):
         super().__init__(config, attention=attention, **kw)
         self.image_embed = ImageEmbed(config, **kw)
 

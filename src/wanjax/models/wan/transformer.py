@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 from wanjax.dims import readable
-from wanjax.kernels.attention import AUTO, Attention, Projection, Radial, attention, sparse_linear_attention
+from wanjax.kernels.attention import AUTO, AttentionConfig, Projection, Radial, attention, sparse_linear_attention
 from wanjax.kernels.heads import pack_for_all_to_all
 from wanjax.layers.embeddings import TimeEmbed, Timesteps, timesteps_of
 from wanjax.layers.guided_attention import led_away
@@ -64,7 +64,7 @@ class Context(NamedTuple):
 class AttentionLayer(nnx.Module):
     """The projections of self- and cross-attention, and the norms of q and k over all heads together."""
 
-    def __init__(self, config: TransformerConfig, attention: Attention, **kw):
+    def __init__(self, config: TransformerConfig, attention: AttentionConfig, **kw):
         self.q = linear(config.width, config.width, ("embed", "heads"), **kw)
         self.k = linear(config.width, config.width, ("embed", "heads"), **kw)
         self.v = linear(config.width, config.width, ("embed", "heads"), **kw)
@@ -94,7 +94,7 @@ class SelfAttention(AttentionLayer):
     A network that was trained with sparse-linear attention has a projection for it, `proj_l`, which begins with zeros.
     """
 
-    def __init__(self, config: TransformerConfig, attention: Attention, **kw):
+    def __init__(self, config: TransformerConfig, attention: AttentionConfig, **kw):
         super().__init__(config, attention, **kw)
         sizes, zeros = (config.head_dim, config.head_dim, (None, None)), nnx.initializers.zeros_init()
         self.proj_l = nnx.data(linear(*sizes, kernel_init=zeros, **kw) if config.sparse_linear else None)
@@ -129,7 +129,7 @@ class SelfAttention(AttentionLayer):
 class CrossAttention(AttentionLayer):
     """Attention of every token to the prompt."""
 
-    def __init__(self, config: TransformerConfig, attention: Attention, **kw):
+    def __init__(self, config: TransformerConfig, attention: AttentionConfig, **kw):
         super().__init__(config, attention.dense_only(), **kw)
 
     def context(self, text: Float[Array, "B S E"]) -> Context:
@@ -158,7 +158,7 @@ class Block(nnx.Module):
     self_attention: ClassVar[Any] = SelfAttention
     cross_attention: ClassVar[Any] = CrossAttention
 
-    def __init__(self, config: TransformerConfig, attention: Attention, **kw):
+    def __init__(self, config: TransformerConfig, attention: AttentionConfig, **kw):
         width = config.width
         self.norm1 = layer_norm(width, config.eps, affine=False, **kw)
         self.self_attn = self.self_attention(config, attention, **kw)
@@ -195,7 +195,7 @@ class WanTransformer(nnx.Module):
         self,
         config: TransformerConfig,
         *,
-        attention: Attention = AUTO,
+        attention: AttentionConfig = AUTO,
         dtype: DTypeLike,
         param_dtype: DTypeLike,
         rngs: nnx.Rngs,
