@@ -9,7 +9,7 @@ from wanjax.kernels.attention.api import (
     joint_attention,
     sparse_linear_attention,
 )
-from wanjax.kernels.attention.asked import AUTO, IMPLEMENTATIONS, AttentionConfig
+from wanjax.kernels.attention.config import AUTO, IMPLEMENTATIONS, AttentionConfig
 from wanjax.kernels.attention.joint import Pair
 from wanjax.kernels.attention.radial import Radial
 from wanjax.kernels.attention.sparse_linear import Projection, SparseLinear

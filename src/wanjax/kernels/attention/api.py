@@ -18,7 +18,7 @@ from wanjax.kernels.attention import (
     sparse_linear_chunked,
     sparse_linear_tpu,
 )
-from wanjax.kernels.attention.asked import IMPLEMENTATIONS, AttentionConfig
+from wanjax.kernels.attention.config import IMPLEMENTATIONS, AttentionConfig
 from wanjax.kernels.attention.implementation import Implementation
 from wanjax.kernels.attention.joint import Pair
 from wanjax.kernels.attention.kv_cache import KVCache, Place
