@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from wanjax.kernels.gradient import with_backward
+from wanjax.kernels.custom_vjp import with_backward
 from wanjax.kernels.saved import saved
 
 Result = tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]
