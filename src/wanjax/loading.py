@@ -98,8 +98,8 @@ def load(
         what the model's authors use, bfloat16 for those by TurboDiffusion. Its weights are kept in float32.
     param_dtype: the dtype, of the same two, in which weights are kept; None is bfloat16 for published checkpoints, and
         the stored dtype for others.
-    attention: the transformer's implementation, or "radial:0.2", "sla:top=0.15" or an `AttentionConfig`; None is what it or a
-        LoRA was trained with, or chooses by platform and shape. A projection that "sla" needs begins with zeros.
+    attention: the transformer's implementation, "radial:0.2", "sla:top=0.15", or an `AttentionConfig`; None is what it
+        or a LoRA was trained with, or chooses by platform and shape. A projection that "sla" needs begins with zeros.
     mesh: a mesh of `wanjax.make_mesh`, a text such as "dp=2,sp=1,tp=4", or "auto", which uses as many devices as help;
         None is one device on a CPU, and "auto" elsewhere.
     video: settings of the videos to come, for which "auto" chooses the mesh; None is the model's defaults.

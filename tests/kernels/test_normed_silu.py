@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.support.attention import normal
 from tests.support.compare import error
-from wanjax.kernels.normed_silu import BLOCK, normed_silu, plain
+from wanjax.kernels.normed_silu import BLOCK, normed_silu, reference
 from wanjax.pricing.chips import described, find_slice
 from wanjax.pricing.compile import compile_program
 from wanjax.pricing.kernels import kernel_calls
@@ -42,7 +42,7 @@ def test_one_pass(shape, dtype, bound):
     y = jax.jit(partial(normed_silu, dtype=dtype, interpret=True))(x, gamma)
     assert (y.dtype, y.shape) == (x.dtype, x.shape)
     assert error(y, rule(x, gamma)) <= bound
-    assert error(plain(x, gamma, dtype), rule(x, gamma)) <= bound
+    assert error(reference(x, gamma, dtype), rule(x, gamma)) <= bound
     assert not np.any(y[0, 0, 0, 0])
 
 
@@ -56,7 +56,7 @@ def test_float32_is_rounded_once():
 
 def test_its_gradient():
     x, gamma, g = normal(0, 1, 8, 2, 3, 96), normal(1, 96), normal(2, 1, 8, 2, 3, 96)
-    ways = (partial(normed_silu, interpret=True), plain)
+    ways = (partial(normed_silu, interpret=True), reference)
     one, other = (jax.vjp(partial(way, dtype="float32"), x, gamma)[1](g) for way in ways)
     for found, right in zip(one, other, strict=True):
         assert error(found, np.asarray(right, np.float64)) <= 1e-6

@@ -34,12 +34,12 @@ def normed_silu(
     """
     fits = target(x).platform == "tpu" and x.shape[1] % SUBLANES == 0 and current().alone
     if not interpret and not fits:
-        return plain(x, gamma, dtype)
+        return reference(x, gamma, dtype)
     call = partial(_call, dtype=jnp.dtype(dtype), interpret=interpret)
-    return with_gradient(call, partial(plain, dtype=dtype), x, gamma)
+    return with_gradient(call, partial(reference, dtype=dtype), x, gamma)
 
 
-def plain(x: Float[Array, "*B C"], gamma: Float[Array, " C"], dtype: DTypeLike) -> Float[Array, "*B C"]:
+def reference(x: Float[Array, "*B C"], gamma: Float[Array, " C"], dtype: DTypeLike) -> Float[Array, "*B C"]:
     """`normed_silu` in plain JAX: the specification of the kernel, and its gradient."""
     return jax.nn.silu(normed(x, gamma, jnp.float32)).astype(dtype)
 

@@ -12,8 +12,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Float32
 
-from wanjax.kernels import heads
-from wanjax.kernels.heads import head_normed_rotary, normed_rotary
+from wanjax.kernels import rotary_heads
+from wanjax.kernels.rotary_heads import head_normed_rotary, normed_rotary
 from wanjax.layers.norms import inverse_rms
 from wanjax.sharding import spread
 
@@ -108,4 +108,4 @@ def head_norm_and_rope(x: Float[Array, "B L E"], norm: nnx.LayerNorm, rope: Rope
 @jax.named_scope("rope")
 def rotated(x: Float[Array, "B L N D"], rope: Rope | Angles) -> Float[Array, "B L N D"]:
     """Rotates heads as `norm_and_rope` does; float32 inside."""
-    return heads.rotated(x.astype(jnp.float32), jnp.asarray(rope.cos), jnp.asarray(rope.sin)).astype(x.dtype)
+    return rotary_heads.rotated(x.astype(jnp.float32), jnp.asarray(rope.cos), jnp.asarray(rope.sin)).astype(x.dtype)

@@ -17,7 +17,7 @@ from wanjax.kernels.attention.sparse_linear import Projection, SparseLinear
 __all__ = [
     "AUTO",
     "IMPLEMENTATIONS",
-    "Attention",
+    "AttentionConfig",
     "Choice",
     "Pair",
     "Projection",

@@ -73,9 +73,9 @@ def attention(
     the keys before and after its own position that a query sees; one number sets both, and None removes the bound; or
     it is a `Radial` mask. `scale` is 1 / √D by default. `bias` is float32 and broadcasts to [B N L S].
 
-    `implementation` is an `AttentionConfig`, or the text of one, whose tiles and window hold where the call has none of its
-    own. One that is named never falls back; None chooses by platform and shape, and `choose` tells the choice. `config`
-    has the implementation's own type. Within `sharding.use` all devices compute together. Raises WanjaxError for
+    `implementation` is an `AttentionConfig`, or the text of one, whose tiles and window hold where the call has none. A
+    named one never falls back; None chooses by platform and shape, and `choose` returns the choice. `config` has the
+    implementation's own type. Within `sharding.use` all devices compute together. Raises WanjaxError for
     operands that do not fit each other, and UnsupportedError if the implementation does not support the call.
     """
     attn = _dense(implementation)

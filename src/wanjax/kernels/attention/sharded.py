@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Float32
 from wanjax.kernels.attention.gradient import from_result
 from wanjax.kernels.attention.masks import divide_live, finite_max, log_sum_exp
 from wanjax.kernels.attention.radial import Radial
-from wanjax.kernels.heads import join_parts
+from wanjax.kernels.rotary_heads import join_parts
 from wanjax.sharding import Partitioner, pad_to
 
 Kernel = Callable[..., Any]  # attention on one device: (q, k, v, *, key_mask, window, bias, return_lse); its gradient

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Float32
 
 from wanjax.dims import readable
 from wanjax.kernels.attention import AUTO, AttentionConfig, attention
-from wanjax.kernels.heads import pack_for_all_to_all
+from wanjax.kernels.rotary_heads import pack_for_all_to_all
 from wanjax.layers.embeddings import TimeEmbed, Timesteps, timesteps_of
 from wanjax.layers.guided_attention import led_away
 from wanjax.layers.heads import join_heads, split_heads

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from wanjax.dims import readable
 from wanjax.kernels.attention import attention_to_cache
 from wanjax.kernels.attention.kv_cache import KVCache, Place, empty_window
-from wanjax.kernels.heads import pack_for_all_to_all
+from wanjax.kernels.rotary_heads import pack_for_all_to_all
 from wanjax.layers.embeddings import Timesteps, timesteps_of
 from wanjax.layers.heads import join_heads, split_heads
 from wanjax.layers.modulation import modulate

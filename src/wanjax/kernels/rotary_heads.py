@@ -40,12 +40,12 @@ def normed_rotary(
     are sharded. `interpret` runs the kernel without a TPU, slowly, for tests.
     """
     if not interpret and (target(x).platform != "tpu" or 2 * cos.shape[1] != LANES):
-        return plain(x, inverse, scale, cos, sin)
+        return reference(x, inverse, scale, cos, sin)
     partitioner = current()
     batch, length, heads, parts = _placement(partitioner, x, LANES)
     tokens = PartitionSpec(batch, length)
     specs = (PartitionSpec(batch, length, heads), tokens, PartitionSpec(heads), *2 * (PartitionSpec(length),))
-    turn = partial(with_gradient, partial(_call, parts=parts, interpret=interpret), plain)
+    turn = partial(with_gradient, partial(_call, parts=parts, interpret=interpret), reference)
     return partitioner.on_each(turn, specs, specs[0])(x, inverse, scale, cos, sin)
 
 
@@ -66,7 +66,7 @@ def head_normed_rotary(
     partitioner, size = current(), len(scale)
     batch, length, heads, parts = _placement(partitioner, x, size)
     shard = x.shape[2] // partitioner.size(heads)
-    specification = partial(plain_by_head, eps=eps)
+    specification = partial(reference_by_head, eps=eps)
     if (target(x).platform != "tpu" and not interpret) or LANES % size or shard % LANES:
         return specification(x, scale, bias, cos, sin)
     turn = partial(with_gradient, partial(_call_by_head, eps=eps, parts=parts, interpret=interpret), specification)
@@ -83,7 +83,7 @@ def pack_for_all_to_all(x: Float[Array, "B L E"]) -> Float[Array, "B L E"]:
     batch, length, heads, parts = _placement(partitioner, x, LANES)
     if parts == 1:
         return x
-    turn = partial(with_gradient, partial(_packed, parts=parts, interpret=False), _same)
+    turn = partial(with_gradient, partial(_pack, parts=parts, interpret=False), _identity)
     spec = PartitionSpec(batch, length, heads)
     return partitioner.on_each(turn, (spec,), spec)(x)
 
@@ -95,7 +95,7 @@ def _placement(partitioner: Partitioner, x: Array, size: int) -> tuple[Any, Any,
     return *axes, devices if axes[2] is None and width % (LANES * devices) == 0 else 1
 
 
-def plain(
+def reference(
     x: Float[Array, "B L E"],
     inverse: Float32[Array, "B L 1"],
     scale: Float32[Array, " E"],
@@ -107,7 +107,7 @@ def plain(
     return rotated(y, cos, sin).astype(x.dtype).reshape(x.shape)
 
 
-def plain_by_head(
+def reference_by_head(
     x: Float[Array, "B L E"],
     scale: Float32[Array, " D"],
     bias: Float32[Array, " D"],
@@ -140,7 +140,7 @@ def _call(
     rows = _height(x.shape[1])
     beside = [pl.BlockSpec((None, rows, 1), lambda b, i: (b, i, 0)), _vector(x.shape[2]), *2 * [_table(rows, cos)]]
     call = _pallas_call(_kernel, x, beside, parts=parts, interpret=interpret, name="normed_rotary")
-    return _beside(call(x, inverse, scale[None], cos, sin))
+    return _concatenate(call(x, inverse, scale[None], cos, sin))
 
 
 def _call_by_head(
@@ -151,7 +151,7 @@ def _call_by_head(
     kernel = partial(_kernel_by_head, size=len(scale), eps=eps)
     call = _pallas_call(kernel, x, beside, parts=parts, interpret=interpret, name="head_normed_rotary")
     scale, bias = (jnp.tile(vector, LANES // len(vector))[None] for vector in (scale, bias))
-    return _beside(call(x, scale, bias, cos, sin))
+    return _concatenate(call(x, scale, bias, cos, sin))
 
 
 def _pallas_call(
@@ -172,7 +172,7 @@ def _pallas_call(
     )
 
 
-def _beside(parts: Float[Array, "_N B L E"]) -> Float[Array, "B L _E"]:
+def _concatenate(parts: Float[Array, "_N B L E"]) -> Float[Array, "B L _E"]:
     """Joins parts along the width. The compiler drops this where the parts are then split again."""
     return jnp.moveaxis(parts, 0, 2).reshape(*parts.shape[1:3], -1)
 
@@ -209,12 +209,12 @@ def _kernel_by_head(x_ref, scale_ref, bias_ref, cos_ref, sin_ref, out_ref, *, si
         out_ref[part, :, pl.ds(within, LANES)] = (x * cos + partner * sin).astype(out_ref.dtype)
 
 
-def _same(x: Array) -> Array:
+def _identity(x: Array) -> Array:
     """`pack_for_all_to_all` in plain JAX: the values do not change."""
     return x
 
 
-def _packed(x: Float[Array, "B L E"], *, parts: int, interpret: bool = False) -> Float[Array, "B L E"]:
+def _pack(x: Float[Array, "B L E"], *, parts: int, interpret: bool = False) -> Float[Array, "B L E"]:
     """The kernel of `pack_for_all_to_all`."""
     width = x.shape[2]
 
@@ -222,18 +222,18 @@ def _packed(x: Float[Array, "B L E"], *, parts: int, interpret: bool = False) ->
         for part in range(parts):
             out_ref[part] = x_ref[:, pl.ds(part * width // parts, width // parts)]
 
-    return _beside(_pallas_call(kernel, x, [], parts=parts, interpret=interpret, name="heads_apart")(x))
+    return _concatenate(_pallas_call(kernel, x, [], parts=parts, interpret=interpret, name="heads_apart")(x))
 
 
 def join_parts(parts: Float[Array, "_N B L E"], *, interpret: bool = False) -> Float[Array, "B L _E"]:
     """Joins parts along the width of each token, after an all-to-all; `interpret` is for tests."""
     count, _, _, width = parts.shape
     if not interpret and (target(parts).platform != "tpu" or width % LANES):
-        return _beside(parts)
-    return with_gradient(partial(_joined, parts=count, interpret=interpret), _beside, parts)
+        return _concatenate(parts)
+    return with_gradient(partial(_join, parts=count, interpret=interpret), _concatenate, parts)
 
 
-def _joined(x: Float[Array, "_N B L E"], *, parts: int, interpret: bool) -> Float[Array, "B L _E"]:
+def _join(x: Float[Array, "_N B L E"], *, parts: int, interpret: bool) -> Float[Array, "B L _E"]:
     """The kernel of `join_parts`."""
     _, batch, length, width = x.shape
     rows = _height(length)

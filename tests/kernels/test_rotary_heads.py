@@ -11,7 +11,7 @@ import pytest
 from tests.support.compare import error
 from tests.support.quick import quick
 from tests.support.small_wan import partitioner
-from wanjax.kernels import heads
+from wanjax.kernels import rotary_heads
 from wanjax.kernels.custom_vjp import with_gradient
 from wanjax.sharding import use
 
@@ -32,8 +32,8 @@ def operands(batch, length, count, dtype):
 @pytest.mark.parametrize(("length", "dtype", "bound"), [(7, jnp.float32, 1e-6), (300, jnp.bfloat16, 3e-3)])
 def test_norm_and_rope_in_one_pass(parts, length, dtype, bound):
     given = operands(2, length, 4, dtype)
-    call = partial(heads._call, parts=parts, interpret=True)
-    out, right = jax.jit(lambda *given: (call(*given), heads.plain(*given)))(*given)
+    call = partial(rotary_heads._call, parts=parts, interpret=True)
+    out, right = jax.jit(lambda *given: (call(*given), rotary_heads.reference(*given)))(*given)
     assert out.dtype == dtype
     assert error(out, np.asarray(right, np.float64)) <= bound
 
@@ -50,8 +50,8 @@ def operands_by_head(batch, length, count, size, dtype):
     return tuple(jnp.asarray(each, each.dtype) for each in x)
 
 
-plain_by_head = partial(heads.plain_by_head, eps=1e-6)
-by_head = partial(heads.head_normed_rotary, eps=1e-6, interpret=True)
+reference_by_head = partial(rotary_heads.reference_by_head, eps=1e-6)
+by_head = partial(rotary_heads.head_normed_rotary, eps=1e-6, interpret=True)
 SIZES = [(128, 4), (64, 8), (32, 16)]
 CASES = [(size, count, parts, dtype) for size, count in SIZES for parts in (1, 4) for dtype in ("float32", "bfloat16")]
 QUICK = [case for case in CASES if (case[2] == 1) == (case[3] == "float32") or case[0] == 64]
@@ -61,15 +61,15 @@ QUICK = [case for case in CASES if (case[2] == 1) == (case[3] == "float32") or c
 def test_norm_of_each_head_and_rope_in_one_pass(size, count, parts, dtype):
     length, bound = {"float32": (7, 1e-6), "bfloat16": (300, 3e-3)}[dtype]
     given = operands_by_head(2, length, count, size, dtype)
-    call = partial(heads._call_by_head, eps=1e-6, parts=parts, interpret=True)
-    out, right = jax.jit(lambda *given: (call(*given), plain_by_head(*given)))(*given)
+    call = partial(rotary_heads._call_by_head, eps=1e-6, parts=parts, interpret=True)
+    out, right = jax.jit(lambda *given: (call(*given), reference_by_head(*given)))(*given)
     assert out.dtype == dtype
     assert error(out, np.asarray(right, np.float64)) <= bound
 
 
 def test_the_norm_of_each_head_by_its_formula():
     x, scale, bias, cos, sin = operands_by_head(2, 5, 3, 64, jnp.float32)
-    out = np.asarray(jax.jit(partial(heads.head_normed_rotary, eps=1e-6))(x, scale, bias, cos, sin))
+    out = np.asarray(jax.jit(partial(rotary_heads.head_normed_rotary, eps=1e-6))(x, scale, bias, cos, sin))
     y = np.asarray(x, np.float64).reshape(2, 5, 3, 64)
     y = (y - y.mean(-1, keepdims=True)) / np.sqrt(y.var(-1, keepdims=True) + 1e-6) * np.asarray(scale) + np.asarray(
         bias
@@ -80,13 +80,15 @@ def test_the_norm_of_each_head_by_its_formula():
 
 def test_widths_that_fill_no_lanes_need_no_kernel():
     given = operands_by_head(2, 5, 3, 64, jnp.float32)
-    interpreted, plain = jax.jit(lambda *given: (by_head(*given), plain_by_head(*given)))(*given)
-    assert (np.asarray(interpreted) == plain).all()
+    interpreted, reference = jax.jit(lambda *given: (by_head(*given), reference_by_head(*given)))(*given)
+    assert (np.asarray(interpreted) == reference).all()
 
 
 def test_gradient_by_head():
     x, *rest = operands_by_head(1, 16, 4, 64, jnp.float32)
-    ours, right = (jax.jit(jax.grad(lambda x, f=f: jnp.sum(jnp.sin(f(x, *rest)))))(x) for f in (by_head, plain_by_head))
+    ours, right = (
+        jax.jit(jax.grad(lambda x, f=f: jnp.sum(jnp.sin(f(x, *rest)))))(x) for f in (by_head, reference_by_head)
+    )
     assert error(ours, np.asarray(right, np.float64)) <= 1e-6
 
 
@@ -99,7 +101,7 @@ def test_norm_of_each_head_on_eight_devices(axes, rules, count):
     given = operands_by_head(2, 16, count, 64, jnp.float32)
     with use(partitioner(axes, rules)):
         out = jax.jit(by_head)(*given)
-    right = jax.jit(plain_by_head)(*given)
+    right = jax.jit(reference_by_head)(*given)
     assert error(out, np.asarray(right, np.float64)) <= 1e-6
 
 
@@ -107,7 +109,7 @@ def test_gradient():
     x, *rest = operands(1, 16, 2, jnp.float32)
     ours, right = (
         jax.jit(jax.grad(lambda x, f=f: jnp.sum(jnp.sin(f(x, *rest)))))(x)
-        for f in (partial(heads.normed_rotary, interpret=True), heads.plain)
+        for f in (partial(rotary_heads.normed_rotary, interpret=True), rotary_heads.reference)
     )
     assert error(ours, np.asarray(right, np.float64)) <= 1e-6
 
@@ -119,8 +121,8 @@ def test_parts_are_written_and_joined(length):
 
     @jax.jit
     def written(x, parts):
-        joined = heads.join_parts(parts, interpret=True), heads.join_parts(parts)
-        return heads._packed(x, parts=2, interpret=True), *joined
+        joined = rotary_heads.join_parts(parts, interpret=True), rotary_heads.join_parts(parts)
+        return rotary_heads._pack(x, parts=2, interpret=True), *joined
 
     assert all((np.asarray(out) == x).all() for out in written(x, parts))
 
@@ -128,8 +130,8 @@ def test_parts_are_written_and_joined(length):
 def test_the_gradient_of_parts_is_the_values_own():
     """What only moves values has a gradient too, which training needs."""
     x, g = (np.asarray(operands(1, 40, 4, jnp.float32)[0]) + i for i in range(2))
-    packed = partial(with_gradient, partial(heads._packed, parts=2, interpret=True), heads._same)
+    packed = partial(with_gradient, partial(rotary_heads._pack, parts=2, interpret=True), rotary_heads._identity)
     np.testing.assert_array_equal(jax.jit(jax.grad(lambda x: jnp.sum(g * packed(x))))(x), g)
     parts = np.moveaxis(x.reshape(1, 40, 2, 256), 2, 0)
-    gradient = jax.jit(jax.grad(lambda parts: jnp.sum(g * heads.join_parts(parts, interpret=True))))(parts)
+    gradient = jax.jit(jax.grad(lambda parts: jnp.sum(g * rotary_heads.join_parts(parts, interpret=True))))(parts)
     np.testing.assert_array_equal(gradient, np.moveaxis(g.reshape(1, 40, 2, 256), 2, 0))
