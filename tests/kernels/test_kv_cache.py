@@ -10,7 +10,7 @@ import pytest
 from tests.support.attention import BOUND, exact, operands
 from tests.support.compare import error
 from wanjax.kernels.attention.api import attention_to_cache
-from wanjax.kernels.attention.kv_cache import KVCache, Place, empty_window, written
+from wanjax.kernels.attention.kv_cache import CacheSlot, KVCache, empty_window, written
 
 BLOCK, SLOTS = 40, 3
 
@@ -24,10 +24,10 @@ def test_a_block_sees_itself_and_the_live_rows(name):
     run = jax.jit(partial(attention_to_cache, length=BLOCK, implementation=name))
     for block in range(5):
         own = slice(block * BLOCK, (block + 1) * BLOCK)
-        place = Place(jnp.int32(block % SLOTS * BLOCK), jnp.int32(min(block + 1, SLOTS)))
-        out, kept = run(q[:, own], k[:, own], v[:, own], window, place)
+        slot = CacheSlot(jnp.int32(block % SLOTS * BLOCK), jnp.int32(min(block + 1, SLOTS)))
+        out, kept = run(q[:, own], k[:, own], v[:, own], window, slot)
         seen = slice(max(0, block + 1 - SLOTS) * BLOCK, (block + 1) * BLOCK)
         assert error(out, exact(q[:, own], k[:, seen], v[:, seen])) <= BOUND["float32"]
         assert (kept.k == k[:, own].reshape(2, BLOCK, -1)).all()
-        window = written(window, kept, place)
+        window = written(window, kept, slot)
     assert run._cache_size() == 1  # pyright: ignore[reportAttributeAccessIssue]

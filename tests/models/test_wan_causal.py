@@ -18,7 +18,7 @@ from tests.support.words import naming
 from wanjax.errors import UnsupportedError
 from wanjax.kernels.attention import AttentionConfig
 from wanjax.kernels.attention.kv_cache import renewed
-from wanjax.models.wan.causal import WanCausalTransformer, angles_at, place_of
+from wanjax.models.wan.causal import WanCausalTransformer, angles_at, slot_of
 from wanjax.models.wan.config import CausalTransformerConfig
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.sharding import one_device, use
@@ -61,16 +61,16 @@ def by_blocks(model, latents, text, devices=None):
             return made.context(text), made.window(latents)
 
     @partial(jax.jit, donate_argnums=5)
-    def run(weights, latents, t, context, time, window, place):
+    def run(weights, latents, t, context, time, window, slot):
         with use(devices):
-            velocity, kept = nnx.merge(graphdef, weights)(latents, t, context, time, window, place)
-            return velocity, renewed(window, kept, place)
+            velocity, kept = nnx.merge(graphdef, weights)(latents, t, context, time, window, slot)
+            return velocity, renewed(window, kept, slot)
 
     context, window = begin(weights, latents[:, :FRAMES], text)
     found, windows = [], []
     for block, t in enumerate(TIMES):
         x = latents[:, block * FRAMES : (block + 1) * FRAMES]
-        where = angles_at(model.config, block), window, place_of(model.config, block, TOKENS)
+        where = angles_at(model.config, block), window, slot_of(model.config, block, TOKENS)
         velocity, window = run(weights, x, jnp.full((2,), t), context, *where)
         found.append(np.asarray(velocity))
         windows.append(jax.tree.map(lambda x: (x.shape, x.sharding), window))

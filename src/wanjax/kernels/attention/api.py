@@ -21,7 +21,7 @@ from wanjax.kernels.attention import (
 from wanjax.kernels.attention.config import IMPLEMENTATIONS, AttentionConfig
 from wanjax.kernels.attention.implementation import Implementation
 from wanjax.kernels.attention.joint import Pair
-from wanjax.kernels.attention.kv_cache import KVCache, Place
+from wanjax.kernels.attention.kv_cache import CacheSlot, KVCache
 from wanjax.kernels.attention.masks import Window, first_keys
 from wanjax.kernels.attention.radial import Radial
 from wanjax.kernels.attention.sparse_linear import Projection, SparseLinear
@@ -100,7 +100,7 @@ def attention_to_cache(
     k: Float[Array, "B L N D"],
     v: Float[Array, "B L N D"],
     window: KVCache,
-    place: Place,
+    slot: CacheSlot,
     *,
     length: int,
     implementation: str | AttentionConfig | None = None,
@@ -115,7 +115,7 @@ def attention_to_cache(
         raise UnsupportedError("attention to kept keys sees all of them: give auto, or a name without a window")
     options = _options(attn, q, k, v)
     return kv_cache.attention(
-        partial(_on_one_device, name=attn.implementation, **options), q, k, v, window, place, length
+        partial(_on_one_device, name=attn.implementation, **options), q, k, v, window, slot, length
     )
 
 

@@ -36,7 +36,7 @@ class KVCache(NamedTuple):
     v: Any
 
 
-class Place(NamedTuple):
+class CacheSlot(NamedTuple):
     """The row of the window at which a block's keys are written, and the number of blocks that then take part."""
 
     row: Any  # Int32[Array, ""]
@@ -50,20 +50,20 @@ def empty_window(layers: int, batch: int, rows: int, heads: int, size: int, dtyp
     return _stored(KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)))
 
 
-def written(window: KVCache, block: KVCache, place: Place) -> KVCache:
+def written(window: KVCache, block: KVCache, slot: CacheSlot) -> KVCache:
     """Returns the window [... B S E] with the keys and values of a block at its row."""
 
     def write(x: Array, new: Array) -> Array:
         start = [0] * x.ndim
-        start[-2] = place.row
+        start[-2] = slot.row
         return jax.lax.dynamic_update_slice(x, new, [jnp.asarray(n, jnp.int32) for n in start])
 
     return KVCache(*map(write, window, block))
 
 
-def renewed(window: KVCache, block: KVCache, place: Place) -> KVCache:
+def renewed(window: KVCache, block: KVCache, slot: CacheSlot) -> KVCache:
     """Returns the windows [layers B S E] with the keys and values of a block at its row, sharded as before."""
-    return _stored(written(window, block, place))
+    return _stored(written(window, block, slot))
 
 
 def _stored(window: KVCache) -> KVCache:
@@ -78,7 +78,7 @@ def attention(
     k: Float[Array, "B L N D"],
     v: Float[Array, "B L N D"],
     window: KVCache,
-    place: Place,
+    slot: CacheSlot,
     length: int,
 ) -> tuple[Float[Array, "B L N D"], KVCache]:
     """Returns the attention of a block's first `length` tokens, and the keys and values that a window keeps of them.
@@ -90,24 +90,24 @@ def attention(
     at = Placement.of(q, partitioner)
     devices = partitioner.size(HEADS_AXIS) if at.heads is None else 1
 
-    def attend(q, k, v, window: KVCache, place: Place) -> tuple[Array, KVCache]:
+    def attend(q, k, v, window: KVCache, slot: CacheSlot) -> tuple[Array, KVCache]:
         heads = q.shape[2]
         q, k, v = (tokens_to_heads(x, devices) for x in (q, k, v))
         if partitioner.size("sp") > 1:
             k, v = (jax.lax.all_gather(x, "sp", axis=1, tiled=True) for x in (k, v))
         block = KVCache(*(x.reshape(*x.shape[:2], -1)[:, :length] for x in (k, v)))
-        out = _seen(kernel, q, written(window, block, place), place, length)
+        out = _seen(kernel, q, written(window, block, slot), slot, length)
         return heads_to_tokens(out, heads, devices), block
 
     tokens, cache = PartitionSpec(*at), PartitionSpec(at.batch, None, HEADS_AXIS)
     cache = KVCache(cache, cache)
-    specs = (tokens, tokens, tokens, cache, Place(PartitionSpec(), PartitionSpec()))
-    out, block = partitioner.on_each(attend, specs, (tokens, cache))(q, k, v, window, place)
+    specs = (tokens, tokens, tokens, cache, CacheSlot(PartitionSpec(), PartitionSpec()))
+    out, block = partitioner.on_each(attend, specs, (tokens, cache))(q, k, v, window, slot)
     return out[:, :queries], block
 
 
 def _seen(
-    kernel: Callable[..., Array], q: Float[Array, "B L N D"], window: KVCache, place: Place, length: int
+    kernel: Callable[..., Array], q: Float[Array, "B L N D"], window: KVCache, slot: CacheSlot, length: int
 ) -> Float[Array, "B L N D"]:
     """Returns the attention to the blocks that take part; the branch of a full window, the slowest, is the first.
 
@@ -122,4 +122,4 @@ def _seen(
 
     branches = [partial(attend, blocks) for blocks in range(slots, 0, -1)]
     joined = q.reshape(*q.shape[:2], -1)
-    return jax.lax.switch(slots - place.blocks, branches, joined, *window).reshape(q.shape)
+    return jax.lax.switch(slots - slot.blocks, branches, joined, *window).reshape(q.shape)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from wanjax.dims import readable
 from wanjax.kernels.attention import attention_to_cache
-from wanjax.kernels.attention.kv_cache import KVCache, Place, empty_window
+from wanjax.kernels.attention.kv_cache import CacheSlot, KVCache, empty_window
 from wanjax.kernels.rotary_heads import pack_for_all_to_all
 from wanjax.layers.embeddings import Timesteps, timesteps_of
 from wanjax.layers.heads import join_heads, split_heads
@@ -39,14 +39,14 @@ class CausalSelfAttention(AttentionLayer):
     """Attention of every token of a block to the block and to the kept keys, with q and k rotated by position."""
 
     @jax.named_scope("self_attention")
-    def __call__(self, x: Tokens, rope: Rope, window: KVCache, place: Place) -> tuple[Tokens, KVCache]:
+    def __call__(self, x: Tokens, rope: Rope, window: KVCache, slot: CacheSlot) -> tuple[Tokens, KVCache]:
         """Returns also what a window keeps of the block."""
         q = split_heads(norm_and_rope(self.q(x), self.q_norm, rope), self.heads)  # [B L N D]
         k = split_heads(norm_and_rope(self.k(x), self.k_norm, rope), self.heads)
         v = split_heads(pack_for_all_to_all(self.v(x)), self.heads)
         q, k = q.astype(self.dtype), k.astype(self.dtype)
         options = {"length": rope.length, "implementation": self.attention}
-        out, kept = attention_to_cache(q, k, v, window, place, **options)
+        out, kept = attention_to_cache(q, k, v, window, slot, **options)
         return self.out(join_heads(out)), kept
 
 
@@ -88,24 +88,24 @@ class WanCausalTransformer(WanTransformer):
         context: Float[Array, "B S _E"] | Context,
         time: Angles | None = None,
         window: KVCache | None = None,
-        place: Place | None = None,
+        slot: CacheSlot | None = None,
     ) -> tuple[Float[Array, "B T H W _C"], KVCache]:
         """Returns also what a window keeps of the block.
 
         `context` are encoded prompts, or what the method `context` returns. `time` are the angles of the block's frames
-        (`angles_at`), `window` holds earlier blocks, and `place` is that of this one (`place_of`); without them the
+        (`angles_at`), `window` holds earlier blocks, and `slot` is where this one goes (`slot_of`); without them the
         block is the first. Raises WanjaxError for latents of other channels.
         """
         grid = self.grid(latents)
         context = context if isinstance(context, tuple) else self.context(context)
-        window, place = window or self.window(latents), place or place_of(self.config, 0, prod(grid))
+        window, slot = window or self.window(latents), slot or slot_of(self.config, 0, prod(grid))
         rope = self.rope(grid, time or angles_at(self.config, 0))
         x = self.patch_embed(patchify(latents.astype(self.dtype), self.config.patch, self.config.channels_in))
         embedded = self.time_embed(timesteps_of(t, len(latents)))[:, None]  # [B 1 E]
         mod = self.time_proj(jax.nn.silu(embedded)).reshape(-1, 1, 6, self.config.width)
 
         def run(block: CausalBlock, x: Tokens, context: Context, window: KVCache) -> tuple[Tokens, KVCache]:
-            return block(x, context, mod, rope, window, place)
+            return block(x, context, mod, rope, window, slot)
 
         x, kept = scan_keeping(self.blocks, run, x, context, window)
 
@@ -120,6 +120,6 @@ def angles_at(config: CausalTransformerConfig, block: int) -> Angles:
     return angles(range(block * frames, (block + 1) * frames), config.rope_channels[0])
 
 
-def place_of(config: CausalTransformerConfig, block: int, tokens: int) -> Place:
+def slot_of(config: CausalTransformerConfig, block: int, tokens: int) -> CacheSlot:
     """Returns the place in the window of a block, from 0, of this number of tokens."""
-    return Place(np.int32(config.slot(block) * tokens), np.int32(min(block + 1, config.slots)))
+    return CacheSlot(np.int32(config.slot(block) * tokens), np.int32(min(block + 1, config.slots)))

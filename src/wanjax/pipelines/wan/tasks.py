@@ -21,7 +21,7 @@ from wanjax.layers.flops import attention_flops
 from wanjax.layers.tiling import Tiling
 from wanjax.media.inputs import CONTROL_VIDEO, IMAGE, LAST_IMAGE, MASK, REFERENCES, VIDEO
 from wanjax.media.pictures import PictureOfAnySize, Pictures, fit
-from wanjax.models.wan.causal import angles_at, place_of
+from wanjax.models.wan.causal import angles_at, slot_of
 from wanjax.models.wan.config import (
     CausalTransformerConfig,
     ControlTransformerConfig,
@@ -114,12 +114,12 @@ class CausalTextToVideo(WanModel):
         negative = () if nag is None else (encoded.negative_prompt_embeds, nag)
         arguments = x, network.weights, encoded.prompt_embeds, *negative
         past: Past = memory if isinstance(memory, Past) else runtime.call(begin_past, network.graphdef, *arguments)
-        place = place_of(self.causal, chunk, prod(x.shape[1:4]) // self.causal.patch_cells)
-        return (past.context,), CausalInputs(angles_at(self.causal, chunk), past.window, place)
+        slot = slot_of(self.causal, chunk, prod(x.shape[1:4]) // self.causal.patch_cells)
+        return (past.context,), CausalInputs(angles_at(self.causal, chunk), past.window, slot)
 
     def update_memory(self, runtime: Runtime, network: SplitNetwork, inputs: ModelInputs, x: Held) -> Past:
-        [context], (time, window, place) = inputs.prompts, inputs.shared
-        renewed = runtime.call(renew, network.graphdef, window, x, network.weights, context, time, place)
+        [context], (time, window, slot) = inputs.prompts, inputs.shared
+        renewed = runtime.call(renew, network.graphdef, window, x, network.weights, context, time, slot)
         return Past(context, renewed)
 
 
