@@ -10,7 +10,7 @@ import pytest
 from tests.support.attention import BOUND, exact, operands
 from tests.support.compare import error
 from wanjax.kernels.attention.api import attention_to_cache
-from wanjax.kernels.attention.kv_cache import CacheSlot, KVCache, empty_window, written
+from wanjax.kernels.attention.kv_cache import CacheSlot, KVCache, empty_cache, insert
 
 BLOCK, SLOTS = 40, 3
 
@@ -19,7 +19,7 @@ BLOCK, SLOTS = 40, 3
 def test_a_block_sees_itself_and_the_live_rows(name):
     """What lies in rows not yet written would show, whatever it is."""
     q, k, v = operands(2, 5 * BLOCK, 5 * BLOCK, 2, 2, 8)
-    window = KVCache(*(jnp.full_like(x, 1e4) for x in empty_window(1, 2, SLOTS * BLOCK, 2, 8, jnp.float32)))
+    window = KVCache(*(jnp.full_like(x, 1e4) for x in empty_cache(1, 2, SLOTS * BLOCK, 2, 8, jnp.float32)))
     window = jax.tree.map(lambda x: x[0], window)
     run = jax.jit(partial(attention_to_cache, length=BLOCK, implementation=name))
     for block in range(5):
@@ -29,5 +29,5 @@ def test_a_block_sees_itself_and_the_live_rows(name):
         seen = slice(max(0, block + 1 - SLOTS) * BLOCK, (block + 1) * BLOCK)
         assert error(out, exact(q[:, own], k[:, seen], v[:, seen])) <= BOUND["float32"]
         assert (kept.k == k[:, own].reshape(2, BLOCK, -1)).all()
-        window = written(window, kept, slot)
+        window = insert(window, kept, slot)
     assert run._cache_size() == 1  # pyright: ignore[reportAttributeAccessIssue]

@@ -17,7 +17,7 @@ from tests.support.small_wan import network, partitioner, transformer_config
 from tests.support.words import naming
 from wanjax.errors import UnsupportedError
 from wanjax.kernels.attention import AttentionConfig
-from wanjax.kernels.attention.kv_cache import renewed
+from wanjax.kernels.attention.kv_cache import update_cache
 from wanjax.models.wan.causal import WanCausalTransformer, angles_at, slot_of
 from wanjax.models.wan.config import CausalTransformerConfig
 from wanjax.models.wan.transformer import WanTransformer
@@ -64,7 +64,7 @@ def by_blocks(model, latents, text, devices=None):
     def run(weights, latents, t, context, time, window, slot):
         with use(devices):
             velocity, kept = nnx.merge(graphdef, weights)(latents, t, context, time, window, slot)
-            return velocity, renewed(window, kept, slot)
+            return velocity, update_cache(window, kept, slot)
 
     context, window = begin(weights, latents[:, :FRAMES], text)
     found, windows = [], []

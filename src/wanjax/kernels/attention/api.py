@@ -107,7 +107,7 @@ def attention_to_cache(
 ) -> tuple[Float[Array, "B L N D"], KVCache]:
     """Returns the attention of a block of tokens to itself and to a window, and what the window is to keep of it.
 
-    The first `length` tokens of the block are real. `kv_cache.written` puts the returned keys and values into it. The
+    The first `length` tokens of the block are real. `kv_cache.insert` puts the returned keys and values into it. The
     other keywords and the errors are those of `attention`; radial attention and a window of tokens are not offered.
     """
     attn = AttentionConfig.of(implementation)

@@ -43,14 +43,14 @@ class CacheSlot(NamedTuple):
     blocks: Any
 
 
-def empty_window(layers: int, batch: int, rows: int, heads: int, size: int, dtype: DTypeLike) -> KVCache:
+def empty_cache(layers: int, batch: int, rows: int, heads: int, size: int, dtype: DTypeLike) -> KVCache:
     """Returns windows without keys for stacked blocks, sharded as `attention` takes them."""
     devices = current().size(HEADS_AXIS)
     shape = layers, batch, rows, (heads + -heads % devices) * size
     return _stored(KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)))
 
 
-def written(window: KVCache, block: KVCache, slot: CacheSlot) -> KVCache:
+def insert(window: KVCache, block: KVCache, slot: CacheSlot) -> KVCache:
     """Returns the window [... B S E] with the keys and values of a block at its row."""
 
     def write(x: Array, new: Array) -> Array:
@@ -61,9 +61,9 @@ def written(window: KVCache, block: KVCache, slot: CacheSlot) -> KVCache:
     return KVCache(*map(write, window, block))
 
 
-def renewed(window: KVCache, block: KVCache, slot: CacheSlot) -> KVCache:
+def update_cache(window: KVCache, block: KVCache, slot: CacheSlot) -> KVCache:
     """Returns the windows [layers B S E] with the keys and values of a block at its row, sharded as before."""
-    return _stored(written(window, block, slot))
+    return _stored(insert(window, block, slot))
 
 
 def _stored(window: KVCache) -> KVCache:
@@ -96,7 +96,7 @@ def attention(
         if partitioner.size("sp") > 1:
             k, v = (jax.lax.all_gather(x, "sp", axis=1, tiled=True) for x in (k, v))
         block = KVCache(*(x.reshape(*x.shape[:2], -1)[:, :length] for x in (k, v)))
-        out = _seen(kernel, q, written(window, block, slot), slot, length)
+        out = _seen(kernel, q, insert(window, block, slot), slot, length)
         return heads_to_tokens(out, heads, devices), block
 
     tokens, cache = PartitionSpec(*at), PartitionSpec(at.batch, None, HEADS_AXIS)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from wanjax.dims import readable
 from wanjax.kernels.attention import attention_to_cache
-from wanjax.kernels.attention.kv_cache import CacheSlot, KVCache, empty_window
+from wanjax.kernels.attention.kv_cache import CacheSlot, KVCache, empty_cache
 from wanjax.kernels.rotary_heads import pack_for_all_to_all
 from wanjax.layers.embeddings import Timesteps, timesteps_of
 from wanjax.layers.heads import join_heads, split_heads
@@ -73,7 +73,7 @@ class WanCausalTransformer(WanTransformer):
         frames, height, width = self.grid(latents)
         rows = self.config.slots * frames * height * width
         config = self.config
-        return empty_window(config.layers, latents.shape[0], rows, config.heads, config.head_dim, self.dtype)
+        return empty_cache(config.layers, latents.shape[0], rows, config.heads, config.head_dim, self.dtype)
 
     def rope(self, grid: tuple[int, int, int], time: Angles) -> Rope:
         """Tables of RoPE for a grid of patches, whose angles in time are given."""

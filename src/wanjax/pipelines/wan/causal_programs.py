@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32
 
-from wanjax.kernels.attention.kv_cache import CacheSlot, KVCache, renewed
+from wanjax.kernels.attention.kv_cache import CacheSlot, KVCache, update_cache
 from wanjax.kernels.compiler_options import fast_products, products, scanned
 from wanjax.layers.rope import Angles
 from wanjax.models.wan.transformer import Context
@@ -62,4 +62,4 @@ def renew(
     """Returns the window with the keys and values of a finished chunk, from a pass at timestep 0."""
     t = jnp.zeros(len(x), jnp.float32)
     _, cache = nnx.merge(graphdef, weights)(x, t, context, time, window, slot)
-    return renewed(window, cache, slot)
+    return update_cache(window, cache, slot)
