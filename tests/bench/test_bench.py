@@ -147,14 +147,14 @@ def test_the_set_that_was_kept_is_what_the_command_uses(tmp_path, monkeypatch):
     commands = [("a circle",), ("warmup",), ("serve",), ("a circle", "--compiler", "safe")]
     for command in commands:
         assert wanjax(*command).exit_code == 2
-    compiler_options.keep_set("fast")
+    compiler_options.save_set("fast")
     for command in commands:
         assert wanjax(*command).exit_code == 2
     assert asked == ["safe"] * 4 + ["fast"] * 3 + ["safe"]
-    compiler_options.keep_set("unknown")
-    assert compiler_options.kept_set() == "safe"
-    compiler_options.keep_set("fast")
-    assert compiler_options.kept_set() == "fast"
+    compiler_options.save_set("unknown")
+    assert compiler_options.saved_set() == "safe"
+    compiler_options.save_set("fast")
+    assert compiler_options.saved_set() == "fast"
 
 
 @pytest.mark.parametrize("programs", [["step"], pytest.param(list(suite.PROGRAMS), marks=pytest.mark.slow)])

@@ -16,7 +16,7 @@ from wanjax.cli.report import Report
 from wanjax.cli.stages import domain_of, loaded
 from wanjax.cli.tables import print_table
 from wanjax.figures import digits, duration, quantity, scaled
-from wanjax.kernels.compiler_options import keep_set, kept_set
+from wanjax.kernels.compiler_options import save_set, saved_set
 from wanjax.pipelines import progress
 from wanjax.pipelines.caching.calibration import Measured, measure, reused_steps, tables_from
 from wanjax.pipelines.caching.rules import MagCache, TeaCache
@@ -38,8 +38,8 @@ def bench(report: Report, *, model: str, quick: bool, keep: bool, as_json: bool)
     else:
         show(found, progress.console(stderr=False))
     if keep and found.better is not None:
-        keep_set(found.better)
-        if kept_set() == found.better:  # not where the cache folder cannot be written
+        save_set(found.better)
+        if saved_set() == found.better:  # not where the cache folder cannot be written
             report.note(f"{found.better} is what --compiler is from now on, unless it is given")
     if found.faults:
         raise click.exceptions.Exit(1)

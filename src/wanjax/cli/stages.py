@@ -33,7 +33,7 @@ from wanjax.errors import WanjaxError, WriteError
 from wanjax.figures import digits, duration, in_bytes, quantity
 from wanjax.jobs.maker import write
 from wanjax.jobs.processes import is_first
-from wanjax.kernels.compiler_options import kept_set
+from wanjax.kernels.compiler_options import saved_set
 from wanjax.loading import load, outlined
 from wanjax.media import stage_files, videos
 from wanjax.media.inputs import INPUTS

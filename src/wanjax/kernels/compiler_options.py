@@ -6,7 +6,7 @@ chip here has run, and takes longer to compile an autoencoder; docs/performance.
 TPUs alone.
 
 The functions that return options receive the target of the program, or None for the one that `target` finds. XLA for
-one platform refuses the options of another. `keep_set` and `kept_set` remember which set is better on this machine.
+one platform refuses the options of another. `save_set` and `saved_set` remember which set is better on this machine.
 """
 
 import jax
@@ -92,13 +92,13 @@ def check_set(name: str) -> None:
         raise WanjaxError(f"no set of compiler options is named {name!r}: there are {' and '.join(SETS)}")
 
 
-def kept_set() -> str:
-    """Returns the set of compiler options that `keep_set` kept for these devices and this compiler, else `safe`."""
+def saved_set() -> str:
+    """Returns the set of compiler options that `save_set` kept for these devices and this compiler, else `safe`."""
     compiler = Results().get(KIND, _machine())
     return compiler if compiler in SETS else SAFE
 
 
-def keep_set(compiler: str) -> None:
+def save_set(compiler: str) -> None:
     """Keeps the set of compiler options that is better on these devices."""
     Results().put(KIND, _machine(), compiler)
 
