@@ -15,8 +15,8 @@ from jax.sharding import AbstractMesh
 from rich.table import Table
 
 from benchmarks.workloads import Workload
+from wanjax.kernels.alignment import round_up
 from wanjax.kernels.attention import IMPLEMENTATIONS, attention
-from wanjax.kernels.tiling import round_up
 from wanjax.pricing.chips import SLICES, described, find_slice
 from wanjax.pricing.compile import Compiled, compile_programs
 from wanjax.pricing.costs import price_compiled

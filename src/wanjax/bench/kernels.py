@@ -14,6 +14,7 @@ from jaxtyping import Array
 from wanjax.bench.programs import distance, made_up, mesh_of
 from wanjax.bench.timing import Timing, timed
 from wanjax.errors import UnsupportedError
+from wanjax.kernels.alignment import round_up
 from wanjax.kernels.attention import (
     IMPLEMENTATIONS,
     AttentionConfig,
@@ -23,7 +24,6 @@ from wanjax.kernels.attention import (
     choose,
     sparse_linear_attention,
 )
-from wanjax.kernels.tiling import round_up
 from wanjax.layers.linear import dot_general
 from wanjax.pricing.lowering import Lowering, everywhere
 from wanjax.sharding import MESH_AXES

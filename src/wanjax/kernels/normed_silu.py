@@ -14,9 +14,9 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
+from wanjax.kernels.alignment import LANES, ceil_div, round_up
 from wanjax.kernels.custom_vjp import with_gradient
 from wanjax.kernels.target import target
-from wanjax.kernels.tiling import LANES, ceil_div, round_up
 from wanjax.sharding import current
 
 SUBLANES = 8  # frames that fill a tile; XLA then keeps cells outermost, and a transposition is free

@@ -17,9 +17,9 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Float32
 
+from wanjax.kernels.alignment import LANES, ceil_div, round_up
 from wanjax.kernels.custom_vjp import with_gradient
 from wanjax.kernels.target import target
-from wanjax.kernels.tiling import LANES, ceil_div, round_up
 from wanjax.sharding import TILE, Partitioner, current
 
 ROWS = 256  # tokens at a time: more are no faster, and fewer make transfers too short

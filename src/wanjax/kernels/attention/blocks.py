@@ -13,9 +13,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Bool, Float, Float32, Int32
 
 from wanjax.errors import WanjaxError
+from wanjax.kernels.alignment import LANES, ceil_div
 from wanjax.kernels.attention.masks import Window, in_window
 from wanjax.kernels.attention.radial import Radial, lists
-from wanjax.kernels.tiling import LANES, ceil_div
 from wanjax.sharding import pad_to
 
 

@@ -19,10 +19,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int32
 
+from wanjax.kernels.alignment import LANES, ceil_div, round_up
 from wanjax.kernels.attention.blocks import even, from_rows, iota, product, to_rows
 from wanjax.kernels.attention.flash_tiles import SPILL_BYTES
 from wanjax.kernels.attention.masks import finite_max
-from wanjax.kernels.tiling import LANES, ceil_div, round_up
 from wanjax.sharding import pad_to
 
 LONGEST_Q, LONGEST_KV = 2048, 2048  # of a grid step

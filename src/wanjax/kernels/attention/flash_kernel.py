@@ -18,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float32
 
+from wanjax.kernels.alignment import LANES, ceil_div, round_up
 from wanjax.kernels.attention.blocks import precision_of
 from wanjax.kernels.attention.flash_tiles import (
     CAREFUL_Q,
@@ -33,7 +34,6 @@ from wanjax.kernels.attention.flash_tiles import (
     Config,
 )
 from wanjax.kernels.attention.masks import divide_live, finite_max
-from wanjax.kernels.tiling import LANES, ceil_div, round_up
 
 CAREFUL, PROBED = 0, 1  # flags of a head: it left the range; its offset is set
 

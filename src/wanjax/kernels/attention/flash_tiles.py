@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 
 from wanjax.errors import WanjaxError
+from wanjax.kernels.alignment import LANES, ceil_div, round_up
 from wanjax.kernels.attention.radial import Radial
-from wanjax.kernels.tiling import LANES, ceil_div, round_up
 
 TILE_Q = 256  # queries of a tile of the matrix unit
 STRIP_Q, STRIP_KV = 2 * TILE_Q, 256  # queries and keys of one step: a tile for each of the two matrix units of a core

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Bool, Int, Int32
 
 from wanjax.errors import WanjaxError
-from wanjax.kernels.tiling import ceil_div
+from wanjax.kernels.alignment import ceil_div
 
 NONE = 1 << 30  # the first key of a block that is none
 UNIT = 128  # tokens along each side of a block of the published mask, and the least half width of a band

@@ -16,9 +16,9 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
 from wanjax.errors import WanjaxError
+from wanjax.kernels.alignment import ceil_div
 from wanjax.kernels.attention import reference
 from wanjax.kernels.attention.blocks import apart, by_head, cut
-from wanjax.kernels.tiling import ceil_div
 from wanjax.sharding import pad_to
 
 EPSILON = 1e-5  # added to the sum of linear attention's weights

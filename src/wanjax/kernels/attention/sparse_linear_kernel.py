@@ -17,9 +17,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int32
 
+from wanjax.kernels.alignment import LANES, ceil_div, round_up
 from wanjax.kernels.attention.blocks import iota, product
 from wanjax.kernels.attention.flash_tiles import HEADROOM, LARGEST_SUM
-from wanjax.kernels.tiling import LANES, ceil_div, round_up
 
 TILE = 256  # keys of a step, which fill a matrix unit
 LEAD = 2  # steps whose weights are computed before their values are added, so that the matrix unit does not wait

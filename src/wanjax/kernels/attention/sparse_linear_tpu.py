@@ -12,12 +12,12 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
+from wanjax.kernels.alignment import ceil_div
 from wanjax.kernels.attention.blocks import precision_of
 from wanjax.kernels.attention.flash_tpu import vmem_bytes
 from wanjax.kernels.attention.sparse_linear import EPSILON, Projection, SparseLinear
 from wanjax.kernels.attention.sparse_linear_chunked import with_gradient
 from wanjax.kernels.attention.sparse_linear_kernel import TILE, Sizes, attend, list_blocks, prepare
-from wanjax.kernels.tiling import ceil_div
 
 HEAD_DIM = 128
 BLOCK_Q = 128
