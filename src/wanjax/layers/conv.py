@@ -76,11 +76,11 @@ class CausalConv(nnx.Module):
         return as_operand(jnp.zeros((batch, self.kernel.shape[0] - 1, height, width, channels)), self.dtype)
 
     def __call__(
-        self, x: Float[Array, "B T H W C"], kept: Float[Array, "B _T H W C"] | None
+        self, x: Float[Array, "B T H W C"], past: Float[Array, "B _T H W C"] | None
     ) -> tuple[Float[Array, "B _T H W _C"], Float[Array, "B _T H W C"]]:
         """The output of a chunk, and the frames to keep for the next."""
         x = as_operand(x, self.dtype)
-        x = constrain(jnp.concatenate([self.blank(x) if kept is None else kept, x], axis=1), VIDEO)
+        x = constrain(jnp.concatenate([self.blank(x) if past is None else past, x], axis=1), VIDEO)
         y = _biased(self._form(x)(x, self.kernel[...], self.time_stride), self.bias[...], self.dtype)
         return constrain(y, VIDEO), x[:, x.shape[1] - (self.kernel.shape[0] - self.time_stride) :]
 
@@ -100,12 +100,12 @@ class RepeatingConv(CausalConv):
         return as_operand(x[:, :1], self.dtype).repeat(self.kernel.shape[0] - 1, axis=1)
 
 
-def through(layers: Sequence[Any], x: Chunk, cache: Cache, *given: Any) -> tuple[Chunk, Cache]:
-    """Passes a chunk through layers in turn, each with its own part of the cache; all are `given` the same beside."""
-    kept = list(cache or [None] * len(layers))
+def through(layers: Sequence[Any], x: Chunk, cache: Cache, *arguments: Any) -> tuple[Chunk, Cache]:
+    """Passes a chunk through layers in turn, each with its part of the cache; all take the same further `arguments`."""
+    caches = list(cache or [None] * len(layers))
     for index, layer in enumerate(layers):
-        x, kept[index] = layer(x, kept[index], *given)
-    return x, tuple(kept)
+        x, caches[index] = layer(x, caches[index], *arguments)
+    return x, tuple(caches)
 
 
 def as_operand(x: Chunk, dtype: DTypeLike) -> Chunk:

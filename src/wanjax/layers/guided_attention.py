@@ -14,15 +14,15 @@ TINY = 1e-12
 
 
 @jax.named_scope("guided_attention")
-def led_away(y: Tokens, negative: Tokens, by: Float32[Array, "3"]) -> Tokens:
+def led_away(y: Tokens, negative: Tokens, parameters: Float32[Array, "3"]) -> Tokens:
     """Returns attention to a prompt, led away from that to a negative prompt by a scale, at most `tau`, for `alpha`.
 
     A token goes on from the negative one through its own by `scale`, is then cut to `tau` times its own length, and is
     mixed with its own by the share `alpha`. All is in float32.
     """
-    scale, tau, alpha = by
-    own, other = y.astype(jnp.float32), negative.astype(jnp.float32)
-    led = scale * own - (scale - 1) * other
-    length, grown = (jnp.sum(jnp.abs(z), axis=-1, keepdims=True) for z in (own, led))
-    led = led * jnp.minimum(1.0, tau * length / jnp.maximum(grown, TINY))
-    return (alpha * led + (1 - alpha) * own).astype(y.dtype)
+    scale, tau, alpha = parameters
+    positive, opposite = y.astype(jnp.float32), negative.astype(jnp.float32)
+    guided = scale * positive - (scale - 1) * opposite
+    length, guided_length = (jnp.sum(jnp.abs(z), axis=-1, keepdims=True) for z in (positive, guided))
+    guided = guided * jnp.minimum(1.0, tau * length / jnp.maximum(guided_length, TINY))
+    return (alpha * guided + (1 - alpha) * positive).astype(y.dtype)

@@ -68,8 +68,8 @@ def _forward(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, tuple[jax.Arra
     return _product(x, kernel), (x, kernel)
 
 
-def _backward(kept: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, kernel = kept
+def _backward(residuals: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, kernel = residuals
     rows = tuple(range(x.ndim - 1))
     transposed = jax.lax.optimization_barrier(jnp.moveaxis(x, -1, 0))
     of_x = jax.lax.dot_general(g, kernel, (((g.ndim - 1,), (1,)), ((), ())))
@@ -89,10 +89,10 @@ def gathered_together(*projections: Projection) -> Sequence[Projection]:
     During an all-gather a TPU does nothing else, unless its SparseCores gather. A later all-gather would wait for the
     heads that are sent on the same links, and keep them from being sent beside the next projection.
     """
-    partitioner, plain = current(), [projection for projection in projections if isinstance(projection, Linear)]
-    if partitioner.alone or not partitioner.rules.gathered or len(plain) < len(projections):
+    partitioner, dense = current(), [projection for projection in projections if isinstance(projection, Linear)]
+    if partitioner.alone or not partitioner.rules.gathered or len(dense) < len(projections):
         return projections
-    kernels = [whole(projection.kernel[...].astype(projection.dtype)) for projection in plain]
+    kernels = [whole(projection.kernel[...].astype(projection.dtype)) for projection in dense]
     return list(map(_with_kernel, projections, jax.lax.optimization_barrier(kernels)))
 
 

@@ -85,7 +85,7 @@ def scan_blocks(
 def scan_keeping(
     blocks: Any, apply: Callable[..., tuple[Carry, Result]], x: Carry, *per_block: Any
 ) -> tuple[Carry, Result]:
-    """Runs `x, made = apply(block, x, *entries)` over stacked blocks; returns x, and all that was made, stacked.
+    """Runs `x, result = apply(block, x, *entries)` over stacked blocks; returns x and all results, stacked.
 
     The arguments are those of `scan_blocks`. There is no checkpoint for a backward pass.
     """
@@ -93,8 +93,8 @@ def scan_keeping(
 
     def step(x: Carry, layer: tuple[Any, tuple]) -> tuple[Carry, Result]:
         block_weights, entries = layer
-        x, made = apply(nnx.merge(graphdef, block_weights), x, *entries)
-        return as_tokens(x), made
+        x, result = apply(nnx.merge(graphdef, block_weights), x, *entries)
+        return as_tokens(x), result
 
     return jax.lax.scan(step, as_tokens(x), (weights, per_block))
 

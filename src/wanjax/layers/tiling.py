@@ -19,12 +19,12 @@ class Tiling(NamedTuple):
     size: Pixels | None = None
     stride: Pixels | None = None
 
-    def completed(self, own: "Tiling", unit: int = 1) -> "Tiling":
-        """Returns this tiling with the numbers of `own` in place of None.
+    def completed(self, default: "Tiling", unit: int = 1) -> "Tiling":
+        """Returns this tiling with the numbers of `default` in place of None.
 
         Raises WanjaxError unless all are multiples of `unit`, and no stride is larger than its size.
         """
-        whole = Tiling(*(other if given is None else given for given, other in zip(self, own, strict=True)))
+        whole = Tiling(*(usual if value is None else value for value, usual in zip(self, default, strict=True)))
         for name, numbers in zip(self._fields, pairs := whole.pairs(), strict=True):
             if len(numbers) != 2 or not all(type(n) is int and n > 0 and n % unit == 0 for n in numbers):
                 right = f"a multiple of {unit} pixels, or one for each of height and width"
