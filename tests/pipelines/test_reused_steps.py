@@ -136,9 +136,9 @@ def test_a_step_of_magcache_adds_what_was_kept(pipe):
             return ()
 
         def after(self, x: Any) -> Any:
-            assert self.given is not None
+            assert self.previous is not None
             (video, *others), tree = jax.tree.flatten(x)
-            return jax.tree.unflatten(tree, [video + self.given[0], *others])
+            return jax.tree.unflatten(tree, [video + self.previous[0], *others])
 
     at, step, _, schedule, _, _ = forwards(pipe, Added)
     before, after = taken.states[first - 1], taken.states[first]
@@ -168,7 +168,7 @@ def test_a_reused_step_equals_input_and_residual_to_the_bit(each):
                 return super().before(part, x)
 
             def after(self, x: Any) -> Any:
-                if self.given is not None:  # no part is run
+                if self.previous is not None:  # no part is run
                     seen.append(jax.tree.leaves(x)[0])
                 found = super().after(x)
                 seen.append(jax.tree.leaves(found)[0])

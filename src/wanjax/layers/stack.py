@@ -105,15 +105,15 @@ def as_tokens(x: Carry) -> Carry:
 
 
 class BlockCache:
-    """What a forward keeps on its way through its blocks, and what it is given of an earlier one: here nothing.
+    """The values that a forward caches on its way through its blocks, and those of the `previous` one: here none.
 
     for part in cache.parts(layers):
         x = scan_blocks(blocks, apply, cache.before(part, x), part=part)
     x = cache.after(x)
     """
 
-    def __init__(self, given: tuple | None = None):
-        self.given = given
+    def __init__(self, previous: tuple | None = None):
+        self.previous = previous
         self.cached: tuple = ()
 
     def __repr__(self) -> str:

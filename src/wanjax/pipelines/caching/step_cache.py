@@ -83,12 +83,12 @@ class LastBlockCache(BlockCache):
     def parts(self, layers: int, *cuts: int) -> Sequence[range]:
         parts = super().parts(layers, *cuts, layers - 1)
         self.last = parts[-1]
-        return parts if self.given is None else parts[-1:]
+        return parts if self.previous is None else parts[-1:]
 
     def before(self, part: range, x: Any) -> Any:
         if part != self.last:
             return x
-        x = as_tokens(x if self.given is None else jax.tree.unflatten(jax.tree.structure(x), self.given))
+        x = as_tokens(x if self.previous is None else jax.tree.unflatten(jax.tree.structure(x), self.previous))
         self.cached = tuple(jax.tree.leaves(x))
         return x
 
@@ -104,7 +104,7 @@ class ResidualCache(BlockCache):
         self.cached = as_tokens(given or ())
 
     def parts(self, layers: int, *cuts: int) -> Sequence[range]:
-        return super().parts(layers, *cuts) if self.given is None else ()
+        return super().parts(layers, *cuts) if self.previous is None else ()
 
     def before(self, part: range, x: Any) -> Any:
         if part.start == 0:
@@ -113,7 +113,7 @@ class ResidualCache(BlockCache):
 
     def after(self, x: Any) -> Any:
         tokens, tree = jax.tree.flatten(x)
-        if self.given is None:
+        if self.previous is None:
             self.cached = as_tokens(tuple(map(sub, tokens, self.first)))  # those that are read, which are the first
             return x
         read = as_tokens(list(map(add, tokens, self.cached)))
