@@ -100,7 +100,7 @@ class RepeatingConv(CausalConv):
         return as_operand(x[:, :1], self.dtype).repeat(self.kernel.shape[0] - 1, axis=1)
 
 
-def through(layers: Sequence[Any], x: Chunk, cache: Cache, *arguments: Any) -> tuple[Chunk, Cache]:
+def run_layers(layers: Sequence[Any], x: Chunk, cache: Cache, *arguments: Any) -> tuple[Chunk, Cache]:
     """Passes a chunk through layers in turn, each with its part of the cache; all take the same further `arguments`."""
     caches = list(cache or [None] * len(layers))
     for index, layer in enumerate(layers):

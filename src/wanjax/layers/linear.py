@@ -83,7 +83,7 @@ def _are_tokens(x: jax.Array) -> bool:
     return x.ndim == 3 and x.shape[1] > 1
 
 
-def gathered_together(*projections: Projection) -> Sequence[Projection]:
+def gather_together(*projections: Projection) -> Sequence[Projection]:
     """Returns projections whose kernels are all gathered before the first of them is used.
 
     During an all-gather a TPU does nothing else, unless its SparseCores gather. A later all-gather would wait for the

@@ -82,7 +82,7 @@ def scan_blocks(
     return jax.lax.scan(checkpointed(run_at), as_tokens(x), jnp.arange(part.start, part.stop))[0]
 
 
-def scan_keeping(
+def scan_with_results(
     blocks: Any, apply: Callable[..., tuple[Carry, Result]], x: Carry, *per_block: Any
 ) -> tuple[Carry, Result]:
     """Runs `x, result = apply(block, x, *entries)` over stacked blocks; returns x and all results, stacked.

@@ -13,7 +13,7 @@ from wanjax.layers.embeddings import sinusoid
 from wanjax.layers.linear import linear
 from wanjax.layers.norms import layer_norm
 from wanjax.layers.patch import patch_grid, patchify, to_pixels, unpatchify
-from wanjax.layers.stack import EVERY_BLOCK, scan_blocks, scan_keeping, stack
+from wanjax.layers.stack import EVERY_BLOCK, scan_blocks, scan_with_results, stack
 
 PATCH = (1, 2, 2)
 
@@ -100,7 +100,7 @@ class JointTransformer(nnx.Module):
     def reference(self, x):
         """Returns the keys and values of a reference [B T H W C] in each layer, and which of them are real."""
         tokens, real = self._tokens(x)
-        _, kept = scan_keeping(self.blocks, lambda block, x: block.reference(x, real), tokens)
+        _, kept = scan_with_results(self.blocks, lambda block, x: block.reference(x, real), tokens)
         return kept, real
 
     def __call__(self, x, t, text, mask, kept, real, cache=EVERY_BLOCK):

@@ -19,7 +19,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from wanjax.layers.conv import CONV_AXES, Cache, Chunk, FrameConv, RepeatingConv, as_operand, through
+from wanjax.layers.conv import CONV_AXES, Cache, Chunk, FrameConv, RepeatingConv, as_operand, run_layers
 from wanjax.layers.linear import linear
 from wanjax.layers.norms import GroupNorm
 from wanjax.models.cogvideox.vae_config import VAEConfig
@@ -111,7 +111,7 @@ class Level(nnx.Module):
         self.resample = nnx.data(resample)
 
     def __call__(self, x: Chunk, cache: Cache, *latents: Chunk) -> tuple[Chunk, Cache]:
-        x, kept = through(self.res, x, cache, *latents)
+        x, kept = run_layers(self.res, x, cache, *latents)
         return x if self.resample is None else self.resample(x), kept
 
 
@@ -136,7 +136,7 @@ class Encoder(nnx.Module):
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
         kept_in, kept, kept_mid, kept_out = cache or [None] * 4
         x, kept_in = self.conv_in(x, kept_in)
-        x, kept = through(self.levels, x, kept)
+        x, kept = run_layers(self.levels, x, kept)
         x, kept_mid = self.mid(x, kept_mid)
         x, kept_out = self.conv_out(jax.nn.silu(self.norm_out(x)), kept_out)
         return x, (kept_in, kept, kept_mid, kept_out)
@@ -165,7 +165,7 @@ class Decoder(nnx.Module):
         kept_in, kept_mid, kept, kept_out = cache or [None] * 4
         x, kept_in = self.conv_in(z, kept_in)
         x, kept_mid = self.mid(x, kept_mid, z)
-        x, kept = through(self.levels, x, kept, z)
+        x, kept = run_layers(self.levels, x, kept, z)
         x, kept_out = self.conv_out(jax.nn.silu(self.norm_out(x, z)), kept_out)
         return x, (kept_in, kept_mid, kept, kept_out)
 

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 from wanjax.kernels.attention import attention
-from wanjax.layers.conv import CONV_AXES, Cache, Chunk, RepeatingConv, as_operand, through
+from wanjax.layers.conv import CONV_AXES, Cache, Chunk, RepeatingConv, as_operand, run_layers
 from wanjax.layers.linear import linear
 from wanjax.layers.norms import ChannelNorm
 from wanjax.models.hunyuanvideo.vae_config import VAEConfig
@@ -228,7 +228,7 @@ class Level(nnx.Module):
 
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
         kept, kept_resample = cache or (None, None)
-        x, kept = through(self.res, x, kept)
+        x, kept = run_layers(self.res, x, kept)
         if self.resample is not None:
             x, kept_resample = self.resample(x, kept_resample)
         return x, (kept, kept_resample)
@@ -255,7 +255,7 @@ class Encoder(nnx.Module):
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
         kept_in, kept, kept_mid, kept_out = cache or [None] * 4
         x, kept_in = self.conv_in(x, kept_in)
-        x, kept = through(self.levels, x, kept)
+        x, kept = run_layers(self.levels, x, kept)
         x, kept_mid = self.mid(x, kept_mid)
         y, kept_out = self.conv_out(self.norm_out.silu(x), kept_out)
         return y + grouped_mean(x, y.shape[-1]), (kept_in, kept, kept_mid, kept_out)
@@ -285,7 +285,7 @@ class Decoder(nnx.Module):
         h, kept_in = self.conv_in(x, kept_in)
         x = h + x.repeat(h.shape[-1] // x.shape[-1], axis=-1)
         x, kept_mid = self.mid(x, kept_mid)
-        x, kept = through(self.levels, x, kept)
+        x, kept = run_layers(self.levels, x, kept)
         x, kept_out = self.conv_out(self.norm_out.silu(x), kept_out)
         return x, (kept_in, kept_mid, kept, kept_out)
 

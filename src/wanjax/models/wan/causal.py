@@ -24,7 +24,7 @@ from wanjax.layers.modulation import modulate
 from wanjax.layers.patch import patchify, unpatchify
 from wanjax.layers.placement import on_own_mesh
 from wanjax.layers.rope import Angles, Rope, angles, norm_and_rope, rope_of
-from wanjax.layers.stack import scan_keeping
+from wanjax.layers.stack import scan_with_results
 from wanjax.models.wan.config import CausalTransformerConfig
 from wanjax.models.wan.transformer import (
     AttentionLayer,
@@ -107,7 +107,7 @@ class WanCausalTransformer(WanTransformer):
         def run(block: CausalBlock, x: Tokens, context: Context, window: KVCache) -> tuple[Tokens, KVCache]:
             return block(x, context, mod, rope, window, slot)
 
-        x, kept = scan_keeping(self.blocks, run, x, context, window)
+        x, kept = scan_with_results(self.blocks, run, x, context, window)
 
         shift, scale = (embedded + row for row in jnp.split(self.table[...][None], 2, axis=1))
         x = self.proj_out(modulate(self.norm_out(x), shift, scale).astype(self.dtype))

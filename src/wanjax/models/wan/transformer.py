@@ -24,7 +24,7 @@ from wanjax.kernels.rotary_heads import pack_for_all_to_all
 from wanjax.layers.embeddings import TimeEmbed, Timesteps, timesteps_of
 from wanjax.layers.guided_attention import nag
 from wanjax.layers.heads import join_heads, split_heads
-from wanjax.layers.linear import gathered_together, linear
+from wanjax.layers.linear import gather_together, linear
 from wanjax.layers.mlp import MLP, gelu_tanh
 from wanjax.layers.modulation import Second, gated_add, modulate, split_modulation
 from wanjax.layers.norms import layer_norm, rms_norm
@@ -117,7 +117,7 @@ class SelfAttention(AttentionLayer):
     @jax.named_scope("self_attention")
     def __call__(self, x: Tokens, rope: Rope, mask: Radial | None = None) -> tuple[Tokens, None]:
         """Keeps no keys and values for other calls, as a causal one does."""
-        to_q, to_k, to_v = gathered_together(self.q, self.k, self.v)
+        to_q, to_k, to_v = gather_together(self.q, self.k, self.v)
         # norm and RoPE are one call because they are one kernel on TPUs: apart, each copies q and k in memory
         q = split_heads(norm_and_rope(to_q(x), self.q_norm, rope), self.heads)  # [B L N D]
         k = split_heads(norm_and_rope(to_k(x), self.k_norm, rope), self.heads)

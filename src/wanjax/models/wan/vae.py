@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from wanjax.kernels.attention import attention
 from wanjax.kernels.target import target
-from wanjax.layers.conv import CONV_AXES, Cache, CausalConv, Chunk, FrameConv, as_operand, through
+from wanjax.layers.conv import CONV_AXES, Cache, CausalConv, Chunk, FrameConv, as_operand, run_layers
 from wanjax.layers.linear import linear
 from wanjax.layers.norms import ChannelNorm, along_last
 from wanjax.models.wan.config import VAEConfig
@@ -134,7 +134,7 @@ class Level(nnx.Module):
 
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
         kept, kept_resample = cache or (None, None)
-        x, kept = through(self.res, x, kept)
+        x, kept = run_layers(self.res, x, kept)
         if self.resample is not None:
             x, kept_resample = self.resample(x, kept_resample)
         return x, (kept, kept_resample)
@@ -154,7 +154,7 @@ class Encoder(nnx.Module):
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
         kept_in, kept, kept_mid, kept_out = cache or [None] * 4
         x, kept_in = self.conv_in(x, kept_in)
-        x, kept = through(self.levels, x, kept)
+        x, kept = run_layers(self.levels, x, kept)
         x, kept_mid = self.mid(x, kept_mid)
         x, kept_out = self.conv_out(self.norm_out.silu(x), kept_out)
         return x, (kept_in, kept, kept_mid, kept_out)
@@ -176,7 +176,7 @@ class Decoder(nnx.Module):
         kept_in, kept_mid, kept, kept_out = cache or [None] * 4
         x, kept_in = self.conv_in(x, kept_in)
         x, kept_mid = self.mid(x, kept_mid)
-        x, kept = through(self.levels, x, kept)
+        x, kept = run_layers(self.levels, x, kept)
         x, kept_out = self.conv_out(self.norm_out.silu(x), kept_out)
         return x, (kept_in, kept_mid, kept, kept_out)
 
