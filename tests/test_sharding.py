@@ -20,7 +20,7 @@ from tests.support.small_wan import network, partitioner, pipeline, transformer_
 from tests.support.tiny import tiny_checkpoint
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
-from wanjax.layers.placement import as_shapes, placed
+from wanjax.layers.placement import as_shapes, with_shardings
 from wanjax.models.wan.config import T2V_14B
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.pipelines.frames import Decoding, decode_chunk
@@ -172,7 +172,9 @@ def test_what_the_14b_keeps_on_each_of_eight_chips():
 
     def bytes_a_device(axes, rules):
         make = partial(WanTransformer, T2V_14B, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
-        weights = jax.tree.leaves(nnx.state(placed(as_shapes(lambda rngs: make(rngs=rngs)), partitioner(axes, rules))))
+        weights = jax.tree.leaves(
+            nnx.state(with_shardings(as_shapes(lambda rngs: make(rngs=rngs)), partitioner(axes, rules)))
+        )
         return sum(np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in weights)
 
     assert bytes_a_device((1, 1, 8), "fsdp") < 3.7e9

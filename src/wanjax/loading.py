@@ -25,7 +25,7 @@ from wanjax.errors import WanjaxError, shown
 from wanjax.figures import in_bytes
 from wanjax.kernels.attention import AUTO, AttentionConfig, choose
 from wanjax.kernels.compiler_options import SAFE, check_set
-from wanjax.layers.placement import placed
+from wanjax.layers.placement import with_shardings
 from wanjax.media.records import DIGESTS
 from wanjax.pipelines import memory
 from wanjax.pipelines.checks import dtype_name
@@ -376,7 +376,7 @@ def _shapes(
     dtype = settings.dtype
     if known.float32:
         dtype, kept = settings.vae_dtype if name == "vae" else "float32", "float32"
-    return placed(known.abstract(dtype=dtype, param_dtype=kept, **options), partitioner)
+    return with_shardings(known.abstract(dtype=dtype, param_dtype=kept, **options), partitioner)
 
 
 def _stored_dtype(source: Source, name: str) -> str:

@@ -56,7 +56,7 @@ def axes_of(weight: nnx.Variable) -> Axes | None:
     return weight.get_metadata("axes", None)
 
 
-def placed(abstract: Module, partitioner: Partitioner) -> Module:
+def with_shardings(abstract: Module, partitioner: Partitioner) -> Module:
     """The abstract module, as `as_shapes` returns it, with the sharding of each weight by its logical axes.
 
     A weight without names is replicated.

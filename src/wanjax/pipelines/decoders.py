@@ -14,7 +14,7 @@ from wanjax.checkpoints.files import Tensors
 from wanjax.checkpoints.readers import open_tensors
 from wanjax.converters import taehv
 from wanjax.errors import WanjaxError
-from wanjax.layers.placement import as_shapes, placed
+from wanjax.layers.placement import as_shapes, with_shardings
 from wanjax.models.taehv import TinyDecoder, TinyDecoderConfig
 from wanjax.sharding import Partitioner
 
@@ -57,7 +57,7 @@ class DecoderFile:
 
     def shapes(self, partitioner: Partitioner) -> TinyDecoder:
         """Returns the decoder as shapes with shardings."""
-        return placed(_shapes(self.config), partitioner)
+        return with_shardings(_shapes(self.config), partitioner)
 
     def load(self, partitioner: Partitioner) -> TinyDecoder:
         """Returns the decoder; raises WanjaxError for tensors that are missing, left over or of another shape."""

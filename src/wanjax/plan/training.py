@@ -15,7 +15,7 @@ from wanjax.checkpoints.networks import network_of
 from wanjax.figures import in_bytes
 from wanjax.kernels.attention import AUTO, AttentionConfig
 from wanjax.kernels.compiler_options import SAFE
-from wanjax.layers.placement import as_shapes, placed
+from wanjax.layers.placement import as_shapes, with_shardings
 from wanjax.loading import outlined
 from wanjax.pipelines.meshes import choose_mesh, step_cost
 from wanjax.pipelines.pipeline import Pipeline
@@ -132,7 +132,7 @@ def _recorded(
         rules = network_of(known, pipe.components.kinds).rules
         return network if lora is None else adapt(network, rules, lora, 0)[0]
 
-    network = placed(as_shapes(adapted), partitioner)
+    network = with_shardings(as_shapes(adapted), partitioner)
     trained = everything if lora is None else is_factor
     static, changed, fixed = prepare_step(
         network, loss_of(pipe, NoiseLevels()), optimizer(optimized, STEPS), trained=trained
