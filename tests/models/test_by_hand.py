@@ -14,7 +14,7 @@ import wanjax
 from tests.support import tiny
 from tests.support.quick import quick
 from wanjax.errors import WanjaxError
-from wanjax.layers.placement import on_own_mesh
+from wanjax.layers.placement import on_weights_mesh
 from wanjax.models.wan.causal import angles_at, place_of
 from wanjax.sharding import ONE_DEVICE, current
 
@@ -144,7 +144,7 @@ class Told(nnx.Module):
     def __init__(self, sharding: jax.sharding.Sharding):
         self.weight = nnx.Param(jax.device_put(jnp.zeros((8, 8)), sharding))
 
-    @on_own_mesh
+    @on_weights_mesh
     def __call__(self) -> Any:
         return current()
 

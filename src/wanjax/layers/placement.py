@@ -71,7 +71,7 @@ def with_shardings(abstract: Module, partitioner: Partitioner) -> Module:
     return nnx.merge(graphdef, nnx.from_flat_state([(path, place(leaf)) for path, leaf in nnx.to_flat_state(state)]))
 
 
-def on_own_mesh(call: Call) -> Call:
+def on_weights_mesh(call: Call) -> Call:
     """Decorates a network's forward: outside `sharding.use`, it runs on the mesh that holds the weights.
 
     Kernels have to be told the devices that share their work. Weights are gathered there as they are used, whatever

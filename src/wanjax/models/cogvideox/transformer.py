@@ -27,7 +27,7 @@ from wanjax.layers.mlp import MLP, gelu_tanh
 from wanjax.layers.modulation import Modulation, gated_add, modulate
 from wanjax.layers.norms import layer_norm
 from wanjax.layers.patch import patch_grid, patchify, unpatchify
-from wanjax.layers.placement import on_own_mesh
+from wanjax.layers.placement import on_weights_mesh
 from wanjax.layers.rope import Rope, head_norm_and_rope
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache, scan_blocks, stack
 from wanjax.models.cogvideox.config import Grid, TransformerConfig
@@ -169,7 +169,7 @@ class CogVideoXTransformer(nnx.Module):
         """
         return Positions(rope_tables(self.config, grid, text), self.added_positions(grid, text))
 
-    @on_own_mesh
+    @on_weights_mesh
     def __call__(
         self,
         latents: Float[Array, "B T H W C"],

@@ -26,7 +26,7 @@ from wanjax.layers.mlp import MLP, gelu_tanh
 from wanjax.layers.modulation import Modulation, gated_add, modulate, split_modulation
 from wanjax.layers.norms import layer_norm, rms_norm
 from wanjax.layers.patch import patch_grid, patchify, unpatchify
-from wanjax.layers.placement import on_own_mesh, param
+from wanjax.layers.placement import on_weights_mesh, param
 from wanjax.layers.rope import Rope, rope_3d, rotated
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache, scan_blocks, stack
 from wanjax.models.hunyuanvideo.config import TransformerConfig
@@ -254,7 +254,7 @@ class HunyuanVideoTransformer(nnx.Module):
         x = self.proj_out(modulate(self.norm_out(x), shift, scale).astype(self.dtype))
         return unpatchify(x, grid, CELL)
 
-    @on_own_mesh
+    @on_weights_mesh
     def __call__(
         self,
         latents: Float[Array, "B T H W C"],

@@ -22,7 +22,7 @@ from wanjax.layers.embeddings import Timesteps, timesteps_of
 from wanjax.layers.heads import join_heads, split_heads
 from wanjax.layers.modulation import modulate
 from wanjax.layers.patch import patchify, unpatchify
-from wanjax.layers.placement import on_own_mesh
+from wanjax.layers.placement import on_weights_mesh
 from wanjax.layers.rope import Angles, Rope, angles, norm_and_rope, rope_of
 from wanjax.layers.stack import scan_with_results
 from wanjax.models.wan.config import CausalTransformerConfig
@@ -80,7 +80,7 @@ class WanCausalTransformer(WanTransformer):
         channels = self.config.rope_channels
         return rope_of([time, *(angles(range(size), c) for size, c in zip(grid[1:], channels[1:], strict=True))])
 
-    @on_own_mesh
+    @on_weights_mesh
     def __call__(
         self,
         latents: Float[Array, "B T H W C"],

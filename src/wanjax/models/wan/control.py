@@ -20,7 +20,7 @@ from wanjax.layers.embeddings import Timesteps, timesteps_of
 from wanjax.layers.linear import linear
 from wanjax.layers.modulation import modulate
 from wanjax.layers.patch import patchify, unpatchify
-from wanjax.layers.placement import on_own_mesh
+from wanjax.layers.placement import on_weights_mesh
 from wanjax.layers.rope import Rope
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache, block_at, grouped, map_blocks, scan_blocks, stack
 from wanjax.models.wan.config import ControlTransformerConfig
@@ -79,7 +79,7 @@ class WanControlTransformer(WanTransformer):
         keys = (map_blocks(stack, lambda block: block.cross_attn.context(text)) for stack in stacks)
         return shard_stacked(ControlContext(*keys), self.config.heads)
 
-    @on_own_mesh
+    @on_weights_mesh
     def __call__(
         self,
         latents: Float[Array, "B T H W C"],

@@ -20,7 +20,7 @@ from wanjax.layers.heads import split_heads
 from wanjax.layers.linear import linear
 from wanjax.layers.mlp import MLP, gelu
 from wanjax.layers.norms import layer_norm, rms_norm
-from wanjax.layers.placement import on_own_mesh, param
+from wanjax.layers.placement import on_weights_mesh, param
 from wanjax.layers.rope import Rope
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache, map_blocks
 from wanjax.models.wan.config import ImageTransformerConfig
@@ -123,7 +123,7 @@ class WanImageTransformer(WanTransformer):
         )
         return shard_stacked(keys, self.config.heads)
 
-    @on_own_mesh
+    @on_weights_mesh
     def __call__(
         self,
         latents: Float[Array, "B T H W C"],

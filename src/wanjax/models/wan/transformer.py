@@ -29,7 +29,7 @@ from wanjax.layers.mlp import MLP, gelu_tanh
 from wanjax.layers.modulation import Second, gated_add, modulate, split_modulation
 from wanjax.layers.norms import layer_norm, rms_norm
 from wanjax.layers.patch import patch_grid, patchify, unpatchify
-from wanjax.layers.placement import on_own_mesh, param
+from wanjax.layers.placement import on_weights_mesh, param
 from wanjax.layers.rope import Rope, norm_and_rope, rope_3d
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache, map_blocks, scan_blocks, stack
 from wanjax.models.wan.config import TransformerConfig
@@ -232,7 +232,7 @@ class WanTransformer(nnx.Module):
         """The mask of radial self-attention over a grid of patches; None where all see all."""
         return self.attention.mask(grid)
 
-    @on_own_mesh
+    @on_weights_mesh
     def __call__(
         self,
         latents: Float[Array, "B T H W C"],
