@@ -9,7 +9,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from wanjax.kernels.saved import saved
+from wanjax.kernels.remat import save_for_backward
 from wanjax.layers.linear import Axes, default_kernel_init, linear
 
 gelu = partial(jax.nn.gelu, approximate=False)
@@ -37,7 +37,7 @@ class MLP(nnx.Module):
 
     @jax.named_scope("mlp")
     def __call__(self, x: Float[Array, "*B E"]) -> Float[Array, "*B _E"]:
-        return saved(self.down(self.activation(self.up(x))))
+        return save_for_backward(self.down(self.activation(self.up(x))))
 
 
 class GatedMLP(nnx.Module):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from wanjax.kernels.saved import saved_alone
+from wanjax.kernels.remat import remat
 from wanjax.layers.placement import axes_of
 from wanjax.sharding import constrain
 
@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 TOKENS = ("batch", "length", "embed")
 
-checkpointed = partial(saved_alone, prevent_cse=False)  # a scan leaves nothing for CSE to undo
+checkpointed = partial(remat, prevent_cse=False)  # a scan leaves nothing for CSE to undo
 
 
 def stack(make_block: Callable[[nnx.Rngs], Module], layers: int, rngs: nnx.Rngs) -> Module:

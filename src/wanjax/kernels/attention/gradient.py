@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from wanjax.kernels.custom_vjp import with_backward
-from wanjax.kernels.saved import saved
+from wanjax.kernels.remat import save_for_backward
 
 Result = tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]
 Backward = Callable[..., tuple[Array, Array, Array]]  # of q, k, v, g, lse, delta and masks: the gradients of q, k, v
@@ -34,7 +34,7 @@ def from_result(
     """
 
     def fwd(q: Array, k: Array, v: Array, masks: Any) -> tuple[Result, tuple]:
-        out, lse = saved(forward(q, k, v, masks))
+        out, lse = save_for_backward(forward(q, k, v, masks))
         return (out, lse), (q, k, v, masks, out, lse)
 
     def bwd(residuals: tuple, gradients: Result) -> tuple:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from wanjax.kernels.attention.blocks import apart, by_head, cut, even, precision_of
 from wanjax.kernels.attention.sparse_linear import KeyState, Projection, SparseLinear, choose_blocks, linear, state_of
 from wanjax.kernels.custom_vjp import with_backward
-from wanjax.kernels.saved import saved
+from wanjax.kernels.remat import save_for_backward
 from wanjax.kernels.target import multiplies_bfloat16, target
 from wanjax.sharding import pad_to
 
@@ -49,7 +49,7 @@ def with_gradient(
     """
 
     def fwd(q: Array, k: Array, v: Array, projection: Projection) -> tuple[Array, tuple]:
-        out, chosen = saved(forward(q, k, v, projection))
+        out, chosen = save_for_backward(forward(q, k, v, projection))
         return out, (q, k, v, projection, chosen)
 
     def bwd(residuals: tuple, g: Array) -> tuple:

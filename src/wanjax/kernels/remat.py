@@ -11,10 +11,10 @@ Results = TypeVar("Results")  # an array, or a tree of arrays
 
 _NAME = "saved"
 
-saved_alone = partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(_NAME))
-"""Computes a function again in its backward pass, except what is `saved` in it."""
+remat = partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(_NAME))
+"""Computes a function again in its backward pass, except what `save_for_backward` marks."""
 
 
-def saved(x: Results) -> Results:
-    """Marks results as kept for the backward pass, if it needs them: those that cost the most beside their size."""
+def save_for_backward(x: Results) -> Results:
+    """Mark results that a backward pass reads: those that cost the most for their size."""
     return checkpoint_name(x, _NAME)
