@@ -98,7 +98,7 @@ def _diffusion(kind: type[Diffusion], config: Mapping[str, Any]) -> Diffusion:
     return kind(snr_shift=config.get("snr_shift_scale", 3.0), spacing=config.get("timestep_spacing", "leading"))
 
 
-class _Read(NamedTuple):
+class _Reader(NamedTuple):
     """How a config is read: what makes the scheduler, the entries to check, and that of a flow's shift."""
 
     make: Callable[[Mapping[str, Any]], Scheduler]
@@ -106,15 +106,15 @@ class _Read(NamedTuple):
     shift: str = ""
 
 
-_READ = {
-    "UniPCMultistepScheduler": _Read(lambda config: UniPC(order=config.get("solver_order", 2)), _UNIPC, UNIPC_SHIFT),
-    "FlowMatchEulerDiscreteScheduler": _Read(
+_READERS = {
+    "UniPCMultistepScheduler": _Reader(lambda config: UniPC(order=config.get("solver_order", 2)), _UNIPC, UNIPC_SHIFT),
+    "FlowMatchEulerDiscreteScheduler": _Reader(
         lambda config: Consistency() if config.get("stochastic_sampling") else FlowEuler(), _FLOW, "shift"
     ),
-    "FlowMatchLCMScheduler": _Read(lambda config: Consistency(), _FLOW, "shift"),
-    "SelfForcingFlowMatchScheduler": _Read(lambda config: Consistency(), _SELF_FORCING, "shift"),
-    "CogVideoXDDIMScheduler": _Read(partial(_diffusion, DDIM), _DIFFUSION),
-    "CogVideoXDPMScheduler": _Read(partial(_diffusion, DPM), _DIFFUSION),
+    "FlowMatchLCMScheduler": _Reader(lambda config: Consistency(), _FLOW, "shift"),
+    "SelfForcingFlowMatchScheduler": _Reader(lambda config: Consistency(), _SELF_FORCING, "shift"),
+    "CogVideoXDDIMScheduler": _Reader(partial(_diffusion, DDIM), _DIFFUSION),
+    "CogVideoXDPMScheduler": _Reader(partial(_diffusion, DPM), _DIFFUSION),
 }
 
 
@@ -124,9 +124,9 @@ def from_config(config: Mapping[str, Any]) -> Scheduler:
     Raises WanjaxError for an unknown class, and for an entry with an unsupported value.
     """
     name = config.get("_class_name")
-    if not isinstance(name, str) or name not in _READ:
-        raise WanjaxError(f"the scheduler {name!r} is not known: give {' or '.join(_READ)}")
-    read = _READ[name]
+    if not isinstance(name, str) or name not in _READERS:
+        raise WanjaxError(f"the scheduler {name!r} is not known: give {' or '.join(_READERS)}")
+    read = _READERS[name]
     for entry, (absent, offered) in read.entries.items():
         value = config.get(entry, absent)
         if value not in offered:
@@ -149,22 +149,26 @@ def parse(text: object) -> Scheduler:
     Raises WanjaxError for any other text, and for an impossible value of the option.
     """
     name, colon, option = str(text).partition(":")
-    field, _, told = option.partition("=")
-    found = NAMED.get(name)
-    value = _value(told, getattr(found, field)) if found and colon and field and field == found.option else None
-    if found is None or (colon and value is None):
+    field, _, number = option.partition("=")
+    scheduler = NAMED.get(name)
+    value = (
+        _value(number, getattr(scheduler, field))
+        if scheduler and colon and field and field == scheduler.option
+        else None
+    )
+    if scheduler is None or (colon and value is None):
         near, options = near_names(name, NAMED, 1), ", ".join(_WITH_OPTIONS)
         right = f"{near[0]} is near" if near and not colon else f"there are {', '.join(NAMED)}"
         raise WanjaxError(f"no scheduler is named {shown(text)}: {right}, and with options {options}")
-    return replace(found, **{field: value}) if colon else found
+    return replace(scheduler, **{field: value}) if colon else scheduler
 
 
 def name_of(scheduler: Scheduler) -> str:
     """Returns the text of which `parse` makes the scheduler, but for the checkpoint's values; else a description."""
     for name, usual in NAMED.items():
         if type(scheduler) is type(usual):
-            told = (field.name for field in fields(usual) if field.name not in usual.of_checkpoint)
-            differs = [field for field in told if getattr(scheduler, field) != getattr(usual, field)]
+            options = (field.name for field in fields(usual) if field.name not in usual.of_checkpoint)
+            differs = [field for field in options if getattr(scheduler, field) != getattr(usual, field)]
             if set(differs) <= {usual.option}:
                 return name + "".join(f":{field}={_text(getattr(scheduler, field))}" for field in differs)
     return repr(scheduler)
@@ -198,11 +202,11 @@ def successor(scheduler: str | Scheduler, before: Scheduler) -> Scheduler:
         predicts = f"predictions of {new.prediction}, and the model predicts {before.prediction}"
         raise WanjaxError(f"the scheduler {name_of(new)} takes {predicts}: choose one like {name_of(before)}")
     if new is not scheduler:
-        kept = set(new.of_checkpoint) & set(before.of_checkpoint)
-        new = replace(new, **{field: getattr(before, field) for field in kept})
-    own, right = (set(inspect.signature(value.schedule).parameters) for value in (new, before))
-    if own != right:
-        differs = ", ".join(sorted(own ^ right))
+        shared = set(new.of_checkpoint) & set(before.of_checkpoint)
+        new = replace(new, **{field: getattr(before, field) for field in shared})
+    options, expected = (set(inspect.signature(value.schedule).parameters) for value in (new, before))
+    if options != expected:
+        differs = ", ".join(sorted(options ^ expected))
         raise WanjaxError(
             f"the schedule of {name_of(new)} differs in its options, {differs}: choose one like {name_of(before)}"
         )

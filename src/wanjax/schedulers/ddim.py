@@ -24,5 +24,5 @@ class DDIM(Diffusion):
         return weights[0] * x + weights[1] * self.x0(schedule, index, prediction, x), state
 
     def _weights(self, levels: Levels) -> tuple[float, ...]:
-        kept = np.sqrt((1 - levels.end) / (1 - levels.start))
-        return kept, np.sqrt(levels.end) - np.sqrt(levels.start) * kept
+        scale = np.sqrt((1 - levels.end) / (1 - levels.start))
+        return scale, np.sqrt(levels.end) - np.sqrt(levels.start) * scale

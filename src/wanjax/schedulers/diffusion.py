@@ -85,8 +85,8 @@ class Diffusion(Scheduler):
         timesteps = jnp.minimum((fractions * TRAIN_STEPS).astype(jnp.int32), TRAIN_STEPS - 1)
         bars = noise_levels(self.snr_shift)
         alphas, sigmas = (jnp.asarray(np.sqrt(x), jnp.float32)[timesteps] for x in (bars, 1 - bars))
-        told = timesteps.astype(jnp.float32)[None]
-        return Schedule(told, jnp.stack([sigmas, sigmas]), jnp.stack([alphas, alphas]))
+        times = timesteps.astype(jnp.float32)[None]
+        return Schedule(times, jnp.stack([sigmas, sigmas]), jnp.stack([alphas, alphas]))
 
     @abstractmethod
     def _weights(self, levels: Levels) -> tuple[float, ...]:

@@ -62,8 +62,8 @@ class DPM(Diffusion):
             at, to = (np.log(bar / (1 - bar)) / 2 for bar in (levels.start, levels.end))
             behind = None if levels.before is None else np.log(levels.before / (1 - levels.before)) / 2
         h = to - at
-        kept = np.sqrt((1 - levels.end) / (1 - levels.start)) * np.exp(-h)
+        scale = np.sqrt((1 - levels.end) / (1 - levels.start)) * np.exp(-h)
         gain = -np.expm1(-2 * h) * np.sqrt(levels.end)
         noise = np.sqrt(1 - levels.end) * np.sqrt(-np.expm1(-2 * h))
         extra = 0.0 if behind is None or last else h / (at - behind) / 2  # 0 after pure noise, infinitely far away
-        return kept, gain * (1 + extra), -gain * extra, noise
+        return scale, gain * (1 + extra), -gain * extra, noise

@@ -72,10 +72,10 @@ class Consistency(Renoising):
         if not self.timesteps:
             return super()._levels(steps, shift, sigmas)
         _check_official(sigmas)
-        told = _along(self.timesteps, steps)
+        timesteps = _along(self.timesteps, steps)
         trained = shifted(np.arange(TRAIN_STEPS, 0, -1) / TRAIN_STEPS, shift)
-        nearest = np.abs(trained * TRAIN_STEPS - told[:, None]).argmin(1)
-        return told, trained[nearest]
+        nearest = np.abs(trained * TRAIN_STEPS - timesteps[:, None]).argmin(1)
+        return timesteps, trained[nearest]
 
 
 @dataclass(frozen=True)
