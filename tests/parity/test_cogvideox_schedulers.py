@@ -172,15 +172,13 @@ def test_noise_of_another_shape_is_refused():
 
 
 def test_a_solver_given_by_name_keeps_the_levels():
-    assert schedulers.successor("dpm", DDIM(snr_shift=3.0, spacing="linspace")) == DPM(
-        snr_shift=3.0, spacing="linspace"
-    )
+    assert schedulers.resolve("dpm", DDIM(snr_shift=3.0, spacing="linspace")) == DPM(snr_shift=3.0, spacing="linspace")
     assert schedulers.name_of(DPM(snr_shift=3.0)) == "dpm"
-    assert schedulers.successor(DDIM(), DPM(snr_shift=3.0)) == DDIM()
+    assert schedulers.resolve(DDIM(), DPM(snr_shift=3.0)) == DDIM()
     with pytest.raises(WanjaxError, match=naming("velocity model v ddim")):
-        schedulers.successor("unipc", DDIM())
+        schedulers.resolve("unipc", DDIM())
     with pytest.raises(WanjaxError, match=naming("v model velocity unipc")):
-        schedulers.successor("dpm", UniPC())
+        schedulers.resolve("dpm", UniPC())
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from wanjax.schedulers import (
     UniPC,
     name_of,
     parse,
-    successor,
+    resolve,
 )
 
 

@@ -39,7 +39,7 @@ from wanjax.pipelines.text.tokenizer import TokenBatch, Truncation
 from wanjax.pipelines.video_shape import encoded_shape
 from wanjax.pipelines.windows import CONTROL, PICTURE, check_windows
 from wanjax.programs import Value
-from wanjax.schedulers import Scheduler, successor
+from wanjax.schedulers import Scheduler, resolve
 from wanjax.schedulers.base import TRAIN_STEPS, Schedule
 
 Shape = tuple[int, ...]
@@ -602,7 +602,7 @@ def phases_of(
 
 def with_scheduler(model: VideoModel[Any], scheduler: str | Scheduler) -> VideoModel[Any]:
     """Returns the model with another scheduler; raises WanjaxError where it does not fit the model."""
-    return replace(model, scheduler=successor(scheduler, model.scheduler))
+    return replace(model, scheduler=resolve(scheduler, model.scheduler))
 
 
 def least_bytes(model: VideoModel[Any], settings: Settings) -> int:

@@ -33,8 +33,8 @@ __all__ = [
     "name_of",
     "one_step",
     "parse",
+    "resolve",
     "shift_of",
-    "successor",
 ]
 
 NAMED: Mapping[str, Scheduler] = {
@@ -190,12 +190,13 @@ def _text(value: int | float | tuple[float, ...]) -> str:
     return ",".join(str(int(number)) if number == int(number) else repr(number) for number in numbers)
 
 
-def successor(scheduler: str | Scheduler, before: Scheduler) -> Scheduler:
-    """Returns the scheduler, given by name or as a value, that is to take the place of another.
+def resolve(scheduler: str | Scheduler, before: Scheduler) -> Scheduler:
+    """Return a scheduler, named or as a value, to sample a model in place of the one of its checkpoint.
 
-    One given by name keeps the other's values of the checkpoint. Raises WanjaxError unless networks that were made for
-    the one can be sampled by the other: their predictions are the same quantity, and their schedules have the same
-    options.
+    A named scheduler keeps the checkpoint's values (`of_checkpoint`) of the one before.
+
+    Raises:
+        WanjaxError: The two predict different quantities, or their schedules have different options.
     """
     new = scheduler if isinstance(scheduler, Scheduler) else parse(scheduler)
     if new.prediction != before.prediction:
