@@ -15,11 +15,11 @@ import numpy as np
 from jaxtyping import Array, Float, Key
 
 from wanjax.schedulers.base import TRAIN_STEPS, Index, Sample, Schedule, shifted
-from wanjax.schedulers.unipc import Expanding, expand
+from wanjax.schedulers.unipc import ExponentialIntegrator, expand
 
 
 @dataclass(frozen=True)
-class FlowDPM(Expanding):
+class FlowDPM(ExponentialIntegrator):
     """DPM-Solver++ of order 1 or 2 on flow predictions. The weights of a step are the predictor's."""
 
     from_noise: ClassVar[bool] = True

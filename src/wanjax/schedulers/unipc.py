@@ -35,7 +35,7 @@ class UniPCState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Expanding(Flow):
+class ExponentialIntegrator(Flow):
     """Solvers of order 1 or 2 by the expansion; raises WanjaxError for other orders."""
 
     order: int = 2
@@ -75,7 +75,7 @@ class Expanding(Flow):
 
 
 @dataclass(frozen=True)
-class UniPC(Expanding):
+class UniPC(ExponentialIntegrator):
     """UniPC of order 1 or 2. The weights of a step are the corrector's four and the predictor's three."""
 
     def init(
