@@ -106,7 +106,7 @@ def test_the_first_steps_are_left_out(solver, theirs, skip, monkeypatch):
     assert compare(solver, theirs, 20, monkeypatch, skip=skip) <= TOLERANCE
     x0, noise = (torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
     made = reference(theirs, 20)
-    answer = solver().noised(solver().schedule(20, skip=skip), jnp.asarray(x0.numpy()), jnp.asarray(noise.numpy()))
+    answer = solver().add_noise(solver().schedule(20, skip=skip), jnp.asarray(x0.numpy()), jnp.asarray(noise.numpy()))
     assert relative_l2(answer, made.add_noise(x0, noise, made.timesteps[skip : skip + 1])) <= TOLERANCE
 
 

@@ -139,7 +139,7 @@ def test_a_given_video_begins_between_noise_and_itself():
     clean, noise = jax.random.normal(jax.random.key(0), (2, *SHAPE))
     for scheduler in (Consistency(), CAUSVID, RCM()):
         schedule = scheduler.schedule(4, shift=5.0, skip=2)
-        begun = scheduler.noised(schedule, clean, noise)
+        begun = scheduler.add_noise(schedule, clean, noise)
         np.testing.assert_allclose(begun, clean + schedule.sigmas[0] * (noise - clean), atol=1e-6)
         np.testing.assert_allclose(scheduler.x0(schedule, 0, noise - clean, begun), clean, atol=2e-6)
 

@@ -29,8 +29,8 @@ class Flow:
     def x0(self, schedule: Any, index: Any, prediction: Any, x: Any) -> Any:
         return self.scheduler.x0(schedule, index, prediction, x)
 
-    def noised(self, schedule: Any, x0: Any, noise: Any) -> Any:
-        return self.scheduler.noised(schedule, x0, noise)
+    def add_noise(self, schedule: Any, x0: Any, noise: Any) -> Any:
+        return self.scheduler.add_noise(schedule, x0, noise)
 
 
 def unipc(shift: float, sigmas: Any = "official", order: int = 2) -> Flow:

@@ -260,7 +260,7 @@ def begin(
             x = static.scheduler.start(schedule, noise)
         else:  # a video with noise added
             clean = pad_front(jnp.moveaxis(latents.astype(jnp.float32), 1, -1), noise.shape[1])
-            x = static.scheduler.noised(schedule, clean, noise)
+            x = static.scheduler.add_noise(schedule, clean, noise)
         keys = solver_keys(words, 0 if static.chunk is None else number, steps_number)
         step_noise = stream_of(noise_inputs.of_steps, name)
         of_steps = () if step_noise is None else (jnp.moveaxis(step_noise, 2, -1),)

@@ -104,7 +104,7 @@ class Scheduler(ABC):
         """Returns the sample at the first noise level of the schedule where there is nothing but noise."""
         return noise
 
-    def noised(self, schedule: Schedule, x0: Sample, noise: Sample) -> Sample:
+    def add_noise(self, schedule: Schedule, x0: Sample, noise: Sample) -> Sample:
         """Adds noise to a clean sample, up to the first noise level of the schedule.
 
         Both products are rounded before they are summed, whatever program this is a part of.
