@@ -167,7 +167,7 @@ def name_of(scheduler: Scheduler) -> str:
     """Returns the text of which `parse` makes the scheduler, but for the checkpoint's values; else a description."""
     for name, usual in NAMED.items():
         if type(scheduler) is type(usual):
-            options = (field.name for field in fields(usual) if field.name not in usual.of_checkpoint)
+            options = (field.name for field in fields(usual) if field.name not in usual.checkpoint_fields)
             differs = [field for field in options if getattr(scheduler, field) != getattr(usual, field)]
             if set(differs) <= {usual.option}:
                 return name + "".join(f":{field}={_text(getattr(scheduler, field))}" for field in differs)
@@ -193,7 +193,7 @@ def _text(value: int | float | tuple[float, ...]) -> str:
 def resolve(scheduler: str | Scheduler, before: Scheduler) -> Scheduler:
     """Return a scheduler, named or as a value, to sample a model in place of the one of its checkpoint.
 
-    A named scheduler keeps the checkpoint's values (`of_checkpoint`) of the one before.
+    A named scheduler keeps the checkpoint's values (`checkpoint_fields`) of the one before.
 
     Raises:
         WanjaxError: The two predict different quantities, or their schedules have different options.
@@ -203,7 +203,7 @@ def resolve(scheduler: str | Scheduler, before: Scheduler) -> Scheduler:
         predicts = f"predictions of {new.prediction}, and the model predicts {before.prediction}"
         raise WanjaxError(f"the scheduler {name_of(new)} takes {predicts}: choose one like {name_of(before)}")
     if new is not scheduler:
-        shared = set(new.of_checkpoint) & set(before.of_checkpoint)
+        shared = set(new.checkpoint_fields) & set(before.checkpoint_fields)
         new = replace(new, **{field: getattr(before, field) for field in shared})
     options, expected = (set(inspect.signature(value.schedule).parameters) for value in (new, before))
     if options != expected:

@@ -57,7 +57,7 @@ class Scheduler(ABC):
     prediction: Prediction = "velocity"
     stochastic: ClassVar[bool] = False
     """True for a solver whose steps draw noise."""
-    of_checkpoint: ClassVar[tuple[str, ...]] = ()
+    checkpoint_fields: ClassVar[tuple[str, ...]] = ()
     """Fields with the values of a checkpoint's training, which another solver of that checkpoint keeps."""
     option: ClassVar[str] = ""
     """The field that the solver's name may tell, as in `unipc:order=1`."""

@@ -51,7 +51,7 @@ class Diffusion(Scheduler):
     prediction: Prediction = "v"
     snr_shift: float = 1.0
     spacing: Spacing = "trailing"
-    of_checkpoint: ClassVar[tuple[str, ...]] = ("snr_shift", "spacing")
+    checkpoint_fields: ClassVar[tuple[str, ...]] = ("snr_shift", "spacing")
 
     def __post_init__(self):
         check_shift("SNR shift", self.snr_shift, "1 to 3")
