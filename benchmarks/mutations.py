@@ -172,11 +172,11 @@ MUTATIONS = (
     ),
     Mutation(
         "renoise",
-        "src/wanjax/schedulers/renoising.py",
+        "src/wanjax/schedulers/consistency.py",
         "schedule.sigmas[index + 1] * noise, state",
         "schedule.sigmas[index] * noise, state",
         "models of three or four steps add too much noise in each, and their videos are grainy",
-        ("schedulers/test_renoising.py::test_every_step_is_the_published_one",),
+        ("schedulers/test_consistency.py::test_every_step_is_the_published_one",),
     ),
     Mutation(
         "v-target",

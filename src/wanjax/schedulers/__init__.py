@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 from wanjax.errors import WanjaxError, near_names, shown
 from wanjax.schedulers.base import TRAIN_STEPS, Scheduler, check_flow, one_step
+from wanjax.schedulers.consistency import RCM, Consistency, RCMEuler
 from wanjax.schedulers.ddim import DDIM
 from wanjax.schedulers.diffusion import BETAS, Diffusion
 from wanjax.schedulers.dpm import DPM
 from wanjax.schedulers.flow_dpm import FlowDPM
 from wanjax.schedulers.flow_euler import FlowEuler
-from wanjax.schedulers.renoising import RCM, Consistency, RCMEuler
 from wanjax.schedulers.unipc import UniPC
 
 __all__ = [

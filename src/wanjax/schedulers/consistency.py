@@ -22,7 +22,7 @@ from wanjax.schedulers.noise import Drawn, Given, noise_source, take_noise
 
 
 @dataclass(frozen=True)
-class Renoising(Flow):
+class MultistepConsistency(Flow):
     """Adds new noise in each step, up to the next level."""
 
     stochastic: ClassVar[bool] = True
@@ -46,7 +46,7 @@ class Renoising(Flow):
 
 
 @dataclass(frozen=True)
-class Consistency(Renoising):
+class Consistency(MultistepConsistency):
     """The solver of models distilled at given `timesteps`, such as 1000, 757, 522; without any, they are spread evenly.
 
     Evenly spread timesteps are shifted: four steps are 1000, 750, 500, 250 before the shift. Follows
@@ -79,7 +79,7 @@ class Consistency(Renoising):
 
 
 @dataclass(frozen=True)
-class Angles(Flow):
+class RCMLevels(Flow):
     """The noise levels of rCM (Zheng et al., "Large Scale Diffusion Distillation via Score-Regularized Continuous-Time
     Consistency", 2510.08431), which are angles: at θ, x is cos θ x0 + sin θ noise.
 
@@ -109,12 +109,12 @@ class Angles(Flow):
 
 
 @dataclass(frozen=True)
-class RCM(Renoising, Angles):
+class RCM(MultistepConsistency, RCMLevels):
     """The solver of rCM, which adds new noise at its levels."""
 
 
 @dataclass(frozen=True)
-class RCMEuler(FlowEuler, Angles):
+class RCMEuler(FlowEuler, RCMLevels):
     """Euler's method over rCM's levels, x' = x - (σ - σ') v, which adds no noise: sharper, and less robust.
 
     Follows turbodiffusion/inference/wan2.2_i2v_infer.py of thu-ml/TurboDiffusion, which has it for image to video.
