@@ -21,7 +21,7 @@ from wanjax import schedulers
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.guidance import dynamic_scales
 from wanjax.schedulers import DDIM, DPM, UniPC, one_step
-from wanjax.schedulers.noise import Drawn
+from wanjax.schedulers.noise import DrawnNoise
 
 TOLERANCE = 1e-6
 SHAPE = (2, 3, 4, 5, 4)
@@ -151,7 +151,7 @@ def test_drawn_noise_is_normal_and_new_in_each_step_and_sample():
     scheduler, nothing = DPM(), jnp.zeros((2, 64, 64))
     schedule = scheduler.schedule(4)
     state = scheduler.init(schedule, nothing, jax.random.split(jax.random.key(1), 2))
-    assert isinstance(state.source, Drawn)
+    assert isinstance(state.source, DrawnNoise)
     drawn, step = [], jax.jit(scheduler.step)
     for index in range(3):
         x, state = step(schedule, index, nothing, nothing, state)

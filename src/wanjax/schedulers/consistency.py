@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Key
 from wanjax.errors import WanjaxError
 from wanjax.schedulers.base import TRAIN_STEPS, Flow, Index, Sample, Schedule, shifted
 from wanjax.schedulers.flow_euler import FlowEuler
-from wanjax.schedulers.noise import Drawn, Given, noise_source, take_noise
+from wanjax.schedulers.noise import DrawnNoise, ProvidedNoise, noise_source, take_noise
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class MultistepConsistency(Flow):
 
     def init(
         self, schedule: Schedule, x: Sample, keys: Key[Array, " B"], noise: Float[Array, "..."] | None = None
-    ) -> Drawn | Given:
+    ) -> DrawnNoise | ProvidedNoise:
         """Returns the source of the noise. `noise` [steps, shape of x] takes the place of what steps would draw.
 
         Raises WanjaxError for noise of another shape.
@@ -37,8 +37,8 @@ class MultistepConsistency(Flow):
         return noise_source(schedule, x, keys, noise)
 
     def step(
-        self, schedule: Schedule, index: Index, prediction: Sample, x: Sample, state: Drawn | Given
-    ) -> tuple[Sample, Drawn | Given]:
+        self, schedule: Schedule, index: Index, prediction: Sample, x: Sample, state: DrawnNoise | ProvidedNoise
+    ) -> tuple[Sample, DrawnNoise | ProvidedNoise]:
         """Moves x to the next noise level, with new noise; the last step returns the clean sample."""
         noise, state = take_noise(state, x)
         x0 = self.x0(schedule, index, prediction, x)

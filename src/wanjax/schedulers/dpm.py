@@ -21,14 +21,14 @@ from jaxtyping import Array, Float, Key
 
 from wanjax.schedulers.base import Index, Sample, Schedule
 from wanjax.schedulers.diffusion import Diffusion, Levels
-from wanjax.schedulers.noise import Drawn, Given, noise_source, take_noise
+from wanjax.schedulers.noise import DrawnNoise, ProvidedNoise, noise_source, take_noise
 
 
 class DPMState(NamedTuple):
     """The clean sample that the step before predicted, and where the next step's noise comes from."""
 
     x0: Sample
-    source: Drawn | Given
+    source: DrawnNoise | ProvidedNoise
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from wanjax.errors import WanjaxError
 from wanjax.schedulers.base import Sample, Schedule
 
 
-class Drawn(NamedTuple):
+class DrawnNoise(NamedTuple):
     """Noise that is drawn in each step: the data of a key for each sample."""
 
     keys: UInt32[Array, "B 2"]
 
 
-class Given(NamedTuple):
+class ProvidedNoise(NamedTuple):
     """Noise that was given for every step, and how many of them were taken."""
 
     noise: Float[Array, "steps ..."]
@@ -26,24 +26,24 @@ class Given(NamedTuple):
 
 def noise_source(
     schedule: Schedule, x: Sample, keys: Key[Array, " B"], noise: Float[Array, "..."] | None
-) -> Drawn | Given:
+) -> DrawnNoise | ProvidedNoise:
     """Returns the source of the first step's noise: the given noise [steps, shape of x], else the keys.
 
     Raises WanjaxError for noise of another shape.
     """
     if noise is None:
-        return Drawn(jax.random.key_data(keys))
+        return DrawnNoise(jax.random.key_data(keys))
     if noise.shape != (right := (len(schedule.timesteps), *x.shape)):
         raise WanjaxError(f"the noise of the steps has the shape {list(noise.shape)}: give {list(right)}")
-    return Given(noise.astype(x.dtype), jnp.int32(0))
+    return ProvidedNoise(noise.astype(x.dtype), jnp.int32(0))
 
 
-def take_noise(source: Drawn | Given, x: Sample) -> tuple[Sample, Drawn | Given]:
+def take_noise(source: DrawnNoise | ProvidedNoise, x: Sample) -> tuple[Sample, DrawnNoise | ProvidedNoise]:
     """Returns noise for one step, and the source of that of the next."""
     match source:
-        case Given(noise, taken):
-            return jax.lax.dynamic_index_in_dim(noise, taken, keepdims=False), Given(noise, taken + 1)
-        case Drawn(data):
+        case ProvidedNoise(noise, taken):
+            return jax.lax.dynamic_index_in_dim(noise, taken, keepdims=False), ProvidedNoise(noise, taken + 1)
+        case DrawnNoise(data):
             keys = jax.vmap(jax.random.split)(jax.random.wrap_key_data(data, impl="threefry2x32"))
             noise = jax.vmap(lambda key: jax.random.normal(key, x.shape[1:], x.dtype))(keys[:, 0])
-            return noise, Drawn(jax.random.key_data(keys[:, 1]))
+            return noise, DrawnNoise(jax.random.key_data(keys[:, 1]))
