@@ -27,7 +27,7 @@ from wanjax.figures import quantity
 
 TRAIN_STEPS = 1000  # a flow's timestep is σ · 1000
 Prediction = Literal["velocity", "v", "epsilon", "x0"]
-Way = Literal["official", "diffusers"]  # that of the models' authors, or of diffusers
+Reference = Literal["official", "diffusers"]  # whose schedule to match: that of the models' authors, or of diffusers
 Numbers = np.ndarray | Array  # NumPy's until they are passed to a program
 Index = int | Int[Array, ""]
 Sample = Float[Array, "..."]
@@ -186,7 +186,7 @@ def check_flow(shift: object, sigmas: object) -> None:
     A shift of 1 changes nothing; a higher shift moves steps to high noise.
     """
     check_shift("flow shift", shift, "3 to 12")
-    check_choice("sigmas", sigmas, Way)
+    check_choice("sigmas", sigmas, Reference)
 
 
 def check_shift(name: str, shift: object, usual: str) -> None:

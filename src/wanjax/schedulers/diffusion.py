@@ -19,9 +19,9 @@ from wanjax.errors import WanjaxError
 from wanjax.schedulers.base import (
     TRAIN_STEPS,
     Prediction,
+    Reference,
     Schedule,
     Scheduler,
-    Way,
     check_choice,
     check_shift,
     check_steps,
@@ -64,7 +64,7 @@ class Diffusion(Scheduler):
         steps timesteps below its own, rounded down, so that noise is left where steps do not divide 1000.
         """
         check_steps(steps, skip)
-        check_choice("way", follow, Way)
+        check_choice("way", follow, Reference)
         if steps > TRAIN_STEPS:
             raise WanjaxError(f"{steps} steps are more than the {TRAIN_STEPS} timesteps of the model: take fewer")
         bars = noise_levels(self.snr_shift)
