@@ -80,13 +80,13 @@ class Level(nnx.Module):
 
     def __call__(self, x: Frames, doubles: bool, memory: tuple[Any, ...]) -> tuple[Frames, tuple[Any, ...]]:
         """`memory` has what each block is given of the frames before; returns also that of x."""
-        kept = []
+        new_memory = []
         for block, last in zip(self.blocks, memory, strict=True):
             x, last = block(x, last)
-            kept.append(last)
+            new_memory.append(last)
         if doubles:
             x = x.repeat(2, axis=2).repeat(2, axis=3)
-        return self.out(_unfolded(self.mix(x), x.shape[-1])), tuple(kept)
+        return self.out(_unfolded(self.mix(x), x.shape[-1])), tuple(new_memory)
 
 
 class TinyDecoder(nnx.Module):
@@ -119,11 +119,11 @@ class TinyDecoder(nnx.Module):
     def _cells(self, latents: Frames, doublings: int, memory: Any) -> tuple[Frames, Any]:
         """The colours of cells, and what the blocks keep for the frames that follow."""
         memory = memory or ((None,) * BLOCKS,) * len(self.levels)
-        x, kept = nnx.relu(self.conv_in(3 * jnp.tanh(latents / 3))), []
+        x, new_memory = nnx.relu(self.conv_in(3 * jnp.tanh(latents / 3))), []
         for index, level in enumerate(self.levels):
             x, of_level = level(x, index < doublings, memory[index])
-            kept.append(of_level)
-        return self.conv_out(nnx.relu(x)), tuple(kept)
+            new_memory.append(of_level)
+        return self.conv_out(nnx.relu(x)), tuple(new_memory)
 
 
 def _unfolded(x: Frames, channels: int) -> Frames:

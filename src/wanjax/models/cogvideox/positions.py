@@ -67,10 +67,10 @@ class LearnedTable(Sinusoids):
         Raises WanjaxError for another height or width.
         """
         if grid[1:] != self.trained_grid[1:]:
-            (_, rows, columns), (_, *given) = self.trained_grid, grid
+            (_, rows, columns), (_, *size) = self.trained_grid, grid
             raise WanjaxError(
-                f"positions are learned for {rows} rows and {columns} columns of patches, not for {given[0]} and "
-                f"{given[1]}: give that size alone"
+                f"positions are learned for {rows} rows and {columns} columns of patches, not for {size[0]} and "
+                f"{size[1]}: give that size alone"
             )
         if grid[0] != self.trained_grid[0]:
             return super().__call__(grid, text)

@@ -72,10 +72,10 @@ class ResBlock(nnx.Module):
         self.shortcut = nnx.data(None if same else linear(channels_in, channels_out, CONV_AXES, **kw))
 
     def __call__(self, x: Chunk, cache: Cache, *latents: Chunk) -> tuple[Chunk, Cache]:
-        kept1, kept2 = cache or (None, None)
-        h, kept1 = self.conv1(jax.nn.silu(self.norm1(x, *latents)), kept1)
-        h, kept2 = self.conv2(jax.nn.silu(self.norm2(h, *latents)), kept2)
-        return h + (self.shortcut(x) if self.shortcut else x), (kept1, kept2)
+        cache1, cache2 = cache or (None, None)
+        h, cache1 = self.conv1(jax.nn.silu(self.norm1(x, *latents)), cache1)
+        h, cache2 = self.conv2(jax.nn.silu(self.norm2(h, *latents)), cache2)
+        return h + (self.shortcut(x) if self.shortcut else x), (cache1, cache2)
 
 
 class Downsample(nnx.Module):
@@ -111,8 +111,8 @@ class Level(nnx.Module):
         self.resample = nnx.data(resample)
 
     def __call__(self, x: Chunk, cache: Cache, *latents: Chunk) -> tuple[Chunk, Cache]:
-        x, kept = run_layers(self.res, x, cache, *latents)
-        return x if self.resample is None else self.resample(x), kept
+        x, new_cache = run_layers(self.res, x, cache, *latents)
+        return x if self.resample is None else self.resample(x), new_cache
 
 
 class Encoder(nnx.Module):
@@ -134,12 +134,12 @@ class Encoder(nnx.Module):
         self.conv_out = RepeatingConv(last, 2 * config.latent_channels, **kw)
 
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        kept_in, kept, kept_mid, kept_out = cache or [None] * 4
-        x, kept_in = self.conv_in(x, kept_in)
-        x, kept = run_layers(self.levels, x, kept)
-        x, kept_mid = self.mid(x, kept_mid)
-        x, kept_out = self.conv_out(jax.nn.silu(self.norm_out(x)), kept_out)
-        return x, (kept_in, kept, kept_mid, kept_out)
+        cache_in, cache_levels, cache_mid, cache_out = cache or [None] * 4
+        x, cache_in = self.conv_in(x, cache_in)
+        x, cache_levels = run_layers(self.levels, x, cache_levels)
+        x, cache_mid = self.mid(x, cache_mid)
+        x, cache_out = self.conv_out(jax.nn.silu(self.norm_out(x)), cache_out)
+        return x, (cache_in, cache_levels, cache_mid, cache_out)
 
 
 class Decoder(nnx.Module):
@@ -162,12 +162,12 @@ class Decoder(nnx.Module):
         self.conv_out = RepeatingConv(last, 3, **kw)
 
     def __call__(self, z: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        kept_in, kept_mid, kept, kept_out = cache or [None] * 4
-        x, kept_in = self.conv_in(z, kept_in)
-        x, kept_mid = self.mid(x, kept_mid, z)
-        x, kept = run_layers(self.levels, x, kept, z)
-        x, kept_out = self.conv_out(jax.nn.silu(self.norm_out(x, z)), kept_out)
-        return x, (kept_in, kept_mid, kept, kept_out)
+        cache_in, cache_mid, cache_levels, cache_out = cache or [None] * 4
+        x, cache_in = self.conv_in(z, cache_in)
+        x, cache_mid = self.mid(x, cache_mid, z)
+        x, cache_levels = run_layers(self.levels, x, cache_levels, z)
+        x, cache_out = self.conv_out(jax.nn.silu(self.norm_out(x, z)), cache_out)
+        return x, (cache_in, cache_mid, cache_levels, cache_out)
 
 
 class CogVideoXVAE(nnx.Module):

@@ -29,13 +29,13 @@ class EdgeConv(RepeatingConv):
     """A causal convolution, 3 × 3 × 3, whose padding repeats the outermost cells, and the first frame before it."""
 
     def __call__(
-        self, x: Float[Array, "B T H W C"], kept: Float[Array, "B _T H W C"] | None
+        self, x: Float[Array, "B T H W C"], past: Float[Array, "B _T H W C"] | None
     ) -> tuple[Float[Array, "B T H W _C"], Float[Array, "B _T H W C"]]:
         """The output of a chunk, and the frames to keep for the next."""
         x = as_operand(x, self.dtype)
-        kept = self.blank(x) if kept is None else kept
-        y, next_kept = super().__call__(x, kept)
-        return y + self.beyond(jnp.concatenate([kept, x], axis=1)).astype(y.dtype), next_kept
+        past = self.blank(x) if past is None else past
+        y, next_past = super().__call__(x, past)
+        return y + self.beyond(jnp.concatenate([past, x], axis=1)).astype(y.dtype), next_past
 
     def beyond(self, x: Float[Array, "B _T H W C"]) -> Float32[Array, "B T H W _C"]:
         """The products with cells beyond the four edges, which count as zeros in the convolution itself.
@@ -82,10 +82,10 @@ class ResBlock(nnx.Module):
         self.conv2 = EdgeConv(channels, channels, **kw)
 
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        kept1, kept2 = cache or (None, None)
-        h, kept1 = self.conv1(self.norm1.silu(x), kept1)
-        h, kept2 = self.conv2(self.norm2.silu(h), kept2)
-        return x + h, (kept1, kept2)
+        cache1, cache2 = cache or (None, None)
+        h, cache1 = self.conv1(self.norm1.silu(x), cache1)
+        h, cache2 = self.conv2(self.norm2.silu(h), cache2)
+        return x + h, (cache1, cache2)
 
 
 class CausalAttention(nnx.Module):
@@ -116,7 +116,7 @@ class CausalAttention(nnx.Module):
             keys, values, count = cache
             seen = count.reshape(())
             keys, values = (
-                jax.lax.dynamic_update_slice_in_dim(kept, new, seen, 1) for kept, new in ((keys, k), (values, v))
+                jax.lax.dynamic_update_slice_in_dim(past, new, seen, 1) for past, new in ((keys, k), (values, v))
             )
             cache = (keys, values, count + frames)
         cells = height * width
@@ -140,11 +140,11 @@ class MidBlock(nnx.Module):
         self.res2 = ResBlock(channels, **kw)
 
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        kept1, kept, kept2 = cache or (None, None, None)
-        x, kept1 = self.res1(x, kept1)
-        x, kept = self.attention(x, kept)
-        x, kept2 = self.res2(x, kept2)
-        return x, (kept1, kept, kept2)
+        cache1, cache_attention, cache2 = cache or (None, None, None)
+        x, cache1 = self.res1(x, cache1)
+        x, cache_attention = self.attention(x, cache_attention)
+        x, cache2 = self.res2(x, cache2)
+        return x, (cache1, cache_attention, cache2)
 
 
 def fold(x: Chunk, frames: int) -> Chunk:
@@ -185,8 +185,8 @@ class Downsample(nnx.Module):
         self.temporal = temporal
 
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        y, kept = self.conv(x, cache)
-        return first_apart(self.resample, x, y, cache, self.temporal), kept
+        y, new_cache = self.conv(x, cache)
+        return first_apart(self.resample, x, y, cache, self.temporal), new_cache
 
     def resample(self, x: Chunk, y: Chunk, frames: int) -> Chunk:
         """The folded convolution, which comes twice where a frame is alone, plus the shortcut."""
@@ -204,8 +204,8 @@ class Upsample(nnx.Module):
         self.temporal = temporal
 
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        y, kept = self.conv(x, cache)
-        return first_apart(self.resample, x, y, cache, self.temporal), kept
+        y, new_cache = self.conv(x, cache)
+        return first_apart(self.resample, x, y, cache, self.temporal), new_cache
 
     def resample(self, x: Chunk, y: Chunk, frames: int) -> Chunk:
         """The unfolded convolution, half of it where a frame is alone, plus the shortcut.
@@ -227,11 +227,11 @@ class Level(nnx.Module):
         self.resample = nnx.data(resample)
 
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        kept, kept_resample = cache or (None, None)
-        x, kept = run_layers(self.res, x, kept)
+        cache_res, cache_resample = cache or (None, None)
+        x, cache_res = run_layers(self.res, x, cache_res)
         if self.resample is not None:
-            x, kept_resample = self.resample(x, kept_resample)
-        return x, (kept, kept_resample)
+            x, cache_resample = self.resample(x, cache_resample)
+        return x, (cache_res, cache_resample)
 
 
 class Encoder(nnx.Module):
@@ -253,12 +253,12 @@ class Encoder(nnx.Module):
         self.conv_out = EdgeConv(last, 2 * config.latent_channels, **kw)
 
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        kept_in, kept, kept_mid, kept_out = cache or [None] * 4
-        x, kept_in = self.conv_in(x, kept_in)
-        x, kept = run_layers(self.levels, x, kept)
-        x, kept_mid = self.mid(x, kept_mid)
-        y, kept_out = self.conv_out(self.norm_out.silu(x), kept_out)
-        return y + grouped_mean(x, y.shape[-1]), (kept_in, kept, kept_mid, kept_out)
+        cache_in, cache_levels, cache_mid, cache_out = cache or [None] * 4
+        x, cache_in = self.conv_in(x, cache_in)
+        x, cache_levels = run_layers(self.levels, x, cache_levels)
+        x, cache_mid = self.mid(x, cache_mid)
+        y, cache_out = self.conv_out(self.norm_out.silu(x), cache_out)
+        return y + grouped_mean(x, y.shape[-1]), (cache_in, cache_levels, cache_mid, cache_out)
 
 
 class Decoder(nnx.Module):
@@ -281,13 +281,13 @@ class Decoder(nnx.Module):
         self.conv_out = EdgeConv(last, 3, **kw)
 
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        kept_in, kept_mid, kept, kept_out = cache or [None] * 4
-        h, kept_in = self.conv_in(x, kept_in)
+        cache_in, cache_mid, cache_levels, cache_out = cache or [None] * 4
+        h, cache_in = self.conv_in(x, cache_in)
         x = h + x.repeat(h.shape[-1] // x.shape[-1], axis=-1)
-        x, kept_mid = self.mid(x, kept_mid)
-        x, kept = run_layers(self.levels, x, kept)
-        x, kept_out = self.conv_out(self.norm_out.silu(x), kept_out)
-        return x, (kept_in, kept_mid, kept, kept_out)
+        x, cache_mid = self.mid(x, cache_mid)
+        x, cache_levels = run_layers(self.levels, x, cache_levels)
+        x, cache_out = self.conv_out(self.norm_out.silu(x), cache_out)
+        return x, (cache_in, cache_mid, cache_levels, cache_out)
 
 
 class HunyuanVideoVAE(nnx.Module):

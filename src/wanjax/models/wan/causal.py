@@ -46,8 +46,8 @@ class CausalSelfAttention(AttentionLayer):
         v = split_heads(pack_for_all_to_all(self.v(x)), self.heads)
         q, k = q.astype(self.dtype), k.astype(self.dtype)
         options = {"length": rope.length, "implementation": self.attention}
-        out, kept = attention_to_cache(q, k, v, window, slot, **options)
-        return self.out(join_heads(out)), kept
+        out, chunk = attention_to_cache(q, k, v, window, slot, **options)
+        return self.out(join_heads(out)), chunk
 
 
 class CausalBlock(Block):
@@ -60,7 +60,7 @@ class CausalBlock(Block):
 class WanCausalTransformer(WanTransformer):
     """Predicts the velocity of a block of latents [B T H W C] at timesteps t in [0, 1000] for encoded prompts [B S E].
 
-    velocity, kept = transformer(latents, t, text)
+    velocity, chunk = transformer(latents, t, text)
 
     That is for the first block of a video. A later one is given its angles, the window and its place in it, too.
     """
@@ -107,11 +107,11 @@ class WanCausalTransformer(WanTransformer):
         def run(block: CausalBlock, x: Tokens, context: Context, window: KVCache) -> tuple[Tokens, KVCache]:
             return block(x, context, mod, rope, window, slot)
 
-        x, kept = scan_with_results(self.blocks, run, x, context, window)
+        x, chunk = scan_with_results(self.blocks, run, x, context, window)
 
         shift, scale = (embedded + row for row in jnp.split(self.table[...][None], 2, axis=1))
         x = self.proj_out(modulate(self.norm_out(x), shift, scale).astype(self.dtype))
-        return unpatchify(x, grid, self.config.patch), kept
+        return unpatchify(x, grid, self.config.patch), chunk
 
 
 def angles_at(config: CausalTransformerConfig, block: int) -> Angles:

@@ -42,9 +42,9 @@ class TransformerConfig:
         third = 2 * (self.head_dim // 6)
         return self.head_dim - 2 * third, third, third
 
-    def attention(self, asked: AttentionConfig) -> AttentionConfig:
+    def attention(self, requested: AttentionConfig) -> AttentionConfig:
         """Returns the attention of the network where this one is asked for; AUTO is that which it was trained with."""
-        return AttentionConfig(sparse=self.sparse_linear) if self.sparse_linear and asked == AUTO else asked
+        return AttentionConfig(sparse=self.sparse_linear) if self.sparse_linear and requested == AUTO else requested
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class ControlContext(NamedTuple):
 
     def led(self, negative: "ControlContext", by: Float32[Array, "3"]) -> "ControlContext":
         """Returns the same, led away from a negative prompt."""
-        return ControlContext(*(own.led(other, by) for own, other in zip(self, negative, strict=True)))
+        return ControlContext(*(positive.led(opposite, by) for positive, opposite in zip(self, negative, strict=True)))
 
 
 class ControlBlock(Block):

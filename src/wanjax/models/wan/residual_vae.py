@@ -66,8 +66,8 @@ class UpLevel(Level):
         self.factors = (1 + temporal, 2)
 
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        y, kept = super().__call__(x, cache)
-        return y + unfold_copies(x, self.factors, y.shape[-1], first=cache is None), kept
+        y, new_cache = super().__call__(x, cache)
+        return y + unfold_copies(x, self.factors, y.shape[-1], first=cache is None), new_cache
 
 
 class WanResidualVAE(WanVAE):

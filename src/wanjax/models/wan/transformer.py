@@ -175,11 +175,11 @@ class Block(nnx.Module):
         """`where` is what self-attention is given beside tokens; returns also what it keeps for other calls."""
         self_mod, mlp_mod = split_modulation(mod + self.table[...][None, None])
         y = modulate(self.norm1(x), self_mod.shift, self_mod.scale, clean).astype(self.dtype)
-        y, kept = self.self_attn(y, *where)
+        y, chunk = self.self_attn(y, *where)
         x = gated_add(x, y, self_mod.gate, clean)
         x = x + self.cross_attn(self.norm2(x).astype(self.dtype), context).astype(x.dtype)
         y = modulate(self.norm3(x), mlp_mod.shift, mlp_mod.scale, clean).astype(self.dtype)
-        return gated_add(x, self.mlp(y), mlp_mod.gate, clean), kept
+        return gated_add(x, self.mlp(y), mlp_mod.gate, clean), chunk
 
 
 @readable

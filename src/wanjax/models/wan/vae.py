@@ -41,10 +41,10 @@ class ResBlock(nnx.Module):
         self.shortcut = nnx.data(None if same else linear(channels_in, channels_out, CONV_AXES, **kw))
 
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        kept1, kept2 = cache or (None, None)
-        h, kept1 = self.conv1(self.norm1.silu(x), kept1)
-        h, kept2 = self.conv2(self.norm2.silu(h), kept2)
-        return h + (self.shortcut(x) if self.shortcut else x), (kept1, kept2)
+        cache1, cache2 = cache or (None, None)
+        h, cache1 = self.conv1(self.norm1.silu(x), cache1)
+        h, cache2 = self.conv2(self.norm2.silu(h), cache2)
+        return h + (self.shortcut(x) if self.shortcut else x), (cache1, cache2)
 
 
 class FrameAttention(nnx.Module):
@@ -72,11 +72,11 @@ class MidBlock(nnx.Module):
         self.res2 = ResBlock(channels, channels, **kw)
 
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        kept1, kept2 = cache or (None, None)
-        x, kept1 = self.res1(x, kept1)
+        cache1, cache2 = cache or (None, None)
+        x, cache1 = self.res1(x, cache1)
         x = self.attention(x)
-        x, kept2 = self.res2(x, kept2)
-        return x, (kept1, kept2)
+        x, cache2 = self.res2(x, cache2)
+        return x, (cache1, cache2)
 
 
 class Downsample(nnx.Module):
@@ -133,11 +133,11 @@ class Level(nnx.Module):
         self.resample = nnx.data(resample)
 
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        kept, kept_resample = cache or (None, None)
-        x, kept = run_layers(self.res, x, kept)
+        cache_res, cache_resample = cache or (None, None)
+        x, cache_res = run_layers(self.res, x, cache_res)
         if self.resample is not None:
-            x, kept_resample = self.resample(x, kept_resample)
-        return x, (kept, kept_resample)
+            x, cache_resample = self.resample(x, cache_resample)
+        return x, (cache_res, cache_resample)
 
 
 class Encoder(nnx.Module):
@@ -152,12 +152,12 @@ class Encoder(nnx.Module):
         self.conv_out = CausalConv(last, 2 * config.latent_channels, **kw)
 
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        kept_in, kept, kept_mid, kept_out = cache or [None] * 4
-        x, kept_in = self.conv_in(x, kept_in)
-        x, kept = run_layers(self.levels, x, kept)
-        x, kept_mid = self.mid(x, kept_mid)
-        x, kept_out = self.conv_out(self.norm_out.silu(x), kept_out)
-        return x, (kept_in, kept, kept_mid, kept_out)
+        cache_in, cache_levels, cache_mid, cache_out = cache or [None] * 4
+        x, cache_in = self.conv_in(x, cache_in)
+        x, cache_levels = run_layers(self.levels, x, cache_levels)
+        x, cache_mid = self.mid(x, cache_mid)
+        x, cache_out = self.conv_out(self.norm_out.silu(x), cache_out)
+        return x, (cache_in, cache_levels, cache_mid, cache_out)
 
 
 class Decoder(nnx.Module):
@@ -173,12 +173,12 @@ class Decoder(nnx.Module):
         self.conv_out = CausalConv(last, config.cell_channels, **kw)
 
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        kept_in, kept_mid, kept, kept_out = cache or [None] * 4
-        x, kept_in = self.conv_in(x, kept_in)
-        x, kept_mid = self.mid(x, kept_mid)
-        x, kept = run_layers(self.levels, x, kept)
-        x, kept_out = self.conv_out(self.norm_out.silu(x), kept_out)
-        return x, (kept_in, kept_mid, kept, kept_out)
+        cache_in, cache_mid, cache_levels, cache_out = cache or [None] * 4
+        x, cache_in = self.conv_in(x, cache_in)
+        x, cache_mid = self.mid(x, cache_mid)
+        x, cache_levels = run_layers(self.levels, x, cache_levels)
+        x, cache_out = self.conv_out(self.norm_out.silu(x), cache_out)
+        return x, (cache_in, cache_mid, cache_levels, cache_out)
 
 
 class WanVAE(nnx.Module):
@@ -268,12 +268,12 @@ def in_turn(process: Callable[..., tuple[Chunk, Cache]], x: Chunk, cache: Cache,
     """
     first = 1 if cache is None else 0
     last = x.shape[1] - (x.shape[1] - first) % part
-    made = []
-    for piece in (x[:, :first], x[:, first:last], x[:, last:]):
-        if piece.shape[1]:
-            y, cache = process(piece, cache) if piece.shape[1] <= part else _scanned(process, piece, cache, part)
-            made.append(y)
-    return jnp.concatenate(made, axis=1), cache
+    results = []
+    for frames in (x[:, :first], x[:, first:last], x[:, last:]):
+        if frames.shape[1]:
+            y, cache = process(frames, cache) if frames.shape[1] <= part else _scanned(process, frames, cache, part)
+            results.append(y)
+    return jnp.concatenate(results, axis=1), cache
 
 
 def _scanned(process: Callable[..., tuple[Chunk, Cache]], x: Chunk, cache: Cache, part: int) -> tuple[Chunk, Cache]:
