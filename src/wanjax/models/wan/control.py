@@ -39,9 +39,11 @@ class ControlContext(NamedTuple):
     blocks: Context
     control_blocks: Context
 
-    def led(self, negative: "ControlContext", by: Float32[Array, "3"]) -> "ControlContext":
+    def with_nag(self, negative: "ControlContext", by: Float32[Array, "3"]) -> "ControlContext":
         """Returns the same, led away from a negative prompt."""
-        return ControlContext(*(positive.led(opposite, by) for positive, opposite in zip(self, negative, strict=True)))
+        return ControlContext(
+            *(positive.with_nag(opposite, by) for positive, opposite in zip(self, negative, strict=True))
+        )
 
 
 class ControlBlock(Block):

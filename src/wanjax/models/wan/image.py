@@ -43,9 +43,9 @@ class ImageContext(NamedTuple):
     text: Context
     image: Context
 
-    def led(self, negative: "ImageContext", by: Float32[Array, "3"]) -> "ImageContext":
+    def with_nag(self, negative: "ImageContext", by: Float32[Array, "3"]) -> "ImageContext":
         """Returns the same, led away from a negative prompt."""
-        return self._replace(text=self.text.led(negative.text, by))
+        return self._replace(text=self.text.with_nag(negative.text, by))
 
 
 class ImageCrossAttention(CrossAttention):

@@ -55,7 +55,7 @@ class Context(NamedTuple):
     v: Float[Array, "... B S E"]
     negative: Negative | None = None
 
-    def led(self, negative: "Context", by: Float32[Array, "3"]) -> "Context":
+    def with_nag(self, negative: "Context", by: Float32[Array, "3"]) -> "Context":
         """Returns the same for stacked blocks, led away from a negative prompt."""
         numbers = jnp.broadcast_to(by, (len(self.k), *by.shape))
         return self._replace(negative=Negative(negative.k, negative.v, numbers))

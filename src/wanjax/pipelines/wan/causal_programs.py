@@ -45,7 +45,7 @@ def begin_past(
     transformer = nnx.merge(graphdef, weights)
     context = transformer.context(text)
     if nag is not None:
-        context = context.led(transformer.context(negative), nag)
+        context = context.with_nag(transformer.context(negative), nag)
     return Past(context, transformer.window(x))
 
 

@@ -91,5 +91,5 @@ def make_context(
     contexts = tuple(map(context, group(prompts, groups)))
     if nag is not None:
         negative = context(group((prompts[1], prompts[1]), groups)[0])
-        contexts = (contexts[0].led(negative, nag), *contexts[1:])
+        contexts = (contexts[0].with_nag(negative, nag), *contexts[1:])
     return contexts, Shared(transformer.rope(transformer.grid(x)), as_latents(condition))
