@@ -13,7 +13,7 @@ from diffusers import AdaptiveProjectedGuidance, ClassifierFreeZeroStarGuidance
 
 from tests.parity.references import led
 from tests.support.compare import error
-from wanjax.layers.guided_attention import nag
+from wanjax.layers.guided_attention import apply_nag
 from wanjax.pipelines.guidance import CLASSIFIER_FREE, GuidanceRule, guidance_rule
 from wanjax.schedulers import DDIM, FlowEuler, one_step
 
@@ -122,6 +122,6 @@ NUMBERS = [(11.0, 2.5, 0.25), (4.0, 2.5, 0.5), (1.5, 1.0, 1.0)]
 def test_nag(numbers):
     y, apart = torch.randn(2, 2, 7, 12, generator=torch.Generator().manual_seed(0))
     y[0, 0], (negative := 0.9 * y + 0.3 * apart)[0, 0] = 0, 0  # a token of nothing stays nothing
-    made = np.asarray(nag(jnp.asarray(y.numpy()), jnp.asarray(negative.numpy()), jnp.array(numbers)))
+    made = np.asarray(apply_nag(jnp.asarray(y.numpy()), jnp.asarray(negative.numpy()), jnp.array(numbers)))
     assert error(made, np.nan_to_num(led(y.double(), negative.double(), *numbers).numpy())) <= BAR
     assert not made[0, 0].any()

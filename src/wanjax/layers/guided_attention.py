@@ -14,7 +14,7 @@ TINY = 1e-12
 
 
 @jax.named_scope("guided_attention")
-def nag(y: Tokens, negative: Tokens, parameters: Float32[Array, "3"]) -> Tokens:
+def apply_nag(y: Tokens, negative: Tokens, parameters: Float32[Array, "3"]) -> Tokens:
     """Returns attention to a prompt, led away from that to a negative prompt by a scale, at most `tau`, for `alpha`.
 
     A token goes on from the negative one through its own by `scale`, is then cut to `tau` times its own length, and is

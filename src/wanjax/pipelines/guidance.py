@@ -75,7 +75,7 @@ class GuidanceRule:
 
     @property
     def nag(self) -> Float32[np.ndarray, "3"] | None:
-        """The numbers by which attention is led away from the negative prompt, as `nag` has them, if it is."""
+        """The numbers by which attention is led away from the negative prompt, as `apply_nag` takes them, if it is."""
         return None
 
     def values(self, step: int, scale: float) -> Any:

@@ -20,7 +20,7 @@ from wanjax.dims import readable
 from wanjax.kernels.attention import AUTO, AttentionConfig, attention
 from wanjax.kernels.rotary_heads import pack_for_all_to_all
 from wanjax.layers.embeddings import TimeEmbed, Timesteps, timesteps_of
-from wanjax.layers.guided_attention import nag
+from wanjax.layers.guided_attention import apply_nag
 from wanjax.layers.heads import join_heads, split_heads
 from wanjax.layers.linear import linear
 from wanjax.layers.mlp import MLP, gelu_tanh
@@ -42,7 +42,7 @@ OFFSET = 2.0  # the only offset that checkpoints were trained with
 class Context(NamedTuple):
     """Encoded prompts in the transformer's width.
 
-    With `by`, the numbers of `nag`, the second half are negative prompts, and each video is seen with both.
+    With `by`, the numbers of `apply_nag`, the second half are negative prompts, and each video is seen with both.
     """
 
     text: Float[Array, "B S E"]
@@ -73,7 +73,7 @@ class JointAttention(nnx.Module):
         y = join_heads(attention(q, k, v, keys=rope.length, implementation=self.attention))
         if by is not None:
             prompt, negative = jnp.split(y, 2)
-            y = jnp.where(text[:, None], y, jnp.tile(nag(prompt, negative, by), (2, 1, 1)))
+            y = jnp.where(text[:, None], y, jnp.tile(apply_nag(prompt, negative, by), (2, 1, 1)))
         return self.out(y)
 
 

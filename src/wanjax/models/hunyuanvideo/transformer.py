@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from wanjax.dims import readable
 from wanjax.kernels.attention import AUTO, AttentionConfig, Pair, Radial, joint_attention
 from wanjax.layers.embeddings import TimeEmbed, Timesteps, timesteps_of
-from wanjax.layers.guided_attention import nag
+from wanjax.layers.guided_attention import apply_nag
 from wanjax.layers.heads import join_heads, split_heads
 from wanjax.layers.linear import Linear, linear
 from wanjax.layers.mlp import MLP, gelu_tanh
@@ -46,8 +46,8 @@ class Context(NamedTuple):
     """The text of a video, as far as it is the same in every step.
 
     `beside` are the finished tokens of quoted text and of a picture; none if there are neither. `mask` [B S + _S] marks
-    the real tokens among those of the prompt and those beside it. With `by`, the numbers of `nag`, the second half
-    are negative prompts, and each video meets both texts.
+    the real tokens among those of the prompt and those beside it. With `by`, the numbers of `apply_nag`, the second
+    half are negative prompts, and each video meets both texts.
     """
 
     prompt: Prompt
@@ -113,7 +113,7 @@ class JointAttention(nnx.Module):
         y, text_y = map(join_heads, y)
         if context.by is not None:
             prompt, negative = jnp.split(y, 2)
-            y = nag(prompt, negative, context.by)
+            y = apply_nag(prompt, negative, context.by)
         return self.out(y), self.text_out(text_y)
 
 

@@ -22,7 +22,7 @@ from wanjax.dims import readable
 from wanjax.kernels.attention import AUTO, AttentionConfig, Projection, Radial, attention, sparse_linear_attention
 from wanjax.kernels.rotary_heads import pack_for_all_to_all
 from wanjax.layers.embeddings import TimeEmbed, Timesteps, timesteps_of
-from wanjax.layers.guided_attention import nag
+from wanjax.layers.guided_attention import apply_nag
 from wanjax.layers.heads import join_heads, split_heads
 from wanjax.layers.linear import gather_together, linear
 from wanjax.layers.mlp import MLP, gelu_tanh
@@ -41,7 +41,7 @@ Tokens = Float[Array, "B L E"]
 
 
 class Negative(NamedTuple):
-    """Keys and values that cross-attention is led away from, and the numbers by which it is, as `nag` has them."""
+    """Keys and values of a negative prompt, to guide cross-attention away from, and the numbers of `apply_nag`."""
 
     k: Float[Array, "... B S E"]
     v: Float[Array, "... B S E"]
@@ -149,7 +149,7 @@ class CrossAttention(AttentionLayer):
         if context.negative is None:
             return y
         k, v = (split_heads(keys, self.heads) for keys in context.negative[:2])
-        return nag(y, self.attend(q, k, v), context.negative.by)
+        return apply_nag(y, self.attend(q, k, v), context.negative.by)
 
 
 class Block(nnx.Module):
