@@ -42,11 +42,11 @@ OFFSET = 2.0  # the only offset that checkpoints were trained with
 class Context(NamedTuple):
     """Encoded prompts in the transformer's width.
 
-    With `by`, the numbers of `apply_nag`, the second half are negative prompts, and each video is seen with both.
+    With `nag`, the numbers of `apply_nag`, the second half are negative prompts, and each video is seen with both.
     """
 
     text: Float[Array, "B S E"]
-    by: Float32[Array, "3"] | None = None
+    nag: Float32[Array, "3"] | None = None
 
 
 class JointAttention(nnx.Module):
@@ -64,16 +64,16 @@ class JointAttention(nnx.Module):
         self.attention = attention
 
     @jax.named_scope("self_attention")
-    def __call__(self, x: Tokens, rope: Rope, text: Bool[Array, " L"], by: Float32[Array, "3"] | None) -> Tokens:
-        """`text` marks the tokens of the text; with `by` the others are led away from those of the second half of x."""
+    def __call__(self, x: Tokens, rope: Rope, text: Bool[Array, " L"], nag: Float32[Array, "3"] | None) -> Tokens:
+        """`text` marks the tokens of the text; with `nag` the others are guided away from those of the second half."""
         q = split_heads(head_norm_and_rope(self.q(x), self.q_norm, rope), self.heads)  # [B L N D]
         k = split_heads(head_norm_and_rope(self.k(x), self.k_norm, rope), self.heads)
         # the values of v(x) as they are; on several TPUs, in the memory layout in which heads are sent
         v = split_heads(pack_for_all_to_all(self.v(x)), self.heads)
         y = join_heads(attention(q, k, v, keys=rope.length, implementation=self.attention))
-        if by is not None:
+        if nag is not None:
             prompt, negative = jnp.split(y, 2)
-            y = jnp.where(text[:, None], y, jnp.tile(apply_nag(prompt, negative, by), (2, 1, 1)))
+            y = jnp.where(text[:, None], y, jnp.tile(apply_nag(prompt, negative, nag), (2, 1, 1)))
         return self.out(y)
 
 
@@ -96,12 +96,12 @@ class Block(nnx.Module):
         time: Float32[Array, "B _E"],
         rope: Rope,
         text: Bool[Array, " L"],
-        by: Float32[Array, "3"] | None = None,
+        nag: Float32[Array, "3"] | None = None,
     ) -> Tokens:
-        """`text` and `by` are those of the attention."""
+        """`text` and `nag` are those of the attention."""
         attn_mod, mlp_mod = by_kind(self.attn_mod(time)), by_kind(self.mlp_mod(time))
         y = modulate(self.norm1(x), attn_mod.shift, attn_mod.scale, text).astype(self.dtype)
-        x = gated_add(x, self.attn(y, rope, text, by), attn_mod.gate, text)
+        x = gated_add(x, self.attn(y, rope, text, nag), attn_mod.gate, text)
         y = modulate(self.norm2(x), mlp_mod.shift, mlp_mod.scale, text).astype(self.dtype)
         return gated_add(x, self.mlp(y), mlp_mod.gate, text)
 
@@ -186,7 +186,7 @@ class CogVideoXTransformer(nnx.Module):
         """
         config, grid, videos = self.config, self.grid(latents), len(latents)
         context, t = context if isinstance(context, tuple) else self.context(context), timesteps_of(t, videos)
-        if context.by is not None:  # text and video are one sequence, so each video has one with either prompt
+        if context.nag is not None:  # text and video are one sequence, so each video has one with either prompt
             latents, t = jnp.concatenate([latents, latents]), jnp.concatenate([t, t])
         positions = positions or self.positions(grid, context.text.shape[1])
         video = self.patch_embed(patchify(latents.astype(self.dtype), config.patch, config.channels_in))
@@ -197,12 +197,12 @@ class CogVideoXTransformer(nnx.Module):
         time = jax.nn.silu(self.time_embed(t))
 
         def run(block: Block, x: Tokens) -> Tokens:
-            return block(x, time, positions.rope, text, context.by)
+            return block(x, time, positions.rope, text, context.nag)
 
         for part in cache.parts(self.config.layers):
             x = scan_blocks(self.blocks, run, cache.before(part, x), part=part)
         x = cache.after(x)
-        if context.by is not None:  # the video's tokens are the same in both
+        if context.nag is not None:  # the video's tokens are the same in both
             x, time = x[:videos], time[:videos]
 
         shift, scale = jnp.split(self.out_mod(time)[:, None], 2, axis=-1)

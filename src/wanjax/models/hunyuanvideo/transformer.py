@@ -46,14 +46,14 @@ class Context(NamedTuple):
     """The text of a video, as far as it is the same in every step.
 
     `beside` are the finished tokens of quoted text and of a picture; none if there are neither. `mask` [B S + _S] marks
-    the real tokens among those of the prompt and those beside it. With `by`, the numbers of `apply_nag`, the second
+    the real tokens among those of the prompt and those beside it. With `nag`, the numbers of `apply_nag`, the second
     half are negative prompts, and each video meets both texts.
     """
 
     prompt: Prompt
     beside: Float[Array, "B _S E"]
     mask: Bool[Array, "B _S"]
-    by: Float32[Array, "3"] | None = None
+    nag: Float32[Array, "3"] | None = None
 
     @property
     def texts(self) -> "Texts":
@@ -62,7 +62,7 @@ class Context(NamedTuple):
 
     def each(self, x: Float[Array, "B ..."]) -> Float[Array, "_B ..."]:
         """Returns what each video has for each of its texts: twice where there are negative prompts."""
-        return x if self.by is None else jnp.concatenate([x, x])
+        return x if self.nag is None else jnp.concatenate([x, x])
 
 
 class Streams(NamedTuple):
@@ -100,7 +100,7 @@ class JointAttention(nnx.Module):
     def __call__(
         self, x: Tokens, text: EachText, rope: Rope, context: Context, mask: Radial | None = None
     ) -> tuple[Tokens, EachText]:
-        """Of the text, the context's number of tokens is real; video is led away from negative prompts in it."""
+        """Of the text, the context's number of tokens is real; video is guided away from negative prompts in it."""
         q = rotated(self.q_norm(split_heads(self.q(x), self.heads)), rope)  # [B L N D]
         k = rotated(self.k_norm(split_heads(self.k(x), self.heads)), rope)
         v = split_heads(self.v(x), self.heads)
@@ -111,9 +111,9 @@ class JointAttention(nnx.Module):
         both = (Pair(context.each(a.astype(self.dtype)), b.astype(self.dtype)) for a, b in pairs)
         y = joint_attention(*both, length=rope.length, texts=context.texts, window=mask, implementation=self.attention)
         y, text_y = map(join_heads, y)
-        if context.by is not None:
+        if context.nag is not None:
             prompt, negative = jnp.split(y, 2)
-            y = apply_nag(prompt, negative, context.by)
+            y = apply_nag(prompt, negative, context.nag)
         return self.out(y), self.text_out(text_y)
 
 

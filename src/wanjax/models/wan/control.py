@@ -39,10 +39,10 @@ class ControlContext(NamedTuple):
     blocks: Context
     control_blocks: Context
 
-    def with_nag(self, negative: "ControlContext", by: Float32[Array, "3"]) -> "ControlContext":
-        """Returns the same, led away from a negative prompt."""
+    def with_nag(self, negative: "ControlContext", nag: Float32[Array, "3"]) -> "ControlContext":
+        """Returns the same, guided away from a negative prompt."""
         return ControlContext(
-            *(positive.with_nag(opposite, by) for positive, opposite in zip(self, negative, strict=True))
+            *(positive.with_nag(opposite, nag) for positive, opposite in zip(self, negative, strict=True))
         )
 
 

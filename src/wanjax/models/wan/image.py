@@ -43,9 +43,9 @@ class ImageContext(NamedTuple):
     text: Context
     image: Context
 
-    def with_nag(self, negative: "ImageContext", by: Float32[Array, "3"]) -> "ImageContext":
-        """Returns the same, led away from a negative prompt."""
-        return self._replace(text=self.text.with_nag(negative.text, by))
+    def with_nag(self, negative: "ImageContext", nag: Float32[Array, "3"]) -> "ImageContext":
+        """Returns the same, guided away from a negative prompt."""
+        return self._replace(text=self.text.with_nag(negative.text, nag))
 
 
 class ImageCrossAttention(CrossAttention):

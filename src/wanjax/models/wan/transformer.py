@@ -45,7 +45,7 @@ class Negative(NamedTuple):
 
     k: Float[Array, "... B S E"]
     v: Float[Array, "... B S E"]
-    by: Float32[Array, "... 3"]
+    nag: Float32[Array, "... 3"]
 
 
 class Context(NamedTuple):
@@ -55,9 +55,9 @@ class Context(NamedTuple):
     v: Float[Array, "... B S E"]
     negative: Negative | None = None
 
-    def with_nag(self, negative: "Context", by: Float32[Array, "3"]) -> "Context":
-        """Returns the same for stacked blocks, led away from a negative prompt."""
-        numbers = jnp.broadcast_to(by, (len(self.k), *by.shape))
+    def with_nag(self, negative: "Context", nag: Float32[Array, "3"]) -> "Context":
+        """Returns the same for stacked blocks, guided away from a negative prompt."""
+        numbers = jnp.broadcast_to(nag, (len(self.k), *nag.shape))
         return self._replace(negative=Negative(negative.k, negative.v, numbers))
 
 
@@ -143,13 +143,13 @@ class CrossAttention(AttentionLayer):
         return self.out(self.to_prompt(q, context))
 
     def to_prompt(self, q: Float[Array, "B L N D"], context: Context) -> Tokens:
-        """Attention to a prompt, led away from that to a negative one if there is one."""
+        """Attention to a prompt, guided away from that to a negative one if there is one."""
         k, v = (split_heads(keys, self.heads) for keys in context[:2])  # [B S N D]
         y = self.attend(q, k, v)
         if context.negative is None:
             return y
         k, v = (split_heads(keys, self.heads) for keys in context.negative[:2])
-        return apply_nag(y, self.attend(q, k, v), context.negative.by)
+        return apply_nag(y, self.attend(q, k, v), context.negative.nag)
 
 
 class Block(nnx.Module):

@@ -83,6 +83,6 @@ def make_context(
     contexts = tuple(transformer.context(text) for text in group(prompts, groups))
     if nag is not None:
         both = group(prompts, groups)[0], group((prompts[1], prompts[1]), groups)[0]
-        contexts = (transformer.context(jnp.concatenate(both))._replace(by=nag), *contexts[1:])
+        contexts = (transformer.context(jnp.concatenate(both))._replace(nag=nag), *contexts[1:])
     first = None if image is None else jnp.moveaxis(image.astype(jnp.float32), 1, -1)
     return contexts, Shared(transformer.positions(transformer.grid(x), prompts[0].shape[1]), first)

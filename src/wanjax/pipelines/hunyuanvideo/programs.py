@@ -122,5 +122,5 @@ def make_context(
     if nag is not None:
         led, away = group(short, groups)[0], group((short[1], short[1]), groups)[0]
         both = Text(*map(jnp.concatenate, zip(led, away, strict=True)))
-        contexts = (context(both)._replace(by=nag), *contexts[1:])
+        contexts = (context(both)._replace(nag=nag), *contexts[1:])
     return contexts, Shared(transformer.rope(transformer.grid(x)), first)
