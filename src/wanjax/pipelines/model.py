@@ -385,9 +385,9 @@ class ModelSpec:
         """Returns the latents of encoded videos [B C T H W] as the network is trained to make them."""
         return pad_front(jnp.moveaxis(latents, 1, -1), self.denoised_frames(latents.shape[2]))
 
-    def decoded_at_once(self, frames: int) -> tuple[int, int]:
+    def decode_chunks(self, frames: int) -> tuple[int, int]:
         """Latent frames in the first chunk to decode, and in each later one, for a video of so many."""
-        return (self.chunk_frames, self.chunk_frames) if self.streams else self.vae.decoded_at_once(frames)
+        return (self.chunk_frames, self.chunk_frames) if self.streams else self.vae.decode_chunks(frames)
 
     def chunks(self, frames: int) -> list[Chunk]:
         """Returns the chunks of a video of so many latent frames; most models make a video as a whole."""
@@ -562,10 +562,10 @@ class VideoModel(ABC, Generic[Own]):
             video: The place of the video in the batch of the pieces.
 
         Returns:
-            Chunks of as many latent frames as `ModelSpec.decoded_at_once` says.
+            Chunks of as many latent frames as `ModelSpec.decode_chunks` says.
         """
         whole: Any = pieces  # a list, but where a video comes in chunks
-        at_once = self.spec.decoded_at_once(self.spec.chunk_frames or stream_of(whole[0]).shape[2])
+        at_once = self.spec.decode_chunks(self.spec.chunk_frames or stream_of(whole[0]).shape[2])
         decoder = runtime.components.get(runtime.components.decoder)
         return map(Decoded, decoded(decoder, map(stream_of, pieces), at_once, dtype, tiling, runtime.call, video))
 

@@ -50,10 +50,10 @@ class VAEConfig:
     def tiling(self) -> Tiling:
         return Tiling(16, 12)
 
-    def encoded_at_once(self, frames: int) -> tuple[int, int]:
+    def encode_chunks(self, frames: int) -> tuple[int, int]:
         return 1, self.temporal_factor
 
-    def decoded_at_once(self, frames: int) -> tuple[int, int]:
+    def decode_chunks(self, frames: int) -> tuple[int, int]:
         return 1, 1
 
 
