@@ -25,7 +25,7 @@ def test_parts_are_joined_in_time(frames, latents, begun):
         before = jnp.zeros((), x.dtype) if before is None else before
         return part * 0 + before, before + part.sum()
 
-    y, total = vae.in_turn(process, x, jnp.zeros(()) if begun else None, 2 * frames)
+    y, total = vae.in_parts(process, x, jnp.zeros(()) if begun else None, 2 * frames)
     assert total == x.sum()
     alone, pairs, left = int(not begun), latents // 2 * 2 * frames, latents % 2 * frames
     starts = [0] * alone + [alone + i // (2 * frames) * 2 * frames for i in range(pairs)] + [alone + pairs] * left

@@ -111,10 +111,10 @@ class Upsample(nnx.Module):
             x, cache = self.time_conv(x, cache)
             x = jnp.stack(jnp.split(x, 2, axis=-1), axis=2)  # [B T 2 H W C]
             x = x.reshape(x.shape[0], -1, *x.shape[3:])
-        return self.conv(doubled(as_operand(x, self.conv.dtype))), cache
+        return self.conv(upsample(as_operand(x, self.conv.dtype))), cache
 
 
-def doubled(x: Chunk) -> Chunk:
+def upsample(x: Chunk) -> Chunk:
     """Frames of twice the height and the width, each cell four times.
 
     One broadcast writes them once; a repeat along each axis would write the half of them before.
@@ -231,7 +231,7 @@ class WanVAE(nnx.Module):
             z, _, cache = self.posterior(x, cache)
             return (z - mean) / deviation, cache
 
-        return in_turn(latents, x, cache, self.config.temporal_factor * at_once(x, 1, self.config.width))
+        return in_parts(latents, x, cache, self.config.temporal_factor * at_once(x, 1, self.config.width))
 
     def decode_cells(self, z: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
         """Decodes latent frames, as many at a time as suit the device, to cells of frames in about [-1, 1], float32."""
@@ -243,7 +243,7 @@ class WanVAE(nnx.Module):
             return x.astype(jnp.float32), cache
 
         larger = self.config.spatial_factor // self.config.patch
-        return in_turn(cells, z, cache, at_once(z, larger, self.config.decoder_width))
+        return in_parts(cells, z, cache, at_once(z, larger, self.config.decoder_width))
 
     def _statistics(self) -> list[Float[Array, "1 1 1 1 C"]]:
         """The mean and the deviation of each channel of latents."""
@@ -261,7 +261,7 @@ def at_once(x: Chunk, cells: int, width: int) -> int:
     return 2 if target(x).platform == "tpu" and math.prod(level) <= PAIRED * ways(VIDEO, level) else 1
 
 
-def in_turn(process: Callable[..., tuple[Chunk, Cache]], x: Chunk, cache: Cache, part: int) -> tuple[Chunk, Cache]:
+def in_parts(process: Callable[..., tuple[Chunk, Cache]], x: Chunk, cache: Cache, part: int) -> tuple[Chunk, Cache]:
     """Processes a clip's first frame alone, where `cache` is None, then `part` frames at a time, then what is left.
 
     The results are joined in time. A scan compiles one part for all.
