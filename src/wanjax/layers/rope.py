@@ -54,19 +54,19 @@ def rope_3d(
     theta: float = 10000.0,
     *,
     positions: Sequence[Float[np.ndarray, " _L"]] | None = None,
-    still: int = 0,
+    unrotated: int = 0,
 ) -> Rope:
-    """Tables for tokens in the order T, H, W of a `grid` of that shape, and for `still` tokens after them.
+    """Tables for tokens in the order T, H, W of a `grid` of that shape, and for `unrotated` tokens after them.
 
     `axes` are the channels of a head that rotate with each of T, H, W. `positions` are those along each; None counts
     from 0. Still tokens do not rotate.
     """
     along = positions or [np.arange(size) for size in grid]
-    return rope_of([angles(x, channels, theta) for x, channels in zip(along, axes, strict=True)], still=still)
+    return rope_of([angles(x, channels, theta) for x, channels in zip(along, axes, strict=True)], unrotated=unrotated)
 
 
-def rope_of(along: Sequence[Angles], *, still: int = 0) -> Rope:
-    """Tables for tokens in the order T, H, W from the angles along each, and for `still` tokens after them.
+def rope_of(along: Sequence[Angles], *, unrotated: int = 0) -> Rope:
+    """Tables for tokens in the order T, H, W from the angles along each, and for `unrotated` tokens after them.
 
     A program holds only the angles as constants, or is given them.
     """
@@ -77,12 +77,12 @@ def rope_of(along: Sequence[Angles], *, still: int = 0) -> Rope:
         placed = (jnp.expand_dims(jnp.asarray(x), others) for x, others in spread_out)
         whole = [jnp.broadcast_to(x, (*grid, x.shape[-1])) for x in placed]
         rows = jnp.concatenate(whole, axis=-1).reshape(prod(grid), -1)
-        if still:
-            rows = jnp.concatenate([rows, jnp.full((still, rows.shape[1]), unmoved, jnp.float32)])
+        if unrotated:
+            rows = jnp.concatenate([rows, jnp.full((unrotated, rows.shape[1]), unmoved, jnp.float32)])
         return spread(rows, ("length", None))
 
     cos, sin = (x.cos for x in along), (x.sin for x in along)
-    return Rope(table(cos, 1.0), table(sin, 0.0), prod(grid) + still)
+    return Rope(table(cos, 1.0), table(sin, 0.0), prod(grid) + unrotated)
 
 
 @jax.named_scope("rope")

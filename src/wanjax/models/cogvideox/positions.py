@@ -85,7 +85,7 @@ ADDED = {None: NothingAdded, "sinusoids": Sinusoids, "learned": LearnedTable}
 def rope_tables(config: TransformerConfig, grid: Grid, text: int) -> Rope:
     """Tables for a grid of patches, and for `text` tokens that do not rotate."""
     positions = {"counted": counted, "resized": resized, None: unmoved}[config.rotary](grid, config.trained_grid)
-    return rope_3d(grid, config.rope_channels, positions=positions, still=text)
+    return rope_3d(grid, config.rope_channels, positions=positions, unrotated=text)
 
 
 def counted(grid: Grid, trained: Grid | None) -> list[Float[np.ndarray, " _L"]]:
