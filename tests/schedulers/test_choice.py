@@ -80,8 +80,8 @@ REFUSED = [  # what chooses a scheduler, its arguments, and what the sentence na
             ("rcm:sigma_max=nan", "noise rCM nan"),
         ]
     ),
-    (successor, (Ancestral(), UniPC()), "v model velocity unipc"),
-    (successor, (Ancestral(prediction="velocity"), UniPC()), "shift sigmas unipc"),
+    (resolve, (Ancestral(), UniPC()), "v model velocity unipc"),
+    (resolve, (Ancestral(prediction="velocity"), UniPC()), "shift sigmas unipc"),
     (lambda name: wanjax.load("nano", scheduler=name), ("heun",), "scheduler 'heun'"),
 ]
 
