@@ -21,7 +21,7 @@ from wanjax.checkpoints.sources import open_diffusers
 from wanjax.cli import stages
 from wanjax.cli.stages import least_seconds
 from wanjax.errors import WanjaxError
-from wanjax.layers.placement import placed
+from wanjax.layers.placement import with_shardings
 from wanjax.pipelines import memory
 from wanjax.pipelines.recording import most_held, record
 from wanjax.pricing.chips import V6E
@@ -157,7 +157,7 @@ def test_a_mesh_divides_the_weights(monkeypatch):
     network = found.family.network_of(found.architecture.spec.networks["transformer"]).abstract(
         dtype=jnp.bfloat16, param_dtype=jnp.bfloat16
     )
-    spread = placed(network, Partitioner(make_mesh(1, 1, 8), RULES["fsdp"]))
+    spread = with_shardings(network, Partitioner(make_mesh(1, 1, 8), RULES["fsdp"]))
     alone = memory.bytes_needed(network)
     assert alone == pytest.approx(28.6 * GB, rel=0.01)
     assert memory.bytes_needed(spread) >= alone

@@ -323,7 +323,7 @@ def test_lists_of_scores_with_ties(kept):
     scores = random.choice(values, (140, 300))
     scores[7], scores[8] = 1.0, random.normal(size=300)
     sizes = sparse_linear_kernel.Sizes(1, 1, 1, 128, 64, kept, 4, 1)
-    found = jax.jit(partial(sparse_linear_kernel.listed, sizes=sizes, interpret=True))(scores)
+    found = jax.jit(partial(sparse_linear_kernel.list_blocks, sizes=sizes, interpret=True))(scores)
     wanted = np.sort(np.argsort(-scores, axis=1, kind="stable")[:, :kept], axis=1)
     assert (np.asarray(found)[:, :kept] == 64 * wanted).all()
 

@@ -15,7 +15,7 @@ from tests.support import tiny
 from tests.support.quick import quick
 from wanjax.errors import WanjaxError
 from wanjax.layers.placement import on_weights_mesh
-from wanjax.models.wan.causal import angles_at, place_of
+from wanjax.models.wan.causal import angles_at, slot_of
 from wanjax.sharding import ONE_DEVICE, current
 
 TEXT, MASK = jax.ShapeDtypeStruct((1, 7, 16), jnp.float32), jax.ShapeDtypeStruct((1, 7), bool)
@@ -38,7 +38,7 @@ def rope(model: Any, x: Any) -> Any:
 def as_block(model: Any, x: Any, t: Any, text: Any) -> Any:
     """The first block of a video, given all that a run gives it."""
     context, tokens = model.context(text), int(np.prod(model.grid(x)))
-    return model(x, t, context, angles_at(model.config, 0), model.window(x), place_of(model.config, 0, tokens))
+    return model(x, t, context, angles_at(model.config, 0), model.window(x), slot_of(model.config, 0, tokens))
 
 
 CASES = {  # by hand, as a run calls it, and the arguments

@@ -26,7 +26,7 @@ from tests.support.devices import on_meshes
 from wanjax.checkpoints import modules
 from wanjax.converters import rules
 from wanjax.converters.hunyuanvideo import diffusers as tables
-from wanjax.layers.placement import as_shapes, placed
+from wanjax.layers.placement import as_shapes, with_shardings
 from wanjax.layers.stack import block_at
 from wanjax.models.hunyuanvideo.config import FEW_STEPS_480P, SIZE_480P, SIZE_720P
 from wanjax.models.hunyuanvideo.refiner import Prompt
@@ -63,7 +63,7 @@ def loaded(reference, dtype=jnp.float32, partitioner=None) -> HunyuanVideoTransf
     kw = {"dtype": dtype, "param_dtype": dtype}
     abstract = as_shapes(lambda rngs: HunyuanVideoTransformer(config, **kw, rngs=rngs))
     return modules.load(
-        placed(abstract, partitioner or one_device()), tables.transformer_rules(config), StateDict(reference)
+        with_shardings(abstract, partitioner or one_device()), tables.transformer_rules(config), StateDict(reference)
     )
 
 

@@ -20,7 +20,7 @@ from tests.support.programs import caller
 from wanjax.checkpoints import modules
 from wanjax.converters import rules
 from wanjax.converters.hunyuanvideo import diffusers as tables
-from wanjax.layers.placement import as_shapes, placed
+from wanjax.layers.placement import as_shapes, with_shardings
 from wanjax.layers.tiling import Tiling
 from wanjax.models.hunyuanvideo.vae import HunyuanVideoVAE
 from wanjax.models.hunyuanvideo.vae_config import VAE_1_5
@@ -53,7 +53,9 @@ def loaded(reference, dtype=jnp.float32, partitioner=None) -> HunyuanVideoVAE:
     config = replace(tables.vae_config(reference.config), longest=6)
     kw = {"dtype": dtype, "param_dtype": dtype}
     abstract = as_shapes(lambda rngs: HunyuanVideoVAE(config, **kw, rngs=rngs))
-    return modules.load(placed(abstract, partitioner or one_device()), tables.vae_rules(config), StateDict(reference))
+    return modules.load(
+        with_shardings(abstract, partitioner or one_device()), tables.vae_rules(config), StateDict(reference)
+    )
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from wanjax.layers.placement import as_shapes, placed
+from wanjax.layers.placement import as_shapes, with_shardings
 from wanjax.models.t5 import T5Config
 from wanjax.models.wan.causal import WanCausalTransformer
 from wanjax.models.wan.config import VAE_2_1, CausalTransformerConfig, TransformerConfig
@@ -47,7 +47,7 @@ def partitioner(axes, rules="fsdp"):
 def network(make, partitioner):
     """Returns a network with random weights, which do not depend on the devices."""
     abstract = as_shapes(lambda rngs: make(dtype=jnp.float32, param_dtype=jnp.float32, rngs=rngs))
-    graphdef, state = nnx.split(placed(abstract, partitioner or one_device()))
+    graphdef, state = nnx.split(with_shardings(abstract, partitioner or one_device()))
     random = np.random.default_rng(0)
 
     def draw(x):
