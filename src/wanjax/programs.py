@@ -97,11 +97,11 @@ class Instance:
         jitted = jax.jit(self._named(self._run), donate_argnums=self.donate)
         with uncollected(), drawing(), on_mesh(site.partitioner):
             self.traced = jitted.trace(*shapes)
-        made, tree = jax.tree.flatten(self.traced.out_info)
+        outputs, tree = jax.tree.flatten(self.traced.out_info)
         mesh = site.partitioner.mesh
         leaves = [
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
-            for x, spec in zip(made, self._specs, strict=True)
+            for x, spec in zip(outputs, self._specs, strict=True)
         ]
         self.results = jax.tree.unflatten(tree, leaves)
 
@@ -243,7 +243,7 @@ class Execute(Strategy):
                     _results(done)
                 begun(number, len(missing))
                 site = instance.site
-                running.add(pool.submit(self._get, key, instance.program, site, lambda made=instance: made))
+                running.add(pool.submit(self._get, key, instance.program, site, lambda traced=instance: traced))
             _results(running)
 
     @contextmanager
@@ -279,40 +279,42 @@ class Execute(Strategy):
     def _get(self, key: Any, program: Program, site: Site, trace: Callable[[], Instance]) -> Callable[..., Any]:
         """Returns the executable of a key. One thread makes it, for which others wait."""
         with self._lock:
-            found = self._compiled.get(key)
-            made = found or self._compiled.setdefault(key, Future())
-        if found is None:
+            existing = self._compiled.get(key)
+            future = existing or self._compiled.setdefault(key, Future())
+        if existing is None:
             try:
-                made.set_result(self._made(key, program, site, trace))
+                future.set_result(self._load_or_compile(key, program, site, trace))
             except BaseException as error:
                 self._compiled.pop(key, None)
-                made.set_exception(error)
+                future.set_exception(error)
                 raise
-        elif not made.done():
+        elif not future.done():
             with told_waiting(program.name):
-                wait([made])
-        return made.result()
+                wait([future])
+        return future.result()
 
-    def _made(self, key: Any, program: Program, site: Site, trace: Callable[[], Instance]) -> Callable[..., Any]:
+    def _load_or_compile(
+        self, key: Any, program: Program, site: Site, trace: Callable[[], Instance]
+    ) -> Callable[..., Any]:
         """Returns the executable of a key: one that is kept, else one that is compiled, and kept for others."""
         name = self._name(key, site)
         if self.kept is None or name is None:
-            return self._compile(self._recorded(key) or trace(), compile_cache)
+            return self._compile(self._start_ahead(key) or trace(), compile_cache)
         start = perf_counter()
         try:
-            found = self.kept.find(name, list(np.asarray(site.partitioner.mesh.devices).flat))
+            executable = self.kept.find(name, list(np.asarray(site.partitioner.mesh.devices).flat))
         except Refused as error:
             tell_refused(str(error))
-            found = None
-        if found is not None:
+            executable = None
+        if executable is not None:
             tell_loaded(program.name, start)
-            return found
-        made = self._compile(self._recorded(key) or trace(), without_cache)  # what JAX's holds cannot be kept
+            return executable
+        executable = self._compile(self._start_ahead(key) or trace(), without_cache)  # what JAX's holds cannot be kept
         if self.options_of(program, site) == program.options_of(site):  # else the next process is to be warned too
-            self.kept.keep(name, made)
-        return made
+            self.kept.keep(name, executable)
+        return executable
 
-    def _recorded(self, key: Any) -> Instance | None:
+    def _start_ahead(self, key: Any) -> Instance | None:
         """Begins to compile what comes after this program, if that is wanted; returns this one, if it is among it."""
         with self._lock:
             begin, self._ahead = self._ahead, None
@@ -329,9 +331,9 @@ class Execute(Strategy):
 
     def _compile(self, instance: Instance, cache: Cache) -> Callable[..., Any]:
         def attempt(options: dict[str, Any]) -> Callable[..., Any]:
-            made = instance.compiled(options, cache)
+            executable = instance.compiled(options, cache)
             self._left[_options_key(instance.program, instance.site)] = options
-            return made
+            return executable
 
         return without_refused(self.options_of(instance.program, instance.site), attempt, warn_refused)
 
@@ -363,9 +365,9 @@ def _options_key(program: Program, site: Site) -> tuple[Any, ...]:
     return program, site.partitioner, tuple(program.options_of(site).items())
 
 
-def warn_refused(told: str) -> None:
+def warn_refused(message: str) -> None:
     """Warns that the compiler refused an option, which is left out."""
-    warnings.warn(told, WanjaxWarning, stacklevel=2)
+    warnings.warn(message, WanjaxWarning, stacklevel=2)
 
 
 EXECUTE = Execute()
@@ -429,11 +431,11 @@ class Record(Strategy):
         key = (program, site, static, key, self._stage)
         if key not in self._recorded:
             self._recorded[key] = Recorded(Instance(program, site, static, shapes), self._stage)
-        found = self._recorded[key]
-        found.times += 1
+        entry = self._recorded[key]
+        entry.times += 1
         if self._beside is not None:
-            found.beside = max(found.beside, self._beside(arguments))
-        return found.instance.results
+            entry.beside = max(entry.beside, self._beside(arguments))
+        return entry.instance.results
 
 
 class Inline(Strategy):

@@ -205,9 +205,9 @@ class Stated:
 @contextmanager
 def stating() -> Iterator[Stated]:
     """Notes the shardings that are stated in its `with` block."""
-    token = _stated.set(made := Stated())
+    token = _stated.set(constraints := Stated())
     try:
-        yield made
+        yield constraints
     finally:
         _stated.reset(token)
 
@@ -291,13 +291,13 @@ def platform() -> str:
     try:
         return jax.default_backend()
     except (RuntimeError, AssertionError) as error:  # without a plugin for NVIDIA's cards JAX raises the second
-        asked = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
-        told = " ".join(str(error).partition(" (set JAX_PLATFORMS")[0].split()).rstrip(".")
-        why = told or f"there is no device of {asked}, or no plugin for it"
-        if "tpu" in str(asked).split(",") and find_spec("libtpu") is None:
-            why = "libtpu is missing, which wanjax[tpu] brings"
+        platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+        cause = " ".join(str(error).partition(" (set JAX_PLATFORMS")[0].split()).rstrip(".")
+        reason = cause or f"there is no device of {platforms}, or no plugin for it"
+        if "tpu" in str(platforms).split(",") and find_spec("libtpu") is None:
+            reason = "libtpu is missing, which wanjax[tpu] brings"
         raise WanjaxError(
-            f"JAX cannot use JAX_PLATFORMS={asked} here ({why}): without JAX_PLATFORMS it takes what there is"
+            f"JAX cannot use JAX_PLATFORMS={platforms} here ({reason}): without JAX_PLATFORMS it takes what there is"
         ) from error
 
 
@@ -310,7 +310,7 @@ def make_mesh(dp: int = 1, sp: int = 1, tp: int = 1, *, devices: Sequence[Any] |
         if isinstance(size, bool) or not isinstance(size, Integral):
             raise WanjaxError(f"{axis} is given as {shown(size)}: give a whole number, as in make_mesh(dp=2, tp=4)")
     if devices is None:
-        platform()  # a mistake in JAX_PLATFORMS is told here, in one sentence
+        platform()  # raises for a mistake in JAX_PLATFORMS, in one sentence
         devices = all_devices()
     sizes: dict[str, int] = dict(zip(MESH_AXES, (dp, sp, tp), strict=True))
     text = mesh_text(sizes)
@@ -367,13 +367,13 @@ def parse_mesh(text: str) -> MeshSizes | AutoMesh:
     """Reads a mesh such as `dp=2,tp=4`, `auto` or `auto,sp=2`; raises WanjaxError for other text."""
     first, *others = (entry.strip() for entry in text.split(","))
     auto = first == "auto"
-    axes, given = ("sp",) if auto else MESH_AXES, {}
+    axes, sizes = ("sp",) if auto else MESH_AXES, {}
     for entry in others if auto else [first, *others]:
         name, _, size = (word.strip() for word in entry.partition("="))
-        if name not in axes or name in given or not (size.isascii() and size.isdigit()) or (auto and int(size) < 1):
+        if name not in axes or name in sizes or not (size.isascii() and size.isdigit()) or (auto and int(size) < 1):
             raise WanjaxError(f"the mesh {text!r} cannot be read: write it as dp=2,sp=1,tp=4, auto, or auto,sp=2")
-        given[name] = int(size)
-    return AutoMesh(**given) if auto else MeshSizes(**given)
+        sizes[name] = int(size)
+    return AutoMesh(**sizes) if auto else MeshSizes(**sizes)
 
 
 def find_rules(name: str) -> Rules:
