@@ -212,7 +212,7 @@ def stating() -> Iterator[Stated]:
         _stated.reset(token)
 
 
-def state(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+def constrain_to(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     """Returns x, sharded so on the mesh in use; one device holds all of it anyway."""
     partitioner = current()
     if not partitioner.alone:
@@ -224,7 +224,7 @@ def state(x: jax.Array, spec: PartitionSpec) -> jax.Array:
 
 def constrain(x: jax.Array, axes: Axes) -> jax.Array:
     """Returns x, sharded by the logical names of its axes."""
-    return state(x, current().activation(axes, x.shape))
+    return constrain_to(x, current().activation(axes, x.shape))
 
 
 def ways(axes: Axes, shape: Sequence[int]) -> int:
@@ -247,7 +247,7 @@ def spread(x: jax.Array, axes: Axes) -> jax.Array:
 
 def replicate(tree: Any) -> Any:
     """Returns the arrays of a tree, replicated on every device."""
-    return jax.tree.map(lambda x: state(x, PartitionSpec()), tree)
+    return jax.tree.map(lambda x: constrain_to(x, PartitionSpec()), tree)
 
 
 def whole(weight: jax.Array) -> jax.Array:

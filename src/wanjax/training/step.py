@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from wanjax.kernels.compiler_options import products, scanned
 from wanjax.pipelines.seeds import key_of, seed_to_key_data
 from wanjax.programs import program
-from wanjax.sharding import state as stated
+from wanjax.sharding import constrain_to
 from wanjax.training.adapters import DropoutKey, dropped
 from wanjax.training.objective import Loss
 
@@ -103,7 +103,7 @@ def begin_training(static: TrainingStep, weights: Any) -> dict[str, Any]:
     first: dict[str, Any] = {"optimizer": static.optimizer.init(weights)}
     if static.average is not None:
         first["average"] = weights
-    return jax.tree.map(stated, first, {name: static.specs[name] for name in first})
+    return jax.tree.map(constrain_to, first, {name: static.specs[name] for name in first})
 
 
 @program(products, donated=("state",))
@@ -129,7 +129,7 @@ def train(
     if static.average is not None:
         after["average"] = optax.incremental_update(weights, state["average"], 1.0 - static.average)
     metrics = {"loss": value, "gradient": optax.tree.norm(gradients), FINITE: _finite(after), **of_loss}
-    return jax.tree.map(stated, after, static.specs), metrics
+    return jax.tree.map(constrain_to, after, static.specs), metrics
 
 
 @program(products)

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from wanjax.kernels.attention.sharded import Placement, heads_to_tokens, tokens_to_heads
-from wanjax.sharding import current, pad_to, state
+from wanjax.sharding import constrain_to, current, pad_to
 
 HEADS_AXIS = "tp"
 
@@ -69,7 +69,7 @@ def update_cache(window: KVCache, block: KVCache, slot: CacheSlot) -> KVCache:
 def _stored(window: KVCache) -> KVCache:
     """Returns windows [layers B S E], each device with its heads."""
     batch = current().activation(("batch",), window.k.shape[1:2])[0]
-    return jax.tree.map(lambda x: state(x, PartitionSpec(None, batch, None, HEADS_AXIS)), window)
+    return jax.tree.map(lambda x: constrain_to(x, PartitionSpec(None, batch, None, HEADS_AXIS)), window)
 
 
 def attention(

@@ -33,7 +33,7 @@ from wanjax.layers.placement import on_weights_mesh, param
 from wanjax.layers.rope import Rope, norm_and_rope, rope_3d
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache, map_blocks, scan_blocks, stack
 from wanjax.models.wan.config import TransformerConfig
-from wanjax.sharding import constrain, current, spread, state
+from wanjax.sharding import constrain, constrain_to, current, spread
 
 Stacked = TypeVar("Stacked")  # a tree of arrays [layers B S E]
 
@@ -283,7 +283,7 @@ def shard_stacked(keys: Stacked, heads: int) -> Stacked:
     """Keys and values of all blocks [layers B S E] where `shard_keys` has those of each."""
 
     def shard(x: Float[Array, "_B B S E"]) -> Float[Array, "_B B S E"]:
-        return state(x, current().activation((None, "batch", None, "heads"), (*x.shape[:3], heads)))
+        return constrain_to(x, current().activation((None, "batch", None, "heads"), (*x.shape[:3], heads)))
 
     return jax.tree.map(shard, keys)
 
