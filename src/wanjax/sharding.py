@@ -12,7 +12,7 @@ for the other sharded axes of weights. Models give the axes of weights and activ
 - `replicated`: weights are whole on every device, where its memory allows, so that none are sent; activations are
   sharded by tokens.
 
-There is always a mesh. Outside `use(partitioner)` it is one of a single device, on which `constrain`, `spread`,
+There is always a mesh. Outside `use(partitioner)` it is one of a single device, on which `constrain`, `shard_tokens`,
 `replicate` and `whole` return their input.
 """
 
@@ -233,7 +233,7 @@ def ways(axes: Axes, shape: Sequence[int]) -> int:
     return prod(partitioner.size(taken) for taken in partitioner.activation(axes, shape))
 
 
-def spread(x: jax.Array, axes: Axes) -> jax.Array:
+def shard_tokens(x: jax.Array, axes: Axes) -> jax.Array:
     """Returns x, sharded, with zeros at the end of its axis `length` so that every device holds the same number.
 
     Attention needs the number of real tokens as its `keys`.

@@ -14,7 +14,7 @@ from tests.support.devices import on_meshes
 from wanjax.kernels.attention import Pair, flash_tpu, joint, joint_attention
 from wanjax.kernels.attention.api import _on_one_device
 from wanjax.kernels.attention.radial import Radial
-from wanjax.sharding import ONE_DEVICE, RULES, Partitioner, make_mesh, spread, use
+from wanjax.sharding import ONE_DEVICE, RULES, Partitioner, make_mesh, shard_tokens, use
 
 FRAMES, FRAME, TEXT = 7, 100, 40  # the video ends within a block of 128, in which text begins
 VIDEO = FRAMES * FRAME
@@ -42,7 +42,7 @@ def whole(q, k, v, window=None, texts=TEXTS):
 def run(q, k, v, window=None, texts=TEXTS, partitioner=None, name="chunked", config=None):
     def attend(q, k, v, texts):
         with use(partitioner or ONE_DEVICE):
-            q, k, v = (Pair(*(spread(x, ("batch", "length", None, None)) for x in pair)) for pair in (q, k, v))
+            q, k, v = (Pair(*(shard_tokens(x, ("batch", "length", None, None)) for x in pair)) for pair in (q, k, v))
             kernel = partial(_on_one_device, name=name, key_mask=None, scale=q.video.shape[3] ** -0.5)
             kernel = partial(kernel, bias=None, config=config)
             return joint.attention(kernel, q, k, v, length=VIDEO, texts=texts, window=window)

@@ -12,7 +12,7 @@ from benchmarks.workloads import WORKLOADS
 from wanjax.kernels.attention import attention, choose
 from wanjax.kernels.target import target
 from wanjax.pricing.lowering import Lowering, everywhere
-from wanjax.sharding import RULES, Partitioner, spread, use
+from wanjax.sharding import RULES, Partitioner, shard_tokens, use
 
 
 def product_kernel(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -103,7 +103,7 @@ def attend_round(mesh: AbstractMesh, *, size: int, dtype: str, length: int) -> L
 
     def run(q, k, v):
         with use(Partitioner(mesh, RULES["fsdp"])):
-            return attention(*(spread(x, ("batch", "length", "heads", None)) for x in (q, k, v)), keys=length)
+            return attention(*(shard_tokens(x, ("batch", "length", "heads", None)) for x in (q, k, v)), keys=length)
 
     operand = jax.ShapeDtypeStruct((1, length, 2, size), jnp.dtype(dtype), sharding=NamedSharding(mesh, P()))
     return Lowering(run, (operand,) * 3)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from wanjax.errors import WanjaxError
-from wanjax.sharding import spread
+from wanjax.sharding import shard_tokens
 
 Size = tuple[int, int, int]  # frames, height, width
 
@@ -32,7 +32,7 @@ def patchify(x: Float[Array, "B T H W C"], patch: Size, channels: int | None = N
     pt, ph, pw = patch
     x = x.reshape(batch, frames // pt, pt, height // ph, ph, width // pw, pw, channels)
     x = jnp.transpose(x, (0, 1, 3, 5, 2, 4, 6, 7))  # [B T H W pt ph pw C]
-    return spread(x.reshape(batch, -1, pt * ph * pw * channels), ("batch", "length", None))
+    return shard_tokens(x.reshape(batch, -1, pt * ph * pw * channels), ("batch", "length", None))
 
 
 def unpatchify(x: Float[Array, "B L E"], grid: Size, patch: Size) -> Float[Array, "B T H W C"]:

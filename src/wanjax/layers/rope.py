@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Float32
 from wanjax.kernels import rotary_heads
 from wanjax.kernels.rotary_heads import head_normed_rotary, normed_rotary
 from wanjax.layers.norms import inverse_rms
-from wanjax.sharding import spread
+from wanjax.sharding import shard_tokens
 
 
 @jax.tree_util.register_dataclass
@@ -79,7 +79,7 @@ def rope_of(along: Sequence[Angles], *, unrotated: int = 0) -> Rope:
         rows = jnp.concatenate(whole, axis=-1).reshape(prod(grid), -1)
         if unrotated:
             rows = jnp.concatenate([rows, jnp.full((unrotated, rows.shape[1]), unmoved, jnp.float32)])
-        return spread(rows, ("length", None))
+        return shard_tokens(rows, ("length", None))
 
     cos, sin = (x.cos for x in along), (x.sin for x in along)
     return Rope(table(cos, 1.0), table(sin, 0.0), prod(grid) + unrotated)

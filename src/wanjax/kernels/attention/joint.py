@@ -21,7 +21,7 @@ from wanjax.sharding import current, pad_to
 
 
 class Pair(NamedTuple):
-    """Queries, keys or values of a video and of its text, each padded by `sharding.spread`."""
+    """Queries, keys or values of a video and of its text, each padded by `sharding.shard_tokens`."""
 
     video: Any  # Float[Array, "B L N D"]
     text: Any  # Float[Array, "B S N D"]

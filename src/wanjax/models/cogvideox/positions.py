@@ -18,7 +18,7 @@ from wanjax.errors import WanjaxError
 from wanjax.layers.placement import param
 from wanjax.layers.rope import Rope, rope_3d
 from wanjax.models.cogvideox.config import Grid, TransformerConfig
-from wanjax.sharding import spread
+from wanjax.sharding import shard_tokens
 
 
 class Positions(NamedTuple):
@@ -134,4 +134,4 @@ def sinusoids(grid: Grid, width: int, scales: tuple[float, float, float]) -> Flo
 
 
 def _of_sequence(video: Float[Array, "_L E"], text: Float[Array, "_S E"]) -> Float[Array, "1 L E"]:
-    return spread(jnp.concatenate([video, text])[None], ("batch", "length", None))
+    return shard_tokens(jnp.concatenate([video, text])[None], ("batch", "length", None))

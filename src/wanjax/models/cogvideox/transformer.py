@@ -32,7 +32,7 @@ from wanjax.layers.rope import Rope, head_norm_and_rope
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache, scan_blocks, stack
 from wanjax.models.cogvideox.config import Grid, TransformerConfig
 from wanjax.models.cogvideox.positions import ADDED, Positions, rope_tables
-from wanjax.sharding import spread
+from wanjax.sharding import shard_tokens
 
 Tokens = Float[Array, "B L E"]
 HEAD_EPS = 1e-6  # of the norms of q and k; the config's is that of the others
@@ -191,9 +191,9 @@ class CogVideoXTransformer(nnx.Module):
         positions = positions or self.positions(grid, context.text.shape[1])
         video = self.patch_embed(patchify(latents.astype(self.dtype), config.patch, config.channels_in))
         x = jnp.concatenate([video[:, : prod(grid)], context.text], axis=1)
-        x = spread(x, ("batch", "length", "embed"))  # [B L E]
+        x = shard_tokens(x, ("batch", "length", "embed"))  # [B L E]
         x = x if positions.added is None else x + positions.added.astype(x.dtype)
-        text = spread(jnp.arange(positions.rope.length) >= prod(grid), ("length",))
+        text = shard_tokens(jnp.arange(positions.rope.length) >= prod(grid), ("length",))
         time = jax.nn.silu(self.time_embed(t))
 
         def run(block: Block, x: Tokens) -> Tokens:

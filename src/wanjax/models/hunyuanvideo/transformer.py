@@ -31,7 +31,7 @@ from wanjax.layers.rope import Rope, rope_3d, rotated
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache, scan_blocks, stack
 from wanjax.models.hunyuanvideo.config import TransformerConfig
 from wanjax.models.hunyuanvideo.refiner import GlyphEmbed, ImageEmbed, Prompt, Refiner, TextTokens
-from wanjax.sharding import spread
+from wanjax.sharding import shard_tokens
 
 DECAY = 0.95  # of radial attention, that of its authors for HunyuanVideo
 CELL = (1, 1, 1)  # a token is one latent cell
@@ -246,7 +246,7 @@ class HunyuanVideoTransformer(nnx.Module):
         text = jnp.concatenate([self._of_kind(prompt, PROMPT), context.beside.astype(prompt.dtype)], axis=1)
         text = real_first(text, context.mask)
         x = self.patch_embed(patchify(latents.astype(self.dtype), CELL, self.config.channels_in))  # [B L E]
-        return Streams(x, spread(text, ("batch", "length", None)))
+        return Streams(x, shard_tokens(text, ("batch", "length", None)))
 
     def head(self, x: Tokens, time: Time, grid: tuple[int, int, int]) -> Float[Array, "B T H W C"]:
         """The velocity, from the video's tokens after the last block."""

@@ -33,7 +33,7 @@ from wanjax.layers.placement import on_weights_mesh, param
 from wanjax.layers.rope import Rope, norm_and_rope, rope_3d
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache, map_blocks, scan_blocks, stack
 from wanjax.models.wan.config import TransformerConfig
-from wanjax.sharding import constrain, constrain_to, current, spread
+from wanjax.sharding import constrain, constrain_to, current, shard_tokens
 
 Stacked = TypeVar("Stacked")  # a tree of arrays [layers B S E]
 
@@ -297,4 +297,4 @@ def modulation_table(rows: int, width: int, rngs: nnx.Rngs) -> nnx.Param:
 def clean_tokens(grid: tuple[int, int, int], frames: int) -> Second:
     """Marks the tokens of the first `frames` frames of patches; None if there are no such frames."""
     clean = jnp.arange(math.prod(grid)) < frames * grid[1] * grid[2]
-    return spread(clean, ("length",)) if frames else None
+    return shard_tokens(clean, ("length",)) if frames else None
