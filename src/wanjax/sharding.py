@@ -13,7 +13,7 @@ for the other sharded axes of weights. Models give the axes of weights and activ
   sharded by tokens.
 
 There is always a mesh. Outside `use(partitioner)` it is one of a single device, on which `constrain`, `shard_tokens`,
-`replicate` and `whole` return their input.
+`replicate` and `gather_weight` return their input.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -250,7 +250,7 @@ def replicate(tree: Any) -> Any:
     return jax.tree.map(lambda x: constrain_to(x, PartitionSpec()), tree)
 
 
-def whole(weight: jax.Array) -> jax.Array:
+def gather_weight(weight: jax.Array) -> jax.Array:
     """Returns a weight as it is used: gathered on every device if the rules say so."""
     return replicate(weight) if current().rules.gathered else weight
 

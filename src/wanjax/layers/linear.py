@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from wanjax.kernels.target import multiplies_bfloat16, target
 from wanjax.layers.placement import Axes, with_axes
-from wanjax.sharding import constrain, current, whole
+from wanjax.sharding import constrain, current, gather_weight
 
 Projection = TypeVar("Projection", bound=nnx.Module)
 default_kernel_init = nnx.initializers.lecun_normal()
@@ -35,7 +35,7 @@ class Linear(nnx.Linear):
 def _promote(operands: tuple, /, *, dtype: DTypeLike | None = None, inexact: bool = True) -> Any:
     """The operands of a projection, cast to its dtype first and gathered then: a narrower dtype sends less."""
     inputs, kernel, bias = promote_dtype(operands, dtype=dtype, inexact=inexact)
-    return inputs, whole(kernel) if _are_tokens(inputs) else kernel, bias
+    return inputs, gather_weight(kernel) if _are_tokens(inputs) else kernel, bias
 
 
 def dot_general(x: jax.Array, kernel: jax.Array, dimensions: Any, **options: Any) -> jax.Array:
@@ -92,7 +92,7 @@ def gather_together(*projections: Projection) -> Sequence[Projection]:
     partitioner, dense = current(), [projection for projection in projections if isinstance(projection, Linear)]
     if partitioner.alone or not partitioner.rules.gathered or len(dense) < len(projections):
         return projections
-    kernels = [whole(projection.kernel[...].astype(projection.dtype)) for projection in dense]
+    kernels = [gather_weight(projection.kernel[...].astype(projection.dtype)) for projection in dense]
     return list(map(_with_kernel, projections, jax.lax.optimization_barrier(kernels)))
 
 
