@@ -227,7 +227,7 @@ def constrain(x: jax.Array, axes: Axes) -> jax.Array:
     return constrain_to(x, current().activation(axes, x.shape))
 
 
-def ways(axes: Axes, shape: Sequence[int]) -> int:
+def num_shards(axes: Axes, shape: Sequence[int]) -> int:
     """The number of devices among which an activation of this shape is divided."""
     partitioner = current()
     return prod(partitioner.size(taken) for taken in partitioner.activation(axes, shape))

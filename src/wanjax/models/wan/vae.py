@@ -24,7 +24,7 @@ from wanjax.layers.conv import CONV_AXES, Cache, CausalConv, Chunk, FrameConv, a
 from wanjax.layers.linear import linear
 from wanjax.layers.norms import ChannelNorm, along_last
 from wanjax.models.wan.config import VAEConfig
-from wanjax.sharding import VIDEO, replicate, ways
+from wanjax.sharding import VIDEO, num_shards, replicate
 
 PAIRED = 2**26  # the most values of a frame's largest level with which a TPU computes two latent frames together
 
@@ -258,7 +258,7 @@ def at_once(x: Chunk, cells: int, width: int) -> int:
     """
     batch, _, height, wide, _ = x.shape
     level = (batch, 1, cells * height, cells * wide, width)
-    return 2 if target(x).platform == "tpu" and math.prod(level) <= PAIRED * ways(VIDEO, level) else 1
+    return 2 if target(x).platform == "tpu" and math.prod(level) <= PAIRED * num_shards(VIDEO, level) else 1
 
 
 def in_parts(process: Callable[..., tuple[Chunk, Cache]], x: Chunk, cache: Cache, part: int) -> tuple[Chunk, Cache]:
