@@ -182,7 +182,7 @@ def use(partitioner: Partitioner) -> Iterator[None]:
 
 
 @contextmanager
-def following(height: int, width: int) -> Iterator[None]:
+def aligned_to(height: int, width: int) -> Iterator[None]:
     """Shards frames in its `with` block as those of this height and width, where that loses no device."""
     with use(replace(current(), coarsest=(height, width))):
         yield

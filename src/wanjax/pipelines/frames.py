@@ -19,7 +19,7 @@ from wanjax.layers.conv import Chunk
 from wanjax.layers.patch import to_cells, to_pixels
 from wanjax.layers.tiling import Tile, Tiling, joined, tiles_of
 from wanjax.programs import Program, Value, program
-from wanjax.sharding import VIDEO, constrain, following, replicate
+from wanjax.sharding import VIDEO, aligned_to, constrain, replicate
 
 GivenLatents = Float[Value | np.ndarray, "B C T H W"]
 AnyLatents = GivenLatents | Mapping[str, Float[Value | np.ndarray, "B ..."]]  # of the video, or streams by name
@@ -96,7 +96,7 @@ def encode_chunk(graphdef: Any, x: Chunk, cache: Any, weights: Any) -> tuple[Chu
     """Encodes a chunk of cells of pixels in [-1, 1] to latents; returns the cache too."""
     vae = nnx.merge(graphdef, weights)
     cells = vae.config.spatial_factor // vae.config.patch
-    with following(x.shape[2] // cells, x.shape[3] // cells):
+    with aligned_to(x.shape[2] // cells, x.shape[3] // cells):
         z, cache = vae.encode_cells(constrain(x, VIDEO), cache)
         return constrain(z, VIDEO), _constrained(cache)
 
@@ -134,7 +134,7 @@ def split_posterior(
 
 
 def _decode(static: Decoding, z: Chunk, cache: Any, weights: Any) -> tuple[Chunk, Any]:
-    with following(*z.shape[2:4]):
+    with aligned_to(*z.shape[2:4]):
         x, cache = nnx.merge(static.graphdef, weights).decode_cells(constrain(z, VIDEO), cache)
         return constrain(x, VIDEO), _constrained(cache)
 
