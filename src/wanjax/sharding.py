@@ -261,33 +261,33 @@ def pad_to(x: jax.Array, axis: int, multiple: int) -> jax.Array:
     return jnp.pad(x, [(0, fill if i == axis else 0) for i in range(x.ndim)]) if fill else x
 
 
-_stand_ins: list[Any] = []
+_substitutes: list[Any] = []
 
 
 @contextmanager
-def standing_in(devices: Sequence[Any]) -> Iterator[None]:
+def substitute_devices(devices: Sequence[Any]) -> Iterator[None]:
     """Lets described devices stand for those of this process, of which programs are then made for them."""
-    _stand_ins[:] = devices
+    _substitutes[:] = devices
     try:
         yield
     finally:
-        _stand_ins.clear()
+        _substitutes.clear()
 
 
 def local_devices() -> list[Any]:
     """Returns the devices of this process, or all those that stand for them."""
-    return list(_stand_ins) or jax.local_devices()
+    return list(_substitutes) or jax.local_devices()
 
 
 def all_devices() -> list[Any]:
     """Returns the devices of all processes together, or those that stand for them."""
-    return list(_stand_ins) or jax.devices()
+    return list(_substitutes) or jax.devices()
 
 
 def platform() -> str:
     """Returns the platform of the devices, such as "cpu"; raises WanjaxError where the one asked for has none."""
-    if _stand_ins:
-        return _stand_ins[0].platform
+    if _substitutes:
+        return _substitutes[0].platform
     try:
         return jax.default_backend()
     except (RuntimeError, AssertionError) as error:  # without a plugin for NVIDIA's cards JAX raises the second

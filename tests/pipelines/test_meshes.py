@@ -22,7 +22,7 @@ from wanjax.pricing.compile import ENVIRONMENT
 from wanjax.pricing.priced import Priced
 from wanjax.pricing.roofline import H100, processor
 from wanjax.registry import Checkpoint, outline, presets
-from wanjax.sharding import RULES, MeshSizes, standing_in
+from wanjax.sharding import RULES, MeshSizes, substitute_devices
 from wanjax.training.adapters import LoraConfig
 from wanjax.training.optimizers import OptimizerConfig
 
@@ -207,7 +207,7 @@ def without_weights(tmp_path, monkeypatch):
 
 
 def mesh_of_run(devices, model: str, **given) -> tuple[int, ...]:
-    with standing_in(devices):
+    with substitute_devices(devices):
         return tuple(loading.load(model, mesh="auto", **given).partitioner.mesh.shape.values())
 
 

@@ -44,7 +44,7 @@ from wanjax.pricing.chips import Slice, devices_of, find_slice
 from wanjax.pricing.compile import AT_ONCE, ENVIRONMENT, check_compiler
 from wanjax.pricing.lowering import without_refused
 from wanjax.programs import EXECUTE, Instance, warn_refused
-from wanjax.sharding import ONE_DEVICE, MeshSizes, mesh_text, standing_in
+from wanjax.sharding import ONE_DEVICE, MeshSizes, mesh_text, substitute_devices
 from wanjax.stores.own import own_folder
 from wanjax.training.adapters import LoraConfig
 from wanjax.training.optimizers import OptimizerConfig
@@ -255,7 +255,7 @@ def _fill(report: Report, request: VideoRequest, options: PipelineOptions, place
     os.environ.update(ENVIRONMENT)  # before libtpu is loaded
     made = []
     with (
-        standing_in(devices_of(place.topology, one_host=True)),
+        substitute_devices(devices_of(place.topology, one_host=True)),
         _recorded(report, request, options) as instances,
         report.stage("compile"),
         ThreadPoolExecutor(AT_ONCE) as pool,
