@@ -37,7 +37,7 @@ from wanjax.errors import WanjaxError, WanjaxWarning
 from wanjax.kernels.compiler_options import FAST, SAFE
 from wanjax.kernels.target import Target, target_of
 from wanjax.pricing.lowering import Lowering, uncollected, without_refused
-from wanjax.sharding import Partitioner, constrain_to, stating, use
+from wanjax.sharding import Partitioner, collect_constraints, constrain_to, use
 
 AT_ONCE = 2  # programs that are compiled: most of a compiler's passes use one core
 Result = TypeVar("Result")
@@ -114,10 +114,10 @@ class Instance:
 
     def _run(self, *arguments: Any) -> Any:
         """Runs the function under its partitioner; each result that states no sharding is replicated."""
-        with use(self.site.partitioner), stating() as stated:
+        with use(self.site.partitioner), collect_constraints() as constraints:
             leaves, tree = jax.tree.flatten(self.program.function(self.static, *arguments))
-            leaves = [x if stated.spec_of(x) is not None else constrain_to(x, PartitionSpec()) for x in leaves]
-            self._specs = [_trimmed(stated.spec_of(x) or PartitionSpec()) for x in leaves]
+            leaves = [x if constraints.spec_of(x) is not None else constrain_to(x, PartitionSpec()) for x in leaves]
+            self._specs = [_trimmed(constraints.spec_of(x) or PartitionSpec()) for x in leaves]
             return jax.tree.unflatten(tree, leaves)
 
     @property

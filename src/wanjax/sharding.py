@@ -163,7 +163,7 @@ def abstract_partitioner(dp: int = 1, sp: int = 1, tp: int = 1) -> Partitioner:
 
 ONE_DEVICE = abstract_partitioner()
 _current: ContextVar[Partitioner] = ContextVar("partitioner", default=ONE_DEVICE)
-_stated: ContextVar["Stated | None"] = ContextVar("stated", default=None)
+_constraints: ContextVar["Constraints | None"] = ContextVar("constraints", default=None)
 
 
 def current() -> Partitioner:
@@ -188,8 +188,8 @@ def aligned_to(height: int, width: int) -> Iterator[None]:
         yield
 
 
-class Stated:
-    """The shardings that a program states for its arrays while it is traced in the `with` block of `stating`."""
+class Constraints:
+    """The shardings of arrays that a program constrains while it is traced."""
 
     def __init__(self) -> None:
         self._arrays: dict[int, tuple[jax.Array, PartitionSpec]] = {}  # by identity, which lasts: they are held
@@ -198,18 +198,18 @@ class Stated:
         self._arrays[id(x)] = x, spec
 
     def spec_of(self, x: Any) -> PartitionSpec | None:
-        """Returns the sharding that was stated for an array; None where it was left to the compiler."""
+        """Return the sharding of a constrained array; None for one that is left to the compiler."""
         return self._arrays[id(x)][1] if id(x) in self._arrays else None
 
 
 @contextmanager
-def stating() -> Iterator[Stated]:
-    """Notes the shardings that are stated in its `with` block."""
-    token = _stated.set(constraints := Stated())
+def collect_constraints() -> Iterator[Constraints]:
+    """Collect the shardings that are constrained in the `with` block."""
+    token = _constraints.set(constraints := Constraints())
     try:
         yield constraints
     finally:
-        _stated.reset(token)
+        _constraints.reset(token)
 
 
 def constrain_to(x: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -217,8 +217,8 @@ def constrain_to(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     partitioner = current()
     if not partitioner.alone:
         x = jax.lax.with_sharding_constraint(x, NamedSharding(partitioner.mesh, spec))
-        if (stated := _stated.get()) is not None:
-            stated.add(x, spec)
+        if (constraints := _constraints.get()) is not None:
+            constraints.add(x, spec)
     return x
 
 
