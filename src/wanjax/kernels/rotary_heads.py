@@ -46,7 +46,7 @@ def normed_rotary(
     tokens = PartitionSpec(batch, length)
     specs = (PartitionSpec(batch, length, heads), tokens, PartitionSpec(heads), *2 * (PartitionSpec(length),))
     turn = partial(with_gradient, partial(_call, parts=parts, interpret=interpret), reference)
-    return partitioner.on_each(turn, specs, specs[0])(x, inverse, scale, cos, sin)
+    return partitioner.shard_map(turn, specs, specs[0])(x, inverse, scale, cos, sin)
 
 
 def head_normed_rotary(
@@ -72,7 +72,7 @@ def head_normed_rotary(
     turn = partial(with_gradient, partial(_call_by_head, eps=eps, parts=parts, interpret=interpret), specification)
     vector, table = PartitionSpec(), PartitionSpec(length)
     specs = (PartitionSpec(batch, length, heads), vector, vector, table, table)
-    return partitioner.on_each(turn, specs, specs[0])(x, scale, bias, cos, sin)
+    return partitioner.shard_map(turn, specs, specs[0])(x, scale, bias, cos, sin)
 
 
 def pack_for_all_to_all(x: Float[Array, "B L E"]) -> Float[Array, "B L E"]:
@@ -85,7 +85,7 @@ def pack_for_all_to_all(x: Float[Array, "B L E"]) -> Float[Array, "B L E"]:
         return x
     turn = partial(with_gradient, partial(_pack, parts=parts, interpret=False), _identity)
     spec = PartitionSpec(batch, length, heads)
-    return partitioner.on_each(turn, (spec,), spec)(x)
+    return partitioner.shard_map(turn, (spec,), spec)(x)
 
 
 def _placement(partitioner: Partitioner, x: Array, size: int) -> tuple[Any, Any, Any, int]:

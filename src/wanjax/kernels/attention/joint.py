@@ -51,7 +51,7 @@ def attention(
         return jax.tree.map(lambda x: heads_to_tokens(x, heads, devices, exchanged), out)
 
     both = Pair(PartitionSpec(*place), PartitionSpec(*place))
-    return partitioner.on_each(on_device, (both, both, both, PartitionSpec(place.batch)), both)(q, k, v, texts)
+    return partitioner.shard_map(on_device, (both, both, both, PartitionSpec(place.batch)), both)(q, k, v, texts)
 
 
 def _join(x: Pair, length: int) -> Float[Array, "B _L N D"]:

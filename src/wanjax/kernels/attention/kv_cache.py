@@ -102,7 +102,7 @@ def attention(
     tokens, cache = PartitionSpec(*at), PartitionSpec(at.batch, None, HEADS_AXIS)
     cache = KVCache(cache, cache)
     specs = (tokens, tokens, tokens, cache, CacheSlot(PartitionSpec(), PartitionSpec()))
-    out, block = partitioner.on_each(attend, specs, (tokens, cache))(q, k, v, window, slot)
+    out, block = partitioner.shard_map(attend, specs, (tokens, cache))(q, k, v, window, slot)
     return out[:, :queries], block
 
 

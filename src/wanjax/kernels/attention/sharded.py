@@ -108,7 +108,7 @@ def _with_all_keys(
         return kernel(q, k, v, key_mask=key_mask, bias=bias)
 
     specs = (spec, whole, whole, PartitionSpec(place.batch), bias_spec)
-    return partitioner.on_each(attend, specs, spec)(q, k, v, key_mask, bias)
+    return partitioner.shard_map(attend, specs, spec)(q, k, v, key_mask, bias)
 
 
 def _by_both(
@@ -137,7 +137,7 @@ def _by_both(
         return heads_to_tokens(out, heads, devices)
 
     specs = (spec, spec, spec, PartitionSpec(place.batch, "sp"))
-    return partitioner.on_each(attend, specs, spec)(q, k, v, key_mask)
+    return partitioner.shard_map(attend, specs, spec)(q, k, v, key_mask)
 
 
 def by_whole_heads(
@@ -163,7 +163,7 @@ def by_whole_heads(
         return heads_to_tokens(kernel(q, k, v, weights), heads, devices, place.tokens)
 
     spec = PartitionSpec(*place)
-    return partitioner.on_each(attend, (spec, spec, spec, PartitionSpec()), spec)(q, k, v, weights)[:, :length]
+    return partitioner.shard_map(attend, (spec, spec, spec, PartitionSpec()), spec)(q, k, v, weights)[:, :length]
 
 
 def tokens_to_heads(x: Float[Array, "B L N D"], devices: int, axes: Axes = "tp") -> Float[Array, "B _L _N D"]:
