@@ -218,9 +218,9 @@ def test_a_mesh_is_read_and_found():
 
 
 def test_accelerators_are_all_used_unless_told(monkeypatch):
-    assert wanjax.load("nano").partitioner.alone  # even where the CPU simulates several devices
+    assert wanjax.load("nano").partitioner.single_device  # even where the CPU simulates several devices
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     assert wanjax.load("nano").partitioner == wanjax.load("nano", mesh="auto").partitioner
     [one, *_] = jax.devices()
     monkeypatch.setattr(jax, "devices", lambda: [one])
-    assert wanjax.load("nano").partitioner.alone
+    assert wanjax.load("nano").partitioner.single_device

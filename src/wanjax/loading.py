@@ -264,7 +264,7 @@ def _options(found: Checkpoint, way: Loading, partitioner: Partitioner) -> dict[
     """Returns the options of loading that shape a video, for its record; without those that were left to the model."""
     options = {"attention": way.attention, "param_dtype": way.param_dtype, "revision": found.source.revision}
     options |= {"compiler": None if way.compiler == SAFE else way.compiler}
-    if way.mesh is not None and partitioner.alone:  # which one device without a mesh may not be elsewhere
+    if way.mesh is not None and partitioner.single_device:  # which one device without a mesh may not be elsewhere
         options |= {"mesh": str(partitioner), "rules": partitioner.rules_name}
     options |= {DECODER: way.decoder and described(way.decoder.file)}
     loras = [str(replace(lora, file=described(lora.file))) for lora in found.loras]

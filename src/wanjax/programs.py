@@ -196,7 +196,7 @@ def _shape(x: Any, partitioner: Partitioner) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
     if (sharding := x.sharding) is None:
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
-    spec = sharding.spec if isinstance(sharding, NamedSharding) and not partitioner.alone else PartitionSpec()
+    spec = sharding.spec if isinstance(sharding, NamedSharding) and not partitioner.single_device else PartitionSpec()
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(partitioner.mesh, _trimmed(spec)))
 
 

@@ -92,7 +92,7 @@ class Partitioner:
         return mesh_text(self.mesh.shape)
 
     @property
-    def alone(self) -> bool:
+    def single_device(self) -> bool:
         """True for a mesh of one device, on which nothing is sharded."""
         return self.mesh.size == 1
 
@@ -127,7 +127,7 @@ class Partitioner:
 
     def on_each(self, function: Callable[..., Any], specs: tuple[Any, ...], out: Any) -> Callable[..., Any]:
         """Returns the function as each device runs it on its shards; on one device, as it is."""
-        if self.alone:
+        if self.single_device:
             return function
         # kernels do not say along which mesh axes their results vary, so that cannot be checked
         return jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=out, check_vma=False)
@@ -215,7 +215,7 @@ def collect_constraints() -> Iterator[Constraints]:
 def constrain_to(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     """Returns x, sharded so on the mesh in use; one device holds all of it anyway."""
     partitioner = current()
-    if not partitioner.alone:
+    if not partitioner.single_device:
         x = jax.lax.with_sharding_constraint(x, NamedSharding(partitioner.mesh, spec))
         if (constraints := _constraints.get()) is not None:
             constraints.add(x, spec)

@@ -155,7 +155,9 @@ def test_a_forward_runs_on_the_mesh_of_its_weights():
     assert Told(spread_out)().mesh == mesh
     assert current() is ONE_DEVICE
     assert Told(jax.sharding.SingleDeviceSharding(jax.devices()[0]))() is ONE_DEVICE
-    assert nnx.jit(lambda told: told().alone and 1)(Told(spread_out)) == 1  # arrays that are traced tell no mesh
+    assert (
+        nnx.jit(lambda told: told().single_device and 1)(Told(spread_out)) == 1
+    )  # arrays that are traced tell no mesh
 
 
 @pytest.mark.slow

@@ -43,7 +43,7 @@ def predicted(name, axes=None, rules="fsdp", length=TEXT):
             return model(latents, t, context, model.positions(model.grid(latents), context.text.shape[1]))
 
     prediction = jax.jit(run)(weights, latents, jnp.array([999.0, 137.0]), text[:, :length])
-    assert devices.alone or len(prediction.sharding.device_set) == 8
+    assert devices.single_device or len(prediction.sharding.device_set) == 8
     return np.asarray(prediction)
 
 

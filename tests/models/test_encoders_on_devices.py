@@ -45,7 +45,7 @@ def encoded(name, axes=None, rules="fsdp"):
             return nnx.merge(graphdef, weights)(*arguments)
 
     features = jax.jit(run)(weights, *map(jnp.asarray, arguments))
-    assert devices.alone or len(features.sharding.device_set) == 8
+    assert devices.single_device or len(features.sharding.device_set) == 8
     return np.asarray(features)[MASK if name == "byt5" else ...]
 
 

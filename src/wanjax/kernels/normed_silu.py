@@ -32,7 +32,7 @@ def normed_silu(
     Float32 inside, rounded once. `interpret` runs the kernel without a TPU, slowly, for tests. On several devices XLA
     fetches the neighbours' columns for the convolution that follows, in a layout that it would have to copy to.
     """
-    fits = target(x).platform == "tpu" and x.shape[1] % SUBLANES == 0 and current().alone
+    fits = target(x).platform == "tpu" and x.shape[1] % SUBLANES == 0 and current().single_device
     if not interpret and not fits:
         return reference(x, gamma, dtype)
     call = partial(_call, dtype=jnp.dtype(dtype), interpret=interpret)

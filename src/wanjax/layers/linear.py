@@ -54,7 +54,7 @@ def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """
     if not multiplies_bfloat16(x):
         return _rows(x, kernel)
-    narrows = kernel.shape[0] > kernel.shape[1] and current().alone
+    narrows = kernel.shape[0] > kernel.shape[1] and current().single_device
     blocks = ceil(x.shape[-2] / BLOCK) if narrows and x.ndim > 1 else 1
     parts = [_rows(part, kernel, jnp.float32).astype(x.dtype) for part in jnp.array_split(x, blocks, axis=-2)]
     return parts[0] if blocks == 1 else jnp.concatenate(parts, axis=-2)
@@ -90,7 +90,7 @@ def gather_together(*projections: Projection) -> Sequence[Projection]:
     heads that are sent on the same links, and keep them from being sent beside the next projection.
     """
     partitioner, dense = current(), [projection for projection in projections if isinstance(projection, Linear)]
-    if partitioner.alone or not partitioner.rules.gathered or len(dense) < len(projections):
+    if partitioner.single_device or not partitioner.rules.gathered or len(dense) < len(projections):
         return projections
     kernels = [gather_weight(projection.kernel[...].astype(projection.dtype)) for projection in dense]
     return list(map(_with_kernel, projections, jax.lax.optimization_barrier(kernels)))

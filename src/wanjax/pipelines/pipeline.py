@@ -816,7 +816,7 @@ class Pipeline(metaclass=Named):
             object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
-        mesh = "" if self.partitioner.alone else f" ({self.partitioner}, rules {self.partitioner.rules_name})"
+        mesh = "" if self.partitioner.single_device else f" ({self.partitioner}, rules {self.partitioner.rules_name})"
         what = f"{self.defaults.model}, {self.architecture.spec.task}, {self.defaults.dtype}"
         lines = [f"{type(self).__name__}: {what}, on {devices_of(self.partitioner)}{mesh}"]
         lines += [f"  {name}: {self._state_of(name)}" for name in self.components.names]

@@ -45,7 +45,7 @@ def record_of(
     """
     metadata = settings.to_json() | {"scheduler": name_of(scheduler)} | dict(loaded)
     metadata |= {name: described(source) for name, source in sources.items() if source is not None}
-    if not partitioner.alone:
+    if not partitioner.single_device:
         metadata |= {"mesh": str(partitioner), "rules": partitioner.rules_name}
     if tiling is not None:
         metadata |= {"tiling": tiling._asdict()}

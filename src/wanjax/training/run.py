@@ -243,7 +243,7 @@ class Training:
         own = {"model": self.pipe.defaults.model, "network": self.name, "dtype": self.pipe.defaults.dtype}
         own |= {DIGESTS: self.pipe.components.recorded.get(DIGESTS, {})}
         own |= _learned(self.pipe)
-        mesh = None if self.pipe.partitioner.alone else dict(self.pipe.partitioner.mesh.shape)
+        mesh = None if self.pipe.partitioner.single_device else dict(self.pipe.partitioner.mesh.shape)
         return self.config.to_json() | own | {"levels": levels, "mesh": mesh, "clips": clips}
 
     def _take_steps(self) -> None:

@@ -89,7 +89,7 @@ def attention(
     on_one_device = (_on_one_device, _part_on_one_device, _gradient_on_one_device)
     kernels = sharded.Kernels(*(partial(call, name=attn.implementation, **options) for call in on_one_device))
     masks = {"keys": keys, "key_mask": mask, "window": window, "bias": bias}
-    if current().alone:
+    if current().single_device:
         return kernels.whole(q, k, v, **masks)
     return sharded.attention(kernels, current(), q, k, v, **masks)
 
