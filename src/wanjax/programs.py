@@ -95,7 +95,7 @@ class Instance:
         self.donate = tuple(names.index(name) for name in program.donated)
         self._specs: list[PartitionSpec] = []
         jitted = jax.jit(self._named(self._run), donate_argnums=self.donate)
-        with uncollected(), drawing(), on_mesh(site.partitioner):
+        with uncollected(), partitionable_prng(), on_mesh(site.partitioner):
             self.traced = jitted.trace(*shapes)
         outputs, tree = jax.tree.flatten(self.traced.out_info)
         mesh = site.partitioner.mesh
@@ -132,7 +132,7 @@ class Instance:
 
     def compiled(self, options: dict[str, Any], cache: Cache) -> Callable[..., Any]:
         """Returns the executable with these options of the compiler, for devices that are here."""
-        with drawing(), cache():
+        with partitionable_prng(), cache():
             with uncollected():
                 lowered = self.traced.lower()
             return lowered.compile(compiler_options=options)
@@ -146,7 +146,7 @@ def _trimmed(spec: PartitionSpec) -> PartitionSpec:
     return PartitionSpec(*axes)
 
 
-def drawing() -> AbstractContextManager[Any]:
+def partitionable_prng() -> AbstractContextManager[Any]:
     """Draws in threefry's partitionable mode, JAX's default, in its `with` block; elsewhere JAX's flag decides."""
     return jax.threefry_partitionable(True)
 
@@ -222,7 +222,7 @@ class Execute(Strategy):
     def call(self, program: Program, site: Site, static: Any, *arguments: Any) -> Any:
         arguments = jax.tree.map(lambda x: _on(x, site.partitioner), arguments)
         if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
-            with drawing(), use(site.partitioner):
+            with partitionable_prng(), use(site.partitioner):
                 return program.function(static, *jax.tree.map(jnp.asarray, arguments))
         shapes, key = _key(arguments, site)
         key = (*_options_key(program, site), static, key)

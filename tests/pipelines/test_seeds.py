@@ -24,7 +24,7 @@ from wanjax.media.videos import read_metadata
 from wanjax.pipelines import seeds
 from wanjax.pipelines.cogvideox.conditioning import POSTERIORS
 from wanjax.pipelines.seeds import drawn_noise, key_numbers, seed_to_key_data, solver_keys
-from wanjax.programs import drawing
+from wanjax.programs import partitionable_prng
 
 SMALL = {"size": (16, 32), "frames": 5, "steps": 2, "guidance_scale": 1.0, "dtype": "float32"}
 OPTIONS = ("--size", "32x16", "--frames", "5", "--steps", "2", "--guidance-scale", "1", "--dtype", "float32")
@@ -75,12 +75,12 @@ def under(flags: dict, draw):
 
 
 def initial_noise(seed: int, shape: tuple[int, ...] = SHAPE) -> jax.Array:
-    with drawing():
+    with partitionable_prng():
         return drawn_noise(seed_to_key_data([seed]), shape)
 
 
 def drawn_keys(seed: int) -> jax.Array:
-    with drawing():
+    with partitionable_prng():
         return solver_keys(seed_to_key_data([seed]))
 
 
