@@ -207,13 +207,13 @@ class Execute(Strategy):
     are left out of the program from then on, with a warning. Under `jax.disable_jit` the function of a program is run
     operation by operation.
 
-    `kept` are executables that other processes compiled, and that others will use; None leaves this to JAX's own cache.
+    `executables` are kept on disk for other processes too; None leaves this to JAX's own cache.
     """
 
     executes = True
 
-    def __init__(self, kept: Executables | None = None) -> None:
-        self.kept = kept
+    def __init__(self, executables: Executables | None = None) -> None:
+        self.executables = executables
         self._compiled: dict[Any, Future[Callable[..., Any]]] = {}
         self._left: dict[Any, dict[str, Any]] = {}
         self._lock = Lock()
@@ -298,11 +298,11 @@ class Execute(Strategy):
     ) -> Callable[..., Any]:
         """Returns the executable of a key: one that is kept, else one that is compiled, and kept for others."""
         name = self._name(key, site)
-        if self.kept is None or name is None:
+        if self.executables is None or name is None:
             return self._compile(self._start_ahead(key) or trace(), compile_cache)
         start = perf_counter()
         try:
-            executable = self.kept.find(name, list(np.asarray(site.partitioner.mesh.devices).flat))
+            executable = self.executables.find(name, list(np.asarray(site.partitioner.mesh.devices).flat))
         except Refused as error:
             tell_refused(str(error))
             executable = None
@@ -311,7 +311,7 @@ class Execute(Strategy):
             return executable
         executable = self._compile(self._start_ahead(key) or trace(), without_cache)  # what JAX's holds cannot be kept
         if self.options_of(program, site) == program.options_of(site):  # else the next process is to be warned too
-            self.kept.keep(name, executable)
+            self.executables.keep(name, executable)
         return executable
 
     def _start_ahead(self, key: Any) -> Instance | None:
@@ -322,7 +322,7 @@ class Execute(Strategy):
 
     def _name(self, key: Any, site: Site) -> str | None:
         """Returns the name by which the executable of a key is kept; None where it is left to JAX's cache."""
-        if self.kept is None or site.partitioner.device.platform != "cpu" or jax.process_count() > 1:
+        if self.executables is None or site.partitioner.device.platform != "cpu" or jax.process_count() > 1:
             return None
         try:
             return key_of(key)

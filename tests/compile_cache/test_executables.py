@@ -67,7 +67,7 @@ def called(
 ) -> tuple[list[float], list[Compilation]]:
     """Calls a program in an `Execute` of its own, as another process would; returns its result, and what was told."""
     execute = Execute()
-    execute.kept = kept
+    execute.executables = kept
     site = Site(on or one_device())
     with compilations() as made:
         result = execute.call(program, site, static, (np.zeros(2, np.float32), np.ones(1, np.float32)))

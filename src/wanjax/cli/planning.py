@@ -240,7 +240,9 @@ def warmup(report: Report, request: VideoRequest, options: PipelineOptions, chip
         EXECUTE.compile(*instances, begun=lambda number, total: report.count("program", number - 1, total))
         report.count("program", len(instances), len(instances))
     report.table()
-    report.note(f"what was compiled is in {EXECUTE.kept.folder if EXECUTE.kept else compile_cache_folder()}")
+    report.note(
+        f"what was compiled is in {EXECUTE.executables.folder if EXECUTE.executables else compile_cache_folder()}"
+    )
 
 
 def _fill(report: Report, request: VideoRequest, options: PipelineOptions, place: Slice) -> None:

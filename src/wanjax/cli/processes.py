@@ -26,6 +26,6 @@ def meet(report: Report, asked: str | None, *, described: str | None = None) -> 
     context = click.get_current_context(silent=True)
     use_shared(**(context.meta.get(COMPILE_CACHE, {}) if context else {}), platform=described)
     if report.owns_process and compile_cache_folder() is None:
-        EXECUTE.kept = of_this_machine()
+        EXECUTE.executables = of_this_machine()
     report.muted = not is_first()
     report.awaited = jax.process_count() > 1

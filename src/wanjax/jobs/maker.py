@@ -74,7 +74,7 @@ def keeping_programs(make: Callable[[], T], shared: Mapping[str, Any]) -> T:
         shared: The arguments of `use_shared`, where a cache of compiled programs is shared.
     """
     use_shared(**shared)
-    EXECUTE.kept = of_this_machine() if compile_cache_folder() is None else None
+    EXECUTE.executables = of_this_machine() if compile_cache_folder() is None else None
     return make()
 
 

@@ -81,7 +81,10 @@ class Trainer:
             self.manager = ocp.CheckpointManager(self.folder / STATES, options=options)
         self.begun = self.step = self.manager.latest_step() or 0
         self.changed = self._check_told(told)
-        self._strategy, self._site = Execute(EXECUTE.kept), Site(one_device() if partitioner is None else partitioner)
+        self._strategy, self._site = (
+            Execute(EXECUTE.executables),
+            Site(one_device() if partitioner is None else partitioner),
+        )
         self.static, weights, self._fixed = prepare_step(
             network, loss, optimizer, seed=seed, trained=trained, average=average, accumulated=accumulated
         )
