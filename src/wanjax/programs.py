@@ -6,7 +6,7 @@ computes no array between two calls:
 
     state, x0, finite = strategy.call(take_step, site, denoiser, state, inputs, guidance, schedule)
 
-`Execute` compiles the program once for each shape of its arguments, and runs it. `Record` notes the program and returns
+`Execute` compiles the program once for each shape of its arguments, and runs it. `Trace` notes the program and returns
 shapes, so that a run that is recorded makes the same calls as one that is executed, with nothing loaded and nothing
 computed. `Inline` traces the program into the one that is being traced, as training does.
 """
@@ -394,7 +394,7 @@ def _on(x: Any, partitioner: Partitioner) -> Any:
 
 
 @dataclass
-class Recorded:
+class TracedProgram:
     """A program that a run calls: `times` in all, in a stage.
 
     `beside` is the most bytes on one device that are kept beside the arguments of a call.
@@ -410,7 +410,7 @@ class Recorded:
         return self.instance.program.name
 
 
-class Record(Strategy):
+class Trace(Strategy):
     """Notes each distinct program of a run once, with its count; its results are shapes with shardings.
 
     `beside`, if it is given, returns the bytes on one device of what is kept beside the arguments of a call; the most
@@ -418,11 +418,11 @@ class Record(Strategy):
     """
 
     def __init__(self, beside: Callable[[Any], int] | None = None) -> None:
-        self._recorded: dict[Any, Recorded] = {}
+        self._recorded: dict[Any, TracedProgram] = {}
         self._beside = beside
 
     @property
-    def programs(self) -> list[Recorded]:
+    def programs(self) -> list[TracedProgram]:
         """The programs in the order of their first calls."""
         return list(self._recorded.values())
 
@@ -430,7 +430,7 @@ class Record(Strategy):
         shapes, key = _key(arguments, site)
         key = (program, site, static, key, self._stage)
         if key not in self._recorded:
-            self._recorded[key] = Recorded(Instance(program, site, static, shapes), self._stage)
+            self._recorded[key] = TracedProgram(Instance(program, site, static, shapes), self._stage)
         entry = self._recorded[key]
         entry.times += 1
         if self._beside is not None:

@@ -26,7 +26,7 @@ from wanjax.compile_cache.fingerprint import fingerprint
 from wanjax.layers.tiling import Tiling
 from wanjax.loading import outlined
 from wanjax.pipelines.recording import record
-from wanjax.programs import EXECUTE, Record
+from wanjax.programs import EXECUTE, Trace
 from wanjax.registry import examine
 
 EIGHT = "dp=2,sp=2,tp=2"
@@ -125,7 +125,7 @@ class Compared:
     `shardings` are those of all programs that were compiled for the model so far, of which runs share many.
     """
 
-    record: Record
+    record: Trace
     recorded: Counter[Call]
     executed: Counter[Call]
     late: int

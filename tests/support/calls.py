@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from wanjax.pipelines.denoiser import take_step
-from wanjax.programs import Execute, Instance, Program, Record, Site
+from wanjax.programs import Execute, Instance, Program, Site, Trace
 from wanjax.sharding import Partitioner
 
 
@@ -47,7 +47,7 @@ class Counting(Execute):
         return made
 
 
-def recorded_calls(record: Record) -> Counter[Call]:
+def recorded_calls(record: Trace) -> Counter[Call]:
     """Returns the calls of a run that was recorded."""
     found: Counter[Call] = Counter()
     for noted in record.programs:

@@ -22,7 +22,7 @@ from wanjax.pipelines.run import Loaded, Run
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.tokenizer import TokenBatch
 from wanjax.pricing.held import least_held
-from wanjax.programs import Record
+from wanjax.programs import Trace
 
 
 def record(
@@ -33,7 +33,7 @@ def record(
     tiling: Tiling | None = None,
     batch_guidance: bool = False,
     room: int | None = None,
-) -> Record:
+) -> Trace:
     """Records the making of a video: encode, denoise and decode.
 
     The keywords are those of `Pipeline.videos`; `room` is that of `Components.abstract`. The most that is kept on a
@@ -46,7 +46,7 @@ def record(
     return calls
 
 
-def _recorded(pipe: Loaded, room: int | None = None) -> tuple[Record, Loaded]:
+def _recorded(pipe: Loaded, room: int | None = None) -> tuple[Trace, Loaded]:
     """Returns a record, and the pipeline whose calls it notes."""
     components = pipe.runtime.components.abstract(room)
 
@@ -59,7 +59,7 @@ def _recorded(pipe: Loaded, room: int | None = None) -> tuple[Record, Loaded]:
         passed = {id(x) for x in jax.tree.leaves(arguments)}
         return sum(size for weight, size in map(weighed, components.networks()) if weight not in passed)
 
-    calls = Record(beside)
+    calls = Trace(beside)
     return calls, pipe.under(calls, components)
 
 
@@ -147,7 +147,7 @@ def _is_small(pipe: Loaded, size: tuple[int, int], frames: int) -> bool:
     return not (pipe.runtime.strategy.executes and sizes) or is_small(size, frames, max(sizes.values()))
 
 
-def most_held(calls: Record) -> tuple[int, str]:
+def most_held(calls: Trace) -> tuple[int, str]:
     """Return bytes that a recorded run holds at the least at its peak, and the stage of that.
 
     Those of a program, of what is kept beside it, and of the process. A run that was recorded with a `room` of 0 keeps
@@ -158,7 +158,7 @@ def most_held(calls: Record) -> tuple[int, str]:
     return held + PROCESS, stage
 
 
-def _check(settings: Settings, calls: Record) -> None:
+def _check(settings: Settings, calls: Trace) -> None:
     check_held(settings, *most_held(calls))
 
 

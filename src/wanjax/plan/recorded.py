@@ -15,7 +15,7 @@ from typing import NamedTuple
 from wanjax.pipelines.denoiser import take_step
 from wanjax.pipelines.frames import decode_chunk, decode_tile, encode_chunk
 from wanjax.pricing.lowering import Lowering
-from wanjax.programs import Record, Recorded
+from wanjax.programs import Trace, TracedProgram
 
 STEP, REUSING, DENSE = "step", "reusing_step", "dense_step"
 CONTEXTS = ("make_context", "begin_past")
@@ -35,7 +35,7 @@ class Scheduled(NamedTuple):
     beside: int
 
 
-def programs_of(record: Record) -> list[Scheduled]:
+def programs_of(record: Trace) -> list[Scheduled]:
     """Returns the programs of a recorded run, in the order of their first calls."""
     taken: Counter[tuple[str, str]] = Counter()
     found = []
@@ -49,7 +49,7 @@ def programs_of(record: Record) -> list[Scheduled]:
     return found
 
 
-def _name(recorded: Recorded) -> str:
+def _name(recorded: TracedProgram) -> str:
     """Returns what a program does: a step by its kind, a chunk by whether one precedes it, another by its function."""
     program, instance = recorded.instance.program, recorded.instance
     if program is take_step:

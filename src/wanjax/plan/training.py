@@ -26,7 +26,7 @@ from wanjax.pipelines.settings import Settings
 from wanjax.plan.places import Place, Tell, axes_on, find_priceable, limit_of, mesh_on, priced_on, would_fit
 from wanjax.pricing.chips import Slice
 from wanjax.pricing.priced import Priced
-from wanjax.programs import Instance, Program, Record, Site
+from wanjax.programs import Instance, Program, Site, Trace
 from wanjax.registry import Outline
 from wanjax.sharding import RULES, Partitioner
 from wanjax.training.adapters import LoraConfig, adapt, is_factor
@@ -138,7 +138,7 @@ def _recorded(
         network, loss_of(pipe, NoiseLevels()), optimizer(optimized, STEPS), trained=trained
     )
     batch, number = _batch(pipe, settings, clips), np.int32(0)
-    record, site = Record(), Site(partitioner, pipe.compiler)
+    record, site = Trace(), Site(partitioner, pipe.compiler)
     state = {"weights": changed, **record.call(begin_training, site, static, changed)}
     record.call(train, site, static, state, fixed, batch, number)
     record.call(loss_alone, site, static, changed, fixed, batch, number)
@@ -147,7 +147,7 @@ def _recorded(
 
 def _batch(pipe: Pipeline, settings: Settings, clips: int) -> Batch:
     """Returns a batch of clips of these settings as shapes on the host, as it is read from files."""
-    recorded = pipe.under(Record(), pipe.components.abstract())
+    recorded = pipe.under(Trace(), pipe.components.abstract())
     (encoded,) = Run(recorded, [PreparedRequest(settings)], needed_pictures(pipe, settings)).encode().values()
     fields = {
         name: jax.ShapeDtypeStruct((clips, *x.shape[1:]), x.dtype)
