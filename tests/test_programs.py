@@ -207,15 +207,15 @@ def test_a_run_s_programs_are_compiled_beside_it_once_one_is_missing(site):
 
 
 def test_what_begins_each_compilation_may_end_all(site):
-    execute, x, begun = Execute(), jnp.ones(3), []
+    execute, x, on_start = Execute(), jnp.ones(3), []
 
     def begin(number: int, total: int) -> None:
-        begun.append((number, total))
+        on_start.append((number, total))
         if number == 2:
             raise KeyboardInterrupt
 
     instances = [Instance(made(function, {}), site, None, (x,)) for function in (largest, doubled, tripled)]
     with pytest.raises(KeyboardInterrupt):
-        execute.compile(*instances, begun=begin)
-    assert begun == [(1, 3), (2, 3)]
+        execute.compile(*instances, on_start=begin)
+    assert on_start == [(1, 3), (2, 3)]
     assert compiled(strategy=execute) == 1

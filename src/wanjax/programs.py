@@ -228,10 +228,10 @@ class Execute(Strategy):
         key = (*_options_key(program, site), static, key)
         return self._get(key, program, site, lambda: Instance(program, site, static, shapes))(*arguments)
 
-    def compile(self, *instances: Instance, begun: Callable[[int, int], Any] = lambda number, total: None) -> None:
+    def compile(self, *instances: Instance, on_start: Callable[[int, int], Any] = lambda number, total: None) -> None:
         """Compiles those of recorded programs that are not, some at a time, so that calls of them compile nothing.
 
-        `begun` receives the number of each before it is compiled, from 1 on, and their total; what it raises ends this.
+        `on_start` receives the number of each before it is compiled, from 1 on, and their total; it may raise to stop.
         """
         wanted = {self.key_of(instance): instance for instance in instances}
         missing = {key: instance for key, instance in wanted.items() if key not in self._compiled}
@@ -241,7 +241,7 @@ class Execute(Strategy):
                 if len(running) == AT_ONCE:
                     done, running = wait(running, return_when=FIRST_COMPLETED)
                     _results(done)
-                begun(number, len(missing))
+                on_start(number, len(missing))
                 site = instance.site
                 running.add(pool.submit(self._get, key, instance.program, site, lambda traced=instance: traced))
             _results(running)
@@ -259,7 +259,7 @@ class Execute(Strategy):
 
             def compile_all() -> None:
                 with suppress(Exception):  # is raised where the program is called
-                    self.compile(*instances.values(), begun=lambda number, total: _raise_if(ended))
+                    self.compile(*instances.values(), on_start=lambda number, total: _raise_if(ended))
 
             Thread(target=compile_all, name="compiling ahead").start()
             return instances

@@ -237,7 +237,7 @@ def warmup(report: Report, request: VideoRequest, options: PipelineOptions, chip
         return
     meet(report, options.processes)
     with _recorded(report, request, options) as instances, report.stage("compile"):
-        EXECUTE.compile(*instances, begun=lambda number, total: report.count("program", number - 1, total))
+        EXECUTE.compile(*instances, on_start=lambda number, total: report.count("program", number - 1, total))
         report.count("program", len(instances), len(instances))
     report.table()
     report.note(

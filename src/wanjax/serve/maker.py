@@ -137,7 +137,7 @@ class ServedMaker(VideoMaker):
             if (shape := self._shape(request, chosen)) not in self._shapes:
                 with progress.stage("compile"):
                     traced = record(pipe, replace(chosen, windows=min(2, chosen.windows)), pictures, **self.how)
-                    EXECUTE.compile(*(one.instance for one in traced.programs), begun=progress.compiling)
+                    EXECUTE.compile(*(one.instance for one in traced.programs), on_start=progress.compiling)
                 self._shapes.add(shape)
             found = {str(own / name): digest_of(here / name) for name in names_of(request.inputs)}
             digests = {name: digest for name, digest in found.items() if digest is not None}
@@ -213,7 +213,7 @@ def warm_up(
     try:
         settings = pipe.settings()
         recorded = record(pipe, settings, needed_pictures(pipe, settings), tiling=tiling, batch_guidance=batch_guidance)
-        EXECUTE.compile(*(one.instance for one in recorded.programs), begun=check)
+        EXECUTE.compile(*(one.instance for one in recorded.programs), on_start=check)
         if sum(pipe.components.sizes.values()) < free_memory(jax.local_devices()[0]):
             for name in pipe.components.names:
                 if not stopped():
