@@ -49,7 +49,7 @@ def _few_memory_maps() -> Iterator[None]:
     yield
     maps = Path("/proc/self/maps")
     if maps.exists() and len(maps.read_bytes().splitlines()) > MAPS:
-        from wanjax.programs import EXECUTE
+        from wanjax.execution import EXECUTE
 
         EXECUTE.forget()
         gc.collect()

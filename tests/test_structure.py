@@ -24,7 +24,7 @@ LAYERS = [  # a module imports from its own layer and those below
     ["wanjax.media"],
     ["wanjax.checkpoints"],
     ["wanjax.converters"],
-    ["wanjax.models", "wanjax.schedulers", "wanjax.programs"],
+    ["wanjax.models", "wanjax.schedulers", "wanjax.execution"],
     ["wanjax.compile_cache", "wanjax.pricing"],
     ["wanjax.layers"],
     ["wanjax.kernels"],

@@ -20,9 +20,9 @@ from tests.parity.references import StateDict, relative_l2
 from tests.support.programs import caller
 from wanjax.checkpoints import modules
 from wanjax.checkpoints.networks import read_network
+from wanjax.execution import Program
 from wanjax.pipelines.components import Components
 from wanjax.pipelines.pipeline import Pipeline
-from wanjax.programs import Program
 from wanjax.registry import kinds, presets
 
 STEPS = 2  # of a denoising

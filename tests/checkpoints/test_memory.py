@@ -88,7 +88,7 @@ def test_all_stages_of_a_model_of_the_hub_are_looked_at_before_any_is_computed(p
     def computed(*_, **__):
         raise AssertionError("a program is executed")
 
-    monkeypatch.setattr("wanjax.programs.Execute.call", computed)
+    monkeypatch.setattr("wanjax.execution.Execute.call", computed)
     memory_of(needed)
     with pytest.raises(AssertionError, match="executed"):
         wanjax.load(ID, offload=True)("a", **how)

@@ -26,10 +26,10 @@ from wanjax.compile_cache.cache import without_cache
 from wanjax.compile_cache.compilations import Compilation
 from wanjax.compile_cache.executables import Executables, Refused, surroundings
 from wanjax.compile_cache.fingerprint import NoFingerprint, fingerprint
+from wanjax.execution import Execute, Site, program
 from wanjax.kernels.compiler_options import scanned
 from wanjax.layers.tiling import Tiling
 from wanjax.pipelines.denoiser import join
-from wanjax.programs import Execute, Site, program
 from wanjax.sharding import RULES, Partitioner, make_mesh, one_device
 
 KEY = "a" * 64

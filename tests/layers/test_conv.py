@@ -17,12 +17,12 @@ from tests.support.small_wan import partitioner
 from tests.support.tiny import VAE
 from wanjax import load
 from wanjax.converters.wan.diffusers import vae_config
+from wanjax.execution import EXECUTE
 from wanjax.kernels.target import Target
 from wanjax.layers import conv
 from wanjax.layers.conv import CausalConv, FrameConv, convolve_clip, stacked_taps, sum_of_taps
 from wanjax.models.wan.residual_vae import WanResidualVAE
 from wanjax.models.wan.vae import WanVAE
-from wanjax.programs import EXECUTE
 from wanjax.sharding import ONE_DEVICE, VIDEO, constrain, use
 
 FORMS = (convolve_clip, sum_of_taps, stacked_taps)

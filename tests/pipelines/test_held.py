@@ -151,7 +151,7 @@ def test_a_video_that_is_too_large_is_refused_before_anything_is_compiled(name, 
     def compiled(*_, **__):
         raise AssertionError("a program is executed")
 
-    monkeypatch.setattr("wanjax.programs.Execute.call", compiled)
+    monkeypatch.setattr("wanjax.execution.Execute.call", compiled)
     monkeypatch.setattr(memory, "total_memory", lambda device: 4_000_000_000)
     with pytest.raises(WanjaxError, match=naming("9600x9600 memory")):
         pipe("a", size=(9600, 9600))
@@ -180,7 +180,7 @@ def test_a_picture_that_is_too_large_to_be_encoded_is_refused_before_anything_is
     def compiled(*_, **__):
         raise AssertionError("a program is executed")
 
-    monkeypatch.setattr("wanjax.programs.Execute.call", compiled)
+    monkeypatch.setattr("wanjax.execution.Execute.call", compiled)
     monkeypatch.setattr(memory, "total_memory", lambda device: 1_500_000_000)
     with pytest.raises(WanjaxError, match=naming("2880x2880 memory encode")):
         pipe.encode("a", **asked)

@@ -23,10 +23,10 @@ from tests.support.programs import compiled
 from tests.support.quick import quick
 from tests.support.tabled import TABLES
 from wanjax.compile_cache.fingerprint import fingerprint
+from wanjax.execution import EXECUTE, Trace
 from wanjax.layers.tiling import Tiling
 from wanjax.loading import outlined
 from wanjax.pipelines.recording import record
-from wanjax.programs import EXECUTE, Trace
 from wanjax.registry import examine
 
 EIGHT = "dp=2,sp=2,tp=2"

@@ -19,12 +19,12 @@ from tests.support.commands import wanjax as run
 from tests.support.tiny import compile_cache, tiny_checkpoint
 from tests.support.words import naming, says
 from wanjax.errors import WanjaxError
+from wanjax.execution import partitionable_prng
 from wanjax.media.records import load_settings
 from wanjax.media.videos import read_metadata
 from wanjax.pipelines import seeds
 from wanjax.pipelines.cogvideox.conditioning import POSTERIORS
 from wanjax.pipelines.seeds import drawn_noise, key_numbers, seed_to_key_data, solver_keys
-from wanjax.programs import partitionable_prng
 
 SMALL = {"size": (16, 32), "frames": 5, "steps": 2, "guidance_scale": 1.0, "dtype": "float32"}
 OPTIONS = ("--size", "32x16", "--frames", "5", "--steps", "2", "--guidance-scale", "1", "--dtype", "float32")

@@ -31,6 +31,7 @@ from wanjax import registry
 from wanjax.checkpoints.files import save_safetensors
 from wanjax.checkpoints.lora_source import Lora
 from wanjax.errors import WanjaxError
+from wanjax.execution import Instance
 from wanjax.jobs.databases import Sqlite
 from wanjax.jobs.store import STOPPED, NewJob
 from wanjax.jobs.worker import BEAT, Lease
@@ -40,7 +41,6 @@ from wanjax.media.videos import read_metadata, write_video
 from wanjax.pipelines.record import digest_of
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.text.extending import Extended
-from wanjax.programs import Instance
 from wanjax.schedulers import UniPC
 from wanjax.serve import maker, uploads
 from wanjax.serve.faults import without_folders

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from wanjax.execution import Execute, Instance, Program, Site, Trace
 from wanjax.pipelines.denoiser import take_step
-from wanjax.programs import Execute, Instance, Program, Site, Trace
 from wanjax.sharding import Partitioner
 
 

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
+from wanjax.execution import EXECUTE, Execute, Program, Site
 from wanjax.pipelines.denoiser import GivenNoise, Init, ModelInputs, Preparation, State, StepProgram, begin
 from wanjax.pipelines.guidance import CLASSIFIER_FREE, grouping
 from wanjax.pipelines.model import latents_of
 from wanjax.pipelines.runtime import SplitNetwork
 from wanjax.pipelines.seeds import seed_to_key_data
-from wanjax.programs import EXECUTE, Execute, Program, Site
 from wanjax.sharding import Partitioner, one_device
 
 

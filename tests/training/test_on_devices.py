@@ -8,12 +8,12 @@ import pytest
 
 from tests.support.small_wan import architecture, network, partitioner, transformer_config
 from wanjax.converters.wan.diffusers import transformer_rules
+from wanjax.execution import Site
 from wanjax.kernels.compiler_options import products
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.pipelines.components import Components
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.wan.conditioning import WanEncoded
-from wanjax.programs import Site
 from wanjax.registry import presets
 from wanjax.sharding import one_device
 from wanjax.training.adapters import LoraConfig, adapt, is_factor

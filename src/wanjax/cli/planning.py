@@ -25,6 +25,7 @@ from wanjax.cli.tables import folded, print_table, stdout_width
 from wanjax.compile_cache.cache import compile_cache, compile_cache_folder
 from wanjax.compile_cache.shared import Kept, current
 from wanjax.errors import WanjaxError
+from wanjax.execution import EXECUTE, Instance, warn_refused
 from wanjax.figures import between, digits, duration, in_bytes, quantity
 from wanjax.kernels.attention import AUTO
 from wanjax.kernels.compiler_options import SAFE
@@ -43,7 +44,7 @@ from wanjax.plan.training import TrainingOutlook, training_outlook
 from wanjax.pricing.chips import Slice, devices_of, find_slice
 from wanjax.pricing.compile import AT_ONCE, ENVIRONMENT, check_compiler
 from wanjax.pricing.lowering import without_refused
-from wanjax.programs import EXECUTE, Instance, warn_refused
+from wanjax.execution import EXECUTE, Instance, warn_refused
 from wanjax.sharding import ONE_DEVICE, MeshSizes, mesh_text, substitute_devices
 from wanjax.stores.own import own_folder
 from wanjax.training.adapters import LoraConfig

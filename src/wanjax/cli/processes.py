@@ -8,8 +8,8 @@ from wanjax.cli.options import COMPILE_CACHE
 from wanjax.cli.report import Report
 from wanjax.compile_cache.cache import compile_cache_folder, use_shared
 from wanjax.compile_cache.executables import of_this_machine
+from wanjax.execution import EXECUTE
 from wanjax.jobs.processes import is_first, join
-from wanjax.programs import EXECUTE
 from wanjax.sharding import platform
 
 

@@ -30,6 +30,7 @@ from wanjax.cli.remake import check_files, check_loaded, differences
 from wanjax.cli.report import Report
 from wanjax.cli.runs import HeldRun, is_of_a_run, new_run
 from wanjax.errors import WanjaxError, WriteError
+from wanjax.execution import EXECUTE, Instance
 from wanjax.figures import digits, duration, in_bytes, quantity
 from wanjax.jobs.maker import write
 from wanjax.jobs.processes import is_first
@@ -57,7 +58,6 @@ from wanjax.pipelines.run import Run
 from wanjax.pipelines.settings import DRAW, Settings, schema
 from wanjax.pipelines.windows import Window
 from wanjax.pricing.roofline import peak_flops
-from wanjax.programs import EXECUTE, Instance
 from wanjax.schedulers import name_of
 from wanjax.sharding import ONE_DEVICE
 from wanjax.signals import abandoned_by

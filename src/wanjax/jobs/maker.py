@@ -16,6 +16,7 @@ import numpy as np
 from wanjax.compile_cache.cache import compile_cache_folder, use_shared
 from wanjax.compile_cache.executables import of_this_machine
 from wanjax.errors import WanjaxError, causes, is_full, reason, shown
+from wanjax.execution import EXECUTE
 from wanjax.jobs.processes import is_first
 from wanjax.jobs.rows import WrongRows
 from wanjax.jobs.store import Job
@@ -34,7 +35,6 @@ from wanjax.pipelines.run import Run
 from wanjax.pipelines.seeds import checked_seed
 from wanjax.pipelines.settings import LOADED, Settings
 from wanjax.pipelines.windows import Window
-from wanjax.programs import EXECUTE
 from wanjax.stores.places import Place, StoreError, names_in, place
 
 T = TypeVar("T")

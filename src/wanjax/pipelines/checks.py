@@ -10,10 +10,10 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from wanjax.errors import SettingError, WanjaxError, shown
+from wanjax.execution import refuse_traced
 from wanjax.layers.tiling import Tiling
 from wanjax.media.stage_files import VIDEO_SHAPE
 from wanjax.pipelines.settings import DTYPES, Settings
-from wanjax.programs import refuse_traced
 
 Shape = tuple[int | None, ...]  # None for any size
 

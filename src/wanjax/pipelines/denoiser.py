@@ -26,13 +26,13 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from wanjax.execution import Value, program
 from wanjax.kernels.compiler_options import fast_products, products, random_numbers, scanned
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache
 from wanjax.pipelines.caching.step_cache import NO_CACHE, Cached, StepCache
 from wanjax.pipelines.draws import VIDEO
 from wanjax.pipelines.guidance import Groups, GuidanceRule, Latents
 from wanjax.pipelines.seeds import Words, drawn_noise, key_numbers, noise_of_frames, solver_keys
-from wanjax.programs import Value, program
 from wanjax.schedulers import Scheduler
 from wanjax.schedulers.base import Schedule
 from wanjax.sharding import replicate

@@ -14,11 +14,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped, UInt8
 
+from wanjax.execution import Program, Value, program
 from wanjax.kernels.compiler_options import convolutions, fast_convolutions, scanned
 from wanjax.layers.conv import Chunk
 from wanjax.layers.patch import to_cells, to_pixels
 from wanjax.layers.tiling import Tile, Tiling, joined, tiles_of
-from wanjax.programs import Program, Value, program
 from wanjax.sharding import VIDEO, aligned_to, constrain, replicate
 
 GivenLatents = Float[Value | np.ndarray, "B C T H W"]

@@ -28,6 +28,7 @@ from jaxtyping import Array, Float
 
 from wanjax.dims import readable
 from wanjax.errors import WanjaxError, WanjaxWarning, near_names, shown
+from wanjax.execution import EXECUTE, Program, Strategy, Value
 from wanjax.figures import quantity
 from wanjax.kernels.attention import AUTO, AttentionConfig
 from wanjax.kernels.compiler_options import SAFE
@@ -79,7 +80,6 @@ from wanjax.pipelines.settings import LOADED, Settings, no_setting, schema, side
 from wanjax.pipelines.text.tokenizer import Truncation
 from wanjax.pipelines.video_shape import encoded_shape
 from wanjax.pipelines.windows import CONTROL, check_alone
-from wanjax.programs import EXECUTE, Program, Strategy, Value
 from wanjax.schedulers import Scheduler, name_of
 from wanjax.sharding import Partitioner, one_device
 

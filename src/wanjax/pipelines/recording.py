@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from wanjax.execution import Trace
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures
 from wanjax.pipelines.components import bytes_of
@@ -22,7 +23,6 @@ from wanjax.pipelines.run import Loaded, Run
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.tokenizer import TokenBatch
 from wanjax.pricing.held import least_held
-from wanjax.programs import Trace
 
 
 def record(

@@ -21,6 +21,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from wanjax.errors import WanjaxError
+from wanjax.execution import Strategy, refuse_traced
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Clip, Pictures
 from wanjax.pipelines import many
@@ -38,7 +39,6 @@ from wanjax.pipelines.sampling import sample
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.video_shape import with_shape
 from wanjax.pipelines.windows import faded, pictures_of, windows_of
-from wanjax.programs import Strategy, refuse_traced
 
 
 @runtime_checkable

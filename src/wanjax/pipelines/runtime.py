@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 
+from wanjax.execution import EXECUTE, Program, Site, Strategy
 from wanjax.kernels.compiler_options import SAFE
 from wanjax.pipelines.components import Components
-from wanjax.programs import EXECUTE, Program, Site, Strategy
 from wanjax.sharding import Partitioner
 
 

@@ -12,10 +12,10 @@ for program in programs_of(record(pipe, found.settings)):
 from collections import Counter
 from typing import NamedTuple
 
+from wanjax.execution import Trace, TracedProgram
 from wanjax.pipelines.denoiser import take_step
 from wanjax.pipelines.frames import decode_chunk, decode_tile, encode_chunk
 from wanjax.pricing.lowering import Lowering
-from wanjax.programs import Trace, TracedProgram
 
 STEP, REUSING, DENSE = "step", "reusing_step", "dense_step"
 CONTEXTS = ("make_context", "begin_past")

@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 
 from wanjax.checkpoints.networks import network_of
+from wanjax.execution import Instance, Program, Site, Trace
 from wanjax.figures import in_bytes
 from wanjax.kernels.attention import AUTO, AttentionConfig
 from wanjax.kernels.compiler_options import SAFE
@@ -26,7 +27,6 @@ from wanjax.pipelines.settings import Settings
 from wanjax.plan.places import Place, Tell, axes_on, find_priceable, limit_of, mesh_on, priced_on, would_fit
 from wanjax.pricing.chips import Slice
 from wanjax.pricing.priced import Priced
-from wanjax.programs import Instance, Program, Site, Trace
 from wanjax.registry import Outline
 from wanjax.sharding import RULES, Partitioner
 from wanjax.training.adapters import LoraConfig, adapt, is_factor

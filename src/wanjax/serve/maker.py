@@ -14,6 +14,7 @@ import numpy as np
 from PIL import Image
 
 from wanjax.errors import WanjaxError
+from wanjax.execution import EXECUTE
 from wanjax.figures import duration
 from wanjax.jobs.maker import JobProgress, VideoMaker, write
 from wanjax.jobs.store import Job
@@ -29,7 +30,6 @@ from wanjax.pipelines.request import PreparedRequest, VideoRequest
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.settings import LOADED, Settings
 from wanjax.pipelines.text.extending import Extended
-from wanjax.programs import EXECUTE
 from wanjax.serve import model_info
 from wanjax.serve.faults import OUT_OF_MEMORY, STORAGE, explained
 from wanjax.serve.variants import ModelInfo, ModelInfos, Variants

@@ -21,7 +21,7 @@ from flax import nnx
 
 from wanjax.checkpoints import arrays
 from wanjax.errors import WanjaxError, reason
-from wanjax.programs import EXECUTE, Execute, Program, Site
+from wanjax.execution import EXECUTE, Execute, Program, Site
 from wanjax.sharding import Partitioner, one_device
 from wanjax.stores.writing import writing
 from wanjax.training.objective import Loss

@@ -18,6 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from wanjax.errors import WanjaxError
+from wanjax.execution import Inline
 from wanjax.kernels.attention import AttentionConfig
 from wanjax.pipelines.denoiser import Preparation, draw_posteriors
 from wanjax.pipelines.draws import INITIAL, OF_STEPS
@@ -26,7 +27,6 @@ from wanjax.pipelines.model import latents_of
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.runtime import SplitNetwork
 from wanjax.pipelines.settings import Settings
-from wanjax.programs import Inline
 from wanjax.schedulers.base import shifted
 from wanjax.training.adapters import without_factors
 

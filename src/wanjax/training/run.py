@@ -18,13 +18,13 @@ from jaxtyping import Array, Float, Int
 
 from wanjax.checkpoints.networks import Network, network_of
 from wanjax.errors import WanjaxError, WanjaxWarning
+from wanjax.execution import program
 from wanjax.figures import digits, quantity
 from wanjax.kernels.compiler_options import products
 from wanjax.media.records import DIGESTS
 from wanjax.media.videos import try_output, write_video
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.seeds import key_of, seed_to_key_data
-from wanjax.programs import program
 from wanjax.stores.holding import Hold
 from wanjax.stores.writing import check_folder, writing
 from wanjax.training import adapters, clips

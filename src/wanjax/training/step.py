@@ -22,9 +22,9 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from wanjax.execution import program
 from wanjax.kernels.compiler_options import products, scanned
 from wanjax.pipelines.seeds import key_of, seed_to_key_data
-from wanjax.programs import program
 from wanjax.sharding import constrain_to
 from wanjax.training.adapters import DropoutKey, dropped
 from wanjax.training.objective import Loss

@@ -17,6 +17,7 @@ from tests.support.toy import networks as nets
 from tests.support.toy.scheduler import Ancestral
 from wanjax.checkpoints.networks import NetworkKind, network
 from wanjax.converters.rules import linear
+from wanjax.execution import program
 from wanjax.kernels.compiler_options import scanned
 from wanjax.layers.stack import EVERY_BLOCK
 from wanjax.models.t5 import T5Config
@@ -28,7 +29,6 @@ from wanjax.pipelines.model import Cost, ModelSpec, VideoModel
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.encoders import T5
 from wanjax.pipelines.text.tokenizer import Tokenizer
-from wanjax.programs import program
 
 LENGTH, GLYPHS = 12, 8
 DEFAULTS = Settings(

@@ -23,6 +23,7 @@ from tests.support.toy.scheduler import Ancestral
 from tests.support.toy_sound import networks as nets
 from wanjax.checkpoints.networks import NetworkKind, network
 from wanjax.converters.rules import linear
+from wanjax.execution import program
 from wanjax.kernels.compiler_options import convolutions, products, random_numbers, scanned
 from wanjax.layers.stack import EVERY_BLOCK
 from wanjax.media.inputs import IMAGE, InputSpec
@@ -37,7 +38,6 @@ from wanjax.pipelines.model import Cost, LatentStream, ModelSpec, Pass, VideoMod
 from wanjax.pipelines.seeds import drawn_noise, seed_to_key_data
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.tokenizer import Tokenizer
-from wanjax.programs import program
 
 DEFAULTS = TOY_DEFAULTS.updated({"model": "toy-sound", "height": 64, "width": 64, "steps": 3})
 DRIVING = InputSpec("driving", "clip", "a driving clip", "A clip whose motion the video follows.", page="black")

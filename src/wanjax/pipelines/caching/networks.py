@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from wanjax.execution import program
 from wanjax.kernels.compiler_options import scanned
 from wanjax.pipelines.caching.rules import PLAIN, CacheRule, TeaCache, check_reused
 from wanjax.pipelines.caching.step_cache import StepCache
@@ -16,7 +17,6 @@ from wanjax.pipelines.caching.tables import Tables
 from wanjax.pipelines.denoiser import Denoiser
 from wanjax.pipelines.phases import Phase
 from wanjax.pipelines.runtime import Runtime, SplitNetwork
-from wanjax.programs import program
 from wanjax.schedulers import one_step
 from wanjax.schedulers.base import Schedule
 

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
+from wanjax.execution import program
 from wanjax.kernels.compiler_options import scanned
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache
 from wanjax.models.cogvideox.positions import Positions
 from wanjax.models.cogvideox.transformer import Context
 from wanjax.pipelines.denoiser import Denoiser, Latents
 from wanjax.pipelines.guidance import Groups, group
-from wanjax.programs import program
 
 
 class Shared(NamedTuple):

@@ -15,6 +15,7 @@ from jaxtyping import Float
 from wanjax.checkpoints.networks import network as network_in
 from wanjax.checkpoints.sources import Source
 from wanjax.errors import WanjaxError
+from wanjax.execution import Value
 from wanjax.layers.flops import attention_flops
 from wanjax.layers.tiling import Tiling
 from wanjax.media.inputs import IMAGE
@@ -42,7 +43,6 @@ from wanjax.pipelines.model import Cost, ModelSpec, VideoModel
 from wanjax.pipelines.runtime import Runtime, SplitNetwork
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.tokenizer import TokenBatch
-from wanjax.programs import Value
 from wanjax.schedulers import Scheduler, from_config
 from wanjax.schedulers.flow_euler import FlowEuler
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int
 
+from wanjax.execution import program
 from wanjax.kernels.compiler_options import scanned
 from wanjax.layers.rope import Rope
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache
@@ -16,7 +17,6 @@ from wanjax.pipelines.denoiser import Denoiser, Latents
 from wanjax.pipelines.guidance import Groups, group
 from wanjax.pipelines.hunyuanvideo.conditioning import Lengths, Text
 from wanjax.pipelines.hunyuanvideo.text import TEMPLATE_TOKENS
-from wanjax.programs import program
 from wanjax.schedulers.base import TRAIN_STEPS
 
 Features = Float[Array, "B S E"]

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32
 
+from wanjax.execution import program
 from wanjax.kernels.attention.kv_cache import CacheSlot, KVCache, update_cache
 from wanjax.kernels.compiler_options import fast_products, products, scanned
 from wanjax.layers.rope import Angles
 from wanjax.models.wan.transformer import Context
-from wanjax.programs import program
 
 
 class CausalInputs(NamedTuple):

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from jaxtyping import Float
 
 from wanjax.converters.wan.diffusers import sparse_linear_entry
+from wanjax.execution import Value
 from wanjax.kernels.attention import AUTO
 from wanjax.layers.flops import attention_flops
 from wanjax.layers.tiling import Tiling
@@ -29,7 +30,6 @@ from wanjax.pipelines.text.tokenizer import TokenBatch, clean_prompt
 from wanjax.pipelines.wan.conditioning import WanEncoded
 from wanjax.pipelines.wan.denoisers import WanDenoiser
 from wanjax.pipelines.wan.programs import TEXT_LENGTH, encode_prompts, make_context
-from wanjax.programs import Value
 from wanjax.schedulers import Scheduler, UniPC
 
 EXPERTS = ("transformer", "transformer_2")

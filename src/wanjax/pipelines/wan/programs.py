@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int
 
+from wanjax.execution import program
 from wanjax.kernels.compiler_options import scanned
 from wanjax.models.wan.config import ImageTransformerConfig
 from wanjax.pipelines.guidance import Groups, group
 from wanjax.pipelines.wan.denoisers import Shared, as_latents
-from wanjax.programs import program
 
 TEXT_LENGTH = 512
 """The number of tokens of a prompt that Wan reads, padding included."""

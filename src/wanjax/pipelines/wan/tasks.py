@@ -17,6 +17,7 @@ from jaxtyping import Float
 from wanjax.checkpoints.networks import network as network_in
 from wanjax.checkpoints.sources import Source
 from wanjax.errors import WanjaxError
+from wanjax.execution import Value
 from wanjax.layers.flops import attention_flops
 from wanjax.layers.tiling import Tiling
 from wanjax.media.inputs import CONTROL_VIDEO, IMAGE, LAST_IMAGE, MASK, REFERENCES, VIDEO
@@ -48,7 +49,6 @@ from wanjax.pipelines.wan.denoisers import (
 from wanjax.pipelines.wan.model import EXPERTS, WanModel
 from wanjax.pipelines.wan.networks import NETWORKS
 from wanjax.pipelines.wan.programs import TEXT_LENGTH, control_condition, encode_images, known_condition, resize
-from wanjax.programs import Value
 from wanjax.schedulers import Consistency, from_config
 
 CAUSAL_PIPELINES = (

@@ -16,10 +16,10 @@ from tests.support.programs import compiled
 from tests.support.words import naming
 from wanjax import programs
 from wanjax.errors import WanjaxWarning
+from wanjax.execution import Execute, Instance, Program, Site, program
 from wanjax.kernels.target import Target
 from wanjax.pipelines.denoiser import take_step
 from wanjax.pricing.lowering import without_refused
-from wanjax.programs import Execute, Instance, Program, Site, program
 from wanjax.sharding import one_device
 
 BOGUS = {"xla_no_such_option": "true"}
