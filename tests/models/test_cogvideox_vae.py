@@ -32,7 +32,7 @@ def vae(axes=None, rules="fsdp"):
 
 def frames_of(z, axes=None, rules="fsdp"):
     devices = partitioner(axes, rules)
-    at_once = SMALL.decode_chunks(z.shape[2])
+    at_once = SMALL.decode_lengths(z.shape[2])
     chunks = decoded(vae(axes, rules), [z], at_once, jnp.float32, None, caller(devices))
     return np.concatenate([np.asarray(x) for x in chunks])
 
@@ -82,15 +82,15 @@ def test_memory_does_not_grow_with_the_clip():
     ("frames", "lengths"), [(1, [1]), (2, [2]), (3, [3]), (4, [2, 2]), (5, [3, 2]), (13, [3] + 5 * [2])]
 )
 def test_chunks(frames, lengths):
-    at_once = SMALL.decode_chunks(frames)
+    at_once = SMALL.decode_lengths(frames)
     assert [len(part) for part in spans(frames, at_once)] == lengths
     assert chunk_count(frames, at_once) == len(lengths)
 
 
 def test_clips_of_many_lengths_share_their_programs():
-    assert {SMALL.encode_chunks(frames) for frames in (9, 17, 49, 81)} == {(9, 8)}
-    assert {SMALL.decode_chunks(frames) for frames in (3, 5, 13, 21)} == {(3, 2)}
-    assert (SMALL.encode_chunks(1), SMALL.encode_chunks(13)) == ((1, 8), (13, 8))
+    assert {SMALL.encode_lengths(frames) for frames in (9, 17, 49, 81)} == {(9, 8)}
+    assert {SMALL.decode_lengths(frames) for frames in (3, 5, 13, 21)} == {(3, 2)}
+    assert (SMALL.encode_lengths(1), SMALL.encode_lengths(13)) == ((1, 8), (13, 8))
 
 
 @pytest.mark.parametrize("way", quick(["encode_cells"], ["encode_cells", "decode_cells"]))

@@ -50,5 +50,5 @@ def test_a_tpu_computes_what_its_memory_holds(monkeypatch, platform, size, toget
 
 
 def test_frames_are_decoded_in_pairs_where_they_are_even():
-    assert [VAE_2_1.decode_chunks(frames) for frames in (1, 2, 3, 21, 31)] == [(1, 2), (1, 1), (1, 2), (1, 2), (1, 2)]
-    assert [VAE_2_1.encode_chunks(frames) for frames in (1, 5, 9, 81)] == [(1, 8), (1, 4), (1, 8), (1, 8)]
+    assert [VAE_2_1.decode_lengths(frames) for frames in (1, 2, 3, 21, 31)] == [(1, 2), (1, 1), (1, 2), (1, 2), (1, 2)]
+    assert [VAE_2_1.encode_lengths(frames) for frames in (1, 5, 9, 81)] == [(1, 8), (1, 4), (1, 8), (1, 8)]

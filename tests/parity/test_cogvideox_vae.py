@@ -93,7 +93,7 @@ call = caller()
 
 def frames_of(vae: CogVideoXVAE, z: torch.Tensor, tiling: Tiling | None = None) -> np.ndarray:
     """Decodes chunk by chunk; returns frames [B C T H W] in [0, 1]."""
-    at_once = vae.config.decode_chunks(z.shape[2])
+    at_once = vae.config.decode_lengths(z.shape[2])
     tiling = tiling and tiling.completed(vae.config.tiling)
     frames = [np.asarray(x) for x in decoded(vae, [z.numpy()], at_once, jnp.float32, tiling, call)]
     return np.concatenate(frames).transpose(3, 0, 1, 2)[None]

@@ -59,7 +59,7 @@ def test_a_video_of_every_preset_is_recorded_at_its_default_settings(name):
     state, *_ = step.lowering.arguments
     assert state.x.shape[:4] == (1, block, *cells)
     length = spec.latent_shape(video)[2]
-    first, rest = spec.decode_chunks(block if spec.streams else length)
+    first, rest = spec.decode_lengths(block if spec.streams else length)
     decoding = {program.name: program.times for program in stages["decode"]}
     assert first + rest * decoding.get("decode_next", 0) >= length
     assert stages["encode"]

@@ -204,7 +204,7 @@ def encoded(vae: Any, frames: GivenFrames, tiling: Tiling | None, call: Call) ->
 
     # a tile has as many cells as `tiling` has pixels
     rows, chunks = tiles_of(height // config.patch, width // config.patch, tiling, 1), []
-    for span in spans(len(frames), config.encode_chunks(len(frames))):
+    for span in spans(len(frames), config.encode_lengths(len(frames))):
         chunk = np.asarray(frames[span.start : span.stop])
         tiles = [[encode(tile, chunk) for tile in row] for row in rows]
         many = Joining(tiling, config.spatial_factor // config.patch) if tiling else None

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 
 from wanjax.checkpoints.networks import Config
 from wanjax.errors import UnsupportedError, WanjaxError, WanjaxWarning
+from wanjax.execution import Value
 from wanjax.figures import quantity
 from wanjax.kernels.attention import AUTO, AttentionConfig
 from wanjax.layers.tiling import Tiling
@@ -38,7 +39,6 @@ from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.tokenizer import TokenBatch, Truncation
 from wanjax.pipelines.video_shape import encoded_shape
 from wanjax.pipelines.windows import CONTROL, PICTURE, check_windows
-from wanjax.programs import Value
 from wanjax.schedulers import Scheduler, resolve
 from wanjax.schedulers.base import TRAIN_STEPS, Schedule
 
@@ -89,7 +89,7 @@ class VAEConfig(Protocol):
     @property
     def tiling(self) -> Tiling: ...
 
-    def decoded_at_once(self, frames: int) -> tuple[int, int]:
+    def decode_lengths(self, frames: int) -> tuple[int, int]:
         """Returns the latent frames in the first chunk to decode, and in each later one, for a video of so many."""
         ...
 
@@ -385,9 +385,9 @@ class ModelSpec:
         """Returns the latents of encoded videos [B C T H W] as the network is trained to make them."""
         return pad_front(jnp.moveaxis(latents, 1, -1), self.denoised_frames(latents.shape[2]))
 
-    def decode_chunks(self, frames: int) -> tuple[int, int]:
+    def decode_lengths(self, frames: int) -> tuple[int, int]:
         """Latent frames in the first chunk to decode, and in each later one, for a video of so many."""
-        return (self.chunk_frames, self.chunk_frames) if self.streams else self.vae.decode_chunks(frames)
+        return (self.chunk_frames, self.chunk_frames) if self.streams else self.vae.decode_lengths(frames)
 
     def chunks(self, frames: int) -> list[Chunk]:
         """Returns the chunks of a video of so many latent frames; most models make a video as a whole."""
@@ -562,10 +562,10 @@ class VideoModel(ABC, Generic[Own]):
             video: The place of the video in the batch of the pieces.
 
         Returns:
-            Chunks of as many latent frames as `ModelSpec.decode_chunks` says.
+            Chunks of as many latent frames as `ModelSpec.decode_lengths` says.
         """
         whole: Any = pieces  # a list, but where a video comes in chunks
-        at_once = self.spec.decode_chunks(self.spec.chunk_frames or stream_of(whole[0]).shape[2])
+        at_once = self.spec.decode_lengths(self.spec.chunk_frames or stream_of(whole[0]).shape[2])
         decoder = runtime.components.get(runtime.components.decoder)
         return map(Decoded, decoded(decoder, map(stream_of, pieces), at_once, dtype, tiling, runtime.call, video))
 

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, UInt8
 
 from wanjax.dims import readable
 from wanjax.errors import WanjaxError
+from wanjax.execution import Value
 from wanjax.pipelines import progress
 from wanjax.pipelines.denoiser import State, Streams, stream_of
 from wanjax.pipelines.frames import AnyLatents
@@ -22,7 +23,6 @@ from wanjax.pipelines.model import Chunk, Encoded
 from wanjax.pipelines.phases import Phase
 from wanjax.pipelines.previews.latent_preview import LatentPreview
 from wanjax.pipelines.windows import Window
-from wanjax.programs import Value
 from wanjax.schedulers.base import Numbers
 
 IN_FLIGHT = 2  # steps queued on the device: two keep it busy, more would hold memory

@@ -686,7 +686,7 @@ class Pipeline(metaclass=Named):
         """Return in how many chunks latents [1 C T H W] are decoded."""
         self._check_latents(latents)
         frames = stream_of(latents).shape[2]
-        return chunk_count(frames, self.architecture.spec.decode_chunks(frames))
+        return chunk_count(frames, self.architecture.spec.decode_lengths(frames))
 
     def decode_chunks(
         self,

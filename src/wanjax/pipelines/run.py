@@ -204,7 +204,7 @@ class Run:
             lengths = [stream_of(x).shape[2] for x in pieces]
             if runtime.components.decoder == "vae":
                 spec.check_length(1 + (sum(lengths) - 1) * spec.vae.temporal_factor, self.pipe.defaults.model)
-            total = sum(chunk_count(length, spec.decode_chunks(length)) for length in lengths)
+            total = sum(chunk_count(length, spec.decode_lengths(length)) for length in lengths)
             self.observers.tell("count", "chunk", 0, total)
         chunks = self._decoded(self.model.decode(runtime, pieces, seed=seed, dtype=dtype, tiling=tiling, video=video))
         for done, chunk in enumerate(chunks if total is None else _ahead(chunks), 1):

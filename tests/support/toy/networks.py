@@ -50,10 +50,10 @@ class VAEConfig:
     def tiling(self) -> Tiling:
         return Tiling(16, 12)
 
-    def encode_chunks(self, frames: int) -> tuple[int, int]:
+    def encode_lengths(self, frames: int) -> tuple[int, int]:
         return 1, self.temporal_factor
 
-    def decode_chunks(self, frames: int) -> tuple[int, int]:
+    def decode_lengths(self, frames: int) -> tuple[int, int]:
         return 1, 1
 
 

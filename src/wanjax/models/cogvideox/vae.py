@@ -3,7 +3,7 @@
 
 It streams. The first call receives the first chunk and `None`. Each later call receives a chunk and the cache that the
 call before returned: a pytree of the last frames that each causal layer saw. Chunks shape the numbers, because the
-norms average over the frames of a chunk: `VAEConfig.encode_chunks` and `decode_chunks` are the reference's. In a
+norms average over the frames of a chunk: `VAEConfig.encode_lengths` and `decode_lengths` are the reference's. In a
 chunk of an odd number of frames the first one is alone; the others are halved or doubled in number by twos. The
 reference is diffusers' models/autoencoders/autoencoder_kl_cogvideox.py.
 """

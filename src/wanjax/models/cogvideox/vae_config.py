@@ -57,11 +57,11 @@ class VAEConfig:
         (height, width), cell = (side // 2 // self.spatial_factor for side in self.sample_size), self.spatial_factor
         return Tiling((height * cell, width * cell), (height * 5 // 6 * cell, width * 4 // 5 * cell))
 
-    def encode_chunks(self, frames: int) -> tuple[int, int]:
+    def encode_lengths(self, frames: int) -> tuple[int, int]:
         """Frames in the first chunk to encode of a clip, and in each later one."""
         return _chunks(frames, ENCODED)
 
-    def decode_chunks(self, frames: int) -> tuple[int, int]:
+    def decode_lengths(self, frames: int) -> tuple[int, int]:
         """Latent frames in the first chunk to decode of a clip, and in each later one."""
         return _chunks(frames, DECODED)
 

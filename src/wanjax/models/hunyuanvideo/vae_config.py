@@ -44,11 +44,11 @@ class VAEConfig:
         """The largest number of frames of a video."""
         return 1 + (self.longest - 1) * self.temporal_factor
 
-    def encode_chunks(self, frames: int) -> tuple[int, int]:
+    def encode_lengths(self, frames: int) -> tuple[int, int]:
         """Frames in the first chunk to encode, and in each later one, for a clip of any number of frames."""
         return 1, self.temporal_factor
 
-    def decode_chunks(self, frames: int) -> tuple[int, int]:
+    def decode_lengths(self, frames: int) -> tuple[int, int]:
         """Latent frames in the first chunk to decode, and in each later one, for a clip of any number of them."""
         return 1, 1
 

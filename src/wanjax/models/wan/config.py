@@ -144,12 +144,12 @@ class VAEConfig:
         """Frames per latent frame, after the first."""
         return 2 ** sum(self.temporal_downsample)
 
-    def encode_chunks(self, frames: int) -> tuple[int, int]:
+    def encode_lengths(self, frames: int) -> tuple[int, int]:
         """Frames in the first chunk to encode, and in each later one, for a clip of any number of frames."""
         latents = (frames - 1) // self.temporal_factor
         return 1, self.temporal_factor * _pairs(latents)
 
-    def decode_chunks(self, frames: int) -> tuple[int, int]:
+    def decode_lengths(self, frames: int) -> tuple[int, int]:
         """Latent frames in the first chunk to decode, and in each later one, for a clip of any number of them."""
         return 1, _pairs(frames - 1)
 
