@@ -70,8 +70,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(_right(name) or f"module 'wanjax' has no attribute {name!r}")
     import_module("wanjax.pricing.libtpu").silence()
-    found = globals()[name] = readable(getattr(import_module(_HOMES[name]), name))
-    return found
+    value = globals()[name] = readable(getattr(import_module(_HOMES[name]), name))
+    return value
 
 
 def _right(name: str) -> str | None:

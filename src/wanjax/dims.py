@@ -58,16 +58,16 @@ def readable(public: Public) -> Public:
     for hint in get_annotations(public).values():  # pyright: ignore[reportArgumentType]
         if getattr(hint, "__module__", None) == "jaxtyping":
             hint.__module__ = "builtins"  # as jaxtyping has it where documentation is made
-    made = {x.name: x.default_factory for x in fields(public)} if is_dataclass(public) else {}
+    factories = {x.name: x.default_factory for x in fields(public)} if is_dataclass(public) else {}
     members = vars(public).values() if isinstance(public, type) else [public]
     for function in filter(isfunction, (getattr(member, "__func__", member) for member in members)):
-        known = signature(function)
+        prototype = signature(function)
         parameters = [
-            p.replace(annotation=_shown(p.annotation), default=_plain(p.default, made.get(p.name, MISSING)))
-            for p in known.parameters.values()
+            p.replace(annotation=_shown(p.annotation), default=_plain(p.default, factories.get(p.name, MISSING)))
+            for p in prototype.parameters.values()
         ]
-        known = known.replace(parameters=parameters, return_annotation=_shown(known.return_annotation))
-        function.__signature__ = known  # pyright: ignore[reportFunctionMemberAccess]
+        prototype = prototype.replace(parameters=parameters, return_annotation=_shown(prototype.return_annotation))
+        function.__signature__ = prototype  # pyright: ignore[reportFunctionMemberAccess]
     return public
 
 

@@ -105,18 +105,20 @@ def shown(value: object) -> str:
     return f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"
 
 
-def near_names(name: str, known: Iterable[str], most: int = 4) -> list[str]:
-    """Return the known names that are near a mistyped one, at most so many: those that begin with it before others."""
-    names, word = list(known), name[:40].lower()  # a name may be a stranger's, and long
+def near_names(name: str, choices: Iterable[str], most: int = 4) -> list[str]:
+    """Return the choices that are near a mistyped name, at most so many: those that begin with it before others."""
+    names, word = list(choices), name[:40].lower()  # a name may be a stranger's, and long
     begun = [one for one in names if word and one.lower().startswith(word)]
     return begun[:most] or get_close_matches(word, names, n=most, cutoff=0.6)
 
 
-def unknown_model(name: str, known: Iterable[str]) -> str:
-    """Return the sentence that no model has a name, with the near ones of those that are known."""
-    near = near_names(name, known)
-    way = f"{' or '.join(near)} {'is' if len(near) == 1 else 'are'} near" if near else "`wanjax models` lists the names"
-    return f"no model is named {name!r}, nor is there such a folder or file: {way}, and a hub id is OWNER/NAME"
+def unknown_model(name: str, names: Iterable[str]) -> str:
+    """Return the sentence that no model has a name, with the near ones of the names that there are."""
+    near = near_names(name, names)
+    hint = (
+        f"{' or '.join(near)} {'is' if len(near) == 1 else 'are'} near" if near else "`wanjax models` lists the names"
+    )
+    return f"no model is named {name!r}, nor is there such a folder or file: {hint}, and a hub id is OWNER/NAME"
 
 
 def listed(names: Collection[str]) -> str:
@@ -126,8 +128,8 @@ def listed(names: Collection[str]) -> str:
     return ", ".join([*first, f"and {more} more"] if more else first)
 
 
-def choice(name: object, known: Collection[str]) -> str:
+def choice(name: object, choices: Collection[str]) -> str:
     """Return what to give in place of a name: the near one and then the others, or all where none is near."""
-    near = near_names(name, known, 1) if isinstance(name, str) else []
-    rest = listed([one for one in known if one not in near])
+    near = near_names(name, choices, 1) if isinstance(name, str) else []
+    rest = listed([one for one in choices if one not in near])
     return f"{near[0]} is near; there are {rest} too" if near and rest else f"give {rest or near[0]}"

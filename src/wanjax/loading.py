@@ -126,13 +126,15 @@ def load(
     dtype, vae_dtype = dtype_name(dtype), dtype_name(vae_dtype, "vae_dtype")
     param_dtype = dtype_name(param_dtype, "param_dtype")
     set_cache_folder()
-    found = admit(model, revision, note)
+    checkpoint = admit(model, revision, note)
     if verify:
-        manifest.verify(found.source, progress or (lambda at, done, total: None))
-    found = adapted(found, _listed(lora), note, attention=attention, scheduler=scheduler)
-    tiny = None if decoder is None else DecoderFile.in_place_of(found.architecture.vae, decoder)
-    way = Loading(dtype, vae_dtype, param_dtype, found.attention, mesh, video, rules, compiler, offload, progress, tiny)
-    return _pipeline(found, way)
+        manifest.verify(checkpoint.source, progress or (lambda at, done, total: None))
+    checkpoint = adapted(checkpoint, _listed(lora), note, attention=attention, scheduler=scheduler)
+    tiny = None if decoder is None else DecoderFile.in_place_of(checkpoint.architecture.vae, decoder)
+    way = Loading(
+        dtype, vae_dtype, param_dtype, checkpoint.attention, mesh, video, rules, compiler, offload, progress, tiny
+    )
+    return _pipeline(checkpoint, way)
 
 
 class Loading(NamedTuple):
@@ -151,46 +153,46 @@ class Loading(NamedTuple):
     decoder: DecoderFile | None
 
 
-def _listed(given: Loras) -> tuple[Lora, ...]:
+def _listed(loras: Loras) -> tuple[Lora, ...]:
     """Returns given LoRAs as values."""
-    listed = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
-    for lora in listed:
+    several = loras if isinstance(loras, Sequence) and not isinstance(loras, str) else [loras]
+    for lora in several:
         if not isinstance(lora, str | Path | Lora):
             raise WanjaxError(
                 f"a LoRA is given as {shown(lora)}: give the name of a file, such as 'style.safetensors:0.8'"
             )
-    return tuple((lora if isinstance(lora, Lora) else Lora.parse(str(lora))).named() for lora in listed)
+    return tuple((lora if isinstance(lora, Lora) else Lora.parse(str(lora))).named() for lora in several)
 
 
-def _pipeline(found: Checkpoint, way: Loading) -> Pipeline:
+def _pipeline(checkpoint: Checkpoint, way: Loading) -> Pipeline:
     """Returns the pipeline of a checkpoint, whose components are loaded at first use."""
-    kept = way.param_dtype or found.param_dtype
-    video = sized(found.architecture, found.settings, found.sizes, way.video or {})
-    partitioner = _partitioner(found, way, video)
+    param_dtype = way.param_dtype or checkpoint.param_dtype
+    video = sized(checkpoint.architecture, checkpoint.settings, checkpoint.sizes, way.video or {})
+    partitioner = _partitioner(checkpoint, way, video)
     slow = "float32" if platform() == "cpu" else None
-    way = way._replace(dtype=way.dtype or slow or kept, param_dtype=kept)
-    sizes = _sizes(found, way, partitioner)
+    way = way._replace(dtype=way.dtype or slow or param_dtype, param_dtype=param_dtype)
+    sizes = _sizes(checkpoint, way, partitioner)
     settings = replace(
-        found.settings,
-        dtype=way.dtype or _stored_dtype(found.source, "transformer"),
-        vae_dtype=way.vae_dtype or slow or found.settings.vae_dtype,
+        checkpoint.settings,
+        dtype=way.dtype or _stored_dtype(checkpoint.source, "transformer"),
+        vae_dtype=way.vae_dtype or slow or checkpoint.settings.vae_dtype,
     )
-    found = replace(found, settings=settings)
-    _check_attention(way.attention or AUTO, found)
-    loaders = _loaders(found, way, partitioner)
-    networks = [name for name in loaders if name not in found.family.loaders]
-    shapes = {name: partial(_abstract, found, name, way, partitioner) for name in networks}
+    checkpoint = replace(checkpoint, settings=settings)
+    _check_attention(way.attention or AUTO, checkpoint)
+    loaders = _loaders(checkpoint, way, partitioner)
+    networks = [name for name in loaders if name not in checkpoint.family.loaders]
+    shapes = {name: partial(_abstract, checkpoint, name, way, partitioner) for name in networks}
     extra = _decoder(way.decoder, partitioner)
-    made = Components(
+    components = Components(
         {**loaders, **extra[0]},
-        _options(found, way, partitioner),
+        _options(checkpoint, way, partitioner),
         way.offload,
         sizes,
-        found.source,
-        found.family.networks,
+        checkpoint.source,
+        checkpoint.family.networks,
         {**shapes, **extra[1]},
     )
-    return Pipeline(made, found.architecture, settings, partitioner, way.compiler, found.sizes)
+    return Pipeline(components, checkpoint.architecture, settings, partitioner, way.compiler, checkpoint.sizes)
 
 
 def _decoder(decoder: DecoderFile | None, partitioner: Partitioner) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -205,18 +207,18 @@ def _decoder(decoder: DecoderFile | None, partitioner: Partitioner) -> tuple[dic
     return {DECODER: load}, {DECODER: partial(decoder.shapes, partitioner)}
 
 
-def _sizes(found: Checkpoint, way: Loading, partitioner: Partitioner) -> dict[str, int]:
+def _sizes(checkpoint: Checkpoint, way: Loading, partitioner: Partitioner) -> dict[str, int]:
     """Returns the bytes of the weights of each network whose shapes are known, as `bytes_needed` counts them.
 
     Weights that are kept as they are stored are counted in bfloat16, because reading their dtype may need a download.
     The autoencoder, which is small, is left out. Raises WanjaxError where a network is larger than the memory.
     """
     sizes: dict[str, int] = {}
-    outline = replace(found, settings=replace(found.settings, dtype=way.dtype or "bfloat16"))
-    for name, known in _networks(found).items():
-        if not known.float32:
-            shapes = _shapes(outline, name, known, way.param_dtype or "bfloat16", way.attention, partitioner)
-            check_memory(found.settings.model, name, shapes)
+    outline = replace(checkpoint, settings=replace(checkpoint.settings, dtype=way.dtype or "bfloat16"))
+    for name, net in _networks(checkpoint).items():
+        if not net.float32:
+            shapes = _shapes(outline, name, net, way.param_dtype or "bfloat16", way.attention, partitioner)
+            check_memory(checkpoint.settings.model, name, shapes)
             sizes[name] = memory.bytes_needed(shapes)
     return sizes
 
@@ -247,33 +249,37 @@ def check_memory(model: str, component: str, network: nnx.Module) -> None:
     )
 
 
-def _networks(found: Checkpoint) -> dict[str, Network]:
+def _networks(checkpoint: Checkpoint) -> dict[str, Network]:
     """Returns the networks of a checkpoint whose configs are known without a download."""
-    outline = found.preset.architecture.spec.networks if found.preset and found.preset.architecture else {}
-    configs, known = {**outline, **found.architecture.spec.networks}, {}
-    for name, component in found.source.components.items():
+    outline = (
+        checkpoint.preset.architecture.spec.networks if checkpoint.preset and checkpoint.preset.architecture else {}
+    )
+    configs, networks = {**outline, **checkpoint.architecture.spec.networks}, {}
+    for name, component in checkpoint.source.components.items():
         if name in configs:
-            known[name] = found.family.network_of(configs[name])
-        elif name not in found.family.loaders and component.at_hand:
+            networks[name] = checkpoint.family.network_of(configs[name])
+        elif name not in checkpoint.family.loaders and component.at_hand:
             with suppress(WanjaxError):  # it is told when the network is loaded, if it is
-                known[name] = network(found.source, name, found.family.networks)
-    return known
+                networks[name] = network(checkpoint.source, name, checkpoint.family.networks)
+    return networks
 
 
-def _options(found: Checkpoint, way: Loading, partitioner: Partitioner) -> dict[str, Any]:
+def _options(checkpoint: Checkpoint, way: Loading, partitioner: Partitioner) -> dict[str, Any]:
     """Returns the options of loading that shape a video, for its record; without those that were left to the model."""
-    options = {"attention": way.attention, "param_dtype": way.param_dtype, "revision": found.source.revision}
+    options = {"attention": way.attention, "param_dtype": way.param_dtype, "revision": checkpoint.source.revision}
     options |= {"compiler": None if way.compiler == SAFE else way.compiler}
     if way.mesh is not None and partitioner.single_device:  # which one device without a mesh may not be elsewhere
         options |= {"mesh": str(partitioner), "rules": partitioner.rules_name}
     options |= {DECODER: way.decoder and described(way.decoder.file)}
-    loras = [str(replace(lora, file=described(lora.file))) for lora in found.loras]
-    return {name: value for name, value in (options | {"lora": loras, DIGESTS: _digests(found, way)}).items() if value}
+    loras = [str(replace(lora, file=described(lora.file))) for lora in checkpoint.loras]
+    return {
+        name: value for name, value in (options | {"lora": loras, DIGESTS: _digests(checkpoint, way)}).items() if value
+    }
 
 
-def _digests(found: Checkpoint, way: Loading) -> dict[str, str]:
+def _digests(checkpoint: Checkpoint, way: Loading) -> dict[str, str]:
     """Returns the digests of a checkpoint that may be replaced, of LoRAs and of a decoder, by their recorded names."""
-    source, name = found.source, found.settings.model
+    source, name = checkpoint.source, checkpoint.settings.model
     read = {described(lora.file): lora.path for lora in source.loras}
     if source.revision is None and name not in presets():
         path, root = Path(name).expanduser(), source.root
@@ -290,7 +296,7 @@ def _check_attention(attention: AttentionConfig, outline: Outline) -> None:
     choose(some, some, some, implementation=attention)
 
 
-def _partitioner(found: Checkpoint, way: Loading, video: Settings) -> Partitioner:
+def _partitioner(checkpoint: Checkpoint, way: Loading, video: Settings) -> Partitioner:
     """Returns the mesh and its rules. "auto" chooses a mesh for a video of these settings."""
     mesh, rules = way.mesh, find_rules(way.rules)
     devices = all_devices()
@@ -299,8 +305,8 @@ def _partitioner(found: Checkpoint, way: Loading, video: Settings) -> Partitione
     mesh = parse_mesh(mesh) if isinstance(mesh, str) else mesh
     if isinstance(mesh, AutoMesh):
         how = {"attention": way.attention or AUTO, "rules": rules, "offload": way.offload}
-        how |= {"param_dtype": way.param_dtype or found.param_dtype}
-        chosen = auto_mesh(step_cost(found.family, found.architecture, video, **how), devices, mesh.sp)
+        how |= {"param_dtype": way.param_dtype or checkpoint.param_dtype}
+        chosen = auto_mesh(step_cost(checkpoint.family, checkpoint.architecture, video, **how), devices, mesh.sp)
         mesh = make_mesh(*chosen, devices=devices[: math.prod(chosen)])
     elif isinstance(mesh, MeshSizes):
         mesh = make_mesh(*mesh)
@@ -309,28 +315,28 @@ def _partitioner(found: Checkpoint, way: Loading, video: Settings) -> Partitione
     return Partitioner(make_mesh(devices=local_devices()[:1]) if mesh is None else mesh, rules)
 
 
-def _loaders(found: Checkpoint, way: Loading, partitioner: Partitioner) -> Mapping[str, Callable[[MakeRoom], Any]]:
+def _loaders(checkpoint: Checkpoint, way: Loading, partitioner: Partitioner) -> Mapping[str, Callable[[MakeRoom], Any]]:
     """Returns a function for each component that the checkpoint lists, which loads it."""
-    source, loaders = found.source, found.family.loaders
+    source, loaders = checkpoint.source, checkpoint.family.loaders
 
     def load(name: str, make_room: MakeRoom) -> Any:
         if name in loaders:
             return loaders[name](source[name].files()[0].parent)
-        read = network(found.source, name, found.family.networks)
-        shapes = _abstract(found, name, way, partitioner)
-        check_memory(found.settings.model, name, shapes)
+        read = network(checkpoint.source, name, checkpoint.family.networks)
+        shapes = _abstract(checkpoint, name, way, partitioner)
+        check_memory(checkpoint.settings.model, name, shapes)
         make_room(shapes)
-        told = partial(way.progress or loading, name)
-        return source[name].load(shapes, read.rules, ignore=read.unused, progress=told)
+        report = partial(way.progress or loading, name)
+        return source[name].load(shapes, read.rules, ignore=read.unused, progress=report)
 
     return {name: partial(load, name) for name in source.components if name != "scheduler"}
 
 
-def _abstract(found: Checkpoint, name: str, way: Loading, partitioner: Partitioner) -> nnx.Module:
+def _abstract(checkpoint: Checkpoint, name: str, way: Loading, partitioner: Partitioner) -> nnx.Module:
     """Returns a network of a checkpoint as shapes with shardings, as it will be loaded."""
-    read = network(found.source, name, found.family.networks)
-    kept = "float32" if read.float32 else way.param_dtype or _stored_dtype(found.source, name)
-    return _shapes(found, name, read, kept, way.attention, partitioner)
+    read = network(checkpoint.source, name, checkpoint.family.networks)
+    param_dtype = "float32" if read.float32 else way.param_dtype or _stored_dtype(checkpoint.source, name)
+    return _shapes(checkpoint, name, read, param_dtype, way.attention, partitioner)
 
 
 def outlined(
@@ -350,11 +356,11 @@ def outlined(
     """
     outline = replace(outline, architecture=attending(outline.architecture, attention, outline.settings.model))
     family, preset, architecture, settings = outline.family, outline.preset, outline.architecture, outline.settings
-    kept = param_dtype or (preset.param_dtype if preset and preset.architecture else settings.dtype)
+    weights_dtype = param_dtype or (preset.param_dtype if preset and preset.architecture else settings.dtype)
 
     def make(name: str) -> nnx.Module:
-        known = family.network_of(architecture.spec.networks[name])
-        return _shapes(outline, name, known, kept, attention, partitioner)
+        net = family.network_of(architecture.spec.networks[name])
+        return _shapes(outline, name, net, weights_dtype, attention, partitioner)
 
     shapes = {name: partial(make, name) for name in architecture.spec.networks}
     others: dict[str, Any] = {name: NoTokenizer(*sizes) for name, sizes in family.prompt(architecture).items()}
@@ -367,16 +373,21 @@ def outlined(
 
 
 def _shapes(
-    outline: Outline, name: str, known: Network, kept: str, attention: AttentionConfig | None, partitioner: Partitioner
+    outline: Outline,
+    name: str,
+    net: Network,
+    param_dtype: str,
+    attention: AttentionConfig | None,
+    partitioner: Partitioner,
 ) -> nnx.Module:
-    """Returns a network of an outline as shapes with shardings; `kept` is the dtype of the weights of most networks."""
+    """Returns a network as shapes with shardings; `param_dtype` is the dtype of its weights unless it is in float32."""
     settings, options = outline.settings, {}
     if name in outline.architecture.spec.denoisers:
         options = {"attention": attention or AUTO}
     dtype = settings.dtype
-    if known.float32:
-        dtype, kept = settings.vae_dtype if name == "vae" else "float32", "float32"
-    return with_shardings(known.abstract(dtype=dtype, param_dtype=kept, **options), partitioner)
+    if net.float32:
+        dtype, param_dtype = settings.vae_dtype if name == "vae" else "float32", "float32"
+    return with_shardings(net.abstract(dtype=dtype, param_dtype=param_dtype, **options), partitioner)
 
 
 def _stored_dtype(source: Source, name: str) -> str:

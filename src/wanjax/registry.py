@@ -55,7 +55,7 @@ def register(family: Family) -> None:
     Raises:
         WanjaxError: A name of its presets or pipelines is known, or that of an input means another kind or a setting.
     """
-    taken = {*presets(), *(name for known in FAMILIES for name in known.pipelines)}
+    taken = {*presets(), *(name for other in FAMILIES for name in other.pipelines)}
     if clashing := [name for name in (*(p.name for p in family.presets), *family.pipelines) if name in taken]:
         raise WanjaxError(f"the family {family.name} brings {clashing[0]}, which is known already")
     inputs = [one for preset in family.presets if preset.architecture for one in preset.architecture.spec.inputs]
@@ -128,16 +128,16 @@ def admit(model: str | Path, revision: str | None, note: Note | None) -> Checkpo
     opened = check_file(preset.source, revision=revision) if preset else 0  # a single file is downloaded to be examined
     if opened:
         _tell_licence(preset, note)
-    found = examine(model, revision)
-    awaited = found.source.storage.check_room()
+    checkpoint = examine(model, revision)
+    awaited = checkpoint.source.storage.check_room()
     if awaited and not opened:
-        _tell_licence(found.preset, note)
-    check_whole(found.source)
-    if preset is None and (sentence := few_steps(str(model), found)) and (note or found.distillation is None):
+        _tell_licence(checkpoint.preset, note)
+    check_whole(checkpoint.source)
+    if preset is None and (sentence := few_steps(str(model), checkpoint)) and (note or checkpoint.distillation is None):
         _tell(sentence, note, 5)
-    for sentence in found.source.notes:
+    for sentence in checkpoint.source.notes:
         _tell(sentence, note, 5)
-    return found
+    return checkpoint
 
 
 def _tell(sentence: str, note: Note | None, level: int) -> None:
@@ -145,14 +145,18 @@ def _tell(sentence: str, note: Note | None, level: int) -> None:
     note(sentence) if note else warnings.warn(sentence, WanjaxWarning, stacklevel=level)
 
 
-def few_steps(model: str, found: "Checkpoint") -> str | None:
+def few_steps(model: str, checkpoint: "Checkpoint") -> str | None:
     """Returns a sentence on a model whose name tells that it is distilled, or on a file whose name tells nothing."""
-    if found.distillation is not None:
-        return found.distillation.sentence(model, found.settings, found.architecture.scheduler)
-    if found.preset is None or not os.path.isfile(found.source.root) or TASK.search(telling(found.source.known_as)):
+    if checkpoint.distillation is not None:
+        return checkpoint.distillation.sentence(model, checkpoint.settings, checkpoint.architecture.scheduler)
+    if (
+        checkpoint.preset is None
+        or not os.path.isfile(checkpoint.source.root)
+        or TASK.search(telling(checkpoint.source.known_as))
+    ):
         return None
-    settings, shape = found.settings, _shape(found.architecture)
-    few = (x.architecture for x in found.family.presets if x.distillation and x.architecture)
+    settings, shape = checkpoint.settings, _shape(checkpoint.architecture)
+    few = (x.architecture for x in checkpoint.family.presets if x.distillation and x.architecture)
     if shape not in map(_shape, few):
         return None
     return (
@@ -169,8 +173,10 @@ def _shape(architecture: VideoModel) -> tuple[Any, ...]:
 def _tell_licence(preset: Preset | None, note: Note | None) -> None:
     if preset and preset.licence != FREE:
         repository = "/".join(preset.source.split("/")[:2])
-        told = f"the weights of {preset.name} are under the {preset.licence}, whose text {repository} on the hub has"
-        _tell(told, note, 6)
+        sentence = (
+            f"the weights of {preset.name} are under the {preset.licence}, whose text {repository} on the hub has"
+        )
+        _tell(sentence, note, 6)
 
 
 def examine(model: str | Path, revision: str | None = None, *, encoders: bool = False) -> Checkpoint:
@@ -188,15 +194,15 @@ def configured(model: str | Path, source: Source, preset: Preset | None, *, enco
     settings = family.settings(source, architecture, preset)
     if preset is None:
         settings = replace(settings, model=str(model))
-    found = Checkpoint(family, preset, architecture, settings, preset and preset.distillation, source=source)
+    checkpoint = Checkpoint(family, preset, architecture, settings, preset and preset.distillation, source=source)
     name = telling(source.known_as)
     distillation = distilled_by(name, family.distillations)
-    if distillation is None or found.distillation is not None:
-        return found
-    found = _sampled_by(found, distillation, name)
+    if distillation is None or checkpoint.distillation is not None:
+        return checkpoint
+    checkpoint = _sampled_by(checkpoint, distillation, name)
     if source.manifest is not None:  # whose own settings may be those of the weights before a LoRA was merged
-        return found
-    return replace(found, settings=found.settings.updated(read_json(source.root / CONFIG, missing={})))
+        return checkpoint
+    return replace(checkpoint, settings=checkpoint.settings.updated(read_json(source.root / CONFIG, missing={})))
 
 
 def find(model: str | Path, revision: str | None = None) -> tuple[Source, Preset | None]:
@@ -256,12 +262,12 @@ def beside(name: str) -> list[str]:
 
 def published(name: str) -> Preset | None:
     """Returns the preset of this name, or the one that is this repository, whose owner may be left out."""
-    known = presets()
+    by_name = presets()
     bare = "/" not in name and not os.path.exists(name)
-    for preset in known.values():
+    for preset in by_name.values():
         if name in preset.sources or (bare and name in preset.bare_names):
             return preset
-    return known.get(name)
+    return by_name.get(name)
 
 
 def outline(model: str) -> Outline:
@@ -274,10 +280,10 @@ def outline(model: str) -> Outline:
     return examine(model, encoders=True)
 
 
-def size_of(model: str, given: Mapping[str, Any]) -> tuple[int, int]:
+def size_of(model: str, settings: Mapping[str, Any]) -> tuple[int, int]:
     """Returns the (height, width) that settings mean for a model, of which `size` may be a name."""
-    found = outline(model)
-    return sized(found.architecture, found.settings, found.sizes, given).size
+    model_outline = outline(model)
+    return sized(model_outline.architecture, model_outline.settings, model_outline.sizes, settings).size
 
 
 def describe(model: str) -> dict[str, Any]:
@@ -289,19 +295,19 @@ def describe(model: str) -> dict[str, Any]:
     and `needs` those without which it makes no video. `about`, `source`, `ids` and `licence` are known of published
     checkpoints alone; `ids` are the repositories on the hub by which the model is known too.
     """
-    found = outline(model)
-    preset, architecture, defaults = found.preset, found.architecture, found.settings
-    known = {name: found.family.network_of(config) for name, config in architecture.spec.networks.items()}
+    model_outline = outline(model)
+    preset, architecture, defaults = model_outline.preset, model_outline.architecture, model_outline.settings
+    nets = {name: model_outline.family.network_of(config) for name, config in architecture.spec.networks.items()}
     item = {"bfloat16": 2, "float32": 4}[preset.param_dtype if preset else defaults.dtype]
-    networks = {name: (4 if network.float32 else item) * network.parameters for name, network in known.items()}
-    told: dict[str, Any] = {}
+    networks = {name: (4 if network.float32 else item) * network.parameters for name, network in nets.items()}
+    card: dict[str, Any] = {}
     if preset:
         ids = [] if preset.shipped else list(preset.sources)
-        told = {"about": preset.about, "source": preset.source, "ids": ids, "licence": preset.licence}
-    sizes = named_sizes(architecture, defaults, found.sizes)
+        card = {"about": preset.about, "source": preset.source, "ids": ids, "licence": preset.licence}
+    sizes = named_sizes(architecture, defaults, model_outline.sizes)
     return {
         "name": defaults.model,
-        **told,
+        **card,
         "task": architecture.spec.task,
         "tasks": architecture.spec.tasks,
         "takes": list(architecture.spec.takes),
@@ -309,7 +315,7 @@ def describe(model: str) -> dict[str, Any]:
         "sizes": {name: f"{width}x{height}" for name, (height, width) in sizes.items()},
         "grid": architecture.spec.size_multiple,
         "frames_step": architecture.vae.temporal_factor,
-        "parameters": known["transformer"].parameters,
+        "parameters": nets["transformer"].parameters,
         "memory": sum(networks.values()),
         "networks": networks,
         "defaults": {k: v for k, v in defaults.to_json().items() if k not in ("model", "prompt")},
@@ -374,8 +380,8 @@ def distilled(outline: SomeOutline, loras: Sequence[Lora], note: Note | None) ->
     `note` receives a sentence on them, or where they do not go together; None warns. They have no effect on a model
     that is distilled already, nor where one of two experts has none.
     """
-    known, experts = outline.family.distillations, NOISE_LEVELS[: len(outline.architecture.spec.denoisers)]
-    pairs = [(x, each) for x in loras if x.strength > 0 and (each := distilled_by(telling(x.file), known))]
+    distillations, experts = outline.family.distillations, NOISE_LEVELS[: len(outline.architecture.spec.denoisers)]
+    pairs = [(x, each) for x in loras if x.strength > 0 and (each := distilled_by(telling(x.file), distillations))]
     if not pairs:
         return outline
     lora, distillation = pairs[0]
@@ -399,7 +405,7 @@ def distilled(outline: SomeOutline, loras: Sequence[Lora], note: Note | None) ->
 
 
 def adapted(
-    found: Checkpoint,
+    checkpoint: Checkpoint,
     loras: tuple[Lora, ...],
     note: Note | None,
     *,
@@ -412,30 +418,30 @@ def adapted(
     neither the checkpoint nor a LoRA holds, it begins with zeros, which is told. Raises WanjaxError where the scheduler
     is of another kind than the checkpoint's.
     """
-    found = distilled(found, loras, note)
-    learned, model = attention_of(loras), found.settings.model
+    checkpoint = distilled(checkpoint, loras, note)
+    learned, model = attention_of(loras), checkpoint.settings.model
     attention = attention or learned
-    architecture = attending(found.architecture, attention or AUTO, model)
-    if architecture != found.architecture:
+    architecture = attending(checkpoint.architecture, attention or AUTO, model)
+    if architecture != checkpoint.architecture:
         entries = {name: architecture.spec.config_entries for name in architecture.spec.denoisers}
-        found = replace(found, source=with_zeros(found.source, entries, found.family.networks))
+        checkpoint = replace(checkpoint, source=with_zeros(checkpoint.source, entries, checkpoint.family.networks))
         if learned is None:
-            told = f"{model} was not trained with {attention}, whose projection begins with zeros"
-            note(told) if note else warnings.warn(told, stacklevel=4)  # past `load` and its decorator
+            sentence = f"{model} was not trained with {attention}, whose projection begins with zeros"
+            note(sentence) if note else warnings.warn(sentence, stacklevel=4)  # past `load` and its decorator
     if scheduler is not None:
         architecture = with_scheduler(architecture, scheduler)
-    merged = [*(Lora.parse(lora) for lora in (found.preset.loras if found.preset else ())), *loras]
-    source = with_loras(found.source, merged, found.family.networks, note) if merged else found.source
-    return replace(found, architecture=architecture, source=source, loras=loras, attention=attention)
+    merged = [*(Lora.parse(lora) for lora in (checkpoint.preset.loras if checkpoint.preset else ())), *loras]
+    source = with_loras(checkpoint.source, merged, checkpoint.family.networks, note) if merged else checkpoint.source
+    return replace(checkpoint, architecture=architecture, source=source, loras=loras, attention=attention)
 
 
 def sized(
-    architecture: VideoModel, defaults: Settings, published: Sequence[tuple[int, int]], given: Mapping[str, Any]
+    architecture: VideoModel, defaults: Settings, published: Sequence[tuple[int, int]], settings: Mapping[str, Any]
 ) -> Settings:
-    """Returns the defaults with the given settings, of which `size` may be the name of one of the model's sizes."""
-    if given.get("size") is not None:
-        given = {**given, **sides(given["size"], named_sizes(architecture, defaults, published))}
-    return defaults.updated(given)
+    """Returns the defaults with other settings, of which `size` may be the name of one of the model's sizes."""
+    if settings.get("size") is not None:
+        settings = {**settings, **sides(settings["size"], named_sizes(architecture, defaults, published))}
+    return defaults.updated(settings)
 
 
 def fitting(memory: int) -> list[str]:
@@ -443,11 +449,11 @@ def fitting(memory: int) -> list[str]:
 
     `memory` is in bytes. Of models of about one size, to a tenth of a billion, the first is named.
     """
-    found: dict[tuple[int, int], str] = {}
+    by_size: dict[tuple[int, int], str] = {}
     for preset in presets().values():
         if (largest := _largest(preset)) <= memory:
-            found.setdefault((round(largest, -8), round(preset.transformer_parameters, -8)), preset.name)
-    return [found[size] for size in sorted(found)[-3:]]
+            by_size.setdefault((round(largest, -8), round(preset.transformer_parameters, -8)), preset.name)
+    return [by_size[size] for size in sorted(by_size)[-3:]]
 
 
 def _largest(preset: Preset) -> int:
