@@ -131,13 +131,13 @@ def load(
         manifest.verify(checkpoint.source, progress or (lambda at, done, total: None))
     checkpoint = adapted(checkpoint, _listed(lora), note, attention=attention, scheduler=scheduler)
     tiny = None if decoder is None else DecoderFile.in_place_of(checkpoint.architecture.vae, decoder)
-    way = Loading(
+    options = LoadOptions(
         dtype, vae_dtype, param_dtype, checkpoint.attention, mesh, video, rules, compiler, offload, progress, tiny
     )
-    return _pipeline(checkpoint, way)
+    return _pipeline(checkpoint, options)
 
 
-class Loading(NamedTuple):
+class LoadOptions(NamedTuple):
     """The way in which a checkpoint is loaded: arguments of `load`."""
 
     dtype: str | None
@@ -164,35 +164,35 @@ def _listed(loras: Loras) -> tuple[Lora, ...]:
     return tuple((lora if isinstance(lora, Lora) else Lora.parse(str(lora))).named() for lora in several)
 
 
-def _pipeline(checkpoint: Checkpoint, way: Loading) -> Pipeline:
+def _pipeline(checkpoint: Checkpoint, options: LoadOptions) -> Pipeline:
     """Returns the pipeline of a checkpoint, whose components are loaded at first use."""
-    param_dtype = way.param_dtype or checkpoint.param_dtype
-    video = sized(checkpoint.architecture, checkpoint.settings, checkpoint.sizes, way.video or {})
-    partitioner = _partitioner(checkpoint, way, video)
+    param_dtype = options.param_dtype or checkpoint.param_dtype
+    video = sized(checkpoint.architecture, checkpoint.settings, checkpoint.sizes, options.video or {})
+    partitioner = _partitioner(checkpoint, options, video)
     slow = "float32" if platform() == "cpu" else None
-    way = way._replace(dtype=way.dtype or slow or param_dtype, param_dtype=param_dtype)
-    sizes = _sizes(checkpoint, way, partitioner)
+    options = options._replace(dtype=options.dtype or slow or param_dtype, param_dtype=param_dtype)
+    sizes = _sizes(checkpoint, options, partitioner)
     settings = replace(
         checkpoint.settings,
-        dtype=way.dtype or _stored_dtype(checkpoint.source, "transformer"),
-        vae_dtype=way.vae_dtype or slow or checkpoint.settings.vae_dtype,
+        dtype=options.dtype or _stored_dtype(checkpoint.source, "transformer"),
+        vae_dtype=options.vae_dtype or slow or checkpoint.settings.vae_dtype,
     )
     checkpoint = replace(checkpoint, settings=settings)
-    _check_attention(way.attention or AUTO, checkpoint)
-    loaders = _loaders(checkpoint, way, partitioner)
+    _check_attention(options.attention or AUTO, checkpoint)
+    loaders = _loaders(checkpoint, options, partitioner)
     networks = [name for name in loaders if name not in checkpoint.family.loaders]
-    shapes = {name: partial(_abstract, checkpoint, name, way, partitioner) for name in networks}
-    extra = _decoder(way.decoder, partitioner)
+    shapes = {name: partial(_abstract, checkpoint, name, options, partitioner) for name in networks}
+    extra = _decoder(options.decoder, partitioner)
     components = Components(
         {**loaders, **extra[0]},
-        _options(checkpoint, way, partitioner),
-        way.offload,
+        _recorded_options(checkpoint, options, partitioner),
+        options.offload,
         sizes,
         checkpoint.source,
         checkpoint.family.networks,
         {**shapes, **extra[1]},
     )
-    return Pipeline(components, checkpoint.architecture, settings, partitioner, way.compiler, checkpoint.sizes)
+    return Pipeline(components, checkpoint.architecture, settings, partitioner, options.compiler, checkpoint.sizes)
 
 
 def _decoder(decoder: DecoderFile | None, partitioner: Partitioner) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -207,17 +207,17 @@ def _decoder(decoder: DecoderFile | None, partitioner: Partitioner) -> tuple[dic
     return {DECODER: load}, {DECODER: partial(decoder.shapes, partitioner)}
 
 
-def _sizes(checkpoint: Checkpoint, way: Loading, partitioner: Partitioner) -> dict[str, int]:
+def _sizes(checkpoint: Checkpoint, options: LoadOptions, partitioner: Partitioner) -> dict[str, int]:
     """Returns the bytes of the weights of each network whose shapes are known, as `bytes_needed` counts them.
 
     Weights that are kept as they are stored are counted in bfloat16, because reading their dtype may need a download.
     The autoencoder, which is small, is left out. Raises WanjaxError where a network is larger than the memory.
     """
     sizes: dict[str, int] = {}
-    outline = replace(checkpoint, settings=replace(checkpoint.settings, dtype=way.dtype or "bfloat16"))
+    outline = replace(checkpoint, settings=replace(checkpoint.settings, dtype=options.dtype or "bfloat16"))
     for name, net in _networks(checkpoint).items():
         if not net.float32:
-            shapes = _shapes(outline, name, net, way.param_dtype or "bfloat16", way.attention, partitioner)
+            shapes = _shapes(outline, name, net, options.param_dtype or "bfloat16", options.attention, partitioner)
             check_memory(checkpoint.settings.model, name, shapes)
             sizes[name] = memory.bytes_needed(shapes)
     return sizes
@@ -229,23 +229,23 @@ def check_memory(model: str, component: str, network: nnx.Module) -> None:
     The network may be given as shapes. Nothing is refused where the memory is unknown.
     """
     device = local_devices()[0]
-    needed, there = memory.bytes_needed(network), memory.total_memory(device)
-    if there is None or needed <= there:
+    needed, available = memory.bytes_needed(network), memory.total_memory(device)
+    if available is None or needed <= available:
         return
     weights = jax.tree.leaves(nnx.state(network))
-    ways = []
-    if all(x.dtype.itemsize == 4 for x in weights) and needed <= 2 * there:
-        ways.append(HALF)
+    remedies = []
+    if all(x.dtype.itemsize == 4 for x in weights) and needed <= 2 * available:
+        remedies.append(HALF)
     if device.platform != "cpu":
-        devices = math.ceil(sum(x.size * x.dtype.itemsize for x in weights) / there)
-        ways.append(f"a mesh whose sp · tp is {devices} or more would hold it")
-    if names := fitting(there):
-        ways.append(f"{' and '.join(names)} would fit")
+        devices = math.ceil(sum(x.size * x.dtype.itemsize for x in weights) / available)
+        remedies.append(f"a mesh whose sp · tp is {devices} or more would hold it")
+    if names := fitting(available):
+        remedies.append(f"{' and '.join(names)} would fit")
     dtypes = " and ".join(sorted({str(x.dtype) for x in weights}))
     where = "this machine" if device.platform == "cpu" else f"each {device.device_kind}"
     raise WanjaxError(
         f"the {component} of {model} needs {in_bytes(needed)} of memory for its weights in {dtypes} where {where} has "
-        f"{in_bytes(there)}: {'; '.join(ways) or 'more memory is needed'}"
+        f"{in_bytes(available)}: {'; '.join(remedies) or 'more memory is needed'}"
     )
 
 
@@ -264,28 +264,34 @@ def _networks(checkpoint: Checkpoint) -> dict[str, Network]:
     return networks
 
 
-def _options(checkpoint: Checkpoint, way: Loading, partitioner: Partitioner) -> dict[str, Any]:
+def _recorded_options(checkpoint: Checkpoint, options: LoadOptions, partitioner: Partitioner) -> dict[str, Any]:
     """Returns the options of loading that shape a video, for its record; without those that were left to the model."""
-    options = {"attention": way.attention, "param_dtype": way.param_dtype, "revision": checkpoint.source.revision}
-    options |= {"compiler": None if way.compiler == SAFE else way.compiler}
-    if way.mesh is not None and partitioner.single_device:  # which one device without a mesh may not be elsewhere
-        options |= {"mesh": str(partitioner), "rules": partitioner.rules_name}
-    options |= {DECODER: way.decoder and described(way.decoder.file)}
+    recorded = {
+        "attention": options.attention,
+        "param_dtype": options.param_dtype,
+        "revision": checkpoint.source.revision,
+    }
+    recorded |= {"compiler": None if options.compiler == SAFE else options.compiler}
+    if options.mesh is not None and partitioner.single_device:  # which one device without a mesh may not be elsewhere
+        recorded |= {"mesh": str(partitioner), "rules": partitioner.rules_name}
+    recorded |= {DECODER: options.decoder and described(options.decoder.file)}
     loras = [str(replace(lora, file=described(lora.file))) for lora in checkpoint.loras]
     return {
-        name: value for name, value in (options | {"lora": loras, DIGESTS: _digests(checkpoint, way)}).items() if value
+        name: value
+        for name, value in (recorded | {"lora": loras, DIGESTS: _digests(checkpoint, options)}).items()
+        if value
     }
 
 
-def _digests(checkpoint: Checkpoint, way: Loading) -> dict[str, str]:
+def _digests(checkpoint: Checkpoint, options: LoadOptions) -> dict[str, str]:
     """Returns the digests of a checkpoint that may be replaced, of LoRAs and of a decoder, by their recorded names."""
     source, name = checkpoint.source, checkpoint.settings.model
     read = {described(lora.file): lora.path for lora in source.loras}
     if source.revision is None and name not in presets():
         path, root = Path(name).expanduser(), source.root
         read |= {str(path): root} | {str(path.with_name(x)): root.with_name(x) for x in beside(path.name)}
-    if way.decoder is not None:
-        read[described(way.decoder.file)] = way.decoder.file
+    if options.decoder is not None:
+        read[described(options.decoder.file)] = options.decoder.file
     return {name: digest for name, path in read.items() if (digest := digest_of(path)) is not None}
 
 
@@ -296,16 +302,16 @@ def _check_attention(attention: AttentionConfig, outline: Outline) -> None:
     choose(some, some, some, implementation=attention)
 
 
-def _partitioner(checkpoint: Checkpoint, way: Loading, video: Settings) -> Partitioner:
+def _partitioner(checkpoint: Checkpoint, options: LoadOptions, video: Settings) -> Partitioner:
     """Returns the mesh and its rules. "auto" chooses a mesh for a video of these settings."""
-    mesh, rules = way.mesh, find_rules(way.rules)
+    mesh, rules = options.mesh, find_rules(options.rules)
     devices = all_devices()
     if mesh is None and platform() != "cpu" and len(devices) > 1:
         mesh = AutoMesh()
     mesh = parse_mesh(mesh) if isinstance(mesh, str) else mesh
     if isinstance(mesh, AutoMesh):
-        how = {"attention": way.attention or AUTO, "rules": rules, "offload": way.offload}
-        how |= {"param_dtype": way.param_dtype or checkpoint.param_dtype}
+        how = {"attention": options.attention or AUTO, "rules": rules, "offload": options.offload}
+        how |= {"param_dtype": options.param_dtype or checkpoint.param_dtype}
         chosen = auto_mesh(step_cost(checkpoint.family, checkpoint.architecture, video, **how), devices, mesh.sp)
         mesh = make_mesh(*chosen, devices=devices[: math.prod(chosen)])
     elif isinstance(mesh, MeshSizes):
@@ -315,7 +321,9 @@ def _partitioner(checkpoint: Checkpoint, way: Loading, video: Settings) -> Parti
     return Partitioner(make_mesh(devices=local_devices()[:1]) if mesh is None else mesh, rules)
 
 
-def _loaders(checkpoint: Checkpoint, way: Loading, partitioner: Partitioner) -> Mapping[str, Callable[[MakeRoom], Any]]:
+def _loaders(
+    checkpoint: Checkpoint, options: LoadOptions, partitioner: Partitioner
+) -> Mapping[str, Callable[[MakeRoom], Any]]:
     """Returns a function for each component that the checkpoint lists, which loads it."""
     source, loaders = checkpoint.source, checkpoint.family.loaders
 
@@ -323,20 +331,20 @@ def _loaders(checkpoint: Checkpoint, way: Loading, partitioner: Partitioner) -> 
         if name in loaders:
             return loaders[name](source[name].files()[0].parent)
         read = network(checkpoint.source, name, checkpoint.family.networks)
-        shapes = _abstract(checkpoint, name, way, partitioner)
+        shapes = _abstract(checkpoint, name, options, partitioner)
         check_memory(checkpoint.settings.model, name, shapes)
         make_room(shapes)
-        report = partial(way.progress or loading, name)
+        report = partial(options.progress or loading, name)
         return source[name].load(shapes, read.rules, ignore=read.unused, progress=report)
 
     return {name: partial(load, name) for name in source.components if name != "scheduler"}
 
 
-def _abstract(checkpoint: Checkpoint, name: str, way: Loading, partitioner: Partitioner) -> nnx.Module:
+def _abstract(checkpoint: Checkpoint, name: str, options: LoadOptions, partitioner: Partitioner) -> nnx.Module:
     """Returns a network of a checkpoint as shapes with shardings, as it will be loaded."""
     read = network(checkpoint.source, name, checkpoint.family.networks)
-    param_dtype = "float32" if read.float32 else way.param_dtype or _stored_dtype(checkpoint.source, name)
-    return _shapes(checkpoint, name, read, param_dtype, way.attention, partitioner)
+    param_dtype = "float32" if read.float32 else options.param_dtype or _stored_dtype(checkpoint.source, name)
+    return _shapes(checkpoint, name, read, param_dtype, options.attention, partitioner)
 
 
 def outlined(
