@@ -44,9 +44,9 @@ from wanjax.registry import (
     Loras,
     Outline,
     adapted,
-    admit,
     beside,
     fitting,
+    open_for_loading,
     presets,
     sized,
 )
@@ -126,7 +126,7 @@ def load(
     dtype, vae_dtype = dtype_name(dtype), dtype_name(vae_dtype, "vae_dtype")
     param_dtype = dtype_name(param_dtype, "param_dtype")
     set_cache_folder()
-    checkpoint = admit(model, revision, note)
+    checkpoint = open_for_loading(model, revision, note)
     if verify:
         manifest.verify(checkpoint.source, progress or (lambda at, done, total: None))
     checkpoint = adapted(checkpoint, _listed(lora), note, attention=attention, scheduler=scheduler)

@@ -119,7 +119,7 @@ class Checkpoint(Outline):
     attention: AttentionConfig | None = None
 
 
-def admit(model: str | Path, revision: str | None, note: Note | None) -> Checkpoint:
+def open_for_loading(model: str | Path, revision: str | None, note: Note | None) -> Checkpoint:
     """Examines a checkpoint that is to be loaded; tells the licence of weights to be downloaded, if it sets conditions.
 
     Raises WanjaxError where the disk has no room for the download, or a file is missing or cut off.

@@ -28,7 +28,7 @@ from wanjax.models.wan.config import (
     VAE_2_2,
 )
 from wanjax.pipelines.wan.presets import FUN
-from wanjax.registry import admit, beside, examine, open_source
+from wanjax.registry import beside, examine, open_for_loading, open_source
 from wanjax.schedulers import name_of
 
 HIGH, LOW = (f"wan2.2_i2v_A14b_{noise}_noise_lightx2v_4step" for noise in ("high", "low"))
@@ -343,5 +343,5 @@ def test_notes_are_told_where_a_model_is_loaded(tmp_path, monkeypatch):
     path = file(tmp_path / "Wan2_1-I2V-ATI-14B.safetensors", I2V_14B)
     monkeypatch.setattr("wanjax.registry.check_whole", lambda source: None)
     notes = []
-    admit(path, None, notes.append)
+    open_for_loading(path, None, notes.append)
     assert any(says(note, "ATI") for note in notes)

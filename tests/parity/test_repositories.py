@@ -19,7 +19,7 @@ from wanjax.converters.names import Names
 from wanjax.converters.rules import assign
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.family import Family
-from wanjax.registry import adapted, admit, examine, find, open_source, outline, presets
+from wanjax.registry import adapted, examine, find, open_for_loading, open_source, outline, presets
 
 MODELS = [name for name, preset in presets().items() if not preset.shipped]
 CLIP, AUTHORS_CLIP, SIGLIP = (520, 501), (519, 501), (448, 437)  # tensors, and those that are used
@@ -71,7 +71,7 @@ def test_its_repository_is_opened_and_matched(hub, model):
         published.fill(hub, opened.lender)
     assert found is preset
     notes: list[str] = []
-    checkpoint = adapted(admit(model, None, notes.append), (), notes.append)
+    checkpoint = adapted(open_for_loading(model, None, notes.append), (), notes.append)
     assert checkpoint.preset is preset
     told = outline(model)
     assert checkpoint.settings == told.settings
