@@ -128,7 +128,7 @@ def open_for_loading(model: str | Path, revision: str | None, note: Note | None)
     opened = check_file(preset.source, revision=revision) if preset else 0  # a single file is downloaded to be examined
     if opened:
         _tell_licence(preset, note)
-    checkpoint = examine(model, revision)
+    checkpoint = inspect_checkpoint(model, revision)
     awaited = checkpoint.source.storage.check_room()
     if awaited and not opened:
         _tell_licence(checkpoint.preset, note)
@@ -179,7 +179,7 @@ def _tell_licence(preset: Preset | None, note: Note | None) -> None:
         _tell(sentence, note, 6)
 
 
-def examine(model: str | Path, revision: str | None = None, *, encoders: bool = False) -> Checkpoint:
+def inspect_checkpoint(model: str | Path, revision: str | None = None, *, encoders: bool = False) -> Checkpoint:
     """Finds a checkpoint as `find` does and reads its configs; raises WanjaxError where they contradict each other.
 
     `encoders` tells whether to read those of text and image encoders too, for which a file may have to be downloaded.
@@ -188,7 +188,7 @@ def examine(model: str | Path, revision: str | None = None, *, encoders: bool = 
 
 
 def configured(model: str | Path, source: Source, preset: Preset | None, *, encoders: bool = False) -> Checkpoint:
-    """Reads the configs of a checkpoint that `find` found by the name `model`, as `examine` does."""
+    """Reads the configs of a checkpoint that `find` found by the name `model`, as `inspect_checkpoint` does."""
     family = family_of(source, FAMILIES)
     architecture = _tabled(_scheduled(family.architecture(source, encoders), preset), family, preset, source)
     settings = family.settings(source, architecture, preset)
@@ -277,7 +277,7 @@ def outline(model: str) -> Outline:
         family = family_with(preset)
         architecture = _tabled(_scheduled(preset.architecture, preset), family, preset)
         return Outline(family, preset, architecture, preset.defaults, preset.distillation)
-    return examine(model, encoders=True)
+    return inspect_checkpoint(model, encoders=True)
 
 
 def size_of(model: str, settings: Mapping[str, Any]) -> tuple[int, int]:

@@ -125,7 +125,7 @@ def test_published_models(model, size, told, memory_of, tmp_path, monkeypatch):
     """Of the hub nothing but what was cached could be read here: the configs are those of the presets."""
     known = registry.outline(model)
     if model == "nano":
-        found = registry.examine(model)
+        found = registry.inspect_checkpoint(model)
     else:
         classes = {name: ["", ""] for name in known.architecture.spec.networks}
         (tmp_path / "model_index.json").write_text(json.dumps(classes))

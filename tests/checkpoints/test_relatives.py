@@ -28,7 +28,7 @@ from wanjax.models.wan.config import (
     VAE_2_2,
 )
 from wanjax.pipelines.wan.presets import FUN
-from wanjax.registry import beside, examine, open_for_loading, open_source
+from wanjax.registry import beside, inspect_checkpoint, open_for_loading, open_source
 from wanjax.schedulers import name_of
 
 HIGH, LOW = (f"wan2.2_i2v_A14b_{noise}_noise_lightx2v_4step" for noise in ("high", "low"))
@@ -122,7 +122,7 @@ def test_lightx2v_s_int8_is_its_model_in_four_steps(kind, tmp_path):
         path = split(tmp_path / f"{name}_split", plain | scales, dtypes)
         (path / "config.json").write_text(json.dumps({"_class_name": "WanModel", "num_heads": 40, "eps": 1e-6}))
         hollow_file(path / "Wan2.1_VAE.safetensors", vae_keys(VAE_2_1))
-    found = examine(path)
+    found = inspect_checkpoint(path)
     assert found.preset is not None
     assert (found.preset.name, found.settings.size) == ("wan2.1-i2v-14b-720p", (720, 1280))
     settings = found.settings
@@ -177,7 +177,7 @@ def test_a_transformers_folder_of_diffusers(tmp_path):
 
 
 def test_one_transformer_merged_of_two(tmp_path):
-    found = examine(file(tmp_path / "wan2.2-i2v-mega-aio.safetensors", I2V_A14B))
+    found = inspect_checkpoint(file(tmp_path / "wan2.2-i2v-mega-aio.safetensors", I2V_A14B))
     settings = found.settings
     assert (found.preset, settings.boundary, settings.guidance_scale_2) == (None, None, None)
     assert (settings.steps, settings.guidance_scale, settings.flow_shift) == (40, 3.5, 5.0)
@@ -196,12 +196,12 @@ def test_one_transformer_merged_of_two(tmp_path):
     ],
 )
 def test_motion_that_is_not_offered_is_told(name, what, tmp_path):
-    found = examine(file(tmp_path / f"{name}.safetensors", I2V_14B))
+    found = inspect_checkpoint(file(tmp_path / f"{name}.safetensors", I2V_14B))
     assert found.preset is not None
     assert found.preset.name == "wan2.1-i2v-14b-480p"
     [told] = found.source.notes
     assert says(told, f"{name}.safetensors {what} not")
-    assert not examine(file(tmp_path / "wan2.1_i2v_480p_14B.safetensors", I2V_14B)).source.notes
+    assert not inspect_checkpoint(file(tmp_path / "wan2.1_i2v_480p_14B.safetensors", I2V_14B)).source.notes
 
 
 COMFYS = {
@@ -217,7 +217,7 @@ def test_a_file_of_fun_inp(preset, tmp_path):
     name, config, vae = COMFYS[preset.name]
     for each in {name, name.replace("high", "low")}:
         file(tmp_path / f"{each}.safetensors", config, vae=vae)
-    found = examine(tmp_path / f"{name}.safetensors")
+    found = inspect_checkpoint(tmp_path / f"{name}.safetensors")
     assert found.preset is not None
     assert found.preset == replace(preset, defaults=replace(preset.defaults, model=found.preset.defaults.model))
     assert type(found.architecture) is type(preset.architecture)

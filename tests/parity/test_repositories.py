@@ -19,7 +19,7 @@ from wanjax.converters.names import Names
 from wanjax.converters.rules import assign
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.family import Family
-from wanjax.registry import adapted, examine, find, open_for_loading, open_source, outline, presets
+from wanjax.registry import adapted, find, inspect_checkpoint, open_for_loading, open_source, outline, presets
 
 MODELS = [name for name, preset in presets().items() if not preset.shipped]
 CLIP, AUTHORS_CLIP, SIGLIP = (520, 501), (519, 501), (448, 437)  # tensors, and those that are used
@@ -75,7 +75,7 @@ def test_its_repository_is_opened_and_matched(hub, model):
     assert checkpoint.preset is preset
     told = outline(model)
     assert checkpoint.settings == told.settings
-    assert examine(model, encoders=True).architecture == told.architecture
+    assert inspect_checkpoint(model, encoders=True).architecture == told.architecture
     counts = matched(checkpoint.source, checkpoint.family)
     assert counts.keys() == told.architecture.spec.networks.keys() | set(told.architecture.spec.denoisers)
     assert counts.get("image_encoder") in (None, CLIP, AUTHORS_CLIP, SIGLIP)
@@ -90,7 +90,7 @@ def test_its_repository_is_opened_and_matched(hub, model):
 @pytest.mark.parametrize("name", quick(["Wan2.1-FLF2V-14B-720P"], published.AUTHORS_FOLDERS))
 def test_the_folder_of_its_authors_is_opened_and_matched(tmp_path, name):
     """It holds everything but the entries of CLIP's preprocessor, which come from the same model's repository."""
-    found = examine(published.authors_folder(tmp_path / name), encoders=True)
+    found = inspect_checkpoint(published.authors_folder(tmp_path / name), encoders=True)
     assert found.source.lent == [x for x in ("image_processor",) if x in found.source.components]
     assert found.source.lender.casefold() == f"Wan-AI/{name}-Diffusers".casefold()
     counts = matched(found.source, found.family)
@@ -103,7 +103,7 @@ def test_the_folder_of_its_authors_is_opened_and_matched(tmp_path, name):
 
 def test_the_folder_of_hunyuanvideos_authors_is_opened_and_matched(tmp_path):
     """Beside the transformer: all of Qwen2.5-VL, Glyph-SDXL-v2's checkpoint, SigLIP."""
-    found = examine(published.hunyuan_authors_folder(tmp_path, "480p_i2v"), encoders=True)
+    found = inspect_checkpoint(published.hunyuan_authors_folder(tmp_path, "480p_i2v"), encoders=True)
     assert found.source.lent == []
     assert matched(found.source, found.family) == {
         "text_encoder": (338, 313),
@@ -127,10 +127,10 @@ def test_a_transformers_folder_of_hunyuanvideos_authors_is_its_model(hub, tmp_pa
     folder = published.hunyuan_transformer(tmp_path, name)
     if name in SUPER_RESOLUTION:
         with pytest.raises(WanjaxError, match=naming(f"{name} 480p_t2v")):
-            examine(folder)
+            inspect_checkpoint(folder)
         return
     published.fill(hub, open_source(folder).lender)
-    found = examine(folder)
+    found = inspect_checkpoint(folder)
     assert found.preset is not None
     assert found.preset.name == f"hunyuanvideo1.5-{name.replace('_', '-')}"
     assert matched_network(found.source, found.family, "transformer")[0] == 1801 + 4 * ("step" in name)

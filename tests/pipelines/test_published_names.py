@@ -14,7 +14,7 @@ from wanjax.pipelines.distillation import telling
 from wanjax.pipelines.family import nearest
 from wanjax.pipelines.hunyuanvideo import FAMILY as HUNYUANVIDEO
 from wanjax.pipelines.hunyuanvideo import layouts as hunyuan_layouts
-from wanjax.registry import FAMILIES, examine, few_steps, presets
+from wanjax.registry import FAMILIES, few_steps, inspect_checkpoint, presets
 from wanjax.schedulers import name_of
 
 HD, SD = (720, 1280), (480, 832)
@@ -93,7 +93,7 @@ def single_file(path, config):
     ],
 )
 def test_a_folder_of_the_authors_is_known_by_its_name(config, name, preset, size, steps, shift, tmp_path):
-    found = examine(authors_folder(tmp_path / name, config))
+    found = inspect_checkpoint(authors_folder(tmp_path / name, config))
     assert found.preset is not None
     assert found.preset.name == preset
     assert (found.settings.size, found.settings.steps, found.settings.flow_shift) == (size, steps, shift)
@@ -124,7 +124,7 @@ def test_a_folder_of_the_authors_is_known_by_its_name(config, name, preset, size
     ],
 )
 def test_a_single_file_is_known_by_its_name(config, name, preset, tmp_path):
-    found = examine(single_file(tmp_path / name, config))
+    found = inspect_checkpoint(single_file(tmp_path / name, config))
     assert found.preset is not None
     assert found.preset.name == preset
     assert found.settings.size == found.preset.defaults.size
@@ -144,7 +144,7 @@ def test_a_single_file_is_known_by_its_name(config, name, preset, tmp_path):
     ],
 )
 def test_a_distilled_file_is_sampled_as_its_publisher_does(config, name, base, steps, shift, solver, tmp_path):
-    found = examine(single_file(tmp_path / name, config))
+    found = inspect_checkpoint(single_file(tmp_path / name, config))
     assert found.preset is not None
     assert (found.preset.name, found.settings.size) == (base, presets()[base].defaults.size)
     assert (found.settings.steps, found.settings.guidance_scale) == (steps, 1.0)
@@ -162,7 +162,7 @@ def test_a_distilled_file_is_sampled_as_its_publisher_does(config, name, base, s
 def test_a_pair_of_distilled_experts(names, preset, solver, tmp_path):
     for noise in ("low", "high"):
         single_file(tmp_path / names.format(noise), I2V_A14B)
-    found = examine(tmp_path / names.format("high"))
+    found = inspect_checkpoint(tmp_path / names.format("high"))
     assert found.preset is not None
     assert (found.preset.name, name_of(found.architecture.scheduler)) == (preset, solver)
     settings = found.settings
@@ -175,7 +175,9 @@ def test_the_generator_of_a_run_is_causvids(tmp_path):
     """CausVid's `model.pt` has a generator, and no mean of it as those of Self-Forcing have."""
     transformer, vae = tensors(T2V_1_3B)
     named = {f"generator.model.{key}": x for key, x in transformer.items()}
-    found = examine(hollow_file(tmp_path / "model.safetensors", named | {f"vae.{key}": x for key, x in vae.items()}))
+    found = inspect_checkpoint(
+        hollow_file(tmp_path / "model.safetensors", named | {f"vae.{key}": x for key, x in vae.items()})
+    )
     assert found.preset is not None
     assert found.preset.name == "wan2.1-t2v-1.3b-causvid"
     assert (found.settings.steps, found.settings.guidance_scale, found.settings.flow_shift) == (3, 1.0, 8.0)
@@ -183,7 +185,7 @@ def test_the_generator_of_a_run_is_causvids(tmp_path):
 
 @pytest.mark.parametrize(("name", "told"), [("cat.safetensors", True), ("cat-t2v-14b.safetensors", False)])
 def test_a_name_that_tells_nothing_is_told(name, told, tmp_path):
-    found = examine(single_file(tmp_path / name, T2V_14B))
+    found = inspect_checkpoint(single_file(tmp_path / name, T2V_14B))
     assert found.distillation is None
     sentence = few_steps(name, found)
     assert says(sentence or "", f"{name} distilled 50 steps guidance 5") if told else sentence is None
@@ -201,7 +203,7 @@ def test_a_name_that_tells_nothing_is_told(name, told, tmp_path):
 )
 def test_a_folder_of_diffusers_is_known_by_its_name_or_its_shift(name, given, size, shift, tmp_path):
     """It is a folder of the user's own. Where its name tells nothing, its scheduler's shift may."""
-    source, folder = examine(single_file(tmp_path / "a.safetensors", I2V_14B)).source, tmp_path / name
+    source, folder = inspect_checkpoint(single_file(tmp_path / "a.safetensors", I2V_14B)).source, tmp_path / name
     configs = {component: source[component].config() for component in ("transformer", "vae", "scheduler")}
     configs["scheduler"] |= {"flow_shift": given}
     for component, config in configs.items():
@@ -209,7 +211,7 @@ def test_a_folder_of_diffusers_is_known_by_its_name_or_its_shift(name, given, si
         file = "scheduler_config.json" if component == "scheduler" else "config.json"
         (folder / component / file).write_text(json.dumps(config))
     (folder / "model_index.json").write_text(json.dumps(source.index))
-    found = examine(folder)
+    found = inspect_checkpoint(folder)
     assert found.preset is None
     assert (found.settings.size, found.settings.steps, found.settings.flow_shift) == (size, 40, shift)
     assert found.settings.negative_prompt.startswith("镜头晃动")

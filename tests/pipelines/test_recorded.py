@@ -27,7 +27,7 @@ from wanjax.execution import EXECUTE, Trace
 from wanjax.layers.tiling import Tiling
 from wanjax.loading import outlined
 from wanjax.pipelines.recording import record
-from wanjax.registry import examine
+from wanjax.registry import inspect_checkpoint
 
 EIGHT = "dp=2,sp=2,tp=2"
 MODELS = {
@@ -232,7 +232,7 @@ def test_an_outline_records_what_its_checkpoint_does(folder, kind, mesh):
     Prompts have the length of the small tokenizers.
     """
     model, given = KINDS[kind]
-    pipe, found = wanjax.load(folder(model), mesh=mesh), examine(folder(model), encoders=True)
+    pipe, found = wanjax.load(folder(model), mesh=mesh), inspect_checkpoint(folder(model), encoders=True)
     family = replace(found.family, prompt=lambda architecture: {"tokenizer": (tiny.TEXT_LENGTH,) * 2})
     outline = replace(found, family=family, settings=pipe.defaults)
     planned = outlined(outline, pipe.partitioner, param_dtype=pipe.defaults.dtype)

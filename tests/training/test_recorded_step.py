@@ -12,7 +12,7 @@ from tests.support.clips import write_clips
 from tests.support.tiny import TEXT_LENGTH, tiny_checkpoint, tiny_cogvideox_checkpoint, tiny_image_checkpoint
 from wanjax.loading import outlined
 from wanjax.plan.training import _recorded
-from wanjax.registry import examine
+from wanjax.registry import inspect_checkpoint
 from wanjax.training import LoraConfig, OptimizerConfig, TrainConfig, Training, loop
 from wanjax.training.step import begin_training, train
 
@@ -67,7 +67,7 @@ def of_any_step(calls: Counter[Call]) -> Counter[Call]:
 def test_a_plan_records_the_step_that_a_training_takes(models, data, taken, tmp_path, model, mesh, lora):
     pipe = wanjax.load(models[model], mesh=mesh)
     Training(pipe, data, tmp_path, TrainConfig(**{**vars(SMALL), "lora": lora}), note=lambda told: None).run()
-    found = examine(models[model], encoders=True)
+    found = inspect_checkpoint(models[model], encoders=True)
     asked = found.settings.updated({"height": 32, "width": 32, "frames": 5, "guidance_scale": 1.0, "dtype": "float32"})
     family = replace(found.family, prompt=lambda architecture: {"tokenizer": (TEXT_LENGTH,) * 2})
     planned = outlined(replace(found, family=family, settings=asked), pipe.partitioner)
