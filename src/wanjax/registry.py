@@ -184,10 +184,10 @@ def inspect_checkpoint(model: str | Path, revision: str | None = None, *, encode
 
     `encoders` tells whether to read those of text and image encoders too, for which a file may have to be downloaded.
     """
-    return configured(model, *find(model, revision), encoders=encoders)
+    return read_configs(model, *find(model, revision), encoders=encoders)
 
 
-def configured(model: str | Path, source: Source, preset: Preset | None, *, encoders: bool = False) -> Checkpoint:
+def read_configs(model: str | Path, source: Source, preset: Preset | None, *, encoders: bool = False) -> Checkpoint:
     """Reads the configs of a checkpoint that `find` found by the name `model`, as `inspect_checkpoint` does."""
     family = family_of(source, FAMILIES)
     architecture = _tabled(_scheduled(family.architecture(source, encoders), preset), family, preset, source)

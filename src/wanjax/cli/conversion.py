@@ -18,7 +18,7 @@ from wanjax.cli.tables import print_table
 from wanjax.errors import WanjaxError
 from wanjax.figures import in_bytes, quantity
 from wanjax.pipelines.progress import EVERY
-from wanjax.registry import adapted, check_whole, configured, find, kinds
+from wanjax.registry import adapted, check_whole, find, kinds, read_configs
 from wanjax.stores.places import place
 
 
@@ -47,7 +47,7 @@ def convert(
         report.note(f"{source} holds no {', '.join(lent)}: taken from {found.lender}")
     found.storage.check_room()
     check_whole(found)
-    where, known = place(target), configured(source, found, preset)
+    where, known = place(target), read_configs(source, found, preset)
     if lora:
         known = adapted(known, tuple(Lora.parse(text).named() for text in lora), report.note)
         found = known.source
