@@ -41,7 +41,7 @@ from wanjax.models.wan.config import (
 from wanjax.pipelines.wan import FAMILY
 from wanjax.pipelines.wan.presets import NANO, OFFICIAL_NEGATIVE_PROMPT
 from wanjax.pipelines.wan.programs import TEXT_LENGTH
-from wanjax.registry import FREE, find, outline, presets
+from wanjax.registry import FREE, find_checkpoint, outline, presets
 from wanjax.schedulers import parse
 
 RCM_FILES, FASTWAN = "worstcoder/rcm-Wan/rCM_Wan2.1_T2V", "FastVideo/FastWan"
@@ -289,7 +289,7 @@ def test_a_file_has_no_name_without_its_owner():
     assert presets()["wan2.1-t2v-1.3b-causvid"].bare_names == []
     assert presets()["wan2.1-t2v-1.3b-fastwan"].bare_names == ["FastWan2.1-T2V-1.3B-Diffusers"]
     with pytest.raises(WanjaxError, match=naming("model 'model.pt'")):
-        find("model.pt")
+        find_checkpoint("model.pt")
 
 
 SMALL, LARGE = (480, 832), (720, 1280)

@@ -180,15 +180,21 @@ def _tell_licence(preset: Preset | None, note: Note | None) -> None:
 
 
 def inspect_checkpoint(model: str | Path, revision: str | None = None, *, encoders: bool = False) -> Checkpoint:
-    """Finds a checkpoint as `find` does and reads its configs; raises WanjaxError where they contradict each other.
+    """Find a checkpoint and read its configs.
 
-    `encoders` tells whether to read those of text and image encoders too, for which a file may have to be downloaded.
+    Args:
+        model: A known name, or any that `open_source` accepts.
+        revision: The revision on the hub; None is the newest.
+        encoders: Whether to read the configs of text and image encoders too, which may download a file.
+
+    Raises:
+        WanjaxError: No checkpoint is found, or its configs contradict each other.
     """
-    return read_configs(model, *find(model, revision), encoders=encoders)
+    return read_configs(model, *find_checkpoint(model, revision), encoders=encoders)
 
 
 def read_configs(model: str | Path, source: Source, preset: Preset | None, *, encoders: bool = False) -> Checkpoint:
-    """Reads the configs of a checkpoint that `find` found by the name `model`, as `inspect_checkpoint` does."""
+    """Read the configs of a source from `find_checkpoint`, as `inspect_checkpoint` does."""
     family = family_of(source, FAMILIES)
     architecture = _tabled(_scheduled(family.architecture(source, encoders), preset), family, preset, source)
     settings = family.settings(source, architecture, preset)
@@ -205,7 +211,7 @@ def read_configs(model: str | Path, source: Source, preset: Preset | None, *, en
     return replace(checkpoint, settings=checkpoint.settings.updated(read_json(source.root / CONFIG, missing={})))
 
 
-def find(model: str | Path, revision: str | None = None) -> tuple[Source, Preset | None]:
+def find_checkpoint(model: str | Path, revision: str | None = None) -> tuple[Source, Preset | None]:
     """Returns the source of a checkpoint, and its preset where it is a published one.
 
     `model` is a known name, or any name that `open_source` accepts. Raises WanjaxError where no checkpoint is found.
@@ -345,7 +351,7 @@ def _tabled(
 
 def tables_key(model: str | Path) -> str:
     """Returns the name by which the tables measured of a checkpoint are kept."""
-    source, preset = find(model)
+    source, preset = find_checkpoint(model)
     return preset.name if preset else key_of(source)
 
 

@@ -19,7 +19,15 @@ from wanjax.converters.names import Names
 from wanjax.converters.rules import assign
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.family import Family
-from wanjax.registry import adapted, find, inspect_checkpoint, open_for_loading, open_source, outline, presets
+from wanjax.registry import (
+    adapted,
+    find_checkpoint,
+    inspect_checkpoint,
+    open_for_loading,
+    open_source,
+    outline,
+    presets,
+)
 
 MODELS = [name for name, preset in presets().items() if not preset.shipped]
 CLIP, AUTHORS_CLIP, SIGLIP = (520, 501), (519, 501), (448, 437)  # tensors, and those that are used
@@ -66,7 +74,7 @@ def test_its_repository_is_opened_and_matched(hub, model):
     """As it is for a user who names the model, with nothing left to be downloaded."""
     for name in published.repositories_of(model):
         published.fill(hub, name)
-    preset, (opened, found) = presets()[model], find(model)
+    preset, (opened, found) = presets()[model], find_checkpoint(model)
     if opened.lent:
         published.fill(hub, opened.lender)
     assert found is preset

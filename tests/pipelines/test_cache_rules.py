@@ -36,7 +36,7 @@ from wanjax.pipelines.caching.tables import (
     to_json,
 )
 from wanjax.pipelines.phases import Phase
-from wanjax.registry import FAMILIES, find, outline, presets
+from wanjax.registry import FAMILIES, find_checkpoint, outline, presets
 from wanjax.sharding import one_device
 
 PUBLISHED = {name: outline(name).architecture.tables for name in presets()}
@@ -404,14 +404,14 @@ def test_the_tables_of_a_folder_are_those_of_its_weights(tmp_path):
     folder = Path(presets()["nano"].source)
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
-    first = key_of(find(copy)[0])
+    first = key_of(find_checkpoint(copy)[0])
     assert first.startswith("copy-")
-    assert key_of(find(copy)[0]) == first
+    assert key_of(find_checkpoint(copy)[0]) == first
     weights = next((copy / "transformer").glob("*.safetensors"))
     weights.touch()
-    assert key_of(find(copy)[0]) == first
+    assert key_of(find_checkpoint(copy)[0]) == first
     weights.write_bytes(weights.read_bytes()[:-4] + b"\0\1\2\3")
-    assert key_of(find(copy)[0]) != first
+    assert key_of(find_checkpoint(copy)[0]) != first
 
 
 @pytest.mark.parametrize("cache", ["deepcache:2,39,7", "magcache", "guidance"])

@@ -22,7 +22,7 @@ from wanjax.checkpoints.files import load_safetensors
 from wanjax.errors import WanjaxError
 from wanjax.media.stage_files import EMBEDDINGS, LATENTS, VIDEO_SHAPE
 from wanjax.pipelines.hunyuanvideo.conditioning import GLYPH_LENGTHS, LENGTHS, HunyuanVideoEncoded, Text, lengths_of
-from wanjax.registry import find, outline
+from wanjax.registry import find_checkpoint, outline
 from wanjax.schedulers import one_step
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
@@ -197,4 +197,4 @@ def test_published_checkpoints_have_two_names():
         networks = {"text_encoder", "text_encoder_2", "image_encoder", "transformer", "vae"}
         assert found.architecture.spec.networks.keys() == networks
     with pytest.raises(WanjaxError, match=naming("hunyuanvideo1.5-")):
-        find("hunyuanvideo1.5-720p-ti2v")
+        find_checkpoint("hunyuanvideo1.5-720p-ti2v")

@@ -18,7 +18,7 @@ from wanjax.cli.tables import print_table
 from wanjax.errors import WanjaxError
 from wanjax.figures import in_bytes, quantity
 from wanjax.pipelines.progress import EVERY
-from wanjax.registry import adapted, check_whole, find, kinds, read_configs
+from wanjax.registry import adapted, check_whole, find_checkpoint, kinds, read_configs
 from wanjax.stores.places import place
 
 
@@ -40,7 +40,7 @@ def convert(
         return
     if target is None:
         raise click.UsageError(f"where to is missing: `wanjax convert {source} FOLDER` writes it there")
-    found, preset = find(source, revision)
+    found, preset = find_checkpoint(source, revision)
     if preset and preset.loras and source == preset.name:
         raise WanjaxError(f"{source} is {preset.source} with a LoRA, merged when it is loaded: convert the former")
     if (lent := found.lent) and found.origin != found.name:
@@ -76,7 +76,7 @@ def _verify(report: Report, source: str, target: str | None) -> None:
     if target is not None:
         raise click.UsageError(f"--verify takes one folder: not {target} too")
     with _bar(report) as progress:
-        manifest = verify(find(source)[0], progress)
+        manifest = verify(find_checkpoint(source)[0], progress)
     arrays = sum(len(network) for network in manifest["networks"].values())
     report.note(
         f"{source} is as it was written: {quantity(arrays, 'array')}, and beside them "
