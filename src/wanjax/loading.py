@@ -45,7 +45,7 @@ from wanjax.registry import (
     Outline,
     adapted,
     beside,
-    fitting,
+    models_that_fit,
     open_for_loading,
     presets,
     sized,
@@ -239,7 +239,7 @@ def check_memory(model: str, component: str, network: nnx.Module) -> None:
     if device.platform != "cpu":
         devices = math.ceil(sum(x.size * x.dtype.itemsize for x in weights) / available)
         remedies.append(f"a mesh whose sp · tp is {devices} or more would hold it")
-    if names := fitting(available):
+    if names := models_that_fit(available):
         remedies.append(f"{' and '.join(names)} would fit")
     dtypes = " and ".join(sorted({str(x.dtype) for x in weights}))
     where = "this machine" if device.platform == "cpu" else f"each {device.device_kind}"

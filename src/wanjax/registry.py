@@ -450,7 +450,7 @@ def sized(
     return defaults.updated(settings)
 
 
-def fitting(memory: int) -> list[str]:
+def models_that_fit(memory: int) -> list[str]:
     """Returns the names of at most three published models, of different sizes, whose largest networks fit in memory.
 
     `memory` is in bytes. Of models of about one size, to a tenth of a billion, the first is named.

@@ -138,17 +138,17 @@ def test_published_models(model, size, told, memory_of, tmp_path, monkeypatch):
     with pytest.raises(WanjaxError) as caught:
         wanjax.load(model)
     assert says(str(caught.value), told)
-    names = registry.fitting(size)
+    names = registry.models_that_fit(size)
     assert (names == []) == (model == "nano")
     assert model not in names
     assert all(name in str(caught.value) for name in names)
 
 
 def test_models_that_fit():
-    assert registry.fitting(0) == []
-    assert registry.fitting(1 * GB) == ["nano"]
-    assert {"wan2.1-t2v-1.3b", "wan2.2-ti2v-5b"} & {*registry.fitting(12 * GB)}
-    assert "wan2.1-vace-14b" in registry.fitting(1000 * GB)
+    assert registry.models_that_fit(0) == []
+    assert registry.models_that_fit(1 * GB) == ["nano"]
+    assert {"wan2.1-t2v-1.3b", "wan2.2-ti2v-5b"} & {*registry.models_that_fit(12 * GB)}
+    assert "wan2.1-vace-14b" in registry.models_that_fit(1000 * GB)
 
 
 def test_a_mesh_divides_the_weights(monkeypatch):
