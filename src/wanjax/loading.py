@@ -48,7 +48,7 @@ from wanjax.registry import (
     models_that_fit,
     open_for_loading,
     presets,
-    sized,
+    with_size,
 )
 from wanjax.schedulers import Scheduler
 from wanjax.sharding import (
@@ -167,7 +167,7 @@ def _listed(loras: Loras) -> tuple[Lora, ...]:
 def _pipeline(checkpoint: Checkpoint, options: LoadOptions) -> Pipeline:
     """Returns the pipeline of a checkpoint, whose components are loaded at first use."""
     param_dtype = options.param_dtype or checkpoint.param_dtype
-    video = sized(checkpoint.architecture, checkpoint.settings, checkpoint.sizes, options.video or {})
+    video = with_size(checkpoint.architecture, checkpoint.settings, checkpoint.sizes, options.video or {})
     partitioner = _partitioner(checkpoint, options, video)
     slow = "float32" if platform() == "cpu" else None
     options = options._replace(dtype=options.dtype or slow or param_dtype, param_dtype=param_dtype)

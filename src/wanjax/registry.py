@@ -289,7 +289,7 @@ def outline(model: str) -> Outline:
 def size_of(model: str, settings: Mapping[str, Any]) -> tuple[int, int]:
     """Returns the (height, width) that settings mean for a model, of which `size` may be a name."""
     model_outline = outline(model)
-    return sized(model_outline.architecture, model_outline.settings, model_outline.sizes, settings).size
+    return with_size(model_outline.architecture, model_outline.settings, model_outline.sizes, settings).size
 
 
 def describe(model: str) -> dict[str, Any]:
@@ -441,7 +441,7 @@ def adapted(
     return replace(checkpoint, architecture=architecture, source=source, loras=loras, attention=attention)
 
 
-def sized(
+def with_size(
     architecture: VideoModel, defaults: Settings, published: Sequence[tuple[int, int]], settings: Mapping[str, Any]
 ) -> Settings:
     """Returns the defaults with other settings, of which `size` may be the name of one of the model's sizes."""
