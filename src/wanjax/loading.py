@@ -43,11 +43,11 @@ from wanjax.registry import (
     Checkpoint,
     Loras,
     Outline,
-    adapted,
     beside,
     models_that_fit,
     open_for_loading,
     presets,
+    with_options,
     with_size,
 )
 from wanjax.schedulers import Scheduler
@@ -129,7 +129,7 @@ def load(
     checkpoint = open_for_loading(model, revision, note)
     if verify:
         manifest.verify(checkpoint.source, progress or (lambda at, done, total: None))
-    checkpoint = adapted(checkpoint, _listed(lora), note, attention=attention, scheduler=scheduler)
+    checkpoint = with_options(checkpoint, _listed(lora), note, attention=attention, scheduler=scheduler)
     tiny = None if decoder is None else DecoderFile.in_place_of(checkpoint.architecture.vae, decoder)
     options = LoadOptions(
         dtype, vae_dtype, param_dtype, checkpoint.attention, mesh, video, rules, compiler, offload, progress, tiny

@@ -410,7 +410,7 @@ def distilled(outline: SomeOutline, loras: Sequence[Lora], note: Note | None) ->
     return outline
 
 
-def adapted(
+def with_options(
     checkpoint: Checkpoint,
     loras: tuple[Lora, ...],
     note: Note | None,

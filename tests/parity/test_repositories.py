@@ -20,13 +20,13 @@ from wanjax.converters.rules import assign
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.family import Family
 from wanjax.registry import (
-    adapted,
     find_checkpoint,
     inspect_checkpoint,
     open_for_loading,
     open_source,
     outline,
     presets,
+    with_options,
 )
 
 MODELS = [name for name, preset in presets().items() if not preset.shipped]
@@ -79,7 +79,7 @@ def test_its_repository_is_opened_and_matched(hub, model):
         published.fill(hub, opened.lender)
     assert found is preset
     notes: list[str] = []
-    checkpoint = adapted(open_for_loading(model, None, notes.append), (), notes.append)
+    checkpoint = with_options(open_for_loading(model, None, notes.append), (), notes.append)
     assert checkpoint.preset is preset
     told = outline(model)
     assert checkpoint.settings == told.settings

@@ -18,7 +18,7 @@ from wanjax.cli.tables import print_table
 from wanjax.errors import WanjaxError
 from wanjax.figures import in_bytes, quantity
 from wanjax.pipelines.progress import EVERY
-from wanjax.registry import adapted, check_whole, find_checkpoint, kinds, read_configs
+from wanjax.registry import check_whole, find_checkpoint, kinds, read_configs, with_options
 from wanjax.stores.places import place
 
 
@@ -49,7 +49,7 @@ def convert(
     check_whole(found)
     where, known = place(target), read_configs(source, found, preset)
     if lora:
-        known = adapted(known, tuple(Lora.parse(text).named() for text in lora), report.note)
+        known = with_options(known, tuple(Lora.parse(text).named() for text in lora), report.note)
         found = known.source
     if to == "diffusers":
         conversion: Conversion = ToDiffusers(found, where, kinds())
