@@ -380,7 +380,7 @@ def _sampled_by(outline: SomeOutline, distillation: Distillation, told_by: str) 
     )
 
 
-def distilled(outline: SomeOutline, loras: Sequence[Lora], note: Note | None) -> SomeOutline:
+def with_distillation(outline: SomeOutline, loras: Sequence[Lora], note: Note | None) -> SomeOutline:
     """Returns a model with the settings and the solver that distilled LoRAs ask for, which their names tell.
 
     `note` receives a sentence on them, or where they do not go together; None warns. They have no effect on a model
@@ -418,13 +418,15 @@ def with_options(
     attention: AttentionConfig | None = None,
     scheduler: str | Scheduler | None = None,
 ) -> Checkpoint:
-    """Returns the checkpoint with the preset's own LoRAs and the given ones merged in, and with what is asked for.
+    """Return a checkpoint with LoRAs merged in, the preset's own and others, and with an attention and a scheduler.
 
-    Distilled LoRAs bring their settings, as `distilled` has it. Where sparse-linear attention needs a projection that
-    neither the checkpoint nor a LoRA holds, it begins with zeros, which is told. Raises WanjaxError where the scheduler
-    is of another kind than the checkpoint's.
+    Distilled LoRAs bring their settings (`with_distillation`). A projection of sparse-linear attention that neither the
+    checkpoint nor a LoRA holds begins with zeros, which `note` says.
+
+    Raises:
+        WanjaxError: The scheduler is of another kind than the checkpoint's.
     """
-    checkpoint = distilled(checkpoint, loras, note)
+    checkpoint = with_distillation(checkpoint, loras, note)
     learned, model = attention_of(loras), checkpoint.settings.model
     attention = attention or learned
     architecture = attending(checkpoint.architecture, attention or AUTO, model)

@@ -18,7 +18,7 @@ from wanjax.media.records import read_metadata
 from wanjax.pipelines.distillation import distilled_by, telling
 from wanjax.pipelines.hunyuanvideo import FAMILY as HUNYUANVIDEO
 from wanjax.pipelines.wan import FAMILY as WAN
-from wanjax.registry import distilled, outline, presets
+from wanjax.registry import outline, presets, with_distillation
 from wanjax.schedulers import name_of, parse
 
 FEW = "wan_lightx2v_4step.safetensors"
@@ -99,7 +99,7 @@ def test_names_tell_distilled_weights_of_hunyuanvideo(name):
 def applied(model, *loras):
     """Returns a model with distilled LoRAs, and the sentence that is told; neither is read."""
     told = []
-    found = distilled(outline(model), [Lora.parse(text) for text in loras], told.append)
+    found = with_distillation(outline(model), [Lora.parse(text) for text in loras], told.append)
     return found, told
 
 

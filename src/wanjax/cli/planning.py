@@ -75,7 +75,7 @@ def plan(
     learned = registry.attention_of(lora for lora in loras if Path(lora.file).is_file())  # those that are here
     attention = options.attention or learned or AUTO
     how = {"sp": sp, "rules": options.rules, "compiler": options.compiler or SAFE, "attention": attention}
-    found = registry.distilled(registry.outline(str(options.model)), loras, report.note)
+    found = registry.with_distillation(registry.outline(str(options.model)), loras, report.note)
     if request.scheduler is not None:
         found = replace(found, architecture=with_scheduler(found.architecture, request.scheduler))
     dtypes = {"dtype": "float32", "vae_dtype": "float32"} if chip == "cpu" else {"dtype": "bfloat16"}

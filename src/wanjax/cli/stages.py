@@ -631,7 +631,7 @@ def _without_defaults(left: VideoRequest, options: PipelineOptions) -> VideoRequ
     """Return what a stage left, without the model's defaults in whose place a given LoRA brings others."""
     options = located(options)
     model = registry.outline(str(options.model))
-    with_loras = registry.distilled(model, loras_of(options), lambda sentence: None)
+    with_loras = registry.with_distillation(model, loras_of(options), lambda sentence: None)
     if with_loras.distillation is model.distillation:
         return left
     own = model.settings.to_json()
