@@ -43,7 +43,7 @@ from wanjax.registry import (
     Checkpoint,
     Loras,
     Outline,
-    beside,
+    companion_files,
     models_that_fit,
     open_for_loading,
     presets,
@@ -289,7 +289,7 @@ def _digests(checkpoint: Checkpoint, options: LoadOptions) -> dict[str, str]:
     read = {described(lora.file): lora.path for lora in source.loras}
     if source.revision is None and name not in presets():
         path, root = Path(name).expanduser(), source.root
-        read |= {str(path): root} | {str(path.with_name(x)): root.with_name(x) for x in beside(path.name)}
+        read |= {str(path): root} | {str(path.with_name(x)): root.with_name(x) for x in companion_files(path.name)}
     if options.decoder is not None:
         read[described(options.decoder.file)] = options.decoder.file
     return {name: digest for name, path in read.items() if (digest := digest_of(path)) is not None}

@@ -242,7 +242,7 @@ def open_source(name: str | Path, revision: str | None = None) -> Source:
     if os.path.isfile(path):
         return _open_file(path)
     if path.suffix in SUFFIXES and HUB_FILE.fullmatch(str(name)):
-        return _open_file(locate_file(name, beside=beside(path.name), revision=revision))
+        return _open_file(locate_file(name, beside=companion_files(path.name), revision=revision))
     if os.path.isfile(path / MANIFEST):
         return open_converted(name, path)
     folder, commit = folder_of(name, revision, [marker for layout in layouts() for marker in layout.markers])
@@ -261,7 +261,7 @@ def _open_file(path: Path) -> Source:
     raise WanjaxError(f"{path} {without_transformer(open_tensors(path).specs, relatives)}")
 
 
-def beside(name: str) -> list[str]:
+def companion_files(name: str) -> list[str]:
     """Returns the names of files that belong to a checkpoint's file of this name, such as the other of two experts."""
     return [other for layout in layouts() for other in layout.beside(name)]
 

@@ -28,7 +28,7 @@ from wanjax.models.wan.config import (
     VAE_2_2,
 )
 from wanjax.pipelines.wan.presets import FUN
-from wanjax.registry import beside, inspect_checkpoint, open_for_loading, open_source
+from wanjax.registry import companion_files, inspect_checkpoint, open_for_loading, open_source
 from wanjax.schedulers import name_of
 
 HIGH, LOW = (f"wan2.2_i2v_A14b_{noise}_noise_lightx2v_4step" for noise in ("high", "low"))
@@ -83,8 +83,8 @@ def test_the_other_of_two_experts_may_have_another_date(opened, tmp_path):
 
 def test_the_other_is_downloaded_by_either_name():
     names = tuple(f"{LOW}{date}.safetensors" for date in ("_1030", ""))
-    assert beside(f"{HIGH}_1030.safetensors") == list(names)
-    assert beside(f"{LOW}.safetensors") == [f"{HIGH}.safetensors"]
+    assert companion_files(f"{HIGH}_1030.safetensors") == list(names)
+    assert companion_files(f"{LOW}.safetensors") == [f"{HIGH}.safetensors"]
 
 
 def test_several_that_may_be_the_other_are_told_by_name(tmp_path):

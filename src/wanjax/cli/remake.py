@@ -109,7 +109,7 @@ def _is_name_alone(path: Place) -> bool:
 def _others(paths: Iterable[Place], digests: Mapping[str, Any]) -> list[Path]:
     """Returns the files that belong to those of a model and of which there are digests."""
     files = [path for path in paths if isinstance(path, Path)]
-    others = [path.with_name(name) for path in files for name in registry.beside(path.name)]
+    others = [path.with_name(name) for path in files for name in registry.companion_files(path.name)]
     return [path for path in others if str(path) in digests]
 
 
