@@ -127,20 +127,20 @@ def open_for_loading(model: str | Path, revision: str | None, note: Note | None)
     preset = published(str(model))
     opened = check_file(preset.source, revision=revision) if preset else 0  # a single file is downloaded to be examined
     if opened:
-        _tell_licence(preset, note)
+        _notify_of_licence(preset, note)
     checkpoint = inspect_checkpoint(model, revision)
     awaited = checkpoint.source.storage.check_room()
     if awaited and not opened:
-        _tell_licence(checkpoint.preset, note)
+        _notify_of_licence(checkpoint.preset, note)
     check_whole(checkpoint.source)
     if preset is None and (sentence := few_steps(str(model), checkpoint)) and (note or checkpoint.distillation is None):
-        _tell(sentence, note, 5)
+        _notify(sentence, note, 5)
     for sentence in checkpoint.source.notes:
-        _tell(sentence, note, 5)
+        _notify(sentence, note, 5)
     return checkpoint
 
 
-def _tell(sentence: str, note: Note | None, level: int) -> None:
+def _notify(sentence: str, note: Note | None, level: int) -> None:
     """Gives `note` a sentence; without one, warns where `load` was called, so many calls away."""
     note(sentence) if note else warnings.warn(sentence, WanjaxWarning, stacklevel=level)
 
@@ -170,13 +170,13 @@ def _shape(architecture: VideoModel) -> tuple[Any, ...]:
     return architecture.spec.denoisers, architecture.spec.networks[architecture.spec.denoisers[0]]
 
 
-def _tell_licence(preset: Preset | None, note: Note | None) -> None:
+def _notify_of_licence(preset: Preset | None, note: Note | None) -> None:
     if preset and preset.licence != FREE:
         repository = "/".join(preset.source.split("/")[:2])
         sentence = (
             f"the weights of {preset.name} are under the {preset.licence}, whose text {repository} on the hub has"
         )
-        _tell(sentence, note, 6)
+        _notify(sentence, note, 6)
 
 
 def inspect_checkpoint(model: str | Path, revision: str | None = None, *, encoders: bool = False) -> Checkpoint:
@@ -196,7 +196,9 @@ def inspect_checkpoint(model: str | Path, revision: str | None = None, *, encode
 def read_configs(model: str | Path, source: Source, preset: Preset | None, *, encoders: bool = False) -> Checkpoint:
     """Read the configs of a source from `find_checkpoint`, as `inspect_checkpoint` does."""
     family = family_of(source, FAMILIES)
-    architecture = _tabled(_scheduled(family.architecture(source, encoders), preset), family, preset, source)
+    architecture = _with_cache_tables(
+        _with_scheduler(family.architecture(source, encoders), preset), family, preset, source
+    )
     settings = family.settings(source, architecture, preset)
     if preset is None:
         settings = replace(settings, model=str(model))
@@ -205,7 +207,7 @@ def read_configs(model: str | Path, source: Source, preset: Preset | None, *, en
     distillation = distilled_by(name, family.distillations)
     if distillation is None or checkpoint.distillation is not None:
         return checkpoint
-    checkpoint = _sampled_by(checkpoint, distillation, name)
+    checkpoint = _with_sampler(checkpoint, distillation, name)
     if source.manifest is not None:  # whose own settings may be those of the weights before a LoRA was merged
         return checkpoint
     return replace(checkpoint, settings=checkpoint.settings.updated(read_json(source.root / CONFIG, missing={})))
@@ -281,7 +283,7 @@ def outline(model: str) -> Outline:
     preset = published(model)
     if preset is not None and preset.architecture is not None:
         family = family_with(preset)
-        architecture = _tabled(_scheduled(preset.architecture, preset), family, preset)
+        architecture = _with_cache_tables(_with_scheduler(preset.architecture, preset), family, preset)
         return Outline(family, preset, architecture, preset.defaults, preset.distillation)
     return inspect_checkpoint(model, encoders=True)
 
@@ -333,14 +335,14 @@ def family_with(preset: Preset) -> Family:
     return next(family for family in FAMILIES if preset in family.presets)
 
 
-def _scheduled(architecture: VideoModel, preset: Preset | None) -> VideoModel:
+def _with_scheduler(architecture: VideoModel, preset: Preset | None) -> VideoModel:
     """Returns the architecture with the preset's own scheduler, if it has one."""
     if preset is None or preset.scheduler is None:
         return architecture
     return replace(architecture, scheduler=preset.scheduler)
 
 
-def _tabled(
+def _with_cache_tables(
     architecture: VideoModel, family: Family, preset: Preset | None, source: Source | None = None
 ) -> VideoModel:
     """Returns the architecture with the tables that step caches need of the checkpoint, the user's own first."""
@@ -368,7 +370,7 @@ def attention_of(loras: Iterable[Lora]) -> AttentionConfig | None:
     return next(filter(None, (trained_attention(lora.path) for lora in loras if lora.strength)), None)
 
 
-def _sampled_by(outline: SomeOutline, distillation: Distillation, told_by: str) -> SomeOutline:
+def _with_sampler(outline: SomeOutline, distillation: Distillation, told_by: str) -> SomeOutline:
     """Returns a model with the settings and the solver of a distillation that a name tells."""
     solver = distillation.solver(pictured=bool(outline.architecture.spec.needs))
     return replace(
@@ -402,11 +404,11 @@ def with_distillation(outline: SomeOutline, loras: Sequence[Lora], note: Note | 
     elif not all(merged):
         sentence = f"{lora.label} is distilled, and the other expert has no such LoRA: {unchanged}"
     else:
-        outline = _sampled_by(outline, distillation, telling(lora.file))
+        outline = _with_sampler(outline, distillation, telling(lora.file))
         sentence = distillation.sentence(lora.label, outline.settings, outline.architecture.scheduler)
         if several:
             sentence += f"; {' and '.join(x.label for x in several)} are merged together, which may be too much"
-    _tell(sentence, note, 6)
+    _notify(sentence, note, 6)
     return outline
 
 
