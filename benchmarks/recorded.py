@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
-from wanjax.loading import outlined
+from wanjax.loading import abstract_pipeline
 from wanjax.pipelines.recording import needed_pictures, record
 from wanjax.pipelines.settings import Settings
 from wanjax.plan.recorded import Scheduled, programs_of
@@ -15,6 +15,6 @@ from wanjax.sharding import RULES, Partitioner
 
 
 def programs(model: str, settings: Settings, mesh: Mesh | AbstractMesh, **how: Any) -> list[Scheduled]:
-    """Returns the programs of a video of these settings; the keywords are those of `outlined`."""
-    pipe = outlined(replace(outline(model), settings=settings), Partitioner(mesh, RULES["fsdp"]), **how)
+    """Returns the programs of a video of these settings; the keywords are those of `abstract_pipeline`."""
+    pipe = abstract_pipeline(replace(outline(model), settings=settings), Partitioner(mesh, RULES["fsdp"]), **how)
     return programs_of(record(pipe, settings, needed_pictures(pipe, settings)))

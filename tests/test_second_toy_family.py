@@ -227,7 +227,7 @@ def test_a_stopped_run_continues_to_the_same_bits(pipe, encoded, tmp_path, last,
 def test_a_plan_records_what_is_executed(folder, mesh):
     pipe, counting = wanjax.load(folder, mesh=mesh), Counting()
     pipe.under(counting)("a red circle", image=PAGE)
-    planned = loading.outlined(registry.outline(str(folder)), pipe.partitioner)
+    planned = loading.abstract_pipeline(registry.outline(str(folder)), pipe.partitioner)
     settings = planned.settings()
     noted = record(planned, settings, needed_pictures(planned, settings))
     assert not differences(counting.calls, recorded_calls(noted))

@@ -151,7 +151,7 @@ def test_a_plan_records_what_is_executed_though_nothing_is_written_for_it(toy, m
     """The length of its prompts is all that a family tells plans."""
     pipe, counting = wanjax.load(toy, mesh=mesh), Counting()
     pipe.under(counting)("a red circle")
-    planned = loading.outlined(registry.outline(str(toy)), pipe.partitioner)
+    planned = loading.abstract_pipeline(registry.outline(str(toy)), pipe.partitioner)
     assert not differences(counting.calls, recorded_calls(record(planned, planned.settings())))
     assert not wrong_shardings(counting.shardings)
 

@@ -347,7 +347,7 @@ def _abstract(checkpoint: Checkpoint, name: str, options: LoadOptions, partition
     return _shapes(checkpoint, name, read, param_dtype, options.attention, partitioner)
 
 
-def outlined(
+def abstract_pipeline(
     outline: Outline,
     partitioner: Partitioner,
     *,

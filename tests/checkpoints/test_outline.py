@@ -7,7 +7,7 @@ import pytest
 import wanjax
 from tests.support.tiny import tiny_checkpoint
 from wanjax.checkpoints.convert import ToWanjax
-from wanjax.loading import outlined
+from wanjax.loading import abstract_pipeline
 from wanjax.pipelines.wan.networks import NETWORKS
 from wanjax.registry import describe, open_source, outline, presets, size_of
 from wanjax.sharding import RULES, Partitioner, make_mesh
@@ -27,7 +27,7 @@ def converted(tmp_path_factory) -> str:
 def test_the_sizes_by_name_are_those_of_the_published_model(converted, size):
     wanted = size_of(PRESET.name, {"size": size})
     assert size_of(converted, {"size": size}) == wanted
-    planned = outlined(outline(converted), Partitioner(make_mesh(devices=jax.devices()[:1]), RULES["fsdp"]))
+    planned = abstract_pipeline(outline(converted), Partitioner(make_mesh(devices=jax.devices()[:1]), RULES["fsdp"]))
     assert planned.settings(size=size).size == wanted
     assert wanjax.load(converted).settings(size=size).size == wanted
 

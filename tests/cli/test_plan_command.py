@@ -20,7 +20,7 @@ from wanjax import registry
 from wanjax.cli import main
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import AttentionConfig
-from wanjax.loading import outlined
+from wanjax.loading import abstract_pipeline
 from wanjax.pipelines.wan.programs import TEXT_LENGTH
 from wanjax.plan import outlook, places
 from wanjax.plan.pricer import PRICER
@@ -55,7 +55,7 @@ def small(shapes, video):
 def pipeline(shapes, video, mesh=None, **how):
     """Returns the pipeline of Wan networks of these shapes, on one device that is modelled, or on a mesh."""
     mesh = places.mesh_on(places.find_place("h200"), {}) if mesh is None else mesh
-    return outlined(small(shapes, video), Partitioner(mesh, RULES["fsdp"]), **how)
+    return abstract_pipeline(small(shapes, video), Partitioner(mesh, RULES["fsdp"]), **how)
 
 
 def test_a_folder_s_name_is_printed_as_it_is(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 from tests.support.recorded import times
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
-from wanjax.loading import outlined
+from wanjax.loading import abstract_pipeline
 from wanjax.pipelines.caching.rules import (
     NONE,
     DeepCache,
@@ -423,7 +423,7 @@ def test_a_plan_counts_the_second_experts_first_step(cache):
     first, second = spec.phases(spec.schedule(settings), settings)
     assert first.start == 0 < len(first.steps) == second.start
     assert len(first.steps) + len(second.steps) == settings.steps
-    found = times(outlined(replace(model, settings=settings), one_device()), settings)
+    found = times(abstract_pipeline(replace(model, settings=settings), one_device()), settings)
     assert found["step"] + found["reusing_step"] == settings.steps
     if cache.startswith("deepcache"):
         by_number = {i for i in range(2, 39) if (i - 2) % 7}
@@ -434,5 +434,5 @@ def test_a_plan_counts_the_second_experts_first_step(cache):
 def test_a_plan_counts_all_steps_but_one_as_whole_where_weights_decide():
     model = outline("wan2.1-t2v-14b")
     settings = replace(model.settings, cache="teacache")
-    found = times(outlined(replace(model, settings=settings), one_device()), settings)
+    found = times(abstract_pipeline(replace(model, settings=settings), one_device()), settings)
     assert (found["step"], found["reusing_step"]) == (49, 1)  # so that a warm-up compiles both

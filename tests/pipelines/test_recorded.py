@@ -25,7 +25,7 @@ from tests.support.tabled import TABLES
 from wanjax.compile_cache.fingerprint import fingerprint
 from wanjax.execution import EXECUTE, Trace
 from wanjax.layers.tiling import Tiling
-from wanjax.loading import outlined
+from wanjax.loading import abstract_pipeline
 from wanjax.pipelines.recording import record
 from wanjax.registry import inspect_checkpoint
 
@@ -235,7 +235,7 @@ def test_an_outline_records_what_its_checkpoint_does(folder, kind, mesh):
     pipe, found = wanjax.load(folder(model), mesh=mesh), inspect_checkpoint(folder(model), encoders=True)
     family = replace(found.family, prompt=lambda architecture: {"tokenizer": (tiny.TEXT_LENGTH,) * 2})
     outline = replace(found, family=family, settings=pipe.defaults)
-    planned = outlined(outline, pipe.partitioner, param_dtype=pipe.defaults.dtype)
+    planned = abstract_pipeline(outline, pipe.partitioner, param_dtype=pipe.defaults.dtype)
     noted = []
     for each in (pipe, planned):
         each.architecture = replace(each.architecture, tables=TABLES)

@@ -9,7 +9,7 @@ import pytest
 from tests.support.quick import quick
 from tests.support.small_wan import VIDEO, architecture
 from wanjax.kernels.compiler_options import SETS
-from wanjax.loading import outlined
+from wanjax.loading import abstract_pipeline
 from wanjax.pipelines.recording import needed_pictures, record
 from wanjax.plan.recorded import programs_of
 from wanjax.pricing.chips import SLICES, described
@@ -24,7 +24,7 @@ SOME = ["wan2.1-t2v-1.3b", "cogvideox-2b", "hunyuanvideo1.5-480p-t2v"]
 
 def recorded(outline, mesh=MESH, **how):
     """Returns the programs of a video of an outline, by stage."""
-    pipe = outlined(outline, Partitioner(mesh, RULES["fsdp"]), **how)
+    pipe = abstract_pipeline(outline, Partitioner(mesh, RULES["fsdp"]), **how)
     chosen = pipe.settings()
     found = programs_of(record(pipe, chosen, needed_pictures(pipe, chosen)))
     return {stage: [x for x in found if x.stage == stage] for stage in ("encode", "denoise", "decode")}

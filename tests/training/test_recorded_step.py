@@ -10,7 +10,7 @@ import wanjax
 from tests.support.calls import Call, Counting, differences, instance_call, wrong_shardings
 from tests.support.clips import write_clips
 from tests.support.tiny import TEXT_LENGTH, tiny_checkpoint, tiny_cogvideox_checkpoint, tiny_image_checkpoint
-from wanjax.loading import outlined
+from wanjax.loading import abstract_pipeline
 from wanjax.plan.training import _recorded
 from wanjax.registry import inspect_checkpoint
 from wanjax.training import LoraConfig, OptimizerConfig, TrainConfig, Training, loop
@@ -70,7 +70,7 @@ def test_a_plan_records_the_step_that_a_training_takes(models, data, taken, tmp_
     found = inspect_checkpoint(models[model], encoders=True)
     asked = found.settings.updated({"height": 32, "width": 32, "frames": 5, "guidance_scale": 1.0, "dtype": "float32"})
     family = replace(found.family, prompt=lambda architecture: {"tokenizer": (TEXT_LENGTH,) * 2})
-    planned = outlined(replace(found, family=family, settings=asked), pipe.partitioner)
+    planned = abstract_pipeline(replace(found, family=family, settings=asked), pipe.partitioner)
     recorded = _recorded(planned, asked, SMALL.batch, lora, RATE)
     calls = Counter({instance_call(recorded[program]): 1 for program in (begin_training, train)})
     assert not differences(of_any_step(taken.calls), of_any_step(calls))

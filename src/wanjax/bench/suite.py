@@ -27,7 +27,7 @@ from wanjax.errors import WanjaxError
 from wanjax.figures import quantity
 from wanjax.kernels.attention import AUTO, AttentionConfig, choose
 from wanjax.kernels.compiler_options import FAST, SAFE, SETS
-from wanjax.loading import outlined
+from wanjax.loading import abstract_pipeline
 from wanjax.pipelines.meshes import auto_mesh, step_cost
 from wanjax.pipelines.model import VideoModel
 from wanjax.pipelines.recording import needed_pictures, record
@@ -247,7 +247,7 @@ class Suite:
             found = {}
             for settings, parts in ((self.settings, ("encode", "denoise")), (self.decoded, ("decode",))):
                 partitioner = Partitioner(mesh, RULES["fsdp"])
-                pipe = outlined(replace(self.outline, architecture=few, settings=settings), partitioner, **how)
+                pipe = abstract_pipeline(replace(self.outline, architecture=few, settings=settings), partitioner, **how)
                 made = programs_of(record(pipe, settings, needed_pictures(pipe, settings)))
                 found |= {x.name: x.lowering for x in made if x.stage in parts and x.name in PROGRAMS}
             self._built[mesh, compiler, attention] = found

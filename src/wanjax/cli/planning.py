@@ -81,7 +81,7 @@ def plan(
     dtypes = {"dtype": "float32", "vae_dtype": "float32"} if chip == "cpu" else {"dtype": "bfloat16"}
     found = replace(found, settings=found.settings.updated(dtypes))
     check_loaded(found.settings, {"dtype": options.dtype, "vae_dtype": options.vae_dtype})
-    pictures, settings = _video(loading.outlined(found, ONE_DEVICE), request)
+    pictures, settings = _video(loading.abstract_pipeline(found, ONE_DEVICE), request)
     found = replace(found, settings=settings)
     if training.train:
         lora = None if training.full else LoraConfig(training.lora_rank)

@@ -35,7 +35,7 @@ from wanjax.figures import digits, duration, in_bytes, quantity
 from wanjax.jobs.maker import write
 from wanjax.jobs.processes import is_first
 from wanjax.kernels.compiler_options import saved_set
-from wanjax.loading import load, outlined
+from wanjax.loading import load, abstract_pipeline
 from wanjax.media import stage_files, videos
 from wanjax.media.inputs import INPUTS
 from wanjax.media.pictures import Pictures

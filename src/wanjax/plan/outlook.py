@@ -10,7 +10,7 @@ from wanjax.figures import in_bytes, quantity
 from wanjax.kernels.attention import AUTO, AttentionConfig
 from wanjax.kernels.compiler_options import SAFE, check_set
 from wanjax.layers.tiling import Tiling
-from wanjax.loading import outlined
+from wanjax.loading import abstract_pipeline
 from wanjax.media.pictures import Pictures
 from wanjax.pipelines.caching.rules import check_apart
 from wanjax.pipelines.decoders import DecoderFile
@@ -174,7 +174,7 @@ def outlook(
         )
     partitioner = Partitioner(mesh_on(place, axes), RULES[rules])
     how = {"attention": attention, "compiler": compiler, "offload": offload, "decoder": decoder}
-    pipe = outlined(replace(outline, architecture=architecture, settings=settings), partitioner, **how)
+    pipe = abstract_pipeline(replace(outline, architecture=architecture, settings=settings), partitioner, **how)
 
     def programs_for(settings: Settings) -> list[Scheduled]:
         shown = needed_pictures(pipe, settings) if pictures is None else pictures

@@ -17,7 +17,7 @@ from wanjax.figures import in_bytes
 from wanjax.kernels.attention import AUTO, AttentionConfig
 from wanjax.kernels.compiler_options import SAFE
 from wanjax.layers.placement import as_shapes, with_shardings
-from wanjax.loading import outlined
+from wanjax.loading import abstract_pipeline
 from wanjax.pipelines.meshes import choose_mesh, step_cost
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.recording import needed_pictures
@@ -101,7 +101,7 @@ def training_outlook(
     partitioner = Partitioner(mesh_on(place, axes), RULES[rules])
     kept = "float32" if lora is None else settings.dtype
     how = {"attention": attention, "compiler": compiler, "param_dtype": kept}
-    pipe = outlined(replace(outline, settings=settings), partitioner, **how)
+    pipe = abstract_pipeline(replace(outline, settings=settings), partitioner, **how)
     recorded = _recorded(pipe, settings, clips, lora, optimized)
     programs = [(name, recorded[program].lowering) for name, program in (("step", train), ("forward", loss_alone))]
     step, forward = priced_on(place, programs, tell)
