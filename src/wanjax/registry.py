@@ -132,7 +132,7 @@ def open_for_loading(model: str | Path, revision: str | None, note: Note | None)
     awaited = checkpoint.source.storage.check_room()
     if awaited and not opened:
         _notify_of_licence(checkpoint.preset, note)
-    check_whole(checkpoint.source)
+    check_complete(checkpoint.source)
     if preset is None and (sentence := few_steps(str(model), checkpoint)) and (note or checkpoint.distillation is None):
         _notify(sentence, note, 5)
     for sentence in checkpoint.source.notes:
@@ -357,7 +357,7 @@ def tables_key(model: str | Path) -> str:
     return preset.name if preset else key_of(source)
 
 
-def check_whole(source: Source) -> None:
+def check_complete(source: Source) -> None:
     """Raises WanjaxError where a file of the networks or tokenizers that a checkpoint lists is missing or cut off."""
     listed, loaded = source.components, {name for family in FAMILIES for name in family.loaders}
     classes = {word for kind in kinds() for word in kind.classes}

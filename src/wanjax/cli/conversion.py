@@ -18,7 +18,7 @@ from wanjax.cli.tables import print_table
 from wanjax.errors import WanjaxError
 from wanjax.figures import in_bytes, quantity
 from wanjax.pipelines.progress import EVERY
-from wanjax.registry import check_whole, find_checkpoint, kinds, read_configs, with_options
+from wanjax.registry import check_complete, find_checkpoint, kinds, read_configs, with_options
 from wanjax.stores.places import place
 
 
@@ -46,7 +46,7 @@ def convert(
     if (lent := found.lent) and found.origin != found.name:
         report.note(f"{source} holds no {', '.join(lent)}: taken from {found.lender}")
     found.storage.check_room()
-    check_whole(found)
+    check_complete(found)
     where, known = place(target), read_configs(source, found, preset)
     if lora:
         known = with_options(known, tuple(Lora.parse(text).named() for text in lora), report.note)
