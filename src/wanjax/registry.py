@@ -124,7 +124,7 @@ def open_for_loading(model: str | Path, revision: str | None, note: Note | None)
 
     Raises WanjaxError where the disk has no room for the download, or a file is missing or cut off.
     """
-    preset = published(str(model))
+    preset = find_preset(str(model))
     opened = check_file(preset.source, revision=revision) if preset else 0  # a single file is downloaded to be examined
     if opened:
         _notify_of_licence(preset, note)
@@ -218,11 +218,11 @@ def find_checkpoint(model: str | Path, revision: str | None = None) -> tuple[Sou
 
     `model` is a known name, or any name that `open_source` accepts. Raises WanjaxError where no checkpoint is found.
     """
-    preset = published(str(model))
+    preset = find_preset(str(model))
     if preset is None and not os.path.exists(model) and "/" not in str(model):
         raise WanjaxError(unknown_model(str(model), presets()))
     source = open_source(preset.source if preset else model, revision)
-    if preset is None and (preset := published(source.origin)):  # a converted checkpoint of a published one
+    if preset is None and (preset := find_preset(source.origin)):  # a converted checkpoint of a published one
         preset = replace(preset, defaults=replace(preset.defaults, model=str(model)))
     return source, preset
 
@@ -268,7 +268,7 @@ def companion_files(name: str) -> list[str]:
     return [other for layout in layouts() for other in layout.beside(name)]
 
 
-def published(name: str) -> Preset | None:
+def find_preset(name: str) -> Preset | None:
     """Returns the preset of this name, or the one that is this repository, whose owner may be left out."""
     by_name = presets()
     bare = "/" not in name and not os.path.exists(name)
@@ -280,7 +280,7 @@ def published(name: str) -> Preset | None:
 
 def outline(model: str) -> Outline:
     """Returns a model without its weights; downloads nothing for a preset."""
-    preset = published(model)
+    preset = find_preset(model)
     if preset is not None and preset.architecture is not None:
         family = family_with(preset)
         architecture = _with_cache_tables(_with_scheduler(preset.architecture, preset), family, preset)

@@ -163,4 +163,4 @@ def test_names_of_repositories(name, preset, tmp_path):
     assert registry.outline(name).settings.model == preset
     Path(name).mkdir(parents=True)
     if "/" not in name:  # a folder here comes before a name of which the owner was left out
-        assert registry.published(name) == (registry.presets()[name] if name == preset else None)
+        assert registry.find_preset(name) == (registry.presets()[name] if name == preset else None)

@@ -401,7 +401,7 @@ def _takeable(
 
 def _is_here(model: str) -> bool:
     """Tells whether a model is opened without a download."""
-    preset = registry.published(model)
+    preset = registry.find_preset(model)
     return os.path.exists(model) if preset is None else preset.shipped
 
 
