@@ -86,7 +86,7 @@ def layouts() -> list[Layout]:
 class Outline:
     """A model without its weights: its family, its preset if it is a published one, its architecture and settings.
 
-    `distillation` is that of its weights, and `told_by` the name that told it; "" where no name was needed.
+    `distillation` is that of its weights, and `distilled_name` the name that told it; "" where no name was needed.
     """
 
     family: Family
@@ -94,7 +94,7 @@ class Outline:
     architecture: Any
     settings: Settings
     distillation: Distillation | None = None
-    told_by: str = ""
+    distilled_name: str = ""
 
     @property
     def sizes(self) -> Sequence[tuple[int, int]]:
@@ -370,7 +370,7 @@ def attention_of(loras: Iterable[Lora]) -> AttentionConfig | None:
     return next(filter(None, (trained_attention(lora.path) for lora in loras if lora.strength)), None)
 
 
-def _with_sampler(outline: SomeOutline, distillation: Distillation, told_by: str) -> SomeOutline:
+def _with_sampler(outline: SomeOutline, distillation: Distillation, distilled_name: str) -> SomeOutline:
     """Returns a model with the settings and the solver of a distillation that a name tells."""
     solver = distillation.solver(pictured=bool(outline.architecture.spec.needs))
     return replace(
@@ -378,7 +378,7 @@ def _with_sampler(outline: SomeOutline, distillation: Distillation, told_by: str
         settings=distillation.applied(outline.settings),
         architecture=replace(outline.architecture, scheduler=solver) if solver else outline.architecture,
         distillation=distillation,
-        told_by=told_by,
+        distilled_name=distilled_name,
     )
 
 

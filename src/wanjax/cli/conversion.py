@@ -63,7 +63,7 @@ def convert(
             dtypes=_dtypes(dtypes, found),
             origin=preset.name if preset and (shipped or own) else None,
             licence=preset.licence if preset else None,
-            known_as=known.told_by,
+            known_as=known.distilled_name,
         )
     _announce(report, conversion)
     with _bar(report) as progress:
