@@ -341,7 +341,7 @@ def test_a_file_of_no_model_here_is_told_what_it_is(name, tmp_path):
 
 def test_notes_are_told_where_a_model_is_loaded(tmp_path, monkeypatch):
     path = file(tmp_path / "Wan2_1-I2V-ATI-14B.safetensors", I2V_14B)
-    monkeypatch.setattr("wanjax.registry.check_whole", lambda source: None)
+    monkeypatch.setattr("wanjax.registry.check_complete", lambda source: None)
     notes = []
     open_for_loading(path, None, notes.append)
     assert any(says(note, "ATI") for note in notes)
