@@ -21,8 +21,8 @@ def test_the_licence_of_a_single_file_is_told_before_it_is_downloaded(server, tm
     server.files = {"part/model.safetensors": weights.read_bytes()}
     like = replace(registry.presets()["wan2.1-t2v-1.3b-causvid"], name="bound", source=file, architecture=None)
     monkeypatch.setattr(registry, "presets", lambda: {"bound": like})
-    examine, told = registry.examine, []
-    monkeypatch.setattr(registry, "examine", lambda *given: (told.append("examined"), examine(*given))[1])
+    inspect, told = registry.inspect_checkpoint, []
+    monkeypatch.setattr(registry, "inspect_checkpoint", lambda *given: (told.append("examined"), inspect(*given))[1])
     for _ in range(2):
         with pytest.raises(WanjaxError, match="holds no"):  # the tiny model is that of no repository
             wanjax.load("bound", note=told.append)
