@@ -14,21 +14,21 @@ OUT_OF_REACH = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EHO
 
 
 class WanjaxError(ValueError):
-    """An error that the caller can correct. Its message is one sentence: what was wrong, and what would be right.
+    """An error that the caller can correct. Its message is one sentence: what is wrong, then what to do.
 
     The command line prints it without a traceback and exits with 2, or with 1 where `is_failure` holds.
     """
 
 
 class SettingError(WanjaxError):
-    """A value of a setting that is not right, or a setting that there is not; `setting` is its name."""
+    """A setting with an impossible value, or one that there is not; `setting` is its name."""
 
     def __init__(self, message: str, setting: str):
         super().__init__(message)
         self.setting = setting
 
     def __reduce__(self) -> tuple[type, tuple[str, str]]:
-        """Lets the error go from one process to another, which takes both arguments."""
+        """Pickle the error with both arguments."""
         return type(self), (str(self), self.setting)
 
 
@@ -45,9 +45,9 @@ class WanjaxWarning(UserWarning):
 
 
 def causes(error: BaseException | None, *, contexts: bool = False) -> Iterator[BaseException]:
-    """Yields an error, and those from which it was raised, each once: an error that is raised from itself is one.
+    """Yield an error and its causes, each once, even if an error was raised from itself.
 
-    With `contexts` those too that were handled when another one was raised, as libraries of networks do.
+    With `contexts`, also yield the errors that were being handled when another was raised, as network libraries do.
     """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
@@ -57,12 +57,12 @@ def causes(error: BaseException | None, *, contexts: bool = False) -> Iterator[B
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Tells whether the host's memory, or that of a device, was too small."""
+    """Tell whether the memory of the host or of a device was too small."""
     return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 
 def is_full(error: BaseException) -> bool:
-    """Tells whether a disk had no room."""
+    """Tell whether a disk had no room."""
     return any(
         getattr(cause, "sqlite_errorname", "") == "SQLITE_FULL" or (isinstance(cause, OSError) and cause.errno in FULL)
         for cause in causes(error)
@@ -70,7 +70,7 @@ def is_full(error: BaseException) -> bool:
 
 
 def is_failure(error: BaseException) -> bool:
-    """Tells whether an error is nobody's mistake: a disk without room, or a network or a server out of reach."""
+    """Tell whether an error is not the user's mistake: a full disk, or a network or server out of reach."""
     return is_full(error) or any(
         isinstance(cause, ConnectionError | TimeoutError | socket.gaierror)
         or (isinstance(cause, OSError) and cause.errno in OUT_OF_REACH)
@@ -79,7 +79,7 @@ def is_failure(error: BaseException) -> bool:
 
 
 def reason(error: Exception) -> str:
-    """Returns why a file cannot be read or written, in one line without the error's number and the file's name."""
+    """Return why a file cannot be read or written, in one line without the error's number and the file's name."""
     if isinstance(error, UnicodeDecodeError):
         return f"byte {error.start + 1} is no text in {error.encoding.upper()}"
     if isinstance(error, OSError) and error.strerror:
@@ -89,7 +89,7 @@ def reason(error: Exception) -> str:
 
 @contextmanager
 def written(path: object) -> Iterator[None]:
-    """Raises WriteError, which names the path, in place of the block's OSError."""
+    """Within the block, turn an OSError into a WriteError that names the path."""
     try:
         yield
     except OSError as error:
@@ -97,7 +97,7 @@ def written(path: object) -> Iterator[None]:
 
 
 def shown(value: object) -> str:
-    """Returns a value as a message names it: itself if it is short, else its type."""
+    """Return a value as messages show it: itself if it is short, else its type."""
     text = repr(value)
     if len(text) <= 40 and "\n" not in text and not text.startswith("<"):
         return text

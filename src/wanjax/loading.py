@@ -90,32 +90,41 @@ def load(
     progress: Progress | None = None,
     note: Note | None = None,
 ) -> Pipeline:
-    """Returns the pipeline of a known name, a Hugging Face id, a folder or a file. Networks are loaded at first use.
+    """Load a checkpoint as a pipeline. Each network is loaded at its first use.
 
-    dtype: bfloat16 or float32, a name or JAX's dtype, in which networks compute; None is float32 on a CPU, which has no
-        fast bfloat16, and `param_dtype` elsewhere.
-    vae_dtype: the dtype, of the same two, in which the autoencoder computes; None is float32 on a CPU, and elsewhere
-        what the model's authors use, bfloat16 for those by TurboDiffusion. Its weights are kept in float32.
-    param_dtype: the dtype, of the same two, in which weights are kept; None is bfloat16 for published checkpoints, and
-        the stored dtype for others.
-    attention: the transformer's implementation, "radial:0.2", "sla:top=0.15", or an `AttentionConfig`; None is what it
-        or a LoRA was trained with, or chooses by platform and shape. A projection that "sla" needs begins with zeros.
-    mesh: a mesh of `wanjax.make_mesh`, a text such as "dp=2,sp=1,tp=4", or "auto", which uses as many devices as help;
-        None is one device on a CPU, and "auto" elsewhere.
-    video: settings of the videos to come, for which "auto" chooses the mesh; None is the model's defaults.
-    rules: "fsdp", "tp" or "replicated", the way in which weights are sharded, or that they are not.
-    compiler: "safe" or "fast", a set of options of TPUs' compiler. What it refuses is left out, with a warning.
-    lora: FILE or FILE:STRENGTH, or several, merged into the transformer as it is read. FILE may be OWNER/NAME/FILE on
-        the hub. For two experts, `high=FILE` and `low=FILE` name one of them.
-    decoder: a file of TAEHV for the model's latents, which decodes in place of the VAE: quicker, and less exact.
-    scheduler: "unipc", "euler" or another value of `wanjax.schedulers`; None is the checkpoint's own.
-    offload: True frees each network after its stage; False none; None those beside which the next would not fit.
-    verify: True compares a wanjax checkpoint with its checksums before, as `wanjax convert --verify` does.
-    progress: `progress(component, done, total)` receives the bytes read; None shows them with the stage that reads.
-    note: `note(sentence)` receives what was merged from each LoRA, and the licence of weights to be downloaded.
+    Args:
+        model: A known name, a Hugging Face id, a folder or a file.
+        dtype: The dtype in which networks compute, bfloat16 or float32, by name or as JAX's. None is float32 on a CPU,
+            which has no fast bfloat16, and `param_dtype` elsewhere.
+        vae_dtype: The dtype in which the autoencoder computes, bfloat16 or float32; its weights stay in float32. None
+            is float32 on a CPU, and elsewhere the authors' own.
+        param_dtype: The dtype of the weights in memory, bfloat16 or float32. None is bfloat16 for published
+            checkpoints, and the stored dtype for others.
+        attention: The transformer's attention: a name, "radial:0.2", "sla:top=0.15", or an `AttentionConfig`. None is
+            the one that the model or a LoRA was trained with, else a choice by platform and shape. A missing projection
+            of "sla" begins with zeros.
+        revision: The revision on the hub; None is the newest.
+        mesh: A mesh of `wanjax.make_mesh`, a text such as "dp=2,sp=1,tp=4", or "auto", which uses as many devices as
+            help. None is one device on a CPU, and "auto" elsewhere.
+        video: Settings of the videos to come, for which "auto" chooses the mesh; None is the model's defaults.
+        rules: How weights are sharded: "fsdp", "tp" or "replicated".
+        compiler: The set of compiler options on TPUs, "safe" or "fast". A refused option is left out with a warning.
+        lora: FILE or FILE:STRENGTH, or several, merged into the transformer as it is read. FILE may be OWNER/NAME/FILE
+            on the hub. For two experts, `high=FILE` and `low=FILE` name one of them.
+        decoder: A file of TAEHV for the model's latents, to decode with in place of the VAE: quicker, and less exact.
+        scheduler: "unipc", "euler" or another value of `wanjax.schedulers`; None is the checkpoint's own.
+        offload: Whether to free each network after its stage. None frees those beside which the next would not fit.
+        verify: Whether to compare a wanjax checkpoint with its checksums first, as `wanjax convert --verify` does.
+        progress: Receives (component, bytes read, bytes in all). None shows them with the stage that reads.
+        note: Receives sentences on merged LoRAs, and on the licence of weights to be downloaded. None warns instead.
 
-    Raises WanjaxError where the checkpoint, a LoRA, the decoder or the scheduler cannot be found or does not fit, or
-    the mesh or a dtype is impossible; UnsupportedError where the named attention cannot be used here.
+    Returns:
+        The pipeline. Call it with a prompt for a video.
+
+    Raises:
+        WanjaxError: The checkpoint, a LoRA, the decoder or the scheduler cannot be found or does not fit, or the mesh
+            or a dtype is impossible.
+        UnsupportedError: The named attention cannot be used here.
     """
     if not isinstance(model, str | Path):
         raise WanjaxError(f"model is {shown(model)}: give a name such as 'nano', a hub id, a folder or a file")
@@ -138,7 +147,7 @@ def load(
 
 
 class LoadOptions(NamedTuple):
-    """The way in which a checkpoint is loaded: arguments of `load`."""
+    """The arguments of `load` that shape the pipeline."""
 
     dtype: str | None
     vae_dtype: str | None
@@ -154,7 +163,7 @@ class LoadOptions(NamedTuple):
 
 
 def _listed(loras: Loras) -> tuple[Lora, ...]:
-    """Returns given LoRAs as values."""
+    """Parse LoRAs to values."""
     several = loras if isinstance(loras, Sequence) and not isinstance(loras, str) else [loras]
     for lora in several:
         if not isinstance(lora, str | Path | Lora):
@@ -196,7 +205,7 @@ def _pipeline(checkpoint: Checkpoint, options: LoadOptions) -> Pipeline:
 
 
 def _decoder(decoder: DecoderFile | None, partitioner: Partitioner) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the loader and the shapes of what decodes in place of the autoencoder, by its name; none without it."""
+    """Return the loader and the shapes of a decoder in place of the autoencoder, by its name; nothing without one."""
     if decoder is None:
         return {}, {}
 
@@ -265,7 +274,7 @@ def _networks(checkpoint: Checkpoint) -> dict[str, Network]:
 
 
 def _recorded_options(checkpoint: Checkpoint, options: LoadOptions, partitioner: Partitioner) -> dict[str, Any]:
-    """Returns the options of loading that shape a video, for its record; without those that were left to the model."""
+    """Return the options of loading that shape a video, for its metadata; without those left to the model."""
     recorded = {
         "attention": options.attention,
         "param_dtype": options.param_dtype,
@@ -296,7 +305,7 @@ def _digests(checkpoint: Checkpoint, options: LoadOptions) -> dict[str, str]:
 
 
 def _check_attention(attention: AttentionConfig, outline: Outline) -> None:
-    """Raises UnsupportedError, before weights are read, where the named attention cannot be used here."""
+    """Raise UnsupportedError, before weights are read, where the named attention cannot be used here."""
     work = outline.architecture.cost(outline.settings)
     some = jax.ShapeDtypeStruct((1, 256, work.heads, work.width // work.heads), outline.settings.dtype)
     choose(some, some, some, implementation=attention)
@@ -357,10 +366,18 @@ def abstract_pipeline(
     offload: bool | None = None,
     decoder: DecoderFile | None = None,
 ) -> Pipeline:
-    """Returns the pipeline of an outline, whose networks are shapes: for plans, which load and download nothing.
+    """Return the pipeline of an outline, whose networks are shapes: for plans, which load and download nothing.
 
-    The networks compute in the settings' dtype. The keywords are those of `load`. Prompts have the length that the
-    family gives.
+    The networks compute in the settings' dtype, and prompts have the length that the family gives.
+
+    Args:
+        outline: The model without its weights.
+        partitioner: The mesh and its rules; the mesh may be abstract.
+        param_dtype: As in `load`.
+        attention: As in `load`.
+        compiler: As in `load`.
+        offload: As in `load`.
+        decoder: As in `load`.
     """
     outline = replace(outline, architecture=attending(outline.architecture, attention, outline.settings.model))
     family, preset, architecture, settings = outline.family, outline.preset, outline.architecture, outline.settings

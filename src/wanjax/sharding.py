@@ -79,8 +79,8 @@ RULES: Mapping[str, Rules] = MappingProxyType(
 class Partitioner:
     """A mesh and its rules: decides how each array is sharded.
 
-    The mesh of a program that is only recorded is abstract. `coarsest` are the height and width of the smallest frames
-    of an autoencoder, which the larger ones follow.
+    The mesh of a program that is only traced is abstract. `coarsest` are the height and width of an autoencoder's
+    smallest frames; larger ones are sharded so that these divide too.
     """
 
     mesh: Mesh | AbstractMesh
@@ -133,9 +133,9 @@ class Partitioner:
         return jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=out, check_vma=False)
 
     def _spec(self, rules: Mapping[str, tuple[str, ...]], axes: Axes, shape: Sequence[int]) -> PartitionSpec:
-        """The even sharding over the most devices; among equals, one that `coarsest` can have, the first by the rules.
+        """Pick the even sharding over the most devices; ties go to one that divides `coarsest` too, then to rule order.
 
-        Frames that change between two shardings from level to level would be sent between devices.
+        A sharding that changed from level to level would send frames between devices.
         """
         mesh_axes = [axis for axis in MESH_AXES if self.size(axis) > 1]
         order = [axes.index(name) for name in rules if name in axes]
@@ -148,7 +148,7 @@ class Partitioner:
         return PartitionSpec(*(taken or None for taken in best))
 
     def _worth(self, split: Sequence[tuple[str, ...]], axes: Axes, shape: Sequence[int]) -> tuple[int, bool]:
-        """The devices of a sharding, 0 if it is uneven; and whether `coarsest` can have it."""
+        """Score a sharding: its number of devices, 0 if it is uneven, and whether it divides `coarsest`."""
         sizes = [self.size(taken) for taken in split]
         devices = prod(sizes) if all(n % size == 0 for n, size in zip(shape, sizes, strict=True)) else 0
         by_name = dict(zip(axes, sizes, strict=True))
@@ -173,7 +173,7 @@ def current() -> Partitioner:
 
 @contextmanager
 def use(partitioner: Partitioner) -> Iterator[None]:
-    """Makes a partitioner current in its `with` block. A `jax.jit` traced there must not serve another partitioner."""
+    """Use a partitioner within the block. A `jax.jit` traced there must not serve another partitioner."""
     token = _current.set(partitioner)
     try:
         yield
@@ -183,7 +183,7 @@ def use(partitioner: Partitioner) -> Iterator[None]:
 
 @contextmanager
 def aligned_to(height: int, width: int) -> Iterator[None]:
-    """Shards frames in its `with` block as those of this height and width, where that loses no device."""
+    """Within the block, shard frames so that (height, width) divide evenly too, if as many devices are used."""
     with use(replace(current(), coarsest=(height, width))):
         yield
 
@@ -213,7 +213,7 @@ def collect_constraints() -> Iterator[Constraints]:
 
 
 def constrain_to(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Returns x, sharded so on the mesh in use; one device holds all of it anyway."""
+    """Constrain x to a sharding on the mesh in use; on one device return it unchanged."""
     partitioner = current()
     if not partitioner.single_device:
         x = jax.lax.with_sharding_constraint(x, NamedSharding(partitioner.mesh, spec))
@@ -223,18 +223,18 @@ def constrain_to(x: jax.Array, spec: PartitionSpec) -> jax.Array:
 
 
 def constrain(x: jax.Array, axes: Axes) -> jax.Array:
-    """Returns x, sharded by the logical names of its axes."""
+    """Constrain x to a sharding by the logical names of its axes."""
     return constrain_to(x, current().activation(axes, x.shape))
 
 
 def num_shards(axes: Axes, shape: Sequence[int]) -> int:
-    """The number of devices among which an activation of this shape is divided."""
+    """Return the number of shards of an activation of this shape."""
     partitioner = current()
     return prod(partitioner.size(taken) for taken in partitioner.activation(axes, shape))
 
 
 def shard_tokens(x: jax.Array, axes: Axes) -> jax.Array:
-    """Returns x, sharded, with zeros at the end of its axis `length` so that every device holds the same number.
+    """Zero-pad tokens at the end of the axis `length`, so that every device holds the same number, and shard them.
 
     Attention needs the number of real tokens as its `keys`.
     """
@@ -251,7 +251,7 @@ def replicate(tree: Any) -> Any:
 
 
 def gather_weight(weight: jax.Array) -> jax.Array:
-    """Returns a weight as it is used: gathered on every device if the rules say so."""
+    """Gather a weight for use on every device, if the rules say so."""
     return replicate(weight) if current().rules.gathered else weight
 
 
@@ -266,7 +266,7 @@ _substitutes: list[Any] = []
 
 @contextmanager
 def substitute_devices(devices: Sequence[Any]) -> Iterator[None]:
-    """Lets described devices stand for those of this process, of which programs are then made for them."""
+    """Within the block, compile for these described devices in place of the real ones."""
     _substitutes[:] = devices
     try:
         yield
@@ -275,17 +275,21 @@ def substitute_devices(devices: Sequence[Any]) -> Iterator[None]:
 
 
 def local_devices() -> list[Any]:
-    """Returns the devices of this process, or all those that stand for them."""
+    """Return the devices of this process, or all their substitutes."""
     return list(_substitutes) or jax.local_devices()
 
 
 def all_devices() -> list[Any]:
-    """Returns the devices of all processes together, or those that stand for them."""
+    """Return the devices of all processes, or their substitutes."""
     return list(_substitutes) or jax.devices()
 
 
 def platform() -> str:
-    """Returns the platform of the devices, such as "cpu"; raises WanjaxError where the one asked for has none."""
+    """Return the platform of the devices, such as "cpu".
+
+    Raises:
+        WanjaxError: JAX has no device of the platform in JAX_PLATFORMS.
+    """
     if _substitutes:
         return _substitutes[0].platform
     try:
@@ -302,13 +306,23 @@ def platform() -> str:
 
 
 def make_mesh(dp: int = 1, sp: int = 1, tp: int = 1, *, devices: Sequence[Any] | None = None) -> Mesh:
-    """Makes a mesh of all `devices` (None: all of JAX's), arranged as `arrange` does.
+    """Make a mesh of devices, whose last axes connect neighbouring chips.
 
-    Raises WanjaxError unless the product of the axes is the number of devices, and where JAX finds no devices.
+    Args:
+        dp: The size of the axis for batches, and for the two prompts of guidance.
+        sp: The size of the axis for the sequence.
+        tp: The size of the axis for heads, and for the other sharded axes of weights.
+        devices: The devices to use; None is all of JAX's.
+
+    Returns:
+        The mesh, for `wanjax.load(..., mesh=...)`.
+
+    Raises:
+        WanjaxError: The product of the axes is not the number of devices, or JAX finds no devices.
     """
     for axis, size in zip(MESH_AXES, (dp, sp, tp), strict=True):
         if isinstance(size, bool) or not isinstance(size, Integral):
-            raise WanjaxError(f"{axis} is given as {shown(size)}: give a whole number, as in make_mesh(dp=2, tp=4)")
+            raise WanjaxError(f"{axis} is {shown(size)}: give a whole number, as in make_mesh(dp=2, tp=4)")
     if devices is None:
         platform()  # raises for a mistake in JAX_PLATFORMS, in one sentence
         devices = all_devices()
@@ -325,7 +339,7 @@ def make_mesh(dp: int = 1, sp: int = 1, tp: int = 1, *, devices: Sequence[Any] |
 
 
 def arrange(devices: Sequence[Any], axes: Mapping[str, int]) -> Mesh:
-    """Makes a mesh whose last axes connect neighbouring chips, as far as the links allow."""
+    """Make a mesh whose last axes connect neighbouring chips, as far as the links allow."""
     sizes = tuple(axes.values())
     # on 4 × 4 chips an axis of 8 takes half of one physical axis, which JAX splits only on request
     placed = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)

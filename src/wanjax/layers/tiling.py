@@ -14,15 +14,25 @@ Pixels = int | tuple[int, int]  # one number for height and width, or one for ea
 
 
 class Tiling(NamedTuple):
-    """Tiles of `size` pixels, one every `stride` pixels, in height and in width; None is the model's own number."""
+    """Overlapping tiles in which an autoencoder passes large frames. None is the model's own number.
+
+    Attributes:
+        size: Pixels of a tile: one number for height and width, or (height, width).
+        stride: Pixels from the start of a tile to that of the next, likewise; at most the size.
+    """
 
     size: Pixels | None = None
     stride: Pixels | None = None
 
     def completed(self, default: "Tiling", unit: int = 1) -> "Tiling":
-        """Returns this tiling with the numbers of `default` in place of None.
+        """Return this tiling with the numbers of `default` in place of None.
 
-        Raises WanjaxError unless all are multiples of `unit`, and no stride is larger than its size.
+        Args:
+            default: The model's own tiling.
+            unit: Pixels that every number has to be a multiple of.
+
+        Raises:
+            WanjaxError: A number is not a multiple of `unit`, or a stride is larger than its size.
         """
         whole = Tiling(*(usual if value is None else value for value, usual in zip(self, default, strict=True)))
         for name, numbers in zip(self._fields, pairs := whole.pairs(), strict=True):
