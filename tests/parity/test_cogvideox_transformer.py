@@ -232,7 +232,7 @@ def test_attention_led_away_from_a_negative_prompt(name):
 
     @nnx.jit
     def run(model, latents, t, both):
-        return model(latents, t, model.context(both)._replace(by=jnp.array(NUMBERS)))
+        return model(latents, t, model.context(both)._replace(nag=jnp.array(NUMBERS)))
 
     answer = run(model, channels_last(latents), ours(t), ours(torch.cat([text, other])))
     led_apart(answer, expected, plain)

@@ -298,7 +298,7 @@ def test_attention_led_away_from_a_negative_prompt():
 
     @nnx.jit
     def led(model, latents, t, text, mask, glyphs, image):
-        return model(latents, t, model.context(text, mask, glyphs, image)._replace(by=jnp.array(NUMBERS)))
+        return model(latents, t, model.context(text, mask, glyphs, image)._replace(nag=jnp.array(NUMBERS)))
 
     names = "encoder_hidden_states", "encoder_attention_mask", "encoder_hidden_states_2", "encoder_attention_mask_2"
     text, mask, *glyphs = (ours(texts[name]) for name in names)

@@ -154,7 +154,7 @@ def test_attention_led_away_from_a_negative_prompt():
 
     @nnx.jit
     def run(model, latents, t, text, other):
-        return model(latents, t, model.context(text).led(model.context(other), jnp.array(NUMBERS)))
+        return model(latents, t, model.context(text).with_nag(model.context(other), jnp.array(NUMBERS)))
 
     answer = run(model, channels_last(latents), ours(t.float()), ours(text), ours(other))
     led_apart(answer, expected, plain)
