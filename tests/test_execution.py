@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.programs import compiled
 from tests.support.words import naming
-from wanjax import programs
+from wanjax import execution
 from wanjax.errors import WanjaxWarning
 from wanjax.execution import Execute, Instance, Program, Site, program
 from wanjax.kernels.target import Target
@@ -140,7 +140,7 @@ def test_sets_with_equal_options_share_an_executable(execute, site):
 
 @pytest.mark.parametrize(("compiler", "count"), [("safe", 0), ("fast", 2)])
 def test_a_single_chip_gets_the_options_of_its_kind(monkeypatch, site, compiler, count):
-    monkeypatch.setattr(programs, "target_of", lambda device: Target("tpu", "TPU v6 lite"))
+    monkeypatch.setattr(execution, "target_of", lambda device: Target("tpu", "TPU v6 lite"))
     options = take_step.options_of(site._replace(compiler=compiler))
     assert options.keys() >= {"xla_tpu_scoped_vmem_limit_kib", "xla_enable_async_all_gather"}
     assert len([name for name in options if "sparse_core" in name]) == count
