@@ -48,7 +48,7 @@ Value = jax.Array | jax.ShapeDtypeStruct  # a program's result: its shape where 
 
 
 class Site(NamedTuple):
-    """The place where programs run: the devices with their rules, and the set of the compiler's options."""
+    """The mesh, the sharding rules and the set of compiler options that a program is compiled for."""
 
     partitioner: Partitioner
     compiler: str = SAFE
@@ -82,7 +82,7 @@ class Program:
 def program(
     options: Options, *, donated: tuple[str, ...] = (), fast: Options | None = None
 ) -> Callable[[Callable[..., Any]], Program]:
-    """Decorates a function: makes it a `Program`."""
+    """Decorate a function: make it a `Program`."""
     return lambda function: Program(function, options, donated, fast)
 
 
@@ -113,7 +113,7 @@ class Instance:
         return run
 
     def _run(self, *arguments: Any) -> Any:
-        """Runs the function under its partitioner; each result that states no sharding is replicated."""
+        """Run the function under its partitioner; each result that states no sharding is replicated."""
         with use(self.site.partitioner), collect_constraints() as constraints:
             leaves, tree = jax.tree.flatten(self.program.function(self.static, *arguments))
             leaves = [x if constraints.spec_of(x) is not None else constrain_to(x, PartitionSpec()) for x in leaves]
@@ -147,18 +147,18 @@ def _trimmed(spec: PartitionSpec) -> PartitionSpec:
 
 
 def partitionable_prng() -> AbstractContextManager[Any]:
-    """Draws in threefry's partitionable mode, JAX's default, in its `with` block; elsewhere JAX's flag decides."""
+    """Draw in threefry's partitionable mode, JAX's default, within the block."""
     return jax.threefry_partitionable(True)
 
 
 def on_mesh(partitioner: Partitioner) -> AbstractContextManager[Any]:
-    """Tells traced code which chip an abstract mesh stands for, in its `with` block."""
+    """Set the chip that an abstract mesh stands for, for code that is traced within the block."""
     mesh = partitioner.mesh
     return jax.sharding.use_abstract_mesh(mesh) if isinstance(mesh, AbstractMesh) else nullcontext()
 
 
 class Strategy(ABC):
-    """What is done with the programs of a run."""
+    """A way to handle the programs of a run: execute, trace or inline them."""
 
     executes: bool = False
     """True where results have values."""
@@ -166,15 +166,15 @@ class Strategy(ABC):
 
     @abstractmethod
     def call(self, program: Program, site: Site, static: Any, *arguments: Any) -> Any:
-        """Calls a program; returns its results."""
+        """Call a program; return its results."""
 
     def read(self, x: Any, otherwise: Result) -> Any | Result:
-        """Returns the values of a result on the host, or `otherwise` where there are none."""
+        """Return the values of a result on the host, or `otherwise` if results have no values."""
         return otherwise
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Calls in the `with` block belong to the stage of this name."""
+        """Count calls within the block to the stage of this name."""
         before, self._stage = self._stage, name
         try:
             yield
@@ -183,7 +183,7 @@ class Strategy(ABC):
 
 
 def _key(arguments: Any, site: Site) -> tuple[Any, Any]:
-    """Returns the shapes of arguments, and what tells programs apart by them, but for the static argument."""
+    """Return the shapes of arguments, and the part of a program's key that follows from them."""
     leaves, tree = jax.tree.flatten(arguments)
     shapes = [_shape(x, site.partitioner) for x in leaves]
     return jax.tree.unflatten(tree, shapes), (tree, tuple((x.shape, x.dtype, x.sharding) for x in shapes))
@@ -201,11 +201,11 @@ def _shape(x: Any, partitioner: Partitioner) -> jax.ShapeDtypeStruct:
 
 
 class Execute(Strategy):
-    """Runs each program, which it compiles at the first call with arguments of some shapes.
+    """Compile each program at the first call with arguments of some shapes, and run it.
 
-    Sets of compiler options that are the same for a program share what is compiled. Options that the compiler refuses
-    are left out of the program from then on, with a warning. Under `jax.disable_jit` the function of a program is run
-    operation by operation.
+    Sets of compiler options that are the same for a program share its executable. Options that the compiler refuses are
+    left out of the program from then on, with a warning. Under `jax.disable_jit` a program's function runs operation by
+    operation.
 
     `executables` are kept on disk for other processes too; None leaves this to JAX's own cache.
     """
@@ -229,9 +229,11 @@ class Execute(Strategy):
         return self._get(key, program, site, lambda: Instance(program, site, static, shapes))(*arguments)
 
     def compile(self, *instances: Instance, on_start: Callable[[int, int], Any] = lambda number, total: None) -> None:
-        """Compiles those of recorded programs that are not, some at a time, so that calls of them compile nothing.
+        """Compile traced programs ahead, a few at a time, so that calls of them compile nothing.
 
-        `on_start` receives the number of each before it is compiled, from 1 on, and their total; it may raise to stop.
+        Args:
+            instances: The traced programs; those that are compiled already are left out.
+            on_start: Receives the number of each before it is compiled, from 1 on, and their total; may raise to stop.
         """
         wanted = {self.key_of(instance): instance for instance in instances}
         missing = {key: instance for key, instance in wanted.items() if key not in self._compiled}
@@ -248,9 +250,12 @@ class Execute(Strategy):
 
     @contextmanager
     def ahead(self, recorded: Callable[[], Iterable[Instance]]) -> Iterator[None]:
-        """Compiles the programs of a run beside it, from the first on that has to be compiled in the `with` block.
+        """Compile the rest of a run on a thread, from the first program on that has to be compiled within the block.
 
-        `recorded` then returns them. Several processes of one run leave this, since some compilers have to meet.
+        Several processes of one run do not, since some compilers have to meet.
+
+        Args:
+            recorded: Traces the run, and returns its programs.
         """
         ended = Event()
 
@@ -272,12 +277,12 @@ class Execute(Strategy):
             ended.set()
 
     def key_of(self, instance: Instance) -> Any:
-        """Returns what tells the program from all others."""
+        """Return the key of a program among all others."""
         _, key = _key(instance.shapes, instance.site)
         return *_options_key(instance.program, instance.site), instance.static, key
 
     def _get(self, key: Any, program: Program, site: Site, trace: Callable[[], Instance]) -> Callable[..., Any]:
-        """Returns the executable of a key. One thread makes it, for which others wait."""
+        """Return the executable of a key. One thread makes it; others wait for that."""
         with self._lock:
             existing = self._compiled.get(key)
             future = existing or self._compiled.setdefault(key, Future())
@@ -296,7 +301,7 @@ class Execute(Strategy):
     def _load_or_compile(
         self, key: Any, program: Program, site: Site, trace: Callable[[], Instance]
     ) -> Callable[..., Any]:
-        """Returns the executable of a key: one that is kept, else one that is compiled, and kept for others."""
+        """Return the executable of a key: from disk, else compiled and saved for other processes."""
         name = self._name(key, site)
         if self.executables is None or name is None:
             return self._compile(self._start_ahead(key) or trace(), compile_cache)
@@ -315,13 +320,13 @@ class Execute(Strategy):
         return executable
 
     def _start_ahead(self, key: Any) -> Instance | None:
-        """Begins to compile what comes after this program, if that is wanted; returns this one, if it is among it."""
+        """Start to compile the run ahead, if that is wanted; return the trace of this program, if it has one."""
         with self._lock:
             begin, self._ahead = self._ahead, None
         return begin().get(key) if begin else None
 
     def _name(self, key: Any, site: Site) -> str | None:
-        """Returns the name by which the executable of a key is kept; None where it is left to JAX's cache."""
+        """Return the file name of a key's executable; None if it is left to JAX's cache."""
         if self.executables is None or site.partitioner.device.platform != "cpu" or jax.process_count() > 1:
             return None
         try:
@@ -366,7 +371,7 @@ def _options_key(program: Program, site: Site) -> tuple[Any, ...]:
 
 
 def warn_refused(message: str) -> None:
-    """Warns that the compiler refused an option, which is left out."""
+    """Warn that the compiler refused an option, which is left out."""
     warnings.warn(message, WanjaxWarning, stacklevel=2)
 
 
@@ -384,7 +389,7 @@ def refuse_traced(x: Any) -> None:
 
 
 def _on(x: Any, partitioner: Partitioner) -> Any:
-    """Returns an argument on the devices of a mesh: an array from elsewhere is copied to each."""
+    """Return an argument on the devices of a mesh: an array from elsewhere is copied to each."""
     refuse_traced(x)
     if not isinstance(x, jax.Array) or x.sharding.device_set == partitioner.replicated.device_set:
         return x
@@ -395,9 +400,13 @@ def _on(x: Any, partitioner: Partitioner) -> Any:
 
 @dataclass
 class TracedProgram:
-    """A program that a run calls: `times` in all, in a stage.
+    """A program that a run calls, in one stage.
 
-    `beside` is the most bytes on one device that are kept beside the arguments of a call.
+    Attributes:
+        instance: The program for arguments of some shapes.
+        stage: The stage.
+        times: The number of calls in it.
+        beside: The most bytes on one device that are held beside the arguments of a call.
     """
 
     instance: Instance
@@ -411,10 +420,10 @@ class TracedProgram:
 
 
 class Trace(Strategy):
-    """Notes each distinct program of a run once, with its count; its results are shapes with shardings.
+    """Trace each distinct program of a run once, and count its calls; results are shapes with shardings.
 
-    `beside`, if it is given, returns the bytes on one device of what is kept beside the arguments of a call; the most
-    for each program is noted.
+    `beside(arguments)`, if given, returns the bytes on one device that are held beside the arguments of a call; the
+    most for each program is noted.
     """
 
     def __init__(self, beside: Callable[[Any], int] | None = None) -> None:
@@ -439,7 +448,7 @@ class Trace(Strategy):
 
 
 class Inline(Strategy):
-    """Makes each program a part of the function that is being traced."""
+    """Inline each program into the function that is being traced."""
 
     def call(self, program: Program, site: Site, static: Any, *arguments: Any) -> Any:
         with use(site.partitioner):

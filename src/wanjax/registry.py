@@ -109,9 +109,9 @@ class Outline:
 
 @dataclass(frozen=True)
 class Checkpoint(Outline):
-    """A model with its source, and what was given for it.
+    """A model with its source, and the choices of its loading.
 
-    `attention` is what was asked for, or what the first of its LoRAs that tells one was trained with.
+    `attention` is the one that was chosen, or that the first LoRA with one was trained with.
     """
 
     source: Source = field(kw_only=True)
@@ -120,9 +120,10 @@ class Checkpoint(Outline):
 
 
 def open_for_loading(model: str | Path, revision: str | None, note: Note | None) -> Checkpoint:
-    """Examines a checkpoint that is to be loaded; tells the licence of weights to be downloaded, if it sets conditions.
+    """Open a checkpoint for loading: check its files and the disk's room, and note a licence before a download.
 
-    Raises WanjaxError where the disk has no room for the download, or a file is missing or cut off.
+    Raises:
+        WanjaxError: The disk has no room for the download, or a file is missing or cut off.
     """
     preset = find_preset(str(model))
     opened = check_file(preset.source, revision=revision) if preset else 0  # a single file is downloaded to be examined
@@ -141,12 +142,12 @@ def open_for_loading(model: str | Path, revision: str | None, note: Note | None)
 
 
 def _notify(sentence: str, note: Note | None, level: int) -> None:
-    """Gives `note` a sentence; without one, warns where `load` was called, so many calls away."""
+    """Pass a sentence to `note`; without one, warn where `load` was called, so many calls away."""
     note(sentence) if note else warnings.warn(sentence, WanjaxWarning, stacklevel=level)
 
 
 def few_steps(model: str, checkpoint: "Checkpoint") -> str | None:
-    """Returns a sentence on a model whose name tells that it is distilled, or on a file whose name tells nothing."""
+    """Return a sentence on a model that is distilled by its name, or on a file whose name does not say."""
     if checkpoint.distillation is not None:
         return checkpoint.distillation.sentence(model, checkpoint.settings, checkpoint.architecture.scheduler)
     if (
@@ -166,7 +167,7 @@ def few_steps(model: str, checkpoint: "Checkpoint") -> str | None:
 
 
 def _shape(architecture: VideoModel) -> tuple[Any, ...]:
-    """Returns what the tensors of a model's denoisers tell."""
+    """Return the names and the config of a model's denoisers, which their tensors determine."""
     return architecture.spec.denoisers, architecture.spec.networks[architecture.spec.denoisers[0]]
 
 
@@ -345,7 +346,7 @@ def _with_scheduler(architecture: VideoModel, preset: Preset | None) -> VideoMod
 def _with_cache_tables(
     architecture: VideoModel, family: Family, preset: Preset | None, source: Source | None = None
 ) -> VideoModel:
-    """Returns the architecture with the tables that step caches need of the checkpoint, the user's own first."""
+    """Return the architecture with the checkpoint's tables for step caches, the user's own first."""
     key = preset.name if preset else key_of(source) if source else ""
     published = (family.tables, preset.name) if preset else (None, None)
     return replace(architecture, tables=tables_of([(measured_file(key), None), published]))
@@ -358,7 +359,7 @@ def tables_key(model: str | Path) -> str:
 
 
 def check_complete(source: Source) -> None:
-    """Raises WanjaxError where a file of the networks or tokenizers that a checkpoint lists is missing or cut off."""
+    """Raise WanjaxError if a listed file of a network or tokenizer is missing or cut off."""
     listed, loaded = source.components, {name for family in FAMILIES for name in family.loaders}
     classes = {word for kind in kinds() for word in kind.classes}
     networks = [name for name, component in listed.items() if component.kind in classes]
@@ -366,12 +367,12 @@ def check_complete(source: Source) -> None:
 
 
 def attention_of(loras: Iterable[Lora]) -> AttentionConfig | None:
-    """Returns the attention that LoRAs were trained with: of the first that is merged and tells one; None if none."""
+    """Return the attention of the first merged LoRA that was trained with one; None if none was."""
     return next(filter(None, (trained_attention(lora.path) for lora in loras if lora.strength)), None)
 
 
 def _with_sampler(outline: SomeOutline, distillation: Distillation, distilled_name: str) -> SomeOutline:
-    """Returns a model with the settings and the solver of a distillation that a name tells."""
+    """Return a model with the settings and the solver of the distillation that a name says."""
     solver = distillation.solver(pictured=bool(outline.architecture.spec.needs))
     return replace(
         outline,
@@ -383,10 +384,10 @@ def _with_sampler(outline: SomeOutline, distillation: Distillation, distilled_na
 
 
 def with_distillation(outline: SomeOutline, loras: Sequence[Lora], note: Note | None) -> SomeOutline:
-    """Returns a model with the settings and the solver that distilled LoRAs ask for, which their names tell.
+    """Return a model with the settings and the solver of distilled LoRAs, by their names.
 
-    `note` receives a sentence on them, or where they do not go together; None warns. They have no effect on a model
-    that is distilled already, nor where one of two experts has none.
+    `note` receives a sentence on them, or why they do not go together; None warns. They have no effect on a model that
+    is distilled already, nor where one of two experts has none.
     """
     distillations, experts = outline.family.distillations, NOISE_LEVELS[: len(outline.architecture.spec.denoisers)]
     pairs = [(x, each) for x in loras if x.strength > 0 and (each := distilled_by(telling(x.file), distillations))]

@@ -17,7 +17,7 @@ from wanjax.sharding import platform
 from wanjax.stores.results import Results
 
 SAFE, FAST = SETS = ("safe", "fast")
-KIND = "compiler"  # of what is kept
+KIND = "compiler"  # of the saved result
 O1, O2 = 19, 29  # XLA's numbers for these levels of its effort; the latter is usual
 NO_SPARSE_CORES = ("TPU v5 lite", "TPU v5e")
 TWICE_THE_VMEM = ("TPU v6 lite", "TPU v6e")
@@ -87,19 +87,19 @@ def fast_convolutions(on: Target | None = None) -> dict[str, int]:
 
 
 def check_set(name: str) -> None:
-    """Raises WanjaxError unless this is the name of a set of options."""
+    """Raise WanjaxError unless this is the name of a set of options."""
     if name not in SETS:
         raise WanjaxError(f"no set of compiler options is named {name!r}: there are {' and '.join(SETS)}")
 
 
 def saved_set() -> str:
-    """Returns the set of compiler options that `save_set` kept for these devices and this compiler, else `safe`."""
+    """Return the set of compiler options that `save_set` saved for these devices and this compiler, else `safe`."""
     compiler = Results().get(KIND, _machine())
     return compiler if compiler in SETS else SAFE
 
 
 def save_set(compiler: str) -> None:
-    """Keeps the set of compiler options that is better on these devices."""
+    """Save the set of compiler options that is better on these devices."""
     Results().put(KIND, _machine(), compiler)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions with a gradient of their own, and that of a kernel without one: of the plain JAX which specifies it."""
+"""Functions with a gradient of their own; a kernel without one has that of its reference in plain JAX."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,9 +8,9 @@ import jax
 
 
 def with_backward(forward: Callable[..., tuple[Any, Any]], backward: Callable[..., tuple], *operands: Any) -> Any:
-    """Returns the first of the two that `forward(*operands)` gives: the result, and what its gradient needs.
+    """Return the result of `forward(*operands)`, which returns it with the residuals of its gradient.
 
-    The gradients of the operands are `backward(second, gradient of the result)`, None for one that has none.
+    The gradients of the operands are `backward(residuals, gradient of the result)`, None for an operand without one.
     """
     run = jax.custom_vjp(lambda *operands: forward(*operands)[0])
     run.defvjp(forward, backward)
@@ -18,7 +18,7 @@ def with_backward(forward: Callable[..., tuple[Any, Any]], backward: Callable[..
 
 
 def with_gradient(call: Callable, specification: Callable, *operands: jax.Array) -> jax.Array:
-    """Returns `call(*operands)`, whose gradient is that of `specification(*operands)`."""
+    """Return `call(*operands)`, whose gradient is that of `specification(*operands)`."""
 
     def forward(*operands: jax.Array) -> tuple[jax.Array, tuple]:
         return call(*operands), operands

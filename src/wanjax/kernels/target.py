@@ -32,10 +32,10 @@ def target_of(device: Any) -> Target:
 
 
 def multiplies_bfloat16(x: jax.Array) -> bool:
-    """Tells whether an array is of bfloat16 and for a CPU that multiplies it (AMX, AVX-512 BF16).
+    """Tell whether an array is of bfloat16, on a CPU that multiplies it (AMX, AVX-512 BF16).
 
-    XLA leaves such a product to a library that does so if it is asked in float32; else it widens the operands first.
-    On other CPUs the form that is asked in float32 is slower.
+    XLA leaves such a product to a library if its result is float32; else it widens the operands first. On other CPUs
+    the form with a float32 result is slower.
     """
     return x.dtype == "bfloat16" and target(x).platform == "cpu" and not _MULTIPLY_BFLOAT16.isdisjoint(instructions())
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention led away from a negative prompt (Chen et al., Normalized Attention Guidance, 2025, arXiv:2505.21179).
+"""Attention guided away from a negative prompt (Chen et al., Normalized Attention Guidance, 2025, arXiv:2505.21179).
 
-It is done with what attention returns, before the projection that follows. The reference is attention_flux_nag.py of
+It acts on the result of attention, before the projection that follows. The reference is attention_flux_nag.py of
 ChenDarYen/Normalized-Attention-Guidance, with the paper's norm, the sum of magnitudes.
 """
 
@@ -15,10 +15,13 @@ TINY = 1e-12
 
 @jax.named_scope("guided_attention")
 def apply_nag(y: Tokens, negative: Tokens, parameters: Float32[Array, "3"]) -> Tokens:
-    """Returns attention to a prompt, led away from that to a negative prompt by a scale, at most `tau`, for `alpha`.
+    """Apply normalized attention guidance in float32: extrapolate, clip the norm, and blend.
 
-    A token goes on from the negative one through its own by `scale`, is then cut to `tau` times its own length, and is
-    mixed with its own by the share `alpha`. All is in float32.
+    Args:
+        y: The attention to the prompt.
+        negative: The attention to the negative prompt.
+        parameters: `scale`, by which y is extrapolated from `negative`; `tau`, the most times y's own norm that the
+            result may have; and `alpha`, the weight of the result beside y.
     """
     scale, tau, alpha = parameters
     positive, opposite = y.astype(jnp.float32), negative.astype(jnp.float32)

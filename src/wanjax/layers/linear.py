@@ -84,7 +84,7 @@ def _are_tokens(x: jax.Array) -> bool:
 
 
 def gather_together(*projections: Projection) -> Sequence[Projection]:
-    """Returns projections whose kernels are all gathered before the first of them is used.
+    """Gather the kernels of projections before the first of them is used.
 
     During an all-gather a TPU does nothing else, unless its SparseCores gather. A later all-gather would wait for the
     heads that are sent on the same links, and keep them from being sent beside the next projection.

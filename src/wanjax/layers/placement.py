@@ -57,7 +57,7 @@ def axes_of(weight: nnx.Variable) -> Axes | None:
 
 
 def with_shardings(abstract: Module, partitioner: Partitioner) -> Module:
-    """The abstract module, as `as_shapes` returns it, with the sharding of each weight by its logical axes.
+    """Return an abstract module (`as_shapes`) with the sharding of each weight by its logical axes.
 
     A weight without names is replicated.
     """
@@ -72,10 +72,10 @@ def with_shardings(abstract: Module, partitioner: Partitioner) -> Module:
 
 
 def on_weights_mesh(call: Call) -> Call:
-    """Decorates a network's forward: outside `sharding.use`, it runs on the mesh that holds the weights.
+    """Decorate a network's forward: outside `sharding.use`, it runs on the mesh that holds the weights.
 
-    Kernels have to be told the devices that share their work. Weights are gathered there as they are used, whatever
-    the rules by which they are stored.
+    Kernels need to know which devices share their work. Weights are gathered there as they are used, whatever the rules
+    by which they are stored.
     """
 
     @wraps(call)

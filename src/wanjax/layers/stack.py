@@ -105,7 +105,7 @@ def as_tokens(x: Carry) -> Carry:
 
 
 class BlockCache:
-    """The values that a forward caches on its way through its blocks, and those of the `previous` one: here none.
+    """A hook into the blocks of a forward: the values to cache, and the `previous` ones. This one caches nothing.
 
     for part in cache.parts(layers):
         x = scan_blocks(blocks, apply, cache.before(part, x), part=part)

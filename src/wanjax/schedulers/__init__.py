@@ -99,7 +99,7 @@ def _diffusion(kind: type[Diffusion], config: Mapping[str, Any]) -> Diffusion:
 
 
 class _Reader(NamedTuple):
-    """How a config is read: what makes the scheduler, the entries to check, and that of a flow's shift."""
+    """A reader of configs: a function that makes the scheduler, the entries to check, and that of a flow's shift."""
 
     make: Callable[[Mapping[str, Any]], Scheduler]
     entries: Mapping[str, tuple[Any, Sequence[Any]]]

@@ -113,7 +113,7 @@ class Scheduler(ABC):
         return jax.lax.optimization_barrier(products).sum(0)
 
     def target(self, alphas: Sample, sigmas: Sample, x0: Sample, noise: Sample) -> Sample:
-        """Returns the quantity that the network is to predict at α x0 + σ noise."""
+        """Return the target of the network's prediction at α x0 + σ noise."""
         match self.prediction:
             case "velocity":
                 return noise - x0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The noise that the steps of a stochastic solver add: drawn from a key for each sample, or given for every step."""
+"""The noise that the steps of a stochastic solver add: drawn from a key for each sample, or provided for every step."""
 
 from typing import NamedTuple
 
@@ -12,13 +12,13 @@ from wanjax.schedulers.base import Sample, Schedule
 
 
 class DrawnNoise(NamedTuple):
-    """Noise that is drawn in each step: the data of a key for each sample."""
+    """Noise drawn in each step: the data of a key for each sample."""
 
     keys: UInt32[Array, "B 2"]
 
 
 class ProvidedNoise(NamedTuple):
-    """Noise that was given for every step, and how many of them were taken."""
+    """Noise provided for every step, and the number of steps taken."""
 
     noise: Float[Array, "steps ..."]
     taken: Int32[Array, ""]

@@ -105,10 +105,10 @@ def attention_to_cache(
     length: int,
     implementation: str | AttentionConfig | None = None,
 ) -> tuple[Float[Array, "B L N D"], KVCache]:
-    """Returns the attention of a block of tokens to itself and to a window, and what the window is to keep of it.
+    """Return the attention of a chunk of tokens to itself and to a cache, and the chunk's keys and values.
 
-    The first `length` tokens of the block are real. `kv_cache.insert` puts the returned keys and values into it. The
-    other keywords and the errors are those of `attention`; radial attention and a window of tokens are not offered.
+    The first `length` tokens of the chunk are real. `kv_cache.insert` puts the returned keys and values into the cache.
+    The other keywords and the errors are those of `attention`; there is no radial attention and no window of tokens.
     """
     attn = AttentionConfig.of(implementation)
     if not attn.is_dense:
@@ -183,7 +183,7 @@ def sparse_linear_attention(
 
 
 def _dense(implementation: str | AttentionConfig | None) -> AttentionConfig:
-    """Reads what is asked for; raises UnsupportedError for sparse-linear attention, which needs weights."""
+    """Parse a config; raise UnsupportedError for sparse-linear attention, which needs weights."""
     attn = AttentionConfig.of(implementation)
     if attn.sparse:
         raise UnsupportedError("sparse-linear attention has weights, which `sparse_linear_attention` takes")

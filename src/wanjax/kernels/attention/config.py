@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention as it is asked for: a value that a model is given, read once from a command's text or a library's."""
+"""The attention of a model as a value, read once from the text of a command or of the library."""
 
 import math
 from dataclasses import dataclass
@@ -45,15 +45,15 @@ class AttentionConfig:
 
     @classmethod
     def of(cls, value: "str | AttentionConfig | None") -> "AttentionConfig":
-        """Returns the value, which may be given as text; None chooses the implementation."""
+        """Return a config, parsed if it is text; None chooses the implementation."""
         return value if isinstance(value, AttentionConfig) else cls.parse(value or _AUTO)
 
     @classmethod
     def parse(cls, text: str) -> "AttentionConfig":
-        """Reads text such as `chunked`, `flash_tpu:block_q=1024`, `auto:window=4096`, `radial:0.2` or `sla:top=0.1`.
+        """Parse text such as `chunked`, `flash_tpu:block_q=1024`, `auto:window=4096`, `radial:0.2` or `sla:top=0.1`.
 
-        Raises WanjaxError for an unknown implementation, for tiles that it does not have, and for a decay or a share
-        that is out of range.
+        Raises:
+            WanjaxError: The implementation is unknown, it has no such tiles, or a decay or a share is out of range.
         """
         name, _, options = text.partition(":")
         if name == _RADIAL:
@@ -89,22 +89,22 @@ class AttentionConfig:
 
     @property
     def is_sparse(self) -> bool:
-        """True where self-attention visits some blocks of keys alone."""
+        """Whether self-attention visits only some blocks of keys."""
         return self.radial or self.sparse is not None
 
     @property
     def is_dense(self) -> bool:
-        """True where self-attention has no window, and leaves nothing out."""
+        """Whether every token sees all others: no window, and no sparse mask."""
         return self.window is None and not self.is_sparse
 
     @property
     def supports_ring(self) -> bool:
-        """True where self-attention may add the keys of other TPUs to its own sums."""
+        """Whether the kernel can add keys of other TPUs to its sums, as ring attention does."""
         implementation = IMPLEMENTATIONS[self.implementation or "flash_tpu"]
         return implementation.resumes(self.config) and self.is_dense
 
     def dense_only(self) -> "AttentionConfig":
-        """Returns the implementation alone, for tokens other than those of self-attention."""
+        """Return the implementation alone, for tokens other than those of self-attention."""
         return AttentionConfig(self.implementation)
 
     def mask(self, grid: tuple[int, int, int], *, decay: float = DECAY, sink: bool = True) -> Radial | None:

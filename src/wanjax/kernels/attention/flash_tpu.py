@@ -207,7 +207,7 @@ def _tiles(
 
 
 def _listed(mask: Radial, queries: int, keys: int, config: Config, live: Int32[Array, " B"]) -> tuple[Array, ...]:
-    """What `kernel_of_blocks` is told: `radial.cells` without the blocks that `live` ends in or before, and `live`.
+    """Return the scalars of `kernel_of_blocks`: `radial.cells` without the blocks that `live` ends in or before.
 
     All queries see these blocks, or they are padding and see none.
     """

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of a block of tokens to itself and to the keys and values that are kept of earlier blocks.
+"""Attention of a chunk of tokens to itself and to the cached keys and values of earlier chunks.
 
-Kept keys are rows of a window of fixed size. Those of a new block are written at a row, and the rows of the first
-blocks then take part; their order does not matter to softmax, so a full window is a ring. There is a branch for each
-number of blocks, so that a kernel knows the number of keys when it is compiled, which is faster than a mask.
+The cache has a fixed number of rows. A new chunk is written at a row, and the rows of the first chunks then take part;
+softmax does not depend on their order, so a full cache is a ring. There is a branch for each number of chunks, so that
+a kernel knows the number of keys when it is compiled, which is faster than a mask.
 
-On several devices each keeps all rows of its own heads, those of `tp`, whatever the rules: queries are exchanged for
-heads as in self-attention, and only the new block's keys are sent. The queries of a head are divided over `sp`, whose
-devices keep the same rows.
+On several devices each holds all rows of its own heads, those of `tp`, whatever the rules: queries are exchanged for
+heads as in self-attention, and only the new chunk's keys are sent. The queries of a head are divided over `sp`, whose
+devices hold the same rows.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ HEADS_AXIS = "tp"
 
 
 class KVCache(NamedTuple):
-    """Keys and values of a window or of a block, heads side by side; those of stacked blocks have a leading axis.
+    """Keys and values of the cache or of a chunk, heads side by side; those of stacked blocks have a leading axis.
 
     Rows of all heads together fill the tiles of a TPU's memory, whatever the number of heads.
     """
@@ -37,21 +37,21 @@ class KVCache(NamedTuple):
 
 
 class CacheSlot(NamedTuple):
-    """The row of the window at which a block's keys are written, and the number of blocks that then take part."""
+    """The row at which a chunk is written, and the number of chunks that then take part."""
 
     row: Any  # Int32[Array, ""]
     blocks: Any
 
 
 def empty_cache(layers: int, batch: int, rows: int, heads: int, size: int, dtype: DTypeLike) -> KVCache:
-    """Returns windows without keys for stacked blocks, sharded as `attention` takes them."""
+    """Return empty caches for stacked blocks, sharded as `attention` takes them."""
     devices = current().size(HEADS_AXIS)
     shape = layers, batch, rows, (heads + -heads % devices) * size
     return _stored(KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)))
 
 
 def insert(window: KVCache, block: KVCache, slot: CacheSlot) -> KVCache:
-    """Returns the window [... B S E] with the keys and values of a block at its row."""
+    """Return the cache [... B S E] with the keys and values of a chunk at its row."""
 
     def write(x: Array, new: Array) -> Array:
         start = [0] * x.ndim
@@ -62,7 +62,7 @@ def insert(window: KVCache, block: KVCache, slot: CacheSlot) -> KVCache:
 
 
 def update_cache(window: KVCache, block: KVCache, slot: CacheSlot) -> KVCache:
-    """Returns the windows [layers B S E] with the keys and values of a block at its row, sharded as before."""
+    """Return the caches [layers B S E] with the keys and values of a chunk at its row, sharded as before."""
     return _stored(insert(window, block, slot))
 
 
@@ -81,7 +81,7 @@ def attention(
     slot: CacheSlot,
     length: int,
 ) -> tuple[Float[Array, "B L N D"], KVCache]:
-    """Returns the attention of a block's first `length` tokens, and the keys and values that a window keeps of them.
+    """Return the attention of a chunk's first `length` tokens, and its keys and values for the cache.
 
     `kernel(q, k, v, keys=...)` is attention on one device to the first `keys` keys.
     """
@@ -109,7 +109,7 @@ def attention(
 def _seen(
     kernel: Callable[..., Array], q: Float[Array, "B L N D"], window: KVCache, slot: CacheSlot, length: int
 ) -> Float[Array, "B L N D"]:
-    """Returns the attention to the blocks that take part; the branch of a full window, the slowest, is the first.
+    """Return the attention to the chunks that take part; the branch of a full cache, the slowest, is the first.
 
     Branches take and give heads side by side: apart, each would be copied to other tiles of a TPU's memory.
     """

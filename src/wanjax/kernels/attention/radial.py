@@ -134,12 +134,12 @@ def lists(live: Bool[np.ndarray, "_L _S"]) -> tuple[Int32[np.ndarray, "_L _S"], 
 
 
 def cells(mask: Radial, queries: int, keys: int, block_kv: int, together: int) -> tuple[Int32[np.ndarray, " _L"], ...]:
-    """Returns what a kernel is told that holds `block_kv` keys at a time, and visits whole live blocks in them.
+    """Return the scalars of a kernel that holds `block_kv` keys at a time, and visits whole live blocks in them.
 
-    A cell of its grid has as many neighbouring blocks of queries as are `together`, each with a list of its own, and
-    the held keys. In the order of cells: where its lists begin, and how many blocks the longest of them has; for each
-    block of queries 1 if the last keys are live; and all lists, of first keys counted from the first held key. The
-    lists of a cell are interleaved, and the shorter ones filled up with `NONE`.
+    A cell of its grid has `together` neighbouring blocks of queries, each with a list of its own, and the held keys. In
+    the order of cells: where its lists begin, and how many blocks the longest of them has; for each block of queries 1
+    if the last keys are live; and all lists, of first keys counted from the first held key. The lists of a cell are
+    interleaved, and the shorter ones filled up with `NONE`.
     """
     live, whole, held = mask.live(queries, keys), keys // mask.block_kv, block_kv // mask.block_kv
     live = np.pad(live, ((0, -len(live) % together), (0, 0)))

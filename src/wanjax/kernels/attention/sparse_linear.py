@@ -65,7 +65,7 @@ class SparseLinear:
         return ",".join(f"{name}={value}" for name, value, usual in values if value != usual)
 
     def top_k(self, keys: int) -> int:
-        """Returns the number of blocks that each block of queries keeps of so many keys."""
+        """Return the number of blocks that each block of queries attends to, of so many keys."""
         return max(1, int(self.top * ceil_div(keys, self.block_kv)))
 
 
@@ -77,7 +77,7 @@ class Projection(NamedTuple):
 
 
 class KeyState(NamedTuple):
-    """What linear attention keeps of the keys of each head: the sums of their features with values, and without."""
+    """The sums of linear attention over the keys of each head: features times values, and features alone."""
 
     values: Float32[Array, "_B D D"]
     weights: Float32[Array, "_B D"]
@@ -133,7 +133,7 @@ def block_means(x: Float[Array, "_B L D"], size: int) -> Float32[Array, "_B _L D
 
 
 def state_of(k: Float[Array, "_B L D"], v: Float[Array, "_B L D"]) -> KeyState:
-    """Returns what linear attention keeps of these keys and values, in float32."""
+    """Return the sums of linear attention over these keys and values, in float32."""
     features = jax.nn.softmax(k.astype(jnp.float32), axis=2)
     values = jnp.einsum("BLD,BLE->BDE", features, v.astype(jnp.float32), precision="highest")
     return KeyState(values, features.sum(axis=1))

@@ -40,7 +40,7 @@ class CausalSelfAttention(AttentionLayer):
 
     @jax.named_scope("self_attention")
     def __call__(self, x: Tokens, rope: Rope, window: KVCache, slot: CacheSlot) -> tuple[Tokens, KVCache]:
-        """Returns also what a window keeps of the block."""
+        """Also returns the keys and values of the chunk."""
         q = split_heads(norm_and_rope(self.q(x), self.q_norm, rope), self.heads)  # [B L N D]
         k = split_heads(norm_and_rope(self.k(x), self.k_norm, rope), self.heads)
         v = split_heads(pack_for_all_to_all(self.v(x)), self.heads)
@@ -90,7 +90,7 @@ class WanCausalTransformer(WanTransformer):
         window: KVCache | None = None,
         slot: CacheSlot | None = None,
     ) -> tuple[Float[Array, "B T H W _C"], KVCache]:
-        """Returns also what a window keeps of the block.
+        """Also returns the keys and values of the chunk.
 
         `context` are encoded prompts, or what the method `context` returns. `time` are the angles of the block's frames
         (`angles_at`), `window` holds earlier blocks, and `slot` is where this one goes (`slot_of`); without them the

@@ -43,7 +43,7 @@ class TransformerConfig:
         return self.head_dim - 2 * third, third, third
 
     def attention(self, requested: AttentionConfig) -> AttentionConfig:
-        """Returns the attention of the network where this one is asked for; AUTO is that which it was trained with."""
+        """Return the attention of the network; AUTO is the one that it was trained with."""
         return AttentionConfig(sparse=self.sparse_linear) if self.sparse_linear and requested == AUTO else requested
 
 

@@ -116,7 +116,7 @@ class SelfAttention(AttentionLayer):
 
     @jax.named_scope("self_attention")
     def __call__(self, x: Tokens, rope: Rope, mask: Radial | None = None) -> tuple[Tokens, None]:
-        """Keeps no keys and values for other calls, as a causal one does."""
+        """Also returns None: unlike a causal network, it caches no keys and values."""
         to_q, to_k, to_v = gather_together(self.q, self.k, self.v)
         # norm and RoPE are one call because they are one kernel on TPUs: apart, each copies q and k in memory
         q = split_heads(norm_and_rope(to_q(x), self.q_norm, rope), self.heads)  # [B L N D]
@@ -172,7 +172,7 @@ class Block(nnx.Module):
     def __call__(
         self, x: Tokens, context: Any, mod: Float[Array, "B _T 6 E"], *where: Any, clean: Second = None
     ) -> tuple[Tokens, Any]:
-        """`where` is what self-attention is given beside tokens; returns also what it keeps for other calls."""
+        """`where` are the other arguments of self-attention; also returns its chunk for a KV cache, if it has one."""
         self_mod, mlp_mod = split_modulation(mod + self.table[...][None, None])
         y = modulate(self.norm1(x), self_mod.shift, self_mod.scale, clean).astype(self.dtype)
         y, chunk = self.self_attn(y, *where)
