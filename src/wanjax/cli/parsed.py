@@ -17,7 +17,7 @@ from wanjax.stores.places import full_name
 
 if TYPE_CHECKING:
     from wanjax.checkpoints.lora_source import Lora
-    from wanjax.kernels.attention import Attention
+    from wanjax.kernels.attention import AttentionConfig
     from wanjax.layers.tiling import Tiling
     from wanjax.pipelines.request import VideoRequest
     from wanjax.sharding import AutoMesh, MeshSizes
@@ -35,7 +35,7 @@ class PipelineOptions(NamedTuple):
     revision: str | None = None
     lora: "tuple[str | Lora, ...]" = ()
     decoder: str | None = None
-    attention: "Attention | None" = None
+    attention: "AttentionConfig | None" = None
     mesh: "MeshSizes | AutoMesh | None" = None
     rules: str = "fsdp"
     compiler: str | None = None

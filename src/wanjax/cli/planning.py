@@ -44,7 +44,6 @@ from wanjax.plan.training import TrainingOutlook, training_outlook
 from wanjax.pricing.chips import Slice, devices_of, find_slice
 from wanjax.pricing.compile import AT_ONCE, ENVIRONMENT, check_compiler
 from wanjax.pricing.lowering import without_refused
-from wanjax.execution import EXECUTE, Instance, warn_refused
 from wanjax.sharding import ONE_DEVICE, MeshSizes, mesh_text, substitute_devices
 from wanjax.stores.own import own_folder
 from wanjax.training.adapters import LoraConfig

@@ -35,7 +35,7 @@ from wanjax.figures import digits, duration, in_bytes, quantity
 from wanjax.jobs.maker import write
 from wanjax.jobs.processes import is_first
 from wanjax.kernels.compiler_options import saved_set
-from wanjax.loading import load, abstract_pipeline
+from wanjax.loading import abstract_pipeline, load
 from wanjax.media import stage_files, videos
 from wanjax.media.inputs import INPUTS
 from wanjax.media.pictures import Pictures
@@ -689,7 +689,7 @@ def loaded(
         mesh=options.mesh,
         video=request.settings,
         rules=options.rules,
-        compiler=options.compiler or kept_set(),
+        compiler=options.compiler or saved_set(),
         lora=options.lora,
         decoder=options.decoder,
         offload=offload if options.offload is None else options.offload,
@@ -705,14 +705,14 @@ def check_published(request: VideoRequest, left: VideoRequest, options: Pipeline
 
     Of what the previous stage `left`, settings that the model does not have do not count.
     """
-    preset = registry.published(str(options.model))
+    preset = registry.find_preset(str(options.model))
     if preset is None or preset.shipped or preset.architecture is None:
         return
-    found = registry.distilled(registry.outline(preset.name), loras_of(options), lambda sentence: None)
+    found = registry.with_distillation(registry.outline(preset.name), loras_of(options), lambda sentence: None)
     if (solver := request.scheduler or left.scheduler) is not None:
         found = replace(found, architecture=with_scheduler(found.architecture, solver))
     settings = request.under(_of_model(left, found.settings)).settings
-    outlined(found, ONE_DEVICE).settings(**settings)
+    abstract_pipeline(found, ONE_DEVICE).settings(**settings)
 
 
 def _of_model(left: VideoRequest, defaults: Settings) -> VideoRequest:
