@@ -206,8 +206,8 @@ MUTATIONS = (
     Mutation(
         "resume-check",
         "src/wanjax/pipelines/resume.py",
-        'found.metadata.get("origin") != self.origin',
-        '"origin" not in found.metadata',
+        'file.metadata.get("origin") != self.origin',
+        '"origin" not in file.metadata',
         "a stopped video goes on with the latents of another prompt or seed",
         (
             "pipelines/test_resume.py::test_another_video_begins_anew",
