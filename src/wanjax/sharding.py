@@ -125,8 +125,8 @@ class Partitioner:
         rules = {} if vector and self.rules.gathered else self.rules.weights
         return NamedSharding(self.mesh, self._spec(rules, axes, shape))
 
-    def on_each(self, function: Callable[..., Any], specs: tuple[Any, ...], out: Any) -> Callable[..., Any]:
-        """Returns the function as each device runs it on its shards; on one device, as it is."""
+    def shard_map(self, function: Callable[..., Any], specs: tuple[Any, ...], out: Any) -> Callable[..., Any]:
+        """Return the function as each device runs it on its shards; unchanged on one device."""
         if self.single_device:
             return function
         # kernels do not say along which mesh axes their results vary, so that cannot be checked
