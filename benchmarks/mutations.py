@@ -257,8 +257,8 @@ MUTATIONS = (
     Mutation(
         "record-field",
         "src/wanjax/pipelines/record.py",
-        'made |= {"batch_guidance": True}',
-        "made |= {}",
+        'metadata |= {"batch_guidance": True}',
+        "metadata |= {}",
         "`--from` makes another video, because its record lacks a choice",
         ("pipelines/test_record.py::test_choices_of_loading_and_of_the_call",),
     ),
