@@ -302,3 +302,12 @@ def test_a_narrow_terminal_cuts_no_word(monkeypatch):
     lines = commands.succeeded(commands.wanjax("plan", "nano", "--chip", "cpu")).stdout.splitlines()
     assert max(map(len, lines)) <= 60
     assert "not measured" in " ".join(lines)
+
+
+@pytest.mark.parametrize("options", [(), ("--train",)])
+def test_a_model_of_a_chip_does_not_claim_that_a_video_cannot_fit(options):
+    """Its peak counts nothing as fused: 14 billion parameters in bfloat16 are 27 GiB of an H100's 80 GB."""
+    run = CliRunner().invoke(main, ["plan", "wan2.1-t2v-14b", "--chip", "h100", "--json", *options])
+    planned = json.loads(run.stdout)
+    assert planned["fits"] is None
+    assert says(planned["advice"], "may fit h100 nothing fused compiled warmup")

@@ -161,7 +161,7 @@ def show_video(found: Outlook, console: Console) -> None:
             _gib(stage.activation_bytes_per_chip),
             _gib(stage.kept_bytes_per_chip),
             _gib(stage.peak_bytes_per_chip),
-            _gib(stage.spare_bytes_per_chip),
+            "unknown" if found.fits is None and stage.spare_bytes_per_chip < 0 else _gib(stage.spare_bytes_per_chip),
             "does not fit" if stage.seconds is None else duration(stage.seconds),
         )
         for name, stage in found.stages.items()

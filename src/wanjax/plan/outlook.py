@@ -18,7 +18,18 @@ from wanjax.pipelines.meshes import choose_mesh, step_cost
 from wanjax.pipelines.model import Cost, VideoModel, attending
 from wanjax.pipelines.recording import needed_pictures, record
 from wanjax.pipelines.settings import Settings
-from wanjax.plan.places import Place, Tell, axes_on, find_priceable, limit_of, mesh_on, priced_on, would_fit
+from wanjax.plan.places import (
+    Place,
+    Tell,
+    axes_on,
+    find_priceable,
+    fits_on,
+    limit_of,
+    may_fit,
+    mesh_on,
+    priced_on,
+    would_fit,
+)
 from wanjax.plan.recorded import DENSE, REUSING, STEP, Scheduled, programs_of
 from wanjax.pricing.chips import Slice
 from wanjax.pricing.priced import Priced
@@ -61,7 +72,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Outlook:
-    """The prices of a video, not measurements. `fits` is True if every stage fits; else `advice` says what would.
+    """The prices of a video, not measurements.
+
+    `fits` is True if every stage fits, and None where a stated model cannot tell: its peak counts nothing as fused, and
+    is an upper bound. `advice` says what to do unless it is True.
 
     `compiler` is the set of compiler options, None where nothing was compiled. Of the steps, `reusing_steps` reuse what
     the step cache kept, and `dense_steps`, the first under radial attention, take all of attention; fields named
@@ -88,7 +102,7 @@ class Outlook:
     dtype: str
     priced_by: str
     memory_per_chip: int
-    fits: bool
+    fits: bool | None
     peak_bytes_per_chip: int
     stages: Mapping[str, Stage]
     programs: Sequence[Row]
@@ -222,15 +236,19 @@ def outlook(
 
 def _memory(settings: Settings, chip: str, place: Place, stages: Mapping[str, Stage], step: Priced) -> dict[str, Any]:
     """Returns the fields on the stages and their memory, and what limits the video."""
-    fits = all(stage.spare_bytes_per_chip >= 0 for stage in stages.values())
+    each = [
+        fits_on(place, stage.weights_bytes_per_chip + stage.kept_bytes_per_chip, stage.peak_bytes_per_chip)
+        for stage in stages.values()
+    ]
+    fits = False if False in each else None if None in each else True
     tightest = min(stages, key=lambda name: stages[name].spare_bytes_per_chip)
     return {
         "memory_per_chip": place.memory,
         "fits": fits,
         "peak_bytes_per_chip": max(stage.peak_bytes_per_chip for stage in stages.values()),
         "stages": stages,
-        "limit": (limit_of(step) if fits else None) or f"the memory of a chip, in {tightest}",
-        "advice": None if fits else _advice(settings, chip, stages, place.devices),
+        "limit": (None if fits is False else limit_of(step)) or f"the memory of a chip, in {tightest}",
+        "advice": None if fits else _advice(settings, chip, stages, place.devices, fits),
     }
 
 
@@ -317,14 +335,15 @@ def _sum(seconds: Iterable[float | None]) -> float | None:
     return None if None in known else sum(filter(None, known))
 
 
-def _advice(settings: Settings, chip: str, stages: Mapping[str, Stage], devices: int) -> str:
-    """Returns advice on a slice that would fit, estimated from the memory of all devices together."""
+def _advice(settings: Settings, chip: str, stages: Mapping[str, Stage], devices: int, fits: bool | None) -> str:
+    """Return what to do where a video does not fit, or perhaps does not."""
     name, worst = max(stages.items(), key=lambda item: item[1].peak_bytes_per_chip)
-    memory = worst.peak_bytes_per_chip + worst.spare_bytes_per_chip
-    would = would_fit(chip, worst.peak_bytes_per_chip * devices)
+    video = f"{settings.model} at {settings.width}x{settings.height} and {quantity(settings.frames, 'frame')}"
+    needed, memory = worst.peak_bytes_per_chip, worst.peak_bytes_per_chip + worst.spare_bytes_per_chip
+    if fits is None:
+        least = worst.weights_bytes_per_chip + worst.kept_bytes_per_chip
+        return may_fit(f"{video} may fit {chip}", f"to {name} it", least, needed, memory)
     return (
-        f"{settings.model} at {settings.width}x{settings.height} and {quantity(settings.frames, 'frame')} does not fit "
-        f"{chip}: to "
-        f"{name} it needs {in_bytes(worst.peak_bytes_per_chip, 1024)} a chip where {in_bytes(memory, 1024)} are to be "
-        f"had; {would}"
+        f"{video} does not fit {chip}: to {name} it needs {in_bytes(needed, 1024)} a chip where "
+        f"{in_bytes(memory, 1024)} are to be had; {would_fit(chip, needed * devices)}"
     )

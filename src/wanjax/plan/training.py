@@ -24,7 +24,18 @@ from wanjax.pipelines.recording import needed_pictures
 from wanjax.pipelines.request import PreparedRequest
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.settings import Settings
-from wanjax.plan.places import Place, Tell, axes_on, find_priceable, limit_of, mesh_on, priced_on, would_fit
+from wanjax.plan.places import (
+    Place,
+    Tell,
+    axes_on,
+    find_priceable,
+    fits_on,
+    limit_of,
+    may_fit,
+    mesh_on,
+    priced_on,
+    would_fit,
+)
 from wanjax.pricing.chips import Slice
 from wanjax.pricing.priced import Priced
 from wanjax.registry import Outline
@@ -40,7 +51,7 @@ STEPS = 1000  # of the schedule of the rate, which costs nothing
 
 @dataclass(frozen=True)
 class TrainingOutlook:
-    """The prices of a step of training, not measurements. `fits` is True if it fits; else `advice` says what would.
+    """The prices of a step of training, not measurements. `fits` and `advice` are those of `Outlook`.
 
     `forward_seconds` are those of the loss alone, and `backward_ratio` how many times as long the rest of a step takes.
     """
@@ -58,7 +69,7 @@ class TrainingOutlook:
     weights_bytes_per_chip: int
     peak_bytes_per_chip: int
     spare_bytes_per_chip: int
-    fits: bool
+    fits: bool | None
     step_seconds: float | None
     step_breakdown: Mapping[str, float]
     forward_seconds: float | None
@@ -175,9 +186,12 @@ def _seconds(step: Priced, forward: Priced) -> dict[str, Any]:
 
 def _memory(settings: Settings, chip: str, place: Place, step: Priced) -> dict[str, Any]:
     """Returns the fields on memory, and what limits a step."""
-    spare = place.memory - step.peak
+    spare, fits = place.memory - step.peak, fits_on(place, step.arguments, step.peak)
     advice = None
-    if spare < 0:
+    if fits is None:
+        claim = f"a step of {settings.model} may fit {chip}"
+        advice = may_fit(claim, "it", step.arguments, step.peak, place.memory)
+    elif not fits:
         advice = (
             f"a step of {settings.model} needs {in_bytes(step.peak, 1024)} a chip where {in_bytes(place.memory, 1024)} "
             f"are to be had: {would_fit(chip, step.peak * place.devices)}"
@@ -187,7 +201,7 @@ def _memory(settings: Settings, chip: str, place: Place, step: Priced) -> dict[s
         "weights_bytes_per_chip": step.arguments,
         "peak_bytes_per_chip": step.peak,
         "spare_bytes_per_chip": spare,
-        "fits": spare >= 0,
-        "limit": (limit_of(step) if spare >= 0 else None) or "the memory of a chip",
+        "fits": fits,
+        "limit": (None if fits is False else limit_of(step)) or "the memory of a chip",
         "advice": advice,
     }
