@@ -22,9 +22,9 @@ from benchmarks.attention_prices import splash_kernel
 from benchmarks.recorded import programs
 from wanjax.kernels.attention import IMPLEMENTATIONS, AttentionConfig
 from wanjax.kernels.attention.implementation import Implementation
-from wanjax.plan.pricer import PRICER
-from wanjax.plan.recorded import STEP
-from wanjax.pricing.chips import described, find_slice
+from wanjax.plan.price import PRICER
+from wanjax.plan.video_programs import STEP
+from wanjax.pricing.chips import abstract_mesh, find_slice
 from wanjax.pricing.lowering import Lowering
 from wanjax.registry import presets
 
@@ -82,7 +82,7 @@ def priced(measured: Measured) -> float:
     """Returns the price of the step in seconds."""
     settings = replace(presets()[MODEL].defaults, height=measured.size[0], width=measured.size[1])
     place = find_slice(measured.chip)
-    mesh = described(place, {"dp": 2, "sp": 1, "tp": place.devices // 2})
+    mesh = abstract_mesh(place, {"dp": 2, "sp": 1, "tp": place.devices // 2})
     found = programs(MODEL, settings, mesh, attention=AttentionConfig("splash"))
     step = next(x.lowering for x in found if x.name == STEP)
     [price] = PRICER.price_all(place, [with_splash(step)])
@@ -100,11 +100,11 @@ def main() -> None:
     for measured in MEASURED:
         seconds = priced(measured)
         height, width = measured.size
-        rows.append(measured._asdict() | {"priced": seconds})
+        rows.append(measured._asdict() | {"pricer": seconds})
         ratio = seconds / measured.seconds
         table.add_row(measured.chip, f"{width}x{height}", f"{measured.seconds}", f"{seconds:.2f}", f"{ratio:.2f}")
     Console().print(table)
-    far = [row for row in rows if abs(row["priced"] / row["seconds"] - 1) > NEAR]
+    far = [row for row in rows if abs(row["pricer"] / row["seconds"] - 1) > NEAR]
     print(f"{len(rows) - len(far)} of {len(rows)} within {NEAR:.0%}")
     if options.json:
         options.json.write_text(json.dumps(rows, indent=2) + "\n")

@@ -17,12 +17,12 @@ from rich.table import Table
 from benchmarks.workloads import Workload
 from wanjax.kernels.alignment import round_up
 from wanjax.kernels.attention import IMPLEMENTATIONS, attention
-from wanjax.pricing.chips import SLICES, described, find_slice
+from wanjax.pricing.chips import SLICES, abstract_mesh, find_slice
 from wanjax.pricing.compile import Compiled, compile_programs
 from wanjax.pricing.costs import price_compiled
 from wanjax.pricing.exporting import CompilerError
-from wanjax.pricing.kernels import rare_work
-from wanjax.pricing.lowering import Lowering, everywhere
+from wanjax.pricing.lowering import Lowering, replicated
+from wanjax.pricing.pallas_kernels import rare_work
 from wanjax.sharding import pad_to
 
 CHIPS = ("v5e", "v5p", "v6e", "v7x")
@@ -97,7 +97,7 @@ def program(mesh: AbstractMesh, workload: Workload, function: Callable) -> Lower
         heads = (x.reshape(*x.shape[:2], workload.heads, workload.head_dim) for x in operands)
         return jax.tree.map(lambda x: x.reshape(*x.shape[:2], -1), function(*heads))
 
-    return everywhere(run, mesh, shapes)
+    return replicated(run, mesh, shapes)
 
 
 def smallest(chip: str) -> str:
@@ -110,7 +110,7 @@ def compile_forms(
 ) -> dict[Name, Compiled | CompilerError]:
     """Compiles functions of q, k and v, with schedules, for one chip; `compared` has them by their names."""
     place = smallest(chip)
-    mesh = described(find_slice(place))
+    mesh = abstract_mesh(find_slice(place))
     programs = [(program(mesh, workload, function), place) for function in compared.values()]
     return dict(zip(compared, compile_programs(programs, schedules=True), strict=True))
 

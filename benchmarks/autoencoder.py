@@ -15,8 +15,8 @@ from rich.table import Table
 from benchmarks.recorded import programs
 from wanjax.kernels.compiler_options import O1, O2
 from wanjax.pipelines.settings import DTYPES
-from wanjax.plan.pricer import PRICER
-from wanjax.pricing.chips import described, find_slice
+from wanjax.plan.price import PRICER
+from wanjax.pricing.chips import abstract_mesh, find_slice
 from wanjax.pricing.lowering import Lowering
 from wanjax.registry import presets
 
@@ -39,7 +39,7 @@ def main() -> None:
     options = parser.parse_args()
     video, place = presets()[options.model].defaults, find_slice(options.chip)
     video = video.updated({"vae_dtype": options.dtype} if options.dtype else {})
-    mesh = described(place, {"dp": 1, "sp": 1, "tp": place.devices})
+    mesh = abstract_mesh(place, {"dp": 1, "sp": 1, "tp": place.devices})
     stage = "encode" if options.encode else "decode"
     names = (f"{stage}_first", f"{stage}_next")
     columns = "program", "level", "compiled in, s", "priced, ms", "runs", "peak, GiB"

@@ -42,7 +42,7 @@ from wanjax.jobs.ray_cluster import VARIABLES
 from wanjax.jobs.rows import read_requests
 from wanjax.jobs.store import Job, JobStore
 from wanjax.jobs.worker import Failure, Lease
-from wanjax.media.videos import read_metadata
+from wanjax.media.video import read_metadata
 from wanjax.pipelines.request import VideoRequest
 
 SMALL = ("--size", "32x32", "--frames", "5", "--steps", "20")

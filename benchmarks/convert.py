@@ -68,7 +68,7 @@ def verify(source: Path, target: Path) -> dict:
 def compare(source: Path, target: Path) -> dict:
     """Compares every tensor of the source with its conversion there and back, bit for bit."""
     from wanjax.checkpoints.files import SafetensorsFolder
-    from wanjax.checkpoints.networks import network
+    from wanjax.checkpoints.network_kinds import network
     from wanjax.registry import kinds, open_source
 
     start, count = time.perf_counter(), 0

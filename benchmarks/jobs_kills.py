@@ -30,7 +30,7 @@ from benchmarks.serving import served
 from tests.support.batches import read_manifest
 from tests.support.postgres import Server, running
 from wanjax.jobs.databases import VARIABLE
-from wanjax.media.videos import read_metadata
+from wanjax.media.video import read_metadata
 
 AWAY = 1.0  # seconds for which the database is away
 PATIENCE = 900.0  # seconds in which another video is made

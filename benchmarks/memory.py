@@ -22,8 +22,8 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
-from wanjax.checkpoints.networks import Network
-from wanjax.media.videos import write_video
+from wanjax.checkpoints.network_kinds import Network
+from wanjax.media.video import write_video
 from wanjax.pipelines.components import Components
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.registry import family_with, presets

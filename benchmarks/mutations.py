@@ -292,7 +292,7 @@ MUTATIONS = (
     ),
     Mutation(
         "frame-times",
-        "src/wanjax/media/videos.py",
+        "src/wanjax/media/video.py",
         "round(1000 * i / fps / unit) * unit",
         "round(1000 / fps / unit) * unit * i",
         "an animation is shorter or longer than its frames a second say",
@@ -300,7 +300,7 @@ MUTATIONS = (
     ),
     Mutation(
         "fps",
-        "src/wanjax/media/videos.py",
+        "src/wanjax/media/video.py",
         '"-framerate", str(fps)',
         '"-framerate", str(int(fps) + 1)',
         "films play too fast",
@@ -309,23 +309,23 @@ MUTATIONS = (
     # checkpoints and stores
     Mutation(
         "row-scale",
-        "src/wanjax/checkpoints/descaled.py",
+        "src/wanjax/checkpoints/dequantized.py",
         " / parts.spelling.steps",
         "",
         "weights of 8-bit integers are 127 times too large",
-        ("checkpoints/test_descaled.py::test_integers_of_which_127_is_the_scale",),
+        ("checkpoints/test_dequantized.py::test_integers_of_which_127_is_the_scale",),
     ),
     Mutation(
         "block-scale",
-        "src/wanjax/checkpoints/descaled.py",
+        "src/wanjax/checkpoints/dequantized.py",
         "x = np.repeat(x, size, axis)",
         "x = np.concatenate([x] * size, axis)",
         "weights of fp8 with a scale for each block are multiplied by other blocks' scales",
-        ("checkpoints/test_descaled.py::test_every_spelling_and_shape",),
+        ("checkpoints/test_dequantized.py::test_every_spelling_and_shape",),
     ),
     Mutation(
         "table-rows",
-        "converters/rules.py",
+        "converters/weight_rules.py",
         '*linear(f"{source}.to_k", f"{target}.k", rows=rows)',
         '*linear(f"{source}.to_k", f"{target}.k")',
         "keys are rotated in other pairs than queries, and every video is noise",
@@ -349,11 +349,11 @@ MUTATIONS = (
     ),
     Mutation(
         "path-escape",
-        "src/wanjax/stores/places.py",
+        "src/wanjax/stores/paths.py",
         'not {"", ".", ".."} & {*parts}',
         'not {"", "."} & {*parts}',
         "a store's listing can write outside of the folder that it is copied to",
-        ("stores/test_places.py::test_names_that_lead_elsewhere_are_not_taken",),
+        ("stores/test_paths.py::test_names_that_lead_elsewhere_are_not_taken",),
     ),
     Mutation(
         "hub-revision",
@@ -448,11 +448,11 @@ MUTATIONS = (
     ),
     Mutation(
         "plan-memory",
-        "src/wanjax/plan/outlook.py",
+        "src/wanjax/plan/estimate.py",
         "spare_bytes_per_chip=memory - largest.peak - program.beside",
         "spare_bytes_per_chip=memory - largest.peak",
         "a plan says that a video fits where the networks beside it take the memory",
-        ("plan/test_outlook.py::test_networks_that_stay_are_counted_beside_each_stage",),
+        ("plan/test_estimate.py::test_networks_that_stay_are_counted_beside_each_stage",),
     ),
     Mutation(
         "price-unit",

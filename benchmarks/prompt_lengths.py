@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from wanjax.pipelines.hunyuanvideo.conditioning import LENGTHS
-from wanjax.plan.outlook import outlook
+from wanjax.plan.estimate import estimate
 from wanjax.registry import outline
 from wanjax.sharding import parse_mesh
 
@@ -28,7 +28,7 @@ def main() -> None:
     settings = model.settings.updated({"dtype": "bfloat16"})
     for tokens in options.tokens:
         shapes: Any = replace(model.architecture, prompt_tokens=tokens)
-        found = outlook(replace(model, architecture=shapes, settings=settings), options.chip, options.mesh)
+        found = estimate(replace(model, architecture=shapes, settings=settings), options.chip, options.mesh)
         spread = f"{found.step_seconds_low:.2f} to {found.step_seconds_high:.2f}"
         print(f"{tokens} tokens: {found.step_seconds:.3f} s, {spread}")
 

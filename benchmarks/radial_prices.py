@@ -21,7 +21,7 @@ from wanjax.kernels.attention.radial import Radial, cells
 from wanjax.kernels.attention.visits import visits
 from wanjax.pricing.compile import Compiled
 from wanjax.pricing.exporting import CompilerError
-from wanjax.pricing.kernels import kernel_calls, kernel_seconds, visiting_seconds
+from wanjax.pricing.pallas_kernels import kernel_calls, kernel_seconds, visiting_seconds
 
 VIDEOS = {"wan": (21, 0, True), "hunyuanvideo": (31, 1985, False)}  # latent frames, text tokens, and the sink
 STEPS = 37  # grid steps whose numbers of blocks are priced

@@ -9,12 +9,12 @@ from jax.sharding import AbstractMesh, Mesh
 from wanjax.loading import abstract_pipeline
 from wanjax.pipelines.recording import needed_pictures, record
 from wanjax.pipelines.settings import Settings
-from wanjax.plan.recorded import Scheduled, programs_of
+from wanjax.plan.video_programs import VideoProgram, programs_of
 from wanjax.registry import outline
 from wanjax.sharding import RULES, Partitioner
 
 
-def programs(model: str, settings: Settings, mesh: Mesh | AbstractMesh, **how: Any) -> list[Scheduled]:
+def programs(model: str, settings: Settings, mesh: Mesh | AbstractMesh, **how: Any) -> list[VideoProgram]:
     """Returns the programs of a video of these settings; the keywords are those of `abstract_pipeline`."""
     pipe = abstract_pipeline(replace(outline(model), settings=settings), Partitioner(mesh, RULES["fsdp"]), **how)
     return programs_of(record(pipe, settings, needed_pictures(pipe, settings)))

@@ -22,7 +22,7 @@ from wanjax.kernels.attention.visits import LISTS
 from wanjax.pricing.compile import Compiled
 from wanjax.pricing.costs import price_compiled
 from wanjax.pricing.exporting import CompilerError
-from wanjax.pricing.kernels import kernel_calls, rare_work
+from wanjax.pricing.pallas_kernels import kernel_calls, rare_work
 
 
 def sparse_linear(top: float) -> Callable[..., jax.Array]:

@@ -4,13 +4,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from wanjax.converters.rules import Rule, layer, norm, patches
 from wanjax.converters.vision import block_rules, either_way, vision_sizes, with_prefix
+from wanjax.converters.weight_rules import Rule, layer, norm, patches
 from wanjax.models.clip import CLIPVisionConfig
 
 
 def clip_config(json: Mapping[str, Any]) -> CLIPVisionConfig:
-    """Reads the config of the vision tower from a config.json of `CLIPVisionModelWithProjection` or `CLIPVisionModel`.
+    """Read the config of the vision tower from a config.json of `CLIPVisionModelWithProjection` or `CLIPVisionModel`.
 
     The last block is left out.
 
@@ -21,7 +21,7 @@ def clip_config(json: Mapping[str, Any]) -> CLIPVisionConfig:
 
 
 def clip_rules(config: CLIPVisionConfig) -> list[Rule]:
-    """Returns the rules for every parameter of `CLIPVision`."""
+    """Return the rules for every parameter of `CLIPVision`."""
     return with_prefix(
         [
             Rule("embeddings.class_embedding", "class_token"),
@@ -34,6 +34,6 @@ def clip_rules(config: CLIPVisionConfig) -> list[Rule]:
 
 
 def clip_unused(config: CLIPVisionConfig) -> list[str]:
-    """Returns patterns of the unused keys: the last block, what follows it, and the position indices."""
+    """Return patterns of the unused keys: the last block, all layers after it, and the position indices."""
     tower = either_way([f"encoder.layers.{config.layers}.*", "post_layernorm.*", "embeddings.position_ids"])
     return [*tower, "visual_projection.weight"]

@@ -7,7 +7,7 @@ from dataclasses import fields
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from wanjax.converters.rules import Described
+from wanjax.converters.weight_rules import Described
 from wanjax.errors import WanjaxError, shown
 
 Specs = Mapping[str, Described]
@@ -17,7 +17,7 @@ Read = TypeVar("Read")
 
 
 class Entries(Mapping[str, Any]):
-    """The entries of a config.json, of which those that are read and not yet known to be right are noted."""
+    """The entries of a config.json; it records which are read, to be checked."""
 
     def __init__(self, json: Mapping[str, Any]):
         self.json, self.read = json, dict[str, Any]()
@@ -34,7 +34,7 @@ class Entries(Mapping[str, Any]):
 
 
 def read_config(file: str, json: Mapping[str, Any], read: Callable[[Mapping[str, Any]], Read]) -> Read:
-    """Returns the config, a dataclass, that a function reads from the entries of a config.json.
+    """Return the config, a dataclass, that a function reads from the entries of a config.json.
 
     Raises WanjaxError that names the file, the entry and its value where one is missing, of another type or out of
     bounds.
@@ -56,14 +56,14 @@ def read_config(file: str, json: Mapping[str, Any], read: Callable[[Mapping[str,
     for each in fields(config):  # pyright: ignore[reportArgumentType]
         value = getattr(config, each.name)
         if right := _unlike(value, hints[each.name], each.metadata.get("least", 1)):
-            same = [key for key, found in entries.read.items() if found == value or _is_list_of(found, value)]
+            same = [key for key, entry in entries.read.items() if entry == value or _is_list_of(entry, value)]
             raise _misfit(file, [*same, each.name][0], value, right)
     return config
 
 
-def _is_list_of(found: Any, value: Any) -> bool:
-    """Tells whether a tuple was made of an entry."""
-    return isinstance(value, tuple) and isinstance(found, list | str) and tuple(found) == value
+def _is_list_of(entry: Any, value: Any) -> bool:
+    """Return whether a tuple was made of an entry."""
+    return isinstance(value, tuple) and isinstance(entry, list | str) and tuple(entry) == value
 
 
 def _misfit(file: str, name: str, value: Any, right: str) -> WanjaxError:
@@ -71,7 +71,7 @@ def _misfit(file: str, name: str, value: Any, right: str) -> WanjaxError:
 
 
 def _is_size(value: Any) -> bool:
-    """Tells whether a value may be an entry that a network is made of: a number, truth, or a short list of these."""
+    """Return whether a value may be an entry that a network is made of: a number, truth, or a short list of these."""
     if isinstance(value, list | tuple):
         return len(value) <= STATISTICS and all(map(_is_size, value))
     if isinstance(value, Mapping) or value is None:
@@ -80,7 +80,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _unlike(value: Any, hint: Any, least: int) -> str:
-    """Returns what is right where a value is not of a field's type; an empty text where it is."""
+    """Return the kind of value that a field needs if a value is not of it, else an empty text."""
     kinds = get_args(hint)
     if isinstance(hint, UnionType) or get_origin(hint) is Union:
         wrong = [_unlike(value, kind, least) for kind in kinds]
@@ -105,7 +105,7 @@ def _unlike(value: Any, hint: Any, least: int) -> str:
 
 
 def check_kind(component: str, json: Mapping[str, Any], kind: Mapping[str, tuple]) -> None:
-    """Raises WanjaxError if an entry of a component's config.json selects an architecture that is not supported.
+    """Raise WanjaxError if an entry of a component's config.json selects an architecture that is not supported.
 
     `kind` has the supported values of each entry; the first is that of a missing one.
     """
@@ -118,14 +118,14 @@ def check_kind(component: str, json: Mapping[str, Any], kind: Mapping[str, tuple
 
 
 def check_entries(component: str, json: Mapping[str, Any], right: Mapping[str, Any]) -> None:
-    """Raises WanjaxError unless a component's config.json has these entries, with these values."""
+    """Raise WanjaxError unless a component's config.json has these entries, with these values."""
     for entry, value in right.items():
-        if (found := json.get(entry)) != value:
-            raise WanjaxError(f"the {component}'s config.json has {entry} {found!r} where {value!r} is right")
+        if (actual := json.get(entry)) != value:
+            raise WanjaxError(f"the {component}'s config.json has {entry} {actual!r} where {value!r} is right")
 
 
 def shape_of(specs: Specs, key: str, rank: int) -> tuple[int, ...]:
-    """Returns the shape of a tensor that determines a size. Raises WanjaxError unless it is there with this rank."""
+    """Return the shape of a tensor that determines a size. Raises WanjaxError unless it is there with this rank."""
     if key not in specs:
         raise WanjaxError(
             f"the checkpoint lacks {key}, which determines a size of the network: a complete file is needed"
@@ -137,6 +137,6 @@ def shape_of(specs: Specs, key: str, rank: int) -> tuple[int, ...]:
 
 
 def count_of(keys: Iterable[str], modules: str) -> int:
-    """Returns one more than the highest index that follows `modules` in the keys, or 0 if there is none."""
+    """Return one more than the highest index that follows `modules` in the keys, or 0 if there is none."""
     index = re.compile(re.escape(modules) + r"\.([0-9]{1,4})\.")
-    return max((int(found[1]) for key in keys if (found := index.match(key))), default=-1) + 1
+    return max((int(match[1]) for key in keys if (match := index.match(key))), default=-1) + 1

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from wanjax.converters.configs import check_entries, check_kind
-from wanjax.converters.rules import Rule, linear, norm
+from wanjax.converters.weight_rules import Rule, linear, norm
 from wanjax.models.qwen2_vl import Qwen2VLConfig
 
 PREFIX = "model."  # some files have it
@@ -15,7 +15,7 @@ THETA = 1e6  # of files that do not name it
 
 
 def qwen2_vl_config(json: Mapping[str, Any]) -> Qwen2VLConfig:
-    """Reads the encoder's config from a config.json of `Qwen2_5_VLTextModel`; the last two blocks are left out.
+    """Read the encoder's config from a config.json of `Qwen2_5_VLTextModel`; the last two blocks are left out.
 
     Raises WanjaxError for another model, activation, attention or rotary embedding, KeyError if a size is missing.
     """
@@ -37,7 +37,7 @@ def qwen2_vl_config(json: Mapping[str, Any]) -> Qwen2VLConfig:
 
 
 def qwen2_vl_rules(config: Qwen2VLConfig) -> list[Rule]:
-    """Returns the rules for every parameter of `Qwen2VLEncoder`."""
+    """Return the rules for every parameter of `Qwen2VLEncoder`."""
     layer = "layers.{i}"
     rules = [
         Rule("embed_tokens.weight", "embed.embedding"),
@@ -55,6 +55,6 @@ def qwen2_vl_rules(config: Qwen2VLConfig) -> list[Rule]:
 
 
 def qwen2_vl_unused(config: Qwen2VLConfig) -> list[str]:
-    """Returns patterns of the unused keys: the last blocks and the last norm."""
+    """Return patterns of the unused keys: the last blocks and the last norm."""
     blocks = (f"layers.{config.layers + i}.*" for i in range(SKIPPED))
     return [prefix + key for key in (*blocks, "norm.weight") for prefix in ("", PREFIX)]

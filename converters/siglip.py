@@ -4,13 +4,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from wanjax.converters.rules import Rule, layer, norm, patches
 from wanjax.converters.vision import block_rules, either_way, vision_sizes, with_prefix
+from wanjax.converters.weight_rules import Rule, layer, norm, patches
 from wanjax.models.siglip import SiglipVisionConfig
 
 
 def siglip_config(json: Mapping[str, Any]) -> SiglipVisionConfig:
-    """Reads the config of the vision tower from a config.json of `SiglipVisionModel`.
+    """Read the config of the vision tower from a config.json of `SiglipVisionModel`.
 
     Raises WanjaxError for another model or activation, KeyError if a size is missing.
     """
@@ -18,7 +18,7 @@ def siglip_config(json: Mapping[str, Any]) -> SiglipVisionConfig:
 
 
 def siglip_rules(config: SiglipVisionConfig) -> list[Rule]:
-    """Returns the rules for every parameter of `SiglipVision`."""
+    """Return the rules for every parameter of `SiglipVision`."""
     return with_prefix(
         [
             *layer("embeddings.patch_embedding", "patch_embed", patches((config.patch, config.patch))),
@@ -30,5 +30,5 @@ def siglip_rules(config: SiglipVisionConfig) -> list[Rule]:
 
 
 def siglip_unused(config: SiglipVisionConfig) -> list[str]:
-    """Returns patterns of the unused keys: the head that pools the tokens, and the position indices."""
+    """Return patterns of the unused keys: the head that pools the tokens, and the position indices."""
     return either_way(["head.*", "embeddings.position_ids"])

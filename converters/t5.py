@@ -5,14 +5,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from wanjax.converters.configs import check_entries
-from wanjax.converters.rules import Rule, linear, norm
 from wanjax.converters.transforms import Shape
+from wanjax.converters.weight_rules import Rule, linear, norm
 from wanjax.errors import WanjaxError
 from wanjax.models.t5 import T5Config
 
 
 def t5_config(json: Mapping[str, Any]) -> T5Config:
-    """Reads the encoder's config from a config.json of `T5EncoderModel` or `UMT5EncoderModel`.
+    """Read the encoder's config from a config.json of `T5EncoderModel` or `UMT5EncoderModel`.
 
     Raises WanjaxError for another model or MLP, KeyError if a size is missing.
     """
@@ -37,7 +37,7 @@ def t5_config(json: Mapping[str, Any]) -> T5Config:
 def t5_json(
     kind: tuple[str, str], *, embedding: Shape, bias: Shape, query: Shape, mlp: Shape, layers: int
 ) -> dict[str, Any]:
-    """Returns the config.json of an encoder whose tensors have these shapes; what they do not show is as published.
+    """Return the config.json of an encoder with these shapes, with published values where they do not determine it.
 
     kind: the model's type, and its class in transformers.
     """
@@ -59,7 +59,7 @@ def t5_json(
 
 
 def t5_rules(config: T5Config) -> list[Rule]:
-    """Returns the rules for every parameter of `T5Encoder`; files may store the tied embedding twice."""
+    """Return the rules for every parameter of `T5Encoder`; files may store the tied embedding twice."""
     attention, mlp = "encoder.block.{i}.layer.0", "encoder.block.{i}.layer.1"
     bias = "SelfAttention.relative_attention_bias.weight"
     return [

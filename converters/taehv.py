@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The conversion table of TAEHV's decoders: names and shapes of their weights, which tell their sizes too.
+"""The conversion table of TAEHV's decoders: names and shapes of their weights.
 
 Layers are numbered through in the reference, taehv.py of madebyollin/taehv: each level has three blocks, a doubling
 without weights, a convolution that adds frames, and one to the next level.
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from wanjax.converters.rules import Described, Rule, conv
+from wanjax.converters.weight_rules import Described, Rule, conv
 from wanjax.errors import WanjaxError
 from wanjax.models.taehv import BLOCKS, TinyDecoderConfig
 
@@ -21,7 +21,7 @@ ADDING = [f"decoder.{FIRST + LEVEL * level + BLOCKS + 1}.conv.weight" for level 
 
 
 def config_of(specs: Mapping[str, Described]) -> TinyDecoderConfig:
-    """Reads the sizes of a decoder off its tensors; raises WanjaxError if they are not those of a TAEHV decoder."""
+    """Read the sizes of a decoder off its tensors; raise WanjaxError if it is no TAEHV decoder."""
     try:
         first, last = (specs[f"decoder.{layer}.weight"].shape for layer in (1, LAST))
         outs = [specs[f"decoder.{FIRST + LEVEL * (level + 1) - 1}.weight"].shape[0] for level in range(LEVELS)]
@@ -36,18 +36,18 @@ def config_of(specs: Mapping[str, Described]) -> TinyDecoderConfig:
 
 
 def rules() -> list[Rule]:
-    """Returns the rules for every parameter of a decoder."""
-    found = [*conv("decoder.1", "conv_in"), *conv(f"decoder.{LAST}", "conv_out")]
+    """Return the rules for every parameter of a decoder."""
+    table = [*conv("decoder.1", "conv_in"), *conv(f"decoder.{LAST}", "conv_out")]
     for level in range(LEVELS):
         begin, ours = FIRST + LEVEL * level, f"levels.{level}"
         for block in range(BLOCKS):
             for place in range(3):
-                found += conv(f"decoder.{begin + block}.conv.{2 * place}", f"{ours}.blocks.{block}.convs.{place}")
-        found += conv(f"decoder.{begin + BLOCKS + 1}.conv", f"{ours}.mix", bias=False)
-        found += conv(f"decoder.{begin + BLOCKS + 2}", f"{ours}.out", bias=False)
-    return found
+                table += conv(f"decoder.{begin + block}.conv.{2 * place}", f"{ours}.blocks.{block}.convs.{place}")
+        table += conv(f"decoder.{begin + BLOCKS + 1}.conv", f"{ours}.mix", bias=False)
+        table += conv(f"decoder.{begin + BLOCKS + 2}", f"{ours}.out", bias=False)
+    return table
 
 
 def last_frames(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns the tensors, of the layers that add frames only what makes the last frame."""
+    """Return the tensors; layers that add frames keep only the rows of the last frame."""
     return {name: x[-x.shape[1] :] if name in ADDING else x for name, x in tensors.items()}

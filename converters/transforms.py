@@ -19,7 +19,7 @@ class Transform:
     inverse: Callable
 
     def __rshift__(self, after: "Transform") -> "Transform":
-        """Returns this transform followed by `after`."""
+        """Return this transform followed by `after`."""
         return Transform(
             f"{self.name} >> {after.name}",
             lambda x: after.forward(self.forward(x)),
@@ -27,11 +27,11 @@ class Transform:
         )
 
     def shape(self, source: Shape) -> Shape | None:
-        """Returns the shape that a source shape becomes; None if the transform does not apply to it."""
+        """Return the shape that a source shape becomes; None if the transform does not apply to it."""
         return _shape_through(self.forward, source)
 
     def source_shape(self, target: Shape) -> Shape | None:
-        """Returns the shape that becomes `target`; None if there is none."""
+        """Return the shape that becomes `target`; None if there is none."""
         return _shape_through(self.inverse, target)
 
 
@@ -44,7 +44,7 @@ def _shape_through(rearrange: Callable, shape: Shape) -> Shape | None:
 
 
 def _swap_pairs(x, groups: int, inner: tuple[int, int]):
-    """Splits the rows into axes [groups, a, b], where (a, b) is `inner`, one of them -1; exchanges a and b."""
+    """Split the rows into axes [groups, a, b], where (a, b) is `inner`, one of them -1; exchange a and b."""
     rows = x.reshape(groups, *inner, *x.shape[1:])
     return rows.swapaxes(1, 2).reshape(x.shape)
 
@@ -59,7 +59,7 @@ def rope_halves(heads: int) -> Transform:
 
 
 def squeeze(*axes: int) -> Transform:
-    """Drops axes of size 1."""
+    """Drop axes of size 1."""
     return Transform(
         f"squeeze{axes}",
         lambda x: x.squeeze(axes),
@@ -68,7 +68,7 @@ def squeeze(*axes: int) -> Transform:
 
 
 def patches(patch: tuple[int, ...]) -> Transform:
-    """Makes a matrix [prod(patch) * C, E] of the weight [E, C, *patch] of a convolution whose stride is its kernel.
+    """Make a matrix [prod(patch) * C, E] of the weight [E, C, *patch] of a convolution whose stride is its kernel.
 
     The rows are ordered as our patches are flattened: offsets in the patch first, channel last.
     """

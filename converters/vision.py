@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from wanjax.converters.configs import check_entries
-from wanjax.converters.rules import Rule, linear, norm
+from wanjax.converters.weight_rules import Rule, linear, norm
 
 PREFIX = "vision_model."  # newer files lack it
 
 
 def vision_sizes(json: Mapping[str, Any], *, model: str, activation: str) -> dict[str, Any]:
-    """Reads the sizes of a `VisionConfig` from the config.json of a vision tower.
+    """Read the sizes of a `VisionConfig` from the config.json of a vision tower.
 
     Raises WanjaxError for another model or activation, KeyError if a size is missing.
     """
@@ -29,7 +29,7 @@ def vision_sizes(json: Mapping[str, Any], *, model: str, activation: str) -> dic
 
 
 def block_rules() -> list[Rule]:
-    """Returns the rules for every parameter of the stacked `VisionBlock`s."""
+    """Return the rules for every parameter of the stacked `VisionBlock`s."""
     layer = "encoder.layers.{i}"
     return [
         *norm(f"{layer}.layer_norm1", "blocks.norm1", bias=True),
@@ -44,10 +44,10 @@ def block_rules() -> list[Rule]:
 
 
 def with_prefix(rules: Sequence[Rule]) -> list[Rule]:
-    """Returns rules that read names with the prefix, or without it."""
+    """Return rules that read names with the prefix, or without it."""
     return [replace(rule, source=PREFIX + rule.source, aliases=(rule.source,)) for rule in rules]
 
 
 def either_way(patterns: Sequence[str]) -> list[str]:
-    """Returns patterns of keys with the prefix and without it."""
+    """Return patterns of keys with the prefix and without it."""
     return [prefix + pattern for pattern in patterns for prefix in (PREFIX, "")]

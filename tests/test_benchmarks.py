@@ -13,7 +13,7 @@ from benchmarks import convert, synthetic
 from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint, tiny_cogvideox_checkpoint, tiny_hunyuan_checkpoint
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
-from wanjax.checkpoints.networks import read_network
+from wanjax.checkpoints.network_kinds import read_network
 from wanjax.registry import kinds, presets
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"

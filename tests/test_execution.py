@@ -19,7 +19,7 @@ from wanjax.errors import WanjaxWarning
 from wanjax.execution import Execute, Instance, Program, Site, program
 from wanjax.kernels.target import Target
 from wanjax.pipelines.denoiser import take_step
-from wanjax.pricing.lowering import without_refused
+from wanjax.pricing.lowering import retry_without_rejected_options
 from wanjax.sharding import one_device
 
 BOGUS = {"xla_no_such_option": "true"}
@@ -123,7 +123,7 @@ def test_a_lack_of_memory_is_no_refusal():
         return jax.jit(huge, static_argnums=0, compiler_options=options)(None, jnp.ones(1))
 
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
-        without_refused(dict(KEPT), attempt, warnings.warn)
+        retry_without_rejected_options(dict(KEPT), attempt, warnings.warn)
     assert len(attempts) == 1
 
 

@@ -11,11 +11,11 @@ from benchmarks.mutations import MUTATIONS, ROOT, Mutation, main
 
 HARMLESS = Mutation(
     "harmless",
-    "src/wanjax/stores/places.py",
+    "src/wanjax/stores/paths.py",
     '"""Tells whether a name stays in its folder, on every system, and can be printed."""',
     '"""Tells whether a name is plain."""',
     "nothing",
-    ("stores/test_places.py::test_names_that_lead_elsewhere_are_not_taken",),
+    ("stores/test_paths.py::test_names_that_lead_elsewhere_are_not_taken",),
 )
 
 

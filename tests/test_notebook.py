@@ -12,7 +12,7 @@ import pytest
 from nbclient import NotebookClient
 from PIL import Image
 
-from wanjax.media.videos import read_metadata
+from wanjax.media.video import read_metadata
 
 NOTEBOOK = Path(__file__).parents[1] / "examples/notebook.ipynb"
 

@@ -15,9 +15,9 @@ from tests.support.published import Keys, image_encoder_keys, text_encoder_keys,
 from tests.support.words import naming
 from wanjax.checkpoints import modules
 from wanjax.checkpoints.files import Spec
-from wanjax.checkpoints.networks import network_of
+from wanjax.checkpoints.network_kinds import network_of
 from wanjax.checkpoints.sources import read_json
-from wanjax.converters import clip, rules, t5
+from wanjax.converters import clip, t5, weight_rules
 from wanjax.converters.wan import diffusers as wan
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import AttentionConfig, SparseLinear
@@ -53,7 +53,7 @@ class Published(NamedTuple):
     """A network, the table of its weights, the keys of its checkpoint, and the number of its parameters."""
 
     config: Any
-    rules: list[rules.Rule]
+    rules: list[weight_rules.Rule]
     keys: Keys
     parameters: int
 
@@ -140,7 +140,7 @@ def test_the_number_of_parameters_is_the_published_one(name):
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_key_of_the_checkpoint_is_mapped(name):
     sources = checkpoint(name)
-    assignments = rules.assign(NETWORKS[name].rules, sources, weights(name))
+    assignments = weight_rules.assign(NETWORKS[name].rules, sources, weights(name))
     assert sorted(key for each in assignments for key in each.sources) == sorted(sources)
     assert {each.target for each in assignments} == weights(name).keys()
 
@@ -151,7 +151,7 @@ def test_superfluous_and_missing_keys_are_reported(name):
     key = list(sources)[len(sources) // 2]
     for wrong in ({k: v for k, v in sources.items() if k != key}, sources | {f"{key}.other": sources[key]}):
         with pytest.raises(WanjaxError, match=key.rsplit(".", 1)[-1]):
-            rules.assign(NETWORKS[name].rules, wrong, weights(name))
+            weight_rules.assign(NETWORKS[name].rules, wrong, weights(name))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from tests.support.words import naming, says
 from wanjax.errors import WanjaxError
 from wanjax.jobs import processes
 from wanjax.media import stage_files
-from wanjax.media.records import load_settings
+from wanjax.media.metadata import load_settings
 
 RUN = ("a red circle", "--size", "32x32", "--frames", "5", "--steps", "2", "--dtype", "float32")
 SMALL = ("--size", "32x32", "--frames", "5", "--steps", "2")

@@ -25,7 +25,7 @@ from wanjax.cli import main
 from wanjax.errors import WanjaxError
 from wanjax.media.inputs import INPUTS
 from wanjax.media.pictures import read_clip
-from wanjax.media.videos import read_metadata
+from wanjax.media.video import read_metadata
 from wanjax.pipelines.caching.tables import Magnitudes, Tables
 from wanjax.pipelines.observers import Cancelled, Observer
 from wanjax.pipelines.recording import needed_pictures, record

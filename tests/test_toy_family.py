@@ -23,11 +23,11 @@ from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.cli import main
 from wanjax.errors import WanjaxError
 from wanjax.media.stage_files import EMBEDDINGS, LATENTS
-from wanjax.media.videos import read_metadata
+from wanjax.media.video import read_metadata
 from wanjax.pipelines.caching.tables import Changes, Magnitudes, Tables
 from wanjax.pipelines.denoiser import take_step
 from wanjax.pipelines.recording import record
-from wanjax.plan.outlook import outlook
+from wanjax.plan.estimate import estimate
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -161,7 +161,7 @@ def test_the_outlook_of_a_toy(cache):
     tables = Tables(Magnitudes((1.0,) * 6, (1.0,) * 6, 0.1, 2, 0.2))
     found = registry.outline("toy")
     settings = found.settings.updated({"steps": 6, "cache": cache})
-    told = outlook(replace(found, architecture=replace(found.architecture, tables=tables), settings=settings), "cpu")
+    told = estimate(replace(found, architecture=replace(found.architecture, tables=tables), settings=settings), "cpu")
     assert {row.name for row in told.programs} >= {"encode_texts", "embed_texts", "step", "finish", "decode_first"}
     assert (told.reusing_steps > 0) is (cache != "none")
     assert told.total_seconds > told.step_seconds > 0

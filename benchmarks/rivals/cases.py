@@ -19,7 +19,7 @@ from benchmarks.timing import Run, speed_ratio, time_rivals
 from tests.parity.references import StateDict, relative_l2
 from tests.support.programs import caller
 from wanjax.checkpoints import modules
-from wanjax.checkpoints.networks import read_network
+from wanjax.checkpoints.network_kinds import read_network
 from wanjax.execution import Program
 from wanjax.pipelines.components import Components
 from wanjax.pipelines.pipeline import Pipeline

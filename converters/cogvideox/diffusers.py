@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from wanjax.converters.configs import check_kind
-from wanjax.converters.rules import (
+from wanjax.converters.weight_rules import (
     TRANSPOSE,
     Rule,
     Transform,
@@ -42,7 +42,7 @@ SECOND_GENERATION = {"use_learned_positional_embeddings": (False,), "use_rotary_
 
 
 def transformer_config(json: Mapping[str, Any]) -> TransformerConfig:
-    """Reads a transformer's config from `transformer/config.json` of a diffusers folder.
+    """Read a transformer's config from `transformer/config.json` of a diffusers folder.
 
     Raises KeyError if a size is missing, WanjaxError if the architecture is not supported.
     """
@@ -69,7 +69,7 @@ def transformer_config(json: Mapping[str, Any]) -> TransformerConfig:
 
 
 def _positions(json: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the entries of the config that say how tokens know their positions."""
+    """Return the entries of the config that say how tokens know their positions."""
     rotary, learned = (json.get(f"use_{kind}_positional_embeddings", False) for kind in ("rotary", "learned"))
     if json.get("patch_size_t"):
         return {"rotary": "counted", "added": None, "trained_grid": None}
@@ -85,7 +85,7 @@ def _positions(json: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def transformer_rules(config: TransformerConfig) -> list[Rule]:
-    """Returns the rules for every parameter of the transformer."""
+    """Return the rules for every parameter of the transformer."""
     patch, cells = config.patch, config.patch_cells
     embed = patches(patch[1:]) if patch[0] == 1 else TRANSPOSE >> channels_last(cells)  # a convolution, or linear
     return [
@@ -114,7 +114,7 @@ def _block(source: str, target: str, config: TransformerConfig) -> list[Rule]:
 
 
 def _attention(source: str, target: str, heads: Transform, head: Transform) -> list[Rule]:
-    """Returns the rules of attention; `heads` rearranges the channels of all heads that RoPE rotates, `head` of one."""
+    """Return the rules of attention; `heads` rearranges the channels of all heads that RoPE rotates, `head` of one."""
     return [
         *projections(source, target, heads),
         *norm(f"{source}.norm_q", f"{target}.q_norm", bias=True, rows=head),

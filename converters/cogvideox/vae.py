@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from wanjax.converters.configs import check_kind
-from wanjax.converters.rules import Rule, conv, norm, pointwise
+from wanjax.converters.weight_rules import Rule, conv, norm, pointwise
 from wanjax.errors import WanjaxError
 from wanjax.models.cogvideox.vae_config import VAEConfig
 
@@ -27,7 +27,7 @@ SAMPLE_SIZE = 480, 720  # (height, width) of a config that lacks it, such as the
 
 
 def vae_config(json: Mapping[str, Any]) -> VAEConfig:
-    """Reads an autoencoder's config from `vae/config.json` of a diffusers folder.
+    """Read an autoencoder's config from `vae/config.json` of a diffusers folder.
 
     Raises KeyError if a size is missing, WanjaxError if the architecture is not supported.
     """
@@ -52,7 +52,7 @@ def vae_config(json: Mapping[str, Any]) -> VAEConfig:
 
 
 def vae_rules(config: VAEConfig) -> list[Rule]:
-    """Returns the rules for every parameter of the autoencoder."""
+    """Return the rules for every parameter of the autoencoder."""
     return [
         *_ends("encoder"),
         *norm("encoder.norm_out", "encoder.norm_out", bias=True),
@@ -75,7 +75,7 @@ def _ends(half: str) -> list[Rule]:
 
 
 def _res_blocks(source: str, target: str, norms: Callable[[str, str], list[Rule]]) -> list[Rule]:
-    """Returns the rules of a level's residual blocks; `norms` are those of one of its norms."""
+    """Return the rules of a level's residual blocks; `norms` returns the rules of one norm."""
     theirs, ours = f"{source}.resnets.{{j}}", f"{target}.res.{{j}}"
     return [
         *norms(f"{theirs}.norm1", f"{ours}.norm1"),

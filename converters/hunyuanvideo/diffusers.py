@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from wanjax.converters.configs import check_kind
-from wanjax.converters.rules import (
+from wanjax.converters.weight_rules import (
     Rule,
     conv,
     embedder,
@@ -44,7 +44,7 @@ EPS = 1e-6
 
 
 def transformer_config(json: Mapping[str, Any]) -> TransformerConfig:
-    """Reads a transformer's config from `transformer/config.json` of a diffusers folder.
+    """Read a transformer's config from `transformer/config.json` of a diffusers folder.
 
     Raises KeyError if a size is missing, WanjaxError if one contradicts another or the architecture is not supported.
     """
@@ -79,7 +79,7 @@ def transformer_config(json: Mapping[str, Any]) -> TransformerConfig:
 
 
 def transformer_rules(config: TransformerConfig) -> list[Rule]:
-    """Returns the rules for every parameter of the transformer."""
+    """Return the rules for every parameter of the transformer."""
     last = config.layers - 1
     return [
         *layer("x_embedder.proj", "patch_embed", patches((1, 1, 1))),
@@ -115,7 +115,7 @@ def _refiner(source: str, target: str) -> list[Rule]:
 
 
 def _block(source: str, target: str, config: TransformerConfig) -> list[Rule]:
-    """Returns the rules of a block; the channels of text's q and k are reordered with the video's, which RoPE rotates.
+    """Return the rules of a block; the channels of text's q and k are reordered with the video's, which RoPE rotates.
 
     Each head has the same norm.
     """
@@ -138,7 +138,7 @@ def _block(source: str, target: str, config: TransformerConfig) -> list[Rule]:
 
 
 def vae_config(json: Mapping[str, Any]) -> VAEConfig:
-    """Reads an autoencoder's config from `vae/config.json`. Raises the errors of `transformer_config`."""
+    """Read an autoencoder's config from `vae/config.json`. Raises the errors of `transformer_config`."""
     check_kind("VAE", json, VAE_KIND)
     config = VAEConfig(
         channels=tuple(json["block_out_channels"]),
@@ -160,7 +160,7 @@ def vae_config(json: Mapping[str, Any]) -> VAEConfig:
 
 
 def vae_rules(config: VAEConfig) -> list[Rule]:
-    """Returns the rules for every parameter of the autoencoder."""
+    """Return the rules for every parameter of the autoencoder."""
     return [
         *_half("encoder", "down_blocks", "downsamplers"),
         *_half("decoder", "up_blocks", "upsamplers"),

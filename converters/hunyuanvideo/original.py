@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from wanjax.converters.configs import Specs, count_of, shape_of
-from wanjax.converters.names import Names
+from wanjax.converters.name_map import NameMap
 from wanjax.converters.t5 import t5_json
 from wanjax.errors import WanjaxError
 from wanjax.models.hunyuanvideo.config import SIZE_480P, SIZE_720P
@@ -71,7 +71,7 @@ def _refiner_block(block: str, ours: str) -> Pairs:
     ]
 
 
-TRANSFORMER = Names(
+TRANSFORMER = NameMap(
     [
         ("img_in.proj", "x_embedder.proj"),
         ("time_in.mlp.0", "time_embed.timestep_embedder.linear_1"),
@@ -110,7 +110,7 @@ def _of_comfyui(name: str) -> str:
     return name
 
 
-LORA = Names(
+LORA = NameMap(
     list(dict.fromkeys([*TRANSFORMER.pairs, *((_of_comfyui(theirs), ours) for theirs, ours in TRANSFORMER.pairs)])),
     TRANSFORMER.exchanged,
 )
@@ -133,18 +133,18 @@ def _half(half: str, levels: str, ours: str, resampler: str) -> Pairs:
     ]
 
 
-VAE = Names(
+VAE = NameMap(
     [*_half("encoder", "down", "down_blocks", "downsample"), *_half("decoder", "up", "up_blocks", "upsample")],
 )
 
 
-def transformer_json(specs: Specs, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Returns diffusers' config.json for a transformer with these tensors, by the authors' names.
+def transformer_json(specs: Specs, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return diffusers' config.json for a transformer with these tensors, by the authors' names.
 
-    given: the authors' config.json, if there is one, for the values that shapes do not determine. Without it the
+    config: the authors' config.json, if there is one, for the values that shapes do not determine. Without it the
     resolution is 480p. Raises WanjaxError if a tensor that determines a size is missing.
     """
-    given = given or {}
+    config = config or {}
     width, channels_in, patch_t, patch, _ = shape_of(specs, "img_in.proj.weight", 5)
     head_dim = shape_of(specs, "double_blocks.0.img_attn_q_norm.weight", 1)[0]
     return {
@@ -160,17 +160,17 @@ def transformer_json(specs: Specs, given: Mapping[str, Any] | None = None) -> di
         "patch_size": patch,
         "patch_size_t": patch_t,
         "qk_norm": "rms_norm",
-        "rope_axes_dim": given.get("rope_dim_list", list(SIZE_480P.rope_channels)),
-        "rope_theta": given.get("rope_theta", SIZE_480P.rope_theta),
-        "target_size": SIZES.get(str(given.get("ideal_resolution")), SIZE_480P.target_size),
+        "rope_axes_dim": config.get("rope_dim_list", list(SIZE_480P.rope_channels)),
+        "rope_theta": config.get("rope_theta", SIZE_480P.rope_theta),
+        "target_size": SIZES.get(str(config.get("ideal_resolution")), SIZE_480P.target_size),
         "text_embed_2_dim": shape_of(specs, "byt5_in.fc1.weight", 2)[1],
         "text_embed_dim": shape_of(specs, "txt_in.input_embedder.weight", 2)[1],
         "use_meanflow": "time_r_in.mlp.0.weight" in specs,
     }
 
 
-def vae_json(specs: Specs, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Returns diffusers' config.json for an autoencoder. Raises the errors of `transformer_json`."""
+def vae_json(specs: Specs, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return diffusers' config.json for an autoencoder. Raises the errors of `transformer_json`."""
     levels = count_of(specs, "encoder.down")
     channels = [shape_of(specs, f"encoder.down.{i}.block.0.conv1.conv.weight", 5)[0] for i in range(levels)]
     key = "encoder.down.{}.downsample.conv.conv.weight"
@@ -186,7 +186,7 @@ def vae_json(specs: Specs, given: Mapping[str, Any] | None = None) -> dict[str, 
         "latent_channels": shape_of(specs, "decoder.conv_in.conv.weight", 5)[1],
         "layers_per_block": count_of(specs, "encoder.down.0.block"),
         "out_channels": shape_of(specs, "decoder.conv_out.conv.weight", 5)[0],
-        "scaling_factor": (given or {}).get("scaling_factor", VAE_1_5.scale),
+        "scaling_factor": (config or {}).get("scaling_factor", VAE_1_5.scale),
         "spatial_compression_ratio": 2 ** len(folded),
         "temporal_compression_ratio": 2 ** folded.count(8),
         "upsample_match_channel": True,
@@ -194,7 +194,7 @@ def vae_json(specs: Specs, given: Mapping[str, Any] | None = None) -> dict[str, 
 
 
 def glyph_encoder_json(specs: Specs) -> dict[str, Any]:
-    """Returns the config.json of a ByT5 encoder with these tensors; what shapes do not show is as published."""
+    """Return the config.json of a ByT5 encoder with these tensors; sizes that shapes lack are the published ones."""
     attention = "encoder.block.0.layer.0.SelfAttention"
     return t5_json(
         ("t5", "T5EncoderModel"),

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from wanjax.converters.configs import check_kind
-from wanjax.converters.rules import (
+from wanjax.converters.weight_rules import (
     IDENTITY,
     Rule,
     Transform,
@@ -52,7 +52,7 @@ VAE_KIND = {
 
 
 def transformer_config(json: Mapping[str, Any]) -> TransformerConfig:
-    """Reads a transformer's config from `transformer/config.json` of a diffusers folder.
+    """Read a transformer's config from `transformer/config.json` of a diffusers folder.
 
     Its type says what the transformer sees in addition to the prompt: nothing, an image, or a control clip. Raises
     KeyError if a size is missing, WanjaxError if one contradicts another or the architecture is not supported.
@@ -72,8 +72,8 @@ def transformer_config(json: Mapping[str, Any]) -> TransformerConfig:
         sparse_linear=_sparse_linear(json),
     )
     if plain.width in PUBLISHED_WIDTHS and plain.head_dim != HEAD_DIM:  # which the shapes of tensors would not show
-        told, right = f"{plain.heads} heads of {plain.head_dim}", f"{plain.width // HEAD_DIM} of {HEAD_DIM}"
-        raise WanjaxError(f"the transformer's config.json has {told} where Wan's of width {plain.width} have {right}")
+        heads, right = f"{plain.heads} heads of {plain.head_dim}", f"{plain.width // HEAD_DIM} of {HEAD_DIM}"
+        raise WanjaxError(f"the transformer's config.json has {heads} where Wan's of width {plain.width} have {right}")
     image_width, controlled = json.get("image_dim"), "vace_layers" in json
     if controlled or json.get("_class_name") == "CausalWanTransformer3DModel":
         check_kind("transformer", json, {"sparse_linear": (False,)})
@@ -89,7 +89,7 @@ def transformer_config(json: Mapping[str, Any]) -> TransformerConfig:
 
 
 def _sparse_linear(json: Mapping[str, Any]) -> SparseLinear | None:
-    """Reads the sparse-linear attention that a transformer was trained with: its text, or true for the authors' own."""
+    """Read the sparse-linear attention that a transformer was trained with: its text, or true for the authors' own."""
     text = json.get("sparse_linear", False)
     if isinstance(text, str):
         return SparseLinear.parse(text)
@@ -98,7 +98,7 @@ def _sparse_linear(json: Mapping[str, Any]) -> SparseLinear | None:
 
 
 def sparse_linear_entry(sparse: SparseLinear | None) -> dict[str, Any]:
-    """Returns the entry of config.json on sparse-linear attention; none for a transformer without it."""
+    """Return the entry of config.json on sparse-linear attention; none for a transformer without it."""
     return {"sparse_linear": str(sparse) or True} if sparse else {}
 
 
@@ -114,7 +114,7 @@ def _control_config(plain: TransformerConfig, json: Mapping[str, Any]) -> Contro
 
 
 def _causal_config(plain: TransformerConfig, json: Mapping[str, Any]) -> CausalTransformerConfig:
-    """Reads the blocks and the window; an attention to all frames sees as many as the authors keep."""
+    """Read the blocks and the window; an attention to all frames sees as many as the authors keep."""
     block, local, sink = json.get("num_frames_per_block", 3), json.get("local_attn_size", -1), json.get("sink_size", 0)
     window = json.get("sliding_window_num_frames", 21) if local == -1 else local
     if block < 1 or window % block or sink % block or not 0 <= sink < window:
@@ -126,7 +126,7 @@ def _causal_config(plain: TransformerConfig, json: Mapping[str, Any]) -> CausalT
 
 
 def transformer_rules(config: TransformerConfig) -> list[Rule]:
-    """Returns the rules for every parameter of the transformer; the config's type selects the variant."""
+    """Return the rules for every parameter of the transformer; the config's type selects the variant."""
     rules = _plain_rules(config)
     match config:
         case ImageTransformerConfig():
@@ -137,7 +137,7 @@ def transformer_rules(config: TransformerConfig) -> list[Rule]:
 
 
 def transformer_unused(config: TransformerConfig) -> list[str]:
-    """Returns patterns of the unused keys: the gates of video sparse attention (2505.13389), where all keys are seen.
+    """Return patterns of the unused keys: the gates of video sparse attention (2505.13389), where all keys are seen.
 
     The names are those of fastvideo/models/dits/wanvideo.py of hao-ai-lab/FastVideo.
     """
@@ -145,7 +145,7 @@ def transformer_unused(config: TransformerConfig) -> list[str]:
 
 
 def _control_rules(config: ControlTransformerConfig) -> list[Rule]:
-    """Returns the rules for the additional parameters of a transformer that follows a control clip."""
+    """Return the rules for the additional parameters of a transformer that follows a control clip."""
     return [
         *layer("vace_patch_embedding", "control_embed", patches(config.patch)),
         *linear("vace_blocks.0.proj_in", "control_in"),
@@ -155,7 +155,7 @@ def _control_rules(config: ControlTransformerConfig) -> list[Rule]:
 
 
 def _image_rules(config: ImageTransformerConfig) -> list[Rule]:
-    """Returns the rules for the additional parameters of a transformer that sees an image."""
+    """Return the rules for the additional parameters of a transformer that sees an image."""
     embed = "condition_embedder.image_embedder"
     return [
         *norm(f"{embed}.norm1", "image_embed.norm1", bias=True),
@@ -192,7 +192,7 @@ def _block(source: str, target: str, config: TransformerConfig) -> list[Rule]:
 
 
 def _attention(source: str, target: str, order: Transform) -> list[Rule]:
-    """Returns the rules of an attention layer; `order` rearranges the channels that RoPE rotates."""
+    """Return the rules of an attention layer; `order` rearranges the channels that RoPE rotates."""
     return [
         *projections(source, target, order),
         *norm(f"{source}.norm_q", f"{target}.q_norm", rows=order),
@@ -201,7 +201,7 @@ def _attention(source: str, target: str, order: Transform) -> list[Rule]:
 
 
 def vae_config(json: Mapping[str, Any]) -> VAEConfig:
-    """Reads an autoencoder's config from `vae/config.json`. Raises the errors of `transformer_config`."""
+    """Read an autoencoder's config from `vae/config.json`. Raises the errors of `transformer_config`."""
     check_kind("VAE", json, VAE_KIND)
     patch = json.get("patch_size") or 1
     for entry in ("in_channels", "out_channels"):
@@ -225,7 +225,7 @@ def vae_config(json: Mapping[str, Any]) -> VAEConfig:
 
 
 def vae_rules(config: VAEConfig) -> list[Rule]:
-    """Returns the rules for every parameter of the autoencoder; the config's type selects the variant."""
+    """Return the rules for every parameter of the autoencoder; the config's type selects the variant."""
     levels = _residual_levels() if isinstance(config, ResidualVAEConfig) else _levels(config)
     return [
         *pointwise("quant_conv", "quant"),
@@ -238,7 +238,7 @@ def vae_rules(config: VAEConfig) -> list[Rule]:
 
 
 def _ends(half: str) -> list[Rule]:
-    """Returns the rules that encoder and decoder share: the first and last convolutions, and the middle."""
+    """Return the rules that encoder and decoder share: the first and last convolutions, and the middle."""
     return [
         *conv(f"{half}.conv_in", f"{half}.conv_in"),
         *_res_block(f"{half}.mid_block.resnets.0", f"{half}.mid.res1"),
@@ -252,7 +252,7 @@ def _ends(half: str) -> list[Rule]:
 
 
 def _levels(config: VAEConfig) -> list[Rule]:
-    """Returns the rules of Wan 2.1's levels. Its files number the encoder's blocks and downsamplers in one list."""
+    """Return the rules of Wan 2.1's levels. Its files number the encoder's blocks and downsamplers in one list."""
     rules = _resample("decoder.up_blocks.{i}.upsamplers.0", "decoder.levels.{i}.resample")
     for level in range(len(config.multipliers)):
         first = level * (config.res_blocks + 1)
@@ -263,7 +263,7 @@ def _levels(config: VAEConfig) -> list[Rule]:
 
 
 def _residual_levels() -> list[Rule]:
-    """Returns the rules of Wan 2.2's levels."""
+    """Return the rules of Wan 2.2's levels."""
     return [
         *_res_block("encoder.down_blocks.{i}.resnets.{j}", "encoder.levels.{i}.res.{j}"),
         *_resample("encoder.down_blocks.{i}.downsampler", "encoder.levels.{i}.resample"),

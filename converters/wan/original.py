@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from wanjax.converters.configs import Specs, count_of, shape_of
-from wanjax.converters.names import Names
+from wanjax.converters.name_map import NameMap
 from wanjax.converters.t5 import t5_json
 from wanjax.converters.wan.diffusers import HEAD_DIM
 from wanjax.errors import WanjaxError, shown
@@ -25,7 +25,7 @@ STATISTICS = {config.latent_channels: config for config in (VAE_2_1, VAE_2_2)}  
 
 
 def _block(block: str) -> Pairs:
-    """Returns the names of a transformer block. The norms before cross-attention and before the MLP swap numbers."""
+    """Return the names of a transformer block. The norms before cross-attention and before the MLP swap numbers."""
     attention = {"q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "norm_q": "norm_q", "norm_k": "norm_k"}
     image = {"k_img": "add_k_proj", "v_img": "add_v_proj", "norm_k_img": "norm_added_k"}
     return [
@@ -39,7 +39,7 @@ def _block(block: str) -> Pairs:
     ]
 
 
-TRANSFORMER = Names(
+TRANSFORMER = NameMap(
     [
         ("patch_embedding", "patch_embedding"),
         ("text_embedding.0", "condition_embedder.text_embedder.linear_1"),
@@ -62,7 +62,7 @@ TRANSFORMER = Names(
     ]
 )
 
-TEXT_ENCODER = Names(
+TEXT_ENCODER = NameMap(
     [
         ("token_embedding", "shared"),
         ("blocks.{i}.norm1", "encoder.block.{i}.layer.0.layer_norm"),
@@ -79,7 +79,7 @@ TEXT_ENCODER = Names(
     ]
 )
 
-IMAGE_ENCODER = Names(
+IMAGE_ENCODER = NameMap(
     [
         ("visual.cls_embedding", "vision_model.embeddings.class_embedding"),
         ("visual.patch_embedding", "vision_model.embeddings.patch_embedding"),
@@ -112,11 +112,11 @@ def _resample(theirs: str, ours: str) -> Pairs:
     return [(f"{theirs}.resample.1", f"{ours}.resample.1"), (f"{theirs}.time_conv", f"{ours}.time_conv")]
 
 
-def vae_names(config: Mapping[str, Any]) -> Names:
-    """Returns the names of the autoencoder that a config.json in the diffusers layout describes."""
+def vae_names(config: Mapping[str, Any]) -> NameMap:
+    """Return the names of the autoencoder that a config.json in the diffusers layout describes."""
     levels, blocks = len(config["dim_mult"]), config["num_res_blocks"]
     inside = _nested if config["is_residual"] else _flat
-    return Names(
+    return NameMap(
         [
             *(pair for half in ("encoder", "decoder") for pair in _ends(half)),
             *inside(levels, blocks),
@@ -138,7 +138,7 @@ def _ends(half: str) -> Pairs:
 
 
 def _flat(levels: int, blocks: int) -> Pairs:
-    """Returns the names of Wan 2.1's levels. The authors number blocks and resamplers in one list.
+    """Return the names of Wan 2.1's levels. The authors number blocks and resamplers in one list.
 
     diffusers does so in the encoder, but numbers the decoder's by level.
     """
@@ -155,7 +155,7 @@ def _flat(levels: int, blocks: int) -> Pairs:
 
 
 def _nested(levels: int, blocks: int) -> Pairs:
-    """Returns the names of Wan 2.2's levels, which number blocks and resamplers in one list per level."""
+    """Return the names of Wan 2.2's levels, which number blocks and resamplers in one list per level."""
     pairs: Pairs = []
     for level in range(levels):
         sides = (
@@ -169,21 +169,21 @@ def _nested(levels: int, blocks: int) -> Pairs:
     return pairs
 
 
-def transformer_json(specs: Specs, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Returns diffusers' config.json for a transformer with these tensors, by the authors' names.
+def transformer_json(specs: Specs, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return diffusers' config.json for a transformer with these tensors, by the authors' names.
 
-    given: the authors' config.json or that of diffusers, if there is one, for the values that shapes do not determine.
+    config: the authors' config.json or that of diffusers, if there is one, for the values that shapes do not determine.
     Raises WanjaxError if a tensor that determines a size is missing.
     """
-    given = given or {}
+    config = config or {}
     width, channels_in, *patch = shape_of(specs, "patch_embedding.weight", 5)
     layers = count_of(specs, "blocks")
     vace = count_of(specs, "vace_blocks")
     images = "img_emb.proj.1.weight" in specs
-    heads = given.get("num_heads", given.get("num_attention_heads", max(width // HEAD_DIM, 1)))
+    heads = config.get("num_heads", config.get("num_attention_heads", max(width // HEAD_DIM, 1)))
     if type(heads) is not int or heads < 1 or width % heads:
         raise WanjaxError(f"the transformer's config.json has num_heads {heads!r} where a divisor of {width} is right")
-    listed = given.get("vace_layers") or list(range(0, layers, max(layers // max(vace, 1), 1)))
+    listed = config.get("vace_layers") or list(range(0, layers, max(layers // max(vace, 1), 1)))
     if not isinstance(listed, list):
         raise WanjaxError(
             f"the transformer's config.json has vace_layers {shown(listed)} where a list of layers is right"
@@ -193,7 +193,7 @@ def transformer_json(specs: Specs, given: Mapping[str, Any] | None = None) -> di
         "added_kv_proj_dim": width if images else None,
         "attention_head_dim": width // heads,
         "cross_attn_norm": True,
-        "eps": given.get("eps", 1e-6),
+        "eps": config.get("eps", 1e-6),
         "ffn_dim": shape_of(specs, "blocks.0.ffn.0.weight", 2)[0],
         "freq_dim": shape_of(specs, "time_embedding.0.weight", 2)[1],
         "image_dim": shape_of(specs, "img_emb.proj.1.weight", 2)[1] if images else None,
@@ -216,12 +216,14 @@ def transformer_json(specs: Specs, given: Mapping[str, Any] | None = None) -> di
 
 
 def vae_json(specs: Specs) -> dict[str, Any]:
-    """Returns diffusers' config.json for an autoencoder. Raises the errors of `transformer_json`."""
+    """Return diffusers' config.json for an autoencoder. Raises the errors of `transformer_json`."""
     base, channels = shape_of(specs, "encoder.conv1.weight", 5)[:2]
     latents = shape_of(specs, "conv2.weight", 5)[0]
     if latents not in STATISTICS:
-        known = " or ".join(map(str, STATISTICS))
-        raise WanjaxError(f"the autoencoder has {latents} latent channels where the statistics of {known} are known")
+        supported = " or ".join(map(str, STATISTICS))
+        raise WanjaxError(
+            f"the autoencoder has {latents} latent channels where the statistics of {supported} are known"
+        )
     nested = any(key.startswith("encoder.downsamples.0.downsamples.") for key in specs)
     json = _nested_json(specs, channels) if nested else _flat_json(specs)
     mean, std = STATISTICS[latents].latents_mean, STATISTICS[latents].latents_std
@@ -239,7 +241,7 @@ def vae_json(specs: Specs) -> dict[str, Any]:
 
 
 def _flat_json(specs: Specs) -> dict[str, Any]:
-    """Reads the levels of Wan 2.1's autoencoder: all but the last end with a resampler, after blocks of one width."""
+    """Read the levels of Wan 2.1's autoencoder: all but the last end with a resampler, after blocks of one width."""
     count = count_of(specs, "encoder.downsamples")
     ends = [i for i in range(count) if f"encoder.downsamples.{i}.resample.1.weight" in specs]
     blocks = ends[0] if ends else count
@@ -252,7 +254,7 @@ def _flat_json(specs: Specs) -> dict[str, Any]:
 
 
 def _nested_json(specs: Specs, channels: int) -> dict[str, Any]:
-    """Reads the levels of Wan 2.2's autoencoder."""
+    """Read the levels of Wan 2.2's autoencoder."""
     levels = count_of(specs, "encoder.downsamples")
     prefix = "encoder.downsamples.{}.downsamples"
     blocks = count_of(specs, prefix.format(levels - 1))
@@ -273,7 +275,7 @@ def _nested_json(specs: Specs, channels: int) -> dict[str, Any]:
 
 
 def text_encoder_json(specs: Specs) -> dict[str, Any]:
-    """Returns the config.json of a UMT5 encoder with these tensors. Raises the errors of `transformer_json`."""
+    """Return the config.json of a UMT5 encoder with these tensors. Raises the errors of `transformer_json`."""
     return t5_json(
         ("umt5", "UMT5EncoderModel"),
         embedding=shape_of(specs, "token_embedding.weight", 2),
@@ -285,7 +287,7 @@ def text_encoder_json(specs: Specs) -> dict[str, Any]:
 
 
 def image_encoder_json(specs: Specs) -> dict[str, Any]:
-    """Returns the config.json of a CLIP vision tower with these tensors; its positions must have no batch axis.
+    """Return the config.json of a CLIP vision tower with these tensors; its positions must have no batch axis.
 
     Raises the errors of `transformer_json`.
     """

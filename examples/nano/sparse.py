@@ -22,7 +22,7 @@ from teach import FPS, FRAMES, SIZE, sheet
 
 import wanjax
 from wanjax.kernels.attention import AttentionConfig, SparseLinear
-from wanjax.media.videos import write_video
+from wanjax.media.video import write_video
 from wanjax.training import LoraConfig, OptimizerConfig, TrainConfig, Training
 
 BLOCKS = {"block_q": 8, "block_kv": 4}  # of 80 tokens: 10 blocks of queries, 20 of keys

@@ -20,7 +20,7 @@ from PIL import Image
 from reading import read
 
 import wanjax
-from wanjax.media.videos import write_video
+from wanjax.media.video import write_video
 from wanjax.training import LoraConfig, OptimizerConfig, TrainConfig, Training
 
 TAUGHT, KEPT = 40, 24  # clips of the new words, and of old ones, which are shown so that they are not forgotten

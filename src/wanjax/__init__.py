@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from wanjax.errors import WanjaxError
     from wanjax.layers.tiling import Tiling
     from wanjax.loading import load
-    from wanjax.media.videos import Video
+    from wanjax.media.video import Video
     from wanjax.pipelines.family import Family
     from wanjax.pipelines.observers import Cancelled, Step
     from wanjax.pipelines.pipeline import Pipeline
     from wanjax.pipelines.previews.previews import Previews
     from wanjax.pipelines.settings import Settings
     from wanjax.pipelines.text.extending import extend_prompt
-    from wanjax.plan.pricer import price
+    from wanjax.plan.price import price
     from wanjax.registry import register
     from wanjax.sharding import make_mesh
 
@@ -36,12 +36,12 @@ _HOMES = {
     "Settings": "wanjax.pipelines.settings",
     "Step": "wanjax.pipelines.observers",
     "Tiling": "wanjax.layers.tiling",
-    "Video": "wanjax.media.videos",
+    "Video": "wanjax.media.video",
     "WanjaxError": "wanjax.errors",
     "extend_prompt": "wanjax.pipelines.text.extending",
     "load": "wanjax.loading",
     "make_mesh": "wanjax.sharding",
-    "price": "wanjax.plan.pricer",
+    "price": "wanjax.plan.price",
     "register": "wanjax.registry",
 }
 __all__ = [

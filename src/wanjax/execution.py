@@ -30,13 +30,13 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from wanjax.compile_cache.cache import compile_cache, without_cache
-from wanjax.compile_cache.compilations import tell_loaded, tell_refused, told_waiting
-from wanjax.compile_cache.executables import Executables, Refused, key_of
+from wanjax.compile_cache.compilations import report_loaded, report_refused, report_waiting
+from wanjax.compile_cache.executables import Executables, UnusableExecutable, key_of
 from wanjax.compile_cache.fingerprint import NoFingerprint
 from wanjax.errors import WanjaxError, WanjaxWarning
 from wanjax.kernels.compiler_options import FAST, SAFE
 from wanjax.kernels.target import Target, target_of
-from wanjax.pricing.lowering import Lowering, uncollected, without_refused
+from wanjax.pricing.lowering import Lowering, gc_paused, retry_without_rejected_options
 from wanjax.sharding import Partitioner, collect_constraints, constrain_to, use
 
 AT_ONCE = 2  # programs that are compiled: most of a compiler's passes use one core
@@ -95,7 +95,7 @@ class Instance:
         self.donate = tuple(names.index(name) for name in program.donated)
         self._specs: list[PartitionSpec] = []
         jitted = jax.jit(self._named(self._run), donate_argnums=self.donate)
-        with uncollected(), partitionable_prng(), on_mesh(site.partitioner):
+        with gc_paused(), partitionable_prng(), on_mesh(site.partitioner):
             self.traced = jitted.trace(*shapes)
         outputs, tree = jax.tree.flatten(self.traced.out_info)
         mesh = site.partitioner.mesh
@@ -133,7 +133,7 @@ class Instance:
     def compiled(self, options: dict[str, Any], cache: Cache) -> Callable[..., Any]:
         """Returns the executable with these options of the compiler, for devices that are here."""
         with partitionable_prng(), cache():
-            with uncollected():
+            with gc_paused():
                 lowered = self.traced.lower()
             return lowered.compile(compiler_options=options)
 
@@ -294,7 +294,7 @@ class Execute(Strategy):
                 future.set_exception(error)
                 raise
         elif not future.done():
-            with told_waiting(program.name):
+            with report_waiting(program.name):
                 wait([future])
         return future.result()
 
@@ -308,11 +308,11 @@ class Execute(Strategy):
         start = perf_counter()
         try:
             executable = self.executables.find(name, list(np.asarray(site.partitioner.mesh.devices).flat))
-        except Refused as error:
-            tell_refused(str(error))
+        except UnusableExecutable as error:
+            report_refused(str(error))
             executable = None
         if executable is not None:
-            tell_loaded(program.name, start)
+            report_loaded(program.name, start)
             return executable
         executable = self._compile(self._start_ahead(key) or trace(), without_cache)  # what JAX's holds cannot be kept
         if self.options_of(program, site) == program.options_of(site):  # else the next process is to be warned too
@@ -340,7 +340,7 @@ class Execute(Strategy):
             self._left[_options_key(instance.program, instance.site)] = options
             return executable
 
-        return without_refused(self.options_of(instance.program, instance.site), attempt, warn_refused)
+        return retry_without_rejected_options(self.options_of(instance.program, instance.site), attempt, warn_refused)
 
     def options_of(self, program: Program, site: Site) -> dict[str, Any]:
         """Returns the options with which a program is compiled, without those that the compiler refused."""

@@ -15,18 +15,18 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from wanjax.checkpoints import manifest
-from wanjax.checkpoints.changed import Note
 from wanjax.checkpoints.files import main_dtype
 from wanjax.checkpoints.lora_source import Lora
-from wanjax.checkpoints.networks import Network, network
+from wanjax.checkpoints.network_kinds import Network, network
 from wanjax.checkpoints.sources import Source
+from wanjax.checkpoints.weight_changes import Note
 from wanjax.compile_cache.cache import set_cache_folder
 from wanjax.errors import WanjaxError, shown
 from wanjax.figures import in_bytes
 from wanjax.kernels.attention import AUTO, AttentionConfig, choose
 from wanjax.kernels.compiler_options import SAFE, check_set
 from wanjax.layers.placement import with_shardings
-from wanjax.media.records import DIGESTS
+from wanjax.media.metadata import DIGESTS
 from wanjax.pipelines import memory
 from wanjax.pipelines.checks import dtype_name
 from wanjax.pipelines.components import DECODER, Components, MakeRoom

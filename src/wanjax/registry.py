@@ -10,23 +10,23 @@ from typing import Any, TypeVar
 
 import jax.numpy as jnp
 
-from wanjax.checkpoints.changed import Note, with_loras, with_zeros
 from wanjax.checkpoints.converted import MANIFEST, open_converted, open_stored
-from wanjax.checkpoints.descaled import EIGHT_BITS
+from wanjax.checkpoints.dequantized import EIGHT_BITS
 from wanjax.checkpoints.files import SUFFIXES
 from wanjax.checkpoints.hub import HUB_FILE, INDEX, check_file, locate_file
-from wanjax.checkpoints.layouts import Layout
+from wanjax.checkpoints.layout import Layout
 from wanjax.checkpoints.lora import trained_attention
 from wanjax.checkpoints.lora_source import NOISE_LEVELS, Lora
-from wanjax.checkpoints.networks import NetworkKind
+from wanjax.checkpoints.network_kinds import NetworkKind
 from wanjax.checkpoints.readers import open_tensors
-from wanjax.checkpoints.relatives import without_transformer
 from wanjax.checkpoints.sources import Source, folder_of, open_diffusers, read_json
+from wanjax.checkpoints.unsupported import without_transformer
+from wanjax.checkpoints.weight_changes import Note, with_loras, with_zeros
 from wanjax.errors import WanjaxError, WanjaxWarning, unknown_model
 from wanjax.figures import quantity
 from wanjax.kernels.attention import AUTO, AttentionConfig
 from wanjax.media.inputs import INPUTS
-from wanjax.media.records import CONFIG
+from wanjax.media.metadata import CONFIG
 from wanjax.pipelines.caching.tables import key_of, measured_file, tables_of
 from wanjax.pipelines.cogvideox import FAMILY as COGVIDEOX
 from wanjax.pipelines.distillation import TASK, Distillation, distilled_by, telling
@@ -36,7 +36,7 @@ from wanjax.pipelines.model import VideoModel, attending, with_scheduler
 from wanjax.pipelines.settings import Settings, schema, sides
 from wanjax.pipelines.wan import FAMILY as WAN
 from wanjax.schedulers import Scheduler
-from wanjax.stores.places import Remote, is_url, place
+from wanjax.stores.paths import RemotePath, is_url, parse_path
 
 FAMILIES = [
     WAN,
@@ -234,8 +234,8 @@ def open_source(name: str | Path, revision: str | None = None) -> Source:
     Its layout is that of diffusers or of a family; in a store, that of `wanjax convert`. Raises WanjaxError where no
     checkpoint is found, or its layout is unknown.
     """
-    path = place(name)
-    if isinstance(path, Remote):
+    path = parse_path(name)
+    if isinstance(path, RemotePath):
         return open_stored(path, revision)
     name = path if is_url(name) else name
     if revision is not None and os.path.exists(path):

@@ -16,21 +16,21 @@ from rich.console import Console
 
 from tests.support.attention import SMALL_TILES
 from tests.support.commands import succeeded, wanjax
-from wanjax.bench import kernels, suite
-from wanjax.bench.kernels import COLLECTIVES, attend, check_attention, exchange
-from wanjax.bench.modelled import known
-from wanjax.bench.programs import Measured, distance, made_up, measure, mesh_of
-from wanjax.bench.suite import SCALES, Scale, Suite
+from wanjax.bench import operations, suite
+from wanjax.bench.expected import local_devices
+from wanjax.bench.measuring import Measured, distance, made_up, measure, mesh_of
+from wanjax.bench.operations import COLLECTIVES, attend, check_attention, exchange
+from wanjax.bench.suite import SIZES, BenchSize, Suite
 from wanjax.bench.timing import Timing, timed
 from wanjax.cli import measuring
 from wanjax.errors import WanjaxError
 from wanjax.kernels import compiler_options
 from wanjax.kernels.attention import AUTO
-from wanjax.plan.places import mesh_on, priced_on
-from wanjax.pricing.chips import described, find_slice
+from wanjax.plan.hardware import mesh_on, priced_on
+from wanjax.pricing.chips import abstract_mesh, find_slice
 from wanjax.registry import outline, presets
 
-TINY = Scale((32, 32), (32, 32), 5, 1, 0.0)
+TINY = BenchSize((32, 32), (32, 32), 5, 1, 0.0)
 
 
 def quiet(sentence):
@@ -42,7 +42,9 @@ def small():
     """A suite of `nano` on one device."""
     model, devices = outline("nano"), jax.devices()[:1]
     settings = suite.sized(model.settings, TINY, model.architecture)
-    return Suite(replace(model, settings=settings), TINY, devices, known(devices), {"dp": 1, "sp": 1, "tp": 1}, quiet)
+    return Suite(
+        replace(model, settings=settings), TINY, devices, local_devices(devices), {"dp": 1, "sp": 1, "tp": 1}, quiet
+    )
 
 
 def test_compiling_and_the_first_run_are_told_apart_from_the_runs_that_count():
@@ -80,7 +82,7 @@ def test_messages_arrive(kind):
 
 
 def test_eight_devices_exchange_messages(small):
-    small.devices, small.here = jax.devices(), known(jax.devices())
+    small.devices, small.here = jax.devices(), local_devices(jax.devices())
     assert [row.name for row in small.messages()] == ["all-reduce", "all-gather", "all-to-all"]
     assert all(row.note == "the model is of one device" for row in small.messages())
 
@@ -92,9 +94,9 @@ def test_attention_is_compared_with_the_reference(small, monkeypatch):
     assert set(found) == {"reference", "chunked", "flash_tpu"}
     assert max(found.values()) < 1e-5
     assert check_attention(2, 16, "bfloat16", tokens=150)["chunked"] < 1e-2
-    right = kernels.attention
+    right = operations.attention
     monkeypatch.setattr(
-        kernels, "attention", lambda *x, **o: right(*x, **o) * (1 + 1e-3 * (o["implementation"] != "reference"))
+        operations, "attention", lambda *x, **o: right(*x, **o) * (1 + 1e-3 * (o["implementation"] != "reference"))
     )
     small.exact()
     assert len(small.faults) == 1
@@ -161,7 +163,7 @@ def test_the_set_that_was_kept_is_what_the_command_uses(tmp_path, monkeypatch):
 def test_programs_are_measured_beside_their_prices(programs, monkeypatch, tmp_path):
     monkeypatch.setattr(suite, "PROGRAMS", {name: suite.PROGRAMS[name] for name in programs})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setitem(SCALES, ("cpu", True), TINY)
+    monkeypatch.setitem(SIZES, ("cpu", True), TINY)
     monkeypatch.setattr(jax, "devices", lambda *_, now=jax.devices: now("cpu")[:1])
     shown = []
     monkeypatch.setattr(measuring, "show", lambda found, console: shown.append(found))
@@ -194,13 +196,13 @@ def test_every_program_compiles_for_the_chip(place, monkeypatch, tmp_path):
     model = outline("wan2.1-t2v-1.3b")
     settings = model.settings.updated({"height": 256, "width": 256, "frames": 17, "dtype": "bfloat16"})
     count = find_slice(place).devices
-    here = replace(known(jax.devices()[:1]), place=find_slice(place))
+    here = replace(local_devices(jax.devices()[:1]), hardware=find_slice(place))
     axes = suite.axes_of(model, jax.devices()[:count])
     small = Suite(replace(model, settings=settings), TINY, jax.devices()[:count], here, axes, quiet)
     builds = [
         (partial(small._program, name, set_), axes)
         for set_ in ("safe", "fast")
-        for name in small.programs_on(described(find_slice(place), axes), set_)
+        for name in small.programs_on(abstract_mesh(find_slice(place), axes), set_)
     ]
     if count == 1:
         sizes = {"queries": 1280, "keys": 1280, "heads": 12, "head_dim": 128, "dtype": "bfloat16"}

@@ -14,7 +14,7 @@ from tests.support.hub import running_hub
 from tests.support.tiny import tiny_checkpoint
 from wanjax.checkpoints.convert import ToWanjax
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
-from wanjax.checkpoints.networks import Network
+from wanjax.checkpoints.network_kinds import Network
 from wanjax.pipelines.wan.networks import NETWORKS
 from wanjax.registry import open_source
 

@@ -29,7 +29,7 @@ from wanjax.checkpoints.files import (
 )
 from wanjax.checkpoints.readers import open_tensors
 from wanjax.errors import WanjaxError
-from wanjax.stores.own import HOST
+from wanjax.stores.temporary import HOST
 from wanjax.stores.writing import check_folder, writing
 
 TENSORS = {

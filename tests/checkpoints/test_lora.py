@@ -18,11 +18,11 @@ from tests.support.tiny import tiny_checkpoint
 from tests.support.words import naming, says
 from wanjax import registry
 from wanjax.checkpoints import modules
-from wanjax.checkpoints.changed import with_loras
 from wanjax.checkpoints.convert import ToWanjax
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.checkpoints.lora_source import Lora
-from wanjax.checkpoints.networks import network
+from wanjax.checkpoints.network_kinds import network
+from wanjax.checkpoints.weight_changes import with_loras
 from wanjax.cli import main
 from wanjax.converters.wan.diffusers import transformer_rules
 from wanjax.errors import WanjaxError

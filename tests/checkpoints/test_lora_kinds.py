@@ -9,12 +9,12 @@ import pytest
 
 from tests.support.harm import unchecked
 from tests.support.words import naming, says
-from wanjax.checkpoints.descaled import Descaled
+from wanjax.checkpoints.dequantized import Dequantized
 from wanjax.checkpoints.files import Spec, Tensors, save_safetensors
 from wanjax.checkpoints.lora import LoraFile, Merged
 from wanjax.checkpoints.lora_keys import part_of
 from wanjax.checkpoints.lora_scales import PEFT_METADATA
-from wanjax.converters.names import Names
+from wanjax.converters.name_map import NameMap
 from wanjax.errors import WanjaxError
 
 SHAPES = {
@@ -44,7 +44,7 @@ def opened(tmp_path):
         path = tmp_path / f"{len(list(tmp_path.iterdir()))}.safetensors"  # those before are still read
         with unchecked():
             save_safetensors(path, {key: np.asarray(x) for key, x in tensors.items()}, metadata)
-        return LoraFile(path, Tensors(BASE).specs, Names([]))
+        return LoraFile(path, Tensors(BASE).specs, NameMap([]))
 
     return write
 
@@ -197,7 +197,7 @@ def test_a_base_of_8_bits_is_changed_at_its_full_values(kind, dtype, opened):
     """The norms of DoRA are those of the weight times its rows' scales, not of the stored numbers."""
     numbers = np.random.default_rng(7).integers(-127, 128, (12, 20)).astype(dtype)
     scale = np.linspace(0.01, 0.2, 12, dtype=np.float32)[:, None]
-    base = Descaled(Tensors({"linear.weight": numbers, "linear.weight_scale": scale}))
+    base = Dequantized(Tensors({"linear.weight": numbers, "linear.weight_scale": scale}))
     weight = numbers.astype(np.float64) * scale
     if kind == "DoRA":
         tensors, change = lora(12, 20)
@@ -338,7 +338,7 @@ def test_a_module_of_a_wrapper_s_name_is_known(tmp_path):
     specs = {"module.to_q.weight": Spec((12, 20), np.dtype(np.float32))}
     tensors, change = lora(12, 20)
     save_safetensors(tmp_path / "a.safetensors", {f"transformer.module.to_q.{role}": x for role, x in tensors.items()})
-    file = LoraFile(tmp_path / "a.safetensors", specs, Names([]))
+    file = LoraFile(tmp_path / "a.safetensors", specs, NameMap([]))
     assert_near(file.change("module.to_q.weight", 1.0, np.zeros((12, 20), np.float32)), change)
 
 

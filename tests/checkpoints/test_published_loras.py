@@ -13,7 +13,7 @@ from tests.support.quick import quick
 from tests.support.words import naming
 from wanjax import registry
 from wanjax.checkpoints.lora import LoraFile
-from wanjax.converters.names import Names
+from wanjax.converters.name_map import NameMap
 from wanjax.errors import WanjaxError
 
 T2V, I2V, SMALL, EXPERTS = "wan2.1-t2v-14b", "wan2.1-i2v-14b-480p", "wan2.1-t2v-1.3b", "wan2.2-t2v-a14b"
@@ -36,7 +36,7 @@ def ours(name):
 
 def theirs(name):
     """Returns the shapes of a network's tensors by the authors' names, some of which are of q, k and v together."""
-    names, found = network(name).kind.lora_names or Names([]), {}
+    names, found = network(name).kind.lora_names or NameMap([]), {}
     for key, shape in ours(name).items():
         together = names.theirs(re.sub(r"\.to_[qkv]\.", ".to_qkv.", key))
         if names.theirs(key) or not together:
@@ -69,7 +69,7 @@ def blocks(name):
 def opened(path, name, tensors, dtypes=None):
     found = network(name)
     file = hollow_file(path / "lora.safetensors", tensors, dtypes=dtypes)
-    return LoraFile(file, found.specs, found.kind.lora_names or Names([])).matches
+    return LoraFile(file, found.specs, found.kind.lora_names or NameMap([])).matches
 
 
 def distilled(name, *, modulation, head=True):

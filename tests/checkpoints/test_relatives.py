@@ -138,11 +138,11 @@ def test_a_folder_of_blocks(tmp_path):
     source = open_source(folder)
     assert classes(source) == ("WanImageToVideoPipeline", False)
     assert len(source["transformer"].weights().specs) == len(authors(I2V_14B))
-    assert source.lender == "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers"
+    assert source.fallback_repo == "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers"
     (folder / "config.json").write_text(json.dumps({"_class_name": "WanModel", "num_heads": 40, "eps": 1e-6}))
     hollow_file(folder / "Wan2.1_VAE.safetensors", vae_keys(VAE_2_1))
     source = open_source(folder)
-    assert source.lent == ["image_encoder", "image_processor", "text_encoder", "tokenizer"]
+    assert source.missing_components == ["image_encoder", "image_processor", "text_encoder", "tokenizer"]
     assert len(source["transformer"].weights().specs) == len(authors(I2V_14B))
 
 
@@ -173,7 +173,7 @@ def test_a_transformers_folder_of_diffusers(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(told))
     source = open_source(tmp_path)
     assert classes(source) == ("WanPipeline", False)
-    assert source.lender == "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
+    assert source.fallback_repo == "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
 
 
 def test_one_transformer_merged_of_two(tmp_path):
@@ -181,7 +181,7 @@ def test_one_transformer_merged_of_two(tmp_path):
     settings = found.settings
     assert (found.preset, settings.boundary, settings.guidance_scale_2) == (None, None, None)
     assert (settings.steps, settings.guidance_scale, settings.flow_shift) == (40, 3.5, 5.0)
-    assert found.source.lender == "Wan-AI/Wan2.2-I2V-A14B-Diffusers"
+    assert found.source.fallback_repo == "Wan-AI/Wan2.2-I2V-A14B-Diffusers"
     assert says(found.source.notes[0], "wan2.2-i2v-mega-aio.safetensors one two")
     name = "wan2.2_i2v_high_noise_14B.safetensors"
     assert says(refusal(file(tmp_path / name, I2V_A14B)), f"{name} {name.replace('high', 'low')}")
@@ -222,8 +222,8 @@ def test_a_file_of_fun_inp(preset, tmp_path):
     assert found.preset == replace(preset, defaults=replace(preset.defaults, model=found.preset.defaults.model))
     assert type(found.architecture) is type(preset.architecture)
     assert found.architecture.scheduler == preset.scheduler
-    assert found.source.lender.startswith("Wan-AI/")
-    assert found.source.lender.endswith("iffusers")
+    assert found.source.fallback_repo.startswith("Wan-AI/")
+    assert found.source.fallback_repo.endswith("iffusers")
 
 
 RELATIVES = {  # by the name of a file: its transformer, what is foreign in it, and words of the refusal

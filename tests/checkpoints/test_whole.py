@@ -222,7 +222,7 @@ def test_a_hub_out_of_reach_is_told_before_what_is_here_is_computed_with(publish
 @pytest.fixture
 def alone(whole, tmp_path, monkeypatch):
     """A file with a transformer alone, whose other components the loopback hub has."""
-    monkeypatch.setattr(wan_layouts, "lender_of", lambda *_: SimpleNamespace(source=ID))
+    monkeypatch.setattr(wan_layouts, "fallback_of", lambda *_: SimpleNamespace(source=ID))
     return shutil.copy(whole / "transformer" / WEIGHTS, tmp_path / "alone.safetensors")
 
 
@@ -251,7 +251,7 @@ def test_a_hub_out_of_reach_is_told_where_a_lone_transformer_needs_it(alone, pub
 def of_authors(published, whole, monkeypatch):
     """Returns a hub with the checkpoint in its authors' layout; what that lacks would come from where there is none."""
     monkeypatch.setitem(original.STATISTICS, tiny.LATENT_CHANNELS, wan.vae_config(tiny.VAE))
-    monkeypatch.setattr(wan_layouts, "lender_of", lambda *_: SimpleNamespace(source="owner/typo"))
+    monkeypatch.setattr(wan_layouts, "fallback_of", lambda *_: SimpleNamespace(source="owner/typo"))
     files = {"transformer": WEIGHTS, "vae": "Wan2.1_VAE.safetensors", "text_encoder": TEXT_ENCODER}
     published.files = {"config.json": b'{"_class_name": "WanModel", "num_heads": 2}'}
     for component, name in files.items():

@@ -19,9 +19,9 @@ from tests.support.words import says
 from wanjax.checkpoints.files import save_safetensors
 from wanjax.cli import catalogue
 from wanjax.media import stage_files
+from wanjax.media.metadata import load_settings
 from wanjax.media.pictures import read_clip
-from wanjax.media.records import load_settings
-from wanjax.media.videos import read_metadata, write_video
+from wanjax.media.video import read_metadata, write_video
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 

@@ -30,7 +30,7 @@ from tests.support.words import says
 from wanjax.checkpoints.files import save_safetensors
 from wanjax.cli import main
 from wanjax.media import stage_files
-from wanjax.media.records import load_settings
+from wanjax.media.metadata import load_settings
 from wanjax.pricing.libtpu import TPUS
 
 pytestmark = pytest.mark.usefixtures("kept_programs")

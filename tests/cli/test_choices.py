@@ -16,7 +16,7 @@ from wanjax.checkpoints.files import load_safetensors
 from wanjax.cli import planning, stages
 from wanjax.kernels.attention import AttentionConfig
 from wanjax.media import stage_files
-from wanjax.media.records import load_settings
+from wanjax.media.metadata import load_settings
 from wanjax.sharding import AutoMesh
 
 pytestmark = pytest.mark.usefixtures("kept_programs")

@@ -26,8 +26,9 @@ from tests.support.tiny import compile_cache, tiny_checkpoint
 from tests.support.words import says
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.cli import main, report, stages
-from wanjax.media import stage_files, videos
-from wanjax.media.records import load_settings
+from wanjax.media import stage_files
+from wanjax.media import video as video_files
+from wanjax.media.metadata import load_settings
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.wan.model import WanModel
 from wanjax.pricing.libtpu import TPUS
@@ -228,7 +229,7 @@ def test_generate(model):
     assert result.stdout.strip() == str(path.absolute())
     assert files("stage_outputs") == sorted([*STAGE_FILES, stage_files.VIDEO])
     settings = load_settings(Path("stage_outputs"))
-    assert videos.read_metadata(path) == settings
+    assert video_files.read_metadata(path) == settings
     assert (settings["prompt"], settings["model"], settings["width"], settings["height"]) == (
         "a red circle",
         model,
@@ -271,7 +272,7 @@ def test_the_printed_command_resumes_the_run(model):
     said = succeeded(wanjax(*command, *SMALL)).stderr
     command = shlex.split(re.search(r"wanjax (decode --dir .*)$", said, re.MULTILINE)[1])
     succeeded(wanjax(*command, "--fps", "8", "--out", "a.gif"))
-    assert videos.read_metadata("a.gif")["fps"] == 8
+    assert video_files.read_metadata("a.gif")["fps"] == 8
     assert load_settings(Path("with space"))["fps"] != 8
 
 
@@ -297,7 +298,7 @@ def test_noise_from_a_file(model):
     np.testing.assert_array_equal(*latents)
     file = str(Path("noise.safetensors").absolute())
     assert says(result.stderr, f"noise {file}")
-    assert videos.read_metadata(Path("stage_outputs") / stage_files.VIDEO)["noise"] == file
+    assert video_files.read_metadata(Path("stage_outputs") / stage_files.VIDEO)["noise"] == file
 
 
 def test_two_experts(model):
@@ -323,7 +324,7 @@ def test_denoising_from_a_video(model):
     assert "step 1 of 1" in said or "1 of 1" in said
     kept = load_safetensors(Path("stage_outputs") / stage_files.EMBEDDINGS)
     assert kept["video_latents"].shape == (1, 4, 2, 2, 4)
-    assert videos.read_metadata("second/frame_00000.png")["strength"] == 0.5
+    assert video_files.read_metadata("second/frame_00000.png")["strength"] == 0.5
     latents = load_safetensors(Path("stage_outputs") / stage_files.LATENTS)["latents"].copy()
     succeeded(wanjax("denoise"))  # from the files of the first stage
     np.testing.assert_array_equal(load_safetensors(Path("stage_outputs") / stage_files.LATENTS)["latents"], latents)

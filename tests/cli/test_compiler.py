@@ -13,7 +13,7 @@ from tests.support.tiny import tiny_checkpoint
 from tests.support.words import naming, says
 from wanjax.errors import WanjaxError, WanjaxWarning
 from wanjax.media import stage_files
-from wanjax.media.records import load_settings
+from wanjax.media.metadata import load_settings
 from wanjax.pipelines import denoiser, frames, sampling
 
 pytestmark = pytest.mark.usefixtures("kept_programs")

@@ -11,9 +11,9 @@ from tests.support.words import says
 from wanjax.cli import catalogue, conversion, main, many, planning, stages
 from wanjax.kernels.attention import AttentionConfig
 from wanjax.kernels.attention.flash_tiles import Tiles
-from wanjax.media.records import CONFIG as CONFIG_FILE
-from wanjax.media.records import EMBEDDINGS, LATENTS
-from wanjax.media.videos import read_metadata
+from wanjax.media.metadata import CONFIG as CONFIG_FILE
+from wanjax.media.metadata import EMBEDDINGS, LATENTS
+from wanjax.media.video import read_metadata
 
 CONFIG = """
 model = "wan2.1-t2v-14b"

@@ -72,8 +72,8 @@ def _stopped(monkeypatch, tmp_path):
     for owner, name in (
         (stages.Rendering, "ready_previews"),
         (stages.Rendering, "run"),
-        (planning, "outlook"),
-        (planning, "training_outlook"),
+        (planning, "estimate"),
+        (planning, "estimate_training"),
         (stages.Rendering, "instances"),
     ):
         monkeypatch.setattr(owner, name, started)

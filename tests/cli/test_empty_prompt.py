@@ -12,7 +12,7 @@ import pytest
 from tests.support.commands import refused, succeeded, wanjax
 from tests.support.words import says
 from wanjax.jobs.rows import read_requests
-from wanjax.media import videos
+from wanjax.media import video as video_files
 
 SHORT = ("--steps", "1", "--frames", "5", "--guidance-scale", "1")
 
@@ -33,7 +33,7 @@ def test_a_command_is_refused(command, prompt):
 def test_a_video_of_no_prompt_is_made_where_it_is_meant_and_again_from_its_record():
     succeeded(wanjax("", "--allow-empty-prompt", *SHORT, "--out", "a.mp4"))
     succeeded(wanjax("--from", "a.mp4", "--out", "b.mp4"))
-    assert videos.read_metadata("a.mp4")["prompt"] == videos.read_metadata("b.mp4")["prompt"] == ""
+    assert video_files.read_metadata("a.mp4")["prompt"] == video_files.read_metadata("b.mp4")["prompt"] == ""
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from tests.support.commands import wanjax as run
 from tests.support.tiny import tiny_checkpoint, tiny_image_checkpoint
 from tests.support.words import naming, says
 from wanjax.errors import WanjaxError
-from wanjax.media.videos import read_metadata
+from wanjax.media.video import read_metadata
 from wanjax.pipelines.text import extending
 
 pytestmark = pytest.mark.usefixtures("kept_programs")

@@ -26,7 +26,7 @@ from wanjax.jobs.batch import MANIFEST, Manifest
 from wanjax.jobs.maker import Task
 from wanjax.jobs.rows import read_requests
 from wanjax.media.pictures import read_clip
-from wanjax.media.videos import read_metadata
+from wanjax.media.video import read_metadata
 from wanjax.pipelines.request import VideoRequest
 from wanjax.pipelines.settings import read_seeds
 

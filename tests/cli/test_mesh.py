@@ -8,7 +8,7 @@ import wanjax
 from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint
 from wanjax.cli import main
-from wanjax.media.videos import read_metadata
+from wanjax.media.video import read_metadata
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 

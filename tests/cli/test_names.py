@@ -25,10 +25,10 @@ from tests.support.tiny import tiny_checkpoint
 from wanjax.cli import names, runs
 from wanjax.errors import WanjaxError
 from wanjax.media import stage_files
-from wanjax.media.videos import read_metadata
+from wanjax.media.video import read_metadata
 from wanjax.pipelines.run import Run
 from wanjax.stores import user
-from wanjax.stores.holding import Hold
+from wanjax.stores.locks import FileLock
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
@@ -197,12 +197,12 @@ def test_a_folder_that_cannot_be_written_is_replaced_by_a_temporary_one(tmp_path
 def test_a_folder_that_cannot_be_locked_is_replaced_by_a_temporary_one(tmp_path, cached, monkeypatch):
     """As the home folders of some clusters, whose file systems have no locks."""
 
-    def without_locks(file: Path, *told: str) -> Hold:
+    def without_locks(file: Path, *told: str) -> FileLock:
         if file.is_relative_to(cached):
             raise WanjaxError(f"{file} cannot be written: locking protocol")
-        return Hold(file, *told)
+        return FileLock(file, *told)
 
-    monkeypatch.setattr(runs, "Hold", without_locks)
+    monkeypatch.setattr(runs, "FileLock", without_locks)
     with closing_run(runs.new_run(lambda: iter(["a"]))) as run:
         assert run.folder.parent.parent == tmp_path
     assert list(cached.iterdir()) == []
@@ -293,7 +293,7 @@ def test_what_is_used_or_not_a_run_s_stays(cached, tmp_path):
         age(file, 30)
     (cached / "a-link").symlink_to(tmp_path / "elsewhere")
     asked = stopped(cached, "asked-for", days=30)
-    with closing(Hold(used / runs.LOCK, "run", "--dir")):
+    with closing(FileLock(used / runs.LOCK, "run", "--dir")):
         runs.sweep(but=asked)
     assert (used / stage_files.LATENTS).exists()
     assert (asked / stage_files.LATENTS).exists()
@@ -305,7 +305,7 @@ def test_what_is_used_or_not_a_run_s_stays(cached, tmp_path):
 def test_a_run_that_goes_on_is_not_taken_twice(model, cached):
     folder = stopped(cached, "held", days=0)
     (folder / stage_files.CONFIG).write_text("{}")
-    with closing(Hold(folder / runs.LOCK, "run", "--dir")):
+    with closing(FileLock(folder / runs.LOCK, "run", "--dir")):
         assert "another run uses" in refused("a", "--model", model, *SMALL, "--dir", str(folder), "--force")
     assert (folder / stage_files.LATENTS).exists()
 

@@ -21,8 +21,8 @@ from tests.support.words import says
 from wanjax.cli.report import Report
 from wanjax.compile_cache.cache import compile_cache
 from wanjax.media import stage_files
-from wanjax.media.records import load_settings
-from wanjax.media.videos import read_metadata
+from wanjax.media.metadata import load_settings
+from wanjax.media.video import read_metadata
 from wanjax.pipelines.run import Run
 
 pytestmark = pytest.mark.usefixtures("kept_programs")

@@ -22,14 +22,14 @@ from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import AttentionConfig
 from wanjax.loading import abstract_pipeline
 from wanjax.pipelines.wan.programs import TEXT_LENGTH
-from wanjax.plan import outlook, places
-from wanjax.plan.pricer import PRICER
+from wanjax.plan import estimate, hardware
+from wanjax.plan.price import PRICER
 from wanjax.pricing import compile as compiling
-from wanjax.pricing import priced
-from wanjax.pricing.chips import SLICES, described
+from wanjax.pricing import pricer
+from wanjax.pricing.chips import SLICES, abstract_mesh
 from wanjax.pricing.exporting import export
 from wanjax.pricing.lowering import Lowering
-from wanjax.pricing.priced import Priced, Pricer
+from wanjax.pricing.pricer import Price, Pricer
 from wanjax.registry import outline
 from wanjax.sharding import RULES, Partitioner
 from wanjax.stores.results import Results
@@ -54,7 +54,7 @@ def small(shapes, video):
 
 def pipeline(shapes, video, mesh=None, **how):
     """Returns the pipeline of Wan networks of these shapes, on one device that is modelled, or on a mesh."""
-    mesh = places.mesh_on(places.find_place("h200"), {}) if mesh is None else mesh
+    mesh = hardware.mesh_on(hardware.find_hardware("h200"), {}) if mesh is None else mesh
     return abstract_pipeline(small(shapes, video), Partitioner(mesh, RULES["fsdp"]), **how)
 
 
@@ -141,14 +141,14 @@ def test_without_the_compiler_no_function_of_anybody_s_is_traced(monkeypatch):
 
 
 def test_advice_when_a_video_does_not_fit(monkeypatch):
-    needed = priced.needed_bytes("RESOURCE_EXHAUSTED: Ran out of memory. Used 41.50G of 31.25G hbm. Exceeded")
+    needed = pricer.needed_bytes("RESOURCE_EXHAUSTED: Ran out of memory. Used 41.50G of 31.25G hbm. Exceeded")
     assert needed == 41.5 * GIB
     temporaries = "the total memory required for HLO temporaries (32.62G) exceeds available HBM (31.25G)."
-    assert priced.needed_bytes(temporaries) == round(32.62 * GIB)
+    assert pricer.needed_bytes(temporaries) == round(32.62 * GIB)
     monkeypatch.setattr(
-        Pricer, "prices", lambda self, _, programs, begun: enumerate([Priced(arguments=0, peak=needed)] * len(programs))
+        Pricer, "prices", lambda self, _, programs, begun: enumerate([Price(arguments=0, peak=needed)] * len(programs))
     )
-    found = outlook.outlook(outline("wan2.1-t2v-14b"), "v6e-1")
+    found = estimate.estimate(outline("wan2.1-t2v-14b"), "v6e-1")
     assert not found.fits
     assert found.step_seconds is found.total_seconds is found.mfu is None
     assert found.limit.startswith("the memory of a chip")
@@ -178,22 +178,22 @@ def test_the_pace_of_a_video_made_by_blocks():
     shapes = causal_pipeline(4, None).architecture
     shapes = replace(shapes, text_encoder=TEXT)
     video = outline("wan2.1-t2v-1.3b-causal").settings.updated({"height": 12, "width": 12, "frames": 15})
-    found = outlook.outlook(small(shapes, video), "h200")
+    found = estimate.estimate(small(shapes, video), "h200")
     runs = {run.name: run for run in programs(pipeline(shapes, video, attention=AttentionConfig("reference")), video)}
-    priced = places.priced_on(places.find_place("h200"), [(name, run.lowering) for name, run in runs.items()])
+    priced = hardware.priced_on(hardware.find_hardware("h200"), [(name, run.lowering) for name, run in runs.items()])
     prices = {name: each.seconds for name, each in zip(runs, priced, strict=True)}
     block = prices["begin"] + 4 * prices["step"] + prices["renew"] + prices["finish"] + prices["decode_next"]
     assert found.frames_a_second == pytest.approx(4 / block)
     step = counted(runs["step"])
     assert step.attention + step.products == sum(shapes.cost(video).flops.values())
-    alone = outlook.outlook(small(shapes, video.updated({"frames": 3})), "h200")
+    alone = estimate.estimate(small(shapes, video.updated({"frames": 3})), "h200")
     assert alone.frames_a_second is None
 
 
 def test_each_program_is_told_when_it_is_begun_and_once_its_price_is_known():
     told = []
     model = outline("nano")
-    outlook.outlook(model, "h200", tell=lambda *known: told.append(known))
+    estimate.estimate(model, "h200", tell=lambda *known: told.append(known))
     names = [run.name for run in programs(pipeline(model.architecture, model.settings), model.settings)]
     assert told[::2] == [([name], number, len(names)) for number, name in enumerate(names)]
     assert told[1::2] == [([], number + 1, len(names)) for number in range(len(names))]
@@ -203,17 +203,17 @@ def test_the_bar_counts_only_what_is_compiled_now(monkeypatch):
     """Prices that were kept come first, before anything is begun."""
 
     def some_kept(self, place, lowerings, begun):
-        yield 1, Priced(arguments=1, peak=2)
+        yield 1, Price(arguments=1, peak=2)
         begun(0)
         begun(2)
-        yield 2, Priced(arguments=1, peak=2)
+        yield 2, Price(arguments=1, peak=2)
         begun(0)  # again, because the compiler's process ended
-        yield 0, Priced(arguments=3, peak=4)
+        yield 0, Price(arguments=3, peak=4)
 
     monkeypatch.setattr(Pricer, "prices", some_kept)
     told = []
     lowerings = [(name, Lowering(lambda: None, ())) for name in "abc"]
-    found = places.priced_on(SLICES["v6e-8"], lowerings, lambda *known: told.append(known))
+    found = hardware.priced_on(SLICES["v6e-8"], lowerings, lambda *known: told.append(known))
     assert [x.arguments for x in found] == [3, 1, 1]
     assert told == [(["a"], 0, 2), (["a", "c"], 0, 2), (["a"], 1, 2), (["a"], 1, 2), ([], 2, 2)]
 
@@ -226,7 +226,7 @@ def test_progress_is_told_beside_the_result_unless_it_is_unwanted():
 
 
 def test_how_often_each_program_runs():
-    mesh = described(SLICES["v6e-8"], {"dp": 1, "sp": 1, "tp": 8})
+    mesh = abstract_mesh(SLICES["v6e-8"], {"dp": 1, "sp": 1, "tp": 8})
     denoised = {"begin": 1, "context": 1, "step": 2, "finish": 1}
     found = {run.name: run.times for run in programs(pipeline(NETWORKS, VIDEO, mesh), VIDEO)}
     assert found == {"encode_prompts": 1, **denoised, "cut": 1, "decode_first": 1, "decode_next": 1}
@@ -249,7 +249,7 @@ def test_each_set_of_compiler_options_has_prices_of_its_own(monkeypatch):
 
     def prices(self, place, programs, begun):
         asked["jobs"] = [export(program, place) for program in programs]
-        return enumerate([Priced(arguments=1, peak=2, seconds=1.0, doubts=["an option was refused"])] * len(programs))
+        return enumerate([Price(arguments=1, peak=2, seconds=1.0, doubts=["an option was refused"])] * len(programs))
 
     monkeypatch.setattr(Pricer, "prices", prices)
     kept_in = {}
@@ -273,7 +273,7 @@ def test_where_nothing_is_compiled_no_set_is_named():
 def test_a_slice_is_priced_by_its_compiler_and_only_once(monkeypatch):
     given = ("--chip", "v6e-8", "--size", "32x32", "--frames", "1", "--mesh", "dp=2,sp=1,tp=4")
     first = plan(*given)
-    monkeypatch.setattr(priced, "compiled", lambda *_, **__: pytest.fail("compiled again"))
+    monkeypatch.setattr(pricer, "compiled", lambda *_, **__: pytest.fail("compiled again"))
     assert plan(*given) == first
     monkeypatch.setattr(compiling, "find_spec", lambda name: None)  # nor is the compiler needed
     assert plan(*given) == first

@@ -15,8 +15,8 @@ from tests.support.commands import files, succeeded, wanjax
 from tests.support.tiny import tiny_checkpoint, tiny_image_checkpoint
 from wanjax.checkpoints.files import save_safetensors
 from wanjax.media import stage_files
-from wanjax.media.records import load_settings
-from wanjax.media.videos import read_metadata
+from wanjax.media.metadata import load_settings
+from wanjax.media.video import read_metadata
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 

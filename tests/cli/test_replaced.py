@@ -14,7 +14,7 @@ from tests.support.commands import refused, succeeded, wanjax
 from tests.support.tiny import tiny_checkpoint, tiny_image_checkpoint
 from tests.support.words import says
 from wanjax.checkpoints.files import content_digest, save_safetensors
-from wanjax.media.videos import read_metadata
+from wanjax.media.video import read_metadata
 from wanjax.pipelines.caching.tables import measured_file
 from wanjax.registry import tables_key
 

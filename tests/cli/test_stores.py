@@ -15,7 +15,7 @@ from tests.support.quick import quick
 from tests.support.stores import BUCKET, GOOGLES, running_gcs, running_s3
 from tests.support.words import says
 from wanjax.media.pictures import read_clip
-from wanjax.stores.places import local_copy, place
+from wanjax.stores.paths import local_copy, parse_path
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
@@ -35,7 +35,7 @@ def _in_a_folder(tmp_path, monkeypatch, s3):
 
 
 def frames(file: str) -> np.ndarray:
-    with local_copy(place(file)) as here:
+    with local_copy(parse_path(file)) as here:
         return read_clip(here, 5, 8)
 
 

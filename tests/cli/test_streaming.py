@@ -16,7 +16,7 @@ from tests.support.words import says
 from wanjax.checkpoints.files import load_safetensors
 from wanjax.cli import main
 from wanjax.media.stage_files import LATENTS
-from wanjax.media.videos import write_video
+from wanjax.media.video import write_video
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 

@@ -12,7 +12,7 @@ from tests.support import tiny
 from tests.support.quick import quick
 from tests.support.warm import programs, wanjax
 from wanjax.media import stage_files
-from wanjax.media.records import load_settings
+from wanjax.media.metadata import load_settings
 
 RUN = ("--size", "32x32", "--frames", "9", "--steps", "3")
 HERE = ("--dir", "stage_outputs", "--out", "video.mp4", "--force")

@@ -24,7 +24,7 @@ from tests.support.disks import no_file_above
 from wanjax.compile_cache import executables
 from wanjax.compile_cache.cache import without_cache
 from wanjax.compile_cache.compilations import Compilation
-from wanjax.compile_cache.executables import Executables, Refused, surroundings
+from wanjax.compile_cache.executables import Executables, UnusableExecutable, compile_environment
 from wanjax.compile_cache.fingerprint import NoFingerprint, fingerprint
 from wanjax.execution import Execute, Site, program
 from wanjax.kernels.compiler_options import scanned
@@ -188,8 +188,8 @@ OTHERS = {
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS.keys())
 def test_that_of_other_surroundings_is_never_found(kept, other, monkeypatch):
     with monkeypatch.context() as patch:
-        theirs = surroundings()._replace(**other)
-        patch.setattr(executables, "surroundings", lambda: theirs)
+        theirs = compile_environment()._replace(**other)
+        patch.setattr(executables, "compile_environment", lambda: theirs)
         called(kept)
     result, made = called(kept)
     assert result == [0.0, 0.0, 1.0]
@@ -219,7 +219,7 @@ def test_the_folder_is_its_owner_s_alone(kept):
 def test_another_user_s_file_is_refused(kept, compiled):
     kept.keep(KEY, compiled)
     os.chown(the_file(kept), 12345, -1)
-    with pytest.raises(Refused, match="another user"):
+    with pytest.raises(UnusableExecutable, match="another user"):
         kept.find(KEY, jax.devices()[:1])
 
 

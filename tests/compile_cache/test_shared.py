@@ -24,11 +24,11 @@ from tests.support.stores import BUCKET, failing, forget, running_s3
 from tests.support.words import naming, says
 from wanjax.compile_cache import shared
 from wanjax.compile_cache.cache import SHARED, TRUSTED, compile_cache, set_cache_folder
-from wanjax.compile_cache.shared import Shared, share
+from wanjax.compile_cache.shared import SharedCache, share
 from wanjax.errors import WanjaxError, WanjaxWarning
-from wanjax.pricing.chips import devices_of, find_slice
+from wanjax.pricing.chips import find_slice, topology_devices
 from wanjax.pricing.compile import ENVIRONMENT
-from wanjax.stores.places import Place, names_in, place
+from wanjax.stores.paths import AnyPath, names_in, parse_path
 from wanjax.stores.results import Results
 from wanjax.stores.user import user_cache
 
@@ -38,7 +38,7 @@ SETTINGS = ("jax_compilation_cache_dir", "jax_persistent_cache_enable_xla_caches
 @pytest.fixture(params=["a folder", "a store"])
 def folder(request, tmp_path):
     forget()
-    yield tmp_path if request.param == "a folder" else place("memory://cache/programs")
+    yield tmp_path if request.param == "a folder" else parse_path("memory://cache/programs")
     forget()
 
 
@@ -71,9 +71,9 @@ def quickly(monkeypatch):
     monkeypatch.setattr(shared, "LOOKS", (0.01, 0.05))
 
 
-def compiled(folder: Place, pause: float = 0.2) -> str:
+def compiled(folder: AnyPath, pause: float = 0.2) -> str:
     """Gets an entry as a worker does that compiles what it misses; returns who compiled, by the entry, and whether."""
-    cache = Shared(folder)
+    cache = SharedCache(folder)
     with cache.leasing():
         if (found := cache.get("program")) is not None:
             return found.decode()
@@ -99,7 +99,7 @@ def test_an_owner_that_is_gone_is_followed_by_one(folder, quickly):
 
 def test_an_owner_that_fails_holds_nobody_up(folder, quickly):
     with ExitStack() as stack:
-        first = Shared(folder)
+        first = SharedCache(folder)
         stack.enter_context(first.leasing())
         assert first.get("program") is None
         with ThreadPoolExecutor(1) as workers:
@@ -110,13 +110,13 @@ def test_an_owner_that_fails_holds_nobody_up(folder, quickly):
 
 
 def test_what_nobody_gives_back_is_not_leased(folder):
-    assert Shared(folder).get("program") is None
+    assert SharedCache(folder).get("program") is None
     assert names_in(folder) == set()
 
 
 def test_a_store_that_is_lost_is_told_once_and_stops_nothing():
     forget()
-    cache = Shared(place("memory://cache/programs"))
+    cache = SharedCache(parse_path("memory://cache/programs"))
     lost = ConnectionError("lost")
     with failing("cat_file", lost), failing("pipe_file", lost), cache.leasing():
         with pytest.warns(WanjaxWarning, match=naming("memory://cache/programs lost")):
@@ -209,7 +209,7 @@ def test_workers_share_what_they_compile(tmp_path, kind, killed):
 
 
 def entries(cache: str) -> list[str]:
-    folder = place(cache)
+    folder = parse_path(cache)
     return [path.name for path in folder.rglob("*")] if isinstance(folder, Path) else list(folder.files())
 
 
@@ -225,7 +225,7 @@ def test_a_chip_of_eight_has_the_key_of_eight_and_one_alone_another(monkeypatch)
     def key(devices):
         return xla_client.get_topology_for_devices(devices).fingerprint()
 
-    one, eight = (devices_of(x.topology, one_host=True) for x in map(find_slice, ("v6e-1", "v6e-8")))
+    one, eight = (topology_devices(x.topology, one_host=True) for x in map(find_slice, ("v6e-1", "v6e-8")))
     assert {key([device]) for device in eight} == {key(eight)} != {key(one)}
 
 
@@ -244,7 +244,7 @@ def test_a_cache_is_filled_for_chips_that_are_not_here(tmp_path):
 def test_another_user_reads_what_is_shared(tmp_path):
     before = os.umask(0o022)
     try:
-        Shared(tmp_path).put("program", b"compiled")
+        SharedCache(tmp_path).put("program", b"compiled")
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "program-cache").stat().st_mode) == 0o644
@@ -260,7 +260,7 @@ def test_of_a_write_that_fails_nothing_is_left(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     Results().put("prices", {"a": 1}, 2.0)
     with pytest.warns(WanjaxWarning, match=naming("cannot be written")):
-        Shared(tmp_path).put("program", b"compiled")
+        SharedCache(tmp_path).put("program", b"compiled")
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 

@@ -17,7 +17,7 @@ from tests.support.quick import quick
 from tests.support.types import unchecked
 from tests.support.words import says
 from wanjax.checkpoints.files import Spec, Tensors
-from wanjax.checkpoints.networks import read_network
+from wanjax.checkpoints.network_kinds import read_network
 from wanjax.converters.cogvideox.vae import vae_config
 from wanjax.converters.configs import read_config
 from wanjax.converters.wan import original

@@ -16,10 +16,21 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tests.support.compilations import compilations
 from tests.support.devices import most_held, nbytes_on_each, on_eight_devices
 from tests.support.words import says
-from wanjax.checkpoints import modules, placing
+from wanjax.checkpoints import modules, to_devices
 from wanjax.checkpoints.files import SafetensorsFile, Tensors, aligned
-from wanjax.converters import rules
-from wanjax.converters.rules import CONV, IDENTITY, TRANSPOSE, Rule, conv, linear, norm, patches, rope_halves, squeeze
+from wanjax.converters import weight_rules
+from wanjax.converters.weight_rules import (
+    CONV,
+    IDENTITY,
+    TRANSPOSE,
+    Rule,
+    conv,
+    linear,
+    norm,
+    patches,
+    rope_halves,
+    squeeze,
+)
 from wanjax.errors import WanjaxError
 from wanjax.layers.placement import axes_of, with_axes
 from wanjax.layers.stack import stack
@@ -214,8 +225,8 @@ def test_rearranging_in_pieces_equals_a_plain_copy(shape, dtypes, axes):
     x = np.linspace(-3, 3, np.prod(shape)).astype(dtypes[0]).reshape(shape).transpose(axes)
     out = np.zeros(x.shape, dtypes[1])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(placing, "PIECE", 1 << 12)
-        placing.rearrange(x, out)
+        patch.setattr(to_devices, "PIECE", 1 << 12)
+        to_devices.rearrange(x, out)
     assert out.tobytes() == np.ascontiguousarray(x.astype(dtypes[1])).tobytes()
 
 
@@ -227,7 +238,7 @@ def faults(source, rules=RULES, **options):
 
 def test_plan_needs_shapes_alone():
     sources = {key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in SHAPES.items()}
-    assignments = rules.assign(RULES, sources, modules.parameters(abstract()))
+    assignments = weight_rules.assign(RULES, sources, modules.parameters(abstract()))
     assert sorted(key for each in assignments for key in each.sources) == sorted(SHAPES)
 
 
@@ -272,7 +283,7 @@ def test_a_fault_is_named(tensors, rules, words):
 
 def test_two_stacked_placeholders_are_refused():
     with pytest.raises(ValueError, match="only one placeholder"):
-        rules.assign([Rule("a.{i}.b.{j}", "a")], {}, {"a": jax.ShapeDtypeStruct((2, 2), jnp.float32)})
+        weight_rules.assign([Rule("a.{i}.b.{j}", "a")], {}, {"a": jax.ShapeDtypeStruct((2, 2), jnp.float32)})
 
 
 def test_unused_keys_are_ignored_by_pattern():
@@ -298,7 +309,7 @@ def test_weights_on_one_cpu_are_the_hosts_own_buffer():
         return buffers[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(placing, "aligned", remembered)
+        patch.setattr(to_devices, "aligned", remembered)
         model = modules.load(abstract(), RULES, checkpoint())
     places = [buffer.ctypes.data for buffer in buffers]
     assert model.blocks.q.kernel.get_value().unsafe_buffer_pointer() in places
@@ -308,9 +319,9 @@ def test_weights_on_one_cpu_are_the_hosts_own_buffer():
 def test_only_a_large_stack_for_accelerators_does_not_fit_the_host():
     def fits(platform, size):
         sharding = SimpleNamespace(device_set=[SimpleNamespace(platform=platform)])
-        return placing._fits_host(SimpleNamespace(sharding=sharding, size=size, dtype=np.dtype(ml_dtypes.bfloat16)))
+        return to_devices._fits_host(SimpleNamespace(sharding=sharding, size=size, dtype=np.dtype(ml_dtypes.bfloat16)))
 
-    most = placing.SMALL_STACK // 2
+    most = to_devices.SMALL_STACK // 2
     assert fits("tpu", most)
     assert not fits("tpu", most + 1)
     assert fits("cpu", most + 1)
@@ -343,8 +354,8 @@ def load_onto_a_mesh(way):
     targets = modules.parameters(meshed)
     host_shapes, held, source = [], [], checkpoint()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(placing, "aligned", lambda shape, dtype: host_shapes.append(shape) or aligned(shape, dtype))
-        patch.setattr(placing, "_fits_host", lambda target: way == "assembled")
+        patch.setattr(to_devices, "aligned", lambda shape, dtype: host_shapes.append(shape) or aligned(shape, dtype))
+        patch.setattr(to_devices, "_fits_host", lambda target: way == "assembled")
         model = modules.load(meshed, RULES, source, progress=lambda *_: held.append(most_held()))
         with compilations() as compiled:
             modules.load(meshed, RULES, source)

@@ -13,7 +13,7 @@ from wanjax.errors import SettingError, WanjaxError
 from wanjax.jobs.maker import VideoMaker
 from wanjax.jobs.worker import DISK_FULL
 from wanjax.media.pictures import read_clip
-from wanjax.media.videos import read_metadata
+from wanjax.media.video import read_metadata
 from wanjax.pipelines.request import VideoRequest
 
 pytestmark = pytest.mark.usefixtures("kept_programs")

@@ -25,7 +25,7 @@ from tests.support.words import naming
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import AttentionConfig, attention, choose, flash_tiles, flash_tpu
 from wanjax.models.wan.transformer import Block
-from wanjax.pricing.chips import described, find_slice
+from wanjax.pricing.chips import abstract_mesh, find_slice
 from wanjax.pricing.compile import Compiled, compile_programs
 from wanjax.pricing.exporting import CompilerError
 
@@ -299,9 +299,9 @@ needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, t
 @needs_libtpu
 @pytest.mark.parametrize(("programs", "rings"), quick(TOGETHER[:1], TOGETHER), ids=["one", "each", "others"])
 def test_compiles_for_each_generation(programs, rings):
-    every = [(attend_small(described(find_slice(chip)), **settings), chip) for chip, settings in programs]
+    every = [(attend_small(abstract_mesh(find_slice(chip)), **settings), chip) for chip, settings in programs]
     mesh = {"dp": 1, "sp": 4, "tp": 1}
-    every += [(attend_round(described(find_slice(chip), mesh), **settings), chip) for chip, settings in rings]
+    every += [(attend_round(abstract_mesh(find_slice(chip), mesh), **settings), chip) for chip, settings in rings]
     for program, compiled in zip(every, compile_programs(every), strict=True):
         assert isinstance(compiled, Compiled), (program, compiled)
         assert "tpu_custom_call" in compiled.module, program
@@ -311,7 +311,7 @@ def test_compiles_for_each_generation(programs, rings):
 @needs_libtpu
 def test_named_workloads_compile():
     """Those with the most heads: heads are an axis of the kernel's grid, and fewer take the same kernel."""
-    mesh = described(find_slice("v6e-1"))
+    mesh = abstract_mesh(find_slice("v6e-1"))
     by_heads = sorted(WORKLOADS.values(), key=lambda workload: workload.heads)
     largest = {(each.queries, each.keys, each.head_dim): each.name for each in by_heads}.values()
     results = zip(largest, compile_programs([(attend(mesh, workload=name), "v6e-1") for name in largest]), strict=True)

@@ -13,10 +13,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tests.support.attention import normal
 from tests.support.compare import error
 from wanjax.kernels.normed_silu import BLOCK, normed_silu, reference
-from wanjax.pricing.chips import described, find_slice
+from wanjax.pricing.chips import abstract_mesh, find_slice
 from wanjax.pricing.compile import compile_program
-from wanjax.pricing.kernels import kernel_calls
 from wanjax.pricing.lowering import Lowering
+from wanjax.pricing.pallas_kernels import kernel_calls
 
 
 def rule(x, gamma):
@@ -65,7 +65,7 @@ def test_its_gradient():
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
 @pytest.mark.parametrize("chip", ["v5e-1", "v6e-1"])
 def test_a_chip_s_compiler_takes_it(chip):
-    whole = NamedSharding(described(find_slice(chip), {"dp": 1, "sp": 1, "tp": 1}), PartitionSpec())
+    whole = NamedSharding(abstract_mesh(find_slice(chip), {"dp": 1, "sp": 1, "tp": 1}), PartitionSpec())
     shapes = (jax.ShapeDtypeStruct(shape, "float32", sharding=whole) for shape in ((1, 8, 30, 52, 96), (96,)))
     made = compile_program(Lowering(partial(normed_silu, dtype="bfloat16"), tuple(shapes)), chip)
     assert [call.kernel for call in kernel_calls(made).values()] == ["normed_silu"]

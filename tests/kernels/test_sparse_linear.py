@@ -31,10 +31,10 @@ from wanjax.kernels.attention.sparse_linear_tpu import Config
 from wanjax.layers.rope import rope_3d
 from wanjax.models.wan.transformer import SelfAttention, WanTransformer
 from wanjax.pipelines.model import attending
-from wanjax.pricing.chips import described, find_slice
+from wanjax.pricing.chips import abstract_mesh, find_slice
 from wanjax.pricing.compile import compile_program
-from wanjax.pricing.kernels import kernel_calls
-from wanjax.pricing.lowering import everywhere
+from wanjax.pricing.lowering import replicated
+from wanjax.pricing.pallas_kernels import kernel_calls
 from wanjax.registry import presets
 from wanjax.sharding import RULES, Partitioner, make_mesh, use
 
@@ -354,12 +354,12 @@ def attend_small(mesh):
         options = {"sparse": SparseLinear(0.6), "keys": 580, "implementation": "tpu", "config": Config(2)}
         return sparse_linear_attention(q, k, v, Projection(kernel, bias), **options)
 
-    return everywhere(run, mesh, (*operands, *weights))
+    return replicated(run, mesh, (*operands, *weights))
 
 
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
 @pytest.mark.parametrize("chip", quick(["v6e-1"], ["v6e-1", "v5e-1", "v5p-8", "v7x-8"]))
 def test_compiles_for_each_generation(chip):
-    compiled = compile_program(attend_small(described(find_slice(chip))), chip)
+    compiled = compile_program(attend_small(abstract_mesh(find_slice(chip))), chip)
     names = {call.kernel for call in kernel_calls(compiled).values()}
     assert names == {"sparse_linear_prepare", "sparse_linear_lists", "sparse_linear"}

@@ -18,8 +18,8 @@ from tests.support.quick import quick
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
 from wanjax.media.bounds import BOUNDS
+from wanjax.media.damage import HOLE, Zeros, holed_frame
 from wanjax.media.films import read_film
-from wanjax.media.holes import HOLE, Zeros, holed_frame
 from wanjax.media.inputs import INPUTS
 from wanjax.media.pictures import read_clip
 from wanjax.serve.limits import Limits

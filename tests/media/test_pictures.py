@@ -18,7 +18,7 @@ from PIL import EpsImagePlugin, Image, ImageFile
 from tests.support.quick import quick
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
-from wanjax.media import videos as io
+from wanjax.media import video as io
 from wanjax.media.bounds import BOUNDS
 from wanjax.media.inputs import INPUTS
 from wanjax.media.pictures import Pictures, fit, read_clip, read_picture, read_pictures, size_within

@@ -14,7 +14,7 @@ from tests.support.words import naming
 from wanjax.checkpoints.files import SafetensorsFile, save_safetensors
 from wanjax.errors import WanjaxError
 from wanjax.media import stage_files
-from wanjax.media.records import load_settings
+from wanjax.media.metadata import load_settings
 
 
 def texts(tokens: int = 6, dtype=np.float32) -> dict[str, np.ndarray]:

@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from wanjax.errors import WanjaxError
-from wanjax.media import videos
-from wanjax.media.videos import Video
+from wanjax.media import video as video_files
+from wanjax.media.video import Video
 from wanjax.signals import abandon
 
 FRAMES = np.random.default_rng(0).integers(0, 256, (5, 32, 64, 3), dtype=np.uint8)
@@ -48,7 +48,7 @@ def embedded(html: str, kind: str, tmp_path) -> dict:
     data = re.search(rf'src="data:{kind};base64,([^"]*)"', html)[1]
     path = tmp_path / f"embedded.{kind.rpartition('/')[2]}"
     path.write_bytes(base64.b64decode(data))
-    return videos.read_metadata(path)
+    return video_files.read_metadata(path)
 
 
 def test_a_notebook_plays_an_mp4(video, tmp_path):
@@ -72,7 +72,7 @@ def test_a_notebook_plays_a_gif_without_ffmpeg(video, tmp_path, monkeypatch):
     def missing(*_):
         raise WanjaxError("there is no ffmpeg")
 
-    monkeypatch.setattr(videos, "run_ffmpeg", missing)
+    monkeypatch.setattr(video_files, "run_ffmpeg", missing)
     html = video._repr_html_()
     monkeypatch.undo()
     assert embedded(html, "image/gif", tmp_path) == SETTINGS

@@ -17,7 +17,7 @@ from PIL import Image
 from tests.support.media import SETTINGS, leftovers
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
-from wanjax.media import videos
+from wanjax.media import video as video_files
 from wanjax.media.pictures import read_clip
 
 COLOURS = np.array([[220, 30, 40], [30, 180, 60], [40, 60, 220], [240, 220, 40], [128, 128, 128]], np.uint8)
@@ -51,7 +51,7 @@ def atoms(path: Path) -> list[str]:
 
 @pytest.mark.parametrize(("suffix", "codec"), [(".mp4", "h264"), (".mov", "h264"), (".webm", "vp9")])
 def test_films(tmp_path, suffix, codec):
-    path = videos.Video(clip(), 16, SETTINGS).save(tmp_path / "new" / f"clip{suffix}")
+    path = video_files.Video(clip(), 16, SETTINGS).save(tmp_path / "new" / f"clip{suffix}")
     said = ffmpeg("-i", path).stderr.decode()
     assert f"Video: {codec}" in said
     assert re.search(r"yuv420p\(tv, (bt709|bt709/bt709/bt709)[,)]", said)  # matrix, primaries and transfer
@@ -59,7 +59,7 @@ def test_films(tmp_path, suffix, codec):
     assert "16 fps" in said
     if codec == "h264":
         assert atoms(path).index("moov") < atoms(path).index("mdat")  # faststart
-    assert videos.read_metadata(path) == SETTINGS
+    assert video_files.read_metadata(path) == SETTINGS
     frames = decoded(path)
     assert frames.shape == (5, 32, 64, 3)
     assert np.abs(frames.astype(int) - clip()).max() <= 6  # 8-bit YUV with half the chroma
@@ -67,24 +67,24 @@ def test_films(tmp_path, suffix, codec):
 
 
 def test_a_film_of_odd_sizes(tmp_path):
-    path = videos.write_video(tmp_path / "clip.webm", clip(height=31, width=33), 16, SETTINGS)
+    path = video_files.write_video(tmp_path / "clip.webm", clip(height=31, width=33), 16, SETTINGS)
     frames = read_clip(path, 5, 16)
     assert np.abs(frames.astype(int) - clip(height=31, width=33)).max() <= 6
 
 
 def test_a_picture(tmp_path):
-    path = videos.write_video(tmp_path / "one.png", clip(1), 16, SETTINGS)
+    path = video_files.write_video(tmp_path / "one.png", clip(1), 16, SETTINGS)
     np.testing.assert_array_equal(np.asarray(Image.open(path)), clip(1)[0])
-    assert videos.read_metadata(path) == SETTINGS
+    assert video_files.read_metadata(path) == SETTINGS
     with pytest.raises(WanjaxError, match=naming("one.png picture video frame")):
-        videos.check_output(path, 5)
+        video_files.check_output(path, 5)
 
 
 def test_mp4_of_chunks_and_long_settings(tmp_path):
     settings = {"prompt": "红" * 5000}
-    path = videos.write_video(tmp_path / "clip.MP4", (clip(n) for n in (1, 4, 4)), 23.976, settings)
+    path = video_files.write_video(tmp_path / "clip.MP4", (clip(n) for n in (1, 4, 4)), 23.976, settings)
     assert decoded(path).shape == (9, 32, 64, 3)
-    assert videos.read_metadata(tmp_path / "clip.MP4") == settings
+    assert video_files.read_metadata(tmp_path / "clip.MP4") == settings
 
 
 @pytest.mark.parametrize("name", ["a.mp4", "a.mov", "a.webm", "a.gif", "a.webp", "a.png", "a"])
@@ -93,15 +93,15 @@ def test_settings_may_be_long(tmp_path, monkeypatch, name):
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     settings = {"prompt": "红" * 25_000 + "\n;#=\\"}
-    videos.try_output(tmp_path / name, 1, (32, 64), 16, settings)
+    video_files.try_output(tmp_path / name, 1, (32, 64), 16, settings)
     assert leftovers(tmp_path) == ["temporary"]
-    assert videos.read_metadata(videos.write_video(tmp_path / name, clip(1), 16, settings)) == settings
+    assert video_files.read_metadata(video_files.write_video(tmp_path / name, clip(1), 16, settings)) == settings
     assert leftovers(tmp_path / "temporary") == []
 
 
 @pytest.mark.parametrize("suffix", [".gif", ".webp"])
 def test_animations(tmp_path, suffix):
-    path = videos.write_video(tmp_path / f"clip{suffix}", clip(height=31, width=33), 16, SETTINGS)
+    path = video_files.write_video(tmp_path / f"clip{suffix}", clip(height=31, width=33), 16, SETTINGS)
     with Image.open(path) as image:
         assert (image.n_frames, image.size, image.info["loop"]) == (5, (33, 31), 0)
         total = 0
@@ -111,24 +111,24 @@ def test_animations(tmp_path, suffix):
             total += image.info["duration"]
             assert np.abs(np.asarray(image.convert("RGB")).astype(int) - clip(height=31, width=33)[index]).max() <= 8
     assert total == pytest.approx(5 * 1000 / 16, abs=10)  # rounding a frame to 10 ms does not add up
-    assert videos.read_metadata(path) == SETTINGS
+    assert video_files.read_metadata(path) == SETTINGS
     assert leftovers(tmp_path) == [path.name]
 
 
 @pytest.mark.parametrize("name", ["frames", "frames.mp4/", "frames/"])
 def test_folder_of_png(tmp_path, name):
-    path = videos.write_video(f"{tmp_path}/{name}", clip(7, 5, 3), 16, SETTINGS)
-    videos.write_video(f"{tmp_path}/{name}", clip(2, 5, 3), 16, SETTINGS)  # replaces the first
+    path = video_files.write_video(f"{tmp_path}/{name}", clip(7, 5, 3), 16, SETTINGS)
+    video_files.write_video(f"{tmp_path}/{name}", clip(2, 5, 3), 16, SETTINGS)  # replaces the first
     assert leftovers(path) == ["frame_00000.png", "frame_00001.png"]
     assert leftovers(tmp_path) == [path.name]
     np.testing.assert_array_equal(np.asarray(Image.open(path / "frame_00001.png")), clip(2, 5, 3)[1])
-    assert videos.read_metadata(path) == SETTINGS
+    assert video_files.read_metadata(path) == SETTINGS
 
 
 def test_a_folder_with_other_things_is_left_alone(tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(WanjaxError, match=naming("thesis.txt frame")):
-        videos.write_video(f"{tmp_path}/", clip(), 16)
+        video_files.write_video(f"{tmp_path}/", clip(), 16)
     assert leftovers(tmp_path) == ["thesis.txt"]
 
 
@@ -150,27 +150,27 @@ def test_a_folder_with_other_things_is_left_alone(tmp_path):
 def test_refused_videos_leave_nothing(tmp_path, name, frames, message):
     (tmp_path / "file").write_text("")
     with pytest.raises(WanjaxError, match=naming(message)):
-        videos.write_video(tmp_path / name, frames, 16)
+        video_files.write_video(tmp_path / name, frames, 16)
     assert leftovers(tmp_path) == ["file"]
 
 
 @pytest.mark.parametrize("name", ["clip.mp4", "clip.webm", "clip.gif", "clip.png", "frames"])
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, RuntimeError("decoding failed")])
 def test_what_stops_half_way_leaves_the_file_before(tmp_path, name, failure):
-    before = videos.write_video(tmp_path / name, clip(1), 16, {"seed": 1})
+    before = video_files.write_video(tmp_path / name, clip(1), 16, {"seed": 1})
 
     def frames():
         yield clip(1)
         raise failure
 
     with pytest.raises((KeyboardInterrupt, RuntimeError)):
-        videos.write_video(tmp_path / name, frames(), 16, {"seed": 2})
-    assert videos.read_metadata(before) == {"seed": 1}
+        video_files.write_video(tmp_path / name, frames(), 16, {"seed": 2})
+    assert video_files.read_metadata(before) == {"seed": 1}
     assert leftovers(tmp_path) == [name]
 
 
 def test_frames_that_cannot_be_replaced_stay(tmp_path, monkeypatch):
-    before, rename = videos.write_video(tmp_path / "frames", clip(1), 16, {"seed": 1}), Path.rename
+    before, rename = video_files.write_video(tmp_path / "frames", clip(1), 16, {"seed": 1}), Path.rename
 
     def failing(self, target):
         if ".partial." in self.name:
@@ -179,8 +179,8 @@ def test_frames_that_cannot_be_replaced_stay(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "rename", failing)
     with pytest.raises(WanjaxError, match=naming("frames written")):
-        videos.write_video(tmp_path / "frames", clip(1), 16, {"seed": 2})
-    assert videos.read_metadata(before) == {"seed": 1}
+        video_files.write_video(tmp_path / "frames", clip(1), 16, {"seed": 2})
+    assert video_files.read_metadata(before) == {"seed": 1}
     assert leftovers(tmp_path) == ["frames"]
 
 
@@ -192,7 +192,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, name, monkeypatch):
 
     monkeypatch.setattr(Image.Image, "save", full)
     with pytest.raises(WanjaxError, match=naming(f"{name} No space left on device")):
-        videos.write_video(tmp_path / name, clip(), 16)
+        video_files.write_video(tmp_path / name, clip(), 16)
     assert leftovers(tmp_path) == []
 
 
@@ -204,7 +204,7 @@ def test_a_full_disk_leaves_no_film(tmp_path, monkeypatch, name, kilobytes):
     monkeypatch.setattr(subprocess, "Popen", lambda command, **kw: run([*limited, *command], **kw))
     noise = np.random.default_rng(0).integers(0, 256, (40, 64, 64, 3), np.uint8)
     with pytest.raises(WanjaxError, match=naming(f"{name} File too large")):
-        videos.write_video(tmp_path / name, noise, 16)
+        video_files.write_video(tmp_path / name, noise, 16)
     assert leftovers(tmp_path) == []
 
 
@@ -242,10 +242,10 @@ def test_what_could_not_be_written_is_told_before(tmp_path, monkeypatch, name, s
         monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000))
     before = leftovers(tmp_path)
     if message is None:
-        videos.try_output(tmp_path / name, 15, size, 16, {"seed": 1})
+        video_files.try_output(tmp_path / name, 15, size, 16, {"seed": 1})
     else:
         with pytest.raises(WanjaxError, match=naming(message)):
-            videos.try_output(tmp_path / name, 15, size, 16, {"seed": 1})
+            video_files.try_output(tmp_path / name, 15, size, 16, {"seed": 1})
     assert leftovers(tmp_path) == before
     assert (tmp_path / "a.mp4").read_text() == "mine"
 
@@ -256,7 +256,7 @@ def test_no_ffmpeg(tmp_path, monkeypatch):
 
     monkeypatch.setattr(imageio_ffmpeg, "get_ffmpeg_exe", missing)
     with pytest.raises(WanjaxError, match=naming("pip install imageio-ffmpeg")):
-        videos.write_video(tmp_path / "clip.mp4", clip(), 16)
+        video_files.write_video(tmp_path / "clip.mp4", clip(), 16)
     assert leftovers(tmp_path) == []
 
 
@@ -265,6 +265,6 @@ def test_files_without_settings(tmp_path):
     Image.fromarray(clip()[0]).save(tmp_path / "bare.gif")
     for name in ("text.mp4", "bare.gif"):
         with pytest.raises(WanjaxError, match="holds no settings"):
-            videos.read_metadata(tmp_path / name)
+            video_files.read_metadata(tmp_path / name)
     with pytest.raises(WanjaxError, match="there is no file"):
-        videos.read_metadata(tmp_path / "absent.mp4")
+        video_files.read_metadata(tmp_path / "absent.mp4")

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from tests.support.configs import TRANSFORMER
-from wanjax.checkpoints.networks import network_of
+from wanjax.checkpoints.network_kinds import network_of
 from wanjax.kernels.attention import AttentionConfig
 from wanjax.models.wan.config import (
     ControlTransformerConfig,

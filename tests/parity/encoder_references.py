@@ -12,7 +12,7 @@ from transformers import Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel, SiglipVision
 from tests.parity.references import randomise
 from wanjax.checkpoints import modules
 from wanjax.checkpoints.files import SafetensorsFolder
-from wanjax.checkpoints.networks import NetworkKind, read_network
+from wanjax.checkpoints.network_kinds import NetworkKind, read_network
 
 QWEN_SIZES = {
     "vocab_size": 97,

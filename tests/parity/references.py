@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel, UMT5
 from tests.support.toy_tokenizer import save_tokenizer
 from wanjax.checkpoints import modules
 from wanjax.checkpoints.files import SafetensorsFolder, Tensors
-from wanjax.checkpoints.networks import read_network
+from wanjax.checkpoints.network_kinds import read_network
 from wanjax.converters.t5 import t5_config, t5_rules
 from wanjax.layers.placement import as_shapes
 from wanjax.models.t5 import T5Encoder

@@ -21,8 +21,8 @@ from tests.parity.references import converted_t5, relative_l2, t5_reference
 from tests.support.toy_tokenizer import AWKWARD_PROMPTS
 from tests.support.words import naming
 from wanjax.checkpoints.modules import parameters
-from wanjax.converters.rules import assign
 from wanjax.converters.t5 import t5_config, t5_rules
+from wanjax.converters.weight_rules import assign
 from wanjax.errors import WanjaxError
 from wanjax.layers.placement import as_shapes
 from wanjax.layers.stack import block_at

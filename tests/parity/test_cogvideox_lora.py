@@ -16,7 +16,7 @@ from tests.parity.references import StateDict, randomise, relative_l2
 from tests.support.tiny import COGVIDEOX_TRANSFORMER, tiny_cogvideox_checkpoint
 from wanjax.checkpoints import lora, modules
 from wanjax.converters.cogvideox.diffusers import transformer_config, transformer_rules
-from wanjax.converters.names import Names
+from wanjax.converters.name_map import NameMap
 from wanjax.layers.placement import as_shapes
 from wanjax.models.cogvideox.transformer import CogVideoXTransformer
 
@@ -109,7 +109,7 @@ def test_every_dialect_is_merged_as_diffusers_merges_it(write, config, tmp_path)
     config = COGVIDEOX_TRANSFORMER | config
     path = write(tmp_path, config)
     base = StateDict(reference(config))
-    file = lora.LoraFile(path, base.specs, Names([]))
+    file = lora.LoraFile(path, base.specs, NameMap([]))
     assert not file.matches.unmatched
     ours, theirs = lora.Merged(base, [(file, STRENGTH)]), StateDict(fused(config, path, write))
     changed = [key for key, weights in theirs.tensors.items() if not np.array_equal(weights, base.read(key))]

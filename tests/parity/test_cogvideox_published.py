@@ -12,7 +12,7 @@ from tests.support import published_configs as published
 from wanjax.checkpoints.modules import parameters
 from wanjax.converters.cogvideox.diffusers import transformer_config, transformer_rules
 from wanjax.converters.configs import read_config
-from wanjax.converters.rules import assign
+from wanjax.converters.weight_rules import assign
 from wanjax.errors import WanjaxError
 from wanjax.layers.placement import as_shapes
 from wanjax.models.cogvideox.config import I2V_1_5_5B, I2V_5B, T2V_1_5_5B, T2V_2B, T2V_5B

@@ -19,8 +19,8 @@ from tests.support.programs import caller
 from tests.support.quick import quick
 from tests.support.words import naming
 from wanjax.checkpoints import modules
-from wanjax.checkpoints.networks import NetworkKind, network_of
-from wanjax.converters import rules
+from wanjax.checkpoints.network_kinds import NetworkKind, network_of
+from wanjax.converters import weight_rules
 from wanjax.converters.cogvideox.vae import vae_config, vae_rules
 from wanjax.converters.configs import read_config
 from wanjax.errors import WanjaxError
@@ -247,7 +247,7 @@ def test_published():
     network = network_of(VAE_2B, [KIND])
     targets = modules.parameters(network.abstract(dtype=jnp.float32, param_dtype=jnp.float32))
     tensors = {key: jax.ShapeDtypeStruct(x.shape, jnp.float32) for key, x in reference.state_dict().items()}
-    assert len(rules.assign(network.rules, tensors, targets)) == len(tensors)
+    assert len(weight_rules.assign(network.rules, tensors, targets)) == len(tensors)
     parameters = sum(x.size for x in targets.values())
     assert parameters == sum(x.numel() for x in reference.parameters()) == 215_583_907
 

@@ -23,8 +23,8 @@ from tests.parity.references import t5_reference
 from wanjax.checkpoints import modules
 from wanjax.checkpoints.convert import ToDiffusers, ToWanjax
 from wanjax.checkpoints.files import SafetensorsFolder
-from wanjax.checkpoints.networks import network_of
-from wanjax.converters import rules
+from wanjax.checkpoints.network_kinds import network_of
+from wanjax.converters import weight_rules
 from wanjax.models.qwen2_vl import QWEN2_5_VL_7B
 from wanjax.models.siglip import SIGLIP_SO400M
 from wanjax.models.t5 import GLYPH_BYT5
@@ -75,7 +75,7 @@ def test_published_sizes(name):
     assert network.kind.read(settings.to_dict()) == config
     specs = {key: jax.ShapeDtypeStruct(tuple(w.shape), jnp.bfloat16) for key, w in reference.state_dict().items()}
     targets = modules.parameters(network.abstract(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16))
-    made = rules.assign(network.rules, specs, targets, ignore=network.unused)
+    made = weight_rules.assign(network.rules, specs, targets, ignore=network.unused)
     unused = {key for key in specs if any(fnmatchcase(key, pattern) for pattern in network.unused)}
     tied = {"encoder.embed_tokens.weight"} & specs.keys()
     assert {key for each in made for key in each.sources} == specs.keys() - unused - tied

@@ -18,11 +18,12 @@ from tests.support.quick import quick
 from tests.support.tiny import compile_cache, tiny_hunyuan_checkpoint
 from tests.support.words import says
 from wanjax import loading
-from wanjax.checkpoints import layouts, sources
+from wanjax.checkpoints import layout as checkpoint_layout
+from wanjax.checkpoints import sources
 from wanjax.checkpoints.convert import ToDiffusers, ToWanjax
 from wanjax.checkpoints.files import Spec, save_safetensors
 from wanjax.checkpoints.modules import parameters
-from wanjax.checkpoints.networks import network
+from wanjax.checkpoints.network_kinds import network
 from wanjax.converters.t5 import t5_config
 from wanjax.errors import WanjaxError
 from wanjax.models.hunyuanvideo.config import FEW_STEPS_480P, SIZE_480P, SIZE_720P
@@ -99,7 +100,7 @@ def refusal(path, call=open_source):
 def test_the_authors_folder_is_the_same_checkpoint(pair):
     source, reference = (open_source(folder) for folder in reversed(pair))
     assert source.index == reference.index
-    assert source.lent == []
+    assert source.missing_components == []
     for component in networks_of(reference):
         ours, theirs = (network(each, component, NETWORKS).config for each in (source, reference))
         assert ours == theirs, component
@@ -155,7 +156,7 @@ def test_the_tokenizer_of_glyphs_is_that_of_the_published_script(folder):
 @pytest.mark.parametrize("layout", quick(["file"], ["folder", "file"]))
 def test_every_layout_is_converted_there_and_back(layout, text_pair, tmp_path, monkeypatch):
     reference, folder = text_pair
-    monkeypatch.setattr(layouts, "open_lender", lambda *_: open_source(reference))
+    monkeypatch.setattr(checkpoint_layout, "open_fallback", lambda *_: open_source(reference))
     name = folder
     if layout == "file":
         reference = tiny_hunyuan_checkpoint(tmp_path / "128", **WIDE)
@@ -189,7 +190,7 @@ def test_one_of_several_transformers_is_named_by_its_folder(folder, text_pair):
     assert source.index["_class_name"] == "HunyuanVideo15ImageToVideoPipeline"
     assert (source["scheduler"].config()["shift"], source["guider"].config()["guidance_scale"]) == (7.0, 1.0)
     assert network(source, "transformer", NETWORKS).config.target_size == 960
-    assert source.lent == ["feature_extractor", "image_encoder"]
+    assert source.missing_components == ["feature_extractor", "image_encoder"]
     np.testing.assert_array_equal(source["transformer"].weights().read("proj_out.bias"), doubled["proj_out.bias"])
     shutil.rmtree(folder / "transformer/480p_t2v")
     assert open_source(folder)["guider"].config()["guidance_scale"] == 1.0
@@ -200,7 +201,7 @@ def test_one_of_several_transformers_is_named_by_its_folder(folder, text_pair):
 def test_a_folder_of_another_name_is_the_model_of_its_config(folder, monkeypatch):
     mine = (folder / "transformer/480p_t2v").rename(folder / "transformer/mine")
     assert taken_as(open_source(folder)) == published("480p_t2v")
-    assert open_source(mine).lent == []
+    assert open_source(mine).missing_components == []
     monkeypatch.chdir(mine)
     assert open_source(".").root == folder
     authors.write_json(mine / "config.json", authors.config(ideal_task="i2v", use_meanflow=True))
@@ -209,7 +210,7 @@ def test_a_folder_of_another_name_is_the_model_of_its_config(folder, monkeypatch
     assert says(refusal(mine), "mine 480p_t2v")
     alone = shutil.move(mine, folder.parent / "alone")
     authors.write_json(alone / "config.json", authors.config())
-    assert set(open_source(alone).lent) == {
+    assert set(open_source(alone).missing_components) == {
         *MODELS["480p_t2v"].architecture.spec.networks,
         "tokenizer",
         "tokenizer_2",
@@ -239,7 +240,7 @@ def test_what_contradicts_or_is_missing_is_told(folder):
     assert "there is no file" in refusal(folder, lambda path: loading.load(path).text_encoder_2)
     shutil.rmtree(folder / GLYPHS)
     shutil.rmtree(folder / "text_encoder/llm")
-    assert open_source(folder).lent == ["text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"]
+    assert open_source(folder).missing_components == ["text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"]
     for part in ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"):
         told = refusal(folder, lambda path, part=part: getattr(loading.load(path), part))
         assert says(told, f"{part} transformer")
@@ -308,7 +309,7 @@ def test_a_single_file_of_a_transformer(prefix, named, wide, tmp_path):
     assert_same_weights(source["transformer"].weights(), reference)
     assert network(source, "transformer", NETWORKS).config.target_size == 960
     assert taken_as(source) == published("720p_t2v")
-    assert source.lent == ["text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "vae"]
+    assert source.missing_components == ["text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "vae"]
 
 
 @pytest.mark.parametrize(
@@ -356,7 +357,7 @@ def test_a_file_with_the_autoencoder(wide, text_pair, tmp_path):
     source = open_source(tmp_path / "480p_t2v.safetensors")
     assert_same_weights(source["transformer"].weights(), wide[0])
     assert_same_weights(source["vae"].weights(), open_source(text_pair[0])["vae"].weights())
-    assert "vae" not in source.lent
+    assert "vae" not in source.missing_components
 
 
 def test_scaled_eight_bit_weights_are_multiplied_out(wide, tmp_path):
@@ -391,7 +392,7 @@ def test_missing_components_are_those_of_the_published_model(model, config, monk
     theirs |= {authors.transformer_name(key): shape for key, shape in refined.items()}
     monkeypatch.setattr(hunyuan_layouts, "open_tensors", lambda path: Shapes(theirs))
     asked = []
-    monkeypatch.setattr(layouts, "folder_of", lambda name: asked.append(name) or (text_pair[0], None))
+    monkeypatch.setattr(checkpoint_layout, "folder_of", lambda name: asked.append(name) or (text_pair[0], None))
     source = hunyuan_layouts.open_file(Path(f"{model}.safetensors"))
     assert source is not None
     assert network(source, "transformer", NETWORKS).config == config
@@ -425,6 +426,6 @@ def test_the_hub(folder, text_pair, tmp_path, monkeypatch):
     assert asked == ["transformer/480p_t2v/*"]
     assert_same_weights(source["vae"].weights(), reference["vae"].weights())
     assert asked[1:] == ["vae/*"]
-    assert source.lent == []
+    assert source.missing_components == []
     authors.add_transformer(folder, "480p_i2v", authors.tensors_of(text_pair[0] / "transformer"))
     assert refusal("owner/name").endswith(f"such as owner/name/transformer/480p_i2v/{WEIGHTS}")

@@ -24,7 +24,7 @@ from tests.parity.references import (
 )
 from tests.support.devices import on_meshes
 from wanjax.checkpoints import modules
-from wanjax.converters import rules
+from wanjax.converters import weight_rules
 from wanjax.converters.hunyuanvideo import diffusers as tables
 from wanjax.layers.placement import as_shapes, with_shardings
 from wanjax.layers.stack import block_at
@@ -281,7 +281,7 @@ def test_the_published_transformers(name):
     abstract = as_shapes(lambda rngs: HunyuanVideoTransformer(config, **kw, rngs=rngs))
     parameters = modules.parameters(abstract)
     specs = {key: jax.ShapeDtypeStruct(tuple(x.shape), jnp.float32) for key, x in reference.state_dict().items()}
-    rules.assign(tables.transformer_rules(config), specs, parameters)
+    weight_rules.assign(tables.transformer_rules(config), specs, parameters)
     assert sum(x.size for x in parameters.values()) == sum(x.numel() for x in reference.parameters())
     assert sum(x.size for x in parameters.values()) == (8_331_330_848 if config.meanflow else 8_326_608_160)
 

@@ -18,7 +18,7 @@ from tests.parity.references import StateDict, channels_last, randomise, relativ
 from tests.support.devices import on_meshes
 from tests.support.programs import caller
 from wanjax.checkpoints import modules
-from wanjax.converters import rules
+from wanjax.converters import weight_rules
 from wanjax.converters.hunyuanvideo import diffusers as tables
 from wanjax.layers.placement import as_shapes, with_shardings
 from wanjax.layers.tiling import Tiling
@@ -242,6 +242,6 @@ def test_the_published_autoencoder():
     kw = {"dtype": jnp.float32, "param_dtype": jnp.float32}
     parameters = modules.parameters(as_shapes(lambda rngs: HunyuanVideoVAE(config, **kw, rngs=rngs)))
     specs = {key: jax.ShapeDtypeStruct(tuple(x.shape), jnp.float32) for key, x in reference.state_dict().items()}
-    rules.assign(tables.vae_rules(config), specs, parameters)
+    weight_rules.assign(tables.vae_rules(config), specs, parameters)
     assert sum(x.size for x in parameters.values()) == sum(x.numel() for x in reference.parameters())
     assert (config.spatial_factor, config.temporal_factor, config.longest_video) == (16, 4, 129)

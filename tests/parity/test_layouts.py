@@ -19,11 +19,11 @@ from tests.support.commands import wanjax as command
 from tests.support.published import transformer_keys
 from tests.support.words import naming, says
 from wanjax import loading, registry
-from wanjax.checkpoints import layouts
+from wanjax.checkpoints import layout as checkpoint_layout
 from wanjax.checkpoints.convert import ToWanjax
 from wanjax.checkpoints.files import SafetensorsFolder, Spec, content_digest, save_safetensors
 from wanjax.checkpoints.modules import parameters
-from wanjax.checkpoints.networks import network
+from wanjax.checkpoints.network_kinds import network
 from wanjax.checkpoints.readers import open_tensors
 from wanjax.cli.remake import check_files
 from wanjax.converters.wan import diffusers as wan
@@ -99,9 +99,9 @@ def test_the_authors_folder_is_the_same_checkpoint(authors, diffusers):
 
 def test_an_authors_folder_tells_what_it_lacks(authors):
     """A text encoder that is not there is the published model's."""
-    before = open_source(authors).lent
+    before = open_source(authors).missing_components
     next(authors.glob("models_t5_*")).unlink()
-    assert set(open_source(authors).lent) == {*before, "text_encoder"}
+    assert set(open_source(authors).missing_components) == {*before, "text_encoder"}
     assert "text_encoder" not in before
 
 
@@ -131,7 +131,7 @@ def test_components_are_read_when_they_are_needed(authors, diffusers):
 @pytest.mark.parametrize("layout", ["folder", "file"])
 def test_every_layout_is_converted(layout, authors, diffusers, tmp_path, monkeypatch):
     """The result equals that from the layout of diffusers, except for configs that tensors do not show."""
-    monkeypatch.setattr(layouts, "open_lender", lambda *_: open_source(diffusers))
+    monkeypatch.setattr(checkpoint_layout, "open_fallback", lambda *_: open_source(diffusers))
     name = authors if layout == "folder" else authors / "diffusion_pytorch_model.safetensors"
     target = tmp_path / "converted"
     assert ToWanjax(open_source(name), target, NETWORKS).run()
@@ -173,7 +173,7 @@ def test_a_distilled_causal_transformer(wrapper, diffusers, tmp_path, monkeypatc
     config = network(source, "transformer", NETWORKS).config
     assert isinstance(config, CausalTransformerConfig)
     assert (config.block_frames, config.window, config.sink) == (3, 21, 0)
-    monkeypatch.setattr(layouts, "open_lender", lambda *_: open_source(diffusers))
+    monkeypatch.setattr(checkpoint_layout, "open_fallback", lambda *_: open_source(diffusers))
     assert ToWanjax(source, tmp_path / "converted", NETWORKS).run()
     pipe = loading.load(tmp_path / "converted")
     assert pipe.scheduler == Consistency()
@@ -238,14 +238,14 @@ def test_a_single_file_on_the_hub(diffusers, tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "locate_file", lambda name, beside, revision: found[name, revision])
     source = open_source("owner/name/split/wan.safetensors", "v1")
     assert source.root == path
-    assert source.lent == ["text_encoder", "tokenizer", "vae"]
+    assert source.missing_components == ["text_encoder", "tokenizer", "vae"]
 
 
 def test_a_conversion_of_a_file_among_several_is_known_as_its_preset(diffusers, tmp_path, monkeypatch):
     """The file lends components of the plain model, whose settings are others."""
     save_safetensors(tmp_path / "model.safetensors", theirs(diffusers, "transformer"))
     monkeypatch.setattr(registry, "locate_file", lambda name, beside, revision: tmp_path / "model.safetensors")
-    monkeypatch.setattr(layouts, "open_lender", lambda *_: open_source(diffusers))
+    monkeypatch.setattr(checkpoint_layout, "open_fallback", lambda *_: open_source(diffusers))
     known = registry.presets()["wan2.1-t2v-1.3b-causvid"]
     few = replace(known, name="few", source="owner/name/part/model.safetensors", architecture=None)
     monkeypatch.setattr(registry, "presets", lambda: {"few": few})
@@ -284,7 +284,7 @@ def test_two_files_are_two_experts(names, given, diffusers, tmp_path):
 
 def test_the_record_tells_both_files_by_digest(diffusers, tmp_path, monkeypatch):
     """And a video is not made again where either is another one."""
-    monkeypatch.setattr(layouts, "open_lender", lambda *_: open_source(diffusers))
+    monkeypatch.setattr(checkpoint_layout, "open_fallback", lambda *_: open_source(diffusers))
     names, tensors = EXPERTS[0], theirs(diffusers, "transformer")
     for name in names:
         save(tmp_path / name, tensors)
@@ -299,7 +299,7 @@ def test_the_record_tells_both_files_by_digest(diffusers, tmp_path, monkeypatch)
 
 
 def test_two_files_are_converted(diffusers, tmp_path, monkeypatch):
-    monkeypatch.setattr(layouts, "open_lender", lambda *_: open_source(diffusers))
+    monkeypatch.setattr(checkpoint_layout, "open_fallback", lambda *_: open_source(diffusers))
     tensors = theirs(diffusers, "transformer")
     for name, more in zip(EXPERTS[0], (0, 1), strict=True):
         save(tmp_path / name, {key: x + np.float32(more) for key, x in tensors.items()})
@@ -399,10 +399,10 @@ TURBO = "TurboDiffusion/TurboWan2.1-T2V-{0}/TurboWan2.1-T2V-{0}.pth"
 def test_missing_components_are_those_of_the_published_model(config, file, origin, repository, monkeypatch, diffusers):
     monkeypatch.setattr(wan_layouts, "open_tensors", lambda path: Shapes(config))
     asked = []
-    monkeypatch.setattr(layouts, "folder_of", lambda name: asked.append(name) or (diffusers, None))
+    monkeypatch.setattr(checkpoint_layout, "folder_of", lambda name: asked.append(name) or (diffusers, None))
     source = wan_layouts.open_file(Path(file))
     assert source is not None
-    assert (source.origin, source.lender) == (origin, repository)
+    assert (source.origin, source.fallback_repo) == (origin, repository)
     assert source["vae"].config() == tiny.VAE
     assert source["tokenizer"].files()[0].parent == diffusers / "tokenizer"
     assert asked == [repository]
@@ -419,7 +419,7 @@ def test_one_of_two_experts_is_not_enough(monkeypatch, tmp_path):
     assert source is not None
     repository = "TurboDiffusion/TurboWan2.2-I2V-A14B-720P"
     assert source.origin == f"{repository}/{path.name}"
-    assert source.lender == "Wan-AI/Wan2.2-I2V-A14B-Diffusers"
+    assert source.fallback_repo == "Wan-AI/Wan2.2-I2V-A14B-Diffusers"
     assert source.index["boundary_ratio"] == 0.9
 
 

@@ -19,8 +19,8 @@ from tests.support import published_configs as published
 from tests.support.documents import ROOT
 from tests.support.listings import FILES, LISTED, file_size, names_hash
 from tests.support.published import Keys, authors_image_encoder_file
-from wanjax.checkpoints.networks import network_of, read_network
-from wanjax.converters.names import Names
+from wanjax.checkpoints.network_kinds import network_of, read_network
+from wanjax.converters.name_map import NameMap
 from wanjax.converters.wan import original
 from wanjax.models import clip, qwen2_vl, siglip, t5
 from wanjax.models.cogvideox import config as cogvideox
@@ -68,7 +68,7 @@ def authors_keys(network: str) -> Keys:
     return {str(names_of(network).theirs(name)): shape for name, shape in keys.items()}
 
 
-def names_of(network: str) -> Names:
+def names_of(network: str) -> NameMap:
     if network.startswith("VAE"):
         sizes = {"dim_mult": range(4), "num_res_blocks": 2, "is_residual": network == "VAE_2_2"}
         return original.vae_names(sizes)

@@ -30,7 +30,7 @@ from tests.parity.references import (
 )
 from tests.support.quick import quick
 from tests.support.toy_tokenizer import save_tokenizer
-from wanjax.checkpoints import networks
+from wanjax.checkpoints import network_kinds
 from wanjax.models.wan import transformer
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
@@ -123,7 +123,9 @@ def test_every_step_and_every_frame(reference, folder, scheduler, sigmas):
 
 
 def test_another_gelu_exceeds_the_bound(reference, folder, monkeypatch):
-    monkeypatch.setattr(networks, "_abstract", networks._abstract.__wrapped__)  # keeps modules with the right one
+    monkeypatch.setattr(
+        network_kinds, "_abstract", network_kinds._abstract.__wrapped__
+    )  # keeps modules with the right one
     UNIPC.save_pretrained(folder / "scheduler")
     monkeypatch.setattr(transformer, "gelu_tanh", partial(jax.nn.gelu, approximate=False))
     latents, _ = answer(folder, "diffusers")

@@ -15,7 +15,7 @@ from tests.support.words import naming
 from wanjax.checkpoints import modules
 from wanjax.converters.configs import read_config
 from wanjax.converters.qwen2_vl import qwen2_vl_config, qwen2_vl_unused
-from wanjax.converters.rules import assign
+from wanjax.converters.weight_rules import assign
 from wanjax.errors import WanjaxError
 from wanjax.layers.rope import rotated
 from wanjax.layers.stack import block_at

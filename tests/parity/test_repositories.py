@@ -13,10 +13,10 @@ from tests.support.words import naming
 from wanjax.checkpoints import modules
 from wanjax.checkpoints.lora import LoraFile
 from wanjax.checkpoints.lora_source import Lora
-from wanjax.checkpoints.networks import network
+from wanjax.checkpoints.network_kinds import network
 from wanjax.checkpoints.sources import Source
-from wanjax.converters.names import Names
-from wanjax.converters.rules import assign
+from wanjax.converters.name_map import NameMap
+from wanjax.converters.weight_rules import assign
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.family import Family
 from wanjax.registry import (
@@ -75,8 +75,8 @@ def test_its_repository_is_opened_and_matched(hub, model):
     for name in published.repositories_of(model):
         published.fill(hub, name)
     preset, (opened, found) = presets()[model], find_checkpoint(model)
-    if opened.lent:
-        published.fill(hub, opened.lender)
+    if opened.missing_components:
+        published.fill(hub, opened.fallback_repo)
     assert found is preset
     notes: list[str] = []
     checkpoint = with_options(open_for_loading(model, None, notes.append), (), notes.append)
@@ -91,7 +91,7 @@ def test_its_repository_is_opened_and_matched(hub, model):
         checkpoint.family.loaders[name](checkpoint.source[name].files()[0].parent)
     for lora in map(Lora.parse, preset.loras):
         changed = network(opened, "transformer", checkpoint.family.networks)
-        matches = LoraFile(lora.path, changed.specs, changed.kind.lora_names or Names([])).matches
+        matches = LoraFile(lora.path, changed.specs, changed.kind.lora_names or NameMap([])).matches
         assert (matches.unmatched, matches.matched) == ((), {"2.1": len(changed.specs), "2.2": 400}[model[3:6]])
 
 
@@ -99,8 +99,8 @@ def test_its_repository_is_opened_and_matched(hub, model):
 def test_the_folder_of_its_authors_is_opened_and_matched(tmp_path, name):
     """It holds everything but the entries of CLIP's preprocessor, which come from the same model's repository."""
     found = inspect_checkpoint(published.authors_folder(tmp_path / name), encoders=True)
-    assert found.source.lent == [x for x in ("image_processor",) if x in found.source.components]
-    assert found.source.lender.casefold() == f"Wan-AI/{name}-Diffusers".casefold()
+    assert found.source.missing_components == [x for x in ("image_processor",) if x in found.source.components]
+    assert found.source.fallback_repo.casefold() == f"Wan-AI/{name}-Diffusers".casefold()
     counts = matched(found.source, found.family)
     assert counts["text_encoder"] == (242, 242)
     assert counts["vae"] in [(194, 194), (196, 196)]
@@ -112,7 +112,7 @@ def test_the_folder_of_its_authors_is_opened_and_matched(tmp_path, name):
 def test_the_folder_of_hunyuanvideos_authors_is_opened_and_matched(tmp_path):
     """Beside the transformer: all of Qwen2.5-VL, Glyph-SDXL-v2's checkpoint, SigLIP."""
     found = inspect_checkpoint(published.hunyuan_authors_folder(tmp_path, "480p_i2v"), encoders=True)
-    assert found.source.lent == []
+    assert found.source.missing_components == []
     assert matched(found.source, found.family) == {
         "text_encoder": (338, 313),
         "text_encoder_2": (111, 111),
@@ -137,7 +137,7 @@ def test_a_transformers_folder_of_hunyuanvideos_authors_is_its_model(hub, tmp_pa
         with pytest.raises(WanjaxError, match=naming(f"{name} 480p_t2v")):
             inspect_checkpoint(folder)
         return
-    published.fill(hub, open_source(folder).lender)
+    published.fill(hub, open_source(folder).fallback_repo)
     found = inspect_checkpoint(folder)
     assert found.preset is not None
     assert found.preset.name == f"hunyuanvideo1.5-{name.replace('_', '-')}"

@@ -17,7 +17,7 @@ from tests.parity.references import StateDict, relative_l2
 from tests.support.words import naming
 from wanjax.checkpoints import modules
 from wanjax.checkpoints.files import Tensors
-from wanjax.checkpoints.networks import Network
+from wanjax.checkpoints.network_kinds import Network
 from wanjax.converters.configs import read_config
 from wanjax.converters.siglip import siglip_config
 from wanjax.errors import WanjaxError

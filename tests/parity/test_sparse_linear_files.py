@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from tests.support.compare import error
 from tests.support.words import naming
-from wanjax.checkpoints.networks import network
+from wanjax.checkpoints.network_kinds import network
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import AttentionConfig, SparseLinear
 from wanjax.pipelines.wan.networks import NETWORKS

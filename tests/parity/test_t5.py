@@ -15,8 +15,8 @@ from tests.support.quick import quick
 from wanjax.checkpoints.files import load_safetensors
 from wanjax.checkpoints.modules import export
 from wanjax.converters.configs import read_config
-from wanjax.converters.rules import assign
 from wanjax.converters.t5 import t5_config, t5_rules
+from wanjax.converters.weight_rules import assign
 from wanjax.errors import WanjaxError
 from wanjax.layers.placement import as_shapes
 from wanjax.layers.stack import block_at

@@ -30,7 +30,7 @@ from tests.support.tiny import (
 )
 from tests.support.words import naming, says
 from wanjax.errors import WanjaxError
-from wanjax.media.videos import read_metadata
+from wanjax.media.video import read_metadata
 from wanjax.models.taehv import pictures
 from wanjax.pipelines.previews import tiny_decoder
 from wanjax.pipelines.previews.tiny_decoder import read_tiny_decoder

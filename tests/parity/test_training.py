@@ -32,7 +32,7 @@ from tests.support.tiny import (
 )
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.checkpoints.modules import Exported, parameters
-from wanjax.checkpoints.networks import network_of
+from wanjax.checkpoints.network_kinds import network_of
 from wanjax.training.adapters import Adapted, LoraConfig, adapt, factors_of, is_factor
 from wanjax.training.loop import Trainer, everything
 from wanjax.training.objective import Batch, error

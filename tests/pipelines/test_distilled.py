@@ -14,7 +14,7 @@ from tests.support.words import says
 from wanjax.checkpoints.files import save_safetensors
 from wanjax.checkpoints.lora_source import Lora
 from wanjax.errors import WanjaxWarning
-from wanjax.media.records import read_metadata
+from wanjax.media.metadata import read_metadata
 from wanjax.pipelines.distillation import distilled_by, telling
 from wanjax.pipelines.hunyuanvideo import FAMILY as HUNYUANVIDEO
 from wanjax.pipelines.wan import FAMILY as WAN

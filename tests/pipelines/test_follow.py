@@ -13,8 +13,8 @@ from tests.support.commands import refused, succeeded, wanjax
 from tests.support.tiny import tiny_checkpoint, tiny_cogvideox_checkpoint, tiny_image_checkpoint
 from tests.support.words import naming, says
 from wanjax.errors import WanjaxError
-from wanjax.media.records import load_settings
-from wanjax.media.videos import read_metadata
+from wanjax.media.metadata import load_settings
+from wanjax.media.video import read_metadata
 from wanjax.pipelines.recording import record
 from wanjax.pipelines.settings import WAYS
 from wanjax.schedulers import DDIM, DPM

@@ -22,8 +22,9 @@ from tests.support.words import naming, says
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.cli import main
 from wanjax.errors import WanjaxError
-from wanjax.media import stage_files, videos
-from wanjax.media.records import load_settings
+from wanjax.media import stage_files
+from wanjax.media import video as video_files
+from wanjax.media.metadata import load_settings
 from wanjax.registry import describe
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
@@ -48,8 +49,8 @@ def _in_a_folder_with_pictures(tmp_path, monkeypatch):
     random = np.random.default_rng(0)
     for name, size in (("wide", (16, 64)), ("other", (16, 64)), ("square", (40, 40))):
         Image.fromarray(random.integers(0, 256, (*size, 3), dtype=np.uint8)).save(f"../{name}.png")
-    videos.write_video("../clip.gif", random.integers(0, 256, (7, 32, 32, 3), dtype=np.uint8), 8)
-    videos.write_video("../short.gif", random.integers(0, 256, (2, 32, 32, 3), dtype=np.uint8), 8)
+    video_files.write_video("../clip.gif", random.integers(0, 256, (7, 32, 32, 3), dtype=np.uint8), 8)
+    video_files.write_video("../short.gif", random.integers(0, 256, (2, 32, 32, 3), dtype=np.uint8), 8)
     Path("../text.png").write_text("a red circle")
 
 

@@ -29,7 +29,7 @@ from tests.support.tiny import (
 )
 from tests.support.words import naming, says
 from wanjax.errors import WanjaxError
-from wanjax.media.videos import read_metadata
+from wanjax.media.video import read_metadata
 from wanjax.pipelines.denoiser import take_step
 from wanjax.pipelines.guidance import CLASSIFIER_FREE, RULES, guidance_rule
 from wanjax.pipelines.observers import Cancelled

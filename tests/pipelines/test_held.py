@@ -25,10 +25,10 @@ from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
 from wanjax.pipelines import memory
 from wanjax.pipelines.recording import check_making, most_held, record
-from wanjax.pricing import held
-from wanjax.pricing.held import least_held
-from wanjax.pricing.kernels import inner_jaxprs
+from wanjax.pricing import live_bytes
+from wanjax.pricing.live_bytes import min_live_bytes
 from wanjax.pricing.lowering import Lowering
+from wanjax.pricing.pallas_kernels import inner_jaxprs
 
 MAKE = {
     "text": tiny_checkpoint,
@@ -93,7 +93,7 @@ def test_what_a_program_holds_is_at_most_what_its_compiler_takes(size, tmp_path)
     took = compiled.memory_analysis()
     given = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(lowering.arguments))
     peak = given + took.output_size_in_bytes + took.temp_size_in_bytes - took.alias_size_in_bytes
-    assert peak / 2 <= least_held(lowering) <= peak
+    assert peak / 2 <= min_live_bytes(lowering) <= peak
 
 
 SQUARE = jax.ShapeDtypeStruct((256, 256), "float32")
@@ -114,7 +114,7 @@ def test_what_is_made_in_the_place_of_its_input_is_counted_once(name):
     lowering = Lowering(IN_PLACE[name], (SQUARE,))
     took = jax.jit(lowering.function).lower(SQUARE).compile().memory_analysis()
     peak = took.argument_size_in_bytes + took.output_size_in_bytes + took.temp_size_in_bytes
-    assert peak / 2 <= least_held(lowering) <= peak
+    assert peak / 2 <= min_live_bytes(lowering) <= peak
 
 
 def test_each_equation_of_a_run_that_has_others_within_is_looked_into():
@@ -129,7 +129,7 @@ def test_each_equation_of_a_run_that_has_others_within_is_looked_into():
     lowerings = [one.instance.lowering for one in programs]
     names = {name for one in lowerings for name in within(jax.make_jaxpr(one.function)(*one.arguments).jaxpr)}
     assert "scan" in names
-    assert names <= {*held.CALLS, *held.LOOPS, "pallas_call"}
+    assert names <= {*live_bytes.CALLS, *live_bytes.LOOPS, "pallas_call"}
 
 
 def test_networks_that_are_freed_for_others_are_not_counted(tmp_path, monkeypatch):

@@ -16,10 +16,10 @@ from wanjax.cli import main
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import AUTO, AttentionConfig
 from wanjax.pipelines.meshes import StepCost, choose_mesh, has_room, meshes, step_cost
-from wanjax.plan import outlook, training
-from wanjax.pricing.chips import GIB, SLICES, V5E, Slice, devices_of
+from wanjax.plan import estimate, training_estimate
+from wanjax.pricing.chips import GIB, SLICES, V5E, Slice, topology_devices
 from wanjax.pricing.compile import ENVIRONMENT
-from wanjax.pricing.priced import Priced
+from wanjax.pricing.pricer import Price
 from wanjax.pricing.roofline import H100, processor
 from wanjax.registry import Checkpoint, outline, presets
 from wanjax.sharding import RULES, MeshSizes, substitute_devices
@@ -170,7 +170,7 @@ def described():
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
-        return {place.name: devices_of(place.topology) for place in SEVERAL}
+        return {place.name: topology_devices(place.topology) for place in SEVERAL}
 
 
 @pytest.fixture
@@ -185,8 +185,8 @@ def mesh_of_plan(monkeypatch):
             price(*given, **how)
         return stop.value.args[0]
 
-    monkeypatch.setattr(outlook, "mesh_on", stopped)
-    monkeypatch.setattr(training, "mesh_on", stopped)
+    monkeypatch.setattr(estimate, "mesh_on", stopped)
+    monkeypatch.setattr(training_estimate, "mesh_on", stopped)
     return of_plan
 
 
@@ -217,7 +217,7 @@ def test_a_plan_prices_the_mesh_of_a_run(described, without_weights, mesh_of_pla
     for model in presets():
         for place in SEVERAL:
             run = mesh_of_run(described[place.name], model)
-            plan = mesh_of_plan(outlook.outlook, outline(model), place.name)
+            plan = mesh_of_plan(estimate.estimate, outline(model), place.name)
             if run != plan:
                 differ[model, place.name] = run, plan
     assert not differ
@@ -232,8 +232,8 @@ BY_COMMAND = [
 
 @pytest.mark.parametrize(("model", "chip", "mesh"), quick(BY_COMMAND[:2], BY_COMMAND))
 def test_the_command_tells_the_mesh_of_a_run(described, without_weights, monkeypatch, model, chip, mesh):
-    price = Priced(arguments=1, peak=2, seconds=3.0, breakdown={"attention": 3.0})
-    monkeypatch.setattr(outlook, "priced_on", lambda place, programs, tell: [price] * len(programs))
+    price = Price(arguments=1, peak=2, seconds=3.0, breakdown={"attention": 3.0})
+    monkeypatch.setattr(estimate, "priced_on", lambda place, programs, tell: [price] * len(programs))
     run = CliRunner().invoke(main, ["plan", model, "--chip", chip, "--json"])
     assert run.exit_code == 0, run.output
     found = json.loads(run.stdout)
@@ -249,14 +249,14 @@ def test_the_command_tells_the_mesh_of_a_run(described, without_weights, monkeyp
 )
 def test_what_is_asked_of_both_is_the_same_for_both(described, without_weights, mesh_of_plan, model, chip, given):
     run = mesh_of_run(described[chip], model, **given)
-    assert mesh_of_plan(outlook.outlook, outline(model), chip, **given) == run
+    assert mesh_of_plan(estimate.estimate, outline(model), chip, **given) == run
 
 
 @pytest.mark.parametrize("full", [False, True])
 def test_a_plan_of_training_prices_the_mesh_of_a_training(described, without_weights, mesh_of_plan, full):
     """A clip has one prompt, so that no chips repeat the work of others."""
     how = {"lora": None if full else LoraConfig(), "optimized": OptimizerConfig()}
-    plan = mesh_of_plan(training.training_outlook, LARGE, "v6e-8", **how)
+    plan = mesh_of_plan(training_estimate.estimate_training, LARGE, "v6e-8", **how)
     video = {"guidance_scale": 1.0}
     run = mesh_of_run(described["v6e-8"], LARGE.settings.model, video=video, param_dtype="float32" if full else None)
     assert plan == run

@@ -13,7 +13,7 @@ from rich.console import Console
 import wanjax
 from tests.support.commands import succeeded
 from tests.support.commands import wanjax as command
-from wanjax.media.videos import read_metadata
+from wanjax.media.video import read_metadata
 from wanjax.pipelines.previews.latent_preview import Colours, drawn_clip, fitted, strip
 from wanjax.pipelines.previews.previews import Previews, half_blocks
 

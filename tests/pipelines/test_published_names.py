@@ -97,7 +97,7 @@ def test_a_folder_of_the_authors_is_known_by_its_name(config, name, preset, size
     assert found.preset is not None
     assert found.preset.name == preset
     assert (found.settings.size, found.settings.steps, found.settings.flow_shift) == (size, steps, shift)
-    assert found.source.lender == found.preset.source
+    assert found.source.fallback_repo == found.preset.source
 
 
 @pytest.mark.parametrize(

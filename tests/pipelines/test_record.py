@@ -16,7 +16,7 @@ from tests.support.tiny import tiny_checkpoint, tiny_control_checkpoint
 from wanjax.checkpoints.files import content_digest, save_safetensors
 from wanjax.checkpoints.lora_source import Lora
 from wanjax.layers.tiling import Tiling
-from wanjax.media.videos import read_metadata
+from wanjax.media.video import read_metadata
 from wanjax.pipelines.record import described
 from wanjax.schedulers import UniPC
 

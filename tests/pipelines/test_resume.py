@@ -19,7 +19,7 @@ from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint
 from tests.support.words import naming
 from wanjax.media import stage_files
-from wanjax.media.records import load_settings
+from wanjax.media.metadata import load_settings
 from wanjax.pipelines.denoiser import State
 from wanjax.pipelines.observers import Cancelled, Observer, Step
 from wanjax.pipelines.request import PreparedRequest

@@ -20,8 +20,8 @@ from tests.support.tiny import compile_cache, tiny_checkpoint
 from tests.support.words import naming, says
 from wanjax.errors import WanjaxError
 from wanjax.execution import partitionable_prng
-from wanjax.media.records import load_settings
-from wanjax.media.videos import read_metadata
+from wanjax.media.metadata import load_settings
+from wanjax.media.video import read_metadata
 from wanjax.pipelines import seeds
 from wanjax.pipelines.cogvideox.conditioning import POSTERIORS
 from wanjax.pipelines.seeds import drawn_noise, key_numbers, seed_to_key_data, solver_keys

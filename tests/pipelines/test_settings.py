@@ -13,7 +13,7 @@ from tests.support.tiny import tiny_checkpoint, tiny_cogvideox_checkpoint, tiny_
 from tests.support.words import naming
 from wanjax import registry
 from wanjax.errors import WanjaxError
-from wanjax.media.videos import read_metadata
+from wanjax.media.video import read_metadata
 from wanjax.pipelines.checks import dtype_name
 from wanjax.pipelines.family import named_sizes
 

@@ -27,7 +27,7 @@ from tests.support.words import naming, says
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.errors import WanjaxError, WanjaxWarning
 from wanjax.media import stage_files
-from wanjax.media.records import load_settings
+from wanjax.media.metadata import load_settings
 from wanjax.pipelines.video_shape import VideoShape, encoded_shape
 
 pytestmark = pytest.mark.usefixtures("kept_programs")

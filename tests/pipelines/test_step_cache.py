@@ -165,7 +165,7 @@ def test_the_command_line_tells_of_a_cache(tmp_path, monkeypatch):
     assert json.loads(succeeded(run("info", "video.webp", "--json")).stdout)["cache"] == "deepcache:0,4,2"
 
 
-@pytest.mark.slow  # tests/plan/test_outlook.py has quick ones
+@pytest.mark.slow  # tests/plan/test_estimate.py has quick ones
 def test_a_plan_prices_steps_that_reuse():
     told = succeeded(run("plan", "nano", "--chip", "cpu", "--steps", "20", "--cache", "deepcache:2,18,4")).stdout
     assert says(told, "12 20 steps kept (deepcache:2,18,4)")

@@ -11,13 +11,13 @@ from tests.support.small_wan import VIDEO, architecture
 from wanjax.kernels.compiler_options import SETS
 from wanjax.loading import abstract_pipeline
 from wanjax.pipelines.recording import needed_pictures, record
-from wanjax.plan.recorded import programs_of
-from wanjax.pricing.chips import SLICES, described
+from wanjax.plan.video_programs import programs_of
+from wanjax.pricing.chips import SLICES, abstract_mesh
 from wanjax.pricing.exporting import export
 from wanjax.registry import outline, presets
 from wanjax.sharding import RULES, Partitioner
 
-MESH = described(SLICES["v6e-8"], {"dp": 2, "sp": 1, "tp": 4})
+MESH = abstract_mesh(SLICES["v6e-8"], {"dp": 2, "sp": 1, "tp": 4})
 EVERY = [name for name, preset in presets().items() if preset.architecture]
 SOME = ["wan2.1-t2v-1.3b", "cogvideox-2b", "hunyuanvideo1.5-480p-t2v"]
 
@@ -71,7 +71,7 @@ def test_a_video_of_every_preset_is_recorded_at_its_default_settings(name):
 @pytest.mark.parametrize("compiler", SETS)
 @pytest.mark.parametrize("chip", ["v5e-8", "v5p-8", "v6e-8"])
 def test_programs_have_the_options_of_the_chip_and_of_the_set(chip, compiler):
-    mesh = described(SLICES[chip], {"dp": 2, "sp": 1, "tp": SLICES[chip].devices // 2})
+    mesh = abstract_mesh(SLICES[chip], {"dp": 2, "sp": 1, "tp": SLICES[chip].devices // 2})
     stages = recorded(replace(outline("nano"), architecture=architecture(4), settings=VIDEO), mesh, compiler=compiler)
     step = step_of(stages)
     assert "xla_enable_async_all_gather" in step.lowering.compiler_options
@@ -100,7 +100,7 @@ def test_equal_programs_are_the_same_bytes():
 
 
 def test_the_programs_of_a_model_of_this_package_are_recorded_for_a_slice():
-    stages = recorded(outline("nano"), described(SLICES["v6e-8"], {"dp": 1, "sp": 1, "tp": 8}))
+    stages = recorded(outline("nano"), abstract_mesh(SLICES["v6e-8"], {"dp": 1, "sp": 1, "tp": 8}))
     assert [run.name for run in stages["encode"]] == ["encode_prompts"]
     assert [run.name for run in stages["denoise"]] == ["begin", "context", "step", "finish"]
     assert [run.name for run in stages["decode"]] == ["cut", "decode_first", "decode_next"]

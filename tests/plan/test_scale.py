@@ -11,8 +11,8 @@ from tests.support.commands import refused, succeeded, wanjax
 from tests.support.small_wan import VIDEO, architecture
 from tests.support.words import says
 from wanjax.plan import scale
-from wanjax.plan.outlook import outlook
-from wanjax.plan.scale import Bulk, NoWay, Scale, Way, at_scale, chip_seconds
+from wanjax.plan.estimate import estimate
+from wanjax.plan.scale import Option, Rejected, ScaleEstimate, Workload, chip_seconds, estimate_at_scale
 from wanjax.registry import outline
 
 MODEL = replace(outline("nano"), architecture=architecture(4), settings=VIDEO)
@@ -25,7 +25,7 @@ HOUR = 3600.0
 @pytest.fixture(scope="module")
 def made():
     """The plan of a small video, whose seconds other plans change."""
-    return outlook(MODEL, "cpu")
+    return estimate(MODEL, "cpu")
 
 
 @pytest.fixture
@@ -40,26 +40,26 @@ def priced(made, monkeypatch):
         sizes = {"disk_bytes": 20 * GB, "download_bytes_at_most": 20 * GB, "compile_seconds": 0.0}
         return replace(made, chip=name, **totals, **sizes)
 
-    monkeypatch.setattr(scale, "outlook", price)
+    monkeypatch.setattr(scale, "estimate", price)
     monkeypatch.setattr(scale, "chip_seconds", lambda place, *_: place.devices * SECONDS[place.name][1])
     return asked
 
 
-def many(bulk: Bulk, chip: str = "v6e-8", **how) -> Scale:
-    return at_scale(MODEL, chip, bulk, **how)
+def many(bulk: Workload, chip: str = "v6e-8", **how) -> ScaleEstimate:
+    return estimate_at_scale(MODEL, chip, bulk, **how)
 
 
-def way(found: Scale, name: str) -> Way:
+def way(found: ScaleEstimate, name: str) -> Option:
     [chosen] = [way for way in found.ways if way.slice == name]
     return chosen
 
 
-def other(found: Scale, name: str) -> NoWay:
+def other(found: ScaleEstimate, name: str) -> Rejected:
     [chosen] = [one for one in found.others if one.slice == name]
     return chosen
 
 
-def names(found: Scale) -> tuple[str | None, str | None]:
+def names(found: ScaleEstimate) -> tuple[str | None, str | None]:
     return found.best and found.best.slice, found.quickest and found.quickest.slice
 
 
@@ -68,7 +68,7 @@ START = {"start": 100.0, "download": 1e9}  # with 20 GB, which are loaded at .58
 
 def test_slices_hours_and_cost_by_hand(priced):
     """8 hours hold 960 videos of 30 s beside the start: 10,000 take 11 slices of four chips, of 910 videos at most."""
-    found = many(Bulk(10_000, 8 * HOUR + 154.483, 2.0, **START))
+    found = many(Workload(10_000, 8 * HOUR + 154.483, 2.0, **START))
     four = way(found, "v6e-4")
     assert four.startup_seconds.mid == pytest.approx(100 + 20 + 20 / 0.58)
     assert four.slices.mid == 11
@@ -82,7 +82,7 @@ def test_slices_hours_and_cost_by_hand(priced):
 
 
 def test_the_best_for_throughput_is_not_the_quickest(priced):
-    found = many(Bulk(10_000, 12 * HOUR, **START))
+    found = many(Workload(10_000, 12 * HOUR, **START))
     assert names(found) == ("v6e-1", "v6e-8")
     assert [one.slice for one in found.as_good] == ["v6e-4"]  # from 112 chip-seconds on, where the best takes up to 120
     assert found.cost(found.best) is None
@@ -91,34 +91,34 @@ def test_the_best_for_throughput_is_not_the_quickest(priced):
 
 def test_the_start_of_a_slice_counts(priced):
     """Chips that compile for an hour of two make half as many videos, and are paid for the hour."""
-    quick, slow = (many(Bulk(10_000, 2 * HOUR, compiling=seconds, **START)) for seconds in (0.0, HOUR))
+    quick, slow = (many(Workload(10_000, 2 * HOUR, compiling=seconds, **START)) for seconds in (0.0, HOUR))
     for one, other in zip(quick.ways, slow.ways, strict=True):
         assert other.slices.mid > 1.9 * one.slices.mid
         assert other.chip_hours.mid == pytest.approx(one.chip_hours.mid + other.slices.mid * other.devices, rel=0.1)
 
 
 def test_a_deadline_that_some_slices_miss(priced):
-    found = many(Bulk(100, 154.483 + 35, **START))
+    found = many(Workload(100, 154.483 + 35, **START))
     assert names(found) == ("v6e-4", "v6e-8")
     assert not way(found, "v6e-1").in_time
     assert json.loads(json.dumps(found.to_json(), allow_nan=False))["ways"][0]["slices"] == [None] * 3
-    late = many(Bulk(100, 60, **START))
+    late = many(Workload(100, 60, **START))
     assert names(late) == (None, "v6e-8")
 
 
 def test_without_a_deadline_one_slice_makes_all(priced):
-    found = many(Bulk(100, **START))
+    found = many(Workload(100, **START))
     assert [one.slices for one in found.ways] == [(1, 1, 1)] * 3
     assert way(found, "v6e-8").seconds.mid == pytest.approx(100 * 20 + 154.483, abs=0.01)
 
 
 def test_what_is_far_dearer_by_the_model_is_not_priced(priced, monkeypatch):
     monkeypatch.setattr(scale, "chip_seconds", lambda place, *_: {1: 1.0, 4: 1.2, 8: 4.0}[place.devices])
-    many(Bulk(10, HOUR, **START))
+    many(Workload(10, HOUR, **START))
     assert priced == ["v6e-1", "v6e-4", "v6e-8"]  # the last takes 4 times as much, and is the one that was asked for
     monkeypatch.setattr(scale, "chip_seconds", lambda place, *_: {1: 2.0, 4: 1.2, 8: 1.28}[place.devices])
     priced.clear()
-    found = many(Bulk(10, HOUR, **START))
+    found = many(Workload(10, HOUR, **START))
     assert priced == ["v6e-4", "v6e-8"]
     assert other(found, "v6e-1").plan is None
     assert other(found, "v6e-1").ratio == pytest.approx(2 / 1.2)
@@ -126,23 +126,23 @@ def test_what_is_far_dearer_by_the_model_is_not_priced(priced, monkeypatch):
 
 def test_weights_that_a_chip_has_no_room_for_are_not_priced(priced, monkeypatch):
     monkeypatch.setattr(scale, "chip_seconds", chip_seconds)
-    found = at_scale(outline("wan2.1-t2v-14b"), "v6e-8", Bulk(10, HOUR))
+    found = estimate_at_scale(outline("wan2.1-t2v-14b"), "v6e-8", Workload(10, HOUR))
     assert "v6e-1" not in priced
-    assert other(found, "v6e-1") == NoWay("v6e-1", float("inf"))
+    assert other(found, "v6e-1") == Rejected("v6e-1", float("inf"))
 
 
 def test_a_mesh_that_is_given_is_the_only_way(priced):
-    found = many(Bulk(10, HOUR, **START), mesh=(2, 2, 2))
+    found = many(Workload(10, HOUR, **START), mesh=(2, 2, 2))
     assert [one.slice for one in found.ways] == ["v6e-8"]
-    assert [one.slice for one in many(Bulk(10, HOUR), sp=4).ways] == ["v6e-4", "v6e-8"]
+    assert [one.slice for one in many(Workload(10, HOUR), sp=4).ways] == ["v6e-4", "v6e-8"]
 
 
 def test_a_slice_that_does_not_fit_is_told_with_what_would(priced, made, monkeypatch):
     def price(outline, name, mesh, **given):
         return replace(made, chip=name, total_seconds=None, fits=False, advice="v6e-16 should")
 
-    monkeypatch.setattr(scale, "outlook", price)
-    found = many(Bulk(10, HOUR))
+    monkeypatch.setattr(scale, "estimate", price)
+    found = many(Workload(10, HOUR))
     assert names(found) == (None, None)
     assert {one.plan.advice for one in found.others} == {"v6e-16 should"}
     assert says(succeeded(command("--requests", "5")).stdout, "v6e-16 should")

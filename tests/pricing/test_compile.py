@@ -20,15 +20,15 @@ from tests.support.words import naming, says
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import attention
 from wanjax.pricing import compile as compiling
-from wanjax.pricing.chips import described, find_slice
+from wanjax.pricing.chips import abstract_mesh, find_slice
 from wanjax.pricing.compile import Compiled, compile_program, compile_programs
 from wanjax.pricing.costs import price_compiled
 from wanjax.pricing.exporting import CompilerError, export
-from wanjax.pricing.priced import Pricer
+from wanjax.pricing.pricer import Pricer
 
 
 def mesh(chip, **axes):
-    return described(find_slice(chip), axes or None)
+    return abstract_mesh(find_slice(chip), axes or None)
 
 
 KERNEL = on_shapes(product_kernel, (512, 256), (256, 128))
@@ -141,7 +141,7 @@ def test_the_compiler_ends_with_the_process_that_asked(tmp_path):
     (tmp_path / "0").mkdir()
     (tmp_path / "0" / "program.bin").write_bytes(job.program)
     (tmp_path / "0" / "job.json").write_text(json.dumps(compiling._request(job)))
-    command = [sys.executable, "-m", "wanjax.pricing.worker", str(tmp_path), "2", "0"]
+    command = [sys.executable, "-m", "wanjax.pricing.compiler_process", str(tmp_path), "2", "0"]
     ended = subprocess.run(command, env=compiling._environment(tmp_path), stdin=subprocess.DEVNULL)
     assert ended.returncode == 1
     assert not (tmp_path / "0" / "result.json").exists()
@@ -152,7 +152,7 @@ def _kill_compilers() -> int:
     found = 0
     for each in psutil.Process().children():
         with suppress(psutil.Error):  # one that has just ended
-            if "wanjax.pricing.worker" in each.cmdline():
+            if "wanjax.pricing.compiler_process" in each.cmdline():
                 each.send_signal(signal.SIGSEGV)
                 found += 1
     return found

@@ -20,16 +20,16 @@ from tests.support.plan_programs import layers, on_shapes, product_kernel, produ
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention.visits import visits
-from wanjax.plan.pricer import PRICER
+from wanjax.plan.price import PRICER
 from wanjax.pricing import compile as compiling
-from wanjax.pricing import priced
-from wanjax.pricing.chips import SLICES, described
+from wanjax.pricing import pricer
+from wanjax.pricing.chips import SLICES, abstract_mesh
 from wanjax.pricing.compile import ENVIRONMENT
+from wanjax.pricing.compiler_process import concrete_mesh
 from wanjax.pricing.exporting import export, refusal, trace
-from wanjax.pricing.kernels import kernels_of
-from wanjax.pricing.lowering import Lowering, without_refused
-from wanjax.pricing.priced import Pricer
-from wanjax.pricing.worker import make_mesh
+from wanjax.pricing.lowering import Lowering, retry_without_rejected_options
+from wanjax.pricing.pallas_kernels import kernels_of
+from wanjax.pricing.pricer import Pricer
 
 needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
 V6E = SLICES["v6e-4"]
@@ -70,7 +70,7 @@ def digest(path):
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    mesh = described(V6E)
+    mesh = abstract_mesh(V6E)
     x = jax.ShapeDtypeStruct((64, 128), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
     job = export(Lowering(module.run(mesh), (x,)), V6E)
     assert Path(path).name.encode() not in job.program
@@ -103,7 +103,7 @@ def test_an_edit_that_changes_no_program_changes_no_byte(tmp_path):
 
 def test_shardings_donation_options_chip_and_mesh_are_in_the_key():
     def key(*, sp="dp", chip="v6e-4", axes=(2, 2), donate=(), options=None):
-        mesh = described(SLICES[chip], dict(zip(("dp", "tp"), axes, strict=True)))
+        mesh = abstract_mesh(SLICES[chip], dict(zip(("dp", "tp"), axes, strict=True)))
         x = jax.ShapeDtypeStruct((64, 128), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(sp)))
         return json.dumps(export(Lowering(jnp.sin, (x,), donate, options), SLICES[chip]).key)
 
@@ -129,7 +129,7 @@ def test_a_key_of_random_numbers_is_an_argument():
 
 def test_kernels_are_taken_from_the_program():
     """Each distinct kernel is found once, in loops and inner functions too."""
-    mesh = described(V6E)
+    mesh = abstract_mesh(V6E)
 
     def run(x, y):
         inner = jax.shard_map(
@@ -150,18 +150,18 @@ def test_kernels_are_taken_from_the_program():
 @needs_libtpu
 def test_prices_come_as_they_are_known_and_are_kept(monkeypatch):
     """Kept prices need no process and no compiler; a kernel is compiled once for the programs that contain it."""
-    mesh = described(V6E)
+    mesh = abstract_mesh(V6E)
     kernel = product_on_each(mesh)
     twice = kernel._replace(function=lambda x, y: kernel.function(x, y) + kernel.function(x * 2, y))
-    large = layers(described(V6E, {"dp": 1, "tp": 4}), count=20, tokens=2**20, width=2**13)
+    large = layers(abstract_mesh(V6E, {"dp": 1, "tp": 4}), count=20, tokens=2**20, width=2**13)
     asked = []
-    compiled = priced.compiled
+    compiled = pricer.compiled
 
     def noted(jobs, *, schedules, begun, workspace):
         asked.append((len(jobs), schedules))
         return compiled(jobs, schedules=schedules, begun=begun, workspace=workspace)
 
-    monkeypatch.setattr(priced, "compiled", noted)
+    monkeypatch.setattr(pricer, "compiled", noted)
     first = dict(PRICER.prices(V6E, [kernel, twice, kernel, large]))
     assert asked == [(4, range(3, 4))]
     assert first[0] == first[2]
@@ -176,7 +176,7 @@ def test_prices_come_as_they_are_known_and_are_kept(monkeypatch):
     monkeypatch.setattr(compiling, "find_spec", lambda name: None)
     again = dict(PRICER.prices(V6E, [kernel, twice, kernel, large]))
     assert [json.dumps(asdict(again[i])) for i in range(4)] == [json.dumps(asdict(first[i])) for i in range(4)]
-    monkeypatch.setattr(priced, "pricing_digest", lambda: "another way to price")
+    monkeypatch.setattr(pricer, "pricing_digest", lambda: "another way to price")
     with pytest.raises(WanjaxError, match=naming("libtpu missing")):
         PRICER.price_all(V6E, [kernel])
 
@@ -184,20 +184,22 @@ def test_prices_come_as_they_are_known_and_are_kept(monkeypatch):
 def test_a_price_of_another_compiler_is_forgotten(monkeypatch):
     job = export(on_shapes(jnp.sin, (8, 128)), SLICES["v6e-1"])
     installed = {"libtpu": "0.0.42.5"}
-    monkeypatch.setattr(priced, "version", lambda name: installed[name])
-    monkeypatch.setattr(priced, "versions", lambda *names: {x: installed[x] for x in names if x in installed})
-    monkeypatch.setattr(priced, "accepted", lambda: compiling.SpecifierSet("==0.0.42.*"))
+    monkeypatch.setattr(pricer, "version", lambda name: installed[name])
+    monkeypatch.setattr(pricer, "versions", lambda *names: {x: installed[x] for x in names if x in installed})
+    monkeypatch.setattr(pricer, "accepted", lambda: compiling.SpecifierSet("==0.0.42.*"))
     PRICER.keep("prices", job, 1.0)
     assert PRICER.recall("prices", job) == 1.0
     installed["libtpu"] = "0.0.42.6"
     assert PRICER.recall("prices", job) is None
     del installed["libtpu"]  # where there is none, one that jax accepts will do
     assert PRICER.recall("prices", job) == 1.0
-    monkeypatch.setattr(priced, "accepted", lambda: compiling.SpecifierSet("==0.0.43.*"))
+    monkeypatch.setattr(pricer, "accepted", lambda: compiling.SpecifierSet("==0.0.43.*"))
     assert PRICER.recall("prices", job) is None
 
 
-@pytest.mark.parametrize("part", [without_refused, make_mesh, refusal, priced.needed_bytes, Pricer.prices, visits])
+@pytest.mark.parametrize(
+    "part", [retry_without_rejected_options, concrete_mesh, refusal, pricer.needed_bytes, Pricer.prices, visits]
+)
 def test_an_edit_of_what_prices_forgets_prices(part, monkeypatch):
     job = export(on_shapes(jnp.sin, (8, 128)), SLICES["v6e-1"])
     before = PRICER.key(job)
@@ -247,14 +249,15 @@ def test_a_function_that_cannot_be_traced_is_refused_in_one_sentence():
 
 
 KINDS = """
-from wanjax.pricing.chips import SLICES, described, devices_of
-from wanjax.pricing.worker import make_mesh
+from wanjax.pricing.chips import SLICES, abstract_mesh, topology_devices
+from wanjax.pricing.compiler_process import concrete_mesh
 from wanjax.sharding import arrange
 for place in SLICES.values():
-    real = make_mesh(place.topology, place.devices, {"chips": place.devices}).abstract_mesh
-    assert real == described(place) and real.abstract_device == described(place).abstract_device, place
+    real = concrete_mesh(place.topology, place.devices, {"chips": place.devices}).abstract_mesh
+    assert real == abstract_mesh(place) and real.abstract_device == abstract_mesh(place).abstract_device, place
     axes = {"dp": 1, "sp": max(place.devices // 2, 1), "tp": min(place.devices, 2)}
-    meshes = make_mesh(place.topology, place.devices, axes), arrange(devices_of(place.topology)[:place.devices], axes)
+    devices = topology_devices(place.topology)[:place.devices]
+    meshes = concrete_mesh(place.topology, place.devices, axes), arrange(devices, axes)
     priced, run = ([device.id for device in mesh.devices.flat] for mesh in meshes)
     assert priced == run, place
 """

@@ -12,7 +12,7 @@ from wanjax.errors import WanjaxError
 from wanjax.pricing import chips, hlo, schedule
 from wanjax.pricing.compile import Compiled, Memory
 from wanjax.pricing.costs import CHEAPER, SUSPECT, price_compiled
-from wanjax.pricing.kernels import visiting_seconds
+from wanjax.pricing.pallas_kernels import visiting_seconds
 from wanjax.pricing.work import flops, traffic, trip_count, wire_bytes
 
 DATA = Path(__file__).parents[1] / "data/pricing"

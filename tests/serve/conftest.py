@@ -22,8 +22,8 @@ from wanjax.serve.auth import Access
 from wanjax.serve.limits import Limits
 from wanjax.serve.maker import ServedMaker
 from wanjax.serve.variants import Variants
-from wanjax.stores.own import HOST
-from wanjax.stores.places import Place
+from wanjax.stores.paths import AnyPath
+from wanjax.stores.temporary import HOST
 
 SMALL: dict[str, Any] = {"prompt": "a red circle", "size": "32x32", "frames": 5, "steps": 2}
 Start = Callable[..., "Server"]
@@ -35,7 +35,7 @@ class Server:
     def __init__(
         self,
         variants: Variants,
-        folder: Place,
+        folder: AnyPath,
         *,
         database: str | None = None,
         token: str | None = None,
@@ -136,7 +136,7 @@ def start(pipe: Pipeline, tmp_path: Path) -> Iterator[Start]:
     started: list[Server] = []
 
     def make(
-        folder: Place = tmp_path / "served", *, work: bool = True, of: Variants | None = None, **options: Any
+        folder: AnyPath = tmp_path / "served", *, work: bool = True, of: Variants | None = None, **options: Any
     ) -> Server:
         server = Server(of or Variants(pipe), folder, **options)
         started.append(server)

@@ -27,7 +27,7 @@ from tests.support.served import PROMPT, SMALL, finished, serving
 from tests.support.words import says
 from wanjax.cli.report import Report
 from wanjax.media.pictures import read_clip
-from wanjax.media.videos import read_metadata
+from wanjax.media.video import read_metadata
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from wanjax.cli.serving import opened
 from wanjax.errors import WanjaxError
 from wanjax.jobs.sharing import SERVE
 from wanjax.serve import store_files
-from wanjax.stores.places import Remote, place
+from wanjax.stores.paths import RemotePath, parse_path
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
@@ -40,7 +40,7 @@ def _in_folders_of_its_own(tmp_path, monkeypatch):
 @pytest.fixture
 def served(start, tmp_path):
     """Starts servers of the store in memory, around one table."""
-    return lambda **options: start(place(HERE), database=str(tmp_path / "table" / "jobs.sqlite"), **options)
+    return lambda **options: start(parse_path(HERE), database=str(tmp_path / "table" / "jobs.sqlite"), **options)
 
 
 def red():
@@ -58,7 +58,7 @@ def completed(server, content=bytes(range(256)) * 16):
 
 def names(folder):
     """The objects of a folder, but for the one by which workers know it."""
-    assert isinstance(folder, Remote)
+    assert isinstance(folder, RemotePath)
     return {name for name in folder.files() if name != SERVE}
 
 
@@ -76,7 +76,7 @@ PLACES = [(f"{BUCKET}/served", False), (HERE, True)]  # and whether it is shown 
 @pytest.mark.parametrize(("url", "preview"), quick(PLACES[:1], PLACES))
 def test_a_video_in_a_store_is_asked_for_sent_and_removed(start, tmp_path, url, preview):
     with running_s3() if url.startswith("s3:") else contextmanager(lambda: iter([None]))():
-        server = start(place(url), database=str(tmp_path / "table" / "jobs.sqlite"), preview=preview)
+        server = start(parse_path(url), database=str(tmp_path / "table" / "jobs.sqlite"), preview=preview)
         id = server.ask(image=red(), steps=6 if preview else 2)["id"]
         made = server.finished(id)
         assert made["status"] == "completed", made["error"]
@@ -189,17 +189,17 @@ def test_a_killed_server_finds_its_videos_in_the_store(served):
     (first.folder / ids[2] / "image.png").write(b"a picture")
     first.store.remove(ids[2])
     first.kill()
-    (place(HERE) / "video_of_another_server" / "video.mp4").write(b"its own")
+    (parse_path(HERE) / "video_of_another_server" / "video.mp4").write(b"its own")
     again = served()
     assert again.finished(whole)["status"] == again.finished(begun)["status"] == "completed"
     assert again.content(whole) == b"a whole video"
     assert again.client.get(f"/v1/videos/{ids[2]}").status_code == 404
     assert again.is_cleared(ids[2])
     again.stop()
-    assert {name.split("/")[0] for name in names(place(HERE))} == {*ids[:2], "video_of_another_server"}
+    assert {name.split("/")[0] for name in names(parse_path(HERE))} == {*ids[:2], "video_of_another_server"}
 
 
 def test_a_table_is_in_no_store():
-    with pytest.raises(WanjaxError, match=naming(f"{HERE} --database")), opened(place(HERE), None):
+    with pytest.raises(WanjaxError, match=naming(f"{HERE} --database")), opened(parse_path(HERE), None):
         pass
     assert objects() == {}

@@ -37,7 +37,7 @@ from wanjax.jobs.store import STOPPED, NewJob
 from wanjax.jobs.worker import BEAT, Lease
 from wanjax.media.inputs import INPUTS
 from wanjax.media.pictures import read_clip
-from wanjax.media.videos import read_metadata, write_video
+from wanjax.media.video import read_metadata, write_video
 from wanjax.pipelines.record import digest_of
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.text.extending import Extended

@@ -4,12 +4,12 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from wanjax.compile_cache.compilations import Compilation, watched_compiler
+from wanjax.compile_cache.compilations import Compilation, watch_compiler
 
 
 @contextmanager
 def compilations() -> Iterator[list[Compilation]]:
     """Yields a list of the programs that are compiled, or read from the cache, in the `with` block."""
     made: list[Compilation] = []
-    with watched_compiler(made.append):
+    with watch_compiler(made.append):
         yield made

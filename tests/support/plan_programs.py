@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.workloads import WORKLOADS
 from wanjax.kernels.attention import attention, choose
 from wanjax.kernels.target import target
-from wanjax.pricing.lowering import Lowering, everywhere
+from wanjax.pricing.lowering import Lowering, replicated
 from wanjax.sharding import RULES, Partitioner, shard_tokens, use
 
 
@@ -44,7 +44,7 @@ def product_kernel(x: jax.Array, y: jax.Array) -> jax.Array:
 def product_on_each(mesh: AbstractMesh) -> Lowering:
     """Lowers that kernel, the same on each device."""
     shapes = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((512, 256), (256, 128)))
-    return everywhere(product_kernel, mesh, shapes)
+    return replicated(product_kernel, mesh, shapes)
 
 
 def layers(mesh: AbstractMesh, *, count: int, tokens: int, width: int) -> Lowering:
@@ -114,4 +114,4 @@ def _attend(mesh: AbstractMesh, operands, window=None) -> Lowering:
         assert choose(q, k, v, key_mask=key_mask, window=window).name == "flash_tpu"
         return attention(q, k, v, key_mask=key_mask, window=window)
 
-    return everywhere(run, mesh, operands)
+    return replicated(run, mesh, operands)

@@ -9,11 +9,11 @@ from jax.extend.core import Jaxpr
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.recording import needed_pictures, record
 from wanjax.pipelines.settings import Settings
-from wanjax.plan.recorded import Scheduled, programs_of
-from wanjax.pricing.traced import Work, work_of
+from wanjax.plan.video_programs import VideoProgram, programs_of
+from wanjax.pricing.roofline_price import Work, work_of
 
 
-def programs(pipe: Pipeline, settings: Settings) -> Iterator[Scheduled]:
+def programs(pipe: Pipeline, settings: Settings) -> Iterator[VideoProgram]:
     """Yields the programs of a video, with blank pictures where the model needs some."""
     yield from programs_of(record(pipe, settings, needed_pictures(pipe, settings)))
 
@@ -23,11 +23,11 @@ def times(pipe: Pipeline, settings: Settings, stage: str = "denoise") -> dict[st
     return {x.name: x.times for x in programs(pipe, settings) if x.stage == stage}
 
 
-def jaxpr_of(program: Scheduled) -> Jaxpr:
+def jaxpr_of(program: VideoProgram) -> Jaxpr:
     """Traces a program."""
     return jax.make_jaxpr(program.lowering.function)(*program.lowering.arguments).jaxpr
 
 
-def counted(program: Scheduled) -> Work:
+def counted(program: VideoProgram) -> Work:
     """Counts the work of a program of one device."""
     return work_of(jaxpr_of(program), attention="attention")

@@ -19,7 +19,7 @@ from tests.support.toy_tokenizer import save_tokenizer
 from wanjax import registry
 from wanjax.checkpoints import modules
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
-from wanjax.checkpoints.networks import read_network
+from wanjax.checkpoints.network_kinds import read_network
 
 TEXT_WIDTH = 16
 LATENT_CHANNELS = 4

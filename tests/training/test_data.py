@@ -13,7 +13,7 @@ import pytest
 from tests.support.clips import CAPTIONS, write_clips
 from tests.support.words import naming, says
 from wanjax.errors import WanjaxError
-from wanjax.media.videos import write_video
+from wanjax.media.video import write_video
 from wanjax.training.batches import Batches
 from wanjax.training.clips import Bucket, Cutting, lengths, nearest
 from wanjax.training.data import KEPT, list_data

@@ -11,7 +11,7 @@ from tests.support.calls import Call, Counting, differences, instance_call, wron
 from tests.support.clips import write_clips
 from tests.support.tiny import TEXT_LENGTH, tiny_checkpoint, tiny_cogvideox_checkpoint, tiny_image_checkpoint
 from wanjax.loading import abstract_pipeline
-from wanjax.plan.training import _recorded
+from wanjax.plan.training_estimate import _recorded
 from wanjax.registry import inspect_checkpoint
 from wanjax.training import LoraConfig, OptimizerConfig, TrainConfig, Training, loop
 from wanjax.training.step import begin_training, train

@@ -27,7 +27,7 @@ from tests.support.tiny import (
 from tests.support.words import naming, says
 from wanjax.checkpoints.files import SafetensorsFile, load_safetensors
 from wanjax.errors import WanjaxError, WanjaxWarning
-from wanjax.stores.holding import Hold
+from wanjax.stores.locks import FileLock
 from wanjax.training import LoraConfig, OptimizerConfig, TrainConfig, Training
 from wanjax.training.encoded import Store
 from wanjax.training.loop import NotFiniteError, Trainer
@@ -367,7 +367,10 @@ def test_a_disk_that_is_full_is_told(tmp_path, data, wan, monkeypatch):
 
 
 def test_two_trainings_do_not_share_a_folder(tmp_path, data, wan):
-    with closing(Hold(tmp_path / LOCK, "training", "folder")), pytest.raises(WanjaxError, match=naming(f"{tmp_path}")):
+    with (
+        closing(FileLock(tmp_path / LOCK, "training", "folder")),
+        pytest.raises(WanjaxError, match=naming(f"{tmp_path}")),
+    ):
         trained(wan, data, tmp_path)
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The user's own devices, measured beside what `wanjax.plan` says of them: `wanjax bench`."""
+"""The bench: measurements of the user's devices beside the prices of `wanjax.plan`."""

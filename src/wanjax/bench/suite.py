@@ -11,7 +11,9 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from wanjax.bench.kernels import (
+from wanjax.bench.expected import Build, LocalDevices, local_devices
+from wanjax.bench.measuring import Measured, distance, measure, mesh_of
+from wanjax.bench.operations import (
     CLOSE,
     COLLECTIVES,
     attend,
@@ -21,8 +23,6 @@ from wanjax.bench.kernels import (
     multiply,
     multiply_by_numpy,
 )
-from wanjax.bench.modelled import Build, Known, known
-from wanjax.bench.programs import Measured, distance, measure, mesh_of
 from wanjax.errors import WanjaxError
 from wanjax.figures import quantity
 from wanjax.kernels.attention import AUTO, AttentionConfig, choose
@@ -32,7 +32,7 @@ from wanjax.pipelines.meshes import auto_mesh, step_cost
 from wanjax.pipelines.model import VideoModel
 from wanjax.pipelines.recording import needed_pictures, record
 from wanjax.pipelines.settings import Settings
-from wanjax.plan.recorded import STEP, programs_of
+from wanjax.plan.video_programs import STEP, programs_of
 from wanjax.pricing.digests import versions
 from wanjax.pricing.lowering import Lowering
 from wanjax.registry import Outline
@@ -47,8 +47,8 @@ Tell = Callable[[str], Any]
 
 
 @dataclass(frozen=True)
-class Scale:
-    """The size of a bench: (height, width) and frames of a video, the layers that are kept, and seconds a program.
+class BenchSize:
+    """The size of a bench: (height, width) and frames of a video, the number of layers, and seconds a program.
 
     `decoded` is the size of frames for the autoencoder. None is the model's own.
     """
@@ -60,11 +60,11 @@ class Scale:
     budget: float
 
 
-SCALES = {
-    ("cpu", True): Scale((256, 256), (64, 64), 17, 1, 2.0),
-    ("cpu", False): Scale((480, 832), (256, 256), 17, 2, 20.0),
-    ("other", True): Scale(None, None, None, None, 3.0),
-    ("other", False): Scale(None, None, None, None, 30.0),
+SIZES = {
+    ("cpu", True): BenchSize((256, 256), (64, 64), 17, 1, 2.0),
+    ("cpu", False): BenchSize((480, 832), (256, 256), 17, 2, 20.0),
+    ("other", True): BenchSize(None, None, None, None, 3.0),
+    ("other", False): BenchSize(None, None, None, None, 30.0),
 }
 
 
@@ -122,11 +122,11 @@ class Bench:
         return asdict(self) | {"rows": [asdict(row) | {"ratio": row.ratio, "rate": row.rate} for row in self.rows]}
 
 
-def bench(outline: Outline, scale: Scale, *, quick: bool, tell: Tell) -> Bench:
-    """Runs all measurements; `tell` receives a sentence before each."""
+def bench(outline: Outline, scale: BenchSize, *, quick: bool, tell: Tell) -> Bench:
+    """Run all measurements; `tell` receives a sentence before each."""
     architecture, settings = outline.architecture, sized(outline.settings, scale, outline.architecture)
     devices, outline = jax.devices(), replace(outline, settings=settings)
-    here = known(devices)
+    here = local_devices(devices)
     axes = axes_of(outline, devices)
     used = devices[: axes["dp"] * axes["sp"] * axes["tp"]]
     suite = Suite(outline, scale, used, here, axes, tell)
@@ -159,9 +159,9 @@ class Suite:
     def __init__(
         self,
         outline: Outline,
-        scale: Scale,
+        scale: BenchSize,
         devices: Sequence[Any],
-        here: Known,
+        here: LocalDevices,
         axes: Mapping[str, int],
         tell: Tell,
     ):
@@ -180,17 +180,17 @@ class Suite:
         self._built: dict[Any, dict[str, Lowering]] = {}
 
     def exact(self) -> dict[str, float]:
-        """Compares every implementation of attention with the reference, and notes those that are wrong."""
+        """Compare every implementation of attention with the reference, and note those that are wrong."""
         self.tell("attention, compared with the reference")
         dtype = self.settings.dtype
-        found = check_attention(self.work.heads, self.work.width // self.work.heads, dtype)
-        for name, far in found.items():
+        distances = check_attention(self.work.heads, self.work.width // self.work.heads, dtype)
+        for name, far in distances.items():
             if not far <= CLOSE[dtype]:
                 self.faults.append(f"{name} is {far:.1e} away from the reference where {CLOSE[dtype]:g} is allowed")
-        return found
+        return distances
 
     def attention(self) -> Row:
-        """Measures self-attention on one device, with the share of the heads that it has in the mesh."""
+        """Measure self-attention on one device, with the share of the heads that it has in the mesh."""
         tokens, heads = self.work.tokens, ceil(self.work.heads / self.axes["tp"])
         shape = (1, tokens, heads, self.work.width // self.work.heads)
         sizes: dict[str, Any] = {"heads": heads, "head_dim": shape[3], "dtype": self.settings.dtype}
@@ -199,70 +199,70 @@ class Suite:
         else:
             some = jax.ShapeDtypeStruct(shape, self.settings.dtype)
             name, build = choose(some, some, some).name, partial(attend, queries=tokens, keys=tokens, **sizes)
-        row, _ = self._row("attention", f"{name}, {list(shape)}", SAFE, build, known(self.devices[:1]), ALONE)
+        row, _ = self._row("attention", f"{name}, {list(shape)}", SAFE, build, local_devices(self.devices[:1]), ALONE)
         return row
 
     def products(self) -> Iterator[Row]:
-        """Measures a projection on one device; on a CPU in each dtype, beside the rate of the library NumPy has."""
+        """Measure a projection on one device; on a CPU in each dtype, beside the rate of the library NumPy has."""
         tokens, width = self.work.tokens, self.work.width
         cpu = self.devices[0].platform == "cpu"
         operations = 2 * tokens * width * WIDER * width
         for dtype in CLOSE if cpu else (self.settings.dtype,):
             build = partial(multiply, tokens=tokens, width=width, inside=WIDER * width, dtype=dtype)
             what = f"{dtype}, [{tokens} {width}] by [{width} {WIDER * width}]"
-            row, _ = self._row("a product", what, SAFE, build, known(self.devices[:1]), ALONE)
+            row, _ = self._row("a product", what, SAFE, build, local_devices(self.devices[:1]), ALONE)
             yield replace(row, operations=operations)
         if cpu:
-            library, made = multiply_by_numpy(tokens, width, WIDER * width, self.scale.budget)
+            library, timing = multiply_by_numpy(tokens, width, WIDER * width, self.scale.budget)
             yield Row(
-                "a product", f"float32, by NumPy's {library}", SAFE, None, made.first, made.median, len(made.runs),
-                made.spread, operations=operations,
+                "a product", f"float32, by NumPy's {library}", SAFE, None, timing.first, timing.median,
+                len(timing.runs), timing.spread, operations=operations,
             )  # fmt: skip
 
     def programs(self) -> Iterator[Row]:
-        """Measures the programs of the stages; the step with each set of compiler options that differs."""
+        """Measure the programs of the stages; the step with each set of compiler options that differs."""
         for set_ in SETS:
-            mine = self.programs_on(mesh_of(self.axes, self.devices), set_)
-            for name, lowering in mine.items():
+            programs = self.programs_on(mesh_of(self.axes, self.devices), set_)
+            for name, lowering in programs.items():
                 if set_ == FAST and (name != STEP or not self._differs(lowering)):
                     continue
                 build = partial(self._program, name, set_)
-                row, made = self._row(PROGRAMS[name], self._shape(name), set_, build, self.here, self.axes)
-                if name == STEP and made is not None:
-                    self._steps[set_] = made
+                row, measured = self._row(PROGRAMS[name], self._shape(name), set_, build, self.here, self.axes)
+                if name == STEP and measured is not None:
+                    self._steps[set_] = measured
                 yield row
 
     def programs_on(
         self, mesh: Mesh | AbstractMesh, compiler: str, attention: AttentionConfig = AUTO
     ) -> dict[str, Lowering]:
-        """Returns the programs on a mesh, by their names, with as many layers as the scale keeps.
+        """Return the programs on a mesh, by their names, with as many layers as the scale keeps.
 
         Attention that leaves out some keys is the model's own, whichever is given.
         """
         if self.architecture.spec.attention(AUTO).is_sparse:
             attention = AUTO
-        if (found := self._built.get((mesh, compiler, attention))) is None:
+        if (programs := self._built.get((mesh, compiler, attention))) is None:
             few = reduced(self.architecture, self.scale.layers)
             how = {"attention": attention, "compiler": compiler}
-            found = {}
+            programs = {}
             for settings, parts in ((self.settings, ("encode", "denoise")), (self.decoded, ("decode",))):
                 partitioner = Partitioner(mesh, RULES["fsdp"])
                 pipe = abstract_pipeline(replace(self.outline, architecture=few, settings=settings), partitioner, **how)
-                made = programs_of(record(pipe, settings, needed_pictures(pipe, settings)))
-                found |= {x.name: x.lowering for x in made if x.stage in parts and x.name in PROGRAMS}
-            self._built[mesh, compiler, attention] = found
-        return {name: found[name] for name in PROGRAMS if name in found}
+                scheduled = programs_of(record(pipe, settings, needed_pictures(pipe, settings)))
+                programs |= {x.name: x.lowering for x in scheduled if x.stage in parts and x.name in PROGRAMS}
+            self._built[mesh, compiler, attention] = programs
+        return {name: programs[name] for name in PROGRAMS if name in programs}
 
     def _program(self, name: str, compiler: str, mesh: Mesh | AbstractMesh, attention: AttentionConfig) -> Lowering:
         return self.programs_on(mesh, compiler, attention)[name]
 
     def _differs(self, fast: Lowering) -> bool:
-        """Tells whether a step's compiler options are others than those of the set `safe`."""
+        """Return whether a step's compiler options differ from those of the set `safe`."""
         safe = self.programs_on(mesh_of(self.axes, self.devices), SAFE)[STEP]
         return fast.compiler_options != safe.compiler_options
 
     def messages(self) -> Iterator[Row]:
-        """Measures messages as large as the tokens of the video between all devices, if there are several."""
+        """Measure messages as large as the tokens of the video between all devices, if there are several."""
         if len(self.devices) == 1:
             return
         for kind in COLLECTIVES:
@@ -273,7 +273,7 @@ class Suite:
             yield self._row(kind.replace("_", "-"), what, SAFE, partial(exchange, **sizes), self.here, axes)[0]
 
     def compare(self, rows: list[Row]) -> tuple[float | None, str | None]:
-        """Returns the distance between the answers of the sets, and the set to keep; None where there is one set."""
+        """Return the distance between the answers of the sets, and the set to keep; None where there is one set."""
         if self._steps.keys() != set(SETS):
             return None, None
         safe, fast = (self._steps[name] for name in SETS)
@@ -296,26 +296,26 @@ class Suite:
         return "" if self.scale.layers is None else f", {quantity(self.scale.layers, 'layer')}"
 
     def _row(
-        self, name: str, what: str, compiler: str, build: Build, here: Known, axes: Mapping[str, int]
+        self, name: str, what: str, compiler: str, build: Build, here: LocalDevices, axes: Mapping[str, int]
     ) -> tuple[Row, Measured | None]:
-        """Measures a program and prices it; one that fails becomes a row that says why."""
+        """Measure a program and price it; one that fails becomes a row that says why."""
         self.tell(f"{name}, {what}")
         modelled, note = here.price(build, axes)
         try:
-            made = measure(build(mesh_of(axes, self.devices), AUTO), self.scale.budget)
+            measured = measure(build(mesh_of(axes, self.devices), AUTO), self.scale.budget)
         except (WanjaxError, jax.errors.JaxRuntimeError, MemoryError) as error:
             why = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
             return Row(name, what, compiler, modelled=modelled, note=f"did not run: {why}"), None
-        timing = made.timing
+        timing = measured.timing
         row = Row(
             name, what, compiler, timing.compiling, timing.first, timing.median, len(timing.runs), timing.spread,
-            modelled, "; ".join(filter(None, (*made.refused, note))),
+            modelled, "; ".join(filter(None, (*measured.refused, note))),
         )  # fmt: skip
-        return row, made
+        return row, measured
 
 
-def sized(defaults: Settings, scale: Scale, architecture: VideoModel) -> Settings:
-    """Returns the settings of the video whose shapes are measured."""
+def sized(defaults: Settings, scale: BenchSize, architecture: VideoModel) -> Settings:
+    """Return the settings of the video whose shapes are measured."""
     dtype = "float32" if jax.devices()[0].platform == "cpu" else "bfloat16"
     settings = defaults.updated({**_shape(scale.size or defaults.size), "frames": scale.frames, "dtype": dtype})
     settings.check(spatial=architecture.spec.size_multiple, temporal=architecture.vae.temporal_factor)
@@ -327,13 +327,13 @@ def _shape(size: tuple[int, int]) -> dict[str, int]:
 
 
 def axes_of(outline: Outline, devices: Sequence[Any]) -> dict[str, int]:
-    """Returns the axes of the mesh that `wanjax.load` takes for a video of the outline's settings on these devices."""
+    """Return the axes of the mesh that `wanjax.load` takes for a video of the outline's settings on these devices."""
     cost = step_cost(outline.family, outline.architecture, outline.settings, param_dtype=outline.param_dtype)
     return auto_mesh(cost, devices)._asdict()
 
 
 def reduced(architecture: VideoModel, layers: int | None) -> VideoModel:
-    """Returns the architecture with at most so many layers in each transformer; other sizes stay."""
+    """Return the architecture with at most so many layers in each transformer; other sizes stay."""
     if layers is None:
         return architecture
     configs: dict[str, Any] = {entry.name: getattr(architecture, entry.name) for entry in fields(architecture)}

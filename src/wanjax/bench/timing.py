@@ -33,7 +33,7 @@ class Timing:
 def timed(
     run: Callable[..., Any], fresh: Callable[[], tuple[Any, ...]], compiling: float, budget: float
 ) -> tuple[Timing, Any]:
-    """Times a compiled program until the budget of seconds is spent, at least twice; returns the first result too.
+    """Time a compiled program until the budget of seconds is spent, at least twice; return the first result too.
 
     `fresh` returns arguments that the program may reuse; making them does not count, nor does the first run.
     """

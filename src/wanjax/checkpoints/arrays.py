@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores arrays in the layout of Orbax, chunk by chunk, and restores them onto any sharding.
+"""Arrays in the layout of Orbax: written chunk by chunk, and restored onto any sharding.
 
 An Orbax checkpoint is a folder with an array in the format zarr 3 for each leaf of a tree, and a file that describes
-the tree. Orbax saves arrays that are in memory whole. Here tensorstore, the library that it uses, writes the same files
-a chunk at a time, so that a stack of blocks is never in memory whole. A chunk is a file of a few megabytes that appears
-complete or not at all, so that an interrupted run can be continued. It ends with the checksum of its bytes (crc32c),
-which every reader tests, Orbax too. Restoring reads only the shards of this process's devices, array by array.
+the tree. Orbax itself saves only arrays that are whole in memory. This module writes the same files a chunk at a time
+with tensorstore, the library that Orbax uses, so that a stack of blocks is never whole in memory. Each chunk is a file
+of a few megabytes that appears complete or not at all, so that an interrupted run can resume. It ends with a checksum
+of its bytes (crc32c), which every reader tests. Restoring reads only the shards of this process's devices.
 
 Format: https://orbax.readthedocs.io and https://zarr-specs.readthedocs.io/en/latest/v3/core
 """
@@ -42,11 +42,11 @@ AT_ONCE = 4  # chunks in memory that are being read or written
 
 Piece = tuple[slice, ...]
 Fetch = Callable[[Iterable[Path]], object]
-"""Brings files of a folder there before they are read, where the folder is a part of what a store has."""
+"""Downloads files of a folder before they are read, if the folder mirrors one in a store."""
 
 
 def size_here(file: Path) -> int | None:
-    """Returns the bytes of a file, None where there is none."""
+    """Return the bytes of a file, None where there is none."""
     return file.stat().st_size if file.is_file() else None
 
 
@@ -54,7 +54,7 @@ class StoredArray:
     """An array in a folder. Raises WanjaxError that names the folder if it is missing or damaged."""
 
     def __init__(self, path: Path, metadata: Mapping[str, Any] | None = None, fetch: Fetch = lambda files: None):
-        """Opens the array, or creates it with this `metadata` if there is none."""
+        """Open the array, or create it with this `metadata` if there is none."""
         self.path, self._fetch = path, fetch
         # Files are not synchronised one by one: `synchronise` does it for all when they are written.
         files = {"driver": "file", "path": f"{path}/", "file_io_sync": False}
@@ -73,7 +73,7 @@ class StoredArray:
         return self.shape[0]
 
     def pieces(self, part: Sequence[slice] = ()) -> Iterator[Piece]:
-        """Yields the ranges of the chunks, of those that have something of a part."""
+        """Yield the ranges of all chunks, or of those that overlap `part`."""
         whole, ranges = [slice(0, size) for size in self.spec.shape[len(part) :]], []
         for size, step, some in zip(self.spec.shape, self.chunk, (*part, *whole), strict=True):
             start, stop, _ = some.indices(size)
@@ -85,12 +85,12 @@ class StoredArray:
             )
 
     def file(self, piece: Piece) -> Path:
-        """Returns a chunk's file."""
+        """Return a chunk's file."""
         cells = (str(part.start // step) for part, step in zip(piece, self.chunk, strict=True))
         return self.path.joinpath("c", *cells)
 
     def has(self, piece: Piece) -> bool:
-        """Returns True if a chunk has been written; its file appears when it is complete."""
+        """Return True if a chunk has been written; its file appears when it is complete."""
         file = self.file(piece)
         return file.is_file() and file.stat().st_size == self._size
 
@@ -100,7 +100,7 @@ class StoredArray:
         return prod(self.chunk) * self.spec.dtype.itemsize + CHECKSUM
 
     def check_sizes(self, size_of: Callable[[Path], int | None] = size_here) -> None:
-        """Raises WanjaxError that names the first file that is missing, or has not the size that it should have."""
+        """Raise WanjaxError for the first file that is missing or has the wrong size."""
         for file in map(self.file, self.pieces()):
             if (size := size_of(file)) is None:
                 raise WanjaxError(f"there is no {file}, of {self._size:,} bytes: `wanjax convert` writes it again")
@@ -109,11 +109,11 @@ class StoredArray:
                 raise WanjaxError(f"{file} has {right}: `wanjax convert` writes it again")
 
     def begin(self, piece: Piece, values: np.ndarray | np.generic) -> ts.WriteFutures:
-        """Begins to write a chunk, whose values must not change until that is done."""
+        """Start to write a chunk; `values` must not change until the write is done."""
         return self._array[piece].write(values)
 
     def read(self, part: Sequence[slice] = (), dtype: np.dtype | None = None) -> np.ndarray:
-        """Reads a part of the array, by default all, cast to `dtype`, into memory that JAX on the CPU can take over."""
+        """Read a part of the array, by default all, cast to `dtype`, into memory that JAX on the CPU can take."""
         self._fetch(map(self.file, self.pieces(part)))
         with _one_sentence(f"{self.path} is damaged"):
             source = ts.cast(self._array, dtype or self.spec.dtype)[tuple(part)]
@@ -123,11 +123,11 @@ class StoredArray:
         return values
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        """Reads one block of a stack, or with `...` the whole array."""
+        """Read one block of a stack, or with `...` the whole array."""
         return self.read() if index is ... else self.read([slice(index, index + 1)])[0]
 
     def digest(self, progress: Callable[[int], object] = lambda nbytes: None) -> str:
-        """Returns a checksum of the shape, the dtype and the chunks' checksums; reads and tests each chunk."""
+        """Return a checksum of the shape, the dtype and the chunks' checksums; read and tests each chunk."""
         digest = hashlib.sha256(f"{self.spec.shape} {self.spec.dtype} {self.chunk}".encode())
         reading: deque = deque()
 
@@ -149,7 +149,7 @@ class StoredArray:
         return digest.hexdigest()[:16]
 
     def files(self) -> set[Path]:
-        """Returns the files that the folder holds when everything is written."""
+        """Return the files of the folder when everything is written."""
         return {self.path / ARRAY, *map(self.file, self.pieces())}
 
 
@@ -170,7 +170,7 @@ class Writer:
         self._begun.append(array.begin(piece, values))
 
     def _wait(self, count: int) -> None:
-        """Waits until at most `count` chunks are being written."""
+        """Wait until at most `count` chunks are being written."""
         while len(self._begun) > count:
             try:
                 self._begun.popleft().result()
@@ -197,7 +197,7 @@ class Arrays:
 
     @classmethod
     def create(cls, path: Path, specs: Mapping[str, Spec], chunks: Mapping[str, Sequence[int]]) -> "Arrays":
-        """Creates arrays with chunks of these shapes; keeps the chunks that are already written."""
+        """Create arrays with chunks of these shapes; keep the chunks that are already written."""
         path.mkdir(parents=True, exist_ok=True)
         for name, spec in specs.items():
             metadata = {
@@ -231,45 +231,47 @@ class Arrays:
     def restore(
         self, targets: Mapping[str, Any], progress: Callable[[int], object] = lambda nbytes: None
     ) -> dict[str, jax.Array]:
-        """Reads the arrays that `targets` names, each in its target's dtype and sharding (None: one device).
+        """Read the arrays that `targets` names, each in its target's dtype and sharding.
 
-        targets: of the right shapes, such as `jax.ShapeDtypeStruct`; progress: receives the bytes of each array read.
+        Args:
+            targets: By name, such as `jax.ShapeDtypeStruct`; without a sharding an array goes to one device.
+            progress: Receives the bytes of each array that is read.
         """
         restored = {}
         for name, target in targets.items():
-            restored[name] = place(self[name].read, target)
+            restored[name] = make_array(self[name].read, target)
             progress(self.specs[name].nbytes)
         return restored
 
     def check_sizes(self, size_of: Callable[[Path], int | None] = size_here) -> None:
-        """Raises WanjaxError that names the first file that is missing, or has not the size that it should have."""
+        """Raise WanjaxError for the first file that is missing or has the wrong size."""
         for array in self._arrays.values():
             array.check_sizes(size_of)
 
     def files(self) -> set[Path]:
-        """Returns the files that the folder holds when everything is written."""
+        """Return the files of the folder when everything is written."""
         return {self.path / TREE, self.path / COMMITTED}.union(*(array.files() for array in self._arrays.values()))
 
 
-def place(read: Callable[[Piece, np.dtype], np.ndarray], target: Any) -> jax.Array:
-    """Puts an array on the devices of its target's sharding; reads each of `parts` once, and compiles nothing."""
-    values = {str(part): read(part, target.dtype) for part, _ in parts(target)}
+def make_array(read: Callable[[Piece, np.dtype], np.ndarray], target: Any) -> jax.Array:
+    """Make an array with its target's sharding; read each of `shard_slices` once, and compile nothing."""
+    values = {str(part): read(part, target.dtype) for part, _ in shard_slices(target)}
     if (sharding := getattr(target, "sharding", None)) is None:
         return jax.device_put(*values.values())
     return jax.make_array_from_callback(target.shape, sharding, lambda part: values[str(part)])
 
 
-def parts(target: Any) -> list[tuple[Piece, tuple[int, ...]]]:
-    """Returns the parts of an array that this process's devices hold, each once, and their shapes."""
+def shard_slices(target: Any) -> list[tuple[Piece, tuple[int, ...]]]:
+    """Return the distinct slices of an array that this process's devices hold, with their shapes."""
     shape, sharding = tuple(target.shape), getattr(target, "sharding", None)
     if sharding is None:
         return [((slice(None),) * len(shape), shape)]
-    held = sharding.addressable_devices_indices_map(shape).values()
-    return [(part, sharding.shard_shape(shape)) for part in {str(part): part for part in held}.values()]
+    slices = sharding.addressable_devices_indices_map(shape).values()
+    return [(part, sharding.shard_shape(shape)) for part in {str(part): part for part in slices}.values()]
 
 
 def chunk_shape(spec: Spec, stacked: bool) -> tuple[int, ...]:
-    """Returns a chunk's sizes: as many blocks of a stack as fit, then the longest axes halved until it fits."""
+    """Return a chunk's sizes: as many blocks of a stack as fit, then the longest axes halved until it fits."""
     chunk = list(spec.shape)
     if stacked:
         fitting = max(1, CHUNK * spec.shape[0] // spec.nbytes)
@@ -281,7 +283,7 @@ def chunk_shape(spec: Spec, stacked: bool) -> tuple[int, ...]:
 
 
 def synchronise(files: set[Path]) -> None:
-    """Waits until the files are on the disk."""
+    """Wait until the files are on the disk."""
     for file in files:
         descriptor = os.open(file, os.O_RDONLY)
         try:
@@ -291,7 +293,7 @@ def synchronise(files: set[Path]) -> None:
 
 
 def _leaf(name: str, spec: Spec) -> dict[str, Any]:
-    """Returns Orbax's description of an array in its tree."""
+    """Return Orbax's description of an array in its tree."""
     return {
         "key_metadata": [{"key": key, "key_type": 2} for key in name.split(".")],  # 2: a key of a dictionary
         "value_metadata": {"value_type": "jax.Array", "skip_deserialize": False, "write_shape": list(spec.shape)},
@@ -304,7 +306,7 @@ def _nbytes(piece: Piece, dtype: np.dtype) -> int:
 
 @contextmanager
 def _one_sentence(what: str) -> Iterator[None]:
-    """Raises tensorstore's errors, of several lines, as a WanjaxError of one sentence."""
+    """Raise tensorstore's errors, of several lines, as a WanjaxError of one sentence."""
     try:
         yield
     except (ValueError, OSError, NotImplementedError) as error:
@@ -312,7 +314,7 @@ def _one_sentence(what: str) -> Iterator[None]:
 
 
 def reason(error: Exception) -> str:
-    """Returns an error's cause, in the system's words if it has any."""
+    """Return an error's cause, in the system's words if it has any."""
     text = str(error)
     if system := re.search(r"os_error_code='(\d+)'", text):
         return os.strerror(int(system[1]))

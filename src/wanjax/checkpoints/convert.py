@@ -41,21 +41,21 @@ from wanjax.checkpoints.manifest import (
     OWN,
     REQUEST,
     Progress,
+    array_digests,
     counting,
-    described,
     digest,
     files_beside,
     files_in,
     own_digest,
 )
-from wanjax.checkpoints.networks import Kinds, Network, network
+from wanjax.checkpoints.network_kinds import Kinds, Network, network
 from wanjax.checkpoints.readers import View
 from wanjax.checkpoints.sources import Source, Weights, read_json
 from wanjax.checkpoints.stream import stored, stream
-from wanjax.converters import rules
+from wanjax.converters import weight_rules
 from wanjax.errors import WanjaxError
 from wanjax.figures import in_bytes
-from wanjax.stores.places import Place, Remote, local_copy, place
+from wanjax.stores.paths import AnyPath, RemotePath, local_copy, parse_path
 from wanjax.stores.user import user_cache
 from wanjax.stores.writing import writing
 
@@ -66,13 +66,13 @@ LICENCE = re.compile(r"^license:\s*(\S+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class Converted:
+class ConvertedNetwork:
     """A network to convert: the tensors to read, the tensors to write, and the unused tensors to keep unchanged."""
 
     name: str
     read: Mapping[str, Spec]
     written: Mapping[str, Spec]
-    kept: Mapping[str, Spec] = field(default_factory=dict)
+    unused: Mapping[str, Spec] = field(default_factory=dict)
 
     @property
     def parameters(self) -> int:
@@ -80,11 +80,11 @@ class Converted:
 
     @property
     def bytes_read(self) -> int:
-        return sum(spec.nbytes for spec in (*self.read.values(), *self.kept.values()))
+        return sum(spec.nbytes for spec in (*self.read.values(), *self.unused.values()))
 
     @property
     def bytes_written(self) -> int:
-        return sum(spec.nbytes for spec in (*self.written.values(), *self.kept.values()))
+        return sum(spec.nbytes for spec in (*self.written.values(), *self.unused.values()))
 
     @property
     def dtype(self) -> str | None:
@@ -99,15 +99,15 @@ class Conversion(ABC):
     weights do not fit its configs.
     """
 
-    def __init__(self, source: Source, target: str | Place, kinds: Kinds):
+    def __init__(self, source: Source, target: str | AnyPath, kinds: Kinds):
         self.source = source
         self.kinds = kinds
-        self.target = place(target).absolute()
+        self.target = parse_path(target).absolute()
         self.partial = _partial(self.target)
         self._opened: dict[str, Weights] = {}
         self._readers: dict[str, Reader] = {}
         self.networks = [
-            self._converted(name) for name, each in source.components.items() if self._is_network(each.kind)
+            self._plan_network(name) for name, each in source.components.items() if self._is_network(each.kind)
         ]
 
     @property
@@ -117,12 +117,12 @@ class Conversion(ABC):
     @property
     def bytes_there(self) -> int:
         """The bytes that an earlier run of the same conversion has written."""
-        return sum(path.stat().st_size for path in self.partial.rglob("*") if path.is_file()) if self._goes_on() else 0
+        return sum(path.stat().st_size for path in self.partial.rglob("*") if path.is_file()) if self._resumes() else 0
 
     def run(
         self, progress: Progress = lambda at, done, total: None, begun: Callable[[], object] = lambda: None
     ) -> bool:
-        """Writes the target, or the missing part of it; returns False if the same target is already complete.
+        """Write the target, or the missing part of it; return False if the same target is already complete.
 
         `progress(at, done, total)` receives the bytes. `begun()` is called once there is a part from which another run
         goes on. Raises WanjaxError if the target is something else, or cannot be
@@ -131,11 +131,11 @@ class Conversion(ABC):
         """
         self.source.storage.gather(progress)
         if self.target.exists():
-            if self._is_there():
+            if self._is_complete():
                 return False
-            if isinstance(self.target, Path) or not self._is_asked(self.target / REQUEST):
+            if isinstance(self.target, Path) or not self._has_same_request(self.target / REQUEST):
                 raise WanjaxError(f"{self.target} is there already and is not what was asked for: name a new folder")
-        if isinstance(self.target, Remote):
+        if isinstance(self.target, RemotePath):
             self.target.check_writable()
         with _writing(self.target, self.partial):
             self._begin()
@@ -146,96 +146,96 @@ class Conversion(ABC):
             self._write(counting(progress, "converting", self.bytes_written))
             self._copy_files()
             self._finish(counting(progress, "verifying", self.bytes_written))
-            if isinstance(self.target, Remote):
+            if isinstance(self.target, RemotePath):
                 self._publish(self.target, progress)
             else:
                 (self.partial / REQUEST).unlink()
                 self.partial.rename(self.target)
         return True
 
-    def _publish(self, target: Remote, progress: Progress) -> None:
-        """Writes the complete folder to a store, last the file by which readers know that all of it is there.
+    def _publish(self, target: RemotePath, progress: Progress) -> None:
+        """Upload the complete folder to a store; the file that marks it as complete goes last.
 
-        The request is there meanwhile, so that another run of the same conversion leaves out the weights that are.
+        The store has the request meanwhile, so that another run of the same conversion skips uploaded weights.
         """
         files = {path.relative_to(self.partial).as_posix(): path for path in files_in(self.partial)}
         sizes, there = {name: path.stat().st_size for name, path in files.items()}, target.files()
         last = MANIFEST if MANIFEST in files else INDEX
-        told = counting(progress, "uploading", sum(sizes.values()))
+        report = counting(progress, "uploading", sum(sizes.values()))
         target.upload_all({REQUEST: files.pop(REQUEST)})
         whole = {name: files.pop(name) for name in (last,)}
-        known = {name for name in files if WEIGHTS in Path(name).parts and there.get(name) == sizes[name]}
-        told(sum(sizes[name] for name in (REQUEST, *known)))
+        uploaded_before = {name for name in files if WEIGHTS in Path(name).parts and there.get(name) == sizes[name]}
+        report(sum(sizes[name] for name in (REQUEST, *uploaded_before)))
         target.upload_all(
-            {name: path for name, path in files.items() if name not in known},
-            lambda names: told(sum(sizes[name] for name in names)),
+            {name: path for name, path in files.items() if name not in uploaded_before},
+            lambda names: report(sum(sizes[name] for name in names)),
         )
-        found = target.files()
-        if unlike := [name for name in files if found.get(name) != sizes[name]]:
+        uploaded = target.files()
+        if unlike := [name for name in files if uploaded.get(name) != sizes[name]]:
             raise WanjaxError(f"{target / unlike[0]} is not what was written: run it again")
-        target.upload_all(whole, lambda names: told(sizes[last]))
+        target.upload_all(whole, lambda names: report(sizes[last]))
         (target / REQUEST).remove()
         shutil.rmtree(self.partial)
 
     def _is_network(self, name: str) -> bool:
-        """Tells whether a class in model_index.json is that of a network."""
+        """Return whether a class in model_index.json is that of a network."""
         return any(name in kind.classes for kind in self.kinds) or not NOT_NETWORKS.search(name)
 
     @abstractmethod
-    def _converted(self, name: str) -> Converted:
-        """Returns the tensors to read and to write for a component."""
+    def _plan_network(self, name: str) -> ConvertedNetwork:
+        """Return the tensors to read and to write for a component."""
 
     @abstractmethod
     def _request(self) -> dict[str, Any]:
-        """Returns everything on which the target's contents depend."""
+        """Return everything on which the target's contents depend."""
 
     @abstractmethod
-    def _is_there(self) -> bool:
-        """Tells whether the target is the result of the same request."""
+    def _is_complete(self) -> bool:
+        """Return whether the target is the result of the same request."""
 
     @abstractmethod
     def _write(self, progress: Callable[[int], object]) -> None:
-        """Writes the missing weights."""
+        """Write the missing weights."""
 
     @abstractmethod
     def _finish(self, progress: Callable[[int], object]) -> None:
-        """Verifies the written files, and flushes them to the disk."""
+        """Verify the written files, and flush them to the disk."""
 
     def _written(
         self, name: str, file: str, specs: Mapping[str, Spec], reader: Reader, progress: Callable[[int], object]
     ) -> None:
-        """Writes tensors to a file of a component; a file that exists is complete."""
+        """Write tensors to a file of a component; a file that exists is complete."""
         path = self.partial / name / file
         if path.exists():
             progress(sum(spec.nbytes for spec in specs.values()))
         else:
-            write_safetensors(path, _Told(reader, progress), specs, {"format": "pt"})
+            write_safetensors(path, _Counting(reader, progress), specs, {"format": "pt"})
 
     def _compare(
         self, name: str, file: str, specs: Mapping[str, Spec], reader: Reader, progress: Callable[[int], object]
     ) -> None:
-        """Raises WanjaxError unless the file of a component holds these tensors."""
-        found = SafetensorsFile(self.partial / name / file)
+        """Raise WanjaxError unless the file of a component holds these tensors."""
+        written = SafetensorsFile(self.partial / name / file)
         for key, spec in specs.items():
-            if found.specs.get(key) != spec or found.read(key).tobytes() != reader.read(key).tobytes():
-                found.path.unlink()
-                raise WanjaxError(f"{key!r} in {found.path} is not what was written: run it again")
+            if written.specs.get(key) != spec or written.read(key).tobytes() != reader.read(key).tobytes():
+                written.path.unlink()
+                raise WanjaxError(f"{key!r} in {written.path} is not what was written: run it again")
             progress(spec.nbytes)
 
     def _weights(self, name: str) -> Weights:
-        """Returns a component's tensors; reads their headers once."""
+        """Return a component's tensors; read their headers once."""
         if name not in self._opened:
             self._opened[name] = self.source[name].weights()
         return self._opened[name]
 
     def _tensors(self, entry: Network, name: str) -> tuple[Reader, Reader]:
-        """Returns a component's tensors with their published names: as they are stored, and with LoRAs merged in."""
+        """Return a component's tensors with their published names: as they are stored, and with LoRAs merged in."""
         component = self.source[name]
         stored = component.original((self.source.base or self.source)[name].tensors(entry.rules))
         return stored, component.original(component.tensors(entry.rules)) if self.source.loras else stored
 
     def _paths(self) -> Iterator[tuple[str, Path]]:
-        """Yields the files of the weights, each after the name of its network, and those of LoRAs after theirs."""
+        """Yield the files of the weights with the names of their networks, then LoRA files with the LoRAs."""
         for entry in self.networks:
             yield from ((entry.name, path) for path in self._weights(entry.name).paths)
         yield from zip(self._loras, (lora.path for lora in self.source.loras), strict=True)
@@ -246,30 +246,30 @@ class Conversion(ABC):
         return [str(replace(lora, file=lora.path.name)) for lora in self.source.loras]
 
     def _fingerprint(self) -> str:
-        """Returns a digest that changes when the files of the source do, or the LoRAs."""
-        made = hashlib.sha256()
+        """Return a digest that changes when the files of the source do, or the LoRAs."""
+        digest_ = hashlib.sha256()
         for name, path in self._paths():
-            made.update(f"{name} {path.name} {content_digest(path)}\n".encode())
-        return made.hexdigest()[:SHARE]
+            digest_.update(f"{name} {path.name} {content_digest(path)}\n".encode())
+        return digest_.hexdigest()[:SHARE]
 
     def _merged(self) -> dict[str, Any]:
-        """Returns the entry of a request on LoRAs; none if there are none."""
+        """Return the entry of a request on LoRAs; none if there are none."""
         return {"loras": self._loras} if self.source.loras else {}
 
     def _check_download(self, progress: Progress) -> None:
-        """Compares the weights' files with their checksums, where the hub's cache knows them."""
+        """Compare the weights' files with their checksums, where the hub's cache knows them."""
         named = [path for _, path in self._paths() if cached_checksum(path)]
-        told = counting(progress, "checking", sum(path.stat().st_size for path in named))
+        report = counting(progress, "checking", sum(path.stat().st_size for path in named))
         for path in named:
             if is_damaged(path):
                 raise WanjaxError(f"{path.resolve()} is damaged: delete it, and it is downloaded again")
-            told(path.stat().st_size)
+            report(path.stat().st_size)
 
-    def _goes_on(self) -> bool:
-        return self._is_asked(self.partial / REQUEST)
+    def _resumes(self) -> bool:
+        return self._has_same_request(self.partial / REQUEST)
 
-    def _is_asked(self, file: Place) -> bool:
-        """Tells whether a file holds the same request."""
+    def _has_same_request(self, file: AnyPath) -> bool:
+        """Return whether a file holds the same request."""
         try:
             with local_copy(file) as copy:
                 return json.loads(copy.read_bytes()) == self._request()
@@ -277,8 +277,8 @@ class Conversion(ABC):
             return False
 
     def _begin(self) -> None:
-        """Makes the folder, emptied unless the same conversion began in it; raises OSError if the disk is too full."""
-        if not self._goes_on():
+        """Make the folder, emptied unless the same conversion began in it; raise OSError if the disk is too full."""
+        if not self._resumes():
             shutil.rmtree(self.partial, ignore_errors=True)
             self.partial.mkdir(parents=True)
             _save_json(self.partial / REQUEST, self._request())
@@ -287,7 +287,7 @@ class Conversion(ABC):
             raise OSError(f"{in_bytes(free)} are free where {in_bytes(missing)} are needed")
 
     def _copy_files(self) -> None:
-        """Copies the files beside the weights; writes configs that the source lacks in the form of diffusers."""
+        """Copy the files beside the weights; write configs that the source lacks in the form of diffusers."""
         for pattern in BESIDE:
             for path in self.source.root.glob(pattern):
                 if path.name not in (MANIFEST, INDEX) and path.is_file():
@@ -313,7 +313,7 @@ class ToWanjax(Conversion):
     def __init__(
         self,
         source: Source,
-        target: str | Place,
+        target: str | AnyPath,
         kinds: Kinds,
         *,
         dtypes: Mapping[str, str] | None = None,
@@ -328,19 +328,19 @@ class ToWanjax(Conversion):
         if unknown := self.dtypes.keys() - source.components.keys():
             listed = ", ".join(source.components)
             raise WanjaxError(f"{source.name} has no {sorted(unknown)[0]} to store in another dtype, but {listed}")
-        self._assignments: dict[str, list[rules.Assignment]] = {}
+        self._assignments: dict[str, list[weight_rules.Assignment]] = {}
         super().__init__(source, target, kinds)
 
-    def _converted(self, name: str) -> Converted:
-        found, dtype = network(self.source, name, self.kinds), self.dtypes.get(name)
-        stored_tensors, self._readers[name] = self._tensors(found, name)
+    def _plan_network(self, name: str) -> ConvertedNetwork:
+        entry, dtype = network(self.source, name, self.kinds), self.dtypes.get(name)
+        stored_tensors, self._readers[name] = self._tensors(entry, name)
         specs = stored_tensors.specs
-        made_with = jnp.dtype(dtype or "float32")
-        targets = modules.parameters(found.abstract(dtype=made_with, param_dtype=made_with))
-        self._assignments[name] = assignments = rules.assign(found.rules, specs, targets, ignore=found.unused)
+        abstract_dtype = jnp.dtype(dtype or "float32")
+        targets = modules.parameters(entry.abstract(dtype=abstract_dtype, param_dtype=abstract_dtype))
+        self._assignments[name] = assignments = weight_rules.assign(entry.rules, specs, targets, ignore=entry.unused)
         read = {key: specs[key] for each in assignments for key in each.sources}
-        kept = {key: spec for key, spec in specs.items() if any(fnmatchcase(key, x) for x in found.unused)}
-        return Converted(name, read, stored(assignments, specs, targets, dtype), kept)
+        unused = {key: spec for key, spec in specs.items() if any(fnmatchcase(key, x) for x in entry.unused)}
+        return ConvertedNetwork(name, read, stored(assignments, specs, targets, dtype), unused)
 
     def _request(self) -> dict[str, Any]:
         return {
@@ -352,7 +352,7 @@ class ToWanjax(Conversion):
             **self._merged(),
         }
 
-    def _is_there(self) -> bool:
+    def _is_complete(self) -> bool:
         if not (file := self.target / MANIFEST).is_file():
             return False
         with local_copy(file) as copy:
@@ -365,68 +365,70 @@ class ToWanjax(Conversion):
             chunks = {name: chunk_shape(spec, name in stacks) for name, spec in entry.written.items()}
             arrays = Arrays.create(self.partial / entry.name / WEIGHTS, entry.written, chunks)
             stream(assignments, self._readers[entry.name], arrays, progress)
-            if entry.kept:
-                self._written(entry.name, UNUSED, entry.kept, self._readers[entry.name], progress)
+            if entry.unused:
+                self._written(entry.name, UNUSED, entry.unused, self._readers[entry.name], progress)
 
     def _finish(self, progress: Callable[[int], object]) -> None:
-        found = {}
+        checksums = {}
         for entry in self.networks:
             arrays = Arrays(self.partial / entry.name / WEIGHTS)
             assert arrays.specs == entry.written
             for stray in set(files_in(arrays.path)) - arrays.files():  # left by a chunk that was not completed
                 stray.unlink()
             synchronise(arrays.files())
-            found[entry.name] = self._verified(arrays, progress)
-            if entry.kept:
-                self._compare(entry.name, UNUSED, entry.kept, self._readers[entry.name], progress)
+            checksums[entry.name] = self._verified(arrays, progress)
+            if entry.unused:
+                self._compare(entry.name, UNUSED, entry.unused, self._readers[entry.name], progress)
         manifest = {
             "format": FORMAT,
             "licence": self._licence(),
             "request": self._request(),
-            "networks": found,
-            "names": {name: aliases for name, made in self._assignments.items() if (aliases := _aliases(made))},
+            "networks": checksums,
+            "names": {
+                name: aliases for name, assignments in self._assignments.items() if (aliases := _aliases(assignments))
+            },
             "files": {str(path.relative_to(self.partial)): digest(path) for path in files_beside(self.partial)},
         }
         _save_json(self.partial / MANIFEST, manifest | {OWN: own_digest(manifest)})
 
     def _verified(self, arrays: Arrays, progress: Callable[[int], object]) -> dict[str, str]:
-        """Returns a network's entry of the manifest; removes damaged weights, which the next run writes again."""
+        """Return a network's entry of the manifest; remove damaged weights, which the next run writes again."""
         try:
-            return described(arrays, progress)
+            return array_digests(arrays, progress)
         except WanjaxError:
             shutil.rmtree(arrays.path)
             raise
 
     def _licence(self) -> str | None:
-        """Returns the licence of the weights; None where it is unknown."""
+        """Return the licence of the weights; None where it is unknown."""
         readme = self.source.root / "README.md"
-        found = LICENCE.search(readme.read_text(encoding="utf-8", errors="replace")) if readme.is_file() else None
-        return found[1] if found else self.licence
+        match = LICENCE.search(readme.read_text(encoding="utf-8", errors="replace")) if readme.is_file() else None
+        return match[1] if match else self.licence
 
 
 class ToDiffusers(Conversion):
     """A conversion from a wanjax checkpoint to the layout of diffusers. Each tensor keeps its stored dtype."""
 
-    def __init__(self, source: Source, target: str | Place, kinds: Kinds):
+    def __init__(self, source: Source, target: str | AnyPath, kinds: Kinds):
         if (source.base or source).manifest is None:
             why = "has that of diffusers already" if (source.root / INDEX).is_file() else "is no such checkpoint"
             way = "`convert` without it makes one of wanjax"
             raise WanjaxError(f"--to diffusers writes a checkpoint of wanjax back, and {source.name} {why}: {way}")
         super().__init__(source, target, kinds)
 
-    def _converted(self, name: str) -> Converted:
+    def _plan_network(self, name: str) -> ConvertedNetwork:
         stored_tensors, merged = self._tensors(network(self.source, name, self.kinds), name)
         self._readers[name] = _AsStored(merged, stored_tensors)
-        return Converted(name, self._weights(name).specs, stored_tensors.specs)
+        return ConvertedNetwork(name, self._weights(name).specs, stored_tensors.specs)
 
     def _request(self) -> dict[str, Any]:
         return {"to": "diffusers", "fingerprint": self._fingerprint(), **self._merged()}
 
-    def _is_there(self) -> bool:
+    def _is_complete(self) -> bool:
         return False
 
-    def _shards(self, entry: Converted) -> tuple[str, dict[str, dict[str, Spec]]]:
-        """Returns the stem of the component's file names, and the tensors of each file."""
+    def _shards(self, entry: ConvertedNetwork) -> tuple[str, dict[str, dict[str, Spec]]]:
+        """Return the stem of the component's file names, and the tensors of each file."""
         library = self.source.index[entry.name][0]
         stem = "model" if library == "transformers" else "diffusion_pytorch_model"
         files = shards(self._readers[entry.name], stem)
@@ -441,7 +443,7 @@ class ToDiffusers(Conversion):
                 save_index(self.partial / entry.name, stem, files, entry.bytes_written)
 
     def _finish(self, progress: Callable[[int], object]) -> None:
-        """Compares the written tensors with those of the source."""
+        """Compare the written tensors with those of the source."""
         for entry in self.networks:
             reader, (_, files) = self._readers[entry.name], self._shards(entry)
             for name, specs in files.items():
@@ -459,7 +461,7 @@ class _AsStored(View):
         return self._reader.read(key).astype(self.specs[key].dtype, copy=False)
 
 
-class _Told(View):
+class _Counting(View):
     """A reader that reports the bytes that it reads."""
 
     def __init__(self, reader: Reader, progress: Callable[[int], object]):
@@ -471,8 +473,8 @@ class _Told(View):
         return super().read(key)
 
 
-def _aliases(assignments: Iterable[rules.Assignment]) -> dict[str, str]:
-    """Returns the source's names of tensors that a rule calls by another name."""
+def _aliases(assignments: Iterable[weight_rules.Assignment]) -> dict[str, str]:
+    """Return the source's names of tensors that a rule calls by another name."""
     pairs = ((ours, theirs) for each in assignments for ours, theirs in zip(each.names, each.sources, strict=True))
     return {ours: theirs for ours, theirs in pairs if ours != theirs}
 
@@ -482,15 +484,15 @@ def _save_json(path: Path, value: Any) -> None:
         beside.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _partial(target: Place) -> Path:
-    """Returns the folder in which a target is made until it is complete: beside it, or in the user's cache."""
-    if isinstance(target, Remote):
+def _partial(target: AnyPath) -> Path:
+    """Return the folder in which a target is made until it is complete: beside it, or in the user's cache."""
+    if isinstance(target, RemotePath):
         return user_cache() / "conversions" / hashlib.sha256(str(target).encode()).hexdigest()[:SHARE]
     return target.with_name(f".{target.name}.partial")
 
 
 @contextmanager
-def _writing(target: Place, partial: Path) -> Iterator[None]:
+def _writing(target: AnyPath, partial: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

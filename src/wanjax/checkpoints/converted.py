@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints that `wanjax convert` wrote: the layout of diffusers, except that weights are Orbax checkpoints.
+"""Checkpoints from `wanjax convert`: the layout of diffusers, but with weights as Orbax checkpoints.
 
-`wanjax.json` tells where a checkpoint comes from and what it holds. One in a store is downloaded as far as it is read.
+`wanjax.json` has a checkpoint's origin and contents. From a store, only the parts that are read are downloaded.
 """
 
 import hashlib
@@ -16,8 +16,8 @@ import jax
 
 from wanjax.checkpoints.arrays import Arrays
 from wanjax.checkpoints.files import HEADER_LIMIT, Reader, SafetensorsFile, adding
-from wanjax.checkpoints.hub import COMPONENT_FILES, Listed
-from wanjax.checkpoints.readers import Renamed, Together
+from wanjax.checkpoints.hub import COMPONENT_FILES, HubFile
+from wanjax.checkpoints.readers import Combined, Renamed
 from wanjax.checkpoints.sources import (
     Source,
     Storage,
@@ -29,7 +29,7 @@ from wanjax.checkpoints.sources import (
 )
 from wanjax.errors import WanjaxError
 from wanjax.figures import in_bytes
-from wanjax.stores.places import Missing, Remote
+from wanjax.stores.paths import Missing, RemotePath
 from wanjax.stores.user import user_cache
 from wanjax.stores.writing import check_folder, writing
 
@@ -46,7 +46,7 @@ def open_converted(name: str | Path, folder: Path) -> Source:
     return _opened(Storage(str(name), folder), _read_manifest(folder))
 
 
-def open_stored(place: Remote, revision: str | None = None) -> Source:
+def open_stored(place: RemotePath, revision: str | None = None) -> Source:
     """Open a checkpoint that `wanjax convert` wrote to a store. A file is downloaded when it is first needed.
 
     What is downloaded stays in the user's cache, in a folder of its own for each manifest, so that another checkpoint
@@ -55,8 +55,8 @@ def open_stored(place: Remote, revision: str | None = None) -> Source:
     try:
         manifest = (place / MANIFEST).read(HEADER_LIMIT)
     except Missing as error:
-        told = f"{place} is no whole checkpoint that `wanjax convert` wrote, and no other is read from a store"
-        raise WanjaxError(f"{told} ({error})") from error
+        message = f"{place} is no whole checkpoint that `wanjax convert` wrote, and no other is read from a store"
+        raise WanjaxError(f"{message} ({error})") from error
     digest = hashlib.sha256(manifest).hexdigest()
     if revision not in (None, digest[:SHARE]):
         raise WanjaxError(f"{place} has the revision {digest[:SHARE]}, and is not the {revision} that it was")
@@ -74,7 +74,7 @@ def open_stored(place: Remote, revision: str | None = None) -> Source:
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
-    """Read `wanjax.json`; raise WanjaxError where it is not what `wanjax convert` writes."""
+    """Read `wanjax.json`; raise WanjaxError unless `wanjax convert` wrote it."""
     manifest = read_json(folder / MANIFEST)
     if (version := manifest.get("format")) != FORMAT:
         raise WanjaxError(f"{folder / MANIFEST} has the format {version!r} where this wanjax reads {FORMAT}")
@@ -102,7 +102,7 @@ def _opened(storage: Storage, manifest: Mapping[str, Any]) -> Source:
         names, unused = manifest.get("names", {}).get(component, {}), storage.folder(component) / UNUSED
         storage.bring([unused])
         used = Renamed(tensors, lambda key: names.get(key, key))
-        return Together(used, SafetensorsFile(unused)) if unused.exists() else used
+        return Combined(used, SafetensorsFile(unused)) if unused.exists() else used
 
     def check(networks: Iterable[str], others: Iterable[str]) -> None:
         there = {path.parent.name for path in storage.root.glob(f"*/{WEIGHTS}")}
@@ -116,7 +116,7 @@ def _opened(storage: Storage, manifest: Mapping[str, Any]) -> Source:
         for name, kind in classes_in(index).items()
     }
     known_as = str(request.get(KNOWN_AS) or storage.known_as)
-    return Source(storage, index, components, check, origin, known_as, lender=origin, manifest=manifest)
+    return Source(storage, index, components, check, origin, known_as, fallback_repo=origin, manifest=manifest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,12 +130,12 @@ class _Stored(Storage):
         digests: Those of the files that are not weights, as `wanjax.json` tells them.
     """
 
-    place: Remote
+    place: RemotePath
     sizes: Mapping[str, int]
     digests: Mapping[str, str]
 
     @cached_property
-    def listed(self) -> Sequence[Listed]:
+    def hub_files(self) -> Sequence[HubFile]:
         return []  # of the hub
 
     def folder(self, component: str, files: Sequence[str] = COMPONENT_FILES) -> Path:
@@ -153,7 +153,7 @@ class _Stored(Storage):
             self.place.download_all(missing, self.root)
 
     def check(self, names: Iterable[str]) -> None:
-        """Raise WanjaxError unless files are those that the manifest tells."""
+        """Raise WanjaxError unless the files have the digests of the manifest."""
         for name in sorted(self.digests.keys() & names):
             if hashlib.sha256((self.root / name).read_bytes()).hexdigest()[:SHARE] != self.digests[name]:
                 (self.root / name).unlink()
@@ -172,8 +172,8 @@ class _Stored(Storage):
         """
         missing = sum(size for name, size in self.sizes.items() if not (self.root / name).exists())
         if jax.process_count() == 1 and missing > (free := shutil.disk_usage(self.root).free):
-            told = f"{self.name} needs {in_bytes(missing)} more where {self.root} has {in_bytes(free)} free"
-            raise WanjaxError(f"{told}: make room, or set XDG_CACHE_HOME to a folder on a larger disk")
+            message = f"{self.name} needs {in_bytes(missing)} more where {self.root} has {in_bytes(free)} free"
+            raise WanjaxError(f"{message}: make room, or set XDG_CACHE_HOME to a folder on a larger disk")
         return 0
 
     def gather(self, progress: Callable[[str, int, int], object], *, anew: bool = False) -> None:

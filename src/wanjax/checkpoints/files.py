@@ -25,7 +25,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from wanjax.errors import WanjaxError, reason
-from wanjax.stores.places import no_file
+from wanjax.stores.paths import missing_file
 from wanjax.stores.writing import writing
 
 DTYPES = {
@@ -84,7 +84,7 @@ class Reader(Protocol):
 
 
 def main_dtype(specs: Iterable[Spec]) -> str | None:
-    """Returns the dtype of most of the bytes of tensors; None where there are none."""
+    """Return the dtype of most of the bytes of tensors; None where there are none."""
     counts: Counter[str] = Counter()
     for spec in specs:
         counts[spec.dtype.name] += spec.nbytes
@@ -92,7 +92,7 @@ def main_dtype(specs: Iterable[Spec]) -> str | None:
 
 
 def adding(progress: Callable[[int, int], object] | None, total: int) -> Callable[[int], None]:
-    """Returns a function that adds up the bytes it receives, and reports their sum and the total."""
+    """Return a function that adds up the bytes it receives, and report their sum and the total."""
     done = 0
 
     def add(nbytes: int) -> None:
@@ -105,7 +105,7 @@ def adding(progress: Callable[[int, int], object] | None, total: int) -> Callabl
 
 
 def content_digest(path: Path) -> str | None:
-    """Returns the SHA-256 of a file's contents; of a folder, that of the names and the digests of all its files.
+    """Return the SHA-256 of a file's contents; of a folder, that of the names and the digests of all its files.
 
     A file of more than 64 MiB is known by its size, its first MiB, where weights have their header, and blocks from
     end to end. None where there is neither, or it cannot be read, or the folder has more files than a clip or a model.
@@ -125,8 +125,8 @@ def content_digest(path: Path) -> str | None:
 
 
 def _file_digest(path: Path) -> str:
-    found = path.stat()
-    return _read_digest(path.absolute(), found.st_size, (found.st_mtime_ns, found.st_ctime_ns))
+    status = path.stat()
+    return _read_digest(path.absolute(), status.st_size, (status.st_mtime_ns, status.st_ctime_ns))
 
 
 @lru_cache(maxsize=2 * FOLDER_FILES)
@@ -145,7 +145,7 @@ class CorruptError(Exception):
     """A fault in a file's contents."""
 
 
-class Place(NamedTuple):
+class TensorLocation(NamedTuple):
     """A tensor's shape and dtype, its first byte in the file, and its strides in elements."""
 
     spec: Spec
@@ -154,7 +154,7 @@ class Place(NamedTuple):
 
 
 class MappedFile(ABC):
-    """A file of tensors, each of which is mapped when it is asked for.
+    """A file of tensors, each mapped when it is read.
 
     Raises WanjaxError that names the file if it is missing, truncated or corrupt.
     """
@@ -167,15 +167,15 @@ class MappedFile(ABC):
         self.metadata: dict[str, str] = {}
         try:
             if not self.path.is_file():
-                raise WanjaxError(no_file(self.path))
-            self._places = self._described()
+                raise WanjaxError(missing_file(self.path))
+            self._locations = self._locate_tensors()
         except (OSError, CorruptError) as error:
             raise unreadable(self.path, error, self.needed) from error
-        self.specs = {key: place.spec for key, place in self._places.items()}
+        self.specs = {key: place.spec for key, place in self._locations.items()}
 
     @abstractmethod
-    def _described(self) -> dict[str, Place]:
-        """Returns where each tensor lies; raises OSError or CorruptError where the file cannot be read."""
+    def _locate_tensors(self) -> dict[str, TensorLocation]:
+        """Return where each tensor lies; raise OSError or CorruptError where the file cannot be read."""
 
     @property
     def paths(self) -> Sequence[Path]:
@@ -183,8 +183,8 @@ class MappedFile(ABC):
         return [self.path]
 
     def read(self, key: str) -> np.ndarray:
-        """Returns a read-only view of the tensor's pages in the file, which are unmapped with it."""
-        (shape, dtype), start, strides = self._places[key]
+        """Return a read-only view of the tensor's pages in the file, which are unmapped with it."""
+        (shape, dtype), start, strides = self._locations[key]
         if 0 in shape:  # an empty range cannot be mapped
             return np.empty(shape, dtype)
         elements = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
@@ -198,31 +198,31 @@ class MappedFile(ABC):
 class SafetensorsFile(MappedFile):
     """A safetensors file: checks its header, and reads a tensor when asked for it."""
 
-    def _described(self) -> dict[str, Place]:
+    def _locate_tensors(self) -> dict[str, TensorLocation]:
         try:
             with safe_open(self.path, framework="numpy") as file:
                 self.metadata = file.metadata() or {}
                 specs = {key: _spec(key, file.get_slice(key)) for key in file.offset_keys()}  # end to end
         except SafetensorError as error:  # it may quote what cannot be printed, or a line's end
-            told = repr(str(error).removeprefix("Error while deserializing header: "))[1:-1]
-            raise CorruptError(f"it is no whole safetensors file ({told})") from error
+            message = repr(str(error).removeprefix("Error while deserializing header: "))[1:-1]
+            raise CorruptError(f"it is no whole safetensors file ({message})") from error
         start = self.path.stat().st_size - sum(spec.nbytes for spec in specs.values())
         places = {}
         for key, spec in specs.items():
             strides = tuple(math.prod(spec.shape[axis + 1 :]) for axis in range(len(spec.shape)))
-            places[key] = Place(spec, start, strides)
+            places[key] = TensorLocation(spec, start, strides)
             start += spec.nbytes
         return places
 
 
 def check_names(folder: str, names: Collection[str]) -> None:
-    """Raises WanjaxError unless a component's folder has weights of the plain variant, by the names of its files.
+    """Raise WanjaxError unless a component's folder has weights of the plain variant, by the names of its files.
 
     They are one file, or an index and each of the shards whose number their names tell.
     """
     for stem in WEIGHT_NAMES:
         if (index := f"{stem}.safetensors.index.json") in names:
-            shards = [found for name in names if (found := SHARD_NAME.fullmatch(name)) and found["stem"] == stem]
+            shards = [match for name in names if (match := SHARD_NAME.fullmatch(name)) and match["stem"] == stem]
             there, count = {int(shard["number"]) for shard in shards}, int(shards[0]["count"]) if shards else 0
             if not shards:
                 raise WanjaxError(f"{folder} lacks the shards that {index} lists")
@@ -262,19 +262,19 @@ class SafetensorsFolder:
         return sorted({file.path for file in self._files.values()})
 
     def read(self, key: str) -> np.ndarray:
-        """Returns a read-only view of the tensor's pages in the file, which are unmapped with it."""
+        """Return a read-only view of the tensor's pages in the file, which are unmapped with it."""
         return self._files[key].read(key)
 
 
 def _no_weights(folder: str | Path, names: Iterable[str]) -> WanjaxError:
     wanted = " or ".join(f"{stem}.safetensors" for stem in WEIGHT_NAMES)
     others = sorted(name for name in names if name.endswith((".safetensors", ".bin", ".pth")))
-    found = f"it holds {', '.join(others)}" if others else "it holds no weights"
-    return WanjaxError(f"{folder} should hold {wanted}, whole or as shards with an index, but {found}")
+    holds = f"it holds {', '.join(others)}" if others else "it holds no weights"
+    return WanjaxError(f"{folder} should hold {wanted}, whole or as shards with an index, but {holds}")
 
 
 def aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """Returns an uninitialised array at a multiple of 64 bytes, which JAX on the CPU takes over without a copy."""
+    """Return an uninitialised array at a multiple of 64 bytes, which JAX on the CPU takes over without a copy."""
     nbytes = math.prod(shape) * dtype.itemsize
     raw = np.empty(nbytes + CACHE_LINE, np.uint8)
     start = -raw.ctypes.data % CACHE_LINE
@@ -282,7 +282,7 @@ def aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 
 
 def load_safetensors(path: str | Path) -> dict[str, np.ndarray]:
-    """Returns all tensors of one file, read-only and mapped to it; raises WanjaxError if it cannot be read."""
+    """Return all tensors of one file, read-only and mapped to it; raise WanjaxError if it cannot be read."""
     file = SafetensorsFile(path)
     return {key: file.read(key) for key in file.specs}
 
@@ -301,7 +301,7 @@ class Tensors:
 def save_safetensors(
     path: str | Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Writes the tensors to one file, which appears under its name only when it is complete.
+    """Write the tensors to one file, which appears under its name only when it is complete.
 
     Raises WanjaxError if it cannot be written.
     """
@@ -311,7 +311,7 @@ def save_safetensors(
 def write_safetensors(
     path: Path, reader: Reader, keys: Iterable[str], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Writes the reader's tensors with these keys as `save_safetensors` does, and reads each when its turn comes."""
+    """Write the reader's tensors with these keys as `save_safetensors` does, and read each when its turn comes."""
     specs = {key: reader.specs[key] for key in keys}
     # Wide dtypes come first, as in the format's library: every tensor begins at a multiple of its item size.
     keys = sorted(specs, key=lambda key: (-specs[key].dtype.itemsize, key))
@@ -334,7 +334,7 @@ def write_safetensors(
 
 
 def check_finite(values: np.ndarray, name: str, path: Path) -> None:
-    """Raises WanjaxError if values that are to be written have one that is infinite or no number."""
+    """Raise WanjaxError if one of the values to write is infinite or NaN."""
     narrow = values.dtype.itemsize < 4
     values = values.reshape(-1) if values.dtype.kind in "fV" else values[:0]  # ml_dtypes' floats are of the second kind
     for start in range(0, len(values), CHECKED):  # in a core's cache
@@ -346,7 +346,7 @@ def check_finite(values: np.ndarray, name: str, path: Path) -> None:
 
 
 def shards(reader: Reader, stem: str, limit: int | float = SHARD) -> dict[str, list[str]]:
-    """Splits a component's keys among files of at most `limit` bytes, or of one tensor; returns each file's keys."""
+    """Split a component's keys among files of at most `limit` bytes, or of one tensor; return each file's keys."""
     from huggingface_hub import split_state_dict_into_shards_factory  # here: few commands write a component
 
     return split_state_dict_into_shards_factory(
@@ -358,7 +358,7 @@ def shards(reader: Reader, stem: str, limit: int | float = SHARD) -> dict[str, l
 
 
 def save_index(folder: Path, stem: str, files: Mapping[str, Iterable[str]], nbytes: int) -> None:
-    """Writes the index of a component's shards, which gives each tensor's file."""
+    """Write the index of a component's shards, which gives each tensor's file."""
     weight_map = {key: file for file, keys in files.items() for key in keys}
     index = {"metadata": {"total_size": nbytes}, "weight_map": weight_map}
     with writing(folder / f"{stem}.safetensors.index.json") as beside:
@@ -366,12 +366,12 @@ def save_index(folder: Path, stem: str, files: Mapping[str, Iterable[str]], nbyt
 
 
 def unreadable(path: Path, error: Exception, needed: str = MappedFile.needed) -> WanjaxError:
-    """Returns the error that a file cannot be read, with its cause, and what is needed in its place."""
+    """Return the error for an unreadable file, with its cause and advice."""
     return WanjaxError(f"{path} cannot be read, {reason(error)}: {needed} is needed")
 
 
 def _parse_json(text: bytes) -> dict:
-    """Parses a JSON object in which no name is given twice."""
+    """Parse a JSON object in which no name is given twice."""
     try:
         parsed = json.loads(text.decode(), object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
@@ -388,7 +388,7 @@ def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _spec(key: str, described: Any) -> Spec:
-    """Returns the shape and the dtype of a tensor as the header describes it."""
+    """Return the shape and the dtype of a tensor as the header describes it."""
     shape, name = described.get_shape(), described.get_dtype()
     if name not in DTYPES:
         raise CorruptError(f"{key!r} has the dtype {name!r}, which is not one of {', '.join(DTYPES)}")
@@ -398,7 +398,7 @@ def _spec(key: str, described: Any) -> Spec:
 
 
 def _open_shards(index: Path) -> dict[str, SafetensorsFile]:
-    """Returns the file of each key, as the index says and the files confirm."""
+    """Return the file of each key, as the index says and the files confirm."""
     try:
         if index.stat().st_size > HEADER_LIMIT:
             raise CorruptError(f"it has more than {HEADER_LIMIT} bytes")
@@ -416,9 +416,9 @@ def _open_shards(index: Path) -> dict[str, SafetensorsFile]:
                 raise WanjaxError(f"{key!r} is in two shards, {files[key].path} and {shard.path}")
             files[key] = shard
     for key in sorted(files.keys() | weight_map.keys()):
-        listed, found = weight_map.get(key), files[key].path.name if key in files else None
-        if listed != found:
-            raise WanjaxError(f"{index} places {key!r} in {listed or 'no file'}, but it is in {found or 'none'}")
+        listed, actual = weight_map.get(key), files[key].path.name if key in files else None
+        if listed != actual:
+            raise WanjaxError(f"{index} places {key!r} in {listed or 'no file'}, but it is in {actual or 'none'}")
     return files
 
 

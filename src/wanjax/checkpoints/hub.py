@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from wanjax.checkpoints.files import WEIGHT_NAMES
 from wanjax.errors import WanjaxError, causes
 from wanjax.figures import in_bytes
-from wanjax.stores.places import no_file
+from wanjax.stores.paths import missing_file
 from wanjax.stores.user import home, user_cache
 
 INDEX = "model_index.json"
@@ -38,7 +38,7 @@ COMPONENT_FILES = (
 
 
 def locate(source: str | Path, *, revision: str | None = None, markers: Sequence[str] = ()) -> Path:
-    """Returns the folder `source`, or that of a Hugging Face id, with model_index.json and the small files `markers`.
+    """Return the folder `source`, or that of a Hugging Face id, with model_index.json and the small files `markers`.
 
     The folder of an id is named by its commit. The settings of huggingface-hub apply (HF_HOME, HF_HUB_OFFLINE,
     HF_TOKEN, HF_ENDPOINT). Raises WanjaxError if there is no such folder, or the repository is unknown, gated or out of
@@ -56,7 +56,7 @@ def is_here(source: str | Path) -> bool:
     if os.path.exists(folder):  # which raises nothing for names that are none
         return True
     if os.path.islink(folder):
-        raise WanjaxError(no_file(folder))
+        raise WanjaxError(missing_file(folder))
     if not HUB_ID.fullmatch(str(source)):
         raise WanjaxError(f"there is no folder or file {folder}, and it is not a Hugging Face id, which is OWNER/NAME")
     return False
@@ -71,7 +71,7 @@ def name_on_hub(source: str | Path) -> re.Match[str] | None:
     if os.path.isfile(file):  # which raises nothing for names that are none
         return None
     if os.path.islink(file):
-        raise WanjaxError(no_file(file))
+        raise WanjaxError(missing_file(file))
     named = HUB_FILE.fullmatch(str(source))
     if named is None or os.path.exists(file) or ".." in Path(named["file"]).parts:
         raise WanjaxError(f"there is no file {file}, and it is not one of the hub, which is OWNER/NAME/FILE")
@@ -79,7 +79,7 @@ def name_on_hub(source: str | Path) -> re.Match[str] | None:
 
 
 def locate_file(source: str | Path, *, beside: Sequence[str] = (), revision: str | None = None) -> Path:
-    """Returns the file `source`, local or OWNER/NAME/FILE on the hub, from where it is downloaded if need be.
+    """Return the file `source`, local or OWNER/NAME/FILE on the hub, from where it is downloaded if need be.
 
     `beside` are files that come with it from the same folder, as far as the repository has them.
     Raises WanjaxError if there is no such file, or the repository is unknown, gated or out of reach.
@@ -98,7 +98,7 @@ def locate_file(source: str | Path, *, beside: Sequence[str] = (), revision: str
 
 
 def download(repository: str, patterns: Iterable[str], *, revision: str | None = None, quiet: bool = False) -> Path:
-    """Returns the folder in the client's cache that holds at least the repository's files of these patterns.
+    """Return the folder in the client's cache that holds at least the repository's files of these patterns.
 
     The client shows its own bars on a terminal, unless it is to be `quiet`. Raises WanjaxError if the repository is
     unknown, gated or out of reach, a file differs from its checksum on the hub, or the cache links to a file that is
@@ -110,7 +110,7 @@ def download(repository: str, patterns: Iterable[str], *, revision: str | None =
         for path in sorted(folder.rglob("*")):  # without the hub, the client takes what there is
             name = path.relative_to(folder).as_posix()
             if not path.exists() and any(fnmatchcase(name, pattern) for pattern in wanted):
-                raise WanjaxError(f"{no_file(path)} with a connection to {repository} on the hub")
+                raise WanjaxError(f"{missing_file(path)} with a connection to {repository} on the hub")
         return folder
     except WanjaxError:
         raise
@@ -121,36 +121,36 @@ def download(repository: str, patterns: Iterable[str], *, revision: str | None =
         raise WanjaxError(_explanation(error, repository, revision)) from cause
 
 
-class Listed(NamedTuple):
+class HubFile(NamedTuple):
     """A file of a repository: its name there, its bytes, and whether it is still to be downloaded."""
 
     name: str
     size: int
-    awaited: bool
+    to_download: bool
 
 
-def listed(repository: str, patterns: Iterable[str], *, revision: str | None = None) -> list[Listed]:
-    """Returns the repository's files of these patterns; none where it cannot be asked, because there is no network."""
+def hub_files(repository: str, patterns: Iterable[str], *, revision: str | None = None) -> list[HubFile]:
+    """Return the repository's files of these patterns; none where it cannot be asked, because there is no network."""
     with suppress(Exception):  # the download will tell why
         return _listed(repository, list(patterns), revision)
     return []
 
 
-def names_in(folder: str, files: Iterable[Listed]) -> list[str]:
-    """Returns the names of those of the files that are in a folder of the repository."""
+def names_in(folder: str, files: Iterable[HubFile]) -> list[str]:
+    """Return the names of the files in a folder of the repository."""
     paths = [PurePosixPath(file.name) for file in files]
     return [path.name for path in paths if path.parent == PurePosixPath(folder)]
 
 
-def check_room(repository: str, files: Iterable[Listed]) -> int:
-    """Returns the bytes of those of the files that are still to be downloaded.
+def check_room(repository: str, files: Iterable[HubFile]) -> int:
+    """Return the bytes that are still to be downloaded.
 
     Raises WanjaxError where the disk of the client's cache has less free room.
     """
     _give_client_a_cache()
     from huggingface_hub import constants
 
-    needed = sum(file.size for file in files if file.awaited)
+    needed = sum(file.size for file in files if file.to_download)
     cache = Path(constants.HF_HUB_CACHE)
     disk = next(folder for folder in (cache, *cache.parents) if folder.exists())
     if needed > (free := shutil.disk_usage(disk).free):
@@ -162,15 +162,15 @@ def check_room(repository: str, files: Iterable[Listed]) -> int:
 
 
 def check_file(source: str, *, revision: str | None = None) -> int:
-    """Returns the bytes of OWNER/NAME/FILE on the hub if it is still to be downloaded, else 0, as `check_room` does."""
+    """Return the bytes of OWNER/NAME/FILE on the hub if it is still to be downloaded, else 0, as `check_room` does."""
     named = HUB_FILE.fullmatch(source)
     if named is None:
         return 0
-    return check_room(named["repository"], listed(named["repository"], [named["file"]], revision=revision))
+    return check_room(named["repository"], hub_files(named["repository"], [named["file"]], revision=revision))
 
 
 def _snapshot(repository: str, patterns: list[str], revision: str | None, quiet: bool) -> Path:
-    missing = [file for file in _listed(repository, patterns, revision) if file.awaited]
+    missing = [file for file in _listed(repository, patterns, revision) if file.to_download]
     from huggingface_hub import snapshot_download  # here: local checkpoints need no client
     from huggingface_hub.utils import are_progress_bars_disabled
 
@@ -185,27 +185,27 @@ def _snapshot(repository: str, patterns: list[str], revision: str | None, quiet:
     return folder
 
 
-def _listed(repository: str, patterns: list[str], revision: str | None) -> list[Listed]:
-    """Returns the repository's files of these patterns; none if the client is offline. Raises the client's errors."""
+def _listed(repository: str, patterns: list[str], revision: str | None) -> list[HubFile]:
+    """Return the repository's files of these patterns; none if the client is offline. Raises the client's errors."""
     _give_client_a_cache()
     from huggingface_hub import errors, snapshot_download
 
     with suppress(errors.DryRunError):  # the download says which files the cache lacks
-        found = snapshot_download(
+        files = snapshot_download(
             repository, revision=revision, allow_patterns=patterns, dry_run=True, tqdm_class=_no_bars()
         )
-        return [Listed(file.filename, file.file_size or 0, file.will_download) for file in found]
+        return [HubFile(file.filename, file.file_size or 0, file.will_download) for file in files]
     return []
 
 
 def _give_client_a_cache() -> None:
-    """Names a folder for a user without a home, for whom the client would take one that is called "~"."""
+    """Set the client's cache for a user without a home, since the client uses a folder named "~" then."""
     if home() is None and not any(os.environ.get(name) for name in ("HF_HOME", "XDG_CACHE_HOME")):
         os.environ["HF_HOME"] = str(user_cache() / "huggingface")
 
 
 def _no_bars() -> Any:
-    """Returns a class of bars for the client that shows nothing, and starts no thread."""
+    """Return a class of bars for the client that shows nothing, and starts no thread."""
     from huggingface_hub.utils import tqdm
 
     class Bar(tqdm):
@@ -218,13 +218,13 @@ def _no_bars() -> Any:
 
 
 def cached_checksum(path: Path) -> str | None:
-    """Returns the SHA-256 by which the client's cache names a large file, whose name is a link; None for others."""
+    """Return the SHA-256 of a large file from its link into the client's cache; None for other files."""
     name = path.readlink().name if path.is_symlink() else ""
     return name if CHECKSUM.fullmatch(name) else None
 
 
 def is_damaged(path: Path) -> bool:
-    """Tells whether a file differs from the checksum by which the client's cache names it; False without one."""
+    """Return whether a file differs from its checksum in the client's cache; False without one."""
     checksum = cached_checksum(path)
     return checksum is not None and _checksum(path) != checksum
 
@@ -235,7 +235,7 @@ def _checksum(path: Path) -> str:
 
 
 def _check(path: Path) -> None:
-    """Raises OSError, with both checksums, if a file differs from its own, after removing it from the cache."""
+    """Raise OSError, with both checksums, if a file differs from its own, after removing it from the cache."""
     listed = cached_checksum(path)
     if listed is None or (arrived := _checksum(path)) == listed:
         return
@@ -245,7 +245,7 @@ def _check(path: Path) -> None:
 
 
 def _explanation(error: Exception, repository: str, revision: str | None) -> str:
-    """Returns one sentence that says what is wrong, and what the caller can do about it."""
+    """Return one sentence with the cause and advice."""
     from huggingface_hub import constants, errors
 
     page, cache = f"{constants.ENDPOINT}/{repository}", constants.HF_HUB_CACHE
@@ -270,6 +270,6 @@ def _explanation(error: Exception, repository: str, revision: str | None) -> str
 
 
 def _status(error: BaseException | None) -> int | None:
-    """Returns the HTTP status that an error, or one of its causes, carries."""
+    """Return the HTTP status that an error, or one of its causes, carries."""
     answers = (getattr(cause, "response", None) for cause in causes(error))
     return next((answer.status_code for answer in answers if answer is not None), None)

@@ -21,10 +21,10 @@ from typing import NamedTuple
 import numpy as np
 
 from wanjax.checkpoints.files import Reader, Spec
-from wanjax.checkpoints.lora_changes import Change, changes_in, held_twice
+from wanjax.checkpoints.lora_changes import Change, changes_in, duplicate_error
 from wanjax.checkpoints.lora_products import magnitude_axis, set_norms
 from wanjax.checkpoints.readers import View, open_tensors
-from wanjax.converters.names import Names
+from wanjax.converters.name_map import NameMap
 from wanjax.converters.transforms import Shape
 from wanjax.errors import WanjaxError
 from wanjax.figures import quantity
@@ -36,7 +36,7 @@ ENOUGH = 0.5  # fraction of a file's changes that must fit; with fewer the file 
 
 
 class Matches(NamedTuple):
-    """The outcome of a merge: how many changes of the file fit the network, and the names of those that do not.
+    """The outcome of a merge: how many changes of the file fit the network, and the names of the others.
 
     `idle` are patterns of alphas and ranks that are in the file and decided nothing.
     """
@@ -55,7 +55,7 @@ class Matches(NamedTuple):
 
     @property
     def doubtful(self) -> bool:
-        """Tells whether the file holds what has no effect."""
+        """Whether parts of the file have no effect."""
         return bool(self.unmatched or self.idle)
 
 
@@ -74,26 +74,26 @@ class Target(NamedTuple):
     of: int = 1
 
     def whole(self, shape: Shape) -> Shape:
-        """Returns the shape of the file's tensor, given that of the network's."""
+        """Return the shape of the file's tensor, given that of the network's."""
         return (shape[0] // len(self.parts) * self.of, *shape[1:]) if self.of > 1 else shape
 
     def part(self, x: np.ndarray) -> np.ndarray:
-        """Returns the network's part of the file's tensor."""
+        """Return the network's part of the file's tensor."""
         return np.concatenate([np.split(x, self.of)[part] for part in self.parts]) if self.of > 1 else x
 
 
 def trained_attention(path: Path) -> AttentionConfig | None:
-    """Returns the attention that a LoRA was trained with, where its metadata tell one.
+    """Return the attention with which a LoRA was trained, from its metadata, or None.
 
     Raises WanjaxError where the file cannot be read, or tells what is no attention.
     """
-    own = open_tensors(path).metadata.get(OWN, "{}")
+    text = open_tensors(path).metadata.get(OWN, "{}")
     try:
-        told = json.loads(own)
+        entries = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    text = told.get("attention") if isinstance(told, dict) else None
-    if text is None:
+    attention = entries.get("attention") if isinstance(entries, dict) else None
+    if attention is None:
         return None
     try:
         return AttentionConfig.parse(str(text))
@@ -109,13 +109,13 @@ class LoraFile:
     is incomplete, holds changes of another kind, or too few of its changes fit the network.
     """
 
-    def __init__(self, path: Path, specs: Mapping[str, Spec], names: Names, expert: str | None = None):
+    def __init__(self, path: Path, specs: Mapping[str, Spec], names: NameMap, expert: str | None = None):
         self._reader = open_tensors(path)
         self._changes: dict[str, tuple[Change, Target]] = {}
-        known, matched = _targets(specs, names), 0
-        changes, unmatched, idle = changes_in(self._reader, known, expert)
+        targets_by_name, matched = _targets(specs, names), 0
+        changes, unmatched, idle = changes_in(self._reader, targets_by_name, expert)
         for name, change in changes.items():
-            targets, shape = known.get(name, []), self._shape(change)
+            targets, shape = targets_by_name.get(name, []), self._shape(change)
             right = {target.whole(specs[target.key].shape) for target in targets}
             if not targets:
                 unmatched.append(name)
@@ -126,7 +126,7 @@ class LoraFile:
                     self._check_norms(name, change, next(iter(right)), targets[0])
                 for target in targets:
                     if (first := self._changes.setdefault(target.key, (change, target))) != (change, target):
-                        raise held_twice(path, first[0].key, change.key)
+                        raise duplicate_error(path, first[0].key, change.key)
                 matched += 1
         file = f"{path} ({expert} noise)" if expert else str(path)
         self.matches = Matches(file, matched, tuple(unmatched), tuple(idle))
@@ -137,7 +137,7 @@ class LoraFile:
         return target in self._changes
 
     def change(self, target: str, strength: float, base: np.ndarray) -> np.ndarray:
-        """Returns the float32 array to add to a tensor; raises WanjaxError if it is not finite.
+        """Return the float32 array to add to a tensor; raise WanjaxError if it is not finite.
 
         base: the tensor, in float32.
         """
@@ -161,7 +161,7 @@ class LoraFile:
         return x
 
     def _set_norms(self, x: np.ndarray, change: Change, place: Target) -> None:
-        """Gives the changed weight, in place, the norms of DoRA."""
+        """Give the changed weight, in place, the norms of DoRA."""
         norms, shape = self._finite(str(change.magnitude)).ravel(), place.whole(x.shape)
         if self._norms_axis(change, shape) == 0:
             set_norms(x, place.part(norms), 0)
@@ -173,7 +173,7 @@ class LoraFile:
         return magnitude_axis(magnitude, shape, of_rows=change.of_rows)
 
     def _check_norms(self, name: str, change: Change, shape: Shape, place: Target) -> None:
-        """Raises WanjaxError where DoRA's norms do not fit a weight, or are of the columns of several."""
+        """Raise WanjaxError where DoRA's norms do not fit a weight, or are of the columns of several."""
         axis = self._norms_axis(change, shape)
         what = f"{self._reader.path} holds {change.magnitude}"
         if axis is None:
@@ -184,14 +184,14 @@ class LoraFile:
             raise WanjaxError(f"{what}, norms of the columns of q, k and v in one: a file with each of them is needed")
 
     def _finite(self, key: str) -> np.ndarray:
-        """Returns a tensor of the file in float32; raises WanjaxError if any of its numbers is not finite."""
+        """Return a tensor of the file in float32; raise WanjaxError if any of its numbers is not finite."""
         x, path = self._reader.read(key).astype(np.float32), self._reader.path
         if not np.isfinite(x).all():
             raise WanjaxError(f"{path} holds {key} with numbers that are not finite: the file is damaged, get it again")
         return x
 
     def _shape(self, change: Change) -> Shape:
-        """Returns the shape of a change; empty if the factors do not fit each other."""
+        """Return the shape of a change; empty if the factors do not fit each other."""
         return change.formula.shape({role: self._reader.specs[key].shape for role, key in change.factors.items()})
 
 
@@ -219,18 +219,18 @@ class Merged(View):
         return total
 
     def _changing(self, key: str) -> list[tuple[LoraFile, float]]:
-        """Returns the files that change a tensor, with their strengths."""
+        """Return the files that change a tensor, with their strengths."""
         return [(file, strength) for file, strength in self._files if key in file]
 
 
 def _fits(shape: Shape, right: Shape) -> bool:
-    """Tells whether a change is of the right shape, or of that of a convolution's kernel with flat rows."""
+    """Return whether a change is of the right shape, or of that of a convolution's kernel with flat rows."""
     return bool(shape) and shape in (right, (right[0], math.prod(right[1:])))
 
 
-def _targets(specs: Mapping[str, Spec], names: Names) -> dict[str, list[Target]]:
-    """Maps every name that a file may use for a tensor, or for q, k and v in one, to what it is in the network."""
-    found: dict[str, list[Target]] = {}
+def _targets(specs: Mapping[str, Spec], names: NameMap) -> dict[str, list[Target]]:
+    """Map every name that a file may use for a tensor, or for fused q, k and v, to tensors of the network."""
+    targets: dict[str, list[Target]] = {}
     for key in specs:
         places = [(key, Target(key))]
         if fused := _fused(key, specs):
@@ -241,18 +241,18 @@ def _targets(specs: Mapping[str, Spec], names: Names) -> dict[str, list[Target]]
                 module, dot, leaf = name.rpartition(".")
                 underscored = (f"{module.replace('.', '_')}{dot}{leaf}", name.replace(".", "_"))
                 for spelling in dict.fromkeys((name, *underscored)):
-                    found.setdefault(spelling, []).append(place)
-    return found
+                    targets.setdefault(spelling, []).append(place)
+    return targets
 
 
 def _fused(key: str, specs: Mapping[str, Spec]) -> tuple[str, int] | None:
-    """Returns the name of a tensor of q, k and v together, and this one's place in it; None for other tensors.
+    """Return the name of a tensor of q, k and v together, and this one's place in it; None for other tensors.
 
     `attn.to_q`, `attn.to_k` and `attn.to_v` together are `attn.to_qkv`.
     """
     module, _, leaf = key.rpartition(".")
     where, dot, last = module.rpartition(".")
-    if not (found := ONE_OF_THREE.fullmatch(last)):
+    if not (match := ONE_OF_THREE.fullmatch(last)):
         return None
-    whole, *three = (f"{where}{dot}{found[1]}{x}{found[2]}.{leaf}" for x in ("qkv", *"qkv"))
+    whole, *three = (f"{where}{dot}{match[1]}{x}{match[2]}.{leaf}" for x in ("qkv", *"qkv"))
     return (whole, three.index(key)) if all(name in specs for name in three) else None

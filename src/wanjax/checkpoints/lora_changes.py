@@ -19,7 +19,7 @@ Module = dict[tuple[str, str], Part]  # what a file holds of a module, by role a
 
 
 class Change(NamedTuple):
-    """The change of a tensor: what a formula makes of tensors of the file, by their roles, times `scale`.
+    """The change of a tensor: a formula of tensors of the file, by their roles, times `scale`.
 
     `magnitude` is the tensor of DoRA's norms, which are `of_rows`, or are those of columns by its shape. Where it
     `replaces`, it is the tensor in place of a change.
@@ -38,31 +38,31 @@ class Change(NamedTuple):
         return next(iter(self.factors.values()))
 
 
-def held_twice(path: object, *keys: str) -> WanjaxError:
-    """Returns the error for two keys of a file that change the same tensor."""
+def duplicate_error(path: object, *keys: str) -> WanjaxError:
+    """Return the error for two keys of a file that change the same tensor."""
     return WanjaxError(f"{path} holds both {' and '.join(keys)}, for the same weights: keep one of them")
 
 
 def changes_in(
-    reader: MappedFile, known: Mapping[str, Any], expert: str | None
+    reader: MappedFile, tensors: Mapping[str, Any], expert: str | None
 ) -> tuple[dict[str, Change], list[str], list[str]]:
-    """Returns the changes by the names of the changed tensors in the network, or what is left of the file's names.
+    """Return the changes by the names of the changed tensors, in the network's names where they are known.
 
     Returns also the keys of no change, and the patterns of alphas and ranks that fit no module.
     """
-    names = known.keys() | {name.rpartition(".")[0] for name in known} - {""}
+    names = tensors.keys() | {name.rpartition(".")[0] for name in tensors} - {""}
     scales, changes = Scales(reader), dict[str, Change]()
     parts, others = _parts(reader, names, expert)
     unknown: list[str] = []
     for name, module in parts.items():
-        for tensor, change in _of_module(reader, name, module, scales, known):
+        for tensor, change in _of_module(reader, name, module, scales, tensors):
             if changes.setdefault(tensor, change) is not change:
-                raise held_twice(reader.path, changes[tensor].key, change.key)
+                raise duplicate_error(reader.path, changes[tensor].key, change.key)
         if module.keys() == {ALPHA}:
             unknown.append(module[ALPHA].key)
     for key in others:
         name = unwrapped(key, names)
-        if scales.of_values and name in known and name not in changes:
+        if scales.of_values and name in tensors and name not in changes:
             changes[name] = Change(DIFF, {"diff": key}, replaces=True)
         else:
             unknown.append(key)
@@ -70,13 +70,13 @@ def changes_in(
 
 
 def _of_module(
-    reader: MappedFile, name: str, module: Module, scales: Scales, known: Mapping[str, Any]
+    reader: MappedFile, name: str, module: Module, scales: Scales, tensors: Mapping[str, Any]
 ) -> Iterator[tuple[str, Change]]:
-    """Yields the changes of a module's tensors, by the tensors' names."""
+    """Yield the changes of a module's tensors, by the tensors' names."""
     weight = {role: part.key for (role, leaf), part in module.items() if leaf == WEIGHT}
     magnitudes = [weight[role] for role in (OF_ROWS, "magnitude") if role in weight]
     if len(magnitudes) > 1:
-        raise held_twice(reader.path, *magnitudes)
+        raise duplicate_error(reader.path, *magnitudes)
     magnitude, scale = next(iter(magnitudes), None), 1.0
     for formula in FORMULAS:
         factors = {role: weight[role] for role in formula.roles if role in weight}
@@ -87,7 +87,7 @@ def _of_module(
             what = f"{reader.path} holds {' and '.join(factors.values())}"
             raise WanjaxError(f"{what}, which do not make a {formula.name} of one module: a complete file is needed")
         if formula is DIFF:
-            yield next(filter(known.__contains__, (name + WEIGHT, name)), name + WEIGHT), Change(DIFF, factors)
+            yield next(filter(tensors.__contains__, (name + WEIGHT, name)), name + WEIGHT), Change(DIFF, factors)
             continue
         rank = formula.rank({role: reader.specs[key].shape for role, key in factors.items()})
         peft = next(part.peft for part in module.values() if part.key == first)
@@ -109,7 +109,7 @@ def _of_module(
 
 
 def _parts(reader: MappedFile, names: Collection[str], expert: str | None) -> tuple[dict[str, Module], list[str]]:
-    """Returns the parts of the file's changes of an expert by module and role, and the keys of no role."""
+    """Return the parts of the file's changes of an expert by module and role, and the keys of no role."""
     modules: defaultdict[str, Module] = defaultdict(dict)
     path, unknown, experts = reader.path, [], experts_of(reader.specs)
     if experts and expert is None:
@@ -127,7 +127,7 @@ def _parts(reader: MappedFile, names: Collection[str], expert: str | None) -> tu
         if part is None:
             unknown.append(key)
         elif (role := (part.role, part.leaf)) in modules[part.module]:
-            raise held_twice(path, modules[part.module][role].key, key)
+            raise duplicate_error(path, modules[part.module][role].key, key)
         else:
             modules[part.module][role] = part
     return modules, unknown

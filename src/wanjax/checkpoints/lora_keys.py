@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keys of LoRA files: which module of a network a tensor changes, of which expert, and in which role.
+"""The keys of LoRA files: the module and expert that a tensor changes, and its role.
 
 A key is wrappers, a module or tensor by its name in the network, and an ending that tells the role. Wrappers are names
 of what holds the network, in any order and number: they are taken off until the rest is known, so a network may have a
@@ -79,12 +79,12 @@ class Part(NamedTuple):
 
 
 def expert_of(key: str) -> str | None:
-    """Returns the expert that a key's wrappers tell; None if they tell none."""
+    """Return the expert in a key's wrappers, or None."""
     return next((EXPERTS[wrapper] for wrapper, _ in _unwrapped(key) if wrapper in EXPERTS), None)
 
 
 def experts_of(keys: Iterable[str]) -> set[str]:
-    """Returns the experts that a file changes, where it tells them apart; else none.
+    """Return the experts that a file's keys name; empty if it has one LoRA for all.
 
     Keys that tell no expert are of the first in a file that has keys of the second.
     """
@@ -92,35 +92,35 @@ def experts_of(keys: Iterable[str]) -> set[str]:
     return {expert or HIGH for expert in experts} if LOW in experts else {expert for expert in experts if expert}
 
 
-def part_of(key: str, known: Collection[str]) -> Part | None:
-    """Returns what a key says; None where its end is that of no role.
+def part_of(key: str, names: Collection[str]) -> Part | None:
+    """Parse a key; return None if its end has no role.
 
-    known: the names of the network's modules and tensors.
+    names: the names of the network's modules and tensors.
     """
     for pattern, role, leaf in ENDINGS:
         if ending := pattern.search(key):
             module = key[: ending.start()]
-            bare = unwrapped(module, known)
+            bare = unwrapped(module, names)
             peft = module.removeprefix(PEFT_PREFIX) if module.startswith(PEFT_PREFIX) else bare
             return Part(key, bare, role.format(*ending.groups()), leaf, expert_of(key), peft)
     return None
 
 
-def unwrapped(name: str, known: Collection[str]) -> str:
-    """Returns a name without the wrappers before one that is known, or without any."""
+def unwrapped(name: str, known_names: Collection[str]) -> str:
+    """Return a name without its wrappers, up to the first rest that is a known name."""
     names = [name, *(rest for _, rest in _unwrapped(name))]
-    return next((each for each in names if each in known), names[-1])
+    return next((each for each in names if each in known_names), names[-1])
 
 
 def check_kind(key: str, path: object) -> None:
-    """Raises WanjaxError for a key of a change by a formula that is not read."""
+    """Raise WanjaxError for a key of a change by a formula that is not read."""
     if other := OTHER.search(key):
         kind = OTHER_KINDS.get(other["part"]) or f"the kind {other['kind']}"
         raise WanjaxError(f"{path} holds {key}, a change by {kind}: {KINDS}, others are not")
 
 
 def _unwrapped(name: str) -> Iterator[tuple[str, str]]:
-    """Yields the wrappers at the beginning of a name, each with what follows it."""
+    """Yield the wrappers at the beginning of a name, each with the rest of the name."""
     for _ in range(MOST_WRAPPERS):
         wrapper = next(filter(name.startswith, WRAPPERS), "")
         if not wrapper:

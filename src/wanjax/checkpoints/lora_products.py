@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The formulas by which the tensors of a file make the change of a weight.
+"""The formulas of changes of weights: LoRA, LoHa, LoKr and DoRA.
 
 LoRA is B A (Hu et al., 2106.09685), LoHa the elementwise product of two such matrices (Hyeon-Woo et al., 2108.06098),
 and LoKr their Kronecker product (Yeh et al., 2309.14859). The matrix of a convolution may have a core between its
@@ -38,16 +38,16 @@ class Matrix(NamedTuple):
         return tuple(filter(None, (self.whole, self.left, self.right, self.core, self.diagonal)))
 
     def is_complete(self, roles: Collection[str]) -> bool:
-        """Tells whether these roles are those of a whole matrix, or of both factors of one."""
+        """Return whether these roles make a whole matrix, or both its factors."""
         held = set(roles) & set(self.roles)
         return held == {self.whole} if self.whole in held else {self.left, self.right} <= held
 
     def rank(self, shapes: Shapes) -> int | None:
-        """Returns the rank of the product; None for a whole matrix."""
+        """Return the rank of the product; None for a whole matrix."""
         return None if self.whole in shapes else (shapes[self.right] or (0,))[0]
 
     def shape(self, shapes: Shapes) -> Shape:
-        """Returns the shape of the matrix; empty if the factors do not fit each other."""
+        """Return the shape of the matrix; empty if the factors do not fit each other."""
         if self.whole in shapes:
             return shapes[self.whole]
         left, right, core = shapes[self.left], shapes[self.right], shapes.get(self.core)
@@ -60,7 +60,7 @@ class Matrix(NamedTuple):
         return (rows, right[1], *core[2:]) if flat and core[:2] == (rank, right[0]) else ()
 
     def value(self, arrays: Arrays) -> np.ndarray:
-        """Returns the matrix, given tensors of shapes that fit."""
+        """Return the matrix, given tensors of shapes that fit."""
         if self.whole in arrays:
             return arrays[self.whole]
         left, right, core = arrays[self.left], arrays[self.right], arrays.get(self.core)
@@ -86,21 +86,21 @@ class Formula(NamedTuple):
         return tuple(role for matrix in self.matrices for role in matrix.roles)
 
     def is_complete(self, roles: Collection[str]) -> bool:
-        """Tells whether these roles make a change."""
+        """Return whether these roles make a change."""
         return all(matrix.is_complete(roles) for matrix in self.matrices)
 
     def rank(self, shapes: Shapes) -> int | None:
-        """Returns the rank by which alpha is divided: that of the last product; None if there is none."""
+        """Return the rank that divides alpha: the rank of the last product; None without a product."""
         ranks = [matrix.rank(shapes) for matrix in self.matrices]
         return next((rank for rank in reversed(ranks) if rank is not None), None)
 
     def shape(self, shapes: Shapes) -> Shape:
-        """Returns the shape of the change; empty if the tensors do not fit each other."""
+        """Return the shape of the change; empty if the tensors do not fit each other."""
         each = [matrix.shape(shapes) for matrix in self.matrices]
         return self.shapes(*each) if all(each) else ()
 
     def product(self, arrays: Arrays) -> np.ndarray:
-        """Returns the change, given tensors of shapes that fit."""
+        """Return the change, given tensors of shapes that fit."""
         return self.values(*(matrix.value(arrays) for matrix in self.matrices))
 
 
@@ -115,7 +115,7 @@ def _kronecker_shape(first: Shape, second: Shape) -> Shape:
 
 
 def _kronecker(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Returns the Kronecker product of a matrix, and a matrix or a kernel."""
+    """Return the Kronecker product of a matrix, and a matrix or a kernel."""
     flat = second.reshape(len(second), -1)
     product = first[:, None, :, None] * flat[None, :, None, :]
     return product.reshape(_kronecker_shape(first.shape, second.shape))
@@ -143,7 +143,7 @@ FORMULAS = (LORA, LOHA, LOKR, DIFF)
 
 
 def magnitude_axis(magnitude: Shape, weight: Shape, *, of_rows: bool) -> int | None:
-    """Returns the axis of a weight whose slices have these norms, 0 for rows and 1 for columns; None if neither.
+    """Return the axis of a weight whose slices have these norms, 0 for rows and 1 for columns; None if neither.
 
     of_rows: PEFT's are of rows alone, with their axis first or second; LyCORIS has that of the weight.
     """
@@ -156,7 +156,7 @@ def magnitude_axis(magnitude: Shape, weight: Shape, *, of_rows: bool) -> int | N
 
 
 def set_norms(x: np.ndarray, norms: np.ndarray, axis: int) -> None:
-    """Scales the rows of a weight, or its columns, in place, so that they have these norms; zeros stay zeros."""
+    """Scale the rows of a weight, or its columns, in place, so that they have these norms; zeros stay zeros."""
     y = x.reshape(*x.shape[:2], -1)
     squares = np.einsum("ijk,ijk->j" if axis else "ijk,ijk->i", y, y, dtype=np.float64)
     scales = np.divide(norms.ravel(), np.sqrt(squares), out=np.zeros(len(squares)), where=squares > 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scales of changes: alpha / rank, wherever alpha is told.
+"""Scales of changes: alpha / rank, from wherever alpha is stored.
 
 A tensor `alpha` of the module comes first, then PEFT's config, then the metadata of trainers. PEFT's config is an entry
 of the file's metadata, or a JSON file beside it. It has an alpha and a rank for all modules, and patterns for some.
@@ -41,7 +41,7 @@ QUANTIFIER = re.compile(r"[*+?]|\{\d*,?\d*\}")
 
 
 class Scales:
-    """The scales of a file's products. Raises WanjaxError where what tells them cannot be read or is another kind's."""
+    """The scales of a file's products. Raises WanjaxError where their source is unreadable or of another kind."""
 
     def __init__(self, reader: MappedFile):
         self._reader = reader
@@ -73,12 +73,12 @@ class Scales:
         return bool(trained) or any(key.startswith(PEFT_PREFIX) for key in self._reader.specs)
 
     def check_plain(self, key: str) -> None:
-        """Raises WanjaxError where a product without a magnitude, of which `key` is a factor, is not what is told."""
+        """Raise WanjaxError if the config says DoRA, but the product of the factor `key` has no magnitude."""
         if self._config.get("use_dora"):
             raise WanjaxError(f"{self._where} says use_dora, and {key} has no magnitude: a complete file is needed")
 
     def scale(self, module: str, rank: int | None, alpha: str | None) -> float:
-        """Returns the scale of a product of this rank; 1 if nothing tells alpha.
+        """Return the scale of a product of this rank; 1 without an alpha.
 
         module: the name by which patterns know it; alpha: the key of its tensor, if there is one. A product of whole
         matrices has no rank: alpha counts by PEFT's config alone, which tells the rank.
@@ -101,7 +101,7 @@ class Scales:
         return number / (math.sqrt(divisor) if self._config.get("use_rslora") else divisor)
 
     def adaptive_scale(self, key: str) -> float:
-        """Returns the scale of AdaLoRA's products, which is that of the rank at the beginning; `key` is a tensor's."""
+        """Return the scale of AdaLoRA's products, which is that of the rank at the beginning; `key` is a tensor's."""
         if not self._adaptive:
             what = f"{self._reader.path} holds {key}, a part of AdaLoRA"
             raise WanjaxError(f"{what}, whose scale stands in PEFT's {PEFT_CONFIG}: put it beside the file")
@@ -112,7 +112,7 @@ class Scales:
         return (alpha if alpha > 0 else rank) / (rank + ADAPTIVE_EPSILON)
 
     def _stored(self, key: str) -> float:
-        """Returns the number that a tensor holds."""
+        """Return the number that a tensor holds."""
         shape, dtype = self._reader.specs[key]
         if math.prod(shape) != 1 or not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
             raise WanjaxError(f"{self._reader.path} holds {key} as {dtype} {list(shape)} where it should be one number")
@@ -122,11 +122,11 @@ class Scales:
         return number
 
     def _entry(self, table: str, module: str, otherwise: Any) -> Any:
-        """Returns the number of the first pattern that fits the module, or `otherwise`, which may be None."""
-        found = next((text for text, fits in self._patterns[table].items() if self._fits(fits, text, module)), None)
-        if found is not None:
-            self._used.add((table, found))
-        value = otherwise if found is None else self._config[table][found]
+        """Return the number of the first pattern that fits the module, or `otherwise`, which may be None."""
+        pattern = next((text for text, fits in self._patterns[table].items() if self._fits(fits, text, module)), None)
+        if pattern is not None:
+            self._used.add((table, pattern))
+        value = otherwise if pattern is None else self._config[table][pattern]
         if value is None and table == "alpha_pattern":
             raise WanjaxError(f"{self._where} has no number lora_alpha for {module}")
         return None if value is None else self._number(value, module)
@@ -137,7 +137,7 @@ class Scales:
         return value
 
     def _compiled(self, table: str) -> dict[str, Any]:
-        """Returns the compiled patterns of a table, in its order."""
+        """Return the compiled patterns of a table, in its order."""
         patterns = self._config.get(table) or {}
         if not isinstance(patterns, dict):
             raise WanjaxError(f"{self._where} has the {table} {shown(patterns)}: write a JSON object")
@@ -166,7 +166,7 @@ class Scales:
 
 
 def _config(reader: MappedFile) -> tuple[str, dict[str, Any]]:
-    """Returns the name of what tells the scales beside tensors, and PEFT's config there; empty if there is none."""
+    """Return the name of the config or metadata with scales, and its entries; empty if there is none."""
     path, metadata = reader.path, reader.metadata
     for entry in CONFIGS:
         if text := metadata.get(entry):
@@ -181,11 +181,11 @@ def _config(reader: MappedFile) -> tuple[str, dict[str, Any]]:
             raise WanjaxError(f"{beside} has more than {CONFIG_BYTES:,} bytes: it is no config of PEFT")
         where = f"PEFT's config {beside}"
         return where, _own(_parsed(beside.read_text(encoding="utf-8", errors="replace"), where))
-    told = _own(metadata)
-    if "lora_alpha" in told:
-        return f"the metadata of {path}", {name: _value(told[name]) for name in ENTRIES if name in told}
+    entries = _own(metadata)
+    if "lora_alpha" in entries:
+        return f"the metadata of {path}", {name: _value(entries[name]) for name in ENTRIES if name in entries}
     for entry in ALPHAS:
-        if (value := _value(told.get(entry, "None"))) is not None:
+        if (value := _value(entries.get(entry, "None"))) is not None:
             return f"the metadata of {path}", {"lora_alpha": value}
     return str(path), {}
 
@@ -198,14 +198,14 @@ def _parsed(text: str, where: str) -> dict[str, Any]:
 
 
 def _own(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the entries that are a transformer's, by their bare names; those of text encoders are left out."""
+    """Return a transformer's entries by their bare names, without those of text encoders."""
     bare = {name: value for name, value in entries.items() if "." not in name}
     prefixed = {name.removeprefix("transformer."): x for name, x in entries.items() if name.startswith("transformer.")}
     return bare | prefixed
 
 
 def _value(text: str) -> Any:
-    """Returns the value of an entry of a file's metadata, all of which are texts; those of Python are known too."""
+    """Parse an entry of a file's metadata, which is text: JSON, or None, True or False of Python."""
     spelled = {"None": None, "True": True, "False": False}
     try:
         return spelled[text] if text in spelled else json.loads(text)
@@ -214,7 +214,7 @@ def _value(text: str) -> Any:
 
 
 def _repeats_repeats(pattern: str) -> bool:
-    """Tells whether a group that is repeated holds something that is repeated, as in `(a+)+`."""
+    """Return whether a group that is repeated holds something that is repeated, as in `(a+)+`."""
     plain = re.sub(r"\[\^?\]?(?:\\.|[^\]\\])*\]", "c", re.sub(r"\\.", "c", pattern))  # without escapes and classes
     while inner := re.search(r"\((?:\?[:=!]|\?<[=!]|\?P<\w*>)?([^()]*)\)", plain):
         repeated = QUANTIFIER.match(plain, inner.end())

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A LoRA as it is given: its file, here or on the hub, its strength, and the expert that it changes.
+"""A LoRA in a request: its file, here or on the hub, its strength, and the expert that it changes.
 
-JAX is not imported here: a name that is wrong is told without it.
+JAX is not imported here, so that a wrong name is reported quickly.
 """
 
 import math
@@ -51,7 +51,7 @@ class Lora:
         return f"{self.expert}={Path(self.file).name}" if self.expert else Path(self.file).name
 
     def named(self) -> "Lora":
-        """Returns the LoRA with the file of weights that its folder holds, where its file is a folder.
+        """Return the LoRA with the file of weights that its folder holds, where its file is a folder.
 
         Raises WanjaxError where the folder holds none, or several.
         """
@@ -66,7 +66,7 @@ class Lora:
 
     @classmethod
     def parse(cls, text: str) -> "Lora":
-        """Parses `FILE` or `FILE:STRENGTH`, optionally after `high=` or `low=`. Raises WanjaxError without a FILE."""
+        """Parse `FILE` or `FILE:STRENGTH`, optionally after `high=` or `low=`. Raises WanjaxError without a FILE."""
         expert, equals, rest = text.partition("=")
         if not equals or expert not in NOISE_LEVELS:
             expert, rest = None, text

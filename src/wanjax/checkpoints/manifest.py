@@ -20,7 +20,7 @@ Progress = Callable[[str, int, int], object]
 
 
 def verify(source: Source, progress: Progress = lambda at, done, total: None) -> dict[str, Any]:
-    """Reads a wanjax checkpoint and compares it with its `wanjax.json`, which it returns.
+    """Compare a wanjax checkpoint with its `wanjax.json`, and return that.
 
     All that is in the folder is named there, and all that is named is in the folder. Raises WanjaxError that names the
     first file or array that is missing, damaged, changed or not named, and where there are no arrays.
@@ -41,24 +41,24 @@ def verify(source: Source, progress: Progress = lambda at, done, total: None) ->
         if strays := sorted(set(files_in(arrays.path)) - arrays.files()):
             raise WanjaxError(f"{strays[0]} is of no array that was written: convert it again")
         promised = {key: words.rpartition(" ")[0] for key, words in networks[name].items()}
-        found = {key: _words(spec) for key, spec in arrays.specs.items()}
-        differing = _differing(found, promised) or _differing(described(arrays, count), networks[name])
+        stored_words = {key: _words(spec) for key, spec in arrays.specs.items()}
+        differing = _differing(stored_words, promised) or _differing(array_digests(arrays, count), networks[name])
         if differing:
             raise WanjaxError(f"{differing[0]} in {arrays.path} is not what was written: convert it again")
-    found = {str(path.relative_to(root)): digest(path) for path in files_beside(root)}
-    if differing := _differing(found, files):
+    stored_words = {str(path.relative_to(root)): digest(path) for path in files_beside(root)}
+    if differing := _differing(stored_words, files):
         raise WanjaxError(f"{root / differing[0]} is not what was written: convert it again")
     return dict(manifest)
 
 
 def own_digest(manifest: Mapping[str, Any]) -> str:
-    """Returns the digest of a manifest without the entry that holds it."""
+    """Return the digest of a manifest without the entry that holds it."""
     text = json.dumps({name: entry for name, entry in manifest.items() if name != OWN}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def described(arrays: Arrays, progress: Callable[[int], object]) -> dict[str, str]:
-    """Reads each array; returns its dtype, shape and checksum, as in the manifest."""
+def array_digests(arrays: Arrays, progress: Callable[[int], object]) -> dict[str, str]:
+    """Read each array; return its dtype, shape and checksum, as in the manifest."""
     return {name: f"{_words(spec)} {arrays[name].digest(progress)}" for name, spec in arrays.specs.items()}
 
 
@@ -66,8 +66,8 @@ def _words(spec: Spec) -> str:
     return f"{spec.dtype.name} {list(spec.shape)}"
 
 
-def _differing(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    return sorted(key for key in found.keys() | wanted.keys() if found.get(key) != wanted.get(key))
+def _differing(actual: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    return sorted(key for key in actual.keys() | wanted.keys() if actual.get(key) != wanted.get(key))
 
 
 def files_in(folder: Path) -> Iterator[Path]:
@@ -75,7 +75,7 @@ def files_in(folder: Path) -> Iterator[Path]:
 
 
 def files_beside(root: Path) -> Iterator[Path]:
-    """Yields the files of a wanjax checkpoint that are not weights."""
+    """Yield the files of a wanjax checkpoint that are not weights."""
     for path in sorted(files_in(root)):
         if WEIGHTS not in path.relative_to(root).parts and path.name not in (MANIFEST, REQUEST):
             yield path
@@ -86,5 +86,5 @@ def digest(path: Path) -> str:
 
 
 def counting(progress: Progress, at: str, total: int) -> Callable[[int], object]:
-    """Returns a function that adds up the bytes it receives, and reports their sum."""
+    """Return a function that adds up the bytes it receives, and report their sum."""
     return adding(partial(progress, at), total)

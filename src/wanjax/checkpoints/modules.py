@@ -12,9 +12,9 @@ from flax import nnx
 
 from wanjax.checkpoints.arrays import Arrays
 from wanjax.checkpoints.files import Reader, Spec, adding, write_safetensors
-from wanjax.checkpoints.placing import on_devices
-from wanjax.converters.rules import Assignment, Rule, assign, expanded, rules_for
+from wanjax.checkpoints.to_devices import on_devices
 from wanjax.converters.transforms import Transform
+from wanjax.converters.weight_rules import Assignment, Rule, assign, expanded, rules_for
 
 Module = TypeVar("Module", bound=nnx.Module)
 
@@ -27,11 +27,11 @@ def load(
     ignore: Iterable[str] = (),
     progress: Callable[[int, int], object] | None = None,
 ) -> Module:
-    """Returns the module with the checkpoint's weights, each in the abstract module's dtype and sharding.
+    """Return the module with the checkpoint's weights, each in the abstract module's dtype and sharding.
 
     abstract: from `nnx.eval_shape`, or `nnx.merge(*nnx.get_abstract_model(..., mesh))`, which has shardings; progress:
     called after each tensor with the checkpoint's bytes read so far and in all.
-    One tensor, or one stack of at most `placing.SMALL_STACK` bytes, is in host memory at a time, beside the weights
+    One tensor, or one stack of at most `to_devices.SMALL_STACK` bytes, is in host memory at a time, beside the weights
     themselves where the devices are CPUs; each process reads only its devices' shards. Raises WanjaxError as `assign`
     does.
     """
@@ -42,7 +42,7 @@ def load(
 
     @contextmanager
     def reading(key: str, transform: Transform) -> Iterator[np.ndarray]:
-        """Yields the rearranged tensor, and reports its bytes once it has been used."""
+        """Yield the rearranged tensor, and report its bytes once it has been used."""
         yield transform.forward(reader.read(key))
         count(specs[key].nbytes)
 
@@ -54,7 +54,7 @@ def load(
 
 
 def restore(abstract: Module, arrays: Arrays, *, progress: Callable[[int, int], object] | None = None) -> Module:
-    """Returns the module with weights that `wanjax convert` stored; otherwise as `load`."""
+    """Return the module with weights that `wanjax convert` stored; otherwise as `load`."""
     targets = parameters(abstract)
     assign([Rule(name, name) for name in targets], arrays.specs, targets)
     return _filled(abstract, arrays.restore(targets, adding(progress, arrays.nbytes)))
@@ -67,7 +67,7 @@ def _filled(abstract: Module, weights: Mapping[str, jax.Array]) -> Module:
 
 
 def parameters(module: nnx.Module) -> dict[str, Any]:
-    """Returns the module's arrays by dotted path, as shapes and dtypes if it is abstract: targets for `assign`."""
+    """Return the module's arrays by dotted path, as shapes and dtypes if it is abstract: targets for `assign`."""
     return {_dotted(path): variable.get_value() for path, variable in nnx.to_flat_state(nnx.state(module))}
 
 
@@ -87,12 +87,12 @@ class Exported:
         rules = list(rules)
         for target, values in weights.items():
             ((rule, indices),) = rules_for(target, rules)
-            found, _ = expanded(rule, indices, target, values.shape, ())
-            shape = tuple(values.shape)[found.stacked :]
-            spec = Spec(found.transform.source_shape(shape) or shape, np.dtype(values.dtype))
-            self.specs |= dict.fromkeys(found.sources, spec)
-            for i, key in enumerate(found.sources):
-                self._places[key] = (target, i if found.stacked else ..., found.transform)
+            assignment, _ = expanded(rule, indices, target, values.shape, ())
+            shape = tuple(values.shape)[assignment.stacked :]
+            spec = Spec(assignment.transform.source_shape(shape) or shape, np.dtype(values.dtype))
+            self.specs |= dict.fromkeys(assignment.sources, spec)
+            for i, key in enumerate(assignment.sources):
+                self._places[key] = (target, i if assignment.stacked else ..., assignment.transform)
 
     def read(self, key: str) -> np.ndarray:
         target, index, transform = self._places[key]
@@ -100,7 +100,7 @@ class Exported:
 
 
 def export(model: nnx.Module, rules: Iterable[Rule], path: Path, *, metadata: Mapping[str, str] | None = None) -> None:
-    """Writes the module's weights as one safetensors file of the table's source tensors.
+    """Write the module's weights as one safetensors file of the table's source tensors.
 
     It inverts `load`, bit for bit when the dtypes are the same. Raises WanjaxError if the file cannot be written.
     """

@@ -10,13 +10,13 @@ import numpy as np
 
 from wanjax.checkpoints.files import SUFFIXES, TORCH_SUFFIXES, MappedFile, Reader, SafetensorsFile, Spec
 from wanjax.checkpoints.torch_file import TorchFile
-from wanjax.converters.names import Names
+from wanjax.converters.name_map import NameMap
 from wanjax.converters.transforms import Shape
 from wanjax.errors import WanjaxError
 
 
 def open_tensors(path: str | Path) -> MappedFile:
-    """Opens a file of tensors in the format of its suffix; raises WanjaxError if it cannot be read."""
+    """Open a file of tensors in the format of its suffix; raise WanjaxError if it cannot be read."""
     path = Path(path).expanduser()
     if path.suffix not in SUFFIXES:
         raise WanjaxError(f"{path} is no file of weights that can be read: one that ends in {' or '.join(SUFFIXES)} is")
@@ -24,7 +24,7 @@ def open_tensors(path: str | Path) -> MappedFile:
 
 
 class View:
-    """A reader of another reader's tensors, unchanged; the base of those that change them."""
+    """A reader of another reader's tensors, unchanged; the base class of readers that change them."""
 
     def __init__(self, reader: Reader):
         self._reader = reader
@@ -57,7 +57,7 @@ class Renamed(View):
         return self._reader.read(self._keys[key])
 
 
-class Together:
+class Combined:
     """Several checkpoints, which have no tensor in common, as one."""
 
     def __init__(self, *readers: Reader):
@@ -71,7 +71,7 @@ class Together:
 class Exchanged(View):
     """A checkpoint with the two halves of the rows of some modules' tensors exchanged, as `names` says."""
 
-    def __init__(self, reader: Reader, names: Names):
+    def __init__(self, reader: Reader, names: NameMap):
         super().__init__(reader)
         self._names = names
 
@@ -92,7 +92,7 @@ class Reshaped(View):
 
 
 def flattened(reader: Reader, names: Collection[str]) -> Reshaped:
-    """Returns a checkpoint without the leading axes of size 1 of the named tensors."""
+    """Return a checkpoint without the leading axes of size 1 of the named tensors."""
 
     def reshape(key: str, shape: Shape) -> Shape:
         return tuple(dropwhile(lambda size: size == 1, shape)) if key in names else shape
@@ -101,7 +101,7 @@ def flattened(reader: Reader, names: Collection[str]) -> Reshaped:
 
 
 def unflattened(reader: Reader, name: str, patch: Shape) -> Reshaped:
-    """Returns a checkpoint in which the kernel of a projection of patches [out, in · patch] is [out, in, *patch]."""
+    """Return a checkpoint in which the kernel of a projection of patches [out, in · patch] is [out, in, *patch]."""
 
     def reshape(key: str, shape: Shape) -> Shape:
         if key != name or len(shape) != 2 or shape[1] % math.prod(patch):

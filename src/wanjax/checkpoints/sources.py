@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sources: checkpoints of any layout, as values, and how one in the layout of diffusers is opened.
+"""Checkpoints of any layout as values, and the layout of diffusers.
 
-A `Source` is what is known of a checkpoint, with its components by the names of diffusers. A `Component` is functions
-that read its config and its weights. Merged LoRAs, zeros and trained weights are other components in the same source.
+A `Source` describes a checkpoint and has its components by the names of diffusers. A `Component` has functions that
+read its config and its weights. To merge a LoRA, add zeros or use trained weights, replace components of the source.
 """
 
 import json
@@ -17,28 +17,28 @@ from flax import nnx
 
 from wanjax.checkpoints import modules
 from wanjax.checkpoints.arrays import Arrays, size_here
-from wanjax.checkpoints.descaled import Descaled
+from wanjax.checkpoints.dequantized import Dequantized
 from wanjax.checkpoints.files import SUFFIXES, Reader, SafetensorsFolder, check_names
 from wanjax.checkpoints.hub import (
     COMPONENT_FILES,
     INDEX,
-    Listed,
+    HubFile,
     check_room,
     download,
-    listed,
+    hub_files,
     locate,
     names_in,
 )
 from wanjax.checkpoints.lora_source import Lora
-from wanjax.converters.rules import Rule
+from wanjax.converters.weight_rules import Rule
 from wanjax.errors import WanjaxError, reason, shown
-from wanjax.stores.places import no_file
+from wanjax.stores.paths import missing_file
 
 CONFIGS = ("config.json", "scheduler_config.json", "guider_config.json")
 LARGE = {*SUFFIXES, ".msgpack", ".h5", ".onnx"}  # suffixes of weights, some of which others read
 Module = TypeVar("Module", bound=nnx.Module)
 Change = Callable[[Reader], Reader]
-"""A change of a network's tensors by their names in diffusers: LoRAs merged in, or zeros for weights that it lacks."""
+"""A change of a network's tensors by their names in diffusers: merges LoRAs, or adds zeros for missing weights."""
 
 
 class Weights(Reader, Protocol):
@@ -46,7 +46,7 @@ class Weights(Reader, Protocol):
 
     @property
     def paths(self) -> Sequence[Path]:
-        """The files of the tensors, from which a change is recognised."""
+        """The files of the tensors, whose digests show changes."""
         ...
 
 
@@ -68,16 +68,16 @@ class Storage:
 
     @property
     def known_as(self) -> str:
-        """The name that may tell which model it is: that of the repository, or the whole path of the folder or file."""
+        """The name from which the model may be guessed: the repository, or the whole path of the folder or file."""
         return str(self.root.absolute()) if self.revision is None else self.name
 
     @cached_property
-    def listed(self) -> Sequence[Listed]:
+    def hub_files(self) -> Sequence[HubFile]:
         """The components' files on the hub; none of a local folder, or where the hub cannot be asked."""
-        return [] if self.revision is None else listed(self.name, self.patterns, revision=self.revision)
+        return [] if self.revision is None else hub_files(self.name, self.patterns, revision=self.revision)
 
     def fetched(self, patterns: Sequence[str]) -> Path:
-        """Download those of the files that exist, and return the root."""
+        """Download the files that match, and return the root."""
         if self.revision is not None and patterns:
             download(self.name, patterns, revision=self.revision)
         return self.root
@@ -92,7 +92,7 @@ class Storage:
         return folder
 
     def bring(self, files: Iterable[Path]) -> None:
-        """Download files that are not here; one that the store does not have is missed by who reads it."""
+        """Download files that are not here; skip those that the store lacks."""
 
     def size_of(self, path: Path) -> int | None:
         """Return the bytes of a file of the checkpoint, None where there is none."""
@@ -104,11 +104,11 @@ class Storage:
 
     def check_room(self) -> int:
         """Return the bytes that are still to be downloaded; raise WanjaxError where the disk has no room for them."""
-        return check_room(self.name, self.listed) if self.listed else 0
+        return check_room(self.name, self.hub_files) if self.hub_files else 0
 
     def gather(self, progress: Callable[[str, int, int], object], *, anew: bool = False) -> None:
-        """Download what is read from a store a part at a time: what is not here, or with `anew` all of it."""
-        del progress, anew  # all files are here, or downloaded whole when they are needed
+        """Download all files of a store that are not here, or with `anew` all of them."""
+        del progress, anew  # all files are here, or come whole when they are needed
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,20 +117,21 @@ class Component:
 
     Attributes:
         kind: Its class in model_index.json.
-        config: Reads its config.json, or returns what stands for it.
+        config: Returns its config.json, or a config made from its tensors.
         weights: Opens its tensors by their names in diffusers or transformers; in `Arrays` they have this library's.
         files: Returns its files other than weights, which are in one folder.
-        held: Tells whether the checkpoint has it, and not the lender. Raises WanjaxError where it has a part of it.
+        is_present: Whether the checkpoint has it; else it comes from the fallback repository. Raises WanjaxError where
+            the checkpoint has only a part of it.
         at_hand: Whether its config can be read without a download.
-        original: Returns its tensors with the names that they were published by, and with those that are not used.
-        changes: What is done to its tensors, in this order, before they fill a network.
+        original: Returns its tensors with their published names, unused ones included.
+        changes: Applied to its tensors, in this order, before they fill a network.
     """
 
     kind: str
     config: Callable[[], dict[str, Any]]
     weights: Callable[[], Weights]
     files: Callable[[], Sequence[Path]]
-    held: Callable[[], bool] = lambda: True
+    is_present: Callable[[], bool] = lambda: True
     at_hand: bool = False
     original: Change = lambda tensors: tensors
     changes: tuple[Change, ...] = ()
@@ -161,21 +162,21 @@ class Component:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A checkpoint: its components, and what is known of it.
+    """A checkpoint: its components and facts about it.
 
     Attributes:
         storage: Its files.
         index: `model_index.json`: the pipeline's class, and each component's library and class.
-        components: Those that the index lists, without those that are null.
-        check: Raises WanjaxError where a file is missing or cut off, from the files' headers alone. It is given the
-            names of networks, and those of components without weights, such as tokenizers. Of what is still to be
-            downloaded, it looks at the names that the hub lists.
+        components: By name, those that the index lists and that are not null.
+        check: Raises WanjaxError where a file is missing or cut off; reads headers only. Its arguments are names of
+            networks and of components without weights, such as tokenizers. For files not yet downloaded, it checks
+            only that the hub lists them.
         origin: The repository in which the weights were published; the checkpoint's name where that is unknown.
-        known_as: The name that may tell which model it is.
-        lender: The diffusers repository that has the components that the checkpoint lacks.
-        notes: What whoever loads it is to know, in sentences, such as an input that is not offered.
-        manifest: `wanjax.json`, of a checkpoint that is as `wanjax convert` wrote it.
-        loras: Those that are merged in.
+        known_as: The name from which the model may be guessed.
+        fallback_repo: The diffusers repository of the components that the checkpoint lacks.
+        notes: Sentences for the user who loads it, such as on an input that is not offered.
+        manifest: `wanjax.json` of an unchanged checkpoint from `wanjax convert`; else None.
+        loras: The LoRAs that are merged in.
         base: The same checkpoint without LoRAs; None where none are merged in.
         extended: Whether networks have weights that the checkpoint does not hold.
     """
@@ -186,7 +187,7 @@ class Source:
     check: Callable[[Iterable[str], Iterable[str]], None]
     origin: str
     known_as: str
-    lender: str
+    fallback_repo: str
     notes: Sequence[str] = ()
     manifest: Mapping[str, Any] | None = None
     loras: Sequence[Lora] = ()
@@ -209,9 +210,9 @@ class Source:
         return self.storage.revision
 
     @property
-    def lent(self) -> list[str]:
-        """The components that the checkpoint lacks; they come from the lender."""
-        return [name for name, component in self.components.items() if not component.held()]
+    def missing_components(self) -> list[str]:
+        """Components that the checkpoint lacks, which are loaded from `fallback_repo`."""
+        return [name for name, component in self.components.items() if not component.is_present()]
 
     def __getitem__(self, component: str) -> Component:
         if component not in self.components:
@@ -220,7 +221,7 @@ class Source:
         return self.components[component]
 
     def changed(self, components: Mapping[str, Component], **facts: Any) -> "Source":
-        """Return the checkpoint with other components of these names, and other facts."""
+        """Return the checkpoint with these components and other fields replaced."""
         return replace(self, components={**self.components, **components}, manifest=None, **facts)
 
 
@@ -246,7 +247,7 @@ def in_folder(storage: Storage, component: str, kind: str) -> Component:
     return Component(
         kind,
         config,
-        weights=lambda: Descaled(SafetensorsFolder(storage.folder(component))),
+        weights=lambda: Dequantized(SafetensorsFolder(storage.folder(component))),
         files=lambda: _small_files(storage.folder(component)),
         at_hand=component.isidentifier() and storage.is_at_hand(f"{component}/config.json"),
     )
@@ -254,31 +255,31 @@ def in_folder(storage: Storage, component: str, kind: str) -> Component:
 
 def _check_folders(storage: Storage, networks: Iterable[str], others: Iterable[str]) -> None:
     """Check the folders of components in the layout of diffusers, as `Source.check`."""
-    awaited = {PurePosixPath(file.name).parts[0] for file in storage.listed if file.awaited}
+    awaited = {PurePosixPath(file.name).parts[0] for file in storage.hub_files if file.to_download}
 
     def folder(component: str) -> Path:
-        """Return a folder of which nothing is awaited.
+        """Return a folder of which all files are here.
 
-        Where the hub cannot be asked, what is in the client's cache has to be whole. A link whose file is gone is told
-        by who reads it.
+        Where the hub cannot be reached, the client's cache has to have the whole folder. A link to a missing file is
+        reported by its reader.
         """
         gone = any(not path.exists() for path in (storage.root / component).glob("*"))
-        return storage.folder(component, () if storage.listed or gone else COMPONENT_FILES)
+        return storage.folder(component, () if storage.hub_files or gone else COMPONENT_FILES)
 
     for component in networks:
-        if storage.listed:
-            check_names(f"{storage.name}/{component}", names_in(component, storage.listed))
+        if storage.hub_files:
+            check_names(f"{storage.name}/{component}", names_in(component, storage.hub_files))
         if component not in awaited:
-            Descaled(SafetensorsFolder(folder(component)))  # which refuses formats that are not read
+            Dequantized(SafetensorsFolder(folder(component)))  # which refuses formats that are not read
     for component in others:
         if component not in awaited:
             check_small(folder(component))
 
 
 def folder_of(name: str | Path, revision: str | None = None, markers: Sequence[str] = ()) -> tuple[Path, str | None]:
-    """Returns a checkpoint's folder, with its configs and the small files `markers`; its commit if it is of the hub.
+    """Return a checkpoint's folder, with its configs and the small files `markers`, and its commit if it is on the hub.
 
-    Raises WanjaxError where there is none.
+    Raises WanjaxError where there is no such checkpoint.
     """
     folder = locate(name, revision=revision, markers=[*(f"*/{config}" for config in CONFIGS), *markers])
     return folder, None if os.path.exists(Path(name).expanduser()) else folder.name
@@ -300,7 +301,7 @@ def classes_in(index: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read_json(path: Path, missing: dict | None = None) -> dict[str, Any]:
-    """Reads a JSON object from a file; returns `missing`, unless it is None, where the file does not exist."""
+    """Read a JSON object from a file; return `missing`, unless it is None, where the file does not exist."""
     if missing is not None and not path.exists():
         return missing
     try:
@@ -315,10 +316,10 @@ def read_json(path: Path, missing: dict | None = None) -> dict[str, Any]:
 
 
 def check_small(folder: Path) -> None:
-    """Raises WanjaxError where a component's folder holds no files, or one that is empty or a link to nothing."""
+    """Raise WanjaxError where a component's folder holds no files, or one that is empty or a link to nothing."""
     files = _small_files(folder)
     if lost := [path for path in files if not path.exists()]:
-        raise WanjaxError(no_file(lost[0]))
+        raise WanjaxError(missing_file(lost[0]))
     void = [path for path in files if path.suffix in (".json", ".model") and not path.stat().st_size]
     if void or not files:
         what = f"{void[0]} is empty" if void else f"{folder} holds no files"
@@ -326,6 +327,6 @@ def check_small(folder: Path) -> None:
 
 
 def _small_files(folder: Path) -> list[Path]:
-    """Returns a component's files that are neither weights nor their index."""
+    """Return a component's files other than weights and their index."""
     files = [path for path in sorted(folder.iterdir()) if not path.is_dir()]
     return [path for path in files if path.suffix not in LARGE and not path.name.endswith(".index.json")]

@@ -10,8 +10,8 @@ import numpy as np
 
 from wanjax.checkpoints.arrays import Arrays, Piece, StoredArray, Writer
 from wanjax.checkpoints.files import Reader, Spec, check_finite
-from wanjax.checkpoints.placing import rearrange
-from wanjax.converters.rules import Assignment, Described
+from wanjax.checkpoints.to_devices import rearrange
+from wanjax.converters.weight_rules import Assignment, Described
 
 
 def stored(
@@ -20,7 +20,7 @@ def stored(
     targets: Mapping[str, Described],
     dtype: str | None,
 ) -> dict[str, Spec]:
-    """Returns the `Spec` of each array to be stored: in its tensors' dtype, or in `dtype` if that is given.
+    """Return the `Spec` of each array to store: in its tensors' dtype, or in `dtype`.
 
     targets: the parameters of a model that was made with `dtype`. Those that it keeps in another dtype all the same,
     such as norms, are stored in their tensors' dtype.
@@ -28,9 +28,9 @@ def stored(
 
     def spec(assignment: Assignment) -> Spec:
         target = targets[assignment.target]
-        own = reduce(jnp.promote_types, (sources[key].dtype for key in assignment.sources))
-        asked = dtype is not None and target.dtype == jnp.dtype(dtype) and jnp.issubdtype(own, jnp.floating)
-        return Spec(tuple(target.shape), np.dtype(target.dtype if asked else own))
+        source_dtype = reduce(jnp.promote_types, (sources[key].dtype for key in assignment.sources))
+        casts = dtype is not None and target.dtype == jnp.dtype(dtype) and jnp.issubdtype(source_dtype, jnp.floating)
+        return Spec(tuple(target.shape), np.dtype(target.dtype if casts else source_dtype))
 
     return {assignment.target: spec(assignment) for assignment in assignments}
 
@@ -38,7 +38,7 @@ def stored(
 def stream(
     assignments: Sequence[Assignment], reader: Reader, arrays: Arrays, progress: Callable[[int], object]
 ) -> None:
-    """Writes the chunks of the arrays that are not yet written; `progress` receives the bytes of each group of chunks.
+    """Write the chunks of the arrays that are not yet written; `progress` receives the bytes of each group of chunks.
 
     Raises OSError if they cannot be written.
     """
@@ -59,7 +59,7 @@ def _write_chunks(
     reader: Reader,
     writer: Writer,
 ) -> None:
-    """Writes the chunks of the same blocks (`rows`) of a stack, or all chunks of an array that is not a stack."""
+    """Write the chunks of the same blocks (`rows`) of a stack, or all chunks of an array that is not a stack."""
     missing = [piece for piece in pieces if not array.has(piece)]
     if not missing:
         return

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from wanjax.checkpoints.files import HEADER_LIMIT, MAX_RANK, CorruptError, MappedFile, Place, Spec
+from wanjax.checkpoints.files import HEADER_LIMIT, MAX_RANK, CorruptError, MappedFile, Spec, TensorLocation
 
 STORAGES = {
     "FloatStorage": np.dtype(np.float32),
@@ -103,10 +103,10 @@ class TorchFile(MappedFile):
 
     needed = "a complete file of tensors by `torch.save`"
 
-    def _described(self) -> dict[str, Place]:
+    def _locate_tensors(self) -> dict[str, TensorLocation]:
         try:
             with _Bounded(self.path) as file, zipfile.ZipFile(file) as archive:
-                return _places(_Archive(archive, file))
+                return _locations(_Archive(archive, file))
         except zipfile.BadZipFile as error:
             why = f"it is not a zip archive ({error}), which `torch.save` writes since torch 1.6"
             raise CorruptError(why) from error
@@ -150,7 +150,7 @@ class _Archive:
         self._root = pickles[0].removesuffix("data.pkl")
 
     def record(self, name: str) -> tuple[int, int]:
-        """Returns a record's first byte and its size; raises CorruptError unless the file holds it whole."""
+        """Return a record's first byte and its size; raise CorruptError unless the file holds it whole."""
         try:
             info = self._archive.getinfo(self._root + name)
         except KeyError:
@@ -173,8 +173,8 @@ class _Archive:
         return self._root + name in self._archive.NameToInfo
 
 
-def _places(archive: _Archive) -> dict[str, Place]:
-    """Returns where each tensor of the archive's table lies, checked against its records."""
+def _locations(archive: _Archive) -> dict[str, TensorLocation]:
+    """Return where each tensor of the archive's table lies, checked against its records."""
     if archive.has("byteorder") and (order := archive.read("byteorder")) != b"little":
         raise CorruptError(f"its byte order is {order[:16]!r}, and only b'little' is read")
     if archive.record("data.pkl")[1] > PICKLE_LIMIT:
@@ -191,7 +191,7 @@ def _places(archive: _Archive) -> dict[str, Place]:
 
 
 def _trained(table: dict) -> dict:
-    """Returns the tensors of a training run's checkpoint, the averaged ones first; other tables as they are."""
+    """Return the tensors of a training run's checkpoint, the averaged ones first; other tables as they are."""
     if isinstance(inner := table.get("state_dict"), dict):
         return inner
     for name in GENERATORS:
@@ -200,8 +200,8 @@ def _trained(table: dict) -> dict:
     return table
 
 
-def _place(key: str, value: object, archive: _Archive) -> Place:
-    """Returns where a tensor lies; raises CorruptError if `value` is no tensor, or one outside of its storage."""
+def _place(key: str, value: object, archive: _Archive) -> TensorLocation:
+    """Return where a tensor lies; raise CorruptError if `value` is no tensor, or one outside of its storage."""
     match value:
         case Call(Name("torch._utils", "_rebuild_parameter"), (inner, *_)):
             return _place(key, inner, archive)
@@ -230,7 +230,7 @@ def _place(key: str, value: object, archive: _Archive) -> Place:
         raise CorruptError(f"{key!r} of shape {list(shape)} lies outside of its storage of {nbytes} bytes")
     if math.prod(shape) * dtype.itemsize > nbytes:
         raise CorruptError(f"{key!r} of shape {list(shape)} repeats its storage of {nbytes} bytes")
-    return Place(Spec(tuple(shape), dtype), start + offset * dtype.itemsize, tuple(strides))
+    return TensorLocation(Spec(tuple(shape), dtype), start + offset * dtype.itemsize, tuple(strides))
 
 
 def _are_counts(numbers: object) -> bool:
@@ -254,7 +254,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def describe(data: bytes) -> Any:
-    """Returns what a pickle would build, with a `Name` where it would import and a `Call` where it would call.
+    """Parse a pickle, with a `Name` in place of each import and a `Call` in place of each call.
 
     Raises ValueError where it is malformed, or has an operation or a key that no table of tensors needs.
     """
@@ -266,7 +266,7 @@ def describe(data: bytes) -> Any:
 
 
 def _check(data: bytes) -> None:
-    """Raises ValueError for a pickle that would cost `pickle.Unpickler` more memory or time than its length.
+    """Raise ValueError for a pickle that costs `pickle.Unpickler` more memory or time than its length.
 
     Refused are more operations than tensors take, and operations outside of `OPERATIONS`; memo entries out of order,
     since the unpickler allocates its memo up to any index; and keys other than texts, since hashing nested tuples can
@@ -291,7 +291,7 @@ def _check(data: bytes) -> None:
 
 
 def _follow(opcode: Any, argument: Any, stack: list[str], memo: list[str], marks: list[int]) -> None:
-    """Does to the stack what one operation does; raises IndexError where `_check` has to refuse it."""
+    """Apply one operation to the stack; raise IndexError for one that `_check` has to refuse."""
     name, operands = opcode.name, opcode.stack_before
     if name == "MARK":
         marks.append(len(stack))

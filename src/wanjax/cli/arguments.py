@@ -12,7 +12,7 @@ from click.shell_completion import CompletionItem
 
 from wanjax.cli.listing import listed
 from wanjax.pipelines.other_names import RENAMED
-from wanjax.stores.places import ADDRESS, is_url, to_download
+from wanjax.stores.paths import ADDRESS, download_advice, is_url
 
 OF_SCRIPTS = {
     "model-id": "model",
@@ -253,7 +253,7 @@ def check_words(command: click.Command, ctx: click.Context, arguments: Sequence[
                 raise click.UsageError(f"{option} is given an empty name: give that of a file or folder")
             if isinstance(one, str) and ADDRESS.fullmatch(one) and parameter.name not in NO_FILES:
                 page = HUB.fullmatch(one)
-                right = f"a page of the hub: give its id, {page[1]}" if page else to_download(one)
+                right = f"a page of the hub: give its id, {page[1]}" if page else download_advice(one)
                 raise click.UsageError(f"{one} is {right}")
             if isinstance(one, str) and is_url(one) and _names_files(parameter):
                 option = parameter.opts[-1]

@@ -87,9 +87,9 @@ FIRST_OF_A_MODEL = (
 
 def show_record(file: str, as_json: bool) -> None:
     """Prints the record in a file."""
-    from wanjax.media.records import DIGESTS, read_record  # imported late: a list of models needs none of it
+    from wanjax.media.metadata import DIGESTS, find_metadata  # imported late: a list of models needs none of it
 
-    record = read_record(file)
+    record = find_metadata(file)
     if as_json:
         click.echo(json.dumps(record, indent=2))
         return

@@ -19,7 +19,7 @@ from wanjax.errors import WanjaxError
 from wanjax.media.inputs import INPUTS
 from wanjax.pipelines.settings import read_seeds
 from wanjax.pipelines.text.extending import check_address
-from wanjax.stores.places import no_file, place
+from wanjax.stores.paths import missing_file, parse_path
 
 if TYPE_CHECKING:
     from wanjax.pipelines.request import VideoRequest
@@ -84,9 +84,9 @@ def _check_seeds(ctx: click.Context, seeds: str | None) -> None:
 def _check_file(file: Any) -> None:
     if file is None or str(file) == "-":
         return
-    path = place(file)
+    path = parse_path(file)
     if isinstance(path, Path) and not os.path.exists(path):  # which raises nothing for names that are none
-        raise WanjaxError(no_file(path))
+        raise WanjaxError(missing_file(path))
 
 
 def _check_prompts(file: str | None) -> None:
@@ -98,9 +98,9 @@ def _check_prompts(file: str | None) -> None:
 
 
 def _check_chip(name: str) -> None:
-    from wanjax.pricing.roofline import find_place  # imported late for a quick --help
+    from wanjax.pricing.roofline import find_hardware  # imported late for a quick --help
 
-    find_place(name)
+    find_hardware(name)
 
 
 def _check_access(ctx: click.Context) -> None:
@@ -122,13 +122,18 @@ def _check_lora(text: str) -> None:
 
 
 def _check_suffix(out: str) -> None:
-    from wanjax.media.videos import check_suffix  # imported late: it needs NumPy
+    from wanjax.media.video import check_suffix  # imported late: it needs NumPy
 
     check_suffix(out)
 
 
 def _check_stage(folder: Path, command: str) -> None:
-    from wanjax.media.records import EMBEDDINGS, LATENTS, settings_left, stage_file  # imported late: it needs NumPy
+    from wanjax.media.metadata import (  # imported late: it needs NumPy
+        EMBEDDINGS,
+        LATENTS,
+        load_stage_settings,
+        stage_file,
+    )
 
-    settings_left(folder)
+    load_stage_settings(folder)
     stage_file(folder, EMBEDDINGS if command == "denoise" else LATENTS)

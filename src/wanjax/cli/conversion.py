@@ -11,7 +11,7 @@ import click
 from wanjax.checkpoints.convert import Conversion, ToDiffusers, ToWanjax
 from wanjax.checkpoints.lora_source import Lora
 from wanjax.checkpoints.manifest import Progress, verify
-from wanjax.checkpoints.networks import network
+from wanjax.checkpoints.network_kinds import network
 from wanjax.checkpoints.sources import Source
 from wanjax.cli.report import Report
 from wanjax.cli.tables import print_table
@@ -19,7 +19,7 @@ from wanjax.errors import WanjaxError
 from wanjax.figures import in_bytes, quantity
 from wanjax.pipelines.progress import EVERY
 from wanjax.registry import check_complete, find_checkpoint, kinds, read_configs, with_options
-from wanjax.stores.places import place
+from wanjax.stores.paths import parse_path
 
 
 def convert(
@@ -43,11 +43,11 @@ def convert(
     found, preset = find_checkpoint(source, revision)
     if preset and preset.loras and source == preset.name:
         raise WanjaxError(f"{source} is {preset.source} with a LoRA, merged when it is loaded: convert the former")
-    if (lent := found.lent) and found.origin != found.name:
-        report.note(f"{source} holds no {', '.join(lent)}: taken from {found.lender}")
+    if (missing := found.missing_components) and found.origin != found.name:
+        report.note(f"{source} holds no {', '.join(missing)}: taken from {found.fallback_repo}")
     found.storage.check_room()
     check_complete(found)
-    where, known = place(target), read_configs(source, found, preset)
+    where, known = parse_path(target), read_configs(source, found, preset)
     if lora:
         known = with_options(known, tuple(Lora.parse(text).named() for text in lora), report.note)
         found = known.source

@@ -20,7 +20,7 @@ from wanjax.cli.arguments import check_extra, check_words, our_name, visible_opt
 from wanjax.cli.options import SETTINGS, input_option, is_typed, of_file
 from wanjax.errors import WanjaxError, reason
 from wanjax.media.inputs import IMAGE, INPUTS, REFERENCES
-from wanjax.media.texts import read_text
+from wanjax.media.text import read_text
 from wanjax.pipelines.settings import read_size
 
 RIVALS = {
@@ -104,7 +104,7 @@ def read_config(ctx: click.Context, parameter: click.Parameter, file: str | None
         _take(ctx)
 
 
-def read_record(ctx: click.Context, parameter: click.Parameter, file: str | None) -> dict[str, Any] | None:
+def find_metadata(ctx: click.Context, parameter: click.Parameter, file: str | None) -> dict[str, Any] | None:
     """Takes the prompt and the options from the record of a video, which it returns."""
     if file is None or ctx.resilient_parsing:
         return None
@@ -118,9 +118,9 @@ def read_record(ctx: click.Context, parameter: click.Parameter, file: str | None
 
 def _record_of(file: str) -> dict[str, Any]:
     """Return the record of a video that is to be made again; raise WanjaxError where it does not name its model."""
-    from wanjax.media import records  # imported late for a quick --help
+    from wanjax.media import metadata  # imported late for a quick --help
 
-    record = records.read_record(file)
+    record = metadata.find_metadata(file)
     if not isinstance(record.get("model"), str):
         raise WanjaxError(f"{file} names no model: the generation_config.json beside a stage's file does")
     return record
@@ -228,7 +228,7 @@ source = of_file(
     "--from",
     "made",
     is_eager=True,
-    callback=read_record,
+    callback=find_metadata,
     help="Make the video FILE again, with its prompt and settings; a prompt and options change them. FILE "
     "may also be a stage's file or a generation_config.json.",
 )

@@ -8,7 +8,7 @@ from wanjax.cli.report import Report
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.request import VideoRequest
 from wanjax.pipelines.text.extending import Extended, cleaned, extend_prompt
-from wanjax.stores.places import Place, local_copy
+from wanjax.stores.paths import AnyPath, local_copy
 from wanjax.stores.writing import check_folder, writing
 
 KEPT = "extended_prompts.json"  # in the folder of many videos, so that a list that goes on asks nobody again
@@ -44,7 +44,7 @@ class Extender:
         self.report.note(f"the prompt is extended: {made}")
         return made
 
-    def all_of(self, prompts: list[str], folder: Place) -> list[Extended]:
+    def all_of(self, prompts: list[str], folder: AnyPath) -> list[Extended]:
         """Returns the extended prompts of a list; those that the folder keeps are not asked for again."""
         check_folder(folder)
         file, found = folder / KEPT, []
@@ -73,7 +73,7 @@ def extended(request: VideoRequest, extend: Extender | None) -> VideoRequest:
     return request.updated(told | ({"then": "\n".join(then)} if then else {}))
 
 
-def _kept(file: Place) -> dict[str, str]:
+def _kept(file: AnyPath) -> dict[str, str]:
     """Returns the extended prompts that a file keeps; none where it cannot be read as such."""
     try:
         with local_copy(file) as copy:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from wanjax.errors import WanjaxError, unknown_model
 from wanjax.media.inputs import INPUTS, check_inputs
 from wanjax.pipelines.settings import check_shape, no_setting, sides
-from wanjax.stores.places import is_url
+from wanjax.stores.paths import is_url
 
 if TYPE_CHECKING:
     from wanjax.pipelines.request import VideoRequest

@@ -44,8 +44,8 @@ from wanjax.pipelines.request import VideoRequest
 from wanjax.pipelines.seeds import check_count, checked_seed
 from wanjax.pipelines.settings import read_seed, read_seeds
 from wanjax.pipelines.text.extending import as_settings
-from wanjax.stores.own import own_folder
-from wanjax.stores.places import Place, names_in, place
+from wanjax.stores.paths import AnyPath, names_in, parse_path
+from wanjax.stores.temporary import temp_dir
 from wanjax.stores.writing import used_folder
 
 FAILURE = 1  # the exit status where some videos failed
@@ -138,14 +138,14 @@ def _leading(report: Report, arguments: dict[str, Any]) -> Iterator[VideoMaker]:
 
 
 @contextmanager
-def _store(database: str | None, target: Place) -> Iterator[JobStore]:
+def _store(database: str | None, target: AnyPath) -> Iterator[JobStore]:
     """Yields the store of a batch's jobs: a file of this process's own, unless a database is named."""
     if database is not None:
         with closing(JobStore(database)) as store:
             enter(store, target, BATCH)
             yield store
         return
-    with own_folder() as folder, closing(JobStore(str(folder / "jobs.sqlite"))) as store:
+    with temp_dir() as folder, closing(JobStore(str(folder / "jobs.sqlite"))) as store:
         yield store
 
 
@@ -155,7 +155,7 @@ class Driver:
 
     report: Report
     store: JobStore
-    place: Place
+    place: AnyPath
     force: bool
     retries: int
 
@@ -193,7 +193,7 @@ class Driver:
         self.report.way_on = None
 
 
-def missing(report: Report, tasks: Sequence[Task], folder: Place, force: bool) -> tuple[list[Task], Manifest]:
+def missing(report: Report, tasks: Sequence[Task], folder: AnyPath, force: bool) -> tuple[list[Task], Manifest]:
     """Returns the tasks whose videos are not there, those that failed before last; lists the others, and tells."""
     each = {task.output: task for task in tasks}
     if repeated := len(tasks) - len(each):
@@ -227,7 +227,7 @@ def _here(
     if not batch.total:
         return batch
     first = next(iter(batch.tasks.values()))
-    here = nullcontext(driver.place) if isinstance(driver.place, Path) else own_folder()
+    here = nullcontext(driver.place) if isinstance(driver.place, Path) else temp_dir()
     faults: list[Exception] = []
 
     def look() -> None:
@@ -422,10 +422,10 @@ def numbers_of(requests: Sequence[VideoRequest], command: CommandOptions, first:
     return numbers
 
 
-def folder_of(folder: Path | None, out: str | None) -> Place:
+def folder_of(folder: Path | None, out: str | None) -> AnyPath:
     """Returns the folder of the videos, which may be in a store."""
     if folder is not None:
         raise WanjaxError("--dir keeps the stages of one video: --out names the folder of several")
     if out is not None and Path(out).suffix:
         raise WanjaxError(f"--out names the file {out} for several videos: name a folder")
-    return VIDEOS if out is None else place(out)
+    return VIDEOS if out is None else parse_path(out)

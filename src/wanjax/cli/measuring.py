@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 
 from wanjax import registry
-from wanjax.bench.suite import SCALES, Bench, Row, Scale
+from wanjax.bench.suite import SIZES, Bench, BenchSize, Row
 from wanjax.bench.suite import bench as run
 from wanjax.cli.parsed import PipelineOptions
 from wanjax.cli.report import Report
@@ -30,7 +30,7 @@ HEADINGS = ("what", "compiling", "first run", "measured", "runs", "spread", "mod
 
 def bench(report: Report, *, model: str, quick: bool, keep: bool, as_json: bool) -> None:
     """Runs the measurements, prints them, and keeps the better set of compiler options."""
-    scale: Scale = SCALES["cpu" if platform() == "cpu" else "other", quick]
+    scale: BenchSize = SIZES["cpu" if platform() == "cpu" else "other", quick]
     with report.stage("bench"):
         found = run(registry.outline(model), scale, quick=quick, tell=report.note)
     if as_json:

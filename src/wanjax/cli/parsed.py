@@ -13,7 +13,7 @@ import click
 
 from wanjax.media.inputs import INPUTS
 from wanjax.pipelines.settings import LOADED, Settings, schema
-from wanjax.stores.places import full_name
+from wanjax.stores.paths import full_name
 
 if TYPE_CHECKING:
     from wanjax.checkpoints.lora_source import Lora

@@ -23,7 +23,7 @@ from wanjax.cli.scaling import SUM, show_scale, why
 from wanjax.cli.stages import Rendering, loras_of
 from wanjax.cli.tables import folded, print_table, stdout_width
 from wanjax.compile_cache.cache import compile_cache, compile_cache_folder
-from wanjax.compile_cache.shared import Kept, current
+from wanjax.compile_cache.shared import EntryExists, current
 from wanjax.errors import WanjaxError
 from wanjax.execution import EXECUTE, Instance, warn_refused
 from wanjax.figures import between, digits, duration, in_bytes, quantity
@@ -37,15 +37,15 @@ from wanjax.pipelines.model import with_scheduler
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.request import VideoRequest
 from wanjax.pipelines.settings import Settings
-from wanjax.plan.outlook import Outlook, outlook
-from wanjax.plan.places import find_priceable
-from wanjax.plan.scale import Bulk, Scale, at_scale
-from wanjax.plan.training import TrainingOutlook, training_outlook
-from wanjax.pricing.chips import Slice, devices_of, find_slice
+from wanjax.plan.estimate import Estimate, estimate
+from wanjax.plan.hardware import find_priceable_hardware
+from wanjax.plan.scale import ScaleEstimate, Workload, estimate_at_scale
+from wanjax.plan.training_estimate import TrainingEstimate, estimate_training
+from wanjax.pricing.chips import Slice, find_slice, topology_devices
 from wanjax.pricing.compile import AT_ONCE, ENVIRONMENT, check_compiler
-from wanjax.pricing.lowering import without_refused
+from wanjax.pricing.lowering import retry_without_rejected_options
 from wanjax.sharding import ONE_DEVICE, MeshSizes, mesh_text, substitute_devices
-from wanjax.stores.own import own_folder
+from wanjax.stores.temporary import temp_dir
 from wanjax.training.adapters import LoraConfig
 from wanjax.training.optimizers import OptimizerConfig
 
@@ -65,8 +65,8 @@ def plan(
 ) -> None:
     """Price a video, a step of training or many videos, and print a table or JSON."""
     jax.config.update("jax_platforms", "cpu")  # the priced chips need not be present
-    find_priceable(chip)
-    several = None if bulk.requests is None else Bulk(**bulk._asdict())
+    find_priceable_hardware(chip)
+    several = None if bulk.requests is None else Workload(**bulk._asdict())
     if several and training.train:
         raise WanjaxError("--train prices a step, and --requests prices videos: one of them at a time")
     mesh, loras = options.mesh, loras_of(options)
@@ -85,13 +85,13 @@ def plan(
     if training.train:
         lora = None if training.full else LoraConfig(training.lora_rank)
         how |= {"lora": lora, "optimized": OptimizerConfig(training.optimizer), "clips": training.batch}
-        price = partial(training_outlook, found, chip, axes, **how)
+        price = partial(estimate_training, found, chip, axes, **how)
     else:
         offload = options.offload if settings.windows > 1 else options.offload is not False
         how |= {**options.how, "pictures": pictures, "offload": offload}
         if file := options.decoder:
             how |= {"decoder": DecoderFile.in_place_of(found.architecture.vae, file)}
-        price = partial(at_scale, found, chip, several) if several else partial(outlook, found, chip)
+        price = partial(estimate_at_scale, found, chip, several) if several else partial(estimate, found, chip)
         price = partial(price, axes, **how)
 
     def tell(now: Sequence[str], done: int, total: int) -> None:
@@ -100,7 +100,7 @@ def plan(
     with report.stage("plan", at_once=True):
         priced = price(tell=tell)
     if as_json:
-        reason = {"why": why(priced)} if isinstance(priced, Scale) else {}
+        reason = {"why": why(priced)} if isinstance(priced, ScaleEstimate) else {}
         click.echo(json.dumps(reason | priced.to_json(), indent=2))
     else:
         SHOWN[type(priced)](priced, progress.console(stderr=False))
@@ -119,7 +119,7 @@ def _say(console: Console, sentence: str) -> None:
         console.print(line)
 
 
-def show_training(found: TrainingOutlook, console: Console) -> None:
+def show_training(found: TrainingEstimate, console: Console) -> None:
     """Prints the price of a step of training."""
     _say(
         console,
@@ -145,7 +145,7 @@ def show_training(found: TrainingOutlook, console: Console) -> None:
     _say(console, found.advice or f"fits, with {_gib(found.spare_bytes_per_chip)} to spare on each chip")
 
 
-def show_video(found: Outlook, console: Console) -> None:
+def show_video(found: Estimate, console: Console) -> None:
     """Prints the prices as tables and sentences."""
     options = "" if found.compiler is None else f", compiler {found.compiler}"
     _say(
@@ -174,7 +174,7 @@ def show_video(found: Outlook, console: Console) -> None:
         _say(console, line)
 
 
-def _summary(found: Outlook) -> Iterator[str]:
+def _summary(found: Estimate) -> Iterator[str]:
     """Yields sentences on the steps, the whole run, what is in doubt and whether it fits."""
     if found.step_seconds:
         spread = between(*(duration(x or 0) for x in (found.step_seconds_low, found.step_seconds_high)))
@@ -224,9 +224,9 @@ def _summary(found: Outlook) -> Iterator[str]:
 
 
 SHOWN: Mapping[type, Callable[[Any, Console], None]] = {
-    Outlook: show_video,
-    Scale: show_scale,
-    TrainingOutlook: show_training,
+    Estimate: show_video,
+    ScaleEstimate: show_scale,
+    TrainingEstimate: show_training,
 }
 
 
@@ -257,7 +257,7 @@ def _fill(report: Report, request: VideoRequest, options: PipelineOptions, place
     os.environ.update(ENVIRONMENT)  # before libtpu is loaded
     made = []
     with (
-        substitute_devices(devices_of(place.topology, one_host=True)),
+        substitute_devices(topology_devices(place.topology, one_host=True)),
         _recorded(report, request, options) as instances,
         report.stage("compile"),
         ThreadPoolExecutor(AT_ONCE) as pool,
@@ -273,8 +273,8 @@ def _fill(report: Report, request: VideoRequest, options: PipelineOptions, place
 def _compiled(instance: Instance) -> bool:
     """Compiles a program for devices that are described into the shared cache; returns False where it is there."""
     options = instance.program.options_of(instance.site)
-    with suppress(Kept):
-        without_refused(options, lambda left: instance.compiled(left, compile_cache), warn_refused)
+    with suppress(EntryExists):
+        retry_without_rejected_options(options, lambda left: instance.compiled(left, compile_cache), warn_refused)
         return True
     return False
 
@@ -282,7 +282,7 @@ def _compiled(instance: Instance) -> bool:
 @contextmanager
 def _recorded(report: Report, request: VideoRequest, options: PipelineOptions) -> Iterator[list[Instance]]:
     """Yields the programs of the run that `generate` would make, recorded."""
-    with own_folder() as folder:
+    with temp_dir() as folder:
         request = request.under(VideoRequest({"prompt": ""}))
         made = Rendering(report, request, options, CommandOptions(folder=folder))
         with report.stage("record"):

@@ -7,7 +7,7 @@ import jax
 from wanjax.cli.options import COMPILE_CACHE
 from wanjax.cli.report import Report
 from wanjax.compile_cache.cache import compile_cache_folder, use_shared
-from wanjax.compile_cache.executables import of_this_machine
+from wanjax.compile_cache.executables import user_executables
 from wanjax.execution import EXECUTE
 from wanjax.jobs.processes import is_first, join
 from wanjax.sharding import platform
@@ -26,6 +26,6 @@ def meet(report: Report, asked: str | None, *, described: str | None = None) -> 
     context = click.get_current_context(silent=True)
     use_shared(**(context.meta.get(COMPILE_CACHE, {}) if context else {}), platform=described)
     if report.owns_process and compile_cache_folder() is None:
-        EXECUTE.executables = of_this_machine()
+        EXECUTE.executables = user_executables()
     report.muted = not is_first()
     report.awaited = jax.process_count() > 1

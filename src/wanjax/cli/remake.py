@@ -16,10 +16,10 @@ from wanjax.cli.options import is_typed
 from wanjax.cli.parsed import PipelineOptions
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
-from wanjax.media.records import TABLE, digests_in
+from wanjax.media.metadata import TABLE, file_digests
 from wanjax.pipelines.record import digest_of, paths_of
 from wanjax.pipelines.request import VideoRequest
-from wanjax.stores.places import Place
+from wanjax.stores.paths import AnyPath
 
 DIGEST = re.compile(r"sha256 [0-9a-f]+$")  # of what was given as an array
 
@@ -72,7 +72,7 @@ def check_files(record: Mapping[str, Any], names: Iterable[str]) -> None:
 
     A record may be a stranger's: what it names is read only where the contents have the digest that it tells.
     """
-    digests = digests_in(record)
+    digests = file_digests(record)
     for name in names:
         if name == "model" and (model := str(record.get(name))) in registry.presets() and model not in digests:
             continue
@@ -87,7 +87,7 @@ def check_files(record: Mapping[str, Any], names: Iterable[str]) -> None:
                 )
 
 
-def _changed(path: Place, told: Any) -> str | None:
+def _changed(path: AnyPath, told: Any) -> str | None:
     """Returns a file or folder and why it is not the one of the digest that is told; None where it is."""
     if not isinstance(path, Path):
         return f"{path}, which is no file here"
@@ -101,12 +101,12 @@ def _changed(path: Place, told: Any) -> str | None:
     return f"{path}, whose contents are others now" if told != digest_of(path) else None
 
 
-def _is_name_alone(path: Place) -> bool:
+def _is_name_alone(path: AnyPath) -> bool:
     """Tell whether a record has no more than a file's name, as that of a server's video; on the hub names have more."""
     return isinstance(path, Path) and len(path.parts) == 1 and not path.is_absolute()
 
 
-def _others(paths: Iterable[Place], digests: Mapping[str, Any]) -> list[Path]:
+def _others(paths: Iterable[AnyPath], digests: Mapping[str, Any]) -> list[Path]:
     """Returns the files that belong to those of a model and of which there are digests."""
     files = [path for path in paths if isinstance(path, Path)]
     others = [path.with_name(name) for path in files for name in registry.companion_files(path.name)]
@@ -118,7 +118,7 @@ def check_loaded(record: Mapping[str, Any], here: Mapping[str, Any]) -> None:
 
     `here` is the record of the video as it would be made now.
     """
-    known, now = digests_in(record), digests_in(here)
+    known, now = file_digests(record), file_digests(here)
     named = [("lora", str(path)) for path in paths_of(record, ["lora"])] + [(TABLE, TABLE)]
     for option, name in named:
         if not is_typed(option) and name in known and name in now and known[name] != now[name]:

@@ -34,7 +34,7 @@ from wanjax.media.inputs import INPUTS
 from wanjax.pipelines.request import VideoRequest
 from wanjax.pipelines.settings import ALLOW_EMPTY
 from wanjax.pipelines.text.extending import NoRedirect
-from wanjax.stores.places import Place, name_alone, names_in, place
+from wanjax.stores.paths import AnyPath, base_name, names_in, parse_path
 from wanjax.stores.writing import check_folder, writing
 
 PATIENCE = 60.0  # seconds in which a server has to answer
@@ -97,7 +97,7 @@ def _generate_one(
 ) -> None:
     """Has a video made, and writes it under its own name or `out`."""
     if out is not None and not _is_mp4(out):
-        from wanjax.media.videos import check_output  # imported late, as in `_save`
+        from wanjax.media.video import check_output  # imported late, as in `_save`
 
         frames = request.settings.get("frames", offered["defaults"].get("frames"))
         check_output(out, frames if isinstance(frames, int) else 1)
@@ -182,7 +182,7 @@ class _Several:
         self,
         report: Report,
         server: "Server",
-        folder: Place,
+        folder: AnyPath,
         manifest: Any,
         waiting: deque[str],
         left: Sequence[tuple[Any, Mapping[str, Any]]],
@@ -281,19 +281,19 @@ def _cancelling(server: "Server") -> Iterator[deque[str]]:
         raise
 
 
-def _save(server: "Server", path: str, out: str) -> Place:
+def _save(server: "Server", path: str, out: str) -> AnyPath:
     """Writes a video as the server made it, or its frames and its record in the format of another name."""
-    data, target = server.fetch(f"{path}/content"), place(out).absolute()
+    data, target = server.fetch(f"{path}/content"), parse_path(out).absolute()
     if _is_mp4(out):
         check_folder(target.parent)
         with writing(target) as beside:
             beside.write_bytes(data)
         return target
     from wanjax.media.pictures import read_clip  # imported late: they take longer than all else that `--at` needs
-    from wanjax.media.videos import read_metadata, write_video
-    from wanjax.stores.own import own_folder
+    from wanjax.media.video import read_metadata, write_video
+    from wanjax.stores.temporary import temp_dir
 
-    with own_folder() as folder:
+    with temp_dir() as folder:
         film = folder / "video.mp4"
         film.write_bytes(data)
         record = read_metadata(film)
@@ -387,7 +387,7 @@ def _check_options(options: PipelineOptions, has: Mapping[str, Any], at: str) ->
 def _compare(name: str, value: Any, has: Mapping[str, Any], at: str) -> None:
     """Raises WanjaxError unless the server was started with an option of this value."""
     other = has.get("tiling" if name == "tile" else name, SAFE if name == "compiler" else None)  # which no record names
-    same = value == bool(other) if isinstance(value, bool) else list(map(name_alone, _texts(value))) == _texts(other)
+    same = value == bool(other) if isinstance(value, bool) else list(map(base_name, _texts(value))) == _texts(other)
     if not same:
         theirs = _plain("none" if other in (None, [], ()) else ", ".join(_texts(other)))
         ours = "" if isinstance(value, bool) else f" {', '.join(_texts(value))}"
@@ -458,7 +458,7 @@ class Server:
         if not models or not all(isinstance(one.get(part), kind) for one in models for part, kind in TOLD.items()):
             raise WanjaxError(f"{self.url} does not tell what it makes: it is no wanjax serve of this version")
         for model in models:
-            if name is None or name_alone(name) == model["id"]:
+            if name is None or base_name(name) == model["id"]:
                 return model
         ids = _plain(" and ".join(model["id"] for model in models))
         raise WanjaxError(f"the model {name} is for the server to be started with, and {self.url} has {ids}")

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from wanjax.pipelines.progress import Stage
-    from wanjax.stores.places import Place
+    from wanjax.stores.paths import AnyPath
 
 STATUS = Path("/proc/self/status")  # Linux alone lets a process read and reset its peak memory
 CLEAR = Path("/proc/self/clear_refs")
@@ -122,7 +122,7 @@ class Report:
     def _silent(self) -> bool:
         return self.muted or self.quiet
 
-    def made(self, file: "Place", record: Mapping[str, Any], **more: Any) -> None:
+    def made(self, file: "AnyPath", record: Mapping[str, Any], **more: Any) -> None:
         """Prints what a run made: the name of the file, or an object of it, its record and more."""
         if self.in_json:
             click.echo(json.dumps({"file": str(file), **more, "record": dict(record)}))
@@ -244,7 +244,7 @@ class Report:
     @contextmanager
     def telling_programs(self) -> Iterator[None]:
         """Prints each call of the backend's compiler in the `with` block, and their number at its end."""
-        from wanjax.compile_cache.compilations import Compilation, watched_compiler
+        from wanjax.compile_cache.compilations import Compilation, watch_compiler
         from wanjax.pipelines.progress import Compilations
 
         all_of_them = Compilations()
@@ -255,7 +255,7 @@ class Report:
             why = f", because what was kept is of no use: {made.refused}" if made.refused else ""
             self.note(f"program {made.name}: {done} in {duration(made.seconds)}{why}")
 
-        with watched_compiler(tell):
+        with watch_compiler(tell):
             yield
         compiled, cached = all_of_them.compiled, all_of_them.cached
         self.note(f"{quantity(compiled, 'program')} compiled, {cached} read from the cache")

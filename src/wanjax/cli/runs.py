@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from wanjax.errors import WanjaxError, written
-from wanjax.stores.holding import Hold
-from wanjax.stores.own import LEFT
+from wanjax.stores.locks import FileLock
+from wanjax.stores.temporary import LEFT
 from wanjax.stores.user import lasting_cache
 from wanjax.stores.writing import check_folder
 
@@ -72,7 +72,7 @@ class HeldRun:
     def __init__(self, folder: Path):
         """Takes the lock. Raises WanjaxError if another process has it."""
         self.folder = folder
-        self._hold = Hold(folder / LOCK, "run", "--dir")
+        self._hold = FileLock(folder / LOCK, "run", "--dir")
         if not (folder / LOCK).exists():  # it went before this process had the lock
             self._hold.close()
             raise WanjaxError(f"{folder} was removed, because its run is complete or too old: make the video again")

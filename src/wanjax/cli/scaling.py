@@ -8,9 +8,9 @@ from rich.console import Console
 
 from wanjax.cli.tables import print_table
 from wanjax.figures import between, digits, duration, in_bytes, quantity
-from wanjax.plan.scale import DOWNLOADED, LOADED, START, Bulk, NoWay, Scale, Way
+from wanjax.plan.scale import DOWNLOADED, LOADED, START, Option, Rejected, ScaleEstimate, Workload
 from wanjax.pricing.costs import Cost
-from wanjax.pricing.roofline import find_place
+from wanjax.pricing.roofline import find_hardware
 from wanjax.sharding import mesh_text
 
 VIDEO = ("slice", "mesh", "a video", "chip-seconds")
@@ -19,7 +19,7 @@ SUM = "{}, the sum of its programs here, some at once"  # of seconds of compilin
 HOST = 8  # the most chips of one host, which several workers can share
 
 
-def show_scale(found: Scale, console: Console) -> None:
+def show_scale(found: ScaleEstimate, console: Console) -> None:
     """Prints the ways as tables, and sentences on the best one."""
     bulk = found.bulk
     deadline = f" in {duration(bulk.deadline)}" if bulk.deadline else ", on one slice"
@@ -33,12 +33,12 @@ def show_scale(found: Scale, console: Console) -> None:
         console.print(line)
 
 
-def _video(way: Way) -> tuple[str, ...]:
+def _video(way: Option) -> tuple[str, ...]:
     """Returns the figures of one video, under the headings of `VIDEO`."""
     return way.slice, mesh_text(way.plan.mesh), spread(way.video_seconds, duration), spread(way.chip_seconds, digits)
 
 
-def _all(found: Scale, way: Way) -> tuple[str, ...]:
+def _all(found: ScaleEstimate, way: Option) -> tuple[str, ...]:
     """Returns the figures of all videos, under the headings of `ALL` and their cost, or chip-hours."""
     hours = way.seconds.times(1 / 3600)
     row = (way.slice, spread(way.slices, _count), spread(hours, digits))
@@ -52,7 +52,7 @@ def spread(cost: Cost, told: Callable[[float], str]) -> str:
     return between(*("too late" if x == inf else told(x) for x in (min(cost), max(cost))))
 
 
-def why(found: Scale) -> str | None:
+def why(found: ScaleEstimate) -> str | None:
     """Returns why the best way is the best for throughput; None where there is none."""
     best, quickest = found.best, found.quickest
     if best is None or quickest is None:
@@ -68,7 +68,7 @@ def why(found: Scale) -> str | None:
     return f"{own}, and it makes one video soonest{more}"
 
 
-def _sentences(found: Scale) -> Iterator[str]:
+def _sentences(found: ScaleEstimate) -> Iterator[str]:
     """Yields sentences on the slices that were left out, the best way, and the start of its slice."""
     yield from filter(None, map(_why_not, found.others))
     best = found.best
@@ -85,11 +85,11 @@ def _sentences(found: Scale) -> Iterator[str]:
     yield _start(found.bulk, best)
 
 
-def _number(found: Scale, best: Way) -> str:
+def _number(found: ScaleEstimate, best: Option) -> str:
     """Returns how many slices are to be rented, and how many of the chip that was asked for if workers share those."""
     if found.bulk.deadline is None:
         return ""
-    devices = find_place(found.chip).devices
+    devices = find_hardware(found.chip).devices
     workers, chips = devices // best.devices, quantity(best.devices, "chip")
     told = f", {spread(best.slices, _count)} of them"
     if workers < 2 or devices > HOST or best.slices.high < workers:
@@ -98,7 +98,7 @@ def _number(found: Scale, best: Way) -> str:
     return f"{told}, or {spread(hosts, _count)} of {found.chip} with {workers} workers of {chips} each"
 
 
-def _why_not(other: NoWay) -> str | None:
+def _why_not(other: Rejected) -> str | None:
     if other.plan is not None:
         return other.plan.advice
     if other.ratio == inf:
@@ -107,7 +107,7 @@ def _why_not(other: NoWay) -> str | None:
     return f"{other.slice} was not priced: a step takes {times} times the fewest chip-seconds, by operations and bytes"
 
 
-def _start(bulk: Bulk, way: Way) -> str:
+def _start(bulk: Workload, way: Option) -> str:
     """Returns a sentence about what the start of a slice is made of, each part with its source."""
     start = START if bulk.start is None else bulk.start
     sizes = between(in_bytes(way.plan.disk_bytes), in_bytes(way.plan.download_bytes_at_most))
@@ -129,12 +129,12 @@ def _source(given: float | None) -> str:
     return "estimated" if given is None else "given"
 
 
-def _links(way: Way) -> str:
+def _links(way: Option) -> str:
     share = way.plan.step_breakdown.get("communication", 0) / (way.plan.step_seconds or 1)
     return f"{share:.0%} of a step waiting for links" if way.devices > 1 else "which waits for no links"
 
 
-def _started(way: Way) -> str:
+def _started(way: Option) -> str:
     return f"{digits(way.devices * way.startup_seconds.mid)} on {way.slice}"
 
 

@@ -45,8 +45,8 @@ from wanjax.serve.limits import Limits
 from wanjax.serve.maker import ServedMaker
 from wanjax.serve.variants import Variants
 from wanjax.signals import INTERRUPTED
-from wanjax.stores.holding import Hold
-from wanjax.stores.places import Place, place
+from wanjax.stores.locks import FileLock
+from wanjax.stores.paths import AnyPath, parse_path
 from wanjax.stores.writing import check_folder
 
 LIBRARIES = {
@@ -95,7 +95,7 @@ def serve(
             raise WanjaxError("a server is one process: without --processes it uses the devices of its own host")
     with ExitStack() as stack:  # before the model: a port or a folder in use would be told after a long wait
         sockets = [stack.enter_context(each) for each in listening(listen.host, listen.port)]
-        videos = place(folder).absolute()
+        videos = parse_path(folder).absolute()
         store = stack.enter_context(opened(videos, named_database(by.database)))
         server = _Server(report, listen.host, sockets, access, store, videos, options, served)
         if workers is None:
@@ -108,7 +108,7 @@ def serve(
 
 
 @contextmanager
-def opened(folder: Place, database: str | None) -> Iterator[JobStore]:
+def opened(folder: AnyPath, database: str | None) -> Iterator[JobStore]:
     """Yield the jobs of a server whose videos are in a folder, here or in a store.
 
     Args:
@@ -124,7 +124,7 @@ def opened(folder: Place, database: str | None) -> Iterator[JobStore]:
             if not isinstance(folder, Path):
                 told = f"{folder} is a store, which can keep no database"
                 raise WanjaxError(f"{told}: --database FILE, on a disk of this machine, or PostgreSQL's URL has one")
-            stack.enter_context(closing(Hold(folder / LOCK, "server", "--dir")))
+            stack.enter_context(closing(FileLock(folder / LOCK, "server", "--dir")))
             database = str(folder / DATABASE)
         store = stack.enter_context(closing(JobStore(database)))
         enter(store, folder, SERVE)
@@ -142,7 +142,7 @@ class _Server:
         sockets: list[socket.socket],
         access: Any,
         store: JobStore,
-        folder: Place,
+        folder: AnyPath,
         options: PipelineOptions,
         served: ServeOptions,
     ):
@@ -291,7 +291,7 @@ def _keep(pool: Any, stopped: threading.Event, server: Any, faults: list[BaseExc
 
 
 def _start(
-    options: PipelineOptions, served: ServeOptions, folder: Place, shared: Mapping[str, Any], store: Any
+    options: PipelineOptions, served: ServeOptions, folder: AnyPath, shared: Mapping[str, Any], store: Any
 ) -> ServedMaker:
     """Return the maker of a worker, in its own process."""
     check_place(store, folder, SERVE)
@@ -305,7 +305,9 @@ def _limits(served: ServeOptions, defaults: Settings) -> Limits:
     return Limits.of(defaults, served.max_pixels, **bounds)
 
 
-def maker_of(options: PipelineOptions, served: ServeOptions, folder: Place, note: Callable[[str], None]) -> ServedMaker:
+def maker_of(
+    options: PipelineOptions, served: ServeOptions, folder: AnyPath, note: Callable[[str], None]
+) -> ServedMaker:
     """Return what makes a server's videos; its model's networks are loaded when it begins."""
 
     def load(model: str | None, loras: Sequence[Lora]) -> Pipeline:

@@ -36,10 +36,11 @@ from wanjax.jobs.maker import write
 from wanjax.jobs.processes import is_first
 from wanjax.kernels.compiler_options import saved_set
 from wanjax.loading import abstract_pipeline, load
-from wanjax.media import stage_files, videos
+from wanjax.media import stage_files
+from wanjax.media import video as video_files
 from wanjax.media.inputs import INPUTS
+from wanjax.media.metadata import DIGESTS, file_digests, load_stage_settings
 from wanjax.media.pictures import Pictures
-from wanjax.media.records import DIGESTS, digests_in, settings_left
 from wanjax.media.stage_files import LATENTS, VIDEO
 from wanjax.pipelines.checks import check_streams, check_strength
 from wanjax.pipelines.denoiser import stream_of
@@ -61,8 +62,8 @@ from wanjax.pricing.roofline import peak_flops
 from wanjax.schedulers import name_of
 from wanjax.sharding import ONE_DEVICE
 from wanjax.signals import abandoned_by
-from wanjax.stores import places
-from wanjax.stores.places import full_name
+from wanjax.stores import paths
+from wanjax.stores.paths import full_name
 from wanjax.stores.writing import check_folder, check_room
 
 MOST_NOTES = 8  # of a kind, on the rows of a batch
@@ -118,7 +119,7 @@ def denoise(report: Report, request: VideoRequest, options: PipelineOptions, com
     """Run the second stage, from the first stage's files and the options given now."""
     meet(report, options.processes)
     folder = free_folder(command, "denoise")
-    left = settings_left(folder)
+    left = load_stage_settings(folder)
     tensors = {**stage_files.load_encoded(folder, left), **stage_files.load_video_shape(folder)}
     follow = request.settings.get("follow")
     if follow not in (None, left.get("follow")) and any(left.get(name) for name in INPUTS):
@@ -143,13 +144,13 @@ def decode(report: Report, request: VideoRequest, options: PipelineOptions, comm
     """Run the third stage, from the second stage's files."""
     meet(report, options.processes)
     folder = free_folder(command._replace(force=command.force or command.out is not None), "decode")
-    left = settings_left(folder)
+    left = load_stage_settings(folder)
     latents = stage_files.load_latents(folder, left)
     with held(Rendering(report, request, options, command, left, loads="decoder")) as video:
         video.check_latents(latents, known=all(left.get(name) for name in ("frames", "height", "width")))
         check_decoding(video.pipe, stream_of(latents).shape, tiling=video.how["tiling"])
         own = {name: video.record[name] for name in ("decoder",) if name in video.record}
-        known = digests_in(left) | digests_in(video.record)
+        known = file_digests(left) | file_digests(video.record)
         video.record |= left | video.settings.to_json() | own  # the latents are as they were made
         video.record |= {DIGESTS: known} if known else {}
         video.try_output(video.video, video.record)
@@ -245,8 +246,8 @@ class Rendering:
         self.record = self.pipe.record(self.settings, {**pictures, "noise": command.noise}, **self.how)
         if left is not None:
             encoded = {str(path) for path in paths_of(left, INPUTS)}
-            known = {path: digest for path, digest in digests_in(left).items() if path in encoded}
-            self.record |= {DIGESTS: digests_in(self.record) | known} if known else {}
+            known = {path: digest for path, digest in file_digests(left).items() if path in encoded}
+            self.record |= {DIGESTS: file_digests(self.record) | known} if known else {}
         if self.remade:
             check_loaded(self.remade, self.record)
         if self.profile:
@@ -267,7 +268,7 @@ class Rendering:
         Takes the folder if it is a run's in the user's cache.
         """
         if is_first():
-            videos.check_output(out or str((folder or VIDEOS) / stage_files.VIDEO), self.settings.length)
+            video_files.check_output(out or str((folder or VIDEOS) / stage_files.VIDEO), self.settings.length)
         if folder is not None:
             if is_first() and is_of_a_run(folder):
                 self.held = HeldRun(folder)
@@ -285,11 +286,11 @@ class Rendering:
         """Whether the files of the stages stay once the video is written, as those in a folder that the user chose."""
         return self.held is None or Path(self.video).absolute().parent == self.folder.absolute()
 
-    def _preview(self) -> places.Place:
+    def _preview(self) -> paths.AnyPath:
         """Returns the name of the file of previews: beside the files of the stages, or the video if those go."""
         if self.is_kept:
             return self.folder / stage_files.PREVIEW
-        video = places.place(self.video)
+        video = paths.parse_path(self.video)
         return video.parent / f"{Path(video.name).stem}.{stage_files.PREVIEW}"
 
     def release(self) -> None:
@@ -425,14 +426,14 @@ class Rendering:
     def _resumed(self, done: int, total: int) -> None:
         self.report.note(f"taken before: {done} of {quantity(total, 'step')}")
 
-    def decoded(self, run: Run, frames: Iterator[Any]) -> places.Place:
+    def decoded(self, run: Run, frames: Iterator[Any]) -> paths.AnyPath:
         """Writes the video from its frames, which are decoded as they are asked for; returns its place."""
         with run.decode_stage(request := run.requests[0]):
             written = write(self.video, frames, request)
         self.report.way_on, self.is_written = None, True
         return written
 
-    def streamed(self, frames: Iterator[Any]) -> places.Place:
+    def streamed(self, frames: Iterator[Any]) -> paths.AnyPath:
         """Writes the video while it is made, from the frames of each block; returns its place."""
         report, tempo, architecture = self.report, Tempo(), self.pipe.architecture
         total = architecture.spec.latent_shape(self.settings)[2] // architecture.spec.chunk_frames
@@ -450,11 +451,11 @@ class Rendering:
         report.way_on, self.is_written = None, True
         return written
 
-    def try_output(self, video: str | places.Place, record: Mapping[str, Any]) -> None:
+    def try_output(self, video: str | paths.AnyPath, record: Mapping[str, Any]) -> None:
         """Raises WanjaxError where a video could not be written with its record, before it is made."""
         if is_first():
             chosen = self.settings
-            videos.try_output(video, chosen.length, chosen.size, chosen.fps, record)
+            video_files.try_output(video, chosen.length, chosen.size, chosen.fps, record)
 
     def check_room(self) -> None:
         """Raises WanjaxError where the folder of the stages has no room for the latents, which stay in it."""
@@ -462,7 +463,7 @@ class Rendering:
             latents = 2 * prod(self.pipe.architecture.spec.latent_shape(self.settings))  # bfloat16, if not more
             check_room(self.folder, latents, self.folder / LATENTS)
 
-    def made(self, file: places.Place) -> None:
+    def made(self, file: paths.AnyPath) -> None:
         """Prints the file that the command made, in the first process only."""
         if is_first():
             stays = {} if self.held else {"folder": str(self.folder.absolute())}

@@ -21,7 +21,7 @@ from wanjax.jobs.sharing import BATCH, SERVE, why_apart
 from wanjax.jobs.store import JobStore
 from wanjax.jobs.worker import work
 from wanjax.pipelines.request import VideoRequest
-from wanjax.stores.places import Place, place
+from wanjax.stores.paths import AnyPath, parse_path
 from wanjax.stores.writing import check_folder
 
 
@@ -41,7 +41,7 @@ def work_for(
         raise WanjaxError("--dir is given beside --out: give the one that the server or the batch has")
     if (named := out or folder) is None:
         raise WanjaxError("no place is named: give --dir, that of the server, or --out, that of the batch")
-    target = place(named).absolute()
+    target = parse_path(named).absolute()
     if folder is not None:
         return _work_for_server(report, url, target, options, served)
     for name in ("preview", "preview_decoder", "extend_prompt"):
@@ -78,7 +78,7 @@ def work_for(
     report.note("stopped")
 
 
-def _work_for_server(report: Report, url: str, target: Place, options: PipelineOptions, served: ServeOptions) -> None:
+def _work_for_server(report: Report, url: str, target: AnyPath, options: PipelineOptions, served: ServeOptions) -> None:
     """Leases and makes the jobs of a server until a signal."""
     from wanjax.cli import serving  # imported late: it needs the libraries of the server
 

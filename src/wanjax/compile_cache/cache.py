@@ -15,7 +15,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from wanjax.compile_cache.shared import current, leasing, share
 from wanjax.errors import WanjaxError
 from wanjax.kernels.target import instructions
-from wanjax.stores.places import place
+from wanjax.stores.paths import parse_path
 from wanjax.stores.user import user_cache
 
 SHARED, TRUSTED = "WANJAX_COMPILE_CACHE", "WANJAX_TRUST_COMPILE_CACHE"
@@ -23,8 +23,8 @@ SHARED, TRUSTED = "WANJAX_COMPILE_CACHE", "WANJAX_TRUST_COMPILE_CACHE"
 KEEP_ALL = {"jax_persistent_cache_min_compile_time_secs": 0.0, "jax_persistent_cache_min_entry_size_bytes": -1}
 
 
-class _While:
-    """Settings of JAX's that hold while any thread is in a context of this; those before hold again after the last."""
+class _ConfigContext:
+    """JAX settings that apply while any thread is in this context; the last one to leave restores the old ones."""
 
     def __init__(self, settings: Mapping[str, Any], changed: Callable[[], Any] = lambda: None):
         self.settings, self.changed = settings, changed
@@ -51,23 +51,23 @@ class _While:
         self.changed()
 
 
-_all_kept = _While(KEEP_ALL)
-without_cache = _While({"jax_enable_compilation_cache": False}, compilation_cache.reset_cache)
+_keep_all = _ConfigContext(KEEP_ALL)
+without_cache = _ConfigContext({"jax_enable_compilation_cache": False}, compilation_cache.reset_cache)
 """A context in which programs are compiled without JAX's cache."""
 
 
 @contextmanager
 def compile_cache() -> Iterator[None]:
-    """Lets JAX's cache keep every program that is compiled in its block, even one that compiled quickly.
+    """Cache every program that is compiled in the block, even one that compiles quickly.
 
-    Of a cache that is shared, this thread takes the leases.
+    With a shared cache, this thread takes the leases.
     """
-    with _all_kept(), leasing():
+    with _keep_all(), leasing():
         yield
 
 
 def set_cache_folder() -> None:
-    """Sets JAX's compile cache to the shared place or the user's cache folder, unless another is chosen already.
+    """Set JAX's compile cache to the shared folder or the user's cache folder, unless another is chosen already.
 
     JAX's key covers the traced program with its kernels, the versions of JAX and the compiler, the compiler's options
     and flags, the devices and the shardings. Any change that matters therefore gives another key. The key may omit the
@@ -80,7 +80,7 @@ def set_cache_folder() -> None:
 
 
 def use_shared(name: str | None = None, *, trusted: bool = False, platform: str | None = None) -> None:
-    """Makes a place, which all workers may share, JAX's cache of programs that are compiled for this platform.
+    """Use a folder, here or in a store, as JAX's cache of programs for this platform; all workers may share it.
 
     Without a `name` it is that of the environment, if there is one and no cache is chosen already. A `platform` other
     than that of JAX's devices is that of devices that are described. Raises WanjaxError unless the place is there, and
@@ -96,19 +96,19 @@ def use_shared(name: str | None = None, *, trusted: bool = False, platform: str 
             f"{TRUSTED}=1 in the environment, says that all who can write there are trusted"
         )
     kind = platform or jax.default_backend()
-    folder = place(name).absolute() / (processor() if kind == "cpu" else kind)
+    folder = parse_path(name).absolute() / (processor() if kind == "cpu" else kind)
     if compile_cache_folder() != str(folder):
-        share(folder, filled=platform is not None)
+        share(folder, ahead_of_time=platform is not None)
 
 
 def compile_cache_folder() -> str | None:
-    """Returns the place of compiled programs, if one is chosen."""
+    """Return the folder of compiled programs, if one is chosen."""
     if (shared := current()) is not None:
         return str(shared.folder)
     return jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def processor() -> str:
-    """Returns the machine's architecture, and a digest of its processor's instruction sets."""
-    known = " ".join(sorted(instructions())) or platform.processor()
-    return f"{platform.machine()}-{hashlib.sha256(known.encode()).hexdigest()[:8]}"
+    """Return the machine's architecture, and a digest of its processor's instruction sets."""
+    features = " ".join(sorted(instructions())) or platform.processor()
+    return f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:8]}"

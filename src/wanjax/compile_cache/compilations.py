@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compilations as they are told: each program that is compiled in this process, or read from what is kept of others.
+"""Events for compilations and cache hits in this process.
 
-JAX tells of its compiler and of its cache by events. What is read from elsewhere is told by the same ones.
+JAX reports its compiler and its cache by events. Programs that this library reads itself are reported by the same ones.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ WAITING = "/wanjax/waited_for_compiler"
 
 
 class Compilation(NamedTuple):
-    """A program's name, the seconds, whether a cache answered, and why what one held was refused, if it was."""
+    """A program's name, the seconds, whether a cache had it, and why a stored executable was refused, if any."""
 
     name: str
     seconds: float
@@ -26,19 +26,19 @@ class Compilation(NamedTuple):
 
 
 @contextmanager
-def watched_compiler(
+def watch_compiler(
     end: Callable[[Compilation], None], begin: Callable[[], None] = lambda: None, *, here: bool = False
 ) -> Iterator[None]:
-    """Calls `begin` before and `end` after each program is compiled or read from a cache in the `with` block.
+    """Call `begin` before and `end` after each program is compiled or read from a cache in the `with` block.
 
     With `here` only what this thread compiles or waits for counts, else all that is compiled.
     """
     from jax import monitoring  # imported late, for commands that compute nothing
 
-    own, state = get_ident(), local()
+    thread, state = get_ident(), local()
 
     def start(event: str, value: float, **_: object) -> None:
-        if (event == COMPILATION or (here and event == WAITING)) and (not here or get_ident() == own):
+        if (event == COMPILATION or (here and event == WAITING)) and (not here or get_ident() == thread):
             state.cached = False
             begin()
 
@@ -50,7 +50,7 @@ def watched_compiler(
 
     def stop(event: str, duration_secs: float, **more: object) -> None:
         waited = event == WAITING
-        if (event == COMPILATION or waited) and (get_ident() == own if here else not waited):
+        if (event == COMPILATION or waited) and (get_ident() == thread if here else not waited):
             name = str(more.get("fun_name", "")).removeprefix("jit(").removesuffix(")")
             cached = not waited and getattr(state, "cached", False)
             end(Compilation(name, duration_secs, cached, getattr(state, "refused", "")))
@@ -67,8 +67,8 @@ def watched_compiler(
         monitoring.unregister_event_duration_listener(stop)
 
 
-def tell_loaded(name: str, since: float) -> None:
-    """Tells of a program that was read from what is kept; `since` is when that began, by `perf_counter`."""
+def report_loaded(name: str, since: float) -> None:
+    """Report a program that was read from a cache, starting at `since` by `perf_counter`."""
     from jax import monitoring
 
     monitoring.record_scalar(COMPILATION, 0.0)
@@ -76,16 +76,16 @@ def tell_loaded(name: str, since: float) -> None:
     monitoring.record_event_duration_secs(COMPILATION, perf_counter() - since, fun_name=name)
 
 
-def tell_refused(why: str) -> None:
-    """Tells why what is kept of a program is not used; the program is compiled next."""
+def report_refused(why: str) -> None:
+    """Report why a stored executable is not used; its program is compiled next."""
     from jax import monitoring
 
     monitoring.record_event(REFUSED, why=why)
 
 
 @contextmanager
-def told_waiting(name: str) -> Iterator[None]:
-    """Tells how long this thread waits, in the `with` block, for a program that another compiles."""
+def report_waiting(name: str) -> Iterator[None]:
+    """Report how long this thread waits, in the `with` block, for a program that another compiles."""
     from jax import monitoring
 
     since = perf_counter()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Executables that are kept between processes, so that a second run neither traces nor lowers nor compiles.
+"""Executables that are stored between processes, so that a second run neither traces nor lowers nor compiles.
 
 JAX's own cache is asked with the lowered program, which takes longer to make than it takes to run a short video. Here
 the key is what the program is made from: its function by name, the values and shapes that it is compiled for, the code
@@ -74,8 +74,8 @@ NAMED = frozenset(
 """What JAX names in an executable and in its trees."""
 
 
-class Refused(Exception):
-    """What was kept is of no use; the text says why."""
+class UnusableExecutable(Exception):
+    """A stored executable that cannot be used; the text says why."""
 
 
 class Executables:
@@ -85,27 +85,27 @@ class Executables:
         self.folder = folder
 
     def find(self, key: str, devices: Sequence[Any]) -> Callable[..., Any] | None:
-        """Returns the executable of a key for these devices, None where none is kept; raises Refused."""
+        """Return the executable of a key for these devices, or None; raise UnusableExecutable."""
         file = self._file(key)
         try:
             self._check_folder()
             body = _checked(key, _read(file))
             payload, arguments, results = pickle.loads(body)  # checked: from here on it is this user's own
-            found = serialize_executable.deserialize_and_load(
+            executable = serialize_executable.deserialize_and_load(
                 payload, arguments, results, devices[0].client, execution_devices=devices
             )
         except FileNotFoundError:
             return None
-        except Refused:
+        except UnusableExecutable:
             raise
         except Exception as error:  # of the many parts that read it
-            raise Refused(f"it cannot be read: {type(error).__name__}: {error}") from error
+            raise UnusableExecutable(f"it cannot be read: {type(error).__name__}: {error}") from error
         with suppress(OSError):
             os.utime(file)
-        return found
+        return executable
 
     def keep(self, key: str, compiled: Any) -> None:
-        """Keeps an executable that was compiled, not read from a cache; does nothing where that cannot be."""
+        """Keep an executable that was compiled, not read from a cache; do nothing where that fails."""
         try:
             body = pickle.dumps(serialize_executable.serialize(compiled))
             self.folder.parent.mkdir(parents=True, exist_ok=True)
@@ -121,20 +121,20 @@ class Executables:
                 with suppress(OSError):
                     beside.unlink()
             self._make_room()
-        except (OSError, Refused, ValueError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError):
+        except (OSError, UnusableExecutable, ValueError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError):
             return
 
     def _file(self, key: str) -> Path:
         return self.folder / f"{key}{SUFFIX}"
 
     def _check_folder(self) -> None:
-        """Raises Refused unless the folder is one, this user's own, and closed to others."""
-        found = os.lstat(self.folder)
-        if not (stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077):
-            raise Refused(f"{self.folder} is open to others")
+        """Raise UnusableExecutable unless the folder is one, this user's own, and closed to others."""
+        status = os.lstat(self.folder)
+        if not (stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077):
+            raise UnusableExecutable(f"{self.folder} is open to others")
 
     def _make_room(self) -> None:
-        """Deletes the files that were used least recently, until the others are few enough."""
+        """Delete the files that were used least recently, until the others are few enough."""
         files = sorted(((x.stat(), x) for x in self.folder.iterdir()), key=lambda entry: -entry[0].st_mtime)
         total = 0
         for entry, file in files:
@@ -143,15 +143,15 @@ class Executables:
                 file.unlink(missing_ok=True)
 
 
-def of_this_machine() -> Executables | None:
-    """Returns the user's own executables; None where the system has no owners of files."""
+def user_executables() -> Executables | None:
+    """Return the store of this user's executables; None on systems whose files have no owners."""
     return Executables(user_cache() / "executables" / processor()) if hasattr(os, "getuid") else None
 
 
 def _read(file: Path) -> bytes:
     with open(os.open(file, os.O_RDONLY | _NO_LINK), "rb") as opened:
         if os.fstat(opened.fileno()).st_uid != os.getuid():
-            raise Refused(f"{file} is another user's")
+            raise UnusableExecutable(f"{file} is another user's")
         return opened.read()
 
 
@@ -160,10 +160,10 @@ def _digest(key: str, body: bytes) -> bytes:
 
 
 def _checked(key: str, content: bytes) -> bytes:
-    """Returns the pickle of a file; raises Refused unless it is whole, of this key, and names what is expected."""
+    """Return the pickle in a file; raise UnusableExecutable unless it is whole, has this key and names only NAMED."""
     size = hashlib.sha256().digest_size
     if content[:size] != _digest(key, content[size:]):
-        raise Refused("its digest is not that of what it holds")
+        raise UnusableExecutable("its digest is not that of what it holds")
     payload, *_ = _Naming(content[size:]).load()
     _Naming(payload).load()
     return content[size:]
@@ -180,31 +180,31 @@ class _Inert:
 
 
 class _Naming(pickle.Unpickler):
-    """Reads a pickle without what it names; raises Refused for a name that is not expected in it."""
+    """Reads a pickle without importing; raises UnusableExecutable for a name that is not in NAMED."""
 
     def __init__(self, content: bytes):
         super().__init__(io.BytesIO(content))
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in NAMED and not _is_tree(module, name):
-            raise Refused(f"it names {module}.{name}")
+            raise UnusableExecutable(f"it names {module}.{name}")
         return _Inert
 
     def persistent_load(self, pid: Any) -> None:
-        """Returns nothing in place of devices and machine code."""
+        """Return nothing in place of devices and machine code."""
 
 
 def _is_tree(module: str, name: str) -> bool:
-    """Tells whether a name is that of a class that holds arrays, of this package or of Flax's."""
+    """Return whether a name is that of a class that holds arrays, of this package or of Flax's."""
     if module.partition(".")[0] not in ("wanjax", "flax"):
         return False
-    found = getattr(sys.modules.get(module), name, None)
-    if not isinstance(found, type) or (found.__module__, found.__qualname__) != (module, name):
+    kind = getattr(sys.modules.get(module), name, None)
+    if not isinstance(kind, type) or (kind.__module__, kind.__qualname__) != (module, name):
         return False
-    return is_dataclass(found) or issubclass(found, tuple | nnx.Variable | nnx.State)
+    return is_dataclass(kind) or issubclass(kind, tuple | nnx.Variable | nnx.State)
 
 
-class Surroundings(NamedTuple):
+class CompileEnvironment(NamedTuple):
     """All on which an executable depends beside its program."""
 
     code: str
@@ -216,16 +216,16 @@ class Surroundings(NamedTuple):
 
 
 def key_of(program: Any) -> str:
-    """Returns the key of a program, whose values tell it from all others; raises NoFingerprint where they do not."""
-    return fingerprint((program, surroundings()))
+    """Return the key of a program; raise NoFingerprint for values that have none."""
+    return fingerprint((program, compile_environment()))
 
 
-def surroundings() -> Surroundings:
-    """Returns the surroundings of this process."""
+def compile_environment() -> CompileEnvironment:
+    """Return the surroundings of this process."""
     compiler = jax.devices()[0].client.platform_version
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
     settings = sorted((name, repr(value)) for name, value in jax.config.values.items())
-    return Surroundings(
+    return CompileEnvironment(
         _code(),
         (*_versions(), compiler),
         processor(),
@@ -242,9 +242,9 @@ def _versions() -> tuple[str, ...]:
 
 @cache
 def _code() -> str:
-    """Returns the digest of this package's code, as it is when it is asked for first."""
-    root, made = Path(__file__).parents[1], hashlib.sha256()
+    """Return the digest of this package's code at the first call."""
+    root, digest = Path(__file__).parents[1], hashlib.sha256()
     for file in sorted(root.rglob("*.py")):
         content = file.read_bytes()
-        made.update(f"{file.relative_to(root)} {len(content)} ".encode() + content)
-    return made.hexdigest()
+        digest.update(f"{file.relative_to(root)} {len(content)} ".encode() + content)
+    return digest.hexdigest()

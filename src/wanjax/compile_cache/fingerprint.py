@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fingerprint of a value: equal in each process in which the value means the same.
+"""Fingerprints of values, which are equal in every process where the values mean the same.
 
 It covers values of which a program is made: settings, definitions of networks, functions by their names, trees, shapes
 and shardings. What code does is not looked at: whoever keeps something by a fingerprint adds that of the code.
@@ -23,23 +23,23 @@ KNOWN = {"wanjax", "flax", "jax", "jaxlib", "numpy", "ml_dtypes", "builtins", "f
 
 
 class NoFingerprint(TypeError):
-    """A value that cannot be told from others of its kind, such as a closure, or that has code of a stranger's."""
+    """A value that has no fingerprint, such as a closure, or code of other packages."""
 
 
 def fingerprint(value: Any) -> str:
-    """Returns the fingerprint of a value, in hexadecimal; raises NoFingerprint where it can have none."""
-    told: list[str] = []
+    """Return the fingerprint of a value, in hexadecimal; raise NoFingerprint where it can have none."""
+    texts: list[str] = []
     open_ = [value]
     while open_:  # a stack: values are nested deeply
-        name, parts = _told(open_.pop())
-        told.append(f"{len(name)} {len(parts)} {name}")
+        name, parts = _describe(open_.pop())
+        texts.append(f"{len(name)} {len(parts)} {name}")
         open_.extend(parts)
-    return hashlib.sha256("".join(told).encode("utf-8", "surrogatepass")).hexdigest()
+    return hashlib.sha256("".join(texts).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 @singledispatch
-def _told(value: Any) -> tuple[str, tuple[Any, ...] | list[Any]]:
-    """Returns a value as a text, and the values of which it is made beside."""
+def _describe(value: Any) -> tuple[str, tuple[Any, ...] | list[Any]]:
+    """Return a value's kind as text, and the values that it contains."""
     if is_dataclass(value):
         return _name(type(value)), [getattr(value, name) for name in _fields(type(value))]
     if isinstance(wrapped := getattr(value, "__wrapped__", None), FunctionType):  # by jax.jit
@@ -47,69 +47,69 @@ def _told(value: Any) -> tuple[str, tuple[Any, ...] | list[Any]]:
     raise NoFingerprint(f"a {type(value).__name__}")
 
 
-@_told.register(NoneType | bool | int | float | complex | str | bytes | np.dtype)
+@_describe.register(NoneType | bool | int | float | complex | str | bytes | np.dtype)
 def _(value: Any) -> Any:
     return f"{type(value).__name__} {value!r}", ()
 
 
-@_told.register(type | FunctionType)
+@_describe.register(type | FunctionType)
 def _(value: Any) -> Any:
     return _name(value), ()
 
 
-@_told.register
+@_describe.register
 def _(value: Enum) -> Any:
     return f"{_name(type(value))} {value.name}", ()
 
 
-@_told.register(np.ndarray | np.generic)
+@_describe.register(np.ndarray | np.generic)
 def _(value: Any) -> Any:
     return f"array {value.dtype!r} {value.shape} {value.tobytes().hex()}", ()
 
 
-@_told.register
+@_describe.register
 def _(value: Mesh) -> Any:
     devices = [f"{device.id} {device.platform} {device.device_kind}" for device in value.devices.flat]
     return f"mesh {value.devices.shape} {value.axis_names} {value.axis_types} {devices}", ()
 
 
-@_told.register
+@_describe.register
 def _(value: NamedSharding) -> Any:
     return _name(type(value)), (value.mesh, value.spec, value.memory_kind)
 
 
-@_told.register
+@_describe.register
 def _(value: GraphDef) -> Any:
     return f"network {_of_network(value)}", ()
 
 
 @cache
 def _of_network(value: Any) -> str:
-    """Returns the fingerprint of a network's definition, which several programs share."""
+    """Return the fingerprint of a network's definition, which several programs share."""
     return fingerprint((value.nodes, value.attributes, value.num_leaves))
 
 
-@_told.register(jax.tree_util.PyTreeDef)
+@_describe.register(jax.tree_util.PyTreeDef)
 def _(value: Any) -> Any:
     return "tree", (value.node_data(), *value.children())
 
 
-@_told.register
+@_describe.register
 def _(value: partial) -> Any:
     return "partial", (value.func, value.args, value.keywords)
 
 
-@_told.register(Mapping)
+@_describe.register(Mapping)
 def _(value: Any) -> Any:
     return _name(type(value)), [*value.keys(), *value.values()]
 
 
-@_told.register(set | frozenset)
+@_describe.register(set | frozenset)
 def _(value: Any) -> Any:
     return _name(type(value)), sorted(map(fingerprint, value))
 
 
-@_told.register(tuple | list | PartitionSpec)
+@_describe.register(tuple | list | PartitionSpec)
 def _(value: Iterable[Any]) -> Any:
     return _name(type(value)), tuple(value)
 
@@ -121,7 +121,7 @@ def _fields(kind: Any) -> tuple[str, ...]:
 
 @cache
 def _name(named: Any) -> str:
-    """Returns the name of a class or a function; raises NoFingerprint where it alone does not tell what it does."""
+    """Return the name of a class or a function; raise NoFingerprint if the name does not determine its code."""
     if named.__module__.partition(".")[0] not in KNOWN or "<" in named.__qualname__:
         raise NoFingerprint(f"{named.__module__}.{named.__qualname__}")
     return f"{named.__module__}.{named.__qualname__}"

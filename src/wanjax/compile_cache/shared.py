@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JAX's cache of compiled programs in one place for all workers: the first compiles, the others wait for it and read.
+"""A compile cache that all workers share: the first to miss a program compiles it, the others wait and read it.
 
 An entry is one file or object under JAX's key, and appears when all of it is there. Whoever misses one takes its lease,
 which is created only where there is none: exclusively in a folder, and in a store by a write on the condition that no
@@ -24,7 +24,7 @@ from jax._src import compilation_cache  # which offers no other cache than folde
 from jax._src.compilation_cache_interface import CacheInterface
 
 from wanjax.errors import WanjaxError, WanjaxWarning, reason
-from wanjax.stores.places import Missing, Place, Remote, read
+from wanjax.stores.paths import AnyPath, Missing, RemotePath, read
 from wanjax.stores.writing import write_whole
 
 BEAT = 5.0  # seconds between two changes of a lease
@@ -35,43 +35,43 @@ LOOKS = 0.1, 2.0  # seconds between two looks of a process that waits, the first
 class Lease:
     """The right to compile a program, by the key of its entry, as long as this process is alive."""
 
-    def __init__(self, folder: Place, key: str):
+    def __init__(self, folder: AnyPath, key: str):
         self.folder, self._key = folder, key
         self._own = uuid4().hex
         self._number = 0
         self._ended = Event()
         self._thread = Thread(target=self._beat, name="lease", daemon=True)
 
-    def _file(self, number: int | None = None) -> Place:
+    def _file(self, number: int | None = None) -> AnyPath:
         return self.folder / f"{self._key}-lease-{self._number if number is None else number}"
 
-    def take(self) -> bool:
-        """Takes the lease unless another has it; tells whether. Raises WanjaxError where it cannot be written."""
+    def acquire(self) -> bool:
+        """Take the lease if it is free, and return whether it was. Raises WanjaxError where it cannot be written."""
         if not _create(self._file(), self._own.encode()):
             return False
         self._thread.start()
         return True
 
     def wait(self, pause: float, seen: tuple[bytes, float]) -> tuple[bytes, float] | None:
-        """Waits a little; returns what the other's lease holds, and since when. None where it has been given back."""
+        """Wait a little; return the other's lease and the time of its last change, None if it was released."""
         self._ended.wait(pause)
-        if (found := read(self._file())) is None:
+        if (content := read(self._file())) is None:
             return None
-        if found != seen[0]:
-            return found, monotonic()
+        if content != seen[0]:
+            return content, monotonic()
         if monotonic() - seen[1] > GONE:
             self._number += 1
             return b"", monotonic()
         return seen
 
-    def give_back(self) -> None:
-        """Removes this lease, and those before it of processes that are gone."""
+    def release(self) -> None:
+        """Remove this lease, and earlier ones of processes that are gone."""
         self._ended.set()
         self._thread.join()
         for number in range(self._number + 1):
             with suppress(WanjaxError, OSError):
                 file = self._file(number)
-                file.remove() if isinstance(file, Remote) else file.unlink()
+                file.remove() if isinstance(file, RemotePath) else file.unlink()
 
     def _beat(self) -> None:
         for turn in count(1):
@@ -81,34 +81,34 @@ class Lease:
                 _write(self._file(), f"{self._own} {turn}".encode())
 
 
-class Kept(Exception):
-    """An entry that is there, where it is only to be written: no device that is described could read it."""
+class EntryExists(Exception):
+    """Raised when an entry exists while the cache is filled ahead of time, since absent devices cannot read it."""
 
 
-class Shared(CacheInterface):
-    """JAX's cache in a place that workers share. What fails there is told once, and programs are compiled here.
+class SharedCache(CacheInterface):
+    """JAX's cache in a folder that workers share. The first failure gives a warning; programs are then compiled here.
 
-    `filled` tells that it is filled for devices that are described: an entry that is there raises Kept.
+    `ahead_of_time` tells that it is filled for devices that are described: an entry that is there raises EntryExists.
     """
 
-    def __init__(self, folder: Place, *, filled: bool = False):
-        self.folder, self._filled = folder, filled
+    def __init__(self, folder: AnyPath, *, ahead_of_time: bool = False):
+        self.folder, self._ahead_of_time = folder, ahead_of_time
         self._path = Path(str(folder))  # JAX's own name, for its log
-        self._leases, self._told = local(), False
+        self._leases, self._reported = local(), False
 
     def get(self, key: str) -> bytes | None:
-        """Returns an entry, None where there is none; then this thread compiles it, or none in several processes."""
+        """Return an entry, or None for this thread to compile it."""
         try:
             entry = self._found(key)
-            if entry is not None and self._filled:
-                raise Kept(key)
+            if entry is not None and self._ahead_of_time:
+                raise EntryExists(key)
             return entry
         except (WanjaxError, OSError) as error:
             self._tell(f"cannot be read ({error})")
             return None
 
     def put(self, key: str, value: bytes) -> None:
-        """Writes an entry, unless it is there."""
+        """Write an entry, unless it is there."""
         try:
             _write(self.folder / f"{key}-cache", value)
         except (WanjaxError, OSError) as error:
@@ -116,42 +116,48 @@ class Shared(CacheInterface):
 
     @contextmanager
     def leasing(self) -> Iterator[None]:
-        """Takes leases of programs that this thread misses in the block, and gives them back at its end."""
+        """Take leases of programs that this thread misses in the block, and release them at its end."""
         self._leases.held = held = []
         try:
             yield
         finally:
             self._leases.held = None
             for lease in held:
-                lease.give_back()
+                lease.release()
 
     def _found(self, key: str) -> bytes | None:
         held, file = getattr(self._leases, "held", None), self.folder / f"{key}-cache"
         if (entry := read(file)) is not None or held is None or jax.process_count() > 1:  # which compile together
             return entry
         lease, pause, seen = Lease(self.folder, key), LOOKS[0], (b"", monotonic())
-        while not lease.take():
-            found = lease.wait(pause, seen)
-            if (entry := read(file)) is not None or found is None:
+        while not lease.acquire():
+            state = lease.wait(pause, seen)
+            if (entry := read(file)) is not None or state is None:
                 return entry
-            pause, seen = min(1.5 * pause, LOOKS[1]), found
+            pause, seen = min(1.5 * pause, LOOKS[1]), state
         held.append(lease)
         return read(file)  # of one who gave the lease back between the two looks
 
     def _tell(self, what: str) -> None:
-        if not self._told:
-            self._told = True
-            told = f"the compile cache {self.folder} {what}: programs are compiled here"
-            warnings.warn(told, WanjaxWarning, stacklevel=2)
+        if not self._reported:
+            self._reported = True
+            message = f"the compile cache {self.folder} {what}: programs are compiled here"
+            warnings.warn(message, WanjaxWarning, stacklevel=2)
 
 
-def share(folder: Place, *, filled: bool = False) -> None:
-    """Makes a place JAX's cache of compiled programs, from now on; what is read there runs in this process.
+def share(folder: AnyPath, *, ahead_of_time: bool = False) -> None:
+    """Use a folder, here or in a store, as JAX's cache of compiled programs from now on.
 
-    With `filled` it is filled for devices that are described. Raises WanjaxError where it can neither be written nor
-    read. A place that can only be read is enough.
+    Programs that are read from it run in this process. A folder that can only be read is enough.
+
+    Args:
+        folder: The folder.
+        ahead_of_time: Whether the cache is filled for devices that are not present.
+
+    Raises:
+        WanjaxError: The folder can neither be written nor read.
     """
-    if isinstance(folder, Remote):
+    if isinstance(folder, RemotePath):
         try:
             folder.check_writable()
         except Missing:  # the bucket
@@ -163,41 +169,41 @@ def share(folder: Place, *, filled: bool = False) -> None:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise WanjaxError(f"the compile cache {folder} cannot be made: {reason(error)}") from error
-    made, others = Shared(folder, filled=filled), compilation_cache.get_file_cache
+    shared, others = SharedCache(folder, ahead_of_time=ahead_of_time), compilation_cache.get_file_cache
     name = str(folder) if isinstance(folder, Path) else f"{folder.scheme}/{folder.path}"  # to JAX it is always a path
-    _shared[name] = made
-    compilation_cache.get_file_cache = lambda path: (made, path) if path == name else others(path)
+    _shared[name] = shared
+    compilation_cache.get_file_cache = lambda path: (shared, path) if path == name else others(path)
     jax.config.update("jax_compilation_cache_dir", name)
-    jax.config.update("jax_raise_persistent_cache_errors", filled)
+    jax.config.update("jax_raise_persistent_cache_errors", ahead_of_time)
     jax.config.update("jax_persistent_cache_enable_xla_caches", "none")  # whose folders' names would count in the keys
     compilation_cache.reset_cache()
 
 
 def leasing() -> AbstractContextManager[None]:
-    """Returns a context in which this thread takes leases of the programs that it compiles, if a place is shared."""
+    """Return a context in which this thread takes leases of the programs that it compiles, if the cache is shared."""
     shared = current()
     return shared.leasing() if shared else nullcontext()
 
 
-def current() -> Shared | None:
-    """Returns the shared cache that JAX uses, None where it uses another or none."""
+def current() -> SharedCache | None:
+    """Return the shared cache that JAX uses, None where it uses another or none."""
     return _shared.get(jax.config.jax_compilation_cache_dir)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-_shared: dict[str, Shared] = {}  # by the names that JAX has of their folders
+_shared: dict[str, SharedCache] = {}  # by the names that JAX has of their folders
 
 
-def _write(file: Place, content: bytes) -> None:
-    """Writes a file, which appears when all of it is there."""
-    if isinstance(file, Remote):
+def _write(file: AnyPath, content: bytes) -> None:
+    """Write a file that appears when it is complete."""
+    if isinstance(file, RemotePath):
         file.write(content)
         return
     write_whole(file, content)
 
 
-def _create(file: Place, content: bytes) -> bool:
-    """Writes a file unless it is there, which one process alone can; tells whether."""
-    if isinstance(file, Remote):
+def _create(file: AnyPath, content: bytes) -> bool:
+    """Create a file, and return whether it is new; only one process can create it."""
+    if isinstance(file, RemotePath):
         return file.create(content)
     try:
         with file.open("xb") as opened:

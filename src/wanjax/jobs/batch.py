@@ -19,7 +19,7 @@ from wanjax.jobs.maker import Task, digest_of
 from wanjax.jobs.store import FAILED, Job, JobStore, NewJob
 from wanjax.jobs.worker import DISK_FULL
 from wanjax.pipelines.request import OWN
-from wanjax.stores.places import Place, read
+from wanjax.stores.paths import AnyPath, read
 
 MANIFEST = "manifest.jsonl"
 TOGETHER = 32  # jobs of one run at most: as many prompts are encoded before the first video is made
@@ -105,7 +105,7 @@ class Manifest:
         folder: The folder.
     """
 
-    def __init__(self, folder: Place):
+    def __init__(self, folder: AnyPath):
         self.file = folder / MANIFEST
         self._lines = (read(self.file) or b"").splitlines()
         self._written, self._new = monotonic(), False

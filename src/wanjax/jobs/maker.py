@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from wanjax.compile_cache.cache import compile_cache_folder, use_shared
-from wanjax.compile_cache.executables import of_this_machine
+from wanjax.compile_cache.executables import user_executables
 from wanjax.errors import WanjaxError, causes, is_full, reason, shown
 from wanjax.execution import EXECUTE
 from wanjax.jobs.processes import is_first
@@ -23,8 +23,8 @@ from wanjax.jobs.store import Job
 from wanjax.jobs.worker import DISK_FULL, Failure, Interrupted, Lease
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures
-from wanjax.media.texts import slug
-from wanjax.media.videos import try_output, write_video
+from wanjax.media.text import slug
+from wanjax.media.video import try_output, write_video
 from wanjax.pipelines.observers import Cancelled, Observer, Step
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.previews.previews import Previews
@@ -35,7 +35,7 @@ from wanjax.pipelines.run import Run
 from wanjax.pipelines.seeds import checked_seed
 from wanjax.pipelines.settings import LOADED, Settings
 from wanjax.pipelines.windows import Window
-from wanjax.stores.places import Place, StoreError, names_in, place
+from wanjax.stores.paths import AnyPath, StoreError, names_in, parse_path
 
 T = TypeVar("T")
 HERE = ("devices", "version")  # entries of the metadata that do not say which video it is
@@ -74,7 +74,7 @@ def keeping_programs(make: Callable[[], T], shared: Mapping[str, Any]) -> T:
         shared: The arguments of `use_shared`, where a cache of compiled programs is shared.
     """
     use_shared(**shared)
-    EXECUTE.executables = of_this_machine() if compile_cache_folder() is None else None
+    EXECUTE.executables = user_executables() if compile_cache_folder() is None else None
     return make()
 
 
@@ -93,7 +93,7 @@ class VideoMaker:
     def __init__(
         self,
         load: Callable[[], Pipeline],
-        place: Place,
+        place: AnyPath,
         *,
         tiling: Tiling | None = None,
         batch_guidance: bool = False,
@@ -249,7 +249,7 @@ class JobProgress(Observer):
         preview: Where to show at a few steps what the video will be; None for nowhere.
     """
 
-    def __init__(self, lease: Lease, ends: Callable[[], bool], preview: Place | None = None):
+    def __init__(self, lease: Lease, ends: Callable[[], bool], preview: AnyPath | None = None):
         self.lease, self.ends, self.preview = lease, ends, preview
         self.restart()
 
@@ -326,13 +326,13 @@ def sentence_of(error: Exception) -> str:
     return sentence[:LONGEST_ERROR]
 
 
-def write(path: str | Place, frames: Iterable[Any], prepared: PreparedRequest) -> Place:
+def write(path: str | AnyPath, frames: Iterable[Any], prepared: PreparedRequest) -> AnyPath:
     """Write a video with its metadata from frames as they come, in the first process alone; return its place."""
     chunks = map(np.asarray, frames)
     if is_first():
         return write_video(path, timing_writes(chunks), prepared.settings.fps, prepared.metadata)
     deque(chunks, maxlen=0)
-    return place(path)
+    return parse_path(path)
 
 
 def name_of(metadata: Mapping[str, Any]) -> str:

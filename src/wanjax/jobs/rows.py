@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from wanjax.errors import WanjaxError, reason, shown
-from wanjax.media.texts import decoded, read_text, trimmed
+from wanjax.media.text import decoded, read_text, trimmed
 from wanjax.pipelines.other_names import unknown_keyword
 from wanjax.pipelines.request import STRENGTH, VideoRequest, known_fields
-from wanjax.stores.places import place
+from wanjax.stores.paths import parse_path
 
 EXAMPLE = '{"prompt": "a red circle", "seed": 1}'
 JSON_LINES = (".jsonl", ".ndjson")
@@ -185,7 +185,7 @@ def _request(number: int, row: Any, folder: Path) -> VideoRequest:
     asked = VideoRequest.parse(fields, row=number, accepted=_fields_of_rows())
 
     def file(name: str) -> str:
-        found = place(name)
+        found = parse_path(name)
         return str(folder / found if isinstance(found, Path) else found)
 
     inputs = {k: list(map(file, x)) if isinstance(x, list) else file(x) for k, x in asked.inputs.items()}

@@ -13,13 +13,13 @@ import psutil
 
 from wanjax.errors import WanjaxError, written
 from wanjax.jobs.store import JobStore
-from wanjax.stores.own import HOST, name_beside
-from wanjax.stores.places import Place, StoreError, read
+from wanjax.stores.paths import AnyPath, StoreError, read
+from wanjax.stores.temporary import HOST, sibling_path
 
 SERVE, BATCH = "serve.place", "batch.place"  # names of the file
 
 
-def enter(store: JobStore, folder: Place, name: str) -> None:
+def enter(store: JobStore, folder: AnyPath, name: str) -> None:
     """Have a store use the jobs of a folder, which becomes a place if it is none; whoever adds jobs does."""
     file = folder / name
     if not (id := _id_of(file)):
@@ -28,7 +28,7 @@ def enter(store: JobStore, folder: Place, name: str) -> None:
     store.enter(id, is_new=True)
 
 
-def why_apart(store: JobStore, folder: Place, name: str) -> str:
+def why_apart(store: JobStore, folder: AnyPath, name: str) -> str:
     """Have a store use the jobs of a folder of others; return why it cannot, "" where it does."""
     command = f"wanjax {name.partition('.')[0]}"
     why = f"{folder} is the folder of no `{command}` with the database {store.name}"
@@ -40,23 +40,23 @@ def why_apart(store: JobStore, folder: Place, name: str) -> str:
     return f"{why}: this worker takes no job until it is; --dir of servers or --out of batches is one place for all"
 
 
-def check_place(store: JobStore, folder: Place, name: str) -> None:
+def check_place(store: JobStore, folder: AnyPath, name: str) -> None:
     """Raise WanjaxError where a worker's folder is not the place whose jobs it is to make."""
     if store.place and _id_of(folder / name) != store.place:
         why = f"{folder} is another folder on {HOST} than where its worker was started"
         raise WanjaxError(f"{why}: give one that all hosts share, as on a network file system or in a store")
 
 
-def _id_of(file: Place) -> str:
+def _id_of(file: AnyPath) -> str:
     return (read(file) or b"").decode(errors="replace").strip()
 
 
-def _create(file: Place, id: str) -> None:
+def _create(file: AnyPath, id: str) -> None:
     """Write the file of a place, unless another process was first."""
     if not isinstance(file, Path):
         file.create(id.encode())
         return
-    beside = name_beside(file.with_name(id))
+    beside = sibling_path(file.with_name(id))
     with written(file):
         beside.write_text(id)
         try:

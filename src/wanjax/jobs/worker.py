@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from wanjax.figures import quantity
 from wanjax.jobs.store import CANCELLATION, RUNNING, STOPPED, TTL, Job, JobStore, Signal, Stats, Unavailable
-from wanjax.stores.own import HOST
+from wanjax.stores.temporary import HOST
 
 BEAT, IDLE = 0.5, 0.2  # seconds between two heartbeats, and between two looks at an empty queue
 ATTEMPTS = 5  # times that a job may be begun by workers that die

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts the colours of a picture from those of its ICC profile to sRGB, in which models are trained."""
+"""Conversion of a picture's colours from its ICC profile to sRGB, in which models are trained."""
 
 from collections.abc import Callable
 from io import BytesIO
@@ -15,7 +15,7 @@ Conversion = Callable[[Image.Image], Image.Image]
 
 
 def conversion(image: Image.Image) -> Conversion | None:
-    """Returns what converts an image of this one's profile, whole or a part of it, to sRGB.
+    """Return a function that converts images with this one's profile, whole or in part, to sRGB.
 
     It takes RGB or CMYK, of a grey image L, and RGB or L with transparency, which stays. None where the image has no
     profile, or one that is broken or does not belong to its kind of colours.

@@ -31,7 +31,7 @@ PIECE = 2**20  # bytes of output that are taken at a time
 
 
 def reading(source: str | Path) -> list[str]:
-    """Returns the arguments by which ffmpeg reads this file, and no other."""
+    """Return ffmpeg's arguments to read this file and no other."""
     return ["-protocol_whitelist", "file", "-format_whitelist", FILMS, "-i", f"file:{source}"]
 
 
@@ -54,15 +54,15 @@ class Film(NamedTuple):
     length: float | None
 
     def tones(self, values: bool) -> list[str]:
-        """Returns filters by which colours become those of BT.709, none where they are so, or in its primaries.
+        """Return filters that convert colours to BT.709; none for its primaries.
 
         Light of a high dynamic range (PQ, HLG): the white of BT.2408 becomes white, tones up to `KNEE` of it stay as
         they are, and brighter ones are compressed. Wide primaries of a standard range are converted in linear light,
         but for a film of `values`, such as a mask.
         """
-        found = re.search(r"\b([\w-]+)/([\w-]+)/([\w-]+)[,)]", self.colours)
+        match = re.search(r"\b([\w-]+)/([\w-]+)/([\w-]+)[,)]", self.colours)
         same = re.search(r"[(,] ?(bt2020nc|bt2020)[,)]", self.colours)  # which stands alone where all are equal
-        matrix, primaries, transfer = found.groups() if found else (same[1],) * 3 if same else ("",) * 3
+        matrix, primaries, transfer = match.groups() if match else (same[1],) * 3 if same else ("",) * 3
         if transfer in HIGH_RANGE:
             unknown = [way for way, name in (("min=bt2020nc", matrix), ("pin=bt2020", primaries)) if name == "unknown"]
             linear = ":".join(["t=linear", f"npl={WHITE}", *unknown])
@@ -77,15 +77,15 @@ class Film(NamedTuple):
         return [f"zscale={linear}", FLOATS, "zscale=p=bt709", f"zscale=t={tone}"]
 
 
-def described(source: str | Path) -> Film:
-    """Describes a film from what ffmpeg prints of it; raises OSError where it cannot be read, or has no pictures."""
+def probe(source: str | Path) -> Film:
+    """Describe a film from ffmpeg's messages; raise OSError if it is unreadable or has no pictures."""
     done = run(["-loglevel", "info", *reading(source), "-f", "ffmetadata", "pipe:1"])
     if done.error:
         raise done.error
-    length = re.search(r"^  Duration: (\d+):(\d+):([\d.]+)", done.said, re.MULTILINE)
-    container = re.search(r"^Input #0, ([^,]+),", done.said, re.MULTILINE)
+    length = re.search(r"^  Duration: (\d+):(\d+):([\d.]+)", done.messages, re.MULTILINE)
+    container = re.search(r"^Input #0, ([^,]+),", done.messages, re.MULTILINE)
     seconds = sum(float(x) * unit for x, unit in zip(length.groups(), (3600, 60, 1), strict=True)) if length else None
-    for stream in re.split(r"^ +(?=Stream #)", done.said, flags=re.MULTILINE):
+    for stream in re.split(r"^ +(?=Stream #)", done.messages, flags=re.MULTILINE):
         video = re.match(r"Stream #(0:\d+).*?: Video: (\w+)(.*)", stream)
         if video and "(attached pic)" not in video[3]:
             alpha = re.search(r"^ *alpha_mode *: 1$", stream, re.MULTILINE | re.IGNORECASE)
@@ -104,24 +104,26 @@ def described(source: str | Path) -> Film:
     raise OSError("it holds no pictures")
 
 
-class Done(NamedTuple):
-    """What ffmpeg wrote and said, and the error of its last message if it failed."""
+class FfmpegResult(NamedTuple):
+    """The output and messages of ffmpeg, and the error of its last message if it failed."""
 
     output: bytes
-    said: str
+    messages: str
     error: OSError | None
 
 
 def run_ffmpeg(arguments: list[str], pieces: Iterable[bytes] = ()) -> bytes:
-    """Feeds the pieces to ffmpeg and returns its output; raises OSError with its last message if it fails."""
+    """Feed the pieces to ffmpeg and return its output; raise OSError with its last message if it fails."""
     done = run(["-loglevel", "error", *arguments], pieces)
     if done.error:
         raise done.error
     return done.output
 
 
-def run(arguments: list[str], pieces: Iterable[bytes] = (), take: Callable[[bytes], object] | None = None) -> Done:
-    """Feeds the pieces to ffmpeg, and hands its output to `take`, a piece at a time, or returns it whole."""
+def run(
+    arguments: list[str], pieces: Iterable[bytes] = (), take: Callable[[bytes], object] | None = None
+) -> FfmpegResult:
+    """Feed the pieces to ffmpeg, and pass its output to `take`, a piece at a time, or return it whole."""
     command = [_ffmpeg(), "-hide_banner", *arguments]
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as log:
         # In a session of its own it does not receive Ctrl-C; the `finally` below stops it.
@@ -149,11 +151,11 @@ def run(arguments: list[str], pieces: Iterable[bytes] = (), take: Callable[[byte
         log.seek(0)
         said = log.read().decode(errors="replace")
         out.seek(0)
-        return Done(b"" if process.returncode else out.read(), said, _error(process.returncode, said))
+        return FfmpegResult(b"" if process.returncode else out.read(), said, _error(process.returncode, said))
 
 
 def _error(status: int, said: str) -> OSError | None:
-    """Returns the error of ffmpeg's last message, without the names of its module and level.
+    """Return the error of ffmpeg's last message, without the names of its module and level.
 
     Where a disk is full from the first byte on, its status alone tells at last: a negative number of the system.
     """

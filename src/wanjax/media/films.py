@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the frames of a film by ffmpeg, and refuses one that is damaged: ffmpeg reads on over what it cannot decode.
+"""Frames of a film, by ffmpeg. A damaged film is refused, since ffmpeg itself skips undecodable parts.
 
 A film is decoded for as long as it is used and `BEYOND` further. It is damaged where a decoder or the container says
 so, and where the data of a frame hold more zeros than its codec can write, which is what a hole in a file looks like.
@@ -19,10 +19,10 @@ from jaxtyping import UInt8
 
 from wanjax.errors import WanjaxError
 from wanjax.media.bounds import BOUNDS
-from wanjax.media.ffmpeg import Film, described, reading, run
-from wanjax.media.holes import Zeros, ends_within
-from wanjax.stores.own import own_folder
-from wanjax.stores.places import no_file
+from wanjax.media.damage import Zeros, ends_within
+from wanjax.media.ffmpeg import Film, probe, reading, run
+from wanjax.stores.paths import missing_file
+from wanjax.stores.temporary import temp_dir
 
 BEYOND = 10  # seconds of a film that are looked at after what is used of it
 DECODED_TIMES = 4  # as many pixels are decoded to look for damage as all frames may have that are read
@@ -48,7 +48,7 @@ Frame = UInt8[np.ndarray, "H W C"]
 
 
 def read_film(source: str | Path, frames: int, fps: int | float, *, values: bool) -> Generator[Frame]:
-    """Yields frames in RGB or RGBA: those that are shown at each k/fps, up to the time of the last frame.
+    """Yield frames in RGB or RGBA: the frame at each time k/fps, up to that of the last frame.
 
     A film of fewer frames a second keeps its own. Frames are turned as the file says, and have square pixels.
 
@@ -62,26 +62,26 @@ def read_film(source: str | Path, frames: int, fps: int | float, *, values: bool
         WanjaxError: The film cannot be read, is too large or is damaged, and at which frame.
     """
     if not Path(source).is_file():
-        raise WanjaxError(no_file(source))
-    with own_folder() as folder:
+        raise WanjaxError(missing_file(source))
+    with temp_dir() as folder:
         try:
-            film = described(source)
+            film = probe(source)
             most = max(1, DECODED_TIMES * BOUNDS.together // max(1, film.pixels))
             decoded, times, rate = _decode(source, film, frames, fps, most, values, folder)
         except OSError as error:
             raise WanjaxError(f"{source} cannot be read as a video: {error}") from error
-        shown, known = 0 if not times else frames, 0 < len(times) < most
-        if known:  # they are all
+        shown, complete = 0 if not times else frames, 0 < len(times) < most
+        if complete:  # they are all
             last, step = times[-1] - times[0], max(1 / fps, 1 / rate)
             even = round(last * rate) / rate
             last = even if abs(last - even) < ROUNDED else last
             shown = math.floor((last + (EARLIER if rate > fps else step / 2)) / step) + 1
         count = min(shown, frames)
-        yield from islice(_frames(decoded, source, count if known else 1), count)
+        yield from islice(_frames(decoded, source, count if complete else 1), count)
 
 
 def _frames(decoded: Path, source: str | Path, count: int) -> Generator[Frame]:
-    """Yields the frames of a file of PAM, `count` or more.
+    """Yield the frames of a file of PAM, `count` or more.
 
     Raises WanjaxError for a frame that is too large, and for too many, before they are read.
     """
@@ -102,7 +102,7 @@ def _frames(decoded: Path, source: str | Path, count: int) -> Generator[Frame]:
 def _decode(
     source: str | Path, film: Film, frames: int, fps: int | float, most: int, values: bool, folder: Path
 ) -> tuple[Path, list[float], float]:
-    """Writes frames as PAM, one or two too many, into a folder.
+    """Write frames as PAM, one or two too many, into a folder.
 
     Returns their file, the times of all that were decoded, and their number a second.
 
@@ -138,7 +138,7 @@ def _decode(
     if done.error and done.error.errno:  # of the disk
         raise done.error
     packets = _packets(source, film, seconds, folder)
-    faults = bool(done.error) or ends_within(Path(source), film.container) or TELLING.search(done.said) is not None
+    faults = bool(done.error) or ends_within(Path(source), film.container) or TELLING.search(done.messages) is not None
     if faults or any(packet.damaged for packet in packets):
         if damage := _damage(source, film, read, seconds, most, packets, folder):
             raise WanjaxError(damage)
@@ -148,7 +148,7 @@ def _decode(
 
 
 def _timed(film: Film, seconds: str, most: int, file: Path) -> list[str]:
-    """Returns the arguments by which ffmpeg decodes at most so much of a film, and writes the times of its frames."""
+    """Return ffmpeg's arguments to decode at most so much of a film and to write the times of its frames."""
     rising = f"settb=1/{TICK},setpts=if(isnan(PREV_OUTPTS)\\,PTS\\,max(PTS\\,PREV_OUTPTS+1))"  # as `framecrc` insists
     exact = ["-vf", rising, "-fps_mode", "passthrough", "-enc_time_base", f"1/{TICK}"]
     return ["-map", film.stream, "-t", seconds, "-frames:v", str(most), *NULL, *exact, "-f", "framecrc", str(file)]
@@ -163,7 +163,7 @@ class Entry(NamedTuple):
 
 
 def _entries(file: Path) -> list[Entry]:
-    """Returns the lines of a file that ffmpeg wrote by `framecrc`."""
+    """Return the lines of a file that ffmpeg wrote by `framecrc`."""
     unit = _unit(file)
     entries: list[Entry] = []
     for line in file.read_text().splitlines() if file.is_file() else ():
@@ -174,18 +174,18 @@ def _entries(file: Path) -> list[Entry]:
 
 
 def _times(file: Path) -> list[float]:
-    """Returns the times of such a file in order."""
+    """Return the times of such a file in order."""
     return sorted(entry.time for entry in _entries(file) if entry.time is not None)
 
 
 def _unit(file: Path) -> Fraction:
-    """Returns the seconds in which a file of `framecrc` tells times."""
+    """Return the unit of time of a `framecrc` file, in seconds."""
     unit = re.search(r"^#tb 0: (\d+)/(\d+)$", file.read_text(), re.MULTILINE) if file.is_file() else None
     return Fraction(int(unit[1]), int(unit[2])) if unit and int(unit[1]) and int(unit[2]) else Fraction(1, TICK)
 
 
 def _packets(source: str | Path, film: Film, seconds: str, folder: Path) -> list[Entry]:
-    """Returns the packets of a film in the order of the file, without decoding them."""
+    """Return the packets of a film in the order of the file, without decoding them."""
     file, zeros = folder / "packets", Zeros(film.pixels)
     copied = ["-map", film.stream, "-t", seconds, "-c", "copy", "-copyinkf"]
     run(
@@ -201,7 +201,7 @@ def _packets(source: str | Path, film: Film, seconds: str, folder: Path) -> list
 def _damage(
     source: str | Path, film: Film, read: Sequence[str], seconds: str, most: int, packets: Sequence[Entry], folder: Path
 ) -> str | None:
-    """Returns a sentence that says at which frame a film breaks; None for a film that can be decoded.
+    """Return a sentence that says at which frame a film breaks; None for a film that can be decoded.
 
     Raises OSError where there is no frame before.
     """
@@ -212,12 +212,14 @@ def _damage(
     )
     times = _times(file)
     ended = 0 < len(times) < most and times[-1] + 1 < float(seconds) and ends_within(Path(source), film.container)
-    if not (done.error or ended or TELLING.search(done.said) or any(packet.damaged for packet in packets)):
+    if not (done.error or ended or TELLING.search(done.messages) or any(packet.damaged for packet in packets)):
         return None
     if not times:
         raise done.error or OSError("it holds no frame that can be decoded")
-    corrupt = CORRUPT.search(done.said)
-    breaks = [done.said.count(DECODED, 0, corrupt.start())] if corrupt else []  # of each fault, the frames before it
+    corrupt = CORRUPT.search(done.messages)
+    breaks = (
+        [done.messages.count(DECODED, 0, corrupt.start())] if corrupt else []
+    )  # of each fault, the frames before it
     breaks += [len(times) - 1] if ended else []
     breaks += [_before(times, packet.time, index) for index, packet in enumerate(packets) if packet.damaged]
     frames = min(breaks, default=_first_gap(times, packets, film.length))
@@ -229,12 +231,12 @@ def _damage(
 
 
 def _before(times: Sequence[float], time: float | None, index: int) -> int:
-    """Returns the number of frames before a packet, which is the `index`-th of the file."""
+    """Return the number of frames before a packet, which is the `index`-th of the file."""
     return index if time is None else bisect_left(times, time - ROUNDED)
 
 
 def _first_gap(times: Sequence[float], packets: Sequence[Entry], length: float | None) -> int:
-    """Returns the number of frames before the first packet of which no frame was made, or the first gap in time."""
+    """Return the number of frames before the first packet of which no frame was made, or the first gap in time."""
     lost = [
         index
         for packet in packets

@@ -36,7 +36,7 @@ class InputSpec(NamedTuple):
 
     @property
     def option(self) -> str:
-        """The option of the command line; one of several pictures is given at a time."""
+        """The option of the command line; for several pictures it is repeated."""
         name = self.name.removesuffix("s") if self.kind == "images" else self.name
         return f"--{name.replace('_', '-')}"
 
@@ -59,13 +59,13 @@ INPUTS = {one.name: one for one in (IMAGE, LAST_IMAGE, VIDEO, MASK, REFERENCES)}
 """
 
 
-def check_inputs(given: Collection[str], model: str, purpose: str, specs: Sequence[InputSpec]) -> None:
-    """Raise SettingError unless a model takes the given inputs, by their names, and has those that it needs."""
+def check_inputs(names: Collection[str], model: str, purpose: str, specs: Sequence[InputSpec]) -> None:
+    """Raise SettingError unless a model takes all inputs of these names, and they are all that it needs."""
     nouns = {name: spec.noun for name, spec in INPUTS.items()} | {spec.name: spec.noun for spec in specs}
-    for name in given:
+    for name in names:
         if name not in [spec.name for spec in specs]:
             taken = " and ".join(spec.noun for spec in specs) or "a prompt alone"
             raise SettingError(f"{model} is made for {purpose} and cannot use {nouns[name]}: it takes {taken}", name)
     for spec in specs:
-        if spec.required and spec.name not in given:
+        if spec.required and spec.name not in names:
             raise SettingError(f"{model} is made for {purpose}: {spec.noun} is needed beside the prompt", spec.name)

@@ -25,11 +25,11 @@ from PIL import Image, ImageOps, ImageSequence, UnidentifiedImageError
 from wanjax.errors import WanjaxError, WanjaxWarning, reason, shown
 from wanjax.media.bounds import BOUNDS
 from wanjax.media.colours import Conversion, conversion
+from wanjax.media.damage import holed_frame
 from wanjax.media.films import read_film
-from wanjax.media.holes import holed_frame
 from wanjax.media.inputs import InputSpec
-from wanjax.media.videos import BROKEN, read_metadata
-from wanjax.stores.places import no_file
+from wanjax.media.video import BROKEN, read_metadata
+from wanjax.stores.paths import missing_file
 
 Picture = UInt8[np.ndarray, "H W 3"]
 PictureOfAnySize = UInt8[np.ndarray, "_H _W 3"]  # in a list whose pictures differ in size
@@ -63,8 +63,8 @@ ROWS = 256  # of a picture that are converted at a time
 DECODING = RLock()  # so that one picture at a time is decoded, within the bound that Pillow has for all threads
 
 
-class Deep(NamedTuple):
-    """A grey picture of more than 8 bits, the values that white may have in it, and what converts it of 8 bits."""
+class DeepPicture(NamedTuple):
+    """A grey picture of more than 8 bits, its possible values of white, and the conversion of 8 bits to sRGB."""
 
     values: GreyOfAnySize
     whites: tuple[int, ...]
@@ -90,19 +90,19 @@ class Pictures(Mapping[str, Any]):
         return len(self._arrays)
 
     def picture(self, name: str) -> Picture | None:
-        """Returns a picture [H W 3], if it is given."""
+        """Return a picture [H W 3], or None."""
         return self.get(name)
 
     def clip(self, name: str) -> Clip | None:
-        """Returns a clip [T H W 3], if it is given."""
+        """Return a clip [T H W 3], or None."""
         return self.get(name)
 
     def several(self, name: str) -> tuple[PictureOfAnySize, ...]:
-        """Returns several pictures, each [H W 3]; none if none is given."""
+        """Return several pictures, each [H W 3]; may be empty."""
         return tuple(self.get(name, ()))
 
     def replaced(self, **arrays: Any) -> "Pictures":
-        """Returns the same pictures and clips but for these; None leaves one out."""
+        """Return the same pictures and clips but for these; None leaves one out."""
         return Pictures(**{**self, **arrays})
 
     @property
@@ -123,7 +123,7 @@ def read_pictures(
     frames: int,
     fps: int | float,
 ) -> Pictures:
-    """Reads the pictures and clips that are given, as files or as arrays.
+    """Read pictures and clips from files or arrays.
 
     A clip is thinned out to `fps` frames a second, and then cut to `frames` frames. A mask of one picture holds for
     every frame of the clip `video`.
@@ -156,8 +156,8 @@ def read_pictures(
     return Pictures(**arrays)
 
 
-def _read_picture(source: Any, page: Page, specs: Iterable[InputSpec]) -> Picture | Deep:
-    """Returns a picture; of another file, tells where a clip is given, if the model takes one."""
+def _read_picture(source: Any, page: Page, specs: Iterable[InputSpec]) -> Picture | DeepPicture:
+    """Return a picture; of another file, tells where a clip is given, if the model takes one."""
     try:
         return read_picture(source, page)
     except NoPicture as error:
@@ -167,7 +167,7 @@ def _read_picture(source: Any, page: Page, specs: Iterable[InputSpec]) -> Pictur
 
 
 def _of_clip(mask: UInt8[np.ndarray, "_T _H _W 3"], clip: Clip | None) -> UInt8[np.ndarray, "_T _H _W 3"]:
-    """Returns a mask of as many frames as its clip; raises WanjaxError where there is none, or of other length."""
+    """Return a mask of as many frames as its clip; raise WanjaxError where there is none, or of other length."""
     if clip is None:
         raise WanjaxError("a mask is given without a video: the video whose white parts are made anew is needed")
     if len(mask) == 1:
@@ -178,13 +178,13 @@ def _of_clip(mask: UInt8[np.ndarray, "_T _H _W 3"], clip: Clip | None) -> UInt8[
 
 
 def read_picture(source: PictureSource, page: Page = "white") -> Picture:
-    """Returns a picture, from a file or from memory; raises WanjaxError as `read_pictures` does."""
+    """Return a picture, from a file or from memory; raise WanjaxError as `read_pictures` does."""
     [picture] = _levelled([_read(source, page)], str(source) if isinstance(source, str | Path) else "the picture")
     return picture
 
 
-def _read(source: PictureSource, page: Page) -> Picture | Deep:
-    """Returns a picture whose white may have to be found yet."""
+def _read(source: PictureSource, page: Page) -> Picture | DeepPicture:
+    """Return a picture whose white may have to be found yet."""
     if isinstance(source, np.ndarray):
         return _checked(source, 3)
     if isinstance(source, Image.Image):
@@ -200,7 +200,7 @@ def _read(source: PictureSource, page: Page) -> Picture | Deep:
 
 
 def picture_of(image: Image.Image, name: str) -> Picture:
-    """Returns the picture in a file of Pillow's; raises WanjaxError where it has several."""
+    """Return the picture in a file of Pillow's; raise WanjaxError where it has several."""
     _check_single(image, name)
     [picture] = _levelled([_shown(image, "white")], name)
     return picture
@@ -216,7 +216,7 @@ def _is_animated(image: Image.Image) -> bool:
 
 
 def read_clip(source: ClipSource, frames: int, fps: int | float, page: Page = "white") -> Clip:
-    """Returns a clip, from a file, from a folder of pictures in the order of their names, or from memory.
+    """Return a clip, from a file, from a folder of pictures in the order of their names, or from memory.
 
     Numbers in names count as numbers. `frames`, `fps` and errors are those of `read_pictures`.
     """
@@ -240,8 +240,8 @@ def read_clip(source: ClipSource, frames: int, fps: int | float, page: Page = "w
 
 def _pictures(
     source: str | Path | Sequence[PictureSource], frames: int, fps: int | float, page: Page
-) -> Generator[Picture | Deep]:
-    """Returns the pictures of a clip in turn: at least the first `frames`, at most `fps` for a second of the clip."""
+) -> Generator[Picture | DeepPicture]:
+    """Return an iterator over a clip's pictures: at least the first `frames`, at most `fps` per second."""
     if not isinstance(source, str | Path):
         return (_read(picture, page) for picture in source)
     if Path(source).is_dir():
@@ -250,12 +250,12 @@ def _pictures(
 
 
 def is_picture_name(path: Path) -> bool:
-    """Tells whether a file's name is that of a picture or an animation."""
+    """Return whether a file's name is that of a picture or an animation."""
     return Image.registered_extensions().get(path.suffix.lower()) in (*FORMATS, "MPO")
 
 
 def in_order(paths: Iterable[Path]) -> list[Path]:
-    """Returns paths in the order of their names, in which numbers count as numbers: 2 comes before 10."""
+    """Return paths in the order of their names, in which numbers count as numbers: 2 comes before 10."""
 
     def key(path: Path) -> tuple[list[tuple[str | int, ...]], str]:
         parts = (re.split(r"(\d+)", part.casefold()) for part in path.parts)  # texts and numbers in turn
@@ -265,7 +265,7 @@ def in_order(paths: Iterable[Path]) -> list[Path]:
 
 
 def _in_folder(folder: Path) -> list[Path]:
-    """Returns the pictures in a folder in order; warns of how many other things are there."""
+    """Return the pictures in a folder in order; warn of how many other things are there."""
     try:
         files = list(folder.iterdir())
     except OSError as error:
@@ -274,13 +274,13 @@ def _in_folder(folder: Path) -> list[Path]:
         path for path in files if is_picture_name(path) and not path.name.startswith(".") and path.is_file()
     )
     if pictures and (others := len(files) - len(pictures)):
-        told = f"files left out of {folder}, which are hidden or no pictures: {others}"
-        warnings.warn(told, WanjaxWarning, stacklevel=2)
+        message = f"files left out of {folder}, which are hidden or no pictures: {others}"
+        warnings.warn(message, WanjaxWarning, stacklevel=2)
     return pictures
 
 
 def _is_picture(source: str | Path) -> bool:
-    """Tells whether a file is one for Pillow, by its name or else by its contents."""
+    """Return whether a file is one for Pillow, by its name or else by its contents."""
     if is_picture_name(Path(source)) or not os.path.isfile(source):
         return is_picture_name(Path(source))
     try:
@@ -292,8 +292,8 @@ def _is_picture(source: str | Path) -> bool:
         return False
 
 
-def _animation(source: str | Path, fps: int | float, page: Page) -> Generator[Picture | Deep]:
-    """Yields the pictures of an animation that Pillow reads; a single picture is a clip of one."""
+def _animation(source: str | Path, fps: int | float, page: Page) -> Generator[Picture | DeepPicture]:
+    """Yield the pictures of an animation that Pillow reads; a single picture is a clip of one."""
     with opened(source, str(source)) as image:
         if image.format not in ANIMATED:
             yield _shown(image, page)
@@ -317,7 +317,7 @@ def _animation(source: str | Path, fps: int | float, page: Page) -> Generator[Pi
 
 
 def _frames(image: Image.Image, name: str) -> Iterator[Image.Image]:
-    """Yields the decoded frames of an animation; raises WanjaxError that names the one at which it breaks."""
+    """Yield the decoded frames of an animation; raise WanjaxError that names the one at which it breaks."""
     frames = ImageSequence.Iterator(image)
     for number in count(1):
         try:
@@ -337,7 +337,7 @@ def _frames(image: Image.Image, name: str) -> Iterator[Image.Image]:
 def _times(
     durations: Sequence[float | None], fps: float | None, *, timeless: bool
 ) -> tuple[list[float | None], float | None]:
-    """Returns the milliseconds for which each frame is shown, and those of one tick; None where they are not told.
+    """Return the milliseconds of each frame and of one tick; None if the file has none.
 
     Times of 10 ms and less, and those that are missing, are 100 ms, as in browsers, unless they are of a file that
     tells so many frames a second.
@@ -352,14 +352,14 @@ def _times(
 
 
 def _own_fps(source: str | Path) -> float | None:
-    """Returns the frames a second in the settings that a video keeps, if it is one of this library's."""
+    """Return the frames a second in the settings that a video keeps, if it is one of this library's."""
     with suppress(WanjaxError):
         fps = read_metadata(source).get("fps")
         return fps if isinstance(fps, int | float) and fps > 0 else None
 
 
 def _tick(durations: Sequence[float]) -> float:
-    """Returns the milliseconds of one frame, before equal frames in a row became one that is shown for longer.
+    """Return the milliseconds of one frame, before equal frames in a row became one that is shown for longer.
 
     The shortest frames, equal but for rounding, are one tick, and the others are whole numbers of ticks.
     """
@@ -369,9 +369,9 @@ def _tick(durations: Sequence[float]) -> float:
 
 
 def _sampled(
-    timed: Iterable[tuple[Picture | Deep, float]], length: float, tick: float, step: float, rounded: float
-) -> Iterator[Picture | Deep]:
-    """Yields the pictures that are shown at each multiple of `step`, or of a longer tick, up to the last tick.
+    timed: Iterable[tuple[Picture | DeepPicture, float]], length: float, tick: float, step: float, rounded: float
+) -> Iterator[Picture | DeepPicture]:
+    """Yield the pictures that are shown at each multiple of `step`, or of a longer tick, up to the last tick.
 
     Times are milliseconds and may be `rounded`, so a picture counts as shown a little earlier: half a tick, where all
     are taken.
@@ -386,7 +386,7 @@ def _sampled(
 
 
 def _film(source: str | Path, frames: int, fps: int | float, page: Page) -> Generator[Picture]:
-    """Yields the pictures of a film that ffmpeg reads, on the page."""
+    """Yield the pictures of a film that ffmpeg reads, on the page."""
     with closing(read_film(source, frames, fps, values=page == "black")) as film:
         for frame in film:
             yield frame if frame.shape[-1] == 3 else _on(Image.fromarray(frame), page)
@@ -401,14 +401,17 @@ def _checked(array: np.ndarray, rank: int) -> np.ndarray:
 
 @contextmanager
 def _bounded(pixels: int) -> Iterator[None]:
-    """Has Pillow refuse what it finds to be larger: frames may be so that come after the first."""
+    """Have Pillow refuse larger frames, which may come after the first."""
     with DECODING, warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-        kept, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, max(1, pixels // 2)  # it refuses more than twice as many
+        limit, Image.MAX_IMAGE_PIXELS = (
+            Image.MAX_IMAGE_PIXELS,
+            max(1, pixels // 2),
+        )  # it refuses more than twice as many
         try:
             yield
         finally:
-            Image.MAX_IMAGE_PIXELS = kept
+            Image.MAX_IMAGE_PIXELS = limit
 
 
 def _check_size(image: Image.Image, name: str, most: int) -> None:
@@ -418,23 +421,23 @@ def _check_size(image: Image.Image, name: str, most: int) -> None:
 
 
 def _scans(data: bytes) -> int:
-    """Returns the number of passes in which a JPEG holds its picture."""
+    """Return the number of passes in which a JPEG holds its picture."""
     count, at = 0, 0
-    while (found := MARKER.search(data, at)) and (kind := found[1][0]) != END:
+    while (marker := MARKER.search(data, at)) and (kind := marker[1][0]) != END:
         count += kind == START_OF_SCAN
-        at = found.end() + int.from_bytes(data[found.end() : found.end() + 2])
+        at = marker.end() + int.from_bytes(data[marker.end() : marker.end() + 2])
     return count
 
 
 @contextmanager
 def opened(source: str | Path | BytesIO, name: str, *, pixels: int | None = None) -> Iterator[Image.Image]:
-    """Opens a picture whose header says that it is not too large; `name` is what messages call it.
+    """Open a picture that is not too large by its header; messages call it `name`.
 
     `pixels` None is that of `BOUNDS`. Raises WanjaxError where it is missing, too large, damaged or no picture.
     """
     most = BOUNDS.pixels if pixels is None else pixels
     if not isinstance(source, BytesIO) and not os.path.isfile(source):
-        raise WanjaxError(f"{name} is a folder: a picture is needed" if os.path.isdir(source) else no_file(source))
+        raise WanjaxError(f"{name} is a folder: a picture is needed" if os.path.isdir(source) else missing_file(source))
     with ExitStack() as stack:
         with _decoding(name, most, opening=True):
             # Pillow maps a file that it opens by name, and then reads a TIFF wrongly that is to be turned.
@@ -451,7 +454,7 @@ def opened(source: str | Path | BytesIO, name: str, *, pixels: int | None = None
 
 
 def _check_whole(image: Image.Image, source: str | Path | BytesIO, name: str) -> None:
-    """Raises WanjaxError for a picture or animation with a hole, which its decoder does not see."""
+    """Raise WanjaxError for a picture or animation with a hole, which its decoder does not see."""
     if image.format in HOLED:
         data = source.getvalue() if isinstance(source, BytesIO) else Path(source).read_bytes()
         others = [other for key in ("exif", "xmp", "icc_profile") if isinstance(other := image.info.get(key), bytes)]
@@ -461,7 +464,7 @@ def _check_whole(image: Image.Image, source: str | Path | BytesIO, name: str) ->
 
 @contextmanager
 def _decoding(name: str, most: int, *, opening: bool = False) -> Iterator[None]:
-    """Raises WanjaxError for what Pillow says of a picture when it decodes it, or is `opening` it."""
+    """Turn Pillow's errors, in decoding or in `opening`, into WanjaxError."""
     try:
         with _bounded(2 * most if opening else most):  # one that is not far too large is told with its sides
             yield
@@ -479,8 +482,8 @@ def _decoding(name: str, most: int, *, opening: bool = False) -> Iterator[None]:
         raise WanjaxError(f"{name} cannot be read {how}: {error}") from error
 
 
-def _shown(image: Image.Image, page: Page) -> Picture | Deep:
-    """Returns the picture as a viewer shows it on a page, which it turns in place."""
+def _shown(image: Image.Image, page: Page) -> Picture | DeepPicture:
+    """Return the picture as a viewer shows it on a page, which it turns in place."""
     ImageOps.exif_transpose(image, in_place=True)
     to_srgb = conversion(image) if page == "white" else None  # a mask or a control clip holds values, not colours
     if image.mode in WHITES:
@@ -488,16 +491,16 @@ def _shown(image: Image.Image, page: Page) -> Picture | Deep:
         grey = np.asarray(image).astype(np.float32)
         if (hidden := image.info.get("transparency")) is not None:  # the one value that is transparent
             grey[grey == hidden] = whites[0] if page == "white" else 0
-        return Deep(grey, whites, to_srgb)
-    found = np.empty((image.height, image.width, 3), np.uint8)
+        return DeepPicture(grey, whites, to_srgb)
+    pixels = np.empty((image.height, image.width, 3), np.uint8)
     for top in range(0, image.height, ROWS):  # each conversion is a copy of its part alone
-        rows = found[top : top + ROWS]
+        rows = pixels[top : top + ROWS]
         rows[:] = _on(image.crop((0, top, image.width, top + len(rows))), page, to_srgb)
-    return found
+    return pixels
 
 
 def _on(image: Image.Image, page: Page, to_srgb: Conversion | None = None) -> Picture:
-    """Returns a picture of 8 bits a channel on a page of that colour."""
+    """Return a picture of 8 bits a channel on a page of that colour."""
     one_colour = "transparency" in image.info and image.mode in ("1", "L", "P", "RGB")
     if to_srgb is not None and image.mode == "CMYK":
         return np.asarray(to_srgb(image))
@@ -510,18 +513,18 @@ def _on(image: Image.Image, page: Page, to_srgb: Conversion | None = None) -> Pi
     return np.asarray(image.convert("RGB"))
 
 
-def _levelled(pictures: Sequence[PictureOfAnySize | Deep], name: str) -> list[PictureOfAnySize]:
-    """Returns the pictures of one source in 8 bits a channel; raises WanjaxError for values that have no meaning."""
+def _levelled(pictures: Sequence[PictureOfAnySize | DeepPicture], name: str) -> list[PictureOfAnySize]:
+    """Return the pictures of one source in 8 bits a channel; raise WanjaxError for values that have no meaning."""
     values: dict[tuple[int, ...], list[GreyOfAnySize]] = {}
     for picture in pictures:
-        if isinstance(picture, Deep):
+        if isinstance(picture, DeepPicture):
             values.setdefault(picture.whites, []).append(picture.values)
     chosen = {whites: _white(whites, values[whites], name) for whites in values}
-    return [_grey(x, chosen[x.whites]) if isinstance(x, Deep) else x for x in pictures]
+    return [_grey(x, chosen[x.whites]) if isinstance(x, DeepPicture) else x for x in pictures]
 
 
 def _white(whites: tuple[int, ...], values: Sequence[GreyOfAnySize], name: str) -> int:
-    """Returns the least value of white that fits all of these; NaN fits none."""
+    """Return the least value of white that fits all of these; NaN fits none."""
     low, high = float(np.min([x.min() for x in values])), float(np.max([x.max() for x in values]))
     white = next((white for white in whites if high <= (1 + BEYOND) * white), 0)
     if white and low >= -BEYOND * white:
@@ -530,7 +533,7 @@ def _white(whites: tuple[int, ...], values: Sequence[GreyOfAnySize], name: str) 
     raise WanjaxError(f"{name} has values from {low:g} to {high:g} where those from {right} mean black to white")
 
 
-def _grey(picture: Deep, white: int) -> PictureOfAnySize:
+def _grey(picture: DeepPicture, white: int) -> PictureOfAnySize:
     grey = (picture.values * np.float32(255 / white) + np.float32(0.5)).clip(0, 255).astype(np.uint8)
     if picture.to_srgb is not None:
         with DECODING:  # a transform is used by one thread at a time
@@ -539,7 +542,7 @@ def _grey(picture: Deep, white: int) -> PictureOfAnySize:
 
 
 def size_within(picture: tuple[int, ...], area: int, grid: int) -> tuple[int, int]:
-    """Returns the (height, width) of a video with about the proportions of a picture, given by its shape [H W 3].
+    """Return the (height, width) of a video with about the proportions of a picture, given by its shape [H W 3].
 
     Both are rounded down to multiples of `grid` from exactly `area` pixels, as in the reference.
     """
@@ -549,7 +552,7 @@ def size_within(picture: tuple[int, ...], area: int, grid: int) -> tuple[int, in
 
 
 def fit(picture: Picture, size: tuple[int, int], resize: str) -> UInt8[np.ndarray, "_H _W 3"]:
-    """Returns the picture in a (height, width): its edges cut off, black bars added, or its proportions changed."""
+    """Return the picture in a (height, width): its edges cut off, black bars added, or its proportions changed."""
     height, width = size
     if picture.shape[:2] == size:
         return picture

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from wanjax.checkpoints.files import SafetensorsFile, save_safetensors
 from wanjax.errors import WanjaxError
 from wanjax.media.inputs import INPUTS
-from wanjax.media.records import CONFIG, DIGESTS, EMBEDDINGS, LATENTS, MADE_BY, stage_file, table_in
+from wanjax.media.metadata import CONFIG, DIGESTS, EMBEDDINGS, LATENTS, MADE_BY, json_entry, stage_file
 from wanjax.stores.writing import writing
 
 STATE = "stage2_state.safetensors"
@@ -47,7 +47,7 @@ FLOATS_AND_MASKS = FLOATS | {"integers": jnp.integer, "booleans": jnp.bool_}
 
 
 def save_settings(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Writes generation_config.json, which gives the later stages their default settings."""
+    """Write generation_config.json, which gives the later stages their default settings."""
     text = json.dumps(dict(settings), indent=2, ensure_ascii=False) + "\n"
     with writing(folder / CONFIG) as beside:
         # bytes of a path that are no UTF-8 are surrogates, which become the escapes of JSON
@@ -57,7 +57,7 @@ def save_settings(folder: Path, settings: Mapping[str, Any]) -> None:
 def save_encoded(
     folder: Path, tensors: Mapping[str, Shaped[Array | np.ndarray, "1 ..."]], settings: Mapping[str, Any]
 ) -> None:
-    """Writes the first stage's tensors, each with a first axis of size 1, with the settings that shaped them.
+    """Write the first stage's tensors, each with a first axis of size 1, with the settings that shaped them.
 
     The prompts always did. The pictures and the video's size did if pictures were given, or if a tensor has the five
     axes of a video; they tell the tensor `VIDEO_SHAPE`, which is not written.
@@ -73,7 +73,7 @@ def save_encoded(
 
 
 def load_encoded(folder: Path, settings: Mapping[str, Any]) -> dict[str, Shaped[Array, "1 ..."]]:
-    """Returns the tensors of the folder's first stage; `settings` as `records.load_settings` returns them.
+    """Return the tensors of the folder's first stage; `settings` as `metadata.load_settings` returns them.
 
     They are floats, or masks of integers or booleans; their names and ranks are the caller's to check.
     Raises WanjaxError if the file is missing or broken, or was made with other prompts or pictures than `settings` say.
@@ -87,7 +87,7 @@ def load_video_shape(folder: Path) -> dict[str, Int[np.ndarray, "1 4"]]:
 
     Empty for prompts alone, and where another program wrote the file.
     """
-    record = table_in(SafetensorsFile(folder / EMBEDDINGS), "settings")
+    record = json_entry(SafetensorsFile(folder / EMBEDDINGS), "settings")
     shape = [record.get(name) for name in ("frames", "height", "width")]
     if not all(isinstance(n, int) and 0 < n < LARGEST for n in shape):
         return {}
@@ -95,7 +95,7 @@ def load_video_shape(folder: Path) -> dict[str, Int[np.ndarray, "1 4"]]:
 
 
 def save_latents(folder: Path, latents: Any, settings: Mapping[str, Any]) -> None:
-    """Writes the latents [1 C T H W] of a denoised video, or its streams, with the settings that shaped them."""
+    """Write the latents [1 C T H W] of a denoised video, or its streams, with the settings that shaped them."""
     record = {name: value for name, value in settings.items() if name != "fps"}
     streams = dict(latents) if isinstance(latents, Mapping) else {VIDEO_STREAM: latents}
     tensors = {"latents": streams.pop(VIDEO_STREAM), **{f"{name}{OF_STREAM}": x for name, x in streams.items()}}
@@ -103,9 +103,9 @@ def save_latents(folder: Path, latents: Any, settings: Mapping[str, Any]) -> Non
 
 
 def load_latents(folder: Path, settings: Mapping[str, Any]) -> Any:
-    """Returns the latents [1 C T H W] of the folder's second stage, or its streams by name, if it has several.
+    """Return the latents [1 C T H W] of the folder's second stage, or its streams by name, if it has several.
 
-    `settings` are those that `records.load_settings` returns. Raises WanjaxError if they are missing, broken, not
+    `settings` are those that `metadata.load_settings` returns. Raises WanjaxError if they are missing, broken, not
     finite, of another rank, or made with other settings.
     """
     file = _open_stage(folder, LATENTS, settings)
@@ -119,7 +119,7 @@ def load_latents(folder: Path, settings: Mapping[str, Any]) -> Any:
 
 
 def load_noise(path: str | Path, names: Sequence[str] = ("noise",)) -> dict[str, Float[Array, "..."]]:
-    """Returns the tensors of these names in a safetensors file; raises WanjaxError unless it holds the first of them.
+    """Return the tensors of these names in a safetensors file; raise WanjaxError unless it holds the first of them.
 
     The first is the initial noise.
     """
@@ -135,9 +135,9 @@ def _save_stage(
 
 
 def _open_stage(folder: Path, name: str, settings: Mapping[str, Any]) -> SafetensorsFile:
-    """Opens a stage's file; raises WanjaxError if it is missing or was made with other settings than the folder's."""
+    """Open a stage's file; raise WanjaxError if it is missing or was made with other settings than the folder's."""
     file, command = SafetensorsFile(stage_file(folder, name)), MADE_BY[name]
-    record = table_in(file, "settings")
+    record = json_entry(file, "settings")
     others = [key for key in INPUTS if record and key not in record]  # that are given in the one alone
     for key, value in (record | dict.fromkeys(others)).items():
         compared = key in settings or (key in INPUTS and value is not None)
@@ -151,10 +151,10 @@ def _open_stage(folder: Path, name: str, settings: Mapping[str, Any]) -> Safeten
     return file
 
 
-def _check_digests(kept: Any, told: Any, where: str, command: str) -> None:
-    """Raises WanjaxError where two records were made from other contents of one file."""
-    for path in kept if isinstance(kept, dict) and isinstance(told, dict) else ():
-        if told.get(path, kept[path]) != kept[path]:
+def _check_digests(first: Any, second: Any, where: str, command: str) -> None:
+    """Raise WanjaxError where two records were made from other contents of one file."""
+    for path in first if isinstance(first, dict) and isinstance(second, dict) else ():
+        if second.get(path, first[path]) != first[path]:
             raise WanjaxError(
                 f"{where} do not belong together: {path} had other contents for the one than for the other, so "
                 f"`{command}` has to run again"
@@ -169,7 +169,7 @@ def _short(value: Any) -> str:
 def _read(
     file: SafetensorsFile, name: str, kinds: Mapping[str, Any], *, rank: int | None = None, first: int | None = 1
 ) -> Shaped[Array, "..."]:
-    """Returns one tensor of these kinds, in bfloat16 where `dtype_info` says that it was before it was stored.
+    """Return one tensor of these kinds, in bfloat16 where `dtype_info` says that it was before it was stored.
 
     Raises WanjaxError unless it has `rank` axes, and a first axis of the size `first`; None is any.
     """
@@ -181,5 +181,5 @@ def _read(
         axes = f" of {rank} axes" if rank else ""
         right = f"{' or '.join(kinds)}{axes}{f', with a first axis of size {first}' if first else ''}"
         raise WanjaxError(f"{name!r} in {file.path} is {dtype} {list(shape)}: give {right}")
-    was_bfloat16 = "bfloat16" in str(table_in(file, "dtype_info").get(name))
+    was_bfloat16 = "bfloat16" in str(json_entry(file, "dtype_info").get(name))
     return jnp.asarray(file.read(name), jnp.bfloat16 if was_bfloat16 else None)

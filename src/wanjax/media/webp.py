@@ -28,7 +28,7 @@ def keep_time(path: Path, size: tuple[int, int], milliseconds: int) -> None:
 
 
 def chunks_in(data: bytes, begin: int = FIRST, end: int | None = None) -> Iterator[tuple[bytes, int, int]]:
-    """Yields the name of each chunk in a part of a file, and where its bytes begin and end."""
+    """Yield the name of each chunk in a part of a file, and where its bytes begin and end."""
     end = len(data) if end is None else end
     while begin + 8 <= end:
         size = int.from_bytes(data[begin + 4 : begin + 8], "little")
@@ -37,7 +37,7 @@ def chunks_in(data: bytes, begin: int = FIRST, end: int | None = None) -> Iterat
 
 
 def coded_frames(data: bytes) -> Iterator[tuple[int, int, int]]:
-    """Yields the index of each frame that is coded with losses, and where its bytes begin and end."""
+    """Yield the index of each frame that is coded with losses, and where its bytes begin and end."""
     index = 0
     for name, begin, end in chunks_in(data):
         if name == b"ANMF":

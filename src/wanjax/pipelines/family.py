@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wanjax.checkpoints.layouts import Layout
-from wanjax.checkpoints.networks import Config, Network, NetworkKind, network_of
-from wanjax.checkpoints.relatives import Relatives
+from wanjax.checkpoints.layout import Layout
+from wanjax.checkpoints.network_kinds import Config, Network, NetworkKind, network_of
 from wanjax.checkpoints.sources import Source, read_json
+from wanjax.checkpoints.unsupported import UnsupportedModels
 from wanjax.errors import WanjaxError
 from wanjax.figures import quantity
-from wanjax.media.records import CONFIG
+from wanjax.media.metadata import CONFIG
 from wanjax.pipelines.distillation import Distillation, distilled_by, telling
 from wanjax.pipelines.model import VideoModel
 from wanjax.pipelines.settings import Settings, SomeSettings
@@ -157,7 +157,7 @@ class Family:
     presets: tuple[Preset, ...] = ()
     loaders: Mapping[str, Callable[[Path], Any]] = field(default_factory=dict)
     layouts: tuple[Layout, ...] = ()
-    relatives: Relatives = field(default_factory=dict)
+    relatives: UnsupportedModels = field(default_factory=dict)
     tables: Path | None = None
     distillations: tuple[Distillation, ...] = ()
     prompt: Callable[[Any], Mapping[str, tuple[int, int]]] = no_prompts

@@ -18,7 +18,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from wanjax.checkpoints.networks import Config
+from wanjax.checkpoints.network_kinds import Config
 from wanjax.errors import UnsupportedError, WanjaxError, WanjaxWarning
 from wanjax.execution import Value
 from wanjax.figures import quantity

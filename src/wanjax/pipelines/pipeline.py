@@ -34,9 +34,9 @@ from wanjax.kernels.attention import AUTO, AttentionConfig
 from wanjax.kernels.compiler_options import SAFE
 from wanjax.layers.tiling import Tiling
 from wanjax.media.inputs import INPUTS, REFERENCES, check_inputs
+from wanjax.media.metadata import TABLE
 from wanjax.media.pictures import Clip, Pictures, read_pictures
-from wanjax.media.records import TABLE
-from wanjax.media.videos import Video
+from wanjax.media.video import Video
 from wanjax.pipelines.caching.rules import check_apart
 from wanjax.pipelines.caching.tables import table_digest
 from wanjax.pipelines.checks import (

@@ -15,7 +15,7 @@ from threading import Event, Thread
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from wanjax.compile_cache.compilations import Compilation, watched_compiler
+from wanjax.compile_cache.compilations import Compilation, watch_compiler
 from wanjax.figures import duration, in_bytes
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ class Stage:
             self._compiling = None
             self._restart()
 
-        with watched_compiler(end, begin, here=True):
+        with watch_compiler(end, begin, here=True):
             yield
 
 

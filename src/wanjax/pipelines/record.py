@@ -13,11 +13,11 @@ from wanjax.checkpoints.files import content_digest
 from wanjax.checkpoints.lora_source import PEFT_CONFIG, Lora
 from wanjax.layers.tiling import Tiling
 from wanjax.media.inputs import INPUTS
-from wanjax.media.records import DIGESTS
+from wanjax.media.metadata import DIGESTS
 from wanjax.pipelines.settings import Settings
 from wanjax.schedulers import Scheduler, name_of
 from wanjax.sharding import Partitioner
-from wanjax.stores.places import URL, Place, Remote, full_name
+from wanjax.stores.paths import URL, AnyPath, RemotePath, full_name
 
 VERSION = version("wanjax")
 
@@ -56,15 +56,17 @@ def record_of(
     return metadata | {"devices": devices_of(partitioner), "version": VERSION}
 
 
-def paths_of(record: Mapping[str, Any], names: Iterable[str] | None = None) -> list[Place]:
+def paths_of(record: Mapping[str, Any], names: Iterable[str] | None = None) -> list[AnyPath]:
     """Returns the places that entries of a record may be meant as, whether anything is there or not."""
     entries = [(name, record[name]) for name in (source_names() if names is None else names) if record.get(name)]
     each = [(name, one) for name, value in entries for one in (value if isinstance(value, list) else [value])]
     texts = [Lora.parse(text).file if name == "lora" else text for name, text in each if isinstance(text, str)]
-    return [Remote(*match.groups()) if (match := URL.fullmatch(text)) else Path(text).expanduser() for text in texts]
+    return [
+        RemotePath(*match.groups()) if (match := URL.fullmatch(text)) else Path(text).expanduser() for text in texts
+    ]
 
 
-def digests_of(places: Iterable[Place]) -> dict[str, str]:
+def digests_of(places: Iterable[AnyPath]) -> dict[str, str]:
     """Returns the digests of files and folders by their paths, without those that are not here or cannot be read."""
     digests = {str(path): digest_of(path) for path in places if isinstance(path, Path)}
     return {path: digest for path, digest in digests.items() if digest is not None}
@@ -91,7 +93,7 @@ def nameable(source: Any, read: Any) -> Any:
 
 def described(source: Any) -> Any:
     """Returns a picture, clip or noise as JSON: a file by its full path or URL, an array by its shape and a digest."""
-    if isinstance(source, str | Path | Remote):
+    if isinstance(source, str | Path | RemotePath):
         return full_name(source)
     if isinstance(source, list | tuple):
         return [described(one) for one in source]

@@ -22,7 +22,7 @@ from wanjax.pipelines.request import PreparedRequest
 from wanjax.pipelines.run import Loaded, Run
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.tokenizer import TokenBatch
-from wanjax.pricing.held import least_held
+from wanjax.pricing.live_bytes import min_live_bytes
 
 
 def record(
@@ -153,7 +153,7 @@ def most_held(calls: Trace) -> tuple[int, str]:
     Those of a program, of what is kept beside it, and of the process. A run that was recorded with a `room` of 0 keeps
     no network that can be freed for another.
     """
-    each = [(least_held(one.instance.lowering) + one.beside, one.stage) for one in calls.programs]
+    each = [(min_live_bytes(one.instance.lowering) + one.beside, one.stage) for one in calls.programs]
     held, stage = max(each, default=(0, ""))
     return held + PROCESS, stage
 

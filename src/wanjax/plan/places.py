@@ -10,15 +10,15 @@ from jax.sharding import AbstractMesh, Mesh
 
 from wanjax.errors import WanjaxError
 from wanjax.figures import in_bytes
-from wanjax.plan.pricer import PRICER
+from wanjax.plan.price import PRICER
 from wanjax.pricing import traced
 from wanjax.pricing.chips import SLICES, Slice, described
 from wanjax.pricing.lowering import Lowering
-from wanjax.pricing.priced import Priced
-from wanjax.pricing.roofline import Machine, find_place
+from wanjax.pricing.pricer import Price
+from wanjax.pricing.roofline import Machine, find_hardware
 from wanjax.sharding import MESH_AXES, make_mesh
 
-Place = Slice | Machine
+Hardware = Slice | Machine
 Tell = Callable[[Sequence[str], int, int], Any]
 LIMITS = {
     "attention": "the matrix units, in attention",
@@ -30,36 +30,36 @@ LIMITS = {
 ROOM = 0.9  # the share of a device's memory that advice may use
 
 
-def find_priceable(name: str) -> Place:
+def find_priceable_hardware(name: str) -> Hardware:
     """Return the place of this name; raises WanjaxError where it is unknown, or cannot be priced without libtpu."""
-    place = find_place(name)
+    place = find_hardware(name)
     if isinstance(place, Slice):
         PRICER.check()
     return place
 
 
-def axes_on(place: Place, mesh: tuple[int, int, int]) -> dict[str, int]:
+def axes_on(place: Hardware, mesh: tuple[int, int, int]) -> dict[str, int]:
     """Returns the sizes of a mesh by axis; raises WanjaxError where a single device is asked for more than one."""
     if isinstance(place, Machine) and prod(mesh) != 1:
         raise WanjaxError(f"the mesh has {prod(mesh)} devices: {place.name} stands for one")
     return dict(zip(MESH_AXES, mesh, strict=True))
 
 
-def mesh_on(place: Place, axes: Mapping[str, int]) -> Mesh | AbstractMesh:
+def mesh_on(place: Hardware, axes: Mapping[str, int]) -> Mesh | AbstractMesh:
     """Returns the mesh that programs for a place are traced on; a device that is modelled is stood for by a CPU."""
     return described(place, axes) if isinstance(place, Slice) else make_mesh(devices=jax.devices("cpu")[:1])
 
 
 def priced_on(
-    place: Place, programs: Sequence[tuple[str, Lowering]], tell: Tell = lambda now, done, total: None
-) -> list[Priced]:
+    place: Hardware, programs: Sequence[tuple[str, Lowering]], tell: Tell = lambda now, done, total: None
+) -> list[Price]:
     """Returns the price of each named program: by the chip's compiler for a slice, else by the stated model.
 
     The programs are traced on `mesh_on`. Each time that a program is begun or its price is known, `tell` receives the
     names of those being priced, the number of those that are done, and the number of all whose price was not kept.
     """
     lowerings = [lowering for _, lowering in programs]
-    known: dict[int, Priced] = {}
+    known: dict[int, Price] = {}
     under_way: dict[int, str] = {}
     kept: int | None = None  # the prices that were there before anything was begun
 
@@ -83,19 +83,19 @@ def priced_on(
 
 def _modelled(
     machine: Machine, lowerings: Sequence[Lowering], begun: Callable[[int], Any]
-) -> Iterator[tuple[int, Priced]]:
+) -> Iterator[tuple[int, Price]]:
     for number, lowering in enumerate(lowerings):
         begun(number)
         yield number, traced.price_lowering(machine, lowering, PRICER.attention)
 
 
-def limit_of(program: Priced) -> str | None:
+def limit_of(program: Price) -> str | None:
     """Returns what takes most of a program's time; None where it does not fit."""
     parts = program.breakdown
     return LIMITS[max(parts, key=lambda part: parts[part])] if parts else None
 
 
-def fits_on(place: Place, arguments: int, peak: int) -> bool | None:
+def fits_on(place: Hardware, arguments: int, peak: int) -> bool | None:
     """Return whether a program fits a device; None where nothing is compiled, and only fusion could make it fit.
 
     Args:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many videos by a deadline: the slices and the mesh that make them for the fewest chip-hours, each way priced."""
+"""Many videos by a deadline: the price of each kind of slice, and the one with the fewest chip-hours."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -9,11 +9,11 @@ from typing import Any
 
 from wanjax.kernels.attention import AUTO, AttentionConfig
 from wanjax.pipelines.meshes import StepCost, choose_mesh, has_room, step_cost, step_seconds
-from wanjax.plan.outlook import Outlook, outlook
-from wanjax.plan.places import Place, Tell, find_priceable
+from wanjax.plan.estimate import Estimate, estimate
+from wanjax.plan.hardware import Hardware, Tell, find_priceable_hardware
 from wanjax.pricing.chips import SLICES, Slice
 from wanjax.pricing.costs import Cost
-from wanjax.pricing.roofline import find_place
+from wanjax.pricing.roofline import find_hardware
 from wanjax.registry import Outline
 from wanjax.sharding import RULES
 
@@ -24,8 +24,8 @@ bytes a second at which they are read from a disk and placed, as measured in doc
 
 
 @dataclass(frozen=True)
-class Bulk:
-    """Videos to be made, and what the user knows of the place; None is not known.
+class Workload:
+    """Videos to make, and the user's figures on the cloud; None is unknown.
 
     `deadline`, `start` and `compiling` are seconds, `price` is that of a chip-hour, and `download` bytes a second.
     """
@@ -39,8 +39,8 @@ class Bulk:
 
 
 @dataclass(frozen=True)
-class Way:
-    """The making of all videos on slices of one kind; each range is a low, a middle and a high value.
+class Option:
+    """One way to make all videos, on slices of one kind. Each range is a low, a middle and a high value.
 
     `video_seconds` are those of a video on a slice, and `startup_seconds` those before its first. `slices` are as many
     as meet the deadline, one without a deadline; their ends are infinite where no number does. `seconds` are those
@@ -49,7 +49,7 @@ class Way:
 
     slice: str
     devices: int
-    plan: Outlook
+    plan: Estimate
     video_seconds: Cost
     startup_seconds: Cost
     slices: Cost
@@ -68,64 +68,64 @@ class Way:
 
 
 @dataclass(frozen=True)
-class NoWay:
-    """Slices of a kind on which a video does not fit, by its plan; or which were not priced, without a plan.
+class Rejected:
+    """A kind of slice on which a video does not fit, or without a plan, which was not priced.
 
-    Then a step takes `ratio` times the fewest chip-seconds, by the model of `pipelines/meshes.py`; infinite where a
-    chip has no room for the weights.
+    A step takes `ratio` times the fewest chip-seconds by the model of `pipelines/meshes.py`; infinite where a chip has
+    no room for the weights.
     """
 
     slice: str
     ratio: float
-    plan: Outlook | None = None
+    plan: Estimate | None = None
 
 
 @dataclass(frozen=True)
-class Scale:
-    """Every way to make the videos on the slices of one kind of chip, and the slices on which there is none."""
+class ScaleEstimate:
+    """All options for the videos on slices of one kind of chip, and the rejected slices."""
 
-    bulk: Bulk
+    bulk: Workload
     model: str
     chip: str
-    ways: Sequence[Way]
-    others: Sequence[NoWay]
+    ways: Sequence[Option]
+    others: Sequence[Rejected]
 
     @property
-    def best(self) -> Way | None:
-        """The way that takes the fewest chip-hours; None where nothing fits or is in time."""
+    def best(self) -> Option | None:
+        """The option with the fewest chip-hours; None if nothing fits or is in time."""
         return min((way for way in self.ways if way.in_time), key=lambda way: way.chip_hours.mid, default=None)
 
     @property
-    def quickest(self) -> Way | None:
-        """The way on which a single video takes the shortest time."""
+    def quickest(self) -> Option | None:
+        """The option on which a single video is fastest."""
         return min(self.ways, key=lambda way: way.video_seconds.mid, default=None)
 
     @property
-    def as_good(self) -> list[Way]:
-        """The ways that may be the best too, as their range of chip-hours begins below the end of its own."""
+    def as_good(self) -> list[Option]:
+        """The options whose range of chip-hours overlaps that of the best."""
         best = self.best
         return [way for way in self.ways if best and way is not best and way.chip_hours.low < best.chip_hours.high]
 
-    def cost(self, way: Way) -> Cost | None:
-        """Returns the cost of a way, where the price of a chip-hour is known."""
+    def cost(self, way: Option) -> Cost | None:
+        """Return the cost of an option, if the price of a chip-hour is known."""
         return way.chip_hours.times(self.bulk.price) if self.bulk.price else None
 
     def to_json(self) -> dict[str, Any]:
-        """Returns all fields; a range is a list, and an infinite end is None."""
+        """Return all fields; a range is a list, and an infinite end is None."""
         best, quickest = self.best, self.quickest
-        told = {
+        summary = {
             "best": best and best.slice,
             "cost": best and self.cost(best),
             "as_good": [way.slice for way in self.as_good],
             "quickest": quickest and quickest.slice,
         }
-        return _finite(told | asdict(self))
+        return _finite(summary | asdict(self))
 
 
-def at_scale(
+def estimate_at_scale(
     outline: Outline,
     chip: str,
-    bulk: Bulk,
+    bulk: Workload,
     mesh: tuple[int, int, int] | None = None,
     *,
     sp: int | None = None,
@@ -133,65 +133,65 @@ def at_scale(
     attention: AttentionConfig = AUTO,
     tell: Tell = lambda now, done, total: None,
     **how: Any,
-) -> Scale:
-    """Prices the ways to make many videos on the slices of this chip that are no larger than `chip`.
+) -> ScaleEstimate:
+    """Price many videos on each slice of this chip that is no larger than `chip`.
 
     A slice whose chips have no room for the weights, or which takes far more chip-seconds a step by the model of
     `pipelines/meshes.py`, is not priced; `chip` itself always is. With a `mesh`, no other slice is looked at. Keywords
-    are those of `outlook`, as are the errors. `tell` receives each program's name with its slice.
+    are those of `estimate`, as are the errors. `tell` receives each program's name with its slice.
     """
-    place = find_priceable(chip)
-    asked = {"attention": attention, "rules": RULES[rules], "offload": how.get("offload")}
-    cost = step_cost(outline.family, outline.architecture, outline.settings, param_dtype=outline.param_dtype, **asked)
-    candidates = {chip: 1.0} if mesh else dict(_candidates(place, chip, sp, cost))
+    hardware = find_priceable_hardware(chip)
+    options = {"attention": attention, "rules": RULES[rules], "offload": how.get("offload")}
+    cost = step_cost(outline.family, outline.architecture, outline.settings, param_dtype=outline.param_dtype, **options)
+    candidates = {chip: 1.0} if mesh else dict(_candidates(hardware, chip, sp, cost))
     ways, others = [], []
     for name, ratio in candidates.items():
         if name != chip and ratio > WORTH_PRICING:
-            others.append(NoWay(name, ratio))
+            others.append(Rejected(name, ratio))
             continue
 
         def told(now: Sequence[str], done: int, total: int, name: str = name) -> None:
             tell([f"{program} on {name}" for program in now], done, total)
 
-        plan = outlook(outline, name, mesh, sp=sp, rules=rules, attention=attention, tell=told, **how)
-        way = _way(bulk, find_place(name).devices, plan)
-        ways.append(way) if way else others.append(NoWay(name, ratio, plan))
-    return Scale(bulk, outline.settings.model, chip, ways, others)
+        plan = estimate(outline, name, mesh, sp=sp, rules=rules, attention=attention, tell=told, **how)
+        way = _way(bulk, find_hardware(name).devices, plan)
+        ways.append(way) if way else others.append(Rejected(name, ratio, plan))
+    return ScaleEstimate(bulk, outline.settings.model, chip, ways, others)
 
 
-def _candidates(place: Place, chip: str, sp: int | None, cost: StepCost) -> Iterator[tuple[str, float]]:
-    """Yields the name of each slice, and its chip-seconds a step relative to the fewest, by the model of meshes."""
-    if not isinstance(place, Slice):
+def _candidates(hardware: Hardware, chip: str, sp: int | None, cost: StepCost) -> Iterator[tuple[str, float]]:
+    """Yield the name of each slice, and its chip-seconds a step relative to the fewest, by the model of meshes."""
+    if not isinstance(hardware, Slice):
         yield chip, 1.0
         return
     work: dict[str, float] = {}
     for name, other in SLICES.items():
-        if other.chip == place.chip and other.devices <= place.devices and other.devices % (sp or 1) == 0:
+        if other.chip == hardware.chip and other.devices <= hardware.devices and other.devices % (sp or 1) == 0:
             work[name] = chip_seconds(other, cost, sp)
     least = min(work.values(), default=inf)
     for name in sorted(work.keys() | {chip}, key=lambda name: SLICES[name].devices):
         yield name, work[name] / least if work.get(name, inf) < inf else inf
 
 
-def chip_seconds(place: Slice, cost: StepCost, sp: int | None) -> float:
+def chip_seconds(hardware: Slice, cost: StepCost, sp: int | None) -> float:
     """Return the chip-seconds of a step on a slice, by the model; infinite where the weights do not fit."""
-    mesh = choose_mesh(cost, place.devices, place.memory, place.chip, sp=sp)
-    return place.devices * step_seconds(cost, mesh, place.chip) if has_room(cost, mesh, place.memory) else inf
+    mesh = choose_mesh(cost, hardware.devices, hardware.memory, hardware.chip, sp=sp)
+    return hardware.devices * step_seconds(cost, mesh, hardware.chip) if has_room(cost, mesh, hardware.memory) else inf
 
 
-def _way(bulk: Bulk, devices: int, plan: Outlook) -> Way | None:
-    """Returns the way on slices of a plan; None where a video does not fit."""
+def _way(bulk: Workload, devices: int, plan: Estimate) -> Option | None:
+    """Return the option of a plan's slices; None if a video does not fit."""
     if plan.total_seconds is None or plan.total_seconds_low is None or plan.total_seconds_high is None or not plan.fits:
         return None
     video = Cost(plan.total_seconds_low, plan.total_seconds, plan.total_seconds_high)
     startup = startup_seconds(bulk, plan)
     slices, seconds = (Cost(*x) for x in zip(*map(partial(_fleet, bulk), video, startup), strict=True))
     low, mid, high = (devices * n * held / 3600 for n, held in zip(slices, seconds, strict=True))
-    return Way(plan.chip, devices, plan, video, startup, slices, seconds, Cost(min(low, mid), mid, max(mid, high)))
+    return Option(plan.chip, devices, plan, video, startup, slices, seconds, Cost(min(low, mid), mid, max(mid, high)))
 
 
-def startup_seconds(bulk: Bulk, plan: Outlook) -> Cost:
-    """Returns the seconds before a slice's first video: until it is there, has the weights, and has compiled.
+def startup_seconds(bulk: Workload, plan: Estimate) -> Cost:
+    """Return the seconds before a slice's first video: to start, download the weights, load them and compile.
 
     At the low end weights are those that `wanjax convert` stores, and compiled programs come from a shared cache. At
     the high end weights are in float32, and all programs are compiled as long as they were for the plan.
@@ -204,8 +204,8 @@ def startup_seconds(bulk: Bulk, plan: Outlook) -> Cost:
     return Cost(low, (low + high) / 2, high)
 
 
-def _fleet(bulk: Bulk, video: float, startup: float) -> tuple[float, float]:
-    """Returns the fewest slices that end in time, and the seconds for which they are held; infinite if none do."""
+def _fleet(bulk: Workload, video: float, startup: float) -> tuple[float, float]:
+    """Return the fewest slices that end in time, and the seconds for which they are held; infinite if none do."""
     slices: float = 1
     if bulk.deadline is not None:
         each = (bulk.deadline - startup) // video
@@ -216,7 +216,7 @@ def _fleet(bulk: Bulk, video: float, startup: float) -> tuple[float, float]:
 
 
 def _finite(value: Any) -> Any:
-    """Returns a value that JSON can hold."""
+    """Return a value that JSON can hold."""
     if isinstance(value, dict):
         return {name: _finite(x) for name, x in value.items()}
     if isinstance(value, list | tuple):

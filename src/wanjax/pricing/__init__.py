@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prices of programs on TPUs that need not be present: compile for a described chip, then read memory and time.
+"""Prices of programs on TPUs that are absent: compile for the chip, then read memory and time from the result.
 
     x = jax.ShapeDtypeStruct((8192, 8192), "bfloat16")
     print(Pricer().price(jnp.matmul, x, x, chip="v6e-1").seconds)
 
-prices any function of JAX (`priced.py`). In parts: `chips.described` makes a mesh of chips that need not be present, on
-which programs are traced; `compile.compile_program` compiles one, and `costs.price_compiled` prices each of its
-operations. Nothing here knows what the programs are for: a `Pricer` is told the names of kernels and scopes.
+prices any function of JAX (`pricer.py`). In parts: trace the function on `chips.abstract_mesh`, compile it with
+`compile.compile_program`, and price each of its operations with `costs.price_compiled`. Nothing here depends on what
+the programs are for: the names of kernels and scopes are arguments of `Pricer`.
 
-The compiler is libtpu's own (the extra `plan`), which needs no chip. It runs in processes of its own, which are given
-bytes, and its dumps are deleted once they are read. Prices are estimates, not measurements: docs/performance.md
-compares the two.
+The compiler is libtpu's own (the extra `plan`), which needs no chip. It runs in separate processes, which receive
+programs as bytes; its dumps are deleted after they are read. Prices are estimates, not measurements:
+docs/performance.md compares the two.
 """

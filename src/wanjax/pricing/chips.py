@@ -87,16 +87,16 @@ KINDS = {chip.kind: chip for chip in (V4, V5E, V5P, V6E, V7X)} | {"TPU v5e": V5E
 
 
 def find_slice(name: str) -> Slice:
-    """Returns the slice of a name such as `v6e-8`. Raises WanjaxError that lists the known names."""
+    """Return the slice of a name such as `v6e-8`. Raises WanjaxError that lists the known names."""
     if name not in SLICES:
         raise WanjaxError(f"no TPU slice is named {name!r}: there are {', '.join(SLICES)}")
     return SLICES[name]
 
 
-def devices_of(topology: str, *, one_host: bool = False) -> list[Any]:
-    """Returns devices of a topology as the TPU's compiler describes them, none of which need be present.
+def topology_devices(topology: str, *, one_host: bool = False) -> list[Any]:
+    """Return the TPU compiler's devices of a topology, which may be absent.
 
-    With `one_host` those of a topology in ONE_HOST are all of one host, else of two. Loads libtpu.
+    With `one_host` the devices of a topology in ONE_HOST belong to one host, else to two. Loads libtpu.
     """
     from jax.experimental import topologies
 
@@ -106,20 +106,20 @@ def devices_of(topology: str, *, one_host: bool = False) -> list[Any]:
     if topology.startswith("v4:"):  # whose two cores are one device of JAX's; later chips need no word for it
         options["chip_config_name"] = "megacore"
     with DESCRIBING:
-        found = topologies.get_topology_desc(platform="tpu", topology_name=topology, **options)
-    return list(found.devices)
+        topology_desc = topologies.get_topology_desc(platform="tpu", topology_name=topology, **options)
+    return list(topology_desc.devices)
 
 
-def described(place: Slice, axes: Mapping[str, int] | None = None) -> "AbstractMesh":
-    """Returns a mesh of a slice's chips, none of which need be present; None is one axis, `chips`, over all of them.
+def abstract_mesh(target: Slice, axes: Mapping[str, int] | None = None) -> "AbstractMesh":
+    """Return a mesh of a slice's chips, which may be absent; without `axes` it has one axis, `chips`, over all of them.
 
-    Programs that are traced on it know which chip they are for. Raises WanjaxError where the axes do not fill it.
+    Programs that are traced on it are compiled for that chip. Raises WanjaxError where the axes do not fill it.
     """
     from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-    axes = {"chips": place.devices} if axes is None else axes
-    if prod(axes.values()) != place.devices:
-        told = ", ".join(f"{axis}={size}" for axis, size in axes.items())
-        raise WanjaxError(f"the mesh {told} is of {prod(axes.values())} devices: {place.name} has {place.devices}")
-    chip = AbstractDevice(place.chip.kind, place.chip.cores, "tpu")
+    axes = {"chips": target.devices} if axes is None else axes
+    if prod(axes.values()) != target.devices:
+        shape = ", ".join(f"{axis}={size}" for axis, size in axes.items())
+        raise WanjaxError(f"the mesh {shape} is of {prod(axes.values())} devices: {target.name} has {target.devices}")
+    chip = AbstractDevice(target.chip.kind, target.chip.cores, "tpu")
     return AbstractMesh(tuple(axes.values()), tuple(axes), (AxisType.Auto,) * len(axes), abstract_device=chip)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compilation for a described slice of TPUs, in a process of its own, and its results.
+"""Compilation for a slice of TPUs that is absent, in a separate process, and its results.
 
-A separate process, because the TPU runtime needs its own environment from the first import on, may take gigabytes and
-holds a lock. It is given bytes, meshes and options. Nothing of it remains afterwards, dumps included.
+The process is separate because the TPU runtime needs environment variables before its first import, may take gigabytes
+and holds a lock. It receives bytes, meshes and options, and leaves no files behind.
 """
 
 import json
@@ -78,7 +78,7 @@ def temporary() -> Iterator[Path]:
 
 
 def compile_program(lowering: Lowering, chip: str, *, schedules: bool = False) -> Compiled:
-    """Compiles a program for a slice such as v6e-8, whose chips need not be present.
+    """Compile a program for a slice such as v6e-8, whose chips may be absent.
 
     Raises the errors of `compile_programs`, and CompilerError if the program does not compile.
     """
@@ -91,25 +91,33 @@ def compile_program(lowering: Lowering, chip: str, *, schedules: bool = False) -
 def compile_programs(
     programs: Sequence[tuple[Lowering, str]], *, schedules: bool = False
 ) -> list[Compiled | CompilerError]:
-    """Compiles programs, each for a slice such as v6e-8, in one process.
+    """Compile programs, each for a slice such as v6e-8, in one process.
 
-    Arguments have shardings on a mesh of `chips.described`, or none at all. A program that does not compile yields its
-    CompilerError in place of a result. `schedules` also returns the LLO bundles of each operation, which takes far more
-    memory, so it is for kernels and small programs. Raises WanjaxError if a slice is unknown, a mesh does not fill it,
-    libtpu is missing or not the version that jax requires, or wanjax itself refuses a program.
+    Args:
+        programs: The programs, each with the name of its slice. Arguments have shardings on a mesh of
+            `chips.abstract_mesh`, or none.
+        schedules: Whether to return the LLO bundles of each operation too. This takes far more memory, so use it for
+            kernels and small programs.
+
+    Returns:
+        The compiled programs in order, with a CompilerError for each program that does not compile.
+
+    Raises:
+        WanjaxError: A slice is unknown, a mesh does not fill it, libtpu is missing or has another version than jax
+            requires, or wanjax refuses a program.
     """
     check_compiler()
-    found: dict[int, Compiled | CompilerError] = {}
+    results: dict[int, Compiled | CompilerError] = {}
     jobs: dict[int, Job] = {}
     for number, (lowering, chip) in enumerate(programs):
         try:
             jobs[number] = export(lowering, find_slice(chip))
         except CompilerError as error:
-            found[number] = error
+            results[number] = error
     numbers = list(jobs)
     for number, result in compiled(list(jobs.values()), schedules=range(len(numbers)) if schedules else ()):
-        found[numbers[number]] = result
-    return [found[number] for number in range(len(programs))]
+        results[numbers[number]] = result
+    return [results[number] for number in range(len(programs))]
 
 
 def compiled(
@@ -119,18 +127,25 @@ def compiled(
     begun: Callable[[int], Any] = lambda number: None,
     workspace: Workspace = temporary,
 ) -> Iterator[tuple[int, Compiled | CompilerError]]:
-    """Yields the number of each job and its result, in the order in which they are done; `begun` gets it before.
+    """Compile jobs, and yield the number of each with its result as soon as it is done.
 
-    The jobs whose numbers are in `schedules` get those, in a second process: the compiler's dump is a process's. Files
-    go through a folder of `workspace`. Raises WanjaxError if libtpu is missing or not the version that jax requires.
+    Args:
+        jobs: The programs.
+        schedules: Numbers of the jobs whose schedules are wanted. These run in a second process, since the compiler
+            dumps the schedules of a whole process.
+        begun: Receives the number of each job when its compilation begins.
+        workspace: Makes the folder for the compiler's files.
+
+    Raises:
+        WanjaxError: libtpu is missing, or has another version than jax requires.
     """
     check_compiler()
     if not jobs:
         return
-    with workspace() as own:
+    with workspace() as folder:
         folders: dict[Path, list[int]] = {}
         for number, job in enumerate(jobs):
-            root = own / ("schedules" if number in schedules else "programs")
+            root = folder / ("schedules" if number in schedules else "programs")
             folders.setdefault(root, []).append(number)
             (root / str(number)).mkdir(parents=True)
             (root / str(number) / PROGRAM).write_bytes(job.program)
@@ -142,10 +157,10 @@ def compiled(
 
 
 def _finished(left: dict[Path, list[int]], begun: Callable[[int], Any]) -> Iterator[tuple[Path, int]]:
-    """Runs the compiler's processes, one for each folder, and yields it and the number of a job that is done.
+    """Run one compiler process for each folder, and yield the folder and number of each job that is done.
 
-    A signal ends such a process now and then: memory runs out, or the compiler crashes, which it may not do again. So
-    what is left is compiled once more, one by one, and the program at which the process ends then is refused.
+    Now and then a signal ends such a process: memory runs out, or the compiler crashes, which may not happen again. So
+    the remaining jobs are compiled once more, one at a time, and the job at which the process then ends is refused.
     """
     at_once = AT_ONCE
     while left:
@@ -158,7 +173,7 @@ def _finished(left: dict[Path, list[int]], begun: Callable[[int], Any]) -> Itera
                 with os.fdopen(writing, "w") as written:
                     for root, numbers in left.items():
                         with (root / "errors.txt").open("w", encoding="utf-8") as errors:
-                            command = [sys.executable, "-m", "wanjax.pricing.worker", root, at_once, *numbers]
+                            command = [sys.executable, "-m", "wanjax.pricing.compiler_process", root, at_once, *numbers]
                             streams = {"stdin": subprocess.PIPE, "stdout": written, "stderr": errors}
                             processes.append(subprocess.Popen([*map(str, command)], env=_environment(root), **streams))
                 for line in lines:  # of all processes, until they have ended
@@ -192,7 +207,7 @@ def _finished(left: dict[Path, list[int]], begun: Callable[[int], Any]) -> Itera
 
 
 def _clear(root: Path, numbers: Sequence[int]) -> None:
-    """Removes from a folder what a process that ended left of these jobs, and of the compiler's dump."""
+    """Remove from a folder the compiler's dump and all files of these jobs but their inputs."""
     left = [*(root / DUMPED).glob("*"), *(path for number in numbers for path in (root / str(number)).glob("*"))]
     for path in left:
         if path.name not in GIVEN:
@@ -200,7 +215,7 @@ def _clear(root: Path, numbers: Sequence[int]) -> None:
 
 
 def write_error(folder: Path, kind: str, message: str) -> None:
-    """Writes why the program of a folder does not compile."""
+    """Write why the program of a folder does not compile."""
     (folder / "error.json").write_text(json.dumps({"kind": kind, "message": message}), encoding="utf-8")
 
 
@@ -221,32 +236,34 @@ def _request(job: Job) -> dict:
     }
 
 
-def _result(place: Slice, folder: Path, schedules: bool) -> Compiled | CompilerError:
+def _result(target: Slice, folder: Path, schedules: bool) -> Compiled | CompilerError:
     error = folder / "error.json"
     if error.exists():
         failure = json.loads(error.read_text(encoding="utf-8"))
-        return CompilerError(refusal(place, failure["kind"], failure["message"]))
+        return CompilerError(refusal(target, failure["kind"], failure["message"]))
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     module = (folder / "module.txt").read_text(encoding="utf-8")
-    dump = read_dump(folder, place.chip) if schedules else {}
-    return Compiled(place, Memory(**result["memory"]), module, dump, result["seconds"], result["refused"])
+    dump = read_dump(folder, target.chip) if schedules else {}
+    return Compiled(target, Memory(**result["memory"]), module, dump, result["seconds"], result["refused"])
 
 
 def check_compiler() -> None:
-    """Raises WanjaxError unless libtpu is installed, in a version that this jax accepts."""
+    """Raise WanjaxError unless libtpu is installed, in a version that this jax accepts."""
     install = f"pip install 'jax[tpu]=={version('jax')}'"  # which a clone and a package have alike
     if find_spec("libtpu") is None:
         raise WanjaxError(
             "programs of TPUs are compiled, and priced, by libtpu, which is missing: wanjax[plan], or "
             f"{install}, brings it, and {', '.join(machines())} are priced without it"
         )
-    if not (wanted := accepted()).contains(found := version("libtpu"), prereleases=True):
+    if not (required := accepted()).contains(installed := version("libtpu"), prereleases=True):
         raise WanjaxError(
-            f"libtpu {found} does not fit jax {version('jax')}, which requires {wanted}: {install} brings that"
+            f"libtpu {installed} does not fit jax {version('jax')}, which requires {required}: {install} brings that"
         )
 
 
 def accepted() -> SpecifierSet:
-    """Returns the versions of libtpu that this jax accepts."""
-    wanted = [wanted.specifier for wanted in map(Requirement, requires("jax") or ()) if wanted.name == "libtpu"]
-    return wanted[0] if wanted else SpecifierSet()
+    """Return the versions of libtpu that this jax accepts."""
+    requirement = [
+        requirement.specifier for requirement in map(Requirement, requires("jax") or ()) if requirement.name == "libtpu"
+    ]
+    return requirement[0] if requirement else SpecifierSet()

@@ -70,7 +70,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Price:
+class ItemizedPrice:
     """Every operation with its cost, and the open points of the price.
 
     `unpriced` names kernels without a schedule, which cost nothing. `unknown_loops` names loops of unknown trip count,
@@ -107,8 +107,8 @@ def price_compiled(
     *,
     words: int | None = None,
     cheapest: bool = False,
-) -> Price:
-    """Prices one run of the program.
+) -> ItemizedPrice:
+    """Price one run of the program.
 
     `kernels` gives the seconds of kernels by their names in the module (`flash.3`, or `flash` for all such). A whole
     model needs it: it is compiled without schedules, and its kernels are compiled and priced on their own. `skip`
@@ -119,12 +119,12 @@ def price_compiled(
     how = (kernels or {}, skip or {}, words, min if cheapest else max)
     reader = _Reader(parse(compiled.module), compiled.slice.chip, compiled.schedules, *how)
     items = reader.sequence(reader.module.entry, 1)
-    return Price(tuple(items), tuple(reader.unpriced), tuple(reader.unknown_loops), reader.undecided)
+    return ItemizedPrice(tuple(items), tuple(reader.unpriced), tuple(reader.unknown_loops), reader.undecided)
 
 
 @dataclass
 class _Reader:
-    """Walks through a module in scheduled order and prices its operations; what is open in the price it notes."""
+    """Walks through a module in scheduled order, prices its operations, and notes open points of the price."""
 
     module: Module
     chip: Chip
@@ -138,7 +138,7 @@ class _Reader:
     unknown_loops: list[str] = field(default_factory=list)
 
     def sequence(self, within: Computation, times: int) -> list[Item]:
-        """Prices a computation that runs `times` times."""
+        """Price a computation that runs `times` times."""
         items: list[Item] = []
         begun: dict[str, tuple[Item, float]] = {}  # asynchronous operations and when they end
         passed = links_free = 0.0
@@ -172,7 +172,7 @@ class _Reader:
         return items
 
     def items(self, instruction: Instruction, within: Computation, times: int) -> list[Item]:
-        """Prices an instruction; a loop or a call may consist of several items."""
+        """Price an instruction; a loop or a call may consist of several items."""
         if instruction.opcode in FREE:
             return []
         if instruction.opcode == "while":
@@ -216,7 +216,7 @@ class _Reader:
         return Item(instruction.name, kind, times, cost, bytes=times * moved)
 
     def kernel_in(self, instruction: Instruction, within: Computation) -> tuple[Instruction | None, Computation]:
-        """Returns the kernel that an operation is, or that its fusion contains, and the computation that holds it."""
+        """Return the kernel that an operation is, or that its fusion contains, and the computation that holds it."""
         if instruction.target == KERNEL:
             return instruction, within
         inner = None if instruction.called is None else self.module.computations[instruction.called]
@@ -244,7 +244,7 @@ class _Reader:
         return Cost(floor, math.sqrt(floor * estimate), estimate)
 
     def by_bytes(self, instruction: Instruction, within: Computation, moved: int) -> Cost:
-        """Prices vector work: its HBM traffic at the bandwidth, or the cycles of the vector unit if they are more."""
+        """Price vector work: its HBM traffic at the bandwidth, or the cycles of the vector unit if they are more."""
         everything = [*instruction.results, *(a for name in instruction.operands for a in within.by_name[name].results)]
         if instruction.name in self.schedules:
             schedule = self.schedules[instruction.name]
@@ -258,6 +258,6 @@ class _Reader:
 
 
 def _exposed(item: Item, seconds: float) -> Item:
-    """Scales an item's cost to the `seconds` that other work did not hide."""
+    """Scale an item's cost to the `seconds` that other work did not hide."""
     share = max(0.0, seconds) / item.cost.mid if item.cost.mid else 0.0
     return replace(item, cost=item.cost.times(share))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a price depends on beside the program: the code that makes it, and versions."""
+"""Digests of the code and versions on which a price depends beside the program."""
 
 import hashlib
 from collections.abc import Iterable
@@ -8,8 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 MODULES = (
-    *("chips", "compile", "costs", "exporting", "hlo", "kernels", "lowering", "priced", "scalar", "schedule"),
-    *("work", "worker"),
+    *("chips", "compile", "costs", "exporting", "hlo", "lowering", "pallas_kernels", "pricer", "scalar", "schedule"),
+    *("work", "compiler_process"),
 )
 """Files of this folder on which a price depends."""
 
@@ -21,16 +21,16 @@ def pricing_digest() -> str:
 
 def digest(paths: Iterable[Path]) -> str:
     """Return one digest of files, by their names and contents."""
-    made = hashlib.sha256()
+    hashed = hashlib.sha256()
     for path in paths:
-        made.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return made.hexdigest()
+        hashed.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return hashed.hexdigest()
 
 
 def versions(*names: str) -> dict[str, str]:
-    """Return the versions of those distributions that are installed."""
-    found = {}
+    """Return the versions of the installed distributions among these."""
+    installed = {}
     for name in names:
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            installed[name] = version(name)
+    return installed

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs as bytes: traced and exported where they are made, to be compiled in a process that knows nothing of them.
+"""Programs as bytes: traced and exported here, to be compiled in a separate process.
 
 Nothing here needs the compiler or a chip. The bytes name no file and no line, so that they change only where the
 program does; they keep the named scopes, by which a price is divided into parts.
@@ -17,8 +17,8 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, NamedSharding
 
 from wanjax.errors import WanjaxError
-from wanjax.pricing.chips import Slice, described
-from wanjax.pricing.lowering import Lowering, uncollected
+from wanjax.pricing.chips import Slice, abstract_mesh
+from wanjax.pricing.lowering import Lowering, gc_paused
 
 LOCATIONS = "jax_traceback_in_locations_limit"
 
@@ -44,7 +44,7 @@ class Job:
 
     @property
     def key(self) -> dict[str, Any]:
-        """All that decides what the compiler makes of the program, as JSON; the bytes by their digest."""
+        """Everything on which the compiler's result depends, as JSON; the program is its digest."""
         return {
             "program": hashlib.sha256(self.program).hexdigest(),
             "donate": list(self.donate),
@@ -69,8 +69,8 @@ class Traced(NamedTuple):
             return self.jitted.trace(*self.leaves).jaxpr
 
     def export(self) -> Job:
-        """Returns the program as a job. Raises CompilerError where it cannot be lowered for the chip."""
-        with failing_for(self.slice), uncollected(), without_locations(), jax.sharding.use_abstract_mesh(self.mesh):
+        """Return the program as a job. Raises CompilerError where it cannot be lowered for the chip."""
+        with failing_for(self.slice), gc_paused(), without_locations(), jax.sharding.use_abstract_mesh(self.mesh):
             program = jax.export.export(self.jitted, platforms=["tpu"])(*self.leaves).serialize()
         ends = list(accumulate(len(jax.tree.leaves(argument)) for argument in self.lowering.arguments))
         starts = [0, *ends]
@@ -79,51 +79,53 @@ class Traced(NamedTuple):
         return Job(self.slice, dict(self.mesh.shape), bytes(program), donate, options)
 
 
-def trace(lowering: Lowering, place: Slice) -> Traced:
-    """Traces a program whose arguments have shardings on a mesh of `described`, or none at all.
+def trace(lowering: Lowering, target: Slice) -> Traced:
+    """Trace a program whose arguments have shardings on a mesh of `abstract_mesh`, or none at all.
 
     What wanjax refuses raises WanjaxError; another failure raises CompilerError.
     """
     leaves, tree = jax.tree.flatten(lowering.arguments)
     shardings = [getattr(leaf, "sharding", None) for leaf in leaves]  # arrays of the host have none
-    mesh = next((x.mesh.abstract_mesh for x in shardings if isinstance(x, NamedSharding)), None) or described(place)
-    if mesh.abstract_device != described(place, mesh.shape).abstract_device:
-        raise WanjaxError(f"the program is for {mesh.abstract_device}, and {place.name} has {place.chip.kind}")
+    mesh = next((x.mesh.abstract_mesh for x in shardings if isinstance(x, NamedSharding)), None) or abstract_mesh(
+        target
+    )
+    if mesh.abstract_device != abstract_mesh(target, mesh.shape).abstract_device:
+        raise WanjaxError(f"the program is for {mesh.abstract_device}, and {target.name} has {target.chip.kind}")
 
     def program(*leaves: Any) -> list[Any]:
         return jax.tree.leaves(lowering.function(*jax.tree.unflatten(tree, leaves)))
 
     # arguments that are not used stay in memory during the run, so they must count
-    traced = Traced(lowering, place, mesh, jax.jit(program, keep_unused=True), leaves)
-    with failing_for(place):
+    traced = Traced(lowering, target, mesh, jax.jit(program, keep_unused=True), leaves)
+    with failing_for(target):
         _ = traced.jaxpr  # JAX keeps it
     return traced
 
 
-def export(lowering: Lowering, place: Slice) -> Job:
-    """Returns a program as a job for the compiler. Raises the errors of `trace` and of `Traced.export`."""
-    return trace(lowering, place).export()
+def export(lowering: Lowering, target: Slice) -> Job:
+    """Return a program as a job for the compiler. Raises the errors of `trace` and of `Traced.export`."""
+    return trace(lowering, target).export()
 
 
 @contextmanager
-def failing_for(place: Slice) -> Iterator[None]:
-    """Makes of an error, unless it is wanjax's own, a CompilerError that names the slice."""
+def failing_for(target: Slice) -> Iterator[None]:
+    """Turn errors other than wanjax's own into a CompilerError that names the slice."""
     try:
         yield
     except (WanjaxError, CompilerError):
         raise
     except Exception as error:
-        raise CompilerError(refusal(place, type(error).__name__, str(error))) from error
+        raise CompilerError(refusal(target, type(error).__name__, str(error))) from error
 
 
-def refusal(place: Slice, kind: str, message: str) -> str:
-    """Returns the sentence on a program that does not compile."""
-    return f"the program does not compile for {place.name}: {kind}: {message}"
+def refusal(target: Slice, kind: str, message: str) -> str:
+    """Return the sentence on a program that does not compile."""
+    return f"the program does not compile for {target.name}: {kind}: {message}"
 
 
 @contextmanager
 def without_locations() -> Iterator[None]:
-    """Lowers programs, and the kernels in them, without the files and lines they come from."""
+    """Lower programs, and the kernels in them, without the files and lines they come from."""
     before = getattr(jax.config, LOCATIONS)
     jax.config.update(LOCATIONS, 0)
     try:

@@ -50,16 +50,16 @@ class Array:
 
 
 def arrays(text: str) -> tuple[Array, ...]:
-    """Returns the arrays of an HLO shape, in order; a tuple has several."""
-    found = []
+    """Return the arrays of an HLO shape, in order; a tuple has several."""
+    parsed = []
     for dtype, sizes, order, memory_layout in _ARRAY.findall(text):
         shape = tuple(int(size.lstrip("<=")) for size in sizes.split(",") if size)
         tile = _TILE.search(memory_layout)
         space = re.search(r"S\((\d+)\)", memory_layout)
         dims = tuple(int(axis) for axis in order.split(",") if axis) or tuple(reversed(range(len(shape))))
         tiles = tuple(int(size) for size in tile[1].split(",")) if tile and "*" not in tile[1] else ()
-        found.append(Array(dtype, shape, dims, tiles, int(space[1]) if space else 0))
-    return tuple(found)
+        parsed.append(Array(dtype, shape, dims, tiles, int(space[1]) if space else 0))
+    return tuple(parsed)
 
 
 @dataclass(frozen=True)
@@ -75,18 +75,18 @@ class Instruction:
     root: bool
 
     def attribute(self, name: str) -> str | None:
-        return self._found(rf"\b{name}=(\{{.*?\}}|\[[^ ]*|[^, ]+)")
+        return self._match(rf"\b{name}=(\{{.*?\}}|\[[^ ]*|[^, ]+)")
 
-    def _found(self, pattern: str) -> str | None:
-        """Returns what the pattern's group matches in the attributes; None where they do not match."""
-        found = re.search(pattern, self.attributes)
-        return found[1] if found else None
+    def _match(self, pattern: str) -> str | None:
+        """Return the match of the pattern's group in the attributes, or None."""
+        match = re.search(pattern, self.attributes)
+        return match[1] if match else None
 
     def named(self, role: str) -> str:
-        """Returns the name of the computation in a role: `calls`, `body`, `condition` or `to_apply`."""
-        found = self._found(rf"\b{role}=%([\w.\-]+)")
-        assert found is not None, f"{self.name} has no {role}"
-        return found
+        """Return the name of the computation in a role: `calls`, `body`, `condition` or `to_apply`."""
+        computation = self._match(rf"\b{role}=%([\w.\-]+)")
+        assert computation is not None, f"{self.name} has no {role}"
+        return computation
 
     @property
     def called(self) -> str | None:
@@ -95,17 +95,17 @@ class Instruction:
     @property
     def estimated_cycles(self) -> int | None:
         """The compiler's own estimate, present on fusions and copies."""
-        found = self._found(r'"estimated_cycles":"(\d+)"')
-        return None if found is None else int(found)
+        cycles = self._match(r'"estimated_cycles":"(\d+)"')
+        return None if cycles is None else int(cycles)
 
     @property
     def scope(self) -> str:
         """The functions, named scopes and loops in which the operation was traced, joined by slashes."""
-        return self._found(r'op_name="([^"]*)"') or ""
+        return self._match(r'op_name="([^"]*)"') or ""
 
     @property
     def target(self) -> str | None:
-        return self._found(r'custom_call_target="([^"]+)"')
+        return self._match(r'custom_call_target="([^"]+)"')
 
     @property
     def group_size(self) -> int:
@@ -114,14 +114,14 @@ class Instruction:
         HLO writes the groups as lists of devices, as a reshaped array of them, or as mesh axes. A mesh axis may be
         split: `'a':(2)4` takes 4 devices of axis a, and leaves 2 groups.
         """
-        if found := re.search(r"replica_groups=\[(\d+),(\d+)\]", self.attributes):
-            return int(found[2])
-        if found := re.search(r"replica_groups=\{\{([\d,]+)\}", self.attributes):
-            return found[1].count(",") + 1
-        if found := re.search(r"replica_groups=mesh\[([^\]]*)\].*?\{([^{}]*)\}", self.attributes):
-            sizes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
-            joined = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", found[2])
-            return math.prod(int(part or sizes[axis]) for axis, part in joined)
+        if match := re.search(r"replica_groups=\[(\d+),(\d+)\]", self.attributes):
+            return int(match[2])
+        if match := re.search(r"replica_groups=\{\{([\d,]+)\}", self.attributes):
+            return match[1].count(",") + 1
+        if match := re.search(r"replica_groups=mesh\[([^\]]*)\].*?\{([^{}]*)\}", self.attributes):
+            sizes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
+            split_axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", match[2])
+            return math.prod(int(part or sizes[axis]) for axis, part in split_axes)
         return 2 if "source_target_pairs" in self.attributes else 1
 
 
@@ -142,8 +142,8 @@ class Computation:
 
     @property
     def parameters(self) -> list[Instruction]:
-        found = [instruction for instruction in self.instructions if instruction.opcode == "parameter"]
-        return sorted(found, key=lambda parameter: int(parameter.arguments))
+        parameters = [instruction for instruction in self.instructions if instruction.opcode == "parameter"]
+        return sorted(parameters, key=lambda parameter: int(parameter.arguments))
 
     def users(self, name: str) -> list[Instruction]:
         return [instruction for instruction in self.instructions if name in instruction.operands]
@@ -157,7 +157,7 @@ class Module:
     entry: Computation
 
     def inside(self, instruction: Instruction) -> Iterator[Instruction]:
-        """Yields the instructions of a fusion or call, including those of nested ones."""
+        """Yield the instructions of a fusion or call, including those of nested ones."""
         if instruction.called is not None:
             for part in self.computations[instruction.called].instructions:
                 yield part
@@ -165,13 +165,13 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """Parses a module from the text of `compiled.as_text()`."""
+    """Parse a module from the text of `compiled.as_text()`."""
     computations: dict[str, Computation] = {}
     entry, name, lines = "", "", []
     for line in text.splitlines():
-        if found := _COMPUTATION.match(line):
-            name, lines = found[2], []
-            entry = name if found[1] else entry
+        if match := _COMPUTATION.match(line):
+            name, lines = match[2], []
+            entry = name if match[1] else entry
         elif name and re.match(r"}($|, execution_thread=)", line):
             computations[name] = Computation(name, tuple(map(_instruction, lines)))
             name = ""
@@ -183,21 +183,21 @@ def parse(text: str) -> Module:
 
 
 def _instruction(line: str) -> Instruction:
-    found = _INSTRUCTION.match(line)
-    assert found is not None
-    rest = found[3]
+    match = _INSTRUCTION.match(line)
+    assert match is not None
+    rest = match[3]
     shape = rest[: _closing(rest, 0)] if rest.startswith("(") else rest.partition(" ")[0]
     opcode, _, _ = rest[len(shape) + 1 :].partition("(")
     start = len(shape) + 1 + len(opcode)
     stop = _closing(rest, start)
     arguments = rest[start + 1 : stop - 1]
     return Instruction(
-        found[2], opcode, arrays(shape), tuple(_NAME.findall(arguments)), arguments, rest[stop:], bool(found[1])
+        match[2], opcode, arrays(shape), tuple(_NAME.findall(arguments)), arguments, rest[stop:], bool(match[1])
     )
 
 
 def _closing(text: str, start: int) -> int:
-    """Returns the index after the parenthesis that closes the one at `start`."""
+    """Return the index after the parenthesis that closes the one at `start`."""
     depth = 0
     for mark in re.compile(r"[()]").finditer(text, start):
         depth += 1 if mark[0] == "(" else -1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that are to be compiled, and how."""
+"""Functions to compile, with their shapes and compiler options."""
 
 import gc
 import re
@@ -26,8 +26,8 @@ class Lowering(NamedTuple):
     compiler_options: Mapping[str, Any] | None = None
 
 
-def everywhere(function: Callable, mesh: Mesh | AbstractMesh, shapes: Iterable[Any]) -> Lowering:
-    """Returns a function as each device of a mesh runs it, on arrays of these shapes that every device has whole."""
+def replicated(function: Callable, mesh: Mesh | AbstractMesh, shapes: Iterable[Any]) -> Lowering:
+    """Return the lowering of a function that every device of a mesh runs on whole arrays of these shapes."""
     spec = PartitionSpec()
     each = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     arguments = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)) for x in shapes)
@@ -35,8 +35,8 @@ def everywhere(function: Callable, mesh: Mesh | AbstractMesh, shapes: Iterable[A
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
-    """Keeps Python's garbage collector off: what is traced or lowered is many objects, and nearly all of them stay."""
+def gc_paused() -> Iterator[None]:
+    """Pause Python's garbage collector, since tracing and lowering make many objects that nearly all stay."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -46,10 +46,10 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def without_refused(
+def retry_without_rejected_options(
     options: dict[str, Any], attempt: Callable[[dict[str, Any]], Result], tell: Callable[[str], Any]
 ) -> Result:
-    """Returns `attempt(options)`, which compiles a program. If the compiler refuses options, attempts it without them.
+    """Return `attempt(options)`, which compiles a program; if the compiler rejects options, try again without them.
 
     The refused options are those that the compiler's message names, or all of them if it names none. `tell` then
     receives one sentence. A lack of memory is not a refusal.
@@ -62,7 +62,7 @@ def without_refused(
             raise
         refused = [name for name in options if re.search(rf"(?<!\w){re.escape(name)}(?!\w)", why)] or list(options)
         left = {name: value for name, value in options.items() if name not in refused}
-        result = without_refused(left, attempt, tell)
+        result = retry_without_rejected_options(left, attempt, tell)
         tell(f"compiled without {' and '.join(refused)}, which the compiler refused: {_first_line(why)}")
         return result
 

@@ -42,36 +42,36 @@ H200 = Machine("h200", "NVIDIA H200", int(139.8 * GIB), 989e12, 4.8e12, 0.6, 0.6
 
 
 def processor() -> Machine:
-    """Returns the model of this machine's CPU: all its available cores, all its memory."""
+    """Return the model of this machine's CPU: all its available cores, all its memory."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory, flops, bandwidth = psutil.virtual_memory().total, cores * 40e9, cores * 8e9
     return Machine("cpu", "cpu", memory, flops, bandwidth, 0.9, 1.0, 0.9, 0.7, bandwidth, "float32")
 
 
 def machines() -> dict[str, Machine]:
-    """Returns the modelled devices by name."""
+    """Return the modelled devices by name."""
     return {machine.name: machine for machine in (H200, H100, processor())}
 
 
-def find_place(name: str) -> Slice | Machine:
-    """Returns the slice of TPUs or the device of this name; raises WanjaxError that lists the known ones."""
-    known: dict[str, Slice | Machine] = {**SLICES, **machines()}
-    if name not in known:
-        begun = [one for one in known if name and one.startswith(name.lower())]
-        right = f"give {' or '.join(begun)}" if begun else f"there are {', '.join(known)}"
+def find_hardware(name: str) -> Slice | Machine:
+    """Return the slice or device of this name; raise WanjaxError that lists the known names."""
+    hardware: dict[str, Slice | Machine] = {**SLICES, **machines()}
+    if name not in hardware:
+        begun = [one for one in hardware if name and one.startswith(name.lower())]
+        right = f"give {' or '.join(begun)}" if begun else f"there are {', '.join(hardware)}"
         raise WanjaxError(f"no chip is named {name!r}: {right}")
-    return known[name]
+    return hardware[name]
 
 
 def device_model(kind: str) -> Chip | Machine:
-    """Return what is known of a device by JAX's `device_kind`; an accelerator that is not known counts as an H100."""
+    """Return the model of a device by JAX's `device_kind`; an unknown accelerator counts as an H100."""
     if kind in KINDS:
         return KINDS[kind]
     return next((machine for machine in machines().values() if kind.startswith(machine.kind)), H100)
 
 
 def peak_flops(kind: str) -> float | None:
-    """Returns the peak of an accelerator by JAX's `device_kind`, or None if it is not known."""
+    """Return the peak of an accelerator by JAX's `device_kind`, or None if it is not known."""
     if kind in KINDS:
         return KINDS[kind].flops
     return next((machine.flops for machine in (H200, H100) if kind.startswith(machine.kind)), None)

@@ -27,7 +27,7 @@ _TRANSFER = re.compile(r"%\w+ = dma\.(?:hbm_to_vmem|vmem_to_hbm)\b([^;}]*)")
 
 
 def signed(value: int) -> int:
-    """Reads a 32-bit word as a two's complement number."""
+    """Read a 32-bit word as a two's complement number."""
     return value - WORD if value >= WORD // 2 else value
 
 
@@ -102,13 +102,13 @@ class Condition(NamedTuple):
     wanted: bool
 
     def holds(self, registers: Registers) -> Value:
-        """Returns True or False, or None if the predicate is unknown."""
+        """Return True or False, or None if the predicate is unknown."""
         return self._is_wanted(registers[self.name])
 
     def assumed(self, registers: Registers) -> Value:
-        """Returns `holds`, or if unknown the value that the block's branch assumes for the same predicate."""
-        known = self.holds(registers)
-        return self._is_wanted(registers[ASSUMED + self.name]) if known is None else known
+        """Return `holds`, or if unknown the value that the block's branch assumes for the same predicate."""
+        holds = self.holds(registers)
+        return self._is_wanted(registers[ASSUMED + self.name]) if holds is None else holds
 
     def _is_wanted(self, value: Value) -> Value:
         return None if value is None else bool(value) is self.wanted
@@ -118,13 +118,13 @@ Step = Callable[[Registers, Registers, bool], None]  # registers, scratch memory
 
 
 def condition(text: str) -> Condition | None:
-    """Returns the predicate among an instruction's arguments, or None."""
-    found = _PREDICATE.search(text)
-    return None if found is None else Condition(_key(found[2]), not found[1])
+    """Return the predicate among an instruction's arguments, or None."""
+    match = _PREDICATE.search(text)
+    return None if match is None else Condition(_key(match[2]), not match[1])
 
 
 def steps(bundle: str) -> list[Step]:
-    """Returns the effects of a bundle on the scalar registers and on the scratch memory that they spill to.
+    """Return the effects of a bundle on the scalar registers and on the scratch memory that they spill to.
 
     The bundle's text must have no comments. An instruction that is not understood makes its result unknown.
     """
@@ -136,18 +136,18 @@ def steps(bundle: str) -> list[Step]:
 
 
 def transfers(bundle: str) -> list[tuple[Condition | None, str | int]]:
-    """Returns a bundle's DMAs between HBM and VMEM: the condition, and the granules or the register that holds them."""
-    found = []
+    """Return a bundle's DMAs between HBM and VMEM: the condition, and the granules or the register that holds them."""
+    sizes_by_condition = []
     for arguments in _TRANSFER.findall(bundle):
         sizes = [part.strip() for part in arguments.split(",")]
         skip = 2 if _PREDICATE.search(sizes[0]) else 1  # an optional predicate, then the source, then the size
         size = sizes[skip]
-        found.append((condition(sizes[0]), int(size) if size.isdigit() else _key(size.lstrip("%"))))
-    return found
+        sizes_by_condition.append((condition(sizes[0]), int(size) if size.isdigit() else _key(size.lstrip("%"))))
+    return sizes_by_condition
 
 
 def _key(name: str) -> str:
-    """Returns the compiler's name of a value without its suffix, the physical register."""
+    """Return the compiler's name of a value without its suffix, the physical register."""
     return name.split("_")[0]
 
 
@@ -169,9 +169,9 @@ def _store(slot: str, when: Condition | None, name: str) -> Step:
 
 
 def _assign(name: str, opcode: str, arguments: str) -> Step:
-    if opcode == "smov" and (found := _CHOICE.match(arguments)):
-        otherwise, then = found[3].strip(), found[4].strip()
-        return _choice(name, Condition(_key(found[2]), not found[1]), then, otherwise)
+    if opcode == "smov" and (match := _CHOICE.match(arguments)):
+        otherwise, then = match[3].strip(), match[4].strip()
+        return _choice(name, Condition(_key(match[2]), not match[1]), then, otherwise)
     parts = [part.strip() for part in re.sub(r"\(!?%\w+\),?", "", arguments).split(",")]
     if opcode == "scalar_select":
         return _choice(name, Condition(_key(parts[0].lstrip("%")), True), parts[1], parts[2])
@@ -207,8 +207,8 @@ def _value(opcode: str, parts: list[str]) -> Callable[[Registers, Registers, boo
         return lambda registers, memory, again: _not(operands[0](registers))
     if opcode in PHIS:  # the first operand on entry to the loop, the last after a backward branch
         return lambda registers, memory, again: operands[-1 if again else 0](registers)
-    if opcode == "sld" and (found := re.fullmatch(_SLOT, parts[0])):
-        return lambda registers, memory, again: memory[found[1]]
+    if opcode == "sld" and (match := re.fullmatch(_SLOT, parts[0])):
+        return lambda registers, memory, again: memory[match[1]]
     if opcode == "sld" or (opcode == OPERAND and parts[0].startswith("<no memory space>")):  # which is a word
         return lambda registers, memory, again: memory.unassigned
     return lambda registers, memory, again: None

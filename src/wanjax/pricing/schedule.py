@@ -76,23 +76,23 @@ class Schedule:
         return sum(block.bundles for block in self.blocks)
 
     def units(self, times: Mapping[int, int] | None = None) -> dict[str, int]:
-        """Returns the filled slots of each unit; each block counts `times` times or, without `times`, once."""
+        """Return the filled slots of each unit; each block counts `times` times or, without `times`, once."""
         weights = {block.start: 1 for block in self.blocks} if times is None else times
         return {
             unit: sum(weights.get(block.start, 0) * block.units[unit] for block in self.blocks) for unit in self.slots
         }
 
     def occupancy(self, times: Mapping[int, int] | None = None) -> dict[str, float]:
-        """Returns the filled fraction of each unit's slots; `times` as for `units`."""
+        """Return the filled fraction of each unit's slots; `times` as for `units`."""
         cycles = self.bundles if times is None else self.cycles(times)
         return {unit: filled / (cycles * self.slots[unit]) for unit, filled in self.units(times).items()}
 
     def cycles(self, times: Mapping[int, int]) -> int:
-        """Returns the cycles of an execution in which no bundle waits for memory."""
+        """Return the cycles of an execution in which no bundle waits for memory."""
         return sum(block.bundles * times.get(block.start, 0) for block in self.blocks)
 
     def run(self, skip: Container[int] = (), *, words: int | None = None) -> Execution:
-        """Walks through the blocks as the chip would. `words` is the value of words that a kernel is given.
+        """Walk through the blocks as the chip does. `words` is the value of the kernel's input words.
 
         A forward branch that depends on data is taken, and skips the code that it guards, only if its block's address
         is in `skip`. A backward branch that depends on data is not taken, so its loop counts once. Instructions of the
@@ -135,7 +135,7 @@ class Schedule:
 
 
 def parse(name: str, code: str, units: str, buffers: str, branch_delay: int) -> Schedule:
-    """Parses the texts of a dump: final bundles, utilization of each bundle, and allocations."""
+    """Parse the texts of a dump: final bundles, utilization of each bundle, and allocations."""
     header, *rows = [line for line in units.splitlines() if line and not line.startswith("==")]
     names = [unit.strip() for unit in header.split(",")]
     slots, *filled = [[int(count) for count in row.split()] for row in rows]
@@ -149,9 +149,9 @@ def parse(name: str, code: str, units: str, buffers: str, branch_delay: int) -> 
         for _, label in _LABEL.findall(text):
             labels.setdefault(int(label), address)
     for address, text in texts.items():
-        if found := _BRANCH.search(text):
+        if match := _BRANCH.search(text):
             branches[address + branch_delay + 1] = Branch(
-                condition(found[1] or ""), _start(int(found[2]), labels, last)
+                condition(match[1] or ""), _start(int(match[2]), labels, last)
             )
     edges = sorted({0, last, *branches, *(branch.target for branch in branches.values())})
     blocks = []
@@ -172,25 +172,25 @@ def parse(name: str, code: str, units: str, buffers: str, branch_delay: int) -> 
 
 
 def _start(region: int, labels: Mapping[int, int], last: int) -> int:
-    """Returns the address of a region; one that is empty may have no label, and begins with the region after it."""
+    """Return the address of a region; one that is empty may have no label, and begins with the region after it."""
     return labels.get(region, min((labels[other] for other in labels if other > region), default=last))
 
 
 def read_dump(folder: Path, chip: Chip) -> dict[str, Schedule]:
-    """Reads the schedules of a compiler's dump, by the names of their operations in the HLO module."""
-    found = {}
+    """Read the schedules of a compiler's dump, by the names of their operations in the HLO module."""
+    schedules = {}
     for code in sorted(folder.glob(f"*-[0-9][0-9]-{CODE}.txt")):
         stamp, operation = re.fullmatch(rf"(\d+)-(.*)-\d\d-{CODE}\.txt", code.name).groups()  # type: ignore[union-attr]
         if operation.startswith("<") or operation == WHOLE_PROGRAM:
             continue
         units, buffers = (_beside(folder, f"{stamp}-{operation}", kind) for kind in (UNITS, BUFFERS))
         texts = (path.read_text(encoding="utf-8") for path in (code, units, buffers))
-        found[operation] = parse(operation, *texts, branch_delay=chip.branch_delay)
-    return found
+        schedules[operation] = parse(operation, *texts, branch_delay=chip.branch_delay)
+    return schedules
 
 
 def _beside(folder: Path, name: str, kind: str) -> Path:
-    """Returns a dump's file of this kind; raises RuntimeError where the dump lacks it."""
+    """Return a dump's file of this kind; raise RuntimeError where the dump lacks it."""
     for path in folder.glob(f"{escape(name)}-[0-9][0-9]-{kind}.txt"):
         return path
     raise RuntimeError(f"the compiler's dump of {name} lacks its {kind}")

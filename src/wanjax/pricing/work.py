@@ -23,12 +23,12 @@ SLICING = ("slice", "dynamic-slice", "gather")
 
 
 def trip_count(module: Module, loop: Instruction, within: Computation) -> int | None:
-    """Returns how often a loop's body runs: (bound − start) / step of its counter.
+    """Return how often a loop's body runs: (bound − start) / step of its counter.
 
     None if start, bound or step is not a constant.
     """
-    if found := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):
-        return int(found[1])
+    if match := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):
+        return int(match[1])
     condition, body = (module.computations[loop.named(role)] for role in ("condition", "body"))
     start = _elements(within, loop.operands[0])
     test = condition.root
@@ -49,58 +49,66 @@ def trip_count(module: Module, loop: Instruction, within: Computation) -> int | 
 
 
 def _outer(module: Module, fusion: Instruction, name: str) -> str:
-    """Returns the operand that a fusion's parameter stands for, or `name` itself if it is no parameter."""
+    """Return the operand that a fusion's parameter stands for, or `name` itself if it is no parameter."""
     assert fusion.called is not None
     inner = module.computations[fusion.called].by_name.get(name)
     return fusion.operands[int(inner.arguments)] if inner is not None and inner.opcode == "parameter" else name
 
 
 def _elements(within: Computation, name: str) -> dict[int, int]:
-    """Returns the constant integers of a tuple, by index."""
-    made = within.by_name[name]
-    if made.opcode in PASSING:
-        return _elements(within, made.operands[0])
-    values = {i: _constant(within, part, {}) for i, part in enumerate(made.operands)} if made.opcode == "tuple" else {}
+    """Return the constant integers of a tuple, by index."""
+    instruction = within.by_name[name]
+    if instruction.opcode in PASSING:
+        return _elements(within, instruction.operands[0])
+    values = (
+        {i: _constant(within, part, {}) for i, part in enumerate(instruction.operands)}
+        if instruction.opcode == "tuple"
+        else {}
+    )
     return {i: value for i, value in values.items() if value is not None}
 
 
 def _element(within: Computation, name: str) -> int | None:
-    """Returns the index of a value in the tuple that is the computation's only parameter, or None."""
-    made = within.by_name.get(name)
-    if made is not None and made.opcode in PASSING:
-        return _element(within, made.operands[0])
-    return int(made.attribute("index") or 0) if made is not None and made.opcode == "get-tuple-element" else None
+    """Return the index of a value in the tuple that is the computation's only parameter, or None."""
+    instruction = within.by_name.get(name)
+    if instruction is not None and instruction.opcode in PASSING:
+        return _element(within, instruction.operands[0])
+    return (
+        int(instruction.attribute("index") or 0)
+        if instruction is not None and instruction.opcode == "get-tuple-element"
+        else None
+    )
 
 
 def _constant(within: Computation, name: str, elements: Mapping[int, int]) -> int | None:
-    """Returns the value of a constant or of a constant element of the computation's parameter, or None."""
-    made = within.by_name.get(name)
-    if made is None:
+    """Return the value of a constant or of a constant element of the computation's parameter, or None."""
+    instruction = within.by_name.get(name)
+    if instruction is None:
         return None
-    if made.opcode == "constant":
-        return int(made.arguments) if re.fullmatch(r"-?\d+", made.arguments) else None
-    if made.opcode in PASSING:
-        return _constant(within, made.operands[0], elements)
-    if made.opcode == "get-tuple-element" and within.by_name[made.operands[0]].opcode == "parameter":
-        return elements.get(int(made.attribute("index") or 0))
+    if instruction.opcode == "constant":
+        return int(instruction.arguments) if re.fullmatch(r"-?\d+", instruction.arguments) else None
+    if instruction.opcode in PASSING:
+        return _constant(within, instruction.operands[0], elements)
+    if instruction.opcode == "get-tuple-element" and within.by_name[instruction.operands[0]].opcode == "parameter":
+        return elements.get(int(instruction.attribute("index") or 0))
     return None
 
 
 def _step(module: Module, body: Computation, counter: int, elements: Mapping[int, int]) -> int | None:
-    """Returns the constant that one iteration adds to the counter, or None."""
-    made = body.by_name.get(body.root.operands[counter]) if body.root.opcode == "tuple" else None
-    while made is not None and made.opcode in PASSING:
-        made = body.by_name.get(made.operands[0])
-    if made is None:
+    """Return the constant that one iteration adds to the counter, or None."""
+    instruction = body.by_name.get(body.root.operands[counter]) if body.root.opcode == "tuple" else None
+    while instruction is not None and instruction.opcode in PASSING:
+        instruction = body.by_name.get(instruction.operands[0])
+    if instruction is None:
         return None
-    if made.opcode == "fusion":
-        inner = module.computations[made.called or ""]
+    if instruction.opcode == "fusion":
+        inner = module.computations[instruction.called or ""]
         if inner.root.opcode != "add":
             return None
-        sides = [_outer(module, made, name) for name in inner.root.operands]
+        sides = [_outer(module, instruction, name) for name in inner.root.operands]
         values = [_constant(body, side, elements) or _constant(inner, side, {}) for side in sides]
-    elif made.opcode == "add":
-        sides = list(made.operands)
+    elif instruction.opcode == "add":
+        sides = list(instruction.operands)
         values = [_constant(body, side, elements) for side in sides]
     else:
         return None
@@ -109,23 +117,23 @@ def _step(module: Module, body: Computation, counter: int, elements: Mapping[int
 
 
 def branches(instruction: Instruction) -> list[str]:
-    """Returns the computations that a call or conditional may run; it runs one of them."""
+    """Return the computations that a call or conditional may run; it runs one of them."""
     return re.findall(r"(?:to_apply=|_computation=|[{ ])%([\w.\-]+)", instruction.attributes.partition("metadata=")[0])
 
 
 def wire_bytes(collective: Instruction, within: Computation) -> int:
-    """Returns the bytes that each device sends in a ring algorithm, including those that it forwards."""
-    given = sum(array.bytes for name in collective.operands for array in within.by_name[name].results)
-    return round(given * COLLECTIVES[collective.opcode.removesuffix("-start")](collective.group_size))
+    """Return the bytes that each device sends in a ring algorithm, including those that it forwards."""
+    operand_bytes = sum(array.bytes for name in collective.operands for array in within.by_name[name].results)
+    return round(operand_bytes * COLLECTIVES[collective.opcode.removesuffix("-start")](collective.group_size))
 
 
 def _hops(count: int) -> int:
-    """Returns the links that lie between one device of a ring and all others together."""
+    """Return the links that lie between one device of a ring and all others together."""
     return sum(min(distance, count - distance) for distance in range(1, count))
 
 
 def flops(module: Module, instruction: Instruction, within: Computation) -> int:
-    """Returns the operations of the products in an instruction; one multiply-add counts as two."""
+    """Return the operations of the products in an instruction; one multiply-add counts as two."""
     if instruction.opcode in PRODUCTS:
         return _product_flops(instruction, within)
     total = 0
@@ -161,31 +169,31 @@ def _taps(product: Instruction, axis: int, taps: int, length: int, out: int) -> 
     """
     window = re.search(r"window=\{([^}]*)\}", product.attributes)
 
-    def given(name: str, default: str) -> str:
-        found = re.search(rf"\b{name}=([\dx_\-]+)", window[1]) if window else None
-        return found[1].split("x")[axis] if found else default
+    def field(name: str, default: str) -> str:
+        match = re.search(rf"\b{name}=([\dx_\-]+)", window[1]) if window else None
+        return match[1].split("x")[axis] if match else default
 
-    stride, spread, dilation = (int(given(name, "1")) for name in ("stride", "lhs_dilate", "rhs_dilate"))
-    before = int(given("pad", "0_0").split("_")[0])
+    stride, spread, dilation = (int(field(name, "1")) for name in ("stride", "lhs_dilate", "rhs_dilate"))
+    before = int(field("pad", "0_0").split("_")[0])
     reach = (length - 1) * spread
-    places = (position * stride + tap * dilation - before for position in range(out) for tap in range(taps))
-    return sum(0 <= place <= reach and place % spread == 0 for place in places)
+    entries = (position * stride + tap * dilation - before for position in range(out) for tap in range(taps))
+    return sum(0 <= entry <= reach and entry % spread == 0 for entry in entries)
 
 
 def traffic(module: Module, instruction: Instruction, within: Computation) -> int:
-    """Returns the bytes that an operation reads from and writes to HBM.
+    """Return the bytes that an operation reads from and write to HBM.
 
     Operands in VMEM are free. An operand that is only sliced counts the slice, and an output that is updated in place
     counts the update.
     """
     inner = module.computations[instruction.called] if instruction.called is not None else None
-    given = [within.by_name[name].results for name in instruction.operands if name in within.by_name]
+    operands = [within.by_name[name].results for name in instruction.operands if name in within.by_name]
     if inner is None:
         if instruction.opcode in SLICING:
             return 2 * sum(result.traffic for result in instruction.results)
         if instruction.opcode == "dynamic-update-slice":
-            return 2 * sum(result.traffic for result in given[1])
-        return sum(array.traffic for results in given for array in results) + _total(instruction.results)
+            return 2 * sum(result.traffic for result in operands[1])
+        return sum(array.traffic for results in operands for array in results) + _total(instruction.results)
     read = sum(_read(module, inner, parameter) for parameter in inner.parameters)
     outputs = zip(_outputs(inner), instruction.results, strict=False)
     return read + sum(_written(inner, name, array) for name, array in outputs)
@@ -196,7 +204,7 @@ def _total(results: tuple[Array, ...]) -> int:
 
 
 def _read(module: Module, inner: Computation, value: Instruction) -> int:
-    """Returns the bytes that a fusion reads of a parameter, or of a bitcast of one."""
+    """Return the bytes that a fusion reads of a parameter, or of a bitcast of one."""
     users = inner.users(value.name)
     if not value.results or value.results[0].space:
         return 0
@@ -224,9 +232,9 @@ def _outputs(inner: Computation) -> tuple[str, ...]:
 
 
 def _written(inner: Computation, name: str, array: Array) -> int:
-    made = inner.by_name[name]
-    while made.opcode == "bitcast" and made.operands[0] in inner.by_name:
-        made = inner.by_name[made.operands[0]]
-    if made.opcode == "dynamic-update-slice" and not array.space:
-        return _total(inner.by_name[made.operands[1]].results)
+    instruction = inner.by_name[name]
+    while instruction.opcode == "bitcast" and instruction.operands[0] in inner.by_name:
+        instruction = inner.by_name[instruction.operands[0]]
+    if instruction.opcode == "dynamic-update-slice" and not array.space:
+        return _total(inner.by_name[instruction.operands[1]].results)
     return array.traffic

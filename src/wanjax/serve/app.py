@@ -27,7 +27,7 @@ from wanjax.errors import SettingError, WanjaxError, shown
 from wanjax.jobs.databases import DatabaseError
 from wanjax.jobs.store import COMPLETED, QUEUED, Job, JobStore, NewJob, NotFound, QueueFull, Unavailable
 from wanjax.jobs.worker import LOADING, READY
-from wanjax.media.videos import read_metadata
+from wanjax.media.video import read_metadata
 from wanjax.pipelines.record import VERSION
 from wanjax.pipelines.request import VideoRequest
 from wanjax.pipelines.settings import LOADED
@@ -50,7 +50,7 @@ from wanjax.serve.videos import (
     paths_of,
     told,
 )
-from wanjax.stores.places import Missing, Place, Remote
+from wanjax.stores.paths import AnyPath, Missing, RemotePath
 
 PAGE = files("wanjax.serve") / "page"
 FIELDS, FILES = 64, 12  # of a form
@@ -91,7 +91,7 @@ class Service:
     def __init__(
         self,
         store: JobStore,
-        folder: Place,
+        folder: AnyPath,
         known: Known,
         told: Sequence[dict[str, Any]],
         limits: Limits,
@@ -99,7 +99,7 @@ class Service:
         is_broken: Callable[[], bool] = lambda: False,
     ):
         self.store = store
-        self.folder: Place = folder.expanduser().absolute() if isinstance(folder, Path) else folder
+        self.folder: AnyPath = folder.expanduser().absolute() if isinstance(folder, Path) else folder
         self.known, self.told, self.limits, self.access, self.is_broken = known, told, limits, access, is_broken
         self.answers: Counter[int] = Counter()
         self.changes, self.sweeper = Changes(store, self._told), Sweeper(store, self.folder)
@@ -277,7 +277,7 @@ class Service:
         name, kind = known[variant]
         file = self.folder / job.id / name
         kind, own_name = kind or guess_type(name)[0] or "application/octet-stream", f"{job.id}{file.suffix}"
-        if isinstance(file, Remote):
+        if isinstance(file, RemotePath):
             with suppress(Missing):
                 return await store_files.answered(request, file, kind, own_name)
         elif file.is_file():

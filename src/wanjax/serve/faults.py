@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from wanjax.errors import FULL, WanjaxError, causes, is_full, is_out_of_memory, reason
 from wanjax.jobs.databases import DatabaseError
-from wanjax.stores.places import Place, StoreError
+from wanjax.stores.paths import AnyPath, StoreError
 from wanjax.stores.user import home
 
 MISTAKE, BROKEN, STORAGE = "invalid_request", "server_error", "storage"
@@ -52,7 +52,7 @@ def storing() -> Iterator[None]:
         raise StorageError(f"{error.filename or 'a file'} cannot be used: {reason(error)}") from error
 
 
-def explained(error: Exception, folders: Iterable[Place]) -> Fault:
+def explained(error: Exception, folders: Iterable[AnyPath]) -> Fault:
     """Returns what a client is told of an error; `folders` are known ones of the server."""
     for cause in causes(error):
         if isinstance(cause, StoreError):
@@ -68,7 +68,7 @@ def explained(error: Exception, folders: Iterable[Place]) -> Fault:
     return Fault(500, BROKEN, OUT_OF_MEMORY if is_out_of_memory(error) else UNEXPECTED)
 
 
-def without_folders(text: str, folders: Iterable[Place]) -> str:
+def without_folders(text: str, folders: Iterable[AnyPath]) -> str:
     """Returns a text in which absolute paths are names alone; those in known folders may have spaces."""
     known = {*map(str, folders), str(home() or "/"), str(Path.cwd()), tempfile.gettempdir()} - {"/"}
     for folder in sorted(known, key=len, reverse=True):

@@ -20,7 +20,7 @@ from wanjax.jobs.maker import JobProgress, VideoMaker, write
 from wanjax.jobs.store import Job
 from wanjax.jobs.worker import Failure, Interrupted, Lease, logger
 from wanjax.layers.tiling import Tiling
-from wanjax.media.videos import try_output
+from wanjax.media.video import try_output
 from wanjax.pipelines.components import free_memory
 from wanjax.pipelines.observers import Cancelled
 from wanjax.pipelines.pipeline import Pipeline
@@ -34,7 +34,7 @@ from wanjax.serve import model_info
 from wanjax.serve.faults import OUT_OF_MEMORY, STORAGE, explained
 from wanjax.serve.variants import ModelInfo, ModelInfos, Variants
 from wanjax.serve.videos import PREVIEW, THUMBNAIL, fetched, names_of, paths_of
-from wanjax.stores.places import Place, Remote
+from wanjax.stores.paths import AnyPath, RemotePath
 
 SHAPES = 16  # shapes whose compiled programs are kept
 THUMBNAIL_SIDE = 480  # pixels
@@ -58,7 +58,7 @@ class ServedMaker(VideoMaker):
     def __init__(
         self,
         variants: Variants,
-        place: Place,
+        place: AnyPath,
         *,
         tiling: Tiling | None = None,
         batch_guidance: bool = False,
@@ -77,7 +77,7 @@ class ServedMaker(VideoMaker):
         return list(self.variants.pipes)
 
     @property
-    def folders(self) -> list[Place]:
+    def folders(self) -> list[AnyPath]:
         """Folders of this machine or of a store that no client is told of."""
         return [self.place, *self.variants.folders]
 
@@ -150,7 +150,7 @@ class ServedMaker(VideoMaker):
                 with run.decode_stage(prepared):
                     clips = with_thumbnail(map(np.asarray, frames), chosen.length, here / THUMBNAIL)
                     write(output, clips, prepared)
-            if isinstance(own, Remote):  # after the video, which a store that fails meanwhile is not to cost
+            if isinstance(own, RemotePath):  # after the video, which a store that fails meanwhile is not to cost
                 (own / THUMBNAIL).upload(here / THUMBNAIL)
 
     @staticmethod

@@ -14,7 +14,7 @@ from typing import Any
 from wanjax.checkpoints.lora_source import Lora
 from wanjax.errors import SettingError, WanjaxError
 from wanjax.layers.tiling import Tiling
-from wanjax.media.records import DIGESTS
+from wanjax.media.metadata import DIGESTS
 from wanjax.pipelines import guidance
 from wanjax.pipelines.caching.rules import RULES
 from wanjax.pipelines.model import VideoModel
@@ -24,7 +24,7 @@ from wanjax.pipelines.record import source_names
 from wanjax.pipelines.settings import DRAW, LOADED, Setting, Settings, schema
 from wanjax.pipelines.windows import CONTROL
 from wanjax.schedulers import NAMED, name_of
-from wanjax.stores.places import name_alone
+from wanjax.stores.paths import base_name
 
 TYPES = {str: "string", bool: "boolean", int: "integer", float: "number"}
 
@@ -173,12 +173,12 @@ def without_folders(record: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(value, str):
             return value
         if entry != "lora":
-            return name_alone(value)
-        return str(replace(lora := Lora.parse(value), file=name_alone(lora.file)))
+            return base_name(value)
+        return str(replace(lora := Lora.parse(value), file=base_name(lora.file)))
 
     cleaned = {name: named(name, value) if name in source_names() else value for name, value in record.items()}
     if digests := record.get(DIGESTS):
-        cleaned[DIGESTS] = {name_alone(path): digest for path, digest in digests.items()}
+        cleaned[DIGESTS] = {base_name(path): digest for path, digest in digests.items()}
     return cleaned
 
 

@@ -12,14 +12,14 @@ from starlette.responses import Response, StreamingResponse
 
 from wanjax.errors import WanjaxError
 from wanjax.serve.auth import CutShort
-from wanjax.stores.places import Remote
+from wanjax.stores.paths import RemotePath
 
 PIECE = 2 * 2**20  # bytes that are in memory at a time
 RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.ASCII)
 logger = logging.getLogger("wanjax.serve")
 
 
-async def answered(request: Request, file: Remote, kind: str, name: str) -> Response:
+async def answered(request: Request, file: RemotePath, kind: str, name: str) -> Response:
     """Returns the answer with an object of a store, which is read while it is sent; `name` is that of the download.
 
     Raises Missing where there is none, and StoreError where the store is out of reach before the answer begins.
@@ -39,7 +39,7 @@ async def answered(request: Request, file: Remote, kind: str, name: str) -> Resp
     return StreamingResponse(_pieces(file, first, start, end), status, headers, media_type=kind)
 
 
-async def _pieces(file: Remote, first: bytes, start: int, end: int) -> AsyncIterator[bytes]:
+async def _pieces(file: RemotePath, first: bytes, start: int, end: int) -> AsyncIterator[bytes]:
     """Yields the pieces of an object of which the first is read; raises CutShort where another cannot be."""
     yield first
     for begin, until in pairwise([*range(start + PIECE, end, PIECE), end]):

@@ -9,7 +9,7 @@ from threading import Event, Thread
 
 from wanjax.errors import WanjaxError
 from wanjax.jobs.store import REMOVED, Job, JobStore, NotFound, Unavailable
-from wanjax.stores.places import Place
+from wanjax.stores.paths import AnyPath
 
 EVERY, LATER = 1.0, 30.0  # seconds between two looks, and after one that could not remove all
 logger = logging.getLogger("wanjax.serve")
@@ -21,7 +21,7 @@ class Sweeper:
     Several servers of one database may sweep: what one has removed, another finds gone.
     """
 
-    def __init__(self, store: JobStore, folder: Place):
+    def __init__(self, store: JobStore, folder: AnyPath):
         self.store, self.folder = store, folder
         self._woken, self._closed = Event(), False
         self._thread = Thread(target=self._run, name="wanjax-sweeper", daemon=True)

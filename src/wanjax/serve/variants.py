@@ -21,7 +21,7 @@ from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import Settings
 from wanjax.registry import presets
 from wanjax.sharding import abstract_partitioner
-from wanjax.stores.places import name_alone
+from wanjax.stores.paths import base_name
 
 Load = Callable[[str, Sequence[Lora]], Pipeline]
 Strengths = Mapping[str, float]
@@ -134,7 +134,7 @@ class Variants(Known):
 def _by_name(pipe: Pipeline) -> Pipeline:
     """Return a pipeline whose settings name its model without the folder that it is in."""
     named = copy(pipe)
-    named.defaults = replace(pipe.defaults, model=name_alone(pipe.defaults.model))
+    named.defaults = replace(pipe.defaults, model=base_name(pipe.defaults.model))
     return named
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from wanjax.jobs.store import COMPLETED, FAILED, QUEUED, Job
 from wanjax.pipelines.settings import length_of
-from wanjax.stores.own import own_folder
-from wanjax.stores.places import Place
+from wanjax.stores.paths import AnyPath
+from wanjax.stores.temporary import temp_dir
 
 VIDEO, THUMBNAIL, PREVIEW = "video.mp4", "thumbnail.webp", "preview.png"
 FILE = re.compile(r"\w{1,64}\.\w{1,8}", re.ASCII)
@@ -33,7 +33,7 @@ def names_of(inputs: Inputs) -> list[str]:
     return [one for file in inputs.values() for one in (file if isinstance(file, list) else [file])]
 
 
-def paths_of(inputs: Inputs, folder: Place) -> dict[str, Any]:
+def paths_of(inputs: Inputs, folder: AnyPath) -> dict[str, Any]:
     """Return the files of inputs in a folder, by input."""
     return {
         name: [folder / one for one in file] if isinstance(file, list) else folder / file
@@ -42,24 +42,24 @@ def paths_of(inputs: Inputs, folder: Place) -> dict[str, Any]:
 
 
 @contextmanager
-def filled(folder: Place) -> Iterator[Path]:
+def filled(folder: AnyPath) -> Iterator[Path]:
     """Yield a folder here, whose files are those of a new one, here or in a store, once the block has ended."""
     if isinstance(folder, Path):
         folder.mkdir()
         yield folder
         return
-    with own_folder() as here:
+    with temp_dir() as here:
         yield here
         folder.upload_all({file.name: file for file in here.iterdir()})
 
 
 @contextmanager
-def fetched(folder: Place, names: list[str]) -> Iterator[Path]:
+def fetched(folder: AnyPath, names: list[str]) -> Iterator[Path]:
     """Yield a folder here that has these files of a folder, which may be in a store, as long as the block runs."""
     if isinstance(folder, Path):
         yield folder
         return
-    with own_folder() as here:
+    with temp_dir() as here:
         folder.download_all(names, here)
         yield here
 

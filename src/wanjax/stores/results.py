@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results that are kept between runs, in the user's cache folder, by all that they depend on."""
+"""Results that are cached between runs, in the user's cache folder, by everything that they depend on."""
 
 import hashlib
 import json
@@ -13,10 +13,10 @@ from wanjax.stores.writing import write_whole
 
 
 class Results:
-    """Values that JSON can hold, by a kind and a key, which JSON can hold too."""
+    """Values by a kind and a key; values and keys are JSON."""
 
     def get(self, kind: str, key: Mapping[str, Any]) -> Any:
-        """Return what was put for this key, or None if nothing readable is there."""
+        """Return the value of this key, or None if there is no readable one."""
         with suppress(OSError, ValueError):
             return json.loads(self._file(kind, key).read_text(encoding="utf-8"))
         return None
@@ -29,7 +29,7 @@ class Results:
             write_whole(file, json.dumps(value).encode())
 
     def has(self, kind: str) -> bool:
-        """Tell whether anything of a kind is kept."""
+        """Return whether there is any value of a kind."""
         return any((user_cache() / kind).glob("*.json"))
 
     def _file(self, kind: str, key: Mapping[str, Any]) -> Path:

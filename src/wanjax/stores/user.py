@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The user's own folders, which a user without a home folder does not have."""
+"""The user's home and cache folders."""
 
 import atexit
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def home() -> Path | None:
-    """Returns the user's home folder, or None where neither the environment nor the system names one."""
+    """Return the user's home folder, or None where neither the environment nor the system names one."""
     try:
         return Path.home()
     except RuntimeError:
@@ -18,15 +18,15 @@ def home() -> Path | None:
 
 
 def lasting_cache() -> Path | None:
-    """Returns this library's folder in the user's cache, or None for a user without a home folder."""
+    """Return this library's folder in the user's cache, or None for a user without a home folder."""
     if chosen := os.environ.get("XDG_CACHE_HOME"):  # empty is unset, as its specification says
         return Path(chosen) / "wanjax"
-    own = home()
-    return own and own / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "wanjax"
+    folder = home()
+    return folder and folder / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "wanjax"
 
 
 def user_cache() -> Path:
-    """Returns a folder for files that can be made again.
+    """Return a folder for files that can be made again.
 
     It is this library's in the user's cache. For a user without a home folder it is a temporary one, which goes with
     the process.

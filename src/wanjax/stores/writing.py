@@ -13,24 +13,24 @@ from uuid import uuid4
 from wanjax.errors import WanjaxError, reason, written
 from wanjax.figures import in_bytes
 from wanjax.signals import abandoned_by
-from wanjax.stores.own import name_beside
-from wanjax.stores.places import Place, Remote, publishing
+from wanjax.stores.paths import AnyPath, RemotePath, publishing
+from wanjax.stores.temporary import sibling_path
 
 NEXT_TO_NONE = 2**16  # bytes that the smallest video needs on a disk, with what is written beside it
 
 
 @contextmanager
-def writing(path: Place) -> Iterator[Path]:
-    """Yields a file beside `path`, with the same suffix, which becomes `path` if the block succeeds, else is removed.
+def writing(path: AnyPath) -> Iterator[Path]:
+    """Yield a file beside `path`, with the same suffix, which becomes `path` if the block succeeds, else is removed.
 
     For an object of a store the file is among the temporary ones, and is published. Raises WriteError in place of the
     block's OSError.
     """
-    if isinstance(path, Remote):
+    if isinstance(path, RemotePath):
         with publishing(path) as file:
             yield file
         return
-    beside = name_beside(path)
+    beside = sibling_path(path)
     try:
         with abandoned_by(beside.unlink), written(path):
             yield beside
@@ -41,7 +41,7 @@ def writing(path: Place) -> Iterator[Path]:
 
 
 def write_whole(file: Path, content: bytes) -> None:
-    """Writes a file of a folder, which appears when all of it is there, for all whom the process's umask lets read it.
+    """Write a file of a folder, which appears when all of it is there, for all whom the process's umask lets read it.
 
     Of a write that fails nothing is left. Unlike `writing` it serves threads that write one file of a cache, and does
     not look through the folder, which may hold thousands.
@@ -56,17 +56,17 @@ def write_whole(file: Path, content: bytes) -> None:
 
 
 def check_room(folder: Path, least: int, what: object) -> None:
-    """Raises WanjaxError where a disk has less room than something takes at least, or next to none."""
+    """Raise WanjaxError where a disk has less room than something takes at least, or next to none."""
     least = max(least, NEXT_TO_NONE)
     if (room := shutil.disk_usage(folder).free) < least:
-        told = f"{folder} has room for {in_bytes(room)} where {what} needs {in_bytes(least)} or more"
-        raise WanjaxError(told) from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        message = f"{folder} has room for {in_bytes(room)} where {what} needs {in_bytes(least)} or more"
+        raise WanjaxError(message) from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @contextmanager
-def used_folder(folder: Place) -> Iterator[None]:
-    """Makes the folder as `check_folder` does, and removes it again if the block fails before there is a file in it."""
-    new = [] if isinstance(folder, Remote) else [each for each in (folder, *folder.parents) if not each.exists()]
+def used_folder(folder: AnyPath) -> Iterator[None]:
+    """Make the folder as `check_folder` does, and remove it again if the block fails before there is a file in it."""
+    new = [] if isinstance(folder, RemotePath) else [each for each in (folder, *folder.parents) if not each.exists()]
     check_folder(folder)
     try:
         yield
@@ -77,9 +77,9 @@ def used_folder(folder: Place) -> Iterator[None]:
         raise
 
 
-def check_folder(folder: Place) -> None:
-    """Makes the folder if need be; raises WanjaxError if files cannot be written to it."""
-    if isinstance(folder, Remote):
+def check_folder(folder: AnyPath) -> None:
+    """Make the folder if need be; raise WanjaxError if files cannot be written to it."""
+    if isinstance(folder, RemotePath):
         folder.check_writable()
         return
     try:

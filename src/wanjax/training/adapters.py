@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from wanjax.checkpoints.modules import Exported, parameters
-from wanjax.converters.rules import Rule
+from wanjax.converters.weight_rules import Rule
 from wanjax.errors import WanjaxError
 from wanjax.layers.linear import Linear, linear
 from wanjax.layers.placement import axes_of

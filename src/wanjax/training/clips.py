@@ -12,7 +12,7 @@ import numpy as np
 from wanjax.errors import WanjaxError
 from wanjax.figures import quantity
 from wanjax.media.pictures import Clip, fit, read_clip
-from wanjax.media.videos import FILMS
+from wanjax.media.video import FILMS
 
 Cut = Literal["head", "uniform", "windows"]
 LONGEST = 1024  # frames of a file that are read, at the model's rate

@@ -20,8 +20,8 @@ from typing import Any
 from wanjax.errors import WanjaxError, reason
 from wanjax.figures import quantity
 from wanjax.media.pictures import in_order, is_picture_name
-from wanjax.media.texts import read_text, trimmed
-from wanjax.media.videos import FILMS, read_metadata
+from wanjax.media.text import read_text, trimmed
+from wanjax.media.video import FILMS, read_metadata
 from wanjax.pipelines.settings import is_text
 
 TABLES = ("metadata.csv", "metadata.jsonl")

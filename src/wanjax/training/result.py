@@ -14,7 +14,7 @@ from wanjax.checkpoints.files import save_safetensors
 from wanjax.checkpoints.lora import OWN
 from wanjax.checkpoints.lora_scales import PEFT_METADATA
 from wanjax.checkpoints.modules import Exported, parameters
-from wanjax.checkpoints.networks import Network
+from wanjax.checkpoints.network_kinds import Network
 from wanjax.checkpoints.readers import View
 from wanjax.checkpoints.sources import Component, Source
 from wanjax.errors import WanjaxError

@@ -16,16 +16,16 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from wanjax.checkpoints.networks import Network, network_of
+from wanjax.checkpoints.network_kinds import Network, network_of
 from wanjax.errors import WanjaxError, WanjaxWarning
 from wanjax.execution import program
 from wanjax.figures import digits, quantity
 from wanjax.kernels.compiler_options import products
-from wanjax.media.records import DIGESTS
-from wanjax.media.videos import try_output, write_video
+from wanjax.media.metadata import DIGESTS
+from wanjax.media.video import try_output, write_video
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.seeds import key_of, seed_to_key_data
-from wanjax.stores.holding import Hold
+from wanjax.stores.locks import FileLock
 from wanjax.stores.writing import check_folder, writing
 from wanjax.training import adapters, clips
 from wanjax.training.batches import Batches
@@ -165,7 +165,7 @@ class Training:
 
         Raises WanjaxError too where another training uses the folder.
         """
-        with closing(Hold(self.out / LOCK, "training", "folder")):
+        with closing(FileLock(self.out / LOCK, "training", "folder")):
             return self._run()
 
     def _run(self) -> Path:

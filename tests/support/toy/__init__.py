@@ -15,8 +15,8 @@ from flax import nnx
 
 from tests.support.toy import networks as nets
 from tests.support.toy.scheduler import Ancestral
-from wanjax.checkpoints.networks import NetworkKind, network
-from wanjax.converters.rules import linear
+from wanjax.checkpoints.network_kinds import NetworkKind, network
+from wanjax.converters.weight_rules import linear
 from wanjax.execution import program
 from wanjax.kernels.compiler_options import scanned
 from wanjax.layers.stack import EVERY_BLOCK

@@ -21,8 +21,8 @@ from tests.support.toy import NETWORKS as TOY_NETWORKS
 from tests.support.toy.networks import VAEConfig
 from tests.support.toy.scheduler import Ancestral
 from tests.support.toy_sound import networks as nets
-from wanjax.checkpoints.networks import NetworkKind, network
-from wanjax.converters.rules import linear
+from wanjax.checkpoints.network_kinds import NetworkKind, network
+from wanjax.converters.weight_rules import linear
 from wanjax.execution import program
 from wanjax.kernels.compiler_options import convolutions, products, random_numbers, scanned
 from wanjax.layers.stack import EVERY_BLOCK

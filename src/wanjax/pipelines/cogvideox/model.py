@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from wanjax.checkpoints.networks import network as network_in
+from wanjax.checkpoints.network_kinds import network as network_in
 from wanjax.checkpoints.sources import Source
 from wanjax.errors import WanjaxError
 from wanjax.layers.flops import attention_flops

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The networks of CogVideoX's checkpoints."""
 
-from wanjax.checkpoints.networks import NetworkKind
+from wanjax.checkpoints.network_kinds import NetworkKind
 from wanjax.converters.cogvideox import diffusers, vae
 from wanjax.models.cogvideox.config import TransformerConfig
 from wanjax.models.cogvideox.transformer import CogVideoXTransformer

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 from weakref import finalize
 
-from wanjax.checkpoints.descaled import Descaled
+from wanjax.checkpoints.dequantized import Dequantized
 from wanjax.checkpoints.files import SafetensorsFolder
 from wanjax.checkpoints.hub import names_in
-from wanjax.checkpoints.layouts import Layout, Recognised, model_index, needs_transformer, recognised
+from wanjax.checkpoints.layout import Layout, RecognisedComponent, model_index, needs_transformer, recognised_source
 from wanjax.checkpoints.readers import open_tensors
 from wanjax.checkpoints.sources import Source, Storage, check_small, classes_in, read_json
 from wanjax.converters.configs import read_config
@@ -30,7 +30,7 @@ from wanjax.pipelines.hunyuanvideo.model import IMAGE_TO_VIDEO, HunyuanVideoMode
 from wanjax.pipelines.hunyuanvideo.presets import PRESETS
 from wanjax.pipelines.hunyuanvideo.text import GLYPH_LENGTH
 from wanjax.pipelines.text.byt5 import ByT5Tokenizer
-from wanjax.stores.own import own_folder
+from wanjax.stores.temporary import temp_dir
 
 KIND = "HunyuanVideo_1_5_DiffusionTransformer"  # the class in the authors' config.json
 MODELS = {preset.name.partition("-")[2].replace("-", "_"): preset for preset in PRESETS}
@@ -89,7 +89,7 @@ def open_folder(name: str | Path, folder: Path, revision: str | None = None) -> 
         return folder if folder.is_dir() else None
 
     @cache
-    def find(component: str) -> Recognised | None:
+    def find(component: str) -> RecognisedComponent | None:
         if component == "transformer":
             storage.fetched([transformer])
             return recognise.component(component, SafetensorsFolder(weights), read_json(weights / "config.json"))
@@ -105,7 +105,7 @@ def open_folder(name: str | Path, folder: Path, revision: str | None = None) -> 
             case "text_encoder_2":
                 return recognise.glyph_encoder(open_tensors(folder / GLYPH_FILE))
             case "image_encoder":
-                return Recognised(read_json(folder / "config.json"), Descaled(SafetensorsFolder(folder)))
+                return RecognisedComponent(read_json(folder / "config.json"), Dequantized(SafetensorsFolder(folder)))
             case _:
                 return None
 
@@ -117,7 +117,7 @@ def open_folder(name: str | Path, folder: Path, revision: str | None = None) -> 
         names = recognise.glyph_tokens(read_json(assets / COLOURS), read_json(assets / FONTS))
         folders = ExitStack()
         finalize(storage, folders.close)
-        path = folders.enter_context(own_folder()) / "tokenizer_config.json"
+        path = folders.enter_context(temp_dir()) / "tokenizer_config.json"
         path.write_text(json.dumps(base.with_tokens(names).config), encoding="utf-8")
         return path
 
@@ -133,8 +133,8 @@ def open_folder(name: str | Path, folder: Path, revision: str | None = None) -> 
         return None
 
     def held(component: str) -> bool:
-        if storage.listed:
-            return component == "transformer" or bool(names_in(PLACES[component], storage.listed))
+        if storage.hub_files:
+            return component == "transformer" or bool(names_in(PLACES[component], storage.hub_files))
         if find(component) is not None:
             return True
         if (folder := place(component)) is not None:
@@ -163,7 +163,7 @@ def open_file(path: Path) -> Source | None:
     return _source(Storage(str(path), path), model, components.get)
 
 
-def _source(storage: Storage, model: Preset, find: Callable[[str], Recognised | None], **how: Any) -> Source:
+def _source(storage: Storage, model: Preset, find: Callable[[str], RecognisedComponent | None], **how: Any) -> Source:
     """Return a checkpoint of a published model's networks, or of one that is derived from it.
 
     The tensors of most models have the same shapes. `how` are further arguments of `recognised`.
@@ -171,18 +171,25 @@ def _source(storage: Storage, model: Preset, find: Callable[[str], Recognised | 
     settings, published, transformer = model.defaults, model.architecture, find("transformer")
     assert transformer is not None
     assert isinstance(published, HunyuanVideoModel)
-    origin = lender = storage.name  # for a transformer of other shapes nothing is known
+    origin = fallback_repo = storage.name  # for a transformer of other shapes nothing is known
     if read_config("the transformer's config.json", transformer.json, transformer_config) == published.transformer:
         alike = [model, *(preset for preset in PRESETS if preset.architecture == published)]
-        origin, lender = model.source, next(x.source for x in alike if x.source.count("/") == 1)
+        origin, fallback_repo = model.source, next(x.source for x in alike if x.source.count("/") == 1)
     scheduler = {"num_train_timesteps": 1000, "shift": published.spec.schedule_options(settings)["shift"]}
     configs = {
         "scheduler": {"_class_name": CLASSES["scheduler"][1], **scheduler},
         "guider": {"_class_name": CLASSES["guider"][1], "guidance_scale": settings.guidance_scale},
     }
     known_as = storage.known_as
-    return recognised(
-        storage, _index(model), find, configs=configs, origin=origin, known_as=known_as, lender=lender, **how
+    return recognised_source(
+        storage,
+        _index(model),
+        find,
+        configs=configs,
+        origin=origin,
+        known_as=known_as,
+        fallback_repo=fallback_repo,
+        **how,
     )
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from wanjax.checkpoints.networks import network as network_in
+from wanjax.checkpoints.network_kinds import network as network_in
 from wanjax.checkpoints.sources import Source
 from wanjax.errors import WanjaxError
 from wanjax.execution import Value

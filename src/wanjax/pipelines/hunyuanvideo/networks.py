@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The networks of HunyuanVideo's checkpoints."""
 
-from wanjax.checkpoints.networks import NetworkKind
+from wanjax.checkpoints.network_kinds import NetworkKind
 from wanjax.converters.hunyuanvideo import diffusers
 from wanjax.converters.hunyuanvideo.original import LORA
 from wanjax.models.hunyuanvideo.config import TransformerConfig

@@ -10,11 +10,17 @@ scripts/convert_hunyuan_video1_5_to_diffusers.py.
 from collections.abc import Mapping
 from typing import Any
 
-from wanjax.checkpoints.descaled import Descaled
+from wanjax.checkpoints.dequantized import Dequantized
 from wanjax.checkpoints.files import Reader
-from wanjax.checkpoints.layouts import TRANSFORMER_PREFIXES, VAE_PREFIXES, Recognised, has_authors_names, held
+from wanjax.checkpoints.layout import (
+    TRANSFORMER_PREFIXES,
+    VAE_PREFIXES,
+    RecognisedComponent,
+    has_authors_names,
+    split_components,
+)
 from wanjax.checkpoints.readers import Exchanged, Renamed, Unfused
-from wanjax.checkpoints.relatives import Relatives
+from wanjax.checkpoints.unsupported import UnsupportedModels
 from wanjax.converters.hunyuanvideo import original
 from wanjax.errors import WanjaxError, shown
 
@@ -24,7 +30,7 @@ TELLING = {  # tensors that only this component has: the authors' name, and that
 }
 PREFIXES = {"transformer": TRANSFORMER_PREFIXES, "vae": VAE_PREFIXES}
 WHOLE, TEXT = "qwen2_5_vl", "qwen2_5_vl_text"  # the model_type of Qwen2.5-VL, and that of its language model
-RELATIVES: Relatives = {
+RELATIVES: UnsupportedModels = {
     "FramePack": ("clean_x_embedder.",),
     "the first HunyuanVideo": ("txt_in.individual_token_refiner.", "context_embedder.token_refiner."),
 }
@@ -34,25 +40,25 @@ TEXT_TOWER = "module.text_tower.encoder."  # in Glyph-SDXL-v2's checkpoint
 
 def parts(reader: Reader) -> dict[str, Reader]:
     """Returns the components that a single file holds, by their names in it without a prefix."""
-    return held(reader, TELLING, PREFIXES)
+    return split_components(reader, TELLING, PREFIXES)
 
 
-def component(name: str, reader: Reader, config: Mapping[str, Any] | None = None) -> Recognised:
+def component(name: str, reader: Reader, config: Mapping[str, Any] | None = None) -> RecognisedComponent:
     """Returns the transformer or the VAE from a reader that holds nothing else, by either layout's names.
 
     config: the authors' config.json, if there is one. Raises WanjaxError if the tensors are not the component's.
     """
-    reader, names = Descaled(reader), original.TRANSFORMER if name == "transformer" else original.VAE
+    reader, names = Dequantized(reader), original.TRANSFORMER if name == "transformer" else original.VAE
     authors = has_authors_names(name, reader, TELLING[name], "HunyuanVideo 1.5")
     specs = reader.specs if authors else {names.theirs(key) or key: spec for key, spec in reader.specs.items()}
     json = original.transformer_json(specs, config) if name == "transformer" else original.vae_json(specs, config)
     if not authors:
-        return Recognised(json, reader)
+        return RecognisedComponent(json, reader)
     renamed = Renamed(reader, lambda key: names.ours(key) or key)
-    return Recognised(json, Exchanged(Unfused(renamed, original.FUSED), names))
+    return RecognisedComponent(json, Exchanged(Unfused(renamed, original.FUSED), names))
 
 
-def language_model(reader: Reader, json: Mapping[str, Any]) -> Recognised:
+def language_model(reader: Reader, json: Mapping[str, Any]) -> RecognisedComponent:
     """Returns the language model from a checkpoint of all of Qwen2.5-VL, whose config.json is given."""
     inner = json.get("text_config", json)
     if not isinstance(inner, Mapping):
@@ -61,14 +67,14 @@ def language_model(reader: Reader, json: Mapping[str, Any]) -> Recognised:
     text.pop("vision_config", None)
     if json.get("model_type") == WHOLE:
         text["model_type"] = TEXT
-    return Recognised(text, Renamed(Descaled(reader), _text_name))
+    return RecognisedComponent(text, Renamed(Dequantized(reader), _text_name))
 
 
 def _text_name(key: str) -> str | None:
     return None if key.startswith(NOT_TEXT) else key.removeprefix("model.").removeprefix("language_model.")
 
 
-def glyph_encoder(reader: Reader) -> Recognised:
+def glyph_encoder(reader: Reader) -> RecognisedComponent:
     """Returns the encoder from Glyph-SDXL-v2's byt5_model.pt; its other tensors are left out.
 
     Raises WanjaxError if a tensor that determines a size is missing.
@@ -81,8 +87,8 @@ def glyph_encoder(reader: Reader) -> Recognised:
         name = key.removeprefix(inside)
         return original.EMBEDDING if name == "embed_tokens.weight" else f"encoder.{name}"
 
-    weights = Renamed(Descaled(reader), rename)
-    return Recognised(original.glyph_encoder_json(weights.specs), weights)
+    weights = Renamed(Dequantized(reader), rename)
+    return RecognisedComponent(original.glyph_encoder_json(weights.specs), weights)
 
 
 def glyph_tokens(colours: Mapping[str, int], fonts: Mapping[str, int]) -> list[str]:

@@ -12,7 +12,7 @@ from PIL import Image
 from wanjax.pipelines.observers import Step
 from wanjax.pipelines.previews.latent_preview import LatentPreview, Picture, strip
 from wanjax.pipelines.progress import console
-from wanjax.stores.places import Place, place
+from wanjax.stores.paths import AnyPath, parse_path
 from wanjax.stores.writing import writing
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ class Previews:
     steps that had been taken at the last look, 0 before the first.
     """
 
-    def __init__(self, file: str | Place | None = None, *, looks: int = LOOKS, on: "Console | None" = None):
-        self.file = None if file is None else place(file)
+    def __init__(self, file: str | AnyPath | None = None, *, looks: int = LOOKS, on: "Console | None" = None):
+        self.file = None if file is None else parse_path(file)
         self.looks = looks
         self.shown = 0
         self._console = console() if on is None else on

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kinds of text and image encoders that families share."""
 
-from wanjax.checkpoints.networks import NetworkKind
+from wanjax.checkpoints.network_kinds import NetworkKind
 from wanjax.converters import clip, qwen2_vl, siglip, t5
 from wanjax.models.clip import CLIPVision, CLIPVisionConfig
 from wanjax.models.qwen2_vl import Qwen2VLConfig, Qwen2VLEncoder

@@ -16,7 +16,7 @@ from typing import Any
 
 from wanjax.checkpoints.files import SUFFIXES, SafetensorsFolder, check_names
 from wanjax.checkpoints.hub import names_in
-from wanjax.checkpoints.layouts import Layout, Recognised, model_index, needs_transformer, recognised
+from wanjax.checkpoints.layout import Layout, RecognisedComponent, model_index, needs_transformer, recognised_source
 from wanjax.checkpoints.readers import open_tensors
 from wanjax.checkpoints.sources import Source, Storage, check_small, read_json
 from wanjax.converters.configs import read_config
@@ -26,10 +26,10 @@ from wanjax.models.wan.config import TransformerConfig
 from wanjax.pipelines.distillation import distilled_by, telling
 from wanjax.pipelines.family import Preset
 from wanjax.pipelines.wan import recognise
-from wanjax.pipelines.wan.presets import DISTILLATIONS, FUN, lender_of, published
+from wanjax.pipelines.wan.presets import DISTILLATIONS, FUN, fallback_of, published
 from wanjax.pipelines.wan.tasks import CAUSAL_PIPELINES
 from wanjax.schedulers import UNIPC_SHIFT
-from wanjax.stores.places import no_file
+from wanjax.stores.paths import missing_file
 
 KIND = re.compile(r"(?:Vace)?Wan\w*")  # the class in a transformer's config.json, of the authors or of others
 FOLDERS = {"transformer": "high_noise_model", "transformer_2": "low_noise_model"}
@@ -80,7 +80,7 @@ def open_folder(name: str | Path, root: Path, revision: str | None = None) -> So
     storage, folders, inside = Storage(str(name), root, revision, PATTERNS), _folders(root), _has_experts(root)
 
     @cache
-    def find(component: str) -> Recognised | None:
+    def find(component: str) -> RecognisedComponent | None:
         if component in FOLDERS:
             if (folder := folders.get(component)) is None:
                 return None
@@ -103,17 +103,17 @@ def open_folder(name: str | Path, root: Path, revision: str | None = None) -> So
         return None
 
     def held(component: str) -> bool:
-        if not storage.listed:
+        if not storage.hub_files:
             if there := component == "tokenizer" and (root / TOKENIZER).is_dir():
                 check_small(root / TOKENIZER)
             return there or find(component) is not None
         if component in FOLDERS:
             folder = FOLDERS[component] if inside else "."
-            check_names(f"{storage.name}/{folder}", names_in(folder, storage.listed))
+            check_names(f"{storage.name}/{folder}", names_in(folder, storage.hub_files))
             return True
         if component == "tokenizer":
-            return bool(names_in(TOKENIZER, storage.listed))
-        names, patterns = names_in(".", storage.listed), FILES.get(component, ())
+            return bool(names_in(TOKENIZER, storage.hub_files))
+        names, patterns = names_in(".", storage.hub_files), FILES.get(component, ())
         return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
     source = _source(storage, find, "transformer_2" in folders, storage.known_as, files=files, held=held)
@@ -140,7 +140,7 @@ def open_file(path: Path) -> Source | None:
 
 
 def _source(
-    storage: Storage, find: Callable[[str], Recognised | None], experts: bool, known_as: str, **how: Any
+    storage: Storage, find: Callable[[str], RecognisedComponent | None], experts: bool, known_as: str, **how: Any
 ) -> Source:
     """Return a checkpoint of Wan's networks; `how` are further arguments of `recognised`."""
     name, recognised_transformer = telling(known_as), find("transformer")
@@ -156,16 +156,18 @@ def _source(
     ]
     if not experts and published(shape, True, name) and not published(shape, False, name):
         notes.append(f"{storage.name} is one transformer where the model of its shape has two: it takes all steps")
-    preset, lender = _published(transformer, experts, known_as), lender_of(shape, experts, known_as)
+    preset, fallback_repo = _published(transformer, experts, known_as), fallback_of(shape, experts, known_as)
     origin = preset.source if preset else storage.name
-    return recognised(
+    return recognised_source(
         storage,
         _index(transformer, experts, known_as),
         find,
         configs={"scheduler": _scheduler(transformer, experts)},
         origin=origin,
         known_as=known_as,
-        lender=lender.source if lender else origin,  # others publish a transformer alone, or in the authors' layout
+        fallback_repo=fallback_repo.source
+        if fallback_repo
+        else origin,  # others publish a transformer alone, or in the authors' layout
         notes=notes,
         **how,
     )
@@ -226,14 +228,14 @@ def _others(path: Path) -> list[Path]:
     return alike or others
 
 
-def _with_other(components: dict[str, Recognised], path: Path) -> dict[str, Recognised]:
+def _with_other(components: dict[str, RecognisedComponent], path: Path) -> dict[str, RecognisedComponent]:
     """Returns the components of a file, and if it is an expert's those of the other's that holds a transformer."""
     others = _others(path)
     if len(others) != 1:
         _check_alone(components["transformer"].json, path, others)
         return components
     if not others[0].is_file():
-        raise WanjaxError(no_file(others[0]))
+        raise WanjaxError(missing_file(others[0]))
     other = recognise.components(open_tensors(others[0]))
     if "transformer" not in other:
         return components

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The networks of Wan's checkpoints."""
 
-from wanjax.checkpoints.networks import NetworkKind
+from wanjax.checkpoints.network_kinds import NetworkKind
 from wanjax.converters.wan import diffusers
 from wanjax.converters.wan.original import TRANSFORMER as AUTHORS_NAMES
 from wanjax.models.wan.causal import WanCausalTransformer

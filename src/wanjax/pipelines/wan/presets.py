@@ -514,7 +514,7 @@ def published(
     return nearest(alike, known_as, DISTILLATIONS, shift)
 
 
-def lender_of(transformer: TransformerConfig, experts: bool, known_as: str) -> Preset | None:
+def fallback_of(transformer: TransformerConfig, experts: bool, known_as: str) -> Preset | None:
     """Returns a model in the layout of diffusers that has what a transformer needs beside it.
 
     It is that of the same shapes, of the name if there are several, with whole attention; or the first whose

@@ -7,13 +7,19 @@ Files for ComfyUI prefix every name, and may hold several components.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from wanjax.checkpoints.descaled import Descaled
+from wanjax.checkpoints.dequantized import Dequantized
 from wanjax.checkpoints.files import Reader
-from wanjax.checkpoints.layouts import TRANSFORMER_PREFIXES, VAE_PREFIXES, Recognised, has_authors_names, held
+from wanjax.checkpoints.layout import (
+    TRANSFORMER_PREFIXES,
+    VAE_PREFIXES,
+    RecognisedComponent,
+    has_authors_names,
+    split_components,
+)
 from wanjax.checkpoints.readers import Renamed, Unfused, flattened, unflattened
-from wanjax.checkpoints.relatives import Relatives, relative
 from wanjax.checkpoints.torch_file import GENERATORS
-from wanjax.converters.names import Names
+from wanjax.checkpoints.unsupported import UnsupportedModels, find_unsupported
+from wanjax.converters.name_map import NameMap
 from wanjax.converters.wan import original
 from wanjax.errors import WanjaxError
 
@@ -36,7 +42,7 @@ PREFIXES = {
     "image_encoder": ("",),
 }
 PATCH = (1, 2, 2)  # of all transformers of Wan; trainers that project patches keep flat kernels
-RELATIVES: Relatives = {  # by the names in their publishers' code, and in ComfyUI's and Kijai's files
+RELATIVES: UnsupportedModels = {  # by the names in their publishers' code, and in ComfyUI's and Kijai's files
     "Wan Dancer": ("music_injector.", "music_projection.", "music_encoder.", "patch_embedding_global."),
     "Wan Fun Control with a camera": ("control_adapter.",),
     "Wan Fun Control": ("ref_conv.",),
@@ -58,9 +64,9 @@ READ = "Wan's text to video, image to video, first and last frame, Fun InP and V
 TOKENIZERS = ("spiece_model",)  # stored with the weights of text encoders
 
 
-def components(reader: Reader) -> dict[str, Recognised]:
+def components(reader: Reader) -> dict[str, RecognisedComponent]:
     """Returns the components that a file holds. Raises WanjaxError if one of them is incomplete or not Wan's."""
-    recognised = {name: component(name, part) for name, part in held(reader, TELLING, PREFIXES).items()}
+    recognised = {name: component(name, part) for name, part in split_components(reader, TELLING, PREFIXES).items()}
     if "transformer" in recognised and any(key.startswith(CAUSAL) for key in reader.specs):
         recognised["transformer"].json["_class_name"] = "CausalWanTransformer3DModel"
     return recognised
@@ -73,12 +79,12 @@ def is_generator(reader: Reader) -> bool:
     )
 
 
-def component(name: str, reader: Reader, config: Mapping[str, Any] | None = None) -> Recognised:
+def component(name: str, reader: Reader, config: Mapping[str, Any] | None = None) -> RecognisedComponent:
     """Returns a component from a reader that holds nothing else, in either layout.
 
     config: the authors' config.json, if there is one. Raises WanjaxError if the tensors are not the component's.
     """
-    reader = Descaled(reader)
+    reader = Dequantized(reader)
     authors = has_authors_names(name, reader, TELLING[name], "Wan")
     match name:
         case "transformer":
@@ -94,12 +100,12 @@ def component(name: str, reader: Reader, config: Mapping[str, Any] | None = None
         case _:
             reader, names = _vision(reader) if authors else reader, original.IMAGE_ENCODER
             json = original.image_encoder_json(_theirs(reader, names, authors))
-    return Recognised(json, Renamed(reader, lambda key: names.ours(key) or key) if authors else reader)
+    return RecognisedComponent(json, Renamed(reader, lambda key: names.ours(key) or key) if authors else reader)
 
 
 def _check_own(reader: Reader, names: Callable[[str], str | None]) -> None:
     """Raises WanjaxError where tensors that the transformer does not have are those of a relative of Wan's."""
-    if other := relative((key for key in reader.specs if names(key) is None), RELATIVES):
+    if other := find_unsupported((key for key in reader.specs if names(key) is None), RELATIVES):
         raise WanjaxError(f"{_place(reader)} has {other}, and {READ} are read")
 
 
@@ -117,12 +123,12 @@ def _place(reader: Reader) -> str:
     return str(paths[0]) if paths else "the transformer"
 
 
-def _theirs(reader: Reader, names: Names, authors: bool) -> dict[str, Any]:
+def _theirs(reader: Reader, names: NameMap, authors: bool) -> dict[str, Any]:
     """Returns the specs of the tensors by the authors' names."""
     return {key if authors else names.theirs(key) or key: spec for key, spec in reader.specs.items()}
 
 
-def _vae(reader: Reader, authors: bool) -> tuple[dict[str, Any], Names]:
+def _vae(reader: Reader, authors: bool) -> tuple[dict[str, Any], NameMap]:
     """Returns an autoencoder's config and its names.
 
     The names depend on the config. For the diffusers layout they are those of the published autoencoders.

@@ -14,7 +14,7 @@ from tests.support.tiny import tiny_checkpoint
 from tests.support.words import naming, says
 from wanjax.checkpoints import modules
 from wanjax.checkpoints.convert import ToWanjax
-from wanjax.checkpoints.descaled import Descaled
+from wanjax.checkpoints.dequantized import Dequantized
 from wanjax.checkpoints.files import Tensors, load_safetensors, save_safetensors
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.wan.networks import NETWORKS
@@ -103,7 +103,7 @@ def test_every_spelling_and_shape(shape, layout, spelling):
     x = weight(shape)
     tensors, filled = eight_bits("a.b", x, layout, spelling)
     bias = np.ones(shape[0], np.float32)
-    reader = Descaled(Tensors(tensors | {"a.b.bias": bias}))
+    reader = Dequantized(Tensors(tensors | {"a.b.bias": bias}))
     assert set(reader.specs) == {"a.b.weight", "a.b.bias"}
     assert reader.specs["a.b.weight"] == (shape, np.dtype(np.float32))
     assert near(reader.read("a.b.weight"), x, filled)
@@ -115,7 +115,7 @@ def test_a_kernel_has_a_scale_for_each_row():
     filled = np.abs(x).max((1, 2, 3, 4), keepdims=True) / 448
     for shape in ((8,), (8, 1), (8, 1, 1, 1, 1)):
         tensors = {"p.weight": (x / filled).astype(ml_dtypes.float8_e4m3fn), "p.weight_scale": filled.reshape(shape)}
-        assert near(Descaled(Tensors(tensors)).read("p.weight"), x, filled)
+        assert near(Dequantized(Tensors(tensors)).read("p.weight"), x, filled)
 
 
 def words_of(**told):
@@ -141,7 +141,7 @@ def test_what_stands_beside_a_scale_is_left_out(beside, stored):
     tensors = tensors | beside
     if stored is np.uint8 and "a.comfy_quant" in beside:  # then the format is told there alone
         tensors["a.weight"] = tensors["a.weight"].view(np.uint8)
-    reader = Descaled(Tensors(tensors))
+    reader = Dequantized(Tensors(tensors))
     assert list(reader.specs) == ["a.weight"]
     assert near(reader.read("a.weight"), x, filled)
 
@@ -156,7 +156,7 @@ def test_integers(shape, layout):
     bias, norm = np.ones(shape[0], np.float32), np.ones(5, np.float32)
     whole = np.clip(np.round(x / filled), -128, 127).astype(np.int8)
     assert np.abs(whole.astype(int)).max() >= 127
-    reader = Descaled(Tensors({"a.int8_weight": whole, "a.scale": scale, "a.bias": bias, "norm.scale": norm}))
+    reader = Dequantized(Tensors({"a.int8_weight": whole, "a.scale": scale, "a.bias": bias, "norm.scale": norm}))
     assert set(reader.specs) == {"a.weight", "a.bias", "norm.scale"}
     assert reader.specs["a.weight"] == (shape, np.dtype(ml_dtypes.bfloat16))
     found = reader.read("a.weight")
@@ -176,7 +176,7 @@ def test_integers_in_place_of_the_weight_itself(name, layout, dtype):
     spread = spread if scale.shape[1:] != (12,) else np.repeat(scale.astype(np.float32), 32, 1)
     whole = np.random.default_rng(0).integers(-128, 128, x.shape).astype(np.int8)
     beside = {"scaled_fp8": np.zeros(2, ml_dtypes.float8_e4m3fn)} if name == "scale_weight" else {}
-    reader = Descaled(Tensors({"a.weight": whole, f"a.{name}": scale, "a.bias": np.ones(192, np.float32)} | beside))
+    reader = Dequantized(Tensors({"a.weight": whole, f"a.{name}": scale, "a.bias": np.ones(192, np.float32)} | beside))
     assert reader.specs == {"a.weight": ((192, 384), np.float32), "a.bias": ((192,), np.float32)}
     np.testing.assert_array_equal(reader.read("a.weight"), whole * spread)
 
@@ -194,13 +194,13 @@ def test_floats_and_integers_by_other_names(shape, names, layout):
     numbers, name = (f"a.{name}" for name in names)
     others = {"a.bias": np.ones(3, np.float32), "a.input_scale": np.ones((), np.float32)}
     others |= {"a.output_scale": np.ones((), np.float32)}
-    reader = Descaled(Tensors({numbers: (x / filled).astype(ml_dtypes.float8_e4m3fn), name: scale} | others))
+    reader = Dequantized(Tensors({numbers: (x / filled).astype(ml_dtypes.float8_e4m3fn), name: scale} | others))
     assert list(reader.specs) == ["a.weight", "a.bias"]
     assert reader.specs["a.weight"] == (shape, np.dtype(np.float32))
     assert near(reader.read("a.weight"), x, filled)
     scale, filled = np.asarray(scale * np.float32(3.5)), filled * np.float32(3.5)  # 128 steps in place of 448
     whole = np.clip(np.round(x / filled), -128, 127).astype(np.int8)
-    found = Descaled(Tensors({numbers: whole, name: scale})).read("a.weight")
+    found = Dequantized(Tensors({numbers: whole, name: scale})).read("a.weight")
     np.testing.assert_array_equal(found, whole * filled)
     assert (np.abs(found - x) <= 1.01 * filled).all()
 
@@ -216,7 +216,7 @@ def test_integers_with_a_zero_of_their_own(shape, layout):
     spread = layout_of(zero, x.shape)
     whole = np.clip(np.round(x / (filled * 16)) + spread, -128, 127).astype(np.int8)
     tensors = {"a._weight_qdata": whole, "a._weight_scale": scale * 16, "a._weight_zero_point": zero}
-    reader = Descaled(Tensors(tensors))
+    reader = Dequantized(Tensors(tensors))
     assert list(reader.specs) == ["a.weight"]
     np.testing.assert_array_equal(reader.read("a.weight"), (whole - spread.astype(np.float32)) * (filled * 16))
 
@@ -232,7 +232,7 @@ def test_integers_of_which_127_is_the_scale(shape):
     largest = np.abs(x).max(1)
     whole = np.round(x / largest[:, None] * 127).astype(np.int8)
     tensors = {"a.weight": whole, "a.SCB": largest, "a.weight_format": np.zeros((), np.uint8)}
-    reader = Descaled(Tensors(tensors))
+    reader = Dequantized(Tensors(tensors))
     assert list(reader.specs) == ["a.weight"]
     assert (np.abs(reader.read("a.weight") - x) <= largest[:, None] / 127).all()
 
@@ -303,7 +303,7 @@ REFUSED = [  # tensors, and what the sentence about them names
 @pytest.mark.parametrize(("tensors", "words"), REFUSED, ids=[words for _, words in REFUSED])
 def test_anything_else_is_one_sentence(tensors, words):
     with pytest.raises(WanjaxError) as caught:
-        Descaled(Tensors({key: x for key, x in tensors.items() if x is not None})).read("a.weight")
+        Dequantized(Tensors({key: x for key, x in tensors.items() if x is not None})).read("a.weight")
     assert says(str(caught.value), words)
     assert "\n" not in str(caught.value)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The price of a program as a plan reports it: bytes on one device, and seconds divided into parts."""
+"""Prices of programs as a plan reports them: bytes on one device, and seconds divided into parts."""
 
 import json
 import re
@@ -14,13 +14,13 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from wanjax.pricing.chips import Slice, described, find_slice
+from wanjax.pricing.chips import Slice, abstract_mesh, find_slice
 from wanjax.pricing.compile import Compiled, Workspace, accepted, check_compiler, compiled, temporary
 from wanjax.pricing.costs import Item, price_compiled
 from wanjax.pricing.digests import digest, pricing_digest, versions
 from wanjax.pricing.exporting import CompilerError, Job, export, trace
-from wanjax.pricing.kernels import Call, kernel_calls, kernel_seconds, kernels_of, same_kernel
 from wanjax.pricing.lowering import Lowering
+from wanjax.pricing.pallas_kernels import Call, kernel_calls, kernel_seconds, kernels_of, same_kernel
 
 PARTS: tuple[str, ...] = ("attention", "matmuls", "elementwise", "copies", "communication")
 PART_OF = {
@@ -34,7 +34,7 @@ UNITS = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclass(frozen=True)
-class Priced:
+class Price:
     """A program on one device: bytes, and seconds per run. `seconds` is None if the program does not fit in memory.
 
     `least` are those of a run that takes the cheaper side of every branch. `collectives` lists, for each kind and group
@@ -55,22 +55,22 @@ class Priced:
 
     @property
     def parts(self) -> dict[str, float]:
-        """The seconds of every part, 0 for those of a program that does not fit."""
+        """The seconds of every part; 0 if the program does not fit."""
         return {part: self.breakdown.get(part, 0.0) for part in PARTS}
 
 
 @runtime_checkable
 class Results(Protocol):
-    """What keeps prices between processes: values by a kind and a key, both of which JSON can hold."""
+    """A cache of prices between processes: JSON values by a kind and a JSON key."""
 
     def get(self, kind: str, key: Mapping[str, Any]) -> Any:
-        """Return what was put for this key, or None."""
+        """Return the value of this key, or None."""
 
     def put(self, kind: str, key: Mapping[str, Any], value: Any) -> None:
-        """Keep a value, if it can be kept."""
+        """Store a value, if the store is writable."""
 
     def has(self, kind: str) -> bool:
-        """Tell whether anything of a kind is kept."""
+        """Return whether there is any value of a kind."""
         ...
 
 
@@ -105,32 +105,32 @@ class Pricer:
         chip: str = "v6e-8",
         donate: Sequence[int] = (),
         options: Mapping[str, Any] | None = None,
-    ) -> Priced:
+    ) -> Price:
         """Price any function of JAX, as `wanjax.price` does, which has the arguments and the errors."""
-        place = find_slice(chip)
+        target = find_slice(chip)
         axes = mesh.shape if isinstance(mesh, Mesh | AbstractMesh) else mesh
-        on = described(place, None if axes is None else dict(axes))
+        on = abstract_mesh(target, None if axes is None else dict(axes))
         self.check()
         arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_on(on, x)), shapes)
-        [found] = self.price_all(place, [Lowering(function, arguments, tuple(donate), options)])
-        return found
+        [price] = self.price_all(target, [Lowering(function, arguments, tuple(donate), options)])
+        return price
 
     def check(self) -> None:
-        """Raise WanjaxError where no program of a TPU can be priced: there is no compiler, and no price is kept.
+        """Raise WanjaxError if there is neither a compiler nor a cached price.
 
-        Asked before anything is traced. Where some prices are kept, only the trace tells whether they are those needed.
+        Call it before tracing. Where some prices are cached, only the trace shows whether they suffice.
         """
         if self.results is None or not self.results.has("prices"):
             check_compiler()
 
-    def price_all(self, place: Slice, lowerings: Sequence[Lowering]) -> list[Priced]:
+    def price_all(self, target: Slice, lowerings: Sequence[Lowering]) -> list[Price]:
         """Return the prices of programs on a slice, in order. Raises the errors of `prices`."""
-        found = dict(self.prices(place, lowerings))
-        return [found[number] for number in range(len(lowerings))]
+        prices = dict(self.prices(target, lowerings))
+        return [prices[number] for number in range(len(lowerings))]
 
     def prices(
-        self, place: Slice, lowerings: Sequence[Lowering], begun: Callable[[int], Any] = lambda number: None
-    ) -> Iterator[tuple[int, Priced]]:
+        self, target: Slice, lowerings: Sequence[Lowering], begun: Callable[[int], Any] = lambda number: None
+    ) -> Iterator[tuple[int, Price]]:
         """Yield the number of each program and its price, in the order in which they are known.
 
         Prices that were kept come at once, and need no compiler. The other programs are compiled in one process, each
@@ -138,22 +138,22 @@ class Pricer:
         its compilation begins. A program that is too large is priced as the bytes that it needs. Raises the errors of
         `exporting.trace` and `compile.compiled`, and CompilerError for a program that does not compile.
         """
-        asked: dict[str, list[int]] = {}
+        numbers: dict[str, list[int]] = {}
         missing: dict[str, _Asked] = {}
         for number, lowering in enumerate(lowerings):
-            traced = trace(lowering, place)
+            traced = trace(lowering, target)
             job = traced.export()
             name = _name(job)
-            asked.setdefault(name, []).append(number)
+            numbers.setdefault(name, []).append(number)
             if name in missing:
                 continue
-            if (found := self.recall("prices", job)) is not None:
-                yield number, Priced(**found)
+            if (cached := self.recall("prices", job)) is not None:
+                yield number, Price(**cached)
             else:
                 missing[name] = _Asked(job, kernels_of(traced))
-        for name, priced in self._made(missing, lambda name: begun(asked[name][0])):
+        for name, priced in self._made(missing, lambda name: begun(numbers[name][0])):
             self.keep("prices", missing[name].job, asdict(priced))
-            yield from ((number, priced) for number in asked[name])
+            yield from ((number, priced) for number in numbers[name])
 
     def key(self, job: Job) -> dict[str, Any]:
         """Return all that a price depends on, but for the compiler's version."""
@@ -167,14 +167,14 @@ class Pricer:
             self.results.put(kind, self.key(job), {"libtpu": version("libtpu"), "value": value})
 
     def recall(self, kind: str, job: Job) -> Any:
-        """Return what was kept by this version of the compiler or, where there is none, by one that jax accepts."""
-        found = None if self.results is None else self.results.get(kind, self.key(job))
-        if found is None:
+        """Return the cached value of this version of the compiler or, without a compiler, of one that jax accepts."""
+        entry = None if self.results is None else self.results.get(kind, self.key(job))
+        if entry is None:
             return None
-        same = versions("libtpu").get("libtpu", found["libtpu"]) == found["libtpu"]
-        return found["value"] if same and accepted().contains(found["libtpu"], prereleases=True) else None
+        same = versions("libtpu").get("libtpu", entry["libtpu"]) == entry["libtpu"]
+        return entry["value"] if same and accepted().contains(entry["libtpu"], prereleases=True) else None
 
-    def _made(self, programs: Mapping[str, "_Asked"], begun: Callable[[str], Any]) -> Iterator[tuple[str, Priced]]:
+    def _made(self, programs: Mapping[str, "_Asked"], begun: Callable[[str], Any]) -> Iterator[tuple[str, Price]]:
         """Compile programs and their kernels, and yield the name of each and its price once both are known.
 
         `begun` gets the name of each program, not those of kernels, when its compilation begins.
@@ -190,8 +190,8 @@ class Pricer:
             needed[name] = {call: _name(job) for call, job in jobs.items()}
             calls |= {_name(job): (call, job) for call, job in jobs.items()}
         for name, (_, job) in calls.items():
-            if (found := self.recall("kernels", job)) is not None:
-                seconds[name] = found
+            if (kernel_price := self.recall("kernels", job)) is not None:
+                seconds[name] = kernel_price
         named = {name: program.job for name, program in programs.items()}
         kernels = {name: job for name, (_, job) in calls.items() if name not in seconds}
         names, waiting = [*named, *kernels], {}
@@ -212,9 +212,9 @@ class Pricer:
             else:
                 waiting[name] = result
             for done in [done for done in waiting if seconds.keys() >= set(needed[done].values())]:
-                known = {call: seconds[kernel] for call, kernel in needed[done].items()}
+                kernel_prices = {call: seconds[kernel] for call, kernel in needed[done].items()}
                 program = waiting.pop(done)
-                yield done, self.divide(program, _kernel_times(program, known))
+                yield done, self.divide(program, _kernel_times(program, kernel_prices))
 
     def _kernel_price(self, call: Call, job: Job, result: Compiled | CompilerError) -> float | None:
         """Return the seconds of a kernel, and keep them; None where it does not compile alone."""
@@ -224,15 +224,15 @@ class Pricer:
         self.keep("kernels", job, seconds)
         return seconds
 
-    def divide(self, program: Compiled, kernels: Mapping[str, float]) -> Priced:
-        """Return the price of a compiled program, in parts; `kernels` are the seconds of those in it by their names."""
+    def divide(self, program: Compiled, kernels: Mapping[str, float]) -> Price:
+        """Return the price of a compiled program in parts; `kernels` are the seconds of its kernels by name."""
         priced = price_compiled(program, kernels=kernels)
         total = priced.total
         breakdown: dict[str, float] = dict.fromkeys(PARTS, 0.0)
         for item in priced.items:
             breakdown[self._part(item)] += item.cost.mid
         around = f"/{self.self_attention}/{self.attention}/"
-        return Priced(
+        return Price(
             arguments=program.memory.arguments,
             peak=program.memory.peak,
             seconds=total.mid,
@@ -261,7 +261,7 @@ class Pricer:
 
 
 class _Asked(NamedTuple):
-    """A program that is to be compiled, and its kernels."""
+    """A program to compile, and its kernels."""
 
     job: Job
     kernels: Mapping[Call, Lowering]
@@ -269,62 +269,62 @@ class _Asked(NamedTuple):
 
 def _on(mesh: AbstractMesh, x: Any) -> NamedSharding:
     """Return the sharding of a shape on a mesh."""
-    given = getattr(x, "_sharding", None)  # `sharding` fails for a PartitionSpec without a mesh of real devices
-    spec = given.spec if isinstance(given, NamedSharding) else given
+    sharding = getattr(x, "_sharding", None)  # `sharding` fails for a PartitionSpec without a mesh of real devices
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     return NamedSharding(mesh, spec if isinstance(spec, PartitionSpec) else PartitionSpec())
 
 
 def _exported(program: _Asked) -> dict[Call, Job]:
     """Return the jobs of a program's kernels; one that cannot be lowered alone is left out, and has no price."""
-    found: dict[Call, Job] = {}
+    jobs: dict[Call, Job] = {}
     for call, kernel in program.kernels.items():
         with suppress(CompilerError):
-            found[call] = export(kernel, program.job.slice)
-    return found
+            jobs[call] = export(kernel, program.job.slice)
+    return jobs
 
 
 def _name(job: Job) -> str:
     return json.dumps(job.key)
 
 
-def _kernel_times(program: Compiled, known: Mapping[Call, float | None]) -> dict[str, float]:
+def _kernel_times(program: Compiled, prices: Mapping[Call, float | None]) -> dict[str, float]:
     """Return the seconds of the kernels of a compiled program, by their names in it, as far as they are known."""
-    found: dict[str, float] = {}
+    seconds_by_name: dict[str, float] = {}
     for name, call in kernel_calls(program).items():
-        kernel = same_kernel(call, known)
-        seconds = None if kernel is None else known[kernel]
+        kernel = same_kernel(call, prices)
+        seconds = None if kernel is None else prices[kernel]
         if seconds is not None:
-            found[name] = seconds
-    return found
+            seconds_by_name[name] = seconds
+    return seconds_by_name
 
 
-def _too_large(error: CompilerError) -> Priced:
+def _too_large(error: CompilerError) -> Price:
     """Return the bytes that a program needs, or raise its error if it is another."""
     if (needed := needed_bytes(str(error))) is None:
         raise error
-    return Priced(arguments=0, peak=needed)
+    return Price(arguments=0, peak=needed)
 
 
 def _collectives(items: Sequence[Item]) -> list[dict[str, Any]]:
-    found: dict[tuple[str, int], dict[str, Any]] = {}
+    rows: dict[tuple[str, int], dict[str, Any]] = {}
     for item in items:
         if item.kind != "collectives":
             continue
         name = re.sub(r"(-start)?(\.\d+)*$", "", item.name)
-        row = found.setdefault(
+        row = rows.setdefault(
             (name, item.group), {"operation": name, "devices": item.group, "times": 0, "bytes": 0, "seconds": 0.0}
         )
         row["times"] += item.times
         row["bytes"] += item.bytes
         row["seconds"] += item.cost.mid
-    return [found[key] for key in sorted(found)]
+    return [rows[key] for key in sorted(rows)]
 
 
 def needed_bytes(message: str) -> int | None:
-    """Returns the bytes that a program needs, from the compiler's out-of-memory message; None for another message.
+    """Return the bytes that a program needs, from the compiler's out-of-memory message; None for another message.
 
     Where temporaries alone are too large the message has the bytes of those.
     """
-    found = re.search(r"Used ([\d.]+)([BKMGT]?) of [\d.]+[BKMGT]? hbm", message)
-    found = found or re.search(r"temporaries \(([\d.]+)([BKMGT]?)\) exceeds available HBM", message)
-    return round(float(found[1]) * UNITS[found[2] or "B"]) if found else None
+    match = re.search(r"Used ([\d.]+)([BKMGT]?) of [\d.]+[BKMGT]? hbm", message)
+    match = match or re.search(r"temporaries \(([\d.]+)([BKMGT]?)\) exceeds available HBM", message)
+    return round(float(match[1]) * UNITS[match[2] or "B"]) if match else None

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs of names: those of a model's authors, and ours, which are those of diffusers and transformers."""
+"""Maps between the names of a model's authors and ours, which are those of diffusers and transformers."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from wanjax.converters.rules import PLACEHOLDER
+from wanjax.converters.weight_rules import PLACEHOLDER
 
 Table = list[tuple[re.Pattern, str]]
 
 
 @dataclass(frozen=True)
-class Names:
+class NameMap:
     """Pairs (theirs, ours) of names of the same module or tensor; `{i}` stands for an index, the same in both.
 
     The names of a module's own tensors, such as `.weight`, are the same in both layouts. Where several pairs have one
@@ -24,19 +24,19 @@ class Names:
     exchanged: Sequence[str] = ()
 
     def ours(self, theirs: str) -> str | None:
-        """Returns our name of their tensor or module; None if it has none."""
+        """Return our name of their tensor or module; None if it has none."""
         return next(_translations(theirs, self._to_ours), None)
 
     def theirs(self, ours: str) -> str | None:
-        """Returns their name of our tensor or module; None if it has none."""
+        """Return their name of our tensor or module; None if it has none."""
         return next(self.all_theirs(ours), None)
 
     def all_theirs(self, ours: str) -> Iterator[str]:
-        """Yields every name that they have for our tensor or module."""
+        """Yield every name that they have for our tensor or module."""
         return _translations(ours, self._to_theirs)
 
     def exchanges(self, ours: str) -> bool:
-        """Tells whether the halves of our tensor are exchanged in theirs."""
+        """Return whether the halves of our tensor are exchanged in theirs."""
         return ours.rpartition(".")[0] in self.exchanged
 
     @cached_property
@@ -53,11 +53,11 @@ def _table(pairs: Iterable[tuple[str, str]]) -> Table:
 
 
 def _expression(name: str) -> str:
-    """Returns a regular expression for a name with placeholders, none of which comes twice."""
+    """Return a regular expression for a name with distinct placeholders."""
     return PLACEHOLDER.sub(r"(?P<\1>[0-9]{1,4})", name.replace(".", r"\."))
 
 
 def _translations(name: str, table: Table) -> Iterator[str]:
     for pattern, new in table:
-        if found := pattern.fullmatch(name):
-            yield PLACEHOLDER.sub(lambda placeholder, found=found: found[placeholder[1]], new) + found["leaf"]
+        if match := pattern.fullmatch(name):
+            yield PLACEHOLDER.sub(lambda placeholder, match=match: match[placeholder[1]], new) + match["leaf"]

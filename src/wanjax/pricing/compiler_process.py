@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process in which the TPU compiler runs, started by compile.py.
 
-Its command is `python -m wanjax.pricing.worker FOLDER AT_ONCE NUMBER...`. The folder holds a subfolder for each job,
-named by its number, with `job.json` and `program.bin`. The subfolder receives `result.json` and `module.txt`, or
-`error.json` on failure, and the compiler's dump of the schedules if there is one. A line `begun NUMBER` is printed when
-a job is begun, and `done NUMBER` once all of it is there.
+Its command is `python -m wanjax.pricing.compiler_process FOLDER AT_ONCE NUMBER...`. The folder has a subfolder for each
+job, named by its number, with `job.json` and `program.bin`. The process writes `result.json` and `module.txt` there, or
+`error.json` on failure, and the compiler's dump of the schedules if there is one. It prints `begun NUMBER` when a job
+begins, and `done NUMBER` when all its files are written.
 """
 
 import json
@@ -20,26 +20,26 @@ import jax
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from wanjax.pricing.chips import devices_of
+from wanjax.pricing.chips import topology_devices
 from wanjax.pricing.compile import DUMPED, PROGRAM, REQUEST, write_error
-from wanjax.pricing.lowering import without_refused
+from wanjax.pricing.lowering import retry_without_rejected_options
 
 
-def make_mesh(topology: str, devices: int, axes: dict[str, int]) -> Mesh:
-    """Returns a mesh of the first described devices of a topology, none of which need be present.
+def concrete_mesh(topology: str, devices: int, axes: dict[str, int]) -> Mesh:
+    """Return a mesh of the first devices of a topology, which may be absent.
 
     Its last axes connect neighbouring chips, as far as the links allow.
     """
     sizes = tuple(axes.values())
     # on 4 x 4 chips an axis of 8 takes half of one physical axis, which JAX splits only on request
-    placed = mesh_utils.create_device_mesh(sizes, devices_of(topology)[:devices], allow_split_physical_axes=True)
+    placed = mesh_utils.create_device_mesh(sizes, topology_devices(topology)[:devices], allow_split_physical_axes=True)
     return Mesh(placed, tuple(axes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def compile_one(folder: Path) -> None:
-    """Compiles the job of a folder and writes its results there."""
+    """Compile the job of a folder and write its results there."""
     job = json.loads((folder / REQUEST).read_text(encoding="utf-8"))
-    mesh = make_mesh(job["topology"], job["devices"], dict(job["axes"]))
+    mesh = concrete_mesh(job["topology"], job["devices"], dict(job["axes"]))
     exported = jax.export.deserialize(bytearray((folder / PROGRAM).read_bytes()))
     shardings = exported.in_shardings_jax(mesh)
     shapes = [
@@ -50,7 +50,7 @@ def compile_one(folder: Path) -> None:
     refused: list[str] = []
     with jax.set_mesh(mesh):
         lowered = jax.jit(exported.call, donate_argnums=job["donate"], keep_unused=True).lower(*shapes)
-        compiled = without_refused(job["options"], lowered.compile, refused.append)
+        compiled = retry_without_rejected_options(job["options"], lowered.compile, refused.append)
     seconds = perf_counter() - start
     memory, module = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None, "the TPU compiler reports both"
@@ -62,7 +62,7 @@ def compile_one(folder: Path) -> None:
 
 
 def main(root: Path, at_once: int, numbers: Iterable[str]) -> None:
-    """Compiles the jobs of a folder that have these numbers, `at_once` of them, or one where it dumps schedules.
+    """Compile the jobs of a folder that have these numbers, `at_once` of them, or one where it dumps schedules.
 
     The dump does not tell which program a schedule is of.
     """
@@ -85,12 +85,12 @@ def main(root: Path, at_once: int, numbers: Iterable[str]) -> None:
 
 
 def _tell(line: str) -> None:
-    """Writes a line at once, in one piece: threads and processes write to the same pipe."""
+    """Write a line at once, in one piece: threads and processes write to the same pipe."""
     os.write(1, f"{line}\n".encode())
 
 
 def _end_with_parent() -> None:
-    """Ends the process when the one that started it is gone, however that ended: compiling may take minutes."""
+    """End the process when the one that started it is gone, however that ended: compiling may take minutes."""
     os.read(0, 1)  # returns at the end of standard input
     os._exit(1)
 

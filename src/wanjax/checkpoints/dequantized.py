@@ -29,7 +29,7 @@ class Spelling(NamedTuple):
     """The names, in a module, of the numbers of an 8-bit weight, of their scale, and of their zero, if it has one.
 
     The weight is (numbers - zero) · scale / steps. `whole` tells whether the numbers are integers; None is either.
-    `made` is the dtype of the weight: the one from which it was rounded, if that is known.
+    `dtype` is that of the weight: the one from which it was rounded, if that is known.
     """
 
     numbers: str
@@ -37,7 +37,7 @@ class Spelling(NamedTuple):
     zero: str = ""
     whole: bool | None = False
     steps: int = 1
-    made: Any = np.float32
+    dtype: Any = np.float32
 
 
 SPELLINGS = (
@@ -45,7 +45,7 @@ SPELLINGS = (
     Spelling("weight", "weight_scale", "weight_zero_point", whole=None),
     Spelling("weight", "weight_scale_inv"),
     Spelling("weight", "SCB", whole=True, steps=127),
-    Spelling("int8_weight", "scale", whole=True, made=jnp.bfloat16),
+    Spelling("int8_weight", "scale", whole=True, dtype=jnp.bfloat16),
     Spelling("weight._data", "weight._scale", whole=None),
     Spelling("_weight_qdata", "_weight_scale", "_weight_zero_point", whole=None),
     Spelling("weight_qdata", "weight_scale", "weight_zero_point", whole=None),
@@ -82,8 +82,8 @@ class _Parts(NamedTuple):
     spelling: Spelling
 
 
-class Descaled(View):
-    """A checkpoint with the scales of its weights multiplied in, and without what else belongs to them.
+class Dequantized(View):
+    """A checkpoint whose 8-bit weights are multiplied by their scales; the scales themselves are left out.
 
     Floats become float32, and so do integers, unless it is known that they were rounded from bfloat16. Raises
     WanjaxError, from the headers alone, where a scale has a shape or a weight a format that is not known.
@@ -121,16 +121,16 @@ class Descaled(View):
                 raise WanjaxError(f"{key} is {dtype}, and no scale that is known stands beside it: {EIGHT_BITS}")
 
     def _stored(self, key: str) -> Spec:
-        """Returns the shape and dtype of a tensor without its scale."""
+        """Return the shape and dtype of a tensor without its scale."""
         shape, dtype = self._reader.specs[self._names(key)]
         return Spec(shape, np.dtype(self._formats.get(key, dtype)))
 
     def _spec(self, key: str) -> Spec:
         shape, dtype = self._stored(key)
-        return Spec(shape, np.dtype(self._parts[key].spelling.made) if key in self._parts else dtype)
+        return Spec(shape, np.dtype(self._parts[key].spelling.dtype) if key in self._parts else dtype)
 
     def _names(self, key: str) -> str:
-        """Returns the name in the files of a tensor, or of a weight's numbers."""
+        """Return the name in the files of a tensor, or of a weight's numbers."""
         return self._parts[key].numbers if key in self._parts else key
 
     def read(self, key: str) -> np.ndarray:
@@ -145,7 +145,7 @@ class Descaled(View):
         return numbers.astype(self.specs[key].dtype, copy=False)
 
     def _spread(self, key: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Returns a tensor that has a number for each part of a weight, with axes of the weight's sizes or 1."""
+        """Return a tensor that has a number for each part of a weight, with axes of the weight's sizes or 1."""
         x = self._reader.read(key).astype(np.float32)
         if not np.isfinite(x).all():
             raise WanjaxError(f"{key} has numbers that are not finite: get the file again")
@@ -158,39 +158,39 @@ class Descaled(View):
 
 
 def _split(key: str) -> tuple[str, str]:
-    """Returns the name of a tensor's module, with its dot, and the rest of the tensor's name."""
+    """Return the name of a tensor's module, with its dot, and the rest of the tensor's name."""
     module, dot, last = key.rpartition(".")
     return module + dot, last
 
 
 def _check_known(key: str) -> None:
-    """Raises WanjaxError for a tensor of a format that is not read."""
+    """Raise WanjaxError for a tensor of a format that is not read."""
     for whose, pattern in OTHERS.items():
         if re.fullmatch(rf"(.+\.)?({pattern})", key):
             raise WanjaxError(f"{key} is a part of a quantised weight, {whose}, which is not read: {EIGHT_BITS}")
 
 
 def _found(keys: set[str]) -> dict[str, _Parts]:
-    """Returns the parts of each weight that has a scale; raises WanjaxError where one is missing or there are more."""
-    found: dict[str, _Parts] = {}
+    """Return the parts of each weight that has a scale; raise WanjaxError where one is missing or there are more."""
+    parts: dict[str, _Parts] = {}
     for spelling in SPELLINGS:
         for key in keys:
             module = key.removesuffix(spelling.numbers)
             if key == module or (module and not module.endswith(".")):
                 continue
             weight, scale, zero = (f"{module}{part}" for part in ("weight", spelling.scale, spelling.zero))
-            if scale in keys and weight in found:
-                raise WanjaxError(f"{weight} has both {found[weight].scale} and {scale}: leave one of them out")
+            if scale in keys and weight in parts:
+                raise WanjaxError(f"{weight} has both {parts[weight].scale} and {scale}: leave one of them out")
             if spelling.numbers != "weight" and (weight in keys or scale not in keys):
                 why = f"stands beside {weight}" if weight in keys else f"has no {scale} beside it"
                 raise WanjaxError(f"{key} {why}: 8-bit numbers come with their scale, in place of the weight")
             if scale in keys:
-                found[weight] = _Parts(key, scale, zero if spelling.zero and zero in keys else None, spelling)
-    return found
+                parts[weight] = _Parts(key, scale, zero if spelling.zero and zero in keys else None, spelling)
+    return parts
 
 
 def _places(shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Returns the grid of a weight's scales, with its axes, and the sizes of a block; None where the shape is unknown.
+    """Return the grid of a weight's scales, with its axes, and the sizes of a block; None where the shape is unknown.
 
     There is one scale, or one for each row, for each of equal parts of a row, or for each square block.
     """
@@ -213,11 +213,11 @@ def _places(shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[tuple[int,
 
 
 def _check(parts: _Parts, stored: Spec, scale: Spec, zero: Spec | None) -> None:
-    """Raises WanjaxError unless scale and zero fit the numbers, and each is of a dtype that its spelling has."""
+    """Raise WanjaxError unless scale and zero fit the numbers, and each is of a dtype that its spelling has."""
     whole = parts.spelling.whole
     floating = jnp.issubdtype(stored.dtype, jnp.floating)
-    known = (floating and not whole) or (stored.dtype == np.int8 and whole is not False)
-    if not known or not jnp.issubdtype(scale.dtype, jnp.floating):
+    supported = (floating and not whole) or (stored.dtype == np.int8 and whole is not False)
+    if not supported or not jnp.issubdtype(scale.dtype, jnp.floating):
         right = {True: "8-bit integers", False: "8-bit floats", None: "8-bit floats or integers"}[whole]
         what = f"{parts.numbers} is {stored.dtype}, with the {scale.dtype} {parts.scale}"
         raise WanjaxError(f"{what}: {right} with a scale of floats are read, not others")
@@ -231,15 +231,15 @@ def _check(parts: _Parts, stored: Spec, scale: Spec, zero: Spec | None) -> None:
 
 
 def _format(reader: Reader, key: str, dtype: np.dtype) -> Any:
-    """Returns the dtype that a layer's JSON tells; raises WanjaxError unless its weight is an 8-bit float of it."""
+    """Return the dtype in a layer's JSON; raise WanjaxError unless its weight is such an 8-bit float."""
     spec = reader.specs[key]
     try:
-        told = json.loads(reader.read(key).tobytes() if spec.nbytes <= JSON_BYTES else b"")
-        name, more = str(told["format"]), sorted(entry for entry in told if told[entry] and entry not in PLAIN)
+        layer = json.loads(reader.read(key).tobytes() if spec.nbytes <= JSON_BYTES else b"")
+        name, more = str(layer["format"]), sorted(entry for entry in layer if layer[entry] and entry not in PLAIN)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise WanjaxError(f"{key} is no JSON object with a format of the weight: get the file again") from error
-    found = FORMAT.fullmatch(name)
-    kind = getattr(ml_dtypes, found[1]) if found else None
+    match = FORMAT.fullmatch(name)
+    kind = getattr(ml_dtypes, match[1]) if match else None
     if kind is None or more or dtype not in (np.dtype(kind), np.dtype(np.uint8)):
         what = f"{shown(name)}{f' with {shown(more[0])}' if more else ''}, and the weight is {dtype}"
         raise WanjaxError(

@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from wanjax.checkpoints.descaled import Descaled
+from wanjax.checkpoints.dequantized import Dequantized
 from wanjax.checkpoints.files import Reader
 from wanjax.checkpoints.readers import Renamed
 from wanjax.checkpoints.sources import Component, Source, Storage, Weights, classes_in, folder_of, open_diffusers
@@ -36,44 +36,46 @@ class Layout:
     beside: Callable[[str], Sequence[str]] = lambda name: ()
 
 
-class Recognised(NamedTuple):
+class RecognisedComponent(NamedTuple):
     """A recognised component: its config.json, and its tensors by their names in diffusers or transformers."""
 
     json: dict[str, Any]
     weights: Any  # Weights
 
 
-def recognised(
+def recognised_source(
     storage: Storage,
     index: Mapping[str, Any],
-    find: Callable[[str], Recognised | None],
+    find: Callable[[str], RecognisedComponent | None],
     *,
     configs: Mapping[str, dict[str, Any]],
     origin: str,
     known_as: str,
-    lender: str,
+    fallback_repo: str,
     notes: Sequence[str] = (),
     files: Callable[[str], Sequence[Path] | None] = lambda component: None,
     held: Callable[[str], bool] | None = None,
 ) -> Source:
-    """Return a checkpoint whose components are recognised by their tensors; what it lacks comes from the lender.
+    """Return a checkpoint whose components are recognised by their tensors.
 
     Args:
         storage: Its files.
-        index: The `model_index.json` that diffusers would write of it.
-        find: Looks for a component's config and tensors, downloads them first; None where it is not there.
-        configs: Those of components that are no more than a config, such as the scheduler's.
-        origin: As in `Source`, and so `known_as` and `lender`, the diffusers repository of the same model, and `notes`.
-        files: The files of a tokenizer or the like; None where they are not there.
-        held: Tells whether another component than those of `configs` is there, or listed on the hub, as in
-            `Component`; None looks for it.
+        index: The `model_index.json` that diffusers would write for it.
+        find: Returns a component's config and tensors after a download; None where they are missing.
+        configs: The configs of components without weights, such as the scheduler.
+        origin: As in `Source`.
+        known_as: As in `Source`.
+        fallback_repo: The diffusers repository of the same model, from which missing components are loaded.
+        notes: As in `Source`.
+        files: Returns the files of a tokenizer or the like; None where they are missing.
+        held: Returns whether a component that is not in `configs` is here or on the hub; None uses `find`.
     """
-    lenders: list[Source] = []
+    fallbacks: list[Source] = []
 
-    def lent_by(component: str) -> Source:
-        if not lenders:
-            lenders.append(open_lender(storage.name, lender, component))
-        return lenders[0]
+    def fallback_for(component: str) -> Source:
+        if not fallbacks:
+            fallbacks.append(open_fallback(storage.name, fallback_repo, component))
+        return fallbacks[0]
 
     def holds(component: str) -> bool:
         return component in configs or (find(component) is not None if held is None else held(component))
@@ -81,20 +83,20 @@ def recognised(
     def config(component: str) -> dict[str, Any]:
         if component in configs:
             return configs[component]
-        return lent_by(component)[component].config() if (part := find(component)) is None else part.json
+        return fallback_for(component)[component].config() if (part := find(component)) is None else part.json
 
     def weights(component: str) -> Weights:
-        return lent_by(component)[component].weights() if (part := find(component)) is None else part.weights
+        return fallback_for(component)[component].weights() if (part := find(component)) is None else part.weights
 
     def others(component: str) -> Sequence[Path]:
         if (there := files(component)) is not None:
             return there
-        return [] if holds(component) else lent_by(component)[component].files()
+        return [] if holds(component) else fallback_for(component)[component].files()
 
     def check(networks: Iterable[str], others: Iterable[str]) -> None:
         lacking = [[name for name in names if not holds(name)] for names in (networks, others)]
-        if any(lacking) and lender != storage.name:
-            lent_by(next(chain(*lacking))).check(*lacking)
+        if any(lacking) and fallback_repo != storage.name:
+            fallback_for(next(chain(*lacking))).check(*lacking)
 
     components = {
         name: Component(
@@ -102,10 +104,10 @@ def recognised(
         )
         for name, kind in classes_in(index).items()
     }
-    return Source(storage, index, components, check, origin, known_as, lender, notes)
+    return Source(storage, index, components, check, origin, known_as, fallback_repo, notes)
 
 
-def open_lender(name: str, repository: str, component: str) -> Source:
+def open_fallback(name: str, repository: str, component: str) -> Source:
     """Open the diffusers repository of the same model as a checkpoint's, for a component that this lacks."""
     if repository == name:
         raise WanjaxError(
@@ -116,19 +118,19 @@ def open_lender(name: str, repository: str, component: str) -> Source:
 
 
 def model_index(pipeline: str, classes: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
-    """Returns the model_index.json that diffusers would write of a pipeline with components of these classes."""
+    """Return the model_index.json of a pipeline with components of these classes, as diffusers writes it."""
     return {"_class_name": pipeline} | {name: list(kind) for name, kind in sorted(classes.items())}
 
 
 def needs_transformer(name: object, components: Iterable[str], model: str) -> WanjaxError:
-    """Returns the error for a checkpoint that holds these components, or none, and no transformer."""
+    """Return the error for a checkpoint that holds these components, or none, and no transformer."""
     listed = " and the ".join(components)
     what = f"{name} holds {f'the {listed} of {model} alone' if listed else 'no transformer'}"
     return WanjaxError(f"{what}: give a file or folder of {model}'s transformer, to which the rest is lent")
 
 
 def has_authors_names(component: str, reader: Reader, telling: Sequence[str], model: str) -> bool:
-    """Tells whether a component has the names of its authors, not those of diffusers.
+    """Return whether a component's tensors have the authors' names rather than those of diffusers.
 
     telling: the names of tensors that only this component has, the authors' first. Raises WanjaxError where the reader
     has none of them, so that it holds no weights of the `model`.
@@ -138,26 +140,26 @@ def has_authors_names(component: str, reader: Reader, telling: Sequence[str], mo
     return telling[0] in reader.specs
 
 
-def held(
+def split_components(
     reader: Reader, telling: Mapping[str, Sequence[str]], prefixes: Mapping[str, Sequence[str]]
 ) -> dict[str, Reader]:
-    """Returns the components that a file holds, each without the prefix of its names.
+    """Return the components that a file holds, each without the prefix of its names.
 
     telling: the names of tensors that only this component has; prefixes: those that its names may have in a file.
     """
-    reader = Descaled(reader)  # by whose names a component is known
-    found, present = {}, set(reader.specs)
+    reader = Dequantized(reader)  # by whose names a component is known
+    prefix_of, present = {}, set(reader.specs)
     for component, names in telling.items():
         for prefix in prefixes[component]:
             if any(prefix + name in present for name in names):
-                found[component] = prefix
+                prefix_of[component] = prefix
                 break
-    return {name: _without(reader, prefix, found) for name, prefix in found.items()}
+    return {name: _without(reader, prefix, prefix_of) for name, prefix in prefix_of.items()}
 
 
-def _without(reader: Reader, prefix: str, found: Mapping[str, str]) -> Reader:
-    """Returns the tensors with a prefix; if it is empty, those that belong to no other component."""
-    others = tuple(other for other in found.values() if other and other != prefix)
+def _without(reader: Reader, prefix: str, prefix_of: Mapping[str, str]) -> Reader:
+    """Return the tensors with a prefix; if it is empty, those that belong to no other component."""
+    others = tuple(other for other in prefix_of.values() if other and other != prefix)
 
     def rename(key: str) -> str | None:
         mine = key.startswith(prefix) and not (prefix == "" and key.startswith(others))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Places of files: on this machine, or in a store, named by a URL such as s3://BUCKET/NAME and reached by fsspec.
+"""Paths of files: on this machine, or in a store, by a URL such as s3://BUCKET/NAME and through fsspec.
 
-An object of a store appears when all of it is there, and nothing is renamed. So what is written is made here first,
+An object of a store appears when it is complete, and nothing is renamed. So files are first written here,
 then published: a file by one upload, and a folder with the file last by which readers know that it is whole. Keys are
 those that the store's library finds, in the environment and in the user's files; no URL holds any.
 """
@@ -22,7 +22,7 @@ from typing import Any
 from uuid import uuid4
 
 from wanjax.errors import FULL, WanjaxError, causes, written
-from wanjax.stores.own import own_folder
+from wanjax.stores.temporary import temp_dir
 
 LIBRARIES = {"s3": "s3fs", "gs": "gcsfs", "memory": "fsspec"}
 """The stores, by the scheme of their URLs, and the library by which fsspec reaches each."""
@@ -35,11 +35,11 @@ BUCKET = re.compile(r"[\w.-]+", re.ASCII)
 AT_ONCE = 64  # files between two reports of progress
 LARGEST = 2 << 30  # bytes of an object that is read as a whole
 LONGEST = 200  # characters of a library's message
-Told = Callable[[list[str]], object]
+OnFiles = Callable[[list[str]], object]
 
 
 class StoreError(WanjaxError):
-    """A store that cannot be reached, or does not do what is asked of it."""
+    """A store that cannot be reached, or that refuses an operation."""
 
 
 class Missing(StoreError):
@@ -47,11 +47,11 @@ class Missing(StoreError):
 
 
 @dataclass(frozen=True)
-class Remote:
+class RemotePath:
     """An object's name in a store, or a folder's: the part of the objects' names before a slash.
 
-    It has as much of `pathlib.Path` as is asked of a place. Methods raise StoreError where the store, its library or
-    keys that may do what is asked are missing.
+    It has the methods of `pathlib.Path` that this library needs. Methods raise StoreError where the store, its library
+    or keys with the permission are missing.
     """
 
     scheme: str
@@ -61,8 +61,8 @@ class Remote:
     def __str__(self) -> str:
         return f"{self.scheme}://{self.path}"
 
-    def __truediv__(self, name: str | Path) -> "Remote":
-        return Remote(self.scheme, f"{self.path}/{Path(name).as_posix()}")
+    def __truediv__(self, name: str | Path) -> "RemotePath":
+        return RemotePath(self.scheme, f"{self.path}/{Path(name).as_posix()}")
 
     @property
     def name(self) -> str:
@@ -73,28 +73,28 @@ class Remote:
         return Path(self.name).suffix
 
     @property
-    def parent(self) -> "Remote":
-        return Remote(self.scheme, self.path.rpartition("/")[0])
+    def parent(self) -> "RemotePath":
+        return RemotePath(self.scheme, self.path.rpartition("/")[0])
 
-    def absolute(self) -> "Remote":
+    def absolute(self) -> "RemotePath":
         return self
 
     def is_file(self) -> bool:
         return self._kind() == "file"
 
     def exists(self) -> bool:
-        """Tells whether there is such an object, or one in such a folder."""
+        """Return whether there is such an object, or a folder with objects."""
         return self._kind() is not None
 
     def _kind(self) -> str | None:
-        """Returns "file" or "directory", None where there is neither, as fsspec tells of stores out of reach too."""
+        """Return "file", "directory" or None, which fsspec returns for a store out of reach too."""
         try:
             return self._info()["type"]
         except Missing:
             return None
 
     def size(self) -> int:
-        """Returns an object's bytes; raises Missing where there is none."""
+        """Return an object's bytes; raise Missing where there is none."""
         return self._info()["size"]
 
     def _info(self) -> dict[str, Any]:
@@ -102,19 +102,19 @@ class Remote:
             return self._files.info(self.path)
 
     def files(self, *, below: bool = True) -> dict[str, int]:
-        """Returns the bytes of the objects in a folder by their names in it; not those in folders `below` it, if False.
+        """Return the sizes of a folder's objects by name, with those in folders `below` it unless that is False.
 
-        Names that would lead out of a folder are left out.
+        Names that lead out of the folder are left out.
         """
         with self._reached("read"):
-            found = self._files.find(self.path, maxdepth=None if below else 1, detail=True)
+            objects = self._files.find(self.path, maxdepth=None if below else 1, detail=True)
         start = f"{self.path}/"
-        sizes = {name.lstrip("/"): each["size"] for name, each in found.items()}
+        sizes = {name.lstrip("/"): each["size"] for name, each in objects.items()}
         names = {name[len(start) :]: size for name, size in sizes.items() if name.startswith(start)}
         return {name: size for name, size in names.items() if _is_plain(name)}
 
     def read(self, most: int) -> bytes:
-        """Returns an object's bytes; raises Missing where there is none, WanjaxError for one of more than `most`."""
+        """Return an object's bytes; raise Missing where there is none, WanjaxError for one of more than `most`."""
         with self._reached("read"):
             content = self._files.cat_file(self.path, start=0, end=most + 1)
         if len(content) > most:
@@ -122,17 +122,17 @@ class Remote:
         return content
 
     def read_part(self, start: int, end: int) -> bytes:
-        """Returns the bytes of an object from `start` to `end`; raises Missing where there is none."""
+        """Return the bytes of an object from `start` to `end`; raise Missing where there is none."""
         with self._reached("read"):
             return self._files.cat_file(self.path, start=start, end=end)
 
     def write(self, content: bytes) -> None:
-        """Writes an object, in place of one of this name."""
+        """Write an object, replacing one of this name."""
         with self._reached("written"):
             self._files.pipe_file(self.path, content)
 
     def create(self, content: bytes) -> bool:
-        """Writes an object unless there is one of this name, which no other can do at the same time; tells whether."""
+        """Create an object, and return whether it is new; only one process can create it."""
         with self._reached("written"):
             try:
                 self._files.pipe_file(self.path, content, mode="create")
@@ -141,41 +141,41 @@ class Remote:
         return True
 
     def remove(self) -> None:
-        """Removes an object."""
+        """Remove an object."""
         with self._reached("removed"):
             self._files.rm_file(self.path)
 
     def remove_all(self) -> None:
-        """Removes the objects of a folder."""
+        """Remove the objects of a folder."""
         for name in self.files():
             (self / name).remove()
 
     def upload(self, file: Path) -> None:
-        """Writes a file as the object of this name, which appears when all of it is there."""
+        """Upload a file as this object, which appears when it is complete."""
         with self._reached("written"):
             self._files.put_file(str(file), self.path)
 
-    def upload_all(self, files: Mapping[str, Path], told: Told = lambda names: None) -> None:
-        """Writes files as objects of a folder, by their names in it; `told` receives the names of what is there."""
+    def upload_all(self, files: Mapping[str, Path], progress: OnFiles = lambda names: None) -> None:
+        """Upload files to a folder, by their names in it; `progress` receives the names of those that are done."""
         for names in _groups(files):
             with self._reached("written"):
                 self._files.put([str(files[name]) for name in names], [f"{self.path}/{name}" for name in names])
-            told(names)
+            progress(names)
 
-    def download_all(self, names: Iterable[str], folder: Path, told: Told = lambda names: None) -> None:
-        """Writes objects of a folder to a folder here, by their names; each file appears when all of it is there."""
+    def download_all(self, names: Iterable[str], folder: Path, progress: OnFiles = lambda names: None) -> None:
+        """Download objects of a folder to a folder here; each file appears when it is complete."""
         folder.mkdir(parents=True, exist_ok=True)
-        with own_folder(folder) as own:
-            for some in _groups(names):
+        with temp_dir(folder) as partial:
+            for batch in _groups(names):
                 with self._reached("read"):
-                    self._files.get([f"{self.path}/{each}" for each in some], [f"{own}/{each}" for each in some])
-                for each in some:
+                    self._files.get([f"{self.path}/{each}" for each in batch], [f"{partial}/{each}" for each in batch])
+                for each in batch:
                     (folder / each).parent.mkdir(parents=True, exist_ok=True)
-                    (own / each).replace(folder / each)
-                told(some)
+                    (partial / each).replace(folder / each)
+                progress(batch)
 
     def check_writable(self) -> None:
-        """Raises WanjaxError unless an object can be written to this folder, and be removed."""
+        """Raise WanjaxError unless an object can be written to this folder, and be removed."""
         trial = f"{self.path}/.{uuid4().hex}.trial"
         with self._reached("written to"):
             self._files.pipe_file(trial, b"")
@@ -191,7 +191,7 @@ class Remote:
 
     @contextmanager
     def _reached(self, done: str) -> Iterator[None]:
-        """Raises what a store's library raises, of many kinds, as StoreError; `done` tells what cannot be done."""
+        """Turn the library's errors into StoreError; `done` is the participle of what failed."""
         try:
             yield
         except WanjaxError:
@@ -199,26 +199,26 @@ class Remote:
         except Exception as error:
             if isinstance(error, OSError) and error.errno in FULL:  # here
                 raise
-            told = f"{self} cannot be {done}, {_told(error)}: a bucket that answers, with keys for it, is needed"
-            raise (Missing if isinstance(error, FileNotFoundError) else StoreError)(told) from error
+            message = f"{self} cannot be {done}, {_cause(error)}: a bucket that answers, with keys for it, is needed"
+            raise (Missing if isinstance(error, FileNotFoundError) else StoreError)(message) from error
 
 
-Place = Path | Remote
+AnyPath = Path | RemotePath
 
 
 @cache
 def quiet(library: str) -> None:
-    """Keeps a library from printing what it logs, which it also raises, unless the process has handlers of its own."""
+    """Keep a library from printing its log, whose errors it also raises, unless the process has log handlers."""
     logging.getLogger(library).addHandler(logging.NullHandler())
 
 
 def is_url(name: object) -> bool:
-    """Tells whether a name is a URL, of a store or of anything else."""
-    return isinstance(name, Remote) or (isinstance(name, str) and URL.match(name) is not None)
+    """Return whether a name is a URL of any kind."""
+    return isinstance(name, RemotePath) or (isinstance(name, str) and URL.match(name) is not None)
 
 
-def name_alone(text: str) -> str:
-    """Return the name of a file or folder without where it is: of one of this machine or of a store.
+def base_name(text: str) -> str:
+    """Return the last part of a path or URL.
 
     Any other text, as the id of a model on the hub, is returned as it is.
     """
@@ -228,95 +228,95 @@ def name_alone(text: str) -> str:
     return path.absolute().name if path.is_absolute() or os.path.exists(path) else text
 
 
-def place(name: str | Path | Remote) -> Place:
-    """Returns the place of a name: a path as it is, a URL of a store, or file:///PATH.
+def parse_path(name: str | Path | RemotePath) -> AnyPath:
+    """Parse a path, the URL of a store, or file:///PATH.
 
     Raises WanjaxError for another URL, and where the library of a store is not installed.
     """
-    if isinstance(name, Remote):
+    if isinstance(name, RemotePath):
         return name
     if not is_url(name):
         return Path(name).expanduser()
-    found = URL.fullmatch(str(name))
-    assert found is not None
-    scheme, path = found["scheme"].lower(), found["path"]
+    match = URL.fullmatch(str(name))
+    assert match is not None
+    scheme, path = match["scheme"].lower(), match["path"]
     if scheme == HERE:
         if not path.startswith("/"):
             raise WanjaxError(f"{name} is no file of this machine: file:///PATH, with the whole path, is one")
         return Path(path)
     if scheme not in LIBRARIES:
-        known = ", ".join(f"{each}://" for each in (*LIBRARIES, HERE))
+        schemes = ", ".join(f"{each}://" for each in (*LIBRARIES, HERE))
         if ADDRESS.fullmatch(str(name)):
-            raise WanjaxError(f"{name} is {to_download(str(name))}, and {known} are stores")
-        raise WanjaxError(f"{scheme}:// is no store that is known: {known} are")
+            raise WanjaxError(f"{name} is {download_advice(str(name))}, and {schemes} are stores")
+        raise WanjaxError(f"{scheme}:// is no store that is known: {schemes} are")
     bucket, *parts = (path[:-1] if path.endswith("/") else path).split("/")
     if not BUCKET.fullmatch(bucket) or not all(map(_is_plain, parts)):  # no keys in it, which would be shown
         raise WanjaxError(f"a URL in {scheme}:// is no name in a store: {scheme}://BUCKET/NAME is one, without keys")
     if not find_spec(LIBRARIES[scheme]):
         raise WanjaxError(f"{name} needs {LIBRARIES[scheme]}, which is missing: pip install 'wanjax[cloud]' brings it")
-    return Remote(scheme, "/".join((bucket, *parts)))
+    return RemotePath(scheme, "/".join((bucket, *parts)))
 
 
-def full_name(name: str | Path | Remote) -> str:
+def full_name(name: str | Path | RemotePath) -> str:
     """Return the full path of a file or folder that is here; any other name as it is."""
-    path = place(name)
+    path = parse_path(name)
     return str(path.absolute()) if isinstance(path, Path) and os.path.exists(path) else str(name)
 
 
-def to_download(address: str) -> str:
+def download_advice(address: str) -> str:
     """Return what an address is where a file is needed, and how to get that."""
     return f"an address, and only files are read: `curl -LO {shlex.quote(address)}` gets one"
 
 
-def no_file(path: str | Path) -> str:
-    """Return the sentence that a file is missing, that it is a link to one, or an address."""
+def missing_file(path: str | Path) -> str:
+    """Return the message for a file that is missing: for a broken link, and for an address, it says so."""
     if ADDRESS.fullmatch(str(path)):
-        return f"{path} is {to_download(str(path))}"
+        return f"{path} is {download_advice(str(path))}"
     path = Path(path)
     link = f" but a link to {path.readlink().name}, which is gone: get it again" if os.path.islink(path) else ""
     return f"there is no file {path}{link}"
 
 
-def read(file: Place) -> bytes | None:
-    """Returns the bytes of a file, None where there is none; raises WanjaxError for an object of more than LARGEST."""
+def read(file: AnyPath) -> bytes | None:
+    """Return the bytes of a file, None where there is none; raise WanjaxError for an object of more than LARGEST."""
     try:
-        return file.read(LARGEST) if isinstance(file, Remote) else file.read_bytes()
+        return file.read(LARGEST) if isinstance(file, RemotePath) else file.read_bytes()
     except (FileNotFoundError, Missing):
         return None
 
 
-def names_in(folder: Place) -> set[str]:
-    """Returns the names of the files in a folder, none where there is no such folder; a store is asked once."""
-    if isinstance(folder, Remote):
+def names_in(folder: AnyPath) -> set[str]:
+    """Return the names of the files in a folder, none where there is no such folder; a store is asked once."""
+    if isinstance(folder, RemotePath):
         return set(folder.files(below=False))
     return {each.name for each in folder.iterdir() if each.is_file()} if folder.is_dir() else set()
 
 
 @contextmanager
-def publishing(target: Remote) -> Iterator[Path]:
-    """Yields a file here, of the same name, that is published when the block has written it.
+def publishing(target: RemotePath) -> Iterator[Path]:
+    """Yield a temporary file of the same name, and upload it when the block has written it.
 
     Where that fails the file stays, and WanjaxError tells where, since it may have taken hours to make. Raises
     WriteError in place of the block's OSError too.
     """
-    with written(target), own_folder() as folder:
+    with written(target), temp_dir() as folder:
         yield (file := folder / target.name)
-        kept = Path(tempfile.mkdtemp(prefix="wanjax-")) / target.name  # which no other process clears away
-        file.replace(kept)
+        saved = Path(tempfile.mkdtemp(prefix="wanjax-")) / target.name  # which no other process clears away
+        file.replace(saved)
     try:
-        target.upload(kept)
+        target.upload(saved)
     except WanjaxError as error:
-        raise WanjaxError(f"{error}; what was to be written is kept in {kept}") from error
-    shutil.rmtree(kept.parent, ignore_errors=True)
+        raise WanjaxError(f"{error}; what was to be written is kept in {saved}") from error
+    shutil.rmtree(saved.parent, ignore_errors=True)
 
 
 @contextmanager
-def local_copy(file: Place) -> Iterator[Path]:
-    """Yields a file itself, or a copy of an object that is here as long as the block runs."""
+def local_copy(file: AnyPath) -> Iterator[Path]:
+    """Yield a file itself, or a temporary copy of an object."""
     if isinstance(file, Path):
         yield file
         return
-    with own_folder() as folder:
+    with temp_dir() as folder:
         file.parent.download_all([file.name], folder)
         copy = folder / file.name
         try:
@@ -326,7 +326,7 @@ def local_copy(file: Place) -> Iterator[Path]:
 
 
 def _is_plain(name: str) -> bool:
-    """Tells whether a name stays in its folder, on every system, and can be printed."""
+    """Return whether a name stays in its folder on every system and is printable."""
     parts = name.split("/")
     return name.isprintable() and "\\" not in name and not {"", ".", ".."} & {*parts}
 
@@ -336,10 +336,10 @@ def _groups(names: Iterable[str]) -> Iterator[list[str]]:
     return (listed[start : start + AT_ONCE] for start in range(0, len(listed), AT_ONCE))
 
 
-def _told(error: Exception) -> str:
-    """Returns why a store's library failed, in one line: its own words, or those of what it was raised from."""
+def _cause(error: Exception) -> str:
+    """Return why a store's library failed, in one line: its message, or that of its cause."""
     if isinstance(error, FileNotFoundError) and " " not in str(error):  # an address
         return "there is no such object or bucket"
-    found = next((text for each in causes(error) if (text := str(each).strip())), type(error).__name__)
-    line = " ".join(found.partition("\n")[0].split()).rstrip(".")
+    message = next((text for each in causes(error) if (text := str(each).strip())), type(error).__name__)
+    line = " ".join(message.partition("\n")[0].split()).rstrip(".")
     return line if len(line) <= LONGEST else f"{line[:LONGEST]}..."

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from wanjax.checkpoints.arrays import parts, place
+from wanjax.checkpoints.arrays import make_array, shard_slices
 from wanjax.checkpoints.files import CACHE_LINE, aligned
 from wanjax.converters.transforms import Shape
 
@@ -26,7 +26,7 @@ CHUNK = 512  # bytes that one core writes in a row when it copies rows to column
 
 
 def on_devices(tensors: Sequence[AbstractContextManager[np.ndarray]], target: Any, *, stacked: bool) -> jax.Array:
-    """Returns one parameter on the devices of its target's sharding, in its target's dtype.
+    """Return one parameter on the devices of its target's sharding, in its target's dtype.
 
     Its tensors, which may be views of files, are the blocks of a stack, or a single one. Each is read once, when its
     context is entered. Only a large stack for accelerators needs programs.
@@ -38,7 +38,7 @@ def on_devices(tensors: Sequence[AbstractContextManager[np.ndarray]], target: An
 
 
 def _fits_host(target: Any) -> bool:
-    """Tells whether a stack can be put together in host memory, from which it goes to its devices without a program.
+    """Return whether a stack can be put together in host memory, from which it goes to its devices without a program.
 
     A CPU takes over the host's own buffers. An accelerator copies them, and a large stack beside them is too much.
     """
@@ -48,18 +48,18 @@ def _fits_host(target: Any) -> bool:
 
 
 def _assembled(blocks: Sequence[AbstractContextManager[np.ndarray]], target: Any) -> jax.Array:
-    """Returns a stack whose shards on this process's devices are put together in host memory."""
-    shards = {str(part): (part, aligned(shape, target.dtype)) for part, shape in parts(target)}
+    """Return a stack whose shards on this process's devices are put together in host memory."""
+    shards = {str(part): (part, aligned(shape, target.dtype)) for part, shape in shard_slices(target)}
     for i, block in enumerate(blocks):
         with block as x:
             for (along, *within), values in shards.values():
                 if i in (here := range(len(blocks))[along]):
                     rearrange(x[tuple(within)], values[here.index(i), ...])
-    return place(lambda part, _: shards[str(part)][1], target).block_until_ready()  # else many would wait there
+    return make_array(lambda part, _: shards[str(part)][1], target).block_until_ready()  # else many would wait there
 
 
 def _block_by_block(blocks: Sequence[AbstractContextManager[np.ndarray]], target: Any) -> jax.Array:
-    """Returns a stack that is updated in place on its devices, so that host memory holds one block at a time."""
+    """Return a stack that is updated in place on its devices, so that host memory holds one block at a time."""
     sharding = getattr(target, "sharding", None)
     stack = _zeros(tuple(target.shape), target.dtype, sharding)()
     shape = jax.ShapeDtypeStruct(target.shape[1:], target.dtype, sharding=_block_sharding(sharding))
@@ -71,7 +71,7 @@ def _block_by_block(blocks: Sequence[AbstractContextManager[np.ndarray]], target
 
 @cache
 def _zeros(shape: Shape, dtype: np.dtype, sharding: Sharding | None) -> Callable[[], jax.Array]:
-    """Returns a program that many stacks share, which makes an empty one."""
+    """Return a program that many stacks share, which makes an empty one."""
     return jax.jit(partial(jnp.zeros, shape, dtype), out_shardings=sharding)
 
 
@@ -81,19 +81,19 @@ def _set_block(stack: jax.Array, block: jax.Array, i: int | jax.Array) -> jax.Ar
 
 
 def _block_sharding(sharding: Sharding | None) -> Sharding | None:
-    """Returns the sharding of one block, given its stack's."""
+    """Return the sharding of one block, given its stack's."""
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
     return sharding
 
 
 def _put(x: np.ndarray, target: Any) -> jax.Array:
-    """Puts a tensor, which may be a view of a file, on the devices; each process reads its own shards."""
-    return place(partial(_part, x), target)
+    """Put a tensor, which may be a view of a file, on the devices; each process reads its own shards."""
+    return make_array(partial(_part, x), target)
 
 
 def _part(x: np.ndarray, part: Sequence[slice], dtype: np.dtype) -> np.ndarray:
-    """Returns a part of a tensor in this dtype, in memory of its own."""
+    """Return a part of a tensor in this dtype, in memory of its own."""
     shard = x[tuple(part)]
     values = aligned(shard.shape, dtype)
     rearrange(shard, values)
@@ -101,7 +101,7 @@ def _part(x: np.ndarray, part: Sequence[slice], dtype: np.dtype) -> np.ndarray:
 
 
 def rearrange(x: np.ndarray, out: np.ndarray) -> None:
-    """Copies `x`, a view with its axes in any order, to `out` and casts it; large ones on all cores."""
+    """Copy `x`, a view with its axes in any order, to `out` and cast it; large ones on all cores."""
     if x.nbytes < PIECE:
         np.copyto(out, x, casting="unsafe")  # `assign` has checked that both are floating or equal
         return
@@ -120,7 +120,7 @@ def _copy(x: np.ndarray, out: np.ndarray) -> None:
 
 
 def _copy_through_cache(x: np.ndarray, out: np.ndarray) -> None:
-    """Copies rows to columns, two to four times as fast as NumPy, which casts while it strides through memory.
+    """Copy rows to columns, two to four times as fast as NumPy, which casts while it strides through memory.
 
     The rows are first cast into a buffer, in order. The buffer's rows are a cache line longer than needed, since the
     elements of a column, at a distance of a power of two, would compete for the same few cache lines.

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from wanjax.bench.timing import Timing, timed
-from wanjax.pricing.lowering import Lowering, without_refused
+from wanjax.pricing.lowering import Lowering, retry_without_rejected_options
 from wanjax.sharding import MESH_AXES, make_mesh
 
 SMALLEST = 1e-12
@@ -21,7 +21,7 @@ SMALLEST = 1e-12
 
 @dataclass(frozen=True)
 class Measured:
-    """A program that ran: its times, its result, the options that the compiler refused, and those it was given."""
+    """A program that ran: its times, its result, the options that the compiler rejected, and all its options."""
 
     timing: Timing
     result: Any
@@ -30,13 +30,13 @@ class Measured:
 
 
 def mesh_of(axes: Mapping[str, int], devices: Sequence[Any]) -> Mesh:
-    """Returns a mesh with these axes of as many of the devices as it takes."""
+    """Return a mesh with these axes, over as many of the devices as they need."""
     sizes = [axes.get(axis, 1) for axis in MESH_AXES]
     return make_mesh(*sizes, devices=list(devices[: prod(sizes)]))
 
 
 def measure(program: Lowering, budget: float) -> Measured:
-    """Compiles a program for the devices of its mesh, runs it on made-up arguments, and times it.
+    """Compile a program for the devices of its mesh, run it on made-up arguments, and time it.
 
     `budget` is in seconds.
     """
@@ -44,12 +44,14 @@ def measure(program: Lowering, budget: float) -> Measured:
     options = dict(program.compiler_options or {})
     lowered = jax.jit(program.function, donate_argnums=program.donate, keep_unused=True).lower(*program.arguments)
     start = perf_counter()
-    run: Any = without_refused(options, lambda given: lowered.compile(compiler_options=given), refused.append)
+    run: Any = retry_without_rejected_options(
+        options, lambda accepted: lowered.compile(compiler_options=accepted), refused.append
+    )
     compiling = perf_counter() - start
     arguments = made_up(program.arguments)
 
     def fresh() -> tuple[Any, ...]:
-        """Returns the arguments, with copies of those whose buffers the program reuses."""
+        """Return the arguments, with copies of those whose buffers the program reuses."""
         copied = [jax.tree.map(jnp.copy, x) if i in program.donate else x for i, x in enumerate(arguments)]
         return tuple(copied)
 
@@ -58,7 +60,7 @@ def measure(program: Lowering, budget: float) -> Measured:
 
 
 def made_up(shapes: Any) -> Any:
-    """Returns arrays for shapes: small numbers, so that nothing overflows, the same every time.
+    """Return arrays for shapes: small numbers, so that nothing overflows, the same every time.
 
     A shape without a sharding becomes an array of the host.
     """
@@ -67,17 +69,17 @@ def made_up(shapes: Any) -> Any:
 
 
 def _array(leaf: jax.ShapeDtypeStruct, index: int) -> Any:
-    """Returns an array, of which each device's part is made on the host; nothing is compiled."""
+    """Return an array that is made on the host, each device's part apart; nothing is compiled."""
     if leaf.sharding is None:
         return _of_host(leaf, index)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.device_put(jax.random.split(jax.random.key(0), prod(leaf.shape)).reshape(leaf.shape), leaf.sharding)
     waves = _waves(leaf.shape, 1.0 + index % 11)
 
-    def part(place: Any) -> np.ndarray:
+    def part(index: Any) -> np.ndarray:
         x = np.full((1,) * len(leaf.shape), 0.04, np.float32)
-        for wave, (axis, size) in zip(waves, enumerate(place), strict=True):
-            x = x * wave[size].reshape([-1 if i == axis else 1 for i in range(len(place))])
+        for wave, (axis, size) in zip(waves, enumerate(index), strict=True):
+            x = x * wave[size].reshape([-1 if i == axis else 1 for i in range(len(index))])
         if leaf.dtype == np.bool_ or np.issubdtype(leaf.dtype, np.integer):
             return np.full(x.shape, 1 + index % 7).astype(leaf.dtype)
         return x.astype(leaf.dtype)
@@ -86,7 +88,7 @@ def _array(leaf: jax.ShapeDtypeStruct, index: int) -> Any:
 
 
 def _of_host(leaf: jax.ShapeDtypeStruct, index: int) -> np.ndarray:
-    """Returns small whole numbers or, as a schedule has them, falling noise levels between 0 and 1."""
+    """Return small whole numbers or, as a schedule has them, falling noise levels between 0 and 1."""
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
         return np.full(leaf.shape, 1 + index % 7).astype(leaf.dtype)
     levels = 0.9 / (1 + index % 13 + np.arange(prod(leaf.shape), dtype=np.float32))
@@ -94,17 +96,17 @@ def _of_host(leaf: jax.ShapeDtypeStruct, index: int) -> np.ndarray:
 
 
 def _waves(shape: tuple[int, ...], pitch: float) -> list[np.ndarray]:
-    """Returns a wave along each axis, whose product has numbers of about 0.02, as weights have."""
+    """Return a wave along each axis, whose product has numbers of about 0.02, as weights have."""
     waves = []
     for axis, size in enumerate(shape):
-        places = np.arange(size, dtype=np.float32)
+        positions = np.arange(size, dtype=np.float32)
         sign = np.where(np.arange(size) % (axis + 2) == 0, np.float32(-1), np.float32(1))
-        waves.append((1 + 0.5 * np.sin(np.float32(pitch + 0.31 * axis) + places)) * sign)
+        waves.append((1 + 0.5 * np.sin(np.float32(pitch + 0.31 * axis) + positions)) * sign)
     return waves
 
 
 def distance(a: Any, b: Any) -> float:
-    """Returns the relative L2 distance of two results; numbers that are finite in one alone make it infinite."""
+    """Return the relative L2 distance of two results; numbers that are finite in one alone make it infinite."""
     total, size = 0.0, 0.0
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         if not jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != jnp.uint8:

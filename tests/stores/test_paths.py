@@ -17,10 +17,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 from tests.support.stores import GOOGLES, failing, forget, objects, running_gcs
 from tests.support.words import says
 from wanjax.errors import WanjaxError
-from wanjax.media.records import read_record
-from wanjax.media.videos import Video, read_metadata, try_output, write_video
-from wanjax.stores.own import own_folder
-from wanjax.stores.places import Remote, names_in, place
+from wanjax.media.metadata import find_metadata
+from wanjax.media.video import Video, read_metadata, try_output, write_video
+from wanjax.stores.paths import RemotePath, names_in, parse_path
+from wanjax.stores.temporary import temp_dir
 
 RECORD = {"prompt": "a red circle", "seed": 1}
 DENIED = PermissionError("Access Denied")
@@ -55,7 +55,7 @@ def test_a_video_in_a_store_is_the_file_that_it_would_be_here(tmp_path, name):
     assert objects() == {f"videos/new/{name}": Path(str(here)).read_bytes()}
     assert str(made) == f"memory://videos/new/{name}"
     assert read_metadata(str(made)) == RECORD
-    assert read_record(str(made))["seed"] == 1
+    assert find_metadata(str(made))["seed"] == 1
     assert os.listdir(tmp_path) == [name]
 
 
@@ -86,8 +86,8 @@ def test_what_is_no_name_in_a_store_is_told(name, words):
 
 
 def test_a_missing_library_is_told_with_what_brings_it(monkeypatch):
-    monkeypatch.setattr("wanjax.stores.places.find_spec", lambda name: None)
-    assert says(refused(place, "gs://videos/a.mp4"), "gcsfs pip install 'wanjax[cloud]'")
+    monkeypatch.setattr("wanjax.stores.paths.find_spec", lambda name: None)
+    assert says(refused(parse_path, "gs://videos/a.mp4"), "gcsfs pip install 'wanjax[cloud]'")
 
 
 def test_a_store_that_takes_nothing_is_told_before_the_video_is_made(tmp_path):
@@ -124,8 +124,8 @@ def test_a_video_that_fails_leaves_the_one_before(tmp_path):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from wanjax.stores.own import own_folder
-with own_folder() as one, own_folder(Path(sys.argv[1])) as other:
+from wanjax.stores.temporary import temp_dir
+with temp_dir() as one, temp_dir(Path(sys.argv[1])) as other:
     for folder in (one, other):
         (folder / "part").write_text("half")
     os.kill(os.getpid(), signal.SIGKILL)
@@ -142,9 +142,9 @@ def test_temporary_folders_of_a_killed_process_go_with_the_next(tmp_path, monkey
     with failing("put_file", DENIED):
         refused(write_video, "memory://videos/a.gif", clip(), 8, RECORD)
     [kept] = tmp_path.glob("wanjax-*/a.gif")
-    Remote("memory", "videos/b").write(b"0")
-    with own_folder() as folder:
-        Remote("memory", "videos").download_all(["b"], within)
+    RemotePath("memory", "videos/b").write(b"0")
+    with temp_dir() as folder:
+        RemotePath("memory", "videos").download_all(["b"], within)
         assert folder.is_dir()
     assert sorted(os.listdir(tmp_path)) == ["models", kept.parent.name]
     assert os.listdir(within) == ["b"]
@@ -152,28 +152,28 @@ def test_temporary_folders_of_a_killed_process_go_with_the_next(tmp_path, monkey
 
 def test_a_full_disk_here_is_not_the_store_s_fault():
     with failing("get_file", OSError(errno.ENOSPC, "No space left on device")), pytest.raises(OSError, match="space"):
-        Remote("memory", "videos").download_all(["a"], Path(tempfile.gettempdir()) / "new")
+        RemotePath("memory", "videos").download_all(["a"], Path(tempfile.gettempdir()) / "new")
 
 
 def test_names_in_a_folder(tmp_path):
     for name in ("a.mp4", "b.mp4", "below/c.mp4"):
-        Remote("memory", f"videos/{name}").write(b"0")
+        RemotePath("memory", f"videos/{name}").write(b"0")
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"0")
-    assert names_in(place("memory://videos")) == names_in(tmp_path) == {"a.mp4", "b.mp4"}
-    assert names_in(place("memory://videos/none")) == names_in(tmp_path / "none") == set()
+    assert names_in(parse_path("memory://videos")) == names_in(tmp_path) == {"a.mp4", "b.mp4"}
+    assert names_in(parse_path("memory://videos/none")) == names_in(tmp_path / "none") == set()
 
 
 @pytest.mark.parametrize("name", ["../evil", "a/../../evil", "a/./b", "a\\b", "a\nb"])
 def test_names_that_lead_elsewhere_are_not_taken(name):
-    Remote("memory", "videos/good").write(b"0")
+    RemotePath("memory", "videos/good").write(b"0")
     MemoryFileSystem.store[f"/videos/{name}"] = MemoryFileSystem.store["/videos/good"]
-    assert place("memory://videos").files() == {"good": 1}  # type: ignore[union-attr]
+    assert parse_path("memory://videos").files() == {"good": 1}  # type: ignore[union-attr]
 
 
 def test_a_message_of_a_store_is_one_line_and_short():
     with failing("cat_file", RuntimeError("no\n" + "so " * 1000)):
-        said = refused(Remote("memory", "videos/a").read, 10)
+        said = refused(RemotePath("memory", "videos/a").read, 10)
     assert re.search(r"memory://videos/a cannot be read, no:", said)
 
 
@@ -181,7 +181,7 @@ def test_a_message_of_a_store_is_one_line_and_short():
 def test_what_google_s_store_has_is_what_was_sent(tmp_path):
     """Its library marks the end of a file by a text that the file may hold: what is cut off there is told."""
     with running_gcs():
-        folder = place(f"{GOOGLES}/videos")
+        folder = parse_path(f"{GOOGLES}/videos")
         folder.check_writable()
         for content in (b"", b"a\r", bytes(range(256)) * 2**13):
             (folder / "a").write(content)
@@ -194,11 +194,11 @@ def test_what_google_s_store_has_is_what_was_sent(tmp_path):
         assert says(refused((folder / "d").write, b"1\n--==0=="), f"{folder}/d")
         folder.remove_all()
         assert not folder.exists()
-        assert says(refused(place("gs://no-such-bucket/a").read, 9), "gs://no-such-bucket/a")
+        assert says(refused(parse_path("gs://no-such-bucket/a").read, 9), "gs://no-such-bucket/a")
 
 
 def test_an_object_is_created_by_one_alone():
-    lease = Remote("memory", "cache/lease")
+    lease = RemotePath("memory", "cache/lease")
     assert lease.create(b"1")
     assert not lease.create(b"2")
     assert lease.read(10) == b"1"

@@ -14,10 +14,10 @@ from wanjax.checkpoints.files import Reader, Tensors
 from wanjax.checkpoints.lora import LoraFile, Merged
 from wanjax.checkpoints.lora_keys import experts_of
 from wanjax.checkpoints.lora_source import Lora
-from wanjax.checkpoints.networks import Kinds, network, read_network
-from wanjax.checkpoints.readers import Together, open_tensors
+from wanjax.checkpoints.network_kinds import Kinds, network, read_network
+from wanjax.checkpoints.readers import Combined, open_tensors
 from wanjax.checkpoints.sources import CONFIGS, Component, Source
-from wanjax.converters.names import Names
+from wanjax.converters.name_map import NameMap
 from wanjax.errors import WanjaxError
 
 PREFIXES = {"transformer": "high", "transformer_2": "low"}  # prefixes of a LoRA for one of two transformers
@@ -53,8 +53,8 @@ def with_loras(source: Source, loras: Sequence[Lora], kinds: Kinds, note: Note |
                 other = " and ".join(experts)
                 raise WanjaxError(f"{lora} is for one expert, and the file changes the other, {other}: write {other}=")
         for name in chosen:
-            known, expert = network(source, name, kinds), PREFIXES[name] if experts else None
-            file = LoraFile(lora.path, known.specs, known.kind.lora_names or Names([]), expert)
+            entry, expert = network(source, name, kinds), PREFIXES[name] if experts else None
+            file = LoraFile(lora.path, entry.specs, entry.kind.lora_names or NameMap([]), expert)
             files[name].append((file, lora.strength))
             if note:
                 note(str(file.matches))
@@ -69,7 +69,7 @@ def with_loras(source: Source, loras: Sequence[Lora], kinds: Kinds, note: Note |
 
 
 def with_zeros(source: Source, entries: Mapping[str, Mapping[str, Any]], kinds: Kinds) -> Source:
-    """Return a checkpoint some of whose networks have more weights than it holds: zeros, for a training to change.
+    """Return a checkpoint with zeros for weights that its networks lack, for a training to change.
 
     Args:
         source: The checkpoint.
@@ -83,7 +83,7 @@ def with_zeros(source: Source, entries: Mapping[str, Mapping[str, Any]], kinds: 
 
         def change(tensors: Reader) -> Reader:
             held, specs = network(source, name, kinds).specs, read_network(component.kind, config(), kinds).specs
-            return Together(tensors, Tensors({key: np.zeros(*spec) for key, spec in specs.items() if key not in held}))
+            return Combined(tensors, Tensors({key: np.zeros(*spec) for key, spec in specs.items() if key not in held}))
 
         return replace(
             component,

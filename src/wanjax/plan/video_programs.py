@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs of a video: its run, recorded, with a name for each program.
+"""The programs of a video, from a trace of its run, with a name for each.
 
 found = outline("wan2.1-t2v-14b")
-mesh = mesh_on(find_place("v6e-8"), {"dp": 2, "sp": 1, "tp": 4})
+mesh = mesh_on(find_hardware("v6e-8"), {"dp": 2, "sp": 1, "tp": 4})
 pipe = outlined(found, Partitioner(mesh, RULES["fsdp"]))
 for program in programs_of(record(pipe, found.settings)):
     compiled = compile_program(program.lowering, "v6e-8")
@@ -22,7 +22,7 @@ CONTEXTS = ("make_context", "begin_past")
 CHUNKS = {decode_chunk: "decode", decode_tile: "decode_tile", encode_chunk: "encode"}
 
 
-class Scheduled(NamedTuple):
+class VideoProgram(NamedTuple):
     """A named program of a stage, and the number of times that a video runs it.
 
     `beside` are the bytes on one device of the weights that are kept there while it runs, but are not its arguments.
@@ -35,22 +35,22 @@ class Scheduled(NamedTuple):
     beside: int
 
 
-def programs_of(record: Trace) -> list[Scheduled]:
-    """Returns the programs of a recorded run, in the order of their first calls."""
-    taken: Counter[tuple[str, str]] = Counter()
-    found = []
+def programs_of(record: Trace) -> list[VideoProgram]:
+    """Return the programs of a recorded run, in the order of their first calls."""
+    names: Counter[tuple[str, str]] = Counter()
+    programs = []
     for program in record.programs:
         name = _name(program)
-        taken[program.stage, name] += 1
-        if (number := taken[program.stage, name]) > 1:
+        names[program.stage, name] += 1
+        if (number := names[program.stage, name]) > 1:
             name = f"{name}_{number}"
         lowering = program.instance.lowering
-        found.append(Scheduled(program.stage, name, lowering, program.times, program.beside))
-    return found
+        programs.append(VideoProgram(program.stage, name, lowering, program.times, program.beside))
+    return programs
 
 
 def _name(recorded: TracedProgram) -> str:
-    """Returns what a program does: a step by its kind, a chunk by whether one precedes it, another by its function."""
+    """Return the name of a program: a step by its kind, a chunk by whether it is the first, another by its function."""
     program, instance = recorded.instance.program, recorded.instance
     if program is take_step:
         state, *_ = instance.shapes

@@ -14,9 +14,9 @@ from typing import Any
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from wanjax.pricing.kernels import inner_jaxprs
 from wanjax.pricing.lowering import Lowering
-from wanjax.pricing.priced import Priced
+from wanjax.pricing.pallas_kernels import inner_jaxprs
+from wanjax.pricing.pricer import Price
 from wanjax.pricing.roofline import Machine
 
 
@@ -33,13 +33,13 @@ class Work:
     alive: int  # bytes at the peak, arguments not included
 
 
-def price_lowering(machine: Machine, lowering: Lowering, attention: str | None = None) -> Priced:
-    """Prices a program with the machine's roofline. `attention` is the named scope in which it computes attention."""
+def price_lowering(machine: Machine, lowering: Lowering, attention: str | None = None) -> Price:
+    """Price a program with the machine's roofline. `attention` is the named scope in which it computes attention."""
     jaxpr = jax.make_jaxpr(lowering.function)(*lowering.arguments).jaxpr
     work = work_of(jaxpr, attention=attention)
     seconds = _seconds(machine, work)
     total = sum(seconds.values())
-    return Priced(
+    return Price(
         arguments=work.arguments,
         peak=work.arguments + work.alive,
         seconds=total,
@@ -52,7 +52,7 @@ def price_lowering(machine: Machine, lowering: Lowering, attention: str | None =
 
 
 def _seconds(machine: Machine, work: Work) -> dict[str, float]:
-    """Returns the seconds of each part of the work."""
+    """Return the seconds of each part of the work."""
     bandwidth = machine.vectors * machine.bandwidth
     return {
         "attention": work.attention / (machine.attention * machine.flops),
@@ -65,7 +65,7 @@ def _seconds(machine: Machine, work: Work) -> dict[str, float]:
 
 
 def work_of(jaxpr: Jaxpr, *, attention: str | None = None, cheapest: bool = False) -> Work:
-    """Counts the work of a program of one device, whose branches are the dearest or the cheapest ones.
+    """Count the work of a program of one device, whose branches are the dearest or the cheapest ones.
 
     `attention` is the named scope of what counts as attention.
     """
@@ -85,7 +85,7 @@ def work_of(jaxpr: Jaxpr, *, attention: str | None = None, cheapest: bool = Fals
 def _products(
     jaxpr: Jaxpr, scope: str, times: int, choose: Callable[..., Jaxpr], attention: str | None
 ) -> Iterator[tuple[str, int, JaxprEqn, int]]:
-    """Yields every matrix product and convolution: its kind, its operations, its equation, and how often it runs."""
+    """Yield every matrix product and convolution: its kind, its operations, its equation, and how often it runs."""
     for equation in jaxpr.eqns:
         within = f"{scope}/{equation.source_info.name_stack}"
         name = equation.primitive.name
@@ -111,11 +111,11 @@ def _flops(jaxpr: Jaxpr, scope: str, choose: Callable[..., Jaxpr], attention: st
 
 
 def _alive(jaxpr: Jaxpr, scope: str, attention: str | None) -> int:
-    """Returns the peak of live bytes among the values that the jaxpr computes."""
+    """Return the peak of live bytes among the values that the jaxpr computes."""
     last: dict[Any, int] = {}
-    for index, given in enumerate([*(equation.invars for equation in jaxpr.eqns), jaxpr.outvars]):
-        last |= {x: index for x in given if not isinstance(x, Literal)}
-    made: dict[Any, int] = {}
+    for index, variables in enumerate([*(equation.invars for equation in jaxpr.eqns), jaxpr.outvars]):
+        last |= {x: index for x in variables if not isinstance(x, Literal)}
+    live: dict[Any, int] = {}
     now = most = 0
     for index, equation in enumerate(jaxpr.eqns):
         within = f"{scope}/{equation.source_info.name_stack}"
@@ -123,9 +123,9 @@ def _alive(jaxpr: Jaxpr, scope: str, attention: str | None) -> int:
         inside = 0 if fused else max((_alive(inner, within, attention) for inner in inner_jaxprs(equation)), default=0)
         outs = {x: _bytes(x) for x in equation.outvars if x in last and not (fused and _scores(x))}
         most = max(most, now + max(inside, sum(outs.values())))
-        made |= outs
+        live |= outs
         now += sum(outs.values())
-        now -= sum(made.pop(x, 0) for x in equation.invars if not isinstance(x, Literal) and last[x] == index)
+        now -= sum(live.pop(x, 0) for x in equation.invars if not isinstance(x, Literal) and last[x] == index)
     return most
 
 
@@ -134,7 +134,7 @@ def _is_in(name: str | None, scope: str) -> bool:
 
 
 def _scores(x: Any) -> bool:
-    """Returns True for an array in attention that has the size of its scores."""
+    """Return True for an array in attention that has the size of its scores."""
     shape = _shape(x)
     return len(shape) >= 2 and min(shape[-2:]) > 256
 

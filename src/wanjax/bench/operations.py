@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from wanjax.bench.programs import distance, made_up, mesh_of
+from wanjax.bench.measuring import distance, made_up, mesh_of
 from wanjax.bench.timing import Timing, timed
 from wanjax.errors import UnsupportedError
 from wanjax.kernels.alignment import round_up
@@ -25,7 +25,7 @@ from wanjax.kernels.attention import (
     sparse_linear_attention,
 )
 from wanjax.layers.linear import dot_general
-from wanjax.pricing.lowering import Lowering, everywhere
+from wanjax.pricing.lowering import Lowering, replicated
 from wanjax.sharding import MESH_AXES
 
 CHECKED_TOKENS = 700  # of the exact comparison: several tiles of every kernel, and a rest
@@ -43,9 +43,9 @@ def attend(
     head_dim: int,
     dtype: str,
 ) -> Lowering:
-    """Builds attention of q [1 L N D] with k and v [1 S N D] on each device."""
+    """Build attention of q [1 L N D] with k and v [1 S N D] on each device."""
     shapes = ((1, length, heads, head_dim) for length in (queries, keys, keys))
-    return everywhere(partial(attention, implementation=implementation), mesh, _operands(dtype, *shapes))
+    return replicated(partial(attention, implementation=implementation), mesh, _operands(dtype, *shapes))
 
 
 def attend_sparsely(
@@ -58,19 +58,19 @@ def attend_sparsely(
     head_dim: int,
     dtype: str,
 ) -> Lowering:
-    """Builds sparse-linear attention of q, k and v [1 L N D] to each other on each device."""
+    """Build sparse-linear attention of q, k and v [1 L N D] to each other on each device."""
 
     def run(q: Array, k: Array, v: Array, *projection: Array) -> Array:
         return sparse_linear_attention(q, k, v, Projection(*projection), sparse)
 
     shapes = (*[(1, tokens, heads, head_dim)] * 3, (head_dim, head_dim), (head_dim,))
-    return everywhere(run, mesh, _operands(dtype, *shapes))
+    return replicated(run, mesh, _operands(dtype, *shapes))
 
 
 def multiply(mesh: Mesh | AbstractMesh, _: Any = None, *, tokens: int, width: int, inside: int, dtype: str) -> Lowering:
-    """Builds the product of a projection, [L I] by [I O], on each device."""
+    """Build the product of a projection, [L I] by [I O], on each device."""
     run = partial(dot_general, dimensions=(((1,), (0,)), ((), ())))
-    return everywhere(run, mesh, _operands(dtype, (tokens, width), (width, inside)))
+    return replicated(run, mesh, _operands(dtype, (tokens, width), (width, inside)))
 
 
 def _operands(dtype: str, *shapes: tuple[int, ...]) -> list[jax.ShapeDtypeStruct]:
@@ -78,7 +78,7 @@ def _operands(dtype: str, *shapes: tuple[int, ...]) -> list[jax.ShapeDtypeStruct
 
 
 def multiply_by_numpy(tokens: int, width: int, inside: int, budget: float) -> tuple[str, Timing]:
-    """Times the same product in float32 by the library that NumPy brings; returns that library's name too."""
+    """Time the same product in float32 by the library that NumPy brings; return that library's name too."""
     operands = tuple(made_up(_operands("float32", (tokens, width), (width, inside))))
     library: Any = np.show_config(mode="dicts")
     return library["Build Dependencies"]["blas"]["name"], timed(np.matmul, lambda: operands, 0.0, budget)[0]
@@ -87,7 +87,7 @@ def multiply_by_numpy(tokens: int, width: int, inside: int, budget: float) -> tu
 def check_attention(
     heads: int, head_dim: int, dtype: str, tokens: int = CHECKED_TOKENS, configs: Mapping[str, Any] | None = None
 ) -> dict[str, float]:
-    """Returns the distance from the reference's answer of every implementation that runs on this kind of device.
+    """Return the distance from the reference's answer of every implementation that runs on this kind of device.
 
     The reference computes in float32, at the highest precision, on the same operands. `configs` are the tiles of
     implementations by name, where not their own are to be used.
@@ -96,7 +96,7 @@ def check_attention(
     sizes = {"queries": tokens, "keys": tokens, "heads": heads, "head_dim": head_dim, "dtype": dtype}
     program = attend(mesh_of({}, device), "reference", **sizes)
     q, k, v = (30 * x for x in made_up(program.arguments))  # of size 1, so that the scores differ
-    found: dict[str, float] = {}
+    distances: dict[str, float] = {}
     with jax.default_matmul_precision("highest"):
         exact = [x.astype(jnp.float32) for x in (q, k, v)]
         expected = jax.jit(partial(attention, implementation="reference"))(*exact)
@@ -106,12 +106,12 @@ def check_attention(
         except UnsupportedError:
             continue
         run = partial(attention, implementation=name, config=(configs or {}).get(name))
-        found[name] = distance(jax.jit(run)(q, k, v), expected)
-    return found
+        distances[name] = distance(jax.jit(run)(q, k, v), expected)
+    return distances
 
 
 def exchange(mesh: Mesh | AbstractMesh, _: Any = None, *, kind: str, tokens: int, width: int, dtype: str) -> Lowering:
-    """Builds a message between all devices, as large as the tokens of a video on any number of them.
+    """Build a message between all devices, as large as the tokens of a video on any number of them.
 
     `kind` is the sum of [L E] numbers, the whole on each device, or another axis split.
     """

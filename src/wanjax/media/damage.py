@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds what an unfinished copy has: holes, which are long runs of zero bytes in dense data, and an end too early.
+"""Signs of an unfinished copy: long runs of zero bytes in dense data (holes), and a file that ends too early.
 
 Decoders of arithmetic codes take such bytes for any others, and return a picture that is wrong without a word. A coder
 never writes as many.
@@ -29,7 +29,7 @@ class Zeros:
         self._seen, self._begin = 0, 0  # bytes, and where the zeros at their end begin
 
     def take(self, piece: bytes | memoryview) -> None:
-        """Looks at the next piece."""
+        """Look at the next piece."""
         values = np.frombuffer(piece, np.uint8)
         others = np.flatnonzero(values) + self._seen
         begins = np.concatenate([[self._begin], others[:-1] + 1])[: len(others)]
@@ -40,7 +40,7 @@ class Zeros:
         self._begin = int(others[-1]) + 1 if len(others) else self._begin
 
     def within(self, ends: Sequence[int]) -> set[int]:
-        """Returns the indices of those packets, given by where they end, that have a hole.
+        """Return the indices of packets with a hole; a packet is given by its end.
 
         Zeros at the end of a packet, or before a start code (00 00 01), may be padding, unless they are all of it.
         """
@@ -58,7 +58,7 @@ class Zeros:
 
 
 def holed_frame(data: bytes, form: str, pixels: int, others: Sequence[bytes]) -> int | None:
-    """Returns the index of the first frame of a WebP or AVIF whose data have a hole; None without one.
+    """Return the index of the first frame of a WebP or AVIF whose data have a hole; None without one.
 
     `pixels` are those of a frame, and `others` is what the file holds beside its frames, such as EXIF. A WebP without
     losses is not looked at: it may hold many zeros.
@@ -83,7 +83,7 @@ def holed_frame(data: bytes, form: str, pixels: int, others: Sequence[bytes]) ->
 
 
 def _avif_frames(data: bytes) -> Iterator[tuple[int, int, int]]:
-    """Yields the index, begin and end of the frames of an AVIF; of a still picture, the whole of its data."""
+    """Yield the index, begin and end of the frames of an AVIF; of a still picture, the whole of its data."""
 
     def number(at: int) -> int:
         return int.from_bytes(data[at : at + 4])
@@ -100,7 +100,7 @@ def _avif_frames(data: bytes) -> Iterator[tuple[int, int, int]]:
 
 
 def _boxes(data: bytes) -> Iterator[tuple[bytes, int, int]]:
-    """Yields the kind, begin and end of the outermost boxes of an AVIF."""
+    """Yield the kind, begin and end of the outermost boxes of an AVIF."""
     begin = 0
     while begin + 8 <= len(data):
         size, kind, head = int.from_bytes(data[begin : begin + 4]), data[begin + 4 : begin + 8], 8
@@ -112,7 +112,7 @@ def _boxes(data: bytes) -> Iterator[tuple[bytes, int, int]]:
 
 
 def ends_within(file: Path, container: str) -> bool:
-    """Tells whether a file of MPEG-TS or Ogg ends within a packet or page; others say it of themselves."""
+    """Return whether a file of MPEG-TS or Ogg ends within a packet or page; others say it of themselves."""
     size = file.stat().st_size
     if container == "mpegts":
         return all(size % packet for packet in PACKETS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of rules, by which the tensors of a Hugging Face checkpoint become the parameters of a module, and back.
+"""Tables of rules that map the tensors of a Hugging Face checkpoint to the parameters of a module, and back.
 
 A table is total: every parameter is filled from the checkpoint and every tensor of the checkpoint is used, or `assign`
 raises one error that lists every fault. All names that a family's table needs can be imported from here.
@@ -71,38 +71,38 @@ class Rule:
 
 
 def layer(source: str, target: str, weight: Transform, *, bias: bool = True, rows: Transform = IDENTITY) -> list[Rule]:
-    """Returns a layer's rules, `weight` -> `kernel`, rearranged, and `bias` if it has one, of which `rows` are."""
+    """Return a layer's rules: `weight` to `kernel`, rearranged, and `bias` if it has one, rearranged by `rows`."""
     rules = [Rule(f"{source}.weight", f"{target}.kernel", weight)]
     return rules + [Rule(f"{source}.bias", f"{target}.bias", rows)] * bias
 
 
 def linear(source: str, target: str, *, bias: bool = True, rows: Transform = IDENTITY) -> list[Rule]:
-    """Returns a dense layer's rules, [out, in] -> kernel [in, out]; `rows` rearranges the outputs of both."""
+    """Return a dense layer's rules, [out, in] -> kernel [in, out]; `rows` rearranges the outputs of both."""
     return layer(source, target, rows >> TRANSPOSE, bias=bias, rows=rows)
 
 
 def conv(source: str, target: str, *, bias: bool = True) -> list[Rule]:
-    """Returns the rules of a convolution of any rank, [out, in, *kernel] -> kernel [*kernel, in, out]."""
+    """Return the rules of a convolution of any rank, [out, in, *kernel] -> kernel [*kernel, in, out]."""
     return layer(source, target, CONV, bias=bias)
 
 
 def pointwise(source: str, target: str, axes: tuple[int, ...] = (2, 3, 4)) -> list[Rule]:
-    """Returns the rules that read a convolution with a kernel of size 1, on `axes`, as a dense layer."""
+    """Return the rules that read a convolution with a kernel of size 1, on `axes`, as a dense layer."""
     return layer(source, target, squeeze(*axes) >> TRANSPOSE)
 
 
 def embedder(source: str, target: str) -> list[Rule]:
-    """Returns the rules of two dense layers that diffusers calls `linear_1` and `linear_2`."""
+    """Return the rules of two dense layers that diffusers calls `linear_1` and `linear_2`."""
     return [*linear(f"{source}.linear_1", f"{target}.up"), *linear(f"{source}.linear_2", f"{target}.down")]
 
 
 def feed_forward(source: str, target: str) -> list[Rule]:
-    """Returns the rules of an MLP as diffusers names its two layers, `net.0.proj` and `net.2`."""
+    """Return the rules of an MLP as diffusers names its two layers, `net.0.proj` and `net.2`."""
     return [*linear(f"{source}.net.0.proj", f"{target}.up"), *linear(f"{source}.net.2", f"{target}.down")]
 
 
 def projections(source: str, target: str, rows: Transform = IDENTITY) -> list[Rule]:
-    """Returns the rules of the four projections of attention in diffusers; `rows` rearranges the outputs of q and k."""
+    """Return the rules of the four projections of attention in diffusers; `rows` rearranges the outputs of q and k."""
     return [
         *linear(f"{source}.to_q", f"{target}.q", rows=rows),
         *linear(f"{source}.to_k", f"{target}.k", rows=rows),
@@ -112,13 +112,13 @@ def projections(source: str, target: str, rows: Transform = IDENTITY) -> list[Ru
 
 
 def norm(source: str, target: str, *, bias: bool = False, rows: Transform = IDENTITY) -> list[Rule]:
-    """Returns a normalisation's rules, `weight` -> `scale`, and `bias` if it has one."""
+    """Return a normalisation's rules, `weight` -> `scale`, and `bias` if it has one."""
     rules = [Rule(f"{source}.weight", f"{target}.scale", rows)]
     return rules + [Rule(f"{source}.bias", f"{target}.bias", rows)] * bias
 
 
 def gamma(source: str, target: str, axes: tuple[int, ...] = (1, 2, 3)) -> Rule:
-    """Returns the rule of a normalisation whose `gamma` has `axes` of size 1."""
+    """Return the rule of a normalisation whose `gamma` has `axes` of size 1."""
     return Rule(f"{source}.gamma", f"{target}.gamma", squeeze(*axes))
 
 
@@ -154,7 +154,7 @@ def assign(
     *,
     ignore: Iterable[str] = (),
 ) -> list[Assignment]:
-    """Returns the tensors that fill each of the targets, by the rules.
+    """Return the tensors that fill each of the targets, by the rules.
 
     ignore: patterns with `*` for the names of superfluous tensors.
     Raises WanjaxError that lists every tensor that is missing, left over, used twice or of the wrong shape or dtype,
@@ -192,7 +192,7 @@ def assign(
 
 
 def rules_for(path: str, rules: Iterable[Rule]) -> list[tuple[Rule, dict[str, str]]]:
-    """Returns the rules whose target matches `path`, with the values of their placeholders."""
+    """Return the rules whose target matches `path`, with the values of their placeholders."""
     matches = [(rule, _regex(rule.target).fullmatch(path)) for rule in rules]
     return [(rule, match.groupdict()) for rule, match in matches if match]
 
@@ -205,18 +205,18 @@ def _regex(pattern: str) -> re.Pattern:
 def expanded(
     rule: Rule, indices: dict[str, str], target: str, shape: Shape, sources: Iterable[str]
 ) -> tuple[Assignment, set[str]]:
-    """Returns the tensors by which the rule fills the target, and the aliases that are then surplus."""
+    """Return the tensors with which a rule fills the target, and the surplus aliases."""
     stacked = set(PLACEHOLDER.findall(rule.source)) - set(indices)
     if len(stacked) > 1:
         raise ValueError(f"{rule.source} -> {rule.target}: only one placeholder can be stacked, not {sorted(stacked)}")
-    keys, own, surplus = [], [], set()
+    keys, primary, surplus = [], [], set()
     for i in range(shape[0]) if stacked else [0]:
         values = indices | dict.fromkeys(stacked, str(i))
-        names = [PLACEHOLDER.sub(lambda found: values[found[1]], name) for name in (rule.source, *rule.aliases)]  # noqa: B023
-        own.append(names[0])
+        names = [PLACEHOLDER.sub(lambda match: values[match[1]], name) for name in (rule.source, *rule.aliases)]  # noqa: B023
+        primary.append(names[0])
         keys.append(next((name for name in names if name in sources), names[0]))
         surplus |= set(names) - {keys[-1]}
-    return Assignment(target, tuple(keys), tuple(own), rule.transform, bool(stacked)), surplus
+    return Assignment(target, tuple(keys), tuple(primary), rule.transform, bool(stacked)), surplus
 
 
 def _misfit(source: Described, target: Described, assignment: Assignment) -> str:
@@ -232,7 +232,7 @@ def _misfit(source: Described, target: Described, assignment: Assignment) -> str
 
 
 def _folded(names: Iterable[str]) -> list[str]:
-    """Joins names that differ only in their first index: `blocks.{0-3}.norm`."""
+    """Join names that differ only in their first index: `blocks.{0-3}.norm`."""
     groups = defaultdict(list)
     for name in names:
         before, index, after = (*re.split(r"(?<=\.)([0-9]{1,9})(?=\.)", name, maxsplit=1), "", "")[:3]

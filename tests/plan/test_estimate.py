@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The outlook of a video on the stated CPU: what of its settings and keywords reaches the prices."""
+"""The estimate of a video on the stated CPU: what of its settings and keywords reaches the prices."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from tests.support.words import says
 from wanjax.kernels.attention import AttentionConfig
 from wanjax.layers.tiling import Tiling
 from wanjax.pipelines.model import with_scheduler
-from wanjax.plan.outlook import Outlook, outlook
+from wanjax.plan.estimate import Estimate, estimate
 from wanjax.registry import outline
 from wanjax.schedulers import FlowEuler, UniPC
 
@@ -21,12 +21,12 @@ SHAPES = replace(architecture(4), tables=TABLES)
 STEPS = 7
 
 
-def priced(shapes=SHAPES, *, cache: str = "none", **given) -> Outlook:
+def priced(shapes=SHAPES, *, cache: str = "none", **given) -> Estimate:
     video = VIDEO.updated({"steps": STEPS, "guidance_scale": 3.0, "cache": cache})
-    return outlook(replace(MODEL, architecture=shapes, settings=video), "cpu", **given)
+    return estimate(replace(MODEL, architecture=shapes, settings=video), "cpu", **given)
 
 
-def rows(found: Outlook) -> dict[str, int]:
+def rows(found: Estimate) -> dict[str, int]:
     return {row.name: row.times for row in found.programs}
 
 

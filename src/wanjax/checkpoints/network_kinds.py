@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from wanjax.checkpoints.descaled import EIGHT_BITS
+from wanjax.checkpoints.dequantized import EIGHT_BITS
 from wanjax.checkpoints.files import Spec
 from wanjax.checkpoints.modules import Exported, parameters
 from wanjax.checkpoints.sources import Source
 from wanjax.converters.configs import read_config
-from wanjax.converters.names import Names
-from wanjax.converters.rules import Rule
+from wanjax.converters.name_map import NameMap
+from wanjax.converters.weight_rules import Rule
 from wanjax.errors import WanjaxError, shown
 from wanjax.layers.placement import as_shapes
 
@@ -42,7 +42,7 @@ class NetworkKind:
     rules: Callable[[Config], list[Rule]]
     float32: bool = False
     unused: Callable[[Config], Sequence[str]] = lambda config: ()
-    lora_names: Names | None = None
+    lora_names: NameMap | None = None
 
 
 Kinds = Sequence[NetworkKind]
@@ -67,7 +67,7 @@ class Network(NamedTuple):
         return self.kind.float32
 
     def abstract(self, *, dtype: DTypeLike, param_dtype: DTypeLike, **options: Any) -> Any:
-        """Returns the module as shapes and dtypes without values, which is not to be changed: it is made once.
+        """Return the module as shapes and dtypes without values, which is not to be changed: it is made once.
 
         The options are its class's own, except `rngs`.
         """
@@ -98,18 +98,18 @@ def _abstract(module: type[Any], config: Config, **options: Any) -> Any:
 
 
 def network_of(config: Config, kinds: Kinds) -> Network:
-    """Returns the network that a config of one of these kinds describes."""
+    """Return the network that a config of one of these kinds describes."""
     return Network(config, next(kind for kind in kinds if type(config) in kind.modules))
 
 
 def network(source: Source, component: str, kinds: Kinds) -> Network:
-    """Returns the network of a checkpoint's component.
+    """Return the network of a checkpoint's component.
 
     Raises WanjaxError where the component is missing, its class is unknown, or its config is that of another model.
     """
-    listed, known = source[component], [name for kind in kinds for name in kind.classes]
-    if listed.kind not in known:
-        right = ", ".join(known)
+    listed, classes = source[component], [name for kind in kinds for name in kind.classes]
+    if listed.kind not in classes:
+        right = ", ".join(classes)
         raise WanjaxError(f"the {component} of {source.name} is a {listed.kind}, where {right} can be read")
     file, json = f"the {component}'s config.json", listed.config()
     quantised = json.get("quantization_config")
@@ -120,7 +120,7 @@ def network(source: Source, component: str, kinds: Kinds) -> Network:
 
 
 def read_network(name: str, json: Mapping[str, Any], kinds: Kinds, file: str = "config.json") -> Network:
-    """Returns the network that a config.json describes, for a class name of one of the kinds.
+    """Return the network that a config.json describes, for a class name of one of the kinds.
 
     Raises WanjaxError, with the name of the file, for an entry that no network has.
     """

@@ -11,7 +11,7 @@ from wanjax.pricing.compile import Compiled
 from wanjax.pricing.costs import KERNEL, price_compiled
 from wanjax.pricing.exporting import Traced
 from wanjax.pricing.hlo import parse
-from wanjax.pricing.lowering import Lowering, everywhere
+from wanjax.pricing.lowering import Lowering, replicated
 
 DTYPES = {"bf16": "bfloat16", "pred": "bool"} | {
     f"{kind}{bits}": f"{name}{bits}"
@@ -28,7 +28,7 @@ class Call(NamedTuple):
 
 
 def kernel_calls(compiled: Compiled) -> dict[str, Call]:
-    """Returns the kernel calls of a compiled program, by their names in its HLO module."""
+    """Return the kernel calls of a compiled program, by their names in its HLO module."""
     return {
         instruction.name: Call(
             instruction.name.partition(".")[0],
@@ -45,30 +45,30 @@ def kernel_calls(compiled: Compiled) -> dict[str, Call]:
 
 
 def kernels_of(traced: Traced) -> dict[Call, Lowering]:
-    """Returns the distinct kernels of a traced program, each as a program of its own, all of which every device runs.
+    """Return the distinct kernels of a traced program, each as a program that every device runs.
 
     Among kernels of one name that take the same operands the first counts.
     """
-    found: dict[Call, Lowering] = {}
+    kernels: dict[Call, Lowering] = {}
     for equation in pallas_calls(traced.jaxpr.jaxpr):
         avals: list[Any] = [x.aval for x in equation.invars]
         call = Call(str(equation.params["name"]), tuple((aval.dtype.name, aval.shape) for aval in avals))
-        if call not in found:
-            found[call] = everywhere(partial(equation.primitive.bind, **equation.params), traced.mesh, avals)
-    return found
+        if call not in kernels:
+            kernels[call] = replicated(partial(equation.primitive.bind, **equation.params), traced.mesh, avals)
+    return kernels
 
 
-def same_kernel(call: Call, known: Iterable[Call]) -> Call | None:
-    """Returns the known kernel that a call in a compiled program is: by its name and its operands, else by these alone.
+def same_kernel(call: Call, kernels: Iterable[Call]) -> Call | None:
+    """Return the known kernel that a call in a compiled program is: by its name and its operands, else by these alone.
 
     The compiler replaces some letters of a name.
     """
-    alike = [each for each in known if each.operands == call.operands]
+    alike = [each for each in kernels if each.operands == call.operands]
     return next((each for each in alike if each.kernel == call.kernel), alike[0] if alike else None)
 
 
 def pallas_calls(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """Yields the Pallas calls of a traced program, including those in its loops and inner functions."""
+    """Yield the Pallas calls of a traced program, including those in its loops and inner functions."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "pallas_call":
             yield equation
@@ -78,7 +78,7 @@ def pallas_calls(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
 
 
 def inner_jaxprs(equation: JaxprEqn) -> Iterator[Jaxpr]:
-    """Yields the jaxprs among an equation's parameters: bodies of loops, branches, called functions."""
+    """Yield the jaxprs among an equation's parameters: bodies of loops, branches, called functions."""
     for value in equation.params.values():
         for inner in value if isinstance(value, tuple | list) else (value,):
             if isinstance(inner, ClosedJaxpr):
@@ -88,7 +88,7 @@ def inner_jaxprs(equation: JaxprEqn) -> Iterator[Jaxpr]:
 
 
 def kernel_seconds(compiled: Compiled, words: Sequence[int | None] | None = None) -> float:
-    """Prices a kernel that was compiled on its own, with its schedule.
+    """Price a kernel that was compiled on its own, with its schedule.
 
     `words` are values of the words that it is given, of one whose data-dependent branches guard rare cases. In other
     kernels such branches may guard all the work, so both sides count.
@@ -97,7 +97,7 @@ def kernel_seconds(compiled: Compiled, words: Sequence[int | None] | None = None
 
 
 def visiting_seconds(compiled: Compiled, words: Iterable[int | None]) -> float:
-    """Returns the mean price of a kernel over several values of the words that it is given, without rare work."""
+    """Return the mean price of a kernel over several values of its input words, without rare work."""
     prices = [price_compiled(compiled, skip=rare_work(compiled, value), words=value) for value in words]
     return sum(priced.by_kind["kernels"].mid for priced in prices) / len(prices)
 
@@ -107,10 +107,10 @@ def rare_work(compiled: Compiled, words: int | None = None) -> dict[str, frozens
 
     Blocks that such work would spare are found once it is skipped.
     """
-    found: dict[str, frozenset[int]] = {}
+    skip: dict[str, frozenset[int]] = {}
     while True:
-        undecided = price_compiled(compiled, skip=found, words=words).undecided
-        more = {name: found.get(name, frozenset()) | blocks for name, blocks in undecided.items()}
-        if more == found:
-            return found
-        found = more
+        undecided = price_compiled(compiled, skip=skip, words=words).undecided
+        more = {name: skip.get(name, frozenset()) | blocks for name, blocks in undecided.items()}
+        if more == skip:
+            return skip
+        skip = more

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from wanjax.checkpoints.networks import network_of
+from wanjax.checkpoints.network_kinds import network_of
 from wanjax.execution import Instance, Program, Site, Trace
 from wanjax.figures import in_bytes
 from wanjax.kernels.attention import AUTO, AttentionConfig
@@ -24,20 +24,29 @@ from wanjax.pipelines.recording import needed_pictures
 from wanjax.pipelines.request import PreparedRequest
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.settings import Settings
-from wanjax.plan.places import (
-    Place,
+<<<<<<< HEAD:src/wanjax/plan/training_estimate.py
+from wanjax.plan.hardware import (
+    Hardware,
     Tell,
     axes_on,
-    find_priceable,
+    find_priceable_hardware,
+    limit_of,
+=======
+from wanjax.plan.hardware import (
+    Hardware,
+    Tell,
+    axes_on,
+    find_priceable_hardware,
     fits_on,
     limit_of,
     may_fit,
+>>>>>>> origin/main:src/wanjax/plan/training.py
     mesh_on,
     priced_on,
     would_fit,
 )
 from wanjax.pricing.chips import Slice
-from wanjax.pricing.priced import Priced
+from wanjax.pricing.pricer import Price
 from wanjax.registry import Outline
 from wanjax.sharding import RULES, Partitioner
 from wanjax.training.adapters import LoraConfig, adapt, is_factor
@@ -50,8 +59,13 @@ STEPS = 1000  # of the schedule of the rate, which costs nothing
 
 
 @dataclass(frozen=True)
-class TrainingOutlook:
-    """The prices of a step of training, not measurements. `fits` and `advice` are those of `Outlook`.
+<<<<<<< HEAD:src/wanjax/plan/training_estimate.py
+class TrainingEstimate:
+    """The prices of a step of training, not measurements. If it does not fit, `advice` names a slice where it fits.
+=======
+class TrainingEstimate:
+    """The prices of a step of training, not measurements. `fits` and `advice` are those of `Estimate`.
+>>>>>>> origin/main:src/wanjax/plan/training.py
 
     `forward_seconds` are those of the loss alone, and `backward_ratio` how many times as long the rest of a step takes.
     """
@@ -84,7 +98,7 @@ class TrainingOutlook:
         return asdict(self)
 
 
-def training_outlook(
+def estimate_training(
     outline: Outline,
     chip: str,
     mesh: tuple[int, int, int] | None = None,
@@ -97,26 +111,26 @@ def training_outlook(
     compiler: str = SAFE,
     attention: AttentionConfig = AUTO,
     tell: Tell = lambda now, done, total: None,
-) -> TrainingOutlook:
-    """Prices a step of training on clips of the outline's settings; the other keywords are those of `outlook`."""
-    place, settings = find_priceable(chip), replace(outline.settings, guidance_scale=1.0)
+) -> TrainingEstimate:
+    """Price a step of training on clips of the outline's settings; the other keywords are those of `estimate`."""
+    hardware, settings = find_priceable_hardware(chip), replace(outline.settings, guidance_scale=1.0)
     architecture = outline.architecture
     architecture.spec.check_trainable(settings.model)
-    if isinstance(place, Slice) and mesh is None:
-        asked = {"attention": attention, "rules": RULES[rules]}
+    if isinstance(hardware, Slice) and mesh is None:
+        options = {"attention": attention, "rules": RULES[rules]}
         dtype = "float32" if lora is None else outline.param_dtype
-        cost = step_cost(outline.family, architecture, settings, param_dtype=dtype, **asked)
-        mesh = choose_mesh(cost, place.devices, place.memory, place.chip, sp=sp)
-        place = replace(place, devices=prod(mesh))
-    axes = axes_on(place, mesh or (1, 1, 1))
-    partitioner = Partitioner(mesh_on(place, axes), RULES[rules])
-    kept = "float32" if lora is None else settings.dtype
-    how = {"attention": attention, "compiler": compiler, "param_dtype": kept}
-    pipe = abstract_pipeline(replace(outline, settings=settings), partitioner, **how)
+        cost = step_cost(outline.family, architecture, settings, param_dtype=dtype, **options)
+        mesh = choose_mesh(cost, hardware.devices, hardware.memory, hardware.chip, sp=sp)
+        hardware = replace(hardware, devices=prod(mesh))
+    axes = axes_on(hardware, mesh or (1, 1, 1))
+    partitioner = Partitioner(mesh_on(hardware, axes), RULES[rules])
+    param_dtype = "float32" if lora is None else settings.dtype
+    load_options = {"attention": attention, "compiler": compiler, "param_dtype": param_dtype}
+    pipe = abstract_pipeline(replace(outline, settings=settings), partitioner, **load_options)
     recorded = _recorded(pipe, settings, clips, lora, optimized)
     programs = [(name, recorded[program].lowering) for name, program in (("step", train), ("forward", loss_alone))]
-    step, forward = priced_on(place, programs, tell)
-    return TrainingOutlook(
+    step, forward = priced_on(hardware, programs, tell)
+    return TrainingEstimate(
         model=settings.model,
         chip=chip,
         mesh=axes,
@@ -126,7 +140,7 @@ def training_outlook(
         frames=settings.frames,
         trained="all weights" if lora is None else f"a LoRA of rank {lora.rank}",
         optimizer=optimized.name,
-        **_memory(settings, chip, place, step),
+        **_memory(settings, chip, hardware, step),
         **_seconds(step, forward),
     )
 
@@ -134,13 +148,13 @@ def training_outlook(
 def _recorded(
     pipe: Pipeline, settings: Settings, clips: int, lora: LoraConfig | None, optimized: OptimizerConfig
 ) -> dict[Program, Instance]:
-    """Records a step of training on clips with captions, and its loss alone."""
-    known, partitioner = pipe.architecture.spec.networks["transformer"], pipe.partitioner
+    """Record a step of training on clips with captions, and its loss alone."""
+    config, partitioner = pipe.architecture.spec.networks["transformer"], pipe.partitioner
     graphdef, weights = nnx.split(pipe.components.abstract().get("transformer"))
 
     def adapted(rngs: nnx.Rngs) -> nnx.Module:
         network = nnx.merge(graphdef, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), weights))
-        rules = network_of(known, pipe.components.kinds).rules
+        rules = network_of(config, pipe.components.kinds).rules
         return network if lora is None else adapt(network, rules, lora, 0)[0]
 
     network = with_shardings(as_shapes(adapted), partitioner)
@@ -157,7 +171,7 @@ def _recorded(
 
 
 def _batch(pipe: Pipeline, settings: Settings, clips: int) -> Batch:
-    """Returns a batch of clips of these settings as shapes on the host, as it is read from files."""
+    """Return a batch of clips of these settings as shapes on the host, as it is read from files."""
     recorded = pipe.under(Trace(), pipe.components.abstract())
     (encoded,) = Run(recorded, [PreparedRequest(settings)], needed_pictures(pipe, settings)).encode().values()
     fields = {
@@ -165,13 +179,13 @@ def _batch(pipe: Pipeline, settings: Settings, clips: int) -> Batch:
         for name, x in encoded._asdict().items()
         if x is not None
     }
-    told = {name: fields[name.removeprefix(NEGATIVE)] for name in fields if name.startswith(NEGATIVE)}
+    negatives = {name: fields[name.removeprefix(NEGATIVE)] for name in fields if name.startswith(NEGATIVE)}
     _, *latents = pipe.architecture.spec.latent_shape(settings)
-    return Batch(jax.ShapeDtypeStruct((clips, *latents), jnp.float32), type(encoded)(**fields | told))
+    return Batch(jax.ShapeDtypeStruct((clips, *latents), jnp.float32), type(encoded)(**fields | negatives))
 
 
-def _seconds(step: Priced, forward: Priced) -> dict[str, Any]:
-    """Returns the fields on time."""
+def _seconds(step: Price, forward: Price) -> dict[str, Any]:
+    """Return the fields on time."""
     ratio = (step.seconds - forward.seconds) / forward.seconds if step.seconds and forward.seconds else None
     return {
         "step_seconds": step.seconds,
@@ -184,20 +198,26 @@ def _seconds(step: Priced, forward: Priced) -> dict[str, Any]:
     }
 
 
-def _memory(settings: Settings, chip: str, place: Place, step: Priced) -> dict[str, Any]:
+<<<<<<< HEAD:src/wanjax/plan/training_estimate.py
+def _memory(settings: Settings, chip: str, hardware: Hardware, step: Price) -> dict[str, Any]:
+    """Return the fields on memory, and what limits a step."""
+    spare = hardware.memory - step.peak
+=======
+def _memory(settings: Settings, chip: str, place: Hardware, step: Price) -> dict[str, Any]:
     """Returns the fields on memory, and what limits a step."""
     spare, fits = place.memory - step.peak, fits_on(place, step.arguments, step.peak)
+>>>>>>> origin/main:src/wanjax/plan/training.py
     advice = None
     if fits is None:
         claim = f"a step of {settings.model} may fit {chip}"
         advice = may_fit(claim, "it", step.arguments, step.peak, place.memory)
     elif not fits:
         advice = (
-            f"a step of {settings.model} needs {in_bytes(step.peak, 1024)} a chip where {in_bytes(place.memory, 1024)} "
-            f"are to be had: {would_fit(chip, step.peak * place.devices)}"
+            f"a step of {settings.model} needs {in_bytes(step.peak, 1024)} a chip where "
+            f"{in_bytes(hardware.memory, 1024)} are to be had: {would_fit(chip, step.peak * hardware.devices)}"
         )
     return {
-        "memory_per_chip": place.memory,
+        "memory_per_chip": hardware.memory,
         "weights_bytes_per_chip": step.arguments,
         "peak_bytes_per_chip": step.peak,
         "spare_bytes_per_chip": spare,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders that one process uses at a time."""
+"""Locks on folders that one process may use at a time."""
 
 import sqlite3
 from pathlib import Path
@@ -7,11 +7,11 @@ from pathlib import Path
 from wanjax.errors import WanjaxError
 
 
-class Hold:
-    """A lock on a file, which ends with the process, however that ends: SQLite's, which every system has."""
+class FileLock:
+    """A lock on a file, released when the process ends in any way. It is SQLite's lock, which every system has."""
 
     def __init__(self, file: Path, user: str, option: str):
-        """Takes the lock. Raises WanjaxError, which names the `user` and the `option` of its folder, if it is taken."""
+        """Take the lock. Raises WanjaxError, which names the `user` and the `option` of its folder, if it is taken."""
         try:
             self._table = sqlite3.connect(file, timeout=0, isolation_level=None, check_same_thread=False)
         except sqlite3.Error as error:
@@ -22,9 +22,9 @@ class Hold:
             self.close()
             if getattr(error, "sqlite_errorname", "") != "SQLITE_BUSY":
                 raise WanjaxError(f"{file} cannot be written: {error}") from error
-            told = f"another {user} uses {file.parent}: another {option}, or its end, is needed"
-            raise WanjaxError(told) from error
+            message = f"another {user} uses {file.parent}: another {option}, or its end, is needed"
+            raise WanjaxError(message) from error
 
     def close(self) -> None:
-        """Lets another process take it."""
+        """Release the lock."""
         self._table.close()

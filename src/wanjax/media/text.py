@@ -13,12 +13,12 @@ LONGEST = 40  # characters of a prompt in a name
 
 
 def read_text(file: Path, errors: str = "strict") -> str:
-    """Returns the text in a file; raises OSError, and ValueError where it is none."""
+    """Return the text in a file; raise OSError, and ValueError where it is none."""
     return decoded(file.read_bytes(), errors)
 
 
 def decoded(data: bytes, errors: str = "strict") -> str:
-    """Returns the text in bytes, without a mark, its lines ended by one character; raises ValueError where it is none.
+    """Return the text in bytes, without a mark, its lines ended by one character; raise ValueError where it is none.
 
     `errors` is that of `bytes.decode`.
     """
@@ -27,23 +27,23 @@ def decoded(data: bytes, errors: str = "strict") -> str:
         text = data.decode("utf-16") if marked else data.decode("utf-8-sig", errors)
     except UnicodeDecodeError as error:
         raise ValueError(f"{reason(error)}: save it as text in UTF-8") from error
-    if found := CONTROLS.search(text):  # as in UTF-16 without a mark, UTF-32, and the older encodings of Japanese
-        raise ValueError(f"it has the character {found[0]!r}, which is in no text: save it as text in UTF-8")
+    if control := CONTROLS.search(text):  # as in UTF-16 without a mark, UTF-32, and the older encodings of Japanese
+        raise ValueError(f"it has the character {control[0]!r}, which is in no text: save it as text in UTF-8")
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def trimmed(text: str) -> str:
-    """Returns a text without space and marks around it; nothing of one in which nothing can be seen."""
+    """Return a text without space and marks around it; nothing of one in which nothing can be seen."""
     return text.strip().strip("\ufeff").strip() if any(map(is_seen, text)) else ""
 
 
 def is_seen(character: str) -> bool:
-    """Tells whether a character leaves a trace on paper."""
+    """Return whether a character leaves a trace on paper."""
     return character.isprintable() and not character.isspace()
 
 
 def slug(prompt: str) -> str:
-    """Returns the beginning of a prompt as a part of a file's name: its letters and digits, joined by dashes."""
+    """Return the beginning of a prompt as a part of a file's name: its letters and digits, joined by dashes."""
     words = re.findall(r"[^\W_]+", unicodedata.normalize("NFKC", prompt).casefold())
     text = "-".join(words)
     if len(text) > LONGEST:

@@ -18,26 +18,39 @@ from wanjax.pipelines.meshes import choose_mesh, step_cost
 from wanjax.pipelines.model import Cost, VideoModel, attending
 from wanjax.pipelines.recording import needed_pictures, record
 from wanjax.pipelines.settings import Settings
-from wanjax.plan.places import (
-    Place,
+<<<<<<< HEAD:src/wanjax/plan/estimate.py
+from wanjax.plan.hardware import (
+    Hardware,
     Tell,
     axes_on,
-    find_priceable,
+    find_priceable_hardware,
+    limit_of,
+=======
+from wanjax.plan.hardware import (
+    Hardware,
+    Tell,
+    axes_on,
+    find_priceable_hardware,
     fits_on,
     limit_of,
     may_fit,
+>>>>>>> origin/main:src/wanjax/plan/outlook.py
     mesh_on,
     priced_on,
     would_fit,
 )
-from wanjax.plan.recorded import DENSE, REUSING, STEP, Scheduled, programs_of
+<<<<<<< HEAD:src/wanjax/plan/estimate.py
+from wanjax.plan.video_programs import DENSE, REUSING, STEP, VideoProgram, programs_of
+=======
+from wanjax.plan.video_programs import DENSE, REUSING, STEP, Scheduled, programs_of
+>>>>>>> origin/main:src/wanjax/plan/outlook.py
 from wanjax.pricing.chips import Slice
-from wanjax.pricing.priced import Priced
+from wanjax.pricing.pricer import Price
 from wanjax.pricing.roofline import Machine
 from wanjax.registry import Outline
 from wanjax.sharding import RULES, Partitioner
 
-Price = tuple[Scheduled, Priced]
+PricedProgram = tuple[VideoProgram, Price]
 
 
 @dataclass(frozen=True)
@@ -71,11 +84,16 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Outlook:
+<<<<<<< HEAD:src/wanjax/plan/estimate.py
+class Estimate:
+    """The prices of a video, not measurements. If a stage does not fit, `advice` names a slice where it fits.
+=======
+class Estimate:
     """The prices of a video, not measurements.
 
     `fits` is True if every stage fits, and None where a stated model cannot tell: its peak counts nothing as fused, and
     is an upper bound. `advice` says what to do unless it is True.
+>>>>>>> origin/main:src/wanjax/plan/outlook.py
 
     `compiler` is the set of compiler options, None where nothing was compiled. Of the steps, `reusing_steps` reuse what
     the step cache kept, and `dense_steps`, the first under radial attention, take all of attention; fields named
@@ -136,7 +154,7 @@ class Outlook:
         return asdict(self)
 
 
-def outlook(
+def estimate(
     outline: Outline,
     chip: str,
     mesh: tuple[int, int, int] | None = None,
@@ -151,8 +169,8 @@ def outlook(
     offload: bool | None = True,
     decoder: DecoderFile | None = None,
     tell: Tell = lambda now, done, total: None,
-) -> Outlook:
-    """Prices a video of the outline's settings on a slice such as v6e-8.
+) -> Estimate:
+    """Price a video of the outline's settings on a slice such as v6e-8.
 
     `mesh` None chooses the best mesh, with `sp` if given. `pictures` None are those that the model needs, of the
     video's size. `tell` is that of `priced_on`; the other keywords are those of `wanjax.load` and of
@@ -161,10 +179,10 @@ def outlook(
     """
     family, settings = outline.family, outline.settings
     architecture = attending(outline.architecture, attention, settings.model)
-    place, attention = find_priceable(chip), architecture.spec.attention(attention)
+    hardware, attention = find_priceable_hardware(chip), architecture.spec.attention(attention)
     check_set(compiler)
     doubts: list[str] = []
-    if isinstance(place, Machine):
+    if isinstance(hardware, Machine):
         if attention.window is not None:
             doubts.append(
                 f"the window of {quantity(attention.window, 'token')} is not priced: each token is taken to see all"
@@ -173,44 +191,44 @@ def outlook(
             attention if attention.is_sparse else AttentionConfig("reference"),
             SAFE,
         )  # nothing is compiled
-    if mesh is None and isinstance(place, Slice):
-        asked = {"attention": attention, "rules": RULES[rules], "offload": offload}
-        cost = step_cost(family, architecture, settings, param_dtype=outline.param_dtype, **asked)
-        mesh = choose_mesh(cost, place.devices, place.memory, place.chip, sp=sp)
-        place = replace(place, devices=prod(mesh))
+    if mesh is None and isinstance(hardware, Slice):
+        options = {"attention": attention, "rules": RULES[rules], "offload": offload}
+        cost = step_cost(family, architecture, settings, param_dtype=outline.param_dtype, **options)
+        mesh = choose_mesh(cost, hardware.devices, hardware.memory, hardware.chip, sp=sp)
+        hardware = replace(hardware, devices=prod(mesh))
     work = architecture.cost(architecture.spec.passes_of(settings)[0])
-    axes = axes_on(place, mesh or (1, 1, 1))
+    axes = axes_on(hardware, mesh or (1, 1, 1))
     check_apart(settings.cache, axes["dp"] > 1 or batch_guidance)
     settings = replace(settings, cache=architecture.spec.cache_rule(settings))
     if not (settings.cache.counted or settings.cache.decided_on_device):  # the weights decide
         doubts.append(
             f"which steps reuse what another kept ({settings.cache}) is not known ahead: all but one are whole"
         )
-    partitioner = Partitioner(mesh_on(place, axes), RULES[rules])
+    partitioner = Partitioner(mesh_on(hardware, axes), RULES[rules])
     how = {"attention": attention, "compiler": compiler, "offload": offload, "decoder": decoder}
     pipe = abstract_pipeline(replace(outline, architecture=architecture, settings=settings), partitioner, **how)
 
-    def programs_for(settings: Settings) -> list[Scheduled]:
+    def programs_for(settings: Settings) -> list[VideoProgram]:
         shown = needed_pictures(pipe, settings) if pictures is None else pictures
-        told = {"tiling": tiling, "batch_guidance": batch_guidance, "room": place.memory}
-        return programs_of(record(pipe, settings, shown, **told))
+        options = {"tiling": tiling, "batch_guidance": batch_guidance, "room": hardware.memory}
+        return programs_of(record(pipe, settings, shown, **options))
 
     programs = programs_for(settings)
-    priced = priced_on(place, [(program.name, program.lowering) for program in programs], tell)
+    priced = priced_on(hardware, [(program.name, program.lowering) for program in programs], tell)
     prices = list(zip(programs, priced, strict=True))
     (step,) = (price for program, price in prices if program.name == STEP)
     names = dict.fromkeys(program.stage for program in programs)
-    stages = {name: _stage([pair for pair in prices if pair[0].stage == name], place.memory) for name in names}
+    stages = {name: _stage([pair for pair in prices if pair[0].stage == name], hardware.memory) for name in names}
     block = architecture.spec.chunk_length
     longer = programs_for(settings.updated({"frames": settings.frames + block})) if block else []
     networks = [family.network_of(config) for config in architecture.spec.networks.values()]
-    return Outlook(
+    return Estimate(
         model=settings.model,
         chip=chip,
-        devices=place.devices,
+        devices=hardware.devices,
         mesh=axes,
         rules=rules,
-        compiler=compiler if isinstance(place, Slice) else None,
+        compiler=compiler if isinstance(hardware, Slice) else None,
         size=f"{settings.width}x{settings.height}",
         frames=settings.frames,
         fps=settings.fps,
@@ -218,13 +236,13 @@ def outlook(
         guidance_scale=settings.guidance_scale,
         guidance_rule=str(settings.guidance_rule),
         dtype=settings.dtype,
-        priced_by="the chip's compiler" if isinstance(place, Slice) else "a stated model",
-        **_memory(settings, chip, place, stages, step),
+        priced_by="the chip's compiler" if isinstance(hardware, Slice) else "a stated model",
+        **_memory(settings, chip, hardware, stages, step),
         programs=[
             Row(program.stage, program.name, program.times, price.seconds, price.arguments, price.peak, program.beside)
             for program, price in prices
         ],
-        **_step(settings, place, step, work if attention.is_dense else None),
+        **_step(settings, hardware, step, work if attention.is_dense else None),
         **_totals(architecture, settings, stages, prices),
         frames_a_second=_pace(block, longer, prices),
         compile_seconds=sum(stage.compile_seconds for stage in stages.values()),
@@ -234,26 +252,39 @@ def outlook(
     )
 
 
-def _memory(settings: Settings, chip: str, place: Place, stages: Mapping[str, Stage], step: Priced) -> dict[str, Any]:
+<<<<<<< HEAD:src/wanjax/plan/estimate.py
+def _memory(
+    settings: Settings, chip: str, hardware: Hardware, stages: Mapping[str, Stage], step: Price
+) -> dict[str, Any]:
+    """Return the fields on the stages and their memory, and what limits the video."""
+    fits = all(stage.spare_bytes_per_chip >= 0 for stage in stages.values())
+=======
+def _memory(settings: Settings, chip: str, place: Hardware, stages: Mapping[str, Stage], step: Price) -> dict[str, Any]:
     """Returns the fields on the stages and their memory, and what limits the video."""
     each = [
         fits_on(place, stage.weights_bytes_per_chip + stage.kept_bytes_per_chip, stage.peak_bytes_per_chip)
         for stage in stages.values()
     ]
     fits = False if False in each else None if None in each else True
+>>>>>>> origin/main:src/wanjax/plan/outlook.py
     tightest = min(stages, key=lambda name: stages[name].spare_bytes_per_chip)
     return {
-        "memory_per_chip": place.memory,
+        "memory_per_chip": hardware.memory,
         "fits": fits,
         "peak_bytes_per_chip": max(stage.peak_bytes_per_chip for stage in stages.values()),
         "stages": stages,
+<<<<<<< HEAD:src/wanjax/plan/estimate.py
+        "limit": (limit_of(step) if fits else None) or f"the memory of a chip, in {tightest}",
+        "advice": None if fits else _advice(settings, chip, stages, hardware.devices),
+=======
         "limit": (None if fits is False else limit_of(step)) or f"the memory of a chip, in {tightest}",
         "advice": None if fits else _advice(settings, chip, stages, place.devices, fits),
+>>>>>>> origin/main:src/wanjax/plan/outlook.py
     }
 
 
-def _pace(block: int, longer: Sequence[Scheduled], prices: Sequence[Price]) -> float | None:
-    """Returns the frames a second of a video that is delivered while it is made: those of one more block.
+def _pace(block: int, longer: Sequence[VideoProgram], prices: Sequence[PricedProgram]) -> float | None:
+    """Return the frames per second of a video that is streamed, from the price of one more chunk.
 
     `longer` are the programs of a video of a block more, none for other videos. None for these, and where a program
     does not fit or is not priced, as in a video of one block.
@@ -268,8 +299,8 @@ def _pace(block: int, longer: Sequence[Scheduled], prices: Sequence[Price]) -> f
     return block / seconds if longer else None
 
 
-def _step(settings: Settings, place: Place, step: Priced, work: Cost | None) -> dict[str, Any]:
-    """Returns the fields on a step; without its work, which a window or a mask makes less, no share of a peak."""
+def _step(settings: Settings, hardware: Hardware, step: Price, work: Cost | None) -> dict[str, Any]:
+    """Return the fields on a step; without its work, which a window or a mask makes less, no share of a peak."""
     flops = work and (2 if settings.guided else 1) * sum(work.flops.values())
     return {
         "step_seconds": step.seconds,
@@ -277,21 +308,21 @@ def _step(settings: Settings, place: Place, step: Priced, work: Cost | None) -> 
         "step_seconds_high": step.high if step.seconds else None,
         "step_breakdown": step.parts,
         "step_outside_self_attention_seconds": step.seconds and step.seconds - step.self_attention,
-        "mfu": step.seconds and flops and flops / (step.seconds * place.devices * place.flops),
-        "peak_dtype": place.peak_dtype,
+        "mfu": step.seconds and flops and flops / (step.seconds * hardware.devices * hardware.flops),
+        "peak_dtype": hardware.peak_dtype,
         "collectives": step.collectives,
     }
 
 
 def _totals(
-    architecture: VideoModel, settings: Settings, stages: Mapping[str, Stage], prices: Sequence[Price]
+    architecture: VideoModel, settings: Settings, stages: Mapping[str, Stage], prices: Sequence[PricedProgram]
 ) -> dict[str, Any]:
-    """Returns the fields on the whole run, on steps that reuse what the step cache kept, and on dense ones.
+    """Return the fields on the whole run, on steps that reuse cached values, and on dense ones.
 
     The low end of the range is that of as many cheap steps as there may be.
     """
     total = _sum(stage.seconds for stage in stages.values())
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "cache": str(settings.cache),
         "total_seconds": total,
         "reusing_step_seconds_least": None,
@@ -301,22 +332,22 @@ def _totals(
     }
     for kind in (REUSING, DENSE):
         times, seconds = next(((run.times, x.seconds) for run, x in prices if run.name == kind), (0, None))
-        found |= {f"{kind}s": times, f"{kind}_seconds": seconds}
+        values |= {f"{kind}s": times, f"{kind}_seconds": seconds}
     if settings.cache.decided_on_device:
-        found["reusing_steps"] = most = sum(architecture.spec.reused(settings))
+        values["reusing_steps"] = most = sum(architecture.spec.reused(settings))
         least = next((x.least for run, x in prices if run.name == REUSING), None)
         if least is not None and total is not None:
-            saved = most * (found["reusing_step_seconds"] - least)
-            found |= {"reusing_step_seconds_least": least, "total_seconds_least": total - saved}
+            saved = most * (values["reusing_step_seconds"] - least)
+            values |= {"reusing_step_seconds_least": least, "total_seconds_least": total - saved}
     if total is not None:
         low, high = (sum(run.times * getattr(x, end) for run, x in prices) for end in ("low", "high"))
-        found["total_seconds_low"] = low * (found["total_seconds_least"] or total) / total
-        found["total_seconds_high"] = high
-    return found
+        values["total_seconds_low"] = low * (values["total_seconds_least"] or total) / total
+        values["total_seconds_high"] = high
+    return values
 
 
-def _stage(programs: Sequence[Price], memory: int) -> Stage:
-    """Returns a stage from its programs, which run in turn; its memory is that at the peak of the largest."""
+def _stage(programs: Sequence[PricedProgram], memory: int) -> Stage:
+    """Return a stage from its programs, which run one after another, so that the largest sets its memory."""
     program, largest = max(programs, key=lambda pair: pair[1].peak + pair[0].beside)
     return Stage(
         weights_bytes_per_chip=largest.arguments,
@@ -330,13 +361,18 @@ def _stage(programs: Sequence[Price], memory: int) -> Stage:
 
 
 def _sum(seconds: Iterable[float | None]) -> float | None:
-    """Returns the seconds of all parts; None where those of one are not known."""
-    known = list(seconds)
-    return None if None in known else sum(filter(None, known))
+    """Return the sum of the seconds; None if one is None."""
+    values = list(seconds)
+    return None if None in values else sum(filter(None, values))
 
 
+<<<<<<< HEAD:src/wanjax/plan/estimate.py
+def _advice(settings: Settings, chip: str, stages: Mapping[str, Stage], devices: int) -> str:
+    """Return advice on a slice that is large enough by the memory of all its devices together."""
+=======
 def _advice(settings: Settings, chip: str, stages: Mapping[str, Stage], devices: int, fits: bool | None) -> str:
     """Return what to do where a video does not fit, or perhaps does not."""
+>>>>>>> origin/main:src/wanjax/plan/outlook.py
     name, worst = max(stages.items(), key=lambda item: item[1].peak_bytes_per_chip)
     video = f"{settings.model} at {settings.width}x{settings.height} and {quantity(settings.frames, 'frame')}"
     needed, memory = worst.peak_bytes_per_chip, worst.peak_bytes_per_chip + worst.spare_bytes_per_chip

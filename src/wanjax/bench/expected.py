@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `wanjax.plan` says of the devices that are here: the compiler's prices for TPUs, a stated model for others."""
+"""Expected seconds on the devices of this process: the compiler's prices for TPUs, a stated model for others."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import AUTO, AttentionConfig
-from wanjax.plan.places import Place, mesh_on, priced_on
+from wanjax.plan.hardware import Hardware, mesh_on, priced_on
 from wanjax.pricing.chips import KINDS, SLICES
 from wanjax.pricing.exporting import CompilerError
 from wanjax.pricing.lowering import Lowering
@@ -21,39 +21,39 @@ Build = Callable[[Mesh | AbstractMesh, AttentionConfig], Lowering]  # of a mesh 
 
 
 @dataclass(frozen=True)
-class Known:
-    """The devices here as a plan knows them: their place, if it is known, and where its seconds come from."""
+class LocalDevices:
+    """The devices of this process: the hardware that a plan prices, if it knows theirs, and how it prices them."""
 
-    place: Place | None
+    hardware: Hardware | None
     source: str
 
     @property
     def name(self) -> str:
-        return self.place.name if self.place is not None else ""
+        return self.hardware.name if self.hardware is not None else ""
 
     def price(self, build: Build, axes: Mapping[str, int]) -> tuple[float | None, str]:
-        """Returns the seconds of a program on a mesh of these axes by the plan, or None and why there are none.
+        """Return the seconds of a program on a mesh of these axes by the plan, or None and why there are none.
 
         The model counts the operations of attention's plain formula.
         """
-        if self.place is None:
+        if self.hardware is None:
             return None, "no model of these devices is stated"
-        modelled = isinstance(self.place, Machine)
+        modelled = isinstance(self.hardware, Machine)
         if modelled and prod(axes.values()) > 1:
             return None, "the model is of one device"
         try:
-            lowering = build(mesh_on(self.place, axes), AttentionConfig("reference") if modelled else AUTO)
-            [priced] = priced_on(self.place, [("", lowering)])
+            lowering = build(mesh_on(self.hardware, axes), AttentionConfig("reference") if modelled else AUTO)
+            [priced] = priced_on(self.hardware, [("", lowering)])
         except (WanjaxError, CompilerError) as error:
             return None, str(error).splitlines()[0][:200]
         return priced.seconds, "" if priced.seconds is not None else "by the compiler it does not fit"
 
 
-def known(devices: Sequence[Any]) -> Known:
-    """Returns what a plan knows of devices."""
+def local_devices(devices: Sequence[Any]) -> LocalDevices:
+    """Return the hardware that a plan prices for these devices."""
     kind, platform = devices[0].device_kind, devices[0].platform
     if kind in KINDS:
-        slices = [place for place in SLICES.values() if place.chip == KINDS[kind] and place.devices == len(devices)]
-        return Known(slices[0] if slices else None, COMPILER)
-    found = [x for x in machines().values() if kind.startswith(x.kind) or x.kind == platform == "cpu"]
-    return Known(found[0] if found else None, MODEL)
+        slices = [each for each in SLICES.values() if each.chip == KINDS[kind] and each.devices == len(devices)]
+        return LocalDevices(slices[0] if slices else None, COMPILER)
+    matches = [x for x in machines().values() if kind.startswith(x.kind) or x.kind == platform == "cpu"]
+    return LocalDevices(matches[0] if matches else None, MODEL)

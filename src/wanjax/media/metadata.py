@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the record of a video, which says everything that shaped it, from any file that keeps one."""
+"""Metadata of a video, everything that shaped it, from any file that holds it."""
 
 import json
 from collections.abc import Mapping
@@ -8,8 +8,8 @@ from typing import Any
 
 from wanjax.checkpoints.files import SafetensorsFile
 from wanjax.errors import WanjaxError, reason
-from wanjax.media.videos import FRAME, read_metadata
-from wanjax.stores.places import Place, local_copy, no_file, place
+from wanjax.media.video import FRAME, read_metadata
+from wanjax.stores.paths import AnyPath, local_copy, missing_file, parse_path
 
 CONFIG = "generation_config.json"
 EMBEDDINGS = "stage1_embeddings.safetensors"
@@ -22,31 +22,31 @@ OF_SCRIPTS = {"model_id": "model", "num_inference_steps": "steps", "num_frames":
 """Names of settings in a generation_config.json that the scripts before wanjax wrote."""
 
 
-def read_record(path: str | Place) -> dict[str, Any]:
-    """Returns the record in a video, a picture, a stage's file, generation_config.json, or a folder with one of these.
+def find_metadata(path: str | AnyPath) -> dict[str, Any]:
+    """Return the metadata in a video, a picture, a stage's file, generation_config.json, or a folder with one of these.
 
     A file may be in a store.
 
     The file of the first stage has those settings alone that shaped it. Raises WanjaxError where there is no such file,
     or it holds no record.
     """
-    if not isinstance(file := place(path), Path):
+    if not isinstance(file := parse_path(path), Path):
         with local_copy(file) as copy:
-            return read_record(copy)
+            return find_metadata(copy)
     if file.is_dir():
         file = next((file / name for name in (CONFIG, FRAME.format(0)) if (file / name).is_file()), file)
     if not file.exists():
-        raise WanjaxError(no_file(file))
-    found: Any = None
+        raise WanjaxError(missing_file(file))
+    metadata: Any = None
     if file.suffix.lower() == ".safetensors":
-        found = table_in(SafetensorsFile(file), "settings")
+        metadata = json_entry(SafetensorsFile(file), "settings")
     elif file.suffix.lower() == ".json":
-        found = _json(file)
+        metadata = _json(file)
     elif file.is_file():
-        found = read_metadata(file)
-    if not isinstance(found, dict) or not isinstance(found.get("prompt"), str):
+        metadata = read_metadata(file)
+    if not isinstance(metadata, dict) or not isinstance(metadata.get("prompt"), str):
         raise WanjaxError(f"{file} holds no settings of a video: wanjax did not write it, or something rewrote it")
-    return _by_our_names(found)
+    return _by_our_names(metadata)
 
 
 def load_settings(folder: Path) -> dict[str, Any]:
@@ -63,12 +63,12 @@ def load_settings(folder: Path) -> dict[str, Any]:
     return _by_our_names(settings)
 
 
-def settings_left(folder: Path) -> dict[str, Any]:
+def load_stage_settings(folder: Path) -> dict[str, Any]:
     """Return the settings that a stage before left; raise WanjaxError for a video of windows, which has no stages."""
     left = load_settings(folder)
     if left.get("windows", 1) != 1:
-        told = f"{folder} has a video of {left['windows']} windows, each of which goes through all stages"
-        raise WanjaxError(f"{told}: `wanjax generate --from {folder} --dir {folder}` makes it")
+        message = f"{folder} has a video of {left['windows']} windows, each of which goes through all stages"
+        raise WanjaxError(f"{message}: `wanjax generate --from {folder} --dir {folder}` makes it")
     return left
 
 
@@ -84,14 +84,14 @@ def _by_our_names(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {OF_SCRIPTS.get(name) or name: value for name, value in settings.items()}
 
 
-def digests_in(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the digests that a record tells, by path; none where something else stands in their place."""
-    found = record.get(DIGESTS)
-    return dict(found) if isinstance(found, Mapping) else {}
+def file_digests(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the digests in a video's metadata by path; empty if the entry is not a table."""
+    digests = record.get(DIGESTS)
+    return dict(digests) if isinstance(digests, Mapping) else {}
 
 
-def table_in(file: SafetensorsFile, name: str) -> dict[str, Any]:
-    """Returns the JSON object under a name of a file's metadata, empty if there is none.
+def json_entry(file: SafetensorsFile, name: str) -> dict[str, Any]:
+    """Return the JSON object under a name of a file's metadata, empty if there is none.
 
     Raises WanjaxError where something else is there.
     """
@@ -102,7 +102,7 @@ def table_in(file: SafetensorsFile, name: str) -> dict[str, Any]:
 
 
 def _json(file: Path) -> Any:
-    """Returns the contents of a JSON file; None where it cannot be read."""
+    """Return the contents of a JSON file; None where it cannot be read."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -7,11 +7,11 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh
 
 from wanjax.kernels.attention.visits import visits
-from wanjax.pricing.priced import Priced, Pricer
-from wanjax.stores.own import own_folder
+from wanjax.pricing.pricer import Price, Pricer
 from wanjax.stores.results import Results
+from wanjax.stores.temporary import temp_dir
 
-PRICER = Pricer("attention", "self_attention", visits, Results(), own_folder)
+PRICER = Pricer("attention", "self_attention", visits, Results(), temp_dir)
 
 
 def price(
@@ -21,7 +21,7 @@ def price(
     chip: str = "v6e-8",
     donate: Sequence[int] = (),
     options: Mapping[str, Any] | None = None,
-) -> Priced:
+) -> Price:
     """Price a function of JAX on TPUs that need not be present, with their own compiler.
 
         mesh = {"dp": 2, "tp": 4}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory that a program holds at the least, from its jaxpr, before anything is compiled.
+"""The least memory that a program holds, from its jaxpr, before anything is compiled.
 
 A compiler fuses elementwise work into what uses it. So an array counts only where it has to be in memory: an argument,
 a result, what a matrix product, a convolution or a loop makes, and what is smaller than all that it is made from. What
@@ -15,8 +15,8 @@ from typing import Any
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from wanjax.pricing.kernels import inner_jaxprs
 from wanjax.pricing.lowering import Lowering
+from wanjax.pricing.pallas_kernels import inner_jaxprs
 
 LOOPS = ("scan", "while", "cond")
 MADE = (*LOOPS, "dot_general", "conv_general_dilated", "sort", "scatter", "scatter-add", "pallas_call")
@@ -28,7 +28,7 @@ Name = tuple[int, Any]  # a variable, and the call that it is in
 Step = tuple[JaxprEqn, list[Name | None], list[Name]]
 
 
-def least_held(lowering: Lowering) -> int:
+def min_live_bytes(lowering: Lowering) -> int:
     """Return bytes that a run of a program holds at once, its arguments and results among them.
 
     A buffer that is donated is free once it was used for the last time.
@@ -55,8 +55,8 @@ def _held(jaxpr: Jaxpr, donated: Iterable[int]) -> int:
         is_array = equation.primitive.name in MADE
         for name in outputs:
             size[name] = _bytes(name[1])
-            own = is_array or (sources and size[name] < sum(size[source] for source in sources))
-            roots[name] = frozenset([name]) if own else sources
+            is_own_array = is_array or (sources and size[name] < sum(size[source] for source in sources))
+            roots[name] = frozenset([name]) if is_own_array else sources
         if equation.primitive.name in VIEWS and inputs[0] is not None:
             viewed[outputs[0]] = viewed.get(inputs[0], inputs[0])
         last |= dict.fromkeys(sources, number)
@@ -85,7 +85,7 @@ def _held(jaxpr: Jaxpr, donated: Iterable[int]) -> int:
 
 
 def _flat(jaxpr: Jaxpr, names: dict[Any, Name | None], calls: Iterator[int], call: int) -> Iterator[Step]:
-    """Yields the equations of a jaxpr, those of the functions that it calls among them.
+    """Yield the equations of a jaxpr and of the functions that it calls.
 
     `names` are those of the variables that are not the call's own; None is a constant.
     """
@@ -107,7 +107,7 @@ def _flat(jaxpr: Jaxpr, names: dict[Any, Name | None], calls: Iterator[int], cal
 
 
 def _overwritten(equation: JaxprEqn, inputs: list[Name | None]) -> list[Name | None]:
-    """Returns the inputs of an equation in whose memory its results may be made."""
+    """Return the inputs of an equation in whose memory its results may be made."""
     name, params = equation.primitive.name, equation.params
     if name == "scan":
         return inputs[params["num_consts"] :][: params["num_carry"]]
@@ -117,7 +117,7 @@ def _overwritten(equation: JaxprEqn, inputs: list[Name | None]) -> list[Name | N
 
 
 def _within(equation: JaxprEqn) -> int:
-    """Returns bytes that the body of a loop, or a branch, holds beside what it is given."""
+    """Return the bytes that a loop's body or a branch holds beside its inputs."""
     if equation.primitive.name not in LOOPS:
         return 0
     first = equation.params["num_consts"] if equation.primitive.name == "scan" else 0  # that the body may overwrite

@@ -30,8 +30,8 @@ from wanjax.figures import quantity
 from wanjax.media.ffmpeg import reading, run_ffmpeg
 from wanjax.media.webp import keep_time
 from wanjax.signals import abandoned_by
-from wanjax.stores.own import name_beside, own_folder
-from wanjax.stores.places import Place, Remote, local_copy, no_file, place
+from wanjax.stores.paths import AnyPath, RemotePath, local_copy, missing_file, parse_path
+from wanjax.stores.temporary import sibling_path, temp_dir
 from wanjax.stores.writing import check_folder, check_room, writing
 
 FRAME = "frame_{:05d}.png"
@@ -63,12 +63,12 @@ class Video:
     fps: int | float
     settings: Mapping[str, Any]
 
-    def save(self, path: str | Place) -> Place:
-        """Writes the video and its settings as `write_video` does."""
+    def save(self, path: str | AnyPath) -> AnyPath:
+        """Write the video and its settings as `write_video` does."""
         return write_video(path, self.frames, self.fps, self.settings)
 
     def to_pil(self) -> list[Image.Image]:
-        """Returns the frames as images of Pillow."""
+        """Return the frames as images of Pillow."""
         return [Image.fromarray(frame) for frame in self.frames]
 
     def __len__(self) -> int:
@@ -82,12 +82,12 @@ class Video:
 
     def __repr__(self) -> str:
         count, height, width, _ = self.frames.shape
-        made = [repr(self.settings["prompt"])] if self.settings.get("prompt") else []
-        made += [f"seed {self.settings['seed']}"] if "seed" in self.settings else []
-        return ", ".join([f"Video: {quantity(count, 'frame')} of {width}x{height} at {self.fps} a second", *made])
+        parts = [repr(self.settings["prompt"])] if self.settings.get("prompt") else []
+        parts += [f"seed {self.settings['seed']}"] if "seed" in self.settings else []
+        return ", ".join([f"Video: {quantity(count, 'frame')} of {width}x{height} at {self.fps} a second", *parts])
 
     def _repr_html_(self) -> str:
-        """Returns an element that plays the video in a notebook, which keeps the video inside itself."""
+        """Return an element that plays the video in a notebook, which keeps the video inside itself."""
         return _player(self)
 
 
@@ -95,12 +95,12 @@ readable(Video)
 
 
 def _player(video: Video) -> str:
-    """Returns HTML with the video as an mp4, or as a GIF where an mp4 cannot be written; small ones are enlarged."""
+    """Return HTML with the video as an mp4, or as a GIF where an mp4 cannot be written; small ones are enlarged."""
     _, height, width, _ = video.frames.shape
     times = max(1, PLAYER_WIDTH // width)
     title = escape(str(video.settings.get("prompt", "")), quote=True)
     shape = f'width="{times * width}" height="{times * height}" title="{title}" style="image-rendering: pixelated"'
-    with own_folder() as folder:
+    with temp_dir() as folder:
         film, animation = (folder / f"video.{kind}" for kind in ("mp4", "gif"))
         try:
             video.save(film)
@@ -113,12 +113,12 @@ def _player(video: Video) -> str:
 
 
 def write_video(
-    path: str | Place,
+    path: str | AnyPath,
     frames: Shaped[np.ndarray, "..."] | Iterable[Shaped[np.ndarray, "..."]],
     fps: int | float,
     metadata: Mapping[str, Any] | None = None,
-) -> Place:
-    """Writes RGB frames, uint8 [T, H, W, 3], whole or in chunks, in the format of the name; returns the place.
+) -> AnyPath:
+    """Write RGB frames, uint8 [T, H, W, 3], whole or in chunks, in the format of the name; return the place.
 
     `.mp4` and `.mov`: H.264, yuv420p, BT.709, playable while it loads; `.webm`: VP9, the same colours; `.gif` and
     `.webp`: an animation that repeats; `.png`: a picture, of one frame; no suffix or a slash at the end: a folder of
@@ -132,29 +132,29 @@ def write_video(
     return target
 
 
-def check_suffix(path: str | Place) -> str:
+def check_suffix(path: str | AnyPath) -> str:
     """Return the suffix of a video's name, in small letters; raise WanjaxError for one that is unknown, and for "-"."""
-    if path == "" or not isinstance(path, str | os.PathLike | Remote):
+    if path == "" or not isinstance(path, str | os.PathLike | RemotePath):
         raise WanjaxError(f"the video's name is given as {shown(path)}: give that of a file or folder")
     suffix = _suffix(path)
     if str(path) == "-":
         raise WanjaxError("a video cannot be written to the standard output, -: give the name of a file, or ./-")
     if suffix not in WRITERS:
-        known = ", ".join(filter(None, WRITERS))
-        raise WanjaxError(f"{path} ends in {suffix}: give {known}, or no suffix for a folder of PNG")
+        suffixes = ", ".join(filter(None, WRITERS))
+        raise WanjaxError(f"{path} ends in {suffix}: give {suffixes}, or no suffix for a folder of PNG")
     return suffix
 
 
-def check_output(path: str | Place, frames: int = 1) -> Place:
-    """Returns the place, with an absolute path, of a video of this name and number of frames; makes its folder here.
+def check_output(path: str | AnyPath, frames: int = 1) -> AnyPath:
+    """Return the place, with an absolute path, of a video of this name and number of frames; make its folder here.
 
     Raises WanjaxError if the suffix is unknown, the folder cannot be written, a folder of PNG holds other things or is
     to be in a store, or one picture is to hold several frames. No store is asked.
     """
-    suffix, target = check_suffix(path), place(path).absolute()
+    suffix, target = check_suffix(path), parse_path(path).absolute()
     if suffix == ".png" and frames != 1:
         raise WanjaxError(PICTURE.format(path))
-    if isinstance(target, Remote):
+    if isinstance(target, RemotePath):
         if not suffix or not target.parent.path:
             raise WanjaxError(f"{path} is no file in a store, which holds no folder of PNG: BUCKET/NAME.mp4 is one")
         return target
@@ -169,15 +169,15 @@ def check_output(path: str | Place, frames: int = 1) -> Place:
 
 
 def try_output(
-    path: str | Place, frames: int, size: Sequence[int], fps: int | float, metadata: Mapping[str, Any]
+    path: str | AnyPath, frames: int, size: Sequence[int], fps: int | float, metadata: Mapping[str, Any]
 ) -> None:
-    """Raises WanjaxError where a video of a size (height, width) could not be written, or its settings not be read.
+    """Raise WanjaxError where a video of a size (height, width) could not be written, or its settings not be read.
 
     Writes one frame and the settings beside it, and removes them.
     """
     target = check_output(path, frames)
-    near = Path(gettempdir()) if isinstance(target, Remote) else target.parent  # where it is made
-    folder = name_beside(near / "trial")
+    near = Path(gettempdir()) if isinstance(target, RemotePath) else target.parent  # where it is made
+    folder = sibling_path(near / "trial")
     trial, settings = folder / target.name, json.dumps(dict(metadata))
     try:
         with written(path):
@@ -187,7 +187,7 @@ def try_output(
                 alone = sum(file.stat().st_size for file in folder.rglob("*"))
                 if read_metadata(trial) != json.loads(settings):
                     raise WanjaxError(f"{path} would not keep the settings: give another format")
-            if isinstance(target, Remote):
+            if isinstance(target, RemotePath):
                 target.parent.check_writable()
     except WanjaxError as error:
         raise WanjaxError(str(error).replace(str(trial), str(path))) from error
@@ -196,14 +196,14 @@ def try_output(
     check_room(near, alone + int((frames - 1) * math.prod(size) * LEAST_BYTES[_suffix(path)]), path)
 
 
-def read_metadata(path: str | Place) -> dict[str, Any]:
-    """Returns the settings that `write_video` put into a video; raises WanjaxError if it has none."""
-    if not isinstance(path := place(path), Path):
+def read_metadata(path: str | AnyPath) -> dict[str, Any]:
+    """Return the settings that `write_video` put into a video; raise WanjaxError if it has none."""
+    if not isinstance(path := parse_path(path), Path):
         with local_copy(path) as file:
             return read_metadata(file)
     file = path / FRAME.format(0) if path.is_dir() else path
     if not file.is_file():
-        raise WanjaxError(no_file(file))
+        raise WanjaxError(missing_file(file))
     comment = _film_comment if file.suffix.lower() in FILMS else _image_comment
     try:
         settings = json.loads(comment(file))
@@ -216,13 +216,13 @@ def read_metadata(path: str | Place) -> dict[str, Any]:
     return settings
 
 
-def _suffix(path: str | Place) -> str:
-    """Returns a name's suffix, which is empty for a folder."""
+def _suffix(path: str | AnyPath) -> str:
+    """Return a name's suffix, which is empty for a folder."""
     return "" if str(path).endswith(("/", os.sep)) else Path(str(path)).suffix.lower()
 
 
 def _single_frames(chunks: Iterable[Shaped[np.ndarray, "..."]]) -> Iterator[Frame]:
-    """Yields the chunks' frames one at a time; raises WanjaxError if there are none, or they do not fit."""
+    """Yield the chunks' frames one at a time; raise WanjaxError if there are none, or they do not fit."""
     size = None
     for chunk in chunks:
         if chunk.dtype != np.uint8 or chunk.ndim != 4 or chunk.shape[-1] != 3 or size not in (None, chunk.shape[1:]):
@@ -234,7 +234,7 @@ def _single_frames(chunks: Iterable[Shaped[np.ndarray, "..."]]) -> Iterator[Fram
         raise WanjaxError("no frames cannot be written as a video: at least 1 is needed")
 
 
-def _write_film(path: Place, frames: Iterator[Frame], fps: int | float, comment: str) -> None:
+def _write_film(path: AnyPath, frames: Iterator[Frame], fps: int | float, comment: str) -> None:
     first = next(frames)
     height, width, _ = first.shape
     kind = path.suffix.lower()
@@ -247,39 +247,39 @@ def _write_film(path: Place, frames: Iterator[Frame], fps: int | float, comment:
     # The matrix is set together with its tags: players take untagged videos for BT.601 or for BT.709.
     tags = "colorspace=bt709:color_primaries=bt709:color_trc=bt709:range=tv"
     colours = ["-vf", f"scale=out_color_matrix=bt709:out_range=tv,format=yuv420p,setparams={tags}"]
-    with writing(path) as beside, _ffmetadata(comment) as told:
+    with writing(path) as beside, _ffmetadata(comment) as metadata_arguments:
         pieces = (frame.tobytes() for frame in chain([first], frames))
-        run_ffmpeg([*source, *told, *FILMS[kind], *colours, "-y", str(beside)], pieces)
+        run_ffmpeg([*source, *metadata_arguments, *FILMS[kind], *colours, "-y", str(beside)], pieces)
 
 
 @contextmanager
 def _ffmetadata(comment: str) -> Iterator[list[str]]:
-    """Yields ffmpeg's arguments for a comment, which is in a file since an argument has at most 128 KiB."""
-    with own_folder() as folder:
+    """Yield ffmpeg's arguments for a comment, which is in a file since an argument has at most 128 KiB."""
+    with temp_dir() as folder:
         escaped = re.sub(r"([=;#\\\n])", r"\\\1", comment)
         (folder / "comment.txt").write_bytes(f";FFMETADATA1\ncomment={escaped}\n".encode())
         yield ["-f", "ffmetadata", "-i", str(folder / "comment.txt"), "-map", "0:v", "-map_metadata", "1"]
 
 
 def _film_comment(path: Path) -> str:
-    """Returns the comment of a film, without the backslashes by which ffmpeg escapes its own special characters."""
+    """Return the comment of a film, without the backslashes by which ffmpeg escapes its own special characters."""
     lines = run_ffmpeg([*reading(path), "-f", "ffmetadata", "pipe:1"]).decode()
-    found = re.search(r"^comment=((?:[^\\\n]|\\.)*)", lines, re.MULTILINE | re.DOTALL | re.IGNORECASE)
-    return re.sub(r"\\(.)", r"\1", found[1], flags=re.DOTALL) if found else ""
+    match = re.search(r"^comment=((?:[^\\\n]|\\.)*)", lines, re.MULTILINE | re.DOTALL | re.IGNORECASE)
+    return re.sub(r"\\(.)", r"\1", match[1], flags=re.DOTALL) if match else ""
 
 
-def _write_gif(path: Place, frames: Iterator[Frame], fps: int | float, comment: str) -> None:
+def _write_gif(path: AnyPath, frames: Iterator[Frame], fps: int | float, comment: str) -> None:
     _write_animation(path, frames, fps, 10, comment=comment)
 
 
-def _write_webp(path: Place, frames: Iterator[Frame], fps: int | float, comment: str) -> None:
+def _write_webp(path: AnyPath, frames: Iterator[Frame], fps: int | float, comment: str) -> None:
     exif = Image.Exif()
     exif[DESCRIPTION] = comment
     _write_animation(path, frames, fps, 1, quality=90, exif=exif)
 
 
-def _write_animation(path: Place, frames: Iterator[Frame], fps: int | float, unit: int, **options: Any) -> None:
-    """Writes an animation by Pillow; times are multiples of `unit` milliseconds, rounded without a growing error."""
+def _write_animation(path: AnyPath, frames: Iterator[Frame], fps: int | float, unit: int, **options: Any) -> None:
+    """Write an animation by Pillow; times are multiples of `unit` milliseconds, rounded without a growing error."""
     first, *rest = [Image.fromarray(frame) for frame in frames]
     ends = [round(1000 * i / fps / unit) * unit for i in range(len(rest) + 2)]
     durations = [b - a for a, b in pairwise(ends)]
@@ -289,7 +289,7 @@ def _write_animation(path: Place, frames: Iterator[Frame], fps: int | float, uni
             keep_time(beside, first.size, ends[-1])
 
 
-def _write_picture(path: Place, frames: Iterator[Frame], fps: int | float, comment: str) -> None:
+def _write_picture(path: AnyPath, frames: Iterator[Frame], fps: int | float, comment: str) -> None:
     del fps  # a picture keeps it in the settings alone
     first, *rest = frames
     if rest:
@@ -304,11 +304,11 @@ def _text(comment: str) -> PngImagePlugin.PngInfo:
     return text
 
 
-def _write_pngs(path: Place, frames: Iterator[Frame], fps: int | float, comment: str) -> None:
+def _write_pngs(path: AnyPath, frames: Iterator[Frame], fps: int | float, comment: str) -> None:
     del fps  # a folder keeps it in the settings alone
     assert isinstance(path, Path), "no store holds a folder of PNG"
     text = _text(comment)
-    beside, old = (name_beside(path, kind) for kind in ("partial", "old"))
+    beside, old = (sibling_path(path, kind) for kind in ("partial", "old"))
     try:
         with written(path):
             beside.mkdir()
@@ -329,7 +329,7 @@ def _write_pngs(path: Place, frames: Iterator[Frame], fps: int | float, comment:
 
 LEAST_BYTES = {**dict.fromkeys(FILMS, 0.01), ".gif": 0.05, ".webp": 0.02, ".png": 0.1, "": 0.1}
 """Bytes of a pixel that a video takes at least, unless it shows next to nothing."""
-WRITERS: dict[str, Callable[[Place, Iterator[Frame], float, str], None]] = {
+WRITERS: dict[str, Callable[[AnyPath, Iterator[Frame], float, str], None]] = {
     **dict.fromkeys(FILMS, _write_film),
     ".gif": _write_gif,
     ".webp": _write_webp,

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Temporary files and folders of this process, and the removal of those that dead processes left."""
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from socket import gethostname
+
+from psutil import pid_exists
+
+from wanjax.signals import abandoned_by
+
+HOST = re.sub(r"[^\w-]", "-", gethostname())[:40]  # whose processes can be looked up
+LEFT = re.compile(r"\.(?P<pid>\d{1,10})@(?P<host>[\w-]+)\.(?P<kind>partial|old)\.(?P<name>.+)", re.DOTALL)
+
+
+@contextmanager
+def temp_dir(within: Path | None = None) -> Iterator[Path]:
+    """Yield a new temporary folder, which is removed after the block, or when the process is terminated.
+
+    It is in the system's temporary folder, or in `within`. `sibling_path` removes leftovers.
+    """
+    partial_path = sibling_path((within or Path(tempfile.gettempdir())) / "wanjax-")
+    directory = tempfile.TemporaryDirectory(prefix=partial_path.name, dir=partial_path.parent)
+    with directory as name, abandoned_by(partial(shutil.rmtree, name)):
+        yield Path(name)
+
+
+def sibling_path(path: Path, kind: str = "partial") -> Path:
+    """Return a path beside `path` for this process: `partial` for an incomplete file, `old` for a replaced one.
+
+    Removes leftovers of dead processes of this machine. An `old` file whose replacement is missing gets its name back.
+    """
+    with suppress(OSError):
+        for left in list(path.parent.glob(".*")):
+            if (match := LEFT.fullmatch(left.name)) and match["host"] == HOST and not pid_exists(int(match["pid"])):
+                with suppress(OSError):  # it may be another user's, or be gone by now
+                    _clear(left, match["kind"], left.with_name(match["name"]))
+    return path.with_name(f".{os.getpid()}@{HOST}.{kind}.{path.name}")
+
+
+def _clear(left: Path, kind: str, target: Path) -> None:
+    if kind == "old" and not target.exists():
+        left.rename(target)
+    elif left.is_dir():
+        shutil.rmtree(left)
+    else:
+        left.unlink()
