@@ -18,14 +18,6 @@ from wanjax.pipelines.meshes import choose_mesh, step_cost
 from wanjax.pipelines.model import Cost, VideoModel, attending
 from wanjax.pipelines.recording import needed_pictures, record
 from wanjax.pipelines.settings import Settings
-<<<<<<< HEAD:src/wanjax/plan/estimate.py
-from wanjax.plan.hardware import (
-    Hardware,
-    Tell,
-    axes_on,
-    find_priceable_hardware,
-    limit_of,
-=======
 from wanjax.plan.hardware import (
     Hardware,
     Tell,
@@ -34,16 +26,11 @@ from wanjax.plan.hardware import (
     fits_on,
     limit_of,
     may_fit,
->>>>>>> origin/main:src/wanjax/plan/outlook.py
     mesh_on,
     priced_on,
     would_fit,
 )
-<<<<<<< HEAD:src/wanjax/plan/estimate.py
 from wanjax.plan.video_programs import DENSE, REUSING, STEP, VideoProgram, programs_of
-=======
-from wanjax.plan.video_programs import DENSE, REUSING, STEP, Scheduled, programs_of
->>>>>>> origin/main:src/wanjax/plan/outlook.py
 from wanjax.pricing.chips import Slice
 from wanjax.pricing.pricer import Price
 from wanjax.pricing.roofline import Machine
@@ -84,16 +71,11 @@ class Row:
 
 
 @dataclass(frozen=True)
-<<<<<<< HEAD:src/wanjax/plan/estimate.py
-class Estimate:
-    """The prices of a video, not measurements. If a stage does not fit, `advice` names a slice where it fits.
-=======
 class Estimate:
     """The prices of a video, not measurements.
 
     `fits` is True if every stage fits, and None where a stated model cannot tell: its peak counts nothing as fused, and
     is an upper bound. `advice` says what to do unless it is True.
->>>>>>> origin/main:src/wanjax/plan/outlook.py
 
     `compiler` is the set of compiler options, None where nothing was compiled. Of the steps, `reusing_steps` reuse what
     the step cache kept, and `dense_steps`, the first under radial attention, take all of attention; fields named
@@ -252,34 +234,23 @@ def estimate(
     )
 
 
-<<<<<<< HEAD:src/wanjax/plan/estimate.py
 def _memory(
     settings: Settings, chip: str, hardware: Hardware, stages: Mapping[str, Stage], step: Price
 ) -> dict[str, Any]:
-    """Return the fields on the stages and their memory, and what limits the video."""
-    fits = all(stage.spare_bytes_per_chip >= 0 for stage in stages.values())
-=======
-def _memory(settings: Settings, chip: str, place: Hardware, stages: Mapping[str, Stage], step: Price) -> dict[str, Any]:
     """Returns the fields on the stages and their memory, and what limits the video."""
     each = [
-        fits_on(place, stage.weights_bytes_per_chip + stage.kept_bytes_per_chip, stage.peak_bytes_per_chip)
+        fits_on(hardware, stage.weights_bytes_per_chip + stage.kept_bytes_per_chip, stage.peak_bytes_per_chip)
         for stage in stages.values()
     ]
     fits = False if False in each else None if None in each else True
->>>>>>> origin/main:src/wanjax/plan/outlook.py
     tightest = min(stages, key=lambda name: stages[name].spare_bytes_per_chip)
     return {
         "memory_per_chip": hardware.memory,
         "fits": fits,
         "peak_bytes_per_chip": max(stage.peak_bytes_per_chip for stage in stages.values()),
         "stages": stages,
-<<<<<<< HEAD:src/wanjax/plan/estimate.py
-        "limit": (limit_of(step) if fits else None) or f"the memory of a chip, in {tightest}",
-        "advice": None if fits else _advice(settings, chip, stages, hardware.devices),
-=======
         "limit": (None if fits is False else limit_of(step)) or f"the memory of a chip, in {tightest}",
-        "advice": None if fits else _advice(settings, chip, stages, place.devices, fits),
->>>>>>> origin/main:src/wanjax/plan/outlook.py
+        "advice": None if fits else _advice(settings, chip, stages, hardware.devices, fits),
     }
 
 
@@ -366,13 +337,8 @@ def _sum(seconds: Iterable[float | None]) -> float | None:
     return None if None in values else sum(filter(None, values))
 
 
-<<<<<<< HEAD:src/wanjax/plan/estimate.py
-def _advice(settings: Settings, chip: str, stages: Mapping[str, Stage], devices: int) -> str:
-    """Return advice on a slice that is large enough by the memory of all its devices together."""
-=======
 def _advice(settings: Settings, chip: str, stages: Mapping[str, Stage], devices: int, fits: bool | None) -> str:
     """Return what to do where a video does not fit, or perhaps does not."""
->>>>>>> origin/main:src/wanjax/plan/outlook.py
     name, worst = max(stages.items(), key=lambda item: item[1].peak_bytes_per_chip)
     video = f"{settings.model} at {settings.width}x{settings.height} and {quantity(settings.frames, 'frame')}"
     needed, memory = worst.peak_bytes_per_chip, worst.peak_bytes_per_chip + worst.spare_bytes_per_chip

@@ -9,6 +9,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from wanjax.errors import WanjaxError
+from wanjax.figures import in_bytes
 from wanjax.plan.price import PRICER
 from wanjax.pricing import roofline_price
 from wanjax.pricing.chips import SLICES, Slice, abstract_mesh
@@ -96,6 +97,29 @@ def limit_of(program: Price) -> str | None:
     """Return the part that takes most of a program's time; None if it does not fit."""
     parts = program.breakdown
     return LIMITS[max(parts, key=lambda part: parts[part])] if parts else None
+
+
+def fits_on(hardware: Hardware, arguments: int, peak: int) -> bool | None:
+    """Return whether a program fits a device; None where nothing is compiled, and only fusion could make it fit.
+
+    Args:
+        hardware: The devices. On a slice of TPUs the bytes are the compiler's own; elsewhere the peak is an upper
+            bound, that of a program of which nothing is fused.
+        arguments: Bytes that have to be there: weights, inputs and what is kept beside them.
+        peak: Bytes at the peak.
+    """
+    if peak <= hardware.memory:
+        return True
+    return None if not isinstance(hardware, Slice) and arguments <= hardware.memory else False
+
+
+def may_fit(claim: str, subject: str, least: int, most: int, memory: int) -> str:
+    """Return a sentence on bytes of a device that only a compiler could tell."""
+    return (
+        f"{claim}: {subject} holds {in_bytes(least, 1024)} a chip of weights and inputs, and at most "
+        f"{in_bytes(most, 1024)}, if nothing is fused, where {in_bytes(memory, 1024)} are to be had; nothing was "
+        "compiled for this chip, so try it there: `wanjax warmup` compiles without weights"
+    )
 
 
 def would_fit(chip: str, needed: int) -> str:

@@ -24,14 +24,6 @@ from wanjax.pipelines.recording import needed_pictures
 from wanjax.pipelines.request import PreparedRequest
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.settings import Settings
-<<<<<<< HEAD:src/wanjax/plan/training_estimate.py
-from wanjax.plan.hardware import (
-    Hardware,
-    Tell,
-    axes_on,
-    find_priceable_hardware,
-    limit_of,
-=======
 from wanjax.plan.hardware import (
     Hardware,
     Tell,
@@ -40,7 +32,6 @@ from wanjax.plan.hardware import (
     fits_on,
     limit_of,
     may_fit,
->>>>>>> origin/main:src/wanjax/plan/training.py
     mesh_on,
     priced_on,
     would_fit,
@@ -59,13 +50,8 @@ STEPS = 1000  # of the schedule of the rate, which costs nothing
 
 
 @dataclass(frozen=True)
-<<<<<<< HEAD:src/wanjax/plan/training_estimate.py
-class TrainingEstimate:
-    """The prices of a step of training, not measurements. If it does not fit, `advice` names a slice where it fits.
-=======
 class TrainingEstimate:
     """The prices of a step of training, not measurements. `fits` and `advice` are those of `Estimate`.
->>>>>>> origin/main:src/wanjax/plan/training.py
 
     `forward_seconds` are those of the loss alone, and `backward_ratio` how many times as long the rest of a step takes.
     """
@@ -198,19 +184,13 @@ def _seconds(step: Price, forward: Price) -> dict[str, Any]:
     }
 
 
-<<<<<<< HEAD:src/wanjax/plan/training_estimate.py
 def _memory(settings: Settings, chip: str, hardware: Hardware, step: Price) -> dict[str, Any]:
-    """Return the fields on memory, and what limits a step."""
-    spare = hardware.memory - step.peak
-=======
-def _memory(settings: Settings, chip: str, place: Hardware, step: Price) -> dict[str, Any]:
     """Returns the fields on memory, and what limits a step."""
-    spare, fits = place.memory - step.peak, fits_on(place, step.arguments, step.peak)
->>>>>>> origin/main:src/wanjax/plan/training.py
+    spare, fits = hardware.memory - step.peak, fits_on(hardware, step.arguments, step.peak)
     advice = None
     if fits is None:
         claim = f"a step of {settings.model} may fit {chip}"
-        advice = may_fit(claim, "it", step.arguments, step.peak, place.memory)
+        advice = may_fit(claim, "it", step.arguments, step.peak, hardware.memory)
     elif not fits:
         advice = (
             f"a step of {settings.model} needs {in_bytes(step.peak, 1024)} a chip where "
