@@ -130,7 +130,7 @@ def test_published_models(model, size, told, memory_of, tmp_path, monkeypatch):
         classes = {name: ["", ""] for name in known.architecture.spec.networks}
         (tmp_path / "model_index.json").write_text(json.dumps(classes))
         found = registry.Checkpoint(**vars(known), source=open_diffusers(model, tmp_path))
-    monkeypatch.setattr(registry, "examine", lambda *_: found)
+    monkeypatch.setattr(registry, "inspect_checkpoint", lambda *_: found)
     memory_of(size)
     if told is None:
         assert max(wanjax.load(model).components.sizes.values()) <= size

@@ -203,7 +203,7 @@ def without_weights(tmp_path, monkeypatch):
         values["preset"] = replace(found.preset, loras=())  # they change no mesh
         return Checkpoint(**values, source=open_diffusers(model, tmp_path, "main"))
 
-    monkeypatch.setattr(loading, "admit", admit)
+    monkeypatch.setattr(loading, "open_for_loading", admit)
 
 
 def mesh_of_run(devices, model: str, **given) -> tuple[int, ...]:
