@@ -18,7 +18,7 @@ from tests.support.attention import SMALL_TILES
 from tests.support.commands import succeeded, wanjax
 from wanjax.bench import operations, suite
 from wanjax.bench.expected import local_devices
-from wanjax.bench.measuring import Measured, distance, made_up, measure, mesh_of
+from wanjax.bench.measure import Measured, distance, made_up, measure, mesh_of
 from wanjax.bench.operations import COLLECTIVES, attend, check_attention, exchange
 from wanjax.bench.suite import SIZES, BenchSize, Suite
 from wanjax.bench.timing import Timing, timed

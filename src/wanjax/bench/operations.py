@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from wanjax.bench.measuring import distance, made_up, mesh_of
+from wanjax.bench.measure import distance, made_up, mesh_of
 from wanjax.bench.timing import Timing, timed
 from wanjax.errors import UnsupportedError
 from wanjax.kernels.alignment import round_up

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from wanjax.bench.expected import Build, LocalDevices, local_devices
-from wanjax.bench.measuring import Measured, distance, measure, mesh_of
+from wanjax.bench.measure import Measured, distance, measure, mesh_of
 from wanjax.bench.operations import (
     CLOSE,
     COLLECTIVES,

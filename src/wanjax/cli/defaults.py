@@ -20,7 +20,7 @@ from wanjax.cli.arguments import check_extra, check_words, our_name, visible_opt
 from wanjax.cli.options import SETTINGS, input_option, is_typed, of_file
 from wanjax.errors import WanjaxError, reason
 from wanjax.media.inputs import IMAGE, INPUTS, REFERENCES
-from wanjax.media.text import read_text
+from wanjax.media.text_files import read_text
 from wanjax.pipelines.settings import read_size
 
 RIVALS = {

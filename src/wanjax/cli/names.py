@@ -6,7 +6,7 @@ from datetime import datetime
 from itertools import count
 from pathlib import Path
 
-from wanjax.media.text import slug
+from wanjax.media.text_files import slug
 
 VIDEOS = Path("wanjax_videos")
 TOKEN = "WANJAX_TOKEN"  # the variable with what a server wants to be shown

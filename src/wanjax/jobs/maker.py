@@ -23,7 +23,7 @@ from wanjax.jobs.store import Job
 from wanjax.jobs.worker import DISK_FULL, Failure, Interrupted, Lease
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures
-from wanjax.media.text import slug
+from wanjax.media.text_files import slug
 from wanjax.media.video import try_output, write_video
 from wanjax.pipelines.observers import Cancelled, Observer, Step
 from wanjax.pipelines.pipeline import Pipeline

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from wanjax.errors import WanjaxError, reason, shown
-from wanjax.media.text import decoded, read_text, trimmed
+from wanjax.media.text_files import decoded, read_text, trimmed
 from wanjax.pipelines.other_names import unknown_keyword
 from wanjax.pipelines.request import STRENGTH, VideoRequest, known_fields
 from wanjax.stores.paths import parse_path

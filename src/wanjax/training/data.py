@@ -20,7 +20,7 @@ from typing import Any
 from wanjax.errors import WanjaxError, reason
 from wanjax.figures import quantity
 from wanjax.media.pictures import in_order, is_picture_name
-from wanjax.media.text import read_text, trimmed
+from wanjax.media.text_files import read_text, trimmed
 from wanjax.media.video import FILMS, read_metadata
 from wanjax.pipelines.settings import is_text
 
