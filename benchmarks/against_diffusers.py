@@ -26,7 +26,7 @@ STAGES = list(dict.fromkeys(stage for stages in FAMILIES.values() for stage in s
 
 
 def processor() -> str:
-    """Returns the processor's name, and which of the instructions for bfloat16 it has."""
+    """Return the processor's name, and which of the instructions for bfloat16 it has."""
     text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     name = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
     own = sorted(set(re.findall(r"\b(?:amx_bf16|avx512_bf16|avx512f|avx2)\b", text)))

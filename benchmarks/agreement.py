@@ -49,7 +49,7 @@ MEASURED = (
 
 
 def with_splash(program: Lowering) -> Lowering:
-    """Returns a step whose attention is `splash` with that attention.
+    """Return a step whose attention is `splash` with that attention.
 
     Building a splash kernel puts arrays on a device, which fails while a program for described devices is traced.
     So a first trace records the shapes, and the kernels are built before the second.
@@ -79,7 +79,7 @@ def _register(function: Any) -> None:
 
 
 def priced(measured: Measured) -> float:
-    """Returns the price of the step in seconds."""
+    """Return the price of the step in seconds."""
     settings = replace(presets()[MODEL].defaults, height=measured.size[0], width=measured.size[1])
     place = find_slice(measured.chip)
     mesh = abstract_mesh(place, {"dp": 2, "sp": 1, "tp": place.devices // 2})

@@ -45,7 +45,7 @@ BAR_SPEED, BAR_MEMORY = 0.9, 0.25
 
 
 def torch_attention(arrays: list[np.ndarray], dtype: str) -> Callable[[], Any]:
-    """Returns torch's fused attention of the operands [B L N D]; torch's axis order [B N L D] is a view of them."""
+    """Return torch's fused attention of the operands [B L N D]; torch's axis order [B N L D] is a view of them."""
     import torch
 
     q, k, v = (torch.from_numpy(x).to(getattr(torch, dtype)).transpose(1, 2) for x in arrays)
@@ -58,14 +58,14 @@ def torch_attention(arrays: list[np.ndarray], dtype: str) -> Callable[[], Any]:
 
 
 def ours(workload: Workload, dtype: str, name: str, config: Any) -> tuple[Callable, int]:
-    """Returns the compiled call, and the bytes that it needs in addition to its operands and its result."""
+    """Return the compiled call, and the bytes that it needs in addition to its operands and its result."""
     function = jax.jit(partial(attention, implementation=name, config=config))
     compiled: Any = function.lower(*workload.operands(jnp.dtype(dtype))).compile()
     return compiled, compiled.memory_analysis().temp_size_in_bytes
 
 
 def measure(workload: Workload, dtype: str, config: Any, repeats: int, one_core: bool) -> Table:
-    """Checks every implementation against torch's result, then measures its speed and memory."""
+    """Check every implementation against torch's result, then measure its speed and memory."""
     random = np.random.default_rng(0)
     arrays = [random.standard_normal(x.shape, np.float32) for x in workload.operands()]
     operands = [jnp.asarray(x, dtype) for x in arrays]

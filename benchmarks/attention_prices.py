@@ -39,7 +39,7 @@ def ours(implementation: str) -> Callable:
 
 
 def gradients(function: Callable) -> Callable:
-    """Returns the gradients of q, k and v, which compute what they need of the forward pass."""
+    """Return the gradients of q, k and v, which compute what they need of the forward pass."""
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
         return jax.vjp(function, q, k, v)[1](q)  # a gradient like any other
@@ -53,7 +53,7 @@ def splash(workload: Workload, tiles: tuple[int, int, int]) -> Callable:
 
 
 def splash_kernel(heads: int, queries: int, keys: int, tiles: tuple[int, int, int]) -> Callable[..., jax.Array]:
-    """Returns splash attention (q, k, v, scale) of one device's operands [1 L N D].
+    """Return splash attention (q, k, v, scale) of one device's operands [1 L N D].
 
     tiles: block_q, block_kv and block_kv_compute.
     """
@@ -88,7 +88,7 @@ def splash_kernel(heads: int, queries: int, keys: int, tiles: tuple[int, int, in
 
 
 def program(mesh: AbstractMesh, workload: Workload, function: Callable) -> Lowering:
-    """Builds the program that runs a function, replicated on every device, on operands [1 L N·D]."""
+    """Build the program that runs a function, replicated on every device, on operands [1 L N·D]."""
     shapes = (
         jax.ShapeDtypeStruct((*x.shape[:2], x.shape[2] * x.shape[3]), x.dtype) for x in workload.operands(jnp.bfloat16)
     )
@@ -101,14 +101,14 @@ def program(mesh: AbstractMesh, workload: Workload, function: Callable) -> Lower
 
 
 def smallest(chip: str) -> str:
-    """Returns the smallest slice of a chip."""
+    """Return the smallest slice of a chip."""
     return min((place for place in SLICES.values() if place.chip.name == chip), key=lambda place: place.devices).name
 
 
 def compile_forms(
     workload: Workload, chip: str, compared: Mapping[Name, Callable]
 ) -> dict[Name, Compiled | CompilerError]:
-    """Compiles functions of q, k and v, with schedules, for one chip; `compared` has them by their names."""
+    """Compile functions of q, k and v, with schedules, for one chip; `compared` has them by their names."""
     place = smallest(chip)
     mesh = abstract_mesh(find_slice(place))
     programs = [(program(mesh, workload, function), place) for function in compared.values()]
@@ -116,7 +116,7 @@ def compile_forms(
 
 
 def forms(workload: Workload) -> Mapping[str, Callable]:
-    """Returns the functions to compare, by their names in the table."""
+    """Return the functions to compare, by their names in the table."""
     found: dict[str, Callable] = {name: ours(name) for name in OWN}
     for tiles in SPLASH_TILES:
         found[f"splash {', '.join(map(str, tiles))}"] = splash(workload, tiles)
@@ -126,7 +126,7 @@ def forms(workload: Workload) -> Mapping[str, Callable]:
 
 
 def gradient_table(workload: Workload, chip: str) -> Table:
-    """Prices attention with its gradients, beside attention alone."""
+    """Price attention with its gradients, beside attention alone."""
     compared = {
         "flash_tpu alone": ours("flash_tpu"),
         "flash_tpu": gradients(ours("flash_tpu")),
@@ -149,7 +149,7 @@ def gradient_table(workload: Workload, chip: str) -> Table:
 
 
 def price_table(workload: Workload, chip: str) -> Table:
-    """Compiles and prices all forms of a workload on one chip."""
+    """Compile and prices all forms of a workload on one chip."""
     results = compile_forms(workload, chip, forms(workload))
     done = {name: result for name, result in results.items() if isinstance(result, Compiled)}
     prices = {name: price_compiled(result, skip=_rare(name, result)).total.mid for name, result in done.items()}
@@ -169,7 +169,7 @@ def price_table(workload: Workload, chip: str) -> Table:
 
 
 def _rare(name: str, compiled: Compiled) -> Mapping[str, Container[int]]:
-    """Returns the blocks of a kernel whose branch skips work that few inputs need."""
+    """Return the blocks of a kernel whose branch skips work that few inputs need."""
     return rare_work(compiled) if name in WITH_RARE_WORK else {}
 
 

@@ -24,7 +24,7 @@ LEVELS = {"O0": 9, "O1": O1, "O2": O2}  # XLA's numbers
 
 
 def at_level(program: Lowering, level: int) -> Lowering:
-    """Returns the program with another optimisation level."""
+    """Return the program with another optimisation level."""
     return program._replace(compiler_options={**(program.compiler_options or {}), "optimization_level": level})
 
 

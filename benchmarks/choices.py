@@ -102,7 +102,7 @@ def _gradient(product: Callable[[Any, jax.Array], jax.Array]) -> Callable[..., A
 
 
 def casts(repeats: int) -> Table:
-    """Reads XLA's temporary memory for UMT5-XXL with bfloat16 weights and float32 compute; nothing is run."""
+    """Read XLA's temporary memory for UMT5-XXL with bfloat16 weights and float32 compute; nothing is run."""
     del repeats
     make = partial(T5Encoder, UMT5_XXL, dtype=jnp.float32, param_dtype=jnp.bfloat16)
     graphdef, weights = nnx.split(as_shapes(lambda rngs: make(rngs=rngs)))

@@ -52,7 +52,7 @@ PATIENCE = 900.0  # seconds that a driver may take without a video
 
 @contextmanager
 def pinned(core: int | None) -> Iterator[None]:
-    """Keeps what is started in the block to one core."""
+    """Keep what is started in the block to one core."""
     before = os.sched_getaffinity(0)
     if core is not None:
         os.sched_setaffinity(0, {sorted(before)[core % len(before)]})
@@ -63,7 +63,7 @@ def pinned(core: int | None) -> Iterator[None]:
 
 
 def patient(start: Callable[[], Any], tries: int = 5) -> Any:
-    """Starts a node; Ray waits 30 seconds for one, which is too short where other work takes the processor."""
+    """Start a node; Ray waits 30 seconds for one, which is too short where other work takes the processor."""
     for left in reversed(range(tries)):
         try:
             return start()
@@ -88,13 +88,13 @@ class LocalCluster:
         return self.cluster.address
 
     def add(self, core: int | None = None) -> None:
-        """Starts a node, which is kept to one core if that is named."""
+        """Start a node, which is kept to one core if that is named."""
         with pinned(core):
             told: Any = {"num_cpus": 1, "node_ip_address": "127.0.0.1", "object_store_memory": STORE}
             self.nodes.append(patient(lambda: self.cluster.add_node(**told)))
 
     def kill(self, index: int) -> None:
-        """Kills a node as a power cut does."""
+        """Kill a node as a power cut does."""
         self.cluster.remove_node(self.nodes.pop(index), allow_graceful=False)
 
     def close(self) -> None:
@@ -103,7 +103,7 @@ class LocalCluster:
 
 @contextmanager
 def local_cluster(nodes: int, *, pin: bool = False) -> Iterator[LocalCluster]:
-    """Starts a cluster of so many nodes, each kept to a core of its own with `pin`."""
+    """Start a cluster of so many nodes, each kept to a core of its own with `pin`."""
     with ExitStack() as stack:
         made = LocalCluster()
         stack.callback(made.close)
@@ -119,7 +119,7 @@ def write_requests(file: Path, count: int) -> Path:
 
 
 def driver(file: Path, out: Path, *options: str, core: int | None = None) -> "subprocess.Popen[str]":
-    """Starts `wanjax batch`."""
+    """Start `wanjax batch`."""
     command = [sys.executable, "-m", "wanjax", "batch", str(file), "--out", str(out), *SMALL, *options]
     with pinned(core):
         log = (out.parent / f"{out.name}.log").open("a")
@@ -131,7 +131,7 @@ def videos(out: Path) -> list[Path]:
 
 
 def rate(out: Path) -> tuple[float, float]:
-    """Returns the videos a second after the first, and the sum of those of each worker after its own first.
+    """Return the videos a second after the first, and the sum of those of each worker after its own first.
 
     The times are those at which files were written.
     """
@@ -144,7 +144,7 @@ def rate(out: Path) -> tuple[float, float]:
 
 
 def compare_rates(requests: int, repeats: int) -> None:
-    """Prints the rates of two workers, of one, and of one process with both cores."""
+    """Print the rates of two workers, of one, and of one process with both cores."""
     with tempfile.TemporaryDirectory() as name, local_cluster(2, pin=True) as cluster:
         folder = Path(name)
         file = write_requests(folder / "requests.jsonl", requests)
@@ -191,7 +191,7 @@ def idle(store: JobStore) -> Idle:
 
 
 def measure_overhead(requests: int) -> None:
-    """Prints the seconds for a request of two workers and their driver when the work takes none."""
+    """Print the seconds for a request of two workers and their driver when the work takes none."""
     tasks = [Task(f"{i}.mp4", VideoRequest({"prompt": f"a circle {i}", "seed": i}, row=i)) for i in range(requests)]
     for way, together in (("batches as they come", 32), ("one at a time", 1)):
         with tempfile.TemporaryDirectory() as name:
@@ -212,7 +212,7 @@ def measure_overhead(requests: int) -> None:
 
 
 def measure_plan(requests: int) -> None:
-    """Prints the seconds and the memory for requests that are read, checked and named, and mostly there."""
+    """Print the seconds and the memory for requests that are read, checked and named, and mostly there."""
     from wanjax.loading import load
 
     jax.config.update("jax_platforms", "cpu")  # as the driver's: else a libtpu that is installed counts, 94 MiB of it
@@ -240,7 +240,7 @@ def measure_plan(requests: int) -> None:
 
 
 def driver_memory(requests: int) -> float:
-    """Returns the MiB of a driver that has planned requests, before the first video; Ray is in its process."""
+    """Return the MiB of a driver that has planned requests, before the first video; Ray is in its process."""
     with tempfile.TemporaryDirectory() as name:
         out = Path(name) / "videos"
         process = driver(write_requests(Path(name) / "requests.jsonl", requests), out, "--workers", "2")
@@ -254,7 +254,7 @@ def driver_memory(requests: int) -> float:
 
 
 def actors(pid: int, title: str) -> list[psutil.Process]:
-    """Returns the processes of a cluster's actors whose title begins so, the oldest first; `pid` is who started it."""
+    """Return the processes of a cluster's actors whose title begins so, the oldest first; `pid` is who started it."""
     found = []
     for process in psutil.Process(pid).children(recursive=True):
         with suppress(psutil.Error):  # it has ended meanwhile
@@ -264,7 +264,7 @@ def actors(pid: int, title: str) -> list[psutil.Process]:
 
 
 def victims(kind: str, out: Path) -> list[psutil.Process]:
-    """Returns the processes of a kind of a batch's: "worker", or the "leader" or a "follower" of workers of several."""
+    """Return the processes of a kind of a batch's: "worker", or the "leader" or a "follower" of workers of several."""
     if kind == "worker":
         return actors(os.getpid(), "_Actor")
     leaders = {int(entry["worker"].rpartition(":")[2]) for entry in read_manifest(out) if "worker" in entry}
@@ -277,7 +277,7 @@ def victims(kind: str, out: Path) -> list[psutil.Process]:
 def chaos(
     folder: Path, requests: int, workers: int, drivers: int, nodes: int, *, hosts: int = 1, seed: int = 0
 ) -> dict[str, Any]:
-    """Makes a batch on two nodes while so many workers, drivers and nodes are killed; returns what came of it.
+    """Make a batch on two nodes while so many workers, drivers and nodes are killed; return what came of it.
 
     With two hosts both nodes are one worker, of each of whose processes the mesh has a device.
     """

@@ -32,7 +32,7 @@ RESTORE = "restore the "  # and the name of a network
 
 
 def networks(source: Path) -> list[str]:
-    """Returns the names of a checkpoint's networks."""
+    """Return the names of a checkpoint's networks."""
     return sorted({file.parent.name for file in source.rglob("*.safetensors")})
 
 
@@ -66,7 +66,7 @@ def verify(source: Path, target: Path) -> dict:
 
 
 def compare(source: Path, target: Path) -> dict:
-    """Compares every tensor of the source with its conversion there and back, bit for bit."""
+    """Compare every tensor of the source with its conversion there and back, bit for bit."""
     from wanjax.checkpoints.files import SafetensorsFolder
     from wanjax.checkpoints.network_kinds import network
     from wanjax.registry import kinds, open_source
@@ -107,12 +107,12 @@ PARTS: dict[str, Callable[[Path, Path], dict]] = {
 
 
 def function_of(part: str) -> Callable[[Path, Path], dict]:
-    """Returns the function of a part: `restore the NAME` loads a network."""
+    """Return the function of a part: `restore the NAME` loads a network."""
     return PARTS[part] if part in PARTS else partial(load, part.removeprefix(RESTORE))
 
 
 def synchronise(folder: Path) -> None:
-    """Waits until the files are on the disk, and drops them from the page cache."""
+    """Wait until the files are on the disk, and drop them from the page cache."""
     for path in folder.rglob("*"):
         if path.is_file():
             descriptor = os.open(path, os.O_RDONLY)
@@ -122,7 +122,7 @@ def synchronise(folder: Path) -> None:
 
 
 def measured(part: str, source: Path, target: Path) -> dict:
-    """Runs a part in its own process and returns its figures."""
+    """Run a part in its own process and return its figures."""
     for folder in (source, target):
         synchronise(folder)
     with tempfile.NamedTemporaryFile() as result:

@@ -39,20 +39,20 @@ BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s8": 1, "u8": 1, "p
 
 
 def largest(text: str) -> tuple[int, str]:
-    """Returns the bytes and the type of the largest array of a compiled module that is not an argument."""
+    """Return the bytes and the type of the largest array of a compiled module that is not an argument."""
     given = {match[0] for line in text.splitlines() if " parameter(" in line for match in SHAPE.finditer(line)}
     found = {match[0]: BYTES[match[1]] * math.prod(map(int, match[2].split(","))) for match in SHAPE.finditer(text)}
     return max((size, name) for name, size in found.items() if name not in given)
 
 
 def compiled(lowering: Lowering) -> jax.stages.Compiled:
-    """Compiles a program for the devices of its arguments."""
+    """Compile a program for the devices of its arguments."""
     function = jax.jit(lowering.function, donate_argnums=lowering.donate)
     return function.lower(*lowering.arguments).compile()
 
 
 def main() -> None:
-    """Prints a line for each program."""
+    """Print a line for each program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--attention", default="auto", type=AttentionConfig.parse)

@@ -39,7 +39,7 @@ WAITING, DELETED = 8, 7  # videos that a server has at once, and of so many one 
 
 
 def workers_of(pid: int) -> list[psutil.Process]:
-    """Returns the processes of a command's workers."""
+    """Return the processes of a command's workers."""
     with suppress(psutil.Error):
         return [one for one in psutil.Process(pid).children() if "spawn_main" in " ".join(one.cmdline())]
     return []
@@ -75,7 +75,7 @@ class Kills:
 
 
 def kill_batch(folder: Path, kills: Kills) -> dict[str, Any]:
-    """Makes a batch by two workers meanwhile; returns what came of it."""
+    """Make a batch by two workers meanwhile; return what came of it."""
     file, out = write_requests(folder / "requests.jsonl", kills.requests), folder / "videos"
     options = ("--workers", "2", "--retries", "5")
     process = driver(file, out, *options)
@@ -94,7 +94,7 @@ def kill_batch(folder: Path, kills: Kills) -> dict[str, Any]:
 
 
 def kill_server(folder: Path, kills: Kills) -> dict[str, Any]:
-    """Makes a server's videos by two workers meanwhile, and deletes some of them; returns what came of it."""
+    """Make a server's videos by two workers meanwhile, and delete some of them; return what came of it."""
     options = ("--workers", "2", "--no-rehearse", "--database", os.environ.get(VARIABLE) or str(folder / "jobs.sqlite"))
     known, gone, statuses, asked, faults = set[str](), set[str](), dict[str, str](), 0, set[str]()
 
@@ -128,7 +128,7 @@ def kill_server(folder: Path, kills: Kills) -> dict[str, Any]:
 
 
 def listed(client: httpx.Client) -> list[dict[str, Any]] | None:
-    """Returns all videos of a server; None where its database is away."""
+    """Return all videos of a server; None where its database is away."""
     found: list[dict[str, Any]] = []
     page: dict[str, Any] = {"has_more": True}
     while page["has_more"]:
@@ -142,7 +142,7 @@ def listed(client: httpx.Client) -> list[dict[str, Any]] | None:
 
 @contextmanager
 def database(kills: int) -> Iterator[Server | None]:
-    """Names a database in the environment, PostgreSQL's, where it is to be killed; yields its server."""
+    """Name a database in the environment, PostgreSQL's, where it is to be killed; yield its server."""
     if not kills:
         yield None
         return

@@ -21,7 +21,7 @@ BARS = {"a page of 20": 30.0, "the last change": 5.0}  # milliseconds
 
 
 def measure(database: str, jobs: int) -> dict[str, list[float]]:
-    """Returns the milliseconds of each operation of a store that is filled with so many jobs."""
+    """Return the milliseconds of each operation of a store that is filled with so many jobs."""
     store = JobStore(database)
     start = time.perf_counter()
     store.add_all([NewJob(f"job{n}", {"settings": {"prompt": f"take {n}"}}, "nano", f"{n}.mp4") for n in range(jobs)])

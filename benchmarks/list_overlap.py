@@ -29,7 +29,7 @@ SMOOTHNESS = (0.0, 2.0, 8.0)  # patches over which latents are alike: standard d
 
 
 def tokens(config: TransformerConfig, grid: tuple[int, int, int], smooth: float) -> np.ndarray:
-    """Returns tokens [1 L E] with unit variance, of random latents that are alike over so many patches."""
+    """Return tokens [1 L E] with unit variance, of random latents that are alike over so many patches."""
     random = np.random.default_rng(0)
     noise = np.fft.fftn(random.normal(size=(*grid, config.patch_cells * config.channels_in)), axes=(0, 1, 2))
     for axis, size in enumerate(grid):
@@ -41,14 +41,14 @@ def tokens(config: TransformerConfig, grid: tuple[int, int, int], smooth: float)
 
 
 def unions(lists: np.ndarray, together: int) -> float:
-    """Returns the mean size of the union of neighbouring lists [N L S], relative to a list."""
+    """Return the mean size of the union of neighbouring lists [N L S], relative to a list."""
     count = lists.shape[1] // together * together
     groups = np.sort(lists[:, :count].reshape(len(lists), -1, together * lists.shape[2]), axis=2)
     return float((1 + (np.diff(groups, axis=2) > 0).sum(axis=2)).mean() / lists.shape[2])
 
 
 def measured(config: TransformerConfig, grid: tuple[int, int, int], sparse: SparseLinear, smooth: float) -> np.ndarray:
-    """Returns the lists [N L S] of a layer's heads."""
+    """Return the lists [N L S] of a layer's heads."""
     options = {"dtype": jnp.float32, "param_dtype": jnp.float32, "rngs": nnx.Rngs(0)}
     layer, rope = SelfAttention(config, AttentionConfig(sparse=sparse), **options), rope_3d(grid, config.rope_channels)
     x = jnp.asarray(tokens(config, grid, smooth))

@@ -28,7 +28,7 @@ def _weights(file: Path) -> dict[str, np.ndarray]:
 
 @jax.jit
 def _features(x: Float[Array, "B H W 3"], weights: dict[str, Array]) -> list[Float[Array, "B _H _W _C"]]:
-    """Returns the features after each convolution, each of length 1 along the channels."""
+    """Return the features after each convolution, each of length 1 along the channels."""
     found, x = [], (x - SHIFT) / SCALE
     for layer, (stride, padding) in LAYERS.items():
         if layer in POOLED:
@@ -46,7 +46,7 @@ def _features(x: Float[Array, "B H W 3"], weights: dict[str, Array]) -> list[Flo
 
 
 def lpips(one: UInt8[np.ndarray, "T H W 3"], other: UInt8[np.ndarray, "T H W 3"], file: Path) -> float:
-    """Returns the mean distance of frames."""
+    """Return the mean distance of frames."""
     weights = _weights(file)
     both = [_features(jnp.asarray(frames, jnp.float32) / 127.5 - 1, weights) for frames in (one, other)]
     total = 0.0

@@ -33,13 +33,13 @@ STATUS = Path("/proc/self/status")
 
 
 def memory(field: str) -> int:
-    """Returns this process's memory in bytes: `VmRSS` is the current size, `VmHWM` the peak."""
+    """Return this process's memory in bytes: `VmRSS` is the current size, `VmHWM` the peak."""
     [line] = [line for line in STATUS.read_text().splitlines() if line.startswith(f"{field}:")]
     return 1024 * int(line.split()[1])
 
 
 def random_network(network: Network) -> Any:
-    """Returns the network with random weights, in float32."""
+    """Return the network with random weights, in float32."""
     graphdef, state = nnx.split(network.abstract(dtype=jnp.float32, param_dtype=jnp.float32))
     random = np.random.default_rng(0)
     weights = jax.tree.map(lambda x: jnp.asarray(0.02 * random.standard_normal(x.shape, x.dtype)), state)
@@ -47,7 +47,7 @@ def random_network(network: Network) -> Any:
 
 
 def decode(model: str, frames: int, height: int, width: int) -> dict[str, int]:
-    """Decodes one clip and returns the process's memory before decoding and at its peak, in bytes."""
+    """Decode one clip and return the process's memory before decoding and at its peak, in bytes."""
     preset, parts = presets()[model], Components({})
     family, architecture = family_with(preset), preset.architecture
     assert architecture is not None

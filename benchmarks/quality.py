@@ -56,20 +56,20 @@ class Compared:
     right: dict[str, list[bool]] = field(default_factory=lambda: {aspect: [] for aspect in ASPECTS})
 
     def told(self) -> dict[str, Any]:
-        """Returns the medians of the ratios of time, and the means of all else."""
+        """Return the medians of the ratios of time, and the means of all else."""
         found = {name: float(np.median(getattr(self, name))) for name in ("denoise", "whole")}
         means = {name: getattr(self, name) for name in ("computed", "psnr", "ssim", "lpips")} | self.right
         return found | {name: float(np.mean(values)) for name, values in means.items() if values}
 
 
 def psnr(one: Frames, other: Frames) -> float:
-    """Returns the peak signal-to-noise ratio in dB, at most 100."""
+    """Return the peak signal-to-noise ratio in dB, at most 100."""
     squared = np.mean((one.astype(np.float64) - other) ** 2)
     return 100.0 if squared == 0 else min(100.0, float(10 * np.log10(255**2 / squared)))
 
 
 def ssim(one: Frames, other: Frames) -> float:
-    """Returns the mean structural similarity of frames, as Wang et al., 2004: Gaussian windows of 11 × 11, σ 1.5."""
+    """Return the mean structural similarity of frames, as Wang et al., 2004: Gaussian windows of 11 × 11, σ 1.5."""
 
     def mean(x: Float[np.ndarray, "T H W 3"]) -> Float[np.ndarray, "T H W 3"]:
         return ndimage.gaussian_filter(x, (0, 1.5, 1.5, 0), truncate=3.5)[:, 5:-5, 5:-5]
@@ -115,7 +115,7 @@ def compare(
     read: Callable[[Frames], Any] | None,
     weights: Path | None,
 ) -> dict[str, Compared]:
-    """Makes each prompt and seed with every cache and without; the first video of each is made twice, to be warm.
+    """Make each prompt and seed with every cache and without; the first video of each is made twice, to be warm.
 
     A prompt comes with the names that a reading of its video should tell.
     """
@@ -160,7 +160,7 @@ def table(found: dict[str, dict[str, float]]) -> str:
 
 
 def of_nano() -> tuple[list[tuple[str, dict[str, str]]], Callable[[Frames], Any]]:
-    """Returns the prompts that nano's training never saw with what they ask for, and the reading of a video."""
+    """Return the prompts that nano's training never saw with what they ask for, and the reading of a video."""
     sys.path.insert(0, str(NANO))
     from captions import plain_caption
     from clips import HELD_OUT

@@ -29,7 +29,7 @@ BLOCKS = ("128,128", "256,128", "256,256", "512,128", "512,256", "1024,128")
 
 
 def listed_seconds(compiled: Compiled, mask: Radial, workload: Workload) -> float:
-    """Prices the kernel by the numbers of blocks that its grid steps list; it holds all keys at once."""
+    """Price the kernel by the numbers of blocks that its grid steps list; it holds all keys at once."""
     counts = cells(mask, workload.queries, workload.keys, workload.keys + mask.block_kv, BLOCKS_TOGETHER)[1]
     return visiting_seconds(compiled, [int(count) for count in counts[:: max(1, len(counts) // STEPS)]])
 

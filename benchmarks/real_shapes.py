@@ -27,7 +27,7 @@ BAR = 20e9  # bytes
 
 
 def write_hub_cache(model: str, home: Path) -> None:
-    """Writes the checkpoint into a cache of huggingface-hub, so that the model is found by its name."""
+    """Write the checkpoint into a cache of huggingface-hub, so that the model is found by its name."""
     repository = home / "hub" / f"models--{presets()[model].source.replace('/', '--')}"
     revision = "0" * 40
     (repository / "refs").mkdir(parents=True)
@@ -36,7 +36,7 @@ def write_hub_cache(model: str, home: Path) -> None:
 
 
 def run(command: list[str], environment: Mapping[str, str]) -> tuple[float, int]:
-    """Runs a command with its output shown, and returns the wall time in seconds and the peak memory in bytes.
+    """Run a command with its output shown, and return the wall time in seconds and the peak memory in bytes.
 
     The command resets its own peak at the start of each stage, so the peak is polled during the run.
     """

@@ -15,6 +15,6 @@ from wanjax.sharding import RULES, Partitioner
 
 
 def programs(model: str, settings: Settings, mesh: Mesh | AbstractMesh, **how: Any) -> list[VideoProgram]:
-    """Returns the programs of a video of these settings; the keywords are those of `abstract_pipeline`."""
+    """Return the programs of a video of these settings; the keywords are those of `abstract_pipeline`."""
     pipe = abstract_pipeline(replace(outline(model), settings=settings), Partitioner(mesh, RULES["fsdp"]), **how)
     return programs_of(record(pipe, settings, needed_pictures(pipe, settings)))

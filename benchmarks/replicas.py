@@ -43,17 +43,17 @@ PATIENCE = 900.0  # seconds in which a video ends
 def service(
     folder: Path | str, workers: str, *options: str
 ) -> AbstractContextManager[tuple[str, "subprocess.Popen[str]"]]:
-    """Returns a context in which `wanjax serve --workers` runs, with its address and its process."""
+    """Return a context in which `wanjax serve --workers` runs, with its address and its process."""
     return served(folder, "--workers", workers, *options)
 
 
 def processes(store: JobStore) -> list[int]:
-    """Returns the processes of the workers that are ready, in the order of their names."""
+    """Return the processes of the workers that are ready, in the order of their names."""
     return [worker.facts["process"] for worker in store.workers() if worker.state == "ready"]
 
 
 def most_attempts(store: JobStore) -> int:
-    """Returns how often that video was begun, of those that have not ended, that was begun most often."""
+    """Return how often that video was begun, of those that have not ended, that was begun most often."""
     jobs, _ = store.page(1000)
     return max((job.attempts for job in jobs if not job.over), default=0)
 
@@ -67,7 +67,7 @@ class Watch:
     failed: Counter[str] = field(default_factory=Counter)
 
     def get(self, client: httpx.Client, path: str) -> httpx.Response | None:
-        """Asks once; returns None where no good answer came."""
+        """Ask once; return None where no good answer came."""
         begun = time.monotonic()
         try:
             answer = client.get(path)
@@ -81,7 +81,7 @@ class Watch:
         return answer
 
     def one(self, address: str, number: int) -> None:
-        """Asks for a video, and follows it to its end."""
+        """Ask for a video, and follow it to its end."""
         with httpx.Client(base_url=address, timeout=60) as client:
             body = SMALL | {"prompt": f"a red circle moving right, take {number}", "seed": number}
             body |= {"steps": random.Random(number).choice([2, 4, 8])}
@@ -114,7 +114,7 @@ class Watch:
 def measure(
     folder: Path, requests: int, clients: int, workers: int, every: float, database: str | None = None
 ) -> dict[str, Any]:
-    """Returns the outcomes, the kills, and the seconds of answers in the second after a kill and otherwise."""
+    """Return the outcomes, the kills, and the seconds of answers in the second after a kill and otherwise."""
     watch, kills, over = Watch(), [], Event()
     database = database or str(folder / "jobs.sqlite")
     with service(folder, str(workers), "--database", database) as (address, _):

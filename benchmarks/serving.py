@@ -45,7 +45,7 @@ KINDS = ("plain",) * 6 + ("bad", "oversized", "large", "cancelled", "removed", "
 def served(
     folder: Path | str, *options: str, environment: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
-    """Starts `wanjax serve` on a free port; yields its address and the process, and ends it."""
+    """Start `wanjax serve` on a free port; yield its address and the process, and end it."""
     command = [sys.executable, "-m", "wanjax", "serve", "--port", "0", "--dir", str(folder), *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stderr is not None
@@ -72,14 +72,14 @@ def served(
 
 
 def finished(client: httpx.Client, id: str) -> dict[str, Any]:
-    """Waits for the end of a video."""
+    """Wait for the end of a video."""
     while (video := client.get(f"/v1/videos/{id}").json())["status"] not in ("completed", "failed"):
         time.sleep(POLL)
     return video
 
 
 def start(folder: Path, empty_cache: bool) -> dict[str, float]:
-    """Measures the first and the second video of a server, and those of the library in this process."""
+    """Measure the first and the second video of a server, and those of the library in this process."""
     environment = os.environ | ({"XDG_CACHE_HOME": str(folder / "cache")} if empty_cache else {})
     seconds = []
     began = time.perf_counter()
@@ -106,13 +106,13 @@ def start(folder: Path, empty_cache: bool) -> dict[str, float]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Returns the seconds that a process's threads have computed."""
+    """Return the seconds that a process's threads have computed."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def load(folder: Path, requests: int, clients: int) -> dict[str, Any]:
-    """Sends requests of all kinds from many clients; returns the outcomes and the memory."""
+    """Send requests of all kinds from many clients; return the outcomes and the memory."""
     draws = random.Random(0)
     kinds = [draws.choice(KINDS) for _ in range(requests)]
     with (
@@ -139,7 +139,7 @@ COUNTS: Counter[str] = Counter()
 
 
 def asked(client: httpx.Client, number: int) -> dict[str, Any]:
-    """Asks for a small video until the queue takes it."""
+    """Ask for a small video until the queue takes it."""
     body = {"prompt": PROMPTS[number % len(PROMPTS)], "seed": number, **SMALL}
     while (answer := client.post("/v1/videos", json=body)).status_code == 429:
         COUNTS["asked again because the queue was full"] += 1
@@ -149,7 +149,7 @@ def asked(client: httpx.Client, number: int) -> dict[str, Any]:
 
 
 def one(address: str, kind: str, number: int) -> tuple[str, str]:
-    """Sends one request of a kind, and returns the kind and what came of it."""
+    """Send one request of a kind, and return the kind and what came of it."""
     with httpx.Client(base_url=address, timeout=120) as client:
         if kind in ("bad", "oversized", "large"):
             return kind, str(refused(client, kind).status_code)
@@ -169,7 +169,7 @@ def one(address: str, kind: str, number: int) -> tuple[str, str]:
 
 
 def refused(client: httpx.Client, kind: str) -> httpx.Response:
-    """Sends a request that has to be refused."""
+    """Send a request that has to be refused."""
     if kind == "large":
         return client.post("/v1/videos", json={"prompt": "a circle", "size": "4096x4096", "frames": 81})
     if kind == "oversized":
@@ -178,7 +178,7 @@ def refused(client: httpx.Client, kind: str) -> httpx.Response:
 
 
 def compare(client: httpx.Client) -> int:
-    """Compares every finished small video with the library's, by the frames of both files; returns their number."""
+    """Compare every finished small video with the library's, by the frames of both files; return their number."""
     pipe, count, after = wanjax.load("nano"), 0, ""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -199,7 +199,7 @@ def compare(client: httpx.Client) -> int:
 
 
 def memory_of(client: httpx.Client) -> float:
-    """Returns the server's resident memory in MB."""
+    """Return the server's resident memory in MB."""
     found = re.search(r"^process_resident_memory_bytes (\S+)", client.get("/metrics").text, re.MULTILINE)
     assert found
     return round(float(found[1]) / 1e6, 1)

@@ -26,7 +26,7 @@ from wanjax.pricing.pallas_kernels import kernel_calls, rare_work
 
 
 def sparse_linear(top: float) -> Callable[..., jax.Array]:
-    """Returns sparse-linear attention of q, k and v, with a projection whose weights do not matter to its price."""
+    """Return sparse-linear attention of q, k and v, with a projection whose weights do not matter to its price."""
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         size = q.shape[3]

@@ -135,7 +135,7 @@ MODELS: dict[str, Callable[[], Checkpoint]] = {
 
 
 def described(model: str) -> Checkpoint:
-    """Returns a model's checkpoint, made of the classes of diffusers and transformers on torch's device for shapes."""
+    """Return a model's checkpoint, made of the classes of diffusers and transformers on torch's device for shapes."""
     import torch
 
     with torch.device("meta"):
@@ -143,12 +143,12 @@ def described(model: str) -> Checkpoint:
 
 
 def config_of(network: Any) -> dict[str, Any]:
-    """Returns the config.json of a network of diffusers or transformers."""
+    """Return the config.json of a network of diffusers or transformers."""
     return dict(network.config if isinstance(network.config, Mapping) else network.config.to_dict())
 
 
 def write_checkpoint(model: str, folder: Path) -> None:
-    """Writes a folder in the diffusers layout."""
+    """Write a folder in the diffusers layout."""
     made = described(model)
     for name, (network, dtype) in made.networks.items():
         stem = "model" if made.index[name][0] == "transformers" else "diffusion_pytorch_model"
@@ -161,7 +161,7 @@ def write_checkpoint(model: str, folder: Path) -> None:
 
 
 def _write_weights(folder: Path, network: Any, dtype: np.dtype, stem: str) -> None:
-    """Writes random weights, in shards with an index if they are large."""
+    """Write random weights, in shards with an index if they are large."""
     tied = "encoder.embed_tokens.weight"  # the same tensor as shared.weight; files hold it once
     tensors = RandomTensors({k: tuple(x.shape) for k, x in network.state_dict().items() if k != tied}, dtype)
     files = shards(tensors, stem)

@@ -29,7 +29,7 @@ class Timing:
 
 
 def seconds(run: Run, clock: Clock = time.perf_counter) -> float:
-    """Returns the time of one call, until its result is computed."""
+    """Return the time of one call, until its result is computed."""
     start = clock()
     jax.block_until_ready(run())
     return clock() - start
@@ -50,5 +50,5 @@ def time_rivals(
 
 
 def speed_ratio(ours: Timing, theirs: Timing) -> float:
-    """Returns how many times as fast ours is: the median of theirs / ours over rounds timed back to back."""
+    """Return how many times as fast ours is: the median of theirs / ours over rounds timed back to back."""
     return statistics.median(b / a for a, b in zip(ours.seconds, theirs.seconds, strict=True))

@@ -33,7 +33,7 @@ SEEN = 3  # latent frames of a clip in training, its first
 
 
 def clips(count: int, frames: int, size: int) -> np.ndarray:
-    """Returns training clips of nano [N T H W 3], from 0 to 1."""
+    """Return training clips of nano [N T H W 3], from 0 to 1."""
     sys.path.insert(0, str(NANO))
     from clips import draw, sample_specs
 
@@ -42,7 +42,7 @@ def clips(count: int, frames: int, size: int) -> np.ndarray:
 
 
 def pairs(pipe: Any, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns latents [N T H W C] of clips, and the frames [N T H W 3], from 0 to 1, that the VAE makes of them."""
+    """Return latents [N T H W C] of clips, and the frames [N T H W 3], from 0 to 1, that the VAE makes of them."""
     drawn = clips(count, pipe.defaults.frames, pipe.defaults.height)
     latents = np.stack([np.asarray(pipe.encode_video(clip))[0] for clip in drawn])
     frames = np.stack([pipe.decode(one[None], jnp.float32) for one in latents])
@@ -50,7 +50,7 @@ def pairs(pipe: Any, count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def trained(config: TinyDecoderConfig, latents: np.ndarray, frames: np.ndarray, steps: int) -> TinyDecoder:
-    """Returns a decoder after so many steps of Adam on the mean squared error."""
+    """Return a decoder after so many steps of Adam on the mean squared error."""
     decoder = TinyDecoder(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
     graphdef, weights = nnx.split(decoder)
     optimizer = optax.adam(optax.cosine_decay_schedule(RATE, steps))
@@ -76,7 +76,7 @@ def trained(config: TinyDecoderConfig, latents: np.ndarray, frames: np.ndarray, 
 
 
 def timed(pipe: Any, latents: Any) -> tuple[np.ndarray, float]:
-    """Returns frames, and the seconds of a decoding after the first."""
+    """Return frames, and the seconds of a decoding after the first."""
     pipe.decode(latents)
     start = perf_counter()
     return pipe.decode(latents), perf_counter() - start

@@ -34,7 +34,7 @@ os.fsync = lambda descriptor: None  # which waits for a disk that does not lose 
 
 
 def pytest_collection_finish() -> None:
-    """Leaves the many objects of imports out of garbage collections, of which tracing causes many."""
+    """Leave the many objects of imports out of garbage collections, of which tracing causes many."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000)
@@ -45,7 +45,7 @@ MAPS = 10_000  # of the 65,530 memory maps that Linux gives a process, beyond wh
 
 @pytest.fixture(scope="module", autouse=True)
 def _few_memory_maps() -> Iterator[None]:
-    """Frees compiled programs, each of which holds some memory maps, after a module that left too many of them."""
+    """Free compiled programs, each of which holds some memory maps, after a module that left too many of them."""
     yield
     maps = Path("/proc/self/maps")
     if maps.exists() and len(maps.read_bytes().splitlines()) > MAPS:
@@ -57,7 +57,7 @@ def _few_memory_maps() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def kept_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keeps compiled programs in a folder, so that a module that loads a model again does not compile again."""
+    """Keep compiled programs in a folder, so that a module that loads a model again does not compile again."""
     from tests.support.tiny import compile_cache
 
     with compile_cache(tmp_path_factory.getbasetemp() / "xla"):

@@ -43,14 +43,14 @@ def container() -> dict[str, Any]:
 
 
 def containers() -> list[dict[str, Any]]:
-    """Returns the containers of Kubernetes' manifest."""
+    """Return the containers of Kubernetes' manifest."""
     documents = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text(encoding="utf-8"))
     pods = [each["spec"]["template"]["spec"] for each in documents if "template" in each["spec"]]
     return [container for pod in pods for container in pod["containers"]]
 
 
 def calls_of(name: str) -> list[list[str]]:
-    """Returns the arguments of each call of `wanjax` with a command in a recipe, in comments too."""
+    """Return the arguments of each call of `wanjax` with a command in a recipe, in comments too."""
     if name == "jobset.yaml":
         return [container()["args"]]
     if name == "kubernetes.yaml":
@@ -102,7 +102,7 @@ def test_the_extras_that_are_installed_are_there(name):
 
 
 def holds(whole: Any, part: Any) -> bool:
-    """Tells whether all that `part` says is in `whole`, which may say more."""
+    """Return whether all that `part` says is in `whole`, which may say more."""
     if isinstance(part, dict):
         return isinstance(whole, dict) and all(name in whole and holds(whole[name], x) for name, x in part.items())
     if isinstance(part, list):
@@ -195,7 +195,7 @@ def test_the_image_is_linted():
 
 
 def steps() -> list[tuple[str, str]]:
-    """Returns the instructions of the Dockerfile, each with its arguments."""
+    """Return the instructions of the Dockerfile, each with its arguments."""
     text = re.sub(r"^#.*\n", "", (DEPLOY / "Dockerfile").read_text(encoding="utf-8"), flags=re.MULTILINE)
     found = [line.partition(" ") for line in text.replace("\\\n", "").splitlines() if line]
     return [(name, rest) for name, _, rest in found]
@@ -209,7 +209,7 @@ def test_what_is_copied_into_the_image_is_not_ignored():
 
 
 def environment(folder: Path, python: str = sys.executable) -> dict[str, str]:
-    """Makes a virtual environment, and returns variables with which it is used, and nothing of the user's."""
+    """Make a virtual environment, and return variables with which it is used, and nothing of the user's."""
     subprocess.run([python, "-m", "venv", folder / "venv"], check=True)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "JAX", "XLA"))}
     return kept | {"PATH": f"{folder / 'venv/bin'}:{os.environ['PATH']}", "HOME": str(folder)}

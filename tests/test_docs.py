@@ -59,7 +59,7 @@ def test_what_can_run_here_runs(page: Path, tmp_path, monkeypatch):
 
 
 def run_command(line: str) -> None:
-    """Runs a line of a block: `wanjax` in this process, anything else in a shell."""
+    """Run a line of a block: `wanjax` in this process, anything else in a shell."""
     words = shlex.split(line)
     if words[0] == "wanjax":
         succeeded(wanjax(*words[1:]))
@@ -98,7 +98,7 @@ def test_what_cannot_run_here_is_parsed(block: Block, tmp_path, monkeypatch):
 
 
 def check_names(tree: ast.Module) -> None:
-    """Looks up the names of wanjax and of a pipeline that a block of Python uses, and their keywords."""
+    """Look up the names of wanjax and of a pipeline that a block of Python uses, and their keywords."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "wanjax":
             for name in node.names:
@@ -112,7 +112,7 @@ def check_names(tree: ast.Module) -> None:
 
 
 def found(node: ast.expr) -> Any:
-    """Returns what a name or an attribute is, if it is one of `wanjax` or of the pipeline `pipe`, else None."""
+    """Return what a name or an attribute is, if it is one of `wanjax` or of the pipeline `pipe`, else None."""
     if isinstance(node, ast.Name):
         return {"wanjax": library, "pipe": Pipeline}.get(node.id)
     if not isinstance(node, ast.Attribute):
@@ -126,7 +126,7 @@ def found(node: ast.expr) -> Any:
 
 
 def found_in(owner: Any, name: str) -> Any:
-    """Returns an attribute, or a module of a package."""
+    """Return an attribute, or a module of a package."""
     if isinstance(owner, ModuleType) and not hasattr(owner, name):
         return import_module(f"{owner.__name__}.{name}")
     return getattr(owner, name)

@@ -29,7 +29,7 @@ def printed(thing: object) -> str:
 
 
 def signatures(text: str) -> list[str]:
-    """Returns the lines of a help that are signatures."""
+    """Return the lines of a help that are signatures."""
     return [line for line in text.splitlines() if re.match(r"[ |]*\w+\(", line)]
 
 

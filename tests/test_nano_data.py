@@ -88,7 +88,7 @@ def test_drawing_is_a_function_of_the_generator(frames, size):
 
 
 def test_a_clip_looks_alike_at_any_resolution():
-    """Compares a frame drawn large and averaged down with the frame drawn small; only antialiased edges differ."""
+    """Compare a frame drawn large and averaged down with the frame drawn small; only antialiased edges differ."""
     for seed, (shape, motion) in enumerate(itertools.product(SHAPES, MOTIONS)):
         spec = Spec("red", shape, motion, "horizontal gradient")
         small, large = one(spec, seed, 5, 32), one(spec, seed, 5, 128)

@@ -33,7 +33,7 @@ print(json.dumps([first, sorted(sys.modules)]))
 
 
 def printed(code, **environment):
-    """Runs code in a new Python process; returns its output, read as JSON."""
+    """Run code in a new Python process; return its output, read as JSON."""
     run = subprocess.run([sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)

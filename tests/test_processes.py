@@ -159,7 +159,7 @@ def test_all_hear_the_first_process_and_draw_the_same_seed():
 
 
 def batch(folder: Path, out: str, devices: int, count: int) -> list[subprocess.Popen]:
-    """Starts `wanjax batch` by so many processes, which have so many devices together."""
+    """Start `wanjax batch` by so many processes, which have so many devices together."""
     command = ("batch", "requests.jsonl", "--out", out, "--mesh", f"dp=2,sp={devices // 2}", *SMALL)
     address = f"localhost:{free_port()}"
     places = [("--processes", f"{address},{count},{index}") for index in range(count)] if count > 1 else [()]
@@ -167,7 +167,7 @@ def batch(folder: Path, out: str, devices: int, count: int) -> list[subprocess.P
 
 
 def ended(runs: Sequence[subprocess.Popen], timeout: float = 600) -> list[str]:
-    """Waits for processes, and returns what each said on stderr."""
+    """Wait for processes, and return what each said on stderr."""
     return [run.communicate(timeout=timeout)[1] for run in runs]
 
 

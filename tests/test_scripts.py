@@ -15,7 +15,7 @@ from tests.support.words import says
 
 
 def the_two() -> list[list[str]]:
-    """Returns the words of each command in the README's section."""
+    """Return the words of each command in the README's section."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     section = re.search(r"^## Two commands\n.*?(?=^## )", text, re.MULTILINE | re.DOTALL)
     assert section is not None
@@ -53,7 +53,7 @@ def test_the_tests_are_those_of_the_whole_suite():
 
 
 def python(folder: Path, name: str, *, old: bool, venv: bool) -> None:
-    """Writes a program that answers as a Python does, of an older version or without the module venv."""
+    """Write a program that answers as a Python does, of an older version or without the module venv."""
     folder.mkdir(exist_ok=True)
     new_enough, has_venv = int(old), int(not venv)
     (folder / name).write_text(
@@ -69,7 +69,7 @@ def python(folder: Path, name: str, *, old: bool, venv: bool) -> None:
 
 
 def started(script: str, tmp_path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Runs a script where no environment is yet, and where the only Pythons are those in a folder `bin`."""
+    """Run a script where no environment is yet, and where the only Pythons are those in a folder `bin`."""
     for tool in ("bash", "dirname", "basename"):
         found = subprocess.run(["which", tool], check=True, capture_output=True, text=True).stdout.strip()
         (tmp_path / "bin" / tool).symlink_to(found)
@@ -114,7 +114,7 @@ def stub(file: Path, body: str) -> None:
 
 
 def house(tmp_path: Path) -> dict[str, str]:
-    """Copies the scripts into a clone whose environment is set up, and has tools that list their calls."""
+    """Copy the scripts into a clone whose environment is set up, and has tools that list their calls."""
     for name in ("scripts/environment.sh", "scripts/set-up", "scripts/test", ".ci/run"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)

@@ -78,7 +78,7 @@ class Sounds(Observer):
 
 
 def made(pipe: Any, seeds: list[int], *prompts: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Returns the frames and the sound of a video for each prompt and seed."""
+    """Return the frames and the sound of a video for each prompt and seed."""
     pictures, settings = pipe.prepare(image=PAGE)
     wanted = [settings.updated({"prompt": prompt, "seed": seed}) for prompt in prompts for seed in seeds]
     run = Run(pipe, [PreparedRequest(one) for one in wanted], pictures, observers=[sounds := Sounds()])

@@ -32,7 +32,7 @@ BOUND = 1e-5
 
 @cache
 def denoised(heads, axes=None, rules="fsdp"):
-    """Denoises 27 tokens, which no axis divides; returns the latents."""
+    """Denoise 27 tokens, which no axis divides; return the latents."""
     random = np.random.default_rng(1)
     embeddings = WanEncoded(*(jnp.asarray(random.normal(size=(1, 7, 8)), jnp.float32) for _ in range(2)))
     pipe = pipeline(heads, partitioner(axes, rules))

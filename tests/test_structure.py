@@ -48,7 +48,7 @@ STRANGERS = {"torch", "transformers", "diffusers", "tensorflow"}
 
 
 def modules() -> dict[str, Path]:
-    """Returns the library's modules by their dotted names."""
+    """Return the library's modules by their dotted names."""
     found = {}
     for package, folder in PACKAGES.items():
         for path in sorted(folder.rglob("*.py")):
@@ -76,7 +76,7 @@ def tree(path: Path) -> ast.Module:
 
 @cache
 def imports(path: Path) -> frozenset[str]:
-    """Returns the dotted names that a file imports, anywhere in it."""
+    """Return the dotted names that a file imports, anywhere in it."""
     names = set()
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
@@ -89,7 +89,7 @@ def imports(path: Path) -> frozenset[str]:
 
 
 def layer(module: str) -> int:
-    """Returns the height of a module: that of its own layer if it has one, else of its package's."""
+    """Return the height of a module: that of its own layer if it has one, else of its package's."""
     name = module
     while not (found := [height for height, layer in enumerate(reversed(LAYERS)) if name in layer]):
         name = name.rpartition(".")[0]
@@ -98,7 +98,7 @@ def layer(module: str) -> int:
 
 
 def parts(module: str, below: str) -> str:
-    """Returns the name of a module's part of a package: `parts("wanjax.models.wan.vae", "wanjax.models")` is "wan"."""
+    """Return the name of a module's part of a package: `parts("wanjax.models.wan.vae", "wanjax.models")` is "wan"."""
     return module.removeprefix(below).lstrip(".").partition(".")[0] if module.startswith(below) else ""
 
 
@@ -124,7 +124,7 @@ def test_no_files_import_each_other():
 
 
 def room(module: str) -> str:
-    """Returns the folder of a module, or the module itself if it stands in the package's own: `wanjax.kernels`."""
+    """Return the folder of a module, or the module itself if it stands in the package's own: `wanjax.kernels`."""
     return ".".join(module.split(".")[:2])
 
 
@@ -149,7 +149,7 @@ def test_no_folders_import_each_other():
 
 
 def family(module: str) -> str | None:
-    """Returns the family whose folder a module is in."""
+    """Return the family whose folder a module is in."""
     return next((name for name in FAMILIES if re.search(rf"\.(models|converters|pipelines)\.{name}\b", module)), None)
 
 
@@ -197,7 +197,7 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
 
 
 def distributions(path: Path) -> set[str]:
-    """Returns the distributions outside the standard library that a file imports from."""
+    """Return the distributions outside the standard library that a file imports from."""
     found = {name.partition(".")[0] for name in imports(path)} - {"wanjax"}
     return {DISTRIBUTIONS.get(name, name.replace("_", "-")) for name in found if name not in sys.stdlib_module_names}
 
@@ -213,7 +213,7 @@ def test_tests_import_no_test():
 
 
 def below(package: str) -> dict[str, Path]:
-    """Returns the modules of a package by their names."""
+    """Return the modules of a package by their names."""
     found = {module: path for module, path in MODULES.items() if module.startswith(package)}
     assert found
     return found
@@ -250,7 +250,7 @@ def test_every_file_names_its_licence():
 
 
 def spellings(path: Path) -> Iterator[str]:
-    """Yields the shapes in a file's annotations, and its einsum strings."""
+    """Yield the shapes in a file's annotations, and its einsum strings."""
     code = tree(path)
     kinds = {
         alias.asname or alias.name

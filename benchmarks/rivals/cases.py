@@ -70,28 +70,28 @@ Stages = Mapping[str, Callable[[Sizes], Iterator[Case]]]
 
 
 def converted(reference: torch.nn.Module, dtype: str = "float32") -> Any:
-    """Returns our network with the weights of a reference, in a dtype."""
+    """Return our network with the weights of a reference, in a dtype."""
     network = read_network(type(reference).__name__, config_of(reference), kinds())
     abstract = network.abstract(dtype=jnp.dtype(dtype), param_dtype=jnp.dtype(dtype))
     return modules.load(abstract, network.rules, StateDict(reference), ignore=network.unused)
 
 
 def encoding(program: Program, *arguments: Any) -> Callable[[], jax.Array]:
-    """Returns a function that encodes a prompt and a negative one by a family's program, and joins the results."""
+    """Return a function that encodes a prompt and a negative one by a family's program, and joins the results."""
     graphdef, weights, *texts = arguments
     run = partial(caller(), program, graphdef, *texts, weights)
     return lambda: jnp.concatenate(run())
 
 
 def torch_pipeline(kind: Any, **components: Any) -> Any:
-    """Returns a pipeline of diffusers without a tokenizer and a text encoder, and without its progress bar."""
+    """Return a pipeline of diffusers without a tokenizer and a text encoder, and without its progress bar."""
     pipeline = kind(tokenizer=None, text_encoder=None, **components)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
 
 def pipeline_of(model: str, networks: Mapping[str, nnx.Module], **shapes: Any) -> Pipeline:
-    """Returns the pipeline of a preset with networks that are loaded already; `shapes` replace its architecture's."""
+    """Return the pipeline of a preset with networks that are loaded already; `shapes` replace its architecture's."""
     preset, components = presets()[model], Components({})
     assert preset.architecture is not None
     for name, network in networks.items():
@@ -102,7 +102,7 @@ def pipeline_of(model: str, networks: Mapping[str, nnx.Module], **shapes: Any) -
 def decoding(
     model: str, reference: Any, unscaled: Callable[[torch.Tensor], torch.Tensor], sizes: Sizes, *, bar: float
 ) -> Case:
-    """Returns the decoding of a video; `unscaled` returns the autoencoder's own latents of those that are denoised."""
+    """Return the decoding of a video; `unscaled` returns the autoencoder's own latents of those that are denoised."""
     pipeline = pipeline_of(model, {"vae": converted(reference)})
     factor, channels = pipeline.architecture.vae.spatial_factor, pipeline.architecture.vae.latent_channels
     shape = (1, channels, (sizes.frames + 3) // 4, sizes.height // factor, sizes.width // factor)
@@ -119,7 +119,7 @@ def decoding(
 
 
 def measure(case: Case, repeats: int) -> Result:
-    """Compares the results of both libraries, and times them in turns."""
+    """Compare the results of both libraries, and time them in turns."""
 
     def theirs() -> torch.Tensor:
         with torch.no_grad():
@@ -132,7 +132,7 @@ def measure(case: Case, repeats: int) -> Result:
 
 
 def show(results: list[Result]) -> None:
-    """Prints the results as a table."""
+    """Print the results as a table."""
     table = Table("stage", "wanjax, s", "torch, s", "torch / wanjax", "bar", "relative L2 distance")
     for r in results:
         mark = "" if r.ratio >= r.bar else " (missed)"

@@ -46,7 +46,7 @@ SMALL: dict[str, Any] = {"block_out_channels": (8, 8, 8, 8), "norm_num_groups": 
 
 
 def text(sizes: Sizes) -> Iterator[Case]:
-    """Yields the encoder of T5 v1.1 XXL with few layers and a small vocabulary, on two prompts of 226 tokens."""
+    """Yield the encoder of T5 v1.1 XXL with few layers and a small vocabulary, on two prompts of 226 tokens."""
     reference = T5EncoderModel(T5Config(num_layers=sizes.layers, **TEXT)).eval()
     graphdef, weights = nnx.split(converted(reference))
     ids = np.random.default_rng(0).integers(2, TEXT["vocab_size"], (2, TEXT_LENGTH))
@@ -59,7 +59,7 @@ def text(sizes: Sizes) -> Iterator[Case]:
 
 
 def step(sizes: Sizes) -> Iterator[Case]:
-    """Yields the denoising of 17 frames of 256 × 256 (768 tokens and 226 of text) with guidance.
+    """Yield the denoising of 17 frames of 256 × 256 (768 tokens and 226 of text) with guidance.
 
     diffusers computes both prompts in one batch, and wanjax one after the other, which is its default.
     """
@@ -94,7 +94,7 @@ def step(sizes: Sizes) -> Iterator[Case]:
 
 
 def vae(sizes: Sizes) -> Iterator[Case]:
-    """Yields the decoding of a video with CogVideoX's autoencoder."""
+    """Yield the decoding of a video with CogVideoX's autoencoder."""
     reference: Any = AutoencoderKLCogVideoX(**VAE).eval()
     yield decoding(MODEL, reference, lambda x: x / reference.config.scaling_factor, sizes, bar=0.8)
 

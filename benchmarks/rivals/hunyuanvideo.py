@@ -50,7 +50,7 @@ SMALL: dict[str, Any] = {"block_out_channels": (8, 16, 16, 32, 32), "layers_per_
 
 
 def text(sizes: Sizes) -> Iterator[Case]:
-    """Yields Qwen2.5-VL's language model with few layers and a small vocabulary, on two prompts of the full length."""
+    """Yield Qwen2.5-VL's language model with few layers and a small vocabulary, on two prompts of the full length."""
     config = Qwen2_5_VLTextConfig(num_hidden_layers=sizes.layers + SKIPPED, **TEXT)
     reference: Any = Qwen2_5_VLTextModel(config).eval()
     graphdef, weights = nnx.split(converted(reference))
@@ -67,7 +67,7 @@ def text(sizes: Sizes) -> Iterator[Case]:
 
 
 def step(sizes: Sizes) -> Iterator[Case]:
-    """Yields the denoising of a small video (1,280 tokens) with guidance, for a short and for a long prompt.
+    """Yield the denoising of a small video (1,280 tokens) with guidance, for a short and for a long prompt.
 
     diffusers computes the padding of each prompt, quoted text and picture, 1,985 tokens; wanjax leaves most of it out.
     """
@@ -110,7 +110,7 @@ def step(sizes: Sizes) -> Iterator[Case]:
 
 
 def vae(sizes: Sizes) -> Iterator[Case]:
-    """Yields the decoding of a video with HunyuanVideo's autoencoder."""
+    """Yield the decoding of a video with HunyuanVideo's autoencoder."""
     reference: Any = AutoencoderKLHunyuanVideo15(**VAE).eval()
     yield decoding(MODEL, reference, lambda x: x / reference.config.scaling_factor, sizes, bar=0.8)
 

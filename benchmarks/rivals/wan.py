@@ -38,7 +38,7 @@ VAE: dict[str, Any] = {}  # diffusers' own defaults
 
 
 def text(sizes: Sizes) -> Iterator[Case]:
-    """Yields the encoder of UMT5-XXL with few layers and a small vocabulary, on two prompts of 512 tokens (60 real)."""
+    """Yield the encoder of UMT5-XXL with few layers and a small vocabulary, on two prompts of 512 tokens (60 real)."""
     reference = UMT5EncoderModel(UMT5Config(num_layers=sizes.layers, **TEXT)).eval()
     graphdef, weights = nnx.split(converted(reference))
     ids = np.random.default_rng(0).integers(2, TEXT["vocab_size"], (2, 512))
@@ -53,7 +53,7 @@ def text(sizes: Sizes) -> Iterator[Case]:
 
 
 def step(sizes: Sizes) -> Iterator[Case]:
-    """Yields the denoising of a video, of 1280 tokens unless another is asked for, with and without guidance."""
+    """Yield the denoising of a video, of 1280 tokens unless another is asked for, with and without guidance."""
     reference = WanTransformer3DModel(num_layers=sizes.layers, **TRANSFORMER).eval().to(getattr(torch, sizes.dtype))
     height, width, frames = sizes.denoised
     latent = (frames + 3) // 4, height // 8, width // 8
@@ -92,7 +92,7 @@ def step(sizes: Sizes) -> Iterator[Case]:
 
 
 def vae(sizes: Sizes) -> Iterator[Case]:
-    """Yields the decoding of a video with Wan 2.1's autoencoder."""
+    """Yield the decoding of a video with Wan 2.1's autoencoder."""
     reference: Any = AutoencoderKLWan(**VAE).eval()
     mean, std = (
         torch.tensor(values).view(1, -1, 1, 1, 1)
@@ -102,7 +102,7 @@ def vae(sizes: Sizes) -> Iterator[Case]:
 
 
 def train(sizes: Sizes) -> Iterator[Case]:
-    """Yields the gradients of all weights on 17 frames of 256 × 256; both sides compute activations of blocks again."""
+    """Yield the gradients of all weights on 17 frames of 256 × 256; both sides compute activations of blocks again."""
     reference: Any = WanTransformer3DModel(num_layers=sizes.layers, **TRANSFORMER).train()
     reference.enable_gradient_checkpointing()
     pipeline = pipeline_of(MODEL, {"transformer": converted(reference)})

@@ -62,7 +62,7 @@ _BACKGROUNDS = {
 
 
 def _deeds(motion: str) -> tuple[tuple[str, str], ...]:
-    """Returns the wordings of a motion, each in two forms: "moving left" and "moves left"."""
+    """Return the wordings of a motion, each in two forms: "moving left" and "moves left"."""
     if motion in _CHANGES:
         return _CHANGES[motion]
     return tuple((f"{doing} {way}", f"{does} {way}") for (doing, does), way in product(_TRAVEL, _WAYS[motion]))
@@ -72,17 +72,17 @@ _DEEDS = {motion: _deeds(motion) for motion in MOTIONS}
 
 
 def plain_caption(colour: str, shape: str, motion: str) -> str:
-    """Returns the wording used in evaluation, such as "a red circle moving right"."""
+    """Return the wording used in evaluation, such as "a red circle moving right"."""
     return f"{_article(colour)} {colour} {shape} {plain_deed(motion)}"
 
 
 def plain_deed(motion: str) -> str:
-    """Returns the prompt that evaluation gives with a picture, such as "moving right"."""
+    """Return the prompt that evaluation gives with a picture, such as "moving right"."""
     return _DEEDS[motion][0][0]
 
 
 def caption(spec: Spec, rng: np.random.Generator) -> str:
-    """Draws one of the many wordings of a clip. A third name the background; a few are capitalised."""
+    """Draw one of the many wordings of a clip. A third name the background; a few are capitalised."""
     doing, does = _pick(rng, _DEEDS[spec.motion])
     text = _sentence(_subject(spec, rng), doing, does, rng)
     if rng.random() < 0.35:
@@ -94,12 +94,12 @@ def caption(spec: Spec, rng: np.random.Generator) -> str:
 
 
 def deed(spec: Spec, rng: np.random.Generator) -> str:
-    """Draws a wording of the motion alone, such as "moving right", for a clip whose first frame is given."""
+    """Draw a wording of the motion alone, such as "moving right", for a clip whose first frame is given."""
     return _pick(rng, (str, str, _capital))(_pick(rng, _pick(rng, _DEEDS[spec.motion])))
 
 
 def _subject(spec: Spec, rng: np.random.Generator) -> str:
-    """Draws a wording of the colour and the shape, with or without an article, sometimes with the initial size."""
+    """Draw a wording of the colour and the shape, with or without an article, sometimes with the initial size."""
     name = _pick(rng, (_NAMES | _TAUGHT)[spec.shape])
     article = _pick(rng, ("a", "a", "a", "the", ""))
     if rng.random() < 0.1:
@@ -111,7 +111,7 @@ def _subject(spec: Spec, rng: np.random.Generator) -> str:
 
 
 def _sentence(subject: str, doing: str, does: str, rng: np.random.Generator) -> str:
-    """Draws a sentence from the subject and the motion; the plain wording is the most likely."""
+    """Draw a sentence from the subject and the motion; the plain wording is the most likely."""
     forms = (f"{subject} {doing}", f"{subject} {doing}", f"{subject} {does}", f"{subject} that {does}")
     if subject.endswith(","):  # "a circle, red, is moving" would break the phrase
         return forms[0]
@@ -131,7 +131,7 @@ def _pick(rng: np.random.Generator, options):
 
 
 def vocabulary() -> list[str]:
-    """Returns every word that a caption may contain, in lower case, sorted."""
+    """Return every word that a caption may contain, in lower case, sorted."""
     phrases = [*COLOURS, *SHAPES, "a an the on is that video of"]
     for group in (_NAMES, _SIZES, _BACKGROUNDS):
         phrases += [phrase for options in group.values() for phrase in options]

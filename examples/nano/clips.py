@@ -80,7 +80,7 @@ class Track:
 
 
 def sample_specs(rng: np.random.Generator, n: int, held_out: bool = False) -> list[Spec]:
-    """Draws `n` specs uniformly from the combinations of training, or from those held out."""
+    """Draw `n` specs uniformly from the combinations of training, or from those held out."""
     combinations = HELD_OUT if held_out else _TRAINED
     picked = rng.integers(len(combinations), size=n)
     backgrounds = rng.integers(len(BACKGROUNDS), size=n)
@@ -88,7 +88,7 @@ def sample_specs(rng: np.random.Generator, n: int, held_out: bool = False) -> li
 
 
 def draw(specs: Sequence[Spec], frames: int, size: int, rng: np.random.Generator) -> Float[np.ndarray, "B T H W 3"]:
-    """Draws one clip per spec, of `frames` frames of `size` by `size` pixels: float32 in [-1, 1]."""
+    """Draw one clip per spec, of `frames` frames of `size` by `size` pixels: float32 in [-1, 1]."""
     clips = np.empty((len(specs), frames, size, size, 3), np.float32)
     for clip, spec in zip(clips, specs, strict=True):
         clip[:] = 2.0 * _background(spec.background, size, rng) - 1.0
@@ -97,7 +97,7 @@ def draw(specs: Sequence[Spec], frames: int, size: int, rng: np.random.Generator
 
 
 def _track(spec: Spec, frames: int, size: int, rng: np.random.Generator) -> Track:
-    """Draws a steady motion. Sizes are fractions of the frame's, so a clip looks alike at any resolution."""
+    """Draw a steady motion. Sizes are fractions of the frame's, so a clip looks alike at any resolution."""
     time = np.linspace(0.0, 1.0, frames) if frames > 1 else np.zeros(1)
     travel = np.zeros(2)
     if spec.motion in DIRECTIONS:
@@ -118,7 +118,7 @@ def _track(spec: Spec, frames: int, size: int, rng: np.random.Generator) -> Trac
 
 
 def _background(name: str, size: int, rng: np.random.Generator) -> Float[np.ndarray, "H W 3"]:
-    """Draws a plain grey or a soft gradient between two muted colours, from 0 to 1; height or width may be 1."""
+    """Draw a plain grey or a soft gradient between two muted colours, from 0 to 1; height or width may be 1."""
     if name in _GREYS:
         return np.full((1, 1, 3), rng.uniform(*_GREYS[name]))
     middle, half = rng.uniform(0.3, 0.7), rng.uniform(0.08, 0.18) * rng.choice([-1.0, 1.0])
@@ -149,7 +149,7 @@ def _paint(clip: Float[np.ndarray, "T H W 3"], spec: Spec, track: Track) -> None
 
 
 def distance(shape: str, x: np.ndarray, y: np.ndarray, radius: np.ndarray, stretch: float = 1.0) -> np.ndarray:
-    """Returns the signed distance in pixels from the shape's edge, negative inside; corners are mitred outside.
+    """Return the signed distance in pixels from the shape's edge, negative inside; corners are mitred outside.
 
     `stretch` makes a bar so much wider, and lower.
     """

@@ -42,7 +42,7 @@ class Outcome:
     frames: Frames
 
     def right(self, aspect: str) -> bool:
-        """Returns True if `aspect` (colour, motion or shape) is as asked."""
+        """Return True if `aspect` (colour, motion or shape) is as asked."""
         return getattr(self.reading, aspect) == self.asked[aspect]
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ def evaluate(
     seeds: int,
     tell: Callable[[Outcome], None] = lambda outcome: None,
 ) -> list[Outcome]:
-    """Generates each (colour, shape, motion) with the seeds 0, 1, ... and reads it; `tell` receives each outcome."""
+    """Generate each (colour, shape, motion) with the seeds 0, 1, ... and read it; `tell` receives each outcome."""
     outcomes = []
     for colour, shape, motion in combinations:
         prompt = plain_caption(colour, shape, motion)
@@ -74,7 +74,7 @@ def evaluate_pictures(
     seeds: int,
     tell: Callable[[Outcome], None] = lambda outcome: None,
 ) -> tuple[list[Outcome], list[float]]:
-    """Evaluates from the first frames of drawn clips; also returns the PSNR of the videos' first frames, in dB."""
+    """Evaluate from the first frames of drawn clips; also returns the PSNR of the videos' first frames, in dB."""
     outcomes, psnr = [], []
     for number, (colour, shape, motion) in enumerate(combinations):
         for seed in range(seeds):
@@ -90,7 +90,7 @@ def evaluate_pictures(
 
 
 def accuracies(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Returns the fraction of outcomes with the right colour, motion and shape."""
+    """Return the fraction of outcomes with the right colour, motion and shape."""
     return {aspect: sum(outcome.right(aspect) for outcome in outcomes) / len(outcomes) for aspect in BARS}
 
 
@@ -101,7 +101,7 @@ def reconstruction_psnr(
     batch: int = 8,
     seed: int = 2026,
 ) -> float:
-    """Returns the peak signal-to-noise ratio in dB of clips of held-out combinations after the autoencoder.
+    """Return the peak signal-to-noise ratio in dB of clips of held-out combinations after the autoencoder.
 
     `encode` maps videos [B T H W 3] in [-1, 1] to latents, `decode` maps them back.
     """
@@ -114,7 +114,7 @@ def reconstruction_psnr(
 
 
 def contact_sheet(outcomes: Sequence[Outcome], columns: int = 9) -> Image.Image:
-    """Draws one row per prompt: `columns` frames of its first video, from first to last, two pixels apart."""
+    """Draw one row per prompt: `columns` frames of its first video, from first to last, two pixels apart."""
     rows = []
     for outcome in outcomes:
         if outcome.seed == 0:
@@ -124,7 +124,7 @@ def contact_sheet(outcomes: Sequence[Outcome], columns: int = 9) -> Image.Image:
 
 
 def report(outcomes: Sequence[Outcome], psnr: float) -> dict:
-    """Returns all figures and failures as JSON values."""
+    """Return all figures and failures as JSON values."""
     return {
         "videos": len(outcomes),
         "accuracy": accuracies(outcomes),

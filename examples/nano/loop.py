@@ -36,7 +36,7 @@ class Drawn(Trainer):
             print(f"{name}: resumed at step {self.step}", flush=True)
 
     def train(self, last: int, draw_batch: Callable[[np.random.Generator], Any]) -> None:
-        """Trains up to step `last`; does nothing if that is past."""
+        """Train up to step `last`; do nothing if that is past."""
         begun, begun_at = time.monotonic(), self.step
 
         def tell(step: int, metrics: Mapping[str, jax.Array]) -> None:
@@ -48,5 +48,5 @@ class Drawn(Trainer):
         self.run(last, lambda step, generator: draw_batch(generator), tell, SAVE_EVERY)
 
     def model(self) -> Any:
-        """Returns the model with the averaged weights."""
+        """Return the model with the averaged weights."""
         return self.network()

@@ -54,7 +54,7 @@ def read(
     colours: Mapping[str, tuple[float, float, float]] = COLOURS,
     shapes: Sequence[str] = SHAPES,
 ) -> Reading:
-    """Names the colour, the shape and the motion of the one shape in a clip."""
+    """Name the colour, the shape and the motion of the one shape in a clip."""
     video = np.asarray(frames, np.float32) / 255.0
     blobs = _find(video)
     if blobs is None:
@@ -73,7 +73,7 @@ def read(
 
 
 def _background(video: Float[np.ndarray, "T H W 3"], rounds: int = 8) -> Float[np.ndarray, "T H W 3"]:
-    """Fits a plane a + b x + c y to each frame and channel, robustly, starting from the frame's rim."""
+    """Fit a plane a + b x + c y to each frame and channel, robustly, starting from the frame's rim."""
     frames, height, width, _ = video.shape
     y, x = np.meshgrid(np.linspace(-1, 1, height), np.linspace(-1, 1, width), indexing="ij")
     everywhere = np.stack([np.ones_like(x), x, y], axis=-1).astype(np.float32)
@@ -91,7 +91,7 @@ def _background(video: Float[np.ndarray, "T H W 3"], rounds: int = 8) -> Float[n
 
 
 def _find(video: Float[np.ndarray, "T H W 3"]) -> _Blobs | None:
-    """Finds the shape in each frame; None if too few frames show exactly one."""
+    """Find the shape in each frame; None if too few frames show exactly one."""
     background = _background(video)
     smooth = ndimage.uniform_filter(video - background, (1, 3, 3, 1))  # removes single noisy pixels
     masks = np.linalg.norm(smooth, axis=-1) > CONTRAST
@@ -114,7 +114,7 @@ def _find(video: Float[np.ndarray, "T H W 3"]) -> _Blobs | None:
 
 
 def _single(mask: np.ndarray) -> np.ndarray | None:
-    """Returns the largest connected region, if it is most of the mask and of a plausible size."""
+    """Return the largest connected region, if it is most of the mask and of a plausible size."""
     labels, count = ndimage.label(mask)
     if count == 0:
         return None
@@ -126,13 +126,13 @@ def _single(mask: np.ndarray) -> np.ndarray | None:
 
 
 def _core(mask: np.ndarray) -> np.ndarray:
-    """Returns the mask without its rim, where the shape's colour mixes with the background's."""
+    """Return the mask without its rim, where the shape's colour mixes with the background's."""
     core = ndimage.binary_erosion(mask, iterations=2)
     return core if core.sum() > 4 else mask
 
 
 def _colour(rgb: Float[np.ndarray, "T 3"], colours: Mapping[str, tuple[float, float, float]]) -> str | None:
-    """Returns the colour of the palette that is nearest, and near enough, in most frames."""
+    """Return the colour of the palette that is nearest, and near enough, in most frames."""
     distances = np.linalg.norm(rgb[:, None] - np.array(list(colours.values())), axis=-1)
     near = (distances.argmin(axis=1)[:, None] == np.arange(len(colours))) & (distances < COLOUR_TOLERANCE)
     votes = near.mean(axis=0)
@@ -140,7 +140,7 @@ def _colour(rgb: Float[np.ndarray, "T 3"], colours: Mapping[str, tuple[float, fl
 
 
 def _unit_area(shape: str) -> float:
-    """Returns the area of the shape of radius 1."""
+    """Return the area of the shape of radius 1."""
     grid = (np.arange(400) - 199.5) / 100.0
     return float(np.clip(0.5 - 100.0 * distance(shape, grid[None], grid[:, None], np.ones(1)), 0, 1).sum()) / 1e4
 
@@ -149,7 +149,7 @@ _AREAS = {shape: _unit_area(shape) for shape in (*SHAPES, TAUGHT_SHAPE)}
 
 
 def _overlaps(blobs: _Blobs, shapes: Sequence[str]) -> dict[str, float]:
-    """Returns the intersection over union with a template of each shape, of equal centre and area, over all frames.
+    """Return the intersection over union with a template of each shape, of equal centre and area, over all frames.
 
     Of a shape that may be stretched it is that with the best template.
     """
@@ -168,21 +168,21 @@ def _overlaps(blobs: _Blobs, shapes: Sequence[str]) -> dict[str, float]:
 
 
 def _shape(overlaps: dict[str, float]) -> str | None:
-    """Returns the shape whose template fits best, if it fits well and clearly better than the others."""
+    """Return the shape whose template fits best, if it fits well and clearly better than the others."""
     best, second = sorted(overlaps, key=overlaps.__getitem__, reverse=True)[:2]
     clear = overlaps[best] >= LEAST_OVERLAP and overlaps[best] - overlaps[second] >= LEAST_LEAD
     return best if clear else None
 
 
 def _line(index: np.ndarray, track: np.ndarray) -> tuple[float, float, float]:
-    """Fits a straight line to a track: returns its values at the clip's two ends, and the track's RMS distance."""
+    """Fit a straight line to a track: returns its values at the clip's two ends, and the track's RMS distance."""
     slope, start = np.polyfit(index, track, 1)
     stray = np.sqrt(np.mean((track - start - slope * index) ** 2))
     return float(start), float(start + slope), float(stray)
 
 
 def _motion(blobs: _Blobs, size: tuple[int, int]) -> tuple[str | None, tuple[float, float], float]:
-    """Returns the motion, the displacement of the centre and the ratio of the sizes, over the whole clip."""
+    """Return the motion, the displacement of the centre and the ratio of the sizes, over the whole clip."""
     height, width = size
     x0, x1, stray_x = _line(blobs.index, blobs.x / width)
     y0, y1, stray_y = _line(blobs.index, blobs.y / height)
@@ -196,7 +196,7 @@ def _motion(blobs: _Blobs, size: tuple[int, int]) -> tuple[str | None, tuple[flo
 
 
 def _name_motion(dx: float, dy: float, growth: float) -> str | None:
-    """Returns the motion that is clear, or None if none or several are."""
+    """Return the motion that is clear, or None if none or several are."""
     travel, sideways = max(abs(dx), abs(dy)), min(abs(dx), abs(dy))
     keeps = 1 / KEEPS < growth < KEEPS
     if travel > TRAVELS and sideways < travel / 3 and keeps:

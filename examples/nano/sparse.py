@@ -45,7 +45,7 @@ CONFIG = TrainConfig(
 
 
 def write_clips(folder: Path, count: int, seed: int) -> None:
-    """Writes drawn clips that are not there, and a table of their captions; each teaches what the model makes of it."""
+    """Write drawn clips that are not there, and a table of their captions; each teaches what the model makes of it."""
     rng = np.random.default_rng([seed, 32])
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
@@ -58,24 +58,24 @@ def write_clips(folder: Path, count: int, seed: int) -> None:
 
 
 def videos_of(pipe: wanjax.Pipeline) -> list[np.ndarray]:
-    """Makes a video of each of the 32."""
+    """Make a video of each of the 32."""
     return [np.asarray(pipe(plain_caption(*asked), seed=SEED + i).frames) for i, asked in enumerate(ASKED)]
 
 
 def right(videos: Sequence[np.ndarray]) -> np.ndarray:
-    """Tells of each of the 32 whether its colour, shape and motion are read as they were asked for."""
+    """Tell of each of the 32 whether its colour, shape and motion are read as they were asked for."""
     readings = [read(frames) for frames in videos]
     return np.array([(x.colour, x.shape, x.motion) == asked for x, asked in zip(readings, ASKED, strict=True)])
 
 
 def psnr(videos: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> float:
-    """Returns the mean of the videos' peak signal-to-noise ratios, in dB."""
+    """Return the mean of the videos' peak signal-to-noise ratios, in dB."""
     squared = [np.mean((a.astype(np.float64) - b) ** 2) for a, b in zip(videos, others, strict=True)]
     return float(np.mean(10 * np.log10(255.0**2 / np.maximum(squared, 1e-3))))
 
 
 def figures(videos: Sequence[np.ndarray], dense: Sequence[np.ndarray]) -> dict[str, float]:
-    """Returns the count of videos that are right, and how near they are to those of all keys."""
+    """Return the count of videos that are right, and how near they are to those of all keys."""
     return {"right": int(right(videos).sum()), "psnr": psnr(videos, dense)}
 
 

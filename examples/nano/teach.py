@@ -45,7 +45,7 @@ CONFIG = TrainConfig(
 
 
 def write_clips(folder: Path, pipe: wanjax.Pipeline, seed: int) -> None:
-    """Writes the clips that are not there, and a table of their captions, in which those of old words are preserved.
+    """Write the clips that are not there, and a table of their captions, in which those of old words are preserved.
 
     To the drawn clips come some that the model itself makes: so it forgets less than from the few drawn ones alone.
     """
@@ -71,7 +71,7 @@ def write_clips(folder: Path, pipe: wanjax.Pipeline, seed: int) -> None:
 def right(
     pipe: wanjax.Pipeline, combinations: Sequence[tuple[str, str, str]], count: int
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Makes `count` videos of the combinations in turn; returns what is read right of each [B 3], and the videos."""
+    """Make `count` videos of the combinations in turn; return what is read right of each [B 3], and the videos."""
     palette, shapes = COLOURS | TAUGHT_COLOUR, (*SHAPES, TAUGHT_SHAPE)
     found, videos = [], []
     for index in range(count):
@@ -85,13 +85,13 @@ def right(
 
 
 def fractions(found: np.ndarray) -> dict[str, float]:
-    """Returns the fractions of videos of which colour, shape, motion and all three are read right."""
+    """Return the fractions of videos of which colour, shape, motion and all three are read right."""
     colour, shape, motion = found.mean(axis=0)
     return {"colour": colour, "shape": shape, "motion": motion, "all": found.all(axis=1).mean()}
 
 
 def sheet(videos: Sequence[np.ndarray], columns: int = 9) -> Image.Image:
-    """Draws a row of frames for each video."""
+    """Draw a row of frames for each video."""
     rows = [v[np.linspace(0, len(v) - 1, columns).round().astype(int)] for v in videos]
     return Image.fromarray(np.concatenate([np.concatenate(list(row), axis=1) for row in rows], axis=0))
 

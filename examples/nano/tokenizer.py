@@ -20,7 +20,7 @@ _SPACE = "▁"  # SentencePiece's mark for the start of a word
 
 
 def build() -> Tokenizer:
-    """Builds the tokenizer, the same at every call."""
+    """Build the tokenizer, the same at every call."""
     words = vocabulary()
     cased = [*words, *map(str.title, words), *map(str.upper, words)]
     whole = list(dict.fromkeys(_SPACE + word for word in cased))
@@ -44,7 +44,7 @@ def build() -> Tokenizer:
 
 
 def write(folder: Path) -> None:
-    """Writes the `tokenizer` folder of a checkpoint in the form that transformers reads."""
+    """Write the `tokenizer` folder of a checkpoint in the form that transformers reads."""
     folder.mkdir(parents=True, exist_ok=True)
     build().save(str(folder / "tokenizer.json"))
     special = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}

@@ -30,7 +30,7 @@ from wanjax.models.wan.vae import WanVAE
 @click.option("--work", type=click.Path(path_type=Path), default="nano_training", help="Checkpoints of the training.")
 @click.option("--seed", default=0, show_default=True)
 def main(out: Path, work: Path, seed: int) -> None:
-    """Trains what is not trained yet, and writes the model."""
+    """Train what is not trained yet, and write the model."""
     settings = {"dtype": jnp.float32, "param_dtype": jnp.float32, "rngs": nnx.Rngs(seed)}
     vae = train_vae(WanVAE(wan.vae_config(recipe.VAE), **settings), work, seed)
     mean, std = latent_statistics(vae, seed)
@@ -56,7 +56,7 @@ def main(out: Path, work: Path, seed: int) -> None:
 def write_network(
     folder: Path, config: dict, network: nnx.Module, rules: list, name: str = "diffusion_pytorch_model"
 ) -> None:
-    """Writes a network's folder: its config, and its weights under the names of the published checkpoints."""
+    """Write a network's folder: its config, and its weights under the names of the published checkpoints."""
     write_json(folder / "config.json", config)
     modules.export(network, rules, folder / f"{name}.safetensors", metadata={"format": "pt"})
 

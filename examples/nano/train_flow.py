@@ -43,12 +43,12 @@ class PromptedTransformer(nnx.Module):
 
 
 def text_loss(model: PromptedTransformer, batch: dict, key: jax.Array) -> tuple[jax.Array, dict]:
-    """Returns the mean squared error of the velocity at random noise levels."""
+    """Return the mean squared error of the velocity at random noise levels."""
     return velocity_error(model, batch, key), {}
 
 
 def text_and_picture_loss(model: PromptedTransformer, batch: dict, key: jax.Array) -> tuple[jax.Array, dict]:
-    """Returns the same error, with the first frame given for the second half of the batch."""
+    """Return the same error, with the first frame given for the second half of the batch."""
     half = FLOW_BATCH // 2
     text = velocity_error(model, {name: x[:half] for name, x in batch.items()}, key)
     picture = velocity_error(model, {name: x[half:] for name, x in batch.items()}, jax.random.fold_in(key, 1), given=1)
@@ -56,7 +56,7 @@ def text_and_picture_loss(model: PromptedTransformer, batch: dict, key: jax.Arra
 
 
 def velocity_error(model: PromptedTransformer, batch: dict, key: jax.Array, given: int = 0) -> jax.Array:
-    """Returns the error over all latent frames except the first `given`, which have no noise."""
+    """Return the error over all latent frames except the first `given`, which have no noise."""
     level_key, noise_key = jax.random.split(key)
     x = batch["latents"]
     level = jax.nn.sigmoid(NOISE_MEAN + NOISE_STD * jax.random.normal(level_key, x.shape[:1]))
@@ -70,7 +70,7 @@ def velocity_error(model: PromptedTransformer, batch: dict, key: jax.Array, give
 
 
 def train_flow(model: PromptedTransformer, vae: WanVAE, workdir: Path, seed: int) -> PromptedTransformer:
-    """Trains the networks, or resumes their training, and returns them."""
+    """Train the networks, or resume their training, and return them."""
     specs, latents = encoded_clips(vae, workdir, seed)
     tokenizer = build_tokenizer()
     tokenizer.enable_truncation(MAX_LENGTH)
@@ -96,14 +96,14 @@ def train_flow(model: PromptedTransformer, vae: WanVAE, workdir: Path, seed: int
 
 
 def words_of(spec: Spec, rng: np.random.Generator, picture: bool) -> str:
-    """Draws a caption for training: sometimes none, and with a picture sometimes only the motion."""
+    """Draw a caption for training: sometimes none, and with a picture sometimes only the motion."""
     if rng.random() < EMPTY_CAPTIONS:
         return ""
     return deed(spec, rng) if picture and rng.random() < DEEDS_ALONE else caption(spec, rng)
 
 
 def muon(peak: float, steps: int) -> optax.GradientTransformation:
-    """Returns Muon for the kernels and Adam for the rest: warm-up, constant rate, linear decay over the last 30 %."""
+    """Return Muon for the kernels and Adam for the rest: warm-up, constant rate, linear decay over the last 30 %."""
     decay = steps * 3 // 10
     schedule = optax.join_schedules(
         [
@@ -123,7 +123,7 @@ def muon(peak: float, steps: int) -> optax.GradientTransformation:
 
 
 def encoded_clips(vae: WanVAE, workdir: Path, seed: int) -> tuple[list, np.ndarray]:
-    """Returns specs and normalised latents [B T H W C] of the training clips, which a file keeps for the next start."""
+    """Return specs and normalised latents [B T H W C] of the training clips, which a file keeps for the next start."""
     rng = np.random.default_rng([seed, 2])
     specs = sample_specs(rng, CLIPS)
     file = workdir / "latents.npy"

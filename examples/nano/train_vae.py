@@ -24,7 +24,7 @@ LOG_VARIANCE = -6.0  # of the latents at the start; with more noise the decoder 
 
 
 def crops(phase: Phase, rng: np.random.Generator) -> np.ndarray:
-    """Draws clips and returns a batch of random crops of them, in space and time: [B T H W 3] in [-1, 1]."""
+    """Draw clips and return a batch of random crops of them, in space and time: [B T H W 3] in [-1, 1]."""
     clips = draw(sample_specs(rng, phase.batch), FRAMES, SIZE, rng)
     corners = rng.integers(
         0, np.array([FRAMES - phase.frames, SIZE - phase.size, SIZE - phase.size]) + 1, (phase.batch, 3)
@@ -34,7 +34,7 @@ def crops(phase: Phase, rng: np.random.Generator) -> np.ndarray:
 
 
 def posteriors(vae: WanVAE, video: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
-    """Returns mean and log-variance of the first frame's latents and, if there are more frames, of all others."""
+    """Return mean and log-variance of the first frame's latents and, if there are more frames, of all others."""
     mean, log_variance, cache = vae.posterior(video[:, :1], None)
     if video.shape[1] == 1:
         return [(mean, log_variance)]
@@ -42,12 +42,12 @@ def posteriors(vae: WanVAE, video: jax.Array) -> list[tuple[jax.Array, jax.Array
 
 
 def sample(mean: jax.Array, log_variance: jax.Array, key: jax.Array) -> jax.Array:
-    """Draws latents from the posterior."""
+    """Draw latents from the posterior."""
     return mean + jnp.exp(0.5 * log_variance) * jax.random.normal(key, mean.shape)
 
 
 def reconstruction(vae: WanVAE, z: jax.Array) -> jax.Array:
-    """Returns the decoder's frames without clipping, so that values out of range have a gradient."""
+    """Return the decoder's frames without clipping, so that values out of range have a gradient."""
     first, cache = vae.decoder(vae.post_quant(z[:, :1]), None)
     if z.shape[1] == 1:
         return first
@@ -55,7 +55,7 @@ def reconstruction(vae: WanVAE, z: jax.Array) -> jax.Array:
 
 
 def loss(vae: WanVAE, video: jax.Array, key: jax.Array) -> tuple[jax.Array, dict]:
-    """Returns the absolute and squared error of the reconstruction plus the latents' divergence from a unit normal."""
+    """Return the absolute and squared error of the reconstruction plus the latents' divergence from a unit normal."""
     mean, log_variance = (jnp.concatenate(parts, axis=1) for parts in zip(*posteriors(vae, video), strict=True))
     error = reconstruction(vae, sample(mean, log_variance, key)) - video
     squared = jnp.mean(error**2)
@@ -86,7 +86,7 @@ def inflate(vae: WanVAE) -> None:
 
 
 def decoder_loss(vae: WanVAE, video: jax.Array, key: jax.Array) -> tuple[jax.Array, dict]:
-    """Returns the error with a fixed encoder, so that only the decoder is trained and the latents do not change."""
+    """Return the error with a fixed encoder, so that only the decoder is trained and the latents do not change."""
     posterior = [
         jax.lax.stop_gradient(jnp.concatenate(parts, axis=1)) for parts in zip(*posteriors(vae, video), strict=True)
     ]
@@ -96,7 +96,7 @@ def decoder_loss(vae: WanVAE, video: jax.Array, key: jax.Array) -> tuple[jax.Arr
 
 
 def train_vae(vae: WanVAE, workdir: Path, seed: int) -> WanVAE:
-    """Trains the autoencoder, or resumes its training, and returns it."""
+    """Train the autoencoder, or resume its training, and return it."""
     inflate(vae)
     vae = _train("vae", vae, loss, VAE_PHASES, PEAK_LEARNING_RATE, workdir, seed)
     return _train("decoder", vae, decoder_loss, DECODER_PHASES, DECODER_LEARNING_RATE, workdir, seed + 1)
@@ -117,7 +117,7 @@ def _train(
 
 
 def latent_statistics(vae: WanVAE, seed: int, clips: int = 256) -> tuple[np.ndarray, np.ndarray]:
-    """Returns mean and standard deviation of each latent channel, over new clips of the training combinations."""
+    """Return mean and standard deviation of each latent channel, over new clips of the training combinations."""
     rng = np.random.default_rng([seed, 1])
     encode = nnx.jit(lambda vae, video: vae.encode_cells(video, None)[0])
     latents = np.concatenate(

@@ -64,7 +64,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name when it is first used, so that `wanjax --help` does not wait for JAX."""
+    """Import a public name when it is first used, so that `wanjax --help` does not wait for JAX."""
     if name == "__version__":
         return import_module("importlib.metadata").version("wanjax")
     if name not in _HOMES:
@@ -75,7 +75,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _right(name: str) -> str | None:
-    """Returns a sentence on a name that there is not, None where nothing is known of it."""
+    """Return a sentence on a name that there is not, None where nothing is known of it."""
     if name.startswith("_"):
         return None
     near = import_module("wanjax.errors").near_names(name, __all__, 1)
@@ -84,5 +84,5 @@ def _right(name: str) -> str | None:
 
 
 def __dir__() -> list[str]:
-    """Returns the public names, without the modules that are loaded."""
+    """Return the public names, without the modules that are loaded."""
     return __all__

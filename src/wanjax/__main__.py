@@ -13,7 +13,7 @@ NEW_OBJECTS = 100_000  # between two collections; with Python's 700 a short comm
 
 
 def main() -> None:
-    """Runs the command line, which Ctrl-C ends from the first moment on."""
+    """Run the command line, which Ctrl-C ends from the first moment on."""
     signal.signal(signal.SIGINT, stop)
     gc.set_threshold(NEW_OBJECTS, 50, 50)
     sys.modules.setdefault("IPython", None)  # pyright: ignore[reportArgumentType]  # else Flax imports it in vain
@@ -28,14 +28,14 @@ def main() -> None:
 
 
 def _is_awaited() -> bool:
-    """Tells whether there are threads for which Python would wait."""
+    """Return whether there are threads for which Python would wait."""
     import threading  # imported late, so that Ctrl-C is answered sooner
 
     return any(not thread.daemon and thread is not threading.main_thread() for thread in threading.enumerate())
 
 
 def _leave(status: int) -> None:
-    """Ends the process once all is done that was to be done at its end, without taking every module apart."""
+    """End the process once all is done that was to be done at its end, without taking every module apart."""
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         try:

@@ -50,7 +50,7 @@ class Shown(NamedTuple):
 
 
 def readable(public: Public) -> Public:
-    """Decorates a function, or a class: `help` then prints its annotations readably, and those of its methods.
+    """Decorate a function, or a class: `help` then prints its annotations readably, and those of its methods.
 
     What checks annotations finds the same ones. A dataclass is passed once it is defined, because in tests its checks
     are added after its decorators have run, and are read from its signature.
@@ -85,7 +85,7 @@ class Named(NamedTuple):
 
 
 def _plain(default: Any, factory: Any) -> Any:
-    """Returns a default that prints readably; `factory` makes that of a dataclass's field, unless it is missing."""
+    """Return a default that prints readably; `factory` makes that of a dataclass's field, unless it is missing."""
     if default is not Parameter.empty and factory is not MISSING:
         return factory()
     return Named(default) if isfunction(default) or (isclass(default) and default is not Parameter.empty) else default

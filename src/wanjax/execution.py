@@ -74,7 +74,7 @@ class Program:
         return self.function.__name__
 
     def options_of(self, site: Site) -> dict[str, Any]:
-        """Returns the compiler's options at a site."""
+        """Return the compiler's options at a site."""
         on = target_of(site.partitioner.device)
         return {**self.options(on), **(self.fast(on) if self.fast is not None and site.compiler == FAST else {})}
 
@@ -131,7 +131,7 @@ class Instance:
         return Lowering(self._named(run), self.shapes, self.donate, self.program.options_of(self.site))
 
     def compiled(self, options: dict[str, Any], cache: Cache) -> Callable[..., Any]:
-        """Returns the executable with these options of the compiler, for devices that are here."""
+        """Return the executable with these options of the compiler, for devices that are here."""
         with partitionable_prng(), cache():
             with gc_paused():
                 lowered = self.traced.lower()
@@ -139,7 +139,7 @@ class Instance:
 
 
 def _trimmed(spec: PartitionSpec) -> PartitionSpec:
-    """Returns a sharding as one value for all equal ones: without whole axes at its end, and tuples of one axis."""
+    """Return a sharding as one value for all equal ones: without whole axes at its end, and tuples of one axis."""
     axes = [axis[0] if isinstance(axis, tuple) and len(axis) == 1 else axis or None for axis in spec]
     while axes and axes[-1] is None:
         axes.pop()
@@ -190,7 +190,7 @@ def _key(arguments: Any, site: Site) -> tuple[Any, Any]:
 
 
 def _shape(x: Any, partitioner: Partitioner) -> jax.ShapeDtypeStruct:
-    """Returns the shape of an argument, with its sharding on the mesh; one of the host has none."""
+    """Return the shape of an argument, with its sharding on the mesh; one of the host has none."""
     if not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
         x = np.asarray(x)
         return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
@@ -343,7 +343,7 @@ class Execute(Strategy):
         return retry_without_rejected_options(self.options_of(instance.program, instance.site), attempt, warn_refused)
 
     def options_of(self, program: Program, site: Site) -> dict[str, Any]:
-        """Returns the options with which a program is compiled, without those that the compiler refused."""
+        """Return the options with which a program is compiled, without those that the compiler refused."""
         key = _options_key(program, site)
         return self._left[key] if key in self._left else program.options_of(site)
 
@@ -351,7 +351,7 @@ class Execute(Strategy):
         return jax.tree.map(np.asarray, x)
 
     def forget(self) -> None:
-        """Drops all compiled programs, and the memory that they hold."""
+        """Drop all compiled programs, and the memory that they hold."""
         self._compiled.clear()
         jax.clear_caches()
 

@@ -5,12 +5,12 @@ PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
 
 def digits(number: float) -> str:
-    """Returns a number with three significant digits, such as 1.02, 85 or 1240."""
+    """Return a number with three significant digits, such as 1.02, 85 or 1240."""
     return f"{float(f'{number:.3g}'):.15g}"
 
 
 def between(low: str, high: str) -> str:
-    """Returns a range of two figures; one figure where both read the same."""
+    """Return a range of two figures; one figure where both read the same."""
     return low if low == high else f"{low} to {high}"
 
 
@@ -22,7 +22,7 @@ def quantity(number: int, noun: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Returns a time such as 85 ms, 1.25 s, 2 min 30 s or 1 h 5 min."""
+    """Return a time such as 85 ms, 1.25 s, 2 min 30 s or 1 h 5 min."""
     rounded = float(f"{seconds:.3g}")
     if rounded < 1:
         ms = 1000 * rounded
@@ -35,12 +35,12 @@ def duration(seconds: float) -> str:
 
 
 def in_bytes(number: float, base: int = 1000) -> str:
-    """Returns a size such as 1.42 GB, or 1.32 GiB to the base of 1024."""
+    """Return a size such as 1.42 GB, or 1.32 GiB to the base of 1024."""
     return scaled(number, "B", base)
 
 
 def scaled(number: float, unit: str = "", base: int = 1000) -> str:
-    """Returns a number with a prefix of its unit, such as 14.3 G."""
+    """Return a number with a prefix of its unit, such as 14.3 G."""
     power = 0
     while abs(float(f"{number / base**power:.3g}")) >= base and power < len(PREFIXES) - 1:
         power += 1

@@ -174,7 +174,7 @@ def _listed(loras: Loras) -> tuple[Lora, ...]:
 
 
 def _pipeline(checkpoint: Checkpoint, options: LoadOptions) -> Pipeline:
-    """Returns the pipeline of a checkpoint, whose components are loaded at first use."""
+    """Return the pipeline of a checkpoint, whose components are loaded at first use."""
     param_dtype = options.param_dtype or checkpoint.param_dtype
     video = with_size(checkpoint.architecture, checkpoint.settings, checkpoint.sizes, options.video or {})
     partitioner = _partitioner(checkpoint, options, video)
@@ -217,7 +217,7 @@ def _decoder(decoder: DecoderFile | None, partitioner: Partitioner) -> tuple[dic
 
 
 def _sizes(checkpoint: Checkpoint, options: LoadOptions, partitioner: Partitioner) -> dict[str, int]:
-    """Returns the bytes of the weights of each network whose shapes are known, as `bytes_needed` counts them.
+    """Return the bytes of the weights of each network whose shapes are known, as `bytes_needed` counts them.
 
     Weights that are kept as they are stored are counted in bfloat16, because reading their dtype may need a download.
     The autoencoder, which is small, is left out. Raises WanjaxError where a network is larger than the memory.
@@ -233,7 +233,7 @@ def _sizes(checkpoint: Checkpoint, options: LoadOptions, partitioner: Partitione
 
 
 def check_memory(model: str, component: str, network: nnx.Module) -> None:
-    """Raises WanjaxError, with what to do, where the weights of a network are larger than a device's whole memory.
+    """Raise WanjaxError, with what to do, where the weights of a network are larger than a device's whole memory.
 
     The network may be given as shapes. Nothing is refused where the memory is unknown.
     """
@@ -259,7 +259,7 @@ def check_memory(model: str, component: str, network: nnx.Module) -> None:
 
 
 def _networks(checkpoint: Checkpoint) -> dict[str, Network]:
-    """Returns the networks of a checkpoint whose configs are known without a download."""
+    """Return the networks of a checkpoint whose configs are known without a download."""
     outline = (
         checkpoint.preset.architecture.spec.networks if checkpoint.preset and checkpoint.preset.architecture else {}
     )
@@ -293,7 +293,7 @@ def _recorded_options(checkpoint: Checkpoint, options: LoadOptions, partitioner:
 
 
 def _digests(checkpoint: Checkpoint, options: LoadOptions) -> dict[str, str]:
-    """Returns the digests of a checkpoint that may be replaced, of LoRAs and of a decoder, by their recorded names."""
+    """Return the digests of a checkpoint that may be replaced, of LoRAs and of a decoder, by their recorded names."""
     source, name = checkpoint.source, checkpoint.settings.model
     read = {described(lora.file): lora.path for lora in source.loras}
     if source.revision is None and name not in presets():
@@ -312,7 +312,7 @@ def _check_attention(attention: AttentionConfig, outline: Outline) -> None:
 
 
 def _partitioner(checkpoint: Checkpoint, options: LoadOptions, video: Settings) -> Partitioner:
-    """Returns the mesh and its rules. "auto" chooses a mesh for a video of these settings."""
+    """Return the mesh and its rules. "auto" chooses a mesh for a video of these settings."""
     mesh, rules = options.mesh, find_rules(options.rules)
     devices = all_devices()
     if mesh is None and platform() != "cpu" and len(devices) > 1:
@@ -333,7 +333,7 @@ def _partitioner(checkpoint: Checkpoint, options: LoadOptions, video: Settings) 
 def _loaders(
     checkpoint: Checkpoint, options: LoadOptions, partitioner: Partitioner
 ) -> Mapping[str, Callable[[MakeRoom], Any]]:
-    """Returns a function for each component that the checkpoint lists, which loads it."""
+    """Return a function for each component that the checkpoint lists, which loads it."""
     source, loaders = checkpoint.source, checkpoint.family.loaders
 
     def load(name: str, make_room: MakeRoom) -> Any:
@@ -350,7 +350,7 @@ def _loaders(
 
 
 def _abstract(checkpoint: Checkpoint, name: str, options: LoadOptions, partitioner: Partitioner) -> nnx.Module:
-    """Returns a network of a checkpoint as shapes with shardings, as it will be loaded."""
+    """Return a network of a checkpoint as shapes with shardings, as it will be loaded."""
     read = network(checkpoint.source, name, checkpoint.family.networks)
     param_dtype = "float32" if read.float32 else options.param_dtype or _stored_dtype(checkpoint.source, name)
     return _shapes(checkpoint, name, read, param_dtype, options.attention, partitioner)
@@ -405,7 +405,7 @@ def _shapes(
     attention: AttentionConfig | None,
     partitioner: Partitioner,
 ) -> nnx.Module:
-    """Returns a network as shapes with shardings; `param_dtype` is the dtype of its weights unless it is in float32."""
+    """Return a network as shapes with shardings; `param_dtype` is the dtype of its weights unless it is in float32."""
     settings, options = outline.settings, {}
     if name in outline.architecture.spec.denoisers:
         options = {"attention": attention or AUTO}
@@ -416,6 +416,6 @@ def _shapes(
 
 
 def _stored_dtype(source: Source, name: str) -> str:
-    """Returns the dtype of most of a network's bytes if it is bfloat16 or float32, else float32."""
+    """Return the dtype of most of a network's bytes if it is bfloat16 or float32, else float32."""
     dtype = main_dtype(source[name].weights().specs.values())
     return dtype if dtype in ("bfloat16", "float32") else "float32"

@@ -68,17 +68,17 @@ def register(family: Family) -> None:
 
 
 def presets() -> dict[str, Preset]:
-    """Returns the published checkpoints of all families, by name."""
+    """Return the published checkpoints of all families, by name."""
     return {preset.name: preset for family in FAMILIES for preset in family.presets}
 
 
 def kinds() -> list[NetworkKind]:
-    """Returns the kinds of networks of all families, each once."""
+    """Return the kinds of networks of all families, each once."""
     return list(dict.fromkeys(kind for family in FAMILIES for kind in family.networks))
 
 
 def layouts() -> list[Layout]:
-    """Returns the layouts of all families' checkpoints other than that of diffusers."""
+    """Return the layouts of all families' checkpoints other than that of diffusers."""
     return [layout for family in FAMILIES for layout in family.layouts]
 
 
@@ -215,7 +215,7 @@ def read_configs(model: str | Path, source: Source, preset: Preset | None, *, en
 
 
 def find_checkpoint(model: str | Path, revision: str | None = None) -> tuple[Source, Preset | None]:
-    """Returns the source of a checkpoint, and its preset where it is a published one.
+    """Return the source of a checkpoint, and its preset where it is a published one.
 
     `model` is a known name, or any name that `open_source` accepts. Raises WanjaxError where no checkpoint is found.
     """
@@ -229,7 +229,7 @@ def find_checkpoint(model: str | Path, revision: str | None = None) -> tuple[Sou
 
 
 def open_source(name: str | Path, revision: str | None = None) -> Source:
-    """Opens the checkpoint of this name: a folder, a file, a Hugging Face repository, or OWNER/NAME/FILE on the hub.
+    """Open the checkpoint of this name: a folder, a file, a Hugging Face repository, or OWNER/NAME/FILE on the hub.
 
     Its layout is that of diffusers or of a family; in a store, that of `wanjax convert`. Raises WanjaxError where no
     checkpoint is found, or its layout is unknown.
@@ -265,12 +265,12 @@ def _open_file(path: Path) -> Source:
 
 
 def companion_files(name: str) -> list[str]:
-    """Returns the names of files that belong to a checkpoint's file of this name, such as the other of two experts."""
+    """Return the names of files that belong to a checkpoint's file of this name, such as the other of two experts."""
     return [other for layout in layouts() for other in layout.beside(name)]
 
 
 def find_preset(name: str) -> Preset | None:
-    """Returns the preset of this name, or the one that is this repository, whose owner may be left out."""
+    """Return the preset of this name, or the one that is this repository, whose owner may be left out."""
     by_name = presets()
     bare = "/" not in name and not os.path.exists(name)
     for preset in by_name.values():
@@ -280,7 +280,7 @@ def find_preset(name: str) -> Preset | None:
 
 
 def outline(model: str) -> Outline:
-    """Returns a model without its weights; downloads nothing for a preset."""
+    """Return a model without its weights; download nothing for a preset."""
     preset = find_preset(model)
     if preset is not None and preset.architecture is not None:
         family = family_with(preset)
@@ -290,13 +290,13 @@ def outline(model: str) -> Outline:
 
 
 def size_of(model: str, settings: Mapping[str, Any]) -> tuple[int, int]:
-    """Returns the (height, width) that settings mean for a model, of which `size` may be a name."""
+    """Return the (height, width) that settings mean for a model, of which `size` may be a name."""
     model_outline = outline(model)
     return with_size(model_outline.architecture, model_outline.settings, model_outline.sizes, settings).size
 
 
 def describe(model: str) -> dict[str, Any]:
-    """Returns what a model takes, makes and needs, as JSON; downloads as `outline`.
+    """Return what a model takes, makes and needs, as JSON; download as `outline`.
 
     `parameters` are those of the transformer, or of each of two. `networks` are the bytes of each network's weights as
     they are kept on devices, and `memory` is their sum. `tasks` tells what a video can be made from, in words. `takes`
@@ -332,12 +332,12 @@ def describe(model: str) -> dict[str, Any]:
 
 
 def family_with(preset: Preset) -> Family:
-    """Returns the family that has this preset."""
+    """Return the family that has this preset."""
     return next(family for family in FAMILIES if preset in family.presets)
 
 
 def _with_scheduler(architecture: VideoModel, preset: Preset | None) -> VideoModel:
-    """Returns the architecture with the preset's own scheduler, if it has one."""
+    """Return the architecture with the preset's own scheduler, if it has one."""
     if preset is None or preset.scheduler is None:
         return architecture
     return replace(architecture, scheduler=preset.scheduler)
@@ -353,7 +353,7 @@ def _with_cache_tables(
 
 
 def tables_key(model: str | Path) -> str:
-    """Returns the name by which the tables measured of a checkpoint are kept."""
+    """Return the name by which the tables measured of a checkpoint are kept."""
     source, preset = find_checkpoint(model)
     return preset.name if preset else key_of(source)
 
@@ -449,14 +449,14 @@ def with_options(
 def with_size(
     architecture: VideoModel, defaults: Settings, published: Sequence[tuple[int, int]], settings: Mapping[str, Any]
 ) -> Settings:
-    """Returns the defaults with other settings, of which `size` may be the name of one of the model's sizes."""
+    """Return the defaults with other settings, of which `size` may be the name of one of the model's sizes."""
     if settings.get("size") is not None:
         settings = {**settings, **sides(settings["size"], named_sizes(architecture, defaults, published))}
     return defaults.updated(settings)
 
 
 def models_that_fit(memory: int) -> list[str]:
-    """Returns the names of at most three published models, of different sizes, whose largest networks fit in memory.
+    """Return the names of at most three published models, of different sizes, whose largest networks fit in memory.
 
     `memory` is in bytes. Of models of about one size, to a tenth of a billion, the first is named.
     """
@@ -468,7 +468,7 @@ def models_that_fit(memory: int) -> list[str]:
 
 
 def _largest(preset: Preset) -> int:
-    """Returns the bytes of the weights of a published model's largest network: a transformer, or a text encoder."""
+    """Return the bytes of the weights of a published model's largest network: a transformer, or a text encoder."""
     networks = preset.architecture.spec.networks if preset.architecture else {}
     encoders = [family_with(preset).network_of(x) for name, x in networks.items() if name.startswith("text_encoder")]
     counts = [preset.transformer_parameters, *(encoder.parameters for encoder in encoders)]

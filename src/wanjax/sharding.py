@@ -157,7 +157,7 @@ class Partitioner:
 
 
 def abstract_partitioner(dp: int = 1, sp: int = 1, tp: int = 1) -> Partitioner:
-    """Returns the partitioner of a mesh whose devices need not be here."""
+    """Return the partitioner of a mesh whose devices need not be here."""
     return Partitioner(AbstractMesh((dp, sp, tp), MESH_AXES, axis_types=(AxisType.Auto,) * 3), RULES["fsdp"])
 
 
@@ -246,7 +246,7 @@ def shard_tokens(x: jax.Array, axes: Axes) -> jax.Array:
 
 
 def replicate(tree: Any) -> Any:
-    """Returns the arrays of a tree, replicated on every device."""
+    """Return the arrays of a tree, replicated on every device."""
     return jax.tree.map(lambda x: constrain_to(x, PartitionSpec()), tree)
 
 
@@ -256,7 +256,7 @@ def gather_weight(weight: jax.Array) -> jax.Array:
 
 
 def pad_to(x: jax.Array, axis: int, multiple: int) -> jax.Array:
-    """Pads an axis of x with zeros at its end, up to a multiple."""
+    """Pad an axis of x with zeros at its end, up to a multiple."""
     fill = -x.shape[axis] % multiple
     return jnp.pad(x, [(0, fill if i == axis else 0) for i in range(x.ndim)]) if fill else x
 
@@ -347,7 +347,7 @@ def arrange(devices: Sequence[Any], axes: Mapping[str, int]) -> Mesh:
 
 
 def one_device() -> Partitioner:
-    """Returns the partitioner of JAX's first device."""
+    """Return the partitioner of JAX's first device."""
     platform()
     return Partitioner(make_mesh(devices=jax.local_devices()[:1]), RULES["fsdp"])
 
@@ -373,12 +373,12 @@ class AutoMesh(NamedTuple):
 
 
 def mesh_text(axes: Mapping[str, int], joint: str = ",") -> str:
-    """Returns the sizes of a mesh as `parse_mesh` reads them."""
+    """Return the sizes of a mesh as `parse_mesh` reads them."""
     return joint.join(f"{axis}={size}" for axis, size in axes.items())
 
 
 def parse_mesh(text: str) -> MeshSizes | AutoMesh:
-    """Reads a mesh such as `dp=2,tp=4`, `auto` or `auto,sp=2`; raises WanjaxError for other text."""
+    """Read a mesh such as `dp=2,tp=4`, `auto` or `auto,sp=2`; raise WanjaxError for other text."""
     first, *others = (entry.strip() for entry in text.split(","))
     auto = first == "auto"
     axes, sizes = ("sp",) if auto else MESH_AXES, {}
@@ -391,7 +391,7 @@ def parse_mesh(text: str) -> MeshSizes | AutoMesh:
 
 
 def find_rules(name: str) -> Rules:
-    """Returns the rules of this name; raises WanjaxError for an unknown name."""
+    """Return the rules of this name; raise WanjaxError for an unknown name."""
     if name not in RULES:
         raise WanjaxError(f"no rules are named {name!r}: there are {', '.join(RULES)}")
     return RULES[name]

@@ -10,7 +10,7 @@ _abandoned: list[Callable[[], Any]] = []
 
 
 def stop(number: int, frame: object) -> None:
-    """Ends the process, as a handler of a signal, before anything is begun."""
+    """End the process, as a handler of a signal, before anything is begun."""
     os.write(2, b"\nwanjax: stopped\n")
     os._exit(INTERRUPTED)
 

@@ -50,7 +50,7 @@ def online(server, hub_at):
 
 @pytest.fixture(scope="module")
 def known_shapes():
-    """Traces each network once: tracing takes most of the time in converting so small a checkpoint."""
+    """Trace each network once: tracing takes most of the time in converting so small a checkpoint."""
     known = {}
 
     def abstract(network, **options):

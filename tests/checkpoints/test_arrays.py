@@ -39,7 +39,7 @@ STACKED = ("blocks.q.kernel", "blocks.q.bias")
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Writes the tensors, each in several chunks."""
+    """Write the tensors, each in several chunks."""
     monkeypatch.setattr(store, "CHUNK", 1 << 10)
     specs = {name: Spec(x.shape, x.dtype) for name, x in TENSORS.items()}
     chunks = {name: chunk_shape(spec, name in STACKED) for name, spec in specs.items()}
@@ -52,7 +52,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def fault(read, *args):
-    """Returns the one sentence with which `read` fails."""
+    """Return the one sentence with which `read` fails."""
     with pytest.raises(WanjaxError) as caught:
         read(*args)
     assert "\n" not in str(caught.value)
@@ -207,7 +207,7 @@ ROWS = {"vocab": None, "embed": "tp", "heads": ("dp",), "mlp": "dp", "layers": N
 
 
 def meshed(sizes, rules):
-    """Returns the encoder as shapes with shardings."""
+    """Return the encoder as shapes with shardings."""
     mesh = jax.make_mesh(sizes, ("dp", "tp"), axis_types=(AxisType.Auto, AxisType.Auto))
 
     def place(weight):

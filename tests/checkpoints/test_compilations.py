@@ -36,7 +36,7 @@ def test_components_are_loaded_without_a_compilation(mesh, converted, tmp_path):
 
 
 def load_all(name):
-    """Loads the bundled model, a wanjax checkpoint, and one into which a LoRA is merged."""
+    """Load the bundled model, a wanjax checkpoint, and one into which a LoRA is merged."""
     converted, lora = sys.argv[1:]
     sizes = MESHES[name]
     mesh = sizes and wanjax.make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)])

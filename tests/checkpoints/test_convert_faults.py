@@ -53,7 +53,7 @@ def test_weights_that_are_not_finite_are_not_written(damaged, tmp_path):
 
 
 def whole(harm: Callable[[Path], None]) -> Callable[[Path], None]:
-    """Applies damage to a transformer that is stored in one file."""
+    """Apply damage to a transformer that is stored in one file."""
 
     def do(folder: Path) -> None:
         (folder / "transformer" / f"{WEIGHTS}.index.json").unlink()
@@ -206,7 +206,7 @@ for moment in range(int(sys.argv[4])):
 
 @pytest.mark.parametrize(("way", "kills"), quick([("forth", 5)], [("forth", 5), ("forth", 20), ("back", 20)]))
 def test_killed_at_random_moments_each_rerun_completes(source, converted, tmp_path, way, kills):
-    """Kills lead to the checksums of an uninterrupted run. The autoencoder has too many arrays for it."""
+    """Kill lead to the checksums of an uninterrupted run. The autoencoder has too many arrays for it."""
     given = shutil.copytree(converted if way == "back" else source, tmp_path / "given")
     index = json.loads((given / "model_index.json").read_text())
     (given / "model_index.json").write_text(json.dumps(index | {"vae": [None, None]}))
@@ -266,7 +266,7 @@ def change_manifest(folder: Path, **changes: object) -> Path:
 
 
 def emptied(folder: Path) -> Path:
-    """Takes all networks out of the manifest, whose own digest then is another."""
+    """Take all networks out of the manifest, whose own digest then is another."""
     return change_manifest(folder, networks={})
 
 

@@ -26,14 +26,14 @@ SHAPES = [(192, 384), (256, 256), (160, 256), (256, 96)]
 
 
 def weight(shape):
-    """Returns a weight whose rows, and parts of rows, are of very different sizes."""
+    """Return a weight whose rows, and parts of rows, are of very different sizes."""
     random = np.random.default_rng(0)
     x = random.normal(size=shape) * np.exp(random.normal(size=(shape[0], *(1 for _ in shape[1:]))))
     return (x * np.exp(np.linspace(-1, 1, shape[-1]))).astype(np.float32)
 
 
 def largest(x, rows, columns):
-    """Returns the largest number of each block of an array, and that array's shape filled with them."""
+    """Return the largest number of each block of an array, and that array's shape filled with them."""
     out = -(-x.shape[0] // rows), -(-x.shape[1] // columns)
     scale, filled = np.zeros(out, np.float32), np.zeros(x.shape, np.float32)
     for i in range(out[0]):
@@ -87,7 +87,7 @@ LAYOUTS = [per_tensor, one, none, per_row, flat, parts, without_axis, squares, s
 
 
 def eight_bits(name, x, layout, spelling="weight_scale", numbers="weight", dtype=ml_dtypes.float8_e4m3fn):
-    """Returns the tensors of a weight, and the sizes of its scale at every number."""
+    """Return the tensors of a weight, and the sizes of its scale at every number."""
     scale, filled = layout(x)
     return {f"{name}.{numbers}": (x / filled).astype(dtype), f"{name}.{spelling}": scale}, filled
 
@@ -222,7 +222,7 @@ def test_integers_with_a_zero_of_their_own(shape, layout):
 
 
 def layout_of(x, shape):
-    """Returns a number for each part of an array of a shape, everywhere in that part."""
+    """Return a number for each part of an array of a shape, everywhere in that part."""
     return np.repeat(np.repeat(x, shape[0] // x.shape[0], 0), shape[1] // x.shape[1], 1)
 
 

@@ -25,7 +25,7 @@ WEIGHTS = "vae/diffusion_pytorch_model.safetensors"
 
 
 def fault(components):
-    """Returns the one sentence with which a download fails."""
+    """Return the one sentence with which a download fails."""
     with pytest.raises(WanjaxError) as caught:
         fetched(ID, components)
     assert "\n" not in str(caught.value)
@@ -98,7 +98,7 @@ for _ in sys.stdin:
 
 
 def test_killed_while_downloading_each_run_goes_on_to_the_same_bytes(server, tmp_path):
-    """Kills ten downloads at random moments: only complete files have their names, and these are not sent again."""
+    """Kill ten downloads at random moments: only complete files have their names, and these are not sent again."""
     for name in FILES:
         if name.endswith(".safetensors") and "/diffusion" in name:
             server.files[name] = random.Random(name).randbytes(4_000_000)  # 16 pieces each

@@ -49,7 +49,7 @@ def assert_same(tensors, wanted):
 
 
 def fault(read, *args):
-    """Returns the one sentence with which `read` fails."""
+    """Return the one sentence with which `read` fails."""
     with pytest.raises(WanjaxError) as caught:
         read(*args)
     message = str(caught.value)
@@ -115,7 +115,7 @@ def test_a_tensor_is_a_view_of_the_file_not_a_copy(tmp_path):
 
 
 def raw(header, data=b"", length=None):
-    """Returns the bytes of a safetensors file with this header."""
+    """Return the bytes of a safetensors file with this header."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return (len(text) if length is None else length).to_bytes(8, "little") + text + data
 
@@ -221,7 +221,7 @@ def test_an_interrupt_leaves_nothing_half_written(tmp_path):
 
 
 def write_shards(folder, shards, weight_map=None, stem="diffusion_pytorch_model"):
-    """Writes shards with these tensors, and an index that lists them all unless `weight_map` says otherwise."""
+    """Write shards with these tensors, and an index that lists them all unless `weight_map` says otherwise."""
     names = [f"{stem}-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     for name, tensors in zip(names, shards, strict=True):
         save_safetensors(folder / name, tensors)
@@ -272,7 +272,7 @@ def with_a_key_in_two_shards(folder):
 
 
 def with_an_index_of(weight_map, others=()):
-    """Returns what writes shards with an index that is wrong, and a file of these tensors beside them."""
+    """Return what writes shards with an index that is wrong, and a file of these tensors beside them."""
 
     def write(folder):
         write_shards(folder, SPLIT, weight_map)
@@ -282,7 +282,7 @@ def with_an_index_of(weight_map, others=()):
 
 
 def with_the_file(name, text=""):
-    """Returns what writes a file of a text into a folder."""
+    """Return what writes a file of a text into a folder."""
     return lambda folder: (folder / name).write_text(text, encoding="latin-1")
 
 

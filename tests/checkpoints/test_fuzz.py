@@ -55,7 +55,7 @@ def read_or_refuse(read: Callable[[], object]) -> None:
 
 
 def read_all(reader, size: int) -> None:
-    """Reads every tensor, all of which lie within the file."""
+    """Read every tensor, all of which lie within the file."""
     assert sum(spec.nbytes for spec in reader.specs.values()) <= size
     for key, spec in reader.specs.items():
         assert len(reader.read(key).tobytes()) == spec.nbytes
@@ -63,7 +63,7 @@ def read_all(reader, size: int) -> None:
 
 @st.composite
 def headers(draw) -> bytes:
-    """Draws a file with any header; often its length and its data are right."""
+    """Draw a file with any header; often its length and its data are right."""
     text = json.dumps(draw(st.dictionaries(keys, entries, max_size=4) | junk)).encode()
     length = draw(st.one_of(st.just(len(text)), numbers)) % 2**64
     return length.to_bytes(8, "little") + text + bytes(draw(st.integers(0, 40)))
@@ -71,7 +71,7 @@ def headers(draw) -> bytes:
 
 @st.composite
 def consistent(draw) -> bytes:
-    """Draws a file in whose header at most two numbers are wrong."""
+    """Draw a file in whose header at most two numbers are wrong."""
     header, end = {}, 0
     for key in draw(st.lists(st.sampled_from("abcdef"), unique=True, min_size=1, max_size=4)):
         shape, name = draw(st.lists(st.integers(0, 4), max_size=3)), draw(st.sampled_from(list(DTYPES)))
@@ -88,7 +88,7 @@ def consistent(draw) -> bytes:
 
 @st.composite
 def damaged(draw, contents: bytes) -> bytes:
-    """Draws the contents with bytes changed, removed or inserted."""
+    """Draw the contents with bytes changed, removed or inserted."""
     harmed = bytearray(contents)
     for _ in range(draw(st.integers(1, 4))):
         start = draw(st.integers(0, len(harmed)))

@@ -22,7 +22,7 @@ OPENED = "from wanjax.registry import open_source"
 
 
 def fault(name, components=None, **options):
-    """Returns the one sentence with which a checkpoint, or the download of its components, fails."""
+    """Return the one sentence with which a checkpoint, or the download of its components, fails."""
     with pytest.raises(WanjaxError) as caught:
         open_source(name, **options) if components is None else fetched(name, components)
     assert "\n" not in str(caught.value)
@@ -177,7 +177,7 @@ def test_a_lora_of_the_hub_is_asked_for_once(server):
 
 
 def test_the_clients_settings_come_from_the_environment(server, tmp_path):
-    """Runs a new process, because the client reads the environment when it is imported."""
+    """Run a new process, because the client reads the environment when it is imported."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     run = subprocess.run(
         [sys.executable, "-c", f"from tests.support.hub import fetched; print(fetched({ID!r}, ['vae']))"],

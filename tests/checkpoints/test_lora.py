@@ -50,7 +50,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
-    """Writes a LoRA for the q of one of the two blocks, with the authors' names."""
+    """Write a LoRA for the q of one of the two blocks, with the authors' names."""
     path = tmp_path_factory.mktemp("lora") / "style.safetensors"
     random = np.random.default_rng(0)
     down, up = (random.normal(size=shape).astype(np.float32) for shape in ((2, WIDTH), (WIDTH, 2)))
@@ -64,7 +64,7 @@ def change(file):
 
 
 def q_of(pipe):
-    """Returns the q of the network's second block, as diffusers stores it."""
+    """Return the q of the network's second block, as diffusers stores it."""
     weights = {path: np.asarray(x) for path, x in modules.parameters(pipe.transformer).items()}
     return modules.Exported(weights, transformer_rules(pipe.architecture.transformer)).read(KEY)
 
@@ -254,7 +254,7 @@ FEW_STEPS = [name for name in presets() if name.endswith("-4step")]
 
 @pytest.mark.parametrize("name", FEW_STEPS)
 def test_few_step_presets_have_the_settings_of_their_authors(name):
-    """Follows ModelTC/LightX2V, configs/distill: denoising_step_list 1000, 750, 500, 250, with levels shifted by 5."""
+    """Follow ModelTC/LightX2V, configs/distill: denoising_step_list 1000, 750, 500, 250, with levels shifted by 5."""
     preset = presets()[name]
     chosen = preset.defaults
     assert (chosen.steps, chosen.guidance_scale, chosen.flow_shift, chosen.model) == (4, 1.0, 5.0, name)
@@ -278,7 +278,7 @@ def test_few_step_presets_have_the_settings_of_their_authors(name):
 
 
 def add(monkeypatch, preset):
-    """Adds a preset to Wan's for a test."""
+    """Add a preset to Wan's for a test."""
     monkeypatch.setattr(registry, "FAMILIES", [replace(FAMILY, presets=(*FAMILY.presets, preset))])
 
 

@@ -49,7 +49,7 @@ PAIR = {f"{Q}.lora_down.weight": DOWN, f"{Q}.lora_up.weight": UP}
 
 @pytest.fixture
 def opened(tmp_path):
-    """Writes tensors as a LoRA and opens it."""
+    """Write tensors as a LoRA and opens it."""
 
     def write(tensors, metadata=None, name="lora.safetensors"):
         with unchecked():

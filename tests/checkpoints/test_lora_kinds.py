@@ -38,7 +38,7 @@ BASE = {key: random(i, *shape) for i, (key, shape) in enumerate(SHAPES.items())}
 
 @pytest.fixture
 def opened(tmp_path):
-    """Writes tensors as a LoRA and opens it."""
+    """Write tensors as a LoRA and opens it."""
 
     def write(tensors, metadata=None):
         path = tmp_path / f"{len(list(tmp_path.iterdir()))}.safetensors"  # those before are still read
@@ -55,7 +55,7 @@ def merged(file, strength=1.0):
 
 
 def lora(rows, columns, kernel=(), core=False):
-    """Returns the factors of a change of this shape, and the change in float64."""
+    """Return the factors of a change of this shape, and the change in float64."""
     if core:
         down, up = random(1, RANK, columns, *[1] * len(kernel)), random(2, rows, RANK, *[1] * len(kernel))
         mid = random(3, RANK, RANK, *kernel)
@@ -157,7 +157,7 @@ def test_q_k_and_v_in_one_are_parts_of_the_rows(kind, opened):
 
 
 def with_norms(x, magnitude, *axes):
-    """Returns a weight whose norms over some axes are those of `magnitude`."""
+    """Return a weight whose norms over some axes are those of `magnitude`."""
     return x * magnitude / np.sqrt((x**2).sum(axes, keepdims=True))
 
 

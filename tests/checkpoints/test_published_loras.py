@@ -30,12 +30,12 @@ def network(name):
 
 
 def ours(name):
-    """Returns the shapes of a network's tensors by the names of diffusers."""
+    """Return the shapes of a network's tensors by the names of diffusers."""
     return {key: spec.shape for key, spec in network(name).specs.items()}
 
 
 def theirs(name):
-    """Returns the shapes of a network's tensors by the authors' names, some of which are of q, k and v together."""
+    """Return the shapes of a network's tensors by the authors' names, some of which are of q, k and v together."""
     names, found = network(name).kind.lora_names or NameMap([]), {}
     for key, shape in ours(name).items():
         together = names.theirs(re.sub(r"\.to_[qkv]\.", ".to_qkv.", key))
@@ -47,7 +47,7 @@ def theirs(name):
 
 
 def factors(modules, down=A, up=B, *, prefix="", rank=32, alpha=False, under=False):
-    """Returns the shapes of a LoRA's tensors of modules, given the shapes of their weights."""
+    """Return the shapes of a LoRA's tensors of modules, given the shapes of their weights."""
     found = {}
     for module, (rows, *others) in modules.items():
         key = prefix + (module.replace(".", "_") if under else module)
@@ -57,7 +57,7 @@ def factors(modules, down=A, up=B, *, prefix="", rank=32, alpha=False, under=Fal
 
 
 def linear(shapes, pattern=r".*"):
-    """Returns the modules with a matrix for a weight, of these names."""
+    """Return the modules with a matrix for a weight, of these names."""
     each = ((key.removesuffix(".weight"), shape) for key, shape in shapes.items() if key.endswith(".weight"))
     return {key: shape for key, shape in each if len(shape) == 2 and re.fullmatch(pattern, key)}
 
@@ -73,7 +73,7 @@ def opened(path, name, tensors, dtypes=None):
 
 
 def distilled(name, *, modulation, head=True):
-    """Returns the tensors of a change of all weights: products of matrices, differences of all others.
+    """Return the tensors of a change of all weights: products of matrices, differences of all others.
 
     modulation: `diff_m` as lightx2v's, `diff` as Kijai's extractions; None where there is none.
     """
@@ -201,7 +201,7 @@ RENAMED = [  # musubi-tuner's convert_hunyuan_video_1_5_lora_to_comfy.py
 
 
 def comfy(modules):
-    """Returns HunyuanVideo's modules as ComfyUI names them, with q, k and v as one."""
+    """Return HunyuanVideo's modules as ComfyUI names them, with q, k and v as one."""
     found = {}
     for module, (rows, *others) in modules.items():
         name, three = re.subn(r"_attn_[qkv]$", "_attn.qkv", module)

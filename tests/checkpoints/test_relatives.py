@@ -36,18 +36,18 @@ COMFY = "model.diffusion_model."
 
 
 def authors(config):
-    """Returns the names and shapes of a transformer by its authors' names."""
+    """Return the names and shapes of a transformer by its authors' names."""
     return {original.TRANSFORMER.theirs(key): shape for key, shape in transformer_keys(config).items()}
 
 
 def file(path, config, also=None, without=(), vae=VAE_2_1):
-    """Makes a file of a transformer and an autoencoder, as ComfyUI reads it, with further tensors."""
+    """Make a file of a transformer and an autoencoder, as ComfyUI reads it, with further tensors."""
     keys = {COMFY + key: shape for key, shape in (authors(config) | (also or {})).items() if key not in without}
     return hollow_file(path, keys | {f"vae.{key}": shape for key, shape in vae_keys(vae).items()})
 
 
 def split(folder, keys, dtypes=None):
-    """Makes LightX2V's folder of a transformer: a file for each block, one for the rest, and an index of all."""
+    """Make LightX2V's folder of a transformer: a file for each block, one for the rest, and an index of all."""
     files: dict[str, dict[str, tuple[int, ...]]] = {}
     for key in keys:
         name = f"block_{key.split('.')[1]}.safetensors" if key.startswith("blocks.") else "non_block.safetensors"

@@ -39,7 +39,7 @@ COMMANDS = {
 
 
 def gone(path: Path) -> str:
-    """Makes a link of a file, as the hub's cache has them, and takes away what it leads to."""
+    """Make a link of a file, as the hub's cache has them, and take away what it leads to."""
     path.unlink()
     path.symlink_to("../../../../blobs/0a1b2c.incomplete")
     return path.name
@@ -160,7 +160,7 @@ def test_a_file_that_left_the_hub_s_cache_is_told_or_downloaded_again(published,
 
 
 def without(*names: str):
-    """Returns what removes files and folders from the hub, and the last part of the first name."""
+    """Return what removes files and folders from the hub, and the last part of the first name."""
 
     def harm(files: dict[str, bytes]) -> str:
         for file in list(files):
@@ -249,7 +249,7 @@ def test_a_hub_out_of_reach_is_told_where_a_lone_transformer_needs_it(alone, pub
 
 @pytest.fixture
 def of_authors(published, whole, monkeypatch):
-    """Returns a hub with the checkpoint in its authors' layout; what that lacks would come from where there is none."""
+    """Return a hub with the checkpoint in its authors' layout; what that lacks would come from where there is none."""
     monkeypatch.setitem(original.STATISTICS, tiny.LATENT_CHANNELS, wan.vae_config(tiny.VAE))
     monkeypatch.setattr(wan_layouts, "fallback_of", lambda *_: SimpleNamespace(source="owner/typo"))
     files = {"transformer": WEIGHTS, "vae": "Wan2.1_VAE.safetensors", "text_encoder": TEXT_ENCODER}

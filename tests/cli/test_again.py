@@ -65,7 +65,7 @@ def frames(path: str | Path) -> np.ndarray:
 
 
 def lines(said: str) -> dict[str, str]:
-    """Returns the lines of `info`: names and values."""
+    """Return the lines of `info`: names and values."""
     return {line.partition("  ")[0]: line.partition("  ")[2].strip() for line in said.splitlines()}
 
 
@@ -332,7 +332,7 @@ def test_records_of_the_scripts_before():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="file systems elsewhere refuse such names")
 def test_names_that_are_not_utf_8(text):
-    """Runs the commands in a new process, because the streams of tests take other bytes than a terminal."""
+    """Run the commands in a new process, because the streams of tests take other bytes than a terminal."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONUTF8": "1"}
     picture = b"caf\xe9.png"
     Image.fromarray(np.full((16, 32, 3), 200, np.uint8)).save("red.png")

@@ -26,7 +26,7 @@ Answers = Mapping[str, Any]
 
 
 def answers(**other: Any) -> dict[str, Any]:
-    """Returns what a server answers by path, with other answers in place of some."""
+    """Return what a server answers by path, with other answers in place of some."""
     return {
         "/v1/models": other.get("models", {"data": [MODEL]}),
         "/v1/videos": {"id": ID},
@@ -41,7 +41,7 @@ def answers(**other: Any) -> dict[str, Any]:
 def answering(
     told: Answers, whole: Callable[[str], int] = lambda path: 0, posted: list[tuple[str, Any]] | None = None
 ) -> Iterator[str]:
-    """Runs a server that answers by path, and yields its address; `whole` are bytes that it promises beside.
+    """Run a server that answers by path, and yield its address; `whole` are bytes that it promises beside.
 
     An iterator has one answer after another, and a number is a status of HTTP. `posted` receives what is posted.
     """
@@ -149,7 +149,7 @@ def test_an_option_of_the_server_is_compared_however_it_is_given(options, same, 
 
 
 def record(**more: Any) -> str:
-    """Writes the record of a video; returns the name of its file."""
+    """Write the record of a video; return the name of its file."""
     Path("generation_config.json").write_text(json.dumps({"model": "nano", "prompt": "a cat", "seed": 7, **more}))
     return "generation_config.json"
 
@@ -203,7 +203,7 @@ def test_a_picture_that_is_gone_is_not_sent_again():
 
 
 def several(*jobs: Any) -> dict[str, Any]:
-    """Returns what a server answers of several videos, whose ids count from 0; `jobs` are what each has come to."""
+    """Return what a server answers of several videos, whose ids count from 0; `jobs` are what each has come to."""
     told: dict[str, Any] = answers() | {"/v1/videos": iter([{"id": f"video_{each}"} for each in range(len(jobs))])}
     for each, job in enumerate(jobs):
         path = f"/v1/videos/video_{each}"

@@ -57,7 +57,7 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
 
 
 def left() -> list[str]:
-    """Returns the files and the empty folders below the current folder."""
+    """Return the files and the empty folders below the current folder."""
     return sorted(str(path) for path in Path().rglob("*") if path.is_file() or not any(path.iterdir()))
 
 

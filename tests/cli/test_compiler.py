@@ -30,7 +30,7 @@ def model(tmp_path_factory) -> str:
 
 @pytest.fixture(autouse=True)
 def _with_a_refused_option_in_the_fast_set(monkeypatch, tmp_path):
-    """Adds an option that XLA does not know to the fast set of two programs."""
+    """Add an option that XLA does not know to the fast set of two programs."""
     monkeypatch.chdir(tmp_path)
     refused = {"xla_no_such_option": "true"}
     monkeypatch.setattr(sampling, "take_step", replace(denoiser.take_step, fast=lambda on: refused))

@@ -18,7 +18,7 @@ COMMANDS += ["info", "models", "bench", "serve", "worker"]
 
 
 def completed(line: str) -> list[tuple[str, str]]:
-    """Returns the completions of a line's last word, as (type, value)."""
+    """Return the completions of a line's last word, as (type, value)."""
     words = line.split(" ")
     asked = {"_WANJAX_COMPLETE": "bash_complete", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
     done = CliRunner(env=asked).invoke(main, [], prog_name="wanjax")
@@ -92,7 +92,7 @@ def test_the_script_of_a_shell(shell):
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
 def test_bash_itself(tmp_path):
-    """Runs the function of click's script on a line, as bash does when Tab is pressed."""
+    """Run the function of click's script on a line, as bash does when Tab is pressed."""
     program = tmp_path / "wanjax"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m wanjax "$@"\n')
     program.chmod(0o755)

@@ -56,13 +56,13 @@ VALUES = st.one_of(PLAIN, st.lists(PLAIN, max_size=3), st.dictionaries(NAMES, PL
 
 
 def examples(number: int) -> Any:
-    """Decorates a test with a number of examples in the folder and with the patches of one test."""
+    """Decorate a test with a number of examples in the folder and with the patches of one test."""
     return settings(max_examples=number, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(autouse=True)
 def _stopped(monkeypatch, tmp_path):
-    """Ends a command with 0 where it would load the first network, in a folder of its own."""
+    """End a command with 0 where it would load the first network, in a folder of its own."""
 
     def started(*_: Any, **__: Any) -> None:
         raise click.exceptions.Exit(0)
@@ -82,7 +82,7 @@ def _stopped(monkeypatch, tmp_path):
 
 
 def visible(command: click.Command) -> dict[str, click.Option]:
-    """Returns the options of a command by their names."""
+    """Return the options of a command by their names."""
     found = [x for x in command.params if isinstance(x, click.Option)]
     return {x.opts[-1][2:]: x for x in found if x.opts[-1].startswith("--")}
 
@@ -91,7 +91,7 @@ GENERATE = visible(main.commands["generate"])
 
 
 def check(*arguments: str) -> None:
-    """Runs a command, which has to begin, or to be refused in one sentence of moderate length."""
+    """Run a command, which has to begin, or to be refused in one sentence of moderate length."""
     result = wanjax(*arguments)
     assert result.exit_code in (0, 2), (arguments, result.exception)
     assert result.exception is None or isinstance(result.exception, SystemExit), (arguments, result.exception)
@@ -103,7 +103,7 @@ def check(*arguments: str) -> None:
 
 
 def typed(data: st.DataObject, options: dict[str, click.Option]) -> list[str]:
-    """Draws an option, with a value if it takes one."""
+    """Draw an option, with a value if it takes one."""
     name = data.draw(st.sampled_from(sorted(options.keys() - ELSEWHERE)))
     return [f"--{name}"] if options[name].is_flag else [f"--{name}={data.draw(TEXTS)}"]
 
@@ -114,7 +114,7 @@ def typed_value(data: st.DataObject) -> None:
 
 
 def value_of_any_command(data: st.DataObject) -> None:
-    """Parses alone: what the commands do with their options is theirs."""
+    """Parse alone: what the commands do with their options is theirs."""
     name = data.draw(st.sampled_from(sorted(main.commands)))
     command = main.commands[name]
     with pytest.MonkeyPatch.context() as patch:

@@ -103,7 +103,7 @@ def test_a_picture_has_other_instructions_and_later_windows_are_extended(tmp_pat
 
 
 def dripping(handler, text):
-    """Sends a byte now and then, each within any timeout of a socket."""
+    """Send a byte now and then, each within any timeout of a socket."""
     handler.send_response(200)
     handler.end_headers()
     for _ in range(100):

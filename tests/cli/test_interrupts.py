@@ -82,7 +82,7 @@ class Run:
         os.close(self.reader)
 
     def wait_for(self, text: str, seconds: float) -> None:
-        """Waits until the command has written a text."""
+        """Wait until the command has written a text."""
         deadline = time.monotonic() + seconds
         while text not in self.said:
             assert time.monotonic() < deadline, self.said
@@ -97,14 +97,14 @@ class Run:
         self.process.send_signal(signal.SIGINT)
 
     def ended(self, seconds: float) -> int:
-        """Returns the exit status; fails if the process goes on for longer."""
+        """Return the exit status; fails if the process goes on for longer."""
         status = self.process.wait(seconds)
         self.read()
         return status
 
 
 def blocked(patched: str, work: str, *arguments: str) -> list[str]:
-    """Returns a command whose run has one method replaced."""
+    """Return a command whose run has one method replaced."""
     return [sys.executable, "-c", CODE.format(patched=patched, work=work), *arguments]
 
 
@@ -206,7 +206,7 @@ def test_one_ctrl_c_ends_a_step_that_takes_long(environment, done):
 
 
 def denoising(told: Report, last: int) -> None:
-    """Counts steps up to `last` of 3; presses Ctrl-C before the last."""
+    """Count steps up to `last` of 3; presses Ctrl-C before the last."""
     with told.stage("denoise"):
         told.count("step", 1, 3)
         signal.raise_signal(signal.SIGINT)

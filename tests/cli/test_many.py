@@ -49,7 +49,7 @@ def run(*arguments, status=0, **more):
 
 
 def names(folder):
-    """Returns the names of a folder's videos, each of which its manifest has once."""
+    """Return the names of a folder's videos, each of which its manifest has once."""
     found = sorted(path.name for path in folder.iterdir() if path.name != MANIFEST)
     assert sorted(entry["file_name"] for entry in read_manifest(folder)) == found
     return found

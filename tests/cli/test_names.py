@@ -237,7 +237,7 @@ def age(file: Path, days: float) -> None:
 
 
 def stopped(cached: Path, name: str, *, days: float, size: int = 0) -> Path:
-    """Leaves a folder as a run does that was stopped so many days ago."""
+    """Leave a folder as a run does that was stopped so many days ago."""
     folder = cached / name
     folder.mkdir(parents=True)
     held = runs.HeldRun(folder)

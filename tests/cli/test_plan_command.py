@@ -48,12 +48,12 @@ def _cache(tmp_path, monkeypatch):
 
 
 def small(shapes, video):
-    """Returns the outline of Wan networks of these shapes."""
+    """Return the outline of Wan networks of these shapes."""
     return replace(outline("nano"), architecture=shapes, settings=video)
 
 
 def pipeline(shapes, video, mesh=None, **how):
-    """Returns the pipeline of Wan networks of these shapes, on one device that is modelled, or on a mesh."""
+    """Return the pipeline of Wan networks of these shapes, on one device that is modelled, or on a mesh."""
     mesh = hardware.mesh_on(hardware.find_hardware("h200"), {}) if mesh is None else mesh
     return abstract_pipeline(small(shapes, video), Partitioner(mesh, RULES["fsdp"]), **how)
 
@@ -200,7 +200,7 @@ def test_each_program_is_told_when_it_is_begun_and_once_its_price_is_known():
 
 
 def test_the_bar_counts_only_what_is_compiled_now(monkeypatch):
-    """Prices that were kept come first, before anything is begun."""
+    """Price that were kept come first, before anything is begun."""
 
     def some_kept(self, place, lowerings, begun):
         yield 1, Price(arguments=1, peak=2)

@@ -50,7 +50,7 @@ def here(tmp_path, monkeypatch) -> Path:
 
 
 def extras(record: dict, model: Path) -> dict:
-    """Returns the entries of a record beside the settings, and the digests of files that it names."""
+    """Return the entries of a record beside the settings, and the digests of files that it names."""
     import wanjax
 
     known = {"digests", *wanjax.load(model).defaults.to_json()}

@@ -42,13 +42,13 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
 
 
 def picture(name: str, value: int) -> None:
-    """Writes a picture, of one size and time whatever its value is."""
+    """Write a picture, of one size and time whatever its value is."""
     Image.fromarray(np.full((16, 32, 3), value, np.uint8)).save(name)
     os.utime(name, ns=(10**18, 10**18))
 
 
 def adapter(folder: str, alpha: int) -> None:
-    """Writes a LoRA as PEFT does: its scale stands beside the weights."""
+    """Write a LoRA as PEFT does: its scale stands beside the weights."""
     Path(folder).mkdir(exist_ok=True)
     ones = {f"{MODULE}.lora_A.weight": np.ones((2, 24), np.float32), f"{MODULE}.lora_B.weight": np.ones((24, 2), "f")}
     save_safetensors(f"{folder}/adapter_model.safetensors", ones)
@@ -56,7 +56,7 @@ def adapter(folder: str, alpha: int) -> None:
 
 
 def table(model: str, ratio: float) -> None:
-    """Writes a table of MagCache as `wanjax calibrate` does."""
+    """Write a table of MagCache as `wanjax calibrate` does."""
     file = measured_file(tables_key(model))
     file.parent.mkdir(parents=True, exist_ok=True)
     ratios = [1.0, ratio]

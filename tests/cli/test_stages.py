@@ -37,7 +37,7 @@ def test_unfit_embeddings(tmp_path, tensors, message):
 
 
 def checked(folder):
-    """Returns the embeddings that the second stage reads."""
+    """Return the embeddings that the second stage reads."""
     pipe = pipeline(4, None)
     encoded = encoded_from(pipe.architecture, load_encoded(folder, {}))
     check_fits(pipe.architecture, encoded, VIDEO)

@@ -57,7 +57,7 @@ def _files(tmp_path, monkeypatch):
 
 
 def sentence(*arguments: str | Path) -> str:
-    """Returns the sentence with which a command is refused, which is in plain words."""
+    """Return the sentence with which a command is refused, which is in plain words."""
     said = refused(*arguments)
     assert not [raw for raw in RAW if raw in said], said
     return said

@@ -65,7 +65,7 @@ def compiled() -> Any:
 def called(
     kept: Executables, program: Any = join, static: Any = 0, on: Partitioner | None = None
 ) -> tuple[list[float], list[Compilation]]:
-    """Calls a program in an `Execute` of its own, as another process would; returns its result, and what was told."""
+    """Call a program in an `Execute` of its own, as another process would; return its result, and what was told."""
     execute = Execute()
     execute.executables = kept
     site = Site(on or one_device())
@@ -145,7 +145,7 @@ BORROWED = b"cwanjax.media.ffmpeg\nsubprocess.Popen\n((lVtouch\naVexploded\natR.
 
 
 def crafted(body: bytes, file: Path) -> None:
-    """Writes a pickle with its right digest."""
+    """Write a pickle with its right digest."""
     file.write_bytes(hashlib.sha256(file.stem.encode() + body).digest() + body)
 
 

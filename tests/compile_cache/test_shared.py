@@ -44,7 +44,7 @@ def folder(request, tmp_path):
 
 @pytest.fixture
 def chosen(monkeypatch, tmp_path):
-    """Lets a test choose JAX's cache, of which there is none before."""
+    """Let a test choose JAX's cache, of which there is none before."""
     monkeypatch.chdir(tmp_path)
     before = {name: getattr(jax.config, name) for name in SETTINGS}
     monkeypatch.setattr("jax._src.compilation_cache.get_file_cache", compilation_cache_of_jax)
@@ -177,7 +177,7 @@ def started(folder: Path, cache: str, *command: str) -> subprocess.Popen:
 
 
 def told(process: subprocess.Popen) -> tuple[int, int]:
-    """Returns the numbers of programs that a process compiled, and that it read."""
+    """Return the numbers of programs that a process compiled, and that it read."""
     said = process.communicate()[1]
     assert process.returncode == 0, said
     found = re.search(r"(\d+) programs compiled, (\d+) read from the cache", said)

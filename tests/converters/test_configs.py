@@ -94,7 +94,7 @@ SIZES = {1536: 8960, 3072: 14336, 5120: 13824}  # width and width of the MLP
 
 
 def authors_specs(width):
-    """Returns the shapes of a transformer of VACE, by the authors' names, as far as they tell its config."""
+    """Return the shapes of a transformer of VACE, by the authors' names, as far as they tell its config."""
     shapes = {
         "patch_embedding.weight": (width, 16, 1, 2, 2),
         "vace_patch_embedding.weight": (width, 96, 1, 2, 2),

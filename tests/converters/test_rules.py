@@ -44,7 +44,7 @@ def counting(shape):
 
 @st.composite
 def transformed(draw):
-    """Draws a source shape, and a function that makes a transform for it, outside of the strategy."""
+    """Draw a source shape, and a function that makes a transform for it, outside of the strategy."""
     patch = tuple(draw(st.lists(sizes, min_size=1, max_size=3)))
     heads, half = draw(sizes), draw(sizes)
     rest = tuple(draw(st.lists(sizes, max_size=2)))
@@ -98,7 +98,7 @@ def test_transposes_and_convolutions_agree_with_their_definitions():
 
 
 def test_patches_gives_the_kernel_of_flattened_patches():
-    """Compares the dense layer on a patch, flattened channel last, with the convolution on that patch."""
+    """Compare the dense layer on a patch, flattened channel last, with the convolution on that patch."""
     rng = np.random.default_rng(0)
     w, patch = rng.normal(size=(7, 3, 1, 2, 2)), rng.normal(size=(1, 2, 2, 3))  # [E C pt ph pw], [pt ph pw C]
     np.testing.assert_allclose(

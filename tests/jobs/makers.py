@@ -67,13 +67,13 @@ class FileMaker:
             raise SystemExit(9)
 
     def made(self):
-        """Returns the ids of the files that were begun, in order."""
+        """Return the ids of the files that were begun, in order."""
         file = self.folder / MADE
         return file.read_text().split() if file.exists() else []
 
 
 def make_files(folder, seconds, store):
-    """Returns the maker of a worker in a process of its own."""
+    """Return the maker of a worker in a process of its own."""
     return FileMaker(folder, seconds)
 
 

@@ -27,7 +27,7 @@ def store(tmp_path):
 
 
 def leased(store, worker="w", most=32):
-    """Returns the jobs that a worker is to make, all of which it has begun."""
+    """Return the jobs that a worker is to make, all of which it has begun."""
     store.register(worker, "ready", {})
     jobs = store.lease(worker, ["nano"], most=most)
     for job in jobs:

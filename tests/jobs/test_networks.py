@@ -32,7 +32,7 @@ def inside(host: str) -> list[str]:
 
 @contextmanager
 def networks() -> Iterator[None]:
-    """Has a namespace for each host, on a bridge that this one reaches too."""
+    """Have a namespace for each host, on a bridge that this one reaches too."""
     with ExitStack() as stack:
 
         def undo(*words: str) -> None:

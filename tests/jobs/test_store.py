@@ -730,7 +730,7 @@ OPERATIONS = st.one_of(
 
 
 def carry_out(store: JobStore, model: Model, name: str, *given: Any) -> tuple[Any, Any]:
-    """Does one thing in the store and in the model, and returns what each answered."""
+    """Do one thing in the store and in the model, and return what each answered."""
 
     def silently(do: Callable[[str], Any], id: str) -> None:
         try:

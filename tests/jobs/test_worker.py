@@ -44,13 +44,13 @@ def fill(store, *prompts):
 
 
 def ends(store, count):
-    """Returns each job's status, code of its error and attempts."""
+    """Return each job's status, code of its error and attempts."""
     jobs = [store.get(f"v{number}") for number in range(count)]
     return [(job.status, job.error and job.error["code"], job.attempts) for job in jobs]
 
 
 def at_work(store, maker, **how):
-    """Starts a worker in a thread; returns it with what ends it."""
+    """Start a worker in a thread; return it with what ends it."""
     drained = threading.Event()
     thread = threading.Thread(target=work, args=(store, maker), kwargs={"drained": drained.is_set, **how}, daemon=True)
     thread.start()

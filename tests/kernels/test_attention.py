@@ -34,7 +34,7 @@ each_variant_here = pytest.mark.parametrize(("name", "config"), HERE_VARIANTS)
 
 
 def head_size(name):
-    """Returns a head size that an implementation supports."""
+    """Return a head size that an implementation supports."""
     return 64 if name == "flash_tpu" else 8
 
 

@@ -22,7 +22,7 @@ ONE_BLOCK, BLOCKS, PARTS = (
 
 
 def gradients(q, k, v, g, config, scale=0.3, keys=None, live=None):
-    """Returns the kernel's gradients, from the result and the log-sum-exps of the reference."""
+    """Return the kernel's gradients, from the result and the log-sum-exps of the reference."""
     keys = k.shape[1] if keys is None else keys
     live = np.full((q.shape[0],), keys, np.int32) if live is None else np.asarray(live, np.int32)
     mask = np.arange(k.shape[1])[None] < live[:, None]

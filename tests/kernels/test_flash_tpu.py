@@ -113,7 +113,7 @@ def lifts() -> Iterator[list[int]]:
     ("loud", "counted"), quick([(4000.0, True), (0.0, False)], product([0.0, 4000.0], [False, True]))
 )
 def test_parts_of_the_keys(lifts, dtype, size, config, counted, loud):
-    """Sums that go on equal attention to all keys at once, also if a later part has logits out of range, or no key."""
+    """Sum that go on equal attention to all keys at once, also if a later part has logits out of range, or no key."""
     q, k, v = map(np.array, operands(2, 600, 200, 2, 2, size, dtype))
     if loud:
         direction = np.sign(q[:, :1, :1])
@@ -178,7 +178,7 @@ def test_logits_that_rise(lifts, monkeypatch, loud, careful, dtype):
 
 @pytest.mark.parametrize(("dtype", "loud", "sizes"), [("bfloat16", 108, (1e18, 1e-12)), ("float32", 60, (1e18, 1e-30))])
 def test_the_range_of_values(dtype, loud, sizes):
-    """Sums of large values stay finite where a later logit is almost out of range, and small values are not lost."""
+    """Sum of large values stay finite where a later logit is almost out of range, and small values are not lost."""
     q, k, v = map(np.array, operands(1, 40, 200, 1, 1, 64, dtype))
     direction = np.sign(q[:, :1, :1])
     q = np.abs(q) * direction

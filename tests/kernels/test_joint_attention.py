@@ -31,7 +31,7 @@ def operands(heads=2, size=32, dtype="float32", text=TEXT):
 
 
 def whole(q, k, v, window=None, texts=TEXTS):
-    """Returns the formula in float64 over the joint sequence."""
+    """Return the formula in float64 over the joint sequence."""
     q, k, v = (np.concatenate([np.float64(part) for part in pair], axis=1) for pair in (q, k, v))
     total = q.shape[1]
     hidden = np.zeros((total, total)) if window is None else np.where(window.seen(total, total), 0, -np.inf)
@@ -69,7 +69,7 @@ def test_implementations(name, window):
 
 @pytest.mark.parametrize("window", [None, MASK], ids=["dense", "radial"])
 def test_long_texts_and_bfloat16(window):
-    """Counts that end within, at the end of, and before whole blocks of text, which lie in two blocks of held keys."""
+    """Count that end within, at the end of, and before whole blocks of text, which lie in two blocks of held keys."""
     q, k, v = operands(heads=1, size=64, dtype="bfloat16", text=600)
     texts, config = (68 + 128, 600, 0), flash_tpu.Config(256, 512, 512, interpret=True, buffers=1)
     out = run(q, k, v, window, texts, name="flash_tpu", config=config)

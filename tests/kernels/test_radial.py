@@ -24,7 +24,7 @@ GRAINS = ((128, 128), (256, 128), (128, 256), (512, 128))
 
 
 def slowly(frames, tokens, decay, sink):
-    """Computes the published rule token by token: each pair of frames marks its scores, and then blocks are counted."""
+    """Compute the published rule token by token: each pair of frames marks its scores, and then blocks are counted."""
     total = frames * tokens
     blocks = -(-total // UNIT)
     kept = np.zeros((blocks, blocks), bool)
@@ -121,7 +121,7 @@ def test_cells_list_the_live_blocks(held, together):
 
 
 def masked(q, k, v, mask, keys=None):
-    """Returns the formula in float64 under the mask."""
+    """Return the formula in float64 under the mask."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     k, v = (np.repeat(x[:, :keys], q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     seen = mask.seen(q.shape[1], k.shape[1])

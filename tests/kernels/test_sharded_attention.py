@@ -28,7 +28,7 @@ def partitioner(axes, rules="fsdp"):
 
 
 def compiled(partitioner, q, k, v, **options):
-    """Compiles attention with the partitioner's sharding of activations; returns the executable and its arguments."""
+    """Compile attention with the partitioner's sharding of activations; return the executable and its arguments."""
     static = {key: options.pop(key) for key in ("window", "scale", "keys") if key in options}
 
     def run(q, k, v, options):
@@ -116,7 +116,7 @@ def test_bias_and_window(rules, option):
 
 
 def collectives(partitioner, *operands, **options):
-    """Returns the number of collectives of each kind in the compiled program."""
+    """Return the number of collectives of each kind in the compiled program."""
     text = compiled(partitioner, *operands, **options)[0].as_text()
     return Counter(re.findall(r"= .*? (all-gather|all-to-all|collective-permute|all-reduce)(?:-start)?\(", text))
 

@@ -48,7 +48,7 @@ def softmax(x):
 
 
 def published(q, k, v, projection, sparse):
-    """Computes the published rule in float64, block by block; means are rounded to the operands' dtype."""
+    """Compute the published rule in float64, block by block; means are rounded to the operands' dtype."""
     dtype, (length, heads, size) = q.dtype, q.shape[1:]
     q, k, v, kernel, bias = (np.asarray(x, np.float64) for x in (q, k, v, *projection))
     out = np.zeros(q.shape)
@@ -205,7 +205,7 @@ def test_names_that_are_refused(text, words):
 
 
 def attending_to(change=lambda q, k, v, weights: (q, k, v, weights), sparse=SMALL, **options):
-    """Returns a call with operands of which something is changed."""
+    """Return a call with operands of which something is changed."""
     return lambda: sparse_linear_attention(*change(*operands(1, 64, 64, 2, 2, 16), projection(16)), sparse, **options)
 
 
@@ -317,7 +317,7 @@ def test_the_kernel(monkeypatch, dtype, top, loud, bound, config):
 
 @pytest.mark.parametrize("kept", quick([130], [1, 130, 300]))
 def test_lists_of_scores_with_ties(kept):
-    """Lists are those of a stable order, also among scores of both zeros, of either sign and out of the usual range."""
+    """List are those of a stable order, also among scores of both zeros, of either sign and out of the usual range."""
     values = np.float32([-1e30, -2.5, -1e-30, -0.0, 0.0, 1e-30, 3.0, 1e38])
     random = np.random.default_rng(2)
     scores = random.choice(values, (140, 300))

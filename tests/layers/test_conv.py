@@ -33,13 +33,13 @@ KEPT = [(make, way) for make in (WanVAE, WanResidualVAE) for way in ("encode_cel
 
 
 def for_tpu():
-    """Traces for a TPU that need not be present."""
+    """Trace for a TPU that need not be present."""
     device = AbstractDevice(V6E.kind, 1, "tpu")
     return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("chips",), abstract_device=device))
 
 
 def convolutions(function, *arguments):
-    """Returns the operands' dtypes and ranks of each convolution in a function."""
+    """Return the operands' dtypes and ranks of each convolution in a function."""
     equations = jax.make_jaxpr(function)(*arguments).jaxpr.eqns
     found = [equation for equation in equations if equation.primitive.name == "conv_general_dilated"]
     return [({v.aval.dtype.name for v in equation.invars}, equation.outvars[0].aval.ndim) for equation in found]

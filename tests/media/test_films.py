@@ -183,7 +183,7 @@ def test_a_film_of_too_many_pixels_is_refused_before_a_frame_is_read(tmp_path, m
 
 
 def comb(clip: np.ndarray) -> float:
-    """Returns how far odd rows are from their neighbours."""
+    """Return how far odd rows are from their neighbours."""
     x = clip.astype(np.float32).mean(-1)
     return float(np.abs(x[:, 1:-1:2] - (x[:, :-2:2] + x[:, 2::2]) / 2).mean())
 

@@ -86,7 +86,7 @@ def animation(path: Path, count: int = 3, duration: int = 100) -> Path:
 
 
 def grey_png(width: int, height: int) -> bytes:
-    """Returns a small PNG that says it is large."""
+    """Return a small PNG that says it is large."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -98,7 +98,7 @@ def grey_png(width: int, height: int) -> bytes:
 
 
 def endless_gif(frames: int) -> bytes:
-    """Returns an animation of many frames of one pixel."""
+    """Return an animation of many frames of one pixel."""
     frame = b"\x2c\0\0\0\0\x01\0\x01\0\0\x02\x02\x44\x01\0"
     return b"GIF89a\x01\0\x01\0\x80\0\0\0\0\0\xff\xff\xff" + frame * frames + b";"
 
@@ -138,14 +138,14 @@ def test_a_film_that_says_it_has_endless_frames_has_those_that_are_there(tmp_pat
 
 
 def growing_gif(size: int) -> bytes:
-    """Returns an animation whose second frame is much larger than its first."""
+    """Return an animation whose second frame is much larger than its first."""
     frames = (struct.pack("<HHHH", 0, 0, side, side) for side in (1, size))
     body = b"".join(b"!\xf9\x04\x08\0\0\0\0," + frame + b"\0\x02\x02\x44\x01\0" for frame in frames)
     return b"GIF89a\x01\0\x01\0\x80\0\0\0\0\0\xff\xff\xff" + body + b";"
 
 
 def many_passes(count: int) -> bytes:
-    """Returns a progressive JPEG with more passes over its pixels than it has need for."""
+    """Return a progressive JPEG with more passes over its pixels than it has need for."""
     file = bytes_io.BytesIO()
     Image.new("L", (64, 64), 128).save(file, "JPEG", progressive=True)
     whole = file.getvalue()
@@ -155,7 +155,7 @@ def many_passes(count: int) -> bytes:
 
 
 def two_pages(size: int) -> bytes:
-    """Returns a TIFF whose second page says that it is large."""
+    """Return a TIFF whose second page says that it is large."""
     found = b"II*\0\x08\0\0\0"
     for side, more in ((1, True), (size, False)):
         tags = [(256, side), (257, side), (258, 8), (259, 1), (262, 1), (273, 8), (277, 1), (278, side), (279, 1)]
@@ -231,7 +231,7 @@ def test_clips(tmp_path, name):
 
 
 def plain(colours: list[int]) -> np.ndarray:
-    """Returns a clip of plain frames, 20 pixels wide: many small ones are quick to write."""
+    """Return a clip of plain frames, 20 pixels wide: many small ones are quick to write."""
     return np.broadcast_to(np.array(colours, np.uint8)[:, None, None, None], (len(colours), 16, 20, 3)).copy()
 
 
@@ -307,7 +307,7 @@ def test_pictures_together(tmp_path):
 
 
 def of_bytes(data):
-    """Returns what writes a file of these bytes."""
+    """Return what writes a file of these bytes."""
     return lambda file: file.write_bytes(data)
 
 
@@ -328,7 +328,7 @@ def of_two_sizes(folder):
 
 
 def nothing(file):
-    """Leaves it as it is: it is not there."""
+    """Leave it as it is: it is not there."""
 
 
 PICTURES = [  # the name of a file that is no picture, what writes it, and what the sentence about it names
@@ -392,7 +392,7 @@ def test_arrays_that_are_none(read, words):
     st.integers(16, 4000), st.integers(16, 4000), st.sampled_from([480 * 832, 720 * 1280]), st.sampled_from([16, 32])
 )
 def test_a_video_takes_the_proportions_of_a_picture(height, width, area, grid):
-    """Follows the reference's documentation, except for pictures so long that a side would become 0."""
+    """Follow the reference's documentation, except for pictures so long that a side would become 0."""
     size = size_within((height, width, 3), area, grid)
     ratio = height / width
     exact = [round(np.sqrt(area * r)) // grid * grid for r in (ratio, 1 / ratio)]
@@ -410,7 +410,7 @@ def test_sizes_of_usual_pictures():
 
 
 def halves(height: int, width: int) -> np.ndarray:
-    """Returns a picture that is red on the left and blue on the right."""
+    """Return a picture that is red on the left and blue on the right."""
     picture = np.zeros((height, width, 3), np.uint8)
     picture[:, : width // 2], picture[:, width // 2 :] = RED, BLUE
     return picture
@@ -437,7 +437,7 @@ def test_whatever_its_size_a_picture_fits(height, width, resize):
 
 
 def test_known_frames_as_channels():
-    """Follows the reference: the first frame fills its latent frame, and a last frame is the last of four."""
+    """Follow the reference: the first frame fills its latent frame, and a last frame is the last of four."""
     np.testing.assert_array_equal(known_frames([0], 9, 4), [[1, 0, 0]] * 4)
     np.testing.assert_array_equal(known_frames([0, 8], 9, 4), [[1, 0, 0]] * 3 + [[1, 0, 1]])
     np.testing.assert_array_equal(known_frames([0], 1, 4), [[1]] * 4)

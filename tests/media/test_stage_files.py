@@ -87,7 +87,7 @@ PICTURED = SETTINGS | {"image": "a.png", "frames": 9}
 
 
 def written(file, tensors=None, metadata=None, *, text=None):
-    """Returns what writes a stage's file of tensors, or of a text."""
+    """Return what writes a stage's file of tensors, or of a text."""
 
     def write(folder):
         with unchecked():
@@ -116,7 +116,7 @@ def load_noise(folder):
 
 
 def nothing(folder):
-    """Leaves the folder empty."""
+    """Leave the folder empty."""
 
 
 EMBEDDINGS = stage_files.EMBEDDINGS

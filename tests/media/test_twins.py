@@ -100,7 +100,7 @@ def test_values_without_a_meaning(value):
 
 
 def cut_out(mode: str) -> Image.Image:
-    """Returns a picture, the left half of which is opaque and grey, and the right one transparent."""
+    """Return a picture, the left half of which is opaque and grey, and the right one transparent."""
     image = Image.new("LA", (64, 48), (90, 255))
     image.paste((90, 0), (32, 0, 64, 48))
     if mode == "P":
@@ -249,7 +249,7 @@ def encoded(format: str, first: Image.Image, *rest: Image.Image) -> bytes:
 
 
 def through_every_door(data: bytes, folder: Path) -> dict[str, np.ndarray]:
-    """Returns a picture as it is read from a file, from Pillow, and from a request to the server."""
+    """Return a picture as it is read from a file, from Pillow, and from a request to the server."""
     (folder / "a.bin").write_bytes(data)
     read = {"file": read_picture(folder / "a.bin"), "Pillow": read_picture(Image.open(BytesIO(data)))}
     for field in ("image", "references", "mask", "video"):

@@ -44,7 +44,7 @@ def test_a_video_describes_itself(video):
 
 
 def embedded(html: str, kind: str, tmp_path) -> dict:
-    """Returns the settings in the video of a data URI in HTML, after it is written to a file."""
+    """Return the settings in the video of a data URI in HTML, after it is written to a file."""
     data = re.search(rf'src="data:{kind};base64,([^"]*)"', html)[1]
     path = tmp_path / f"embedded.{kind.rpartition('/')[2]}"
     path.write_bytes(base64.b64decode(data))

@@ -24,7 +24,7 @@ COLOURS = np.array([[220, 30, 40], [30, 180, 60], [40, 60, 220], [240, 220, 40],
 
 
 def clip(frames: int = 5, height: int = 32, width: int = 64) -> np.ndarray:
-    """Returns a clip whose frames are five plain colours in turn."""
+    """Return a clip whose frames are five plain colours in turn."""
     return np.broadcast_to(COLOURS[np.arange(frames) % 5][:, None, None], (frames, height, width, 3)).copy()
 
 
@@ -35,13 +35,13 @@ def ffmpeg(*arguments: str | Path) -> subprocess.CompletedProcess:
 
 
 def decoded(path: Path) -> np.ndarray:
-    """Returns the frames of a video 64 wide and 32 high, as ffmpeg reads them."""
+    """Return the frames of a video 64 wide and 32 high, as ffmpeg reads them."""
     raw = ffmpeg("-i", path, "-f", "rawvideo", "-pix_fmt", "rgb24", "-").stdout
     return np.frombuffer(raw, np.uint8).reshape(-1, 32, 64, 3)
 
 
 def atoms(path: Path) -> list[str]:
-    """Returns the names of an mp4's outermost boxes, in order."""
+    """Return the names of an mp4's outermost boxes, in order."""
     data, names, at = path.read_bytes(), [], 0
     while at < len(data):
         names.append(data[at + 4 : at + 8].decode())
@@ -209,7 +209,7 @@ def test_a_full_disk_leaves_no_film(tmp_path, monkeypatch, name, kilobytes):
 
 
 def without(kind: str, folder: Path) -> str:
-    """Returns an ffmpeg that has no encoder of a name."""
+    """Return an ffmpeg that has no encoder of a name."""
     told = f'#!/bin/sh\nfor x in "$@"; do [ "$x" = {kind} ] && echo no {kind} >&2 && exit 1; done\n'
     program = folder / "ffmpeg"
     program.write_text(told + f'exec {imageio_ffmpeg.get_ffmpeg_exe()} "$@"\n')

@@ -24,20 +24,20 @@ from wanjax.serve.variants import Variants
 
 
 def through(door: str) -> Any:
-    """Decorates the test of a door with the rows that go through it."""
+    """Decorate the test of a door with the rows that go through it."""
     rows = [row for row in MISTAKES if door not in row.elsewhere]
     names = [",".join(f"{name}={value!s:.30}" for name, value in row.fields.items()) for row in rows]
     return pytest.mark.parametrize("mistake", rows, ids=names)
 
 
 def request(mistake: Mistake) -> dict[str, Any]:
-    """Returns the fields of a wrong request."""
+    """Return the fields of a wrong request."""
     fields = {**RIGHT, **mistake.fields}
     return {name: value for name, value in fields.items() if value is not None}
 
 
 def told(sentence: str, mistake: Mistake) -> bool:
-    """Tells whether a sentence names what the row asks for, with fields as options or as keywords."""
+    """Return whether a sentence names what the row asks for, with fields as options or as keywords."""
     underscored = partial(re.sub, "(?<=[a-z])-(?=[a-z0-9])", "_")
     return says(underscored(sentence), underscored(mistake.words))
 
@@ -60,7 +60,7 @@ def server(pipe: Pipeline, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def option(name: str) -> str:
-    """Returns the option by which a field is typed."""
+    """Return the option by which a field is typed."""
     return INPUTS[name].option if name in INPUTS else f"--{name.replace('_', '-')}"
 
 
@@ -70,7 +70,7 @@ def typed(fields: dict[str, Any]) -> list[str]:
 
 
 def as_json(fields: dict[str, Any]) -> dict[str, Any]:
-    """Returns fields in which a number that JSON has not is a text, as in a form."""
+    """Return fields in which a number that JSON has not is a text, as in a form."""
     return {k: str(x) if isinstance(x, float) and not math.isfinite(x) else x for k, x in fields.items()}
 
 

@@ -95,7 +95,7 @@ CASES = {  # by hand, as a run calls it, and the arguments
 
 @pytest.fixture(scope="module")
 def shapes(tmp_path_factory):
-    """Returns a model's transformer as shapes."""
+    """Return a model's transformer as shapes."""
 
     @cache
     def make(case: str) -> Any:

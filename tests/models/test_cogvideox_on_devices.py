@@ -27,7 +27,7 @@ CONFIGS = {
 
 @cache
 def predicted(name, axes=None, rules="fsdp", length=TEXT):
-    """Returns the prediction from the first `length` tokens of the prompts."""
+    """Return the prediction from the first `length` tokens of the prompts."""
     devices = partitioner(axes, rules)
     model = network(partial(CogVideoXTransformer, CONFIGS[name]), devices)
     for norm in (model.blocks.attn.q_norm, model.blocks.attn.k_norm):

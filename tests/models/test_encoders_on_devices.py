@@ -35,7 +35,7 @@ ENCODERS = {
 
 @cache
 def encoded(name, axes=None, rules="fsdp"):
-    """Returns the features at the real tokens."""
+    """Return the features at the real tokens."""
     make, arguments = ENCODERS[name]
     devices = partitioner(axes, rules)
     graphdef, weights = nnx.split(network(make, devices))

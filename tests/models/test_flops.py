@@ -34,7 +34,7 @@ GRID, TEXT, IMAGE = (3, 6, 10), 12, 10
 
 @cache
 def compiled(config: TransformerConfig) -> jax.stages.Compiled:
-    """Compiles a forward from shapes; its one block needs no loop."""
+    """Compile a forward from shapes; its one block needs no loop."""
     options = {"attention": AttentionConfig("reference"), "dtype": jnp.float32, "param_dtype": jnp.float32}
     graphdef, weights = nnx.split(network_of(config, NETWORKS).abstract(**options))
     frames, height, width = (size * cells for size, cells in zip(GRID, config.patch, strict=True))

@@ -31,7 +31,7 @@ def abstract_weights(config: T5Config) -> list[tuple[tuple, nnx.Variable]]:
 
 
 def prompt(batch: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns random tokens and a mask; row i has its last i + 1 positions masked."""
+    """Return random tokens and a mask; row i has its last i + 1 positions masked."""
     tokens = np.random.default_rng(length).integers(0, UMT5.vocab_size, (batch, length), np.int32)
     return tokens, np.arange(length)[None, :] < length - 1 - np.arange(batch)[:, None]
 

@@ -31,7 +31,7 @@ WINDOWS = {"whole": (12, 0), "rolling": (6, 0), "with a sink": (8, 4)}  # latent
 
 @cache
 def model(name, heads=2, axes=None, rules="fsdp"):
-    """Returns a network of random weights, of which every part matters."""
+    """Return a network of random weights, of which every part matters."""
     window, sink = WINDOWS[name]
     config = CausalTransformerConfig(**asdict(transformer_config(heads)), block_frames=FRAMES, window=window, sink=sink)
     made = network(
@@ -43,14 +43,14 @@ def model(name, heads=2, axes=None, rules="fsdp"):
 
 
 def given():
-    """Returns the latents [B T H W C] of two videos, and their prompts."""
+    """Return the latents [B T H W C] of two videos, and their prompts."""
     random = np.random.default_rng(1)
     latents = random.normal(size=(2, BLOCKS * FRAMES, 2 * ROWS, 2 * COLUMNS, 4))
     return latents.astype(np.float32), random.normal(size=(2, 7, 8)).astype(np.float32)
 
 
 def by_blocks(model, latents, text, devices=None):
-    """Returns the velocity of the latents, block by block, and the window after each block."""
+    """Return the velocity of the latents, block by block, and the window after each block."""
     devices = devices or one_device()
     graphdef, weights = nnx.split(model)
 
@@ -79,7 +79,7 @@ def by_blocks(model, latents, text, devices=None):
 
 
 def sees(name):
-    """Returns which frames a frame attends to: those of its block, of the sink, and of the latest blocks."""
+    """Return which frames a frame attends to: those of its block, of the sink, and of the latest blocks."""
     window, sink = (frames // FRAMES for frames in WINDOWS[name])
     block = np.arange(BLOCKS * FRAMES) // FRAMES
     behind = block[:, None] - block[None]

@@ -25,7 +25,7 @@ MODULATIONS = TOKENS * 6 * TI2V_5B.width
 
 @cache
 def step(clean_frames: int) -> Compiled:
-    """Compiles two blocks of Wan 2.2 TI2V-5B for its largest video in float32, from shapes."""
+    """Compile two blocks of Wan 2.2 TI2V-5B for its largest video in float32, from shapes."""
     config = replace(TI2V_5B, layers=2)
     options = {"attention": AttentionConfig("chunked"), "dtype": jnp.float32, "param_dtype": jnp.float32}
     graphdef, weights = nnx.split(as_shapes(lambda rngs: WanTransformer(config, **options, rngs=rngs)))
@@ -43,7 +43,7 @@ def step(clean_frames: int) -> Compiled:
 
 
 def sizes(compiled: Compiled) -> Iterator[int]:
-    """Yields the number of elements of every array in the program."""
+    """Yield the number of elements of every array in the program."""
     for shape in re.findall(r"= \w+\[([\d,]+)\]", compiled.as_text()):
         yield math.prod(map(int, shape.split(",")))
 

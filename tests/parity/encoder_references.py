@@ -35,7 +35,7 @@ SIGLIP_SIZES = {
 
 
 def qwen_reference(**sizes: Any) -> Qwen2_5_VLTextModel:
-    """Returns a model whose norms and biases all matter, and whose softmax is peaked."""
+    """Return a model whose norms and biases all matter, and whose softmax is peaked."""
     torch.manual_seed(0)
     reference = Qwen2_5_VLTextModel(Qwen2_5_VLTextConfig(**QWEN_SIZES | sizes)).eval()
     generator = torch.Generator().manual_seed(1)
@@ -54,7 +54,7 @@ def qwen_reference(**sizes: Any) -> Qwen2_5_VLTextModel:
 
 
 def siglip_reference(**sizes: Any) -> SiglipVisionModel:
-    """Returns a model whose norms and biases all matter, with a peaked softmax and MLPs that are far from linear."""
+    """Return a model whose norms and biases all matter, with a peaked softmax and MLPs that are far from linear."""
     torch.manual_seed(0)
     reference = SiglipVisionModel(SiglipVisionConfig(**SIGLIP_SIZES | sizes)).eval()
     randomise(reference, seed=1)
@@ -66,7 +66,7 @@ def siglip_reference(**sizes: Any) -> SiglipVisionModel:
 
 
 def converted(reference: torch.nn.Module, kind: NetworkKind, folder: Path, dtype=jnp.float32) -> Any:
-    """Converts a model through the files that transformers writes."""
+    """Convert a model through the files that transformers writes."""
     reference.save_pretrained(folder)
     json_config = json.loads((folder / "config.json").read_text())
     network = read_network(type(reference).__name__, json_config, (kind,))

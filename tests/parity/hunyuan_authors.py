@@ -83,7 +83,7 @@ def renamed(key: str, renames: tuple[tuple[str, str], ...]) -> str:
 
 
 def transformer_name(key: str) -> str:
-    """Returns the authors' name of a tensor or module of diffusers' transformer that is not changed otherwise."""
+    """Return the authors' name of a tensor or module of diffusers' transformer that is not changed otherwise."""
     if key.startswith("norm_out.linear."):
         return key.replace("norm_out.linear.", "final_layer.adaLN_modulation.1.")
     if key.startswith("transformer_blocks."):
@@ -94,7 +94,7 @@ def transformer_name(key: str) -> str:
 
 
 def authors_transformer(ours: Mapping[str, np.ndarray], *, fused: bool = False) -> Tensors:
-    """Returns a transformer's tensors as its authors have them, with q, k and v `fused` as in ComfyUI's files."""
+    """Return a transformer's tensors as its authors have them, with q, k and v `fused` as in ComfyUI's files."""
     tensors: Tensors = {}
     for key, x in ours.items():
         if key.startswith("norm_out.linear."):
@@ -118,7 +118,7 @@ def tensors_of(folder: Path) -> Tensors:
 
 
 def config(**changed: Any) -> dict[str, Any]:
-    """Returns the authors' config.json of the small transformer."""
+    """Return the authors' config.json of the small transformer."""
     width = HUNYUAN_TRANSFORMER["num_attention_heads"] * HUNYUAN_TRANSFORMER["attention_head_dim"]
     return {
         "_class_name": "HunyuanVideo_1_5_DiffusionTransformer", "glyph_byT5_v2": True, "guidance_embed": False,
@@ -134,7 +134,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def both_layouts(folder: Path, *, pictured: bool = False) -> tuple[Path, Path]:
-    """Writes the same small checkpoint in the layouts of diffusers and of the authors; returns both folders."""
+    """Write the same small checkpoint in the layouts of diffusers and of the authors; return both folders."""
     ours = tiny_hunyuan_checkpoint(folder / "diffusers", pictured=pictured, target_size=640)
     encoder = ours / "text_encoder_2/config.json"
     write_json(encoder, json.loads(encoder.read_text()) | {"relative_attention_max_distance": 128})
@@ -154,7 +154,7 @@ def both_layouts(folder: Path, *, pictured: bool = False) -> tuple[Path, Path]:
 
 
 def add_transformer(root: Path, model: str, ours: Mapping[str, np.ndarray], **changed: Any) -> Path:
-    """Writes a transformer into the authors' folder; the keywords override entries of its config.json."""
+    """Write a transformer into the authors' folder; the keywords override entries of its config.json."""
     folder, (resolution, task) = root / "transformer" / model, model.split("_")[:2]
     write_json(folder / "config.json", config(**{"ideal_resolution": resolution, "ideal_task": task} | changed))
     save_safetensors(folder / "diffusion_pytorch_model.safetensors", authors_transformer(ours))
@@ -162,7 +162,7 @@ def add_transformer(root: Path, model: str, ours: Mapping[str, np.ndarray], **ch
 
 
 def save_language_model(folder: Path, ours: Mapping[str, np.ndarray]) -> None:
-    """Writes all of a Qwen2.5-VL, with these tensors in its language model."""
+    """Write all of a Qwen2.5-VL, with these tensors in its language model."""
     text = HUNYUAN_CHAT_ENCODER | {"rope_parameters": {"rope_theta": 1e6, "mrope_section": [2, 2, 2]}}
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 24}
     tokens = {f"{name}_token_id": 3 for name in ("bos", "eos")}
@@ -175,7 +175,7 @@ def save_language_model(folder: Path, ours: Mapping[str, np.ndarray]) -> None:
 
 
 def save_glyphs(folder: Path, ours: Mapping[str, np.ndarray]) -> None:
-    """Writes Glyph-SDXL-v2's checkpoint of its training, and the tables of its colours and fonts."""
+    """Write Glyph-SDXL-v2's checkpoint of its training, and the tables of its colours and fonts."""
     inside = {key.removeprefix("encoder.").replace("shared.", "embed_tokens."): x for key, x in ours.items()}
     state = {f"module.text_tower.encoder.{key}": torch.from_numpy(x) for key, x in inside.items()}
     write_json(folder / "assets/color_idx.json", COLOURS)

@@ -54,7 +54,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def hollow_files(folder: Path, keys: Keys, dtype: str = "BF16", *, shards: int, stem: str = WEIGHTS) -> None:
-    """Writes a component in shards, with their index."""
+    """Write a component in shards, with their index."""
     names, of = list(keys), {}
     for i in range(shards):
         file = f"{stem}-{i + 1:05}-of-{shards:05}.safetensors"
@@ -65,7 +65,7 @@ def hollow_files(folder: Path, keys: Keys, dtype: str = "BF16", *, shards: int, 
 
 
 def write_torch(path: Path, keys: Keys, dtype: torch.dtype, under: str | None = None) -> None:
-    """Writes a file of torch without its data; `under` is a table that holds the tensors."""
+    """Write a file of torch without its data; `under` is a table that holds the tensors."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with torch.serialization.skip_data():
         tensors = {name: torch.empty(shape, dtype=dtype) for name, shape in keys.items()}
@@ -86,12 +86,12 @@ def _written_by(kind: str, entries: str) -> Keys:
 
 
 def written_by(kind: str, config: Config) -> Keys:
-    """Returns the names and shapes that a class of diffusers or transformers writes."""
+    """Return the names and shapes that a class of diffusers or transformers writes."""
     return dict(_written_by(kind, json.dumps(config)))
 
 
 def authors(keys: Keys, prefix: str = "", *, flat: bool = False) -> Keys:
-    """Returns a transformer of Wan by its authors' names; with `flat`, patches are projected by a linear layer."""
+    """Return a transformer of Wan by its authors' names; with `flat`, patches are projected by a linear layer."""
     renamed = {prefix + str(original.TRANSFORMER.theirs(name)): shape for name, shape in keys.items()}
     if flat:
         width, channels, *_ = renamed[f"{prefix}patch_embedding.weight"]
@@ -100,7 +100,7 @@ def authors(keys: Keys, prefix: str = "", *, flat: bool = False) -> Keys:
 
 
 def repository(hub: Path, name: str) -> Path:
-    """Makes an empty repository in the client's cache; returns the folder of its files."""
+    """Make an empty repository in the client's cache; return the folder of its files."""
     commit = hashlib.sha1(name.encode()).hexdigest()
     folder = hub / f"models--{name.replace('/', '--')}"
     (folder / "refs").mkdir(parents=True)
@@ -111,7 +111,7 @@ def repository(hub: Path, name: str) -> Path:
 
 
 def _tokenizer(folder: Path, kind: str) -> None:
-    """Writes the files of a tokenizer, without its vocabulary."""
+    """Write the files of a tokenizer, without its vocabulary."""
     for name in TOKENIZERS[kind]:
         write_json(folder / name, {"tokenizer_class": kind, "extra_ids": 0} if name == "tokenizer_config.json" else {})
 
@@ -130,7 +130,7 @@ def _wan(
     dtype: str = "F32",
     **entries: Any,
 ) -> None:
-    """Writes a repository of Wan in the layout of diffusers; `entries` are those of its index beside the components.
+    """Write a repository of Wan in the layout of diffusers; `entries` are those of its index beside the components.
 
     `embedded` files hold the text encoder's tied embedding twice.
     """
@@ -160,7 +160,7 @@ def _wan(
 
 
 def _gates(config: wan.TransformerConfig) -> Keys:
-    """Returns the gates of video sparse attention that FastWan's files hold."""
+    """Return the gates of video sparse attention that FastWan's files hold."""
     keys: Keys = {}
     for name in (f"blocks.{i}.to_gate_compress" for i in range(config.layers)):
         keys |= {f"{name}.weight": (config.width, config.width), f"{name}.bias": (config.width,)}
@@ -189,7 +189,7 @@ HUNYUAN_SHIFTS = {
 
 
 def hunyuan_config(name: str) -> Config:
-    """Returns the transformer's config.json of a model of HunyuanVideo, in the layout of diffusers."""
+    """Return the transformer's config.json of a model of HunyuanVideo, in the layout of diffusers."""
     size = configs.HUNYUAN_480P if "480p" in name else configs.HUNYUAN_720P
     return size | {"task_type": "i2v" if "i2v" in name else "t2v", "use_meanflow": "step" in name}
 
@@ -223,20 +223,20 @@ def _hunyuan(files: Path, name: str) -> None:
 
 
 def siglip_file() -> Keys:
-    """Returns the names of SigLIP's published file: newer releases of transformers leave the prefix out."""
+    """Return the names of SigLIP's published file: newer releases of transformers leave the prefix out."""
     written = written_by("SiglipVisionModel", configs.SIGLIP_SO400M)
     return {f"vision_model.{name.removeprefix('vision_model.')}": shape for name, shape in written.items()}
 
 
 def hunyuan_authors_transformer(name: str) -> Keys:
-    """Returns the names of a transformer of HunyuanVideo in its authors' files."""
+    """Return the names of a transformer of HunyuanVideo in its authors' files."""
     written = written_by("HunyuanVideo15Transformer3DModel", hunyuan_config(name))
     tensors = {key: np.broadcast_to(np.int8(0), shape) for key, shape in written.items()}
     return {key: x.shape for key, x in hunyuan_authors.authors_transformer(tensors).items()}
 
 
 def _lora(config: wan.TransformerConfig, *, whole: bool) -> tuple[Keys, dict[str, str]]:
-    """Returns the tensors of LightX2V's LoRA of rank 64, and their dtypes.
+    """Return the tensors of LightX2V's LoRA of rank 64, and their dtypes.
 
     A `whole` one changes every tensor: by its difference where it is no matrix. Others hold alphas.
     """
@@ -261,7 +261,7 @@ def _lightning(file: Path, config: wan.TransformerConfig) -> None:
 
 
 def _turbo(files: Path, config: wan.TransformerConfig) -> None:
-    """Writes a repository of TurboWan: one file, or those of two experts."""
+    """Write a repository of TurboWan: one file, or those of two experts."""
     keys = transformer_keys(config)
     for block in range(config.layers):  # trained with sparse-linear attention
         keys |= {f"blocks.{block}.attn1.proj_l.weight": (128, 128), f"blocks.{block}.attn1.proj_l.bias": (128,)}
@@ -294,7 +294,7 @@ def _tencent(files: Path) -> None:
 
 
 def hunyuan_transformer(root: Path, name: str) -> Path:
-    """Writes a transformer of HunyuanVideo as its authors have it; returns its folder."""
+    """Write a transformer of HunyuanVideo as its authors have it; return its folder."""
     resolution, task = name.split("_")[:2]
     config = configs.AUTHORS_HUNYUAN | {"ideal_resolution": resolution, "ideal_task": task}
     if "sparse" in name:
@@ -308,7 +308,7 @@ def hunyuan_transformer(root: Path, name: str) -> Path:
 
 
 def hunyuan_authors_folder(root: Path, name: str) -> Path:
-    """Writes the folder of HunyuanVideo's authors with one of its transformers, as checkpoints-download.md has it."""
+    """Write the folder of HunyuanVideo's authors with one of its transformers, as checkpoints-download.md has it."""
     hunyuan_transformer(root, name)
     write_json(root / "config.json", {"_class_name": "HunyuanVideo_1_5_Pipeline", "vision_states_dim": 1152})
     vae = written_by("AutoencoderKLHunyuanVideo15", configs.HUNYUAN_VAE)
@@ -333,7 +333,7 @@ def hunyuan_authors_folder(root: Path, name: str) -> Path:
 
 
 def qwen_file() -> Keys:
-    """Returns the names of Qwen2.5-VL's published file, which newer releases of transformers have changed."""
+    """Return the names of Qwen2.5-VL's published file, which newer releases of transformers have changed."""
     text = {key: shape for key, shape in written_by("Qwen2_5_VLTextModel", configs.QWEN2_5_VL_TEXT).items()}
     whole = {f"model.{key}": shape for key, shape in text.items()} | {"lm_head.weight": (152064, 3584)}
     vision = configs.QWEN2_5_VL["vision_config"]
@@ -440,13 +440,13 @@ REPOSITORIES: dict[str, Callable[[Path], None]] = {
 
 
 def fill(hub: Path, name: str) -> None:
-    """Puts a repository into the client's cache, once."""
+    """Put a repository into the client's cache, once."""
     if not (hub / f"models--{name.replace('/', '--')}").exists():
         REPOSITORIES[name](repository(hub, name))
 
 
 def repositories_of(model: str) -> list[str]:
-    """Returns the repositories that a published model and its LoRAs come from."""
+    """Return the repositories that a published model and its LoRAs come from."""
     preset = presets()[model]
     files = [preset.source, *(lora.rpartition("=")[2] for lora in preset.loras)]
     return list(dict.fromkeys("/".join(file.split("/")[:2]) for file in files))
@@ -489,7 +489,7 @@ FUN_FOLDERS: dict[str, tuple[Config, wan.TransformerConfig, int]] = {  # the sam
 
 
 def authors_folder(folder: Path) -> Path:
-    """Writes the folder of Wan's authors that has this name."""
+    """Write the folder of Wan's authors that has this name."""
     _authors_files(folder, folder.name, *AUTHORS_FOLDERS[folder.name])
     return folder
 

@@ -65,7 +65,7 @@ def randomise(module: torch.nn.Module, seed: int) -> None:
 
 
 def small_parts(folder: Path) -> dict[str, Any]:
-    """Returns the components of Wan's pipelines without a transformer: text features are 48 wide, latents 4 channels.
+    """Return the components of Wan's pipelines without a transformer: text features are 48 wide, latents 4 channels.
 
     Writes the tokenizer to the folder.
     """
@@ -88,18 +88,18 @@ def small_parts(folder: Path) -> dict[str, Any]:
 
 
 def channels_last(x: torch.Tensor) -> np.ndarray:
-    """Converts [B C T H W] to [B T H W C]."""
+    """Convert [B C T H W] to [B T H W C]."""
     return np.ascontiguousarray(x.detach().float().numpy().transpose(0, 2, 3, 4, 1))
 
 
 @nnx.jit
 def run(module: Any, *operands: Any) -> Any:
-    """Calls a module in one program."""
+    """Call a module in one program."""
     return module(*operands)
 
 
 def submodule(module: Any, path: str) -> Any:
-    """Returns the part of a module at a path of names and indices with dots between them."""
+    """Return the part of a module at a path of names and indices with dots between them."""
     for name in path.split("."):
         module = module[int(name)] if name.isdigit() else getattr(module, name)
     return module
@@ -125,14 +125,14 @@ def emphasise_mlps(network: WanTransformer3DModel) -> None:
 
 
 def largest_error(latents: list[np.ndarray], exact: list[np.ndarray]) -> float:
-    """Returns the largest relative error of the latents of any step; `pytest -rP` shows it."""
+    """Return the largest relative error of the latents of any step; `pytest -rP` shows it."""
     error = max(relative_l2(*pair) for pair in zip(latents, exact, strict=True))
     print(f"latents {error:.1e}")
     return error
 
 
 def psnr(frames: np.ndarray, exact: np.ndarray) -> float:
-    """Returns the PSNR in decibels of frames in [0, 1]; `pytest -rP` shows it."""
+    """Return the PSNR in decibels of frames in [0, 1]; `pytest -rP` shows it."""
     decibels = -10 * np.log10(np.mean((frames - exact) ** 2))
     print(f"frames {decibels:.0f} dB")
     return decibels
@@ -155,7 +155,7 @@ def t5_reference(family: str, **sizes: int) -> torch.nn.Module:
 
 
 def converted_t5(reference: torch.nn.Module, folder: Path, dtype=jnp.float32) -> T5Encoder:
-    """Converts a model through the files that transformers writes."""
+    """Convert a model through the files that transformers writes."""
     reference.save_pretrained(folder)
     config = t5_config(json.loads((folder / "config.json").read_text()))
     abstract = as_shapes(lambda rngs: T5Encoder(config, dtype=dtype, param_dtype=dtype, rngs=rngs))
@@ -186,7 +186,7 @@ class Led:
 
 
 def hooked(reference: torch.nn.Module, ends: str, hook: Led) -> torch.nn.Module:
-    """Returns the reference with a hook on the projections whose names end so."""
+    """Return the reference with a hook on the projections whose names end so."""
     found = [module for name, module in reference.named_modules() if name.endswith(ends) and "refiner" not in name]
     assert len(found) == 3, found
     for module in found:
@@ -195,7 +195,7 @@ def hooked(reference: torch.nn.Module, ends: str, hook: Led) -> torch.nn.Module:
 
 
 def led_apart(answer: Any, expected: np.ndarray, plain: np.ndarray) -> None:
-    """Compares with the first half of a led reference's batch, which is far from what it makes without being led."""
+    """Compare with the first half of a led reference's batch, which is far from what it makes without being led."""
     first, second = np.split(expected, 2)
     assert relative_l2(second, first) <= 1e-6
     assert relative_l2(answer, first) <= 1e-5  # the bar of the networks themselves

@@ -50,7 +50,7 @@ TEXTS = [
 
 @cache
 def references() -> dict[str, Reference]:
-    """Returns tokenizers without added tokens, with those of Glyph-SDXL-v2, and with ones that take whitespace."""
+    """Return tokenizers without added tokens, with those of Glyph-SDXL-v2, and with ones that take whitespace."""
     plain, glyphs, spaced, bare = Reference(), Reference(), Reference(), Reference(extra_ids=0)
     glyphs.add_tokens(NAMES, special_tokens=True)
     spaced.add_tokens([AddedToken("<left>", lstrip=True), AddedToken("<right>", rstrip=True), "<left><right>", "çé"])

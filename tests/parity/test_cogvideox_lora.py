@@ -31,7 +31,7 @@ RANK, ALPHA, STRENGTH = 4, 3.0, -0.7
 
 
 def reference(config=COGVIDEOX_TRANSFORMER):
-    """Returns the same small transformer at every call."""
+    """Return the same small transformer at every call."""
     torch.manual_seed(0)
     module = CogVideoXTransformer3DModel.from_config(config).eval()
     randomise(module, 1)
@@ -39,7 +39,7 @@ def reference(config=COGVIDEOX_TRANSFORMER):
 
 
 def adapted(config, modules, **options):
-    """Returns a transformer with random adapters, as a trainer leaves it."""
+    """Return a transformer with random adapters, as a trainer leaves it."""
     module = reference(config)
     module.add_adapter(peft.LoraConfig(r=RANK, target_modules=modules, init_lora_weights=False, **options))
     for seed, (name, weight) in enumerate(module.named_parameters()):
@@ -49,14 +49,14 @@ def adapted(config, modules, **options):
 
 
 def trainer_file(folder, config):
-    """Writes the file of diffusers' trainer, which knows no alpha: a user gives the strength alpha / rank."""
+    """Write the file of diffusers' trainer, which knows no alpha: a user gives the strength alpha / rank."""
     layers = peft.get_peft_model_state_dict(adapted(config, ATTENTION, lora_alpha=ALPHA))
     CogVideoXPipeline.save_lora_weights(folder, transformer_lora_layers=layers)
     return folder / "pytorch_lora_weights.safetensors"
 
 
 def file_of_all_modules(folder, config):
-    """Writes diffusers' file for every kind of module, with PEFT's config in its metadata."""
+    """Write diffusers' file for every kind of module, with PEFT's config in its metadata."""
     module = adapted(config, [*MODULES, *AROUND], lora_alpha=ALPHA, alpha_pattern={"attn1.to_q": 7})
     metadata = module.peft_config["default"].to_dict()
     CogVideoXPipeline.save_lora_weights(
@@ -68,14 +68,14 @@ def file_of_all_modules(folder, config):
 
 
 def exported_file(folder, config):
-    """Writes the file of the authors' export_sat_lora_weight.py, without a prefix."""
+    """Write the file of the authors' export_sat_lora_weight.py, without a prefix."""
     path = trainer_file(folder, config)
     save_file({key.removeprefix("transformer."): x for key, x in load_file(path).items()}, path)
     return path
 
 
 def videox_fun_file(folder, config):
-    """Writes the file of VideoX-Fun's trainer, with underscores for dots, and alphas."""
+    """Write the file of VideoX-Fun's trainer, with underscores for dots, and alphas."""
     tensors = {}
     for key, x in load_file(trainer_file(folder, config)).items():
         module, _, factor = key.removeprefix("transformer.").removesuffix(".weight").rpartition(".")
@@ -90,7 +90,7 @@ DIALECTS = [trainer_file, file_of_all_modules, exported_file, videox_fun_file]
 
 
 def fused(config, path, write):
-    """Returns the transformer into which diffusers merged the file, or that of the trainer for what it cannot read."""
+    """Return the transformer into which diffusers merged the file, or that of the trainer for what it cannot read."""
     scale = STRENGTH
     if write in (exported_file, videox_fun_file):
         path = trainer_file(path.parent / "trainer", config)

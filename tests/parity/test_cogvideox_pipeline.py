@@ -77,7 +77,7 @@ def networks(name: str) -> dict[str, torch.nn.Module]:
 
 
 def reference(name: str, solver: str, folder: Path) -> Any:
-    """Returns diffusers' pipeline, whose checkpoint it writes to the folder."""
+    """Return diffusers' pipeline, whose checkpoint it writes to the folder."""
     shift = 3.0 if name == "cogvideox-2b" else 1.0
     tokenizer = PreTrainedTokenizerFast.from_pretrained(save_tokenizer(folder / "toy"))
     tokenizer.model_max_length = 12
@@ -107,7 +107,7 @@ def noise_for(frames: int, padded: bool, pictures: str = "") -> dict[str, torch.
 
 @torch.no_grad()
 def expected(pipe: Any, noise: dict[str, torch.Tensor], monkeypatch, **given) -> tuple[list[np.ndarray], np.ndarray]:
-    """Returns diffusers' latents [1 C T H W] after every step, and its frames; all of its draws are the given noise."""
+    """Return diffusers' latents [1 C T H W] after every step, and its frames; all of its draws are the given noise."""
     latents: list[np.ndarray] = []
 
     def drawn(shape, **_):  # two draws a step from the second on, of which the last counts

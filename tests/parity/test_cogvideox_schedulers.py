@@ -37,7 +37,7 @@ def reference(theirs, steps, snr_shift=1.0, spacing="trailing"):
 
 
 def field(x: torch.Tensor, timestep: float) -> torch.Tensor:
-    """Returns v for both, from one library, so that only the schedulers' roundings differ."""
+    """Return v for both, from one library, so that only the schedulers' roundings differ."""
     return torch.sin(x) + 0.5 * x * (timestep / 1000)
 
 
@@ -52,7 +52,7 @@ class Draws:
 
 
 def compare(solver, theirs, steps, monkeypatch, skip=0, **levels):
-    """Runs both along their own samples, compares them at every step, and returns the largest error."""
+    """Run both along their own samples, compare them at every step, and return the largest error."""
     expected_scheduler, scheduler = (
         reference(theirs, steps, **levels),
         solver(snr_shift=levels.get("snr_shift", 1.0), spacing=levels.get("spacing", "trailing")),
@@ -184,7 +184,7 @@ def test_a_solver_given_by_name_keeps_the_levels():
 @torch.no_grad()
 @pytest.mark.parametrize("steps", [50, 7])
 def test_dynamic_guidance(steps):
-    """Takes the reference's own scales from its pipeline, run with networks that only count."""
+    """Take the reference's own scales from its pipeline, run with networks that only count."""
     found = []
 
     class Recorder(CogVideoXPipeline):

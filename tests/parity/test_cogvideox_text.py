@@ -33,7 +33,7 @@ CHARACTERS = st.one_of(
 
 
 def train(folder: Path, size: int = 320, **options) -> Path:
-    """Writes a small SentencePiece model, made as T5's."""
+    """Write a small SentencePiece model, made as T5's."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([clean_prompt(prompt) for prompt in AWKWARD_PROMPTS if prompt] * 3),
@@ -97,7 +97,7 @@ def test_tokens_of_anything(tokenizers, prompt):
     prompt=st.text(st.sampled_from("abcdefghijklmnopqrstuvwxyzABC0123456789 .,!?'\"-()™½ﬁéÃ色调艳丽，ｆ☃\t\n\u3000"))
 )
 def test_tokens_of_sentencepiece_itself(folder, tokenizers, prompt):
-    """Leaves out control characters and names of special tokens, which transformers takes otherwise."""
+    """Leave out control characters and names of special tokens, which transformers takes otherwise."""
     processor = processor_of(folder)
     assert tokens(tokenizers[0], prompt) == [*processor.encode(prompt), processor.eos_id()]
 

@@ -54,7 +54,7 @@ INPUTS = {
 
 @torch.no_grad()
 def make(name):
-    """Returns the reference, in which each weight matters, and our transformer of the same weights."""
+    """Return the reference, in which each weight matters, and our transformer of the same weights."""
     torch.manual_seed(0)
     reference = CogVideoXTransformer3DModel(**SIZES | VARIANTS[name]).eval()
     randomise(reference, seed=1)
@@ -92,12 +92,12 @@ def ours(x: torch.Tensor) -> np.ndarray:
 
 
 def channels_last(x: torch.Tensor) -> np.ndarray:
-    """Converts [B T C H W], CogVideoX's order, to [B T H W C]."""
+    """Convert [B T C H W], CogVideoX's order, to [B T H W C]."""
     return np.moveaxis(ours(x), 2, -1)
 
 
 def rotary(reference, latents):
-    """Returns the reference's tables, made as its pipeline makes them."""
+    """Return the reference's tables, made as its pipeline makes them."""
     if not reference.config.use_rotary_positional_embeddings:
         return None
     _, frames, _, height, width = latents.shape
@@ -154,7 +154,7 @@ def test_embeddings(models):
 
 @nnx.jit
 def embedded(model, latents, t, text):
-    """Returns the tokens of video and text, the positions that are added to them, if any, and the timesteps."""
+    """Return the tokens of video and text, the positions that are added to them, if any, and the timesteps."""
     video = model.patch_embed(patchify(latents, model.config.patch))
     added = model.positions(model.grid(latents), TEXT).added
     return jnp.concatenate([video, model.context(text).text], axis=1), added, model.time_embed(t)

@@ -80,7 +80,7 @@ def random(seed: int, *shape: int) -> torch.Tensor:
 
 
 def video(frames: int, size: tuple[int, int] = SIZE) -> torch.Tensor:
-    """Returns random videos [B C T H W] in [0, 1]."""
+    """Return random videos [B C T H W] in [0, 1]."""
     return torch.rand(1, 3, frames, *size, generator=torch.Generator().manual_seed(frames))
 
 
@@ -92,7 +92,7 @@ call = caller()
 
 
 def frames_of(vae: CogVideoXVAE, z: torch.Tensor, tiling: Tiling | None = None) -> np.ndarray:
-    """Decodes chunk by chunk; returns frames [B C T H W] in [0, 1]."""
+    """Decode chunk by chunk; return frames [B C T H W] in [0, 1]."""
     at_once = vae.config.decode_lengths(z.shape[2])
     tiling = tiling and tiling.completed(vae.config.tiling)
     frames = [np.asarray(x) for x in decoded(vae, [z.numpy()], at_once, jnp.float32, tiling, call)]
@@ -114,7 +114,7 @@ def check_frames(answer: np.ndarray, expected: np.ndarray) -> None:
 
 
 def moments(vae: CogVideoXVAE, x: torch.Tensor, tiling: Tiling | None = None) -> jax.Array:
-    """Encodes chunk by chunk; returns mean and log-variance [B C T H W]."""
+    """Encode chunk by chunk; return mean and log-variance [B C T H W]."""
     return encoded(vae, x[0].permute(1, 2, 3, 0).numpy(), tiling, call)
 
 

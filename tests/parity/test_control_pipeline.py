@@ -69,7 +69,7 @@ def condition(pipe: WanVACEPipeline, **given: list[Image.Image] | None) -> np.nd
 
 
 def test_conditions(reference, folder):
-    """Compares conditions of all inputs and of none; diffusers has references in the opposite order."""
+    """Compare conditions of all inputs and of none; diffusers has references in the opposite order."""
     pipe = wanjax.load(folder)
     settings = {"size": (HEIGHT, WIDTH), "frames": FRAMES}
     whole = {"video": CLIP, "mask": MASK, "references": REFERENCES}

@@ -84,7 +84,7 @@ def test_published_sizes(name):
 
 
 def tensors(folder: Path) -> dict[str, tuple]:
-    """Returns the dtype, the shape and the bytes of all tensors of a folder."""
+    """Return the dtype, the shape and the bytes of all tensors of a folder."""
     reader = SafetensorsFolder(folder)
     return {key: (*spec, reader.read(key).tobytes()) for key, spec in reader.specs.items()}
 

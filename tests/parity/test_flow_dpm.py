@@ -18,12 +18,12 @@ NOISE = torch.randn(3, 40, generator=torch.Generator().manual_seed(0), dtype=tor
 
 
 def field(x, timestep: float):
-    """Returns a velocity for both, from one library, so that only the solvers differ."""
+    """Return a velocity for both, from one library, so that only the solvers differ."""
     return torch.sin(2 * x) + 0.5 * x * (timestep / 1000) - 0.3 * torch.cos(x)
 
 
 def authors(steps: int, shift: float, order: int = 2) -> tuple[list[torch.Tensor], list[int], np.ndarray]:
-    """Returns x after each step, the timesteps and the noise levels, by the formulas in float64.
+    """Return x after each step, the timesteps and the noise levels, by the formulas in float64.
 
     In λ = log α - log σ, over h: x' = σ'/σ x - α' (e^-h - 1) (m + (m - m before) / 2r), r the h before over this one.
     """
@@ -58,7 +58,7 @@ def ours(scheduler: FlowDPM, schedule) -> list[np.ndarray]:
 
 
 def error(answer: list[np.ndarray], exact: list[torch.Tensor]) -> float:
-    """Returns the largest relative error of a step."""
+    """Return the largest relative error of a step."""
     norms = [np.linalg.norm(a - e.numpy()) / np.linalg.norm(e) for a, e in zip(answer, exact, strict=True)]
     return max(map(float, norms))
 

@@ -24,7 +24,7 @@ FLOW = {"shift": 3.0, "sigmas": "official"}
 
 
 def predictions(step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns predictions under the prompt and the negative one, which are alike, and the latents of a step."""
+    """Return predictions under the prompt and the negative one, which are alike, and the latents of a step."""
     random = torch.Generator().manual_seed(step)
     prompt, apart, x = torch.randn(3, *SHAPE, generator=random)
     return prompt, 0.8 * prompt + 0.3 * apart + 0.1, x

@@ -62,7 +62,7 @@ def text_pair(tmp_path_factory):
 
 @pytest.fixture
 def folder(text_pair, tmp_path):
-    """Returns a copy of the authors' folder."""
+    """Return a copy of the authors' folder."""
     return Path(shutil.copytree(text_pair[1], tmp_path / "ckpts"))
 
 
@@ -78,7 +78,7 @@ def networks_of(source):
 
 
 def taken_as(source):
-    """Returns what tells apart the published models that a checkpoint may be: its pipeline, sampling and size."""
+    """Return what tells apart the published models that a checkpoint may be: its pipeline, sampling and size."""
     pictured = source.index["_class_name"] == "HunyuanVideo15ImageToVideoPipeline"
     sampling = source["scheduler"].config()["shift"], source["guider"].config()["guidance_scale"]
     return pictured, *sampling, network(source, "transformer", NETWORKS).config.target_size
@@ -293,7 +293,7 @@ WIDE = {"num_attention_heads": 1, "attention_head_dim": 128, "rope_axes_dim": [1
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
-    """Returns the tensors of a transformer with the published size of a head, which a single file does not tell."""
+    """Return the tensors of a transformer with the published size of a head, which a single file does not tell."""
     folder = tiny_hunyuan_checkpoint(tmp_path_factory.mktemp("wide"), **WIDE)
     return open_source(folder)["transformer"].weights(), authors.tensors_of(folder / "transformer")
 

@@ -27,7 +27,7 @@ RANK, ALPHA, STRENGTH = 4, 3.0, -0.7
 
 
 def reference():
-    """Returns the same small transformer at every call."""
+    """Return the same small transformer at every call."""
     torch.manual_seed(0)
     module = HunyuanVideo15Transformer3DModel.from_config(CONFIG).eval()
     randomise(module, 1)
@@ -35,7 +35,7 @@ def reference():
 
 
 def modules():
-    """Returns the names of all linear layers, as the authors' trainer adapts them."""
+    """Return the names of all linear layers, as the authors' trainer adapts them."""
     return [name for name, module in reference().named_modules() if isinstance(module, torch.nn.Linear)]
 
 
@@ -44,14 +44,14 @@ def blocks():
 
 
 def query_of(name):
-    """Returns the query's module for a key's or a value's, whose first factor is shared in what follows."""
+    """Return the query's module for a key's or a value's, whose first factor is shared in what follows."""
     for x in "kv":
         name = name.replace(f"to_{x}", "to_q").replace(f"add_{x}_proj", "add_q_proj")
     return name
 
 
 def factors(names):
-    """Returns a pair of random factors for each module; those of q, k and v have the first in common."""
+    """Return a pair of random factors for each module; those of q, k and v have the first in common."""
     weights, pairs = dict(reference().named_parameters()), {}
     for name in names:
         rows, columns = weights[f"{name}.weight"].shape
@@ -68,7 +68,7 @@ def hash_of(text):
 
 
 def diffusers_file(path, names=None):
-    """Writes diffusers' form, without an alpha."""
+    """Write diffusers' form, without an alpha."""
     tensors = {}
     for name, (down, up) in factors(names or modules()).items():
         tensors |= {f"transformer.{name}.lora_A.weight": down, f"transformer.{name}.lora_B.weight": up}
@@ -76,7 +76,7 @@ def diffusers_file(path, names=None):
 
 
 def theirs_of(names):
-    """Returns the factors by the authors' names: of q, k and v in the refiner as one, shifts before scales."""
+    """Return the factors by the authors' names: of q, k and v in the refiner as one, shifts before scales."""
     found = {}
     for name, (down, up) in factors(names).items():
         if name == "norm_out.linear":
@@ -92,7 +92,7 @@ def theirs_of(names):
 
 
 def fused_of(pairs):
-    """Returns the authors' factors with q, k and v of the blocks as one too."""
+    """Return the authors' factors with q, k and v of the blocks as one too."""
     found = dict(pairs)
     for name in [name for name in pairs if name.endswith("_attn_q")]:
         parts = [found.pop(f"{name.removesuffix('q')}{x}") for x in "qkv"]
@@ -101,7 +101,7 @@ def fused_of(pairs):
 
 
 def authors_file(path):
-    """Writes the file of the authors' trainer, with PEFT's config in its metadata."""
+    """Write the file of the authors' trainer, with PEFT's config in its metadata."""
     tensors = {}
     for name, (down, up) in theirs_of(modules()).items():
         tensors |= {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}
@@ -109,7 +109,7 @@ def authors_file(path):
 
 
 def comfyui_file(path):
-    """Writes the names of ComfyUI's code, with an alpha."""
+    """Write the names of ComfyUI's code, with an alpha."""
     tensors = {}
     for name, (down, up) in fused_of(theirs_of(modules())).items():
         theirs = "diffusion_model." + comfyui_name(name)
@@ -119,7 +119,7 @@ def comfyui_file(path):
 
 
 def comfyui_name(name):
-    """Returns ComfyUI's name of the authors' module, as its comfy/supported_models.py renames it."""
+    """Return ComfyUI's name of the authors' module, as its comfy/supported_models.py renames it."""
     for theirs, new in (
         ("txt_in.t_embedder.mlp.0.", "txt_in.t_embedder.in_layer."),
         ("txt_in.t_embedder.mlp.2.", "txt_in.t_embedder.out_layer."),
@@ -138,7 +138,7 @@ def comfyui_name(name):
 
 
 def old_comfyui_file(path):
-    """Writes a prefix before the authors' names, in which q, k and v of a block are one."""
+    """Write a prefix before the authors' names, in which q, k and v of a block are one."""
     tensors = {}
     for name, (down, up) in fused_of(theirs_of(modules())).items():
         tensors |= {f"diffusion_model.{name}.lora_A.weight": down, f"diffusion_model.{name}.lora_B.weight": up}
@@ -146,7 +146,7 @@ def old_comfyui_file(path):
 
 
 def kohya_file(path):
-    """Writes the file of musubi-tuner, which adapts the blocks."""
+    """Write the file of musubi-tuner, which adapts the blocks."""
     tensors = {}
     for name, (down, up) in theirs_of(blocks()).items():
         theirs = f"lora_unet_{name.replace('.', '_')}"
@@ -156,7 +156,7 @@ def kohya_file(path):
 
 
 def kohya_file_for_comfyui(path):
-    """Writes that file as musubi-tuner's convert_hunyuan_video_1_5_lora_to_comfy.py converts it.
+    """Write that file as musubi-tuner's convert_hunyuan_video_1_5_lora_to_comfy.py converts it.
 
     The factors of q, k and v become one pair of three times the rank, the second of blocks on a diagonal.
     """
@@ -183,7 +183,7 @@ DIALECTS = [*PLAIN, authors_file, comfyui_file, kohya_file, kohya_file_for_comfy
 
 
 def fused(path, strength):
-    """Returns the reference with diffusers' file merged by diffusers."""
+    """Return the reference with diffusers' file merged by diffusers."""
     module = reference()
     module.load_lora_adapter(load_file(path), prefix="transformer")
     module.fuse_lora(lora_scale=strength)

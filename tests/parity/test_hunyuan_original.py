@@ -65,7 +65,7 @@ def state(module: torch.nn.Module) -> dict[str, np.ndarray]:
 
 
 def originally(ours: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns a transformer's tensors as its authors have them: one of q, k and v in the refiner, shifts first."""
+    """Return a transformer's tensors as its authors have them: one of q, k and v in the refiner, shifts first."""
     theirs = {}
     for key, x in ours.items():
         if "token_refiner" in key and ".to_q." in key:

@@ -44,7 +44,7 @@ TRANSFORMER = {
 
 @torch.no_grad()
 def transformer(**sizes: Any) -> HunyuanVideo15Transformer3DModel:
-    """Returns a transformer whose timestep, gates and types of tokens matter as much as its tokens."""
+    """Return a transformer whose timestep, gates and types of tokens matter as much as its tokens."""
     torch.manual_seed(0)
     network = HunyuanVideo15Transformer3DModel(**TRANSFORMER | sizes).eval()
     randomise(network, 1)
@@ -80,7 +80,7 @@ def components(folder: Path, guidance: float, **sizes: Any) -> dict[str, Any]:
 
 
 def saved(pipe: Any, folder: Path) -> Any:
-    """Returns the pipeline, whose checkpoint it writes to the folder with the tokenizer as it was published.
+    """Return the pipeline, whose checkpoint it writes to the folder with the tokenizer as it was published.
 
     It computes fewer masked tokens than it is used to, which changes nothing.
     """
@@ -111,7 +111,7 @@ def noise_for(height: int, width: int) -> torch.Tensor:
 
 @torch.no_grad()
 def expected(pipe: Any, noise: torch.Tensor, **given: Any) -> tuple[list[np.ndarray], np.ndarray]:
-    """Returns diffusers' latents [1 C T H W] after every step, and its frames."""
+    """Return diffusers' latents [1 C T H W] after every step, and its frames."""
     latents: list[np.ndarray] = []
 
     def step(*args: Any, **options: Any) -> Any:
@@ -126,7 +126,7 @@ def expected(pipe: Any, noise: torch.Tensor, **given: Any) -> tuple[list[np.ndar
 
 
 def answer(folder: Path, noise: torch.Tensor, prompt: str, image: Any = None, **settings: Any) -> Any:
-    """Returns our latents after every step, and our frames."""
+    """Return our latents after every step, and our frames."""
     pipe = wanjax.load(folder / "checkpoint")
     settings |= {"steps": STEPS, "frames": FRAMES}
     encoded = pipe.encode(prompt, NEGATIVE, image=image, **settings)

@@ -45,7 +45,7 @@ TASKS = ["text", "quoted text", "picture", "both"]
 
 
 def built(**sizes) -> HunyuanVideo15Transformer3DModel:
-    """Returns a reference whose timestep, gates and types of tokens matter as much as its tokens."""
+    """Return a reference whose timestep, gates and types of tokens matter as much as its tokens."""
     torch.manual_seed(0)
     reference = HunyuanVideo15Transformer3DModel(**SIZES | sizes).eval()
     randomise(reference, seed=1)
@@ -86,7 +86,7 @@ def masked(*lengths: int, of: int) -> torch.Tensor:
 
 
 def inputs(task: str) -> dict[str, torch.Tensor]:
-    """Returns the reference's inputs for two videos, whose texts differ in length."""
+    """Return the reference's inputs for two videos, whose texts differ in length."""
     quoted, picture = task in ("quoted text", "both"), task in ("picture", "both")
     return {
         "hidden_states": normal(0, 2, 9, *VIDEO),
@@ -106,7 +106,7 @@ def velocity(reference, given) -> np.ndarray:
 
 
 def our_velocity(model, given, *, dropped: bool = True, partitioner=None) -> jax.Array:
-    """Returns our velocity; `dropped` leaves out quoted text and a picture that are not there."""
+    """Return our velocity; `dropped` leaves out quoted text and a picture that are not there."""
     glyphs = ours(given["encoder_hidden_states_2"]), ours(given["encoder_attention_mask_2"])
     image = ours(given["image_embeds"]) if given["image_embeds"].any() else None
     if dropped and not glyphs[1].any():

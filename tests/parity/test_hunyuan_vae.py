@@ -64,7 +64,7 @@ def vae(reference) -> HunyuanVideoVAE:
 
 
 def video(frames: int, size: tuple[int, int] = SIZE) -> torch.Tensor:
-    """Returns a random video [B C T H W] in [0, 1]."""
+    """Return a random video [B C T H W] in [0, 1]."""
     return torch.rand(1, 3, frames, *size, generator=torch.Generator().manual_seed(frames))
 
 
@@ -85,12 +85,12 @@ def reference_frames(reference, z: torch.Tensor) -> np.ndarray:
 
 
 def encode(vae, x: torch.Tensor, tiling: Tiling | None = None, partitioner=None) -> jax.Array:
-    """Encodes as a pipeline does: one frame, then four at a time."""
+    """Encode as a pipeline does: one frame, then four at a time."""
     return encoded(vae, x[0].permute(1, 2, 3, 0).numpy(), tiling, caller(partitioner))
 
 
 def decode(vae, z: torch.Tensor, tiling: Tiling | None = None, partitioner=None) -> np.ndarray:
-    """Decodes as a pipeline does, one latent frame at a time, which clips; returns [B C T H W]."""
+    """Decode as a pipeline does, one latent frame at a time, which clips; return [B C T H W]."""
     tiling = tiling and tiling.completed(vae.config.tiling)
     chunks = list(decoded(vae, [z.numpy()], (1, 1), jnp.float32, tiling, caller(partitioner)))
     return np.concatenate(chunks).transpose(3, 0, 1, 2)[None] * 2 - 1

@@ -92,7 +92,7 @@ def given(request, reference) -> Given:
 
 @torch.no_grad()
 def expected(pipe: WanImageToVideoPipeline, given: Given) -> tuple[list[np.ndarray], np.ndarray]:
-    """Returns diffusers' latents after every step, and its frames."""
+    """Return diffusers' latents after every step, and its frames."""
     latents = []
     frames = pipe(
         prompt=PROMPT, negative_prompt=NEGATIVE_PROMPT, height=HEIGHT, width=WIDTH, num_frames=FRAMES,
@@ -105,7 +105,7 @@ def expected(pipe: WanImageToVideoPipeline, given: Given) -> tuple[list[np.ndarr
 
 @torch.no_grad()
 def conditions(pipe: WanImageToVideoPipeline, given: Given) -> tuple[np.ndarray, np.ndarray | None]:
-    """Returns diffusers' condition beside the latents, and its features of the images."""
+    """Return diffusers' condition beside the latents, and its features of the images."""
     images = [Image.fromarray(picture) for picture in given.values()]
     pixels = [pipe.video_processor.preprocess(image, height=HEIGHT, width=WIDTH) for image in images]
     _, condition = pipe.prepare_latents(

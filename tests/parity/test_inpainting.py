@@ -78,7 +78,7 @@ def save(parts: Parts, folder: Path) -> None:
 
 
 def pixels(picture: np.ndarray) -> torch.Tensor:
-    """Returns a picture as [3 H W] in [-1, 1]."""
+    """Return a picture as [3 H W] in [-1, 1]."""
     return torch.from_numpy(picture).permute(2, 0, 1).float() / 127.5 - 1
 
 
@@ -89,7 +89,7 @@ def statistics(vae: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 @torch.no_grad()
 def reference(parts: Parts, texts: list[torch.Tensor], noise: torch.Tensor, given: dict) -> list[np.ndarray]:
-    """Returns the latents after every step, for the features of the prompt and of the negative one."""
+    """Return the latents after every step, for the features of the prompt and of the negative one."""
     latents, (_, _, count, height, width) = noise, noise.shape
     mask, clip = torch.zeros(1, 1, FRAMES, height, width), torch.zeros(1, 3, FRAMES, HEIGHT, WIDTH)
     for frame, name in ((0, "image"), (FRAMES - 1, "last_image")):

@@ -47,7 +47,7 @@ ORIGINAL_CONFIG = {"_class_name": "WanModel", "model_type": "t2v", "num_heads": 
 
 @pytest.fixture(autouse=True)
 def known_statistics(monkeypatch):
-    """Makes the tiny autoencoder's latent statistics known, as those of the published ones are."""
+    """Make the tiny autoencoder's latent statistics known, as those of the published ones are."""
     monkeypatch.setitem(original.STATISTICS, tiny.LATENT_CHANNELS, wan.vae_config(tiny.VAE))
 
 
@@ -57,7 +57,7 @@ def diffusers(tmp_path_factory):
 
 
 def theirs(folder, component):
-    """Returns a component's tensors by the authors' names."""
+    """Return a component's tensors by the authors' names."""
     weights = SafetensorsFolder(folder / component)
     return {NAMES[component].theirs(key): weights.read(key) for key in weights.specs}
 
@@ -68,7 +68,7 @@ def save_pth(path, tensors):
 
 @pytest.fixture
 def authors(diffusers, tmp_path):
-    """Writes the checkpoint in the authors' layout."""
+    """Write the checkpoint in the authors' layout."""
     save_safetensors(tmp_path / "diffusion_pytorch_model.safetensors", theirs(diffusers, "transformer"))
     (tmp_path / "config.json").write_text(json.dumps(ORIGINAL_CONFIG))
     save_pth(tmp_path / "Wan2.1_VAE.pth", theirs(diffusers, "vae"))

@@ -48,7 +48,7 @@ NETWORKS: dict[str, Any] = {
 
 
 def keys_of(network: str) -> Keys:
-    """Returns the names in diffusers and the shapes that a network of the library reads."""
+    """Return the names in diffusers and the shapes that a network of the library reads."""
     return keys_by(NETWORKS[network])
 
 
@@ -58,7 +58,7 @@ def keys_by(config: Any) -> Keys:
 
 
 def authors_keys(network: str) -> Keys:
-    """Returns the same by the authors' names."""
+    """Return the same by the authors' names."""
     keys = keys_of(network)
     if network in ("HUNYUAN_480P", "HUNYUAN_FEW_STEPS"):
         tensors = {name: np.broadcast_to(np.int8(0), shape) for name, shape in keys.items()}
@@ -225,7 +225,7 @@ def test_defaults_are_those_of_the_authors(name):
 
 
 def checked(networks: Mapping[str, Any]) -> list[str]:
-    """Returns how a model's networks were checked, as docs/models.md has it: by column, with the tensors of each."""
+    """Return how a model's networks were checked, as docs/models.md has it: by column, with the tensors of each."""
     listed = [keys_of(listed["network"]) for listed in FILES.values()]
     cells = {}
     for component, config in networks.items():

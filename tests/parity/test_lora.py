@@ -45,7 +45,7 @@ RANK, ALPHA = 4, 3.0
 
 
 def reference():
-    """Returns the same small transformer at every call."""
+    """Return the same small transformer at every call."""
     torch.manual_seed(0)
     module = WanTransformer3DModel(**SIZES)
     randomise(module, 1)
@@ -53,7 +53,7 @@ def reference():
 
 
 def factors(names, seed=2, rank=RANK):
-    """Returns a pair of random factors for each of diffusers' modules."""
+    """Return a pair of random factors for each of diffusers' modules."""
     generator, weights = torch.Generator().manual_seed(seed), dict(reference().state_dict())
     return {
         name: (
@@ -77,7 +77,7 @@ def diffusers_file(path):
 
 
 def diffusers_file_with_metadata(path):
-    """Writes diffusers' form: PEFT's config, with another alpha for some modules, in the file's metadata."""
+    """Write diffusers' form: PEFT's config, with another alpha for some modules, in the file's metadata."""
     diffusers_file(path)
     config = {
         **{"transformer.r": RANK, "transformer.lora_alpha": 2.5, "transformer.use_rslora": True},
@@ -92,7 +92,7 @@ def diffusers_file_with_metadata(path):
 
 
 def comfy_file(path):
-    """Writes a file with `diffusion_model.`, lora_down and lora_up, alpha, and changes of biases."""
+    """Write a file with `diffusion_model.`, lora_down and lora_up, alpha, and changes of biases."""
     tensors, names = {}, NAMES
     for name, (down, up) in factors(names).items():
         theirs = f"diffusion_model.{names[name]}"
@@ -102,7 +102,7 @@ def comfy_file(path):
 
 
 def comfy_file_of_all_modules(path):
-    """Writes a file with `diffusion_model.`, lora_A and lora_B, and modules outside the blocks."""
+    """Write a file with `diffusion_model.`, lora_A and lora_B, and modules outside the blocks."""
     tensors, names = {}, NAMES | AROUND
     for name, (down, up) in factors(names).items():
         theirs = f"diffusion_model.{names[name]}"
@@ -121,7 +121,7 @@ def kohya_file(path):
 
 
 def comfy_file_with_whole_alphas(path):
-    """Writes alphas as whole numbers, of every dtype and shape that trainers give them."""
+    """Write alphas as whole numbers, of every dtype and shape that trainers give them."""
     comfy_file(path)
     kinds = [torch.int64, torch.int32, torch.uint8, torch.bfloat16]
     tensors = load_file(path)
@@ -141,7 +141,7 @@ DIALECTS = [
 
 
 def merged(*files):
-    """Returns the reference's weights with pairs (path, strength) merged by us, and the matches."""
+    """Return the reference's weights with pairs (path, strength) merged by us, and the matches."""
     base = StateDict(reference())
     specs = base.specs
     opened = [(lora.LoraFile(Path(path), specs, original.TRANSFORMER), strength) for path, strength in files]
@@ -149,7 +149,7 @@ def merged(*files):
 
 
 def fused(*files):
-    """Returns the reference's weights with pairs (path, strength) merged by diffusers."""
+    """Return the reference's weights with pairs (path, strength) merged by diffusers."""
     module = reference()
     for i, (path, strength) in enumerate(files):
         state, metadata = WanPipeline.lora_state_dict(str(path), return_lora_metadata=True)
@@ -191,7 +191,7 @@ def test_several_loras_are_merged_at_their_strengths_into_the_network(tmp_path):
 
 
 def load(reader):
-    """Returns our network's weights from a checkpoint."""
+    """Return our network's weights from a checkpoint."""
     config = wan.transformer_config(reference().config)
     abstract = as_shapes(lambda rngs: WanTransformer(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=rngs))
     return modules.parameters(modules.load(abstract, wan.transformer_rules(config), reader))
@@ -227,7 +227,7 @@ TARGETS = [name.removeprefix("blocks.0.") for name in NAMES if name.startswith("
 
 
 def adapter(config, path):
-    """Returns the reference with an adapter of random weights by PEFT, which is saved in a folder."""
+    """Return the reference with an adapter of random weights by PEFT, which is saved in a folder."""
     module = peft.get_peft_model(reference(), config)
     for i, parameter in enumerate(module.parameters()):
         if parameter.requires_grad:

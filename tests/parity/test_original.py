@@ -54,7 +54,7 @@ def built(kind, sizes):
 
 
 def originally(names, specs):
-    """Returns the tensors by their original names; checks that the renaming is invertible."""
+    """Return the tensors by their original names; check that the renaming is invertible."""
     renamed = {key: names.theirs(key) for key in specs}
     assert None not in renamed.values()
     assert len(set(renamed.values())) == len(renamed)

@@ -84,7 +84,7 @@ NOISE = torch.randn(1, 4, (FRAMES + 3) // 4, HEIGHT // 8, WIDTH // 8, generator=
 
 @torch.no_grad()
 def expected(pipe: WanPipeline, scheduler, sigmas: str) -> tuple[list[np.ndarray], np.ndarray]:
-    """Returns diffusers' latents after every step, and its frames."""
+    """Return diffusers' latents after every step, and its frames."""
     pipe.scheduler = type(scheduler).from_config(scheduler.config)
     if sigmas == "official":
         pipe.scheduler.set_timesteps = partial(pipe.scheduler.set_timesteps, sigmas=OFFICIAL[scheduler])
@@ -98,7 +98,7 @@ def expected(pipe: WanPipeline, scheduler, sigmas: str) -> tuple[list[np.ndarray
 
 
 def answer(folder: Path, sigmas: str) -> tuple[list[np.ndarray], np.ndarray]:
-    """Returns our latents after every step, and our frames."""
+    """Return our latents after every step, and our frames."""
     pipe = wanjax.load(folder)
     embeddings = pipe.encode(PROMPT, NEGATIVE_PROMPT)
     latents = []

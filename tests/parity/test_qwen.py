@@ -32,7 +32,7 @@ def models(tmp_path_factory):
 
 
 def prompt(length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns random tokens, and masks with padding at the end of the second row."""
+    """Return random tokens, and masks with padding at the end of the second row."""
     tokens = torch.randint(0, QWEN_SIZES["vocab_size"], (2, length), generator=torch.Generator().manual_seed(length))
     real = torch.tensor([length, max(1, length // 2)])
     return tokens, (torch.arange(length)[None, :] < real[:, None]).long()
@@ -43,7 +43,7 @@ def ours(x: torch.Tensor) -> np.ndarray:
 
 
 def error(answer, reference: torch.Tensor, mask: torch.Tensor) -> float:
-    """Returns the relative error at the real tokens; `pytest -rP` shows it."""
+    """Return the relative error at the real tokens; `pytest -rP` shows it."""
     real = mask.numpy().astype(bool)
     error = relative_l2(np.asarray(answer)[real], reference.detach().float().numpy()[real])
     print(f"relative error {error:.1e}")

@@ -32,12 +32,12 @@ def reference_euler(shift):
 
 
 def field(x: torch.Tensor, timestep: float) -> torch.Tensor:
-    """Returns the velocity for both, from one library, so that only the schedulers' roundings differ."""
+    """Return the velocity for both, from one library, so that only the schedulers' roundings differ."""
     return torch.sin(3 * x) + x * (timestep / 1000)
 
 
 def compare(scheduler, reference, steps, skip=0):
-    """Runs both schedulers along their own samples, and compares them; `reference` has its timesteps."""
+    """Run both schedulers along their own samples, and compare them; `reference` has its timesteps."""
     schedule = scheduler.schedule(steps, skip)
     reference.set_begin_index(skip)
     expected = torch.randn(SHAPE, generator=torch.Generator().manual_seed(steps))
@@ -66,7 +66,7 @@ def test_unipc_with_the_noise_levels_of_diffusers(steps, shift):
 
 @steps_and_shifts
 def test_unipc_with_the_official_noise_levels(steps, shift):
-    """Passes the authors' levels, an even line shifted, to diffusers, whose own differ."""
+    """Pass the authors' levels, an even line shifted, to diffusers, whose own differ."""
     scheduler, reference = unipc(shift, "official"), reference_unipc(shift)
     reference.set_timesteps(sigmas=np.linspace(float(np.float32(0.999)), 0, steps + 1)[:-1])
     same_levels(scheduler.schedule(steps), reference)
@@ -76,7 +76,7 @@ def test_unipc_with_the_official_noise_levels(steps, shift):
 @pytest.mark.parametrize("skip", [1, 8, 18, 19])
 @pytest.mark.parametrize("kind", [unipc, flow_euler])
 def test_the_first_steps_are_left_out(kind, skip):
-    """Skips steps, as for a given video, which gets the noise of the first step taken."""
+    """Skip steps, as for a given video, which gets the noise of the first step taken."""
     scheduler, reference = kind(5.0, "diffusers"), (reference_unipc if kind is unipc else reference_euler)(5.0)
     reference.set_timesteps(20)
     x0, noise = (torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed)) for seed in range(2))

@@ -43,7 +43,7 @@ def channels_last(images: torch.Tensor):
 
 
 def error(answer, reference: torch.Tensor) -> float:
-    """Returns the relative error; `pytest -rP` shows it."""
+    """Return the relative error; `pytest -rP` shows it."""
     error = relative_l2(answer, reference.detach().float().numpy())
     print(f"relative error {error:.1e}")
     return error

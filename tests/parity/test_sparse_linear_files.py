@@ -34,7 +34,7 @@ PLAIN_BOUND, EIGHT_BIT_BOUND = 2e-5, 1e-2
 
 
 def tensors() -> dict[str, torch.Tensor]:
-    """Returns random weights by the names of the authors' files."""
+    """Return random weights by the names of the authors' files."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -64,7 +64,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def in_eight_bits(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns 8-bit integers of a matrix, and the scale of each block of 128 × 128: its largest number is 127 too."""
+    """Return 8-bit integers of a matrix, and the scale of each block of 128 × 128: its largest number is 127 too."""
     rows, columns = (math.ceil(size / 128) for size in x.shape)
     whole, scale = torch.zeros(x.shape, dtype=torch.int8), torch.zeros(rows, columns)
     for i in range(rows):
@@ -82,7 +82,7 @@ def multiplied(whole: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def with_eight_bits(plain: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns the tensors of a quantised file: all projections of blocks but that of linear attention."""
+    """Return the tensors of a quantised file: all projections of blocks but that of linear attention."""
     made = {}
     for key, x in plain.items():
         module, _, leaf = key.rpartition(".")
@@ -149,7 +149,7 @@ class Reference:
         return x + self.linear(f"{name}.ffn.2", functional.gelu(y, approximate="tanh")) * gate_2
 
     def __call__(self, latents: torch.Tensor, t: float, text: torch.Tensor) -> torch.Tensor:
-        """Returns the velocity of latents [B C T H W] at a timestep, for encoded prompts [B S E]."""
+        """Return the velocity of latents [B C T H W] at a timestep, for encoded prompts [B S E]."""
         grid = latents.unflatten(4, (COLUMNS, 2)).unflatten(3, (ROWS, 2))  # [B C T h 2 w 2]
         x = self.linear("patch_embedding", grid.permute(0, 2, 3, 5, 1, 4, 6).flatten(4).flatten(1, 3))
         angles = t * 10000.0 ** (-torch.arange(16, dtype=torch.float64) / 16)
@@ -167,7 +167,7 @@ class Reference:
 
 
 def rotated(x: torch.Tensor) -> torch.Tensor:
-    """Rotates pairs of channels [B N L D] by the token's frame, row and column: 22, 21 and 21 pairs."""
+    """Rotate pairs of channels [B N L D] by the token's frame, row and column: 22, 21 and 21 pairs."""
     places = torch.cartesian_prod(*(torch.arange(size, dtype=torch.float64) for size in (FRAMES, ROWS, COLUMNS)))
     sizes = (HEAD - 2 * (HEAD // 6 * 2), HEAD // 6 * 2, HEAD // 6 * 2)
     angles = [
@@ -181,7 +181,7 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def given():
-    """Returns latents [B C T H W] and encoded prompts [B S E]."""
+    """Return latents [B C T H W] and encoded prompts [B S E]."""
     generator = torch.Generator().manual_seed(1)
     shape = (1, CHANNELS, FRAMES, 2 * ROWS, 2 * COLUMNS)
     return torch.randn(shape, generator=generator), torch.randn((1, 7, TEXT), generator=generator)
@@ -191,7 +191,7 @@ T = 934.0
 
 
 def ours(path, latents, text, param_dtype=jnp.float32):
-    """Returns the velocity [B C T H W] by the network of a file."""
+    """Return the velocity [B C T H W] by the network of a file."""
     source = open_source(path)
     read = network(source, "transformer", NETWORKS)
     assert read.config.sparse_linear

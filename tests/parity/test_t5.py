@@ -33,7 +33,7 @@ def models(request, tmp_path_factory):
 
 
 def prompt(length: int, batch: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns random tokens, and masks with fewer real tokens in each row."""
+    """Return random tokens, and masks with fewer real tokens in each row."""
     generator = torch.Generator().manual_seed(length)
     tokens = torch.randint(0, T5_SIZES["vocab_size"], (batch, length), generator=generator)
     real = torch.tensor([max(1, length - row * length // 2) for row in range(batch)])
@@ -49,7 +49,7 @@ def ours(x: torch.Tensor) -> np.ndarray:
 
 
 def additive(mask: torch.Tensor) -> torch.Tensor:
-    """Returns the mask in the additive form of the reference's blocks."""
+    """Return the mask in the additive form of the reference's blocks."""
     return (1.0 - mask[:, None, None, :].float()) * torch.finfo(torch.float32).min
 
 

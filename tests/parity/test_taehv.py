@@ -40,7 +40,7 @@ LEVELS = (3, 9, 15)  # the numbers of their first layers
 
 
 def layers(latents: int, patch: int, growing: tuple[int, int, int]) -> dict[str, torch.Tensor]:
-    """Returns random tensors by the names and shapes of taehv.py; a level's `growing` is the frames that it makes."""
+    """Return random tensors by the names and shapes of taehv.py; a level's `growing` is the frames that it makes."""
     shapes = {"encoder.0.weight": (64, 3, 3, 3), "decoder.1.weight": (WIDTHS[0], latents, 3, 3)}
     shapes |= {"decoder.1.bias": (WIDTHS[0],), "decoder.22.weight": (3 * patch**2, WIDTHS[3], 3, 3)}
     shapes |= {"decoder.22.bias": (3 * patch**2,)}
@@ -59,7 +59,7 @@ def layers(latents: int, patch: int, growing: tuple[int, int, int]) -> dict[str,
 
 
 def decoded(tensors: dict[str, torch.Tensor], latents: torch.Tensor, patch: int, doublings: int) -> np.ndarray:
-    """Returns pictures [T 3 H W] of latents [T C H W] of one video, the last of those that the levels would make."""
+    """Return pictures [T 3 H W] of latents [T C H W] of one video, the last of those that the levels would make."""
 
     def conv(x: torch.Tensor, name: str) -> torch.Tensor:
         return functional.conv2d(x, tensors[f"{name}.weight"], tensors.get(f"{name}.bias"), padding="same")
@@ -79,7 +79,7 @@ def decoded(tensors: dict[str, torch.Tensor], latents: torch.Tensor, patch: int,
 
 
 def frames_of(tensors: dict[str, torch.Tensor], latents: torch.Tensor, patch: int, growing: Any) -> np.ndarray:
-    """Returns the frames [T H W 3] of latents [T C H W] of one video, in [0, 1], without those before its first."""
+    """Return the frames [T H W 3] of latents [T C H W] of one video, in [0, 1], without those before its first."""
 
     def conv(x: torch.Tensor, name: str) -> torch.Tensor:
         return functional.conv2d(x, tensors[f"{name}.weight"], tensors.get(f"{name}.bias"), padding="same")

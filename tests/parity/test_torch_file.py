@@ -28,7 +28,7 @@ DTYPES = (
 
 
 def bits(tensor):
-    """Returns a tensor's bytes in order, whatever its dtype."""
+    """Return a tensor's bytes in order, whatever its dtype."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
@@ -86,7 +86,7 @@ def test_the_generator_of_a_distillation_is_its_table(name, tmp_path):
 
 
 def refusal(path):
-    """Returns the error message for the file."""
+    """Return the error message for the file."""
     with pytest.raises(WanjaxError) as caught:
         TorchFile(path)
     assert "\n" not in str(caught.value)
@@ -124,7 +124,7 @@ def test_a_pickle_that_would_run_code_does_not(place, tmp_path):
 
 
 def _injected(folder, place):
-    """Returns a table of one tensor with a function call as its storage, or as its hooks."""
+    """Return a table of one tensor with a function call as its storage, or as its hooks."""
 
     class Parts:
         def __reduce__(self):
@@ -140,7 +140,7 @@ class _Persistent:
 
 
 def rewrite_pickle(path, table):
-    """Replaces the pickle in a file by torch with that of another table."""
+    """Replace the pickle in a file by torch with that of another table."""
 
     class Pickler(pickle.Pickler):
         def persistent_id(self, obj):
@@ -169,12 +169,12 @@ def saved(tmp_path):
 
 
 def with_a_record(name, data):
-    """Returns what replaces a record of a file by torch."""
+    """Return what replaces a record of a file by torch."""
     return lambda path: replace_record(path, name, data)
 
 
 def with_an_archive(record, data, compression=zipfile.ZIP_STORED):
-    """Returns what writes an archive of one record."""
+    """Return what writes an archive of one record."""
 
     def write(path):
         with zipfile.ZipFile(path, "w", compression) as archive:
@@ -184,7 +184,7 @@ def with_an_archive(record, data, compression=zipfile.ZIP_STORED):
 
 
 def with_a_claim(offset, shape, strides):
-    """Returns what writes a tensor that claims another place in its storage, which has two numbers."""
+    """Return what writes a tensor that claims another place in its storage, which has two numbers."""
 
     class Tensor:
         def __reduce__(self):

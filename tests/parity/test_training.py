@@ -206,7 +206,7 @@ def trained(case, network, chosen, tmp_path):
 
 
 def their_training(case, model):
-    """Trains a reference for some steps; returns the first loss, the first gradients, and the model's parameters."""
+    """Train a reference for some steps; return the first loss, the first gradients, and the model's parameters."""
     weights = {name: x for name, x in model.named_parameters() if x.requires_grad}
     adam = torch.optim.AdamW(weights.values(), lr=RATE, betas=(0.9, 0.999), weight_decay=0.01)
     first = None
@@ -282,7 +282,7 @@ def test_the_file_is_read_by_diffusers(case, tmp_path):
 
 
 def adapted(case, rules, size=0.1):
-    """Returns the adapted network with factors that all differ from zero, and the names of the adapted layers."""
+    """Return the adapted network with factors that all differ from zero, and the names of the adapted layers."""
     network, chosen = adapt(case.pipe.components.get(case.component), rules, LORA, 0)
     for seed, (_, module) in enumerate(nnx.iter_modules(network)):
         if isinstance(module, Adapted):  # at zeros, half of the gradients would be zero

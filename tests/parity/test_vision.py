@@ -39,7 +39,7 @@ def load(json: dict, reader) -> CLIPVision:
 
 @torch.no_grad()
 def features(model: CLIPVisionModel, images: torch.Tensor) -> np.ndarray:
-    """Returns the features that diffusers uses: the output of the last block but one."""
+    """Return the features that diffusers uses: the output of the last block but one."""
     return model(images, output_hidden_states=True).hidden_states[-2].numpy()
 
 

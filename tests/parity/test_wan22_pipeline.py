@@ -86,7 +86,7 @@ def noise(factor: int) -> torch.Tensor:
 
 @torch.no_grad()
 def expected(pipe: Any, **given: Any) -> tuple[list[np.ndarray], np.ndarray]:
-    """Returns diffusers' latents after every step, and its frames."""
+    """Return diffusers' latents after every step, and its frames."""
     latents = []
     pipe.set_progress_bar_config(disable=True)
     frames = pipe(
@@ -99,7 +99,7 @@ def expected(pipe: Any, **given: Any) -> tuple[list[np.ndarray], np.ndarray]:
 def answer(
     folder: Path, noise: torch.Tensor, pictures: dict[str, Any], **settings: Any
 ) -> tuple[Ours, list, Any, list]:
-    """Returns our pipeline, its latents after every step, the last latents and the switches."""
+    """Return our pipeline, its latents after every step, the last latents and the switches."""
     pipe = wanjax.load(folder)
     settings |= {"size": (HEIGHT, WIDTH), "frames": FRAMES, "steps": STEPS, "flow_shift": SHIFT, "sigmas": "diffusers"}
     latents, switches = [], []

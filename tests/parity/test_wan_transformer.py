@@ -77,7 +77,7 @@ def test_whole(models, size):
 
 @pytest.mark.parametrize("clean_frames", [1, 2])
 def test_clean_frames_are_at_timestep_0(models, clean_frames):
-    """Compares with the reference, which receives a timestep for every token."""
+    """Compare with the reference, which receives a timestep for every token."""
     reference, model = models
     latents, t, text = inputs(*SIZES[1])
     tokens = t[:, None].repeat(1, 5 * 4 * 6)

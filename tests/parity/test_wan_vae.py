@@ -74,12 +74,12 @@ def tiled(reference: AutoencoderKLWan, tiling: Tiling) -> Iterator[None]:
 
 
 def video(frames: int, size: tuple[int, int]) -> torch.Tensor:
-    """Returns random videos [B C T H W] in [0, 1]."""
+    """Return random videos [B C T H W] in [0, 1]."""
     return torch.rand(1, 3, frames, *size, generator=torch.Generator().manual_seed(frames))
 
 
 def latents(models: Models, frames: int, size: tuple[int, int]) -> torch.Tensor:
-    """Returns the reference's normalised latents of a random video."""
+    """Return the reference's normalised latents of a random video."""
     cells = (pixels // models.vae.config.spatial_factor for pixels in size)
     return torch.randn(1, 4, (frames + 3) // 4, *cells, generator=torch.Generator().manual_seed(frames))
 
@@ -90,7 +90,7 @@ def statistics() -> list[torch.Tensor]:
 
 @torch.no_grad()
 def reference_latents(reference: AutoencoderKLWan, video: torch.Tensor) -> np.ndarray:
-    """Returns the reference's normalised latents [B C T H W]."""
+    """Return the reference's normalised latents [B C T H W]."""
     mean, std = statistics()
     pixels = (video * 2 - 1).to(reference.dtype)
     return ((reference.encode(pixels).latent_dist.mode().float() - mean) / std).numpy()
@@ -98,7 +98,7 @@ def reference_latents(reference: AutoencoderKLWan, video: torch.Tensor) -> np.nd
 
 @torch.no_grad()
 def reference_frames(reference: AutoencoderKLWan, latents: torch.Tensor) -> np.ndarray:
-    """Returns the reference's frames [B C T H W] in [-1, 1]."""
+    """Return the reference's frames [B C T H W] in [-1, 1]."""
     mean, std = statistics()
     return reference.decode((latents * std + mean).to(reference.dtype)).sample.float().numpy()
 
@@ -175,12 +175,12 @@ def test_any_chunks_make_the_whole(models, streams, whole, chunks):
 
 
 def encode_chunk(vae, x, cache):
-    """Encodes frames in [-1, 1], as the program of this name."""
+    """Encode frames in [-1, 1], as the program of this name."""
     return vae.encode_cells(to_cells(x, vae.config.patch), cache)
 
 
 def decode_chunk(vae, z, cache):
-    """Decodes latents to frames in [-1, 1], as the program of this name."""
+    """Decode latents to frames in [-1, 1], as the program of this name."""
     x, cache = vae.decode_cells(z, cache)
     return jnp.clip(to_pixels(x, vae.config.patch), -1.0, 1.0), cache
 
@@ -208,7 +208,7 @@ def whole(models) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def test_whole_videos(models, whole):
-    """Compares a batch of two videos, with all frames in one executable."""
+    """Compare a batch of two videos, with all frames in one executable."""
     x, frames, z = whole
     pixels = torch.from_numpy(x).permute(0, 4, 1, 2, 3) / 2 + 0.5
     expected = reference_latents(models.reference, pixels)

@@ -56,7 +56,7 @@ def alone(steps: int, guided: bool = True) -> Phase:
 
 
 def both(split: int, steps: int) -> list[Phase]:
-    """Returns the turns of two experts."""
+    """Return the turns of two experts."""
     return [turn(0, 0, split, steps, 0, True), turn(1, split, steps - split, steps, 0, True)]
 
 
@@ -65,7 +65,7 @@ def reused(rule, turns, tables, changes=None) -> list[bool]:
 
 
 def by_forwards(table: Magnitudes, steps: int, settings: tuple, split: int | None, joined: bool) -> list[list[bool]]:
-    """Returns which forwards of both prompts MagCache's authors skip, counting forwards as they do.
+    """Return which forwards of both prompts MagCache's authors skip, counting forwards as they do.
 
     `joined` skips a step's two forwards or none, and begins anew with the second expert.
     """

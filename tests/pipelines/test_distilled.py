@@ -97,7 +97,7 @@ def test_names_tell_distilled_weights_of_hunyuanvideo(name):
 
 
 def applied(model, *loras):
-    """Returns a model with distilled LoRAs, and the sentence that is told; neither is read."""
+    """Return a model with distilled LoRAs, and the sentence that is told; neither is read."""
     told = []
     found = with_distillation(outline(model), [Lora.parse(text) for text in loras], told.append)
     return found, told

@@ -52,12 +52,12 @@ def test_every_step_is_taken_once_by_the_right_expert(steps, shift, boundary):
 
 
 def alive() -> int:
-    """Returns the bytes of all arrays that JAX holds."""
+    """Return the bytes of all arrays that JAX holds."""
     return sum(array.nbytes for array in jax.live_arrays())
 
 
 def expert() -> nnx.Module:
-    """Returns an expert of 4 MB."""
+    """Return an expert of 4 MB."""
     return nnx.Linear(1024, 1024, use_bias=False, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
 
 

@@ -51,7 +51,7 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory) -> Callable[..., Any]:
-    """Returns the pipeline of a model, with tables of step caches."""
+    """Return the pipeline of a model, with tables of step caches."""
     made = tmp_path_factory.mktemp("models")
     folder: Callable[[str], Path] = functools.cache(lambda model: MODELS[model](made / model.replace(" ", "_")))
     return functools.cache(lambda model, mesh=None: tabled(folder(model), mesh=mesh))
@@ -68,7 +68,7 @@ def run(pipe: Any, rule: str, **settings: Any) -> np.ndarray:
 
 
 def rounded(apart: Callable[[str], float], model: str) -> float:
-    """Returns how far two ways of one run may be apart: 2e-5, or half more than they are without a rule.
+    """Return how far two ways of one run may be apart: 2e-5, or half more than they are without a rule.
 
     The second of the random experts answers a change of its input by one some hundred times as large.
     """
@@ -76,7 +76,7 @@ def rounded(apart: Callable[[str], float], model: str) -> float:
 
 
 def joined(rule: str, scale: float, prompt: Any, negative: Any, clean: Any, average: Any) -> tuple[Any, Any]:
-    """Returns the published formulas' prediction of one video, in float64; `clean` has the shares of x and of it."""
+    """Return the published formulas' prediction of one video, in float64; `clean` has the shares of x and of it."""
     if rule == "cfg-zero":
         fitted = np.vdot(prompt, negative) / np.vdot(negative, negative) * negative
         return fitted + scale * (prompt - fitted), average

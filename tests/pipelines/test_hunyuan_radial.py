@@ -38,7 +38,7 @@ def load(folder, attention: str | None = "radial", **options):
 
 
 def trace(pipe, **settings):
-    """Returns the latents after each step, for prompts of which one quotes."""
+    """Return the latents after each step, for prompts of which one quotes."""
     found = []
     encoded = pipe.encode('a cat says "hello"')
     pipe.denoise(

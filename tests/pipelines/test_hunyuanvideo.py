@@ -161,7 +161,7 @@ def latents_of(pipe, count):
 
 
 def features(pipe, name, change):
-    """Returns what was encoded, with one entry changed."""
+    """Return what was encoded, with one entry changed."""
     encoded = pipe.encode("a cat")
     return encoded._replace(**{name: change(encoded)})
 

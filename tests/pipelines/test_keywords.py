@@ -71,7 +71,7 @@ def test_every_setting_is_a_typed_keyword():
 
 
 def printed(code: str):
-    """Runs code in a process of its own, without the tests' checks of annotations; returns its output, read as JSON."""
+    """Run code in a process of its own, without the tests' checks of annotations; return its output, read as JSON."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     run = subprocess.run([sys.executable, "-c", SHOWN + code], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
@@ -116,7 +116,7 @@ print(json.dumps([completed(text) for text in texts]))""")
 
 
 def test_an_editor_knows_names_and_types(tmp_path):
-    """Checks a program with pyright: right calls pass, and each wrong one is marked."""
+    """Check a program with pyright: right calls pass, and each wrong one is marked."""
     (tmp_path / "right.py").write_text(RIGHT)
     wrong = ["import wanjax", 'pipe = wanjax.load("nano")', *WRONG]
     (tmp_path / "wrong.py").write_text("\n".join(wrong))

@@ -175,7 +175,7 @@ def described():
 
 @pytest.fixture
 def mesh_of_plan(monkeypatch):
-    """Returns the mesh that a plan would price."""
+    """Return the mesh that a plan would price."""
 
     def stopped(place, axes):
         raise StopError(tuple(axes.values()))
@@ -192,7 +192,7 @@ def mesh_of_plan(monkeypatch):
 
 @pytest.fixture
 def without_weights(tmp_path, monkeypatch):
-    """Lets every published model be loaded, from a checkpoint that lists no component."""
+    """Let every published model be loaded, from a checkpoint that lists no component."""
     (tmp_path / "model_index.json").write_text("{}")
 
     def admit(model: str, revision: str | None, note: object) -> Checkpoint:

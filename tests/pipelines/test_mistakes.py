@@ -109,7 +109,7 @@ def pipe():
 
 
 def refused(call, *arguments: Any, **keywords: Any) -> str:
-    """Returns the message of the WanjaxError that a call raises."""
+    """Return the message of the WanjaxError that a call raises."""
     with unchecked(), pytest.raises(WanjaxError) as caught:
         call(*arguments, **keywords)
     assert "\n" not in str(caught.value)

@@ -124,7 +124,7 @@ def test_a_network_that_was_set_stays(model):
 
 
 def test_bytes_by_device():
-    """Counts a module and its shapes alike, each shard on its own device."""
+    """Count a module and its shapes alike, each shard on its own device."""
     devices = jax.devices()[:2]
     mesh = wanjax.make_mesh(tp=2, devices=devices)
 

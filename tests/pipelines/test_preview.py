@@ -66,7 +66,7 @@ def opened(file):
 
 
 def colour_of(pictures):
-    """Names the colour of the cell that differs most from the rest, over the pictures."""
+    """Name the colour of the cell that differs most from the rest, over the pictures."""
     pages = pictures.reshape(len(pictures), -1, 3) / 255
     rest = np.median(pages, axis=1, keepdims=True)
     cells = pages[np.arange(len(pages)), np.square(pages - rest).sum(-1).argmax(1)]

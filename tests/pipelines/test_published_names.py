@@ -21,7 +21,7 @@ HD, SD = (720, 1280), (480, 832)
 
 
 def shape(preset):
-    """Returns what the tensors of a preset tell: its transformer, and whether there is another."""
+    """Return what the tensors of a preset tell: its transformer, and whether there is another."""
     known = preset.architecture
     return type(known).__name__, known.transformer, known.spec.denoisers
 
@@ -61,13 +61,13 @@ def test_names_tell_apart_presets_of_equal_shapes(pair):
 
 
 def tensors(config):
-    """Returns the names and shapes of a transformer, by its authors' names, and its autoencoder's by its key."""
+    """Return the names and shapes of a transformer, by its authors' names, and its autoencoder's by its key."""
     vae = VAE_2_2 if config is TI2V_5B else VAE_2_1
     return {original.TRANSFORMER.theirs(key): x for key, x in transformer_keys(config).items()}, vae_keys(vae)
 
 
 def authors_folder(folder, config):
-    """Makes a folder in the authors' layout, of files without values."""
+    """Make a folder in the authors' layout, of files without values."""
     transformer, vae = tensors(config)
     hollow_file(folder / "diffusion_pytorch_model.safetensors", transformer)
     hollow_file(folder / "Wan2.1_VAE.safetensors", vae)
@@ -77,7 +77,7 @@ def authors_folder(folder, config):
 
 
 def single_file(path, config):
-    """Makes a file of a transformer and an autoencoder, as ComfyUI reads it, without values."""
+    """Make a file of a transformer and an autoencoder, as ComfyUI reads it, without values."""
     transformer, vae = tensors(config)
     named = {f"model.diffusion_model.{key}": x for key, x in transformer.items()}
     return hollow_file(path, named | {f"vae.{key}": x for key, x in vae.items()})

@@ -106,7 +106,7 @@ def test_a_model_by_hand(monkeypatch):
 
 
 def trace(pipe, **settings):
-    """Returns the latents after each step."""
+    """Return the latents after each step."""
     found = []
     given = VIDEO | {"steps": STEPS} | settings
     pipe.denoise(pipe.encode("a"), callback=lambda step: found.append(np.array(step.x0)), **given)

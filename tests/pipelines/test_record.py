@@ -32,7 +32,7 @@ def model(tmp_path_factory):
 
 
 def extras(video) -> dict:
-    """Returns the entries of a video's record beside its settings, and the digests of files that it names."""
+    """Return the entries of a video's record beside its settings, and the digests of files that it names."""
     known = {"digests", *wanjax.load("nano").defaults.to_json()}
     return {k: v for k, v in video.settings.items() if k not in known}
 
@@ -46,7 +46,7 @@ def test_a_plain_video(model, tmp_path):
 
 
 def test_choices_of_loading_and_of_the_call(model, tmp_path):
-    """Records the mesh, rules, attention, dtype of weights, scheduler, noise, tiling and batched guidance."""
+    """Record the mesh, rules, attention, dtype of weights, scheduler, noise, tiling and batched guidance."""
     mesh = wanjax.make_mesh(dp=2, devices=jax.devices()[:2])
     pipe = wanjax.load(model, mesh=mesh, rules="tp", attention="reference", param_dtype="bfloat16")
     pipe.scheduler = UniPC(order=1)

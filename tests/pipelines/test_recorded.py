@@ -108,7 +108,7 @@ TOGETHER = {"wan", "hunyuanvideo quoted"}
 
 
 def places() -> list[Any]:
-    """Returns every kind of run on one device and on eight, those that take long as slow ones."""
+    """Return every kind of run on one device and on eight, those that take long as slow ones."""
     return [
         pytest.param(kind, mesh, marks=() if kind in quick else pytest.mark.slow, id=f"{kind} on {count}")
         for model in MODELS

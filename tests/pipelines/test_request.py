@@ -49,7 +49,7 @@ def nano():
 
 @pytest.fixture(scope="module")
 def served(nano):
-    """Reads the fields of a request to a server of nano; the model that it names is that."""
+    """Read the fields of a request to a server of nano; the model that it names is that."""
 
     def read(fields):
         request, files = uploads.read(fields, {}, Known({"nano": nano}, {}), Limits.of(nano.defaults))
@@ -72,7 +72,7 @@ def from_rows(folder, fields, suffix):
 
 
 def from_toml(folder, fields):
-    """Returns the request of `wanjax batch`, whose prompt is a line of a file, and whose options those of another."""
+    """Return the request of `wanjax batch`, whose prompt is a line of a file, and whose options those of another."""
     options = {name.replace("_", "-"): value for name, value in fields.items() if name != "prompt"}
     (folder / "my.toml").write_text("".join(f"{k} = {_toml(x)}\n" for k, x in options.items()), encoding="utf-8")
     (folder / "prompts.txt").write_text(fields["prompt"], encoding="utf-8")

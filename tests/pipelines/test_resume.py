@@ -47,7 +47,7 @@ def pipeline(experts: bool):
 
 
 def run(pipe, keep=None, stop_at=None, prompt=0.5, **more):
-    """Returns the latents, None if the run was stopped; the steps taken; and those that were taken before."""
+    """Return the latents, None if the run was stopped; the steps taken; and those that were taken before."""
     taken, before = [], []
 
     def callback(step):

@@ -96,7 +96,7 @@ def run(pipe: Any, cache: str, encoded: Any = None, **settings: Any) -> tuple[Ta
 
 
 def forwards(pipe: Any, cache: Any = BlockCache, **settings: Any) -> Any:
-    """Returns a function of a step's index and its latents: the prediction under each prompt, by the network itself."""
+    """Return a function of a step's index and its latents: the prediction under each prompt, by the network itself."""
     encoded = pipe.encode("a red circle", "a dog")
     chosen = pipe.settings(**{"steps": STEPS, "seed": 3, "guidance_scale": 3.0} | SMALL | settings)
     schedule, state = begun(pipe, encoded, chosen)
@@ -159,7 +159,7 @@ def test_a_reused_step_equals_input_and_residual_to_the_bit(each):
 
     @jax.jit
     def spied(inputs: Any, kept: Any) -> Any:
-        """Returns the prediction and what is kept, and the video's tokens before and after the blocks."""
+        """Return the prediction and what is kept, and the video's tokens before and after the blocks."""
         network, seen = nnx.merge(step.graphdef, inputs.weights), []
 
         class Spying(ResidualCache):
@@ -255,7 +255,7 @@ def test_a_first_picture_has_a_table_of_its_own(tmp_path):
 
 
 def easycache_by_hand(prepared: Any, step_of: Any, threshold: float, first: int) -> tuple[list[bool], np.ndarray]:
-    """Returns the computed steps and the last latents of a loop on the host by the authors' rule.
+    """Return the computed steps and the last latents of a loop on the host by the authors' rule.
 
     Errors are in float32, because a threshold decides. `prepared` is what `forwards` returns.
     """

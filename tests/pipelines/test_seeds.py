@@ -66,7 +66,7 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
 
 
 def under(flags: dict, draw):
-    """Returns what `draw` returns under flags of JAX, which are then restored."""
+    """Return what `draw` returns under flags of JAX, which are then restored."""
     with ExitStack() as stack:
         for name, value in flags.items():
             stack.callback(jax.config.update, name, getattr(jax.config, name))

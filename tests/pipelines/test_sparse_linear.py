@@ -103,7 +103,7 @@ def clips(tmp_path_factory):
 
 
 def trained(dense, clips, out, attention=LEARNED, **changes):
-    """Trains a dense checkpoint with sparse-linear attention; returns what was written and the trained network."""
+    """Train a dense checkpoint with sparse-linear attention; return what was written and the trained network."""
     notes = []
     training = Training(
         wanjax.load(dense, attention=attention, param_dtype="float32", note=notes.append),

@@ -55,7 +55,7 @@ def test_a_cache_that_no_step_would_use_is_refused(tmp_path):
 
 
 def hunyuan_by_hand(pipe: Any, encoded: Any, settings: Any) -> np.ndarray:
-    """Returns HunyuanVideo's latents after a plain loop in float64, which calls its blocks one by one."""
+    """Return HunyuanVideo's latents after a plain loop in float64, which calls its blocks one by one."""
     model, sigmas = pipe.transformer, np.float64(pipe.scheduler.schedule(STEPS, shift=settings.flow_shift).sigmas)
     x, kept = np.moveaxis(np.float64(pipe.noise(settings)), 1, -1), {}
     grid = model.grid(jnp.float32(x))
@@ -110,7 +110,7 @@ MODELS = {
 
 
 def latents_of(pipe: Any, encoded: Any, cache: str, **settings: Any) -> list[np.ndarray]:
-    """Returns the latents after each step."""
+    """Return the latents after each step."""
     found: list[np.ndarray] = []
 
     def callback(step: Step) -> None:

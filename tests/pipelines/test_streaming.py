@@ -49,7 +49,7 @@ def draws():
 
 
 def in_sequence(pipe, sink):
-    """Returns the latents that the algorithm gives, each step being a pass over all frames so far, in float64."""
+    """Return the latents that the algorithm gives, each step being a pass over all frames so far, in float64."""
     model, text, given = pipe.transformer, np.asarray(encoded().prompt_embeds[0]), draws()
     made = np.zeros((0, *LATENTS[3:], LATENTS[1]))
     for block in range(BLOCKS):

@@ -109,12 +109,12 @@ def test_padding_is_encoded_as_exact_zeros():
 
 
 def of_bytes(data):
-    """Returns what writes a SentencePiece model of these bytes."""
+    """Return what writes a SentencePiece model of these bytes."""
     return lambda folder: (folder / "spiece.model").write_bytes(data)
 
 
 def with_text(name, change):
-    """Returns what writes a tokenizer, with a change of the text of one file."""
+    """Return what writes a tokenizer, with a change of the text of one file."""
 
     def write(folder):
         file = save_tokenizer(folder) / name
@@ -124,7 +124,7 @@ def with_text(name, change):
 
 
 def with_part(where, **part):
-    """Returns what writes a tokenizer with a stranger's pattern, which would take exponential time for a prompt."""
+    """Return what writes a tokenizer with a stranger's pattern, which would take exponential time for a prompt."""
     pattern = {"pattern": {"Regex": "(a+)+$"}}
     return with_text("tokenizer.json", lambda text: json.dumps(json.loads(text) | {where: part | pattern}))
 

@@ -23,7 +23,7 @@ SOME = ["wan2.1-t2v-1.3b", "cogvideox-2b", "hunyuanvideo1.5-480p-t2v"]
 
 
 def recorded(outline, mesh=MESH, **how):
-    """Returns the programs of a video of an outline, by stage."""
+    """Return the programs of a video of an outline, by stage."""
     pipe = abstract_pipeline(outline, Partitioner(mesh, RULES["fsdp"]), **how)
     chosen = pipe.settings()
     found = programs_of(record(pipe, chosen, needed_pictures(pipe, chosen)))
@@ -36,7 +36,7 @@ def published(name, **changed):
 
 
 def digest(program):
-    """Returns the digest of a program as the compiler's process is given it."""
+    """Return the digest of a program as the compiler's process is given it."""
     return export(program.lowering, SLICES["v6e-8"]).key["program"]
 
 
@@ -80,7 +80,7 @@ def test_programs_have_the_options_of_the_chip_and_of_the_set(chip, compiler):
 
 
 def chunks_of(stages) -> set[str]:
-    """Returns the digests of the programs that decode the chunks of a video."""
+    """Return the digests of the programs that decode the chunks of a video."""
     return {digest(run) for run in stages["decode"] if run.name.startswith("decode_")}
 
 

@@ -148,7 +148,7 @@ def test_the_compiler_ends_with_the_process_that_asked(tmp_path):
 
 
 def _kill_compilers() -> int:
-    """Ends this process's compilers as a crash does, and returns how many there were."""
+    """End this process's compilers as a crash does, and return how many there were."""
     found = 0
     for each in psutil.Process().children():
         with suppress(psutil.Error):  # one that has just ended

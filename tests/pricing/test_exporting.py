@@ -64,7 +64,7 @@ def _cache(tmp_path, monkeypatch):
 
 
 def digest(path):
-    """Returns the digest of the program in a file."""
+    """Return the digest of the program in a file."""
     spec = importlib.util.spec_from_file_location("program", path)
     assert spec is not None
     assert spec.loader is not None

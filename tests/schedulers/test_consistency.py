@@ -16,21 +16,21 @@ CAUSVID = Consistency(timesteps=(1000.0, 757.0, 522.0))
 
 
 def table(shift):
-    """Returns the published samplers' thousand timesteps of training, in falling order, and their noise levels."""
+    """Return the published samplers' thousand timesteps of training, in falling order, and their noise levels."""
     even = 1 - np.arange(1000) / 1000
     levels = shift * even / (1 + (shift - 1) * even)
     return levels * 1000, levels
 
 
 def warped(places, shift):
-    """Returns timesteps and levels by Self-Forcing's rule: places in the table, counted from its end."""
+    """Return timesteps and levels by Self-Forcing's rule: places in the table, counted from its end."""
     timesteps, levels = table(shift)
     rows = 1000 - np.array(places)
     return timesteps[rows], levels[rows]
 
 
 def nearest(told, shift):
-    """Returns timesteps and levels by the rule of CausVid and FastVideo: the level of the nearest timestep."""
+    """Return timesteps and levels by the rule of CausVid and FastVideo: the level of the nearest timestep."""
     timesteps, levels = table(shift)
     return np.array(told, float), np.array(
         [levels[min(range(1000), key=lambda i: abs(timesteps[i] - t))] for t in told]
@@ -38,7 +38,7 @@ def nearest(told, shift):
 
 
 def trigonometric(steps, sigma_max):
-    """Returns timesteps and levels by rCM's rule."""
+    """Return timesteps and levels by rCM's rule."""
     angles = np.array([np.arctan(sigma_max), *[1.5, 1.4, 1.0][: steps - 1]])
     levels = np.sin(angles) / (np.cos(angles) + np.sin(angles))
     return levels * 1000, levels

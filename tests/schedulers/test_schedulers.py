@@ -28,7 +28,7 @@ every = pytest.mark.parametrize("scheduler", EVERY, ids=str)
 
 
 def solve(scheduler, steps, x, field):
-    """Returns every sample from x on; `field` predicts the clean sample at x and σ."""
+    """Return every sample from x on; `field` predicts the clean sample at x and σ."""
     schedule = scheduler.schedule(steps)
     state = scheduler.init(schedule, x)
     samples = [x]

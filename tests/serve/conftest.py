@@ -60,19 +60,19 @@ class Server:
         return TestClient(self.application, f"http://{host}", client=(address, 5000), raise_server_exceptions=False)
 
     def stop(self) -> None:
-        """Ends the server as a signal does: the folder is free then for another."""
+        """End the server as a signal does: the folder is free then for another."""
         self.service.end()
         self.worker.stop()
         assert self.worker.join(60)
         self.kill()
 
     def kill(self) -> None:
-        """Leaves the folder and the database as a kill does, of a server whose worker is not at work."""
+        """Leave the folder and the database as a kill does, of a server whose worker is not at work."""
         self.service.close()
         self._opened.close()
 
     def lease(self, count: int = 1) -> list[str]:
-        """Has a process that is no more begin jobs, each by a worker of its own, and returns their ids."""
+        """Have a process that is no more begin jobs, each by a worker of its own, and return their ids."""
         ids = []
         for number in range(count):
             name = f"dead-{token_hex(4)}"
@@ -90,7 +90,7 @@ class Server:
         return {job.id: job for job in self.store.page(1000, newest=False)[0]}
 
     def is_cleared(self, id: str) -> bool:
-        """Tells whether a video's folder is gone within a while."""
+        """Return whether a video's folder is gone within a while."""
         end = time.monotonic() + 20
         while (there := (self.folder / id).exists()) and time.monotonic() < end:
             time.sleep(0.02)
@@ -115,7 +115,7 @@ class Server:
         raise AssertionError(f"{id} does not end: {video}")
 
     def refused(self, status: int, **options: Any) -> str:
-        """Sends a request that has to be refused, and returns the one sentence about it."""
+        """Send a request that has to be refused, and return the one sentence about it."""
         answer = self.client.post("/v1/videos", **options)
         assert answer.status_code == status, answer.text
         error = answer.json()["error"]
@@ -132,7 +132,7 @@ def pipe() -> Pipeline:
 
 @pytest.fixture
 def start(pipe: Pipeline, tmp_path: Path) -> Iterator[Start]:
-    """Starts servers; the worker of each works unless `work=False`."""
+    """Start servers; the worker of each works unless `work=False`."""
     started: list[Server] = []
 
     def make(

@@ -20,7 +20,7 @@ MOST = 8  # videos there at a time
 
 
 def listed(client: httpx.Client) -> Iterator[dict[str, Any]]:
-    """Yields all videos, page by page."""
+    """Yield all videos, page by page."""
     page = {"has_more": True, "last_id": None}
     while page["has_more"]:
         after = {"after": page["last_id"]} if page["last_id"] else {}
@@ -29,7 +29,7 @@ def listed(client: httpx.Client) -> Iterator[dict[str, Any]]:
 
 
 def given_up(video: dict[str, Any]) -> bool:
-    """Tells whether a video has failed because the server ended too often while it was made."""
+    """Return whether a video has failed because the server ended too often while it was made."""
     return video["status"] == "failed" and video["error"]["code"] == STOPPED
 
 
@@ -45,7 +45,7 @@ class Ledger:
     asked: str | None = None
 
     def compare(self, client: httpx.Client) -> None:
-        """Compares a server with what was answered before, and notes what became of the last request."""
+        """Compare a server with what was answered before, and note what became of the last request."""
         found = {video["id"]: video for video in listed(client)}
         assert not found.keys() & self.gone
         if self.asked and self.asked not in found:  # it was deleted
@@ -63,7 +63,7 @@ class Ledger:
                 assert client.get(f"/v1/videos/{id}/content").content == content
 
     def ask(self, client: httpx.Client, choice: random.Random) -> None:
-        """Sends one request, and notes its answer."""
+        """Send one request, and note its answer."""
         kind = choice.choice(["create", "create", "delete", "list", "read"])
         if kind == "create" and len(self.there) < MOST:
             self.asked = ""

@@ -28,7 +28,7 @@ def described(start):
 
 
 def checked(document, name):
-    """Returns what checks a value by a schema of the document."""
+    """Return what checks a value by a schema of the document."""
     schema = {"$ref": f"#/components/schemas/{name}", "components": document["components"]}
     return Draft202012Validator(schema).validate
 

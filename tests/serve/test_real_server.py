@@ -70,14 +70,14 @@ def test_a_busy_server_ends_at_a_signal_and_goes_on_later(tmp_path):
 
 
 def connected(client, text=b""):
-    """Returns a connection that says so much and no more."""
+    """Return a connection that says so much and no more."""
     opened = socket.create_connection((client.base_url.host, client.base_url.port))
     opened.sendall(text)
     return opened
 
 
 def health_of(client):
-    """Asks for the server's health on a connection of its own, and returns the seconds until the answer."""
+    """Ask for the server's health on a connection of its own, and return the seconds until the answer."""
     asked = time.perf_counter()
     with closing(connected(client, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")) as connection:
         connection.settimeout(10)

@@ -39,7 +39,7 @@ def _in_folders_of_its_own(tmp_path, monkeypatch):
 
 @pytest.fixture
 def served(start, tmp_path):
-    """Starts servers of the store in memory, around one table."""
+    """Start servers of the store in memory, around one table."""
     return lambda **options: start(parse_path(HERE), database=str(tmp_path / "table" / "jobs.sqlite"), **options)
 
 
@@ -48,7 +48,7 @@ def red():
 
 
 def completed(server, content=bytes(range(256)) * 16):
-    """Returns the id of a video that counts as made, and has this content."""
+    """Return the id of a video that counts as made, and has this content."""
     id = server.ask()["id"]
     assert server.lease() == [id]
     (server.folder / id / "video.mp4").write(content)
@@ -63,7 +63,7 @@ def names(folder):
 
 
 def emptied(folder):
-    """Tells whether the store is empty within a while: files are removed after the answer."""
+    """Return whether the store is empty within a while: files are removed after the answer."""
     end = time.monotonic() + 20
     while names(folder) and time.monotonic() < end:
         time.sleep(0.02)

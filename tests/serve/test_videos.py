@@ -140,7 +140,7 @@ def test_a_picture_begins_a_video(start):
 
 
 def film(path, frames, shade=0):
-    """Returns a clip as an mp4, whose frames differ."""
+    """Return a clip as an mp4, whose frames differ."""
     steps = np.arange(frames, dtype=np.uint8)[:, None, None, None] * 20 + shade
     return write_video(path, np.broadcast_to(steps, (frames, 32, 32, 3)), 8)
 
@@ -500,7 +500,7 @@ def test_a_second_server_on_a_folder_is_refused(start):
 
 
 def writing(server, allowed):
-    """Lets the database be written, or not."""
+    """Let the database be written, or not."""
     database, connect = server.store._database, Sqlite._connect
 
     def read_only():

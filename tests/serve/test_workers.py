@@ -38,7 +38,7 @@ def family(process):
 
 
 def gone(process):
-    """Ends a command by a signal; nothing that it started is left."""
+    """End a command by a signal; nothing that it started is left."""
     started = family(process)
     process.send_signal(signal.SIGTERM)
     assert process.wait(120) == 0

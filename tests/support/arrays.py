@@ -11,7 +11,7 @@ from wanjax.checkpoints.modules import parameters
 
 
 def save(module, folder: Path) -> None:
-    """Writes the module's weights to a new folder."""
+    """Write the module's weights to a new folder."""
     weights = {name: np.asarray(x) for name, x in parameters(module).items()}
     specs = {name: Spec(x.shape, x.dtype) for name, x in weights.items()}
     arrays = Arrays.create(folder, specs, {name: chunk_shape(spec, False) for name, spec in specs.items()})

@@ -27,13 +27,13 @@ def operands(batch, queries, keys, heads, kv_heads, size, dtype="float32", seed=
 
 
 def run(name, q, k, v, **options):
-    """Compiles and runs an implementation. `window`, `scale` and `config` are static."""
+    """Compile and run an implementation. `window`, `scale` and `config` are static."""
     static = {key: options.pop(key) for key in ("window", "scale", "config") if key in options}
     return jax.jit(partial(attention, implementation=name, **static))(q, k, v, **options)
 
 
 def softmax(q, k, key_mask=None, window=None, scale=None, bias=None):
-    """Returns the weights [B N L S] of the formula in float64; a row without keys is zeros."""
+    """Return the weights [B N L S] of the formula in float64; a row without keys is zeros."""
     q, k = (np.asarray(x, np.float64) for x in (q, k))
     k = np.repeat(k, q.shape[2] // k.shape[2], axis=2)
     logits = np.einsum("BLND,BSND->BNLS", q, k, optimize=True) * (q.shape[3] ** -0.5 if scale is None else scale)
@@ -58,7 +58,7 @@ def exact(q, k, v, **options):
 
 
 def exact_gradients(q, k, v, g, *, scale, of_lse=0.0, **options):
-    """Returns the gradients of Σ g · attention for q, k, v (with all heads) and the logits, in float64.
+    """Return the gradients of Σ g · attention for q, k, v (with all heads) and the logits, in float64.
 
     `of_lse` [B L N] adds those of Σ of_lse · log-sum-exp.
     """
@@ -77,7 +77,7 @@ def exact_gradients(q, k, v, g, *, scale, of_lse=0.0, **options):
 
 @contextmanager
 def runs_of(name: str) -> Iterator[list[int]]:
-    """Counts how often running kernels call a function of `flash_kernel`, in the `with` block: one entry for each."""
+    """Count how often running kernels call a function of `flash_kernel`, in the `with` block: one entry for each."""
     found: list[int] = []
     function = getattr(flash_kernel, name)
 

@@ -10,7 +10,7 @@ from wanjax.jobs.batch import MANIFEST
 
 
 def read_manifest(folder: Path) -> list[dict[str, Any]]:
-    """Returns the entries of a folder's manifest, without lines that are not whole."""
+    """Return the entries of a folder's manifest, without lines that are not whole."""
     entries = []
     for line in (folder / MANIFEST).read_bytes().splitlines():
         with suppress(ValueError):

@@ -48,7 +48,7 @@ class Counting(Execute):
 
 
 def recorded_calls(record: Trace) -> Counter[Call]:
-    """Returns the calls of a run that was recorded."""
+    """Return the calls of a run that was recorded."""
     found: Counter[Call] = Counter()
     for noted in record.programs:
         instance = noted.instance
@@ -59,12 +59,12 @@ def recorded_calls(record: Trace) -> Counter[Call]:
 
 
 def instance_call(instance: Instance) -> Call:
-    """Returns the call of an instance, of no stage."""
+    """Return the call of an instance, of no stage."""
     return _call("", instance.program, instance.site, instance.static, instance.shapes)
 
 
 def differences(executed: Counter[Call], recorded: Counter[Call]) -> list[str]:
-    """Returns a sentence for each call that is not made as often in both."""
+    """Return a sentence for each call that is not made as often in both."""
     return [
         f"{call} is executed {executed[call]} times and recorded {recorded[call]} times"
         for call in executed | recorded
@@ -73,7 +73,7 @@ def differences(executed: Counter[Call], recorded: Counter[Call]) -> list[str]:
 
 
 def steps(calls: Counter[Call]) -> Counter[bool]:
-    """Returns the numbers of steps by whether they are given what another kept."""
+    """Return the numbers of steps by whether they are given what another kept."""
     found: Counter[bool] = Counter()
     for call, times in calls.items():
         if call.program is take_step:
@@ -83,7 +83,7 @@ def steps(calls: Counter[Call]) -> Counter[bool]:
 
 
 def wrong_shardings(compiled: Sequence[tuple[Instance, list[Any]]]) -> list[str]:
-    """Returns a sentence for each result that has another sharding than its program states."""
+    """Return a sentence for each result that has another sharding than its program states."""
     found = []
     for instance, given in compiled:
         stated = jax.tree.leaves(instance.results)
@@ -99,7 +99,7 @@ def _call(stage: str, program: Program, site: Site, static: Any, arguments: Any)
 
 
 def _argument(x: Any, partitioner: Partitioner) -> Any:
-    """Returns the shape of an argument, its dtype, and the part of it on each device of a mesh."""
+    """Return the shape of an argument, its dtype, and the part of it on each device of a mesh."""
     if isinstance(x, jax.Array):
         here = x.sharding.device_set == set(partitioner.mesh.devices.flat)
         if not here and not x.committed:

@@ -10,7 +10,7 @@ from typing import Any
 
 
 def completion(content: Any, **message: Any) -> bytes:
-    """Returns the answer that holds a text."""
+    """Return the answer that holds a text."""
     return json.dumps({"choices": [{"message": {"role": "assistant", "content": content, **message}}]}).encode()
 
 
@@ -44,7 +44,7 @@ class Chat:
 
 @contextmanager
 def chatting(answer: Callable[[BaseHTTPRequestHandler, str], tuple[int, bytes] | None]) -> Iterator[Chat]:
-    """Runs a server of chat completions meanwhile."""
+    """Run a server of chat completions meanwhile."""
     chat = Chat(answer)
     Thread(target=chat.server.serve_forever, args=(0.05,), daemon=True).start()
     try:

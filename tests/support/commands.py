@@ -45,7 +45,7 @@ class Arguments(dict[str, Any]):
 
 
 def refused(*arguments: str | Path, status: int = 2, begun: bool | None = None) -> str:
-    """Runs a command that has to be refused, for a mistake or another reason, and returns its error message.
+    """Run a command that has to be refused, for a mistake or another reason, and return its error message.
 
     `begun` False asks for a refusal before the first stage.
     """

@@ -5,7 +5,7 @@ import numpy as np
 
 
 def error(got, wanted):
-    """Returns the L2 norm of the difference, relative to that of `wanted`; fails unless `got` is finite."""
+    """Return the L2 norm of the difference, relative to that of `wanted`; fails unless `got` is finite."""
     got = np.asarray(got, np.float64)
     assert np.isfinite(got).all()
     return np.linalg.norm(got - wanted) / np.linalg.norm(wanted)

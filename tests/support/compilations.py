@@ -9,7 +9,7 @@ from wanjax.compile_cache.compilations import Compilation, watch_compiler
 
 @contextmanager
 def compilations() -> Iterator[list[Compilation]]:
-    """Yields a list of the programs that are compiled, or read from the cache, in the `with` block."""
+    """Yield a list of the programs that are compiled, or read from the cache, in the `with` block."""
     made: list[Compilation] = []
     with watch_compiler(made.append):
         yield made

@@ -23,7 +23,7 @@ def wanjax_command(*arguments: str | Path) -> tuple[int, str, str]:
 
 
 def refused(*arguments: str | Path) -> str:
-    """Runs a conversion that has to be refused, and returns its error message."""
+    """Run a conversion that has to be refused, and return its error message."""
     status, out, err = wanjax_command(*arguments)
     sentences = re.findall(r"^wanjax: (.*)$", err, re.MULTILINE)
     assert (status, out, len(sentences)) == (2, "", 1), err
@@ -41,7 +41,7 @@ def split(folder: Path) -> None:
 
 
 def tensors(folder: Path) -> dict[str, tuple]:
-    """Returns the dtype, the shape and the bytes of all tensors of a folder in the layout of diffusers."""
+    """Return the dtype, the shape and the bytes of all tensors of a folder in the layout of diffusers."""
     present = (name for name in (*COMPONENTS, "transformer_2", "image_encoder") if (folder / name).exists())
     weights = {name: SafetensorsFolder(folder / name) for name in present}
     return {

@@ -19,20 +19,20 @@ EIGHT = "--xla_force_host_platform_device_count=8"
 
 
 def on_meshes(*quick: tuple[tuple[int, int, int], str]) -> list[Any]:
-    """Returns every mesh with every set of rules, as parameters of a test; all but the `quick` pairs are slow."""
+    """Return every mesh with every set of rules, as parameters of a test; all but the `quick` pairs are slow."""
     pairs = [(axes, rules) for axes in MESHES for rules in SPREADING]
     assert set(quick) <= set(pairs)
     return [pytest.param(*pair, marks=() if pair in quick else pytest.mark.slow) for pair in pairs]
 
 
 def nbytes_on_each(x: jax.Array | jax.ShapeDtypeStruct) -> int:
-    """Returns the bytes of an array on each of its devices."""
+    """Return the bytes of an array on each of its devices."""
     assert x.sharding is not None
     return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
 
 def most_held() -> int:
-    """Returns the bytes on the fullest device now."""
+    """Return the bytes on the fullest device now."""
     of_device: Counter = Counter()
     for array in jax.live_arrays():
         of_device.update(dict.fromkeys(array.sharding.device_set, nbytes_on_each(array)))
@@ -40,14 +40,14 @@ def most_held() -> int:
 
 
 def free_port() -> int:
-    """Returns a port on which processes can meet."""
+    """Return a port on which processes can meet."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return probe.getsockname()[1]
 
 
 def on_eight_devices(code: str, *arguments: str | Path) -> str:
-    """Runs Python code with arguments, warnings being errors; returns its output."""
+    """Run Python code with arguments, warnings being errors; return its output."""
     run = subprocess.run(
         [sys.executable, "-W", "error", "-c", code, *map(str, arguments)],
         env=os.environ | {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {EIGHT}", "JAX_PLATFORMS": "cpu"},

@@ -30,13 +30,13 @@ def blocks(page: Path) -> list[Block]:
 
 
 def commands(text: str) -> list[str]:
-    """Returns the lines of a shell's block that are commands."""
+    """Return the lines of a shell's block that are commands."""
     lines = text.replace("\\\n", "").splitlines()
     return [line for line in lines if line.strip() and not line.startswith("#")]
 
 
 def calls(line: str) -> list[list[str]]:
-    """Returns the calls of `wanjax` in a line, also those within a quoted text."""
+    """Return the calls of `wanjax` in a line, also those within a quoted text."""
     found = []
     for part in re.split(r"&&|\||>", line):
         words = shlex.split(part, comments=True)
@@ -48,7 +48,7 @@ def calls(line: str) -> list[list[str]]:
 
 
 def check_call(words: list[str]) -> None:
-    """Parses the arguments of a call, with their types and choices; its model, if it has a plain name, is known."""
+    """Parse the arguments of a call, with their types and choices; its model, if it has a plain name, is known."""
     words = [word for word in words if word != "--version"]
     if not words:
         return

@@ -35,13 +35,13 @@ ANIMATIONS = ("a.gif", "a.webp", "a.png", "a.avif")
 
 
 def gap(one: np.ndarray, other: np.ndarray) -> int:
-    """Returns the largest difference of two pictures or clips, which have one shape."""
+    """Return the largest difference of two pictures or clips, which have one shape."""
     assert one.shape == other.shape
     return int(np.abs(one.astype(int) - other).max())
 
 
 def ffmpeg(*arguments: str | Path, frames: np.ndarray, rate: str = "25") -> str:
-    """Runs ffmpeg on frames of RGB, or RGBA, at a rate; returns what it says."""
+    """Run ffmpeg on frames of RGB, or RGBA, at a rate; return what it says."""
     height, width, channels = frames.shape[1:]
     raw = ["-f", "rawvideo", "-pix_fmt", "rgba" if channels == 4 else "rgb24", "-s", f"{width}x{height}"]
     command = [imageio_ffmpeg.get_ffmpeg_exe(), "-y", *raw, "-framerate", rate, "-i", "-", *arguments]
@@ -51,7 +51,7 @@ def ffmpeg(*arguments: str | Path, frames: np.ndarray, rate: str = "25") -> str:
 
 
 def film(path: Path, rate: str = "25", frames: np.ndarray = FRAMES) -> Path:
-    """Writes a film, or an animation, in the container of its name."""
+    """Write a film, or an animation, in the container of its name."""
     if path.name in ANIMATIONS:
         first, *rest = [Image.fromarray(frame) for frame in frames]
         first.save(path, save_all=True, append_images=rest, duration=40, quality=90)
@@ -61,7 +61,7 @@ def film(path: Path, rate: str = "25", frames: np.ndarray = FRAMES) -> Path:
 
 
 def harmed(path: Path, kind: str) -> Path:
-    """Writes a copy beside a file that ends early, or has a hole in the middle of its frames."""
+    """Write a copy beside a file that ends early, or have a hole in the middle of its frames."""
     data = bytearray(path.read_bytes())
     if kind == "cut":
         del data[int(len(data) * 0.6) :]
@@ -73,7 +73,7 @@ def harmed(path: Path, kind: str) -> Path:
 
 
 def breaks(sentence: str, name: str, kind: str) -> bool:
-    """Tells whether a sentence refuses a damaged `film` of `FRAMES` with the frame where it breaks.
+    """Return whether a sentence refuses a damaged `film` of `FRAMES` with the frame where it breaks.
 
     Some that end early do not open at all.
     """

@@ -32,7 +32,7 @@ class GivenSettings(TypedDict, total=False):
 
 
 def source() -> str:
-    """Returns the text of the module."""
+    """Return the text of the module."""
     known = schema(Settings).items()
     lines = [f"    {name}: {_type(name)} | None" for name, _ in known if name not in ELSEWHERE]
     return HEAD + "\n".join(lines) + "\n"

@@ -78,7 +78,7 @@ class Hub(ThreadingHTTPServer):
 
 
 def checksum(data):
-    """Returns the hub's identifier of a file's contents, which for a large file is its SHA-256."""
+    """Return the hub's identifier of a file's contents, which for a large file is its SHA-256."""
     return (hashlib.sha256 if len(data) > 1_000_000 else hashlib.sha1)(data).hexdigest()
 
 
@@ -166,7 +166,7 @@ def running_hub() -> Iterator[Hub]:
 
 
 def fetched(repository, components) -> Path:
-    """Downloads components of a repository, with its index, as sources do."""
+    """Download components of a repository, with its index, as sources do."""
     return download(
         repository, [INDEX, *(f"{component}/{name}" for component in components for name in COMPONENT_FILES)]
     )

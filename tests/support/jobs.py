@@ -7,7 +7,7 @@ from wanjax.jobs.worker import work
 
 
 def made(store, maker, tasks, **how):
-    """Returns the job of each task, once a worker has made all that it can."""
+    """Return the job of each task, once a worker has made all that it can."""
     jobs = [NewJob(task.output, task.request.to_json(), "nano", task.output, digest_of(task.request)) for task in tasks]
     store.add_all(jobs)
     work(store, maker, together=32, until_empty=True, **how)

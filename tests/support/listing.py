@@ -11,7 +11,7 @@ FILE = Path(listing.__file__).with_name(listing.FILE)
 
 
 def source() -> str:
-    """Returns the text of the listing, a line for each model."""
+    """Return the text of the listing, a line for each model."""
     models = [describe(name) for name in presets()]
     for model in models:
         if presets()[model["name"]].shipped:

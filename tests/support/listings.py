@@ -14,7 +14,7 @@ FILES: dict[str, dict[str, Any]] = {listed["file"]: listed for listed in LISTED[
 
 
 def names_hash(keys: Keys) -> str:
-    """Returns DiffSynth-Studio's hash of a file's names and shapes.
+    """Return DiffSynth-Studio's hash of a file's names and shapes.
 
     It is the MD5 of two entries for each tensor, sorted and joined by commas: the name, and the name with its shape, as
     in `a.weight:3_4`.
@@ -24,6 +24,6 @@ def names_hash(keys: Keys) -> str:
 
 
 def file_size(keys: Keys, dtype: str, *, metadata: Mapping[str, str] | None) -> int:
-    """Returns the bytes of a file that the safetensors library writes with these tensors: by name, in one dtype."""
+    """Return the bytes of a file that the safetensors library writes with these tensors: by name, in one dtype."""
     first, rest = header(dict(sorted(keys.items())), dict.fromkeys(keys, dtype), metadata)
     return len(first) + rest

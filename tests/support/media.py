@@ -25,7 +25,7 @@ def leftovers(folder: Path) -> list[str]:
 
 
 def picture(size: tuple[int, int] = (40, 30), kind: str = "PNG") -> bytes:
-    """Returns a red picture as a file."""
+    """Return a red picture as a file."""
     file = io.BytesIO()
     Image.new("RGB", size, (200, 30, 30)).save(file, kind)
     return file.getvalue()

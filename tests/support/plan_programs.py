@@ -16,7 +16,7 @@ from wanjax.sharding import RULES, Partitioner, shard_tokens, use
 
 
 def product_kernel(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Computes exp(x y) by blocks of 128, with a kernel that has a prologue, a loop body and an epilogue."""
+    """Compute exp(x y) by blocks of 128, with a kernel that has a prologue, a loop body and an epilogue."""
 
     def kernel(x_ref, y_ref, out_ref, total):
         @pl.when(pl.program_id(2) == 0)
@@ -68,7 +68,7 @@ def on_shapes(function, *shapes, dtype="bfloat16", **keywords) -> Lowering:
 
 
 def target_of(x: jax.Array) -> jax.Array:
-    """Runs a kernel when compiled for TPUs, else a sum."""
+    """Run a kernel when compiled for TPUs, else a sum."""
     copy = pl.pallas_call(_copy, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))
     return copy(x) if target(x).platform == "tpu" else x + x
 

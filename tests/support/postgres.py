@@ -20,7 +20,7 @@ STRICT, PASSWORD = "strict", "p@ss/word"  # a user who has to give a password
 
 
 def program(name: str) -> str:
-    """Returns the path of one of PostgreSQL's programs, which Debian has beside the path; skips the test without."""
+    """Return the path of one of PostgreSQL's programs, which Debian has beside the path; skip the test without."""
     folders = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
     found = shutil.which(name) or next((str(each / name) for each in folders if (each / name).exists()), None)
     return found or pytest.skip("there is no PostgreSQL")
@@ -70,7 +70,7 @@ class Server:
 
     @contextmanager
     def database(self) -> Iterator[str]:
-        """Yields the URL of a new database."""
+        """Yield the URL of a new database."""
         name = f"jobs_{uuid4().hex[:8]}"
         with psycopg.connect(self.url("postgres"), autocommit=True) as admin:
             admin.execute(f"CREATE DATABASE {name}")
@@ -81,7 +81,7 @@ class Server:
 
 @contextmanager
 def running(address: str = "127.0.0.1", within: Sequence[str] = ()) -> Iterator[Server]:
-    """Yields a server, which is gone afterwards."""
+    """Yield a server, which is gone afterwards."""
     program("initdb")
     with tempfile.TemporaryDirectory(prefix="wanjax-postgres-") as folder:
         os.chmod(folder, 0o755)

@@ -16,7 +16,7 @@ def _fixed(*values: float) -> bytes:
 
 
 def profile(gamma: float, primaries: Sequence[Sequence[float]] = ()) -> bytes:
-    """Returns a profile of RGB, by the XYZ of its primaries under D50, or of grey."""
+    """Return a profile of RGB, by the XYZ of its primaries under D50, or of grey."""
     curve = struct.pack(">4s4xIH2x", b"curv", 1, round(gamma * 256))
     tags = {
         b"desc": struct.pack(">4s4xI5s78x1x", b"desc", 5, b"test"),
@@ -46,7 +46,7 @@ SRGB = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
 
 
 def by_littlecms(image: Image.Image, icc: bytes) -> np.ndarray:
-    """Returns a picture in sRGB, as LittleCMS converts it."""
+    """Return a picture in sRGB, as LittleCMS converts it."""
     source, target = ImageCms.ImageCmsProfile(BytesIO(icc)), ImageCms.createProfile("sRGB")
     converted = ImageCms.profileToProfile(image, source, target, outputMode="RGB")
     assert converted is not None

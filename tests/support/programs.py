@@ -17,7 +17,7 @@ from wanjax.sharding import Partitioner, one_device
 
 
 def caller(partitioner: Partitioner | None = None) -> Callable[..., Any]:
-    """Returns a function that executes a program, on one device or on a mesh."""
+    """Return a function that executes a program, on one device or on a mesh."""
 
     def call(program: Program, static: Any, *arguments: Any) -> Any:
         return EXECUTE.call(program, Site(partitioner or one_device()), static, *arguments)
@@ -26,12 +26,12 @@ def caller(partitioner: Partitioner | None = None) -> Callable[..., Any]:
 
 
 def compiled(program: Program | None = None, strategy: Execute = EXECUTE) -> int:
-    """Returns the number of programs that a strategy has compiled, or of those of one program."""
+    """Return the number of programs that a strategy has compiled, or of those of one program."""
     return sum(program is None or known is program for known, *_ in list(strategy._compiled))
 
 
 def begun(pipe: Any, encoded: Any, settings: Any, noise: Any = None) -> tuple[Any, State]:
-    """Returns the schedule of a video, and the state before its first step."""
+    """Return the schedule of a video, and the state before its first step."""
     schedule, shape = pipe.architecture.spec.schedule(settings, encoded), pipe.architecture.spec.noise_shape(settings)
     static, given = Init(pipe.scheduler, shape, pipe.architecture.spec.posteriors), GivenNoise(noise)
     words, number = seed_to_key_data([settings.seed]), np.int32(0)
@@ -40,7 +40,7 @@ def begun(pipe: Any, encoded: Any, settings: Any, noise: Any = None) -> tuple[An
 
 
 def prepared(pipe: Any, network: Any, phase: Any, encoded: Any, x: Any, rule: Any = CLASSIFIER_FREE) -> tuple[Any, Any]:
-    """Returns the static part of a phase's steps, and their inputs."""
+    """Return the static part of a phase's steps, and their inputs."""
     model, parts = pipe.architecture, SplitNetwork(*nnx.split(network))
     groups = grouping(phase.guided, False, pipe.partitioner)
     prompts, shared = model.prepare(pipe.runtime, parts, encoded, x, Preparation(groups, rule.nag))

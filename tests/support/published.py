@@ -28,7 +28,7 @@ BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I64": 8, "I8": 1}  # of a
 def header(
     keys: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, int]:
-    """Returns the beginning of a safetensors file with these tensors, and the number of bytes that follow it."""
+    """Return the beginning of a safetensors file with these tensors, and the number of bytes that follow it."""
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, shape in keys.items():
@@ -45,7 +45,7 @@ def hollow_file(
     dtype: str = "BF16",
     dtypes: Mapping[str, str] | None = None,
 ) -> Path:
-    """Writes a file of safetensors that has these names and shapes, and takes no room for their values.
+    """Write a file of safetensors that has these names and shapes, and take no room for their values.
 
     dtypes: those of tensors that have another than `dtype`.
     """
@@ -97,7 +97,7 @@ def _block(block: str, config: TransformerConfig) -> Keys:
 
 
 def control_keys(config: ControlTransformerConfig) -> Keys:
-    """Returns the keys that a transformer with control clips adds."""
+    """Return the keys that a transformer with control clips adds."""
     width = config.width
     keys: Keys = {
         "vace_patch_embedding.weight": (width, config.control_channels, *config.patch),
@@ -110,7 +110,7 @@ def control_keys(config: ControlTransformerConfig) -> Keys:
 
 
 def image_keys(config: ImageTransformerConfig) -> Keys:
-    """Returns the keys that a transformer with cross-attention to images adds."""
+    """Return the keys that a transformer with cross-attention to images adds."""
     width_in, width, embed = config.image_width, config.width, "condition_embedder.image_embedder"
     keys = _norm(f"{embed}.norm1", width_in) | _norm(f"{embed}.norm2", width)
     keys |= _linear(f"{embed}.ff.net.0.proj", width_in, width_in) | _linear(f"{embed}.ff.net.2", width, width_in)
@@ -123,7 +123,7 @@ def image_keys(config: ImageTransformerConfig) -> Keys:
 
 
 def image_encoder_keys(config: CLIPVisionConfig) -> Keys:
-    """Returns the keys of all blocks except the last block and the last norm, which are unused."""
+    """Return the keys of all blocks except the last block and the last norm, which are unused."""
     width, embeddings = config.width, "vision_model.embeddings"
     keys: Keys = {
         f"{embeddings}.class_embedding": (width,),
@@ -140,7 +140,7 @@ def image_encoder_keys(config: CLIPVisionConfig) -> Keys:
 
 
 def vae_keys(config: VAEConfig) -> Keys:
-    """Returns the keys of an autoencoder of four levels with two blocks; three change resolution, two also in time."""
+    """Return the keys of an autoencoder of four levels with two blocks; three change resolution, two also in time."""
     w, d, z, cell = config.width, config.decoder_width, config.latent_channels, config.cell_channels
     keys = _conv("quant_conv", 2 * z, 2 * z, 1, 1, 1) | _conv("post_quant_conv", z, z, 1, 1, 1)
     halves = (("encoder", 4 * w, (w, cell), (2 * z, 4 * w)), ("decoder", 4 * d, (4 * d, z), (cell, d)))
@@ -156,7 +156,7 @@ def vae_keys(config: VAEConfig) -> Keys:
 
 
 def _levels(w: int) -> Keys:
-    """Returns the keys of Wan 2.1's levels."""
+    """Return the keys of Wan 2.1's levels."""
     keys: Keys = {}
     blocks = {0: (w, w), 1: (w, w), 3: (w, 2 * w), 4: (2 * w, 2 * w), 6: (2 * w, 4 * w), 7: (4 * w, 4 * w)}
     blocks |= {9: (4 * w, 4 * w), 10: (4 * w, 4 * w)}
@@ -174,7 +174,7 @@ def _levels(w: int) -> Keys:
 
 
 def _residual_levels(w: int, d: int) -> Keys:
-    """Returns the keys of Wan 2.2's levels."""
+    """Return the keys of Wan 2.2's levels."""
     keys: Keys = {}
     for i, (channels_in, channels) in enumerate(((w, w), (w, 2 * w), (2 * w, 4 * w), (4 * w, 4 * w))):
         for j in range(2):
@@ -205,13 +205,13 @@ def text_encoder_keys(config: T5Config) -> Keys:
 
 
 def image_encoder_file(config: CLIPVisionConfig) -> Keys:
-    """Returns the keys of the file of a `CLIPVisionModelWithProjection`, of which the last block and more is unused."""
+    """Return the keys of the file of a `CLIPVisionModelWithProjection`, of which the last block and more is unused."""
     keys = image_encoder_keys(replace(config, layers=config.layers + 1)) | _norm("vision_model.post_layernorm", 1280)
     return keys | {"visual_projection.weight": (1024, 1280)}
 
 
 def authors_image_encoder_file() -> Keys:
-    """Returns the keys of the authors' models_clip_*.pth: CLIP's vision tower, and XLM-RoBERTa as its text tower.
+    """Return the keys of the authors' models_clip_*.pth: CLIP's vision tower, and XLM-RoBERTa as its text tower.
 
     Follows wan/modules/clip.py and xlm_roberta.py of Wan-Video/Wan2.1.
     """
@@ -255,7 +255,7 @@ def _conv(name: str, channels_out: int, channels_in: int, *kernel: int) -> Keys:
 
 
 def _resample(name: str, channels_in: int, channels_out: int, time: int | None) -> Keys:
-    """Returns the keys of a change of resolution; `time` is the output channels of its convolution in time, if any."""
+    """Return the keys of a change of resolution; `time` is the output channels of its convolution in time, if any."""
     keys = _conv(f"{name}.resample.1", channels_out, channels_in, 3, 3)
     return keys | (_conv(f"{name}.time_conv", time, channels_in, 3, 1, 1) if time else {})
 

@@ -8,7 +8,7 @@ import pytest
 
 
 def quick(some: Iterable[Any], of: Iterable[Any]) -> list[Any]:
-    """Returns all of the parameters; those that are not among `some` are slow. A tuple is several arguments."""
+    """Return all of the parameters; those that are not among `some` are slow. A tuple is several arguments."""
     chosen, every = list(some), list(of)
     assert all(value in every for value in chosen), chosen
 

@@ -14,20 +14,20 @@ from wanjax.pricing.roofline_price import Work, work_of
 
 
 def programs(pipe: Pipeline, settings: Settings) -> Iterator[VideoProgram]:
-    """Yields the programs of a video, with blank pictures where the model needs some."""
+    """Yield the programs of a video, with blank pictures where the model needs some."""
     yield from programs_of(record(pipe, settings, needed_pictures(pipe, settings)))
 
 
 def times(pipe: Pipeline, settings: Settings, stage: str = "denoise") -> dict[str, int]:
-    """Returns how often each program of a stage runs."""
+    """Return how often each program of a stage runs."""
     return {x.name: x.times for x in programs(pipe, settings) if x.stage == stage}
 
 
 def jaxpr_of(program: VideoProgram) -> Jaxpr:
-    """Traces a program."""
+    """Trace a program."""
     return jax.make_jaxpr(program.lowering.function)(*program.lowering.arguments).jaxpr
 
 
 def counted(program: VideoProgram) -> Work:
-    """Counts the work of a program of one device."""
+    """Count the work of a program of one device."""
     return work_of(jaxpr_of(program), attention="attention")

@@ -40,12 +40,12 @@ VAE = replace(
 
 
 def partitioner(axes, rules="fsdp"):
-    """Returns the partitioner of a mesh of these sizes of dp, sp and tp; of one device for None."""
+    """Return the partitioner of a mesh of these sizes of dp, sp and tp; of one device for None."""
     return one_device() if axes is None else Partitioner(make_mesh(*axes), RULES[rules])
 
 
 def network(make, partitioner):
-    """Returns a network with random weights, which do not depend on the devices."""
+    """Return a network with random weights, which do not depend on the devices."""
     abstract = as_shapes(lambda rngs: make(dtype=jnp.float32, param_dtype=jnp.float32, rngs=rngs))
     graphdef, state = nnx.split(with_shardings(abstract, partitioner or one_device()))
     random = np.random.default_rng(0)
@@ -57,7 +57,7 @@ def network(make, partitioner):
 
 
 def transformer_config(heads):
-    """Returns the config of a transformer of two blocks with this number of heads."""
+    """Return the config of a transformer of two blocks with this number of heads."""
     return TransformerConfig(
         layers=2,
         heads=heads,
@@ -74,7 +74,7 @@ def transformer_config(heads):
 
 
 def causal_pipeline(heads, partitioner, *, block_frames=2, window=6, sink=0):
-    """Returns a pipeline that makes a video block by block, with random weights."""
+    """Return a pipeline that makes a video block by block, with random weights."""
     plain = asdict(transformer_config(heads))
     config = CausalTransformerConfig(**plain, block_frames=block_frames, window=window, sink=sink)
     components = Components(
@@ -89,13 +89,13 @@ def causal_pipeline(heads, partitioner, *, block_frames=2, window=6, sink=0):
 
 
 def architecture(heads, **more):
-    """Returns the shapes of that pipeline."""
+    """Return the shapes of that pipeline."""
     shapes = {"text_encoder": TEXT, "transformer": transformer_config(heads), "vae": VAE, "scheduler": FlowEuler()}
     return TextToVideo(**shapes | more)
 
 
 def pipeline(heads, partitioner):
-    """Returns a pipeline of a transformer and a VAE with random weights."""
+    """Return a pipeline of a transformer and a VAE with random weights."""
     config = transformer_config(heads)
     components = Components(
         {

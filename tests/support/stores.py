@@ -20,7 +20,7 @@ BUCKET, GOOGLES = "s3://wanjax-videos", "gs://wanjax-videos"
 
 @contextmanager
 def running_s3() -> Iterator[str]:
-    """Yields the address of a server that has a bucket; the environment points at it meanwhile."""
+    """Yield the address of a server that has a bucket; the environment points at it meanwhile."""
     import boto3
     from moto.server import ThreadedMotoServer
     from s3fs import S3FileSystem
@@ -45,7 +45,7 @@ def running_s3() -> Iterator[str]:
 
 @contextmanager
 def running_gcs() -> Iterator[str]:
-    """Yields the address of an emulator of Google's store that has a bucket; the environment points at it meanwhile.
+    """Yield the address of an emulator of Google's store that has a bucket; the environment points at it meanwhile.
 
     It knows no conditions, such as that there is no such object.
     """
@@ -95,7 +95,7 @@ class Queueing(HTTPServer):
 
 
 def objects() -> dict[str, bytes]:
-    """Returns all objects in memory, by their names."""
+    """Return all objects in memory, by their names."""
     return {name.lstrip("/"): bytes(file.getbuffer()) for name, file in MemoryFileSystem.store.items()}
 
 
@@ -107,7 +107,7 @@ def forget() -> None:
 
 @contextmanager
 def failing(method: str, error: Exception, after: int = 0) -> Iterator[list[Any]]:
-    """Lets a method of the store in memory fail after so many calls; yields the arguments of those that succeeded."""
+    """Let a method of the store in memory fail after so many calls; yield the arguments of those that succeeded."""
     whole: Callable[..., Any] = getattr(MemoryFileSystem, method)
     calls: list[Any] = []
 

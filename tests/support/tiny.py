@@ -226,7 +226,7 @@ HUNYUAN_INDEX = {
 
 @contextmanager
 def compile_cache(folder: Path) -> Iterator[Path]:
-    """Keeps compiled programs in the folder, so that each program is compiled once."""
+    """Keep compiled programs in the folder, so that each program is compiled once."""
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", str(folder))
     compilation_cache.reset_cache()  # else JAX keeps using the previous folder
@@ -238,17 +238,17 @@ def compile_cache(folder: Path) -> Iterator[Path]:
 
 
 def tiny_checkpoint(folder: Path) -> Path:
-    """Writes the checkpoint of a text-to-video model, equal at every call; returns its folder."""
+    """Write the checkpoint of a text-to-video model, equal at every call; return its folder."""
     return _checkpoint(folder, INDEX, TRANSFORMER)
 
 
 def tiny_sparse_linear_checkpoint(folder: Path) -> Path:
-    """Writes the checkpoint of a text-to-video model that was trained with sparse-linear attention."""
+    """Write the checkpoint of a text-to-video model that was trained with sparse-linear attention."""
     return _checkpoint(folder, INDEX, TRANSFORMER | {"sparse_linear": True})
 
 
 def tiny_image_checkpoint(folder: Path, *, last: bool = False) -> Path:
-    """Writes the checkpoint of an image-to-video model, or of first and last frame; its videos are small."""
+    """Write the checkpoint of an image-to-video model, or of first and last frame; its videos are small."""
     sizes = {"in_channels": 2 * LATENT_CHANNELS + 4, "image_dim": 16, "added_kv_proj_dim": 24}
     index = INDEX | {"_class_name": "WanImageToVideoPipeline", "image_encoder": ["transformers", CLIP]}
     index["image_processor"] = ["transformers", "CLIPImageProcessor"]
@@ -262,7 +262,7 @@ def tiny_image_checkpoint(folder: Path, *, last: bool = False) -> Path:
 
 
 def tiny_control_checkpoint(folder: Path) -> Path:
-    """Writes the checkpoint of a VACE model; its default videos are small."""
+    """Write the checkpoint of a VACE model; its default videos are small."""
     sizes = {
         "_class_name": "WanVACETransformer3DModel",
         "vace_layers": [0],
@@ -276,7 +276,7 @@ def tiny_control_checkpoint(folder: Path) -> Path:
 
 
 def tiny_causal_checkpoint(folder: Path) -> Path:
-    """Writes the checkpoint of a model that makes blocks of two latent frames, of which it sees two."""
+    """Write the checkpoint of a model that makes blocks of two latent frames, of which it sees two."""
     kind, solver = "CausalWanTransformer3DModel", "SelfForcingFlowMatchScheduler"
     blocks = {"_class_name": kind, "num_frames_per_block": 2, "local_attn_size": -1, "sliding_window_num_frames": 4}
     parts = {"transformer": ["diffusers", kind], "scheduler": ["diffusers", solver]}
@@ -288,7 +288,7 @@ def tiny_causal_checkpoint(folder: Path) -> Path:
 
 
 def tiny_experts_checkpoint(folder: Path) -> Path:
-    """Writes the checkpoint of a model with two transformers, which differ in their weights."""
+    """Write the checkpoint of a model with two transformers, which differ in their weights."""
     tiny_checkpoint(folder)
     shutil.copytree(folder / "transformer", folder / "transformer_2")
     file = folder / "transformer_2" / "diffusion_pytorch_model.safetensors"
@@ -299,7 +299,7 @@ def tiny_experts_checkpoint(folder: Path) -> Path:
 
 
 def tiny_residual_checkpoint(folder: Path) -> Path:
-    """Writes a checkpoint with Wan 2.2's autoencoder, whose videos may begin from a picture."""
+    """Write a checkpoint with Wan 2.2's autoencoder, whose videos may begin from a picture."""
     tiny_checkpoint(folder)
     residual = {"is_residual": True, "patch_size": 2, "in_channels": 12, "out_channels": 12, "scale_factor_spatial": 16}
     _save(folder / "vae", "AutoencoderKLWan", VAE | residual)
@@ -308,7 +308,7 @@ def tiny_residual_checkpoint(folder: Path) -> Path:
 
 
 def tiny_cogvideox_checkpoint(folder: Path, **transformer: Any) -> Path:
-    """Writes the checkpoint of a CogVideoX model; the keywords override entries of its transformer's config."""
+    """Write the checkpoint of a CogVideoX model; the keywords override entries of its transformer's config."""
     _save(folder / "text_encoder", "T5EncoderModel", TEXT_ENCODER | {"model_type": "t5"}, "model")
     _save(folder / "transformer", "CogVideoXTransformer3DModel", COGVIDEOX_TRANSFORMER | transformer)
     _save(folder / "vae", "AutoencoderKLCogVideoX", COGVIDEOX_VAE)
@@ -322,7 +322,7 @@ def tiny_cogvideox_checkpoint(folder: Path, **transformer: Any) -> Path:
 
 
 def tiny_hunyuan_checkpoint(folder: Path, *, pictured: bool = False, **transformer: Any) -> Path:
-    """Writes the checkpoint of a HunyuanVideo model; the keywords override entries of its transformer's config."""
+    """Write the checkpoint of a HunyuanVideo model; the keywords override entries of its transformer's config."""
     _save(folder / "text_encoder", "Qwen2_5_VLTextModel", HUNYUAN_CHAT_ENCODER, "model")
     _save(folder / "text_encoder_2", "T5EncoderModel", TEXT_ENCODER | {"model_type": "t5"}, "model")
     _save(folder / "transformer", "HunyuanVideo15Transformer3DModel", HUNYUAN_TRANSFORMER | transformer)
@@ -343,7 +343,7 @@ def tiny_hunyuan_checkpoint(folder: Path, *, pictured: bool = False, **transform
 
 
 def save_byte_tokenizer(folder: Path) -> None:
-    """Writes the folder of ByT5's tokenizer, whose tokens are bytes, without tokens of its own."""
+    """Write the folder of ByT5's tokenizer, whose tokens are bytes, without tokens of its own."""
     _write_json(folder / "tokenizer_config.json", {"extra_ids": 0})
 
 
@@ -358,7 +358,7 @@ def _checkpoint(folder: Path, index: dict[str, Any], transformer: dict[str, Any]
 
 
 def _save(folder: Path, kind: str, config: dict[str, Any], name: str = "diffusion_pytorch_model") -> None:
-    """Writes a network with the class name that diffusers or transformers gives it."""
+    """Write a network with the class name that diffusers or transformers gives it."""
     _write_json(folder / "config.json", config)
     network = read_network(kind, config, registry.kinds())
     random = np.random.default_rng(0)

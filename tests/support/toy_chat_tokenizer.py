@@ -35,7 +35,7 @@ CHAT_TEMPLATE = (  # as published with Qwen2.5-VL-7B-Instruct
 
 
 def save_chat_tokenizer(folder: Path) -> Path:
-    """Writes tokenizer.json and tokenizer_config.json of a small byte-level BPE."""
+    """Write tokenizer.json and tokenizer_config.json of a small byte-level BPE."""
     tokenizer = Tokenizer(BPE())
     tokenizer.normalizer = normalizers.NFC()
     words = pre_tokenizers.Split(Regex(WORDS), behavior="isolated")

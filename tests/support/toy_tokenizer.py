@@ -32,7 +32,7 @@ AWKWARD_PROMPTS = [
 
 
 def save_tokenizer(folder: Path, **settings) -> Path:
-    """Writes tokenizer.json and tokenizer_config.json, with unknown characters spelled in bytes, as UMT5 does."""
+    """Write tokenizer.json and tokenizer_config.json, with unknown characters spelled in bytes, as UMT5 does."""
     specials = ["<pad>", "</s>", "<unk>"]
     pieces = [f"<0x{byte:02X}>" for byte in range(256)] + sorted(set(WORDS.split()) | set(CHARACTERS))
     vocabulary = [(name, 0.0) for name in specials] + [(piece, -8.0 + len(piece)) for piece in pieces]

@@ -14,7 +14,7 @@ with_shapes = jaxtyping.jaxtyped
 
 
 def _has_shapes(annotation: Any) -> bool:
-    """Tells whether an annotation has shapes, or may have: a text is not read."""
+    """Return whether an annotation has shapes, or may have: a text is not read."""
     if isinstance(annotation, str) or getattr(annotation, "__module__", "").startswith("jaxtyping"):
         return True
     return any(map(_has_shapes, get_args(annotation)))
@@ -41,7 +41,7 @@ def by_annotation(*, typechecker: Callable) -> Callable[[Any], Any]:
 
 
 def install() -> None:
-    """Checks the annotations of all that is imported of the library from now on."""
+    """Check the annotations of all that is imported of the library from now on."""
     jaxtyping.jaxtyped = by_annotation
     jaxtyping.install_import_hook("wanjax", "tests.support.types.checked")
 

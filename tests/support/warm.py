@@ -10,7 +10,7 @@ from pathlib import Path
 def wanjax(
     folder: Path, *arguments: str, code: str = "from wanjax.cli import main; main()", devices: int | None = None
 ) -> str:
-    """Runs the command in a new process that keeps its programs in the folder; returns its output.
+    """Run the command in a new process that keeps its programs in the folder; return its output.
 
     `devices` are the number into which JAX divides the processor, where it is given.
     """

@@ -8,7 +8,7 @@ from flax import nnx
 
 
 def velocity(model, latents, t, text, sees):
-    """Returns the velocity of latents [T H W C] whose frames are at the timesteps t [T], for a prompt [S E].
+    """Return the velocity of latents [T H W C] whose frames are at the timesteps t [T], for a prompt [S E].
 
     Frame i attends to frame j where `sees[i, j]`.
     """
@@ -48,7 +48,7 @@ def velocity(model, latents, t, text, sees):
 
 
 def block(weights, layer, config, x, times, text, turned, mask):
-    """Returns the tokens after a block of the network; `times` are the frames' modulations, and each token's frame."""
+    """Return the tokens after a block of the network; `times` are the frames' modulations, and each token's frame."""
 
     def get(*path):
         return weights["blocks", *path][layer]
@@ -73,7 +73,7 @@ def block(weights, layer, config, x, times, text, turned, mask):
 
 
 def turns(config, frames, rows, columns):
-    """Returns the cosine and sine [L P] of each token's angles."""
+    """Return the cosine and sine [L P] of each token's angles."""
     at = np.stack(np.meshgrid(np.arange(frames), np.arange(rows), np.arange(columns), indexing="ij"), axis=-1)
     angles = [
         at[..., axis].reshape(-1, 1) * 10000.0 ** (-np.arange(0, channels, 2) / channels)

@@ -5,7 +5,7 @@ import re
 
 
 def naming(words: str) -> str:
-    """Returns a pattern of the lines that name each of the words, in any order. What brackets enclose is one word."""
+    """Return a pattern of the lines that name each of the words, in any order. What brackets enclose is one word."""
     patterns = [
         (r"(?<!\w)" if word[0].isalnum() else "") + re.escape(word) + (r"(?!\w)" if word[-1].isalnum() else "")
         for word in re.findall(r"(?:\[[^]]*\]|\([^)]*\)|\{[^}]*\}|\S)+", words)
@@ -14,5 +14,5 @@ def naming(words: str) -> str:
 
 
 def says(said: str, words: str) -> bool:
-    """Tells whether one line names each of the words."""
+    """Return whether one line names each of the words."""
     return re.search(naming(words), said) is not None

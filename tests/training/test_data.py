@@ -300,7 +300,7 @@ def test_with_clips_to_preserve_what_has_no_caption_is_preserved_too(tmp_path):
 
 def test_twice_the_captions_take_twice_the_calls(tmp_path):
     def calls(count: int) -> int:
-        """Returns the calls of functions, Python's own too, that it takes to list so many clips."""
+        """Return the calls of functions, Python's own too, that it takes to list so many clips."""
         folder, made = tmp_path / str(count), Counter()
         folder.mkdir()
         for index in range(count):

@@ -45,7 +45,7 @@ def taken(monkeypatch) -> Counting:
 
 
 def of_any_step(calls: Counter[Call]) -> Counter[Call]:
-    """Returns calls without the step that is compiled, which is equal to itself alone: but for its definition."""
+    """Return calls without the step that is compiled, which is equal to itself alone: but for its definition."""
     found: Counter[Call] = Counter()
     for call, times in calls.items():
         step = call.static

@@ -78,7 +78,7 @@ KEPT = {"lora": LoraConfig(rank=2, dropout=0.2), "save_every": 1}  # from which 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, data, wan):
-    """Returns the weights of a training that nothing stopped."""
+    """Return the weights of a training that nothing stopped."""
     return load_safetensors(trained(wan, data, tmp_path_factory.mktemp("whole"), **KEPT)[0])
 
 
@@ -180,7 +180,7 @@ def test_an_interrupted_training_writes_the_metrics_of_all_steps_it_keeps(tmp_pa
 
 
 def finite(folder):
-    """Tells whether all numbers in all files of a training are finite; reads them as others would."""
+    """Return whether all numbers in all files of a training are finite; read them as others would."""
     assert not list(folder.rglob("*tmp*"))  # half-written
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     found = [np.array(list(line.values())) for line in lines]
@@ -193,7 +193,7 @@ def finite(folder):
 
 
 def poisoned(at):
-    """Returns a drawing of batches of which that of one step has no numbers."""
+    """Return a drawing of batches of which that of one step has no numbers."""
 
     def draw(training, step, generator):
         batch = DRAW(training, step, generator)

@@ -91,7 +91,7 @@ class Commands(click.Group):
         return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Returns the commands and options, and those of the implied command."""
+        """Return the commands and options, and those of the implied command."""
         implied = click.Context(self.commands[IMPLIED], parent=ctx, resilient_parsing=True)
         own = super().shell_complete(ctx, incomplete)
         known = {item.value for item in own}

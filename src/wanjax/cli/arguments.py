@@ -71,7 +71,7 @@ MOST_NEAR = 2  # near options in a message
 
 
 def check_prompt(ctx: click.Context, arguments: Sequence[str], implied: str) -> None:
-    """Raises UsageError where arguments without a command are meant for another command than the `implied` one.
+    """Raise UsageError where arguments without a command are meant for another command than the `implied` one.
 
     They are if an option belongs only to other commands; or if the prompt is one word that is near a command's name,
     or that asks for help.
@@ -98,7 +98,7 @@ def check_prompt(ctx: click.Context, arguments: Sequence[str], implied: str) -> 
 
 
 def _prompt(command: click.Command, ctx: click.Context, arguments: Sequence[str]) -> str | None:
-    """Returns the command's argument among arguments that may hold unknown options; None where there is none."""
+    """Return the command's argument among arguments that may hold unknown options; None where there is none."""
     parser = command.make_parser(click.Context(command, parent=ctx, resilient_parsing=True))
     parser.ignore_unknown_options = True
     try:
@@ -109,7 +109,7 @@ def _prompt(command: click.Command, ctx: click.Context, arguments: Sequence[str]
 
 
 def _foreign(group: click.Group, arguments: Sequence[str], implied: str) -> Iterator[tuple[str, str]]:
-    """Yields the options among the arguments that only other commands have, each with the first of these commands."""
+    """Yield the options among the arguments that only other commands have, each with the first of these commands."""
     own = {option for each in group.commands[implied].params for option in each.opts} | {"--help"}
     known = {name: visible_options(command) for name, command in group.commands.items() if not command.hidden}
     for argument in arguments:
@@ -165,7 +165,7 @@ def _is_of(argument: str, name: str) -> bool:
 
 
 def check_extra(command: click.Command, ctx: click.Context, extra: Sequence[str]) -> None:
-    """Raises UsageError for arguments that a command has no place for, which quotes may have to make one."""
+    """Raise UsageError for arguments that a command has no place for, which quotes may have to make one."""
     if ctx.resilient_parsing or not extra:
         return
     options = visible_options(command)
@@ -188,7 +188,7 @@ def check_extra(command: click.Command, ctx: click.Context, extra: Sequence[str]
 
 
 def in_words(error: click.ClickException) -> str:
-    """Returns the sentence of an error of click's, with the option, its value and what to give."""
+    """Return the sentence of an error of click's, with the option, its value and what to give."""
     parameter = getattr(error, "param", None)
     if isinstance(error, click.BadOptionUsage) and not isinstance(error, click.NoSuchOption):
         return f"{error.option_name} stands without a value: give one behind it" if error.option_name else str(error)
@@ -216,7 +216,7 @@ KINDS = re.compile(r"(?:File|Directory|Path) '(.+)' is a (file|directory)\b")  #
 
 
 def _right(kind: click.ParamType) -> str:
-    """Returns the values of a type of click's, in words."""
+    """Return the values of a type of click's, in words."""
     if isinstance(kind, click.Choice):
         return " or ".join(map(str, kind.choices))
     words = "a whole number" if isinstance(kind, click.types.IntParamType) else "a number"
@@ -232,7 +232,7 @@ NO_FILES = ("extend_prompt", "at", "token", "origins", "prompt", "prompt_option"
 
 
 def check_words(command: click.Command, ctx: click.Context, arguments: Sequence[str]) -> None:
-    """Raises UsageError for the character 0, and for an empty name, an address or a URL of a store in place of a file.
+    """Raise UsageError for the character 0, and for an empty name, an address or a URL of a store in place of a file.
 
     An empty name, as of a variable that is not set in a shell, would be the current folder to some of click's types, or
     a picture that nobody misses. Nothing is fetched but from the hub, by its ids, and from stores where that is meant.
@@ -264,18 +264,18 @@ def check_words(command: click.Command, ctx: click.Context, arguments: Sequence[
 
 
 def _names_files(parameter: click.Parameter) -> bool:
-    """Tells whether the values of a parameter are names of files, folders or models."""
+    """Return whether the values of a parameter are names of files, folders or models."""
     shown = f"{parameter.metavar or ''} {parameter.name}".upper()
     return isinstance(parameter.type, click.Path) or any(kind in shown for kind in ("FILE", "FOLDER", "MODEL"))
 
 
 def complete_files(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Leaves the completion to the shell, which knows the files."""
+    """Leave the completion to the shell, which knows the files."""
     return [CompletionItem(incomplete, type="file")]
 
 
 def complete_models(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Returns the models that `wanjax models` lists; for a path, leaves the completion to the shell."""
+    """Return the models that `wanjax models` lists; for a path, leave the completion to the shell."""
     if incomplete.startswith((".", "~")) or os.sep in incomplete:
         return complete_files(ctx, parameter, incomplete)
     known = listed().items()
@@ -283,7 +283,7 @@ def complete_models(ctx: click.Context, parameter: click.Parameter, incomplete: 
 
 
 def complete_commands(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Returns the commands of the group."""
+    """Return the commands of the group."""
     group = ctx.parent.command if ctx.parent else None
     assert isinstance(group, click.Group)
     return [CompletionItem(name) for name in group.list_commands(ctx) if name.startswith(incomplete)]

@@ -16,7 +16,7 @@ MODELS = ("model", "transformer", "memory", "size", "frames", "steps", "guidance
 
 
 def show_model(model: str, as_json: bool) -> None:
-    """Prints what a model takes, its sizes and its recommended settings; reads no weights."""
+    """Print what a model takes, its sizes and its recommended settings; read no weights."""
     found = dict(described(model))
     if as_json:
         click.echo(json.dumps(found, indent=2, ensure_ascii=False))
@@ -36,12 +36,12 @@ def show_model(model: str, as_json: bool) -> None:
 
 
 def _option(picture: str) -> str:
-    """Returns the option that gives a picture of this name."""
+    """Return the option that gives a picture of this name."""
     return f"--{picture.removesuffix('s').replace('_', '-')}"
 
 
 def show_models(as_json: bool) -> None:
-    """Prints the models as a table or as JSON."""
+    """Print the models as a table or as JSON."""
     known = list(listed().values())
     if as_json:
         click.echo(json.dumps(known, indent=2, ensure_ascii=False))
@@ -86,7 +86,7 @@ FIRST_OF_A_MODEL = (
 
 
 def show_record(file: str, as_json: bool) -> None:
-    """Prints the record in a file."""
+    """Print the record in a file."""
     from wanjax.media.metadata import DIGESTS, find_metadata  # imported late: a list of models needs none of it
 
     record = find_metadata(file)
@@ -106,7 +106,7 @@ def _print_lines(lines: Mapping[str, str]) -> None:
 
 
 def _entries(record: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the entries of a record as texts, in the order of their importance; those that are None are left out."""
+    """Return the entries of a record as texts, in the order of their importance; those that are None are left out."""
     told = {name: value for name, value in record.items() if name not in LEFT_OUT}
     if not record.get("original_prompt"):
         told.pop("original_prompt", None)
@@ -127,7 +127,7 @@ def _entries(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _text(value: Any) -> str:
-    """Returns a value on one line, without characters that would steer a terminal."""
+    """Return a value on one line, without characters that would steer a terminal."""
     if isinstance(value, Mapping):
         value = ", ".join(f"{name} {_text(one)}" for name, one in value.items())
     if isinstance(value, list | tuple):

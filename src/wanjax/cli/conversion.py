@@ -32,7 +32,7 @@ def convert(
     revision: str | None,
     check: bool,
 ) -> None:
-    """Converts the source, with LoRAs merged in, to the target or, with `check`, verifies the source's checksums."""
+    """Convert the source, with LoRAs merged in, to the target or, with `check`, verify the source's checksums."""
     if check:
         if lora:
             raise click.UsageError("--verify reads a checkpoint as it is: --lora merges into a new one")
@@ -85,7 +85,7 @@ def _verify(report: Report, source: str, target: str | None) -> None:
 
 
 def _dtypes(given: Sequence[str], source: Source) -> dict[str, str]:
-    """Returns the new dtypes by component. A dtype without a name is for all components not kept in float32."""
+    """Return the new dtypes by component. A dtype without a name is for all components not kept in float32."""
     chosen = {}
     for text in given:
         name, _, dtype = text.rpartition("=")
@@ -99,7 +99,7 @@ def _dtypes(given: Sequence[str], source: Source) -> dict[str, str]:
 
 
 def _announce(report: Report, conversion: Conversion) -> None:
-    """Prints the size of each network as it is read and as it is written."""
+    """Print the size of each network as it is read and as it is written."""
     rows = []
     for each in conversion.networks:
         sizes = in_bytes(each.bytes_read), in_bytes(each.bytes_written)
@@ -114,7 +114,7 @@ def _announce(report: Report, conversion: Conversion) -> None:
 
 @contextmanager
 def _bar(report: Report) -> Iterator[Progress]:
-    """Shows a progress bar, with its rate, for each part of the work; in a pipe a line from time to time."""
+    """Show a progress bar, with its rate, for each part of the work; in a pipe a line from time to time."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (TextColumn("{task.description:10}"), BarColumn(24), DownloadColumn(), TransferSpeedColumn())

@@ -95,7 +95,7 @@ class Command(sections.Command):
 
 
 def read_config(ctx: click.Context, parameter: click.Parameter, file: str | None) -> None:
-    """Takes options from a TOML file: those at its top, which hold for all commands, and the command's own table.
+    """Take options from a TOML file: those at its top, which hold for all commands, and the command's own table.
 
     Raises WanjaxError, with the name of the key, for an option that no command has and a value of another type.
     """
@@ -105,7 +105,7 @@ def read_config(ctx: click.Context, parameter: click.Parameter, file: str | None
 
 
 def find_metadata(ctx: click.Context, parameter: click.Parameter, file: str | None) -> dict[str, Any] | None:
-    """Takes the prompt and the options from the record of a video, which it returns."""
+    """Take the prompt and the options from the record of a video, which it returns."""
     if file is None or ctx.resilient_parsing:
         return None
     record = _record_of(file)
@@ -127,7 +127,7 @@ def _record_of(file: str) -> dict[str, Any]:
 
 
 def _take(ctx: click.Context) -> None:
-    """Makes the options of the files click's defaults; beside a record, a TOML file cannot change the video."""
+    """Make the options of the files click's defaults; beside a record, a TOML file cannot change the video."""
     given, record = ctx.meta.get(CONFIG, {}), ctx.meta.get(RECORD)
     if record is not None:
         given = {name: value for name, value in given.items() if name in BESIDE_THE_VIDEO} | record
@@ -135,7 +135,7 @@ def _take(ctx: click.Context) -> None:
 
 
 def _from_config(file: str, ctx: click.Context) -> dict[str, Any]:
-    """Returns the options of a TOML file for the command of a context, by the names of its parameters."""
+    """Return the options of a TOML file for the command of a context, by the names of its parameters."""
     group, command = ctx.parent.command if ctx.parent else None, str(ctx.info_name)
     assert isinstance(group, click.Group)
     known = {name: _options(group.commands[name]) for name in group.list_commands(ctx)}
@@ -164,7 +164,7 @@ def _table(file: str) -> dict[str, Any]:
 
 
 def _options(command: click.Command) -> dict[str, click.Option]:
-    """Returns the options that a file may give a command, by their names without dashes before them."""
+    """Return the options that a file may give a command, by their names without dashes before them."""
     named = {name[2:]: option for name, option in visible_options(command).items() if name.startswith("--")}
     return {key: option for key, option in named.items() if key not in ("config", "from")}
 
@@ -177,7 +177,7 @@ def _of_one_video(command: click.Command) -> list[str]:
 
 
 def _named(place: str, table: Mapping[str, Any], options: Mapping[str, click.Option]) -> dict[str, Any]:
-    """Returns the values of a table by the names of their parameters; a size as height and width.
+    """Return the values of a table by the names of their parameters; a size as height and width.
 
     `place` says in a message where the table stands.
     """
@@ -197,7 +197,7 @@ def _named(place: str, table: Mapping[str, Any], options: Mapping[str, click.Opt
 
 
 def _checked(place: str, key: str, value: Any, parameter: click.Parameter) -> Any:
-    """Returns a parameter's value, a list where it may be given more than once; raises WanjaxError for another type."""
+    """Return a parameter's value, a list where it may be given more than once; raise WanjaxError for another type."""
     kinds: tuple[type, ...] = (str,)
     right = "a text"
     if getattr(parameter, "is_flag", False):

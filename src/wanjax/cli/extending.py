@@ -39,13 +39,13 @@ class Extender:
         return cls(report, command.extend_prompt, command.extend_model, picture="image" in request.inputs)
 
     def __call__(self, prompt: str) -> Extended:
-        """Returns an extended prompt."""
+        """Return an extended prompt."""
         made = extend_prompt(prompt, self.url, model=self.model, picture=self.picture)
         self.report.note(f"the prompt is extended: {made}")
         return made
 
     def all_of(self, prompts: list[str], folder: AnyPath) -> list[Extended]:
-        """Returns the extended prompts of a list; those that the folder keeps are not asked for again."""
+        """Return the extended prompts of a list; those that the folder keeps are not asked for again."""
         check_folder(folder)
         file, found = folder / KEPT, []
         kept = _kept(file)
@@ -74,7 +74,7 @@ def extended(request: VideoRequest, extend: Extender | None) -> VideoRequest:
 
 
 def _kept(file: AnyPath) -> dict[str, str]:
-    """Returns the extended prompts that a file keeps; none where it cannot be read as such."""
+    """Return the extended prompts that a file keeps; none where it cannot be read as such."""
     try:
         with local_copy(file) as copy:
             found = json.loads(copy.read_text(encoding="utf-8"))

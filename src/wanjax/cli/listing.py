@@ -30,7 +30,7 @@ def _shipped() -> Mapping[str, Mapping[str, Any]]:
 
 
 def listed() -> Mapping[str, Mapping[str, Any]]:
-    """Returns the models known by name, as `registry.describe` tells them.
+    """Return the models known by name, as `registry.describe` tells them.
 
     Beside those that ship in the listing, there are those of families that were registered in this process.
     """
@@ -65,7 +65,7 @@ def check_name(model: str) -> None:
 
 
 def described(model: str) -> Mapping[str, Any]:
-    """Returns what `registry.describe` tells of a model, which is asked for one that is not listed."""
+    """Return what `registry.describe` tells of a model, which is asked for one that is not listed."""
     if model in listed():
         return listed()[model]
     from wanjax import registry  # imported late: it needs JAX

@@ -125,7 +125,7 @@ def generate(
 
 @contextmanager
 def _leading(report: Report, arguments: dict[str, Any]) -> Iterator[VideoMaker]:
-    """Yields the maker of this process, which leads those that it has met; at the end it lets them go."""
+    """Yield the maker of this process, which leads those that it has met; at the end it lets them go."""
     own = {**arguments, "load": partial(arguments["load"], progress=report.load, note=report.note)}
     if not report.awaited:
         yield VideoMaker(**own)
@@ -139,7 +139,7 @@ def _leading(report: Report, arguments: dict[str, Any]) -> Iterator[VideoMaker]:
 
 @contextmanager
 def _store(database: str | None, target: AnyPath) -> Iterator[JobStore]:
-    """Yields the store of a batch's jobs: a file of this process's own, unless a database is named."""
+    """Yield the store of a batch's jobs: a file of this process's own, unless a database is named."""
     if database is not None:
         with closing(JobStore(database)) as store:
             enter(store, target, BATCH)
@@ -165,12 +165,12 @@ class Driver:
         return {"together": TOGETHER, "retries": self.retries, "attempts": self.retries + 1}
 
     def batch(self, tasks: Sequence[Task], model: str) -> Batch:
-        """Returns the batch of those tasks whose videos are not there, and tells how many there are."""
+        """Return the batch of those tasks whose videos are not there, and tells how many there are."""
         wanted, manifest = missing(self.report, tasks, self.place, self.force)
         return Batch(self.store, wanted, manifest, model)
 
     def look(self, batch: Batch) -> None:
-        """Prints each video that was made since the last look, and what failed."""
+        """Print each video that was made since the last look, and what failed."""
         for job in batch.look():
             row = job.request["row"]
             if job.error is not None:
@@ -182,7 +182,7 @@ class Driver:
 
     @contextmanager
     def telling(self, batch: Batch) -> Iterator[None]:
-        """Shows how many videos there are, as long as the block runs."""
+        """Show how many videos there are, as long as the block runs."""
         self.report.goes_on()
         try:
             with closing(batch.manifest), self.report.stage("videos"):
@@ -194,7 +194,7 @@ class Driver:
 
 
 def missing(report: Report, tasks: Sequence[Task], folder: AnyPath, force: bool) -> tuple[list[Task], Manifest]:
-    """Returns the tasks whose videos are not there, those that failed before last; lists the others, and tells."""
+    """Return the tasks whose videos are not there, those that failed before last; list the others, and tell."""
     each = {task.output: task for task in tasks}
     if repeated := len(tasks) - len(each):
         report.note(f"note: made once, of {len(tasks)} videos: {repeated} that repeat another")
@@ -221,7 +221,7 @@ def _here(
     remade: Mapping[str, Any] | None,
     maker: VideoMaker,
 ) -> Batch:
-    """Makes the videos of requests in this process, and in those that it leads, unless there are `wrong` rows too."""
+    """Make the videos of requests in this process, and in those that it leads, unless there are `wrong` rows too."""
     report = driver.report
     batch = driver.batch(maker.plan(requests, wrong), maker.pipe.defaults.model)
     if not batch.total:
@@ -265,7 +265,7 @@ def _by_workers(
     count: int,
     by: WorkerOptions,
 ) -> Batch:
-    """Makes the videos of requests by workers, in processes of this machine or in a Ray cluster."""
+    """Make the videos of requests by workers, in processes of this machine or in a Ray cluster."""
     report = driver.report
     ask = partial(_planned, requests, wrong)
     with ExitStack() as stack:
@@ -307,7 +307,7 @@ def _by_workers(
 
 
 def _look_after(pool: Pool, report: Report) -> None:
-    """Looks after the workers once; a database that is away for a while is waited for, as they do."""
+    """Look after the workers once; a database that is away for a while is waited for, as they do."""
     report.stop_if_asked()
     with suppress(Unavailable):
         pool.look()
@@ -315,13 +315,13 @@ def _look_after(pool: Pool, report: Report) -> None:
 
 
 def _maker(arguments: dict[str, Any], store: JobStore) -> VideoMaker:
-    """Returns the maker of a worker, in its own process."""
+    """Return the maker of a worker, in its own process."""
     check_place(store, arguments["place"], BATCH)
     return VideoMaker(**arguments)
 
 
 def _planned(requests: Sequence[VideoRequest], wrong: WrongRows, maker: VideoMaker) -> tuple[list[Task], str]:
-    """Returns the tasks of requests, and the model that makes them, in a worker's process."""
+    """Return the tasks of requests, and the model that makes them, in a worker's process."""
     return maker.plan(requests, wrong), maker.pipe.defaults.model
 
 
@@ -333,7 +333,7 @@ def _ray_workers(
     address: str,
     by: WorkerOptions,
 ) -> Iterator[Callable[..., Any]]:
-    """Yields what starts workers in a Ray cluster, which has the store as an actor where no other host reaches it."""
+    """Yield what starts workers in a Ray cluster, which has the store as an actor where no other host reaches it."""
     hosts = by.hosts
     asked = ray_cluster.resources_of(by.resources, (FIRST,) if hosts > 1 else ())
     local = ray_cluster.address_of(address) is None
@@ -387,7 +387,7 @@ def requests_of(request: VideoRequest, file: str | None, wrong: WrongRows | None
 def _takeable(
     requests: Sequence[VideoRequest], model: str, options: VideoRequest, wrong: WrongRows
 ) -> list[VideoRequest]:
-    """Returns the requests that a listed model may take with these options; `wrong` receives the others."""
+    """Return the requests that a listed model may take with these options; `wrong` receives the others."""
     found = []
     for request in requests:
         try:
@@ -400,7 +400,7 @@ def _takeable(
 
 
 def _is_here(model: str) -> bool:
-    """Tells whether a model is opened without a download."""
+    """Return whether a model is opened without a download."""
     preset = registry.find_preset(model)
     return os.path.exists(model) if preset is None else preset.shipped
 
@@ -411,7 +411,7 @@ def shared_by_all(request: VideoRequest) -> VideoRequest:
 
 
 def numbers_of(requests: Sequence[VideoRequest], command: CommandOptions, first: int) -> list[int]:
-    """Returns the seeds of each request that has none of its own, which --seeds or --count ask for, from `first` on.
+    """Return the seeds of each request that has none of its own, which --seeds or --count ask for, from `first` on.
 
     Raises WanjaxError for more videos than a command makes.
     """
@@ -423,7 +423,7 @@ def numbers_of(requests: Sequence[VideoRequest], command: CommandOptions, first:
 
 
 def folder_of(folder: Path | None, out: str | None) -> AnyPath:
-    """Returns the folder of the videos, which may be in a store."""
+    """Return the folder of the videos, which may be in a store."""
     if folder is not None:
         raise WanjaxError("--dir keeps the stages of one video: --out names the folder of several")
     if out is not None and Path(out).suffix:

@@ -29,7 +29,7 @@ HEADINGS = ("what", "compiling", "first run", "measured", "runs", "spread", "mod
 
 
 def bench(report: Report, *, model: str, quick: bool, keep: bool, as_json: bool) -> None:
-    """Runs the measurements, prints them, and keeps the better set of compiler options."""
+    """Run the measurements, print them, and keep the better set of compiler options."""
     scale: BenchSize = SIZES["cpu" if platform() == "cpu" else "other", quick]
     with report.stage("bench"):
         found = run(registry.outline(model), scale, quick=quick, tell=report.note)
@@ -46,7 +46,7 @@ def bench(report: Report, *, model: str, quick: bool, keep: bool, as_json: bool)
 
 
 def show(found: Bench, console: Console) -> None:
-    """Prints the measurements as a table, and what follows from them as sentences."""
+    """Print the measurements as a table, and what follows from them as sentences."""
     console.print(
         f"{found.model}, {found.size}, {quantity(found.frames, 'frame')}, {found.dtype}, random weights, on "
         f"{found.devices} ({mesh_text(found.mesh, ', ')}), modelled by {found.modelled_by}",
@@ -69,7 +69,7 @@ def _figures(row: Row) -> list[str]:
 
 
 def _sentences(found: Bench) -> Iterator[str]:
-    """Yields sentences on what is exact, what was reached, the sets of compiler options, and what is wrong."""
+    """Yield sentences on what is exact, what was reached, the sets of compiler options, and what is wrong."""
     exact = ", ".join(f"{name} {far:.1e}" for name, far in found.exact.items())
     yield f"attention's relative distance from the reference: {exact}"
     yield from (f"{row.name}, {row.what}: {scaled(row.rate, 'FLOP/s')}" for row in found.rows if row.rate)
@@ -118,7 +118,7 @@ def calibrate(report: Report, request: VideoRequest, options: PipelineOptions, t
 
 
 def suited(model: str) -> list[str]:
-    """Returns prompts whose words a model knows."""
+    """Return prompts whose words a model knows."""
     domain = domain_of(model)
     return [prompt for prompt in PROMPTS if domain is None or not domain.unknown(prompt)][:MOST]
 

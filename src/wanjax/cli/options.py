@@ -21,18 +21,18 @@ Decorator = Callable[[Any], Any]
 
 
 def is_typed(name: str, ctx: click.Context | None = None) -> bool:
-    """Tells whether a parameter of a command (None is the one that runs, if any) stands on the command line."""
+    """Return whether a parameter of a command (None is the one that runs, if any) stands on the command line."""
     ctx = ctx or click.get_current_context(silent=True)
     return ctx is not None and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
 def is_given(name: str) -> bool:
-    """Tells whether a parameter of the command that runs has a value from the command line or a file."""
+    """Return whether a parameter of the command that runs has a value from the command line or a file."""
     return click.get_current_context().get_parameter_source(name) not in (None, ParameterSource.DEFAULT)
 
 
 def option_of(name: str) -> str:
-    """Returns the long option by which a parameter of the command that runs is given."""
+    """Return the long option by which a parameter of the command that runs is given."""
     return next(x.opts[-1] for x in click.get_current_context().command.params if x.name == name)
 
 
@@ -55,12 +55,12 @@ class Workers(click.ParamType):
 
 
 def together(*decorators: Decorator) -> Decorator:
-    """Joins decorators into one; the help lists their options in this order."""
+    """Join decorators into one; the help lists their options in this order."""
     return lambda command: reduce(lambda inner, decorate: decorate(inner), reversed(decorators), command)
 
 
 def _prompt(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """Returns the prompt: the argument, or the value of the hidden option --prompt; None with --prompts.
+    """Return the prompt: the argument, or the value of the hidden option --prompt; None with --prompts.
 
     One that is typed, in either way, takes the place of one from a file. An empty one is asked for on a terminal, and
     elsewhere refused, unless it is that of a record or --allow-empty-prompt is given.
@@ -89,7 +89,7 @@ of_scripts = partial(click.option, is_eager=True, hidden=True)  # spellings of t
 
 
 def _parts(ctx: click.Context, whole: click.Parameter, *names: str) -> dict[str, Any]:
-    """Takes the given ones of these options, which become parts of another: this one counts as given too."""
+    """Take the given ones of these options, which become parts of another: this one counts as given too."""
     found = {name: ctx.params.pop(name) for name in names}
     given = {name: value for name, value in found.items() if value is not None}
     for name in given:
@@ -99,7 +99,7 @@ def _parts(ctx: click.Context, whole: click.Parameter, *names: str) -> dict[str,
 
 
 def _attention(ctx: click.Context, parameter: click.Parameter, value: str | None) -> Any:
-    """Returns the named implementation with the given tiles and window; None where it is to be chosen."""
+    """Return the named implementation with the given tiles and window; None where it is to be chosen."""
     tiles = [f"{k}={v}" for k, v in _parts(ctx, parameter, "block_q", "block_kv", "block_kv_compute").items()]
     tiles += _parts(ctx, parameter, "use_k_smooth").values()
     window = [f"window={size}" for size in _parts(ctx, parameter, "window").values()]
@@ -116,7 +116,7 @@ def _attention(ctx: click.Context, parameter: click.Parameter, value: str | None
 
 
 def _mesh(ctx: click.Context, parameter: click.Parameter, value: str | None) -> Any:
-    """Returns the mesh; options of scripts ask for a chosen one, which splits guidance, with `sp` as it was given."""
+    """Return the mesh; options of scripts ask for a chosen one, which splits guidance, with `sp` as it was given."""
     parts = _parts(ctx, parameter, "use_dp", "sp_num")
     if parts and value not in (None, "auto"):
         raise click.UsageError(f"--{next(iter(parts)).replace('_', '-')} is given beside --mesh: one way is enough")
@@ -129,7 +129,7 @@ def _mesh(ctx: click.Context, parameter: click.Parameter, value: str | None) -> 
 
 
 def _rules(ctx: click.Context, parameter: click.Parameter, value: str) -> str:
-    """Returns the rules, which an option of scripts names too."""
+    """Return the rules, which an option of scripts names too."""
     for rules in _parts(ctx, parameter, "use_fsdp").values():
         if value != rules:
             raise click.UsageError(f"--use-fsdp is --rules {rules}, and {value} is given: one way is enough")
@@ -186,7 +186,7 @@ dashboard = click.option("--dashboard", is_flag=True, help="Show the dashboard o
 
 
 def resources(more: str = "") -> Decorator:
-    """Returns the option of what a worker is given of a cluster, with more to say of it."""
+    """Return the option of what a worker is given of a cluster, with more to say of it."""
     return click.option(
         "--resources",
         metavar="LIST",
@@ -252,7 +252,7 @@ model_override = of_model(help="Another model than that of the stage before.")
 
 
 def setting(name: str) -> Decorator:
-    """Returns the option of a setting."""
+    """Return the option of a setting."""
     known = SETTINGS[name]
     option = f"--{name.replace('_', '-')}"
     if known.several:
@@ -264,7 +264,7 @@ def setting(name: str) -> Decorator:
 
 
 def of_group(group: str) -> Decorator:
-    """Returns the options of a group of settings."""
+    """Return the options of a group of settings."""
     return together(*(setting(name) for name, known in SETTINGS.items() if known.group == group))
 
 
@@ -434,7 +434,7 @@ chip_elsewhere = click.option(
 
 
 def _compile_cache(ctx: click.Context, parameter: click.Parameter, value: Any) -> None:
-    """Keeps the shared compile cache, and whether it is trusted, for what is compiled."""
+    """Keep the shared compile cache, and whether it is trusted, for what is compiled."""
     if value:
         ctx.meta.setdefault(COMPILE_CACHE, {})["name" if parameter.name == "compile_cache" else "trusted"] = value
 
@@ -499,7 +499,7 @@ at = click.option(
 
 
 def folder(default: str | None, told: str = "") -> Decorator:
-    """Returns the option of the stages' folder, with its default or the sentence about it."""
+    """Return the option of the stages' folder, with its default or the sentence about it."""
     return click.option(
         "--dir",
         "folder",
@@ -512,7 +512,7 @@ def folder(default: str | None, told: str = "") -> Decorator:
 
 
 def out(default: str) -> Decorator:
-    """Returns the option of the video's name, with a sentence about its default."""
+    """Return the option of the video's name, with a sentence about its default."""
     return of_file(
         "-o",
         "--out",
@@ -523,7 +523,7 @@ def out(default: str) -> Decorator:
 
 
 def _quiet(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
-    """Silences the report, and the bars of the hub's client, which reads the variable when it is imported."""
+    """Silence the report, and the bars of the hub's client, which reads the variable when it is imported."""
     if value:
         ctx.obj.quiet = True
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
@@ -535,7 +535,7 @@ def _verbose(ctx: click.Context, parameter: click.Parameter, value: bool) -> Non
 
 
 def _reported(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
-    """Sets the flag of the report that has the parameter's name."""
+    """Set the flag of the report that has the parameter's name."""
     setattr(ctx.obj, str(parameter.name), value)
 
 

@@ -114,13 +114,13 @@ def _video(pipe: Pipeline, request: VideoRequest) -> tuple[Pictures | None, Sett
 
 
 def _say(console: Console, sentence: str) -> None:
-    """Prints a sentence, in lines that end between words where a terminal is narrow."""
+    """Print a sentence, in lines that end between words where a terminal is narrow."""
     for line in folded(sentence, stdout_width()):
         console.print(line)
 
 
 def show_training(found: TrainingEstimate, console: Console) -> None:
-    """Prints the price of a step of training."""
+    """Print the price of a step of training."""
     _say(
         console,
         f"training of {found.trained} of {found.model} by {found.optimizer}, {found.clips} x {found.size}, "
@@ -146,7 +146,7 @@ def show_training(found: TrainingEstimate, console: Console) -> None:
 
 
 def show_video(found: Estimate, console: Console) -> None:
-    """Prints the prices as tables and sentences."""
+    """Print the prices as tables and sentences."""
     options = "" if found.compiler is None else f", compiler {found.compiler}"
     _say(
         console,
@@ -175,7 +175,7 @@ def show_video(found: Estimate, console: Console) -> None:
 
 
 def _summary(found: Estimate) -> Iterator[str]:
-    """Yields sentences on the steps, the whole run, what is in doubt and whether it fits."""
+    """Yield sentences on the steps, the whole run, what is in doubt and whether it fits."""
     if found.step_seconds:
         spread = between(*(duration(x or 0) for x in (found.step_seconds_low, found.step_seconds_high)))
         share = f", {found.mfu:.0%} of the chips' {found.peak_dtype} peak" if found.mfu else ""
@@ -246,7 +246,7 @@ def warmup(report: Report, request: VideoRequest, options: PipelineOptions, chip
 
 
 def _fill(report: Report, request: VideoRequest, options: PipelineOptions, place: Slice) -> None:
-    """Fills a shared cache with the programs for a slice that need not be here, those that it lacks."""
+    """Fill a shared cache with the programs for a slice that need not be here, those that it lacks."""
     if options.processes:
         raise WanjaxError("--chip describes all processes of a slice: one compiles for them, without --processes")
     check_compiler()
@@ -271,7 +271,7 @@ def _fill(report: Report, request: VideoRequest, options: PipelineOptions, place
 
 
 def _compiled(instance: Instance) -> bool:
-    """Compiles a program for devices that are described into the shared cache; returns False where it is there."""
+    """Compile a program for devices that are described into the shared cache; return False where it is there."""
     options = instance.program.options_of(instance.site)
     with suppress(EntryExists):
         retry_without_rejected_options(options, lambda left: instance.compiled(left, compile_cache), warn_refused)
@@ -281,7 +281,7 @@ def _compiled(instance: Instance) -> bool:
 
 @contextmanager
 def _recorded(report: Report, request: VideoRequest, options: PipelineOptions) -> Iterator[list[Instance]]:
-    """Yields the programs of the run that `generate` would make, recorded."""
+    """Yield the programs of the run that `generate` would make, recorded."""
     with temp_dir() as folder:
         request = request.under(VideoRequest({"prompt": ""}))
         made = Rendering(report, request, options, CommandOptions(folder=folder))

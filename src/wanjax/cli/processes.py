@@ -14,7 +14,7 @@ from wanjax.sharding import platform
 
 
 def meet(report: Report, asked: str | None, *, described: str | None = None) -> None:
-    """Joins the other processes, if any. Only the first process reports.
+    """Join the other processes, if any. Only the first process reports.
 
     `described` is the platform of devices that are described, if programs are compiled for such.
 

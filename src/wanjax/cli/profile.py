@@ -43,7 +43,7 @@ class StepProfile(Observer):
         self._tracing = self._traced = False
 
     def stepped(self, step: Step) -> None:
-        """Waits for the end of a step on the device and records the time; starts and stops the trace."""
+        """Wait for the end of a step on the device and record the time; starts and stop the trace."""
         jax.block_until_ready(step.latents)
         self._ends.append(perf_counter())
         if step.index + 1 == TRACED[0] and step.total > TRACED[0]:
@@ -57,7 +57,7 @@ class StepProfile(Observer):
             self.note(self.report())
 
     def report(self) -> str:
-        """Writes the report; returns one sentence: seconds and operations of a step, and the share of the peak."""
+        """Write the report; return one sentence: seconds and operations of a step, and the share of the peak."""
         found = self._found()
         with writing(self.folder / STEPS) as beside:
             beside.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

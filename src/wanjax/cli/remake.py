@@ -60,7 +60,7 @@ def with_original(request: VideoRequest, record: Mapping[str, Any]) -> VideoRequ
 
 
 def differences(record: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
-    """Returns a sentence on what may change a video's last digits: another version or other devices."""
+    """Return a sentence on what may change a video's last digits: another version or other devices."""
     version, devices = (record.get(name, "unknown") for name in ("version", "devices"))
     if (version, devices) == (here["version"], here["devices"]):
         return None
@@ -68,7 +68,7 @@ def differences(record: Mapping[str, Any], here: Mapping[str, Any]) -> str | Non
 
 
 def check_files(record: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Raises WanjaxError where an entry of a record names a file or folder that is gone, or not the one it was.
+    """Raise WanjaxError where an entry of a record names a file or folder that is gone, or not the one it was.
 
     A record may be a stranger's: what it names is read only where the contents have the digest that it tells.
     """
@@ -88,7 +88,7 @@ def check_files(record: Mapping[str, Any], names: Iterable[str]) -> None:
 
 
 def _changed(path: AnyPath, told: Any) -> str | None:
-    """Returns a file or folder and why it is not the one of the digest that is told; None where it is."""
+    """Return a file or folder and why it is not the one of the digest that is told; None where it is."""
     if not isinstance(path, Path):
         return f"{path}, which is no file here"
     if not os.path.exists(path):
@@ -107,14 +107,14 @@ def _is_name_alone(path: AnyPath) -> bool:
 
 
 def _others(paths: Iterable[AnyPath], digests: Mapping[str, Any]) -> list[Path]:
-    """Returns the files that belong to those of a model and of which there are digests."""
+    """Return the files that belong to those of a model and of which there are digests."""
     files = [path for path in paths if isinstance(path, Path)]
     others = [path.with_name(name) for path in files for name in registry.companion_files(path.name)]
     return [path for path in others if str(path) in digests]
 
 
 def check_loaded(record: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Raises WanjaxError where a LoRA on the hub, or the table of a step cache, is another one than a record tells.
+    """Raise WanjaxError where a LoRA on the hub, or the table of a step cache, is another one than a record tells.
 
     `here` is the record of the video as it would be made now.
     """
@@ -127,7 +127,7 @@ def check_loaded(record: Mapping[str, Any], here: Mapping[str, Any]) -> None:
 
 
 def _tiling(recorded: Mapping[str, Any]) -> Tiling:
-    """Returns the tiles of a record; raises WanjaxError unless it gives their size and stride."""
+    """Return the tiles of a record; raise WanjaxError unless it gives their size and stride."""
     pairs: dict[str, Any] = dict(recorded)
     for name, x in recorded.items():
         if isinstance(x, list) and len(x) == 2:  # a pair, in JSON

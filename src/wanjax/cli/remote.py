@@ -95,7 +95,7 @@ def generate(
 def _generate_one(
     report: Report, server: "Server", offered: Mapping[str, Any], request: VideoRequest, out: str | None
 ) -> None:
-    """Has a video made, and writes it under its own name or `out`."""
+    """Have a video made, and write it under its own name or `out`."""
     if out is not None and not _is_mp4(out):
         from wanjax.media.video import check_output  # imported late, as in `_save`
 
@@ -117,7 +117,7 @@ def _generate_one(
 
 
 def _requests(request: VideoRequest, command: CommandOptions) -> list[VideoRequest]:
-    """Returns the request of each of several videos, with its prompt, its seed and its settings."""
+    """Return the request of each of several videos, with its prompt, its seed and its settings."""
     from wanjax.cli.many import numbers_of, requests_of, shared_by_all  # imported late: they need JAX
     from wanjax.jobs.rows import with_seeds
     from wanjax.pipelines.seeds import checked_seed
@@ -135,7 +135,7 @@ def _generate_several(
     requests: Sequence[VideoRequest],
     command: CommandOptions,
 ) -> None:
-    """Has a video of each request made, except those that are in the folder already, unless with --force.
+    """Have a video of each request made, except those that are in the folder already, unless with --force.
 
     Cancels the videos that wait where this ends before its time. The folder has a manifest, as that of `wanjax batch`.
     """
@@ -254,7 +254,7 @@ class _Several:
 
 
 def _name(fields: Mapping[str, Any], offered: Mapping[str, Any]) -> str:
-    """Returns the name of one of several videos, which is the same wherever the same server makes it again.
+    """Return the name of one of several videos, which is the same wherever the same server makes it again.
 
     It is that of `wanjax batch`, as far as what is asked for is all that the video's record holds.
     """
@@ -266,7 +266,7 @@ def _name(fields: Mapping[str, Any], offered: Mapping[str, Any]) -> str:
 
 @contextmanager
 def _cancelling(server: "Server") -> Iterator[deque[str]]:
-    """Yields a queue for the paths of videos that are asked for; cancels those left in it by Ctrl-C or an error."""
+    """Yield a queue for the paths of videos that are asked for; cancel those left in it by Ctrl-C or an error."""
     waiting: deque[str] = deque()
     try:
         yield waiting
@@ -282,7 +282,7 @@ def _cancelling(server: "Server") -> Iterator[deque[str]]:
 
 
 def _save(server: "Server", path: str, out: str) -> AnyPath:
-    """Writes a video as the server made it, or its frames and its record in the format of another name."""
+    """Write a video as the server made it, or its frames and its record in the format of another name."""
     data, target = server.fetch(f"{path}/content"), parse_path(out).absolute()
     if _is_mp4(out):
         check_folder(target.parent)
@@ -310,13 +310,13 @@ def _id(path: str) -> str:
 
 
 def _why(job: Mapping[str, Any]) -> str:
-    """Returns why a video was not made, as the server tells it."""
+    """Return why a video was not made, as the server tells it."""
     why = job["error"].get("message") if isinstance(job.get("error"), dict) else None
     return _plain(why or "it tells no reason")
 
 
 def _seed(told: Mapping[str, Any], at: str) -> int:
-    """Returns the seed among settings that a server tells; raises WanjaxError where it is none."""
+    """Return the seed among settings that a server tells; raise WanjaxError where it is none."""
     try:
         return SETTINGS["seed"].read(told.get("seed"))
     except WanjaxError as error:
@@ -324,7 +324,7 @@ def _seed(told: Mapping[str, Any], at: str) -> int:
 
 
 def _awaited(server: "Server", place: str, report: Report, show: Callable[[str, int, int], Any]) -> dict[str, Any]:
-    """Returns a video that is over; meanwhile its notes are printed, and `show` receives how far a stage is."""
+    """Return a video that is over; meanwhile its notes are printed, and `show` receives how far a stage is."""
     pause, longest = EVERY
     told: set[str] = set()
     while True:
@@ -345,7 +345,7 @@ def _awaited(server: "Server", place: str, report: Report, show: Callable[[str, 
 
 
 def _window(job: Mapping[str, Any]) -> str:
-    """Returns which window of a video is made; nothing of one that has no others, or waits."""
+    """Return which window of a video is made; nothing of one that has no others, or waits."""
     settings = job.get("settings")
     number, count = job.get("window"), settings.get("windows") if isinstance(settings, dict) else 1
     several = isinstance(number, int) and isinstance(count, int) and 0 < number <= count and count > 1
@@ -363,7 +363,7 @@ def _fields(request: VideoRequest) -> dict[str, Any]:
 
 
 def _strengths(given: Sequence[Any], known: Any, at: str) -> dict[str, float]:
-    """Returns the strength of each of the server's LoRAs, 0 where it is not among the given ones.
+    """Return the strength of each of the server's LoRAs, 0 where it is not among the given ones.
 
     Raises WanjaxError for one that the server does not have.
     """
@@ -385,7 +385,7 @@ def _check_options(options: PipelineOptions, has: Mapping[str, Any], at: str) ->
 
 
 def _compare(name: str, value: Any, has: Mapping[str, Any], at: str) -> None:
-    """Raises WanjaxError unless the server was started with an option of this value."""
+    """Raise WanjaxError unless the server was started with an option of this value."""
     other = has.get("tiling" if name == "tile" else name, SAFE if name == "compiler" else None)  # which no record names
     same = value == bool(other) if isinstance(value, bool) else list(map(base_name, _texts(value))) == _texts(other)
     if not same:
@@ -432,7 +432,7 @@ def _digests(value: Any) -> Any:
 
 
 def _plain(text: Any) -> str:
-    """Returns a server's text without characters that would steer a terminal."""
+    """Return a server's text without characters that would steer a terminal."""
     return "".join(c if c.isprintable() else " " for c in str(text)[:1000])
 
 
@@ -440,7 +440,7 @@ class Server:
     """A `wanjax serve` at an address."""
 
     def __init__(self, url: str):
-        """Takes an address such as http://localhost:8000; raises WanjaxError for one of another kind."""
+        """Take an address such as http://localhost:8000; raise WanjaxError for one of another kind."""
         url = f"http://{url}" if HOST_AND_PORT.fullmatch(url) else url
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
@@ -449,7 +449,7 @@ class Server:
         self._opener = build_opener(NoRedirect)
 
     def model(self, name: str | None) -> dict[str, Any]:
-        """Returns what the server tells of its first model, or of the one of this name.
+        """Return what the server tells of its first model, or of the one of this name.
 
         Raises WanjaxError where there is none, or where that is no wanjax server's answer.
         """
@@ -464,14 +464,14 @@ class Server:
         raise WanjaxError(f"the model {name} is for the server to be started with, and {self.url} has {ids}")
 
     def submit(self, fields: Mapping[str, Any]) -> str:
-        """Asks for a video; returns its path at the server. Raises WanjaxError as `fetch`."""
+        """Ask for a video; return its path at the server. Raises WanjaxError as `fetch`."""
         job = self.ask("/v1/videos", fields)
         if not isinstance(id := job.get("id"), str) or not id.replace("_", "").isalnum():
             raise WanjaxError(f"{self.url} answers with no id of a video: it is no wanjax serve of this version")
         return f"/v1/videos/{id}"
 
     def ask(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Returns the JSON object that is answered; posts one where it is given. Raises WanjaxError as `fetch`."""
+        """Return the JSON object that is answered; post one where it is given. Raises WanjaxError as `fetch`."""
         told = self.fetch(path, body)
         try:
             answer = json.loads(told)
@@ -482,7 +482,7 @@ class Server:
         return answer
 
     def fetch(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
-        """Returns the bytes that are answered; raises WanjaxError with the server's reason, or where none answers."""
+        """Return the bytes that are answered; raise WanjaxError with the server's reason, or where none answers."""
         headers = {"Content-Type": "application/json"}
         if token := os.environ.get(TOKEN):
             headers["Authorization"] = f"Bearer {token}"
@@ -502,7 +502,7 @@ class Server:
 
 
 def _reason(error: HTTPError) -> str:
-    """Returns the reason in a server's refusal, which has OpenAI's form."""
+    """Return the reason in a server's refusal, which has OpenAI's form."""
     try:
         return _plain(json.loads(error.read(10**6))["error"]["message"])
     except (ValueError, KeyError, TypeError, RecursionError, OSError, HTTPException):

@@ -58,7 +58,7 @@ class Row:
         self.units = ""
 
     def add(self, stage: "Stage") -> None:
-        """Adds a turn that is over."""
+        """Add a turn that is over."""
         self.seconds += stage.elapsed
         self.compilations.join(stage.compilations)
         self.loading += stage.loading
@@ -70,11 +70,11 @@ class Row:
         )
 
     def told(self) -> tuple[str, ...]:
-        """Returns the row as texts."""
+        """Return the row as texts."""
         return duration(self.seconds), str(self.compilations), *(in_bytes(peak) if peak else "" for peak in self.peaks)
 
     def parts(self, name: str) -> Iterator[tuple[str, float]]:
-        """Yields the parts of the stage's time with their seconds; the last is what is left of it."""
+        """Yield the parts of the stage's time with their seconds; the last is what is left of it."""
         known = {
             "loading weights": self.loading,
             "compiling": self.compilations.seconds,
@@ -123,31 +123,31 @@ class Report:
         return self.muted or self.quiet
 
     def made(self, file: "AnyPath", record: Mapping[str, Any], **more: Any) -> None:
-        """Prints what a run made: the name of the file, or an object of it, its record and more."""
+        """Print what a run made: the name of the file, or an object of it, its record and more."""
         if self.in_json:
             click.echo(json.dumps({"file": str(file), **more, "record": dict(record)}))
         else:  # in bytes, where the stream takes them, because a name may hold some that are no text
             click.echo(os.fsencode(str(file)) if hasattr(sys.stdout, "buffer") else str(file))
 
     def note(self, text: str) -> None:
-        """Prints a line."""
+        """Print a line."""
         self.console.print(text)
 
     def kept(self, way_on: str, text: str | None = None) -> None:
-        """Takes the command that continues from what is complete, and prints it after a text on that, if any."""
+        """Take the command that continues from what is complete, and print it after a text on that, if any."""
         self.way_on = way_on
         if text is not None:
             self.note(f"{text}; to continue from there: {way_on}")
         self.stop_if_asked()
 
     def load(self, component: str, done: int, total: int) -> None:
-        """Shows that `done` of `total` bytes of a component are loaded, on the line of the current stage."""
+        """Show that `done` of `total` bytes of a component are loaded, on the line of the current stage."""
         if self._current:
             self._current.load(component, done, total)
             self.stop_if_asked()
 
     def count(self, unit: str, done: int, total: int, *, beside: str = "") -> None:
-        """Shows that `done` of `total` units of the current stage, such as chunks, are complete, and a text beside."""
+        """Show that `done` of `total` units of the current stage, such as chunks, are complete, and a text beside."""
         if self._current:
             self._current.count(unit, done, total, beside)
             self._steps = done if unit in ("step", "block") else 0
@@ -157,16 +157,16 @@ class Report:
             self.stop_if_asked()
 
     def saved(self, steps: int | None) -> None:
-        """Takes how many steps of the current stage a file holds, or None once one is done that it does not hold."""
+        """Take how many steps of the current stage a file holds, or None once one is done that it does not hold."""
         self._saved = steps
 
     def stop_if_asked(self) -> None:
-        """Raises KeyboardInterrupt if Ctrl-C was pressed while a stage ran."""
+        """Raise KeyboardInterrupt if Ctrl-C was pressed while a stage ran."""
         if self._stop:
             raise KeyboardInterrupt
 
     def goes_on(self) -> None:
-        """Notes that this command, given again, goes on from what it has done."""
+        """Note that this command, given again, go on from what it has done."""
         self.way_on = shlex.join(["wanjax", *sys.argv[1:]])
 
     @property
@@ -175,7 +175,7 @@ class Report:
         return f"what was complete is kept, and this goes on from there: {self.way_on}\n" if self.way_on else ""
 
     def leave(self, error: BaseException) -> NoReturn:
-        """Ends the process for an error, though other processes wait for it.
+        """End the process for an error, though other processes wait for it.
 
         They have a moment to end with it, as where all were given the same mistake: JAX lets none end before the others
         for minutes, which is too long where they are in the midst of something.
@@ -193,7 +193,7 @@ class Report:
         os._exit(getattr(error, "exit_code", 1))
 
     def interrupted(self) -> None:
-        """Answers Ctrl-C outside of a stage: ends the process at once.
+        """Answer Ctrl-C outside of a stage: ends the process at once.
 
         An exception would be lost, or crash the process, where Python imports, collects garbage, or waits for C.
         """
@@ -202,7 +202,7 @@ class Report:
         )
 
     def _pressed(self) -> None:
-        """Answers Ctrl-C. An exception inside JAX would be lost, or crash the process, so the run stops in between."""
+        """Answer Ctrl-C. An exception inside JAX would be lost, or crash the process, so the run stops in between."""
         if self._stop:
             told = "" if self.muted else f"\nwanjax: stopped at once\n{self.outcome}"
             end_at_once(told, self.console.is_terminal)
@@ -214,7 +214,7 @@ class Report:
             threading.Thread(target=self._end, args=[self._current], daemon=True).start()
 
     def _end(self, stage: "Stage | None") -> None:
-        """Ends the process where a stage goes on, as while the memory is exhausted, once that loses nothing done."""
+        """End the process where a stage goes on, as while the memory is exhausted, once that loses nothing done."""
         time.sleep(PATIENCE)
         while stage is not None and self._current is stage:
             if self._saved is not None and self._steps <= self._saved:
@@ -223,7 +223,7 @@ class Report:
 
     @contextmanager
     def telling_warnings(self) -> Iterator[None]:
-        """Prints each warning of wanjax as a note, once, and what JAX warns of for each program of its cache."""
+        """Print each warning of wanjax as a note, once, and what JAX warns of for each program of its cache."""
 
         def show(message: Warning | str, category: type[Warning], *where: Any, **file: Any) -> None:
             of_cache = CACHE.match(str(message))
@@ -243,7 +243,7 @@ class Report:
 
     @contextmanager
     def telling_programs(self) -> Iterator[None]:
-        """Prints each call of the backend's compiler in the `with` block, and their number at its end."""
+        """Print each call of the backend's compiler in the `with` block, and their number at its end."""
         from wanjax.compile_cache.compilations import Compilation, watch_compiler
         from wanjax.pipelines.progress import Compilations
 
@@ -262,7 +262,7 @@ class Report:
 
     @contextmanager
     def stage(self, name: str, *, at_once: bool = False) -> Iterator[None]:
-        """Shows a stage while it runs, and records its time and its peak memory for the table.
+        """Show a stage while it runs, and record its time and its peak memory for the table.
 
         Ctrl-C ends one that keeps nothing `at_once`.
         """
@@ -282,7 +282,7 @@ class Report:
         self.seconds[name] = round(row.seconds, 3)
 
     def table(self) -> None:
-        """Prints the time and the peak memory of each stage, and with `stats` where all time went."""
+        """Print the time and the peak memory of each stage, and with `stats` where all time went."""
         names = ("stage", "time", "compiling", "peak memory", "peak device memory")
         told = [(name, *row.told()) for name, row in self._rows.items()]
         used = [i for i in range(len(names)) if any(row[i] for row in told)]  # CPUs report no device memory
@@ -292,7 +292,7 @@ class Report:
             self._account()
 
     def _account(self) -> None:
-        """Prints the time of the process in parts, which make up all of it until now."""
+        """Print the time of the process in parts, which make up all of it until now."""
         import psutil
 
         began, now = psutil.Process().create_time(), time.time()
@@ -311,7 +311,7 @@ def _reset_host_peak() -> None:
 
 
 def _host_peak() -> int | None:
-    """Returns the peak memory of the process in bytes, since the last reset if the system supports resets."""
+    """Return the peak memory of the process in bytes, since the last reset if the system supports resets."""
     with suppress(OSError):
         if found := re.search(r"VmHWM:\s*(\d+) kB", STATUS.read_text()):
             return int(found[1]) * 1024
@@ -324,7 +324,7 @@ def _host_peak() -> int | None:
 
 
 def _device_peak() -> int | None:
-    """Returns the peak bytes in use on any local accelerator since the process began, or None without accelerators."""
+    """Return the peak bytes in use on any local accelerator since the process began, or None without accelerators."""
     if "jax" not in sys.modules:
         return None
     import jax
@@ -339,7 +339,7 @@ SHOW_CURSOR = "\x1b[?25h"
 
 @contextmanager
 def watched(pressed: Callable[[], None]) -> Iterator[None]:
-    """Calls `pressed` from a thread at each Ctrl-C, in place of raising KeyboardInterrupt.
+    """Call `pressed` from a thread at each Ctrl-C, in place of raising KeyboardInterrupt.
 
     Does nothing outside the main thread, which alone may handle signals.
     """
@@ -370,7 +370,7 @@ def watched(pressed: Callable[[], None]) -> Iterator[None]:
 
 
 def end_at_once(told: str, terminal: bool) -> NoReturn:
-    """Ends the process at once; cleans up what is under way, prints a text, and shows a terminal's cursor again."""
+    """End the process at once; clean up what is under way, print a text, and show a terminal's cursor again."""
     abandon()
     os.write(2, f"{SHOW_CURSOR if terminal else ''}{told}".encode())
     os._exit(INTERRUPTED)

@@ -29,7 +29,7 @@ TEMPORARY = "wanjax-run-"
 
 
 def new_run(names: Callable[[], Iterator[str]]) -> "HeldRun":
-    """Makes a folder with the first of the names that is free, and takes it.
+    """Make a folder with the first of the names that is free, and take it.
 
     It is in the user's cache, or a temporary one where that has no room, or can be neither written nor locked.
     """
@@ -59,7 +59,7 @@ def _cached_runs() -> Path | None:
 
 
 def is_of_a_run(folder: Path) -> bool:
-    """Tells whether a folder was made by `generate`, not named by a user."""
+    """Return whether a folder was made by `generate`, not named by a user."""
     folder = folder.absolute()
     parent = folder.parent
     temporary = parent.name.startswith(TEMPORARY) and parent.parent == Path(tempfile.gettempdir()).absolute()
@@ -70,7 +70,7 @@ class HeldRun:
     """A run's folder, on which this process holds the lock."""
 
     def __init__(self, folder: Path):
-        """Takes the lock. Raises WanjaxError if another process has it."""
+        """Take the lock. Raises WanjaxError if another process has it."""
         self.folder = folder
         self._hold = FileLock(folder / LOCK, "run", "--dir")
         if not (folder / LOCK).exists():  # it went before this process had the lock
@@ -78,7 +78,7 @@ class HeldRun:
             raise WanjaxError(f"{folder} was removed, because its run is complete or too old: make the video again")
 
     def close(self, *, done: bool) -> None:
-        """Lets go of the folder, and removes its files if the run is `done`; in any case the folder if it has none."""
+        """Let go of the folder, and remove its files if the run is `done`; in any case the folder if it has none."""
         if done:
             for file in _files(self.folder):
                 if _is_ours(file.name):
@@ -100,7 +100,7 @@ class HeldRun:
 
 
 def sweep(*, but: Path | None = None) -> None:
-    """Removes the files of stopped runs that are older than two weeks, then the oldest while all are too large.
+    """Remove the files of stopped runs that are older than two weeks, then the oldest while all are too large.
 
     Those of a run that goes on stay, and so does everything that is no run's, and the folder `but`.
     """
@@ -132,6 +132,6 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _is_ours(name: str) -> bool:
-    """Tells whether a name is that of a stage's file, or of one that a killed process did not complete."""
+    """Return whether a name is that of a stage's file, or of one that a killed process did not complete."""
     left = LEFT.fullmatch(name)
     return FILES.fullmatch(left["name"] if left else name) is not None

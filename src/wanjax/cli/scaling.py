@@ -20,7 +20,7 @@ HOST = 8  # the most chips of one host, which several workers can share
 
 
 def show_scale(found: ScaleEstimate, console: Console) -> None:
-    """Prints the ways as tables, and sentences on the best one."""
+    """Print the ways as tables, and sentences on the best one."""
     bulk = found.bulk
     deadline = f" in {duration(bulk.deadline)}" if bulk.deadline else ", on one slice"
     price = f", at {digits(bulk.price)} a chip-hour" if bulk.price else ""
@@ -34,12 +34,12 @@ def show_scale(found: ScaleEstimate, console: Console) -> None:
 
 
 def _video(way: Option) -> tuple[str, ...]:
-    """Returns the figures of one video, under the headings of `VIDEO`."""
+    """Return the figures of one video, under the headings of `VIDEO`."""
     return way.slice, mesh_text(way.plan.mesh), spread(way.video_seconds, duration), spread(way.chip_seconds, digits)
 
 
 def _all(found: ScaleEstimate, way: Option) -> tuple[str, ...]:
-    """Returns the figures of all videos, under the headings of `ALL` and their cost, or chip-hours."""
+    """Return the figures of all videos, under the headings of `ALL` and their cost, or chip-hours."""
     hours = way.seconds.times(1 / 3600)
     row = (way.slice, spread(way.slices, _count), spread(hours, digits))
     if (cost := found.cost(way)) is None:
@@ -48,12 +48,12 @@ def _all(found: ScaleEstimate, way: Option) -> tuple[str, ...]:
 
 
 def spread(cost: Cost, told: Callable[[float], str]) -> str:
-    """Returns the ends of a range as text; an end that is infinite is too late for any number of slices."""
+    """Return the ends of a range as text; an end that is infinite is too late for any number of slices."""
     return between(*("too late" if x == inf else told(x) for x in (min(cost), max(cost))))
 
 
 def why(found: ScaleEstimate) -> str | None:
-    """Returns why the best way is the best for throughput; None where there is none."""
+    """Return why the best way is the best for throughput; None where there is none."""
     best, quickest = found.best, found.quickest
     if best is None or quickest is None:
         return None
@@ -69,7 +69,7 @@ def why(found: ScaleEstimate) -> str | None:
 
 
 def _sentences(found: ScaleEstimate) -> Iterator[str]:
-    """Yields sentences on the slices that were left out, the best way, and the start of its slice."""
+    """Yield sentences on the slices that were left out, the best way, and the start of its slice."""
     yield from filter(None, map(_why_not, found.others))
     best = found.best
     if best is None:
@@ -86,7 +86,7 @@ def _sentences(found: ScaleEstimate) -> Iterator[str]:
 
 
 def _number(found: ScaleEstimate, best: Option) -> str:
-    """Returns how many slices are to be rented, and how many of the chip that was asked for if workers share those."""
+    """Return how many slices are to be rented, and how many of the chip that was asked for if workers share those."""
     if found.bulk.deadline is None:
         return ""
     devices = find_hardware(found.chip).devices
@@ -108,7 +108,7 @@ def _why_not(other: Rejected) -> str | None:
 
 
 def _start(bulk: Workload, way: Option) -> str:
-    """Returns a sentence about what the start of a slice is made of, each part with its source."""
+    """Return a sentence about what the start of a slice is made of, each part with its source."""
     start = START if bulk.start is None else bulk.start
     sizes = between(in_bytes(way.plan.disk_bytes), in_bytes(way.plan.download_bytes_at_most))
     rate = in_bytes(bulk.download or DOWNLOADED)

@@ -56,7 +56,7 @@ class Command(click.Command):
         return [*super().get_params(ctx), HELP_ALL]
 
     def get_help(self, ctx: click.Context) -> str:
-        """Returns the help, of the options in daily use alone where all of them are too many for a terminal."""
+        """Return the help, of the options in daily use alone where all of them are too many for a terminal."""
         whole = super().get_help(ctx)
         if WHOLE in ctx.meta or whole.count("\n") < LINES:
             return whole
@@ -86,7 +86,7 @@ class Command(click.Command):
 
 
 def _brief(told: str) -> str:
-    """Returns the first clause of an option's help, and its default if that is one word."""
+    """Return the first clause of an option's help, and its default if that is one word."""
     text, _, default = told.partition("  [default: ")
     clause = re.split(r"[;.:] ", text)[0].removesuffix(".")
     return f"{clause}.  [default: {default}" if default and " " not in default else f"{clause}."

@@ -61,7 +61,7 @@ STOPPED = "stopped; what waits is made when the server is started again"
 
 
 def check_libraries() -> None:
-    """Raises WanjaxError unless the libraries of the server are installed."""
+    """Raise WanjaxError unless the libraries of the server are installed."""
     if missing := [name for module, name in LIBRARIES.items() if find_spec(module) is None]:
         raise WanjaxError(f"the server needs {' and '.join(missing)}: pip install 'wanjax[serve]' brings them")
 
@@ -300,7 +300,7 @@ def _start(
 
 
 def _limits(served: ServeOptions, defaults: Settings) -> Limits:
-    """Returns the limits of requests for a model of these settings."""
+    """Return the limits of requests for a model of these settings."""
     bounds = {"queue": served.max_queue, "steps": served.max_steps, "upload": served.max_upload * 2**20}
     return Limits.of(defaults, served.max_pixels, **bounds)
 
@@ -357,5 +357,5 @@ def _port(opened: socket.socket) -> int:
 
 
 def address(host: str, sockets: Sequence[socket.socket]) -> str:
-    """Returns the address of the page; the port is the one that was found where 0 was asked for."""
+    """Return the address of the page; the port is the one that was found where 0 was asked for."""
     return f"http://{f'[{host}]' if ':' in host else host}:{_port(sockets[0])}/"

@@ -162,7 +162,7 @@ def decode(report: Report, request: VideoRequest, options: PipelineOptions, comm
 
 @contextmanager
 def held(video: "Rendering") -> Iterator["Rendering"]:
-    """Yields a video on the command line, and releases its folder at the end, or where the process ends at once."""
+    """Yield a video on the command line, and release its folder at the end, or where the process ends at once."""
     try:
         with abandoned_by(video.release):
             yield video
@@ -178,7 +178,7 @@ def free_folder(command: CommandOptions, stage: str) -> Path:
 
 
 def check_free(folder: Path, command: str, force: bool) -> None:
-    """Raises WanjaxError where a command would replace in a folder what took long to make, unless `force`."""
+    """Raise WanjaxError where a command would replace in a folder what took long to make, unless `force`."""
     taken = [name for name in REPLACED[command] if (folder / name).exists()]
     if taken and not force:
         ways = ["--out keeps it" if command == "decode" else "another --dir keeps it", "--force replaces it"]
@@ -263,7 +263,7 @@ class Rendering:
         self.previews = Previews(self._preview(), on=report.console) if looking else None
 
     def _names(self, folder: Path | None, out: str | None) -> tuple[Path, str]:
-        """Returns the folder of the stages and the video's name, after a check that they can be written.
+        """Return the folder of the stages and the video's name, after a check that they can be written.
 
         Takes the folder if it is a run's in the user's cache.
         """
@@ -287,14 +287,14 @@ class Rendering:
         return self.held is None or Path(self.video).absolute().parent == self.folder.absolute()
 
     def _preview(self) -> paths.AnyPath:
-        """Returns the name of the file of previews: beside the files of the stages, or the video if those go."""
+        """Return the name of the file of previews: beside the files of the stages, or the video if those go."""
         if self.is_kept:
             return self.folder / stage_files.PREVIEW
         video = paths.parse_path(self.video)
         return video.parent / f"{Path(video.name).stem}.{stage_files.PREVIEW}"
 
     def release(self) -> None:
-        """Lets go of a run's folder; removes it if the video is written, or nothing is kept in it."""
+        """Let go of a run's folder; remove it if the video is written, or nothing is kept in it."""
         if self.held:
             self.held.close(done=self.is_written and not self.is_kept)
             with suppress(OSError):  # it holds something
@@ -327,7 +327,7 @@ class Rendering:
             )
 
     def checked(self, tensors: Mapping[str, Any]) -> Any:
-        """Returns the output of `encode` from its tensors; raises WanjaxError if it does not fit."""
+        """Return the output of `encode` from its tensors; raise WanjaxError if it does not fit."""
         try:
             encoded = encoded_from(self.pipe.architecture, tensors)
             check_fits(self.pipe.architecture, encoded, self.settings)
@@ -336,7 +336,7 @@ class Rendering:
         return encoded
 
     def tell(self, videos: Sequence[Settings] = ()) -> None:
-        """Prints the settings of the video, and notes on settings that may be unintended.
+        """Print the settings of the video, and notes on settings that may be unintended.
 
         Of several `videos` it prints what they share, what they differ in, and each note once.
         """
@@ -361,24 +361,24 @@ class Rendering:
             self.report.note(f"note: the initial noise is that of {self.record['noise']}, whatever the seed")
 
     def run(self, *observers: Observer) -> Run:
-        """Returns the run that makes the video, which observers look upon before the report, which may stop it."""
+        """Return the run that makes the video, which observers look upon before the report, which may stop it."""
         request = PreparedRequest(self.settings, self.record)
         return Run(
             self.pipe, [request], self.pictures, noise=self.noise, observers=[*observers, Reporting(self)], **self.how
         )
 
     def ahead(self) -> AbstractContextManager[None]:
-        """Compiles the programs of later stages beside the earlier ones, if any of them has to be compiled."""
+        """Compile the programs of later stages beside the earlier ones, if any of them has to be compiled."""
         wanted = self.report.owns_process and self.settings.steps <= RECORDED_STEPS
         return EXECUTE.ahead(self.instances) if wanted else nullcontext()
 
     def instances(self) -> list[Instance]:
-        """Returns the programs that the run calls, traced; no weights are loaded."""
+        """Return the programs that the run calls, traced; no weights are loaded."""
         settings = replace(self.settings, windows=min(2, self.settings.windows))  # later windows are as the second
         return [one.instance for one in record(self.pipe, settings, self.pictures, **self.how).programs]
 
     def tell_prompt(self, videos: Sequence[Settings] = ()) -> None:
-        """Prints notes on the prompt, or on those of several `videos`, which the model does not know or read whole."""
+        """Print notes on the prompt, or on those of several `videos`, which the model does not know or read whole."""
         chosen, videos = self.settings, videos or [self.settings]
         prompts = list(dict.fromkeys(one.prompt for one in videos))
         if not all(prompt.strip() for prompt in prompts):
@@ -396,7 +396,7 @@ class Rendering:
         )
 
     def _note(self, *notes: str) -> None:
-        """Prints notes, each once; of very many the first ones, and how many more there are."""
+        """Print notes, each once; of very many the first ones, and how many more there are."""
         each = list(dict.fromkeys(notes))
         for note in each[:MOST_NOTES]:
             self.report.note(f"note: {note}")
@@ -404,7 +404,7 @@ class Rendering:
             self.report.note(f"note: {len(each) - MOST_NOTES} more of these")
 
     def denoising(self, *, tells: bool = False) -> Run:
-        """Returns the run that denoises, keeps its state and saves; with previews and a profile if they are wanted.
+        """Return the run that denoises, keeps its state and saves; with previews and a profile if they are wanted.
 
         With `tells` it prints what it saved.
         """
@@ -418,7 +418,7 @@ class Rendering:
         return self.run(*observers, Saving(self, tells=tells) if self.settings.windows == 1 else SavingWindows(self))
 
     def ready_previews(self) -> None:
-        """Makes ready what makes previews, if they are asked for."""
+        """Make ready what makes previews, if they are asked for."""
         if self.previews:
             with self.report.stage("preview"):
                 self.pipe.latent_preview()
@@ -427,14 +427,14 @@ class Rendering:
         self.report.note(f"taken before: {done} of {quantity(total, 'step')}")
 
     def decoded(self, run: Run, frames: Iterator[Any]) -> paths.AnyPath:
-        """Writes the video from its frames, which are decoded as they are asked for; returns its place."""
+        """Write the video from its frames, which are decoded as they are asked for; return its place."""
         with run.decode_stage(request := run.requests[0]):
             written = write(self.video, frames, request)
         self.report.way_on, self.is_written = None, True
         return written
 
     def streamed(self, frames: Iterator[Any]) -> paths.AnyPath:
-        """Writes the video while it is made, from the frames of each block; returns its place."""
+        """Write the video while it is made, from the frames of each block; return its place."""
         report, tempo, architecture = self.report, Tempo(), self.pipe.architecture
         total = architecture.spec.latent_shape(self.settings)[2] // architecture.spec.chunk_frames
 
@@ -452,25 +452,25 @@ class Rendering:
         return written
 
     def try_output(self, video: str | paths.AnyPath, record: Mapping[str, Any]) -> None:
-        """Raises WanjaxError where a video could not be written with its record, before it is made."""
+        """Raise WanjaxError where a video could not be written with its record, before it is made."""
         if is_first():
             chosen = self.settings
             video_files.try_output(video, chosen.length, chosen.size, chosen.fps, record)
 
     def check_room(self) -> None:
-        """Raises WanjaxError where the folder of the stages has no room for the latents, which stay in it."""
+        """Raise WanjaxError where the folder of the stages has no room for the latents, which stay in it."""
         if is_first() and self.held is None and self.settings.windows == 1:
             latents = 2 * prod(self.pipe.architecture.spec.latent_shape(self.settings))  # bfloat16, if not more
             check_room(self.folder, latents, self.folder / LATENTS)
 
     def made(self, file: paths.AnyPath) -> None:
-        """Prints the file that the command made, in the first process only."""
+        """Print the file that the command made, in the first process only."""
         if is_first():
             stays = {} if self.held else {"folder": str(self.folder.absolute())}
             self.report.made(file.absolute(), self.record, **stays, seconds=self.report.seconds)
 
     def save(self, way_on: str, *steps: Callable[[], None], told: str | None = None) -> None:
-        """Writes what a stage made and the settings, in the first process only, and notes the command that goes on.
+        """Write what a stage made and the settings, in the first process only, and note the command that goes on.
 
         Prints it after what is `told` of the files. Where a run's own folder cannot be written, as on a full disk, the
         run goes on: what is lost is the way back, not the video.
@@ -489,7 +489,7 @@ class Rendering:
             self.report.kept(way_on, told)
 
     def command(self, stage: str) -> str:
-        """Returns the command that resumes from here; from a run's own folder it makes the video."""
+        """Return the command that resumes from here; from a run's own folder it makes the video."""
         if self.held and stage == "denoise":
             return self.command_again()
         elsewhere = stage == "decode" and self.video != str(self.folder / stage_files.VIDEO)
@@ -497,13 +497,13 @@ class Rendering:
         return shlex.join(["wanjax", stage, "--dir", str(self.folder), *out])
 
     def command_again(self) -> str:
-        """Returns the command that makes the video from what the folder has of it."""
+        """Return the command that makes the video from what the folder has of it."""
         folder = str(self.folder)
         return shlex.join(["wanjax", "generate", "--from", folder, "--dir", folder, "--out", self.video])
 
 
 def _shown_parts(chosen: Settings) -> dict[str, str]:
-    """Returns the settings of a video that are printed before it is made, in words, by what they are."""
+    """Return the settings of a video that are printed before it is made, in words, by what they are."""
     guidance = " and ".join(f"{scale:g}" for scale in chosen.guidance_scales)
     guidance += f" with {chosen.guidance_rule}" if chosen.guidance_rule != CLASSIFIER_FREE else ""
     return {
@@ -515,7 +515,7 @@ def _shown_parts(chosen: Settings) -> dict[str, str]:
 
 
 def _doubts(chosen: Settings) -> Iterator[str]:
-    """Yields notes on settings of a video that may be unintended."""
+    """Yield notes on settings of a video that may be unintended."""
     if not (chosen.guided or chosen.guidance_rule.nag is not None):
         yield "guidance is off, so the negative prompt has no effect"
     if (domain := domain_of(chosen.model)) and (unlike := domain.unlike(chosen)):
@@ -526,7 +526,7 @@ def _doubts(chosen: Settings) -> Iterator[str]:
 
 
 def _texts_of(chosen: Settings) -> Iterator[tuple[str, str]]:
-    """Yields the texts that a model reads, each with its name."""
+    """Yield the texts that a model reads, each with its name."""
     yield "prompt", chosen.prompt
     yield "negative prompt", chosen.negative_prompt
 
@@ -643,13 +643,13 @@ def _without_defaults(left: VideoRequest, options: PipelineOptions) -> VideoRequ
 
 
 def domain_of(model: str) -> TrainingDomain | None:
-    """Returns all that a model knows, for one whose knowledge can be listed."""
+    """Return all that a model knows, for one whose knowledge can be listed."""
     preset = registry.presets().get(model)
     return preset and preset.domain
 
 
 def in_short(numbers: Sequence[int]) -> str:
-    """Returns numbers as text: all of a few, else the first ones and the last."""
+    """Return numbers as text: all of a few, else the first ones and the last."""
     first = ", ".join(map(str, numbers[:5]))
     return first if len(numbers) <= 5 else f"{first} ... {numbers[-1]}"
 
@@ -747,14 +747,14 @@ class Tempo:
         self._last = 0.0
 
     def deliver(self, frames: int) -> None:
-        """Counts frames that are delivered now."""
+        """Count frames that are delivered now."""
         self.frames += frames
         self._last = perf_counter()
         if self._first is None:
             self._first = self.frames, self._last
 
     def __str__(self) -> str:
-        """Tells the frames, and how many there are a second, if there are two blocks."""
+        """Tell the frames, and how many there are a second, if there are two blocks."""
         if self._first is None or self.frames == self._first[0]:
             return quantity(self.frames, "frame")
         frames, since = self._first
@@ -762,7 +762,7 @@ class Tempo:
 
 
 def estimate(pipe: Pipeline, settings: Settings, from_video: bool) -> str | None:
-    """Returns a sentence on the memory of large weights and on the least time; None if there is nothing to tell.
+    """Return a sentence on the memory of large weights and on the least time; None if there is nothing to tell.
 
     `from_video` tells whether denoising begins from a video, which saves some steps.
     """
@@ -779,7 +779,7 @@ def estimate(pipe: Pipeline, settings: Settings, from_video: bool) -> str | None
 
 
 def least_seconds(pipe: Pipeline, settings: Settings, steps: int, kind: str) -> float | None:
-    """Returns the seconds of so many steps on devices of a kind that work at their peak; None where that is unknown.
+    """Return the seconds of so many steps on devices of a kind that work at their peak; None where that is unknown.
 
     A lower bound: the second forwards of steps that only some of the guidance scales ask for are not counted, nor are
     steps that reuse what another kept or may, nor is self-attention where a window or a mask confines it.

@@ -171,7 +171,7 @@ def _bundle(options: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _head(ray: Any, hosts: int) -> dict[str, float]:
-    """Returns the head of a TPU slice of so many hosts, as Ray names it; {} where there are no slices so far."""
+    """Return the head of a TPU slice of so many hosts, as Ray names it; {} where there are no slices so far."""
     slices: dict[str, list[str]] = {}
     for node in ray.nodes():
         labels = node.get("Labels", {})

@@ -21,7 +21,7 @@ PAGE = 4096  # bytes of a short message, and those by which a longer one grows: 
 
 
 def join(asked: str | None, environment: Mapping[str, str] = os.environ) -> None:
-    """Joins the other processes if the command line or the environment asks for it. Call before JAX looks for devices.
+    """Join the other processes if the command line or the environment asks for it. Call before JAX looks for devices.
 
     `asked` is "auto", with which JAX finds the others (on TPU pods, under Slurm, Kubernetes or MPI), or
     "HOST:PORT,COUNT,INDEX". The environment asks with a coordinator's address (and the count and index, if JAX cannot
@@ -68,7 +68,7 @@ def _parsed(asked: str) -> tuple[str, int, int]:
 
 
 def is_first() -> bool:
-    """Returns True in the process that writes files and reports."""
+    """Return True in the process that writes files and reports."""
     return jax.process_index() == 0
 
 
@@ -76,18 +76,18 @@ class Others:
     """The other processes of this one's computation. All of them make each call, and wait in it for each other."""
 
     def broadcast(self, message: Any = None) -> Any:
-        """Returns the message of the first process, a value of JSON, in all processes."""
+        """Return the message of the first process, a value of JSON, in all processes."""
         text = json.dumps(message).encode()
         size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
         return json.loads(multihost_utils.broadcast_one_to_all(_page(text, size)).tobytes()[:size])
 
     def gather(self, text: str) -> list[str]:
-        """Returns the texts of all processes, which PAGE bytes have room for, in their order."""
+        """Return the texts of all processes, which PAGE bytes have room for, in their order."""
         pages = multihost_utils.process_allgather(_page(text.encode(), PAGE))
         return [page.tobytes().rstrip(b"\0").decode(errors="replace") for page in np.reshape(pages, (-1, PAGE))]
 
 
 def _page(text: bytes, size: int) -> np.ndarray:
-    """Returns whole pages of so many bytes or more with as much of a text as they hold, and zeros."""
+    """Return whole pages of so many bytes or more with as much of a text as they hold, and zeros."""
     length = PAGE * max(1, -(-size // PAGE))
     return np.frombuffer(text[:length].ljust(length, b"\0"), np.uint8)

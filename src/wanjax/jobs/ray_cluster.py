@@ -134,7 +134,7 @@ def resources_of(text: str | None, names: Collection[str] = ()) -> dict[str, dic
 
 
 def usual_resources(ray: Any) -> dict[str, Any]:
-    """Returns what a worker is given where nobody says: the TPUs of a host, a graphics card, or a core."""
+    """Return what a worker is given where nobody says: the TPUs of a host, a graphics card, or a core."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if tpus := max((node.get("TPU", 0) for node in nodes), default=0):
         return {"resources": {"TPU": tpus}}

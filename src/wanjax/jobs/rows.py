@@ -28,7 +28,7 @@ MOST_LISTED = 20  # mistakes in a message, and runs of rows with one
 
 
 def read_requests(file: str, wrong: "WrongRows | None" = None) -> list[VideoRequest]:
-    """Returns the requests of a file, "-" for standard input.
+    """Return the requests of a file, "-" for standard input.
 
     `wrong` receives the rows that are none, to be refused with those that a model refuses; None refuses them here.
 
@@ -103,7 +103,7 @@ def _listed(texts: Sequence[str], between: str) -> str:
 
 
 def _rows(file: str) -> Iterator[tuple[int, Any]]:
-    """Yields the rows of a file with their numbers."""
+    """Yield the rows of a file with their numbers."""
     suffix = "" if file == "-" else Path(file).suffix.lower()
     if suffix == ".parquet":
         yield from enumerate(_of_parquet(Path(file).expanduser()), 1)
@@ -128,7 +128,7 @@ def _rows(file: str) -> Iterator[tuple[int, Any]]:
 
 
 def _json(text: str, name: str, right: str) -> Any:
-    """Returns the value of a text in JSON; a WanjaxError that says where it breaks, and what is right, for another."""
+    """Return the value of a text in JSON; a WanjaxError that says where it breaks, and what is right, for another."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -141,7 +141,7 @@ def _json(text: str, name: str, right: str) -> Any:
 
 
 def _of_csv(text: str) -> Iterator[dict[str, Any] | WanjaxError]:
-    """Yields the rows of a table; an empty field says nothing."""
+    """Yield the rows of a table; an empty field says nothing."""
 
     def columns_known(delimiter: str) -> int:
         header = next(csv.reader(StringIO(text), delimiter=delimiter), [])
@@ -176,7 +176,7 @@ def _fields_of_rows() -> tuple[str, ...]:
 
 
 def _request(number: int, row: Any, folder: Path) -> VideoRequest:
-    """Returns the request of a row, with files by their absolute paths or URLs; raises WanjaxError for a wrong one."""
+    """Return the request of a row, with files by their absolute paths or URLs; raise WanjaxError for a wrong one."""
     if isinstance(row, WanjaxError):
         raise row
     fields = {"prompt": row} if isinstance(row, str) else row
@@ -193,7 +193,7 @@ def _request(number: int, row: Any, folder: Path) -> VideoRequest:
 
 
 def with_seeds(requests: Iterable[VideoRequest], seeds: Iterable[int] | None) -> list[VideoRequest]:
-    """Returns a request for each of the seeds in place of each that has no seed of its own."""
+    """Return a request for each of the seeds in place of each that has no seed of its own."""
     if seeds is None:
         return list(requests)
     numbers = list(seeds)

@@ -104,7 +104,7 @@ def save_set(compiler: str) -> None:
 
 
 def _machine() -> dict[str, str]:
-    """Returns the number and the kind of the devices, and the versions of what compiles for them."""
+    """Return the number and the kind of the devices, and the versions of what compiles for them."""
     platform()  # which says in a sentence where there are no devices
     devices = jax.devices()
     kind = f"{len(devices)} x {devices[0].device_kind}"

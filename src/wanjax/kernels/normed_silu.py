@@ -27,7 +27,7 @@ TINY = 1e-24  # the least sum of squares
 def normed_silu(
     x: Float[Array, "B T H W C"], gamma: Float[Array, " C"], dtype: DTypeLike, *, interpret: bool = False
 ) -> Float[Array, "B T H W C"]:
-    """Scales the channels of each cell to a root mean square of gamma; returns SiLU of that, in this dtype.
+    """Scale the channels of each cell to a root mean square of gamma; return SiLU of that, in this dtype.
 
     Float32 inside, rounded once. `interpret` runs the kernel without a TPU, slowly, for tests. On several devices XLA
     fetches the neighbours' columns for the convolution that follows, in a layout that it would have to copy to.
@@ -45,7 +45,7 @@ def reference(x: Float[Array, "*B C"], gamma: Float[Array, " C"], dtype: DTypeLi
 
 
 def normed(x: Float[Array, "*B C"], gamma: Float[Array, " C"], dtype: DTypeLike) -> Float[Array, "*B C"]:
-    """Scales the channels of each cell to a root mean square of gamma; float32 inside."""
+    """Scale the channels of each cell to a root mean square of gamma; float32 inside."""
     x32, gamma = x.astype(jnp.float32), gamma.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + gamma.shape)
     norm = jnp.sqrt(jnp.maximum(jnp.sum(x32 * x32, axis=-1, keepdims=True), TINY))
     return (x32 * (x.shape[-1] ** 0.5 / norm) * gamma).astype(dtype)

@@ -34,7 +34,7 @@ def normed_rotary(
     *,
     interpret: bool = False,
 ) -> Float[Array, "B L E"]:
-    """Computes x · inverse · scale, then rotates channels p and p + P of each head of 2 P channels by the p-th angle.
+    """Compute x · inverse · scale, then rotate channels p and p + P of each head of 2 P channels by the p-th angle.
 
     Float32 inside, rounded once to x's dtype. On several devices each computes its tokens, and its heads where heads
     are sharded. `interpret` runs the kernel without a TPU, slowly, for tests.
@@ -59,7 +59,7 @@ def head_normed_rotary(
     eps: float,
     interpret: bool = False,
 ) -> Float[Array, "B L E"]:
-    """Computes the layer norm of each head of x by itself, then rotates as `normed_rotary` does.
+    """Compute the layer norm of each head of x by itself, then rotate as `normed_rotary` does.
 
     The kernel has heads of 128 channels, and smaller ones of which several fill 128 lanes.
     """
@@ -76,7 +76,7 @@ def head_normed_rotary(
 
 
 def pack_for_all_to_all(x: Float[Array, "B L E"]) -> Float[Array, "B L E"]:
-    """Returns x, whose heads lie in memory by the device that they are sent to, if an all-to-all is to send them."""
+    """Return x, whose heads lie in memory by the device that they are sent to, if an all-to-all is to send them."""
     partitioner = current()
     if target(x).platform != "tpu" or x.shape[2] % LANES:
         return x
@@ -127,7 +127,7 @@ def reference_by_head(
 def rotated(
     x: Float32[Array, "B L N D"], cos: Float32[Array, "L P"], sin: Float32[Array, "L P"]
 ) -> Float32[Array, "B L N D"]:
-    """Rotates channels p and p + D/2 of each head by the p-th angle of its token."""
+    """Rotate channels p and p + D/2 of each head by the p-th angle of its token."""
     a, b = jnp.split(x, 2, axis=-1)
     cos, sin = cos[None, :, None], sin[None, :, None]
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
@@ -173,7 +173,7 @@ def _pallas_call(
 
 
 def _concatenate(parts: Float[Array, "_N B L E"]) -> Float[Array, "B L _E"]:
-    """Joins parts along the width. The compiler drops this where the parts are then split again."""
+    """Join parts along the width. The compiler drops this where the parts are then split again."""
     return jnp.moveaxis(parts, 0, 2).reshape(*parts.shape[1:3], -1)
 
 
@@ -226,7 +226,7 @@ def _pack(x: Float[Array, "B L E"], *, parts: int, interpret: bool = False) -> F
 
 
 def join_parts(parts: Float[Array, "_N B L E"], *, interpret: bool = False) -> Float[Array, "B L _E"]:
-    """Joins parts along the width of each token, after an all-to-all; `interpret` is for tests."""
+    """Join parts along the width of each token, after an all-to-all; `interpret` is for tests."""
     count, _, _, width = parts.shape
     if not interpret and (target(parts).platform != "tpu" or width % LANES):
         return _concatenate(parts)

@@ -42,7 +42,7 @@ def multiplies_bfloat16(x: jax.Array) -> bool:
 
 @cache
 def instructions() -> frozenset[str]:
-    """Returns the names of this processor's instruction sets, as Linux writes them; none where the system is another.
+    """Return the names of this processor's instruction sets, as Linux writes them; none where the system is another.
 
     Programs for CPUs are compiled for the processor that compiles them.
     """

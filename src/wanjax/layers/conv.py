@@ -101,7 +101,7 @@ class RepeatingConv(CausalConv):
 
 
 def run_layers(layers: Sequence[Any], x: Chunk, cache: Cache, *arguments: Any) -> tuple[Chunk, Cache]:
-    """Passes a chunk through layers in turn, each with its part of the cache; all take the same further `arguments`."""
+    """Pass a chunk through layers in turn, each with its part of the cache; all take the same further `arguments`."""
     caches = list(cache or [None] * len(layers))
     for index, layer in enumerate(layers):
         x, caches[index] = layer(x, caches[index], *arguments)

@@ -34,7 +34,7 @@ def split_modulation(mod: Float32[Array, "B T 6 E"]) -> tuple[Modulation, Modula
 def modulate(
     x: Float32[Array, "B L E"], shift: Float32[Array, "B T E"], scale: Float32[Array, "B T E"], second: Second = None
 ) -> Float32[Array, "B L E"]:
-    """Returns `x (1 + scale) + shift`, in float32 as norms return it."""
+    """Return `x (1 + scale) + shift`, in float32 as norms return it."""
     return _by_token(lambda shift, scale: x * (1.0 + scale) + shift, second, shift, scale)
 
 
@@ -42,7 +42,7 @@ def modulate(
 def gated_add(
     x: Float[Array, "B L E"], y: Float[Array, "B L E"], gate: Float32[Array, "B _T E"], second: Second = None
 ) -> Float[Array, "B L E"]:
-    """Returns the residual sum `x + gate · y`, added in float32 and rounded once to x's dtype."""
+    """Return the residual sum `x + gate · y`, added in float32 and rounded once to x's dtype."""
     x32, y32 = x.astype(jnp.float32), y.astype(jnp.float32)
     return _by_token(lambda gate: x32 + gate * y32, second, gate).astype(x.dtype)
 
@@ -50,7 +50,7 @@ def gated_add(
 def _by_token(
     apply: Callable[..., Array], second: Second, *values: Float32[Array, "B T E"]
 ) -> Float32[Array, "B _L E"]:
-    """Applies a function to the values of each token's modulation."""
+    """Apply a function to the values of each token's modulation."""
     if second is None:
         return apply(*values)
     first, other = (apply(*(value[:, t : t + 1] for value in values)) for t in (0, 1))

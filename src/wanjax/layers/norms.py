@@ -13,7 +13,7 @@ from wanjax.layers.placement import param, with_axes
 
 
 def along_last(vector: Float[Array, " C"], ndim: int) -> Float[Array, "... C"]:
-    """Reshapes a vector to `ndim` axes, all but the last of size 1: strict rank promotion broadcasts no vector."""
+    """Reshape a vector to `ndim` axes, all but the last of size 1: strict rank promotion broadcasts no vector."""
     return vector.reshape((1,) * (ndim - 1) + vector.shape)
 
 

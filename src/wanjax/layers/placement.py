@@ -43,11 +43,11 @@ class _NoKeys(nnx.Rngs):
     """Random streams without keys, which take long to trace."""
 
     def params(self) -> None:
-        """Returns no key."""
+        """Return no key."""
 
 
 def as_shapes(make: Callable[[nnx.Rngs], Module]) -> Module:
-    """Returns the module that `make(rngs)` builds, as shapes and dtypes without values."""
+    """Return the module that `make(rngs)` builds, as shapes and dtypes without values."""
     return nnx.eval_shape(lambda: make(_NoKeys()))
 
 
@@ -91,7 +91,7 @@ def on_weights_mesh(call: Call) -> Call:
 
 
 def bytes_by_device(network: nnx.Module) -> dict[Any, int]:
-    """Returns the bytes of a network's weights on each of this process's devices.
+    """Return the bytes of a network's weights on each of this process's devices.
 
     The network may be given as shapes; those without a sharding count for JAX's default device.
     """

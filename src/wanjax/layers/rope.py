@@ -39,7 +39,7 @@ class Angles(NamedTuple):
 
 
 def angles(positions: Sequence[float] | np.ndarray, channels: int, theta: float = 10000.0) -> Angles:
-    """Returns the angles of `channels` channels at positions along one axis.
+    """Return the angles of `channels` channels at positions along one axis.
 
     Angles are computed in float64: in float32 those of far positions have a larger error than bfloat16 activations.
     """
@@ -87,7 +87,7 @@ def rope_of(along: Sequence[Angles], *, unrotated: int = 0) -> Rope:
 
 @jax.named_scope("rope")
 def norm_and_rope(x: Float[Array, "B L E"], norm: nnx.RMSNorm, rope: Rope) -> Float[Array, "B L E"]:
-    """Normalises x over all heads together, then rotates channels p and p + D/2 of each head by the p-th angle.
+    """Normalise x over all heads together, then rotate channels p and p + D/2 of each head by the p-th angle.
 
     Float32 inside. Checkpoints pair channels 2p and 2p + 1; the converter reorders the columns of the q and k weights
     so that these pairs lie half a head apart. The products of q and k stay the same, and a vector unit needs no shuffle
@@ -99,7 +99,7 @@ def norm_and_rope(x: Float[Array, "B L E"], norm: nnx.RMSNorm, rope: Rope) -> Fl
 
 @jax.named_scope("rope")
 def head_norm_and_rope(x: Float[Array, "B L E"], norm: nnx.LayerNorm, rope: Rope) -> Float[Array, "B L E"]:
-    """Normalises each head of x by itself, then rotates as `norm_and_rope` does. The norm is as wide as a head."""
+    """Normalise each head of x by itself, then rotate as `norm_and_rope` does. The norm is as wide as a head."""
     assert norm.scale is not None
     assert norm.bias is not None
     return head_normed_rotary(x, norm.scale[...], norm.bias[...], rope.cos, rope.sin, eps=norm.epsilon)
@@ -107,5 +107,5 @@ def head_norm_and_rope(x: Float[Array, "B L E"], norm: nnx.LayerNorm, rope: Rope
 
 @jax.named_scope("rope")
 def rotated(x: Float[Array, "B L N D"], rope: Rope | Angles) -> Float[Array, "B L N D"]:
-    """Rotates heads as `norm_and_rope` does; float32 inside."""
+    """Rotate heads as `norm_and_rope` does; float32 inside."""
     return rotary_heads.rotated(x.astype(jnp.float32), jnp.asarray(rope.cos), jnp.asarray(rope.sin)).astype(x.dtype)

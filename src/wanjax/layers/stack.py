@@ -25,7 +25,7 @@ checkpointed = partial(remat, prevent_cse=False)  # a scan leaves nothing for CS
 
 
 def stack(make_block: Callable[[nnx.Rngs], Module], layers: int, rngs: nnx.Rngs) -> Module:
-    """Makes `layers` blocks, as one module whose weights have a leading axis named `layers`."""
+    """Make `layers` blocks, as one module whose weights have a leading axis named `layers`."""
 
     @nnx.split_rngs(splits=layers)
     @nnx.vmap(axis_size=layers)
@@ -54,7 +54,7 @@ def grouped(blocks: Blocks, groups: int) -> Blocks:
 def scan_blocks(
     blocks: Any, apply: Callable[..., Carry], x: Carry, *per_block: Any, part: range | None = None
 ) -> Carry:
-    """Runs `x = apply(block, x, *entries)` over stacked blocks, all of them or those of a part; x is [B L E].
+    """Run `x = apply(block, x, *entries)` over stacked blocks, all of them or those of a part; x is [B L E].
 
     `blocks` may be a tuple of stacks of equal length, and x a tuple of arrays. `per_block` are trees of arrays with a
     leading axis as long as the stack; `apply` receives the entries of one block. A part is run without a copy of its
@@ -85,7 +85,7 @@ def scan_blocks(
 def scan_with_results(
     blocks: Any, apply: Callable[..., tuple[Carry, Result]], x: Carry, *per_block: Any
 ) -> tuple[Carry, Result]:
-    """Runs `x, result = apply(block, x, *entries)` over stacked blocks; returns x and all results, stacked.
+    """Run `x, result = apply(block, x, *entries)` over stacked blocks; return x and all results, stacked.
 
     The arguments are those of `scan_blocks`. There is no checkpoint for a backward pass.
     """
@@ -100,7 +100,7 @@ def scan_with_results(
 
 
 def as_tokens(x: Carry) -> Carry:
-    """Shards tokens [B L E], or a tree of them, as they are between blocks."""
+    """Shard tokens [B L E], or a tree of them, as they are between blocks."""
     return jax.tree.map(lambda tokens: constrain(tokens, TOKENS), x)
 
 
@@ -120,15 +120,15 @@ class BlockCache:
         return f"{type(self).__name__}()"
 
     def parts(self, layers: int, *cuts: int) -> Sequence[range]:
-        """Returns the blocks to run, in parts that end at each cut."""
+        """Return the blocks to run, in parts that end at each cut."""
         return [range(*ends) for ends in pairwise(sorted({0, *cuts, layers}))]
 
     def before(self, part: range, x: Carry) -> Carry:
-        """Returns the tokens that a part is run on, from those after the part before it."""
+        """Return the tokens that a part is run on, from those after the part before it."""
         return x
 
     def after(self, x: Carry) -> Carry:
-        """Returns the tokens after all blocks, from those after the last part."""
+        """Return the tokens after all blocks, from those after the last part."""
         return x
 
 
@@ -136,6 +136,6 @@ EVERY_BLOCK = BlockCache()
 
 
 def map_blocks(blocks: Module, apply: Callable[[Module], Result]) -> Result:
-    """Returns `apply(block)` of each stacked block, stacked along a leading axis."""
+    """Return `apply(block)` of each stacked block, stacked along a leading axis."""
     graphdef, weights = nnx.split(blocks)
     return jax.lax.map(lambda block_weights: apply(nnx.merge(graphdef, block_weights)), weights)

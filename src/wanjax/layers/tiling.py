@@ -45,11 +45,11 @@ class Tiling(NamedTuple):
         return whole
 
     def pairs(self) -> tuple[tuple[int, ...], ...]:
-        """Returns the size and the stride of a whole tiling, each as (height, width)."""
+        """Return the size and the stride of a whole tiling, each as (height, width)."""
         return tuple(side if isinstance(side, tuple) else (side, side) for side in self if side is not None)
 
     def cells(self, pixels: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Returns the size and the stride, each as (height, width), in cells of so many pixels."""
+        """Return the size and the stride, each as (height, width), in cells of so many pixels."""
         (rows, columns), (down, right) = self.pairs()
         return (rows // pixels, columns // pixels), (down // pixels, right // pixels)
 
@@ -64,7 +64,7 @@ class Tile(NamedTuple):
 
 
 def tiles_of(height: int, width: int, tiling: Tiling | None, pixels: int) -> list[list[Tile]]:
-    """Returns the rows of tiles of frames of so many cells, each of `pixels` pixels along a side.
+    """Return the rows of tiles of frames of so many cells, each of `pixels` pixels along a side.
 
     Frames that fit in one tile are one, as are all frames if `tiling` is None; another tiling is `completed`.
     """
@@ -81,7 +81,7 @@ def tiles_of(height: int, width: int, tiling: Tiling | None, pixels: int) -> lis
 
 
 def joined(rows: Sequence[Sequence[Frames]], tiling: Tiling | None, pixels: int) -> Frames:
-    """Returns whole frames from the rows of their tiles, whose cells have `pixels` pixels along a side.
+    """Return whole frames from the rows of their tiles, whose cells have `pixels` pixels along a side.
 
     As in the references, a tile is faded into its upper neighbour and then into its left one, both after their own
     fading, and is cropped to its stride.
@@ -105,7 +105,7 @@ def joined(rows: Sequence[Sequence[Frames]], tiling: Tiling | None, pixels: int)
 
 
 def _fade(before: Frames, after: Frames, overlap: int, axis: int) -> Frames:
-    """Returns `after`, whose first cells along `axis` are blended with the last cells of `before`."""
+    """Return `after`, whose first cells along `axis` are blended with the last cells of `before`."""
     overlap = min(before.shape[axis], after.shape[axis], overlap)
     shape = [1] * after.ndim
     shape[axis] = overlap

@@ -103,12 +103,12 @@ class TinyDecoder(nnx.Module):
         self.conv_out = conv(channels[-1], 3 * config.patch**2, **kw)
 
     def __call__(self, latents: Frames, doublings: int) -> Float[Array, "B _T _H _W 3"]:
-        """Returns pictures in [0, 1]; `doublings` of the levels, the first ones, double height and width."""
+        """Return pictures in [0, 1]; `doublings` of the levels, the first ones, double height and width."""
         x, _ = self._cells(latents, doublings, None)
         return jnp.clip(_pixels(x, self.config.patch), 0, 1)
 
     def decode_cells(self, latents: Frames, cache: Any) -> tuple[Frames, Any]:
-        """Decodes latent frames to cells of pixels in about [-1, 1]; `cache` is None for a video's first ones.
+        """Decode latent frames to cells of pixels in about [-1, 1]; `cache` is None for a video's first ones.
 
         Of the frames of the first latent frame, the last is the video's first.
         """
@@ -141,7 +141,7 @@ def _pixels(x: Frames, patch: int) -> Float[Array, "B _T _H _W 3"]:
 
 
 def pictures(network: TinyDecoder, latents: jax.Array, tallest: int) -> Float[Array, "B _T _H _W 3"]:
-    """Returns the pictures of latents [B C T H W], doubled as often as keeps them within `tallest` pixels."""
+    """Return the pictures of latents [B C T H W], doubled as often as keeps them within `tallest` pixels."""
     height, doublings = latents.shape[3] * network.config.patch, 0
     while doublings < len(network.levels) and 2 * height <= tallest:
         height, doublings = 2 * height, doublings + 1

@@ -37,14 +37,14 @@ def on_host(pictures: Any) -> Any:
 
 
 def check_noise(noise: Any, right: tuple[int, ...], name: str = "noise") -> None:
-    """Raises WanjaxError unless noise is an array of floats of the right shape."""
+    """Raise WanjaxError unless noise is an array of floats of the right shape."""
     _check_floats(f"the {name} is", noise, f"an array {list(right)}")
     if noise.shape != right:
         raise WanjaxError(f"the {name} has the shape {list(noise.shape)} where this video needs {list(right)}")
 
 
 def check_latents(latents: Any, channels: int) -> None:
-    """Raises WanjaxError unless latents are an array of floats for one video of so many channels."""
+    """Raise WanjaxError unless latents are an array of floats for one video of so many channels."""
     right = f"one video's [1, {channels}, T, H, W]"
     _check_floats("the latents are", latents, right)
     batch, count, *sides = latents.shape if latents.ndim == 5 else (0, 0, 0)
@@ -61,7 +61,7 @@ def check_streams(latents: Any, others: Collection[str], model: str) -> None:
 
 
 def check_encoded(encoded: Any, kind: type) -> None:
-    """Raises WanjaxError unless this is what `encode` of the same kind of model returns."""
+    """Raise WanjaxError unless this is what `encode` of the same kind of model returns."""
     if not isinstance(encoded, kind):
         raise WanjaxError(f"{shown(encoded)} is given to denoise: give the {kind.__name__} of `encode`")
 
@@ -119,7 +119,7 @@ def _fits(shape: tuple[int, ...], right: Shape) -> bool:
 
 
 def check_frames(frames: Any) -> None:
-    """Raises WanjaxError unless frames are an array, or a list of arrays of one shape, in bytes or floats."""
+    """Raise WanjaxError unless frames are an array, or a list of arrays of one shape, in bytes or floats."""
     listed = isinstance(frames, Sequence) and not isinstance(frames, str | bytes)
     arrays: list[Any] = list(frames) if listed else [frames]
     rank = 3 if listed else 4
@@ -137,7 +137,7 @@ def check_frames(frames: Any) -> None:
 
 
 def check_tiling(tiling: Any, vae: Any, unit: int | None = None) -> Tiling | None:
-    """Returns a tiling of an autoencoder's frames, complete, and None for whole frames.
+    """Return a tiling of an autoencoder's frames, complete, and None for whole frames.
 
     Raises WanjaxError for anything else, and for tiles that are not multiples of `unit` pixels, None for the latents'.
     """
@@ -147,7 +147,7 @@ def check_tiling(tiling: Any, vae: Any, unit: int | None = None) -> Tiling | Non
 
 
 def check_strength(settings: Settings, *, video: bool, begins: bool) -> None:
-    """Raises SettingError for a strength that is of no use: without a video, or where no video `begins` denoising."""
+    """Raise SettingError for a strength that is of no use: without a video, or where no video `begins` denoising."""
     strength = f"a strength of {settings.strength} is given"
     if not video:
         raise SettingError(f"{strength} without a video to begin from: give both, or neither", "strength")
@@ -157,7 +157,7 @@ def check_strength(settings: Settings, *, video: bool, begins: bool) -> None:
 
 
 def check_loaded(loaded: Settings, requested: Mapping[str, Any]) -> None:
-    """Raises WanjaxError if a model or a dtype that is asked for is not the one that was loaded."""
+    """Raise WanjaxError if a model or a dtype that is asked for is not the one that was loaded."""
     if (model := requested.get("model")) not in (None, loaded.model):
         raise WanjaxError(f"this pipeline was loaded as {loaded.model}: wanjax.load({str(model)!r}) loads that model")
     for role in requested.keys() - {"model"}:
@@ -175,7 +175,7 @@ def _check_floats(what: str, x: Any, right: str) -> None:
 
 
 def dtype_name(dtype: DTypeLike | None, role: str = "dtype") -> str | None:
-    """Returns the name of a dtype, given by its name or as JAX's or NumPy's; None for None.
+    """Return the name of a dtype, given by its name or as JAX's or NumPy's; None for None.
 
     Raises WanjaxError, which calls it by its role, for any other dtype than those of `DTYPES`.
     """

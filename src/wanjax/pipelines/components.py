@@ -57,7 +57,7 @@ class Components:
         self.kinds = tuple(kinds)
 
     def abstract(self, room: int | None = None) -> "Components":
-        """Returns the same components with networks as shapes: nothing is loaded, and freeing frees nothing.
+        """Return the same components with networks as shapes: nothing is loaded, and freeing frees nothing.
 
         `room` is the memory of a device in bytes, which decides where a network has to go for another; None is enough
         for all. Tokenizers and the like are shared.
@@ -93,7 +93,7 @@ class Components:
         return {name: x if isinstance(x, list | dict) else str(x) for name, x in self.options.items()}
 
     def networks(self) -> list[nnx.Module]:
-        """Returns the networks that are loaded."""
+        """Return the networks that are loaded."""
         return [x for x in self._loaded.values() if isinstance(x, nnx.Module)]
 
     @property
@@ -107,7 +107,7 @@ class Components:
         return tuple(dict.fromkeys((*self._loaders, *self._loaded)))
 
     def get(self, name: str) -> Any:
-        """Returns a component; raises WanjaxError that names the others where there is none of this name."""
+        """Return a component; raise WanjaxError that names the others where there is none of this name."""
         if name not in self._loaded:
             if name not in self._loaders:
                 raise WanjaxError(f"the model has no component {name!r}: it has {', '.join(self._loaders)}")
@@ -115,16 +115,16 @@ class Components:
         return self._loaded[name]
 
     def has(self, name: str) -> bool:
-        """Tells whether the component is loaded."""
+        """Return whether the component is loaded."""
         return name in self._loaded
 
     def put(self, name: str, component: Any) -> None:
-        """Sets a component in place of loading it."""
+        """Set a component in place of loading it."""
         self._loaded[name] = component
         self._put.add(name)
 
     def free(self, *names: str) -> None:
-        """Drops the named components, or all if none is named, and so frees their memory.
+        """Drop the named components, or all if none is named, and so frees their memory.
 
         Raises WanjaxError for a name that no component has.
         """
@@ -135,20 +135,20 @@ class Components:
             self._put.discard(name)
 
     def make_room(self, network: nnx.Module) -> None:
-        """Frees networks, the first loaded first, until this one, given as shapes, fits in memory beside the others."""
+        """Free networks, the first loaded first, until this one, given as shapes, fits in memory beside the others."""
         others = self._replaceable() if self.offload is None else []
         while others and not self._fits(network):
             self.free(others.pop(0))
 
     def take_from(self, other: "Components", but: Sequence[str]) -> None:
-        """Takes over what another pipeline of the same checkpoint has loaded, without the named components."""
+        """Take over what another pipeline of the same checkpoint has loaded, without the named components."""
         loaded, put = dict(other._loaded), set(other._put)
         other.free()
         self._loaded |= {name: x for name, x in loaded.items() if name not in but}
         self._put |= put - set(but)
 
     def finish_stage(self, results: Any) -> Any:
-        """Returns the results of a stage; if `offload` is True, waits for them and frees the networks."""
+        """Return the results of a stage; if `offload` is True, waits for them and frees the networks."""
         if self.offload:
             jax.block_until_ready(results)
             for name in self._replaceable():
@@ -156,7 +156,7 @@ class Components:
         return results
 
     def swap_in(self, name: str, others: tuple[str, ...]) -> tuple[Any, float]:
-        """Returns a network that takes the place of `others`, and the seconds that it took to load."""
+        """Return a network that takes the place of `others`, and the seconds that it took to load."""
         start = perf_counter()
         if self.offload:
             for other in self._replaceable():
@@ -167,30 +167,30 @@ class Components:
         return network, perf_counter() - start
 
     def _replaceable(self) -> list[str]:
-        """Returns the names of the networks that can be loaded again, the first loaded first."""
+        """Return the names of the networks that can be loaded again, the first loaded first."""
         return [name for name, x in self._loaded.items() if isinstance(x, nnx.Module) and name not in self._put]
 
 
 def as_abstract(network: nnx.Module) -> nnx.Module:
-    """Returns a network as shapes with shardings."""
+    """Return a network as shapes with shardings."""
     graphdef, state = nnx.split(network)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
     return nnx.merge(graphdef, shapes)
 
 
 def bytes_of(network: nnx.Module) -> int:
-    """Returns the bytes of a network's weights on one device."""
+    """Return the bytes of a network's weights on one device."""
     leaves = jax.tree.leaves(nnx.state(network))
     return sum(prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
 def fits(network: nnx.Module) -> bool:
-    """Tells whether the weights of a network, which may be given as shapes, fit into the free memory of its devices."""
+    """Return whether the weights of a network (perhaps as shapes) fit into the free memory of its devices."""
     return all(needed <= free_memory(device) for device, needed in bytes_by_device(network).items())
 
 
 def free_memory(device: Any) -> float:
-    """Returns the bytes of a device's memory that are free for weights."""
+    """Return the bytes of a device's memory that are free for weights."""
     if stats := device.memory_stats():
         return max(0, (1 - SPARE) * stats["bytes_limit"] - stats["bytes_in_use"])
     total = machine_memory()  # of which a control group may allow less than is available

@@ -31,7 +31,7 @@ class DecoderFile:
 
     @classmethod
     def of(cls, file: str | Path, channels: int) -> "DecoderFile":
-        """Reads the sizes of a decoder of latents with this number of channels; raises WanjaxError for another file."""
+        """Read the sizes of a decoder of latents with this number of channels; raise WanjaxError for another file."""
         opened = open_tensors(file)
         specs = {name: spec for name, spec in opened.specs.items() if name.startswith("decoder.")}
         try:
@@ -46,7 +46,7 @@ class DecoderFile:
 
     @classmethod
     def in_place_of(cls, vae: Any, file: str | Path) -> "DecoderFile":
-        """Reads the sizes of a decoder that can take the place of a VAE's, by its config; raises WanjaxError else."""
+        """Read the sizes of a decoder that can take the place of a VAE's, by its config; raise WanjaxError else."""
         decoder = cls.of(file, vae.latent_channels)
         for name, what in (("spatial_factor", "pixels of a side"), ("temporal_factor", "frames")):
             factor, right = getattr(decoder.config, name), getattr(vae, name)
@@ -56,15 +56,15 @@ class DecoderFile:
         return decoder
 
     def shapes(self, partitioner: Partitioner) -> TinyDecoder:
-        """Returns the decoder as shapes with shardings."""
+        """Return the decoder as shapes with shardings."""
         return with_shardings(_shapes(self.config), partitioner)
 
     def load(self, partitioner: Partitioner) -> TinyDecoder:
-        """Returns the decoder; raises WanjaxError for tensors that are missing, left over or of another shape."""
+        """Return the decoder; raise WanjaxError for tensors that are missing, left over or of another shape."""
         return self._loaded(self.shapes(partitioner), lambda tensors: tensors)
 
     def for_previews(self) -> TinyDecoder:
-        """Returns the decoder on JAX's default device, with one frame for each latent frame; raises as `load`."""
+        """Return the decoder on JAX's default device, with one frame for each latent frame; raise as `load`."""
         last = self.config._replace(growing=(1,) * len(self.config.growing))
         return self._loaded(_shapes(last), taehv.last_frames)
 

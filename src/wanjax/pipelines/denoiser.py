@@ -70,7 +70,7 @@ class Denoiser(ABC):
         blocks: BlockCache = EVERY_BLOCK,
         dense: bool | None = None,
     ) -> Any:
-        """Returns the network's prediction [B T H W _C], that of each stream where there are several.
+        """Return the network's prediction [B T H W _C], that of each stream where there are several.
 
         Args:
             network: The network, merged.
@@ -84,14 +84,14 @@ class Denoiser(ABC):
 
     @abstractmethod
     def embed_timesteps(self, network: Any, times: Any, plain: bool = False) -> Float[Array, "B _E"]:
-        """Returns the embedding of timesteps that the blocks are given; if `plain`, before it is projected for them."""
+        """Return the embedding of timesteps that the blocks are given; if `plain`, before it is projected for them."""
 
     def timesteps(self, schedule: Schedule) -> object:
-        """Returns the timestep of a schedule's only step, or a tree of all the timesteps that the network is told."""
+        """Return the timestep of a schedule's only step, or a tree of all the timesteps that the network is told."""
         return schedule.timesteps[0]
 
     def finalize(self, x: Streams, conditioning: Mapping[str, Value]) -> Streams:
-        """Returns the latents of the video, from those of the last step; `conditioning` are encoded pictures."""
+        """Return the latents of the video, from those of the last step; `conditioning` are encoded pictures."""
         return x
 
 
@@ -185,7 +185,7 @@ def draw_posteriors(
     words: Words,
     noises: Mapping[str, Array | np.ndarray],
 ) -> dict[str, Array]:
-    """Draws the latents of pictures for each seed; noise that is given takes the place of the seeds'."""
+    """Draw the latents of pictures for each seed; noise that is given takes the place of the seeds'."""
     drawn = {}
     for one in posteriors:
         if (spread := pictures.get(one.deviation)) is not None:
@@ -196,7 +196,7 @@ def draw_posteriors(
 
 
 def pad_front(x: Latents, frames: int) -> Float[Array, "B ... C"]:
-    """Returns latents of `frames` frames, the first of them repeated in front as often as is needed."""
+    """Return latents of `frames` frames, the first of them repeated in front as often as is needed."""
     return jnp.concatenate([x[:, :1]] * (frames - x.shape[1]) + [x], axis=1)
 
 
@@ -239,7 +239,7 @@ def begin(
     pictures: Mapping[str, Array],
     number: Int[Array, ""],
 ) -> tuple[State, Mapping[str, Array]]:
-    """Returns the state before the first step of a chunk, and the pictures that were drawn, by name.
+    """Return the state before the first step of a chunk, and the pictures that were drawn, by name.
 
     `number` is the chunk's, from 0.
     """
@@ -273,7 +273,7 @@ def begin(
 
 @program(random_numbers)
 def draw(shape: tuple[int, ...], words: Words) -> Float[Array, "B C T H W"]:
-    """Returns the seeds' initial noise."""
+    """Return the seeds' initial noise."""
     return drawn_noise(words, shape)
 
 
@@ -291,7 +291,7 @@ def finish(static: tuple[Denoiser, int], x: Streams, pictures: Mapping[str, Arra
 
 @program(scanned)
 def join(axis: int, parts: tuple[Tree, ...]) -> Tree:
-    """Joins trees of arrays along an axis."""
+    """Join trees of arrays along an axis."""
     return jax.tree.map(lambda *arrays: jnp.concatenate(arrays, axis=axis), *parts)
 
 
@@ -299,7 +299,7 @@ def join(axis: int, parts: tuple[Tree, ...]) -> Tree:
 def take_step(
     static: StepProgram, state: State, inputs: ModelInputs, guidance: Array, schedule: Schedule
 ) -> tuple[State, Streams, Bool[Array, ""]]:
-    """Takes the only step of a schedule; returns also the predicted clean latents, and whether the new are finite.
+    """Take the only step of a schedule; return also the predicted clean latents, and whether the new are finite.
 
     `guidance` are the values of the rule of guidance for this step, in most cases a scale.
     """

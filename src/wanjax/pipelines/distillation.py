@@ -58,17 +58,17 @@ class Distillation:
         return {name: value for name, value in settings.items() if value is not None}
 
     def applied(self, settings: SomeSettings) -> SomeSettings:
-        """Returns a model's settings with those that it brings, as far as the model has them."""
+        """Return a model's settings with those that it brings, as far as the model has them."""
         names = settings.to_json()
         both = {"guidance_scale_2": self.guidance_scale} if settings.boundary is not None else {}
         return settings.updated({name: value for name, value in (self.settings | both).items() if name in names})
 
     def solver(self, *, pictured: bool) -> Scheduler | None:
-        """Returns the solver for a model, which needs a picture or does not; None for the model's own."""
+        """Return the solver for a model, which needs a picture or does not; None for the model's own."""
         return self.pictured if self.pictured and pictured else self.scheduler
 
     def sentence(self, name: str, settings: Settings, solver: Scheduler) -> str:
-        """Returns a sentence on what it brings to the model or LoRA `name`: these settings, and this solver."""
+        """Return a sentence on what it brings to the model or LoRA `name`: these settings, and this solver."""
         values = settings.to_json()
         texts = {
             "steps": quantity(settings.steps, "step"),
@@ -81,7 +81,7 @@ class Distillation:
 
 
 def plain(name: str) -> str:
-    """Returns a name in lower case, with a hyphen for all that is neither a letter nor a digit.
+    """Return a name in lower case, with a hyphen for all that is neither a letter nor a digit.
 
     The suffix of a file of weights is left out.
     """
@@ -91,7 +91,7 @@ def plain(name: str) -> str:
 
 
 def telling(path: str) -> str:
-    """Returns the part of a path or of a hub's name that tells the model, `plain`: the last that is not untelling.
+    """Return the part of a path or of a hub's name that tells the model, `plain`: the last that is not untelling.
 
     That of `I2V-14B-720P/diffusion_pytorch_model.safetensors` is `i2v-14b-720p`.
     """
@@ -100,7 +100,7 @@ def telling(path: str) -> str:
 
 
 def distilled_by(name: str, distillations: Iterable[Distillation]) -> Distillation | None:
-    """Returns the distillation that a `plain` name tells, with the number of steps in it; None where it tells none."""
+    """Return the distillation that a `plain` name tells, with the number of steps in it; None where it tells none."""
     distillation = next((each for each in distillations if re.search(f"{AFFIRMED}(?:{each.words})", name)), None)
     steps = STEPS.search(name)
     return replace(distillation, steps=int(steps[1])) if distillation and steps else distillation

@@ -28,7 +28,7 @@ def named(stream: str, kind: str, number: int = 0) -> str:
 
 
 def checked_draws(draws: GivenDraws | None, right: Shapes) -> dict[str, Float[np.ndarray, "..."]]:
-    """Returns the given arrays by name, on the host; an array alone is the initial noise.
+    """Return the given arrays by name, on the host; an array alone is the initial noise.
 
     Raises WanjaxError for a name that the video does not use, and unless each is an array of floats of its right shape.
     """

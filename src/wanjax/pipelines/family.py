@@ -23,7 +23,7 @@ from wanjax.schedulers import Scheduler, shift_of
 def named_sizes(
     architecture: VideoModel[Any], defaults: Settings, published: Sequence[tuple[int, int]] = ()
 ) -> dict[str, tuple[int, int]]:
-    """Returns a model's sizes (height, width) by name, the default one first.
+    """Return a model's sizes (height, width) by name, the default one first.
 
     The `published` ones and the default one have the names of their lines, such as 480p. `portrait` is the default one
     on its side, and `square` has about its area, where the model makes these.
@@ -37,7 +37,7 @@ def named_sizes(
 
 
 def lines(size: tuple[int, int]) -> str:
-    """Returns the name of a size (height, width) by its lines, such as 480p."""
+    """Return the name of a size (height, width) by its lines, such as 480p."""
     return f"{min(size)}p"
 
 
@@ -54,11 +54,11 @@ class TrainingDomain:
     frames: int
 
     def unknown(self, prompt: str) -> list[str]:
-        """Returns the words of a prompt that the model does not know, each once."""
+        """Return the words of a prompt that the model does not know, each once."""
         return [word for word in dict.fromkeys(re.findall(r"[^\W\d_]+", prompt.lower())) if word not in self.words]
 
     def unlike(self, settings: Settings) -> list[str]:
-        """Returns what a video of these settings has that no clip of the training had."""
+        """Return what a video of these settings has that no clip of the training had."""
         differences = [] if settings.size == self.size else [f"{settings.width}x{settings.height}"]
         return differences if settings.frames == self.frames else [*differences, quantity(settings.frames, "frame")]
 
@@ -109,7 +109,7 @@ class Preset:
 def nearest(
     presets: Sequence[Preset], path: str, distillations: Iterable[Distillation], shift: float | None = None
 ) -> Preset | None:
-    """Returns the preset that a checkpoint is, of those whose networks have its shapes; None where there are none.
+    """Return the preset that a checkpoint is, of those whose networks have its shapes; None where there are none.
 
     Its name decides: by a distillation, then by the presets' own words, then by the lines of their sizes. Where it does
     not, the flow `shift` of its scheduler does, and then the first preset is taken.
@@ -132,7 +132,7 @@ def nearest(
 
 
 def no_prompts(architecture: Any) -> Mapping[str, tuple[int, int]]:
-    """Returns the lengths of the prompts of a family without tokenizers: none."""
+    """Return the lengths of the prompts of a family without tokenizers: none."""
     return {}
 
 
@@ -163,12 +163,12 @@ class Family:
     prompt: Callable[[Any], Mapping[str, tuple[int, int]]] = no_prompts
 
     def network_of(self, config: Config) -> Network:
-        """Returns the network that a config describes."""
+        """Return the network that a config describes."""
         return network_of(config, self.networks)
 
 
 def family_of(source: Source, families: Sequence[Family]) -> Family:
-    """Returns the family of the pipeline that model_index.json names; raises WanjaxError where none has it."""
+    """Return the family of the pipeline that model_index.json names; raise WanjaxError where none has it."""
     kind = source.index.get("_class_name")
     for family in families:
         if kind in family.pipelines:
@@ -178,7 +178,7 @@ def family_of(source: Source, families: Sequence[Family]) -> Family:
 
 
 def updated_by(source: Source, settings: SomeSettings, more: Mapping[str, Any] | None = None) -> SomeSettings:
-    """Returns settings with those that a checkpoint's files give: its scheduler's flow shift, and its own settings.
+    """Return settings with those that a checkpoint's files give: its scheduler's flow shift, and its own settings.
 
     `more` are others, which take the place of the former and not of the latter.
     """

@@ -68,7 +68,7 @@ class Joining(NamedTuple):
 def cut(
     parts: tuple[Part, ...], latents: Float[Array, "_B C T H W"], video: Int[Array, ""]
 ) -> tuple[Float[Array, "1 _T _H _W C"], ...]:
-    """Cuts parts out of the latents of a video of the batch, so that one program decodes videos of any length."""
+    """Cut parts out of the latents of a video of the batch, so that one program decodes videos of any length."""
     x = jnp.moveaxis(jax.lax.dynamic_slice_in_dim(latents, video, 1), 1, -1)
 
     def one(part: Part) -> Float[Array, "1 _T _H _W C"]:
@@ -80,20 +80,20 @@ def cut(
 
 @program(convolutions, donated=("cache",), fast=fast_convolutions)
 def decode_chunk(static: Decoding, z: Chunk, cache: Any, weights: Any) -> tuple[Frames, Any]:
-    """Decodes a chunk of latents to frames of the final dtype; returns the cache too."""
+    """Decode a chunk of latents to frames of the final dtype; return the cache too."""
     x, cache = _decode(static, z, cache, weights)
     return _finished(x, static.dtype, static.patch), cache
 
 
 @program(convolutions, donated=("cache",), fast=fast_convolutions)
 def decode_tile(static: Decoding, z: Chunk, cache: Any, weights: Any) -> tuple[Chunk, Any]:
-    """Decodes a tile of latents to cells of pixels, about [-1, 1]; returns the cache too."""
+    """Decode a tile of latents to cells of pixels, about [-1, 1]; return the cache too."""
     return _decode(static, z, cache, weights)
 
 
 @program(convolutions, fast=fast_convolutions)
 def encode_chunk(graphdef: Any, x: Chunk, cache: Any, weights: Any) -> tuple[Chunk, Any]:
-    """Encodes a chunk of cells of pixels in [-1, 1] to latents; returns the cache too."""
+    """Encode a chunk of cells of pixels in [-1, 1] to latents; return the cache too."""
     vae = nnx.merge(graphdef, weights)
     cells = vae.config.spatial_factor // vae.config.patch
     with aligned_to(x.shape[2] // cells, x.shape[3] // cells):
@@ -103,21 +103,21 @@ def encode_chunk(graphdef: Any, x: Chunk, cache: Any, weights: Any) -> tuple[Chu
 
 @program(scanned)
 def join_tiles(static: Joining, rows: Sequence[Sequence[Chunk]]) -> Frames | Chunk:
-    """Joins the tiles of a chunk; those of pixels to frames of the final dtype."""
+    """Join the tiles of a chunk; those of pixels to frames of the final dtype."""
     x = joined(rows, static.tiling, static.pixels)
     return x if static.dtype is None else _finished(x, static.dtype, static.pixels)
 
 
 @program(scanned)
 def from_frames(patch: int, frames: Shaped[Array, "T H W 3"]) -> Chunk:
-    """Converts frames, bytes or floats in [0, 1], to cells of pixels in [-1, 1]."""
+    """Convert frames, bytes or floats in [0, 1], to cells of pixels in [-1, 1]."""
     x = frames.astype(jnp.float32) / 255.0 if frames.dtype == jnp.uint8 else frames.astype(jnp.float32)
     return to_cells(x[None] * 2.0 - 1.0, patch)
 
 
 @program(scanned)
 def join_chunks(static: None, chunks: tuple[Chunk, ...]) -> Float[Array, "B C T H W"]:
-    """Joins the latents of a clip's chunks."""
+    """Join the latents of a clip's chunks."""
     return jnp.moveaxis(jnp.concatenate(chunks, axis=1), -1, 1)
 
 
@@ -125,7 +125,7 @@ def join_chunks(static: None, chunks: tuple[Chunk, ...]) -> Float[Array, "B C T 
 def split_posterior(
     scale: float, moments: Float[Array, "1 _C T H W"]
 ) -> tuple[Float[Array, "1 C T H W"], Float[Array, "1 C T H W"]]:
-    """Returns the mean and the deviation of encoded frames, multiplied by a factor.
+    """Return the mean and the deviation of encoded frames, multiplied by a factor.
 
     The log-variance is kept within the reference's limits, beyond which its deviation may be infinite.
     """
@@ -145,7 +145,7 @@ def _constrained(cache: Any) -> Any:
 
 
 def _finished(x: Chunk, dtype: Any, patch: int) -> Frames:
-    """Converts cells in [-1, 1] to bytes or floats in [0, 1], replicated so that every process can read them."""
+    """Convert cells in [-1, 1] to bytes or floats in [0, 1], replicated so that every process can read them."""
     frames = jnp.clip(to_pixels(x, patch) * 0.5 + 0.5, 0.0, 1.0)
     frames = jnp.round(frames * 255.0).astype(dtype) if dtype == jnp.uint8 else frames.astype(dtype)
     return replicate(constrain(frames, VIDEO)[0])  # gathered after the rounding, because bytes are less to send
@@ -160,7 +160,7 @@ def decoded(
     call: Call,
     video: int = 0,
 ) -> Iterator[Frames]:
-    """Yields the frames of each chunk of a video's latents, which come in pieces, as they are asked for.
+    """Yield the frames of each chunk of a video's latents, which come in pieces, as they are asked for.
 
     `at_once` are the lengths of the first chunk and of the later ones. A later piece has whole chunks. `video` is the
     place of the video in the pieces' batch. The tiling is complete.
@@ -189,7 +189,7 @@ def decoded(
 
 
 def encoded(vae: Any, frames: GivenFrames, tiling: Tiling | None, call: Call) -> Float[Value, "1 C _T _H _W"]:
-    """Returns the latents of frames that are uint8 or floats in [0, 1]."""
+    """Return the latents of frames that are uint8 or floats in [0, 1]."""
     config = vae.config
     tiling = tiling and tiling.completed(config.tiling, config.spatial_factor // config.patch)
     graphdef, weights = nnx.split(vae)
@@ -213,19 +213,19 @@ def encoded(vae: Any, frames: GivenFrames, tiling: Tiling | None, call: Call) ->
 
 
 def encode_clip(vae: Any, frames: GivenFrames, tiling: Tiling | None, call: Call) -> Float[Value, "1 C _T _H _W"]:
-    """Returns the latents on which a network is trained; of an autoencoder with a posterior, its scaled mean."""
+    """Return the latents on which a network is trained; of an autoencoder with a posterior, its scaled mean."""
     moments = encoded(vae, frames, tiling, call)
     scale = getattr(vae.config, "posterior_scale", None)
     return moments if scale is None else call(split_posterior, scale, moments)[0]
 
 
 def chunk_count(count: int, at_once: tuple[int, int]) -> int:
-    """Returns the number of chunks of `count` frames, as `spans` divides them."""
+    """Return the number of chunks of `count` frames, as `spans` divides them."""
     return len(list(spans(count, at_once)))
 
 
 def spans(count: int, at_once: tuple[int, int]) -> Iterator[range]:
-    """Yields the frames of each chunk of `count` frames: the first has `at_once[0]`, the others `at_once[1]`."""
+    """Yield the frames of each chunk of `count` frames: the first has `at_once[0]`, the others `at_once[1]`."""
     first, rest = at_once
     yield range(min(first, count))
     for start in range(first, count, rest):

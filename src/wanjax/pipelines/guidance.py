@@ -32,7 +32,7 @@ class Groups(NamedTuple):
 
 
 def grouping(guided: bool, batched: bool, partitioner: Partitioner) -> Groups:
-    """Returns how a step's prompts are grouped.
+    """Return how a step's prompts are grouped.
 
     A video's two prompts are in one batch if `batched`, or if the mesh's axis `dp` splits them.
     """
@@ -41,14 +41,14 @@ def grouping(guided: bool, batched: bool, partitioner: Partitioner) -> Groups:
 
 
 def group(prompts: Sequence[Any], groups: Groups) -> tuple[Any, ...]:
-    """Joins trees of arrays [B ...], those of the prompts and of the negative ones, into one tree for each forward."""
+    """Join trees of arrays [B ...], those of the prompts and of the negative ones, into one tree for each forward."""
     if groups.batch == 1:
         return tuple(prompts[: groups.forwards])
     return (jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *prompts[: groups.batch]),)
 
 
 def dynamic_scales(scale: float, timesteps: Float[np.ndarray, " steps"], steps: int) -> list[float]:
-    """Returns the guidance scale of each step along a cosine, from 1 to `1 + scale`.
+    """Return the guidance scale of each step along a cosine, from 1 to `1 + scale`.
 
     Follows diffusers' `use_dynamic_cfg` (pipelines/cogvideo/pipeline_cogvideox.py), which compares timesteps, up to a
     thousand, with the number of steps: before the last `2 · steps` timesteps the scale swings between its bounds.
@@ -79,7 +79,7 @@ class GuidanceRule:
         return None
 
     def values(self, step: int, scale: float) -> Any:
-        """Returns what a step, counted from 0, is given of the rule and its guidance scale: arrays of the host."""
+        """Return what a step, counted from 0, is given of the rule and its guidance scale: arrays of the host."""
         return np.float32(scale)
 
     @classmethod
@@ -93,7 +93,7 @@ class GuidanceRule:
         clean: Callable[[Latents, Latents], Latents],
         average: Latents | None,
     ) -> tuple[Latents, Latents | None]:
-        """Returns one prediction of those for the prompts and, after them, for the negative ones, and the new average.
+        """Return one prediction of those for the prompts and, after them, for the negative ones, and the new average.
 
         Without guidance there are none for negative prompts. `clean` returns the clean latents that follow from a
         prediction at x, a linear function of both.
@@ -112,7 +112,7 @@ class GuidanceRule:
         clean: Callable[[Latents, Latents], Latents],
         average: Latents | None,
     ) -> tuple[Latents, Latents | None]:
-        """Returns what `joined` does, from the predictions for the prompts and for the negative ones.
+        """Return what `joined` does, from the predictions for the prompts and for the negative ones.
 
         This rule extrapolates from the second through the first, in float32, because their difference is small.
         """
@@ -241,7 +241,7 @@ CLASSIFIER_FREE = GuidanceRule()
 
 
 def _dot(a: Latents, b: Latents) -> Float32[Array, "B ..."]:
-    """Returns the product of each video's two arrays, axis by axis: one long sum in float32 loses digits on CPUs."""
+    """Return the product of each video's two arrays, axis by axis: one long sum in float32 loses digits on CPUs."""
     products = a * b
     for axis in range(products.ndim - 1, 0, -1):
         products = jax.lax.optimization_barrier(jnp.sum(products, axis, keepdims=True))
@@ -249,7 +249,7 @@ def _dot(a: Latents, b: Latents) -> Float32[Array, "B ..."]:
 
 
 def guidance_rule(rule: Any) -> GuidanceRule:
-    """Returns a rule, or the one that a text such as `nag`, `apg:eta=0,norm=15` or `none` describes.
+    """Return a rule, or the one that a text such as `nag`, `apg:eta=0,norm=15` or `none` describes.
 
     Raises WanjaxError for anything else.
     """
@@ -257,7 +257,7 @@ def guidance_rule(rule: Any) -> GuidanceRule:
 
 
 def check_rule(rule: GuidanceRule, guided: bool, steps: int) -> None:
-    """Raises WanjaxError for a rule that would do nothing without guidance, or that would leave all steps out."""
+    """Raise WanjaxError for a rule that would do nothing without guidance, or that would leave all steps out."""
     if rule.scaled and not guided:
         raise WanjaxError(f"{rule} is worth nothing without guidance: a guidance scale above 1 would need it")
     if isinstance(rule, ZeroStar) and rule.zero_steps >= steps:

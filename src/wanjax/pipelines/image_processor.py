@@ -36,7 +36,7 @@ class ImageProcessor:
 
     @classmethod
     def load(cls, folder: Path) -> "ImageProcessor":
-        """Reads an `image_processor` folder in the layout of transformers.
+        """Read an `image_processor` folder in the layout of transformers.
 
         Raises WanjaxError where preprocessor_config.json cannot be read, has an unsupported value or lacks an entry.
         """
@@ -49,7 +49,7 @@ class ImageProcessor:
         return _load(folder, STEPS_TO_CROP, read)
 
     def __call__(self, pictures: Sequence[PictureOfAnySize], *, whole: bool = False) -> Float[np.ndarray, "B _H _W 3"]:
-        """Returns the preprocessed pictures, which then have one size, as float32."""
+        """Return the preprocessed pictures, which then have one size, as float32."""
         fitted = [squeezed(x, self.crop) if whole else np.asarray(self._cropped(x), np.float32) for x in pictures]
         return np.stack([_normalised(pixels, self.mean, self.std) for pixels in fitted])
 
@@ -76,7 +76,7 @@ class StretchingImageProcessor:
 
     @classmethod
     def load(cls, folder: Path) -> "StretchingImageProcessor":
-        """Reads a `feature_extractor` folder in the layout of transformers; raises as `ImageProcessor.load` does."""
+        """Read a `feature_extractor` folder in the layout of transformers; raise as `ImageProcessor.load` does."""
 
         def read(json: Mapping[str, Any]) -> StretchingImageProcessor:
             size, resample = _height_and_width(json["size"]), Image.Resampling(json.get("resample", 3))
@@ -85,7 +85,7 @@ class StretchingImageProcessor:
         return _load(folder, STEPS, read)
 
     def __call__(self, pictures: Sequence[PictureOfAnySize]) -> Float[np.ndarray, "B _H _W 3"]:
-        """Returns the preprocessed pictures, which then have one size, as float32."""
+        """Return the preprocessed pictures, which then have one size, as float32."""
         return np.stack([_normalised(self._stretched(picture), self.mean, self.std) for picture in pictures])
 
     def _stretched(self, picture: Picture) -> Float[np.ndarray, "_H _W 3"]:
@@ -94,7 +94,7 @@ class StretchingImageProcessor:
 
 
 def squeezed(picture: Picture, size: tuple[int, int]) -> Float[np.ndarray, "_H _W 3"]:
-    """Returns the whole picture in a size (height, width), by cubic interpolation without smoothing.
+    """Return the whole picture in a size (height, width), by cubic interpolation without smoothing.
 
     A pixel is made of the four nearest along each axis, whatever the scale, as by torch's `interpolate`. It is not
     clipped: where the picture changes at once it goes beyond 0 to 255.
@@ -111,13 +111,13 @@ def squeezed(picture: Picture, size: tuple[int, int]) -> Float[np.ndarray, "_H _
 
 
 def _cubic(x: Float[np.ndarray, "_L 4"]) -> Float[np.ndarray, "_L 4"]:
-    """Returns the weights of pixels at distances of less than 2, by Keys' kernel with the slope -0.75 at 1."""
+    """Return the weights of pixels at distances of less than 2, by Keys' kernel with the slope -0.75 at 1."""
     a = -0.75
     return np.where(x <= 1, ((a + 2) * x - (a + 3)) * x * x + 1, ((x - 5) * x + 8) * x * a - 4 * a)
 
 
 def _load(folder: Path, steps: Mapping[str, Any], read: Callable[[Mapping[str, Any]], Processor]) -> Processor:
-    """Returns what `read` makes of a preprocessor_config.json that has these steps."""
+    """Return what `read` makes of a preprocessor_config.json that has these steps."""
     json = read_json(folder / "preprocessor_config.json")
     for entry, offered in steps.items():
         if (value := json.get(entry, offered)) != offered:

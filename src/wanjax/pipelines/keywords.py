@@ -52,7 +52,7 @@ class Called(Given, total=False):
 
 
 def knows_keywords(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Decorates a function: a keyword that it does not have, but other libraries do, gives a WanjaxError."""
+    """Decorate a function: a keyword that it does not have, but other libraries do, give a WanjaxError."""
     parameters = inspect.signature(function).parameters
     names = [name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
 

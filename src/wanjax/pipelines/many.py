@@ -14,7 +14,7 @@ from wanjax.sharding import Partitioner
 
 
 def together(partitioner: Partitioner, guided: bool) -> int:
-    """Returns the number of videos to denoise at once: as many as the mesh's axis `dp` splits.
+    """Return the number of videos to denoise at once: as many as the mesh's axis `dp` splits.
 
     Elsewhere one after another takes less memory and, but for small models, no longer.
     """
@@ -23,14 +23,14 @@ def together(partitioner: Partitioner, guided: bool) -> int:
 
 
 def batches(requests: Sequence[PreparedRequest], size: int) -> Iterator[tuple[Sequence[PreparedRequest], int]]:
-    """Yields requests in batches of one size, each with the number of its own ones; the rest repeat the last one."""
+    """Yield requests in batches of one size, each with the number of its own ones; the rest repeat the last one."""
     for start in range(0, len(requests), size):
         batch = requests[start : start + size]
         yield [*batch, *[batch[-1]] * (size - len(batch))], len(batch)
 
 
 def joined(encoded: Sequence[Any], call: Call) -> Any:
-    """Joins outputs of `encode_prompts` along their first axis: what is on the host there, the rest by a program."""
+    """Join outputs of `encode_prompts` along their first axis: what is on the host there, the rest by a program."""
     if len(encoded) == 1:
         return encoded[0]
     columns = list(zip(*(jax.tree.leaves(one) for one in encoded), strict=True))

@@ -26,7 +26,7 @@ HIERARCHY = Path("/sys/fs/cgroup")
 
 
 def bytes_needed(network: nnx.Module) -> int:
-    """Returns the bytes of a network's weights, which may be given as shapes, in the memory that holds most of them.
+    """Return the bytes of a network's weights, which may be given as shapes, in the memory that holds most of them.
 
     CPU devices share one memory.
     """
@@ -35,7 +35,7 @@ def bytes_needed(network: nnx.Module) -> int:
 
 
 def check_video(settings: Settings, weights: int, tokens: int, devices: int) -> None:
-    """Raises WanjaxError where a step of a video needs more than a device's whole memory.
+    """Raise WanjaxError where a step of a video needs more than a device's whole memory.
 
     `weights` are the bytes of the denoiser's weights on a device, and `tokens` those that so many devices share.
     Nothing is refused where the memory is unknown.
@@ -80,7 +80,7 @@ def is_small(size: tuple[int, int], frames: int, weights: int) -> bool:
 
 
 def total_memory(device: Any) -> int | None:
-    """Returns the bytes of a device's memory, of which a program may use all; None where they are unknown.
+    """Return the bytes of a device's memory, of which a program may use all; None where they are unknown.
 
     The memory of a CPU is that of `machine_memory`, and the swap space.
     """
@@ -93,12 +93,12 @@ def total_memory(device: Any) -> int | None:
 
 
 def machine_memory() -> int:
-    """Returns the bytes of memory that this process may use: the machine's, or what its control groups allow."""
+    """Return the bytes of memory that this process may use: the machine's, or what its control groups allow."""
     return min([psutil.virtual_memory().total, *_group_limits()])
 
 
 def _group_limits() -> Iterator[int]:
-    """Yields the limits of the process's control groups, of both versions of their interface."""
+    """Yield the limits of the process's control groups, of both versions of their interface."""
     with suppress(OSError):
         for line in GROUPS.read_text().splitlines():
             _, controllers, path = line.split(":", 2)

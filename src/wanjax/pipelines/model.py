@@ -90,7 +90,7 @@ class VAEConfig(Protocol):
     def tiling(self) -> Tiling: ...
 
     def decode_lengths(self, frames: int) -> tuple[int, int]:
-        """Returns the latent frames in the first chunk to decode, and in each later one, for a video of so many."""
+        """Return the latent frames in the first chunk to decode, and in each later one, for a video of so many."""
         ...
 
 
@@ -266,7 +266,7 @@ class ModelSpec:
         return [task for task, offered in offers.items() if offered]
 
     def implied(self, settings: Mapping[str, object]) -> Mapping[str, object]:
-        """Returns given settings, and those that follow from them.
+        """Return given settings, and those that follow from them.
 
         Noise levels follow whom the rest follows; the second expert's guidance scale is that of the first.
         """
@@ -280,7 +280,7 @@ class ModelSpec:
     # ---- checks
 
     def check_settings(self, settings: Settings) -> None:
-        """Raises WanjaxError where the model makes no video of these settings."""
+        """Raise WanjaxError where the model makes no video of these settings."""
         settings.check(spatial=self.size_multiple, temporal=self.vae.temporal_factor)
         self.check_length(settings.frames, settings.model)
         check_windows(settings, self.continued_by)
@@ -294,7 +294,7 @@ class ModelSpec:
             self._check_chunks(settings)
 
     def _check_chunks(self, settings: Settings) -> None:
-        """Raises WanjaxError unless a video is of whole chunks, and without guidance."""
+        """Raise WanjaxError unless a video is of whole chunks, and without guidance."""
         chunk, factor = self.chunk_frames, self.vae.temporal_factor
         frames = self.latent_shape(settings)[2]
         if frames % chunk:
@@ -309,19 +309,19 @@ class ModelSpec:
             )
 
     def check_length(self, frames: int, model: str) -> None:
-        """Raises WanjaxError for more frames than the autoencoder can encode or decode in one video."""
+        """Raise WanjaxError for more frames than the autoencoder can encode or decode in one video."""
         if self.max_frames is not None and frames > self.max_frames:
             raise WanjaxError(f"{frames} frames are too many for {model}: ask for at most {self.max_frames}")
 
     def check_pictures(self, pictures: Pictures, settings: Settings) -> None:
-        """Raises WanjaxError where pictures that the model takes make no video of these settings."""
+        """Raise WanjaxError where pictures that the model takes make no video of these settings."""
         if "last_image" in pictures and "image" not in pictures:
             raise WanjaxError(f"a last image is given without a first: {settings.model} takes both, or the first alone")
         if "last_image" in pictures and settings.frames == 1:
             raise WanjaxError("a video of 1 frame has no last image beside the first: ask for 5 frames or more")
 
     def check_whole(self, model: str, purpose: str) -> None:
-        """Raises WanjaxError where a video is made chunk by chunk; `purpose` is what needs one made as a whole."""
+        """Raise WanjaxError where a video is made chunk by chunk; `purpose` is what needs one made as a whole."""
         if self.streams:
             raise WanjaxError(f"{model} makes videos block by block, and {purpose} needs them made as a whole")
 
@@ -333,14 +333,14 @@ class ModelSpec:
             raise WanjaxError(f"{model} denoises {others} with the video: only models of a video alone can be trained")
 
     def check_streams(self, model: str) -> None:
-        """Raises WanjaxError where a video is made as a whole."""
+        """Raise WanjaxError where a video is made as a whole."""
         if not self.streams:
             raise WanjaxError(f"{model} makes a video as a whole and has no blocks to stream: pipe(prompt) makes it")
 
     # ---- shapes
 
     def latent_shape(self, settings: Settings) -> Shape:
-        """Returns the shape [1 C T H W] of a video's latents."""
+        """Return the shape [1 C T H W] of a video's latents."""
         frames = (settings.frames - 1) // self.vae.temporal_factor + 1
         height, width = (pixels // self.vae.spatial_factor for pixels in settings.size)
         return 1, self.vae.latent_channels, frames, height, width
@@ -351,11 +351,11 @@ class ModelSpec:
         return {name: (1, one.channels, round(seconds * one.per_second)) for name, one in self.latent_streams.items()}
 
     def denoised_frames(self, frames: int) -> int:
-        """Returns the latent frames that are denoised for so many, some of which are dropped at the end."""
+        """Return the latent frames that are denoised for so many, some of which are dropped at the end."""
         return frames + -frames % self.frame_multiple
 
     def noise_shape(self, settings: Settings, references: int = 0) -> Shape:
-        """Returns the shape [1 C T H W] of the initial noise, with all frames that are dropped before the video's."""
+        """Return the shape [1 C T H W] of the initial noise, with all frames that are dropped before the video's."""
         batch, channels, frames, height, width = self.latent_shape(settings)
         return batch, channels, references + self.denoised_frames(frames), height, width
 
@@ -365,7 +365,7 @@ class ModelSpec:
         return {name: (videos, *shape[1:]) for name, shape in shapes.items()}
 
     def noise_inputs(self, settings: Settings, references: int = 0, videos: int = 1) -> Mapping[str, Shape]:
-        """Returns the shapes of the random arrays that can be given for videos made together, by name; of all passes.
+        """Return the shapes of the random arrays that can be given for videos made together, by name; of all passes.
 
         `step_noise` has a row for each step of the settings; those that a given video skips are not used.
         """
@@ -382,7 +382,7 @@ class ModelSpec:
         return shapes
 
     def to_training_latents(self, latents: Float[Array, "B C T H W"]) -> Float[Array, "B _T H W C"]:
-        """Returns the latents of encoded videos [B C T H W] as the network is trained to make them."""
+        """Return the latents of encoded videos [B C T H W] as the network is trained to make them."""
         return pad_front(jnp.moveaxis(latents, 1, -1), self.denoised_frames(latents.shape[2]))
 
     def decode_lengths(self, frames: int) -> tuple[int, int]:
@@ -390,7 +390,7 @@ class ModelSpec:
         return (self.chunk_frames, self.chunk_frames) if self.streams else self.vae.decode_lengths(frames)
 
     def chunks(self, frames: int) -> list[Chunk]:
-        """Returns the chunks of a video of so many latent frames; most models make a video as a whole."""
+        """Return the chunks of a video of so many latent frames; most models make a video as a whole."""
         size = self.chunk_frames or frames
         count = frames // size
         return [Chunk(number, count, range(number * size, (number + 1) * size)) for number in range(count)]
@@ -417,32 +417,32 @@ class ModelSpec:
         return set(inspect.signature(self.scheduler.schedule).parameters)
 
     def schedule_options(self, settings: Settings) -> Mapping[str, float | str]:
-        """Returns the settings that decide the noise levels, as keywords of the scheduler's `schedule`."""
+        """Return the settings that decide the noise levels, as keywords of the scheduler's `schedule`."""
         options = {"shift": settings.flow_shift, "sigmas": settings.sigmas, "follow": settings.follow}
         return {name: value for name, value in options.items() if value is not None and name in self._levels}
 
     def schedule(self, settings: Settings, encoded: Encoded | None = None) -> Schedule:
-        """Returns the noise levels of the steps, arrays of the host; a given video, if encoded, skips the noisiest."""
+        """Return the noise levels of the steps, arrays of the host; a given video, if encoded, skips the noisiest."""
         begun = getattr(encoded, "video_latents", None) is not None
         skip = settings.steps - settings.strong_steps if begun else 0
         return self.scheduler.schedule(settings.steps, skip=skip, **self.schedule_options(settings))
 
     def phases(self, schedule: Schedule, settings: Settings, number: int = 0) -> tuple[Phase, ...]:
-        """Returns the steps of each network, and their guidance scales; `number` is the pass's."""
+        """Return the steps of each network, and their guidance scales; `number` is the pass's."""
         return phases_of(self.passes[number].denoisers or self.denoisers, np.asarray(schedule.timesteps), settings)
 
     def noise_range(self, network: str, settings: Settings) -> tuple[float, float]:
-        """Returns the noise levels, from 0 to 1, between which a network denoises."""
+        """Return the noise levels, from 0 to 1, between which a network denoises."""
         if not self.experts or settings.boundary is None:
             return 0.0, 1.0
         return (settings.boundary, 1.0) if network == self.denoisers[0] else (0.0, settings.boundary)
 
     def tables_for(self, encoded: Encoded) -> Tables:
-        """Returns the tables of step caches for a video from this output of `encode`."""
+        """Return the tables of step caches for a video from this output of `encode`."""
         return self.cache_tables if getattr(encoded, "condition", None) is None else self.cache_tables.of_pictured
 
     def cache_rule(self, settings: Settings) -> CacheRule:
-        """Returns the rule of the settings' step cache, complete; raises WanjaxError where the model cannot have it."""
+        """Return the rule of the settings' step cache, complete; raise WanjaxError where the model cannot have it."""
         if self.streams:
             if settings.cache != NONE:
                 raise WanjaxError(f"{settings.model} takes too few steps for a step cache: leave {settings.cache} out")
@@ -451,13 +451,13 @@ class ModelSpec:
         return chosen_rule(settings.cache, self.phases(self.schedule(first), first), self.cache_tables, settings.model)
 
     def reused(self, settings: Settings) -> tuple[bool, ...]:
-        """Tells of each step of the first pass whether it reuses what another kept, or may where that is not known."""
+        """Tell of each step of the first pass whether it reuses what another kept, or may where that is not known."""
         first = self.passes_of(settings)[0]
         rule, phases = self.cache_rule(settings), self.phases(self.schedule(first), first)
         return tuple(reuses for phase in phases for reuses in rule.reused(phase, self.cache_tables))
 
     def attention(self, requested: AttentionConfig) -> AttentionConfig:
-        """Returns the attention of the denoiser where this one is asked for; AUTO is that which it was trained with."""
+        """Return the attention of the denoiser where this one is asked for; AUTO is that which it was trained with."""
         return self.trained_attention if requested == AUTO else requested
 
 
@@ -490,12 +490,12 @@ class VideoModel(ABC, Generic[Own]):
 
     @abstractmethod
     def encode_text(self, runtime: Runtime, settings: Settings) -> Own:
-        """Encodes the prompt and the negative prompt of a video's settings, with the text encoders alone."""
+        """Encode the prompt and the negative prompt of a video's settings, with the text encoders alone."""
 
     def encode_inputs(
         self, runtime: Runtime, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
     ) -> Mapping[str, Field | None]:
-        """Encodes the pictures of a video without the text encoders; returns fields of `encoded_type`."""
+        """Encode the pictures of a video without the text encoders; return fields of `encoded_type`."""
         return {}
 
     @abstractmethod
@@ -514,7 +514,7 @@ class VideoModel(ABC, Generic[Own]):
     def prepare(
         self, runtime: Runtime, network: SplitNetwork, encoded: Own, x: Any, purpose: Preparation
     ) -> tuple[tuple[object, ...], object]:
-        """Computes what no step of a network changes; returns the context of each forward, and what all share.
+        """Compute what no step of a network changes; return the context of each forward, and what all share.
 
         Args:
             runtime: Calls programs.
@@ -525,12 +525,12 @@ class VideoModel(ABC, Generic[Own]):
         """
 
     def update_memory(self, runtime: Runtime, network: SplitNetwork, inputs: ModelInputs, x: Any) -> object:
-        """Returns what the next chunk reads of this one, which is finished; buffers of `inputs` may be reused."""
+        """Return what the next chunk reads of this one, which is finished; buffers of `inputs` may be reused."""
         return None
 
     @abstractmethod
     def cost(self, settings: Settings, encoded: Own | None = None) -> Cost:
-        """Returns the work of one forward of the denoiser, for this output of `encode` where there is one."""
+        """Return the work of one forward of the denoiser, for this output of `encode` where there is one."""
 
     def refine(self, runtime: Runtime, encoded: Own, latents: AnyLatents) -> Own:
         """Return the conditioning of the next pass, from that of this one and its latents, [B C T H W] or streams.
@@ -570,22 +570,22 @@ class VideoModel(ABC, Generic[Own]):
         return map(Decoded, decoded(decoder, map(stream_of, pieces), at_once, dtype, tiling, runtime.call, video))
 
     def tokenize(self, runtime: Runtime, prompts: Sequence[str], follow: str) -> tuple[TokenBatch, ...]:
-        """Returns the tokens of prompts, for each text encoder; `follow` is that of the settings."""
+        """Return the tokens of prompts, for each text encoder; `follow` is that of the settings."""
         return (runtime.components.get("tokenizer").tokenize(prompts),)
 
     def leading_frames(self, encoded: Own, settings: Settings) -> int:
-        """Returns the number of reference latent frames, which are denoised before the video's and then dropped."""
+        """Return the number of reference latent frames, which are denoised before the video's and then dropped."""
         return 0
 
     def size_for(self, picture: tuple[int, int, int], settings: Settings) -> tuple[int, int]:
-        """Returns the size of a video of a picture [H W 3], where none is given."""
+        """Return the size of a video of a picture [H W 3], where none is given."""
         return self.spec.fixed_size or size_within(picture, settings.height * settings.width, self.spec.size_multiple)
 
 
 def phases_of(
     denoisers: Sequence[str], timesteps: Float[np.ndarray, " steps"], settings: Settings
 ) -> tuple[Phase, ...]:
-    """Returns the phases of a video: one, or that of each expert, the second below the noise level `boundary`."""
+    """Return the phases of a video: one, or that of each expert, the second below the noise level `boundary`."""
     total, skipped, first = len(timesteps), settings.steps - len(timesteps), settings.guidance_scale
     if settings.dynamic_guidance and settings.guided:
         return (Phase(denoisers[0], 0, tuple(dynamic_scales(first, timesteps, settings.steps)), total, 0, skipped),)
@@ -601,12 +601,12 @@ def phases_of(
 
 
 def with_scheduler(model: VideoModel[Any], scheduler: str | Scheduler) -> VideoModel[Any]:
-    """Returns the model with another scheduler; raises WanjaxError where it does not fit the model."""
+    """Return the model with another scheduler; raise WanjaxError where it does not fit the model."""
     return replace(model, scheduler=resolve(scheduler, model.scheduler))
 
 
 def least_bytes(model: VideoModel[Any], settings: Settings) -> int:
-    """Returns bytes that a step holds at once, whatever its kernels are, beside the weights.
+    """Return bytes that a step holds at once, whatever its kernels are, beside the weights.
 
     They are those of the tokens of a layer, their queries, keys and values, which every attention is given whole. 0 for
     a video that is made by chunks.
@@ -618,12 +618,12 @@ def least_bytes(model: VideoModel[Any], settings: Settings) -> int:
 
 
 def truncations(model: VideoModel[Any], runtime: Runtime, prompt: str, follow: str) -> Sequence[Truncation]:
-    """Returns the parts of a prompt that the model does not read, if any."""
+    """Return the parts of a prompt that the model does not read, if any."""
     return tuple(cut for batch in model.tokenize(runtime, [prompt], follow) for cut in batch.truncated if cut)
 
 
 def check_fits(model: VideoModel[Own], encoded: Own, settings: Settings) -> None:
-    """Raises WanjaxError unless this output of `encode` was made for a video of these settings."""
+    """Raise WanjaxError unless this output of `encode` was made for a video of these settings."""
     if (encoded_for := encoded_shape(encoded)) is not None:
         encoded_for.check(settings)
     shapes = model.conditioning_shapes(encoded, settings)
@@ -635,7 +635,7 @@ def check_fits(model: VideoModel[Own], encoded: Own, settings: Settings) -> None
 
 
 def encoded_from(model: VideoModel[Own], tensors: Mapping[str, Array]) -> Own:
-    """Restores the output of `encode` from its tensors by name; raises WanjaxError where one is missing.
+    """Restore the output of `encode` from its tensors by name; raise WanjaxError where one is missing.
 
     Warns of prompts from the scripts before wanjax, which had cut them to a length that the model was not trained on.
     """
@@ -652,14 +652,14 @@ def encoded_from(model: VideoModel[Own], tensors: Mapping[str, Array]) -> Own:
 
 
 def latents_of(encoded: Encoded, spec: ModelSpec | None = None) -> dict[str, Any]:
-    """Returns the encoded pictures that are latents [B C T H W], by name, and the clean latents of further streams."""
+    """Return the encoded pictures that are latents [B C T H W], by name, and the clean latents of further streams."""
     streams = {f"{name}_latents" for name in (spec.latent_streams if spec else ())}
     held = {name: x for name, x in encoded._asdict().items() if x is not None}
     return {name: x for name, x in held.items() if len(x.shape) == 5 or name in streams}
 
 
 def attending(model: VideoModel[Any], attention: AttentionConfig, name: str) -> VideoModel[Any]:
-    """Returns the model whose denoiser can attend so: with a projection for sparse-linear attention.
+    """Return the model whose denoiser can attend so: with a projection for sparse-linear attention.
 
     Raises UnsupportedError for radial or sparse-linear attention where the denoiser can have none, and for any other
     than sparse-linear attention where it was trained with that.

@@ -66,7 +66,7 @@ class Step:
         return jnp.moveaxis(stream_of(self.predicted), -1, 1)
 
     def preview(self) -> UInt8[np.ndarray, "B T _H _W 3"]:
-        """Returns small pictures of the predicted latents, one for each latent frame; waits for the device."""
+        """Return small pictures of the predicted latents, one for each latent frame; waits for the device."""
         assert self.latent_preview is not None, "a step of `Pipeline.denoise` can be previewed"
         return self.latent_preview().pictures(self.x0)
 
@@ -132,50 +132,50 @@ class Observer:
     """Looks on while a run is executed. Every method does nothing: a subclass has those that it needs."""
 
     def stage(self, name: str) -> AbstractContextManager[object]:
-        """Surrounds a stage."""
+        """Surround a stage."""
         return nullcontext()
 
     def count(self, unit: str, done: int, total: int) -> None:
-        """Receives how many units of a stage, such as steps, the device has done."""
+        """Receive how many units of a stage, such as steps, the device has done."""
 
     def window(self, window: Window) -> None:
-        """Receives a window of a video of several, before it is made."""
+        """Receive a window of a video of several, before it is made."""
 
     def encoded(self, encoded: Encoded) -> None:
-        """Receives the output of the first stage."""
+        """Receive the output of the first stage."""
 
     def begun(self, encoded: Encoded) -> None:
-        """Receives what is denoised: the output of the first stage, of videos that are made together."""
+        """Receive what is denoised: the output of the first stage, of videos that are made together."""
 
     def resumed(self, begun: Start) -> tuple[State, int] | None:
-        """Returns the state from which to go on, and the number of steps that were taken before it, if there is one."""
+        """Return the state from which to go on, and the number of steps that were taken before it, if there is one."""
 
     def switched(self, switch: Switch) -> None:
-        """Receives a change of network."""
+        """Receive a change of network."""
 
     def stepped(self, step: Step) -> bool | None:
-        """Receives a step, which the device may not have finished; returns False to end the run."""
+        """Receive a step, which the device may not have finished; return False to end the run."""
 
     def stopped(self, step: Step) -> None:
-        """Receives the last step of a run that ends after it, before its time."""
+        """Receive the last step of a run that ends after it, before its time."""
 
     def denoised(self, latents: AnyLatents, chunk: Chunk) -> None:
-        """Receives the latents of a chunk of videos that are made together, [B C T H W] or streams."""
+        """Receive the latents of a chunk of videos that are made together, [B C T H W] or streams."""
 
     def decoded(self, beside: Mapping[str, Value]) -> None:
-        """Receives what was decoded beside the next chunk of a video, by name, such as the samples of sound."""
+        """Receive what was decoded beside the next chunk of a video, by name, such as the samples of sound."""
 
 
 class Observers(tuple[Observer, ...]):
     """Observers, each of which is told in its turn."""
 
     def tell(self, event: str, *arguments: object) -> list[Any]:
-        """Tells every observer of an event, a method of `Observer`; returns what they answer."""
+        """Tell every observer of an event, a method of `Observer`; return what they answer."""
         return [getattr(observer, event)(*arguments) for observer in self]
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Surrounds a stage, for each observer."""
+        """Surround a stage, for each observer."""
         with ExitStack() as stack:
             for observer in self:
                 stack.enter_context(observer.stage(name))
@@ -220,18 +220,18 @@ class Monitor:
             self.observers.tell("stopped", self._last)
 
     def begin(self, done: int) -> None:
-        """Counts the steps that were taken before."""
+        """Count the steps that were taken before."""
         if self.executes and self.chunk.count == 1:
             self.observers.tell("count", "step", self._before + done, self._total)
         elif self.executes and self.chunk.number == 0:
             self.observers.tell("count", "block", 0, self.chunk.count)
 
     def switched(self, network: str, index: int, seconds: float) -> None:
-        """Tells of a network that takes over."""
+        """Tell of a network that takes over."""
         self.observers.tell("switched", Switch(network, self._before + index, self._total, seconds))
 
     def stepped(self, index: int, state: State, x0: Streams, finite: Bool[Value, ""], reuses: bool) -> None:
-        """Tells of a step, once at most `IN_FLIGHT` steps are queued."""
+        """Tell of a step, once at most `IN_FLIGHT` steps are queued."""
         if not self.executes:
             return
         whole = self._before + index
@@ -243,13 +243,13 @@ class Monitor:
             raise Cancelled(step.index)
 
     def finish_phase(self) -> None:
-        """Waits for all steps of a network; what it kept for later steps is freed with it."""
+        """Wait for all steps of a network; what it kept for later steps is freed with it."""
         self._wait(0)
         if self._last is not None:
             self._last = replace(self._last, state=replace(self._last.state, cached=()))
 
     def _wait(self, left: int) -> None:
-        """Waits until at most `left` steps are queued."""
+        """Wait until at most `left` steps are queued."""
         queue, total = self._queue, self._total
         while len(queue) > left or (queue and queue[0][1].is_ready()):
             index, finite = queue.popleft()
@@ -262,7 +262,7 @@ class Monitor:
 
 
 def _deleted(state: State) -> bool:
-    """Tells whether a later step has taken the buffers of a state."""
+    """Return whether a later step has taken the buffers of a state."""
     return any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state))
 
 

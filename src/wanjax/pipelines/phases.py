@@ -36,7 +36,7 @@ class Phase(NamedTuple):
 
 
 def dense_steps(total: int) -> int:
-    """Returns the number of first steps that take all of self-attention where later ones take it sparsely.
+    """Return the number of first steps that take all of self-attention where later ones take it sparsely.
 
     The share is that of Radial Attention's authors, 12 of 50.
     """

@@ -35,7 +35,7 @@ class Compilations:
     reading: float = 0.0
 
     def add(self, compilation: Compilation) -> None:
-        """Counts one more."""
+        """Count one more."""
         if compilation.cached:
             self.cached += 1
             self.reading += compilation.seconds
@@ -44,7 +44,7 @@ class Compilations:
             self.seconds += compilation.seconds
 
     def join(self, others: "Compilations") -> None:
-        """Counts others too."""
+        """Count others too."""
         self.compiled += others.compiled
         self.cached += others.cached
         self.seconds += others.seconds
@@ -92,7 +92,7 @@ class Stage:
         self._beside = ""
 
     def load(self, component: str, done: int, total: int) -> None:
-        """Tells that `done` of `total` bytes of a component are loaded."""
+        """Tell that `done` of `total` bytes of a component are loaded."""
         if self._loading is None:
             self._loading_since = perf_counter()
         self._loading = (component, done, total) if done < total else None
@@ -101,7 +101,7 @@ class Stage:
         self._restart()
 
     def count(self, unit: str, done: int, total: int, beside: str = "") -> None:
-        """Tells that the device has done `done` of `total` units, such as steps, and a text to show beside."""
+        """Tell that the device has done `done` of `total` units, such as steps, and a text to show beside."""
         if (unit, done) != (self.unit, self.done):
             self.last = perf_counter()
         if unit != self.unit:
@@ -113,11 +113,11 @@ class Stage:
             self.each = 1 / self._task.speed if self._task.speed and unit not in UNLIKE else self.each
 
     def end(self) -> None:
-        """Tells that the stage is complete."""
+        """Tell that the stage is complete."""
         self._over = True
 
     def _restart(self) -> None:
-        """Measures the pace from here on, apart from the time in which something else was done."""
+        """Measure the pace from here on, apart from the time in which something else was done."""
         _, done, total = self._loading or (self.unit, self.done, self.total)
         self.row.reset(self._task.id, completed=done, total=total)
 
@@ -157,7 +157,7 @@ class Stage:
 
     @contextmanager
     def watching_compiler(self) -> Iterator[None]:
-        """Notes when JAX compiles, and counts the programs that it compiled or found in the cache."""
+        """Note when JAX compiles, and count the programs that it compiled or found in the cache."""
 
         def begin() -> None:
             self._compiling = perf_counter()
@@ -176,7 +176,7 @@ _current: ContextVar[Stage | None] = ContextVar("stage", default=None)
 
 @contextmanager
 def stage(name: str, progress: bool | None = None) -> Iterator[Stage]:
-    """Shows a stage of a pipeline while it runs, unless it is a part of one that is shown already.
+    """Show a stage of a pipeline while it runs, unless it is a part of one that is shown already.
 
     `progress` is True to show it, False to hide it, None to show it on a terminal and in a notebook.
     """
@@ -189,7 +189,7 @@ def stage(name: str, progress: bool | None = None) -> Iterator[Stage]:
 
 @contextmanager
 def on_console(name: str, console: "Console | None") -> Iterator[Stage]:
-    """Shows a stage on a console while it runs; None hides it."""
+    """Show a stage on a console while it runs; None hides it."""
     current = Stage(name, console)
     token = _current.set(current)
     try:
@@ -202,19 +202,19 @@ def on_console(name: str, console: "Console | None") -> Iterator[Stage]:
 
 
 def count(unit: str, done: int, total: int) -> None:
-    """Tells the current stage, if there is one, that the device has done `done` of `total` units, such as steps."""
+    """Tell the current stage, if there is one, that the device has done `done` of `total` units, such as steps."""
     if (current := _current.get()) is not None:
         current.count(unit, done, total)
 
 
 def loading(component: str, done: int, total: int) -> None:
-    """Tells the current stage, if there is one, that `done` of `total` bytes of a component are loaded."""
+    """Tell the current stage, if there is one, that `done` of `total` bytes of a component are loaded."""
     if (current := _current.get()) is not None:
         current.load(component, done, total)
 
 
 def timing_writes(frames: Iterable[Any]) -> Iterator[Any]:
-    """Yields frames to what writes them; the seconds until it asks for more count as the stage's writing."""
+    """Yield frames to what writes them; the seconds until it asks for more count as the stage's writing."""
     for chunk in frames:
         begun = perf_counter()
         yield chunk
@@ -223,7 +223,7 @@ def timing_writes(frames: Iterable[Any]) -> Iterator[Any]:
 
 
 def _console(progress: bool | None) -> "Console | None":
-    """Returns the console for stages of the library, or None where nothing is to be shown."""
+    """Return the console for stages of the library, or None where nothing is to be shown."""
     import jax  # imported late, for commands that compute nothing
 
     usual = (sys.stderr is not None and sys.stderr.isatty()) or "ipykernel" in sys.modules
@@ -233,7 +233,7 @@ def _console(progress: bool | None) -> "Console | None":
 
 
 def console(*, stderr: bool = True, quiet: bool = False) -> "Console":
-    """Returns a console that prints lines as they are: names may hold what rich takes for markup.
+    """Return a console that prints lines as they are: names may hold what rich takes for markup.
 
     A pipe has no colours and no bars, whatever variables such as FORCE_COLOR ask of rich.
     """
@@ -258,7 +258,7 @@ def _shown_on(console: "Console | None", current: Stage) -> Iterator[None]:
 
 @contextmanager
 def _lines(current: Stage, console: "Console") -> Iterator[None]:
-    """Prints a plain line from time to time, where it differs from the one before."""
+    """Print a plain line from time to time, where it differs from the one before."""
     over = Event()
 
     def tell() -> None:

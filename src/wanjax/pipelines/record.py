@@ -38,7 +38,7 @@ def record_of(
     batch_guidance: bool = False,
     digests: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Returns the settings, the scheduler, the devices and the version, and whichever else was given.
+    """Return the settings, the scheduler, the devices and the version, and whichever else was given.
 
     `sources` are pictures, clips and noise by name; `loaded` are options of `wanjax.load`, with digests of the files
     that were loaded. `digests` are those of what has no path here.
@@ -57,7 +57,7 @@ def record_of(
 
 
 def paths_of(record: Mapping[str, Any], names: Iterable[str] | None = None) -> list[AnyPath]:
-    """Returns the places that entries of a record may be meant as, whether anything is there or not."""
+    """Return the places that entries of a record may be meant as, whether anything is there or not."""
     entries = [(name, record[name]) for name in (source_names() if names is None else names) if record.get(name)]
     each = [(name, one) for name, value in entries for one in (value if isinstance(value, list) else [value])]
     texts = [Lora.parse(text).file if name == "lora" else text for name, text in each if isinstance(text, str)]
@@ -67,13 +67,13 @@ def paths_of(record: Mapping[str, Any], names: Iterable[str] | None = None) -> l
 
 
 def digests_of(places: Iterable[AnyPath]) -> dict[str, str]:
-    """Returns the digests of files and folders by their paths, without those that are not here or cannot be read."""
+    """Return the digests of files and folders by their paths, without those that are not here or cannot be read."""
     digests = {str(path): digest_of(path) for path in places if isinstance(path, Path)}
     return {path: digest for path, digest in digests.items() if digest is not None}
 
 
 def digest_of(path: Path) -> str | None:
-    """Returns the digest of a file or folder as a record tells it; a LoRA's counts the config beside it."""
+    """Return the digest of a file or folder as a record tells it; a LoRA's counts the config beside it."""
     digest, beside = content_digest(path), path.with_name(PEFT_CONFIG)
     if digest is None or not beside.is_file():
         return digest
@@ -81,18 +81,18 @@ def digest_of(path: Path) -> str | None:
 
 
 def devices_of(partitioner: Partitioner) -> str:
-    """Returns the number and the kind of a model's devices."""
+    """Return the number and the kind of a model's devices."""
     return f"{partitioner.mesh.size} x {partitioner.device.device_kind}"
 
 
 def nameable(source: Any, read: Any) -> Any:
-    """Returns the path, or the list of paths, by which a source was given, or else what was read from it."""
+    """Return the path, or the list of paths, by which a source was given, or else what was read from it."""
     listed = isinstance(source, list | tuple) and all(isinstance(one, str | Path) for one in source)
     return source if listed or isinstance(source, str | Path) else read
 
 
 def described(source: Any) -> Any:
-    """Returns a picture, clip or noise as JSON: a file by its full path or URL, an array by its shape and a digest."""
+    """Return a picture, clip or noise as JSON: a file by its full path or URL, an array by its shape and a digest."""
     if isinstance(source, str | Path | RemotePath):
         return full_name(source)
     if isinstance(source, list | tuple):

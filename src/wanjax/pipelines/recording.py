@@ -34,7 +34,7 @@ def record(
     batch_guidance: bool = False,
     room: int | None = None,
 ) -> Trace:
-    """Records the making of a video: encode, denoise and decode.
+    """Record the making of a video: encode, denoise and decode.
 
     The keywords are those of `Pipeline.videos`; `room` is that of `Components.abstract`. The most that is kept on a
     device beside the arguments of each program is noted as `beside`.
@@ -47,7 +47,7 @@ def record(
 
 
 def _recorded(pipe: Loaded, room: int | None = None) -> tuple[Trace, Loaded]:
-    """Returns a record, and the pipeline whose calls it notes."""
+    """Return a record, and the pipeline whose calls it notes."""
     components = pipe.runtime.components.abstract(room)
 
     @cache
@@ -55,7 +55,7 @@ def _recorded(pipe: Loaded, room: int | None = None) -> tuple[Trace, Loaded]:
         return id(jax.tree.leaves(network)[0]), bytes_of(network)
 
     def beside(arguments: object) -> int:
-        """Returns the bytes of the networks that are loaded but not among the arguments of a call."""
+        """Return the bytes of the networks that are loaded but not among the arguments of a call."""
         passed = {id(x) for x in jax.tree.leaves(arguments)}
         return sum(size for weight, size in map(weighed, components.networks()) if weight not in passed)
 
@@ -142,7 +142,7 @@ def check_decoding(pipe: Loaded, shape: Sequence[int], *, tiling: Tiling | None 
 
 
 def _is_small(pipe: Loaded, size: tuple[int, int], frames: int) -> bool:
-    """Tells whether nothing is to be checked: where nothing is executed, and where all would fit at any rate."""
+    """Return whether nothing is to be checked: where nothing is executed, and where all would fit at any rate."""
     sizes = pipe.runtime.components.sizes
     return not (pipe.runtime.strategy.executes and sizes) or is_small(size, frames, max(sizes.values()))
 
@@ -178,13 +178,13 @@ class NoTokenizer:
         self.length, self.tokens, self.backend = length, tokens, self
 
     def tokenize(self, texts: Sequence[str], length: int | None = None) -> TokenBatch:
-        """Returns tokens 0 for each text."""
+        """Return tokens 0 for each text."""
         shape = len(texts), length or self.length
         mask = np.broadcast_to(np.arange(shape[1]) < self.tokens, shape)
         return TokenBatch(np.zeros(shape, np.int32), mask, (None,) * len(texts))
 
     def encode(self, text: str) -> Any:
-        """Returns no tokens, as the tokenizer's backend."""
+        """Return no tokens, as the tokenizer's backend."""
         return type("Encoding", (), {"ids": ()})
 
 

@@ -47,7 +47,7 @@ class ResumeObserver(Observer):
         self._steps = 0  # of the video, that the files hold
 
     def window(self, window: Window) -> None:
-        """Takes a file for each window, and keeps those that are finished, from which the next ones go on."""
+        """Take a file for each window, and keep those that are finished, from which the next ones go on."""
         self.file = self._of_window = self._of_all.with_stem(f"{self._of_all.stem}_{window.number + 1}")
         self._finished = True
 
@@ -84,7 +84,7 @@ class ResumeObserver(Observer):
         return replace(state, cached=None if begins else cached), steps
 
     def stepped(self, step: Step) -> None:
-        """Waits for a step, and writes its state, where writing takes a small share of the time until its end."""
+        """Wait for a step, and write its state, where writing takes a small share of the time until its end."""
         start = perf_counter()
         if step.index + 1 == self._end or start + self._duration - self._last >= self._cost / SHARE:
             jax.block_until_ready(step.state)
@@ -92,7 +92,7 @@ class ResumeObserver(Observer):
             self.stopped(step)
 
     def stopped(self, step: Step) -> None:
-        """Writes the state after a step, in the first process alone, unless its latents are not finite.
+        """Write the state after a step, in the first process alone, unless its latents are not finite.
 
         Nothing is written where a step cache keeps a part in each of several processes.
         """
@@ -119,7 +119,7 @@ class ResumeObserver(Observer):
 
 
 def digest(facts: Mapping[str, Any], arrays: Sequence[Array | np.ndarray]) -> str:
-    """Returns a digest of facts, which JSON can hold, and of arrays."""
+    """Return a digest of facts, which JSON can hold, and of arrays."""
     sha = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     for array in arrays:
         sha.update(f"{array.dtype} {array.shape}".encode())
@@ -134,5 +134,5 @@ def _named(state: State) -> dict[str, Any]:
 
 
 def _listed(arrays: Mapping[str, Array], part: str) -> tuple[Array, ...]:
-    """Returns the arrays named `part.0`, `part.1` and so on."""
+    """Return the arrays named `part.0`, `part.1` and so on."""
     return tuple(arrays[f"{part}.{i}"] for i in range(sum(name.startswith(f"{part}.") for name in arrays)))

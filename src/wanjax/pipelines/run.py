@@ -87,7 +87,7 @@ class Run:
             check_apart(request.settings.cache, batch_guidance)
 
     def __iter__(self) -> Iterator[tuple[PreparedRequest, Iterator[Frames | Clip]]]:
-        """Yields each request with an iterator over its video's frames, chunk by chunk, which has to be used up."""
+        """Yield each request with an iterator over its video's frames, chunk by chunk, which has to be used up."""
         if not self.requests:
             return
         shared = self.requests[0].settings
@@ -108,15 +108,15 @@ class Run:
                 yield request, self.frames(pieces, video=video, last=video + 1 == count, seed=request.settings.seed)
 
     def stage(self, name: str) -> AbstractContextManager[None]:
-        """Surrounds a stage, for each observer."""
+        """Surround a stage, for each observer."""
         return self.observers.stage(name)
 
     def count(self, unit: str, done: int, total: int) -> None:
-        """Tells each observer how far a stage is."""
+        """Tell each observer how far a stage is."""
         self.observers.tell("count", unit, done, total)
 
     def encode(self) -> dict[str, Encoded]:
-        """Encodes each prompt once, and the pictures, which all videos share; returns the outputs by prompt."""
+        """Encode each prompt once, and the pictures, which all videos share; return the outputs by prompt."""
         with self.stage("encode"), self.runtime.strategy.stage("encode"):
             texts = self._texts()
             seen = self._seen(self.pictures, self.requests[0].settings)
@@ -126,20 +126,20 @@ class Run:
         return encoded
 
     def _texts(self) -> dict[str, Encoded]:
-        """Encodes each prompt once, without pictures; returns the outputs by prompt."""
+        """Encode each prompt once, without pictures; return the outputs by prompt."""
         windows = [window for request in self.requests for window in windows_of(request.settings)]
         prompts = {alone.prompt: alone for _, _, alone in windows}
         texts = {prompt: self.model.encode_text(self.runtime, alone) for prompt, alone in prompts.items()}
         return self.runtime.components.finish_stage(texts)
 
     def _seen(self, pictures: Pictures, settings: Settings) -> Mapping[str, Field | None]:
-        """Encodes pictures; returns fields of the output of the first stage."""
+        """Encode pictures; return fields of the output of the first stage."""
         seen = self.model.encode_inputs(self.runtime, pictures, settings, tiling=self.tiling)
         seen = with_shape(seen, self.model.encoded_type, pictures, settings)
         return self.runtime.components.finish_stage(seen)
 
     def _windows(self, settings: Settings, texts: dict[str, Encoded]) -> Iterator[Clip]:
-        """Yields the frames of a video of windows, those of each once it is made; `texts` are encoded by the first."""
+        """Yield the frames of a video of windows, those of each once it is made; `texts` are encoded by the first."""
         strategy, before = self.runtime.strategy, None
         for window in windows_of(settings):
             self.observers.tell("window", window)
@@ -164,7 +164,7 @@ class Run:
         return nullcontext() if request.settings.windows > 1 else self.stage("decode")
 
     def latents(self, encoded: Encoded, settings: Settings, seeds: Sequence[int]) -> Iterator[AnyLatents]:
-        """Yields the latents of videos that are made together, one for each seed: each chunk as soon as it is made."""
+        """Yield the latents of videos that are made together, one for each seed: each chunk as soon as it is made."""
         return sample(
             self.runtime,
             self.model,
@@ -186,7 +186,7 @@ class Run:
         last: bool = True,
         seed: int | None = None,
     ) -> Iterator[Frames]:
-        """Yields the frames of each chunk of a video, so that only that one and the next are in memory.
+        """Yield the frames of each chunk of a video, so that only that one and the next are in memory.
 
         The device decodes the next one while the caller has a chunk. `pieces` are latents of consecutive frames,
         [B C T H W] or streams; `video` is the place of the video in their batch, of which it is the `last` to be
@@ -227,7 +227,7 @@ class Run:
 
 
 def _finite(latents: AnyLatents) -> AnyLatents:
-    """Returns latents; raises WanjaxError where some are not finite."""
+    """Return latents; raise WanjaxError where some are not finite."""
     for x in jax.tree.leaves(latents):
         refuse_traced(x)
         parts = [shard.data for shard in x.addressable_shards] if isinstance(x, jax.Array) else [x]
@@ -237,7 +237,7 @@ def _finite(latents: AnyLatents) -> AnyLatents:
 
 
 def _ahead(chunks: Iterable[Frames]) -> Iterator[Frames]:
-    """Yields chunks, each once the next one is begun; the devices send each to the host as soon as it is made."""
+    """Yield chunks, each once the next one is begun; the devices send each to the host as soon as it is made."""
     begun: deque[Frames] = deque()
     for chunk in chunks:
         if isinstance(chunk, jax.Array):

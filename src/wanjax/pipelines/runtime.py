@@ -42,13 +42,13 @@ class Runtime:
     strategy: Strategy = EXECUTE
 
     def call(self, program: Program, static: Hashable, *arguments: object) -> Any:
-        """Calls a program on the devices, and returns its results; `static` is hashable."""
+        """Call a program on the devices, and return its results; `static` is hashable."""
         return self.strategy.call(program, Site(self.partitioner, self.compiler), static, *arguments)
 
     def split(self, name: str) -> SplitNetwork:
-        """Returns the definition and the weights of a network, which is loaded if it is not."""
+        """Return the definition and the weights of a network, which is loaded if it is not."""
         return SplitNetwork(*nnx.split(self.components.get(name)))
 
     def under(self, strategy: Strategy, components: Components | None = None) -> "Runtime":
-        """Returns the runtime with another strategy, and with other components if given."""
+        """Return the runtime with another strategy, and with other components if given."""
         return replace(self, strategy=strategy, components=components or self.components)

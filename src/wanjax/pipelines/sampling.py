@@ -55,7 +55,7 @@ def denoise(
     done: int = 0,
     memory: object = None,
 ) -> tuple[State, object]:
-    """Takes the steps of a chunk; returns the last state, and what the next chunk reads of this one.
+    """Take the steps of a chunk; return the last state, and what the next chunk reads of this one.
 
     Args:
         runtime: The networks, and the devices on which programs run.
@@ -114,7 +114,7 @@ def sample(
     observers: Observers,
     latent_preview: Callable[[], LatentPreview] | None = None,
 ) -> Iterator[AnyLatents]:
-    """Yields the latents of videos that are made together, one for each seed: each chunk as soon as it is made.
+    """Yield the latents of videos that are made together, one for each seed: each chunk as soon as it is made.
 
     Of several passes they are those of the last.
 
@@ -229,7 +229,7 @@ def sample_pass(
 def given_noise(
     arrays: Mapping[str, np.ndarray], spec: ModelSpec, chunk: Chunk, steps: int, number: int = 0
 ) -> GivenNoise:
-    """Returns the part of the given noise that a chunk takes; of that of the steps, those that are taken."""
+    """Return the part of the given noise that a chunk takes; of that of the steps, those that are taken."""
     every, frames = slice(None), slice(chunk.frames.start, chunk.frames.stop)
 
     def by_stream(kind: str, *steps: slice) -> dict[str, np.ndarray | None]:
@@ -244,7 +244,7 @@ def given_noise(
 def facts_of(
     runtime: Runtime, model: VideoModel[Any], settings: Settings, seeds: Sequence[int], batch_guidance: bool
 ) -> dict[str, object]:
-    """Returns everything but arrays on which the latents depend."""
+    """Return everything but arrays on which the latents depend."""
     return {
         "settings": settings.to_json(),
         "seeds": list(seeds),

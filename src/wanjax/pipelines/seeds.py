@@ -28,7 +28,7 @@ Words = UInt32[Array | np.ndarray, "B 2"]  # of seeds, the high word first
 
 
 def checked_seed(seed: Any, *, alone: bool = False) -> int:
-    """Returns the seed as an int, one drawn in place of "random" or -1; raises WanjaxError for any other value.
+    """Return the seed as an int, one drawn in place of "random" or -1; raise WanjaxError for any other value.
 
     All processes have to call it, unless one draws `alone`, for the others.
     """
@@ -52,7 +52,7 @@ def check_count(seeds: int, requests: int = 1) -> None:
 
 
 def resolve_seeds(requested: Sequence[Any], chosen: Sequence[int] | None = None) -> list[int]:
-    """Returns the seeds that a call asked for, as ints; a warning at the call tells those drawn in place of -1.
+    """Return the seeds that a call asked for, as ints; a warning at the call tells those drawn in place of -1.
 
     `chosen` are the same seeds after drawing, if that was done before.
     """
@@ -65,7 +65,7 @@ def resolve_seeds(requested: Sequence[Any], chosen: Sequence[int] | None = None)
 
 
 def draw(*, alone: bool = False) -> int:
-    """Draws a seed at random, the same one in every process; all have to call it, unless one draws `alone`."""
+    """Draw a seed at random, the same one in every process; all have to call it, unless one draws `alone`."""
     drawn = secrets.randbits(DRAWN_BITS)
     if alone or jax.process_count() == 1:
         return drawn
@@ -78,12 +78,12 @@ def seed_to_key_data(seeds: Sequence[int]) -> UInt32[np.ndarray, "B 2"]:
 
 
 def key_of(words: UInt32[Array | np.ndarray, "2"]) -> PRNGKeyArray:
-    """Returns the random key of a seed's words."""
+    """Return the random key of a seed's words."""
     return jax.random.wrap_key_data(jnp.asarray(words), impl=GENERATOR)
 
 
 def drawn_noise(words: Words, shape: tuple[int, ...], number: int = 0) -> Float32[Array, "..."]:
-    """Returns normally distributed noise of this shape, a video on the first axis for each seed.
+    """Return normally distributed noise of this shape, a video on the first axis for each seed.
 
     `number` 0 is the initial noise; that of each other number is independent of all other noise of the seed. Numbers 0
     and 1, and from 4 on, are those of `key_numbers`; 2 and 3 are pictures that are drawn.
@@ -102,7 +102,7 @@ def key_numbers(stream: int) -> tuple[int, int]:
 
 
 def noise_of_frames(words: Words, shape: tuple[int, ...], start: Int[Array, ""], count: int) -> Float32[Array, "..."]:
-    """Returns `count` frames, from `start` on, of the initial noise [B C T H W] of a whole video of this shape.
+    """Return `count` frames, from `start` on, of the initial noise [B C T H W] of a whole video of this shape.
 
     The generator numbers the elements of an array, so a part of it can be drawn alone.
     """
@@ -122,7 +122,7 @@ def noise_of_frames(words: Words, shape: tuple[int, ...], start: Int[Array, ""],
 
 
 def _normal(bits: UInt32[Array, "..."]) -> Float32[Array, "..."]:
-    """Returns the normal numbers that `jax.random.normal` makes of random bits."""
+    """Return the normal numbers that `jax.random.normal` makes of random bits."""
     ones = np.float32(1).view(np.uint32)
     floats = jax.lax.bitcast_convert_type(bits >> np.uint32(9) | ones, jnp.float32) - np.float32(1)
     low = np.nextafter(np.float32(-1), np.float32(0))
@@ -131,7 +131,7 @@ def _normal(bits: UInt32[Array, "..."]) -> Float32[Array, "..."]:
 
 
 def solver_keys(words: Words, block: int | Int[Array, ""] = 0, number: int = 1) -> Key[Array, " B"]:
-    """Returns the keys [B] for the noise that steps draw, which is independent of the initial noise.
+    """Return the keys [B] for the noise that steps draw, which is independent of the initial noise.
 
     Each block of a video that is made block by block has keys of its own. `number` is that of `key_numbers`.
     """

@@ -281,7 +281,7 @@ class Settings:
     )
 
     def __post_init__(self) -> None:
-        """Reads each value as its setting's type; raises WanjaxError for one that is of another or out of range."""
+        """Read each value as its setting's type; raise WanjaxError for one that is of another or out of range."""
         if original := getattr(self.prompt, "original", ""):  # of `extend_prompt`
             object.__setattr__(self, "original_prompt", original)
         for name, field_setting in schema(type(self)).items():
@@ -319,12 +319,12 @@ class Settings:
         return self.guided and not self.cache.apart
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the settings that the model has, as JSON."""
+        """Return the settings that the model has, as JSON."""
         values = {name: getattr(self, name) for name in schema(type(self))}
         return {k: v if isinstance(v, int | float | str) else str(v) for k, v in values.items() if v is not None}
 
     def updated(self: SomeSettings, values: Mapping[str, Any]) -> SomeSettings:
-        """Returns these settings with the given values; ignores unknown names and values that are None.
+        """Return these settings with the given values; ignore unknown names and values that are None.
 
         Raises WanjaxError for a value of another type or out of range.
         """
@@ -332,7 +332,7 @@ class Settings:
         return dataclasses.replace(self, **{k: v for k, v in values.items() if k in names and v is not None})
 
     def check(self, *, spatial: int, temporal: int) -> None:
-        """Raises WanjaxError unless sizes are multiples of `spatial`, and frames are `temporal`·n + 1."""
+        """Raise WanjaxError unless sizes are multiples of `spatial`, and frames are `temporal`·n + 1."""
         check_shape(self.height, self.width, self.frames, spatial=spatial, temporal=temporal)
 
     @property
@@ -347,24 +347,24 @@ class Settings:
 
 
 def length_of(frames: int, windows: int = 1, overlap: int = 1) -> int:
-    """Returns the frames of a whole video; each window after the first adds its frames after the overlap."""
+    """Return the frames of a whole video; each window after the first adds its frames after the overlap."""
     return frames + (windows - 1) * (frames - overlap)
 
 
 @cache
 def schema(kind: type[Settings]) -> Mapping[str, Setting]:
-    """Returns the settings that a class has, by name, in their order."""
+    """Return the settings that a class has, by name, in their order."""
     return {x.name: Setting(x.name, _kind(x.type), **x.metadata) for x in dataclasses.fields(kind)}
 
 
 def _kind(annotation: Any) -> type:
-    """Returns the type of a field's values, `str` for one that a text names."""
+    """Return the type of a field's values, `str` for one that a text names."""
     kind = next(iter(get_args(annotation)), annotation)
     return kind if kind in KINDS else str
 
 
 def check_shape(height: int, width: int, frames: int, *, spatial: int, temporal: int) -> None:
-    """Raises SettingError unless height and width are multiples of `spatial`, and frames are `temporal`·n + 1."""
+    """Raise SettingError unless height and width are multiples of `spatial`, and frames are `temporal`·n + 1."""
     for name, pixels in (("height", height), ("width", width)):
         if pixels <= 0 or pixels % spatial:
             legal = _neighbours(pixels, spatial, 0)
@@ -375,7 +375,7 @@ def check_shape(height: int, width: int, frames: int, *, spatial: int, temporal:
 
 
 def sides(size: Any, sizes: Mapping[str, tuple[int, int]]) -> dict[str, int]:
-    """Returns the height and width of a size: (height, width), WIDTHxHEIGHT, or the name of one of a model's `sizes`.
+    """Return the height and width of a size: (height, width), WIDTHxHEIGHT, or the name of one of a model's `sizes`.
 
     Raises WanjaxError for any other value.
     """
@@ -394,13 +394,13 @@ def sides(size: Any, sizes: Mapping[str, tuple[int, int]]) -> dict[str, int]:
 
 
 def pixels(text: str) -> tuple[int, int] | None:
-    """Returns the height and width of a size such as 832x480, width first; None for another text."""
+    """Return the height and width of a size such as 832x480, width first; None for another text."""
     match = PIXELS.fullmatch(text)
     return (int(match[2]), int(match[1])) if match else None
 
 
 def read_size(text: str) -> tuple[int, int] | str:
-    """Returns the height and width of a size such as 832x480, or the name of a size as it is; raises SettingError."""
+    """Return the height and width of a size such as 832x480, or the name of a size as it is; raise SettingError."""
     if (size := pixels(text)) is None and not SIZE_NAME.fullmatch(text):
         message = f"size is given as {shown(text)}: give WIDTHxHEIGHT, such as 832x480, or a name: 480p, square"
         raise SettingError(message, "size")
@@ -408,7 +408,7 @@ def read_size(text: str) -> tuple[int, int] | str:
 
 
 def no_setting(name: str, model: str | None, settings: Iterable[str]) -> WanjaxError:
-    """Returns the error for a setting that a model does not have; `settings` are the names of those that it has."""
+    """Return the error for a setting that a model does not have; `settings` are the names of those that it has."""
     near = [f"{one} is near" for one in near_names(name, settings, 1)] or [
         "leave it out, or choose a model that has it"
     ]
@@ -416,7 +416,7 @@ def no_setting(name: str, model: str | None, settings: Iterable[str]) -> WanjaxE
 
 
 def whole(value: Any) -> int | None:
-    """Returns a whole number of Python or NumPy as an int, and None for any other value."""
+    """Return a whole number of Python or NumPy as an int, and None for any other value."""
     try:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -424,7 +424,7 @@ def whole(value: Any) -> int | None:
 
 
 def is_text(text: Any) -> bool:
-    """Returns whether a value is a text in UTF-8; a command line may hold bytes that are not."""
+    """Return whether a value is a text in UTF-8; a command line may hold bytes that are not."""
     if not isinstance(text, str):
         return False
     try:
@@ -435,6 +435,6 @@ def is_text(text: Any) -> bool:
 
 
 def _neighbours(value: int, unit: int, offset: int) -> str:
-    """Returns the nearest legal values of an illegal one, as text."""
+    """Return the nearest legal values of an illegal one, as text."""
     below = (value - offset) // unit * unit + offset
     return f"{below} or {below + unit}" if below > 0 else f"{unit if offset == 0 else offset}"

@@ -10,7 +10,7 @@ from wanjax.errors import WanjaxError, choice, shown
 
 
 def read_value(described: Any, kinds: Mapping[str, type[Any]], what: str, *, named: bool = False) -> Any:
-    """Returns the value that a text such as `NAME` or `NAME:1,2,c=3` describes; `kinds` are dataclasses by their names.
+    """Return the value that a text such as `NAME` or `NAME:1,2,c=3` describes; `kinds` are dataclasses by their names.
 
     Settings stand in their order, and after those by name; all by name where they are to be `named`. Raises
     WanjaxError, which calls it `what`, for anything else.

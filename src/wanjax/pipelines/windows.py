@@ -40,7 +40,7 @@ class Window(NamedTuple):
 
 
 def windows_of(settings: Settings) -> list[Window]:
-    """Returns the windows of a video, each with its prompt, and with a seed of its own so that no noise is repeated."""
+    """Return the windows of a video, each with its prompt, and with a seed of its own so that no noise is repeated."""
     alone = replace(settings, windows=1, then="")
     return [
         Window(number, settings.windows, replace(alone, prompt=prompt, seed=(settings.seed + number) % 2**SEED_BITS))
@@ -49,7 +49,7 @@ def windows_of(settings: Settings) -> list[Window]:
 
 
 def check_windows(settings: Settings, by: str | None) -> None:
-    """Raises WanjaxError where a model makes no video of these windows; `by` is `ModelSpec.continued_by`."""
+    """Raise WanjaxError where a model makes no video of these windows; `by` is `ModelSpec.continued_by`."""
     if (count := 1 + len(settings.then.splitlines())) > settings.windows:
         few = f"{quantity(count, 'prompt')} are given for {quantity(settings.windows, 'window')}"
         raise SettingError(f"{few}: give as many windows, or more", "windows")
@@ -67,7 +67,7 @@ def check_windows(settings: Settings, by: str | None) -> None:
 
 
 def check_alone(settings: Settings, what: str) -> None:
-    """Raises WanjaxError where a stage alone is asked for a video of windows, which go through all of them in turn."""
+    """Raise WanjaxError where a stage alone is asked for a video of windows, which go through all of them in turn."""
     if settings.windows > 1:
         raise SettingError(
             f"{what} is for one window, and {settings.windows} are asked for: a video of windows is made as a whole",
@@ -76,7 +76,7 @@ def check_alone(settings: Settings, what: str) -> None:
 
 
 def pictures_of(window: Window, pictures: Pictures, before: Clip | None, by: str | None) -> Pictures:
-    """Returns the pictures of a window, from those of the whole video and the last frames of the window before.
+    """Return the pictures of a window, from those of the whole video and the last frames of the window before.
 
     A last picture is the last window's. Each window has its part of a control clip and its mask.
     """
@@ -100,7 +100,7 @@ def pictures_of(window: Window, pictures: Pictures, before: Clip | None, by: str
 
 
 def faded(before: UInt8[np.ndarray, "_T H W 3"], frames: Clip) -> Clip:
-    """Returns a window's new frames, among whose first the jump from the frame before them is spread.
+    """Return a window's new frames, among whose first the jump from the frame before them is spread.
 
     Differences that are small beside `NO_MOTION` count whole, and those that are large not at all: motion leaves no
     ghost.

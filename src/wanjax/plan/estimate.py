@@ -237,7 +237,7 @@ def estimate(
 def _memory(
     settings: Settings, chip: str, hardware: Hardware, stages: Mapping[str, Stage], step: Price
 ) -> dict[str, Any]:
-    """Returns the fields on the stages and their memory, and what limits the video."""
+    """Return the fields on the stages and their memory, and what limits the video."""
     each = [
         fits_on(hardware, stage.weights_bytes_per_chip + stage.kept_bytes_per_chip, stage.peak_bytes_per_chip)
         for stage in stages.values()

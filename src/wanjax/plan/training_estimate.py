@@ -185,7 +185,7 @@ def _seconds(step: Price, forward: Price) -> dict[str, Any]:
 
 
 def _memory(settings: Settings, chip: str, hardware: Hardware, step: Price) -> dict[str, Any]:
-    """Returns the fields on memory, and what limits a step."""
+    """Return the fields on memory, and what limits a step."""
     spare, fits = hardware.memory - step.peak, fits_on(hardware, step.arguments, step.peak)
     advice = None
     if fits is None:

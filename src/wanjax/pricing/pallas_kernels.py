@@ -103,7 +103,7 @@ def visiting_seconds(compiled: Compiled, words: Iterable[int | None]) -> float:
 
 
 def rare_work(compiled: Compiled, words: int | None = None) -> dict[str, frozenset[int]]:
-    """Returns, as `price` skips them, the blocks that guard work which few inputs need.
+    """Return, as `price` skips them, the blocks that guard work which few inputs need.
 
     Blocks that such work would spare are found once it is skipped.
     """

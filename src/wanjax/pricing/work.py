@@ -163,7 +163,7 @@ def _product_flops(product: Instruction, within: Computation) -> int:
 
 
 def _taps(product: Instruction, axis: int, taps: int, length: int, out: int) -> int:
-    """Counts, along one axis of a convolution, the pairs of an output and a tap that read an entry and not padding.
+    """Count, along one axis of a convolution, the pairs of an output and a tap that read an entry and not padding.
 
     XLA writes batched products as such convolutions, dilated so that each output reads one entry.
     """

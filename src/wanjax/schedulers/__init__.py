@@ -94,7 +94,7 @@ _SELF_FORCING = {
 
 
 def _diffusion(kind: type[Diffusion], config: Mapping[str, Any]) -> Diffusion:
-    """Reads a diffusion. Some entries that are not checked, such as clip_sample, have no effect in the reference."""
+    """Read a diffusion. Some entries that are not checked, such as clip_sample, have no effect in the reference."""
     return kind(snr_shift=config.get("snr_shift_scale", 3.0), spacing=config.get("timestep_spacing", "leading"))
 
 
@@ -119,7 +119,7 @@ _READERS = {
 
 
 def from_config(config: Mapping[str, Any]) -> Scheduler:
-    """Returns the scheduler that a scheduler_config.json describes.
+    """Return the scheduler that a scheduler_config.json describes.
 
     Raises WanjaxError for an unknown class, and for an entry with an unsupported value.
     """
@@ -139,12 +139,12 @@ def from_config(config: Mapping[str, Any]) -> Scheduler:
 
 
 def shift_of(config: Mapping[str, Any]) -> Any:
-    """Returns the flow shift that a scheduler_config.json gives, None where it gives none."""
+    """Return the flow shift that a scheduler_config.json gives, None where it gives none."""
     return config.get(UNIPC_SHIFT, config.get("shift"))
 
 
 def parse(text: object) -> Scheduler:
-    """Returns the scheduler of a name in `NAMED`, perhaps with its option: `unipc`, `unipc:order=1`.
+    """Return the scheduler of a name in `NAMED`, perhaps with its option: `unipc`, `unipc:order=1`.
 
     Raises WanjaxError for any other text, and for an impossible value of the option.
     """
@@ -164,7 +164,7 @@ def parse(text: object) -> Scheduler:
 
 
 def name_of(scheduler: Scheduler) -> str:
-    """Returns the text of which `parse` makes the scheduler, but for the checkpoint's values; else a description."""
+    """Return the text of which `parse` makes the scheduler, but for the checkpoint's values; else a description."""
     for name, usual in NAMED.items():
         if type(scheduler) is type(usual):
             options = (field.name for field in fields(usual) if field.name not in usual.checkpoint_fields)
@@ -175,7 +175,7 @@ def name_of(scheduler: Scheduler) -> str:
 
 
 def _value(text: str, usual: int | float | tuple[float, ...]) -> int | float | tuple[float, ...] | None:
-    """Returns an option's value of the kind of its usual one: a whole number, a number, or numbers; None for others."""
+    """Return an option's value of the kind of its usual one: a whole number, a number, or numbers; None for others."""
     if isinstance(usual, int):
         return int(text) if text.isdecimal() else None
     try:
@@ -185,7 +185,7 @@ def _value(text: str, usual: int | float | tuple[float, ...]) -> int | float | t
 
 
 def _text(value: int | float | tuple[float, ...]) -> str:
-    """Returns the text of which `_value` makes an option's value."""
+    """Return the text of which `_value` makes an option's value."""
     numbers = value if isinstance(value, tuple) else (value,)
     return ",".join(str(int(number)) if number == int(number) else repr(number) for number in numbers)
 

@@ -64,19 +64,19 @@ class Scheduler(ABC):
 
     @abstractmethod
     def schedule(self, steps: int, *, skip: int = 0, **options: Any) -> Schedule:
-        """Returns arrays of the host for `steps` steps without the first `skip`.
+        """Return arrays of the host for `steps` steps without the first `skip`.
 
         Raises WanjaxError unless at least one step is left, and where an option has an impossible value.
         """
 
     @abstractmethod
     def levels(self, fractions: Float[Array, "B"]) -> Schedule:
-        """Returns the noise levels of training at fractions of their range, from 0 without noise to 1."""
+        """Return the noise levels of training at fractions of their range, from 0 without noise to 1."""
 
     def init(
         self, schedule: Schedule, x: Sample, keys: Key[Array, " B"], noise: Float[Array, "..."] | None = None
     ) -> Any:
-        """Returns the state before the first step, a tree of arrays; x is the noise. Here no state is needed.
+        """Return the state before the first step, a tree of arrays; x is the noise. Here no state is needed.
 
         `keys` has a key for each sample on the first axis. A scheduler that draws noise keeps their data in the state,
         or the `noise` [steps, shape of x] that is given in place of what its steps would draw.
@@ -85,10 +85,10 @@ class Scheduler(ABC):
 
     @abstractmethod
     def step(self, schedule: Schedule, index: Index, prediction: Sample, x: Sample, state: Any) -> tuple[Sample, Any]:
-        """Returns x at noise level `index + 1` and the next state; takes x and the prediction at level `index`."""
+        """Return x at noise level `index + 1` and the next state; take x and the prediction at level `index`."""
 
     def x0(self, schedule: Schedule, index: Index, prediction: Sample, x: Sample) -> Sample:
-        """Returns the clean sample that follows from the network's prediction at x."""
+        """Return the clean sample that follows from the network's prediction at x."""
         sigma = schedule.sigmas[index]
         match self.prediction:
             case "velocity":
@@ -101,11 +101,11 @@ class Scheduler(ABC):
                 return prediction
 
     def start(self, schedule: Schedule, noise: Sample) -> Sample:
-        """Returns the sample at the first noise level of the schedule where there is nothing but noise."""
+        """Return the sample at the first noise level of the schedule where there is nothing but noise."""
         return noise
 
     def add_noise(self, schedule: Schedule, x0: Sample, noise: Sample) -> Sample:
-        """Adds noise to a clean sample, up to the first noise level of the schedule.
+        """Add noise to a clean sample, up to the first noise level of the schedule.
 
         Both products are rounded before they are summed, whatever program this is a part of.
         """
@@ -130,7 +130,7 @@ class Flow(Scheduler):
     """The noise levels of rectified flows, where α = 1 - σ; subclasses are their solvers."""
 
     def schedule(self, steps: int, *, shift: float, sigmas: str = "official", skip: int = 0) -> Schedule:
-        """Returns noise levels and timesteps; raises WanjaxError for an invalid shift or sigmas."""
+        """Return noise levels and timesteps; raise WanjaxError for an invalid shift or sigmas."""
         check_steps(steps, skip)
         check_flow(shift, sigmas)
         timesteps, levels = self._levels(steps, shift, sigmas)
@@ -138,29 +138,29 @@ class Flow(Scheduler):
         return Schedule(timesteps[skip:].astype(np.float32), rounded, 1 - rounded)
 
     def levels(self, fractions: Float[Array, "B"]) -> Schedule:
-        """Returns the fractions as noise levels."""
+        """Return the fractions as noise levels."""
         sigmas = jnp.stack([fractions, fractions])
         return Schedule(sigmas[:1] * TRAIN_STEPS, sigmas, 1.0 - sigmas)
 
     def _levels(self, steps: int, shift: float, sigmas: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the timesteps and the noise levels, without the last level, which is 0; here even ones."""
+        """Return the timesteps and the noise levels, without the last level, which is 0; here even ones."""
         levels = even_levels(steps, shift, sigmas).astype(np.float32)
         return levels * TRAIN_STEPS, levels
 
 
 def one_step(schedule: Schedule, index: int) -> Schedule:
-    """Returns a schedule of one step, cut from a schedule; its shapes are the same for any number of steps."""
+    """Return a schedule of one step, cut from a schedule; its shapes are the same for any number of steps."""
     steps = len(schedule.timesteps)
     return jax.tree.map(lambda x: x[index : index + 1 + len(x) - steps], schedule)
 
 
 def shifted(sigmas: np.ndarray, shift: float) -> np.ndarray:
-    """Returns noise levels whose ratio of noise to signal is multiplied by the shift."""
+    """Return noise levels whose ratio of noise to signal is multiplied by the shift."""
     return shift * sigmas / (1 + (shift - 1) * sigmas)
 
 
 def even_levels(steps: int, shift: float, sigmas: str) -> np.ndarray:
-    """Returns noise levels that are spread evenly and shifted, in falling order, without the last, which is 0.
+    """Return noise levels that are spread evenly and shifted, in falling order, without the last, which is 0.
 
     The official ones fall evenly from 1. diffusers shifts twice by default: first the two ends, then all between them.
     """
@@ -173,7 +173,7 @@ def even_levels(steps: int, shift: float, sigmas: str) -> np.ndarray:
 
 
 def check_steps(steps: int, skip: int) -> None:
-    """Raises WanjaxError unless there is at least one step, and one is left after `skip`."""
+    """Raise WanjaxError unless there is at least one step, and one is left after `skip`."""
     if steps < 1:
         raise WanjaxError(f"{quantity(steps, 'step')} cannot make a video: at least 1 is needed")
     if not 0 <= skip < steps:
@@ -181,7 +181,7 @@ def check_steps(steps: int, skip: int) -> None:
 
 
 def check_flow(shift: object, sigmas: object) -> None:
-    """Raises WanjaxError for an invalid shift, and for an unknown name of sigmas.
+    """Raise WanjaxError for an invalid shift, and for an unknown name of sigmas.
 
     A shift of 1 changes nothing; a higher shift moves steps to high noise.
     """
@@ -190,12 +190,12 @@ def check_flow(shift: object, sigmas: object) -> None:
 
 
 def check_shift(name: str, shift: object, usual: str) -> None:
-    """Raises WanjaxError for a shift that is not a finite number above 0."""
+    """Raise WanjaxError for a shift that is not a finite number above 0."""
     if not (isinstance(shift, int | float) and 0 < shift < float("inf")):
         raise WanjaxError(f"the {name} {shift!r} is not a number above zero: {usual} is usual")
 
 
 def check_choice(name: str, chosen: object, among: Any) -> None:
-    """Raises WanjaxError for a value that is not among those of a `Literal`."""
+    """Raise WanjaxError for a value that is not among those of a `Literal`."""
     if chosen not in get_args(among):
         raise WanjaxError(f"the {name} {chosen!r} is not known: give {' or '.join(get_args(among))}")

@@ -30,7 +30,7 @@ class MultistepConsistency(Flow):
     def init(
         self, schedule: Schedule, x: Sample, keys: Key[Array, " B"], noise: Float[Array, "..."] | None = None
     ) -> DrawnNoise | ProvidedNoise:
-        """Returns the source of the noise. `noise` [steps, shape of x] takes the place of what steps would draw.
+        """Return the source of the noise. `noise` [steps, shape of x] takes the place of what steps would draw.
 
         Raises WanjaxError for noise of another shape.
         """
@@ -39,7 +39,7 @@ class MultistepConsistency(Flow):
     def step(
         self, schedule: Schedule, index: Index, prediction: Sample, x: Sample, state: DrawnNoise | ProvidedNoise
     ) -> tuple[Sample, DrawnNoise | ProvidedNoise]:
-        """Moves x to the next noise level, with new noise; the last step returns the clean sample."""
+        """Move x to the next noise level, with new noise; the last step returns the clean sample."""
         noise, state = take_noise(state, x)
         x0 = self.x0(schedule, index, prediction, x)
         return schedule.alphas[index + 1] * x0 + schedule.sigmas[index + 1] * noise, state
@@ -98,7 +98,7 @@ class RCMLevels(Flow):
             raise WanjaxError(f"the first noise of rCM {self.sigma_max} is not from {least:g} on: 80 to 200 is usual")
 
     def start(self, schedule: Schedule, noise: Sample) -> Sample:
-        """Returns the noise at the first level, without a clean sample."""
+        """Return the noise at the first level, without a clean sample."""
         return schedule.sigmas[0] * noise
 
     def _levels(self, steps: int, shift: float, sigmas: str) -> tuple[np.ndarray, np.ndarray]:
@@ -124,13 +124,13 @@ class RCMEuler(FlowEuler, RCMLevels):
 
 
 def _check_official(sigmas: str) -> None:
-    """Raises WanjaxError for other noise levels than those of the models' authors."""
+    """Raise WanjaxError for other noise levels than those of the models' authors."""
     if sigmas != "official":
         raise WanjaxError(f"distilled models have no noise levels by {sigmas}: give the sigmas official")
 
 
 def _along(points: Sequence[float], steps: int) -> np.ndarray:
-    """Returns the first points, as many as steps; for more steps, values evenly along the points and down to 0."""
+    """Return the first points, as many as steps; for more steps, values evenly along the points and down to 0."""
     if steps <= len(points):
         return np.array(points[:steps], np.float64)
     return np.interp(np.arange(steps) * len(points) / steps, np.arange(len(points) + 1), [*points, 0.0])

@@ -19,7 +19,7 @@ class DDIM(Diffusion):
     def step(
         self, schedule: Schedule, index: Index, prediction: Sample, x: Sample, state: tuple[()]
     ) -> tuple[Sample, tuple[()]]:
-        """Moves x to the level at which the step ends."""
+        """Move x to the level at which the step ends."""
         weights = schedule.weights[index]
         return weights[0] * x + weights[1] * self.x0(schedule, index, prediction, x), state
 

@@ -58,7 +58,7 @@ class Diffusion(Scheduler):
         check_choice("timestep spacing", self.spacing, Spacing)
 
     def schedule(self, steps: int, *, follow: str = "official", skip: int = 0) -> Schedule:
-        """Returns levels and weights; raises WanjaxError for more steps than there are timesteps.
+        """Return levels and weights; raise WanjaxError for more steps than there are timesteps.
 
         A step ends at the level of the next timestep, and the last one without noise. By `diffusers` each ends 1000 /
         steps timesteps below its own, rounded down, so that noise is left where steps do not divide 1000.
@@ -81,7 +81,7 @@ class Diffusion(Scheduler):
         )
 
     def levels(self, fractions: Float[Array, "B"]) -> Schedule:
-        """Returns the levels of whole-numbered timesteps, each with the same share of the range."""
+        """Return the levels of whole-numbered timesteps, each with the same share of the range."""
         timesteps = jnp.minimum((fractions * TRAIN_STEPS).astype(jnp.int32), TRAIN_STEPS - 1)
         bars = noise_levels(self.snr_shift)
         alphas, sigmas = (jnp.asarray(np.sqrt(x), jnp.float32)[timesteps] for x in (bars, 1 - bars))
@@ -90,11 +90,11 @@ class Diffusion(Scheduler):
 
     @abstractmethod
     def _weights(self, levels: Levels) -> tuple[float, ...]:
-        """Returns the weights of a step."""
+        """Return the weights of a step."""
 
 
 def noise_levels(snr_shift: float) -> Float[np.ndarray, " steps"]:
-    """Returns α² at each of the training's timesteps, in float64; it is 0 at the last one."""
+    """Return α² at each of the training's timesteps, in float64; it is 0 at the last one."""
     betas = np.linspace(BETAS[0] ** 0.5, BETAS[1] ** 0.5, TRAIN_STEPS) ** 2
     bars = np.cumprod(1 - betas)
     alphas = np.sqrt(bars / (snr_shift + (1 - snr_shift) * bars))
@@ -102,7 +102,7 @@ def noise_levels(snr_shift: float) -> Float[np.ndarray, " steps"]:
 
 
 def _spaced(steps: int, spacing: Spacing) -> Int[np.ndarray, " steps"]:
-    """Returns the timesteps, in falling order."""
+    """Return the timesteps, in falling order."""
     match spacing:
         case "trailing":
             # for some numbers of steps the reference's rounding adds timestep -1 at the end, which is left out here

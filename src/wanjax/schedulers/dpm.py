@@ -40,7 +40,7 @@ class DPM(Diffusion):
     def init(
         self, schedule: Schedule, x: Sample, keys: Key[Array, " B"], noise: Float[Array, "..."] | None = None
     ) -> DPMState:
-        """Returns the state of the first step. `noise` [steps, shape of x] takes the place of what steps would draw.
+        """Return the state of the first step. `noise` [steps, shape of x] takes the place of what steps would draw.
 
         Raises WanjaxError for noise of another shape.
         """
@@ -49,7 +49,7 @@ class DPM(Diffusion):
     def step(
         self, schedule: Schedule, index: Index, prediction: Sample, x: Sample, state: DPMState
     ) -> tuple[Sample, DPMState]:
-        """Moves x to the level at which the step ends."""
+        """Move x to the level at which the step ends."""
         weights = schedule.weights[index]
         x0 = self.x0(schedule, index, prediction, x)
         noise, source = take_noise(state.source, x)

@@ -27,13 +27,13 @@ class FlowDPM(ExponentialIntegrator):
     def init(
         self, schedule: Schedule, x: Sample, keys: Key[Array, " B"], noise: Float[Array, "..."] | None = None
     ) -> Sample:
-        """Returns the prediction before the first, which has no weight."""
+        """Return the prediction before the first, which has no weight."""
         return jnp.zeros_like(x)
 
     def step(
         self, schedule: Schedule, index: Index, prediction: Sample, x: Sample, state: Sample
     ) -> tuple[Sample, Sample]:
-        """Moves x to the next noise level; the state is the clean sample that was predicted."""
+        """Move x to the next noise level; the state is the clean sample that was predicted."""
         m = self.x0(schedule, index, prediction, x)
         return expand(schedule.weights[index], x, m, state), m
 

@@ -13,5 +13,5 @@ class FlowEuler(Flow):
     def step(
         self, schedule: Schedule, index: Index, prediction: Sample, x: Sample, state: tuple[()]
     ) -> tuple[Sample, tuple[()]]:
-        """Moves x along the velocity to the next noise level."""
+        """Move x along the velocity to the next noise level."""
         return x + (schedule.sigmas[index + 1] - schedule.sigmas[index]) * prediction, state

@@ -27,7 +27,7 @@ class ProvidedNoise(NamedTuple):
 def noise_source(
     schedule: Schedule, x: Sample, keys: Key[Array, " B"], noise: Float[Array, "..."] | None
 ) -> DrawnNoise | ProvidedNoise:
-    """Returns the source of the first step's noise: the given noise [steps, shape of x], else the keys.
+    """Return the source of the first step's noise: the given noise [steps, shape of x], else the keys.
 
     Raises WanjaxError for noise of another shape.
     """
@@ -39,7 +39,7 @@ def noise_source(
 
 
 def take_noise(source: DrawnNoise | ProvidedNoise, x: Sample) -> tuple[Sample, DrawnNoise | ProvidedNoise]:
-    """Returns noise for one step, and the source of that of the next."""
+    """Return noise for one step, and the source of that of the next."""
     match source:
         case ProvidedNoise(noise, taken):
             return jax.lax.dynamic_index_in_dim(noise, taken, keepdims=False), ProvidedNoise(noise, taken + 1)

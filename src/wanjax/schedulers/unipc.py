@@ -48,7 +48,7 @@ class ExponentialIntegrator(Flow):
             raise WanjaxError(f"the solver order {self.order!r} is not offered: give 1 or 2")
 
     def schedule(self, steps: int, *, shift: float, sigmas: str = "official", skip: int = 0) -> Schedule:
-        """Returns noise levels, whole-numbered timesteps and weights.
+        """Return noise levels, whole-numbered timesteps and weights.
 
         Raises WanjaxError for an invalid shift or sigmas, and where two levels are equal in float32.
         """
@@ -62,10 +62,10 @@ class ExponentialIntegrator(Flow):
 
     @abstractmethod
     def _weights(self, s: np.ndarray, i: int) -> Sequence[float]:
-        """Returns the weights of the step from level i, given all levels."""
+        """Return the weights of the step from level i, given all levels."""
 
     def _ahead(self, s: np.ndarray, i: int) -> Sequence[float]:
-        """Returns the predictor's weights from level i to i + 1; the last step is to the prediction itself."""
+        """Return the predictor's weights from level i to i + 1; the last step is to the prediction itself."""
         if i + 2 == len(s):
             return 0, 1, 0
         h = _lambda(s[i + 1]) - _lambda(s[i])
@@ -81,7 +81,7 @@ class UniPC(ExponentialIntegrator):
     def init(
         self, schedule: Schedule, x: Sample, keys: Key[Array, " B"], noise: Float[Array, "..."] | None = None
     ) -> UniPCState:
-        """Returns the state of the first step, which has no corrector: the noise is the corrected sample."""
+        """Return the state of the first step, which has no corrector: the noise is the corrected sample."""
         return UniPCState(jnp.copy(x), jnp.zeros_like(x), jnp.zeros_like(x))
 
     def step(
@@ -107,13 +107,13 @@ class UniPC(ExponentialIntegrator):
 
 
 def expand(weights: Float[Numbers, " terms"], x: Sample, m: Sample, *others: Sample) -> Sample:
-    """Evaluates the expansion, `others` being mk; sums the small terms first, so that float32 keeps them."""
+    """Evaluate the expansion, `others` being mk; sum the small terms first, so that float32 keeps them."""
     terms = [weight * (mk - m) for weight, mk in zip(weights[2:], others, strict=True)]
     return weights[0] * x + weights[1] * m + sum(terms[1:], terms[0])
 
 
 def _corrector(s: np.ndarray, i: int, order: int) -> Sequence[float]:
-    """Returns the weights from level i - 1 to i, given the prediction at i; there is no step to the first level."""
+    """Return the weights from level i - 1 to i, given the prediction at i; there is no step to the first level."""
     if order == 0:
         return 1, 0, 0, 0
     h = _lambda(s[i]) - _lambda(s[i - 1])

@@ -120,7 +120,7 @@ class Service:
         self.sweeper.close()
 
     def application(self) -> Guard:
-        """Returns the application, behind its guard."""
+        """Return the application, behind its guard."""
         routes = [
             Route("/v1/videos", self.create, methods=["POST"]),
             Route("/v1/videos", self.videos, methods=["GET"]),
@@ -157,14 +157,14 @@ class Service:
         return guard
 
     def _refused(self, request: Request, error: Exception) -> Response:
-        """Answers an error that is told in a sentence."""
+        """Answer an error that is told in a sentence."""
         found = explained(error, [self.folder, *self.known.folders])
         if found.own:
             logger.error("%s %s: %s", request.method, request.url.path, error)
         return refusal(found.status, found.message, found.code, getattr(error, "setting", None))
 
     async def create(self, request: Request) -> JSONResponse:
-        """Takes a request for a video, as a form or as JSON, and answers at once."""
+        """Take a request for a video, as a form or as JSON, and answers at once."""
         await run_in_threadpool(self._check_room)  # before a large picture is read
         with storing():  # large files of a form, beside it
             fields, pictures = await _arrived(_body(request))
@@ -208,7 +208,7 @@ class Service:
         return replace(new, request=replace(request, settings=settings, model=new.model).to_json())
 
     async def videos(self, request: Request) -> JSONResponse:
-        """Lists videos, the newest first unless `order` is asc, at most `limit` after the one named `after`."""
+        """List videos, the newest first unless `order` is asc, at most `limit` after the one named `after`."""
         query = request.query_params
         limit, order = query.get("limit", "20"), query.get("order", "desc")
         if not re.fullmatch("[1-9][0-9]?|100", limit):
@@ -225,7 +225,7 @@ class Service:
         return JSONResponse(self._told(await self._find(request)))
 
     async def remove(self, request: Request) -> JSONResponse:
-        """Removes a video; one that waits or is under way is cancelled before."""
+        """Remove a video; one that waits or is under way is cancelled before."""
         id = request.path_params["id"]
         await run_in_threadpool(self._remove, id)
         return JSONResponse({"id": id, "object": "video.deleted", "deleted": True})
@@ -263,7 +263,7 @@ class Service:
         return refusal(400, f"{why} takes one, which /v1/models tells", "not_offered")
 
     async def content(self, request: Request) -> Response:
-        """Sends a finished video, or its middle frame as `thumbnail`.
+        """Send a finished video, or its middle frame as `thumbnail`.
 
         `preview` shows one that is under way too, and other variants are what it is made from.
         """
@@ -285,7 +285,7 @@ class Service:
         return _gone(name)
 
     async def record(self, request: Request) -> Response:
-        """Sends the record of a finished video: everything that shaped it, as its file has it."""
+        """Send the record of a finished video: everything that shaped it, as its file has it."""
         job = await self._find(request)
         if job.status != COMPLETED:
             return _unfinished(job)
@@ -306,7 +306,7 @@ class Service:
         return Events(self.changes.stream(only, watcher[1]), lambda: self.changes.leave(watcher))
 
     async def models(self, request: Request) -> JSONResponse:
-        """Lists the models, the served one first: all that a request may ask, and what the server was started with."""
+        """List the models, the served one first: all that a request may ask, and what the server was started with."""
         return JSONResponse({"object": "list", "data": self._models()})
 
     def _models(self) -> list[dict[str, Any]]:
@@ -314,11 +314,11 @@ class Service:
         return [about | self.limits.telling(model) for model in self.told]
 
     async def described(self, request: Request) -> JSONResponse:
-        """Describes this interface in the words of OpenAPI."""
+        """Describe this interface in the words of OpenAPI."""
         return JSONResponse(openapi.document(self._models(), VERSION, self.limits.prompt))
 
     async def login(self, request: Request) -> Response:
-        """Keeps the token of a form in a cookie, for the page."""
+        """Keep the token of a form in a cookie, for the page."""
         token = await _arrived(_token(request))
         guard = request.app.state.guard
         if not isinstance(token, str) or not guard.knows(token.strip()):
@@ -363,7 +363,7 @@ def _gone(name: str) -> JSONResponse:
 
 
 async def _arrived(body: Coroutine[Any, Any, T]) -> T:
-    """Returns what a request holds; raises HTTPException where it does not arrive in time."""
+    """Return what a request holds; raise HTTPException where it does not arrive in time."""
     try:
         return await asyncio.wait_for(body, BODY_SECONDS)
     except TimeoutError:
@@ -376,7 +376,7 @@ async def _token(request: Request) -> Any:
 
 
 async def _body(request: Request) -> tuple[dict[str, Any], dict[str, list[bytes]]]:
-    """Returns the fields of a request and its files; raises WanjaxError for a body that is neither form nor JSON."""
+    """Return the fields of a request and its files; raise WanjaxError for a body that is neither form nor JSON."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind in FORMS:
         async with request.form(max_files=FILES, max_fields=FIELDS) as form:
@@ -393,7 +393,7 @@ async def _body(request: Request) -> tuple[dict[str, Any], dict[str, list[bytes]
 
 
 async def _form(form: FormData) -> tuple[dict[str, Any], dict[str, list[bytes]]]:
-    """Returns a form's fields and files; an empty field counts as one that is not given."""
+    """Return a form's fields and files; an empty field counts as one that is not given."""
     fields: dict[str, Any] = {}
     files: dict[str, list[bytes]] = {}
     for given, value in form.multi_items():

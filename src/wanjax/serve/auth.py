@@ -46,7 +46,7 @@ HEADERS = {
 def refusal(
     status: int, message: str, code: str = "invalid_request", param: str | None = None, **headers: str
 ) -> JSONResponse:
-    """Returns an error as OpenAI's API writes one; `param` is the field that is wrong, where it is one."""
+    """Return an error as OpenAI's API writes one; `param` is the field that is wrong, where it is one."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
     error = {"message": message, "type": kind, "param": param, "code": code}
     return JSONResponse({"error": error}, status, {name.replace("_", "-"): text for name, text in headers.items()})
@@ -140,7 +140,7 @@ class Guard:
             self.arriving -= sum(taken)
 
     def _refusal(self, scope: Scope, headers: Headers) -> JSONResponse | None:
-        """Returns the answer to a request that is not let in."""
+        """Return the answer to a request that is not let in."""
         if self.token is None and (why := _why_not_local(scope, headers)) is not None:
             return refusal(403, why, "forbidden")
         if scope["method"] not in SAFE and "origin" in headers and not self._is_own(headers["origin"], headers):
@@ -169,11 +169,11 @@ class Guard:
         return origin in (*self.origins, forwarded_origin(headers)) or urlsplit(text).netloc == host
 
     def knows(self, given: str) -> bool:
-        """Tells whether this is the token, in a time that does not depend on where it differs."""
+        """Return whether this is the token, in a time that does not depend on where it differs."""
         return self.token is None or hmac.compare_digest(given.encode(), self.token.encode())
 
     def _bounded(self, receive: Receive, taken: list[int]) -> Receive:
-        """Returns the stream of a request's body, whose parts are counted in `taken`.
+        """Return the stream of a request's body, whose parts are counted in `taken`.
 
         It ends with 413 where it is longer than its header said, and with 503 where all bodies are too long together.
         """
@@ -271,7 +271,7 @@ def _host(url: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Tells whether a host's name or address is this machine's own."""
+    """Return whether a host's name or address is this machine's own."""
     try:
         return host == "localhost" or ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:

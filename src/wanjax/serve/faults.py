@@ -43,7 +43,7 @@ class StorageError(WanjaxError):
 
 @contextmanager
 def storing() -> Iterator[None]:
-    """Raises StorageError in place of an error of the server's files."""
+    """Raise StorageError in place of an error of the server's files."""
     try:
         yield
     except OSError as error:
@@ -53,7 +53,7 @@ def storing() -> Iterator[None]:
 
 
 def explained(error: Exception, folders: Iterable[AnyPath]) -> Fault:
-    """Returns what a client is told of an error; `folders` are known ones of the server."""
+    """Return what a client is told of an error; `folders` are known ones of the server."""
     for cause in causes(error):
         if isinstance(cause, StoreError):
             return Fault(502, STORAGE, STORE)
@@ -69,7 +69,7 @@ def explained(error: Exception, folders: Iterable[AnyPath]) -> Fault:
 
 
 def without_folders(text: str, folders: Iterable[AnyPath]) -> str:
-    """Returns a text in which absolute paths are names alone; those in known folders may have spaces."""
+    """Return a text in which absolute paths are names alone; those in known folders may have spaces."""
     known = {*map(str, folders), str(home() or "/"), str(Path.cwd()), tempfile.gettempdir()} - {"/"}
     for folder in sorted(known, key=len, reverse=True):
         text = text.replace(f"{folder}/", "/")

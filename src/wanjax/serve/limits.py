@@ -35,11 +35,11 @@ class Limits:
 
     @classmethod
     def of(cls, defaults: Settings, pixels: int | None = None, **given: int) -> "Limits":
-        """Returns the limits for a model; `pixels` None is a multiple of its default video's."""
+        """Return the limits for a model; `pixels` None is a multiple of its default video's."""
         return cls(pixels=pixels or TIMES * pixels_of(defaults), **given)
 
     def check(self, settings: Settings) -> None:
-        """Raises SettingError where a video is larger than allowed."""
+        """Raise SettingError where a video is larger than allowed."""
         if (pixels := pixels_of(settings)) > self.pixels:
             shape = f"{settings.width}x{settings.height} and {quantity(settings.length, 'frame')}"
             told = f"{shape} are {quantity(pixels, 'pixel')} where this server makes {self.pixels:,} at most"
@@ -49,7 +49,7 @@ class Limits:
                 raise SettingError(f"{name} is {shown(value)} where this server takes {most} at most", name)
 
     def bounding(self, settings: Mapping[str, Setting]) -> dict[str, Setting]:
-        """Returns settings by name, with this server's own bounds of their values."""
+        """Return settings by name, with this server's own bounds of their values."""
         found = dict(settings)
         for name, most in {"steps": self.steps, "fps": self.fps}.items():
             known = found[name]
@@ -58,7 +58,7 @@ class Limits:
         return found
 
     def telling(self, model: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns what a server tells of a model, with its own bounds in the settings."""
+        """Return what a server tells of a model, with its own bounds in the settings."""
         settings = {name: dict(words) for name, words in model["settings"].items()}
         for name in ("steps", "fps"):
             if words := settings.get(name):
@@ -74,5 +74,5 @@ class Limits:
 
 
 def pixels_of(settings: Settings) -> int:
-    """Returns the pixels of all frames of a video."""
+    """Return the pixels of all frames of a video."""
     return settings.height * settings.width * settings.length

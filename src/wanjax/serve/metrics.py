@@ -52,7 +52,7 @@ def _gauge(name: str, told: str, value: float) -> Iterator[str]:
 
 
 def _samples(name: str, kind: str, told: str, values: Mapping[str, Mapping[Any, float]]) -> Iterator[str]:
-    """Yields a metric with a value for each value of a label."""
+    """Yield a metric with a value for each value of a label."""
     yield from (f"# HELP {name} {told}", f"# TYPE {name} {kind}")
     for label, samples in values.items():
         for key, value in dict(samples).items():

@@ -30,7 +30,7 @@ TYPES = {str: "string", bool: "boolean", int: "integer", float: "number"}
 
 
 def model(pipe: Pipeline, tiling: Tiling | None, batch_guidance: bool) -> dict[str, Any]:
-    """Returns what the server tells of a model; sizes are WIDTHxHEIGHT by name, the model's own first."""
+    """Return what the server tells of a model; sizes are WIDTHxHEIGHT by name, the model's own first."""
     defaults, architecture = pipe.defaults, pipe.architecture
     return {
         "id": defaults.model,
@@ -48,13 +48,13 @@ def model(pipe: Pipeline, tiling: Tiling | None, batch_guidance: bool) -> dict[s
 
 
 def offered(pipe: Pipeline) -> Mapping[str, Setting]:
-    """Returns the settings of a video that a request may give, by name."""
+    """Return the settings of a video that a request may give, by name."""
     own = pipe.defaults.to_json().keys() - {*LOADED}
     return {name: known for name, known in schema(type(pipe.defaults)).items() if name in own}
 
 
 def described(pipe: Pipeline) -> dict[str, dict[str, Any]]:
-    """Returns the settings that a video of this model depends on, in the words of JSON Schema."""
+    """Return the settings that a video of this model depends on, in the words of JSON Schema."""
     defaults, architecture = pipe.defaults.to_json(), pipe.architecture
     useless = {"original_prompt"} | (
         set() if architecture.spec.takes else {"resize"}
@@ -92,7 +92,7 @@ def in_words(known: Setting) -> dict[str, Any]:
 
 
 def _ways(pipe: Pipeline) -> list[str]:
-    """Returns the values of `follow` that make a difference."""
+    """Return the values of `follow` that make a difference."""
     found = []
     for choice in schema(Settings)["follow"].choices if pipe.architecture.spec.reference_variants else ():
         with suppress(WanjaxError):
@@ -101,7 +101,7 @@ def _ways(pipe: Pipeline) -> list[str]:
 
 
 def _levels(architecture: VideoModel, settings: Settings) -> list[str]:
-    """Returns the ways of choosing noise levels that the model's scheduler has."""
+    """Return the ways of choosing noise levels that the model's scheduler has."""
     found = []
     for choice in schema(Settings)["sigmas"].choices if settings.sigmas else ():
         with suppress(WanjaxError):
@@ -111,7 +111,7 @@ def _levels(architecture: VideoModel, settings: Settings) -> list[str]:
 
 
 def _caches(pipe: Pipeline) -> list[str]:
-    """Returns the step caches that the model can have with its default settings."""
+    """Return the step caches that the model can have with its default settings."""
     found = []
     for name in RULES:
         with suppress(WanjaxError):
@@ -121,7 +121,7 @@ def _caches(pipe: Pipeline) -> list[str]:
 
 
 def _rules(pipe: Pipeline) -> list[str]:
-    """Returns the rules of guidance that the model can have, with guidance where it can have that."""
+    """Return the rules of guidance that the model can have, with guidance where it can have that."""
     found = []
     for name in guidance.RULES:
         for scale in (pipe.defaults.guidance_scale, 2.0):
@@ -132,7 +132,7 @@ def _rules(pipe: Pipeline) -> list[str]:
 
 
 def schedulers(pipe: Pipeline) -> list[str]:
-    """Returns the names of the solvers that can take the steps, the model's own first."""
+    """Return the names of the solvers that can take the steps, the model's own first."""
     own, settings = name_of(pipe.scheduler), pipe.defaults
     found = [own]
     for name in NAMED:
@@ -143,7 +143,7 @@ def schedulers(pipe: Pipeline) -> list[str]:
 
 
 def with_scheduler(pipe: Pipeline, name: str | None) -> Pipeline:
-    """Returns the pipeline with another solver, if one is named; raises SettingError where it does not fit."""
+    """Return the pipeline with another solver, if one is named; raise SettingError where it does not fit."""
     try:
         return pipe.with_solver(name)
     except WanjaxError as error:
@@ -151,7 +151,7 @@ def with_scheduler(pipe: Pipeline, name: str | None) -> Pipeline:
 
 
 def pictures(architecture: VideoModel) -> dict[str, dict[str, Any]]:
-    """Returns the pictures and clips that the model takes, each with what it is for and whether it is needed."""
+    """Return the pictures and clips that the model takes, each with what it is for and whether it is needed."""
     beside = architecture.spec.picture_beside_clip
     more = {"video": f" Beside an image, {beside}."} if beside else {}
     return {
@@ -183,6 +183,6 @@ def without_folders(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def started_with(pipe: Pipeline, tiling: Tiling | None, batch_guidance: bool) -> dict[str, Any]:
-    """Returns what shapes every video of the server, by the names that a record has for it."""
+    """Return what shapes every video of the server, by the names that a record has for it."""
     record = without_folders(pipe.record(pipe.defaults, {}, tiling=tiling, batch_guidance=batch_guidance))
     return {name: value for name, value in record.items() if name not in offered(pipe)}

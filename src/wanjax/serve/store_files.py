@@ -20,7 +20,7 @@ logger = logging.getLogger("wanjax.serve")
 
 
 async def answered(request: Request, file: RemotePath, kind: str, name: str) -> Response:
-    """Returns the answer with an object of a store, which is read while it is sent; `name` is that of the download.
+    """Return the answer with an object of a store, which is read while it is sent; `name` is that of the download.
 
     Raises Missing where there is none, and StoreError where the store is out of reach before the answer begins.
     """
@@ -40,7 +40,7 @@ async def answered(request: Request, file: RemotePath, kind: str, name: str) -> 
 
 
 async def _pieces(file: RemotePath, first: bytes, start: int, end: int) -> AsyncIterator[bytes]:
-    """Yields the pieces of an object of which the first is read; raises CutShort where another cannot be."""
+    """Yield the pieces of an object of which the first is read; raise CutShort where another cannot be."""
     yield first
     for begin, until in pairwise([*range(start + PIECE, end, PIECE), end]):
         try:
@@ -51,7 +51,7 @@ async def _pieces(file: RemotePath, first: bytes, start: int, end: int) -> Async
 
 
 def part_of(given: str | None, size: int) -> tuple[int, int] | None:
-    """Returns the start and the end of the part that a Range names, or None for all of the file.
+    """Return the start and the end of the part that a Range names, or None for all of the file.
 
     The part is empty where the file has none such. All is also what a Range means that is none, or names several parts.
     """

@@ -37,7 +37,7 @@ DATA_URL = re.compile(r"data:[\w/+.-]*;base64,(.*)", re.DOTALL)
 def read(
     fields: Mapping[str, Any], files: Mapping[str, Sequence[bytes]], known: Known, limits: Limits
 ) -> tuple[VideoRequest, dict[str, list[bytes]]]:
-    """Reads the fields of a JSON object or a form, and a form's files.
+    """Read the fields of a JSON object or a form, and a form's files.
 
     Returns a request with its model and the strengths of all LoRAs, and its pictures and clips by input. Raises
     WanjaxError for a field that is unknown or of another type, and for a picture that is none.
@@ -62,12 +62,12 @@ def read(
 
 
 def inputs_of(pipe: Pipeline) -> dict[str, InputSpec]:
-    """Returns the inputs that a request may name: those of all models, and the model's own."""
+    """Return the inputs that a request may name: those of all models, and the model's own."""
     return {**INPUTS, **{one.name: one for one in pipe.architecture.spec.inputs}}
 
 
 def _from_text(name: str, value: Any) -> list[bytes]:
-    """Returns pictures or clips that JSON holds, as data: URLs, alone, in a list, or as OpenAI's {"image_url": ...}."""
+    """Return pictures or clips that JSON holds, as data: URLs, alone, in a list, or as OpenAI's {"image_url": ...}."""
     return [_decoded(name, one) for one in (value[:100] if isinstance(value, list) else [value])]
 
 
@@ -96,7 +96,7 @@ def _check_pictures(pictures: Mapping[str, Sequence[bytes]], inputs: Mapping[str
 def save_pictures(
     pictures: Mapping[str, Sequence[bytes]], inputs: Mapping[str, InputSpec], folder: Path, limits: Limits
 ) -> dict[str, Any]:
-    """Writes pictures as PNG files into a folder, and clips as they are; returns their names by input.
+    """Write pictures as PNG files into a folder, and clips as they are; return their names by input.
 
     Raises WanjaxError where one is none, or where all pictures are too large together by what their headers say. A clip
     is decoded by whoever reads it, within the bounds of this process.
@@ -126,13 +126,13 @@ def _png(picture: PictureOfAnySize) -> bytes:
 
 
 def _film(data: bytes) -> str | None:
-    """Returns the suffix of a film; None for what can only be a picture or an animation."""
+    """Return the suffix of a film; None for what can only be a picture or an animation."""
     return next((suffix for mark, suffix in FILMS.items() if mark in data[:8]), None)
 
 
 @contextmanager
 def _opened(data: bytes, name: str, pixels: int) -> Iterator[Image.Image]:
-    """Opens a picture of one of the formats that a stranger may send; raises SettingError that names the field."""
+    """Open a picture of one of the formats that a stranger may send; raise SettingError that names the field."""
     try:
         with opened(BytesIO(data), name, pixels=pixels) as image:
             yield image
@@ -152,7 +152,7 @@ def naming_size(fields: Mapping[str, Any]) -> Iterator[None]:
 
 
 def completed(request: VideoRequest, pipe: Pipeline, files: Mapping[str, Any], limits: Limits) -> Settings:
-    """Returns all settings of a request whose pictures are files; raises WanjaxError where they make no video.
+    """Return all settings of a request whose pictures are files; raise WanjaxError where they make no video.
 
     A seed is drawn where none is given.
     """
@@ -175,7 +175,7 @@ def completed(request: VideoRequest, pipe: Pipeline, files: Mapping[str, Any], l
 
 
 def _by_field(error: WanjaxError, files: Mapping[str, Any]) -> WanjaxError:
-    """Returns an error that calls a file by its field, where it told the path that the file has here."""
+    """Return an error that calls a file by its field, where it told the path that the file has here."""
     for name, file in files.items():
         for path in map(str, file if isinstance(file, list) else [file]):
             if path in str(error):

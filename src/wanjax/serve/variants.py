@@ -56,14 +56,14 @@ class Known:
         self.first = next(iter(pipes))
 
     def model(self, name: str | None) -> Pipeline:
-        """Returns a model's pipeline, for its settings; None is the first's. Raises SettingError."""
+        """Return a model's pipeline, for its settings; None is the first's. Raises SettingError."""
         if (found := self.pipes.get(self.first if name is None else name)) is None:
             told = f"the model {shown(name)} is not served here: give {' or '.join(self.pipes)}"
             raise SettingError(told, "model")
         return found
 
     def strengths(self, asked: Strengths) -> dict[str, float]:
-        """Returns the strength of each LoRA, as asked or else as the server was started; raises SettingError."""
+        """Return the strength of each LoRA, as asked or else as the server was started; raise SettingError."""
         if unknown := [name for name in asked if name not in self.usual]:
             has = " and ".join(self.usual) or "none"
             raise SettingError(f"no LoRA of this server is named {shown(unknown[0])}: it has {has}", "lora")
@@ -109,7 +109,7 @@ class Variants(Known):
         self._held = pipe, self._weights(self.first, self.usual)
 
     def take(self, name: str, strengths: Strengths) -> Pipeline:
-        """Returns a model's pipeline with these strengths, whose networks take the place of those in memory.
+        """Return a model's pipeline with these strengths, whose networks take the place of those in memory.
 
         Raises SettingError where the server, started anew, does not have it.
         """
@@ -127,7 +127,7 @@ class Variants(Known):
         return pipe
 
     def _weights(self, name: str, strengths: Strengths) -> tuple[object, ...]:
-        """Returns what decides the weights of the networks that denoise."""
+        """Return what decides the weights of the networks that denoise."""
         return getattr(presets().get(name), "loras", ()), tuple(strengths.items())
 
 
@@ -139,7 +139,7 @@ def _by_name(pipe: Pipeline) -> Pipeline:
 
 
 def _siblings(model: str) -> list[str]:
-    """Returns the presets whose weights are a preset's but for LoRAs, which are there already."""
+    """Return the presets whose weights are a preset's but for LoRAs, which are there already."""
     known = presets()
     if model not in known:
         return []

@@ -133,7 +133,7 @@ def _uniform(key: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
 def adapt(
     network: Network, rules: Iterable[Rule], config: LoraConfig, seed: int, partitioner: Partitioner | None = None
 ) -> tuple[Network, dict[str, str]]:
-    """Returns the network with projections adapted, or learned whole, and their names in diffusers by our own.
+    """Return the network with projections adapted, or learned whole, and their names in diffusers by our own.
 
     A name of a stack's layer stands for all blocks. The given network is not changed. Raises WanjaxError where no layer
     has the name of a target.
@@ -161,7 +161,7 @@ def adapt(
 
 
 def without_factors(network: Network) -> Network:
-    """Returns the network with the projections that `adapt` found in it."""
+    """Return the network with the projections that `adapt` found in it."""
     network = nnx.merge(*nnx.split(network))
     for _, module in list(nnx.iter_modules(network)):
         for name, projection in list(vars(module).items()):
@@ -171,7 +171,7 @@ def without_factors(network: Network) -> Network:
 
 
 def _place(network: nnx.Module, partitioner: Partitioner | None) -> None:
-    """Puts the factors on the devices of the network, if those are here."""
+    """Put the factors on the devices of the network, if those are here."""
     if partitioner is None:
         return
     for path, weight in nnx.to_flat_state(nnx.state(network)):
@@ -183,12 +183,12 @@ def _place(network: nnx.Module, partitioner: Partitioner | None) -> None:
 
 
 def is_factor(path: Sequence[Any], weight: Any) -> bool:
-    """Tells whether a parameter is a factor of a LoRA, or the change of a projection that is learned whole."""
+    """Return whether a parameter is a factor of a LoRA, or the change of a projection that is learned whole."""
     return len(path) > 1 and path[-2] in (*FACTORS, CHANGE)
 
 
 def module_names(network: nnx.Module, rules: Iterable[Rule]) -> dict[str, str]:
-    """Returns the names in diffusers of the projections of a network by ours; `{i}` stands for a block of a stack."""
+    """Return the names in diffusers of the projections of a network by ours; `{i}` stands for a block of a stack."""
     linears = {".".join(map(str, path)) for path, node in nnx.iter_modules(network) if isinstance(node, Linear)}
     shapes, rules = parameters(network), list(rules)
     found: dict[str, str] = {}
@@ -214,7 +214,7 @@ def _ends(name: str, target: str) -> bool:
 
 
 def dropped(keys: Any, key: jax.Array) -> Any:
-    """Returns the keys of dropout, a state of `DropoutKey`, drawn anew for a step."""
+    """Return the keys of dropout, a state of `DropoutKey`, drawn anew for a step."""
     leaves, tree = jax.tree.flatten(keys)
     drawn = [
         jax.random.key_data(jax.random.split(each, leaf.shape[:-1]) if leaf.ndim > 1 else each)
@@ -224,7 +224,7 @@ def dropped(keys: Any, key: jax.Array) -> Any:
 
 
 def factors_of(network: nnx.Module, rules: Iterable[Rule], chosen: dict[str, str]) -> dict[str, np.ndarray]:
-    """Returns the factors by the names of diffusers, `NAME.lora_A.weight` [rank, in] and `NAME.lora_B.weight`.
+    """Return the factors by the names of diffusers, `NAME.lora_A.weight` [rank, in] and `NAME.lora_B.weight`.
 
     Of a projection that is learned whole they are `NAME.diff` [out, in], and `NAME.diff_b` of its bias.
     """

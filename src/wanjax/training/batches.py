@@ -51,7 +51,7 @@ class Batches:
         self._shuffled = lru_cache(maxsize=2 * len(self._buckets))(self._permutation)
 
     def _ordered(self, number: int) -> list[tuple[int, int]]:
-        """Returns the batches of a round of `size` epochs in order: the bucket, and the batch among all of its own."""
+        """Return the batches of a round of `size` epochs in order: the bucket, and the batch among all of its own."""
         rng, epochs = np.random.default_rng([self.seed, 1, number]), [list[tuple[int, int]]() for _ in range(self.size)]
         for index, bucket in enumerate(self._buckets):
             count = len(bucket)
@@ -63,12 +63,12 @@ class Batches:
         return np.random.default_rng([self.seed, 3, bucket, epoch]).permutation(len(self._buckets[bucket]))
 
     def _clip(self, bucket: int, position: int) -> Piece:
-        """Returns a clip of a bucket, by its position in the bucket's epochs one after another."""
+        """Return a clip of a bucket, by its position in the bucket's epochs one after another."""
         epoch, index = divmod(position, len(self._buckets[bucket]))
         return self._buckets[bucket][self._shuffled(bucket, epoch)[index]]
 
     def at(self, step: int) -> list[Shown]:
-        """Returns the clips of a step."""
+        """Return the clips of a step."""
         number, index = divmod(step, self._per_round)
         bucket, batch = self._round(number)[index]
         chosen = [self._clip(bucket, batch * self.size + i) for i in range(self.size)]

@@ -51,7 +51,7 @@ class Cutting:
             raise WanjaxError(f"clips cannot be cut by {self.cut!r}: give {', '.join(get_args(Cut))}")
 
     def pieces(self, file: Path) -> Iterator[Clip]:
-        """Yields the clips of a file, each of the shape of a bucket; a picture is a clip of one frame.
+        """Yield the clips of a file, each of the shape of a bucket; a picture is a clip of one frame.
 
         Raises WanjaxError where the file cannot be read, or is shorter than the shortest clip.
         """
@@ -71,7 +71,7 @@ class Cutting:
             yield np.stack([fit(frames[i], size, self.resize) for i in chosen])
 
     def _chosen(self, count: int, length: int) -> list[list[int]]:
-        """Returns the frames of each clip of `length`, of `count` frames."""
+        """Return the frames of each clip of `length`, of `count` frames."""
         if self.cut == "uniform" and length > 1:
             return [[round(i * (count - 1) / (length - 1)) for i in range(length)]]
         if self.cut == "windows" and length > 1:
@@ -80,7 +80,7 @@ class Cutting:
 
 
 def lengths(frames: int, factor: int, shortest: int | None = None) -> tuple[int, ...]:
-    """Returns the lengths of clips: `frames`, about half of it and so on, of the form `factor` n + 1, and 1.
+    """Return the lengths of clips: `frames`, about half of it and so on, of the form `factor` n + 1, and 1.
 
     Raises WanjaxError where none of them is at least `shortest`.
     """
@@ -97,7 +97,7 @@ def lengths(frames: int, factor: int, shortest: int | None = None) -> tuple[int,
 def sizes(
     asked: tuple[int, int], size_for: Callable[[tuple[int, int, int]], tuple[int, int]], buckets: bool
 ) -> tuple[tuple[int, int], ...]:
-    """Returns the sizes of clips (height, width), about as large as the one asked for, which is the first."""
+    """Return the sizes of clips (height, width), about as large as the one asked for, which is the first."""
     if not buckets:
         return (asked,)
     found = [size_for((3600, round(3600 * ratio), 3)) for ratio in PROPORTIONS]
@@ -105,6 +105,6 @@ def sizes(
 
 
 def nearest(shape: Sequence[int], sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Returns the size with the nearest proportions; the first of several."""
+    """Return the size with the nearest proportions; the first of several."""
     height, width = shape
     return min(sizes, key=lambda size: abs(math.log(size[1] / size[0]) - math.log(width / height)))

@@ -75,6 +75,6 @@ class TrainConfig:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """Returns what the trained weights depend on."""
+        """Return what the trained weights depend on."""
         others = ("evaluate_every", "sample_every", "save_every", "samples", "dialect", "store", "expert")
         return {name: value for name, value in asdict(self).items() if name not in others}

@@ -63,7 +63,7 @@ class Listing:
 
 
 def list_data(data: str | Path) -> Listing:
-    """Lists a data set. Of its clips those alone are opened that have no caption beside them.
+    """List a data set. Of its clips those alone are opened that have no caption beside them.
 
     Raises WanjaxError where there is no such folder or table, or where nothing in it can be used.
     """
@@ -82,12 +82,12 @@ def list_data(data: str | Path) -> Listing:
 
 
 def first_of(sentences: Sequence[str]) -> str:
-    """Returns the first of some sentences, and the number of the others."""
+    """Return the first of some sentences, and the number of the others."""
     return sentences[0] + (f", and so with {len(sentences) - 1} more" if len(sentences) > 1 else "")
 
 
 def _of_folder(folder: Path) -> Listing:
-    """Lists the clips and pictures of a folder and the folders in it, each with a text file of the same name."""
+    """List the clips and pictures of a folder and the folders in it, each with a text file of the same name."""
     found = Listing(folder)
     hidden = lambda path: any(part.startswith(".") for part in path.relative_to(folder).parts)  # noqa: E731
     paths = [path for path in folder.rglob("*") if path.relative_to(folder).parts[0] != KEPT and path.is_file()]
@@ -117,7 +117,7 @@ def _of_folder(folder: Path) -> Listing:
 
 
 def _own_prompt(path: Path) -> str | None:
-    """Returns the prompt in the metadata of a video or picture that this library made; None in any other."""
+    """Return the prompt in the metadata of a video or picture that this library made; None in any other."""
     try:
         prompt = read_metadata(path).get("prompt")
     except (WanjaxError, OSError):
@@ -126,12 +126,12 @@ def _own_prompt(path: Path) -> str | None:
 
 
 def _folded(stem: Path) -> str:
-    """Returns a name as systems compare it that know no capitals, or write accents in another way."""
+    """Return a name as systems compare it that know no capitals, or write accents in another way."""
     return unicodedata.normalize("NFC", str(stem)).casefold()
 
 
 def _of_table(table: Path) -> Listing:
-    """Lists the rows of a table, whose files are relative to its folder."""
+    """List the rows of a table, whose files are relative to its folder."""
     found, shown = Listing(table.parent), dict[tuple[Path, str], str]()
     for number, row in enumerate(_rows(table), 1):
         where = f"row {number} of {table.name}"
@@ -153,7 +153,7 @@ def _of_table(table: Path) -> Listing:
 
 
 def _repeats(row: Mapping[str, Any], where: str) -> int:
-    """Returns how often an epoch shows a row's clip; raises WanjaxError for all but a whole number from 1 on."""
+    """Return how often an epoch shows a row's clip; raise WanjaxError for all but a whole number from 1 on."""
     if (told := row.get(REPEATS)) in (None, ""):
         return 1
     with suppress(TypeError, ValueError, OverflowError):
@@ -163,7 +163,7 @@ def _repeats(row: Mapping[str, Any], where: str) -> int:
 
 
 def _preserves(row: Mapping[str, Any], where: str) -> bool:
-    """Tells whether a row says that its clip is one to keep; raises WanjaxError for another word than yes or no."""
+    """Return whether a row says that its clip is one to keep; raise WanjaxError for another word than yes or no."""
     told = row.get(PRESERVE)
     word = "" if told is None else str(told).strip().lower()
     if word not in (*YES, *NO):
@@ -181,7 +181,7 @@ def _add(found: Listing, path: Path, caption: Any, repeats: int = 1, preserve: b
 
 
 def _rows(table: Path) -> Iterator[Mapping[str, Any] | str]:
-    """Yields the rows of a CSV or JSONL table, and what is wrong with those that cannot be told.
+    """Yield the rows of a CSV or JSONL table, and what is wrong with those that cannot be told.
 
     Bytes that are no UTF-8 are surrogates. Raises WanjaxError where the table cannot be read.
     """
@@ -236,7 +236,7 @@ def _of_csv(lines: Sequence[str], table: Path) -> Iterator[Mapping[str, Any] | s
 
 
 def _row(header: Sequence[str], fields: list[str]) -> Mapping[str, Any] | str:
-    """Returns a row by its columns. More fields than these are the caption's, which has commas and no quotes."""
+    """Return a row by its columns. More fields than these are the caption's, which has commas and no quotes."""
     while len(fields) > len(header) and not fields[-1]:
         fields.pop()
     if more := max(0, len(fields) - len(header)):
@@ -256,7 +256,7 @@ def _row(header: Sequence[str], fields: list[str]) -> Mapping[str, Any] | str:
 
 
 def _entry(row: Mapping[str, Any], names: tuple[str, ...], where: str, table: Path) -> Any:
-    """Returns the first of these columns that a row has; raises WanjaxError where it has none."""
+    """Return the first of these columns that a row has; raise WanjaxError where it has none."""
     for name in names:
         if name in row:
             return row[name]

@@ -51,7 +51,7 @@ class Store:
         self._made = weights_of(pipe)
 
     def encode(self, listing: Listing, cutting: Cutting, tell: Tell) -> list[Piece]:
-        """Encodes what is not there yet, and returns all clips.
+        """Encode what is not there yet, and return all clips.
 
         Adds to the listing's sentences on what is left out or cut. Raises WanjaxError where no clip can be read, and
         where the folder cannot be written.
@@ -70,14 +70,14 @@ class Store:
         ]
 
     def _cut(self, examples: Iterable[Example]) -> Iterator[str]:
-        """Yields a sentence on each caption of which the model does not read the end, whether it was encoded before."""
+        """Yield a sentence on each caption of which the model does not read the end, whether it was encoded before."""
         cut = cache(self.pipe.truncations)
         for example in examples:
             for truncation in cut(example.caption):
                 yield f"{example.file.name}: {replace(truncation, name=truncation.name.replace('prompt', 'caption'))}"
 
     def _clips(self, listing: Listing, cutting: Cutting, tell: Tell) -> list[tuple[Example, list[list[Any]]]]:
-        """Returns the examples that can be read, each with the file and the bucket's sizes of its clips."""
+        """Return the examples that can be read, each with the file and the bucket's sizes of its clips."""
         index, seen = self._index()
         found: list[tuple[Example, list[list[Any]]]] = []
         with (self.folder / INDEX).open("a", encoding="utf-8") as file:
@@ -103,7 +103,7 @@ class Store:
         return found
 
     def _clip(self, name: str, frames: np.ndarray) -> list[Any]:
-        """Encodes a clip; returns the name of its file, and its frames, height and width."""
+        """Encode a clip; return the name of its file, and its frames, height and width."""
         count, height, width, _ = frames.shape
         settings = self.pipe.settings(size=(height, width), frames=count)
         ends = {"image": frames[0], "last_image": frames[-1]}
@@ -115,7 +115,7 @@ class Store:
         return [file, count, height, width]
 
     def texts(self, captions: Sequence[str], tell: Tell = lambda unit, done, total: None) -> dict[str, Path]:
-        """Encodes captions, two at a time, as a prompt and a negative one; returns their files."""
+        """Encode captions, two at a time, as a prompt and a negative one; return their files."""
         files = {text: self.folder / f"text-{_digest([text, self._made])}.safetensors" for text in captions}
         there = {path.name for path in self.folder.glob("text-*")}
         missing, done = [text for text in captions if files[text].name not in there], 0
@@ -131,7 +131,7 @@ class Store:
         return files
 
     def _index(self) -> tuple[dict[str, list[list[Any]]], dict[str, str | None]]:
-        """Returns the clips that were made before, by key, and digests of files by their looks.
+        """Return the clips that were made before, by key, and digests of files by their looks.
 
         Clips whose files are gone are made again.
         """
@@ -155,7 +155,7 @@ class Store:
 
 
 def weights_of(pipe: Pipeline) -> dict[str, Any]:
-    """Returns what tells the weights of a pipeline's encoders apart: the model, options, and local files."""
+    """Return what tells the weights of a pipeline's encoders apart: the model, options, and local files."""
     told = {name: getattr(pipe.defaults, name) for name in ("dtype", "vae_dtype", "follow")}
     told |= {"param_dtype": pipe.components.options.get("param_dtype"), "version": VERSION}
     source = pipe.components.source
@@ -173,7 +173,7 @@ def _denoises(path: Path) -> bool:
 
 
 def _look_of(file: Path) -> str:
-    """Returns what a file looks like without being read: with another look its contents are read again."""
+    """Return what a file looks like without being read: with another look its contents are read again."""
     try:
         state = file.stat()
     except OSError as error:
@@ -186,13 +186,13 @@ def _digest(told: Any) -> str:
 
 
 def shortened(x: np.ndarray) -> np.ndarray:
-    """Returns features [1 S ...] without the rows of zeros at the end, which padding has."""
+    """Return features [1 S ...] without the rows of zeros at the end, which padding has."""
     rows = np.flatnonzero(x[0].reshape(x.shape[1], -1).any(axis=1))
     return np.ascontiguousarray(x[:, : (rows[-1] + 1 if len(rows) else 0)])
 
 
 def load_text(file: Path) -> dict[str, np.ndarray]:
-    """Returns the features of a caption, padded to their full length again."""
+    """Return the features of a caption, padded to their full length again."""
     opened = SafetensorsFile(file)
     found = {}
     for name in opened.specs:
@@ -203,7 +203,7 @@ def load_text(file: Path) -> dict[str, np.ndarray]:
 
 
 def joined(pieces: Iterable[tuple[Path, Path]], encoded_type: type[Any]) -> tuple[np.ndarray, Any]:
-    """Returns the latents of a batch [B C T H W], and what was encoded beside them, as `encode` would return it."""
+    """Return the latents of a batch [B C T H W], and what was encoded beside them, as `encode` would return it."""
     clips, texts = [], []
     for latents, text in pieces:
         clips.append(load_safetensors(latents))
@@ -218,7 +218,7 @@ def joined(pieces: Iterable[tuple[Path, Path]], encoded_type: type[Any]) -> tupl
 
 
 def described(pieces: Sequence[Piece]) -> Iterator[str]:
-    """Yields a sentence for each bucket, with the number of its clips."""
+    """Yield a sentence for each bucket, with the number of its clips."""
     counts: dict[Bucket, int] = {}
     for piece in pieces:
         counts[piece.bucket] = counts.get(piece.bucket, 0) + piece.repeats
@@ -227,6 +227,6 @@ def described(pieces: Sequence[Piece]) -> Iterator[str]:
 
 
 def told(piece: Piece) -> dict[str, Any]:
-    """Returns a clip as JSON, by which a resumed training recognises its data."""
+    """Return a clip as JSON, by which a resumed training recognises its data."""
     shown = {"repeats": piece.repeats, "preserve": piece.preserve}
     return {"latents": piece.latents.name, "text": piece.text.name, **asdict(piece.bucket), **shown}

@@ -97,7 +97,7 @@ class Trainer:
         return self._strategy.call(program, self._site, self.static, *arguments)
 
     def _check_told(self, told: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Writes what the training is; raises WanjaxError where the folder holds another one.
+        """Write what the training is; raise WanjaxError where the folder holds another one.
 
         Returns the steps and the rate that it had, where these are others now.
         """
@@ -135,7 +135,7 @@ class Trainer:
         self.state = dict(self.manager.restore(self.step, args=ocp.args.StandardRestore(abstract)))
 
     def run(self, last: int, draw: Draw, after: After = lambda step, metrics: None, every: int = 500) -> None:
-        """Trains up to step `last`, and keeps a checkpoint every so many steps; does nothing if `last` is past.
+        """Train up to step `last`, and keep a checkpoint every so many steps; do nothing if `last` is past.
 
         `draw(step, generator)` returns a batch. `after(steps, metrics)` is called after each step, with arrays that
         the device may still be computing.
@@ -162,7 +162,7 @@ class Trainer:
                     self.save()
 
     def save(self) -> None:
-        """Begins to write a checkpoint, unless there is one of this step; raises NotFiniteError."""
+        """Begin to write a checkpoint, unless there is one of this step; raise NotFiniteError."""
         if self.manager.latest_step() != self.step:
             if not self._finite:
                 raise self.lost("state")
@@ -170,24 +170,24 @@ class Trainer:
                 self.manager.save(self.step, args=ocp.args.StandardSave(self.state))
 
     def drop(self, step: int) -> None:
-        """Removes the checkpoint of a step."""
+        """Remove the checkpoint of a step."""
         with _written(self.folder):
             self.manager.delete(step)
 
     def lost(self, what: str, step: int | None = None, of: int | None = None) -> NotFiniteError:
-        """Returns the error of what is not finite after a step, by default the present one; `of` is the error's."""
+        """Return the error of what is not finite after a step, by default the present one; `of` is the error's."""
         kept = self.manager.latest_step()
         way = f"the state of step {kept} is kept, and a lower rate goes on from it" if kept else "begin at a lower rate"
         told = f"the {what} is not finite after step {self.step if step is None else step}, as at too high a rate"
         return NotFiniteError(f"{told}: {way}", of)
 
     def _wait(self) -> None:
-        """Waits for the checkpoints that are being written."""
+        """Wait for the checkpoints that are being written."""
         with _written(self.folder):
             self.manager.wait_until_finished()
 
     def close(self) -> None:
-        """Ends the writing of checkpoints."""
+        """End the writing of checkpoints."""
         self._wait()
         self.manager.close()
 
@@ -195,13 +195,13 @@ class Trainer:
         return np.random.default_rng([self.seed, 0, step])
 
     def network(self) -> Any:
-        """Returns the network with its present weights, or with their mean where the state has one."""
+        """Return the network with its present weights, or with their mean where the state has one."""
         return self.static.network(self.state.get("average", self.state["weights"]), self._fixed)
 
 
 @contextmanager
 def _written(folder: Path) -> Iterator[None]:
-    """Raises WanjaxError in place of an error in writing a checkpoint, of this moment or of an earlier one."""
+    """Raise WanjaxError in place of an error in writing a checkpoint, of this moment or of an earlier one."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -209,7 +209,7 @@ def _written(folder: Path) -> Iterator[None]:
 
 
 def _entries(told: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields each value of nested JSON by its name, such as optimizer.rate or clips[2].text."""
+    """Yield each value of nested JSON by its name, such as optimizer.rate or clips[2].text."""
     if isinstance(told, dict):
         for key, value in told.items():
             yield from _entries(value, f"{name}.{key}" if name else key)
@@ -221,14 +221,14 @@ def _entries(told: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _may_change(name: str, was: Any, now: Any, left: bool) -> bool:
-    """Tells whether a training, which may have steps left, may go on with another value of an entry."""
+    """Return whether a training, which may have steps left, may go on with another value of an entry."""
     if name not in (STEPS, RATE) or type(was) not in (int, float) or type(now) not in (int, float):
         return False
     return now > was if name == STEPS else left
 
 
 def _differing(name: str, was: Any, now: Any) -> str:
-    """Returns an entry with both values; of long texts the part in which they begin to differ."""
+    """Return an entry with both values; of long texts the part in which they begin to differ."""
     told = ["none" if x is None else repr(x) for x in (was, now)]
     equal = next((i for i, (x, y) in enumerate(zip(*told, strict=False)) if x != y), min(map(len, told)))
     start = max(0, equal - BEFORE)

@@ -32,7 +32,7 @@ class Metrics:
             self._curves = _writer(folder / CURVES)
 
     def add(self, step: int, time: float, **values: float) -> None:
-        """Writes the values of a step, and the time at which it was done, in seconds since 1970."""
+        """Write the values of a step, and the time at which it was done, in seconds since 1970."""
         with written(self.file), self.file.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **values, "time": round(time, 3)}) + "\n")
         if self._curves:
@@ -41,14 +41,14 @@ class Metrics:
                     self._curves.add_scalar(name, value, step, wall_time=time)
 
     def close(self) -> None:
-        """Ends the writing of curves."""
+        """End the writing of curves."""
         if self._curves:
             with written(self.file.with_name(CURVES)):
                 self._curves.close()
 
 
 def _writer(folder: Path) -> Any:
-    """Returns TensorBoard's writer of curves; None where TensorBoard is not installed."""
+    """Return TensorBoard's writer of curves; None where TensorBoard is not installed."""
     try:
         from tensorboard.summary import Writer
     except ImportError:

@@ -68,7 +68,7 @@ class NoiseLevels:
             raise WanjaxError(f"the mean of the noise levels is {self.mean}: give a finite number, such as 0")
 
     def draw(self, key: jax.Array, count: int) -> Float[Array, "B"]:
-        """Returns random levels."""
+        """Return random levels."""
         if self.timesteps == "logit-normal":
             low, high = ((_logit(x) - self.mean) / self.deviation for x in (self.low, self.high))
             return jax.nn.sigmoid(
@@ -77,7 +77,7 @@ class NoiseLevels:
         return self.at(jax.random.uniform(key, (count,), jnp.float32))
 
     def at(self, u: Float[Array, "B"]) -> Float[Array, "B"]:
-        """Returns the levels at fractions u of a uniform distribution, shifted."""
+        """Return the levels at fractions u of a uniform distribution, shifted."""
         shift = self.shift if self.timesteps == "shift" else 1.0
         low, high = map(float, shifted(np.array([self.low, self.high]), 1 / shift))
         u = jnp.float32(low) + jnp.float32(high - low) * u
@@ -89,7 +89,7 @@ def _logit(x: float) -> float:
 
 
 def loss_of(pipe: Pipeline, levels: NoiseLevels) -> Loss:
-    """Returns the loss of a pipeline's denoiser on a `Batch` and a key."""
+    """Return the loss of a pipeline's denoiser on a `Batch` and a key."""
 
     def loss(network: nnx.Module, batch: Batch, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         level_key, noise_key, picture_key = jax.random.split(key, 3)
@@ -110,7 +110,7 @@ def error(
     noise: Float[Array, "B T H W C"],
     key: jax.Array,
 ) -> Float[Array, ""]:
-    """Returns the mean squared error at these noise levels, with this noise; the key draws random pictures.
+    """Return the mean squared error at these noise levels, with this noise; the key draws random pictures.
 
     The target of preserved latents is what the network predicts for them as it was before its training; of latents that
     are preserved by a part, that part of it and the rest of their own.
@@ -141,7 +141,7 @@ def error(
 
 
 def _untrained(pipe: Pipeline, network: nnx.Module) -> nnx.Module:
-    """Returns a network without its LoRA, which attends to all tokens where it did before its training."""
+    """Return a network without its LoRA, which attends to all tokens where it did before its training."""
     network = without_factors(network)
     if pipe.components.source is not None and pipe.components.source.extended:
         for _, module in nnx.iter_modules(network):
@@ -152,7 +152,7 @@ def _untrained(pipe: Pipeline, network: nnx.Module) -> nnx.Module:
 
 
 def _pictures(pipe: Pipeline, batch: Batch, key: jax.Array) -> dict[str, jax.Array]:
-    """Returns the noise of pictures whose latents are random."""
+    """Return the noise of pictures whose latents are random."""
     settings = settings_of(pipe, batch.latents.shape)
     shapes = pipe.architecture.spec.noise_inputs(settings, 0, len(batch.latents))
     names = [name for name in shapes if name not in (INITIAL, OF_STEPS)]
@@ -161,7 +161,7 @@ def _pictures(pipe: Pipeline, batch: Batch, key: jax.Array) -> dict[str, jax.Arr
 
 
 def settings_of(pipe: Pipeline, latents: tuple[int, ...]) -> Settings:
-    """Returns the settings of videos whose latents have this shape [B C T H W]."""
+    """Return the settings of videos whose latents have this shape [B C T H W]."""
     vae = pipe.architecture.vae
     _, _, frames, *cells = latents
     height, width = (n * vae.spatial_factor for n in cells)

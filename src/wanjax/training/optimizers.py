@@ -50,7 +50,7 @@ class OptimizerConfig:
 
 
 def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Returns the rate of each step: it rises linearly in the warm-up, and then stays, or falls to 0 at the end."""
+    """Return the rate of each step: it rises linearly in the warm-up, and then stays, or falls to 0 at the end."""
     left = max(1, steps - config.warm_up)
     after = {
         "constant": lambda: optax.constant_schedule(config.rate),
@@ -64,7 +64,7 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """Returns the optimiser of a training of so many steps."""
+    """Return the optimiser of a training of so many steps."""
     rate, decay = schedule(config, steps), config.weight_decay
     match config.name:
         case "adamw":
@@ -77,7 +77,7 @@ def optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformati
 
 
 def matrices(weights: Any) -> Any:
-    """Returns the axes of each weight that form Muon's matrix (Jordan, 2024): the last two of every kernel."""
+    """Return the axes of each weight that form Muon's matrix (Jordan, 2024): the last two of every kernel."""
 
     def axes(path: Any, weight: Any) -> Any:
         is_kernel = "kernel" in jax.tree_util.keystr(path)

@@ -36,7 +36,7 @@ def save_lora(
     dialect: Dialect = "diffusers",
     told: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes factors by the names of diffusers to a LoRA file; `told` is JSON on the training, kept in its metadata.
+    """Write factors by the names of diffusers to a LoRA file; `told` is JSON on the training, kept in its metadata.
 
     In the dialect of diffusers keys begin with `transformer`, for a second expert too, and the metadata hold PEFT's
     config. In ComfyUI's the modules have the authors' names, and an alpha each. Raises WanjaxError where
@@ -54,7 +54,7 @@ def save_lora(
 
 
 def _comfy(factors: Mapping[str, np.ndarray], config: LoraConfig, network: Network) -> Iterable[tuple[str, np.ndarray]]:
-    """Yields the factors by the authors' names, and an alpha for each module."""
+    """Yield the factors by the authors' names, and an alpha for each module."""
     names = network.kind.lora_names
     if names is None:
         raise WanjaxError("the dialect comfy has the authors' names, which this model has not: give diffusers")

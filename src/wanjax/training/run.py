@@ -60,7 +60,7 @@ class HeldOut:
 
 @program(products)
 def held_out(static: HeldOut, weights: Any, batch: Batch, u: Float[Array, "B"], number: Int[Array, ""]) -> Array:
-    """Computes the error at fixed noise levels u, with fixed noise of a number."""
+    """Compute the error at fixed noise levels u, with fixed noise of a number."""
     network, key = nnx.merge(static.graphdef, weights), jax.random.fold_in(key_of(seed_to_key_data([0])[0]), number)
     noise = jax.random.normal(key, static.pipe.architecture.spec.to_training_latents(batch.latents).shape, jnp.float32)
     return error(static.pipe, network, batch, static.levels.at(u), noise, key)
@@ -83,7 +83,7 @@ class Training:
         note: Note = lambda sentence: None,
         count: Count = lambda unit, done, total: None,
     ):
-        """Raises WanjaxError for everything that can be told before anything is encoded."""
+        """Raise WanjaxError for everything that can be told before anything is encoded."""
         if jax.process_count() > 1:
             raise WanjaxError("training runs in one process: several hosts are not offered")
         if config.lora is None and pipe.components.source is None:
@@ -113,7 +113,7 @@ class Training:
         )
 
     def encode(self) -> None:
-        """Encodes the clips and captions that were not encoded before, and frees the encoders."""
+        """Encode the clips and captions that were not encoded before, and free the encoders."""
         folder = self.config.store or self.listing.folder / KEPT
         store = Store(Path(folder), self.pipe)
         pieces = store.encode(self.listing, self.cutting, self.count)
@@ -140,7 +140,7 @@ class Training:
         return next((piece for piece in self.pieces if piece.bucket.frames > 1), self.pieces[0])
 
     def _tell(self, pieces: list[Piece]) -> None:
-        """Notes what is trained on, and what was left out; warns of captions that were cut.
+        """Note what is trained on, and what was left out; warn of captions that were cut.
 
         The folder has a file of each list, which the notes may shorten.
         """
@@ -161,7 +161,7 @@ class Training:
                     file.write_text("\n".join(sentences) + "\n", encoding="utf-8", errors="backslashreplace")
 
     def run(self) -> Path:
-        """Trains, and returns the LoRA file or the checkpoint; of two networks, the folder of their LoRA files.
+        """Train, and return the LoRA file or the checkpoint; of two networks, the folder of their LoRA files.
 
         Raises WanjaxError too where another training uses the folder.
         """
@@ -190,7 +190,7 @@ class Training:
         return written
 
     def _train(self, name: str) -> None:
-        """Trains a network, from an earlier state if the last one is so large that nothing finite follows from it."""
+        """Train a network, from an earlier state if the last one is so large that nothing finite follows from it."""
         while True:
             self.begin(name)
             with closing(self.trainer), closing(self.metrics):
@@ -204,7 +204,7 @@ class Training:
             del self.trainer  # or there would be two in memory
 
     def begin(self, name: str) -> None:
-        """Loads a network, and its last state if the folder has one; `encode` comes before."""
+        """Load a network, and its last state if the folder has one; `encode` comes before."""
         pipe, config = self.pipe, self.config
         self.name, self.folder = name, self.out / name if len(self.networks) > 1 else self.out
         self.known = network_of(pipe.architecture.spec.networks[name], pipe.components.kinds)
@@ -237,7 +237,7 @@ class Training:
         self._pending: deque[tuple[int, float, Mapping[str, jax.Array]]] = deque()
 
     def _told(self) -> dict[str, Any]:
-        """Returns everything on which the trained weights depend, as JSON."""
+        """Return everything on which the trained weights depend, as JSON."""
         clips = [told(piece) for piece in self.pieces]
         levels = asdict(self.levels[self.name])
         own = {"model": self.pipe.defaults.model, "network": self.name, "dtype": self.pipe.defaults.dtype}
@@ -247,7 +247,7 @@ class Training:
         return self.config.to_json() | own | {"levels": levels, "mesh": mesh, "clips": clips}
 
     def _take_steps(self) -> None:
-        """Trains up to the last step, with samples and held-out losses along the way."""
+        """Train up to the last step, with samples and held-out losses along the way."""
         total, begun = self.config.steps, self.trainer.begun
         if begun:
             self.note(f"taken before: {begun} of {quantity(total, 'step')}")
@@ -288,7 +288,7 @@ class Training:
             self.save(self.folder / f"lora-{step:06}.safetensors")
 
     def _write(self, left: int, *, counts: bool = True) -> None:
-        """Writes the metrics of all steps but the last `left`; raises NotFiniteError."""
+        """Write the metrics of all steps but the last `left`; raise NotFiniteError."""
         while len(self._pending) > left:
             step, at, metrics = self._pending[0]
             values = {name: float(value) for name, value in metrics.items() if name != FINITE}
@@ -304,7 +304,7 @@ class Training:
                 self.note(f"step {step} of {self.config.steps}: loss {digits(values['loss'])}")
 
     def _look(self, step: int) -> None:
-        """Evaluates the held-out loss and makes the sample videos, where this step is one for them."""
+        """Evaluate the held-out loss and make the sample videos, where this step is one for them."""
         last = step == self.config.steps
         if self.held_out and (step % self.config.evaluate_every == 0 or last):
             value = self.held_out_loss()
@@ -316,7 +316,7 @@ class Training:
             self.sample(step)
 
     def held_out_loss(self) -> float:
-        """Returns the mean loss of the held-out clips at fixed noise levels, with fixed noise."""
+        """Return the mean loss of the held-out clips at fixed noise levels, with fixed noise."""
         losses, (graphdef, weights) = [], nnx.split(self._plain())
         if self._measured is None:  # one value for a network, so that the error is compiled once
             self._measured = HeldOut(graphdef, self.pipe, self.levels[self.name])
@@ -329,7 +329,7 @@ class Training:
         return float(np.mean([float(loss) for loss in losses]))
 
     def _plain(self) -> Any:
-        """Returns the network as it is used: with its mean weights if there are any, and without dropout."""
+        """Return the network as it is used: with its mean weights if there are any, and without dropout."""
         network = self.trainer.network()
         for _, module in nnx.iter_modules(network):
             if isinstance(module, adapters.Adapted):
@@ -337,7 +337,7 @@ class Training:
         return network
 
     def sample(self, step: int) -> None:
-        """Makes a video of each sample prompt with the present weights, in the shape of `sampled`."""
+        """Make a video of each sample prompt with the present weights, in the shape of `sampled`."""
         pipe, piece = self.pipe, self.sampled
         pipe.components.put(self.name, self._plain())
         for index, prompt in enumerate(self.config.samples):
@@ -349,14 +349,14 @@ class Training:
         pipe.free()
 
     def _sampled(self, piece: Piece, prompt: str) -> tuple[Any, dict[str, Any]]:
-        """Returns a sample's inputs, with the pictures of a clip, and its settings."""
+        """Return a sample's inputs, with the pictures of a clip, and its settings."""
         latents, encoded = joined([(piece.latents, self.texts[prompt])], self.pipe.architecture.encoded_type)
         negative = {NEGATIVE + name: x for name, x in load_text(self.negative).items()}
         shape = settings_of(self.pipe, latents.shape)
         return encoded._replace(**negative), {"size": shape.size, "frames": shape.frames}
 
     def save(self, file: Path) -> Path:
-        """Writes the present LoRA to a file."""
+        """Write the present LoRA to a file."""
         assert self.config.lora is not None
         factors = adapters.factors_of(self.trainer.network(), self.known.rules, self.chosen)
         about = {"model": self.pipe.defaults.model, "step": self.trainer.step, "rank": self.config.lora.rank}
@@ -366,12 +366,12 @@ class Training:
 
 
 def _learned(pipe: Pipeline) -> dict[str, str]:
-    """Returns the entry on the attention that is learned with the weights; none where it has none of its own."""
+    """Return the entry on the attention that is learned with the weights; none where it has none of its own."""
     return {"attention": str(pipe.attention)} if pipe.attention.sparse else {}
 
 
 def _chosen(pipe: Pipeline, config: TrainConfig) -> tuple[str, ...]:
-    """Returns the networks to train."""
+    """Return the networks to train."""
     names = pipe.architecture.spec.denoisers
     pipe.architecture.spec.check_trainable(pipe.defaults.model)
     if config.expert == "both":
@@ -382,7 +382,7 @@ def _chosen(pipe: Pipeline, config: TrainConfig) -> tuple[str, ...]:
 
 
 def _levels(pipe: Pipeline, config: TrainConfig, network: str) -> NoiseLevels:
-    """Returns the noise levels of a network's training."""
+    """Return the noise levels of a network's training."""
     own = pipe.architecture.spec.schedule_options(pipe.defaults).get("shift")
     kind = config.timesteps or ("uniform" if own is None else "shift")
     if kind == "shift" and own is None and config.shift is None:
@@ -395,7 +395,7 @@ def _levels(pipe: Pipeline, config: TrainConfig, network: str) -> NoiseLevels:
 
 
 def _in_short(sentences: Sequence[str], file: Path) -> str:
-    """Returns a few sentences, and the file that has all of them where there are more."""
+    """Return a few sentences, and the file that has all of them where there are more."""
     few = "; ".join(sentences[:SHOWN])
     return few if len(sentences) <= SHOWN else f"{few}; and {len(sentences) - SHOWN} more, all in {file}"
 
@@ -403,7 +403,7 @@ def _in_short(sentences: Sequence[str], file: Path) -> str:
 def train(
     pipe: Pipeline, data: str | Path, out: str | Path, config: TrainConfig | None = None, **settings: Any
 ) -> Path:
-    """Trains a LoRA, or all weights, of a pipeline's denoiser on a folder of clips with captions; returns the result.
+    """Train a LoRA, or all weights, of a pipeline's denoiser on a folder of clips with captions; return the result.
 
     `settings` are fields of `TrainConfig`, which override those of `config`. `out` is a folder, from which the same
     call continues after it was stopped. Raises WanjaxError where the data or the settings cannot be used.

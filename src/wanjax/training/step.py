@@ -34,7 +34,7 @@ FINITE = "finite"  # the metric that tells whether all of the state after a step
 
 
 def everything(path: Any, weight: Any) -> bool:
-    """Chooses all parameters of a network."""
+    """Choose all parameters of a network."""
     return isinstance(weight, nnx.Param)
 
 
@@ -67,7 +67,7 @@ class TrainingStep:
     accumulated: int = 1
 
     def network(self, weights: Any, fixed: Fixed, key: jax.Array | None = None) -> Any:
-        """Returns the network with these weights, and keys of dropout that are drawn from `key`, if it is given."""
+        """Return the network with these weights, and keys of dropout that are drawn from `key`, if it is given."""
         keys = fixed.keys
         if key is not None and jax.tree.leaves(keys):
             keys = dropped(keys, jax.random.fold_in(key, 1))
@@ -84,7 +84,7 @@ def prepare_step(
     average: float | None = None,
     accumulated: int = 1,
 ) -> tuple[TrainingStep, Any, Fixed]:
-    """Returns the steps of a network's training, the weights that they change, and the arrays that they do not.
+    """Return the steps of a network's training, the weights that they change, and the arrays that they do not.
 
     The arguments are those of `Trainer`.
     """
@@ -99,7 +99,7 @@ def prepare_step(
 
 @program(scanned)
 def begin_training(static: TrainingStep, weights: Any) -> dict[str, Any]:
-    """Returns the state beside the weights: the optimizer's, and the mean of the weights if there is one."""
+    """Return the state beside the weights: the optimizer's, and the mean of the weights if there is one."""
     first: dict[str, Any] = {"optimizer": static.optimizer.init(weights)}
     if static.average is not None:
         first["average"] = weights
@@ -110,7 +110,7 @@ def begin_training(static: TrainingStep, weights: Any) -> dict[str, Any]:
 def train(
     static: TrainingStep, state: dict[str, Any], fixed: Fixed, batch: Any, number: Int[Array, ""]
 ) -> tuple[dict[str, Any], dict[str, Array]]:
-    """Takes a step; returns the state, and metrics."""
+    """Take a step; return the state, and metrics."""
     key = jax.random.fold_in(key_of(fixed.words), number)
 
     def compute(weights: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -136,19 +136,19 @@ def train(
 def loss_alone(
     static: TrainingStep, weights: Any, fixed: Fixed, batch: Any, number: Int[Array, ""]
 ) -> Float[Array, ""]:
-    """Computes the loss of a step, for comparison."""
+    """Compute the loss of a step, for comparison."""
     key = jax.random.fold_in(key_of(fixed.words), number)
     return static.loss(static.network(weights, fixed, key), batch, key)[0]
 
 
 def _finite(state: Any) -> Bool[Array, ""]:
-    """Tells whether all numbers of a state are finite."""
+    """Return whether all numbers of a state are finite."""
     numbers = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.inexact)]
     return reduce(jnp.logical_and, [jnp.isfinite(x).all() for x in numbers])
 
 
 def _mean(gradient: Callable[..., Any], weights: Any, batch: Any, key: jax.Array, parts: int) -> Any:
-    """Returns the means of the losses, metrics and gradients of the parts of a batch, computed one after the other."""
+    """Return the means of the losses, metrics and gradients of the parts of a batch, computed one after the other."""
     split = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
     first, keys = jax.tree.map(lambda x: x[0], split), jax.random.split(key, parts)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradient, weights, first, key))
@@ -161,12 +161,12 @@ def _mean(gradient: Callable[..., Any], weights: Any, batch: Any, key: jax.Array
 
 
 def _spec(weight: Any) -> PartitionSpec:
-    """Returns how a weight is sharded."""
+    """Return how a weight is sharded."""
     return weight.sharding.spec if isinstance(weight.sharding, NamedSharding) else PartitionSpec()
 
 
 def _like(optimizer: optax.GradientTransformation, weights: Any) -> Any:
-    """Returns how an optimizer's state is sharded: what belongs to a weight as the weight is."""
+    """Return how an optimizer's state is sharded: what belongs to a weight as the weight is."""
 
     def like(x: Any, weight: Any) -> Any:
         if isinstance(x, optax.MaskedNode):  # a weight that another part of the optimizer has

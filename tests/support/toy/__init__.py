@@ -38,7 +38,7 @@ DEFAULTS = Settings(
 
 
 def read(config: type, *names: str) -> Any:
-    """Reads a config.json whose entries are the fields of a config."""
+    """Read a config.json whose entries are the fields of a config."""
     return lambda json: config(**{name: json[name] for name in names})
 
 

@@ -30,7 +30,7 @@ T5_NAMES = {
 
 
 def write_checkpoint(folder: Path, family: Family) -> Path:
-    """Writes a checkpoint of a family's only preset; returns its folder."""
+    """Write a checkpoint of a family's only preset; return its folder."""
     random, shapes = np.random.default_rng(0), family.presets[0].architecture
     assert shapes is not None
     classes = {}

@@ -59,7 +59,7 @@ class JointBlock(nnx.Module):
         return jnp.split(x.reshape(*x.shape[:2], self.heads, -1), parts, axis=-1)
 
     def reference(self, x, mask):
-        """Runs the block on a reference alone; returns its tokens, and the keys and values that others read."""
+        """Run the block on a reference alone; return its tokens, and the keys and values that others read."""
         q, k, v = self._split(self.video_qkv(self.norm(x).astype(self.dtype)), 3)
         y = attend(q, k, v, key_mask=mask, implementation=self.attention)
         return x + self.video_out(y.reshape(x.shape)), (k, v)
@@ -92,13 +92,13 @@ class JointTransformer(nnx.Module):
         self.audio_out = linear(width, config.audio_channels, ("embed", None), **kw)
 
     def _tokens(self, x):
-        """Returns tokens, and which of them are real: on a mesh, zeros are padded at the end."""
+        """Return tokens, and which of them are real: on a mesh, zeros are padded at the end."""
         tokens = self.patch_embed(patchify(x.astype(self.dtype), PATCH))
         real = jnp.arange(tokens.shape[1]) < np.prod(patch_grid(x, PATCH))
         return tokens, jnp.broadcast_to(real, (len(x), len(real)))
 
     def reference(self, x):
-        """Returns the keys and values of a reference [B T H W C] in each layer, and which of them are real."""
+        """Return the keys and values of a reference [B T H W C] in each layer, and which of them are real."""
         tokens, real = self._tokens(x)
         _, kept = scan_with_results(self.blocks, lambda block, x: block.reference(x, real), tokens)
         return kept, real

@@ -66,7 +66,7 @@ def attention(
     implementation: str | AttentionConfig | None = None,
     config: Any = None,
 ) -> Float[Array, "B L N D"]:
-    """Returns softmax(scale · q kᵀ + bias) v in the dtype of the operands; softmax and sums are in float32.
+    """Return softmax(scale · q kᵀ + bias) v in the dtype of the operands; softmax and sums are in float32.
 
     k and v may have fewer heads than q: each then serves N / K consecutive heads. Only the first `keys` keys take part
     (None: all), and only those whose `key_mask` is True; a query without keys gives zeros. `window` is (left, right),
@@ -130,7 +130,7 @@ def joint_attention(
     window: Any = None,
     implementation: str | AttentionConfig | None,
 ) -> Pair:
-    """Returns the attention of a video and its text to the tokens of both, the first `length` and `texts` of them.
+    """Return the attention of a video and its text to the tokens of both, the first `length` and `texts` of them.
 
     Text comes after the video in the order that `window` counts. The other keywords and the errors are those of
     `attention`.
@@ -154,7 +154,7 @@ def sparse_linear_attention(
     implementation: str | None = None,
     config: sparse_linear_tpu.Config | None = None,
 ) -> Float[Array, "B L N D"]:
-    """Returns sparse-linear self-attention of the first `keys` tokens (None: all), in the dtype of the operands.
+    """Return sparse-linear self-attention of the first `keys` tokens (None: all), in the dtype of the operands.
 
     `sparse_linear` has the rule. Other tokens give zeros. Within `sharding.use` all devices compute together, each with
     whole heads. `implementation` is a name in `SPARSE_LINEAR`; None is `tpu` where that supports the call, else
@@ -261,12 +261,12 @@ def choose(
 
 
 def _chosen(q, k, v, named: str | None, **options: Any) -> Implementation:
-    """Returns the implementation that `_choose` names."""
+    """Return the implementation that `_choose` names."""
     return IMPLEMENTATIONS[_choose(q, k, v, named, **options).name]
 
 
 def _choose(q, k, v, named: str | None, **options: Any) -> Choice:
-    """Returns `choose` for options as implementations take them."""
+    """Return `choose` for options as implementations take them."""
     preferred = PREFERRED.get(target(q).platform, ANYWHERE)
     refusals = []
     for choice in preferred if named is None else (Choice(named, "it was named"),):

@@ -37,7 +37,7 @@ class Config:
 
 
 def over(f: Callable, axes: Sequence[int | None], *, batched: bool) -> Callable:
-    """Maps f over an axis of its arguments; an argument without the axis, or with one entry, is shared by all."""
+    """Map f over an axis of its arguments; an argument without the axis, or with one entry, is shared by all."""
 
     def run(*arguments: Array | None) -> tuple[Array, ...]:
         xs, ways = list(arguments), list(axes)
@@ -146,7 +146,7 @@ def grid(queries: int, keys: int, window: Window | None, config: Config) -> Grid
 def seen(
     live: Bool[Array, " S"] | None, window: Window | None, start: Array, rows: int, begin: Array, count: int
 ) -> Bool[Array, "_L _S"] | None:
-    """Marks the keys from `begin` on that the queries from `start` on see; None is all."""
+    """Mark the keys from `begin` on that the queries from `start` on see; None is all."""
     marks = None if live is None else take(live, begin, count)[None, :]
     if window is None:
         return marks
@@ -190,7 +190,7 @@ def cut(x: Float[Array, "*B L D"], size: int) -> Float[Array, "*B _L S D"]:
 
 
 def shown(live: Bool[Array, " S"] | None, keys: int, size: int) -> Bool[Array, "_B _S"]:
-    """Marks the keys that take part in blocks of `size` keys."""
+    """Mark the keys that take part in blocks of `size` keys."""
     marks = jnp.ones(keys, bool) if live is None else live
     return pad_to(marks, 0, size).reshape(-1, size)
 
@@ -212,7 +212,7 @@ def precision_of(dtype: DTypeLike) -> str:
 
 
 def product(a: Array, b: Array, *, transposed: bool = False) -> Float32[Array, "..."]:
-    """Returns a b, or a bᵀ, in float32."""
+    """Return a b, or a bᵀ, in float32."""
     return jax.lax.dot_general(
         a,
         b,

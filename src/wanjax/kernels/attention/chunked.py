@@ -50,7 +50,7 @@ def attention(
     config: Config | None,
     return_lse: bool = False,
 ) -> Float[Array, "B L N D"] | tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]:
-    """Computes what the reference does, block by block; the gradient computes the scores of a block again."""
+    """Compute what the reference does, block by block; the gradient computes the scores of a block again."""
     config = config or default_config(target(q).platform, q.shape[3])
     forward = partial(_forward, window=window, scale=scale, config=config)
     if bias is not None:
@@ -129,7 +129,7 @@ class Partial(NamedTuple):
 
 
 def merge(a: Partial, b: Partial) -> Partial:
-    """Merges the softmaxes over two sets of keys."""
+    """Merge the softmaxes over two sets of keys."""
     top = jnp.maximum(a.top, b.top)
     scale_a, scale_b = (jnp.exp(x.top - finite_max(top)) for x in (a, b))
     return Partial(top, a.weight * scale_a + b.weight * scale_b, a.total * scale_a + b.total * scale_b)

@@ -47,7 +47,7 @@ def gradient_by_blocks(
     scale: float,
     config: Config,
 ) -> tuple[Float[Array, "B L N D"], Float[Array, "B S K D"], Float[Array, "B S K D"]]:
-    """Returns the gradients of q, k and v; the arguments are those of `gradient.from_result`."""
+    """Return the gradients of q, k and v; the arguments are those of `gradient.from_result`."""
     batch, length, heads, size = q.shape
     kv_heads, dtype = k.shape[2], q.dtype
     q, g, lse, delta = (x.reshape(batch, length, kv_heads, -1, *x.shape[3:]) for x in (q, g, lse, delta))
@@ -112,7 +112,7 @@ def _blocks(
 
 
 def _added(total: Array, begin: Array, part: Array) -> Array:
-    """Adds a part to the rows from `begin` on."""
+    """Add a part to the rows from `begin` on."""
     if len(part) == len(total):
         return total + part
     return jax.lax.dynamic_update_slice_in_dim(total, take(total, begin, len(part)) + part, begin, 0)

@@ -74,7 +74,7 @@ class AttentionConfig:
         return cls(implementation, Tiles.parse(tiles) if tiles else None, int(windows[0]) if windows else None)
 
     def __str__(self) -> str:
-        """Returns the text that `parse` reads."""
+        """Return the text that `parse` reads."""
         name = _RADIAL if self.radial else _SPARSE if self.sparse else self.implementation or _AUTO
         options = [str(self.tiles)] if self.tiles else []
         options += [] if self.window is None else [f"{_WINDOW}{self.window}"]
@@ -108,7 +108,7 @@ class AttentionConfig:
         return AttentionConfig(self.implementation)
 
     def mask(self, grid: tuple[int, int, int], *, decay: float = DECAY, sink: bool = True) -> Radial | None:
-        """Returns the mask of self-attention over a grid of tokens; None where it is not radial.
+        """Return the mask of self-attention over a grid of tokens; None where it is not radial.
 
         `decay` is the model's own, and `sink` that of `Radial`.
         """
@@ -120,7 +120,7 @@ AUTO = AttentionConfig()
 
 
 def _decay(text: str) -> float:
-    """Reads the decay of radial attention; raises WanjaxError for another text, and for one that is out of range."""
+    """Read the decay of radial attention; raise WanjaxError for another text, and for one that is out of range."""
     if "=" in text:
         raise WanjaxError(f"radial attention has no window and no tiles to choose, such as {text!r}: give radial:0.2")
     try:

@@ -47,7 +47,7 @@ def attention(
     config: None,
     return_lse: bool = False,
 ) -> Float[Array, "B L N D"]:
-    """Computes what the reference does."""
+    """Compute what the reference does."""
     count = None
     if key_mask is not None:
         count, (k, v) = live_first(key_mask, k, v)

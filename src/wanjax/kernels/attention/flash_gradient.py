@@ -119,7 +119,7 @@ def kernel(
 
 
 def _add(k_ref, v_ref, state: State, lse, delta, start, first_q, live: Array | None, sizes: Sizes) -> None:
-    """Adds a body of keys, of which only those before `live` take part."""
+    """Add a body of keys, of which only those before `live` take part."""
     factor = sizes.scale * math.log2(math.e)
     waiting: list[tuple[slice, Any, Array, Array]] = []
     for first in range(0, sizes.body, STRIP):
@@ -141,7 +141,7 @@ def _add(k_ref, v_ref, state: State, lse, delta, start, first_q, live: Array | N
 
 
 def _add_products(state: State, first_q: Array, queries: slice, keys: Any, weights: Array, of_logits: Array) -> None:
-    """Adds the three products with the weights [S L] and the gradients of the logits."""
+    """Add the three products with the weights [S L] and the gradients of the logits."""
     state.dv[:, keys] += product(state.g[:, queries], weights, transposed=True)
     state.dk[:, keys] += product(state.q[:, queries], of_logits, transposed=True)
     at = pl.ds(pl.multiple_of(first_q + queries.start, LANES), queries.stop - queries.start)
@@ -175,7 +175,7 @@ def gradient(
     keys: int,
     config: Config,
 ) -> tuple[Float[Array, "B L N D"], Float[Array, "B S N D"], Float[Array, "B S N D"]]:
-    """Returns the gradients of q, k and v, as `gradient.from_result` asks for them.
+    """Return the gradients of q, k and v, as `gradient.from_result` asks for them.
 
     Of the first `keys` keys the first `live` of each example take part.
     """

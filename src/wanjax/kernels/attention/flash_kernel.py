@@ -57,7 +57,7 @@ class Sizes(NamedTuple):
 
     @property
     def only(self) -> bool:
-        """Tells whether all keys are in one block."""
+        """Return whether all keys are in one block."""
         return self.keys <= self.block_kv and not self.ragged
 
 
@@ -92,7 +92,7 @@ class Mask(NamedTuple):
     ahead: Array | int = 0
 
     def spares(self, keys: slice) -> bool:
-        """Tells if it is known that all these keys take part."""
+        """Return whether it is known that all these keys take part."""
         return isinstance(self.live, int) and keys.stop <= self.live
 
     def rows(self, keys: slice) -> Bool[Array, "S 1"]:
@@ -118,7 +118,7 @@ class Pieces(NamedTuple):
     end: Array
 
     def of(self, strip: slice, keys: slice) -> Iterator[tuple[slice, Array, Array]]:
-        """Yields, for a strip of queries, the rows of each piece among some keys, their first key, and if it is one."""
+        """Yield, for a strip of queries, the rows of each piece among some keys, their first key, and if it is one."""
         step = min(self.size, size_of(keys))
         for at in range(keys.start, keys.stop, step):
             first = self.starts[strip.start // self.group][at // self.size]
@@ -195,7 +195,7 @@ def call(
 
 
 def _place_of_rows(heads: int, beside: int) -> Callable[..., tuple]:
-    """Returns the block of some rows of a head of an example; heads are side by side in them, or one after another."""
+    """Return the block of some rows of a head of an example; heads are side by side in them, or one after another."""
     return (lambda b, h, i: (b * heads + h, i, 0)) if beside == 1 else (lambda b, h, i: (b, i, h))
 
 
@@ -263,12 +263,12 @@ def kernel(live_ref, q_ref, k_ref, v_ref, *refs, sizes: Sizes) -> None:
 
 
 def _first(ref: Any, count: int, sizes: Sizes) -> Any:
-    """Returns the first queries of a reference, whose rows or columns they are."""
+    """Return the first queries of a reference, whose rows or columns they are."""
     return ref.at[:, :count] if ref.shape[1] == sizes.block_q else ref.at[:count]
 
 
 def _add_block(live: Array, place: tuple[Array, Array], q_ref, k_ref, v_ref, *refs, sizes: Sizes) -> None:
-    """Adds the block of keys at a place in the grid; the references are those of `kernel`."""
+    """Add the block of keys at a place in the grid; the references are those of `kernel`."""
     before, refs = (Sums(q_ref, *refs[:3]), refs[3:]) if sizes.resumed else (None, refs)
     results = 2 if not sizes.unfinished else 3 if sizes.resumed else 4
     out, state = refs[:results], State(*refs[results:])
@@ -359,7 +359,7 @@ def kernel_of_blocks(
 
 
 def _add_blocks(k_ref, v_ref, state: State, pieces: Callable[[Array, int], Pieces], count: Array, sizes: Sizes) -> None:
-    """Adds listed blocks of keys: `count` for each group of queries, those from an index on being `pieces` of it."""
+    """Add listed blocks of keys: `count` for each group of queries, those from an index on being `pieces` of it."""
 
     def quickly() -> None:
         def add(index: Array, blocks: int) -> None:
@@ -374,7 +374,7 @@ def _add_blocks(k_ref, v_ref, state: State, pieces: Callable[[Array, int], Piece
 
 
 def _together(begin: Array | int, end: Array | int, most: int, add: Callable[[Array, int], None]) -> None:
-    """Calls `add(index, count)` for steps of up to `most` neighbours, then for ever fewer, until `end`."""
+    """Call `add(index, count)` for steps of up to `most` neighbours, then for ever fewer, until `end`."""
     for count in sorted({max(1, most // 4**n) for n in range(most)}, reverse=True):
         steps = (end - begin) // count
         _loop(0, steps, lambda index, begin=begin, count=count: add(begin + index * count, count))
@@ -389,7 +389,7 @@ def _add_checked(
     first: bool = False,
     saved: bool = False,
 ) -> None:
-    """Adds keys quickly, then again with care if a logit left the range.
+    """Add keys quickly, then again with care if a logit left the range.
 
     `first` says that there are no sums of earlier keys, `saved` that these are saved already.
     """
@@ -410,20 +410,20 @@ def _add_checked(
 
 
 def _add_lifted(k_ref, v_ref, state: State, start: Array | int | Pieces, count: int, mask: Mask | None = None) -> None:
-    """Adds keys with the offset first raised to their maximum."""
+    """Add keys with the offset first raised to their maximum."""
     _lift(k_ref, state, start, count, mask)
     _add(k_ref, v_ref, state, start, count, mask)
 
 
 def _finish(o_ref, lse_ref, state: State) -> None:
-    """Writes the weighted values over the sum of weights, and the log-sum-exp."""
+    """Write the weighted values over the sum of weights, and the log-sum-exp."""
     weight = state.weight[...].sum(axis=0, keepdims=True)
     o_ref[...] = divide_live(state.total[...], weight).astype(o_ref.dtype).T
     lse_ref[...] = jnp.where(weight == 0, -jnp.inf, (state.offset[...] + jnp.log2(weight)) * math.log(2))
 
 
 def _add_whole(k_ref, v_ref, state: State, last: Array, sizes: Sizes) -> None:
-    """Adds a block of keys that every query sees: whole bodies, and in the last block the keys after them."""
+    """Add a block of keys that every query sees: whole bodies, and in the last block the keys after them."""
     end, tail = _bodies(last, sizes), sizes.keys % sizes.body
 
     def with_tail(add: Callable) -> None:
@@ -445,7 +445,7 @@ def _add_whole(k_ref, v_ref, state: State, last: Array, sizes: Sizes) -> None:
 def _add_seen(
     k_ref, v_ref, state: State, live: Array, first_q: Array, first_kv: Array, sizes: Sizes, headroom: float
 ) -> None:
-    """Adds the keys of a block that a count and a window leave: chunks that every query sees, then masked ones."""
+    """Add the keys of a block that a count and a window leave: chunks that every query sees, then masked ones."""
     chunk = sizes.chunk
 
     def inside(position: Array | int) -> Array:
@@ -499,7 +499,7 @@ def _strips(length: int, size: int) -> list[slice]:
 
 
 def _begin(q_ref, state: State, first_q: Array, sizes: Sizes) -> None:
-    """Transposes and scales the queries; those past the last become zeros, since memory there holds anything."""
+    """Transpose and scale the queries; those past the last become zeros, since memory there holds anything."""
     q = sizes.factor * q_ref[...].T.astype(jnp.float32)  # [D L]
     if sizes.queries % sizes.block_q:
         q = jnp.where(first_q + positions(slice(0, q.shape[1]), 1) < sizes.queries, q, 0.0)
@@ -521,7 +521,7 @@ def _ragged(count: int, mask: Mask | None) -> tuple[list[slice], Mask | None]:
 
 
 def _rows(ref, start: Array | int | Pieces, keys: slice, strip: slice) -> Array:
-    """Reads some of the keys that begin at `start`, or some of the pieces of a strip of queries."""
+    """Read some of the keys that begin at `start`, or some of the pieces of a strip of queries."""
     if not isinstance(start, Pieces):
         return ref[pl.ds(start + keys.start, size_of(keys)), :]
     pieces, unit = start.of(strip, keys), math.gcd(start.size, size_of(keys))
@@ -548,21 +548,21 @@ def _scores(
 def _lift(
     k_ref, state: State, start: Array | int | Pieces, count: int, mask: Mask | None = None, *, headroom: float = 0.0
 ) -> None:
-    """Raises the offset to the maximum of these keys, if that is higher, and rescales the sums."""
+    """Raise the offset to the maximum of these keys, if that is higher, and rescales the sums."""
     strips, mask = _ragged(count, mask)
     for strip in _strips_of(state, start):
         _lift_to(state, strip, _tops(k_ref, state, start, strips, strip, mask) + headroom)
 
 
 def _lift_new(k_ref, state: State, start: Pieces, count: int, headroom: float) -> None:
-    """Sets the offsets that are not set yet by the first keys."""
+    """Set the offsets that are not set yet by the first keys."""
     for strip in _strips_of(state, start):
         top = _tops(k_ref, state, start, [slice(0, count)], strip, None) + headroom
         state.offset[:, strip] = jnp.where(state.offset[:, strip] == -jnp.inf, top, state.offset[:, strip])
 
 
 def _probe(k_ref, state: State, count: int, headroom: float) -> None:
-    """Sets the first offset by the first keys."""
+    """Set the first offset by the first keys."""
     strips, mask = _ragged(count, None)
     for strip in _strips(state.q.shape[1], STRIP_Q):
         state.offset[:, strip] = _tops(k_ref, state, 0, strips, strip, mask) + headroom
@@ -589,7 +589,7 @@ def _lift_to(state: State, strip: slice, top: Float32[Array, "1 L"]) -> None:
 
 
 def _add(k_ref, v_ref, state: State, start: Array | int | Pieces, count: int, mask: Mask | None = None) -> None:
-    """Adds the weights and weighted values of these keys, with the offset unchanged.
+    """Add the weights and weighted values of these keys, with the offset unchanged.
 
     The compiler's schedule depends on the order of these steps; docs/attention.md has the cost of others.
     """
@@ -630,7 +630,7 @@ def _add_values(state: State, v: Array, strip: slice, p: Array) -> None:
 
 
 def _add_carefully(k_ref, v_ref, state: State, begin: Array | int, end: Array | int, count: int) -> None:
-    """Adds steps of `count` keys, and raises the offset to their maximum before each.
+    """Add steps of `count` keys, and raise the offset to their maximum before each.
 
     The scores of a step are computed in the step before and kept in VMEM, so that the matrix unit does not wait for the
     maximum.
@@ -663,5 +663,5 @@ def _add_carefully(k_ref, v_ref, state: State, begin: Array | int, end: Array | 
 
 
 def _in_eights(x: Float32[Array, "S L"]) -> Float32[Array, "_S 8 L"]:
-    """Groups rows by eight, as registers hold them: registers are added or compared whole."""
+    """Group rows by eight, as registers hold them: registers are added or compared whole."""
     return x.reshape(-1, 8, x.shape[1])

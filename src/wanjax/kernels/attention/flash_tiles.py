@@ -94,7 +94,7 @@ class Tiles:
 
     @classmethod
     def parse(cls, text: str) -> "Tiles":
-        """Reads text such as `block_q=2048,block_kv=4096,block_kv_compute=2048`, perhaps with `center_keys`.
+        """Read text such as `block_q=2048,block_kv=4096,block_kv_compute=2048`, perhaps with `center_keys`.
 
         Raises WanjaxError for other text, and for tiles that are not possible.
         """
@@ -116,7 +116,7 @@ class Tiles:
         return ",".join([*sizes, CENTER] if self.center_keys else sizes)
 
     def config(self) -> Config:
-        """Returns all sizes: `block_q` is 2,048 if left out, and either size of keys is the other one, or 2,048.
+        """Return all sizes: `block_q` is 2,048 if left out, and either size of keys is the other one, or 2,048.
 
         Raises WanjaxError for tiles that are not possible.
         """

@@ -80,7 +80,7 @@ def attention(
     return_lse: bool = False,
     keys: int | Int32[Array, " B"] | None = None,
 ) -> Float[Array, "B L N D"] | tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]:
-    """Computes what the reference does; the gradient computes the scores again, as `chunked` does.
+    """Compute what the reference does; the gradient computes the scores again, as `chunked` does.
 
     Only the first `keys` keys take part (None: all), as many in each example or a number for each; `keys` and
     `key_mask` are not given together. Under a radial mask a number for each is at least that of the video's keys.
@@ -93,7 +93,7 @@ def attention(
 
 
 def resumes(config: Config | None) -> bool:
-    """Tells whether `resumed` takes these tiles: a mean that is subtracted from some keys does not suit the others."""
+    """Return whether `resumed` takes these tiles: a mean that is subtracted from some keys does not suit the others."""
     return config is None or not config.center_keys
 
 
@@ -109,7 +109,7 @@ def resumed(
     config: Config | None,
     keys: Int32[Array, " B"] | None = None,
 ) -> Sums | tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]:
-    """Adds keys to the sums that this returned for others, None at first; the last keys give result and log-sum-exp.
+    """Add keys to the sums that this returned for others, None at first; the last keys give result and log-sum-exp.
 
     `resumes` tells which tiles it takes. The other arguments are those of `attention`.
     """
@@ -221,7 +221,7 @@ def _listed(mask: Radial, queries: int, keys: int, config: Config, live: Int32[A
 
 
 def _center(k: Float[Array, "B S K D"], key_mask: Bool[Array, "B S"] | None) -> tuple[Array, Float32[Array, "B K D"]]:
-    """Subtracts the mean of the keys that take part; returns the keys and the mean."""
+    """Subtract the mean of the keys that take part; return the keys and the mean."""
     wide = k.astype(jnp.float32)
     live = jnp.ones(k.shape[:2], bool) if key_mask is None else key_mask
     mean = divide_live(

@@ -27,7 +27,7 @@ def from_result(
     v: Float[Array, "B S K D"],
     masks: Any,
 ) -> Result:
-    """Returns `forward(q, k, v, masks)`, whose gradient is `backward(q, k, v, g, lse, delta, masks)`.
+    """Return `forward(q, k, v, masks)`, whose gradient is `backward(q, k, v, g, lse, delta, masks)`.
 
     `g` is the gradient of the result, and `delta` [B L N] what is subtracted from the gradient of a query's weights.
     `masks` is a tree of arrays that have no gradient.

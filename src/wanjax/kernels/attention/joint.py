@@ -30,7 +30,7 @@ class Pair(NamedTuple):
 def attention(
     kernel: Callable[..., Array], q: Pair, k: Pair, v: Pair, *, length: int, texts: Int32[Array, " B"], window: Any
 ) -> Pair:
-    """Returns the attention of both streams to the first `length` tokens of the video and the first `texts` of a text.
+    """Return the attention of both streams to the first `length` tokens of the video and the first `texts` of a text.
 
     `kernel(q, k, v, keys=..., window=...)` is attention on one device to the first `keys` keys of each example.
     """
@@ -55,7 +55,7 @@ def attention(
 
 
 def _join(x: Pair, length: int) -> Float[Array, "B _L N D"]:
-    """Joins the first tokens of a video and all of its text, heads side by side: apart, a TPU would copy them again."""
+    """Join the first tokens of a video and all of its text, heads side by side: apart, a TPU would copy them again."""
     heads = x.video.shape[2]
     video, text = (stream.reshape(*stream.shape[:2], -1) for stream in x)
     joint = jnp.concatenate([video[:, :length], text], axis=1)

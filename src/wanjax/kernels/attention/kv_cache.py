@@ -67,7 +67,7 @@ def update_cache(window: KVCache, block: KVCache, slot: CacheSlot) -> KVCache:
 
 
 def _stored(window: KVCache) -> KVCache:
-    """Returns windows [layers B S E], each device with its heads."""
+    """Return windows [layers B S E], each device with its heads."""
     batch = current().activation(("batch",), window.k.shape[1:2])[0]
     return jax.tree.map(lambda x: constrain_to(x, PartitionSpec(None, batch, None, HEADS_AXIS)), window)
 

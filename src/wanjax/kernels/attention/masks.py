@@ -8,7 +8,7 @@ Window = tuple[int | None, int | None]
 
 
 def in_window(queries: Int[Array, " L"], keys: Int[Array, " S"], window: Window) -> Bool[Array, "L S"]:
-    """Marks keys from `left` before a query's own position to `right` after it; None is no bound."""
+    """Mark keys from `left` before a query's own position to `right` after it; None is no bound."""
     left, right = window
     ahead = keys[None, :] - queries[:, None]
     seen = jnp.ones(ahead.shape, bool)
@@ -28,7 +28,7 @@ def live_first(
 
 
 def first_keys(counts: Int[Array, " B"], keys: int) -> Bool[Array, "B S"]:
-    """Marks the first keys, a number of them for each example."""
+    """Mark the first keys, a number of them for each example."""
     return jnp.arange(keys)[None, :] < counts[:, None]
 
 
@@ -38,10 +38,10 @@ def finite_max(maximum: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def divide_live(total: Float[Array, "..."], weight: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Returns total / weight, or 0 for a row with no live key, whose weight is 0."""
+    """Return total / weight, or 0 for a row with no live key, whose weight is 0."""
     return total / jnp.where(weight == 0, 1.0, weight)
 
 
 def log_sum_exp(top: Float[Array, "..."], weight: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Returns top + log(weight) for weight = Σ exp(logits - top), or -inf for a row with no live key."""
+    """Return top + log(weight) for weight = Σ exp(logits - top), or -inf for a row with no live key."""
     return top + jnp.log(jnp.where(weight == 0, 1.0, weight))

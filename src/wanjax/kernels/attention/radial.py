@@ -45,23 +45,23 @@ class Radial:
             raise WanjaxError(f"blocks of {self.block_q} by {self.block_kv} tokens: give multiples of {UNIT}")
 
     def live(self, queries: int, keys: int) -> Bool[np.ndarray, "_L _S"]:
-        """Marks the blocks to visit, of a sequence with so many queries and keys in all."""
+        """Mark the blocks to visit, of a sequence with so many queries and keys in all."""
         return _live(self, queries, keys)
 
     def share(self, tokens: int) -> float:
-        """Returns the share of the scores of so many tokens that are computed."""
+        """Return the share of the scores of so many tokens that are computed."""
         rows, columns = (_sizes(tokens, block).astype(np.float64) for block in (self.block_q, self.block_kv))
         return float(rows @ self.live(tokens, tokens) @ columns) / tokens**2
 
     def seen(self, queries: int, keys: int) -> Bool[np.ndarray, "L S"]:
-        """Marks the keys that each query sees, of a sequence with so many of both."""
+        """Mark the keys that each query sees, of a sequence with so many of both."""
         rows, columns = np.arange(queries) // self.block_q, np.arange(keys) // self.block_kv
         return self.live(queries, keys)[rows[:, None], columns[None, :]]
 
 
 @cache
 def _live(mask: Radial, queries: int, keys: int) -> Bool[np.ndarray, "_L _S"]:
-    """Returns `Radial.live`. Queries after the last key are padding and see none."""
+    """Return `Radial.live`. Queries after the last key are padding and see none."""
     text = mask.frames * mask.frame_tokens // UNIT  # the block in which text begins, if there is any
     fine = np.zeros((ceil_div(queries, UNIT), ceil_div(keys, UNIT)), bool)
     seen = published(mask.frames, mask.frame_tokens, mask.decay, mask.sink)[: len(fine), : fine.shape[1]]
@@ -76,7 +76,7 @@ def _live(mask: Radial, queries: int, keys: int) -> Bool[np.ndarray, "_L _S"]:
 
 @cache
 def published(frames: int, frame_tokens: int, decay: float, sink: bool) -> Bool[np.ndarray, "_L _S"]:
-    """Returns the blocks of 128 by 128 video tokens that the published rule keeps.
+    """Return the blocks of 128 by 128 video tokens that the published rule keeps.
 
     It keeps a block if, of its columns that hold a score of one pair of frames, more than three fifths hold scores in
     over a third of the block's rows. Blocks at the end of a frame and of the video count too, where the authors' code
@@ -98,7 +98,7 @@ def published(frames: int, frame_tokens: int, decay: float, sink: bool) -> Bool[
 
 
 def half_width(distance: int, frame_tokens: int, decay: float) -> int | None:
-    """Returns how far a key may be from a query's place in a frame at this distance; None if it sees none of them."""
+    """Return how far a key may be from a query's place in a frame at this distance; None if it sees none of them."""
     halved = 2.0 ** (frame_tokens.bit_length() - distance.bit_length())
     if halved < UNIT and distance % int(UNIT / halved):
         return None
@@ -108,7 +108,7 @@ def half_width(distance: int, frame_tokens: int, decay: float) -> int | None:
 
 
 def _pair(row: int, column: int, tokens: int, frames: int, reach: int) -> Bool[np.ndarray, "_L _S"]:
-    """Returns the blocks that are kept for one pair of frames, from the blocks in which their first tokens lie on."""
+    """Return the blocks that are kept for one pair of frames, from the blocks in which their first tokens lie on."""
     before = column % UNIT
     starts = np.arange(-(row % UNIT), tokens, UNIT)[:, None]  # of blocks of queries, from the frame's first token
     keys = np.arange(tokens)[None, :]
@@ -122,12 +122,12 @@ def _pair(row: int, column: int, tokens: int, frames: int, reach: int) -> Bool[n
 
 
 def _sizes(tokens: int, block: int) -> Int[np.ndarray, " _L"]:
-    """Returns the number of tokens in each block of a sequence."""
+    """Return the number of tokens in each block of a sequence."""
     return np.minimum(block, tokens - np.arange(0, tokens, block))
 
 
 def lists(live: Bool[np.ndarray, "_L _S"]) -> tuple[Int32[np.ndarray, "_L _S"], Int32[np.ndarray, " _L"]]:
-    """Returns each row's live columns, filled up with zeros to the longest row, and their numbers."""
+    """Return each row's live columns, filled up with zeros to the longest row, and their numbers."""
     counts = live.sum(axis=1, dtype=np.int32)
     order = np.argsort(~live, axis=1, kind="stable")[:, : max(1, counts.max())].astype(np.int32)
     return np.where(np.arange(order.shape[1]) < counts[:, None], order, 0).astype(np.int32), counts

@@ -23,7 +23,7 @@ def attention(
     config: None,
     return_lse: bool = False,
 ) -> Float[Array, "B L N D"] | tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]:
-    """Returns softmax(scale · q kᵀ + bias) v over the keys that take part, or zeros for a query without keys.
+    """Return softmax(scale · q kᵀ + bias) v over the keys that take part, or zeros for a query without keys.
 
     Float32 inside, rounded once to the operands' dtype. With `return_lse` also returns log Σ exp of each query's
     logits, -inf for a query without keys.

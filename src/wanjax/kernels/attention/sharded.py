@@ -66,7 +66,7 @@ def attention(
     window: Any,
     bias: Float32[Array, "..."] | None,
 ) -> Float[Array, "B L N D"]:
-    """Computes what `kernels.whole` does on one device for the first `keys` keys.
+    """Compute what `kernels.whole` does on one device for the first `keys` keys.
 
     The operands are those of `api.attention`.
     """
@@ -88,7 +88,7 @@ def attention(
 
 
 def _few(keys: int, queries: int, heads: int, partitioner: Partitioner, place: Placement) -> bool:
-    """Tells if replicating keys and values sends the least, or if heads are too few for an all-to-all."""
+    """Return whether replicating keys and values sends the least, or if heads are too few for an all-to-all."""
     shards = partitioner.size(place.tokens)
     return keys * (shards - 1) <= queries or (place.heads is None and heads < partitioner.size("tp"))
 
@@ -148,7 +148,7 @@ def by_whole_heads(
     v: Float[Array, "B L N D"],
     weights: Any,
 ) -> Float[Array, "B L N D"]:
-    """Computes `kernel(q, k, v, weights)` of whole heads with all their tokens, exchanged over all axes of tokens.
+    """Compute `kernel(q, k, v, weights)` of whole heads with all their tokens, exchanged over all axes of tokens.
 
     `weights` are the same for all heads. Tokens are padded, and so are heads, to what the devices divide.
     """
@@ -246,7 +246,7 @@ def _to_next(devices: int) -> list[tuple[int, int]]:
 
 
 def merge(a: Attended, b: Attended) -> Attended:
-    """Merges attention to two sets of keys by its log-sum-exps, in float32."""
+    """Merge attention to two sets of keys by its log-sum-exps, in float32."""
     top = jnp.maximum(a[1], b[1])
     (x, of_x), (y, of_y) = ((out.astype(jnp.float32), jnp.exp(lse - finite_max(top))) for out, lse in (a, b))
     total = of_x + of_y

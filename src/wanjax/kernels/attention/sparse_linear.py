@@ -45,7 +45,7 @@ class SparseLinear:
 
     @classmethod
     def parse(cls, text: str) -> "SparseLinear":
-        """Reads text such as `top=0.1` or `top=0.25,block_q=8,block_kv=4`; raises WanjaxError for other text."""
+        """Read text such as `top=0.1` or `top=0.25,block_q=8,block_kv=4`; raise WanjaxError for other text."""
         types, options = {field.name: type(field.default) for field in fields(cls)}, {}
         for entry in text.split(",") if text else []:
             name, _, value = entry.partition("=")
@@ -60,7 +60,7 @@ class SparseLinear:
         return cls(**options)
 
     def __str__(self) -> str:
-        """Returns the text that `parse` reads, without what is as usual."""
+        """Return the text that `parse` reads, without what is as usual."""
         values = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
         return ",".join(f"{name}={value}" for name, value, usual in values if value != usual)
 
@@ -92,7 +92,7 @@ def attention(
     sparse: SparseLinear,
     keys: int,
 ) -> Float[Array, "B L N D"]:
-    """Returns the sum of both parts for the first `keys` tokens, and zeros for others: the reference.
+    """Return the sum of both parts for the first `keys` tokens, and zeros for others: the reference.
 
     Float32 inside, rounded once to the operands' dtype. The sparse part, with logits scaled by 1 / √D, is dense
     attention from which the blocks that are not kept are hidden.
@@ -114,7 +114,7 @@ def attention(
 def choose_blocks(
     q: Float[Array, "_B L D"], k: Float[Array, "_B L D"], sparse: SparseLinear
 ) -> Int32[Array, "_B _L _S"]:
-    """Returns the blocks of keys that each block of queries keeps, ascending.
+    """Return the blocks of keys that each block of queries keeps, ascending.
 
     They are those of the largest products of means, and the first among equals. The mean of all keys is subtracted
     from those of the keys. Means are rounded to the operands' dtype.
@@ -126,7 +126,7 @@ def choose_blocks(
 
 
 def block_means(x: Float[Array, "_B L D"], size: int) -> Float32[Array, "_B _L D"]:
-    """Returns the mean of each block of `size` tokens, the last of which may have fewer."""
+    """Return the mean of each block of `size` tokens, the last of which may have fewer."""
     length = x.shape[1]
     counts = np.minimum(size, length - np.arange(0, length, size)).astype(np.float32)
     return cut(x, size).sum(axis=2, dtype=jnp.float32) / counts[None, :, None]
@@ -140,7 +140,7 @@ def state_of(k: Float[Array, "_B L D"], v: Float[Array, "_B L D"]) -> KeyState:
 
 
 def linear(q: Float[Array, "_B L D"], state: KeyState, projection: Projection) -> Float32[Array, "_B L D"]:
-    """Returns linear attention of queries to the keys of a state, projected, in float32."""
+    """Return linear attention of queries to the keys of a state, projected, in float32."""
     features = jax.nn.softmax(q.astype(jnp.float32), axis=2)
     weight = EPSILON + jnp.einsum("BLD,BD->BL", features, state.weights, precision="highest")
     y = jnp.einsum("BLD,BDE->BLE", features, state.values, precision="highest") / weight[..., None]

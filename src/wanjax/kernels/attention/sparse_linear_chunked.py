@@ -36,14 +36,14 @@ def attention(
     sparse: SparseLinear,
     keys: int,
 ) -> Float[Array, "B L N D"]:
-    """Computes what the reference does, and so does its gradient."""
+    """Compute what the reference does, and so does its gradient."""
     return with_gradient(partial(_forward, sparse=sparse, keys=keys), q, k, v, projection, sparse=sparse, keys=keys)
 
 
 def with_gradient(
     forward: Forward, q: Array, k: Array, v: Array, projection: Projection, *, sparse: SparseLinear, keys: int
 ) -> Float[Array, "B L N D"]:
-    """Returns the result of `forward(q, k, v, projection)`, which also returns its choice of blocks for the gradient.
+    """Return the result of `forward(q, k, v, projection)`, which also returns its choice of blocks for the gradient.
 
     The choice is that of `sparse_linear.choose_blocks`, for the heads of all examples.
     """
@@ -67,12 +67,12 @@ def _forward(q, k, v, projection: Projection, *, sparse: SparseLinear, keys: int
 
 
 def _heads(keys: int, *arrays: Float[Array, "B L N D"]) -> list[Float[Array, "_B _L D"]]:
-    """Returns the first `keys` tokens of the heads of all examples."""
+    """Return the first `keys` tokens of the heads of all examples."""
     return [by_head(x[:, :keys]) for x in arrays]
 
 
 def _tokens(x: Float[Array, "_B _L D"], shape: tuple[int, ...]) -> Float[Array, "B L N D"]:
-    """Returns heads in the shape that they had before `_heads`, with zeros for other tokens."""
+    """Return heads in the shape that they had before `_heads`, with zeros for other tokens."""
     return pad_to(apart(x, shape[2]), 1, shape[1])
 
 
@@ -89,12 +89,12 @@ class Walk(NamedTuple):
         return cls(cut(k, size), cut(v, size), k.shape[1], precision)
 
     def gathered(self, lists: Int32[Array, "_B C _S"]) -> tuple[Float[Array, "_B C S D"], Float[Array, "_B C S D"]]:
-        """Returns the keys and values of each list."""
+        """Return the keys and values of each list."""
         k, v = (jax.vmap(lambda blocks, rows: blocks[rows])(x, lists) for x in (self.k, self.v))
         return k.reshape(*lists.shape[:2], -1, k.shape[-1]), v.reshape(*lists.shape[:2], -1, v.shape[-1])
 
     def seen(self, lists: Int32[Array, "_B C _S"]) -> Bool[Array, "_B C 1 S"]:
-        """Marks the keys of each list that take part: memory after the last key is padding."""
+        """Mark the keys of each list that take part: memory after the last key is padding."""
         size = self.k.shape[2]
         places = lists[..., None] * size + jnp.arange(size)[None, None, None]
         return (places < self.keys).reshape(*lists.shape[:2], 1, -1)
@@ -102,7 +102,7 @@ class Walk(NamedTuple):
     def weights(
         self, q: Float[Array, "_B C L D"], k: Float[Array, "_B C S D"], lists: Int32[Array, "_B C _S"]
     ) -> tuple[Float32[Array, "_B C L S"], Float32[Array, "_B C L 1"]]:
-        """Returns the weights of the keys of each list, not divided, and their sums."""
+        """Return the weights of the keys of each list, not divided, and their sums."""
         logits = q.shape[-1] ** -0.5 * self.product("BCLD,BCSD->BCLS", q, k)
         if self.keys % self.k.shape[2]:
             logits = jnp.where(self.seen(lists), logits, -jnp.inf)
@@ -110,7 +110,7 @@ class Walk(NamedTuple):
         return weights, weights.sum(axis=-1, keepdims=True)
 
     def product(self, axes: str, a: Array, b: Array) -> Float32[Array, "..."]:
-        """Returns a product in float32, of operands in the dtype of the keys."""
+        """Return a product in float32, of operands in the dtype of the keys."""
         a, b = (x.astype(self.k.dtype) for x in (a, b))
         return jnp.einsum(axes, a, b, precision=self.precision, preferred_element_type=jnp.float32)
 
@@ -121,7 +121,7 @@ def by_lists(
     chosen: Int32[Array, "_B _L _S"],
     sparse: SparseLinear,
 ) -> Float[Array, "_B L D"]:
-    """Returns both parts of attention by q, k and v of the heads of all examples, for the chosen blocks of keys."""
+    """Return both parts of attention by q, k and v of the heads of all examples, for the chosen blocks of keys."""
     q, k, v = heads
     dtype, state = q.dtype, state_of(k, v)
     walk = Walk.over(_multiplied(k), _multiplied(v), sparse.block_kv, precision_of(dtype))
@@ -144,7 +144,7 @@ def gradient(
     chosen: Int32[Array, "_B _L _S"],
     sparse: SparseLinear,
 ) -> tuple[Float32[Array, "_B L D"], Float32[Array, "_B L D"], Float32[Array, "_B L D"], Projection]:
-    """Returns the gradients of q, k, v and the projection. `heads` are q, k, v and the gradient of the result."""
+    """Return the gradients of q, k, v and the projection. `heads` are q, k, v and the gradient of the result."""
     q, k, v, g = heads
     state, to_keys = jax.vjp(state_of, k, v)
     walk = Walk.over(_multiplied(k), _multiplied(v), sparse.block_kv, precision_of(q.dtype))
@@ -185,12 +185,12 @@ def _linear(q: Float[Array, "_B C L D"], state: KeyState, projection: Projection
 
 
 def _multiplied(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Returns operands in the dtype in which products are fast: float32 on CPUs that do not multiply bfloat16."""
+    """Return operands in the dtype in which products are fast: float32 on CPUs that do not multiply bfloat16."""
     return x.astype(jnp.float32) if target(x).platform == "cpu" and not multiplies_bfloat16(x) else x
 
 
 def _count(chosen: Int32[Array, "_B _L _S"], sparse: SparseLinear, q: Array) -> int:
-    """Returns the number of blocks of queries to take at a time."""
+    """Return the number of blocks of queries to take at a time."""
     budget = SCORES_ON_CPU if target(q).platform == "cpu" else SCORES
     each = 4 * chosen.shape[0] * chosen.shape[2] * sparse.block_q * sparse.block_kv
     return even(chosen.shape[1], max(1, budget // each))[1]

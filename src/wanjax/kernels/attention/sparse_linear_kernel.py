@@ -59,7 +59,7 @@ class Sizes(NamedTuple):
 def prepare(
     q: Float[Array, "B L E"], k: Float[Array, "B L E"], v: Float[Array, "B L E"], sizes: Sizes, *, interpret: bool
 ) -> tuple[Float32[Array, "_B _L D"], Float32[Array, "_B _S D"], Float32[Array, "_B D _D"]]:
-    """Returns the sums of the blocks of q and of k, and Σ φ(k)ᵀ [v, 1], of the heads of all examples."""
+    """Return the sums of the blocks of q and of k, and Σ φ(k)ᵀ [v, 1], of the heads of all examples."""
     size = q.shape[2] // sizes.heads
     unit = math.lcm(sizes.block_q, sizes.block_kv, LANES)
     tokens = min(round_up(ROWS, unit), round_up(sizes.tokens, unit))
@@ -116,7 +116,7 @@ def _sums(x: Float[Array, "L D"], size: int) -> Float32[Array, "_L D"]:
 
 
 def list_blocks(scores: Float32[Array, "_L _S"], sizes: Sizes, *, interpret: bool) -> Int32[Array, "_L _T"]:
-    """Returns, for each row, the first keys of the blocks with the largest scores, ascending, as whole lanes.
+    """Return, for each row, the first keys of the blocks with the largest scores, ascending, as whole lanes.
 
     Among equal scores the first count. What is listed after `sizes.top_k` blocks is no block.
     """
@@ -135,7 +135,7 @@ def list_blocks(scores: Float32[Array, "_L _S"], sizes: Sizes, *, interpret: boo
 
 
 def _list_blocks(scores_ref, out_ref, *, blocks: int, sizes: Sizes) -> None:
-    """Finds the least score to keep bit by bit, counts what is kept up to each block, and searches these counts."""
+    """Find the least score to keep bit by bit, count what is kept up to each block, and searches these counts."""
     scores = scores_ref[...]
     lists, wide = scores.shape
     real = iota(scores.shape, 1) < blocks
@@ -167,7 +167,7 @@ def _list_blocks(scores_ref, out_ref, *, blocks: int, sizes: Sizes) -> None:
 
 
 def _entries_at(parts: list[Array], part: Int32[Array, "L S"], lane: Int32[Array, "L S"]) -> Float32[Array, "L S"]:
-    """Returns the entry at a lane of one of the parts, for each entry."""
+    """Return the entry at a lane of one of the parts, for each entry."""
     entries = jnp.take_along_axis(parts[0], lane, axis=1)
     for index, x in enumerate(parts[1:], 1):
         entries = jnp.where(part == index, jnp.take_along_axis(x, lane, axis=1), entries)
@@ -187,7 +187,7 @@ def attend(
     vmem_bytes: int,
     interpret: bool,
 ) -> Float[Array, "B L E"]:
-    """Returns both parts of attention.
+    """Return both parts of attention.
 
     `first` are the first keys of the blocks that each list has, for each grid step. `state` is by head, [D 2D]: the
     projected values of linear attention and, in each column, its weights; in bfloat16 as a sum of two, one above the
@@ -299,7 +299,7 @@ def _linear(q: Float[Array, "L D"], state: Float[Array, "_D _E"]) -> Float32[Arr
 
 
 def _add(step: Step, sizes: Sizes) -> None:
-    """Adds the weights and weighted values of all listed keys, with the offset unchanged."""
+    """Add the weights and weighted values of all listed keys, with the offset unchanged."""
     waiting: list[tuple[slice, Array, Array]] = []
 
     def add_values(most: int = 0) -> None:
@@ -322,7 +322,7 @@ def _add(step: Step, sizes: Sizes) -> None:
 
 
 def _raise_offsets(step: Step, sizes: Sizes) -> None:
-    """Sets the offset of each row to the maximum of its logits."""
+    """Set the offset of each row to the maximum of its logits."""
     step.offset[...] = jnp.full(step.offset.shape, -jnp.inf)
 
     def lift(piece: Piece) -> None:
@@ -334,7 +334,7 @@ def _raise_offsets(step: Step, sizes: Sizes) -> None:
 
 
 def _visit(sizes: Sizes, add: Callable[[Piece], None], finish: Callable[[], None]) -> None:
-    """Calls `add` for all pieces of all lists, those of one list after those of another, and `finish` at bare ends."""
+    """Call `add` for all pieces of all lists, those of one list after those of another, and `finish` at bare ends."""
     tiles, together, loops = sizes.tiles, sizes.together, sizes.tiles // sizes.body
     loops = loops if loops > 1 else 0
 
@@ -356,7 +356,7 @@ def _visit(sizes: Sizes, add: Callable[[Piece], None], finish: Callable[[], None
 
 
 def _pieces(sizes: Sizes, at: Array | int, count: int) -> Iterator[Piece]:
-    """Yields the same blocks of each list."""
+    """Yield the same blocks of each list."""
     last = isinstance(at, int) and at + count == sizes.top_k
     for index in range(sizes.lists):
         yield Piece(slice(index * sizes.block_q, (index + 1) * sizes.block_q), index, at, count, last)
@@ -382,7 +382,7 @@ def _keys(ref: jax.Ref, step: Step, piece: Piece, sizes: Sizes) -> Float[Array, 
 
 
 def _seen(step: Step, piece: Piece, shape: tuple[int, int], sizes: Sizes) -> Array:
-    """Marks the keys of a list's last piece that are no padding; only its last block can end within."""
+    """Mark the keys of a list's last piece that are no padding; only its last block can end within."""
     before = (piece.count - 1) * sizes.block_kv
     return iota(shape, shape.index(max(shape))) < before + sizes.tokens - step.first[piece.index, sizes.top_k - 1]
 
@@ -392,6 +392,6 @@ def _by_lanes(x: Float32[Array, "L S"]) -> list[Array]:
 
 
 def _joined(parts: list[Array], join: Callable[[Array, Array], Array]) -> list[Array]:
-    """Joins those parts that are whole registers; the last may not be, and stays."""
+    """Join those parts that are whole registers; the last may not be, and stays."""
     whole = [x for x in parts if x.shape[1] == LANES]
     return [*([reduce(join, whole)] if whole else []), *parts[len(whole) :]]

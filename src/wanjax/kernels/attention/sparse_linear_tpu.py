@@ -60,7 +60,7 @@ def attention(
     keys: int,
     config: Config | None = None,
 ) -> Float[Array, "B L N D"]:
-    """Computes what the reference does."""
+    """Compute what the reference does."""
     forward = partial(_forward, sparse=sparse, keys=keys, config=config or Config())
     return with_gradient(forward, q, k, v, projection, sparse=sparse, keys=keys)
 

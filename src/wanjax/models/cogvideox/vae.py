@@ -35,12 +35,12 @@ def beside_first(change: Callable[[Chunk], Chunk], x: Chunk) -> Chunk:
 
 
 def halve(x: Float[Array, "B T H W C"]) -> Chunk:
-    """Averages pairs of frames."""
+    """Average pairs of frames."""
     return x.reshape(len(x), x.shape[1] // 2, 2, *x.shape[2:]).mean(axis=2)
 
 
 def enlarge(z: Float[Array, "B T H W C"], like: Float[Array, "B _T _H _W _C"]) -> Chunk:
-    """Repeats cells up to the frames, height and width of `like`."""
+    """Repeat cells up to the frames, height and width of `like`."""
     odd, (frames, height, width) = z.shape[1] % 2, like.shape[1:4]
     if z.shape[1] > 1:
         z = beside_first(lambda x: x.repeat((frames - odd) // x.shape[1], axis=1), z)
@@ -181,7 +181,7 @@ class CogVideoXVAE(nnx.Module):
         self.decoder = Decoder(config, **kw)
 
     def encode_cells(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        """Encodes a chunk of frames in [-1, 1] as the mean and then the log-variance of its latents, as channels.
+        """Encode a chunk of frames in [-1, 1] as the mean and then the log-variance of its latents, as channels.
 
         They are float32, and not scaled. A cell is one pixel.
         """
@@ -189,7 +189,7 @@ class CogVideoXVAE(nnx.Module):
         return h.astype(jnp.float32), cache
 
     def decode_cells(self, z: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        """Decodes a chunk of a transformer's latents to frames, about [-1, 1], float32."""
+        """Decode a chunk of a transformer's latents to frames, about [-1, 1], float32."""
         z = z.astype(jnp.float32) / self.config.scaling_factor
         x, cache = self.decoder(z.astype(self.dtype), cache)
         return x.astype(jnp.float32), cache

@@ -61,7 +61,7 @@ class Context(NamedTuple):
         return self.mask.sum(axis=1, dtype=jnp.int32)
 
     def each(self, x: Float[Array, "B ..."]) -> Float[Array, "_B ..."]:
-        """Returns what each video has for each of its texts: twice where there are negative prompts."""
+        """Return what each video has for each of its texts: twice where there are negative prompts."""
         return x if self.nag is None else jnp.concatenate([x, x])
 
 
@@ -302,7 +302,7 @@ def rows_of(mod: Linear, time: Time) -> tuple[Modulation, Modulation]:
 
 
 def real_first(text: Float[Array, "B S E"], mask: Bool[Array, "B S"]) -> Float[Array, "B S E"]:
-    """Returns the text with the tokens in the mask before the others, in their order.
+    """Return the text with the tokens in the mask before the others, in their order.
 
     RoPE is applied before attention and text has no positions, so a video does not depend on the order of its text.
     The tokens that take part are then the first ones, and a count of them is all that a kernel needs.

@@ -164,12 +164,12 @@ def unfold(x: Chunk, frames: int) -> Chunk:
 
 
 def grouped_mean(x: Chunk, channels: int) -> Chunk:
-    """Averages neighbouring channels, down to a number of channels."""
+    """Average neighbouring channels, down to a number of channels."""
     return x.reshape(*x.shape[:4], channels, -1).mean(axis=-1)
 
 
 def first_apart(resample, x: Chunk, y: Chunk, cache: Cache, temporal: bool) -> Chunk:
-    """Returns `resample(x, y, frames)` with blocks of one frame for the video's first, and of two for the others."""
+    """Return `resample(x, y, frames)` with blocks of one frame for the video's first, and of two for the others."""
     if not temporal or cache is not None:
         return resample(x, y, 1 + temporal)
     first = resample(x[:, :1], y[:, :1], 1)
@@ -301,13 +301,13 @@ class HunyuanVideoVAE(nnx.Module):
         self.decoder = Decoder(config, **kw)
 
     def encode_cells(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        """Encodes frames, 4n + 1 if `cache` is None and 4n after, as scaled latents: the mode of the posterior."""
+        """Encode frames, 4n + 1 if `cache` is None and 4n after, as scaled latents: the mode of the posterior."""
         h, cache = self.encoder(x.astype(self.dtype), cache)
         mean, _ = jnp.split(h.astype(jnp.float32), 2, axis=-1)
         return mean * self.config.scale, cache
 
     def decode_cells(self, z: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        """Decodes any number of latent frames to frames in about [-1, 1], float32."""
+        """Decode any number of latent frames to frames in about [-1, 1], float32."""
         h = (z.astype(jnp.float32) / self.config.scale).astype(self.dtype)
         x, cache = self.decoder(h, cache)
         return x.astype(jnp.float32), cache

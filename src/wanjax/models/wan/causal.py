@@ -115,11 +115,11 @@ class WanCausalTransformer(WanTransformer):
 
 
 def angles_at(config: CausalTransformerConfig, block: int) -> Angles:
-    """Returns the angles in time of the frames of a block, from 0."""
+    """Return the angles in time of the frames of a block, from 0."""
     frames = config.block_frames // config.patch[0]
     return angles(range(block * frames, (block + 1) * frames), config.rope_channels[0])
 
 
 def slot_of(config: CausalTransformerConfig, block: int, tokens: int) -> CacheSlot:
-    """Returns the place in the window of a block, from 0, of this number of tokens."""
+    """Return the place in the window of a block, from 0, of this number of tokens."""
     return CacheSlot(np.int32(config.slot(block) * tokens), np.int32(min(block + 1, config.slots)))

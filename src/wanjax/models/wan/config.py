@@ -92,7 +92,7 @@ class CausalTransformerConfig(TransformerConfig):
         return self.window // self.block_frames
 
     def slot(self, block: int) -> int:
-        """Returns the place of a block in the window: a free one, or that of the oldest block after the sink."""
+        """Return the place of a block in the window: a free one, or that of the oldest block after the sink."""
         first = self.sink // self.block_frames
         return block if block < self.slots else first + (block - first) % (self.slots - first)
 

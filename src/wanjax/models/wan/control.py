@@ -40,7 +40,7 @@ class ControlContext(NamedTuple):
     control_blocks: Context
 
     def with_nag(self, negative: "ControlContext", nag: Float32[Array, "3"]) -> "ControlContext":
-        """Returns the same, guided away from a negative prompt."""
+        """Return the same, guided away from a negative prompt."""
         return ControlContext(
             *(positive.with_nag(opposite, nag) for positive, opposite in zip(self, negative, strict=True))
         )

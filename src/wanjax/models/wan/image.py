@@ -44,7 +44,7 @@ class ImageContext(NamedTuple):
     image: Context
 
     def with_nag(self, negative: "ImageContext", nag: Float32[Array, "3"]) -> "ImageContext":
-        """Returns the same, guided away from a negative prompt."""
+        """Return the same, guided away from a negative prompt."""
         return self._replace(text=self.text.with_nag(negative.text, nag))
 
 

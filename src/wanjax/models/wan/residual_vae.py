@@ -33,7 +33,7 @@ def fold_means(x: Float[Array, "B T H W C"], factors: Factors, channels: int) ->
 
 
 def unfold_copies(x: Float[Array, "B T H W C"], factors: Factors, channels: int, *, first: bool) -> Chunk:
-    """Repeats channels and unfolds them to blocks of frames and cells; keeps only the last frame of the first block."""
+    """Repeat channels and unfold them to blocks of frames and cells; keep only the last frame of the first block."""
     ft, fs = factors
     batch, frames, height, width, channels_in = x.shape
     x = x.repeat(channels * ft * fs * fs // channels_in, axis=-1)

@@ -56,7 +56,7 @@ class Context(NamedTuple):
     negative: Negative | None = None
 
     def with_nag(self, negative: "Context", nag: Float32[Array, "3"]) -> "Context":
-        """Returns the same for stacked blocks, guided away from a negative prompt."""
+        """Return the same for stacked blocks, guided away from a negative prompt."""
         numbers = jnp.broadcast_to(nag, (len(self.k), *nag.shape))
         return self._replace(negative=Negative(negative.k, negative.v, numbers))
 
@@ -295,6 +295,6 @@ def modulation_table(rows: int, width: int, rngs: nnx.Rngs) -> nnx.Param:
 
 
 def clean_tokens(grid: tuple[int, int, int], frames: int) -> Second:
-    """Marks the tokens of the first `frames` frames of patches; None if there are no such frames."""
+    """Mark the tokens of the first `frames` frames of patches; None if there are no such frames."""
     clean = jnp.arange(math.prod(grid)) < frames * grid[1] * grid[2]
     return shard_tokens(clean, ("length",)) if frames else None

@@ -220,7 +220,7 @@ class WanVAE(nnx.Module):
         return mean, jnp.clip(log_variance, -30.0, 20.0), cache
 
     def encode_cells(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        """Encodes cells of frames as normalised latents, the mode of the posterior.
+        """Encode cells of frames as normalised latents, the mode of the posterior.
 
         There is one frame if `cache` is None, and a multiple of 4 after. They are encoded as many at a time as suit the
         device.
@@ -234,7 +234,7 @@ class WanVAE(nnx.Module):
         return in_parts(latents, x, cache, self.config.temporal_factor * at_once(x, 1, self.config.width))
 
     def decode_cells(self, z: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        """Decodes latent frames, as many at a time as suit the device, to cells of frames in about [-1, 1], float32."""
+        """Decode latent frames, as many at a time as suit the device, to cells of frames in about [-1, 1], float32."""
         mean, deviation = self._statistics()
 
         def cells(z: Chunk, cache: Cache) -> tuple[Chunk, Cache]:

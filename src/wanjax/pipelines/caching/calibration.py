@@ -87,7 +87,7 @@ class Measurement(Observer):
         self.ratios: list[np.ndarray] = []
 
     def cache(self, *arguments: Any) -> MeasuringCache:
-        """Returns the cache that measures a phase; the arguments are the last six of `step_cache`."""
+        """Return the cache that measures a phase; the arguments are the last six of `step_cache`."""
         self.phases.append(arguments[-1])
         self.embedded += changes_of(*arguments) or []
         return MeasuringCache()
@@ -98,7 +98,7 @@ class Measurement(Observer):
 
 
 def measure(runtime: Runtime, model: VideoModel[Any], encoded: Any, settings: Settings) -> Measured:
-    """Makes the latents of a video of an output of `encode`, and returns what its steps measured."""
+    """Make the latents of a video of an output of `encode`, and return what its steps measured."""
     measurement = Measurement()
     first = model.spec.passes_of(settings)[0]  # of several passes, which alone has a step cache
     whole = Progress(0, 1, 0, first.steps)
@@ -109,7 +109,7 @@ def measure(runtime: Runtime, model: VideoModel[Any], encoded: Any, settings: Se
 
 
 def tables_from(runs: Sequence[Measured]) -> Tables:
-    """Returns the tables that runs of equal settings tell, with settings at which about half of the steps reuse."""
+    """Return the tables that runs of equal settings tell, with settings at which about half of the steps reuse."""
     steps = runs[0].ratios.shape[1]
     if steps < LEAST:
         raise WanjaxError(f"{quantity(steps, 'step')} tell too little of a model: measure at least {LEAST}")
@@ -125,7 +125,7 @@ def tables_from(runs: Sequence[Measured]) -> Tables:
 
 
 def _threshold(changes: Changes, run: Measured) -> float:
-    """Returns TeaCache's least threshold, of two digits, at which half of the steps of a run reuse."""
+    """Return TeaCache's least threshold, of two digits, at which half of the steps of a run reuse."""
     for tenths in range(-30, 11):  # from 0.001 to 10
         threshold = float(f"{10 ** (tenths / 10):.2g}")
         if reused_steps(TeaCache(threshold), Tables(changes=changes), run) >= HALF * run.ratios.shape[1]:
@@ -134,5 +134,5 @@ def _threshold(changes: Changes, run: Measured) -> float:
 
 
 def reused_steps(rule: CacheRule, tables: Tables, run: Measured) -> int:
-    """Returns the number of steps of a run that a rule would reuse."""
+    """Return the number of steps of a run that a rule would reuse."""
     return sum(sum(rule.reused(one, tables, run.embedded[one.start :].tolist())) for one in run.phases)

@@ -25,7 +25,7 @@ from wanjax.schedulers.base import Schedule
 def time_changes(
     static: tuple[Denoiser, nnx.GraphDef[Any], bool], weights: Any, times: object
 ) -> Float[Array, " steps"]:
-    """Returns the relative change of the timestep's embedding before each step, 0 before the first.
+    """Return the relative change of the timestep's embedding before each step, 0 before the first.
 
     static: the denoiser, the network's definition, and whether the embedding is the one before it is projected.
     """
@@ -38,7 +38,7 @@ def time_changes(
 def changes_of(
     runtime: Runtime, denoiser: Denoiser, network: SplitNetwork, schedule: Schedule, phase: Phase, plain: bool = False
 ) -> list[float] | None:
-    """Returns the changes of the timestep's embedding before each step of a phase; None where weights have none."""
+    """Return the changes of the timestep's embedding before each step of a phase; None where weights have none."""
     times = [denoiser.timesteps(one_step(schedule, step)) for step in phase.steps]
     stacked = jax.tree.map(lambda *of_steps: np.stack(of_steps), *times)
     changes = runtime.strategy.read(
@@ -56,7 +56,7 @@ def step_cache(
     schedule: Schedule,
     phase: Phase,
 ) -> StepCache:
-    """Returns the cache of a phase; raises WanjaxError where every step that may would reuse, or none.
+    """Return the cache of a phase; raise WanjaxError where every step that may would reuse, or none.
 
     Where the weights' values decide, and there are none, a single step counts as reusing: the last that may.
     """

@@ -55,15 +55,15 @@ class CacheRule(ABC):
         return None
 
     def completed(self, tables: Tables) -> "CacheRule":
-        """Returns the rule with the checkpoint's own settings where none are given."""
+        """Return the rule with the checkpoint's own settings where none are given."""
         return self
 
     @abstractmethod
     def reused(self, phase: Phase, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
-        """Tells of each step of a phase whether it reuses, or may where that is not `counted`."""
+        """Tell of each step of a phase whether it reuses, or may where that is not `counted`."""
 
     def cache(self, phase: Phase, reused: tuple[bool, ...]) -> StepCache:
-        """Returns the cache of a phase, whose steps, counted from the video's first, reuse as told."""
+        """Return the cache of a phase, whose steps, counted from the video's first, reuse as told."""
         return ForwardCache(self.blocks, reused=reused)
 
     def __str__(self) -> str:
@@ -180,7 +180,7 @@ NEW = (1.0, 0.0, 0)  # growth, errors and count of a MagCache after a step that 
 
 
 def _may(step: int, phase: Phase, whole: float, table: Magnitudes) -> bool:
-    """Tells whether a step of a phase may reuse, as MagCache's authors count: two forwards a step, a negative one last.
+    """Return whether a step of a phase may reuse, as MagCache's authors count: two forwards a step, the negative last.
 
     They round the count of whole forwards down, but up for the second of two networks that both reuse.
     """
@@ -189,7 +189,7 @@ def _may(step: int, phase: Phase, whole: float, table: Magnitudes) -> bool:
 
 
 def nearest(ratios: Sequence[float], steps: int) -> Float[np.ndarray, " steps"]:
-    """Returns a list of ratios read at the nearest indices for another number of steps."""
+    """Return a list of ratios read at the nearest indices for another number of steps."""
     if steps == 1:
         return np.array(ratios[-1:])
     places = np.round(np.arange(steps) * ((len(ratios) - 1) / (steps - 1))).astype(int)
@@ -295,7 +295,7 @@ NONE = NoRule()
 
 
 def cache_rule(rule: Any) -> CacheRule:
-    """Returns a rule, or the one that a text such as `magcache`, `deepcache:11,45,4` or `none` describes.
+    """Return a rule, or the one that a text such as `magcache`, `deepcache:11,45,4` or `none` describes.
 
     Settings stand in their order, and after those by name: `teacache:0.1,mode=plain`. Raises WanjaxError for anything
     else.
@@ -304,7 +304,7 @@ def cache_rule(rule: Any) -> CacheRule:
 
 
 def chosen_rule(rule: CacheRule, phases: Sequence[Phase], tables: Tables, model: str) -> CacheRule:
-    """Returns a rule with all of its settings for a checkpoint; for `Auto` none where its rule would reuse nothing.
+    """Return a rule with all of its settings for a checkpoint; for `Auto` none where its rule would reuse nothing.
 
     Raises WanjaxError where the checkpoint lacks the table, or the rule would reuse nothing, or all.
     """
@@ -325,7 +325,7 @@ def chosen_rule(rule: CacheRule, phases: Sequence[Phase], tables: Tables, model:
 
 
 def check_reused(rule: CacheRule, reused: Sequence[Sequence[bool]]) -> None:
-    """Raises WanjaxError where no step of any phase would reuse, or where all of half a phase would."""
+    """Raise WanjaxError where no step of any phase would reuse, or where all of half a phase would."""
     steps = sum(map(len, reused))
     if not any(map(any, reused)):
         raise WanjaxError(f"the step cache {rule} would reuse nothing in {quantity(steps, 'step')}: take more steps")
@@ -338,7 +338,7 @@ def check_reused(rule: CacheRule, reused: Sequence[Sequence[bool]]) -> None:
 
 
 def check_apart(rule: CacheRule, together: bool) -> None:
-    """Raises WanjaxError for a guidance cache where a step runs both prompts together."""
+    """Raise WanjaxError for a guidance cache where a step runs both prompts together."""
     if together and rule.apart:
         raise WanjaxError(
             "a guidance cache is worth nothing where dp or --batch-guidance runs both prompts together: give a "
@@ -347,5 +347,5 @@ def check_apart(rule: CacheRule, together: bool) -> None:
 
 
 def _begun(reused: Sequence[bool]) -> tuple[bool, ...]:
-    """Returns which steps of a phase reuse, without the first, for which nothing is kept."""
+    """Return which steps of a phase reuse, without the first, for which nothing is kept."""
     return (False, *reused[1:]) if reused else ()

@@ -38,18 +38,18 @@ class StepCache(ABC):
     reused: tuple[bool, ...] = field(default=(), compare=False, kw_only=True)
 
     def reuses(self, step: int) -> bool:
-        """Tells whether a step, counted from 0, may reuse what an earlier one kept."""
+        """Return whether a step, counted from 0, may reuse what an earlier one kept."""
         return step < len(self.reused) and self.reused[step]
 
     def given(self, step: int, cached: Cached | None) -> Cached | None:
-        """Returns what a step is given of what the step before it kept; None makes it whole."""
+        """Return what a step is given of what the step before it kept; None makes it whole."""
         return cached if self.reuses(step) else None
 
     @abstractmethod
     def predictions(
         self, forwards: Sequence[Predict], x: Latents, cached: Cached | None
     ) -> tuple[list[Prediction], Cached]:
-        """Returns the prediction of each forward of a step from x, in float32, and what the next step may reuse."""
+        """Return the prediction of each forward of a step from x, in float32, and what the next step may reuse."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class ForwardCache(StepCache):
         return [in_float32(prediction) for prediction, _ in pairs], tuple(part for _, part in pairs)
 
     def run(self, predict: Predict, cached: Cached | None) -> tuple[Prediction, Cached]:
-        """Returns a forward's prediction, and what the next may reuse; `cached` is None for a whole forward."""
+        """Return a forward's prediction, and what the next may reuse; `cached` is None for a whole forward."""
         blocks = self.blocks(cached)
         return predict(blocks), blocks.cached
 
@@ -217,7 +217,7 @@ class GuidanceCache(StepCache):
 
 
 def low_frequencies(x: Float[Array, "_P ... C"]) -> Float[Array, "_P ... C"]:
-    """Returns the part of the lowest quarter of the frequencies along height and of those along width.
+    """Return the part of the lowest quarter of the frequencies along height and of those along width.
 
     Of a stream [P L C] it is that along its only axis.
     """
@@ -229,7 +229,7 @@ def low_frequencies(x: Float[Array, "_P ... C"]) -> Float[Array, "_P ... C"]:
 
 
 def _low_pass(length: int, count: int) -> Float[np.ndarray, "L L"]:
-    """Returns the matrix that keeps the `count` lowest frequencies of a signal, 0 among them, and at least that."""
+    """Return the matrix that keeps the `count` lowest frequencies of a signal, 0 among them, and at least that."""
     along = np.arange(length)
     waves = 2 * np.pi * np.arange(1, max(count, 1)) / length
     ripples = np.cos(waves[:, None, None] * (along[:, None] - along)).sum(axis=0)
@@ -237,15 +237,15 @@ def _low_pass(length: int, count: int) -> Float[np.ndarray, "L L"]:
 
 
 def mean_size(x: Float[Array, "_P ... C"]) -> Float[Array, " _P"]:
-    """Returns the mean absolute value of each video's array."""
+    """Return the mean absolute value of each video's array."""
     return jnp.abs(x).mean(axis=tuple(range(1, x.ndim)))
 
 
 def _leaves(*trees: Any) -> Cached:
-    """Returns the arrays of each tree, which a file can keep."""
+    """Return the arrays of each tree, which a file can keep."""
     return tuple(tuple(jax.tree.leaves(tree)) for tree in trees)
 
 
 def _like(x: Float[Array, "B ... C"], output: Float[Array, "_P ... C"]) -> Float[Array, "_P ... C"]:
-    """Returns latents as often as an output has them: once for each prompt."""
+    """Return latents as often as an output has them: once for each prompt."""
     return jnp.concatenate([x] * (len(output) // len(x)))

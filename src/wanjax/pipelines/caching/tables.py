@@ -80,7 +80,7 @@ NO_TABLES = Tables()
 
 
 def read_tables(file: Path, name: str | None = None) -> Tables:
-    """Reads the tables of a file, in which `name` selects a checkpoint's; a file that does not exist has none.
+    """Read the tables of a file, in which `name` selects a checkpoint's; a file that does not exist has none.
 
     Raises WanjaxError where the file is damaged or a table has a wrong length.
     """
@@ -98,7 +98,7 @@ def read_tables(file: Path, name: str | None = None) -> Tables:
 
 
 def tables_of(places: Sequence[tuple[Path | None, str | None]]) -> Tables:
-    """Returns each table from the first of the places that has it: files, and names in them as for `read_tables`."""
+    """Return each table from the first of the places that has it: files, and names in them as for `read_tables`."""
     tables = [read_tables(file, name) for file, name in places if file is not None]
     first: dict[str, Any] = {kind: next(filter(None, (getattr(x, kind) for x in tables)), None) for kind in KINDS}
     first["pictured"] = next((x.pictured for x in tables if x.magnitudes), None)  # of one place with `magnitudes`
@@ -106,7 +106,7 @@ def tables_of(places: Sequence[tuple[Path | None, str | None]]) -> Tables:
 
 
 def measured_file(key: str) -> Path:
-    """Returns the file in which the tables measured of a checkpoint are kept, in the user's folder for data.
+    """Return the file in which the tables measured of a checkpoint are kept, in the user's folder for data.
 
     For a user without a home folder it is a temporary one.
     """
@@ -115,7 +115,7 @@ def measured_file(key: str) -> Path:
 
 
 def key_of(source: Source) -> str:
-    """Returns a name for the tables of a checkpoint that is not a published one.
+    """Return a name for the tables of a checkpoint that is not a published one.
 
     It is another one when the files of the transformer change.
     """
@@ -131,12 +131,12 @@ def key_of(source: Source) -> str:
 
 
 def table_digest(tables: Tables, kind: str) -> str:
-    """Returns a digest of the table of a kind, a field of `Tables`."""
+    """Return a digest of the table of a kind, a field of `Tables`."""
     return hashlib.sha256(repr(getattr(tables, kind)).encode()).hexdigest()
 
 
 def to_json(tables: Tables) -> dict[str, Any]:
-    """Returns tables as `read_tables` reads them."""
+    """Return tables as `read_tables` reads them."""
     tables_by_kind = {kind: getattr(tables, field) for field, kind in KINDS.items()}
     return {kind: table._asdict() for kind, table in tables_by_kind.items() if table}
 

@@ -53,7 +53,7 @@ class CogVideoXModel(VideoModel[CogVideoXEncoded]):
 
     @classmethod
     def of(cls, source: Source, encoders: bool = False) -> "CogVideoXModel":
-        """Reads the model from a checkpoint's configs, that of its text encoder if asked.
+        """Read the model from a checkpoint's configs, that of its text encoder if asked.
 
         Raises WanjaxError where the configs contradict each other.
         """
@@ -146,7 +146,7 @@ class CogVideoXModel(VideoModel[CogVideoXEncoded]):
         self, runtime: Runtime, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
     ) -> Mapping[str, Any]:
         def posterior(frames: Iterable[np.ndarray], scale: float) -> Any:
-            """Returns the mean and the deviation of the latents of frames in the video's size, scaled."""
+            """Return the mean and the deviation of the latents of frames in the video's size, scaled."""
             fitted = [fit(frame, settings.size, settings.resize) for frame in frames]
             return runtime.call(
                 split_posterior, scale, encoded(runtime.components.get("vae"), fitted, tiling, runtime.call)

@@ -48,7 +48,7 @@ def _preset(
     licence: str = LICENCE,
     **settings: Any,
 ) -> Preset:
-    """Returns the preset of a checkpoint by CogVideoX's authors, which the hub has under two names of theirs."""
+    """Return the preset of a checkpoint by CogVideoX's authors, which the hub has under two names of theirs."""
     return Preset(
         name=name,
         source=f"zai-org/{repository}",
@@ -72,7 +72,7 @@ PRESETS = (
 
 
 def settings_of(source: Source, architecture: CogVideoXModel, preset: Preset | None) -> Settings:
-    """Returns the default settings of a checkpoint: its preset's, if it has one.
+    """Return the default settings of a checkpoint: its preset's, if it has one.
 
     Else they are those of the first preset with the same patch and pictures, overridden by generation_config.json.
     """
@@ -83,5 +83,5 @@ def settings_of(source: Source, architecture: CogVideoXModel, preset: Preset | N
 
 
 def _kind(architecture: Any) -> tuple[Any, ...]:
-    """Returns what decides the default settings."""
+    """Return what decides the default settings."""
     return architecture.transformer.patch, architecture.pictured

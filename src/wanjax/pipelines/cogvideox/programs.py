@@ -47,7 +47,7 @@ class CogVideoXDenoiser(Denoiser):
 
 
 def first_frame(image: Float[Array, "_B 1 H W _C"], x: Latents) -> Float[Array, "B T H W _C"]:
-    """Returns latents of an image followed by zeros, as many frames and videos as x has.
+    """Return latents of an image followed by zeros, as many frames and videos as x has.
 
     The frames that are denoised in front of the video count: the image is beside the first of them, as in the
     reference.
@@ -60,7 +60,7 @@ def first_frame(image: Float[Array, "_B 1 H W _C"], x: Latents) -> Float[Array, 
 def encode_prompts(
     graphdef: Any, ids: Int[Array, "B S"], weights: Any
 ) -> tuple[Float[Array, "1 S E"], Float[Array, "1 S E"]]:
-    """Encodes the prompt and the negative one. Padding is attended to like any token, as in the reference."""
+    """Encode the prompt and the negative one. Padding is attended to like any token, as in the reference."""
     embeds = nnx.merge(graphdef, weights)(ids)
     return embeds[:1], embeds[1:]
 
@@ -74,7 +74,7 @@ def make_context(
     image: Float[Array, "B C 1 H W"] | None,
     nag: Float32[Array, "3"] | None = None,
 ) -> tuple[tuple[Context, ...], Shared]:
-    """Returns each forward's prompts in the transformer's width, and what all share. static: graphdef, groups.
+    """Return each forward's prompts in the transformer's width, and what all share. static: graphdef, groups.
 
     `nag` are those of the rule of guidance.
     """

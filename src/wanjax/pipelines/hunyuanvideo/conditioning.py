@@ -60,13 +60,13 @@ class Lengths(NamedTuple):
     glyphs: int
 
     def of(self, text: Text) -> Text:
-        """Returns a text without the padding behind these lengths."""
+        """Return a text without the padding behind these lengths."""
         masks = _booleans(text.mask)[:, : self.prompt], _booleans(text.glyph_mask)[:, : self.glyphs]
         return Text(text.embeds[:, : self.prompt], masks[0], text.glyphs[:, : self.glyphs], masks[1])
 
 
 def lengths_of(texts: Sequence[Text], *, together: bool) -> tuple[Lengths, ...]:
-    """Returns the lengths of texts without most of their padding, in `LENGTHS` and `GLYPH_LENGTHS`.
+    """Return the lengths of texts without most of their padding, in `LENGTHS` and `GLYPH_LENGTHS`.
 
     A masked token changes nothing, so the lengths decide only which step is compiled. Texts that are read `together`
     get one length.
@@ -78,7 +78,7 @@ def lengths_of(texts: Sequence[Text], *, together: bool) -> tuple[Lengths, ...]:
 
 
 def _enough(mask: Shaped[Array | np.ndarray, "B S"], lengths: Sequence[int]) -> int:
-    """Returns the first of the lengths behind which a mask has no token, else the last; all of one that is traced."""
+    """Return the first of the lengths behind which a mask has no token, else the last; all of one that is traced."""
     if isinstance(mask, Tracer):
         return mask.shape[1]
     needed = int(np.max(np.nonzero(_booleans(mask))[1], initial=-1)) + 1
@@ -86,12 +86,12 @@ def _enough(mask: Shaped[Array | np.ndarray, "B S"], lengths: Sequence[int]) -> 
 
 
 def _booleans(mask: Shaped[Array | np.ndarray, "B S"]) -> Bool[Array | np.ndarray, "B S"]:
-    """Returns a mask, which may be one of numbers as in the reference's files, as booleans, on the host if possible."""
+    """Return a mask, which may be one of numbers as in the reference's files, as booleans, on the host if possible."""
     return mask.astype(bool) if isinstance(mask, Tracer) else np.asarray(mask) != 0
 
 
 def size_of(picture: tuple[int, ...], side: int, grid: int) -> tuple[int, int]:
-    """Returns the (height, width) of a video of a picture [H W 3]: the model's size with the nearest proportions.
+    """Return the (height, width) of a video of a picture [H W 3]: the model's size with the nearest proportions.
 
     Of two such sizes, the one that is nearer to a square. Follows the reference's
     pipelines/hunyuan_video1_5/image_processor.py, which rounds the sizes' proportions to five digits.
@@ -104,7 +104,7 @@ def size_of(picture: tuple[int, ...], side: int, grid: int) -> tuple[int, int]:
 
 
 def sizes_like(side: int, grid: int) -> Iterator[tuple[int, int]]:
-    """Yields the sizes (height, width), in multiples of `grid`, whose areas are near that of a square of this side.
+    """Yield the sizes (height, width), in multiples of `grid`, whose areas are near that of a square of this side.
 
     The widths of each height begin with the greatest of the next height, and end with its own greatest.
     """
@@ -116,7 +116,7 @@ def sizes_like(side: int, grid: int) -> Iterator[tuple[int, int]]:
 
 
 def fitted(picture: Picture, size: tuple[int, int], resize: str) -> PictureOfAnySize:
-    """Returns the picture in a (height, width); a cropped one is first scaled to a size that is rounded down."""
+    """Return the picture in a (height, width); a cropped one is first scaled to a size that is rounded down."""
     if resize != "crop":
         return fit(picture, size, resize)
     (height, width), (tall, wide, _) = size, picture.shape

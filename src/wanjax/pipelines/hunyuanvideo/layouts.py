@@ -194,7 +194,7 @@ def _source(storage: Storage, model: Preset, find: Callable[[str], RecognisedCom
 
 
 def _is_folder(folder: Path) -> bool:
-    """Tells whether a folder has the authors' layout; the files that identify layouts are enough."""
+    """Return whether a folder has the authors' layout; the files that identify layouts are enough."""
     return _is_transformer(folder) or bool(_transformers(folder))
 
 
@@ -204,12 +204,12 @@ def _is_transformer(folder: Path) -> bool:
 
 
 def _transformers(root: Path) -> list[Path]:
-    """Returns the folders of the transformers in the authors' folder."""
+    """Return the folders of the transformers in the authors' folder."""
     return sorted(file.parent for file in root.glob(f"{TRANSFORMERS}/*/config.json") if _is_transformer(file.parent))
 
 
 def _only_one(name: str, folders: Sequence[Path]) -> Path:
-    """Returns the only folder of a supported transformer, or of any; raises WanjaxError if there are several."""
+    """Return the only folder of a supported transformer, or of any; raise WanjaxError if there are several."""
     supported = [folder for folder in folders if _model_name(folder) in MODELS]
     if len(supported) > 1:
         one = f"{name}/{TRANSFORMERS}/{supported[0].name}"
@@ -220,7 +220,7 @@ def _only_one(name: str, folders: Sequence[Path]) -> Path:
 
 
 def _named(text: str) -> str | None:
-    """Returns the model that the name of a file or folder tells, as the authors call it, such as `480p_t2v_distilled`.
+    """Return the model that the name of a file or folder tells, as the authors call it, such as `480p_t2v_distilled`.
 
     Others put the task first, leave out the `p`, or have `cfg_distilled`. None for a name without lines or a task.
     """
@@ -234,7 +234,7 @@ def _named(text: str) -> str | None:
 
 
 def _model_name(folder: Path) -> str | None:
-    """Returns the model that a transformer's folder is, by its name or, if that tells none, by its config.json.
+    """Return the model that a transformer's folder is, by its name or, if that tells none, by its config.json.
 
     Raises WanjaxError where the two contradict each other.
     """
@@ -250,7 +250,7 @@ def _model_name(folder: Path) -> str | None:
 
 
 def _model(named: str | None, path: Path) -> Preset:
-    """Returns the published model of this name; raises WanjaxError where it is unknown or not supported."""
+    """Return the published model of this name; raise WanjaxError where it is unknown or not supported."""
     names = ", ".join(MODELS)
     if named is None:
         raise WanjaxError(f"the name of {path} does not say which model it is: put one of {names} into it")
@@ -260,7 +260,7 @@ def _model(named: str | None, path: Path) -> Preset:
 
 
 def _index(model: Preset) -> dict[str, Any]:
-    """Returns the model_index.json that diffusers would write."""
+    """Return the model_index.json that diffusers would write."""
     assert isinstance(model.architecture, HunyuanVideoModel)
     pictured = model.architecture.pictured
     classes = CLASSES | (IMAGE_CLASSES if pictured else {})

@@ -69,7 +69,7 @@ class HunyuanVideoModel(VideoModel[HunyuanVideoEncoded]):
 
     @classmethod
     def of(cls, source: Source, encoders: bool = False) -> "HunyuanVideoModel":
-        """Reads the model from a checkpoint's configs, those of its text and image encoders if asked.
+        """Read the model from a checkpoint's configs, those of its text and image encoders if asked.
 
         Raises WanjaxError where the configs contradict each other.
         """
@@ -120,7 +120,7 @@ class HunyuanVideoModel(VideoModel[HunyuanVideoEncoded]):
         return self.image_encoder.tokens if self.pictured and self.image_encoder is not None else 0
 
     def picture_shapes(self, settings: Settings) -> Mapping[str, tuple[int | None, ...]]:
-        """Returns the fields of `HunyuanVideoEncoded` that hold a picture, by their shapes; None is any size."""
+        """Return the fields of `HunyuanVideoEncoded` that hold a picture, by their shapes; None is any size."""
         if not self.pictured:
             return {}
         _, channels, _, *cells = self.spec.latent_shape(settings)
@@ -148,7 +148,7 @@ class HunyuanVideoModel(VideoModel[HunyuanVideoEncoded]):
         return size_of(picture, self.transformer.target_size, self.spec.size_multiple)
 
     def tokenize(self, runtime: Runtime, prompts: Sequence[str], follow: str) -> tuple[TokenBatch, ...]:
-        """Returns the tokens of prompts, and those of what is quoted in them."""
+        """Return the tokens of prompts, and those of what is quoted in them."""
         chats, glyphs = runtime.components.get("tokenizer"), runtime.components.get("tokenizer_2")
         return tokenize_chats(chats, prompts), tokenize_glyphs(glyphs, prompts)
 
@@ -164,7 +164,7 @@ class HunyuanVideoModel(VideoModel[HunyuanVideoEncoded]):
         return HunyuanVideoEncoded(*(x for text in fields for x in text))
 
     def _glyphs(self, runtime: Runtime, quoted: TokenBatch, dtype: str) -> Sequence[Any]:
-        """Returns features of both quoted texts; the encoder is not loaded for zeros, where nothing is quoted."""
+        """Return features of both quoted texts; the encoder is not loaded for zeros, where nothing is quoted."""
         if not quoted.mask.any():
             shape = (1, *quoted.ids.shape[1:], self.transformer.glyph_width)
             return [np.zeros(shape, jnp.dtype(dtype))] * 2
@@ -181,7 +181,7 @@ class HunyuanVideoModel(VideoModel[HunyuanVideoEncoded]):
         return {"image_embeds": self.encode_images(runtime, [frame]), "image_latents": latents}
 
     def encode_images(self, runtime: Runtime, images: Sequence[PictureOfAnySize]) -> Float[Value, "B S E"]:
-        """Returns the features of images by the checkpoint's vision tower."""
+        """Return the features of images by the checkpoint's vision tower."""
         graphdef, weights = runtime.split("image_encoder")
         return runtime.call(encode_images, graphdef, runtime.components.get("feature_extractor")(images), weights)
 

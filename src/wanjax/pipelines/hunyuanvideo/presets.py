@@ -56,7 +56,7 @@ def _preset(
     distillation: Distillation | None = None,
     **settings: Any,
 ) -> Preset:
-    """Returns the preset of a checkpoint in diffusers' layout, which the hub has under two names.
+    """Return the preset of a checkpoint in diffusers' layout, which the hub has under two names.
 
     `name` is that of the repository without its beginning, such as `480p_t2v`. A transformer that is `alone` is a file
     of its authors, which has the other components of the model that is the same but for its weights.
@@ -119,7 +119,7 @@ PRESETS = (
 
 
 def settings_of(source: Source, architecture: HunyuanVideoModel, preset: Preset | None) -> Settings:
-    """Returns the default settings of a checkpoint: its preset's, if it has one.
+    """Return the default settings of a checkpoint: its preset's, if it has one.
 
     Else they are those of the first preset with the same resolution, pictures and number of steps, overridden by the
     checkpoint's flow shift, its guidance scale and its generation_config.json.
@@ -131,7 +131,7 @@ def settings_of(source: Source, architecture: HunyuanVideoModel, preset: Preset 
 
 
 def _guidance_scale(source: Source) -> float | None:
-    """Returns the guidance scale of a checkpoint's guider, and None where it has none.
+    """Return the guidance scale of a checkpoint's guider, and None where it has none.
 
     Raises WanjaxError for a guider with an option that is not implemented.
     """
@@ -145,6 +145,6 @@ def _guidance_scale(source: Source) -> float | None:
 
 
 def _kind(architecture: Any) -> tuple[Any, ...]:
-    """Returns what decides the default settings."""
+    """Return what decides the default settings."""
     transformer = architecture.transformer
     return transformer.target_size, transformer.meanflow, architecture.pictured

@@ -62,7 +62,7 @@ class HunyuanVideoDenoiser(Denoiser):
 
 
 def beside_condition(x: Latents, image: Float[Array, "_B 1 H W C"] | None) -> Float[Array, "B T H W _C"]:
-    """Joins latents, those of a picture as the first frame, and a mask that is 1 there; zeros without a picture."""
+    """Join latents, those of a picture as the first frame, and a mask that is 1 there; zeros without a picture."""
     frames, channels = x.shape[1], x.shape[-1]
     if image is None:
         return jnp.pad(x, [(0, 0)] * 4 + [(0, channels + 1)])
@@ -73,13 +73,13 @@ def beside_condition(x: Latents, image: Float[Array, "_B 1 H W C"] | None) -> Fl
 
 @program(scanned)
 def encode_chats(graphdef: Any, ids: Int[Array, "B _S"], mask: Bool[Array, "B S"], weights: Any) -> Both:
-    """Encodes both prompts' chats; returns features of what follows the template, zeros outside the mask."""
+    """Encode both prompts' chats; return features of what follows the template, zeros outside the mask."""
     return _masked(nnx.merge(graphdef, weights)(ids)[:, TEMPLATE_TOKENS:], mask)
 
 
 @program(scanned)
 def encode_glyphs(graphdef: Any, ids: Int[Array, "B S"], mask: Bool[Array, "B S"], weights: Any) -> Both:
-    """Encodes the texts that both prompts quote; returns features of their bytes, zeros outside the mask."""
+    """Encode the texts that both prompts quote; return features of their bytes, zeros outside the mask."""
     return _masked(nnx.merge(graphdef, weights)(ids, mask), mask)
 
 
@@ -90,7 +90,7 @@ def _masked(features: Features, mask: Bool[Array, "B S"]) -> Both:
 
 @program(scanned)
 def encode_images(graphdef: Any, images: Float[Array, "B H W 3"], weights: Any) -> Features:
-    """Returns features of normalised images."""
+    """Return features of normalised images."""
     return nnx.merge(graphdef, weights)(images)
 
 
@@ -104,7 +104,7 @@ def make_context(
     picture: Float[Array, "_B C 1 H W"] | None,
     nag: Float32[Array, "3"] | None = None,
 ) -> tuple[tuple[Context, ...], Shared]:
-    """Returns the context of each forward's texts, with features of a picture beside it, and what all share.
+    """Return the context of each forward's texts, with features of a picture beside it, and what all share.
 
     static: graphdef, groups, the lengths of both texts. `nag` are those of the rule of guidance.
     """

@@ -39,12 +39,12 @@ TEXT_TOWER = "module.text_tower.encoder."  # in Glyph-SDXL-v2's checkpoint
 
 
 def parts(reader: Reader) -> dict[str, Reader]:
-    """Returns the components that a single file holds, by their names in it without a prefix."""
+    """Return the components that a single file holds, by their names in it without a prefix."""
     return split_components(reader, TELLING, PREFIXES)
 
 
 def component(name: str, reader: Reader, config: Mapping[str, Any] | None = None) -> RecognisedComponent:
-    """Returns the transformer or the VAE from a reader that holds nothing else, by either layout's names.
+    """Return the transformer or the VAE from a reader that holds nothing else, by either layout's names.
 
     config: the authors' config.json, if there is one. Raises WanjaxError if the tensors are not the component's.
     """
@@ -59,7 +59,7 @@ def component(name: str, reader: Reader, config: Mapping[str, Any] | None = None
 
 
 def language_model(reader: Reader, json: Mapping[str, Any]) -> RecognisedComponent:
-    """Returns the language model from a checkpoint of all of Qwen2.5-VL, whose config.json is given."""
+    """Return the language model from a checkpoint of all of Qwen2.5-VL, whose config.json is given."""
     inner = json.get("text_config", json)
     if not isinstance(inner, Mapping):
         raise WanjaxError(f"the text encoder's config.json has text_config {shown(inner)}: write an object")
@@ -75,7 +75,7 @@ def _text_name(key: str) -> str | None:
 
 
 def glyph_encoder(reader: Reader) -> RecognisedComponent:
-    """Returns the encoder from Glyph-SDXL-v2's byt5_model.pt; its other tensors are left out.
+    """Return the encoder from Glyph-SDXL-v2's byt5_model.pt; its other tensors are left out.
 
     Raises WanjaxError if a tensor that determines a size is missing.
     """
@@ -92,7 +92,7 @@ def glyph_encoder(reader: Reader) -> RecognisedComponent:
 
 
 def glyph_tokens(colours: Mapping[str, int], fonts: Mapping[str, int]) -> list[str]:
-    """Returns the tokens that Glyph-SDXL-v2 adds to ByT5's, in order, from the tables in its folder `assets`.
+    """Return the tokens that Glyph-SDXL-v2 adds to ByT5's, in order, from the tables in its folder `assets`.
 
     A font's name begins with its language's code, and its number counts the fonts of that language.
     """

@@ -36,25 +36,25 @@ QUOTED = re.compile(r'"([^"\n]*)"|“([^”\n]*)”')
 
 
 def chat(prompt: str) -> str:
-    """Returns the chat in which a user gives the prompt and the assistant is to answer."""
+    """Return the chat in which a user gives the prompt and the assistant is to answer."""
     return START + (_sound(prompt) or " ") + END
 
 
 def glyph_text(prompt: str) -> str | None:
-    """Returns the texts in quotation marks that a video is to show, each once and in order; None if there are none."""
+    """Return the texts in quotation marks that a video is to show, each once and in order; None if there are none."""
     texts = dict.fromkeys(straight or curly for straight, curly in QUOTED.findall(_sound(prompt)))
     return "".join(f'Text "{text}". ' for text in texts) if texts else None
 
 
 def tokenize_chats(tokenizer: Tokenizing, prompts: Sequence[str]) -> TokenBatch:
-    """Returns the tokens of each prompt's chat; a truncation counts and names those of the prompt alone."""
+    """Return the tokens of each prompt's chat; a truncation counts and names those of the prompt alone."""
     batch = tokenizer.tokenize([chat(prompt) for prompt in prompts], TEMPLATE_TOKENS + TEXT_LENGTH)
     closing = len(tokenizer.backend.encode(END).ids)
     return replace(batch, truncated=tuple(_of_prompt(cut, closing) for cut in batch.truncated))
 
 
 def tokenize_glyphs(tokenizer: Tokenizing, prompts: Sequence[str]) -> TokenBatch:
-    """Returns the tokens of each prompt's quoted texts; a prompt without any has no real token."""
+    """Return the tokens of each prompt's quoted texts; a prompt without any has no real token."""
     texts = [glyph_text(prompt) for prompt in prompts]
     batch = tokenizer.tokenize([text or "" for text in texts], GLYPH_LENGTH)
     mask = batch.mask & np.array([text is not None for text in texts])[:, None]
@@ -63,12 +63,12 @@ def tokenize_glyphs(tokenizer: Tokenizing, prompts: Sequence[str]) -> TokenBatch
 
 
 def _sound(prompt: str) -> str:
-    """Returns the prompt with halves of characters, which UTF-8 cannot spell, replaced."""
+    """Return the prompt with halves of characters, which UTF-8 cannot spell, replaced."""
     return prompt.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _of_prompt(cut: Truncation | None, closing: int) -> Truncation | None:
-    """Returns the truncation of a prompt, given that of its chat, whose last `closing` tokens are not its own."""
+    """Return the truncation of a prompt, given that of its chat, whose last `closing` tokens are not its own."""
     end = END.strip()
     if cut is None or end.endswith(cut.cut):
         return None

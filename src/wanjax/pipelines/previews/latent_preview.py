@@ -26,7 +26,7 @@ class LatentPreview(Protocol):
     """A way to see latents."""
 
     def pictures(self, latents: Float[Array | np.ndarray, "B C T H W"]) -> UInt8[np.ndarray, "B T _H _W 3"]:
-        """Returns a picture of each latent frame of each video."""
+        """Return a picture of each latent frame of each video."""
         ...
 
 
@@ -40,7 +40,7 @@ class Colours(NamedTuple):
     bias: Float[np.ndarray, "2 3"]
 
     def pictures(self, latents: Float[Array | np.ndarray, "B C T H W"]) -> UInt8[np.ndarray, "B T H W 3"]:
-        """Returns a small picture of each latent frame of each video."""
+        """Return a small picture of each latent frame of each video."""
         x = np.moveaxis(np.asarray(latents, np.float32), 1, -1)
         parts = [
             x[:, part] @ weights + bias
@@ -50,7 +50,7 @@ class Colours(NamedTuple):
 
 
 def fitted(encode: Callable[[Any], Any], spatial: int, temporal: int) -> Colours:
-    """Returns the colours of an autoencoder's latents.
+    """Return the colours of an autoencoder's latents.
 
     `encode` returns the latents [1 C T H W] of frames. A cell has `spatial` × `spatial` pixels, and a later latent
     frame stands for `temporal` frames.
@@ -67,14 +67,14 @@ def fitted(encode: Callable[[Any], Any], spatial: int, temporal: int) -> Colours
 def _least_squares(
     latents: Float[np.ndarray, "T H W _C"], colours: Float[np.ndarray, "T H W 3"]
 ) -> Float[np.ndarray, "_C 3"]:
-    """Returns the weights that map latents to colours, and a last row that is added."""
+    """Return the weights that map latents to colours, and a last row that is added."""
     x = latents.reshape(-1, latents.shape[-1])
     with_one = np.concatenate([x, np.ones_like(x[:, :1])], axis=1)
     return np.linalg.lstsq(with_one, colours.reshape(-1, 3), rcond=None)[0].astype(np.float32)
 
 
 def drawn_clip(frames: int, cell: int) -> UInt8[np.ndarray, "T H W 3"]:
-    """Returns a clip of squares in random colours, of several sizes on top of each other, which move."""
+    """Return a clip of squares in random colours, of several sizes on top of each other, which move."""
     random, side = np.random.default_rng(0), CELLS * cell
     page = np.zeros((side, side, 3))
     for patches in PATCHES:
@@ -86,7 +86,7 @@ def drawn_clip(frames: int, cell: int) -> UInt8[np.ndarray, "T H W 3"]:
 
 
 def strip(videos: UInt8[np.ndarray, "B T H W 3"]) -> UInt8[np.ndarray, "_H _W 3"]:
-    """Returns some pictures of each video side by side, enlarged, with a row for each video."""
+    """Return some pictures of each video side by side, enlarged, with a row for each video."""
     frames, height = videos.shape[1:3]
     chosen = np.unique(np.linspace(0, frames - 1, min(frames, MOST)).round().astype(int))
     page = np.concatenate([np.concatenate(list(video[chosen]), axis=1) for video in videos])

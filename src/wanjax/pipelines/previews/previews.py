@@ -42,7 +42,7 @@ class Previews:
         self._last: Future[None] | None = None
 
     def __call__(self, step: Step) -> None:
-        """Shows the step if it is one of those; raises what went wrong at the look before."""
+        """Show the step if it is one of those; raise what went wrong at the look before."""
         looked = step.index * self.looks // step.total
         if (step.index + 1) * self.looks // step.total > looked and jax.process_index() == 0:
             self.wait()
@@ -51,7 +51,7 @@ class Previews:
             self._last = self._worker.submit(run, self._look, step, step.latent_preview())
 
     def wait(self) -> None:
-        """Waits until the last look is shown."""
+        """Wait until the last look is shown."""
         if self._last is not None:
             self._last.result()
 
@@ -68,7 +68,7 @@ class Previews:
         self.shown = step.index + 1
 
     def _display(self, page: Picture) -> None:
-        """Shows a picture in a notebook, in place of the one before."""
+        """Show a picture in a notebook, in place of the one before."""
         image = Image.fromarray(page)
         if self._handle is None:
             self._handle = sys.modules["IPython"].display.display(image, display_id=True)  # a notebook has imported it
@@ -77,7 +77,7 @@ class Previews:
 
 
 def half_blocks(page: Picture, columns: int) -> "Text":
-    """Returns a picture as text: a character shows two pixels, one above the other, in its two colours."""
+    """Return a picture as text: a character shows two pixels, one above the other, in its two colours."""
     from rich.text import Text
 
     height, width, _ = page.shape

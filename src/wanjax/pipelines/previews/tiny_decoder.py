@@ -30,13 +30,13 @@ class TinyPictures:
         self._decode = decode
 
     def pictures(self, latents: Float[Array | np.ndarray, "B C T H W"]) -> UInt8[np.ndarray, "B T _H _W 3"]:
-        """Returns a picture of each latent frame of each video."""
+        """Return a picture of each latent frame of each video."""
         pictures = self._decode(self._weights, jnp.asarray(np.asarray(latents), jnp.float32))
         return np.round(255 * np.asarray(pictures)).astype(np.uint8)
 
 
 def read_tiny_decoder(file: str | Path, channels: int) -> TinyPictures:
-    """Reads a decoder of TAEHV from a .pth or .safetensors file, for latents with this number of channels.
+    """Read a decoder of TAEHV from a .pth or .safetensors file, for latents with this number of channels.
 
     Raises WanjaxError if it is not one, or if it is that of other latents.
     """

@@ -37,7 +37,7 @@ class ByT5Tokenizer:
     pad_id = PAD
 
     def __init__(self, added: Mapping[str, AddedToken], *, length: int):
-        """Takes the added tokens by name, and the `length` in tokens to which texts are cut and padded."""
+        """Take the added tokens by name, and the `length` in tokens to which texts are cut and padded."""
         self.added = dict(added)
         self.names = {token.id: name for name, token in added.items()}
         longest_first = sorted(filter(None, added), key=len, reverse=True)
@@ -46,7 +46,7 @@ class ByT5Tokenizer:
 
     @classmethod
     def load(cls, folder: Path, *, length: int) -> "ByT5Tokenizer":
-        """Reads a `tokenizer` folder in the layout of transformers; texts get `length` tokens.
+        """Read a `tokenizer` folder in the layout of transformers; texts get `length` tokens.
 
         Raises WanjaxError where a file cannot be read, or an added token is one that has to stand apart as a word.
         """
@@ -60,7 +60,7 @@ class ByT5Tokenizer:
         return cls(_added_tokens(config, listed), length=length)
 
     def with_tokens(self, names: Sequence[str]) -> "ByT5Tokenizer":
-        """Returns the tokenizer with further added tokens, whose ids follow its own."""
+        """Return the tokenizer with further added tokens, whose ids follow its own."""
         first = self.vocab_size
         new = [name for name in names if name not in self.added]
         further = {name: AddedToken(first + i) for i, name in enumerate(new)}
@@ -88,12 +88,12 @@ class ByT5Tokenizer:
         return max(FIRST_ADDED, *(id + 1 for id in self.names))
 
     def tokenize(self, texts: Sequence[str], length: int | None = None) -> TokenBatch:
-        """Returns the texts' ids, cut and padded to `length` (`text_length` if None). Always keeps the end token."""
+        """Return the texts' ids, cut and padded to `length` (`text_length` if None). Always keeps the end token."""
         length = self.text_length if length is None else length
         return batched((self._row(text, length) for text in texts), length, PAD)
 
     def _row(self, text: str, length: int) -> tuple[list[int], Truncation | None]:
-        """Returns the ids of a text, cut to a length, and its truncation."""
+        """Return the ids of a text, cut to a length, and its truncation."""
         whole = list(self._ids(text))
         ids, cut = whole[: length - 1], whole[length - 1 :]
         if ids[-1:] != [END]:
@@ -101,7 +101,7 @@ class ByT5Tokenizer:
         return ids, Truncation(len(whole) + 1, length, self._text(cut).strip()) if cut else None
 
     def _ids(self, text: str) -> Iterator[int]:
-        """Yields the ids of a text, without the end token."""
+        """Yield the ids of a text, without the end token."""
         parts = self.pattern.split(text)  # texts and added tokens in turn
         for i, part in enumerate(parts):
             if i % 2:
@@ -121,7 +121,7 @@ class ByT5Tokenizer:
 
 
 def _added_tokens(config: Mapping[str, Any], listed: Mapping[int, Mapping[str, Any]]) -> dict[str, AddedToken]:
-    """Returns the added tokens by name: the named ones, those `listed` by id, and further ones after them."""
+    """Return the added tokens by name: the named ones, those `listed` by id, and further ones after them."""
     by_id: dict[int, tuple[str, AddedToken]] = {}
     for id, (name, usual) in enumerate(NAMED.items()):
         entry = config.get(name) or usual

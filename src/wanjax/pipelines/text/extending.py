@@ -58,7 +58,7 @@ def as_settings(prompt: str) -> dict[str, str]:
 
 
 def extend_prompt(prompt: str, url: str, *, model: str | None = None, picture: bool = False) -> Extended:
-    """Returns a prompt as the language model at an address extends it.
+    """Return a prompt as the language model at an address extends it.
 
     The address is that before `/chat/completions`, such as http://localhost:11434/v1, and `model` a model's name there.
     WANJAX_EXTEND_KEY in the environment is shown to it. `picture` tells that the video begins from a picture. Raises
@@ -77,7 +77,7 @@ def extend_prompt(prompt: str, url: str, *, model: str | None = None, picture: b
 
 
 def check_address(url: str) -> None:
-    """Raises WanjaxError unless this is an address that can be asked, and that holds no key."""
+    """Raise WanjaxError unless this is an address that can be asked, and that holds no key."""
     right = f"give an address such as http://localhost:11434/v1, and a key in {KEY}"
     try:
         parts = urlsplit(url)
@@ -92,7 +92,7 @@ def check_address(url: str) -> None:
 
 
 def cleaned(text: str) -> str:
-    """Returns a text as one line of printable characters, without a model's thoughts and quotation marks around it."""
+    """Return a text as one line of printable characters, without a model's thoughts and quotation marks around it."""
     line = " ".join("".join(c if c.isprintable() else " " for c in THOUGHTS.sub(" ", text)).split())
     return line[1:-1].strip() if len(line) > 1 and line[0] == line[-1] == '"' and '"' not in line[1:-1] else line
 
@@ -105,7 +105,7 @@ class NoRedirect(HTTPRedirectHandler):
 
 
 def _asked(url: str, body: Mapping[str, Any], key: str) -> bytes:
-    """Returns the bytes that are answered; raises WanjaxError where there are none in time.
+    """Return the bytes that are answered; raise WanjaxError where there are none in time.
 
     A thread asks, because a timeout of a socket bounds each of its reads and not their sum.
     """
@@ -140,7 +140,7 @@ def _asked(url: str, body: Mapping[str, Any], key: str) -> bytes:
 
 
 def _refusal(error: HTTPError, key: str) -> str:
-    """Returns why an address refuses, from its status and its answer."""
+    """Return why an address refuses, from its status and its answer."""
     if 300 <= error.code < 400:
         return f"it redirects elsewhere ({error.code}), which is not followed"
     why: Any = error.reason
@@ -153,7 +153,7 @@ def _refusal(error: HTTPError, key: str) -> str:
 
 
 def _text_of(answer: bytes, url: str, key: str) -> str:
-    """Returns the extended prompt in an answer; raises WanjaxError where there is none that can be used."""
+    """Return the extended prompt in an answer; raise WanjaxError where there is none that can be used."""
     try:
         message = json.loads(answer)["choices"][0]["message"]
         text = message["content"]
@@ -174,6 +174,6 @@ def _text_of(answer: bytes, url: str, key: str) -> str:
 
 
 def _short(text: Any, key: str) -> str:
-    """Returns a stranger's text for a message, without the key and without characters that would steer a terminal."""
+    """Return a stranger's text for a message, without the key and without characters that would steer a terminal."""
     short = str(text)[:10_000]
     return cleaned(short.replace(key, "***") if key else short)[:300] or "without a reason"

@@ -18,7 +18,7 @@ END, SPACE = "</s>", "▁"
 
 
 def read_spiece(file: Path, extra: int) -> tokenizers.Tokenizer:
-    """Returns the tokenizer of a SentencePiece model, with tokens <extra_id_0> to <extra_id_{extra - 1}> at the end.
+    """Return the tokenizer of a SentencePiece model, with tokens <extra_id_0> to <extra_id_{extra - 1}> at the end.
 
     Raises WanjaxError for a file that cannot be read, and for a model of another kind.
     """

@@ -27,7 +27,7 @@ T5_EXTRA_TOKENS = 100  # of a SentencePiece model whose settings do not give the
 
 
 def clean_prompt(prompt: str) -> str:
-    """Returns the prompt with mojibake repaired, HTML entities resolved and whitespace collapsed."""
+    """Return the prompt with mojibake repaired, HTML entities resolved and whitespace collapsed."""
     text = html.unescape(html.unescape(ftfy.fix_text(prompt))).strip()  # twice: some entities are escaped twice
     return re.sub(r"\s+", " ", text).strip()
 
@@ -59,7 +59,7 @@ class TokenBatch:
 
 
 def batched(rows: Iterable[tuple[Sequence[int], Truncation | None]], length: int, pad: int) -> TokenBatch:
-    """Returns the ids of each prompt, padded to one length, and its truncation."""
+    """Return the ids of each prompt, padded to one length, and its truncation."""
     each = list(rows)
     ids, mask = np.full((len(each), length), pad, np.int32), np.zeros((len(each), length), bool)
     for row, (tokens, _) in enumerate(each):
@@ -71,7 +71,7 @@ class Tokenizer:
     """The tokenizer of a checkpoint, read from the `tokenizer.json` or the `spiece.model` of its folder."""
 
     def __init__(self, backend: tokenizers.Tokenizer, *, pad: str, length: int):
-        """Takes the padding token `pad`, and the `length` in tokens to which prompts are cut and padded."""
+        """Take the padding token `pad`, and the `length` in tokens to which prompts are cut and padded."""
         pad_id = backend.token_to_id(pad)
         if pad_id is None:
             raise WanjaxError(f"the tokenizer has no token {pad!r}, which its settings name as the padding")
@@ -82,7 +82,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path, *, length: int) -> "Tokenizer":
-        """Reads a `tokenizer` folder in the layout of transformers.
+        """Read a `tokenizer` folder in the layout of transformers.
 
         Prompts get `length` tokens, or fewer where the tokenizer's settings have a lower limit.
 
@@ -112,7 +112,7 @@ class Tokenizer:
         return self.backend.get_vocab_size()
 
     def tokenize(self, prompts: Sequence[str], length: int | None = None) -> TokenBatch:
-        """Returns the prompts' ids, cut and padded to `length` (`text_length` if None). Always keeps the end token."""
+        """Return the prompts' ids, cut and padded to `length` (`text_length` if None). Always keeps the end token."""
         length = self.text_length if length is None else length
         self.backend.enable_truncation(length)
         encodings = [self.backend.encode(prompt) for prompt in prompts]
@@ -144,7 +144,7 @@ def _read_tokenizer(file: Path) -> tokenizers.Tokenizer:
 
 
 def _patterns(json: Any) -> Iterator[str]:
-    """Yields the regular expressions of a tokenizer's JSON, but for what stands in its vocabulary."""
+    """Yield the regular expressions of a tokenizer's JSON, but for what stands in its vocabulary."""
     if isinstance(json, dict):
         for name, value in json.items():
             if name == "Regex":

@@ -38,7 +38,7 @@ def begin_past(
     negative: Float[Array, "B S E"] | None = None,
     nag: Float32[Array, "3"] | None = None,
 ) -> Past:
-    """Returns the keys and values of encoded prompts, and an empty window, for chunks like x.
+    """Return the keys and values of encoded prompts, and an empty window, for chunks like x.
 
     With `nag`, those of the rule of guidance, attention is led away from negative prompts.
     """
@@ -59,7 +59,7 @@ def renew(
     time: Angles,
     slot: CacheSlot,
 ) -> KVCache:
-    """Returns the window with the keys and values of a finished chunk, from a pass at timestep 0."""
+    """Return the window with the keys and values of a finished chunk, from a pass at timestep 0."""
     t = jnp.zeros(len(x), jnp.float32)
     _, cache = nnx.merge(graphdef, weights)(x, t, context, time, window, slot)
     return update_cache(window, cache, slot)

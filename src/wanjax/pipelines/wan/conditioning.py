@@ -32,12 +32,12 @@ class WanEncoded(NamedTuple):
 
 
 def unit(picture: Picture, settings: Settings) -> Float[np.ndarray, "_H _W 3"]:
-    """Returns the picture in the video's size, in [0, 1]."""
+    """Return the picture in the video's size, in [0, 1]."""
     return fit(picture, settings.size, settings.resize).astype(np.float32) / np.float32(255)
 
 
 def known_frames(indices: Sequence[int], frames: int, factor: int) -> Float[np.ndarray, "C T"]:
-    """Returns the mask of a video's known frames, 1 or 0, as channels of the latent frames.
+    """Return the mask of a video's known frames, 1 or 0, as channels of the latent frames.
 
     A latent frame has one channel for each of its `factor` frames. The first latent frame has one frame, which fills
     all its channels.
@@ -48,7 +48,7 @@ def known_frames(indices: Sequence[int], frames: int, factor: int) -> Float[np.n
 
 
 def mask_cells(mask: Float[np.ndarray, "T H W"], frames: int, factor: int) -> Float[np.ndarray, "C _T _H _W"]:
-    """Returns a mask's pixels as `factor` × `factor` channels of latent cells, at `frames` of its frames.
+    """Return a mask's pixels as `factor` × `factor` channels of latent cells, at `frames` of its frames.
 
     The chosen frames are the middles of `frames` equal intervals, as in the reference.
     """
@@ -59,7 +59,7 @@ def mask_cells(mask: Float[np.ndarray, "T H W"], frames: int, factor: int) -> Fl
 
 
 def on_white(picture: Picture, size: tuple[int, int], resized: Resized) -> Float[np.ndarray, "_H _W 3"]:
-    """Returns the whole picture, in [0, 1], in the middle of a white page of size (height, width)."""
+    """Return the whole picture, in [0, 1], in the middle of a white page of size (height, width)."""
     height, width, _ = picture.shape
     scale = min(size[0] / height, size[1] / width)
     inner = int(height * scale), int(width * scale)

@@ -25,12 +25,12 @@ class Shared(NamedTuple):
 
 
 def as_latents(condition: Any) -> Any:
-    """Returns an encoded condition [B C T H W] as the transformer is given it, [B T H W C] in float32."""
+    """Return an encoded condition [B C T H W] as the transformer is given it, [B T H W C] in float32."""
     return None if condition is None else jnp.moveaxis(condition.astype(jnp.float32), 1, -1)
 
 
 def begun_by(first: Float[Array, "_B 1 H W C"] | None, x: Video) -> Video:
-    """Returns latents whose first frame is a given one, if there is one."""
+    """Return latents whose first frame is a given one, if there is one."""
     if first is None:
         return x
     return jnp.concatenate([jnp.broadcast_to(first, (len(x), *first.shape[1:])), x[:, 1:]], axis=1)
@@ -63,7 +63,7 @@ class WanDenoiser(Denoiser):
     def velocity(
         self, network: Any, x: Video, t: Float[Array, "B"], prompt: Any, rope: Rope, condition: Any, **how: Any
     ) -> Velocity:
-        """Returns the velocity that the transformer predicts; `how` are further keywords of its forward."""
+        """Return the velocity that the transformer predicts; `how` are further keywords of its forward."""
         return network(x, t, prompt, rope, **how)
 
 

@@ -174,12 +174,12 @@ def _source(
 
 
 def _is_folder(folder: Path) -> bool:
-    """Tells whether a folder has the authors' layout; the files that identify layouts are enough."""
+    """Return whether a folder has the authors' layout; the files that identify layouts are enough."""
     return _is_transformer(folder / FOLDERS["transformer"] if _has_experts(folder) else folder)
 
 
 def other_expert(name: str) -> tuple[str, ...]:
-    """Returns names of the file of the other of two experts, which differs in `high` or `low`; none for other files.
+    """Return names of the file of the other of two experts, which differs in `high` or `low`; none for other files.
 
     Those of `PAIRS` differ otherwise.
     """
@@ -193,19 +193,19 @@ def other_expert(name: str) -> tuple[str, ...]:
 
 
 def _split(name: str) -> tuple[str, str, str] | None:
-    """Returns the parts of the name of one of two experts: what comes before `high` or `low`, that, and the rest."""
+    """Return the parts of the name of one of two experts: what comes before `high` or `low`, that, and the rest."""
     expert = EXPERT.search(name)
     return (name[: expert.start()], expert[0], name[expert.end() :]) if expert else None
 
 
 def _is_high(path: Path) -> bool:
-    """Tells whether a file or folder is of the expert at high noise, by its name."""
+    """Return whether a file or folder is of the expert at high noise, by its name."""
     expert = EXPERT.search(path.name)
     return expert is not None and expert[0] in HIGH
 
 
 def _others(path: Path) -> list[Path]:
-    """Returns the files or folders beside one that may be the other of two experts: that of its name, if it is there.
+    """Return the files or folders beside one that may be the other of two experts: that of its name, if it is there.
 
     Else they are those whose names begin so, and go on alike up to the end of one of the two, such as a date; or, where
     there is none, those that go on at all after `noise`.
@@ -229,7 +229,7 @@ def _others(path: Path) -> list[Path]:
 
 
 def _with_other(components: dict[str, RecognisedComponent], path: Path) -> dict[str, RecognisedComponent]:
-    """Returns the components of a file, and if it is an expert's those of the other's that holds a transformer."""
+    """Return the components of a file, and if it is an expert's those of the other's that holds a transformer."""
     others = _others(path)
     if len(others) != 1:
         _check_alone(components["transformer"].json, path, others)
@@ -244,7 +244,7 @@ def _with_other(components: dict[str, RecognisedComponent], path: Path) -> dict[
 
 
 def _check_alone(transformer: Mapping[str, Any], path: Path, others: Sequence[Path]) -> None:
-    """Raises WanjaxError for one of two experts of which no single other is there, by its name and its shape."""
+    """Raise WanjaxError for one of two experts of which no single other is there, by its name and its shape."""
     if not (split := _split(path.name)) or not _published(transformer, experts=True):
         return
     if NOISE.search(path.name) or not _published(transformer, experts=False):
@@ -254,7 +254,7 @@ def _check_alone(transformer: Mapping[str, Any], path: Path, others: Sequence[Pa
 
 
 def _folders(root: Path) -> dict[str, Path]:
-    """Returns the folders of the transformers, that at high noise first: in the root, or itself and one beside it."""
+    """Return the folders of the transformers, that at high noise first: in the root, or itself and one beside it."""
     if _has_experts(root):
         return {name: root / folder for name, folder in FOLDERS.items()}
     others = [other for other in _others(root) if other.is_dir() and _is_transformer(other)]
@@ -265,7 +265,7 @@ def _folders(root: Path) -> dict[str, Path]:
 
 
 def _is_transformer(folder: Path) -> bool:
-    """Tells whether a folder is that of a transformer, by its config.json or, without one, by its index of shards."""
+    """Return whether a folder is that of a transformer, by its config.json or, without one, by its index of shards."""
     if (config := folder / "config.json").is_file():
         return KIND.fullmatch(str(read_json(config).get("_class_name"))) is not None
     listed = read_json(folder / SHARDS, missing={}).get("weight_map")
@@ -280,7 +280,7 @@ def _has_experts(folder: Path) -> bool:
 
 
 def _index(transformer: Mapping[str, Any], experts: bool, known_as: str) -> dict[str, Any]:
-    """Returns the model_index.json that diffusers would write."""
+    """Return the model_index.json that diffusers would write."""
     images = transformer["in_channels"] != transformer["out_channels"]
     controlled = transformer["_class_name"] == "WanVACETransformer3DModel"
     pipeline = "WanVACEPipeline" if controlled else "WanImageToVideoPipeline" if images else "WanPipeline"
@@ -302,7 +302,7 @@ def _index(transformer: Mapping[str, Any], experts: bool, known_as: str) -> dict
 
 
 def _scheduler(transformer: Mapping[str, Any], experts: bool) -> dict[str, Any]:
-    """Returns the scheduler_config.json, with the default shift of the official code's command line."""
+    """Return the scheduler_config.json, with the default shift of the official code's command line."""
     if transformer["_class_name"] == "CausalWanTransformer3DModel":  # utils/wan_wrapper.py of guandeh17/Self-Forcing
         return {"_class_name": "SelfForcingFlowMatchScheduler", "shift": 5.0, "sigma_min": 0.0, "extra_one_step": True}
     images = transformer["in_channels"] != transformer["out_channels"]
@@ -321,7 +321,7 @@ def _shape(transformer: Mapping[str, Any]) -> TransformerConfig:
 
 
 def _published(transformer: Mapping[str, Any], experts: bool, known_as: str = "") -> Preset | None:
-    """Returns the published model whose transformer has this config.json, that of the name if there are several.
+    """Return the published model whose transformer has this config.json, that of the name if there are several.
 
     None where there is none.
     """

@@ -124,7 +124,7 @@ class WanModel(VideoModel[WanEncoded]):
         return WanEncoded(*runtime.call(encode_prompts, graphdef, both.ids, both.mask, weights))
 
     def encode_clip(self, runtime: Runtime, frames: Any, tiling: Tiling | None) -> Float[Value, "1 C _T _H _W"]:
-        """Returns the latents of frames in the video's size."""
+        """Return the latents of frames in the video's size."""
         return encode_clip(runtime.components.get("vae"), frames, tiling, runtime.call)
 
     def conditioning_shapes(self, encoded: WanEncoded, settings: Settings) -> Mapping[str, FieldShape]:
@@ -134,7 +134,7 @@ class WanModel(VideoModel[WanEncoded]):
         return {"prompt_embeds": text, "negative_prompt_embeds": text, **shapes}
 
     def picture_shapes(self, settings: Settings) -> Mapping[str, Shape]:
-        """Returns the fields of `WanEncoded` that hold pictures, by their shapes for a video of these settings."""
+        """Return the fields of `WanEncoded` that hold pictures, by their shapes for a video of these settings."""
         return {}
 
     def prepare(

@@ -141,7 +141,7 @@ def _preset(
     sizes: tuple[tuple[int, int], ...] = (),
     **settings: Any,
 ) -> Preset:
-    """Returns the preset of a checkpoint by Wan's authors; `settings` are those that differ from the defaults."""
+    """Return the preset of a checkpoint by Wan's authors; `settings` are those that differ from the defaults."""
     return Preset(
         name=name,
         source=f"Wan-AI/{source}",
@@ -263,7 +263,7 @@ PUBLISHED = (
 
 
 def _fun(name: str, source: str, architecture: WanModel, parameters: int, **settings: Any) -> Preset:
-    """Returns the preset of a checkpoint that Alibaba PAI trained to fill in what is between a first and a last frame.
+    """Return the preset of a checkpoint that Alibaba PAI trained to fill in what is between a first and a last frame.
 
     Settings follow examples/wan2.1_fun/ and examples/wan2.2_fun/ of aigc-apps/VideoX-Fun: Euler's method at the noise
     levels of diffusers, and pictures that are stretched.
@@ -330,7 +330,7 @@ CAUSAL = replace(
 
 
 def _in_four_steps(name: str, authors: str, *loras: str, **settings: Any) -> Preset:
-    """Returns a preset with a LoRA that needs 4 steps and no guidance.
+    """Return a preset with a LoRA that needs 4 steps and no guidance.
 
     Euler's method has the noise levels 1, 0.75, 0.5, 0.25 shifted by 5, which are the timesteps 1000, 937.5, 833.3 and
     625. Each of two experts takes two steps. Follows configs/distill/ and models/schedulers/wan/step_distill/ of
@@ -349,7 +349,7 @@ def _in_four_steps(name: str, authors: str, *loras: str, **settings: Any) -> Pre
 
 
 def named(name: str) -> Preset:
-    """Returns the published checkpoint of this name."""
+    """Return the published checkpoint of this name."""
     return next(preset for preset in PUBLISHED if preset.name == name)
 
 
@@ -381,7 +381,7 @@ def _distilled(
     scheduler: Scheduler | None = None,
     **settings: Any,
 ) -> Preset:
-    """Returns a preset of the same shapes with weights of its own, for few steps of new noise and no guidance."""
+    """Return a preset of the same shapes with weights of its own, for few steps of new noise and no guidance."""
     preset, few = named(name), f"{name}-{kind}"
     return replace(
         preset,
@@ -434,7 +434,7 @@ DISTILLED = (
 
 
 def _sparse_linear(name: str, base: str, file: str, **settings: Any) -> Preset:
-    """Returns a preset by TurboDiffusion's authors: trained with sparse-linear attention, distilled to four steps.
+    """Return a preset by TurboDiffusion's authors: trained with sparse-linear attention, distilled to four steps.
 
     `file` is that of the transformer, or of the first of two, without its suffix, in a repository of nearly its name.
     Follows turbodiffusion/inference/ of thu-ml/TurboDiffusion, whose README gives the best size of each, and 480p and
@@ -471,7 +471,7 @@ SPARSE_LINEAR = (
 
 
 def _domain_of_nano() -> TrainingDomain:
-    """Returns what the bundled model was trained on; its tokenizer has a token for each word in lower case."""
+    """Return what the bundled model was trained on; its tokenizer has a token for each word in lower case."""
     pieces = read_json(NANO / "tokenizer" / "tokenizer.json")["model"]["vocab"]
     words = {piece[1:] for piece, _ in pieces if piece.startswith("▁") and piece[1:].isalpha() and piece.islower()}
     return TrainingDomain(
@@ -505,7 +505,7 @@ PRESETS = (
 def published(
     transformer: TransformerConfig, experts: bool, known_as: str, shift: float | None = None
 ) -> Preset | None:
-    """Returns the published model of these shapes, that of the name or of the flow shift if there are several.
+    """Return the published model of these shapes, that of the name or of the flow shift if there are several.
 
     None where there is none.
     """
@@ -515,7 +515,7 @@ def published(
 
 
 def fallback_of(transformer: TransformerConfig, experts: bool, known_as: str) -> Preset | None:
-    """Returns a model in the layout of diffusers that has what a transformer needs beside it.
+    """Return a model in the layout of diffusers that has what a transformer needs beside it.
 
     It is that of the same shapes, of the name if there are several, with whole attention; or the first whose
     transformer takes the same texts, latents and features of pictures. None where there is none.
@@ -532,13 +532,13 @@ def fallback_of(transformer: TransformerConfig, experts: bool, known_as: str) ->
 
 
 def _shapes(preset: Preset) -> tuple[Any, bool]:
-    """Returns the config of a preset's transformer, and whether it has two."""
+    """Return the config of a preset's transformer, and whether it has two."""
     architecture: Any = preset.architecture
     return architecture.transformer, architecture.experts
 
 
 def settings_of(source: Source, architecture: WanModel, preset: Preset | None) -> Settings:
-    """Returns the default settings of a checkpoint: its preset's, if it has one.
+    """Return the default settings of a checkpoint: its preset's, if it has one.
 
     Else they are those of the published model of its shapes; or of the first with the same task and number of experts,
     or of Wan 2.1 1.3B if there is none; overridden by the checkpoint's flow shift, what its distillation asks for and
@@ -554,14 +554,14 @@ def settings_of(source: Source, architecture: WanModel, preset: Preset | None) -
 
 
 def _distillation(scheduler: Scheduler) -> dict[str, Any]:
-    """Returns the settings that a distilled model's scheduler asks for; none for another scheduler."""
+    """Return the settings that a distilled model's scheduler asks for; none for another scheduler."""
     if not isinstance(scheduler, Consistency):
         return {}
     return FASTWAN.settings if scheduler == THREE_STEPS else {"guidance_scale": 1.0, "steps": SELF_FORCING.steps}
 
 
 def _like(architecture: WanModel, source: Source) -> Settings:
-    """Returns the settings of the published model of these shapes, or else of this task and number of experts."""
+    """Return the settings of the published model of these shapes, or else of this task and number of experts."""
     kind, experts = type(architecture), architecture.experts
     shift = shift_of(source["scheduler"].config())
     alike = published(architecture.transformer, experts, source.known_as, shift)

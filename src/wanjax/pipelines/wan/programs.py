@@ -19,7 +19,7 @@ TEXT_LENGTH = 512
 
 
 def encode_text(encoder: Any, ids: Int[Array, "B S"], mask: Bool[Array, "B S"]) -> Float[Array, "B S E"]:
-    """Returns features of the real tokens and exact zeros after them, as Wan's transformer expects."""
+    """Return features of the real tokens and exact zeros after them, as Wan's transformer expects."""
     features = encoder(ids, mask)
     return jnp.where(mask[:, :, None], features, jnp.zeros((), features.dtype))
 
@@ -28,27 +28,27 @@ def encode_text(encoder: Any, ids: Int[Array, "B S"], mask: Bool[Array, "B S"]) 
 def encode_prompts(
     graphdef: Any, ids: Int[Array, "B S"], mask: Bool[Array, "B S"], weights: Any
 ) -> tuple[Float[Array, "1 S E"], Float[Array, "1 S E"]]:
-    """Encodes the prompt and the negative one, as `encode_text`."""
+    """Encode the prompt and the negative one, as `encode_text`."""
     embeds = encode_text(nnx.merge(graphdef, weights), ids, mask)
     return embeds[:1], embeds[1:]
 
 
 @program(scanned)
 def encode_images(graphdef: Any, images: Float[Array, "B H W 3"], weights: Any) -> Float[Array, "1 S E"]:
-    """Returns features of normalised images, joined along the sequence."""
+    """Return features of normalised images, joined along the sequence."""
     features = nnx.merge(graphdef, weights)(images)
     return features.reshape(1, -1, features.shape[-1])
 
 
 @program(scanned)
 def resize(size: tuple[int, int], picture: Float[Array, "H W 3"]) -> Float[Array, "_H _W 3"]:
-    """Scales a picture bilinearly to a (height, width), without antialiasing, as in the reference."""
+    """Scale a picture bilinearly to a (height, width), without antialiasing, as in the reference."""
     return jax.image.resize(picture, (*size, 3), "linear", antialias=False)
 
 
 @program(scanned)
 def known_condition(static: None, latents: Float[Array, "1 C T H W"], mask: Any) -> Float[Array, "1 _C T H W"]:
-    """Returns a mask of known frames [C T] and the latents of a clip, as channels."""
+    """Return a mask of known frames [C T] and the latents of a clip, as channels."""
     mask = jnp.broadcast_to(mask[None, :, :, None, None], (1, len(mask), *latents.shape[2:]))
     return jnp.concatenate([mask, latents], axis=1)
 
@@ -57,7 +57,7 @@ def known_condition(static: None, latents: Float[Array, "1 C T H W"], mask: Any)
 def control_condition(
     static: None, clips: tuple[Float[Array, "1 C _T H W"], ...], mask: Any
 ) -> Float[Array, "1 _C _T H W"]:
-    """Returns the control clip: pixels that are kept, those that are made anew, the mask; after reference pictures."""
+    """Return the control clip: pixels that are kept, those that are made anew, the mask; after reference pictures."""
     unchanged, repainted, *references = clips
     condition = jnp.concatenate([unchanged, repainted, mask[None]], axis=1)
     rest = [(0, 0), (0, condition.shape[1] - unchanged.shape[1]), (0, 0), (0, 0), (0, 0)]
@@ -74,7 +74,7 @@ def make_context(
     features: Float[Array, "_B _S _E"] | None,
     nag: Float32[Array, "3"] | None = None,
 ) -> tuple[tuple[Any, ...], Shared]:
-    """Returns keys and values for each forward, and what all share. static: graphdef, groups.
+    """Return keys and values for each forward, and what all share. static: graphdef, groups.
 
     `nag` are those of the rule of guidance. A transformer that reads the features of pictures reads zeros without
     them: attention to one token is attention to any number of equal ones.

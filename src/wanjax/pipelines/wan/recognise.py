@@ -65,7 +65,7 @@ TOKENIZERS = ("spiece_model",)  # stored with the weights of text encoders
 
 
 def components(reader: Reader) -> dict[str, RecognisedComponent]:
-    """Returns the components that a file holds. Raises WanjaxError if one of them is incomplete or not Wan's."""
+    """Return the components that a file holds. Raises WanjaxError if one of them is incomplete or not Wan's."""
     recognised = {name: component(name, part) for name, part in split_components(reader, TELLING, PREFIXES).items()}
     if "transformer" in recognised and any(key.startswith(CAUSAL) for key in reader.specs):
         recognised["transformer"].json["_class_name"] = "CausalWanTransformer3DModel"
@@ -73,14 +73,14 @@ def components(reader: Reader) -> dict[str, RecognisedComponent]:
 
 
 def is_generator(reader: Reader) -> bool:
-    """Tells whether a file is of a run that distils a model, and holds its generator and no mean of it."""
+    """Return whether a file is of a run that distils a model, and holds its generator and no mean of it."""
     return any(key.startswith("generator.") for key in reader.specs) and not any(
         key.startswith(CAUSAL) for key in reader.specs
     )
 
 
 def component(name: str, reader: Reader, config: Mapping[str, Any] | None = None) -> RecognisedComponent:
-    """Returns a component from a reader that holds nothing else, in either layout.
+    """Return a component from a reader that holds nothing else, in either layout.
 
     config: the authors' config.json, if there is one. Raises WanjaxError if the tensors are not the component's.
     """
@@ -104,13 +104,13 @@ def component(name: str, reader: Reader, config: Mapping[str, Any] | None = None
 
 
 def _check_own(reader: Reader, names: Callable[[str], str | None]) -> None:
-    """Raises WanjaxError where tensors that the transformer does not have are those of a relative of Wan's."""
+    """Raise WanjaxError where tensors that the transformer does not have are those of a relative of Wan's."""
     if other := find_unsupported((key for key in reader.specs if names(key) is None), RELATIVES):
         raise WanjaxError(f"{_place(reader)} has {other}, and {READ} are read")
 
 
 def _check_channels(reader: Reader, patches: int, latents: int) -> None:
-    """Raises WanjaxError unless patches have the channels of latents, or those of a condition with them too."""
+    """Raise WanjaxError unless patches have the channels of latents, or those of a condition with them too."""
     alone, with_condition = latents, 2 * latents + MASK
     if patches not in (alone, with_condition):
         kind = f"it seems to be {CHANNELS[patches]}, and " if patches in CHANNELS and latents == LATENTS else ""
@@ -124,12 +124,12 @@ def _place(reader: Reader) -> str:
 
 
 def _theirs(reader: Reader, names: NameMap, authors: bool) -> dict[str, Any]:
-    """Returns the specs of the tensors by the authors' names."""
+    """Return the specs of the tensors by the authors' names."""
     return {key if authors else names.theirs(key) or key: spec for key, spec in reader.specs.items()}
 
 
 def _vae(reader: Reader, authors: bool) -> tuple[dict[str, Any], NameMap]:
-    """Returns an autoencoder's config and its names.
+    """Return an autoencoder's config and its names.
 
     The names depend on the config. For the diffusers layout they are those of the published autoencoders.
     """
@@ -142,6 +142,6 @@ def _vae(reader: Reader, authors: bool) -> tuple[dict[str, Any], NameMap]:
 
 
 def _vision(reader: Reader) -> Reader:
-    """Returns CLIP's vision tower, with its tensors in the shapes that transformers uses."""
+    """Return CLIP's vision tower, with its tensors in the shapes that transformers uses."""
     seeing = Renamed(reader, lambda key: key if key.startswith("visual.") and key != "visual.head" else None)
     return Unfused(flattened(seeing, ("visual.cls_embedding", "visual.pos_embedding")))

@@ -99,7 +99,7 @@ class CausalTextToVideo(WanModel):
         return self.causal.block_frames
 
     def cost(self, settings: Settings, encoded: WanEncoded | None = None) -> Cost:
-        """Returns the work of one forward for a chunk that sees a full window."""
+        """Return the work of one forward for a chunk that sees a full window."""
         config, (_, _, _, *cells) = self.causal, self.spec.latent_shape(settings)
         tokens = prod((config.block_frames, *cells)) // config.patch_cells
         flops = dict(forward_flops(config, tokens=tokens, text=TEXT_LENGTH))
@@ -203,13 +203,13 @@ class AttendedImageToVideo(ImageToVideo):
         return {**super().encode_inputs(runtime, pictures, settings, tiling=tiling), "image_embeds": features}
 
     def attended_images(self, pictures: Pictures, settings: Settings) -> list[PictureOfAnySize]:
-        """Returns the pictures that the vision tower is shown."""
+        """Return the pictures that the vision tower is shown."""
         return [pictures[name] for name in ("image", "last_image") if name in pictures]
 
     def encode_images(
         self, runtime: Runtime, images: Sequence[PictureOfAnySize], *, follow: str
     ) -> Float[Value, "1 S E"]:
-        """Returns the features of images, joined along the sequence, by the checkpoint's vision tower.
+        """Return the features of images, joined along the sequence, by the checkpoint's vision tower.
 
         The authors show it the whole of a picture, and diffusers the middle.
         """
@@ -305,7 +305,7 @@ class ControlledVideo(WanModel):
             return self.encode_clip(runtime, clip, tiling)
 
         def resized(picture: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-            """Returns a picture of another size on the host; one of zeros where a run is recorded."""
+            """Return a picture of another size on the host; one of zeros where a run is recorded."""
             return runtime.strategy.read(runtime.call(resize, size, picture), np.zeros((*size, 3), np.float32))
 
         unchanged, repainted = (latents(list(map(partial(part, here), anew, clip))) for here in (False, True))
@@ -316,12 +316,12 @@ class ControlledVideo(WanModel):
 
 
 def converted(kind: type[WanModel], model: WanModel, **changes: Any) -> WanModel:
-    """Returns a model of another kind, with the networks of this one but for changes."""
+    """Return a model of another kind, with the networks of this one but for changes."""
     return kind(**{field.name: getattr(model, field.name) for field in fields(model)} | changes)
 
 
 def model_of(source: Source, encoders: bool = False) -> WanModel:
-    """Reads a model from a checkpoint's configs, those of its encoders if asked.
+    """Read a model from a checkpoint's configs, those of its encoders if asked.
 
     Raises WanjaxError where the configs contradict each other.
     """
@@ -347,7 +347,7 @@ def model_of(source: Source, encoders: bool = False) -> WanModel:
 
 
 def _kind_of(index: Mapping[str, Any], transformer: TransformerConfig, vae: VAEConfig) -> type[WanModel]:
-    """Returns the kind of a checkpoint, from its model_index.json and its networks' configs.
+    """Return the kind of a checkpoint, from its model_index.json and its networks' configs.
 
     Raises WanjaxError where these contradict each other.
     """
