@@ -134,7 +134,7 @@ def test_a_folder_is_no_file_of_requests(tmp_path):
 def test_a_request_counts_more_than_the_options():
     options = VideoRequest.parse({"steps": 4, "size": (32, 64), "seed": 1}, whole=False)
     assert VideoRequest({"prompt": "a", "steps": 2, "height": 16}, row=1).under(options).fields == {
-        "prompt": "a", "steps": 2, "height": 16, "seed": 1,
+        "prompt": "a", "steps": 2, "height": 16, "width": 64, "seed": 1,
     }  # fmt: skip
     assert VideoRequest({"prompt": "a"}, row=1).under(options).fields == {"prompt": "a", **options.fields}
 
