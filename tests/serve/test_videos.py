@@ -509,7 +509,7 @@ def writing(server, allowed):
         return connection
 
     database._writer._connect = (lambda: connect(database)) if allowed else read_only
-    database._writer.close()
+    database._writer._drop()
 
 
 def test_a_full_disk_takes_no_request_and_loses_none(start):

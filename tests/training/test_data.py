@@ -169,7 +169,7 @@ def test_rows_say_what_to_preserve(tmp_path):
         ({"a.txt": "x"}, "a.txt caption clip"),
         ({"metadata.csv": "name,text\na.mp4,b"}, "column file_name"),
         ({"metadata.csv": "file_name,text\na.mp4,b"}, "a.mp4"),
-        ({"metadata.jsonl": "{"}, "table clips"),
+        ({"metadata.jsonl": "{"}, "line 1 JSON object row"),
         ({"metadata.jsonl": "[1]"}, "JSON"),
         ({"metadata.jsonl": '{"file": "a.mp4", "text": ["x"]}', "a.mp4": "x"}, "a.mp4 text"),
         ({"metadata.csv": "file_name,text,text\na.mp4,b,c"}, "two columns text"),

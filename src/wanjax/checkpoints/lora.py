@@ -96,7 +96,7 @@ def trained_attention(path: Path) -> AttentionConfig | None:
     if attention is None:
         return None
     try:
-        return AttentionConfig.parse(str(text))
+        return AttentionConfig.parse(str(attention))
     except WanjaxError as error:
         raise WanjaxError(f"the metadata of {path} tell no attention: {error}") from error
 
