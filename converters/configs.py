@@ -121,7 +121,7 @@ def check_entries(component: str, json: Mapping[str, Any], right: Mapping[str, A
     """Raise WanjaxError unless a component's config.json has these entries, with these values."""
     for entry, value in right.items():
         if (actual := json.get(entry)) != value:
-            raise WanjaxError(f"the {component}'s config.json has {entry} {actual!r} where {value!r} is right")
+            raise WanjaxError(f"the {component}'s config.json has {entry} {actual!r} where {value!r} is supported")
 
 
 def shape_of(specs: Specs, key: str, rank: int) -> tuple[int, ...]:

@@ -128,7 +128,7 @@ def _rows(file: str) -> Iterator[tuple[int, Any]]:
 
 
 def _json(text: str, name: str, right: str) -> Any:
-    """Return the value of a text in JSON; a WanjaxError that says where it breaks, and what is right, for another."""
+    """Return the value of a text in JSON, or a WanjaxError that says where the text breaks and what to write."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
