@@ -380,7 +380,7 @@ def test_the_page_asks_for_the_token(browser, tmp_path):
 
 @pytest.mark.slow
 def test_the_commands_of_the_documentation(tmp_path):
-    page = blocks(ROOT / "docs/serve.md")
+    page = blocks(ROOT / "docs/guides/server.md")
     [block] = [block for block in page if block.run == "run: server"]
     with serving(tmp_path / "served", "--no-rehearse") as (client, _):
         script = block.text.replace("localhost:8000", client.base_url.netloc.decode())

@@ -13,7 +13,10 @@ from wanjax.cli.report import Report
 from wanjax.registry import presets
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "deploy/README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "deploy/README.md")),
+    *sorted(ROOT.glob("docs/**/*.md")),
+]
 FENCED = re.compile(r"(?:^<!-- (run(?:: \w+)?) -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""nginx and Caddy in front of a server, with the lines that docs/serve.md prints."""
+"""nginx and Caddy in front of a server, with the lines that docs/guides/server.md prints."""
 
 import os
 import re
@@ -39,7 +39,7 @@ OF_CADDY = "{\n    admin off\n    auto_https off\n}\n%s"
 
 def printed(kind: str) -> str:
     """Return the lines of the documentation for one of the proxies."""
-    [block] = [block for block in blocks(ROOT / "docs/serve.md") if block.language == kind]
+    [block] = [block for block in blocks(ROOT / "docs/guides/server.md") if block.language == kind]
     return block.text
 
 
