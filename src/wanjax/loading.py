@@ -30,7 +30,6 @@ from wanjax.media.metadata import DIGESTS
 from wanjax.pipelines import memory
 from wanjax.pipelines.checks import dtype_name
 from wanjax.pipelines.components import DECODER, Components, MakeRoom
-from wanjax.pipelines.decoders import DecoderFile
 from wanjax.pipelines.keywords import knows_keywords
 from wanjax.pipelines.meshes import auto_mesh, step_cost
 from wanjax.pipelines.model import attending
@@ -39,6 +38,7 @@ from wanjax.pipelines.progress import loading
 from wanjax.pipelines.record import described, digest_of
 from wanjax.pipelines.recording import NoProcessor, NoTokenizer
 from wanjax.pipelines.settings import Settings
+from wanjax.pipelines.tiny_decoder import DecoderFile
 from wanjax.registry import (
     Checkpoint,
     Loras,

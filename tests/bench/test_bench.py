@@ -17,10 +17,9 @@ from rich.console import Console
 from tests.support.attention import SMALL_TILES
 from tests.support.commands import succeeded, wanjax
 from wanjax.bench import operations, suite
-from wanjax.bench.expected import local_devices
 from wanjax.bench.measure import Measured, distance, made_up, measure, mesh_of
 from wanjax.bench.operations import COLLECTIVES, attend, check_attention, exchange
-from wanjax.bench.suite import SIZES, BenchSize, Suite
+from wanjax.bench.suite import SIZES, BenchSize, Suite, local_devices
 from wanjax.bench.timing import Timing, timed
 from wanjax.cli import measuring
 from wanjax.errors import WanjaxError

@@ -13,7 +13,7 @@ import wanjax
 from tests.support.tiny import TRANSFORMER, compile_cache, tiny_checkpoint, tiny_image_checkpoint
 from wanjax.cli import main, profile
 from wanjax.converters.wan.diffusers import transformer_config
-from wanjax.models.wan.flops import forward_flops
+from wanjax.models.wan.config import forward_flops
 from wanjax.pipelines.denoiser import State
 from wanjax.pipelines.observers import Step
 from wanjax.pipelines.wan.programs import TEXT_LENGTH

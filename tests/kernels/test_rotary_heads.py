@@ -12,7 +12,7 @@ from tests.support.compare import error
 from tests.support.quick import quick
 from tests.support.small_wan import partitioner
 from wanjax.kernels import rotary_heads
-from wanjax.kernels.custom_vjp import with_gradient
+from wanjax.kernels.autodiff import with_gradient
 from wanjax.sharding import use
 
 

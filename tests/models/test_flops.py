@@ -18,8 +18,8 @@ from wanjax.models.wan.config import (
     ControlTransformerConfig,
     ImageTransformerConfig,
     TransformerConfig,
+    forward_flops,
 )
-from wanjax.models.wan.flops import forward_flops
 from wanjax.pipelines.wan.networks import NETWORKS
 from wanjax.pricing.hlo import parse
 from wanjax.pricing.work import flops

@@ -32,8 +32,8 @@ from tests.support.words import naming, says
 from wanjax.errors import WanjaxError
 from wanjax.media.video import read_metadata
 from wanjax.models.taehv import pictures
-from wanjax.pipelines.previews import tiny_decoder
-from wanjax.pipelines.previews.tiny_decoder import read_tiny_decoder
+from wanjax.pipelines import tiny_decoder
+from wanjax.pipelines.tiny_decoder import read_tiny_decoder
 
 WIDTHS = (12, 8, 6, 6)
 LEVELS = (3, 9, 15)  # the numbers of their first layers

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Float32
 
 from wanjax.kernels.alignment import LANES, ceil_div, round_up
-from wanjax.kernels.custom_vjp import with_gradient
+from wanjax.kernels.autodiff import with_gradient
 from wanjax.kernels.target import target
 from wanjax.sharding import TILE, Partitioner, current
 

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from wanjax.kernels.remat import save_for_backward
+from wanjax.kernels.autodiff import save_for_backward
 from wanjax.layers.linear import Axes, default_kernel_init, linear
 
 gelu = partial(jax.nn.gelu, approximate=False)

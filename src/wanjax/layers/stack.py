@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from wanjax.kernels.remat import remat
+from wanjax.kernels.autodiff import remat
 from wanjax.layers.placement import axes_of
 from wanjax.sharding import constrain
 

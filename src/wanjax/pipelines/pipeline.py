@@ -68,7 +68,6 @@ from wanjax.pipelines.model import Encoded, VideoModel, check_fits, least_bytes,
 from wanjax.pipelines.observers import CallbackObserver, Observer, ProgressObserver, Step, Switch, SwitchObserver
 from wanjax.pipelines.other_names import right_name, unknown_keyword
 from wanjax.pipelines.previews.latent_preview import LatentPreview, fitted
-from wanjax.pipelines.previews.tiny_decoder import read_tiny_decoder
 from wanjax.pipelines.record import devices_of, nameable, record_of
 from wanjax.pipelines.recording import check_decoding, check_denoising, check_encoding, check_making
 from wanjax.pipelines.request import PreparedRequest, check_one_way
@@ -78,6 +77,7 @@ from wanjax.pipelines.runtime import Runtime
 from wanjax.pipelines.seeds import check_count, check_seeds, checked_seed, resolve_seeds, seed_to_key_data
 from wanjax.pipelines.settings import LOADED, Settings, no_setting, schema, sides
 from wanjax.pipelines.text.tokenizer import Truncation
+from wanjax.pipelines.tiny_decoder import read_tiny_decoder
 from wanjax.pipelines.video_shape import encoded_shape
 from wanjax.pipelines.windows import CONTROL, check_alone
 from wanjax.schedulers import Scheduler, name_of

@@ -24,12 +24,11 @@ from wanjax.errors import WanjaxError
 from wanjax.execution import Strategy, refuse_traced
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Clip, Pictures
-from wanjax.pipelines import many
 from wanjax.pipelines.caching.rules import check_apart
 from wanjax.pipelines.components import Components
-from wanjax.pipelines.denoiser import stream_of
+from wanjax.pipelines.denoiser import join, stream_of
 from wanjax.pipelines.draws import GivenDraws
-from wanjax.pipelines.frames import AnyLatents, Decoded, Frames, chunk_count
+from wanjax.pipelines.frames import AnyLatents, Call, Decoded, Frames, chunk_count
 from wanjax.pipelines.model import Encoded, Field, VideoModel
 from wanjax.pipelines.observers import Observer, Observers
 from wanjax.pipelines.previews.latent_preview import LatentPreview
@@ -39,6 +38,7 @@ from wanjax.pipelines.sampling import sample
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.video_shape import with_shape
 from wanjax.pipelines.windows import faded, pictures_of, windows_of
+from wanjax.sharding import Partitioner
 
 
 @runtime_checkable
@@ -97,9 +97,9 @@ class Run:
                 yield request, self._windows(request.settings, texts)
             return
         encoded = self.encode()
-        size = many.together(self.runtime.partitioner, shared.guided) if len(self.requests) > 1 else 1
-        for batch, count in many.batches(self.requests, size):
-            inputs = many.joined([encoded[request.settings.prompt] for request in batch], self.runtime.call)
+        size = batch_size(self.runtime.partitioner, shared.guided) if len(self.requests) > 1 else 1
+        for batch, count in batches(self.requests, size):
+            inputs = join_encoded([encoded[request.settings.prompt] for request in batch], self.runtime.call)
             pieces: Iterable[AnyLatents] = self.latents(inputs, shared, [request.settings.seed for request in batch])
             if count > 1 or not self.model.spec.streams:
                 with self.stage("denoise"):
@@ -246,3 +246,33 @@ def _ahead(chunks: Iterable[Frames]) -> Iterator[Frames]:
         if len(begun) > 1:
             yield begun.popleft()
     yield from begun
+
+
+def batch_size(partitioner: Partitioner, guided: bool) -> int:
+    """Return the number of videos to denoise at once: as many as the mesh's axis `dp` splits.
+
+    Elsewhere one after another takes less memory and, but for small models, no longer.
+    """
+    dp = partitioner.size("dp")
+    return max(1, dp // 2) if guided else dp
+
+
+def batches(requests: Sequence[PreparedRequest], size: int) -> Iterator[tuple[Sequence[PreparedRequest], int]]:
+    """Yield requests in batches of one size, each with the number of its own ones; the rest repeat the last one."""
+    for start in range(0, len(requests), size):
+        batch = requests[start : start + size]
+        yield [*batch, *[batch[-1]] * (size - len(batch))], len(batch)
+
+
+def join_encoded(encoded: Sequence[Any], call: Call) -> Any:
+    """Join outputs of `encode_text` along their first axis: what is on the host there, the rest by a program."""
+    if len(encoded) == 1:
+        return encoded[0]
+    columns = list(zip(*(jax.tree.leaves(one) for one in encoded), strict=True))
+    on_host = [all(isinstance(x, np.ndarray) for x in column) for column in columns]
+    parts = tuple(zip(*(column for column, host in zip(columns, on_host, strict=True) if not host), strict=True))
+    concatenated = iter(call(join, 0, parts)) if parts else iter(())
+    leaves = [
+        np.concatenate(column) if host else next(concatenated) for column, host in zip(columns, on_host, strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(encoded[0]), leaves)

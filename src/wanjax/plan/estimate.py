@@ -13,11 +13,11 @@ from wanjax.layers.tiling import Tiling
 from wanjax.loading import abstract_pipeline
 from wanjax.media.pictures import Pictures
 from wanjax.pipelines.caching.rules import check_apart
-from wanjax.pipelines.decoders import DecoderFile
 from wanjax.pipelines.meshes import choose_mesh, step_cost
 from wanjax.pipelines.model import Cost, VideoModel, attending
 from wanjax.pipelines.recording import needed_pictures, record
 from wanjax.pipelines.settings import Settings
+from wanjax.pipelines.tiny_decoder import DecoderFile
 from wanjax.plan.hardware import (
     Hardware,
     Tell,

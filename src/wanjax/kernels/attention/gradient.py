@@ -12,8 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from wanjax.kernels.custom_vjp import with_backward
-from wanjax.kernels.remat import save_for_backward
+from wanjax.kernels.autodiff import save_for_backward, with_backward
 
 Result = tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]
 Backward = Callable[..., tuple[Array, Array, Array]]  # of q, k, v, g, lse, delta and masks: the gradients of q, k, v

@@ -16,8 +16,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from wanjax.kernels.attention.blocks import apart, by_head, cut, even, precision_of
 from wanjax.kernels.attention.sparse_linear import KeyState, Projection, SparseLinear, choose_blocks, linear, state_of
-from wanjax.kernels.custom_vjp import with_backward
-from wanjax.kernels.remat import save_for_backward
+from wanjax.kernels.autodiff import save_for_backward, with_backward
 from wanjax.kernels.target import multiplies_bfloat16, target
 from wanjax.sharding import pad_to
 

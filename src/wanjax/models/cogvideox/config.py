@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Config of CogVideoX's diffusion transformer, and those of the published checkpoints."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
+
+from wanjax.layers.flops import attention_flops, linear_flops
 
 Grid = tuple[int, int, int]  # patches along frames, height and width
 
@@ -78,3 +81,24 @@ I2V_1_5_5B = replace(T2V_1_5_5B, channels_in=32, offset_width=512)
 T2V_5B = replace(T2V_1_5_5B, patch=(1, 2, 2), rotary="resized", trained_grid=(13, 30, 45))
 I2V_5B = replace(T2V_5B, channels_in=32, added="learned")
 T2V_2B = replace(T2V_5B, layers=30, heads=30, rotary=None, added="sinusoids", trained_grid=None)
+
+
+def forward_flops(config: TransformerConfig, *, video: int) -> Mapping[str, int]:
+    """Count operations of one forward for one video and its prompt, by part of the transformer.
+
+    A multiplication and an addition are two operations. Only matrix products of real tokens count, neither padding nor
+    what a compiler adds.
+
+    `video` is the number of the video's tokens.
+    """
+    width, tokens, time = config.width, video + config.text_length, config.time_width
+    embedding = linear_flops(1, width, time) + linear_flops(1, time, time)
+    if config.offset_width is not None:
+        embedding += 2 * linear_flops(1, config.offset_width, config.offset_width)
+    return {
+        "attention": config.layers * (4 * linear_flops(tokens, width, width) + attention_flops(tokens, tokens, width)),
+        "mlp": config.layers * 2 * linear_flops(tokens, width, config.mlp_dim),
+        "modulation": config.layers * linear_flops(1, time, 12 * width) + linear_flops(1, time, 2 * width),
+        "embeddings": linear_flops(video, config.patch_cells * config.channels_in, width) + embedding,
+        "output": linear_flops(video, width, config.patch_cells * config.channels_out),
+    }

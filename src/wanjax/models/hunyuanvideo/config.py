@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configs of HunyuanVideo 1.5's diffusion transformer, and those of the published checkpoints."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+
+from wanjax.layers.flops import attention_flops, linear_flops
 
 
 @dataclass(frozen=True)
@@ -63,3 +66,25 @@ SIZE_720P = replace(SIZE_480P, target_size=960)
 """The same networks at 720p."""
 FEW_STEPS_480P = replace(SIZE_480P, meanflow=True)
 """Image to video at 480p in eight or twelve steps."""
+
+
+def forward_flops(config: TransformerConfig, *, video: int, prompt: int, beside: int) -> Mapping[str, int]:
+    """Count operations of one forward for one video and its text, by part of the transformer.
+
+    A multiplication and an addition are two operations. Only matrix products count, without what a compiler adds.
+
+    `video`, `prompt` and `beside` are the numbers of tokens of the video, of the prompt, and of quoted text and a
+    picture together. The part of the text that is the same at every step is computed once, and is not counted.
+    """
+    width, tokens = config.width, video + prompt + beside
+    time = linear_flops(1, config.frequency_dim, width) + linear_flops(1, width, width)
+    refiner = 4 * linear_flops(prompt, width, width) + attention_flops(prompt, prompt, width)
+    refiner += 2 * linear_flops(prompt, width, config.refiner_mlp_dim) + linear_flops(1, width, 2 * width)
+    return {
+        "attention": config.layers * (4 * linear_flops(tokens, width, width) + attention_flops(tokens, tokens, width)),
+        "mlp": config.layers * 2 * linear_flops(tokens, width, config.mlp_dim),
+        "modulation": config.layers * 2 * linear_flops(1, width, 6 * width) + linear_flops(1, width, 2 * width),
+        "refiner": config.refiner_layers * refiner + time,
+        "embeddings": linear_flops(video, config.channels_in, width) + (2 if config.meanflow else 1) * time,
+        "output": linear_flops(video, width, config.channels_out),
+    }

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configs of Wan's networks, and those of the published checkpoints."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 
 from wanjax.kernels.attention import AUTO, AttentionConfig, SparseLinear
+from wanjax.layers.flops import attention_flops, linear_flops
 from wanjax.layers.tiling import Tiling
 
 
@@ -230,3 +232,37 @@ VAE_2_2 = ResidualVAEConfig(
         *(0.3971, 1.0600, 0.3943, 0.5537, 0.5444, 0.4089, 0.7468, 0.7744),
     ),
 )
+
+
+def forward_flops(config: TransformerConfig, *, tokens: int, text: int, image: int = 0) -> Mapping[str, int]:
+    """Count operations of one forward for one video and its context, by part of the transformer.
+
+    A multiplication and an addition are two operations. Only matrix products of real tokens count, neither padding nor
+    what a compiler adds.
+
+    `tokens` is the number of tokens of the video; `text` and `image` are those of its cross-attention.
+    """
+    width, cells = config.width, config.patch_cells
+    block = _block(config, tokens, text, image)
+    flops = {part: config.layers * count for part, count in block.items()}
+    flops["embeddings"] = (
+        linear_flops(tokens, cells * config.channels_in, width)
+        + linear_flops(1, config.frequency_dim, width)
+        + linear_flops(1, width, width)
+        + linear_flops(1, width, 6 * width)
+    )
+    flops["output"] = linear_flops(tokens, width, cells * config.channels_out)
+    if isinstance(config, ControlTransformerConfig):
+        hint = linear_flops(tokens, width, width)  # as many as those of the projection of the sum
+        flops["control"] = config.control_blocks * (sum(block.values()) + hint)
+        flops["embeddings"] += linear_flops(tokens, cells * config.control_channels, width) + hint
+    return flops
+
+
+def _block(config: TransformerConfig, tokens: int, text: int, image: int) -> dict[str, int]:
+    width = config.width
+    return {
+        "self_attention": 4 * linear_flops(tokens, width, width) + attention_flops(tokens, tokens, width),
+        "cross_attention": (2 * linear_flops(tokens, width, width) + attention_flops(tokens, text + image, width)),
+        "mlp": 2 * linear_flops(tokens, width, config.mlp_dim),
+    }

@@ -17,8 +17,7 @@ from wanjax.layers.flops import attention_flops
 from wanjax.layers.tiling import Tiling
 from wanjax.media.inputs import IMAGE, VIDEO
 from wanjax.media.pictures import Pictures, fit
-from wanjax.models.cogvideox.config import TransformerConfig
-from wanjax.models.cogvideox.flops import forward_flops
+from wanjax.models.cogvideox.config import TransformerConfig, forward_flops
 from wanjax.models.cogvideox.vae_config import VAEConfig
 from wanjax.models.t5 import T5Config
 from wanjax.pipelines.checks import FieldShape

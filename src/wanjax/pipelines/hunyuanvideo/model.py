@@ -20,8 +20,7 @@ from wanjax.layers.flops import attention_flops
 from wanjax.layers.tiling import Tiling
 from wanjax.media.inputs import IMAGE
 from wanjax.media.pictures import PictureOfAnySize, Pictures
-from wanjax.models.hunyuanvideo.config import TransformerConfig
-from wanjax.models.hunyuanvideo.flops import forward_flops
+from wanjax.models.hunyuanvideo.config import TransformerConfig, forward_flops
 from wanjax.models.hunyuanvideo.vae_config import VAEConfig
 from wanjax.models.qwen2_vl import Qwen2VLConfig
 from wanjax.models.siglip import SiglipVisionConfig

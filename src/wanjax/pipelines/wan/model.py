@@ -18,8 +18,7 @@ from wanjax.layers.tiling import Tiling
 from wanjax.media.inputs import InputSpec
 from wanjax.models.clip import CLIPVisionConfig
 from wanjax.models.t5 import T5Config
-from wanjax.models.wan.config import ImageTransformerConfig, TransformerConfig
-from wanjax.models.wan.flops import forward_flops
+from wanjax.models.wan.config import ImageTransformerConfig, TransformerConfig, forward_flops
 from wanjax.pipelines.checks import FieldShape, Shape
 from wanjax.pipelines.denoiser import Denoiser, Held, Preparation
 from wanjax.pipelines.frames import encode_clip

@@ -30,8 +30,8 @@ from wanjax.models.wan.config import (
     ResidualVAEConfig,
     TransformerConfig,
     VAEConfig,
+    forward_flops,
 )
-from wanjax.models.wan.flops import forward_flops
 from wanjax.pipelines.checks import Shape
 from wanjax.pipelines.denoiser import Denoiser, Held, ModelInputs, Preparation
 from wanjax.pipelines.model import Cost
