@@ -142,8 +142,8 @@ def test_a_jobset_tells_each_process_its_place(monkeypatch):
 
 
 def test_the_machines_of_a_slice_hold_its_chips():
-    """Those that docs/start/install.md rents at Compute Engine, and the node pool of the JobSet."""
-    page = (ROOT / "docs/start/install.md").read_text(encoding="utf-8")
+    """Those that docs/start/tpu.md rents at Compute Engine, and the node pool of the JobSet."""
+    page = (ROOT / "docs/start/tpu.md").read_text(encoding="utf-8")
     notes = re.sub(r"^#", "", (DEPLOY / "jobset.yaml").read_text(encoding="utf-8"), flags=re.MULTILINE)
     kinds = "instance-templates create", "workload-policy", "managed resize", "node-pools create"
     lines = [line for text in (page, notes) for line in text.replace("\\\n", "").splitlines() if "gcloud " in line]
@@ -162,7 +162,7 @@ def test_the_machines_of_a_slice_hold_its_chips():
 def test_the_api_that_google_left_is_told_of_once():
     files = [*PAGES, *DEPLOY.iterdir()]
     told = [file.name for file in files for _ in re.findall(r"compute tpus\b", file.read_text(encoding="utf-8"))]
-    assert told == ["install.md"]
+    assert told == ["tpu.md"]
 
 
 def selector() -> dict[str, str]:

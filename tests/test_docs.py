@@ -33,7 +33,7 @@ RUN = sorted({page for page, _, block in BLOCKS if block.run == "run"})
 COMMANDS = main.commands.items()
 ATTRIBUTES = {"architecture", "components", "defaults", "partitioner", "compiler", "progress", "strategy"}
 OTHERS = {"--caches", "--levels", "--limit", "--repeats", "--stage"}  # of benchmarks
-LONG = ("tasks.md", "meshes.md", "batch.md")  # a minute and more
+LONG = ("first-video.md", "text.md", "picture.md", "clip.md", "long.md", "fast.md", "run.md", "batch.md")  # a minute and more
 PARSED = [pytest.param(block, id=f"{page.name}-{number}") for page, number, block in BLOCKS if block.run != "run"]
 
 

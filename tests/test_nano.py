@@ -80,11 +80,10 @@ def test_makes_what_it_is_asked_for(prompt, colour):
 
 @pytest.mark.slow
 def test_the_examples_of_a_picture_and_of_windows_make_what_they_say(tmp_path, monkeypatch):
-    """Those of docs/guides/tasks.md, by their commands."""
+    """Those of the guides, by their commands."""
     monkeypatch.chdir(tmp_path)
-    lines = [
-        line for block in blocks(ROOT / "docs/guides/tasks.md") if block.run == "run" for line in commands(block.text)
-    ]
+    pages = (ROOT / f"docs/guides/{name}.md" for name in ("picture", "long"))
+    lines = [line for page in pages for block in blocks(page) if block.run == "run" for line in commands(block.text)]
     calls = [shlex.split(line)[1:] for line in lines if line.startswith("wanjax ")]
     names = ("circle.mp4", "frames/", "up.mp4", "there-and-back.mp4")
     chosen = {name: next(words for words in calls if words[-1] == name) for name in names}

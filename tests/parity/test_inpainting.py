@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wan Fun InP from no picture, one and two, against its pipeline as its publisher describes it, on diffusers' networks.
 
-diffusers has no such pipeline. The one here was written from the description in docs/guides/tasks.md, in PyTorch.
+diffusers has no such pipeline. The one here was written from the description in docs/guides/picture.md, in PyTorch.
 """
 
 import json
