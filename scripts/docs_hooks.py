@@ -19,7 +19,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 def help_of(name: str) -> str:
     """Return a command's section: its name, and all of its help."""
-    group = click.Context(main, info_name="wanjax", obj=Report(), max_content_width=100, terminal_width=100)
+    group = click.Context(main, info_name="wanjax", obj=Report(), max_content_width=84, terminal_width=84)
     context = click.Context(main.commands[name], info_name=name, parent=group)
     context.meta[WHOLE] = True
     return f"## wanjax {name}\n\n```text\n{context.get_help()}\n```"

@@ -33,7 +33,7 @@ RUN = sorted({page for page, _, block in BLOCKS if block.run == "run"})
 COMMANDS = main.commands.items()
 ATTRIBUTES = {"architecture", "components", "defaults", "partitioner", "compiler", "progress", "strategy"}
 OTHERS = {"--caches", "--levels", "--limit", "--repeats", "--stage"}  # of benchmarks
-LONG = ("first-video.md", "text.md", "picture.md", "clip.md", "long.md", "fast.md", "run.md", "batch.md")  # a minute and more
+LONG = {f"{name}.md" for name in ("text", "picture", "clip", "long", "fast", "run", "batch")}
 PARSED = [pytest.param(block, id=f"{page.name}-{number}") for page, number, block in BLOCKS if block.run != "run"]
 
 
@@ -179,6 +179,13 @@ def test_the_page_of_models_has_each_with_its_settings():
         shown = [size, frames, str(chosen.steps), guidance, "" if shift is None else f"{shift:g}"]
         assert rows[name][3:8] == shown, name
         assert preset.licence.removesuffix(" licence") == rows[name][8], name
+
+
+def test_the_reference_has_each_public_name():
+    text = (ROOT / "docs/reference/python.md").read_text(encoding="utf-8")
+    for name in set(library.__all__) - {"__version__"}:
+        value = getattr(library, name)
+        assert f"::: {value.__module__}.{name}\n" in text, name
 
 
 def test_pictures_are_small():
