@@ -44,7 +44,7 @@ ONLY_SENT = dict.fromkeys(("command", "toml", "rows", "python"), "a file is name
 BY_HTTP = dict.fromkeys(("command", "toml", "rows", "python"), "the server's own bound")
 
 WHOLE_NUMBERS = ("frames", "fps", "windows", "overlap")
-NUMBERS = ("flow_shift", "strength")
+NOT_FINITE = (float("nan"), float("inf"))
 ADDRESS = "https://example.org/a.png?b=1&c=2"
 
 MISTAKES = (
@@ -64,6 +64,7 @@ MISTAKES = (
     Mistake({"prompt": "x" * 5000}, "prompt 5000 characters 4000", BY_HTTP),
     # names
     Mistake({"stepz": 4}, "stepz steps"),
+    Mistake({"step": 4}, "step steps"),
     Mistake({"xyzzy": 4}, "xyzzy"),
     Mistake({"xyzzy": 4}, "xyzzy prompt", OF_A_PROGRAM),
     Mistake({"num_inference_steps": 4}, "num_inference_steps steps", OTHER_NAME),
@@ -107,22 +108,31 @@ MISTAKES = (
     Mistake({"seed": 2**64}, "seed 18446744073709551616 whole number 2^64 - 1"),
     Mistake({"seed": "many"}, "seed 'many' whole number random"),
     Mistake({"seed": [1, 2]}, "seed [1, 2] whole number"),
-    *(Mistake({name: "many"}, f"{name} 'many' number") for name in (*WHOLE_NUMBERS, *NUMBERS)),
-    Mistake({"strength": float("nan")}, "strength nan number", OF_OTHER_RUNS),
-    *(Mistake({name: float("nan")}, f"{name} nan number") for name in (*WHOLE_NUMBERS, "flow_shift")),
+    *(Mistake({name: "many"}, f"{name} 'many' number") for name in (*WHOLE_NUMBERS, "flow_shift", "strength")),
+    *(Mistake({name: x}, f"{name} {x} number") for name in (*WHOLE_NUMBERS, "steps") for x in NOT_FINITE),
+    *(Mistake({"seed": x}, f"seed {x} whole number random") for x in NOT_FINITE),
+    *(Mistake({"strength": x}, f"strength {x} number", OF_OTHER_RUNS) for x in (*NOT_FINITE, -1)),
+    Mistake({"flow_shift": float("nan")}, "flow_shift nan number"),
+    Mistake({"flow_shift": -1}, "flow_shift -1 finite number"),
+    *(Mistake({name: -1}, f"{name} -1") for name in (*WHOLE_NUMBERS, "steps")),
     # shapes
     Mistake({"size": "large"}, "'large' square"),
     Mistake({"size": "64x"}, "'64x' square"),
     Mistake({"size": "33x32"}, "width 33 16 32 48"),
     Mistake({"size": "0x0"}, "height 0 16"),
     Mistake({"size": "100000x100000"}, "100000"),
+    Mistake({"size": "-1x5"}, "-1x5"),
+    *(Mistake({"size": str(x)}, f"size {x}") for x in NOT_FINITE),
     Mistake({"size": 64}, "size 64"),
     Mistake({"size": [64.0, 64]}, "size [64.0, 64]"),
+    Mistake({"size": [64, 32]}, "size [64, 32]", {"python": "a height and a width"}),
     Mistake({"size": "32x32", "height": 32}, "size height width", LATER),
     Mistake({"size": "32x32", "width": 32}, "size height width", LATER),
     Mistake({"size": None, "height": 1}, "height 1 16", WHOLE),
     Mistake({"size": None, "height": -16}, "height -16 16", WHOLE),
     Mistake({"size": None, "width": 0}, "width 0 16", WHOLE),
+    Mistake({"size": None, "width": -1}, "width -1 16", WHOLE),
+    *(Mistake({"size": None, "width": x}, f"width {x!r} whole number", WHOLE) for x in ("many", *NOT_FINITE)),
     Mistake({"size": None, "height": 64}, "height alone width", BY_HTTP),
     Mistake({"size": "1024x1024"}, "1024x1024 pixels server", BY_HTTP),
     Mistake({"seconds": 4}, "seconds frames", NO_SECONDS),
@@ -130,6 +140,7 @@ MISTAKES = (
     # choices
     Mistake({"cache": "none of these"}, "'none of these' magcache teacache"),
     Mistake({"cache": "magcache:x"}, "magcache x"),
+    *(Mistake({"cache": str(x)}, f"'{x}' magcache teacache") for x in NOT_FINITE),
     Mistake({"cache": ""}, "step cache magcache"),
     Mistake({"cache": "x" * 300}, "step cache magcache"),
     Mistake({"guidance_rule": "none of these"}, "'none of these' cfg-zero nag"),
@@ -141,7 +152,9 @@ MISTAKES = (
     Mistake({"scheduler": 3}, "scheduler 3", TYPED | SET),
     Mistake({"dtype": "float8"}, "dtype"),
     Mistake({"dtype": "float8"}, "dtype float8 bfloat16 float32", {"http": "it is the server's"}),
+    Mistake({"dtype": "float32"}, "dtype", BY_HTTP),
     Mistake({"model": "nanoo"}, "nanoo nano"),
+    Mistake({"model": "sora-2"}, "sora-2 nano", BY_HTTP),
     Mistake({"model": 3}, "model 3", TYPED),
     Mistake({"lora": "other:1"}, "other LoRA", AT_LOADING),
     Mistake({"lora": 3}, "lora 3 NAME:0.5", AT_LOADING),
@@ -162,4 +175,11 @@ MISTAKES = (
     Mistake({"image": [["data:;base64,AAAA"]]}, "image file", ONLY_SENT),
     Mistake({"image": reduce(lambda inner, _: [inner], range(600), [])}, "image file", ONLY_SENT),
     Mistake({"image": "a.png", "input_reference": "b.png"}, "image", SENT | ONE_NAME),
+)
+OF_A_CHECKPOINT = (  # asked of a small checkpoint of each family, in a folder
+    Mistake({"frames": 14}, "14 frames 4n + 1 13 17"),
+    Mistake({"frames": 6}, "6 frames 4n + 1 5 9"),
+    Mistake({"size": "49x32"}, "width 49 16 48 64"),
+    Mistake({"guidance_scale_2": 3.5}, "guidance_scale_2 guidance_scale"),
+    Mistake({"boundary": 0.9}, "boundary"),
 )

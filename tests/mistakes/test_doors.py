@@ -12,22 +12,28 @@ from typing import Any
 import pytest
 
 import wanjax
-from tests.mistakes.requests import DOORS, MISTAKES, RIGHT, Mistake
+from tests.mistakes.requests import DOORS, MISTAKES, OF_A_CHECKPOINT, RIGHT, Mistake
 from tests.serve.conftest import Server
 from tests.support.commands import refused
+from tests.support.tiny import tiny_checkpoint, tiny_cogvideox_checkpoint, tiny_hunyuan_checkpoint
 from tests.support.types import unchecked
 from tests.support.words import says
+from wanjax.cli import main
 from wanjax.errors import WanjaxError
 from wanjax.media.inputs import INPUTS
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.serve.variants import Variants
 
+OPTIONS = {name for parameter in main.commands["generate"].params for name in parameter.opts}
+
+
+def name_of(mistake: Mistake) -> str:
+    return ",".join(f"{name}={value!s:.30}" for name, value in mistake.fields.items())
+
 
 def through(door: str) -> Any:
     """Decorate the test of a door with the rows that go through it."""
-    rows = [row for row in MISTAKES if door not in row.elsewhere]
-    names = [",".join(f"{name}={value!s:.30}" for name, value in row.fields.items()) for row in rows]
-    return pytest.mark.parametrize("mistake", rows, ids=names)
+    return pytest.mark.parametrize("mistake", [row for row in MISTAKES if door not in row.elsewhere], ids=name_of)
 
 
 def request(mistake: Mistake) -> dict[str, Any]:
@@ -74,49 +80,103 @@ def as_json(fields: dict[str, Any]) -> dict[str, Any]:
     return {k: str(x) if isinstance(x, float) and not math.isfinite(x) else x for k, x in fields.items()}
 
 
+def by_command(fields: dict[str, Any], *, command: str = "generate") -> str:
+    sentence = refused(command, *typed(fields))
+    assert not list(Path().iterdir())
+    return sentence
+
+
+def by_toml(fields: dict[str, Any]) -> str:
+    prompt = [fields.pop("prompt")] if "prompt" in fields else []
+    values = {name: str(x) if isinstance(x, float) else json.dumps(x) for name, x in fields.items()}
+    Path("my.toml").write_text("".join(f"{option(name)[2:]} = {value}\n" for name, value in values.items()))
+    sentence = refused("generate", *prompt, "--config", "my.toml")
+    assert [path.name for path in Path().iterdir()] == ["my.toml"]
+    return sentence
+
+
+def by_row(fields: dict[str, Any], **others: Any) -> str:
+    Path("rows.jsonl").write_text(f"{json.dumps(RIGHT | others)}\n{json.dumps(as_json(fields))}\n")
+    sentence = refused("batch", "rows.jsonl")
+    assert says(sentence, "row 2")
+    return sentence
+
+
+def by_http(fields: dict[str, Any], server: Server) -> dict[str, Any]:
+    """Return the error with which a server answers: its sentence, and the field that it names."""
+    body = json.dumps(as_json(fields))
+    answer = server.client.post("/v1/videos", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 422, answer.text
+    error = answer.json()["error"]
+    assert "\n" not in error["message"]
+    assert not server.jobs()
+    assert not list(server.folder.glob("video_*"))
+    return error
+
+
+def by_call(fields: dict[str, Any], pipe: Pipeline) -> str:
+    with unchecked(), pytest.raises(WanjaxError) as caught:
+        pipe(**{"prompt": None} | fields)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
 @through("command")
 def test_the_command(mistake):
-    assert told(refused("generate", *typed(request(mistake))), mistake)
-    assert not list(Path().iterdir())
+    assert told(by_command(request(mistake)), mistake)
+
+
+@pytest.mark.parametrize("prompt", [{}, {"prompt": ""}, {"prompt": " "}, {"prompt": "caf\udce9"}], ids=str)
+def test_the_command_that_encodes(prompt):
+    [words] = {row.words for row in MISTAKES if row.fields == {"prompt": None} | prompt and row.words != "prompt"}
+    assert told(by_command(prompt, command="encode"), Mistake(prompt, words))
 
 
 @through("toml")
 def test_a_file_of_options(mistake):
-    fields = request(mistake)
-    prompt = [fields.pop("prompt")] if "prompt" in fields else []
-    values = {name: str(x) if isinstance(x, float) else json.dumps(x) for name, x in fields.items()}
-    Path("my.toml").write_text("".join(f"{option(name)[2:]} = {value}\n" for name, value in values.items()))
-    assert told(refused("generate", *prompt, "--config", "my.toml"), mistake)
-    assert [path.name for path in Path().iterdir()] == ["my.toml"]
+    sentence = by_toml(request(mistake))
+    assert told(sentence, mistake)
+    if any(option(name) not in OPTIONS or isinstance(x, bool | list) for name, x in mistake.fields.items()):
+        assert says(sentence, "my.toml")  # which does not hold what it may
 
 
 @through("rows")
 def test_a_row(mistake):
-    Path("rows.jsonl").write_text(f"{json.dumps(RIGHT)}\n{json.dumps(as_json(request(mistake)))}\n")
-    sentence = refused("batch", "rows.jsonl")
-    assert says(sentence, "row 2")
-    assert told(sentence, mistake)
+    assert told(by_row(request(mistake)), mistake)
 
 
 @through("http")
 def test_http(server, mistake):
-    fields = as_json(request(mistake))
-    answer = server.client.post("/v1/videos", content=json.dumps(fields), headers={"content-type": "application/json"})
-    assert answer.status_code == 422, answer.text
-    error = answer.json()["error"]
-    assert "\n" not in error["message"]
+    error = by_http(request(mistake), server)
     assert told(error["message"], mistake)
     assert error["param"] in mistake.fields
-    assert not server.jobs()
-    assert not list(server.folder.glob("video_*"))
 
 
 @through("python")
 def test_a_call(pipe, mistake):
-    with unchecked(), pytest.raises(WanjaxError) as caught:
-        pipe(**{"prompt": None} | request(mistake))
-    assert "\n" not in str(caught.value)
-    assert told(str(caught.value), mistake)
+    assert told(by_call(request(mistake), pipe), mistake)
+
+
+@pytest.fixture(scope="module", params=[tiny_checkpoint, tiny_cogvideox_checkpoint, tiny_hunyuan_checkpoint])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The doors of a small checkpoint: what each answers to the fields of a wrong request."""
+    folder = str(request.param(tmp_path_factory.mktemp("checkpoint")))
+    pipe = wanjax.load(folder)
+    server = Server(Variants(pipe), tmp_path_factory.mktemp("served"))
+    yield {
+        "command": lambda fields: by_command(fields | {"model": folder}),
+        "toml": lambda fields: by_toml(fields | {"model": folder}),
+        "rows": lambda fields: by_row(fields | {"model": folder}, model=folder),
+        "http": lambda fields: by_http(fields, server)["message"],
+        "python": lambda fields: by_call(fields, pipe),
+    }
+    server.stop()
+
+
+@pytest.mark.parametrize("mistake", OF_A_CHECKPOINT, ids=name_of)
+@pytest.mark.parametrize("door", DOORS)
+def test_a_checkpoint_of_each_family(checkpoint, door, mistake):
+    assert told(checkpoint[door](request(mistake)), mistake)
 
 
 def test_all_wrong_rows_are_told_at_once():
