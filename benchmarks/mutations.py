@@ -392,8 +392,8 @@ MUTATIONS = (
     Mutation(
         "mean-weights",
         "src/wanjax/training/step.py",
-        'state["average"], 1.0 - static.average)',
-        'state["average"], static.average)',
+        'state["ema"], 1.0 - static.ema_decay)',
+        'state["ema"], static.ema_decay)',
         "the mean of the weights is nearly the last ones",
         ("training/test_loop.py::test_the_mean_of_the_weights_moves_to_them_by_its_share",),
     ),

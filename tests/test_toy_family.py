@@ -124,7 +124,19 @@ def test_a_lora_is_merged(toy, tmp_path):
 
 def test_a_lora_is_trained(toy, tmp_path):
     data = write_clips(tmp_path / "data", 2)
-    shape = ("--size", "32x32", "--frames", 5, "--one-size", "--steps", 2, "--rank", 2, "--target", "video_out")
+    shape = (
+        "--size",
+        "32x32",
+        "--frames",
+        5,
+        "--one-size",
+        "--steps",
+        2,
+        "--lora-rank",
+        2,
+        "--lora-target",
+        "video_out",
+    )
     run("train", toy, data, "--out", tmp_path / "out", *shape)
     loras = ((), tmp_path / "out" / "lora.safetensors")
     before, after = (kernel(wanjax.load(toy, lora=lora)) for lora in loras)

@@ -28,9 +28,9 @@ class Drawn(Trainer):
         optimizer: optax.GradientTransformation,
         workdir: Path,
         seed: int,
-        average: float = 0.998,
+        ema_decay: float = 0.998,
     ):
-        super().__init__(model, loss, optimizer, Path(workdir) / name, seed, average=average)
+        super().__init__(model, loss, optimizer, Path(workdir) / name, seed, ema_decay=ema_decay)
         self.name = name
         if self.step:
             print(f"{name}: resumed at step {self.step}", flush=True)

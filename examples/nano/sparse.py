@@ -32,15 +32,15 @@ ASKED = [
 ]
 SEED = 300  # of the first video: with all keys the 32 are all right
 CONFIG = TrainConfig(
-    batch=16,
+    batch_size=16,
     lora=LoraConfig(rank=64),
-    optimizer=OptimizerConfig("muon", rate=2e-3, warm_up=50, schedule="cosine", weight_decay=0.0),
+    optimizer=OptimizerConfig("muon", learning_rate=2e-3, warmup_steps=50, lr_scheduler="cosine", weight_decay=0.0),
     timesteps="logit-normal",
     logit_mean=0.5,
-    dropped_captions=0.2,
+    caption_dropout=0.2,
     buckets=False,
     save_every=200,
-    evaluate_every=100,
+    validation_every=100,
 )
 
 

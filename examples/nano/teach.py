@@ -26,21 +26,21 @@ from wanjax.training import LoraConfig, OptimizerConfig, TrainConfig, Training
 TAUGHT, KEPT = 40, 24  # clips of the new words, and of old ones, which are shown so that they are not forgotten
 REMEMBERED = 128  # clips of old words that the model makes itself
 SIZE, FRAMES, FPS = 64, 17, 8
-GUIDANCE = 2.5  # which acts on what is new as 1 + 0.25 · 1.5 does (`preserved_uncaptioned` below)
+GUIDANCE = 2.5  # which acts on what is new as 1 + 0.25 · 1.5 does (`uncaptioned_preservation` below)
 [COLOUR] = TAUGHT_COLOUR
 WORDS = COLOUR, TAUGHT_SHAPE
 CONFIG = TrainConfig(
     steps=1800,
-    batch=16,
+    batch_size=16,
     lora=LoraConfig(rank=16),
-    optimizer=OptimizerConfig(rate=2e-3, warm_up=50, schedule="cosine", weight_decay=0.0),
+    optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=50, lr_scheduler="cosine", weight_decay=0.0),
     timesteps="logit-normal",
     logit_mean=0.5,
-    dropped_captions=0.1,
-    preserved_uncaptioned=0.25,  # at 1 guidance exaggerates what is new, at 0 it does nothing for it
+    caption_dropout=0.1,
+    uncaptioned_preservation=0.25,  # at 1 guidance exaggerates what is new, at 0 it does nothing for it
     buckets=False,
     save_every=300,
-    evaluate_every=100,
+    validation_every=100,
 )
 
 

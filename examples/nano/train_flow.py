@@ -87,10 +87,10 @@ def train_flow(model: PromptedTransformer, vae: WanVAE, workdir: Path, seed: int
         }
 
     start_as_identity(model.transformer)
-    flow = Drawn("flow", model, text_loss, muon(PEAK_LEARNING_RATE, FLOW_STEPS), workdir, seed, average=0.999)
+    flow = Drawn("flow", model, text_loss, muon(PEAK_LEARNING_RATE, FLOW_STEPS), workdir, seed, ema_decay=0.999)
     flow.train(FLOW_STEPS, partial(batch, pictures=False))
     optimizer = muon(PEAK_LEARNING_RATE / 2, PICTURE_STEPS)
-    both = Drawn("pictures", flow.model(), text_and_picture_loss, optimizer, workdir, seed + 1, average=0.999)
+    both = Drawn("pictures", flow.model(), text_and_picture_loss, optimizer, workdir, seed + 1, ema_decay=0.999)
     both.train(PICTURE_STEPS, partial(batch, pictures=True))
     return both.model()
 

@@ -125,7 +125,7 @@ def test_help_lists_the_commands():
             "guidance-rule flow-shift follow sigmas cache seed scheduler noise lora attention block-q block-kv "
             "block-kv-compute window batch-guidance dtype vae-dtype "
             "compiler mesh rules tile decoder offload train lora-rank "
-            "full batch optimizer requests deadline price start-time download-rate compile-time json quiet config "
+            "full batch-size optimizer requests deadline price start-time download-rate compile-time json quiet config "
             "help",
         ),
         (
@@ -159,10 +159,11 @@ def test_help_lists_the_commands():
         ),
         (
             "train",
-            "out steps batch accumulate seed rank alpha dropout target full dialect expert optimizer rate warm-up "
-            "schedule clip weight-decay average fps cut resize buckets shortest store timesteps shift logit-mean "
-            "logit-deviation dropped-captions preserved-uncaptioned sample sample-every held-out evaluate-every "
-            "save-every size height width frames attention block-q block-kv block-kv-compute window dtype vae-dtype "
+            "out steps batch-size grad-accum-steps seed lora-rank lora-alpha lora-dropout lora-target full lora-format "
+            "expert optimizer learning-rate warmup-steps lr-scheduler max-grad-norm weight-decay ema-decay fps cut "
+            "resize buckets min-frames latent-cache timesteps shift logit-mean logit-std caption-dropout "
+            "uncaptioned-preservation sample-prompt sample-every holdout-every validation-every save-every size height "
+            "width frames attention block-q block-kv block-kv-compute window dtype vae-dtype "
             "compiler "
             "mesh rules processes compile-cache trust-compile-cache quiet verbose stats json config help",
         ),

@@ -9,6 +9,7 @@ import pytest
 from tests.support.commands import refused, succeeded, wanjax
 from tests.support.words import says
 from wanjax.cli import main, stages
+from wanjax.cli.arguments import ELSEWHERE, OF_SCRIPTS
 
 
 @pytest.fixture(autouse=True)
@@ -51,8 +52,8 @@ def prompts(tmp_path, monkeypatch) -> list[str]:
         (["cat", "--cfg_scale", "3"], "--guidance-scale"),
         (["cat", "--sampler", "euler"], "'--sampler' --scheduler"),
         (["cat", "--length", "17"], "'--length' --frames"),
-        (["train", "nano", "clips", "--lr", "1"], "'--lr' --rate"),
-        (["train", "nano", "clips", "--batch-size", "1"], "'--batch-size' --batch"),
+        (["train", "nano", "clips", "--lr", "1"], "'--lr' --learning-rate"),
+        (["train", "nano", "clips", "--batch", "1"], "'--batch' --batch-size"),
         (["convert", "nano", "--out", "a"], "'--out' generate convert SOURCE [FOLDER]"),
         (["train", "nano"], "DATA train [OPTIONS] MODEL"),
         (["train", "nano", "clips"], "--out FOLDER"),
@@ -79,6 +80,17 @@ def test_a_mistyped_command_makes_no_video(prompts, arguments, told):
 def test_two_dashes_make_no_two_options_alike(command, option, others):
     said = refused(command, option, "1")
     assert not any(other in said for other in others.split()), said
+
+
+def test_the_training_options_of_others_are_answered_with_ours():
+    """Those of other trainers, and those that had other names here, on the command line and in a TOML file."""
+    ours = {name[2:] for option in main.commands["train"].params for name in option.opts if name.startswith("--")}
+    others = {old: new for old, new in ELSEWHERE.items() if new in ours and old not in {*ours, *OF_SCRIPTS}}
+    assert {"lr", "rate", "average", "gradient-accumulation-steps"} <= others.keys()
+    for old, new in others.items():
+        assert says(refused("train", "nano", "clips", "--out", "a", f"--{old}", "1"), f"--{old} --{new}")
+        Path("train.toml").write_text(f"[train]\n{old} = 1\n")
+        assert says(refused("train", "nano", "clips", "--out", "a", "--config", "train.toml"), f"{old} {new}")
 
 
 def test_a_file_where_a_folder_belongs_is_told_with_what_to_give():

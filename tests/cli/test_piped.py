@@ -37,7 +37,7 @@ def test_what_is_printed_into_a_pipe(model, tmp_path, monkeypatch):
     Path("data/a.txt").write_text("a red circle")
     Path("p.txt").write_text("a red circle\n")
     own = ("--model", model, "--dtype", "float32", *ONE)
-    train = ("--size", "32x32", "--frames", "1", "--steps", "1", "--rank", "1", "--out", "lora")
+    train = ("--size", "32x32", "--frames", "1", "--steps", "1", "--lora-rank", "1", "--out", "lora")
     for command in (
         ("convert", model, "there"),
         ("convert", "there", "--verify"),

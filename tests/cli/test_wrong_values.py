@@ -108,10 +108,11 @@ NUMBERS = {  # which are no fields of a request
     "--attention": ("radial:0", "radial:-1"),
 }
 OF_A_TRAINING = {
-    **dict.fromkeys(("--batch", "--accumulate", "--rank", "--shortest", "--save-every", "--sample-every"), (0, -1)),
-    **dict.fromkeys(("--alpha", "--rate", "--shift", "--logit-deviation"), (0, -1)),
-    **dict.fromkeys(("--clip", "--weight-decay", "--warm-up", "--held-out", "--seed"), (-1,)),
-    **dict.fromkeys(("--dropout", "--average", "--dropped-captions", "--preserved-uncaptioned"), (-1, 2)),
+    **dict.fromkeys(("--batch-size", "--grad-accum-steps", "--lora-rank", "--min-frames"), (0, -1)),
+    **dict.fromkeys(("--save-every", "--sample-every", "--validation-every"), (0, -1)),
+    **dict.fromkeys(("--lora-alpha", "--learning-rate", "--shift", "--logit-std"), (0, -1)),
+    **dict.fromkeys(("--max-grad-norm", "--weight-decay", "--warmup-steps", "--holdout-every", "--seed"), (-1,)),
+    **dict.fromkeys(("--lora-dropout", "--ema-decay", "--caption-dropout", "--uncaptioned-preservation"), (-1, 2)),
     "--logit-mean": (),
 }
 

@@ -33,10 +33,10 @@ from tests.support.tiny import (
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.checkpoints.modules import Exported, parameters
 from wanjax.checkpoints.network_kinds import network_of
-from wanjax.training.adapters import Adapted, LoraConfig, adapt, factors_of, is_factor
+from wanjax.training.adapters import LoraConfig, LoraLinear, adapt, factors_of, is_factor
 from wanjax.training.loop import Trainer, everything
 from wanjax.training.objective import Batch, error
-from wanjax.training.optimizers import OptimizerConfig, optimizer
+from wanjax.training.optimizers import OptimizerConfig, make_optimizer
 from wanjax.training.result import save_lora
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
@@ -45,7 +45,7 @@ FILE = "diffusion_pytorch_model.safetensors"
 STEPS, CLIPS, RATE = 3, 2, 1e-3
 LATENTS = (CLIPS, LATENT_CHANNELS, 3, 4, 6)
 LORA = LoraConfig(rank=4, alpha=6.0, targets=("to_q", "to_k", "to_v", "to_out.0"))
-OPTIMIZER = OptimizerConfig(rate=RATE, clip=0.0, weight_decay=0.01, beta2=0.999)
+OPTIMIZER = OptimizerConfig(learning_rate=RATE, max_grad_norm=0.0, weight_decay=0.01, beta2=0.999)
 
 
 def normal(seed, *shape):
@@ -199,7 +199,7 @@ def gradients_of(network, chosen, loss, data):
 
 
 def trained(case, network, chosen, tmp_path):
-    trainer = Trainer(network, our_loss(case), optimizer(OPTIMIZER, STEPS), tmp_path, 0, trained=chosen)
+    trainer = Trainer(network, our_loss(case), make_optimizer(OPTIMIZER, STEPS), tmp_path, 0, trained=chosen)
     trainer.run(STEPS, lambda step, generator: our_data(case))
     trainer.close()
     return trainer.network()
@@ -285,7 +285,7 @@ def adapted(case, rules, size=0.1):
     """Return the adapted network with factors that all differ from zero, and the names of the adapted layers."""
     network, chosen = adapt(case.pipe.components.get(case.component), rules, LORA, 0)
     for seed, (_, module) in enumerate(nnx.iter_modules(network)):
-        if isinstance(module, Adapted):  # at zeros, half of the gradients would be zero
+        if isinstance(module, LoraLinear):  # at zeros, half of the gradients would be zero
             kernel = module.lora_up.kernel
             kernel[...] = jnp.asarray(size * normal(100 + seed, *kernel.shape))
     return network, chosen

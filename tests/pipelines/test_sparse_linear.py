@@ -88,7 +88,12 @@ def test_eight_devices_agree_with_one():
 
 LEARNED = "sla:top=0.3,block_q=8,block_kv=4"
 TRAINING = TrainConfig(
-    steps=2, batch=2, size=(32, 32), frames=9, buckets=False, optimizer=OptimizerConfig(rate=1e-2, warm_up=0)
+    steps=2,
+    batch_size=2,
+    size=(32, 32),
+    frames=9,
+    buckets=False,
+    optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0),
 )
 
 
@@ -125,16 +130,16 @@ def loaded(*given, **options):
 
 
 @pytest.mark.parametrize(
-    ("dialect", "key"),
+    ("lora_format", "key"),
     [
         ("diffusers", "transformer.blocks.0.attn1.proj_l.diff"),
         ("comfy", "diffusion_model.blocks.0.self_attn.attn_op.local_attn.proj_l.diff"),
     ],
 )
-def test_a_dense_model_learns_it_by_a_lora(dialect, key, dense, clips, lora, tmp_path):
+def test_a_dense_model_learns_it_by_a_lora(lora_format, key, dense, clips, lora, tmp_path):
     """The file tells the attention, and has all of the projection's weights; an attention that is asked for goes on."""
-    if dialect == "comfy":
-        lora = trained(dense, clips, tmp_path / "out", lora=LoraConfig(rank=2), dialect=dialect)
+    if lora_format == "comfy":
+        lora = trained(dense, clips, tmp_path / "out", lora=LoraConfig(rank=2), lora_format=lora_format)
     found = {asked: loaded(dense, lora=lora, attention=asked) for asked in (None, "sla:top=1", "auto")}
     wanted = {
         None: AttentionConfig.parse(LEARNED),

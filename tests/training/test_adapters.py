@@ -15,7 +15,7 @@ from wanjax.converters.wan.diffusers import transformer_rules
 from wanjax.kernels.attention import AttentionConfig, SparseLinear
 from wanjax.layers.rope import rope_3d
 from wanjax.models.wan.transformer import SelfAttention, WanTransformer
-from wanjax.training.adapters import Adapted, LoraConfig, adapt, factors_of, is_factor, without_factors
+from wanjax.training.adapters import LoraConfig, LoraLinear, adapt, factors_of, is_factor, without_factors
 
 CONFIG = replace(TRANSFORMER, sparse_linear=SparseLinear())
 PROJECTION = "blocks.self_attn.proj_l"
@@ -56,7 +56,7 @@ def test_it_learns_and_is_merged():
     """The factors have gradients, and what the layer makes with them is what it makes with their product added."""
     layer = network(lambda **kw: SelfAttention(CONFIG, SPARSE, **kw), None)
     before, projection = np.asarray(layer.proj_l.kernel[...]), layer.proj_l
-    layer.proj_l = adapted = Adapted(projection, LoraConfig(2, alpha=3.0), nnx.Rngs(0))
+    layer.proj_l = adapted = LoraLinear(projection, LoraConfig(2, alpha=3.0), nnx.Rngs(0))
     adapted.lora_up.kernel[...] = jnp.full_like(adapted.lora_up.kernel[...], 0.1)
     x = jnp.asarray(np.random.default_rng(1).normal(size=(1, 40, CONFIG.width)), jnp.float32)
     rope = rope_3d((2, 4, 5), CONFIG.rope_channels)

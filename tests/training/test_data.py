@@ -198,9 +198,9 @@ def cutting(cut="head", longest=9, **more):
 def test_lengths_are_halved_and_of_the_model_s_form():
     assert lengths(81, 4) == (81, 41, 21, 9, 5, 1)
     assert lengths(49, 8) == (49, 25, 9, 1)
-    assert lengths(81, 4, shortest=9) == (81, 41, 21, 9)
+    assert lengths(81, 4, min_frames=9) == (81, 41, 21, 9)
     with pytest.raises(WanjaxError, match=naming("100 81")):
-        lengths(81, 4, shortest=100)
+        lengths(81, 4, min_frames=100)
     assert nearest((480, 832), [(32, 32), (32, 48), (48, 32)]) == (32, 48)
 
 

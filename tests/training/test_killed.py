@@ -22,8 +22,8 @@ import sys
 from wanjax import load
 from wanjax.training import LoraConfig, OptimizerConfig, TrainConfig, train
 train(load(sys.argv[1]), sys.argv[2], sys.argv[3], TrainConfig(
-    steps=int(sys.argv[4]), batch=2, size=(32, 32), frames=5, buckets=False, save_every=3, evaluate_every=10**6,
-    sample_every=10**6, lora=LoraConfig(rank=2, dropout=0.1), optimizer=OptimizerConfig(rate=1e-3)))
+    steps=int(sys.argv[4]), batch_size=2, size=(32, 32), frames=5, buckets=False, save_every=3, validation_every=10**6,
+    sample_every=10**6, lora=LoraConfig(rank=2, dropout=0.1), optimizer=OptimizerConfig(learning_rate=1e-3)))
 """
 
 

@@ -22,7 +22,7 @@ def draw(step, generator):
 
 
 def trainer(network, folder):
-    return closing(Trainer(network, loss, optax.adam(1e-2), folder, 0, average=0.9))
+    return closing(Trainer(network, loss, optax.adam(1e-2), folder, 0, ema_decay=0.9))
 
 
 def test_a_training_that_goes_on_holds_one_state(tmp_path):
@@ -40,7 +40,7 @@ def test_the_mean_of_the_weights_moves_to_them_by_its_share(tmp_path):
     before = np.asarray(network.kernel[...])
     with trainer(network, tmp_path) as training:
         training.run(1, draw)
-        after, mean = (np.asarray(training.state[name].kernel[...]) for name in ("weights", "average"))
+        after, mean = (np.asarray(training.state[name].kernel[...]) for name in ("weights", "ema"))
         np.testing.assert_allclose(mean, 0.9 * before + 0.1 * after, rtol=1e-6)
         assert np.abs(after - before).max() > 5e-3
         np.testing.assert_array_equal(training.network().kernel[...], mean)
@@ -49,7 +49,7 @@ def test_the_mean_of_the_weights_moves_to_them_by_its_share(tmp_path):
 def test_the_gradients_of_parts_make_the_step_of_the_whole_batch(tmp_path):
     def trained(parts):
         network, folder = nnx.Linear(3, 3, rngs=nnx.Rngs(0)), tmp_path / str(parts)
-        with closing(Trainer(network, loss, optax.sgd(1e-1), folder, 0, accumulated=parts)) as training:
+        with closing(Trainer(network, loss, optax.sgd(1e-1), folder, 0, grad_accum_steps=parts)) as training:
             training.run(1, lambda step, generator: generator.normal(size=(4, 3)).astype(np.float32))
             return np.asarray(training.network().kernel[...])
 

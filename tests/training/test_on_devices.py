@@ -19,7 +19,7 @@ from wanjax.sharding import one_device
 from wanjax.training.adapters import LoraConfig, adapt, is_factor
 from wanjax.training.loop import Trainer
 from wanjax.training.objective import Batch, NoiseLevels, loss_of
-from wanjax.training.optimizers import OptimizerConfig, optimizer
+from wanjax.training.optimizers import OptimizerConfig, make_optimizer
 from wanjax.training.step import everything, train
 
 HEADS, STEPS = 8, 20
@@ -43,7 +43,7 @@ def losses(axes, rules, full, folder):
     if not full:
         model, _ = adapt(model, transformer_rules(config), LoraConfig(rank=4), 0, place)
     chosen = everything if full else is_factor
-    made = optimizer(OptimizerConfig(rate=1e-3), STEPS)
+    made = make_optimizer(OptimizerConfig(learning_rate=1e-3), STEPS)
     trainer = Trainer(
         model, loss_of(pipe, NoiseLevels("shift", 3.0)), made, folder, 0, trained=chosen, partitioner=place
     )

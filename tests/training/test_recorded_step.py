@@ -20,8 +20,8 @@ pytestmark = pytest.mark.usefixtures("kept_programs")
 
 slow = pytest.mark.slow
 MODELS = {"wan": tiny_checkpoint, "wan-i2v": tiny_image_checkpoint, "cogvideox": tiny_cogvideox_checkpoint}
-RATE = OptimizerConfig(rate=1e-3)
-SMALL = TrainConfig(steps=1, batch=2, size=(32, 32), frames=5, buckets=False, optimizer=RATE)
+RATE = OptimizerConfig(learning_rate=1e-3)
+SMALL = TrainConfig(steps=1, batch_size=2, size=(32, 32), frames=5, buckets=False, optimizer=RATE)
 LORA = LoraConfig(rank=2)
 
 
@@ -49,7 +49,7 @@ def of_any_step(calls: Counter[Call]) -> Counter[Call]:
     found: Counter[Call] = Counter()
     for call, times in calls.items():
         step = call.static
-        about = step.graphdef, repr(step.specs), step.average, step.accumulated
+        about = step.graphdef, repr(step.specs), step.ema_decay, step.grad_accum_steps
         found[call._replace(static=about)] += times
     return found
 
@@ -71,7 +71,7 @@ def test_a_plan_records_the_step_that_a_training_takes(models, data, taken, tmp_
     asked = found.settings.updated({"height": 32, "width": 32, "frames": 5, "guidance_scale": 1.0, "dtype": "float32"})
     family = replace(found.family, prompt=lambda architecture: {"tokenizer": (TEXT_LENGTH,) * 2})
     planned = abstract_pipeline(replace(found, family=family, settings=asked), pipe.partitioner)
-    recorded = _recorded(planned, asked, SMALL.batch, lora, RATE)
+    recorded = _recorded(planned, asked, SMALL.batch_size, lora, RATE)
     calls = Counter({instance_call(recorded[program]): 1 for program in (begin_training, train)})
     assert not differences(of_any_step(taken.calls), of_any_step(calls))
     assert not wrong_shardings(taken.shardings)

@@ -46,13 +46,13 @@ MODELS = {
 LORA = LoraConfig(rank=2)
 SMALL = TrainConfig(
     steps=3,
-    batch=2,
+    batch_size=2,
     size=(32, 32),
     frames=5,
     buckets=False,
     lora=LORA,
     save_every=2,
-    optimizer=OptimizerConfig(rate=1e-2),
+    optimizer=OptimizerConfig(learning_rate=1e-2),
 )
 
 
@@ -89,7 +89,7 @@ def weights_of(pipe):
 @pytest.mark.parametrize("family", ["wan", *(pytest.param(name, marks=slow) for name in list(MODELS)[1:])])
 def test_a_lora_of_every_family_is_merged_as_it_was_trained(family, tmp_path, data):
     model = MODELS[family](tmp_path / "model")
-    file, told = trained(model, data, tmp_path / "out", dialect="comfy" if family == "wan-i2v" else "diffusers")
+    file, told = trained(model, data, tmp_path / "out", lora_format="comfy" if family == "wan-i2v" else "diffusers")
     assert any("clips: 4 of 32x32, 5 frames" in sentence for sentence in told)
     lines = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
@@ -208,7 +208,7 @@ DRAW, LENGTH = Training._draw, 20
 @pytest.mark.parametrize("at", [2, *(pytest.param(n, marks=slow) for n in range(1, LENGTH + 1) if n != 2)])
 def test_nothing_is_written_that_is_not_finite(at, tmp_path, data, wan, whole, monkeypatch):
     """The state before is gone on from at a lower rate; or at its own, with the bits of one that was left alone."""
-    more = KEPT if at == 2 else {"save_every": 1, "steps": LENGTH, "average": 0.9}
+    more = KEPT if at == 2 else {"save_every": 1, "steps": LENGTH, "ema_decay": 0.9}
     monkeypatch.setattr(Training, "_draw", poisoned(at))
     with pytest.raises(NotFiniteError, match=naming(f"step {at}")):
         trained(wan, data, tmp_path / "out", **more)
@@ -216,7 +216,7 @@ def test_nothing_is_written_that_is_not_finite(at, tmp_path, data, wan, whole, m
     assert sorted(int(x.name) for x in (tmp_path / "out/checkpoints").iterdir()) == [*range(max(1, at - 2), at)]
     monkeypatch.setattr(Training, "_draw", DRAW)
     shutil.copytree(tmp_path / "out", tmp_path / "lower")
-    lower, told = trained(wan, data, tmp_path / "lower", **more, optimizer=OptimizerConfig(rate=1e-3))
+    lower, told = trained(wan, data, tmp_path / "lower", **more, optimizer=OptimizerConfig(learning_rate=1e-3))
     assert at == 1 or any(says(text, f"0.01 0.001 step {at}") for text in told)
     assert finite(tmp_path / "lower")
     again = load_safetensors(trained(wan, data, tmp_path / "out", **more)[0])
@@ -232,7 +232,7 @@ def test_a_rate_far_too_high(rate, tmp_path, data, wan):
     config = {"save_every": 1, "steps": 3}
     for _ in range(2):
         with pytest.raises(NotFiniteError, match=naming("step rate")):
-            trained(wan, data, tmp_path, **config, optimizer=OptimizerConfig(rate=rate))
+            trained(wan, data, tmp_path, **config, optimizer=OptimizerConfig(learning_rate=rate))
         assert finite(tmp_path)
         assert not (tmp_path / "lora.safetensors").exists()
     trained(wan, data, tmp_path, **config)
@@ -242,9 +242,9 @@ def test_a_rate_far_too_high(rate, tmp_path, data, wan):
 def test_what_differs_is_told_entry_by_entry(tmp_path):
     long = "x" * 200
     one, two = ({"c": f"{long}{word}", "d": [*range(n)]} for word, n in (("one", 3), ("two", 2)))
-    Trainer._check_told(SimpleNamespace(folder=tmp_path, step=2), {"a": 1, "b": one, "steps": 2})
+    Trainer._check_identity(SimpleNamespace(folder=tmp_path, step=2), {"a": 1, "b": one, "steps": 2})
     with pytest.raises(WanjaxError, match=naming("a none 1 e 7 b.c b.d[2] 2")) as refused:
-        Trainer._check_told(SimpleNamespace(folder=tmp_path, step=2), {"a": None, "b": two, "steps": 2, "e": 7})
+        Trainer._check_identity(SimpleNamespace(folder=tmp_path, step=2), {"a": None, "b": two, "steps": 2, "e": 7})
     assert all(f"x{word}'" in str(refused.value) for word in ("one", "two"))
     assert len(str(refused.value)) < 500 + len(str(tmp_path))
 
@@ -252,10 +252,10 @@ def test_what_differs_is_told_entry_by_entry(tmp_path):
 @pytest.mark.parametrize(("step", "may"), [(0, True), (1, True), (2, False)])
 def test_what_is_left_may_be_at_another_rate(step, may, tmp_path):
     for rate in (1e-3, 1e-4):
-        told = {"optimizer": {"rate": rate}, "steps": 2}
+        told = {"optimizer": {"learning_rate": rate}, "steps": 2}
         with nullcontext() if may or rate == 1e-3 else pytest.raises(WanjaxError, match=naming("rate 0.001 0.0001")):
-            changed = Trainer._check_told(SimpleNamespace(folder=tmp_path, step=step), told)
-            assert changed == ({} if rate == 1e-3 else {"optimizer.rate": 1e-3})
+            changed = Trainer._check_identity(SimpleNamespace(folder=tmp_path, step=step), told)
+            assert changed == ({} if rate == 1e-3 else {"optimizer.learning_rate": 1e-3})
 
 
 @slow
@@ -290,9 +290,16 @@ def test_two_experts_make_two_files_at_their_own_levels(tmp_path, data):
 @slow
 def test_held_out_losses_and_samples(tmp_path, data, wan):
     told = trained(
-        wan, data, tmp_path / "out", held_out=2, evaluate_every=2, sample_every=2, samples=("a cat",), steps=2
+        wan,
+        data,
+        tmp_path / "out",
+        holdout_every=2,
+        validation_every=2,
+        sample_every=2,
+        sample_prompts=("a cat",),
+        steps=2,
     )[1]
-    held = [line for line in told if "held-out" in line]
+    held = [line for line in told if "validation loss" in line]
     assert len(held) == 2
     assert sorted(path.name for path in (tmp_path / "out/samples").iterdir()) == ["000000-0.mp4", "000002-0.mp4"]
 
@@ -363,7 +370,7 @@ def test_a_disk_that_is_full_is_told(tmp_path, data, wan, monkeypatch):
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(WanjaxError, match=naming("No space left on device")):
-        trained(wan, data, tmp_path / "out", store=tmp_path / "store")
+        trained(wan, data, tmp_path / "out", latent_cache=tmp_path / "store")
 
 
 def test_two_trainings_do_not_share_a_folder(tmp_path, data, wan):
@@ -377,13 +384,18 @@ def test_two_trainings_do_not_share_a_folder(tmp_path, data, wan):
 def test_targets_and_settings_that_are_wrong(tmp_path, data, wan):
     with pytest.raises(WanjaxError, match=naming("layer to_x")):
         trained(wan, data, tmp_path / "out", lora=LoraConfig(rank=2, targets=("to_x",)))
-    for settings in ({"lora": LoraConfig}, {"batch": 3, "accumulated": 2}, {"steps": 0}, {"held_out": 1}):
+    for settings in (
+        {"lora": LoraConfig},
+        {"batch_size": 3, "grad_accum_steps": 2},
+        {"steps": 0},
+        {"holdout_every": 1},
+    ):
         with pytest.raises((WanjaxError, TypeError, AttributeError)):
             trained(wan, data, tmp_path / "other", **settings)
     with pytest.raises(WanjaxError, match="has one network"):
         trained(wan, data, tmp_path / "expert", expert="high")
     with pytest.raises(WanjaxError, match=naming("9 5")):
-        Training(wanjax.load(wan), data, tmp_path / "long", replace(SMALL, shortest=9))
+        Training(wanjax.load(wan), data, tmp_path / "long", replace(SMALL, min_frames=9))
     pipe = wanjax.load(wan)
     pipe.components.source = None
     with pytest.raises(WanjaxError, match="checkpoint"):
@@ -402,7 +414,7 @@ def test_preserved_clips_hold_the_model_where_it_is(tmp_path, wan):
 
     def loss(data, part):
         out = tmp_path / f"{data.name} {part}"
-        trained(wan, data, out, steps=1, dropped_captions=1.0, preserved_uncaptioned=part)
+        trained(wan, data, out, steps=1, caption_dropout=1.0, uncaptioned_preservation=part)
         return json.loads((out / "metrics.jsonl").read_text())["loss"]
 
     whole, half = (loss(mixed, part) for part in (0.0, 0.5))
@@ -429,7 +441,7 @@ def test_an_optimiser_of_parts_trains_all_weights(name, tmp_path, data, wan):
 
 @slow
 def test_accumulated_parts_are_one_batch(tmp_path, data, wan):
-    (one, _), (two, _) = (trained(wan, data, tmp_path / str(n), accumulated=n, steps=1) for n in (1, 2))
+    (one, _), (two, _) = (trained(wan, data, tmp_path / str(n), grad_accum_steps=n, steps=1) for n in (1, 2))
     assert load_safetensors(one).keys() == load_safetensors(two).keys()
 
 

@@ -37,24 +37,36 @@ ELSEWHERE = {
     "output": "out",
     "output-file": "out",
     "save-file": "out",
-    "lr": "rate",
-    "learning-rate": "rate",
-    "lr-scheduler": "schedule",
-    "warmup-steps": "warm-up",
-    "lr-warmup-steps": "warm-up",
-    "batch-size": "batch",
-    "train-batch-size": "batch",
-    "gradient-accumulation-steps": "accumulate",
-    "grad-accum-steps": "accumulate",
+    "lr": "learning-rate",
+    "rate": "learning-rate",
+    "lr-schedule": "lr-scheduler",
+    "schedule": "lr-scheduler",
+    "lr-warmup-steps": "warmup-steps",
+    "warm-up": "warmup-steps",
+    "train-batch-size": "batch-size",
+    "batch": "batch-size",
+    "gradient-accumulation-steps": "grad-accum-steps",
+    "accumulate": "grad-accum-steps",
     "max-train-steps": "steps",
-    "max-grad-norm": "clip",
-    "ema-decay": "average",
-    "lora-rank": "rank",
-    "network-dim": "rank",
-    "lora-alpha": "alpha",
-    "network-alpha": "alpha",
-    "caption-dropout": "dropped-captions",
-    "validation-prompt": "sample",
+    "clip": "max-grad-norm",
+    "average": "ema-decay",
+    "network-dim": "lora-rank",
+    "rank": "lora-rank",
+    "network-alpha": "lora-alpha",
+    "alpha": "lora-alpha",
+    "dropout": "lora-dropout",
+    "target": "lora-target",
+    "dialect": "lora-format",
+    "dropped-captions": "caption-dropout",
+    "preserved-uncaptioned": "uncaptioned-preservation",
+    "logit-deviation": "logit-std",
+    "shortest": "min-frames",
+    "store": "latent-cache",
+    "validation-prompt": "sample-prompt",
+    "sample": "sample-prompt",
+    "validation-steps": "validation-every",
+    "evaluate-every": "validation-every",
+    "held-out": "holdout-every",
     "checkpointing-steps": "save-every",
 } | {alias.replace("_", "-"): name.replace("_", "-") for alias, name in RENAMED.items()}
 """Options of other libraries and their names here, where a command has one; those of settings are theirs."""
@@ -228,7 +240,7 @@ def _right(kind: click.ParamType) -> str:
 HUB = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)/?", re.IGNORECASE)
 IN_STORES = ("out", "target", "source", "model", "model_option", "file", "made", "compile_cache", "folder", "database")
 """Parameters whose values may be in a store."""
-NO_FILES = ("extend_prompt", "at", "token", "origins", "prompt", "prompt_option", "negative_prompt", "samples")
+NO_FILES = ("extend_prompt", "at", "token", "origins", "prompt", "prompt_option", "negative_prompt", "sample_prompts")
 
 
 def check_words(command: click.Command, ctx: click.Context, arguments: Sequence[str]) -> None:

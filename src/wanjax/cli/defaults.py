@@ -16,7 +16,7 @@ import click
 from click.core import ParameterSource
 
 from wanjax.cli import sections
-from wanjax.cli.arguments import check_extra, check_words, our_name, visible_options
+from wanjax.cli.arguments import ELSEWHERE, check_extra, check_words, our_name, visible_options
 from wanjax.cli.options import SETTINGS, input_option, is_typed, of_file
 from wanjax.errors import WanjaxError, reason
 from wanjax.media.inputs import IMAGE, INPUTS, REFERENCES
@@ -185,7 +185,7 @@ def _named(place: str, table: Mapping[str, Any], options: Mapping[str, click.Opt
     for key, value in table.items():
         name = our_name(key)
         if name not in options:
-            near = get_close_matches(name, options, n=1)
+            near = [ELSEWHERE[name]] if ELSEWHERE.get(name) in options else get_close_matches(name, options, n=1)
             raise WanjaxError(f"{place} has {key!r}, which is no option there{f': {near[0]} is near' if near else ''}")
         option = options[name]
         checked = _checked(place, key, value, option)

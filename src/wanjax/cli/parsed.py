@@ -116,7 +116,7 @@ class TrainingOptions(NamedTuple):
     train: bool = False
     lora_rank: int = 32
     full: bool = False
-    batch: int = 1
+    batch_size: int = 1
     optimizer: Literal["adamw", "adafactor", "muon"] = "adamw"
 
 

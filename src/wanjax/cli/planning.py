@@ -84,7 +84,7 @@ def plan(
     found = replace(found, settings=settings)
     if training.train:
         lora = None if training.full else LoraConfig(training.lora_rank)
-        how |= {"lora": lora, "optimized": OptimizerConfig(training.optimizer), "clips": training.batch}
+        how |= {"lora": lora, "optimized": OptimizerConfig(training.optimizer), "clips": training.batch_size}
         price = partial(estimate_training, found, chip, axes, **how)
     else:
         offload = options.offload if settings.windows > 1 else options.offload is not False

@@ -15,17 +15,23 @@ SECTIONS = {
         "extend-model negative-prompt height width fps prompt allow-empty-prompt with-prompt",
     ),
     "From what": ("image last-image video", "mask reference strength resize max-picture noise"),
-    "What to learn": ("full rank sample", "alpha dropout target dialect expert average lora-rank"),
+    "What to learn": (
+        "full lora-rank sample-prompt",
+        "lora-alpha lora-dropout lora-target lora-format expert ema-decay",
+    ),
     "From which clips": (
-        "buckets held-out",
-        "cut shortest store dropped-captions preserved-uncaptioned",
+        "buckets holdout-every",
+        "cut min-frames latent-cache caption-dropout uncaptioned-preservation",
     ),
     "How well": (
         "steps guidance-scale lora",
         "guidance-scale-2 boundary dynamic-guidance guidance-rule flow-shift follow sigmas scheduler "
-        "timesteps shift logit-mean logit-deviation",
+        "timesteps shift logit-mean logit-std",
     ),
-    "How to learn": ("batch rate warm-up", "accumulate optimizer schedule clip weight-decay"),
+    "How to learn": (
+        "batch-size learning-rate warmup-steps",
+        "grad-accum-steps optimizer lr-scheduler max-grad-norm weight-decay",
+    ),
     "How fast": (
         "cache dtype",
         "vae-dtype attention block-q block-kv block-kv-compute window batch-guidance compiler quick keep",
@@ -38,7 +44,7 @@ SECTIONS = {
     "Limits": ("max-queue", "max-pixels max-steps max-upload"),
     "Output": (
         "out dir to train preview quiet",
-        "force preview-decoder sample-every evaluate-every save-every profile stats json verbose verify revision",
+        "force preview-decoder sample-every validation-every save-every profile stats json verbose verify revision",
     ),
     "More": ("config help help-all", ""),
 }

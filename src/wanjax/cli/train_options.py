@@ -25,21 +25,20 @@ optimizer_name = partial(
 )
 steps = together(
     number("--steps", default=1000, help="Steps of training."),
-    number("--batch", default=1, help="Clips in a step."),
+    number("--batch-size", default=1, help="Clips in a step."),
     number(
-        "--accumulate",
-        "accumulated",
+        "--grad-accum-steps",
         default=1,
         help="Parts in which a step's clips are computed one after another, for less memory.",
     ),
     click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Seed of all that is random."),
 )
 lora = together(
-    number("--rank", default=32, help="Rank of the LoRA."),
-    real("--alpha", help="Alpha of the LoRA.  [default: the rank]"),
-    real("--dropout", default=0.0, help="Dropout in the LoRA."),
+    number("--lora-rank", "rank", default=32, help="Rank of the LoRA."),
+    real("--lora-alpha", "alpha", help="Alpha of the LoRA.  [default: the rank]"),
+    real("--lora-dropout", "dropout", default=0.0, help="Dropout in the LoRA."),
     click.option(
-        "--target",
+        "--lora-target",
         "targets",
         multiple=True,
         metavar="NAME",
@@ -48,7 +47,7 @@ lora = together(
     ),
     click.option("--full", is_flag=True, help="Train all weights in place of a LoRA."),
     click.option(
-        "--dialect",
+        "--lora-format",
         type=click.Choice(["diffusers", "comfy"]),
         default="diffusers",
         show_default=True,
@@ -64,18 +63,20 @@ lora = together(
 )
 optimizer = together(
     optimizer_name(help="The optimiser."),
-    real("--rate", default=1e-4, help="Peak learning rate."),
-    click.option("--warm-up", type=int, default=0, show_default=True, metavar="N", help="Steps of rising rate."),
+    real("--learning-rate", default=1e-4, help="Peak learning rate."),
     click.option(
-        "--schedule",
+        "--warmup-steps", type=int, default=0, show_default=True, metavar="N", help="Steps of rising learning rate."
+    ),
+    click.option(
+        "--lr-scheduler",
         type=click.Choice(["constant", "cosine", "linear"]),
         default="constant",
         show_default=True,
-        help="The rate after the warm-up.",
+        help="The learning rate after the warm-up.",
     ),
-    real("--clip", default=1.0, help="Largest norm of a gradient; 0 is any."),
-    real("--weight-decay", default=0.01, help="Part of the weights that a step takes off, times the rate."),
-    real("--average", help="Decay of a mean of the weights, which is then the result."),
+    real("--max-grad-norm", default=1.0, help="Norm to which gradients are clipped; 0 does not clip."),
+    real("--weight-decay", default=0.01, help="Part of the weights that a step takes off, times the learning rate."),
+    real("--ema-decay", help="Decay of a moving average of the weights, which is then the result."),
 )
 clips = together(
     number("--fps", help="Frames a second of the clips.  [default: the model's]"),
@@ -93,9 +94,9 @@ clips = together(
         show_default=True,
         help="Keep the proportions of clips, in a few sizes of the same area, or make them all of one size.",
     ),
-    number("--shortest", help="Frames of the shortest clips.  [default: any]"),
+    number("--min-frames", help="Frames of the shortest clips.  [default: any]"),
     click.option(
-        "--store",
+        "--latent-cache",
         type=click.Path(path_type=Path, file_okay=False),
         metavar="FOLDER",
         help="Where encoded clips and captions are kept.  [default: .wanjax beside the data]",
@@ -109,31 +110,36 @@ noise = together(
     ),
     real("--shift", help="The shift of the noise levels.  [default: the model's]"),
     real("--logit-mean", default=0.0, help="Mean of the logit-normal noise levels."),
-    real("--logit-deviation", default=1.0, help="Their standard deviation."),
+    real("--logit-std", default=1.0, help="Their standard deviation."),
     real(
-        "--dropped-captions",
+        "--caption-dropout",
         default=0.05,
         help="The share of clips that are shown without a caption, for guidance.",
     ),
     real(
-        "--preserved-uncaptioned",
+        "--uncaptioned-preservation",
         default=1.0,
         help="With clips to preserve: how far what is shown without a caption is preserved too, from 0 to 1.",
     ),
 )
 looks = together(
     click.option(
-        "--sample",
-        "samples",
+        "--sample-prompt",
+        "sample_prompts",
         multiple=True,
         metavar="PROMPT",
         help="Make a video of PROMPT at the first step and along the way; may be given more than once.",
     ),
     number("--sample-every", default=250, help="Steps between samples."),
     click.option(
-        "--held-out", type=int, default=0, show_default=True, metavar="N", help="Keep one clip in N for a loss."
+        "--holdout-every",
+        type=int,
+        default=0,
+        show_default=True,
+        metavar="N",
+        help="Hold out one clip in N for the validation loss; 0 holds out none.",
     ),
-    number("--evaluate-every", default=250, help="Steps between losses of held-out clips."),
+    number("--validation-every", default=250, help="Steps between validation losses."),
     number("--save-every", default=250, help="Steps between checkpoints."),
 )
 train: Decorator = together(out, steps, lora, optimizer, clips, noise, looks)
@@ -141,6 +147,6 @@ priced = together(
     click.option("--train", "train", is_flag=True, help="Price a step of training; of a LoRA, unless with --full."),
     number("--lora-rank", default=32, help="With --train: the rank."),
     click.option("--full", is_flag=True, help="With --train: train all weights."),
-    number("--batch", default=1, help="With --train: clips in a step."),
+    number("--batch-size", default=1, help="With --train: clips in a step."),
     optimizer_name(help="With --train: the optimiser."),
 )

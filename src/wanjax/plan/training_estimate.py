@@ -43,7 +43,7 @@ from wanjax.sharding import RULES, Partitioner
 from wanjax.training.adapters import LoraConfig, adapt, is_factor
 from wanjax.training.encoded import NEGATIVE
 from wanjax.training.objective import Batch, NoiseLevels, loss_of
-from wanjax.training.optimizers import OptimizerConfig, optimizer
+from wanjax.training.optimizers import OptimizerConfig, make_optimizer
 from wanjax.training.step import begin_training, everything, loss_alone, prepare_step, train
 
 STEPS = 1000  # of the schedule of the rate, which costs nothing
@@ -146,7 +146,7 @@ def _recorded(
     network = with_shardings(as_shapes(adapted), partitioner)
     trained = everything if lora is None else is_factor
     static, changed, fixed = prepare_step(
-        network, loss_of(pipe, NoiseLevels()), optimizer(optimized, STEPS), trained=trained
+        network, loss_of(pipe, NoiseLevels()), make_optimizer(optimized, STEPS), trained=trained
     )
     batch, number = _batch(pipe, settings, clips), np.int32(0)
     record, site = Trace(), Site(partitioner, pipe.compiler)

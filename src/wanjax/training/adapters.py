@@ -61,7 +61,7 @@ class DropoutKey(nnx.Variable):
     """The data of the random key by which an adapted projection drops its inputs, which each step replaces."""
 
 
-class Adapted(nnx.Module):
+class LoraLinear(nnx.Module):
     """A projection with a low-rank one beside it. `dropout_key` is None without dropout.
 
     Where its weights are read in place of a call, `kernel` has the product of the factors in it, and none is dropped.
@@ -102,12 +102,12 @@ class Adapted(nnx.Module):
         z = x
         if self.dropout_key is not None:
             key = jax.random.wrap_key_data(self.dropout_key[...], impl="threefry2x32")
-            kept = jax.random.bernoulli(key, 1 - self.rate, x.shape)
-            z = jnp.where(kept, x / jnp.asarray(1 - self.rate, x.dtype), jnp.zeros((), x.dtype))
+            mask = jax.random.bernoulli(key, 1 - self.rate, x.shape)
+            z = jnp.where(mask, x / jnp.asarray(1 - self.rate, x.dtype), jnp.zeros((), x.dtype))
         return y + (self.lora_up(self.lora_down(z)) * jnp.asarray(self.scale, y.dtype)).astype(y.dtype)
 
 
-class Changed(nnx.Module):
+class DeltaLinear(nnx.Module):
     """A projection and a change of all its weights, which begins with zeros. Its weights are read; it is not called."""
 
     def __init__(self, base: Any):
@@ -155,7 +155,7 @@ def adapt(
         for step in parents:
             parent = parent[int(step)] if step.isdigit() else getattr(parent, step)
         base = getattr(parent, name)
-        setattr(parent, name, Changed(base) if path in whole else Adapted(base, config, rngs))
+        setattr(parent, name, DeltaLinear(base) if path in whole else LoraLinear(base, config, rngs))
     _place(network, partitioner)
     return network, chosen | whole
 
@@ -165,7 +165,7 @@ def without_factors(network: Network) -> Network:
     network = nnx.merge(*nnx.split(network))
     for _, module in list(nnx.iter_modules(network)):
         for name, projection in list(vars(module).items()):
-            if isinstance(projection, Adapted | Changed):
+            if isinstance(projection, LoraLinear | DeltaLinear):
                 setattr(module, name, projection.base)
     return network
 
@@ -191,7 +191,7 @@ def module_names(network: nnx.Module, rules: Iterable[Rule]) -> dict[str, str]:
     """Return the names in diffusers of the projections of a network by ours; `{i}` stands for a block of a stack."""
     linears = {".".join(map(str, path)) for path, node in nnx.iter_modules(network) if isinstance(node, Linear)}
     shapes, rules = parameters(network), list(rules)
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for path in sorted(linears):
         kernel = shapes[f"{path}.kernel"]
         first, *_ = Exported({f"{path}.kernel": kernel}, rules).specs
@@ -199,8 +199,8 @@ def module_names(network: nnx.Module, rules: Iterable[Rule]) -> dict[str, str]:
         if len(kernel.shape) == 3:
             before, _, after = name.partition(".0.")
             name = f"{before}.{{i}}.{after}"
-        found[path] = name
-    return found
+        names[path] = name
+    return names
 
 
 def _is_chosen(path: str, name: str, targets: Sequence[str]) -> bool:
@@ -229,19 +229,19 @@ def factors_of(network: nnx.Module, rules: Iterable[Rule], chosen: dict[str, str
     Of a projection that is learned whole they are `NAME.diff` [out, in], and `NAME.diff_b` of its bias.
     """
     values, rules = parameters(network), list(rules)
-    found: dict[str, np.ndarray] = {}
+    factors: dict[str, np.ndarray] = {}
     for path in chosen:
         if f"{path}.{CHANGE}.kernel" in values:
-            own = {f"{path}.{leaf}": np.asarray(values[f"{path}.{CHANGE}.{leaf}"]) for leaf in ("kernel", "bias")}
-            changes, endings = Exported(own, rules), {"weight": "diff", "bias": "diff_b"}
+            change = {f"{path}.{leaf}": np.asarray(values[f"{path}.{CHANGE}.{leaf}"]) for leaf in ("kernel", "bias")}
+            changes, endings = Exported(change, rules), {"weight": "diff", "bias": "diff_b"}
             for key in changes.specs:
                 name, _, leaf = key.rpartition(".")
-                found[f"{name}.{endings[leaf]}"] = np.ascontiguousarray(changes.read(key))
+                factors[f"{name}.{endings[leaf]}"] = np.ascontiguousarray(changes.read(key))
             continue
         down, up = (np.asarray(values[f"{path}.{factor}.kernel"]) for factor in FACTORS)
         rows = Exported({f"{path}.kernel": up}, rules)  # B has the order of the weight's rows
         for i, key in enumerate(rows.specs):
             name = key.removesuffix(".weight")
-            found[f"{name}.lora_A.weight"] = np.ascontiguousarray((down[i] if down.ndim == 3 else down).T)
-            found[f"{name}.lora_B.weight"] = np.ascontiguousarray(rows.read(key))
-    return found
+            factors[f"{name}.lora_A.weight"] = np.ascontiguousarray((down[i] if down.ndim == 3 else down).T)
+            factors[f"{name}.lora_B.weight"] = np.ascontiguousarray(rows.read(key))
+    return factors

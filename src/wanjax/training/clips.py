@@ -79,29 +79,31 @@ class Cutting:
         return [list(range(length))]
 
 
-def lengths(frames: int, factor: int, shortest: int | None = None) -> tuple[int, ...]:
+def lengths(frames: int, factor: int, min_frames: int | None = None) -> tuple[int, ...]:
     """Return the lengths of clips: `frames`, about half of it and so on, of the form `factor` n + 1, and 1.
 
-    Raises WanjaxError where none of them is at least `shortest`.
+    Raises WanjaxError where none of them is at least `min_frames`.
     """
-    found, units = [], (frames - 1) // factor
+    candidates, units = [], (frames - 1) // factor
     while units:
-        found.append(units * factor + 1)
+        candidates.append(units * factor + 1)
         units //= 2
-    found.append(1)
-    if shortest is not None and shortest > found[0]:
-        raise WanjaxError(f"the shortest clip has {quantity(shortest, 'frame')} and the longest {found[0]}: give fewer")
-    return tuple(n for n in found if n >= (shortest or 1))
+    candidates.append(1)
+    if min_frames is not None and min_frames > candidates[0]:
+        raise WanjaxError(
+            f"the shortest clip has {quantity(min_frames, 'frame')} and the longest {candidates[0]}: give fewer"
+        )
+    return tuple(n for n in candidates if n >= (min_frames or 1))
 
 
 def sizes(
-    asked: tuple[int, int], size_for: Callable[[tuple[int, int, int]], tuple[int, int]], buckets: bool
+    size: tuple[int, int], size_for: Callable[[tuple[int, int, int]], tuple[int, int]], buckets: bool
 ) -> tuple[tuple[int, int], ...]:
     """Return the sizes of clips (height, width), about as large as the one asked for, which is the first."""
     if not buckets:
-        return (asked,)
-    found = [size_for((3600, round(3600 * ratio), 3)) for ratio in PROPORTIONS]
-    return tuple(dict.fromkeys([asked, *found]))
+        return (size,)
+    others = [size_for((3600, round(3600 * ratio), 3)) for ratio in PROPORTIONS]
+    return tuple(dict.fromkeys([size, *others]))
 
 
 def nearest(shape: Sequence[int], sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:

@@ -88,32 +88,32 @@ def first_of(sentences: Sequence[str]) -> str:
 
 def _of_folder(folder: Path) -> Listing:
     """List the clips and pictures of a folder and the folders in it, each with a text file of the same name."""
-    found = Listing(folder)
+    listing = Listing(folder)
     hidden = lambda path: any(part.startswith(".") for part in path.relative_to(folder).parts)  # noqa: E731
     paths = [path for path in folder.rglob("*") if path.relative_to(folder).parts[0] != KEPT and path.is_file()]
     files = [path for path in in_order(paths) if not hidden(path)]
     media = [path for path in files if path.suffix.lower() in FILM_SUFFIXES or is_picture_name(path)]
     captions = {path.with_suffix(""): path for path in files if path.suffix.lower() == ".txt"}
-    found.others = len(paths) - len(media) - len(captions)
+    listing.others = len(paths) - len(media) - len(captions)
     stems = {path.with_suffix("") for path in media}
     others = {_folded(stem): path for stem, path in captions.items() if stem not in stems}
     wanted = {_folded(stem) for stem in stems - captions.keys()}
     for path in media:
         caption = captions.get(path.with_suffix("")) or others.get(_folded(path.with_suffix("")))
         if caption is None and (prompt := _own_prompt(path)):
-            _add(found, path, prompt)
+            _add(listing, path, prompt)
             continue
         if caption is None:
-            found.left_out.append(f"{path.name} has no caption: give {path.stem}.txt beside it")
+            listing.left_out.append(f"{path.name} has no caption: give {path.stem}.txt beside it")
             continue
         try:
-            _add(found, path, read_text(caption))
+            _add(listing, path, read_text(caption))
         except (OSError, ValueError) as error:
-            found.left_out.append(f"{path.name}, whose caption {caption.name} cannot be read, {reason(error)}")
+            listing.left_out.append(f"{path.name}, whose caption {caption.name} cannot be read, {reason(error)}")
     for name, caption in sorted(others.items()):
         if name not in wanted:
-            found.left_out.append(f"{caption.name} is a caption without a clip or a picture of its name")
-    return found
+            listing.left_out.append(f"{caption.name} is a caption without a clip or a picture of its name")
+    return listing
 
 
 def _own_prompt(path: Path) -> str | None:
@@ -132,52 +132,52 @@ def _folded(stem: Path) -> str:
 
 def _of_table(table: Path) -> Listing:
     """List the rows of a table, whose files are relative to its folder."""
-    found, shown = Listing(table.parent), dict[tuple[Path, str], str]()
+    listing, shown = Listing(table.parent), dict[tuple[Path, str], str]()
     for number, row in enumerate(_rows(table), 1):
         where = f"row {number} of {table.name}"
         if isinstance(row, str):
-            found.left_out.append(f"{where} {row}")
+            listing.left_out.append(f"{where} {row}")
             continue
         file = _entry(row, FILE_COLUMNS, where, table)
         caption = _entry(row, CAPTION_COLUMNS, where, table)
         path = table.parent / str(file)
         if not file or not os.path.isfile(path):  # which raises nothing for names that are none
             named = str(file or "no file").encode(errors="backslashreplace").decode()
-            found.left_out.append(f"{where} names {named}, which is not there")
+            listing.left_out.append(f"{where} names {named}, which is not there")
             continue
         if (before := shown.setdefault((path, str(caption)), where)) != where:
-            found.left_out.append(f"{where} is {before} again")
+            listing.left_out.append(f"{where} is {before} again")
             continue
-        _add(found, path, caption, _repeats(row, where), _preserves(row, where))
-    return found
+        _add(listing, path, caption, _repeats(row, where), _preserves(row, where))
+    return listing
 
 
 def _repeats(row: Mapping[str, Any], where: str) -> int:
     """Return how often an epoch shows a row's clip; raise WanjaxError for all but a whole number from 1 on."""
-    if (told := row.get(REPEATS)) in (None, ""):
+    if (repeats := row.get(REPEATS)) in (None, ""):
         return 1
     with suppress(TypeError, ValueError, OverflowError):
-        if (count := int(told)) >= 1 and (isinstance(told, str) or count == told):
+        if (count := int(repeats)) >= 1 and (isinstance(repeats, str) or count == repeats):
             return count
-    raise WanjaxError(f"{where} has repeats {told!r}: write a whole number from 1 on")
+    raise WanjaxError(f"{where} has repeats {repeats!r}: write a whole number from 1 on")
 
 
 def _preserves(row: Mapping[str, Any], where: str) -> bool:
     """Return whether a row says that its clip is one to keep; raise WanjaxError for another word than yes or no."""
-    told = row.get(PRESERVE)
-    word = "" if told is None else str(told).strip().lower()
+    value = row.get(PRESERVE)
+    word = "" if value is None else str(value).strip().lower()
     if word not in (*YES, *NO):
-        raise WanjaxError(f"{where} has preserve {told!r}: write true or false")
+        raise WanjaxError(f"{where} has preserve {value!r}: write true or false")
     return word in YES
 
 
-def _add(found: Listing, path: Path, caption: Any, repeats: int = 1, preserve: bool = False) -> None:
+def _add(listing: Listing, path: Path, caption: Any, repeats: int = 1, preserve: bool = False) -> None:
     if not is_text("" if caption is None else caption):
-        found.left_out.append(f"{path.name} has a caption that is no text in UTF-8")
+        listing.left_out.append(f"{path.name} has a caption that is no text in UTF-8")
     elif text := trimmed(caption or ""):
-        found.examples.append(Example(path, text, repeats, preserve))
+        listing.examples.append(Example(path, text, repeats, preserve))
     else:
-        found.left_out.append(f"{path.name} has an empty caption")
+        listing.left_out.append(f"{path.name} has an empty caption")
 
 
 def _rows(table: Path) -> Iterator[Mapping[str, Any] | str]:

@@ -48,7 +48,7 @@ class Store:
     def __init__(self, folder: Path, pipe: Pipeline):
         self.folder, self.pipe = folder, pipe
         check_folder(folder)
-        self._made = weights_of(pipe)
+        self._weights = weights_of(pipe)
 
     def encode(self, listing: Listing, cutting: Cutting, tell: Tell) -> list[Piece]:
         """Encode what is not there yet, and return all clips.
@@ -65,8 +65,8 @@ class Store:
         self.pipe.free()
         return [
             Piece(self.folder / name, texts[example.caption], Bucket(*shape), example.repeats, example.preserve)
-            for example, made in clips
-            for name, *shape in made
+            for example, files in clips
+            for name, *shape in files
         ]
 
     def _cut(self, examples: Iterable[Example]) -> Iterator[str]:
@@ -79,7 +79,7 @@ class Store:
     def _clips(self, listing: Listing, cutting: Cutting, tell: Tell) -> list[tuple[Example, list[list[Any]]]]:
         """Return the examples that can be read, each with the file and the bucket's sizes of its clips."""
         index, seen = self._index()
-        found: list[tuple[Example, list[list[Any]]]] = []
+        examples: list[tuple[Example, list[list[Any]]]] = []
         with (self.folder / INDEX).open("a", encoding="utf-8") as file:
             for done, example in enumerate(listing.examples, 1):
                 look = _look_of(example.file)
@@ -87,7 +87,7 @@ class Store:
                     seen[look] = content_digest(example.file)
                     file.write(json.dumps({"look": look, "digest": seen[look]}) + "\n")
                 needs = list(self.pipe.architecture.spec.needs)
-                key = _digest([READING, seen[look], asdict(cutting), needs, self._made])
+                key = _digest([READING, seen[look], asdict(cutting), needs, self._weights])
                 if key not in index:
                     try:
                         index[key] = [self._clip(f"{key}-{i}", x) for i, x in enumerate(cutting.pieces(example.file))]
@@ -99,8 +99,8 @@ class Store:
                     file.write(json.dumps({"key": key, "clips": index[key]}) + "\n")
                     file.flush()
                     tell("clip", done, len(listing.examples))
-                found.append((example, index[key]))
-        return found
+                examples.append((example, index[key]))
+        return examples
 
     def _clip(self, name: str, frames: np.ndarray) -> list[Any]:
         """Encode a clip; return the name of its file, and its frames, height and width."""
@@ -109,23 +109,23 @@ class Store:
         ends = {"image": frames[0], "last_image": frames[-1]}
         pictures = Pictures(**{name: ends[name] for name in self.pipe.architecture.spec.needs if name in ends})
         seen = self.pipe.architecture.encode_inputs(self.pipe.runtime, pictures, settings)
-        made = {LATENTS: self.pipe.encode_video(frames), **seen}
+        fields = {LATENTS: self.pipe.encode_video(frames), **seen}
         file = f"clip-{name}.safetensors"
-        save_safetensors(self.folder / file, {field: np.asarray(x) for field, x in made.items()})
+        save_safetensors(self.folder / file, {field: np.asarray(x) for field, x in fields.items()})
         return [file, count, height, width]
 
     def texts(self, captions: Sequence[str], tell: Tell = lambda unit, done, total: None) -> dict[str, Path]:
         """Encode captions, two at a time, as a prompt and a negative one; return their files."""
-        files = {text: self.folder / f"text-{_digest([text, self._made])}.safetensors" for text in captions}
+        files = {text: self.folder / f"text-{_digest([text, self._weights])}.safetensors" for text in captions}
         there = {path.name for path in self.folder.glob("text-*")}
         missing, done = [text for text in captions if files[text].name not in there], 0
         for pair in (missing[i : i + 2] for i in range(0, len(missing), 2)):
             encoded = self.pipe.encode_prompts(pair[0], pair[-1])._asdict()
             for text, prefix in zip(pair, ("", NEGATIVE), strict=False):
                 fields = {name for name in encoded if NEGATIVE + name in encoded}
-                made = {name: np.asarray(encoded[prefix + name]) for name in fields}
-                lengths = {name: str(x.shape[1]) for name, x in made.items()}
-                save_safetensors(files[text], {name: shortened(x) for name, x in made.items()}, lengths)
+                features = {name: np.asarray(encoded[prefix + name]) for name in fields}
+                lengths = {name: str(x.shape[1]) for name, x in features.items()}
+                save_safetensors(files[text], {name: shortened(x) for name, x in features.items()}, lengths)
             done += len(pair)
             tell("caption", done, len(missing))
         return files
@@ -140,7 +140,7 @@ class Store:
         except OSError:
             return {}, {}
         there = {path.name for path in self.folder.glob("clip-*")}
-        found: dict[str, list[list[Any]]] = {}
+        clips: dict[str, list[list[Any]]] = {}
         seen: dict[str, str | None] = {}
         for line in lines:
             try:
@@ -148,24 +148,24 @@ class Store:
                 if "look" in entry:
                     seen[entry["look"]] = entry["digest"]
                 elif all(name in there for name, *_ in entry["clips"]):
-                    found[entry["key"]] = entry["clips"]
+                    clips[entry["key"]] = entry["clips"]
             except (ValueError, KeyError, TypeError):  # a line that was cut off
                 continue
-        return found, seen
+        return clips, seen
 
 
 def weights_of(pipe: Pipeline) -> dict[str, Any]:
     """Return what tells the weights of a pipeline's encoders apart: the model, options, and local files."""
-    told = {name: getattr(pipe.defaults, name) for name in ("dtype", "vae_dtype", "follow")}
-    told |= {"param_dtype": pipe.components.options.get("param_dtype"), "version": VERSION}
+    facts = {name: getattr(pipe.defaults, name) for name in ("dtype", "vae_dtype", "follow")}
+    facts |= {"param_dtype": pipe.components.options.get("param_dtype"), "version": VERSION}
     source = pipe.components.source
     if source is None:
-        return told | {"model": pipe.defaults.model}
+        return facts | {"model": pipe.defaults.model}
     files: list[Any] = []
     if source.revision is None:  # a folder, whose files may be replaced
         paths = sorted(x for x in source.root.rglob("*") if x.is_file() and not _denoises(x.relative_to(source.root)))
         files = [(str(x.relative_to(source.root)), content_digest(x)) for x in paths[:LISTED]]
-    return told | {"origin": source.origin, "revision": source.revision, "files": files}
+    return facts | {"origin": source.origin, "revision": source.revision, "files": files}
 
 
 def _denoises(path: Path) -> bool:
@@ -181,8 +181,8 @@ def _look_of(file: Path) -> str:
     return _digest([str(file.absolute()), state.st_size, state.st_mtime_ns, state.st_ctime_ns])
 
 
-def _digest(told: Any) -> str:
-    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:24]
+def _digest(facts: Any) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
 
 def shortened(x: np.ndarray) -> np.ndarray:
@@ -194,12 +194,12 @@ def shortened(x: np.ndarray) -> np.ndarray:
 def load_text(file: Path) -> dict[str, np.ndarray]:
     """Return the features of a caption, padded to their full length again."""
     opened = SafetensorsFile(file)
-    found = {}
+    features = {}
     for name in opened.specs:
         x = opened.read(name)
         rest = int(opened.metadata[name]) - x.shape[1]
-        found[name] = np.pad(x, [(0, rest if axis == 1 else 0) for axis in range(x.ndim)])
-    return found
+        features[name] = np.pad(x, [(0, rest if axis == 1 else 0) for axis in range(x.ndim)])
+    return features
 
 
 def joined(pieces: Iterable[tuple[Path, Path]], encoded_type: type[Any]) -> tuple[np.ndarray, Any]:
@@ -226,7 +226,7 @@ def described(pieces: Sequence[Piece]) -> Iterator[str]:
         yield f"{count} of {bucket}"
 
 
-def told(piece: Piece) -> dict[str, Any]:
+def identity_of(piece: Piece) -> dict[str, Any]:
     """Return a clip as JSON, by which a resumed training recognises its data."""
     shown = {"repeats": piece.repeats, "preserve": piece.preserve}
     return {"latents": piece.latents.name, "text": piece.text.name, **asdict(piece.bucket), **shown}

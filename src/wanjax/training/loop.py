@@ -28,8 +28,8 @@ from wanjax.training.objective import Loss
 from wanjax.training.step import FINITE, Filter, begin_training, everything, prepare_step, train
 
 STATES = "checkpoints"
-TOLD = "training.json"
-STEPS, RATE = "steps", "optimizer.rate"  # of what is told: the first may grow, and the second be another
+IDENTITY = "training.json"
+STEPS, RATE = "steps", "optimizer.learning_rate"  # of an identity: the first may grow, and the second be another
 SHOWN = 5  # entries that differ
 LONGEST, BEFORE = 60, 20  # characters of a value, and those before the first that differs
 Draw = Callable[[int, np.random.Generator], Any]
@@ -48,15 +48,27 @@ class NotFiniteError(WanjaxError):
 
 
 class Trainer:
-    """Training of a network on `loss(network, batch, key) -> (loss, metrics)`, in a folder of checkpoints.
+    """Training of a network, in a folder of checkpoints, from the last of which it goes on.
 
-    `trained` chooses the parameters that change by path and variable; the others are kept as they are. With `average`,
-    the state also holds the mean of the weights, which moves to the present ones by 1 - `average` a step. `accumulated`
-    batches are joined on the leading axis of what `draw` returns, and their gradients averaged. `told` is JSON on which
-    the outcome depends: a folder of another training is refused. One with more `steps` or another rate is no other
-    training: it goes on, and `changed` has what these were before. A state that is not finite is never kept. The last
-    `kept` are: one may be finite and too large to go on from. `state` is what a step replaces, `step` its number, and
-    `begun` that of the state which was there before, or 0.
+    A folder of another training is refused. One with more `steps` or another learning rate is no other training: it
+    goes on, and `changed` has what these were before. A state that is not finite is never kept. `state` is what a step
+    replaces, `step` its number, and `begun` that of the state which was there before, or 0.
+
+    Args:
+        network: The network, whose parameters a step replaces.
+        loss: `loss(network, batch, key) -> (loss, metrics)`.
+        optimizer: The optimiser.
+        folder: The folder of the checkpoints.
+        seed: Seed of the batches and of each step's random key.
+        trained: Chooses the parameters to train by path and variable; the others stay as they are.
+        ema_decay: Decay of a moving average of the weights, which the state then holds too. None keeps none.
+        grad_accum_steps: Parts of a batch, along the leading axis of what `draw` returns, whose gradients are averaged.
+        partitioner: The mesh. None is one device.
+        identity: JSON on which the outcome depends, by which the training is recognised. None accepts any folder.
+        max_checkpoints: Checkpoints that are kept: the last may be finite and too large to go on from.
+
+    Raises:
+        WanjaxError: The folder holds another training, or cannot be written.
     """
 
     def __init__(
@@ -68,25 +80,25 @@ class Trainer:
         seed: int,
         *,
         trained: Filter = everything,
-        average: float | None = None,
-        accumulated: int = 1,
+        ema_decay: float | None = None,
+        grad_accum_steps: int = 1,
         partitioner: Partitioner | None = None,
-        told: Mapping[str, Any] | None = None,
-        kept: int = 2,
+        identity: Mapping[str, Any] | None = None,
+        max_checkpoints: int = 2,
     ):
         self.seed, self.folder = seed, Path(folder).absolute()
         with _written(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            options = ocp.CheckpointManagerOptions(max_to_keep=kept)
+            options = ocp.CheckpointManagerOptions(max_to_keep=max_checkpoints)
             self.manager = ocp.CheckpointManager(self.folder / STATES, options=options)
         self.begun = self.step = self.manager.latest_step() or 0
-        self.changed = self._check_told(told)
+        self.changed = self._check_identity(identity)
         self._strategy, self._site = (
             Execute(EXECUTE.executables),
             Site(one_device() if partitioner is None else partitioner),
         )
         self.static, weights, self._fixed = prepare_step(
-            network, loss, optimizer, seed=seed, trained=trained, average=average, accumulated=accumulated
+            network, loss, optimizer, seed=seed, trained=trained, ema_decay=ema_decay, grad_accum_steps=grad_accum_steps
         )
         self.state: dict[str, Any] = {"weights": weights, **self._call(begin_training, weights)}
         self._finite: Any = True
@@ -96,16 +108,16 @@ class Trainer:
     def _call(self, program: Program, *arguments: Any) -> Any:
         return self._strategy.call(program, self._site, self.static, *arguments)
 
-    def _check_told(self, told: Mapping[str, Any] | None) -> dict[str, Any]:
+    def _check_identity(self, identity: Mapping[str, Any] | None) -> dict[str, Any]:
         """Write what the training is; raise WanjaxError where the folder holds another one.
 
-        Returns the steps and the rate that it had, where these are others now.
+        Returns the steps and the learning rate that it had, where these are others now.
         """
-        file = self.folder / TOLD
-        if told is None:
+        file = self.folder / IDENTITY
+        if identity is None:
             return {}
         try:
-            text = json.dumps(told, indent=2, sort_keys=True)
+            text = json.dumps(identity, indent=2, sort_keys=True)
             before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else json.loads(text)
             was, now = dict(_entries(before)), dict(_entries(json.loads(text)))
         except (OSError, ValueError, RecursionError) as error:
@@ -176,10 +188,10 @@ class Trainer:
 
     def lost(self, what: str, step: int | None = None, of: int | None = None) -> NotFiniteError:
         """Return the error of what is not finite after a step, by default the present one; `of` is the error's."""
-        kept = self.manager.latest_step()
-        way = f"the state of step {kept} is kept, and a lower rate goes on from it" if kept else "begin at a lower rate"
-        told = f"the {what} is not finite after step {self.step if step is None else step}, as at too high a rate"
-        return NotFiniteError(f"{told}: {way}", of)
+        last = self.manager.latest_step()
+        remedy = f"go on from step {last}, which is kept, at a lower" if last else "begin at a lower"
+        fault = f"the {what} is not finite after step {self.step if step is None else step}, as at too high a rate"
+        return NotFiniteError(f"{fault}: {remedy} learning rate", of)
 
     def _wait(self) -> None:
         """Wait for the checkpoints that are being written."""
@@ -196,7 +208,7 @@ class Trainer:
 
     def network(self) -> Any:
         """Return the network with its present weights, or with their mean where the state has one."""
-        return self.static.network(self.state.get("average", self.state["weights"]), self._fixed)
+        return self.static.network(self.state.get("ema", self.state["weights"]), self._fixed)
 
 
 @contextmanager
@@ -208,16 +220,16 @@ def _written(folder: Path) -> Iterator[None]:
         raise WanjaxError(f"{folder} cannot be written: {arrays.reason(error)}") from error
 
 
-def _entries(told: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def _entries(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield each value of nested JSON by its name, such as optimizer.rate or clips[2].text."""
-    if isinstance(told, dict):
-        for key, value in told.items():
-            yield from _entries(value, f"{name}.{key}" if name else key)
-    elif isinstance(told, list):
-        for index, value in enumerate(told):
-            yield from _entries(value, f"{name}[{index}]")
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            yield from _entries(entry, f"{name}.{key}" if name else key)
+    elif isinstance(value, list):
+        for index, entry in enumerate(value):
+            yield from _entries(entry, f"{name}[{index}]")
     else:
-        yield name, told
+        yield name, value
 
 
 def _may_change(name: str, was: Any, now: Any, left: bool) -> bool:
@@ -229,9 +241,9 @@ def _may_change(name: str, was: Any, now: Any, left: bool) -> bool:
 
 def _differing(name: str, was: Any, now: Any) -> str:
     """Return an entry with both values; of long texts the part in which they begin to differ."""
-    told = ["none" if x is None else repr(x) for x in (was, now)]
-    equal = next((i for i, (x, y) in enumerate(zip(*told, strict=False)) if x != y), min(map(len, told)))
+    texts = ["none" if x is None else repr(x) for x in (was, now)]
+    equal = next((i for i, (x, y) in enumerate(zip(*texts, strict=False)) if x != y), min(map(len, texts)))
     start = max(0, equal - BEFORE)
     end = start + LONGEST
-    before, after = (f"{'...' * (start > 0)}{x[start:end]}{'...' * (len(x) > end)}" for x in told)
+    before, after = (f"{'...' * (start > 0)}{x[start:end]}{'...' * (len(x) > end)}" for x in texts)
     return f"{name if name.isprintable() else repr(name)} was {before} and is {after}"

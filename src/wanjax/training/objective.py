@@ -53,7 +53,7 @@ class NoiseLevels:
     timesteps: Timesteps = "uniform"
     shift: float = 1.0
     mean: float = 0.0
-    deviation: float = 1.0
+    std: float = 1.0
     low: float = 0.0
     high: float = 1.0
 
@@ -61,7 +61,7 @@ class NoiseLevels:
         if self.timesteps not in get_args(Timesteps):
             names = ", ".join(get_args(Timesteps))
             raise WanjaxError(f"timesteps cannot be drawn by {self.timesteps!r}: give {names}")
-        for name in ("shift", "deviation"):
+        for name in ("shift", "std"):
             if not 0 < (value := getattr(self, name)) < float("inf"):
                 raise WanjaxError(f"the {name} of the noise levels is {value}: give a number above 0")
         if not math.isfinite(self.mean):
@@ -70,9 +70,9 @@ class NoiseLevels:
     def draw(self, key: jax.Array, count: int) -> Float[Array, "B"]:
         """Return random levels."""
         if self.timesteps == "logit-normal":
-            low, high = ((_logit(x) - self.mean) / self.deviation for x in (self.low, self.high))
+            low, high = ((_logit(x) - self.mean) / self.std for x in (self.low, self.high))
             return jax.nn.sigmoid(
-                self.mean + self.deviation * jax.random.truncated_normal(key, low, high, (count,), jnp.float32)
+                self.mean + self.std * jax.random.truncated_normal(key, low, high, (count,), jnp.float32)
             )
         return self.at(jax.random.uniform(key, (count,), jnp.float32))
 
@@ -134,9 +134,9 @@ def error(
 
     target = pipe.scheduler.target(alphas, sigmas, x0, noise)
     if batch.preserved is not None:
-        own = jax.lax.stop_gradient(predicted(_untrained(pipe, network)))
+        untrained = jax.lax.stop_gradient(predicted(_untrained(pipe, network)))
         part = batch.preserved.reshape(-1, 1, 1, 1, 1)
-        target = part * own + (1 - part) * target
+        target = part * untrained + (1 - part) * target
     return jnp.mean(jnp.square(predicted(network) - target))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The outcome of a training: a LoRA file in a dialect that others load, or a whole checkpoint."""
+"""The outcome of a training: a LoRA file in a format that others load, or a whole checkpoint."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -21,7 +21,7 @@ from wanjax.errors import WanjaxError
 from wanjax.pipelines.record import VERSION
 from wanjax.training.adapters import LoraConfig
 
-Dialect = Literal["diffusers", "comfy"]
+LoraFormat = Literal["diffusers", "comfy"]
 DIFFUSERS, COMFY = "transformer", "diffusion_model"  # prefixes of keys
 FACTOR = (".lora_A.weight", ".lora_B.weight")
 ENDINGS = (*FACTOR, ".diff", ".diff_b")  # the latter two of a projection that is learned whole
@@ -33,17 +33,17 @@ def save_lora(
     config: LoraConfig,
     network: Network,
     *,
-    dialect: Dialect = "diffusers",
-    told: Mapping[str, Any] | None = None,
+    lora_format: LoraFormat = "diffusers",
+    facts: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write factors by the names of diffusers to a LoRA file; `told` is JSON on the training, kept in its metadata.
+    """Write factors by the names of diffusers to a LoRA file; `facts` are JSON on the training, kept in its metadata.
 
-    In the dialect of diffusers keys begin with `transformer`, for a second expert too, and the metadata hold PEFT's
+    In the format of diffusers keys begin with `transformer`, for a second expert too, and the metadata hold PEFT's
     config. In ComfyUI's the modules have the authors' names, and an alpha each. Raises WanjaxError where
     it cannot be written.
     """
-    metadata = {"format": "pt", OWN: json.dumps({"version": VERSION, **(told or {})}, default=str)}
-    if dialect == "comfy":
+    metadata = {"format": "pt", OWN: json.dumps({"version": VERSION, **(facts or {})}, default=str)}
+    if lora_format == "comfy":
         save_safetensors(path, dict(_comfy(factors, config, network)), metadata)
         return
     modules = sorted({key.removesuffix(FACTOR[0]) for key in factors if key.endswith(FACTOR[0])})
@@ -57,7 +57,7 @@ def _comfy(factors: Mapping[str, np.ndarray], config: LoraConfig, network: Netwo
     """Yield the factors by the authors' names, and an alpha for each module."""
     names = network.kind.lora_names
     if names is None:
-        raise WanjaxError("the dialect comfy has the authors' names, which this model has not: give diffusers")
+        raise WanjaxError("the LoRA format comfy has the authors' names, which this model lacks: give diffusers")
     for key, value in factors.items():
         ending = next(ending for ending in ENDINGS if key.endswith(ending))
         module = key.removesuffix(ending)
@@ -80,9 +80,9 @@ def save_checkpoint(source: Source, trained: Mapping[str, tuple[Any, Network]], 
         kinds: The kinds of networks.
     """
 
-    def component(name: str, network: Any, found: Network) -> Component:
+    def component(name: str, network: Any, info: Network) -> Component:
         values = {path: np.asarray(x) for path, x in parameters(network).items()}
-        return replace(source[name], weights=lambda: View(Exported(values, found.rules)), changes=())
+        return replace(source[name], weights=lambda: View(Exported(values, info.rules)), changes=())
 
     components = {name: component(name, *each) for name, each in trained.items()}
     facts = {"origin": f"{source.origin}, trained", "loras": (), "base": None}

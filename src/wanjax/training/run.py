@@ -31,17 +31,17 @@ from wanjax.training import adapters, clips
 from wanjax.training.batches import Batches
 from wanjax.training.config import TrainConfig
 from wanjax.training.data import KEPT, list_data
-from wanjax.training.encoded import NEGATIVE, Piece, Store, described, joined, load_text, told
+from wanjax.training.encoded import NEGATIVE, Piece, Store, described, identity_of, joined, load_text
 from wanjax.training.loop import RATE, STEPS, NotFiniteError, Trainer
 from wanjax.training.metrics import Metrics
 from wanjax.training.objective import Batch, NoiseLevels, error, loss_of, settings_of
-from wanjax.training.optimizers import optimizer, schedule
+from wanjax.training.optimizers import learning_rates, make_optimizer
 from wanjax.training.result import save_checkpoint, save_lora
 from wanjax.training.step import FINITE, everything
 
 LORA, CHECKPOINT, SAMPLES, LOCK = "lora.safetensors", "checkpoint", "samples", "training.lock"
 EXPERTS = {"high": 0, "low": 1}
-LEVELS = 8  # fixed noise levels of the held-out loss
+LEVELS = 8  # fixed noise levels of the validation loss
 LEFT_OUT, CUT = "left_out.txt", "cut_captions.txt"
 SHOWN = 5  # of what was left out; a file has all of it
 IN_FLIGHT = 2  # steps whose metrics are not waited for
@@ -50,8 +50,8 @@ Count = Callable[[str, int, int], Any]
 
 
 @dataclass(frozen=True, eq=False)
-class HeldOut:
-    """What the held-out loss is compiled for: the network, its pipeline, noise levels and name."""
+class Validation:
+    """What the validation loss is compiled for: the network, its pipeline, noise levels and name."""
 
     graphdef: Any
     pipe: Pipeline
@@ -59,7 +59,9 @@ class HeldOut:
 
 
 @program(products)
-def held_out(static: HeldOut, weights: Any, batch: Batch, u: Float[Array, "B"], number: Int[Array, ""]) -> Array:
+def validation_error(
+    static: Validation, weights: Any, batch: Batch, u: Float[Array, "B"], number: Int[Array, ""]
+) -> Array:
     """Compute the error at fixed noise levels u, with fixed noise of a number."""
     network, key = nnx.merge(static.graphdef, weights), jax.random.fold_in(key_of(seed_to_key_data([0])[0]), number)
     noise = jax.random.normal(key, static.pipe.architecture.spec.to_training_latents(batch.latents).shape, jnp.float32)
@@ -92,9 +94,9 @@ class Training:
         self.note, self.count = note, count
         self.networks = _chosen(pipe, config)
         self.levels = {name: _levels(pipe, config, name) for name in self.networks}
-        self.rate = schedule(config.optimizer, config.steps)
-        asked = {"size": config.size, "frames": config.frames, "fps": config.fps}
-        self.settings = pipe.settings(**{name: x for name, x in asked.items() if x is not None})
+        self.learning_rates = learning_rates(config.optimizer, config.steps)
+        shape = {"size": config.size, "frames": config.frames, "fps": config.fps}
+        self.settings = pipe.settings(**{name: x for name, x in shape.items() if x is not None})
         self.cutting = self._cutting()
         self.listing = list_data(Path(data).expanduser())
         if config.lora is None and any(example.preserve for example in self.listing.examples):
@@ -106,7 +108,7 @@ class Training:
         factor = self.pipe.architecture.vae.temporal_factor
         return clips.Cutting(
             clips.sizes(settings.size, lambda shape: self.pipe.architecture.size_for(shape, settings), config.buckets),
-            clips.lengths(settings.frames, factor, config.shortest),
+            clips.lengths(settings.frames, factor, config.min_frames),
             settings.fps,
             config.cut,
             config.resize,
@@ -114,14 +116,14 @@ class Training:
 
     def encode(self) -> None:
         """Encode the clips and captions that were not encoded before, and free the encoders."""
-        folder = self.config.store or self.listing.folder / KEPT
+        folder = self.config.latent_cache or self.listing.folder / KEPT
         store = Store(Path(folder), self.pipe)
         pieces = store.encode(self.listing, self.cutting, self.count)
         negative = self.pipe.defaults.negative_prompt
-        texts = store.texts(["", negative, *self.config.samples])
+        texts = store.texts(["", negative, *self.config.sample_prompts])
         self.pipe.free()
         self.texts, self.empty, self.negative = texts, texts[""], texts[negative]
-        every = self.config.held_out
+        every = self.config.holdout_every
         self.held_out = pieces[every - 1 :: every] if every else []
         self.pieces = [piece for i, piece in enumerate(pieces) if not every or (i + 1) % every]
         self._tell(pieces)
@@ -129,7 +131,7 @@ class Training:
             raise WanjaxError(
                 f"one in {every} cannot be held out of {quantity(len(pieces), 'clip')}: give fewer, or none"
             )
-        for prompt in self.config.samples:
+        for prompt in self.config.sample_prompts:
             bucket = self.sampled.bucket
             size = bucket.height, bucket.width
             try_output(self.out / SAMPLES / "0.mp4", bucket.frames, size, self.settings.fps, {"prompt": prompt})
@@ -175,7 +177,7 @@ class Training:
         for name in self.networks:
             self._train(name)
             if self.config.lora is None:
-                trained[name] = (self.trainer.network(), self.known)
+                trained[name] = (self.trainer.network(), self.network_info)
             else:
                 written = self.save(self.folder / LORA)
             del self.trainer  # before the next network is loaded
@@ -207,59 +209,61 @@ class Training:
         """Load a network, and its last state if the folder has one; `encode` comes before."""
         pipe, config = self.pipe, self.config
         self.name, self.folder = name, self.out / name if len(self.networks) > 1 else self.out
-        self.known = network_of(pipe.architecture.spec.networks[name], pipe.components.kinds)
+        self.network_info = network_of(pipe.architecture.spec.networks[name], pipe.components.kinds)
         network, self.chosen = pipe.components.get(name), {}
         if config.lora is not None:
-            network, self.chosen = adapters.adapt(network, self.known.rules, config.lora, config.seed, pipe.partitioner)
+            network, self.chosen = adapters.adapt(
+                network, self.network_info.rules, config.lora, config.seed, pipe.partitioner
+            )
         pipe.free(name)
         self.batches = Batches(
             self.pieces,
-            config.batch,
+            config.batch_size,
             config.seed,
             empty=self.empty,
-            dropped=config.dropped_captions,
-            uncaptioned=config.preserved_uncaptioned,
+            dropped=config.caption_dropout,
+            uncaptioned=config.uncaptioned_preservation,
         )
         self.trainer = Trainer(
             network,
             loss_of(pipe, self.levels[name]),
-            optimizer(config.optimizer, config.steps),
+            make_optimizer(config.optimizer, config.steps),
             self.folder,
             config.seed,
             trained=everything if config.lora is None else adapters.is_factor,
-            average=config.average,
-            accumulated=config.accumulated,
+            ema_decay=config.ema_decay,
+            grad_accum_steps=config.grad_accum_steps,
             partitioner=pipe.partitioner,
-            told=self._told(),
+            identity=self._identity(),
         )
         self.metrics = Metrics(self.folder, self.trainer.begun)
-        self._measured: HeldOut | None = None
+        self._measured: Validation | None = None
         self._pending: deque[tuple[int, float, Mapping[str, jax.Array]]] = deque()
 
-    def _told(self) -> dict[str, Any]:
+    def _identity(self) -> dict[str, Any]:
         """Return everything on which the trained weights depend, as JSON."""
-        clips = [told(piece) for piece in self.pieces]
+        clips = [identity_of(piece) for piece in self.pieces]
         levels = asdict(self.levels[self.name])
-        own = {"model": self.pipe.defaults.model, "network": self.name, "dtype": self.pipe.defaults.dtype}
-        own |= {DIGESTS: self.pipe.components.recorded.get(DIGESTS, {})}
-        own |= _learned(self.pipe)
+        facts = {"model": self.pipe.defaults.model, "network": self.name, "dtype": self.pipe.defaults.dtype}
+        facts |= {DIGESTS: self.pipe.components.recorded.get(DIGESTS, {})}
+        facts |= _learned(self.pipe)
         mesh = None if self.pipe.partitioner.single_device else dict(self.pipe.partitioner.mesh.shape)
-        return self.config.to_json() | own | {"levels": levels, "mesh": mesh, "clips": clips}
+        return self.config.to_json() | facts | {"levels": levels, "mesh": mesh, "clips": clips}
 
     def _take_steps(self) -> None:
-        """Train up to the last step, with samples and held-out losses along the way."""
+        """Train up to the last step, with samples and validation losses along the way."""
         total, begun = self.config.steps, self.trainer.begun
         if begun:
             self.note(f"taken before: {begun} of {quantity(total, 'step')}")
         if not begun:
             self._look(0)
         elif begun < total and (changed := self.trainer.changed):
-            now = {STEPS: quantity(total, "step"), RATE: f"the rate {self.config.optimizer.rate:g}"}
-            told = " and ".join(f"{now[name]} in place of {before:g}" for name, before in changed.items())
+            now = {STEPS: quantity(total, "step"), RATE: f"the learning rate {self.config.optimizer.learning_rate:g}"}
+            changes = " and ".join(f"{now[name]} in place of {before:g}" for name, before in changed.items())
+            rate = digits(float(np.asarray(self.learning_rates(begun))))
             self.note(
-                f"{told}: the rate is that of the {self.config.optimizer.schedule} schedule of "
-                f"{quantity(total, 'step')} from here on, {digits(float(np.asarray(self.rate(begun))))} at step "
-                f"{begun + 1}"
+                f"{changes}: the learning rate is that of the {self.config.optimizer.lr_scheduler} schedule of "
+                f"{quantity(total, 'step')} from here on, {rate} at step {begun + 1}"
             )
         self.count("step", begun, total)
         try:
@@ -279,7 +283,7 @@ class Training:
 
     def _after(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
         self._pending.append((step, time.time(), metrics))
-        every = (self.config.evaluate_every, self.config.sample_every, self.config.save_every)
+        every = (self.config.validation_every, self.config.sample_every, self.config.save_every)
         due = step == self.config.steps or any(step % n == 0 for n in every)
         self._write(0 if due else IN_FLIGHT)  # nothing is made of a state that may not be finite
         if due:
@@ -296,43 +300,45 @@ class Training:
                 raise self.trainer.lost(strange[0], step, of=step - 1)
             if not metrics[FINITE]:
                 raise self.trainer.lost("state", step)
-            self.metrics.add(step, at, **values, rate=float(np.asarray(self.rate(step - 1))))
+            self.metrics.add(step, at, **values, learning_rate=float(np.asarray(self.learning_rates(step - 1))))
             self._pending.popleft()
             if counts:
                 self.count("step", step, self.config.steps)
-            if step % self.config.evaluate_every == 0 or step in (1, self.config.steps):
+            if step % self.config.validation_every == 0 or step in (1, self.config.steps):
                 self.note(f"step {step} of {self.config.steps}: loss {digits(values['loss'])}")
 
     def _look(self, step: int) -> None:
-        """Evaluate the held-out loss and make the sample videos, where this step is one for them."""
+        """Compute the validation loss and make the sample videos, where this step is one for them."""
         last = step == self.config.steps
-        if self.held_out and (step % self.config.evaluate_every == 0 or last):
-            value = self.held_out_loss()
+        if self.held_out and (step % self.config.validation_every == 0 or last):
+            value = self.validation_loss()
             if not np.isfinite(value):
-                raise self.trainer.lost("held-out loss", step)
-            self.metrics.add(step, time.time(), held_out=value)
-            self.note(f"step {step}: held-out loss {digits(value)}")
-        if self.config.samples and (step % self.config.sample_every == 0 or last):
+                raise self.trainer.lost("validation loss", step)
+            self.metrics.add(step, time.time(), validation_loss=value)
+            self.note(f"step {step}: validation loss {digits(value)}")
+        if self.config.sample_prompts and (step % self.config.sample_every == 0 or last):
             self.sample(step)
 
-    def held_out_loss(self) -> float:
+    def validation_loss(self) -> float:
         """Return the mean loss of the held-out clips at fixed noise levels, with fixed noise."""
         losses, (graphdef, weights) = [], nnx.split(self._plain())
         if self._measured is None:  # one value for a network, so that the error is compiled once
-            self._measured = HeldOut(graphdef, self.pipe, self.levels[self.name])
+            self._measured = Validation(graphdef, self.pipe, self.levels[self.name])
         for index, piece in enumerate(self.held_out):
             latents, encoded = joined([(piece.latents, piece.text)], self.pipe.architecture.encoded_type)
             for level in range(LEVELS):
                 u = np.full((1,), (level + 0.5) / LEVELS, np.float32)
                 number = np.int32(index * LEVELS + level)
-                losses.append(self.pipe.call(held_out, self._measured, weights, Batch(latents, encoded), u, number))
+                losses.append(
+                    self.pipe.call(validation_error, self._measured, weights, Batch(latents, encoded), u, number)
+                )
         return float(np.mean([float(loss) for loss in losses]))
 
     def _plain(self) -> Any:
         """Return the network as it is used: with its mean weights if there are any, and without dropout."""
         network = self.trainer.network()
         for _, module in nnx.iter_modules(network):
-            if isinstance(module, adapters.Adapted):
+            if isinstance(module, adapters.LoraLinear):
                 module.dropout_key = None
         return network
 
@@ -340,7 +346,7 @@ class Training:
         """Make a video of each sample prompt with the present weights, in the shape of `sampled`."""
         pipe, piece = self.pipe, self.sampled
         pipe.components.put(self.name, self._plain())
-        for index, prompt in enumerate(self.config.samples):
+        for index, prompt in enumerate(self.config.sample_prompts):
             x, settings = self._sampled(piece, prompt)
             latents = pipe.denoise(x, seed=index, **settings)
             frames = np.asarray(pipe.decode(latents))
@@ -358,10 +364,10 @@ class Training:
     def save(self, file: Path) -> Path:
         """Write the present LoRA to a file."""
         assert self.config.lora is not None
-        factors = adapters.factors_of(self.trainer.network(), self.known.rules, self.chosen)
+        factors = adapters.factors_of(self.trainer.network(), self.network_info.rules, self.chosen)
         about = {"model": self.pipe.defaults.model, "step": self.trainer.step, "rank": self.config.lora.rank}
         about |= _learned(self.pipe)
-        save_lora(file, factors, self.config.lora, self.known, dialect=self.config.dialect, told=about)
+        save_lora(file, factors, self.config.lora, self.network_info, lora_format=self.config.lora_format, facts=about)
         return file
 
 
@@ -383,15 +389,13 @@ def _chosen(pipe: Pipeline, config: TrainConfig) -> tuple[str, ...]:
 
 def _levels(pipe: Pipeline, config: TrainConfig, network: str) -> NoiseLevels:
     """Return the noise levels of a network's training."""
-    own = pipe.architecture.spec.schedule_options(pipe.defaults).get("shift")
-    kind = config.timesteps or ("uniform" if own is None else "shift")
-    if kind == "shift" and own is None and config.shift is None:
+    default = pipe.architecture.spec.schedule_options(pipe.defaults).get("shift")
+    kind = config.timesteps or ("uniform" if default is None else "shift")
+    if kind == "shift" and default is None and config.shift is None:
         raise WanjaxError(f"{pipe.defaults.model} has no flow shift: give timesteps uniform or logit-normal")
     low, high = pipe.architecture.spec.noise_range(network, pipe.defaults)
-    shift = (own if config.shift is None else config.shift) if kind == "shift" else 1.0
-    return NoiseLevels(
-        kind, 1.0 if shift is None else float(shift), config.logit_mean, config.logit_deviation, low, high
-    )
+    shift = (default if config.shift is None else config.shift) if kind == "shift" else 1.0
+    return NoiseLevels(kind, 1.0 if shift is None else float(shift), config.logit_mean, config.logit_std, low, high)
 
 
 def _in_short(sentences: Sequence[str], file: Path) -> str:

@@ -56,15 +56,15 @@ class Fixed(NamedTuple):
 class TrainingStep:
     """What a step of training is compiled for, without arrays. A hashable value: it is equal to itself alone.
 
-    `specs` are the shardings of the state, by its entries. `average` and `accumulated` are those of `Trainer`.
+    `specs` are the shardings of the state, by its entries. `ema_decay` and `grad_accum_steps` are those of `Trainer`.
     """
 
     graphdef: nnx.GraphDef
     loss: Loss
     optimizer: optax.GradientTransformation
     specs: Mapping[str, Any]
-    average: float | None = None
-    accumulated: int = 1
+    ema_decay: float | None = None
+    grad_accum_steps: int = 1
 
     def network(self, weights: Any, fixed: Fixed, key: jax.Array | None = None) -> Any:
         """Return the network with these weights, and keys of dropout that are drawn from `key`, if it is given."""
@@ -81,8 +81,8 @@ def prepare_step(
     *,
     seed: int = 0,
     trained: Filter = everything,
-    average: float | None = None,
-    accumulated: int = 1,
+    ema_decay: float | None = None,
+    grad_accum_steps: int = 1,
 ) -> tuple[TrainingStep, Any, Fixed]:
     """Return the steps of a network's training, the weights that they change, and the arrays that they do not.
 
@@ -91,9 +91,9 @@ def prepare_step(
     graphdef, weights, keys, frozen = nnx.split(network, trained, DropoutKey, ...)
     sharding = jax.tree.map(_spec, weights)
     specs = {"weights": sharding, "optimizer": _like(optimizer, weights)}
-    if average is not None:
-        specs["average"] = sharding
-    static = TrainingStep(graphdef, loss, optimizer, specs, average, accumulated)
+    if ema_decay is not None:
+        specs["ema"] = sharding
+    static = TrainingStep(graphdef, loss, optimizer, specs, ema_decay, grad_accum_steps)
     return static, weights, Fixed(keys, frozen, seed_to_key_data([seed])[0])
 
 
@@ -101,8 +101,8 @@ def prepare_step(
 def begin_training(static: TrainingStep, weights: Any) -> dict[str, Any]:
     """Return the state beside the weights: the optimizer's, and the mean of the weights if there is one."""
     first: dict[str, Any] = {"optimizer": static.optimizer.init(weights)}
-    if static.average is not None:
-        first["average"] = weights
+    if static.ema_decay is not None:
+        first["ema"] = weights
     return jax.tree.map(constrain_to, first, {name: static.specs[name] for name in first})
 
 
@@ -118,16 +118,16 @@ def train(
 
     gradient = jax.value_and_grad(compute, has_aux=True)
     weights = state["weights"]
-    if static.accumulated == 1:
+    if static.grad_accum_steps == 1:
         (value, of_loss), gradients = gradient(weights, batch, key)
     else:
-        (value, of_loss), gradients = _mean(gradient, weights, batch, key, static.accumulated)
+        (value, of_loss), gradients = _mean(gradient, weights, batch, key, static.grad_accum_steps)
     with jax.numpy_dtype_promotion("standard"):  # which optax relies on
         updates, of_optimizer = static.optimizer.update(gradients, state["optimizer"], weights)
         weights = optax.apply_updates(weights, updates)
     after = {"weights": weights, "optimizer": of_optimizer}
-    if static.average is not None:
-        after["average"] = optax.incremental_update(weights, state["average"], 1.0 - static.average)
+    if static.ema_decay is not None:
+        after["ema"] = optax.incremental_update(weights, state["ema"], 1.0 - static.ema_decay)
     metrics = {"loss": value, "gradient": optax.tree.norm(gradients), FINITE: _finite(after), **of_loss}
     return jax.tree.map(constrain_to, after, static.specs), metrics
 
@@ -154,8 +154,8 @@ def _mean(gradient: Callable[..., Any], weights: Any, batch: Any, key: jax.Array
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradient, weights, first, key))
 
     def add(total: Any, part: Any) -> tuple[Any, None]:
-        found = gradient(weights, *part)
-        return jax.tree.map(lambda a, b: a + b / jnp.asarray(parts, b.dtype), total, found), None
+        part_results = gradient(weights, *part)
+        return jax.tree.map(lambda a, b: a + b / jnp.asarray(parts, b.dtype), total, part_results), None
 
     return jax.lax.scan(add, zeros, (split, keys))[0]
 
