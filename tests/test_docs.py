@@ -34,7 +34,12 @@ COMMANDS = main.commands.items()
 ATTRIBUTES = {"architecture", "components", "defaults", "partitioner", "compiler", "progress", "strategy"}
 OTHERS = {"--caches", "--levels", "--limit", "--repeats", "--stage"}  # of benchmarks
 LONG = {f"{name}.md" for name in ("text", "picture", "clip", "long", "fast", "run", "batch")}
+OTHER_SUFFIXES = ("py", "md", "yaml", "json", "jsonl", "safetensors", "html", "ipynb")
+FOLDERS = ("src", "converters", "tests", "benchmarks", "examples")
 PARSED = [pytest.param(block, id=f"{page.name}-{number}") for page, number, block in BLOCKS if block.run != "run"]
+
+
+FILES = [file for top in FOLDERS for file in ROOT.glob(f"{top}/**/*.py")]
 
 
 def test_blocks_are_found():
@@ -164,6 +169,18 @@ def test_links_lead_somewhere(page: Path):
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if not re.match(r"https?://|#", target):
             assert (page.parent / target.partition("#")[0]).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_and_functions_that_a_text_names_are_there(page: Path):
+    """`store.py` and `jobs/store.py`, by the end of a path, and `jobs/store.JobStore`."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for path, name in re.findall(r"`((?:\w+/)*\w+)\.py(?:::(\w+))?`", text) + re.findall(
+        r"`((?:\w+/)+\w+)\.(\w+)", text
+    ):
+        if name not in OTHER_SUFFIXES and not path.endswith("NAME"):
+            files = [file for file in FILES if str(file).endswith(f"/{path}.py".replace("FAMILY", "wan"))]
+            assert any(name in file.read_text(encoding="utf-8") for file in files), (path, name)
 
 
 def test_the_page_of_models_has_each_with_its_settings():
