@@ -51,7 +51,7 @@ def read_config(file: str, json: Mapping[str, Any], read: Callable[[Mapping[str,
         missing = [key for key, value in entries.read.items() if value is None]
         if not (names := [*wrong, *missing, *list(entries.read)[-1:]]):
             raise WanjaxError(f"{file} is no config of a network: a published one is needed") from error
-        raise _misfit(file, names[0], json[names[0]], "a size, or a list of sizes,") from error
+        raise _misfit(file, names[0], json[names[0]], "a size, or a list of sizes") from error
     hints = get_type_hints(type(config))
     for each in fields(config):  # pyright: ignore[reportArgumentType]
         value = getattr(config, each.name)
@@ -67,7 +67,7 @@ def _is_list_of(entry: Any, value: Any) -> bool:
 
 
 def _misfit(file: str, name: str, value: Any, right: str) -> WanjaxError:
-    return WanjaxError(f"{file} has {name} {shown(value)} where {right} is right")
+    return WanjaxError(f"{file} has {name} {shown(value)}: give {right}")
 
 
 def _is_size(value: Any) -> bool:
@@ -132,7 +132,7 @@ def shape_of(specs: Specs, key: str, rank: int) -> tuple[int, ...]:
         )
     shape = specs[key].shape
     if len(shape) != rank or 0 in shape:
-        raise WanjaxError(f"{key} has the shape {list(shape)} where {rank} axes are right")
+        raise WanjaxError(f"{key} has the shape {list(shape)} instead of {rank} axes: get the file again")
     return shape
 
 

@@ -18,7 +18,7 @@ def t5_config(json: Mapping[str, Any]) -> T5Config:
     """
     kind = json.get("model_type")
     if kind not in ("t5", "umt5"):
-        raise WanjaxError(f"the text encoder's config.json has model_type {kind!r} where 't5' or 'umt5' is right")
+        raise WanjaxError(f"the text encoder's config.json has model_type {kind!r}: give 't5' or 'umt5'")
     check_entries("text encoder", json, {"feed_forward_proj": "gated-gelu"})
     return T5Config(
         vocab_size=json["vocab_size"],

@@ -224,10 +224,10 @@ def _misfit(source: Described, target: Described, assignment: Assignment) -> str
     shape = tuple(target.shape)[assignment.stacked :]
     transform = assignment.transform
     if transform.shape(tuple(source.shape)) != shape:
-        return f"{list(source.shape)} where {list(transform.source_shape(shape) or shape)} is right"
+        return f"{list(source.shape)} instead of {list(transform.source_shape(shape) or shape)}"
     floating = [jnp.issubdtype(described.dtype, jnp.floating) for described in (source, target)]
     if not all(floating) and source.dtype != target.dtype:
-        return f"{source.dtype} where {target.dtype} is right"
+        return f"{source.dtype} instead of {target.dtype}"
     return ""
 
 

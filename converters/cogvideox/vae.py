@@ -44,10 +44,12 @@ def vae_config(json: Mapping[str, Any]) -> VAEConfig:
         invert_scale_latents=json.get("invert_scale_latents", False),
     )
     if not channels:
-        raise WanjaxError("the VAE's config.json has block_out_channels [] where a width for each level is right")
+        raise WanjaxError("the VAE's config.json has block_out_channels []: give a width for each level")
     if factor != 2**config.temporal_levels or config.temporal_levels >= len(channels):
-        right = f"a power of two up to {config.spatial_factor} is right: one halving for each change of resolution"
-        raise WanjaxError(f"the VAE's config.json has temporal_compression_ratio {factor} where {right}")
+        raise WanjaxError(
+            f"the VAE's config.json has temporal_compression_ratio {factor}: give a power of two up to "
+            f"{config.spatial_factor}, one halving for each change of resolution"
+        )
     return config
 
 

@@ -72,8 +72,8 @@ def transformer_config(json: Mapping[str, Any]) -> TransformerConfig:
     )
     if sum(config.rope_channels) != config.head_dim:
         raise WanjaxError(
-            f"the transformer's config.json has rope_axes_dim {list(config.rope_channels)} where three numbers that "
-            f"add up to attention_head_dim {config.head_dim} are right"
+            f"the transformer's config.json has rope_axes_dim {list(config.rope_channels)}: give three numbers that "
+            f"add up to attention_head_dim {config.head_dim}"
         )
     return config
 
@@ -153,8 +153,8 @@ def vae_config(json: Mapping[str, Any]) -> VAEConfig:
     factors = config.spatial_factor, config.temporal_factor
     if not (temporal <= spatial < len(config.channels) and factors == (2**spatial, 2**temporal)):
         raise WanjaxError(
-            f"the VAE's config.json has compression ratios {factors[0]} in space and {factors[1]} in time where powers "
-            f"of two are right, the second at most the first, and the first below {2 ** len(config.channels)}"
+            f"the VAE's config.json has compression ratios {factors[0]} in space and {factors[1]} in time: give powers "
+            f"of two, the second at most the first, and the first below {2 ** len(config.channels)}"
         )
     return config
 

@@ -207,7 +207,7 @@ def vae_config(json: Mapping[str, Any]) -> VAEConfig:
     for entry in ("in_channels", "out_channels"):
         if json.get(entry, 3) != 3 * patch**2:
             raise WanjaxError(
-                f"the VAE's config.json has {entry} {json.get(entry, 3)} where {3 * patch**2} is right: three colours "
+                f"the VAE's config.json has {entry} {json.get(entry, 3)} instead of {3 * patch**2}: three colours "
                 f"of each of {patch} × {patch} pixels, by its patch_size"
             )
     shape = ResidualVAEConfig if json.get("is_residual") else VAEConfig

@@ -182,12 +182,10 @@ def transformer_json(specs: Specs, config: Mapping[str, Any] | None = None) -> d
     images = "img_emb.proj.1.weight" in specs
     heads = config.get("num_heads", config.get("num_attention_heads", max(width // HEAD_DIM, 1)))
     if type(heads) is not int or heads < 1 or width % heads:
-        raise WanjaxError(f"the transformer's config.json has num_heads {heads!r} where a divisor of {width} is right")
+        raise WanjaxError(f"the transformer's config.json has num_heads {heads!r}: give a divisor of {width}")
     listed = config.get("vace_layers") or list(range(0, layers, max(layers // max(vace, 1), 1)))
     if not isinstance(listed, list):
-        raise WanjaxError(
-            f"the transformer's config.json has vace_layers {shown(listed)} where a list of layers is right"
-        )
+        raise WanjaxError(f"the transformer's config.json has vace_layers {shown(listed)}: give a list of layers")
     json: dict[str, Any] = {
         "_class_name": "WanVACETransformer3DModel" if vace else "WanTransformer3DModel",
         "added_kv_proj_dim": width if images else None,

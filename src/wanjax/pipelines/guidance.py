@@ -257,7 +257,7 @@ def guidance_rule(rule: Any) -> GuidanceRule:
 
 
 def check_rule(rule: GuidanceRule, guided: bool, steps: int) -> None:
-    """Raise WanjaxError for a rule that would do nothing without guidance, or that would leave all steps out."""
+    """Raise WanjaxError for a rule that has no effect without guidance, or that leaves all steps out."""
     if rule.scaled and not guided:
         raise WanjaxError(f"{rule} is worth nothing without guidance: a guidance scale above 1 would need it")
     if isinstance(rule, ZeroStar) and rule.zero_steps >= steps:

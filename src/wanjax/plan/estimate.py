@@ -3,7 +3,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import prod
+from functools import partial
 from typing import Any
 
 from wanjax.figures import in_bytes, quantity
@@ -13,7 +13,7 @@ from wanjax.layers.tiling import Tiling
 from wanjax.loading import abstract_pipeline
 from wanjax.media.pictures import Pictures
 from wanjax.pipelines.caching.rules import check_apart
-from wanjax.pipelines.meshes import choose_mesh, step_cost
+from wanjax.pipelines.meshes import step_cost
 from wanjax.pipelines.model import Cost, VideoModel, attending
 from wanjax.pipelines.recording import needed_pictures, record
 from wanjax.pipelines.settings import Settings
@@ -21,11 +21,11 @@ from wanjax.pipelines.tiny_decoder import DecoderFile
 from wanjax.plan.hardware import (
     Hardware,
     Tell,
-    axes_on,
     find_priceable_hardware,
     fits_on,
     limit_of,
     may_fit,
+    mesh_axes,
     mesh_on,
     priced_on,
     would_fit,
@@ -173,13 +173,10 @@ def estimate(
             attention if attention.is_sparse else AttentionConfig("reference"),
             SAFE,
         )  # nothing is compiled
-    if mesh is None and isinstance(hardware, Slice):
-        options = {"attention": attention, "rules": RULES[rules], "offload": offload}
-        cost = step_cost(family, architecture, settings, param_dtype=outline.param_dtype, **options)
-        mesh = choose_mesh(cost, hardware.devices, hardware.memory, hardware.chip, sp=sp)
-        hardware = replace(hardware, devices=prod(mesh))
+    options = {"attention": attention, "rules": RULES[rules], "offload": offload}
+    cost = partial(step_cost, family, architecture, settings, param_dtype=outline.param_dtype, **options)
+    hardware, axes = mesh_axes(hardware, mesh, cost, sp)
     work = architecture.cost(architecture.spec.passes_of(settings)[0])
-    axes = axes_on(hardware, mesh or (1, 1, 1))
     check_apart(settings.cache, axes["dp"] > 1 or batch_guidance)
     settings = replace(settings, cache=architecture.spec.cache_rule(settings))
     if not (settings.cache.counted or settings.cache.decided_on_device):  # the weights decide

@@ -2,6 +2,7 @@
 """Hardware by name: slices of TPUs and other devices, for which a plan prices programs."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -10,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from wanjax.errors import WanjaxError
 from wanjax.figures import in_bytes
+from wanjax.pipelines.meshes import StepCost, choose_mesh
 from wanjax.plan.price import PRICER
 from wanjax.pricing import roofline_price
 from wanjax.pricing.chips import SLICES, Slice, abstract_mesh
@@ -38,11 +40,27 @@ def find_priceable_hardware(name: str) -> Hardware:
     return hardware
 
 
-def axes_on(hardware: Hardware, mesh: tuple[int, int, int]) -> dict[str, int]:
-    """Return the sizes of a mesh by axis; raise WanjaxError where a single device is asked for more than one."""
+def mesh_axes(
+    hardware: Hardware, mesh: tuple[int, int, int] | None, step: Callable[[], StepCost], sp: int | None
+) -> tuple[Hardware, dict[str, int]]:
+    """Return the hardware that a mesh uses, and the sizes of the mesh by axis.
+
+    Args:
+        hardware: A slice, or a modelled device, which stands for itself alone.
+        mesh: The sizes in the order of `MESH_AXES`; None is the best mesh, which may use a part of a slice.
+        step: Makes what the best mesh is chosen by.
+        sp: The size of that axis in the best mesh, if it is given.
+
+    Raises:
+        WanjaxError: The mesh has more than one device, and the hardware is modelled.
+    """
+    if mesh is None and isinstance(hardware, Slice):
+        mesh = choose_mesh(step(), hardware.devices, hardware.memory, hardware.chip, sp=sp)
+        hardware = replace(hardware, devices=prod(mesh))
+    mesh = mesh or (1, 1, 1)
     if isinstance(hardware, Machine) and prod(mesh) != 1:
         raise WanjaxError(f"the mesh has {prod(mesh)} devices: {hardware.name} stands for one")
-    return dict(zip(MESH_AXES, mesh, strict=True))
+    return hardware, dict(zip(MESH_AXES, mesh, strict=True))
 
 
 def mesh_on(hardware: Hardware, axes: Mapping[str, int]) -> Mesh | AbstractMesh:

@@ -3,7 +3,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import prod
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from wanjax.kernels.attention import AUTO, AttentionConfig
 from wanjax.kernels.compiler_options import SAFE
 from wanjax.layers.placement import as_shapes, with_shardings
 from wanjax.loading import abstract_pipeline
-from wanjax.pipelines.meshes import choose_mesh, step_cost
+from wanjax.pipelines.meshes import step_cost
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.recording import needed_pictures
 from wanjax.pipelines.request import PreparedRequest
@@ -27,16 +27,15 @@ from wanjax.pipelines.settings import Settings
 from wanjax.plan.hardware import (
     Hardware,
     Tell,
-    axes_on,
     find_priceable_hardware,
     fits_on,
     limit_of,
     may_fit,
+    mesh_axes,
     mesh_on,
     priced_on,
     would_fit,
 )
-from wanjax.pricing.chips import Slice
 from wanjax.pricing.pricer import Price
 from wanjax.registry import Outline
 from wanjax.sharding import RULES, Partitioner
@@ -102,13 +101,10 @@ def estimate_training(
     hardware, settings = find_priceable_hardware(chip), replace(outline.settings, guidance_scale=1.0)
     architecture = outline.architecture
     architecture.spec.check_trainable(settings.model)
-    if isinstance(hardware, Slice) and mesh is None:
-        options = {"attention": attention, "rules": RULES[rules]}
-        dtype = "float32" if lora is None else outline.param_dtype
-        cost = step_cost(outline.family, architecture, settings, param_dtype=dtype, **options)
-        mesh = choose_mesh(cost, hardware.devices, hardware.memory, hardware.chip, sp=sp)
-        hardware = replace(hardware, devices=prod(mesh))
-    axes = axes_on(hardware, mesh or (1, 1, 1))
+    options = {"attention": attention, "rules": RULES[rules]}
+    dtype = "float32" if lora is None else outline.param_dtype
+    cost = partial(step_cost, outline.family, architecture, settings, param_dtype=dtype, **options)
+    hardware, axes = mesh_axes(hardware, mesh, cost, sp)
     partitioner = Partitioner(mesh_on(hardware, axes), RULES[rules])
     param_dtype = "float32" if lora is None else settings.dtype
     load_options = {"attention": attention, "compiler": compiler, "param_dtype": param_dtype}
