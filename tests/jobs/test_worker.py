@@ -106,6 +106,15 @@ def test_a_job_is_finished_by_the_file_of_a_worker_that_died(store, maker, tmp_p
     assert ends(store, 1) == [(COMPLETED, None, 2)]
 
 
+def test_a_worker_finishes_what_it_has_where_no_job_waits(store, maker):
+    """As after a crash of the database that lost the end of its last job."""
+    fill(store, "a")
+    store.register("w", "ready", {})
+    assert store.lease("w", ["nano"])
+    work(store, maker, name="w", together=32, until_empty=True)
+    assert ends(store, 1) == [(COMPLETED, None, 1)]
+
+
 def test_a_job_of_which_workers_die_is_given_up(store, maker):
     fill(store, "die", "b")
     for _ in range(2):

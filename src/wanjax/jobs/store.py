@@ -10,7 +10,9 @@ Jobs, workers and counts are those of a place, the folder that all who share the
 database may have many places, whose users see nothing of each other.
 
 Each change has a version, in the order of the commits, since the row that counts them is locked until the commit. That
-lock is taken before any other: in another order two transactions would wait for each other.
+lock is taken before any other: in another order two transactions would wait for each other. A version is at least the
+time in microseconds: a database that crashed may have lost its last changes, whose versions others have read already,
+and which no other change may have.
 """
 
 import json
@@ -723,7 +725,8 @@ class Transaction:
     def tick(self, count: int = 1) -> int:
         """Return a new version; whoever else changes jobs waits for the end of this transaction."""
         if not self._version:
-            text = "UPDATE clock SET version = version + :count RETURNING version"
+            now, after = f"CAST({self.now} * 1e6 AS BIGINT)", "version + :count"
+            text = f"UPDATE clock SET version = CASE WHEN {after} > {now} THEN {after} ELSE {now} END RETURNING version"
             self._version = self.value(text, count=count)
         return self._version
 

@@ -226,7 +226,7 @@ def work(
                 looked = time.monotonic()
                 store.requeue_expired()
             most = together if together == 1 else _share(store.stats(), together)
-            jobs = store.lease(name, maker.models, most=most, ttl=ttl) if most else []
+            jobs = store.lease(name, maker.models, most=most, ttl=ttl)
             if jobs:
                 if not _make(store, maker, lease, jobs, retries, attempts, ended):
                     break
@@ -248,7 +248,7 @@ def work(
 def _share(stats: Stats, together: int) -> int:
     """Return how many jobs a worker leases at once: fewer towards the end, so that all workers end together."""
     waiting, workers = stats.jobs.get("queued", 0), sum(stats.workers.values())
-    return min(together, waiting if workers <= 1 else -(-waiting // (SHARES * workers)))
+    return max(1, min(together, waiting if workers <= 1 else -(-waiting // (SHARES * workers))))
 
 
 def _make(
