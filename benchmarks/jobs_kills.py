@@ -6,7 +6,8 @@
 
 `batch` is `wanjax batch --workers 2`, whose driver is started again; `serve` is `wanjax serve --workers 2`, to which
 the drivers are its fronts, and of whose videos some are deleted meanwhile. Both use PostgreSQL where it is to be
-killed, and else SQLite. Printed is what came of it, each of which is to be True.
+killed, and else SQLite. Printed is what came of it, each of which is to be True; the files of a batch are compared
+with those of one without kills.
 
 `pytest -m slow tests/jobs/test_pool.py` kills 60 workers whose makers make no video.
 """
@@ -75,8 +76,8 @@ class Kills:
 
 
 def kill_batch(folder: Path, kills: Kills) -> dict[str, Any]:
-    """Make a batch by two workers meanwhile; return what came of it."""
-    file, out = write_requests(folder / "requests.jsonl", kills.requests), folder / "videos"
+    """Make a batch by two workers meanwhile, and again without kills; return what came of it."""
+    file, out, alone = write_requests(folder / "requests.jsonl", kills.requests), folder / "videos", folder / "alone"
     options = ("--workers", "2", "--retries", "5")
     process = driver(file, out, *options)
     while (status := process.poll()) != 0:
@@ -84,12 +85,14 @@ def kill_batch(folder: Path, kills: Kills) -> dict[str, Any]:
             process = driver(file, out, *options)
         kills.look(len(videos(out)), process)
         time.sleep(0.1)
+    assert driver(file, alone, "--workers", "2").wait() == 0
     entries = read_manifest(out)
     listed = [entry["file_name"] for entry in entries if "error" not in entry]
     return {
         "all made": sorted(read_metadata(path)["seed"] for path in videos(out)) == list(range(kills.requests)),
         "each listed once": sorted(listed) == [path.name for path in videos(out)],
         "none failed": len(entries) == len(listed),
+        "equal files": [path.read_bytes() for path in videos(out)] == [path.read_bytes() for path in videos(alone)],
     }
 
 
