@@ -11,9 +11,9 @@ from typing import Any
 import jax
 
 from wanjax.pipelines.hunyuanvideo.conditioning import LENGTHS
+from wanjax.pipelines.mesh_sizes import parse_mesh
 from wanjax.plan.estimate import estimate
 from wanjax.registry import outline
-from wanjax.sharding import parse_mesh
 
 
 def main() -> None:

@@ -24,8 +24,9 @@ from wanjax.layers.placement import as_shapes, with_shardings
 from wanjax.models.wan.config import T2V_14B
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.pipelines.frames import Decoding, decode_chunk
+from wanjax.pipelines.mesh_sizes import parse_mesh
 from wanjax.pipelines.wan.conditioning import WanEncoded
-from wanjax.sharding import MESH_AXES, ONE_DEVICE, VIDEO, parse_mesh, use
+from wanjax.sharding import MESH_AXES, ONE_DEVICE, VIDEO, use
 
 BOUND = 1e-5
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figures as people read them: three significant digits at most, in the unit that suits."""
 
+from collections.abc import Mapping
+
 PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
 
@@ -46,3 +48,8 @@ def scaled(number: float, unit: str = "", base: int = 1000) -> str:
         power += 1
     prefix = f"{PREFIXES[power].upper()}i" if base == 1024 and power else PREFIXES[power]
     return f"{digits(number / base**power)} {prefix}{unit}".rstrip()
+
+
+def mesh_text(axes: Mapping[str, int], joint: str = ",") -> str:
+    """Return the sizes of a mesh as `parse_mesh` reads them."""
+    return joint.join(f"{axis}={size}" for axis, size in axes.items())

@@ -31,6 +31,7 @@ from wanjax.pipelines import memory
 from wanjax.pipelines.checks import dtype_name
 from wanjax.pipelines.components import DECODER, Components, MakeRoom
 from wanjax.pipelines.keywords import knows_keywords
+from wanjax.pipelines.mesh_sizes import AutoMesh, MeshSizes, parse_mesh
 from wanjax.pipelines.meshes import auto_mesh, step_cost
 from wanjax.pipelines.model import attending
 from wanjax.pipelines.pipeline import Pipeline
@@ -52,14 +53,11 @@ from wanjax.registry import (
 )
 from wanjax.schedulers import Scheduler
 from wanjax.sharding import (
-    AutoMesh,
-    MeshSizes,
     Partitioner,
     all_devices,
     find_rules,
     local_devices,
     make_mesh,
-    parse_mesh,
     platform,
 )
 

@@ -25,7 +25,7 @@ from itertools import product
 from math import prod
 from numbers import Integral
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from wanjax.errors import WanjaxError, shown
-from wanjax.figures import quantity
+from wanjax.figures import mesh_text, quantity
 
 MESH_AXES = ("dp", "sp", "tp")
 TILE = 16  # rows of a bfloat16 tile on TPUs: shards of whole tiles are joined without a copy
@@ -327,12 +327,11 @@ def make_mesh(dp: int = 1, sp: int = 1, tp: int = 1, *, devices: Sequence[Any] |
         platform()  # raises for a mistake in JAX_PLATFORMS, in one sentence
         devices = all_devices()
     sizes: dict[str, int] = dict(zip(MESH_AXES, (dp, sp, tp), strict=True))
-    text = mesh_text(sizes)
-    if min(sizes.values()) < 1:
-        raise WanjaxError(f"the mesh {text} has an axis below 1: every axis must be at least 1")
+    if dp < 1 or sp < 1 or tp < 1:
+        raise WanjaxError(f"the mesh {mesh_text(sizes)} has an axis below 1: every axis must be at least 1")
     if dp * sp * tp != len(devices):
         raise WanjaxError(
-            f"the mesh {text} needs {quantity(dp * sp * tp, 'device')} of {len(devices)} that there are: "
+            f"the mesh {mesh_text(sizes)} needs {quantity(dp * sp * tp, 'device')} of {len(devices)} that there are: "
             f"dp · sp · tp must be {len(devices)}"
         )
     return arrange(devices, sizes)
@@ -350,44 +349,6 @@ def one_device() -> Partitioner:
     """Return the partitioner of JAX's first device."""
     platform()
     return Partitioner(make_mesh(devices=jax.local_devices()[:1]), RULES["fsdp"])
-
-
-class MeshSizes(NamedTuple):
-    """The sizes of a mesh's axes."""
-
-    dp: int = 1
-    sp: int = 1
-    tp: int = 1
-
-    def __str__(self) -> str:
-        return mesh_text(self._asdict())
-
-
-class AutoMesh(NamedTuple):
-    """A mesh that is to be chosen, with a given `sp` unless it is None."""
-
-    sp: int | None = None
-
-    def __str__(self) -> str:
-        return "auto" if self.sp is None else f"auto,sp={self.sp}"
-
-
-def mesh_text(axes: Mapping[str, int], joint: str = ",") -> str:
-    """Return the sizes of a mesh as `parse_mesh` reads them."""
-    return joint.join(f"{axis}={size}" for axis, size in axes.items())
-
-
-def parse_mesh(text: str) -> MeshSizes | AutoMesh:
-    """Read a mesh such as `dp=2,tp=4`, `auto` or `auto,sp=2`; raise WanjaxError for other text."""
-    first, *others = (entry.strip() for entry in text.split(","))
-    auto = first == "auto"
-    axes, sizes = ("sp",) if auto else MESH_AXES, {}
-    for entry in others if auto else [first, *others]:
-        name, _, size = (word.strip() for word in entry.partition("="))
-        if name not in axes or name in sizes or not (size.isascii() and size.isdigit()) or (auto and int(size) < 1):
-            raise WanjaxError(f"the mesh {text!r} cannot be read: write it as dp=2,sp=1,tp=4, auto, or auto,sp=2")
-        sizes[name] = int(size)
-    return AutoMesh(**sizes) if auto else MeshSizes(**sizes)
 
 
 def find_rules(name: str) -> Rules:

@@ -106,7 +106,7 @@ NAMES = [  # of what is not there, the call that is given one, and what the sent
     *((wanjax.load, name, name) for name in (LONG, f"{LONG}.gguf", f"{LONG}.safetensors", f"a/b/c/{LONG}")),
     *((hub.locate_file, name, "OWNER/NAME/FILE") for name in NO_FILES),
     (lambda name: Lora(name).named().path, LONG, "OWNER/NAME/FILE"),
-    (open_source, "owner/typo", "owner/typo http:// public"),
+    (open_source, "owner/typo", "owner/typo http:// public check spelling `hf auth login`"),
     (lambda name: open_source(name, revision="v9"), ID, f"{ID} revision v9"),
     (hub.locate_file, f"{ID}/lora.safetensors", "owner/video lora.safetensors"),
     (hub.locate_file, "owner/typo/lora.safetensors", "no folder owner/typo"),
@@ -138,7 +138,7 @@ HARMS = [  # what makes a hub wrong, and what the sentence about its model names
     (answering(500, None), "reached Server '500"),
     (lambda server: server.files.pop("model_index.json"), f"{ID} no model_index.json"),
     (lambda server: server.files.update({"model_index.json": b"[]"}), "model_index.json"),
-    (lambda server: server.hub_at("http://127.0.0.1:9"), "http://127.0.0.1:9 reached"),
+    (lambda server: server.hub_at("http://127.0.0.1:9"), "http://127.0.0.1:9 reached check spelling try later"),
 ]
 
 

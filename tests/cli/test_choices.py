@@ -11,13 +11,18 @@ from tests.support.commands import Arguments, refused, succeeded, wanjax
 from tests.support.compare import error
 from tests.support.tiny import tiny_checkpoint
 from tests.support.words import says
-from wanjax import registry
+from wanjax import registry, schedulers
 from wanjax.checkpoints.files import load_safetensors
 from wanjax.cli import planning, stages
-from wanjax.kernels.attention import AttentionConfig
+from wanjax.cli.options import NAMED
+from wanjax.kernels.attention import IMPLEMENTATIONS, AttentionConfig
 from wanjax.media import stage_files
 from wanjax.media.metadata import load_settings
-from wanjax.sharding import AutoMesh
+from wanjax.pipelines import guidance
+from wanjax.pipelines.caching import rules as caching
+from wanjax.pipelines.caching.rules import cache_rule
+from wanjax.pipelines.guidance import guidance_rule
+from wanjax.pipelines.mesh_sizes import AutoMesh
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
@@ -56,10 +61,26 @@ def test_a_scheduler_is_chosen_and_kept_for_the_next_stage(model):
     assert latents("one") == own
 
 
-def test_an_unknown_scheduler_is_refused(model):
-    said = refused("a", "--model", model, *SMALL, "--scheduler", "heun")
-    assert says(said, "'heun' unipc euler ddim dpm consistency rcm")
+def test_a_scheduler_without_such_an_option_is_refused(model):
+    said = refused("a", "--model", model, *SMALL, "--scheduler", "unipc:2")
+    assert says(said, "'unipc:2' unipc euler ddim dpm consistency rcm")
     assert says(said, "unipc:order=1 consistency:timesteps=1000,757,522 rcm:sigma_max=200")
+
+
+@pytest.mark.parametrize(
+    ("option", "read", "least"),
+    [
+        ("attention", AttentionConfig.parse, {*IMPLEMENTATIONS}),
+        ("cache", cache_rule, {*caching.RULES}),
+        ("guidance_rule", guidance_rule, {*guidance.RULES}),
+        ("scheduler", schedulers.parse, {*schedulers.NAMED}),
+    ],
+)
+def test_the_names_that_are_known_without_jax_are_those_that_there_are(option, read, least):
+    """A name that is missing there could not be given; the tables that read it need JAX."""
+    assert least <= {*NAMED[option]}
+    for name in NAMED[option]:
+        read(name)
 
 
 @pytest.fixture

@@ -182,7 +182,7 @@ def test_empty_files_and_tables_change_nothing(given):
         ("steps = 1\nsteps = 2", "my.toml Cannot overwrite"),
         (b"\xff", "my.toml byte 1 UTF-8"),
         ("[generat]\nsteps = 2", "my.toml 'generat' [generate]"),
-        (None, "my.toml No such file"),
+        (None, "my.toml TOML file"),
     ],
 )
 def test_mistakes(text, told):

@@ -15,6 +15,7 @@ from wanjax.checkpoints.sources import open_diffusers
 from wanjax.cli import main
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import AUTO, AttentionConfig
+from wanjax.pipelines.mesh_sizes import MeshSizes
 from wanjax.pipelines.meshes import StepCost, choose_mesh, has_room, meshes, step_cost
 from wanjax.plan import estimate, training_estimate
 from wanjax.pricing.chips import GIB, SLICES, V5E, Slice, topology_devices
@@ -22,7 +23,7 @@ from wanjax.pricing.compile import ENVIRONMENT
 from wanjax.pricing.pricer import Price
 from wanjax.pricing.roofline import H100, processor
 from wanjax.registry import Checkpoint, outline, presets
-from wanjax.sharding import RULES, MeshSizes, substitute_devices
+from wanjax.sharding import RULES, substitute_devices
 from wanjax.training.adapters import LoraConfig
 from wanjax.training.optimizers import OptimizerConfig
 

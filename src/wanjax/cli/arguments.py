@@ -217,6 +217,8 @@ def in_words(error: click.ClickException) -> str:
     if (kinds := KINDS.search(error.message)) is not None:
         is_there, wanted = ("a file", "a folder") if kinds[2] == "file" else ("a folder", "a file")
         return f"{name} {kinds[1]} is {is_there}: give {wanted}"
+    if (closed := CLOSED.search(error.message)) is not None:
+        return f"{name} {closed[1]} is closed to this user: change its permissions, or give another one"
     found = VALUE.match(error.message)
     if found is None:
         return error.message if name in error.message else f"{name}: {error.message.removesuffix('.')}"
@@ -225,6 +227,7 @@ def in_words(error: click.ClickException) -> str:
 
 VALUE = re.compile(r"(.+?) is not (?:a valid|in the range|one of) ")  # of click's sentences
 KINDS = re.compile(r"(?:File|Directory|Path) '(.+)' is a (file|directory)\b")  # too
+CLOSED = re.compile(r"(?:File|Directory|Path) '(.+)' is not (?:readable|writable)\b")
 
 
 def _right(kind: click.ParamType) -> str:

@@ -6,6 +6,7 @@ What passes here is checked again where it is used.
 
 import os
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +15,11 @@ from click.core import ParameterSource
 
 from wanjax.cli import listing
 from wanjax.cli.names import TOKEN
-from wanjax.cli.options import is_typed
+from wanjax.cli.options import check_file, is_typed
 from wanjax.errors import WanjaxError
 from wanjax.media.inputs import INPUTS
 from wanjax.pipelines.settings import read_seeds
 from wanjax.pipelines.text.extending import check_address
-from wanjax.stores.paths import missing_file, parse_path
 
 if TYPE_CHECKING:
     from wanjax.pipelines.request import VideoRequest
@@ -31,6 +31,7 @@ OTHER_FILES = ("noise", "decoder", "preview_decoder")
 STAGES = ("denoise", "decode")  # commands that read what another left in --dir
 ONE_VIDEO = ("generate", "decode")  # commands whose --out is a video's name
 SEVERAL = ("prompts", "seeds", "count")  # but with these, which make it a folder
+WORKERS = ("batch", "serve")  # commands that may start workers elsewhere
 
 
 def check(ctx: click.Context, request: "VideoRequest | None") -> None:
@@ -52,7 +53,7 @@ def check(ctx: click.Context, request: "VideoRequest | None") -> None:
             listing.check(model, request, whole=ctx.info_name in WHOLE and "prompts" not in given)
     for name in (*INPUTS, *OTHER_FILES):
         for file in given[name] if isinstance(given.get(name), tuple) else [given.get(name)]:
-            _check_file(file)
+            check_file(file, f"give --{name.replace('_', '-')} a file that there is")
     _check_prompts(given.get("prompts"))
     if ctx.info_name == "info" and not os.path.exists(given["file"]) and listing.named(given["file"]):
         raise WanjaxError(f"{given['file']} is a model, not a file: `wanjax models {given['file']}` describes it")
@@ -66,6 +67,10 @@ def check(ctx: click.Context, request: "VideoRequest | None") -> None:
         check_address(given["extend_prompt"])
     if "out" in given and ctx.info_name in ONE_VIDEO and not any(name in given for name in SEVERAL):
         _check_suffix(given["out"])
+    if ctx.info_name == "batch" or any(name in given for name in SEVERAL):
+        _check_several(given)
+    if ctx.info_name in WORKERS:
+        _check_workers(ctx)
     if ctx.info_name == "serve":
         _check_access(ctx)
     if ctx.info_name in STAGES:
@@ -81,26 +86,49 @@ def _check_seeds(ctx: click.Context, seeds: str | None) -> None:
     read_seeds(seeds)
 
 
-def _check_file(file: Any) -> None:
-    if file is None or str(file) == "-":
-        return
-    path = parse_path(file)
-    if isinstance(path, Path) and not os.path.exists(path):  # which raises nothing for names that are none
-        raise WanjaxError(missing_file(path))
-
-
 def _check_prompts(file: str | None) -> None:
-    try:
-        _check_file(file)
-    except WanjaxError as error:
-        again = shlex.join(["wanjax", "generate", str(file)])
-        raise WanjaxError(f"{error}: give a file with a prompt on each line; for one prompt use `{again}`") from error
+    again = shlex.join(["wanjax", "generate", str(file)])
+    check_file(file, f"give a file with a prompt on each line; for one prompt use `{again}`")
 
 
 def _check_chip(name: str) -> None:
     from wanjax.pricing.roofline import find_hardware  # imported late for a quick --help
 
     find_hardware(name)
+
+
+def _check_several(given: Mapping[str, Any]) -> None:
+    """Raise WanjaxError for options of one video, where there are several."""
+    for option in ("noise", "profile"):
+        if option in given:
+            raise WanjaxError(f"--{option} is for one video: leave it out for several")
+    if "folder" in given:
+        raise WanjaxError("--dir keeps the stages of one video: give --out, the folder of several")
+    if "out" in given and Path(given["out"]).suffix:
+        raise WanjaxError(f"--out names the file {given['out']} for several videos: name a folder")
+
+
+def _check_workers(ctx: click.Context) -> None:
+    """Raise WanjaxError for workers that there cannot be, and for options of theirs without them."""
+    from wanjax.cli.parsed import WorkerOptions, fill  # imported late for a quick listing of models
+    from wanjax.jobs.databases import named_database
+    from wanjax.jobs.ray_cluster import check_cluster
+
+    elsewhere, workers = fill(WorkerOptions, ctx), ctx.params["workers"]
+    serves = ctx.info_name == "serve"
+    of_ray = {"--hosts": elsewhere.hosts > 1, "--resources": elsewhere.resources, "--dashboard": elsewhere.dashboard}
+    for option in [option for option, value in of_ray.items() if value and elsewhere.ray is None]:
+        advice = "give --workers 2 --ray auto" if serves else "give --ray ADDRESS, or --ray local for this machine"
+        raise WanjaxError(f"{option} is for workers of Ray: {advice}")
+    if elsewhere.ray is not None:
+        if serves and workers is None:
+            raise WanjaxError("--ray is for several workers: give --workers 2 too, or another number")
+        check_cluster(elsewhere.ray)
+    if workers in (0, (0, 0)) and named_database(elsewhere.database) is None:
+        raise WanjaxError("--workers 0 leaves the videos to workers elsewhere: give --database URL, which names theirs")
+    alone = workers is None if serves else elsewhere.is_alone(workers)
+    if ctx.params["processes"] and not alone:
+        raise WanjaxError("--processes is for one worker, this process and those that it meets: leave out the others")
 
 
 def _check_access(ctx: click.Context) -> None:

@@ -17,7 +17,7 @@ from click.core import ParameterSource
 
 from wanjax.cli import sections
 from wanjax.cli.arguments import ELSEWHERE, check_extra, check_words, our_name, visible_options
-from wanjax.cli.options import SETTINGS, input_option, is_typed, of_file
+from wanjax.cli.options import SETTINGS, check_file, input_option, is_typed, of_file
 from wanjax.errors import WanjaxError, reason
 from wanjax.media.inputs import IMAGE, INPUTS, REFERENCES
 from wanjax.media.text_files import read_text
@@ -100,6 +100,7 @@ def read_config(ctx: click.Context, parameter: click.Parameter, file: str | None
     Raises WanjaxError, with the name of the key, for an option that no command has and a value of another type.
     """
     if file is not None and not ctx.resilient_parsing:
+        check_file(Path(file).expanduser(), "give --config a TOML file that there is")
         ctx.meta[CONFIG] = _from_config(file, ctx)
         _take(ctx)
 

@@ -19,7 +19,7 @@ import jax
 from wanjax import registry
 from wanjax.cli import listing
 from wanjax.cli.extending import Extender
-from wanjax.cli.names import VIDEOS
+from wanjax.cli.names import videos_folder
 from wanjax.cli.options import COMPILE_CACHE, SETTINGS
 from wanjax.cli.parsed import CommandOptions, PipelineOptions, WorkerOptions
 from wanjax.cli.processes import meet
@@ -44,7 +44,7 @@ from wanjax.pipelines.request import VideoRequest
 from wanjax.pipelines.seeds import check_count, checked_seed
 from wanjax.pipelines.settings import read_seed, read_seeds
 from wanjax.pipelines.text.extending import as_settings
-from wanjax.stores.paths import AnyPath, names_in, parse_path
+from wanjax.stores.paths import AnyPath, names_in
 from wanjax.stores.temporary import temp_dir
 from wanjax.stores.writing import used_folder
 
@@ -68,23 +68,12 @@ def generate(
     `workers` of None is this process, and 0 those elsewhere. `extend` extends the prompts of a file, and `remade` is
     the metadata of the video that is made again, if one is.
     """
-    needs_ray = {"--hosts": by.hosts > 1, "--resources": by.resources, "--dashboard": by.dashboard}
-    for option in [option for option, value in needs_ray.items() if value and by.ray is None]:
-        raise WanjaxError(f"{option} is for workers of Ray: give --ray ADDRESS too, or --ray local for this machine")
     database = named_database(by.database)
-    if workers == 0 and database is None:
-        raise WanjaxError("--workers 0 leaves the videos to workers elsewhere: --database URL has to name theirs")
-    alone = by.ray is None and workers in (None, 1) and database is None
-    if alone:
+    if alone := by.is_alone(workers):
         meet(report, options.processes)
-    elif options.processes:
-        raise WanjaxError("--processes is for one worker, which is this process and those that it meets")
     else:
         jax.config.update("jax_platforms", "cpu")  # of this process alone: the devices are the workers'
-    for option in ("noise", "profile"):
-        if getattr(command, option) is not None:
-            raise WanjaxError(f"--{option} is for one video: it cannot be given for several")
-    target, options = folder_of(command.folder, command.out), located(options)
+    target, options = videos_folder(command.out), located(options)
     arguments: dict[str, Any] = {
         "load": partial(loaded, options, request),
         "place": target.absolute(),
@@ -420,12 +409,3 @@ def numbers_of(requests: Sequence[VideoRequest], command: CommandOptions, first:
     numbers = [read_seed(seed) for seed in several] if command.seeds is None else read_seeds(command.seeds)
     check_count(len(numbers), len([one for one in requests if "seed" not in one.settings]))
     return numbers
-
-
-def folder_of(folder: Path | None, out: str | None) -> AnyPath:
-    """Return the folder of the videos, which may be in a store."""
-    if folder is not None:
-        raise WanjaxError("--dir keeps the stages of one video: --out names the folder of several")
-    if out is not None and Path(out).suffix:
-        raise WanjaxError(f"--out names the file {out} for several videos: name a folder")
-    return VIDEOS if out is None else parse_path(out)

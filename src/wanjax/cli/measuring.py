@@ -15,14 +15,14 @@ from wanjax.cli.parsed import PipelineOptions
 from wanjax.cli.report import Report
 from wanjax.cli.stages import domain_of, loaded
 from wanjax.cli.tables import print_table
-from wanjax.figures import digits, duration, quantity, scaled
+from wanjax.figures import digits, duration, mesh_text, quantity, scaled
 from wanjax.kernels.compiler_options import save_set, saved_set
 from wanjax.pipelines import progress
 from wanjax.pipelines.caching.calibration import Measured, measure, reused_steps, tables_from
 from wanjax.pipelines.caching.rules import MagCache, TeaCache
 from wanjax.pipelines.caching.tables import measured_file, to_json
 from wanjax.pipelines.request import VideoRequest
-from wanjax.sharding import mesh_text, platform
+from wanjax.sharding import platform
 from wanjax.stores.writing import check_folder, writing
 
 HEADINGS = ("what", "compiling", "first run", "measured", "runs", "spread", "modelled", "measured / modelled")

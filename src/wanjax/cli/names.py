@@ -7,6 +7,7 @@ from itertools import count
 from pathlib import Path
 
 from wanjax.media.text_files import slug
+from wanjax.stores.paths import AnyPath, parse_path
 
 VIDEOS = Path("wanjax_videos")
 TOKEN = "WANJAX_TOKEN"  # the variable with what a server wants to be shown
@@ -19,6 +20,11 @@ def free_names(prompt: str, seed: int) -> Iterator[str]:
         name = stem if number == 1 else f"{stem}-{number}"
         if not video_named(name).exists():
             yield name
+
+
+def videos_folder(out: str | None) -> AnyPath:
+    """Return the folder of several videos, which may be in a store."""
+    return VIDEOS if out is None else parse_path(out)
 
 
 def video_named(name: str) -> Path:

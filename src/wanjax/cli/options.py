@@ -13,9 +13,12 @@ import click
 from click.core import ParameterSource
 
 from wanjax.cli.arguments import complete_files, complete_models, our_name
+from wanjax.errors import WanjaxError, choice, shown
 from wanjax.media.bounds import BOUNDS
 from wanjax.media.inputs import IMAGE, INPUTS, InputSpec
+from wanjax.pipelines.mesh_sizes import parse_mesh
 from wanjax.pipelines.settings import MOST_VIDEOS, Settings, schema
+from wanjax.stores.paths import missing_file, parse_path
 
 Decorator = Callable[[Any], Any]
 
@@ -39,6 +42,40 @@ def option_of(name: str) -> str:
 SETTINGS = schema(Settings)
 COMPILE_CACHE = "wanjax.compile_cache"  # the key, in a command's context, of a cache that is shared
 CONTEXT = {"help_option_names": ["-h", "--help"], "token_normalize_func": our_name, "max_content_width": 100}
+
+
+NAMED = {
+    "attention": ("auto", "reference", "chunked", "cudnn", "flash_tpu", "radial", "sla"),
+    "cache": ("magcache", "teacache", "easycache", "deepcache", "guidance", "none", "auto"),
+    "guidance_rule": ("cfg-zero", "apg", "nag", "none"),
+    "scheduler": ("unipc", "euler", "dpm++", "ddim", "dpm", "consistency", "rcm", "rcm-ode"),
+}
+"""What an option may name before a colon. The tables of these import JAX, for which a mistyped name does not wait."""
+WHAT = {"attention": "implementation of attention", "cache": "step cache"}  # in a message, where its name is another
+
+
+def check_named(option: str, text: str | None) -> None:
+    """Raise WanjaxError where an option's text names nothing that there is."""
+    name, names = (text or "").partition(":")[0], NAMED[option]
+    if text is not None and name not in names:
+        what = WHAT.get(option, option.replace("_", " "))
+        raise WanjaxError(f"--{option.replace('_', '-')} names no {what}, got {shown(text)}: {choice(name, names)}")
+
+
+def check_file(file: Any, advice: str) -> None:
+    """Raise WanjaxError, with what to do, where there is no file of a name on this machine."""
+    if file is None or str(file) == "-":
+        return
+    path = parse_path(file)
+    if isinstance(path, Path) and not os.path.exists(path):  # which raises nothing for names that are none
+        raise WanjaxError(missing_file(path) if os.path.islink(path) else f"{missing_file(path)}: {advice}")
+
+
+def _named(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """Return the value of an option of `NAMED` as it is, once its name is known."""
+    if not ctx.resilient_parsing:
+        check_named(str(parameter.name), value)
+    return value
 
 
 class Workers(click.ParamType):
@@ -110,6 +147,7 @@ def _attention(ctx: click.Context, parameter: click.Parameter, value: str | None
     text = ("," if ":" in name else ":").join([name, *filter(None, [",".join([*tiles, *window])])])
     if text == "auto":
         return None
+    check_named("attention", text)
     from wanjax.kernels.attention import AttentionConfig  # imported late for a quick --help
 
     return AttentionConfig.parse(text)
@@ -123,8 +161,6 @@ def _mesh(ctx: click.Context, parameter: click.Parameter, value: str | None) -> 
     text = f"auto,sp={parts['sp_num']}" if "sp_num" in parts else "auto" if parts else value
     if text is None:
         return None
-    from wanjax.sharding import parse_mesh  # imported late for a quick --help
-
     return parse_mesh(text)
 
 
@@ -260,7 +296,8 @@ def setting(name: str) -> Decorator:
     if known.kind is bool:
         return click.option(f"{option}/--no-{option[2:]}", default=None, help=known.help)
     kind = str if name == "seed" else click.Choice(known.choices) if known.choices else known.kind  # or random
-    return click.option(option, type=kind, metavar=known.metavar or None, help=known.help)
+    check = _named if name in NAMED else None
+    return click.option(option, type=kind, metavar=known.metavar or None, help=known.help, callback=check)
 
 
 def of_group(group: str) -> Decorator:
@@ -315,6 +352,7 @@ denoising = together(
     click.option(
         "--scheduler",
         metavar="NAME",
+        callback=_named,
         help="Solver in place of the model's own: unipc or dpm++, of the second order or as unipc:order=1, or euler; "
         "consistency, rcm or rcm-ode, which adds no noise, for a model distilled to a few steps, as "
         "consistency:timesteps=1000,757,522 or rcm:sigma_max=200 where its authors have others; ddim or dpm for a "
@@ -476,7 +514,7 @@ profile = click.option(
 force = click.option("--force", is_flag=True, help="Replace a finished video, or its stages, in --dir.")
 preview_decoder = click.option(
     "--preview-decoder",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
     help="Show previews by this tiny decoder, a file of TAEHV, which are sharper.",
 )

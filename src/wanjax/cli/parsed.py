@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from wanjax.checkpoints.lora_source import Lora
     from wanjax.kernels.attention import AttentionConfig
     from wanjax.layers.tiling import Tiling
+    from wanjax.pipelines.mesh_sizes import AutoMesh, MeshSizes
     from wanjax.pipelines.request import VideoRequest
-    from wanjax.sharding import AutoMesh, MeshSizes
 
 Kind = TypeVar("Kind")
 
@@ -85,6 +85,12 @@ class WorkerOptions(NamedTuple):
     retries: int = 2
     resources: str | None = None
     dashboard: bool = False
+
+    def is_alone(self, workers: int | None) -> bool:
+        """Whether this process makes all videos of a batch with so many workers."""
+        from wanjax.jobs.databases import named_database  # imported late for a quick listing of models
+
+        return workers in (None, 1) and self.ray is None and named_database(self.database) is None
 
 
 class ListenOptions(NamedTuple):

@@ -26,12 +26,13 @@ from wanjax.compile_cache.cache import compile_cache, compile_cache_folder
 from wanjax.compile_cache.shared import EntryExists, current
 from wanjax.errors import WanjaxError
 from wanjax.execution import EXECUTE, Instance, warn_refused
-from wanjax.figures import between, digits, duration, in_bytes, quantity
+from wanjax.figures import between, digits, duration, in_bytes, mesh_text, quantity
 from wanjax.kernels.attention import AUTO
 from wanjax.kernels.compiler_options import SAFE
 from wanjax.media.pictures import Pictures
 from wanjax.pipelines import progress
 from wanjax.pipelines.checks import check_loaded
+from wanjax.pipelines.mesh_sizes import MeshSizes
 from wanjax.pipelines.model import with_scheduler
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.request import VideoRequest
@@ -44,7 +45,7 @@ from wanjax.plan.training_estimate import TrainingEstimate, estimate_training
 from wanjax.pricing.chips import Slice, find_slice, topology_devices
 from wanjax.pricing.compile import AT_ONCE, ENVIRONMENT, check_compiler
 from wanjax.pricing.lowering import retry_without_rejected_options
-from wanjax.sharding import ONE_DEVICE, MeshSizes, mesh_text, substitute_devices
+from wanjax.sharding import ONE_DEVICE, substitute_devices
 from wanjax.stores.temporary import temp_dir
 from wanjax.training.adapters import LoraConfig
 from wanjax.training.optimizers import OptimizerConfig

@@ -24,7 +24,7 @@ from urllib.request import Request, build_opener
 import click
 
 from wanjax.cli.defaults import SAFE
-from wanjax.cli.names import TOKEN, free_names, video_named
+from wanjax.cli.names import TOKEN, free_names, video_named, videos_folder
 from wanjax.cli.options import SETTINGS, is_given, is_typed, option_of
 from wanjax.cli.parsed import CommandOptions, PipelineOptions
 from wanjax.cli.report import Report
@@ -139,11 +139,11 @@ def _generate_several(
 
     Cancels the videos that wait where this ends before its time. The folder has a manifest, as that of `wanjax batch`.
     """
-    from wanjax.cli.many import FAILURE, folder_of  # imported late: they need JAX
+    from wanjax.cli.many import FAILURE  # imported late: it needs JAX
     from wanjax.jobs.batch import MANIFEST, Manifest
     from wanjax.jobs.maker import Task
 
-    folder = folder_of(None, command.out).absolute()
+    folder = videos_folder(command.out).absolute()
     each: dict[str, tuple[Any, Mapping[str, Any]]] = {}
     for request in requests:
         fields = _fields(request)

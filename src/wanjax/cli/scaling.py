@@ -7,11 +7,10 @@ from math import ceil, inf
 from rich.console import Console
 
 from wanjax.cli.tables import print_table
-from wanjax.figures import between, digits, duration, in_bytes, quantity
+from wanjax.figures import between, digits, duration, in_bytes, mesh_text, quantity
 from wanjax.plan.scale import DOWNLOADED, LOADED, START, Option, Rejected, ScaleEstimate, Workload
 from wanjax.pricing.costs import Cost
 from wanjax.pricing.roofline import find_hardware
-from wanjax.sharding import mesh_text
 
 VIDEO = ("slice", "mesh", "a video", "chip-seconds")
 ALL = ("slice", "slices", "hours")

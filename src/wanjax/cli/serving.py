@@ -82,12 +82,7 @@ def serve(
     access = Access.read(listen.host, listen.token or os.environ.pop(TOKEN, None) or None, listen.origins)
     if served.extend_prompt is not None:
         check_address(served.extend_prompt)
-    for option, value in {"--ray": by.ray, "--resources": by.resources, "--dashboard": by.dashboard}.items():
-        if value and (workers is None or not by.ray):
-            raise WanjaxError(f"{option} is for workers of a Ray cluster: --workers 2 --ray auto has some")
     if workers is not None:
-        if options.processes:
-            raise WanjaxError("--processes is for one worker, which is this process and those that it meets")
         jax.config.update("jax_platforms", "cpu")  # the devices are the workers'
     else:
         meet(report, options.processes)

@@ -30,6 +30,17 @@ def address_of(address: str | None) -> str | None:
     return None if address == LOCAL else address or os.environ.get("RAY_ADDRESS") or None
 
 
+def check_cluster(address: str | None) -> None:
+    """Raise WanjaxError where Ray is not installed, or an address is none of a cluster's."""
+    if find_spec("ray") is None:
+        raise WanjaxError("Ray is not installed, which workers elsewhere need: pip install 'wanjax[cluster]' brings it")
+    address = address_of(address)
+    if address is not None and address.startswith("ray://"):
+        raise WanjaxError(f"{address} is that of a Ray client: give auto, or HOST:6379, on a machine of the cluster")
+    if address not in (None, "auto") and not (HOST.fullmatch(address) and int(address.rpartition(":")[2]) < 2**16):
+        raise WanjaxError(f"{address!r} names no Ray cluster: give auto, HOST:PORT, or local for this machine")
+
+
 def _check_answers(address: str) -> None:
     """Raise WanjaxError where nothing answers at HOST:PORT: Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
@@ -53,14 +64,11 @@ def connected(
     `store` are the bytes of a started one's object store, None for Ray's own choice, and `variables` are set for it.
     Raises WanjaxError where Ray is not installed, or there is no cluster at the address.
     """
-    if find_spec("ray") is None:
-        raise WanjaxError("several workers need Ray: pip install 'wanjax[cluster]' brings it")
+    check_cluster(address)
     address = address_of(address)
     if address is None:
         for name, value in variables.items():
             os.environ.setdefault(name, value)
-    elif address.startswith("ray://"):
-        raise WanjaxError(f"{address} is that of a Ray client: give auto, or HOST:6379, on a machine of the cluster")
     elif HOST.fullmatch(address):
         _check_answers(address)
     if "IPython" in sys.modules and not sys.modules["IPython"]:  # hidden from Flax by the command, and Ray asks too

@@ -19,11 +19,12 @@ from wanjax.figures import quantity
 from wanjax.kernels.attention import AUTO, AttentionConfig
 from wanjax.pipelines.family import Family
 from wanjax.pipelines.memory import total_memory
+from wanjax.pipelines.mesh_sizes import MeshSizes
 from wanjax.pipelines.model import Cost, VideoModel
 from wanjax.pipelines.settings import Settings
 from wanjax.pricing.chips import Chip
 from wanjax.pricing.roofline import Machine, device_model
-from wanjax.sharding import RULES, MeshSizes, Rules
+from wanjax.sharding import RULES, Rules
 
 ATTENTION, PRODUCTS = 0.5, 0.75  # shares of the peak
 BYTES = 2  # a bfloat16 number
