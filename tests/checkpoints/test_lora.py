@@ -2,6 +2,7 @@
 """LoRA in `load`, over checkpoints of every layout, for one expert or both, and on the command line."""
 
 import json
+import re
 import shutil
 import warnings
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 import wanjax
+from tests.support.commands import refused
 from tests.support.hub import ID
 from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint
@@ -132,34 +134,51 @@ def test_a_conversion_finds_its_source_once(checkpoint, file, tmp_path, monkeypa
     assert opened == [str(checkpoint)]
 
 
-def test_another_lora_needs_another_folder(checkpoint, file, tmp_path):
-    run("convert", checkpoint, tmp_path / "merged", "--lora", file)
-    for wrong, told in [
-        (("--lora", f"{file}:2"), "is not what was asked for"),
-        ((), "is not what was asked for"),
-        (("--lora", "nowhere.safetensors"), "there is no file nowhere.safetensors"),
-    ]:
-        result = CliRunner().invoke(main, ["convert", str(checkpoint), str(tmp_path / "merged"), *map(str, wrong)])
-        assert (result.exit_code, told in " ".join(result.output.split())) == (2, True), result.output
-    result = CliRunner().invoke(main, ["convert", str(tmp_path / "merged"), "--verify", "--lora", str(file)])
-    assert (result.exit_code, says(result.output, "--lora new")) == (2, True)
+@pytest.fixture(scope="module")
+def merged(checkpoint, file, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("merged") / "new"
+    run("convert", checkpoint, folder, "--lora", file)
+    return folder
 
 
-def test_a_lora_that_does_not_fit_is_refused_before_loading(checkpoint, file, tmp_path):
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("CHECKPOINT MERGED --lora FILE:2", "asked"),
+        ("CHECKPOINT MERGED", "asked"),
+        ("CHECKPOINT MERGED --lora nowhere.safetensors", "no file nowhere.safetensors"),
+        ("MERGED --verify --lora FILE", "--lora new"),
+    ],
+)
+def test_another_lora_needs_another_folder(checkpoint, file, merged, tmp_path, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    paths = {"CHECKPOINT": checkpoint, "MERGED": merged, "FILE": file}
+    given = re.sub("[A-Z]{4,}", lambda name: str(paths[name[0]]), arguments).split()
+    assert says(refused("convert", *given), words)
+
+
+def test_changes_of_nothing_here_are_told(checkpoint, file, tmp_path):
     other = tmp_path / "other.safetensors"
-    save_safetensors(other, {f"{Q}.diff": np.ones((5, 5), np.float32)})
-    with pytest.raises(WanjaxError, match=naming("[5, 5] [24, 24] LoRA")):
-        wanjax.load(checkpoint, lora=str(other))
-    with pytest.raises(WanjaxError, match=naming("nowhere.safetensors")):
-        wanjax.load(checkpoint, lora="nowhere.safetensors")
-    with pytest.raises(WanjaxError, match=naming("experts high=")):
-        wanjax.load(checkpoint, lora=f"high={file}")
     save_safetensors(other, load_safetensors(file) | {"lora_te_x.diff": np.ones((5, 5), np.float32)})
     with pytest.warns(UserWarning, match=naming("1 of 2 merged lora_te_x")):
         wanjax.load(checkpoint, lora=str(other))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         wanjax.load(checkpoint, lora=str(file))
+
+
+@pytest.mark.parametrize(
+    ("lora", "words"),
+    [
+        ("OTHER", "[5, 5] [24, 24] LoRA"),
+        ("nowhere.safetensors", "nowhere.safetensors"),
+        ("high=FILE", "experts high="),
+    ],
+)
+def test_a_lora_that_does_not_fit_is_refused_before_loading(checkpoint, file, tmp_path, lora, words):
+    save_safetensors(other := tmp_path / "other.safetensors", {f"{Q}.diff": np.ones((5, 5), np.float32)})
+    with pytest.raises(WanjaxError, match=naming(words)):
+        wanjax.load(checkpoint, lora=lora.replace("OTHER", str(other)).replace("FILE", str(file)))
 
 
 @pytest.fixture(scope="module")

@@ -278,16 +278,13 @@ def wrong(**changes):
         (wrong(implementation="chunked", config=object()), "chunked configured"),
         (wrong(config=object()), "chunked configured"),
         (wrong(implementation="fastest"), "attention 'fastest' auto reference chunked"),
+        (lambda: chunked.Config(0, 4, batched=False), "0 queries"),
     ],
+    ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_operands_that_do_not_fit(call, told):
     with unchecked(), pytest.raises(WanjaxError, match=naming(told)):
-        attention(**call)
-
-
-def test_blocks_of_nothing():
-    with pytest.raises(WanjaxError, match="0 queries"):
-        chunked.Config(0, 4, batched=False)
+        call() if callable(call) else attention(**call)
 
 
 def test_workloads():

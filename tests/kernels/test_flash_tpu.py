@@ -261,18 +261,22 @@ def test_unsupported(size, dtype, options, told):
         attention(q, k, v, implementation="flash_tpu", **{"config": SMALL_TILES} | options)
 
 
-def test_tiles_that_vmem_would_not_hold(monkeypatch):
-    monkeypatch.setattr(flash_tpu, "vmem_bytes", lambda: 64 << 20)
-    q, k, v = operands(1, 8, 8, 2, 1, 64)
-    with pytest.raises(NotImplementedError, match=naming("MiB VMEM chip 64")):
-        attention(q, k, v, implementation="flash_tpu", config=flash_tpu.Config(2048, 51200, 5120))
+LONG = [jax.ShapeDtypeStruct((1, 4096, 2, 128), jnp.bfloat16)] * 3
+LARGE = flash_tpu.Config(2048, 51200, 5120)
 
 
-def test_chips_whose_vmem_is_too_small_take_another_implementation(monkeypatch):
-    monkeypatch.setattr(flash_tpu, "vmem_bytes", lambda: 16 << 20)  # v4
-    operands = [jax.ShapeDtypeStruct((1, 4096, 2, 128), jnp.bfloat16)] * 3
-    with pytest.raises(NotImplementedError, match=naming("MiB VMEM chip 16")):
-        choose(*operands, implementation="flash_tpu")
+@pytest.mark.parametrize(
+    ("vmem", "call"),
+    [
+        (64, lambda: attention(*operands(1, 8, 8, 2, 1, 64), implementation="flash_tpu", config=LARGE)),
+        (16, lambda: choose(*LONG, implementation="flash_tpu")),  # a v4, which takes another implementation
+    ],
+    ids=["tiles", "chip"],
+)
+def test_what_vmem_would_not_hold(monkeypatch, vmem, call):
+    monkeypatch.setattr(flash_tpu, "vmem_bytes", lambda: vmem << 20)
+    with pytest.raises(NotImplementedError, match=naming(f"MiB VMEM chip {vmem}")):
+        call()
 
 
 @pytest.mark.parametrize("vmem", [64 << 20, 128 << 20])

@@ -217,38 +217,65 @@ def test_a_folder_of_another_name_is_the_model_of_its_config(folder, monkeypatch
     } - {"transformer"}
 
 
-def test_what_contradicts_or_is_missing_is_told(folder):
-    transformer = folder / "transformer/480p_t2v"
-    weights = authors.tensors_of(transformer)
-    authors.write_json(transformer / "config.json", authors.config(ideal_resolution="720p"))
-    told = refusal(folder)
-    assert says(told, "480p_t2v config.json 720p t2v")
-    authors.write_json(transformer / "config.json", authors.config(rope_dim_list=[16, 56, 56]))
-    assert says(refusal(folder, loading.load), "rope_axes_dim [16, 56, 56] attention_head_dim 16")
-    for entry, value, told in (("rope_dim_list", None, "rope_axes_dim"), ("rope_theta", "x", "rope_theta x")):
-        authors.write_json(transformer / "config.json", authors.config(**{entry: value}))
-        assert says(refusal(folder, loading.load), f"config.json {told}")
-    authors.write_json(transformer / "config.json", authors.config())
-    save_safetensors(transformer / WEIGHTS, weights | {"img_in.proj.weight": weights["img_in.proj.weight"][:, :7]})
-    assert says(refusal(folder, loading.load), "VAE 4 channels transformer 9")
-    save_safetensors(transformer / WEIGHTS, {key: x for key, x in weights.items() if "byt5_in" not in key})
-    assert says(refusal(folder, loading.load), "transformer byt5_in.fc1.weight")
-    (transformer / WEIGHTS).unlink()
-    assert "it holds no weights" in refusal(folder, loading.load)
-    save_safetensors(transformer / WEIGHTS, weights)
-    (folder / GLYPHS / "checkpoints/byt5_model.pt").unlink()
-    assert "there is no file" in refusal(folder, lambda path: loading.load(path).text_encoder_2)
+def test_a_folder_of_a_transformer_alone_lacks_the_rest(folder):
     shutil.rmtree(folder / GLYPHS)
     shutil.rmtree(folder / "text_encoder/llm")
     assert open_source(folder).missing_components == ["text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"]
     for part in ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"):
-        told = refusal(folder, lambda path, part=part: getattr(loading.load(path), part))
-        assert says(told, f"{part} transformer")
+        assert says(refusal(folder, component(part)), f"{part} transformer")
 
 
-def test_another_language_model_is_told(folder):
+def component(name):
+    return lambda path: getattr(loading.load(path), name)
+
+
+TRANSFORMER = "transformer/480p_t2v"
+
+
+def configured(**entries):
+    return lambda folder: authors.write_json(folder / TRANSFORMER / "config.json", authors.config(**entries))
+
+
+def with_weights(change):
+    def harm(folder):
+        save_safetensors(folder / TRANSFORMER / WEIGHTS, change(authors.tensors_of(folder / TRANSFORMER)))
+
+    return harm
+
+
+def with_narrow_patches(weights):
+    return weights | {"img_in.proj.weight": weights["img_in.proj.weight"][:, :7]}
+
+
+def without_glyphs(weights):
+    return {key: x for key, x in weights.items() if "byt5_in" not in key}
+
+
+def of_llama(folder):
     authors.write_json(folder / "text_encoder/llm/config.json", {"model_type": "llama", "hidden_size": 24})
-    assert says(refusal(folder, lambda path: loading.load(path).text_encoder), "model_type 'llama' 'qwen2_5_vl_text'")
+
+
+HARMS = {  # by what the sentence names: what is wrong in the authors' folder, and the call that is refused
+    "480p_t2v config.json 720p t2v": (configured(ideal_resolution="720p"), open_source),
+    "rope_axes_dim [16, 56, 56] attention_head_dim 16": (configured(rope_dim_list=[16, 56, 56]), loading.load),
+    "config.json rope_axes_dim": (configured(rope_dim_list=None), loading.load),
+    "config.json rope_theta x": (configured(rope_theta="x"), loading.load),
+    "VAE 4 channels transformer 9": (with_weights(with_narrow_patches), loading.load),
+    "transformer byt5_in.fc1.weight": (with_weights(without_glyphs), loading.load),
+    "480p_t2v no weights": (lambda folder: (folder / TRANSFORMER / WEIGHTS).unlink(), loading.load),
+    "no file byt5_model.pt": (
+        lambda folder: (folder / GLYPHS / "checkpoints/byt5_model.pt").unlink(),
+        component("text_encoder_2"),
+    ),
+    "model_type 'llama' 'qwen2_5_vl_text'": (of_llama, component("text_encoder")),
+}
+
+
+@pytest.mark.parametrize("words", HARMS)
+def test_what_contradicts_or_is_missing_is_told(folder, words):
+    harm, call = HARMS[words]
+    harm(folder)
+    assert says(refusal(folder, call), words)
 
 
 class Shapes:
@@ -335,18 +362,27 @@ def test_a_file_is_the_model_that_its_name_tells(name, model, wide, tmp_path):
     assert taken_as(open_source(tmp_path / name)) == published(model)
 
 
-def test_files_that_are_no_model_are_told(wide, text_pair, tmp_path):
-    theirs = authors.authors_transformer(wide[1])
-    save_safetensors(tmp_path / "mine.safetensors", theirs)
-    assert says(refusal(tmp_path / "mine.safetensors"), "mine.safetensors model")
-    few = {key.replace("time_in.", "time_r_in."): x for key, x in theirs.items() if key.startswith("time_in.")}
-    save_safetensors(tmp_path / "720p_sr_distilled.safetensors", theirs | few)
-    assert says(refusal(tmp_path / "720p_sr_distilled.safetensors"), "720p_sr_distilled")
-    vae = shutil.copy(text_pair[1] / "vae" / WEIGHTS, tmp_path / "vae.safetensors")
-    assert says(refusal(vae), "vae.safetensors transformer HunyuanVideo")
-    first = {"double_blocks.0.img_attn_qkv.weight": np.ones((6, 2), np.float32)}  # HunyuanVideo of 2024
-    save_safetensors(tmp_path / "480p_t2v.safetensors", first)
-    assert "holds no transformer that is known" in refusal(tmp_path / "480p_t2v.safetensors")
+def few_steps_beside(transformer, _):
+    return transformer | {k.replace("time_in.", "time_r_in."): x for k, x in transformer.items() if "time_in." in k}
+
+
+FILES = {  # by name: tensors, from those of a transformer and of an autoencoder; what the sentence names
+    "mine": (lambda transformer, _: transformer, "mine.safetensors model"),
+    "720p_sr_distilled": (few_steps_beside, "720p_sr_distilled"),
+    "vae": (lambda _, autoencoder: autoencoder, "vae.safetensors transformer HunyuanVideo"),
+    "480p_t2v": (  # of HunyuanVideo of 2024
+        lambda *_: {"double_blocks.0.img_attn_qkv.weight": np.ones((6, 2), np.float32)},
+        "480p_t2v.safetensors no transformer known",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_that_are_no_model_are_told(wide, text_pair, tmp_path, name):
+    tensors, words = FILES[name]
+    of_vae = authors.tensors_of(text_pair[1] / "vae")
+    save_safetensors(tmp_path / f"{name}.safetensors", tensors(authors.authors_transformer(wide[1]), of_vae))
+    assert says(refusal(tmp_path / f"{name}.safetensors"), words)
 
 
 def test_a_file_with_the_autoencoder(wide, text_pair, tmp_path):

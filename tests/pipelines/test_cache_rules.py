@@ -328,8 +328,6 @@ def test_a_rule_that_a_model_cannot_have_is_refused(text, given, told):
 def test_a_guidance_cache_needs_the_prompts_apart():
     check_apart(Guidance(5), False)
     check_apart(MagCache(), True)
-    with pytest.raises(WanjaxError, match=naming("dp --batch-guidance prompts")):
-        check_apart(Guidance(5), True)
 
 
 TABLES = Tables(Magnitudes((1.0, 0.9), (1.0, 0.8), 0.1, 2, 0.2), Changes((1.0, 0.0), 0.1))

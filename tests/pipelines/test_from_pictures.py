@@ -169,17 +169,29 @@ def test_refused_pictures(models, model, options, message):
     assert files(".") == []
 
 
-def test_stages_that_do_not_fit(models):
-    succeeded(run("encode", "a", "--model", models["image"], "--image", "../square.png", "--frames", "5"))
-    assert says(refused("denoise", "--height", "16"), "32x32 5 frames 32x16")
-    assert says(refused("denoise", "--frames", "9"), "5 frames 9 encode")
-    assert says(refused("denoise", "--model", models["text"]), "condition text video")
-    assert "there is no" not in refused("denoise", "--model", models["last"])  # the features are of one image, not two
-    succeeded(run("encode", "a", "--model", models["text"], "--size", "32x32", "--frames", "5"))
-    assert says(refused("denoise", "--model", models["image"]), "condition image video")
-    succeeded(run("encode", "a", "--model", models["control"], "--frames", "5"))
-    assert says(refused("denoise", "--frames", "9"), "5 frames 9 encode")
-    assert says(refused("denoise", "--model", models["text"]), "condition text video")
+ENCODED = {  # by the model that encodes
+    "image": ("--image", "../square.png", "--frames", "5"),
+    "text": ("--size", "32x32", "--frames", "5"),
+    "control": ("--frames", "5"),
+}
+
+
+@pytest.mark.parametrize(
+    ("encoding", "options", "denoising", "words"),
+    [
+        ("image", ("--height", "16"), None, "32x32 5 frames 32x16"),
+        ("image", ("--frames", "9"), None, "5 frames 9 encode"),
+        ("image", (), "text", "condition text video"),
+        ("image", (), "last", "image_embeds [1, 5, 16] [1, 10, 16]"),  # which are of one image, not two
+        ("text", (), "image", "condition image video"),
+        ("control", ("--frames", "9"), None, "5 frames 9 encode"),
+        ("control", (), "text", "condition text video"),
+    ],
+)
+def test_stages_that_do_not_fit(models, encoding, options, denoising, words):
+    succeeded(run("encode", "a", "--model", models[encoding], *ENCODED[encoding]))
+    model = ("--model", models[denoising]) if denoising else ()
+    assert says(refused("denoise", *options, *model), words)
 
 
 def change(file: Path, **entries) -> None:
@@ -225,17 +237,16 @@ def test_checkpoints_that_contradict_themselves(models, tmp_path, model, file, e
     assert says(result.stderr, message)
 
 
-def test_a_file_that_lacks_an_entry(models, tmp_path):
-    damaged = shutil.copytree(models["image"], tmp_path / "damaged")
-    for file, entry in (
-        ("image_encoder/config.json", "patch_size"),
-        ("image_processor/preprocessor_config.json", "size"),
-    ):
-        kept = (damaged / file).read_text()
-        (damaged / file).write_text(json.dumps({k: v for k, v in json.loads(kept).items() if k != entry}))
-        with pytest.raises(WanjaxError, match=f"has no {entry}"):
-            wanjax.load(damaged).encode("a", image="../square.png", frames=5)
-        (damaged / file).write_text(kept)
+@pytest.mark.parametrize(
+    ("file", "entry"),
+    [("image_encoder/config.json", "patch_size"), ("image_processor/preprocessor_config.json", "size")],
+)
+def test_a_file_that_lacks_an_entry(models, tmp_path, file, entry):
+    damaged = Path(shutil.copytree(models["image"], tmp_path / "damaged"))
+    entries = json.loads((damaged / file).read_text())
+    (damaged / file).write_text(json.dumps({name: value for name, value in entries.items() if name != entry}))
+    with pytest.raises(WanjaxError, match=naming(f"no {entry}")):
+        wanjax.load(damaged).encode("a", image="../square.png", frames=5)
 
 
 def test_every_model_tells_what_it_makes_a_video_from():

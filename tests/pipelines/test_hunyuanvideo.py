@@ -172,20 +172,30 @@ def test_what_a_model_from_text_refuses(models, call, words):
         call(wanjax.load(models["text"]))
 
 
-def test_what_models_from_pictures_refuse(models, picture, tmp_path):
-    text, image = wanjax.load(models["text"]), wanjax.load(models["image"])
-    plain, pictured = text.encode("a cat"), image.encode("a cat", image=picture)
-    guider = tiny_hunyuan_checkpoint(tmp_path) / "guider" / "guider_config.json"
+def with_another_guider(text, image, picture, folder):
+    guider = tiny_hunyuan_checkpoint(folder) / "guider" / "guider_config.json"
     guider.write_text(json.dumps({"guidance_scale": 6.0, "guidance_rescale": 0.7}))
-    for call, words in (
-        (lambda: image.encode("a cat"), "image video"),
-        (lambda: image.denoise(plain), "no image_embeds needs"),
-        (lambda: text.denoise(pictured), "image_embeds given text video no use"),
-        (lambda: image.denoise(pictured, size=(32, 48)), "64x32 48x32 encode size"),
-        (lambda: wanjax.load(tmp_path), "guidance_rescale 0.7 0.0"),
-    ):
-        with pytest.raises(WanjaxError, match=naming(words)):
-            call()
+    return wanjax.load(folder)
+
+
+OF_PICTURES = {  # calls of a model from text and one from pictures, with a picture and a folder
+    "image video": lambda text, image, *_: image.encode("a cat"),
+    "no image_embeds needs": lambda text, image, *_: image.denoise(text.encode("a cat")),
+    "image_embeds given text video no use": (
+        lambda text, image, picture, _: text.denoise(image.encode("a cat", image=picture))
+    ),
+    "64x32 48x32 encode size": (
+        lambda text, image, picture, _: image.denoise(image.encode("a cat", image=picture), size=(32, 48))
+    ),
+    "guidance_rescale 0.7 0.0": with_another_guider,
+}
+
+
+@pytest.mark.parametrize("words", OF_PICTURES)
+def test_what_models_from_pictures_refuse(models, picture, tmp_path, words):
+    text, image = wanjax.load(models["text"]), wanjax.load(models["image"])
+    with pytest.raises(WanjaxError, match=naming(words)):
+        OF_PICTURES[words](text, image, picture, tmp_path)
 
 
 def test_published_checkpoints_have_two_names():

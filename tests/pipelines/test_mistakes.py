@@ -45,6 +45,7 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"noise": LATENTS[0]}, "noise [16, 5, 8, 8] video [1, 16, 5, 8, 8]"),
     ({"noise": LATENTS.astype(int)}, "noise int64 floats"),
     ({"callback": 3}, "callback 3 function"),
+    ({"references": (frame for frame in CLIP)}, "nano reference"),  # a generator is read, and then of no use
 ]
 LATENTS_OF_NO_VIDEO = [
     (np.repeat(LATENTS, 2, axis=0), "latents [2, 16, 5, 8, 8] [1, 16, T, H, W]"),
@@ -90,6 +91,8 @@ METHODS: list[tuple[str, tuple, dict[str, Any], str]] = [
     ("encode", ("a",), {"negative_prompt": NO_TEXT}, r"negative_prompt 'caf\udce9' text UTF-8"),
     ("videos", ([],), {}, "prompts []"),
     ("free", ("transformers",), {}, "'transformers' transformer"),
+    ("__getattr__", ("image_encoder",), {}, "'image_encoder' transformer"),
+    ("__reduce_ex__", (5,), {}, "pickled wanjax.load"),
 ]
 LOADS: list[tuple[Any, dict[str, Any], str]] = [
     (None, {}, "model None 'nano'"),
@@ -131,13 +134,16 @@ def test_loading(model, keywords, words):
     assert says(refused(wanjax.load, model, **keywords), words)
 
 
-@pytest.mark.parametrize("name", ["", 5, None])
-def test_a_video_is_saved_under_a_name(name):
-    assert says(refused(wanjax.Video(CLIP, 8, {}).save, name), f"{name!r} file folder")
-
-
-def test_the_length_of_an_axis_is_a_whole_number():
-    assert says(refused(wanjax.make_mesh, "dp=2"), "dp 'dp=2' make_mesh(dp=2, tp=4)")
+@pytest.mark.parametrize(
+    ("call", "given", "words"),
+    [
+        *((wanjax.Video(CLIP, 8, {}).save, name, f"{name!r} file folder") for name in ("", 5, None)),
+        (wanjax.make_mesh, "dp=2", "dp 'dp=2' make_mesh(dp=2, tp=4)"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_a_function(call, given, words):
+    assert says(refused(call, given), words)
 
 
 @pytest.mark.parametrize(("latents", "words"), LATENTS_OF_NO_VIDEO)

@@ -28,6 +28,7 @@ from tests.support.tiny import (
     tiny_hunyuan_checkpoint,
     tiny_residual_checkpoint,
 )
+from tests.support.words import naming
 from wanjax.errors import WanjaxError
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache
 from wanjax.pipelines import denoiser
@@ -326,15 +327,27 @@ def test_a_guidance_cache_estimates_the_negative_prompt():
     assert error(np.asarray(low_frequencies(even)), np.asarray(even, np.float64)) <= 1e-6  # a projection
 
 
-def test_a_guidance_cache_is_refused_where_prompts_are_together(folder):
-    with pytest.raises(WanjaxError, match="worth nothing where dp"):
-        wanjax.load(folder("wan"), mesh="dp=2,sp=2,tp=2").settings(steps=STEPS, cache="guidance:2")
-    pipe = wanjax.load(folder("wan"))
-    encoded = pipe.encode("a red circle")
-    with pytest.raises(WanjaxError, match="worth nothing where dp"):
-        pipe.denoise(encoded, steps=STEPS, cache="guidance:2", batch_guidance=True)
-    with pytest.raises(WanjaxError, match="worth nothing without guidance"):
-        pipe.settings(steps=STEPS, cache="guidance:2", guidance_scale=1.0)
+def settled(folder, mesh=None, **keywords):
+    return wanjax.load(folder, mesh=mesh).settings(**{"steps": STEPS} | keywords)
+
+
+def denoised(folder, **keywords):
+    pipe = wanjax.load(folder)
+    return pipe.denoise(pipe.encode("a red circle"), steps=STEPS, **keywords)
+
+
+NOT_WORTH_IT = {  # by what the sentence names
+    "cache dp": partial(settled, mesh="dp=2,sp=2,tp=2", cache="guidance:2"),
+    "cache batch-guidance": partial(denoised, cache="guidance:2", batch_guidance=True),
+    "guidance:2 without guidance": partial(settled, cache="guidance:2", guidance_scale=1.0),
+    "step cache deepcache:11,45,4 8 steps": partial(settled, cache="deepcache", steps=8),
+}
+
+
+@pytest.mark.parametrize("words", NOT_WORTH_IT)
+def test_a_cache_of_no_use_is_refused(folder, words):
+    with pytest.raises(WanjaxError, match=naming(words)):
+        NOT_WORTH_IT[words](folder("wan"))
 
 
 @pytest.mark.parametrize("cache", quick(["easycache:.5,1"], ["magcache:.2,1,.1", "teacache:.5", "easycache:.5,1"]))

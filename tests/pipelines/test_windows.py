@@ -144,17 +144,20 @@ ALONE = [
     lambda pipe: pipe.denoise(pipe.encode("a", image=PICTURE, **SMALL), windows=2, **SMALL),
     lambda pipe: pipe("a", image=PICTURE, windows=2, noise=NOISE, **SMALL),
 ]
+SHORT_CLIP = {"video": np.zeros((12, 32, 32, 3), np.uint8), "windows": 2, "overlap": 5}
 
 
-@pytest.mark.parametrize("call", ALONE, ids=["encode", "denoise", "noise"])
-def test_stages_alone_and_given_noise_are_for_one_window(pipe, call):
-    with pytest.raises(WanjaxError, match=naming("window 2")):
-        call(pipe)
-
-
-def test_a_control_clip_is_as_long_as_all_windows(controlled):
-    with pytest.raises(WanjaxError, match=naming("12 frames 13")):
-        controlled("a", windows=2, overlap=5, video=np.zeros((12, 32, 32, 3), np.uint8), **(SMALL | {"frames": 9}))
+@pytest.mark.parametrize(
+    ("of", "call", "words"),
+    [
+        *(("pipe", call, "window 2") for call in ALONE),
+        ("controlled", lambda pipe: pipe("a", **SHORT_CLIP, **(SMALL | {"frames": 9})), "12 frames 13"),
+    ],
+    ids=["encode", "denoise", "noise", "a control clip of fewer frames"],
+)
+def test_what_is_not_for_several_windows_is_refused(request, of, call, words):
+    with pytest.raises(WanjaxError, match=naming(words)):
+        call(request.getfixturevalue(of))
 
 
 def test_presets_have_an_overlap_that_their_models_take():

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32
 
-from wanjax.errors import WanjaxError, shown
+from wanjax.errors import SettingError, WanjaxError, shown
 from wanjax.figures import quantity
 from wanjax.pipelines.values import read_value
 from wanjax.sharding import Partitioner
@@ -257,8 +257,10 @@ def guidance_rule(rule: Any) -> GuidanceRule:
 
 
 def check_rule(rule: GuidanceRule, guided: bool, steps: int) -> None:
-    """Raise WanjaxError for a rule that has no effect without guidance, or that leaves all steps out."""
+    """Raise SettingError for a rule that has no effect without guidance, or that leaves all steps out."""
     if rule.scaled and not guided:
-        raise WanjaxError(f"{rule} is worth nothing without guidance: a guidance scale above 1 would need it")
+        told = f"{rule} is worth nothing without guidance: a guidance scale above 1 would need it"
+        raise SettingError(told, "guidance_rule")
     if isinstance(rule, ZeroStar) and rule.zero_steps >= steps:
-        raise WanjaxError(f"{rule} would leave all of {quantity(steps, 'step')} out: ask for fewer zero steps")
+        told = f"{rule} would leave all of {quantity(steps, 'step')} out: ask for fewer zero steps"
+        raise SettingError(told, "guidance_rule")

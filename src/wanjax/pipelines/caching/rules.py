@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 from jaxtyping import Float
 
-from wanjax.errors import WanjaxError, shown
+from wanjax.errors import SettingError, WanjaxError, shown
 from wanjax.figures import quantity
 from wanjax.layers.stack import BlockCache
 from wanjax.pipelines.caching.step_cache import (
@@ -306,7 +306,7 @@ def cache_rule(rule: Any) -> CacheRule:
 def chosen_rule(rule: CacheRule, phases: Sequence[Phase], tables: Tables, model: str) -> CacheRule:
     """Return a rule with all of its settings for a checkpoint; for `Auto` none where its rule would reuse nothing.
 
-    Raises WanjaxError where the checkpoint lacks the table, or the rule would reuse nothing, or all.
+    Raises SettingError where the checkpoint lacks the table, or the rule would reuse nothing, or all.
     """
     if rule == NONE:
         return rule
@@ -316,25 +316,27 @@ def chosen_rule(rule: CacheRule, phases: Sequence[Phase], tables: Tables, model:
     if rule.table and getattr(tables, rule.table) is None:
         without = f"give {rule.name} alone"
         right = without if rule.table == PLAIN else f"`wanjax calibrate {model}` measures one"
-        raise WanjaxError(f"there is no table of {model} for {rule}: {right}")
+        raise SettingError(f"there is no table of {model} for {rule}: {right}", "cache")
     if isinstance(rule, Guidance) and not any(phase.guided for phase in phases):
-        raise WanjaxError(f"{rule} is worth nothing without guidance: a guidance scale above 1 would need it")
+        raise SettingError(f"{rule} is worth nothing without guidance: a guidance scale above 1 would need it", "cache")
     rule = rule.completed(tables)
     check_reused(rule, [rule.reused(phase, tables) for phase in phases])
     return rule
 
 
 def check_reused(rule: CacheRule, reused: Sequence[Sequence[bool]]) -> None:
-    """Raise WanjaxError where no step of any phase would reuse, or where all of half a phase would."""
+    """Raise SettingError where no step of any phase would reuse, or where all of half a phase would."""
     steps = sum(map(len, reused))
     if not any(map(any, reused)):
-        raise WanjaxError(f"the step cache {rule} would reuse nothing in {quantity(steps, 'step')}: take more steps")
+        told = f"the step cache {rule} would reuse nothing in {quantity(steps, 'step')}: take more steps"
+        raise SettingError(told, "cache")
     if not rule.counted or rule.table is None:
         return
     for turn in map(list, reused):
         if True in turn and all(left := turn[turn.index(True) :]) and len(left) >= max(2, len(turn) / 2):
             first = turn.index(True)
-            raise WanjaxError(f"{rule} would reuse all steps after {first} of {len(turn)}: give a smaller threshold")
+            told = f"{rule} would reuse all steps after {first} of {len(turn)}: give a smaller threshold"
+            raise SettingError(told, "cache")
 
 
 def check_apart(rule: CacheRule, together: bool) -> None:
