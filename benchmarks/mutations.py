@@ -256,7 +256,7 @@ MUTATIONS = (
     ),
     Mutation(
         "record-field",
-        "src/wanjax/pipelines/record.py",
+        "src/wanjax/pipelines/video_metadata.py",
         'metadata |= {"batch_guidance": True}',
         "metadata |= {}",
         "`--from` makes another video, because its record lacks a choice",

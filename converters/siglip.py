@@ -4,7 +4,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from wanjax.converters.vision import block_rules, either_way, vision_sizes, with_prefix
+from wanjax.converters.vision_encoder import block_rules, either_way, vision_sizes, with_prefix
 from wanjax.converters.weight_rules import Rule, layer, norm, patches
 from wanjax.models.siglip import SiglipVisionConfig
 

@@ -26,11 +26,11 @@ from wanjax.errors import WanjaxError
 from wanjax.media.inputs import INPUTS
 from wanjax.media.pictures import read_clip
 from wanjax.media.video import read_metadata
-from wanjax.pipelines.caching.tables import Magnitudes, Tables
+from wanjax.pipelines.caching.cache_tables import Magnitudes, Tables
 from wanjax.pipelines.observers import Cancelled, Observer
-from wanjax.pipelines.recording import needed_pictures, record
 from wanjax.pipelines.request import PreparedRequest
 from wanjax.pipelines.run import Run
+from wanjax.pipelines.tracing import needed_pictures, trace_programs
 
 PAGE = np.random.default_rng(1).integers(0, 256, (64, 64, 3), np.uint8)
 CLIP = np.stack([np.roll(PAGE, 4 * number, 1) for number in range(5)])
@@ -229,7 +229,7 @@ def test_a_plan_records_what_is_executed(folder, mesh):
     pipe.under(counting)("a red circle", image=PAGE)
     planned = loading.abstract_pipeline(registry.outline(str(folder)), pipe.partitioner)
     settings = planned.settings()
-    noted = record(planned, settings, needed_pictures(planned, settings))
+    noted = trace_programs(planned, settings, needed_pictures(planned, settings))
     assert not differences(counting.calls, recorded_calls(noted))
     assert not wrong_shardings(counting.shardings)
 

@@ -24,9 +24,9 @@ from wanjax.cli import main
 from wanjax.errors import WanjaxError
 from wanjax.media.stage_files import EMBEDDINGS, LATENTS
 from wanjax.media.video import read_metadata
-from wanjax.pipelines.caching.tables import Changes, Magnitudes, Tables
+from wanjax.pipelines.caching.cache_tables import Changes, Magnitudes, Tables
 from wanjax.pipelines.denoiser import take_step
-from wanjax.pipelines.recording import record
+from wanjax.pipelines.tracing import trace_programs
 from wanjax.plan.estimate import estimate
 
 
@@ -164,7 +164,7 @@ def test_a_plan_records_what_is_executed_though_nothing_is_written_for_it(toy, m
     pipe, counting = wanjax.load(toy, mesh=mesh), Counting()
     pipe.under(counting)("a red circle")
     planned = loading.abstract_pipeline(registry.outline(str(toy)), pipe.partitioner)
-    assert not differences(counting.calls, recorded_calls(record(planned, planned.settings())))
+    assert not differences(counting.calls, recorded_calls(trace_programs(planned, planned.settings())))
     assert not wrong_shardings(counting.shardings)
 
 

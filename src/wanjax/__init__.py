@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from wanjax.pipelines.pipeline import Pipeline
     from wanjax.pipelines.previews.previews import Previews
     from wanjax.pipelines.settings import Settings
-    from wanjax.pipelines.text.extending import extend_prompt
+    from wanjax.pipelines.text.prompt_extension import extend_prompt
     from wanjax.plan.price import price
     from wanjax.registry import register
     from wanjax.sharding import make_mesh
@@ -38,7 +38,7 @@ _HOMES = {
     "Tiling": "wanjax.layers.tiling",
     "Video": "wanjax.media.video",
     "WanjaxError": "wanjax.errors",
-    "extend_prompt": "wanjax.pipelines.text.extending",
+    "extend_prompt": "wanjax.pipelines.text.prompt_extension",
     "load": "wanjax.loading",
     "make_mesh": "wanjax.sharding",
     "price": "wanjax.plan.price",

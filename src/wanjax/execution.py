@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs, and what can be done with one: execute it, record it, or make it a part of another.
+"""Programs, and what can be done with one: execute it, trace it, or make it a part of another.
 
 A program is a function that is compiled as a whole. Whoever drives a run calls its programs through a strategy, and
 computes no array between two calls:
@@ -7,7 +7,7 @@ computes no array between two calls:
     state, x0, finite = strategy.call(take_step, site, denoiser, state, inputs, guidance, schedule)
 
 `Execute` compiles the program once for each shape of its arguments, and runs it. `Trace` notes the program and returns
-shapes, so that a run that is recorded makes the same calls as one that is executed, with nothing loaded and nothing
+shapes, so that a run that is traced makes the same calls as one that is executed, with nothing loaded and nothing
 computed. `Inline` traces the program into the one that is being traced, as training does.
 """
 
@@ -44,7 +44,7 @@ Result = TypeVar("Result")
 Options = Callable[[Target | None], Mapping[str, Any]]
 Cache = Callable[[], AbstractContextManager[Any]]  # a context in which JAX's own cache is asked, or is not
 Shapes = Any  # a tree of jax.ShapeDtypeStruct
-Value = jax.Array | jax.ShapeDtypeStruct  # a program's result: its shape where a run is recorded
+Value = jax.Array | jax.ShapeDtypeStruct  # a program's result: its shape where a run is traced
 
 
 class Site(NamedTuple):
@@ -249,18 +249,18 @@ class Execute(Strategy):
             _results(running)
 
     @contextmanager
-    def ahead(self, recorded: Callable[[], Iterable[Instance]]) -> Iterator[None]:
+    def ahead(self, trace: Callable[[], Iterable[Instance]]) -> Iterator[None]:
         """Compile the rest of a run on a thread, from the first program on that has to be compiled within the block.
 
         Several processes of one run do not, since some compilers have to meet.
 
         Args:
-            recorded: Traces the run, and returns its programs.
+            trace: Traces the run, and returns its programs.
         """
         ended = Event()
 
         def begin() -> Mapping[Any, Instance]:
-            instances = {self.key_of(instance): instance for instance in recorded()}
+            instances = {self.key_of(instance): instance for instance in trace()}
 
             def compile_all() -> None:
                 with suppress(Exception):  # is raised where the program is called

@@ -28,7 +28,6 @@ from wanjax.kernels.compiler_options import SAFE, check_set
 from wanjax.layers.placement import with_shardings
 from wanjax.media.metadata import DIGESTS
 from wanjax.pipelines import memory
-from wanjax.pipelines.checks import dtype_name
 from wanjax.pipelines.components import DECODER, Components, MakeRoom
 from wanjax.pipelines.keywords import knows_keywords
 from wanjax.pipelines.mesh_sizes import AutoMesh, MeshSizes, parse_mesh
@@ -36,10 +35,11 @@ from wanjax.pipelines.meshes import auto_mesh, step_cost
 from wanjax.pipelines.model import attending
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.progress import loading
-from wanjax.pipelines.record import described, digest_of
-from wanjax.pipelines.recording import NoProcessor, NoTokenizer
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.tiny_decoder import DecoderFile
+from wanjax.pipelines.tracing import NoProcessor, NoTokenizer
+from wanjax.pipelines.validation import dtype_name
+from wanjax.pipelines.video_metadata import described, digest_of
 from wanjax.registry import (
     Checkpoint,
     Loras,
@@ -273,19 +273,19 @@ def _networks(checkpoint: Checkpoint) -> dict[str, Network]:
 
 def _recorded_options(checkpoint: Checkpoint, options: LoadOptions, partitioner: Partitioner) -> dict[str, Any]:
     """Return the options of loading that shape a video, for its metadata; without those left to the model."""
-    recorded = {
+    facts = {
         "attention": options.attention,
         "param_dtype": options.param_dtype,
         "revision": checkpoint.source.revision,
     }
-    recorded |= {"compiler": None if options.compiler == SAFE else options.compiler}
+    facts |= {"compiler": None if options.compiler == SAFE else options.compiler}
     if options.mesh is not None and partitioner.single_device:  # which one device without a mesh may not be elsewhere
-        recorded |= {"mesh": str(partitioner), "rules": partitioner.rules_name}
-    recorded |= {DECODER: options.decoder and described(options.decoder.file)}
+        facts |= {"mesh": str(partitioner), "rules": partitioner.rules_name}
+    facts |= {DECODER: options.decoder and described(options.decoder.file)}
     loras = [str(replace(lora, file=described(lora.file))) for lora in checkpoint.loras]
     return {
         name: value
-        for name, value in (recorded | {"lora": loras, DIGESTS: _digests(checkpoint, options)}).items()
+        for name, value in (facts | {"lora": loras, DIGESTS: _digests(checkpoint, options)}).items()
         if value
     }
 

@@ -27,7 +27,7 @@ from wanjax.figures import quantity
 from wanjax.kernels.attention import AUTO, AttentionConfig
 from wanjax.media.inputs import INPUTS
 from wanjax.media.metadata import CONFIG
-from wanjax.pipelines.caching.tables import key_of, measured_file, tables_of
+from wanjax.pipelines.caching.cache_tables import key_of, measured_file, tables_of
 from wanjax.pipelines.cogvideox import FAMILY as COGVIDEOX
 from wanjax.pipelines.distillation import TASK, Distillation, distilled_by, telling
 from wanjax.pipelines.family import Family, Preset, family_of, named_sizes

@@ -19,7 +19,7 @@ from wanjax.cli import main, many, planning, stages
 from wanjax.cli.defaults import recorded
 from wanjax.media.bounds import BOUNDS
 from wanjax.media.stage_files import CONFIG
-from wanjax.pipelines.record import DIGESTS
+from wanjax.pipelines.video_metadata import DIGESTS
 
 ONE = "--frames", "1", "--steps", "1"
 OWN = "a red circle", *ONE

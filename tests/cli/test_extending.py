@@ -18,7 +18,7 @@ from tests.support.tiny import tiny_checkpoint, tiny_image_checkpoint
 from tests.support.words import naming, says
 from wanjax.errors import WanjaxError
 from wanjax.media.video import read_metadata
-from wanjax.pipelines.text import extending
+from wanjax.pipelines.text import prompt_extension
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
@@ -33,7 +33,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _with_a_key(monkeypatch, tmp_path):
-    monkeypatch.setenv(extending.KEY, SECRET)
+    monkeypatch.setenv(prompt_extension.KEY, SECRET)
     monkeypatch.chdir(tmp_path)
 
 
@@ -96,7 +96,7 @@ def test_a_picture_has_other_instructions_and_later_windows_are_extended(tmp_pat
         succeeded(run("a cat", "--then", "a dog", *shape, "--extend-prompt", chat.url, "--out", "made.gif"))
         bodies = [body["messages"] for _, _, body in chat.asked]
     assert [messages[1]["content"] for messages in bodies] == ["a cat", "a dog"]
-    assert {messages[0]["content"] for messages in bodies} == {extending.FROM_PICTURE}
+    assert {messages[0]["content"] for messages in bodies} == {prompt_extension.FROM_PICTURE}
     record = read_metadata("made.gif")
     assert record["original_prompt"] == "a cat\na dog"
     assert record["then"] == "[31ma dog, slowly , <think>"
@@ -145,7 +145,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_hostile_answers_are_one_sentence(kind, monkeypatch):
-    monkeypatch.setattr(extending, "PATIENCE", 0.5)
+    monkeypatch.setattr(prompt_extension, "PATIENCE", 0.5)
     answer, told = HOSTILE[kind]
     start = time.monotonic()
     with chatting(answer) as chat, pytest.raises(WanjaxError, match=naming(told)) as error:
@@ -164,7 +164,7 @@ def test_thoughts_and_quotation_marks_are_no_part_of_a_prompt():
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda prompt: pickle.loads(pickle.dumps(prompt))])
 def test_an_extended_prompt_can_be_copied(copied):
-    made = copied(extending.Extended("A cat.", "a cat"))
+    made = copied(prompt_extension.Extended("A cat.", "a cat"))
     assert (made, made.original) == ("A cat.", "a cat")
     settings = copied(wanjax.load("nano").settings(prompt=made))
     assert (settings.prompt, settings.original_prompt) == ("A cat.", "a cat")
@@ -184,7 +184,7 @@ def test_an_extended_prompt_can_be_copied(copied):
     ],
 )
 def test_an_address_is_one_and_holds_no_key(url):
-    with pytest.raises(WanjaxError, match=naming(extending.KEY)) as error:
+    with pytest.raises(WanjaxError, match=naming(prompt_extension.KEY)) as error:
         wanjax.extend_prompt("a cat", url)
     assert "user:key" not in str(error.value)
 
@@ -194,7 +194,7 @@ def test_an_address_that_nobody_listens_at_and_a_key_that_is_none(monkeypatch):
         url = chat.url
     assert says(refused("a cat", *SMALL, "--extend-prompt", url), f"{url} asked")
     assert says(refused("a cat", *SMALL, "--extend-model", "small"), "--extend-prompt")
-    monkeypatch.setenv(extending.KEY, "sk\nsecret")
-    with pytest.raises(WanjaxError, match=naming(extending.KEY)) as error:
+    monkeypatch.setenv(prompt_extension.KEY, "sk\nsecret")
+    with pytest.raises(WanjaxError, match=naming(prompt_extension.KEY)) as error:
         wanjax.extend_prompt("a cat", url)
     assert "secret" not in str(error.value)

@@ -27,7 +27,7 @@ from wanjax.errors import WanjaxError
 from wanjax.media import stage_files
 from wanjax.media.video import read_metadata
 from wanjax.pipelines.run import Run
-from wanjax.stores import user
+from wanjax.stores import user_folders
 from wanjax.stores.locks import FileLock
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
@@ -216,10 +216,10 @@ def closing_run(run: runs.HeldRun) -> Iterator[runs.HeldRun]:
 
 def test_a_user_without_a_home_has_a_cache_for_as_long_as_the_process(tmp_path, monkeypatch):
     _without_home(monkeypatch)
-    assert user.home() is None
-    assert user.lasting_cache() is None
-    assert user.user_cache() == user.user_cache()
-    assert user.user_cache().is_dir()
+    assert user_folders.home() is None
+    assert user_folders.lasting_cache() is None
+    assert user_folders.user_cache() == user_folders.user_cache()
+    assert user_folders.user_cache().is_dir()
 
 
 def test_a_name_in_a_home_that_is_not_there_is_refused(monkeypatch):

@@ -15,7 +15,7 @@ from tests.support.tiny import tiny_checkpoint, tiny_image_checkpoint
 from tests.support.words import says
 from wanjax.checkpoints.files import content_digest, save_safetensors
 from wanjax.media.video import read_metadata
-from wanjax.pipelines.caching.tables import measured_file
+from wanjax.pipelines.caching.cache_tables import measured_file
 from wanjax.registry import tables_key
 
 pytestmark = pytest.mark.usefixtures("kept_programs")

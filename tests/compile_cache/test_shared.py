@@ -30,7 +30,7 @@ from wanjax.pricing.chips import find_slice, topology_devices
 from wanjax.pricing.compile import ENVIRONMENT
 from wanjax.stores.paths import AnyPath, names_in, parse_path
 from wanjax.stores.results import Results
-from wanjax.stores.user import user_cache
+from wanjax.stores.user_folders import user_cache
 
 SETTINGS = ("jax_compilation_cache_dir", "jax_persistent_cache_enable_xla_caches", "jax_raise_persistent_cache_errors")
 

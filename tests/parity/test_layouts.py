@@ -290,7 +290,7 @@ def test_the_record_tells_both_files_by_digest(diffusers, tmp_path, monkeypatch)
         save(tmp_path / name, tensors)
     pipe = loading.load(tmp_path / names[0])
     assert pipe.architecture.spec.denoisers == ("transformer", "transformer_2")
-    record = pipe.record(pipe.settings(prompt="a cat", size=(32, 32), frames=5), {})
+    record = pipe.metadata(pipe.settings(prompt="a cat", size=(32, 32), frames=5), {})
     assert record["digests"] == {str(tmp_path / name): content_digest(tmp_path / name) for name in names}
     check_files(record, ["model"])
     save(tmp_path / names[1], {key: x + np.float32(1) for key, x in tensors.items()})

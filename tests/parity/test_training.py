@@ -37,7 +37,7 @@ from wanjax.training.adapters import LoraConfig, LoraLinear, adapt, factors_of, 
 from wanjax.training.loop import Trainer, everything
 from wanjax.training.objective import Batch, error
 from wanjax.training.optimizers import OptimizerConfig, make_optimizer
-from wanjax.training.result import save_lora
+from wanjax.training.saving import save_lora
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 

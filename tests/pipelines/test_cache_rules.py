@@ -13,6 +13,17 @@ from tests.support.recorded import times
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
 from wanjax.loading import abstract_pipeline
+from wanjax.pipelines.caching.cache_tables import (
+    NO_TABLES,
+    Changes,
+    Magnitudes,
+    Tables,
+    key_of,
+    measured_file,
+    read_tables,
+    tables_of,
+    to_json,
+)
 from wanjax.pipelines.caching.rules import (
     NONE,
     DeepCache,
@@ -23,17 +34,6 @@ from wanjax.pipelines.caching.rules import (
     cache_rule,
     check_apart,
     chosen_rule,
-)
-from wanjax.pipelines.caching.tables import (
-    NO_TABLES,
-    Changes,
-    Magnitudes,
-    Tables,
-    key_of,
-    measured_file,
-    read_tables,
-    tables_of,
-    to_json,
 )
 from wanjax.pipelines.phases import Phase
 from wanjax.registry import FAMILIES, find_checkpoint, outline, presets

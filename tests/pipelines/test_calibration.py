@@ -16,9 +16,9 @@ from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint, tiny_cogvideox_checkpoint, tiny_hunyuan_checkpoint
 from tests.support.words import naming, says
 from wanjax.errors import WanjaxError
+from wanjax.pipelines.caching.cache_tables import Magnitudes, Tables
 from wanjax.pipelines.caching.calibration import Measured, measure, reused_steps, tables_from
 from wanjax.pipelines.caching.rules import TeaCache
-from wanjax.pipelines.caching.tables import Magnitudes, Tables
 from wanjax.pipelines.phases import Phase
 
 pytestmark = pytest.mark.usefixtures("kept_programs")

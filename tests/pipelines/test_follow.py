@@ -15,8 +15,8 @@ from tests.support.words import naming, says
 from wanjax.errors import WanjaxError
 from wanjax.media.metadata import load_settings
 from wanjax.media.video import read_metadata
-from wanjax.pipelines.recording import record
 from wanjax.pipelines.settings import WAYS
+from wanjax.pipelines.tracing import trace_programs
 from wanjax.schedulers import DDIM, DPM
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
@@ -78,7 +78,7 @@ def test_text_and_last_step(newer):
     for way, length in LENGTHS.items():
         settings = pipe.settings(prompt="a", steps=24, follow=way)
         assert pipe.encode("a", follow=way).prompt_embeds.shape[1] == length
-        encoder = record(pipe, settings).programs[0]
+        encoder = trace_programs(pipe, settings).programs[0]
         assert (2, length) in [x.shape for x in jax.tree.leaves(encoder.instance.shapes)]
         levels.append(pipe.architecture.spec.schedule(settings).sigmas[-1])
     assert levels[0] == 0 < levels[1]

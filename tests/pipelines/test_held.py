@@ -24,7 +24,7 @@ from tests.support.words import naming, says
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
 from wanjax.pipelines import memory
-from wanjax.pipelines.recording import check_making, most_held, record
+from wanjax.pipelines.tracing import check_making, most_held, trace_programs
 from wanjax.pricing import live_bytes
 from wanjax.pricing.live_bytes import min_live_bytes
 from wanjax.pricing.lowering import Lowering
@@ -72,7 +72,7 @@ def test_what_a_video_holds_is_at_most_the_process_s_peak_and_at_least_half(case
     name, height, width, frames = case
     model_name = model(name, tmp_path)
     pipe = wanjax.load(model_name)
-    told, stage = most_held(record(pipe, pipe.settings(size=(height, width), frames=frames, steps=2), room=0))
+    told, stage = most_held(trace_programs(pipe, pipe.settings(size=(height, width), frames=frames, steps=2), room=0))
     for _ in range(2):  # the second finds its programs compiled
         made = subprocess.run(
             [sys.executable, "-c", CHILD, model_name, *map(str, case[1:])], capture_output=True, text=True, check=True
@@ -87,7 +87,7 @@ def test_what_a_video_holds_is_at_most_the_process_s_peak_and_at_least_half(case
 @pytest.mark.parametrize("size", [64, 128])
 def test_what_a_program_holds_is_at_most_what_its_compiler_takes(size, tmp_path):
     pipe = wanjax.load(model("text", tmp_path))
-    programs = record(pipe, pipe.settings(size=(size, size), frames=5, steps=2)).programs
+    programs = trace_programs(pipe, pipe.settings(size=(size, size), frames=5, steps=2)).programs
     [lowering] = [one.instance.lowering for one in programs if one.name == "decode_chunk"][1:]
     compiled = jax.jit(lowering.function, donate_argnums=lowering.donate).lower(*lowering.arguments).compile()
     took = compiled.memory_analysis()
@@ -125,7 +125,7 @@ def test_each_equation_of_a_run_that_has_others_within_is_looked_into():
                 yield from within(inner)
 
     pipe = wanjax.load("nano")
-    programs = record(pipe, pipe.settings(size=(64, 64), frames=5, steps=2)).programs
+    programs = trace_programs(pipe, pipe.settings(size=(64, 64), frames=5, steps=2)).programs
     lowerings = [one.instance.lowering for one in programs]
     names = {name for one in lowerings for name in within(jax.make_jaxpr(one.function)(*one.arguments).jaxpr)}
     assert "scan" in names
@@ -137,7 +137,7 @@ def test_networks_that_are_freed_for_others_are_not_counted(tmp_path, monkeypatc
     folder = model("text", tmp_path)
     pipe = wanjax.load(folder, offload=True)
     settings = pipe.settings(size=(64, 64), frames=1, steps=2)
-    needed, _ = most_held(record(pipe, settings, room=0))
+    needed, _ = most_held(trace_programs(pipe, settings, room=0))
     monkeypatch.setattr(memory, "total_memory", lambda device: needed)
     check_making(wanjax.load(folder), settings)
 

@@ -13,12 +13,12 @@ from typing import get_type_hints
 import pytest
 
 import wanjax
-from tests.support import given
+from tests.support import typed_settings
 from wanjax.media.inputs import INPUTS
-from wanjax.pipelines.given import GivenSettings
-from wanjax.pipelines.keywords import Given
+from wanjax.pipelines.keywords import InputKeywords
 from wanjax.pipelines.other_names import ELSEWHERE, OTHERWISE, RENAMED
 from wanjax.pipelines.settings import Settings, schema
+from wanjax.pipelines.typed_settings import SettingsKeywords
 
 ROOT = Path(__file__).parents[2]
 ELSEWHERE_GIVEN = {
@@ -62,12 +62,12 @@ def pipe():
 
 def test_every_setting_is_a_typed_keyword():
     """Editors read the types from a module that is written from the settings."""
-    assert given.FILE.read_text() == given.source()
-    typed = get_type_hints(Given)
+    assert typed_settings.FILE.read_text() == typed_settings.source()
+    typed = get_type_hints(InputKeywords)
     assert typed["size"] == tuple[int, int] | str | None
     assert typed["steps"] == int | None
     assert typed.keys() == (schema(Settings).keys() - ELSEWHERE_GIVEN) | {*INPUTS, "size"}
-    assert typed.keys() - get_type_hints(GivenSettings).keys() == {*INPUTS, "resize"}
+    assert typed.keys() - get_type_hints(SettingsKeywords).keys() == {*INPUTS, "resize"}
 
 
 def printed(code: str):
@@ -150,7 +150,7 @@ def test_an_error_inside_an_attribute_is_not_hidden(pipe, monkeypatch):
 
 def test_names_of_other_libraries_are_not_ours(pipe):
     """A name that is right here is not told to be wrong; the right names in the table exist."""
-    ours = set(get_type_hints(Given)) | set(pipe.defaults.to_json())
+    ours = set(get_type_hints(InputKeywords)) | set(pipe.defaults.to_json())
     assert not ours & {*RENAMED, *OTHERWISE}
     assert not set(ELSEWHERE) & (set(dir(pipe)) | set(dir(wanjax)))
     parameters = {*inspect.signature(wanjax.load).parameters, *inspect.signature(pipe).parameters}

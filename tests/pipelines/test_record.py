@@ -17,7 +17,7 @@ from wanjax.checkpoints.files import content_digest, save_safetensors
 from wanjax.checkpoints.lora_source import Lora
 from wanjax.layers.tiling import Tiling
 from wanjax.media.video import read_metadata
-from wanjax.pipelines.record import described
+from wanjax.pipelines.video_metadata import described
 from wanjax.schedulers import UniPC
 
 pytestmark = pytest.mark.usefixtures("kept_programs")

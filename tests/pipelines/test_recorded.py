@@ -26,7 +26,7 @@ from wanjax.compile_cache.fingerprint import fingerprint
 from wanjax.execution import EXECUTE, Trace
 from wanjax.layers.tiling import Tiling
 from wanjax.loading import abstract_pipeline
-from wanjax.pipelines.recording import record
+from wanjax.pipelines.tracing import trace_programs
 from wanjax.registry import inspect_checkpoint
 
 EIGHT = "dp=2,sp=2,tp=2"
@@ -161,7 +161,7 @@ def compared(loaded):
         told = {name: given[name] for name in ("tiling", "batch_guidance") if name in given}
         own = {name: x for name, x in given.items() if name not in told} | {"prompt": given.get("prompt", "a cat")}
         pictures, settings = pipe.prepare(**own)
-        made = record(pipe, settings, pictures, **told)
+        made = trace_programs(pipe, settings, pictures, **told)
         for noted in made.programs:
             counting.compile(noted.instance)
         before = compiled(strategy=counting)
@@ -218,7 +218,7 @@ def test_a_recording_reads_no_weights_and_computes_nothing(folder, kind):
     gc.collect()
     before = len(jax.live_arrays())
     with compilations() as compiled:
-        made = record(pipe, settings, pictures)
+        made = trace_programs(pipe, settings, pictures)
     assert recorded_calls(made).total() > 6
     assert compiled == read == pipe.components.networks() == []
     assert len(jax.live_arrays()) == before
@@ -240,5 +240,5 @@ def test_an_outline_records_what_its_checkpoint_does(folder, kind, mesh):
     for each in (pipe, planned):
         each.architecture = replace(each.architecture, tables=TABLES)
         pictures, settings = each.prepare(**{"prompt": "a cat"} | given)
-        noted.append(recorded_calls(record(each, settings, pictures)))
+        noted.append(recorded_calls(trace_programs(each, settings, pictures)))
     assert not differences(*noted)

@@ -32,7 +32,8 @@ from tests.support.words import naming
 from wanjax.errors import WanjaxError
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache
 from wanjax.pipelines import denoiser
-from wanjax.pipelines.caching.networks import changes_of
+from wanjax.pipelines.caching.cache_tables import Magnitudes, Tables
+from wanjax.pipelines.caching.phase_cache import changes_of
 from wanjax.pipelines.caching.step_cache import (
     NO_CACHE,
     ForwardCache,
@@ -41,7 +42,6 @@ from wanjax.pipelines.caching.step_cache import (
     ResidualCache,
     low_frequencies,
 )
-from wanjax.pipelines.caching.tables import Magnitudes, Tables
 from wanjax.pipelines.denoiser import State, take_step
 from wanjax.pipelines.guidance import GuidanceRule
 from wanjax.pipelines.runtime import SplitNetwork

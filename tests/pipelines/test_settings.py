@@ -14,8 +14,8 @@ from tests.support.words import naming
 from wanjax import registry
 from wanjax.errors import WanjaxError
 from wanjax.media.video import read_metadata
-from wanjax.pipelines.checks import dtype_name
 from wanjax.pipelines.family import named_sizes
+from wanjax.pipelines.validation import dtype_name
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 

@@ -44,7 +44,7 @@ def test_it_attends_as_it_was_trained(checkpoint):
     for pipe in pipes:
         videos.append(np.asarray(pipe.denoise(encoded, **SMALL)))
     assert pipes[0].transformer.attention == AttentionConfig(sparse=SparseLinear(0.1))
-    assert [pipe.components.recorded.get("attention") for pipe in pipes] == [None, asked]
+    assert [pipe.components.metadata.get("attention") for pipe in pipes] == [None, asked]
     assert np.abs(videos[1] - videos[0]).max() > 1e-3
 
 

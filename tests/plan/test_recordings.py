@@ -10,7 +10,7 @@ from tests.support.quick import quick
 from tests.support.small_wan import VIDEO, architecture
 from wanjax.kernels.compiler_options import SETS
 from wanjax.loading import abstract_pipeline
-from wanjax.pipelines.recording import needed_pictures, record
+from wanjax.pipelines.tracing import needed_pictures, trace_programs
 from wanjax.plan.video_programs import programs_of
 from wanjax.pricing.chips import SLICES, abstract_mesh
 from wanjax.pricing.exporting import export
@@ -26,7 +26,7 @@ def recorded(outline, mesh=MESH, **how):
     """Return the programs of a video of an outline, by stage."""
     pipe = abstract_pipeline(outline, Partitioner(mesh, RULES["fsdp"]), **how)
     chosen = pipe.settings()
-    found = programs_of(record(pipe, chosen, needed_pictures(pipe, chosen)))
+    found = programs_of(trace_programs(pipe, chosen, needed_pictures(pipe, chosen)))
     return {stage: [x for x in found if x.stage == stage] for stage in ("encode", "denoise", "decode")}
 
 

@@ -38,9 +38,9 @@ from wanjax.jobs.worker import BEAT, Lease
 from wanjax.media.inputs import INPUTS
 from wanjax.media.pictures import read_clip
 from wanjax.media.video import read_metadata, write_video
-from wanjax.pipelines.record import digest_of
 from wanjax.pipelines.run import Run
-from wanjax.pipelines.text.extending import Extended
+from wanjax.pipelines.text.prompt_extension import Extended
+from wanjax.pipelines.video_metadata import digest_of
 from wanjax.schedulers import UniPC
 from wanjax.serve import maker, uploads
 from wanjax.serve.faults import without_folders

@@ -7,15 +7,15 @@ import jax
 from jax.extend.core import Jaxpr
 
 from wanjax.pipelines.pipeline import Pipeline
-from wanjax.pipelines.recording import needed_pictures, record
 from wanjax.pipelines.settings import Settings
+from wanjax.pipelines.tracing import needed_pictures, trace_programs
 from wanjax.plan.video_programs import VideoProgram, programs_of
 from wanjax.pricing.roofline_price import Work, work_of
 
 
 def programs(pipe: Pipeline, settings: Settings) -> Iterator[VideoProgram]:
     """Yield the programs of a video, with blank pictures where the model needs some."""
-    yield from programs_of(record(pipe, settings, needed_pictures(pipe, settings)))
+    yield from programs_of(trace_programs(pipe, settings, needed_pictures(pipe, settings)))
 
 
 def times(pipe: Pipeline, settings: Settings, stage: str = "denoise") -> dict[str, int]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import wanjax
-from wanjax.pipelines.caching.tables import Changes, Magnitudes, Tables
+from wanjax.pipelines.caching.cache_tables import Changes, Magnitudes, Tables
 
 STEPS = 7
 RATIOS = (1.0, 1.02, 0.99, 0.97, 0.99, 0.98, 0.9)

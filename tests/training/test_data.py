@@ -17,7 +17,7 @@ from wanjax.media.video import write_video
 from wanjax.training.batches import Batches
 from wanjax.training.clips import Bucket, Cutting, lengths, nearest
 from wanjax.training.data import KEPT, list_data
-from wanjax.training.encoded import Piece
+from wanjax.training.latent_cache import Piece
 
 
 def test_a_folder_with_captions_beside_its_clips(tmp_path):

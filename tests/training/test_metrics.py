@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.util.tensor_util import make_ndarray
 
 from wanjax.errors import WanjaxError
-from wanjax.training.metrics import CURVES, METRICS, Metrics
+from wanjax.training.step_metrics import CURVES, METRICS, Metrics
 
 
 def write(folder, begun, steps):

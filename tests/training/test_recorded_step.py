@@ -11,7 +11,7 @@ from tests.support.calls import Call, Counting, differences, instance_call, wron
 from tests.support.clips import write_clips
 from tests.support.tiny import TEXT_LENGTH, tiny_checkpoint, tiny_cogvideox_checkpoint, tiny_image_checkpoint
 from wanjax.loading import abstract_pipeline
-from wanjax.plan.training_estimate import _recorded
+from wanjax.plan.training_estimate import _traced
 from wanjax.registry import inspect_checkpoint
 from wanjax.training import LoraConfig, OptimizerConfig, TrainConfig, Training, loop
 from wanjax.training.step import begin_training, train
@@ -71,7 +71,7 @@ def test_a_plan_records_the_step_that_a_training_takes(models, data, taken, tmp_
     asked = found.settings.updated({"height": 32, "width": 32, "frames": 5, "guidance_scale": 1.0, "dtype": "float32"})
     family = replace(found.family, prompt=lambda architecture: {"tokenizer": (TEXT_LENGTH,) * 2})
     planned = abstract_pipeline(replace(found, family=family, settings=asked), pipe.partitioner)
-    recorded = _recorded(planned, asked, SMALL.batch_size, lora, RATE)
+    recorded = _traced(planned, asked, SMALL.batch_size, lora, RATE)
     calls = Counter({instance_call(recorded[program]): 1 for program in (begin_training, train)})
     assert not differences(of_any_step(taken.calls), of_any_step(calls))
     assert not wrong_shardings(taken.shardings)

@@ -29,10 +29,10 @@ from wanjax.checkpoints.files import SafetensorsFile, load_safetensors
 from wanjax.errors import WanjaxError, WanjaxWarning
 from wanjax.stores.locks import FileLock
 from wanjax.training import LoraConfig, OptimizerConfig, TrainConfig, Training
-from wanjax.training.encoded import Store
+from wanjax.training.latent_cache import LatentCache
 from wanjax.training.loop import NotFiniteError, Trainer
 from wanjax.training.objective import NoiseLevels
-from wanjax.training.run import LOCK
+from wanjax.training.train import LOCK
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
@@ -319,7 +319,7 @@ def test_clips_are_encoded_once_and_bad_ones_left_out(tmp_path, wan, monkeypatch
     assert not pipe.components.has("vae")
     for path in folder.glob("*.gif"):
         path.write_bytes(b"")
-    monkeypatch.delattr(Store, "texts")  # it is told before the text encoder is loaded
+    monkeypatch.delattr(LatentCache, "texts")  # it is told before the text encoder is loaded
     with pytest.raises(WanjaxError, match=r"no clip of .* can be used"):
         Training(wanjax.load(wan), folder, tmp_path / "three", SMALL).encode()
 

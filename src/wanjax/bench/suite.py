@@ -29,8 +29,8 @@ from wanjax.kernels.compiler_options import FAST, SAFE, SETS
 from wanjax.loading import abstract_pipeline
 from wanjax.pipelines.meshes import auto_mesh, step_cost
 from wanjax.pipelines.model import VideoModel
-from wanjax.pipelines.recording import needed_pictures, record
 from wanjax.pipelines.settings import Settings
+from wanjax.pipelines.tracing import needed_pictures, trace_programs
 from wanjax.plan.hardware import Hardware, mesh_on, priced_on
 from wanjax.plan.video_programs import STEP, programs_of
 from wanjax.pricing.chips import KINDS, SLICES
@@ -294,7 +294,7 @@ class Suite:
             for settings, parts in ((self.settings, ("encode", "denoise")), (self.decoded, ("decode",))):
                 partitioner = Partitioner(mesh, RULES["fsdp"])
                 pipe = abstract_pipeline(replace(self.outline, architecture=few, settings=settings), partitioner, **how)
-                scheduled = programs_of(record(pipe, settings, needed_pictures(pipe, settings)))
+                scheduled = programs_of(trace_programs(pipe, settings, needed_pictures(pipe, settings)))
                 programs |= {x.name: x.lowering for x in scheduled if x.stage in parts and x.name in PROGRAMS}
             self._built[mesh, compiler, attention] = programs
         return {name: programs[name] for name in PROGRAMS if name in programs}

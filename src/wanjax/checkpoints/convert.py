@@ -56,7 +56,7 @@ from wanjax.converters import weight_rules
 from wanjax.errors import WanjaxError
 from wanjax.figures import in_bytes
 from wanjax.stores.paths import AnyPath, RemotePath, local_copy, parse_path
-from wanjax.stores.user import user_cache
+from wanjax.stores.user_folders import user_cache
 from wanjax.stores.writing import writing
 
 NOT_NETWORKS = re.compile(r"Tokenizer|Scheduler|Processor|Extractor|Guidance")

@@ -30,7 +30,7 @@ from wanjax.checkpoints.sources import (
 from wanjax.errors import WanjaxError
 from wanjax.figures import in_bytes
 from wanjax.stores.paths import Missing, RemotePath
-from wanjax.stores.user import user_cache
+from wanjax.stores.user_folders import user_cache
 from wanjax.stores.writing import check_folder, writing
 
 MANIFEST = "wanjax.json"

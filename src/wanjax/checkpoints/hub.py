@@ -23,7 +23,7 @@ from wanjax.checkpoints.files import WEIGHT_NAMES
 from wanjax.errors import WanjaxError, causes
 from wanjax.figures import in_bytes
 from wanjax.stores.paths import missing_file
-from wanjax.stores.user import home, user_cache
+from wanjax.stores.user_folders import home, user_cache
 
 INDEX = "model_index.json"
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)  # not ./NAME, which is a path

@@ -19,7 +19,7 @@ from wanjax.cli.options import check_file, is_typed
 from wanjax.errors import WanjaxError
 from wanjax.media.inputs import INPUTS
 from wanjax.pipelines.settings import read_seeds
-from wanjax.pipelines.text.extending import check_address
+from wanjax.pipelines.text.prompt_extension import check_address
 
 if TYPE_CHECKING:
     from wanjax.pipelines.request import VideoRequest

@@ -7,7 +7,7 @@ from wanjax.cli.parsed import CommandOptions, PipelineOptions
 from wanjax.cli.report import Report
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.request import VideoRequest
-from wanjax.pipelines.text.extending import Extended, cleaned, extend_prompt
+from wanjax.pipelines.text.prompt_extension import Extended, cleaned, extend_prompt
 from wanjax.stores.paths import AnyPath, local_copy
 from wanjax.stores.writing import check_folder, writing
 

@@ -43,7 +43,7 @@ from wanjax.jobs.worker import work
 from wanjax.pipelines.request import VideoRequest
 from wanjax.pipelines.seeds import check_count, checked_seed
 from wanjax.pipelines.settings import read_seed, read_seeds
-from wanjax.pipelines.text.extending import as_settings
+from wanjax.pipelines.text.prompt_extension import as_settings
 from wanjax.stores.paths import AnyPath, names_in
 from wanjax.stores.temporary import temp_dir
 from wanjax.stores.writing import used_folder

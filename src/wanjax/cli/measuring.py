@@ -18,9 +18,9 @@ from wanjax.cli.tables import print_table
 from wanjax.figures import digits, duration, mesh_text, quantity, scaled
 from wanjax.kernels.compiler_options import save_set, saved_set
 from wanjax.pipelines import progress
+from wanjax.pipelines.caching.cache_tables import measured_file, to_json
 from wanjax.pipelines.caching.calibration import Measured, measure, reused_steps, tables_from
 from wanjax.pipelines.caching.rules import MagCache, TeaCache
-from wanjax.pipelines.caching.tables import measured_file, to_json
 from wanjax.pipelines.request import VideoRequest
 from wanjax.sharding import platform
 from wanjax.stores.writing import check_folder, writing

@@ -31,13 +31,13 @@ from wanjax.kernels.attention import AUTO
 from wanjax.kernels.compiler_options import SAFE
 from wanjax.media.pictures import Pictures
 from wanjax.pipelines import progress
-from wanjax.pipelines.checks import check_loaded
 from wanjax.pipelines.mesh_sizes import MeshSizes
 from wanjax.pipelines.model import with_scheduler
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.request import VideoRequest
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.tiny_decoder import DecoderFile
+from wanjax.pipelines.validation import check_loaded
 from wanjax.plan.estimate import Estimate, estimate
 from wanjax.plan.hardware import find_priceable_hardware
 from wanjax.plan.scale import ScaleEstimate, Workload, estimate_at_scale

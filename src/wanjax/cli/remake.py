@@ -17,8 +17,8 @@ from wanjax.cli.parsed import PipelineOptions
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
 from wanjax.media.metadata import TABLE, file_digests
-from wanjax.pipelines.record import digest_of, paths_of
 from wanjax.pipelines.request import VideoRequest
+from wanjax.pipelines.video_metadata import digest_of, paths_of
 from wanjax.stores.paths import AnyPath
 
 DIGEST = re.compile(r"sha256 [0-9a-f]+$")  # of what was given as an array

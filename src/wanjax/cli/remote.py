@@ -33,7 +33,7 @@ from wanjax.figures import quantity
 from wanjax.media.inputs import INPUTS
 from wanjax.pipelines.request import VideoRequest
 from wanjax.pipelines.settings import ALLOW_EMPTY
-from wanjax.pipelines.text.extending import NoRedirect
+from wanjax.pipelines.text.prompt_extension import NoRedirect
 from wanjax.stores.paths import AnyPath, base_name, names_in, parse_path
 from wanjax.stores.writing import check_folder, writing
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from wanjax.errors import WanjaxError, written
 from wanjax.stores.locks import FileLock
 from wanjax.stores.temporary import LEFT
-from wanjax.stores.user import lasting_cache
+from wanjax.stores.user_folders import lasting_cache
 from wanjax.stores.writing import check_folder
 
 LOCK = "run.lock"

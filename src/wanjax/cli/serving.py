@@ -40,7 +40,7 @@ from wanjax.jobs.thread import WorkerThread
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.request import VideoRequest
 from wanjax.pipelines.settings import Settings
-from wanjax.pipelines.text.extending import check_address, extend_prompt
+from wanjax.pipelines.text.prompt_extension import check_address, extend_prompt
 from wanjax.serve.limits import Limits
 from wanjax.serve.maker import ServedMaker
 from wanjax.serve.variants import Variants

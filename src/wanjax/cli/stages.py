@@ -42,21 +42,21 @@ from wanjax.media.inputs import INPUTS
 from wanjax.media.metadata import DIGESTS, file_digests, load_stage_settings
 from wanjax.media.pictures import Pictures
 from wanjax.media.stage_files import LATENTS, VIDEO
-from wanjax.pipelines.checks import check_streams, check_strength
 from wanjax.pipelines.denoiser import stream_of
-from wanjax.pipelines.draws import checked_draws
 from wanjax.pipelines.family import TrainingDomain
 from wanjax.pipelines.guidance import CLASSIFIER_FREE
 from wanjax.pipelines.model import Chunk, check_fits, encoded_from, with_scheduler
+from wanjax.pipelines.noise_inputs import checked_noise_inputs
 from wanjax.pipelines.observers import Observer, Step, Switch
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.previews.previews import Previews
-from wanjax.pipelines.record import devices_of, paths_of
-from wanjax.pipelines.recording import check_decoding, check_denoising, check_encoding, check_making, record
 from wanjax.pipelines.request import SCHEDULER, PreparedRequest, VideoRequest
 from wanjax.pipelines.resume import ResumeObserver
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.settings import DRAW, Settings, schema
+from wanjax.pipelines.tracing import check_decoding, check_denoising, check_encoding, check_making, trace_programs
+from wanjax.pipelines.validation import check_streams, check_strength
+from wanjax.pipelines.video_metadata import devices_of, paths_of
 from wanjax.pipelines.windows import Window
 from wanjax.pricing.roofline import peak_flops
 from wanjax.schedulers import name_of
@@ -243,7 +243,7 @@ class Rendering:
         self.noise = None if command.noise is None else self._noise(command.noise, len(pictures.get("references", ())))
         if command.preview_decoder:
             self.pipe.preview_with(command.preview_decoder)
-        self.record = self.pipe.record(self.settings, {**pictures, "noise": command.noise}, **self.how)
+        self.record = self.pipe.metadata(self.settings, {**pictures, "noise": command.noise}, **self.how)
         if left is not None:
             encoded = {str(path) for path in paths_of(left, INPUTS)}
             known = {path: digest for path, digest in file_digests(left).items() if path in encoded}
@@ -304,7 +304,7 @@ class Rendering:
         right = self.pipe.draws(self.settings, references)
         given = stage_files.load_noise(file, tuple(right))
         try:
-            return checked_draws(given, right)
+            return checked_noise_inputs(given, right)
         except WanjaxError as error:
             raise WanjaxError(f"{file}: {error}") from error
 
@@ -375,7 +375,7 @@ class Rendering:
     def instances(self) -> list[Instance]:
         """Return the programs that the run calls, traced; no weights are loaded."""
         settings = replace(self.settings, windows=min(2, self.settings.windows))  # later windows are as the second
-        return [one.instance for one in record(self.pipe, settings, self.pictures, **self.how).programs]
+        return [one.instance for one in trace_programs(self.pipe, settings, self.pictures, **self.how).programs]
 
     def tell_prompt(self, videos: Sequence[Settings] = ()) -> None:
         """Print notes on the prompt, or on those of several `videos`, which the model does not know or read whole."""

@@ -15,7 +15,7 @@ from wanjax.pipelines.request import VideoRequest, check_one_way
 from wanjax.training.adapters import LoraConfig
 from wanjax.training.config import TrainConfig
 from wanjax.training.optimizers import OptimizerConfig
-from wanjax.training.run import Training
+from wanjax.training.train import Training
 
 
 def train(report: Report, options: PipelineOptions, ctx: click.Context, *, data: Path, out: Path) -> None:

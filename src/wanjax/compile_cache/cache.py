@@ -16,7 +16,7 @@ from wanjax.compile_cache.shared import current, leasing, share
 from wanjax.errors import WanjaxError
 from wanjax.kernels.target import instructions
 from wanjax.stores.paths import parse_path
-from wanjax.stores.user import user_cache
+from wanjax.stores.user_folders import user_cache
 
 SHARED, TRUSTED = "WANJAX_COMPILE_CACHE", "WANJAX_TRUST_COMPILE_CACHE"
 """Variables that name a shared cache of compiled programs, and that say it is trusted by being 1."""

@@ -33,7 +33,7 @@ from jax.experimental import serialize_executable
 
 from wanjax.compile_cache.cache import processor
 from wanjax.compile_cache.fingerprint import fingerprint
-from wanjax.stores.user import user_cache
+from wanjax.stores.user_folders import user_cache
 
 LARGEST = 2 << 30  # bytes of all that is kept; the least recently used goes first
 SUFFIX = ".executable"

@@ -29,11 +29,11 @@ from wanjax.pipelines.observers import Cancelled, Observer, Step
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.previews.previews import Previews
 from wanjax.pipelines.progress import timing_writes
-from wanjax.pipelines.recording import check_making
 from wanjax.pipelines.request import MODEL, OWN, PreparedRequest, VideoRequest
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.seeds import checked_seed
 from wanjax.pipelines.settings import LOADED, Settings
+from wanjax.pipelines.tracing import check_making
 from wanjax.pipelines.windows import Window
 from wanjax.stores.paths import AnyPath, StoreError, names_in, parse_path
 
@@ -226,7 +226,7 @@ class VideoMaker:
                 raise WanjaxError(f"{name} is {shown(value)} where all videos of a run have {own}: give it as {option}")
         pipe = self.pipe.with_solver(shared.scheduler)
         pictures, chosen = pipe.prepare(**shared.inputs, **shared.settings, model=shared.model)
-        return Shared(pipe, pictures, chosen, pipe.record(chosen, shared.inputs, **self.how))
+        return Shared(pipe, pictures, chosen, pipe.metadata(chosen, shared.inputs, **self.how))
 
     def explain(self, error: Exception) -> Failure:
         """Return why a job failed; what is the request's own fault fails again."""

@@ -16,7 +16,7 @@ EMBEDDINGS = "stage1_embeddings.safetensors"
 LATENTS = "stage2_latents.safetensors"
 MADE_BY = {EMBEDDINGS: "wanjax encode PROMPT", LATENTS: "wanjax denoise"}
 """The files of the first two stages, and the commands that make them."""
-DIGESTS = "digests"  # the entry of a record with the digest of each file and folder that it names, by its path
+DIGESTS = "digests"  # the entry of metadata with the digest of each file and folder that it names, by its path
 TABLE = "cache"  # the name in it of the table that a step cache used
 OF_SCRIPTS = {"model_id": "model", "num_inference_steps": "steps", "num_frames": "frames"}
 """Names of settings in a generation_config.json that the scripts before wanjax wrote."""
@@ -84,9 +84,9 @@ def _by_our_names(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {OF_SCRIPTS.get(name) or name: value for name, value in settings.items()}
 
 
-def file_digests(record: Mapping[str, Any]) -> dict[str, Any]:
+def file_digests(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return the digests in a video's metadata by path; empty if the entry is not a table."""
-    digests = record.get(DIGESTS)
+    digests = metadata.get(DIGESTS)
     return dict(digests) if isinstance(digests, Mapping) else {}
 
 

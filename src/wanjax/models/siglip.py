@@ -20,7 +20,7 @@ from wanjax.layers.norms import layer_norm
 from wanjax.layers.patch import patchify
 from wanjax.layers.placement import param
 from wanjax.layers.stack import scan_blocks, stack
-from wanjax.layers.vision import VisionBlock, VisionConfig
+from wanjax.layers.vision_encoder import VisionBlock, VisionConfig
 
 
 @dataclass(frozen=True)

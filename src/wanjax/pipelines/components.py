@@ -28,7 +28,7 @@ class Components:
     A loader receives `make_room`, and calls it with the network as shapes before its weights are read. `options` are
     the options of loading that shape a video. `sizes` are the bytes of the networks' weights, as far as they
     are known before anything is loaded. `source` is the checkpoint, if any, and `kinds` are its kinds of networks.
-    `shapes` return networks as shapes with shardings, for runs that are recorded.
+    `shapes` return networks as shapes with shardings, for runs that are traced.
 
     `offload` decides which networks are freed without being asked: with True each one at the end of the stage that used
     it, with False none, and with None as many as have to go where the next one would not fit in memory beside them. A
@@ -88,8 +88,8 @@ class Components:
         return as_abstract(component) if isinstance(component, nnx.Module) else component
 
     @property
-    def recorded(self) -> dict[str, Any]:
-        """The options as JSON, for records."""
+    def metadata(self) -> dict[str, Any]:
+        """The options as JSON, for metadata."""
         return {name: x if isinstance(x, list | dict) else str(x) for name, x in self.options.items()}
 
     def networks(self) -> list[nnx.Module]:

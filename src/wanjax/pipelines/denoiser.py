@@ -30,8 +30,8 @@ from wanjax.execution import Value, program
 from wanjax.kernels.compiler_options import fast_products, products, random_numbers, scanned
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache
 from wanjax.pipelines.caching.step_cache import NO_CACHE, Cached, StepCache
-from wanjax.pipelines.draws import VIDEO
 from wanjax.pipelines.guidance import Groups, GuidanceRule, Latents
+from wanjax.pipelines.noise_inputs import VIDEO
 from wanjax.pipelines.seeds import Words, drawn_noise, key_numbers, noise_of_frames, solver_keys
 from wanjax.schedulers import Scheduler
 from wanjax.schedulers.base import Schedule
@@ -39,7 +39,8 @@ from wanjax.sharding import replicate
 
 Held = Float[Value, "B T H W C"]  # latents between two programs
 Streams = Float[Value, "B ..."] | Mapping[str, Float[Value, "B ..."]]  # latents, or what is like them
-Given = Float[Value | np.ndarray, "..."] | Mapping[str, Float[Value | np.ndarray, "..."] | None]  # noise, by stream
+Noise = Float[Value | np.ndarray, "..."]
+NoiseArrays = Noise | Mapping[str, Noise | None]  # by stream
 Tree = TypeVar("Tree")  # of arrays
 
 
@@ -225,8 +226,8 @@ class Init(NamedTuple):
 class GivenNoise(NamedTuple):
     """Noise in place of the seeds': of this chunk and of its steps, by stream, and of pictures, by name."""
 
-    initial: Given | None = None  # [B C T H W]
-    of_steps: Given | None = None  # [steps B C T H W]
+    initial: NoiseArrays | None = None  # [B C T H W]
+    of_steps: NoiseArrays | None = None  # [steps B C T H W]
     pictures: Mapping[str, Float[Array | np.ndarray, "B ..."]] | None = None
 
 

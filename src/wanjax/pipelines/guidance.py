@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Float32
 
 from wanjax.errors import SettingError, WanjaxError, shown
 from wanjax.figures import quantity
-from wanjax.pipelines.values import read_value
+from wanjax.pipelines.rule_text import parse_rule
 from wanjax.sharding import Partitioner
 
 Latents = Float[Array, "B ... C"]  # of the video, [B T H W C], or of another stream, such as [B L C]
@@ -253,7 +253,7 @@ def guidance_rule(rule: Any) -> GuidanceRule:
 
     Raises WanjaxError for anything else.
     """
-    return rule if isinstance(rule, GuidanceRule) else read_value(rule, RULES, "guidance rule", named=True)
+    return rule if isinstance(rule, GuidanceRule) else parse_rule(rule, RULES, "guidance rule", named=True)
 
 
 def check_rule(rule: GuidanceRule, guided: bool, steps: int) -> None:

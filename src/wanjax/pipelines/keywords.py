@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The keywords of a pipeline's methods.
 
-Editors read types without running code, so those of the settings stand as text in `given`, which is written from
-`Settings`.
+Editors read types without running code, so those of the settings stand as text in `typed_settings`, which is written
+from `Settings`.
 """
 
 import inspect
@@ -17,11 +17,11 @@ from jax import Array
 from wanjax.layers.tiling import Tiling
 from wanjax.media.inputs import INPUTS
 from wanjax.media.pictures import ClipSource, PictureSource
-from wanjax.pipelines.draws import GivenDraws
-from wanjax.pipelines.given import GivenSettings
+from wanjax.pipelines.noise_inputs import NoiseInput
 from wanjax.pipelines.observers import Step
 from wanjax.pipelines.other_names import unknown_keyword
 from wanjax.pipelines.settings import Settings, schema
+from wanjax.pipelines.typed_settings import SettingsKeywords
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -30,7 +30,7 @@ PictureGiven = PictureSource | Array
 ClipGiven = ClipSource | Sequence[Array] | Array
 
 
-class Given(GivenSettings, total=False):
+class InputKeywords(SettingsKeywords, total=False):
     """The settings, the pictures and clips, and the way in which these are brought to the video's size."""
 
     image: PictureGiven | None
@@ -41,11 +41,11 @@ class Given(GivenSettings, total=False):
     resize: str | None
 
 
-class Called(Given, total=False):
+class CallKeywords(InputKeywords, total=False):
     """The keywords of a call for videos."""
 
     negative_prompt: str | None
-    noise: GivenDraws | None
+    noise: NoiseInput | None
     callback: Callable[[Step], bool | None] | None
     tiling: Tiling | None
     batch_guidance: bool
@@ -60,7 +60,7 @@ def knows_keywords(function: Callable[Parameters, Result]) -> Callable[Parameter
     def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         for name in kwargs:
             if name not in parameters:
-                raise unknown_keyword(name, names, of_call=Called.__annotations__)
+                raise unknown_keyword(name, names, of_call=CallKeywords.__annotations__)
         return function(*args, **kwargs)
 
     return run

@@ -26,17 +26,17 @@ from wanjax.kernels.attention import AUTO, AttentionConfig
 from wanjax.layers.tiling import Tiling
 from wanjax.media.inputs import InputSpec
 from wanjax.media.pictures import Pictures, size_within
+from wanjax.pipelines.caching.cache_tables import NO_TABLES, Tables
 from wanjax.pipelines.caching.rules import NONE, CacheRule, chosen_rule
-from wanjax.pipelines.caching.tables import NO_TABLES, Tables
-from wanjax.pipelines.checks import FieldShape, check_conditioning
 from wanjax.pipelines.denoiser import Denoiser, ModelInputs, Posterior, Preparation, pad_front, stream_of
-from wanjax.pipelines.draws import INITIAL, OF_STEPS, VIDEO, named
 from wanjax.pipelines.frames import AnyLatents, Decoded, decoded
 from wanjax.pipelines.guidance import CLASSIFIER_FREE, check_rule, dynamic_scales
+from wanjax.pipelines.noise_inputs import INITIAL, OF_STEPS, VIDEO, noise_name
 from wanjax.pipelines.phases import Phase
 from wanjax.pipelines.runtime import Runtime, SplitNetwork
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.tokenizer import TokenBatch, Truncation
+from wanjax.pipelines.validation import FieldShape, check_conditioning
 from wanjax.pipelines.video_shape import encoded_shape
 from wanjax.pipelines.windows import CONTROL, PICTURE, check_windows
 from wanjax.schedulers import Scheduler, resolve
@@ -373,8 +373,8 @@ class ModelSpec:
         shapes = {}
         for number, one in enumerate(self.passes_of(settings)):
             for name, shape in self.noise_shapes(one, references, videos).items():
-                shapes[named(name, INITIAL, number)] = shape
-                shapes |= {named(name, OF_STEPS, number): (one.steps, *shape)} if self.scheduler.stochastic else {}
+                shapes[noise_name(name, INITIAL, number)] = shape
+                shapes |= {noise_name(name, OF_STEPS, number): (one.steps, *shape)} if self.scheduler.stochastic else {}
         for one in self.posteriors:
             kind = one.mean.partition("_")[0]
             if kind in self.takes:

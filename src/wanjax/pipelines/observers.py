@@ -194,7 +194,7 @@ class Monitor:
         progress: Where it is in its video.
         timesteps: Those of the schedule.
         latent_preview: Returns what makes previews.
-        executes: False where a run is recorded, of whose steps nobody is told.
+        executes: False where a run is traced, of whose steps nobody is told.
     """
 
     def __init__(

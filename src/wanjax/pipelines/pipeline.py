@@ -37,9 +37,36 @@ from wanjax.media.inputs import INPUTS, REFERENCES, check_inputs
 from wanjax.media.metadata import TABLE
 from wanjax.media.pictures import Clip, Pictures, read_pictures
 from wanjax.media.video import Video
+from wanjax.pipelines.caching.cache_tables import table_digest
 from wanjax.pipelines.caching.rules import check_apart
-from wanjax.pipelines.caching.tables import table_digest
-from wanjax.pipelines.checks import (
+from wanjax.pipelines.components import Components
+from wanjax.pipelines.denoiser import draw, join, stream_of
+from wanjax.pipelines.family import lines, named_sizes
+from wanjax.pipelines.frames import AnyLatents, Frames, GivenFrames, GivenLatents, chunk_count, encode_clip
+from wanjax.pipelines.guidance import check_rule
+from wanjax.pipelines.keywords import (
+    CallKeywords,
+    InputKeywords,
+    SettingsKeywords,
+    knows_keywords,
+    spelled_out,
+)
+from wanjax.pipelines.memory import check_video
+from wanjax.pipelines.model import Encoded, VideoModel, check_fits, least_bytes, truncations, with_scheduler
+from wanjax.pipelines.noise_inputs import INITIAL, NoiseInput, checked_noise_inputs
+from wanjax.pipelines.observers import CallbackObserver, Observer, ProgressObserver, Step, Switch, SwitchObserver
+from wanjax.pipelines.other_names import right_name, unknown_keyword
+from wanjax.pipelines.previews.latent_preview import LatentPreview, fitted
+from wanjax.pipelines.request import PreparedRequest, check_one_way
+from wanjax.pipelines.resume import ResumeObserver
+from wanjax.pipelines.run import Run
+from wanjax.pipelines.runtime import Runtime
+from wanjax.pipelines.seeds import check_count, check_seeds, checked_seed, resolve_seeds, seed_to_key_data
+from wanjax.pipelines.settings import LOADED, Settings, no_setting, schema, sides
+from wanjax.pipelines.text.tokenizer import Truncation
+from wanjax.pipelines.tiny_decoder import read_tiny_decoder
+from wanjax.pipelines.tracing import check_decoding, check_denoising, check_encoding, check_making
+from wanjax.pipelines.validation import (
     check_encoded,
     check_frames,
     check_latents,
@@ -50,34 +77,7 @@ from wanjax.pipelines.checks import (
     check_tiling,
     on_host,
 )
-from wanjax.pipelines.components import Components
-from wanjax.pipelines.denoiser import draw, join, stream_of
-from wanjax.pipelines.draws import INITIAL, GivenDraws, checked_draws
-from wanjax.pipelines.family import lines, named_sizes
-from wanjax.pipelines.frames import AnyLatents, Frames, GivenFrames, GivenLatents, chunk_count, encode_clip
-from wanjax.pipelines.guidance import check_rule
-from wanjax.pipelines.keywords import (
-    Called,
-    Given,
-    GivenSettings,
-    knows_keywords,
-    spelled_out,
-)
-from wanjax.pipelines.memory import check_video
-from wanjax.pipelines.model import Encoded, VideoModel, check_fits, least_bytes, truncations, with_scheduler
-from wanjax.pipelines.observers import CallbackObserver, Observer, ProgressObserver, Step, Switch, SwitchObserver
-from wanjax.pipelines.other_names import right_name, unknown_keyword
-from wanjax.pipelines.previews.latent_preview import LatentPreview, fitted
-from wanjax.pipelines.record import devices_of, nameable, record_of
-from wanjax.pipelines.recording import check_decoding, check_denoising, check_encoding, check_making
-from wanjax.pipelines.request import PreparedRequest, check_one_way
-from wanjax.pipelines.resume import ResumeObserver
-from wanjax.pipelines.run import Run
-from wanjax.pipelines.runtime import Runtime
-from wanjax.pipelines.seeds import check_count, check_seeds, checked_seed, resolve_seeds, seed_to_key_data
-from wanjax.pipelines.settings import LOADED, Settings, no_setting, schema, sides
-from wanjax.pipelines.text.tokenizer import Truncation
-from wanjax.pipelines.tiny_decoder import read_tiny_decoder
+from wanjax.pipelines.video_metadata import devices_of, make_metadata, nameable
 from wanjax.pipelines.video_shape import encoded_shape
 from wanjax.pipelines.windows import CONTROL, check_alone
 from wanjax.schedulers import Scheduler, name_of
@@ -215,20 +215,20 @@ class Pipeline(metaclass=Named):
 
     @overload
     def __call__(  # pyright: ignore[reportOverlappingOverload]  # a text is a sequence of texts too
-        self, prompt: str, *, seeds: None = None, **keywords: Unpack[Called]
+        self, prompt: str, *, seeds: None = None, **keywords: Unpack[CallKeywords]
     ) -> Video: ...
 
     @overload
-    def __call__(self, prompt: str, *, seeds: Sequence[int], **keywords: Unpack[Called]) -> list[Video]: ...
+    def __call__(self, prompt: str, *, seeds: Sequence[int], **keywords: Unpack[CallKeywords]) -> list[Video]: ...
 
     @overload
     def __call__(
-        self, prompt: Sequence[str], *, seeds: Sequence[int] | None = None, **keywords: Unpack[Called]
+        self, prompt: Sequence[str], *, seeds: Sequence[int] | None = None, **keywords: Unpack[CallKeywords]
     ) -> list[Video]: ...
 
-    @spelled_out(Called)
+    @spelled_out(CallKeywords)
     def __call__(
-        self, prompt: str | Sequence[str], *, seeds: Sequence[int] | None = None, **keywords: Unpack[Called]
+        self, prompt: str | Sequence[str], *, seeds: Sequence[int] | None = None, **keywords: Unpack[CallKeywords]
     ) -> Video | list[Video]:
         """Make a video from a prompt, or a list of videos from several prompts or seeds.
 
@@ -250,19 +250,19 @@ class Pipeline(metaclass=Named):
         videos = self.videos(prompts, seeds=seeds, **keywords)
         return list(videos) if several or seeds is not None else next(videos)
 
-    @spelled_out(Given)
+    @spelled_out(InputKeywords)
     def videos(
         self,
         prompts: Sequence[str],
         *,
         negative_prompt: str | None = None,
         seeds: Sequence[int] | None = None,
-        noise: GivenDraws | None = None,
+        noise: NoiseInput | None = None,
         callback: Stop | None = None,
         tiling: Tiling | None = None,
         batch_guidance: bool = False,
         skip: Callable[[Mapping[str, Any]], bool] | None = None,
-        **keywords: Unpack[Given],
+        **keywords: Unpack[InputKeywords],
     ) -> Iterator[Video]:
         """Iterate over a video for each prompt and seed, prompt by prompt, made as you ask for it.
 
@@ -297,11 +297,11 @@ class Pipeline(metaclass=Named):
         if noise is not None:  # before a prompt is encoded, which may take long
             if len(wanted) != 1:
                 raise WanjaxError(f"one noise is given for {len(wanted)} videos: it makes one video")
-            checked_draws(noise, self.draws(chosen, len(pictures.several("references"))))
+            checked_noise_inputs(noise, self.draws(chosen, len(pictures.several("references"))))
         check_tiling(tiling, self.architecture.vae)
         sources = {name: nameable(keywords.get(name), array) for name, array in pictures.items()}
         how: dict[str, Any] = {"tiling": tiling, "batch_guidance": batch_guidance}
-        requests = [PreparedRequest(x, self.record(x, sources | {"noise": noise}, **how)) for x in wanted]
+        requests = [PreparedRequest(x, self.metadata(x, sources | {"noise": noise}, **how)) for x in wanted]
         if skip:
             requests = [one for one in requests if not skip(one.metadata)]
         if requests:
@@ -315,7 +315,7 @@ class Pipeline(metaclass=Named):
                 video = np.concatenate([np.asarray(chunk) for chunk in frames])
             yield Video(video, request.settings.fps, request.metadata)
 
-    @spelled_out(Given)
+    @spelled_out(InputKeywords)
     def prepare(self, **keywords: Any) -> tuple[Pictures, Settings]:
         """Read the pictures, and complete the settings of a video.
 
@@ -389,7 +389,7 @@ class Pipeline(metaclass=Named):
                 )
         return shape
 
-    @spelled_out(GivenSettings)
+    @spelled_out(SettingsKeywords)
     def settings(self, *, size: tuple[int, int] | str | None = None, **settings: Any) -> Any:
         """Return the settings of a video: the model's defaults, overridden by the keywords.
 
@@ -425,14 +425,14 @@ class Pipeline(metaclass=Named):
         check_apart(chosen.cache, self.partitioner.size("dp") > 1)
         return replace(chosen, cache=self.architecture.spec.cache_rule(chosen))
 
-    @spelled_out(Given)
+    @spelled_out(InputKeywords)
     def encode(
         self,
         prompt: str,
         negative_prompt: str | None = None,
         *,
         tiling: Tiling | None = None,
-        **keywords: Unpack[Given],
+        **keywords: Unpack[InputKeywords],
     ) -> Encoded:
         """Encode a prompt, a negative prompt and pictures: the first stage.
 
@@ -472,19 +472,19 @@ class Pipeline(metaclass=Named):
         """Return the seed's initial noise, float32 [1 C T H W]."""
         return self.call(draw, self.draws(settings, references)[INITIAL], seed_to_key_data([settings.seed]))
 
-    @spelled_out(GivenSettings)
+    @spelled_out(SettingsKeywords)
     def denoise(
         self,
         encoded: Encoded,
         *,
-        noise: GivenDraws | None = None,
+        noise: NoiseInput | None = None,
         callback: Stop | None = None,
         switched: Callable[[Switch], Any] | None = None,
         batch_guidance: bool = False,
         seeds: Sequence[int] | None = None,
         keep: str | Path | None = None,
         continued: Callable[[int, int], Any] | None = None,
-        **settings: Unpack[GivenSettings],
+        **settings: Unpack[SettingsKeywords],
     ) -> Any:
         """Denoise latents from noise: the second stage.
 
@@ -553,17 +553,17 @@ class Pipeline(metaclass=Named):
         self._check_strength(chosen, getattr(encoded, "video_latents", None))
         return chosen
 
-    @spelled_out(Given)
+    @spelled_out(InputKeywords)
     def stream(
         self,
         prompt: str,
         *,
         negative_prompt: str | None = None,
-        noise: GivenDraws | None = None,
+        noise: NoiseInput | None = None,
         callback: Stop | None = None,
         tiling: Tiling | None = None,
         batch_guidance: bool = False,
-        **keywords: Unpack[Given],
+        **keywords: Unpack[InputKeywords],
     ) -> Iterator[Clip]:
         """Iterate over the frames of a video in chunks, each made as you ask for it. For causal models.
 
@@ -588,22 +588,22 @@ class Pipeline(metaclass=Named):
         check_tiling(tiling, self.architecture.vae)
         pictures, chosen = self.prepare(prompt=check_prompt(prompt), negative_prompt=negative_prompt, **keywords)
         resolve_seeds([keywords.get("seed")], [chosen.seed])
-        checked_draws(noise, self.draws(chosen))
+        checked_noise_inputs(noise, self.draws(chosen))
         how: dict[str, Any] = {"tiling": tiling, "batch_guidance": batch_guidance}
         check_making(self, chosen, pictures, **how)
         run = Run(self, [PreparedRequest(chosen)], pictures, noise=noise, observers=self._observers(callback), **how)
         return (np.asarray(clip) for _, frames in run for clip in frames)
 
-    @spelled_out(GivenSettings)
+    @spelled_out(SettingsKeywords)
     def blocks(
         self,
         encoded: Encoded,
         *,
-        noise: GivenDraws | None = None,
+        noise: NoiseInput | None = None,
         callback: Stop | None = None,
         batch_guidance: bool = False,
         seeds: Sequence[int] | None = None,
-        **settings: Unpack[GivenSettings],
+        **settings: Unpack[SettingsKeywords],
     ) -> Iterator[AnyLatents]:
         """Iterate over the latents [B C T H W] of a video in chunks, each made as you ask for it. For causal models.
 
@@ -612,7 +612,7 @@ class Pipeline(metaclass=Named):
         self.architecture.spec.check_streams(self.defaults.model)
         chosen = self._settings_for(encoded, dict(settings))
         seeds = resolve_seeds([settings.get("seed")], [chosen.seed]) if seeds is None else resolve_seeds(seeds)
-        checked_draws(noise, self.architecture.spec.noise_inputs(chosen, videos=len(seeds)))
+        checked_noise_inputs(noise, self.architecture.spec.noise_inputs(chosen, videos=len(seeds)))
         observers = [CallbackObserver(callback)] if callback else []
         run = Run(self, [PreparedRequest(chosen)], noise=noise, batch_guidance=batch_guidance, observers=observers)
         return run.latents(encoded, chosen, seeds)
@@ -730,7 +730,7 @@ class Pipeline(metaclass=Named):
         self.architecture.spec.check_length(count, self.defaults.model)
         return encode_clip(self.runtime.components.get("vae"), frames, tiling, self.call)
 
-    def record(
+    def metadata(
         self,
         settings: Settings,
         sources: Mapping[str, Any],
@@ -750,10 +750,10 @@ class Pipeline(metaclass=Named):
         """
         table, tables = self.architecture.spec.cache_rule(settings).table, self.architecture.tables
         tables = tables.of_pictured if sources.get("image") is not None else tables
-        return record_of(
+        return make_metadata(
             settings,
             sources,
-            loaded=self.components.recorded,
+            loaded=self.components.metadata,
             scheduler=self.scheduler,
             partitioner=self.partitioner,
             tiling=check_tiling(tiling, self.architecture.vae),

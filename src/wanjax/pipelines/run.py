@@ -4,7 +4,7 @@
     for request, frames in Run(pipe, requests, pictures, observers=[ProgressObserver(None), ResumeObserver(file)]):
         write(request, frames)
 
-What is done with a program is the strategy's matter: a run that is executed makes videos, and one that is recorded
+What is done with a program is the strategy's matter: a run that is executed makes videos, and one that is traced
 makes the same calls and nothing else. Observers see what happens beside it: progress, saving, previews, a wish to stop.
 A video that is made chunk by chunk is a run of several chunks, each from what is kept of those before; its frames come
 while it is made. So do those of a video of windows, each of which goes through the three stages.
@@ -27,9 +27,9 @@ from wanjax.media.pictures import Clip, Pictures
 from wanjax.pipelines.caching.rules import check_apart
 from wanjax.pipelines.components import Components
 from wanjax.pipelines.denoiser import join, stream_of
-from wanjax.pipelines.draws import GivenDraws
 from wanjax.pipelines.frames import AnyLatents, Call, Decoded, Frames, chunk_count
 from wanjax.pipelines.model import Encoded, Field, VideoModel
+from wanjax.pipelines.noise_inputs import NoiseInput
 from wanjax.pipelines.observers import Observer, Observers
 from wanjax.pipelines.previews.latent_preview import LatentPreview
 from wanjax.pipelines.request import PreparedRequest
@@ -75,7 +75,7 @@ class Run:
         requests: Sequence[PreparedRequest],
         pictures: Pictures | None = None,
         *,
-        noise: GivenDraws | None = None,
+        noise: NoiseInput | None = None,
         tiling: Tiling | None = None,
         batch_guidance: bool = False,
         observers: Sequence[Observer] = (),

@@ -33,7 +33,7 @@ class Runtime:
         components: The networks and tokenizers, each loaded at first use.
         partitioner: The mesh, and the rules by which arrays are sharded over it.
         compiler: The set of compiler options.
-        strategy: Executes programs, records them, or traces them into the caller's.
+        strategy: Executes programs, traces them, or inlines them into the caller's.
     """
 
     components: Components

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from wanjax.pipelines.caching.networks import step_cache
+from wanjax.pipelines.caching.phase_cache import step_cache
 from wanjax.pipelines.caching.step_cache import StepCache
 from wanjax.pipelines.denoiser import (
     Denoiser,
@@ -23,17 +23,17 @@ from wanjax.pipelines.denoiser import (
     finish,
     take_step,
 )
-from wanjax.pipelines.draws import INITIAL, OF_STEPS, VIDEO, GivenDraws, checked_draws, named
 from wanjax.pipelines.frames import AnyLatents
 from wanjax.pipelines.guidance import CLASSIFIER_FREE, GuidanceRule, check_rule, grouping
 from wanjax.pipelines.model import Chunk, ModelSpec, Own, VideoModel, latents_of
+from wanjax.pipelines.noise_inputs import INITIAL, OF_STEPS, VIDEO, NoiseInput, checked_noise_inputs, noise_name
 from wanjax.pipelines.observers import Monitor, Observers, Progress, Start
 from wanjax.pipelines.phases import Phase, dense_steps
 from wanjax.pipelines.previews.latent_preview import LatentPreview
-from wanjax.pipelines.record import VERSION
 from wanjax.pipelines.runtime import Runtime, SplitNetwork
 from wanjax.pipelines.seeds import seed_to_key_data
 from wanjax.pipelines.settings import Settings
+from wanjax.pipelines.video_metadata import VERSION
 from wanjax.schedulers import one_step
 from wanjax.schedulers.base import Schedule
 
@@ -109,7 +109,7 @@ def sample(
     settings: Settings,
     seeds: Sequence[int],
     *,
-    noise: GivenDraws | None = None,
+    noise: NoiseInput | None = None,
     batch_guidance: bool = False,
     observers: Observers,
     latent_preview: Callable[[], LatentPreview] | None = None,
@@ -130,7 +130,8 @@ def sample(
         latent_preview: Returns what makes previews.
     """
     spec, passes = model.spec, model.spec.passes_of(settings)
-    arrays = checked_draws(noise, spec.noise_inputs(settings, model.leading_frames(encoded, settings), len(seeds)))
+    shapes = spec.noise_inputs(settings, model.leading_frames(encoded, settings), len(seeds))
+    arrays = checked_noise_inputs(noise, shapes)
     steps = [len(spec.schedule(passes[0], encoded).timesteps), *(later.strong_steps for later in passes[1:])]
     for each, count in zip(passes, steps, strict=True):
         check_rule(each.guidance_rule, each.guided, count)
@@ -233,7 +234,7 @@ def given_noise(
     every, frames = slice(None), slice(chunk.frames.start, chunk.frames.stop)
 
     def by_stream(kind: str, *steps: slice) -> dict[str, np.ndarray | None]:
-        noise = {name: arrays.get(named(name, kind, number)) for name in (VIDEO, *spec.latent_streams)}
+        noise = {name: arrays.get(noise_name(name, kind, number)) for name in (VIDEO, *spec.latent_streams)}
         parts = {name: (*steps, every, every, frames) if name == VIDEO else (*steps,) for name in noise}
         return {name: x if x is None else x[parts[name]] for name, x in noise.items()}
 
@@ -253,6 +254,6 @@ def facts_of(
         "mesh": dict(runtime.partitioner.mesh.shape),
         "batch_guidance": batch_guidance,
         "compiler": runtime.compiler,
-        "loaded": runtime.components.recorded,
+        "loaded": runtime.components.metadata,
         "version": VERSION,
     }

@@ -15,9 +15,9 @@ from wanjax.media.pictures import Pictures
 from wanjax.pipelines.caching.rules import check_apart
 from wanjax.pipelines.meshes import step_cost
 from wanjax.pipelines.model import Cost, VideoModel, attending
-from wanjax.pipelines.recording import needed_pictures, record
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.tiny_decoder import DecoderFile
+from wanjax.pipelines.tracing import needed_pictures, trace_programs
 from wanjax.plan.hardware import (
     Hardware,
     Tell,
@@ -190,7 +190,7 @@ def estimate(
     def programs_for(settings: Settings) -> list[VideoProgram]:
         shown = needed_pictures(pipe, settings) if pictures is None else pictures
         options = {"tiling": tiling, "batch_guidance": batch_guidance, "room": hardware.memory}
-        return programs_of(record(pipe, settings, shown, **options))
+        return programs_of(trace_programs(pipe, settings, shown, **options))
 
     programs = programs_for(settings)
     priced = priced_on(hardware, [(program.name, program.lowering) for program in programs], tell)

@@ -20,10 +20,10 @@ from wanjax.layers.placement import as_shapes, with_shardings
 from wanjax.loading import abstract_pipeline
 from wanjax.pipelines.meshes import step_cost
 from wanjax.pipelines.pipeline import Pipeline
-from wanjax.pipelines.recording import needed_pictures
 from wanjax.pipelines.request import PreparedRequest
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.settings import Settings
+from wanjax.pipelines.tracing import needed_pictures
 from wanjax.plan.hardware import (
     Hardware,
     Tell,
@@ -40,7 +40,7 @@ from wanjax.pricing.pricer import Price
 from wanjax.registry import Outline
 from wanjax.sharding import RULES, Partitioner
 from wanjax.training.adapters import LoraConfig, adapt, is_factor
-from wanjax.training.encoded import NEGATIVE
+from wanjax.training.latent_cache import NEGATIVE
 from wanjax.training.objective import Batch, NoiseLevels, loss_of
 from wanjax.training.optimizers import OptimizerConfig, make_optimizer
 from wanjax.training.step import begin_training, everything, loss_alone, prepare_step, train
@@ -109,8 +109,8 @@ def estimate_training(
     param_dtype = "float32" if lora is None else settings.dtype
     load_options = {"attention": attention, "compiler": compiler, "param_dtype": param_dtype}
     pipe = abstract_pipeline(replace(outline, settings=settings), partitioner, **load_options)
-    recorded = _recorded(pipe, settings, clips, lora, optimized)
-    programs = [(name, recorded[program].lowering) for name, program in (("step", train), ("forward", loss_alone))]
+    traced = _traced(pipe, settings, clips, lora, optimized)
+    programs = [(name, traced[program].lowering) for name, program in (("step", train), ("forward", loss_alone))]
     step, forward = priced_on(hardware, programs, tell)
     return TrainingEstimate(
         model=settings.model,
@@ -127,10 +127,10 @@ def estimate_training(
     )
 
 
-def _recorded(
+def _traced(
     pipe: Pipeline, settings: Settings, clips: int, lora: LoraConfig | None, optimized: OptimizerConfig
 ) -> dict[Program, Instance]:
-    """Record a step of training on clips with captions, and its loss alone."""
+    """Trace a step of training on clips with captions, and its loss alone."""
     config, partitioner = pipe.architecture.spec.networks["transformer"], pipe.partitioner
     graphdef, weights = nnx.split(pipe.components.abstract().get("transformer"))
 
@@ -145,17 +145,17 @@ def _recorded(
         network, loss_of(pipe, NoiseLevels()), make_optimizer(optimized, STEPS), trained=trained
     )
     batch, number = _batch(pipe, settings, clips), np.int32(0)
-    record, site = Trace(), Site(partitioner, pipe.compiler)
-    state = {"weights": changed, **record.call(begin_training, site, static, changed)}
-    record.call(train, site, static, state, fixed, batch, number)
-    record.call(loss_alone, site, static, changed, fixed, batch, number)
-    return {program.instance.program: program.instance for program in record.programs}
+    trace, site = Trace(), Site(partitioner, pipe.compiler)
+    state = {"weights": changed, **trace.call(begin_training, site, static, changed)}
+    trace.call(train, site, static, state, fixed, batch, number)
+    trace.call(loss_alone, site, static, changed, fixed, batch, number)
+    return {program.instance.program: program.instance for program in trace.programs}
 
 
 def _batch(pipe: Pipeline, settings: Settings, clips: int) -> Batch:
     """Return a batch of clips of these settings as shapes on the host, as it is read from files."""
-    recorded = pipe.under(Trace(), pipe.components.abstract())
-    (encoded,) = Run(recorded, [PreparedRequest(settings)], needed_pictures(pipe, settings)).encode().values()
+    traced = pipe.under(Trace(), pipe.components.abstract())
+    (encoded,) = Run(traced, [PreparedRequest(settings)], needed_pictures(pipe, settings)).encode().values()
     fields = {
         name: jax.ShapeDtypeStruct((clips, *x.shape[1:]), x.dtype)
         for name, x in encoded._asdict().items()

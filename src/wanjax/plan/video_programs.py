@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The programs of a video, from a trace of its run, with a name for each.
 
-found = outline("wan2.1-t2v-14b")
+model = outline("wan2.1-t2v-14b")
 mesh = mesh_on(find_hardware("v6e-8"), {"dp": 2, "sp": 1, "tp": 4})
-pipe = outlined(found, Partitioner(mesh, RULES["fsdp"]))
-for program in programs_of(record(pipe, found.settings)):
+pipe = abstract_pipeline(model, Partitioner(mesh, RULES["fsdp"]))
+for program in programs_of(trace_programs(pipe, model.settings)):
     compiled = compile_program(program.lowering, "v6e-8")
     print(program.stage, program.name, compiled.memory.peak, program.times * price_compiled(compiled).total.mid)
 """
@@ -35,11 +35,11 @@ class VideoProgram(NamedTuple):
     beside: int
 
 
-def programs_of(record: Trace) -> list[VideoProgram]:
-    """Return the programs of a recorded run, in the order of their first calls."""
+def programs_of(trace: Trace) -> list[VideoProgram]:
+    """Return the programs of a traced run, in the order of their first calls."""
     names: Counter[tuple[str, str]] = Counter()
     programs = []
-    for program in record.programs:
+    for program in trace.programs:
         name = _name(program)
         names[program.stage, name] += 1
         if (number := names[program.stage, name]) > 1:
@@ -49,9 +49,9 @@ def programs_of(record: Trace) -> list[VideoProgram]:
     return programs
 
 
-def _name(recorded: TracedProgram) -> str:
+def _name(traced: TracedProgram) -> str:
     """Return the name of a program: a step by its kind, a chunk by whether it is the first, another by its function."""
-    program, instance = recorded.instance.program, recorded.instance
+    program, instance = traced.instance.program, traced.instance
     if program is take_step:
         state, *_ = instance.shapes
         if instance.static.dense:

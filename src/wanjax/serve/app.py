@@ -28,9 +28,9 @@ from wanjax.jobs.databases import DatabaseError
 from wanjax.jobs.store import COMPLETED, QUEUED, Job, JobStore, NewJob, NotFound, QueueFull, Unavailable
 from wanjax.jobs.worker import LOADING, READY
 from wanjax.media.video import read_metadata
-from wanjax.pipelines.record import VERSION
 from wanjax.pipelines.request import VideoRequest
 from wanjax.pipelines.settings import LOADED
+from wanjax.pipelines.video_metadata import VERSION
 from wanjax.serve import metrics, openapi, store_files, uploads
 from wanjax.serve.auth import COOKIE, Access, Guard, is_encrypted, refusal
 from wanjax.serve.events import Changes, Events

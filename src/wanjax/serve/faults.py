@@ -12,7 +12,7 @@ from typing import NamedTuple
 from wanjax.errors import FULL, WanjaxError, causes, is_full, is_out_of_memory, reason
 from wanjax.jobs.databases import DatabaseError
 from wanjax.stores.paths import AnyPath, StoreError
-from wanjax.stores.user import home
+from wanjax.stores.user_folders import home
 
 MISTAKE, BROKEN, STORAGE = "invalid_request", "server_error", "storage"
 STATUS = {

@@ -24,12 +24,12 @@ from wanjax.media.video import try_output
 from wanjax.pipelines.components import free_memory
 from wanjax.pipelines.observers import Cancelled
 from wanjax.pipelines.pipeline import Pipeline
-from wanjax.pipelines.record import digest_of
-from wanjax.pipelines.recording import needed_pictures, record
 from wanjax.pipelines.request import PreparedRequest, VideoRequest
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.settings import LOADED, Settings
-from wanjax.pipelines.text.extending import Extended
+from wanjax.pipelines.text.prompt_extension import Extended
+from wanjax.pipelines.tracing import needed_pictures, trace_programs
+from wanjax.pipelines.video_metadata import digest_of
 from wanjax.serve import model_info
 from wanjax.serve.faults import OUT_OF_MEMORY, STORAGE, explained
 from wanjax.serve.variants import ModelInfo, ModelInfos, Variants
@@ -136,12 +136,12 @@ class ServedMaker(VideoMaker):
             lease.tell(notes=[str(one) for text in texts for one in pipe.truncations(text, follow=chosen.follow)])
             if (shape := self._shape(request, chosen)) not in self._shapes:
                 with progress.stage("compile"):
-                    traced = record(pipe, replace(chosen, windows=min(2, chosen.windows)), pictures, **self.how)
+                    traced = trace_programs(pipe, replace(chosen, windows=min(2, chosen.windows)), pictures, **self.how)
                     EXECUTE.compile(*(one.instance for one in traced.programs), on_start=progress.compiling)
                 self._shapes.add(shape)
             found = {str(own / name): digest_of(here / name) for name in names_of(request.inputs)}
             digests = {name: digest for name, digest in found.items() if digest is not None}
-            metadata = pipe.record(chosen, paths_of(request.inputs, own), digests=digests, **self.how)
+            metadata = pipe.metadata(chosen, paths_of(request.inputs, own), digests=digests, **self.how)
             prepared = PreparedRequest(chosen, model_info.without_folders(metadata))
             try_output(output, chosen.length, chosen.size, chosen.fps, prepared.metadata)
             for _, frames in (
@@ -212,7 +212,9 @@ def warm_up(
 
     try:
         settings = pipe.settings()
-        recorded = record(pipe, settings, needed_pictures(pipe, settings), tiling=tiling, batch_guidance=batch_guidance)
+        recorded = trace_programs(
+            pipe, settings, needed_pictures(pipe, settings), tiling=tiling, batch_guidance=batch_guidance
+        )
         EXECUTE.compile(*(one.instance for one in recorded.programs), on_start=check)
         if sum(pipe.components.sizes.values()) < free_memory(jax.local_devices()[0]):
             for name in pipe.components.names:

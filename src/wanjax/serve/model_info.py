@@ -20,8 +20,8 @@ from wanjax.pipelines.caching.rules import RULES
 from wanjax.pipelines.model import VideoModel
 from wanjax.pipelines.model import with_scheduler as with_scheduler_of
 from wanjax.pipelines.pipeline import Pipeline
-from wanjax.pipelines.record import source_names
 from wanjax.pipelines.settings import DRAW, LOADED, Setting, Settings, schema
+from wanjax.pipelines.video_metadata import source_names
 from wanjax.pipelines.windows import CONTROL
 from wanjax.schedulers import NAMED, name_of
 from wanjax.stores.paths import base_name
@@ -184,5 +184,5 @@ def without_folders(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def started_with(pipe: Pipeline, tiling: Tiling | None, batch_guidance: bool) -> dict[str, Any]:
     """Return what shapes every video of the server, by the names that a record has for it."""
-    record = without_folders(pipe.record(pipe.defaults, {}, tiling=tiling, batch_guidance=batch_guidance))
+    record = without_folders(pipe.metadata(pipe.defaults, {}, tiling=tiling, batch_guidance=batch_guidance))
     return {name: value for name, value in record.items() if name not in offered(pipe)}

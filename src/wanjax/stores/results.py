@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from wanjax.stores.user import user_cache
+from wanjax.stores.user_folders import user_cache
 from wanjax.stores.writing import write_whole
 
 

@@ -10,6 +10,6 @@ from wanjax.training.adapters import LoraConfig
 from wanjax.training.config import TrainConfig
 from wanjax.training.loop import Trainer
 from wanjax.training.optimizers import OptimizerConfig
-from wanjax.training.run import Training, train
+from wanjax.training.train import Training, train
 
 __all__ = ["LoraConfig", "OptimizerConfig", "TrainConfig", "Trainer", "Training", "train"]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from wanjax.training.clips import Bucket
-from wanjax.training.encoded import Piece
+from wanjax.training.latent_cache import Piece
 
 
 class Shown(NamedTuple):

@@ -10,7 +10,7 @@ from wanjax.training.adapters import LoraConfig
 from wanjax.training.clips import Cut
 from wanjax.training.objective import Timesteps
 from wanjax.training.optimizers import OptimizerConfig
-from wanjax.training.result import LoraFormat
+from wanjax.training.saving import LoraFormat
 
 Expert = Literal["both", "high", "low"]
 

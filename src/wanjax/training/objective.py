@@ -21,9 +21,9 @@ from wanjax.errors import WanjaxError
 from wanjax.execution import Inline
 from wanjax.kernels.attention import AttentionConfig
 from wanjax.pipelines.denoiser import Preparation, draw_posteriors
-from wanjax.pipelines.draws import INITIAL, OF_STEPS
 from wanjax.pipelines.guidance import Groups
 from wanjax.pipelines.model import latents_of
+from wanjax.pipelines.noise_inputs import INITIAL, OF_STEPS
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.runtime import SplitNetwork
 from wanjax.pipelines.settings import Settings

@@ -6,7 +6,7 @@
     for number, batch in enumerate(batches):
         state, metrics = call(train, static, state, fixed, batch, number)
 
-A `Trainer` executes them, and a plan of training records them.
+A `Trainer` executes them, and a plan of training traces them.
 """
 
 from collections.abc import Callable, Mapping

@@ -21,7 +21,6 @@ from wanjax.execution import program
 from wanjax.kernels.compiler_options import scanned
 from wanjax.layers.stack import EVERY_BLOCK
 from wanjax.models.t5 import T5Config
-from wanjax.pipelines.checks import FieldShape
 from wanjax.pipelines.denoiser import Denoiser
 from wanjax.pipelines.family import Family, Preset
 from wanjax.pipelines.guidance import group
@@ -29,6 +28,7 @@ from wanjax.pipelines.model import Cost, ModelSpec, VideoModel
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.encoders import T5
 from wanjax.pipelines.text.tokenizer import Tokenizer
+from wanjax.pipelines.validation import FieldShape
 
 LENGTH, GLYPHS = 12, 8
 DEFAULTS = Settings(

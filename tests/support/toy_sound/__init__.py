@@ -29,7 +29,6 @@ from wanjax.layers.stack import EVERY_BLOCK
 from wanjax.media.inputs import IMAGE, InputSpec
 from wanjax.media.pictures import fit
 from wanjax.models.t5 import T5Config
-from wanjax.pipelines.checks import FieldShape
 from wanjax.pipelines.denoiser import Denoiser
 from wanjax.pipelines.family import Family, Preset
 from wanjax.pipelines.frames import encode_clip
@@ -38,6 +37,7 @@ from wanjax.pipelines.model import Cost, LatentStream, ModelSpec, Pass, VideoMod
 from wanjax.pipelines.seeds import drawn_noise, seed_to_key_data
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.tokenizer import Tokenizer
+from wanjax.pipelines.validation import FieldShape
 
 DEFAULTS = TOY_DEFAULTS.updated({"model": "toy-sound", "height": 64, "width": 64, "steps": 3})
 DRIVING = InputSpec("driving", "clip", "a driving clip", "A clip whose motion the video follows.", page="black")

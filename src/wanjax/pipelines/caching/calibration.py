@@ -13,7 +13,8 @@ from numpy.polynomial import Polynomial
 
 from wanjax.errors import WanjaxError
 from wanjax.figures import quantity
-from wanjax.pipelines.caching.networks import changes_of
+from wanjax.pipelines.caching.cache_tables import Changes, Magnitudes, Tables
+from wanjax.pipelines.caching.phase_cache import changes_of
 from wanjax.pipelines.caching.rules import CacheRule, TeaCache
 from wanjax.pipelines.caching.step_cache import (
     Cached,
@@ -24,7 +25,6 @@ from wanjax.pipelines.caching.step_cache import (
     in_float32,
     mean_size,
 )
-from wanjax.pipelines.caching.tables import Changes, Magnitudes, Tables
 from wanjax.pipelines.denoiser import stream_of
 from wanjax.pipelines.model import VideoModel
 from wanjax.pipelines.observers import Observer, Observers, Progress, Step

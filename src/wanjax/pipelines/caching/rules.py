@@ -17,6 +17,7 @@ from jaxtyping import Float
 from wanjax.errors import SettingError, WanjaxError, shown
 from wanjax.figures import quantity
 from wanjax.layers.stack import BlockCache
+from wanjax.pipelines.caching.cache_tables import Changes, Magnitudes, Tables
 from wanjax.pipelines.caching.step_cache import (
     NO_CACHE,
     ForwardCache,
@@ -26,9 +27,8 @@ from wanjax.pipelines.caching.step_cache import (
     ResidualCache,
     StepCache,
 )
-from wanjax.pipelines.caching.tables import Changes, Magnitudes, Tables
 from wanjax.pipelines.phases import Phase
-from wanjax.pipelines.values import read_value
+from wanjax.pipelines.rule_text import parse_rule
 
 PLAIN = "plain"  # the mode of TeaCache that its authors take unless another is asked for, and its table
 
@@ -300,7 +300,7 @@ def cache_rule(rule: Any) -> CacheRule:
     Settings stand in their order, and after those by name: `teacache:0.1,mode=plain`. Raises WanjaxError for anything
     else.
     """
-    return rule if isinstance(rule, CacheRule) else read_value(rule, RULES, "step cache")
+    return rule if isinstance(rule, CacheRule) else parse_rule(rule, RULES, "step cache")
 
 
 def chosen_rule(rule: CacheRule, phases: Sequence[Phase], tables: Tables, model: str) -> CacheRule:

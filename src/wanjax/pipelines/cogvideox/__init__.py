@@ -3,7 +3,7 @@
 
 from pathlib import Path
 
-from wanjax.pipelines.caching.tables import FILE
+from wanjax.pipelines.caching.cache_tables import FILE
 from wanjax.pipelines.cogvideox.model import CogVideoXModel
 from wanjax.pipelines.cogvideox.networks import NETWORKS
 from wanjax.pipelines.cogvideox.presets import PRESETS, settings_of

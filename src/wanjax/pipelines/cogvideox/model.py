@@ -20,7 +20,6 @@ from wanjax.media.pictures import Pictures, fit
 from wanjax.models.cogvideox.config import TransformerConfig, forward_flops
 from wanjax.models.cogvideox.vae_config import VAEConfig
 from wanjax.models.t5 import T5Config
-from wanjax.pipelines.checks import FieldShape
 from wanjax.pipelines.cogvideox.conditioning import POSTERIORS, CogVideoXEncoded
 from wanjax.pipelines.cogvideox.networks import NETWORKS
 from wanjax.pipelines.cogvideox.programs import CogVideoXDenoiser, encode_prompts, make_context
@@ -30,6 +29,7 @@ from wanjax.pipelines.model import Cost, ModelSpec, VideoModel
 from wanjax.pipelines.runtime import Runtime, SplitNetwork
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.tokenizer import TokenBatch
+from wanjax.pipelines.validation import FieldShape
 from wanjax.schedulers import Scheduler, from_config
 from wanjax.schedulers.ddim import DDIM
 

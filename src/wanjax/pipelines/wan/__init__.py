@@ -3,7 +3,7 @@
 
 from pathlib import Path
 
-from wanjax.pipelines.caching.tables import FILE
+from wanjax.pipelines.caching.cache_tables import FILE
 from wanjax.pipelines.family import Family
 from wanjax.pipelines.image_processor import ImageProcessor
 from wanjax.pipelines.text.tokenizer import Tokenizer

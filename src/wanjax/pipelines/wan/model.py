@@ -19,13 +19,13 @@ from wanjax.media.inputs import InputSpec
 from wanjax.models.clip import CLIPVisionConfig
 from wanjax.models.t5 import T5Config
 from wanjax.models.wan.config import ImageTransformerConfig, TransformerConfig, forward_flops
-from wanjax.pipelines.checks import FieldShape, Shape
 from wanjax.pipelines.denoiser import Denoiser, Held, Preparation
 from wanjax.pipelines.frames import encode_clip
 from wanjax.pipelines.model import Cost, ModelSpec, VideoModel
 from wanjax.pipelines.runtime import Runtime, SplitNetwork
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.tokenizer import TokenBatch, clean_prompt
+from wanjax.pipelines.validation import FieldShape, Shape
 from wanjax.pipelines.wan.conditioning import WanEncoded
 from wanjax.pipelines.wan.denoisers import WanDenoiser
 from wanjax.pipelines.wan.programs import TEXT_LENGTH, encode_prompts, make_context

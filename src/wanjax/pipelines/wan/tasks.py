@@ -32,11 +32,11 @@ from wanjax.models.wan.config import (
     VAEConfig,
     forward_flops,
 )
-from wanjax.pipelines.checks import Shape
 from wanjax.pipelines.denoiser import Denoiser, Held, ModelInputs, Preparation
 from wanjax.pipelines.model import Cost
 from wanjax.pipelines.runtime import Runtime, SplitNetwork
 from wanjax.pipelines.settings import Settings
+from wanjax.pipelines.validation import Shape
 from wanjax.pipelines.wan.causal_programs import CausalInputs, Past, begin_past, renew
 from wanjax.pipelines.wan.conditioning import GREY, WanEncoded, known_frames, mask_cells, on_white, unit
 from wanjax.pipelines.wan.denoisers import (
@@ -305,7 +305,7 @@ class ControlledVideo(WanModel):
             return self.encode_clip(runtime, clip, tiling)
 
         def resized(picture: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-            """Return a picture of another size on the host; one of zeros where a run is recorded."""
+            """Return a picture of another size on the host; one of zeros where a run is traced."""
             return runtime.strategy.read(runtime.call(resize, size, picture), np.zeros((*size, 3), np.float32))
 
         unchanged, repainted = (latents(list(map(partial(part, here), anew, clip))) for here in (False, True))

@@ -18,7 +18,7 @@ from wanjax.checkpoints.network_kinds import Network
 from wanjax.checkpoints.readers import View
 from wanjax.checkpoints.sources import Component, Source
 from wanjax.errors import WanjaxError
-from wanjax.pipelines.record import VERSION
+from wanjax.pipelines.video_metadata import VERSION
 from wanjax.training.adapters import LoraConfig
 
 LoraFormat = Literal["diffusers", "comfy"]

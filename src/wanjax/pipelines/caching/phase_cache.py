@@ -11,9 +11,9 @@ from jaxtyping import Array, Float
 
 from wanjax.execution import program
 from wanjax.kernels.compiler_options import scanned
+from wanjax.pipelines.caching.cache_tables import Tables
 from wanjax.pipelines.caching.rules import PLAIN, CacheRule, TeaCache, check_reused
 from wanjax.pipelines.caching.step_cache import StepCache
-from wanjax.pipelines.caching.tables import Tables
 from wanjax.pipelines.denoiser import Denoiser
 from wanjax.pipelines.phases import Phase
 from wanjax.pipelines.runtime import Runtime, SplitNetwork

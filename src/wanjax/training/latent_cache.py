@@ -19,7 +19,7 @@ from wanjax.checkpoints.files import SafetensorsFile, content_digest, load_safet
 from wanjax.errors import WanjaxError, WriteError
 from wanjax.media.pictures import READING, Pictures
 from wanjax.pipelines.pipeline import Pipeline
-from wanjax.pipelines.record import VERSION
+from wanjax.pipelines.video_metadata import VERSION
 from wanjax.stores.writing import check_folder
 from wanjax.training.clips import Bucket, Cutting
 from wanjax.training.data import Example, Listing, first_of
@@ -42,7 +42,7 @@ class Piece:
     preserve: bool = False
 
 
-class Store:
+class LatentCache:
     """The folder of what was encoded for one model."""
 
     def __init__(self, folder: Path, pipe: Pipeline):

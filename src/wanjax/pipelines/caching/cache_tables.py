@@ -18,7 +18,7 @@ from wanjax.checkpoints.files import content_digest
 from wanjax.checkpoints.sources import Source
 from wanjax.errors import WanjaxError, reason
 from wanjax.figures import quantity
-from wanjax.stores.user import home, user_cache
+from wanjax.stores.user_folders import home, user_cache
 
 FILE = "caches.json"  # the published tables of a family
 KINDS = {

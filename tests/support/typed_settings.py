@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the types of the settings that a call may give, for editors: `python -m tests.support.given`."""
+"""Writes the types of the settings that a call may give, for editors: `python -m tests.support.typed_settings`."""
 
 from pathlib import Path
 
 from wanjax.pipelines import settings
 from wanjax.pipelines.settings import LOADED, Settings, schema
 
-FILE = Path(settings.__file__).with_name("given.py")
+FILE = Path(settings.__file__).with_name("typed_settings.py")
 ELSEWHERE = (
     *LOADED,
     "prompt",
@@ -15,7 +15,7 @@ ELSEWHERE = (
     "resize",
 )  # given to `load`, or as parameters of their own
 HEAD = '''# SPDX-License-Identifier: Apache-2.0
-"""The types of the settings that a call may give, written from `Settings` by `python -m tests.support.given`."""
+"""The settings of a call as typed keywords, written from `Settings` by `python -m tests.support.typed_settings`."""
 
 from collections.abc import Sequence
 from typing import TypedDict
@@ -24,7 +24,7 @@ from wanjax.pipelines.caching.rules import CacheRule
 from wanjax.pipelines.guidance import GuidanceRule
 
 
-class GivenSettings(TypedDict, total=False):
+class SettingsKeywords(TypedDict, total=False):
     """The settings that a call may give; None is the model's default. `size` is (height, width) or a name."""
 
     size: tuple[int, int] | str | None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The types of the settings that a call may give, written from `Settings` by `python -m tests.support.given`."""
+"""The settings of a call as typed keywords, written from `Settings` by `python -m tests.support.typed_settings`."""
 
 from collections.abc import Sequence
 from typing import TypedDict
@@ -8,7 +8,7 @@ from wanjax.pipelines.caching.rules import CacheRule
 from wanjax.pipelines.guidance import GuidanceRule
 
 
-class GivenSettings(TypedDict, total=False):
+class SettingsKeywords(TypedDict, total=False):
     """The settings that a call may give; None is the model's default. `size` is (height, width) or a name."""
 
     size: tuple[int, int] | str | None

@@ -31,13 +31,13 @@ from wanjax.training import adapters, clips
 from wanjax.training.batches import Batches
 from wanjax.training.config import TrainConfig
 from wanjax.training.data import KEPT, list_data
-from wanjax.training.encoded import NEGATIVE, Piece, Store, described, identity_of, joined, load_text
+from wanjax.training.latent_cache import NEGATIVE, LatentCache, Piece, described, identity_of, joined, load_text
 from wanjax.training.loop import RATE, STEPS, NotFiniteError, Trainer
-from wanjax.training.metrics import Metrics
 from wanjax.training.objective import Batch, NoiseLevels, error, loss_of, settings_of
 from wanjax.training.optimizers import learning_rates, make_optimizer
-from wanjax.training.result import save_checkpoint, save_lora
+from wanjax.training.saving import save_checkpoint, save_lora
 from wanjax.training.step import FINITE, everything
+from wanjax.training.step_metrics import Metrics
 
 LORA, CHECKPOINT, SAMPLES, LOCK = "lora.safetensors", "checkpoint", "samples", "training.lock"
 EXPERTS = {"high": 0, "low": 1}
@@ -117,10 +117,10 @@ class Training:
     def encode(self) -> None:
         """Encode the clips and captions that were not encoded before, and free the encoders."""
         folder = self.config.latent_cache or self.listing.folder / KEPT
-        store = Store(Path(folder), self.pipe)
-        pieces = store.encode(self.listing, self.cutting, self.count)
+        cache = LatentCache(Path(folder), self.pipe)
+        pieces = cache.encode(self.listing, self.cutting, self.count)
         negative = self.pipe.defaults.negative_prompt
-        texts = store.texts(["", negative, *self.config.sample_prompts])
+        texts = cache.texts(["", negative, *self.config.sample_prompts])
         self.pipe.free()
         self.texts, self.empty, self.negative = texts, texts[""], texts[negative]
         every = self.config.holdout_every
@@ -245,7 +245,7 @@ class Training:
         clips = [identity_of(piece) for piece in self.pieces]
         levels = asdict(self.levels[self.name])
         facts = {"model": self.pipe.defaults.model, "network": self.name, "dtype": self.pipe.defaults.dtype}
-        facts |= {DIGESTS: self.pipe.components.recorded.get(DIGESTS, {})}
+        facts |= {DIGESTS: self.pipe.components.metadata.get(DIGESTS, {})}
         facts |= _learned(self.pipe)
         mesh = None if self.pipe.partitioner.single_device else dict(self.pipe.partitioner.mesh.shape)
         return self.config.to_json() | facts | {"levels": levels, "mesh": mesh, "clips": clips}

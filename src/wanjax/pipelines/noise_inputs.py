@@ -13,21 +13,21 @@ import numpy as np
 from jaxtyping import Float
 
 from wanjax.errors import WanjaxError, shown
-from wanjax.pipelines.checks import check_noise
 from wanjax.pipelines.frames import GivenLatents
+from wanjax.pipelines.validation import check_noise
 
 INITIAL, OF_STEPS = "noise", "step_noise"
 VIDEO = "video"  # the name of the video's latents among those that are denoised together
-GivenDraws = GivenLatents | Mapping[str, Any]
+NoiseInput = GivenLatents | Mapping[str, Any]
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def named(stream: str, kind: str, number: int = 0) -> str:
+def noise_name(stream: str, kind: str, number: int = 0) -> str:
     """Return the name of a stream's noise, of the kind `INITIAL` or `OF_STEPS`, in the pass of this number."""
     return (kind if stream == VIDEO else f"{stream}_{kind}") + (f"_{number + 1}" if number else "")
 
 
-def checked_draws(draws: GivenDraws | None, right: Shapes) -> dict[str, Float[np.ndarray, "..."]]:
+def checked_noise_inputs(draws: NoiseInput | None, right: Shapes) -> dict[str, Float[np.ndarray, "..."]]:
     """Return the given arrays by name, on the host; an array alone is the initial noise.
 
     Raises WanjaxError for a name that the video does not use, and unless each is an array of floats of its right shape.

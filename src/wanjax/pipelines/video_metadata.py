@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of a video in its metadata: everything that shaped it, as JSON."""
+"""The metadata of a video: everything that shaped it, as JSON."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -23,11 +23,11 @@ VERSION = version("wanjax")
 
 
 def source_names() -> tuple[str, ...]:
-    """Return the entries of a record that may name files and folders."""
+    """Return the entries of metadata that may name files and folders."""
     return (*INPUTS, "noise", "lora", "decoder", "model")
 
 
-def record_of(
+def make_metadata(
     settings: Settings,
     sources: Mapping[str, Any],
     *,
@@ -56,9 +56,9 @@ def record_of(
     return metadata | {"devices": devices_of(partitioner), "version": VERSION}
 
 
-def paths_of(record: Mapping[str, Any], names: Iterable[str] | None = None) -> list[AnyPath]:
-    """Return the places that entries of a record may be meant as, whether anything is there or not."""
-    entries = [(name, record[name]) for name in (source_names() if names is None else names) if record.get(name)]
+def paths_of(metadata: Mapping[str, Any], names: Iterable[str] | None = None) -> list[AnyPath]:
+    """Return the places that entries of metadata may be meant as, whether anything is there or not."""
+    entries = [(name, metadata[name]) for name in (source_names() if names is None else names) if metadata.get(name)]
     each = [(name, one) for name, value in entries for one in (value if isinstance(value, list) else [value])]
     texts = [Lora.parse(text).file if name == "lora" else text for name, text in each if isinstance(text, str)]
     return [
@@ -73,7 +73,7 @@ def digests_of(places: Iterable[AnyPath]) -> dict[str, str]:
 
 
 def digest_of(path: Path) -> str | None:
-    """Return the digest of a file or folder as a record tells it; a LoRA's counts the config beside it."""
+    """Return the digest of a file or folder as metadata has it; a LoRA's counts the config beside it."""
     digest, beside = content_digest(path), path.with_name(PEFT_CONFIG)
     if digest is None or not beside.is_file():
         return digest

@@ -9,7 +9,7 @@ from typing import Any, get_args, get_type_hints
 from wanjax.errors import WanjaxError, choice, shown
 
 
-def read_value(described: Any, kinds: Mapping[str, type[Any]], what: str, *, named: bool = False) -> Any:
+def parse_rule(described: Any, kinds: Mapping[str, type[Any]], what: str, *, named: bool = False) -> Any:
     """Return the value that a text such as `NAME` or `NAME:1,2,c=3` describes; `kinds` are dataclasses by their names.
 
     Settings stand in their order, and after those by name; all by name where they are to be `named`. Raises

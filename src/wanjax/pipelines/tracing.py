@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run that is recorded: the calls of its programs in order, with nothing loaded and nothing computed."""
+"""The trace of a run: the calls of its programs in order, with nothing loaded and nothing computed."""
 
 from collections.abc import Sequence, Sized
 from dataclasses import replace
@@ -15,9 +15,9 @@ from wanjax.execution import Trace
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures
 from wanjax.pipelines.components import bytes_of
-from wanjax.pipelines.draws import VIDEO
 from wanjax.pipelines.memory import PROCESS, check_held, is_small
 from wanjax.pipelines.model import Encoded
+from wanjax.pipelines.noise_inputs import VIDEO
 from wanjax.pipelines.request import PreparedRequest
 from wanjax.pipelines.run import Loaded, Run
 from wanjax.pipelines.settings import Settings
@@ -25,7 +25,7 @@ from wanjax.pipelines.text.tokenizer import TokenBatch
 from wanjax.pricing.live_bytes import min_live_bytes
 
 
-def record(
+def trace_programs(
     pipe: Loaded,
     settings: Settings,
     pictures: Pictures | None = None,
@@ -47,7 +47,7 @@ def record(
 
 
 def _recorded(pipe: Loaded, room: int | None = None) -> tuple[Trace, Loaded]:
-    """Return a record, and the pipeline whose calls it notes."""
+    """Return a trace, and the pipeline whose calls it notes."""
     components = pipe.runtime.components.abstract(room)
 
     @cache
@@ -74,20 +74,20 @@ def check_making(
     """Raise WanjaxError where the programs of a video hold more than this machine's memory, before any is compiled.
 
     Decoding is looked at first, for which nothing is downloaded. What has to be known of the other stages is
-    downloaded, where it is not here: the video needs it at any rate. The arguments are those of `record`.
+    downloaded, where it is not here: the video needs it at any rate. The arguments are those of `trace_programs`.
     """
     if _is_small(pipe, settings.size, settings.frames):
         return
     alone = replace(settings, windows=1, then="")  # windows are alike
     check_decoding(pipe, pipe.architecture.spec.latent_shape(alone), tiling=tiling)
     pictures = pictures or needed_pictures(pipe, alone)
-    _check(alone, record(pipe, alone, pictures, tiling=tiling, batch_guidance=batch_guidance, room=0))
+    _check(alone, trace_programs(pipe, alone, pictures, tiling=tiling, batch_guidance=batch_guidance, room=0))
 
 
 def check_encoding(pipe: Loaded, settings: Settings, pictures: Pictures, *, tiling: Tiling | None = None) -> None:
     """Raise WanjaxError where the encoding of pictures holds more than this machine's memory.
 
-    The arguments are those of `record`.
+    The arguments are those of `trace_programs`.
     """
     if pictures and not _is_small(pipe, settings.size, settings.frames):
         calls, recorder = _recorded(pipe, room=0)
@@ -148,9 +148,9 @@ def _is_small(pipe: Loaded, size: tuple[int, int], frames: int) -> bool:
 
 
 def most_held(calls: Trace) -> tuple[int, str]:
-    """Return bytes that a recorded run holds at the least at its peak, and the stage of that.
+    """Return bytes that a traced run holds at the least at its peak, and the stage of that.
 
-    Those of a program, of what is kept beside it, and of the process. A run that was recorded with a `room` of 0 keeps
+    Those of a program, of what is kept beside it, and of the process. A run that was traced with a `room` of 0 keeps
     no network that can be freed for another.
     """
     each = [(min_live_bytes(one.instance.lowering) + one.beside, one.stage) for one in calls.programs]
