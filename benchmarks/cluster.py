@@ -266,7 +266,7 @@ def actors(pid: int, title: str) -> list[psutil.Process]:
 def victims(kind: str, out: Path) -> list[psutil.Process]:
     """Return the processes of a kind of a batch's: "worker", or the "leader" or a "follower" of workers of several."""
     if kind == "worker":
-        return actors(os.getpid(), "_Actor")
+        return actors(os.getpid(), "Host")
     leaders = {int(entry["worker"].rpartition(":")[2]) for entry in read_manifest(out) if "worker" in entry}
     hosts = actors(os.getpid(), "Host")
     if not any(host.pid in leaders for host in hosts):

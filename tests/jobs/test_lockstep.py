@@ -2,20 +2,26 @@
 """A worker of several processes, which are threads here: all make the same runs, or none does."""
 
 import json
+import operator
 import os
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from tests.support.jobs import made
-from tests.support.words import says
-from wanjax.jobs.hosts import Host, OutOfStep
-from wanjax.jobs.lockstep import Leader, follow
+from tests.support.words import naming, says
+from wanjax.cli import many
+from wanjax.errors import WanjaxError
+from wanjax.jobs.lockstep import Leader, OutOfStep, follow
 from wanjax.jobs.maker import VideoMaker
 from wanjax.jobs.processes import Others
+from wanjax.jobs.ray_workers import Host
+from wanjax.jobs.sharing import BATCH, enter
+from wanjax.jobs.store import NewJob
 from wanjax.pipelines.request import VideoRequest
 
 pytestmark = pytest.mark.usefixtures("kept_programs", "nothing_is_computed")
@@ -145,7 +151,7 @@ def test_a_failure_on_one_host_alone_is_told_as_it_was_there(nano, local_store, 
         return run(maker, tasks, made)
 
     monkeypatch.setattr(VideoMaker, "made", failing)
-    host = Host({})
+    host = Host()
     with ThreadPoolExecutor(1) as pool:
         following = pool.submit(host._follow, makers[1], others=Near(room, 1))
         tasks = tasks_of(makers[0], {"prompt": "a"}, {"prompt": "b", "steps": 3})
@@ -158,6 +164,23 @@ def test_a_failure_on_one_host_alone_is_told_as_it_was_there(nano, local_store, 
             with pytest.raises(OutOfStep, match="RuntimeError: the device is gone"):
                 following.result(PATIENCE)
         room.barrier.abort()
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_host_whose_folder_is_another_takes_no_job(local_store, tmp_path, asked):
+    """Whoever asked it something is told why, and nobody's jobs are made into a folder that others do not see."""
+    enter(local_store, tmp_path, BATCH)
+    local_store.add(NewJob("a", {}, "nano", "a.mp4"))
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    start = partial(many._maker, {"load": None, "place": elsewhere})
+    ask = operator.attrgetter("models") if asked else None
+    host, message = Host(), pickle.dumps((local_store, start, "w", {"until_empty": True}, ask))
+    with ThreadPoolExecutor(1) as pool:
+        working = pool.submit(host.work, message)
+        with pytest.raises(WanjaxError, match=naming(f"{elsewhere} another folder")):
+            host.answer() if asked else working.result(PATIENCE)
+        host.drain()
+    assert local_store.get("a").attempts == 0
 
 
 def test_an_error_that_left_processes_behind_goes_to_another_process():

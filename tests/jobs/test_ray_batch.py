@@ -17,14 +17,17 @@ import pytest
 import wanjax
 from tests.support.batches import read_manifest
 from tests.support.words import naming, says
+from wanjax.cli import many
 from wanjax.errors import WanjaxError
 from wanjax.jobs import maker
 from wanjax.jobs.batch import Batch, Manifest
-from wanjax.jobs.hosts import POD, SLICE, WORKER_ID, SliceWorker, bundles_of, placed_together
+from wanjax.jobs.maker import VideoMaker
 from wanjax.jobs.pool import Pool, Scale
 from wanjax.jobs.ray_cluster import connected, resources_of
-from wanjax.jobs.ray_workers import RemoteStore
-from wanjax.jobs.store import JobStore
+from wanjax.jobs.ray_placement import POD, SLICE, WORKER_ID, bundles_of, place_alone, place_together
+from wanjax.jobs.ray_workers import Host, RayWorker, RemoteStore
+from wanjax.jobs.sharing import BATCH, enter
+from wanjax.jobs.store import JobStore, NewJob
 from wanjax.pipelines.request import VideoRequest
 
 SMALL = ("--size", "32x32", "--frames", "5", "--steps", "2")
@@ -48,6 +51,14 @@ def succeeded(process):
     made, told = process.communicate()
     assert process.returncode == 0, told
     return made, told
+
+
+def answered(worker):
+    """Return what a worker was asked for, once it is there."""
+    end = time.monotonic() + 120
+    while (answer := worker.answer()) is None and time.monotonic() < end:
+        time.sleep(0.1)
+    return answer
 
 
 def write(folder, *rows):
@@ -104,12 +115,14 @@ def test_a_video_that_fails_on_one_host_of_a_slice_is_listed_and_the_rest_goes_o
         VideoRequest.parse(small | {"prompt": prompt, "seed": row}, row=row) for row, prompt in enumerate(prompts, 1)
     ]
     with connected(None, 2) as ray:
-        notes, arguments = [], {"load": partial(maker.keeping_programs, load, {}), "place": tmp_path}
-        store = RemoteStore.start(ray, JobStore(str(tmp_path / "jobs.sqlite")))
+        arguments = {"load": partial(maker.keeping_programs, load, {}), "place": tmp_path}
+        enter(local := JobStore(str(tmp_path / "jobs.sqlite")), tmp_path, BATCH)
+        store, notes, plan = RemoteStore.start(ray, local), [], []
         options = {"together": 32, "retries": 1, "attempts": 2}
-        given, plan = (ray, store, arguments, options, [{"CPU": 1}] * 2, False), []
+        place, follower = partial(place_together, ray, [{"CPU": 1}] * 2, False), partial(VideoMaker, **arguments)
+        worker = partial(RayWorker, ray, store, partial(many._maker, arguments, leads=True), options, place, follower)
         ask = operator.methodcaller("planned", asked)
-        pool = Pool(store, lambda number: SliceWorker(*given, None if plan else ask), Scale(1, 1), notes.append)
+        pool = Pool(store, lambda number: worker(None if plan else ask), Scale(1, 1), notes.append)
         while not plan:
             pool.look()
             plan += pool.workers[0].answer() or []
@@ -126,6 +139,31 @@ def test_a_video_that_fails_on_one_host_of_a_slice_is_listed_and_the_rest_goes_o
     told = {(one["row"], one["error"], one["tries"]) for one in failed}
     assert told == {(row, "RuntimeError: the device is gone", 2) for row in (2, 4)}
     assert where == 0 or sum("a worker died" in note for note in notes) >= 3
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_worker_whose_folder_is_another_makes_nothing_and_says_so(tmp_path, hosts):
+    """As where the hosts of a cluster share no folder of this name: it is told instead of videos on several hosts."""
+    pytest.importorskip("ray")
+    there, elsewhere = tmp_path / "there", tmp_path / "elsewhere"
+    for folder in (there, elsewhere):
+        folder.mkdir()
+    enter(local := JobStore(str(tmp_path / "jobs.sqlite")), there, BATCH)
+    local.add(NewJob("a", {}, "nano", "a.mp4"))
+    with connected(None, 2) as ray:
+        store, arguments = RemoteStore.start(ray, local), {"load": partial(wanjax.load, "nano"), "place": elsewhere}
+        place = partial(place_alone, ray, {"num_cpus": 1})
+        if hosts > 1:
+            place = partial(place_together, ray, [{"CPU": 1}] * hosts, False)
+        start, follower = partial(many._maker, arguments, leads=hosts > 1), partial(VideoMaker, **arguments)
+        worker = RayWorker(ray, store, start, {}, place, follower, operator.attrgetter("models"))
+        with pytest.raises(WanjaxError, match=naming(f"{elsewhere} another folder")):
+            answered(worker)
+        assert worker.ended() is None  # who asked ends it: another one would be as wrong
+        worker.kill()
+        assert store.get("a").attempts == 0
 
 
 @pytest.mark.slow
@@ -165,7 +203,7 @@ def test_the_hosts_of_a_worker_are_those_of_one_tpu_slice_in_its_order():
         ray.init(cluster.address, log_to_driver=False)
         bundles = bundles_of(ray, {"": {"resources": {"TPU": 4}}}, 2)
         assert bundles == [{"TPU": 4, "TPU-v6e-8-head": 1}, {"TPU": 4}]
-        workers = [placed_together(ray, {}, bundles, spread=True) for _ in range(2)]
+        workers = [place_together(ray, bundles, True, Host) for _ in range(2)]
         where = {node["NodeID"]: node["Labels"] for node in ray.nodes()}
         found = []
         for actors, group in workers:

@@ -190,7 +190,7 @@ def test_workers_in_a_ray_cluster_and_the_store_that_they_call_may_be_killed(tmp
         options = "--workers", "2", "--ray", cluster.address, "--no-rehearse"
         with serving(tmp_path, *options) as (client, process):
             ids = [client.post("/v1/videos", json=SMALL | {"steps": 100, "seed": n}).json()["id"] for n in range(8)]
-            for name in ("_Actor", "JobStore"):
+            for name in ("Host", "JobStore"):
                 time.sleep(3)
                 actors(os.getpid(), name)[0].kill()
             assert {finished(client, id)["status"] for id in ids} == {"completed"}

@@ -30,11 +30,11 @@ from wanjax.figures import quantity
 from wanjax.jobs import ray_cluster
 from wanjax.jobs.batch import MANIFEST, TOGETHER, Batch, Manifest
 from wanjax.jobs.databases import named_database
-from wanjax.jobs.hosts import FIRST, SliceWorker, bundles_of
 from wanjax.jobs.lockstep import Leader, follow
 from wanjax.jobs.maker import Task, VideoMaker, keeping_programs
 from wanjax.jobs.pool import POLL, LocalWorker, Pool, Scale
 from wanjax.jobs.processes import is_first
+from wanjax.jobs.ray_placement import FIRST, bundles_of, place_alone, place_together
 from wanjax.jobs.ray_workers import RayWorker, RemoteStore
 from wanjax.jobs.rows import WrongRows, read_requests, with_seeds
 from wanjax.jobs.sharing import BATCH, check_place, enter
@@ -303,10 +303,10 @@ def _look_after(pool: Pool, report: Report) -> None:
     sleep(POLL)
 
 
-def _maker(arguments: dict[str, Any], store: JobStore) -> VideoMaker:
-    """Return the maker of a worker, in its own process."""
+def _maker(arguments: dict[str, Any], store: JobStore, leads: bool = False) -> VideoMaker:
+    """Return the maker of a worker, in its own process, or of the first of several that compute together."""
     check_place(store, arguments["place"], BATCH)
-    return VideoMaker(**arguments)
+    return Leader(**arguments, started_again=True) if leads else VideoMaker(**arguments)
 
 
 def _planned(requests: Sequence[VideoRequest], wrong: WrongRows, maker: VideoMaker) -> tuple[list[Task], str]:
@@ -332,13 +332,12 @@ def _ray_workers(
             enter(driver.store, driver.place, BATCH)
             driver.store = RemoteStore.start(ray, driver.store)
         own = {"": ray_cluster.usual_resources(ray)} | asked
+        place, follower = partial(place_alone, ray, own[""]), None
         if hosts > 1:
-            bundles = bundles_of(ray, own, hosts)
-            given = ray, driver.store, arguments, driver.options, bundles, not local
-            yield lambda number, ask: SliceWorker(*given, ask)
-        else:
-            given = ray, driver.store, partial(_maker, arguments), driver.options, own[""]
-            yield lambda number, ask: RayWorker(*given, ask)
+            place = partial(place_together, ray, bundles_of(ray, own, hosts), not local)
+            follower = partial(VideoMaker, **arguments)
+        start = partial(_maker, arguments, leads=hosts > 1)
+        yield lambda number, ask: RayWorker(ray, driver.store, start, driver.options, place, follower, ask)
 
 
 def _count(report: Report, batch: Batch, beside: str = "") -> None:

@@ -33,6 +33,7 @@ from wanjax.jobs import ray_cluster
 from wanjax.jobs.databases import named_database
 from wanjax.jobs.maker import keeping_programs
 from wanjax.jobs.pool import CARDS, NICE, POLL, Handle, LocalWorker, Pool, Scale, until_signal
+from wanjax.jobs.ray_placement import place_alone
 from wanjax.jobs.ray_workers import RayWorker, RemoteStore
 from wanjax.jobs.sharing import SERVE, check_place, enter, requeue_dead
 from wanjax.jobs.store import JobStore
@@ -176,7 +177,8 @@ class _Server:
     def _placing(self, ray: Any, start: Callable[[Any], Any], resources: Mapping[str, Any]) -> Callable[[int], Handle]:
         """Return what places a worker in a Ray cluster, whose hosts reach PostgreSQL, or the file here by an actor."""
         shared = self.store if self.store.is_shared else RemoteStore.start(ray, self.store)
-        return lambda number: RayWorker(ray, shared, start, {}, resources, ask=ServedMaker.model_infos)
+        place = partial(place_alone, ray, resources)
+        return lambda number: RayWorker(ray, shared, start, {}, place, ask=ServedMaker.model_infos)
 
     def _run_pool(self, pool: Pool) -> None:
         """Answer until a signal, beside a pool that is looked after meanwhile."""

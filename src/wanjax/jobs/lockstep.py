@@ -24,6 +24,10 @@ from wanjax.pipelines.run import Run
 FIT_LATENT_PREVIEW = "fit_latent_preview"  # a message that asks for no tasks
 
 
+class OutOfStep(Exception):
+    """An error that leaves the other processes waiting in a collective, so all must end."""
+
+
 class Leader(VideoMaker):
     """The maker in the first process, whose runs the others make too.
 

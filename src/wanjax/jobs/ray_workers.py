@@ -3,33 +3,42 @@
 
 import os
 import pickle
+import socket
 from collections.abc import Callable, Mapping
 from functools import partial
 from math import inf
 from secrets import token_hex
-from threading import Event, Lock
+from threading import Event
 from time import monotonic, sleep
 from typing import Any
 
-from wanjax.errors import WanjaxError
+from wanjax.errors import WanjaxError, reason
+from wanjax.jobs.lockstep import OutOfStep, follow
+from wanjax.jobs.maker import VideoMaker, sentence_of
 from wanjax.jobs.pool import NICE, Start
+from wanjax.jobs.processes import connect
 from wanjax.jobs.ray_cluster import answer_of, why_ended
 from wanjax.jobs.store import RETRY, JobStore, Unavailable
 from wanjax.jobs.worker import new_name, work
 
 NAMESPACE = "wanjax"
 ANSWER = 30.0  # seconds in which an actor answers a call
+Place = Callable[[type], tuple[list[Any], Any]]
+"""Starts the actors of a worker, of a class; returns them with their placement group, if they have one."""
 
 
 class RayWorker:
-    """A worker that is an actor of a cluster, and ends with the command that started it: a `Handle` of a pool.
+    """A worker that is an actor of a cluster, or several that compute together: a `Handle` of a pool.
+
+    It ends with the command that started it.
 
     Args:
         ray: The library, connected.
         store: The store of the jobs.
-        start: Returns the maker, in the actor's process.
+        start: Returns the maker, in the first actor's process; of several actors it leads the others.
         options: Keywords of `work`.
-        resources: What the actor is given, as options of Ray's actors.
+        place: Starts the actors.
+        follower: Returns the maker of each other actor, in its own process.
         ask: Called with the maker before the first job; `answer` has what it returns.
     """
 
@@ -39,58 +48,110 @@ class RayWorker:
         store: JobStore,
         start: Start,
         options: Mapping[str, Any],
-        resources: Mapping[str, Any],
+        place: Place,
+        follower: Callable[[], VideoMaker] | None = None,
         ask: Callable[[Any], Any] | None = None,
     ):
         self.ray, self.name = ray, new_name()
-        once = {"max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": "SPREAD", "max_concurrency": 4}
-        nice = not resources.keys() - {"num_cpus"}
-        self._actor = ray.remote(_Actor).options(**once, **resources).remote(nice)
-        given = ray.cloudpickle.dumps((store, start, self.name, dict(options)))
-        self._answer = None if ask is None else self._actor.ask.remote(given, ray.cloudpickle.dumps(ask))
-        self._work = self._actor.work.remote(given)
+        self._actors, self._group = place(Host)
+        first, *others = self._actors
+        address, count = first.address.remote() if others else None, len(self._actors)
+        work_of = ray.cloudpickle.dumps((store, start, self.name, dict(options), ask))
+        self._calls = [first.work.remote(work_of, address, count)]
+        following = ray.cloudpickle.dumps(follower)
+        self._calls += [one.follow.remote(following, address, count, index) for index, one in enumerate(others, 1)]
+        self._answer = None if ask is None else first.answer.remote()
 
     def answer(self) -> Any:
+        """Return what was asked for, None while it is not there; raises what was raised, or EOFError for a death."""
         return answer_of(self.ray, self._answer)
 
     def ended(self) -> str | None:
-        is_over, _ = self.ray.wait([self._work], timeout=0)
-        return why_ended(self.ray, self._work) if is_over else None
+        over, _ = self.ray.wait(self._calls, num_returns=len(self._calls), timeout=0)
+        reasons = [why_ended(self.ray, call) for call in over]
+        if self._calls[0] in over or any(reasons):
+            return next(filter(None, reasons), "")
+        return None
 
     def terminate(self) -> None:
-        self._actor.drain.remote()
+        self._actors[0].drain.remote()
 
     def kill(self) -> None:
-        self.ray.kill(self._actor)
+        for actor in self._actors:  # which may be out of reach alone, and would keep their places
+            self.ray.kill(actor)
+        if self._group is not None:
+            self.ray.util.remove_placement_group(self._group)
 
 
-class _Actor:
-    """The process of a worker; `nice` has it give way to others before JAX is imported, and has threads."""
+class Host:
+    """The part of a worker on one host, as an actor of Ray; of several the first tells where they meet, and leads.
 
-    def __init__(self, nice: bool):
+    Args:
+        nice: Whether it gives way to other processes, by all threads that JAX starts later.
+    """
+
+    def __init__(self, nice: bool = False):
         if nice:
             os.nice(NICE)
-        self._asked, self._lock = Event(), Lock()
-        self._maker: Any = None
+        self._drained, self._answered = Event(), Event()
+        self._answer: Any = None
+        self._fault: WanjaxError | None = None
 
-    def _opened(self, given: bytes) -> tuple[Any, str, dict[str, Any]]:
-        """Return the store, the worker's name and the options; the maker is made once."""
-        store, start, name, options = pickle.loads(given)
-        store = store.with_patience(inf)
-        with self._lock:
-            self._maker = self._maker or start(store)
-        return store, name, options
+    def address(self) -> str:
+        """Return this host's address with a port that is free."""
+        import ray.util
 
-    def ask(self, given: bytes, ask: bytes) -> Any:
-        self._opened(given)
-        return pickle.loads(ask)(self._maker)
+        address = ray.util.get_node_ip_address()
+        with socket.socket() as free:
+            free.bind((address, 0))
+            return f"{address}:{free.getsockname()[1]}"
 
-    def work(self, given: bytes) -> None:
-        store, name, options = self._opened(given)
-        work(store, self._maker, name=name, drained=self._asked.is_set, **options)
+    def work(self, work_of: bytes, address: str | None = None, count: int = 1) -> None:
+        """Meet the others, if there are some, and lease and make jobs with them until this worker is to end."""
+        if address is not None:
+            _meet(address, count, 0, coordinator_bind_address=address)
+        store, start, name, options, ask = pickle.loads(work_of)
+        try:
+            maker = start(store := store.with_patience(inf))
+            self._answer = None if ask is None else ask(maker)
+        except WanjaxError as error:
+            if ask is None:
+                raise
+            self._fault = error
+        self._answered.set()
+        if self._fault is None:
+            work(store, maker, name=name, drained=self._drained.is_set, **options)
+        else:
+            self._drained.wait()  # whoever asked hears of it, and ends this worker
+
+    def answer(self) -> Any:
+        """Wait for what was asked for."""
+        self._answered.wait()
+        if self._fault is not None:
+            raise self._fault
+        return self._answer
 
     def drain(self) -> None:
-        self._asked.set()
+        """Have the worker give its jobs back and end."""
+        self._drained.set()
+
+    def follow(self, follower: bytes, address: str, count: int, index: int) -> None:
+        """Meet the others, and make each run that the first one makes."""
+        _meet(address, count, index)
+        self._follow(pickle.loads(follower)())
+
+    def _follow(self, maker: VideoMaker, **how: Any) -> None:
+        try:
+            follow(maker, **how)
+        except Exception as error:
+            raise OutOfStep(sentence_of(error)) from error
+
+
+def _meet(address: str, count: int, index: int, **more: Any) -> None:
+    try:
+        connect(address, count, index, cluster_detection_method="deactivate", **more)
+    except RuntimeError as error:
+        raise OutOfStep(f"the processes of {address} did not connect: {reason(error)}") from error
 
 
 class RemoteStore(JobStore):
