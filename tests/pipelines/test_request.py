@@ -21,7 +21,7 @@ from wanjax.jobs.rows import read_requests
 from wanjax.pipelines.request import VideoRequest
 from wanjax.serve import uploads
 from wanjax.serve.limits import Limits
-from wanjax.serve.variants import Known
+from wanjax.serve.variants import ServedModels
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=("C", "Z")), max_size=20)
 SHAPES = st.sampled_from(
@@ -52,7 +52,7 @@ def served(nano):
     """Read the fields of a request to a server of nano; the model that it names is that."""
 
     def read(fields):
-        request, files = uploads.read(fields, {}, Known({"nano": nano}, {}), Limits.of(nano.defaults))
+        request, files = uploads.read(fields, {}, ServedModels({"nano": nano}, {}), Limits.of(nano.defaults))
         assert (request.model, files) == ("nano", {})
         return replace(request, model=None)
 

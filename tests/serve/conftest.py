@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 import wanjax
 from wanjax.cli.serving import ATTEMPTS, opened
 from wanjax.jobs.store import Job
-from wanjax.jobs.thread import WorkerThread
+from wanjax.jobs.worker import WorkerThread
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.serve.app import Service
 from wanjax.serve.auth import Access
@@ -50,7 +50,7 @@ class Server:
         self.worker = WorkerThread(self.store, self.maker, attempts=ATTEMPTS)
         access = Access.read("127.0.0.1", token, origins)
         self.service = Service(
-            *(self.store, folder, variants, self.maker.offered(), bounds, access, lambda: self.worker.is_broken)
+            *(self.store, folder, *self.maker.served(), bounds, access, lambda: self.worker.is_broken)
         )
         self.service.start()
         self.application = self.service.application()

@@ -37,7 +37,7 @@ from wanjax.jobs.ray_placement import place_alone
 from wanjax.jobs.ray_workers import RayWorker, RemoteStore
 from wanjax.jobs.sharing import SERVE, check_place, enter, requeue_dead
 from wanjax.jobs.store import JobStore
-from wanjax.jobs.thread import WorkerThread
+from wanjax.jobs.worker import WorkerThread
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.request import VideoRequest
 from wanjax.pipelines.settings import Settings
@@ -150,7 +150,7 @@ class _Server:
         self.report.note(f"loading {self.options.model}")
         maker = maker_of(self.options, self.served, self.folder, self.report.note)
         worker = WorkerThread(self.store, maker, attempts=ATTEMPTS)
-        service = self._service(maker.variants, maker.offered(), lambda: worker.is_broken)
+        service = self._service(*maker.served(), lambda: worker.is_broken)
         self._run(service, self._server(service, worker.stop), worker.start)
         if not worker.join(LAST_SECONDS):
             os._exit(0)  # a long computation is under way, which no thread can stop; its video waits in the database
@@ -162,7 +162,7 @@ class _Server:
         nice = 0 if glob(CARDS) else NICE
 
         def local(number: int) -> LocalWorker:
-            return LocalWorker(self.store, start, {}, number=number, nice=nice, ask=ServedMaker.model_infos)
+            return LocalWorker(self.store, start, {}, number=number, nice=nice, ask=ServedMaker.served)
 
         with ExitStack() as stack:
             if by.ray is None:
@@ -178,16 +178,16 @@ class _Server:
         """Return what places a worker in a Ray cluster, whose hosts reach PostgreSQL, or the file here by an actor."""
         shared = self.store if self.store.is_shared else RemoteStore.start(ray, self.store)
         place = partial(place_alone, ray, resources)
-        return lambda number: RayWorker(ray, shared, start, {}, place, ask=ServedMaker.model_infos)
+        return lambda number: RayWorker(ray, shared, start, {}, place, ask=ServedMaker.served)
 
     def _run_pool(self, pool: Pool) -> None:
         """Answer until a signal, beside a pool that is looked after meanwhile."""
         stopped, faults = until_signal(), list[BaseException]()
         try:
             self.report.note(f"loading {self.options.model}")
-            if (infos := _first_answer(pool, stopped)) is None:
+            if (served := _first_answer(pool, stopped)) is None:
                 return
-            service = self._service(infos.known(), infos.told)
+            service = self._service(*served)
             server = self._server(service, stopped.set)
             thread = threading.Thread(
                 target=_keep, args=(pool, stopped, server, faults), name="wanjax-pool", daemon=True
@@ -203,18 +203,19 @@ class _Server:
     def alone(self) -> None:
         """Run without a worker: others of the database make the videos."""
         maker = maker_of(self.options._replace(mesh=None), self.served, self.folder, self.report.note)
-        for told in (offered := maker.offered()):
-            del told["started_with"]["devices"]  # which are not those that make the videos
-        self._run(service := self._service(maker.variants, offered), self._server(service))
+        models, cards = maker.served()
+        for card in cards:
+            del card["started_with"]["devices"]  # which are not those that make the videos
+        self._run(service := self._service(models, cards), self._server(service))
 
-    def _service(self, known: Any, told: list[dict[str, Any]], is_broken: Callable[[], bool] = lambda: False) -> Any:
+    def _service(self, models: Any, cards: list[dict[str, Any]], is_broken: Callable[[], bool] = lambda: False) -> Any:
         from wanjax.serve.app import Service
 
-        defaults = known.model(None).defaults
+        defaults = models.model(None).defaults
         limits = _limits(self.served, defaults)
         limits.bound_pictures()
         self.model = defaults.model
-        return Service(self.store, self.folder, known, told, limits, self.access, is_broken)
+        return Service(self.store, self.folder, models, cards, limits, self.access, is_broken)
 
     def _server(self, service: Any, stop: Callable[[], object] = lambda: None) -> Any:
         """Return the HTTP server of a service; `stop` is called at its first signal."""

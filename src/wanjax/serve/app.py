@@ -37,7 +37,7 @@ from wanjax.serve.events import Changes, Events
 from wanjax.serve.faults import UNEXPECTED, explained, storing
 from wanjax.serve.limits import Limits
 from wanjax.serve.sweeping import Sweeper
-from wanjax.serve.variants import Known
+from wanjax.serve.variants import ServedModels
 from wanjax.serve.videos import (
     FILE,
     PREVIEW,
@@ -81,8 +81,8 @@ class Service:
     Args:
         store: The jobs.
         folder: The folder of the videos' folders, here or in a store.
-        known: The models that requests may name, without their weights.
-        told: What clients are told of the models, the served one first.
+        models: The models that requests may name, of which it needs no weights.
+        model_cards: What clients are told of the models, the served one first.
         limits: What a request may ask for.
         access: Who may ask.
         is_broken: Returns True where the server's only worker has ended.
@@ -92,15 +92,16 @@ class Service:
         self,
         store: JobStore,
         folder: AnyPath,
-        known: Known,
-        told: Sequence[dict[str, Any]],
+        models: ServedModels,
+        model_cards: Sequence[dict[str, Any]],
         limits: Limits,
         access: Access,
         is_broken: Callable[[], bool] = lambda: False,
     ):
         self.store = store
         self.folder: AnyPath = folder.expanduser().absolute() if isinstance(folder, Path) else folder
-        self.known, self.told, self.limits, self.access, self.is_broken = known, told, limits, access, is_broken
+        self.served, self.model_cards = models, model_cards
+        self.limits, self.access, self.is_broken = limits, access, is_broken
         self.answers: Counter[int] = Counter()
         self.changes, self.sweeper = Changes(store, self._told), Sweeper(store, self.folder)
         self._closed = False
@@ -158,7 +159,7 @@ class Service:
 
     def _refused(self, request: Request, error: Exception) -> Response:
         """Answer an error that is told in a sentence."""
-        found = explained(error, [self.folder, *self.known.folders])
+        found = explained(error, [self.folder, *self.served.folders])
         if found.own:
             logger.error("%s %s: %s", request.method, request.url.path, error)
         return refusal(found.status, found.message, found.code, getattr(error, "setting", None))
@@ -182,8 +183,8 @@ class Service:
     @storing()
     def _accept(self, fields: Mapping[str, Any], files: Mapping[str, list[bytes]]) -> Job:
         """Check a request, keep its pictures and add its job; leave nothing of one that is refused."""
-        request, given = uploads.read(fields, files, self.known, self.limits)
-        pipe = self.known.model(request.model)
+        request, given = uploads.read(fields, files, self.served, self.limits)
+        pipe = self.served.model(request.model)
         id = new_id()
         new = NewJob(id, {}, pipe.defaults.model, output_of(id))
         if not given:
@@ -202,7 +203,7 @@ class Service:
 
     def _completed(self, new: NewJob, request: VideoRequest, files: Mapping[str, Any]) -> NewJob:
         """Return a job with all settings of its request; raise WanjaxError where they make no video."""
-        settings = uploads.completed(request, self.known.model(request.model), files, self.limits).to_json()
+        settings = uploads.completed(request, self.served.model(request.model), files, self.limits).to_json()
         for name in BY_WORKER:
             settings.pop(name, None)
         return replace(new, request=replace(request, settings=settings, model=new.model).to_json())
@@ -232,7 +233,7 @@ class Service:
 
     def _told(self, job: Job) -> dict[str, Any]:
         """Return a job as clients are told of it."""
-        known = self.known.pipes.get(job.model)
+        known = self.served.pipes.get(job.model)
         return told(job, {name: getattr(known.defaults, name) for name in BY_WORKER} if known else {})
 
     def _remove(self, id: str) -> None:
@@ -311,7 +312,7 @@ class Service:
 
     def _models(self) -> list[dict[str, Any]]:
         about = {"object": "model", "owned_by": "wanjax", "limits": self.limits.to_json()}
-        return [about | self.limits.telling(model) for model in self.told]
+        return [about | self.limits.telling(model) for model in self.model_cards]
 
     async def described(self, request: Request) -> JSONResponse:
         """Describe this interface in the words of OpenAPI."""
@@ -333,7 +334,7 @@ class Service:
 
     async def health(self, request: Request) -> JSONResponse:
         state, waiting, unserved = await run_in_threadpool(self._health)
-        health = {"status": state, "model": self.known.first, "queue": waiting, "version": VERSION}
+        health = {"status": state, "model": self.served.first, "queue": waiting, "version": VERSION}
         if unserved:
             health["waits_for_workers_of"] = unserved
         return JSONResponse(health, 503 if state == BROKE else 200)

@@ -32,7 +32,7 @@ from wanjax.pipelines.tracing import needed_pictures, trace_programs
 from wanjax.pipelines.video_metadata import digest_of
 from wanjax.serve import model_info
 from wanjax.serve.faults import OUT_OF_MEMORY, STORAGE, explained
-from wanjax.serve.variants import ModelInfo, ModelInfos, Variants
+from wanjax.serve.variants import ServedModels, Variants
 from wanjax.serve.videos import PREVIEW, THUMBNAIL, fetched, names_of, paths_of
 from wanjax.stores.paths import AnyPath, RemotePath
 
@@ -81,12 +81,11 @@ class ServedMaker(VideoMaker):
         """Folders of this machine or of a store that no client is told of."""
         return [self.place, *self.variants.folders]
 
-    def model_infos(self) -> ModelInfos:
-        """Return what a server away from here needs to know of the models."""
-        infos = [ModelInfo.of(pipe) for pipe in self.variants.pipes.values()]
-        return ModelInfos(self.offered(), infos, self.variants.usual, self.variants.folders)
+    def served(self) -> tuple[ServedModels, list[dict[str, Any]]]:
+        """Return the models, and what clients are told of them, for a server in another process."""
+        return self.variants, self.model_cards()
 
-    def offered(self) -> list[dict[str, Any]]:
+    def model_cards(self) -> list[dict[str, Any]]:
         """Return what a server tells of its models, the served one first."""
         loras = [{"name": name, "strength": strength} for name, strength in self.variants.usual.items()]
         about = {"created": int(time.time()), "loras": loras, "extends_prompts": self.extend is not None}

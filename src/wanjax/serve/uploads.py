@@ -27,7 +27,7 @@ from wanjax.pipelines.settings import DRAW, Settings
 from wanjax.schedulers import name_of
 from wanjax.serve.limits import Limits
 from wanjax.serve.model_info import offered, with_scheduler
-from wanjax.serve.variants import Known
+from wanjax.serve.variants import ServedModels
 
 FILMS = {b"ftyp": "mp4", b"\x1a\x45\xdf\xa3": "webm"}  # suffixes by what a file has near its start: mov and mkv too
 CLIP = "clip"  # the name of the file that is given as `video`, beside which the result has that name
@@ -35,7 +35,7 @@ DATA_URL = re.compile(r"data:[\w/+.-]*;base64,(.*)", re.DOTALL)
 
 
 def read(
-    fields: Mapping[str, Any], files: Mapping[str, Sequence[bytes]], known: Known, limits: Limits
+    fields: Mapping[str, Any], files: Mapping[str, Sequence[bytes]], models: ServedModels, limits: Limits
 ) -> tuple[VideoRequest, dict[str, list[bytes]]]:
     """Read the fields of a JSON object or a form, and a form's files.
 
@@ -43,8 +43,8 @@ def read(
     WanjaxError for a field that is unknown or of another type, and for a picture that is none.
     """
     fields = {name: value for name, value in fields.items() if value is not None}
-    fields.setdefault(MODEL.name, known.first)
-    model = known.model(MODEL.read(fields[MODEL.name]))
+    fields.setdefault(MODEL.name, models.first)
+    model = models.model(MODEL.read(fields[MODEL.name]))
     pictures, inputs = {name: list(given) for name, given in files.items()}, inputs_of(model)
     spec = model.architecture.spec
     named = [IMAGE.name if name == SAME_IMAGE else name for name in (*pictures, *fields)]
@@ -58,7 +58,7 @@ def read(
     names, values = (*offered(model), *fields_beside()), limits.bounding(VALUES)
     request = VideoRequest.parse(fields, accepted=names, values=values, sizes=model.sizes, longest=limits.prompt)
     solver = None if request.scheduler == name_of(model.scheduler) else request.scheduler
-    return replace(request, scheduler=solver, lora=known.strengths(request.lora)), pictures
+    return replace(request, scheduler=solver, lora=models.strengths(request.lora)), pictures
 
 
 def inputs_of(pipe: Pipeline) -> dict[str, InputSpec]:

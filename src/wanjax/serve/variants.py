@@ -10,7 +10,7 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from wanjax.checkpoints.hub import check_file
 from wanjax.checkpoints.lora_source import Lora
@@ -27,33 +27,23 @@ Load = Callable[[str, Sequence[Lora]], Pipeline]
 Strengths = Mapping[str, float]
 
 
-class ModelInfo(NamedTuple):
-    """All of a pipeline that requests are checked by: it has no component, and its devices need not be here."""
+class ServedModels:
+    """The models that requests may name, and the LoRAs. It goes to another process without its weights.
 
-    architecture: VideoModel
-    defaults: Settings
-    sizes: Mapping[str, tuple[int, int]]
-    mesh: Mapping[str, int]
-
-    @classmethod
-    def of(cls, pipe: Pipeline) -> "ModelInfo":
-        return cls(pipe.architecture, pipe.defaults, pipe.sizes, dict(pipe.partitioner.mesh.shape))
-
-    def pipeline(self) -> Pipeline:
-        pipe = Pipeline(Components({}), self.architecture, self.defaults, abstract_partitioner(**self.mesh))
-        pipe.sizes = dict(self.sizes)
-        return pipe
-
-
-class Known:
-    """The models that requests may name, the served one first, and the LoRAs, each with its usual strength.
-
-    `folders` are those of the models and the LoRAs.
+    Args:
+        pipes: The pipelines by the models' names, the served one first.
+        usual: The strengths of the LoRAs, by name.
+        folders: The folders of the models and the LoRAs.
     """
 
     def __init__(self, pipes: Mapping[str, Pipeline], usual: Strengths, folders: Sequence[Path] = ()):
         self.pipes, self.usual, self.folders = dict(pipes), dict(usual), list(folders)
         self.first = next(iter(pipes))
+
+    def __reduce__(self) -> Any:
+        pipes = self.pipes.values()
+        parts = [(pipe.architecture, pipe.defaults, pipe.sizes, dict(pipe.partitioner.mesh.shape)) for pipe in pipes]
+        return _without_weights, (parts, self.usual, self.folders)
 
     def model(self, name: str | None) -> Pipeline:
         """Return a model's pipeline, for its settings; None is the first's. Raises SettingError."""
@@ -70,22 +60,20 @@ class Known:
         return {**self.usual, **asked}
 
 
-class ModelInfos(NamedTuple):
-    """What a process without the models needs to know of them: it comes from one that has loaded them.
-
-    `told` is what clients are told, and requests are checked by `infos`. `usual` are the LoRAs' strengths.
-    """
-
-    told: list[dict[str, Any]]
-    infos: list[ModelInfo]
-    usual: dict[str, float]
-    folders: list[Path]
-
-    def known(self) -> Known:
-        return Known({one.defaults.model: one.pipeline() for one in self.infos}, self.usual, self.folders)
+def _without_weights(
+    parts: Sequence[tuple[VideoModel, Settings, Mapping[str, tuple[int, int]], Mapping[str, int]]],
+    usual: Strengths,
+    folders: Sequence[Path],
+) -> ServedModels:
+    """Return models whose pipelines have no component, by which requests are checked; any devices do."""
+    pipes: dict[str, Pipeline] = {}
+    for architecture, defaults, sizes, mesh in parts:
+        pipes[defaults.model] = pipe = Pipeline(Components({}), architecture, defaults, abstract_partitioner(**mesh))
+        pipe.sizes = dict(sizes)
+    return ServedModels(pipes, usual, folders)
 
 
-class Variants(Known):
+class Variants(ServedModels):
     """The models of which one is in memory, and the LoRAs that are merged into it.
 
     `load` returns the pipeline of a model with LoRAs; None is for a server that has no other than the first. A model of
