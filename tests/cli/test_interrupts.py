@@ -3,6 +3,7 @@
 
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,8 +14,9 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
-from tests.support.commands import files
+from tests.support.commands import files, succeeded, wanjax
 from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint
 from wanjax.checkpoints.files import SafetensorsFile
@@ -56,6 +58,21 @@ def model(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory) -> dict[str, str]:
     return os.environ | {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+    """A folder with what the commands read: latents with their embeddings, a list of prompts, pictures to learn."""
+    folder = tmp_path_factory.mktemp("inputs")
+    (folder / "prompts.txt").write_text("a red circle\na blue square\n")
+    (folder / "clips").mkdir()
+    for name in ("a", "b"):
+        Image.new("RGB", (32, 32)).save(folder / f"clips/{name}.png")
+        (folder / f"clips/{name}.txt").write_text("a red circle")
+    small = ("--size", "32x32", "--frames", "5", "--steps", "1")
+    succeeded(wanjax("encode", "a red circle", "--dir", folder / "d", *small[:4]))
+    succeeded(wanjax("denoise", "--dir", folder / "d", *small))
+    return folder
 
 
 @pytest.fixture(autouse=True)
@@ -113,16 +130,22 @@ COMMANDS = {
     "plan": ["plan", "nano", "--chip", "cpu"],
     "convert": ["convert", "nano", "converted"],
     "serve": ["serve", "--port", "0", "--dir", "served", "--no-rehearse"],
+    "encode": ["encode", "a red circle", "--dir", "e"],
+    "denoise": ["denoise", "--dir", "d", "--steps", "200"],
+    "decode": ["decode", "--dir", "d"],
+    "batch": ["batch", "prompts.txt", "--out", "videos", "--steps", "200"],
+    "train": ["train", "nano", "clips", "--out", "trained", "--size", "32x32", "--frames", "1"],
 }
 MOMENTS = [0.2, 0.5, 1, 2, 3, 5]
 
 
 @pytest.mark.parametrize(("command", "seconds"), quick([("generate", 2), ("convert", 0.5)], product(COMMANDS, MOMENTS)))
-def test_ctrl_c_ends_a_command_at_any_moment(environment, command, seconds):
+def test_ctrl_c_ends_a_command_at_any_moment(environment, inputs, command, seconds):
     """While Python imports, JAX starts, or weights are read: with 130, no traceback, and nothing half-written.
 
     A folder of stage files stays only where the last line names it.
     """
+    shutil.copytree(inputs, ".", dirs_exist_ok=True)
     runs = Path(environment["XDG_CACHE_HOME"], "wanjax", "runs")
     before = set(runs.glob("*"))
     with Run([sys.executable, "-m", "wanjax", *COMMANDS[command]], environment) as run:
@@ -135,8 +158,12 @@ def test_ctrl_c_ends_a_command_at_any_moment(environment, command, seconds):
         assert status == 130
         assert "wanjax: stopped" in run.said
     else:  # it had ended, or a server had begun to listen
-        assert command in ("plan", "convert", "serve")
+        assert command in ("plan", "convert", "serve", "encode", "decode")
     assert not [name for name in os.listdir() if name.endswith(".mp4") or (name == "converted" and status)]
+    assert not [path for path in Path().rglob("*.mp4") if status] + [*Path().rglob(".*"), *Path().rglob("*partial*")]
+    assert not (status and command in ("denoise", "batch", "train")) or ("goes on" in run.said) == (
+        f": wanjax {' '.join(COMMANDS[command])}\n" in run.said
+    )
     assert all(str(folder) in run.said for folder in set(runs.glob("*")) - before)
 
 
@@ -205,6 +232,31 @@ def test_one_ctrl_c_ends_a_step_that_takes_long(environment, done):
     assert done == 0 or SafetensorsFile(state).metadata["steps"] == str(done)
 
 
+AGAIN = {  # a stage under way, and what is written once it is
+    "denoise": (["-m", "wanjax", "denoise", "--dir", "d", "--steps", "20000", "--force"], "denoise: step"),
+    "decode": (["-c", CODE.format(patched="frames", work="frames"), "decode", "--dir", "d"], "decode: chunk 1 of 2"),
+    "train": (["-m", "wanjax", *COMMANDS["train"], "--steps", "100000"], "train: step"),
+    "batch": (["-m", "wanjax", *COMMANDS["batch"]], "videos: video 0 of 2"),
+}
+
+
+@pytest.mark.parametrize("command", quick(["denoise"], AGAIN))
+def test_a_stopped_command_says_that_it_goes_on_when_it_is_given_again(environment, inputs, command):
+    shutil.copytree(inputs, ".", dirs_exist_ok=True)
+    arguments, under_way = AGAIN[command]
+    with Run([sys.executable, *arguments], environment) as run:
+        run.wait_for(under_way, 300)
+        run.press()
+        if command == "decode":  # a chunk that does not end
+            run.wait_for("stopping after", 5)
+            run.press()
+        assert run.ended(30) == 130
+    again = " ".join(["wanjax", *arguments[arguments.index(command) :]])
+    assert run.said.endswith(f"what was complete is kept, and this goes on from there: {again}\n")
+    assert "Traceback" not in run.said
+    assert not [*Path().rglob("*.mp4"), *Path().rglob(".*")]
+
+
 def denoising(told: Report, last: int) -> None:
     """Count steps up to `last` of 3; presses Ctrl-C before the last."""
     with told.stage("denoise"):
@@ -238,6 +290,7 @@ def test_ctrl_c_ends_a_stage_that_does_not_come_to_an_end(monkeypatch):
     monkeypatch.setattr("wanjax.cli.report.PATIENCE", 0.2)
     cases = [("encode", 0, 0, True), ("denoise", 0, 0, True), ("denoise", 3, 0, False), ("denoise", 3, 2, False)]
     cases += [("denoise", 3, None, False), ("denoise", 3, 3, True), ("decode", 0, 0, True)]
+    cases += [("train", 0, 0, True), ("train", 3, 0, False)]  # while a step is compiled, and with steps to keep
     for stage, done, saved, ends in cases:
         report = Report()
         report.quiet = report.owns_process = True

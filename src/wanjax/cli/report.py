@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 STATUS = Path("/proc/self/status")  # Linux alone lets a process read and reset its peak memory
 CLEAR = Path("/proc/self/clear_refs")
-LOSES_NOTHING = ("encode", "denoise", "decode", "preview")
-"""The stages that Ctrl-C ends after `PATIENCE`, once all steps of denoising that are done are in a file."""
+LOSES_NOTHING = ("encode", "denoise", "decode", "preview", "train")
+"""The stages that Ctrl-C ends after `PATIENCE`, once all steps that are done are in a file: of training none is."""
 CACHE = re.compile(
     r"Error (reading|writing) persistent compilation cache entry for '[^']*': \w+: (?:\[Errno \d+\] )?(.*)"
 )
@@ -166,7 +166,7 @@ class Report:
             raise KeyboardInterrupt
 
     def goes_on(self) -> None:
-        """Note that this command, given again, go on from what it has done."""
+        """Note that this command, given again, goes on from what it has done."""
         self.way_on = shlex.join(["wanjax", *sys.argv[1:]])
 
     @property

@@ -133,6 +133,7 @@ def denoise(report: Report, request: VideoRequest, options: PipelineOptions, com
         video.check_room()
         check_denoising(video.pipe, encoded, video.settings, batch_guidance=video.how["batch_guidance"])
         run = video.denoising(tells=True)
+        report.goes_on()
         with run.stage("denoise"):
             deque(run.latents(encoded, video.settings, [video.settings.seed]), maxlen=0)
     report.table()
@@ -155,6 +156,7 @@ def decode(report: Report, request: VideoRequest, options: PipelineOptions, comm
         video.record |= {DIGESTS: known} if known else {}
         video.try_output(video.video, video.record)
         run = video.run()
+        report.goes_on()
         written = video.decoded(run, run.frames([latents]))
     report.table()
     video.made(written)
