@@ -70,9 +70,10 @@ def is_full(error: BaseException) -> bool:
 
 
 def is_failure(error: BaseException) -> bool:
-    """Tell whether an error is not the user's mistake: a full disk, or a network or server out of reach."""
+    """Tell whether an error is not the user's mistake: a full or broken disk, or a network or server out of reach."""
     return is_full(error) or any(
-        isinstance(cause, ConnectionError | TimeoutError | socket.gaierror)
+        getattr(cause, "sqlite_errorname", "").startswith("SQLITE_IOERR")  # as of a full disk, while it makes its files
+        or isinstance(cause, ConnectionError | TimeoutError | socket.gaierror)
         or (isinstance(cause, OSError) and cause.errno in OUT_OF_REACH)
         for cause in causes(error, contexts=True)
     )

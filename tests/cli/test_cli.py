@@ -444,3 +444,12 @@ def test_models():
     for model in described:
         size = f"{model['defaults']['width']}x{model['defaults']['height']}"
         assert re.search(rf"^{re.escape(model['name'])} .* {size} .*{re.escape(model['licence'])}", said, re.MULTILINE)
+
+
+def test_the_command_runs_beside_a_folder_of_its_name():
+    """As beside a clone, where `import wanjax` finds the folder before an editable install."""
+    Path("wanjax").mkdir()
+    code = "from wanjax.__main__ import main; main()"  # as the installed script does
+    for command in (["-m", "wanjax"], ["-c", code]):
+        run = subprocess.run([sys.executable, *command, "--version"], capture_output=True, text=True, check=False)
+        assert run.stdout.startswith("wanjax "), run.stderr

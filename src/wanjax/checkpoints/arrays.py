@@ -61,7 +61,7 @@ class StoredArray:
         spec = {"driver": "zarr3", "kvstore": files, "open": True} | STRICT
         if metadata is not None:
             spec |= {"create": True, "metadata": metadata}
-        with _one_sentence(f"{path} is no array that can be read"):
+        with _one_sentence(f"{path} is no array that can be read", writes=metadata is not None):
             self._array = ts.open(spec).result()
         self.spec = Spec(tuple(self._array.shape), self._array.dtype.numpy_dtype)
         self.shape, self.dtype = self.spec
@@ -175,7 +175,7 @@ class Writer:
             try:
                 self._begun.popleft().result()
             except ValueError as error:
-                raise OSError(reason(error)) from error
+                raise (_of_the_system(error) or OSError(reason(error))) from error
 
 
 class Arrays:
@@ -305,19 +305,27 @@ def _nbytes(piece: Piece, dtype: np.dtype) -> int:
 
 
 @contextmanager
-def _one_sentence(what: str) -> Iterator[None]:
-    """Raise tensorstore's errors, of several lines, as a WanjaxError of one sentence."""
+def _one_sentence(what: str, *, writes: bool = False) -> Iterator[None]:
+    """Raise tensorstore's errors, of several lines, in one sentence; those of a disk, where it `writes`, as OSError."""
     try:
         yield
     except (ValueError, OSError, NotImplementedError) as error:
+        if writes and (failure := _of_the_system(error)) is not None:
+            raise failure from error
         raise WanjaxError(f"{what} ({reason(error)}): `wanjax convert` writes it again") from error
+
+
+def _of_the_system(error: Exception) -> OSError | None:
+    """Return the system's error that one of tensorstore's names, None where it names none."""
+    code = re.search(r"os_error_code='(\d+)'", str(error))
+    return OSError(int(code[1]), os.strerror(int(code[1]))) if code else None
 
 
 def reason(error: Exception) -> str:
     """Return an error's cause, in the system's words if it has any."""
     text = str(error)
-    if system := re.search(r"os_error_code='(\d+)'", text):
-        return os.strerror(int(system[1]))
+    if failure := _of_the_system(error):
+        return str(failure.strerror)
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return text.partition("\n")[0].partition(" [")[0].partition(": ")[2]  # without the kind of error and the trace

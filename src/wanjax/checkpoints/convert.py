@@ -7,6 +7,7 @@ tensor by tensor to a hidden folder beside the target, verifies it there, and re
 was stopped resumes from the last chunk.
 """
 
+import errno
 import hashlib
 import json
 import re
@@ -278,13 +279,19 @@ class Conversion(ABC):
 
     def _begin(self) -> None:
         """Make the folder, emptied unless the same conversion began in it; raise OSError if the disk is too full."""
-        if not self._resumes():
+        missing, resumes = self.bytes_written - self.bytes_there, self._resumes()
+        if not resumes:
             shutil.rmtree(self.partial, ignore_errors=True)
             self.partial.mkdir(parents=True)
-            _save_json(self.partial / REQUEST, self._request())
-        missing = self.bytes_written - self.bytes_there
-        if (free := shutil.disk_usage(self.partial).free) < missing:
-            raise OSError(f"{in_bytes(free)} are free where {in_bytes(missing)} are needed")
+        try:
+            if (free := shutil.disk_usage(self.partial).free) < missing:
+                raise OSError(errno.ENOSPC, f"{in_bytes(free)} are free where {in_bytes(missing)} are needed")
+            if not resumes:
+                _save_json(self.partial / REQUEST, self._request())
+        except (OSError, WanjaxError):
+            if not resumes:  # nothing is there from which another run goes on
+                shutil.rmtree(self.partial, ignore_errors=True)
+            raise
 
     def _copy_files(self) -> None:
         """Copy the files beside the weights; write configs that the source lacks in the form of diffusers."""

@@ -257,6 +257,7 @@ class Rendering:
             # scopes and lines count in the cache's key: a trace would otherwise show those of older code
             jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
         self.held: HeldRun | None = None  # the folder of a run, which is not the user's
+        self.is_new = False  # the user's folder, which this command made
         self.is_written = False
         self.folder, self.video = self._names(
             command.folder, command.out
@@ -270,6 +271,7 @@ class Rendering:
         Takes the folder if it is a run's in the user's cache.
         """
         if is_first():
+            self.is_new = folder is not None and not folder.exists()
             video_files.check_output(out or str((folder or VIDEOS) / stage_files.VIDEO), self.settings.length)
         if folder is not None:
             if is_first() and is_of_a_run(folder):
@@ -296,11 +298,14 @@ class Rendering:
         return video.parent / f"{Path(video.name).stem}.{stage_files.PREVIEW}"
 
     def release(self) -> None:
-        """Let go of a run's folder; remove it if the video is written, or nothing is kept in it."""
+        """Let go of a run's folder, and remove it if the video is written; remove an empty folder made here."""
         if self.held:
             self.held.close(done=self.is_written and not self.is_kept)
             with suppress(OSError):  # it holds something
                 VIDEOS.rmdir()
+        if self.is_new:
+            with suppress(OSError):  # as above
+                self.folder.rmdir()
 
     def _noise(self, file: str, references: int) -> Mapping[str, np.ndarray]:
         right = self.pipe.draws(self.settings, references)

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Disks that cannot be written, and disks that are full: one sentence with the path, and nothing half-written."""
+
+import os
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.support.commands import refused, succeeded, wanjax
+from tests.support.disks import no_file_above
+from tests.support.quick import quick
+
+pytestmark = [
+    pytest.mark.skipif(os.name != "posix", reason="limits the size of files"),
+    pytest.mark.usefixtures("kept_programs"),
+]
+SMALL = ("--size", "32x32", "--frames", "5")
+PROMPT = ("a red circle", *SMALL, "--steps", "1")
+CLOSED = Path("/sys")  # of Linux, in which not even root makes files
+COMMANDS = {  # what each is told to write into the folder DISK
+    "generate --out": (*PROMPT, "--out", "DISK/a.mp4"),
+    "generate --dir": (*PROMPT, "--dir", "DISK/stages"),
+    "encode": ("encode", "a red circle", *SMALL, "--dir", "DISK/stages"),
+    "batch": ("batch", "prompts.txt", *SMALL, "--steps", "1", "--out", "DISK/videos"),
+    "train": ("train", "nano", "clips", "--size", "32x32", "--frames", "1", "--steps", "1", "--out", "DISK/trained"),
+    "convert": ("convert", "nano", "DISK/converted"),
+    "serve": ("serve", "--dir", "DISK/served", "--port", "0"),
+    "denoise": ("denoise", *SMALL, "--steps", "1", "--dir", "DISK/stages"),
+    "decode": ("decode", "--dir", "DISK/stages"),
+}
+ELSEWHERE = ("generate --out", "batch", "serve")  # commands that have files on other disks too
+BEFORE = {"denoise": 1, "decode": 2}  # the stages whose files are there before
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    (folder / "prompts.txt").write_text("a red circle\n")
+    (folder / "clips").mkdir()
+    Image.new("RGB", (32, 32)).save(folder / "clips/a.png")
+    (folder / "clips/a.txt").write_text("a red circle")
+    return folder
+
+
+@pytest.fixture
+def stages(request, inputs, tmp_path, monkeypatch) -> Path:
+    """The folder DISK, with what the stages before a command left there."""
+    monkeypatch.chdir(inputs)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    done = BEFORE.get(request.node.callspec.params["command"], 0)
+    if done >= 1:
+        succeeded(wanjax("encode", "a red circle", *SMALL, "--dir", disk / "stages"))
+    if done >= 2:
+        succeeded(wanjax("denoise", *SMALL, "--steps", "1", "--dir", disk / "stages"))
+    return disk
+
+
+def arguments(command: str, disk: Path) -> list[str]:
+    return [text.replace("DISK", str(disk)) for text in COMMANDS[command]]
+
+
+def files(disk: Path) -> list[Path]:
+    return sorted(disk.rglob("*"))
+
+
+@pytest.mark.skipif(not CLOSED.is_dir(), reason="has no folder in which nobody writes")
+@pytest.mark.parametrize(
+    "command", quick(["generate --out", "batch", "train", "convert"], [name for name in COMMANDS if name not in BEFORE])
+)
+def test_a_disk_that_cannot_be_written(inputs, monkeypatch, command):
+    monkeypatch.chdir(inputs)
+    assert str(CLOSED) in refused(*arguments(command, CLOSED))
+
+
+@pytest.mark.parametrize("command", quick(["encode", "convert"], [name for name in COMMANDS if name not in ELSEWHERE]))
+def test_a_disk_that_is_full(stages, command):
+    """A full disk is nobody's mistake, so the status is 1."""
+    before = files(stages)
+    with no_file_above(100):
+        assert str(stages) in refused(*arguments(command, stages), status=1)
+    kept = ("trained", ".converted.partial")  # from which the same command goes on
+    assert not [path for path in files(stages) if path not in before and not {*kept} & {*path.parts}]
