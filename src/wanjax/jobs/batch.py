@@ -76,8 +76,8 @@ class Batch:
     def _end(self, job: Job, task: Task) -> None:
         if job.status != FAILED:
             self.done += 1
-            known = {name: job.progress.get(name) for name in ("seconds", "worker")}
-            self.manifest.add(task, **known)
+            fields = {name: job.progress.get(name) for name in ("seconds", "worker")}
+            self.manifest.add(task, **fields)
             return
         error = job.error or {"code": "", "message": ""}
         if error["code"] == DISK_FULL:
@@ -115,13 +115,19 @@ class Manifest:
             for failed in (False, True)
         )
 
-    def add(self, task: Task, **told: Any) -> None:
+    def add(self, task: Task, **outcome: Any) -> None:
         """Add a task with what came of it; one that is listed as done is not listed again."""
-        if "error" not in told and task.output in self.listed:
+        if "error" not in outcome and task.output in self.listed:
             return
-        row, given = task.request.row, task.request.settings
-        entry = {"file_name": task.output, **({"row": row} if row else {}), **{x: given[x] for x in OWN if x in given}}
-        line = json.dumps(entry | {name: value for name, value in told.items() if value}, ensure_ascii=False).encode()
+        row, settings = task.request.row, task.request.settings
+        entry = {
+            "file_name": task.output,
+            **({"row": row} if row else {}),
+            **{x: settings[x] for x in OWN if x in settings},
+        }
+        line = json.dumps(
+            entry | {name: value for name, value in outcome.items() if value}, ensure_ascii=False
+        ).encode()
         if isinstance(self.file, Path):
             self._append(self.file, line)
         else:
@@ -129,7 +135,7 @@ class Manifest:
             self._new = True
             if monotonic() - self._written > EVERY:
                 self.close()
-        if "error" not in told:
+        if "error" not in outcome:
             self.listed.add(task.output)
 
     def close(self) -> None:
@@ -152,7 +158,7 @@ class Manifest:
 
 def _entry(line: bytes) -> Mapping[str, Any] | None:
     try:
-        found = json.loads(line)
+        entry = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return entry if isinstance(entry, dict) else None

@@ -260,7 +260,7 @@ class Postgres(Database):
         self.url, self.name = url, shown_url(url)
         self.errors = (psycopg.Error,)
         try:
-            given = conninfo_to_dict(url)
+            parameters = conninfo_to_dict(url)
         except psycopg.Error:
             raise DatabaseError(f"the URL of a database does not read as {EXAMPLE}: quote a character such as @ in its "
                                 "password as %40") from None  # the library's message has parts of the URL  # fmt: skip
@@ -271,14 +271,19 @@ class Postgres(Database):
             "tcp_keepalives_idle": CUT_SECONDS // 2,
             "tcp_keepalives_interval": 2,
         }
-        texts = [given.pop("options", None), *(f"-c {name}={value}" for name, value in limits.items())]
+        texts = [parameters.pop("options", None), *(f"-c {name}={value}" for name, value in limits.items())]
         options = " ".join(str(text) for text in texts if text)
         network = {
             "tcp_user_timeout": CUT_SECONDS * 1000,
             "keepalives_idle": CUT_SECONDS // 2,
             "keepalives_interval": 2,
         }
-        named: dict[str, Any] = {"connect_timeout": CONNECT_SECONDS, "application_name": "wanjax", **network, **given}
+        named: dict[str, Any] = {
+            "connect_timeout": CONNECT_SECONDS,
+            "application_name": "wanjax",
+            **network,
+            **parameters,
+        }
         self._connect: Callable[[], Any] = lambda: _Translated(
             psycopg.connect(autocommit=True, options=options, **named)
         )
@@ -291,8 +296,8 @@ class Postgres(Database):
             text = str(error)
             if any(word in text for word in REFUSALS):
                 answer = text.rpartition("FATAL:")[2].strip().partition("\n")[0]
-                told = f"{self.name} refuses the login ({hidden(answer, self.url)})"
-                raise DatabaseError(f"{told}: the user, the password and the name of the database have to be right "
+                problem = f"{self.name} refuses the login ({hidden(answer, self.url)})"
+                raise DatabaseError(f"{problem}: the user, the password and the name of the database have to be right "
                                     f"in --database or {VARIABLE}") from None  # fmt: skip
             raise
 
@@ -340,5 +345,5 @@ def _check_disk(folder: Path) -> None:
     parts = [part for part in psutil.disk_partitions(all=True) if folder.is_relative_to(part.mountpoint)]
     nearest = max(parts, key=lambda part: len(part.mountpoint), default=None)
     if nearest is not None and NETWORKS.fullmatch(nearest.fstype):
-        told = f"{folder} is on a network file system, {nearest.fstype}, where SQLite is not safe"
-        raise WanjaxError(f"{told}: --database FILE on a disk of this machine, or PostgreSQL's URL")
+        problem = f"{folder} is on a network file system, {nearest.fstype}, where SQLite is not safe"
+        raise WanjaxError(f"{problem}: --database FILE on a disk of this machine, or PostgreSQL's URL")

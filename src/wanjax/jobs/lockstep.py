@@ -36,8 +36,8 @@ class Leader(VideoMaker):
         started_again: Whether processes that end out of step are started again, so that another attempt may succeed.
     """
 
-    def __init__(self, *given: Any, others: Others | None = None, started_again: bool = False, **more: Any):
-        super().__init__(*given, **more)
+    def __init__(self, *arguments: Any, others: Others | None = None, started_again: bool = False, **more: Any):
+        super().__init__(*arguments, **more)
         self.others, self.started_again = others or Others(), started_again
         self.fault: Exception | None = None  # that left the others waiting
 
@@ -55,10 +55,10 @@ class Leader(VideoMaker):
         self.in_step = False
         self.others.broadcast([(task.output, task.request.to_json()) for task in tasks])
         faults = self.others.gather("")
-        if told := next(filter(None, faults), ""):
+        if fault := next(filter(None, faults), ""):
             self.in_step = True
-            where = f"process {faults.index(told)} of {len(faults)}, from 0, cannot make it"
-            raise WanjaxError(f"{where}: {told}") from OSError(told)  # as one of the system, it may not come again
+            where = f"process {faults.index(fault)} of {len(faults)}, from 0, cannot make it"
+            raise WanjaxError(f"{where}: {fault}") from OSError(fault)  # as one of the system, it may not come again
         yield from self.made(tasks, run)
         self.in_step = True
 
@@ -79,11 +79,11 @@ class Leader(VideoMaker):
 def follow(maker: VideoMaker, others: Others | None = None) -> None:
     """Make each run that the leader makes, until it lets this process go; raises what fails within a run."""
     others = others or Others()
-    while (asked := others.broadcast()) is not None:
-        if asked == FIT_LATENT_PREVIEW:
+    while (message := others.broadcast()) is not None:
+        if message == FIT_LATENT_PREVIEW:
             maker.fit_latent_preview()
             continue
-        tasks = [Task(output, VideoRequest.from_json(request)) for output, request in asked]
+        tasks = [Task(output, VideoRequest.from_json(request)) for output, request in message]
         run, fault = _prepared(maker, tasks)
         if not any(others.gather(fault)):
             assert run is not None

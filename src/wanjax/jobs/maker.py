@@ -62,8 +62,8 @@ class Shared(NamedTuple):
     def prepared(self, request: VideoRequest) -> PreparedRequest:
         """Complete a request, whose prompt and seed are its own; raises WanjaxError for a wrong one."""
         seed = checked_seed(request.settings.get("seed", self.settings.seed), alone=True)
-        own = self.settings.updated({**{name: request.settings.get(name) for name in OWN}, "seed": seed})
-        return PreparedRequest(own, {**self.metadata, **{name: getattr(own, name) for name in OWN}})
+        settings = self.settings.updated({**{name: request.settings.get(name) for name in OWN}, "seed": seed})
+        return PreparedRequest(settings, {**self.metadata, **{name: getattr(settings, name) for name in OWN}})
 
 
 def keeping_programs(make: Callable[[], T], shared: Mapping[str, Any]) -> T:
@@ -165,8 +165,8 @@ class VideoMaker:
     def try_output(self, task: Task) -> None:
         """Raise WanjaxError where the video of a task could not be written."""
         prepared = self.shared(task.request).prepared(task.request)
-        own = prepared.settings
-        try_output(self.place / task.output, own.length, own.size, own.fps, prepared.metadata)
+        settings = prepared.settings
+        try_output(self.place / task.output, settings.length, settings.size, settings.fps, prepared.metadata)
 
     def fit_latent_preview(self) -> None:
         """Prepare what shows how far a video is, if the pipeline has no tiny decoder for that."""
@@ -204,8 +204,8 @@ class VideoMaker:
         requests = [shared.prepared(task.request) for task in tasks]
         for task, request in zip(tasks, requests, strict=True):
             if (name := name_of(request.metadata)) != task.output:
-                told = f"{task.output} would be {name} by this worker: start it with the options of the batch"
-                raise WanjaxError(told)
+                problem = f"{task.output} would be {name} by this worker: start it with the options of the batch"
+                raise WanjaxError(problem)
         check_making(shared.pipe, requests[0].settings, shared.pictures, **self.how)
         return Run(shared.pipe, requests, shared.pictures, observers=[*observers, *self.observers], **self.how)
 
@@ -221,9 +221,11 @@ class VideoMaker:
         shared = request.shared
         loaded = {MODEL.name: shared.model, **shared.settings}
         for name in LOADED:
-            if (value := loaded.get(name)) not in (None, own := getattr(self.pipe.defaults, name)):
+            if (value := loaded.get(name)) not in (None, usual := getattr(self.pipe.defaults, name)):
                 option = f"--{name.replace('_', '-')}"
-                raise WanjaxError(f"{name} is {shown(value)} where all videos of a run have {own}: give it as {option}")
+                raise WanjaxError(
+                    f"{name} is {shown(value)} where all videos of a run have {usual}: give it as {option}"
+                )
         pipe = self.pipe.with_solver(shared.scheduler)
         pictures, chosen = pipe.prepare(**shared.inputs, **shared.settings, model=shared.model)
         return Shared(pipe, pictures, chosen, pipe.metadata(chosen, shared.inputs, **self.how))
@@ -270,10 +272,10 @@ class JobProgress(Observer):
         if self.ends():
             raise Interrupted
 
-    def _tell(self, percent: int, **told: Any) -> None:
+    def _tell(self, percent: int, **state: Any) -> None:
         """Tell how much of a window is done, in percent, as its part of the whole."""
         whole = (100 * self._number + percent) // self._windows
-        self.lease.tell(progress=whole, window=self._number + 1, stage_seconds=dict(self.seconds), **told)
+        self.lease.tell(progress=whole, window=self._number + 1, stage_seconds=dict(self.seconds), **state)
 
     def window(self, window: Window) -> None:
         self._number, self._windows = window.number, window.count
@@ -297,15 +299,15 @@ class JobProgress(Observer):
         self._tell(0, stage_done=number, stage_total=total)
 
     def stepped(self, step: Step) -> bool:
-        told = {}
+        preview = {}
         if self._previews is not None:
             self._previews(step)
             if step.index + 1 == step.total:
                 self._previews.wait()
-            told["preview"] = self._number * step.total + self._previews.shown
+            preview["preview"] = self._number * step.total + self._previews.shown
         done, (start, end) = step.index + 1, PERCENT["denoise"]
         percent = start + (end - start) * step.index // step.total  # this step may be under way
-        self._tell(percent, stage_done=done, stage_total=step.total, **told)
+        self._tell(percent, stage_done=done, stage_total=step.total, **preview)
         return done == step.total or not self.ends()
 
     def count(self, unit: str, done: int, total: int) -> None:

@@ -72,8 +72,8 @@ class LocalWorker:
         self.name = new_name()
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        given = store, start, self.name, options, number, nice, ask, theirs
-        self._process = context.Process(target=_run, args=given, name=self.name, daemon=True)
+        arguments = store, start, self.name, options, number, nice, ask, theirs
+        self._process = context.Process(target=_run, args=arguments, name=self.name, daemon=True)
         self._process.start()
         theirs.close()
 
@@ -136,17 +136,17 @@ def _run(
 
 def until_signal(*, interrupts: bool = True) -> threading.Event:
     """Return an event that SIGTERM sets, and Ctrl-C if it `interrupts`; a second signal ends the process at once."""
-    asked = threading.Event()
+    signalled = threading.Event()
 
     def end(number: int, frame: Any) -> None:
-        if asked.is_set():
+        if signalled.is_set():
             os._exit(128 + number)
-        asked.set()
+        signalled.set()
 
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, end)
     signal.signal(signal.SIGINT, end if interrupts else signal.SIG_IGN)  # else it is the supervisor's
-    return asked
+    return signalled
 
 
 def _end_with(pipe: Any, drained: threading.Event) -> None:
@@ -246,13 +246,13 @@ class Pool:
             raise WanjaxError(f"{quantity(self._deaths, 'worker')} died one after another: {why}, and the log has more")
         self.note(f"a worker died, {why}: another one takes its place")
 
-    def _tell_of_waiting(self, known: int) -> None:
+    def _tell_of_waiting(self, registered: int) -> None:
         """Tell once that workers wait for a place in a cluster, or load for long."""
-        if known >= len(self.workers):
+        if registered >= len(self.workers):
             self._waits_since, self._is_told = monotonic(), False
         elif not self._is_told and monotonic() - self._waits_since > PATIENCE:
             self._is_told = True
-            missing = f"{len(self.workers) - known} of {quantity(len(self.workers), 'worker')}"
+            missing = f"{len(self.workers) - registered} of {quantity(len(self.workers), 'worker')}"
             self.note(f"waiting for a place in the cluster, or loading: {missing}")
 
     def run(self, until: Callable[[], bool]) -> None:

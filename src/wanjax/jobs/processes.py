@@ -20,22 +20,22 @@ SILENCE = 10  # seconds after which a process that is not heard of has ended
 PAGE = 4096  # bytes of a short message, and those by which a longer one grows: each length is a program
 
 
-def join(asked: str | None, environment: Mapping[str, str] = os.environ) -> None:
+def join(processes: str | None, environment: Mapping[str, str] = os.environ) -> None:
     """Join the other processes if the command line or the environment asks for it. Call before JAX looks for devices.
 
-    `asked` is "auto", with which JAX finds the others (on TPU pods, under Slurm, Kubernetes or MPI), or
+    `processes` is "auto", with which JAX finds the others (on TPU pods, under Slurm, Kubernetes or MPI), or
     "HOST:PORT,COUNT,INDEX". The environment asks with a coordinator's address (and the count and index, if JAX cannot
-    find them) or with the names of several workers of a pod. Raises WanjaxError if `asked` cannot be parsed or the
+    find them) or with the names of several workers of a pod. Raises WanjaxError if `processes` cannot be parsed or the
     processes do not connect.
     """
-    if asked is None and ADDRESS in environment:
-        given = [environment[name] for name in (ADDRESS, COUNT, INDEX) if name in environment]
-        asked = "auto" if len(given) == 1 else ",".join(given)
-    elif asked is None and "," in environment.get("TPU_WORKER_HOSTNAMES", ""):
-        asked = "auto"
-    if asked is None or jax.distributed.is_initialized():
+    if processes is None and ADDRESS in environment:
+        parts = [environment[name] for name in (ADDRESS, COUNT, INDEX) if name in environment]
+        processes = "auto" if len(parts) == 1 else ",".join(parts)
+    elif processes is None and "," in environment.get("TPU_WORKER_HOSTNAMES", ""):
+        processes = "auto"
+    if processes is None or jax.distributed.is_initialized():
         return
-    address, count, index = (None, None, None) if asked == "auto" else _parsed(asked)
+    address, count, index = (None, None, None) if processes == "auto" else _parsed(processes)
     try:
         connect(address, count, index)
     except (RuntimeError, ValueError) as error:
@@ -45,7 +45,7 @@ def join(asked: str | None, environment: Mapping[str, str] = os.environ) -> None
                 "elsewhere each is told HOST:PORT,COUNT,INDEX, and one process alone needs no --processes"
             ) from error
         raise WanjaxError(
-            f"the processes of {asked} did not connect ({error}): start each with the same address and count"
+            f"the processes of {processes} did not connect ({error}): start each with the same address and count"
         ) from error
 
 
@@ -55,11 +55,11 @@ def connect(address: str | None, count: int | None, index: int | None, **more: A
     jax.distributed.initialize(address, count, index, heartbeat_timeout_seconds=SILENCE, **more)
 
 
-def _parsed(asked: str) -> tuple[str, int, int]:
-    address, *numbers = asked.split(",")
+def _parsed(processes: str) -> tuple[str, int, int]:
+    address, *numbers = processes.split(",")
     if ":" not in address or len(numbers) != 2 or not all(number.isascii() and number.isdigit() for number in numbers):
         raise WanjaxError(
-            f"the processes {asked!r} cannot be read: give ADDRESS,COUNT,INDEX such as 10.0.0.1:8476,2,0, or auto"
+            f"the processes {processes!r} cannot be read: give ADDRESS,COUNT,INDEX such as 10.0.0.1:8476,2,0, or auto"
         )
     count, index = map(int, numbers)
     if not index < count:

@@ -78,12 +78,12 @@ def connected(
 
     printing._worker_logs_enabled = False  # Ray prints deaths among what the command prints, without being asked
     quiet: Any = {"log_to_driver": False, "logging_level": "error"}
-    own = not ray.is_initialized()
+    is_ours = not ray.is_initialized()
     try:
-        if own and address is None:
+        if is_ours and address is None:
             cpus = max(os.cpu_count() or 1, int(cores))
             ray.init("local", num_cpus=cpus, include_dashboard=dashboard, object_store_memory=store, **quiet)
-        elif own:
+        elif is_ours:
             ray.init(address, **quiet)
     except Exception as error:  # whichever of Ray's, of which some have no class of their own
         where = f"cannot be reached at {address}" if address else "did not start on this machine"
@@ -91,7 +91,7 @@ def connected(
     try:
         yield ray
     finally:
-        if own:
+        if is_ours:
             ray.shutdown()
 
 
@@ -123,22 +123,22 @@ def resources_of(text: str | None, names: Collection[str] = ()) -> dict[str, dic
 
     Some have names of their own, such as first.TPU-v6e-16-head=1. Raises WanjaxError for another text.
     """
-    found: dict[str, dict[str, Any]] = {}
+    resources: dict[str, dict[str, Any]] = {}
     for part in filter(None, (text or "").split(",")):
         name, _, number = part.strip().partition("=")
-        owner, _, own = name.rpartition(".")
+        owner, _, resource = name.rpartition(".")
         try:
             amount = float(number)
         except ValueError:
             amount = 0.0
-        if not own or not 0 < amount < inf or (owner and owner not in names):
+        if not resource or not 0 < amount < inf or (owner and owner not in names):
             raise WanjaxError(f"the resources are given as {text!r}: give a list such as cpu=1,TPU=4")
-        options = found.setdefault(owner, {})
-        if own in NAMES:
-            options[NAMES[own]] = amount
+        options = resources.setdefault(owner, {})
+        if resource in NAMES:
+            options[NAMES[resource]] = amount
         else:
-            options.setdefault("resources", {})[own] = amount
-    return found
+            options.setdefault("resources", {})[resource] = amount
+    return resources
 
 
 def usual_resources(ray: Any) -> dict[str, Any]:

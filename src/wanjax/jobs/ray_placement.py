@@ -40,8 +40,8 @@ def _head(ray: Any, hosts: int) -> dict[str, float]:
             slices.setdefault(labels[SLICE], []).append(labels.get(POD, ""))
     right = {pods[0] for pods in slices.values() if len(pods) == hosts}
     if slices and not right:
-        found = ", ".join(sorted({f"{len(pods)} ({pods[0]})" for pods in slices.values()}))
-        raise WanjaxError(f"--hosts is {hosts} where the cluster's slices have {found}: give the hosts of one")
+        sizes = ", ".join(sorted({f"{len(pods)} ({pods[0]})" for pods in slices.values()}))
+        raise WanjaxError(f"--hosts is {hosts} where the cluster's slices have {sizes}: give the hosts of one")
     return {f"TPU-{min(right)}-head": 1} if right else {}
 
 

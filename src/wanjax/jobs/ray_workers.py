@@ -193,7 +193,7 @@ class RemoteStore(JobStore):
     def close(self) -> None:
         """Nothing: the actor ends with the command that started it."""
 
-    def _call(self, method: str, *given: Any, **named: Any) -> Any:
+    def _call(self, method: str, *arguments: Any, **named: Any) -> Any:
         """Call a method of the actor, again while it is away; raise Unavailable after the store's patience."""
         import ray
         from ray.exceptions import RayError, RayTaskError
@@ -202,7 +202,7 @@ class RemoteStore(JobStore):
         while True:
             try:
                 actor = ray.get_actor(self.actor, namespace=NAMESPACE)
-                return ray.get(getattr(actor, method).remote(*given, **named), timeout=ANSWER)
+                return ray.get(getattr(actor, method).remote(*arguments, **named), timeout=ANSWER)
             except RayTaskError as error:
                 if not isinstance(error.cause, Unavailable) or monotonic() >= end:
                     raise error.cause from None

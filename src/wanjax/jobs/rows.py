@@ -182,14 +182,14 @@ def _request(number: int, row: Any, folder: Path) -> VideoRequest:
     fields = {"prompt": row} if isinstance(row, str) else row
     if not isinstance(fields, Mapping):
         raise WanjaxError(f"{shown(row)} is no prompt, and no object of settings")
-    asked = VideoRequest.parse(fields, row=number, accepted=_fields_of_rows())
+    request = VideoRequest.parse(fields, row=number, accepted=_fields_of_rows())
 
     def file(name: str) -> str:
-        found = parse_path(name)
-        return str(folder / found if isinstance(found, Path) else found)
+        path = parse_path(name)
+        return str(folder / path if isinstance(path, Path) else path)
 
-    inputs = {k: list(map(file, x)) if isinstance(x, list) else file(x) for k, x in asked.inputs.items()}
-    return replace(asked, inputs=inputs)
+    inputs = {k: list(map(file, x)) if isinstance(x, list) else file(x) for k, x in request.inputs.items()}
+    return replace(request, inputs=inputs)
 
 
 def with_seeds(requests: Iterable[VideoRequest], seeds: Iterable[int] | None) -> list[VideoRequest]:

@@ -255,9 +255,9 @@ class JobStore:
                 db.execute("INSERT INTO places VALUES (:id) ON CONFLICT (id) DO NOTHING", id=place)
             return bool(db.rows("SELECT 1 FROM places WHERE id = :id", id=place))
 
-        if found := self._run(note, write=is_new):
+        if is_there := self._run(note, write=is_new):
             self.place = place
-        return found
+        return is_there
 
     # Clients
 
@@ -333,8 +333,8 @@ class JobStore:
             start = {} if after is None else {"after": db.get(after).position}
             where = f"AND position {way} :after" if start else ""
             where = f"place = :place AND status NOT IN ('arriving', 'removed') {where}"
-            found = db.jobs(f"{where} ORDER BY position {order} LIMIT :most", most=limit + 1, **start)
-            return db.placed(found[:limit]), len(found) > limit
+            jobs = db.jobs(f"{where} ORDER BY position {order} LIMIT :most", most=limit + 1, **start)
+            return db.placed(jobs[:limit]), len(jobs) > limit
 
         return self._read(read)
 
@@ -484,8 +484,8 @@ class JobStore:
         """
         held = f"{HELD} AND worker = :worker AND status IN ('queued', 'in_progress')"
         names = {f"model{number}": model for number, model in enumerate(models)}
-        made = ", ".join(f":{name}" for name in names)
-        free = f"place = :place AND status = 'queued' AND worker = '' AND model IN ({made})"
+        wanted = ", ".join(f":{name}" for name in names)
+        free = f"place = :place AND status = 'queued' AND worker = '' AND model IN ({wanted})"
 
         def take(db: "Transaction") -> list[Job]:
             if not db.rows(f"SELECT 1 FROM jobs WHERE {held} LIMIT 1", worker=worker) and not db.rows(
@@ -663,8 +663,8 @@ class JobStore:
         db.execute("CREATE TABLE IF NOT EXISTS schema_version (version INTEGER NOT NULL)")
         version = db.value("SELECT max(version) FROM schema_version") or 0
         if version > len(MIGRATIONS):
-            told = f"{self.name} is a database of a newer wanjax, version {version} where {len(MIGRATIONS)} is known"
-            raise WanjaxError(f"{told}: install that wanjax, or give another --database")
+            problem = f"{self.name} is a database of a newer wanjax, version {version} where {len(MIGRATIONS)} is known"
+            raise WanjaxError(f"{problem}: install that wanjax, or give another --database")
         for number, script in enumerate(MIGRATIONS[version:], version + 1):
             for statement in script.split(";"):
                 db.execute(statement)
@@ -690,8 +690,8 @@ class JobStore:
                 if is_full and math.isinf(self.patience):  # a worker has to note what it did
                     self.reclaim()
                 elif not self._database.is_away(error):
-                    told = f"the database {self.name} cannot be used: {why}"
-                    raise DatabaseError(told, is_full) from error
+                    problem = f"the database {self.name} cannot be used: {why}"
+                    raise DatabaseError(problem, is_full) from error
                 elif time.monotonic() >= end:
                     raise Unavailable(f"the database {self.name} is out of reach: {why}") from error
             time.sleep(RETRY)
@@ -783,8 +783,8 @@ class Transaction:
 
     def end(self, id: str, status: str, error: Mapping[str, str] | None, **columns: Any) -> None:
         """Note the end of a job, and count it."""
-        told = None if error is None else json.dumps(error)
-        self.update(id, status=status, worker="", error=told, ended=True, **columns)
+        text = None if error is None else json.dumps(error)
+        self.update(id, status=status, worker="", error=text, ended=True, **columns)
         self.count(CANCELLED if error is not None and error["code"] == CANCELLED else status)
 
     def count(self, *names: str, amounts: Sequence[float] = (1.0,)) -> None:

@@ -291,8 +291,8 @@ def _make(
             job = todo.pop(0)
             if failure.log:
                 logger.error("%s failed: %s", job.output, failure.log)
-            told = {"code": failure.code, "message": failure.message, "worker": f"{HOST}:{os.getpid()}"}
-            store.fail(worker, job.id, told, retries=retries if failure.again else 0)
+            error_fields = {"code": failure.code, "message": failure.message, "worker": f"{HOST}:{os.getpid()}"}
+            store.fail(worker, job.id, error_fields, retries=retries if failure.again else 0)
             ended()
             if failure.ends:
                 return False
@@ -308,10 +308,10 @@ def _is_settled(store: JobStore, maker: Maker, worker: str, job: Job, attempts: 
         return store.finish(worker, job.id, {"progress": 100})
     if begun >= attempts:
         times = quantity(begun, "time")
-        told = (job.error or {}).get("message") or (
+        message = (job.error or {}).get("message") or (
             f"the server or its worker ended {times} while it made this video, so it tries no more"
         )
-        return store.fail(worker, job.id, {"code": STOPPED, "message": told})
+        return store.fail(worker, job.id, {"code": STOPPED, "message": message})
     return False
 
 
