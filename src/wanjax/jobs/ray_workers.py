@@ -162,7 +162,7 @@ class RemoteStore(JobStore):
 
     def __init__(self, actor: str, patience: float, place: str):
         self.actor, self.patience, self.place = actor, patience, place
-        self.kept: Any = None  # in the process that started the actor, which ends with it
+        self.handle: Any = None  # of the process that started the actor, which ends with it
 
     @classmethod
     def start(cls, ray: Any, store: JobStore) -> "RemoteStore":
@@ -172,7 +172,7 @@ class RemoteStore(JobStore):
         options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": here}
         remote = cls(f"jobs-{token_hex(4)}", store.patience, store.place)
         kind = ray.remote(JobStore).options(name=remote.actor, namespace=NAMESPACE, max_concurrency=16, **options)
-        remote.kept = kind.remote(*store.__reduce__()[1])
+        remote.handle = kind.remote(*store.__reduce__()[1])
         remote.version()
         return remote
 

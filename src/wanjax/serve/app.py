@@ -48,7 +48,7 @@ from wanjax.serve.videos import (
     new_id,
     output_of,
     paths_of,
-    told,
+    video_of,
 )
 from wanjax.stores.paths import AnyPath, Missing, RemotePath
 
@@ -103,7 +103,7 @@ class Service:
         self.served, self.model_cards = models, model_cards
         self.limits, self.access, self.is_broken = limits, access, is_broken
         self.answers: Counter[int] = Counter()
-        self.changes, self.sweeper = Changes(store, self._told), Sweeper(store, self.folder)
+        self.changes, self.sweeper = Changes(store, self._video), Sweeper(store, self.folder)
         self._closed = False
 
     def start(self) -> None:
@@ -159,10 +159,10 @@ class Service:
 
     def _refused(self, request: Request, error: Exception) -> Response:
         """Answer an error that is told in a sentence."""
-        found = explained(error, [self.folder, *self.served.folders])
-        if found.own:
+        fault = explained(error, [self.folder, *self.served.folders])
+        if fault.is_ours:
             logger.error("%s %s: %s", request.method, request.url.path, error)
-        return refusal(found.status, found.message, found.code, getattr(error, "setting", None))
+        return refusal(fault.status, fault.message, fault.code, getattr(error, "setting", None))
 
     async def create(self, request: Request) -> JSONResponse:
         """Take a request for a video, as a form or as JSON, and answers at once."""
@@ -171,7 +171,7 @@ class Service:
             fields, pictures = await _arrived(_body(request))
         with uploads.naming_size(fields):
             job = await run_in_threadpool(self._accept, fields, pictures)
-        return JSONResponse(self._told(job))
+        return JSONResponse(self._video(job))
 
     def _check_room(self) -> None:
         """Raise QueueFull where the queue takes no further request, ClosedError where the server ends."""
@@ -183,16 +183,16 @@ class Service:
     @storing()
     def _accept(self, fields: Mapping[str, Any], files: Mapping[str, list[bytes]]) -> Job:
         """Check a request, keep its pictures and add its job; leave nothing of one that is refused."""
-        request, given = uploads.read(fields, files, self.served, self.limits)
+        request, uploaded = uploads.read(fields, files, self.served, self.limits)
         pipe = self.served.model(request.model)
         id = new_id()
         new = NewJob(id, {}, pipe.defaults.model, output_of(id))
-        if not given:
+        if not uploaded:
             return self.store.add(self._completed(new, request, {}), limit=self.limits.queue)
         arriving = self.store.add(new, arriving=True)  # so that a server that is killed leaves no folder for ever
         try:
             with filled(self.folder / id) as here:
-                saved = uploads.save_pictures(given, uploads.inputs_of(pipe), here, self.limits)
+                saved = uploads.save_pictures(uploaded, uploads.inputs_of(pipe), here, self.limits)
                 new = self._completed(new, replace(request, inputs=saved), paths_of(saved, here))
             return self.store.add(new, limit=self.limits.queue)
         except BaseException:
@@ -219,11 +219,11 @@ class Service:
         after = query.get("after")
         page, more = await run_in_threadpool(lambda: self.store.page(int(limit), after=after, newest=order == "desc"))
         ids = [job.id for job in page] or [None]
-        data = [self._told(job) for job in page]
+        data = [self._video(job) for job in page]
         return JSONResponse({"object": "list", "data": data, "first_id": ids[0], "last_id": ids[-1], "has_more": more})
 
     async def show(self, request: Request) -> JSONResponse:
-        return JSONResponse(self._told(await self._find(request)))
+        return JSONResponse(self._video(await self._find(request)))
 
     async def remove(self, request: Request) -> JSONResponse:
         """Remove a video; one that waits or is under way is cancelled before."""
@@ -231,10 +231,10 @@ class Service:
         await run_in_threadpool(self._remove, id)
         return JSONResponse({"id": id, "object": "video.deleted", "deleted": True})
 
-    def _told(self, job: Job) -> dict[str, Any]:
-        """Return a job as clients are told of it."""
-        known = self.served.pipes.get(job.model)
-        return told(job, {name: getattr(known.defaults, name) for name in BY_WORKER} if known else {})
+    def _video(self, job: Job) -> dict[str, Any]:
+        """Return a job as clients see it."""
+        pipe = self.served.pipes.get(job.model)
+        return video_of(job, {name: getattr(pipe.defaults, name) for name in BY_WORKER} if pipe else {})
 
     def _remove(self, id: str) -> None:
         """Remove a video, its files as soon as nobody works on them; raise NotFound."""
@@ -255,7 +255,7 @@ class Service:
             self.sweeper.wake()  # nobody waits for a store
 
     async def cancel(self, request: Request) -> JSONResponse:
-        return JSONResponse(self._told(await run_in_threadpool(self.store.cancel, request.path_params["id"])))
+        return JSONResponse(self._video(await run_in_threadpool(self.store.cancel, request.path_params["id"])))
 
     async def not_offered(self, request: Request) -> JSONResponse:
         """Answer a request of OpenAI's videos API that this server does not offer."""
@@ -270,12 +270,12 @@ class Service:
         """
         variant = request.query_params.get("variant", "video")
         job = await self._find(request)
-        own = {Path(name).stem: (name, None) for name in names_of(job.request["inputs"]) if FILE.fullmatch(name)}
-        if variant not in (known := CONTENT | own):
-            raise SettingError(f"the variant {shown(variant)} is not offered: {', '.join(known)} are", "variant")
+        inputs = {Path(name).stem: (name, None) for name in names_of(job.request["inputs"]) if FILE.fullmatch(name)}
+        if variant not in (variants := CONTENT | inputs):
+            raise SettingError(f"the variant {shown(variant)} is not offered: {', '.join(variants)} are", "variant")
         if job.status != COMPLETED and variant in RESULTS:
             return _unfinished(job)
-        name, kind = known[variant]
+        name, kind = variants[variant]
         file = self.folder / job.id / name
         kind, own_name = kind or guess_type(name)[0] or "application/octet-stream", f"{job.id}{file.suffix}"
         if isinstance(file, RemotePath):
@@ -385,20 +385,20 @@ async def _body(request: Request) -> tuple[dict[str, Any], dict[str, list[bytes]
     if kind != "application/json":
         raise HTTPException(415, f"a video is asked for by application/json, {' or '.join(FORMS)}")
     try:
-        found = json.loads(await request.body(), parse_constant=_refuse_constant)
+        fields = json.loads(await request.body(), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise HTTPException(400, f"the request is no JSON: {str(error)[:100]}") from error
-    if not isinstance(found, dict):
+    if not isinstance(fields, dict):
         raise HTTPException(400, 'the request is no JSON object: {"prompt": "a red circle"} is one')
-    return found, {}
+    return fields, {}
 
 
 async def _form(form: FormData) -> tuple[dict[str, Any], dict[str, list[bytes]]]:
     """Return a form's fields and files; an empty field counts as one that is not given."""
     fields: dict[str, Any] = {}
     files: dict[str, list[bytes]] = {}
-    for given, value in form.multi_items():
-        name = given.removesuffix("[]")
+    for field, value in form.multi_items():
+        name = field.removesuffix("[]")
         if isinstance(value, UploadFile):
             if data := await value.read():
                 files.setdefault(name, []).append(data)

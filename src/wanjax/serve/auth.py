@@ -168,9 +168,9 @@ class Guard:
         host = headers.get("host", "")
         return origin in (*self.origins, forwarded_origin(headers)) or urlsplit(text).netloc == host
 
-    def knows(self, given: str) -> bool:
+    def knows(self, token: str) -> bool:
         """Return whether this is the token, in a time that does not depend on where it differs."""
-        return self.token is None or hmac.compare_digest(given.encode(), self.token.encode())
+        return self.token is None or hmac.compare_digest(token.encode(), self.token.encode())
 
     def _bounded(self, receive: Receive, taken: list[int]) -> Receive:
         """Return the stream of a request's body, whose parts are counted in `taken`.

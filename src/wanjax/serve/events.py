@@ -27,11 +27,13 @@ logger = logging.getLogger("wanjax.serve")
 class Changes:
     """Wakes those who watch when the jobs of a store change. `queue` has those that wait, with their places.
 
-    `told` returns a job as clients are told of it.
+    Args:
+        store: The store.
+        video_of: Returns a job as clients see it.
     """
 
-    def __init__(self, store: JobStore, told: Callable[[Job], dict[str, Any]]):
-        self.store, self.told = store, told
+    def __init__(self, store: JobStore, video_of: Callable[[Job], dict[str, Any]]):
+        self.store, self.video_of = store, video_of
         self.queue: list[Job] = []
         self.closed = False
         self._watchers: set[Watcher] = set()
@@ -87,7 +89,9 @@ class Changes:
         self._wake()
 
     def _event(self, job: Job) -> dict[str, Any]:
-        return {"id": job.id, "object": "video.deleted", "deleted": True} if job.status == REMOVED else self.told(job)
+        if job.status == REMOVED:
+            return {"id": job.id, "object": "video.deleted", "deleted": True}
+        return self.video_of(job)
 
     async def stream(self, only: str | None, woken: asyncio.Event) -> AsyncIterator[str]:
         """Yield each change of a video until its end, or of all videos."""

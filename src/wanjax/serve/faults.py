@@ -29,12 +29,12 @@ FOLDERS = re.compile(r"(?<![\w.:/~-])~?/(?:[^\s/'\"]+/)*(?=[^\s/])")  # of an ab
 
 
 class Fault(NamedTuple):
-    """An error as a client is told of it; `own` tells whether it is the server's, whose log then has the rest."""
+    """An error as a client is told of it; `is_ours` where it is the server's own, whose log then has the rest."""
 
     status: int
     code: str
     message: str
-    own: bool = True
+    is_ours: bool = True
 
 
 class StorageError(WanjaxError):
@@ -64,13 +64,13 @@ def explained(error: Exception, folders: Iterable[AnyPath]) -> Fault:
             why = NO_ROOM if is_full(cause) else f"the server cannot use its files: {reason(cause)}"
             return Fault(STATUS[cause.errno], STORAGE, why)
     if isinstance(error, WanjaxError):
-        return Fault(422, MISTAKE, without_folders(str(error), folders), own=False)
+        return Fault(422, MISTAKE, without_folders(str(error), folders), is_ours=False)
     return Fault(500, BROKEN, OUT_OF_MEMORY if is_out_of_memory(error) else UNEXPECTED)
 
 
 def without_folders(text: str, folders: Iterable[AnyPath]) -> str:
     """Return a text in which absolute paths are names alone; those in known folders may have spaces."""
-    known = {*map(str, folders), str(home() or "/"), str(Path.cwd()), tempfile.gettempdir()} - {"/"}
-    for folder in sorted(known, key=len, reverse=True):
+    prefixes = {*map(str, folders), str(home() or "/"), str(Path.cwd()), tempfile.gettempdir()} - {"/"}
+    for folder in sorted(prefixes, key=len, reverse=True):
         text = text.replace(f"{folder}/", "/")
     return FOLDERS.sub("", text)

@@ -34,28 +34,28 @@ class Limits:
     streams: int = 64
 
     @classmethod
-    def of(cls, defaults: Settings, pixels: int | None = None, **given: int) -> "Limits":
+    def of(cls, defaults: Settings, pixels: int | None = None, **others: int) -> "Limits":
         """Return the limits for a model; `pixels` None is a multiple of its default video's."""
-        return cls(pixels=pixels or TIMES * pixels_of(defaults), **given)
+        return cls(pixels=pixels or TIMES * pixels_of(defaults), **others)
 
     def check(self, settings: Settings) -> None:
         """Raise SettingError where a video is larger than allowed."""
         if (pixels := pixels_of(settings)) > self.pixels:
             shape = f"{settings.width}x{settings.height} and {quantity(settings.length, 'frame')}"
-            told = f"{shape} are {quantity(pixels, 'pixel')} where this server makes {self.pixels:,} at most"
-            raise SettingError(told, "size")
+            problem = f"{shape} are {quantity(pixels, 'pixel')} where this server makes {self.pixels:,} at most"
+            raise SettingError(problem, "size")
         for name in ("steps", "fps"):
             if (value := getattr(settings, name)) > (most := getattr(self, name)):
                 raise SettingError(f"{name} is {shown(value)} where this server takes {most} at most", name)
 
     def bounding(self, settings: Mapping[str, Setting]) -> dict[str, Setting]:
         """Return settings by name, with this server's own bounds of their values."""
-        found = dict(settings)
+        bounded = dict(settings)
         for name, most in {"steps": self.steps, "fps": self.fps}.items():
-            known = found[name]
-            usual = None if known.usual is not None and known.usual > most else known.usual
-            found[name] = known._replace(most=min(known.most, most), usual=usual)
-        return found
+            setting = bounded[name]
+            usual = None if setting.usual is not None and setting.usual > most else setting.usual
+            bounded[name] = setting._replace(most=min(setting.most, most), usual=usual)
+        return bounded
 
     def telling(self, model: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a server tells of a model, with its own bounds in the settings."""

@@ -97,11 +97,11 @@ class ServedMaker(VideoMaker):
             warm_up(self.pipe, **self.how, preview=self.preview, note=self.note, stopped=stopped)
 
     def explain(self, error: Exception) -> Failure:
-        found = explained(error, self.folders)
+        fault = explained(error, self.folders)
         log = ""
-        if found.own and found.message != OUT_OF_MEMORY:
-            log = str(error) if found.code == STORAGE else "".join(traceback.format_exception(error))
-        return Failure(found.code, found.message, again=found.own, log=log)
+        if fault.is_ours and fault.message != OUT_OF_MEMORY:
+            log = str(error) if fault.code == STORAGE else "".join(traceback.format_exception(error))
+        return Failure(fault.code, fault.message, again=fault.is_ours, log=log)
 
     def make(self, jobs: Sequence[Job], lease: Lease) -> Iterator[Job]:
         """Make videos, one after another; yield each job once its video is there."""
@@ -115,11 +115,11 @@ class ServedMaker(VideoMaker):
     def _video(self, job: Job, lease: Lease) -> None:
         request = VideoRequest.from_json(job.request)
         output = self.place / job.output
-        own = output.parent
-        if isinstance(own, Path):
-            own.mkdir(exist_ok=True)
-        progress = JobProgress(lease, lease.stopped, own / PREVIEW if self.preview else None)
-        with fetched(own, names_of(request.inputs)) as here:
+        folder = output.parent
+        if isinstance(folder, Path):
+            folder.mkdir(exist_ok=True)
+        progress = JobProgress(lease, lease.stopped, folder / PREVIEW if self.preview else None)
+        with fetched(folder, names_of(request.inputs)) as here:
             pipe = self.variants.take(request.model or self.variants.first, self.variants.strengths(request.lora))
             pipe = model_info.with_scheduler(pipe, request.scheduler)
             loaded = {name: getattr(pipe.defaults, name) for name in LOADED if name != "model"}
@@ -138,9 +138,9 @@ class ServedMaker(VideoMaker):
                     traced = trace_programs(pipe, replace(chosen, windows=min(2, chosen.windows)), pictures, **self.how)
                     EXECUTE.compile(*(one.instance for one in traced.programs), on_start=progress.compiling)
                 self._shapes.add(shape)
-            found = {str(own / name): digest_of(here / name) for name in names_of(request.inputs)}
-            digests = {name: digest for name, digest in found.items() if digest is not None}
-            metadata = pipe.metadata(chosen, paths_of(request.inputs, own), digests=digests, **self.how)
+            all_digests = {str(folder / name): digest_of(here / name) for name in names_of(request.inputs)}
+            digests = {name: digest for name, digest in all_digests.items() if digest is not None}
+            metadata = pipe.metadata(chosen, paths_of(request.inputs, folder), digests=digests, **self.how)
             prepared = PreparedRequest(chosen, model_info.without_folders(metadata))
             try_output(output, chosen.length, chosen.size, chosen.fps, prepared.metadata)
             for _, frames in (
@@ -149,15 +149,15 @@ class ServedMaker(VideoMaker):
                 with run.decode_stage(prepared):
                     clips = with_thumbnail(map(np.asarray, frames), chosen.length, here / THUMBNAIL)
                     write(output, clips, prepared)
-            if isinstance(own, RemotePath):  # after the video, which a store that fails meanwhile is not to cost
-                (own / THUMBNAIL).upload(here / THUMBNAIL)
+            if isinstance(folder, RemotePath):  # after the video, which a store that fails meanwhile is not to cost
+                (folder / THUMBNAIL).upload(here / THUMBNAIL)
 
     @staticmethod
     def _extended(request: VideoRequest, extend: Callable[[str, bool], Extended]) -> dict[str, str]:
         """Return the settings of a request's prompts, extended, with what was asked for beside them."""
-        asked = [request.settings["prompt"], *(request.settings.get("then") or "").splitlines()]
-        prompt, *then = (extend(text, "image" in request.inputs) for text in asked)
-        return {"prompt": str(prompt), "then": "\n".join(then), "original_prompt": "\n".join(asked)}
+        texts = [request.settings["prompt"], *(request.settings.get("then") or "").splitlines()]
+        prompt, *then = (extend(text, "image" in request.inputs) for text in texts)
+        return {"prompt": str(prompt), "then": "\n".join(then), "original_prompt": "\n".join(texts)}
 
     def _shape(self, request: VideoRequest, chosen: Settings) -> tuple[Any, ...]:
         """Return what decides which programs a video needs, but for the lengths of its prompts.
@@ -165,8 +165,16 @@ class ServedMaker(VideoMaker):
         Before one of too many shapes all programs are dropped, so that memory does not grow.
         """
         rule = chosen.guidance_rule
-        made = chosen.model, chosen.size, chosen.frames, chosen.windows > 1, chosen.guided, chosen.cache, chosen.follow
-        shape = *made, type(rule), rule.averages, request.scheduler, tuple(names_of(request.inputs))
+        form = (
+            chosen.model,
+            chosen.size,
+            chosen.frames,
+            chosen.windows > 1,
+            chosen.guided,
+            chosen.cache,
+            chosen.follow,
+        )
+        shape = *form, type(rule), rule.averages, request.scheduler, tuple(names_of(request.inputs))
         if shape not in self._shapes and len(self._shapes) >= SHAPES:
             self._shapes.clear()
             EXECUTE.forget()

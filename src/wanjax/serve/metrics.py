@@ -38,22 +38,22 @@ def text(stats: Stats, answers: Mapping[int, int], watchers: int) -> str:
         *_gauge("process_resident_memory_bytes", "Memory of the process.", psutil.Process().memory_info().rss),
     ]
     used = {device.id: (device.memory_stats() or {}).get("bytes_in_use") for device in jax.local_devices()}
-    if known := {device: bytes_ for device, bytes_ in used.items() if bytes_ is not None}:
-        lines += _samples("wanjax_device_bytes_in_use", "gauge", "Memory in use on a device.", {"device": known})
+    if measured := {device: bytes_ for device, bytes_ in used.items() if bytes_ is not None}:
+        lines += _samples("wanjax_device_bytes_in_use", "gauge", "Memory in use on a device.", {"device": measured})
     return "\n".join(lines) + "\n"
 
 
-def _counter(name: str, told: str, values: Mapping[str, Mapping[Any, float]]) -> Iterator[str]:
-    return _samples(f"{name}_total", "counter", told, values)
+def _counter(name: str, description: str, values: Mapping[str, Mapping[Any, float]]) -> Iterator[str]:
+    return _samples(f"{name}_total", "counter", description, values)
 
 
-def _gauge(name: str, told: str, value: float) -> Iterator[str]:
-    yield from (f"# HELP {name} {told}", f"# TYPE {name} gauge", f"{name} {value}")
+def _gauge(name: str, description: str, value: float) -> Iterator[str]:
+    yield from (f"# HELP {name} {description}", f"# TYPE {name} gauge", f"{name} {value}")
 
 
-def _samples(name: str, kind: str, told: str, values: Mapping[str, Mapping[Any, float]]) -> Iterator[str]:
+def _samples(name: str, kind: str, description: str, values: Mapping[str, Mapping[Any, float]]) -> Iterator[str]:
     """Yield a metric with a value for each value of a label."""
-    yield from (f"# HELP {name} {told}", f"# TYPE {name} {kind}")
+    yield from (f"# HELP {name} {description}", f"# TYPE {name} {kind}")
     for label, samples in values.items():
         for key, value in dict(samples).items():
             yield f'{name}{{{label}="{key}"}} {value}'

@@ -6,10 +6,10 @@ model has no use for is left out.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from wanjax.checkpoints.lora_source import Lora
 from wanjax.errors import SettingError, WanjaxError
@@ -26,6 +26,7 @@ from wanjax.pipelines.windows import CONTROL
 from wanjax.schedulers import NAMED, name_of
 from wanjax.stores.paths import base_name
 
+T = TypeVar("T")
 TYPES = {str: "string", bool: "boolean", int: "integer", float: "number"}
 
 
@@ -49,8 +50,8 @@ def model(pipe: Pipeline, tiling: Tiling | None, batch_guidance: bool) -> dict[s
 
 def offered(pipe: Pipeline) -> Mapping[str, Setting]:
     """Return the settings of a video that a request may give, by name."""
-    own = pipe.defaults.to_json().keys() - {*LOADED}
-    return {name: known for name, known in schema(type(pipe.defaults)).items() if name in own}
+    names = pipe.defaults.to_json().keys() - {*LOADED}
+    return {name: setting for name, setting in schema(type(pipe.defaults)).items() if name in names}
 
 
 def described(pipe: Pipeline) -> dict[str, dict[str, Any]]:
@@ -68,78 +69,72 @@ def described(pipe: Pipeline) -> dict[str, dict[str, Any]]:
     rules = {"cache": _caches(pipe), "guidance_rule": _rules(pipe)}
     choices = {"follow": _ways(pipe), "sigmas": _levels(architecture, pipe.defaults), **rules}
     useless |= {name for name, some in choices.items() if len(some) < 2}
-    found = {}
-    for name, known in offered(pipe).items():
+    schemas = {}
+    for name, setting in offered(pipe).items():
         if name not in useless:
-            found[name] = in_words(known._replace(choices=known.choices and tuple(choices.get(name, known.choices))))
-            found[name]["default"] = defaults[name]
+            values = setting.choices and tuple(choices.get(name, setting.choices))
+            schemas[name] = in_words(setting._replace(choices=values))
+            schemas[name]["default"] = defaults[name]
     drawn = "Seed of the noise; one is drawn where none is given."  # elsewhere it is 42
-    found["seed"] |= {"description": drawn, "default": DRAW}
-    for name in rules.keys() & found.keys():
-        found[name]["examples"] = rules[name]
+    schemas["seed"] |= {"description": drawn, "default": DRAW}
+    for name in rules.keys() & schemas.keys():
+        schemas[name]["examples"] = rules[name]
     for name in ("height", "width"):
-        found[name]["multipleOf"] = architecture.spec.size_multiple
-    return found
+        schemas[name]["multipleOf"] = architecture.spec.size_multiple
+    return schemas
 
 
-def in_words(known: Setting) -> dict[str, Any]:
+def in_words(setting: Setting) -> dict[str, Any]:
     """Return a setting's type, help and bounds in the words of JSON Schema."""
-    words: dict[str, Any] = {"type": TYPES[known.kind], "description": known.help}
-    bounds = {"minimum": known.least, "exclusiveMinimum": known.above, "maximum": known.most}
+    words: dict[str, Any] = {"type": TYPES[setting.kind], "description": setting.help}
+    bounds = {"minimum": setting.least, "exclusiveMinimum": setting.above, "maximum": setting.most}
     words |= {name: bound for name, bound in bounds.items() if math.isfinite(bound)}
-    words |= {"several": True} if known.several else {}  # a list of texts, or the lines of one
-    return words | ({"enum": list(known.choices)} if known.choices else {})
+    words |= {"several": True} if setting.several else {}  # a list of texts, or the lines of one
+    return words | ({"enum": list(setting.choices)} if setting.choices else {})
 
 
 def _ways(pipe: Pipeline) -> list[str]:
     """Return the values of `follow` that make a difference."""
-    found = []
+    choices = []
     for choice in schema(Settings)["follow"].choices if pipe.architecture.spec.reference_variants else ():
         with suppress(WanjaxError):
-            found.append(pipe.settings(follow=choice).follow)
-    return found
+            choices.append(pipe.settings(follow=choice).follow)
+    return choices
 
 
 def _levels(architecture: VideoModel, settings: Settings) -> list[str]:
     """Return the ways of choosing noise levels that the model's scheduler has."""
-    found = []
-    for choice in schema(Settings)["sigmas"].choices if settings.sigmas else ():
-        with suppress(WanjaxError):
-            architecture.spec.schedule(settings.updated({"sigmas": choice}))
-            found.append(choice)
-    return found
+    choices = schema(Settings)["sigmas"].choices if settings.sigmas else ()
+    return _accepted(choices, lambda choice: architecture.spec.schedule(settings.updated({"sigmas": choice})))
 
 
 def _caches(pipe: Pipeline) -> list[str]:
     """Return the step caches that the model can have with its default settings."""
-    found = []
-    for name in RULES:
-        with suppress(WanjaxError):
-            pipe.settings(cache=name)
-            found.append(name)
-    return found
+    return _accepted(RULES, lambda name: pipe.settings(cache=name))
 
 
 def _rules(pipe: Pipeline) -> list[str]:
     """Return the rules of guidance that the model can have, with guidance where it can have that."""
-    found = []
-    for name in guidance.RULES:
-        for scale in (pipe.defaults.guidance_scale, 2.0):
-            with suppress(WanjaxError):
-                pipe.settings(guidance_rule=name, guidance_scale=scale)
-                found.append(name)
-    return list(dict.fromkeys(found))
+    scales = pipe.defaults.guidance_scale, 2.0
+    pairs = [(name, scale) for name in guidance.RULES for scale in scales]
+    accepted = _accepted(pairs, lambda pair: pipe.settings(guidance_rule=pair[0], guidance_scale=pair[1]))
+    return list(dict.fromkeys(name for name, _ in accepted))
 
 
 def schedulers(pipe: Pipeline) -> list[str]:
     """Return the names of the solvers that can take the steps, the model's own first."""
-    own, settings = name_of(pipe.scheduler), pipe.defaults
-    found = [own]
-    for name in NAMED:
+    others = _accepted(NAMED, lambda name: with_scheduler_of(pipe.architecture, name).spec.schedule(pipe.defaults))
+    return list(dict.fromkeys([name_of(pipe.scheduler), *others]))
+
+
+def _accepted(choices: Iterable[T], attempt: Callable[[T], object]) -> list[T]:
+    """Return the choices with which an attempt raises no WanjaxError."""
+    accepted: list[T] = []
+    for choice in choices:
         with suppress(WanjaxError):
-            with_scheduler_of(pipe.architecture, name).spec.schedule(settings)
-            found.append(name)
-    return list(dict.fromkeys(found))
+            attempt(choice)
+            accepted.append(choice)
+    return accepted
 
 
 def with_scheduler(pipe: Pipeline, name: str | None) -> Pipeline:

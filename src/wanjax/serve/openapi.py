@@ -60,9 +60,9 @@ def _request(models: Sequence[Mapping[str, Any]], prompt: int, *, form: bool) ->
     settings["prompt"] |= {"description": "What the video shows."}
     settings["prompt"].pop("default", None)
     sizes = {name: size for model in models for name, size in model["sizes"].items()}
-    told = "; ".join(f"{name} is {size}" for name, size in sizes.items())
+    listed = "; ".join(f"{name} is {size}" for name, size in sizes.items())
     beside = {
-        "size": TEXT | {"description": f"WIDTHxHEIGHT in pixels, or a name: {told}.", "examples": [*sizes.values()]},
+        "size": TEXT | {"description": f"WIDTHxHEIGHT in pixels, or a name: {listed}.", "examples": [*sizes.values()]},
         SECONDS.name: _bounds(SECONDS, "In place of frames."),
         "model": _choice(*(model["id"] for model in models)) | {"description": "The model, the first one by default."},
         "scheduler": _choice(*dict.fromkeys(name for model in models for name in model["schedulers"]))
@@ -74,11 +74,11 @@ def _request(models: Sequence[Mapping[str, Any]], prompt: int, *, form: bool) ->
         },
         ALLOW_EMPTY.name: FLAG | {"description": "Make a video from an empty prompt."},
     }
-    pictures = {name: told for model in models for name, told in model["pictures"].items()}
+    pictures = {name: picture for model in models for name, picture in model["pictures"].items()}
     if "image" in pictures and not pictures["image"]["required"]:
         pictures[SAME_IMAGE] = pictures["image"] | {"description": f"As image. {pictures['image']['description']}"}
-    files = {name: _file(told, form) for name, told in pictures.items()}
-    needed = [name for name, told in pictures.items() if told["required"] and len(models) == 1]
+    files = {name: _file(picture, form) for name, picture in pictures.items()}
+    needed = [name for name, picture in pictures.items() if picture["required"] and len(models) == 1]
     return {"type": "object", "required": ["prompt", *needed], "properties": settings | beside | files}
 
 
@@ -90,15 +90,15 @@ def _setting(words: Mapping[str, Any]) -> dict[str, Any]:
     return schema
 
 
-def _file(told: Mapping[str, Any], form: bool) -> dict[str, Any]:
+def _file(picture: Mapping[str, Any], form: bool) -> dict[str, Any]:
     """Return the schema of a picture or a clip: a file of a form, or a data: URL, alone or as OpenAI's image_url."""
     if form:
         one: dict[str, Any] = {"type": "string", "contentMediaType": "application/octet-stream"}
     else:
         url = {"type": "string", "pattern": "^data:", "description": "A data: URL; no address is fetched."}
         one = {"anyOf": [url, _object(image_url=url)]}
-    schema = {"anyOf": [one, {"type": "array", "items": one}]} if told["several"] else one
-    return schema | {"description": told["description"]}
+    schema = {"anyOf": [one, {"type": "array", "items": one}]} if picture["several"] else one
+    return schema | {"description": picture["description"]}
 
 
 def _video(models: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -226,5 +226,5 @@ def _or_null(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {"anyOf": [schema, {"type": "null"}]}
 
 
-def _bounds(known: Setting, description: str) -> dict[str, Any]:
-    return in_words(known) | ({"description": description} if description else {})
+def _bounds(setting: Setting, description: str) -> dict[str, Any]:
+    return in_words(setting) | ({"description": description} if description else {})

@@ -50,13 +50,13 @@ async def _pieces(file: RemotePath, first: bytes, start: int, end: int) -> Async
             raise CutShort from error
 
 
-def part_of(given: str | None, size: int) -> tuple[int, int] | None:
+def part_of(header: str | None, size: int) -> tuple[int, int] | None:
     """Return the start and the end of the part that a Range names, or None for all of the file.
 
     The part is empty where the file has none such. All is also what a Range means that is none, or names several parts.
     """
-    found = RANGE.fullmatch(given or "")
-    first, last = found.groups() if found else ("", "")
+    match = RANGE.fullmatch(header or "")
+    first, last = match.groups() if match else ("", "")
     if not first:
         return (max(0, size - int(last)), size) if last else None
     if last and int(last) < int(first):

@@ -52,14 +52,14 @@ class Sweeper:
 
     def clear(self, job: Job) -> bool:
         """Remove the files of a removed job; return False where they cannot be removed now."""
-        own = self.folder / job.id
+        folder = self.folder / job.id
         try:
-            if isinstance(own, Path):
-                shutil.rmtree(own, ignore_errors=True)
-                if own.exists():
+            if isinstance(folder, Path):
+                shutil.rmtree(folder, ignore_errors=True)
+                if folder.exists():
                     return False
             else:
-                own.remove_all()
+                folder.remove_all()
             self.store.purge(job.id)
         except WanjaxError as error:
             logger.warning("%s", error)

@@ -45,7 +45,7 @@ def read(
     fields = {name: value for name, value in fields.items() if value is not None}
     fields.setdefault(MODEL.name, models.first)
     model = models.model(MODEL.read(fields[MODEL.name]))
-    pictures, inputs = {name: list(given) for name, given in files.items()}, inputs_of(model)
+    pictures, inputs = {name: list(contents) for name, contents in files.items()}, inputs_of(model)
     spec = model.architecture.spec
     named = [IMAGE.name if name == SAME_IMAGE else name for name in (*pictures, *fields)]
     check_inputs([name for name in named if name in inputs], model.defaults.model, spec.task, spec.inputs)
@@ -74,23 +74,23 @@ def _from_text(name: str, value: Any) -> list[bytes]:
 def _decoded(name: str, value: Any) -> bytes:
     if isinstance(value, Mapping):
         value = value.get("image_url")
-    found = DATA_URL.fullmatch(value) if isinstance(value, str) else None
-    if found is None:
-        told = f"{name} has no file: send one in a form, or a data: URL; no address is fetched"
-        raise SettingError(told, name)
+    match = DATA_URL.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        problem = f"{name} has no file: send one in a form, or a data: URL; no address is fetched"
+        raise SettingError(problem, name)
     try:
-        return base64.b64decode(found[1], validate=True)
+        return base64.b64decode(match[1], validate=True)
     except binascii.Error as error:
         raise SettingError(f"the data: URL of {name} is no base64: {error}", name) from error
 
 
 def _check_pictures(pictures: Mapping[str, Sequence[bytes]], inputs: Mapping[str, InputSpec], limits: Limits) -> None:
-    for name, given in pictures.items():
+    for name, contents in pictures.items():
         if name not in inputs:
             raise unknown_keyword(name, (*inputs, SAME_IMAGE))
         most = limits.references if inputs[name].kind == "images" else 1
-        if len(given) > most:
-            raise SettingError(f"{len(given)} files are given as {name}: give {most} at most", name)
+        if len(contents) > most:
+            raise SettingError(f"{len(contents)} files are given as {name}: give {most} at most", name)
 
 
 def save_pictures(
@@ -103,9 +103,9 @@ def save_pictures(
     """
     saved: dict[str, Any] = {}
     left = limits.picture
-    for name, given in pictures.items():
+    for name, contents in pictures.items():
         several, still = inputs[name].kind == "images", inputs[name].kind in ("image", "images")
-        for number, data in enumerate(given):
+        for number, data in enumerate(contents):
             stem = f"{name}_{number}" if several else CLIP if name == "video" else name
             kind = None if still else _film(data)
             if kind is None:
@@ -167,9 +167,9 @@ def completed(request: VideoRequest, pipe: Pipeline, files: Mapping[str, Any], l
         with DECODING:  # the clips of one request at a time are in memory
             _, chosen = pipe.prepare(**files, **settings)
     except WanjaxError as error:
-        if (told := _by_field(error, files)) is error:
+        if (renamed := _by_field(error, files)) is error:
             raise
-        raise told from error
+        raise renamed from error
     limits.check(chosen)
     return chosen
 

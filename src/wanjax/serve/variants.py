@@ -47,17 +47,17 @@ class ServedModels:
 
     def model(self, name: str | None) -> Pipeline:
         """Return a model's pipeline, for its settings; None is the first's. Raises SettingError."""
-        if (found := self.pipes.get(self.first if name is None else name)) is None:
-            told = f"the model {shown(name)} is not served here: give {' or '.join(self.pipes)}"
-            raise SettingError(told, "model")
-        return found
+        if (pipe := self.pipes.get(self.first if name is None else name)) is None:
+            problem = f"the model {shown(name)} is not served here: give {' or '.join(self.pipes)}"
+            raise SettingError(problem, "model")
+        return pipe
 
-    def strengths(self, asked: Strengths) -> dict[str, float]:
+    def strengths(self, requested: Strengths) -> dict[str, float]:
         """Return the strength of each LoRA, as asked or else as the server was started; raise SettingError."""
-        if unknown := [name for name in asked if name not in self.usual]:
+        if unknown := [name for name in requested if name not in self.usual]:
             has = " and ".join(self.usual) or "none"
             raise SettingError(f"no LoRA of this server is named {shown(unknown[0])}: it has {has}", "lora")
-        return {**self.usual, **asked}
+        return {**self.usual, **requested}
 
 
 def _without_weights(
@@ -128,9 +128,9 @@ def _by_name(pipe: Pipeline) -> Pipeline:
 
 def _siblings(model: str) -> list[str]:
     """Return the presets whose weights are a preset's but for LoRAs, which are there already."""
-    known = presets()
-    if model not in known:
+    listed = presets()
+    if model not in listed:
         return []
-    others = [preset for preset in known.values() if preset.source == known[model].source and preset.name != model]
+    others = [preset for preset in listed.values() if preset.source == listed[model].source and preset.name != model]
     files = {preset.name: [Lora.parse(text).file for text in preset.loras] for preset in others}
-    return [name for name, own in files.items() if not any(map(check_file, own))]
+    return [name for name, lora_files in files.items() if not any(map(check_file, lora_files))]

@@ -64,7 +64,7 @@ def fetched(folder: AnyPath, names: list[str]) -> Iterator[Path]:
         yield here
 
 
-def told(job: Job, loaded: Mapping[str, Any] = {}) -> dict[str, Any]:
+def video_of(job: Job, loaded: Mapping[str, Any] = {}) -> dict[str, Any]:
     """Return a job in the shape of OpenAI's videos API, and beside that all its settings and its progress.
 
     `loaded` are the settings that its model was loaded with, unless its worker tells of others.
