@@ -42,7 +42,7 @@ class FileMaker:
             with (self.folder / MADE).open("a") as log:  # whole lines, also of several processes
                 log.write(f"{job.id}\n")
             for step in range(4):
-                lease.tell(progress=25 * step, stage="denoise", stage_done=step, stage_total=4)
+                lease.report(progress=25 * step, stage="denoise", stage_done=step, stage_total=4)
                 if lease.stopped():
                     raise Interrupted
                 time.sleep(self.seconds / 4)

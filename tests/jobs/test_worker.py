@@ -252,9 +252,9 @@ def test_several_workers_lease_fewer_jobs_towards_the_end(store, tmp_path):
 
 def test_progress_never_goes_back(store):
     lease = Lease(store, "w")
-    lease.tell(progress=40, stage="denoise")
-    lease.tell(progress=10, stage="encode")
-    assert lease.told == {"progress": 40, "stage": "encode"}
+    lease.report(progress=40, stage="denoise")
+    lease.report(progress=10, stage="encode")
+    assert lease.progress == {"progress": 40, "stage": "encode"}
     lease.close()
 
 
@@ -265,7 +265,7 @@ def test_the_newest_progress_is_told_and_a_lost_job_ends(store):
     lease = Lease(store, "w")
     lease.begin(job.id)
     for done in range(50):
-        lease.tell(progress=done)
+        lease.report(progress=done)
     wait(lambda: store.get("v0").progress.get("progress") == 49)
     store.lost("w")
     wait(lease.stopped)

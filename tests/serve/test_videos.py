@@ -96,14 +96,14 @@ def test_previews_of_a_video_under_way(start):
 
 
 def test_each_window_is_told_with_previews_of_its_own(start, monkeypatch):
-    told, tell = [], Lease.tell
+    told, tell = [], Lease.report
 
     def noted(lease, **progress):
         tell(lease, **progress)
         if "stage_done" in progress:
-            told.append([lease.told.get(name, 0) for name in ("stage", "window", "stage_done", "preview")])
+            told.append([lease.progress.get(name, 0) for name in ("stage", "window", "stage_done", "preview")])
 
-    monkeypatch.setattr(Lease, "tell", noted)
+    monkeypatch.setattr(Lease, "report", noted)
     server = start(preview=True)
     made = server.finished(server.ask(windows=2)["id"])
     assert made["status"] == "completed", made["error"]

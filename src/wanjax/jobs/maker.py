@@ -184,7 +184,7 @@ class VideoMaker:
         progress = JobProgress(lease, self.stopped(lease))
         try:
             for job, prepared in zip(jobs, self.run(tasks, [progress]), strict=True):
-                lease.tell(metadata=dict(prepared.metadata))
+                lease.report(metadata=dict(prepared.metadata))
                 yield job
                 progress.restart()
         except Cancelled as error:
@@ -243,7 +243,7 @@ class VideoMaker:
 
 
 class JobProgress(Observer):
-    """Tells a lease how far its job is, and ends the run where the job is to end.
+    """Reports to a lease how far its job is, and ends the run where the job is to end.
 
     Args:
         lease: The lease.
@@ -272,10 +272,10 @@ class JobProgress(Observer):
         if self.ends():
             raise Interrupted
 
-    def _tell(self, percent: int, **state: Any) -> None:
-        """Tell how much of a window is done, in percent, as its part of the whole."""
+    def _report(self, percent: int, **state: Any) -> None:
+        """Report how much of a window is done, in percent, as its part of the whole."""
         whole = (100 * self._number + percent) // self._windows
-        self.lease.tell(progress=whole, window=self._number + 1, stage_seconds=dict(self.seconds), **state)
+        self.lease.report(progress=whole, window=self._number + 1, stage_seconds=dict(self.seconds), **state)
 
     def window(self, window: Window) -> None:
         self._number, self._windows = window.number, window.count
@@ -283,20 +283,20 @@ class JobProgress(Observer):
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Tell of a stage, and of its seconds at its end."""
+        """Report a stage, and its seconds at its end."""
         self._check()
-        self._tell(PERCENT[name][0], stage=name, stage_done=0, stage_total=0)
+        self._report(PERCENT[name][0], stage=name, stage_done=0, stage_total=0)
         start = perf_counter()
         try:
             yield
         finally:
             self.seconds[name] = round(self.seconds.get(name, 0.0) + perf_counter() - start, 3)
-            self.lease.tell(stage_seconds=dict(self.seconds))
+            self.lease.report(stage_seconds=dict(self.seconds))
 
     def compiling(self, number: int, total: int) -> None:
-        """Tell which program is compiled now."""
+        """Report which program is compiled now."""
         self._check()
-        self._tell(0, stage_done=number, stage_total=total)
+        self._report(0, stage_done=number, stage_total=total)
 
     def stepped(self, step: Step) -> bool:
         preview = {}
@@ -307,14 +307,14 @@ class JobProgress(Observer):
             preview["preview"] = self._number * step.total + self._previews.shown
         done, (start, end) = step.index + 1, PERCENT["denoise"]
         percent = start + (end - start) * step.index // step.total  # this step may be under way
-        self._tell(percent, stage_done=done, stage_total=step.total, **preview)
+        self._report(percent, stage_done=done, stage_total=step.total, **preview)
         return done == step.total or not self.ends()
 
     def count(self, unit: str, done: int, total: int) -> None:
         if unit == "chunk" and done:
             self._check()
             start, end = PERCENT["decode"]
-            self._tell(start + (end - start) * done // total, stage_done=done, stage_total=total)
+            self._report(start + (end - start) * done // total, stage_done=done, stage_total=total)
 
 
 def digest_of(request: VideoRequest) -> str:

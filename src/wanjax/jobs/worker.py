@@ -98,8 +98,8 @@ class Lease:
         self._drained, self._drain, self._closed = drained, False, False
         self._signal = Signal.CONTINUE
         self._job: str | None = None
-        self._told: dict[str, Any] = {}
-        self._news = False
+        self._progress: dict[str, Any] = {}
+        self._has_news = False
         self._changed = Condition()
         self._thread = Thread(target=self._beat, name="wanjax-heartbeat", daemon=True)
         self._thread.start()
@@ -117,22 +117,22 @@ class Lease:
         return self._drain or self._drained()
 
     @property
-    def told(self) -> dict[str, Any]:
-        """The progress of the job, as it was told so far."""
+    def progress(self) -> dict[str, Any]:
+        """The progress of the job, as it was reported so far."""
         with self._changed:
-            return dict(self._told)
+            return dict(self._progress)
 
     def begin(self, id: str | None) -> None:
         """Note which job is made from now on, None for none."""
         with self._changed:
-            self._job, self._told, self._news, self._signal = id, {}, False, Signal.CONTINUE
+            self._job, self._progress, self._has_news, self._signal = id, {}, False, Signal.CONTINUE
 
-    def tell(self, **progress: Any) -> None:
+    def report(self, **progress: Any) -> None:
         """Send progress with the next heartbeat; the number `progress`, in percent, never goes back."""
         with self._changed:
-            done = max(progress.get("progress", 0), self._told.get("progress", 0))
-            self._told = self._told | progress | {"progress": done}
-            self._news = True
+            done = max(progress.get("progress", 0), self._progress.get("progress", 0))
+            self._progress = self._progress | progress | {"progress": done}
+            self._has_news = True
             self._changed.notify()
 
     def stopped(self) -> bool:
@@ -146,13 +146,13 @@ class Lease:
     def _beat(self) -> None:
         while not self._closed:
             with self._changed:
-                if not self._news:
+                if not self._has_news:
                     self._changed.wait(BEAT if self._job is not None else self.ttl / 6)
-                job, told, self._news = self._job, dict(self._told), False
+                job, progress, self._has_news = self._job, dict(self._progress), False
             if self._closed:
                 return
             try:
-                signal = self.store.heartbeat(self.worker, job, told or None, self.ttl)
+                signal = self.store.heartbeat(self.worker, job, progress or None, self.ttl)
             except Unavailable:
                 signal = Signal.CONTINUE  # if it is away for longer than the lease, the next heartbeat hears of it
             except Exception:
@@ -275,7 +275,7 @@ def _make(
                     assert todo.pop(0).id == job.id
                     seconds, start = round(perf_counter() - start, 3), perf_counter()
                     whole = {"progress": 100, "stage": "", "seconds": seconds, "worker": f"{HOST}:{os.getpid()}"}
-                    store.finish(worker, job.id, lease.told | whole)  # False: it is another's now, by the same file
+                    store.finish(worker, job.id, lease.progress | whole)  # False: it is another's now, by the same file
                     ended()
                     if todo and not _begin(store, lease, todo):
                         break

@@ -123,16 +123,16 @@ class ServedMaker(VideoMaker):
             pipe = self.variants.take(request.model or self.variants.first, self.variants.strengths(request.lora))
             pipe = model_info.with_scheduler(pipe, request.scheduler)
             loaded = {name: getattr(pipe.defaults, name) for name in LOADED if name != "model"}
-            lease.tell(settings=loaded)
+            lease.report(settings=loaded)
             if self.extend and not request.settings.get("original_prompt"):
                 with progress.stage("extend"):
                     extended = self._extended(request, self.extend)
-                lease.tell(settings=loaded | extended)
+                lease.report(settings=loaded | extended)
                 request = request.updated(extended)
             settings: Any = {name: value for name, value in request.settings.items() if value is not None}
             pictures, chosen = pipe.prepare(**paths_of(request.inputs, here), **settings)
             texts = chosen.prompt, chosen.negative_prompt
-            lease.tell(notes=[str(one) for text in texts for one in pipe.truncations(text, follow=chosen.follow)])
+            lease.report(notes=[str(one) for text in texts for one in pipe.truncations(text, follow=chosen.follow)])
             if (shape := self._shape(request, chosen)) not in self._shapes:
                 with progress.stage("compile"):
                     traced = trace_programs(pipe, replace(chosen, windows=min(2, chosen.windows)), pictures, **self.how)
