@@ -52,6 +52,9 @@ Loras = str | Path | Lora | Sequence[str | Path | Lora]
 def register(family: Family) -> None:
     """Add a family of models, and the inputs of its presets.
 
+    Args:
+        family: The family.
+
     Raises:
         WanjaxError: A name of its presets or pipelines is known, or that of an input means another kind or a setting.
     """

@@ -49,7 +49,11 @@ class Tiling(NamedTuple):
         return tuple(side if isinstance(side, tuple) else (side, side) for side in self if side is not None)
 
     def cells(self, pixels: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return the size and the stride, each as (height, width), in cells of so many pixels."""
+        """Return the size and the stride, each as (height, width), in cells of so many pixels.
+
+        Args:
+            pixels: Pixels of a cell's side.
+        """
         (rows, columns), (down, right) = self.pairs()
         return (rows // pixels, columns // pixels), (down // pixels, right // pixels)
 

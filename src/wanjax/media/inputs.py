@@ -60,7 +60,14 @@ INPUTS = {one.name: one for one in (IMAGE, LAST_IMAGE, VIDEO, MASK, REFERENCES)}
 
 
 def check_inputs(names: Collection[str], model: str, purpose: str, specs: Sequence[InputSpec]) -> None:
-    """Raise SettingError unless a model takes all inputs of these names, and they are all that it needs."""
+    """Raise SettingError unless a model takes all inputs of these names, and they are all that it needs.
+
+    Args:
+        names: Names of the inputs that are given.
+        model: Name of the model, for the message.
+        purpose: What the model makes, for the message.
+        specs: The inputs that it takes.
+    """
     nouns = {name: spec.noun for name, spec in INPUTS.items()} | {spec.name: spec.noun for spec in specs}
     for name in names:
         if name not in [spec.name for spec in specs]:

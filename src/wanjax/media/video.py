@@ -54,9 +54,14 @@ Frame = UInt8[np.ndarray, "H W 3"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Video:
-    """RGB frames, their number a second, and everything that they were made with, as JSON.
+    """A video and everything that it was made with.
 
-    A video is a sequence of its frames: `len(video)`, `video[0]`, `for frame in video`. In a notebook it plays.
+    It is a sequence of its frames: `len(video)`, `video[0]`, `for frame in video`. In a notebook it plays.
+
+    Args:
+        frames: RGB frames, uint8 [T H W 3].
+        fps: Frames a second.
+        settings: Its metadata, as JSON.
     """
 
     frames: UInt8[np.ndarray, "T H W 3"]
@@ -64,7 +69,11 @@ class Video:
     settings: Mapping[str, Any]
 
     def save(self, path: str | AnyPath) -> AnyPath:
-        """Write the video and its settings as `write_video` does."""
+        """Write the video and its settings as `write_video` does.
+
+        Args:
+            path: A file, here or in a store, whose suffix decides the format.
+        """
         return write_video(path, self.frames, self.fps, self.settings)
 
     def to_pil(self) -> list[Image.Image]:

@@ -45,12 +45,23 @@ Tree = TypeVar("Tree")  # of arrays
 
 
 def stream_of(latents: Any, name: str = VIDEO) -> Any:
-    """Return one of several streams, of latents or of what belongs to each; an array alone is the video's."""
+    """Return one of several streams, of latents or of what belongs to each; an array alone is the video's.
+
+    Args:
+        latents: An array, or arrays by the names of streams.
+        name: Name of the stream.
+    """
     return latents.get(name) if isinstance(latents, Mapping) else latents
 
 
 def per_stream(function: Callable[..., tuple[object, ...]], x: object, *others: object) -> tuple[Any, ...]:
-    """Call a function for each stream of x, with its part of `others`; return each of its results by stream."""
+    """Call a function for each stream of x, with its part of `others`; return each of its results by stream.
+
+    Args:
+        function: Called with the parts of one stream.
+        x: An array, or arrays by the names of streams.
+        others: More of the kind of x, or values that all streams share.
+    """
     tree = jax.tree.structure(x)
     results = [function(*parts) for parts in zip(*map(tree.flatten_up_to, (x, *others)), strict=True)]
     return tuple(map(tree.unflatten, zip(*results, strict=True)))
@@ -85,14 +96,29 @@ class Denoiser(ABC):
 
     @abstractmethod
     def embed_timesteps(self, network: Any, times: Any, plain: bool = False) -> Float[Array, "B _E"]:
-        """Return the embedding of timesteps that the blocks are given; if `plain`, before it is projected for them."""
+        """Return the embedding of timesteps that the blocks are given.
+
+        Args:
+            network: The network.
+            times: The output of `timesteps`, of several steps.
+            plain: Whether to return the embedding before it is projected for the blocks.
+        """
 
     def timesteps(self, schedule: Schedule) -> object:
-        """Return the timestep of a schedule's only step, or a tree of all the timesteps that the network is told."""
+        """Return the timestep of a schedule's only step, or a tree of all the timesteps that the network is told.
+
+        Args:
+            schedule: A schedule of one step.
+        """
         return schedule.timesteps[0]
 
     def finalize(self, x: Streams, conditioning: Mapping[str, Value]) -> Streams:
-        """Return the latents of the video, from those of the last step; `conditioning` are encoded pictures."""
+        """Return the latents of the video, from those of the last step.
+
+        Args:
+            x: Latents of the last step, [B T H W C] or streams.
+            conditioning: Encoded pictures by name.
+        """
         return x
 
 
@@ -115,8 +141,16 @@ class Preparation(NamedTuple):
 class StepProgram(NamedTuple):
     """What a compiled step depends on, beside shapes.
 
-    A step that reuses what another kept is a program of its own, and so is a `dense` one, which takes all of
-    self-attention where others take it sparsely (None where none does).
+    A step that reuses what another kept is a program of its own.
+
+    Args:
+        denoiser: The traced part of the model.
+        graphdef: The network's definition.
+        scheduler: The solver.
+        cache: The step cache.
+        guidance: The rule of guidance.
+        groups: How the prompts are grouped.
+        dense: Whether the step takes all of self-attention where others take it sparsely; None where none does.
     """
 
     denoiser: Denoiser
@@ -148,9 +182,13 @@ class ModelInputs:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class State:
-    """The values that each step replaces: the latents, the scheduler's state, what each forward kept, and guidance's.
+    """The values that each step replaces.
 
-    `cached` is None for a step that runs all blocks; `average` is None for a rule of guidance without momentum.
+    Args:
+        x: Latents, [B T H W C] or streams.
+        solver: The scheduler's state.
+        cached: What each forward kept; None for a step that runs all blocks.
+        average: The moving average of a rule of guidance with momentum; None for others.
     """
 
     x: Any  # [B T H W C], or streams
@@ -186,7 +224,14 @@ def draw_posteriors(
     words: Words,
     noises: Mapping[str, Array | np.ndarray],
 ) -> dict[str, Array]:
-    """Draw the latents of pictures for each seed; noise that is given takes the place of the seeds'."""
+    """Draw the latents of pictures for each seed; noise that is given takes the place of the seeds'.
+
+    Args:
+        posteriors: The pictures whose latents are random.
+        pictures: Encoded pictures by name.
+        words: Two words of each video's seed.
+        noises: Noise in place of the seeds', by name.
+    """
     drawn = {}
     for one in posteriors:
         if (spread := pictures.get(one.deviation)) is not None:
@@ -197,7 +242,12 @@ def draw_posteriors(
 
 
 def pad_front(x: Latents, frames: int) -> Float[Array, "B ... C"]:
-    """Return latents of `frames` frames, the first of them repeated in front as often as is needed."""
+    """Return latents of `frames` frames, the first of them repeated in front as often as is needed.
+
+    Args:
+        x: Latents [B T H W C].
+        frames: Frames of the result.
+    """
     return jnp.concatenate([x[:, :1]] * (frames - x.shape[1]) + [x], axis=1)
 
 
@@ -224,7 +274,13 @@ class Init(NamedTuple):
 
 
 class GivenNoise(NamedTuple):
-    """Noise in place of the seeds': of this chunk and of its steps, by stream, and of pictures, by name."""
+    """Noise in place of the seeds'.
+
+    Args:
+        initial: Initial noise of this chunk, [B C T H W], by stream; None draws it.
+        of_steps: Noise of its steps, [steps B C T H W], by stream; None draws it.
+        pictures: Noise of pictures by name.
+    """
 
     initial: NoiseArrays | None = None  # [B C T H W]
     of_steps: NoiseArrays | None = None  # [steps B C T H W]
@@ -242,7 +298,13 @@ def begin(
 ) -> tuple[State, Mapping[str, Array]]:
     """Return the state before the first step of a chunk, and the pictures that were drawn, by name.
 
-    `number` is the chunk's, from 0.
+    Args:
+        static: What the program is compiled for.
+        words: Two words of each video's seed.
+        noise_inputs: Noise in place of the seeds'.
+        schedule: Noise levels of the steps.
+        pictures: Encoded pictures by name.
+        number: The number of the chunk, from 0.
     """
     drawn = draw_posteriors(static.posteriors, pictures, words, noise_inputs.pictures or {})
     shapes = {VIDEO: static.shape, **dict(static.others)}
@@ -274,7 +336,12 @@ def begin(
 
 @program(random_numbers)
 def draw(shape: tuple[int, ...], words: Words) -> Float[Array, "B C T H W"]:
-    """Return the seeds' initial noise."""
+    """Return the seeds' initial noise.
+
+    Args:
+        shape: Shape of one video's latents, [1 C T H W].
+        words: Two words of each video's seed.
+    """
     return drawn_noise(words, shape)
 
 
@@ -282,7 +349,10 @@ def draw(shape: tuple[int, ...], words: Words) -> Float[Array, "B C T H W"]:
 def finish(static: tuple[Denoiser, int], x: Streams, pictures: Mapping[str, Array]) -> Streams:
     """Return the video's latents [B _C _T H W] from those of the last step, and those of other streams [B C ...].
 
-    static: the denoiser, the number of frames.
+    Args:
+        static: The denoiser, and the number of frames.
+        x: Latents of the last step, [B T H W C] or streams.
+        pictures: Encoded pictures by name.
     """
     denoiser, frames = static
     x = denoiser.finalize(x, pictures)
@@ -292,7 +362,12 @@ def finish(static: tuple[Denoiser, int], x: Streams, pictures: Mapping[str, Arra
 
 @program(scanned)
 def join(axis: int, parts: tuple[Tree, ...]) -> Tree:
-    """Join trees of arrays along an axis."""
+    """Join trees of arrays along an axis.
+
+    Args:
+        axis: The axis.
+        parts: Trees of one structure.
+    """
     return jax.tree.map(lambda *arrays: jnp.concatenate(arrays, axis=axis), *parts)
 
 
@@ -302,7 +377,12 @@ def take_step(
 ) -> tuple[State, Streams, Bool[Array, ""]]:
     """Take the only step of a schedule; return also the predicted clean latents, and whether the new are finite.
 
-    `guidance` are the values of the rule of guidance for this step, in most cases a scale.
+    Args:
+        static: What the program is compiled for.
+        state: The state before the step, whose buffers are reused.
+        inputs: What the network is given beside latents and timestep.
+        guidance: Values of the rule of guidance for this step, in most cases a scale.
+        schedule: A schedule of one step.
     """
     denoiser, network = static.denoiser, nnx.merge(static.graphdef, inputs.weights)
     videos, scheduler = state.videos, static.scheduler

@@ -140,13 +140,20 @@ def no_prompts(architecture: Any) -> Mapping[str, tuple[int, int]]:
 class Family:
     """A family of models.
 
-    `networks` are the kinds of networks in its checkpoints; `pipelines` the class names in model_index.json.
-    `architecture` reads a checkpoint's configs, and those of its text and image encoders if the second argument is
-    True. `settings` returns the default settings of a checkpoint. `loaders` load tokenizers and image processors from
-    their folders. `layouts` are the layouts of its checkpoints other than that of diffusers, and `relatives` models
-    like its own that are not read. `tables` is a file of published tables for step caches, by the presets' names.
-    `distillations` are those that names of files tell, the most special first. `prompt` returns, for plans, the length
-    of a prompt and the number of its real tokens, by tokenizer.
+    Args:
+        name: Its name.
+        networks: The kinds of networks in its checkpoints.
+        pipelines: Class names in model_index.json.
+        architecture: Reads a checkpoint's configs, and those of its text and image encoders if the second argument
+            is True.
+        settings: Returns the default settings of a checkpoint.
+        presets: Its published models.
+        loaders: Load tokenizers and image processors from their folders, by component.
+        layouts: Layouts of its checkpoints other than that of diffusers.
+        relatives: Models like its own that are not read, for the message.
+        tables: File of published tables for step caches, by the presets' names.
+        distillations: Distilled weights that names of files tell, the most special first.
+        prompt: Returns, for plans, the length of a prompt and the number of its real tokens, by tokenizer.
     """
 
     name: str
@@ -163,7 +170,11 @@ class Family:
     prompt: Callable[[Any], Mapping[str, tuple[int, int]]] = no_prompts
 
     def network_of(self, config: Config) -> Network:
-        """Return the network that a config describes."""
+        """Return the network that a config describes.
+
+        Args:
+            config: The config.
+        """
         return network_of(config, self.networks)
 
 

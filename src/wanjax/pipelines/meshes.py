@@ -54,7 +54,11 @@ class StepCost(NamedTuple):
     rules: Rules = RULES["fsdp"]
 
     def weight_shards(self, mesh: MeshSizes) -> int:
-        """Return the number of devices that divide the weights."""
+        """Return the number of devices that divide the weights.
+
+        Args:
+            mesh: Sizes of `dp`, `sp` and `tp`.
+        """
         axes = {axis for taken in self.rules.weights.values() for axis in taken}
         return prod(size for axis, size in mesh._asdict().items() if axis in axes)
 
@@ -94,7 +98,13 @@ def step_cost(
 
 
 def auto_mesh(cost: StepCost, devices: Sequence[Any], sp: int | None = None) -> MeshSizes:
-    """Return the mesh that "auto" is on these devices, which may be described ones; `sp` is that of `choose_mesh`."""
+    """Return the mesh that "auto" is on these devices.
+
+    Args:
+        cost: What a step costs.
+        devices: Devices of this process, or described ones.
+        sp: The size of `sp`, if it is given.
+    """
     first = devices[0]
     chip = device_model(first.device_kind)
     if isinstance(chip, Chip):
@@ -134,6 +144,11 @@ def meshes(cost: StepCost, devices: int, sp: int | None = None) -> Iterator[Mesh
     """Yield every mesh of so many devices; under guidance also those with its two prompts on `dp`.
 
     `sp` and `tp` have no more devices together than leave each of them some tokens.
+
+    Args:
+        cost: What a step costs.
+        devices: Their number.
+        sp: The size of `sp`, if it is given.
     """
     least = sp or 1
     for dp in (1, 2) if cost.guided and devices % (2 * least) == 0 else (1,):
@@ -151,13 +166,24 @@ def has_room(cost: StepCost, mesh: MeshSizes, memory: int | None) -> bool:
     """Tell whether the weights, as far as the mesh divides them, leave a fifth of a device's memory.
 
     Weights that are whole on each device may leave less: a plan tells whether it is enough.
+
+    Args:
+        cost: What a step costs.
+        mesh: Sizes of `dp`, `sp` and `tp`.
+        memory: Bytes of each device; None where they are unknown, which is taken for enough.
     """
     most = 0.8 if cost.rules.weights else 1.0
     return memory is None or cost.weights / cost.weight_shards(mesh) < most * memory
 
 
 def step_seconds(cost: StepCost, mesh: MeshSizes, chip: Chip | Machine) -> float:
-    """Return the seconds of one step, by the model."""
+    """Return the seconds of one step, by the model.
+
+    Args:
+        cost: What a step costs.
+        mesh: Sizes of `dp`, `sp` and `tp`.
+        chip: What each device is: its speed and its links.
+    """
     work, (dp, sp, tp) = cost.forward, mesh
     parts, forwards = sp * tp, (2 if cost.guided else 1) / dp
     others = sum(work.flops.values()) - work.scores
@@ -187,5 +213,10 @@ def _rate(devices: int, chip: Chip | Machine) -> float:
 
 
 def hides_ring(tokens: int, devices: int) -> bool:
-    """Tell whether TPUs that pass the keys of a sequence round attend for longer than they send."""
+    """Tell whether TPUs that pass the keys of a sequence round attend for longer than they send.
+
+    Args:
+        tokens: Tokens of the sequence.
+        devices: Devices that pass its keys round.
+    """
     return tokens >= RING_TOKENS * devices

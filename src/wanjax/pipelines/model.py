@@ -90,16 +90,26 @@ class VAEConfig(Protocol):
     def tiling(self) -> Tiling: ...
 
     def decode_lengths(self, frames: int) -> tuple[int, int]:
-        """Return the latent frames in the first chunk to decode, and in each later one, for a video of so many."""
+        """Return the latent frames in the first chunk to decode, and in each later one, for a video of so many.
+
+        Args:
+            frames: Latent frames of the video.
+        """
         ...
 
 
 class Cost(NamedTuple):
     """The work of one forward of the denoiser for one prompt, for plans and profiles.
 
-    `tokens` is the length of self-attention's sequence, `scores` the operations of its two products, and `flops` all
-    operations by part of the network. A multiplication and an addition are two operations. `ring` tells whether
-    self-attention is that of one sequence to itself, whose keys TPUs pass round where that is fastest.
+    Args:
+        tokens: Length of self-attention's sequence.
+        layers: Blocks of the network.
+        heads: Heads of attention.
+        width: Channels of a token.
+        scores: Operations of the two products of self-attention; a multiplication and an addition are two.
+        flops: Operations by part of the network.
+        ring: Whether self-attention is that of one sequence to itself, whose keys TPUs pass round where that is
+            fastest.
     """
 
     tokens: int
@@ -142,7 +152,13 @@ class Pass(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A part of a video that is denoised at once: its number from 0, of how many, and its latent frames."""
+    """A part of a video that is denoised at once.
+
+    Args:
+        number: Its number, from 0.
+        count: The chunks of the video.
+        frames: Its latent frames.
+    """
 
     number: int
     count: int
@@ -269,6 +285,9 @@ class ModelSpec:
         """Return given settings, and those that follow from them.
 
         Noise levels follow whom the rest follows; the second expert's guidance scale is that of the first.
+
+        Args:
+            settings: Values of settings by name.
         """
         complete = {**settings}
         if self.reference_variants and "sigmas" in self._levels and settings.get("sigmas") is None:
@@ -280,7 +299,11 @@ class ModelSpec:
     # ---- checks
 
     def check_settings(self, settings: Settings) -> None:
-        """Raise WanjaxError where the model makes no video of these settings."""
+        """Raise WanjaxError where the model makes no video of these settings.
+
+        Args:
+            settings: Settings of the video.
+        """
         settings.check(spatial=self.size_multiple, temporal=self.vae.temporal_factor)
         self.check_length(settings.frames, settings.model)
         check_windows(settings, self.continued_by)
@@ -309,58 +332,104 @@ class ModelSpec:
             )
 
     def check_length(self, frames: int, model: str) -> None:
-        """Raise WanjaxError for more frames than the autoencoder can encode or decode in one video."""
+        """Raise WanjaxError for more frames than the autoencoder can encode or decode in one video.
+
+        Args:
+            frames: Frames of the video.
+            model: Name of the model, for the message.
+        """
         if self.max_frames is not None and frames > self.max_frames:
             raise WanjaxError(f"{frames} frames are too many for {model}: ask for at most {self.max_frames}")
 
     def check_pictures(self, pictures: Pictures, settings: Settings) -> None:
-        """Raise WanjaxError where pictures that the model takes make no video of these settings."""
+        """Raise WanjaxError where pictures that the model takes make no video of these settings.
+
+        Args:
+            pictures: The pictures and clips of the request.
+            settings: Settings of the video.
+        """
         if "last_image" in pictures and "image" not in pictures:
             raise WanjaxError(f"a last image is given without a first: {settings.model} takes both, or the first alone")
         if "last_image" in pictures and settings.frames == 1:
             raise WanjaxError("a video of 1 frame has no last image beside the first: ask for 5 frames or more")
 
     def check_whole(self, model: str, purpose: str) -> None:
-        """Raise WanjaxError where a video is made chunk by chunk; `purpose` is what needs one made as a whole."""
+        """Raise WanjaxError where a video is made chunk by chunk.
+
+        Args:
+            model: Name of the model, for the message.
+            purpose: What needs a video that is made as a whole, for the message.
+        """
         if self.streams:
             raise WanjaxError(f"{model} makes videos block by block, and {purpose} needs them made as a whole")
 
     def check_trainable(self, model: str) -> None:
-        """Raise WanjaxError for a model that training has no loss for."""
+        """Raise WanjaxError for a model that training has no loss for.
+
+        Args:
+            model: Name of the model, for the message.
+        """
         self.check_whole(model, "training")
         if self.latent_streams:
             others = " and ".join(self.latent_streams)
             raise WanjaxError(f"{model} denoises {others} with the video: only models of a video alone can be trained")
 
     def check_streams(self, model: str) -> None:
-        """Raise WanjaxError where a video is made as a whole."""
+        """Raise WanjaxError where a video is made as a whole.
+
+        Args:
+            model: Name of the model, for the message.
+        """
         if not self.streams:
             raise WanjaxError(f"{model} makes a video as a whole and has no blocks to stream: pipe(prompt) makes it")
 
     # ---- shapes
 
     def latent_shape(self, settings: Settings) -> Shape:
-        """Return the shape [1 C T H W] of a video's latents."""
+        """Return the shape [1 C T H W] of a video's latents.
+
+        Args:
+            settings: Settings of the video.
+        """
         frames = (settings.frames - 1) // self.vae.temporal_factor + 1
         height, width = (pixels // self.vae.spatial_factor for pixels in settings.size)
         return 1, self.vae.latent_channels, frames, height, width
 
     def stream_shapes(self, settings: Settings) -> dict[str, Shape]:
-        """Return the shapes [1 C L] of the latents that are denoised with the video's, by name."""
+        """Return the shapes [1 C L] of the latents that are denoised with the video's, by name.
+
+        Args:
+            settings: Settings of the video.
+        """
         seconds = settings.frames / settings.fps
         return {name: (1, one.channels, round(seconds * one.per_second)) for name, one in self.latent_streams.items()}
 
     def denoised_frames(self, frames: int) -> int:
-        """Return the latent frames that are denoised for so many, some of which are dropped at the end."""
+        """Return the latent frames that are denoised for so many, some of which are dropped at the end.
+
+        Args:
+            frames: Latent frames of the video.
+        """
         return frames + -frames % self.frame_multiple
 
     def noise_shape(self, settings: Settings, references: int = 0) -> Shape:
-        """Return the shape [1 C T H W] of the initial noise, with all frames that are dropped before the video's."""
+        """Return the shape [1 C T H W] of the initial noise, with all frames that are dropped before the video's.
+
+        Args:
+            settings: Settings of the video.
+            references: Latent frames of reference pictures.
+        """
         batch, channels, frames, height, width = self.latent_shape(settings)
         return batch, channels, references + self.denoised_frames(frames), height, width
 
     def noise_shapes(self, settings: Settings, references: int = 0, videos: int = 1) -> dict[str, Shape]:
-        """Return the shapes of the initial noise of videos made together, in a pass of these settings, by stream."""
+        """Return the shapes of the initial noise of videos made together, in a pass of these settings, by stream.
+
+        Args:
+            settings: Settings of the pass.
+            references: Latent frames of reference pictures.
+            videos: Videos made together.
+        """
         shapes = {VIDEO: self.noise_shape(settings, references), **self.stream_shapes(settings)}
         return {name: (videos, *shape[1:]) for name, shape in shapes.items()}
 
@@ -368,6 +437,11 @@ class ModelSpec:
         """Return the shapes of the random arrays that can be given for videos made together, by name; of all passes.
 
         `step_noise` has a row for each step of the settings; those that a given video skips are not used.
+
+        Args:
+            settings: Settings of the video.
+            references: Latent frames of reference pictures.
+            videos: Videos made together.
         """
         _, channels, frames, *cells = self.latent_shape(settings)
         shapes = {}
@@ -382,15 +456,27 @@ class ModelSpec:
         return shapes
 
     def to_training_latents(self, latents: Float[Array, "B C T H W"]) -> Float[Array, "B _T H W C"]:
-        """Return the latents of encoded videos [B C T H W] as the network is trained to make them."""
+        """Return the latents of encoded videos [B C T H W] as the network is trained to make them.
+
+        Args:
+            latents: Latents of encoded videos, normalised.
+        """
         return pad_front(jnp.moveaxis(latents, 1, -1), self.denoised_frames(latents.shape[2]))
 
     def decode_lengths(self, frames: int) -> tuple[int, int]:
-        """Latent frames in the first chunk to decode, and in each later one, for a video of so many."""
+        """Latent frames in the first chunk to decode, and in each later one, for a video of so many.
+
+        Args:
+            frames: Latent frames of the video.
+        """
         return (self.chunk_frames, self.chunk_frames) if self.streams else self.vae.decode_lengths(frames)
 
     def chunks(self, frames: int) -> list[Chunk]:
-        """Return the chunks of a video of so many latent frames; most models make a video as a whole."""
+        """Return the chunks of a video of so many latent frames; most models make a video as a whole.
+
+        Args:
+            frames: Latent frames of the video.
+        """
         size = self.chunk_frames or frames
         count = frames // size
         return [Chunk(number, count, range(number * size, (number + 1) * size)) for number in range(count)]
@@ -398,7 +484,11 @@ class ModelSpec:
     # ---- steps
 
     def passes_of(self, settings: Settings) -> list[Settings]:
-        """Return the settings of each pass. A later one takes few steps, and has no step cache."""
+        """Return the settings of each pass. A later one takes few steps, and has no step cache.
+
+        Args:
+            settings: Settings of the video.
+        """
         return [self._pass_of(number, one, settings) for number, one in enumerate(self.passes)]
 
     def _pass_of(self, number: int, one: Pass, settings: Settings) -> Settings:
@@ -417,32 +507,61 @@ class ModelSpec:
         return set(inspect.signature(self.scheduler.schedule).parameters)
 
     def schedule_options(self, settings: Settings) -> Mapping[str, float | str]:
-        """Return the settings that decide the noise levels, as keywords of the scheduler's `schedule`."""
+        """Return the settings that decide the noise levels, as keywords of the scheduler's `schedule`.
+
+        Args:
+            settings: Settings of the video.
+        """
         options = {"shift": settings.flow_shift, "sigmas": settings.sigmas, "follow": settings.follow}
         return {name: value for name, value in options.items() if value is not None and name in self._levels}
 
     def schedule(self, settings: Settings, encoded: Encoded | None = None) -> Schedule:
-        """Return the noise levels of the steps, arrays of the host; a given video, if encoded, skips the noisiest."""
+        """Return the noise levels of the steps, arrays of the host; a given video, if encoded, skips the noisiest.
+
+        Args:
+            settings: Settings of the pass.
+            encoded: The output of `encode`, whose video, if there is one, decides where to start; None starts from
+                noise.
+        """
         begun = getattr(encoded, "video_latents", None) is not None
         skip = settings.steps - settings.strong_steps if begun else 0
         return self.scheduler.schedule(settings.steps, skip=skip, **self.schedule_options(settings))
 
     def phases(self, schedule: Schedule, settings: Settings, number: int = 0) -> tuple[Phase, ...]:
-        """Return the steps of each network, and their guidance scales; `number` is the pass's."""
+        """Return the steps of each network, and their guidance scales.
+
+        Args:
+            schedule: Noise levels of the steps.
+            settings: Settings of the video.
+            number: The number of the pass, from 0.
+        """
         return phases_of(self.passes[number].denoisers or self.denoisers, np.asarray(schedule.timesteps), settings)
 
     def noise_range(self, network: str, settings: Settings) -> tuple[float, float]:
-        """Return the noise levels, from 0 to 1, between which a network denoises."""
+        """Return the noise levels, from 0 to 1, between which a network denoises.
+
+        Args:
+            network: Name of the component.
+            settings: Settings of the video.
+        """
         if not self.experts or settings.boundary is None:
             return 0.0, 1.0
         return (settings.boundary, 1.0) if network == self.denoisers[0] else (0.0, settings.boundary)
 
     def tables_for(self, encoded: Encoded) -> Tables:
-        """Return the tables of step caches for a video from this output of `encode`."""
+        """Return the tables of step caches for a video from this output of `encode`.
+
+        Args:
+            encoded: The output of `encode`.
+        """
         return self.cache_tables if getattr(encoded, "condition", None) is None else self.cache_tables.of_pictured
 
     def cache_rule(self, settings: Settings) -> CacheRule:
-        """Return the rule of the settings' step cache, complete; raise WanjaxError where the model cannot have it."""
+        """Return the rule of the settings' step cache, complete; raise WanjaxError where the model cannot have it.
+
+        Args:
+            settings: Settings of the video.
+        """
         if self.streams:
             if settings.cache != NONE:
                 raise WanjaxError(f"{settings.model} takes too few steps for a step cache: leave {settings.cache} out")
@@ -451,13 +570,21 @@ class ModelSpec:
         return chosen_rule(settings.cache, self.phases(self.schedule(first), first), self.cache_tables, settings.model)
 
     def reused(self, settings: Settings) -> tuple[bool, ...]:
-        """Tell of each step of the first pass whether it reuses what another kept, or may where that is not known."""
+        """Tell of each step of the first pass whether it reuses what another kept, or may where that is not known.
+
+        Args:
+            settings: Settings of the video.
+        """
         first = self.passes_of(settings)[0]
         rule, phases = self.cache_rule(settings), self.phases(self.schedule(first), first)
         return tuple(reuses for phase in phases for reuses in rule.reused(phase, self.cache_tables))
 
     def attention(self, requested: AttentionConfig) -> AttentionConfig:
-        """Return the attention of the denoiser where this one is asked for; AUTO is that which it was trained with."""
+        """Return the attention of the denoiser where this one is asked for; AUTO is that which it was trained with.
+
+        Args:
+            requested: The attention that is asked for.
+        """
         return self.trained_attention if requested == AUTO else requested
 
 
@@ -466,6 +593,11 @@ class VideoModel(ABC, Generic[Own]):
     """A checkpoint as its family knows it, without weights: a method that computes is given a `Runtime`.
 
     A family writes the abstract methods, and the others where it differs.
+
+    Args:
+        vae: Config of the autoencoder.
+        scheduler: The checkpoint's scheduler.
+        tables: The checkpoint's tables for step caches.
     """
 
     encoded_type: ClassVar[type[Any]]
@@ -490,12 +622,24 @@ class VideoModel(ABC, Generic[Own]):
 
     @abstractmethod
     def encode_text(self, runtime: Runtime, settings: Settings) -> Own:
-        """Encode the prompt and the negative prompt of a video's settings, with the text encoders alone."""
+        """Encode the prompt and the negative prompt of a video's settings, with the text encoders alone.
+
+        Args:
+            runtime: Networks, devices and strategy.
+            settings: Settings of the video.
+        """
 
     def encode_inputs(
         self, runtime: Runtime, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
     ) -> Mapping[str, Field | None]:
-        """Encode the pictures of a video without the text encoders; return fields of `encoded_type`."""
+        """Encode the pictures of a video without the text encoders; return fields of `encoded_type`.
+
+        Args:
+            runtime: Networks, devices and strategy.
+            pictures: The pictures and clips of the request.
+            settings: Settings of the video.
+            tiling: Encode tile by tile, which saves memory.
+        """
         return {}
 
     @abstractmethod
@@ -525,18 +669,35 @@ class VideoModel(ABC, Generic[Own]):
         """
 
     def update_memory(self, runtime: Runtime, network: SplitNetwork, inputs: ModelInputs, x: Any) -> object:
-        """Return what the next chunk reads of this one, which is finished; buffers of `inputs` may be reused."""
+        """Return what the next chunk reads of this one, which is finished; buffers of `inputs` may be reused.
+
+        Args:
+            runtime: Networks, devices and strategy.
+            network: Definition and weights of the denoiser.
+            inputs: What the steps of the chunk were given.
+            x: Latents of the finished chunk.
+        """
         return None
 
     @abstractmethod
     def cost(self, settings: Settings, encoded: Own | None = None) -> Cost:
-        """Return the work of one forward of the denoiser, for this output of `encode` where there is one."""
+        """Return the work of one forward of the denoiser, for this output of `encode` where there is one.
+
+        Args:
+            settings: Settings of the video.
+            encoded: The output of `encode`; None counts the prompt as plans do.
+        """
 
     def refine(self, runtime: Runtime, encoded: Own, latents: AnyLatents) -> Own:
         """Return the conditioning of the next pass, from that of this one and its latents, [B C T H W] or streams.
 
         The next pass begins from its fields `video_latents` and, of other streams, `NAME_latents`, in the shapes of
         that pass. By default these are the latents as they are, for passes of one size.
+
+        Args:
+            runtime: Networks, devices and strategy.
+            encoded: The conditioning of the finished pass.
+            latents: Its latents, [B C T H W] or streams.
         """
         streams = latents if isinstance(latents, Mapping) else {VIDEO: latents}
         return encoded._replace(**{f"{name}_latents": x for name, x in streams.items()})
@@ -570,22 +731,44 @@ class VideoModel(ABC, Generic[Own]):
         return map(Decoded, decoded(decoder, map(stream_of, pieces), at_once, dtype, tiling, runtime.call, video))
 
     def tokenize(self, runtime: Runtime, prompts: Sequence[str], follow: str) -> tuple[TokenBatch, ...]:
-        """Return the tokens of prompts, for each text encoder; `follow` is that of the settings."""
+        """Return the tokens of prompts, for each text encoder.
+
+        Args:
+            runtime: Networks, devices and strategy.
+            prompts: The texts to tokenize.
+            follow: Which reference implementation to match, as in the settings.
+        """
         return (runtime.components.get("tokenizer").tokenize(prompts),)
 
     def leading_frames(self, encoded: Own, settings: Settings) -> int:
-        """Return the number of reference latent frames, which are denoised before the video's and then dropped."""
+        """Return the number of reference latent frames, which are denoised before the video's and then dropped.
+
+        Args:
+            encoded: The output of `encode`.
+            settings: Settings of the video.
+        """
         return 0
 
     def size_for(self, picture: tuple[int, int, int], settings: Settings) -> tuple[int, int]:
-        """Return the size of a video of a picture [H W 3], where none is given."""
+        """Return the size of a video of a picture [H W 3], where none is given.
+
+        Args:
+            picture: Its shape, [H W 3].
+            settings: Settings of the video, but for its size.
+        """
         return self.spec.fixed_size or size_within(picture, settings.height * settings.width, self.spec.size_multiple)
 
 
 def phases_of(
     denoisers: Sequence[str], timesteps: Float[np.ndarray, " steps"], settings: Settings
 ) -> tuple[Phase, ...]:
-    """Return the phases of a video: one, or that of each expert, the second below the noise level `boundary`."""
+    """Return the phases of a video: one, or that of each expert, the second below the noise level `boundary`.
+
+    Args:
+        denoisers: Names of the networks, the one of high noise first.
+        timesteps: Timesteps of the schedule, falling.
+        settings: Settings of the video.
+    """
     total, skipped, first = len(timesteps), settings.steps - len(timesteps), settings.guidance_scale
     if settings.dynamic_guidance and settings.guided:
         return (Phase(denoisers[0], 0, tuple(dynamic_scales(first, timesteps, settings.steps)), total, 0, skipped),)
@@ -601,7 +784,12 @@ def phases_of(
 
 
 def with_scheduler(model: VideoModel[Any], scheduler: str | Scheduler) -> VideoModel[Any]:
-    """Return the model with another scheduler; raise WanjaxError where it does not fit the model."""
+    """Return the model with another scheduler; raise WanjaxError where it does not fit the model.
+
+    Args:
+        model: The model.
+        scheduler: A scheduler, or its name with options.
+    """
     return replace(model, scheduler=resolve(scheduler, model.scheduler))
 
 
@@ -610,6 +798,10 @@ def least_bytes(model: VideoModel[Any], settings: Settings) -> int:
 
     They are those of the tokens of a layer, their queries, keys and values, which every attention is given whole. 0 for
     a video that is made by chunks.
+
+    Args:
+        model: The model.
+        settings: Settings of the video.
     """
     if model.spec.streams:
         return 0
@@ -618,12 +810,25 @@ def least_bytes(model: VideoModel[Any], settings: Settings) -> int:
 
 
 def truncations(model: VideoModel[Any], runtime: Runtime, prompt: str, follow: str) -> Sequence[Truncation]:
-    """Return the parts of a prompt that the model does not read, if any."""
+    """Return the parts of a prompt that the model does not read, if any.
+
+    Args:
+        model: The model.
+        runtime: Networks, devices and strategy.
+        prompt: The text.
+        follow: Which reference implementation to match, as in the settings.
+    """
     return tuple(cut for batch in model.tokenize(runtime, [prompt], follow) for cut in batch.truncated if cut)
 
 
 def check_fits(model: VideoModel[Own], encoded: Own, settings: Settings) -> None:
-    """Raise WanjaxError unless this output of `encode` was made for a video of these settings."""
+    """Raise WanjaxError unless this output of `encode` was made for a video of these settings.
+
+    Args:
+        model: The model.
+        encoded: The output of `encode`.
+        settings: Settings of the video.
+    """
     if (encoded_for := encoded_shape(encoded)) is not None:
         encoded_for.check(settings)
     shapes = model.conditioning_shapes(encoded, settings)
@@ -638,6 +843,10 @@ def encoded_from(model: VideoModel[Own], tensors: Mapping[str, Array]) -> Own:
     """Restore the output of `encode` from its tensors by name; raise WanjaxError where one is missing.
 
     Warns of prompts from the scripts before wanjax, which had cut them to a length that the model was not trained on.
+
+    Args:
+        model: The model.
+        tensors: The tensors of a stage's file, by name.
     """
     kind, read = model.encoded_type, model.spec.text_length
     optional = kind._field_defaults.keys()
@@ -652,7 +861,12 @@ def encoded_from(model: VideoModel[Own], tensors: Mapping[str, Array]) -> Own:
 
 
 def latents_of(encoded: Encoded, spec: ModelSpec | None = None) -> dict[str, Any]:
-    """Return the encoded pictures that are latents [B C T H W], by name, and the clean latents of further streams."""
+    """Return the encoded pictures that are latents [B C T H W], by name, and the clean latents of further streams.
+
+    Args:
+        encoded: The output of `encode`.
+        spec: The model's, whose further streams count too; None for the pictures alone.
+    """
     streams = {f"{name}_latents" for name in (spec.latent_streams if spec else ())}
     held = {name: x for name, x in encoded._asdict().items() if x is not None}
     return {name: x for name, x in held.items() if len(x.shape) == 5 or name in streams}
@@ -663,6 +877,11 @@ def attending(model: VideoModel[Any], attention: AttentionConfig, name: str) -> 
 
     Raises UnsupportedError for radial or sparse-linear attention where the denoiser can have none, and for any other
     than sparse-linear attention where it was trained with that.
+
+    Args:
+        model: The model.
+        attention: The attention that is asked for.
+        name: Name of the model, for the message.
     """
     if attention.radial and not model.spec.radial_attention:
         raise UnsupportedError(f"{name} has no radial attention: use --attention auto")

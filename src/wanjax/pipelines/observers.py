@@ -30,13 +30,20 @@ IN_FLIGHT = 2  # steps queued on the device: two keep it busy, more would hold m
 
 @dataclass(frozen=True)
 class Step:
-    """A denoising step, `index` of `total` from 0.
+    """A denoising step.
 
-    `state` is all that the next step takes from it. The next step reuses its buffers, so `latents` [B C T H W], those
-    after the step, are read before it. `x0` [B C T H W] are the clean latents predicted in it. Both are the video's;
-    what is denoised with it is in `state.x` and `predicted`. `reuses` tells whether the step reused what another kept,
-    or might have where that is decided on the device. `latent_preview` returns what makes previews; it is made at the
-    first call.
+    The next step reuses the buffers of `state`, so `latents` [B C T H W], those after the step, are read before it.
+    `x0` [B C T H W] are the clean latents predicted in it. Both are the video's; what is denoised with it is in
+    `state.x` and `predicted`.
+
+    Args:
+        index: Its number, from 0.
+        total: Steps of the pass.
+        timestep: The timestep from which it started.
+        state: All that the next step takes from it.
+        predicted: The predicted clean latents, [B T H W C], or streams.
+        reuses: Whether the step reused what another kept, or might have where that is decided on the device.
+        latent_preview: Returns what makes previews, which is made at the first call; None where there are none.
     """
 
     index: int
@@ -75,7 +82,14 @@ readable(Step)
 
 
 class Switch(NamedTuple):
-    """A change of network: before step `index` of `total`, from 0, `network` took over after `seconds` of loading."""
+    """A change of network.
+
+    Args:
+        network: Name of the component that takes over.
+        index: The step before which it does, from 0.
+        total: Steps of the pass.
+        seconds: Time that it took to load.
+    """
 
     network: str
     index: int
@@ -84,7 +98,11 @@ class Switch(NamedTuple):
 
 
 class Cancelled(Exception):
-    """The exception for a callback that returned False; `step` is the last step taken, from 0."""
+    """The exception for a callback that returned False.
+
+    Args:
+        step: The last step that was taken, from 0.
+    """
 
     def __init__(self, step: int):
         super().__init__(step)  # which pickles, and so goes from one process to another
@@ -116,9 +134,14 @@ class Progress(NamedTuple):
 
 
 class Start(NamedTuple):
-    """The state before the first step of a pass, and everything on which the latents depend: facts and arrays.
+    """The state before the first step of a pass, and everything on which the latents depend.
 
-    The facts can be JSON.
+    Args:
+        state: The state.
+        phases: Which network takes which steps.
+        facts: Values that can be JSON.
+        arrays: Trees of arrays.
+        progress: Which pass it is.
     """
 
     state: State
@@ -132,50 +155,106 @@ class Observer:
     """Looks on while a run is executed. Every method does nothing: a subclass has those that it needs."""
 
     def stage(self, name: str) -> AbstractContextManager[object]:
-        """Surround a stage."""
+        """Surround a stage.
+
+        Args:
+            name: Name of the stage.
+        """
         return nullcontext()
 
     def count(self, unit: str, done: int, total: int) -> None:
-        """Receive how many units of a stage, such as steps, the device has done."""
+        """Receive how many units of a stage, such as steps, the device has done.
+
+        Args:
+            unit: What is counted, such as steps.
+            done: Units that are done.
+            total: Units in all.
+        """
 
     def window(self, window: Window) -> None:
-        """Receive a window of a video of several, before it is made."""
+        """Receive a window of a video of several, before it is made.
+
+        Args:
+            window: The window.
+        """
 
     def encoded(self, encoded: Encoded) -> None:
-        """Receive the output of the first stage."""
+        """Receive the output of the first stage.
+
+        Args:
+            encoded: The output of `encode`.
+        """
 
     def begun(self, encoded: Encoded) -> None:
-        """Receive what is denoised: the output of the first stage, of videos that are made together."""
+        """Receive what is denoised: the output of the first stage, of videos that are made together.
+
+        Args:
+            encoded: The output of `encode`, of all videos.
+        """
 
     def resumed(self, begun: Start) -> tuple[State, int] | None:
-        """Return the state from which to go on, and the number of steps that were taken before it, if there is one."""
+        """Return the state from which to go on, and the number of steps that were taken before it, if there is one.
+
+        Args:
+            begun: The state before the first step, and all on which the latents depend.
+        """
 
     def switched(self, switch: Switch) -> None:
-        """Receive a change of network."""
+        """Receive a change of network.
+
+        Args:
+            switch: The change.
+        """
 
     def stepped(self, step: Step) -> bool | None:
-        """Receive a step, which the device may not have finished; return False to end the run."""
+        """Receive a step, which the device may not have finished; return False to end the run.
+
+        Args:
+            step: The step.
+        """
 
     def stopped(self, step: Step) -> None:
-        """Receive the last step of a run that ends after it, before its time."""
+        """Receive the last step of a run that ends after it, before its time.
+
+        Args:
+            step: The step.
+        """
 
     def denoised(self, latents: AnyLatents, chunk: Chunk) -> None:
-        """Receive the latents of a chunk of videos that are made together, [B C T H W] or streams."""
+        """Receive the latents of a chunk of videos that are made together, [B C T H W] or streams.
+
+        Args:
+            latents: The latents of the chunk.
+            chunk: The chunk.
+        """
 
     def decoded(self, beside: Mapping[str, Value]) -> None:
-        """Receive what was decoded beside the next chunk of a video, by name, such as the samples of sound."""
+        """Receive what was decoded beside the next chunk of a video, by name, such as the samples of sound.
+
+        Args:
+            beside: Arrays by name.
+        """
 
 
 class Observers(tuple[Observer, ...]):
     """Observers, each of which is told in its turn."""
 
     def tell(self, event: str, *arguments: object) -> list[Any]:
-        """Tell every observer of an event, a method of `Observer`; return what they answer."""
+        """Tell every observer of an event, a method of `Observer`; return what they answer.
+
+        Args:
+            event: Name of the method.
+            arguments: Arguments of the method.
+        """
         return [getattr(observer, event)(*arguments) for observer in self]
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Surround a stage, for each observer."""
+        """Surround a stage, for each observer.
+
+        Args:
+            name: Name of the stage.
+        """
         with ExitStack() as stack:
             for observer in self:
                 stack.enter_context(observer.stage(name))
@@ -220,18 +299,36 @@ class Monitor:
             self.observers.tell("stopped", self._last)
 
     def begin(self, done: int) -> None:
-        """Count the steps that were taken before."""
+        """Count the steps that were taken before.
+
+        Args:
+            done: Steps that were taken.
+        """
         if self.executes and self.chunk.count == 1:
             self.observers.tell("count", "step", self._before + done, self._total)
         elif self.executes and self.chunk.number == 0:
             self.observers.tell("count", "block", 0, self.chunk.count)
 
     def switched(self, network: str, index: int, seconds: float) -> None:
-        """Tell of a network that takes over."""
+        """Tell of a network that takes over.
+
+        Args:
+            network: Name of the component.
+            index: The step before which it takes over, from 0.
+            seconds: Time that it took to load.
+        """
         self.observers.tell("switched", Switch(network, self._before + index, self._total, seconds))
 
     def stepped(self, index: int, state: State, x0: Streams, finite: Bool[Value, ""], reuses: bool) -> None:
-        """Tell of a step, once at most `IN_FLIGHT` steps are queued."""
+        """Tell of a step, once at most `IN_FLIGHT` steps are queued.
+
+        Args:
+            index: The number of the step, from 0.
+            state: The state after it.
+            x0: The predicted clean latents.
+            finite: Whether the new latents are finite, on the device.
+            reuses: Whether the step may have reused what another kept.
+        """
         if not self.executes:
             return
         whole = self._before + index
@@ -267,7 +364,11 @@ def _deleted(state: State) -> bool:
 
 
 class ProgressObserver(Observer):
-    """Shows stages on stderr: True, False, or None for on a terminal and in a notebook."""
+    """Show stages on stderr.
+
+    Args:
+        shown: True or False; None shows them on a terminal and in a notebook.
+    """
 
     def __init__(self, shown: bool | None):
         self.shown = shown
@@ -280,7 +381,11 @@ class ProgressObserver(Observer):
 
 
 class CallbackObserver(Observer):
-    """Calls a function after every step, which may return False to end the run."""
+    """Calls a function after every step, which may return False to end the run.
+
+    Args:
+        callback: Called with each step; False ends the run.
+    """
 
     def __init__(self, callback: Callable[[Step], bool | None]):
         self.callback = callback
@@ -291,7 +396,11 @@ class CallbackObserver(Observer):
 
 
 class SwitchObserver(Observer):
-    """Calls a function when another network takes over."""
+    """Calls a function when another network takes over.
+
+    Args:
+        callback: Called with the change.
+    """
 
     def __init__(self, callback: Callable[[Switch], object]):
         self.callback = callback

@@ -39,5 +39,8 @@ def dense_steps(total: int) -> int:
     """Return the number of first steps that take all of self-attention where later ones take it sparsely.
 
     The share is that of Radial Attention's authors, 12 of 50.
+
+    Args:
+        total: Steps of the video.
     """
     return min(math.ceil(0.24 * total), total - 1)

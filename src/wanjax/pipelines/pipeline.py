@@ -358,7 +358,11 @@ class Pipeline(metaclass=Named):
         return requested.length if self.architecture.spec.continued_by == CONTROL else requested.frames
 
     def check_memory(self, settings: Settings) -> None:
-        """Raise WanjaxError where a video cannot fit into the devices' memory; check nothing in a plan."""
+        """Raise WanjaxError where a video cannot fit into the devices' memory; check nothing in a plan.
+
+        Args:
+            settings: Settings of the video.
+        """
         sizes = self.components.sizes
         if weights := max((sizes.get(name, 0) for name in self.architecture.spec.denoisers), default=0):
             check_video(settings, weights, least_bytes(self.architecture, settings), self.partitioner.mesh.size)
@@ -455,21 +459,42 @@ class Pipeline(metaclass=Named):
         return run.encode()[chosen.prompt]
 
     def encode_prompts(self, prompt: str, negative_prompt: str | None = None, *, follow: str | None = None) -> Encoded:
-        """Encode a prompt and a negative prompt by the text encoders alone; None is the model's own."""
+        """Encode a prompt and a negative prompt by the text encoders alone.
+
+        Args:
+            prompt: The prompt.
+            negative_prompt: None is the model's own.
+            follow: Which reference implementation to match; None is the model's default.
+        """
         texts = {"prompt": check_prompt(prompt), "negative_prompt": negative_prompt, "follow": follow}
         return self.architecture.encode_text(self.runtime, self.defaults.updated(texts))
 
     def truncations(self, prompt: str, *, follow: str | None = None) -> Sequence[Truncation]:
-        """Return the parts of a prompt that the tokenizers cut off; `follow` None is the model's default."""
+        """Return the parts of a prompt that the tokenizers cut off.
+
+        Args:
+            prompt: The prompt.
+            follow: Which reference implementation to match; None is the model's default.
+        """
         return truncations(self.architecture, self.runtime, prompt, follow or self.defaults.follow)
 
     def draws(self, settings: Settings, references: int = 0) -> Mapping[str, tuple[int, ...]]:
-        """Return the shapes of a video's random arrays by name: those that `noise` may hold."""
+        """Return the shapes of a video's random arrays by name: those that `noise` may hold.
+
+        Args:
+            settings: Settings of the video.
+            references: Latent frames of reference pictures.
+        """
         check_alone(settings, "given noise")
         return self.architecture.spec.noise_inputs(settings, references)
 
     def noise(self, settings: Settings, references: int = 0) -> Float[Array, "B C T H W"]:
-        """Return the seed's initial noise, float32 [1 C T H W]."""
+        """Return the seed's initial noise, float32 [1 C T H W].
+
+        Args:
+            settings: Settings of the video.
+            references: Latent frames of reference pictures.
+        """
         return self.call(draw, self.draws(settings, references)[INITIAL], seed_to_key_data([settings.seed]))
 
     @spelled_out(SettingsKeywords)
@@ -607,7 +632,15 @@ class Pipeline(metaclass=Named):
     ) -> Iterator[AnyLatents]:
         """Iterate over the latents [B C T H W] of a video in chunks, each made as you ask for it. For causal models.
 
-        The keywords are those of `denoise`, which joins the chunks. The callback receives the latents of one chunk.
+        `denoise` joins the chunks.
+
+        Args:
+            encoded: The output of `encode`.
+            noise: Noise in place of the seed's: the initial noise, or arrays by name.
+            callback: Called after each step with a `Step`, which has the latents of one chunk; False ends the run.
+            batch_guidance: Whether both prompts run in one forward.
+            seeds: A seed for each video; None is the one of the settings.
+            settings: The settings.
         """
         self.architecture.spec.check_streams(self.defaults.model)
         chosen = self._settings_for(encoded, dict(settings))
@@ -618,7 +651,12 @@ class Pipeline(metaclass=Named):
         return run.latents(encoded, chosen, seeds)
 
     def decode_blocks(self, blocks: Iterable[GivenLatents], *, tiling: Tiling | None = None) -> Iterator[Clip]:
-        """Yield the frames, uint8 [T H W 3], of each chunk of latents [1 C T H W] as it comes."""
+        """Yield the frames, uint8 [T H W 3], of each chunk of latents [1 C T H W] as it comes.
+
+        Args:
+            blocks: Latents of consecutive chunks.
+            tiling: Decode tile by tile, which saves memory.
+        """
         self.architecture.spec.check_streams(self.defaults.model)
         for frames in Run(self, [], tiling=tiling).frames(iter(blocks)):
             yield np.asarray(frames)
@@ -683,7 +721,11 @@ class Pipeline(metaclass=Named):
         return np.concatenate(chunks)
 
     def chunks(self, latents: AnyLatents) -> int:
-        """Return in how many chunks latents [1 C T H W] are decoded."""
+        """Return in how many chunks latents [1 C T H W] are decoded.
+
+        Args:
+            latents: Latents of one video.
+        """
         self._check_latents(latents)
         frames = stream_of(latents).shape[2]
         return chunk_count(frames, self.architecture.spec.decode_lengths(frames))
@@ -696,7 +738,14 @@ class Pipeline(metaclass=Named):
         tiling: Tiling | None = None,
         seed: int | None = None,
     ) -> Iterator[Frames]:
-        """Yield the frames of each chunk of latents; at most two chunks are in memory."""
+        """Yield the frames of each chunk of latents; at most two chunks are in memory.
+
+        Args:
+            latents: Latents of one video, [1 C T H W] or streams.
+            dtype: Of the frames: uint8, or a float in [0, 1].
+            tiling: Decode tile by tile, which saves memory.
+            seed: Of a decoder that takes noise; None is the model's default.
+        """
         self._check_latents(latents)
         check_tiling(tiling, self.architecture.vae)
         check_decoding(self, stream_of(latents).shape, tiling=tiling)
@@ -767,7 +816,13 @@ class Pipeline(metaclass=Named):
         return Runtime(self.components, self.partitioner, self.compiler, self.strategy)
 
     def call(self, program: Program, static: Any, *arguments: Any) -> Any:
-        """Call a program on the pipeline's devices; `static` is hashable, and a new value compiles anew."""
+        """Call a program on the pipeline's devices.
+
+        Args:
+            program: The program.
+            static: A hashable value; a new one compiles anew.
+            arguments: Trees of arrays.
+        """
         return self.runtime.call(program, static, *arguments)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Pipeline":
@@ -790,7 +845,12 @@ class Pipeline(metaclass=Named):
         return pipe
 
     def under(self, strategy: Strategy, components: Components | None = None) -> "Pipeline":
-        """Return a pipeline with another strategy, and other components if given, that shares the rest."""
+        """Return a pipeline with another strategy, and other components if given, that shares the rest.
+
+        Args:
+            strategy: What to do with programs.
+            components: The networks; None keeps those of before.
+        """
         pipe = copy.copy(self)
         pipe.strategy, pipe.components = strategy, components or self.components
         return pipe

@@ -86,7 +86,7 @@ class VideoRequest:
         Args:
             fields: Values of Python, JSON or TOML, or their texts, by name.
             row: The number of the row that they are from.
-            known: The names that may be given; None is those of `known_fields`.
+            accepted: The names that may be given; None is those of `known_fields`.
             values: The settings, which may be bounded more than elsewhere.
             sizes: A model's sizes, (height, width) by name; None for any that some model may have.
             longest: Characters of a stranger's prompt, whose texts are bounded; None for any number.
@@ -122,7 +122,11 @@ class VideoRequest:
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any]) -> "VideoRequest":
-        """Return the request of the video with this metadata, for any model; raise SettingError for a wrong value."""
+        """Return the request of the video with this metadata, for any model; raise SettingError for a wrong value.
+
+        Args:
+            metadata: The metadata of the video.
+        """
         values = {name: value for name, value in metadata.items() if value is not None}
         settings = [one for name, one in schema(Settings).items() if name in values and name not in LOADED]
         return cls(
@@ -143,7 +147,11 @@ class VideoRequest:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "VideoRequest":
-        """Return the request of `to_json`, which may be of a version with other fields."""
+        """Return the request of `to_json`, which may be of a version with other fields.
+
+        Args:
+            value: The JSON.
+        """
         return cls(**{each.name: value[each.name] for each in dataclass_fields(cls) if each.name in value})
 
     @property
@@ -152,11 +160,19 @@ class VideoRequest:
         return replace(self, settings={k: x for k, x in self.settings.items() if k not in OWN}, row=0)
 
     def updated(self, settings: Mapping[str, Any]) -> "VideoRequest":
-        """Return the request with these settings over its own."""
+        """Return the request with these settings over its own.
+
+        Args:
+            settings: Values of settings by name.
+        """
         return replace(self, settings={**self.settings, **settings})
 
     def under(self, options: "VideoRequest") -> "VideoRequest":
-        """Return the request with options where it says nothing itself, not even in another of the ways of `RIVALS`."""
+        """Return the request with options where it says nothing itself, not even in another of the ways of `RIVALS`.
+
+        Args:
+            options: A request with what is to hold otherwise.
+        """
         stated = set(self.settings)
         for one, others in RIVALS.items():
             stated |= {*others} if one in stated else {one} if stated & {*others} else set()
@@ -184,7 +200,11 @@ class VideoRequest:
         return replace(self, settings={**settings, "frames": max(0, round((wanted - 1) / unit)) * unit + 1})
 
     def wrong(self, error: WanjaxError) -> WanjaxError:
-        """Return an error with the number of the row."""
+        """Return an error with the number of the row.
+
+        Args:
+            error: The error.
+        """
         return WanjaxError(f"row {self.row}: {error}") if self.row else error
 
 
@@ -205,7 +225,7 @@ def check_one_way(fields: Mapping[str, Any], dashes: str = "") -> None:
     """Raise SettingError where a size is given beside a side, or seconds beside frames.
 
     Args:
-        given: Values by name; None is not given.
+        fields: Values by name; None is not given.
         dashes: What the names begin with at the door, "--" for options.
     """
     for one, others in RIVALS.items():

@@ -108,11 +108,21 @@ class Run:
                 yield request, self.frames(pieces, video=video, last=video + 1 == count, seed=request.settings.seed)
 
     def stage(self, name: str) -> AbstractContextManager[None]:
-        """Surround a stage, for each observer."""
+        """Surround a stage, for each observer.
+
+        Args:
+            name: Name of the stage.
+        """
         return self.observers.stage(name)
 
     def count(self, unit: str, done: int, total: int) -> None:
-        """Tell each observer how far a stage is."""
+        """Tell each observer how far a stage is.
+
+        Args:
+            unit: What is counted, such as steps.
+            done: Units that are done.
+            total: Units in all.
+        """
         self.observers.tell("count", unit, done, total)
 
     def encode(self) -> dict[str, Encoded]:
@@ -160,11 +170,21 @@ class Run:
             before = frames[-alone.overlap :]
 
     def decode_stage(self, request: PreparedRequest) -> AbstractContextManager[None]:
-        """Surround the use of a video's frames by the stage of their decoding; windows have their stages in turn."""
+        """Surround the use of a video's frames by the stage of their decoding; windows have their stages in turn.
+
+        Args:
+            request: The video.
+        """
         return nullcontext() if request.settings.windows > 1 else self.stage("decode")
 
     def latents(self, encoded: Encoded, settings: Settings, seeds: Sequence[int]) -> Iterator[AnyLatents]:
-        """Yield the latents of videos that are made together, one for each seed: each chunk as soon as it is made."""
+        """Yield the latents of videos that are made together, one for each seed: each chunk as soon as it is made.
+
+        Args:
+            encoded: The output of `encode`.
+            settings: Settings of the video.
+            seeds: The seed of each video.
+        """
         return sample(
             self.runtime,
             self.model,
@@ -188,10 +208,15 @@ class Run:
     ) -> Iterator[Frames]:
         """Yield the frames of each chunk of a video, so that only that one and the next are in memory.
 
-        The device decodes the next one while the caller has a chunk. `pieces` are latents of consecutive frames,
-        [B C T H W] or streams; `video` is the place of the video in their batch, of which it is the `last` to be
-        decoded. `seed` is that of the first request, if it is not given. What is decoded beside the frames is told to
-        the observers (`Observer.decoded`). Raises WanjaxError where latents are not finite.
+        The device decodes the next one while the caller has a chunk. What is decoded beside the frames is told to the
+        observers (`Observer.decoded`). Raises WanjaxError where latents are not finite.
+
+        Args:
+            pieces: Latents of consecutive frames, [B C T H W] or streams.
+            dtype: Of the frames: uint8, or a float in [0, 1].
+            video: The place of the video in its batch.
+            last: Whether it is the last of its batch to be decoded.
+            seed: The seed; None is that of the first request.
         """
         runtime, spec, total = self.runtime, self.model.spec, None
         if seed is None:
@@ -252,20 +277,34 @@ def batch_size(partitioner: Partitioner, guided: bool) -> int:
     """Return the number of videos to denoise at once: as many as the mesh's axis `dp` splits.
 
     Elsewhere one after another takes less memory and, but for small models, no longer.
+
+    Args:
+        partitioner: The mesh.
+        guided: Whether each step also runs the negative prompt.
     """
     dp = partitioner.size("dp")
     return max(1, dp // 2) if guided else dp
 
 
 def batches(requests: Sequence[PreparedRequest], size: int) -> Iterator[tuple[Sequence[PreparedRequest], int]]:
-    """Yield requests in batches of one size, each with the number of its own ones; the rest repeat the last one."""
+    """Yield requests in batches of one size, each with the number of its own ones; the rest repeat the last one.
+
+    Args:
+        requests: The videos.
+        size: Videos of a batch.
+    """
     for start in range(0, len(requests), size):
         batch = requests[start : start + size]
         yield [*batch, *[batch[-1]] * (size - len(batch))], len(batch)
 
 
 def join_encoded(encoded: Sequence[Any], call: Call) -> Any:
-    """Join outputs of `encode_text` along their first axis: what is on the host there, the rest by a program."""
+    """Join outputs of `encode_text` along their first axis: what is on the host there, the rest by a program.
+
+    Args:
+        encoded: The output of `encode_text` for each video.
+        call: Calls a program.
+    """
     if len(encoded) == 1:
         return encoded[0]
     columns = list(zip(*(jax.tree.leaves(one) for one in encoded), strict=True))

@@ -42,13 +42,28 @@ class Runtime:
     strategy: Strategy = EXECUTE
 
     def call(self, program: Program, static: Hashable, *arguments: object) -> Any:
-        """Call a program on the devices, and return its results; `static` is hashable."""
+        """Call a program on the devices, and return its results.
+
+        Args:
+            program: The program.
+            static: A hashable value; a new one compiles anew.
+            arguments: Trees of arrays.
+        """
         return self.strategy.call(program, Site(self.partitioner, self.compiler), static, *arguments)
 
     def split(self, name: str) -> SplitNetwork:
-        """Return the definition and the weights of a network, which is loaded if it is not."""
+        """Return the definition and the weights of a network, which is loaded if it is not.
+
+        Args:
+            name: Name of the component.
+        """
         return SplitNetwork(*nnx.split(self.components.get(name)))
 
     def under(self, strategy: Strategy, components: Components | None = None) -> "Runtime":
-        """Return the runtime with another strategy, and with other components if given."""
+        """Return the runtime with another strategy, and with other components if given.
+
+        Args:
+            strategy: What to do with programs.
+            components: The networks; None keeps those of before.
+        """
         return replace(self, strategy=strategy, components=components or self.components)

@@ -230,7 +230,15 @@ def sample_pass(
 def given_noise(
     arrays: Mapping[str, np.ndarray], spec: ModelSpec, chunk: Chunk, steps: int, number: int = 0
 ) -> GivenNoise:
-    """Return the part of the given noise that a chunk takes; of that of the steps, those that are taken."""
+    """Return the part of the given noise that a chunk takes; of that of the steps, those that are taken.
+
+    Args:
+        arrays: Noise by name, of all passes and chunks.
+        spec: The model's.
+        chunk: The chunk.
+        steps: The steps that are taken, of all.
+        number: The number of the pass, from 0.
+    """
     every, frames = slice(None), slice(chunk.frames.start, chunk.frames.stop)
 
     def by_stream(kind: str, *steps: slice) -> dict[str, np.ndarray | None]:
@@ -245,7 +253,15 @@ def given_noise(
 def facts_of(
     runtime: Runtime, model: VideoModel[Any], settings: Settings, seeds: Sequence[int], batch_guidance: bool
 ) -> dict[str, object]:
-    """Return everything but arrays on which the latents depend."""
+    """Return everything but arrays on which the latents depend.
+
+    Args:
+        runtime: Networks, devices and strategy.
+        model: The model.
+        settings: Settings of the pass.
+        seeds: The seed of each video.
+        batch_guidance: Whether both prompts run in one forward.
+    """
     return {
         "settings": settings.to_json(),
         "seeds": list(seeds),

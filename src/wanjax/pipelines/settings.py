@@ -327,12 +327,20 @@ class Settings:
         """Return these settings with the given values; ignore unknown names and values that are None.
 
         Raises WanjaxError for a value of another type or out of range.
+
+        Args:
+            values: Values by name.
         """
         names = schema(type(self))
         return dataclasses.replace(self, **{k: v for k, v in values.items() if k in names and v is not None})
 
     def check(self, *, spatial: int, temporal: int) -> None:
-        """Raise WanjaxError unless sizes are multiples of `spatial`, and frames are `temporal`·n + 1."""
+        """Raise WanjaxError unless sizes and the number of frames fit a model.
+
+        Args:
+            spatial: Pixels that each side has to be a multiple of.
+            temporal: Frames are this many times n, plus 1.
+        """
         check_shape(self.height, self.width, self.frames, spatial=spatial, temporal=temporal)
 
     @property

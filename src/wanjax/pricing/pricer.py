@@ -35,10 +35,20 @@ UNITS = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 @dataclass(frozen=True)
 class Price:
-    """A program on one device: bytes, and seconds per run. `seconds` is None if the program does not fit in memory.
+    """A program on one device: bytes, and seconds of a run.
 
-    `least` are those of a run that takes the cheaper side of every branch. `collectives` lists, for each kind and group
-    size, the number of runs, the bytes on the wire and the seconds.
+    Args:
+        arguments: Bytes of the arguments.
+        peak: Bytes at the peak.
+        seconds: Seconds of a run; None where the program does not fit in memory.
+        least: Seconds of a run that takes the cheaper side of every branch.
+        low: The lower end of the range of `seconds`.
+        high: The upper end of it.
+        breakdown: Seconds by part.
+        self_attention: Seconds in its kernels or products.
+        collectives: For each kind and group size: the number of runs, bytes on the wire and seconds.
+        compile_seconds: Time that the compiler took.
+        doubts: Sentences on what is not known of the price.
     """
 
     arguments: int

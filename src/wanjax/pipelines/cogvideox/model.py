@@ -41,6 +41,12 @@ class CogVideoXModel(VideoModel[CogVideoXEncoded]):
     """A CogVideoX checkpoint as its family knows it.
 
     A transformer of twice as many channels as the latents takes a picture; a patch of two frames is that of 1.5.
+
+    Args:
+        text_encoder: Config of the text encoder; None where it was not read.
+        transformer: Config of the denoiser.
+        vae: Config of the autoencoder.
+        scheduler: The checkpoint's scheduler.
     """
 
     encoded_type = CogVideoXEncoded
@@ -55,6 +61,10 @@ class CogVideoXModel(VideoModel[CogVideoXEncoded]):
         """Read the model from a checkpoint's configs, that of its text encoder if asked.
 
         Raises WanjaxError where the configs contradict each other.
+
+        Args:
+            source: The checkpoint.
+            encoders: Whether to read the configs of the encoders too.
         """
 
         def config(component: str) -> Any:
@@ -128,7 +138,11 @@ class CogVideoXModel(VideoModel[CogVideoXEncoded]):
         )
 
     def text_length(self, follow: str) -> int:
-        """The tokens of a prompt that are read, padding included: of 1.5 the authors' code reads fewer."""
+        """The tokens of a prompt that are read, padding included: of 1.5 the authors' code reads fewer.
+
+        Args:
+            follow: Which reference implementation to match, as in the settings.
+        """
         longest = self.transformer.text_length
         shorter = follow == "official" and self.transformer.patch[0] > 1
         return min(longest, OFFICIAL_TEXT_LENGTH) if shorter else longest

@@ -18,7 +18,12 @@ from wanjax.pipelines.guidance import Groups, group
 
 
 class Shared(NamedTuple):
-    """The inputs that the forwards for all prompts share: positions, and latents of the first frame or None."""
+    """The inputs that the forwards for all prompts share.
+
+    Args:
+        positions: RoPE's tables, or embeddings of positions.
+        image: Latents of the first frame, [B 1 H W C]; None without one.
+    """
 
     positions: Positions
     image: Any = None  # [B 1 H W C]
@@ -51,6 +56,10 @@ def first_frame(image: Float[Array, "_B 1 H W _C"], x: Latents) -> Float[Array, 
 
     The frames that are denoised in front of the video count: the image is beside the first of them, as in the
     reference.
+
+    Args:
+        image: Latents of the image.
+        x: Latents of the videos.
     """
     images = jnp.concatenate([image] * (len(x) // len(image)))
     return jnp.pad(images, [(0, 0), (0, x.shape[1] - 1), (0, 0), (0, 0), (0, 0)])
@@ -60,7 +69,13 @@ def first_frame(image: Float[Array, "_B 1 H W _C"], x: Latents) -> Float[Array, 
 def encode_prompts(
     graphdef: Any, ids: Int[Array, "B S"], weights: Any
 ) -> tuple[Float[Array, "1 S E"], Float[Array, "1 S E"]]:
-    """Encode the prompt and the negative one. Padding is attended to like any token, as in the reference."""
+    """Encode the prompt and the negative one. Padding is attended to like any token, as in the reference.
+
+    Args:
+        graphdef: The network's definition.
+        ids: Ids of the prompt's tokens and of the negative one's.
+        weights: The network's weights.
+    """
     embeds = nnx.merge(graphdef, weights)(ids)
     return embeds[:1], embeds[1:]
 
@@ -74,9 +89,15 @@ def make_context(
     image: Float[Array, "B C 1 H W"] | None,
     nag: Float32[Array, "3"] | None = None,
 ) -> tuple[tuple[Context, ...], Shared]:
-    """Return each forward's prompts in the transformer's width, and what all share. static: graphdef, groups.
+    """Return each forward's prompts in the transformer's width, and what all share.
 
-    `nag` are those of the rule of guidance.
+    Args:
+        static: The network's definition, and how the prompts are grouped.
+        x: Latents of the videos.
+        weights: The network's weights.
+        prompts: Features of the prompts, and of the negative ones.
+        image: Latents of the first frame; None without one.
+        nag: Scale, tau and alpha of normalized attention guidance; None without it.
     """
     graphdef, groups = static
     transformer = nnx.merge(graphdef, weights)

@@ -50,9 +50,17 @@ IMAGE_TO_VIDEO = "HunyuanVideo15ImageToVideoPipeline"
 
 @dataclass(frozen=True, kw_only=True)
 class HunyuanVideoModel(VideoModel[HunyuanVideoEncoded]):
-    """A HunyuanVideo checkpoint as its family knows it. A `pictured` model continues a picture by the same transformer.
+    """A HunyuanVideo checkpoint as its family knows it.
 
-    `prompt_tokens` is the number of a prompt's tokens in plans; 256 hold about 180 words.
+    Args:
+        text_encoder: Config of the language model; None where it was not read.
+        text_encoder_2: Config of the encoder of quoted text; None where it was not read.
+        image_encoder: Config of the vision tower; None where it was not read.
+        transformer: Config of the denoiser.
+        vae: Config of the autoencoder.
+        pictured: Whether it continues a picture, by the same transformer.
+        scheduler: The checkpoint's scheduler.
+        prompt_tokens: Tokens of a prompt in plans; 256 hold about 180 words.
     """
 
     encoded_type = HunyuanVideoEncoded
@@ -71,6 +79,10 @@ class HunyuanVideoModel(VideoModel[HunyuanVideoEncoded]):
         """Read the model from a checkpoint's configs, those of its text and image encoders if asked.
 
         Raises WanjaxError where the configs contradict each other.
+
+        Args:
+            source: The checkpoint.
+            encoders: Whether to read the configs of the encoders too.
         """
 
         def config(component: str, *, read: bool = True) -> Any:
@@ -119,7 +131,11 @@ class HunyuanVideoModel(VideoModel[HunyuanVideoEncoded]):
         return self.image_encoder.tokens if self.pictured and self.image_encoder is not None else 0
 
     def picture_shapes(self, settings: Settings) -> Mapping[str, tuple[int | None, ...]]:
-        """Return the fields of `HunyuanVideoEncoded` that hold a picture, by their shapes; None is any size."""
+        """Return the fields of `HunyuanVideoEncoded` that hold a picture, by their shapes; None is any size.
+
+        Args:
+            settings: Settings of the video.
+        """
         if not self.pictured:
             return {}
         _, channels, _, *cells = self.spec.latent_shape(settings)
@@ -180,7 +196,12 @@ class HunyuanVideoModel(VideoModel[HunyuanVideoEncoded]):
         return {"image_embeds": self.encode_images(runtime, [frame]), "image_latents": latents}
 
     def encode_images(self, runtime: Runtime, images: Sequence[PictureOfAnySize]) -> Float[Value, "B S E"]:
-        """Return the features of images by the checkpoint's vision tower."""
+        """Return the features of images by the checkpoint's vision tower.
+
+        Args:
+            runtime: Networks, devices and strategy.
+            images: The images, of any size.
+        """
         graphdef, weights = runtime.split("image_encoder")
         return runtime.call(encode_images, graphdef, runtime.components.get("feature_extractor")(images), weights)
 

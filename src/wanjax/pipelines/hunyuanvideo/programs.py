@@ -24,7 +24,12 @@ Both = tuple[Float[Array, "1 S E"], Float[Array, "1 S E"]]  # of the prompt and 
 
 
 class Shared(NamedTuple):
-    """The inputs that the forwards for all prompts share: RoPE's tables, and latents of the first frame or None."""
+    """The inputs that the forwards for all prompts share.
+
+    Args:
+        rope: RoPE's tables.
+        image: Latents of the first frame, [_B 1 H W C]; None without one.
+    """
 
     rope: Rope
     image: Any = None  # [_B 1 H W C]
@@ -32,7 +37,11 @@ class Shared(NamedTuple):
 
 @dataclass(frozen=True)
 class HunyuanVideoDenoiser(Denoiser):
-    """HunyuanVideo's transformer; predicts the velocity. With `meanflow` it is told the next timestep too."""
+    """HunyuanVideo's transformer, which predicts the velocity.
+
+    Args:
+        meanflow: Whether the transformer is told the timestep to which a step goes.
+    """
 
     meanflow: bool
 
@@ -62,7 +71,12 @@ class HunyuanVideoDenoiser(Denoiser):
 
 
 def beside_condition(x: Latents, image: Float[Array, "_B 1 H W C"] | None) -> Float[Array, "B T H W _C"]:
-    """Join latents, those of a picture as the first frame, and a mask that is 1 there; zeros without a picture."""
+    """Join latents, those of a picture as the first frame, and a mask that is 1 there; zeros without a picture.
+
+    Args:
+        x: Latents of the videos.
+        image: Latents of the first frame; None without one.
+    """
     frames, channels = x.shape[1], x.shape[-1]
     if image is None:
         return jnp.pad(x, [(0, 0)] * 4 + [(0, channels + 1)])
@@ -73,13 +87,27 @@ def beside_condition(x: Latents, image: Float[Array, "_B 1 H W C"] | None) -> Fl
 
 @program(scanned)
 def encode_chats(graphdef: Any, ids: Int[Array, "B _S"], mask: Bool[Array, "B S"], weights: Any) -> Both:
-    """Encode both prompts' chats; return features of what follows the template, zeros outside the mask."""
+    """Encode both prompts' chats; return features of what follows the template, zeros outside the mask.
+
+    Args:
+        graphdef: The network's definition.
+        ids: Ids of the tokens.
+        mask: True at real tokens after the template.
+        weights: The network's weights.
+    """
     return _masked(nnx.merge(graphdef, weights)(ids)[:, TEMPLATE_TOKENS:], mask)
 
 
 @program(scanned)
 def encode_glyphs(graphdef: Any, ids: Int[Array, "B S"], mask: Bool[Array, "B S"], weights: Any) -> Both:
-    """Encode the texts that both prompts quote; return features of their bytes, zeros outside the mask."""
+    """Encode the texts that both prompts quote; return features of their bytes, zeros outside the mask.
+
+    Args:
+        graphdef: The network's definition.
+        ids: Ids of the bytes.
+        mask: True at real tokens.
+        weights: The network's weights.
+    """
     return _masked(nnx.merge(graphdef, weights)(ids, mask), mask)
 
 
@@ -90,7 +118,13 @@ def _masked(features: Features, mask: Bool[Array, "B S"]) -> Both:
 
 @program(scanned)
 def encode_images(graphdef: Any, images: Float[Array, "B H W 3"], weights: Any) -> Features:
-    """Return features of normalised images."""
+    """Return features of normalised images.
+
+    Args:
+        graphdef: The network's definition.
+        images: Normalised images.
+        weights: The network's weights.
+    """
     return nnx.merge(graphdef, weights)(images)
 
 
@@ -106,7 +140,14 @@ def make_context(
 ) -> tuple[tuple[Context, ...], Shared]:
     """Return the context of each forward's texts, with features of a picture beside it, and what all share.
 
-    static: graphdef, groups, the lengths of both texts. `nag` are those of the rule of guidance.
+    Args:
+        static: The network's definition, how the prompts are grouped, and the lengths of both texts.
+        x: Latents of the videos.
+        weights: The network's weights.
+        texts: Features of the prompts, and of the negative ones.
+        image: Features of the picture; None without one.
+        picture: Latents of the picture; None without one.
+        nag: Scale, tau and alpha of normalized attention guidance; None without it.
     """
     graphdef, groups, lengths = static
     transformer = nnx.merge(graphdef, weights)

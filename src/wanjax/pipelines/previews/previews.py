@@ -26,10 +26,13 @@ COLUMNS = 96  # of a terminal, at most, that a preview takes
 class Previews:
     """A callback for denoising that shows a strip of small pictures at a few steps.
 
-    It writes them to `file`, here or in a store, which it replaces at each look, and shows them on a terminal that has
-    colours or in a notebook. Pictures are made beside the device's work, which does not wait for them. Several
-    processes show them once. `looks` is the number of steps that are shown, the last one included. `shown` counts the
-    steps that had been taken at the last look, 0 before the first.
+    Pictures are made beside the device's work, which does not wait for them. Several processes show them once. `shown`
+    counts the steps that had been taken at the last look, 0 before the first.
+
+    Args:
+        file: A picture, here or in a store, which each look replaces; None writes none.
+        looks: The number of steps that are shown, the last one included.
+        on: The terminal or notebook; None is that of this process.
     """
 
     def __init__(self, file: str | AnyPath | None = None, *, looks: int = LOOKS, on: "Console | None" = None):

@@ -58,11 +58,15 @@ def as_settings(prompt: str) -> dict[str, str]:
 
 
 def extend_prompt(prompt: str, url: str, *, model: str | None = None, picture: bool = False) -> Extended:
-    """Return a prompt as the language model at an address extends it.
+    """Return a prompt as a language model extends it.
 
-    The address is that before `/chat/completions`, such as http://localhost:11434/v1, and `model` a model's name there.
-    WANJAX_EXTEND_KEY in the environment is shown to it. `picture` tells that the video begins from a picture. Raises
-    WanjaxError where no extended prompt is answered within a minute.
+    The key of the address is WANJAX_EXTEND_KEY in the environment.
+
+    Args:
+        prompt: The prompt.
+        url: The address before `/chat/completions`, such as http://localhost:11434/v1.
+        model: A model's name there; None is `default`, for servers of one model, which take any.
+        picture: Whether the video begins from a picture.
     """
     check_address(url)
     key = os.environ.get(KEY, "")

@@ -15,7 +15,13 @@ from wanjax.models.wan.transformer import Context
 
 
 class CausalInputs(NamedTuple):
-    """What a chunk of frames is given: the angles of its positions in time, the window, and its place in it."""
+    """What a chunk of frames is given.
+
+    Args:
+        time: Angles of its positions in time.
+        window: Keys and values of earlier chunks.
+        slot: Its place in the window.
+    """
 
     time: Angles
     window: KVCache
@@ -23,7 +29,12 @@ class CausalInputs(NamedTuple):
 
 
 class Past(NamedTuple):
-    """What the chunks of a video share: the prompt's keys and values, and the window of those of earlier chunks."""
+    """What the chunks of a video share.
+
+    Args:
+        context: Keys and values of the prompt.
+        window: Keys and values of earlier chunks.
+    """
 
     context: Context
     window: KVCache
@@ -38,9 +49,15 @@ def begin_past(
     negative: Float[Array, "B S E"] | None = None,
     nag: Float32[Array, "3"] | None = None,
 ) -> Past:
-    """Return the keys and values of encoded prompts, and an empty window, for chunks like x.
+    """Return the keys and values of encoded prompts, and an empty window.
 
-    With `nag`, those of the rule of guidance, attention is led away from negative prompts.
+    Args:
+        graphdef: The network's definition.
+        x: Latents of a chunk, for their shape.
+        weights: The network's weights.
+        text: Features of the prompts.
+        negative: Features of the negative prompts, with `nag` alone.
+        nag: Scale, tau and alpha of normalized attention guidance; None without it.
     """
     transformer = nnx.merge(graphdef, weights)
     context = transformer.context(text)
@@ -59,7 +76,17 @@ def renew(
     time: Angles,
     slot: CacheSlot,
 ) -> KVCache:
-    """Return the window with the keys and values of a finished chunk, from a pass at timestep 0."""
+    """Return the window with the keys and values of a finished chunk, from a pass at timestep 0.
+
+    Args:
+        graphdef: The network's definition.
+        window: The window before.
+        x: Latents of the finished chunk.
+        weights: The network's weights.
+        context: Keys and values of the prompt.
+        time: Angles of the chunk's positions in time.
+        slot: Its place in the window.
+    """
     t = jnp.zeros(len(x), jnp.float32)
     _, cache = nnx.merge(graphdef, weights)(x, t, context, time, window, slot)
     return update_cache(window, cache, slot)

@@ -18,19 +18,33 @@ Velocity = Float[Array, "B T H W _C"]  # for the latents' channels, without thos
 
 
 class Shared(NamedTuple):
-    """The inputs that the forwards for all prompts share: RoPE's tables, and the condition [B T H W C], if any."""
+    """The inputs that the forwards for all prompts share.
+
+    Args:
+        rope: RoPE's tables.
+        condition: The encoded condition, [B T H W C]; None without one.
+    """
 
     rope: Rope
     condition: Any = None
 
 
 def as_latents(condition: Any) -> Any:
-    """Return an encoded condition [B C T H W] as the transformer is given it, [B T H W C] in float32."""
+    """Return an encoded condition [B C T H W] as the transformer is given it, [B T H W C] in float32.
+
+    Args:
+        condition: The condition, or None.
+    """
     return None if condition is None else jnp.moveaxis(condition.astype(jnp.float32), 1, -1)
 
 
 def begun_by(first: Float[Array, "_B 1 H W C"] | None, x: Video) -> Video:
-    """Return latents whose first frame is a given one, if there is one."""
+    """Return latents whose first frame is a given one, if there is one.
+
+    Args:
+        first: The first frame's latents; None leaves x.
+        x: Latents of the video.
+    """
     if first is None:
         return x
     return jnp.concatenate([jnp.broadcast_to(first, (len(x), *first.shape[1:])), x[:, 1:]], axis=1)
@@ -63,7 +77,17 @@ class WanDenoiser(Denoiser):
     def velocity(
         self, network: Any, x: Video, t: Float[Array, "B"], prompt: Any, rope: Rope, condition: Any, **how: Any
     ) -> Velocity:
-        """Return the velocity that the transformer predicts; `how` are further keywords of its forward."""
+        """Return the velocity that the transformer predicts.
+
+        Args:
+            network: The network.
+            x: Latents of the videos.
+            t: Timestep of each.
+            prompt: Keys and values of the prompt.
+            rope: RoPE's tables.
+            condition: The encoded condition; None without one.
+            how: Further keywords of the transformer's forward.
+        """
         return network(x, t, prompt, rope, **how)
 
 

@@ -38,7 +38,12 @@ EXPERTS = ("transformer", "transformer_2")
 class WanModel(VideoModel[WanEncoded]):
     """A Wan checkpoint: the shapes of its networks. `tasks` has a class for what each kind of checkpoint makes.
 
-    With `experts`, a second transformer of the same shape takes the steps at low noise.
+    Args:
+        text_encoder: Config of the text encoder; None where it was not read.
+        transformer: Config of the denoiser.
+        image_encoder: Config of the vision tower; None where there is none, or it was not read.
+        experts: Whether a second transformer of the same shape takes the steps at low noise.
+        scheduler: The checkpoint's scheduler.
     """
 
     encoded_type = WanEncoded
@@ -123,7 +128,13 @@ class WanModel(VideoModel[WanEncoded]):
         return WanEncoded(*runtime.call(encode_prompts, graphdef, both.ids, both.mask, weights))
 
     def encode_clip(self, runtime: Runtime, frames: Any, tiling: Tiling | None) -> Float[Value, "1 C _T _H _W"]:
-        """Return the latents of frames in the video's size."""
+        """Return the latents of frames in the video's size.
+
+        Args:
+            runtime: Networks, devices and strategy.
+            frames: Frames in the video's size, [T H W 3].
+            tiling: Encode tile by tile, which saves memory.
+        """
         return encode_clip(runtime.components.get("vae"), frames, tiling, runtime.call)
 
     def conditioning_shapes(self, encoded: WanEncoded, settings: Settings) -> Mapping[str, FieldShape]:
@@ -133,7 +144,11 @@ class WanModel(VideoModel[WanEncoded]):
         return {"prompt_embeds": text, "negative_prompt_embeds": text, **shapes}
 
     def picture_shapes(self, settings: Settings) -> Mapping[str, Shape]:
-        """Return the fields of `WanEncoded` that hold pictures, by their shapes for a video of these settings."""
+        """Return the fields of `WanEncoded` that hold pictures, by their shapes for a video of these settings.
+
+        Args:
+            settings: Settings of the video.
+        """
         return {}
 
     def prepare(

@@ -19,7 +19,13 @@ TEXT_LENGTH = 512
 
 
 def encode_text(encoder: Any, ids: Int[Array, "B S"], mask: Bool[Array, "B S"]) -> Float[Array, "B S E"]:
-    """Return features of the real tokens and exact zeros after them, as Wan's transformer expects."""
+    """Return features of the real tokens and exact zeros after them, as Wan's transformer expects.
+
+    Args:
+        encoder: The text encoder.
+        ids: Ids of the tokens.
+        mask: True at real tokens.
+    """
     features = encoder(ids, mask)
     return jnp.where(mask[:, :, None], features, jnp.zeros((), features.dtype))
 
@@ -28,27 +34,51 @@ def encode_text(encoder: Any, ids: Int[Array, "B S"], mask: Bool[Array, "B S"]) 
 def encode_prompts(
     graphdef: Any, ids: Int[Array, "B S"], mask: Bool[Array, "B S"], weights: Any
 ) -> tuple[Float[Array, "1 S E"], Float[Array, "1 S E"]]:
-    """Encode the prompt and the negative one, as `encode_text`."""
+    """Encode the prompt and the negative one, as `encode_text`.
+
+    Args:
+        graphdef: The network's definition.
+        ids: Ids of the prompt's tokens and of the negative one's.
+        mask: True at real tokens.
+        weights: The network's weights.
+    """
     embeds = encode_text(nnx.merge(graphdef, weights), ids, mask)
     return embeds[:1], embeds[1:]
 
 
 @program(scanned)
 def encode_images(graphdef: Any, images: Float[Array, "B H W 3"], weights: Any) -> Float[Array, "1 S E"]:
-    """Return features of normalised images, joined along the sequence."""
+    """Return features of normalised images, joined along the sequence.
+
+    Args:
+        graphdef: The network's definition.
+        images: Normalised images.
+        weights: The network's weights.
+    """
     features = nnx.merge(graphdef, weights)(images)
     return features.reshape(1, -1, features.shape[-1])
 
 
 @program(scanned)
 def resize(size: tuple[int, int], picture: Float[Array, "H W 3"]) -> Float[Array, "_H _W 3"]:
-    """Scale a picture bilinearly to a (height, width), without antialiasing, as in the reference."""
+    """Scale a picture bilinearly to a (height, width), without antialiasing, as in the reference.
+
+    Args:
+        size: (height, width) in pixels.
+        picture: The picture.
+    """
     return jax.image.resize(picture, (*size, 3), "linear", antialias=False)
 
 
 @program(scanned)
 def known_condition(static: None, latents: Float[Array, "1 C T H W"], mask: Any) -> Float[Array, "1 _C T H W"]:
-    """Return a mask of known frames [C T] and the latents of a clip, as channels."""
+    """Return a mask of known frames [C T] and the latents of a clip, as channels.
+
+    Args:
+        static: Nothing.
+        latents: Latents of a clip whose unknown frames are grey.
+        mask: 1 at known frames.
+    """
     mask = jnp.broadcast_to(mask[None, :, :, None, None], (1, len(mask), *latents.shape[2:]))
     return jnp.concatenate([mask, latents], axis=1)
 
@@ -57,7 +87,13 @@ def known_condition(static: None, latents: Float[Array, "1 C T H W"], mask: Any)
 def control_condition(
     static: None, clips: tuple[Float[Array, "1 C _T H W"], ...], mask: Any
 ) -> Float[Array, "1 _C _T H W"]:
-    """Return the control clip: pixels that are kept, those that are made anew, the mask; after reference pictures."""
+    """Return the control clip: pixels that are kept, those that are made anew, the mask; after reference pictures.
+
+    Args:
+        static: Nothing.
+        clips: Latents of the reference pictures, of the pixels that are kept, and of those that are made anew.
+        mask: 1 where pixels are made anew.
+    """
     unchanged, repainted, *references = clips
     condition = jnp.concatenate([unchanged, repainted, mask[None]], axis=1)
     rest = [(0, 0), (0, condition.shape[1] - unchanged.shape[1]), (0, 0), (0, 0), (0, 0)]
@@ -74,10 +110,19 @@ def make_context(
     features: Float[Array, "_B _S _E"] | None,
     nag: Float32[Array, "3"] | None = None,
 ) -> tuple[tuple[Any, ...], Shared]:
-    """Return keys and values for each forward, and what all share. static: graphdef, groups.
+    """Return keys and values for each forward, and what all share.
 
-    `nag` are those of the rule of guidance. A transformer that reads the features of pictures reads zeros without
-    them: attention to one token is attention to any number of equal ones.
+    A transformer that reads the features of pictures reads zeros without them: attention to one token is attention to
+    any number of equal ones.
+
+    Args:
+        static: The network's definition, and how the prompts are grouped.
+        x: Latents of the videos.
+        weights: The network's weights.
+        prompts: Features of the prompts, and of the negative ones.
+        condition: The encoded condition; None without one.
+        features: Features of pictures; None without them.
+        nag: Scale, tau and alpha of normalized attention guidance; None without it.
     """
     graphdef, groups = static
     transformer = nnx.merge(graphdef, weights)

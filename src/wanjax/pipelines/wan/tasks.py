@@ -203,7 +203,12 @@ class AttendedImageToVideo(ImageToVideo):
         return {**super().encode_inputs(runtime, pictures, settings, tiling=tiling), "image_embeds": features}
 
     def attended_images(self, pictures: Pictures, settings: Settings) -> list[PictureOfAnySize]:
-        """Return the pictures that the vision tower is shown."""
+        """Return the pictures that the vision tower is shown.
+
+        Args:
+            pictures: The pictures and clips of the request.
+            settings: Settings of the video.
+        """
         return [pictures[name] for name in ("image", "last_image") if name in pictures]
 
     def encode_images(
@@ -212,6 +217,11 @@ class AttendedImageToVideo(ImageToVideo):
         """Return the features of images, joined along the sequence, by the checkpoint's vision tower.
 
         The authors show it the whole of a picture, and diffusers the middle.
+
+        Args:
+            runtime: Networks, devices and strategy.
+            images: The images, of any size.
+            follow: Which reference implementation to match, as in the settings.
         """
         graphdef, weights = runtime.split("image_encoder")
         shown = runtime.components.get("image_processor")(images, whole=follow == "official")
@@ -316,7 +326,13 @@ class ControlledVideo(WanModel):
 
 
 def converted(kind: type[WanModel], model: WanModel, **changes: Any) -> WanModel:
-    """Return a model of another kind, with the networks of this one but for changes."""
+    """Return a model of another kind, with the networks of this one but for changes.
+
+    Args:
+        kind: The class of the other kind.
+        model: The model.
+        changes: Fields with other values.
+    """
     return kind(**{field.name: getattr(model, field.name) for field in fields(model)} | changes)
 
 
@@ -324,6 +340,10 @@ def model_of(source: Source, encoders: bool = False) -> WanModel:
     """Read a model from a checkpoint's configs, those of its encoders if asked.
 
     Raises WanjaxError where the configs contradict each other.
+
+    Args:
+        source: The checkpoint.
+        encoders: Whether to read the configs of the encoders too.
     """
 
     def config(component: str) -> Any:
