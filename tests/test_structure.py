@@ -5,10 +5,12 @@ import ast
 import re
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import wanjax
 from wanjax.dims import ALPHABET
 
 ROOT = Path(__file__).parents[1]
@@ -44,6 +46,16 @@ DISTRIBUTIONS = {
     "orbax": "orbax-checkpoint",
 }  # distributions with another name than their import
 INDIRECT = {"flatbuffers", "protobuf"}  # which JAX and sentencepiece need for what this package asks of them
+UNCLEAR = {"found", "made", "told", "kept", "known", "own", "given", "asked"}
+"""Names that do not say what a variable, a parameter or a field holds."""
+UNCLEAR_AT_MOST = {"wanjax.cli": 151, "wanjax.jobs": 47, "wanjax.serve": 62}
+"""The most of these in a folder; elsewhere there is none."""
+SEAM = (
+    *("model", "denoiser", "phases", "sampling", "observers", "runtime", "run", "request", "meshes"),
+    *(f"{family}.{name}" for family in FAMILIES for name in ("model", "tasks", "denoisers", "programs")),
+    "wan.causal_programs",
+)
+"""Modules of `pipelines` between a family and the rest. Their docstrings name every argument, as public ones do."""
 STRANGERS = {"torch", "transformers", "diffusers", "tensorflow"}
 
 
@@ -279,3 +291,112 @@ def test_shapes_are_spelled_with_one_alphabet():
 def test_shapes_are_found():
     shapes = [shape for path in MODULES.values() for shape in spellings(path)]
     assert {"B L N D", "B N L S B S N D B L N D"} <= set(shapes)
+
+
+def names_set(path: Path) -> Iterator[str]:
+    """Yield the names of variables, parameters and fields that a file sets."""
+    for node in ast.walk(tree(path)):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()) | ast.arg(arg=name):
+                yield name
+
+
+def test_names_say_what_they_hold():
+    counts: Counter[str] = Counter()
+    for module, path in MODULES.items():
+        counts[room(module)] += sum(name in UNCLEAR for name in names_set(path))
+    for name, count in counts.items():
+        assert count <= UNCLEAR_AT_MOST.get(name, 0), f"{name} has {count} of {sorted(UNCLEAR)}"
+
+
+def documented(node: ast.AST, sections: str = "Args|Attributes") -> set[str]:
+    """Return the arguments that a docstring names; a class may name them in that of its `__init__`."""
+    assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    section = re.search(rf"^(?:{sections}):\n((?: +.*\n?|\n(?= ))*)", ast.get_docstring(node) or "", re.MULTILINE)
+    rows = re.findall(r"^    ([*\w, ]+):", section[1] if section else "", re.MULTILINE)
+    names = {name.strip(" *") for row in rows for name in row.split(",")}
+    return names.union(*(documented(x, sections) for x in inits(node)))
+
+
+def inits(node: ast.AST) -> list[ast.FunctionDef]:
+    body = node.body if isinstance(node, ast.ClassDef) else []
+    return [x for x in body if isinstance(x, ast.FunctionDef) and x.name == "__init__"]
+
+
+def arguments(node: ast.AST) -> set[str]:
+    """Return the arguments of a function, or those with which a class is called."""
+    if isinstance(node, ast.ClassDef):
+        if not inits(node):
+            is_record = any("dataclass" in ast.unparse(x) for x in node.decorator_list)
+            is_record |= any(ast.unparse(base).startswith("NamedTuple") for base in node.bases)
+            fields = [x for x in node.body if isinstance(x, ast.AnnAssign) and "ClassVar" not in ast.unparse(x)]
+            return {ast.unparse(x.target) for x in fields} if is_record else set()
+        [node] = inits(node)
+    assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    args = node.args
+    every = (*args.posonlyargs, *args.args, *args.kwonlyargs, *filter(None, (args.vararg, args.kwarg)))
+    return {x.arg for x in every} - {"self", "cls"}
+
+
+Defined = Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]]
+
+
+def public(path: Path) -> Defined:
+    """Yield the classes and functions of a file, and the methods of these classes, but for overloads and setters."""
+    for node in tree(path).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name, node
+            methods = node.body if isinstance(node, ast.ClassDef) else []
+            for method in (x for x in methods if isinstance(x, ast.FunctionDef | ast.AsyncFunctionDef)):
+                if not any(ast.unparse(x).endswith(("overload", ".setter")) for x in method.decorator_list):
+                    yield f"{node.name}.{method.name}", method
+
+
+def seam() -> dict[str, Path]:
+    paths = {f"wanjax.pipelines.{name}": MODULES.get(f"wanjax.pipelines.{name}") for name in SEAM}
+    return {name: path for name, path in paths.items() if path is not None} | {
+        "wanjax.media.inputs": MODULES["wanjax.media.inputs"]
+    }
+
+
+def test_docstrings_of_the_seam_name_every_argument():
+    """A method that has the name of one of the seam's own has its arguments too."""
+    modules = seam()
+    bases = [
+        node
+        for name in ("model", "denoiser", "observers", "runtime")
+        for node in public(modules[f"wanjax.pipelines.{name}"])
+    ]
+    inherited = {name.rpartition(".")[2] for name, node in bases if "." in name and documented(node)}
+    inherited |= {"picture_shapes", "attended_images", "velocity"}  # those of Wan's own classes
+    for module, path in modules.items():
+        for name, node in public(path):
+            short = name.rpartition(".")[2]
+            if short.startswith("_") or name.startswith("_"):
+                continue
+            missing = arguments(node) - documented(node)
+            is_other = "." in name and short in inherited and (family(module) or not ast.get_docstring(node))
+            assert not missing or is_other, f"{module}.{name} does not say what {sorted(missing)} are"
+
+
+def test_docstrings_of_public_names_name_every_argument():
+    """Those that `wanjax` has, and those of the reference; `Settings` alone has a help for each field in its place."""
+    page = (ROOT / "docs/reference/python.md").read_text(encoding="utf-8")
+    homes = {path.rpartition(".")[::2] for path in re.findall(r"^::: (wanjax[\w.]+)$", page, re.MULTILINE)}
+    assert {name for _, name in homes} >= set(wanjax.__all__) - {"__version__"}
+    for module, wanted in homes:
+        for name, node in public(MODULES[module]):
+            owner, _, short = name.partition(".")
+            if owner == wanted and not short.startswith("_") and name != "Settings":
+                missing = arguments(node) - documented(node)
+                assert not missing, f"{module}.{name} does not say what {sorted(missing)} are"
+
+
+def test_docstrings_name_no_argument_that_is_gone():
+    for module, path in MODULES.items():
+        for name, node in public(path):
+            fields = node.body if isinstance(node, ast.ClassDef) else []
+            present = {ast.unparse(x.target) for x in fields if isinstance(x, ast.AnnAssign)} | arguments(node)
+            present |= {x.name for x in fields if isinstance(x, ast.FunctionDef)}  # the properties of a protocol
+            gone = documented(node, "Args") - present
+            assert not gone, f"{module}.{name} has no {sorted(gone)}"

@@ -310,10 +310,10 @@ def test_a_guidance_cache_estimates_the_negative_prompt():
     given = [lambda x=x: jnp.asarray(x) for x in (prompt, negative)]
     both, kept = cache.predictions(given, jnp.asarray(prompt), None)
     np.testing.assert_array_equal(both[1], negative)
-    assert cache.given(0, kept) is None
+    assert cache.cached_for(0, kept) is None
     for step, (low, high) in ((1, (1.2, 1.0)), (2, (1.0, 1.2))):
         again = [lambda: jnp.asarray(later), given[1]]
-        found = cache.predictions(again, jnp.asarray(prompt), cache.given(step, kept))[0]
+        found = cache.predictions(again, jnp.asarray(prompt), cache.cached_for(step, kept))[0]
         bias = np.fft.rfft2(np.float64(negative) - prompt, axes=(2, 3))
         rows, columns = np.arange(bias.shape[2]), np.arange(bias.shape[3])
         tall, wide = max(1, bias.shape[2] // 4), max(1, bias.shape[3] // 4)

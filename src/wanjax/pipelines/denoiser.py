@@ -149,7 +149,6 @@ class StepProgram(NamedTuple):
         scheduler: The solver.
         cache: The step cache.
         guidance: The rule of guidance.
-        groups: How the prompts are grouped.
         dense: Whether the step takes all of self-attention where others take it sparsely; None where none does.
     """
 

@@ -259,8 +259,8 @@ def guidance_rule(rule: Any) -> GuidanceRule:
 def check_rule(rule: GuidanceRule, guided: bool, steps: int) -> None:
     """Raise SettingError for a rule that has no effect without guidance, or that leaves all steps out."""
     if rule.scaled and not guided:
-        told = f"{rule} is worth nothing without guidance: a guidance scale above 1 would need it"
-        raise SettingError(told, "guidance_rule")
+        message = f"{rule} has no effect without guidance: set guidance_scale above 1"
+        raise SettingError(message, "guidance_rule")
     if isinstance(rule, ZeroStar) and rule.zero_steps >= steps:
-        told = f"{rule} would leave all of {quantity(steps, 'step')} out: ask for fewer zero steps"
-        raise SettingError(told, "guidance_rule")
+        message = f"{rule} leaves all of {quantity(steps, 'step')} out: give fewer zero steps"
+        raise SettingError(message, "guidance_rule")

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 from wanjax.errors import SettingError, listed, near_names, shown
 from wanjax.pipelines.settings import Settings, schema
 
-RENAMED = {alias: name for name, known in schema(Settings).items() for alias in known.aliases} | {
+RENAMED = {alias: name for name, setting in schema(Settings).items() for alias in setting.aliases} | {
     "latents": "noise",
     "reference_images": "references",
     "callback_on_step_end": "callback",
@@ -71,11 +71,11 @@ ELSEWHERE = {
 
 
 def unknown_keyword(name: str, keywords: Iterable[str], *, of_call: Collection[str] = ()) -> SettingError:
-    """Return the error for a keyword that is not among the known ones, with the right name, or a near one, or all.
+    """Return the error for a keyword that a function does not have, with the right name, or a near one, or all.
 
     Args:
         name: The keyword.
-        known: Those that there are.
+        keywords: Those that there are.
         of_call: Those of a call for videos, where that is another function: the error says that it takes them.
     """
     names = list(keywords)
@@ -84,9 +84,9 @@ def unknown_keyword(name: str, keywords: Iterable[str], *, of_call: Collection[s
     if ours not in names and ours in of_call:
         right = f"pipe(prompt, {ours}=...) takes it"
     elif name in RENAMED:
-        right = f"{ours} is"
+        right = f"use {ours}"
     else:
-        right = OTHERWISE.get(name) or (f"{near[0]} is" if near else f"{listed(names)} are")
+        right = OTHERWISE.get(name) or (f"use {near[0]}" if near else f"use {listed(names)}")
     return SettingError(f"{shown(name)} is not a keyword here: {right}", name[:40])
 
 

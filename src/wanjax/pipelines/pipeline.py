@@ -868,9 +868,9 @@ class Pipeline(metaclass=Named):
 
         def __setattr__(self, name: str, value: object) -> None:
             """Set an attribute; raise AttributeError for one that there is not, which nothing would ever look at."""
-            known = [*type(self).__annotations__, *dir(type(self))]
-            if name not in known:
-                right = [one for one in near_names(name, known, 1) if not one.startswith("_")]
+            attributes = [*type(self).__annotations__, *dir(type(self))]
+            if name not in attributes:
+                right = [one for one in near_names(name, attributes, 1) if not one.startswith("_")]
                 near = f"{right[0]} is near" if right else "pipe.progress and pipe.scheduler can be set"
                 raise AttributeError(right_name(name) or f"a pipeline has no {name} to set: {near}")
             object.__setattr__(self, name, value)

@@ -90,7 +90,7 @@ def denoise(
                 reuses = cache.reuses(index)
                 dense = index < dense_steps(total) and not reuses if sparse else None
                 step = StepProgram(denoiser, network.graphdef, model.scheduler, cache, type(guidance), dense)
-                state = replace(state, cached=cache.given(index, state.cached))
+                state = replace(state, cached=cache.cached_for(index, state.cached))
                 values = guidance.values(index, phase.scales[index - phase.start])
                 state, x0, finite = runtime.call(take_step, step, state, inputs, values, one_step(schedule, index))
                 monitor.stepped(index, state, x0, finite, reuses)

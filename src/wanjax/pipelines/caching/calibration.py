@@ -46,7 +46,7 @@ class MeasuringCache(ForwardCache):
     Of several streams the residual is that of all tokens, and the output that of the video.
     """
 
-    def given(self, step: int, cached: Cached | None) -> Cached | None:
+    def cached_for(self, step: int, cached: Cached | None) -> Cached | None:
         return cached
 
     def run(self, predict: Predict, cached: Cached | None) -> tuple[Prediction, Cached]:

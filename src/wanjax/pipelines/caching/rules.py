@@ -328,15 +328,15 @@ def check_reused(rule: CacheRule, reused: Sequence[Sequence[bool]]) -> None:
     """Raise SettingError where no step of any phase would reuse, or where all of half a phase would."""
     steps = sum(map(len, reused))
     if not any(map(any, reused)):
-        told = f"the step cache {rule} would reuse nothing in {quantity(steps, 'step')}: take more steps"
-        raise SettingError(told, "cache")
+        message = f"the step cache {rule} reuses nothing in {quantity(steps, 'step')}: take more steps"
+        raise SettingError(message, "cache")
     if not rule.counted or rule.table is None:
         return
-    for turn in map(list, reused):
-        if True in turn and all(left := turn[turn.index(True) :]) and len(left) >= max(2, len(turn) / 2):
-            first = turn.index(True)
-            told = f"{rule} would reuse all steps after {first} of {len(turn)}: give a smaller threshold"
-            raise SettingError(told, "cache")
+    for flags in map(list, reused):
+        if True in flags and all(left := flags[flags.index(True) :]) and len(left) >= max(2, len(flags) / 2):
+            first = flags.index(True)
+            message = f"{rule} reuses all steps after {first} of {len(flags)}: give a smaller threshold"
+            raise SettingError(message, "cache")
 
 
 def check_apart(rule: CacheRule, together: bool) -> None:

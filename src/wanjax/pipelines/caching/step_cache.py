@@ -41,8 +41,8 @@ class StepCache(ABC):
         """Return whether a step, counted from 0, may reuse what an earlier one kept."""
         return step < len(self.reused) and self.reused[step]
 
-    def given(self, step: int, cached: Cached | None) -> Cached | None:
-        """Return what a step is given of what the step before it kept; None makes it whole."""
+    def cached_for(self, step: int, cached: Cached | None) -> Cached | None:
+        """Return the cached values for a step, or None to run all blocks."""
         return cached if self.reuses(step) else None
 
     @abstractmethod
@@ -99,9 +99,9 @@ class ResidualCache(BlockCache):
     Of a tuple of streams of tokens heads read the first alone, which may be a tree: a video's and that of its sound.
     """
 
-    def __init__(self, given: tuple[Any, ...] | None = None):
-        super().__init__(given)
-        self.cached = as_tokens(given or ())
+    def __init__(self, cached: tuple[Any, ...] | None = None):
+        super().__init__(cached)
+        self.cached = as_tokens(cached or ())
 
     def parts(self, layers: int, *cuts: int) -> Sequence[range]:
         return super().parts(layers, *cuts) if self.previous is None else ()
@@ -142,7 +142,7 @@ class OutputCache(StepCache):
 
     threshold: float = field(default=0.0, compare=False)
 
-    def given(self, step: int, cached: Cached | None) -> Cached | None:
+    def cached_for(self, step: int, cached: Cached | None) -> Cached | None:
         threshold = np.float32(self.threshold if self.reuses(step) else -1)
         return cached and (*cached[:-1], (*cached[-1][:-1], threshold))  # the last of a history
 
@@ -196,7 +196,7 @@ class GuidanceCache(StepCache):
     half: int = field(default=0, compare=False)
     more: ClassVar[float] = 1.2
 
-    def given(self, step: int, cached: Cached | None) -> Cached | None:
+    def cached_for(self, step: int, cached: Cached | None) -> Cached | None:
         weights = (self.more, 1.0) if step < self.half else (1.0, self.more)
         return cached and (cached[0], (np.array(weights, np.float32),)) if self.reuses(step) else None
 

@@ -157,9 +157,9 @@ def open_file(path: Path) -> Source | None:
         raise needs_transformer(path, parts, "HunyuanVideo")
     few = any(key.startswith(NEXT_TIMESTEP) for key in parts["transformer"].specs)
     named = _named(path.name) or _named(path.parent.name) or (FEW_STEPS if few else _named(f"{path.name}_t2v"))
-    given = {"ideal_resolution": str(named).partition("_")[0]}
+    entries = {"ideal_resolution": str(named).partition("_")[0]}
     model = _model(named, path)
-    components = {name: recognise.component(name, part, given) for name, part in parts.items()}
+    components = {name: recognise.component(name, part, entries) for name, part in parts.items()}
     return _source(Storage(str(path), path), model, components.get)
 
 

@@ -91,7 +91,7 @@ def control_condition(
 
     Args:
         static: Nothing.
-        clips: Latents of the reference pictures, of the pixels that are kept, and of those that are made anew.
+        clips: Latents of the pixels that are kept, of those that are made anew, and of each reference picture.
         mask: 1 where pixels are made anew.
     """
     unchanged, repainted, *references = clips
