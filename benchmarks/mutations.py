@@ -433,8 +433,8 @@ MUTATIONS = (
     Mutation(
         "token",
         "src/wanjax/serve/auth.py",
-        "hmac.compare_digest(given.encode(), self.token.encode())",
-        "self.token.startswith(given)",
+        "hmac.compare_digest(token.encode(), self.token.encode())",
+        "self.token.startswith(token)",
         "a server with a token answers who gives none",
         ("serve/test_refusals.py::test_a_token_lets_in",),
     ),
