@@ -221,7 +221,7 @@ def measure_plan(requests: int) -> None:
         file, pipe = write_requests(folder / "requests.jsonl", requests), load("nano")
         before, start = psutil.Process().memory_info().rss, time.perf_counter()
         cpu = time.process_time()
-        tasks = VideoMaker(lambda: pipe, folder).planned(read_requests(str(file)))
+        tasks = VideoMaker(lambda: pipe, folder).tasks_of(read_requests(str(file)))
         planned = time.perf_counter() - start
         manifest, store = Manifest(folder), JobStore(str(folder / "jobs.sqlite"))
         for task in tasks[: requests * 9 // 10]:

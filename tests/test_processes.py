@@ -20,7 +20,7 @@ from tests.support.devices import free_port
 from tests.support.tiny import tiny_checkpoint
 from tests.support.words import naming, says
 from wanjax.errors import WanjaxError
-from wanjax.jobs import processes
+from wanjax.jobs import multihost
 from wanjax.media import stage_files
 from wanjax.media.metadata import load_settings
 
@@ -32,10 +32,10 @@ BOUND = 1e-5
 TOLD = """
 import json, sys
 from wanjax.pipelines import seeds
-from wanjax.jobs.processes import Others, join
+from wanjax.jobs.multihost import PeerGroup, join
 place = int(sys.argv[1].split(",")[-1])
 join(sys.argv[1])
-others = Others()
+others = PeerGroup()
 heard = [others.broadcast([place, "é" * 5000]), others.broadcast(None if place else {"a": 1.5}), others.broadcast()]
 print(json.dumps([heard, others.gather("" if place else "a fault, é"), seeds.draw(), seeds.draw()]))
 print(json.dumps(seeds.draw(alone=True) if place else 0))
@@ -121,11 +121,11 @@ def test_only_the_first_process_writes_and_reports(folder):
 )
 def test_invalid_processes_are_refused(asked, why):
     with pytest.raises(WanjaxError, match=naming(why)):
-        processes.join(asked)
+        multihost.join(asked)
 
 
 def test_one_process_is_the_default(monkeypatch):
-    monkeypatch.setattr(processes.jax.distributed, "initialize", lambda *given, **more: asked.append(given))
+    monkeypatch.setattr(multihost.jax.distributed, "initialize", lambda *given, **more: asked.append(given))
     asked: list[tuple] = []
     for environment in (
         {},
@@ -134,7 +134,7 @@ def test_one_process_is_the_default(monkeypatch):
         {"JAX_COORDINATOR_ADDRESS": "a:1"},
         {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"},
     ):
-        processes.join(None, environment)
+        multihost.join(None, environment)
     assert asked == [(None, None, None), (None, None, None), ("a:1", 2, 1)]
 
 

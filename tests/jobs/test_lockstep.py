@@ -18,7 +18,7 @@ from wanjax.cli import many
 from wanjax.errors import WanjaxError
 from wanjax.jobs.lockstep import Leader, OutOfStep, follow
 from wanjax.jobs.maker import VideoMaker
-from wanjax.jobs.processes import Others
+from wanjax.jobs.multihost import PeerGroup
 from wanjax.jobs.ray_workers import Host
 from wanjax.jobs.sharing import BATCH, enter
 from wanjax.jobs.store import NewJob
@@ -37,7 +37,7 @@ class Room:
         self.said, self.barrier = [""] * count, threading.Barrier(count, timeout=PATIENCE)
 
 
-class Near(Others):
+class Near(PeerGroup):
     """The others in a room, seen by the thread of an index."""
 
     def __init__(self, room, index):
@@ -60,7 +60,7 @@ def led(nano, tmp_path):
     room, folders = Room(3), [tmp_path / str(index) for index in range(3)]
     for folder in folders:
         folder.mkdir()
-    leader = Leader(lambda: nano, folders[0], others=Near(room, 0))
+    leader = Leader(lambda: nano, folders[0], peers=Near(room, 0))
     others = [VideoMaker(lambda: nano, folder) for folder in folders[1:]]
     with ThreadPoolExecutor(2) as pool:
         running = [pool.submit(follow, other, Near(room, index)) for index, other in enumerate(others, 1)]
@@ -69,7 +69,7 @@ def led(nano, tmp_path):
 
 
 def tasks_of(leader, *given):
-    return leader.planned([VideoRequest.parse(SMALL | one, row=number) for number, one in enumerate(given, 1)])
+    return leader.tasks_of([VideoRequest.parse(SMALL | one, row=number) for number, one in enumerate(given, 1)])
 
 
 def test_all_make_the_runs_of_the_first(led, local_store):
@@ -96,14 +96,14 @@ def test_what_shows_how_far_a_video_is_is_fitted_by_all(led, monkeypatch):
 def test_what_one_of_them_cannot_make_none_begins(led, local_store, monkeypatch):
     leader, others, running = led
     tasks = tasks_of(leader, {"prompt": "a"}, {"prompt": "b", "steps": 3}, {"prompt": "c"})
-    shared = others[1].shared
+    shared = others[1].shared_parts
 
     def missing(request):
         if request.settings["prompt"] == "b":
             raise OSError("its host has no such picture")
         return shared(request)
 
-    monkeypatch.setattr(others[1], "shared", missing)
+    monkeypatch.setattr(others[1], "shared_parts", missing)
     jobs = {job.request["settings"]["prompt"]: job for job in made(local_store, leader, tasks, retries=1)}
     assert says(jobs["b"].error["message"], "process 2 of 3 no such picture")
     assert [jobs[prompt].attempts for prompt in "abc"] == [1, 2, 1]
@@ -142,18 +142,18 @@ def test_a_failure_within_a_run_ends_all(led, local_store, started_again):
 @pytest.mark.parametrize("where", [0, 1], ids=["the first", "another"])
 def test_a_failure_on_one_host_alone_is_told_as_it_was_there(nano, local_store, tmp_path, monkeypatch, where):
     """The others may wait for that host, so whoever started them ends them all: none makes a further video."""
-    room, run = Room(2), VideoMaker.made
-    makers = [Leader(lambda: nano, tmp_path, force=True, others=Near(room, 0)), VideoMaker(lambda: nano, tmp_path)]
+    room, run = Room(2), VideoMaker.make_run
+    makers = [Leader(lambda: nano, tmp_path, force=True, peers=Near(room, 0)), VideoMaker(lambda: nano, tmp_path)]
 
     def failing(maker, tasks, made):
         if maker is makers[where] and tasks[0].request.settings["prompt"] == "b":
             raise RuntimeError("the device is gone")
         return run(maker, tasks, made)
 
-    monkeypatch.setattr(VideoMaker, "made", failing)
+    monkeypatch.setattr(VideoMaker, "make_run", failing)
     host = Host()
     with ThreadPoolExecutor(1) as pool:
-        following = pool.submit(host._follow, makers[1], others=Near(room, 1))
+        following = pool.submit(host._follow, makers[1], peers=Near(room, 1))
         tasks = tasks_of(makers[0], {"prompt": "a"}, {"prompt": "b", "steps": 3})
         if where == 0:
             jobs = made(local_store, makers[0], tasks)

@@ -121,7 +121,7 @@ def test_a_video_that_fails_on_one_host_of_a_slice_is_listed_and_the_rest_goes_o
         options = {"together": 32, "retries": 1, "attempts": 2}
         place, follower = partial(place_together, ray, [{"CPU": 1}] * 2, False), partial(VideoMaker, **arguments)
         worker = partial(RayWorker, ray, store, partial(many._maker, arguments, leads=True), options, place, follower)
-        ask = operator.methodcaller("planned", asked)
+        ask = operator.methodcaller("tasks_of", asked)
         pool = Pool(store, lambda number: worker(None if plan else ask), Scale(1, 1), notes.append)
         while not plan:
             pool.look()

@@ -24,7 +24,7 @@ from tests.support.postgres import PASSWORD, STRICT, Server
 from tests.support.words import says
 from wanjax.errors import WanjaxError
 from wanjax.jobs import store as stores
-from wanjax.jobs.databases import hidden, shown_url
+from wanjax.jobs.databases import public_url, without_password
 from wanjax.jobs.sharing import BATCH, SERVE, enter
 from wanjax.jobs.store import (
     ARRIVING,
@@ -612,11 +612,12 @@ def test_a_password_is_not_shown(postgres: Server) -> None:
         store = JobStore(url)
         assert "p%40ss" not in repr(store) + store.name
         store.close()
-    assert shown_url("postgresql://me:a@b:c@host:1/db?password=x") == "postgresql://me@host:1/db"
+    assert public_url("postgresql://me:a@b:c@host:1/db?password=x") == "postgresql://me@host:1/db"
     assert (
-        hidden("of me:s3cret and s3cr+t", "postgresql://me:s3cret@host/db?sslpassword=s3cr%2Bt") == "of me:*** and ***"
+        without_password("of me:s3cret and s3cr+t", "postgresql://me:s3cret@host/db?sslpassword=s3cr%2Bt")
+        == "of me:*** and ***"
     )
-    assert shown_url("/some/where.sqlite") == "/some/where.sqlite"
+    assert public_url("/some/where.sqlite") == "/some/where.sqlite"
 
 
 def test_sqlite_is_refused_on_a_network_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,7 @@ def test_a_batch_beside_a_server_on_one_database(start, pipe, tmp_path, request,
         out.mkdir()
         maker, store = VideoMaker(lambda: pipe, out), stack.enter_context(closing(JobStore(url)))
         enter(store, out, BATCH)
-        tasks = maker.planned([VideoRequest.parse(FAST | {"seed": seed}) for seed in range(2)])
+        tasks = maker.tasks_of([VideoRequest.parse(FAST | {"seed": seed}) for seed in range(2)])
         batch = Batch(store, tasks, Manifest(out), "nano")
         asked = server.ask()["id"]
         server.worker.start()

@@ -29,11 +29,11 @@ from wanjax.errors import WanjaxError
 from wanjax.figures import quantity
 from wanjax.jobs import ray_cluster
 from wanjax.jobs.batch import MANIFEST, TOGETHER, Batch, Manifest
-from wanjax.jobs.databases import named_database
+from wanjax.jobs.databases import database_of
 from wanjax.jobs.lockstep import Leader, follow
 from wanjax.jobs.maker import Task, VideoMaker, keeping_programs
+from wanjax.jobs.multihost import is_first
 from wanjax.jobs.pool import POLL, LocalWorker, Pool, Scale
-from wanjax.jobs.processes import is_first
 from wanjax.jobs.ray_placement import FIRST, bundles_of, place_alone, place_together
 from wanjax.jobs.ray_workers import RayWorker, RemoteStore
 from wanjax.jobs.rows import WrongRows, read_requests, with_seeds
@@ -68,7 +68,7 @@ def generate(
     `workers` of None is this process, and 0 those elsewhere. `extend` extends the prompts of a file, and `remade` is
     the metadata of the video that is made again, if one is.
     """
-    database = named_database(by.database)
+    database = database_of(by.database)
     if alone := by.is_alone(workers):
         meet(report, options.processes)
     else:

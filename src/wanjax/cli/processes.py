@@ -9,7 +9,7 @@ from wanjax.cli.report import Report
 from wanjax.compile_cache.cache import compile_cache_folder, use_shared
 from wanjax.compile_cache.executables import user_executables
 from wanjax.execution import EXECUTE
-from wanjax.jobs.processes import is_first, join
+from wanjax.jobs.multihost import is_first, join
 from wanjax.sharding import platform
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from wanjax.figures import duration, scaled
-from wanjax.jobs.processes import is_first
+from wanjax.jobs.multihost import is_first
 from wanjax.pipelines.observers import Observer, Step
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import Settings

@@ -30,7 +30,7 @@ from wanjax.cli.report import Report
 from wanjax.cli.stages import loaded
 from wanjax.errors import WanjaxError, reason
 from wanjax.jobs import ray_cluster
-from wanjax.jobs.databases import named_database
+from wanjax.jobs.databases import database_of
 from wanjax.jobs.maker import keeping_programs
 from wanjax.jobs.pool import CARDS, NICE, POLL, Handle, LocalWorker, Pool, Scale, until_signal
 from wanjax.jobs.ray_placement import place_alone
@@ -92,7 +92,7 @@ def serve(
     with ExitStack() as stack:  # before the model: a port or a folder in use would be told after a long wait
         sockets = [stack.enter_context(each) for each in listening(listen.host, listen.port)]
         videos = parse_path(folder).absolute()
-        store = stack.enter_context(opened(videos, named_database(by.database)))
+        store = stack.enter_context(opened(videos, database_of(by.database)))
         server = _Server(report, listen.host, sockets, access, store, videos, options, served)
         if workers is None:
             server.with_thread()

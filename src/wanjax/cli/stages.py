@@ -33,7 +33,7 @@ from wanjax.errors import WanjaxError, WriteError
 from wanjax.execution import EXECUTE, Instance
 from wanjax.figures import digits, duration, in_bytes, quantity
 from wanjax.jobs.maker import write
-from wanjax.jobs.processes import is_first
+from wanjax.jobs.multihost import is_first
 from wanjax.kernels.compiler_options import saved_set
 from wanjax.loading import abstract_pipeline, load
 from wanjax.media import stage_files

@@ -12,11 +12,11 @@ from wanjax.cli.report import Report
 from wanjax.cli.stages import loaded, located
 from wanjax.errors import WanjaxError
 from wanjax.jobs.batch import TOGETHER
-from wanjax.jobs.databases import VARIABLE, named_database
+from wanjax.jobs.databases import VARIABLE, database_of
 from wanjax.jobs.lockstep import Leader, follow
 from wanjax.jobs.maker import VideoMaker
+from wanjax.jobs.multihost import is_first
 from wanjax.jobs.pool import until_signal
-from wanjax.jobs.processes import is_first
 from wanjax.jobs.sharing import BATCH, SERVE, why_apart
 from wanjax.jobs.store import JobStore
 from wanjax.jobs.worker import work
@@ -35,7 +35,7 @@ def work_for(
     retries: int,
 ) -> None:
     """Lease and make jobs of a database, alone or with the processes that it meets, until a signal."""
-    if (url := named_database(database)) is None:
+    if (url := database_of(database)) is None:
         raise WanjaxError(f"no database is named: give --database FILE|URL, or {VARIABLE} in the environment")
     if out is not None and folder is not None:
         raise WanjaxError("--dir is given beside --out: give the one that the server or the batch has")

@@ -59,7 +59,7 @@ class Connection(Protocol):
     def executemany(self, text: str, rows: Sequence[Values], /) -> Any: ...
 
 
-def named_database(option: str | None) -> str | None:
+def database_of(option: str | None) -> str | None:
     """Return the database that an option names, or else the environment; None for none."""
     return option or os.environ.get(VARIABLE) or None
 
@@ -73,7 +73,7 @@ def open_database(url: str) -> "Database":
     if url.startswith(POSTGRES):
         return Postgres(url)
     if "://" in url:
-        raise WanjaxError(f"a database is a file of SQLite or {EXAMPLE}, got {shown_url(url)}: give one of the two")
+        raise WanjaxError(f"a database is a file of SQLite or {EXAMPLE}, got {public_url(url)}: give one of the two")
     return Sqlite(Path(url).expanduser().absolute())
 
 
@@ -82,7 +82,7 @@ def has_no_room(error: Exception) -> bool:
     return getattr(error, "sqlite_errorname", None) in FULL or getattr(error, "sqlstate", None) in FULL
 
 
-def shown_url(url: str) -> str:
+def public_url(url: str) -> str:
     """Return the name of a database as a message may have it: without its password."""
     if "://" not in url:
         return url
@@ -91,7 +91,7 @@ def shown_url(url: str) -> str:
     return f"{scheme}://{login.partition(':')[0]}{at}{where.partition('?')[0]}"
 
 
-def hidden(text: str, url: str) -> str:
+def without_password(text: str, url: str) -> str:
     """Return a text without the password of a URL, whole or in the parts in which it may be misread."""
     login = url.partition("://")[2].rpartition("@")[0].partition(":")[2]
     query = re.findall(r"[?&](?:ssl)?password=([^&]*)", url)
@@ -257,7 +257,7 @@ class Postgres(Database):
             from psycopg.conninfo import conninfo_to_dict
         except ImportError as error:
             raise WanjaxError("PostgreSQL needs psycopg: pip install 'wanjax[postgres]' brings it") from error
-        self.url, self.name = url, shown_url(url)
+        self.url, self.name = url, public_url(url)
         self.errors = (psycopg.Error,)
         try:
             parameters = conninfo_to_dict(url)
@@ -296,7 +296,7 @@ class Postgres(Database):
             text = str(error)
             if any(word in text for word in REFUSALS):
                 answer = text.rpartition("FATAL:")[2].strip().partition("\n")[0]
-                problem = f"{self.name} refuses the login ({hidden(answer, self.url)})"
+                problem = f"{self.name} refuses the login ({without_password(answer, self.url)})"
                 raise DatabaseError(f"{problem}: the user, the password and the name of the database have to be right "
                                     f"in --database or {VARIABLE}") from None  # fmt: skip
             raise

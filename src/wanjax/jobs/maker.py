@@ -17,7 +17,7 @@ from wanjax.compile_cache.cache import compile_cache_folder, use_shared
 from wanjax.compile_cache.executables import user_executables
 from wanjax.errors import WanjaxError, causes, is_full, reason, shown
 from wanjax.execution import EXECUTE
-from wanjax.jobs.processes import is_first
+from wanjax.jobs.multihost import is_first
 from wanjax.jobs.rows import WrongRows
 from wanjax.jobs.store import Job
 from wanjax.jobs.worker import DISK_FULL, Failure, Interrupted, Lease
@@ -51,7 +51,7 @@ class Task(NamedTuple):
     request: VideoRequest
 
 
-class Shared(NamedTuple):
+class SharedParts(NamedTuple):
     """What the videos of one run share: the pipeline with its solver, pictures, and settings with their metadata."""
 
     pipe: Pipeline
@@ -59,7 +59,7 @@ class Shared(NamedTuple):
     settings: Settings
     metadata: Mapping[str, Any]
 
-    def prepared(self, request: VideoRequest) -> PreparedRequest:
+    def complete(self, request: VideoRequest) -> PreparedRequest:
         """Complete a request, whose prompt and seed are its own; raises WanjaxError for a wrong one."""
         seed = checked_seed(request.settings.get("seed", self.settings.seed), alone=True)
         settings = self.settings.updated({**{name: request.settings.get(name) for name in OWN}, "seed": seed})
@@ -103,7 +103,7 @@ class VideoMaker:
         self.load, self.place, self.force, self.observers = load, place, force, observers
         self.how: Any = {"tiling": tiling, "batch_guidance": batch_guidance}
         self.settings: dict[str, Settings] = {}  # of the planned videos, by name
-        self.in_step = True  # False where other processes wait for what this one left in its midst
+        self.in_sync = True  # False where other processes wait for what this one left in its midst
 
     @cached_property
     def pipe(self) -> Pipeline:
@@ -119,14 +119,14 @@ class VideoMaker:
         assert self.pipe
 
     def plan(self, requests: Sequence[VideoRequest], wrong: WrongRows | None = None) -> list[Task]:
-        """Return the tasks of requests as `planned` does, once the longest of those that are missing can be written."""
-        tasks = self.planned(requests, wrong)
+        """Return `tasks_of` requests, once the longest of those that are missing can be written."""
+        tasks = self.tasks_of(requests, wrong)
         there = set() if self.force else names_in(self.place)
         if missing := [task for task in tasks if task.output not in there]:
             self.try_output(max(missing, key=lambda task: len(task.request.settings["prompt"])))
         return tasks
 
-    def planned(self, requests: Sequence[VideoRequest], wrong: WrongRows | None = None) -> list[Task]:
+    def tasks_of(self, requests: Sequence[VideoRequest], wrong: WrongRows | None = None) -> list[Task]:
         """Return a task for each request, those of one run together.
 
         Args:
@@ -148,14 +148,14 @@ class VideoMaker:
     def _tasks(self, requests: Sequence[VideoRequest], wrong: WrongRows) -> Iterator[Task]:
         """Yield the tasks of requests that differ in prompt and seed alone; `wrong` receives why others have none."""
         try:
-            shared = self.shared(requests[0])
+            shared = self.shared_parts(requests[0])
         except WanjaxError as error:
             for request in requests:
                 wrong.add(request.row, error)
             return
         for request in requests:
             try:
-                prepared = shared.prepared(request)
+                prepared = shared.complete(request)
             except WanjaxError as error:
                 wrong.add(request.row, error)
                 continue
@@ -164,7 +164,7 @@ class VideoMaker:
 
     def try_output(self, task: Task) -> None:
         """Raise WanjaxError where the video of a task could not be written."""
-        prepared = self.shared(task.request).prepared(task.request)
+        prepared = self.shared_parts(task.request).complete(task.request)
         settings = prepared.settings
         try_output(self.place / task.output, settings.length, settings.size, settings.fps, prepared.metadata)
 
@@ -196,12 +196,12 @@ class VideoMaker:
 
     def run(self, tasks: Sequence[Task], observers: Sequence[Observer] = ()) -> Iterator[PreparedRequest]:
         """Make the videos of one run; yield the request of each once its video is there."""
-        return self.made(tasks, self.prepared(tasks, observers))
+        return self.make_run(tasks, self.prepare_run(tasks, observers))
 
-    def prepared(self, tasks: Sequence[Task], observers: Sequence[Observer] = ()) -> Run:
+    def prepare_run(self, tasks: Sequence[Task], observers: Sequence[Observer] = ()) -> Run:
         """Return the run of tasks, before anything is computed; raises WanjaxError where there can be none."""
-        shared = self.shared(tasks[0].request)
-        requests = [shared.prepared(task.request) for task in tasks]
+        shared = self.shared_parts(tasks[0].request)
+        requests = [shared.complete(task.request) for task in tasks]
         for task, request in zip(tasks, requests, strict=True):
             if (name := name_of(request.metadata)) != task.output:
                 problem = f"{task.output} would be {name} by this worker: start it with the options of the batch"
@@ -209,14 +209,14 @@ class VideoMaker:
         check_making(shared.pipe, requests[0].settings, shared.pictures, **self.how)
         return Run(shared.pipe, requests, shared.pictures, observers=[*observers, *self.observers], **self.how)
 
-    def made(self, tasks: Sequence[Task], run: Run) -> Iterator[PreparedRequest]:
+    def make_run(self, tasks: Sequence[Task], run: Run) -> Iterator[PreparedRequest]:
         """Make the videos of a run of tasks; yield the request of each once its video is there."""
         for task, (prepared, frames) in zip(tasks, run, strict=True):
             with run.decode_stage(prepared):
                 write(self.place / task.output, frames, prepared)
             yield prepared
 
-    def shared(self, request: VideoRequest) -> Shared:
+    def shared_parts(self, request: VideoRequest) -> SharedParts:
         """Return what the videos of one run share; raises WanjaxError where no such video can be made."""
         shared = request.shared
         loaded = {MODEL.name: shared.model, **shared.settings}
@@ -228,7 +228,7 @@ class VideoMaker:
                 )
         pipe = self.pipe.with_solver(shared.scheduler)
         pictures, chosen = pipe.prepare(**shared.inputs, **shared.settings, model=shared.model)
-        return Shared(pipe, pictures, chosen, pipe.metadata(chosen, shared.inputs, **self.how))
+        return SharedParts(pipe, pictures, chosen, pipe.metadata(chosen, shared.inputs, **self.how))
 
     def explain(self, error: Exception) -> Failure:
         """Return why a job failed; what is the request's own fault fails again."""
@@ -237,7 +237,7 @@ class VideoMaker:
             DISK_FULL if full else "invalid_request" if wrong else "server_error",
             sentence_of(error),
             again=not full and (not wrong or any(isinstance(cause, OSError) for cause in causes(error))),
-            ends=full or not self.in_step,
+            ends=full or not self.in_sync,
             log="" if wrong else "".join(traceback.format_exception(error)),
         )
 

@@ -202,7 +202,7 @@ class Pool:
         self.workers: dict[int, Handle] = {}  # by number
         self._start, self._ending = start, set[str]()
         self._deaths, self._ends = 0, -1.0
-        self._waits_since, self._is_told = monotonic(), False
+        self._waits_since, self._is_noted = monotonic(), False
 
     def look(self) -> None:
         """Replace workers that died, start those that are missing, and end those that are too many.
@@ -213,10 +213,10 @@ class Pool:
         """
         for number, worker in list(self.workers.items()):
             if (why := worker.ended()) is not None:
-                self._bury(number, worker, why)
+                self._remove(number, worker, why)
         stats = self.store.stats()
         waiting, running = (stats.jobs.get(status, 0) for status in ("queued", "in_progress"))
-        self._tell_of_waiting(sum(stats.workers.values()))
+        self._note_waiting(sum(stats.workers.values()))
         wanted = self.scale.wanted(waiting + running, monotonic())
         at_work = {number for number, worker in self.workers.items() if worker.name not in self._ending}
         for number in [number for number in range(self.scale.most) if number not in self.workers]:
@@ -228,7 +228,7 @@ class Pool:
                 self._ending.add(self.workers[number].name)
                 self.workers[number].terminate()
 
-    def _bury(self, number: int, worker: Handle, why: str) -> None:
+    def _remove(self, number: int, worker: Handle, why: str) -> None:
         """Take a worker that has ended out of the pool."""
         if why and worker.name not in self._ending:
             self.store.lost(worker.name, why)  # first: where the database is away, this is looked at again
@@ -246,12 +246,12 @@ class Pool:
             raise WanjaxError(f"{quantity(self._deaths, 'worker')} died one after another: {why}, and the log has more")
         self.note(f"a worker died, {why}: another one takes its place")
 
-    def _tell_of_waiting(self, registered: int) -> None:
+    def _note_waiting(self, registered: int) -> None:
         """Tell once that workers wait for a place in a cluster, or load for long."""
         if registered >= len(self.workers):
-            self._waits_since, self._is_told = monotonic(), False
-        elif not self._is_told and monotonic() - self._waits_since > PATIENCE:
-            self._is_told = True
+            self._waits_since, self._is_noted = monotonic(), False
+        elif not self._is_noted and monotonic() - self._waits_since > PATIENCE:
+            self._is_noted = True
             missing = f"{len(self.workers) - registered} of {quantity(len(self.workers), 'worker')}"
             self.note(f"waiting for a place in the cluster, or loading: {missing}")
 

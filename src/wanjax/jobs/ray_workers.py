@@ -15,8 +15,8 @@ from typing import Any
 from wanjax.errors import WanjaxError, reason
 from wanjax.jobs.lockstep import OutOfStep, follow
 from wanjax.jobs.maker import VideoMaker, sentence_of
+from wanjax.jobs.multihost import connect
 from wanjax.jobs.pool import NICE, Start
-from wanjax.jobs.processes import connect
 from wanjax.jobs.ray_cluster import answer_of, why_ended
 from wanjax.jobs.store import RETRY, JobStore, Unavailable
 from wanjax.jobs.worker import new_name, work

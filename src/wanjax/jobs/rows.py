@@ -82,7 +82,7 @@ class WrongRows:
         total = len(set().union(*self.rows.values()))
         ordered = sorted(self.rows.items(), key=lambda item: min(item[1]))
         each = [f"{_runs(rows)}: {why}" if any(rows) else why for why, rows in ordered]
-        raise WanjaxError(f"{total} rows are wrong: {_listed(each, '; ')}" if len(each) > 1 else each[0])
+        raise WanjaxError(f"{total} rows are wrong: {_join_first(each, '; ')}" if len(each) > 1 else each[0])
 
 
 def _runs(rows: Collection[int]) -> str:
@@ -93,10 +93,10 @@ def _runs(rows: Collection[int]) -> str:
             runs[-1][1:] = [row]
         else:
             runs.append([row])
-    return f"row{'s' * (len(rows) > 1)} {_listed([' to '.join(map(str, run)) for run in runs], ', ')}"
+    return f"row{'s' * (len(rows) > 1)} {_join_first([' to '.join(map(str, run)) for run in runs], ', ')}"
 
 
-def _listed(texts: Sequence[str], between: str) -> str:
+def _join_first(texts: Sequence[str], between: str) -> str:
     """Return the first of some texts, and how many more there are."""
     more = [f"and {len(texts) - MOST_LISTED} more"] if len(texts) > MOST_LISTED else []
     return between.join([*texts[:MOST_LISTED], *more])
@@ -143,11 +143,11 @@ def _json(text: str, name: str, right: str) -> Any:
 def _of_csv(text: str) -> Iterator[dict[str, Any] | WanjaxError]:
     """Yield the rows of a table; an empty field says nothing."""
 
-    def columns_known(delimiter: str) -> int:
+    def known_columns(delimiter: str) -> int:
         header = next(csv.reader(StringIO(text), delimiter=delimiter), [])
         return len({name.strip() for name in header}.intersection(_fields_of_rows()))
 
-    delimiter = max(DELIMITERS, key=columns_known)
+    delimiter = max(DELIMITERS, key=known_columns)
     table = csv.DictReader(StringIO(text), strict=True, delimiter=delimiter)
     for name in filter(None, map(str.strip, table.fieldnames or ())):
         if name not in (names := known_fields()):

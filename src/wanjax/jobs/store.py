@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 from wanjax.errors import WanjaxError, reason
 from wanjax.figures import quantity
-from wanjax.jobs.databases import Connection, DatabaseError, Values, has_no_room, hidden, open_database
+from wanjax.jobs.databases import Connection, DatabaseError, Values, has_no_room, open_database, without_password
 
 ARRIVING, QUEUED, RUNNING = "arriving", "queued", "in_progress"
 COMPLETED, FAILED, REMOVED = "completed", "failed", "removed"
@@ -276,7 +276,7 @@ class JobStore:
         def insert(db: "Transaction") -> Job:
             version = db.tick()  # others who add wait from here on, so the limit is exact
             if (job := db.find(new.id)) is not None and job.status != ARRIVING:
-                return db.placed([job])[0]  # the answer to the first call was lost
+                return db.with_places([job])[0]  # the answer to the first call was lost
             if limit is not None and db.waiting() >= limit:
                 raise QueueFull(limit)
             db.execute(
@@ -289,7 +289,7 @@ class JobStore:
                 status=ARRIVING if arriving else QUEUED,
                 **_columns(new),
             )
-            return db.placed([db.get(new.id, arriving=arriving)])[0]
+            return db.with_places([db.get(new.id, arriving=arriving)])[0]
 
         return self._run(insert)
 
@@ -314,7 +314,7 @@ class JobStore:
 
     def get(self, id: str) -> Job:
         """Return a job; raises NotFound."""
-        return self._read(lambda db: db.placed([db.get(id)])[0])
+        return self._read(lambda db: db.with_places([db.get(id)])[0])
 
     def page(self, limit: int, *, after: str | None = None, newest: bool = True) -> tuple[list[Job], bool]:
         """Return a page of jobs, and whether there are more.
@@ -334,14 +334,14 @@ class JobStore:
             where = f"AND position {way} :after" if start else ""
             where = f"place = :place AND status NOT IN ('arriving', 'removed') {where}"
             jobs = db.jobs(f"{where} ORDER BY position {order} LIMIT :most", most=limit + 1, **start)
-            return db.placed(jobs[:limit]), len(jobs) > limit
+            return db.with_places(jobs[:limit]), len(jobs) > limit
 
         return self._read(read)
 
     def queue(self) -> list[Job]:
         """Return the jobs that wait, in their order, as many as are counted."""
         text = "place = :place AND status = 'queued' ORDER BY position LIMIT :most"
-        return self._read(lambda db: db.placed(db.jobs(text, most=LONGEST_QUEUE)))
+        return self._read(lambda db: db.with_places(db.jobs(text, most=LONGEST_QUEUE)))
 
     def waiting(self) -> int:
         """Return how many jobs wait."""
@@ -408,7 +408,7 @@ class JobStore:
         """Return the jobs that changed after a version, removed ones too, in the order of their last changes."""
         one = "" if only is None else "AND id = :only"
         return self._read(
-            lambda db: db.placed(
+            lambda db: db.with_places(
                 db.jobs(
                     f"place = :place AND version > :since AND status != 'arriving' {one} ORDER BY version LIMIT :limit",
                     since=since,
@@ -686,7 +686,7 @@ class JobStore:
                 with self._database.transaction(write=write, durable=durable) as connection:
                     return do(Transaction(connection, self._database.now, self.place))
             except self._database.errors as error:
-                why, is_full = hidden(reason(error), self.url), has_no_room(error)
+                why, is_full = without_password(reason(error), self.url), has_no_room(error)
                 if is_full and math.isinf(self.patience):  # a worker has to note what it did
                     self.reclaim()
                 elif not self._database.is_away(error):
@@ -756,7 +756,7 @@ class Transaction:
     def waiting(self) -> int:
         return self.value("SELECT count(*) FROM jobs WHERE place = :place AND status = 'queued'")
 
-    def placed(self, jobs: Sequence[Job]) -> list[Job]:
+    def with_places(self, jobs: Sequence[Job]) -> list[Job]:
         """Return jobs with how many are before each, as far as that is less than LONGEST_QUEUE."""
         if all(job.status != QUEUED for job in jobs):
             return list(jobs)

@@ -34,7 +34,7 @@ from wanjax.pipelines.video_metadata import VERSION
 from wanjax.serve import metrics, openapi, store_files, uploads
 from wanjax.serve.auth import COOKIE, Access, Guard, is_encrypted, refusal
 from wanjax.serve.events import Changes, Events
-from wanjax.serve.faults import UNEXPECTED, explained, storing
+from wanjax.serve.faults import UNEXPECTED, fault_of, storing
 from wanjax.serve.limits import Limits
 from wanjax.serve.sweeping import Sweeper
 from wanjax.serve.variants import ServedModels
@@ -43,8 +43,8 @@ from wanjax.serve.videos import (
     PREVIEW,
     THUMBNAIL,
     VIDEO,
-    filled,
     names_of,
+    new_folder,
     new_id,
     output_of,
     paths_of,
@@ -135,9 +135,9 @@ class Service:
             Route("/v1/events", self.events, methods=["GET"]),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/login", self.login, methods=["POST"]),
-            Route("/openapi.json", self.described, methods=["GET"]),
+            Route("/openapi.json", self.show_document, methods=["GET"]),
             Route("/health", self.health, methods=["GET"]),
-            Route("/metrics", self.measured, methods=["GET"]),
+            Route("/metrics", self.show_metrics, methods=["GET"]),
             Route("/", lambda request: FileResponse(str(PAGE / "index.html")), methods=["GET"]),
             Mount("/page", StaticFiles(directory=str(PAGE))),
         ]
@@ -159,7 +159,7 @@ class Service:
 
     def _refused(self, request: Request, error: Exception) -> Response:
         """Answer an error that is told in a sentence."""
-        fault = explained(error, [self.folder, *self.served.folders])
+        fault = fault_of(error, [self.folder, *self.served.folders])
         if fault.is_ours:
             logger.error("%s %s: %s", request.method, request.url.path, error)
         return refusal(fault.status, fault.message, fault.code, getattr(error, "setting", None))
@@ -168,7 +168,7 @@ class Service:
         """Take a request for a video, as a form or as JSON, and answers at once."""
         await run_in_threadpool(self._check_room)  # before a large picture is read
         with storing():  # large files of a form, beside it
-            fields, pictures = await _arrived(_body(request))
+            fields, pictures = await _read_in_time(_body(request))
         with uploads.naming_size(fields):
             job = await run_in_threadpool(self._accept, fields, pictures)
         return JSONResponse(self._video(job))
@@ -188,12 +188,12 @@ class Service:
         id = new_id()
         new = NewJob(id, {}, pipe.defaults.model, output_of(id))
         if not uploaded:
-            return self.store.add(self._completed(new, request, {}), limit=self.limits.queue)
+            return self.store.add(self._complete(new, request, {}), limit=self.limits.queue)
         arriving = self.store.add(new, arriving=True)  # so that a server that is killed leaves no folder for ever
         try:
-            with filled(self.folder / id) as here:
+            with new_folder(self.folder / id) as here:
                 saved = uploads.save_pictures(uploaded, uploads.inputs_of(pipe), here, self.limits)
-                new = self._completed(new, replace(request, inputs=saved), paths_of(saved, here))
+                new = self._complete(new, replace(request, inputs=saved), paths_of(saved, here))
             return self.store.add(new, limit=self.limits.queue)
         except BaseException:
             with suppress(WanjaxError, NotFound):
@@ -201,9 +201,9 @@ class Service:
                 self.sweeper.clear(arriving)
             raise
 
-    def _completed(self, new: NewJob, request: VideoRequest, files: Mapping[str, Any]) -> NewJob:
+    def _complete(self, new: NewJob, request: VideoRequest, files: Mapping[str, Any]) -> NewJob:
         """Return a job with all settings of its request; raise WanjaxError where they make no video."""
-        settings = uploads.completed(request, self.served.model(request.model), files, self.limits).to_json()
+        settings = uploads.complete_settings(request, self.served.model(request.model), files, self.limits).to_json()
         for name in BY_WORKER:
             settings.pop(name, None)
         return replace(new, request=replace(request, settings=settings, model=new.model).to_json())
@@ -280,7 +280,7 @@ class Service:
         kind, own_name = kind or guess_type(name)[0] or "application/octet-stream", f"{job.id}{file.suffix}"
         if isinstance(file, RemotePath):
             with suppress(Missing):
-                return await store_files.answered(request, file, kind, own_name)
+                return await store_files.range_response(request, file, kind, own_name)
         elif file.is_file():
             return FileResponse(file, media_type=kind, filename=own_name, content_disposition_type="inline")
         return _gone(name)
@@ -312,15 +312,15 @@ class Service:
 
     def _models(self) -> list[dict[str, Any]]:
         about = {"object": "model", "owned_by": "wanjax", "limits": self.limits.to_json()}
-        return [about | self.limits.telling(model) for model in self.model_cards]
+        return [about | self.limits.bound_card(model) for model in self.model_cards]
 
-    async def described(self, request: Request) -> JSONResponse:
+    async def show_document(self, request: Request) -> JSONResponse:
         """Describe this interface in the words of OpenAPI."""
         return JSONResponse(openapi.document(self._models(), VERSION, self.limits.prompt))
 
     async def login(self, request: Request) -> Response:
         """Keep the token of a form in a cookie, for the page."""
-        token = await _arrived(_token(request))
+        token = await _read_in_time(_token(request))
         guard = request.app.state.guard
         if not isinstance(token, str) or not guard.knows(token.strip()):
             why = "the token is wrong: show the one with which the server was started"
@@ -345,7 +345,7 @@ class Service:
         state = READY if stats.workers.get(READY) else BROKE if self.is_broken() else LOADING
         return state, stats.jobs.get(QUEUED, 0), self.store.unserved()
 
-    async def measured(self, request: Request) -> PlainTextResponse:
+    async def show_metrics(self, request: Request) -> PlainTextResponse:
         stats = await run_in_threadpool(self.store.stats)
         text = metrics.text(stats, self.answers, self.changes.watchers)
         return PlainTextResponse(text, headers={"content-type": metrics.CONTENT_TYPE})
@@ -363,7 +363,7 @@ def _gone(name: str) -> JSONResponse:
     return refusal(404, f"the file {name} of this video is gone", "not_found")
 
 
-async def _arrived(body: Coroutine[Any, Any, T]) -> T:
+async def _read_in_time(body: Coroutine[Any, Any, T]) -> T:
     """Return what a request holds; raise HTTPException where it does not arrive in time."""
     try:
         return await asyncio.wait_for(body, BODY_SECONDS)

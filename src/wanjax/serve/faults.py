@@ -52,7 +52,7 @@ def storing() -> Iterator[None]:
         raise StorageError(f"{error.filename or 'a file'} cannot be used: {reason(error)}") from error
 
 
-def explained(error: Exception, folders: Iterable[AnyPath]) -> Fault:
+def fault_of(error: Exception, folders: Iterable[AnyPath]) -> Fault:
     """Return what a client is told of an error; `folders` are known ones of the server."""
     for cause in causes(error):
         if isinstance(cause, StoreError):

@@ -48,7 +48,7 @@ class Limits:
             if (value := getattr(settings, name)) > (most := getattr(self, name)):
                 raise SettingError(f"{name} is {shown(value)} where this server takes {most} at most", name)
 
-    def bounding(self, settings: Mapping[str, Setting]) -> dict[str, Setting]:
+    def bound_settings(self, settings: Mapping[str, Setting]) -> dict[str, Setting]:
         """Return settings by name, with this server's own bounds of their values."""
         bounded = dict(settings)
         for name, most in {"steps": self.steps, "fps": self.fps}.items():
@@ -57,7 +57,7 @@ class Limits:
             bounded[name] = setting._replace(most=min(setting.most, most), usual=usual)
         return bounded
 
-    def telling(self, model: Mapping[str, Any]) -> dict[str, Any]:
+    def bound_card(self, model: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a server tells of a model, with its own bounds in the settings."""
         settings = {name: dict(words) for name, words in model["settings"].items()}
         for name in ("steps", "fps"):

@@ -31,9 +31,9 @@ from wanjax.pipelines.text.prompt_extension import Extended
 from wanjax.pipelines.tracing import needed_pictures, trace_programs
 from wanjax.pipelines.video_metadata import digest_of
 from wanjax.serve import model_info
-from wanjax.serve.faults import OUT_OF_MEMORY, STORAGE, explained
+from wanjax.serve.faults import OUT_OF_MEMORY, STORAGE, fault_of
 from wanjax.serve.variants import ServedModels, Variants
-from wanjax.serve.videos import PREVIEW, THUMBNAIL, fetched, names_of, paths_of
+from wanjax.serve.videos import PREVIEW, THUMBNAIL, local_files, names_of, paths_of
 from wanjax.stores.paths import AnyPath, RemotePath
 
 SHAPES = 16  # shapes whose compiled programs are kept
@@ -89,7 +89,7 @@ class ServedMaker(VideoMaker):
         """Return what a server tells of its models, the served one first."""
         loras = [{"name": name, "strength": strength} for name, strength in self.variants.usual.items()]
         about = {"created": int(time.time()), "loras": loras, "extends_prompts": self.extend is not None}
-        return [about | model_info.model(pipe, **self.how) for pipe in self.variants.pipes.values()]
+        return [about | model_info.model_card(pipe, **self.how) for pipe in self.variants.pipes.values()]
 
     def warm_up(self, stopped: Callable[[], bool]) -> None:
         self.pipe.progress = False
@@ -97,7 +97,7 @@ class ServedMaker(VideoMaker):
             warm_up(self.pipe, **self.how, preview=self.preview, note=self.note, stopped=stopped)
 
     def explain(self, error: Exception) -> Failure:
-        fault = explained(error, self.folders)
+        fault = fault_of(error, self.folders)
         log = ""
         if fault.is_ours and fault.message != OUT_OF_MEMORY:
             log = str(error) if fault.code == STORAGE else "".join(traceback.format_exception(error))
@@ -119,14 +119,14 @@ class ServedMaker(VideoMaker):
         if isinstance(folder, Path):
             folder.mkdir(exist_ok=True)
         progress = JobProgress(lease, lease.stopped, folder / PREVIEW if self.preview else None)
-        with fetched(folder, names_of(request.inputs)) as here:
+        with local_files(folder, names_of(request.inputs)) as here:
             pipe = self.variants.take(request.model or self.variants.first, self.variants.strengths(request.lora))
             pipe = model_info.with_scheduler(pipe, request.scheduler)
             loaded = {name: getattr(pipe.defaults, name) for name in LOADED if name != "model"}
             lease.report(settings=loaded)
             if self.extend and not request.settings.get("original_prompt"):
                 with progress.stage("extend"):
-                    extended = self._extended(request, self.extend)
+                    extended = self._extend(request, self.extend)
                 lease.report(settings=loaded | extended)
                 request = request.updated(extended)
             settings: Any = {name: value for name, value in request.settings.items() if value is not None}
@@ -153,7 +153,7 @@ class ServedMaker(VideoMaker):
                 (folder / THUMBNAIL).upload(here / THUMBNAIL)
 
     @staticmethod
-    def _extended(request: VideoRequest, extend: Callable[[str, bool], Extended]) -> dict[str, str]:
+    def _extend(request: VideoRequest, extend: Callable[[str, bool], Extended]) -> dict[str, str]:
         """Return the settings of a request's prompts, extended, with what was asked for beside them."""
         texts = [request.settings["prompt"], *(request.settings.get("then") or "").splitlines()]
         prompt, *then = (extend(text, "image" in request.inputs) for text in texts)

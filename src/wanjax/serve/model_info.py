@@ -30,7 +30,7 @@ T = TypeVar("T")
 TYPES = {str: "string", bool: "boolean", int: "integer", float: "number"}
 
 
-def model(pipe: Pipeline, tiling: Tiling | None, batch_guidance: bool) -> dict[str, Any]:
+def model_card(pipe: Pipeline, tiling: Tiling | None, batch_guidance: bool) -> dict[str, Any]:
     """Return what the server tells of a model; sizes are WIDTHxHEIGHT by name, the model's own first."""
     defaults, architecture = pipe.defaults, pipe.architecture
     return {
@@ -38,7 +38,7 @@ def model(pipe: Pipeline, tiling: Tiling | None, batch_guidance: bool) -> dict[s
         "purpose": architecture.spec.task,
         "tasks": architecture.spec.tasks,
         "defaults": defaults.to_json(),
-        "settings": described(pipe),
+        "settings": setting_schemas(pipe),
         "sizes": {name: f"{width}x{height}" for name, (height, width) in pipe.sizes.items()},
         "pictures": pictures(architecture),
         "schedulers": schedulers(pipe),
@@ -48,13 +48,13 @@ def model(pipe: Pipeline, tiling: Tiling | None, batch_guidance: bool) -> dict[s
     }
 
 
-def offered(pipe: Pipeline) -> Mapping[str, Setting]:
+def request_settings(pipe: Pipeline) -> Mapping[str, Setting]:
     """Return the settings of a video that a request may give, by name."""
     names = pipe.defaults.to_json().keys() - {*LOADED}
     return {name: setting for name, setting in schema(type(pipe.defaults)).items() if name in names}
 
 
-def described(pipe: Pipeline) -> dict[str, dict[str, Any]]:
+def setting_schemas(pipe: Pipeline) -> dict[str, dict[str, Any]]:
     """Return the settings that a video of this model depends on, in the words of JSON Schema."""
     defaults, architecture = pipe.defaults.to_json(), pipe.architecture
     useless = {"original_prompt"} | (
@@ -70,10 +70,10 @@ def described(pipe: Pipeline) -> dict[str, dict[str, Any]]:
     choices = {"follow": _ways(pipe), "sigmas": _levels(architecture, pipe.defaults), **rules}
     useless |= {name for name, some in choices.items() if len(some) < 2}
     schemas = {}
-    for name, setting in offered(pipe).items():
+    for name, setting in request_settings(pipe).items():
         if name not in useless:
             values = setting.choices and tuple(choices.get(name, setting.choices))
-            schemas[name] = in_words(setting._replace(choices=values))
+            schemas[name] = json_schema(setting._replace(choices=values))
             schemas[name]["default"] = defaults[name]
     drawn = "Seed of the noise; one is drawn where none is given."  # elsewhere it is 42
     schemas["seed"] |= {"description": drawn, "default": DRAW}
@@ -84,7 +84,7 @@ def described(pipe: Pipeline) -> dict[str, dict[str, Any]]:
     return schemas
 
 
-def in_words(setting: Setting) -> dict[str, Any]:
+def json_schema(setting: Setting) -> dict[str, Any]:
     """Return a setting's type, help and bounds in the words of JSON Schema."""
     words: dict[str, Any] = {"type": TYPES[setting.kind], "description": setting.help}
     bounds = {"minimum": setting.least, "exclusiveMinimum": setting.above, "maximum": setting.most}
@@ -162,16 +162,16 @@ def pictures(architecture: VideoModel) -> dict[str, dict[str, Any]]:
 def without_folders(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return a record whose files and folders are named without where they are, since a client may read it."""
 
-    def named(entry: str, value: Any) -> Any:
+    def base_names(entry: str, value: Any) -> Any:
         if isinstance(value, list):
-            return [named(entry, one) for one in value]
+            return [base_names(entry, one) for one in value]
         if not isinstance(value, str):
             return value
         if entry != "lora":
             return base_name(value)
         return str(replace(lora := Lora.parse(value), file=base_name(lora.file)))
 
-    cleaned = {name: named(name, value) if name in source_names() else value for name, value in record.items()}
+    cleaned = {name: base_names(name, value) if name in source_names() else value for name, value in record.items()}
     if digests := record.get(DIGESTS):
         cleaned[DIGESTS] = {base_name(path): digest for path, digest in digests.items()}
     return cleaned
@@ -180,4 +180,4 @@ def without_folders(record: Mapping[str, Any]) -> dict[str, Any]:
 def started_with(pipe: Pipeline, tiling: Tiling | None, batch_guidance: bool) -> dict[str, Any]:
     """Return what shapes every video of the server, by the names that a record has for it."""
     record = without_folders(pipe.metadata(pipe.defaults, {}, tiling=tiling, batch_guidance=batch_guidance))
-    return {name: value for name, value in record.items() if name not in offered(pipe)}
+    return {name: value for name, value in record.items() if name not in request_settings(pipe)}

@@ -6,7 +6,7 @@ from typing import Any
 
 from wanjax.pipelines.request import SAME_IMAGE, SECONDS, STRENGTH
 from wanjax.pipelines.settings import ALLOW_EMPTY, Setting
-from wanjax.serve.model_info import in_words
+from wanjax.serve.model_info import json_schema
 
 TEXT, NUMBER, INTEGER, FLAG = ({"type": kind} for kind in ("string", "number", "integer", "boolean"))
 NOT_OF_JSON_SCHEMA = ("several",)  # words of a setting that the page alone reads
@@ -26,9 +26,9 @@ def document(models: Sequence[Mapping[str, Any]], version: str, prompt: int) -> 
         "VideoRequest": _request(models, prompt, form=False),
         "VideoForm": _request(models, prompt, form=True),
         "Video": _video(models),
-        "Videos": _listed("Video") | {"properties": _listed("Video")["properties"] | _page()},
+        "Videos": _list_of("Video") | {"properties": _list_of("Video")["properties"] | _page()},
         "Model": {"type": "object", "required": ["id", "object"], "properties": {"id": TEXT, "object": TEXT}},
-        "Models": _listed("Model"),
+        "Models": _list_of("Model"),
         "Deleted": _object(id=TEXT, object={"const": "video.deleted"}, deleted=FLAG),
         "Error": _object(
             error=_object(message=TEXT, type=TEXT, param=_or_null(TEXT), code=TEXT),
@@ -210,7 +210,7 @@ def _object(**properties: Any) -> dict[str, Any]:
     return {"type": "object", "required": [*properties], "properties": properties}
 
 
-def _listed(schema: str) -> dict[str, Any]:
+def _list_of(schema: str) -> dict[str, Any]:
     return _object(object={"const": "list"}, data={"type": "array", "items": _ref(schema)})
 
 
@@ -227,4 +227,4 @@ def _or_null(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _bounds(setting: Setting, description: str) -> dict[str, Any]:
-    return in_words(setting) | ({"description": description} if description else {})
+    return json_schema(setting) | ({"description": description} if description else {})

@@ -19,7 +19,7 @@ RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.ASCII)
 logger = logging.getLogger("wanjax.serve")
 
 
-async def answered(request: Request, file: RemotePath, kind: str, name: str) -> Response:
+async def range_response(request: Request, file: RemotePath, kind: str, name: str) -> Response:
     """Return the answer with an object of a store, which is read while it is sent; `name` is that of the download.
 
     Raises Missing where there is none, and StoreError where the store is out of reach before the answer begins.

@@ -26,7 +26,7 @@ from wanjax.pipelines.request import MODEL, RIVALS, SAME_IMAGE, VALUES, VideoReq
 from wanjax.pipelines.settings import DRAW, Settings
 from wanjax.schedulers import name_of
 from wanjax.serve.limits import Limits
-from wanjax.serve.model_info import offered, with_scheduler
+from wanjax.serve.model_info import request_settings, with_scheduler
 from wanjax.serve.variants import ServedModels
 
 FILMS = {b"ftyp": "mp4", b"\x1a\x45\xdf\xa3": "webm"}  # suffixes by what a file has near its start: mov and mkv too
@@ -55,7 +55,7 @@ def read(
     if SAME_IMAGE in pictures:
         pictures.setdefault(IMAGE.name, []).extend(pictures.pop(SAME_IMAGE))
     _check_pictures(pictures, inputs, limits)
-    names, values = (*offered(model), *fields_beside()), limits.bounding(VALUES)
+    names, values = (*request_settings(model), *fields_beside()), limits.bound_settings(VALUES)
     request = VideoRequest.parse(fields, accepted=names, values=values, sizes=model.sizes, longest=limits.prompt)
     solver = None if request.scheduler == name_of(model.scheduler) else request.scheduler
     return replace(request, scheduler=solver, lora=models.strengths(request.lora)), pictures
@@ -151,7 +151,7 @@ def naming_size(fields: Mapping[str, Any]) -> Iterator[None]:
         raise
 
 
-def completed(request: VideoRequest, pipe: Pipeline, files: Mapping[str, Any], limits: Limits) -> Settings:
+def complete_settings(request: VideoRequest, pipe: Pipeline, files: Mapping[str, Any], limits: Limits) -> Settings:
     """Return all settings of a request whose pictures are files; raise WanjaxError where they make no video.
 
     A seed is drawn where none is given.

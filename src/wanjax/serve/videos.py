@@ -42,7 +42,7 @@ def paths_of(inputs: Inputs, folder: AnyPath) -> dict[str, Any]:
 
 
 @contextmanager
-def filled(folder: AnyPath) -> Iterator[Path]:
+def new_folder(folder: AnyPath) -> Iterator[Path]:
     """Yield a folder here, whose files are those of a new one, here or in a store, once the block has ended."""
     if isinstance(folder, Path):
         folder.mkdir()
@@ -54,7 +54,7 @@ def filled(folder: AnyPath) -> Iterator[Path]:
 
 
 @contextmanager
-def fetched(folder: AnyPath, names: list[str]) -> Iterator[Path]:
+def local_files(folder: AnyPath, names: list[str]) -> Iterator[Path]:
     """Yield a folder here that has these files of a folder, which may be in a store, as long as the block runs."""
     if isinstance(folder, Path):
         yield folder

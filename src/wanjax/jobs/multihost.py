@@ -72,7 +72,7 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-class Others:
+class PeerGroup:
     """The other processes of this one's computation. All of them make each call, and wait in it for each other."""
 
     def broadcast(self, message: Any = None) -> Any:
