@@ -71,3 +71,11 @@ def postgres() -> Iterator[Any]:
 
     with running() as server:
         yield server
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A machine whose memory, disk and bounds are what the test says."""
+    from tests.support.machine import Machine
+
+    return Machine(monkeypatch)

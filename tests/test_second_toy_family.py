@@ -16,6 +16,7 @@ import wanjax
 from tests.support.calls import Counting, differences, recorded_calls, wrong_shardings
 from tests.support.clips import write_clips
 from tests.support.compare import error
+from tests.support.families import registered
 from tests.support.quick import quick
 from tests.support.toy.checkpoint import write_checkpoint
 from tests.support.toy_sound import DRIVING, TOY_SOUND
@@ -41,10 +42,9 @@ TABLES = Tables(Magnitudes(*[(1.0, 1.01, 0.99, 1.0, 0.98, 0.9)] * 2, 0.1, 2, 0.2
 @pytest.fixture(scope="module", autouse=True)
 def _registered():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "FAMILIES", [*registry.FAMILIES])
         patch.setitem(INPUTS, DRIVING.name, DRIVING)
-        wanjax.register(TOY_SOUND)
-        yield
+        with registered(TOY_SOUND):
+            yield
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ import wanjax
 from tests.support.calls import Counting, differences, recorded_calls, wrong_shardings
 from tests.support.clips import write_clips
 from tests.support.compare import error
+from tests.support.families import registered
 from tests.support.programs import compiled
 from tests.support.toy import LENGTH, TOY
 from tests.support.toy.checkpoint import write_checkpoint
@@ -32,9 +33,7 @@ from wanjax.plan.estimate import estimate
 
 @pytest.fixture(scope="module", autouse=True)
 def _registered():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "FAMILIES", [*registry.FAMILIES])
-        wanjax.register(TOY)
+    with registered(TOY):
         yield
 
 

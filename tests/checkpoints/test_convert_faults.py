@@ -97,8 +97,8 @@ def test_a_damaged_download_is_found_by_its_name_in_the_cache(source, damaged, t
     assert not (tmp_path / "bad").exists()
 
 
-def test_a_disk_without_room_is_told_before_anything_is_written(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(convert.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 10_000))
+def test_a_disk_without_room_is_told_before_anything_is_written(source, tmp_path, machine):
+    machine.has_disk(10_000)
     message = refused(source, tmp_path / "new")
     assert says(message, "new 10 kB free 317 kB")
     assert not (tmp_path / "new").exists()

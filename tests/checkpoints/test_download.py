@@ -10,7 +10,6 @@ import sys
 import time
 from collections import Counter
 from contextlib import suppress
-from types import SimpleNamespace
 
 import pytest
 from huggingface_hub.utils import _http
@@ -153,12 +152,12 @@ def test_a_file_that_differs_from_its_checksum_is_removed_and_sent_again(server)
 
 
 @pytest.mark.usefixtures("online")
-def test_a_disk_that_is_too_small_is_told_before_the_first_byte(server, monkeypatch):
-    monkeypatch.setattr(hub.shutil, "disk_usage", lambda _: SimpleNamespace(free=100_000))
+def test_a_disk_that_is_too_small_is_told_before_the_first_byte(server, machine):
+    machine.has_disk(100_000)
     assert says(fault(["transformer"]), "301 kB more 100 kB free")
     assert not [name for name, _ in server.sent if name.endswith(".safetensors")]
     source = open_source(ID)
     with pytest.raises(WanjaxError, match=naming(f"{ID} room HF_HOME")):
         source.storage.check_room()
-    monkeypatch.setattr(hub.shutil, "disk_usage", lambda _: SimpleNamespace(free=10_000_000))
+    machine.has_disk(10_000_000)
     source.storage.check_room()

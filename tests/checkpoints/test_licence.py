@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 import wanjax
+from tests.support.families import registered
 from tests.support.hub import ID
 from tests.support.tiny import tiny_checkpoint
 from tests.support.words import naming, says
@@ -14,39 +15,43 @@ from wanjax.errors import WanjaxError
 
 
 @pytest.mark.usefixtures("online")
-def test_the_licence_of_a_single_file_is_told_before_it_is_downloaded(server, tmp_path, monkeypatch):
+def test_the_licence_of_a_single_file_is_told_before_it_is_downloaded(server, tmp_path):
     """The file is downloaded to be examined, and so before anything else."""
-    file, tiny = f"{ID}/part/model.safetensors", tiny_checkpoint(tmp_path / "tiny")
+    name, tiny = "part/model.safetensors", tiny_checkpoint(tmp_path / "tiny")
     [weights] = (tiny / "transformer").glob("*.safetensors")
-    server.files = {"part/model.safetensors": weights.read_bytes()}
-    like = replace(registry.presets()["wan2.1-t2v-1.3b-causvid"], name="bound", source=file, architecture=None)
-    monkeypatch.setattr(registry, "presets", lambda: {"bound": like})
-    inspect, told = registry.inspect_checkpoint, []
-    monkeypatch.setattr(registry, "inspect_checkpoint", lambda *given: (told.append("examined"), inspect(*given))[1])
-    for _ in range(2):
-        with pytest.raises(WanjaxError, match="holds no"):  # the tiny model is that of no repository
-            wanjax.load("bound", note=told.append)
-    licence, *rest = told
+    server.files = {name: weights.read_bytes()}
+    like = registry.presets()["wan2.1-t2v-1.3b-causvid"]
+    bound, told = replace(like, name="bound", source=f"{ID}/{name}", architecture=None), []
+
+    def note(sentence):
+        told.append((sentence, [sent for sent, _ in server.sent]))
+
+    with registered(presets=(bound,)):
+        for _ in range(2):
+            with pytest.raises(WanjaxError, match="holds no"):  # the tiny model is that of no repository
+                wanjax.load("bound", note=note)
+    [(licence, sent_before)] = told
     assert says(licence, f"bound CC-BY-NC-4.0 {ID}")
-    assert rest == ["examined"] * 2
+    assert name not in sent_before
+    assert name in [sent for sent, _ in server.sent]
 
 
 @pytest.mark.usefixtures("online")
-def test_the_licence_is_told_before_the_first_download_alone(server, tmp_path, monkeypatch):
+def test_the_licence_is_told_before_the_first_download_alone(server, tmp_path):
     tiny = tiny_checkpoint(tmp_path / "tiny")
     server.files = {str(path.relative_to(tiny)): path.read_bytes() for path in tiny.rglob("*") if path.is_file()}
     like = replace(registry.presets()["wan2.1-t2v-1.3b"], source=ID, architecture=None)
-    known = {"free": replace(like, name="free"), "bound": replace(like, name="bound", licence="licence of its own")}
-    monkeypatch.setattr(registry, "presets", lambda: known)
+    known = (replace(like, name="free"), replace(like, name="bound", licence="licence of its own"))
     told: list[str] = []
-    wanjax.load("free", note=told.append)
-    assert told == []
-    pipe = wanjax.load("bound", note=told.append)
-    [licence] = told
-    assert says(licence, f"bound licence of its own {ID}")
-    with pytest.warns(UserWarning, match=naming("bound licence of its own")):
-        wanjax.load("bound")
-    for component in ("tokenizer", "text_encoder", "transformer", "vae"):
-        pipe.components.get(component)
-    wanjax.load("bound", note=told.append)
-    assert len(told) == 1
+    with registered(presets=known):
+        wanjax.load("free", note=told.append)
+        assert told == []
+        pipe = wanjax.load("bound", note=told.append)
+        [licence] = told
+        assert says(licence, f"bound licence of its own {ID}")
+        with pytest.warns(UserWarning, match=naming("bound licence of its own")):
+            wanjax.load("bound")
+        for component in ("tokenizer", "text_encoder", "transformer", "vae"):
+            pipe.components.get(component)
+        wanjax.load("bound", note=told.append)
+        assert len(told) == 1

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 import wanjax
 from tests.support.commands import refused
+from tests.support.families import registered
 from tests.support.hub import ID
 from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint
@@ -28,7 +29,6 @@ from wanjax.checkpoints.weight_changes import with_loras
 from wanjax.cli import main
 from wanjax.converters.wan.diffusers import transformer_rules
 from wanjax.errors import WanjaxError
-from wanjax.pipelines.wan import FAMILY
 from wanjax.pipelines.wan.networks import NETWORKS
 from wanjax.registry import open_source, outline, presets
 from wanjax.schedulers import FlowEuler
@@ -296,22 +296,18 @@ def test_few_step_presets_have_the_settings_of_their_authors(name):
     assert preset.source == presets()[name.removesuffix("-4step")].source
 
 
-def add(monkeypatch, preset):
-    """Add a preset to Wan's for a test."""
-    monkeypatch.setattr(registry, "FAMILIES", [replace(FAMILY, presets=(*FAMILY.presets, preset))])
-
-
-def test_a_preset_with_a_lora_is_not_converted_without_it(checkpoint, tmp_path, monkeypatch):
-    add(monkeypatch, replace(presets()[FEW_STEPS[0]], name="small-4step", source=str(checkpoint)))
-    result = CliRunner().invoke(main, ["convert", "small-4step", str(tmp_path / "out")])
+def test_a_preset_with_a_lora_is_not_converted_without_it(checkpoint, tmp_path):
+    preset = replace(presets()[FEW_STEPS[0]], name="small-4step", source=str(checkpoint))
+    with registered(presets=(preset,)):
+        result = CliRunner().invoke(main, ["convert", "small-4step", str(tmp_path / "out")])
     assert result.exit_code == 2
     assert says(result.output, "LoRA merged convert")
 
 
-def test_a_preset_with_a_lora_and_a_scheduler_of_its_own(checkpoint, file, monkeypatch):
+def test_a_preset_with_a_lora_and_a_scheduler_of_its_own(checkpoint, file):
     preset = replace(presets()[FEW_STEPS[0]], name="small-4step", source=str(checkpoint), loras=(f"{file}:0.5",))
-    add(monkeypatch, preset)
-    pipe = wanjax.load("small-4step", lora=str(file), param_dtype="float32")
+    with registered(presets=(preset,)):
+        pipe = wanjax.load("small-4step", lora=str(file), param_dtype="float32")
     np.testing.assert_allclose(q_of(pipe), q_of(wanjax.load(checkpoint)) + 1.5 * change(file), rtol=1e-6, atol=1e-6)
     assert isinstance(pipe.scheduler, FlowEuler)
     assert pipe.defaults.steps == 4

@@ -14,6 +14,7 @@ import wanjax
 from tests.support.commands import refused, succeeded
 from tests.support.commands import wanjax as command
 from tests.support.hub import ID
+from tests.support.machine import Idle
 from tests.support.tiny import tiny_checkpoint
 from tests.support.words import naming, says
 from wanjax import loading, registry
@@ -42,14 +43,6 @@ def published(server, tiny, online):
     return server
 
 
-@pytest.fixture
-def memory_of(monkeypatch):
-    def set_to(size: int | None) -> None:
-        monkeypatch.setattr(memory, "total_memory", lambda device: size)
-
-    return set_to
-
-
 def sent_weights(server) -> list[str]:
     return [name for name, _ in server.sent if name.endswith(".safetensors")]
 
@@ -59,54 +52,50 @@ def bytes_of(tiny: Path, param_dtype: str) -> int:
 
 
 def test_a_model_of_the_hub_is_refused_before_its_weights_are_downloaded(
-    published, tiny, memory_of, tmp_path, monkeypatch
+    published, tiny, machine, tmp_path, monkeypatch
 ):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     least = bytes_of(tiny, "bfloat16")  # its stored dtype is not known yet
-    memory_of(least - 1)
+    machine.has_memory(least - 1)
     with pytest.raises(WanjaxError, match=naming(f"transformer {ID} needs machine")):
         wanjax.load(ID)
     said = refused("a", "--model", ID, "--size", "32x32", "--frames", "5")
     assert says(said, f"transformer {ID} 42.9 kB weights bfloat16")
     assert sent_weights(published) == []
-    memory_of(least)
+    machine.has_memory(least)
     assert wanjax.load(ID).components.sizes == {"transformer": least}  # another's config needs a download
-    memory_of(None)  # unknown, so nothing is refused
+    machine.has_memory(None)  # unknown, so nothing is refused
     pipe = wanjax.load(ID)
     assert sent_weights(published) == []
     assert pipe.transformer is not None
     assert sent_weights(published)
 
 
-def test_all_stages_of_a_model_of_the_hub_are_looked_at_before_any_is_computed(published, tiny, memory_of, monkeypatch):
+def test_all_stages_of_a_model_of_the_hub_are_looked_at_before_any_is_computed(published, tiny, machine):
     """Decoding alone would fit, but not beside the networks of the other stages, which stay."""
     how = {"size": (64, 64), "frames": 1, "steps": 2}
     pipe = wanjax.load(tiny, offload=True)
     needed, _ = most_held(trace_programs(pipe, pipe.settings(**how), room=0))
 
-    def computed(*_, **__):
-        raise AssertionError("a program is executed")
-
-    monkeypatch.setattr("wanjax.execution.Execute.call", computed)
-    memory_of(needed)
+    machine.has_memory(needed)
     with pytest.raises(AssertionError, match="executed"):
-        wanjax.load(ID, offload=True)("a", **how)
+        wanjax.load(ID, offload=True).under(Idle())("a", **how)
     with pytest.raises(WanjaxError, match=naming("64x64 memory")):
-        wanjax.load(ID, offload=False)("a", **how)
+        wanjax.load(ID, offload=False).under(Idle())("a", **how)
 
 
-def test_the_exact_dtype_is_known_when_a_network_is_loaded(tiny, memory_of):
+def test_the_exact_dtype_is_known_when_a_network_is_loaded(tiny, machine):
     """The weights are stored in float32."""
     exact = bytes_of(tiny, "float32")
-    memory_of(exact - 1)
+    machine.has_memory(exact - 1)
     pipe = wanjax.load(tiny)
     with pytest.raises(WanjaxError, match=naming("float32 machine bfloat16")):
         _ = pipe.transformer
     assert wanjax.load(tiny, param_dtype="bfloat16").transformer is not None
     with pytest.raises(WanjaxError, match=naming("fit bfloat16")):
         wanjax.load(tiny, param_dtype="float32")
-    memory_of(exact)
+    machine.has_memory(exact)
     assert pipe.transformer is not None
 
 
@@ -121,7 +110,7 @@ def test_the_exact_dtype_is_known_when_a_network_is_loaded(tiny, memory_of):
         ("nano", 1_000_000, "of nano needs "),
     ],
 )
-def test_published_models(model, size, told, memory_of, tmp_path, monkeypatch):
+def test_published_models(model, size, told, machine, tmp_path, monkeypatch):
     """Of the hub nothing but what was cached could be read here: the configs are those of the presets."""
     known = registry.outline(model)
     if model == "nano":
@@ -131,7 +120,7 @@ def test_published_models(model, size, told, memory_of, tmp_path, monkeypatch):
         (tmp_path / "model_index.json").write_text(json.dumps(classes))
         found = registry.Checkpoint(**vars(known), source=open_diffusers(model, tmp_path))
     monkeypatch.setattr(registry, "inspect_checkpoint", lambda *_: found)
-    memory_of(size)
+    machine.has_memory(size)
     if told is None:
         assert max(wanjax.load(model).components.sizes.values()) <= size
         return
@@ -171,11 +160,12 @@ def test_a_mesh_divides_the_weights(monkeypatch):
         loading.check_memory("it", "transformer", network)
 
 
-def test_the_memory_of_a_machine(monkeypatch, tmp_path):
+def test_the_machine_a_machine(monkeypatch, tmp_path):
     cpu = jax.devices()[0]
     monkeypatch.setattr(memory, "GROUPS", tmp_path / "groups")
     monkeypatch.setattr(memory, "HIERARCHY", tmp_path)
-    monkeypatch.setattr(memory.psutil, "swap_memory", lambda: SimpleNamespace(total=0))
+    swap = SimpleNamespace(total=0)
+    monkeypatch.setattr(memory.psutil, "swap_memory", lambda: swap)
     whole = memory.total_memory(cpu)
     assert whole is not None
     assert whole > GB
@@ -188,7 +178,7 @@ def test_the_memory_of_a_machine(monkeypatch, tmp_path):
     ):
         (tmp_path / path).write_text(text)
     assert memory.total_memory(cpu) == 700_000_000
-    monkeypatch.setattr(memory.psutil, "swap_memory", lambda: SimpleNamespace(total=1000))
+    swap.total = 1000
     assert memory.total_memory(cpu) == 700_001_000
     (tmp_path / "memory").mkdir()  # the first version of control groups
     (tmp_path / "memory" / "memory.limit_in_bytes").write_text("600000000")

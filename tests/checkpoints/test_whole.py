@@ -19,7 +19,6 @@ from tests.support.harm import WEIGHTS, truncated, without_a_shard
 from tests.support.hub import ID
 from tests.support.tiny import tiny_checkpoint
 from tests.support.words import naming, says
-from wanjax.checkpoints import hub
 from wanjax.checkpoints.hub import locate_file
 from wanjax.cli import main
 from wanjax.converters.wan import diffusers as wan
@@ -220,9 +219,15 @@ def test_a_hub_out_of_reach_is_told_before_what_is_here_is_computed_with(publish
 
 
 @pytest.fixture
-def alone(whole, tmp_path, monkeypatch):
+def completed_by(monkeypatch):
+    """Name the repository from which what a checkpoint lacks comes, in place of a published one."""
+    return lambda name: monkeypatch.setattr(wan_layouts, "fallback_of", lambda *_: SimpleNamespace(source=name))
+
+
+@pytest.fixture
+def alone(whole, tmp_path, completed_by):
     """A file with a transformer alone, whose other components the loopback hub has."""
-    monkeypatch.setattr(wan_layouts, "fallback_of", lambda *_: SimpleNamespace(source=ID))
+    completed_by(ID)
     return shutil.copy(whole / "transformer" / WEIGHTS, tmp_path / "alone.safetensors")
 
 
@@ -241,10 +246,10 @@ def test_what_a_lone_transformer_lacks_is_told_before_anything_is_computed(lost,
 
 
 @pytest.fixture
-def of_authors(published, whole, monkeypatch):
+def of_authors(published, whole, completed_by, monkeypatch):
     """Return a hub with the checkpoint in its authors' layout; what that lacks would come from where there is none."""
     monkeypatch.setitem(original.STATISTICS, tiny.LATENT_CHANNELS, wan.vae_config(tiny.VAE))
-    monkeypatch.setattr(wan_layouts, "fallback_of", lambda *_: SimpleNamespace(source="owner/typo"))
+    completed_by("owner/typo")
     files = {"transformer": WEIGHTS, "vae": "Wan2.1_VAE.safetensors", "text_encoder": TEXT_ENCODER}
     published.files = {"config.json": b'{"_class_name": "WanModel", "num_heads": 2}'}
     for component, name in files.items():
@@ -269,10 +274,10 @@ def test_the_authors_repository_is_looked_through(lost, of_authors, hub_at):
     assert TEXT_ENCODER not in [sent for sent, _ in of_authors.sent]
 
 
-def test_a_disk_without_room_for_the_authors_repository_is_told_first(of_authors, hub_at, monkeypatch):
+def test_a_disk_without_room_for_the_authors_repository_is_told_first(of_authors, hub_at, machine):
     of_authors.files[TEXT_ENCODER] += bytes(10**7)
     hub_at(of_authors.url)
-    monkeypatch.setattr(hub.shutil, "disk_usage", lambda _: SimpleNamespace(free=10**7))
+    machine.has_disk(10**7)
     with pytest.raises(WanjaxError) as told:
         wanjax.load(ID)
     assert says(str(told.value), f"{ID} 10 MB free room")

@@ -66,9 +66,8 @@ def compilation_cache_of_jax(path: str):
 
 @pytest.fixture
 def quickly(monkeypatch):
-    monkeypatch.setattr(shared, "GONE", 0.5)
-    monkeypatch.setattr(shared, "BEAT", 0.05)
-    monkeypatch.setattr(shared, "LOOKS", (0.01, 0.05))
+    for name, seconds in {"GONE": 0.5, "BEAT": 0.05, "LOOKS": (0.01, 0.05)}.items():
+        monkeypatch.setattr(shared, name, seconds)
 
 
 def compiled(folder: AnyPath, pause: float = 0.2) -> str:
@@ -152,17 +151,18 @@ def test_a_place_is_used_after_it_is_said_to_be_trusted(chosen, monkeypatch, tmp
     assert len(list((tmp_path / "cache").iterdir())) == 1  # of this kind of processor
 
 
-def test_a_place_that_is_none_is_told_before_anything_is_compiled(chosen, tmp_path):
-    (tmp_path / "file").write_text("")
-    assert says(refused("warmup", "--compile-cache", tmp_path / "file", "--trust-compile-cache"), f"{tmp_path}/file")
-    assert says(refused("warmup", "--compile-cache", "az://a/b", "--trust-compile-cache"), "az:// s3://")
-
-
 @pytest.mark.parametrize(
-    ("options", "words"), [(["--chip", "h9"], "h9 v6e-8"), (["--chip", "v6e-1"], "--compile-cache")]
+    ("options", "words"),
+    [
+        ("--chip h9", "h9 v6e-8"),
+        ("--chip v6e-1", "--compile-cache"),
+        ("--compile-cache file --trust-compile-cache", "/file"),
+        ("--compile-cache az://a/b --trust-compile-cache", "az:// s3://"),
+    ],
 )
-def test_a_chip_that_cannot_be_compiled_for_is_told(chosen, options, words):
-    assert says(refused("warmup", *options), words)
+def test_what_cannot_be_compiled_for_is_told_before_anything_is_compiled(chosen, options, words):
+    Path("file").write_text("")
+    assert says(refused("warmup", *options.split()), words)
 
 
 SMALL = ("--size", "32x32", "--frames", "5", "--steps", "2", "--seed", "1", "-v")

@@ -72,8 +72,11 @@ def test_tpus_prefer_their_kernel_and_say_why_not():
         odd = choose(*shapes(size=80))
         assert odd.name == "chunked"
         assert says(odd.reason, "flash_tpu size 80 64 128")
-        with pytest.raises(NotImplementedError, match=naming("size 80")):
-            choose(*shapes(size=80), implementation="flash_tpu")
+
+
+def test_a_kernel_that_is_named_takes_no_other_size():
+    with jax.sharding.use_abstract_mesh(mesh(TPU)), pytest.raises(NotImplementedError, match=naming("size 80 64 128")):
+        choose(*shapes(size=80), implementation="flash_tpu")
 
 
 def test_other_cards_do_not():

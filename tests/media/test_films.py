@@ -17,7 +17,6 @@ from tests.support.films import ANIMATIONS, CONTAINERS, FRAMES, X264, breaks, ff
 from tests.support.quick import quick
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
-from wanjax.media.bounds import BOUNDS
 from wanjax.media.damage import HOLE, Zeros, holed_frame
 from wanjax.media.films import read_film
 from wanjax.media.inputs import INPUTS
@@ -169,11 +168,10 @@ def test_a_film_is_held_once_while_it_is_read(tmp_path):
     assert peak < 1.3 * size
 
 
-def test_a_film_of_too_many_pixels_is_refused_before_a_frame_is_read(tmp_path, monkeypatch):
+def test_a_film_of_too_many_pixels_is_refused_before_a_frame_is_read(tmp_path, machine):
     path = film(tmp_path / "fast.mp4")
-    monkeypatch.setattr(BOUNDS, "pixels", 96 * 128)
     for times, right in ((len(FRAMES), len(FRAMES)), (len(FRAMES) - 1, 0)):
-        monkeypatch.setattr(BOUNDS, "times", times)
+        machine.reads_at_most(pixels=96 * 128, times=times)
         frames = read_film(path, 100, 25, values=False)
         if right:
             assert len(list(frames)) == right

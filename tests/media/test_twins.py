@@ -14,7 +14,6 @@ from tests.support.films import gap
 from tests.support.quick import quick
 from tests.support.words import naming
 from wanjax.errors import WanjaxError, WanjaxWarning
-from wanjax.media.bounds import BOUNDS
 from wanjax.media.inputs import CONTROL_VIDEO, IMAGE, INPUTS, LAST_IMAGE, MASK, REFERENCES, VIDEO
 from wanjax.media.pictures import read_clip, read_picture, read_pictures
 from wanjax.serve.limits import Limits
@@ -170,10 +169,10 @@ def test_pixels_that_are_not_square(tmp_path, aspect, size):
 
 
 @pytest.mark.parametrize("aspect", ["16", "1/16"])
-def test_pixels_so_long_that_a_frame_is_large_are_refused(tmp_path, monkeypatch, aspect):
+def test_pixels_so_long_that_a_frame_is_large_are_refused(tmp_path, machine, aspect):
     ffmpeg("-vf", f"setsar={aspect}", "-c:v", "libx264", tmp_path / "a.mp4")
     assert sorted(read_clip(tmp_path / "a.mp4", frames=1, fps=8).shape)[-1] >= 48 * 16
-    monkeypatch.setattr(BOUNDS, "pixels", 64 * 48)
+    machine.reads_at_most(pixels=64 * 48)
     with pytest.raises(WanjaxError, match=naming("a.mp4 3,072")):
         read_clip(tmp_path / "a.mp4", frames=1, fps=8)
 

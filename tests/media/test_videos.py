@@ -3,7 +3,6 @@
 
 import errno
 import re
-import shutil
 import stat
 import subprocess
 import tempfile
@@ -232,14 +231,14 @@ def without(kind: str, folder: Path) -> str:
         ("file/a.gif", (32, 64), "file written"),
     ],
 )
-def test_what_could_not_be_written_is_told_before(tmp_path, monkeypatch, name, size, message):
+def test_what_could_not_be_written_is_told_before(tmp_path, monkeypatch, machine, name, size, message):
     """What is there already stays, and nothing is left."""
     (tmp_path / "file").write_text("mine")
     (tmp_path / "a.mp4").write_text("mine")
     program = without("libx264", tmp_path) if name == "a.mp4" else imageio_ffmpeg.get_ffmpeg_exe()
     monkeypatch.setattr(imageio_ffmpeg, "get_ffmpeg_exe", lambda: program)
     if name == "room":
-        monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000))
+        machine.has_disk(1000)
     before = leftovers(tmp_path)
     if message is None:
         video_files.try_output(tmp_path / name, 15, size, 16, {"seed": 1})

@@ -62,6 +62,8 @@ MISTAKES = (
         {"negative_prompt": "a\0b"}, "negative_prompt", {"command": "no argument of a process holds \\0"} | ANY_TEXT
     ),
     Mistake({"prompt": "x" * 5000}, "prompt 5000 characters 4000", BY_HTTP),
+    Mistake({"then": "x" * 4001}, "then 4001 characters 4000", BY_HTTP),
+    Mistake({"scheduler": "x" * 201}, "scheduler 201 characters 200", BY_HTTP),
     # names
     Mistake({"stepz": 4}, "stepz steps"),
     Mistake({"step": 4}, "step steps"),
@@ -155,6 +157,8 @@ MISTAKES = (
     Mistake({"resize": "other"}, "resize 'other' crop pad stretch"),
     Mistake({"scheduler": "ddim"}, "ddim v unipc", SET),
     Mistake({"scheduler": "none-of-these"}, "none-of-these unipc", SET),
+    Mistake({"scheduler": "rcm", "sigmas": "diffusers"}, "diffusers sigmas official", SET),
+    Mistake({"scheduler": "consistency:timesteps=500,750"}, "timesteps (500.0, 750.0)", SET),
     Mistake({"scheduler": 3}, "scheduler 3", TYPED | SET),
     Mistake({"dtype": "float8"}, "dtype"),
     Mistake({"dtype": "float8"}, "dtype float8 bfloat16 float32", {"http": "it is the server's"}),

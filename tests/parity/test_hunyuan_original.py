@@ -140,14 +140,17 @@ def test_the_published_autoencoder():
     assert tables.vae_config(original.vae_json(specs)) == VAE_1_5
 
 
-@pytest.mark.parametrize("name", ["transformer", "vae"])
-def test_weights_of_another_model_are_named(name):
-    with pytest.raises(WanjaxError, match=naming(f"{name} weights HunyuanVideo 1.5")):
-        recognise.component(name, Tensors({"blocks.0.attn1.to_q.weight": np.zeros((2, 2), np.float32)}))
+FLAT = {"img_in.proj.weight": Spec((3,), np.dtype(np.float32))}
+OTHER = {"blocks.0.attn1.to_q.weight": np.zeros((2, 2), np.float32)}
+REFUSED = [  # calls, and what their sentences name
+    (lambda: recognise.component("transformer", Tensors(OTHER)), "transformer weights HunyuanVideo 1.5"),
+    (lambda: recognise.component("vae", Tensors(OTHER)), "vae weights HunyuanVideo 1.5"),
+    (lambda: original.transformer_json({}), "img_in.proj.weight size"),
+    (lambda: original.transformer_json(FLAT), "img_in.proj.weight [3] 5 axes"),
+]
 
 
-def test_tensors_that_give_a_size_are_required():
-    with pytest.raises(WanjaxError, match=naming("img_in.proj.weight size")):
-        original.transformer_json({})
-    with pytest.raises(WanjaxError, match=naming("img_in.proj.weight [3] 5 axes")):
-        original.transformer_json({"img_in.proj.weight": Spec((3,), np.dtype(np.float32))})
+@pytest.mark.parametrize(("call", "words"), REFUSED, ids=[words for _, words in REFUSED])
+def test_weights_of_another_model_are_named(call, words):
+    with pytest.raises(WanjaxError, match=naming(words)):
+        call()

@@ -16,6 +16,7 @@ from transformers import CLIPVisionConfig, CLIPVisionModel
 from tests.support import tiny
 from tests.support.commands import succeeded
 from tests.support.commands import wanjax as command
+from tests.support.families import registered
 from tests.support.published import transformer_keys
 from tests.support.words import naming, says
 from wanjax import loading, registry
@@ -54,6 +55,29 @@ def known_statistics(monkeypatch):
 @pytest.fixture(scope="module")
 def diffusers(tmp_path_factory):
     return tiny.tiny_checkpoint(tmp_path_factory.mktemp("diffusers"))
+
+
+@pytest.fixture
+def lent(diffusers, monkeypatch):
+    """Take what a checkpoint lacks from the one in the layout of diffusers, which stands for the hub."""
+    monkeypatch.setattr(checkpoint_layout, "open_fallback", lambda *_: open_source(diffusers))
+
+
+@pytest.fixture
+def on_the_hub(monkeypatch):
+    """Put files on the hub, by name; returns what is asked of it: names, names beside them, and revisions."""
+
+    def put(files):
+        asked = []
+
+        def locate(name, beside, revision):
+            asked.append((name, beside, revision))
+            return files[name]
+
+        monkeypatch.setattr(registry, "locate_file", locate)
+        return asked
+
+    return put
 
 
 def theirs(folder, component):
@@ -129,9 +153,9 @@ def test_components_are_read_when_they_are_needed(authors, diffusers):
 
 
 @pytest.mark.parametrize("layout", ["folder", "file"])
-def test_every_layout_is_converted(layout, authors, diffusers, tmp_path, monkeypatch):
+@pytest.mark.usefixtures("lent")
+def test_every_layout_is_converted(layout, authors, diffusers, tmp_path):
     """The result equals that from the layout of diffusers, except for configs that tensors do not show."""
-    monkeypatch.setattr(checkpoint_layout, "open_fallback", lambda *_: open_source(diffusers))
     name = authors if layout == "folder" else authors / "diffusion_pytorch_model.safetensors"
     target = tmp_path / "converted"
     assert ToWanjax(open_source(name), target, NETWORKS).run()
@@ -163,7 +187,8 @@ def test_two_experts_are_two_transformers(authors, diffusers):
 
 
 @pytest.mark.parametrize("wrapper", ["", "_fsdp_wrapped_module."])
-def test_a_distilled_causal_transformer(wrapper, diffusers, tmp_path, monkeypatch):
+@pytest.mark.usefixtures("lent")
+def test_a_distilled_causal_transformer(wrapper, diffusers, tmp_path):
     """The averaged weights are read, and nothing else tells that they make a video block by block."""
     tensors = {f"model.{wrapper}{key}": torch.tensor(x) for key, x in theirs(diffusers, "transformer").items()}
     others = {key: torch.zeros_like(x) for key, x in tensors.items()}
@@ -173,7 +198,6 @@ def test_a_distilled_causal_transformer(wrapper, diffusers, tmp_path, monkeypatc
     config = network(source, "transformer", NETWORKS).config
     assert isinstance(config, CausalTransformerConfig)
     assert (config.block_frames, config.window, config.sink) == (3, 21, 0)
-    monkeypatch.setattr(checkpoint_layout, "open_fallback", lambda *_: open_source(diffusers))
     assert ToWanjax(source, tmp_path / "converted", NETWORKS).run()
     pipe = loading.load(tmp_path / "converted")
     assert pipe.scheduler == Consistency()
@@ -231,26 +255,26 @@ def test_the_folder_of_a_model_distilled_with_sparse_attention(diffusers, tmp_pa
         _ = loading.load(tmp_path / "few").transformer
 
 
-def test_a_single_file_on_the_hub(diffusers, tmp_path, monkeypatch):
+def test_a_single_file_on_the_hub(diffusers, tmp_path, on_the_hub):
     path = tmp_path / "wan.safetensors"
     save_safetensors(path, theirs(diffusers, "transformer"))
-    found = {("owner/name/split/wan.safetensors", "v1"): path}
-    monkeypatch.setattr(registry, "locate_file", lambda name, beside, revision: found[name, revision])
+    asked = on_the_hub({"owner/name/split/wan.safetensors": path})
     source = open_source("owner/name/split/wan.safetensors", "v1")
+    assert [revision for _, _, revision in asked] == ["v1"]
     assert source.root == path
     assert source.missing_components == ["text_encoder", "tokenizer", "vae"]
 
 
-def test_a_conversion_of_a_file_among_several_is_known_as_its_preset(diffusers, tmp_path, monkeypatch):
+@pytest.mark.usefixtures("lent")
+def test_a_conversion_of_a_file_among_several_is_known_as_its_preset(diffusers, tmp_path, on_the_hub):
     """The file lends components of the plain model, whose settings are others."""
     save_safetensors(tmp_path / "model.safetensors", theirs(diffusers, "transformer"))
-    monkeypatch.setattr(registry, "locate_file", lambda name, beside, revision: tmp_path / "model.safetensors")
-    monkeypatch.setattr(checkpoint_layout, "open_fallback", lambda *_: open_source(diffusers))
+    on_the_hub({"owner/name/part/model.safetensors": tmp_path / "model.safetensors"})
     known = registry.presets()["wan2.1-t2v-1.3b-causvid"]
     few = replace(known, name="few", source="owner/name/part/model.safetensors", architecture=None)
-    monkeypatch.setattr(registry, "presets", lambda: {"few": few})
-    succeeded(command("convert", "few", tmp_path / "converted"))
-    pipe = loading.load(tmp_path / "converted")
+    with registered(presets=(few,)):
+        succeeded(command("convert", "few", tmp_path / "converted"))
+        pipe = loading.load(tmp_path / "converted")
     assert (pipe.scheduler, pipe.defaults.steps) == (known.scheduler, 3)
 
 
@@ -282,9 +306,9 @@ def test_two_files_are_two_experts(names, given, diffusers, tmp_path):
     assert [reader.paths[0].name for reader in (high, low)] == [*names]
 
 
-def test_the_record_tells_both_files_by_digest(diffusers, tmp_path, monkeypatch):
+@pytest.mark.usefixtures("lent")
+def test_the_record_tells_both_files_by_digest(diffusers, tmp_path):
     """And a video is not made again where either is another one."""
-    monkeypatch.setattr(checkpoint_layout, "open_fallback", lambda *_: open_source(diffusers))
     names, tensors = EXPERTS[0], theirs(diffusers, "transformer")
     for name in names:
         save(tmp_path / name, tensors)
@@ -298,8 +322,8 @@ def test_the_record_tells_both_files_by_digest(diffusers, tmp_path, monkeypatch)
         check_files(record, ["model"])
 
 
-def test_two_files_are_converted(diffusers, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint_layout, "open_fallback", lambda *_: open_source(diffusers))
+@pytest.mark.usefixtures("lent")
+def test_two_files_are_converted(diffusers, tmp_path):
     tensors = theirs(diffusers, "transformer")
     for name, more in zip(EXPERTS[0], (0, 1), strict=True):
         save(tmp_path / name, {key: x + np.float32(more) for key, x in tensors.items()})
@@ -318,15 +342,12 @@ def test_the_name_of_a_lone_file_says_nothing(diffusers, tmp_path):
     assert "transformer_2" not in open_source(tmp_path / "wan-low-vram.safetensors").index
 
 
-def test_the_other_file_of_the_hub_comes_too(diffusers, tmp_path, monkeypatch):
-    asked = []
+def test_the_other_file_of_the_hub_comes_too(diffusers, tmp_path, on_the_hub):
+    asked = on_the_hub({f"owner/name/{EXPERTS[0][0]}": tmp_path / EXPERTS[0][0]})
     for name in EXPERTS[0]:
         save(tmp_path / name, theirs(diffusers, "transformer"))
-    monkeypatch.setattr(
-        registry, "locate_file", lambda name, beside, revision: asked.append(beside) or tmp_path / EXPERTS[0][0]
-    )
     assert "transformer_2" in open_source(f"owner/name/{EXPERTS[0][0]}").index
-    assert asked == [[EXPERTS[0][1]]]
+    assert [beside for _, beside, _ in asked] == [[EXPERTS[0][1]]]
 
 
 def test_a_file_with_everything(diffusers, tmp_path):
@@ -430,11 +451,13 @@ def refusal(path):
     return str(caught.value)
 
 
-def test_a_file_of_another_model_is_named(tmp_path, diffusers):
-    save_safetensors(tmp_path / "flux.safetensors", {"double_blocks.0.weight": np.ones(2, np.float32)})
-    assert says(refusal(tmp_path / "flux.safetensors"), "flux.safetensors transformer")
-    save_safetensors(tmp_path / "tiny.safetensors", theirs(diffusers, "transformer"))
-    assert says(refusal(tmp_path / "tiny.safetensors"), "tiny.safetensors vae transformer")
+@pytest.mark.parametrize(
+    ("name", "words"), [("flux", "flux.safetensors transformer"), ("tiny", "tiny.safetensors vae transformer")]
+)
+def test_a_file_of_another_model_is_named(tmp_path, diffusers, name, words):
+    tensors = theirs(diffusers, "transformer") if name == "tiny" else {"double_blocks.0.weight": np.ones(2, np.float32)}
+    save_safetensors(tmp_path / f"{name}.safetensors", tensors)
+    assert says(refusal(tmp_path / f"{name}.safetensors"), words)
 
 
 def test_an_image_encoder_by_the_authors_is_that_of_transformers(tmp_path):

@@ -14,7 +14,6 @@ from hypothesis import strategies as some
 
 from tests.support.small_wan import network, pipeline, transformer_config
 from wanjax.models.wan.transformer import WanTransformer
-from wanjax.pipelines import components
 from wanjax.pipelines.components import Components, MakeRoom
 from wanjax.pipelines.model import phases_of
 from wanjax.pipelines.observers import Step
@@ -72,8 +71,8 @@ def experts() -> Components:
 
 
 @pytest.mark.parametrize(("free", "kept"), [(3e6, 1), (5e6, 2)])
-def test_both_experts_stay_loaded_where_they_fit(experts, monkeypatch, free, kept):
-    monkeypatch.setattr(components, "free_memory", lambda device: free)
+def test_both_experts_stay_loaded_where_they_fit(experts, machine, free, kept):
+    machine.has_free_memory(free)
     before = alive()
     for turn, name in enumerate(["transformer", "transformer_2", "transformer"]):
         _, seconds = experts.swap_in(name, EXPERTS)
@@ -82,8 +81,8 @@ def test_both_experts_stay_loaded_where_they_fit(experts, monkeypatch, free, kep
         assert alive() - before < (kept if turn else 1) * 4.5e6
 
 
-def test_the_first_expert_is_freed_before_the_second_is_loaded(monkeypatch):
-    monkeypatch.setattr(components, "free_memory", lambda device: 0)
+def test_the_first_expert_is_freed_before_the_second_is_loaded(machine):
+    machine.has_free_memory(0)
     before, seen = alive(), []
 
     def load(make_room: MakeRoom) -> nnx.Module:
@@ -97,8 +96,8 @@ def test_the_first_expert_is_freed_before_the_second_is_loaded(monkeypatch):
     assert max(seen) < 1e6
 
 
-def test_the_first_expert_s_context_is_freed_too(monkeypatch):
-    monkeypatch.setattr(components, "free_memory", lambda device: 0)
+def test_the_first_expert_s_context_is_freed_too(machine):
+    machine.has_free_memory(0)
     pipe, seen = pipeline(4, None), []
     keys = (2, 1, 7, 24)  # two layers, one prompt of seven tokens
 

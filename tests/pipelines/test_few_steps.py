@@ -9,11 +9,10 @@ import pytest
 
 import wanjax
 from tests.support import small_wan
-from tests.support.commands import refused, succeeded
+from tests.support.commands import succeeded
 from tests.support.commands import wanjax as command
 from tests.support.programs import begun
 from tests.support.quick import quick
-from tests.support.words import says
 from wanjax.media.pictures import read_clip
 from wanjax.pipelines.observers import Cancelled
 from wanjax.pipelines.wan.conditioning import WanEncoded
@@ -138,10 +137,5 @@ def test_the_command(tmp_path, monkeypatch):
     assert "consistency" in succeeded(command("info", "one.webp")).stdout
 
 
-def test_what_the_command_refuses(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    asked = ("a red circle", "--scheduler", "rcm", "--sigmas", "diffusers")
-    assert says(refused(*asked), "models noise diffusers sigmas official")
-    told = refused("a red circle", "--scheduler", "consistency:timesteps=500,750")
-    assert says(told, "timesteps (500.0, 750.0)")
+def test_a_solver_of_few_steps_is_chosen_for_any_model_of_velocities():
     assert isinstance(wanjax.load("nano", scheduler=RCM(sigma_max=120.0)).scheduler, RCM)

@@ -12,6 +12,7 @@ from PIL import Image
 
 import wanjax
 from tests.support.commands import refused
+from tests.support.machine import Idle
 from tests.support.quick import quick
 from tests.support.tiny import (
     tiny_checkpoint,
@@ -23,7 +24,6 @@ from tests.support.tiny import (
 from tests.support.words import naming, says
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
-from wanjax.pipelines import memory
 from wanjax.pipelines.tracing import check_making, most_held, trace_programs
 from wanjax.pricing import live_bytes
 from wanjax.pricing.live_bytes import min_live_bytes
@@ -132,27 +132,23 @@ def test_each_equation_of_a_run_that_has_others_within_is_looked_into():
     assert names <= {*live_bytes.CALLS, *live_bytes.LOOPS, "pallas_call"}
 
 
-def test_networks_that_are_freed_for_others_are_not_counted(tmp_path, monkeypatch):
+def test_networks_that_are_freed_for_others_are_not_counted(tmp_path, machine):
     """Without `offload` they are freed where the next one would not fit, so that the video can be made."""
     folder = model("text", tmp_path)
     pipe = wanjax.load(folder, offload=True)
     settings = pipe.settings(size=(64, 64), frames=1, steps=2)
     needed, _ = most_held(trace_programs(pipe, settings, room=0))
-    monkeypatch.setattr(memory, "total_memory", lambda device: needed)
+    machine.has_memory(needed)
     check_making(wanjax.load(folder), settings)
 
 
 @pytest.mark.parametrize("name", quick(["text"], ["nano", *MAKE]))
-def test_a_video_that_is_too_large_is_refused_before_anything_is_compiled(name, tmp_path, monkeypatch):
+def test_a_video_that_is_too_large_is_refused_before_anything_is_compiled(name, tmp_path, machine):
     pipe = wanjax.load(model(name, tmp_path))
     pipe.progress = False
     encoded = pipe.encode("a") if name == "text" else None
-
-    def compiled(*_, **__):
-        raise AssertionError("a program is executed")
-
-    monkeypatch.setattr("wanjax.execution.Execute.call", compiled)
-    monkeypatch.setattr(memory, "total_memory", lambda device: 4_000_000_000)
+    pipe = pipe.under(Idle())
+    machine.has_memory(4_000_000_000)
     with pytest.raises(WanjaxError, match=naming("9600x9600 memory")):
         pipe("a", size=(9600, 9600))
     shape = pipe.architecture.spec.latent_shape(pipe.settings(size=(9600, 9600)))
@@ -168,20 +164,17 @@ def test_a_video_that_is_too_large_is_refused_before_anything_is_compiled(name, 
         )
 
 
-def test_a_picture_that_is_too_large_to_be_encoded_is_refused_before_anything_is_compiled(tmp_path, monkeypatch):
+def test_a_picture_that_is_too_large_to_be_encoded_is_refused_before_anything_is_compiled(
+    tmp_path, monkeypatch, machine
+):
     """By the library and by the command; tiles take less, and a prompt alone takes nothing that grows with the size."""
     monkeypatch.chdir(tmp_path)
     Image.new("RGB", (64, 64), (200, 30, 30)).save(tmp_path / "a.png")
     asked = {"size": (2880, 2880), "frames": 5, "image": tmp_path / "a.png"}
     command = ("encode", "a", "--model", "nano", "--size", "2880x2880", "--frames", "5", "--dir", tmp_path / "d")
-    pipe = wanjax.load("nano")
+    pipe = wanjax.load("nano").under(Idle())
     pipe.progress = False
-
-    def compiled(*_, **__):
-        raise AssertionError("a program is executed")
-
-    monkeypatch.setattr("wanjax.execution.Execute.call", compiled)
-    monkeypatch.setattr(memory, "total_memory", lambda device: 1_500_000_000)
+    machine.has_memory(1_500_000_000)
     with pytest.raises(WanjaxError, match=naming("2880x2880 memory encode")):
         pipe.encode("a", **asked)
     assert says(refused(*command, "--image", tmp_path / "a.png"), "2880x2880 memory encode")

@@ -9,6 +9,7 @@ import pytest
 
 import wanjax
 from tests.support import small_wan
+from tests.support.calls import Counting
 from tests.support.compare import error
 from tests.support.quick import quick
 from tests.support.types import unchecked
@@ -17,7 +18,6 @@ from wanjax.errors import WanjaxError
 from wanjax.pipelines import run
 from wanjax.pipelines.request import PreparedRequest
 from wanjax.pipelines.wan.conditioning import WanEncoded
-from wanjax.pipelines.wan.model import WanModel
 from wanjax.registry import presets
 
 PROMPTS = ["a red circle moving right", "a blue square moving left"]
@@ -30,17 +30,11 @@ def nano():
     return wanjax.load("nano")
 
 
-def test_prompts_and_seeds_give_the_videos_of_single_calls(nano, monkeypatch):
+def test_prompts_and_seeds_give_the_videos_of_single_calls(nano):
     single = [nano(prompt, seed=seed, **SMALL) for prompt in PROMPTS for seed in (3, 4)]
-    texts, encode_text = [], WanModel.encode_text
-
-    def noted(architecture, pipe, settings):
-        texts.append(settings.prompt)
-        return encode_text(architecture, pipe, settings)
-
-    monkeypatch.setattr(WanModel, "encode_text", noted)
-    videos = nano(PROMPTS, seeds=[3, 4], **SMALL)
-    assert texts == PROMPTS
+    counting = Counting()
+    videos = nano.under(counting)(PROMPTS, seeds=[3, 4], **SMALL)
+    assert sum(count for call, count in counting.calls.items() if call.stage == "encode") == len(PROMPTS)
     for ours, reference in zip(videos, single, strict=True):
         np.testing.assert_array_equal(ours.frames, reference.frames)
         assert ours.settings == reference.settings

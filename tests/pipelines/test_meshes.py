@@ -186,8 +186,8 @@ def mesh_of_plan(monkeypatch):
             price(*given, **how)
         return stop.value.args[0]
 
-    monkeypatch.setattr(estimate, "mesh_on", stopped)
-    monkeypatch.setattr(training_estimate, "mesh_on", stopped)
+    for module in (estimate, training_estimate):
+        monkeypatch.setattr(module, "mesh_on", stopped)
     return of_plan
 
 

@@ -81,8 +81,8 @@ def test_one_expert_is_freed_before_the_other_is_read(tmp_path, held):
 
 
 @pytest.mark.parametrize("free", [0, 1e12])
-def test_networks_make_room_where_memory_is_short(model, held, monkeypatch, free):
-    monkeypatch.setattr(components, "free_memory", lambda device: free)
+def test_networks_make_room_where_memory_is_short(model, held, machine, free):
+    machine.has_free_memory(free)
     pipe = wanjax.load(model)
     pipe("a", **SMALL)
     all_three = ["text_encoder", "transformer", "vae"]
@@ -90,7 +90,7 @@ def test_networks_make_room_where_memory_is_short(model, held, monkeypatch, free
     assert held["vae"] == (all_three if free else ["vae"])
 
 
-def test_only_as_many_networks_are_freed_as_have_to_go(monkeypatch):
+def test_only_as_many_networks_are_freed_as_have_to_go(machine):
     """Four networks of 4 bytes where 10 are free: the third makes the first go, the fourth the second."""
 
     def network(size):
@@ -102,7 +102,7 @@ def test_only_as_many_networks_are_freed_as_have_to_go(monkeypatch):
 
     parts = Components({name: partial(load, size=1) for name in "abcd"} | {"all": partial(load, size=3)})
     held = lambda: "".join(name for name in "abcdx" if parts.has(name))  # noqa: E731
-    monkeypatch.setattr(components, "free_memory", lambda device: 10 - 4 * len(held()))
+    machine.has_free_memory(lambda: 10 - 4 * len(held()))
     for name, right in zip("abcd", ("a", "ab", "bc", "cd"), strict=True):
         parts.get(name)
         assert held() == right

@@ -4,6 +4,7 @@
 import re
 import sys
 import time
+from copy import copy
 from io import StringIO
 from typing import Any
 
@@ -200,9 +201,11 @@ def test_a_narrow_terminal(clock):
 
 
 def test_the_library_shows_its_stages_on_a_terminal_only(pipe, monkeypatch, capsys):
+    own = copy(pipe)
+
     def told(shown: bool | None) -> None:
-        monkeypatch.setattr(pipe, "progress", shown)
-        pipe("a", steps=2, **SMALL)
+        own.progress = shown
+        own("a", steps=2, **SMALL)
 
     told(None)
     assert capsys.readouterr().err == ""
@@ -224,6 +227,7 @@ def test_the_library_shows_its_stages_on_a_terminal_only(pipe, monkeypatch, caps
 
 
 def test_loading_is_shown_with_the_stage_that_loads(pipe, monkeypatch):
+    """So small networks are loaded between two looks of a terminal."""
     loaded = []
     monkeypatch.setattr(Stage, "load", lambda self, component, done, total: loaded.append((self.name, component)))
     pipe.free()

@@ -191,10 +191,17 @@ def test_states_that_are_not_finite_are_not_kept(tmp_path):
     assert not file.exists()
 
 
-def test_writing_takes_a_small_share_of_the_time(tmp_path, monkeypatch):
-    """A state that takes a second to write is written once in fifty seconds."""
-    now, writes = [0.0], []
+@pytest.fixture
+def now(monkeypatch) -> list[float]:
+    """The clock, which the test moves on."""
+    now = [0.0]
     monkeypatch.setattr("wanjax.pipelines.resume.perf_counter", lambda: now[0])
+    return now
+
+
+def test_writing_takes_a_small_share_of_the_time(tmp_path, monkeypatch, now):
+    """A state that takes a second to write is written once in fifty seconds."""
+    writes = []
     keeping = ResumeObserver(tmp_path / "state", one_device())
 
     def save(step):
@@ -211,10 +218,9 @@ def test_writing_takes_a_small_share_of_the_time(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("seconds", "right"), [(60, [1, 2, 3, 4, 5, 6]), (20, [1, 5])])
-def test_each_step_that_takes_long_is_kept_at_once(tmp_path, monkeypatch, seconds, right):
+def test_each_step_that_takes_long_is_kept_at_once(tmp_path, monkeypatch, now, seconds, right):
     """Of those that take less than fifty times the writing, some are queued on the device, and one in so long is."""
-    now, held = [0.0], []
-    monkeypatch.setattr("wanjax.pipelines.resume.perf_counter", lambda: now[0])
+    held = []
     monkeypatch.setattr("jax.block_until_ready", lambda state: wait(state.x.item()))
 
     def wait(step):

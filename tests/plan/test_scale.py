@@ -3,7 +3,9 @@
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from tests.support.words import says
 from wanjax.plan import scale
 from wanjax.plan.estimate import estimate
 from wanjax.plan.scale import Option, Rejected, ScaleEstimate, Workload, chip_seconds, estimate_at_scale
+from wanjax.pricing.chips import Slice
 from wanjax.registry import outline
 
 MODEL = replace(outline("nano"), architecture=architecture(4), settings=VIDEO)
@@ -28,20 +31,29 @@ def made():
     return estimate(MODEL, "cpu")
 
 
+class Priced(list[str]):
+    """The slices that were priced; `changes` are those of each plan, `chip_seconds` what the model says of a slice."""
+
+    changes: Mapping[str, Any] = {}
+
+    def chip_seconds(self, place: Slice, *_: Any) -> float:
+        return place.devices * SECONDS[place.name][1]
+
+
 @pytest.fixture
 def priced(made, monkeypatch):
     """The slices that are priced, each with its seconds above; the small model has room and is cheap anywhere."""
-    asked: list[str] = []
+    asked = Priced()
 
     def price(outline, name, mesh, **given):
         asked.append(name)
         low, mid, high = SECONDS[name]
         totals = {"total_seconds": mid, "total_seconds_low": low, "total_seconds_high": high}
         sizes = {"disk_bytes": 20 * GB, "download_bytes_at_most": 20 * GB, "compile_seconds": 0.0}
-        return replace(made, chip=name, **totals, **sizes)
+        return replace(made, chip=name, **totals | sizes | asked.changes)
 
     monkeypatch.setattr(scale, "estimate", price)
-    monkeypatch.setattr(scale, "chip_seconds", lambda place, *_: place.devices * SECONDS[place.name][1])
+    monkeypatch.setattr(scale, "chip_seconds", lambda *given: asked.chip_seconds(*given))
     return asked
 
 
@@ -112,11 +124,11 @@ def test_without_a_deadline_one_slice_makes_all(priced):
     assert way(found, "v6e-8").seconds.mid == pytest.approx(100 * 20 + 154.483, abs=0.01)
 
 
-def test_what_is_far_dearer_by_the_model_is_not_priced(priced, monkeypatch):
-    monkeypatch.setattr(scale, "chip_seconds", lambda place, *_: {1: 1.0, 4: 1.2, 8: 4.0}[place.devices])
+def test_what_is_far_dearer_by_the_model_is_not_priced(priced):
+    priced.chip_seconds = lambda place, *_: {1: 1.0, 4: 1.2, 8: 4.0}[place.devices]
     many(Workload(10, HOUR, **START))
     assert priced == ["v6e-1", "v6e-4", "v6e-8"]  # the last takes 4 times as much, and is the one that was asked for
-    monkeypatch.setattr(scale, "chip_seconds", lambda place, *_: {1: 2.0, 4: 1.2, 8: 1.28}[place.devices])
+    priced.chip_seconds = lambda place, *_: {1: 2.0, 4: 1.2, 8: 1.28}[place.devices]
     priced.clear()
     found = many(Workload(10, HOUR, **START))
     assert priced == ["v6e-4", "v6e-8"]
@@ -124,8 +136,8 @@ def test_what_is_far_dearer_by_the_model_is_not_priced(priced, monkeypatch):
     assert other(found, "v6e-1").ratio == pytest.approx(2 / 1.2)
 
 
-def test_weights_that_a_chip_has_no_room_for_are_not_priced(priced, monkeypatch):
-    monkeypatch.setattr(scale, "chip_seconds", chip_seconds)
+def test_weights_that_a_chip_has_no_room_for_are_not_priced(priced):
+    priced.chip_seconds = chip_seconds
     found = estimate_at_scale(outline("wan2.1-t2v-14b"), "v6e-8", Workload(10, HOUR))
     assert "v6e-1" not in priced
     assert other(found, "v6e-1") == Rejected("v6e-1", float("inf"))
@@ -137,11 +149,8 @@ def test_a_mesh_that_is_given_is_the_only_way(priced):
     assert [one.slice for one in many(Workload(10, HOUR), sp=4).ways] == ["v6e-4", "v6e-8"]
 
 
-def test_a_slice_that_does_not_fit_is_told_with_what_would(priced, made, monkeypatch):
-    def price(outline, name, mesh, **given):
-        return replace(made, chip=name, total_seconds=None, fits=False, advice="v6e-16 should")
-
-    monkeypatch.setattr(scale, "estimate", price)
+def test_a_slice_that_does_not_fit_is_told_with_what_would(priced):
+    priced.changes = {"total_seconds": None, "fits": False, "advice": "v6e-16 should"}
     found = many(Workload(10, HOUR))
     assert names(found) == (None, None)
     assert {one.plan.advice for one in found.others} == {"v6e-16 should"}

@@ -183,17 +183,17 @@ def test_prices_come_as_they_are_known_and_are_kept(monkeypatch):
 
 def test_a_price_of_another_compiler_is_forgotten(monkeypatch):
     job = export(on_shapes(jnp.sin, (8, 128)), SLICES["v6e-1"])
-    installed = {"libtpu": "0.0.42.5"}
+    installed, taken = {"libtpu": "0.0.42.5"}, ["==0.0.42.*"]
     monkeypatch.setattr(pricer, "version", lambda name: installed[name])
     monkeypatch.setattr(pricer, "versions", lambda *names: {x: installed[x] for x in names if x in installed})
-    monkeypatch.setattr(pricer, "accepted", lambda: compiling.SpecifierSet("==0.0.42.*"))
+    monkeypatch.setattr(pricer, "accepted", lambda: compiling.SpecifierSet(taken[0]))
     PRICER.keep("prices", job, 1.0)
     assert PRICER.recall("prices", job) == 1.0
     installed["libtpu"] = "0.0.42.6"
     assert PRICER.recall("prices", job) is None
     del installed["libtpu"]  # where there is none, one that jax accepts will do
     assert PRICER.recall("prices", job) == 1.0
-    monkeypatch.setattr(pricer, "accepted", lambda: compiling.SpecifierSet("==0.0.43.*"))
+    taken[0] = "==0.0.43.*"
     assert PRICER.recall("prices", job) is None
 
 

@@ -15,7 +15,7 @@ from tests.support.words import naming
 from wanjax import load, schedulers
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.denoiser import take_step
-from wanjax.schedulers import FlowEuler, UniPC, one_step
+from wanjax.schedulers import FlowDPM, FlowEuler, UniPC, one_step
 
 EVERY = [
     unipc(5.0, "official"),
@@ -229,6 +229,7 @@ def test_zero_steps_are_refused(scheduler):
 @pytest.mark.parametrize(
     ("scheduler", "steps", "words"),
     [
+        (lambda: FlowDPM(order=3), 2, "order 3 1 2"),
         (lambda: unipc(3.0, "karras"), 2, "'karras' official diffusers"),
         (lambda: unipc(100000.0), 1000, "1000 steps shift 100000.0"),  # whose levels are equal in float32
     ],

@@ -15,7 +15,7 @@ from typing import ClassVar
 import numpy as np
 from jaxtyping import Array, Float, Key
 
-from wanjax.errors import WanjaxError
+from wanjax.errors import SettingError, WanjaxError
 from wanjax.schedulers.base import TRAIN_STEPS, Flow, Index, Sample, Schedule, shifted
 from wanjax.schedulers.flow_euler import FlowEuler
 from wanjax.schedulers.noise import DrawnNoise, ProvidedNoise, noise_source, take_noise
@@ -124,9 +124,9 @@ class RCMEuler(FlowEuler, RCMLevels):
 
 
 def _check_official(sigmas: str) -> None:
-    """Raise WanjaxError for other noise levels than those of the models' authors."""
+    """Raise SettingError for other noise levels than those of the models' authors."""
     if sigmas != "official":
-        raise WanjaxError(f"distilled models have no noise levels by {sigmas}: give the sigmas official")
+        raise SettingError(f"distilled models have no noise levels by {sigmas}: give the sigmas official", "sigmas")
 
 
 def _along(points: Sequence[float], steps: int) -> np.ndarray:
