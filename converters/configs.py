@@ -50,7 +50,7 @@ def read_config(file: str, json: Mapping[str, Any], read: Callable[[Mapping[str,
         wrong = [key for key, value in entries.read.items() if not _is_size(value)]
         missing = [key for key, value in entries.read.items() if value is None]
         if not (names := [*wrong, *missing, *list(entries.read)[-1:]]):
-            raise WanjaxError(f"{file} is no config of a network: a published one is needed") from error
+            raise WanjaxError(f"{file} is no config of a network: give a published one") from error
         raise _misfit(file, names[0], json[names[0]], "a size, or a list of sizes") from error
     hints = get_type_hints(type(config))
     for each in fields(config):  # pyright: ignore[reportArgumentType]
@@ -127,9 +127,7 @@ def check_entries(component: str, json: Mapping[str, Any], right: Mapping[str, A
 def shape_of(specs: Specs, key: str, rank: int) -> tuple[int, ...]:
     """Return the shape of a tensor that determines a size. Raises WanjaxError unless it is there with this rank."""
     if key not in specs:
-        raise WanjaxError(
-            f"the checkpoint lacks {key}, which determines a size of the network: a complete file is needed"
-        )
+        raise WanjaxError(f"the checkpoint lacks {key}, which determines a size of the network: give a complete file")
     shape = specs[key].shape
     if len(shape) != rank or 0 in shape:
         raise WanjaxError(f"{key} has the shape {list(shape)} instead of {rank} axes: get the file again")

@@ -48,8 +48,8 @@ DISTRIBUTIONS = {
 INDIRECT = {"flatbuffers", "protobuf"}  # which JAX and sentencepiece need for what this package asks of them
 UNCLEAR = {"found", "made", "told", "kept", "known", "own", "given", "asked"}
 """Names that do not say what a variable, a parameter or a field holds."""
-UNCLEAR_AT_MOST = {"wanjax.cli": 146, "wanjax.jobs": 0}
-"""The most of these in a folder; elsewhere there is none."""
+UNCLEAR_AT_MOST = {"wanjax.cli": 146}
+"""The most of these in a folder; the others have none."""
 SEAM = (
     *("model", "denoiser", "phases", "sampling", "observers", "runtime", "run", "request", "meshes"),
     *(f"{family}.{name}" for family in FAMILIES for name in ("model", "tasks", "denoisers", "programs")),

@@ -61,9 +61,7 @@ from wanjax.sharding import (
     platform,
 )
 
-HALF = (
-    "it would fit in bfloat16, with wanjax.load(..., param_dtype='bfloat16') or after `wanjax convert --dtype bfloat16`"
-)
+HALF = "they fit in bfloat16, by wanjax.load(..., param_dtype='bfloat16') or `wanjax convert --dtype bfloat16`"
 Progress = Callable[[str, int, int], Any]
 
 
@@ -245,14 +243,14 @@ def check_memory(model: str, component: str, network: nnx.Module) -> None:
         remedies.append(HALF)
     if device.platform != "cpu":
         devices = math.ceil(sum(x.size * x.dtype.itemsize for x in weights) / available)
-        remedies.append(f"a mesh whose sp · tp is {devices} or more would hold it")
+        remedies.append(f"use a mesh whose sp · tp is {devices} or more")
     if names := models_that_fit(available):
-        remedies.append(f"{' and '.join(names)} would fit")
+        remedies.append(f"use {' or '.join(names)}, which fit")
     dtypes = " and ".join(sorted({str(x.dtype) for x in weights}))
     where = "this machine" if device.platform == "cpu" else f"each {device.device_kind}"
     raise WanjaxError(
         f"the {component} of {model} needs {in_bytes(needed)} of memory for its weights in {dtypes} where {where} has "
-        f"{in_bytes(available)}: {'; '.join(remedies) or 'more memory is needed'}"
+        f"{in_bytes(available)}: {'; or '.join(remedies) or 'use more memory'}"
     )
 
 

@@ -341,7 +341,7 @@ def check_finite(values: np.ndarray, name: str, path: Path) -> None:
         some = values[start : start + CHECKED]
         if not np.isfinite(some.astype(np.float32) if narrow else some).all():  # NumPy's own way takes four times that
             raise WanjaxError(
-                f"{path} is not written, as {name!r} is not finite: whole weights, or a wider dtype, are needed"
+                f"{path} is not written, as {name!r} is not finite: give whole weights, or a wider dtype"
             )
 
 

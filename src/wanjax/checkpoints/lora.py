@@ -131,7 +131,7 @@ class LoraFile:
         file = f"{path} ({expert} noise)" if expert else str(path)
         self.matches = Matches(file, matched, tuple(unmatched), tuple(idle))
         if matched < max(1, ENOUGH * (matched + len(unmatched))):
-            raise WanjaxError(f"{self.matches}: a LoRA for this model is needed")
+            raise WanjaxError(f"{self.matches}: give a LoRA for this model")
 
     def __contains__(self, target: str) -> bool:
         return target in self._changes
@@ -155,9 +155,7 @@ class LoraFile:
                 x *= np.float32(strength)
             if not np.isfinite(x.sum()) and not np.isfinite(x).all():
                 what = f"{self._reader.path} makes of {', '.join(change.factors.values())} numbers that are not finite"
-                raise WanjaxError(
-                    f"{what}, at the scale {change.scale:g}: a smaller strength or another file is needed"
-                )
+                raise WanjaxError(f"{what}, at the scale {change.scale:g}: give a smaller strength or another file")
         return x
 
     def _set_norms(self, x: np.ndarray, change: Change, place: Target) -> None:
@@ -179,9 +177,9 @@ class LoraFile:
         if axis is None:
             what += f" of shape {list(self._reader.specs[str(change.magnitude)].shape)}"
             what += f", not a norm for each row of {name}, {list(shape)}"
-            raise WanjaxError(f"{what}: a LoRA for this model is needed")
+            raise WanjaxError(f"{what}: give a LoRA for this model")
         if axis == 1 and place.of > len(place.parts):
-            raise WanjaxError(f"{what}, norms of the columns of q, k and v in one: a file with each of them is needed")
+            raise WanjaxError(f"{what}, norms of the columns of q, k and v in one: give a file with each of them")
 
     def _finite(self, key: str) -> np.ndarray:
         """Return a tensor of the file in float32; raise WanjaxError if any of its numbers is not finite."""

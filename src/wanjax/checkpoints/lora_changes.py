@@ -85,7 +85,7 @@ def _of_module(
         first = next(iter(factors.values()))
         if not formula.is_complete(factors.keys()):
             what = f"{reader.path} holds {' and '.join(factors.values())}"
-            raise WanjaxError(f"{what}, which do not make a {formula.name} of one module: a complete file is needed")
+            raise WanjaxError(f"{what}, which do not make a {formula.name} of one module: give a complete file")
         if formula is DIFF:
             yield next(filter(tensors.__contains__, (name + WEIGHT, name)), name + WEIGHT), Change(DIFF, factors)
             continue
@@ -114,9 +114,7 @@ def _parts(reader: MappedFile, names: Collection[str], expert: str | None) -> tu
     path, unknown, experts = reader.path, [], experts_of(reader.specs)
     if experts and expert is None:
         key = next(filter(expert_of, reader.specs))
-        raise WanjaxError(
-            f"{path} holds {key}, of one of two experts, which this model has not: a LoRA for it is needed"
-        )
+        raise WanjaxError(f"{path} holds {key}, of one of two experts, which this model has not: give a LoRA for it")
     for key, spec in reader.specs.items():
         check_kind(key, path)
         part = part_of(key, names)

@@ -75,7 +75,7 @@ class Scales:
     def check_plain(self, key: str) -> None:
         """Raise WanjaxError if the config says DoRA, but the product of the factor `key` has no magnitude."""
         if self._config.get("use_dora"):
-            raise WanjaxError(f"{self._where} says use_dora, and {key} has no magnitude: a complete file is needed")
+            raise WanjaxError(f"{self._where} says use_dora, and {key} has no magnitude: give a complete file")
 
     def scale(self, module: str, rank: int | None, alpha: str | None) -> float:
         """Return the scale of a product of this rank; 1 without an alpha.
@@ -148,7 +148,7 @@ class Scales:
         if len(text) > PATTERN_LENGTH:
             raise WanjaxError(f"{named} of {len(text):,} letters: at most {PATTERN_LENGTH} are read")
         if _repeats_repeats(text):
-            raise WanjaxError(f"{named}, which repeats what repeats and could take for ever: a plainer one is needed")
+            raise WanjaxError(f"{named}, which repeats what repeats and could take for ever: give a plainer one")
         try:
             return regex.compile(rf"(.*\.)?({text})$")
         except (regex.error, RecursionError, OverflowError, MemoryError) as error:
@@ -160,7 +160,7 @@ class Scales:
             return pattern.match(module, timeout=max(self._left, 1e-3)) is not None
         except TimeoutError:
             what = f"{self._where} has the pattern {shown(text)}, which takes for ever"
-            raise WanjaxError(f"{what}: a plainer one is needed") from None
+            raise WanjaxError(f"{what}: give a plainer one") from None
         finally:
             self._left -= monotonic() - start
 

@@ -61,7 +61,7 @@ class Lora:
         held = sorted(path.name for path in folder.iterdir() if path.suffix in SUFFIXES)
         if len(held) != 1:
             what = f"{len(held)} files of weights, {', '.join(held[:4])}" if held else "no file of weights"
-            raise WanjaxError(f"the folder {folder} holds {what}: the name of one LoRA is needed")
+            raise WanjaxError(f"the folder {folder} holds {what}: give the name of one LoRA")
         return replace(self, file=str(folder / held[0]))
 
     @classmethod

@@ -88,7 +88,7 @@ class Storage:
             raise WanjaxError(f"{self.root} lists a component {component!r}, which is not the name of a folder in it")
         self.fetched([INDEX, *(f"{component}/{name}" for name in files)] if files else ())
         if not (folder := self.root / component).is_dir():
-            raise WanjaxError(f"{self.name} has no folder {component}: a checkpoint in the diffusers layout is needed")
+            raise WanjaxError(f"{self.name} has no folder {component}: give a checkpoint in the diffusers layout")
         return folder
 
     def bring(self, files: Iterable[Path]) -> None:
@@ -290,7 +290,7 @@ def read_index(name: object, folder: Path) -> dict[str, Any]:
     if not (folder / INDEX).is_file():
         kind = read_json(folder / "config.json", missing={}).get("_class_name")
         what = f"{name} holds no {INDEX}{f', and its config.json is of a {shown(kind)}' if kind else ''}"
-        raise WanjaxError(f"{what}: a whole checkpoint, as diffusers or its authors lay it out, is needed")
+        raise WanjaxError(f"{what}: give a whole checkpoint, as diffusers or its authors lay it out")
     return read_json(folder / INDEX)
 
 
@@ -308,10 +308,10 @@ def read_json(path: Path, missing: dict | None = None) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise WanjaxError(
-            f"{path} cannot be read ({reason(error)}): a complete checkpoint in the diffusers layout is needed"
+            f"{path} cannot be read ({reason(error)}): give a complete checkpoint in the diffusers layout"
         ) from error
     if not isinstance(value, dict):
-        raise WanjaxError(f"{path} is not a JSON object: a complete checkpoint in the diffusers layout is needed")
+        raise WanjaxError(f"{path} is not a JSON object: give a complete checkpoint in the diffusers layout")
     return value
 
 
@@ -323,7 +323,7 @@ def check_small(folder: Path) -> None:
     void = [path for path in files if path.suffix in (".json", ".model") and not path.stat().st_size]
     if void or not files:
         what = f"{void[0]} is empty" if void else f"{folder} holds no files"
-        raise WanjaxError(f"{what}: a complete copy of the checkpoint is needed")
+        raise WanjaxError(f"{what}: give a complete copy of the checkpoint")
 
 
 def _small_files(folder: Path) -> list[Path]:

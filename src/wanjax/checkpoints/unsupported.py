@@ -47,4 +47,4 @@ def without_transformer(names: Iterable[str], relatives: UnsupportedModels) -> s
         return "is a LoRA: name the model that it changes, and give the file beside it, with --lora"
     if other := find_unsupported(names, {**relatives, **OTHERS}):
         return f"holds {other}"
-    return "holds no transformer that is known: a file or folder that has one is needed"
+    return "holds no transformer that is known: give a file or folder that has one"

@@ -42,7 +42,7 @@ LANCZOS = Image.Resampling.LANCZOS
 READING = 2  # another number where files are read to other values, so that what was made of them is made again
 ROUNDING = 10  # a GIF's times are multiples of so many milliseconds
 TOO_SHORT, SLOW = 10, 100  # milliseconds: a frame of so few or of none is shown for so many, as in Chromium and Firefox
-BREAKS = "{} breaks at frame {}, where it is damaged or ends too early: a whole copy is needed"
+BREAKS = "{} breaks at frame {}, where it is damaged or ends too early: give a whole copy"
 ANIMATED = ("GIF", "WEBP", "PNG", "AVIF", "TIFF")  # not MPO, a JPEG: a photograph with its thumbnails
 HOLED = ("WEBP", "AVIF")  # whose data are dense
 FORMATS = (*ANIMATED, "JPEG", "BMP", "PPM")
@@ -169,7 +169,7 @@ def _read_picture(source: Any, page: Page, specs: Iterable[InputSpec]) -> Pictur
 def _of_clip(mask: UInt8[np.ndarray, "_T _H _W 3"], clip: Clip | None) -> UInt8[np.ndarray, "_T _H _W 3"]:
     """Return a mask of as many frames as its clip; raise WanjaxError where there is none, or of other length."""
     if clip is None:
-        raise WanjaxError("a mask is given without a video: the video whose white parts are made anew is needed")
+        raise WanjaxError("a mask is given without a video: give the video whose white parts are made anew")
     if len(mask) == 1:
         return mask.repeat(len(clip), axis=0)
     if len(mask) != len(clip):
@@ -208,7 +208,7 @@ def picture_of(image: Image.Image, name: str) -> Picture:
 
 def _check_single(image: Image.Image, name: str) -> None:
     if _is_animated(image):
-        raise NoPicture(f"{name} is animated: a picture with one frame is needed")
+        raise NoPicture(f"{name} is animated: give a picture with one frame")
 
 
 def _is_animated(image: Image.Image) -> bool:
@@ -229,7 +229,7 @@ def read_clip(source: ClipSource, frames: int, fps: int | float, page: Page = "w
     with closing(_pictures(source, frames, fps, page)) as sequence:
         pictures = _levelled(list(islice(sequence, frames)), str(name))
     if not pictures:
-        raise WanjaxError(f"{name} holds no pictures: at least one is needed")
+        raise WanjaxError(f"{name} holds no pictures: give at least one")
     if any(picture.shape != pictures[0].shape for picture in pictures):
         raise WanjaxError(f"{name} holds pictures of different sizes: all pictures of a clip have the same size")
     clip = np.empty((len(pictures), *pictures[0].shape), np.uint8)
@@ -437,7 +437,7 @@ def opened(source: str | Path | BytesIO, name: str, *, pixels: int | None = None
     """
     most = BOUNDS.pixels if pixels is None else pixels
     if not isinstance(source, BytesIO) and not os.path.isfile(source):
-        raise WanjaxError(f"{name} is a folder: a picture is needed" if os.path.isdir(source) else missing_file(source))
+        raise WanjaxError(f"{name} is a folder: give a picture" if os.path.isdir(source) else missing_file(source))
     with ExitStack() as stack:
         with _decoding(name, most, opening=True):
             # Pillow maps a file that it opens by name, and then reads a TIFF wrongly that is to be turned.

@@ -172,7 +172,7 @@ def check_output(path: str | AnyPath, frames: int = 1) -> AnyPath:
     if not suffix and os.path.exists(target):
         names = sorted(os.listdir(target)) if target.is_dir() else [target.name]
         if others := [name for name in names if not IS_FRAME.fullmatch(name)]:
-            raise WanjaxError(f"{path} holds {others[0]}, which is not a frame: a new or empty folder is needed")
+            raise WanjaxError(f"{path} holds {others[0]}, which is not a frame: give a new or empty folder")
     check_folder(target.parent)
     return target
 
@@ -195,7 +195,7 @@ def try_output(
                 WRITERS[_suffix(path)](trial, iter([np.zeros((*size, 3), np.uint8)]), fps, settings)
                 alone = sum(file.stat().st_size for file in folder.rglob("*"))
                 if read_metadata(trial) != json.loads(settings):
-                    raise WanjaxError(f"{path} would not keep the settings: give another format")
+                    raise WanjaxError(f"{path} cannot keep the settings: give another format")
             if isinstance(target, RemotePath):
                 target.parent.check_writable()
     except WanjaxError as error:
@@ -240,7 +240,7 @@ def _single_frames(chunks: Iterable[Shaped[np.ndarray, "..."]]) -> Iterator[Fram
             size = frame.shape
             yield frame
     if size is None:
-        raise WanjaxError("no frames cannot be written as a video: at least 1 is needed")
+        raise WanjaxError("no frames cannot be written as a video: give 1 or more")
 
 
 def _write_film(path: AnyPath, frames: Iterator[Frame], fps: int | float, comment: str) -> None:

@@ -175,7 +175,7 @@ def even_levels(steps: int, shift: float, sigmas: str) -> np.ndarray:
 def check_steps(steps: int, skip: int) -> None:
     """Raise WanjaxError unless there is at least one step, and one is left after `skip`."""
     if steps < 1:
-        raise WanjaxError(f"{quantity(steps, 'step')} cannot make a video: at least 1 is needed")
+        raise WanjaxError(f"{quantity(steps, 'step')} cannot make a video: give 1 or more")
     if not 0 <= skip < steps:
         raise WanjaxError(f"{skip} of {quantity(steps, 'step')} cannot be skipped: give a number from 0 to {steps - 1}")
 

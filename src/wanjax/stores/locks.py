@@ -22,7 +22,7 @@ class FileLock:
             self.close()
             if getattr(error, "sqlite_errorname", "") != "SQLITE_BUSY":
                 raise WanjaxError(f"{file} cannot be written: {error}") from error
-            message = f"another {user} uses {file.parent}: another {option}, or its end, is needed"
+            message = f"another {user} uses {file.parent}: give another {option}, or wait for its end"
             raise WanjaxError(message) from error
 
     def close(self) -> None:

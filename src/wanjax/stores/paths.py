@@ -199,7 +199,7 @@ class RemotePath:
         except Exception as error:
             if isinstance(error, OSError) and error.errno in FULL:  # here
                 raise
-            message = f"{self} cannot be {done}, {_cause(error)}: a bucket that answers, with keys for it, is needed"
+            message = f"{self} cannot be {done}, {_cause(error)}: give a bucket that answers, with keys for it"
             raise (Missing if isinstance(error, FileNotFoundError) else StoreError)(message) from error
 
 

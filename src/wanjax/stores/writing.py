@@ -87,4 +87,4 @@ def check_folder(folder: AnyPath) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise WanjaxError(f"the folder {folder} cannot be written, {reason(error)}: another one is needed") from error
+        raise WanjaxError(f"the folder {folder} cannot be written, {reason(error)}: give another one") from error

@@ -46,7 +46,7 @@ class LoraConfig:
 
     def __post_init__(self):
         if self.rank < 1:
-            raise WanjaxError(f"the LoRA's rank is {self.rank}: at least 1 is needed, 16 to 64 is usual")
+            raise WanjaxError(f"the LoRA's rank is {self.rank}: give 1 or more, 16 to 64 is usual")
         if not 0 <= self.dropout < 1:
             raise WanjaxError(f"the LoRA's dropout is {self.dropout}: give a number from 0 to below 1")
         if self.alpha is not None and not 0 < self.alpha < float("inf"):

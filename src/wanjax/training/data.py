@@ -74,7 +74,7 @@ def list_data(data: str | Path) -> Listing:
     elif data.is_file():
         listing = _of_table(data)
     else:
-        raise WanjaxError(f"there is no folder or table {data}: a folder of clips with captions is needed")
+        raise WanjaxError(f"there is no folder or table {data}: give a folder of clips with captions")
     if not listing.examples:
         why = f": {first_of(listing.left_out)}" if listing.left_out else ""
         raise WanjaxError(f"{data} holds no clip or picture with a caption{why or ', each with a .txt of its name'}")

@@ -318,7 +318,7 @@ def chosen_rule(rule: CacheRule, phases: Sequence[Phase], tables: Tables, model:
         right = without if rule.table == PLAIN else f"`wanjax calibrate {model}` measures one"
         raise SettingError(f"there is no table of {model} for {rule}: {right}", "cache")
     if isinstance(rule, Guidance) and not any(phase.guided for phase in phases):
-        raise SettingError(f"{rule} is worth nothing without guidance: a guidance scale above 1 would need it", "cache")
+        raise SettingError(f"{rule} has no effect without guidance: set guidance_scale above 1", "cache")
     rule = rule.completed(tables)
     check_reused(rule, [rule.reused(phase, tables) for phase in phases])
     return rule
@@ -343,7 +343,7 @@ def check_apart(rule: CacheRule, together: bool) -> None:
     """Raise WanjaxError for a guidance cache where a step runs both prompts together."""
     if together and rule.apart:
         raise WanjaxError(
-            "a guidance cache is worth nothing where dp or --batch-guidance runs both prompts together: give a "
+            "a guidance cache has no effect where dp or --batch-guidance runs both prompts together: give a "
             "mesh without dp, such as tp=8"
         )
 
