@@ -6,7 +6,7 @@ import pickle
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -287,6 +287,19 @@ def test_pages_and_changes(store: JobStore) -> None:
     assert ([job.id for job in page], more) == (["v2", "v4"], False)
     with pytest.raises(NotFound):
         store.page(2, after="v3")
+
+
+def test_a_search_reads_all_jobs_and_pages_its_matches(store: JobStore) -> None:
+    store.add_all([new(number) for number in range(1200)])
+
+    def matches(request: Mapping[str, Any]) -> bool:
+        return request["settings"]["prompt"].endswith("7")
+
+    page, more = store.page(20, matches=matches)
+    assert ([job.id for job in page], more) == ([f"v{number}" for number in range(1197, 997, -10)], True)
+    page, more = store.page(1000, matches=matches, newest=False, after="v1000")
+    assert ([job.id for job in page], more) == ([f"v{number}" for number in range(1007, 1200, 10)], False)
+    assert store.page(5, matches=lambda request: False) == ([], False)
 
 
 def test_pages_of_a_long_queue_take_no_time(store: JobStore) -> None:

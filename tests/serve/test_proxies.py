@@ -18,8 +18,8 @@ SHOWN = {"authorization": f"Bearer {TOKEN}"}
 PROXIES = [(kind, prefix) for kind in ("nginx", "caddy") for prefix in ("/wan/", "/")]
 STATES = """
 window.states = new Set();
-new MutationObserver(() => window.states.add(document.querySelector(".card .state")?.textContent.split(":")[0]))
-  .observe(document.getElementById("videos"), { subtree: true, childList: true, characterData: true });
+new MutationObserver(() => window.states.add(document.querySelector(".item .state")?.textContent.split(" ")[0]))
+  .observe(document.querySelector("main"), { subtree: true, childList: true, characterData: true });
 """
 
 
@@ -55,29 +55,33 @@ def test_the_page_behind_a_proxy(browser, with_token, tmp_path, monkeypatch, kin
         page = context.new_page()
         page.on("pageerror", lambda error: told.append(str(error)))
         page.on("request", lambda request: asked.append(request.url))
-        page.on("dialog", lambda dialog: dialog.accept())
         page.goto(url)
         page.wait_for_selector("#login:visible")
         page.screenshot(path=tmp_path / "login.png")
         page.fill("#token", TOKEN)
         page.click("#login button")
-        page.wait_for_selector("#ask:visible")
+        page.wait_for_selector("[name=shape]", state="attached")
         [cookie] = context.cookies()
         assert (cookie["path"].rstrip("/"), cookie["value"]) == (prefix.rstrip("/"), TOKEN)
         page.fill("#prompt", PROMPT)
-        page.click("#ask summary")
+        page.click(".drawer > summary")
         for name, value in {"frames": 5, "steps": 40, "seed": 1}.items():
             page.fill(f"[name={name}]", str(value))
         page.evaluate(STATES)
         page.click("#make")
         page.wait_for_selector(".card.completed", timeout=120_000)
-        assert "denoise" in page.evaluate("[...window.states]")  # by events alone
-        player = page.query_selector(".card video")
+        assert "step" in page.evaluate("[...window.states]")  # by events alone
+        page.click(".card .open")
+        player = page.wait_for_selector("dialog video")
         player.evaluate("player => player.play()")
         assert player.evaluate("player => [player.videoHeight, player.error]") == [64, None]
         page.screenshot(path=tmp_path / "page.png", full_page=True)
-        page.click(".card .remove")
+        page.click("dialog .delete")
         page.wait_for_selector(".card", state="detached")
+        page.goto("about:blank")  # then it is deleted at once
+        end = time.monotonic() + 20
+        while httpx.get(f"{url}v1/videos", headers=SHOWN).json()["data"] and time.monotonic() < end:
+            time.sleep(0.1)
         assert httpx.get(f"{url}v1/videos", headers=SHOWN).json()["data"] == []
         context.close()
         assert told == []
@@ -96,7 +100,7 @@ def test_the_page_behind_a_proxy(browser, with_token, tmp_path, monkeypatch, kin
 def test_without_a_token_nobody_gets_through_a_proxy(without_token, tmp_path, kind, prefix, lines):
     """Not even through nginx without a line about headers, which calls the server by its own name."""
     with proxied(kind, tmp_path, without_token.base_url.port, prefix, lines) as url:
-        for path in ("", "page/page.js", "health", "metrics", "v1/videos", "v1/models", "v1/events"):
+        for path in ("", "page/app.js", "health", "metrics", "v1/videos", "v1/models", "v1/events"):
             assert httpx.get(f"{url}{path}").status_code == 403, path
         assert httpx.post(f"{url}v1/videos", json=SMALL).status_code == 403
     assert without_token.get("/v1/videos").json()["data"] == []
@@ -113,7 +117,7 @@ def test_a_page_through_a_proxy_that_tells_nothing_says_what_is_missing(browser,
         page.wait_for_selector("#state:has-text('--token')")
         page.screenshot(path=tmp_path / "page.png")
         assert says(page.inner_text("#state"), "'videos.example' proxy --token")
-        assert page.is_disabled("#make")
+        assert page.query_selector("[name=shape]") is None  # nothing can be asked for
         assert statuses["v1/models"] == 403
         fetched = "fetch('v1/videos').then(answer => answer.status)"
         assert page.evaluate(fetched) == 403

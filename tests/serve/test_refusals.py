@@ -190,7 +190,7 @@ def test_unknown_paths_and_methods(start):
 def test_no_other_machine_gets_in_without_a_token(start):
     server = start(work=False)
     for client in (server.client_from("192.0.2.1"), server.client_from("127.0.0.1", "evil.example")):
-        for path in ("/", "/v1/videos", "/metrics", "/health", "/page/page.js"):
+        for path in ("/", "/v1/videos", "/metrics", "/health", "/page/app.js"):
             assert client.get(path).status_code == 403
         assert client.post("/v1/videos", json=SMALL).status_code == 403
     for address, host in (("127.0.0.1", "127.0.0.1:80"), ("::1", "[::1]:8000"), ("127.8.0.1", "localhost")):
@@ -205,7 +205,7 @@ def test_what_a_proxy_forwards_is_not_this_machines(start, name):
     """Though the proxy runs here, and calls the server by its own name, as nginx does."""
     server = start(work=False)
     forwarded = server.client_from("127.0.0.1", "127.0.0.1:8000")
-    for path in ("/", "/v1/videos", "/metrics", "/health", "/page/page.js"):
+    for path in ("/", "/v1/videos", "/metrics", "/health", "/page/app.js"):
         answer = forwarded.get(path, headers={name: "127.0.0.1"})
         assert answer.status_code == 403
         assert says(answer.json()["error"]["message"], f"{name.lower()} token --token")

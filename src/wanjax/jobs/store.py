@@ -38,6 +38,7 @@ KEPT_FAILURES = 200
 KEPT_REMOVED = 86_400.0  # seconds for which a removed job's row is kept, for those who watch
 KEPT_ARRIVING = 3600.0  # seconds that the files of a job may take to arrive
 LONGEST_QUEUE = 1000  # jobs whose places in the queue are counted
+SEARCHED = 500  # jobs that a search reads at a time
 HELD = "place = :place AND worker != ''"  # as the index of the few jobs that workers have says it
 T = TypeVar("T")
 
@@ -316,13 +317,21 @@ class JobStore:
         """Return a job; raises NotFound."""
         return self._read(lambda db: db.with_places([db.get(id)])[0])
 
-    def page(self, limit: int, *, after: str | None = None, newest: bool = True) -> tuple[list[Job], bool]:
+    def page(
+        self,
+        limit: int,
+        *,
+        after: str | None = None,
+        newest: bool = True,
+        matches: Callable[[Mapping[str, Any]], bool] | None = None,
+    ) -> tuple[list[Job], bool]:
         """Return a page of jobs, and whether there are more.
 
         Args:
             limit: How many at most.
             after: The id of the job before the page.
             newest: Whether the newest come first.
+            matches: Returns True for the request of a job to be listed; None lists all.
 
         Raises:
             NotFound: No job has the id `after`.
@@ -330,10 +339,17 @@ class JobStore:
 
         def read(db: "Transaction") -> tuple[list[Job], bool]:
             way, order = ("<", "DESC") if newest else (">", "ASC")
+            most = SEARCHED if matches else limit + 1
             start = {} if after is None else {"after": db.get(after).position}
-            where = f"AND position {way} :after" if start else ""
-            where = f"place = :place AND status NOT IN ('arriving', 'removed') {where}"
-            jobs = db.jobs(f"{where} ORDER BY position {order} LIMIT :most", most=limit + 1, **start)
+            jobs: list[Job] = []
+            while len(jobs) <= limit:
+                where = f"AND position {way} :after" if start else ""
+                where = f"place = :place AND status NOT IN ('arriving', 'removed') {where}"
+                rows = db.jobs(f"{where} ORDER BY position {order} LIMIT :most", most=most, **start)
+                jobs += [job for job in rows if matches is None or matches(job.request)]
+                if len(rows) < most:
+                    break
+                start = {"after": rows[-1].position}
             return db.with_places(jobs[:limit]), len(jobs) > limit
 
         return self._read(read)

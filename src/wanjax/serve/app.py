@@ -209,15 +209,23 @@ class Service:
         return replace(new, request=replace(request, settings=settings, model=new.model).to_json())
 
     async def videos(self, request: Request) -> JSONResponse:
-        """List videos, the newest first unless `order` is asc, at most `limit` after the one named `after`."""
+        """List videos, the newest first unless `order` is asc, at most `limit` after the one named `after`.
+
+        With `query` only those whose prompt contains all of its words.
+        """
         query = request.query_params
         limit, order = query.get("limit", "20"), query.get("order", "desc")
         if not re.fullmatch("[1-9][0-9]?|100", limit):
             raise SettingError(f"limit is {shown(limit)}: give a whole number from 1 to 100", "limit")
         if order not in ("asc", "desc"):
             raise SettingError(f"order is {shown(order)}: give asc or desc", "order")
-        after = query.get("after")
-        page, more = await run_in_threadpool(lambda: self.store.page(int(limit), after=after, newest=order == "desc"))
+        if len(text := query.get("query", "")) > self.limits.prompt:
+            raise SettingError(f"query has {len(text)} characters: give {self.limits.prompt} at most", "query")
+        after, newest = query.get("after"), order == "desc"
+        matches = _matcher(text) if text.split() else None
+        page, more = await run_in_threadpool(
+            lambda: self.store.page(int(limit), after=after, newest=newest, matches=matches)
+        )
         ids = [job.id for job in page] or [None]
         data = [self._video(job) for job in page]
         return JSONResponse({"object": "list", "data": data, "first_id": ids[0], "last_id": ids[-1], "has_more": more})
@@ -353,6 +361,17 @@ class Service:
     async def _find(self, request: Request) -> Job:
         """Return the video that a path names; raise NotFound."""
         return await run_in_threadpool(self.store.get, request.path_params["id"])
+
+
+def _matcher(text: str) -> Callable[[Mapping[str, Any]], bool]:
+    """Return a function that tells whether a request's prompt has all words of a text, in any case of letters."""
+    words = text.casefold().split()
+
+    def matches(request: Mapping[str, Any]) -> bool:
+        prompt = str(request["settings"].get("prompt", "")).casefold()
+        return all(word in prompt for word in words)
+
+    return matches
 
 
 def _unfinished(job: Job) -> JSONResponse:

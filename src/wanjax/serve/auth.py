@@ -36,8 +36,8 @@ PORTS = {"http": 80, "https": 443}
 PROXY = "{} tells of a proxy, and a server behind one needs a token: start it with --token"
 SHORTEST = 16  # characters of a token
 HEADERS = {
-    b"content-security-policy": b"default-src 'self'; img-src 'self' blob: data:; frame-ancestors 'none'; "
-    b"base-uri 'none'; form-action 'self'",
+    b"content-security-policy": b"default-src 'self'; img-src 'self' blob: data:; media-src 'self' blob:; "
+    b"frame-ancestors 'none'; base-uri 'none'; form-action 'self'",
     b"x-content-type-options": b"nosniff",
     b"referrer-policy": b"same-origin",  # so that the page tells this server, and no other, where it was opened
 }

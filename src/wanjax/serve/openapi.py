@@ -142,6 +142,7 @@ def _paths() -> dict[str, Any]:
         _query("limit", limit),
         _query("after", TEXT | {"description": "The id of the video before the page."}),
         _query("order", _choice("asc", "desc") | {"default": "desc"}),
+        _query("query", TEXT | {"description": "Words that the prompt contains, all of them, in any case of letters."}),
     ]
     variant = _query("variant", TEXT | {"default": "video", "description": "video, thumbnail, preview or a picture."})
     binary = {"schema": {"type": "string", "contentMediaType": "video/mp4"}}

@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+// What is under way, and what was made.
+
+import { contentOf } from "./api.js";
+import { finishes } from "./estimate.js";
+import { duration, text } from "./texts.js";
+import { html, Component, useEffect, useRef, useState } from "./vendor/preact-htm.js";
+
+const still = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
+export const secondsOf = (video) => Object.values(video.stage_seconds).reduce((sum, one) => sum + one, 0);
+export const shapeOf = ({ settings }) => `${settings.width} / ${settings.height}`;
+export const isSmall = ({ settings }) => settings.width < 256;
+
+export function stateOf(video) {
+  if (video.status === "failed") return video.error?.message ?? text("failed");
+  if (video.status === "completed") return secondsOf(video) ? text("made_in", { time: duration(secondsOf(video)) }) : "";
+  if (video.cancelled) return text("ends_soon");
+  if (video.status === "queued") return video.queue_position ? text("waits", { place: video.queue_position + 1 }) : text("waits_next");
+  const { stage, stage_done: done, stage_total: all } = video;
+  if (stage === "compile") return all ? text("compiling", { done, total: all }) : text("stage_compile");
+  const windows = video.settings.windows ?? 1;
+  const part = windows > 1 && stage ? text("window", { window: video.window, windows }) : "";
+  const key = stage && (all || stage === "encode") ? stage : "begin"; // before the first step none is counted
+  return part + (text(`stage_${key}`, { done, total: all }) ?? stage);
+}
+
+export function Queue({ videos, wrong }) {
+  const [, tick] = useState(0);
+  const queue = videos.queue;
+  useEffect(() => {
+    if (!queue.length) return undefined;
+    const timer = setInterval(() => tick((n) => n + 1), 1000);
+    return () => clearInterval(timer);
+  }, [queue.length > 0]);
+  if (!queue.length) return null;
+  const ends = finishes(queue, videos.clocks, [...videos.known.values()]);
+  return html`<section class="queue" aria-labelledby="queue-title">
+    <h2 id="queue-title">${text("queue")}</h2>
+    <ul>${queue.map((video) => {
+      const left = ends.get(video.id);
+      const time = left === null || left === undefined ? "" : text("left", { time: duration(left) });
+      return html`<li key=${video.id} class=${`item ${video.status}`} data-id=${video.id}>
+        ${video.preview > 0 && html`<img class="preview" src=${`${contentOf(video, "preview")}&after=${video.preview}`}
+          alt=${text("preview", { step: video.preview })} />`}
+        <p class="prompt">${video.prompt}</p>
+        <p class="state">${[stateOf(video), ...video.notes].join("; ")}${time && html`<span class="left"> · ${time}</span>`}</p>
+        <progress max="100" value=${video.progress} aria-label=${video.prompt}></progress>
+        <button type="button" class="cancel" disabled=${video.cancelled} onClick=${() => videos.cancel(video).catch(wrong)}>${text("cancel")}</button>
+      </li>`;
+    })}</ul>
+  </section>`;
+}
+
+// A video of the gallery, drawn anew only where it has changed: there may be a thousand.
+class Card extends Component {
+  shouldComponentUpdate(next, state) {
+    return ["video", "selecting", "selected", "language"].some((name) => next[name] !== this.props[name]) || state.plays !== this.state.plays;
+  }
+
+  render({ video, selecting, selected, open, select }, { plays }) {
+    const done = video.status === "completed";
+    const play = (on) => () => done && !still() && this.setState({ plays: on });
+    const press = () => (selecting ? select(video.id) : open(video.id));
+    return html`<li class=${`card ${video.status}${selected ? " selected" : ""}`} data-id=${video.id}
+        onMouseEnter=${play(true)} onMouseLeave=${play(false)} onFocusIn=${play(true)} onFocusOut=${play(false)}>
+      <button type="button" class="open" aria-pressed=${selecting ? selected : null}
+          aria-label=${text(selecting ? "select_this" : "play", { prompt: video.prompt })} onClick=${press}>
+        <span class=${`frame${isSmall(video) ? " small" : ""}`} style=${{ aspectRatio: shapeOf(video) }}>
+          ${!done ? html`<span class="failure">${text("failed")}</span>`
+            : plays ? html`<video src=${contentOf(video)} poster=${contentOf(video, "thumbnail")} autoplay loop muted playsinline aria-hidden="true" />`
+            : html`<img src=${contentOf(video, "thumbnail")} loading="lazy" alt="" />`}
+          ${selecting && html`<span class="tick" aria-hidden="true">${selected ? "✓" : ""}</span>`}
+        </span>
+        <span class="prompt">${video.prompt}</span>
+        <span class="state">${stateOf(video)}</span>
+      </button>
+    </li>`;
+  }
+}
+
+export function Gallery({ videos, open, selection, setSelection, compare, download, remove, language, wrong }) {
+  const end = useRef(null);
+  const [query, setQuery] = useState("");
+  const shown = videos.gallery;
+  const selecting = selection !== null;
+  useEffect(() => {
+    if (!end.current) return undefined;
+    const watcher = new IntersectionObserver(([entry]) => entry.isIntersecting && videos.more().catch(wrong), { rootMargin: "600px" });
+    watcher.observe(end.current);
+    return () => watcher.disconnect();
+  }, [videos.hasMore, shown.length]);
+  useEffect(() => {
+    const words = query.trim();
+    if (words === videos.query) return undefined;
+    const timer = setTimeout(() => videos.search(words).catch(wrong), 250);
+    return () => clearTimeout(timer);
+  }, [query]);
+  const select = (id) => setSelection((chosen) => (chosen.includes(id) ? chosen.filter((one) => one !== id) : [...chosen, id]));
+  const completed = selecting ? selection.filter((id) => videos.known.get(id)?.status === "completed") : [];
+  return html`<section class="gallery" aria-labelledby="videos-title">
+    <div class="bar">
+      <h2 id="videos-title">${text("videos")}</h2>
+      <input id="find" type="search" aria-label=${text("find")} placeholder=${text("find")} value=${query} onInput=${(event) => setQuery(event.target.value)} />
+      ${selecting
+        ? html`<span class="chosen" role="status">${text("chosen", { n: selection.length })}</span>
+          <button type="button" id="compare" disabled=${completed.length !== 2} onClick=${() => compare(completed)}>${text("compare")}</button>
+          <button type="button" id="download" disabled=${!completed.length} onClick=${() => download(completed)}>${text("download")}</button>
+          <button type="button" id="delete" disabled=${!selection.length} onClick=${() => remove(selection)}>${text("delete")}</button>
+          <button type="button" id="select" onClick=${() => setSelection(null)}>${text("done")}</button>`
+        : shown.length > 0 && html`<button type="button" id="select" onClick=${() => setSelection([])}>${text("select")}</button>`}
+    </div>
+    ${!shown.length && !videos.loading && html`<p class="empty">${text(videos.found ? "none_found" : "none")}</p>`}
+    <ul class="cards">${shown.map((video) => html`<${Card} key=${video.id} video=${video} open=${open} select=${select}
+      selecting=${selecting} selected=${selecting && selection.includes(video.id)} language=${language} />`)}</ul>
+    ${videos.hasMore && html`<p ref=${end} class="end" aria-hidden="true">…</p>`}
+  </section>`;
+}

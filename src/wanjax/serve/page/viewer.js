@@ -1,0 +1,156 @@
+// SPDX-License-Identifier: Apache-2.0
+// One video, large, with all that it was made from; and two of them side by side.
+
+import { contentOf } from "./api.js";
+import { labelOf } from "./fields.js";
+import { isSmall, shapeOf, stateOf } from "./gallery.js";
+import { text } from "./texts.js";
+import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
+
+const OWN = ["prompt", "model", "seed", "width", "height"]; // said first, whether changed or not
+
+// Returns what differs from the model's own settings, by name.
+function changes(video, model) {
+  const own = model?.defaults ?? {};
+  return Object.entries(video.settings).filter(([name, value]) =>
+    !OWN.includes(name) && !["dtype", "vae_dtype", "original_prompt", "resize"].includes(name)
+    && value !== null && value !== "" && String(value) !== String(own[name] ?? ""));
+}
+
+const isOwnSize = (video, model) => model?.defaults.width === video.settings.width && model?.defaults.height === video.settings.height;
+const quoted = (value) => `'${String(value).replaceAll("'", "'\\''")}'`;
+const worded = (value) => (/^[\w.,:=/+-]+$/.test(value) ? value : quoted(value));
+
+export function commandOf(video, model) {
+  const words = ["wanjax", quoted(video.prompt), "--model", video.model, "--seed", video.settings.seed];
+  if (!isOwnSize(video, model)) words.push("--size", video.size);
+  for (const [name, value] of changes(video, model)) {
+    const option = `--${name.replaceAll("_", "-")}`;
+    if (typeof value === "boolean") words.push(value ? option : option.replace("--", "--no-"));
+    else for (const one of name === "then" ? String(value).split("\n") : [value]) words.push(option, worded(String(one)));
+  }
+  if (video.scheduler) words.push("--scheduler", worded(video.scheduler));
+  for (const name of video.pictures) words.push(`--${name === "clip" ? "video" : name.replace(/_\d+$/, "").replace("references", "reference").replaceAll("_", "-")}`, `${name}.file`);
+  return words.join(" ");
+}
+
+export function requestOf(video, model) {
+  const size = isOwnSize(video, model) ? {} : { size: video.size };
+  const scheduler = video.scheduler ? { scheduler: video.scheduler } : {};
+  return { prompt: video.prompt, model: video.model, seed: video.settings.seed, ...size, ...Object.fromEntries(changes(video, model)), ...scheduler };
+}
+
+// A seed may be larger than a number of this language, so its digits are written as they are.
+export const jsonOf = (video, model) =>
+  JSON.stringify(requestOf(video, model), null, 2).replace(/"seed": "(\d+)"/, '"seed": $1');
+
+export function pythonOf(video, model) {
+  const value = (one) => (typeof one === "boolean" ? (one ? "True" : "False") : typeof one === "number" ? String(one) : JSON.stringify(one));
+  const { prompt, model: name, seed, scheduler, ...more } = requestOf(video, model);
+  const keywords = Object.entries(more).map(([key, one]) => `, ${key}=${value(one)}`).join("");
+  const solver = scheduler ? `, scheduler=${value(scheduler)}` : "";
+  return `import wanjax\n\npipe = wanjax.load(${value(name)}${solver})\nvideo = pipe(${value(prompt)}, seed=${seed}${keywords})\nvideo.save("video.mp4")\n`;
+}
+
+function Details({ video, model }) {
+  const rows = [[text("model"), video.model], [text("seed"), video.settings.seed], [text("shape"), video.size.replace("x", " × ")],
+    ...changes(video, model).map(([name, value]) => [labelOf(name), value])];
+  if (video.scheduler) rows.push([labelOf("scheduler"), video.scheduler]);
+  for (const { name, strength } of video.lora ?? []) rows.push([labelOf(`lora ${name}`), strength]);
+  return html`<details class="details" open><summary>${text("details")}</summary>
+    <table><tbody>${rows.map(([label, value]) => html`<tr key=${label}><th scope="row">${label}</th><td>${String(value)}</td></tr>`)}</tbody></table>
+    ${video.pictures.length > 0 && html`<p class="made-from">${video.pictures.map((name) => html`<img key=${name} src=${contentOf(video, name)} alt=${name} loading="lazy" />`)}</p>`}
+  </details>`;
+}
+
+function Dialog({ label, close, onKeyDown, children, name }) {
+  const dialog = useRef(null);
+  useEffect(() => {
+    const before = document.activeElement;
+    dialog.current.showModal();
+    return () => before?.focus?.();
+  }, []);
+  return html`<dialog ref=${dialog} class=${name} aria-label=${label} onClose=${close} onKeyDown=${onKeyDown}
+    onClick=${(event) => event.target === dialog.current && close()}>${children}
+    <button type="button" class="plain close" aria-label=${text("close")} title=${text("close")} onClick=${close}>✕</button></dialog>`;
+}
+
+export function Viewer({ video, model, step, close, act, wrong }) {
+  const player = useRef(null);
+  const [copied, setCopied] = useState("");
+  const done = video.status === "completed";
+  const copy = (name, value) => navigator.clipboard.writeText(value).then(() => setCopied(name)).catch(wrong);
+  const pressed = (event) => {
+    if (event.target.closest("input, textarea, video:focus")) return;
+    if (event.key === "ArrowLeft" || event.key === "ArrowRight") step(event.key === "ArrowLeft" ? -1 : 1);
+    else if (event.key === " " && player.current && event.target.tagName !== "BUTTON" && event.target.tagName !== "SUMMARY" && event.target.tagName !== "A") {
+      if (player.current.paused) player.current.play();
+      else player.current.pause();
+    } else if (event.key === "Delete") act("remove", video);
+    else return;
+    event.preventDefault();
+  };
+  const button = (name, more = {}) => html`<button type="button" class=${name} title=${text(`${name}_does`) ?? ""} onClick=${() => act(name, video)} ...${more}>${text(name)}</button>`;
+  return html`<${Dialog} name="viewer" label=${video.prompt} close=${close} onKeyDown=${pressed}>
+    <button type="button" class="plain previous" aria-label=${text("previous")} title=${text("previous")} onClick=${() => step(-1)}>‹</button>
+    <div class=${`frame${isSmall(video) ? " small" : ""}`} style=${{ "--shape": shapeOf(video) }}>
+      ${done ? html`<video key=${video.id} ref=${player} src=${contentOf(video)} poster=${contentOf(video, "thumbnail")} controls loop muted autoplay playsinline
+        aria-label=${video.prompt} style=${{ aspectRatio: shapeOf(video) }} />` : html`<p class="failure">${stateOf(video)}</p>`}
+    </div>
+    <button type="button" class="plain next" aria-label=${text("next")} title=${text("next")} onClick=${() => step(1)}>›</button>
+    <div class="about">
+      <p class="prompt">${video.prompt}</p>
+      <p class="state">${[stateOf(video), ...video.notes].join("; ")}</p>
+      <div class="acts">
+        ${button("again")}
+        ${done && button("vary")}
+        ${done && model?.settings.windows && button("extend")}
+        ${done && model?.pictures.image && button("last_frame")}
+        ${done && html`<a class="button download" href=${contentOf(video)} download=${`${video.id}.mp4`}>${text("download")}</a>`}
+        <button type="button" class="delete" onClick=${() => act("remove", video)}>${text("delete")}</button>
+      </div>
+      <${Details} video=${video} model=${model} />
+      <div class="acts copies">${[["copy_command", commandOf], ["copy_json", jsonOf], ["copy_python", pythonOf]].map(([name, of]) => html`
+        <button type="button" key=${name} class=${name} onClick=${() => copy(name, of(video, model))}>${text(name)}${copied === name ? ` · ${text("copied")}` : ""}</button>`)}
+        <span class="silent" role="status">${copied && text("copied")}</span></div>
+    </div>
+  <//>`;
+}
+
+export function Compare({ pair, models, close }) {
+  const players = [useRef(null), useRef(null)];
+  const [at, setAt] = useState(0);
+  const both = (act) => players.forEach((player) => player.current && act(player.current));
+  useEffect(() => {
+    const timer = setInterval(() => {
+      const [first, second] = players.map((player) => player.current);
+      if (!first?.duration || !second?.duration) return;
+      setAt(first.currentTime / first.duration);
+      const wanted = (first.currentTime / first.duration) * second.duration;
+      if (Math.abs(second.currentTime - wanted) > 0.08) second.currentTime = wanted; // in step, though one may be longer
+      if (second.paused !== first.paused) second[first.paused ? "pause" : "play"]();
+    }, 60);
+    return () => clearInterval(timer);
+  }, []);
+  const seek = (event) => both((player) => { player.currentTime = Number(event.target.value) * (player.duration || 0); });
+  const pressed = (event) => {
+    if (event.key !== " " || ["BUTTON", "INPUT"].includes(event.target.tagName)) return;
+    event.preventDefault();
+    const [{ current: first }] = players;
+    both((player) => (first.paused ? player.play() : player.pause()));
+  };
+  const differ = (video) => {
+    const other = pair.find((one) => one !== video);
+    return Object.entries(video.settings).filter(([name, value]) =>
+      name !== "prompt" && value !== null && String(value) !== String(other.settings[name] ?? ""));
+  };
+  return html`<${Dialog} name="viewer compared" label=${text("compare")} close=${close} onKeyDown=${pressed}>
+    <p class="together">${text("together")}</p>
+    <div class="sides">${pair.map((video, index) => html`<figure key=${video.id} class=${isSmall(video) ? "small" : ""}>
+      <video ref=${players[index]} src=${contentOf(video)} loop muted autoplay playsinline aria-label=${video.prompt} style=${{ aspectRatio: shapeOf(video) }} />
+      <figcaption>${video.prompt}<table><tbody>${differ(video).map(([name, value]) => html`<tr key=${name}>
+        <th scope="row">${name === "seed" ? text("seed") : labelOf(name)}</th><td>${String(value)}</td></tr>`)}</tbody></table></figcaption>
+    </figure>`)}</div>
+    <input type="range" min="0" max="1" step="0.001" value=${at} aria-label=${text("position")} onInput=${seek} />
+  <//>`;
+}

@@ -1,0 +1,482 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of `wanjax serve` in a real browser: everything that a user does with it."""
+
+import base64
+import gzip
+import io
+import json
+import re
+import time
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from PIL import Image
+
+from tests.support.documents import ROOT
+from tests.support.quick import quick
+from tests.support.served import PROMPT, serving
+from tests.support.words import says
+
+PAGE = ROOT / "src/wanjax/serve/page"
+LARGEST = 120_000  # bytes of the page, compressed
+SMALL_FORM = {"frames": "5", "steps": "2"}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """A client of one server for all tests, whose programs no earlier run has kept."""
+    folder = tmp_path_factory.mktemp("page")
+    with serving(folder / "videos", "--no-rehearse", JAX_COMPILATION_CACHE_DIR=str(folder / "xla")) as (client, _):
+        yield client
+
+
+@pytest.fixture(scope="module")
+def made(served):
+    """Two small videos, made by the server's interface."""
+    ids = []
+    for number, prompt in enumerate((PROMPT, "a blue square growing")):
+        body = {"prompt": prompt, "size": "64x32", "frames": 5, "steps": 2, "seed": number + 5}
+        ids.append(served.post("/v1/videos", json=body).json()["id"])
+    until(lambda: all(served.get(f"/v1/videos/{id}").json()["status"] == "completed" for id in ids))
+    return ids
+
+
+class Opened:
+    """A page in a tab of its own, what its scripts complained of, and the addresses that it asked."""
+
+    def __init__(self, browser, served, **how):
+        self.context = browser.new_context(viewport={"width": 1280, "height": 900} | how.pop("viewport", {}), **how)
+        self.page, self.complaints, self.asked = self.context.new_page(), [], []
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("console", lambda line: self.complaints.append(line.text) if line.type == "error" else None)
+        self.page.on("request", lambda request: self.asked.append((request.method, request.url)))
+        self.url = str(served.base_url)
+
+    def goto(self):
+        self.page.goto(self.url)
+        self.page.wait_for_selector("[name=shape]", state="attached")
+        return self.page
+
+    def sent(self, method="POST"):
+        return [url for verb, url in self.asked if verb == method]
+
+
+@pytest.fixture
+def opened(browser, served):
+    tabs = []
+
+    def tab(**how):
+        tabs.append(Opened(browser, served, **how))
+        return tabs[-1]
+
+    yield tab
+    for one in tabs:
+        one.context.close()
+        assert not [line for line in one.complaints if not re.search(r"\b(4\d\d|503)\b|ERR_", line)], one.complaints
+        assert all(url.startswith((one.url, "blob:", "data:")) for _, url in one.asked)
+
+
+def until(holds, seconds=120):
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def small(page, **more):
+    """Fill the form for a video that takes no time."""
+    if not page.is_visible(".presets"):
+        page.click(".drawer > summary")
+    if not page.is_checked("[name=shape][value=own]"):
+        page.check("[name=shape][value=own]", force=True)
+    for name, value in ({"width": "64", "height": "32"} | SMALL_FORM | more).items():
+        page.fill(f"[name={name}]", value)
+
+
+def picture(colour=(200, 30, 30)):
+    file = io.BytesIO()
+    Image.new("RGB", (64, 32), colour).save(file, "PNG")
+    return {"name": "red.png", "mimeType": "image/png", "buffer": file.getvalue()}
+
+
+GIVE = """
+([selector, kind, name, type, bytes]) => {
+  const data = new DataTransfer();
+  data.items.add(new File([Uint8Array.from(atob(bytes), (c) => c.charCodeAt(0))], name, { type }));
+  const how = { dataTransfer: data, clipboardData: data, bubbles: true, cancelable: true };
+  document.querySelector(selector).dispatchEvent(new { drop: DragEvent, paste: ClipboardEvent }[kind](kind, how));
+}
+"""
+
+
+def encoded(data):
+    return base64.b64encode(data).decode()
+
+
+def completed(page, prompt):
+    return page.wait_for_selector(f".card.completed:has-text('{prompt}')", timeout=300_000)
+
+
+@pytest.mark.parametrize("scheme", quick(["light"], ["light", "dark"]))
+def test_each_view_is_accessible(opened, made, scheme):
+    """By axe-core: the plain page, the drawer, what is wrong, the viewer and two videos side by side."""
+    axe = Axe()
+    tab = opened(color_scheme=scheme)
+    page = tab.goto()
+
+    def check(view):
+        found = axe.run(page).response["violations"]
+        assert not found, (view, [(one["id"], [node["target"] for node in one["nodes"]]) for one in found])
+
+    page.wait_for_selector(".card.completed")
+    check("plain")
+    page.click(".drawer > summary")
+    check("drawer")
+    page.click("#make")
+    page.wait_for_selector(".question")
+    check("question")
+    page.fill("#prompt", PROMPT)
+    page.fill("#seed", "5..1")
+    page.click("#make")
+    page.wait_for_selector(".seed .wrong")
+    check("wrong")
+    page.click(".card.completed .open")
+    page.wait_for_selector("dialog[open] video")
+    check("viewer")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("dialog", state="detached")
+    page.click("#select")
+    for card in page.query_selector_all(".card.completed .open")[:2]:
+        card.click()
+    check("selection")
+    page.click("#compare")
+    page.wait_for_selector(".compared[open]")
+    check("compare")
+
+
+@pytest.mark.parametrize(("width", "height"), quick([(1280, 900)], [(1280, 900), (320, 640), (3840, 2160)]))
+def test_a_video_from_text(opened, served, width, height):
+    """Cancelled while it compiles, which is shown at once; then made, shown, copied, and deleted with a way back."""
+    tab = opened(viewport={"width": width, "height": height}, permissions=["clipboard-read", "clipboard-write"])
+    page = tab.goto()
+    page.fill("#prompt", "a green triangle moving up")
+    small(page, seed="7", frames="9")  # whose programs no test has compiled
+    page.click("#make")
+    page.wait_for_selector(".item.in_progress:has-text('compiling')", timeout=60_000)
+    page.click(".item .cancel")
+    page.wait_for_selector(".item .cancel:enabled", state="detached", timeout=1000)
+    page.wait_for_selector(".card.failed:has-text('cancelled')", timeout=120_000)
+    page.fill("[name=frames]", "5")
+    page.press("#prompt", "Control+Enter")
+    card = completed(page, "a green triangle moving up")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    card.query_selector(".open").click()
+    player = page.wait_for_selector("dialog video")
+    until(lambda: player.evaluate("player => player.videoHeight") == 32)
+    page.click(".copy_command")
+    command = page.evaluate("navigator.clipboard.readText()")
+    assert command == "wanjax 'a green triangle moving up' --model nano --seed 7 --size 64x32 --frames 5 --steps 2"
+    page.click(".copy_json")
+    request = json.loads(page.evaluate("navigator.clipboard.readText()"))
+    assert request == {"prompt": "a green triangle moving up", "model": "nano", "seed": 7, "size": "64x32"} | {
+        "frames": 5,
+        "steps": 2,
+    }
+    page.click(".copy_python")
+    assert 'seed=7, size="64x32", frames=5, steps=2)' in page.evaluate("navigator.clipboard.readText()")
+    id = card.get_attribute("data-id")
+    page.click("dialog .delete")
+    page.wait_for_selector(f"[data-id={id}]", state="detached")
+    page.keyboard.press("Escape")
+    page.click(".undo")
+    page.wait_for_selector(f"[data-id={id}]")
+    assert served.get(f"/v1/videos/{id}").status_code == 200
+    page.click(f"[data-id={id}] .open")
+    page.wait_for_selector("dialog[open]")
+    page.keyboard.press("Delete")
+    page.wait_for_selector(f"[data-id={id}]", state="detached")
+    page.goto("about:blank")  # left, so it is deleted at once
+    until(lambda: served.get(f"/v1/videos/{id}").status_code == 404, 20)
+
+
+def test_pictures_by_drop_paste_and_choice(opened, served):
+    """With a thumbnail, its size and a way to remove it; what is no picture is said at the field."""
+    tab = opened()
+    page = tab.goto()
+    file = picture()
+    page.evaluate(GIVE, [".composer", "drop", file["name"], file["mimeType"], encoded(file["buffer"])])
+    page.wait_for_selector("[data-input=image] .thumbnail img")
+    assert "64 × 32" in page.wait_for_selector("[data-input=image] .thumbnail small:not(:empty)").inner_text()
+    assert page.is_checked("[name=shape][value=picture]")
+    page.click("[data-input=image] .thumbnail button")
+    page.wait_for_selector("[data-input=image] .thumbnail", state="detached")
+    page.evaluate(GIVE, ["#prompt", "paste", file["name"], file["mimeType"], encoded(file["buffer"])])
+    page.wait_for_selector("[data-input=image] .thumbnail img")
+    page.evaluate(GIVE, [".composer", "drop", "a.txt", "text/plain", encoded(b"text")])
+    assert "a.txt" in page.wait_for_selector("#message:not(:empty)").inner_text()
+    page.fill("#prompt", "a red circle moving up")
+    small(page, seed="3")
+    page.click("#make")
+    id = completed(page, "a red circle moving up").get_attribute("data-id")
+    video = served.get(f"/v1/videos/{id}").json()
+    assert video["pictures"] == ["image"]
+    assert served.get(f"/v1/videos/{id}/content", params={"variant": "image"}).content == file["buffer"]
+    served.delete(f"/v1/videos/{id}")
+
+
+def test_again_vary_extend_and_the_last_frame(opened, served, made):
+    """Each takes a video into the form: as it was, with the next seeds, one part longer, or as the first frame."""
+    tab = opened()
+    page = tab.goto()
+
+    def act(name):
+        page.click(f"[data-id={made[0]}] .open")
+        page.click(f"dialog .{name}")
+        page.wait_for_selector("dialog", state="detached")
+
+    page.wait_for_selector(".card.completed")
+    act("again")
+    until(lambda: page.input_value("#prompt") == PROMPT)
+    assert page.input_value("#seed") == "5"
+    page.click(".drawer > summary")
+    values = {name: page.input_value(f"[name={name}]") for name in ("width", "height", "frames", "steps")}
+    assert values == {"width": "64", "height": "32", "frames": "5", "steps": "2"}
+    act("vary")
+    until(lambda: page.input_value("#seed") == "6..9")
+    assert "4" in page.inner_text("#make")
+    act("extend")
+    until(lambda: page.input_value("[name=windows]") == "2")
+    page.fill("[name=then]", "a red circle moving left")
+    page.click("#make")
+    until(lambda: len(tab.sent()) == 1)
+    longer = served.get("/v1/videos").json()["data"][0]
+    page.wait_for_selector(f".card.completed[data-id={longer['id']}]", timeout=300_000)
+    assert longer["settings"]["windows"] == 2
+    assert (longer["settings"]["seed"], longer["settings"]["then"]) == (5, "a red circle moving left")
+    page.click("#make[aria-busy=false]")
+    act("last_frame")
+    page.wait_for_selector("[data-input=image] .thumbnail img")
+    assert "64 × 32" in page.wait_for_selector("[data-input=image] .thumbnail small:not(:empty)").inner_text()
+    for one in served.get("/v1/videos").json()["data"]:
+        if one["id"] not in made:
+            served.delete(f"/v1/videos/{one['id']}")
+
+
+def test_keys_and_two_videos_in_step(opened, made):
+    tab = opened()
+    page = tab.goto()
+    page.wait_for_selector(".card.completed >> nth=1")
+    page.click(f"[data-id={made[1]}] .open")
+    page.wait_for_selector("dialog[open] video")
+    assert "blue" in page.inner_text("dialog .prompt")
+    page.keyboard.press("ArrowRight")
+    until(lambda: "blue" not in page.inner_text("dialog .prompt"))
+    page.keyboard.press("ArrowLeft")
+    until(lambda: "blue" in page.inner_text("dialog .prompt"))
+    page.focus("dialog")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("dialog", state="detached")
+    page.click("#select")
+    for id in made:
+        page.click(f"[data-id={id}] .open")
+    assert "2" in page.inner_text(".chosen")
+    page.click("#compare")
+    players = page.query_selector_all(".compared video")
+    until(lambda: all(player.evaluate("player => player.readyState >= 2") for player in players))
+    page.fill(".compared > [type=range]", "0.5")
+    page.wait_for_timeout(300)
+    times = [player.evaluate("player => player.currentTime / player.duration") for player in players]
+    assert abs(times[0] - times[1]) < 0.25
+    page.keyboard.press("Escape")
+
+
+def test_videos_are_found_by_their_words(opened, made):
+    page = opened().goto()
+    page.wait_for_selector(".card.completed >> nth=1")
+    page.fill("#find", "BLUE gro")
+    until(lambda: [card.get_attribute("data-id") for card in page.query_selector_all(".card")] == [made[1]])
+    page.fill("#find", "no such words")
+    page.wait_for_selector(".empty")
+    page.fill("#find", "")
+    page.wait_for_selector(".card.completed >> nth=1")
+
+
+def test_an_empty_prompt_is_a_question(opened, served):
+    tab = opened()
+    page = tab.goto()
+    page.fill("#prompt", "  ")
+    small(page)
+    page.click("#make")
+    page.wait_for_selector(".question")
+    assert tab.sent() == []
+    page.click(".question button >> nth=0")
+    assert page.evaluate("document.activeElement.id") == "prompt"
+    page.click("#make")
+    page.click(".question button >> nth=1")
+    until(lambda: len(tab.sent()) == 1)
+    until(lambda: served.get("/v1/videos").json()["data"][0]["prompt"] == "")
+    served.delete(f"/v1/videos/{served.get('/v1/videos').json()['data'][0]['id']}")
+
+
+WRONG = {
+    "seed": {
+        "5..1": "5..1 1..5",
+        "0..30000000": "30000001 32",
+        "1,99999999999999999999": "18446744073709551615",
+        "many": "many",
+    },
+    "width": {"33": "33 32 48", "": "Width", "x": "x number"},
+    "height": {"-16": "-16 16"},
+    "frames": {"6": "6 5 9", "0": "0 1", "many": "many number", "5.5": "5.5 whole"},
+    "steps": {"0": "0 1", "201": "201 200", "1.5": "1.5 whole", "": "number"},
+    "guidance_scale": {"-1": "-1 0", "nan": "nan number"},
+    "fps": {"0": "0 1", "241": "241 240"},
+    "windows": {"0": "0 1", "1001": "1001 1000"},
+    "flow_shift": {"0": "0"},
+}
+
+
+def test_what_is_wrong_is_said_beside_its_field(opened, served):
+    """Of every field: nothing is sent, a closed drawer opens, and the field has the focus."""
+    tab = opened()
+    page = tab.goto()
+    page.fill("#prompt", PROMPT)
+    page.click(".drawer > summary")
+    page.check("[name=shape][value=own]", force=True)
+    right = {"width": "64", "height": "32", "seed": "3"}
+    for name, value in right.items():
+        page.fill(f"[name={name}]", value)
+    for field, values in WRONG.items():
+        before = page.input_value(f"[name={field}]")
+        for value, words in values.items():
+            page.fill(f"[name={field}]", value)
+            if page.is_visible(".presets"):
+                page.click(".drawer > summary")
+            page.click("#make")
+            page.wait_for_selector(f"[name={field}][aria-invalid]:focus")
+            message = page.locator(f"#wrong-{field}")
+            assert says(message.inner_text(), words), (field, value, message.inner_text())
+            if not page.is_visible(".presets"):
+                page.click(".drawer > summary")
+        page.fill(f"[name={field}]", before)
+    assert tab.sent() == []
+    page.route("**/v1/videos", lambda route: route.fulfill(
+        status=422, json={"error": {"message": "no cache of this name", "param": "cache"}}
+    ) if route.request.method == "POST" else route.continue_())  # fmt: skip
+    page.select_option("[name=cache]", "\0")
+    page.fill("[name=cache-own]", "nothing")
+    page.click(".drawer > summary")
+    page.click("#make")
+    page.wait_for_selector("[name=cache][aria-invalid]:focus")
+    assert "no cache of this name" in page.inner_text("[data-setting=cache] .wrong")
+
+
+def test_a_drawer_shows_what_is_changed_and_takes_it_back(opened):
+    page = opened().goto()
+    page.click(".drawer > summary")
+    page.fill("[name=steps]", "9")
+    page.select_option("[name=scheduler]", "euler")
+    assert "2" in page.inner_text(".drawer > summary")
+    assert page.locator(".setting.changed").count() == 2
+    assert "20" in page.inner_text("[data-setting=steps] .own")
+    page.click("[data-preset=draft]")
+    assert page.input_value("[name=steps]") == "8"
+    assert page.get_attribute("[data-preset=draft]", "aria-pressed") == "true"
+    page.fill("[name=guidance_scale]", "1")
+    assert not page.is_visible("[name=negative_prompt]")
+    page.click(".reset")
+    assert page.input_value("[name=steps]") == "20"
+    assert page.locator(".setting.changed").count() == 0
+
+
+def test_two_tabs_and_a_reload_in_the_middle(opened, served):
+    first, second = opened(), opened()
+    page, other = first.goto(), second.goto()
+    page.fill("#prompt", "an orange cross moving right")
+    small(page, steps="150", seed="1")
+    page.click("#make")
+    other.wait_for_selector(".item:has-text('orange')")
+    page.reload()
+    page.wait_for_selector(".item:has-text('orange')")
+    for one in (page, other):
+        card = completed(one, "orange")
+    id = card.get_attribute("data-id")
+    served.delete(f"/v1/videos/{id}")
+    for one in (page, other):
+        one.wait_for_selector(f"[data-id={id}]", state="detached")
+
+
+@pytest.mark.slow
+def test_a_server_that_goes_away_and_comes_back(browser, tmp_path):
+    with serving(tmp_path, "--no-rehearse") as (client, process):
+        port = client.base_url.port
+        tab = Opened(browser, client)
+        page = tab.goto()
+        page.fill("#prompt", "kept while it is away")
+        process.terminate()
+        process.wait(60)
+        page.wait_for_selector("#state:has-text('again')")
+        page.fill("#prompt", "still here")
+    with serving(tmp_path, "--no-rehearse", "--port", str(port)):
+        page.wait_for_selector("#state:has-text('nano')", timeout=60_000)
+        assert page.input_value("#prompt") == "still here"
+        small(page)
+        page.click("#make")
+        completed(page, "still here")
+    tab.context.close()
+
+
+def test_who_types_before_the_server_has_answered(opened):
+    """The prompt stays, nothing is asked for yet, and the button says why."""
+    tab, held = opened(), []
+    page = tab.page
+    page.route("**/v1/models", lambda route: held.append(route))
+    page.goto(tab.url)
+    page.fill("#prompt", PROMPT)
+    page.press("#prompt", "Control+Enter")
+    page.wait_for_selector("#message:not(:empty)")
+    until(lambda: held)
+    held[0].continue_()
+    page.wait_for_selector("[name=shape]", state="attached")
+    assert page.input_value("#prompt") == PROMPT
+    assert tab.sent() == []
+
+
+def test_both_languages_have_every_text(opened):
+    page = opened(locale="zh-CN").goto()
+    assert page.evaluate("document.documentElement.lang") == "zh"
+    assert page.inner_text("#make") == "生成视频"
+    texts = page.evaluate("import('./page/texts.js').then(({ TEXTS }) => TEXTS)")
+    assert texts["zh"].keys() == texts["en"].keys()
+    for key, text in texts["en"].items():
+        assert set(re.findall(r"\{\w+\}", text)) == set(re.findall(r"\{\w+\}", texts["zh"][key])), key
+    page.select_option("#language", "en")
+    until(lambda: page.inner_text("#make") == "Make a video")
+    page.reload()
+    page.wait_for_selector("[name=shape]", state="attached")
+    assert page.inner_text("#make") == "Make a video"
+
+
+def test_the_page_is_light_and_needs_nothing_else():
+    files = [file for file in PAGE.rglob("*") if file.suffix in (".js", ".css", ".html", ".svg")]
+    assert sum(len(gzip.compress(file.read_bytes())) for file in files) < LARGEST
+    for file in files:
+        if file.parent == PAGE:
+            assert not re.search(r"https?://(?!www\.w3\.org)", file.read_text(encoding="utf-8")), file
+
+
+@pytest.mark.slow
+def test_the_page_asks_for_the_token(browser, tmp_path):
+    with serving(tmp_path, WANJAX_TOKEN="a-token-of-the-tests") as (client, _):
+        page = browser.new_page()
+        page.goto(str(client.base_url))
+        page.fill("#token", "wrong")
+        page.click("#login button")
+        page.wait_for_selector("#login .wrong:has-text('wrong')")
+        page.fill("#token", "a-token-of-the-tests")
+        page.click("#login button")
+        page.wait_for_selector("[name=shape]", state="attached")
+        page.fill("#prompt", PROMPT)
+        page.click("#make")
+        completed(page, PROMPT)
+        page.close()
