@@ -116,7 +116,12 @@ class Manifest:
         )
 
     def add(self, task: Task, **outcome: Any) -> None:
-        """Add a task with what came of it; one that is listed as done is not listed again."""
+        """Add a task with what came of it; one that is listed as done is not listed again.
+
+        Args:
+            task: The task.
+            outcome: `seconds` and `worker` of a video that was made; `error` and `tries` of one that failed.
+        """
         if "error" not in outcome and task.output in self.listed:
             return
         row, settings = task.request.row, task.request.settings

@@ -38,7 +38,12 @@ Values = Mapping[str, Any]
 
 
 class DatabaseError(WanjaxError):
-    """A database that cannot be used, or a statement that it refuses; `is_full` where its disk has no room."""
+    """A database that cannot be used, or a statement that it refuses.
+
+    Args:
+        message: What is wrong, and what to do.
+        is_full: Whether the disk of the database has no room; False by default.
+    """
 
     def __init__(self, message: str, is_full: bool = False):
         super().__init__(message)
@@ -53,19 +58,31 @@ class Connection(Protocol):
     """A connection in a transaction."""
 
     def execute(self, text: str, values: Values = ..., /) -> Any:
-        """Run a statement, and return a cursor of its rows."""
+        """Run a statement, and return a cursor of its rows.
+
+        Args:
+            text: The statement.
+            values: Its values by name.
+        """
         ...
 
     def executemany(self, text: str, rows: Sequence[Values], /) -> Any: ...
 
 
 def database_of(option: str | None) -> str | None:
-    """Return the database that an option names, or else the environment; None for none."""
+    """Return the database that an option names, or else the environment; None for none.
+
+    Args:
+        option: The option's value; None where it is not given.
+    """
     return option or os.environ.get(VARIABLE) or None
 
 
 def open_database(url: str) -> "Database":
     """Return the database of a path of SQLite's file, or of a URL of PostgreSQL.
+
+    Args:
+        url: The path or the URL.
 
     Raises:
         WanjaxError: The URL names neither, or the file's folder cannot keep it.
@@ -78,12 +95,20 @@ def open_database(url: str) -> "Database":
 
 
 def has_no_room(error: Exception) -> bool:
-    """Tell whether a database refused a statement because its disk has no room."""
+    """Tell whether a database refused a statement because its disk has no room.
+
+    Args:
+        error: The error of the database's library.
+    """
     return getattr(error, "sqlite_errorname", None) in FULL or getattr(error, "sqlstate", None) in FULL
 
 
 def public_url(url: str) -> str:
-    """Return the name of a database as a message may have it: without its password."""
+    """Return the name of a database as a message may have it: without its password.
+
+    Args:
+        url: A path or a URL.
+    """
     if "://" not in url:
         return url
     scheme, _, rest = url.partition("://")
@@ -92,7 +117,12 @@ def public_url(url: str) -> str:
 
 
 def without_password(text: str, url: str) -> str:
-    """Return a text without the password of a URL, whole or in the parts in which it may be misread."""
+    """Return a text without the password of a URL, whole or in the parts in which it may be misread.
+
+    Args:
+        text: A text that may hold parts of the URL, such as a library's message.
+        url: The URL.
+    """
     login = url.partition("://")[2].rpartition("@")[0].partition(":")[2]
     query = re.findall(r"[?&](?:ssl)?password=([^&]*)", url)
     for secret in (login, *query, *re.split(r"[@:/?#\[\]]", login)):
@@ -153,6 +183,9 @@ class Database:
 
     `name` is what messages call it, `now` the SQL of its time in seconds, and `errors` are those of its library;
     `is_shared` tells whether other hosts reach it.
+
+    Args:
+        connect: Opens a connection.
     """
 
     name: str
@@ -165,7 +198,12 @@ class Database:
 
     @contextmanager
     def transaction(self, *, write: bool, durable: bool) -> Iterator[Connection]:
-        """Run the block in a transaction; one that is not `durable` may be lost when the power fails."""
+        """Run the block in a transaction, and yield its connection.
+
+        Args:
+            write: Whether it changes something: one such transaction runs at a time in a process.
+            durable: Whether its changes outlive a failure of the power or a crash of the database.
+        """
         slot = self._writer if write else self._reader
         with slot.use() as connection, self._written(connection, durable) if write else nullcontext():
             yield connection
@@ -175,10 +213,18 @@ class Database:
         raise NotImplementedError
 
     def prepare(self, connection: Connection) -> None:
-        """Let one process at a time make the tables."""
+        """Let one process at a time make the tables.
+
+        Args:
+            connection: The connection, in a transaction that goes on to make them.
+        """
 
     def is_away(self, error: Exception) -> bool:
-        """Tell whether the same transaction may succeed later."""
+        """Tell whether the same transaction may succeed later.
+
+        Args:
+            error: The error of the database's library.
+        """
         raise NotImplementedError
 
     def reclaim(self) -> None:
@@ -193,6 +239,9 @@ class Sqlite(Database):
     """A file of SQLite in WAL mode, for the processes of one host.
 
     Writers take turns by a lock on a file beside it: SQLite's own waiting, by sleeping, lets some wait for seconds.
+
+    Args:
+        file: The file, on a disk of this host.
     """
 
     is_shared = False
@@ -246,7 +295,11 @@ class Sqlite(Database):
 
 
 class Postgres(Database):
-    """A PostgreSQL, for the processes of many hosts."""
+    """A PostgreSQL, for the processes of many hosts.
+
+    Args:
+        url: Its URL.
+    """
 
     is_shared = True
     now = "extract(epoch FROM clock_timestamp())::float8"

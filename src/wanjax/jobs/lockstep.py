@@ -77,7 +77,15 @@ class Leader(VideoMaker):
 
 
 def follow(maker: VideoMaker, peers: PeerGroup | None = None) -> None:
-    """Make each run that the leader makes, until it lets this process go; raises what fails within a run."""
+    """Make each run that the leader makes, until it lets this process go.
+
+    Args:
+        maker: The maker of this process.
+        peers: The other processes; None for those of `jax.distributed`.
+
+    Raises:
+        Exception: Whatever fails within a run; the others may wait for this process then.
+    """
     peers = peers or PeerGroup()
     while (message := peers.broadcast()) is not None:
         if message == FIT_LATENT_PREVIEW:

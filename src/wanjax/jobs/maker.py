@@ -60,7 +60,14 @@ class SharedParts(NamedTuple):
     metadata: Mapping[str, Any]
 
     def complete(self, request: VideoRequest) -> PreparedRequest:
-        """Complete a request, whose prompt and seed are its own; raises WanjaxError for a wrong one."""
+        """Complete a request, whose prompt and seed are its own.
+
+        Args:
+            request: The request, with its prompt and its seed.
+
+        Raises:
+            WanjaxError: No such video can be made.
+        """
         seed = checked_seed(request.settings.get("seed", self.settings.seed), alone=True)
         settings = self.settings.updated({**{name: request.settings.get(name) for name in OWN}, "seed": seed})
         return PreparedRequest(settings, {**self.metadata, **{name: getattr(settings, name) for name in OWN}})
@@ -115,11 +122,23 @@ class VideoMaker:
         return [self.pipe.defaults.model]
 
     def warm_up(self, stopped: Callable[[], bool]) -> None:
-        """Load the pipeline; its networks are loaded with the first video."""
+        """Load the pipeline; its networks are loaded with the first video.
+
+        Args:
+            stopped: Not asked: a pipeline is loaded in one piece.
+        """
         assert self.pipe
 
     def plan(self, requests: Sequence[VideoRequest], wrong: WrongRows | None = None) -> list[Task]:
-        """Return `tasks_of` requests, once the longest of those that are missing can be written."""
+        """Return `tasks_of` requests, once the longest of those that are missing can be written.
+
+        Args:
+            requests: The requests.
+            wrong: Rows that are wrong already.
+
+        Raises:
+            WanjaxError: Some requests make no video, or the longest could not be written.
+        """
         tasks = self.tasks_of(requests, wrong)
         there = set() if self.force else names_in(self.place)
         if missing := [task for task in tasks if task.output not in there]:
@@ -163,7 +182,11 @@ class VideoMaker:
             yield Task(name, request.updated({"seed": prepared.settings.seed}))
 
     def try_output(self, task: Task) -> None:
-        """Raise WanjaxError where the video of a task could not be written."""
+        """Raise WanjaxError where the video of a task could not be written.
+
+        Args:
+            task: The task.
+        """
         prepared = self.shared_parts(task.request).complete(task.request)
         settings = prepared.settings
         try_output(self.place / task.output, settings.length, settings.size, settings.fps, prepared.metadata)
@@ -173,13 +196,25 @@ class VideoMaker:
         assert self.pipe.latent_preview()
 
     def is_made(self, job: Job) -> bool:
-        """Return True where a job's video is there; one in a store that is out of reach is not."""
+        """Return True where a job's video is there; one in a store that is out of reach is not.
+
+        Args:
+            job: The job.
+        """
         with suppress(StoreError):
             return not self.force and (self.place / job.output).exists()
         return False
 
     def make(self, jobs: Sequence[Job], lease: Lease) -> Iterator[Job]:
-        """Make the videos of jobs that differ in prompt and seed alone by one run; yield each job once it is there."""
+        """Make the videos of jobs that differ in prompt and seed alone by one run; yield each job once it is there.
+
+        Args:
+            jobs: The jobs, in order.
+            lease: The lease of their worker, which receives their progress.
+
+        Raises:
+            Interrupted: The lease is to stop.
+        """
         tasks = [Task(job.output, VideoRequest.from_json(job.request)) for job in jobs]
         progress = JobProgress(lease, self.stopped(lease))
         try:
@@ -191,15 +226,32 @@ class VideoMaker:
             raise Interrupted from error
 
     def stopped(self, lease: Lease) -> Callable[[], bool]:
-        """Return what tells whether a run is to end before its time."""
+        """Return what tells whether a run is to end before its time.
+
+        Args:
+            lease: The lease of the jobs of the run.
+        """
         return lease.stopped
 
     def run(self, tasks: Sequence[Task], observers: Sequence[Observer] = ()) -> Iterator[PreparedRequest]:
-        """Make the videos of one run; yield the request of each once its video is there."""
+        """Make the videos of one run; yield the request of each once its video is there.
+
+        Args:
+            tasks: The tasks, which differ in prompt and seed alone.
+            observers: Observers of this run, beside the maker's own.
+        """
         return self.make_run(tasks, self.prepare_run(tasks, observers))
 
     def prepare_run(self, tasks: Sequence[Task], observers: Sequence[Observer] = ()) -> Run:
-        """Return the run of tasks, before anything is computed; raises WanjaxError where there can be none."""
+        """Return the run of tasks, before anything is computed.
+
+        Args:
+            tasks: The tasks, which differ in prompt and seed alone.
+            observers: Observers of this run, beside the maker's own.
+
+        Raises:
+            WanjaxError: No such video can be made, or its name would be another.
+        """
         shared = self.shared_parts(tasks[0].request)
         requests = [shared.complete(task.request) for task in tasks]
         for task, request in zip(tasks, requests, strict=True):
@@ -210,14 +262,26 @@ class VideoMaker:
         return Run(shared.pipe, requests, shared.pictures, observers=[*observers, *self.observers], **self.how)
 
     def make_run(self, tasks: Sequence[Task], run: Run) -> Iterator[PreparedRequest]:
-        """Make the videos of a run of tasks; yield the request of each once its video is there."""
+        """Make the videos of a run of tasks; yield the request of each once its video is there.
+
+        Args:
+            tasks: The tasks.
+            run: Their run.
+        """
         for task, (prepared, frames) in zip(tasks, run, strict=True):
             with run.decode_stage(prepared):
                 write(self.place / task.output, frames, prepared)
             yield prepared
 
     def shared_parts(self, request: VideoRequest) -> SharedParts:
-        """Return what the videos of one run share; raises WanjaxError where no such video can be made."""
+        """Return what the videos of one run share.
+
+        Args:
+            request: One of their requests.
+
+        Raises:
+            WanjaxError: No such video can be made.
+        """
         shared = request.shared
         loaded = {MODEL.name: shared.model, **shared.settings}
         for name in LOADED:
@@ -231,7 +295,11 @@ class VideoMaker:
         return SharedParts(pipe, pictures, chosen, pipe.metadata(chosen, shared.inputs, **self.how))
 
     def explain(self, error: Exception) -> Failure:
-        """Return why a job failed; what is the request's own fault fails again."""
+        """Return why a job failed; what is the request's own fault fails again.
+
+        Args:
+            error: The error that ended its run.
+        """
         wrong, full = isinstance(error, WanjaxError), is_full(error)
         return Failure(
             DISK_FULL if full else "invalid_request" if wrong else "server_error",
@@ -283,7 +351,11 @@ class JobProgress(Observer):
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Report a stage, and its seconds at its end."""
+        """Report a stage, and its seconds at its end.
+
+        Args:
+            name: The stage: extend, compile, encode, denoise or decode.
+        """
         self._check()
         self._report(PERCENT[name][0], stage=name, stage_done=0, stage_total=0)
         start = perf_counter()
@@ -294,7 +366,12 @@ class JobProgress(Observer):
             self.lease.report(stage_seconds=dict(self.seconds))
 
     def compiling(self, number: int, total: int) -> None:
-        """Report which program is compiled now."""
+        """Report which program is compiled now.
+
+        Args:
+            number: The program's number, from 0.
+            total: How many there are.
+        """
         self._check()
         self._report(0, stage_done=number, stage_total=total)
 
@@ -318,18 +395,32 @@ class JobProgress(Observer):
 
 
 def digest_of(request: VideoRequest) -> str:
-    """Return a text in which the requests of one run agree."""
+    """Return a text in which the requests of one run agree.
+
+    Args:
+        request: One of them.
+    """
     return hashlib.sha256(json.dumps(request.shared.to_json(), sort_keys=True).encode()).hexdigest()[:32]
 
 
 def sentence_of(error: Exception) -> str:
-    """Return an error as a manifest has it."""
+    """Return an error as a manifest has it.
+
+    Args:
+        error: The error.
+    """
     sentence = str(error) if isinstance(error, WanjaxError) else f"{type(error).__name__}: {reason(error)}"
     return sentence[:LONGEST_ERROR]
 
 
 def write(path: str | AnyPath, frames: Iterable[Any], prepared: PreparedRequest) -> AnyPath:
-    """Write a video with its metadata from frames as they come, in the first process alone; return its place."""
+    """Write a video with its metadata from frames as they come, in the first process alone; return its place.
+
+    Args:
+        path: The place of the video.
+        frames: Chunks of frames, which are read in every process.
+        prepared: The request, with its metadata.
+    """
     chunks = map(np.asarray, frames)
     if is_first():
         return write_video(path, timing_writes(chunks), prepared.settings.fps, prepared.metadata)
@@ -338,7 +429,11 @@ def write(path: str | AnyPath, frames: Iterable[Any], prepared: PreparedRequest)
 
 
 def name_of(metadata: Mapping[str, Any]) -> str:
-    """Return the name of a video: its prompt, its seed, and a digest of all that shapes it."""
+    """Return the name of a video: its prompt, its seed, and a digest of all that shapes it.
+
+    Args:
+        metadata: All that shapes the video.
+    """
     shaping = {name: value for name, value in metadata.items() if name not in HERE}
     digest = hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:8]
     return f"{slug(metadata['prompt'])}-{metadata['seed']}-{digest}.mp4"

@@ -23,10 +23,14 @@ PAGE = 4096  # bytes of a short message, and those by which a longer one grows: 
 def join(processes: str | None, environment: Mapping[str, str] = os.environ) -> None:
     """Join the other processes if the command line or the environment asks for it. Call before JAX looks for devices.
 
-    `processes` is "auto", with which JAX finds the others (on TPU pods, under Slurm, Kubernetes or MPI), or
-    "HOST:PORT,COUNT,INDEX". The environment asks with a coordinator's address (and the count and index, if JAX cannot
-    find them) or with the names of several workers of a pod. Raises WanjaxError if `processes` cannot be parsed or the
-    processes do not connect.
+    Args:
+        processes: "auto", with which JAX finds the others (on TPU pods, under Slurm, Kubernetes or MPI), or
+            "HOST:PORT,COUNT,INDEX"; None for what the environment says.
+        environment: The variables, by default those of this process. They ask with a coordinator's address (and the
+            count and index, if JAX cannot find them) or with the names of several workers of a pod.
+
+    Raises:
+        WanjaxError: `processes` cannot be parsed, or they do not connect.
     """
     if processes is None and ADDRESS in environment:
         parts = [environment[name] for name in (ADDRESS, COUNT, INDEX) if name in environment]
@@ -50,7 +54,14 @@ def join(processes: str | None, environment: Mapping[str, str] = os.environ) -> 
 
 
 def connect(address: str | None, count: int | None, index: int | None, **more: Any) -> None:
-    """Connects to the other processes, which the first one awaits at an address; `more` is for JAX."""
+    """Connect to the other processes, which the first one awaits at an address.
+
+    Args:
+        address: HOST:PORT; None for what JAX finds.
+        count: How many processes there are; None for what JAX finds.
+        index: The number of this one, from 0; None for what JAX finds.
+        more: Further keywords of `jax.distributed.initialize`.
+    """
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, which is to end the process
     jax.distributed.initialize(address, count, index, heartbeat_timeout_seconds=SILENCE, **more)
 
@@ -76,13 +87,21 @@ class PeerGroup:
     """The other processes of this one's computation. All of them make each call, and wait in it for each other."""
 
     def broadcast(self, message: Any = None) -> Any:
-        """Return the message of the first process, a value of JSON, in all processes."""
+        """Return the message of the first process in all processes.
+
+        Args:
+            message: A value of JSON; that of the first process alone counts.
+        """
         text = json.dumps(message).encode()
         size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
         return json.loads(multihost_utils.broadcast_one_to_all(_page(text, size)).tobytes()[:size])
 
     def gather(self, text: str) -> list[str]:
-        """Return the texts of all processes, which PAGE bytes have room for, in their order."""
+        """Return the texts of all processes, in their order.
+
+        Args:
+            text: This process's text, of which PAGE bytes are kept.
+        """
         pages = multihost_utils.process_allgather(_page(text.encode(), PAGE))
         return [page.tobytes().rstrip(b"\0").decode(errors="replace") for page in np.reshape(pages, (-1, PAGE))]
 

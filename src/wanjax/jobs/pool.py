@@ -135,7 +135,11 @@ def _run(
 
 
 def until_signal(*, interrupts: bool = True) -> threading.Event:
-    """Return an event that SIGTERM sets, and Ctrl-C if it `interrupts`; a second signal ends the process at once."""
+    """Return an event that SIGTERM sets; a second signal ends the process at once.
+
+    Args:
+        interrupts: Whether Ctrl-C sets it too, as by default; else Ctrl-C does nothing.
+    """
     signalled = threading.Event()
 
     def end(number: int, frame: Any) -> None:
@@ -177,7 +181,12 @@ class Scale:
         self.count = self.least
 
     def wanted(self, jobs: int, now: float) -> int:
-        """Return the number of workers for so many jobs at a time in seconds."""
+        """Return the number of workers for so many jobs.
+
+        Args:
+            jobs: How many jobs wait or are under way.
+            now: The time in seconds, from any start.
+        """
         aim = min(self.most, max(self.least, jobs))
         way = (aim > self.count) - (aim < self.count)
         if way != self._way:
@@ -256,7 +265,11 @@ class Pool:
             self.note(f"waiting for a place in the cluster, or loading: {missing}")
 
     def run(self, until: Callable[[], bool]) -> None:
-        """Look after the workers until a condition holds; a database that is away for a while is waited for."""
+        """Look after the workers until a condition holds; a database that is away for a while is waited for.
+
+        Args:
+            until: The condition.
+        """
         while not until():
             with suppress(Unavailable):  # the workers wait for it too
                 self.look()
@@ -269,7 +282,11 @@ class Pool:
         self.workers.clear()
 
     def close(self, patience: float = LONGEST) -> None:
-        """Have all workers give their jobs back and end, for which each has the seconds that a step may take."""
+        """Have all workers give their jobs back and end.
+
+        Args:
+            patience: Seconds for each to end its step; LONGEST by default.
+        """
         for worker in self.workers.values():
             worker.terminate()
         end = monotonic() + patience

@@ -26,12 +26,20 @@ VARIABLES = {
 
 
 def address_of(address: str | None) -> str | None:
-    """Return the address of the cluster to join, which the environment may name too; None where one is started."""
+    """Return the address of the cluster to join, which the environment may name too; None where one is started.
+
+    Args:
+        address: HOST:PORT, auto or local; None where no option names one.
+    """
     return None if address == LOCAL else address or os.environ.get("RAY_ADDRESS") or None
 
 
 def check_cluster(address: str | None) -> None:
-    """Raise WanjaxError where Ray is not installed, or an address is none of a cluster's."""
+    """Raise WanjaxError where Ray is not installed, or an address is none of a cluster's.
+
+    Args:
+        address: As of `address_of`.
+    """
     if find_spec("ray") is None:
         raise WanjaxError("Ray is not installed, which workers elsewhere need: pip install 'wanjax[cluster]' brings it")
     address = address_of(address)
@@ -59,10 +67,17 @@ def connected(
     store: int | None = STORE,
     variables: Mapping[str, str] = VARIABLES,
 ) -> Iterator[Any]:
-    """Connects to the cluster at an address, or starts one on this machine with so many cores or more; yields `ray`.
+    """Connect to a cluster, or start one on this machine, as long as the block runs; yield the library `ray`.
 
-    `store` are the bytes of a started one's object store, None for Ray's own choice, and `variables` are set for it.
-    Raises WanjaxError where Ray is not installed, or there is no cluster at the address.
+    Args:
+        address: As of `address_of`.
+        cores: How many cores a started cluster has at least.
+        dashboard: Whether a started cluster has Ray's dashboard.
+        store: Bytes of a started cluster's object store, STORE by default; None for Ray's own choice.
+        variables: Variables of the environment of a started cluster, where they are not set.
+
+    Raises:
+        WanjaxError: Ray is not installed, or there is no cluster at the address.
     """
     check_cluster(address)
     address = address_of(address)
@@ -96,7 +111,16 @@ def connected(
 
 
 def answer_of(ray: Any, reference: Any) -> Any:
-    """Return what an actor answers, None while it does not; raise what it raised, or EOFError where it died."""
+    """Return what an actor answers, None while it does not.
+
+    Args:
+        ray: The library, connected.
+        reference: The reference of the call; None for no call.
+
+    Raises:
+        EOFError: The actor died.
+        Exception: Whatever the actor raised.
+    """
     if reference is None or not ray.wait([reference], timeout=0)[0]:
         return None
     try:
@@ -108,7 +132,12 @@ def answer_of(ray: Any, reference: Any) -> Any:
 
 
 def why_ended(ray: Any, reference: Any) -> str:
-    """Return why a call of an actor that is over failed, "" where it did not."""
+    """Return why a call of an actor that is over failed, "" where it did not.
+
+    Args:
+        ray: The library, connected.
+        reference: The reference of the call.
+    """
     try:
         ray.get(reference)
     except ray.exceptions.RayTaskError as error:
@@ -119,9 +148,16 @@ def why_ended(ray: Any, reference: Any) -> str:
 
 
 def resources_of(text: str | None, names: Collection[str] = ()) -> dict[str, dict[str, Any]]:
-    """Return the options of actors for resources such as cpu=1,gpu=1,TPU=4; those of all by "".
+    """Return the options of actors for resources such as cpu=1,gpu=1,TPU=4, by name; those of all by "".
 
     Some have names of their own, such as first.TPU-v6e-16-head=1. Raises WanjaxError for another text.
+
+    Args:
+        text: The option's value; None for none.
+        names: Names that may stand before a resource, such as `first` in first.TPU-v6e-16-head=1.
+
+    Raises:
+        WanjaxError: The text reads otherwise.
     """
     resources: dict[str, dict[str, Any]] = {}
     for part in filter(None, (text or "").split(",")):
@@ -142,7 +178,11 @@ def resources_of(text: str | None, names: Collection[str] = ()) -> dict[str, dic
 
 
 def usual_resources(ray: Any) -> dict[str, Any]:
-    """Return what a worker is given where nobody says: the TPUs of a host, a graphics card, or a core."""
+    """Return what a worker is given where nobody says: the TPUs of a host, a graphics card, or a core.
+
+    Args:
+        ray: The library, connected.
+    """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if tpus := max((node.get("TPU", 0) for node in nodes), default=0):
         return {"resources": {"TPU": tpus}}

@@ -16,9 +16,15 @@ ALONE = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": 4}  # an a
 def bundles_of(ray: Any, resources: Mapping[str, Mapping[str, Any]], hosts: int) -> list[dict[str, float]]:
     """Return the resources of each host of a worker, as a placement group has them.
 
-    `resources` are options of actors: those of each host by "", and what the first has beside them by FIRST. On TPUs
-    that is a slice's head, where nobody says, by which Ray's own libraries take a slice. Raises WanjaxError where the
-    cluster's slices have another number of hosts.
+    On TPUs the first host has a slice's head, where nobody says otherwise: by that Ray's own libraries take a slice.
+
+    Args:
+        ray: The library, connected.
+        resources: Options of actors: those of each host by "", and what the first has beside them by FIRST.
+        hosts: How many hosts a worker has.
+
+    Raises:
+        WanjaxError: The cluster's slices have another number of hosts.
     """
     each, first = (_bundle(resources.get(name, {})) for name in ("", FIRST))
     if "TPU" in each and not first:

@@ -107,7 +107,13 @@ class Host:
             return f"{address}:{free.getsockname()[1]}"
 
     def work(self, work_of: bytes, address: str | None = None, count: int = 1) -> None:
-        """Meet the others, if there are some, and lease and make jobs with them until this worker is to end."""
+        """Meet the others, if there are some, and lease and make jobs with them until this worker is to end.
+
+        Args:
+            work_of: The store, the start, the worker's name, the keywords of `work` and what is asked, by cloudpickle.
+            address: Where the hosts meet; None for a worker of one host.
+            count: How many hosts there are.
+        """
         if address is not None:
             _meet(address, count, 0, coordinator_bind_address=address)
         store, start, name, options, ask = pickle.loads(work_of)
@@ -136,7 +142,14 @@ class Host:
         self._drained.set()
 
     def follow(self, follower: bytes, address: str, count: int, index: int) -> None:
-        """Meet the others, and make each run that the first one makes."""
+        """Meet the others, and make each run that the first one makes.
+
+        Args:
+            follower: What returns the maker, by cloudpickle.
+            address: Where the hosts meet.
+            count: How many hosts there are.
+            index: The number of this one, from 1.
+        """
         _meet(address, count, index)
         self._follow(pickle.loads(follower)())
 
@@ -158,6 +171,11 @@ class RemoteStore(JobStore):
     """A store that is an actor, by a file of SQLite: its methods are called from any process of a cluster.
 
     An actor that dies is restarted on the same node by the same file; a call whose answer was lost is sent again.
+
+    Args:
+        actor: The actor's name.
+        patience: As of `JobStore`.
+        place: As of `JobStore`.
     """
 
     def __init__(self, actor: str, patience: float, place: str):
@@ -166,7 +184,12 @@ class RemoteStore(JobStore):
 
     @classmethod
     def start(cls, ray: Any, store: JobStore) -> "RemoteStore":
-        """Start the actor of a store on this node; it ends with this process."""
+        """Start the actor of a store on this node; it ends with this process.
+
+        Args:
+            ray: The library, connected.
+            store: A store on SQLite, whose file is on this host.
+        """
         schedule, context = ray.util.scheduling_strategies, ray.get_runtime_context()
         here = schedule.NodeAffinitySchedulingStrategy(context.get_node_id(), False)
         options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": here}

@@ -28,16 +28,19 @@ MOST_LISTED = 20  # mistakes in a message, and runs of rows with one
 
 
 def read_requests(file: str, wrong: "WrongRows | None" = None) -> list[VideoRequest]:
-    """Return the requests of a file, "-" for standard input.
-
-    `wrong` receives the rows that are none, to be refused with those that a model refuses; None refuses them here.
+    """Return the requests of a file.
 
     A file that ends in .csv or .parquet is a table. One that is JSON as a whole is an array of requests, or a single
     one. Any other has a request on each line: a JSON object where the first line is one or the file ends in .jsonl,
     else a prompt. Files that a request names are relative to the table.
 
-    Raises WanjaxError, with the number of the row, for a setting that there is not or whose value is not right, and
-    where the file cannot be read or asks for nothing.
+    Args:
+        file: Its path; "-" for standard input.
+        wrong: Receives the rows that are none, to be refused with those that a model refuses; None refuses them here.
+
+    Raises:
+        WanjaxError: A setting is unknown or has a wrong value, told with the number of its row; or the file cannot be
+            read, or has no request.
     """
     name, folder = _name(file), Path() if file == "-" else Path(file).expanduser().parent
     try:
@@ -72,7 +75,12 @@ class WrongRows:
         self.rows: dict[str, set[int]] = {}  # by the reason
 
     def add(self, row: int, error: WanjaxError) -> None:
-        """Note why a row is wrong; the rows of one reason are listed together."""
+        """Note why a row is wrong; the rows of one reason are listed together.
+
+        Args:
+            row: Its number, from 1; 0 for the command's own request.
+            error: What is wrong.
+        """
         self.rows.setdefault(str(error), set()).add(row)
 
     def refuse(self) -> None:
@@ -193,7 +201,12 @@ def _request(number: int, row: Any, folder: Path) -> VideoRequest:
 
 
 def with_seeds(requests: Iterable[VideoRequest], seeds: Iterable[int] | None) -> list[VideoRequest]:
-    """Return a request for each of the seeds in place of each that has no seed of its own."""
+    """Return a request for each of the seeds in place of each that has no seed of its own.
+
+    Args:
+        requests: The requests.
+        seeds: The seeds; None leaves the requests as they are.
+    """
     if seeds is None:
         return list(requests)
     numbers = list(seeds)

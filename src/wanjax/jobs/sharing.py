@@ -20,7 +20,16 @@ SERVE, BATCH = "serve.place", "batch.place"  # names of the file
 
 
 def enter(store: JobStore, folder: AnyPath, name: str) -> None:
-    """Have a store use the jobs of a folder, which becomes a place if it is none; whoever adds jobs does."""
+    """Have a store use the jobs of a folder, which becomes a place if it is none.
+
+    Args:
+        store: The store, which uses the jobs of the folder afterwards.
+        folder: The folder of the videos.
+        name: SERVE or BATCH.
+
+    Raises:
+        WanjaxError: The folder cannot be written.
+    """
     file = folder / name
     if not (id := _id_of(file)):
         _create(file, token_hex(8))
@@ -29,7 +38,13 @@ def enter(store: JobStore, folder: AnyPath, name: str) -> None:
 
 
 def why_apart(store: JobStore, folder: AnyPath, name: str) -> str:
-    """Have a store use the jobs of a folder of others; return why it cannot, "" where it does."""
+    """Have a store use the jobs of a folder of others; return why it cannot, "" where it does.
+
+    Args:
+        store: The store of a worker.
+        folder: The folder of a server or a batch.
+        name: SERVE or BATCH.
+    """
     command = f"wanjax {name.partition('.')[0]}"
     why = f"{folder} is the folder of no `{command}` with the database {store.name}"
     try:
@@ -41,7 +56,13 @@ def why_apart(store: JobStore, folder: AnyPath, name: str) -> str:
 
 
 def check_place(store: JobStore, folder: AnyPath, name: str) -> None:
-    """Raise WanjaxError where a worker's folder is not the place whose jobs it is to make."""
+    """Raise WanjaxError where a worker's folder is not the place whose jobs it is to make.
+
+    Args:
+        store: The store of the worker.
+        folder: The folder, as this host has it.
+        name: SERVE or BATCH.
+    """
     if store.place and _id_of(folder / name) != store.place:
         why = f"{folder} is another folder on {HOST} than where its worker was started"
         raise WanjaxError(f"{why}: give one that all hosts share, as on a network file system or in a store")
@@ -71,7 +92,11 @@ def _create(file: AnyPath, id: str) -> None:
 
 
 def requeue_dead(store: JobStore) -> None:
-    """Let the jobs of workers wait again that were processes of this host and are no more."""
+    """Let the jobs of workers wait again that were processes of this host and are no more.
+
+    Args:
+        store: The store.
+    """
     store.requeue_expired()
     for worker in store.workers():
         process = worker.facts.get("process")

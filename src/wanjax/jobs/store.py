@@ -93,7 +93,11 @@ class Unavailable(WanjaxError):
 
 
 class QueueFull(Exception):
-    """A queue that takes no further job; `limit` may wait."""
+    """A queue that takes no further job.
+
+    Args:
+        limit: How many may wait.
+    """
 
     def __init__(self, limit: int):
         super().__init__(f"{quantity(limit, 'video')} in the queue, as many as this server lets wait: try again later")
@@ -234,7 +238,11 @@ class JobStore:
         return self._database.is_shared
 
     def with_patience(self, seconds: float) -> "JobStore":
-        """Return the store with another patience, by the same connections."""
+        """Return the store with another patience, by the same connections.
+
+        Args:
+            seconds: As `patience` of the class.
+        """
         other = object.__new__(type(self))  # `copy` would open the database again
         vars(other).update(vars(self), patience=seconds)
         return other
@@ -249,9 +257,14 @@ class JobStore:
         self._database.close()
 
     def enter(self, place: str, *, is_new: bool) -> bool:
-        """Use the jobs of a place from now on; return False for one that nobody has entered as new in this database."""
+        """Use the jobs of a place from now on; return False for one that nobody has entered as new in this database.
 
-        def note(db: "Transaction") -> bool:
+        Args:
+            place: The place's id.
+            is_new: Whether it is entered for the first time, by whoever adds jobs.
+        """
+
+        def note(db: "_Transaction") -> bool:
             if is_new:
                 db.execute("INSERT INTO places VALUES (:id) ON CONFLICT (id) DO NOTHING", id=place)
             return bool(db.rows("SELECT 1 FROM places WHERE id = :id", id=place))
@@ -274,7 +287,7 @@ class JobStore:
             QueueFull: As many as `limit` wait.
         """
 
-        def insert(db: "Transaction") -> Job:
+        def insert(db: "_Transaction") -> Job:
             version = db.tick()  # others who add wait from here on, so the limit is exact
             if (job := db.find(new.id)) is not None and job.status != ARRIVING:
                 return db.with_places([job])[0]  # the answer to the first call was lost
@@ -295,9 +308,13 @@ class JobStore:
         return self._run(insert)
 
     def add_all(self, jobs: Sequence[NewJob]) -> None:
-        """Add jobs in this order, those that are over anew; those that wait or are under way stay as they are."""
+        """Add jobs in this order, those that are over anew; those that wait or are under way stay as they are.
 
-        def insert(db: "Transaction") -> None:
+        Args:
+            jobs: The jobs.
+        """
+
+        def insert(db: "_Transaction") -> None:
             first = db.tick(len(jobs)) - len(jobs)
             db.execute_many(
                 f"""INSERT INTO jobs (place, id, position, status, model, batch, request, output, created_at, version)
@@ -314,7 +331,14 @@ class JobStore:
             self._run(insert)
 
     def get(self, id: str) -> Job:
-        """Return a job; raises NotFound."""
+        """Return a job.
+
+        Args:
+            id: Its id.
+
+        Raises:
+            NotFound: No job has it.
+        """
         return self._read(lambda db: db.with_places([db.get(id)])[0])
 
     def page(
@@ -337,7 +361,7 @@ class JobStore:
             NotFound: No job has the id `after`.
         """
 
-        def read(db: "Transaction") -> tuple[list[Job], bool]:
+        def read(db: "_Transaction") -> tuple[list[Job], bool]:
             way, order = ("<", "DESC") if newest else (">", "ASC")
             most = SEARCHED if matches else limit + 1
             start = {} if after is None else {"after": db.get(after).position}
@@ -364,21 +388,35 @@ class JobStore:
         return self._read(lambda db: db.waiting())
 
     def cancel(self, id: str) -> Job:
-        """End a job that waits, or one under way as soon as its worker hears of it; raises NotFound."""
+        """End a job that waits, or one under way as soon as its worker hears of it.
 
-        def change(db: "Transaction") -> Job:
+        Args:
+            id: Its id.
+
+        Raises:
+            NotFound: No job has it.
+        """
+
+        def change(db: "_Transaction") -> Job:
             db.cancel([id])
             return db.get(id)
 
         return self._run(change)
 
     def cancel_all(self, ids: Sequence[str]) -> None:
-        """End jobs as `cancel` does; an id that no job has is left out."""
+        """End jobs as `cancel` does; an id that no job has is left out.
+
+        Args:
+            ids: The ids.
+        """
         if ids:
             self._run(lambda db: db.cancel(ids))
 
     def remove(self, id: str) -> Job:
         """Remove a job, which does not come back.
+
+        Args:
+            id: Its id.
 
         Returns:
             The job as it was: its files are the caller's to remove unless a worker has it; `leftovers` has it then.
@@ -387,7 +425,7 @@ class JobStore:
             NotFound: There is none.
         """
 
-        def change(db: "Transaction") -> Job:
+        def change(db: "_Transaction") -> Job:
             db.tick()
             job = db.get(id, arriving=True)
             if job.status == QUEUED:
@@ -412,7 +450,11 @@ class JobStore:
         )
 
     def purge(self, id: str) -> None:
-        """Note that the files of a removed job are gone; its row goes a day after it was removed."""
+        """Note that the files of a removed job are gone; its row goes a day after it was removed.
+
+        Args:
+            id: Its id.
+        """
         self._run(
             lambda db: db.execute(
                 "UPDATE jobs SET output = '' WHERE place = :place AND id = :id AND status = 'removed'", id=id
@@ -421,7 +463,13 @@ class JobStore:
         )
 
     def changes(self, since: int, *, only: str | None = None, limit: int = 500) -> list[Job]:
-        """Return the jobs that changed after a version, removed ones too, in the order of their last changes."""
+        """Return the jobs that changed after a version, removed ones too, in the order of their last changes.
+
+        Args:
+            since: The version.
+            only: The id of the only job to look at; None for all.
+            limit: How many jobs at most; 500 by default.
+        """
         one = "" if only is None else "AND id = :only"
         return self._read(
             lambda db: db.with_places(
@@ -441,7 +489,7 @@ class JobStore:
     def stats(self) -> Stats:
         """Count jobs and workers."""
 
-        def read(db: "Transaction") -> Stats:
+        def read(db: "_Transaction") -> Stats:
             return Stats(
                 dict(db.rows("SELECT status, count(*) FROM jobs WHERE place = :place GROUP BY status")),
                 dict(db.rows(f"SELECT state, count(*) FROM workers WHERE {db.heard} GROUP BY state")),
@@ -453,7 +501,7 @@ class JobStore:
     def workers(self) -> list[WorkerRow]:
         """Return the workers that are heard of."""
 
-        def read(db: "Transaction") -> list[WorkerRow]:
+        def read(db: "_Transaction") -> list[WorkerRow]:
             rows = db.rows(f"SELECT name, state, facts, draining FROM workers WHERE {db.heard} ORDER BY name")
             return [WorkerRow(name, state, json.loads(facts), bool(draining)) for name, state, facts, draining in rows]
 
@@ -469,7 +517,14 @@ class JobStore:
     # Workers
 
     def register(self, worker: str, state: str, facts: Mapping[str, Any], ttl: float = TTL) -> None:
-        """Note a worker or its new state, and lease it its jobs for `ttl` seconds from now."""
+        """Note a worker or its new state, and lease it its jobs.
+
+        Args:
+            worker: Its name, which no other process has or had.
+            state: LOADING or READY.
+            facts: Its host, process and models.
+            ttl: Seconds for which it may be silent.
+        """
         self._run(
             lambda db: db.execute(
                 f"""INSERT INTO workers (name, place, state, facts, expires)
@@ -503,7 +558,7 @@ class JobStore:
         wanted = ", ".join(f":{name}" for name in names)
         free = f"place = :place AND status = 'queued' AND worker = '' AND model IN ({wanted})"
 
-        def take(db: "Transaction") -> list[Job]:
+        def take(db: "_Transaction") -> list[Job]:
             if not db.rows(f"SELECT 1 FROM jobs WHERE {held} LIMIT 1", worker=worker) and not db.rows(
                 f"SELECT 1 FROM jobs WHERE {free} ORDER BY position LIMIT 1", **names
             ):
@@ -533,9 +588,14 @@ class JobStore:
         return self._run(take, durable=False) if names else []
 
     def begin(self, worker: str, id: str) -> Signal:
-        """Note that a worker begins a job that it leased with others, which counts as an attempt."""
+        """Note that a worker begins a job that it leased with others, which counts as an attempt.
 
-        def change(db: "Transaction") -> Signal:
+        Args:
+            worker: Its name.
+            id: The job.
+        """
+
+        def change(db: "_Transaction") -> Signal:
             db.tick()
             if (job := db.held(worker, id)) is None:
                 return Signal.LOST
@@ -560,7 +620,7 @@ class JobStore:
             What the worker is to do.
         """
 
-        def change(db: "Transaction") -> Signal:
+        def change(db: "_Transaction") -> Signal:
             job = None if id is None else db.held(worker, id)
             if job is not None and progress is not None and progress != job.progress:
                 db.tick()
@@ -576,9 +636,15 @@ class JobStore:
         return self._run(change, durable=False)
 
     def finish(self, worker: str, id: str, progress: Mapping[str, Any]) -> bool:
-        """Note that a job's video is there; False where the job is not this worker's any more."""
+        """Note that a job's video is there; False where the job is not this worker's any more.
 
-        def change(db: "Transaction") -> bool:
+        Args:
+            worker: Its name.
+            id: The job.
+            progress: What the worker says of it last, with `stage_seconds`, which are counted.
+        """
+
+        def change(db: "_Transaction") -> bool:
             db.tick()
             if (job := db.held(worker, id)) is None:
                 return False
@@ -603,7 +669,7 @@ class JobStore:
             retries: How often it may be tried again, at the end of the queue.
         """
 
-        def change(db: "Transaction") -> bool:
+        def change(db: "_Transaction") -> bool:
             version = db.tick()
             if (job := db.held(worker, id)) is None:
                 return False
@@ -619,7 +685,11 @@ class JobStore:
         return self._run(change, durable=False)
 
     def give_back(self, worker: str) -> None:
-        """Let the jobs of a worker that ends wait again, in their old places, as if it had not begun them."""
+        """Let the jobs of a worker that ends wait again, in their old places, as if it had not begun them.
+
+        Args:
+            worker: Its name.
+        """
         self._run(lambda db: self._requeue(db, f"{HELD} AND worker = :own", begun=False, own=worker), durable=False)
 
     def lost(self, worker: str, why: str | None = None) -> None:
@@ -635,7 +705,7 @@ class JobStore:
         """Let the jobs of workers that are not heard of wait again; forget jobs that were removed a day ago."""
         gone = "worker IN (SELECT name FROM workers WHERE expires < {now}) OR worker NOT IN (SELECT name FROM workers)"
 
-        def change(db: "Transaction") -> None:
+        def change(db: "_Transaction") -> None:
             where = f"{HELD} AND ({gone.format(now=db.now)})"
             old = "place = :place AND status = 'removed' AND worker = '' AND output = ''"
             old = f"{old} AND completed_at < {db.now} - :kept"
@@ -649,13 +719,17 @@ class JobStore:
         self._run(change, durable=False)
 
     def drain(self, worker: str) -> None:
-        """Ask a worker to end when its step is done, and to give its jobs back."""
+        """Ask a worker to end when its step is done, and to give its jobs back.
+
+        Args:
+            worker: Its name.
+        """
         self._run(lambda db: db.execute("UPDATE workers SET draining = 1 WHERE name = :name", name=worker))
 
     # Transactions
 
     def _requeue(
-        self, db: "Transaction", where: str, *, begun: bool = True, why: str | None = None, **values: Any
+        self, db: "_Transaction", where: str, *, begun: bool = True, why: str | None = None, **values: Any
     ) -> None:
         """Let the jobs of some workers wait again, and forget the workers; `begun` tells whether attempts count."""
         db.tick()
@@ -674,7 +748,7 @@ class JobStore:
         listed = ", ".join(f":{name}" for name in names) or "''"
         db.execute(f"DELETE FROM workers WHERE name IN ({listed}) OR expires < {db.now}", **names)
 
-    def _migrate(self, db: "Transaction") -> None:
+    def _migrate(self, db: "_Transaction") -> None:
         self._database.prepare(db.connection)
         db.execute("CREATE TABLE IF NOT EXISTS schema_version (version INTEGER NOT NULL)")
         version = db.value("SELECT max(version) FROM schema_version") or 0
@@ -686,10 +760,10 @@ class JobStore:
                 db.execute(statement)
             db.execute("INSERT INTO schema_version VALUES (:number)", number=number)
 
-    def _read(self, do: Callable[["Transaction"], T]) -> T:
+    def _read(self, do: Callable[["_Transaction"], T]) -> T:
         return self._run(do, write=False)
 
-    def _run(self, do: Callable[["Transaction"], T], *, write: bool = True, durable: bool = True) -> T:
+    def _run(self, do: Callable[["_Transaction"], T], *, write: bool = True, durable: bool = True) -> T:
         """Do something in a transaction, and again where the database is away.
 
         Raises:
@@ -700,7 +774,7 @@ class JobStore:
         while True:
             try:
                 with self._database.transaction(write=write, durable=durable) as connection:
-                    return do(Transaction(connection, self._database.now, self.place))
+                    return do(_Transaction(connection, self._database.now, self.place))
             except self._database.errors as error:
                 why, is_full = without_password(reason(error), self.url), has_no_room(error)
                 if is_full and math.isinf(self.patience):  # a worker has to note what it did
@@ -713,7 +787,7 @@ class JobStore:
             time.sleep(RETRY)
 
 
-class Transaction:
+class _Transaction:
     """The statements of a transaction, in which `:place` is the place.
 
     `now` is the SQL of the database's time, and `heard` the condition of workers that are heard of.

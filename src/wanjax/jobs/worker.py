@@ -62,15 +62,27 @@ class Maker(Protocol):
         ...
 
     def warm_up(self, stopped: Callable[[], bool]) -> None:
-        """Load the model; return early once `stopped` returns True."""
+        """Load the model; return early once `stopped` returns True.
+
+        Args:
+            stopped: Returns True once the worker is to end.
+        """
         ...
 
     def is_made(self, job: Job) -> bool:
-        """Return True where the whole video of a job is at its place."""
+        """Return True where the whole video of a job is at its place.
+
+        Args:
+            job: The job.
+        """
         ...
 
     def make(self, jobs: Sequence[Job], lease: "Lease") -> Iterator[Job]:
         """Make the videos of jobs of one batch; yield each job, in order, once its video is published.
+
+        Args:
+            jobs: The jobs.
+            lease: Their lease, which receives their progress.
 
         Raises:
             Interrupted: `Lease.stopped` returned True.
@@ -78,7 +90,11 @@ class Maker(Protocol):
         ...
 
     def explain(self, error: Exception) -> Failure:
-        """Return why a job failed with an error."""
+        """Return why a job failed with an error.
+
+        Args:
+            error: The error.
+        """
         ...
 
 
@@ -123,12 +139,20 @@ class Lease:
             return dict(self._progress)
 
     def begin(self, id: str | None) -> None:
-        """Note which job is made from now on, None for none."""
+        """Note which job is made from now on, None for none.
+
+        Args:
+            id: The job's id.
+        """
         with self._changed:
             self._job, self._progress, self._has_news, self._signal = id, {}, False, Signal.CONTINUE
 
     def report(self, **progress: Any) -> None:
-        """Send progress with the next heartbeat; the number `progress`, in percent, never goes back."""
+        """Send progress with the next heartbeat.
+
+        Args:
+            progress: What changed. The number `progress`, in percent, never goes back.
+        """
         with self._changed:
             done = max(progress.get("progress", 0), self._progress.get("progress", 0))
             self._progress = self._progress | progress | {"progress": done}
@@ -352,7 +376,11 @@ class WorkerThread:
         self._asked.set()
 
     def join(self, seconds: float) -> bool:
-        """Wait for its end; return False if it is still at work."""
+        """Wait for its end; return False if it is still at work.
+
+        Args:
+            seconds: How long to wait.
+        """
         if self._thread.ident is not None:
             self._thread.join(seconds)
         return not self._thread.is_alive()
