@@ -68,8 +68,8 @@ class Commands(click.Group):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         for command in self.commands.values():
             command.take_inputs()
-        own = {name for parameter in self.get_params(ctx) for name in parameter.opts}
-        if args and args[0] not in own | self.commands.keys():
+        group_options = {name for parameter in self.get_params(ctx) for name in parameter.opts}
+        if args and args[0] not in group_options | self.commands.keys():
             args = [IMPLIED, *args]
             ctx.meta[IMPLIED] = True
         try:
@@ -93,9 +93,9 @@ class Commands(click.Group):
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Return the commands and options, and those of the implied command."""
         implied = click.Context(self.commands[IMPLIED], parent=ctx, resilient_parsing=True)
-        own = super().shell_complete(ctx, incomplete)
-        known = {item.value for item in own}
-        return own + [x for x in implied.command.shell_complete(implied, incomplete) if x.value not in known]
+        items = super().shell_complete(ctx, incomplete)
+        values = {item.value for item in items}
+        return items + [x for x in implied.command.shell_complete(implied, incomplete) if x.value not in values]
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -177,7 +177,7 @@ def generate(
     options: "PipelineOptions",
     command: "CommandOptions",
     at: str | None,
-    made: Mapping[str, Any] | None,
+    remade: Mapping[str, Any] | None,
 ) -> None:
     """Make a video of PROMPT, and of pictures with models that take them.
 
@@ -196,11 +196,11 @@ def generate(
     if at is not None:
         from wanjax.cli import remote
 
-        return remote.generate(report, request, options, command, at, made)
-    if made is not None:
+        return remote.generate(report, request, options, command, at, remade)
+    if remade is not None:
         from wanjax.cli import remake
 
-        request, options, made = remake.completed(request, options, made)
+        request, options, remade = remake.completed(request, options, remade)
     from wanjax.cli import many, stages
     from wanjax.cli.extending import Extender, extended
 
@@ -208,9 +208,9 @@ def generate(
     if command.prompts is None:
         request, extend = extended(request, extend), None
     if command.several:
-        many.generate(report, request, options, command, extend=extend, remade=made)
+        many.generate(report, request, options, command, extend=extend, remade=remade)
     else:
-        stages.generate(report, request, options, command, made)
+        stages.generate(report, request, options, command, remade)
 
 
 @main.command()
@@ -573,7 +573,7 @@ def help_(ctx: click.Context, command: str | None) -> None:
     if command is None:
         click.echo(ctx.parent.get_help())
     elif command in main.commands:
-        found = main.commands[command]
-        click.echo(found.get_help(click.Context(found, info_name=command, parent=ctx.parent)))
+        subcommand = main.commands[command]
+        click.echo(subcommand.get_help(click.Context(subcommand, info_name=command, parent=ctx.parent)))
     else:
         raise click.UsageError(f"no command is named {command!r}: there are {', '.join(main.list_commands(ctx))}")

@@ -94,8 +94,8 @@ def check_prompt(ctx: click.Context, arguments: Sequence[str], implied: str) -> 
     word = "" if word is None or not word or word.split() != [word] else word
     if foreign := next(_foreign(group, arguments, implied), None):
         option, command = foreign
-        told = f"no command is named {word!r}" if word else f"`wanjax {implied}` has no such option"
-        raise click.UsageError(f"{option} is an option of `wanjax {command}`, and {told}")
+        fault = f"no command is named {word!r}" if word else f"`wanjax {implied}` has no such option"
+        raise click.UsageError(f"{option} is an option of `wanjax {command}`, and {fault}")
     if not word:
         return
     again = f"`{shlex.join(['wanjax', implied, word])}` makes a video of this word"
@@ -114,20 +114,20 @@ def _prompt(command: click.Command, ctx: click.Context, arguments: Sequence[str]
     parser = command.make_parser(click.Context(command, parent=ctx, resilient_parsing=True))
     parser.ignore_unknown_options = True
     try:
-        found = parser.parse_args([*arguments])[0].get("prompt")
+        prompt = parser.parse_args([*arguments])[0].get("prompt")
     except click.UsageError:  # which the command itself reports
         return None
-    return found if isinstance(found, str) else None  # a missing one is a sentinel in some versions of click
+    return prompt if isinstance(prompt, str) else None  # a missing one is a sentinel in some versions of click
 
 
 def _foreign(group: click.Group, arguments: Sequence[str], implied: str) -> Iterator[tuple[str, str]]:
     """Yield the options among the arguments that only other commands have, each with the first of these commands."""
-    own = {option for each in group.commands[implied].params for option in each.opts} | {"--help"}
-    known = {name: visible_options(command) for name, command in group.commands.items() if not command.hidden}
+    own_options = {option for each in group.commands[implied].params for option in each.opts} | {"--help"}
+    options_of = {name: visible_options(command) for name, command in group.commands.items() if not command.hidden}
     for argument in arguments:
         option = f"--{our_name(argument[2:].partition('=')[0])}"
-        if argument.startswith("--") and option not in own:
-            yield from ((option, name) for name in known if option in known[name])
+        if argument.startswith("--") and option not in own_options:
+            yield from ((option, name) for name in options_of if option in options_of[name])
 
 
 def visible_options(command: click.Command) -> dict[str, click.Option]:
@@ -151,8 +151,8 @@ def _right_option(command: click.Command, ctx: click.Context, name: str) -> str:
     options = visible_options(command)
     present = {option.lstrip("-"): option for option in options}
     dashed = name.replace("_", "-").lower()
-    if (own := present.get(ELSEWHERE.get(dashed, dashed))) is not None:
-        return f"{own} is its name here"
+    if (option := present.get(ELSEWHERE.get(dashed, dashed))) is not None:
+        return f"{option} is its name here"
     group = ctx.parent.command if ctx.parent else None
     for other in group.commands.values() if isinstance(group, click.Group) else ():
         if f"--{dashed}" in visible_options(other) and not other.hidden:
@@ -181,8 +181,10 @@ def check_extra(command: click.Command, ctx: click.Context, extra: Sequence[str]
     if ctx.resilient_parsing or not extra:
         return
     options = visible_options(command)
-    if "--model" in options and (own := next((x for x in [ctx.params.get("prompt"), *extra] if x in listed()), None)):
-        raise click.UsageError(f"{own} is a model: `{ctx.command_path} --model {own} ...` is the way to give one", ctx)
+    if "--model" in options and (model := next((x for x in [ctx.params.get("prompt"), *extra] if x in listed()), None)):
+        raise click.UsageError(
+            f"{model} is a model: `{ctx.command_path} --model {model} ...` is the way to give one", ctx
+        )
     if prompt := ctx.params.get("prompt"):
         if option := next((word for word in extra if word in visible_options(command)), None):
             raise click.UsageError(f"{option} stands behind -- and the prompt: options stand before --", ctx)
@@ -190,13 +192,13 @@ def check_extra(command: click.Command, ctx: click.Context, extra: Sequence[str]
         again = f"{ctx.command_path} {'-- ' if words.startswith('-') else ''}{shlex.quote(words)}"
         raise click.UsageError(f"the prompt is {1 + len(extra)} arguments where quotes make it one: `{again}`", ctx)
     words = " and ".join(map(repr, extra))
-    told = "a name with spaces stands in quotes"
+    advice = "a name with spaces stands in quotes"
     if "--model" in options and len(extra) == 1 and extra[0].split() == [extra[0]]:
-        told = f"a model is given as `{ctx.command_path} --model {shlex.quote(extra[0])}`"
+        advice = f"a model is given as `{ctx.command_path} --model {shlex.quote(extra[0])}`"
     elif not any(isinstance(each, click.Argument) for each in command.params):
         again = f"`wanjax generate {shlex.quote(' '.join(extra))}`"
-        told = f"`wanjax generate` and `wanjax encode` take a prompt, as in {again}"
-    raise click.UsageError(f"no place is left for {words} in `{_form(command, ctx)}`: {told}", ctx)
+        advice = f"`wanjax generate` and `wanjax encode` take a prompt, as in {again}"
+    raise click.UsageError(f"no place is left for {words} in `{_form(command, ctx)}`: {advice}", ctx)
 
 
 def in_words(error: click.ClickException) -> str:
@@ -219,10 +221,10 @@ def in_words(error: click.ClickException) -> str:
         return f"{name} {kinds[1]} is {is_there}: give {wanted}"
     if (closed := CLOSED.search(error.message)) is not None:
         return f"{name} {closed[1]} is closed to this user: change its permissions, or give another one"
-    found = VALUE.match(error.message)
-    if found is None:
+    mistaken = VALUE.match(error.message)
+    if mistaken is None:
         return error.message if name in error.message else f"{name}: {error.message.removesuffix('.')}"
-    return f"{name} is given as {found[1]}: give {_right(parameter.type)}"
+    return f"{name} is given as {mistaken[1]}: give {_right(parameter.type)}"
 
 
 VALUE = re.compile(r"(.+?) is not (?:a valid|in the range|one of) ")  # of click's sentences
@@ -241,7 +243,18 @@ def _right(kind: click.ParamType) -> str:
 
 
 HUB = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)/?", re.IGNORECASE)
-IN_STORES = ("out", "target", "source", "model", "model_option", "file", "made", "compile_cache", "folder", "database")
+IN_STORES = (
+    "out",
+    "target",
+    "source",
+    "model",
+    "model_option",
+    "file",
+    "remade",
+    "compile_cache",
+    "folder",
+    "database",
+)
 """Parameters whose values may be in a store."""
 NO_FILES = ("extend_prompt", "at", "token", "origins", "prompt", "prompt_option", "negative_prompt", "sample_prompts")
 
@@ -257,11 +270,11 @@ def check_words(command: click.Command, ctx: click.Context, arguments: Sequence[
     if any("\0" in word for word in arguments):
         raise click.UsageError("an option or the prompt holds the character \\0: leave it out")
     try:
-        given = command.make_parser(ctx).parse_args([*arguments])[0]
+        values = command.make_parser(ctx).parse_args([*arguments])[0]
     except click.NoSuchOption as error:
         raise _no_option(command, ctx, arguments, error.option_name) from error
     for parameter in command.params:
-        value = given.get(str(parameter.name))
+        value = values.get(str(parameter.name))
         for one in value if isinstance(value, list) else [value]:
             if one == "" and _names_files(parameter):
                 option = parameter.opts[-1] if isinstance(parameter, click.Option) else parameter.human_readable_name
@@ -293,8 +306,8 @@ def complete_models(ctx: click.Context, parameter: click.Parameter, incomplete: 
     """Return the models that `wanjax models` lists; for a path, leave the completion to the shell."""
     if incomplete.startswith((".", "~")) or os.sep in incomplete:
         return complete_files(ctx, parameter, incomplete)
-    known = listed().items()
-    return [CompletionItem(name, help=model["about"]) for name, model in known if name.startswith(incomplete)]
+    models = listed().items()
+    return [CompletionItem(name, help=model["about"]) for name, model in models if name.startswith(incomplete)]
 
 
 def complete_commands(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:

@@ -17,22 +17,24 @@ MODELS = ("model", "transformer", "memory", "size", "frames", "steps", "guidance
 
 def show_model(model: str, as_json: bool) -> None:
     """Print what a model takes, its sizes and its recommended settings; read no weights."""
-    found = dict(described(model))
+    model_info = dict(described(model))
     if as_json:
-        click.echo(json.dumps(found, indent=2, ensure_ascii=False))
+        click.echo(json.dumps(model_info, indent=2, ensure_ascii=False))
         return
-    needed = {name: " (needed)" for name in found["needs"]}
-    told = {
-        "takes": ["a prompt", *(f"{_option(name)}{needed.get(name, '')}" for name in found["takes"])],
-        "sizes": [f"{name} {size}" for name, size in found["sizes"].items()],
-        "parameters": _rounded(found["parameters"]),
-        "memory": _rounded(found["memory"]) + "B",
-        "networks": [f"{name} {_rounded(size)}B" for name, size in found["networks"].items()],
+    needed = {name: " (needed)" for name in model_info["needs"]}
+    shown_entries = {
+        "takes": ["a prompt", *(f"{_option(name)}{needed.get(name, '')}" for name in model_info["takes"])],
+        "sizes": [f"{name} {size}" for name, size in model_info["sizes"].items()],
+        "parameters": _rounded(model_info["parameters"]),
+        "memory": _rounded(model_info["memory"]) + "B",
+        "networks": [f"{name} {_rounded(size)}B" for name, size in model_info["networks"].items()],
     }
-    own = {name: value for name, value in found["defaults"].items() if value != ""}
-    own |= {name: "bfloat16, float32 on a CPU" for name in LOADED if own.get(name) == "bfloat16"}
+    defaults = {name: value for name, value in model_info["defaults"].items() if value != ""}
+    defaults |= {name: "bfloat16, float32 on a CPU" for name in LOADED if defaults.get(name) == "bfloat16"}
     left_out = ("defaults", "needs", "ids", "grid", "frames_step")
-    _print_lines(_entries({name: value for name, value in found.items() if name not in left_out} | told | own))
+    _print_lines(
+        _entries({name: value for name, value in model_info.items() if name not in left_out} | shown_entries | defaults)
+    )
 
 
 def _option(picture: str) -> str:
@@ -42,12 +44,12 @@ def _option(picture: str) -> str:
 
 def show_models(as_json: bool) -> None:
     """Print the models as a table or as JSON."""
-    known = list(listed().values())
+    models = list(listed().values())
     if as_json:
-        click.echo(json.dumps(known, indent=2, ensure_ascii=False))
+        click.echo(json.dumps(models, indent=2, ensure_ascii=False))
         return
     rows, notes = [], []
-    for model in known:
+    for model in models:
         chosen = model["defaults"]
         sizes = (
             _rounded(model["parameters"]),
@@ -58,8 +60,8 @@ def show_models(as_json: bool) -> None:
         guidance = ", ".join(f"{scale:g}" for scale in scales if scale is not None)
         rows.append((model["name"], *sizes, str(chosen["frames"]), str(chosen["steps"]), guidance, model["licence"]))
         notes.append(f"{model['about']}; from {', '.join(model['tasks'])}")
-    made = table(MODELS, rows, stdout_width(), notes)
-    click.echo("\n".join([*made.headings, *made.rows]))
+    lines = table(MODELS, rows, stdout_width(), notes)
+    click.echo("\n".join([*lines.headings, *lines.rows]))
 
 
 def _rounded(number: float) -> str:
@@ -107,23 +109,23 @@ def _print_lines(lines: Mapping[str, str]) -> None:
 
 def _entries(record: Mapping[str, Any]) -> dict[str, str]:
     """Return the entries of a record as texts, in the order of their importance; those that are None are left out."""
-    told = {name: value for name, value in record.items() if name not in LEFT_OUT}
+    entries = {name: value for name, value in record.items() if name not in LEFT_OUT}
     if not record.get("original_prompt"):
-        told.pop("original_prompt", None)
+        entries.pop("original_prompt", None)
     if not record.get("video"):
-        told.pop("strength", None)
+        entries.pop("strength", None)
     if not any(record.get(name) for name in INPUTS):
-        told.pop("resize", None)
+        entries.pop("resize", None)
     if record.get("windows", 1) == 1:
-        told = {name: value for name, value in told.items() if name not in WINDOWS}
+        entries = {name: value for name, value in entries.items() if name not in WINDOWS}
     if {"height", "width"} <= record.keys() and "sizes" not in record:
-        told["size"] = f"{record['width']}x{record['height']}"
+        entries["size"] = f"{record['width']}x{record['height']}"
     if "frames" in record:
-        told["frames"] = f"{record['frames']}" + (f" at {record['fps']} a second" if "fps" in record else "")
+        entries["frames"] = f"{record['frames']}" + (f" at {record['fps']} a second" if "fps" in record else "")
     scales = [record.get(name) for name in ("guidance_scale", "guidance_scale_2")]
-    told["guidance"] = " and ".join(_text(scale) for scale in scales if scale is not None) or None
-    order = [name for name in (*FIRST_OF_A_MODEL, *FIRST, *told) if told.get(name) is not None]
-    return {name.replace("_", " "): _text(told[name]) for name in dict.fromkeys(order)}
+    entries["guidance"] = " and ".join(_text(scale) for scale in scales if scale is not None) or None
+    order = [name for name in (*FIRST_OF_A_MODEL, *FIRST, *entries) if entries.get(name) is not None]
+    return {name.replace("_", " "): _text(entries[name]) for name in dict.fromkeys(order)}
 
 
 def _text(value: Any) -> str:

@@ -41,40 +41,42 @@ def check(ctx: click.Context, request: "VideoRequest | None") -> None:
         ctx: The command and its parameters.
         request: What they ask of each video, of the commands that make some.
     """
-    given = {name: value for name, value in ctx.params.items() if value not in (None, (), "")}
-    if given.get("made"):  # of which `remake` tells more
-        given = {name: x for name, x in given.items() if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
-    _check_seeds(ctx, given.get("seeds"))
-    if "at" in given:  # where these are the server's
-        given = {name: value for name, value in given.items() if name not in (*MODELS, "lora", "decoder")}
-    for model in [given[name] for name in MODELS if name in given]:
+    values = {name: value for name, value in ctx.params.items() if value not in (None, (), "")}
+    if values.get("remade"):  # of which `remake` tells more
+        values = {
+            name: x for name, x in values.items() if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        }
+    _check_seeds(ctx, values.get("seeds"))
+    if "at" in values:  # where these are the server's
+        values = {name: value for name, value in values.items() if name not in (*MODELS, "lora", "decoder")}
+    for model in [values[name] for name in MODELS if name in values]:
         listing.check_name(model)
-        if request is not None and ctx.info_name in VIDEO and ctx.params.get("made") is None:
-            listing.check(model, request, whole=ctx.info_name in WHOLE and "prompts" not in given)
+        if request is not None and ctx.info_name in VIDEO and ctx.params.get("remade") is None:
+            listing.check(model, request, whole=ctx.info_name in WHOLE and "prompts" not in values)
     for name in (*INPUTS, *OTHER_FILES):
-        for file in given[name] if isinstance(given.get(name), tuple) else [given.get(name)]:
+        for file in values[name] if isinstance(values.get(name), tuple) else [values.get(name)]:
             check_file(file, f"give --{name.replace('_', '-')} a file that there is")
-    _check_prompts(given.get("prompts"))
-    if ctx.info_name == "info" and not os.path.exists(given["file"]) and listing.named(given["file"]):
-        raise WanjaxError(f"{given['file']} is a model, not a file: `wanjax models {given['file']}` describes it")
-    if "chip" in given:
-        _check_chip(given["chip"])
-    if "data" in given and not os.path.exists(data := given["data"].expanduser()):
+    _check_prompts(values.get("prompts"))
+    if ctx.info_name == "info" and not os.path.exists(values["file"]) and listing.named(values["file"]):
+        raise WanjaxError(f"{values['file']} is a model, not a file: `wanjax models {values['file']}` describes it")
+    if "chip" in values:
+        _check_chip(values["chip"])
+    if "data" in values and not os.path.exists(data := values["data"].expanduser()):
         raise WanjaxError(f"there is no folder or table {data}: give a folder of clips with captions")
-    for text in given.get("lora", ()):
+    for text in values.get("lora", ()):
         _check_lora(text)
-    if "extend_prompt" in given:
-        check_address(given["extend_prompt"])
-    if "out" in given and ctx.info_name in ONE_VIDEO and not any(name in given for name in SEVERAL):
-        _check_suffix(given["out"])
-    if ctx.info_name == "batch" or any(name in given for name in SEVERAL):
-        _check_several(given)
+    if "extend_prompt" in values:
+        check_address(values["extend_prompt"])
+    if "out" in values and ctx.info_name in ONE_VIDEO and not any(name in values for name in SEVERAL):
+        _check_suffix(values["out"])
+    if ctx.info_name == "batch" or any(name in values for name in SEVERAL):
+        _check_several(values)
     if ctx.info_name in WORKERS:
         _check_workers(ctx)
     if ctx.info_name == "serve":
         _check_access(ctx)
     if ctx.info_name in STAGES:
-        _check_stage(given["folder"], ctx.info_name)
+        _check_stage(values["folder"], ctx.info_name)
 
 
 def _check_seeds(ctx: click.Context, seeds: str | None) -> None:
@@ -97,15 +99,15 @@ def _check_chip(name: str) -> None:
     find_hardware(name)
 
 
-def _check_several(given: Mapping[str, Any]) -> None:
+def _check_several(values: Mapping[str, Any]) -> None:
     """Raise WanjaxError for options of one video, where there are several."""
     for option in ("noise", "profile"):
-        if option in given:
+        if option in values:
             raise WanjaxError(f"--{option} is for one video: leave it out for several")
-    if "folder" in given:
+    if "folder" in values:
         raise WanjaxError("--dir keeps the stages of one video: give --out, the folder of several")
-    if "out" in given and Path(given["out"]).suffix:
-        raise WanjaxError(f"--out names the file {given['out']} for several videos: name a folder")
+    if "out" in values and Path(values["out"]).suffix:
+        raise WanjaxError(f"--out names the file {values['out']} for several videos: name a folder")
 
 
 def _check_workers(ctx: click.Context) -> None:

@@ -40,30 +40,31 @@ def convert(
         return
     if target is None:
         raise click.UsageError(f"where to is missing: `wanjax convert {source} FOLDER` writes it there")
-    found, preset = find_checkpoint(source, revision)
+    checkpoint, preset = find_checkpoint(source, revision)
     if preset and preset.loras and source == preset.name:
         raise WanjaxError(f"{source} is {preset.source} with a LoRA, merged when it is loaded: convert the former")
-    if (missing := found.missing_components) and found.origin != found.name:
-        report.note(f"{source} holds no {', '.join(missing)}: taken from {found.fallback_repo}")
-    found.storage.check_room()
-    check_complete(found)
-    where, known = parse_path(target), read_configs(source, found, preset)
+    if (missing := checkpoint.missing_components) and checkpoint.origin != checkpoint.name:
+        report.note(f"{source} holds no {', '.join(missing)}: taken from {checkpoint.fallback_repo}")
+    checkpoint.storage.check_room()
+    check_complete(checkpoint)
+    where, outline = parse_path(target), read_configs(source, checkpoint, preset)
     if lora:
-        known = with_options(known, tuple(Lora.parse(text).named() for text in lora), report.note)
-        found = known.source
+        outline = with_options(outline, tuple(Lora.parse(text).named() for text in lora), report.note)
+        checkpoint = outline.source
     if to == "diffusers":
-        conversion: Conversion = ToDiffusers(found, where, kinds())
+        conversion: Conversion = ToDiffusers(checkpoint, where, kinds())
     else:
-        own = preset is not None and found.origin not in preset.sources  # one file of a repository of several models
+        # one file of a repository of several models
+        is_of_several = preset is not None and checkpoint.origin not in preset.sources
         shipped = preset is not None and Path(preset.source).exists()  # then its folder exists on this machine only
         conversion = ToWanjax(
-            found,
+            checkpoint,
             where,
             kinds(),
-            dtypes=_dtypes(dtypes, found),
-            origin=preset.name if preset and (shipped or own) else None,
+            dtypes=_dtypes(dtypes, checkpoint),
+            origin=preset.name if preset and (shipped or is_of_several) else None,
             licence=preset.licence if preset else None,
-            known_as=known.distilled_name,
+            known_as=outline.distilled_name,
         )
     _announce(report, conversion)
     with _bar(report) as progress:
@@ -84,16 +85,16 @@ def _verify(report: Report, source: str, target: str | None) -> None:
     )
 
 
-def _dtypes(given: Sequence[str], source: Source) -> dict[str, str]:
+def _dtypes(texts: Sequence[str], source: Source) -> dict[str, str]:
     """Return the new dtypes by component. A dtype without a name is for all components not kept in float32."""
     chosen = {}
-    for text in given:
+    for text in texts:
         name, _, dtype = text.rpartition("=")
         if dtype not in ("bfloat16", "float32"):
             raise WanjaxError(f"--dtype {text} is no dtype to store weights in: bfloat16 or float32 is")
         classes = {word for kind in kinds() for word in kind.classes}
-        listed = [known for known, component in source.components.items() if component.kind in classes]
-        names = [name] if name else [known for known in listed if not network(source, known, kinds()).float32]
+        listed = [key for key, component in source.components.items() if component.kind in classes]
+        names = [name] if name else [key for key in listed if not network(source, key, kinds()).float32]
         chosen |= dict.fromkeys(names, dtype)
     return chosen
 

@@ -110,9 +110,9 @@ def find_metadata(ctx: click.Context, parameter: click.Parameter, file: str | No
     if file is None or ctx.resilient_parsing:
         return None
     record = _record_of(file)
-    own = [x for x in ctx.command.params if x.name in recorded() and record.get(x.name) is not None]
-    found = {x.name: _checked(file, x.name, record[x.name], x) for x in own}
-    ctx.meta[RECORD] = {"compiler": SAFE, **found, "tile": "tiling" in record}  # the set that records do not name
+    parameters = [x for x in ctx.command.params if x.name in recorded() and record.get(x.name) is not None]
+    values = {x.name: _checked(file, x.name, record[x.name], x) for x in parameters}
+    ctx.meta[RECORD] = {"compiler": SAFE, **values, "tile": "tiling" in record}  # the set that records do not name
     _take(ctx)
     return record
 
@@ -129,30 +129,30 @@ def _record_of(file: str) -> dict[str, Any]:
 
 def _take(ctx: click.Context) -> None:
     """Make the options of the files click's defaults; beside a record, a TOML file cannot change the video."""
-    given, record = ctx.meta.get(CONFIG, {}), ctx.meta.get(RECORD)
+    options, record = ctx.meta.get(CONFIG, {}), ctx.meta.get(RECORD)
     if record is not None:
-        given = {name: value for name, value in given.items() if name in BESIDE_THE_VIDEO} | record
-    ctx.default_map = given
+        options = {name: value for name, value in options.items() if name in BESIDE_THE_VIDEO} | record
+    ctx.default_map = options
 
 
 def _from_config(file: str, ctx: click.Context) -> dict[str, Any]:
     """Return the options of a TOML file for the command of a context, by the names of its parameters."""
     group, command = ctx.parent.command if ctx.parent else None, str(ctx.info_name)
     assert isinstance(group, click.Group)
-    known = {name: _options(group.commands[name]) for name in group.list_commands(ctx)}
-    every = {key: option for name in (*reversed(known), command) for key, option in known[name].items()}
-    for key in (key for name in known for key in _of_one_video(group.commands[name])):
+    options_of = {name: _options(group.commands[name]) for name in group.list_commands(ctx)}
+    every = {key: option for name in (*reversed(options_of), command) for key, option in options_of[name].items()}
+    for key in (key for name in options_of for key in _of_one_video(group.commands[name])):
         every.pop(key, None)
     tables: dict[str, Any] = {}
     table = _table(file)
-    for name in known.keys() & table.keys():
+    for name in options_of.keys() & table.keys():
         if not isinstance(more := table.pop(name), dict):
             raise WanjaxError(f"{file} gives {name} as {more!r}: write a table of its options, [{name}]")
-        tables[name] = _named(f"{file}, in [{name}],", more, known[name])
+        tables[name] = _named(f"{file}, in [{name}],", more, options_of[name])
     for name in (key for key, value in table.items() if isinstance(value, dict) and key not in every):
-        near = [f"[{one}]" for one in get_close_matches(name, known, n=1) or known]
+        near = [f"[{one}]" for one in get_close_matches(name, options_of, n=1) or options_of]
         raise WanjaxError(f"{file} has the table {name!r}, which is no command: write {' or '.join(near)}")
-    names = {option.name for option in known[command].values()}
+    names = {option.name for option in options_of[command].values()}
     shared = {name: value for name, value in _named(file, table, every).items() if name in names}
     return shared | tables.get(command, {})
 
@@ -182,7 +182,7 @@ def _named(place: str, table: Mapping[str, Any], options: Mapping[str, click.Opt
 
     `place` says in a message where the table stands.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in table.items():
         name = our_name(key)
         if name not in options:
@@ -191,10 +191,10 @@ def _named(place: str, table: Mapping[str, Any], options: Mapping[str, click.Opt
         option = options[name]
         checked = _checked(place, key, value, option)
         if option.name == "size" and isinstance(size := read_size(checked), tuple):
-            found |= zip(("height", "width"), size, strict=True)
+            values |= zip(("height", "width"), size, strict=True)
         else:
-            found[option.name] = checked
-    return found
+            values[option.name] = checked
+    return values
 
 
 def _checked(place: str, key: str, value: Any, parameter: click.Parameter) -> Any:
@@ -227,7 +227,7 @@ config = of_file(
 )
 source = of_file(
     "--from",
-    "made",
+    "remade",
     is_eager=True,
     callback=find_metadata,
     help="Make the video FILE again, with its prompt and settings; a prompt and options change them. FILE "

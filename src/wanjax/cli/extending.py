@@ -31,8 +31,8 @@ class Extender:
         """
         if command.extend_prompt is None:
             if (model := command.extend_model) is not None:
-                told = f"--extend-model {model} is given without --extend-prompt, the address that has it"
-                raise WanjaxError(told)
+                fault = f"--extend-model {model} is given without --extend-prompt, the address that has it"
+                raise WanjaxError(fault)
             return None
         if options.processes:
             raise WanjaxError("--extend-prompt is for one process: each of several would be answered another prompt")
@@ -40,26 +40,26 @@ class Extender:
 
     def __call__(self, prompt: str) -> Extended:
         """Return an extended prompt."""
-        made = extend_prompt(prompt, self.url, model=self.model, picture=self.picture)
-        self.report.note(f"the prompt is extended: {made}")
-        return made
+        extended_prompt = extend_prompt(prompt, self.url, model=self.model, picture=self.picture)
+        self.report.note(f"the prompt is extended: {extended_prompt}")
+        return extended_prompt
 
     def all_of(self, prompts: list[str], folder: AnyPath) -> list[Extended]:
         """Return the extended prompts of a list; those that the folder keeps are not asked for again."""
         check_folder(folder)
-        file, found = folder / KEPT, []
-        kept = _kept(file)
+        file, extended_prompts = folder / KEPT, []
+        saved = _kept(file)
         with self.report.stage("extend", at_once=True):
             for done, prompt in enumerate(prompts):
                 self.report.count("prompt", done, len(prompts))
                 name = f"{self.model or ''} {'picture' if self.picture else 'text'}: {prompt}"
-                if name not in kept:
-                    kept[name] = self(prompt)
+                if name not in saved:
+                    saved[name] = self(prompt)
                     with writing(file) as beside:
-                        beside.write_text(json.dumps(kept, indent=2, ensure_ascii=False), encoding="utf-8")
-                found.append(Extended(kept[name], prompt))
+                        beside.write_text(json.dumps(saved, indent=2, ensure_ascii=False), encoding="utf-8")
+                extended_prompts.append(Extended(saved[name], prompt))
             self.report.count("prompt", len(prompts), len(prompts))
-        return found
+        return extended_prompts
 
 
 def extended(request: VideoRequest, extend: Extender | None) -> VideoRequest:
@@ -69,16 +69,16 @@ def extended(request: VideoRequest, extend: Extender | None) -> VideoRequest:
     later = request.settings.get("then", "").splitlines()
     with extend.report.stage("extend", at_once=True):
         prompt, *then = (extend(text) for text in (request.settings["prompt"], *later))
-    told = {"prompt": str(prompt), "original_prompt": "\n".join([prompt.original, *later])}
-    return request.updated(told | ({"then": "\n".join(then)} if then else {}))
+    settings = {"prompt": str(prompt), "original_prompt": "\n".join([prompt.original, *later])}
+    return request.updated(settings | ({"then": "\n".join(then)} if then else {}))
 
 
 def _kept(file: AnyPath) -> dict[str, str]:
     """Return the extended prompts that a file keeps; none where it cannot be read as such."""
     try:
         with local_copy(file) as copy:
-            found = json.loads(copy.read_text(encoding="utf-8"))
+            content = json.loads(copy.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    texts = found.items() if isinstance(found, dict) else ()
+    texts = content.items() if isinstance(content, dict) else ()
     return {name: line for name, text in texts if isinstance(text, str) and (line := cleaned(text))}

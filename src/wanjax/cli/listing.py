@@ -42,8 +42,8 @@ def listed() -> Mapping[str, Mapping[str, Any]]:
 
 def named(model: str) -> Mapping[str, Any] | None:
     """Return what is listed of a model, which may be named by its repository; None where it is not listed."""
-    if (known := listed().get(model)) is not None:
-        return known
+    if (listed_model := listed().get(model)) is not None:
+        return listed_model
     bare = "/" not in model and not os.path.exists(model)
     for each in listed().values():
         ids = each.get("ids", ())
@@ -83,16 +83,18 @@ def check(model: str, request: "VideoRequest", *, whole: bool = False) -> None:
         request: The request.
         whole: Whether it has all that a video is made from, so that an input that the model needs is missed.
     """
-    if (known := named(model)) is None:
+    if (listed_model := named(model)) is None:
         return
-    own, given = known["defaults"], request.settings
-    for name in given:
-        if name not in own and name not in ("prompt", "size", "seconds"):
-            raise no_setting(name, known["name"], own)
-    shape = {name: given.get(name, own[name]) for name in ("height", "width", "frames")}
-    if (size := given.get("size")) is not None:
-        texts = known["sizes"].items()
+    defaults, settings = listed_model["defaults"], request.settings
+    for name in settings:
+        if name not in defaults and name not in ("prompt", "size", "seconds"):
+            raise no_setting(name, listed_model["name"], defaults)
+    shape = {name: settings.get(name, defaults[name]) for name in ("height", "width", "frames")}
+    if (size := settings.get("size")) is not None:
+        texts = listed_model["sizes"].items()
         shape |= sides(size, {name: (int(h), int(w)) for name, text in texts for w, h in [text.split("x")]})
-    check_shape(**shape, spatial=known["grid"], temporal=known["frames_step"])
-    specs = [INPUTS[name]._replace(required=whole and name in known["needs"]) for name in known["takes"]]
-    check_inputs([name for name in INPUTS if request.inputs.get(name)], known["name"], known["task"], specs)
+    check_shape(**shape, spatial=listed_model["grid"], temporal=listed_model["frames_step"])
+    specs = [INPUTS[name]._replace(required=whole and name in listed_model["needs"]) for name in listed_model["takes"]]
+    check_inputs(
+        [name for name in INPUTS if request.inputs.get(name)], listed_model["name"], listed_model["task"], specs
+    )

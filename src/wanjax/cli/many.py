@@ -93,8 +93,8 @@ def generate(
         numbers = numbers_of(requests, command, request.settings.get("seed", SETTINGS["seed"].usual))
         if extend is not None:
             texts = extend.all_of([request.settings["prompt"] for request in requests], target)
-            told = [as_settings(text) for text in texts]
-            requests = [one.updated(text) for one, text in zip(requests, told, strict=True)]
+            settings = [as_settings(text) for text in texts]
+            requests = [one.updated(text) for one, text in zip(requests, settings, strict=True)]
         unsaid = (command.seeds, command.count) == (None, None) and "seed" not in request.settings
         requests = [one.under(shared) for one in with_seeds(requests, None if unsaid else numbers)]
         with used_folder(arguments["place"]), _store(database, arguments["place"]) as store:
@@ -107,19 +107,19 @@ def generate(
                 batch = _by_workers(driver, requests, wrong, arguments, 1 if workers is None else workers, by)
     report.table()
     if batch.failed:
-        told = f"{len(batch.failed)} of {quantity(batch.total, 'video')} failed, as listed in {target / MANIFEST}"
-        report.note(f"{told}; the same command tries them again")
+        summary = f"{len(batch.failed)} of {quantity(batch.total, 'video')} failed, as listed in {target / MANIFEST}"
+        report.note(f"{summary}; the same command tries them again")
         raise click.exceptions.Exit(FAILURE)
 
 
 @contextmanager
 def _leading(report: Report, arguments: dict[str, Any]) -> Iterator[VideoMaker]:
     """Yield the maker of this process, which leads those that it has met; at the end it lets them go."""
-    own = {**arguments, "load": partial(arguments["load"], progress=report.load, note=report.note)}
+    arguments_here = {**arguments, "load": partial(arguments["load"], progress=report.load, note=report.note)}
     if not report.awaited:
-        yield VideoMaker(**own)
+        yield VideoMaker(**arguments_here)
         return
-    leader = Leader(**own)
+    leader = Leader(**arguments_here)
     try:
         yield leader
     finally:
@@ -225,8 +225,8 @@ def _here(
         except WanjaxError as error:  # which the worker would take for its own
             faults.append(error)
 
-    with here as own:  # previews are shown by files
-        here_alone = command._replace(folder=own, out=None)
+    with here as preview_folder:  # previews are shown by files
+        here_alone = command._replace(folder=preview_folder, out=None)
         video = Rendering(report, first.request, options, here_alone, remade=remade, pipe=maker.pipe)
         videos = [maker.settings[name] for name in batch.tasks]
         video.tell(videos)
@@ -267,13 +267,13 @@ def _by_workers(
         else:
             start = stack.enter_context(_ray_workers(driver, arguments, count, by.ray, by))
 
-        asked: list[Any] = []  # workers, the last of which plans
+        planners: list[Any] = []  # workers, the last of which plans
 
         def worker(number: int) -> Any:
             planning = number == 0 and not plan
-            made = start(number=number, ask=ask if planning else None)
-            asked.extend([made] if planning else [])
-            return made
+            new_worker = start(number=number, ask=ask if planning else None)
+            planners.extend([new_worker] if planning else [])
+            return new_worker
 
         pool = Pool(driver.store, worker, Scale(count, count), report.note)
         stack.callback(pool.close)
@@ -281,7 +281,7 @@ def _by_workers(
             while not plan:
                 _look_after(pool, report)
                 with suppress(EOFError):  # it died, and another one is asked
-                    answer = asked[-1].answer()
+                    answer = planners[-1].answer()
                     plan += [answer] if answer is not None else []
             tasks, model = plan[0]
             batch = driver.batch(tasks, model)
@@ -324,17 +324,17 @@ def _ray_workers(
 ) -> Iterator[Callable[..., Any]]:
     """Yield what starts workers in a Ray cluster, which has the store as an actor where no other host reaches it."""
     hosts = by.hosts
-    asked = ray_cluster.resources_of(by.resources, (FIRST,) if hosts > 1 else ())
+    requested = ray_cluster.resources_of(by.resources, (FIRST,) if hosts > 1 else ())
     local = ray_cluster.address_of(address) is None
-    cores = count * hosts * asked.get("", {}).get("num_cpus", 1)
+    cores = count * hosts * requested.get("", {}).get("num_cpus", 1)
     with ray_cluster.connected(address, cores, by.dashboard) as ray:
         if not driver.store.is_shared:
             enter(driver.store, driver.place, BATCH)
             driver.store = RemoteStore.start(ray, driver.store)
-        own = {"": ray_cluster.usual_resources(ray)} | asked
-        place, follower = partial(place_alone, ray, own[""]), None
+        resources = {"": ray_cluster.usual_resources(ray)} | requested
+        place, follower = partial(place_alone, ray, resources[""]), None
         if hosts > 1:
-            place = partial(place_together, ray, bundles_of(ray, own, hosts), not local)
+            place = partial(place_together, ray, bundles_of(ray, resources, hosts), not local)
             follower = partial(VideoMaker, **arguments)
         start = partial(_maker, arguments, leads=hosts > 1)
         yield lambda number, ask: RayWorker(ray, driver.store, start, driver.options, place, follower, ask)
@@ -376,15 +376,15 @@ def _takeable(
     requests: Sequence[VideoRequest], model: str, options: VideoRequest, wrong: WrongRows
 ) -> list[VideoRequest]:
     """Return the requests that a listed model may take with these options; `wrong` receives the others."""
-    found = []
+    takeable = []
     for request in requests:
         try:
             listing.check(model, request.under(options), whole=True)
         except WanjaxError as error:
             wrong.add(request.row, error)
         else:
-            found.append(request)
-    return found
+            takeable.append(request)
+    return takeable
 
 
 def _is_here(model: str) -> bool:

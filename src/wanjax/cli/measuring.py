@@ -32,32 +32,32 @@ def bench(report: Report, *, model: str, quick: bool, keep: bool, as_json: bool)
     """Run the measurements, print them, and keep the better set of compiler options."""
     scale: BenchSize = SIZES["cpu" if platform() == "cpu" else "other", quick]
     with report.stage("bench"):
-        found = run(registry.outline(model), scale, quick=quick, tell=report.note)
+        result = run(registry.outline(model), scale, quick=quick, tell=report.note)
     if as_json:
-        click.echo(json.dumps(found.to_json(), indent=2))
+        click.echo(json.dumps(result.to_json(), indent=2))
     else:
-        show(found, progress.console(stderr=False))
-    if keep and found.better is not None:
-        save_set(found.better)
-        if saved_set() == found.better:  # not where the cache folder cannot be written
-            report.note(f"{found.better} is what --compiler is from now on, unless it is given")
-    if found.faults:
+        show(result, progress.console(stderr=False))
+    if keep and result.better is not None:
+        save_set(result.better)
+        if saved_set() == result.better:  # not where the cache folder cannot be written
+            report.note(f"{result.better} is what --compiler is from now on, unless it is given")
+    if result.faults:
         raise click.exceptions.Exit(1)
 
 
-def show(found: Bench, console: Console) -> None:
+def show(result: Bench, console: Console) -> None:
     """Print the measurements as a table, and what follows from them as sentences."""
     console.print(
-        f"{found.model}, {found.size}, {quantity(found.frames, 'frame')}, {found.dtype}, random weights, on "
-        f"{found.devices} ({mesh_text(found.mesh, ', ')}), modelled by {found.modelled_by}",
+        f"{result.model}, {result.size}, {quantity(result.frames, 'frame')}, {result.dtype}, random weights, on "
+        f"{result.devices} ({mesh_text(result.mesh, ', ')}), modelled by {result.modelled_by}",
     )
-    several = len({row.compiler for row in found.rows}) > 1
+    several = len({row.compiler for row in result.rows}) > 1
     rows = []
-    for row in found.rows:
+    for row in result.rows:
         name = f"{row.name}, {row.compiler}" if several and row.name == "a step" else row.name
         rows.append((f"{name}: {row.what}", *_figures(row)))
     print_table(console, HEADINGS, rows)
-    for line in _sentences(found):
+    for line in _sentences(result):
         console.print(line)
 
 
@@ -68,19 +68,19 @@ def _figures(row: Row) -> list[str]:
     return [*times, str(row.runs or ""), spread, modelled, "" if row.ratio is None else digits(row.ratio)]
 
 
-def _sentences(found: Bench) -> Iterator[str]:
+def _sentences(result: Bench) -> Iterator[str]:
     """Yield sentences on what is exact, what was reached, the sets of compiler options, and what is wrong."""
-    exact = ", ".join(f"{name} {far:.1e}" for name, far in found.exact.items())
+    exact = ", ".join(f"{name} {far:.1e}" for name, far in result.exact.items())
     yield f"attention's relative distance from the reference: {exact}"
-    yield from (f"{row.name}, {row.what}: {scaled(row.rate, 'FLOP/s')}" for row in found.rows if row.rate)
-    yield from (f"{row.name}: {row.note}" for row in found.rows if row.note)
-    if found.better is None:
+    yield from (f"{row.name}, {row.what}: {scaled(row.rate, 'FLOP/s')}" for row in result.rows if row.rate)
+    yield from (f"{row.name}: {row.note}" for row in result.rows if row.note)
+    if result.better is None:
         yield "the sets of compiler options are the same on these devices"
-    elif found.differ is not None:
-        yield f"the sets' answers are {found.differ:.1e} apart, and {found.better} is the better one"
-    if len(found.mesh) and all(size == 1 for size in found.mesh.values()):
+    elif result.differ is not None:
+        yield f"the sets' answers are {result.differ:.1e} apart, and {result.better} is the better one"
+    if len(result.mesh) and all(size == 1 for size in result.mesh.values()):
         yield "one device sends no messages"
-    yield from (f"wrong: {fault}" for fault in found.faults)
+    yield from (f"wrong: {fault}" for fault in result.faults)
 
 
 PROMPTS = (
@@ -108,9 +108,9 @@ def calibrate(report: Report, request: VideoRequest, options: PipelineOptions, t
         report.note(f"prompt {number} of {len(chosen)}: {prompt}")
         runs.append(_measured(report, pipe, pictures, complete.updated({"prompt": prompt})))
     tables = tables_from(runs)
-    made = {"model": model, "steps": complete.steps, "prompts": list(chosen)}
+    origin = {"model": model, "steps": complete.steps, "prompts": list(chosen)}
     with writing(file) as beside:
-        beside.write_text(json.dumps(to_json(tables) | made) + "\n", encoding="utf-8")
+        beside.write_text(json.dumps(to_json(tables) | origin) + "\n", encoding="utf-8")
     for rule in (MagCache(), TeaCache()):
         count = reused_steps(rule, tables, runs[0])
         report.note(f"steps that reuse what another kept with --cache {rule.name}: {count} of {complete.steps}")

@@ -84,9 +84,9 @@ class Workers(click.ParamType):
     name = "workers"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
-        found = re.fullmatch(r"(\d{1,4})(?:\.\.(\d{1,4}))?", str(value), re.ASCII)
-        least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
-        if not found or least > most or (least == 0 < most):
+        bounds = re.fullmatch(r"(\d{1,4})(?:\.\.(\d{1,4}))?", str(value), re.ASCII)
+        least, most = (int(bounds[1]), int(bounds[2] or bounds[1])) if bounds else (0, 0)
+        if not bounds or least > most or (least == 0 < most):
             self.fail(f"{value} is no number of workers: 2 is one, and 1..4 are one to four, by what waits", param, ctx)
         return least, most
 
@@ -127,12 +127,12 @@ of_scripts = partial(click.option, is_eager=True, hidden=True)  # spellings of t
 
 def _parts(ctx: click.Context, whole: click.Parameter, *names: str) -> dict[str, Any]:
     """Take the given ones of these options, which become parts of another: this one counts as given too."""
-    found = {name: ctx.params.pop(name) for name in names}
-    given = {name: value for name, value in found.items() if value is not None}
-    for name in given:
+    values = {name: ctx.params.pop(name) for name in names}
+    chosen = {name: value for name, value in values.items() if value is not None}
+    for name in chosen:
         if (source := ctx.get_parameter_source(name)) and not is_given(str(whole.name)):
             ctx.set_parameter_source(str(whole.name), source)
-    return given
+    return chosen
 
 
 def _attention(ctx: click.Context, parameter: click.Parameter, value: str | None) -> Any:
@@ -140,10 +140,12 @@ def _attention(ctx: click.Context, parameter: click.Parameter, value: str | None
     tiles = [f"{k}={v}" for k, v in _parts(ctx, parameter, "block_q", "block_kv", "block_kv_compute").items()]
     tiles += _parts(ctx, parameter, "use_k_smooth").values()
     window = [f"window={size}" for size in _parts(ctx, parameter, "window").values()]
-    own = _parts(ctx, parameter, "use_custom_attention").get("use_custom_attention")
-    if own and value and value.partition(":")[0] != own:
-        raise click.UsageError(f"--use-custom-attention is --attention {own}, and {value} is given: one way is enough")
-    name = value or own or ("flash_tpu" if tiles else "auto")
+    implied = _parts(ctx, parameter, "use_custom_attention").get("use_custom_attention")
+    if implied and value and value.partition(":")[0] != implied:
+        raise click.UsageError(
+            f"--use-custom-attention is --attention {implied}, and {value} is given: one way is enough"
+        )
+    name = value or implied or ("flash_tpu" if tiles else "auto")
     text = ("," if ":" in name else ":").join([name, *filter(None, [",".join([*tiles, *window])])])
     if text == "auto":
         return None
@@ -289,20 +291,20 @@ model_override = of_model(help="Another model than that of the stage before.")
 
 def setting(name: str) -> Decorator:
     """Return the option of a setting."""
-    known = SETTINGS[name]
+    spec = SETTINGS[name]
     option = f"--{name.replace('_', '-')}"
-    if known.several:
-        return click.option(option, multiple=True, metavar=known.metavar, help=known.help)
-    if known.kind is bool:
-        return click.option(f"{option}/--no-{option[2:]}", default=None, help=known.help)
-    kind = str if name == "seed" else click.Choice(known.choices) if known.choices else known.kind  # or random
+    if spec.several:
+        return click.option(option, multiple=True, metavar=spec.metavar, help=spec.help)
+    if spec.kind is bool:
+        return click.option(f"{option}/--no-{option[2:]}", default=None, help=spec.help)
+    kind = str if name == "seed" else click.Choice(spec.choices) if spec.choices else spec.kind  # or random
     check = _named if name in NAMED else None
-    return click.option(option, type=kind, metavar=known.metavar or None, help=known.help, callback=check)
+    return click.option(option, type=kind, metavar=spec.metavar or None, help=spec.help, callback=check)
 
 
 def of_group(group: str) -> Decorator:
     """Return the options of a group of settings."""
-    return together(*(setting(name) for name, known in SETTINGS.items() if known.group == group))
+    return together(*(setting(name) for name, spec in SETTINGS.items() if spec.group == group))
 
 
 def _max_picture(ctx: click.Context, parameter: click.Parameter, value: int | None) -> None:
@@ -536,14 +538,14 @@ at = click.option(
 )
 
 
-def folder(default: str | None, told: str = "") -> Decorator:
+def folder(default: str | None, default_text: str = "") -> Decorator:
     """Return the option of the stages' folder, with its default or the sentence about it."""
     return click.option(
         "--dir",
         "folder",
         type=click.Path(path_type=Path),
         default=default,
-        show_default=told or True,
+        show_default=default_text or True,
         metavar="FOLDER",
         help="Where the stages keep their files.",
     )

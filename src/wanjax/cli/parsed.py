@@ -142,18 +142,18 @@ def request_of(ctx: click.Context) -> "VideoRequest":
     from wanjax.pipelines.request import SCHEDULER, VideoRequest, check_one_way  # imported late for a quick --help
 
     names = {"size", SCHEDULER.name, *INPUTS, *schema(Settings)} - {*LOADED}
-    given = {name: value for name, value in ctx.params.items() if name in names and value not in (None, ())}
-    check_one_way(given, dashes="--")
-    for name in given.keys() & INPUTS.keys():
-        files = given[name]
-        given[name] = [*map(full_name, files)] if isinstance(files, tuple) else full_name(files)
-    return VideoRequest.parse(given, whole=False)
+    fields = {name: value for name, value in ctx.params.items() if name in names and value not in (None, ())}
+    check_one_way(fields, dashes="--")
+    for name in fields.keys() & INPUTS.keys():
+        files = fields[name]
+        fields[name] = [*map(full_name, files)] if isinstance(files, tuple) else full_name(files)
+    return VideoRequest.parse(fields, whole=False)
 
 
 def fill(kind: type[Kind], ctx: click.Context, **more: Any) -> Kind:
     """Return a value whose fields are the parameters of a command that have their names, and `more` fields."""
-    own = {name: ctx.params[name] for name in kind.__annotations__ if name in ctx.params}
-    return kind(**{**own, **more})
+    values = {name: ctx.params[name] for name in kind.__annotations__ if name in ctx.params}
+    return kind(**{**values, **more})
 
 
 VALUES: Mapping[str, Callable[[click.Context], Any]] = {

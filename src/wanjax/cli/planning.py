@@ -75,24 +75,24 @@ def plan(
     learned = registry.attention_of(lora for lora in loras if Path(lora.file).is_file())  # those that are here
     attention = options.attention or learned or AUTO
     how = {"sp": sp, "rules": options.rules, "compiler": options.compiler or SAFE, "attention": attention}
-    found = registry.with_distillation(registry.outline(str(options.model)), loras, report.note)
+    outline = registry.with_distillation(registry.outline(str(options.model)), loras, report.note)
     if request.scheduler is not None:
-        found = replace(found, architecture=with_scheduler(found.architecture, request.scheduler))
+        outline = replace(outline, architecture=with_scheduler(outline.architecture, request.scheduler))
     dtypes = {"dtype": "float32", "vae_dtype": "float32"} if chip == "cpu" else {"dtype": "bfloat16"}
-    found = replace(found, settings=found.settings.updated(dtypes))
-    check_loaded(found.settings, {"dtype": options.dtype, "vae_dtype": options.vae_dtype})
-    pictures, settings = _video(loading.abstract_pipeline(found, ONE_DEVICE), request)
-    found = replace(found, settings=settings)
+    outline = replace(outline, settings=outline.settings.updated(dtypes))
+    check_loaded(outline.settings, {"dtype": options.dtype, "vae_dtype": options.vae_dtype})
+    pictures, settings = _video(loading.abstract_pipeline(outline, ONE_DEVICE), request)
+    outline = replace(outline, settings=settings)
     if training.train:
         lora = None if training.full else LoraConfig(training.lora_rank)
         how |= {"lora": lora, "optimized": OptimizerConfig(training.optimizer), "clips": training.batch_size}
-        price = partial(estimate_training, found, chip, axes, **how)
+        price = partial(estimate_training, outline, chip, axes, **how)
     else:
         offload = options.offload if settings.windows > 1 else options.offload is not False
         how |= {**options.how, "pictures": pictures, "offload": offload}
         if file := options.decoder:
-            how |= {"decoder": DecoderFile.in_place_of(found.architecture.vae, file)}
-        price = partial(estimate_at_scale, found, chip, several) if several else partial(estimate, found, chip)
+            how |= {"decoder": DecoderFile.in_place_of(outline.architecture.vae, file)}
+        price = partial(estimate_at_scale, outline, chip, several) if several else partial(estimate, outline, chip)
         price = partial(price, axes, **how)
 
     def tell(now: Sequence[str], done: int, total: int) -> None:
@@ -120,40 +120,40 @@ def _say(console: Console, sentence: str) -> None:
         console.print(line)
 
 
-def show_training(found: TrainingEstimate, console: Console) -> None:
+def show_training(priced: TrainingEstimate, console: Console) -> None:
     """Print the price of a step of training."""
     _say(
         console,
-        f"training of {found.trained} of {found.model} by {found.optimizer}, {found.clips} x {found.size}, "
-        f"{quantity(found.frames, 'frame')}, on {found.chip} ({mesh_text(found.mesh, ', ')}, rules {found.rules}), "
+        f"training of {priced.trained} of {priced.model} by {priced.optimizer}, {priced.clips} x {priced.size}, "
+        f"{quantity(priced.frames, 'frame')}, on {priced.chip} ({mesh_text(priced.mesh, ', ')}, rules {priced.rules}), "
         "priced, not measured",
     )
-    if found.step_seconds:
-        parts = {**found.step_breakdown, "in all": found.step_seconds}
-        alone = {**found.forward_breakdown, "in all": found.forward_seconds or 0.0}
+    if priced.step_seconds:
+        parts = {**priced.step_breakdown, "in all": priced.step_seconds}
+        alone = {**priced.forward_breakdown, "in all": priced.forward_seconds or 0.0}
         rows = [(part, duration(seconds), duration(alone.get(part, 0.0))) for part, seconds in parts.items()]
         print_table(console, ("part", "a step", "forward alone"), rows)
     _say(
         console,
-        f"a chip: {_gib(found.weights_bytes_per_chip)} of weights, state and inputs, "
-        f"{_gib(found.peak_bytes_per_chip)} at the peak, of {_gib(found.memory_per_chip)}",
+        f"a chip: {_gib(priced.weights_bytes_per_chip)} of weights, state and inputs, "
+        f"{_gib(priced.peak_bytes_per_chip)} at the peak, of {_gib(priced.memory_per_chip)}",
     )
-    if found.backward_ratio is not None:
-        ratio = digits(found.backward_ratio)
-        _say(console, f"backward and optimiser take {ratio} x the forward; the limit: {found.limit}")
-    for doubt in found.doubts:
+    if priced.backward_ratio is not None:
+        ratio = digits(priced.backward_ratio)
+        _say(console, f"backward and optimiser take {ratio} x the forward; the limit: {priced.limit}")
+    for doubt in priced.doubts:
         _say(console, f"in doubt: {doubt}")
-    _say(console, found.advice or f"fits, with {_gib(found.spare_bytes_per_chip)} to spare on each chip")
+    _say(console, priced.advice or f"fits, with {_gib(priced.spare_bytes_per_chip)} to spare on each chip")
 
 
-def show_video(found: Estimate, console: Console) -> None:
+def show_video(priced: Estimate, console: Console) -> None:
     """Print the prices as tables and sentences."""
-    options = "" if found.compiler is None else f", compiler {found.compiler}"
+    options = "" if priced.compiler is None else f", compiler {priced.compiler}"
     _say(
         console,
-        f"{found.model}, {found.size}, {quantity(found.frames, 'frame')}, {quantity(found.steps, 'step')}, "
-        f"{found.dtype}, on {found.chip} ({mesh_text(found.mesh, ', ')}, rules {found.rules}{options}), priced by "
-        f"{found.priced_by}, not measured",
+        f"{priced.model}, {priced.size}, {quantity(priced.frames, 'frame')}, {quantity(priced.steps, 'step')}, "
+        f"{priced.dtype}, on {priced.chip} ({mesh_text(priced.mesh, ', ')}, rules {priced.rules}{options}), priced by "
+        f"{priced.priced_by}, not measured",
     )
     stages = [
         (
@@ -162,66 +162,66 @@ def show_video(found: Estimate, console: Console) -> None:
             _gib(stage.activation_bytes_per_chip),
             _gib(stage.kept_bytes_per_chip),
             _gib(stage.peak_bytes_per_chip),
-            "unknown" if found.fits is None and stage.spare_bytes_per_chip < 0 else _gib(stage.spare_bytes_per_chip),
+            "unknown" if priced.fits is None and stage.spare_bytes_per_chip < 0 else _gib(stage.spare_bytes_per_chip),
             "does not fit" if stage.seconds is None else duration(stage.seconds),
         )
-        for name, stage in found.stages.items()
+        for name, stage in priced.stages.items()
     ]
     print_table(console, STAGE, stages)
-    if whole := found.step_seconds:
-        parts = [(part, duration(x), f"{x / whole:.0%}") for part, x in found.step_breakdown.items()]
+    if whole := priced.step_seconds:
+        parts = [(part, duration(x), f"{x / whole:.0%}") for part, x in priced.step_breakdown.items()]
         print_table(console, ("a step", "time", "part"), [*parts, ("in all", duration(whole), "")])
-    for line in _summary(found):
+    for line in _summary(priced):
         _say(console, line)
 
 
-def _summary(found: Estimate) -> Iterator[str]:
+def _summary(priced: Estimate) -> Iterator[str]:
     """Yield sentences on the steps, the whole run, what is in doubt and whether it fits."""
-    if found.step_seconds:
-        spread = between(*(duration(x or 0) for x in (found.step_seconds_low, found.step_seconds_high)))
-        share = f", {found.mfu:.0%} of the chips' {found.peak_dtype} peak" if found.mfu else ""
-        yield f"a step: {spread}{share}; what limits it: {found.limit}"
-    if found.dense_step_seconds:
-        each = duration(found.dense_step_seconds)
-        yield f"steps that take all of attention: {found.dense_steps} of {found.steps}, {each} each"
-    if found.reusing_step_seconds_least is not None:
-        either = f"{duration(found.reusing_step_seconds_least)} each, or {duration(found.reusing_step_seconds or 0)}"
+    if priced.step_seconds:
+        spread = between(*(duration(x or 0) for x in (priced.step_seconds_low, priced.step_seconds_high)))
+        share = f", {priced.mfu:.0%} of the chips' {priced.peak_dtype} peak" if priced.mfu else ""
+        yield f"a step: {spread}{share}; what limits it: {priced.limit}"
+    if priced.dense_step_seconds:
+        each = duration(priced.dense_step_seconds)
+        yield f"steps that take all of attention: {priced.dense_steps} of {priced.steps}, {each} each"
+    if priced.reusing_step_seconds_least is not None:
+        either = f"{duration(priced.reusing_step_seconds_least)} each, or {duration(priced.reusing_step_seconds or 0)}"
         yield (
-            f"steps that reuse what another kept ({found.cache}), as the video decides: up to {found.reusing_steps} of "
-            f"{found.steps}, {either}"
+            f"steps that reuse what another kept ({priced.cache}), as the video decides: "
+            f"up to {priced.reusing_steps} of {priced.steps}, {either}"
         )
-    elif found.reusing_step_seconds and found.step_seconds:
-        share = found.reusing_steps / found.steps
-        mean = (1 - share) * found.step_seconds + share * found.reusing_step_seconds
+    elif priced.reusing_step_seconds and priced.step_seconds:
+        share = priced.reusing_steps / priced.steps
+        mean = (1 - share) * priced.step_seconds + share * priced.reusing_step_seconds
         yield (
-            f"steps that reuse what another kept ({found.cache}): {found.reusing_steps} of {found.steps}, "
-            f"{duration(found.reusing_step_seconds)} each, {duration(mean)} a step on average"
+            f"steps that reuse what another kept ({priced.cache}): {priced.reusing_steps} of {priced.steps}, "
+            f"{duration(priced.reusing_step_seconds)} each, {duration(mean)} a step on average"
         )
-    for item in found.collectives:
+    for item in priced.collectives:
         yield (
             f"{item['operation']} over {item['devices']} devices: {item['times']} a step, "
             f"{in_bytes(item['bytes'])} a chip, {duration(item['seconds'])}"
         )
-    if found.frames_a_second is not None:
-        pace = digits(found.frames_a_second)
-        yield f"streamed: {pace} frames a second with the decoder, where {found.fps} are played"
-    if found.total_seconds is not None:
+    if priced.frames_a_second is not None:
+        pace = digits(priced.frames_a_second)
+        yield f"streamed: {pace} frames a second with the decoder, where {priced.fps} are played"
+    if priced.total_seconds is not None:
         compiling = (
-            f", after compiling ({SUM.format(duration(found.compile_seconds))})" if found.compile_seconds else ""
+            f", after compiling ({SUM.format(duration(priced.compile_seconds))})" if priced.compile_seconds else ""
         )
-        least = found.total_seconds if found.total_seconds_least is None else found.total_seconds_least
-        yield f"the whole run: {between(duration(least), duration(found.total_seconds))}{compiling}"
+        least = priced.total_seconds if priced.total_seconds_least is None else priced.total_seconds_least
+        yield f"the whole run: {between(duration(least), duration(priced.total_seconds))}{compiling}"
     yield (
-        f"download: at most {in_bytes(found.download_bytes_at_most)}, if stored in float32; on disk, converted: "
-        f"{in_bytes(found.disk_bytes)}"
+        f"download: at most {in_bytes(priced.download_bytes_at_most)}, if stored in float32; on disk, converted: "
+        f"{in_bytes(priced.disk_bytes)}"
     )
-    for doubt in found.doubts:
+    for doubt in priced.doubts:
         yield f"in doubt: {doubt}"
-    if found.fits:
-        spare = min(stage.spare_bytes_per_chip for stage in found.stages.values())
-        yield f"fits, with {_gib(spare)} of {_gib(found.memory_per_chip)} to spare on each chip"
-    if found.advice is not None:
-        yield found.advice
+    if priced.fits:
+        spare = min(stage.spare_bytes_per_chip for stage in priced.stages.values())
+        yield f"fits, with {_gib(spare)} of {_gib(priced.memory_per_chip)} to spare on each chip"
+    if priced.advice is not None:
+        yield priced.advice
 
 
 SHOWN: Mapping[type, Callable[[Any, Console], None]] = {
@@ -256,7 +256,7 @@ def _fill(report: Report, request: VideoRequest, options: PipelineOptions, place
     if current() is None:
         raise WanjaxError(f"--chip {place.name} fills a cache for other machines: --compile-cache names it")
     os.environ.update(ENVIRONMENT)  # before libtpu is loaded
-    made = []
+    compiled = []
     with (
         substitute_devices(topology_devices(place.topology, one_host=True)),
         _recorded(report, request, options) as instances,
@@ -265,10 +265,10 @@ def _fill(report: Report, request: VideoRequest, options: PipelineOptions, place
     ):
         for done, new in enumerate(pool.map(_compiled, instances), 1):
             report.count("program", done, len(instances))
-            made.append(new)
+            compiled.append(new)
     report.table()
-    told = f"compiled for {place.name}: {quantity(sum(made), 'program')}, there before: {made.count(False)}"
-    report.note(f"{told}: they are in {compile_cache_folder()}")
+    summary = f"compiled for {place.name}: {quantity(sum(compiled), 'program')}, there before: {compiled.count(False)}"
+    report.note(f"{summary}: they are in {compile_cache_folder()}")
 
 
 def _compiled(instance: Instance) -> bool:
@@ -285,7 +285,7 @@ def _recorded(report: Report, request: VideoRequest, options: PipelineOptions) -
     """Yield the programs of the run that `generate` would make, recorded."""
     with temp_dir() as folder:
         request = request.under(VideoRequest({"prompt": ""}))
-        made = Rendering(report, request, options, CommandOptions(folder=folder))
+        rendering = Rendering(report, request, options, CommandOptions(folder=folder))
         with report.stage("record"):
-            instances = made.instances()
+            instances = rendering.instances()
         yield instances

@@ -13,7 +13,7 @@ from wanjax.jobs.multihost import is_first, join
 from wanjax.sharding import platform
 
 
-def meet(report: Report, asked: str | None, *, described: str | None = None) -> None:
+def meet(report: Report, processes: str | None, *, described: str | None = None) -> None:
     """Join the other processes, if any. Only the first process reports.
 
     `described` is the platform of devices that are described, if programs are compiled for such.
@@ -21,7 +21,7 @@ def meet(report: Report, asked: str | None, *, described: str | None = None) -> 
     Executables are kept for other processes where all code in this one is that of the installed packages, unless the
     user chose a folder for JAX's cache, or a shared place, in which all programs are then found.
     """
-    join(asked)
+    join(processes)
     platform()  # a mistake in JAX_PLATFORMS is told here, before anything else asks for devices
     context = click.get_current_context(silent=True)
     use_shared(**(context.meta.get(COMPILE_CACHE, {}) if context else {}), platform=described)

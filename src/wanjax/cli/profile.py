@@ -33,7 +33,7 @@ class StepProfile(Observer):
         self.devices = pipe.partitioner.mesh.size
         rule = pipe.architecture.spec.cache_rule(settings)
         reuses = rule.decided_on_device or any(pipe.architecture.spec.reused(settings))
-        self.known = pipe.attention.is_dense and not reuses  # else some of the work is left out
+        self.counts_all_work = pipe.attention.is_dense and not reuses  # else some of the work is left out
 
     def begun(self, encoded: Any) -> None:
         forwards = 2 if self.settings.guided else 1
@@ -58,16 +58,16 @@ class StepProfile(Observer):
 
     def report(self) -> str:
         """Write the report; return one sentence: seconds and operations of a step, and the share of the peak."""
-        found = self._found()
+        figures = self._found()
         with writing(self.folder / STEPS) as beside:
-            beside.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-        of_peak = "" if found["mfu"] is None else f", {found['mfu']:.1%} of the bfloat16 peak"
+            beside.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        of_peak = "" if figures["mfu"] is None else f", {figures['mfu']:.1%} of the bfloat16 peak"
         trace = f"the trace is in {self.folder}" if self._traced else "there is no trace, which has the second step"
-        if found["step_seconds"] is None:
+        if figures["step_seconds"] is None:
             return f"a step: no time is known, which takes two steps; {trace}"
-        flops, pace = found["step_flops"], found["achieved_flops_per_second"]
+        flops, pace = figures["step_flops"], figures["achieved_flops_per_second"]
         work = "" if flops is None else f", {scaled(flops, 'FLOP')}, {scaled(pace, 'FLOP/s')}{of_peak}"
-        return f"a step: {duration(found['step_seconds'])}{work}; {trace}"
+        return f"a step: {duration(figures['step_seconds'])}{work}; {trace}"
 
     def _found(self) -> dict[str, Any]:
         seconds = [end - start for start, end in zip(self._ends, self._ends[1:], strict=False)]
@@ -75,7 +75,9 @@ class StepProfile(Observer):
         step = statistics.median(untraced or seconds) if seconds else None
         kind = jax.devices()[0].device_kind
         peak = peak_flops(kind)
-        flops = sum(self.parts.values()) if self.known else None  # a window, a mask or a cache leaves some of it out
+        flops = (
+            sum(self.parts.values()) if self.counts_all_work else None
+        )  # a window, a mask or a cache leaves some of it out
         pace = flops and step and flops / step
         return {
             "model": self.settings.model,
@@ -87,7 +89,7 @@ class StepProfile(Observer):
             "seconds": seconds,
             "step_seconds": step,
             "step_flops": flops,
-            "step_flops_by_part": self.parts if self.known else None,
+            "step_flops_by_part": self.parts if self.counts_all_work else None,
             "achieved_flops_per_second": pace,
             "peak_flops_per_second": peak and self.devices * peak,
             "mfu": peak and pace and pace / (self.devices * peak),

@@ -39,10 +39,12 @@ def completed(
     check_files(record, taken_from(files_recorded()))
     if options.model != record["model"]:  # its own solver is the record's
         return request if is_typed("scheduler") else replace(request, scheduler=None), options, None
-    found: dict[str, Any] = {k: record[k] for k in ("revision", "param_dtype") if isinstance(record.get(k), str)}
+    loading_options: dict[str, Any] = {
+        k: record[k] for k in ("revision", "param_dtype") if isinstance(record.get(k), str)
+    }
     if options.tile and isinstance(record.get("tiling"), Mapping):
-        found["tiling"] = _tiling(record["tiling"])
-    return request, options._replace(**found), record
+        loading_options["tiling"] = _tiling(record["tiling"])
+    return request, options._replace(**loading_options), record
 
 
 def taken_from(names: Iterable[str]) -> list[str]:
@@ -87,7 +89,7 @@ def check_files(record: Mapping[str, Any], names: Iterable[str]) -> None:
                 )
 
 
-def _changed(path: AnyPath, told: Any) -> str | None:
+def _changed(path: AnyPath, recorded_digest: Any) -> str | None:
     """Return a file or folder and why it is not the one of the digest that is told; None where it is."""
     if not isinstance(path, Path):
         return f"{path}, which is no file here"
@@ -96,9 +98,9 @@ def _changed(path: AnyPath, told: Any) -> str | None:
         if not is_array and _is_name_alone(path):
             return f"{path}, a file or folder of the server that made it, of which the record has the name alone"
         return f"an array, {path}, of which no more is kept" if is_array else f"{path}, which is gone"
-    if told is None:
+    if recorded_digest is None:
         return f"{path}, of whose contents the record has no digest"
-    return f"{path}, whose contents are others now" if told != digest_of(path) else None
+    return f"{path}, whose contents are others now" if recorded_digest != digest_of(path) else None
 
 
 def _is_name_alone(path: AnyPath) -> bool:
@@ -118,10 +120,10 @@ def check_loaded(record: Mapping[str, Any], here: Mapping[str, Any]) -> None:
 
     `here` is the record of the video as it would be made now.
     """
-    known, now = file_digests(record), file_digests(here)
+    recorded, now = file_digests(record), file_digests(here)
     named = [("lora", str(path)) for path in paths_of(record, ["lora"])] + [(TABLE, TABLE)]
     for option, name in named:
-        if not is_typed(option) and name in known and name in now and known[name] != now[name]:
+        if not is_typed(option) and name in recorded and name in now and recorded[name] != now[name]:
             what = "the table of its cache" if option == TABLE else name
             raise WanjaxError(f"the video was made with {what}, which is another one now: --{option} gives one")
 

@@ -64,19 +64,19 @@ def generate(
     options: PipelineOptions,
     command: CommandOptions,
     at: str,
-    made: Mapping[str, Any] | None = None,
+    remade: Mapping[str, Any] | None = None,
 ) -> None:
     """Ask the server at an address for a video, or for several, show their progress, and write them.
 
-    Options of the model that are given have to be the server's. `made` is the metadata of the video that is made again.
+    Options of the model that are given have to be the server's. `remade` is the metadata of a video to make again.
     """
     server = Server(at)
     offered = server.model(options.model if is_given("model") else None)
-    if made is not None:
+    if remade is not None:
         from wanjax.cli.remake import check_files, taken_from, with_original  # imported late: they need JAX
 
-        request = with_original(request, made)
-        check_files(made, taken_from(INPUTS))
+        request = with_original(request, remade)
+        check_files(remade, taken_from(INPUTS))
         if not is_typed("compiler"):
             options = options._replace(compiler=None)  # it decides the last digits alone
     for name in filter(is_given, HERE):
@@ -153,7 +153,7 @@ def _generate_several(
         report.note(f"note: made once, of {len(requests)} videos: {repeated} that repeat another")
     check_folder(folder)
     there = set() if command.force else each.keys() & set(names_in(folder))
-    left = [asked for name, asked in each.items() if name not in there]
+    left = [task for name, task in each.items() if name not in there]
     report.note(f"videos: {len(left)}, into {folder}")
     if there:
         report.note(f"there already: {quantity(len(there), 'video')}, to be made: {len(left)}")
@@ -167,8 +167,8 @@ def _generate_several(
     if report.stats:
         report.table()
     if several.failed:
-        told = f"{several.failed} of {quantity(len(left), 'video')} failed, as listed in {folder / MANIFEST}"
-        report.note(f"{told}; the same command tries them again")
+        summary = f"{several.failed} of {quantity(len(left), 'video')} failed, as listed in {folder / MANIFEST}"
+        report.note(f"{summary}; the same command tries them again")
         raise click.exceptions.Exit(FAILURE)
 
 
@@ -315,10 +315,10 @@ def _why(job: Mapping[str, Any]) -> str:
     return _plain(why or "it tells no reason")
 
 
-def _seed(told: Mapping[str, Any], at: str) -> int:
+def _seed(job: Mapping[str, Any], at: str) -> int:
     """Return the seed among settings that a server tells; raise WanjaxError where it is none."""
     try:
-        return SETTINGS["seed"].read(told.get("seed"))
+        return SETTINGS["seed"].read(job.get("seed"))
     except WanjaxError as error:
         raise WanjaxError(f"{at} tells no seed of a video: it is no wanjax serve of this version") from error
 
@@ -326,13 +326,13 @@ def _seed(told: Mapping[str, Any], at: str) -> int:
 def _awaited(server: "Server", place: str, report: Report, show: Callable[[str, int, int], Any]) -> dict[str, Any]:
     """Return a video that is over; meanwhile its notes are printed, and `show` receives how far a stage is."""
     pause, longest = EVERY
-    told: set[str] = set()
+    noted: set[str] = set()
     while True:
         job = server.ask(place)
         notes = job.get("notes")
         for note in (*map(_plain, notes if isinstance(notes, list) else []), _window(job)):
-            if note and note not in told:
-                told.add(note)
+            if note and note not in noted:
+                noted.add(note)
                 report.note(note)
         if job.get("status") not in ("queued", "in_progress"):
             return job
@@ -362,19 +362,19 @@ def _fields(request: VideoRequest) -> dict[str, Any]:
     return {**request.fields, **files, **({ALLOW_EMPTY.name: True} if empty else {})}
 
 
-def _strengths(given: Sequence[Any], known: Any, at: str) -> dict[str, float]:
+def _strengths(loras: Sequence[Any], served: Any, at: str) -> dict[str, float]:
     """Return the strength of each of the server's LoRAs, 0 where it is not among the given ones.
 
     Raises WanjaxError for one that the server does not have.
     """
     from wanjax.checkpoints.lora_source import Lora  # imported late: it takes half of the time of all others
 
-    names = [str(one.get("name")) for one in known if isinstance(one, dict)]
-    asked = {lora.name: lora.strength for lora in map(Lora.parse, given)}
-    for name in asked.keys() - set(names):
+    names = [str(one.get("name")) for one in served if isinstance(one, dict)]
+    strengths = {lora.name: lora.strength for lora in map(Lora.parse, loras)}
+    for name in strengths.keys() - set(names):
         has = _plain(" and ".join(names)) or "none"
         raise WanjaxError(f"the LoRA {name} is for the server to be started with, and {at} has {has}")
-    return dict.fromkeys(names, 0.0) | asked
+    return dict.fromkeys(names, 0.0) | strengths
 
 
 def _check_options(options: PipelineOptions, has: Mapping[str, Any], at: str) -> None:
@@ -472,9 +472,9 @@ class Server:
 
     def ask(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the JSON object that is answered; post one where it is given. Raises WanjaxError as `fetch`."""
-        told = self.fetch(path, body)
+        response = self.fetch(path, body)
         try:
-            answer = json.loads(told)
+            answer = json.loads(response)
         except (ValueError, RecursionError):
             answer = None
         if not isinstance(answer, dict):
@@ -489,16 +489,16 @@ class Server:
         data = None if body is None else json.dumps(body, default=_File.as_url).encode()
         try:
             with self._opener.open(Request(f"{self.url}{path}", data, headers), timeout=PATIENCE) as answer:
-                found = answer.read(LARGEST)
+                content = answer.read(LARGEST)
                 if answer.length:  # a read of so many bytes is no error where the connection ends before them
-                    raise IncompleteRead(found, answer.length)
-                return found
+                    raise IncompleteRead(content, answer.length)
+                return content
         except HTTPError as error:
             raise Refused(f"{self.url} refuses this: {_reason(error)}", error.code) from error
         except (OSError, HTTPException, ValueError) as error:
             why = getattr(error, "reason", None) or error
-            told = _plain(reason(why) if isinstance(why, Exception) else why)
-            raise WanjaxError(f"no wanjax serve answers at {self.url}: {told}") from error
+            cause = _plain(reason(why) if isinstance(why, Exception) else why)
+            raise WanjaxError(f"no wanjax serve answers at {self.url}: {cause}") from error
 
 
 def _reason(error: HTTPError) -> str:

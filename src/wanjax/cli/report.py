@@ -75,14 +75,14 @@ class Row:
 
     def parts(self, name: str) -> Iterator[tuple[str, float]]:
         """Yield the parts of the stage's time with their seconds; the last is what is left of it."""
-        known = {
+        seconds_of = {
             "loading weights": self.loading,
             "compiling": self.compilations.seconds,
             "reading programs": self.compilations.reading,
             "writing": self.writing,
         }
-        yield from ((f"{name}: {part}", seconds) for part, seconds in known.items() if seconds)
-        yield f"{name}: the work{self.units}", max(0.0, self.seconds - sum(known.values()))
+        yield from ((f"{name}: {part}", seconds) for part, seconds in seconds_of.items() if seconds)
+        yield f"{name}: the work{self.units}", max(0.0, self.seconds - sum(seconds_of.values()))
 
 
 class Report:
@@ -204,8 +204,8 @@ class Report:
     def _pressed(self) -> None:
         """Answer Ctrl-C. An exception inside JAX would be lost, or crash the process, so the run stops in between."""
         if self._stop:
-            told = "" if self.muted else f"\nwanjax: stopped at once\n{self.outcome}"
-            end_at_once(told, self.console.is_terminal)
+            message = "" if self.muted else f"\nwanjax: stopped at once\n{self.outcome}"
+            end_at_once(message, self.console.is_terminal)
         self._stop = True
         unit = self._current.unit if self._current else ""
         work = f"the {unit}s under way" if unit else "this stage"
@@ -249,11 +249,11 @@ class Report:
 
         all_of_them = Compilations()
 
-        def tell(made: Compilation) -> None:
-            all_of_them.add(made)
-            done = "read from the cache" if made.cached else "compiled"
-            why = f", because what was kept is of no use: {made.refused}" if made.refused else ""
-            self.note(f"program {made.name}: {done} in {duration(made.seconds)}{why}")
+        def tell(compilation: Compilation) -> None:
+            all_of_them.add(compilation)
+            done = "read from the cache" if compilation.cached else "compiled"
+            why = f", because what was kept is of no use: {compilation.refused}" if compilation.refused else ""
+            self.note(f"program {compilation.name}: {done} in {duration(compilation.seconds)}{why}")
 
         with watch_compiler(tell):
             yield
@@ -284,9 +284,9 @@ class Report:
     def table(self) -> None:
         """Print the time and the peak memory of each stage, and with `stats` where all time went."""
         names = ("stage", "time", "compiling", "peak memory", "peak device memory")
-        told = [(name, *row.told()) for name, row in self._rows.items()]
-        used = [i for i in range(len(names)) if any(row[i] for row in told)]  # CPUs report no device memory
-        rows = [[row[i] for i in used] for row in told]
+        texts = [(name, *row.told()) for name, row in self._rows.items()]
+        used = [i for i in range(len(names)) if any(row[i] for row in texts)]  # CPUs report no device memory
+        rows = [[row[i] for i in used] for row in texts]
         print_table(self.console, [names[i] for i in used], rows)
         if self.stats:
             self._account()
@@ -313,8 +313,8 @@ def _reset_host_peak() -> None:
 def _host_peak() -> int | None:
     """Return the peak memory of the process in bytes, since the last reset if the system supports resets."""
     with suppress(OSError):
-        if found := re.search(r"VmHWM:\s*(\d+) kB", STATUS.read_text()):
-            return int(found[1]) * 1024
+        if match := re.search(r"VmHWM:\s*(\d+) kB", STATUS.read_text()):
+            return int(match[1]) * 1024
     try:
         import resource
     except ImportError:  # Windows
@@ -369,8 +369,8 @@ def watched(pressed: Callable[[], None]) -> Iterator[None]:
         writer.close()
 
 
-def end_at_once(told: str, terminal: bool) -> NoReturn:
+def end_at_once(message: str, terminal: bool) -> NoReturn:
     """End the process at once; clean up what is under way, print a text, and show a terminal's cursor again."""
     abandon()
-    os.write(2, f"{SHOW_CURSOR if terminal else ''}{told}".encode())
+    os.write(2, f"{SHOW_CURSOR if terminal else ''}{message}".encode())
     os._exit(INTERRUPTED)

@@ -112,9 +112,9 @@ def sweep(*, but: Path | None = None) -> None:
             if folder.is_symlink() or not (folder / LOCK).is_file():
                 continue
             with suppress(OSError):  # another command removes it
-                found = [file.stat() for file in _files(folder) if _is_ours(file.name)]
-                used = max((each.st_mtime for each in found), default=folder.stat().st_mtime)
-                stopped.append((used, sum(each.st_size for each in found), folder))
+                stats = [file.stat() for file in _files(folder) if _is_ours(file.name)]
+                used = max((each.st_mtime for each in stats), default=folder.stat().st_mtime)
+                stopped.append((used, sum(each.st_size for each in stats), folder))
     wanted = but and but.absolute()
     total = sum(size for _, size, _ in stopped)
     for used, size, folder in sorted(stopped):

@@ -41,8 +41,8 @@ class Rate(click.ParamType):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         if isinstance(value, float):
             return value
-        found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kMGT])B/s\s*", str(value))
-        rate = float(found[1]) * BYTES[found[2]] if found else 0
+        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kMGT])B/s\s*", str(value))
+        rate = float(match[1]) * BYTES[match[2]] if match else 0
         if not 0 < rate < 1e15:
             return self.fail(f"{value!r} is no rate of bytes: write it as 200MB/s or 1.5GB/s", param, ctx)
         return rate
@@ -64,8 +64,8 @@ def _beside_requests(ctx: click.Context, parameter: click.Parameter, value: Any)
     return value
 
 
-def _beside(option: str, name: str, kind: click.ParamType, metavar: str, told: str) -> Decorator:
-    return click.option(option, name, type=kind, metavar=metavar, help=told, callback=_beside_requests)
+def _beside(option: str, name: str, kind: click.ParamType, metavar: str, description: str) -> Decorator:
+    return click.option(option, name, type=kind, metavar=metavar, help=description, callback=_beside_requests)
 
 
 at_scale = together(

@@ -18,17 +18,17 @@ SUM = "{}, the sum of its programs here, some at once"  # of seconds of compilin
 HOST = 8  # the most chips of one host, which several workers can share
 
 
-def show_scale(found: ScaleEstimate, console: Console) -> None:
+def show_scale(estimate: ScaleEstimate, console: Console) -> None:
     """Print the ways as tables, and sentences on the best one."""
-    bulk = found.bulk
+    bulk = estimate.bulk
     deadline = f" in {duration(bulk.deadline)}" if bulk.deadline else ", on one slice"
     price = f", at {digits(bulk.price)} a chip-hour" if bulk.price else ""
-    console.print(f"{quantity(bulk.requests, 'video')} by {found.model}{deadline}{price}; priced, not measured")
-    if found.ways:
-        print_table(console, VIDEO, [_video(way) for way in found.ways])
+    console.print(f"{quantity(bulk.requests, 'video')} by {estimate.model}{deadline}{price}; priced, not measured")
+    if estimate.ways:
+        print_table(console, VIDEO, [_video(way) for way in estimate.ways])
         costs = ("cost", "cost of 1,000") if bulk.price else ("chip-hours",)
-        print_table(console, (*ALL, *costs), [_all(found, way) for way in found.ways])
-    for line in _sentences(found):
+        print_table(console, (*ALL, *costs), [_all(estimate, way) for way in estimate.ways])
+    for line in _sentences(estimate):
         console.print(line)
 
 
@@ -37,64 +37,64 @@ def _video(way: Option) -> tuple[str, ...]:
     return way.slice, mesh_text(way.plan.mesh), spread(way.video_seconds, duration), spread(way.chip_seconds, digits)
 
 
-def _all(found: ScaleEstimate, way: Option) -> tuple[str, ...]:
+def _all(estimate: ScaleEstimate, way: Option) -> tuple[str, ...]:
     """Return the figures of all videos, under the headings of `ALL` and their cost, or chip-hours."""
     hours = way.seconds.times(1 / 3600)
     row = (way.slice, spread(way.slices, _count), spread(hours, digits))
-    if (cost := found.cost(way)) is None:
+    if (cost := estimate.cost(way)) is None:
         return *row, spread(way.chip_hours, digits)
-    return *row, spread(cost, digits), spread(cost.times(1000 / found.bulk.requests), digits)
+    return *row, spread(cost, digits), spread(cost.times(1000 / estimate.bulk.requests), digits)
 
 
-def spread(cost: Cost, told: Callable[[float], str]) -> str:
+def spread(cost: Cost, text_of: Callable[[float], str]) -> str:
     """Return the ends of a range as text; an end that is infinite is too late for any number of slices."""
-    return between(*("too late" if x == inf else told(x) for x in (min(cost), max(cost))))
+    return between(*("too late" if x == inf else text_of(x) for x in (min(cost), max(cost))))
 
 
-def why(found: ScaleEstimate) -> str | None:
+def why(estimate: ScaleEstimate) -> str | None:
     """Return why the best way is the best for throughput; None where there is none."""
-    best, quickest = found.best, found.quickest
+    best, quickest = estimate.best, estimate.quickest
     if best is None or quickest is None:
         return None
-    own = f"a video takes {digits(best.chip_seconds.mid)} chip-seconds on {best.slice}, {_links(best)}"
+    cost = f"a video takes {digits(best.chip_seconds.mid)} chip-seconds on {best.slice}, {_links(best)}"
     if best is not quickest:
         return (
-            f"{own}; {quickest.slice} makes one video soonest, in {duration(quickest.video_seconds.mid)}, and takes "
+            f"{cost}; {quickest.slice} makes one video soonest, in {duration(quickest.video_seconds.mid)}, and takes "
             f"{digits(quickest.chip_seconds.mid)}, {_links(quickest)}; the start of a slice adds {_started(best)} and "
             f"{_started(quickest)}"
         )
-    more = "".join(f"; {digits(way.chip_seconds.mid)} on {way.slice}" for way in found.ways if way is not best)
-    return f"{own}, and it makes one video soonest{more}"
+    more = "".join(f"; {digits(way.chip_seconds.mid)} on {way.slice}" for way in estimate.ways if way is not best)
+    return f"{cost}, and it makes one video soonest{more}"
 
 
-def _sentences(found: ScaleEstimate) -> Iterator[str]:
+def _sentences(estimate: ScaleEstimate) -> Iterator[str]:
     """Yield sentences on the slices that were left out, the best way, and the start of its slice."""
-    yield from filter(None, map(_why_not, found.others))
-    best = found.best
+    yield from filter(None, map(_why_not, estimate.others))
+    best = estimate.best
     if best is None:
         late = "no number of slices is in time: one video and the start of a slice take longer"
-        yield late if found.ways else "a video fits none of them"
+        yield late if estimate.ways else "a video fits none of them"
         return
-    yield f"best for throughput: {best.slice}{_number(found, best)}"
-    yield f"why: {why(found)}"
-    if near := " and ".join(way.slice for way in found.as_good):
+    yield f"best for throughput: {best.slice}{_number(estimate, best)}"
+    yield f"why: {why(estimate)}"
+    if near := " and ".join(way.slice for way in estimate.as_good):
         yield f"in doubt: the ranges of {best.slice} and {near} overlap, so either may be cheaper"
     for doubt in best.plan.doubts:
         yield f"in doubt: {doubt}"
-    yield _start(found.bulk, best)
+    yield _start(estimate.bulk, best)
 
 
-def _number(found: ScaleEstimate, best: Option) -> str:
+def _number(estimate: ScaleEstimate, best: Option) -> str:
     """Return how many slices are to be rented, and how many of the chip that was asked for if workers share those."""
-    if found.bulk.deadline is None:
+    if estimate.bulk.deadline is None:
         return ""
-    devices = find_hardware(found.chip).devices
+    devices = find_hardware(estimate.chip).devices
     workers, chips = devices // best.devices, quantity(best.devices, "chip")
-    told = f", {spread(best.slices, _count)} of them"
+    count = f", {spread(best.slices, _count)} of them"
     if workers < 2 or devices > HOST or best.slices.high < workers:
-        return told
+        return count
     hosts = Cost(*(n if n == inf else ceil(n / workers) for n in best.slices))
-    return f"{told}, or {spread(hosts, _count)} of {found.chip} with {workers} workers of {chips} each"
+    return f"{count}, or {spread(hosts, _count)} of {estimate.chip} with {workers} workers of {chips} each"
 
 
 def _why_not(other: Rejected) -> str | None:
@@ -124,8 +124,8 @@ def _start(bulk: Workload, way: Option) -> str:
     )
 
 
-def _source(given: float | None) -> str:
-    return "estimated" if given is None else "given"
+def _source(value: float | None) -> str:
+    return "estimated" if value is None else "given"
 
 
 def _links(way: Option) -> str:

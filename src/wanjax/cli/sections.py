@@ -87,13 +87,17 @@ class Command(click.Command):
             if shown:
                 with formatter.section(title):
                     formatter.write_dl(
-                        [(left.ljust(LEFT), _brief(told) if short else told) for left, told in shown], LEFT
+                        [
+                            (left.ljust(LEFT), _brief(description) if short else description)
+                            for left, description in shown
+                        ],
+                        LEFT,
                     )
 
 
-def _brief(told: str) -> str:
+def _brief(text: str) -> str:
     """Return the first clause of an option's help, and its default if that is one word."""
-    text, _, default = told.partition("  [default: ")
+    text, _, default = text.partition("  [default: ")
     clause = re.split(r"[;.:] ", text)[0].removesuffix(".")
     return f"{clause}.  [default: {default}" if default and " " not in default else f"{clause}."
 

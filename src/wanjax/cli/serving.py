@@ -118,8 +118,8 @@ def opened(folder: AnyPath, database: str | None) -> Iterator[JobStore]:
         check_folder(folder)
         if database is None:
             if not isinstance(folder, Path):
-                told = f"{folder} is a store, which can keep no database"
-                raise WanjaxError(f"{told}: --database FILE, on a disk of this machine, or PostgreSQL's URL has one")
+                fault = f"{folder} is a store, which can keep no database"
+                raise WanjaxError(f"{fault}: --database FILE, on a disk of this machine, or PostgreSQL's URL has one")
             stack.enter_context(closing(FileLock(folder / LOCK, "server", "--dir")))
             database = str(folder / DATABASE)
         store = stack.enter_context(closing(JobStore(database)))

@@ -148,12 +148,12 @@ def decode(report: Report, request: VideoRequest, options: PipelineOptions, comm
     left = load_stage_settings(folder)
     latents = stage_files.load_latents(folder, left)
     with held(Rendering(report, request, options, command, left, loads="decoder")) as video:
-        video.check_latents(latents, known=all(left.get(name) for name in ("frames", "height", "width")))
+        video.check_latents(latents, shape_known=all(left.get(name) for name in ("frames", "height", "width")))
         check_decoding(video.pipe, stream_of(latents).shape, tiling=video.how["tiling"])
-        own = {name: video.record[name] for name in ("decoder",) if name in video.record}
-        known = file_digests(left) | file_digests(video.record)
-        video.record |= left | video.settings.to_json() | own  # the latents are as they were made
-        video.record |= {DIGESTS: known} if known else {}
+        decoder = {name: video.record[name] for name in ("decoder",) if name in video.record}
+        digests = file_digests(left) | file_digests(video.record)
+        video.record |= left | video.settings.to_json() | decoder  # the latents are as they were made
+        video.record |= {DIGESTS: digests} if digests else {}
         video.try_output(video.video, video.record)
         run = video.run()
         report.goes_on()
@@ -248,8 +248,8 @@ class Rendering:
         self.record = self.pipe.metadata(self.settings, {**pictures, "noise": command.noise}, **self.how)
         if left is not None:
             encoded = {str(path) for path in paths_of(left, INPUTS)}
-            known = {path: digest for path, digest in file_digests(left).items() if path in encoded}
-            self.record |= {DIGESTS: file_digests(self.record) | known} if known else {}
+            digests = {path: digest for path, digest in file_digests(left).items() if path in encoded}
+            self.record |= {DIGESTS: file_digests(self.record) | digests} if digests else {}
         if self.remade:
             check_loaded(self.remade, self.record)
         if self.profile:
@@ -309,14 +309,14 @@ class Rendering:
 
     def _noise(self, file: str, references: int) -> Mapping[str, np.ndarray]:
         right = self.pipe.draws(self.settings, references)
-        given = stage_files.load_noise(file, tuple(right))
+        noise = stage_files.load_noise(file, tuple(right))
         try:
-            return checked_noise_inputs(given, right)
+            return checked_noise_inputs(noise, right)
         except WanjaxError as error:
             raise WanjaxError(f"{file}: {error}") from error
 
-    def check_latents(self, latents: Any, *, known: bool) -> None:
-        """Raise WanjaxError unless latents are those of a video of the settings, whose size and length are `known`."""
+    def check_latents(self, latents: Any, *, shape_known: bool) -> None:
+        """Raise WanjaxError unless latents fit the settings, and its size and length where `shape_known`."""
         file, chosen = self.folder / stage_files.LATENTS, self.settings
         check_streams(latents, self.pipe.architecture.spec.latent_streams, chosen.model)
         latents = stream_of(latents)
@@ -326,7 +326,7 @@ class Rendering:
                 f"{file} has {quantity(channels, 'channel')} where {chosen.model} has {right}: it was made "
                 "with another model"
             )
-        if known and latents.shape != (shape := self.pipe.architecture.spec.latent_shape(chosen)):
+        if shape_known and latents.shape != (shape := self.pipe.architecture.spec.latent_shape(chosen)):
             raise WanjaxError(
                 f"{file} has latents {list(latents.shape)} where a video of {chosen.width}x{chosen.height} and "
                 f"{quantity(chosen.frames, 'frame')} has {list(shape)}: `wanjax denoise --dir {self.folder}` has "
@@ -476,11 +476,11 @@ class Rendering:
             stays = {} if self.held else {"folder": str(self.folder.absolute())}
             self.report.made(file.absolute(), self.record, **stays, seconds=self.report.seconds)
 
-    def save(self, way_on: str, *steps: Callable[[], None], told: str | None = None) -> None:
+    def save(self, way_on: str, *steps: Callable[[], None], announcement: str | None = None) -> None:
         """Write what a stage made and the settings, in the first process only, and note the command that goes on.
 
-        Prints it after what is `told` of the files. Where a run's own folder cannot be written, as on a full disk, the
-        run goes on: what is lost is the way back, not the video.
+        Prints it after an `announcement` of the files. Where a run's own folder cannot be written, as on a full disk,
+        the run goes on: what is lost is the way back, not the video.
         """
         try:
             for step in steps if is_first() else ():
@@ -493,7 +493,7 @@ class Rendering:
             self.report.note(f"note: {error}: if this run is stopped, its last stage is lost")
             self.report.stop_if_asked()
         else:
-            self.report.kept(way_on, told)
+            self.report.kept(way_on, announcement)
 
     def command(self, stage: str) -> str:
         """Return the command that resumes from here; from a run's own folder it makes the video."""
@@ -573,25 +573,29 @@ class Saving(Observer):
         self._blocks: list[Any] = []
 
     def encoded(self, encoded: Any) -> None:
-        made, file = self.rendering, self.rendering.folder / stage_files.EMBEDDINGS
+        rendering, file = self.rendering, self.rendering.folder / stage_files.EMBEDDINGS
         tensors = {name: x for name, x in encoded._asdict().items() if x is not None}
-        save = partial(stage_files.save_encoded, made.folder, tensors, made.record)
-        made.save(made.command("denoise"), save, told=f"the embeddings are in {file}" if self.tells else None)
+        save = partial(stage_files.save_encoded, rendering.folder, tensors, rendering.record)
+        rendering.save(
+            rendering.command("denoise"), save, announcement=f"the embeddings are in {file}" if self.tells else None
+        )
 
     def denoised(self, latents: Any, chunk: Chunk) -> None:
         self._blocks.append(latents if chunk.count == 1 else np.asarray(latents))
         if not chunk.last:
             return
-        made, file = self.rendering, self.rendering.folder / stage_files.LATENTS
+        rendering, file = self.rendering, self.rendering.folder / stage_files.LATENTS
         whole = latents if chunk.count == 1 else np.concatenate(self._blocks, axis=2)
-        save = partial(stage_files.save_latents, made.folder, whole, made.record)
+        save = partial(stage_files.save_latents, rendering.folder, whole, rendering.record)
 
         def forget() -> None:
-            of_passes = made.folder.glob(f"{Path(stage_files.STATE).stem}_pass_*")
-            for state in (made.folder / stage_files.STATE, *of_passes):
+            of_passes = rendering.folder.glob(f"{Path(stage_files.STATE).stem}_pass_*")
+            for state in (rendering.folder / stage_files.STATE, *of_passes):
                 state.unlink(missing_ok=True)
 
-        made.save(made.command("decode"), save, forget, told=f"the latents are in {file}" if self.tells else None)
+        rendering.save(
+            rendering.command("decode"), save, forget, announcement=f"the latents are in {file}" if self.tells else None
+        )
 
 
 class SavingWindows(Observer):
@@ -601,8 +605,8 @@ class SavingWindows(Observer):
         self.rendering = rendering
 
     def window(self, window: Window) -> None:
-        told = f"window {window.number + 1} of {window.count}"
-        self.rendering.report.note(f"{told}: {window.settings.prompt}")
+        position = f"window {window.number + 1} of {window.count}"
+        self.rendering.report.note(f"{position}: {window.settings.prompt}")
 
     def denoised(self, latents: Any, chunk: Chunk) -> None:
         self.rendering.save(self.rendering.command_again())
@@ -626,13 +630,13 @@ def _inherited(left: Mapping[str, Any], options: PipelineOptions, loads: str) ->
         raise WanjaxError(f"{stage_files.CONFIG}: {error}") from error
     recorded = [name for name in ("model", loads) if name and not getattr(options, name)]
     files = {"lora": _loras_left, "decoder": _decoder_left}
-    found = {name: files[name](left) for name in recorded if name in files}
+    inherited = {name: files[name](left) for name in recorded if name in files}
     check_files(left, recorded)
     if options.lora:
         request = _without_defaults(request, options._replace(model=model))
     dtypes = {name: getattr(options, name) or value for name, value in dtypes.items()}
     revision = left.get("revision") if model == left.get("model") else None
-    return request, options._replace(model=model, revision=revision, **dtypes, **found)
+    return request, options._replace(model=model, revision=revision, **dtypes, **inherited)
 
 
 def _without_defaults(left: VideoRequest, options: PipelineOptions) -> VideoRequest:
@@ -642,9 +646,9 @@ def _without_defaults(left: VideoRequest, options: PipelineOptions) -> VideoRequ
     with_loras = registry.with_distillation(model, loras_of(options), lambda sentence: None)
     if with_loras.distillation is model.distillation:
         return left
-    own = model.settings.to_json()
-    brought = {name for name, value in with_loras.settings.to_json().items() if own.get(name) != value}
-    settings = {k: x for k, x in left.settings.items() if not (k in brought and own.get(k) == x)}
+    defaults = model.settings.to_json()
+    brought = {name for name, value in with_loras.settings.to_json().items() if defaults.get(name) != value}
+    settings = {k: x for k, x in left.settings.items() if not (k in brought and defaults.get(k) == x)}
     solver = None if left.scheduler == name_of(model.architecture.scheduler) else left.scheduler
     return replace(left, settings=settings, scheduler=solver)
 
@@ -670,8 +674,8 @@ def located(options: PipelineOptions) -> PipelineOptions:
 def loras_of(options: PipelineOptions) -> list[Lora]:
     """Return the chosen LoRAs, files by their full paths."""
     loras = [(lora if isinstance(lora, Lora) else Lora.parse(lora)).named() for lora in options.lora]
-    found = [(lora, Path(lora.file).expanduser()) for lora in loras]
-    return [replace(lora, file=str(path.absolute())) if path.is_file() else lora for lora, path in found]
+    paths_of_loras = [(lora, Path(lora.file).expanduser()) for lora in loras]
+    return [replace(lora, file=str(path.absolute())) if path.is_file() else lora for lora, path in paths_of_loras]
 
 
 def loaded(
@@ -716,17 +720,17 @@ def check_published(request: VideoRequest, left: VideoRequest, options: Pipeline
     preset = registry.find_preset(str(options.model))
     if preset is None or preset.shipped or preset.architecture is None:
         return
-    found = registry.with_distillation(registry.outline(preset.name), loras_of(options), lambda sentence: None)
+    outline = registry.with_distillation(registry.outline(preset.name), loras_of(options), lambda sentence: None)
     if (solver := request.scheduler or left.scheduler) is not None:
-        found = replace(found, architecture=with_scheduler(found.architecture, solver))
-    settings = request.under(_of_model(left, found.settings)).settings
-    abstract_pipeline(found, ONE_DEVICE).settings(**settings)
+        outline = replace(outline, architecture=with_scheduler(outline.architecture, solver))
+    settings = request.under(_of_model(left, outline.settings)).settings
+    abstract_pipeline(outline, ONE_DEVICE).settings(**settings)
 
 
 def _of_model(left: VideoRequest, defaults: Settings) -> VideoRequest:
     """Return what a stage left without the settings that a model does not have."""
-    own = defaults.to_json()
-    return replace(left, settings={name: value for name, value in left.settings.items() if name in own})
+    names = defaults.to_json()
+    return replace(left, settings={name: value for name, value in left.settings.items() if name in names})
 
 
 def _loras_left(left: Mapping[str, Any]) -> tuple[str, ...]:

@@ -24,17 +24,17 @@ class Table(NamedTuple):
 
 def stdout_width() -> int | None:
     """Return the columns of the terminal that stdout is, or those that COLUMNS tells; None in a pipe, which has any."""
-    known = os.environ.get("COLUMNS") or sys.stdout.isatty()
-    return shutil.get_terminal_size().columns if known else None
+    is_known = os.environ.get("COLUMNS") or sys.stdout.isatty()
+    return shutil.get_terminal_size().columns if is_known else None
 
 
 def print_table(console: "Console", headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table, no wider than the terminal."""
-    known = os.environ.get("COLUMNS") or console.is_terminal
-    made = table(headings, rows, console.width if known else None)
-    for line in made.headings:
+    is_known = os.environ.get("COLUMNS") or console.is_terminal
+    lines = table(headings, rows, console.width if is_known else None)
+    for line in lines.headings:
         console.print(line, style="bold")
-    for line in made.rows:
+    for line in lines.rows:
         console.print(line)
 
 

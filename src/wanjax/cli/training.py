@@ -50,9 +50,9 @@ def size_of(
     model: str, *, size: tuple[int, int] | str | None = None, height: int | None = None, width: int | None = None
 ) -> tuple[int, int] | None:
     """Return the height and width of the clips where an option gives one; the other is then the model's own."""
-    given = {name: x for name, x in {"size": size, "height": height, "width": width}.items() if x is not None}
-    check_one_way(given, dashes="--")
-    return registry.size_of(model, given) if given else None
+    sizes = {name: x for name, x in {"size": size, "height": height, "width": width}.items() if x is not None}
+    check_one_way(sizes, dashes="--")
+    return registry.size_of(model, sizes) if sizes else None
 
 
 def config_of(ctx: click.Context, model: str) -> TrainConfig:

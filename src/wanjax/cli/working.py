@@ -46,9 +46,9 @@ def work_for(
         return _work_for_server(report, url, target, options, served)
     for name in ("preview", "preview_decoder", "extend_prompt"):
         if getattr(served, name):
-            told = f"--{name.replace('_', '-')} is for the jobs of a server, with --dir"
-            raise WanjaxError(f"{told}: a batch has its prompts extended before, and shows no previews")
-    with closing(JobStore(url)) as store:  # before the model: a wrong one is told at once
+            fault = f"--{name.replace('_', '-')} is for the jobs of a server, with --dir"
+            raise WanjaxError(f"{fault}: a batch has its prompts extended before, and shows no previews")
+    with closing(JobStore(url)) as store:  # before the model: a wrong one is refused at once
         meet(report, options.processes)
         load = partial(loaded, located(options), VideoRequest({}))
         arguments: dict[str, Any] = {"place": target, **options.how}
@@ -57,8 +57,8 @@ def work_for(
             report.awaited = False
             return
         check_folder(target)
-        own = partial(load, note=report.note)
-        maker = Leader(own, **arguments) if report.awaited else VideoMaker(own, **arguments)
+        load_here = partial(load, note=report.note)
+        maker = Leader(load_here, **arguments) if report.awaited else VideoMaker(load_here, **arguments)
         drained = until_signal()
         report.note(f"a worker of {store.name}, videos into {target}")
         work(
