@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.flows import flow_euler, unipc
+from tests.support.flows import Flow, flow_euler, unipc
 from tests.support.programs import compiled
 from tests.support.types import unchecked
 from tests.support.words import naming
@@ -17,13 +17,15 @@ from wanjax.errors import WanjaxError
 from wanjax.pipelines.denoiser import take_step
 from wanjax.schedulers import FlowDPM, FlowEuler, UniPC, one_step
 
-EVERY = [
+EXACT = [
     unipc(5.0, "official"),
     unipc(5.0, "diffusers"),
     unipc(12.0, "diffusers", order=1),
     flow_euler(5.0, "official"),
     flow_euler(5.0, "diffusers"),
 ]
+"""Those whose last step ends on the predicted clean sample exactly."""
+EVERY = [*EXACT, Flow(FlowDPM(), 5.0)]
 every = pytest.mark.parametrize("scheduler", EVERY, ids=str)
 
 
@@ -120,7 +122,7 @@ def test_euler_noise_levels_are_shifted_twice_by_diffusers():
     np.testing.assert_allclose(flow_euler(7.0, "diffusers").schedule(2).sigmas, [1, 0.046756, 0], atol=1e-6)
 
 
-@every
+@pytest.mark.parametrize("scheduler", EXACT, ids=str)
 def test_the_last_step_gives_the_clean_sample_exactly(scheduler):
     schedule = scheduler.schedule(4)
     x, velocity = jax.random.normal(jax.random.key(1), (2, 1, 2, 4, 4, 3))

@@ -340,9 +340,7 @@ def check_finite(values: np.ndarray, name: str, path: Path) -> None:
     for start in range(0, len(values), CHECKED):  # in a core's cache
         some = values[start : start + CHECKED]
         if not np.isfinite(some.astype(np.float32) if narrow else some).all():  # NumPy's own way takes four times that
-            raise WanjaxError(
-                f"{path} is not written, as {name!r} is not finite: give whole weights, or a wider dtype"
-            )
+            raise WanjaxError(f"{path} is not written, as {name!r} is not finite: give whole weights, or a wider dtype")
 
 
 def shards(reader: Reader, stem: str, limit: int | float = SHARD) -> dict[str, list[str]]:

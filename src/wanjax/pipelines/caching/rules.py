@@ -120,7 +120,9 @@ class DeepCache(CacheRule):
             )
 
     def reused(self, phase: Phase, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
-        return _begun([self.start <= i < self.end and (i - self.start) % self.interval != 0 for i in phase.steps])
+        return _first_is_whole(
+            [self.start <= i < self.end and (i - self.start) % self.interval != 0 for i in phase.steps]
+        )
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,7 @@ class MagCache(CacheRule):
             flags.append(bool((errors < delta).all()) and count <= most)
             if not flags[-1]:
                 grown, errors, count = NEW
-        return _begun(flags)
+        return _first_is_whole(flags)
 
 
 NEW = (1.0, 0.0, 0)  # growth, errors and count of a MagCache after a step that was computed
@@ -235,7 +237,7 @@ class TeaCache(CacheRule):
             error = error + (0.0 if changes is None else float(np.polyval(table.polynomial, changes[step])))
             flags.append(may and error < threshold)
             error = error if flags[-1] else 0.0
-        return _begun(flags)
+        return _first_is_whole(flags)
 
 
 @dataclass(frozen=True)
@@ -257,7 +259,7 @@ class EasyCache(CacheRule):
             raise WanjaxError(f"{self} has no threshold above 0 and first steps from 1 on: easycache:0.05,10 is usual")
 
     def reused(self, phase: Phase, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
-        return _begun([self.first <= i < phase.total - 1 for i in phase.steps])
+        return _first_is_whole([self.first <= i < phase.total - 1 for i in phase.steps])
 
     def cache(self, phase: Phase, reused: tuple[bool, ...]) -> StepCache:
         return OutputCache(reused=reused, threshold=self.threshold)
@@ -282,7 +284,9 @@ class Guidance(CacheRule):
 
     def reused(self, phase: Phase, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
         start, end = int(phase.total / 3), int(phase.total * 0.9)
-        return _begun([phase.guided and start <= i < end and (i - start) % self.interval != 0 for i in phase.steps])
+        return _first_is_whole(
+            [phase.guided and start <= i < end and (i - start) % self.interval != 0 for i in phase.steps]
+        )
 
     def cache(self, phase: Phase, reused: tuple[bool, ...]) -> StepCache:
         return GuidanceCache(reused=reused, half=phase.total // 2) if phase.guided else NO_CACHE
@@ -348,6 +352,6 @@ def check_apart(rule: CacheRule, together: bool) -> None:
         )
 
 
-def _begun(reused: Sequence[bool]) -> tuple[bool, ...]:
+def _first_is_whole(reused: Sequence[bool]) -> tuple[bool, ...]:
     """Return which steps of a phase reuse, without the first, for which nothing is kept."""
     return (False, *reused[1:]) if reused else ()
