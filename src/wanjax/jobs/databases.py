@@ -350,8 +350,9 @@ class Postgres(Database):
             if any(word in text for word in REFUSALS):
                 answer = text.rpartition("FATAL:")[2].strip().partition("\n")[0]
                 problem = f"{self.name} refuses the login ({without_password(answer, self.url)})"
-                raise DatabaseError(f"{problem}: the user, the password and the name of the database have to be right "
-                                    f"in --database or {VARIABLE}") from None  # fmt: skip
+                raise DatabaseError(
+                    f"{problem}: correct the user, the password or the name in --database or {VARIABLE}"
+                ) from None
             raise
 
     def _written(self, connection: Any, durable: bool) -> AbstractContextManager[None]:

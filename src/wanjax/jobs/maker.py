@@ -256,7 +256,7 @@ class VideoMaker:
         requests = [shared.complete(task.request) for task in tasks]
         for task, request in zip(tasks, requests, strict=True):
             if (name := name_of(request.metadata)) != task.output:
-                problem = f"{task.output} would be {name} by this worker: start it with the options of the batch"
+                problem = f"{task.output} is {name} by the options of this worker: start it with those of the batch"
                 raise WanjaxError(problem)
         check_making(shared.pipe, requests[0].settings, shared.pictures, **self.how)
         return Run(shared.pipe, requests, shared.pictures, observers=[*observers, *self.observers], **self.how)
