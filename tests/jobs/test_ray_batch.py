@@ -80,11 +80,11 @@ def test_nothing_is_lost_whatever_is_killed(tmp_path):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_nothing_is_lost_where_a_part_of_a_slice_is_killed(tmp_path):
-    """Both hosts of a worker are killed twice, and one of its nodes."""
+    """Each host of a worker is killed, and one of its nodes: Ray takes most of a minute for each on a busy machine."""
     pytest.importorskip("ray")
     from benchmarks.cluster import chaos
 
-    found = chaos(tmp_path, 12, workers=4, drivers=0, nodes=1, hosts=2)
+    found = chaos(tmp_path, 12, workers=2, drivers=0, nodes=1, hosts=2)
     assert found["seeds"] == list(range(12))
     assert found["spared"] == 0
     assert found["listed"]

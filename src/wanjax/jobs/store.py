@@ -492,7 +492,7 @@ class JobStore:
         def read(db: "_Transaction") -> Stats:
             return Stats(
                 dict(db.rows("SELECT status, count(*) FROM jobs WHERE place = :place GROUP BY status")),
-                dict(db.rows(f"SELECT state, count(*) FROM workers WHERE {db.heard} GROUP BY state")),
+                dict(db.rows(f"SELECT state, count(*) FROM workers WHERE {db.is_live} GROUP BY state")),
                 dict(db.rows("SELECT name, value FROM counters WHERE place = :place")),
             )
 
@@ -502,7 +502,7 @@ class JobStore:
         """Return the workers that are heard of."""
 
         def read(db: "_Transaction") -> list[WorkerRow]:
-            rows = db.rows(f"SELECT name, state, facts, draining FROM workers WHERE {db.heard} ORDER BY name")
+            rows = db.rows(f"SELECT name, state, facts, draining FROM workers WHERE {db.is_live} ORDER BY name")
             return [WorkerRow(name, state, json.loads(facts), bool(draining)) for name, state, facts, draining in rows]
 
         return self._read(read)
@@ -555,8 +555,8 @@ class JobStore:
         """
         held = f"{HELD} AND worker = :worker AND status IN ('queued', 'in_progress')"
         names = {f"model{number}": model for number, model in enumerate(models)}
-        wanted = ", ".join(f":{name}" for name in names)
-        free = f"place = :place AND status = 'queued' AND worker = '' AND model IN ({wanted})"
+        values = ", ".join(f":{name}" for name in names)
+        free = f"place = :place AND status = 'queued' AND worker = '' AND model IN ({values})"
 
         def take(db: "_Transaction") -> list[Job]:
             if not db.rows(f"SELECT 1 FROM jobs WHERE {held} LIMIT 1", worker=worker) and not db.rows(
@@ -690,7 +690,7 @@ class JobStore:
         Args:
             worker: Its name.
         """
-        self._run(lambda db: self._requeue(db, f"{HELD} AND worker = :own", begun=False, own=worker), durable=False)
+        self._run(lambda db: self._requeue(db, f"{HELD} AND worker = :name", counts=False, name=worker), durable=False)
 
     def lost(self, worker: str, why: str | None = None) -> None:
         """Let the jobs of a worker that died wait again at once, in their old places; the attempt counts.
@@ -699,7 +699,7 @@ class JobStore:
             worker: Its name.
             why: What ended it, kept as the error of the jobs that it made.
         """
-        self._run(lambda db: self._requeue(db, f"{HELD} AND worker = :own", why=why, own=worker), durable=False)
+        self._run(lambda db: self._requeue(db, f"{HELD} AND worker = :name", why=why, name=worker), durable=False)
 
     def requeue_expired(self) -> None:
         """Let the jobs of workers that are not heard of wait again; forget jobs that were removed a day ago."""
@@ -729,15 +729,15 @@ class JobStore:
     # Transactions
 
     def _requeue(
-        self, db: "_Transaction", where: str, *, begun: bool = True, why: str | None = None, **values: Any
+        self, db: "_Transaction", where: str, *, counts: bool = True, why: str | None = None, **values: Any
     ) -> None:
-        """Let the jobs of some workers wait again, and forget the workers; `begun` tells whether attempts count."""
+        """Let the jobs of some workers wait again, and forget the workers; `counts` tells whether attempts do."""
         db.tick()
         jobs = db.jobs(where, **values)
         for job in jobs:
             if job.status == REMOVED:
                 db.update(job.id, worker="")
-            elif job.status == RUNNING and not begun and not job.cancel:
+            elif job.status == RUNNING and not counts and not job.cancel:
                 db.update(job.id, attempts=job.attempts - 1, **WAITING)
             elif job.cancel:
                 db.end(job.id, FAILED, CANCELLATION)
@@ -790,12 +790,12 @@ class JobStore:
 class _Transaction:
     """The statements of a transaction, in which `:place` is the place.
 
-    `now` is the SQL of the database's time, and `heard` the condition of workers that are heard of.
+    `now` is the SQL of the database's time, and `is_live` the condition of workers that are heard of.
     """
 
     def __init__(self, connection: Connection, now: str, place: str):
         self.connection, self.now, self._place = connection, now, place
-        self.heard = f"place = :place AND expires > {now}"
+        self.is_live = f"place = :place AND expires > {now}"
         self._version = 0
 
     def execute(self, text: str, **values: Any) -> Any:

@@ -327,11 +327,11 @@ def _make(
 
 def _is_settled(store: JobStore, maker: Maker, worker: str, job: Job, attempts: int) -> bool:
     """End a leased job that is not to be made: its video is there, or workers died of it too often."""
-    begun = job.attempts - (job.status == RUNNING)  # before this lease
+    begun_before = job.attempts - (job.status == RUNNING)
     if maker.is_made(job):
         return store.finish(worker, job.id, {"progress": 100})
-    if begun >= attempts:
-        times = quantity(begun, "time")
+    if begun_before >= attempts:
+        times = quantity(begun_before, "time")
         message = (job.error or {}).get("message") or (
             f"the server or its worker ended {times} while it made this video, so it tries no more"
         )
@@ -365,7 +365,7 @@ class WorkerThread:
     def __init__(self, store: JobStore, maker: Maker, **options: Any):
         self.store, self.maker, self.options = store.with_patience(inf), maker, options
         self.is_broken = False
-        self._asked = Event()
+        self._stopping = Event()
         self._thread = Thread(target=self._run, name="wanjax-worker", daemon=True)
 
     def start(self) -> None:
@@ -373,7 +373,7 @@ class WorkerThread:
 
     def stop(self) -> None:
         """Ask it to give its job back and to end; may be called in a handler of signals."""
-        self._asked.set()
+        self._stopping.set()
 
     def join(self, seconds: float) -> bool:
         """Wait for its end; return False if it is still at work.
@@ -387,9 +387,9 @@ class WorkerThread:
 
     def _run(self) -> None:
         try:
-            work(self.store, self.maker, drained=self._asked.is_set, **self.options)
+            work(self.store, self.maker, drained=self._stopping.is_set, **self.options)
         except BaseException:
             logger.exception("the worker ended")
             raise
         finally:
-            self.is_broken = not self._asked.is_set()
+            self.is_broken = not self._stopping.is_set()
