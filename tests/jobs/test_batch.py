@@ -66,7 +66,7 @@ def test_each_task_ends_once(tmp_path_factory, count, workers, retries, random):
             store.begin(worker, job.id)
             what = random.choice(["made", "made", "fails", "dies"]) if made else "made"
             if what == "dies":
-                store.lost(worker)
+                store.requeue_lost(worker)
                 break
             if what == "made":
                 made.add(job.output)
@@ -74,7 +74,7 @@ def test_each_task_ends_once(tmp_path_factory, count, workers, retries, random):
             else:
                 store.fail(worker, job.id, {"code": "x", "message": "no"}, retries=retries)
         else:
-            store.give_back(worker)
+            store.requeue(worker)
         ended += [job.output for job in batch.look()]
         if random.random() < 0.1:  # the driver is killed, and another one begins
             batch = driver()
@@ -92,11 +92,11 @@ def test_a_task_is_tried_again_and_then_listed_with_its_error(store, tmp_path):
     first, second = leased(store)
     store.finish("w", second.id, {"seconds": 2.5, "worker": "host:1"})
     fail(store, first, retries=2)
-    store.give_back("w")
+    store.requeue("w")
     for _ in range(2):
         [job] = leased(store)
         fail(store, job, retries=2, message="the device is gone")
-        store.give_back("w")
+        store.requeue("w")
     assert [job.output for job in batch.look()] == ["2.mp4", "1.mp4"]
     done, failed = read_manifest(tmp_path)
     assert done == {

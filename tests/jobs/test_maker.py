@@ -53,7 +53,7 @@ def test_requests_are_made_as_single_calls_make_them(nano, maker, local_store):
 
 @pytest.mark.usefixtures("nothing_is_computed")
 def test_requests_that_differ_in_prompt_and_seed_are_of_one_run(maker, local_store, monkeypatch):
-    runs, prepared = [], VideoMaker.prepared
+    runs, prepared = [], VideoMaker.prepare_run
     monkeypatch.setattr(VideoMaker, "prepare_run", lambda *given: runs.append(given[1]) or prepared(*given))
     tasks = maker.tasks_of(
         asked({"prompt": "a", "seed": 3}, {"prompt": "b", "scheduler": "euler"}, {"prompt": "c", "seed": "random"})

@@ -109,15 +109,15 @@ def test_a_pool_outlives_an_outage_of_the_database(store, monkeypatch):
     pool.look()
     assert store.lease("w0", ["nano"])
     workers[0].why = "killed"
-    lost, stats = store.lost, store.stats
+    lost, stats = store.requeue_lost, store.stats
 
     def away(*given):
         looks.append(given)
         raise Unavailable("the database is out of reach")
 
-    store.lost = store.stats = away
+    store.requeue_lost = store.stats = away
     pool.run(lambda: len(looks) > 2)
-    store.lost, store.stats = lost, stats
+    store.requeue_lost, store.stats = lost, stats
     pool.run(lambda: len(workers) == 2)
     assert [store.get("v0").status, store.get("v0").error["message"]] == [QUEUED, "killed"]
     assert workers[0].killed

@@ -113,7 +113,7 @@ def test_jobs_of_workers_that_died_wait_again_before_the_others(store: JobStore)
     ready(store, "a", "b")
     store.add_all([new(number) for number in range(3)])
     assert leased(store, "a") == ["v0"]
-    store.lost("a", "it was killed")
+    store.requeue_lost("a", "it was killed")
     job = store.get("v0")
     assert (job.status, job.attempts, job.error) == (QUEUED, 1, {"code": STOPPED, "message": "it was killed"})
     assert leased(store, "a") == []  # it has to register again
@@ -171,8 +171,8 @@ def test_jobs_of_dead_workers_that_were_to_end_do(store: JobStore) -> None:
     assert leased(store, "a") + leased(store, "b") == ["v0", "v1"]
     store.cancel("v0")
     store.remove("v1")
-    store.lost("a")
-    store.lost("b")
+    store.requeue_lost("a")
+    store.requeue_lost("b")
     assert store.get("v0").error["code"] == CANCELLED
     assert [job.id for job in store.leftovers()] == ["v1"]
 
@@ -208,13 +208,13 @@ def test_jobs_of_one_batch_are_leased_together(store: JobStore) -> None:
     assert store.begin("a", "v0") is Signal.CONTINUE
     assert store.begin("a", "v0") is Signal.CONTINUE  # the answer was lost
     assert leased(store, "b", most=9) == ["v1", "v3", "v5", "v7"]
-    store.lost("a")
+    store.requeue_lost("a")
     assert [store.get(f"v{number}").attempts for number in (0, 2, 4)] == [1, 0, 0]
     ready(store, "a")
     assert leased(store, "a", most=3) == ["v0", "v2", "v4"]
     store.cancel("v2")
     assert store.begin("a", "v2") is Signal.LOST  # which ended at once
-    store.give_back("b")
+    store.requeue("b")
     assert (store.get("v1").attempts, store.get("v1").worker) == (0, "")
     store.begin("a", "v0")
     assert store.fail("a", "v0", ERROR, retries=2)
@@ -222,7 +222,7 @@ def test_jobs_of_one_batch_are_leased_together(store: JobStore) -> None:
     ready(store, "b")
     assert leased(store, "b", most=9) == ["v1", "v3", "v5", "v7"]
     store.begin("a", "v4")
-    store.give_back("a")
+    store.requeue("a")
     assert store.get("v4").attempts == 0
     ready(store, "a")
     assert leased(store, "a", most=9) == ["v4", "v6", "v8", "v0"]  # what failed is tried last
@@ -318,7 +318,7 @@ def test_a_worker_that_drains_gives_its_jobs_back(store: JobStore) -> None:
     leased(store, "a")
     store.drain("a")
     assert store.heartbeat("a", "v0", {"stage": "denoise"}) is Signal.DRAIN
-    store.give_back("a")
+    store.requeue("a")
     job = store.get("v0")
     assert (job.status, job.attempts, job.progress) == (QUEUED, 0, {})
     assert leased(store, "a") == []
@@ -371,7 +371,7 @@ def test_two_places_of_one_database_know_nothing_of_each_other(store: JobStore, 
     assert {job.id for job in again.changes(0)} == {"v0", "v1"}
     assert (store.unserved(), other.unserved()) == ([], ["other"])
     assert store.leftovers() == []
-    other.lost("two a")
+    other.requeue_lost("two a")
     other.requeue_expired()
     assert store.get("v1").worker == "one b"
     again.close()
@@ -468,7 +468,7 @@ def test_no_two_transactions_wait_for_each_other(postgres: Server) -> None:
                 own.requeue_expired()
                 for id in jobs[:2]:
                     own.finish(name, id, {})
-                [own.give_back, own.lost, own.drain][turn % 3](name)
+                [own.requeue, own.requeue_lost, own.drain][turn % 3](name)
             own.close()
 
         with ThreadPoolExecutor(6) as pool:
@@ -762,8 +762,8 @@ OPERATIONS = st.one_of(
     st.tuples(st.just("fail"), workers, ids, st.sampled_from([0, 2])),
     st.tuples(st.just("cancel"), ids),
     st.tuples(st.just("remove"), ids),
-    st.tuples(st.just("give_back"), workers),
-    st.tuples(st.just("lost"), workers),
+    st.tuples(st.just("requeue"), workers),
+    st.tuples(st.just("requeue_lost"), workers),
     st.tuples(st.just("drain"), workers),
 )
 
@@ -797,10 +797,10 @@ def carry_out(store: JobStore, model: Model, name: str, *given: Any) -> tuple[An
             return silently(store.cancel, id), model.cancel(id)
         case "remove", (id,):
             return silently(store.remove, id), model.remove(id)
-        case "give_back", (worker,):
-            return store.give_back(worker), model.leave(worker, -1)
-        case "lost", (worker,):
-            return store.lost(worker), model.leave(worker, 0)
+        case "requeue", (worker,):
+            return store.requeue(worker), model.leave(worker, -1)
+        case "requeue_lost", (worker,):
+            return store.requeue_lost(worker), model.leave(worker, 0)
         case "drain", (worker,):
             store.drain(worker)
             model.workers.update({worker: True} if worker in model.workers else {})

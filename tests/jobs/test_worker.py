@@ -100,7 +100,7 @@ def test_a_job_is_finished_by_the_file_of_a_worker_that_died(store, maker, tmp_p
     assert store.lease("dead", ["nano"])
     (tmp_path / "v0").mkdir()
     (tmp_path / "v0" / "video.mp4").write_text("whole")
-    store.lost("dead")
+    store.requeue_lost("dead")
     work(store, maker, until_empty=True)
     assert maker.made() == []
     assert ends(store, 1) == [(COMPLETED, None, 2)]
@@ -204,7 +204,7 @@ def test_a_worker_whose_lease_ended_stops_and_registers_again(store, tmp_path):
     fill(store, "a")
     thread, drained = at_work(store, maker, name="slow")
     wait(lambda: store.get("v0").progress.get("stage"))
-    store.lost("slow")
+    store.requeue_lost("slow")
     store.register("other", "ready", {})
     assert [job.id for job in store.lease("other", ["nano"])] == ["v0"]
     store.add(new(1, batch=""))
@@ -267,7 +267,7 @@ def test_the_newest_progress_is_told_and_a_lost_job_ends(store):
     for done in range(50):
         lease.report(progress=done)
     wait(lambda: store.get("v0").progress.get("progress") == 49)
-    store.lost("w")
+    store.requeue_lost("w")
     wait(lease.stopped)
     assert not lease.cancelled()
     assert lease._signal is Signal.LOST

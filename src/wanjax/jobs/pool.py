@@ -240,7 +240,7 @@ class Pool:
     def _remove(self, number: int, worker: Handle, why: str) -> None:
         """Take a worker that has ended out of the pool."""
         if why and worker.name not in self._ending:
-            self.store.lost(worker.name, why)  # first: where the database is away, this is looked at again
+            self.store.requeue_lost(worker.name, why)  # first: where the database is away, this is looked at again
             self._count_death(why)
         worker.kill()
         self._ending.discard(worker.name)
@@ -297,5 +297,5 @@ class Pool:
             worker.kill()
             if late != "":
                 with suppress(Unavailable):
-                    self.store.lost(worker.name)
+                    self.store.requeue_lost(worker.name)
         self.workers.clear()

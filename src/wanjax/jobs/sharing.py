@@ -103,4 +103,4 @@ def requeue_dead(store: JobStore) -> None:
         if worker.facts.get("host") != HOST or not isinstance(process, int):
             continue
         if process == os.getpid() or not psutil.pid_exists(process):
-            store.lost(worker.name)
+            store.requeue_lost(worker.name)

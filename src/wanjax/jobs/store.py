@@ -684,22 +684,24 @@ class JobStore:
 
         return self._run(change, durable=False)
 
-    def give_back(self, worker: str) -> None:
+    def requeue(self, worker: str) -> None:
         """Let the jobs of a worker that ends wait again, in their old places, as if it had not begun them.
 
         Args:
             worker: Its name.
         """
-        self._run(lambda db: self._requeue(db, f"{HELD} AND worker = :name", counts=False, name=worker), durable=False)
+        self._run(
+            lambda db: self._requeue_where(db, f"{HELD} AND worker = :name", counts=False, name=worker), durable=False
+        )
 
-    def lost(self, worker: str, why: str | None = None) -> None:
+    def requeue_lost(self, worker: str, why: str | None = None) -> None:
         """Let the jobs of a worker that died wait again at once, in their old places; the attempt counts.
 
         Args:
             worker: Its name.
             why: What ended it, kept as the error of the jobs that it made.
         """
-        self._run(lambda db: self._requeue(db, f"{HELD} AND worker = :name", why=why, name=worker), durable=False)
+        self._run(lambda db: self._requeue_where(db, f"{HELD} AND worker = :name", why=why, name=worker), durable=False)
 
     def requeue_expired(self) -> None:
         """Let the jobs of workers that are not heard of wait again; forget jobs that were removed a day ago."""
@@ -711,7 +713,7 @@ class JobStore:
             old = f"{old} AND completed_at < {db.now} - :kept"
             expired = f"SELECT 1 FROM workers WHERE expires < {db.now} LIMIT 1"
             if db.rows(expired) or db.rows(f"SELECT 1 FROM jobs WHERE {where} LIMIT 1"):
-                self._requeue(db, where)
+                self._requeue_where(db, where)
             if db.rows(f"SELECT 1 FROM jobs WHERE {old} LIMIT 1", kept=KEPT_REMOVED):
                 db.tick()
                 db.execute(f"DELETE FROM jobs WHERE {old}", kept=KEPT_REMOVED)
@@ -728,7 +730,7 @@ class JobStore:
 
     # Transactions
 
-    def _requeue(
+    def _requeue_where(
         self, db: "_Transaction", where: str, *, counts: bool = True, why: str | None = None, **values: Any
     ) -> None:
         """Let the jobs of some workers wait again, and forget the workers; `counts` tells whether attempts do."""

@@ -264,10 +264,10 @@ def work(
     except BaseException:
         lease.close()
         with suppress(Unavailable):
-            store.lost(name)
+            store.requeue_lost(name)
         raise
     lease.close()
-    store.give_back(name)
+    store.requeue(name)
 
 
 def _share(stats: Stats, together: int) -> int:

@@ -129,7 +129,7 @@ class Service:
             Route("/v1/videos/{id}", self.remove, methods=["DELETE"]),
             Route("/v1/videos/{id}/cancel", self.cancel, methods=["POST"]),
             Route("/v1/videos/{id}/content", self.content, methods=["GET"]),
-            Route("/v1/videos/{id}/record", self.record, methods=["GET"]),
+            Route("/v1/videos/{id}/record", self.metadata, methods=["GET"]),
             Route("/v1/videos/{id}/events", self.events, methods=["GET"]),
             *(Route(path, self.not_offered, methods=["POST"]) for path in NOT_OFFERED),
             Route("/v1/events", self.events, methods=["GET"]),
@@ -293,8 +293,8 @@ class Service:
             return FileResponse(file, media_type=kind, filename=own_name, content_disposition_type="inline")
         return _gone(name)
 
-    async def record(self, request: Request) -> Response:
-        """Send the record of a finished video: everything that shaped it, as its file has it."""
+    async def metadata(self, request: Request) -> Response:
+        """Send the metadata of a finished video: everything that shaped it, as its file has it."""
         job = await self._find(request)
         if job.status != COMPLETED:
             return _unfinished(job)

@@ -159,8 +159,8 @@ def pictures(architecture: VideoModel) -> dict[str, dict[str, Any]]:
     }
 
 
-def without_folders(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record whose files and folders are named without where they are, since a client may read it."""
+def without_folders(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metadata whose files and folders are named without where they are, since a client may read it."""
 
     def base_names(entry: str, value: Any) -> Any:
         if isinstance(value, list):
@@ -171,13 +171,13 @@ def without_folders(record: Mapping[str, Any]) -> dict[str, Any]:
             return base_name(value)
         return str(replace(lora := Lora.parse(value), file=base_name(lora.file)))
 
-    cleaned = {name: base_names(name, value) if name in source_names() else value for name, value in record.items()}
-    if digests := record.get(DIGESTS):
+    cleaned = {name: base_names(name, value) if name in source_names() else value for name, value in metadata.items()}
+    if digests := metadata.get(DIGESTS):
         cleaned[DIGESTS] = {base_name(path): digest for path, digest in digests.items()}
     return cleaned
 
 
 def started_with(pipe: Pipeline, tiling: Tiling | None, batch_guidance: bool) -> dict[str, Any]:
-    """Return what shapes every video of the server, by the names that a record has for it."""
-    record = without_folders(pipe.metadata(pipe.defaults, {}, tiling=tiling, batch_guidance=batch_guidance))
-    return {name: value for name, value in record.items() if name not in request_settings(pipe)}
+    """Return what shapes every video of the server, by the names that the metadata has for it."""
+    metadata = without_folders(pipe.metadata(pipe.defaults, {}, tiling=tiling, batch_guidance=batch_guidance))
+    return {name: value for name, value in metadata.items() if name not in request_settings(pipe)}
