@@ -70,15 +70,15 @@ def _stopped(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(BOUNDS, "pixels", BOUNDS.pixels)  # which an option changes
     for owner, name in (
-        (stages.Rendering, "ready_previews"),
-        (stages.Rendering, "run"),
+        (stages.VideoCommand, "ready_previews"),
+        (stages.VideoCommand, "run"),
         (planning, "estimate"),
         (planning, "estimate_training"),
-        (stages.Rendering, "instances"),
+        (stages.VideoCommand, "instances"),
     ):
         monkeypatch.setattr(owner, name, started)
     for module in (stages, many, planning):
-        monkeypatch.setattr(module, "meet", lambda *_: None)  # else it would wait for other processes
+        monkeypatch.setattr(module, "init_distributed", lambda *_: None)  # else it would wait for other processes
 
 
 def visible(command: click.Command) -> dict[str, click.Option]:

@@ -22,9 +22,9 @@ from wanjax.cli.extending import Extender
 from wanjax.cli.names import videos_folder
 from wanjax.cli.options import COMPILE_CACHE, SETTINGS
 from wanjax.cli.parsed import CommandOptions, PipelineOptions, WorkerOptions
-from wanjax.cli.processes import meet
+from wanjax.cli.processes import init_distributed
 from wanjax.cli.report import Report
-from wanjax.cli.stages import Rendering, Reporting, loaded, located
+from wanjax.cli.stages import Reporting, VideoCommand, loaded, located
 from wanjax.errors import WanjaxError
 from wanjax.figures import quantity
 from wanjax.jobs import ray_cluster
@@ -70,7 +70,7 @@ def generate(
     """
     database = database_of(by.database)
     if alone := by.is_alone(workers):
-        meet(report, options.processes)
+        init_distributed(report, options.processes)
     else:
         jax.config.update("jax_platforms", "cpu")  # of this process alone: the devices are the workers'
     target, options = videos_folder(command.out), located(options)
@@ -227,14 +227,14 @@ def _here(
 
     with here as preview_folder:  # previews are shown by files
         here_alone = command._replace(folder=preview_folder, out=None)
-        video = Rendering(report, first.request, options, here_alone, remade=remade, pipe=maker.pipe)
+        video = VideoCommand(report, first.request, options, here_alone, remade=remade, pipe=maker.pipe)
         videos = [maker.settings[name] for name in batch.tasks]
         video.tell(videos)
         video.tell_prompt(videos)
         if video.previews and not command.preview_decoder:
             with report.stage("preview"):
                 maker.fit_latent_preview()
-        maker.observers = [Within(video, batch)]
+        maker.observers = [BatchProgressObserver(video, batch)]
         with driver.telling(batch):
             how: Any = {"drained": lambda: bool(faults), "ended": look, "until_empty": True}
             work(driver.store, maker, **driver.options, **how)
@@ -345,10 +345,10 @@ def _count(report: Report, batch: Batch, beside: str = "") -> None:
     report.count("video", batch.ended, batch.total, beside=", ".join(filter(None, (failed, beside))))
 
 
-class Within(Reporting):
+class BatchProgressObserver(Reporting):
     """Shows how far the video under way is beside the number of videos; stops the run between two steps."""
 
-    def __init__(self, rendering: Rendering, batch: Batch):
+    def __init__(self, rendering: VideoCommand, batch: Batch):
         super().__init__(rendering)
         self.batch = batch
 

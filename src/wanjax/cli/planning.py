@@ -17,10 +17,10 @@ from rich.console import Console
 
 from wanjax import loading, registry
 from wanjax.cli.parsed import BulkOptions, CommandOptions, PipelineOptions, TrainingOptions
-from wanjax.cli.processes import meet
+from wanjax.cli.processes import init_distributed
 from wanjax.cli.report import Report
 from wanjax.cli.scaling import SUM, show_scale, why
-from wanjax.cli.stages import Rendering, loras_of
+from wanjax.cli.stages import VideoCommand, loras_of
 from wanjax.cli.tables import folded, print_table, stdout_width
 from wanjax.compile_cache.cache import compile_cache, compile_cache_folder
 from wanjax.compile_cache.shared import EntryExists, current
@@ -236,7 +236,7 @@ def warmup(report: Report, request: VideoRequest, options: PipelineOptions, chip
     if chip is not None:
         _fill(report, request, options, find_slice(chip))
         return
-    meet(report, options.processes)
+    init_distributed(report, options.processes)
     with _recorded(report, request, options) as instances, report.stage("compile"):
         EXECUTE.compile(*instances, on_start=lambda number, total: report.count("program", number - 1, total))
         report.count("program", len(instances), len(instances))
@@ -252,7 +252,7 @@ def _fill(report: Report, request: VideoRequest, options: PipelineOptions, place
         raise WanjaxError("--chip describes all processes of a slice: one compiles for them, without --processes")
     check_compiler()
     jax.config.update("jax_platforms", "cpu")
-    meet(report, None, described="tpu")
+    init_distributed(report, None, described="tpu")
     if current() is None:
         raise WanjaxError(f"--chip {place.name} fills a cache for other machines: --compile-cache names it")
     os.environ.update(ENVIRONMENT)  # before libtpu is loaded
@@ -285,7 +285,7 @@ def _recorded(report: Report, request: VideoRequest, options: PipelineOptions) -
     """Yield the programs of the run that `generate` would make, recorded."""
     with temp_dir() as folder:
         request = request.under(VideoRequest({"prompt": ""}))
-        rendering = Rendering(report, request, options, CommandOptions(folder=folder))
+        rendering = VideoCommand(report, request, options, CommandOptions(folder=folder))
         with report.stage("record"):
             instances = rendering.instances()
         yield instances

@@ -13,7 +13,7 @@ from wanjax.jobs.multihost import is_first, join
 from wanjax.sharding import platform
 
 
-def meet(report: Report, processes: str | None, *, described: str | None = None) -> None:
+def init_distributed(report: Report, processes: str | None, *, described: str | None = None) -> None:
     """Join the other processes, if any. Only the first process reports.
 
     `described` is the platform of devices that are described, if programs are compiled for such.

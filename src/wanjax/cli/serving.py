@@ -25,7 +25,7 @@ from wanjax.checkpoints.lora_source import Lora
 from wanjax.cli.names import TOKEN
 from wanjax.cli.options import COMPILE_CACHE
 from wanjax.cli.parsed import ListenOptions, PipelineOptions, ServeOptions, WorkerOptions
-from wanjax.cli.processes import meet
+from wanjax.cli.processes import init_distributed
 from wanjax.cli.report import Report
 from wanjax.cli.stages import loaded
 from wanjax.errors import WanjaxError, reason
@@ -86,7 +86,7 @@ def serve(
     if workers is not None:
         jax.config.update("jax_platforms", "cpu")  # the devices are the workers'
     else:
-        meet(report, options.processes)
+        init_distributed(report, options.processes)
         if jax.process_count() > 1:
             raise WanjaxError("a server is one process: without --processes it uses the devices of its own host")
     with ExitStack() as stack:  # before the model: a port or a folder in use would be told after a long wait

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands `generate`, `encode`, `denoise` and `decode`.
 
-A stage loads its networks, runs, saves and frees them. A `Rendering` is one video on the command line: its pipeline,
+A stage loads its networks, runs, saves and frees them. A `VideoCommand` is one video on the command line: its pipeline,
 its settings, the names of its files, and the observers that report and save.
 """
 
@@ -24,7 +24,7 @@ from wanjax.checkpoints.lora_source import Lora
 from wanjax.cli.names import VIDEOS, free_names, video_named
 from wanjax.cli.options import is_typed
 from wanjax.cli.parsed import CommandOptions, PipelineOptions
-from wanjax.cli.processes import meet
+from wanjax.cli.processes import init_distributed
 from wanjax.cli.profile import StepProfile
 from wanjax.cli.remake import check_files, check_loaded, differences
 from wanjax.cli.report import Report
@@ -85,10 +85,10 @@ def generate(
 
     Without a folder the video has a name of its own, and the files of its stages go when it is made.
     """
-    meet(report, options.processes)
+    init_distributed(report, options.processes)
     if command.folder is not None:
         check_free(command.folder, "generate", command.force)
-    with held(Rendering(report, request, options, command, remade=remade)) as video:
+    with held(VideoCommand(report, request, options, command, remade=remade)) as video:
         video.tell()
         video.tell_prompt()
         video.try_output(video.video, video.record)
@@ -104,9 +104,9 @@ def generate(
 
 def encode(report: Report, request: VideoRequest, options: PipelineOptions, command: CommandOptions) -> None:
     """Run the first stage, from the command line alone."""
-    meet(report, options.processes)
+    init_distributed(report, options.processes)
     folder = free_folder(command, "encode")
-    with held(Rendering(report, request, options, command)) as video:
+    with held(VideoCommand(report, request, options, command)) as video:
         video.tell_prompt()
         check_encoding(video.pipe, video.settings, video.pictures, tiling=video.how["tiling"])
         video.run(Saving(video, tells=True)).encode()
@@ -117,7 +117,7 @@ def encode(report: Report, request: VideoRequest, options: PipelineOptions, comm
 
 def denoise(report: Report, request: VideoRequest, options: PipelineOptions, command: CommandOptions) -> None:
     """Run the second stage, from the first stage's files and the options given now."""
-    meet(report, options.processes)
+    init_distributed(report, options.processes)
     folder = free_folder(command, "denoise")
     left = load_stage_settings(folder)
     tensors = {**stage_files.load_encoded(folder, left), **stage_files.load_video_shape(folder)}
@@ -127,7 +127,7 @@ def denoise(report: Report, request: VideoRequest, options: PipelineOptions, com
             f"the pictures were encoded as {left.get('follow')} and --follow is {follow}: `wanjax encode` has "
             "to run again with it, or --sigmas would give the noise levels alone"
         )
-    with held(Rendering(report, request, options, command, left, loads="lora")) as video:
+    with held(VideoCommand(report, request, options, command, left, loads="lora")) as video:
         encoded = video.checked(tensors)
         video.tell()
         video.check_room()
@@ -143,11 +143,11 @@ def denoise(report: Report, request: VideoRequest, options: PipelineOptions, com
 
 def decode(report: Report, request: VideoRequest, options: PipelineOptions, command: CommandOptions) -> None:
     """Run the third stage, from the second stage's files."""
-    meet(report, options.processes)
+    init_distributed(report, options.processes)
     folder = free_folder(command._replace(force=command.force or command.out is not None), "decode")
     left = load_stage_settings(folder)
     latents = stage_files.load_latents(folder, left)
-    with held(Rendering(report, request, options, command, left, loads="decoder")) as video:
+    with held(VideoCommand(report, request, options, command, left, loads="decoder")) as video:
         video.check_latents(latents, shape_known=all(left.get(name) for name in ("frames", "height", "width")))
         check_decoding(video.pipe, stream_of(latents).shape, tiling=video.how["tiling"])
         decoder = {name: video.record[name] for name in ("decoder",) if name in video.record}
@@ -163,7 +163,7 @@ def decode(report: Report, request: VideoRequest, options: PipelineOptions, comm
 
 
 @contextmanager
-def held(video: "Rendering") -> Iterator["Rendering"]:
+def held(video: "VideoCommand") -> Iterator["VideoCommand"]:
     """Yield a video on the command line, and release its folder at the end, or where the process ends at once."""
     try:
         with abandoned_by(video.release):
@@ -189,7 +189,7 @@ def check_free(folder: Path, command: str, force: bool) -> None:
         raise WanjaxError(f"{folder} holds {WORK[taken[0]]}: {', '.join(ways)}")
 
 
-class Rendering:
+class VideoCommand:
     """A pipeline, the settings of a video, and the names of its files."""
 
     def __init__(
@@ -442,19 +442,19 @@ class Rendering:
 
     def streamed(self, frames: Iterator[Any]) -> paths.AnyPath:
         """Write the video while it is made, from the frames of each block; return its place."""
-        report, tempo, architecture = self.report, Tempo(), self.pipe.architecture
+        report, rate, architecture = self.report, FrameRate(), self.pipe.architecture
         total = architecture.spec.latent_shape(self.settings)[2] // architecture.spec.chunk_frames
 
         def clips() -> Iterator[Any]:
             report.count("block", 0, total)
             for done, clip in enumerate(frames, 1):
                 yield clip
-                tempo.deliver(len(clip))
-                report.count("block", done, total, beside=str(tempo))
+                rate.deliver(len(clip))
+                report.count("block", done, total, beside=str(rate))
 
         with report.stage("stream"):
             written = write(self.video, clips(), PreparedRequest(self.settings, self.record))
-        report.note(f"{tempo}, where {self.settings.fps} are played")
+        report.note(f"{rate}, where {self.settings.fps} are played")
         report.way_on, self.is_written = None, True
         return written
 
@@ -541,7 +541,7 @@ def _texts_of(chosen: Settings) -> Iterator[tuple[str, str]]:
 class Reporting(Observer):
     """Shows the progress of a run, and previews; stops it between two steps where that was asked."""
 
-    def __init__(self, rendering: Rendering):
+    def __init__(self, rendering: VideoCommand):
         self.report, self.previews = rendering.report, rendering.previews
 
     def stage(self, name: str) -> AbstractContextManager[None]:
@@ -568,7 +568,7 @@ class Reporting(Observer):
 class Saving(Observer):
     """Writes the files that join the stages, and `tells` of each."""
 
-    def __init__(self, rendering: Rendering, *, tells: bool):
+    def __init__(self, rendering: VideoCommand, *, tells: bool):
         self.rendering, self.tells = rendering, tells
         self._blocks: list[Any] = []
 
@@ -601,7 +601,7 @@ class Saving(Observer):
 class SavingWindows(Observer):
     """Tells of each window, which `ResumeObserver` keeps, and how to go on from those that are finished."""
 
-    def __init__(self, rendering: Rendering):
+    def __init__(self, rendering: VideoCommand):
         self.rendering = rendering
 
     def window(self, window: Window) -> None:
@@ -749,7 +749,7 @@ def _decoder_left(left: Mapping[str, Any]) -> str | None:
     return file
 
 
-class Tempo:
+class FrameRate:
     """The frames delivered, and their number a second since the first block, for which programs are compiled."""
 
     def __init__(self) -> None:

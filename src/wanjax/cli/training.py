@@ -7,7 +7,7 @@ import click
 
 from wanjax import registry
 from wanjax.cli.parsed import PipelineOptions, fill
-from wanjax.cli.processes import meet
+from wanjax.cli.processes import init_distributed
 from wanjax.cli.report import Report
 from wanjax.cli.stages import loaded
 from wanjax.errors import WanjaxError, WriteError
@@ -20,7 +20,7 @@ from wanjax.training.train import Training
 
 def train(report: Report, options: PipelineOptions, ctx: click.Context, *, data: Path, out: Path) -> None:
     """Train a model on a data set, with the settings that are the parameters of the command."""
-    meet(report, options.processes)
+    init_distributed(report, options.processes)
     model = str(options.model)
     config = config_of(ctx, model)
     options = options._replace(param_dtype="float32" if config.lora is None else None)

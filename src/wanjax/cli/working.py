@@ -7,7 +7,7 @@ from math import inf
 from typing import Any
 
 from wanjax.cli.parsed import PipelineOptions, ServeOptions
-from wanjax.cli.processes import meet
+from wanjax.cli.processes import init_distributed
 from wanjax.cli.report import Report
 from wanjax.cli.stages import loaded, located
 from wanjax.errors import WanjaxError
@@ -49,7 +49,7 @@ def work_for(
             fault = f"--{name.replace('_', '-')} is for the jobs of a server, with --dir"
             raise WanjaxError(f"{fault}: a batch has its prompts extended before, and shows no previews")
     with closing(JobStore(url)) as store:  # before the model: a wrong one is refused at once
-        meet(report, options.processes)
+        init_distributed(report, options.processes)
         load = partial(loaded, located(options), VideoRequest({}))
         arguments: dict[str, Any] = {"place": target, **options.how}
         if not is_first():
@@ -86,7 +86,7 @@ def _work_for_server(report: Report, url: str, target: AnyPath, options: Pipelin
     if options.processes:
         raise WanjaxError("--processes is for the jobs of a batch: a worker of a server is one process")
     with closing(JobStore(url)) as store:
-        meet(report, None)
+        init_distributed(report, None)
         check_folder(target)
         maker = serving.maker_of(options, served, target, report.note)
         drained = until_signal()
