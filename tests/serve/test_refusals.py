@@ -324,6 +324,14 @@ def test_no_other_site_asks_through_the_browser(start):
     assert server.client.post("/v1/videos", json=SMALL, headers={"origin": "http://localhost:8000"}).status_code == 200
 
 
+@pytest.mark.parametrize("wrong", ["", "a", TOKEN[:-1], TOKEN + "s", TOKEN.upper()])
+def test_a_part_of_a_token_lets_nobody_in(start, wrong):
+    client = start(work=False, token=TOKEN).client_from("192.0.2.1", "videos.example")
+    assert client.get("/v1/videos", headers={"authorization": f"Bearer {wrong}"}).status_code == 401
+    assert client.post("/login", data={"token": wrong}).status_code == 401
+    assert client.get("/v1/videos", headers={"cookie": f"{COOKIE}={wrong}"}).status_code == 401
+
+
 def test_a_token_lets_in(start):
     server = start(work=False, token=TOKEN)
     client = server.client_from("192.0.2.1", "videos.example")
