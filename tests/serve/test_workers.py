@@ -68,7 +68,7 @@ def test_a_worker_that_is_killed_loses_no_video(tmp_path):
 
 
 def test_a_server_without_workers_says_what_waits_for_one(tmp_path):
-    with serving(tmp_path, "--workers", "0") as (client, _):
+    with serving(tmp_path, "--workers", "0", "--database", str(tmp_path / "jobs.sqlite")) as (client, _):
         assert client.get("/health").json()["status"] == "loading"
         [model] = client.get("/v1/models").json()["data"]
         assert "devices" not in model["started_with"]  # this process's make no video
