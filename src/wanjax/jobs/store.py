@@ -294,11 +294,7 @@ class JobStore:
             if limit is not None and db.waiting() >= limit:
                 raise QueueFull(limit)
             db.execute(
-                f"""INSERT INTO jobs (place, id, position, status, model, batch, request, output, created_at, version)
-                VALUES (:place, :id, :version, :status, :model, :batch, :request, :output, {db.now}, :version)
-                ON CONFLICT (place, id) DO UPDATE SET position = excluded.position, status = excluded.status,
-                    batch = excluded.batch, request = excluded.request, output = excluded.output,
-                    created_at = excluded.created_at, version = excluded.version""",
+                INSERT.format(now=db.now),
                 version=version,
                 status=ARRIVING if arriving else QUEUED,
                 **_columns(new),
@@ -317,14 +313,10 @@ class JobStore:
         def insert(db: "_Transaction") -> None:
             first = db.tick(len(jobs)) - len(jobs)
             db.execute_many(
-                f"""INSERT INTO jobs (place, id, position, status, model, batch, request, output, created_at, version)
-                VALUES (:place, :id, :version, 'queued', :model, :batch, :request, :output, {db.now}, :version)
-                ON CONFLICT (place, id) DO UPDATE SET position = excluded.position, status = excluded.status,
-                    model = excluded.model, batch = excluded.batch, request = excluded.request,
-                    output = excluded.output, created_at = excluded.created_at, version = excluded.version,
-                    attempts = 0, cancel = 0, progress = '{{}}', error = NULL, completed_at = NULL
+                INSERT.format(now=db.now)
+                + """, attempts = 0, cancel = 0, progress = '{}', error = NULL, completed_at = NULL
                 WHERE jobs.worker = '' AND jobs.status IN ('completed', 'failed', 'removed')""",
-                [_columns(job) | {"version": first + number} for number, job in enumerate(jobs, 1)],
+                [_columns(job) | {"version": first + number, "status": QUEUED} for number, job in enumerate(jobs, 1)],
             )
 
         if jobs:
@@ -888,6 +880,12 @@ class _Transaction:
         )
 
 
+INSERT = """
+    INSERT INTO jobs (place, id, position, status, model, batch, request, output, created_at, version)
+    VALUES (:place, :id, :version, :status, :model, :batch, :request, :output, {now}, :version)
+    ON CONFLICT (place, id) DO UPDATE SET position = excluded.position, status = excluded.status,
+        model = excluded.model, batch = excluded.batch, request = excluded.request, output = excluded.output,
+        created_at = excluded.created_at, version = excluded.version"""
 WAITING: dict[str, Any] = {"status": QUEUED, "worker": "", "progress": "{}"}
 COLUMNS = tuple(each.name for each in fields(Job))[:-1]  # all but `ahead`
 SELECTED = ", ".join(COLUMNS)
