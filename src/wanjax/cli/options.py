@@ -72,9 +72,13 @@ def check_file(file: Any, advice: str) -> None:
 
 
 def _named(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """Return the value of an option of `NAMED` as it is, once its name is known."""
-    if not ctx.resilient_parsing:
-        check_named(str(parameter.name), value)
+    """Return the value of an option of `NAMED` as it is, once its name is known.
+
+    A video's metadata may name what another package has registered, so a default from there is checked later.
+    """
+    name = str(parameter.name)
+    if not ctx.resilient_parsing and is_typed(name, ctx):
+        check_named(name, value)
     return value
 
 
@@ -688,7 +692,11 @@ served = together(
     tile,
     extending,
     decoder,
-    click.option("--preview", is_flag=True, help="Show on the server's page, at a few steps, what a video will be."),
+    click.option(
+        "--preview/--no-preview",
+        default=True,
+        help="Show on the server's page, at a few steps, what a video will be.  [default: preview]",
+    ),
     preview_decoder,
     verify,
     telling,

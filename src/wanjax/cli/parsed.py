@@ -111,7 +111,7 @@ class ServeOptions(NamedTuple):
     max_upload: int = 1
     extend_prompt: str | None = None
     extend_model: str | None = None
-    preview: bool = False
+    preview: bool = True
     preview_decoder: Path | None = None
     rehearse: bool = True
 

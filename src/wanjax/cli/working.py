@@ -6,6 +6,7 @@ from functools import partial
 from math import inf
 from typing import Any
 
+from wanjax.cli.options import is_given
 from wanjax.cli.parsed import PipelineOptions, ServeOptions
 from wanjax.cli.processes import init_distributed
 from wanjax.cli.report import Report
@@ -45,7 +46,7 @@ def work_for(
     if folder is not None:
         return _work_for_server(report, url, target, options, served)
     for name in ("preview", "preview_decoder", "extend_prompt"):
-        if getattr(served, name):
+        if is_given(name):
             fault = f"--{name.replace('_', '-')} is for the jobs of a server, with --dir"
             raise WanjaxError(f"{fault}: a batch has its prompts extended before, and shows no previews")
     with closing(JobStore(url)) as store:  # before the model: a wrong one is refused at once
