@@ -323,7 +323,8 @@ def arguments(node: ast.AST) -> set[str]:
         if not inits(node):
             is_record = any("dataclass" in ast.unparse(x) for x in node.decorator_list)
             is_record |= any(ast.unparse(base).startswith("NamedTuple") for base in node.bases)
-            fields = [x for x in node.body if isinstance(x, ast.AnnAssign) and "ClassVar" not in ast.unparse(x)]
+            fields = [x for x in node.body if isinstance(x, ast.AnnAssign)]
+            fields = [x for x in fields if "ClassVar" not in ast.unparse(x) and "init=False" not in ast.unparse(x)]
             return {ast.unparse(x.target) for x in fields} if is_record else set()
         [node] = inits(node)
     assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
@@ -394,3 +395,16 @@ def test_docstrings_name_no_argument_that_is_gone():
             present |= {x.name for x in fields if isinstance(x, ast.FunctionDef)}  # the properties of a protocol
             gone = documented(node, "Args") - present
             assert not gone, f"{module}.{name} has no {sorted(gone)}"
+
+
+def test_docstrings_of_the_jobs_name_every_argument():
+    """An override, and what an observer or a maker is told, has the docstring of its base."""
+    modules = {name: path for name, path in MODULES.items() if name.startswith("wanjax.jobs.")}
+    bases = [*modules.values(), MODULES["wanjax.pipelines.observers"]]
+    inherited = {name.rpartition(".")[2] for path in bases for name, node in public(path) if documented(node)}
+    for module, path in modules.items():
+        for name, node in public(path):
+            if "._" in f".{name}" or ("." in name and name.rpartition(".")[2] in inherited):
+                continue
+            missing = {argument for argument in arguments(node) - documented(node) if not argument.startswith("_")}
+            assert not missing - {"arguments", "more"}, f"{module}.{name} does not say what {sorted(missing)} are"

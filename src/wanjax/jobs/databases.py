@@ -66,7 +66,14 @@ class Connection(Protocol):
         """
         ...
 
-    def executemany(self, text: str, rows: Sequence[Values], /) -> Any: ...
+    def executemany(self, text: str, rows: Sequence[Values], /) -> Any:
+        """Run a statement for each of several values.
+
+        Args:
+            text: The statement.
+            rows: The values of each, by name.
+        """
+        ...
 
 
 def database_of(option: str | None) -> str | None:

@@ -45,14 +45,26 @@ PERCENT = {"extend": (0, 0), "compile": (0, 0), "encode": (0, 2), "denoise": (2,
 
 
 class Task(NamedTuple):
-    """A video that is to be made: its name below the place of the videos, and its request with its seed."""
+    """A video that is to be made.
+
+    Args:
+        output: Its path below the folder of the videos.
+        request: What it shows, with its seed.
+    """
 
     output: str
     request: VideoRequest
 
 
 class SharedParts(NamedTuple):
-    """What the videos of one run share: the pipeline with its solver, pictures, and settings with their metadata."""
+    """What the videos of one run share.
+
+    Args:
+        pipe: The pipeline, with the solver that is asked for.
+        pictures: Pictures and clips, read.
+        settings: The settings, but for prompt and seed.
+        metadata: What the videos' files say of them, but for prompt and seed.
+    """
 
     pipe: Pipeline
     pictures: Pictures

@@ -169,6 +169,9 @@ class Scale:
     Args:
         least: The least number.
         most: The most.
+
+    Attributes:
+        count: The number that was last wanted.
     """
 
     least: int

@@ -167,7 +167,15 @@ class Job:
 
 @dataclass(frozen=True)
 class NewJob:
-    """A job to be added; the arguments are those of `Job`."""
+    """A job to be added.
+
+    Args:
+        id: Its name, which no other job of its place has.
+        request: What is asked for, as JSON.
+        model: The name of the model that makes it.
+        output: The video's path below the folder that is the place.
+        batch: A digest of all in which the jobs of one run have to agree.
+    """
 
     id: str
     request: Mapping[str, Any]
@@ -178,7 +186,14 @@ class NewJob:
 
 @dataclass(frozen=True)
 class WorkerRow:
-    """A worker that is heard of: its state (loading, ready), and its host, process and models."""
+    """A worker whose lease has not run out.
+
+    Args:
+        name: Its name.
+        state: loading or ready.
+        facts: Its host, process and models.
+        draining: Whether it is to give its jobs back and end.
+    """
 
     name: str
     state: str
@@ -188,9 +203,12 @@ class WorkerRow:
 
 @dataclass(frozen=True)
 class Stats:
-    """Jobs by status, workers by state, and counters, of a place.
+    """Numbers of a place.
 
-    Counters are the ends by kind (completed, failed, cancelled), and seconds by stage as `seconds_STAGE`.
+    Args:
+        jobs: The number of jobs by status.
+        workers: The number of workers by state.
+        counters: Ends by kind (completed, failed, cancelled), and seconds by stage as `seconds_STAGE`.
     """
 
     jobs: dict[str, int]
