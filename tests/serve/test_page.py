@@ -62,7 +62,8 @@ class Opened:
 
 
 @pytest.fixture
-def opened(browser, served):
+def opened(browser, served, tmp_path):
+    """Open tabs; each leaves a picture of its end, to be looked at."""
     tabs = []
 
     def tab(**how):
@@ -70,7 +71,8 @@ def opened(browser, served):
         return tabs[-1]
 
     yield tab
-    for one in tabs:
+    for number, one in enumerate(tabs):
+        one.page.screenshot(path=tmp_path / f"tab{number}.png")
         one.context.close()
         assert not [line for line in one.complaints if not re.search(r"\b(4\d\d|503)\b|ERR_", line)], one.complaints
         assert all(url.startswith((one.url, "blob:", "data:")) for _, url in one.asked)
@@ -288,6 +290,25 @@ def test_keys_and_two_videos_in_step(opened, made):
     times = [player.evaluate("player => player.currentTime / player.duration") for player in players]
     assert abs(times[0] - times[1]) < 0.25
     page.keyboard.press("Escape")
+
+
+def test_by_keyboard_alone(opened, made):
+    """A card opens by Enter, its dialog keeps the focus, and gives it back; a shape is chosen by an arrow key."""
+    page = opened(reduced_motion="reduce").goto()
+    page.wait_for_selector(".card.completed >> nth=1")
+    page.focus(f"[data-id={made[0]}] .open")
+    assert page.query_selector(".card video") is None  # nothing moves for who asked for that
+    page.keyboard.press("Enter")
+    page.wait_for_selector("dialog[open] video")
+    for _ in range(30):
+        page.keyboard.press("Tab")
+        assert page.evaluate("document.activeElement === document.body || !!document.activeElement.closest('dialog')")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("dialog", state="detached")
+    assert page.evaluate("document.activeElement.closest('.card').dataset.id") == made[0]
+    page.focus("[name=shape]:checked")
+    page.keyboard.press("ArrowRight")
+    assert page.is_visible("[name=width]")
 
 
 def test_videos_are_found_by_their_words(opened, made):

@@ -78,10 +78,27 @@ class Card extends Component {
   }
 }
 
+// Some cards, looked at again only where one of them has changed.
+class Cards extends Component {
+  shouldComponentUpdate(next) {
+    const { videos, selection, language } = this.props;
+    return next.selection !== selection || next.language !== language || next.videos.length !== videos.length
+      || next.videos.some((video, index) => video !== videos[index]);
+  }
+
+  render({ videos, selection, open, select, language }) {
+    return videos.map((video) => html`<${Card} key=${video.id} video=${video} open=${open} select=${select}
+      selecting=${selection !== null} selected=${selection !== null && selection.includes(video.id)} language=${language} />`);
+  }
+}
+
+const TOGETHER = 48; // cards
+
 export function Gallery({ videos, open, selection, setSelection, compare, download, remove, language, wrong }) {
   const end = useRef(null);
   const [query, setQuery] = useState("");
   const shown = videos.gallery;
+  const parts = Array.from({ length: Math.ceil(shown.length / TOGETHER) }, (_, i) => shown.slice(i * TOGETHER, (i + 1) * TOGETHER));
   const selecting = selection !== null;
   useEffect(() => {
     if (!end.current) return undefined;
@@ -110,8 +127,8 @@ export function Gallery({ videos, open, selection, setSelection, compare, downlo
         : shown.length > 0 && html`<button type="button" id="select" onClick=${() => setSelection([])}>${text("select")}</button>`}
     </div>
     ${!shown.length && !videos.loading && html`<p class="empty">${text(videos.found ? "none_found" : "none")}</p>`}
-    <ul class="cards">${shown.map((video) => html`<${Card} key=${video.id} video=${video} open=${open} select=${select}
-      selecting=${selecting} selected=${selecting && selection.includes(video.id)} language=${language} />`)}</ul>
+    <ul class="cards">${parts.map((part, index) => html`<${Cards} key=${index} videos=${part} open=${open} select=${select}
+      selection=${selection} language=${language} />`)}</ul>
     ${videos.hasMore && html`<p ref=${end} class="end" aria-hidden="true">…</p>`}
   </section>`;
 }
