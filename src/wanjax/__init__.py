@@ -80,7 +80,7 @@ def _right(name: str) -> str | None:
         return None
     near = import_module("wanjax.errors").near_names(name, __all__, 1)
     sentence = import_module("wanjax.pipelines.other_names").right_name(name)
-    return sentence or (f"wanjax has no {name}: {near[0]} is near" if near else None)
+    return sentence or (f"wanjax has no {name}: did you mean {near[0]}?" if near else None)
 
 
 def __dir__() -> list[str]:

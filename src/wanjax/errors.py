@@ -133,4 +133,4 @@ def choice(name: object, choices: Collection[str]) -> str:
     """Return what to give in place of a name: the near one and then the others, or all where none is near."""
     near = near_names(name, choices, 1) if isinstance(name, str) else []
     rest = listed([one for one in choices if one not in near])
-    return f"{near[0]} is near; there are {rest} too" if near and rest else f"give {rest or near[0]}"
+    return f"did you mean {near[0]}, or one of {rest}?" if near and rest else f"give {rest or near[0]}"

@@ -187,7 +187,9 @@ def _named(place: str, table: Mapping[str, Any], options: Mapping[str, click.Opt
         name = our_name(key)
         if name not in options:
             near = [ELSEWHERE[name]] if ELSEWHERE.get(name) in options else get_close_matches(name, options, n=1)
-            raise WanjaxError(f"{place} has {key!r}, which is no option there{f': {near[0]} is near' if near else ''}")
+            raise WanjaxError(
+                f"{place} has {key!r}, which is no option there{f': did you mean {near[0]}?' if near else ''}"
+            )
         option = options[name]
         checked = _checked(place, key, value, option)
         if option.name == "size" and isinstance(size := read_size(checked), tuple):

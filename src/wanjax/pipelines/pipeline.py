@@ -863,7 +863,7 @@ class Pipeline(metaclass=Named):
                 raise AttributeError(sentence)
             names = dir(self)
             if not (name.startswith("_") or name in names) and (near := near_names(name, names, 1)):
-                raise AttributeError(f"a pipeline has no {name}: {near[0]} is near")
+                raise AttributeError(f"a pipeline has no {name}: did you mean {near[0]}?")
             return object.__getattribute__(self, name)  # raises the error for which Python came here
 
         def __setattr__(self, name: str, value: object) -> None:
@@ -871,7 +871,7 @@ class Pipeline(metaclass=Named):
             attributes = [*type(self).__annotations__, *dir(type(self))]
             if name not in attributes:
                 right = [one for one in near_names(name, attributes, 1) if not one.startswith("_")]
-                near = f"{right[0]} is near" if right else "pipe.progress and pipe.scheduler can be set"
+                near = f"did you mean {right[0]}?" if right else "pipe.progress and pipe.scheduler can be set"
                 raise AttributeError(right_name(name) or f"a pipeline has no {name} to set: {near}")
             object.__setattr__(self, name, value)
 

@@ -417,7 +417,7 @@ def read_size(text: str) -> tuple[int, int] | str:
 
 def no_setting(name: str, model: str | None, settings: Iterable[str]) -> WanjaxError:
     """Return the error for a setting that a model does not have; `settings` are the names of those that it has."""
-    near = [f"{one} is near" for one in near_names(name, settings, 1)] or [
+    near = [f"did you mean {one}?" for one in near_names(name, settings, 1)] or [
         "leave it out, or choose a model that has it"
     ]
     return WanjaxError(f"{name} is no setting of {model}: {near[0]}")

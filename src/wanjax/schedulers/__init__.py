@@ -158,8 +158,9 @@ def parse(text: object) -> Scheduler:
     )
     if scheduler is None or (colon and value is None):
         near, options = near_names(name, NAMED, 1), ", ".join(_WITH_OPTIONS)
-        right = f"{near[0]} is near" if near and not colon else f"there are {', '.join(NAMED)}"
-        raise WanjaxError(f"no scheduler is named {shown(text)}: {right}, and with options {options}")
+        every = f"give {', '.join(NAMED)}, or with options {options}"
+        right = f"did you mean {near[0]}?" if near and not colon else every
+        raise WanjaxError(f"no scheduler is named {shown(text)}: {right}")
     return replace(scheduler, **{field: value}) if colon else scheduler
 
 

@@ -118,7 +118,9 @@ function Setting({ field, form, model, wrong, set }) {
   </div>`;
 }
 
-// What the presets change; each is for models that have a use for it.
+const PRESET = ["steps", "cache"]; // the settings that presets change
+
+// The presets of a model; each is for models that have a use for it.
 function presetsOf(model, models) {
   const { steps } = model.defaults;
   const presets = [{ name: "published", values: {} }];
@@ -135,10 +137,9 @@ function Presets({ form, model, models, videos, apply }) {
   return html`<div class="presets" role="group" aria-label=${text("presets")}>
     ${presetsOf(model, models).map((preset) => {
       const own = preset.model ?? model;
-      const settings = fields.settingsOf({ ...form, model: own.id, values: { ...form.values, ...preset.values, steps: preset.values.steps ?? String(own.defaults.steps),
-        cache: preset.values.cache ?? String(own.defaults.cache ?? "none") } }, own);
+      const settings = fields.settingsOf({ ...form, values: { ...omit(form.values, PRESET), ...preset.values } }, own);
       const stages = stagesOf(own.id, settings, videos);
-      const on = !preset.model && ["steps", "cache"].every((name) => fields.valueOf(form, model, name)
+      const on = !preset.model && PRESET.every((name) => fields.valueOf(form, model, name)
         === (preset.values[name] ?? String(model.defaults[name] ?? "")));
       return html`<button type="button" key=${preset.name + own.id} class=${classes("preset", on && "on")} aria-pressed=${on}
           data-preset=${preset.name} onClick=${() => apply(preset)}>
@@ -319,7 +320,7 @@ export function Composer({ form, setForm, models, videos, announce, needToken })
       <details class="drawer" open=${open} onToggle=${(event) => setOpen(event.target.open)}>
         <summary>${changed.length ? text("drawer_changed", { n: changed.length }) : text("drawer")}</summary>
         <${Presets} form=${form} model=${model} models=${models} videos=${[...videos.known.values()]} apply=${(preset) =>
-          change({ model: (preset.model ?? model).id, values: { ...omit(form.values, ["steps", "cache"]), ...preset.values } })} />
+          change({ model: (preset.model ?? model).id, values: { ...omit(form.values, PRESET), ...preset.values } })} />
         ${Object.keys(fields.GROUPS).map((group) => {
           const own = fields.fieldsOf(model).filter((field) => field.group === group && fields.isUseful(field.name, form, model));
           return own.length > 0 && html`<fieldset key=${group} class="group"><legend>${text(`group_${group}`)}</legend>
