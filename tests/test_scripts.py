@@ -77,34 +77,29 @@ def started(script: str, tmp_path: Path, **variables: str) -> subprocess.Complet
     return subprocess.run([ROOT / script], cwd=tmp_path, env=own, capture_output=True, text=True)
 
 
+OLD, NO_VENV = {"old": True, "venv": True}, {"old": False, "venv": False}
+MACHINES = {  # the Pythons there, the variables of the call, and what is told
+    "an old Python": ({"python3": OLD}, {}, "3.11 3.10.12 PYTHON="),
+    "no venv": ({"python3": NO_VENV}, {}, "venv python3-venv apt-get"),
+    "another beside an old one": ({"python3": OLD, "python3.12": NO_VENV}, {}, "python3.12-venv"),
+    "another than the named one": (
+        {"python3.12": {"old": False, "venv": True}},
+        {"PYTHON": "python3.9"},
+        "3.11 python3.9 there",
+    ),
+}
+
+
 @pytest.mark.parametrize("script", ["scripts/first-video", "scripts/test"])
-@pytest.mark.parametrize(
-    ("old", "venv", "words"),
-    [(True, True, "3.11 3.10.12 PYTHON="), (False, False, "venv python3-venv apt-get")],
-    ids=["an old Python", "no venv"],
-)
-def test_what_a_machine_lacks_is_told(script, old, venv, words, tmp_path):
-    python(tmp_path / "bin", "python3", old=old, venv=venv)
-    done = started(script, tmp_path)
+@pytest.mark.parametrize("machine", MACHINES)
+def test_what_a_machine_lacks_is_told(script, machine, tmp_path):
+    pythons, variables, words = MACHINES[machine]
+    for name, kind in pythons.items():
+        python(tmp_path / "bin", name, **kind)
+    done = started(script, tmp_path, **variables)
     assert done.returncode == 2
     assert says(done.stderr, words)
     assert not (tmp_path / "venv").exists()
-
-
-def test_another_python_is_found_beside_an_old_one(tmp_path):
-    """The newer one is asked for the module venv, which it lacks here."""
-    python(tmp_path / "bin", "python3", old=True, venv=True)
-    python(tmp_path / "bin", "python3.12", old=False, venv=False)
-    done = started("scripts/first-video", tmp_path)
-    assert done.returncode == 2
-    assert says(done.stderr, "python3.12-venv")
-
-
-def test_a_python_that_is_named_is_the_only_one(tmp_path):
-    python(tmp_path / "bin", "python3.12", old=False, venv=True)
-    done = started("scripts/first-video", tmp_path, PYTHON="python3.9")
-    assert done.returncode == 2
-    assert says(done.stderr, "3.11 python3.9 there")
 
 
 def stub(file: Path, body: str) -> None:

@@ -161,12 +161,44 @@ def test_an_input_of_the_family_alone_has_an_option_a_column_and_an_entry(folder
         np.testing.assert_array_equal(read_clip(file, 5, 8), read_clip(tmp_path / "own.mp4", 5, 8))
 
 
-def test_an_input_of_the_family_alone_is_refused_by_others(folder, pipe, tmp_path):
-    with pytest.raises(WanjaxError, match="driving clip"):
-        wanjax.load("nano").prepare(prompt="a", driving=CLIP)
-    refused = CliRunner().invoke(main, ["a", "--model", "nano", "--driving", str(tmp_path)])
-    assert refused.exit_code == 2
-    assert says(refused.output, "nano driving")
+def by_command(*arguments):
+    result = CliRunner().invoke(main, [*map(str, arguments)])
+    assert result.exit_code == 2, result.output
+    return result.output
+
+
+def raised(call, *given, **more):
+    with pytest.raises(WanjaxError) as caught:
+        call(*given, **more)
+    return str(caught.value)
+
+
+REFUSED = {  # what is asked, and what the sentence names
+    "a clip, by the library": (
+        lambda pipe, folder: raised(wanjax.load("nano").prepare, prompt="a", driving=CLIP),
+        "nano driving",
+    ),
+    "a clip, by the command": (
+        lambda pipe, folder: by_command("a", "--model", "nano", "--driving", "."),
+        "nano driving",
+    ),
+    "latents of a video alone": (
+        lambda pipe, folder: raised(pipe.decode, np.zeros((1, 16, 5, 8, 8), np.float32)),
+        "audio",
+    ),
+    "training": (lambda pipe, folder: by_command("train", folder, "clips", "--out", "x"), "audio"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_only_one_of_two_families_has_is_refused_by_the_other(folder, pipe, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    write_clips(tmp_path / "clips", 1)
+    ask, words = REFUSED[name]
+    assert says(ask(pipe, folder), words)
+
+
+def test_an_input_of_the_family_alone_is_in_the_help():
     assert "--driving" in _run("generate", "--help-all").stdout
 
 
@@ -279,18 +311,6 @@ def test_a_plan_prices_both_passes_and_what_is_given(folder, tmp_path):
     assert planned["fits"]
     assert driven["step_seconds"] > planned["step_seconds"]  # its keys and values are read in every step
     assert planned["total_seconds"] > 3 * planned["step_seconds"]
-
-
-def test_training_is_refused(folder, tmp_path):
-    how = ["train", str(folder), str(write_clips(tmp_path / "data", 1)), "--out", str(tmp_path / "x")]
-    refused = CliRunner().invoke(main, how)
-    assert refused.exit_code == 2
-    assert says(refused.output, "audio")
-
-
-def test_latents_of_another_model_are_refused(pipe, latents):
-    with pytest.raises(WanjaxError, match="audio"):
-        pipe.decode(latents["video"])
 
 
 def _run(*arguments: Any) -> Any:

@@ -18,7 +18,7 @@ from tests.support.families import registered
 from tests.support.programs import compiled
 from tests.support.toy import LENGTH, TOY
 from tests.support.toy.checkpoint import write_checkpoint
-from tests.support.words import naming, says
+from tests.support.words import says
 from wanjax import loading, registry
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.cli import main
@@ -178,19 +178,26 @@ def test_the_outlook_of_a_toy(cache):
     assert told.total_seconds > told.step_seconds > 0
 
 
-def test_settings_of_other_families_are_refused(toy, tmp_path):
-    Image.new("RGB", (32, 32)).save(tmp_path / "x.png")
-    refused = run("a", "--model", toy, "--dir", tmp_path / "out", "--image", tmp_path / "x.png", status=2)
-    assert "cannot use an image: it takes a prompt alone" in refused.stderr
-    refused = run("a", "--model", toy, "--dir", tmp_path / "out", "--flow-shift", 3, status=2)
-    assert says(refused.stderr, "flow_shift")
-    with pytest.raises(WanjaxError, match=naming("flow_shift")):
-        wanjax.load(toy)("a", flow_shift=3.0)
+REFUSED = {  # what is asked of a model of this family, and what the sentence names
+    "an image": (lambda toy: run("a", "--model", toy, "--image", "x.png", status=2).stderr, "image prompt alone"),
+    "an option": (lambda toy: run("a", "--model", toy, "--flow-shift", 3, status=2).stderr, "flow_shift"),
+    "a keyword": (lambda toy: raised(lambda: wanjax.load(toy)("a", flow_shift=3.0)), "flow_shift"),
+    "its name again": (lambda toy: raised(lambda: wanjax.register(TOY)), "toy known already"),
+}
 
 
-def test_names_that_are_taken_are_refused():
-    with pytest.raises(WanjaxError, match="brings toy, which is known already"):
-        wanjax.register(TOY)
+def raised(call):
+    with pytest.raises(WanjaxError) as caught:
+        call()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_of_other_families_is_refused(toy, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (32, 32)).save("x.png")
+    ask, words = REFUSED[name]
+    assert says(ask(toy), words)
 
 
 @pytest.mark.parametrize("cache", ["magcache", "teacache", "easycache:9,2", "guidance:2"])

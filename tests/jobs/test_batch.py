@@ -121,21 +121,15 @@ def test_what_failed_before_is_made_alone_and_last(store, tmp_path):
     assert [job.output for job in leased(store)] == ["2.mp4", "3.mp4"]
 
 
-def test_a_batch_in_which_nothing_succeeds_is_ended(store, tmp_path):
-    batch = Batch(store, map(task, range(1, 100)), Manifest(tmp_path), "nano")
+@pytest.mark.parametrize(("count", "failures"), [(99, HOPELESS), (1, 1)])
+def test_a_batch_in_which_nothing_succeeds_is_ended(store, tmp_path, count, failures):
+    batch = Batch(store, map(task, range(1, count + 1)), Manifest(tmp_path), "nano")
     for job in leased(store):
         fail(store, job, message="broken")
-    with pytest.raises(WanjaxError, match=naming(f"row {HOPELESS} broken")):
+    with pytest.raises(WanjaxError, match=naming(f"row {failures} broken")):
         list(batch.look())
     batch.close()
     assert set(store.stats().jobs) == {"failed"}
-
-
-def test_a_batch_of_one_that_fails_is_ended_too(store, tmp_path):
-    batch = Batch(store, [task(1)], Manifest(tmp_path), "nano")
-    fail(store, *leased(store), message="broken")
-    with pytest.raises(WanjaxError, match=naming("row 1 broken")):
-        list(batch.look())
 
 
 def test_a_full_disk_ends_a_batch_and_is_no_video_s_failure(store, tmp_path):

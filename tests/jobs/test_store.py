@@ -592,31 +592,38 @@ def test_a_store_goes_to_another_process(store: JobStore) -> None:
     other.close()
 
 
-def test_wrong_databases_are_refused_in_a_sentence(postgres: Server, tmp_path: Path) -> None:
-    secret = quote(PASSWORD, safe="")
-    here = f"127.0.0.1:{postgres.port}/postgres"
-    other = tmp_path / "notes.txt"
-    other.write_text("these are notes, and no table of SQLite at all" * 99)
-    for url, words in {
-        "mysql://user:p%40ss%2Fword@host/jobs": ["mysql", "postgresql://"],
-        f"postgresql://{STRICT}:wrong-{secret}@{here}": [STRICT, "--database"],
-        f"postgresql://{STRICT}@{here}": ["password"],
-        f"postgresql://postgres@127.0.0.1:{postgres.port}/absent": ["absent"],
-        f"postgresql://user:{secret}@127.0.0.1:1/jobs": ["out of reach"],
-        f"postgresql://user:{PASSWORD}@127.0.0.1:1/jobs": [""],
-        f"postgresql://user:{secret}@127.0.0.1:port/jobs": [""],
-        f"postgresql://user:{secret}@localhost/jobs?nonsense=1": [""],
-        str(other): ["notes.txt"],
-        str(tmp_path / "notes.txt" / "jobs.sqlite"): ["notes.txt"],
-    }.items():
-        start = time.monotonic()
-        with pytest.raises(WanjaxError) as caught:
-            JobStore(url, patience=0.5)
-        told = str(caught.value)
-        assert time.monotonic() - start < 10
-        assert "\n" not in told
-        assert all(word in told for word in words), told
-        assert not any(part in told for part in (PASSWORD, secret, "ss/word", "p%40ss")), told
+WRONG_DATABASES = [  # with a password, its form in a URL, a server of PostgreSQL and a folder
+    ("mysql://user:p%40ss%2Fword@host/jobs", ["mysql", "postgresql://"]),
+    (f"postgresql://{STRICT}:wrong-{{secret}}@{{server}}/postgres", [STRICT, "--database"]),
+    (f"postgresql://{STRICT}@{{server}}/postgres", ["password"]),
+    ("postgresql://postgres@{server}/absent", ["absent"]),
+    ("postgresql://user:{secret}@127.0.0.1:1/jobs", ["out of reach"]),
+    ("postgresql://user:{password}@127.0.0.1:1/jobs", []),
+    ("postgresql://user:{secret}@127.0.0.1:port/jobs", []),
+    ("postgresql://user:{secret}@localhost/jobs?nonsense=1", []),
+    ("{folder}/notes.txt", ["notes.txt"]),
+    ("{folder}/notes.txt/jobs.sqlite", ["notes.txt"]),
+    ("{folder}/shared/jobs.sqlite", ["nfs4", "--database"]),
+]
+
+
+@pytest.mark.parametrize(("url", "words"), WRONG_DATABASES, ids=[url for url, _ in WRONG_DATABASES])
+def test_wrong_databases_are_refused_in_a_sentence(
+    postgres: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, words: list[str]
+) -> None:
+    (tmp_path / "notes.txt").write_text("these are notes, and no table of SQLite at all" * 99)
+    (tmp_path / "shared").mkdir()
+    network = type("Disk", (), {"mountpoint": str(tmp_path / "shared"), "fstype": "nfs4"})
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: [network])
+    secret, server = quote(PASSWORD, safe=""), f"127.0.0.1:{postgres.port}"
+    start = time.monotonic()
+    with pytest.raises(WanjaxError) as caught:
+        JobStore(url.format(secret=secret, password=PASSWORD, server=server, folder=tmp_path), patience=0.5)
+    told = str(caught.value)
+    assert time.monotonic() - start < 10
+    assert "\n" not in told
+    assert all(word in told for word in words), told
+    assert not any(part in told for part in (PASSWORD, secret, "ss/word", "p%40ss")), told
 
 
 def test_a_password_is_not_shown(postgres: Server) -> None:
@@ -631,14 +638,6 @@ def test_a_password_is_not_shown(postgres: Server) -> None:
         == "of me:*** and ***"
     )
     assert public_url("/some/where.sqlite") == "/some/where.sqlite"
-
-
-def test_sqlite_is_refused_on_a_network_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = type("Disk", (), {"mountpoint": str(tmp_path), "fstype": "nfs4"})
-    monkeypatch.setattr(psutil, "disk_partitions", lambda all: [kind])
-    with pytest.raises(WanjaxError) as caught:
-        JobStore(str(tmp_path / "jobs.sqlite"))
-    assert says(str(caught.value), "nfs4 --database")
 
 
 # Against a model in memory

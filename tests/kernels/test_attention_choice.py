@@ -52,31 +52,43 @@ def test_a_traced_array_says_what_it_is_for():
     assert seen == [("cpu", "cpu"), ("gpu", "NVIDIA H200"), ("cpu", "cpu")]
 
 
-def test_cpus_have_no_cudnn():
-    assert choose(*shapes()).name == "chunked"
-    with pytest.raises(NotImplementedError, match=naming("cudnn NVIDIA's cpu")):
-        choose(*shapes(), implementation="cudnn")
+CPU = AbstractDevice("cpu", None, "cpu")
 
 
-def test_cards_prefer_cudnn_and_say_why_not():
+@pytest.mark.parametrize(
+    ("device", "size", "implementation", "words"),
+    [(CPU, 64, "cudnn", "cudnn NVIDIA's cpu"), (TPU, 80, "flash_tpu", "size 80 64 128")],
+    ids=["cudnn", "flash_tpu"],
+)
+def test_a_kernel_that_is_named_is_taken_or_refused(device, size, implementation, words):
+    """No other one is taken in its place, as where none is named."""
+    with jax.sharding.use_abstract_mesh(mesh(device)):
+        assert choose(*shapes(size=size)).name == "chunked"
+        with pytest.raises(NotImplementedError, match=naming(words)):
+            choose(*shapes(size=size), implementation=implementation)
+
+
+def test_cards_and_tpus_prefer_their_own():
     with jax.sharding.use_abstract_mesh(mesh(CARD)):
         assert choose(*shapes()) == ("cudnn", "it is NVIDIA's own")
-        wide = choose(*shapes("float32"))
-        assert wide.name == "chunked"
-        assert says(wide.reason, "cudnn bfloat16 float16 float32")
-
-
-def test_tpus_prefer_their_kernel_and_say_why_not():
     with jax.sharding.use_abstract_mesh(mesh(TPU)):
         assert choose(*shapes()).name == choose(*shapes(), return_lse=True).name == "flash_tpu"
-        odd = choose(*shapes(size=80))
-        assert odd.name == "chunked"
-        assert says(odd.reason, "flash_tpu size 80 64 128")
 
 
-def test_a_kernel_that_is_named_takes_no_other_size():
-    with jax.sharding.use_abstract_mesh(mesh(TPU)), pytest.raises(NotImplementedError, match=naming("size 80 64 128")):
-        choose(*shapes(size=80), implementation="flash_tpu")
+@pytest.mark.parametrize(
+    ("device", "kind", "implementation", "words"),
+    [
+        (CARD, {"dtype": "float32"}, None, "cudnn bfloat16 float16 float32"),
+        (CARD, {}, "auto:window=5", "cudnn window"),
+        (TPU, {"size": 80}, None, "flash_tpu size 80 64 128"),
+    ],
+    ids=["a dtype", "a window", "a size"],
+)
+def test_where_another_is_taken_the_choice_says_why(device, kind, implementation, words):
+    with jax.sharding.use_abstract_mesh(mesh(device)):
+        chosen = choose(*shapes(**kind), implementation=implementation)
+    assert chosen.name == "chunked"
+    assert says(chosen.reason, words)
 
 
 def test_other_cards_do_not():
@@ -173,10 +185,3 @@ def test_a_named_window_is_that_of_the_call(name):
     assert error(out, exact(q, k, v, window=(5, 5))) <= BOUND["float32"]
     wider = attention(q, k, v, implementation=f"{name}:window=5", window=9)
     assert error(wider, exact(q, k, v, window=(9, 9))) <= BOUND["float32"]
-
-
-def test_cards_have_a_window_through_another_implementation():
-    with jax.sharding.use_abstract_mesh(mesh(CARD)):
-        chosen = choose(*shapes(), implementation="auto:window=5")
-    assert chosen.name == "chunked"
-    assert says(chosen.reason, "cudnn window")

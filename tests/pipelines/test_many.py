@@ -63,8 +63,6 @@ def test_videos_that_are_not_wanted_are_not_made(nano):
 def test_one_noise_makes_one_video(nano):
     noise = np.zeros(nano.architecture.spec.noise_shape(nano.settings(**SMALL)), np.float32)
     assert len(nano.videos(PROMPTS[:1], noise=noise, **SMALL).__next__().frames) == 5
-    with pytest.raises(WanjaxError, match=naming("noise 2 videos")):
-        nano.videos(PROMPTS, noise=noise, **SMALL)
 
 
 def test_several_seeds_of_one_prompt(nano):

@@ -23,6 +23,7 @@ LATENTS = np.zeros((1, 16, 5, 8, 8), np.float32)  # of nano
 CLIP = np.zeros((5, 64, 64, 3), np.uint8)
 NO_TEXT = "caf\udce9"
 
+
 CALLS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": ["a", ["b"]]}, "prompt ['b'] text"),
     ({"prompt": ["a", None]}, "prompt None"),
@@ -90,6 +91,7 @@ METHODS: list[tuple[str, tuple, dict[str, Any], str]] = [
     ("prepare", (), {"prompt": NO_TEXT}, r"prompt 'caf\udce9' text UTF-8"),
     ("encode", ("a",), {"negative_prompt": NO_TEXT}, r"negative_prompt 'caf\udce9' text UTF-8"),
     ("videos", ([],), {}, "prompts []"),
+    ("videos", (["a", "b"],), {"noise": LATENTS}, "noise 2 videos"),
     ("free", ("transformers",), {}, "'transformers' transformer"),
     ("__getattr__", ("image_encoder",), {}, "'image_encoder' transformer"),
     ("__reduce_ex__", (5,), {}, "pickled wanjax.load"),

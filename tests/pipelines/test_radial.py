@@ -20,6 +20,7 @@ from tests.support.quick import quick
 from tests.support.recorded import times
 from tests.support.small_wan import network
 from tests.support.tiny import (
+    tiny_causal_checkpoint,
     tiny_checkpoint,
     tiny_cogvideox_checkpoint,
     tiny_control_checkpoint,
@@ -159,7 +160,7 @@ def test_mistakes(folder, options, sentence):
     assert says(refused("a", "--model", str(folder), *options.split()), sentence)
 
 
-@pytest.mark.parametrize("make", [tiny_cogvideox_checkpoint, tiny_control_checkpoint])
+@pytest.mark.parametrize("make", [tiny_cogvideox_checkpoint, tiny_control_checkpoint, tiny_causal_checkpoint])
 def test_models_without_it(make, tmp_path):
     assert says(
         refused("a", "--model", str(make(tmp_path)), "--attention", "radial"), "radial attention --attention auto"

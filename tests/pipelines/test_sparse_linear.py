@@ -60,16 +60,13 @@ def test_it_is_converted_and_back(checkpoint, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, *found)
 
 
-@pytest.mark.parametrize("asked", ["chunked", "radial", "auto:window=9"])
-def test_other_attention_is_refused(asked, checkpoint):
-    with pytest.raises(UnsupportedError, match=naming("--attention auto")):
-        wanjax.load(checkpoint, attention=asked)
-
-
-def test_the_command_refuses_it_too(checkpoint, tmp_path, monkeypatch):
+@pytest.mark.parametrize("asked", ["reference", "chunked", "radial", "auto:window=9"])
+def test_other_attention_is_refused(asked, checkpoint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    told = refused("a cat", "--model", str(checkpoint), "--attention", "reference")
-    assert says(told, "sparse-linear reference --attention auto sla:top=0.15")
+    words = "radial --attention auto" if asked == "radial" else "sparse-linear --attention auto sla:top=0.15"
+    with pytest.raises(UnsupportedError, match=naming(words)):
+        wanjax.load(checkpoint, attention=asked)
+    assert says(refused("a cat", "--model", str(checkpoint), "--attention", asked), words)
 
 
 def test_eight_devices_agree_with_one():
@@ -177,12 +174,18 @@ def test_a_lora_of_it_is_merged_by_convert(dense, lora, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, parameters(there), parameters(merged))
 
 
-def test_a_file_that_tells_what_is_no_attention(dense, lora, tmp_path):
-    other, changes = tmp_path / "other.safetensors", load_safetensors(lora)
-    for told in ("sla:top=9", "nothing"):
-        save_safetensors(other, changes, {"wanjax": json.dumps({"attention": told})})
-        with pytest.raises(WanjaxError, match=naming(f"other.safetensors {told.rpartition('=')[2]}")):
-            loaded(dense, lora=other)
-    for told in ("{", "[]", "null", "{}"):
-        save_safetensors(other, changes, {"wanjax": told})
-        assert loaded(dense, lora=other).attention == AttentionConfig()
+@pytest.mark.parametrize(
+    ("told", "words"), [("sla:top=9", "other.safetensors 9"), ("nothing", "other.safetensors nothing")]
+)
+def test_a_file_that_tells_what_is_no_attention(dense, lora, tmp_path, told, words):
+    other = tmp_path / "other.safetensors"
+    save_safetensors(other, load_safetensors(lora), {"wanjax": json.dumps({"attention": told})})
+    with pytest.raises(WanjaxError, match=naming(words)):
+        loaded(dense, lora=other)
+
+
+@pytest.mark.parametrize("told", ["{", "[]", "null", "{}"])
+def test_a_file_that_tells_of_no_attention(dense, lora, tmp_path, told):
+    other = tmp_path / "other.safetensors"
+    save_safetensors(other, load_safetensors(lora), {"wanjax": told})
+    assert loaded(dense, lora=other).attention == AttentionConfig()

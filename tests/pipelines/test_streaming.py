@@ -21,7 +21,7 @@ from tests.support.quick import quick
 from tests.support.small_wan import causal_pipeline, partitioner
 from tests.support.tiny import tiny_causal_checkpoint
 from tests.support.words import naming
-from wanjax.errors import UnsupportedError, WanjaxError
+from wanjax.errors import WanjaxError
 from wanjax.pipelines.denoiser import take_step
 from wanjax.pipelines.frames import decode_chunk
 from wanjax.pipelines.observers import Cancelled
@@ -289,8 +289,3 @@ def test_a_stream_prepares_once_and_refuses_at_once(checkpoint, monkeypatch):
         pipe.stream("a red circle", noise=np.zeros((1, 2, 3, 4, 5), np.float32))
     pipe.stream("a red circle", seed=5)
     assert [chosen.seed for chosen in prepared[1:]] == [5]
-
-
-def test_what_a_causal_model_cannot_do_is_told(checkpoint):
-    with pytest.raises(UnsupportedError, match=naming("radial attention")):
-        wanjax.load(checkpoint, attention="radial:0.2")
