@@ -99,14 +99,14 @@ def test_a_damaged_download_is_found_by_its_name_in_the_cache(source, damaged, t
 
 def test_a_disk_without_room_is_told_before_anything_is_written(source, tmp_path, machine):
     machine.has_disk(10_000)
-    message = refused(source, tmp_path / "new")
-    assert says(message, "new 10 kB free 317 kB")
+    message = refused(source, tmp_path / "new", status=1)
+    assert says(message, "new 10 kB free 318 kB")
     assert not (tmp_path / "new").exists()
 
 
 def test_a_disk_that_fills_is_told_and_the_next_run_goes_on(source, converted, tmp_path):
     with no_file_above(7000):
-        message = refused(source, tmp_path / "new")
+        message = refused(source, tmp_path / "new", status=1)
     assert says(message, f"{tmp_path / 'new'} File too large kept")
     assert os.listdir(tmp_path) == [".new.partial"]
     assert list((tmp_path / ".new.partial").rglob("c/*"))

@@ -185,7 +185,7 @@ REFUSED = {
     "cache": ("easycache", "too few steps for a step cache"),
     "windows": (2, "makes no windows"),
     "then": ("b", "makes no windows"),
-    "guidance_rule": ("apg", "worth nothing without guidance"),
+    "guidance_rule": ("apg", "no effect without guidance"),
 }
 OBEYED = {
     "noise": draws(),

@@ -22,11 +22,11 @@ def wanjax_command(*arguments: str | Path) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
-def refused(*arguments: str | Path) -> str:
-    """Run a conversion that has to be refused, and return its error message."""
-    status, out, err = wanjax_command(*arguments)
+def refused(*arguments: str | Path, status: int = 2) -> str:
+    """Run a conversion that has to be refused, for a full disk with status 1, and return its error message."""
+    code, out, err = wanjax_command(*arguments)
     sentences = re.findall(r"^wanjax: (.*)$", err, re.MULTILINE)
-    assert (status, out, len(sentences)) == (2, "", 1), err
+    assert (code, out, len(sentences)) == (status, "", 1), err
     return sentences[0]
 
 
