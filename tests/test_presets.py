@@ -180,27 +180,28 @@ def test_defaults_of_the_5b():
     assert defaults.negative_prompt == OFFICIAL_NEGATIVE_PROMPT
 
 
-def test_704_is_offered_for_720():
-    grid = VAE_2_2.spatial_factor * TI2V_5B.patch[1]
-    with pytest.raises(WanjaxError, match=naming("height 720 32 704 736")):
-        presets()["wan2.2-ti2v-5b"].defaults.updated({"height": 720}).check(spatial=grid, temporal=4)
+OF_TWO_EXPERTS = [
+    *({"guidance_scale": scale} for scale in (-1.0, math.inf, math.nan)),
+    *({"guidance_scale_2": scale} for scale in (-1.0, math.inf, math.nan)),
+    *({"flow_shift": shift} for shift in (0.0, math.inf, math.nan)),
+]
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("name", "change", "words"),
     [
-        *({"guidance_scale": scale} for scale in (-1.0, math.inf, math.nan)),
-        *({"guidance_scale_2": scale} for scale in (-1.0, math.inf, math.nan)),
-        *({"flow_shift": shift} for shift in (0.0, math.inf, math.nan)),
+        *(("wan2.2-t2v-a14b", change, "{name} {value} finite") for change in OF_TWO_EXPERTS),
+        ("wan2.2-ti2v-5b", {"height": 720}, "height 720 32 704 736"),  # 704 is offered for it
     ],
     ids=str,
 )
-def test_invalid_numbers_are_refused(change):
-    [(name, value)] = change.items()
-    defaults = presets()["wan2.2-t2v-a14b"].defaults
-    defaults.check(spatial=16, temporal=4)
-    with pytest.raises(WanjaxError, match=naming(f"{name} {value} finite")):
-        defaults.updated(change).check(spatial=16, temporal=4)
+def test_invalid_numbers_are_refused(name, change, words):
+    [(setting, value)] = change.items()
+    defaults = presets()[name].defaults
+    grid = 16 if name == "wan2.2-t2v-a14b" else VAE_2_2.spatial_factor * TI2V_5B.patch[1]
+    defaults.check(spatial=grid, temporal=4)
+    with pytest.raises(WanjaxError, match=naming(words.format(name=setting, value=value))):
+        defaults.updated(change).check(spatial=grid, temporal=4)
 
 
 @pytest.mark.parametrize("name", [preset.name for preset in FAMILY.presets])

@@ -151,8 +151,8 @@ def test_cudnn_is_what_is_lowered(monkeypatch):
         cudnn_get_version = staticmethod(lambda: 91500)
 
     monkeypatch.setattr(jax_cudnn, "cuda_versions", Versions)
-    monkeypatch.setattr(cudnn, "target", lambda x: Target("gpu", "NVIDIA H200"))
-    traced = jax.jit(lambda q, k, v: attention(q, k, v, implementation="cudnn")).trace(*shapes())
+    with jax.sharding.use_abstract_mesh(mesh(CARD)):
+        traced = jax.jit(lambda q, k, v: attention(q, k, v, implementation="cudnn")).trace(*shapes())
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "__cudnn$fmhaSoftmax" in text
     assert "96x96" not in text
