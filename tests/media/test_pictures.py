@@ -15,6 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import EpsImagePlugin, Image
 
+from tests.support.films import ffmpeg
 from tests.support.quick import quick
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
@@ -325,6 +326,12 @@ def of_two_sizes(folder):
         saved(folder / f"{i}.png", Image.new("RGB", size))
 
 
+def of_subtitles(file):
+    text = file.with_suffix(".srt")
+    text.write_text("1\n00:00:00,000 --> 00:00:01,000\na cat\n")
+    ffmpeg("-i", text, "-map", "1", file, frames=np.zeros((5, 24, 32, 3), np.uint8), rate="8")
+
+
 def nothing(file):
     """Leave it as it is: it is not there."""
 
@@ -345,6 +352,7 @@ CLIPS = [  # the same of what is no clip
     ("absent.mp4", nothing, "no file absent.mp4"),
     ("text.mp4", of_bytes(b"a red circle"), "text.mp4 video"),
     ("empty", Path.mkdir, "empty no pictures"),
+    ("a.mkv", of_subtitles, "a.mkv pictures"),
     ("mixed", of_two_sizes, "mixed different sizes"),
     ("short.gif", damaged_gif, "short.gif frame 3"),
     ("endless.gif", of_bytes(endless_gif(20_000)), "endless.gif 4001 frames 1x1 4,000"),

@@ -222,13 +222,6 @@ def test_a_film_of_high_dynamic_range(tmp_path, transfer):
     assert gap(read_clip(tmp_path / "a.mkv", **MANY), CLIP) <= 3
 
 
-def test_a_film_without_pictures(tmp_path):
-    (tmp_path / "a.srt").write_text("1\n00:00:00,000 --> 00:00:01,000\na cat\n")
-    ffmpeg("-i", tmp_path / "a.srt", "-map", "1", tmp_path / "a.mkv")
-    with pytest.raises(WanjaxError, match=naming("a.mkv pictures")):
-        read_clip(tmp_path / "a.mkv", **MANY)
-
-
 def test_a_folder_is_read_in_natural_order(tmp_path):
     for i in range(1, 13):
         Image.new("L", (8, 6), 10 * i).save(tmp_path / (f"Frame_{i}.png" if i % 2 else f"frame_{i}.PNG"))
