@@ -260,27 +260,28 @@ def of_authors(published, whole, completed_by, monkeypatch):
     return published
 
 
-@pytest.mark.parametrize("lost", ["nothing", "models_t5_umt5", "google"])
-def test_the_authors_repository_is_looked_through(lost, of_authors, hub_at):
+NO_ROOM = "room on the disk"
+TYPO = "owner/typo {url}/owner/typo"
+
+
+@pytest.mark.parametrize(
+    ("lost", "words"),
+    [("nothing", None), ("models_t5_umt5", TYPO), ("google", TYPO), (NO_ROOM, f"{ID} 10 MB free room")],
+)
+def test_the_authors_repository_is_looked_through(lost, words, of_authors, hub_at, machine):
     """Nothing of it is downloaded before it is needed."""
     without(lost)(of_authors.files)
     hub_at(of_authors.url)
-    if lost == "nothing":
+    if lost == NO_ROOM:
+        of_authors.files[TEXT_ENCODER] += bytes(10**7)
+        machine.has_disk(10**7)
+    if words is None:
         wanjax.load(ID)
     else:
         with pytest.raises(WanjaxError) as told:
             wanjax.load(ID)
-        assert says(str(told.value), f"owner/typo {of_authors.url}/owner/typo")
+        assert says(str(told.value), words.format(url=of_authors.url))
     assert TEXT_ENCODER not in [sent for sent, _ in of_authors.sent]
-
-
-def test_a_disk_without_room_for_the_authors_repository_is_told_first(of_authors, hub_at, machine):
-    of_authors.files[TEXT_ENCODER] += bytes(10**7)
-    hub_at(of_authors.url)
-    machine.has_disk(10**7)
-    with pytest.raises(WanjaxError) as told:
-        wanjax.load(ID)
-    assert says(str(told.value), f"{ID} 10 MB free room")
 
 
 @pytest.mark.parametrize("command", ["model", "lora", "folder"])

@@ -117,6 +117,7 @@ REFUSED = [  # what a server answers, the options of the command, and what the s
     *((told, ("--out", "cat.mp4", "--quiet"), f"{{url}} {words}") for told, words in HOSTILE.values()),
     ({"models": {"data": [MODEL | {"loras": ["a", 7]}]}}, ("--lora", "a.safetensors"), "{url} none"),
     ({}, ("--image", "gone.png"), "gone.png"),
+    ({}, ("--from", "generation_config.json"), "gone.png --image"),  # which is that of a record
     *(
         ({"record": {"prompt": "a cat", "seed": seed}}, (), "{url} seed")  # which names a folder of its own
         for seed in ("/../../out/x", "7/x", None, [7], 2**64)
@@ -126,9 +127,10 @@ REFUSED = [  # what a server answers, the options of the command, and what the s
 
 @pytest.mark.parametrize(("told", "options", "words"), REFUSED)
 def test_answers_and_options_that_are_refused(told, options, words):
+    written = [record(image=str(Path("gone.png").absolute()))]
     with answering(answers(**told)) as url:
         assert says(refused("a cat", "--at", url, *options), words.format(url=url))
-    assert files(".") == []
+    assert files(".") == written
 
 
 @pytest.mark.parametrize(
@@ -194,12 +196,6 @@ def test_a_picture_is_sent_with_each_of_several_videos_and_decides_their_names()
     assert len({*names}) == 4
     sent = [base64.b64decode(body["image"].partition(",")[2]) for _, body in posted]
     assert sent == [b"one", b"one", b"two", b"two"]
-
-
-def test_a_picture_that_is_gone_is_not_sent_again():
-    with answering(answers()) as url:
-        told = refused("generate", "--from", record(image=str(Path("gone.png").absolute())), "--at", url)
-    assert says(told, "gone.png --image")
 
 
 def several(*jobs: Any) -> dict[str, Any]:
@@ -311,17 +307,20 @@ def test_ctrl_c_cancels_those_that_wait(monkeypatch):
     assert 1 < len(asked) < 9
 
 
-def test_a_server_that_is_silent_and_one_that_hangs_up(monkeypatch):
+def is_silent(server: socket.socket) -> None:
+    """Take no connection."""
+
+
+def hangs_up(server: socket.socket) -> None:
+    server.accept()[0].close()
+
+
+@pytest.mark.parametrize(("server_that", "words"), [(is_silent, "timed out"), (hangs_up, "")])
+def test_a_server_that_does_not_answer(server_that, words, monkeypatch):
     monkeypatch.setattr(remote, "PATIENCE", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        assert says(refused("a cat", "--at", url, status=1), f"{url} timed out")
-
-        def hang_up() -> None:
-            for _ in range(2):  # the first is the silent one's
-                server.accept()[0].close()
-
-        Thread(target=hang_up, daemon=True).start()
+        Thread(target=server_that, args=(server,), daemon=True).start()
         told = refused("a cat", "--at", url.removeprefix("http://"), status=1)
-        assert url in told
-        assert "None" not in told
+    assert says(told, f"{url} {words}")
+    assert "None" not in told

@@ -61,12 +61,6 @@ def test_a_scheduler_is_chosen_and_kept_for_the_next_stage(model):
     assert latents("one") == own
 
 
-def test_a_scheduler_without_such_an_option_is_refused(model):
-    said = refused("a", "--model", model, *SMALL, "--scheduler", "unipc:2")
-    assert says(said, "'unipc:2' unipc euler ddim dpm consistency rcm")
-    assert says(said, "unipc:order=1 consistency:timesteps=1000,757,522 rcm:sigma_max=200")
-
-
 @pytest.mark.parametrize(
     ("option", "read", "least"),
     [
@@ -84,12 +78,9 @@ def test_the_names_that_are_known_without_jax_are_those_that_there_are(option, r
 
 
 @pytest.fixture
-def given(monkeypatch) -> Arguments:
+def given(standing_for) -> Arguments:
     """The arguments that the command line passes to `generate` or to `plan`, which do not run."""
-    kept = Arguments()
-    monkeypatch.setattr(stages, "generate", kept.keep)
-    monkeypatch.setattr(planning, "plan", kept.keep)
-    return kept
+    return standing_for({stages: ["generate"], planning: ["plan"]})
 
 
 @pytest.mark.parametrize(
@@ -139,9 +130,11 @@ def test_options_of_scripts(given, options, name, value):
         ("--use_k_smooth", "flash_tpu runs on TPUs"),
         ("--sp_num 3", "8 devices sp=3"),
         ("--mesh auto,tp=2", "mesh 'auto,tp=2'"),
+        ("--scheduler unipc:2", "'unipc:2' unipc euler ddim dpm consistency rcm"),
+        ("--scheduler unipc:2", "unipc:order=1 consistency:timesteps=1000,757,522 rcm:sigma_max=200"),
     ],
 )
-def test_options_that_contradict_each_other(model, options, sentence):
+def test_options_that_cannot_be_or_contradict_each_other(model, options, sentence):
     assert says(refused("a", "--model", model, *SMALL, *options.split()), sentence)
 
 

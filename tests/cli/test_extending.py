@@ -171,30 +171,33 @@ def test_an_extended_prompt_can_be_copied(copied):
     assert type(settings.prompt) is str
 
 
+NOBODY = "http://127.0.0.1:9"
+
+
 @pytest.mark.parametrize(
-    "url",
+    ("url", "key"),
     [
-        "localhost:80",
-        "ftp://a/v1",
-        "http://",
-        "http://user:key@localhost/v1",
-        "http://a/v1?key=1",
-        "http://a:x/",
-        "http://a/\n",
+        ("localhost:80", SECRET),
+        ("ftp://a/v1", SECRET),
+        ("http://", SECRET),
+        ("http://user:key@localhost/v1", SECRET),
+        ("http://a/v1?key=1", SECRET),
+        ("http://a:x/", SECRET),
+        ("http://a/\n", SECRET),
+        (NOBODY, "sk\nsecret"),
     ],
 )
-def test_an_address_is_one_and_holds_no_key(url):
+def test_an_address_is_one_and_holds_no_key_which_is_one_line(url, key, monkeypatch):
+    monkeypatch.setenv(prompt_extension.KEY, key)
     with pytest.raises(WanjaxError, match=naming(prompt_extension.KEY)) as error:
         wanjax.extend_prompt("a cat", url)
     assert "user:key" not in str(error.value)
-
-
-def test_an_address_that_nobody_listens_at_and_a_key_that_is_none(monkeypatch):
-    with chatting(longer) as chat:
-        url = chat.url
-    assert says(refused("a cat", *SMALL, "--extend-prompt", url), f"{url} asked")
-    assert says(refused("a cat", *SMALL, "--extend-model", "small"), "--extend-prompt")
-    monkeypatch.setenv(prompt_extension.KEY, "sk\nsecret")
-    with pytest.raises(WanjaxError, match=naming(prompt_extension.KEY)) as error:
-        wanjax.extend_prompt("a cat", url)
     assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [(("--extend-prompt", NOBODY), f"{NOBODY} asked"), (("--extend-model", "small"), "--extend-prompt")],
+)
+def test_options_that_extend_nothing(options, words):
+    assert says(refused("a cat", *SMALL, *options), words)

@@ -3,7 +3,8 @@
 
 import json
 import urllib.request
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -100,42 +101,53 @@ def test_a_missing_bucket_of_a_server_is_told_before_its_model_is_loaded(more):
     assert says(said, "s3://no-such-bucket/served bucket")
 
 
-def test_missing_keys_are_told(monkeypatch, tmp_path):
-    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    S3FileSystem.clear_instance_cache()
-    try:
-        assert says(refused("a red circle", *SMALL, "--out", f"{BUCKET}/a.mp4", begun=False), f"{BUCKET} credentials")
-    finally:
-        S3FileSystem.clear_instance_cache()
+@contextmanager
+def without_keys(address: str, patch: pytest.MonkeyPatch) -> Iterator[None]:
+    patch.delenv("AWS_SECRET_ACCESS_KEY")
+    patch.delenv("AWS_ACCESS_KEY_ID")
+    patch.setenv("AWS_SHARED_CREDENTIALS_FILE", "none")
+    patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    yield
 
 
-def test_a_denied_key_is_told(s3):
+@contextmanager
+def with_a_denied_key(address: str, patch: pytest.MonkeyPatch) -> Iterator[None]:
     def forgive_after(requests: bytes) -> None:
-        asked = urllib.request.Request(f"{s3}/moto-api/reset-auth", requests, {"Content-Type": "text/plain"})
+        asked = urllib.request.Request(f"{address}/moto-api/reset-auth", requests, {"Content-Type": "text/plain"})
         urllib.request.urlopen(asked, timeout=9).close()
 
     forgive_after(b"0")
     try:
-        said = refused("a red circle", *SMALL, "--out", f"{BUCKET}/a.mp4", begun=False)
+        yield
     finally:
         forgive_after(b"inf")
-    assert BUCKET in said
-    assert "a-secret" not in said
 
 
-@pytest.mark.slow  # the store's library tries again for seconds
-def test_a_lost_connection_is_told(monkeypatch):
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+@contextmanager
+def without_a_connection(address: str, patch: pytest.MonkeyPatch) -> Iterator[None]:
+    patch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    yield
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (without_keys, f"{BUCKET} credentials"),
+        (with_a_denied_key, BUCKET),
+        pytest.param(  # the store's library tries again for seconds
+            without_a_connection, f"{BUCKET} http://127.0.0.1:9", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_a_store_that_takes_nothing_is_told_before_the_first_step(fault, words, s3, monkeypatch):
     S3FileSystem.clear_instance_cache()
     try:
-        assert says(
-            refused("a red circle", *SMALL, "--out", f"{BUCKET}/a.mp4", begun=False), f"{BUCKET} http://127.0.0.1:9"
-        )
+        with fault(s3, monkeypatch):
+            said = refused("a red circle", *SMALL, "--out", f"{BUCKET}/a.mp4", begun=False)
     finally:
         S3FileSystem.clear_instance_cache()
+    assert says(said, words)
+    assert "a-secret" not in said
 
 
 ELSEWHERE = {

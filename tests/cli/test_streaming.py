@@ -85,10 +85,22 @@ def test_previews_and_several_seeds(model, video, tmp_path):
     assert len(list((tmp_path / "videos").glob("*.mp4"))) == 2
 
 
-def test_frames_that_are_no_whole_blocks_are_refused(model):
-    told = run("a red circle", "--model", model, "--frames", 17, status=2)
-    assert says(told.stderr, "17 frames 5 latent")
-    assert says(told.stderr, "13 21 frames")
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("generate a --model {} --frames 17", "17 frames 5 latent"),
+        ("generate a --model {} --frames 17", "13 21 frames"),
+        ("train {} data --out out", "training block"),
+        ("calibrate {}", "calibrating block"),
+        ("plan wan2.1-t2v-1.3b-causal --train --chip v6e-8", "training block"),
+    ],
+)
+def test_what_is_not_for_a_model_of_blocks_is_refused(command, words, model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    Image.new("RGB", (32, 32)).save("data/a.png")
+    (tmp_path / "data" / "a.txt").write_text("a red circle")
+    assert says(run(*command.format(model).split(), status=2).stderr, words)
 
 
 def test_it_is_converted_there_and_back(model, video, tmp_path):
@@ -108,15 +120,3 @@ def test_nothing_is_compiled_after_a_warmup(model, tmp_path):
     told = wanjax_command(tmp_path, "generate", "a red circle", "--model", str(model), *GIVEN, "--out", "a.mp4")
     assert told.count("cached") == 2, told
     assert programs(tmp_path) == before
-
-
-def test_training_it_is_refused(model, tmp_path):
-    (tmp_path / "data").mkdir()
-    Image.new("RGB", (32, 32)).save(tmp_path / "data" / "a.png")
-    (tmp_path / "data" / "a.txt").write_text("a red circle")
-    told = run("train", model, tmp_path / "data", "--out", tmp_path / "out", status=2)
-    assert says(told.stderr, "training block")
-    told = run("calibrate", model, status=2)
-    assert says(told.stderr, "calibrating block")
-    told = run("plan", "wan2.1-t2v-1.3b-causal", "--train", "--chip", "v6e-8", status=2)
-    assert says(told.stderr, "training block")

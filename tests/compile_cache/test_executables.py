@@ -24,7 +24,7 @@ from tests.support.disks import no_file_above
 from wanjax.compile_cache import executables
 from wanjax.compile_cache.cache import without_cache
 from wanjax.compile_cache.compilations import Compilation
-from wanjax.compile_cache.executables import Executables, UnusableExecutable, compile_environment
+from wanjax.compile_cache.executables import Executables, compile_environment
 from wanjax.compile_cache.fingerprint import NoFingerprint, fingerprint
 from wanjax.execution import Execute, Site, program
 from wanjax.kernels.compiler_options import scanned
@@ -133,6 +133,10 @@ def another_folder(file: Path) -> None:
     file.parent.symlink_to(elsewhere)
 
 
+def of_another_user(file: Path) -> None:
+    os.chown(file, 12345, -1)
+
+
 class Bomb:
     """Runs something where its pickle is read."""
 
@@ -155,6 +159,10 @@ DAMAGES = {
     "empty": empty,
     "swapped": swapped,
     "open to others": open_to_others,
+    "another user's": pytest.param(
+        of_another_user,
+        marks=pytest.mark.skipif(os.name != "posix" or os.getuid() != 0, reason="gives a file to another user"),
+    ),
     "a link": linked,
     "a linked folder": another_folder,
     "a crafted tree": partial(crafted, pickle.dumps((pickle.dumps(()), Bomb(), None))),
@@ -213,14 +221,6 @@ def test_the_folder_is_its_owner_s_alone(kept):
     called(kept)
     assert kept.folder.stat().st_mode & 0o777 == 0o700
     assert the_file(kept).stat().st_mode & 0o777 == 0o600
-
-
-@pytest.mark.skipif(os.name != "posix" or os.getuid() != 0, reason="gives a file to another user")
-def test_another_user_s_file_is_refused(kept, compiled):
-    kept.keep(KEY, compiled)
-    os.chown(the_file(kept), 12345, -1)
-    with pytest.raises(UnusableExecutable, match="another user"):
-        kept.find(KEY, jax.devices()[:1])
 
 
 def test_a_folder_that_cannot_be_made_stops_nothing(tmp_path, compiled):

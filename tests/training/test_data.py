@@ -222,14 +222,19 @@ def test_clips_are_cut_to_buckets(tmp_path):
     assert clip.shape == (1, 32, 32, 3)
 
 
-def test_a_clip_too_short_and_a_damaged_one_are_told(tmp_path):
-    short = write_clips(tmp_path, 1, frames=3) / "0.gif"
-    with pytest.raises(WanjaxError, match=naming("3 frames 8 5")):
-        list(cutting().pieces(short))
-    damaged = tmp_path / "damaged.mp4"
-    damaged.write_bytes(b"no film")
-    with pytest.raises(WanjaxError, match="cannot be read as a video"):
-        list(cutting().pieces(damaged))
+def short(folder):
+    return write_clips(folder, 1, frames=3) / "0.gif"
+
+
+def damaged(folder):
+    (folder / "damaged.mp4").write_bytes(b"no film")
+    return folder / "damaged.mp4"
+
+
+@pytest.mark.parametrize(("clip", "words"), [(short, "3 frames 8 5"), (damaged, "damaged.mp4 read video")])
+def test_a_clip_that_cannot_be_cut_is_told(clip, words, tmp_path):
+    with pytest.raises(WanjaxError, match=naming(words)):
+        list(cutting().pieces(clip(tmp_path)))
 
 
 def pieces(counts, tmp_path):
