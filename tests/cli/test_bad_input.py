@@ -8,8 +8,10 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from glob import glob
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from click.testing import CliRunner
 
 from tests.support.commands import refused, wanjax
 from tests.support.harm import (
+    WEIGHTS,
     corrupt,
     truncated,
     unchecked,
@@ -110,15 +113,28 @@ WITHOUT_DEVICES = {
     "cuda": r"there is no device of cuda, or no plugin for it|Unable to initialize backend 'cuda'",
     "abacus": r"Backend 'abacus' is not in the list of known backends",
 }
-ASKED = [(platform, command) for platform in WITHOUT_DEVICES for command in ("a red circle", "bench", "warmup")]
+MAKE_MESH = """if True:  # where it may be the first to ask for devices
+    import sys
+    import wanjax
+    try:
+        wanjax.make_mesh(tp=4)
+    except wanjax.WanjaxError as error:
+        print(f"wanjax: {error}", file=sys.stderr)
+        sys.exit(2)"""
+STARTED = {"make_mesh": ["-c", MAKE_MESH]} | {
+    name: ["-m", "wanjax", name] for name in ("a red circle", "bench", "warmup")
+}
+ASKED = [(platform, command) for platform in WITHOUT_DEVICES for command in STARTED]
 
 
-@pytest.mark.parametrize(("platform", "command"), quick([("cuda", "bench"), ("abacus", "warmup")], ASKED))
+@pytest.mark.parametrize(
+    ("platform", "command"), quick([("cuda", "bench"), ("abacus", "warmup"), ("cuda", "make_mesh")], ASKED)
+)
 @pytest.mark.skipif(any(map(os.path.exists, ("/dev/nvidia0", "/dev/nvidiactl"))), reason="there is a card")
 def test_a_platform_without_devices(platform, command):
     """In a new process, because JAX chooses its devices once."""
     environment = os.environ | {"JAX_PLATFORMS": platform}
-    run = subprocess.run([sys.executable, "-m", "wanjax", command], env=environment, capture_output=True, text=True)
+    run = subprocess.run([sys.executable, *STARTED[command]], env=environment, capture_output=True, text=True)
     assert (run.returncode, run.stdout) == (2, "")
     [sentence] = run.stderr.splitlines()
     assert says(sentence, f"wanjax: JAX_PLATFORMS={platform}")
@@ -150,21 +166,6 @@ def test_a_tpu_that_is_asked_for_without_libtpu():
     assert left() == []
 
 
-@pytest.mark.skipif(any(map(os.path.exists, ("/dev/nvidia0", "/dev/nvidiactl"))), reason="there is a card")
-def test_a_mesh_of_a_platform_without_devices():
-    """In the library, where `make_mesh` may be the first to ask for devices."""
-    code = """if True:
-        import wanjax
-        try:
-            wanjax.make_mesh(tp=4)
-        except wanjax.WanjaxError as error:
-            print(error)"""
-    environment = os.environ | {"JAX_PLATFORMS": "cuda"}
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    [sentence] = run.stdout.splitlines()
-    assert says(sentence, "JAX_PLATFORMS=cuda")
-
-
 def test_processes_that_are_not_there(intact):
     """In a new process, because JAX joins others before it chooses its devices."""
     command = [sys.executable, "-m", "wanjax", "a", "--model", intact, "--processes", "auto"]
@@ -173,20 +174,6 @@ def test_processes_that_are_not_there(intact):
     [sentence] = run.stderr.splitlines()
     assert says(sentence, "wanjax: processes auto Slurm")
     assert left() == []
-
-
-def test_a_lora_with_numbers_that_are_not_finite(intact):
-    q = "blocks.0.attn1.to_q"
-    tensors = {f"{q}.lora_A.weight": np.full((2, 24), np.nan, np.float32), f"{q}.lora_B.weight": np.ones((24, 2))}
-    with unchecked():
-        save_safetensors("bad.safetensors", {name: x.astype(np.float32) for name, x in tensors.items()})
-    said = refused("a", "--model", intact, *SMALL, "--lora", "bad.safetensors")
-    assert says(said, f"bad.safetensors {q}.lora_A.weight finite")
-
-
-def test_a_strength_for_denoising_without_a_video(stages):
-    assert says(refused("denoise", "--strength", "0.5"), "strength 0.5 video")
-    assert says(refused("denoise", "--strength", "0.8"), "strength 0.8 video")
 
 
 def without_index(folder: Path) -> None:
@@ -211,6 +198,10 @@ def without_tokenizer(folder: Path) -> None:
 
 def of_another_pipeline(folder: Path) -> None:
     (folder / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
+
+
+def without_tensors(folder: Path) -> None:
+    save_safetensors(folder / "transformer" / WEIGHTS, {})
 
 
 def with_unlike_experts(folder: Path) -> None:
@@ -246,6 +237,7 @@ def with_unlike_experts(folder: Path) -> None:
         ),
         (with_unlike_experts, ["transformers damaged config.json"]),
         (with_nan, ["finite step 1 2"]),
+        (without_tensors, ["missing blocks.{0-1}.attn1.to_q.weight"]),
     ],
 )
 def test_checkpoints(damaged, damage, messages):
@@ -256,26 +248,33 @@ def test_checkpoints(damaged, damage, messages):
     assert not [name for name in left() if name.endswith(".mp4")]
 
 
-def noise(path: str, shape: tuple[int, ...], name: str = "noise", dtype=np.float32) -> None:
-    save_safetensors(path, {name: np.zeros(shape, dtype)})
+def zeros(name: str, *shape: int) -> dict[str, np.ndarray]:
+    return {name: np.zeros(shape, np.float32)}
+
+
+Q = "blocks.0.attn1.to_q"
+NOT_FINITE = {f"{Q}.lora_A.weight": np.full((2, 24), np.nan, np.float32), f"{Q}.lora_B.weight": np.ones((24, 2), "f")}
 
 
 @pytest.mark.parametrize(
-    ("shape", "name", "message"),
+    ("option", "tensors", "message"),
     [
         (
-            (1, 4, 3, 2, 4),
-            "noise",
-            "noise.safetensors noise [1, 4, 3, 2, 4] video [1, 4, 2, 2, 4]",
+            "--noise",
+            zeros("noise", 1, 4, 3, 2, 4),
+            "given.safetensors noise [1, 4, 3, 2, 4] video [1, 4, 2, 2, 4]",
         ),
-        ((4, 2, 2, 4), "noise", "noise.safetensors noise [4, 2, 2, 4]"),
-        ((1, 4, 2, 2, 4), "latents", "tensor 'noise' latents"),
+        ("--noise", zeros("noise", 4, 2, 2, 4), "given.safetensors noise [4, 2, 2, 4]"),
+        ("--noise", zeros("latents", 1, 4, 2, 2, 4), "tensor 'noise' latents"),
+        ("--lora", NOT_FINITE, f"given.safetensors {Q}.lora_A.weight finite"),
     ],
+    ids=["another shape", "fewer axes", "another name", "not finite"],
 )
-def test_noise(intact, shape, name, message):
-    noise("noise.safetensors", shape, name)
-    assert says(refused("a", "--model", intact, *SMALL, "--noise", "noise.safetensors"), message)
-    assert left() == ["noise.safetensors"]
+def test_tensors_that_are_of_no_use(intact, option, tensors, message):
+    with unchecked():
+        save_safetensors("given.safetensors", tensors)
+    assert says(refused("a", "--model", intact, *SMALL, option, "given.safetensors"), message)
+    assert left() == ["given.safetensors"]
 
 
 @pytest.fixture(scope="module")
@@ -304,26 +303,53 @@ def test_stage_files_that_do_not_belong_together(intact, stages):
     assert not (Path("other") / stage_files.VIDEO).exists()
 
 
-@pytest.mark.parametrize(
-    ("command", "missing", "message"),
-    [
-        ("denoise", stage_files.CONFIG, "generation_config.json encode"),
-        (
-            "denoise",
-            stage_files.EMBEDDINGS,
-            "stage1_embeddings.safetensors encode PROMPT --dir stage_outputs",
-        ),
-        (
-            "decode",
-            stage_files.LATENTS,
-            "stage2_latents.safetensors denoise --dir stage_outputs",
-        ),
-        ("decode", stage_files.CONFIG, "generation_config.json"),
-    ],
-)
-def test_missing_stages(stages, command, missing, message):
-    (stages / missing).unlink()
-    assert says(refused(command), message)
+def without(name: str) -> Callable[[Path], None]:
+    return lambda stages: (stages / name).unlink()
+
+
+def with_settings(**change: Any) -> Callable[[Path], None]:
+    """Return what changes the settings of a stage by hand."""
+
+    def harm(stages: Path) -> None:
+        settings = json.loads((stages / stage_files.CONFIG).read_text())
+        (stages / stage_files.CONFIG).write_text(json.dumps(settings | change))
+
+    return harm
+
+
+def with_latents_that_are_not_finite(stages: Path) -> None:
+    with unchecked():
+        stage_files.save_latents(stages, np.full((1, 4, 2, 2, 4), np.nan, np.float32), load_settings(stages))
+
+
+STAGES = {  # the command, what was done to the files, and what the sentence names
+    "no settings to denoise": ("denoise", without(stage_files.CONFIG), "generation_config.json encode"),
+    "no embeddings": (
+        "denoise",
+        without(stage_files.EMBEDDINGS),
+        "stage1_embeddings.safetensors encode PROMPT --dir stage_outputs",
+    ),
+    "no latents": (
+        "decode",
+        without(stage_files.LATENTS),
+        "stage2_latents.safetensors denoise --dir stage_outputs",
+    ),
+    "no settings to decode": ("decode", without(stage_files.CONFIG), "generation_config.json"),
+    "latents that are not finite": ("decode", with_latents_that_are_not_finite, "not finite"),
+    "steps that are a word": ("denoise", with_settings(steps="many"), "generation_config.json steps 'many'"),
+    "steps that are true": ("denoise", with_settings(steps=True), "steps True"),
+    "no model": ("denoise", with_settings(model=None), "generation_config.json model --model"),
+    "another dtype": ("denoise", with_settings(dtype="float8"), "dtype 'float8' bfloat16 float32"),
+    "other sigmas": ("denoise", with_settings(sigmas="other"), "other"),
+    "a strength without a video": ("denoise --strength 0.5", with_settings(), "strength 0.5 video"),
+    "the usual strength without a video": ("denoise --strength 0.8", with_settings(), "strength 0.8 video"),
+}
+
+
+@pytest.mark.parametrize(("command", "harm", "message"), STAGES.values(), ids=STAGES)
+def test_stages_that_cannot_go_on(stages, command, harm, message):
+    harm(stages)
+    assert says(refused(*command.split()), message)
 
 
 def test_stage_files_of_another_model(stages):
@@ -337,35 +363,22 @@ def test_stage_files_of_another_model(stages):
     assert says(refused("decode"), "stage2_latents.safetensors 16 channels 4")
 
 
+OF_ROOT = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="nothing is forbidden to root")
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("option", "where", "words"),
     [
-        ({"steps": "many"}, "generation_config.json steps 'many'"),
-        ({"steps": True}, "steps True"),
-        ({"model": None}, "generation_config.json model --model"),
-        ({"dtype": "float8"}, "dtype 'float8' bfloat16 float32"),
-        ({"sigmas": "other"}, "other"),
+        ("--dir", "file/stages", "folder file written"),
+        ("--out", "file/clip.mp4", "folder file written"),
+        pytest.param("--dir", "mine/stages", "Permission denied", marks=OF_ROOT),
     ],
 )
-def test_settings_changed_by_hand(stages, change, message):
-    settings = json.loads((stages / stage_files.CONFIG).read_text())
-    (stages / stage_files.CONFIG).write_text(json.dumps(settings | change))
-    assert says(refused("denoise"), message)
-
-
-def test_latents_that_are_not_finite_cannot_be_shown(stages):
-    settings = load_settings(stages)
-    with unchecked():
-        stage_files.save_latents(stages, np.full((1, 4, 2, 2, 4), np.nan, np.float32), settings)
-    assert "not finite" in refused("decode")
-
-
-@pytest.mark.parametrize("option", ["--dir", "--out"])
-def test_folders_that_cannot_be_written(intact, option):
+def test_folders_that_cannot_be_written(intact, option, where, words):
     Path("file").write_text("")
-    where = {"--dir": "file/stages", "--out": "file/clip.mp4"}[option]
-    assert says(refused("a", "--model", intact, *SMALL, option, where), "folder file written")
-    assert left() == ["file"]
+    Path("mine").mkdir(mode=0o500)
+    assert says(refused("a", "--model", intact, *SMALL, option, where), words)
+    assert left() == ["file", "mine"]
 
 
 def test_a_file_where_a_checkpoint_is_to_be_written():
@@ -375,12 +388,6 @@ def test_a_file_where_a_checkpoint_is_to_be_written():
     assert says(run.stderr, "circle.mp4 new folder")
     assert "what was complete" not in run.stderr  # the same command would end in the same way
     assert left() == ["circle.mp4"]
-
-
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="nothing is forbidden to root")
-def test_a_folder_without_permission(intact):
-    Path("mine").mkdir(mode=0o500)
-    assert says(refused("a", "--model", intact, *SMALL, "--dir", "mine/stages"), "Permission denied")
 
 
 def test_a_disk_that_fills_with_latents(intact, monkeypatch):

@@ -8,7 +8,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from functools import partial
 from glob import glob
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,8 +28,6 @@ from wanjax.cli import main, report, stages
 from wanjax.media import stage_files
 from wanjax.media import video as video_files
 from wanjax.media.metadata import load_settings
-from wanjax.pipelines.run import Run
-from wanjax.pipelines.wan.model import WanModel
 from wanjax.pricing.libtpu import TPUS
 
 SMALL = ("--size", "32x16", "--frames", "5", "--steps", "2", "--dtype", "float32")
@@ -56,12 +53,9 @@ def _in_a_folder_of_its_own(tmp_path, tmp_path_factory, monkeypatch):
 
 
 @pytest.fixture
-def given(monkeypatch) -> Arguments:
+def given(standing_for) -> Arguments:
     """The arguments that the command line passes to a stage, which does not run."""
-    kept = Arguments()
-    for name in ("generate", "encode", "denoise", "decode"):
-        monkeypatch.setattr(stages, name, partial(kept.keep, command=name))
-    return kept
+    return standing_for({stages: ["generate", "encode", "denoise", "decode"]})
 
 
 def test_help_lists_the_commands():
@@ -333,8 +327,7 @@ def test_denoising_from_a_video(model):
     assert says(sentence, "strength 0.4 2 steps 0.5")
 
 
-def test_unintended_settings_give_notes(model, monkeypatch):
-    monkeypatch.setattr(WanModel, "encode_text", interrupted)  # after all notes are printed
+def test_unintended_settings_give_notes(model):
     said = wanjax("encode", "word " * 40 + "end", "--model", model).stderr
     assert says(said, 'prompt tokens 24 "word')
     said = wanjax(" ", "--allow-empty-prompt", "--model", model, *SMALL, "--guidance-scale", "1").stderr
@@ -342,22 +335,17 @@ def test_unintended_settings_give_notes(model, monkeypatch):
     assert "guidance is off" in said
 
 
-def test_embeddings_of_226_tokens_give_a_note(model, monkeypatch):
+def test_embeddings_of_226_tokens_give_a_note(model, failing_in):
     succeeded(wanjax("encode", "a", "--model", model))
     embeds = np.zeros((1, 226, 16), np.float32)
     path = Path("stage_outputs") / stage_files.EMBEDDINGS
     save_safetensors(path, {"prompt_embeds": embeds, "negative_prompt_embeds": embeds})
-    monkeypatch.setattr(Run, "latents", interrupted)
-    assert says(wanjax("denoise", *SMALL).stderr, "226 tokens 512")
+    with failing_in("latents", KeyboardInterrupt()):  # after all notes are printed
+        assert says(wanjax("denoise", *SMALL).stderr, "226 tokens 512")
 
 
-def interrupted(*_, **__):
-    raise KeyboardInterrupt
-
-
-def test_latents_are_saved_before_decoding(model, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(Run, "frames", interrupted)
+def test_latents_are_saved_before_decoding(model, failing_in):
+    with failing_in("frames", KeyboardInterrupt()):
         result = wanjax("a", "--model", model, *SMALL, "--out", "b c.mp4", *HERE)
     assert result.exit_code == 130
     assert result.stderr.splitlines()[-2] == "wanjax: stopped"
@@ -368,9 +356,8 @@ def test_latents_are_saved_before_decoding(model, monkeypatch):
     assert files(".") == ["b c.mp4", "stage_outputs"]
 
 
-def test_an_interrupted_denoising_leaves_the_embeddings(model, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(Run, "latents", interrupted)
+def test_an_interrupted_denoising_leaves_the_embeddings(model, failing_in):
+    with failing_in("latents", KeyboardInterrupt()):
         result = wanjax("a", "--model", model, *SMALL, *HERE)
     assert result.exit_code == 130
     assert result.stderr.endswith(": wanjax denoise --dir stage_outputs\n")
@@ -379,9 +366,9 @@ def test_an_interrupted_denoising_leaves_the_embeddings(model, monkeypatch):
     assert load_settings(Path("stage_outputs"))["steps"] == 2  # as in the first command
 
 
-def test_an_interrupted_encoding_leaves_nothing(model, monkeypatch):
-    monkeypatch.setattr(WanModel, "encode_text", interrupted)
-    result = wanjax("a", "--model", model, *SMALL)
+def test_an_interrupted_encoding_leaves_nothing(model, failing_in):
+    with failing_in("encode", KeyboardInterrupt()):
+        result = wanjax("a", "--model", model, *SMALL)
     assert (result.exit_code, result.stderr.splitlines()[-1]) == (130, "wanjax: stopped")
     assert files(".") == []
 
@@ -396,24 +383,18 @@ def test_peaks_of_memory(monkeypatch):
     assert report._device_peak() == 5
 
 
-def test_a_failure_has_a_traceback(model, monkeypatch):
-    def fail(*_, **__):
-        raise RuntimeError("a bug")
-
-    monkeypatch.setattr(Run, "frames", fail)
-    result = wanjax("a", "--model", model, *SMALL, *HERE)
+def test_a_failure_has_a_traceback(model, failing_in):
+    with failing_in("frames", RuntimeError("a bug")):
+        result = wanjax("a", "--model", model, *SMALL, *HERE)
     assert result.exit_code == 1
     assert isinstance(result.exception, RuntimeError)
     assert "wanjax decode --dir stage_outputs" in result.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("RESOURCE_EXHAUSTED: Out of memory while ...")])
-def test_out_of_memory(model, monkeypatch, error):
-    def fail(*_, **__):
-        raise error
-
-    monkeypatch.setattr(Run, "latents", fail)
-    result = wanjax("a", "--model", model, *SMALL)
+def test_out_of_memory(model, failing_in, error):
+    with failing_in("latents", error):
+        result = wanjax("a", "--model", model, *SMALL)
     assert result.exit_code == 1
     assert says(result.stderr.splitlines()[-2], "wanjax: memory --size")
 

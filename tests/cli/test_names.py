@@ -26,7 +26,6 @@ from wanjax.cli import names, runs
 from wanjax.errors import WanjaxError
 from wanjax.media import stage_files
 from wanjax.media.video import read_metadata
-from wanjax.pipelines.run import Run
 from wanjax.stores import user_folders
 from wanjax.stores.locks import FileLock
 
@@ -153,14 +152,12 @@ def test_a_named_file_is_replaced(model):
 
 @pytest.mark.parametrize("stage", ["latents", "frames"])
 @pytest.mark.parametrize("has_home", quick([True], [True, False]))
-def test_a_stopped_run_goes_on_to_the_video_s_own_name(model, tmp_path, monkeypatch, cached, stage, has_home):
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
-
+def test_a_stopped_run_goes_on_to_the_video_s_own_name(
+    model, tmp_path, monkeypatch, cached, failing_in, stage, has_home
+):
     if not has_home:
         _without_home(monkeypatch)
-    with monkeypatch.context() as patch:
-        patch.setattr(Run, stage, interrupted)
+    with failing_in(stage, KeyboardInterrupt()):
         result = wanjax("a", "--model", model, *SMALL)
     assert result.exit_code == 130
     assert files(".") == []

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import imageio_ffmpeg
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
@@ -23,7 +22,6 @@ from wanjax.compile_cache.cache import compile_cache
 from wanjax.media import stage_files
 from wanjax.media.metadata import load_settings
 from wanjax.media.video import read_metadata
-from wanjax.pipelines.run import Run
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
@@ -56,14 +54,14 @@ def test_quiet(model, option):
     assert succeeded(wanjax("convert", model, "there", option)).output == ""
 
 
-def test_errors_are_told_even_so(model, monkeypatch):
-    assert says(refused("a", "--model", model, *SMALL, "-q", "--frames", "6"), "6 frames 4n + 1")
+@pytest.mark.parametrize("option", ["-q", "--json"])
+def test_errors_are_all_that_is_told(model, option):
+    assert says(refused("a", "--model", model, *SMALL, option, "--frames", "6"), "6 frames 4n + 1")
 
-    def fail(*_, **__):
-        raise KeyboardInterrupt
 
-    monkeypatch.setattr(Run, "frames", fail)
-    said = wanjax("a", "--model", model, *SMALL, "-q", "--dir", "d").stderr
+def test_how_to_go_on_is_told_even_so(model, failing_in):
+    with failing_in("frames", KeyboardInterrupt()):
+        said = wanjax("a", "--model", model, *SMALL, "-q", "--dir", "d").stderr
     stopped, way_on = said.splitlines()
     assert stopped == "wanjax: stopped"
     assert way_on.endswith(": wanjax decode --dir d")
@@ -112,10 +110,6 @@ def test_json_of_many_videos_is_a_line_for_each(model):
     assert {Path(one["file"]).name for one in made} == set(os.listdir("many")) - {"manifest.jsonl"}
 
 
-def test_json_of_a_run_that_fails_is_nothing(model):
-    assert refused("a", "--model", model, *SMALL, "--json", "--frames", "6").startswith("6 frames are not")
-
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has this file, on which there is no room")
 @pytest.mark.parametrize("arguments", [["models"], ["models", "--json"], ["--help"], ["--version"]], ids=" ".join)
 def test_no_room_for_what_is_printed(arguments):
@@ -144,12 +138,17 @@ def test_a_cache_of_programs_without_room_is_told_once(tmp_path, capsys):
     assert says(line, "cache File too large")
 
 
-def test_what_could_not_be_written_is_told_before_the_first_step(model, monkeypatch):
-    for many in ([], ["--count", "2"]):
-        monkeypatch.setattr(imageio_ffmpeg, "get_ffmpeg_exe", lambda: "false")
-        out = ["--out", "many"] if many else ["--out", "a.mp4"]
-        assert says(refused("a", "--model", model, *SMALL, *many, *out, begun=False), "ffmpeg written")
-    assert says(refused("a", "--model", model, *SMALL, "--out", "n" * 250 + ".gif", begun=False), ".gif written")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--out", "a.mp4"), "ffmpeg written"),
+        (("--count", "2", "--out", "many"), "ffmpeg written"),
+        (("--out", "n" * 250 + ".gif"), ".gif written"),
+    ],
+)
+def test_what_could_not_be_written_is_told_before_the_first_step(model, monkeypatch, options, words):
+    monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", "false")
+    assert says(refused("a", "--model", model, *SMALL, *options, begun=False), words)
 
 
 def test_what_is_left_out_of_a_folder_of_pictures_is_told_once(model):

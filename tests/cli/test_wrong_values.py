@@ -13,7 +13,6 @@ from tests.support.words import says
 from wanjax.checkpoints.lora_source import Lora
 from wanjax.errors import WanjaxError
 from wanjax.loading import load
-from wanjax.pipelines import memory
 from wanjax.pipelines.model import least_bytes
 from wanjax.registry import outline
 
@@ -149,13 +148,6 @@ def test_a_folder_stands_for_the_one_lora_in_it():
         Lora("folder").named()
 
 
-def test_a_caption_that_is_no_text_is_left_out():
-    data = write_clips(Path("data"), 1)
-    (caption,) = data.glob("*.txt")
-    caption.write_bytes(b"caf\xe9")
-    assert says(sentence("train", "nano", data, "--out", "out"), f"{caption.name} UTF-8")
-
-
 def test_a_picture_is_no_clip(tmp_path):
     from PIL import Image
 
@@ -166,15 +158,15 @@ def test_a_picture_is_no_clip(tmp_path):
     assert chosen.frames == 1
 
 
-def test_a_video_larger_than_the_memory_is_refused_before_anything_is_loaded(monkeypatch):
+def test_a_video_larger_than_the_memory_is_refused_before_anything_is_loaded(machine):
     pipe = load("nano")
     weights = pipe.components.sizes["transformer"]
     _, settings = pipe.prepare()
     enough = weights + least_bytes(pipe.architecture, settings)
-    monkeypatch.setattr(memory, "total_memory", lambda device: enough)
+    machine.has_memory(enough)
     pipe.prepare()
     assert says(sentence("generate", "a", "--size", "128x64", "--frames", "33"), "128x64 33 frames memory")
-    monkeypatch.setattr(memory, "total_memory", lambda device: None)  # unknown
+    machine.has_memory(None)  # unknown
     pipe.prepare(size=(1024, 1024))
 
 

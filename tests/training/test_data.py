@@ -179,11 +179,12 @@ def test_rows_say_what_to_preserve(tmp_path):
         ({"a.mp4": "x", "metadata.jsonl": '{"file_name": "a.mp4", "text": "b", "repeats": 2.5}'}, "has repeats 2.5"),
         ({"a.mp4": "x", "metadata.jsonl": '{"file_name": "a.mp4", "text": "b", "repeats": 1e999}'}, "has repeats inf"),
         ({"a.mp4": "x", "metadata.csv": "file_name,text,preserve\na.mp4,b,2"}, "'2' true false"),
+        ({"a.mp4": "x", "a.txt": "caf\udce9"}, "a.txt UTF-8"),
     ],
 )
 def test_one_sentence_for_data_that_cannot_be_used(tmp_path, files, sentence):
     for name, text in files.items():
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_text(text, errors="surrogateescape")
     with pytest.raises(WanjaxError, match=naming(sentence)):
         list_data(tmp_path)
     with pytest.raises(WanjaxError, match="there is no folder or table"):

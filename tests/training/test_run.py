@@ -4,7 +4,7 @@
 import json
 import os
 import shutil
-from contextlib import closing, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -32,6 +32,7 @@ from wanjax.training import LoraConfig, OptimizerConfig, TrainConfig, Training
 from wanjax.training.latent_cache import LatentCache
 from wanjax.training.loop import NotFiniteError, Trainer
 from wanjax.training.objective import NoiseLevels
+from wanjax.training.step_metrics import CURVES
 from wanjax.training.train import LOCK
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
@@ -364,38 +365,53 @@ def test_samples_have_the_shape_of_a_clip_that_moves(tmp_path, wan):
     assert training.sampled.bucket.frames == 5
 
 
-def test_a_disk_that_is_full_is_told(tmp_path, data, wan, monkeypatch):
+@contextmanager
+def beside_another(out, patch):
+    with closing(FileLock(out / LOCK, "training", "folder")):
+        yield
+
+
+@contextmanager
+def on_a_full_disk(out, patch):
     def full(*arguments, **options):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(WanjaxError, match=naming("No space left on device")):
-        trained(wan, data, tmp_path / "out", latent_cache=tmp_path / "store")
+    patch.setattr("os.fsync", full)
+    yield
 
 
-def test_two_trainings_do_not_share_a_folder(tmp_path, data, wan):
-    with (
-        closing(FileLock(tmp_path / LOCK, "training", "folder")),
-        pytest.raises(WanjaxError, match=naming(f"{tmp_path}")),
-    ):
-        trained(wan, data, tmp_path)
+@contextmanager
+def with_curves_in_the_way(out, patch):
+    (out / CURVES).write_text("a file where the folder is to be")
+    yield
 
 
-def test_targets_and_settings_that_are_wrong(tmp_path, data, wan):
-    with pytest.raises(WanjaxError, match=naming("layer to_x")):
-        trained(wan, data, tmp_path / "out", lora=LoraConfig(rank=2, targets=("to_x",)))
-    for settings in (
-        {"lora": LoraConfig},
-        {"batch_size": 3, "grad_accum_steps": 2},
-        {"steps": 0},
-        {"holdout_every": 1},
-    ):
-        with pytest.raises((WanjaxError, TypeError, AttributeError)):
-            trained(wan, data, tmp_path / "other", **settings)
-    with pytest.raises(WanjaxError, match="has one network"):
-        trained(wan, data, tmp_path / "expert", expert="high")
-    with pytest.raises(WanjaxError, match=naming("9 5")):
-        Training(wanjax.load(wan), data, tmp_path / "long", replace(SMALL, min_frames=9))
+def anywhere(out, patch):
+    return nullcontext()
+
+
+REFUSED = {  # where, what is other than in SMALL, and what the sentence names
+    "a layer that is none": (anywhere, {"lora": LoraConfig(rank=2, targets=("to_x",))}, "layer to_x"),
+    "parts of a batch": (anywhere, {"batch_size": 3, "grad_accum_steps": 2}, "batch 3 2"),
+    "no steps": (anywhere, {"steps": 0}, "steps 0"),
+    "all clips held out": (anywhere, {"holdout_every": 1}, "every clip 1 held 2"),
+    "an expert of one network": (anywhere, {"expert": "high"}, "one network"),
+    "clips that are too short": (anywhere, {"min_frames": 9}, "9 5"),
+    "a folder of another training": (beside_another, {}, "training folder"),
+    "a full disk": (on_a_full_disk, {}, "No space left on device"),
+    "curves that cannot be written": (with_curves_in_the_way, {}, "tensorboard written"),
+}
+
+
+@pytest.mark.parametrize(("where", "changed", "words"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_trained_is_told(where, changed, words, tmp_path, data, wan, monkeypatch):
+    out = tmp_path / "out"
+    out.mkdir()
+    with where(out, monkeypatch), pytest.raises(WanjaxError, match=naming(words)):
+        trained(wan, data, out, latent_cache=tmp_path / "store", **changed)
+
+
+def test_all_weights_of_no_checkpoint_are_not_trained(tmp_path, data, wan):
     pipe = wanjax.load(wan)
     pipe.components.source = None
     with pytest.raises(WanjaxError, match="checkpoint"):
