@@ -147,6 +147,7 @@ function App() {
     setForm(form);
     setViewed(null);
     setPair(null);
+    toast(text("filled"));
     setTimeout(() => {
       document.getElementById("prompt").focus();
       scrollTo({ top: 0, behavior: matchMedia("(prefers-reduced-motion: reduce)").matches ? "auto" : "smooth" });
@@ -180,7 +181,8 @@ function App() {
     },
     last_frame: async (video) => {
       const file = await lastFrame(video);
-      write({ ...form, files: { ...form.files, image: [file] } });
+      const seeds = form.locked && /[,.]/.test(form.seed) ? { seed: "", locked: false } : {}; // those of another video
+      write({ ...form, ...seeds, files: { ...form.files, image: [file] } });
     },
     remove: async (video) => {
       const list = videos.gallery;

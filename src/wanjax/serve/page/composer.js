@@ -156,7 +156,9 @@ function Length({ form, model, set }) {
   const frames = fields.valueOf(form, model, "frames");
   const fps = Number(fields.valueOf(form, model, "fps")) || 1;
   const most = 1 + step * Math.max(4, Math.round((2 * (model.defaults.frames - 1)) / step));
-  const shown = text("seconds_frames", { seconds: (Number(frames) / fps).toFixed(1), frames });
+  const windows = Number(fields.valueOf(form, model, "windows")) || 1;
+  const all = fields.lengthOf({ frames: Number(frames), windows, overlap: Number(fields.valueOf(form, model, "overlap")) || 1 });
+  const shown = text(windows > 1 ? "seconds_parts" : "seconds_frames", { seconds: (all / fps).toFixed(1), frames, windows });
   return html`<div class="length">
     <label for="length">${text("length")}</label>
     <input id="length" type="range" min="1" max=${most} step=${step} value=${frames} aria-valuetext=${shown}
@@ -181,14 +183,14 @@ function Shape({ form, model, change }) {
       value=${form.resolution in sizes ? form.resolution : own ?? names[0][0]} choose=${(key) => change({ resolution: key })} />`}`;
 }
 
-function Seed({ form, wrong, change, most }) {
+function Seed({ form, wrong, change, most, count }) {
   const draw = () => change({ seed: String(crypto.getRandomValues(new Uint32Array(1))[0]), locked: true });
   return html`<div class="numbers">
     <div><label for="count">${text("count")}</label>
-      <span class="stepper"><button type="button" aria-label=${text("fewer")} disabled=${form.count <= 1} onClick=${() => change({ count: form.count - 1 })}>−</button>
-      <input id="count" name="count" inputmode="numeric" value=${form.count}
+      <span class="stepper"><button type="button" aria-label=${text("fewer")} disabled=${form.count <= 1 || count !== form.count} onClick=${() => change({ count: form.count - 1 })}>−</button>
+      <input id="count" name="count" inputmode="numeric" value=${count} readonly=${count !== form.count}
         onInput=${(event) => change({ count: Math.min(most, Math.max(1, Math.round(Number(event.target.value)) || 1)) })} />
-      <button type="button" aria-label=${text("more")} disabled=${form.count >= most} onClick=${() => change({ count: form.count + 1 })}>+</button></span>
+      <button type="button" aria-label=${text("more")} disabled=${form.count >= most || count !== form.count} onClick=${() => change({ count: form.count + 1 })}>+</button></span>
     </div>
     <div class="seed"><label for="seed">${text("seed")}</label>
       <span class="stepper"><input id="seed" name="seed" placeholder=${text("seed_drawn")} value=${form.seed} aria-describedby="does-seed"
@@ -316,7 +318,7 @@ export function Composer({ form, setForm, models, videos, announce, needToken })
         <input id=${`field-${side}`} name=${side} inputmode="numeric" value=${form.values[side] ?? ""} ...${marks(side, wrong[side])}
           onInput=${(event) => set(side, event.target.value)} /><small>${fields.helpOf(side, model)}</small><${Wrong} of=${side} message=${wrong[side]} /></div>`)}</div>`}
       <${Length} form=${form} model=${model} set=${set} />
-      <${Seed} form=${form} wrong=${wrong.seed} change=${change} most=${model.limits.queue} />
+      <${Seed} form=${form} wrong=${wrong.seed} change=${change} most=${model.limits.queue} count=${count} />
       <details class="drawer" open=${open} onToggle=${(event) => setOpen(event.target.open)}>
         <summary>${changed.length ? text("drawer_changed", { n: changed.length }) : text("drawer")}</summary>
         <${Presets} form=${form} model=${model} models=${models} videos=${[...videos.known.values()]} apply=${(preset) =>

@@ -195,6 +195,9 @@ export function firstShape(model) {
   return width > height ? "landscape" : width < height ? "portrait" : "square";
 }
 
+// Returns how many frames a video of several windows has.
+export const lengthOf = ({ frames, windows = 1, overlap = 1 }) => frames * windows - overlap * (windows - 1);
+
 // Returns the settings of the video that a form asks for, to estimate its time by.
 export function settingsOf(form, model) {
   const settings = { ...model.defaults };

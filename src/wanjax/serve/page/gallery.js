@@ -3,11 +3,13 @@
 
 import { contentOf } from "./api.js";
 import { finishes } from "./estimate.js";
+import { lengthOf } from "./fields.js";
 import { duration, text } from "./texts.js";
 import { html, Component, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 
 const still = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
 export const secondsOf = (video) => Object.values(video.stage_seconds).reduce((sum, one) => sum + one, 0);
+const secondsShown = ({ settings }) => (lengthOf(settings) / settings.fps).toFixed(1);
 export const shapeOf = ({ settings }) => `${settings.width} / ${settings.height}`;
 export const isSmall = ({ settings }) => settings.width < 256;
 
@@ -72,7 +74,7 @@ class Card extends Component {
           ${selecting && html`<span class="tick" aria-hidden="true">${selected ? "✓" : ""}</span>`}
         </span>
         <span class="prompt">${video.prompt}</span>
-        <span class="state">${stateOf(video)}</span>
+        <span class="state">${stateOf(video)}${done && html`<br />${text("seed_seconds", { seed: video.settings.seed, seconds: secondsShown(video) })}`}</span>
       </button>
     </li>`;
   }

@@ -8,6 +8,7 @@ import { text } from "./texts.js";
 import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 
 const OWN = ["prompt", "model", "seed", "width", "height"]; // said first, whether changed or not
+const ALWAYS = ["frames", "steps"]; // and these in the details
 
 // Returns what differs from the model's own settings, by name.
 function changes(video, model) {
@@ -54,7 +55,8 @@ export function pythonOf(video, model) {
 
 function Details({ video, model }) {
   const rows = [[text("model"), video.model], [text("seed"), video.settings.seed], [text("shape"), video.size.replace("x", " × ")],
-    ...changes(video, model).map(([name, value]) => [labelOf(name), value])];
+    ...ALWAYS.map((name) => [labelOf(name), video.settings[name]]),
+    ...changes(video, model).filter(([name]) => !ALWAYS.includes(name)).map(([name, value]) => [labelOf(name), value])];
   if (video.scheduler) rows.push([labelOf("scheduler"), video.scheduler]);
   for (const { name, strength } of video.lora ?? []) rows.push([labelOf(`lora ${name}`), strength]);
   return html`<details class="details" open><summary>${text("details")}</summary>
