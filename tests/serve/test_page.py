@@ -287,7 +287,8 @@ def test_keys_and_two_videos_in_step(opened, made):
     page.fill(".compared > [type=range]", "0.5")
     page.wait_for_timeout(300)
     times = [player.evaluate("player => player.currentTime / player.duration") for player in players]
-    assert abs(times[0] - times[1]) < 0.25
+    apart = abs(times[0] - times[1])
+    assert min(apart, 1 - apart) < 0.25  # they play in a loop
     page.keyboard.press("Escape")
 
 

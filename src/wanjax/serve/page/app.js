@@ -223,7 +223,7 @@ function App() {
         </div>`}
     </main>
     ${video && html`<${Viewer} video=${video} model=${models.find((one) => one.id === video.model)} step=${step} close=${() => setViewed(null)} act=${act} wrong=${wrong} />`}
-    ${pair && html`<${Compare} pair=${pair} models=${models} close=${() => setPair(null)} />`}
+    ${pair && html`<${Compare} pair=${pair} close=${() => setPair(null)} />`}
     <${Toasts} toasts=${toasts} undo=${undo} />
     <p class="silent" role="status">${said}</p>`;
 }

@@ -321,7 +321,7 @@ export function Composer({ form, setForm, models, videos, announce, needToken })
       <${Seed} form=${form} wrong=${wrong.seed} change=${change} most=${model.limits.queue} count=${count} />
       <details class="drawer" open=${open} onToggle=${(event) => setOpen(event.target.open)}>
         <summary>${changed.length ? text("drawer_changed", { n: changed.length }) : text("drawer")}</summary>
-        <${Presets} form=${form} model=${model} models=${models} videos=${[...videos.known.values()]} apply=${(preset) =>
+        ${open && html`<${Presets} form=${form} model=${model} models=${models} videos=${[...videos.known.values()]} apply=${(preset) =>
           change({ model: (preset.model ?? model).id, values: { ...omit(form.values, PRESET), ...preset.values } })} />
         ${Object.keys(fields.GROUPS).map((group) => {
           const own = fields.fieldsOf(model).filter((field) => field.group === group && fields.isUseful(field.name, form, model));
@@ -329,7 +329,7 @@ export function Composer({ form, setForm, models, videos, announce, needToken })
             ${own.map((field) => html`<${Setting} key=${field.name} field=${field} form=${form} model=${model} wrong=${wrong[field.name]} set=${set} />`)}
           </fieldset>`;
         })}
-        <button type="button" class="reset" disabled=${!changed.length} onClick=${() => change({ values: {} })}>${text("reset")}</button>
+        <button type="button" class="reset" disabled=${!changed.length} onClick=${() => change({ values: {} })}>${text("reset")}</button>`}
       </details>`}
     ${empty && html`<div class="question" role="alertdialog" aria-label=${text("empty_prompt")}><p>${text("empty_prompt")}</p>
       <button type="button" onClick=${() => { setEmpty(false); prompt.current.focus(); }}>${text("empty_no")}</button>

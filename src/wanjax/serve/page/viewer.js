@@ -119,7 +119,7 @@ export function Viewer({ video, model, step, close, act, wrong }) {
   <//>`;
 }
 
-export function Compare({ pair, models, close }) {
+export function Compare({ pair, close }) {
   const players = [useRef(null), useRef(null)];
   const [at, setAt] = useState(0);
   const both = (act) => players.forEach((player) => player.current && act(player.current));
