@@ -49,7 +49,9 @@ def answering(
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             answer = told[self.path]
-            answer = next(answer) if isinstance(answer, Iterator) else answer
+            answer = next(answer, None) if isinstance(answer, Iterator) else answer
+            if answer is None:  # a server that ends
+                return
             data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
             self.send_response(answer if isinstance(answer, int) else 200)
             self.send_header("Content-Length", str(len(data) + whole(self.path)))
@@ -102,6 +104,14 @@ def test_a_connection_that_is_cut_leaves_no_video():
     assert files(".") == []
 
 
+def test_a_server_that_ends_keeps_the_video_that_it_was_asked_for(monkeypatch):
+    monkeypatch.setattr(remote, "EVERY", (0, 0))
+    with answering(answers(job=iter([{"status": "queued"}]))) as url:
+        said = refused("a cat", "--at", url, "--out", "cat.mp4", status=1)
+    assert says(said, f"{url} {ID} waits {url}{PLACE}/content")
+    assert files(".") == []
+
+
 NESTED = b"[" * 200_000
 HOSTILE = {
     "nested": ({"models": NESTED}, "JSON"),
@@ -116,6 +126,7 @@ HOSTILE = {
 REFUSED = [  # what a server answers, the options of the command, and what the sentence names
     *((told, ("--out", "cat.mp4", "--quiet"), f"{{url}} {words}") for told, words in HOSTILE.values()),
     ({"models": {"data": [MODEL | {"loras": ["a", 7]}]}}, ("--lora", "a.safetensors"), "{url} none"),
+    ({"models": 404}, (), "{url} no wanjax serve 404 address"),
     ({}, ("--image", "gone.png"), "gone.png"),
     ({}, ("--from", "generation_config.json"), "gone.png --image"),  # which is that of a record
     *(

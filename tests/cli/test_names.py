@@ -22,6 +22,7 @@ from tests.support.commands import files, refused, succeeded, wanjax
 from tests.support.disks import no_file_above
 from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint
+from tests.support.words import says
 from wanjax.cli import names, runs
 from wanjax.errors import WanjaxError
 from wanjax.media import stage_files
@@ -170,6 +171,8 @@ def test_a_stopped_run_goes_on_to_the_video_s_own_name(
     [video] = files("wanjax_videos")
     assert Path(video).stem == folder.name
     assert not folder.exists()
+    if has_home:
+        assert says(refused(*command), f"{folder} gone video")
     assert list(tmp_path.glob(f"{runs.TEMPORARY}*")) == []
 
 

@@ -110,7 +110,8 @@ def download(repository: str, patterns: Iterable[str], *, revision: str | None =
         for path in sorted(folder.rglob("*")):  # without the hub, the client takes what there is
             name = path.relative_to(folder).as_posix()
             if not path.exists() and any(fnmatchcase(name, pattern) for pattern in wanted):
-                raise WanjaxError(f"{missing_file(path)} with a connection to {repository} on the hub")
+                advice = f"get it again with a connection to {repository} on the hub"
+                raise WanjaxError(missing_file(path, advice))
         return folder
     except WanjaxError:
         raise
@@ -263,8 +264,8 @@ def _explanation(error: Exception, repository: str, revision: str | None) -> str
         return f"{cache} lacks files of {repository}: unset HF_HUB_OFFLINE to download them"
     if isinstance(error, errors.LocalEntryNotFoundError):
         return (
-            f"there is no folder {repository} here, {constants.ENDPOINT} cannot be reached ({what}) and {cache} lacks "
-            f"files of {repository}: check the spelling, or try again later"
+            f"{constants.ENDPOINT} cannot be reached ({what}) and {cache} lacks files of {repository}: try again later "
+            "with a network, or check the spelling if a folder is meant"
         )
     return f"{page} could not be downloaded ({what or type(error).__name__}): run again, complete files are kept"
 

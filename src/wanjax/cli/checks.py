@@ -158,6 +158,7 @@ def _check_suffix(out: str) -> None:
 
 
 def _check_stage(folder: Path, command: str) -> None:
+    from wanjax.cli.runs import check_not_past  # imported late for a quick --help
     from wanjax.media.metadata import (  # imported late: it needs NumPy
         EMBEDDINGS,
         LATENTS,
@@ -165,5 +166,6 @@ def _check_stage(folder: Path, command: str) -> None:
         stage_file,
     )
 
+    check_not_past(folder)
     load_stage_settings(folder)
     stage_file(folder, EMBEDDINGS if command == "denoise" else LATENTS)

@@ -119,8 +119,10 @@ def find_metadata(ctx: click.Context, parameter: click.Parameter, file: str | No
 
 def _record_of(file: str) -> dict[str, Any]:
     """Return the record of a video that is to be made again; raise WanjaxError where it does not name its model."""
-    from wanjax.media import metadata  # imported late for a quick --help
+    from wanjax.cli.runs import check_not_past  # imported late for a quick --help
+    from wanjax.media import metadata
 
+    check_not_past(Path(file))
     record = metadata.find_metadata(file)
     if not isinstance(record.get("model"), str):
         raise WanjaxError(f"{file} names no model: the generation_config.json beside a stage's file does")

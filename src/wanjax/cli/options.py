@@ -68,7 +68,7 @@ def check_file(file: Any, advice: str) -> None:
         return
     path = parse_path(file)
     if isinstance(path, Path) and not os.path.exists(path):  # which raises nothing for names that are none
-        raise WanjaxError(missing_file(path) if os.path.islink(path) else f"{missing_file(path)}: {advice}")
+        raise WanjaxError(missing_file(path, advice))
 
 
 def _named(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:

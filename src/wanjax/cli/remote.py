@@ -328,7 +328,13 @@ def _awaited(server: "Server", place: str, report: Report, show: Callable[[str, 
     pause, longest = EVERY
     noted: set[str] = set()
     while True:
-        job = server.ask(place)
+        try:
+            job = server.ask(place)
+        except Refused:
+            raise
+        except WanjaxError as error:
+            advice = f"{_id(place)} waits there and is made once it runs again: {server.url}{place}/content"
+            raise WanjaxError(f"{error}; {advice}") from error
         notes = job.get("notes")
         for note in (*map(_plain, notes if isinstance(notes, list) else []), _window(job)):
             if note and note not in noted:
@@ -494,16 +500,21 @@ class Server:
                     raise IncompleteRead(content, answer.length)
                 return content
         except HTTPError as error:
-            raise Refused(f"{self.url} refuses this: {_reason(error)}", error.code) from error
+            if (why := _reason(error)) is None:
+                answer = f"{error.code} {_plain(error.reason)}"
+                raise Refused(
+                    f"{self.url} is no wanjax serve, it answers {answer}: check the address", error.code
+                ) from error
+            raise Refused(f"{self.url} refuses this: {why}", error.code) from error
         except (OSError, HTTPException, ValueError) as error:
             why = getattr(error, "reason", None) or error
             cause = _plain(reason(why) if isinstance(why, Exception) else why)
             raise WanjaxError(f"no wanjax serve answers at {self.url}: {cause}") from error
 
 
-def _reason(error: HTTPError) -> str:
-    """Return the reason in a server's refusal, which has OpenAI's form."""
+def _reason(error: HTTPError) -> str | None:
+    """Return the reason in a server's refusal, which has OpenAI's form; None where there is none."""
     try:
         return _plain(json.loads(error.read(10**6))["error"]["message"])
     except (ValueError, KeyError, TypeError, RecursionError, OSError, HTTPException):
-        return f"{error.code} {_plain(error.reason)}"
+        return None

@@ -58,6 +58,12 @@ def _cached_runs() -> Path | None:
     return cache and (cache / "runs").absolute()
 
 
+def check_not_past(folder: Path) -> None:
+    """Raise WanjaxError for a folder of the user's cache that `generate` made, and that is gone."""
+    if folder.absolute().parent == _cached_runs() and not folder.exists():
+        raise WanjaxError(f"{folder} is gone: its run has written its video, or was cleaned away after 14 days")
+
+
 def is_of_a_run(folder: Path) -> bool:
     """Return whether a folder was made by `generate`, not named by a user."""
     folder = folder.absolute()

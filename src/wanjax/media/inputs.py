@@ -75,4 +75,6 @@ def check_inputs(names: Collection[str], model: str, purpose: str, specs: Sequen
             raise SettingError(f"{model} is made for {purpose} and cannot use {nouns[name]}: it takes {taken}", name)
     for spec in specs:
         if spec.required and spec.name not in names:
-            raise SettingError(f"{model} is made for {purpose}: give {spec.noun} beside the prompt", spec.name)
+            raise SettingError(
+                f"{model} is made for {purpose}: give {spec.noun} ({spec.option}) with the prompt", spec.name
+            )

@@ -410,7 +410,8 @@ def pixels(text: str) -> tuple[int, int] | None:
 def read_size(text: str) -> tuple[int, int] | str:
     """Return the height and width of a size such as 832x480, or the name of a size as it is; raise SettingError."""
     if (size := pixels(text)) is None and not SIZE_NAME.fullmatch(text):
-        message = f"size is given as {shown(text)}: give WIDTHxHEIGHT, such as 832x480, or a name: 480p, square"
+        names = "or a name that the model has, such as square"
+        message = f"size is given as {shown(text)}: give WIDTHxHEIGHT, such as 832x480, {names}"
         raise SettingError(message, "size")
     return size or text
 

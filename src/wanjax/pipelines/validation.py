@@ -150,7 +150,9 @@ def check_strength(settings: Settings, *, video: bool, begins: bool) -> None:
     """Raise SettingError for a strength that is of no use: without a video, or where no video `begins` denoising."""
     strength = f"a strength of {settings.strength} is given"
     if not video:
-        raise SettingError(f"{strength} without a video to begin from: give both, or neither", "strength")
+        raise SettingError(
+            f"{strength} without a video to begin from: give video (--video) too, or no strength", "strength"
+        )
     if not begins:
         why = f"{settings.model} is only guided by a video, it begins from noise: leave it out"
         raise SettingError(f"{strength} and {why}", "strength")

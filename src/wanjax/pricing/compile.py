@@ -252,8 +252,8 @@ def check_compiler() -> None:
     install = f"pip install 'jax[tpu]=={version('jax')}'"  # which a clone and a package have alike
     if find_spec("libtpu") is None:
         raise WanjaxError(
-            "programs of TPUs are compiled, and priced, by libtpu, which is missing: wanjax[plan], or "
-            f"{install}, brings it, and {', '.join(machines())} are priced without it"
+            "programs of TPUs are compiled, and priced, by libtpu, which is missing: "
+            f"{install} brings it, as the extra plan does, and {', '.join(machines())} are priced without it"
         )
     if not (required := accepted()).contains(installed := version("libtpu"), prereleases=True):
         raise WanjaxError(

@@ -268,13 +268,14 @@ def download_advice(address: str) -> str:
     return f"an address, and only files are read: `curl -LO {shlex.quote(address)}` gets one"
 
 
-def missing_file(path: str | Path) -> str:
-    """Return the message for a file that is missing: for a broken link, and for an address, it says so."""
+def missing_file(path: str | Path, advice: str = "check its name") -> str:
+    """Return the message for a file that is missing, with what to do."""
     if ADDRESS.fullmatch(str(path)):
         return f"{path} is {download_advice(str(path))}"
     path = Path(path)
-    link = f" but a link to {path.readlink().name}, which is gone: get it again" if os.path.islink(path) else ""
-    return f"there is no file {path}{link}"
+    if os.path.islink(path):
+        return f"there is no file {path} but a link to {path.readlink().name}, which is gone: get it again"
+    return f"there is no file {path}: {advice}"
 
 
 def read(file: AnyPath) -> bytes | None:
