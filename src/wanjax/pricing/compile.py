@@ -253,7 +253,7 @@ def check_compiler() -> None:
     if find_spec("libtpu") is None:
         raise WanjaxError(
             "programs of TPUs are compiled, and priced, by libtpu, which is missing: "
-            f"{install} brings it, as the extra plan does, and {', '.join(machines())} are priced without it"
+            f"{install} brings it, as the extra wanjax[plan] does, and {', '.join(machines())} are priced without it"
         )
     if not (required := accepted()).contains(installed := version("libtpu"), prereleases=True):
         raise WanjaxError(
