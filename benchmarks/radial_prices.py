@@ -21,7 +21,7 @@ from wanjax.kernels.attention.radial import Radial, cells
 from wanjax.kernels.attention.visits import visits
 from wanjax.pricing.compile import Compiled
 from wanjax.pricing.exporting import CompilerError
-from wanjax.pricing.pallas_kernels import kernel_calls, kernel_seconds, visiting_seconds
+from wanjax.pricing.pallas_kernels import kernel_calls, kernel_seconds, mean_seconds
 
 VIDEOS = {"wan": (21, 0, True), "hunyuanvideo": (31, 1985, False)}  # latent frames, text tokens, and the sink
 STEPS = 37  # grid steps whose numbers of blocks are priced
@@ -31,7 +31,7 @@ BLOCKS = ("128,128", "256,128", "256,256", "512,128", "512,256", "1024,128")
 def listed_seconds(compiled: Compiled, mask: Radial, workload: Workload) -> float:
     """Price the kernel by the numbers of blocks that its grid steps list; it holds all keys at once."""
     counts = cells(mask, workload.queries, workload.keys, workload.keys + mask.block_kv, BLOCKS_TOGETHER)[1]
-    return visiting_seconds(compiled, [int(count) for count in counts[:: max(1, len(counts) // STEPS)]])
+    return mean_seconds(compiled, [int(count) for count in counts[:: max(1, len(counts) // STEPS)]])
 
 
 def price_table(workload: Workload, chip: str, decays: list[float], blocks: list[tuple[int, int]]) -> Table:

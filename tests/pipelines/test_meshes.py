@@ -21,7 +21,7 @@ from wanjax.plan import estimate, training_estimate
 from wanjax.pricing.chips import GIB, SLICES, V5E, Slice, topology_devices
 from wanjax.pricing.compile import ENVIRONMENT
 from wanjax.pricing.pricer import Price
-from wanjax.pricing.roofline import H100, processor
+from wanjax.pricing.roofline import H100, cpu_machine
 from wanjax.registry import Checkpoint, outline, presets
 from wanjax.sharding import RULES, substitute_devices
 from wanjax.training.adapters import LoraConfig
@@ -44,7 +44,7 @@ def chosen(place: Slice, cost: StepCost, sp: int | None = None) -> MeshSizes:
     return choose_mesh(cost, place.devices, place.memory, place.chip, sp=sp)
 
 
-@pytest.mark.parametrize("chip", [H100, processor()], ids=["gpu", "cpu"])
+@pytest.mark.parametrize("chip", [H100, cpu_machine()], ids=["gpu", "cpu"])
 @pytest.mark.parametrize(
     ("devices", "model", "guided", "mesh"),
     [

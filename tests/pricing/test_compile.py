@@ -140,7 +140,7 @@ def test_the_compiler_ends_with_the_process_that_asked(tmp_path):
     job = export(program, find_slice(chip))
     (tmp_path / "0").mkdir()
     (tmp_path / "0" / "program.bin").write_bytes(job.program)
-    (tmp_path / "0" / "job.json").write_text(json.dumps(compiling._request(job)))
+    (tmp_path / "0" / "job.json").write_text(json.dumps(compiling._job_fields(job)))
     command = [sys.executable, "-m", "wanjax.pricing.compiler_process", str(tmp_path), "2", "0"]
     ended = subprocess.run(command, env=compiling._environment(tmp_path), stdin=subprocess.DEVNULL)
     assert ended.returncode == 1
@@ -162,7 +162,7 @@ def _kill_compilers() -> int:
 def test_a_compiler_that_crashes_once_is_asked_again():
     """libtpu dies by a signal now and then, in a program that compiles the next time."""
     jobs = [export(PROGRAMS[name][0], find_slice(PROGRAMS[name][1])) for name in ("target", "kernel", "layers")]
-    results = compiling.compiled(jobs)
+    results = compiling.compile_jobs(jobs)
     first = next(results)
     assert _kill_compilers() == 1
     found = dict([first, *results])
@@ -173,18 +173,18 @@ def test_a_compiler_that_crashes_once_is_asked_again():
 @needs_libtpu
 def test_what_a_compiler_that_crashed_has_dumped_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    begun = []
+    on_start = []
 
     def crash_once(number):
-        if not begun:
+        if not on_start:
             [dump] = tmp_path.glob("*/schedules/dump")
             (dump / "1-fusion.7-01-final_bundles.txt").write_text("cut off")
             assert _kill_compilers() == 1
-        begun.append(number)
+        on_start.append(number)
 
     job = export(KERNEL, find_slice("v6e-1"))
-    [(_, found)] = compiling.compiled([job], schedules=[0], begun=crash_once)
-    assert begun == [0, 0]
+    [(_, found)] = compiling.compile_jobs([job], schedules=[0], on_start=crash_once)
+    assert on_start == [0, 0]
     assert isinstance(found, Compiled)
     assert "fusion.7" not in found.schedules
     assert found.schedules
@@ -203,7 +203,7 @@ def test_a_program_that_crashes_the_compiler_is_refused():
     crashing = threading.Thread(target=crash)
     crashing.start()
     try:
-        found = dict(compiling.compiled([job, job]))
+        found = dict(compiling.compile_jobs([job, job]))
     finally:
         over.set()
         crashing.join()

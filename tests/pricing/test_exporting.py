@@ -26,7 +26,7 @@ from wanjax.pricing import pricer
 from wanjax.pricing.chips import SLICES, abstract_mesh
 from wanjax.pricing.compile import ENVIRONMENT
 from wanjax.pricing.compiler_process import concrete_mesh
-from wanjax.pricing.exporting import export, refusal, trace
+from wanjax.pricing.exporting import compile_failure, export, trace
 from wanjax.pricing.lowering import Lowering, retry_without_rejected_options
 from wanjax.pricing.pallas_kernels import kernels_of
 from wanjax.pricing.pricer import Pricer
@@ -155,13 +155,13 @@ def test_prices_come_as_they_are_known_and_are_kept(monkeypatch):
     twice = kernel._replace(function=lambda x, y: kernel.function(x, y) + kernel.function(x * 2, y))
     large = layers(abstract_mesh(V6E, {"dp": 1, "tp": 4}), count=20, tokens=2**20, width=2**13)
     asked = []
-    compiled = pricer.compiled
+    compiled = pricer.compile_jobs
 
-    def noted(jobs, *, schedules, begun, workspace):
+    def noted(jobs, *, schedules, on_start, workspace):
         asked.append((len(jobs), schedules))
-        return compiled(jobs, schedules=schedules, begun=begun, workspace=workspace)
+        return compiled(jobs, schedules=schedules, on_start=on_start, workspace=workspace)
 
-    monkeypatch.setattr(pricer, "compiled", noted)
+    monkeypatch.setattr(pricer, "compile_jobs", noted)
     first = dict(PRICER.prices(V6E, [kernel, twice, kernel, large]))
     assert asked == [(4, range(3, 4))]
     assert first[0] == first[2]
@@ -186,7 +186,7 @@ def test_a_price_of_another_compiler_is_forgotten(monkeypatch):
     installed, taken = {"libtpu": "0.0.42.5"}, ["==0.0.42.*"]
     monkeypatch.setattr(pricer, "version", lambda name: installed[name])
     monkeypatch.setattr(pricer, "versions", lambda *names: {x: installed[x] for x in names if x in installed})
-    monkeypatch.setattr(pricer, "accepted", lambda: compiling.SpecifierSet(taken[0]))
+    monkeypatch.setattr(pricer, "accepted_libtpu", lambda: compiling.SpecifierSet(taken[0]))
     PRICER.keep("prices", job, 1.0)
     assert PRICER.recall("prices", job) == 1.0
     installed["libtpu"] = "0.0.42.6"
@@ -198,7 +198,7 @@ def test_a_price_of_another_compiler_is_forgotten(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "part", [retry_without_rejected_options, concrete_mesh, refusal, pricer.needed_bytes, Pricer.prices, visits]
+    "part", [retry_without_rejected_options, concrete_mesh, compile_failure, pricer.needed_bytes, Pricer.prices, visits]
 )
 def test_an_edit_of_what_prices_forgets_prices(part, monkeypatch):
     job = export(on_shapes(jnp.sin, (8, 128)), SLICES["v6e-1"])

@@ -12,7 +12,7 @@ from wanjax.errors import WanjaxError
 from wanjax.pricing import chips, hlo, schedule
 from wanjax.pricing.compile import Compiled, Memory
 from wanjax.pricing.costs import CHEAPER, SUSPECT, price_compiled
-from wanjax.pricing.pallas_kernels import visiting_seconds
+from wanjax.pricing.pallas_kernels import mean_seconds
 from wanjax.pricing.work import flops, traffic, trip_count, wire_bytes
 
 DATA = Path(__file__).parents[1] / "data/pricing"
@@ -160,7 +160,7 @@ def test_rare_work_that_rare_work_hides_is_not_priced():
     assert read.run().undecided == {0}
     assert read.run(skip={0}).undecided == {0, 8}
     whole = compiled((DATA / "kernel_module.txt").read_text(), schedules={"product.1": read})
-    assert visiting_seconds(whole, [1]) == pytest.approx((13 - 2) / 1.75e9)
+    assert mean_seconds(whole, [1]) == pytest.approx((13 - 2) / 1.75e9)
 
 
 EMPTY = """
@@ -200,7 +200,7 @@ def test_bytes_are_those_of_whole_tiles():
 def layers():
     module = hlo.parse(LAYERS)
     (loop,) = (instruction for instruction in module.entry.instructions if instruction.opcode == "while")
-    return module, loop, module.computations[loop.named("body")]
+    return module, loop, module.computations[loop.computation_name("body")]
 
 
 def test_loops():

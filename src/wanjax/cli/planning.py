@@ -43,7 +43,7 @@ from wanjax.plan.hardware import find_priceable_hardware
 from wanjax.plan.scale import ScaleEstimate, Workload, estimate_at_scale
 from wanjax.plan.training_estimate import TrainingEstimate, estimate_training
 from wanjax.pricing.chips import Slice, find_slice, topology_devices
-from wanjax.pricing.compile import AT_ONCE, ENVIRONMENT, check_compiler
+from wanjax.pricing.compile import ENVIRONMENT, MAX_CONCURRENT, check_compiler
 from wanjax.pricing.lowering import retry_without_rejected_options
 from wanjax.sharding import ONE_DEVICE, substitute_devices
 from wanjax.stores.temporary import temp_dir
@@ -261,7 +261,7 @@ def _fill(report: Report, request: VideoRequest, options: PipelineOptions, place
         substitute_devices(topology_devices(place.topology, one_host=True)),
         _recorded(report, request, options) as instances,
         report.stage("compile"),
-        ThreadPoolExecutor(AT_ONCE) as pool,
+        ThreadPoolExecutor(MAX_CONCURRENT) as pool,
     ):
         for done, new in enumerate(pool.map(_compiled, instances), 1):
             report.count("program", done, len(instances))

@@ -5,8 +5,8 @@
     print(Pricer().price(jnp.matmul, x, x, chip="v6e-1").seconds)
 
 prices any function of JAX (`pricer.py`). In parts: trace the function on `chips.abstract_mesh`, compile it with
-`compile.compile_program`, and price each of its operations with `costs.price_compiled`. Nothing here depends on what
-the programs are for: the names of kernels and scopes are arguments of `Pricer`.
+`compile.compile_program`, and price each of its operations with `costs.price_compiled`. Nothing here is specific
+to video models: the names of kernels and scopes are arguments of `Pricer`.
 
 The compiler is libtpu's own (the extra `plan`), which needs no chip. It runs in separate processes, which receive
 programs as bytes; its dumps are deleted after they are read. Prices are estimates, not measurements:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from wanjax.errors import WanjaxError
 
-if TYPE_CHECKING:  # a name is looked up without JAX, whose import takes seconds
+if TYPE_CHECKING:  # importing JAX takes seconds, and looking up a name does not need it
     from jax.sharding import AbstractMesh
 
 
@@ -33,7 +33,7 @@ class Chip:
     cores: int  # cores that share the work of one device
     branch_delay: int  # delay slots: bundles after a branch that still run
 
-    torus: ClassVar[bool] = True  # links join neighbours alone
+    torus: ClassVar[bool] = True  # links connect only neighbours
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Slice:
 
 
 ONE_HOST = {"v5e:2x4": (2, 4, 1), "v6e:2x4": (2, 4, 1)}
-"""Topologies that are rented as one host too, and its chips along each axis."""
-DESCRIBING = Lock()  # the first call loads libtpu, which two threads may not do at once
+"""Topologies that may also be rented as one host, and the host's chips along each axis."""
+TOPOLOGY_LOCK = Lock()  # the first call loads libtpu, which two threads may not do at once
 GIB = 2**30
 V4 = Chip("v4", "TPU v4", int(30.75 * GIB), 275e12, 1.23e12, 1.05e9, 45e9, 2, 1)
 V5E = Chip("v5e", "TPU v5 lite", int(15.75 * GIB), 197e12, 0.82e12, 1.5e9, 45e9, 1, 4)
@@ -96,16 +96,16 @@ def find_slice(name: str) -> Slice:
 def topology_devices(topology: str, *, one_host: bool = False) -> list[Any]:
     """Return the TPU compiler's devices of a topology, which may be absent.
 
-    With `one_host` the devices of a topology in ONE_HOST belong to one host, else to two. Loads libtpu.
+    With `one_host` the devices of a topology in ONE_HOST belong to one host, otherwise to two. Loads libtpu.
     """
     from jax.experimental import topologies
 
     options: dict[str, Any] = {"chips_per_host_bounds": (1, 1, 1)} if topology.endswith(":1x1") else {}
     if one_host and topology in ONE_HOST:
         options["chips_per_host_bounds"] = ONE_HOST[topology]
-    if topology.startswith("v4:"):  # whose two cores are one device of JAX's; later chips need no word for it
+    if topology.startswith("v4:"):  # JAX sees a v4's two cores as one device; later chips need no option
         options["chip_config_name"] = "megacore"
-    with DESCRIBING:
+    with TOPOLOGY_LOCK:
         topology_desc = topologies.get_topology_desc(platform="tpu", topology_name=topology, **options)
     return list(topology_desc.devices)
 
@@ -113,13 +113,13 @@ def topology_devices(topology: str, *, one_host: bool = False) -> list[Any]:
 def abstract_mesh(target: Slice, axes: Mapping[str, int] | None = None) -> "AbstractMesh":
     """Return a mesh of a slice's chips, which may be absent; without `axes` it has one axis, `chips`, over all of them.
 
-    Programs that are traced on it are compiled for that chip. Raises WanjaxError where the axes do not fill it.
+    Programs traced on it are compiled for that chip. Raises WanjaxError if the axes do not fill it.
     """
     from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
     axes = {"chips": target.devices} if axes is None else axes
     if prod(axes.values()) != target.devices:
         shape = ", ".join(f"{axis}={size}" for axis, size in axes.items())
-        raise WanjaxError(f"the mesh {shape} is of {prod(axes.values())} devices: {target.name} has {target.devices}")
+        raise WanjaxError(f"the mesh {shape} needs {prod(axes.values())} devices: {target.name} has {target.devices}")
     chip = AbstractDevice(target.chip.kind, target.chip.cores, "tpu")
     return AbstractMesh(tuple(axes.values()), tuple(axes), (AxisType.Auto,) * len(axes), abstract_device=chip)

@@ -24,24 +24,24 @@ from packaging.specifiers import SpecifierSet
 
 from wanjax.errors import WanjaxError
 from wanjax.pricing.chips import Slice, find_slice
-from wanjax.pricing.exporting import CompilerError, Job, export, refusal
+from wanjax.pricing.exporting import CompilerError, Job, compile_failure, export
 from wanjax.pricing.lowering import Lowering
 from wanjax.pricing.roofline import machines
 from wanjax.pricing.schedule import Schedule, read_dump
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
-    "TPU_SKIP_MDS_QUERY": "1",  # no metadata server is asked which machine this is
+    "TPU_SKIP_MDS_QUERY": "1",  # do not query the metadata server
     "TPU_ACCELERATOR_TYPE": "v6e-8",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several such processes may run at once
     "TPU_STDERR_LOG_LEVEL": "3",
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
-DUMP = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final"  # of a whole process
-DUMPED = "dump"  # the folder that it goes to
-GIVEN = PROGRAM, REQUEST = "program.bin", "job.json"  # of each job
-AT_ONCE = 2  # compilations, each of one core and up to four gigabytes
+DUMP = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final"  # per process
+DUMP_FOLDER = "dump"  # its folder
+INPUT_FILES = PROGRAM, REQUEST = "program.bin", "job.json"  # of each job
+MAX_CONCURRENT = 2  # compilations, each of one core and up to four gigabytes
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Memory:
 class Compiled:
     """A compiled program: its memory, its final HLO module as text, and the schedules of its operations by name.
 
-    `refused` has a sentence on each option that the compiler refused and that was left out.
+    `refused` has a sentence on each option that the compiler rejected.
     """
 
     slice: Slice
@@ -67,12 +67,12 @@ class Compiled:
     refused: Sequence[str] = ()
 
 
-Workspace = Callable[[], AbstractContextManager[Path]]  # a new folder for the compiler's files, which goes with it
+Workspace = Callable[[], AbstractContextManager[Path]]  # makes a folder for the compiler's files and removes it
 
 
 @contextmanager
 def temporary() -> Iterator[Path]:
-    """Yield a new temporary folder, which goes with the block."""
+    """Yield a new temporary folder, removed after the block."""
     with TemporaryDirectory(prefix="pricing-") as name:
         yield Path(name)
 
@@ -115,16 +115,16 @@ def compile_programs(
         except CompilerError as error:
             results[number] = error
     numbers = list(jobs)
-    for number, result in compiled(list(jobs.values()), schedules=range(len(numbers)) if schedules else ()):
+    for number, result in compile_jobs(list(jobs.values()), schedules=range(len(numbers)) if schedules else ()):
         results[numbers[number]] = result
     return [results[number] for number in range(len(programs))]
 
 
-def compiled(
+def compile_jobs(
     jobs: Sequence[Job],
     *,
     schedules: Container[int] = (),
-    begun: Callable[[int], Any] = lambda number: None,
+    on_start: Callable[[int], Any] = lambda number: None,
     workspace: Workspace = temporary,
 ) -> Iterator[tuple[int, Compiled | CompilerError]]:
     """Compile jobs, and yield the number of each with its result as soon as it is done.
@@ -133,7 +133,7 @@ def compiled(
         jobs: The programs.
         schedules: Numbers of the jobs whose schedules are wanted. These run in a second process, since the compiler
             dumps the schedules of a whole process.
-        begun: Receives the number of each job when its compilation begins.
+        on_start: Receives the number of each job when its compilation begins.
         workspace: Makes the folder for the compiler's files.
 
     Raises:
@@ -149,23 +149,23 @@ def compiled(
             folders.setdefault(root, []).append(number)
             (root / str(number)).mkdir(parents=True)
             (root / str(number) / PROGRAM).write_bytes(job.program)
-            (root / str(number) / REQUEST).write_text(json.dumps(_request(job)), encoding="utf-8")
+            (root / str(number) / REQUEST).write_text(json.dumps(_job_fields(job)), encoding="utf-8")
             if number in schedules:
-                (root / DUMPED).mkdir(exist_ok=True)
-        for root, number in _finished(folders, begun):
-            yield number, _result(jobs[number].slice, root / str(number), number in schedules)
+                (root / DUMP_FOLDER).mkdir(exist_ok=True)
+        for root, number in _finished(folders, on_start):
+            yield number, _read_result(jobs[number].slice, root / str(number), number in schedules)
 
 
-def _finished(left: dict[Path, list[int]], begun: Callable[[int], Any]) -> Iterator[tuple[Path, int]]:
+def _finished(left: dict[Path, list[int]], on_start: Callable[[int], Any]) -> Iterator[tuple[Path, int]]:
     """Run one compiler process for each folder, and yield the folder and number of each job that is done.
 
-    Now and then a signal ends such a process: memory runs out, or the compiler crashes, which may not happen again. So
-    the remaining jobs are compiled once more, one at a time, and the job at which the process then ends is refused.
+    A signal may end such a process: memory runs out, or the compiler crashes. The remaining jobs are then compiled once
+        more, one at a time, and a job at which the process ends again fails.
     """
-    at_once = AT_ONCE
+    at_once = MAX_CONCURRENT
     while left:
         for root, numbers in left.items():
-            _clear(root, numbers)
+            _remove_results(root, numbers)
         processes: list[subprocess.Popen] = []
         reading, writing = os.pipe()
         with os.fdopen(reading, encoding="utf-8") as lines:
@@ -178,20 +178,20 @@ def _finished(left: dict[Path, list[int]], begun: Callable[[int], Any]) -> Itera
                             processes.append(subprocess.Popen([*map(str, command)], env=_environment(root), **streams))
                 for line in lines:  # of all processes, until they have ended
                     word, _, number = line.strip().partition(" ")
-                    if word == "begun":
-                        begun(int(number))
+                    if word == "started":
+                        on_start(int(number))
                     elif word == "done":
                         root = next(root for root, numbers in left.items() if int(number) in numbers)
                         left[root].remove(int(number))
                         yield root, int(number)
-            except BaseException:  # nobody waits for the rest
+            except BaseException:  # the caller stops waiting
                 for process in processes:
                     process.kill()
                 raise
             finally:
                 for process in processes:
                     process.wait()
-                    assert process.stdin is not None  # whose end ends the process, should this one be killed
+                    assert process.stdin is not None  # its end stops the process if this one is killed
                     process.stdin.close()
         for (root, numbers), process in zip(left.items(), processes, strict=True):
             if not process.returncode:
@@ -206,11 +206,11 @@ def _finished(left: dict[Path, list[int]], begun: Callable[[int], Any]) -> Itera
         left, at_once = {root: numbers for root, numbers in left.items() if numbers}, 1
 
 
-def _clear(root: Path, numbers: Sequence[int]) -> None:
-    """Remove from a folder the compiler's dump and all files of these jobs but their inputs."""
-    left = [*(root / DUMPED).glob("*"), *(path for number in numbers for path in (root / str(number)).glob("*"))]
+def _remove_results(root: Path, numbers: Sequence[int]) -> None:
+    """Remove the compiler's dump from a folder, and all files of these jobs except their inputs."""
+    left = [*(root / DUMP_FOLDER).glob("*"), *(path for number in numbers for path in (root / str(number)).glob("*"))]
     for path in left:
-        if path.name not in GIVEN:
+        if path.name not in INPUT_FILES:
             path.unlink()
 
 
@@ -221,12 +221,12 @@ def write_error(folder: Path, kind: str, message: str) -> None:
 
 def _environment(root: Path) -> dict[str, str]:
     environment = os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    if (root / DUMPED).exists():
-        environment["LIBTPU_INIT_ARGS"] = DUMP.format(root / DUMPED)
+    if (root / DUMP_FOLDER).exists():
+        environment["LIBTPU_INIT_ARGS"] = DUMP.format(root / DUMP_FOLDER)
     return environment
 
 
-def _request(job: Job) -> dict:
+def _job_fields(job: Job) -> dict:
     return {
         "topology": job.slice.topology,
         "devices": job.slice.devices,
@@ -236,11 +236,11 @@ def _request(job: Job) -> dict:
     }
 
 
-def _result(target: Slice, folder: Path, schedules: bool) -> Compiled | CompilerError:
+def _read_result(target: Slice, folder: Path, schedules: bool) -> Compiled | CompilerError:
     error = folder / "error.json"
     if error.exists():
         failure = json.loads(error.read_text(encoding="utf-8"))
-        return CompilerError(refusal(target, failure["kind"], failure["message"]))
+        return CompilerError(compile_failure(target, failure["kind"], failure["message"]))
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     module = (folder / "module.txt").read_text(encoding="utf-8")
     dump = read_dump(folder, target.chip) if schedules else {}
@@ -249,19 +249,19 @@ def _result(target: Slice, folder: Path, schedules: bool) -> Compiled | Compiler
 
 def check_compiler() -> None:
     """Raise WanjaxError unless libtpu is installed, in a version that this jax accepts."""
-    install = f"pip install 'jax[tpu]=={version('jax')}'"  # which a clone and a package have alike
+    install = f"pip install 'jax[tpu]=={version('jax')}'"  # works in a clone and for an installed package
     if find_spec("libtpu") is None:
         raise WanjaxError(
-            "programs of TPUs are compiled, and priced, by libtpu, which is missing: "
-            f"{install} brings it, as the extra wanjax[plan] does, and {', '.join(machines())} are priced without it"
+            "pricing a TPU needs its compiler, libtpu, which is missing: "
+            f"run {install} or install wanjax[plan]; {', '.join(machines())} are priced without it"
         )
-    if not (required := accepted()).contains(installed := version("libtpu"), prereleases=True):
+    if not (required := accepted_libtpu()).contains(installed := version("libtpu"), prereleases=True):
         raise WanjaxError(
-            f"libtpu {installed} does not fit jax {version('jax')}, which requires {required}: {install} brings that"
+            f"jax {version('jax')} requires libtpu {required}, but {installed} is installed: run {install}"
         )
 
 
-def accepted() -> SpecifierSet:
+def accepted_libtpu() -> SpecifierSet:
     """Return the versions of libtpu that this jax accepts."""
     requirement = [
         requirement.specifier for requirement in map(Requirement, requires("jax") or ()) if requirement.name == "libtpu"

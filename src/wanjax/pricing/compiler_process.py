@@ -3,8 +3,8 @@
 
 Its command is `python -m wanjax.pricing.compiler_process FOLDER AT_ONCE NUMBER...`. The folder has a subfolder for each
 job, named by its number, with `job.json` and `program.bin`. The process writes `result.json` and `module.txt` there, or
-`error.json` on failure, and the compiler's dump of the schedules if there is one. It prints `begun NUMBER` when a job
-begins, and `done NUMBER` when all its files are written.
+`error.json` on failure, and the compiler's dump of the schedules if there is one. It prints `started NUMBER` when a
+job starts, and `done NUMBER` when all its files are written.
 """
 
 import json
@@ -21,7 +21,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from wanjax.pricing.chips import topology_devices
-from wanjax.pricing.compile import DUMPED, PROGRAM, REQUEST, write_error
+from wanjax.pricing.compile import DUMP_FOLDER, PROGRAM, REQUEST, write_error
 from wanjax.pricing.lowering import retry_without_rejected_options
 
 
@@ -32,11 +32,13 @@ def concrete_mesh(topology: str, devices: int, axes: dict[str, int]) -> Mesh:
     """
     sizes = tuple(axes.values())
     # on 4 x 4 chips an axis of 8 takes half of one physical axis, which JAX splits only on request
-    placed = mesh_utils.create_device_mesh(sizes, topology_devices(topology)[:devices], allow_split_physical_axes=True)
-    return Mesh(placed, tuple(axes), axis_types=(AxisType.Auto,) * len(sizes))
+    mesh_devices = mesh_utils.create_device_mesh(
+        sizes, topology_devices(topology)[:devices], allow_split_physical_axes=True
+    )
+    return Mesh(mesh_devices, tuple(axes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
-def compile_one(folder: Path) -> None:
+def compile_job(folder: Path) -> None:
     """Compile the job of a folder and write its results there."""
     job = json.loads((folder / REQUEST).read_text(encoding="utf-8"))
     mesh = concrete_mesh(job["topology"], job["devices"], dict(job["axes"]))
@@ -47,50 +49,50 @@ def compile_one(folder: Path) -> None:
         for x, sharding in zip(exported.in_avals, shardings, strict=True)
     ]
     start = perf_counter()
-    refused: list[str] = []
+    rejected_options: list[str] = []
     with jax.set_mesh(mesh):
         lowered = jax.jit(exported.call, donate_argnums=job["donate"], keep_unused=True).lower(*shapes)
-        compiled = retry_without_rejected_options(job["options"], lowered.compile, refused.append)
+        compiled = retry_without_rejected_options(job["options"], lowered.compile, rejected_options.append)
     seconds = perf_counter() - start
     memory, module = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None, "the TPU compiler reports both"
     assert module is not None
     sizes = {"arguments": memory.argument_size_in_bytes, "peak": memory.peak_memory_in_bytes}
-    result = {"memory": sizes, "seconds": seconds, "refused": refused}
+    result = {"memory": sizes, "seconds": seconds, "refused": rejected_options}
     (folder / "module.txt").write_text(module, encoding="utf-8")
     (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
 
 
 def main(root: Path, at_once: int, numbers: Iterable[str]) -> None:
-    """Compile the jobs of a folder that have these numbers, `at_once` of them, or one where it dumps schedules.
+    """Compile the jobs with these numbers in a folder, `at_once` at a time.
 
-    The dump does not tell which program a schedule is of.
+    If schedules are dumped, jobs run one by one, since the dump does not say which program a schedule belongs to.
     """
     Thread(target=_end_with_parent, daemon=True).start()
     jax.config.update("jax_enable_compilation_cache", False)  # a program from the cache has no schedule
-    dumped = root / DUMPED
+    dump_folder = root / DUMP_FOLDER
 
     def run(folder: Path) -> None:
-        _tell(f"begun {folder.name}")
+        _print_line(f"started {folder.name}")
         try:
-            compile_one(folder)
+            compile_job(folder)
         except Exception as error:  # one failed job must not stop the others
             write_error(folder, type(error).__name__, str(error))
-        for path in dumped.glob("*"):
+        for path in dump_folder.glob("*"):
             path.rename(folder / path.name)
-        _tell(f"done {folder.name}")
+        _print_line(f"done {folder.name}")
 
-    with ThreadPoolExecutor(1 if dumped.exists() else at_once) as pool:
+    with ThreadPoolExecutor(1 if dump_folder.exists() else at_once) as pool:
         list(pool.map(run, [root / number for number in numbers]))
 
 
-def _tell(line: str) -> None:
-    """Write a line at once, in one piece: threads and processes write to the same pipe."""
+def _print_line(line: str) -> None:
+    """Write a line in one system call, since threads and processes share the pipe."""
     os.write(1, f"{line}\n".encode())
 
 
 def _end_with_parent() -> None:
-    """End the process when the one that started it is gone, however that ended: compiling may take minutes."""
+    """Exit when the parent process is gone for any reason, since compiling may take minutes."""
     os.read(0, 1)  # returns at the end of standard input
     os._exit(1)
 

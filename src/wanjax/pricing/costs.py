@@ -57,7 +57,7 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True)
 class Item:
-    """One operation of the program: how often it runs, and the cost of all its runs together."""
+    """One operation of the program: how often it runs, and the total cost of its runs."""
 
     name: str
     kind: str
@@ -71,7 +71,7 @@ class Item:
 
 @dataclass(frozen=True)
 class ItemizedPrice:
-    """Every operation with its cost, and the open points of the price.
+    """Every operation with its cost, and the uncertainties of the price.
 
     `unpriced` names kernels without a schedule, which cost nothing. `unknown_loops` names loops of unknown trip count,
     which count once. `undecided` gives, per kernel, the blocks whose branch depends on data.
@@ -116,15 +116,15 @@ def price_compiled(
     all of that code runs, both sides of a choice too. `words` is that of `Schedule.run`. A choice between computations
     takes the dearest, or with `cheapest` the cheapest.
     """
-    how = (kernels or {}, skip or {}, words, min if cheapest else max)
-    reader = _Reader(parse(compiled.module), compiled.slice.chip, compiled.schedules, *how)
+    options = (kernels or {}, skip or {}, words, min if cheapest else max)
+    reader = _Reader(parse(compiled.module), compiled.slice.chip, compiled.schedules, *options)
     items = reader.sequence(reader.module.entry, 1)
     return ItemizedPrice(tuple(items), tuple(reader.unpriced), tuple(reader.unknown_loops), reader.undecided)
 
 
 @dataclass
 class _Reader:
-    """Walks through a module in scheduled order, prices its operations, and notes open points of the price."""
+    """Walk through a module in scheduled order, price its operations, and collect uncertainties of the price."""
 
     module: Module
     chip: Chip
@@ -140,7 +140,7 @@ class _Reader:
     def sequence(self, within: Computation, times: int) -> list[Item]:
         """Price a computation that runs `times` times."""
         items: list[Item] = []
-        begun: dict[str, tuple[Item, float]] = {}  # asynchronous operations and when they end
+        in_flight: dict[str, tuple[Item, float]] = {}  # asynchronous operations and when they end
         passed = links_free = 0.0
 
         def end_of(item: Item) -> float:
@@ -155,18 +155,18 @@ class _Reader:
                 continue
             if instruction.opcode.endswith("-start"):
                 item = self.item(instruction, within, times)
-                begun[instruction.name] = item, end_of(item)
+                in_flight[instruction.name] = item, end_of(item)
                 continue
-            if instruction.opcode.endswith(("-update", "-done")) and instruction.operands[0] in begun:
-                item, end = begun.pop(instruction.operands[0])
+            if instruction.opcode.endswith(("-update", "-done")) and instruction.operands[0] in in_flight:
+                item, end = in_flight.pop(instruction.operands[0])
                 if instruction.opcode.endswith("-update"):
-                    begun[instruction.name] = item, end
+                    in_flight[instruction.name] = item, end
                     continue
-                new = [_exposed(item, end - passed)]
+                new = [_with_seconds(item, end - passed)]
             else:
                 new = self.items(instruction, within, times)
                 if [item.kind for item in new] == ["collectives"]:
-                    new = [_exposed(new[0], end_of(new[0]) - passed)]
+                    new = [_with_seconds(new[0], end_of(new[0]) - passed)]
             items += new
             passed += _sum(new).mid
         return items
@@ -179,7 +179,7 @@ class _Reader:
             trips = trip_count(self.module, instruction, within)
             if trips is None:
                 self.unknown_loops.append(instruction.name)
-            return self.sequence(self.module.computations[instruction.named("body")], times * (trips or 1))
+            return self.sequence(self.module.computations[instruction.computation_name("body")], times * (trips or 1))
         if instruction.opcode in ("call", "conditional"):
             inner = [self.module.computations[name] for name in branches(instruction)]
             return self.choose((self.sequence(part, times) for part in inner), key=lambda part: _sum(part).mid)
@@ -191,14 +191,14 @@ class _Reader:
 
     def _item(self, instruction: Instruction, within: Computation, times: int) -> Item:
         if instruction.opcode in ("async-start", "call-start"):  # wraps a computation of one operation
-            inner = self.module.computations[instruction.called or instruction.named("to_apply")]
+            inner = self.module.computations[instruction.called or instruction.computation_name("to_apply")]
             return self.item(inner.root, inner, times)
         moved = traffic(self.module, instruction, within)
         call, around = self.kernel_in(instruction, within)
         if call is not None:
             moved = traffic(self.module, call, around)
             return Item(instruction.name, "kernels", times, self.kernel(call, moved).times(times), bytes=times * moved)
-        opcodes = {part.opcode for part in (instruction, *self.module.inside(instruction))}
+        opcodes = {part.opcode for part in (instruction, *self.module.nested_instructions(instruction))}
         if instruction.opcode.removesuffix("-start") in COLLECTIVES:
             sent = wire_bytes(instruction, within)
             rings = 1 if instruction.group_size == 2 else 2  # links of a chip that the group uses
@@ -245,19 +245,19 @@ class _Reader:
 
     def by_bytes(self, instruction: Instruction, within: Computation, moved: int) -> Cost:
         """Price vector work: its HBM traffic at the bandwidth, or the cycles of the vector unit if they are more."""
-        everything = [*instruction.results, *(a for name in instruction.operands for a in within.by_name[name].results)]
+        accessed = [*instruction.results, *(a for name in instruction.operands for a in within.by_name[name].results)]
         if instruction.name in self.schedules:
             schedule = self.schedules[instruction.name]
             cycles = schedule.cycles(schedule.run().times)
         else:
-            largest = max((array.bytes for array in everything if array.space), default=0)
+            largest = max((array.bytes for array in accessed if array.space), default=0)
             cycles = max(largest, moved) / VECTOR_BYTES / self.chip.cores
         low = moved / self.chip.bandwidth
         mid = max(low / ACHIEVED_BANDWIDTH, cycles / self.chip.clock)
         return Cost(low, mid, mid)
 
 
-def _exposed(item: Item, seconds: float) -> Item:
+def _with_seconds(item: Item, seconds: float) -> Item:
     """Scale an item's cost to the `seconds` that other work did not hide."""
     share = max(0.0, seconds) / item.cost.mid if item.cost.mid else 0.0
     return replace(item, cost=item.cost.times(share))

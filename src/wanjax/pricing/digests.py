@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of the code and versions on which a price depends beside the program."""
+"""Digests of the code and versions that a price depends on, in addition to the program."""
 
 import hashlib
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ MODULES = (
 
 
 def pricing_digest() -> str:
-    """Return one digest of the files that make a price of a program; no other edit forgets prices."""
+    """Return one digest of the files that determine prices; edits to other files keep cached prices valid."""
     return digest(Path(__file__).with_name(f"{name}.py") for name in MODULES)
 
 
@@ -28,7 +28,7 @@ def digest(paths: Iterable[Path]) -> str:
 
 
 def versions(*names: str) -> dict[str, str]:
-    """Return the versions of the installed distributions among these."""
+    """Return the versions of those of these distributions that are installed."""
     installed = {}
     for name in names:
         with suppress(PackageNotFoundError):

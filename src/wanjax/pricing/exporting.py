@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs as bytes: traced and exported here, to be compiled in a separate process.
 
-Nothing here needs the compiler or a chip. The bytes name no file and no line, so that they change only where the
-program does; they keep the named scopes, by which a price is divided into parts.
+Nothing here needs the compiler or a chip. The bytes contain no file names or line numbers, so they change only when the
+program does. They keep the named scopes, by which a price is split into parts.
 """
 
 import hashlib
@@ -55,7 +55,7 @@ class Job:
 
 
 class Traced(NamedTuple):
-    """A program that is traced for a slice: its function of arrays alone, their shapes, and the mesh."""
+    """A program traced for a slice: its jitted function, the shapes of its arguments as leaves, and the mesh."""
 
     lowering: Lowering
     slice: Slice
@@ -70,7 +70,12 @@ class Traced(NamedTuple):
 
     def export(self) -> Job:
         """Return the program as a job. Raises CompilerError where it cannot be lowered for the chip."""
-        with failing_for(self.slice), gc_paused(), without_locations(), jax.sharding.use_abstract_mesh(self.mesh):
+        with (
+            as_compiler_errors(self.slice),
+            gc_paused(),
+            without_locations(),
+            jax.sharding.use_abstract_mesh(self.mesh),
+        ):
             program = jax.export.export(self.jitted, platforms=["tpu"])(*self.leaves).serialize()
         ends = list(accumulate(len(jax.tree.leaves(argument)) for argument in self.lowering.arguments))
         starts = [0, *ends]
@@ -82,23 +87,23 @@ class Traced(NamedTuple):
 def trace(lowering: Lowering, target: Slice) -> Traced:
     """Trace a program whose arguments have shardings on a mesh of `abstract_mesh`, or none at all.
 
-    What wanjax refuses raises WanjaxError; another failure raises CompilerError.
+    Raises WanjaxError for a program that wanjax rejects, and CompilerError for other failures.
     """
     leaves, tree = jax.tree.flatten(lowering.arguments)
-    shardings = [getattr(leaf, "sharding", None) for leaf in leaves]  # arrays of the host have none
+    shardings = [getattr(leaf, "sharding", None) for leaf in leaves]  # host arrays have none
     mesh = next((x.mesh.abstract_mesh for x in shardings if isinstance(x, NamedSharding)), None) or abstract_mesh(
         target
     )
     if mesh.abstract_device != abstract_mesh(target, mesh.shape).abstract_device:
-        raise WanjaxError(f"the program is for {mesh.abstract_device}, and {target.name} has {target.chip.kind}")
+        raise WanjaxError(f"the program is traced for {mesh.abstract_device}, but {target.name} has {target.chip.kind}")
 
     def program(*leaves: Any) -> list[Any]:
         return jax.tree.leaves(lowering.function(*jax.tree.unflatten(tree, leaves)))
 
     # arguments that are not used stay in memory during the run, so they must count
     traced = Traced(lowering, target, mesh, jax.jit(program, keep_unused=True), leaves)
-    with failing_for(target):
-        _ = traced.jaxpr  # JAX keeps it
+    with as_compiler_errors(target):
+        _ = traced.jaxpr  # JAX caches it
     return traced
 
 
@@ -108,24 +113,24 @@ def export(lowering: Lowering, target: Slice) -> Job:
 
 
 @contextmanager
-def failing_for(target: Slice) -> Iterator[None]:
+def as_compiler_errors(target: Slice) -> Iterator[None]:
     """Turn errors other than wanjax's own into a CompilerError that names the slice."""
     try:
         yield
     except (WanjaxError, CompilerError):
         raise
     except Exception as error:
-        raise CompilerError(refusal(target, type(error).__name__, str(error))) from error
+        raise CompilerError(compile_failure(target, type(error).__name__, str(error))) from error
 
 
-def refusal(target: Slice, kind: str, message: str) -> str:
-    """Return the sentence on a program that does not compile."""
+def compile_failure(target: Slice, kind: str, message: str) -> str:
+    """Return the message on a program that does not compile."""
     return f"the program does not compile for {target.name}: {kind}: {message}"
 
 
 @contextmanager
 def without_locations() -> Iterator[None]:
-    """Lower programs, and the kernels in them, without the files and lines they come from."""
+    """Lower programs and their kernels without source locations."""
     before = getattr(jax.config, LOCATIONS)
     jax.config.update(LOCATIONS, 0)
     try:

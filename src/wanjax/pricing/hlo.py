@@ -82,7 +82,7 @@ class Instruction:
         match = re.search(pattern, self.attributes)
         return match[1] if match else None
 
-    def named(self, role: str) -> str:
+    def computation_name(self, role: str) -> str:
         """Return the name of the computation in a role: `calls`, `body`, `condition` or `to_apply`."""
         computation = self._match(rf"\b{role}=%([\w.\-]+)")
         assert computation is not None, f"{self.name} has no {role}"
@@ -90,7 +90,7 @@ class Instruction:
 
     @property
     def called(self) -> str | None:
-        return self.named("calls") if " calls=%" in self.attributes else None
+        return self.computation_name("calls") if " calls=%" in self.attributes else None
 
     @property
     def estimated_cycles(self) -> int | None:
@@ -156,12 +156,12 @@ class Module:
     computations: Mapping[str, Computation]
     entry: Computation
 
-    def inside(self, instruction: Instruction) -> Iterator[Instruction]:
+    def nested_instructions(self, instruction: Instruction) -> Iterator[Instruction]:
         """Yield the instructions of a fusion or call, including those of nested ones."""
         if instruction.called is not None:
             for part in self.computations[instruction.called].instructions:
                 yield part
-                yield from self.inside(part)
+                yield from self.nested_instructions(part)
 
 
 def parse(text: str) -> Module:

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""libtpu, which JAX tries before it looks for other devices, on a machine that has none of its own."""
+"""libtpu on a machine without a TPU, where JAX still tries it before other devices."""
 
 import os
 from glob import glob
 
 TPUS = ("/dev/accel*", "/dev/vfio/*")  # device files, by generation
-ANSWERS = {"TPU_ACCELERATOR_TYPE": "v6e-1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_STDERR_LOG_LEVEL": "3"}
+ENVIRONMENT_DEFAULTS = {
+    "TPU_ACCELERATOR_TYPE": "v6e-1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_STDERR_LOG_LEVEL": "3",
+}
 """Environment variables that libtpu reports as missing, in a page of messages, on a machine without a TPU."""
 
 
@@ -17,6 +21,6 @@ def silence() -> bool:
     """
     if any(map(glob, TPUS)):
         return False
-    for name, value in ANSWERS.items():
+    for name, value in ENVIRONMENT_DEFAULTS.items():
         os.environ.setdefault(name, value)
     return True

@@ -27,7 +27,7 @@ class Lowering(NamedTuple):
 
 
 def replicated(function: Callable, mesh: Mesh | AbstractMesh, shapes: Iterable[Any]) -> Lowering:
-    """Return the lowering of a function that every device of a mesh runs on whole arrays of these shapes."""
+    """Return the lowering of a function that every device of a mesh runs on unsharded arrays of these shapes."""
     spec = PartitionSpec()
     each = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     arguments = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)) for x in shapes)
@@ -36,7 +36,7 @@ def replicated(function: Callable, mesh: Mesh | AbstractMesh, shapes: Iterable[A
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Pause Python's garbage collector, since tracing and lowering make many objects that nearly all stay."""
+    """Pause Python's garbage collector: tracing and lowering allocate many long-lived objects."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -51,8 +51,8 @@ def retry_without_rejected_options(
 ) -> Result:
     """Return `attempt(options)`, which compiles a program; if the compiler rejects options, try again without them.
 
-    The refused options are those that the compiler's message names, or all of them if it names none. `tell` then
-    receives one sentence. A lack of memory is not a refusal.
+    The rejected options are those that the compiler's message names, or all of them if it names none. `tell` then
+        receives one sentence. Running out of memory is not a rejection.
     """
     try:
         return attempt(options)
@@ -63,7 +63,7 @@ def retry_without_rejected_options(
         refused = [name for name in options if re.search(rf"(?<!\w){re.escape(name)}(?!\w)", why)] or list(options)
         left = {name: value for name, value in options.items() if name not in refused}
         result = retry_without_rejected_options(left, attempt, tell)
-        tell(f"compiled without {' and '.join(refused)}, which the compiler refused: {_first_line(why)}")
+        tell(f"compiled without {' and '.join(refused)}, which the compiler rejected: {_first_line(why)}")
         return result
 
 

@@ -90,22 +90,22 @@ def inner_jaxprs(equation: JaxprEqn) -> Iterator[Jaxpr]:
 def kernel_seconds(compiled: Compiled, words: Sequence[int | None] | None = None) -> float:
     """Price a kernel that was compiled on its own, with its schedule.
 
-    `words` are values of the words that it is given, of one whose data-dependent branches guard rare cases. In other
-    kernels such branches may guard all the work, so both sides count.
+    `words` are sample values of the kernel's input words, for a kernel whose data-dependent branches guard rare cases.
+        Without them, such branches may guard all the work, so both sides count.
     """
-    return price_compiled(compiled).by_kind["kernels"].mid if words is None else visiting_seconds(compiled, words)
+    return price_compiled(compiled).by_kind["kernels"].mid if words is None else mean_seconds(compiled, words)
 
 
-def visiting_seconds(compiled: Compiled, words: Iterable[int | None]) -> float:
+def mean_seconds(compiled: Compiled, words: Iterable[int | None]) -> float:
     """Return the mean price of a kernel over several values of its input words, without rare work."""
     prices = [price_compiled(compiled, skip=rare_work(compiled, value), words=value) for value in words]
     return sum(priced.by_kind["kernels"].mid for priced in prices) / len(prices)
 
 
 def rare_work(compiled: Compiled, words: int | None = None) -> dict[str, frozenset[int]]:
-    """Return, as `price` skips them, the blocks that guard work which few inputs need.
+    """Return the blocks that guard rarely needed work, in the form of `skip` of `price_compiled`.
 
-    Blocks that such work would spare are found once it is skipped.
+    The search repeats until it is stable, since skipping a block may reveal more.
     """
     skip: dict[str, frozenset[int]] = {}
     while True:

@@ -15,7 +15,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from wanjax.pricing.chips import Slice, abstract_mesh, find_slice
-from wanjax.pricing.compile import Compiled, Workspace, accepted, check_compiler, compiled, temporary
+from wanjax.pricing.compile import Compiled, Workspace, accepted_libtpu, check_compiler, compile_jobs, temporary
 from wanjax.pricing.costs import Item, price_compiled
 from wanjax.pricing.digests import digest, pricing_digest, versions
 from wanjax.pricing.exporting import CompilerError, Job, export, trace
@@ -48,7 +48,7 @@ class Price:
         self_attention: Seconds in its kernels or products.
         collectives: For each kind and group size: the number of runs, bytes on the wire and seconds.
         compile_seconds: Time that the compiler took.
-        doubts: Sentences on what is not known of the price.
+        doubts: Sentences on the price's uncertainties.
     """
 
     arguments: int
@@ -84,26 +84,27 @@ class Results(Protocol):
         ...
 
 
-def no_visits(kernel: str, operands: Any) -> None:
-    """Know no kernel, so that both sides of each branch count."""
+def no_visited_words(kernel: str, operands: Any) -> None:
+    """Return None for every kernel, so that both sides of each branch count."""
 
 
 @dataclass(frozen=True)
 class Pricer:
-    """Prices programs on TPUs that need not be present, with their own compiler.
+    """Price programs on TPUs that need not be present, with their own compiler.
 
     Attributes:
         attention: The named scope in which a program computes attention, None for no such part.
         self_attention: The named scope around it, of self-attention.
-        visits: From a kernel's name and its operands' dtypes and shapes to values of the words that it is given, over
-            which its price is averaged, where its data-dependent branches guard rare cases; None for other kernels.
-        results: Keeps prices between processes; None where each process prices anew.
-        workspace: Makes a folder for the compiler's files, in a context with which it goes.
+        visits: Function of a kernel's name and its operands' dtypes and shapes. For a kernel whose data-dependent
+            branches guard rare cases it returns sample values of the kernel's input words, over which the price is
+            averaged; for other kernels it returns None.
+        results: Cache of prices between processes; None disables it.
+        workspace: Context manager that makes a folder for the compiler's files and removes it.
     """
 
     attention: str | None = None
     self_attention: str | None = None
-    visits: Callable[[str, Any], Sequence[int | None] | None] = no_visits
+    visits: Callable[[str, Any], Sequence[int | None] | None] = no_visited_words
     results: Results | None = None
     workspace: Workspace = temporary
 
@@ -116,12 +117,14 @@ class Pricer:
         donate: Sequence[int] = (),
         options: Mapping[str, Any] | None = None,
     ) -> Price:
-        """Price any function of JAX, as `wanjax.price` does, which has the arguments and the errors."""
+        """Price any JAX function; `wanjax.price` documents the arguments and errors."""
         target = find_slice(chip)
         axes = mesh.shape if isinstance(mesh, Mesh | AbstractMesh) else mesh
-        on = abstract_mesh(target, None if axes is None else dict(axes))
+        target_mesh = abstract_mesh(target, None if axes is None else dict(axes))
         self.check()
-        arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_on(on, x)), shapes)
+        arguments = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_sharding_on(target_mesh, x)), shapes
+        )
         [price] = self.price_all(target, [Lowering(function, arguments, tuple(donate), options)])
         return price
 
@@ -139,17 +142,18 @@ class Pricer:
         return [prices[number] for number in range(len(lowerings))]
 
     def prices(
-        self, target: Slice, lowerings: Sequence[Lowering], begun: Callable[[int], Any] = lambda number: None
+        self, target: Slice, lowerings: Sequence[Lowering], on_start: Callable[[int], Any] = lambda number: None
     ) -> Iterator[tuple[int, Price]]:
-        """Yield the number of each program and its price, in the order in which they are known.
+        """Yield the number of each program and its price, as soon as each is known.
 
-        Prices that were kept come at once, and need no compiler. The other programs are compiled in one process, each
-        distinct one once, and their kernels in a second, for their schedules. `begun` gets the number of a program when
-        its compilation begins. A program that is too large is priced as the bytes that it needs. Raises the errors of
-        `exporting.trace` and `compile.compiled`, and CompilerError for a program that does not compile.
+        Cached prices come at once and need no compiler. The other programs are compiled in one process, duplicates
+        only once, and their kernels in a second process, for their schedules. `on_start` gets a program's number when
+        its compilation begins. A program that does not fit in memory gets a price without seconds, with the bytes that
+        it needs. Raises the errors of `exporting.trace` and `compile.compile_jobs`, and CompilerError for a program
+        that does not compile.
         """
         numbers: dict[str, list[int]] = {}
-        missing: dict[str, _Asked] = {}
+        missing: dict[str, _UncachedProgram] = {}
         for number, lowering in enumerate(lowerings):
             traced = trace(lowering, target)
             job = traced.export()
@@ -160,19 +164,19 @@ class Pricer:
             if (cached := self.recall("prices", job)) is not None:
                 yield number, Price(**cached)
             else:
-                missing[name] = _Asked(job, kernels_of(traced))
-        for name, priced in self._made(missing, lambda name: begun(numbers[name][0])):
+                missing[name] = _UncachedProgram(job, kernels_of(traced))
+        for name, priced in self._compile_missing(missing, lambda name: on_start(numbers[name][0])):
             self.keep("prices", missing[name].job, asdict(priced))
             yield from ((number, priced) for number in numbers[name])
 
     def key(self, job: Job) -> dict[str, Any]:
-        """Return all that a price depends on, but for the compiler's version."""
-        file = getattr(sys.modules[self.visits.__module__], "__file__", None)  # none of what is typed in a notebook
-        ours = [self.attention, self.self_attention, digest([Path(file)] if file else ())]
-        return {**job.key, "pricer": ours, "pricing": pricing_digest(), "versions": versions("jax", "jaxlib")}
+        """Return everything that a price depends on except the compiler's version."""
+        file = getattr(sys.modules[self.visits.__module__], "__file__", None)  # a notebook has none
+        settings_key = [self.attention, self.self_attention, digest([Path(file)] if file else ())]
+        return {**job.key, "pricer": settings_key, "pricing": pricing_digest(), "versions": versions("jax", "jaxlib")}
 
     def keep(self, kind: str, job: Job, value: Any) -> None:
-        """Keep a price, and the version of the compiler that made it."""
+        """Cache a price with the version of the compiler that made it."""
         if self.results is not None:
             self.results.put(kind, self.key(job), {"libtpu": version("libtpu"), "value": value})
 
@@ -182,38 +186,40 @@ class Pricer:
         if entry is None:
             return None
         same = versions("libtpu").get("libtpu", entry["libtpu"]) == entry["libtpu"]
-        return entry["value"] if same and accepted().contains(entry["libtpu"], prereleases=True) else None
+        return entry["value"] if same and accepted_libtpu().contains(entry["libtpu"], prereleases=True) else None
 
-    def _made(self, programs: Mapping[str, "_Asked"], begun: Callable[[str], Any]) -> Iterator[tuple[str, Price]]:
+    def _compile_missing(
+        self, programs: Mapping[str, "_UncachedProgram"], on_start: Callable[[str], Any]
+    ) -> Iterator[tuple[str, Price]]:
         """Compile programs and their kernels, and yield the name of each and its price once both are known.
 
-        `begun` gets the name of each program, not those of kernels, when its compilation begins.
+        `on_start` gets the name of each program, not those of kernels, when its compilation begins.
         """
         if not programs:
             return
         check_compiler()
         seconds: dict[str, float | None] = {}
         calls: dict[str, tuple[Call, Job]] = {}
-        needed: dict[str, dict[Call, str]] = {}  # the kernels of each program, by the names of their jobs
+        kernel_names: dict[str, dict[Call, str]] = {}  # the kernels of each program, by the names of their jobs
         for name, program in programs.items():
-            jobs = _exported(program)
-            needed[name] = {call: _name(job) for call, job in jobs.items()}
+            jobs = _export_kernels(program)
+            kernel_names[name] = {call: _name(job) for call, job in jobs.items()}
             calls |= {_name(job): (call, job) for call, job in jobs.items()}
         for name, (_, job) in calls.items():
             if (kernel_price := self.recall("kernels", job)) is not None:
                 seconds[name] = kernel_price
-        named = {name: program.job for name, program in programs.items()}
+        program_jobs = {name: program.job for name, program in programs.items()}
         kernels = {name: job for name, (_, job) in calls.items() if name not in seconds}
-        names, waiting = [*named, *kernels], {}
-        every = [*named.values(), *kernels.values()]
-        kernels_from = len(named)
+        names, waiting = [*program_jobs, *kernels], {}
+        every = [*program_jobs.values(), *kernels.values()]
+        kernels_from = len(program_jobs)
 
-        def tell(number: int) -> None:
+        def report_start(number: int) -> None:
             if number < kernels_from:
-                begun(names[number])
+                on_start(names[number])
 
         schedules = range(kernels_from, len(every))
-        for number, result in compiled(every, schedules=schedules, begun=tell, workspace=self.workspace):
+        for number, result in compile_jobs(every, schedules=schedules, on_start=report_start, workspace=self.workspace):
             name = names[number]
             if number >= kernels_from:
                 seconds[name] = self._kernel_price(*calls[name], result)
@@ -221,13 +227,13 @@ class Pricer:
                 yield name, _too_large(result)
             else:
                 waiting[name] = result
-            for done in [done for done in waiting if seconds.keys() >= set(needed[done].values())]:
-                kernel_prices = {call: seconds[kernel] for call, kernel in needed[done].items()}
+            for done in [done for done in waiting if seconds.keys() >= set(kernel_names[done].values())]:
+                kernel_prices = {call: seconds[kernel] for call, kernel in kernel_names[done].items()}
                 program = waiting.pop(done)
                 yield done, self.divide(program, _kernel_times(program, kernel_prices))
 
     def _kernel_price(self, call: Call, job: Job, result: Compiled | CompilerError) -> float | None:
-        """Return the seconds of a kernel, and keep them; None where it does not compile alone."""
+        """Return the seconds of a kernel and cache them; None if it does not compile alone."""
         if isinstance(result, CompilerError):
             return None
         seconds = kernel_seconds(result, self.visits(call.kernel, call.operands))
@@ -270,22 +276,22 @@ class Pricer:
         return PART_OF[item.kind]
 
 
-class _Asked(NamedTuple):
+class _UncachedProgram(NamedTuple):
     """A program to compile, and its kernels."""
 
     job: Job
     kernels: Mapping[Call, Lowering]
 
 
-def _on(mesh: AbstractMesh, x: Any) -> NamedSharding:
+def _sharding_on(mesh: AbstractMesh, x: Any) -> NamedSharding:
     """Return the sharding of a shape on a mesh."""
     sharding = getattr(x, "_sharding", None)  # `sharding` fails for a PartitionSpec without a mesh of real devices
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     return NamedSharding(mesh, spec if isinstance(spec, PartitionSpec) else PartitionSpec())
 
 
-def _exported(program: _Asked) -> dict[Call, Job]:
-    """Return the jobs of a program's kernels; one that cannot be lowered alone is left out, and has no price."""
+def _export_kernels(program: _UncachedProgram) -> dict[Call, Job]:
+    """Export a program's kernels; one that cannot be lowered alone is left out and has no price."""
     jobs: dict[Call, Job] = {}
     for call, kernel in program.kernels.items():
         with suppress(CompilerError):
@@ -298,7 +304,7 @@ def _name(job: Job) -> str:
 
 
 def _kernel_times(program: Compiled, prices: Mapping[Call, float | None]) -> dict[str, float]:
-    """Return the seconds of the kernels of a compiled program, by their names in it, as far as they are known."""
+    """Return the known seconds of a compiled program's kernels, by their names in it."""
     seconds_by_name: dict[str, float] = {}
     for name, call in kernel_calls(program).items():
         kernel = same_kernel(call, prices)
@@ -309,7 +315,7 @@ def _kernel_times(program: Compiled, prices: Mapping[Call, float | None]) -> dic
 
 
 def _too_large(error: CompilerError) -> Price:
-    """Return the bytes that a program needs, or raise its error if it is another."""
+    """Return the price of a program that does not fit in memory; re-raise any other error."""
     if (needed := needed_bytes(str(error))) is None:
         raise error
     return Price(arguments=0, peak=needed)
@@ -333,7 +339,7 @@ def _collectives(items: Sequence[Item]) -> list[dict[str, Any]]:
 def needed_bytes(message: str) -> int | None:
     """Return the bytes that a program needs, from the compiler's out-of-memory message; None for another message.
 
-    Where temporaries alone are too large the message has the bytes of those.
+    If the temporaries alone are too large, the message has only their bytes.
     """
     match = re.search(r"Used ([\d.]+)([BKMGT]?) of [\d.]+[BKMGT]? hbm", message)
     match = match or re.search(r"temporaries \(([\d.]+)([BKMGT]?)\) exceeds available HBM", message)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rooflines of devices other than TPUs: a stated model, neither a compiler's price nor a measurement.
+"""Rooflines of devices other than TPUs: a simple model, neither a compiler's price nor a measurement.
 
 Work takes the longer of two times: its operations at the achieved fraction of the peak, or its bytes at the achieved
 fraction of the bandwidth. Peaks are the makers' for dense bfloat16 (NVIDIA's data sheets of H100 SXM and H200). The
@@ -41,7 +41,7 @@ H100 = Machine("h100", "NVIDIA H100", int(79.2 * GIB), 989e12, 3.35e12, 0.6, 0.6
 H200 = Machine("h200", "NVIDIA H200", int(139.8 * GIB), 989e12, 4.8e12, 0.6, 0.6, 0.25, 0.7, 450e9)
 
 
-def processor() -> Machine:
+def cpu_machine() -> Machine:
     """Return the model of this machine's CPU: all its available cores, all its memory."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory, flops, bandwidth = psutil.virtual_memory().total, cores * 40e9, cores * 8e9
@@ -50,16 +50,16 @@ def processor() -> Machine:
 
 def machines() -> dict[str, Machine]:
     """Return the modelled devices by name."""
-    return {machine.name: machine for machine in (H200, H100, processor())}
+    return {machine.name: machine for machine in (H200, H100, cpu_machine())}
 
 
 def find_hardware(name: str) -> Slice | Machine:
     """Return the slice or device of this name; raise WanjaxError that lists the known names."""
     hardware: dict[str, Slice | Machine] = {**SLICES, **machines()}
     if name not in hardware:
-        begun = [one for one in hardware if name and one.startswith(name.lower())]
-        right = f"give {' or '.join(begun)}" if begun else f"there are {', '.join(hardware)}"
-        raise WanjaxError(f"no chip is named {name!r}: {right}")
+        matches = [candidate for candidate in hardware if name and candidate.startswith(name.lower())]
+        advice = f"use {' or '.join(matches)}" if matches else f"use one of {', '.join(hardware)}"
+        raise WanjaxError(f"no chip is named {name!r}: {advice}")
     return hardware[name]
 
 

@@ -116,17 +116,17 @@ def _alive(jaxpr: Jaxpr, scope: str, attention: str | None) -> int:
     for index, variables in enumerate([*(equation.invars for equation in jaxpr.eqns), jaxpr.outvars]):
         last |= {x: index for x in variables if not isinstance(x, Literal)}
     live: dict[Any, int] = {}
-    now = most = 0
+    live_bytes = peak = 0
     for index, equation in enumerate(jaxpr.eqns):
         within = f"{scope}/{equation.source_info.name_stack}"
         fused = _is_in(attention, within)
         inside = 0 if fused else max((_alive(inner, within, attention) for inner in inner_jaxprs(equation)), default=0)
         outs = {x: _bytes(x) for x in equation.outvars if x in last and not (fused and _scores(x))}
-        most = max(most, now + max(inside, sum(outs.values())))
+        peak = max(peak, live_bytes + max(inside, sum(outs.values())))
         live |= outs
-        now += sum(outs.values())
-        now -= sum(live.pop(x, 0) for x in equation.invars if not isinstance(x, Literal) and last[x] == index)
-    return most
+        live_bytes += sum(outs.values())
+        live_bytes -= sum(live.pop(x, 0) for x in equation.invars if not isinstance(x, Literal) and last[x] == index)
+    return peak
 
 
 def _is_in(name: str | None, scope: str) -> bool:

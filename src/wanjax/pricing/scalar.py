@@ -103,14 +103,14 @@ class Condition(NamedTuple):
 
     def holds(self, registers: Registers) -> Value:
         """Return True or False, or None if the predicate is unknown."""
-        return self._is_wanted(registers[self.name])
+        return self._matches(registers[self.name])
 
-    def assumed(self, registers: Registers) -> Value:
+    def holds_or_assumed(self, registers: Registers) -> Value:
         """Return `holds`, or if unknown the value that the block's branch assumes for the same predicate."""
         holds = self.holds(registers)
-        return self._is_wanted(registers[ASSUMED + self.name]) if holds is None else holds
+        return self._matches(registers[ASSUMED + self.name]) if holds is None else holds
 
-    def _is_wanted(self, value: Value) -> Value:
+    def _matches(self, value: Value) -> Value:
         return None if value is None else bool(value) is self.wanted
 
 
@@ -137,13 +137,13 @@ def steps(bundle: str) -> list[Step]:
 
 def transfers(bundle: str) -> list[tuple[Condition | None, str | int]]:
     """Return a bundle's DMAs between HBM and VMEM: the condition, and the granules or the register that holds them."""
-    sizes_by_condition = []
+    conditional_sizes = []
     for arguments in _TRANSFER.findall(bundle):
         sizes = [part.strip() for part in arguments.split(",")]
         skip = 2 if _PREDICATE.search(sizes[0]) else 1  # an optional predicate, then the source, then the size
         size = sizes[skip]
-        sizes_by_condition.append((condition(sizes[0]), int(size) if size.isdigit() else _key(size.lstrip("%"))))
-    return sizes_by_condition
+        conditional_sizes.append((condition(sizes[0]), int(size) if size.isdigit() else _key(size.lstrip("%"))))
+    return conditional_sizes
 
 
 def _key(name: str) -> str:
@@ -161,7 +161,7 @@ def _operand(text: str) -> Callable[[Registers], Value]:
 
 def _store(slot: str, when: Condition | None, name: str) -> Step:
     def step(registers, memory, again):
-        holds = True if when is None else when.assumed(registers)
+        holds = True if when is None else when.holds_or_assumed(registers)
         if holds is not False:
             memory[slot] = registers[name] if holds else None
 
@@ -179,7 +179,7 @@ def _assign(name: str, opcode: str, arguments: str) -> Step:
     when = condition(arguments)
 
     def step(registers, memory, again):
-        holds = True if when is None else when.assumed(registers)
+        holds = True if when is None else when.holds_or_assumed(registers)
         if holds is not False:
             registers[name] = value(registers, memory, again) if holds else None
 

@@ -183,13 +183,13 @@ def read_dump(folder: Path, chip: Chip) -> dict[str, Schedule]:
         stamp, operation = re.fullmatch(rf"(\d+)-(.*)-\d\d-{CODE}\.txt", code.name).groups()  # type: ignore[union-attr]
         if operation.startswith("<") or operation == WHOLE_PROGRAM:
             continue
-        units, buffers = (_beside(folder, f"{stamp}-{operation}", kind) for kind in (UNITS, BUFFERS))
+        units, buffers = (_dump_file(folder, f"{stamp}-{operation}", kind) for kind in (UNITS, BUFFERS))
         texts = (path.read_text(encoding="utf-8") for path in (code, units, buffers))
         schedules[operation] = parse(operation, *texts, branch_delay=chip.branch_delay)
     return schedules
 
 
-def _beside(folder: Path, name: str, kind: str) -> Path:
+def _dump_file(folder: Path, name: str, kind: str) -> Path:
     """Return a dump's file of this kind; raise RuntimeError where the dump lacks it."""
     for path in folder.glob(f"{escape(name)}-[0-9][0-9]-{kind}.txt"):
         return path

@@ -17,9 +17,9 @@ COLLECTIVES: Mapping[str, Callable[[int], float]] = {
     "collective-permute": lambda count: 1,
     "collective-broadcast": lambda count: 1,
 }
-"""The bytes that each of so many devices in a ring sends for a byte of its operand, including those it forwards."""
-PASSING = ("copy", "bitcast", "convert", "reshape")  # pass a scalar on unchanged
-SLICING = ("slice", "dynamic-slice", "gather")
+"""Bytes sent per operand byte by each of `count` devices in a ring, forwarded bytes included."""
+PASS_THROUGH = ("copy", "bitcast", "convert", "reshape")  # pass a scalar on unchanged
+SLICES = ("slice", "dynamic-slice", "gather")
 
 
 def trip_count(module: Module, loop: Instruction, within: Computation) -> int | None:
@@ -29,12 +29,12 @@ def trip_count(module: Module, loop: Instruction, within: Computation) -> int | 
     """
     if match := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):
         return int(match[1])
-    condition, body = (module.computations[loop.named(role)] for role in ("condition", "body"))
+    condition, body = (module.computations[loop.computation_name(role)] for role in ("condition", "body"))
     start = _elements(within, loop.operands[0])
     test = condition.root
     if test.opcode == "fusion":  # the comparison is inside; its parameters stand for the fusion's operands
-        test = next((part for part in module.inside(test) if part.opcode == "compare"), test)
-        sides = [_outer(module, condition.root, name) for name in test.operands]
+        test = next((part for part in module.nested_instructions(test) if part.opcode == "compare"), test)
+        sides = [_outer_operand(module, condition.root, name) for name in test.operands]
     else:
         sides = list(test.operands)
     if test.opcode != "compare" or test.attribute("direction") not in ("LT", "LE"):
@@ -48,7 +48,7 @@ def trip_count(module: Module, loop: Instruction, within: Computation) -> int | 
     return None if not step else max(0, -(-length // step))
 
 
-def _outer(module: Module, fusion: Instruction, name: str) -> str:
+def _outer_operand(module: Module, fusion: Instruction, name: str) -> str:
     """Return the operand that a fusion's parameter stands for, or `name` itself if it is no parameter."""
     assert fusion.called is not None
     inner = module.computations[fusion.called].by_name.get(name)
@@ -58,7 +58,7 @@ def _outer(module: Module, fusion: Instruction, name: str) -> str:
 def _elements(within: Computation, name: str) -> dict[int, int]:
     """Return the constant integers of a tuple, by index."""
     instruction = within.by_name[name]
-    if instruction.opcode in PASSING:
+    if instruction.opcode in PASS_THROUGH:
         return _elements(within, instruction.operands[0])
     values = (
         {i: _constant(within, part, {}) for i, part in enumerate(instruction.operands)}
@@ -71,7 +71,7 @@ def _elements(within: Computation, name: str) -> dict[int, int]:
 def _element(within: Computation, name: str) -> int | None:
     """Return the index of a value in the tuple that is the computation's only parameter, or None."""
     instruction = within.by_name.get(name)
-    if instruction is not None and instruction.opcode in PASSING:
+    if instruction is not None and instruction.opcode in PASS_THROUGH:
         return _element(within, instruction.operands[0])
     return (
         int(instruction.attribute("index") or 0)
@@ -87,7 +87,7 @@ def _constant(within: Computation, name: str, elements: Mapping[int, int]) -> in
         return None
     if instruction.opcode == "constant":
         return int(instruction.arguments) if re.fullmatch(r"-?\d+", instruction.arguments) else None
-    if instruction.opcode in PASSING:
+    if instruction.opcode in PASS_THROUGH:
         return _constant(within, instruction.operands[0], elements)
     if instruction.opcode == "get-tuple-element" and within.by_name[instruction.operands[0]].opcode == "parameter":
         return elements.get(int(instruction.attribute("index") or 0))
@@ -97,7 +97,7 @@ def _constant(within: Computation, name: str, elements: Mapping[int, int]) -> in
 def _step(module: Module, body: Computation, counter: int, elements: Mapping[int, int]) -> int | None:
     """Return the constant that one iteration adds to the counter, or None."""
     instruction = body.by_name.get(body.root.operands[counter]) if body.root.opcode == "tuple" else None
-    while instruction is not None and instruction.opcode in PASSING:
+    while instruction is not None and instruction.opcode in PASS_THROUGH:
         instruction = body.by_name.get(instruction.operands[0])
     if instruction is None:
         return None
@@ -105,7 +105,7 @@ def _step(module: Module, body: Computation, counter: int, elements: Mapping[int
         inner = module.computations[instruction.called or ""]
         if inner.root.opcode != "add":
             return None
-        sides = [_outer(module, instruction, name) for name in inner.root.operands]
+        sides = [_outer_operand(module, instruction, name) for name in inner.root.operands]
         values = [_constant(body, side, elements) or _constant(inner, side, {}) for side in sides]
     elif instruction.opcode == "add":
         sides = list(instruction.operands)
@@ -128,7 +128,7 @@ def wire_bytes(collective: Instruction, within: Computation) -> int:
 
 
 def _hops(count: int) -> int:
-    """Return the links that lie between one device of a ring and all others together."""
+    """Return the sum of distances from one device of a ring to all others, in links."""
     return sum(min(distance, count - distance) for distance in range(1, count))
 
 
@@ -158,11 +158,11 @@ def _product_flops(product: Instruction, within: Computation) -> int:
             total *= product.results[0].shape[axis]
     for label in filter(str.isdigit, kernel):
         sizes = (left.shape[labels[1].index(label)], product.results[0].shape[out.index(label)])
-        total *= _taps(product, int(label), right.shape[kernel.index(label)], *sizes)
+        total *= _count_taps(product, int(label), right.shape[kernel.index(label)], *sizes)
     return total
 
 
-def _taps(product: Instruction, axis: int, taps: int, length: int, out: int) -> int:
+def _count_taps(product: Instruction, axis: int, taps: int, length: int, out: int) -> int:
     """Count, along one axis of a convolution, the pairs of an output and a tap that read an entry and not padding.
 
     XLA writes batched products as such convolutions, dilated so that each output reads one entry.
@@ -173,11 +173,11 @@ def _taps(product: Instruction, axis: int, taps: int, length: int, out: int) -> 
         match = re.search(rf"\b{name}=([\dx_\-]+)", window[1]) if window else None
         return match[1].split("x")[axis] if match else default
 
-    stride, spread, dilation = (int(field(name, "1")) for name in ("stride", "lhs_dilate", "rhs_dilate"))
+    stride, lhs_dilation, dilation = (int(field(name, "1")) for name in ("stride", "lhs_dilate", "rhs_dilate"))
     before = int(field("pad", "0_0").split("_")[0])
-    reach = (length - 1) * spread
+    reach = (length - 1) * lhs_dilation
     entries = (position * stride + tap * dilation - before for position in range(out) for tap in range(taps))
-    return sum(0 <= entry <= reach and entry % spread == 0 for entry in entries)
+    return sum(0 <= entry <= reach and entry % lhs_dilation == 0 for entry in entries)
 
 
 def traffic(module: Module, instruction: Instruction, within: Computation) -> int:
@@ -189,7 +189,7 @@ def traffic(module: Module, instruction: Instruction, within: Computation) -> in
     inner = module.computations[instruction.called] if instruction.called is not None else None
     operands = [within.by_name[name].results for name in instruction.operands if name in within.by_name]
     if inner is None:
-        if instruction.opcode in SLICING:
+        if instruction.opcode in SLICES:
             return 2 * sum(result.traffic for result in instruction.results)
         if instruction.opcode == "dynamic-update-slice":
             return 2 * sum(result.traffic for result in operands[1])
@@ -212,7 +212,7 @@ def _read(module: Module, inner: Computation, value: Instruction) -> int:
         return _total(value.results)
     read = 0
     for user in users:
-        if user.opcode in SLICING and user.operands[0] == value.name:
+        if user.opcode in SLICES and user.operands[0] == value.name:
             read += _total(user.results)
         elif user.opcode == "dynamic-update-slice" and user.operands[0] == value.name:
             continue  # updated in place, which reads nothing
@@ -220,8 +220,8 @@ def _read(module: Module, inner: Computation, value: Instruction) -> int:
             read += _read(module, inner, user)
         elif user.opcode == "fusion" and user.called is not None:
             deeper = module.computations[user.called]
-            places = [i for i, name in enumerate(user.operands) if name == value.name]
-            read += sum(_read(module, deeper, deeper.parameters[i]) for i in places)
+            positions = [i for i, name in enumerate(user.operands) if name == value.name]
+            read += sum(_read(module, deeper, deeper.parameters[i]) for i in positions)
         else:
             return _total(value.results)
     return min(read, _total(value.results))
