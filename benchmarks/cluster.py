@@ -37,8 +37,8 @@ import psutil
 from tests.support.batches import read_manifest
 from wanjax.jobs.batch import Batch, Manifest
 from wanjax.jobs.maker import Task, VideoMaker
-from wanjax.jobs.pool import LocalWorker, Pool, Scale
-from wanjax.jobs.ray_cluster import VARIABLES
+from wanjax.jobs.pool import Autoscaler, LocalWorker, Pool
+from wanjax.jobs.ray_cluster import ENVIRONMENT
 from wanjax.jobs.rows import read_requests
 from wanjax.jobs.store import Job, JobStore
 from wanjax.jobs.worker import Failure, Lease
@@ -76,7 +76,7 @@ class LocalCluster:
     """A Ray cluster of this machine, at its own address alone: a head without cores, and nodes of a core each."""
 
     def __init__(self) -> None:
-        os.environ.update(VARIABLES, JAX_PLATFORMS="cpu")
+        os.environ.update(ENVIRONMENT, JAX_PLATFORMS="cpu")
         from ray.cluster_utils import Cluster
 
         told = {"num_cpus": 0, "node_ip_address": "127.0.0.1", "include_dashboard": False, "object_store_memory": STORE}
@@ -174,7 +174,7 @@ class Idle:
 
     models = ("nano",)
 
-    def warm_up(self, stopped: Callable[[], bool]) -> None: ...
+    def warm_up(self, should_stop: Callable[[], bool]) -> None: ...
 
     def is_made(self, job: Job) -> bool:
         return False
@@ -196,14 +196,14 @@ def measure_overhead(requests: int) -> None:
     for way, together in (("batches as they come", 32), ("one at a time", 1)):
         with tempfile.TemporaryDirectory() as name:
             store = JobStore(f"{name}/jobs.sqlite")
-            start = partial(LocalWorker, store, idle, {"together": together})
-            pool = Pool(store, lambda number, start=start: start(number=number), Scale(2, 2), print)
+            start = partial(LocalWorker, store, idle, {"max_batch": together})
+            pool = Pool(store, lambda number, start=start: start(number=number), Autoscaler(2, 2), print)
             while store.stats().workers.get("ready") != 2:
-                pool.look()
+                pool.poll()
             start, cpu = time.perf_counter(), time.process_time()
             batch = Batch(store, tasks, Manifest(Path(name)), "nano")
             while batch.ended < batch.total:
-                list(batch.look())
+                list(batch.poll())
                 time.sleep(0.01)
             seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
             pool.close()
@@ -221,7 +221,7 @@ def measure_plan(requests: int) -> None:
         file, pipe = write_requests(folder / "requests.jsonl", requests), load("nano")
         before, start = psutil.Process().memory_info().rss, time.perf_counter()
         cpu = time.process_time()
-        tasks = VideoMaker(lambda: pipe, folder).tasks_of(read_requests(str(file)))
+        tasks = VideoMaker(lambda: pipe, folder).tasks_for(read_requests(str(file)))
         planned = time.perf_counter() - start
         manifest, store = Manifest(folder), JobStore(str(folder / "jobs.sqlite"))
         for task in tasks[: requests * 9 // 10]:
@@ -231,7 +231,7 @@ def measure_plan(requests: int) -> None:
         there, manifest = set(os.listdir(folder)), Manifest(folder)
         batch = Batch(store, [task for task in tasks if task.output not in there], manifest, "nano")
         assert batch.total == requests - requests * 9 // 10
-        assert len(manifest.listed) == requests * 9 // 10
+        assert len(manifest.done_names) == requests * 9 // 10
         resumed, cpu = time.perf_counter() - start_again, time.process_time() - cpu
         grown, peak = psutil.Process().memory_info().rss - before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         print(f"{requests} requests: planned in {planned:.2f} s, resumed in {resumed:.2f} s, {cpu:.2f} s of a core")

@@ -30,7 +30,7 @@ from benchmarks.cluster import driver, videos, write_requests
 from benchmarks.serving import served
 from tests.support.batches import read_manifest
 from tests.support.postgres import Server, running
-from wanjax.jobs.databases import VARIABLE
+from wanjax.jobs.databases import ENV_VARIABLE
 from wanjax.media.video import read_metadata
 
 AWAY = 1.0  # seconds for which the database is away
@@ -56,7 +56,7 @@ class Kills:
         self.requests, self.wait = requests, max(1, requests // (len(self.kinds) + 1))
         self.done, self.since = 0, time.monotonic()
 
-    def look(self, done: int, process: "subprocess.Popen[str]") -> None:
+    def poll(self, done: int, process: "subprocess.Popen[str]") -> None:
         """Kill what is next where as many videos were made as are to be between two kills."""
         assert time.monotonic() - self.since < PATIENCE, f"{done} of {self.requests} videos, and no more"
         if not self.kinds or done < self.done + self.wait:
@@ -83,7 +83,7 @@ def kill_batch(folder: Path, kills: Kills) -> dict[str, Any]:
     while (status := process.poll()) != 0:
         if status is not None:
             process = driver(file, out, *options)
-        kills.look(len(videos(out)), process)
+        kills.poll(len(videos(out)), process)
         time.sleep(0.1)
     assert driver(file, alone, "--workers", "2").wait() == 0
     entries = read_manifest(out)
@@ -98,17 +98,23 @@ def kill_batch(folder: Path, kills: Kills) -> dict[str, Any]:
 
 def kill_server(folder: Path, kills: Kills) -> dict[str, Any]:
     """Make a server's videos by two workers meanwhile, and delete some of them; return what came of it."""
-    options = ("--workers", "2", "--no-rehearse", "--database", os.environ.get(VARIABLE) or str(folder / "jobs.sqlite"))
+    options = (
+        "--workers",
+        "2",
+        "--no-rehearse",
+        "--database",
+        os.environ.get(ENV_VARIABLE) or str(folder / "jobs.sqlite"),
+    )
     known, gone, statuses, asked, faults = set[str](), set[str](), dict[str, str](), 0, set[str]()
 
-    def over() -> int:
+    def is_over() -> int:
         return sum(status in ("completed", "failed") for status in statuses.values())
 
-    while asked < kills.requests or not known <= statuses.keys() or over() < len(statuses):
+    while asked < kills.requests or not known <= statuses.keys() or is_over() < len(statuses):
         try:
             with served(folder, *options) as (address, process), httpx.Client(base_url=address, timeout=60) as client:
-                while asked < kills.requests or not known <= statuses.keys() or over() < len(statuses):
-                    if asked < kills.requests and len(statuses) - over() < WAITING:
+                while asked < kills.requests or not known <= statuses.keys() or is_over() < len(statuses):
+                    if asked < kills.requests and len(statuses) - is_over() < WAITING:
                         answer = client.post("/v1/videos", json=SMALL_VIDEO | {"seed": asked})
                         if answer.status_code == 200:
                             known.add(answer.json()["id"])
@@ -122,7 +128,7 @@ def kill_server(folder: Path, kills: Kills) -> dict[str, Any]:
                         faults |= {"listed twice"} if len(statuses) < len(found) else set()
                         faults |= {"lost"} if not known <= statuses.keys() else set()
                         faults |= {"deleted and there"} if gone & statuses.keys() else set()
-                    kills.look(over() + len(gone), process)
+                    kills.poll(is_over() + len(gone), process)
                     time.sleep(0.1)
         except httpx.TransportError:
             continue  # the front was killed
@@ -150,9 +156,9 @@ def database(kills: int) -> Iterator[Server | None]:
         yield None
         return
     with running() as server, server.database() as url:
-        os.environ[VARIABLE] = url
+        os.environ[ENV_VARIABLE] = url
         yield server
-        del os.environ[VARIABLE]
+        del os.environ[ENV_VARIABLE]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

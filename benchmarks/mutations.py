@@ -444,8 +444,8 @@ MUTATIONS = (
     Mutation(
         "batch-resume",
         "src/wanjax/jobs/batch.py",
-        "if job.over and (task",
-        "if not job.over and (task",
+        "if job.is_over and (task",
+        "if not job.is_over and (task",
         "a batch tells of videos that are not made",
         ("jobs/test_batch.py::test_each_task_ends_once",),
     ),

@@ -29,7 +29,7 @@ import httpx
 import numpy as np
 
 from benchmarks.serving import served
-from wanjax.jobs.sharing import SERVE, enter
+from wanjax.jobs.sharing import SERVE, join_namespace
 from wanjax.jobs.store import JobStore
 from wanjax.jobs.worker import ATTEMPTS
 
@@ -55,7 +55,7 @@ def processes(store: JobStore) -> list[int]:
 def most_attempts(store: JobStore) -> int:
     """Return how often that video was begun, of those that have not ended, that was begun most often."""
     jobs, _ = store.page(1000)
-    return max((job.attempts for job in jobs if not job.over), default=0)
+    return max((job.attempts for job in jobs if not job.is_over), default=0)
 
 
 @dataclass
@@ -115,10 +115,10 @@ def measure(
     folder: Path, requests: int, clients: int, workers: int, every: float, database: str | None = None
 ) -> dict[str, Any]:
     """Return the outcomes, the kills, and the seconds of answers in the second after a kill and otherwise."""
-    watch, kills, over = Watch(), [], Event()
+    watch, kills, is_over = Watch(), [], Event()
     database = database or str(folder / "jobs.sqlite")
     with service(folder, str(workers), "--database", database) as (address, _):
-        enter(store := JobStore(database), folder, SERVE)
+        join_namespace(store := JobStore(database), folder, SERVE)
         with httpx.Client(base_url=address, timeout=60) as client:
             end = time.monotonic() + START
             while client.get("/health").json()["status"] != "ready":
@@ -126,8 +126,8 @@ def measure(
                 time.sleep(0.2)
 
         def kill() -> None:
-            while not over.wait(every):
-                while most_attempts(store) >= ATTEMPTS - 1 and not over.wait(LOOK):
+            while not is_over.wait(every):
+                while most_attempts(store) >= ATTEMPTS - 1 and not is_over.wait(LOOK):
                     pass
                 for process in processes(store)[:1]:
                     os.kill(process, signal.SIGKILL)
@@ -139,7 +139,7 @@ def measure(
         with ThreadPoolExecutor(clients) as pool:
             list(pool.map(lambda number: watch.one(address, number), range(requests)))
         seconds = time.monotonic() - began
-        over.set()
+        is_over.set()
         killer.join()
         store.close()
     near = [took for at, took in watch.gets if any(kill <= at + took and at <= kill + 1 for kill in kills)]

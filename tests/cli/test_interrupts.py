@@ -279,15 +279,15 @@ def test_ctrl_c_keeps_complete_files():
     told = Report()
     denoising(told, 3)
     with pytest.raises(KeyboardInterrupt):
-        told.kept("wanjax decode", "the latents are there")
-    assert told.way_on == "wanjax decode"
+        told.record_resume("wanjax decode", "the latents are there")
+    assert told.resume_command == "wanjax decode"
 
 
 def test_ctrl_c_ends_a_stage_that_does_not_come_to_an_end(monkeypatch):
     """As while the memory is exhausted. Of denoising, the steps that are done are kept first, even if late."""
     ended = threading.Event()
     monkeypatch.setattr("wanjax.cli.report.end_at_once", lambda *_: ended.set())
-    monkeypatch.setattr("wanjax.cli.report.PATIENCE", 0.2)
+    monkeypatch.setattr("wanjax.cli.report.STOP_TIMEOUT", 0.2)
     cases = [("encode", 0, 0, True), ("denoise", 0, 0, True), ("denoise", 3, 0, False), ("denoise", 3, 2, False)]
     cases += [("denoise", 3, None, False), ("denoise", 3, 3, True), ("decode", 0, 0, True)]
     cases += [("train", 0, 0, True), ("train", 3, 0, False)]  # while a step is compiled, and with steps to keep

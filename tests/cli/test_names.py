@@ -162,8 +162,8 @@ def test_a_stopped_run_goes_on_to_the_video_s_own_name(
         result = wanjax("a", "--model", model, *SMALL)
     assert result.exit_code == 130
     assert files(".") == []
-    [way_on] = [line for line in result.stderr.splitlines() if "goes on from there" in line]
-    command = shlex.split(way_on.partition("goes on from there: wanjax ")[2])
+    [resume_command] = [line for line in result.stderr.splitlines() if "goes on from there" in line]
+    command = shlex.split(resume_command.partition("goes on from there: wanjax ")[2])
     folder = Path(command[command.index("--dir") + 1])
     assert stage_files.EMBEDDINGS in files(folder)
     assert folder.is_relative_to(cached if has_home else tmp_path)

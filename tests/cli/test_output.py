@@ -62,9 +62,9 @@ def test_errors_are_all_that_is_told(model, option):
 def test_how_to_go_on_is_told_even_so(model, failing_in):
     with failing_in("frames", KeyboardInterrupt()):
         said = wanjax("a", "--model", model, *SMALL, "-q", "--dir", "d").stderr
-    stopped, way_on = said.splitlines()
+    stopped, resume_command = said.splitlines()
     assert stopped == "wanjax: stopped"
-    assert way_on.endswith(": wanjax decode --dir d")
+    assert resume_command.endswith(": wanjax decode --dir d")
 
 
 def test_json(model):
@@ -128,7 +128,7 @@ def test_a_cache_of_programs_without_room_is_told_once(tmp_path, capsys):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "xla"))
     compilation_cache.reset_cache()
     try:
-        with no_file_above(10), compile_cache(), Report().telling_warnings():
+        with no_file_above(10), compile_cache(), Report().print_warnings():
             for i in range(2):
                 jax.jit(lambda x, i=i: x + 271828 + i)(1)
     finally:

@@ -57,14 +57,14 @@ def test_frames_are_written_as_they_come(model, tmp_path, monkeypatch):
     seen = []
 
     def write(path, frames, fps, record):
-        def watched():
+        def handle_interrupts():
             for clip in frames:
                 seen.append(len(clip))
                 if len(seen) == 3:
                     raise RuntimeError("stopped")
                 yield clip
 
-        return write_video(path, watched(), fps, record)
+        return write_video(path, handle_interrupts(), fps, record)
 
     monkeypatch.setattr("wanjax.jobs.maker.write_video", write)
     run("a red circle", "--model", model, *GIVEN, "--out", tmp_path / "frames", status=1)

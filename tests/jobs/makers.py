@@ -26,7 +26,7 @@ class FileMaker:
         self.folder, self.seconds = Path(folder), seconds
         self.runs = []
 
-    def warm_up(self, stopped):
+    def warm_up(self, should_stop):
         pass
 
     def is_made(self, job):
@@ -34,7 +34,9 @@ class FileMaker:
 
     def explain(self, error):
         own = isinstance(error, WanjaxError) and not is_full(error)
-        return Failure("storage" if is_full(error) else "error", str(error), again=not own, ends=is_full(error))
+        return Failure(
+            "storage" if is_full(error) else "error", str(error), is_retryable=not own, ends_worker=is_full(error)
+        )
 
     def make(self, jobs, lease):
         self.runs.append([job.id for job in jobs])
@@ -43,7 +45,7 @@ class FileMaker:
                 log.write(f"{job.id}\n")
             for step in range(4):
                 lease.report(progress=25 * step, stage="denoise", stage_done=step, stage_total=4)
-                if lease.stopped():
+                if lease.should_stop():
                     raise Interrupted
                 time.sleep(self.seconds / 4)
             self.fail(job, job.request["settings"]["prompt"])

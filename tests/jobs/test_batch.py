@@ -8,7 +8,7 @@ from hypothesis import strategies as some
 from tests.support.batches import read_manifest
 from tests.support.words import naming
 from wanjax.errors import WanjaxError, is_failure
-from wanjax.jobs.batch import HOPELESS, MANIFEST, Batch, Manifest
+from wanjax.jobs.batch import MANIFEST, MAX_FIRST_FAILURES, Batch, Manifest
 from wanjax.jobs.maker import Task
 from wanjax.jobs.store import JobStore
 from wanjax.jobs.worker import DISK_FULL
@@ -26,10 +26,10 @@ def store(tmp_path):
     store.close()
 
 
-def leased(store, worker="w", most=32):
+def leased(store, worker="w", limit=32):
     """Return the jobs that a worker is to make, all of which it has begun."""
     store.register(worker, "ready", {})
-    jobs = store.lease(worker, ["nano"], most=most)
+    jobs = store.lease(worker, ["nano"], limit=limit)
     for job in jobs:
         store.begin(worker, job.id)
     return jobs
@@ -58,7 +58,7 @@ def test_each_task_ends_once(tmp_path_factory, count, workers, retries, random):
         while len(busy) < workers and store.stats().jobs.get("queued"):
             worker = f"w{next(names)}"
             store.register(worker, "ready", {})
-            if not (jobs := store.lease(worker, ["nano"], most=random.choice([1, 3, 32]))):
+            if not (jobs := store.lease(worker, ["nano"], limit=random.choice([1, 3, 32]))):
                 break
             busy.append((worker, jobs))
         worker, jobs = busy.pop(random.randrange(len(busy)))
@@ -75,7 +75,7 @@ def test_each_task_ends_once(tmp_path_factory, count, workers, retries, random):
                 store.fail(worker, job.id, {"code": "x", "message": "no"}, retries=retries)
         else:
             store.requeue(worker)
-        ended += [job.output for job in batch.look()]
+        ended += [job.output for job in batch.poll()]
         if random.random() < 0.1:  # the driver is killed, and another one begins
             batch = driver()
             ended = [name for name in ended if name in made]
@@ -97,7 +97,7 @@ def test_a_task_is_tried_again_and_then_listed_with_its_error(store, tmp_path):
         [job] = leased(store)
         fail(store, job, retries=2, message="the device is gone")
         store.requeue("w")
-    assert [job.output for job in batch.look()] == ["2.mp4", "1.mp4"]
+    assert [job.output for job in batch.poll()] == ["2.mp4", "1.mp4"]
     done, failed = read_manifest(tmp_path)
     assert done == {
         **{"file_name": "2.mp4", "row": 2, "prompt": "prompt 2", "seed": 1},
@@ -112,7 +112,7 @@ def test_a_manifest_knows_what_failed(tmp_path):
     manifest.add(task(1), error="the device is gone")
     manifest.add(task(2), seconds=1.0)
     again = Manifest(tmp_path)
-    assert (again.failed, again.listed) == ({"1.mp4"}, {"2.mp4"})
+    assert (again.failed, again.done_names) == ({"1.mp4"}, {"2.mp4"})
 
 
 def test_what_failed_before_is_made_alone_and_last(store, tmp_path):
@@ -121,13 +121,13 @@ def test_what_failed_before_is_made_alone_and_last(store, tmp_path):
     assert [job.output for job in leased(store)] == ["2.mp4", "3.mp4"]
 
 
-@pytest.mark.parametrize(("count", "failures"), [(99, HOPELESS), (1, 1)])
+@pytest.mark.parametrize(("count", "failures"), [(99, MAX_FIRST_FAILURES), (1, 1)])
 def test_a_batch_in_which_nothing_succeeds_is_ended(store, tmp_path, count, failures):
     batch = Batch(store, map(task, range(1, count + 1)), Manifest(tmp_path), "nano")
     for job in leased(store):
         fail(store, job, message="broken")
     with pytest.raises(WanjaxError, match=naming(f"row {failures} broken")):
-        list(batch.look())
+        list(batch.poll())
     batch.close()
     assert set(store.stats().jobs) == {"failed"}
 
@@ -138,14 +138,14 @@ def test_a_full_disk_ends_a_batch_and_is_no_video_s_failure(store, tmp_path):
     store.finish("w", first.id, {})
     fail(store, second, code=DISK_FULL, message="2.mp4 cannot be written")
     with pytest.raises(WanjaxError, match=naming("2.mp4 written")) as raised:
-        list(batch.look())
+        list(batch.poll())
     assert is_failure(raised.value)
     assert [entry["file_name"] for entry in read_manifest(tmp_path)] == ["1.mp4"]
 
 
 def test_what_a_driver_leaves_no_worker_of_others_makes(store, tmp_path):
     batch = Batch(store, map(task, range(1, 5)), Manifest(tmp_path), "nano")
-    [job] = leased(store, most=1)
+    [job] = leased(store, limit=1)
     batch.close()
     assert store.heartbeat("w", job.id, None).value == "cancel"
     assert store.stats().jobs == {"failed": 3, "in_progress": 1}
@@ -160,7 +160,7 @@ def test_a_manifest_is_whole_after_any_end(tmp_path, cut):
     data = file.read_bytes()
     file.write_bytes(data + data.splitlines()[1][:cut])
     again = Manifest(tmp_path)
-    assert again.listed == {"1.mp4"}
+    assert again.done_names == {"1.mp4"}
     again.add(task(1))
     again.add(task(2), seconds=1.0)
     entries = read_manifest(tmp_path)

@@ -16,11 +16,11 @@ from tests.support.jobs import made
 from tests.support.words import naming, says
 from wanjax.cli import many
 from wanjax.errors import WanjaxError
-from wanjax.jobs.lockstep import Leader, OutOfStep, follow
+from wanjax.jobs.lockstep import Leader, OutOfSync, follow
 from wanjax.jobs.maker import VideoMaker
 from wanjax.jobs.multihost import PeerGroup
 from wanjax.jobs.ray_workers import Host
-from wanjax.jobs.sharing import BATCH, enter
+from wanjax.jobs.sharing import BATCH, join_namespace
 from wanjax.jobs.store import NewJob
 from wanjax.pipelines.request import VideoRequest
 
@@ -68,19 +68,19 @@ def led(nano, tmp_path):
         room.barrier.abort()
 
 
-def tasks_of(leader, *given):
-    return leader.tasks_of([VideoRequest.parse(SMALL | one, row=number) for number, one in enumerate(given, 1)])
+def tasks_for(leader, *given):
+    return leader.tasks_for([VideoRequest.parse(SMALL | one, row=number) for number, one in enumerate(given, 1)])
 
 
 def test_all_make_the_runs_of_the_first(led, local_store):
     leader, others, running = led
-    tasks = tasks_of(leader, {"prompt": "a"}, {"prompt": "b", "scheduler": "euler"}, {"prompt": "c", "seed": "random"})
+    tasks = tasks_for(leader, {"prompt": "a"}, {"prompt": "b", "scheduler": "euler"}, {"prompt": "c", "seed": "random"})
     for _ in range(2):  # once they are there, and no one is asked
         assert [job.status for job in made(local_store, leader, tasks)] == ["completed"] * 3
     assert leader.dismiss()
     assert [run.result(PATIENCE) for run in running] == [None, None]
     names = {task.output for task in tasks}
-    assert all(set(os.listdir(maker.place)) == names for maker in (leader, *others))
+    assert all(set(os.listdir(maker.folder)) == names for maker in (leader, *others))
 
 
 def test_what_shows_how_far_a_video_is_is_fitted_by_all(led, monkeypatch):
@@ -95,7 +95,7 @@ def test_what_shows_how_far_a_video_is_is_fitted_by_all(led, monkeypatch):
 
 def test_what_one_of_them_cannot_make_none_begins(led, local_store, monkeypatch):
     leader, others, running = led
-    tasks = tasks_of(leader, {"prompt": "a"}, {"prompt": "b", "steps": 3}, {"prompt": "c"})
+    tasks = tasks_for(leader, {"prompt": "a"}, {"prompt": "b", "steps": 3}, {"prompt": "c"})
     shared = others[1].shared_parts
 
     def missing(request):
@@ -110,12 +110,12 @@ def test_what_one_of_them_cannot_make_none_begins(led, local_store, monkeypatch)
     assert [jobs[prompt].status for prompt in "abc"] == ["completed", "failed", "completed"]
     assert leader.dismiss()
     assert [run.result(PATIENCE) for run in running] == [None, None]
-    assert all(len(os.listdir(maker.place)) == 2 for maker in (leader, *others))
+    assert all(len(os.listdir(maker.folder)) == 2 for maker in (leader, *others))
 
 
 def test_what_the_first_cannot_make_is_not_asked_of_the_others(led, local_store):
     leader, _, running = led
-    (task,) = tasks_of(leader, {"prompt": "a"})
+    (task,) = tasks_for(leader, {"prompt": "a"})
     wrong = task._replace(request=replace(task.request, inputs={"image": "nowhere.png"}))
     (job,) = made(local_store, leader, [wrong])
     assert says(job.error["message"], "nowhere.png")
@@ -123,14 +123,14 @@ def test_what_the_first_cannot_make_is_not_asked_of_the_others(led, local_store)
     assert [run.result(PATIENCE) for run in running] == [None, None]
 
 
-@pytest.mark.parametrize("started_again", [False, True])
-def test_a_failure_within_a_run_ends_all(led, local_store, started_again):
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_failure_within_a_run_ends_all(led, local_store, restarts):
     """Of three videos the second cannot be made: it is told, and nothing is tried again in these processes."""
     leader, _, running = led
-    leader.started_again = started_again
-    tasks = tasks_of(leader, {"prompt": "a"}, {"prompt": "fail"}, {"prompt": "c"})
+    leader.restarts = restarts
+    tasks = tasks_for(leader, {"prompt": "a"}, {"prompt": "fail"}, {"prompt": "c"})
     jobs = made(local_store, leader, tasks, retries=1)
-    assert [job.status for job in jobs] == ["completed", "queued" if started_again else "failed", "queued"]
+    assert [job.status for job in jobs] == ["completed", "queued" if restarts else "failed", "queued"]
     assert [job.attempts for job in jobs] == [1, 1, 0]
     assert jobs[1].error["message"] == str(f"RuntimeError: {leader.fault}") == "RuntimeError: the device is gone"
     assert not leader.dismiss()
@@ -154,14 +154,14 @@ def test_a_failure_on_one_host_alone_is_told_as_it_was_there(nano, local_store, 
     host = Host()
     with ThreadPoolExecutor(1) as pool:
         following = pool.submit(host._follow, makers[1], peers=Near(room, 1))
-        tasks = tasks_of(makers[0], {"prompt": "a"}, {"prompt": "b", "steps": 3})
+        tasks = tasks_for(makers[0], {"prompt": "a"}, {"prompt": "b", "steps": 3})
         if where == 0:
             jobs = made(local_store, makers[0], tasks)
             assert [job.error and job.error["message"] for job in jobs] == [None, "RuntimeError: the device is gone"]
             assert not following.done()
         else:
             made(local_store, makers[0], tasks)
-            with pytest.raises(OutOfStep, match="RuntimeError: the device is gone"):
+            with pytest.raises(OutOfSync, match="RuntimeError: the device is gone"):
                 following.result(PATIENCE)
         room.barrier.abort()
 
@@ -169,10 +169,10 @@ def test_a_failure_on_one_host_alone_is_told_as_it_was_there(nano, local_store, 
 @pytest.mark.parametrize("asked", [False, True])
 def test_a_host_whose_folder_is_another_takes_no_job(local_store, tmp_path, asked):
     """Whoever asked it something is told why, and nobody's jobs are made into a folder that others do not see."""
-    enter(local_store, tmp_path, BATCH)
+    join_namespace(local_store, tmp_path, BATCH)
     local_store.add(NewJob("a", {}, "nano", "a.mp4"))
     (elsewhere := tmp_path / "elsewhere").mkdir()
-    start = partial(many._maker, {"load": None, "place": elsewhere})
+    start = partial(many._make_maker, {"load": None, "folder": elsewhere})
     ask = operator.attrgetter("models") if asked else None
     host, message = Host(), pickle.dumps((local_store, start, "w", {"until_empty": True}, ask))
     with ThreadPoolExecutor(1) as pool:
@@ -184,4 +184,4 @@ def test_a_host_whose_folder_is_another_takes_no_job(local_store, tmp_path, aske
 
 
 def test_an_error_that_left_processes_behind_goes_to_another_process():
-    assert str(pickle.loads(pickle.dumps(OutOfStep("the device is gone")))) == "the device is gone"
+    assert str(pickle.loads(pickle.dumps(OutOfSync("the device is gone")))) == "the device is gone"

@@ -38,14 +38,14 @@ def test_requests_are_made_as_single_calls_make_them(nano, maker, local_store):
         {"prompt": "a blue square", "steps": 1, "scheduler": "euler"},
         {"prompt": "a blue square", "seed": 4},
     )
-    tasks = maker.tasks_of(requests)
+    tasks = maker.tasks_for(requests)
     jobs = made(local_store, maker, tasks)
     assert {job.status for job in jobs} == {"completed"}
-    assert {task.output for task in tasks} == set(os.listdir(maker.place))
+    assert {task.output for task in tasks} == set(os.listdir(maker.folder))
     [request, *_] = maker.prepare_run(tasks[:2]).requests
-    assert read_metadata(maker.place / tasks[0].output) == request.metadata
-    nano("a blue square", seed=4, **SMALL).save(maker.place / "one.mp4")
-    np.testing.assert_array_equal(*(read_clip(maker.place / name, 5, 8) for name in (tasks[1].output, "one.mp4")))
+    assert read_metadata(maker.folder / tasks[0].output) == request.metadata
+    nano("a blue square", seed=4, **SMALL).save(maker.folder / "one.mp4")
+    np.testing.assert_array_equal(*(read_clip(maker.folder / name, 5, 8) for name in (tasks[1].output, "one.mp4")))
     assert jobs[0].progress["stage_total"] > 0
     assert {"encode", "denoise", "decode"} <= jobs[0].progress["stage_seconds"].keys()
     assert "encode" not in jobs[1].progress["stage_seconds"]  # each stage counts for one video of a run
@@ -55,7 +55,7 @@ def test_requests_are_made_as_single_calls_make_them(nano, maker, local_store):
 def test_requests_that_differ_in_prompt_and_seed_are_of_one_run(maker, local_store, monkeypatch):
     runs, prepared = [], VideoMaker.prepare_run
     monkeypatch.setattr(VideoMaker, "prepare_run", lambda *given: runs.append(given[1]) or prepared(*given))
-    tasks = maker.tasks_of(
+    tasks = maker.tasks_for(
         asked({"prompt": "a", "seed": 3}, {"prompt": "b", "scheduler": "euler"}, {"prompt": "c", "seed": "random"})
     )
     assert [task.request.row for task in tasks] == [1, 3, 2]
@@ -69,8 +69,8 @@ def test_requests_that_differ_in_prompt_and_seed_are_of_one_run(maker, local_sto
 
 @pytest.mark.usefixtures("nothing_is_computed")
 def test_what_is_there_is_not_made_again(maker, local_store):
-    tasks = maker.tasks_of(asked({"prompt": "a"}, {"prompt": "b"}))
-    (there := maker.place / tasks[0].output).write_text("there")
+    tasks = maker.tasks_for(asked({"prompt": "a"}, {"prompt": "b"}))
+    (there := maker.folder / tasks[0].output).write_text("there")
     assert [job.status for job in made(local_store, maker, tasks)] == ["completed"] * 2
     assert there.read_text() == "there"
     maker.force = True
@@ -92,40 +92,40 @@ def test_what_is_there_is_not_made_again(maker, local_store):
 )
 def test_what_the_model_cannot_make_is_told_before_anything_starts(maker, given, said):
     with pytest.raises(WanjaxError, match=naming(said)):
-        maker.tasks_of(asked({"prompt": "a"}, {"prompt": "b"} | given))
+        maker.tasks_for(asked({"prompt": "a"}, {"prompt": "b"} | given))
 
 
 def test_a_seed_of_a_library_s_request_is_checked_too(maker):
     first, second = asked({"prompt": "a"}, {"prompt": "b"})
     with pytest.raises(WanjaxError, match=naming("row 2 seed 18446744073709551616")):
-        maker.tasks_of([first, second.updated({"seed": 2**64})])
+        maker.tasks_for([first, second.updated({"seed": 2**64})])
 
 
 @pytest.mark.usefixtures("nothing_is_computed")
 def test_one_request_s_failure_is_its_own(maker, local_store):
     """The second of three that would be made together fails alone, as often as it may."""
-    tasks = maker.tasks_of(asked({"prompt": "a"}, {"prompt": "fail"}, {"prompt": "c"}))
+    tasks = maker.tasks_for(asked({"prompt": "a"}, {"prompt": "fail"}, {"prompt": "c"}))
     jobs = made(local_store, maker, tasks, retries=2)
     assert [job.status for job in jobs] == ["completed", "failed", "completed"]
     assert [job.attempts for job in jobs] == [1, 3, 1]
     assert jobs[1].error["message"] == "RuntimeError: the device is gone"
-    assert len(os.listdir(maker.place)) == 2
+    assert len(os.listdir(maker.folder)) == 2
 
 
 @pytest.mark.usefixtures("nothing_is_computed")
 def test_a_full_disk_ends_the_worker(maker, local_store):
-    jobs = made(local_store, maker, maker.tasks_of(asked({"prompt": "full"}, {"prompt": "b"})), retries=2)
+    jobs = made(local_store, maker, maker.tasks_for(asked({"prompt": "full"}, {"prompt": "b"})), retries=2)
     assert [job.status for job in jobs] == ["failed", "queued"]
     assert jobs[0].error["code"] == DISK_FULL
 
 
 @pytest.mark.usefixtures("nothing_is_computed")
 def test_a_worker_with_other_options_makes_no_video_of_a_name_that_is_not_its_own(nano, maker, local_store):
-    tasks = maker.tasks_of(asked({"prompt": "a"}))
-    [job] = made(local_store, VideoMaker(lambda: nano, maker.place, batch_guidance=True), tasks)
+    tasks = maker.tasks_for(asked({"prompt": "a"}))
+    [job] = made(local_store, VideoMaker(lambda: nano, maker.folder, batch_guidance=True), tasks)
     assert job.status == "failed"
     assert tasks[0].output in job.error["message"]
-    assert os.listdir(maker.place) == []
+    assert os.listdir(maker.folder) == []
 
 
 def test_an_error_goes_from_one_process_to_another():

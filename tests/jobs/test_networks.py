@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.postgres import running
 from tests.support.served import SMALL
-from wanjax.jobs.databases import VARIABLE
+from wanjax.jobs.databases import ENV_VARIABLE
 
 TOKEN, NET, PATIENCE = "a-token-of-this-test", "10.77.33", 300.0
 HOSTS = {"front": f"{NET}.2", "worker": f"{NET}.3", "database": f"{NET}.4"}
@@ -59,7 +59,7 @@ class Host:
 
     def __init__(self, host: str, url: str, log: Path, *command: str):
         self.command = [*inside(host), sys.executable, "-m", "wanjax", *command]
-        self.environment, self.log = os.environ | {VARIABLE: url, "WANJAX_TOKEN": TOKEN}, log
+        self.environment, self.log = os.environ | {ENV_VARIABLE: url, "WANJAX_TOKEN": TOKEN}, log
         self.start()
 
     def start(self) -> None:

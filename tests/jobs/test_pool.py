@@ -16,7 +16,7 @@ from tests.jobs.makers import die, make_files
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
 from wanjax.jobs import pool as module
-from wanjax.jobs.pool import MOST_DEATHS, LocalWorker, Pool, Scale
+from wanjax.jobs.pool import MOST_DEATHS, Autoscaler, LocalWorker, Pool
 from wanjax.jobs.store import COMPLETED, QUEUED, RUNNING, JobStore, NewJob, Unavailable
 
 PATIENCE = 120  # seconds
@@ -42,7 +42,7 @@ def look_until(pool, condition):
     end = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < end, pool.store.stats()
-        pool.look()
+        pool.poll()
         time.sleep(0.02)
 
 
@@ -56,7 +56,7 @@ class Idle:
     def __init__(self, number):
         self.name, self.why, self.asked, self.killed = f"w{number}", None, False, False
 
-    def ended(self):
+    def exit_reason(self):
         return self.why
 
     def terminate(self):
@@ -70,9 +70,9 @@ class Idle:
 def test_workers_that_are_killed_are_replaced_and_each_job_ends_once(store, tmp_path, kills):
     count, notes = 4 * kills, []
     fill(store, count)
-    options = {"together": 4, "attempts": kills + 1}
+    options = {"max_batch": 4, "attempts": kills + 1}
     start = partial(LocalWorker, store, partial(make_files, tmp_path, 0.1), options)
-    pool = Pool(store, lambda number: start(number=number), Scale(2, 2), notes.append)
+    pool = Pool(store, lambda number: start(number=number), Autoscaler(2, 2), notes.append)
     for kill in range(kills):
         look_until(pool, lambda: store.stats().jobs.get(RUNNING))
         with suppress(ProcessLookupError):
@@ -88,7 +88,7 @@ def test_workers_that_are_killed_are_replaced_and_each_job_ends_once(store, tmp_
 
 
 def test_workers_that_die_at_once_end_the_pool(store):
-    pool = Pool(store, lambda number: LocalWorker(store, die, {}), Scale(1, 1), print)
+    pool = Pool(store, lambda number: LocalWorker(store, die, {}), Autoscaler(1, 1), print)
     with pytest.raises(WanjaxError, match=naming(f"{MOST_DEATHS} workers 9")):
         pool.run(lambda: False)
     pool.close()
@@ -105,8 +105,8 @@ def test_a_pool_outlives_an_outage_of_the_database(store, monkeypatch):
         return workers[-1]
 
     fill(store, 1)
-    pool = Pool(store, start, Scale(1, 1), lambda note: None)
-    pool.look()
+    pool = Pool(store, start, Autoscaler(1, 1), lambda note: None)
+    pool.poll()
     assert store.lease("w0", ["nano"])
     workers[0].why = "killed"
     lost, stats = store.requeue_lost, store.stats
@@ -127,26 +127,26 @@ def test_as_many_workers_as_there_is_work_for(store, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(module, "monotonic", lambda: now[0])
     workers = []
-    pool = Pool(store, lambda number: workers.append(Idle(number)) or workers[-1], Scale(1, 3), lambda note: None)
+    pool = Pool(store, lambda number: workers.append(Idle(number)) or workers[-1], Autoscaler(1, 3), lambda note: None)
 
     def look(seconds=0.0):
         now[0] += seconds
-        pool.look()
+        pool.poll()
         return [worker.asked for worker in workers]
 
     fill(store, 5)
     assert look() == [False]
-    assert look(module.UP) == [False] * 3
+    assert look(module.SCALE_UP_DELAY) == [False] * 3
     for number in range(5):
         store.cancel(f"v{number}")
     assert look() == [False] * 3
-    assert look(module.DOWN - 1) == [False] * 3
+    assert look(module.SCALE_DOWN_DELAY - 1) == [False] * 3
     assert look(1) == [False, True, True]
     workers[2].why = ""
     assert len(look() and pool.workers) == 2
     fill(store, 5, first=5)
     look()
-    look(module.UP)
+    look(module.SCALE_UP_DELAY)
     assert len(pool.workers) == 3
     assert len(workers) == 4  # the number of one that still ends is not free
 
@@ -154,15 +154,15 @@ def test_as_many_workers_as_there_is_work_for(store, monkeypatch):
 def test_workers_that_wait_for_a_place_are_told_of_once(store, monkeypatch):
     now, notes = [0.0], []
     monkeypatch.setattr(module, "monotonic", lambda: now[0])
-    pool = Pool(store, Idle, Scale(2, 2), notes.append)
-    for seconds in (0, module.PATIENCE + 1, module.PATIENCE + 1):
+    pool = Pool(store, Idle, Autoscaler(2, 2), notes.append)
+    for seconds in (0, module.WAITING_NOTE_DELAY + 1, module.WAITING_NOTE_DELAY + 1):
         now[0] += seconds
-        pool.look()
+        pool.poll()
     assert len(notes) == 1
     for number in range(2):
         store.register(f"w{number}", "ready", {})
-    now[0] += module.PATIENCE + 1
-    pool.look()
+    now[0] += module.WAITING_NOTE_DELAY + 1
+    pool.poll()
     assert len(notes) == 1
 
 

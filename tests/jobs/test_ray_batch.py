@@ -22,11 +22,11 @@ from wanjax.errors import WanjaxError
 from wanjax.jobs import maker
 from wanjax.jobs.batch import Batch, Manifest
 from wanjax.jobs.maker import VideoMaker
-from wanjax.jobs.pool import Pool, Scale
-from wanjax.jobs.ray_cluster import connected, resources_of
-from wanjax.jobs.ray_placement import POD, SLICE, WORKER_ID, bundles_of, place_alone, place_together
+from wanjax.jobs.pool import Autoscaler, Pool
+from wanjax.jobs.ray_cluster import connect_ray, resources_of
+from wanjax.jobs.ray_placement import POD, SLICE, WORKER_ID, placement_bundles, start_group, start_single
 from wanjax.jobs.ray_workers import Host, RayWorker, RemoteStore
-from wanjax.jobs.sharing import BATCH, enter
+from wanjax.jobs.sharing import BATCH, join_namespace
 from wanjax.jobs.store import JobStore, NewJob
 from wanjax.pipelines.request import VideoRequest
 
@@ -114,22 +114,24 @@ def test_a_video_that_fails_on_one_host_of_a_slice_is_listed_and_the_rest_goes_o
     asked = [
         VideoRequest.parse(small | {"prompt": prompt, "seed": row}, row=row) for row, prompt in enumerate(prompts, 1)
     ]
-    with connected(None, 2) as ray:
-        arguments = {"load": partial(maker.keeping_programs, load, {}), "place": tmp_path}
-        enter(local := JobStore(str(tmp_path / "jobs.sqlite")), tmp_path, BATCH)
+    with connect_ray(None, 2) as ray:
+        arguments = {"load": partial(maker.with_program_cache, load, {}), "folder": tmp_path}
+        join_namespace(local := JobStore(str(tmp_path / "jobs.sqlite")), tmp_path, BATCH)
         store, notes, plan = RemoteStore.start(ray, local), [], []
-        options = {"together": 32, "retries": 1, "attempts": 2}
-        place, follower = partial(place_together, ray, [{"CPU": 1}] * 2, False), partial(VideoMaker, **arguments)
-        worker = partial(RayWorker, ray, store, partial(many._maker, arguments, leads=True), options, place, follower)
-        ask = operator.methodcaller("tasks_of", asked)
-        pool = Pool(store, lambda number: worker(None if plan else ask), Scale(1, 1), notes.append)
+        options = {"max_batch": 32, "retries": 1, "attempts": 2}
+        place, follower = partial(start_group, ray, [{"CPU": 1}] * 2, False), partial(VideoMaker, **arguments)
+        worker = partial(
+            RayWorker, ray, store, partial(many._make_maker, arguments, leads=True), options, place, follower
+        )
+        ask = operator.methodcaller("tasks_for", asked)
+        pool = Pool(store, lambda number: worker(None if plan else ask), Autoscaler(1, 1), notes.append)
         while not plan:
-            pool.look()
+            pool.poll()
             plan += pool.workers[0].answer() or []
         batch, ended = Batch(store, plan, Manifest(tmp_path), "nano"), []
         while batch.ended < batch.total:
-            pool.look()
-            ended += batch.look()
+            pool.poll()
+            ended += batch.poll()
             time.sleep(0.1)
         pool.kill()
     made, failed = ([one for one in read_manifest(tmp_path) if ("error" in one) is wrong] for wrong in (False, True))
@@ -150,18 +152,18 @@ def test_a_worker_whose_folder_is_another_makes_nothing_and_says_so(tmp_path, ho
     there, elsewhere = tmp_path / "there", tmp_path / "elsewhere"
     for folder in (there, elsewhere):
         folder.mkdir()
-    enter(local := JobStore(str(tmp_path / "jobs.sqlite")), there, BATCH)
+    join_namespace(local := JobStore(str(tmp_path / "jobs.sqlite")), there, BATCH)
     local.add(NewJob("a", {}, "nano", "a.mp4"))
-    with connected(None, 2) as ray:
-        store, arguments = RemoteStore.start(ray, local), {"load": partial(wanjax.load, "nano"), "place": elsewhere}
-        place = partial(place_alone, ray, {"num_cpus": 1})
+    with connect_ray(None, 2) as ray:
+        store, arguments = RemoteStore.start(ray, local), {"load": partial(wanjax.load, "nano"), "folder": elsewhere}
+        place = partial(start_single, ray, {"num_cpus": 1})
         if hosts > 1:
-            place = partial(place_together, ray, [{"CPU": 1}] * hosts, False)
-        start, follower = partial(many._maker, arguments, leads=hosts > 1), partial(VideoMaker, **arguments)
+            place = partial(start_group, ray, [{"CPU": 1}] * hosts, False)
+        start, follower = partial(many._make_maker, arguments, leads=hosts > 1), partial(VideoMaker, **arguments)
         worker = RayWorker(ray, store, start, {}, place, follower, operator.attrgetter("models"))
         with pytest.raises(WanjaxError, match=naming(f"{elsewhere} another folder")):
             answered(worker)
-        assert worker.ended() is None  # who asked ends it: another one would be as wrong
+        assert worker.exit_reason() is None  # who asked ends it: another one would be as wrong
         worker.kill()
         assert store.get("a").attempts == 0
 
@@ -201,9 +203,9 @@ def test_the_hosts_of_a_worker_are_those_of_one_tpu_slice_in_its_order():
             told = {"num_cpus": 1, "resources": {"TPU": 4, **head}, "labels": labels, "include_dashboard": False}
             cluster.add_node(**told, object_store_memory=80 * 2**20)
         ray.init(cluster.address, log_to_driver=False)
-        bundles = bundles_of(ray, {"": {"resources": {"TPU": 4}}}, 2)
+        bundles = placement_bundles(ray, {"": {"resources": {"TPU": 4}}}, 2)
         assert bundles == [{"TPU": 4, "TPU-v6e-8-head": 1}, {"TPU": 4}]
-        workers = [place_together(ray, bundles, True, Host) for _ in range(2)]
+        workers = [start_group(ray, bundles, True, Host) for _ in range(2)]
         where = {node["NodeID"]: node["Labels"] for node in ray.nodes()}
         found = []
         for actors, group in workers:
@@ -212,7 +214,7 @@ def test_the_hosts_of_a_worker_are_those_of_one_tpu_slice_in_its_order():
             found.append([(where[nodes[host]][SLICE], where[nodes[host]][WORKER_ID]) for host in range(2)])
         assert sorted(found) == [[("a", "0"), ("a", "1")], [("b", "0"), ("b", "1")]]
         with pytest.raises(WanjaxError, match=naming("--hosts 3 2 v6e-8")):
-            bundles_of(ray, {"": {"resources": {"TPU": 4}}}, 3)
+            placement_bundles(ray, {"": {"resources": {"TPU": 4}}}, 3)
     finally:
         ray.shutdown()
         cluster.shutdown()
@@ -273,8 +275,8 @@ def test_resources_are_read_or_refused():
     assert resources_of(None) == {}
     assert resources_of("cpu=2,gpu=0.5, TPU=4") == {"": {"num_cpus": 2, "num_gpus": 0.5, "resources": {"TPU": 4}}}
     first = resources_of("TPU=4,first.TPU-v6e-16-head=1", ("first",))
-    assert bundles_of(None, first, 3) == [{"TPU": 4, "TPU-v6e-16-head": 1}, {"TPU": 4}, {"TPU": 4}]
-    assert bundles_of(None, {"": {"num_cpus": 2}}, 2) == [{"CPU": 2}] * 2
+    assert placement_bundles(None, first, 3) == [{"TPU": 4, "TPU-v6e-16-head": 1}, {"TPU": 4}, {"TPU": 4}]
+    assert placement_bundles(None, {"": {"num_cpus": 2}}, 2) == [{"CPU": 2}] * 2
     for wrong in ("denoise.gpu=1", "cpu", "cpu=many", "cpu=-1", "=2", "TPU=inf"):
         with pytest.raises(WanjaxError, match=naming(f"{wrong!r} cpu=1,TPU=4")):
             resources_of(wrong)

@@ -25,7 +25,7 @@ from tests.support.words import says
 from wanjax.errors import WanjaxError
 from wanjax.jobs import store as stores
 from wanjax.jobs.databases import public_url, without_password
-from wanjax.jobs.sharing import BATCH, SERVE, enter
+from wanjax.jobs.sharing import BATCH, SERVE, join_namespace
 from wanjax.jobs.store import (
     ARRIVING,
     CANCELLED,
@@ -204,14 +204,14 @@ def test_jobs_of_one_batch_are_leased_together(store: JobStore) -> None:
     ready(store, "a", "b")
     store.add_all([new(number, batch="even" if number % 2 == 0 else "odd") for number in range(8)])
     store.add_all([new(0, batch="even"), new(8, batch="even")])
-    assert leased(store, "a", most=3) == ["v0", "v2", "v4"]
+    assert leased(store, "a", limit=3) == ["v0", "v2", "v4"]
     assert store.begin("a", "v0") is Signal.CONTINUE
     assert store.begin("a", "v0") is Signal.CONTINUE  # the answer was lost
-    assert leased(store, "b", most=9) == ["v1", "v3", "v5", "v7"]
+    assert leased(store, "b", limit=9) == ["v1", "v3", "v5", "v7"]
     store.requeue_lost("a")
     assert [store.get(f"v{number}").attempts for number in (0, 2, 4)] == [1, 0, 0]
     ready(store, "a")
-    assert leased(store, "a", most=3) == ["v0", "v2", "v4"]
+    assert leased(store, "a", limit=3) == ["v0", "v2", "v4"]
     store.cancel("v2")
     assert store.begin("a", "v2") is Signal.LOST  # which ended at once
     store.requeue("b")
@@ -220,12 +220,12 @@ def test_jobs_of_one_batch_are_leased_together(store: JobStore) -> None:
     assert store.fail("a", "v0", ERROR, retries=2)
     assert (store.get("v0").status, store.get("v0").error) == (QUEUED, ERROR)
     ready(store, "b")
-    assert leased(store, "b", most=9) == ["v1", "v3", "v5", "v7"]
+    assert leased(store, "b", limit=9) == ["v1", "v3", "v5", "v7"]
     store.begin("a", "v4")
     store.requeue("a")
     assert store.get("v4").attempts == 0
     ready(store, "a")
-    assert leased(store, "a", most=9) == ["v4", "v6", "v8", "v0"]  # what failed is tried last
+    assert leased(store, "a", limit=9) == ["v4", "v6", "v8", "v0"]  # what failed is tried last
     store.begin("a", "v0")
     assert store.fail("a", "v0", ERROR, retries=2)
     assert (store.get("v0").status, store.get("v0").attempts) == (FAILED, 3)
@@ -339,12 +339,12 @@ def test_two_places_of_one_database_know_nothing_of_each_other(store: JobStore, 
     other = JobStore(url)
     for each, name in ((store, "one"), (other, "two")):
         (tmp_path / name).mkdir()
-        enter(each, tmp_path / name, BATCH)
+        join_namespace(each, tmp_path / name, BATCH)
         each.add_all([new(0, batch=name), new(1, batch=name)])
         ready(each, f"{name} a", f"{name} b")
     again = JobStore(url)
-    enter(again, tmp_path / "one", BATCH)
-    assert again.place == store.place != other.place
+    join_namespace(again, tmp_path / "one", BATCH)
+    assert again.namespace == store.namespace != other.namespace
     assert leased(store, "one a") + leased(store, "one b") == ["v0", "v1"]
     assert leased(store, "one b") == ["v1"]
     assert (store.waiting(), other.waiting()) == (0, 2)
@@ -379,16 +379,16 @@ def test_two_places_of_one_database_know_nothing_of_each_other(store: JobStore, 
 
 
 def test_a_store_of_another_patience_has_the_same_connections(store: JobStore) -> None:
-    patient = store.with_patience(9.0)
-    assert (patient.patience, store.patience) == (9.0, stores.PATIENCE)
+    patient = store.with_retry_seconds(9.0)
+    assert (patient.retry_seconds, store.retry_seconds) == (9.0, stores.RETRY_SECONDS)
     assert patient._database is store._database
 
 
 def test_who_make_a_folder_a_place_at_once_agree(store: JobStore, url: str, tmp_path: Path) -> None:
     stores = [JobStore(url) for _ in range(8)]
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda each: enter(each, tmp_path, SERVE), stores))
-    assert len({each.place for each in stores}) == 1
+        list(pool.map(lambda each: join_namespace(each, tmp_path, SERVE), stores))
+    assert len({each.namespace for each in stores}) == 1
     for each in stores:
         each.close()
 
@@ -397,7 +397,7 @@ def test_who_make_a_folder_a_place_at_once_agree(store: JobStore, url: str, tmp_
 
 
 def drain(url: str, name: str, results: Any) -> None:
-    store = JobStore(url, patience=60)
+    store = JobStore(url, retry_seconds=60)
     store.register(name, "ready", {})
     made = []
     while jobs := store.lease(name, ["nano"]):
@@ -433,7 +433,7 @@ def test_who_follows_misses_no_change(store: JobStore, url: str) -> None:
                 seen[job.id], since = job.status, job.version
 
     def write(number: int) -> None:
-        own = JobStore(url, patience=60)
+        own = JobStore(url, retry_seconds=60)
         ready(own, name := f"w{number}")
         for count in range(15):
             own.add(new(f"{number}-{count}"))
@@ -453,14 +453,14 @@ def test_who_follows_misses_no_change(store: JobStore, url: str) -> None:
 
 def test_no_two_transactions_wait_for_each_other(postgres: Server) -> None:
     with postgres.database() as url:
-        first = JobStore(url, patience=60)
+        first = JobStore(url, retry_seconds=60)
         first.add_all([new(number, batch="x") for number in range(120)])
 
         def work(number: int) -> None:
-            own, name = JobStore(url, patience=60), f"w{number}"
+            own, name = JobStore(url, retry_seconds=60), f"w{number}"
             for turn in range(12):
                 ready(own, name)
-                jobs = leased(own, name, most=3)
+                jobs = leased(own, name, limit=3)
                 for id in jobs:
                     own.begin(name, id)
                     own.heartbeat(name, id, {"progress": turn})
@@ -503,7 +503,7 @@ def test_a_process_has_two_connections(postgres: Server) -> None:
 
 def test_a_database_that_is_away_for_a_while(postgres: Server) -> None:
     with postgres.database() as url:
-        patient, hasty = JobStore(url, patience=60), JobStore(url, patience=0.3)
+        patient, hasty = JobStore(url, retry_seconds=60), JobStore(url, retry_seconds=0.3)
         patient.add(new(0))
         postgres.stop("immediate")
         try:
@@ -523,20 +523,20 @@ def test_a_database_that_is_away_for_a_while(postgres: Server) -> None:
 
 def test_who_follows_misses_no_change_after_a_crash(postgres: Server) -> None:
     """A change that was read and then lost in a crash leaves its version to no other."""
-    with postgres.database() as url, closing(JobStore(url, patience=60)) as store:
+    with postgres.database() as url, closing(JobStore(url, retry_seconds=60)) as store:
         with psycopg.connect(postgres.url("postgres"), autocommit=True) as admin:
             admin.execute("ALTER SYSTEM SET wal_writer_delay = '10s'")  # so that the crash loses what is not durable
             admin.execute("SELECT pg_reload_conf()")
         ready(store, "a")
         store.add_all([new(number) for number in range(2)])
-        leased(store, "a", most=1)
+        leased(store, "a", limit=1)
         store.finish("a", "v0", {})
         since = store.changes(0)[-1].version
         postgres.stop("immediate")
         postgres.start()
         assert store.get("v0").status == QUEUED  # the crash has lost what came after the jobs were added
         ready(store, "a")
-        [first] = leased(store, "a", most=1)
+        [first] = leased(store, "a", limit=1)
         store.finish("a", first, {})
         assert [(job.id, job.status) for job in store.changes(since)] == [("v0", COMPLETED)]
         with psycopg.connect(postgres.url("postgres"), autocommit=True) as admin:
@@ -618,7 +618,7 @@ def test_wrong_databases_are_refused_in_a_sentence(
     secret, server = quote(PASSWORD, safe=""), f"127.0.0.1:{postgres.port}"
     start = time.monotonic()
     with pytest.raises(WanjaxError) as caught:
-        JobStore(url.format(secret=secret, password=PASSWORD, server=server, folder=tmp_path), patience=0.5)
+        JobStore(url.format(secret=secret, password=PASSWORD, server=server, folder=tmp_path), retry_seconds=0.5)
     told = str(caught.value)
     assert time.monotonic() - start < 10
     assert "\n" not in told
@@ -783,7 +783,7 @@ def carry_out(store: JobStore, model: Model, name: str, *given: Any) -> tuple[An
             model.workers.setdefault(worker, False)
             ready(store, worker)
         case "lease", (worker, most):
-            return leased(store, worker, most=most), model.lease(worker, most)
+            return leased(store, worker, limit=most), model.lease(worker, most)
         case "begin", (worker, id):
             return store.begin(worker, id), model.begin(worker, id)
         case "heartbeat", (worker, id):

@@ -10,7 +10,7 @@ import pytest
 from tests.jobs.makers import FileMaker
 from tests.support.words import says
 from wanjax.jobs import worker as module
-from wanjax.jobs.sharing import BATCH, SERVE, enter, why_apart
+from wanjax.jobs.sharing import BATCH, SERVE, join_error, join_namespace
 from wanjax.jobs.store import COMPLETED, FAILED, QUEUED, RUNNING, JobStore, NewJob, NotFound, Signal
 from wanjax.jobs.worker import Lease, work
 
@@ -65,13 +65,13 @@ def wait(condition):
     return found
 
 
-@pytest.mark.parametrize("together", [1, 32])
-def test_jobs_are_made_in_order_and_finished(store, maker, together):
+@pytest.mark.parametrize("max_batch", [1, 32])
+def test_jobs_are_made_in_order_and_finished(store, maker, max_batch):
     fill(store, "a", "b", "c")
-    work(store, maker, together=together, until_empty=True)
+    work(store, maker, max_batch=max_batch, until_empty=True)
     assert maker.made() == ["v0", "v1", "v2"]
     assert ends(store, 3) == [(COMPLETED, None, 1)] * 3
-    assert maker.runs == [["v0", "v1", "v2"]] if together > 1 else [["v0"], ["v1"], ["v2"]]
+    assert maker.runs == [["v0", "v1", "v2"]] if max_batch > 1 else [["v0"], ["v1"], ["v2"]]
     progress = store.get("v1").progress
     assert (progress["progress"], progress["stage_total"]) == (100, 4)
     assert progress["worker"].count(":") == 1
@@ -81,7 +81,7 @@ def test_jobs_are_made_in_order_and_finished(store, maker, together):
 def test_one_job_s_failure_is_its_own(store, maker):
     """Of a run that fails each job is made alone: one whose fault it is fails at once, another one is tried again."""
     fill(store, "a", "fail once", "wrong", "fail", "e")
-    work(store, maker, together=32, retries=2, until_empty=True)
+    work(store, maker, max_batch=32, retries=2, until_empty=True)
     once = (COMPLETED, None, 1)
     assert ends(store, 5) == [once, once, (FAILED, "error", 1), (FAILED, "error", 3), once]
     assert maker.made().count("v0") == 1
@@ -90,7 +90,7 @@ def test_one_job_s_failure_is_its_own(store, maker):
 
 def test_a_full_disk_ends_the_worker_and_the_other_jobs_wait(store, maker):
     fill(store, "full", "b", "c")
-    work(store, maker, together=32, until_empty=True)
+    work(store, maker, max_batch=32, until_empty=True)
     assert ends(store, 3) == [(FAILED, "storage", 1), (QUEUED, None, 0), (QUEUED, None, 0)]
 
 
@@ -111,7 +111,7 @@ def test_a_worker_finishes_what_it_has_where_no_job_waits(store, maker):
     fill(store, "a")
     store.register("w", "ready", {})
     assert store.lease("w", ["nano"])
-    work(store, maker, name="w", together=32, until_empty=True)
+    work(store, maker, name="w", max_batch=32, until_empty=True)
     assert ends(store, 1) == [(COMPLETED, None, 1)]
 
 
@@ -126,14 +126,14 @@ def test_a_job_of_which_workers_die_is_given_up(store, maker):
     assert says(store.get("v0").error["message"], "2 times")
 
 
-@pytest.mark.parametrize("together", [1, 32])
-def test_a_job_is_cancelled_between_two_steps_and_the_others_go_on(store, tmp_path, together):
+@pytest.mark.parametrize("max_batch", [1, 32])
+def test_a_job_is_cancelled_between_two_steps_and_the_others_go_on(store, tmp_path, max_batch):
     maker = FileMaker(tmp_path, seconds=0.5)
     fill(store, "a", "b", "c")
-    thread, drained = at_work(store, maker, together=together)
+    thread, drained = at_work(store, maker, max_batch=max_batch)
     wait(lambda: store.get("v0").progress.get("stage"))
     store.cancel("v0")
-    wait(lambda: all(store.get(f"v{number}").over for number in range(3)))
+    wait(lambda: all(store.get(f"v{number}").is_over for number in range(3)))
     drained.set()
     thread.join(PATIENCE)
     assert [end[:2] for end in ends(store, 3)] == [(FAILED, "cancelled"), (COMPLETED, None), (COMPLETED, None)]
@@ -146,7 +146,7 @@ def test_a_job_that_is_removed_while_it_is_made_does_not_come_back(store, tmp_pa
     thread, drained = at_work(store, maker)
     wait(lambda: store.get("v0").progress.get("stage"))
     store.remove("v0")
-    wait(lambda: store.get("v1").over)
+    wait(lambda: store.get("v1").is_over)
     drained.set()
     thread.join(PATIENCE)
     with pytest.raises(NotFound):
@@ -159,7 +159,7 @@ def test_a_worker_that_is_drained_gives_its_jobs_back_within_a_step(store, tmp_p
     maker = FileMaker(tmp_path, seconds=4.0)
     fill(store, "a", "b")
     for by_database in (False, True):
-        thread, drained = at_work(store, maker, together=2, name=f"w{by_database}")
+        thread, drained = at_work(store, maker, max_batch=2, name=f"w{by_database}")
         wait(lambda: store.get("v0").status == RUNNING)
         start = time.monotonic()
         store.drain(f"w{by_database}") if by_database else drained.set()
@@ -208,7 +208,7 @@ def test_a_worker_whose_lease_ended_stops_and_registers_again(store, tmp_path):
     store.register("other", "ready", {})
     assert [job.id for job in store.lease("other", ["nano"])] == ["v0"]
     store.add(new(1, batch=""))
-    wait(lambda: store.get("v1").over)
+    wait(lambda: store.get("v1").is_over)
     assert store.get("v0").worker == "other"
     assert not (tmp_path / "v0" / "video.mp4").exists()
     drained.set()
@@ -221,17 +221,17 @@ def test_a_worker_without_its_place_says_why_and_takes_nothing_until_it_is_there
     folders = [tmp_path / name for name in ("other", "own")]
     for folder in folders:
         folder.mkdir()
-    enter(other, folders[0], BATCH)
-    enter(store, folders[1], SERVE)
+    join_namespace(other, folders[0], BATCH)
+    join_namespace(store, folders[1], SERVE)
     fill(other, "a")
-    notes, barred = [], partial(why_apart, folder=folders[1], name=BATCH)
-    thread, drained = at_work(lone, maker, barred=barred, note=notes.append)
+    notes, why_not = [], partial(join_error, folder=folders[1], name=BATCH)
+    thread, drained = at_work(lone, maker, join_error=why_not, note=notes.append)
     time.sleep(0.2)
     assert (maker.made(), ends(other, 1)) == ([], [(QUEUED, None, 0)])
     assert [says(note, f"{folders[1]} wanjax batch {lone.name} --out") for note in notes] == [True]
-    enter(store, folders[1], BATCH)
+    join_namespace(store, folders[1], BATCH)
     fill(store, "b", "c")
-    wait(lambda: store.get("v1").over)
+    wait(lambda: store.get("v1").is_over)
     drained.set()
     thread.join(PATIENCE)
     assert (ends(store, 2), ends(other, 1)) == ([(COMPLETED, None, 1)] * 2, [(QUEUED, None, 0)])
@@ -242,7 +242,7 @@ def test_several_workers_lease_fewer_jobs_towards_the_end(store, tmp_path):
     fill(store, *"a" * 100)
     store.register("other", "ready", {})
     maker = FileMaker(tmp_path)
-    work(store, maker, together=32, until_empty=True)
+    work(store, maker, max_batch=32, until_empty=True)
     sizes = list(map(len, maker.runs))
     assert sum(sizes) == 100
     assert sizes[0] == 13
@@ -268,7 +268,7 @@ def test_the_newest_progress_is_told_and_a_lost_job_ends(store):
         lease.report(progress=done)
     wait(lambda: store.get("v0").progress.get("progress") == 49)
     store.requeue_lost("w")
-    wait(lease.stopped)
-    assert not lease.cancelled()
+    wait(lease.should_stop)
+    assert not lease.is_cancelled()
     assert lease._signal is Signal.LOST
     lease.close()

@@ -34,7 +34,7 @@ from wanjax.errors import WanjaxError
 from wanjax.execution import Instance
 from wanjax.jobs.databases import Sqlite
 from wanjax.jobs.store import STOPPED, NewJob
-from wanjax.jobs.worker import BEAT, Lease
+from wanjax.jobs.worker import HEARTBEAT_INTERVAL, Lease
 from wanjax.media.inputs import INPUTS
 from wanjax.media.pictures import read_clip
 from wanjax.media.video import read_metadata, write_video
@@ -318,7 +318,7 @@ def test_a_video_is_cancelled_between_two_programs(start, monkeypatch):
     told = server.client.post(f"/v1/videos/{id}/cancel").json()
     assert told["cancelled"]
     assert told["version"] > video["version"]
-    time.sleep(2.5 * BEAT)  # until the worker has heard of it
+    time.sleep(2.5 * HEARTBEAT_INTERVAL)  # until the worker has heard of it
     go.set()
     assert server.finished(id)["error"]["code"] == "cancelled"
     assert len(names) == 3

@@ -23,9 +23,9 @@ from tests.support.served import SMALL, finished, serving
 from tests.support.stores import BUCKET, running_s3
 from tests.support.words import says
 from wanjax.jobs.batch import Batch, Manifest
-from wanjax.jobs.databases import VARIABLE
+from wanjax.jobs.databases import ENV_VARIABLE
 from wanjax.jobs.maker import VideoMaker
-from wanjax.jobs.sharing import BATCH, SERVE, enter
+from wanjax.jobs.sharing import BATCH, SERVE, join_namespace
 from wanjax.jobs.store import JobStore
 from wanjax.jobs.worker import work
 from wanjax.pipelines.request import VideoRequest
@@ -48,7 +48,7 @@ def gone(process):
 def test_a_worker_that_is_killed_loses_no_video(tmp_path):
     """Another takes its place, and makes the video; a second server without a worker shows it too."""
     with serving(tmp_path, "--workers", "1", "--no-rehearse") as (client, process):
-        enter(store := JobStore(str(tmp_path / "jobs.sqlite")), tmp_path, SERVE)
+        join_namespace(store := JobStore(str(tmp_path / "jobs.sqlite")), tmp_path, SERVE)
         with serving(tmp_path, "--workers", "0", "--database", str(tmp_path / "jobs.sqlite")) as (other, second):
             id = other.post("/v1/videos", json=SMALL | {"steps": 200}).json()["id"]
             while client.get(f"/v1/videos/{id}").json()["status"] == "queued":
@@ -88,8 +88,8 @@ def test_a_batch_beside_a_server_on_one_database(start, pipe, tmp_path, request,
         out = tmp_path / "videos"
         out.mkdir()
         maker, store = VideoMaker(lambda: pipe, out), stack.enter_context(closing(JobStore(url)))
-        enter(store, out, BATCH)
-        tasks = maker.tasks_of([VideoRequest.parse(FAST | {"seed": seed}) for seed in range(2)])
+        join_namespace(store, out, BATCH)
+        tasks = maker.tasks_for([VideoRequest.parse(FAST | {"seed": seed}) for seed in range(2)])
         batch = Batch(store, tasks, Manifest(out), "nano")
         asked = server.ask()["id"]
         server.worker.start()
@@ -102,7 +102,7 @@ def test_a_batch_beside_a_server_on_one_database(start, pipe, tmp_path, request,
         assert 'videos_total{status="completed"} 1.0' in server.client.get("/metrics").text
         server.ask(steps=200)
         work(store, maker, until_empty=True)
-        assert {job.output for job in batch.look()} == {path.name for path in out.glob("*.mp4")}
+        assert {job.output for job in batch.poll()} == {path.name for path in out.glob("*.mp4")}
         assert batch.done == 2
         assert len(server.jobs()) == 2
 
@@ -119,7 +119,7 @@ def test_nothing_that_was_taken_is_lost_where_workers_are_killed(tmp_path):
 def test_nothing_is_lost_where_servers_workers_and_the_database_are_killed(tmp_path, postgres):
     """Two servers share a database; one is killed with its worker, and the database twice."""
     with postgres.database() as url, ExitStack() as stack:
-        environment = {VARIABLE: url}
+        environment = {ENV_VARIABLE: url}
         options = ("--workers", "1", "--no-rehearse", "--max-queue", "100")
         first, process = stack.enter_context(serving(tmp_path, *options, **environment))
         second, _ = stack.enter_context(serving(tmp_path, *options, **environment))
@@ -166,7 +166,7 @@ def test_a_busy_service_ends_at_a_signal_and_goes_on_later(tmp_path):
 @pytest.mark.slow
 def test_workers_come_with_what_waits(tmp_path):
     with serving(tmp_path, "--workers", "1..2", "--no-rehearse") as (client, _):
-        enter(store := JobStore(str(tmp_path / "jobs.sqlite")), tmp_path, SERVE)
+        join_namespace(store := JobStore(str(tmp_path / "jobs.sqlite")), tmp_path, SERVE)
         assert len(store.workers()) == 1
         ids = [client.post("/v1/videos", json=SMALL | {"steps": 100, "seed": n}).json()["id"] for n in range(12)]
         seen = set()
@@ -237,7 +237,7 @@ def test_a_database_that_does_not_answer_is_told_without_its_password(tmp_path, 
     monkeypatch.chdir(tmp_path)
     url = "postgresql://me:a-secret@127.0.0.1:1/jobs"
     if given == "environment":
-        monkeypatch.setenv(VARIABLE, url)
+        monkeypatch.setenv(ENV_VARIABLE, url)
     said = refused_command("serve", "--port", "0", *(["--database", url] if given == "option" else []))
     assert says(said, "postgresql://me@127.0.0.1:1/jobs reach")
     assert "a-secret" not in said

@@ -10,5 +10,5 @@ def made(store, maker, tasks, **how):
     """Return the job of each task, once a worker has made all that it can."""
     jobs = [NewJob(task.output, task.request.to_json(), "nano", task.output, digest_of(task.request)) for task in tasks]
     store.add_all(jobs)
-    work(store, maker, together=32, until_empty=True, **how)
+    work(store, maker, max_batch=32, until_empty=True, **how)
     return [store.get(task.output) for task in tasks]

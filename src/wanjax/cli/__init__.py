@@ -20,7 +20,7 @@ from click.shell_completion import CompletionItem
 
 from wanjax.cli import defaults, options, scale_options, train_options
 from wanjax.cli.arguments import check_prompt, complete_commands, complete_files, complete_models, in_words
-from wanjax.cli.report import Report, watched
+from wanjax.cli.report import Report, handle_interrupts
 from wanjax.errors import FULL, WanjaxError, is_failure, is_out_of_memory
 from wanjax.pricing import libtpu
 from wanjax.signals import INTERRUPTED, stop
@@ -101,7 +101,7 @@ class Commands(click.Group):
         try:
             return self._told(ctx)
         except BaseException as error:
-            if ctx.obj and ctx.obj.awaited:
+            if ctx.obj and ctx.obj.has_peers:
                 ctx.obj.leave(error)
             raise
 
@@ -153,10 +153,10 @@ def main(ctx: click.Context) -> None:
     if libtpu.silence() and find_spec("libtpu") and not any(map(glob, CARDS)):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")  # then libtpu is not loaded, nor does it tell of signals
     ctx.obj = Report()
-    ctx.with_resource(ctx.obj.telling_warnings())
+    ctx.with_resource(ctx.obj.print_warnings())
     if signal.getsignal(signal.SIGINT) is stop:  # the process is this command's own
         ctx.obj.owns_process = True
-        ctx.with_resource(watched(ctx.obj.interrupted))
+        ctx.with_resource(handle_interrupts(ctx.obj.interrupted))
 
 
 @main.command()
@@ -177,7 +177,7 @@ def generate(
     options: "PipelineOptions",
     command: "CommandOptions",
     at: str | None,
-    remade: Mapping[str, Any] | None,
+    original_metadata: Mapping[str, Any] | None,
 ) -> None:
     """Make a video of PROMPT, and of pictures with models that take them.
 
@@ -196,11 +196,11 @@ def generate(
     if at is not None:
         from wanjax.cli import remote
 
-        return remote.generate(report, request, options, command, at, remade)
-    if remade is not None:
+        return remote.generate(report, request, options, command, at, original_metadata)
+    if original_metadata is not None:
         from wanjax.cli import remake
 
-        request, options, remade = remake.completed(request, options, remade)
+        request, options, original_metadata = remake.completed(request, options, original_metadata)
     from wanjax.cli import many, stages
     from wanjax.cli.extending import Extender, extended
 
@@ -208,9 +208,9 @@ def generate(
     if command.prompts is None:
         request, extend = extended(request, extend), None
     if command.several:
-        many.generate(report, request, options, command, extend=extend, remade=remade)
+        many.generate(report, request, options, command, extend=extend, original_metadata=original_metadata)
     else:
-        stages.generate(report, request, options, command, remade)
+        stages.generate(report, request, options, command, original_metadata)
 
 
 @main.command()

@@ -113,7 +113,7 @@ def _check_several(values: Mapping[str, Any]) -> None:
 def _check_workers(ctx: click.Context) -> None:
     """Raise WanjaxError for workers that there cannot be, and for options of theirs without them."""
     from wanjax.cli.parsed import WorkerOptions, fill  # imported late for a quick listing of models
-    from wanjax.jobs.databases import database_of
+    from wanjax.jobs.databases import resolve_database
     from wanjax.jobs.ray_cluster import check_cluster
 
     elsewhere, workers = fill(WorkerOptions, ctx), ctx.params["workers"]
@@ -126,7 +126,7 @@ def _check_workers(ctx: click.Context) -> None:
         if serves and workers is None:
             raise WanjaxError("--ray is for several workers: give --workers 2 too, or another number")
         check_cluster(elsewhere.ray)
-    if workers in (0, (0, 0)) and database_of(elsewhere.database) is None:
+    if workers in (0, (0, 0)) and resolve_database(elsewhere.database) is None:
         raise WanjaxError("--workers 0 leaves the videos to workers elsewhere: give --database URL, which names theirs")
     alone = workers is None if serves else elsewhere.is_alone(workers)
     if ctx.params["processes"] and not alone:

@@ -68,8 +68,8 @@ def convert(
         )
     _announce(report, conversion)
     with _bar(report) as progress:
-        new = conversion.run(progress, report.goes_on)
-    report.way_on = None
+        new = conversion.run(progress, report.enable_resume)
+    report.resume_command = None
     report.note(f"{where} is complete and verified" if new else f"{where} was already there, complete")
 
 

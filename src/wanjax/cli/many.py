@@ -28,16 +28,16 @@ from wanjax.cli.stages import Reporting, VideoCommand, loaded, located
 from wanjax.errors import WanjaxError
 from wanjax.figures import quantity
 from wanjax.jobs import ray_cluster
-from wanjax.jobs.batch import MANIFEST, TOGETHER, Batch, Manifest
-from wanjax.jobs.databases import database_of
+from wanjax.jobs.batch import MANIFEST, MAX_RUN_JOBS, Batch, Manifest
+from wanjax.jobs.databases import resolve_database
 from wanjax.jobs.lockstep import Leader, follow
-from wanjax.jobs.maker import Task, VideoMaker, keeping_programs
+from wanjax.jobs.maker import Task, VideoMaker, with_program_cache
 from wanjax.jobs.multihost import is_first
-from wanjax.jobs.pool import POLL, LocalWorker, Pool, Scale
-from wanjax.jobs.ray_placement import FIRST, bundles_of, place_alone, place_together
+from wanjax.jobs.pool import POLL_INTERVAL, Autoscaler, LocalWorker, Pool
+from wanjax.jobs.ray_placement import FIRST, placement_bundles, start_group, start_single
 from wanjax.jobs.ray_workers import RayWorker, RemoteStore
-from wanjax.jobs.rows import WrongRows, read_requests, with_seeds
-from wanjax.jobs.sharing import BATCH, check_place, enter
+from wanjax.jobs.rows import RowErrors, read_requests, with_seeds
+from wanjax.jobs.sharing import BATCH, check_namespace, join_namespace
 from wanjax.jobs.store import JobStore, Unavailable
 from wanjax.jobs.worker import work
 from wanjax.pipelines.request import VideoRequest
@@ -49,7 +49,7 @@ from wanjax.stores.temporary import temp_dir
 from wanjax.stores.writing import used_folder
 
 FAILURE = 1  # the exit status where some videos failed
-HERE = WorkerOptions()  # no workers elsewhere
+NO_WORKERS = WorkerOptions()  # no workers elsewhere
 PROMPT = ("prompt", "original_prompt")  # settings in which a list of prompts differs
 
 
@@ -59,52 +59,56 @@ def generate(
     options: PipelineOptions,
     command: CommandOptions,
     workers: int | None = None,
-    by: WorkerOptions = HERE,
+    worker_flags: WorkerOptions = NO_WORKERS,
     extend: Extender | None = None,
-    remade: Mapping[str, Any] | None = None,
+    original_metadata: Mapping[str, Any] | None = None,
 ) -> None:
-    """Make a video of each request and seed into a folder, except those that are there already.
+    """Make a video for each request and seed in a folder, except those that already exist.
 
-    `workers` of None is this process, and 0 those elsewhere. `extend` extends the prompts of a file, and `remade` is
-    the metadata of the video that is made again, if one is.
+    Args:
+        workers: Number of workers; None makes the videos in this process, and 0 leaves them to workers elsewhere.
+        extend: Extends the prompts of a file.
+        original_metadata: Metadata of the video that is made again, if one is.
     """
-    database = database_of(by.database)
-    if alone := by.is_alone(workers):
+    database = resolve_database(worker_flags.database)
+    if alone := worker_flags.is_alone(workers):
         init_distributed(report, options.processes)
     else:
         jax.config.update("jax_platforms", "cpu")  # of this process alone: the devices are the workers'
     target, options = videos_folder(command.out), located(options)
     arguments: dict[str, Any] = {
         "load": partial(loaded, options, request),
-        "place": target.absolute(),
+        "folder": target.absolute(),
         "force": command.force,
         **options.how,
     }
     if alone and not is_first():
         follow(VideoMaker(**arguments))
-        report.awaited = False
+        report.has_peers = False
         return
     with _leading(report, arguments) if alone else nullcontext() as maker:
-        wrong = WrongRows()
-        requests, shared = requests_of(request, command.prompts, wrong), shared_by_all(request)
-        requests = _takeable(requests, str(options.model), shared, wrong)
-        if not _is_here(str(options.model)):  # else it is downloaded to find more
-            wrong.refuse()
-        numbers = numbers_of(requests, command, request.settings.get("seed", SETTINGS["seed"].usual))
+        row_errors = RowErrors()
+        requests, shared = requests_of(request, command.prompts, row_errors), shared_by_all(request)
+        requests = _valid_requests(requests, str(options.model), shared, row_errors)
+        if not _is_local(str(options.model)):  # else it is downloaded to find more
+            row_errors.raise_if_any()
+        seeds = seeds_of(requests, command, request.settings.get("seed", SETTINGS["seed"].usual))
         if extend is not None:
             texts = extend.all_of([request.settings["prompt"] for request in requests], target)
             settings = [as_settings(text) for text in texts]
-            requests = [one.updated(text) for one, text in zip(requests, settings, strict=True)]
-        unsaid = (command.seeds, command.count) == (None, None) and "seed" not in request.settings
-        requests = [one.under(shared) for one in with_seeds(requests, None if unsaid else numbers)]
-        with used_folder(arguments["place"]), _store(database, arguments["place"]) as store:
-            driver = Driver(report, store, arguments["place"], command.force, by.retries)
+            requests = [each_request.updated(text) for each_request, text in zip(requests, settings, strict=True)]
+        no_seed = (command.seeds, command.count) == (None, None) and "seed" not in request.settings
+        requests = [each_request.under(shared) for each_request in with_seeds(requests, None if no_seed else seeds)]
+        with used_folder(arguments["folder"]), _store(database, arguments["folder"]) as store:
+            driver = Driver(report, store, arguments["folder"], command.force, worker_flags.retries)
             if maker is not None:
-                batch = _here(driver, requests, wrong, options, command, remade, maker)
+                batch = _make_here(driver, requests, row_errors, options, command, original_metadata, maker)
             else:
                 cache = click.get_current_context().meta.get(COMPILE_CACHE, {})
-                arguments["load"] = partial(keeping_programs, arguments["load"], cache)
-                batch = _by_workers(driver, requests, wrong, arguments, 1 if workers is None else workers, by)
+                arguments["load"] = partial(with_program_cache, arguments["load"], cache)
+                batch = _make_with_workers(
+                    driver, requests, row_errors, arguments, 1 if workers is None else workers, worker_flags
+                )
     report.table()
     if batch.failed:
         summary = f"{len(batch.failed)} of {quantity(batch.total, 'video')} failed, as listed in {target / MANIFEST}"
@@ -116,14 +120,14 @@ def generate(
 def _leading(report: Report, arguments: dict[str, Any]) -> Iterator[VideoMaker]:
     """Yield the maker of this process, which leads those that it has met; at the end it lets them go."""
     arguments_here = {**arguments, "load": partial(arguments["load"], progress=report.load, note=report.note)}
-    if not report.awaited:
+    if not report.has_peers:
         yield VideoMaker(**arguments_here)
         return
     leader = Leader(**arguments_here)
     try:
         yield leader
     finally:
-        report.awaited = not leader.dismiss()
+        report.has_peers = not leader.dismiss()
 
 
 @contextmanager
@@ -131,7 +135,7 @@ def _store(database: str | None, target: AnyPath) -> Iterator[JobStore]:
     """Yield the store of a batch's jobs: a file of this process's own, unless a database is named."""
     if database is not None:
         with closing(JobStore(database)) as store:
-            enter(store, target, BATCH)
+            join_namespace(store, target, BATCH)
             yield store
         return
     with temp_dir() as folder, closing(JobStore(str(folder / "jobs.sqlite"))) as store:
@@ -144,90 +148,94 @@ class Driver:
 
     report: Report
     store: JobStore
-    place: AnyPath
+    folder: AnyPath
     force: bool
     retries: int
 
     @property
     def options(self) -> dict[str, Any]:
         """The keywords of `work` in each worker."""
-        return {"together": TOGETHER, "retries": self.retries, "attempts": self.retries + 1}
+        return {"max_batch": MAX_RUN_JOBS, "retries": self.retries, "attempts": self.retries + 1}
 
     def batch(self, tasks: Sequence[Task], model: str) -> Batch:
         """Return the batch of those tasks whose videos are not there, and tells how many there are."""
-        wanted, manifest = missing(self.report, tasks, self.place, self.force)
-        return Batch(self.store, wanted, manifest, model)
+        missing_tasks, manifest = missing(self.report, tasks, self.folder, self.force)
+        return Batch(self.store, missing_tasks, manifest, model)
 
-    def look(self, batch: Batch) -> None:
+    def poll(self, batch: Batch) -> None:
         """Print each video that was made since the last look, and what failed."""
-        for job in batch.look():
+        for job in batch.poll():
             row = job.request["row"]
             if job.error is not None:
                 self.report.note(f"{f'row {row}' if row else job.output} failed: {job.error['message']}")
             elif "metadata" in job.progress:
                 seconds = {"video": job.progress["seconds"]}
-                self.report.made(self.place / job.output, job.progress["metadata"], seconds=seconds)
+                self.report.print_result(self.folder / job.output, job.progress["metadata"], seconds=seconds)
             _count(self.report, batch)
 
     @contextmanager
-    def telling(self, batch: Batch) -> Iterator[None]:
+    def show_progress(self, batch: Batch) -> Iterator[None]:
         """Show how many videos there are, as long as the block runs."""
-        self.report.goes_on()
+        self.report.enable_resume()
         try:
             with closing(batch.manifest), self.report.stage("videos"):
                 _count(self.report, batch)
                 yield
         finally:
             batch.close()
-        self.report.way_on = None
+        self.report.resume_command = None
 
 
 def missing(report: Report, tasks: Sequence[Task], folder: AnyPath, force: bool) -> tuple[list[Task], Manifest]:
     """Return the tasks whose videos are not there, those that failed before last; list the others, and tell."""
-    each = {task.output: task for task in tasks}
-    if repeated := len(tasks) - len(each):
+    task_by_output = {task.output: task for task in tasks}
+    if repeated := len(tasks) - len(task_by_output):
         report.note(f"note: made once, of {len(tasks)} videos: {repeated} that repeat another")
-    there = set() if force else each.keys() & names_in(folder)
+    existing = set() if force else task_by_output.keys() & names_in(folder)
     manifest = Manifest(folder)
-    for name in each:
-        if name in there:
-            manifest.add(each[name])
+    for name in task_by_output:
+        if name in existing:
+            manifest.add(task_by_output[name])
     manifest.close()
-    wanted = [task for task in each.values() if task.output not in there]
-    wanted.sort(key=lambda task: task.output in manifest.failed)  # what ended this before keeps no others from it
-    report.note(f"videos: {len(wanted)}, into {folder}")
-    if there:
-        report.note(f"there already: {quantity(len(there), 'video')}, to be made: {len(wanted)}")
-    return wanted, manifest
+    missing_tasks = [task for task in task_by_output.values() if task.output not in existing]
+    missing_tasks.sort(
+        key=lambda task: task.output in manifest.failed
+    )  # what ended this before keeps no others from it
+    report.note(f"videos: {len(missing_tasks)}, into {folder}")
+    if existing:
+        report.note(f"there already: {quantity(len(existing), 'video')}, to be made: {len(missing_tasks)}")
+    return missing_tasks, manifest
 
 
-def _here(
+def _make_here(
     driver: Driver,
     requests: Sequence[VideoRequest],
-    wrong: WrongRows,
+    row_errors: RowErrors,
     options: PipelineOptions,
     command: CommandOptions,
-    remade: Mapping[str, Any] | None,
+    original_metadata: Mapping[str, Any] | None,
     maker: VideoMaker,
 ) -> Batch:
-    """Make the videos of requests in this process, and in those that it leads, unless there are `wrong` rows too."""
+    """Make the videos in this process and its followers, unless some rows are wrong."""
     report = driver.report
-    batch = driver.batch(maker.plan(requests, wrong), maker.pipe.defaults.model)
+    batch = driver.batch(maker.plan(requests, row_errors), maker.pipe.defaults.model)
     if not batch.total:
         return batch
     first = next(iter(batch.tasks.values()))
-    here = nullcontext(driver.place) if isinstance(driver.place, Path) else temp_dir()
-    faults: list[Exception] = []
+    preview_dir = nullcontext(driver.folder) if isinstance(driver.folder, Path) else temp_dir()
+    errors: list[Exception] = []
 
-    def look() -> None:
+    def poll() -> None:
         try:
-            driver.look(batch)
+            driver.poll(batch)
         except WanjaxError as error:  # which the worker would take for its own
-            faults.append(error)
+            errors.append(error)
 
-    with here as preview_folder:  # previews are shown by files
+    with preview_dir as preview_folder:  # previews are shown by files
         here_alone = command._replace(folder=preview_folder, out=None)
-        video = VideoCommand(report, first.request, options, here_alone, remade=remade, pipe=maker.pipe)
+        video = VideoCommand(
+            report, first.request, options, here_alone, original_metadata=original_metadata, pipe=maker.pipe
+        )
         videos = [maker.settings[name] for name in batch.tasks]
         video.tell(videos)
         video.tell_prompt(videos)
@@ -235,83 +243,83 @@ def _here(
             with report.stage("preview"):
                 maker.fit_latent_preview()
         maker.observers = [BatchProgressObserver(video, batch)]
-        with driver.telling(batch):
-            how: Any = {"drained": lambda: bool(faults), "ended": look, "until_empty": True}
-            work(driver.store, maker, **driver.options, **how)
-            faults += [fault] if (fault := getattr(maker, "fault", None)) is not None else []
-            for error in faults:
+        with driver.show_progress(batch):
+            worker_options: Any = {"drained": lambda: bool(errors), "on_job_end": poll, "until_empty": True}
+            work(driver.store, maker, **driver.options, **worker_options)
+            errors += [fault] if (fault := getattr(maker, "fault", None)) is not None else []
+            for error in errors:
                 raise error
         if video.previews:
             video.previews.wait()
     return batch
 
 
-def _by_workers(
+def _make_with_workers(
     driver: Driver,
     requests: Sequence[VideoRequest],
-    wrong: WrongRows,
+    row_errors: RowErrors,
     arguments: dict[str, Any],
     count: int,
-    by: WorkerOptions,
+    worker_flags: WorkerOptions,
 ) -> Batch:
     """Make the videos of requests by workers, in processes of this machine or in a Ray cluster."""
     report = driver.report
-    ask = partial(_planned, requests, wrong)
+    probe = partial(_plan, requests, row_errors)
     with ExitStack() as stack:
         plan: list[Any] = []
         if count == 0:  # workers of others make them
-            plan.append(_planned(requests, wrong, VideoMaker(**arguments)))
+            plan.append(_plan(requests, row_errors, VideoMaker(**arguments)))
             start: Any = None
-        elif by.ray is None:
-            start = partial(LocalWorker, driver.store, partial(_maker, arguments), driver.options)
+        elif worker_flags.ray is None:
+            start = partial(LocalWorker, driver.store, partial(_make_maker, arguments), driver.options)
         else:
-            start = stack.enter_context(_ray_workers(driver, arguments, count, by.ray, by))
+            start = stack.enter_context(_ray_workers(driver, arguments, count, worker_flags.ray, worker_flags))
 
         planners: list[Any] = []  # workers, the last of which plans
 
         def worker(number: int) -> Any:
             planning = number == 0 and not plan
-            new_worker = start(number=number, ask=ask if planning else None)
+            new_worker = start(number=number, probe=probe if planning else None)
             planners.extend([new_worker] if planning else [])
             return new_worker
 
-        pool = Pool(driver.store, worker, Scale(count, count), report.note)
+        pool = Pool(driver.store, worker, Autoscaler(count, count), report.note)
         stack.callback(pool.close)
         with report.stage("workers"):
             while not plan:
-                _look_after(pool, report)
+                _poll_pool(pool, report)
                 with suppress(EOFError):  # it died, and another one is asked
-                    answer = planners[-1].answer()
-                    plan += [answer] if answer is not None else []
+                    query_result = planners[-1].query_result()
+                    plan += [query_result] if query_result is not None else []
             tasks, model = plan[0]
             batch = driver.batch(tasks, model)
-        with driver.telling(batch):
+        with driver.show_progress(batch):
             while batch.ended < batch.total:
-                _look_after(pool, report)
+                _poll_pool(pool, report)
                 with suppress(Unavailable):
-                    driver.look(batch)
+                    driver.poll(batch)
         if batch.ended == batch.total:
             pool.kill()  # they hold no job
     return batch
 
 
-def _look_after(pool: Pool, report: Report) -> None:
+def _poll_pool(pool: Pool, report: Report) -> None:
     """Look after the workers once; a database that is away for a while is waited for, as they do."""
     report.stop_if_asked()
     with suppress(Unavailable):
-        pool.look()
-    sleep(POLL)
+        pool.poll()
+    sleep(POLL_INTERVAL)
 
 
-def _maker(arguments: dict[str, Any], store: JobStore, leads: bool = False) -> VideoMaker:
+def _make_maker(arguments: dict[str, Any], store: JobStore, leads: bool = False) -> VideoMaker:
     """Return the maker of a worker, in its own process, or of the first of several that compute together."""
-    check_place(store, arguments["place"], BATCH)
-    return Leader(**arguments, started_again=True) if leads else VideoMaker(**arguments)
+    check_namespace(store, arguments["folder"], BATCH)
+    return Leader(**arguments, restarts=True) if leads else VideoMaker(**arguments)
 
 
-def _planned(requests: Sequence[VideoRequest], wrong: WrongRows, maker: VideoMaker) -> tuple[list[Task], str]:
+def _plan(requests: Sequence[VideoRequest], row_errors: RowErrors, maker: VideoMaker) -> tuple[list[Task], str]:
     """Return the tasks of requests, and the model that makes them, in a worker's process."""
-    return maker.plan(requests, wrong), maker.pipe.defaults.model
+    return maker.plan(requests, row_errors), maker.pipe.defaults.model
 
 
 @contextmanager
@@ -320,29 +328,29 @@ def _ray_workers(
     arguments: dict[str, Any],
     count: int,
     address: str,
-    by: WorkerOptions,
+    worker_flags: WorkerOptions,
 ) -> Iterator[Callable[..., Any]]:
     """Yield what starts workers in a Ray cluster, which has the store as an actor where no other host reaches it."""
-    hosts = by.hosts
-    requested = ray_cluster.resources_of(by.resources, (FIRST,) if hosts > 1 else ())
+    hosts = worker_flags.hosts
+    requested_resources = ray_cluster.resources_of(worker_flags.resources, (FIRST,) if hosts > 1 else ())
     local = ray_cluster.address_of(address) is None
-    cores = count * hosts * requested.get("", {}).get("num_cpus", 1)
-    with ray_cluster.connected(address, cores, by.dashboard) as ray:
+    cores = count * hosts * requested_resources.get("", {}).get("num_cpus", 1)
+    with ray_cluster.connect_ray(address, cores, worker_flags.dashboard) as ray:
         if not driver.store.is_shared:
-            enter(driver.store, driver.place, BATCH)
+            join_namespace(driver.store, driver.folder, BATCH)
             driver.store = RemoteStore.start(ray, driver.store)
-        resources = {"": ray_cluster.usual_resources(ray)} | requested
-        place, follower = partial(place_alone, ray, resources[""]), None
+        resources = {"": ray_cluster.default_resources(ray)} | requested_resources
+        folder, follower = partial(start_single, ray, resources[""]), None
         if hosts > 1:
-            place = partial(place_together, ray, bundles_of(ray, resources, hosts), not local)
+            folder = partial(start_group, ray, placement_bundles(ray, resources, hosts), not local)
             follower = partial(VideoMaker, **arguments)
-        start = partial(_maker, arguments, leads=hosts > 1)
-        yield lambda number, ask: RayWorker(ray, driver.store, start, driver.options, place, follower, ask)
+        start = partial(_make_maker, arguments, leads=hosts > 1)
+        yield lambda number, probe: RayWorker(ray, driver.store, start, driver.options, folder, follower, probe)
 
 
-def _count(report: Report, batch: Batch, beside: str = "") -> None:
+def _count(report: Report, batch: Batch, suffix: str = "") -> None:
     failed = f"{len(batch.failed)} failed" if batch.failed else ""
-    report.count("video", batch.ended, batch.total, beside=", ".join(filter(None, (failed, beside))))
+    report.count("video", batch.ended, batch.total, suffix=", ".join(filter(None, (failed, suffix))))
 
 
 class BatchProgressObserver(Reporting):
@@ -360,34 +368,34 @@ class BatchProgressObserver(Reporting):
             _count(self.report, self.batch, f"{unit} {done} of {total}")
 
 
-def requests_of(request: VideoRequest, file: str | None, wrong: WrongRows | None = None) -> list[VideoRequest]:
+def requests_of(request: VideoRequest, file: str | None, row_errors: RowErrors | None = None) -> list[VideoRequest]:
     """Return the request of a command's prompt, or those of a file; raise WanjaxError where both are given.
 
-    `wrong` receives the rows that are none; None refuses them here.
+    `row_errors` receives the rows that are none; None refuses them here.
     """
     if file is None:
         return [VideoRequest({name: value for name, value in request.settings.items() if name in PROMPT})]
     if "prompt" in request.settings:
         raise WanjaxError("--prompts is given beside a prompt: one way is enough")
-    return read_requests(file, wrong)
+    return read_requests(file, row_errors)
 
 
-def _takeable(
-    requests: Sequence[VideoRequest], model: str, options: VideoRequest, wrong: WrongRows
+def _valid_requests(
+    requests: Sequence[VideoRequest], model: str, options: VideoRequest, row_errors: RowErrors
 ) -> list[VideoRequest]:
-    """Return the requests that a listed model may take with these options; `wrong` receives the others."""
-    takeable = []
+    """Return the requests that a listed model may take with these options; `row_errors` receives the others."""
+    valid = []
     for request in requests:
         try:
             listing.check(model, request.under(options), whole=True)
         except WanjaxError as error:
-            wrong.add(request.row, error)
+            row_errors.add(request.row, error)
         else:
-            takeable.append(request)
-    return takeable
+            valid.append(request)
+    return valid
 
 
-def _is_here(model: str) -> bool:
+def _is_local(model: str) -> bool:
     """Return whether a model is opened without a download."""
     preset = registry.find_preset(model)
     return os.path.exists(model) if preset is None else preset.shipped
@@ -398,13 +406,13 @@ def shared_by_all(request: VideoRequest) -> VideoRequest:
     return replace(request, settings={name: value for name, value in request.settings.items() if name not in PROMPT})
 
 
-def numbers_of(requests: Sequence[VideoRequest], command: CommandOptions, first: int) -> list[int]:
+def seeds_of(requests: Sequence[VideoRequest], command: CommandOptions, first: int) -> list[int]:
     """Return the seeds of each request that has none of its own, which --seeds or --count ask for, from `first` on.
 
     Raises WanjaxError for more videos than a command makes.
     """
     start = checked_seed(first, alone=True)
     several = range(start, start + (command.count or 1))
-    numbers = [read_seed(seed) for seed in several] if command.seeds is None else read_seeds(command.seeds)
-    check_count(len(numbers), len([one for one in requests if "seed" not in one.settings]))
-    return numbers
+    seeds = [read_seed(seed) for seed in several] if command.seeds is None else read_seeds(command.seeds)
+    check_count(len(seeds), len([each_request for each_request in requests if "seed" not in each_request.settings]))
+    return seeds

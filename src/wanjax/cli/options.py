@@ -575,7 +575,7 @@ def _quiet(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
 
 def _verbose(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
     if value:
-        ctx.with_resource(ctx.obj.telling_programs())
+        ctx.with_resource(ctx.obj.print_compilations())
 
 
 def _reported(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:

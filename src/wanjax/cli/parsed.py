@@ -88,9 +88,9 @@ class WorkerOptions(NamedTuple):
 
     def is_alone(self, workers: int | None) -> bool:
         """Whether this process makes all videos of a batch with so many workers."""
-        from wanjax.jobs.databases import database_of  # imported late for a quick listing of models
+        from wanjax.jobs.databases import resolve_database  # imported late for a quick listing of models
 
-        return workers in (None, 1) and self.ray is None and database_of(self.database) is None
+        return workers in (None, 1) and self.ray is None and resolve_database(self.database) is None
 
 
 class ListenOptions(NamedTuple):

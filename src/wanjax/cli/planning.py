@@ -96,7 +96,7 @@ def plan(
         price = partial(price, axes, **how)
 
     def tell(now: Sequence[str], done: int, total: int) -> None:
-        report.count("program", done, total, beside=" and ".join(now))
+        report.count("program", done, total, suffix=" and ".join(now))
 
     with report.stage("plan", at_once=True):
         priced = price(tell=tell)

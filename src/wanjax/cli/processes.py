@@ -28,4 +28,4 @@ def init_distributed(report: Report, processes: str | None, *, described: str | 
     if report.owns_process and compile_cache_folder() is None:
         EXECUTE.executables = user_executables()
     report.muted = not is_first()
-    report.awaited = jax.process_count() > 1
+    report.has_peers = jax.process_count() > 1

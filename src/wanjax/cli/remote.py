@@ -113,17 +113,17 @@ def _generate_one(
     target = _save(server, path, name)
     if report.stats:
         report.table()
-    report.made(target, record, id=_id(path), seconds=report.seconds)
+    report.print_result(target, record, id=_id(path), seconds=report.seconds)
 
 
 def _requests(request: VideoRequest, command: CommandOptions) -> list[VideoRequest]:
     """Return the request of each of several videos, with its prompt, its seed and its settings."""
-    from wanjax.cli.many import numbers_of, requests_of, shared_by_all  # imported late: they need JAX
+    from wanjax.cli.many import requests_of, seeds_of, shared_by_all  # imported late: they need JAX
     from wanjax.jobs.rows import with_seeds
     from wanjax.pipelines.seeds import checked_seed
 
     requests, shared = requests_of(request, command.prompts), shared_by_all(request)
-    numbers = numbers_of(requests, command, request.settings["seed"])
+    numbers = seeds_of(requests, command, request.settings["seed"])
     seeded = [one.under(shared) for one in with_seeds(requests, numbers)]
     return [one.updated({"seed": checked_seed(one.settings["seed"], alone=True)}) for one in seeded]
 
@@ -157,13 +157,13 @@ def _generate_several(
     report.note(f"videos: {len(left)}, into {folder}")
     if there:
         report.note(f"there already: {quantity(len(there), 'video')}, to be made: {len(left)}")
-    report.goes_on()
+    report.enable_resume()
     with closing(Manifest(folder)) as manifest, _cancelling(server) as waiting, report.stage("videos"):
         for name in there:
             manifest.add(each[name][0])
         several = _Several(report, server, folder, manifest, waiting, left)
         several.make()
-    report.way_on = None
+    report.resume_command = None
     if report.stats:
         report.table()
     if several.failed:
@@ -228,7 +228,7 @@ class _Several:
             )
             if video.get("status") == "completed":
                 record = self.server.ask(f"{path}/record")
-                self.report.made(_save(self.server, path, str(self.folder / job.output)), record, id=_id(path))
+                self.report.print_result(_save(self.server, path, str(self.folder / job.output)), record, id=_id(path))
             else:
                 fault = _why(video)
         except Refused as error:  # as of a video that somebody removed meanwhile
@@ -250,7 +250,7 @@ class _Several:
 
     def _count(self, beside: str = "") -> None:
         failed = f"{self.failed} failed" if self.failed else ""
-        self.report.count("video", self.ended, self.total, beside=", ".join(filter(None, (failed, beside))))
+        self.report.count("video", self.ended, self.total, suffix=", ".join(filter(None, (failed, beside))))
 
 
 def _name(fields: Mapping[str, Any], offered: Mapping[str, Any]) -> str:

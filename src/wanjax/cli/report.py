@@ -35,16 +35,16 @@ if TYPE_CHECKING:
     from wanjax.stores.paths import AnyPath
 
 STATUS = Path("/proc/self/status")  # Linux alone lets a process read and reset its peak memory
-CLEAR = Path("/proc/self/clear_refs")
-LOSES_NOTHING = ("encode", "denoise", "decode", "preview", "train")
-"""The stages that Ctrl-C ends after `PATIENCE`, once all steps that are done are in a file: of training none is."""
-CACHE = re.compile(
+CLEAR_REFS = Path("/proc/self/clear_refs")
+SAFE_STAGES = ("encode", "denoise", "decode", "preview", "train")
+"""The stages that Ctrl-C ends after `STOP_TIMEOUT`, once all steps that are done are in a file: of training none is."""
+CACHE_WARNING = re.compile(
     r"Error (reading|writing) persistent compilation cache entry for '[^']*': \w+: (?:\[Errno \d+\] )?(.*)"
 )
 """A warning of JAX's."""
-PATIENCE = 2.0  # seconds that a stage has to come to an end of its own
-POLL = 0.1  # seconds between two looks whether they are
-MOMENT = 5.0  # seconds that other processes have to end with this one
+STOP_TIMEOUT = 2.0  # seconds that a stage has to come to an end of its own
+POLL_INTERVAL = 0.1  # seconds between two looks whether they are
+EXIT_GRACE = 5.0  # seconds that other processes have to end with this one
 
 
 class Row:
@@ -66,10 +66,10 @@ class Row:
         if stage.each is not None:
             self.units = f", {quantity(stage.total, stage.unit)}, {duration(stage.each)} each"
         self.peaks = tuple(
-            max(before, now or 0) for before, now in zip(self.peaks, (_host_peak(), _device_peak()), strict=True)
+            max(previous, now or 0) for previous, now in zip(self.peaks, (_host_peak(), _device_peak()), strict=True)
         )
 
-    def told(self) -> tuple[str, ...]:
+    def cells(self) -> tuple[str, ...]:
         """Return the row as texts."""
         return duration(self.seconds), str(self.compilations), *(in_bytes(peak) if peak else "" for peak in self.peaks)
 
@@ -90,27 +90,27 @@ class Report:
 
     With `quiet`, nothing is printed but what the run made and errors. With `in_json`, what it made is a JSON object.
     With `stats`, the table is followed by where all time of the process went. `owns_process` tells that nothing else
-    runs in the process, `awaited` that other processes wait for this one, and `muted` that another one reports.
+    runs in the process, `has_peers` that other processes wait for this one, and `muted` that another one reports.
     `seconds` are those of the stages so far.
     """
 
     def __init__(self) -> None:
-        self.way_on: str | None = None
+        self.resume_command: str | None = None
         self.quiet = False
         self.in_json = False
         self.stats = False
         self.owns_process = False
-        self.awaited = False
+        self.has_peers = False
         self.muted = False
         self.seconds: dict[str, float] = {}
-        self._begun = time.time()
+        self._start_time = time.time()
         self._first_stage: float | None = None
         self._rows: dict[str, Row] = {}
         self._current: Stage | None = None
         self._stop = False
         self._name, self._steps = "", 0  # of the current stage, and how many steps it has taken
         self._saved: int | None = 0  # how many of them a file holds; None while it does not hold the last
-        self._told: set[str] = set()
+        self._noted: set[str] = set()
 
     @cached_property
     def console(self) -> "Console":
@@ -122,7 +122,7 @@ class Report:
     def _silent(self) -> bool:
         return self.muted or self.quiet
 
-    def made(self, file: "AnyPath", record: Mapping[str, Any], **more: Any) -> None:
+    def print_result(self, file: "AnyPath", record: Mapping[str, Any], **more: Any) -> None:
         """Print what a run made: the name of the file, or an object of it, its record and more."""
         if self.in_json:
             click.echo(json.dumps({"file": str(file), **more, "record": dict(record)}))
@@ -133,11 +133,11 @@ class Report:
         """Print a line."""
         self.console.print(text)
 
-    def kept(self, way_on: str, text: str | None = None) -> None:
+    def record_resume(self, resume_command: str, text: str | None = None) -> None:
         """Take the command that continues from what is complete, and print it after a text on that, if any."""
-        self.way_on = way_on
+        self.resume_command = resume_command
         if text is not None:
-            self.note(f"{text}; to continue from there: {way_on}")
+            self.note(f"{text}; to continue from there: {resume_command}")
         self.stop_if_asked()
 
     def load(self, component: str, done: int, total: int) -> None:
@@ -146,10 +146,10 @@ class Report:
             self._current.load(component, done, total)
             self.stop_if_asked()
 
-    def count(self, unit: str, done: int, total: int, *, beside: str = "") -> None:
+    def count(self, unit: str, done: int, total: int, *, suffix: str = "") -> None:
         """Show that `done` of `total` units of the current stage, such as chunks, are complete, and a text beside."""
         if self._current:
-            self._current.count(unit, done, total, beside)
+            self._current.count(unit, done, total, suffix)
             self._steps = done if unit in ("step", "block") else 0
             if unit == "step" and done == total:
                 self._saved = None  # the latents are about to take the place of the file
@@ -165,14 +165,18 @@ class Report:
         if self._stop:
             raise KeyboardInterrupt
 
-    def goes_on(self) -> None:
+    def enable_resume(self) -> None:
         """Note that this command, given again, goes on from what it has done."""
-        self.way_on = shlex.join(["wanjax", *sys.argv[1:]])
+        self.resume_command = shlex.join(["wanjax", *sys.argv[1:]])
 
     @property
     def outcome(self) -> str:
         """The last line of a run that did not complete: what is left of it, if anything."""
-        return f"what was complete is kept, and this goes on from there: {self.way_on}\n" if self.way_on else ""
+        return (
+            f"what was complete is kept, and this goes on from there: {self.resume_command}\n"
+            if self.resume_command
+            else ""
+        )
 
     def leave(self, error: BaseException) -> NoReturn:
         """End the process for an error, though other processes wait for it.
@@ -188,7 +192,7 @@ class Report:
         sys.stderr.flush()
         ending = threading.Thread(target=jax.distributed.shutdown, daemon=True)
         ending.start()
-        ending.join(MOMENT)
+        ending.join(EXIT_GRACE)
         abandon()
         os._exit(getattr(error, "exit_code", 1))
 
@@ -201,7 +205,7 @@ class Report:
             f"\nwanjax: stopped\n{self.outcome}", terminal=self._current is not None and self.console.is_terminal
         )
 
-    def _pressed(self) -> None:
+    def _on_interrupt(self) -> None:
         """Answer Ctrl-C. An exception inside JAX would be lost, or crash the process, so the run stops in between."""
         if self._stop:
             message = "" if self.muted else f"\nwanjax: stopped at once\n{self.outcome}"
@@ -210,54 +214,54 @@ class Report:
         unit = self._current.unit if self._current else ""
         work = f"the {unit}s under way" if unit else "this stage"
         self.note(f"stopping after {work}; Ctrl-C again stops at once")
-        if self.owns_process and self._name in LOSES_NOTHING:
-            threading.Thread(target=self._end, args=[self._current], daemon=True).start()
+        if self.owns_process and self._name in SAFE_STAGES:
+            threading.Thread(target=self._exit_when_saved, args=[self._current], daemon=True).start()
 
-    def _end(self, stage: "Stage | None") -> None:
+    def _exit_when_saved(self, stage: "Stage | None") -> None:
         """End the process where a stage goes on, as while the memory is exhausted, once that loses nothing done."""
-        time.sleep(PATIENCE)
+        time.sleep(STOP_TIMEOUT)
         while stage is not None and self._current is stage:
             if self._saved is not None and self._steps <= self._saved:
                 end_at_once("" if self.muted else f"\nwanjax: stopped\n{self.outcome}", self.console.is_terminal)
-            time.sleep(POLL)
+            time.sleep(POLL_INTERVAL)
 
     @contextmanager
-    def telling_warnings(self) -> Iterator[None]:
+    def print_warnings(self) -> Iterator[None]:
         """Print each warning of wanjax as a note, once, and what JAX warns of for each program of its cache."""
 
         def show(message: Warning | str, category: type[Warning], *where: Any, **file: Any) -> None:
-            of_cache = CACHE.match(str(message))
+            of_cache = CACHE_WARNING.match(str(message))
             if not (of_cache or issubclass(category, WanjaxWarning)):
-                usual(message, category, *where, **file)
+                original(message, category, *where, **file)
                 return
             why = f"the cache of compiled programs fails at {of_cache[1]}: {of_cache[2]}" if of_cache else str(message)
-            if why not in self._told:
-                self._told.add(why)
+            if why not in self._noted:
+                self._noted.add(why)
                 self.note(f"note: {why}")
 
         with warnings.catch_warnings():
-            usual, warnings.showwarning = warnings.showwarning, show
+            original, warnings.showwarning = warnings.showwarning, show
             warnings.simplefilter("always", WanjaxWarning)
-            warnings.filterwarnings("always", CACHE.pattern)
+            warnings.filterwarnings("always", CACHE_WARNING.pattern)
             yield
 
     @contextmanager
-    def telling_programs(self) -> Iterator[None]:
+    def print_compilations(self) -> Iterator[None]:
         """Print each call of the backend's compiler in the `with` block, and their number at its end."""
         from wanjax.compile_cache.compilations import Compilation, watch_compiler
         from wanjax.pipelines.progress import Compilations
 
-        all_of_them = Compilations()
+        compilations = Compilations()
 
         def tell(compilation: Compilation) -> None:
-            all_of_them.add(compilation)
+            compilations.add(compilation)
             done = "read from the cache" if compilation.cached else "compiled"
             why = f", because what was kept is of no use: {compilation.refused}" if compilation.refused else ""
             self.note(f"program {compilation.name}: {done} in {duration(compilation.seconds)}{why}")
 
         with watch_compiler(tell):
             yield
-        compiled, cached = all_of_them.compiled, all_of_them.cached
+        compiled, cached = compilations.compiled, compilations.cached
         self.note(f"{quantity(compiled, 'program')} compiled, {cached} read from the cache")
 
     @contextmanager
@@ -270,7 +274,7 @@ class Report:
 
         _reset_host_peak()
         self._first_stage = self._first_stage or time.time()
-        with nullcontext() if at_once else watched(self._pressed):
+        with nullcontext() if at_once else handle_interrupts(self._on_interrupt):
             try:
                 with progress.on_console(name, None if self._silent else self.console) as stage:
                     self._current, self._name, self._steps, self._saved = stage, name, 0, 0
@@ -284,7 +288,7 @@ class Report:
     def table(self) -> None:
         """Print the time and the peak memory of each stage, and with `stats` where all time went."""
         names = ("stage", "time", "compiling", "peak memory", "peak device memory")
-        texts = [(name, *row.told()) for name, row in self._rows.items()]
+        texts = [(name, *row.cells()) for name, row in self._rows.items()]
         used = [i for i in range(len(names)) if any(row[i] for row in texts)]  # CPUs report no device memory
         rows = [[row[i] for i in used] for row in texts]
         print_table(self.console, [names[i] for i in used], rows)
@@ -297,17 +301,17 @@ class Report:
 
         began, now = psutil.Process().create_time(), time.time()
         first = self._first_stage or now
-        parts = [("starting Python", self._begun - began), ("getting ready", first - self._begun)]
+        parts = [("starting Python", self._start_time - began), ("getting ready", first - self._start_time)]
         parts += [part for name, row in self._rows.items() for part in row.parts(name)]
-        whole = now - began
-        parts.append(("between the stages", whole - sum(seconds for _, seconds in parts)))
-        rows = [(name, duration(seconds), f"{seconds / whole:.0%}") for name, seconds in parts if seconds >= 0.0005]
-        print_table(self.console, ["where the time went", "time", "share"], [*rows, ("in all", duration(whole), "")])
+        total = now - began
+        parts.append(("between the stages", total - sum(seconds for _, seconds in parts)))
+        rows = [(name, duration(seconds), f"{seconds / total:.0%}") for name, seconds in parts if seconds >= 0.0005]
+        print_table(self.console, ["where the time went", "time", "share"], [*rows, ("in all", duration(total), "")])
 
 
 def _reset_host_peak() -> None:
     with suppress(OSError):
-        CLEAR.write_text("5")
+        CLEAR_REFS.write_text("5")
 
 
 def _host_peak() -> int | None:
@@ -333,13 +337,13 @@ def _device_peak() -> int | None:
     return max((stat["peak_bytes_in_use"] for stat in stats if "peak_bytes_in_use" in stat), default=None)
 
 
-OVER = b"\0"
+STOP_BYTE = b"\0"
 SHOW_CURSOR = "\x1b[?25h"
 
 
 @contextmanager
-def watched(pressed: Callable[[], None]) -> Iterator[None]:
-    """Call `pressed` from a thread at each Ctrl-C, in place of raising KeyboardInterrupt.
+def handle_interrupts(on_interrupt: Callable[[], None]) -> Iterator[None]:
+    """Call `on_interrupt` from a thread at each Ctrl-C, in place of raising KeyboardInterrupt.
 
     Does nothing outside the main thread, which alone may handle signals.
     """
@@ -350,20 +354,20 @@ def watched(pressed: Callable[[], None]) -> Iterator[None]:
     writer.setblocking(False)
 
     def watch() -> None:
-        while (received := reader.recv(1)) not in (b"", OVER):
+        while (received := reader.recv(1)) not in (b"", STOP_BYTE):
             if received[0] == signal.SIGINT:
-                pressed()
+                on_interrupt()
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
-    before = signal.signal(signal.SIGINT, lambda number, frame: None)
+    previous = signal.signal(signal.SIGINT, lambda number, frame: None)
     descriptor = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     try:
         yield
     finally:
         signal.set_wakeup_fd(descriptor)
-        signal.signal(signal.SIGINT, before)
-        writer.send(OVER)
+        signal.signal(signal.SIGINT, previous)
+        writer.send(STOP_BYTE)
         thread.join()
         reader.close()
         writer.close()

@@ -30,12 +30,12 @@ from wanjax.cli.report import Report
 from wanjax.cli.stages import loaded
 from wanjax.errors import WanjaxError, reason
 from wanjax.jobs import ray_cluster
-from wanjax.jobs.databases import database_of
-from wanjax.jobs.maker import keeping_programs
-from wanjax.jobs.pool import CARDS, NICE, POLL, Handle, LocalWorker, Pool, Scale, until_signal
-from wanjax.jobs.ray_placement import place_alone
+from wanjax.jobs.databases import resolve_database
+from wanjax.jobs.maker import with_program_cache
+from wanjax.jobs.pool import GPU_FILES, NICE, POLL_INTERVAL, Autoscaler, Handle, LocalWorker, Pool, until_signal
+from wanjax.jobs.ray_placement import start_single
 from wanjax.jobs.ray_workers import RayWorker, RemoteStore
-from wanjax.jobs.sharing import SERVE, check_place, enter, requeue_dead
+from wanjax.jobs.sharing import SERVE, check_namespace, join_namespace, requeue_dead
 from wanjax.jobs.store import JobStore
 from wanjax.jobs.worker import WorkerThread
 from wanjax.pipelines.pipeline import Pipeline
@@ -92,7 +92,7 @@ def serve(
     with ExitStack() as stack:  # before the model: a port or a folder in use would be told after a long wait
         sockets = [stack.enter_context(each) for each in listening(listen.host, listen.port)]
         videos = parse_path(folder).absolute()
-        store = stack.enter_context(opened(videos, database_of(by.database)))
+        store = stack.enter_context(opened(videos, resolve_database(by.database)))
         server = _Server(report, listen.host, sockets, access, store, videos, options, served)
         if workers is None:
             server.with_thread()
@@ -123,7 +123,7 @@ def opened(folder: AnyPath, database: str | None) -> Iterator[JobStore]:
             stack.enter_context(closing(FileLock(folder / LOCK, "server", "--dir")))
             database = str(folder / DATABASE)
         store = stack.enter_context(closing(JobStore(database)))
-        enter(store, folder, SERVE)
+        join_namespace(store, folder, SERVE)
         requeue_dead(store)
         yield store
 
@@ -159,26 +159,26 @@ class _Server:
         """Run with workers in processes of this machine, or as actors of a Ray cluster; they end with this process."""
         shared = click.get_current_context().meta.get(COMPILE_CACHE, {})
         start = partial(_start, self.options, self.served, self.folder, shared)
-        nice = 0 if glob(CARDS) else NICE
+        nice = 0 if glob(GPU_FILES) else NICE
 
         def local(number: int) -> LocalWorker:
-            return LocalWorker(self.store, start, {}, number=number, nice=nice, ask=ServedMaker.served)
+            return LocalWorker(self.store, start, {}, number=number, nice=nice, probe=ServedMaker.served)
 
         with ExitStack() as stack:
             if by.ray is None:
                 worker = local
             else:
-                ray = stack.enter_context(ray_cluster.connected(by.ray, most, by.dashboard))
+                ray = stack.enter_context(ray_cluster.connect_ray(by.ray, most, by.dashboard))
                 worker = self._placing(
-                    ray, start, ray_cluster.resources_of(by.resources).get("", ray_cluster.usual_resources(ray))
+                    ray, start, ray_cluster.resources_of(by.resources).get("", ray_cluster.default_resources(ray))
                 )
-            self._run_pool(Pool(self.store.with_patience(inf), worker, Scale(least, most), self.report.note))
+            self._run_pool(Pool(self.store.with_retry_seconds(inf), worker, Autoscaler(least, most), self.report.note))
 
     def _placing(self, ray: Any, start: Callable[[Any], Any], resources: Mapping[str, Any]) -> Callable[[int], Handle]:
         """Return what places a worker in a Ray cluster, whose hosts reach PostgreSQL, or the file here by an actor."""
         shared = self.store if self.store.is_shared else RemoteStore.start(ray, self.store)
-        place = partial(place_alone, ray, resources)
-        return lambda number: RayWorker(ray, shared, start, {}, place, ask=ServedMaker.served)
+        place = partial(start_single, ray, resources)
+        return lambda number: RayWorker(ray, shared, start, {}, place, probe=ServedMaker.served)
 
     def _run_pool(self, pool: Pool) -> None:
         """Answer until a signal, beside a pool that is looked after meanwhile."""
@@ -270,7 +270,7 @@ def _first_answer(pool: Any, stopped: threading.Event) -> Any:
     Raises:
         WanjaxError: There is no such model, or one worker after another dies.
     """
-    while not stopped.wait(POLL):
+    while not stopped.wait(POLL_INTERVAL):
         pool.look()
         for worker in pool.workers.values():
             with suppress(EOFError):  # it died, and another takes its place
@@ -292,9 +292,9 @@ def _start(
     options: PipelineOptions, served: ServeOptions, folder: AnyPath, shared: Mapping[str, Any], store: Any
 ) -> ServedMaker:
     """Return the maker of a worker, in its own process."""
-    check_place(store, folder, SERVE)
+    check_namespace(store, folder, SERVE)
     note = logging.getLogger("wanjax.serve").info
-    return keeping_programs(lambda: maker_of(options, served, folder, note), shared)
+    return with_program_cache(lambda: maker_of(options, served, folder, note), shared)
 
 
 def _limits(served: ServeOptions, defaults: Settings) -> Limits:

@@ -79,16 +79,16 @@ def generate(
     request: VideoRequest,
     options: PipelineOptions,
     command: CommandOptions,
-    remade: Mapping[str, Any] | None = None,
+    original_metadata: Mapping[str, Any] | None = None,
 ) -> None:
-    """Run the three stages; `remade` is the metadata of the video that is made again, if one is.
+    """Run the three stages; `original_metadata` is the metadata of the video that is made again, if one is.
 
     Without a folder the video has a name of its own, and the files of its stages go when it is made.
     """
     init_distributed(report, options.processes)
     if command.folder is not None:
         check_free(command.folder, "generate", command.force)
-    with held(VideoCommand(report, request, options, command, remade=remade)) as video:
+    with held(VideoCommand(report, request, options, command, original_metadata=original_metadata)) as video:
         video.tell()
         video.tell_prompt()
         video.try_output(video.video, video.record)
@@ -133,7 +133,7 @@ def denoise(report: Report, request: VideoRequest, options: PipelineOptions, com
         video.check_room()
         check_denoising(video.pipe, encoded, video.settings, batch_guidance=video.how["batch_guidance"])
         run = video.denoising(tells=True)
-        report.goes_on()
+        report.enable_resume()
         with run.stage("denoise"):
             deque(run.latents(encoded, video.settings, [video.settings.seed]), maxlen=0)
     report.table()
@@ -156,7 +156,7 @@ def decode(report: Report, request: VideoRequest, options: PipelineOptions, comm
         video.record |= {DIGESTS: digests} if digests else {}
         video.try_output(video.video, video.record)
         run = video.run()
-        report.goes_on()
+        report.enable_resume()
         written = video.decoded(run, run.frames([latents]))
     report.table()
     video.made(written)
@@ -201,7 +201,7 @@ class VideoCommand:
         left: Mapping[str, Any] | None = None,
         *,
         loads: str = "",
-        remade: Mapping[str, Any] | None = None,
+        original_metadata: Mapping[str, Any] | None = None,
         pipe: Pipeline | None = None,
     ):
         """Load a pipeline and complete the settings of a video.
@@ -213,7 +213,7 @@ class VideoCommand:
             command: Where the video goes.
             left: The metadata that the previous stage left, for what neither the request nor the options say.
             loads: The option of files that the stage loads beside the model, and takes from what was left.
-            remade: The metadata of the video that is made again, if one is.
+            original_metadata: The metadata of the video that is made again, if one is.
             pipe: The pipeline, where it is loaded already.
 
         Raises:
@@ -223,7 +223,12 @@ class VideoCommand:
         if left is not None:
             before, options = _inherited(left, options, loads)
         whole = request.under(before)
-        self.report, self.how, self.remade, self.profile = report, options.how, remade, command.profile
+        self.report, self.how, self.original_metadata, self.profile = (
+            report,
+            options.how,
+            original_metadata,
+            command.profile,
+        )
         self.drawn = whole.settings.get("seed") == DRAW
         if pipe is None:
             options = located(options)
@@ -250,8 +255,8 @@ class VideoCommand:
             encoded = {str(path) for path in paths_of(left, INPUTS)}
             digests = {path: digest for path, digest in file_digests(left).items() if path in encoded}
             self.record |= {DIGESTS: file_digests(self.record) | digests} if digests else {}
-        if self.remade:
-            check_loaded(self.remade, self.record)
+        if self.original_metadata:
+            check_loaded(self.original_metadata, self.record)
         if self.profile:
             check_folder(self.profile)
             # scopes and lines count in the cache's key: a trace would otherwise show those of older code
@@ -362,7 +367,7 @@ class VideoCommand:
         if not differing and (sentence := estimate(self.pipe, chosen, self.from_video)):
             self.report.note(sentence)
         self._note(*(note for one in videos or [chosen] for note in _doubts(one)))
-        if self.remade and (sentence := differences(self.remade, self.record)):
+        if self.original_metadata and (sentence := differences(self.original_metadata, self.record)):
             self.report.note(f"note: {sentence}")
         if self.noise is not None:
             self.report.note(f"note: the initial noise is that of {self.record['noise']}, whatever the seed")
@@ -437,7 +442,7 @@ class VideoCommand:
         """Write the video from its frames, which are decoded as they are asked for; return its place."""
         with run.decode_stage(request := run.requests[0]):
             written = write(self.video, frames, request)
-        self.report.way_on, self.is_written = None, True
+        self.report.resume_command, self.is_written = None, True
         return written
 
     def streamed(self, frames: Iterator[Any]) -> paths.AnyPath:
@@ -450,12 +455,12 @@ class VideoCommand:
             for done, clip in enumerate(frames, 1):
                 yield clip
                 rate.deliver(len(clip))
-                report.count("block", done, total, beside=str(rate))
+                report.count("block", done, total, suffix=str(rate))
 
         with report.stage("stream"):
             written = write(self.video, clips(), PreparedRequest(self.settings, self.record))
         report.note(f"{rate}, where {self.settings.fps} are played")
-        report.way_on, self.is_written = None, True
+        report.resume_command, self.is_written = None, True
         return written
 
     def try_output(self, video: str | paths.AnyPath, record: Mapping[str, Any]) -> None:
@@ -474,9 +479,9 @@ class VideoCommand:
         """Print the file that the command made, in the first process only."""
         if is_first():
             stays = {} if self.held else {"folder": str(self.folder.absolute())}
-            self.report.made(file.absolute(), self.record, **stays, seconds=self.report.seconds)
+            self.report.print_result(file.absolute(), self.record, **stays, seconds=self.report.seconds)
 
-    def save(self, way_on: str, *steps: Callable[[], None], announcement: str | None = None) -> None:
+    def save(self, resume_command: str, *steps: Callable[[], None], announcement: str | None = None) -> None:
         """Write what a stage made and the settings, in the first process only, and note the command that goes on.
 
         Prints it after an `announcement` of the files. Where a run's own folder cannot be written, as on a full disk,
@@ -493,7 +498,7 @@ class VideoCommand:
             self.report.note(f"note: {error}: if this run is stopped, its last stage is lost")
             self.report.stop_if_asked()
         else:
-            self.report.kept(way_on, announcement)
+            self.report.record_resume(resume_command, announcement)
 
     def command(self, stage: str) -> str:
         """Return the command that resumes from here; from a run's own folder it makes the video."""

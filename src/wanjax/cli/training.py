@@ -26,17 +26,17 @@ def train(report: Report, options: PipelineOptions, ctx: click.Context, *, data:
     options = options._replace(param_dtype="float32" if config.lora is None else None)
     pipe = loaded(options, clips_of(config), progress=report.load, note=report.note)
     begun = Training(pipe, data, out, config, note=report.note, count=report.count)
-    report.goes_on()
+    report.enable_resume()
     with report.stage("train"):
         try:
             written = begun.run()
         except WanjaxError as error:
             if not isinstance(error, WriteError):  # a disk that is full may have room again
-                report.way_on = None  # it would end in the same way
+                report.resume_command = None  # it would end in the same way
             raise
-    report.way_on = None
+    report.resume_command = None
     report.table()
-    report.made(written.absolute(), {"model": model, "steps": config.steps}, seconds=report.seconds)
+    report.print_result(written.absolute(), {"model": model, "steps": config.steps}, seconds=report.seconds)
 
 
 def clips_of(config: TrainConfig) -> VideoRequest:

@@ -12,13 +12,13 @@ from wanjax.cli.processes import init_distributed
 from wanjax.cli.report import Report
 from wanjax.cli.stages import loaded, located
 from wanjax.errors import WanjaxError
-from wanjax.jobs.batch import TOGETHER
-from wanjax.jobs.databases import VARIABLE, database_of
+from wanjax.jobs.batch import MAX_RUN_JOBS
+from wanjax.jobs.databases import ENV_VARIABLE, resolve_database
 from wanjax.jobs.lockstep import Leader, follow
 from wanjax.jobs.maker import VideoMaker
 from wanjax.jobs.multihost import is_first
 from wanjax.jobs.pool import until_signal
-from wanjax.jobs.sharing import BATCH, SERVE, why_apart
+from wanjax.jobs.sharing import BATCH, SERVE, join_error
 from wanjax.jobs.store import JobStore
 from wanjax.jobs.worker import work
 from wanjax.pipelines.request import VideoRequest
@@ -36,44 +36,44 @@ def work_for(
     retries: int,
 ) -> None:
     """Lease and make jobs of a database, alone or with the processes that it meets, until a signal."""
-    if (url := database_of(database)) is None:
-        raise WanjaxError(f"no database is named: give --database FILE|URL, or {VARIABLE} in the environment")
+    if (url := resolve_database(database)) is None:
+        raise WanjaxError(f"no database is named: give --database FILE|URL, or {ENV_VARIABLE} in the environment")
     if out is not None and folder is not None:
         raise WanjaxError("--dir is given beside --out: give the one that the server or the batch has")
-    if (named := out or folder) is None:
+    if (folder_option := out or folder) is None:
         raise WanjaxError("no place is named: give --dir, that of the server, or --out, that of the batch")
-    target = parse_path(named).absolute()
+    target = parse_path(folder_option).absolute()
     if folder is not None:
         return _work_for_server(report, url, target, options, served)
     for name in ("preview", "preview_decoder", "extend_prompt"):
         if is_given(name):
-            fault = f"--{name.replace('_', '-')} is for the jobs of a server, with --dir"
-            raise WanjaxError(f"{fault}: a batch has its prompts extended before, and shows no previews")
+            error = f"--{name.replace('_', '-')} is for the jobs of a server, with --dir"
+            raise WanjaxError(f"{error}: a batch has its prompts extended before, and shows no previews")
     with closing(JobStore(url)) as store:  # before the model: a wrong one is refused at once
         init_distributed(report, options.processes)
         load = partial(loaded, located(options), VideoRequest({}))
-        arguments: dict[str, Any] = {"place": target, **options.how}
+        arguments: dict[str, Any] = {"folder": target, **options.how}
         if not is_first():
             follow(VideoMaker(load, **arguments))
-            report.awaited = False
+            report.has_peers = False
             return
         check_folder(target)
         load_here = partial(load, note=report.note)
-        maker = Leader(load_here, **arguments) if report.awaited else VideoMaker(load_here, **arguments)
+        maker = Leader(load_here, **arguments) if report.has_peers else VideoMaker(load_here, **arguments)
         drained = until_signal()
         report.note(f"a worker of {store.name}, videos into {target}")
         work(
-            store.with_patience(inf),
+            store.with_retry_seconds(inf),
             maker,
-            together=TOGETHER,
+            max_batch=MAX_RUN_JOBS,
             retries=retries,
             attempts=retries + 1,
             drained=drained.is_set,
-            barred=partial(why_apart, folder=target, name=BATCH),
+            join_error=partial(join_error, folder=target, name=BATCH),
             note=report.note,
         )
         if isinstance(maker, Leader):
-            report.awaited = not maker.dismiss()
+            report.has_peers = not maker.dismiss()
             if maker.fault is not None:
                 raise maker.fault
     report.note("stopped")
@@ -92,10 +92,10 @@ def _work_for_server(report: Report, url: str, target: AnyPath, options: Pipelin
         maker = serving.maker_of(options, served, target, report.note)
         drained = until_signal()
         report.note(f"a worker of {store.name}, videos into {target}")
-        how: Any = {
+        worker_options: Any = {
             "drained": drained.is_set,
-            "barred": partial(why_apart, folder=target, name=SERVE),
+            "join_error": partial(join_error, folder=target, name=SERVE),
             "note": report.note,
         }
-        work(store.with_patience(inf), maker, **how)
+        work(store.with_retry_seconds(inf), maker, **worker_options)
     report.note("stopped")

@@ -22,9 +22,9 @@ from wanjax.pipelines.request import OWN
 from wanjax.stores.paths import AnyPath, read
 
 MANIFEST = "manifest.jsonl"
-TOGETHER = 32  # jobs of one run at most: as many prompts are encoded before the first video is made
-EVERY = 10.0  # seconds between two manifests in a store
-HOPELESS = 8  # failures without one success that end a batch
+MAX_RUN_JOBS = 32  # jobs of one run at most: as many prompts are encoded before the first video is made
+MANIFEST_INTERVAL = 10.0  # seconds between two manifests in a store
+MAX_FIRST_FAILURES = 8  # failures without one success that end a batch
 
 
 class Batch:
@@ -42,9 +42,9 @@ class Batch:
         self.store, self.manifest = store, manifest
         self.done = 0
         self.failed: list[Job] = []
-        self._left = dict(self.tasks)
-        self._since = store.version()
-        store.add_all([self._job(task, model) for task in self._left.values()])
+        self._pending = dict(self.tasks)
+        self._version = store.version()
+        store.add_all([self._job(task, model) for task in self._pending.values()])
 
     def _job(self, task: Task, model: str) -> NewJob:
         """Return the job of a task; what failed before is made alone, so that it keeps no other from its turn."""
@@ -59,16 +59,16 @@ class Batch:
     def ended(self) -> int:
         return self.done + len(self.failed)
 
-    def look(self) -> Iterator[Job]:
+    def poll(self) -> Iterator[Job]:
         """Yield each job that ended since the last look, once the manifest has it.
 
         Raises:
             WanjaxError: All of the first jobs failed, or nothing more can be written.
         """
-        while changes := self.store.changes(self._since):
+        while changes := self.store.changes(self._version):
             for job in changes:
-                self._since = job.version
-                if job.over and (task := self._left.pop(job.id, None)) is not None:
+                self._version = job.version
+                if job.is_over and (task := self._pending.pop(job.id, None)) is not None:
                     self._end(job, task)
                     yield job
                     self._check(task)
@@ -86,20 +86,20 @@ class Batch:
         self.manifest.add(task, error=error["message"], tries=job.attempts, worker=error.get("worker"))
 
     def _check(self, task: Task) -> None:
-        if not self.done and len(self.failed) == min(HOPELESS, self.total):
+        if not self.done and len(self.failed) == min(MAX_FIRST_FAILURES, self.total):
             error = self.failed[-1].error or {}
             raise task.request.wrong(WanjaxError(error.get("message", "")))
 
     def close(self) -> None:
         """Withdraw the jobs that have not ended, so that workers of others do not make them."""
-        self.store.cancel_all(list(self._left))
+        self.store.cancel_all(list(self._pending))
 
 
 class Manifest:
     """The file in a folder of videos that lists them, to which lines are added.
 
-    `listed` are the names of those that are done, and `failed` of those that failed. In a store, where nothing can be
-    added to, it is written anew from time to time, and by `close`.
+    `done_names` are the names of those that are done, and `failed` of those that failed. In a store, where nothing can
+    be added to, it is written anew from time to time, and by `close`.
 
     Args:
         folder: The folder.
@@ -108,9 +108,9 @@ class Manifest:
     def __init__(self, folder: AnyPath):
         self.file = folder / MANIFEST
         self._lines = (read(self.file) or b"").splitlines()
-        self._written, self._new = monotonic(), False
+        self._written, self._has_unwritten = monotonic(), False
         entries = [entry for line in self._lines if (entry := _entry(line)) is not None]
-        self.listed, self.failed = (
+        self.done_names, self.failed = (
             {str(entry.get("file_name")) for entry in entries if ("error" in entry) is failed}
             for failed in (False, True)
         )
@@ -122,7 +122,7 @@ class Manifest:
             task: The task.
             outcome: `seconds` and `worker` of a video that was made; `error` and `tries` of one that failed.
         """
-        if "error" not in outcome and task.output in self.listed:
+        if "error" not in outcome and task.output in self.done_names:
             return
         row, settings = task.request.row, task.request.settings
         entry = {
@@ -137,17 +137,17 @@ class Manifest:
             self._append(self.file, line)
         else:
             self._lines.append(line)
-            self._new = True
-            if monotonic() - self._written > EVERY:
+            self._has_unwritten = True
+            if monotonic() - self._written > MANIFEST_INTERVAL:
                 self.close()
         if "error" not in outcome:
-            self.listed.add(task.output)
+            self.done_names.add(task.output)
 
     def close(self) -> None:
         """Write what a store does not hold yet."""
-        if self._new and not isinstance(self.file, Path):
+        if self._has_unwritten and not isinstance(self.file, Path):
             self.file.write(b"".join(line + b"\n" for line in self._lines))
-            self._written, self._new = monotonic(), False
+            self._written, self._has_unwritten = monotonic(), False
 
     @staticmethod
     def _append(file: Path, line: bytes) -> None:

@@ -21,16 +21,18 @@ import psutil
 from wanjax.errors import WanjaxError, reason
 from wanjax.stores.writing import check_folder
 
-VARIABLE = "WANJAX_DATABASE"  # of the environment, which names a database and hides its password
+ENV_VARIABLE = "WANJAX_DATABASE"  # of the environment, which names a database and hides its password
 POSTGRES = ("postgresql://", "postgres://")
 EXAMPLE = "postgresql://USER:PASSWORD@HOST/NAME"
 CONNECT_SECONDS, LOCK_SECONDS, CUT_SECONDS = 4, 4, 10
 """In which a server has to answer, a lock has to be free, and the network of a connection has to work."""
-NETWORKS = re.compile(r"nfs\d?|cifs|smb\w*|(fuse\.)?(ceph|glusterfs|sshfs|s3fs|gcsfuse|juicefs|lustre)|beegfs|gpfs|afs")
+NETWORK_FILE_SYSTEMS = re.compile(
+    r"nfs\d?|cifs|smb\w*|(fuse\.)?(ceph|glusterfs|sshfs|s3fs|gcsfuse|juicefs|lustre)|beegfs|gpfs|afs"
+)
 """Kinds of file systems on which SQLite's locks do not hold."""
 REFUSALS = ("authentication", "password", "does not exist", "pg_hba", "not permitted", "permission denied", "SSL")
 """Words in a server's answer to a connection that another try does not change."""
-PASSING = ("40001", "40P01", "53300", "55P03", "25P03", "57P01", "57P02", "57P03")
+TRANSIENT = ("40001", "40P01", "53300", "55P03", "25P03", "57P01", "57P02", "57P03")
 """PostgreSQL's codes of errors that pass: deadlocks, locks, too many connections, a server that starts or ends."""
 FULL = ("SQLITE_FULL", "53100")  # what both call a disk without room
 
@@ -76,13 +78,13 @@ class Connection(Protocol):
         ...
 
 
-def database_of(option: str | None) -> str | None:
+def resolve_database(option: str | None) -> str | None:
     """Return the database that an option names, or else the environment; None for none.
 
     Args:
         option: The option's value; None where it is not given.
     """
-    return option or os.environ.get(VARIABLE) or None
+    return option or os.environ.get(ENV_VARIABLE) or None
 
 
 def open_database(url: str) -> "Database":
@@ -101,7 +103,7 @@ def open_database(url: str) -> "Database":
     return Sqlite(Path(url).expanduser().absolute())
 
 
-def has_no_room(error: Exception) -> bool:
+def is_disk_full(error: Exception) -> bool:
     """Tell whether a database refused a statement because its disk has no room.
 
     Args:
@@ -138,7 +140,7 @@ def without_password(text: str, url: str) -> str:
     return text
 
 
-class _Slot:
+class _SharedConnection:
     """A connection that one thread uses at a time; it is opened when it is needed."""
 
     def __init__(self, connect: Callable[[], Any], errors: tuple[type[Exception], ...]):
@@ -173,7 +175,7 @@ class _Slot:
 
 
 @contextmanager
-def _committed(connection: Any, begin: str, errors: tuple[type[Exception], ...]) -> Iterator[None]:
+def _commit_or_rollback(connection: Any, begin: str, errors: tuple[type[Exception], ...]) -> Iterator[None]:
     """Run the block between `begin` and a commit, or a rollback where it fails."""
     connection.execute(begin)
     try:
@@ -201,7 +203,7 @@ class Database:
     errors: tuple[type[Exception], ...]
 
     def __init__(self, connect: Callable[[], Any]):
-        self._writer, self._reader = (_Slot(connect, self.errors) for _ in range(2))
+        self._writer, self._reader = (_SharedConnection(connect, self.errors) for _ in range(2))
 
     @contextmanager
     def transaction(self, *, write: bool, durable: bool) -> Iterator[Connection]:
@@ -212,10 +214,10 @@ class Database:
             durable: Whether its changes outlive a failure of the power or a crash of the database.
         """
         slot = self._writer if write else self._reader
-        with slot.use() as connection, self._written(connection, durable) if write else nullcontext():
+        with slot.use() as connection, self._write_transaction(connection, durable) if write else nullcontext():
             yield connection
 
-    def _written(self, connection: Any, durable: bool) -> AbstractContextManager[None]:
+    def _write_transaction(self, connection: Any, durable: bool) -> AbstractContextManager[None]:
         """Run the block in a transaction that writes."""
         raise NotImplementedError
 
@@ -226,7 +228,7 @@ class Database:
             connection: The connection, in a transaction that goes on to make them.
         """
 
-    def is_away(self, error: Exception) -> bool:
+    def is_transient(self, error: Exception) -> bool:
         """Tell whether the same transaction may succeed later.
 
         Args:
@@ -260,7 +262,7 @@ class Sqlite(Database):
         check_folder(file.parent)
         self.file, self.name = file, str(file)
         try:
-            self._turn = os.open(f"{file}-turn", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._lock_file = os.open(f"{file}-turn", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise DatabaseError(f"{file}-turn cannot be written: {reason(error)}") from error
         super().__init__(self._connect)
@@ -275,30 +277,30 @@ class Sqlite(Database):
         return connection
 
     @contextmanager
-    def _written(self, connection: Any, durable: bool) -> Iterator[None]:
-        with self._locked():
+    def _write_transaction(self, connection: Any, durable: bool) -> Iterator[None]:
+        with self._write_lock():
             connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
-            with _committed(connection, "BEGIN IMMEDIATE", self.errors):
+            with _commit_or_rollback(connection, "BEGIN IMMEDIATE", self.errors):
                 yield
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
-        fcntl.flock(self._turn, fcntl.LOCK_EX)
+    def _write_lock(self) -> Iterator[None]:
+        fcntl.flock(self._lock_file, fcntl.LOCK_EX)
         try:
             yield
         finally:
-            fcntl.flock(self._turn, fcntl.LOCK_UN)
+            fcntl.flock(self._lock_file, fcntl.LOCK_UN)
 
     def reclaim(self) -> None:
-        with self._writer.use() as connection, self._locked():
+        with self._writer.use() as connection, self._write_lock():
             connection.execute("PRAGMA wal_checkpoint(RESTART)")  # the log is written from its beginning again
 
-    def is_away(self, error: Exception) -> bool:
+    def is_transient(self, error: Exception) -> bool:
         return getattr(error, "sqlite_errorname", "") in ("SQLITE_BUSY", "SQLITE_LOCKED")
 
     def close(self) -> None:
         super().close()
-        os.close(self._turn)
+        os.close(self._lock_file)
 
 
 class Postgres(Database):
@@ -324,32 +326,32 @@ class Postgres(Database):
         except psycopg.Error:
             raise DatabaseError(f"the URL of a database does not read as {EXAMPLE}: quote a character such as @ in its "
                                 "password as %40") from None  # the library's message has parts of the URL  # fmt: skip
-        limits = {  # at the server's end too: a client that the network cuts off keeps no lock
+        server_settings = {  # at the server's end too: a client that the network cuts off keeps no lock
             "lock_timeout": LOCK_SECONDS * 1000,
             "idle_in_transaction_session_timeout": CUT_SECONDS * 1000,
             "tcp_user_timeout": CUT_SECONDS * 1000,
             "tcp_keepalives_idle": CUT_SECONDS // 2,
             "tcp_keepalives_interval": 2,
         }
-        texts = [parameters.pop("options", None), *(f"-c {name}={value}" for name, value in limits.items())]
+        texts = [parameters.pop("options", None), *(f"-c {name}={value}" for name, value in server_settings.items())]
         options = " ".join(str(text) for text in texts if text)
         network = {
             "tcp_user_timeout": CUT_SECONDS * 1000,
             "keepalives_idle": CUT_SECONDS // 2,
             "keepalives_interval": 2,
         }
-        named: dict[str, Any] = {
+        connect_options: dict[str, Any] = {
             "connect_timeout": CONNECT_SECONDS,
             "application_name": "wanjax",
             **network,
             **parameters,
         }
-        self._connect: Callable[[], Any] = lambda: _Translated(
-            psycopg.connect(autocommit=True, options=options, **named)
+        self._connect: Callable[[], Any] = lambda: _NamedParameterConnection(
+            psycopg.connect(autocommit=True, options=options, **connect_options)
         )
-        super().__init__(self._connected)
+        super().__init__(self._connect_checked)
 
-    def _connected(self) -> Any:
+    def _connect_checked(self) -> Any:
         try:
             return self._connect()
         except self.errors as error:
@@ -358,27 +360,27 @@ class Postgres(Database):
                 answer = text.rpartition("FATAL:")[2].strip().partition("\n")[0]
                 problem = f"{self.name} refuses the login ({without_password(answer, self.url)})"
                 raise DatabaseError(
-                    f"{problem}: correct the user, the password or the name in --database or {VARIABLE}"
+                    f"{problem}: correct the user, the password or the name in --database or {ENV_VARIABLE}"
                 ) from None
             raise
 
-    def _written(self, connection: Any, durable: bool) -> AbstractContextManager[None]:
+    def _write_transaction(self, connection: Any, durable: bool) -> AbstractContextManager[None]:
         begin = "BEGIN" if durable else "BEGIN; SET LOCAL synchronous_commit = off"
-        return _committed(connection, begin, self.errors)
+        return _commit_or_rollback(connection, begin, self.errors)
 
     def prepare(self, connection: Connection) -> None:
         connection.execute("SELECT pg_advisory_xact_lock(7241)")
 
-    def is_away(self, error: Exception) -> bool:
+    def is_transient(self, error: Exception) -> bool:
         code = getattr(error, "sqlstate", None)
         if code is None:  # no answer of the server's: the connection is lost, or was not made
             import psycopg
 
             return isinstance(error, psycopg.OperationalError | psycopg.InterfaceError)
-        return code in PASSING or code.startswith("08")
+        return code in TRANSIENT or code.startswith("08")
 
 
-class _Translated:
+class _NamedParameterConnection:
     """A connection of psycopg that takes `:name` for a value, as SQLite does."""
 
     def __init__(self, connection: Any):
@@ -387,17 +389,17 @@ class _Translated:
     def execute(self, text: str, values: Values | None = None) -> Any:
         if values is None:
             return self._connection.execute(text)
-        return self._connection.execute(_translated(text), values)
+        return self._connection.execute(_to_psycopg(text), values)
 
     def executemany(self, text: str, rows: Sequence[Values]) -> None:
-        self._connection.cursor().executemany(_translated(text), rows)
+        self._connection.cursor().executemany(_to_psycopg(text), rows)
 
     def close(self) -> None:
         self._connection.close()
 
 
 @lru_cache(maxsize=256)
-def _translated(text: str) -> str:
+def _to_psycopg(text: str) -> str:
     return re.sub(r"(?<!:):(\w+)", r"%(\1)s", text.replace("%", "%%"))
 
 
@@ -405,6 +407,6 @@ def _check_disk(folder: Path) -> None:
     """Raise WanjaxError where the folder of SQLite's file is on a network file system."""
     parts = [part for part in psutil.disk_partitions(all=True) if folder.is_relative_to(part.mountpoint)]
     nearest = max(parts, key=lambda part: len(part.mountpoint), default=None)
-    if nearest is not None and NETWORKS.fullmatch(nearest.fstype):
+    if nearest is not None and NETWORK_FILE_SYSTEMS.fullmatch(nearest.fstype):
         problem = f"{folder} is on a network file system, {nearest.fstype}, where SQLite is not safe"
         raise WanjaxError(f"{problem}: --database FILE on a disk of this machine, or PostgreSQL's URL")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from wanjax.errors import WanjaxError
-from wanjax.jobs.maker import Task, VideoMaker, sentence_of
+from wanjax.jobs.maker import Task, VideoMaker, error_message
 from wanjax.jobs.multihost import PeerGroup
 from wanjax.jobs.worker import Failure, Lease
 from wanjax.pipelines.observers import Observer
@@ -24,7 +24,7 @@ from wanjax.pipelines.run import Run
 FIT_LATENT_PREVIEW = "fit_latent_preview"  # a message that asks for no tasks
 
 
-class OutOfStep(Exception):
+class OutOfSync(Exception):
     """An error that leaves the other processes waiting in a collective, so all must end."""
 
 
@@ -33,12 +33,12 @@ class Leader(VideoMaker):
 
     Args:
         peers: The other processes.
-        started_again: Whether processes that end out of step are started again, so that another attempt may succeed.
+        restarts: Whether processes that end out of step are started again, so that another attempt may succeed.
     """
 
-    def __init__(self, *arguments: Any, peers: PeerGroup | None = None, started_again: bool = False, **more: Any):
+    def __init__(self, *arguments: Any, peers: PeerGroup | None = None, restarts: bool = False, **more: Any):
         super().__init__(*arguments, **more)
-        self.peers, self.started_again = peers or PeerGroup(), started_again
+        self.peers, self.restarts = peers or PeerGroup(), restarts
         self.fault: Exception | None = None  # that left the others waiting
 
     def fit_latent_preview(self) -> None:
@@ -54,11 +54,13 @@ class Leader(VideoMaker):
         run = self.prepare_run(tasks, observers)
         self.in_sync = False
         self.peers.broadcast([(task.output, task.request.to_json()) for task in tasks])
-        faults = self.peers.gather("")
-        if fault := next(filter(None, faults), ""):
+        error_texts = self.peers.gather("")
+        if error_text := next(filter(None, error_texts), ""):
             self.in_sync = True
-            where = f"process {faults.index(fault)} of {len(faults)}, from 0, cannot make it"
-            raise WanjaxError(f"{where}: {fault}") from OSError(fault)  # as one of the system, it may not come again
+            where = f"process {error_texts.index(error_text)} of {len(error_texts)}, from 0, cannot make it"
+            raise WanjaxError(f"{where}: {error_text}") from OSError(
+                error_text
+            )  # as one of the system, it may not come again
         yield from self.make_run(tasks, run)
         self.in_sync = True
 
@@ -67,7 +69,7 @@ class Leader(VideoMaker):
         if self.in_sync:
             return failure
         self.fault = error
-        return failure._replace(again=failure.again and self.started_again)
+        return failure._replace(is_retryable=failure.is_retryable and self.restarts)
 
     def dismiss(self) -> bool:
         """Let the others go, unless they wait for this process elsewhere; return whether it has."""
@@ -92,8 +94,8 @@ def follow(maker: VideoMaker, peers: PeerGroup | None = None) -> None:
             maker.fit_latent_preview()
             continue
         tasks = [Task(output, VideoRequest.from_json(request)) for output, request in message]
-        run, fault = _prepare_run(maker, tasks)
-        if not any(peers.gather(fault)):
+        run, error_text = _prepare_run(maker, tasks)
+        if not any(peers.gather(error_text)):
             assert run is not None
             deque(maker.make_run(tasks, run), maxlen=0)
 
@@ -103,4 +105,4 @@ def _prepare_run(maker: VideoMaker, tasks: Sequence[Task]) -> tuple[Run | None, 
     try:
         return maker.prepare_run(tasks), ""
     except Exception as error:  # of whatever kind: the leader tells of it
-        return None, sentence_of(error)
+        return None, error_message(error)

@@ -18,7 +18,7 @@ from wanjax.compile_cache.executables import user_executables
 from wanjax.errors import WanjaxError, causes, is_full, reason, shown
 from wanjax.execution import EXECUTE
 from wanjax.jobs.multihost import is_first
-from wanjax.jobs.rows import WrongRows
+from wanjax.jobs.rows import RowErrors
 from wanjax.jobs.store import Job
 from wanjax.jobs.worker import DISK_FULL, Failure, Interrupted, Lease
 from wanjax.layers.tiling import Tiling
@@ -38,7 +38,7 @@ from wanjax.pipelines.windows import Window
 from wanjax.stores.paths import AnyPath, StoreError, names_in, parse_path
 
 T = TypeVar("T")
-HERE = ("devices", "version")  # entries of the metadata that do not say which video it is
+HOST_ENTRIES = ("devices", "version")  # entries of the metadata that do not say which video it is
 LONGEST_ERROR = 500  # characters
 PERCENT = {"extend": (0, 0), "compile": (0, 0), "encode": (0, 2), "denoise": (2, 95), "decode": (95, 99)}
 """How much is done at the start of a stage and at its end."""
@@ -85,7 +85,7 @@ class SharedParts(NamedTuple):
         return PreparedRequest(settings, {**self.metadata, **{name: getattr(settings, name) for name in OWN}})
 
 
-def keeping_programs(make: Callable[[], T], shared: Mapping[str, Any]) -> T:
+def with_program_cache(make: Callable[[], T], shared: Mapping[str, Any]) -> T:
     """Return what `make` does, in a process in which nothing but this library runs: its programs are kept for others.
 
     Args:
@@ -102,7 +102,7 @@ class VideoMaker:
 
     Args:
         load: Returns the pipeline.
-        place: The place of the videos.
+        folder: The place of the videos.
         tiling: That of all videos.
         batch_guidance: That of all videos.
         force: Videos that are there are made again.
@@ -112,15 +112,15 @@ class VideoMaker:
     def __init__(
         self,
         load: Callable[[], Pipeline],
-        place: AnyPath,
+        folder: AnyPath,
         *,
         tiling: Tiling | None = None,
         batch_guidance: bool = False,
         force: bool = False,
         observers: Sequence[Observer] = (),
     ):
-        self.load, self.place, self.force, self.observers = load, place, force, observers
-        self.how: Any = {"tiling": tiling, "batch_guidance": batch_guidance}
+        self.load, self.folder, self.force, self.observers = load, folder, force, observers
+        self.run_options: Any = {"tiling": tiling, "batch_guidance": batch_guidance}
         self.settings: dict[str, Settings] = {}  # of the planned videos, by name
         self.in_sync = True  # False where other processes wait for what this one left in its midst
 
@@ -133,36 +133,36 @@ class VideoMaker:
         """The names of the models whose jobs it makes."""
         return [self.pipe.defaults.model]
 
-    def warm_up(self, stopped: Callable[[], bool]) -> None:
+    def warm_up(self, should_stop: Callable[[], bool]) -> None:
         """Load the pipeline; its networks are loaded with the first video.
 
         Args:
-            stopped: Not asked: a pipeline is loaded in one piece.
+            should_stop: Not asked: a pipeline is loaded in one piece.
         """
         assert self.pipe
 
-    def plan(self, requests: Sequence[VideoRequest], wrong: WrongRows | None = None) -> list[Task]:
-        """Return `tasks_of` requests, once the longest of those that are missing can be written.
+    def plan(self, requests: Sequence[VideoRequest], row_errors: RowErrors | None = None) -> list[Task]:
+        """Return `tasks_for` requests, once the longest of those that are missing can be written.
 
         Args:
             requests: The requests.
-            wrong: Rows that are wrong already.
+            row_errors: Rows that are wrong already.
 
         Raises:
             WanjaxError: Some requests make no video, or the longest could not be written.
         """
-        tasks = self.tasks_of(requests, wrong)
-        there = set() if self.force else names_in(self.place)
-        if missing := [task for task in tasks if task.output not in there]:
+        tasks = self.tasks_for(requests, row_errors)
+        existing = set() if self.force else names_in(self.folder)
+        if missing := [task for task in tasks if task.output not in existing]:
             self.try_output(max(missing, key=lambda task: len(task.request.settings["prompt"])))
         return tasks
 
-    def tasks_of(self, requests: Sequence[VideoRequest], wrong: WrongRows | None = None) -> list[Task]:
+    def tasks_for(self, requests: Sequence[VideoRequest], row_errors: RowErrors | None = None) -> list[Task]:
         """Return a task for each request, those of one run together.
 
         Args:
             requests: The requests.
-            wrong: Rows that are wrong already.
+            row_errors: Rows that are wrong already.
 
         Raises:
             WanjaxError: No video can be made of some of them; it has the numbers of their rows.
@@ -171,24 +171,27 @@ class VideoMaker:
         for request in requests:
             request = request.timed(self.pipe.defaults.fps, self.pipe.architecture.vae.temporal_factor)
             groups.setdefault(digest_of(request), []).append(request)
-        wrong = wrong or WrongRows()
-        tasks = [task for same in groups.values() for task in self._tasks(same, wrong)]
-        wrong.refuse()
+        row_errors = row_errors or RowErrors()
+        tasks = [task for requests in groups.values() for task in self._tasks_of_run(requests, row_errors)]
+        row_errors.raise_if_any()
         return tasks
 
-    def _tasks(self, requests: Sequence[VideoRequest], wrong: WrongRows) -> Iterator[Task]:
-        """Yield the tasks of requests that differ in prompt and seed alone; `wrong` receives why others have none."""
+    def _tasks_of_run(self, requests: Sequence[VideoRequest], row_errors: RowErrors) -> Iterator[Task]:
+        """Yield the tasks of requests that differ in prompt and seed alone;
+
+        `row_errors` receives why others have none.
+        """
         try:
             shared = self.shared_parts(requests[0])
         except WanjaxError as error:
             for request in requests:
-                wrong.add(request.row, error)
+                row_errors.add(request.row, error)
             return
         for request in requests:
             try:
                 prepared = shared.complete(request)
             except WanjaxError as error:
-                wrong.add(request.row, error)
+                row_errors.add(request.row, error)
                 continue
             self.settings[name := name_of(prepared.metadata)] = prepared.settings
             yield Task(name, request.updated({"seed": prepared.settings.seed}))
@@ -201,7 +204,7 @@ class VideoMaker:
         """
         prepared = self.shared_parts(task.request).complete(task.request)
         settings = prepared.settings
-        try_output(self.place / task.output, settings.length, settings.size, settings.fps, prepared.metadata)
+        try_output(self.folder / task.output, settings.length, settings.size, settings.fps, prepared.metadata)
 
     def fit_latent_preview(self) -> None:
         """Prepare what shows how far a video is, if the pipeline has no tiny decoder for that."""
@@ -214,7 +217,7 @@ class VideoMaker:
             job: The job.
         """
         with suppress(StoreError):
-            return not self.force and (self.place / job.output).exists()
+            return not self.force and (self.folder / job.output).exists()
         return False
 
     def make(self, jobs: Sequence[Job], lease: Lease) -> Iterator[Job]:
@@ -228,7 +231,7 @@ class VideoMaker:
             Interrupted: The lease is to stop.
         """
         tasks = [Task(job.output, VideoRequest.from_json(job.request)) for job in jobs]
-        progress = JobProgress(lease, self.stopped(lease))
+        progress = JobProgress(lease, self.should_stop(lease))
         try:
             for job, prepared in zip(jobs, self.run(tasks, [progress]), strict=True):
                 lease.report(metadata=dict(prepared.metadata))
@@ -237,13 +240,13 @@ class VideoMaker:
         except Cancelled as error:
             raise Interrupted from error
 
-    def stopped(self, lease: Lease) -> Callable[[], bool]:
+    def should_stop(self, lease: Lease) -> Callable[[], bool]:
         """Return what tells whether a run is to end before its time.
 
         Args:
             lease: The lease of the jobs of the run.
         """
-        return lease.stopped
+        return lease.should_stop
 
     def run(self, tasks: Sequence[Task], observers: Sequence[Observer] = ()) -> Iterator[PreparedRequest]:
         """Make the videos of one run; yield the request of each once its video is there.
@@ -270,8 +273,8 @@ class VideoMaker:
             if (name := name_of(request.metadata)) != task.output:
                 problem = f"{task.output} is {name} by the options of this worker: start it with those of the batch"
                 raise WanjaxError(problem)
-        check_making(shared.pipe, requests[0].settings, shared.pictures, **self.how)
-        return Run(shared.pipe, requests, shared.pictures, observers=[*observers, *self.observers], **self.how)
+        check_making(shared.pipe, requests[0].settings, shared.pictures, **self.run_options)
+        return Run(shared.pipe, requests, shared.pictures, observers=[*observers, *self.observers], **self.run_options)
 
     def make_run(self, tasks: Sequence[Task], run: Run) -> Iterator[PreparedRequest]:
         """Make the videos of a run of tasks; yield the request of each once its video is there.
@@ -282,7 +285,7 @@ class VideoMaker:
         """
         for task, (prepared, frames) in zip(tasks, run, strict=True):
             with run.decode_stage(prepared):
-                write(self.place / task.output, frames, prepared)
+                write(self.folder / task.output, frames, prepared)
             yield prepared
 
     def shared_parts(self, request: VideoRequest) -> SharedParts:
@@ -297,28 +300,28 @@ class VideoMaker:
         shared = request.shared
         loaded = {MODEL.name: shared.model, **shared.settings}
         for name in LOADED:
-            if (value := loaded.get(name)) not in (None, usual := getattr(self.pipe.defaults, name)):
+            if (value := loaded.get(name)) not in (None, default := getattr(self.pipe.defaults, name)):
                 option = f"--{name.replace('_', '-')}"
                 raise WanjaxError(
-                    f"{name} is {shown(value)} where all videos of a run have {usual}: give it as {option}"
+                    f"{name} is {shown(value)} where all videos of a run have {default}: give it as {option}"
                 )
         pipe = self.pipe.with_solver(shared.scheduler)
-        pictures, chosen = pipe.prepare(**shared.inputs, **shared.settings, model=shared.model)
-        return SharedParts(pipe, pictures, chosen, pipe.metadata(chosen, shared.inputs, **self.how))
+        pictures, settings = pipe.prepare(**shared.inputs, **shared.settings, model=shared.model)
+        return SharedParts(pipe, pictures, settings, pipe.metadata(settings, shared.inputs, **self.run_options))
 
     def explain(self, error: Exception) -> Failure:
-        """Return why a job failed; what is the request's own fault fails again.
+        """Return why a job failed; an error in the request itself is not retried.
 
         Args:
             error: The error that ended its run.
         """
-        wrong, full = isinstance(error, WanjaxError), is_full(error)
+        is_user_error, full = isinstance(error, WanjaxError), is_full(error)
         return Failure(
-            DISK_FULL if full else "invalid_request" if wrong else "server_error",
-            sentence_of(error),
-            again=not full and (not wrong or any(isinstance(cause, OSError) for cause in causes(error))),
-            ends=full or not self.in_sync,
-            log="" if wrong else "".join(traceback.format_exception(error)),
+            DISK_FULL if full else "invalid_request" if is_user_error else "server_error",
+            error_message(error),
+            is_retryable=not full and (not is_user_error or any(isinstance(cause, OSError) for cause in causes(error))),
+            ends_worker=full or not self.in_sync,
+            log="" if is_user_error else "".join(traceback.format_exception(error)),
         )
 
 
@@ -327,12 +330,12 @@ class JobProgress(Observer):
 
     Args:
         lease: The lease.
-        ends: Returns True where the run is to end.
+        should_stop: Returns True where the run is to end.
         preview: Where to show at a few steps what the video will be; None for nowhere.
     """
 
-    def __init__(self, lease: Lease, ends: Callable[[], bool], preview: AnyPath | None = None):
-        self.lease, self.ends, self.preview = lease, ends, preview
+    def __init__(self, lease: Lease, should_stop: Callable[[], bool], preview: AnyPath | None = None):
+        self.lease, self.should_stop, self.preview = lease, should_stop, preview
         self.restart()
 
     def restart(self) -> None:
@@ -349,7 +352,7 @@ class JobProgress(Observer):
         return Previews(self.preview, on=Console(quiet=True))
 
     def _check(self) -> None:
-        if self.ends():
+        if self.should_stop():
             raise Interrupted
 
     def _report(self, percent: int, **state: Any) -> None:
@@ -397,7 +400,7 @@ class JobProgress(Observer):
         done, (start, end) = step.index + 1, PERCENT["denoise"]
         percent = start + (end - start) * step.index // step.total  # this step may be under way
         self._report(percent, stage_done=done, stage_total=step.total, **preview)
-        return done == step.total or not self.ends()
+        return done == step.total or not self.should_stop()
 
     def count(self, unit: str, done: int, total: int) -> None:
         if unit == "chunk" and done:
@@ -415,7 +418,7 @@ def digest_of(request: VideoRequest) -> str:
     return hashlib.sha256(json.dumps(request.shared.to_json(), sort_keys=True).encode()).hexdigest()[:32]
 
 
-def sentence_of(error: Exception) -> str:
+def error_message(error: Exception) -> str:
     """Return an error as a manifest has it.
 
     Args:
@@ -446,6 +449,6 @@ def name_of(metadata: Mapping[str, Any]) -> str:
     Args:
         metadata: All that shapes the video.
     """
-    shaping = {name: value for name, value in metadata.items() if name not in HERE}
+    shaping = {name: value for name, value in metadata.items() if name not in HOST_ENTRIES}
     digest = hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:8]
     return f"{slug(metadata['prompt'])}-{metadata['seed']}-{digest}.mp4"

@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 from wanjax.errors import WanjaxError
 
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
-SILENCE = 10  # seconds after which a process that is not heard of has ended
+HEARTBEAT_TIMEOUT = 10  # seconds after which a process that is not heard of has ended
 PAGE = 4096  # bytes of a short message, and those by which a longer one grows: each length is a program
 
 
@@ -39,7 +39,7 @@ def join(processes: str | None, environment: Mapping[str, str] = os.environ) -> 
         processes = "auto"
     if processes is None or jax.distributed.is_initialized():
         return
-    address, count, index = (None, None, None) if processes == "auto" else _parsed(processes)
+    address, count, index = (None, None, None) if processes == "auto" else _parse_processes(processes)
     try:
         connect(address, count, index)
     except (RuntimeError, ValueError) as error:
@@ -63,10 +63,10 @@ def connect(address: str | None, count: int | None, index: int | None, **more: A
         more: Further keywords of `jax.distributed.initialize`.
     """
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, which is to end the process
-    jax.distributed.initialize(address, count, index, heartbeat_timeout_seconds=SILENCE, **more)
+    jax.distributed.initialize(address, count, index, heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT, **more)
 
 
-def _parsed(processes: str) -> tuple[str, int, int]:
+def _parse_processes(processes: str) -> tuple[str, int, int]:
     address, *numbers = processes.split(",")
     if ":" not in address or len(numbers) != 2 or not all(number.isascii() and number.isdigit() for number in numbers):
         raise WanjaxError(

@@ -16,14 +16,20 @@ from typing import Any, Protocol, runtime_checkable
 from wanjax.errors import WanjaxError
 from wanjax.figures import quantity
 from wanjax.jobs.store import JobStore, Unavailable
-from wanjax.jobs.worker import Maker, new_name, work
+from wanjax.jobs.worker import Maker, new_worker_name, work
 
-UP, DOWN = 5.0, 300.0  # seconds for which more or fewer workers have to be of use before their number changes
-POLL, LONGEST = 0.2, 60.0  # seconds between two looks, and in which a worker ends the step that is under way
+SCALE_UP_DELAY, SCALE_DOWN_DELAY = (
+    5.0,
+    300.0,
+)  # seconds for which more or fewer workers have to be of use before their number changes
+POLL_INTERVAL, STEP_TIMEOUT = (
+    0.2,
+    60.0,
+)  # seconds between two looks, and in which a worker ends the step that is under way
 MOST_DEATHS = 10  # of workers one after another, without a job that ended between them
-PATIENCE = 60.0  # seconds after which it is told that workers wait for a place
+WAITING_NOTE_DELAY = 60.0  # seconds after which it is told that workers wait for a place
 NICE = 10  # by which workers on CPUs give way to those who answer
-CARDS = "/dev/nvidia[0-9]*"
+GPU_FILES = "/dev/nvidia[0-9]*"
 Start = Callable[[JobStore], Maker]
 """Makes the maker of a worker in the worker's own process."""
 
@@ -34,7 +40,7 @@ class Handle(Protocol):
 
     name: str
 
-    def ended(self) -> str | None:
+    def exit_reason(self) -> str | None:
         """Return None while the worker runs, "" once it has ended by itself, else why it died."""
         ...
 
@@ -56,7 +62,7 @@ class LocalWorker:
         options: Keywords of `work`.
         number: Of several workers of this machine, which share its graphics cards, the number of this one, from 0.
         nice: By how much the process gives way to others.
-        ask: Called with the maker before the first job; `answer` has what it returns.
+        probe: Called with the maker before the first job; `answer` has what it returns.
     """
 
     def __init__(
@@ -67,15 +73,15 @@ class LocalWorker:
         *,
         number: int = 0,
         nice: int = 0,
-        ask: Callable[[Any], Any] | None = None,
+        probe: Callable[[Any], Any] | None = None,
     ):
-        self.name = new_name()
+        self.name = new_worker_name()
         context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        arguments = store, start, self.name, options, number, nice, ask, theirs
+        self._pipe, child_end = context.Pipe()
+        arguments = store, start, self.name, options, number, nice, probe, child_end
         self._process = context.Process(target=_run, args=arguments, name=self.name, daemon=True)
         self._process.start()
-        theirs.close()
+        child_end.close()
 
     @property
     def pid(self) -> int | None:
@@ -91,7 +97,7 @@ class LocalWorker:
             raise error
         return value
 
-    def ended(self) -> str | None:
+    def exit_reason(self) -> str | None:
         if self._process.is_alive():
             return None
         code = self._process.exitcode
@@ -113,20 +119,20 @@ def _run(
     options: dict[str, Any],
     number: int,
     nice: int,
-    ask: Callable[[Any], Any] | None,
+    probe: Callable[[Any], Any] | None,
     pipe: Any,
 ) -> None:
     """Work in this process until it is told to end, or the one that started it has ended."""
     drained = until_signal(interrupts=False)
-    threading.Thread(target=_end_with, args=(pipe, drained), daemon=True).start()
-    if (cards := len(glob(CARDS))) > 1:
-        os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(number % cards))
+    threading.Thread(target=_exit_with_parent, args=(pipe, drained), daemon=True).start()
+    if (gpus := len(glob(GPU_FILES))) > 1:
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(number % gpus))
     os.nice(nice)
-    store = store.with_patience(inf)
+    store = store.with_retry_seconds(inf)
     maker = start(store)
-    if ask is not None:
+    if probe is not None:
         try:
-            answer = ask(maker), None
+            answer = probe(maker), None
         except WanjaxError as error:
             answer = None, error
         pipe.send(answer)
@@ -153,17 +159,17 @@ def until_signal(*, interrupts: bool = True) -> threading.Event:
     return signalled
 
 
-def _end_with(pipe: Any, drained: threading.Event) -> None:
+def _exit_with_parent(pipe: Any, drained: threading.Event) -> None:
     """Have the worker end once the other end of a pipe is closed, at once where its step takes too long."""
     with suppress(EOFError, OSError):
         pipe.recv()
     drained.set()
-    sleep(LONGEST)
+    sleep(STEP_TIMEOUT)
     os._exit(1)
 
 
 @dataclass
-class Scale:
+class Autoscaler:
     """How many workers there are to be: as many as there are jobs, within bounds, once that has held for a while.
 
     Args:
@@ -177,25 +183,25 @@ class Scale:
     least: int
     most: int
     count: int = field(init=False)
-    _way: int = 0
+    _direction: int = 0
     _since: float = 0.0
 
     def __post_init__(self) -> None:
         self.count = self.least
 
-    def wanted(self, jobs: int, now: float) -> int:
+    def target(self, jobs: int, now: float) -> int:
         """Return the number of workers for so many jobs.
 
         Args:
             jobs: How many jobs wait or are under way.
             now: The time in seconds, from any start.
         """
-        aim = min(self.most, max(self.least, jobs))
-        way = (aim > self.count) - (aim < self.count)
-        if way != self._way:
-            self._way, self._since = way, now
-        if way and now - self._since >= (UP if way > 0 else DOWN):
-            self.count, self._way = aim, 0
+        desired = min(self.most, max(self.least, jobs))
+        direction = (desired > self.count) - (desired < self.count)
+        if direction != self._direction:
+            self._direction, self._since = direction, now
+        if direction and now - self._since >= (SCALE_UP_DELAY if direction > 0 else SCALE_DOWN_DELAY):
+            self.count, self._direction = desired, 0
         return self.count
 
 
@@ -209,14 +215,16 @@ class Pool:
         note: Receives lines on workers that died.
     """
 
-    def __init__(self, store: JobStore, start: Callable[[int], Handle], scale: Scale, note: Callable[[str], object]):
+    def __init__(
+        self, store: JobStore, start: Callable[[int], Handle], scale: Autoscaler, note: Callable[[str], object]
+    ):
         self.store, self.scale, self.note = store, scale, note
         self.workers: dict[int, Handle] = {}  # by number
         self._start, self._ending = start, set[str]()
         self._deaths, self._ends = 0, -1.0
-        self._waits_since, self._is_noted = monotonic(), False
+        self._waits_since, self._has_noted_waiting = monotonic(), False
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Replace workers that died, start those that are missing, and end those that are too many.
 
         Raises:
@@ -224,19 +232,19 @@ class Pool:
             Unavailable: The database is out of reach.
         """
         for number, worker in list(self.workers.items()):
-            if (why := worker.ended()) is not None:
+            if (why := worker.exit_reason()) is not None:
                 self._remove(number, worker, why)
         stats = self.store.stats()
         waiting, running = (stats.jobs.get(status, 0) for status in ("queued", "in_progress"))
         self._note_waiting(sum(stats.workers.values()))
-        wanted = self.scale.wanted(waiting + running, monotonic())
-        at_work = {number for number, worker in self.workers.items() if worker.name not in self._ending}
+        target = self.scale.target(waiting + running, monotonic())
+        active = {number for number, worker in self.workers.items() if worker.name not in self._ending}
         for number in [number for number in range(self.scale.most) if number not in self.workers]:
-            if len(at_work) < wanted:
+            if len(active) < target:
                 self.workers[number] = self._start(number)
-                at_work.add(number)
-        if len(at_work) > wanted and not waiting:
-            for number in sorted(at_work)[wanted:]:
+                active.add(number)
+        if len(active) > target and not waiting:
+            for number in sorted(active)[target:]:
                 self._ending.add(self.workers[number].name)
                 self.workers[number].terminate()
 
@@ -261,9 +269,9 @@ class Pool:
     def _note_waiting(self, registered: int) -> None:
         """Tell once that workers wait for a place in a cluster, or load for long."""
         if registered >= len(self.workers):
-            self._waits_since, self._is_noted = monotonic(), False
-        elif not self._is_noted and monotonic() - self._waits_since > PATIENCE:
-            self._is_noted = True
+            self._waits_since, self._has_noted_waiting = monotonic(), False
+        elif not self._has_noted_waiting and monotonic() - self._waits_since > WAITING_NOTE_DELAY:
+            self._has_noted_waiting = True
             missing = f"{len(self.workers) - registered} of {quantity(len(self.workers), 'worker')}"
             self.note(f"waiting for a place in the cluster, or loading: {missing}")
 
@@ -275,8 +283,8 @@ class Pool:
         """
         while not until():
             with suppress(Unavailable):  # the workers wait for it too
-                self.look()
-            sleep(POLL)
+                self.poll()
+            sleep(POLL_INTERVAL)
 
     def kill(self) -> None:
         """End all workers at once, where no job is left."""
@@ -284,21 +292,21 @@ class Pool:
             worker.kill()
         self.workers.clear()
 
-    def close(self, patience: float = LONGEST) -> None:
+    def close(self, timeout: float = STEP_TIMEOUT) -> None:
         """Have all workers give their jobs back and end.
 
         Args:
-            patience: Seconds for each to end its step; LONGEST by default.
+            timeout: Seconds for each to end its step; LONGEST by default.
         """
         for worker in self.workers.values():
             worker.terminate()
-        end = monotonic() + patience
-        while any(worker.ended() is None for worker in self.workers.values()) and monotonic() < end:
+        end = monotonic() + timeout
+        while any(worker.exit_reason() is None for worker in self.workers.values()) and monotonic() < end:
             sleep(0.05)
         for worker in self.workers.values():
-            late = worker.ended()
+            exit_reason = worker.exit_reason()
             worker.kill()
-            if late != "":
+            if exit_reason != "":
                 with suppress(Unavailable):
                     self.store.requeue_lost(worker.name)
         self.workers.clear()

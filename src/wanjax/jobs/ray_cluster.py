@@ -14,11 +14,11 @@ from typing import Any
 from wanjax.errors import WanjaxError, reason
 
 STORE = 100 * 2**20  # bytes of a local object store, which holds requests and records
-ANSWERED_WITHIN = 5.0  # seconds in which a cluster accepts a connection
+CONNECT_TIMEOUT = 5.0  # seconds in which a cluster accepts a connection
 HOST = re.compile(r".+:\d{1,5}")
 LOCAL = "local"  # in place of an address: a cluster that is started on this machine
-NAMES = {"cpu": "num_cpus", "gpu": "num_gpus"}
-VARIABLES = {
+ACTOR_OPTION_NAMES = {"cpu": "num_cpus", "gpu": "num_gpus"}
+ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",  # it tells nobody of itself
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # it listens at this machine's own address alone, as there
 }
@@ -53,19 +53,19 @@ def _check_answers(address: str) -> None:
     """Raise WanjaxError where nothing answers at HOST:PORT: Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), ANSWERED_WITHIN).close()
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT).close()
     except (OSError, OverflowError) as error:
         why = f"no Ray cluster answers at {address}: {reason(error)}"
         raise WanjaxError(f"{why}; `ray start --head` starts one") from error
 
 
 @contextmanager
-def connected(
+def connect_ray(
     address: str | None,
     cores: float,
     dashboard: bool = False,
     store: int | None = STORE,
-    variables: Mapping[str, str] = VARIABLES,
+    environment: Mapping[str, str] = ENVIRONMENT,
 ) -> Iterator[Any]:
     """Connect to a cluster, or start one on this machine, as long as the block runs; yield the library `ray`.
 
@@ -74,7 +74,7 @@ def connected(
         cores: How many cores a started cluster has at least.
         dashboard: Whether a started cluster has Ray's dashboard.
         store: Bytes of a started cluster's object store, STORE by default; None for Ray's own choice.
-        variables: Variables of the environment of a started cluster, where they are not set.
+        environment: Variables of the environment of a started cluster, where they are not set.
 
     Raises:
         WanjaxError: Ray is not installed, or there is no cluster at the address.
@@ -82,7 +82,7 @@ def connected(
     check_cluster(address)
     address = address_of(address)
     if address is None:
-        for name, value in variables.items():
+        for name, value in environment.items():
             os.environ.setdefault(name, value)
     elif HOST.fullmatch(address):
         _check_answers(address)
@@ -93,12 +93,12 @@ def connected(
 
     printing._worker_logs_enabled = False  # Ray prints deaths among what the command prints, without being asked
     quiet: Any = {"log_to_driver": False, "logging_level": "error"}
-    is_ours = not ray.is_initialized()
+    started_here = not ray.is_initialized()
     try:
-        if is_ours and address is None:
+        if started_here and address is None:
             cpus = max(os.cpu_count() or 1, int(cores))
             ray.init("local", num_cpus=cpus, include_dashboard=dashboard, object_store_memory=store, **quiet)
-        elif is_ours:
+        elif started_here:
             ray.init(address, **quiet)
     except Exception as error:  # whichever of Ray's, of which some have no class of their own
         where = f"cannot be reached at {address}" if address else "did not start on this machine"
@@ -106,11 +106,11 @@ def connected(
     try:
         yield ray
     finally:
-        if is_ours:
+        if started_here:
             ray.shutdown()
 
 
-def answer_of(ray: Any, reference: Any) -> Any:
+def result_of(ray: Any, reference: Any) -> Any:
     """Return what an actor answers, None while it does not.
 
     Args:
@@ -131,7 +131,7 @@ def answer_of(ray: Any, reference: Any) -> Any:
         raise EOFError from error
 
 
-def why_ended(ray: Any, reference: Any) -> str:
+def failure_reason(ray: Any, reference: Any) -> str:
     """Return why a call of an actor that is over failed, "" where it did not.
 
     Args:
@@ -170,14 +170,14 @@ def resources_of(text: str | None, names: Collection[str] = ()) -> dict[str, dic
         if not resource or not 0 < amount < inf or (owner and owner not in names):
             raise WanjaxError(f"the resources are given as {text!r}: give a list such as cpu=1,TPU=4")
         options = resources.setdefault(owner, {})
-        if resource in NAMES:
-            options[NAMES[resource]] = amount
+        if resource in ACTOR_OPTION_NAMES:
+            options[ACTOR_OPTION_NAMES[resource]] = amount
         else:
             options.setdefault("resources", {})[resource] = amount
     return resources
 
 
-def usual_resources(ray: Any) -> dict[str, Any]:
+def default_resources(ray: Any) -> dict[str, Any]:
     """Return what a worker is given where nobody says: the TPUs of a host, a graphics card, or a core.
 
     Args:

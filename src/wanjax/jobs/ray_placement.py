@@ -6,14 +6,18 @@ from typing import Any
 
 from wanjax.errors import WanjaxError
 
-BUNDLED = {"num_cpus": "CPU", "num_gpus": "GPU"}  # the same in a placement group
+BUNDLE_NAMES = {"num_cpus": "CPU", "num_gpus": "GPU"}  # the same in a placement group
 FIRST = "first"  # the name of the first host among the resources of a worker of several
 SLICE, WORKER_ID, POD, NODE = "ray.io/tpu-slice-name", "ray.io/tpu-worker-id", "ray.io/tpu-pod-type", "ray.io/node-id"
 """Labels that Ray gives to the hosts of a TPU slice, and to every node."""
-ALONE = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": 4}  # an actor that Ray does not start again
+ACTOR_OPTIONS = {
+    "max_restarts": 0,
+    "max_task_retries": 0,
+    "max_concurrency": 4,
+}  # an actor that Ray does not start again
 
 
-def bundles_of(ray: Any, resources: Mapping[str, Mapping[str, Any]], hosts: int) -> list[dict[str, float]]:
+def placement_bundles(ray: Any, resources: Mapping[str, Mapping[str, Any]], hosts: int) -> list[dict[str, float]]:
     """Return the resources of each host of a worker, as a placement group has them.
 
     On TPUs the first host has a slice's head, where nobody says otherwise: by that Ray's own libraries take a slice.
@@ -28,69 +32,73 @@ def bundles_of(ray: Any, resources: Mapping[str, Mapping[str, Any]], hosts: int)
     """
     each, first = (_bundle(resources.get(name, {})) for name in ("", FIRST))
     if "TPU" in each and not first:
-        first = _head(ray, hosts)
+        first = _slice_head(ray, hosts)
     return [each | (first if host == 0 else {}) for host in range(hosts)]
 
 
 def _bundle(options: Mapping[str, Any]) -> dict[str, float]:
-    named = {BUNDLED[name]: amount for name, amount in options.items() if name in BUNDLED}
-    return named | options.get("resources", {})
+    amounts = {BUNDLE_NAMES[name]: amount for name, amount in options.items() if name in BUNDLE_NAMES}
+    return amounts | options.get("resources", {})
 
 
-def _head(ray: Any, hosts: int) -> dict[str, float]:
+def _slice_head(ray: Any, hosts: int) -> dict[str, float]:
     """Return the head of a TPU slice of so many hosts, as Ray names it; {} where there are no slices so far."""
     slices: dict[str, list[str]] = {}
     for node in ray.nodes():
         labels = node.get("Labels", {})
         if node["Alive"] and SLICE in labels:
             slices.setdefault(labels[SLICE], []).append(labels.get(POD, ""))
-    right = {pods[0] for pods in slices.values() if len(pods) == hosts}
-    if slices and not right:
+    pod_types = {pods[0] for pods in slices.values() if len(pods) == hosts}
+    if slices and not pod_types:
         sizes = ", ".join(sorted({f"{len(pods)} ({pods[0]})" for pods in slices.values()}))
         raise WanjaxError(f"--hosts is {hosts} where the cluster's slices have {sizes}: give the hosts of one")
-    return {f"TPU-{min(right)}-head": 1} if right else {}
+    return {f"TPU-{min(pod_types)}-head": 1} if pod_types else {}
 
 
-def place_alone(ray: Any, resources: Mapping[str, Any], kind: type) -> tuple[list[Any], None]:
+def start_single(ray: Any, resources: Mapping[str, Any], actor_class: type) -> tuple[list[Any], None]:
     """Start an actor of a class on any host.
 
     Args:
         ray: The library, connected.
         resources: Options of Ray's actors, such as {"num_cpus": 1}. A worker on CPUs gives way to other processes.
-        kind: The class.
+        actor_class: The class.
 
     Returns:
         The actor, and no placement group.
     """
-    options = {**ALONE, **resources, "scheduling_strategy": "SPREAD"}
-    return [ray.remote(kind).options(**options).remote(not resources.keys() - {"num_cpus"})], None
+    options = {**ACTOR_OPTIONS, **resources, "scheduling_strategy": "SPREAD"}
+    return [ray.remote(actor_class).options(**options).remote(not resources.keys() - {"num_cpus"})], None
 
 
-def place_together(ray: Any, bundles: Sequence[Mapping[str, float]], spread: bool, kind: type) -> tuple[list[Any], Any]:
+def start_group(
+    ray: Any, bundles: Sequence[Mapping[str, float]], spread: bool, actor_class: type
+) -> tuple[list[Any], Any]:
     """Start an actor of a class on each host of a worker; on TPUs the hosts are those of one slice, in its order.
 
     Args:
         ray: The library, connected.
         bundles: The resources of each host, such as {"CPU": 1}.
         spread: Whether each host is a machine of its own.
-        kind: The class.
+        actor_class: The class.
 
     Returns:
         The actors, and their placement group.
     """
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    how = "STRICT_SPREAD" if spread else "PACK"
-    where: dict[str, Any] = {"strategy": how}
+    strategy = "STRICT_SPREAD" if spread else "PACK"
+    group_options: dict[str, Any] = {"strategy": strategy}
     if "TPU" in bundles[0]:
         order = [{WORKER_ID: str(host)} for host in range(len(bundles))]
-        where = {"topology_strategy": {SLICE: "STRICT_PACK", NODE: how}, "bundle_label_selector": order}
-    group = ray.util.placement_group(list(map(dict, bundles)), **where)
+        group_options = {"topology_strategy": {SLICE: "STRICT_PACK", NODE: strategy}, "bundle_label_selector": order}
+    group = ray.util.placement_group(list(map(dict, bundles)), **group_options)
     actors = []
     for host, bundle in enumerate(bundles):
-        options = {name: bundle.get(of, 0) for name, of in BUNDLED.items()}
-        others = {name: amount for name, amount in bundle.items() if name not in BUNDLED.values()}
-        place = PlacementGroupSchedulingStrategy(group, host)
-        remote = ray.remote(kind).options(**options, **ALONE, resources=others, scheduling_strategy=place)
+        options = {name: bundle.get(of, 0) for name, of in BUNDLE_NAMES.items()}
+        others = {name: amount for name, amount in bundle.items() if name not in BUNDLE_NAMES.values()}
+        scheduling = PlacementGroupSchedulingStrategy(group, host)
+        remote = ray.remote(actor_class).options(
+            **options, **ACTOR_OPTIONS, resources=others, scheduling_strategy=scheduling
+        )
         actors.append(remote.remote())
     return actors, group

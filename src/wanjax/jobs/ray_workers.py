@@ -13,17 +13,17 @@ from time import monotonic, sleep
 from typing import Any
 
 from wanjax.errors import WanjaxError, reason
-from wanjax.jobs.lockstep import OutOfStep, follow
-from wanjax.jobs.maker import VideoMaker, sentence_of
+from wanjax.jobs.lockstep import OutOfSync, follow
+from wanjax.jobs.maker import VideoMaker, error_message
 from wanjax.jobs.multihost import connect
 from wanjax.jobs.pool import NICE, Start
-from wanjax.jobs.ray_cluster import answer_of, why_ended
-from wanjax.jobs.store import RETRY, JobStore, Unavailable
-from wanjax.jobs.worker import new_name, work
+from wanjax.jobs.ray_cluster import failure_reason, result_of
+from wanjax.jobs.store import RETRY_INTERVAL, JobStore, Unavailable
+from wanjax.jobs.worker import new_worker_name, work
 
 NAMESPACE = "wanjax"
-ANSWER = 30.0  # seconds in which an actor answers a call
-Place = Callable[[type], tuple[list[Any], Any]]
+CALL_TIMEOUT = 30.0  # seconds in which an actor answers a call
+StartActors = Callable[[type], tuple[list[Any], Any]]
 """Starts the actors of a worker, of a class; returns them with their placement group, if they have one."""
 
 
@@ -37,9 +37,9 @@ class RayWorker:
         store: The store of the jobs.
         start: Returns the maker, in the first actor's process; of several actors it leads the others.
         options: Keywords of `work`.
-        place: Starts the actors.
+        start_actors: Starts the actors.
         follower: Returns the maker of each other actor, in its own process.
-        ask: Called with the maker before the first job; `answer` has what it returns.
+        probe: Called with the maker before the first job; `answer` has what it returns.
     """
 
     def __init__(
@@ -48,28 +48,30 @@ class RayWorker:
         store: JobStore,
         start: Start,
         options: Mapping[str, Any],
-        place: Place,
+        start_actors: StartActors,
         follower: Callable[[], VideoMaker] | None = None,
-        ask: Callable[[Any], Any] | None = None,
+        probe: Callable[[Any], Any] | None = None,
     ):
-        self.ray, self.name = ray, new_name()
-        self._actors, self._group = place(Host)
+        self.ray, self.name = ray, new_worker_name()
+        self._actors, self._group = start_actors(Host)
         first, *others = self._actors
         address, count = first.address.remote() if others else None, len(self._actors)
-        work_of = ray.cloudpickle.dumps((store, start, self.name, dict(options), ask))
-        self._calls = [first.work.remote(work_of, address, count)]
-        following = ray.cloudpickle.dumps(follower)
-        self._calls += [one.follow.remote(following, address, count, index) for index, one in enumerate(others, 1)]
-        self._answer = None if ask is None else first.answer.remote()
+        pickled_work = ray.cloudpickle.dumps((store, start, self.name, dict(options), probe))
+        self._calls = [first.work.remote(pickled_work, address, count)]
+        pickled_follower = ray.cloudpickle.dumps(follower)
+        self._calls += [
+            actor.follow.remote(pickled_follower, address, count, index) for index, actor in enumerate(others, 1)
+        ]
+        self._answer = None if probe is None else first.answer.remote()
 
     def answer(self) -> Any:
         """Return what was asked for, None while it is not there; raises what was raised, or EOFError for a death."""
-        return answer_of(self.ray, self._answer)
+        return result_of(self.ray, self._answer)
 
-    def ended(self) -> str | None:
-        over, _ = self.ray.wait(self._calls, num_returns=len(self._calls), timeout=0)
-        reasons = [why_ended(self.ray, call) for call in over]
-        if self._calls[0] in over or any(reasons):
+    def exit_reason(self) -> str | None:
+        finished, _ = self.ray.wait(self._calls, num_returns=len(self._calls), timeout=0)
+        reasons = [failure_reason(self.ray, call) for call in finished]
+        if self._calls[0] in finished or any(reasons):
             return next(filter(None, reasons), "")
         return None
 
@@ -106,22 +108,23 @@ class Host:
             free.bind((address, 0))
             return f"{address}:{free.getsockname()[1]}"
 
-    def work(self, work_of: bytes, address: str | None = None, count: int = 1) -> None:
+    def work(self, pickled_work: bytes, address: str | None = None, count: int = 1) -> None:
         """Meet the others, if there are some, and lease and make jobs with them until this worker is to end.
 
         Args:
-            work_of: The store, the start, the worker's name, the keywords of `work` and what is asked, by cloudpickle.
+            pickled_work: The store, the start, the worker's name, the keywords of `work` and what is asked, by
+                cloudpickle.
             address: Where the hosts meet; None for a worker of one host.
             count: How many hosts there are.
         """
         if address is not None:
-            _meet(address, count, 0, coordinator_bind_address=address)
-        store, start, name, options, ask = pickle.loads(work_of)
+            _connect_hosts(address, count, 0, coordinator_bind_address=address)
+        store, start, name, options, probe = pickle.loads(pickled_work)
         try:
-            maker = start(store := store.with_patience(inf))
-            self._answer = None if ask is None else ask(maker)
+            maker = start(store := store.with_retry_seconds(inf))
+            self._answer = None if probe is None else probe(maker)
         except WanjaxError as error:
-            if ask is None:
+            if probe is None:
                 raise
             self._fault = error
         self._answered.set()
@@ -150,21 +153,21 @@ class Host:
             count: How many hosts there are.
             index: The number of this one, from 1.
         """
-        _meet(address, count, index)
+        _connect_hosts(address, count, index)
         self._follow(pickle.loads(follower)())
 
-    def _follow(self, maker: VideoMaker, **how: Any) -> None:
+    def _follow(self, maker: VideoMaker, **options: Any) -> None:
         try:
-            follow(maker, **how)
+            follow(maker, **options)
         except Exception as error:
-            raise OutOfStep(sentence_of(error)) from error
+            raise OutOfSync(error_message(error)) from error
 
 
-def _meet(address: str, count: int, index: int, **more: Any) -> None:
+def _connect_hosts(address: str, count: int, index: int, **more: Any) -> None:
     try:
         connect(address, count, index, cluster_detection_method="deactivate", **more)
     except RuntimeError as error:
-        raise OutOfStep(f"the processes of {address} did not connect: {reason(error)}") from error
+        raise OutOfSync(f"the processes of {address} did not connect: {reason(error)}") from error
 
 
 class RemoteStore(JobStore):
@@ -174,12 +177,12 @@ class RemoteStore(JobStore):
 
     Args:
         actor: The actor's name.
-        patience: As of `JobStore`.
-        place: As of `JobStore`.
+        retry_seconds: As of `JobStore`.
+        start_actors: As of `JobStore`.
     """
 
-    def __init__(self, actor: str, patience: float, place: str):
-        self.actor, self.patience, self.place = actor, patience, place
+    def __init__(self, actor: str, retry_seconds: float, start_actors: str):
+        self.actor, self.retry_seconds, self.start_actors = actor, retry_seconds, start_actors
         self.handle: Any = None  # of the process that started the actor, which ends with it
 
     @classmethod
@@ -191,19 +194,21 @@ class RemoteStore(JobStore):
             store: A store on SQLite, whose file is on this host.
         """
         schedule, context = ray.util.scheduling_strategies, ray.get_runtime_context()
-        here = schedule.NodeAffinitySchedulingStrategy(context.get_node_id(), False)
-        options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": here}
-        remote = cls(f"jobs-{token_hex(4)}", store.patience, store.place)
-        kind = ray.remote(JobStore).options(name=remote.actor, namespace=NAMESPACE, max_concurrency=16, **options)
-        remote.handle = kind.remote(*store.__reduce__()[1])
+        this_node = schedule.NodeAffinitySchedulingStrategy(context.get_node_id(), False)
+        options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": this_node}
+        remote = cls(f"jobs-{token_hex(4)}", store.retry_seconds, store.namespace)
+        actor_class = ray.remote(JobStore).options(
+            name=remote.actor, namespace=NAMESPACE, max_concurrency=16, **options
+        )
+        remote.handle = actor_class.remote(*store.__reduce__()[1])
         remote.version()
         return remote
 
     def __getattribute__(self, name: str) -> Any:
-        return partial(self._call, name) if name in CALLS else super().__getattribute__(name)
+        return partial(self._call, name) if name in REMOTE_METHODS else super().__getattribute__(name)
 
     def __reduce__(self) -> Any:
-        return RemoteStore, (self.actor, self.patience, self.place)
+        return RemoteStore, (self.actor, self.retry_seconds, self.start_actors)
 
     @property
     def name(self) -> str:
@@ -216,16 +221,16 @@ class RemoteStore(JobStore):
     def close(self) -> None:
         """Nothing: the actor ends with the command that started it."""
 
-    def _call(self, method: str, *arguments: Any, **named: Any) -> Any:
+    def _call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
         """Call a method of the actor, again while it is away; raise Unavailable after the store's patience."""
         import ray
         from ray.exceptions import RayError, RayTaskError
 
-        end = monotonic() + self.patience
+        end = monotonic() + self.retry_seconds
         while True:
             try:
                 actor = ray.get_actor(self.actor, namespace=NAMESPACE)
-                return ray.get(getattr(actor, method).remote(*arguments, **named), timeout=ANSWER)
+                return ray.get(getattr(actor, method).remote(*arguments, **keywords), timeout=CALL_TIMEOUT)
             except RayTaskError as error:
                 if not isinstance(error.cause, Unavailable) or monotonic() >= end:
                     raise error.cause from None
@@ -234,12 +239,12 @@ class RemoteStore(JobStore):
                     raise
                 if monotonic() >= end:
                     raise Unavailable(f"the actor {self.actor} of the jobs is out of reach") from error
-            sleep(RETRY)
+            sleep(RETRY_INTERVAL)
 
 
-CALLS = {name for name in vars(JobStore) if name.islower() and name[0] != "_"} - {
+REMOTE_METHODS = {name for name in vars(JobStore) if name.islower() and name[0] != "_"} - {
     *vars(RemoteStore),
-    "enter",
-    "with_patience",
+    "use_namespace",
+    "with_retry_seconds",
 }
 """Methods of the actor."""

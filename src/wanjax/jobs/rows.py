@@ -24,10 +24,10 @@ EXAMPLE = '{"prompt": "a red circle", "seed": 1}'
 JSON_LINES = (".jsonl", ".ndjson")
 JSON = re.compile(r"""[\[{]\s*(?:["\[\]{}]|$)""")  # the beginning of an array or an object, on the first line
 DELIMITERS = ",;\t"  # of tables; spreadsheets of many countries write semicolons
-MOST_LISTED = 20  # mistakes in a message, and runs of rows with one
+MAX_LISTED = 20  # mistakes in a message, and runs of rows with one
 
 
-def read_requests(file: str, wrong: "WrongRows | None" = None) -> list[VideoRequest]:
+def read_requests(file: str, row_errors: "RowErrors | None" = None) -> list[VideoRequest]:
     """Return the requests of a file.
 
     A file that ends in .csv or .parquet is a table. One that is JSON as a whole is an array of requests, or a single
@@ -36,13 +36,14 @@ def read_requests(file: str, wrong: "WrongRows | None" = None) -> list[VideoRequ
 
     Args:
         file: Its path; "-" for standard input.
-        wrong: Receives the rows that are none, to be refused with those that a model refuses; None refuses them here.
+        row_errors: Receives the rows that are none, to be refused with those that a model refuses; None refuses them
+            here.
 
     Raises:
         WanjaxError: A setting is unknown or has a wrong value, told with the number of its row; or the file cannot be
             read, or has no request.
     """
-    name, folder = _name(file), Path() if file == "-" else Path(file).expanduser().parent
+    name, folder = _display_name(file), Path() if file == "-" else Path(file).expanduser().parent
     try:
         rows = list(_rows(file))
     except (OSError, ValueError, RecursionError, csv.Error) as error:
@@ -53,22 +54,22 @@ def read_requests(file: str, wrong: "WrongRows | None" = None) -> list[VideoRequ
         raise WanjaxError(f"the prompts in {name} cannot be read, {reason(error)}") from error
     if not rows:
         raise WanjaxError(f"{name} has no prompt: write one on each line")
-    bad, requests = WrongRows() if wrong is None else wrong, []
+    errors, requests = RowErrors() if row_errors is None else row_errors, []
     for number, row in rows:
         try:
             requests.append(_request(number, row, folder.absolute()))
         except WanjaxError as error:
-            bad.add(number, error)
-    if wrong is None:
-        bad.refuse()
+            errors.add(number, error)
+    if row_errors is None:
+        errors.raise_if_any()
     return requests
 
 
-def _name(file: str) -> str:
+def _display_name(file: str) -> str:
     return "standard input" if file == "-" else file
 
 
-class WrongRows:
+class RowErrors:
     """What is wrong with the rows of a file, collected so that all of them can be corrected at once."""
 
     def __init__(self) -> None:
@@ -83,17 +84,17 @@ class WrongRows:
         """
         self.rows.setdefault(str(error), set()).add(row)
 
-    def refuse(self) -> None:
+    def raise_if_any(self) -> None:
         """Raise WanjaxError if a row was wrong."""
         if not self.rows:
             return
         total = len(set().union(*self.rows.values()))
         ordered = sorted(self.rows.items(), key=lambda item: min(item[1]))
-        each = [f"{_runs(rows)}: {why}" if any(rows) else why for why, rows in ordered]
+        each = [f"{_format_ranges(rows)}: {why}" if any(rows) else why for why, rows in ordered]
         raise WanjaxError(f"{total} rows are wrong: {_join_first(each, '; ')}" if len(each) > 1 else each[0])
 
 
-def _runs(rows: Collection[int]) -> str:
+def _format_ranges(rows: Collection[int]) -> str:
     """Return the numbers of rows as "row 2" or "rows 2, 5, 9 to 40"."""
     runs: list[list[int]] = []
     for row in sorted(rows):
@@ -104,21 +105,21 @@ def _runs(rows: Collection[int]) -> str:
     return f"row{'s' * (len(rows) > 1)} {_join_first([' to '.join(map(str, run)) for run in runs], ', ')}"
 
 
-def _join_first(texts: Sequence[str], between: str) -> str:
+def _join_first(texts: Sequence[str], separator: str) -> str:
     """Return the first of some texts, and how many more there are."""
-    more = [f"and {len(texts) - MOST_LISTED} more"] if len(texts) > MOST_LISTED else []
-    return between.join([*texts[:MOST_LISTED], *more])
+    more = [f"and {len(texts) - MAX_LISTED} more"] if len(texts) > MAX_LISTED else []
+    return separator.join([*texts[:MAX_LISTED], *more])
 
 
 def _rows(file: str) -> Iterator[tuple[int, Any]]:
     """Yield the rows of a file with their numbers."""
     suffix = "" if file == "-" else Path(file).suffix.lower()
     if suffix == ".parquet":
-        yield from enumerate(_of_parquet(Path(file).expanduser()), 1)
+        yield from enumerate(_read_parquet(Path(file).expanduser()), 1)
         return
     text = decoded(sys.stdin.buffer.read()) if file == "-" else read_text(Path(file).expanduser())
     if suffix == ".csv":
-        yield from enumerate(_of_csv(text), 1)
+        yield from enumerate(_read_csv(text), 1)
         return
     lines = [(number, line) for number, each in enumerate(text.splitlines(), 1) if (line := trimmed(each))]
     if not lines:
@@ -126,36 +127,36 @@ def _rows(file: str) -> Iterator[tuple[int, Any]]:
     if suffix not in (".json", *JSON_LINES) and not JSON.match(lines[0][1]):
         yield from ((number, {"prompt": line}) for number, line in lines)
         return
-    whole = _json(trimmed(text), _name(file), f"write [{EXAMPLE}, ...], or a prompt on each line of a .txt")
-    if not isinstance(whole, WanjaxError):
-        yield from enumerate(whole if isinstance(whole, list) else [whole], 1)
+    parsed = _json(trimmed(text), _display_name(file), f"write [{EXAMPLE}, ...], or a prompt on each line of a .txt")
+    if not isinstance(parsed, WanjaxError):
+        yield from enumerate(parsed if isinstance(parsed, list) else [parsed], 1)
         return
     if suffix not in JSON_LINES and not lines[0][1].endswith("}"):
-        raise whole
+        raise parsed
     yield from ((number, _json(line, "the line", f"write a row as {EXAMPLE}")) for number, line in lines)
 
 
-def _json(text: str, name: str, right: str) -> Any:
+def _json(text: str, name: str, advice: str) -> Any:
     """Return the value of a text in JSON, or a WanjaxError that says where the text breaks and what to write."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        before = text[max(0, error.pos - 20) : error.pos]
-        where = f"after {before!r}" if before else "at its start"
+        context = text[max(0, error.pos - 20) : error.pos]
+        where = f"after {context!r}" if context else "at its start"
         why = f"{error.msg[0].lower()}{error.msg[1:]} {where}"
-        return WanjaxError(f"{name} is not JSON, {why}: {right}")
+        return WanjaxError(f"{name} is not JSON, {why}: {advice}")
     except (ValueError, RecursionError):  # a number of thousands of digits, or lists in lists in lists
-        return WanjaxError(f"{name} holds a number too long, or too many brackets: {right}")
+        return WanjaxError(f"{name} holds a number too long, or too many brackets: {advice}")
 
 
-def _of_csv(text: str) -> Iterator[dict[str, Any] | WanjaxError]:
+def _read_csv(text: str) -> Iterator[dict[str, Any] | WanjaxError]:
     """Yield the rows of a table; an empty field says nothing."""
 
-    def known_columns(delimiter: str) -> int:
+    def count_known_columns(delimiter: str) -> int:
         header = next(csv.reader(StringIO(text), delimiter=delimiter), [])
         return len({name.strip() for name in header}.intersection(_fields_of_rows()))
 
-    delimiter = max(DELIMITERS, key=known_columns)
+    delimiter = max(DELIMITERS, key=count_known_columns)
     table = csv.DictReader(StringIO(text), strict=True, delimiter=delimiter)
     for name in filter(None, map(str.strip, table.fieldnames or ())):
         if name not in (names := known_fields()):
@@ -167,7 +168,7 @@ def _of_csv(text: str) -> Iterator[dict[str, Any] | WanjaxError]:
             yield {name.strip(): value for name, value in row.items() if value}
 
 
-def _of_parquet(file: Path) -> Iterator[dict[str, Any]]:
+def _read_parquet(file: Path) -> Iterator[dict[str, Any]]:
     try:
         from pyarrow.parquet import ParquetFile  # imported late, as it is of the extra `cluster`
     except ImportError as error:
@@ -210,5 +211,8 @@ def with_seeds(requests: Iterable[VideoRequest], seeds: Iterable[int] | None) ->
     if seeds is None:
         return list(requests)
     numbers = list(seeds)
-    each = [[one] if "seed" in one.settings else [one.updated({"seed": n}) for n in numbers] for one in requests]
-    return [request for some in each for request in some]
+    each = [
+        [request] if "seed" in request.settings else [request.updated({"seed": n}) for n in numbers]
+        for request in requests
+    ]
+    return [request for group in each for request in group]

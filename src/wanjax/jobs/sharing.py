@@ -19,7 +19,7 @@ from wanjax.stores.temporary import HOST, sibling_path
 SERVE, BATCH = "serve.place", "batch.place"  # names of the file
 
 
-def enter(store: JobStore, folder: AnyPath, name: str) -> None:
+def join_namespace(store: JobStore, folder: AnyPath, name: str) -> None:
     """Have a store use the jobs of a folder, which becomes a place if it is none.
 
     Args:
@@ -34,10 +34,10 @@ def enter(store: JobStore, folder: AnyPath, name: str) -> None:
     if not (id := _id_of(file)):
         _create(file, token_hex(8))
         id = _id_of(file)
-    store.enter(id, is_new=True)
+    store.use_namespace(id, is_new=True)
 
 
-def why_apart(store: JobStore, folder: AnyPath, name: str) -> str:
+def join_error(store: JobStore, folder: AnyPath, name: str) -> str:
     """Have a store use the jobs of a folder of others; return why it cannot, "" where it does.
 
     Args:
@@ -48,14 +48,14 @@ def why_apart(store: JobStore, folder: AnyPath, name: str) -> str:
     command = f"wanjax {name.partition('.')[0]}"
     why = f"{folder} is the folder of no `{command}` with the database {store.name}"
     try:
-        if (id := _id_of(folder / name)) and store.enter(id, is_new=False):
+        if (id := _id_of(folder / name)) and store.use_namespace(id, is_new=False):
             return ""
     except (OSError, StoreError) as error:
         why = str(error)
     return f"{why}: this worker takes no job until it is; --dir of servers or --out of batches is one place for all"
 
 
-def check_place(store: JobStore, folder: AnyPath, name: str) -> None:
+def check_namespace(store: JobStore, folder: AnyPath, name: str) -> None:
     """Raise WanjaxError where a worker's folder is not the place whose jobs it is to make.
 
     Args:
@@ -63,7 +63,7 @@ def check_place(store: JobStore, folder: AnyPath, name: str) -> None:
         folder: The folder, as this host has it.
         name: SERVE or BATCH.
     """
-    if store.place and _id_of(folder / name) != store.place:
+    if store.namespace and _id_of(folder / name) != store.namespace:
         why = f"{folder} is another folder on {HOST} than where its worker was started"
         raise WanjaxError(f"{why}: give one that all hosts share, as on a network file system or in a store")
 

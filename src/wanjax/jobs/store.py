@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The database of jobs, which servers, batches and workers use directly.
+"""The job queue in a database, which servers, batches and workers access directly.
 
-Every method is one transaction and may be repeated, so one whose answer was lost is sent again. A job is the worker's
-that leased it until the worker finishes it, gives it back, or is not heard of for its lease. A worker's name is used
-by one process once, so one whose lease ended cannot speak for a job that is another's now. Time is the database's:
-clocks of hosts do not matter.
+Every method is one idempotent transaction, so a call whose answer was lost can be sent again. A worker owns a job from
+the lease until it finishes or requeues the job, or until the lease expires without a heartbeat. Worker names are never
+reused, so a worker whose lease expired cannot change a job that another one owns now. All times are the database's, so
+the hosts' clocks do not matter.
 
-Jobs, workers and counts are those of a place, the folder that all who share them have (`wanjax.jobs.sharing`): a
-database may have many places, whose users see nothing of each other.
+Jobs, workers and counters belong to a namespace, which stands for a shared folder of videos (`wanjax.jobs.sharing`).
+One database may hold many namespaces, each invisible to the others; its tables call a namespace `place`.
 
-Each change has a version, in the order of the commits, since the row that counts them is locked until the commit. That
-lock is taken before any other: in another order two transactions would wait for each other. A version is at least the
-time in microseconds: a database that crashed may have lost its last changes, whose versions others have read already,
-and which no other change may have.
+Each change has a version, in commit order, since the row of the counter stays locked until the commit. This lock is
+taken before any other, which prevents deadlocks. A version is at least the time in microseconds, so that a database
+which lost its last changes in a crash never reuses the versions that clients have already read.
 """
 
 import json
@@ -26,20 +25,20 @@ from typing import Any, TypeVar
 
 from wanjax.errors import WanjaxError, reason
 from wanjax.figures import quantity
-from wanjax.jobs.databases import Connection, DatabaseError, Values, has_no_room, open_database, without_password
+from wanjax.jobs.databases import Connection, DatabaseError, Values, is_disk_full, open_database, without_password
 
 ARRIVING, QUEUED, RUNNING = "arriving", "queued", "in_progress"
 COMPLETED, FAILED, REMOVED = "completed", "failed", "removed"
 CANCELLED, STOPPED = "cancelled", "server_stopped"  # codes of errors
 CANCELLATION = {"code": CANCELLED, "message": "the video was cancelled"}
-TTL = 30.0  # seconds after which a worker that is not heard of has lost its jobs
-PATIENCE, RETRY = 5.0, 0.2  # seconds for which a database that is away is tried again, and between two tries
-KEPT_FAILURES = 200
-KEPT_REMOVED = 86_400.0  # seconds for which a removed job's row is kept, for those who watch
-KEPT_ARRIVING = 3600.0  # seconds that the files of a job may take to arrive
-LONGEST_QUEUE = 1000  # jobs whose places in the queue are counted
-SEARCHED = 500  # jobs that a search reads at a time
-HELD = "place = :place AND worker != ''"  # as the index of the few jobs that workers have says it
+TTL = 30.0  # seconds without a heartbeat after which a worker loses its jobs
+RETRY_SECONDS, RETRY_INTERVAL = 5.0, 0.2  # how long an unavailable database is retried, and the time between attempts
+RETAINED_FAILURES = 200
+REMOVED_RETENTION = 86_400.0  # seconds that a removed job's row is kept, for clients that poll changes
+ARRIVAL_TIMEOUT = 3600.0  # seconds that the upload of a job's files may take
+MAX_RANKED = 1000  # queued jobs whose rank is counted
+SEARCH_PAGE = 500  # jobs that a search reads per query
+HELD = "place = :place AND worker != ''"  # matches the condition of the index jobs_held
 T = TypeVar("T")
 
 MIGRATIONS = [  # never edit one, append: the schema's version is how many of them were run
@@ -89,18 +88,18 @@ MIGRATIONS = [  # never edit one, append: the schema's version is how many of th
 
 
 class Unavailable(WanjaxError):
-    """A database that does not answer for a while."""
+    """The database does not answer."""
 
 
 class QueueFull(Exception):
-    """A queue that takes no further job.
+    """The queue is full.
 
     Args:
-        limit: How many may wait.
+        limit: Maximum number of waiting jobs.
     """
 
     def __init__(self, limit: int):
-        super().__init__(f"{quantity(limit, 'video')} in the queue, as many as this server lets wait: try again later")
+        super().__init__(f"{quantity(limit, 'video')} in the queue, the limit of this server: try again later")
         self.limit = limit
 
     def __reduce__(self) -> Any:
@@ -108,7 +107,7 @@ class QueueFull(Exception):
 
 
 class NotFound(LookupError):
-    """An id that no job has."""
+    """No job has this id."""
 
 
 class Signal(Enum):
@@ -116,31 +115,31 @@ class Signal(Enum):
 
     CONTINUE = "continue"
     CANCEL = "cancel"  # the job
-    DRAIN = "drain"  # give the jobs back, and end
+    DRAIN = "drain"  # requeue the jobs and exit
     LOST = "lost"  # the job is another worker's, or gone
 
 
 @dataclass(frozen=True)
 class Job:
-    """A request and what has become of it: a row of the table.
+    """A request and its state: a row of the table.
 
     Args:
-        id: Its name, which no other job of its place has.
-        position: Its place in the queue, of which the lowest is next.
+        id: Unique within the namespace.
+        position: Position in the queue; the lowest is next.
         status: One of arriving, queued, in_progress, completed, failed and removed.
-        model: The model that makes it.
-        batch: A text in which the jobs of one run agree; "" for one that runs alone.
+        model: The model that makes the video.
+        batch: Key shared by jobs that one run may process; "" for a job that runs alone.
         request: A `VideoRequest` as JSON.
-        output: The video's name, below the folder that is the place.
-        worker: The worker that has it, else "".
-        attempts: How often it was begun.
-        cancel: Whether it is to end.
-        progress: What its worker says of it.
-        error: Why it failed, or why its last attempt did: `code` and `message`.
+        output: The video's path, relative to the namespace's folder.
+        worker: The worker that leased it, or "".
+        attempts: How often a worker has started it.
+        cancel: Whether cancellation was requested.
+        progress: Latest progress from its worker.
+        error: `code` and `message` of the failure, or of the last failed attempt.
         created_at: Seconds since 1970, on the database's clock.
         completed_at: When it completed, failed, or was removed.
         version: The number of its last change.
-        ahead: How many jobs end before it begins; None for one that does not wait.
+        ahead: Number of jobs before it in the queue; None for a job that is not queued.
     """
 
     id: str
@@ -161,7 +160,7 @@ class Job:
     ahead: int | None = None
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         return self.status in (COMPLETED, FAILED, REMOVED)
 
 
@@ -170,11 +169,11 @@ class NewJob:
     """A job to be added.
 
     Args:
-        id: Its name, which no other job of its place has.
-        request: What is asked for, as JSON.
-        model: The name of the model that makes it.
-        output: The video's path below the folder that is the place.
-        batch: A digest of all in which the jobs of one run have to agree.
+        id: Unique within the namespace.
+        request: A `VideoRequest` as JSON.
+        model: The name of the model that makes the video.
+        output: The video's path, relative to the namespace's folder.
+        batch: Key shared by jobs that one run may process.
     """
 
     id: str
@@ -186,13 +185,13 @@ class NewJob:
 
 @dataclass(frozen=True)
 class WorkerRow:
-    """A worker whose lease has not run out.
+    """A worker whose lease has not expired.
 
     Args:
         name: Its name.
         state: loading or ready.
         facts: Its host, process and models.
-        draining: Whether it is to give its jobs back and end.
+        draining: Whether it was asked to requeue its jobs and exit.
     """
 
     name: str
@@ -203,7 +202,7 @@ class WorkerRow:
 
 @dataclass(frozen=True)
 class Stats:
-    """Numbers of a place.
+    """Counts of a namespace.
 
     Args:
         jobs: The number of jobs by status.
@@ -217,56 +216,56 @@ class Stats:
 
 
 class JobStore:
-    """The jobs of a place in a database. It goes to another process by its arguments.
+    """The jobs of a namespace in a database. Pickling keeps only the arguments and reconnects.
 
     Args:
         url: A path of SQLite's file, or a URL of PostgreSQL; its tables are made or migrated if need be.
-        patience: Seconds for which a database that is away is tried again, before `Unavailable` is raised; without end
-            for inf, and then also where its disk is full.
-        place: The place's id; "" for a database that nobody else uses, or until `enter` is called.
+        retry_seconds: Seconds for which a database that is away is tried again, before `Unavailable` is raised; without
+            end for inf, and then also where its disk is full.
+        namespace: The namespace's id; "" for a database with a single user, or until `use_namespace` is called.
 
     Raises:
         WanjaxError: The URL is wrong, the login is refused, or the tables are of a newer wanjax.
     """
 
-    def __init__(self, url: str, patience: float = PATIENCE, place: str = ""):
-        self.url, self.patience, self.place = url, patience, place
+    def __init__(self, url: str, retry_seconds: float = RETRY_SECONDS, namespace: str = ""):
+        self.url, self.retry_seconds, self.namespace = url, retry_seconds, namespace
         self._database = open_database(url)
         try:
             self._run(self._migrate)
-            self.reclaim()  # so that the tables are in the file itself, and changes need no more room there
+            self.reclaim()  # move the tables from the log into the file, so that small changes need no more room
         except BaseException:
             self.close()
             raise
 
     def __reduce__(self) -> Any:
-        return JobStore, (self.url, self.patience, self.place)
+        return JobStore, (self.url, self.retry_seconds, self.namespace)
 
     def __repr__(self) -> str:
         return f"JobStore({self.name!r})"
 
     @property
     def name(self) -> str:
-        """The database as messages call it, without its password."""
+        """The database's name for messages, without its password."""
         return self._database.name
 
     @property
     def is_shared(self) -> bool:
-        """Whether other hosts reach the database."""
+        """Whether other hosts can connect to the database."""
         return self._database.is_shared
 
-    def with_patience(self, seconds: float) -> "JobStore":
+    def with_retry_seconds(self, seconds: float) -> "JobStore":
         """Return the store with another patience, by the same connections.
 
         Args:
-            seconds: As `patience` of the class.
+            seconds: As `retry_seconds` of the class.
         """
         other = object.__new__(type(self))  # `copy` would open the database again
-        vars(other).update(vars(self), patience=seconds)
+        vars(other).update(vars(self), retry_seconds=seconds)
         return other
 
     def reclaim(self) -> None:
-        """Make room for a few changes where the disk of the database is full."""
+        """Free space for a few changes when the disk of the database is full."""
         with suppress(*self._database.errors):
             self._database.reclaim()
 
@@ -274,21 +273,21 @@ class JobStore:
         """Close the connections."""
         self._database.close()
 
-    def enter(self, place: str, *, is_new: bool) -> bool:
-        """Use the jobs of a place from now on; return False for one that nobody has entered as new in this database.
+    def use_namespace(self, namespace: str, *, is_new: bool) -> bool:
+        """Switch to the jobs of a namespace; return False if it is not registered in this database.
 
         Args:
-            place: The place's id.
-            is_new: Whether it is entered for the first time, by whoever adds jobs.
+            namespace: The namespace's id.
+            is_new: Whether to register it; clients that add jobs do.
         """
 
         def note(db: "_Transaction") -> bool:
             if is_new:
-                db.execute("INSERT INTO places VALUES (:id) ON CONFLICT (id) DO NOTHING", id=place)
-            return bool(db.rows("SELECT 1 FROM places WHERE id = :id", id=place))
+                db.execute("INSERT INTO places VALUES (:id) ON CONFLICT (id) DO NOTHING", id=namespace)
+            return bool(db.rows("SELECT 1 FROM places WHERE id = :id", id=namespace))
 
         if is_there := self._run(note, write=is_new):
-            self.place = place
+            self.namespace = namespace
         return is_there
 
     # Clients
@@ -297,18 +296,18 @@ class JobStore:
         """Add a job at the end of the queue; it is durable when this returns.
 
         Args:
-            new: The job. One that was added before stays as it is, unless its files were arriving.
-            limit: How many may wait.
-            arriving: Whether its files still arrive: it is added again, without this, when they are there.
+            new: The job. If it was added before it stays unchanged, unless its files were arriving.
+            limit: Maximum number of waiting jobs.
+            arriving: Whether its files are still being uploaded; add it again without this when they are complete.
 
         Raises:
-            QueueFull: As many as `limit` wait.
+            QueueFull: `limit` jobs are waiting.
         """
 
         def insert(db: "_Transaction") -> Job:
-            version = db.tick()  # others who add wait from here on, so the limit is exact
+            version = db.tick()  # serialises writers, so the limit is exact
             if (job := db.find(new.id)) is not None and job.status != ARRIVING:
-                return db.with_places([job])[0]  # the answer to the first call was lost
+                return db.with_ranks([job])[0]  # the answer to the first call was lost
             if limit is not None and db.waiting() >= limit:
                 raise QueueFull(limit)
             db.execute(
@@ -317,12 +316,12 @@ class JobStore:
                 status=ARRIVING if arriving else QUEUED,
                 **_columns(new),
             )
-            return db.with_places([db.get(new.id, arriving=arriving)])[0]
+            return db.with_ranks([db.get(new.id, arriving=arriving)])[0]
 
         return self._run(insert)
 
     def add_all(self, jobs: Sequence[NewJob]) -> None:
-        """Add jobs in this order, those that are over anew; those that wait or are under way stay as they are.
+        """Add jobs in this order. Finished jobs of the same ids restart; waiting and running ones stay unchanged.
 
         Args:
             jobs: The jobs.
@@ -344,12 +343,12 @@ class JobStore:
         """Return a job.
 
         Args:
-            id: Its id.
+            id: The job's id.
 
         Raises:
-            NotFound: No job has it.
+            NotFound: No job has this id.
         """
-        return self._read(lambda db: db.with_places([db.get(id)])[0])
+        return self._read(lambda db: db.with_ranks([db.get(id)])[0])
 
     def page(
         self,
@@ -362,8 +361,8 @@ class JobStore:
         """Return a page of jobs, and whether there are more.
 
         Args:
-            limit: How many at most.
-            after: The id of the job before the page.
+            limit: Maximum number of jobs.
+            after: The id of the last job of the previous page.
             newest: Whether the newest come first.
             matches: Returns True for the request of a job to be listed; None lists all.
 
@@ -372,39 +371,39 @@ class JobStore:
         """
 
         def read(db: "_Transaction") -> tuple[list[Job], bool]:
-            way, order = ("<", "DESC") if newest else (">", "ASC")
-            most = SEARCHED if matches else limit + 1
+            comparison, order = ("<", "DESC") if newest else (">", "ASC")
+            page_size = SEARCH_PAGE if matches else limit + 1
             start = {} if after is None else {"after": db.get(after).position}
             jobs: list[Job] = []
             while len(jobs) <= limit:
-                where = f"AND position {way} :after" if start else ""
+                where = f"AND position {comparison} :after" if start else ""
                 where = f"place = :place AND status NOT IN ('arriving', 'removed') {where}"
-                rows = db.jobs(f"{where} ORDER BY position {order} LIMIT :most", most=most, **start)
+                rows = db.jobs(f"{where} ORDER BY position {order} LIMIT :limit", limit=page_size, **start)
                 jobs += [job for job in rows if matches is None or matches(job.request)]
-                if len(rows) < most:
+                if len(rows) < page_size:
                     break
                 start = {"after": rows[-1].position}
-            return db.with_places(jobs[:limit]), len(jobs) > limit
+            return db.with_ranks(jobs[:limit]), len(jobs) > limit
 
         return self._read(read)
 
     def queue(self) -> list[Job]:
-        """Return the jobs that wait, in their order, as many as are counted."""
-        text = "place = :place AND status = 'queued' ORDER BY position LIMIT :most"
-        return self._read(lambda db: db.with_places(db.jobs(text, most=LONGEST_QUEUE)))
+        """Return the waiting jobs in order, at most MAX_RANKED."""
+        text = "place = :place AND status = 'queued' ORDER BY position LIMIT :limit"
+        return self._read(lambda db: db.with_ranks(db.jobs(text, limit=MAX_RANKED)))
 
     def waiting(self) -> int:
-        """Return how many jobs wait."""
+        """Return the number of waiting jobs."""
         return self._read(lambda db: db.waiting())
 
     def cancel(self, id: str) -> Job:
-        """End a job that waits, or one under way as soon as its worker hears of it.
+        """Cancel a job: at once if it waits, or at its worker's next heartbeat if it runs.
 
         Args:
-            id: Its id.
+            id: The job's id.
 
         Raises:
-            NotFound: No job has it.
+            NotFound: No job has this id.
         """
 
         def change(db: "_Transaction") -> Job:
@@ -414,7 +413,7 @@ class JobStore:
         return self._run(change)
 
     def cancel_all(self, ids: Sequence[str]) -> None:
-        """End jobs as `cancel` does; an id that no job has is left out.
+        """Cancel jobs as `cancel` does; unknown ids are ignored.
 
         Args:
             ids: The ids.
@@ -423,16 +422,17 @@ class JobStore:
             self._run(lambda db: db.cancel(ids))
 
     def remove(self, id: str) -> Job:
-        """Remove a job, which does not come back.
+        """Remove a job permanently.
 
         Args:
-            id: Its id.
+            id: The job's id.
 
         Returns:
-            The job as it was: its files are the caller's to remove unless a worker has it; `leftovers` has it then.
+            The job before its removal. The caller removes its files, unless a worker has it: then `leftovers` returns
+            it later.
 
         Raises:
-            NotFound: There is none.
+            NotFound: No job has this id.
         """
 
         def change(db: "_Transaction") -> Job:
@@ -446,7 +446,7 @@ class JobStore:
         return self._run(change)
 
     def leftovers(self) -> list[Job]:
-        """Return the jobs whose files nobody needs: removed ones, arrivals that stopped, and failures of long ago."""
+        """Return the jobs whose files can be deleted: removed jobs, abandoned uploads, and old failures."""
         return self._read(
             lambda db: db.jobs(
                 f"""(place = :place AND status = 'removed' AND worker = '' AND output != '')
@@ -454,16 +454,16 @@ class JobStore:
                 OR (place = :place AND status = 'failed' AND position < (
                     SELECT position FROM jobs WHERE place = :place AND status = 'failed'
                     ORDER BY position DESC LIMIT 1 OFFSET :failures))""",
-                arriving=KEPT_ARRIVING,
-                failures=KEPT_FAILURES - 1,
+                arriving=ARRIVAL_TIMEOUT,
+                failures=RETAINED_FAILURES - 1,
             )
         )
 
     def purge(self, id: str) -> None:
-        """Note that the files of a removed job are gone; its row goes a day after it was removed.
+        """Record that the files of a removed job were deleted; its row is deleted a day after the removal.
 
         Args:
-            id: Its id.
+            id: The job's id.
         """
         self._run(
             lambda db: db.execute(
@@ -473,24 +473,16 @@ class JobStore:
         )
 
     def changes(self, since: int, *, only: str | None = None, limit: int = 500) -> list[Job]:
-        """Return the jobs that changed after a version, removed ones too, in the order of their last changes.
+        """Return the jobs that changed after a version, including removed ones, ordered by last change.
 
         Args:
             since: The version.
-            only: The id of the only job to look at; None for all.
-            limit: How many jobs at most; 500 by default.
+            only: Restrict the result to the job of this id; None for all jobs.
+            limit: Maximum number of jobs.
         """
-        one = "" if only is None else "AND id = :only"
-        return self._read(
-            lambda db: db.with_places(
-                db.jobs(
-                    f"place = :place AND version > :since AND status != 'arriving' {one} ORDER BY version LIMIT :limit",
-                    since=since,
-                    limit=limit,
-                    only=only,
-                )
-            )
-        )
+        one_job = "" if only is None else "AND id = :only"
+        where = f"place = :place AND version > :since AND status != 'arriving' {one_job} ORDER BY version LIMIT :limit"
+        return self._read(lambda db: db.with_ranks(db.jobs(where, since=since, limit=limit, only=only)))
 
     def version(self) -> int:
         """Return the version of the last change in the database."""
@@ -509,7 +501,7 @@ class JobStore:
         return self._read(read)
 
     def workers(self) -> list[WorkerRow]:
-        """Return the workers that are heard of."""
+        """Return the live workers."""
 
         def read(db: "_Transaction") -> list[WorkerRow]:
             rows = db.rows(f"SELECT name, state, facts, draining FROM workers WHERE {db.is_live} ORDER BY name")
@@ -518,7 +510,7 @@ class JobStore:
         return self._read(read)
 
     def unserved(self) -> list[str]:
-        """Return the models for which jobs wait and no worker is heard of."""
+        """Return the models that have waiting jobs but no live worker."""
         text = "SELECT DISTINCT model FROM jobs WHERE place = :place AND status = 'queued'"
         waiting = self._read(lambda db: db.rows(text))
         served = {model for worker in self.workers() for model in worker.facts.get("models", ())} if waiting else ()
@@ -527,13 +519,13 @@ class JobStore:
     # Workers
 
     def register(self, worker: str, state: str, facts: Mapping[str, Any], ttl: float = TTL) -> None:
-        """Note a worker or its new state, and lease it its jobs.
+        """Register a worker or update its state, and extend its lease.
 
         Args:
-            worker: Its name, which no other process has or had.
+            worker: The worker's name, unique across all processes, past ones too.
             state: LOADING or READY.
             facts: Its host, process and models.
-            ttl: Seconds for which it may be silent.
+            ttl: Seconds without a heartbeat after which the lease expires.
         """
         self._run(
             lambda db: db.execute(
@@ -549,26 +541,26 @@ class JobStore:
             durable=False,
         )
 
-    def lease(self, worker: str, models: Sequence[str], *, most: int = 1, ttl: float = TTL) -> list[Job]:
-        """Return the jobs that a worker is to make: those that it has, else the first of the queue.
+    def lease(self, worker: str, models: Sequence[str], *, limit: int = 1, ttl: float = TTL) -> list[Job]:
+        """Lease jobs to a worker: those that it already has, otherwise the first of the queue.
 
-        A single job counts as begun; several, which are of one batch, are begun one by one.
+        With a `limit` of 1 the job counts as started; jobs of a batch are started one by one with `begin`.
 
         Args:
-            worker: Its name, which is registered.
-            models: Those that it makes.
-            most: How many jobs of one batch at most.
-            ttl: Seconds for which the worker may be silent.
+            worker: The name of a registered worker.
+            models: The models that the worker serves.
+            limit: Maximum number of jobs of one batch.
+            ttl: Seconds without a heartbeat after which the lease expires.
 
         Returns:
-            The jobs; none where none waits, or where the worker is to drain or has to register again.
+            The jobs; empty if none waits, or if the worker is draining or not registered.
         """
         held = f"{HELD} AND worker = :worker AND status IN ('queued', 'in_progress')"
         names = {f"model{number}": model for number, model in enumerate(models)}
         values = ", ".join(f":{name}" for name in names)
         free = f"place = :place AND status = 'queued' AND worker = '' AND model IN ({values})"
 
-        def take(db: "_Transaction") -> list[Job]:
+        def lease_jobs(db: "_Transaction") -> list[Job]:
             if not db.rows(f"SELECT 1 FROM jobs WHERE {held} LIMIT 1", worker=worker) and not db.rows(
                 f"SELECT 1 FROM jobs WHERE {free} ORDER BY position LIMIT 1", **names
             ):
@@ -582,27 +574,27 @@ class JobStore:
             if not (first := db.jobs(f"{free} ORDER BY position LIMIT 1", **names)):
                 return []
             [job] = first
-            if most == 1 or not job.batch:
+            if limit == 1 or not job.batch:
                 db.update(job.id, worker=worker, status=RUNNING, attempts=job.attempts + 1)
             else:
-                same = f"SELECT id FROM jobs WHERE {free} AND batch = :batch ORDER BY position LIMIT :most"
+                same_batch = f"SELECT id FROM jobs WHERE {free} AND batch = :batch ORDER BY position LIMIT :limit"
                 db.execute(
-                    f"UPDATE jobs SET worker = :worker WHERE place = :place AND id IN ({same})",
+                    f"UPDATE jobs SET worker = :worker WHERE place = :place AND id IN ({same_batch})",
                     worker=worker,
                     batch=job.batch,
-                    most=most,
+                    limit=limit,
                     **names,
                 )
             return db.jobs(f"{held} ORDER BY position", worker=worker)
 
-        return self._run(take, durable=False) if names else []
+        return self._run(lease_jobs, durable=False) if names else []
 
     def begin(self, worker: str, id: str) -> Signal:
-        """Note that a worker begins a job that it leased with others, which counts as an attempt.
+        """Record that a worker starts one of its leased jobs, which counts as an attempt.
 
         Args:
-            worker: Its name.
-            id: The job.
+            worker: The worker's name.
+            id: The job's id.
         """
 
         def change(db: "_Transaction") -> Signal:
@@ -618,23 +610,23 @@ class JobStore:
         return self._run(change, durable=False)
 
     def heartbeat(self, worker: str, id: str | None, progress: Mapping[str, Any] | None, ttl: float = TTL) -> Signal:
-        """Extend a worker's lease, and note how far its job is where that is new.
+        """Extend a worker's lease, and store its job's progress if that changed.
 
         Args:
-            worker: Its name.
-            id: The job that it makes now, if any.
-            progress: What it says of the job; None for nothing new.
-            ttl: Seconds for which the worker may be silent.
+            worker: The worker's name.
+            id: The job that is running, if any.
+            progress: The job's progress; None for no change.
+            ttl: Seconds without a heartbeat after which the lease expires.
 
         Returns:
-            What the worker is to do.
+            What the worker should do next.
         """
 
         def change(db: "_Transaction") -> Signal:
             job = None if id is None else db.held(worker, id)
             if job is not None and progress is not None and progress != job.progress:
                 db.tick()
-                job = db.held(worker, job.id)  # which another may have changed before the lock was taken
+                job = db.held(worker, job.id)  # read again, now under the lock
                 if job is not None and not job.cancel:
                     db.update(job.id, progress=json.dumps(progress))
             if (draining := db.extend(worker, ttl)) is None or (job is None and id is not None):
@@ -646,12 +638,12 @@ class JobStore:
         return self._run(change, durable=False)
 
     def finish(self, worker: str, id: str, progress: Mapping[str, Any]) -> bool:
-        """Note that a job's video is there; False where the job is not this worker's any more.
+        """Record that a job's video is published; return False if the worker no longer owns the job.
 
         Args:
-            worker: Its name.
-            id: The job.
-            progress: What the worker says of it last, with `stage_seconds`, which are counted.
+            worker: The worker's name.
+            id: The job's id.
+            progress: Final progress; its `stage_seconds` are added to the counters.
         """
 
         def change(db: "_Transaction") -> bool:
@@ -670,13 +662,13 @@ class JobStore:
         return self._run(change, durable=False)
 
     def fail(self, worker: str, id: str, error: Mapping[str, str], *, retries: int = 0) -> bool:
-        """Note why a job failed; False where the job is not this worker's any more.
+        """Record why a job failed; return False if the worker no longer owns the job.
 
         Args:
-            worker: Its name.
-            id: The job.
-            error: Its `code` and `message`.
-            retries: How often it may be tried again, at the end of the queue.
+            worker: The worker's name.
+            id: The job's id.
+            error: `code` and `message`.
+            retries: How often the job may be retried, each time from the end of the queue.
         """
 
         def change(db: "_Transaction") -> bool:
@@ -695,55 +687,57 @@ class JobStore:
         return self._run(change, durable=False)
 
     def requeue(self, worker: str) -> None:
-        """Let the jobs of a worker that ends wait again, in their old places, as if it had not begun them.
+        """Requeue the jobs of a worker that exits, at their old positions, without counting the attempt.
 
         Args:
-            worker: Its name.
+            worker: The worker's name.
         """
         self._run(
-            lambda db: self._requeue_where(db, f"{HELD} AND worker = :name", counts=False, name=worker), durable=False
+            lambda db: self._requeue_jobs(db, f"{HELD} AND worker = :name", counts=False, name=worker), durable=False
         )
 
     def requeue_lost(self, worker: str, why: str | None = None) -> None:
-        """Let the jobs of a worker that died wait again at once, in their old places; the attempt counts.
+        """Requeue the jobs of a worker that died, at their old positions; the attempt counts.
 
         Args:
-            worker: Its name.
-            why: What ended it, kept as the error of the jobs that it made.
+            worker: The worker's name.
+            why: The cause of death, stored as the error of its running jobs.
         """
-        self._run(lambda db: self._requeue_where(db, f"{HELD} AND worker = :name", why=why, name=worker), durable=False)
+        self._run(lambda db: self._requeue_jobs(db, f"{HELD} AND worker = :name", why=why, name=worker), durable=False)
 
     def requeue_expired(self) -> None:
-        """Let the jobs of workers that are not heard of wait again; forget jobs that were removed a day ago."""
-        gone = "worker IN (SELECT name FROM workers WHERE expires < {now}) OR worker NOT IN (SELECT name FROM workers)"
+        """Requeue the jobs of workers whose lease expired; delete the rows of jobs that were removed a day ago."""
+        lost_worker = (
+            "worker IN (SELECT name FROM workers WHERE expires < {now}) OR worker NOT IN (SELECT name FROM workers)"
+        )
 
         def change(db: "_Transaction") -> None:
-            where = f"{HELD} AND ({gone.format(now=db.now)})"
-            old = "place = :place AND status = 'removed' AND worker = '' AND output = ''"
-            old = f"{old} AND completed_at < {db.now} - :kept"
+            where = f"{HELD} AND ({lost_worker.format(now=db.now)})"
+            expired_rows = "place = :place AND status = 'removed' AND worker = '' AND output = ''"
+            expired_rows = f"{expired_rows} AND completed_at < {db.now} - :kept"
             expired = f"SELECT 1 FROM workers WHERE expires < {db.now} LIMIT 1"
             if db.rows(expired) or db.rows(f"SELECT 1 FROM jobs WHERE {where} LIMIT 1"):
-                self._requeue_where(db, where)
-            if db.rows(f"SELECT 1 FROM jobs WHERE {old} LIMIT 1", kept=KEPT_REMOVED):
+                self._requeue_jobs(db, where)
+            if db.rows(f"SELECT 1 FROM jobs WHERE {expired_rows} LIMIT 1", kept=REMOVED_RETENTION):
                 db.tick()
-                db.execute(f"DELETE FROM jobs WHERE {old}", kept=KEPT_REMOVED)
+                db.execute(f"DELETE FROM jobs WHERE {expired_rows}", kept=REMOVED_RETENTION)
 
         self._run(change, durable=False)
 
     def drain(self, worker: str) -> None:
-        """Ask a worker to end when its step is done, and to give its jobs back.
+        """Ask a worker to exit after the current step and to requeue its jobs.
 
         Args:
-            worker: Its name.
+            worker: The worker's name.
         """
         self._run(lambda db: db.execute("UPDATE workers SET draining = 1 WHERE name = :name", name=worker))
 
     # Transactions
 
-    def _requeue_where(
+    def _requeue_jobs(
         self, db: "_Transaction", where: str, *, counts: bool = True, why: str | None = None, **values: Any
     ) -> None:
-        """Let the jobs of some workers wait again, and forget the workers; `counts` tells whether attempts do."""
+        """Requeue the jobs that match `where`, and delete their workers; `counts` says whether the attempts count."""
         db.tick()
         jobs = db.jobs(where, **values)
         for job in jobs:
@@ -757,64 +751,64 @@ class JobStore:
                 error = job.error if why is None or job.status != RUNNING else {"code": STOPPED, "message": why}
                 db.update(job.id, error=error and json.dumps(error), **WAITING)
         names = {**values, **{f"name{n}": name for n, name in enumerate({job.worker for job in jobs})}}
-        listed = ", ".join(f":{name}" for name in names) or "''"
-        db.execute(f"DELETE FROM workers WHERE name IN ({listed}) OR expires < {db.now}", **names)
+        names_sql = ", ".join(f":{name}" for name in names) or "''"
+        db.execute(f"DELETE FROM workers WHERE name IN ({names_sql}) OR expires < {db.now}", **names)
 
     def _migrate(self, db: "_Transaction") -> None:
         self._database.prepare(db.connection)
         db.execute("CREATE TABLE IF NOT EXISTS schema_version (version INTEGER NOT NULL)")
         version = db.value("SELECT max(version) FROM schema_version") or 0
         if version > len(MIGRATIONS):
-            problem = f"{self.name} is a database of a newer wanjax, version {version} where {len(MIGRATIONS)} is known"
-            raise WanjaxError(f"{problem}: install that wanjax, or give another --database")
+            problem = f"{self.name} has schema version {version} of a newer wanjax; this one knows {len(MIGRATIONS)}"
+            raise WanjaxError(f"{problem}: upgrade wanjax, or use another --database")
         for number, script in enumerate(MIGRATIONS[version:], version + 1):
             for statement in script.split(";"):
                 db.execute(statement)
             db.execute("INSERT INTO schema_version VALUES (:number)", number=number)
 
-    def _read(self, do: Callable[["_Transaction"], T]) -> T:
-        return self._run(do, write=False)
+    def _read(self, operation: Callable[["_Transaction"], T]) -> T:
+        return self._run(operation, write=False)
 
-    def _run(self, do: Callable[["_Transaction"], T], *, write: bool = True, durable: bool = True) -> T:
-        """Do something in a transaction, and again where the database is away.
+    def _run(self, operation: Callable[["_Transaction"], T], *, write: bool = True, durable: bool = True) -> T:
+        """Run an operation in a transaction, and retry it while the database is unavailable.
 
         Raises:
-            Unavailable: It is away for longer than the store's patience.
-            DatabaseError: It refuses the statement.
+            Unavailable: The database is unavailable for longer than `retry_seconds`.
+            DatabaseError: The database rejects the statement.
         """
-        end = time.monotonic() + self.patience
+        end = time.monotonic() + self.retry_seconds
         while True:
             try:
                 with self._database.transaction(write=write, durable=durable) as connection:
-                    return do(_Transaction(connection, self._database.now, self.place))
+                    return operation(_Transaction(connection, self._database.now, self.namespace))
             except self._database.errors as error:
-                why, is_full = without_password(reason(error), self.url), has_no_room(error)
-                if is_full and math.isinf(self.patience):  # a worker has to note what it did
+                why, is_full = without_password(reason(error), self.url), is_disk_full(error)
+                if is_full and math.isinf(self.retry_seconds):  # a worker must record its results
                     self.reclaim()
-                elif not self._database.is_away(error):
+                elif not self._database.is_transient(error):
                     problem = f"the database {self.name} cannot be used: {why}"
                     raise DatabaseError(problem, is_full) from error
                 elif time.monotonic() >= end:
                     raise Unavailable(f"the database {self.name} is out of reach: {why}") from error
-            time.sleep(RETRY)
+            time.sleep(RETRY_INTERVAL)
 
 
 class _Transaction:
-    """The statements of a transaction, in which `:place` is the place.
+    """The statements of a transaction; `:place` is bound to the namespace.
 
-    `now` is the SQL of the database's time, and `is_live` the condition of workers that are heard of.
+    `now` is an SQL expression for the database's time, and `is_live` the condition of live workers.
     """
 
-    def __init__(self, connection: Connection, now: str, place: str):
-        self.connection, self.now, self._place = connection, now, place
+    def __init__(self, connection: Connection, now: str, namespace: str):
+        self.connection, self.now, self._namespace = connection, now, namespace
         self.is_live = f"place = :place AND expires > {now}"
         self._version = 0
 
     def execute(self, text: str, **values: Any) -> Any:
-        return self.connection.execute(text, {"place": self._place, **values})
+        return self.connection.execute(text, {"place": self._namespace, **values})
 
     def execute_many(self, text: str, rows: Sequence[Values]) -> None:
-        self.connection.executemany(text, [{"place": self._place, **row} for row in rows])
+        self.connection.executemany(text, [{"place": self._namespace, **row} for row in rows])
 
     def rows(self, text: str, **values: Any) -> list[Any]:
         return self.execute(text, **values).fetchall()
@@ -825,7 +819,7 @@ class _Transaction:
         return row[0] if row is not None else None
 
     def tick(self, count: int = 1) -> int:
-        """Return a new version; whoever else changes jobs waits for the end of this transaction."""
+        """Return a new version, and lock out other writers until the end of this transaction."""
         if not self._version:
             now, after = f"CAST({self.now} * 1e6 AS BIGINT)", "version + :count"
             text = f"UPDATE clock SET version = CASE WHEN {after} > {now} THEN {after} ELSE {now} END RETURNING version"
@@ -839,52 +833,52 @@ class _Transaction:
         return next(iter(self.jobs("place = :place AND id = :id", id=id)), None)
 
     def get(self, id: str, *, arriving: bool = False) -> Job:
-        """Return a job that clients see, or one that is `arriving`; raises NotFound."""
+        """Return a job that clients can see, or an `arriving` one; raise NotFound for others."""
         job = self.find(id)
         if job is None or job.status == REMOVED or (job.status == ARRIVING and not arriving):
             raise NotFound("there is no video of this id")
         return job
 
     def held(self, worker: str, id: str) -> Job | None:
-        """Return a job that a worker has, a removed one too."""
+        """Return a job if this worker owns it, removed jobs included."""
         job = self.find(id)
         return job if job is not None and job.worker == worker and job.status not in (COMPLETED, FAILED) else None
 
     def extend(self, worker: str, ttl: float) -> int | None:
-        """Extend a worker's lease; return whether it is to drain, None where it has none."""
+        """Extend a worker's lease; return its `draining` flag, or None if it is not registered."""
         text = f"UPDATE workers SET expires = {self.now} + :ttl WHERE name = :worker RETURNING draining"
         return self.value(text, worker=worker, ttl=ttl)
 
     def waiting(self) -> int:
         return self.value("SELECT count(*) FROM jobs WHERE place = :place AND status = 'queued'")
 
-    def with_places(self, jobs: Sequence[Job]) -> list[Job]:
-        """Return jobs with how many are before each, as far as that is less than LONGEST_QUEUE."""
+    def with_ranks(self, jobs: Sequence[Job]) -> list[Job]:
+        """Return the jobs with their rank in `ahead`, for the first MAX_RANKED of the queue."""
         if all(job.status != QUEUED for job in jobs):
             return list(jobs)
-        text = "SELECT position FROM jobs WHERE place = :place AND status = 'queued' ORDER BY position LIMIT :most"
+        text = "SELECT position FROM jobs WHERE place = :place AND status = 'queued' ORDER BY position LIMIT :limit"
         running = self.value("SELECT count(*) FROM jobs WHERE place = :place AND status = 'in_progress'")
-        place = {position: number for number, (position,) in enumerate(self.rows(text, most=LONGEST_QUEUE), running)}
-        return [replace(job, ahead=place.get(job.position)) if job.status == QUEUED else job for job in jobs]
+        ranks = {position: number for number, (position,) in enumerate(self.rows(text, limit=MAX_RANKED), running)}
+        return [replace(job, ahead=ranks.get(job.position)) if job.status == QUEUED else job for job in jobs]
 
     def update(self, id: str, *, ended: bool = False, **columns: Any) -> None:
-        """Change a job, and note the time where it `ended`."""
+        """Update columns of a job; with `ended` also set its completion time."""
         sets = [f"{name} = :{name}" for name in columns] + ([f"completed_at = {self.now}"] if ended else [])
         text = f"UPDATE jobs SET {', '.join([*sets, 'version = :version'])} WHERE place = :place AND id = :id"
         self.execute(text, id=id, version=self.tick(), **columns)
 
     def cancel(self, ids: Sequence[str]) -> None:
-        """End jobs that wait, and ask for the end of those under way."""
+        """Cancel waiting jobs, and request the cancellation of running ones."""
         self.tick()
         for id in ids:
             job = self.find(id)
             if job is not None and job.status == QUEUED:
                 self.end(id, FAILED, CANCELLATION, cancel=1)
-            elif job is not None and not job.over:
+            elif job is not None and not job.is_over:
                 self.update(id, cancel=1)
 
     def end(self, id: str, status: str, error: Mapping[str, str] | None, **columns: Any) -> None:
-        """Note the end of a job, and count it."""
+        """Set a job's final status and count it."""
         text = None if error is None else json.dumps(error)
         self.update(id, status=status, worker="", error=text, ended=True, **columns)
         self.count(CANCELLED if error is not None and error["code"] == CANCELLED else status)

@@ -22,7 +22,7 @@ from wanjax.figures import quantity
 from wanjax.jobs.store import CANCELLATION, RUNNING, STOPPED, TTL, Job, JobStore, Signal, Stats, Unavailable
 from wanjax.stores.temporary import HOST
 
-BEAT, IDLE = 0.5, 0.2  # seconds between two heartbeats, and between two looks at an empty queue
+HEARTBEAT_INTERVAL, POLL_INTERVAL = 0.5, 0.2  # seconds between two heartbeats, and between two looks at an empty queue
 ATTEMPTS = 5  # times that a job may be begun by workers that die
 SHARES = 4  # parts of what waits that each of several workers leases, so that all end together
 DISK_FULL = "disk_full"  # the code of an error after which no further job can be made
@@ -40,15 +40,15 @@ class Failure(NamedTuple):
     Args:
         code: A word for programs.
         message: A sentence for people.
-        again: Another attempt may succeed.
-        ends: The worker can make nothing more, as on a full disk, or out of step with other processes.
+        is_retryable: Another attempt may succeed.
+        ends_worker: The worker can make nothing more, as on a full disk, or out of step with other processes.
         log: What the worker's log has of it, nothing for a mistake of the request.
     """
 
     code: str
     message: str
-    again: bool = False
-    ends: bool = False
+    is_retryable: bool = False
+    ends_worker: bool = False
     log: str = ""
 
 
@@ -61,11 +61,11 @@ class Maker(Protocol):
         """The models whose jobs it makes."""
         ...
 
-    def warm_up(self, stopped: Callable[[], bool]) -> None:
-        """Load the model; return early once `stopped` returns True.
+    def warm_up(self, should_stop: Callable[[], bool]) -> None:
+        """Load the model; return early once `should_stop` returns True.
 
         Args:
-            stopped: Returns True once the worker is to end.
+            should_stop: Returns True once the worker is to end.
         """
         ...
 
@@ -85,7 +85,7 @@ class Maker(Protocol):
             lease: Their lease, which receives their progress.
 
         Raises:
-            Interrupted: `Lease.stopped` returned True.
+            Interrupted: `Lease.should_stop` returned True.
         """
         ...
 
@@ -115,9 +115,9 @@ class Lease:
         self._signal = Signal.CONTINUE
         self._job: str | None = None
         self._progress: dict[str, Any] = {}
-        self._has_news = False
+        self._has_changes = False
         self._changed = Condition()
-        self._thread = Thread(target=self._beat, name="wanjax-heartbeat", daemon=True)
+        self._thread = Thread(target=self._send_heartbeats, name="wanjax-heartbeat", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -125,7 +125,7 @@ class Lease:
         with self._changed:
             self._closed = True
             self._changed.notify()
-        self._thread.join(BEAT)  # it may wait for the database
+        self._thread.join(HEARTBEAT_INTERVAL)  # it may wait for the database
 
     @property
     def draining(self) -> bool:
@@ -145,7 +145,7 @@ class Lease:
             id: The job's id.
         """
         with self._changed:
-            self._job, self._progress, self._has_news, self._signal = id, {}, False, Signal.CONTINUE
+            self._job, self._progress, self._has_changes, self._signal = id, {}, False, Signal.CONTINUE
 
     def report(self, **progress: Any) -> None:
         """Send progress with the next heartbeat.
@@ -156,23 +156,23 @@ class Lease:
         with self._changed:
             done = max(progress.get("progress", 0), self._progress.get("progress", 0))
             self._progress = self._progress | progress | {"progress": done}
-            self._has_news = True
+            self._has_changes = True
             self._changed.notify()
 
-    def stopped(self) -> bool:
+    def should_stop(self) -> bool:
         """Return True where the job is to end before its time."""
         return self.lost or self.draining or self._signal in (Signal.CANCEL, Signal.LOST)
 
-    def cancelled(self) -> bool:
+    def is_cancelled(self) -> bool:
         """Return True where the job was cancelled, and is still this worker's."""
         return not self.lost and self._signal is Signal.CANCEL
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         while not self._closed:
             with self._changed:
-                if not self._has_news:
-                    self._changed.wait(BEAT if self._job is not None else self.ttl / 6)
-                job, progress, self._has_news = self._job, dict(self._progress), False
+                if not self._has_changes:
+                    self._changed.wait(HEARTBEAT_INTERVAL if self._job is not None else self.ttl / 6)
+                job, progress, self._has_changes = self._job, dict(self._progress), False
             if self._closed:
                 return
             try:
@@ -191,10 +191,10 @@ class Lease:
                     self.lost = True
                 elif job is not None and job == self._job:
                     self._signal = signal
-            time.sleep(BEAT)
+            time.sleep(HEARTBEAT_INTERVAL)
 
 
-def new_name() -> str:
+def new_worker_name() -> str:
     """Return the name of a worker: its host, its process, and what no earlier one had."""
     return f"{HOST}:{os.getpid()}:{token_hex(3)}"
 
@@ -204,14 +204,14 @@ def work(
     maker: Maker,
     *,
     name: str | None = None,
-    together: int = 1,
+    max_batch: int = 1,
     retries: int = 0,
     attempts: int = ATTEMPTS,
     drained: Callable[[], bool] = lambda: False,
     until_empty: bool = False,
-    barred: Callable[[JobStore], str] = lambda store: "",
+    join_error: Callable[[JobStore], str] = lambda store: "",
     note: Callable[[str], object] = lambda text: None,
-    ended: Callable[[], object] = lambda: None,
+    on_job_end: Callable[[], object] = lambda: None,
     ttl: float = TTL,
 ) -> None:
     """Make jobs until the worker is drained, can make nothing more, or no job is left.
@@ -220,47 +220,47 @@ def work(
         store: The store of the jobs. One that is away for longer than its patience ends the worker.
         maker: What makes the videos.
         name: The worker's name, a new one for None.
-        together: Jobs of one batch that are made by one run, at most.
+        max_batch: Jobs of one batch that are made by one run, at most.
         retries: Times that a job which failed is tried again, unless it is the request's own fault.
         attempts: Times that a job may be begun by workers that die before it is given up.
         drained: Returns True once the worker is to end; the jobs that it holds wait again then.
         until_empty: Ends the worker where no job waits.
-        barred: Enters the store's place; returns why the worker may take no job so far, "" where it may.
+        join_error: Enters the store's place; returns why the worker may take no job so far, "" where it may.
         note: Receives a line on that.
-        ended: Called after each job that was finished or failed.
+        on_job_end: Called after each job that was finished or failed.
         ttl: Seconds without a heartbeat after which the worker counts as dead.
     """
-    name = name or new_name()
-    facts = {"host": HOST, "process": os.getpid(), "models": list(maker.models)}
-    if why := barred(store):
+    name = name or new_worker_name()
+    worker_info = {"host": HOST, "process": os.getpid(), "models": list(maker.models)}
+    if why := join_error(store):
         note(why)
-    store.register(name, LOADING, facts, ttl)
+    store.register(name, LOADING, worker_info, ttl)
     lease = Lease(store, name, ttl, drained)
     try:
         maker.warm_up(lambda: lease.draining)
         while why and not lease.draining:
-            time.sleep(BEAT)
-            why = barred(store)
-        store.register(name, READY, facts, ttl)
-        looked = time.monotonic()
+            time.sleep(HEARTBEAT_INTERVAL)
+            why = join_error(store)
+        store.register(name, READY, worker_info, ttl)
+        last_check = time.monotonic()
         while not lease.draining:
             if lease.lost:
-                store.register(name, READY, facts, ttl)
+                store.register(name, READY, worker_info, ttl)
                 lease.lost = False
-            if time.monotonic() > looked + ttl / 4:
-                looked = time.monotonic()
+            if time.monotonic() > last_check + ttl / 4:
+                last_check = time.monotonic()
                 store.requeue_expired()
-            most = together if together == 1 else _share(store.stats(), together)
-            jobs = store.lease(name, maker.models, most=most, ttl=ttl)
+            lease_size = max_batch if max_batch == 1 else _lease_size(store.stats(), max_batch)
+            jobs = store.lease(name, maker.models, limit=lease_size, ttl=ttl)
             if jobs:
-                if not _make(store, maker, lease, jobs, retries, attempts, ended):
+                if not _make(store, maker, lease, jobs, retries, attempts, on_job_end):
                     break
             elif not lease.lost and (signal := store.heartbeat(name, None, None, ttl)) is not Signal.CONTINUE:
                 lease.lost = signal is Signal.LOST
             elif until_empty:
                 break
             else:
-                time.sleep(IDLE)
+                time.sleep(POLL_INTERVAL)
     except BaseException:
         lease.close()
         with suppress(Unavailable):
@@ -270,10 +270,10 @@ def work(
     store.requeue(name)
 
 
-def _share(stats: Stats, together: int) -> int:
+def _lease_size(stats: Stats, max_batch: int) -> int:
     """Return how many jobs a worker leases at once: fewer towards the end, so that all workers end together."""
     waiting, workers = stats.jobs.get("queued", 0), sum(stats.workers.values())
-    return max(1, min(together, waiting if workers <= 1 else -(-waiting // (SHARES * workers))))
+    return max(1, min(max_batch, waiting if workers <= 1 else -(-waiting // (SHARES * workers))))
 
 
 def _make(
@@ -283,55 +283,62 @@ def _make(
     jobs: Sequence[Job],
     retries: int,
     attempts: int,
-    ended: Callable[[], object],
+    on_job_end: Callable[[], object],
 ) -> bool:
     """Make jobs of one batch, each alone where a run of several fails; return False where the worker has to end."""
     worker = lease.worker
-    queue = deque([[job for job in jobs if not _is_settled(store, maker, worker, job, attempts)]])
-    ended()
+    queue = deque([[job for job in jobs if not _end_without_making(store, maker, worker, job, attempts)]])
+    on_job_end()
     while queue:
-        if not (todo := queue.popleft()):
+        if not (remaining := queue.popleft()):
             continue
         try:
-            if _begin(store, lease, todo):
+            if _begin(store, lease, remaining):
                 start = perf_counter()
-                for job in maker.make(list(todo), lease):
-                    assert todo.pop(0).id == job.id
+                for job in maker.make(list(remaining), lease):
+                    assert remaining.pop(0).id == job.id
                     seconds, start = round(perf_counter() - start, 3), perf_counter()
-                    whole = {"progress": 100, "stage": "", "seconds": seconds, "worker": f"{HOST}:{os.getpid()}"}
-                    store.finish(worker, job.id, lease.progress | whole)  # False: it is another's now, by the same file
-                    ended()
-                    if todo and not _begin(store, lease, todo):
+                    completed_progress = {
+                        "progress": 100,
+                        "stage": "",
+                        "seconds": seconds,
+                        "worker": f"{HOST}:{os.getpid()}",
+                    }
+                    store.finish(
+                        worker, job.id, lease.progress | completed_progress
+                    )  # False: it is another's now, by the same file
+                    on_job_end()
+                    if remaining and not _begin(store, lease, remaining):
                         break
         except Interrupted:
-            if not lease.cancelled():
+            if not lease.is_cancelled():
                 break
-            store.fail(worker, todo.pop(0).id, CANCELLATION)
+            store.fail(worker, remaining.pop(0).id, CANCELLATION)
         except Exception as error:
             failure = maker.explain(error)
-            if len(todo) > 1 and not failure.ends:
-                queue.extendleft([job] for job in reversed(todo))
+            if len(remaining) > 1 and not failure.ends_worker:
+                queue.extendleft([job] for job in reversed(remaining))
                 continue
-            job = todo.pop(0)
+            job = remaining.pop(0)
             if failure.log:
                 logger.error("%s failed: %s", job.output, failure.log)
             error_fields = {"code": failure.code, "message": failure.message, "worker": f"{HOST}:{os.getpid()}"}
-            store.fail(worker, job.id, error_fields, retries=retries if failure.again else 0)
-            ended()
-            if failure.ends:
+            store.fail(worker, job.id, error_fields, retries=retries if failure.is_retryable else 0)
+            on_job_end()
+            if failure.ends_worker:
                 return False
-        queue.appendleft(todo)
+        queue.appendleft(remaining)
     lease.begin(None)
     return True
 
 
-def _is_settled(store: JobStore, maker: Maker, worker: str, job: Job, attempts: int) -> bool:
+def _end_without_making(store: JobStore, maker: Maker, worker: str, job: Job, attempts: int) -> bool:
     """End a leased job that is not to be made: its video is there, or workers died of it too often."""
-    begun_before = job.attempts - (job.status == RUNNING)
+    earlier_attempts = job.attempts - (job.status == RUNNING)
     if maker.is_made(job):
         return store.finish(worker, job.id, {"progress": 100})
-    if begun_before >= attempts:
-        times = quantity(begun_before, "time")
+    if earlier_attempts >= attempts:
+        times = quantity(earlier_attempts, "time")
         message = (job.error or {}).get("message") or (
             f"the server or its worker ended {times} while it made this video, so it tries no more"
         )
@@ -339,9 +346,9 @@ def _is_settled(store: JobStore, maker: Maker, worker: str, job: Job, attempts: 
     return False
 
 
-def _begin(store: JobStore, lease: Lease, todo: list[Job]) -> bool:
+def _begin(store: JobStore, lease: Lease, remaining: list[Job]) -> bool:
     """Begin the first of some jobs; drop those that are cancelled or another's, and return False after one."""
-    job = todo[0]
+    job = remaining[0]
     lease.begin(job.id)
     if job.status == RUNNING and not job.cancel:  # by the lease
         return True
@@ -349,7 +356,7 @@ def _begin(store: JobStore, lease: Lease, todo: list[Job]) -> bool:
     if signal is Signal.CANCEL:
         store.fail(lease.worker, job.id, CANCELLATION)
     if signal is not Signal.CONTINUE:
-        todo.pop(0)
+        remaining.pop(0)
     return signal is Signal.CONTINUE
 
 
@@ -363,7 +370,7 @@ class WorkerThread:
     """
 
     def __init__(self, store: JobStore, maker: Maker, **options: Any):
-        self.store, self.maker, self.options = store.with_patience(inf), maker, options
+        self.store, self.maker, self.options = store.with_retry_seconds(inf), maker, options
         self.is_broken = False
         self._stopping = Event()
         self._thread = Thread(target=self._run, name="wanjax-worker", daemon=True)

@@ -114,7 +114,7 @@ class Changes:
                 if job.ahead is None:
                     del places[job.id]
                 yield f"data: {json.dumps(self._event(job))}\n\n"
-            if only is not None and changed and changed[-1].over:
+            if only is not None and changed and changed[-1].is_over:
                 return
             try:
                 await asyncio.wait_for(woken.wait(), HEARTBEAT)

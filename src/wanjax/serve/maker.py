@@ -46,7 +46,7 @@ class ServedMaker(VideoMaker):
 
     Args:
         variants: The models, and the LoRAs.
-        place: The place of the videos' folders.
+        folder: Folder that contains the videos' folders.
         tiling: That of all videos.
         batch_guidance: That of all videos.
         compiles: Whether the model is loaded, and the programs of its default video compiled, before the first job.
@@ -58,7 +58,7 @@ class ServedMaker(VideoMaker):
     def __init__(
         self,
         variants: Variants,
-        place: AnyPath,
+        folder: AnyPath,
         *,
         tiling: Tiling | None = None,
         batch_guidance: bool = False,
@@ -67,7 +67,7 @@ class ServedMaker(VideoMaker):
         note: Callable[[str], object] = lambda text: None,
         extend: Callable[[str, bool], Extended] | None = None,
     ):
-        super().__init__(lambda: variants.model(None), place, tiling=tiling, batch_guidance=batch_guidance)
+        super().__init__(lambda: variants.model(None), folder, tiling=tiling, batch_guidance=batch_guidance)
         self.variants, self.preview, self.note, self.extend = variants, preview, note, extend
         self._compiles = compiles
         self._shapes: set[Any] = set()
@@ -79,7 +79,7 @@ class ServedMaker(VideoMaker):
     @property
     def folders(self) -> list[AnyPath]:
         """Folders of this machine or of a store that no client is told of."""
-        return [self.place, *self.variants.folders]
+        return [self.folder, *self.variants.folders]
 
     def served(self) -> tuple[ServedModels, list[dict[str, Any]]]:
         """Return the models, and what clients are told of them, for a server in another process."""
@@ -89,19 +89,19 @@ class ServedMaker(VideoMaker):
         """Return what a server tells of its models, the served one first."""
         loras = [{"name": name, "strength": strength} for name, strength in self.variants.usual.items()]
         about = {"created": int(time.time()), "loras": loras, "extends_prompts": self.extend is not None}
-        return [about | model_info.model_card(pipe, **self.how) for pipe in self.variants.pipes.values()]
+        return [about | model_info.model_card(pipe, **self.run_options) for pipe in self.variants.pipes.values()]
 
-    def warm_up(self, stopped: Callable[[], bool]) -> None:
+    def warm_up(self, should_stop: Callable[[], bool]) -> None:
         self.pipe.progress = False
         if self._compiles:
-            warm_up(self.pipe, **self.how, preview=self.preview, note=self.note, stopped=stopped)
+            warm_up(self.pipe, **self.run_options, preview=self.preview, note=self.note, should_stop=should_stop)
 
     def explain(self, error: Exception) -> Failure:
         fault = fault_of(error, self.folders)
         log = ""
         if fault.is_ours and fault.message != OUT_OF_MEMORY:
             log = str(error) if fault.code == STORAGE else "".join(traceback.format_exception(error))
-        return Failure(fault.code, fault.message, again=fault.is_ours, log=log)
+        return Failure(fault.code, fault.message, is_retryable=fault.is_ours, log=log)
 
     def make(self, jobs: Sequence[Job], lease: Lease) -> Iterator[Job]:
         """Make videos, one after another; yield each job once its video is there."""
@@ -114,11 +114,11 @@ class ServedMaker(VideoMaker):
 
     def _video(self, job: Job, lease: Lease) -> None:
         request = VideoRequest.from_json(job.request)
-        output = self.place / job.output
+        output = self.folder / job.output
         folder = output.parent
         if isinstance(folder, Path):
             folder.mkdir(exist_ok=True)
-        progress = JobProgress(lease, lease.stopped, folder / PREVIEW if self.preview else None)
+        progress = JobProgress(lease, lease.should_stop, folder / PREVIEW if self.preview else None)
         with local_files(folder, names_of(request.inputs)) as here:
             pipe = self.variants.take(request.model or self.variants.first, self.variants.strengths(request.lora))
             pipe = model_info.with_scheduler(pipe, request.scheduler)
@@ -135,16 +135,18 @@ class ServedMaker(VideoMaker):
             lease.report(notes=[str(one) for text in texts for one in pipe.truncations(text, follow=chosen.follow)])
             if (shape := self._shape(request, chosen)) not in self._shapes:
                 with progress.stage("compile"):
-                    traced = trace_programs(pipe, replace(chosen, windows=min(2, chosen.windows)), pictures, **self.how)
+                    traced = trace_programs(
+                        pipe, replace(chosen, windows=min(2, chosen.windows)), pictures, **self.run_options
+                    )
                     EXECUTE.compile(*(one.instance for one in traced.programs), on_start=progress.compiling)
                 self._shapes.add(shape)
             all_digests = {str(folder / name): digest_of(here / name) for name in names_of(request.inputs)}
             digests = {name: digest for name, digest in all_digests.items() if digest is not None}
-            metadata = pipe.metadata(chosen, paths_of(request.inputs, folder), digests=digests, **self.how)
+            metadata = pipe.metadata(chosen, paths_of(request.inputs, folder), digests=digests, **self.run_options)
             prepared = PreparedRequest(chosen, model_info.without_folders(metadata))
             try_output(output, chosen.length, chosen.size, chosen.fps, prepared.metadata)
             for _, frames in (
-                run := Run(pipe, [prepared], pictures, observers=[progress, *self.observers], **self.how)
+                run := Run(pipe, [prepared], pictures, observers=[progress, *self.observers], **self.run_options)
             ):
                 with run.decode_stage(prepared):
                     clips = with_thumbnail(map(np.asarray, frames), chosen.length, here / THUMBNAIL)
@@ -200,7 +202,7 @@ def warm_up(
     batch_guidance: bool,
     preview: bool,
     note: Callable[[str], object],
-    stopped: Callable[[], bool],
+    should_stop: Callable[[], bool],
 ) -> None:
     """Compile the programs of a default video, and load the model where all of it fits into memory.
 
@@ -211,7 +213,7 @@ def warm_up(
 
     def check(number: int, total: int) -> None:
         nonlocal last
-        if stopped():
+        if should_stop():
             raise Cancelled(0)
         if perf_counter() - last >= NOTE_SECONDS:
             last = perf_counter()
@@ -225,12 +227,12 @@ def warm_up(
         EXECUTE.compile(*(one.instance for one in recorded.programs), on_start=check)
         if sum(pipe.components.sizes.values()) < free_memory(jax.local_devices()[0]):
             for name in pipe.components.names:
-                if not stopped():
+                if not should_stop():
                     note(f"loading the {name.replace('_', ' ')}")
                     pipe.components.get(name)
-        if preview and not stopped():
+        if preview and not should_stop():
             pipe.latent_preview()
-        if not stopped():
+        if not should_stop():
             note(f"ready after {duration(perf_counter() - begun)}")
     except (WanjaxError, Cancelled):
         pass

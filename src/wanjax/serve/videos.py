@@ -93,7 +93,7 @@ def video_of(job: Job, loaded: Mapping[str, Any] = {}) -> dict[str, Any]:
         "cancelled": job.cancel,
         "pictures": [Path(file).stem for file in names_of(job.request["inputs"])],
         "window": progress.get("window", 1),
-        "stage": "" if job.over else progress.get("stage", ""),
+        "stage": "" if job.is_over else progress.get("stage", ""),
         "stage_done": progress.get("stage_done", 0),
         "stage_total": progress.get("stage_total", 0),
         "stage_seconds": progress.get("stage_seconds", {}),
