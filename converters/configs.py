@@ -8,7 +8,7 @@ from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from wanjax.converters.weight_rules import Described
-from wanjax.errors import WanjaxError, shown
+from wanjax.errors import WanjaxError, repr_short
 
 Specs = Mapping[str, Described]
 LARGEST, LONGEST = 2**24, 32  # of a size, and of a list of sizes
@@ -67,7 +67,7 @@ def _is_list_of(entry: Any, value: Any) -> bool:
 
 
 def _misfit(file: str, name: str, value: Any, right: str) -> WanjaxError:
-    return WanjaxError(f"{file} has {name} {shown(value)}: give {right}")
+    return WanjaxError(f"{file} has {name} {repr_short(value)}: give {right}")
 
 
 def _is_size(value: Any) -> bool:
@@ -112,7 +112,9 @@ def check_kind(component: str, json: Mapping[str, Any], kind: Mapping[str, tuple
     for entry, offered in kind.items():
         if (value := json.get(entry, offered[0])) not in offered:
             right = " or ".join(map(repr, offered))
-            raise WanjaxError(f"the {component}'s config.json has {entry} {shown(value)} where {right} is supported")
+            raise WanjaxError(
+                f"the {component}'s config.json has {entry} {repr_short(value)} where {right} is supported"
+            )
         if isinstance(json, Entries):
             json.read.pop(entry, None)  # it is right
 

@@ -15,7 +15,7 @@ from wanjax.converters.configs import Specs, count_of, shape_of
 from wanjax.converters.name_map import NameMap
 from wanjax.converters.t5 import t5_json
 from wanjax.converters.wan.diffusers import HEAD_DIM
-from wanjax.errors import WanjaxError, shown
+from wanjax.errors import WanjaxError, repr_short
 from wanjax.models.wan.config import VAE_2_1, VAE_2_2
 
 Pairs = list[tuple[str, str]]
@@ -185,7 +185,7 @@ def transformer_json(specs: Specs, config: Mapping[str, Any] | None = None) -> d
         raise WanjaxError(f"the transformer's config.json has num_heads {heads!r}: give a divisor of {width}")
     listed = config.get("vace_layers") or list(range(0, layers, max(layers // max(vace, 1), 1)))
     if not isinstance(listed, list):
-        raise WanjaxError(f"the transformer's config.json has vace_layers {shown(listed)}: give a list of layers")
+        raise WanjaxError(f"the transformer's config.json has vace_layers {repr_short(listed)}: give a list of layers")
     json: dict[str, Any] = {
         "_class_name": "WanVACETransformer3DModel" if vace else "WanTransformer3DModel",
         "added_kv_proj_dim": width if images else None,

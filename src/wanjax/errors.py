@@ -89,7 +89,7 @@ def reason(error: Exception) -> str:
 
 
 @contextmanager
-def written(path: object) -> Iterator[None]:
+def write_errors(path: object) -> Iterator[None]:
     """Within the block, turn an OSError into a WriteError that names the path."""
     try:
         yield
@@ -97,7 +97,7 @@ def written(path: object) -> Iterator[None]:
         raise WriteError(f"{path} cannot be written: {reason(error)}") from error
 
 
-def shown(value: object) -> str:
+def repr_short(value: object) -> str:
     """Return a value as messages show it: itself if it is short, else its type."""
     text = repr(value)
     if len(text) <= 40 and "\n" not in text and not text.startswith("<"):
@@ -106,11 +106,11 @@ def shown(value: object) -> str:
     return f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"
 
 
-def near_names(name: str, choices: Iterable[str], most: int = 4) -> list[str]:
+def near_names(name: str, choices: Iterable[str], limit: int = 4) -> list[str]:
     """Return the choices that are near a mistyped name, at most so many: those that begin with it before others."""
     names, word = list(choices), name[:40].lower()  # a name may be a stranger's, and long
-    begun = [one for one in names if word and one.lower().startswith(word)]
-    return begun[:most] or get_close_matches(word, names, n=most, cutoff=0.6)
+    prefixed = [name for name in names if word and name.lower().startswith(word)]
+    return prefixed[:limit] or get_close_matches(word, names, n=limit, cutoff=0.6)
 
 
 def unknown_model(name: str, names: Iterable[str]) -> str:
@@ -132,5 +132,5 @@ def listed(names: Collection[str]) -> str:
 def choice(name: object, choices: Collection[str]) -> str:
     """Return what to give in place of a name: the near one and then the others, or all where none is near."""
     near = near_names(name, choices, 1) if isinstance(name, str) else []
-    rest = listed([one for one in choices if one not in near])
+    rest = listed([name for name in choices if name not in near])
     return f"did you mean {near[0]}, or one of {rest}?" if near and rest else f"give {rest or near[0]}"

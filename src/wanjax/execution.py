@@ -316,7 +316,7 @@ class Execute(Strategy):
             return executable
         executable = self._compile(self._start_ahead(key) or trace(), without_cache)  # what JAX's holds cannot be kept
         if self.options_of(program, site) == program.options_of(site):  # else the next process is to be warned too
-            self.executables.keep(name, executable)
+            self.executables.store(name, executable)
         return executable
 
     def _start_ahead(self, key: Any) -> Instance | None:

@@ -21,7 +21,7 @@ from wanjax.checkpoints.network_kinds import Network, network
 from wanjax.checkpoints.sources import Source
 from wanjax.checkpoints.weight_changes import Note
 from wanjax.compile_cache.cache import set_cache_folder
-from wanjax.errors import WanjaxError, shown
+from wanjax.errors import WanjaxError, repr_short
 from wanjax.figures import in_bytes
 from wanjax.kernels.attention import AUTO, AttentionConfig, choose
 from wanjax.kernels.compiler_options import SAFE, check_set
@@ -123,9 +123,9 @@ def load(
         UnsupportedError: The named attention cannot be used here.
     """
     if not isinstance(model, str | Path):
-        raise WanjaxError(f"model is {shown(model)}: give a name such as 'nano', a hub id, a folder or a file")
+        raise WanjaxError(f"model is {repr_short(model)}: give a name such as 'nano', a hub id, a folder or a file")
     if offload is not None and not isinstance(offload, bool):
-        raise WanjaxError(f"offload is given as {shown(offload)}: give True, False or None")
+        raise WanjaxError(f"offload is given as {repr_short(offload)}: give True, False or None")
     attention = None if attention is None else AttentionConfig.of(attention)
     check_set(compiler)
     dtype, vae_dtype = dtype_name(dtype), dtype_name(vae_dtype, "vae_dtype")
@@ -164,7 +164,7 @@ def _listed(loras: Loras) -> tuple[Lora, ...]:
     for lora in several:
         if not isinstance(lora, str | Path | Lora):
             raise WanjaxError(
-                f"a LoRA is given as {shown(lora)}: give the name of a file, such as 'style.safetensors:0.8'"
+                f"a LoRA is given as {repr_short(lora)}: give the name of a file, such as 'style.safetensors:0.8'"
             )
     return tuple((lora if isinstance(lora, Lora) else Lora.parse(str(lora))).named() for lora in several)
 
@@ -322,7 +322,7 @@ def _partitioner(checkpoint: Checkpoint, options: LoadOptions, video: Settings) 
     elif isinstance(mesh, MeshSizes):
         mesh = make_mesh(*mesh)
     elif not isinstance(mesh, Mesh | None):
-        raise WanjaxError(f"the mesh is given as {shown(mesh)}: give wanjax.make_mesh(dp=2, tp=4) or 'auto'")
+        raise WanjaxError(f"the mesh is given as {repr_short(mesh)}: give wanjax.make_mesh(dp=2, tp=4) or 'auto'")
     return Partitioner(make_mesh(devices=local_devices()[:1]) if mesh is None else mesh, rules)
 
 

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from wanjax.errors import WanjaxError, shown
+from wanjax.errors import WanjaxError, repr_short
 from wanjax.figures import mesh_text, quantity
 
 MESH_AXES = ("dp", "sp", "tp")
@@ -322,7 +322,7 @@ def make_mesh(dp: int = 1, sp: int = 1, tp: int = 1, *, devices: Sequence[Any] |
     """
     for axis, size in zip(MESH_AXES, (dp, sp, tp), strict=True):
         if isinstance(size, bool) or not isinstance(size, Integral):
-            raise WanjaxError(f"{axis} is {shown(size)}: give a whole number, as in make_mesh(dp=2, tp=4)")
+            raise WanjaxError(f"{axis} is {repr_short(size)}: give a whole number, as in make_mesh(dp=2, tp=4)")
     if devices is None:
         platform()  # raises for a mistake in JAX_PLATFORMS, in one sentence
         devices = all_devices()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 INTERRUPTED = 130  # the exit status
-_abandoned: list[Callable[[], Any]] = []
+_cleanups: list[Callable[[], Any]] = []
 
 
 def stop(number: int, frame: object) -> None:
@@ -15,22 +15,22 @@ def stop(number: int, frame: object) -> None:
     os._exit(INTERRUPTED)
 
 
-class abandoned_by:
+class cleanup_on_exit:
     """Calls `clean_up` if the process is ended while the `with` block runs, when no `finally` would run."""
 
     def __init__(self, clean_up: Callable[[], Any]):
         self.clean_up = clean_up
 
     def __enter__(self) -> None:
-        _abandoned.append(self.clean_up)
+        _cleanups.append(self.clean_up)
 
     def __exit__(self, *error: object) -> None:
-        _abandoned.remove(self.clean_up)
+        _cleanups.remove(self.clean_up)
 
 
-def abandon() -> None:
+def run_cleanups() -> None:
     """Cleans up what is under way, because the process ends at once."""
-    for clean_up in reversed(_abandoned):
+    for clean_up in reversed(_cleanups):
         try:
             clean_up()
         except OSError:  # the next is cleaned up nevertheless

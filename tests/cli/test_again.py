@@ -229,7 +229,18 @@ def test_pictures_and_noise_that_are_gone(image, text):
     assert says(refused("--from", "five.webp"), "float32 [1, 4, 2, 2, 4] sha256")
 
 
-PLACES = ("out", "folder", "dir", "profile", "config", "preview_decoder", "prompts", "remade", "file", "source")
+PLACES = (
+    "out",
+    "folder",
+    "dir",
+    "profile",
+    "config",
+    "preview_decoder",
+    "prompts",
+    "original_metadata",
+    "file",
+    "source",
+)
 """Names of parameters and options that a stranger's record might use for a file to write or read."""
 
 

@@ -276,7 +276,7 @@ def test_where_nothing_is_compiled_no_set_is_named():
 def test_a_slice_is_priced_by_its_compiler_and_only_once(monkeypatch):
     given = ("--chip", "v6e-8", "--size", "32x32", "--frames", "1", "--mesh", "dp=2,sp=1,tp=4")
     first = plan(*given)
-    monkeypatch.setattr(pricer, "compiled", lambda *_, **__: pytest.fail("compiled again"))
+    monkeypatch.setattr(pricer, "compile_jobs", lambda *_, **__: pytest.fail("compiled again"))
     assert plan(*given) == first
     monkeypatch.setitem(sys.modules, "libtpu", None)  # nor is the compiler needed
     assert plan(*given) == first

@@ -113,7 +113,7 @@ def empty(file: Path) -> None:
 def swapped(file: Path) -> None:
     other = Executables(file.parent)
     with without_cache():
-        other.keep(KEY, jax.jit(lambda x: 5 * x).lower(jnp.ones(3, jnp.float32)).compile())
+        other.store(KEY, jax.jit(lambda x: 5 * x).lower(jnp.ones(3, jnp.float32)).compile())
     (file.parent / f"{KEY}.executable").replace(file)
 
 
@@ -232,18 +232,18 @@ def test_a_folder_that_cannot_be_made_stops_nothing(tmp_path, compiled):
 @pytest.mark.skipif(os.name != "posix", reason="sets a limit of POSIX")
 def test_a_full_disk_keeps_no_half(kept, compiled):
     with no_file_above(100):
-        kept.keep(KEY, compiled)
+        kept.store(KEY, compiled)
     assert list(kept.folder.iterdir()) == []
 
 
 def test_the_least_recently_used_goes_first(kept, compiled, monkeypatch):
     names = [letter * 64 for letter in "abcd"]
     for age, name in enumerate(names[:3]):
-        kept.keep(name, compiled)
+        kept.store(name, compiled)
         os.utime(kept.folder / f"{name}.executable", (1e9 + age, 1e9 + age))
     assert kept.find(names[0], jax.devices()[:1]) is not None  # is used now
-    monkeypatch.setattr(executables, "LARGEST", 3 * the_size(kept))
-    kept.keep(names[3], compiled)
+    monkeypatch.setattr(executables, "MAX_TOTAL_BYTES", 3 * the_size(kept))
+    kept.store(names[3], compiled)
     assert sorted(x.stem for x in kept.folder.iterdir()) == [names[0], names[2], names[3]]
 
 

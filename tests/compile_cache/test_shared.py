@@ -66,7 +66,7 @@ def compilation_cache_of_jax(path: str):
 
 @pytest.fixture
 def quickly(monkeypatch):
-    for name, seconds in {"GONE": 0.5, "BEAT": 0.05, "LOOKS": (0.01, 0.05)}.items():
+    for name, seconds in {"LEASE_TIMEOUT": 0.5, "HEARTBEAT_INTERVAL": 0.05, "POLL_INTERVALS": (0.01, 0.05)}.items():
         monkeypatch.setattr(shared, name, seconds)
 
 

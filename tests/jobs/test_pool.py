@@ -96,7 +96,7 @@ def test_workers_that_die_at_once_end_the_pool(store):
 
 def test_a_pool_outlives_an_outage_of_the_database(store, monkeypatch):
     """A worker that died meanwhile loses its job once the database is back."""
-    monkeypatch.setattr(module, "POLL", 0.01)
+    monkeypatch.setattr(module, "POLL_INTERVAL", 0.01)
     workers, looks = [], []
 
     def start(number):
@@ -170,13 +170,13 @@ SUPERVISOR = """
 import sys, time
 from functools import partial
 from tests.jobs.makers import make_files
-from wanjax.jobs.pool import LocalWorker, Pool, Scale
+from wanjax.jobs.pool import Autoscaler, LocalWorker, Pool
 from wanjax.jobs.store import JobStore
 
 if __name__ == "__main__":
     store = JobStore(sys.argv[1])
     make = partial(make_files, sys.argv[2], 2.0)
-    pool = Pool(store, lambda number: LocalWorker(store, make, {}), Scale(1, 1), print)
+    pool = Pool(store, lambda number: LocalWorker(store, make, {}), Autoscaler(1, 1), print)
     pool.run(lambda: False)
 """
 

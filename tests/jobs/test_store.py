@@ -184,19 +184,19 @@ def test_removed_rows_go_after_a_day(store: JobStore, monkeypatch: pytest.Monkey
     store.purge("v0")
     store.requeue_expired()
     assert [job.id for job in store.changes(0)] == ["v2", "v0", "v1"]
-    monkeypatch.setattr(stores, "KEPT_REMOVED", -1.0)
+    monkeypatch.setattr(stores, "REMOVED_RETENTION", -1.0)
     store.requeue_expired()
     assert [job.id for job in store.changes(0)] == ["v2", "v1"]  # whose files are still there
 
 
 def test_old_failures_and_arrivals_that_stopped_are_left_over(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "KEPT_FAILURES", 2)
+    monkeypatch.setattr(stores, "RETAINED_FAILURES", 2)
     for number in range(4):
         store.add(new(number))
         store.cancel(f"v{number}")
     store.add(new("x"), arriving=True)
     assert [job.id for job in store.leftovers()] == ["v0", "v1"]
-    monkeypatch.setattr(stores, "KEPT_ARRIVING", -1.0)
+    monkeypatch.setattr(stores, "ARRIVAL_TIMEOUT", -1.0)
     assert sorted(job.id for job in store.leftovers()) == ["v0", "v1", "vx"]
 
 

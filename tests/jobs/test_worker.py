@@ -19,8 +19,8 @@ PATIENCE = 60  # seconds
 
 @pytest.fixture(autouse=True)
 def quick_heartbeats(monkeypatch):
-    monkeypatch.setattr(module, "BEAT", 0.02)
-    monkeypatch.setattr(module, "IDLE", 0.01)
+    monkeypatch.setattr(module, "HEARTBEAT_INTERVAL", 0.02)
+    monkeypatch.setattr(module, "POLL_INTERVAL", 0.01)
 
 
 @pytest.fixture

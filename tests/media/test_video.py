@@ -11,7 +11,7 @@ from PIL import Image
 from wanjax.errors import WanjaxError
 from wanjax.media import video as video_files
 from wanjax.media.video import Video
-from wanjax.signals import abandon
+from wanjax.signals import run_cleanups
 
 FRAMES = np.random.default_rng(0).integers(0, 256, (5, 32, 64, 3), dtype=np.uint8)
 SETTINGS = {"prompt": 'a "red" circle <b>', "seed": 7}
@@ -83,7 +83,7 @@ def test_an_end_at_once_leaves_nothing_of_what_a_notebook_plays(video, monkeypat
 
     def save(self, path):
         path.write_bytes(b"half of a film")
-        abandon()
+        run_cleanups()
         left.append(path.exists())
         path.parent.mkdir()
         path.write_bytes(b"")

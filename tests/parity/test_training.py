@@ -34,7 +34,7 @@ from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.checkpoints.modules import Exported, parameters
 from wanjax.checkpoints.network_kinds import network_of
 from wanjax.training.adapters import LoraConfig, LoraLinear, adapt, factors_of, is_factor
-from wanjax.training.loop import Trainer, everything
+from wanjax.training.loop import Trainer, all_parameters
 from wanjax.training.objective import Batch, error
 from wanjax.training.optimizers import OptimizerConfig, make_optimizer
 from wanjax.training.saving import save_lora
@@ -277,7 +277,7 @@ def test_the_file_is_read_by_diffusers(case, tmp_path):
     expert = "low=" if case.component == "transformer_2" else ""
     merged = wanjax.load(case.folder, lora=f"{expert}{file}", note=lambda text: None)
     network = merged.components.get(case.component)
-    value, _ = gradients_of(network, everything, our_loss(case), our_data(case))
+    value, _ = gradients_of(network, all_parameters, our_loss(case), our_data(case))
     assert abs(value - theirs) <= 2e-6 * max(1, abs(theirs))
 
 
@@ -302,10 +302,10 @@ def test_a_full_step_is_torch_s(case, tmp_path):
     model = kind.from_pretrained(case.folder / case.component).requires_grad_(True)
     loss, gradients, weights = their_training(case, model)
     network = case.pipe.components.get(case.component)
-    value, found = gradients_of(network, everything, our_loss(case), our_data(case))
+    value, found = gradients_of(network, all_parameters, our_loss(case), our_data(case))
     assert abs(value - loss) <= 1e-6 * max(1, abs(loss))
     assert_near(_exported(found, known.rules, gradients), gradients, 1e-5, f"gradients of {type(case).__name__}")
-    after = trained(case, network, everything, tmp_path)
+    after = trained(case, network, all_parameters, tmp_path)
     assert_near(_exported(after, known.rules, weights), weights, 1e-5, "weights")
     case.pipe.free()
 

@@ -16,8 +16,8 @@ from wanjax.errors import WanjaxError
 from wanjax.media.video import write_video
 from wanjax.training.batches import Batches
 from wanjax.training.clips import Bucket, Cutting, lengths, nearest
-from wanjax.training.data import KEPT, list_data
-from wanjax.training.latent_cache import Piece
+from wanjax.training.data import CACHE_FOLDER, list_data
+from wanjax.training.latent_cache import EncodedClip
 
 
 def test_a_folder_with_captions_beside_its_clips(tmp_path):
@@ -39,8 +39,8 @@ def test_clips_come_in_natural_order_without_what_is_none(tmp_path):
             (folder / f"{i}{suffix}").rename(folder / ("later" if i == 3 else "") / f"Clip_{i}{suffix}")
     for name in ("._Clip_1.gif", ".DS_Store", "Thumbs.db", "notes.pdf", "later/.hidden.txt"):
         (folder / name).write_bytes(b"no clip")
-    (folder / KEPT).mkdir()
-    (folder / KEPT / "clips.jsonl").write_text("{}")
+    (folder / CACHE_FOLDER).mkdir()
+    (folder / CACHE_FOLDER / "clips.jsonl").write_text("{}")
     found = list_data(folder)
     assert [x.file.name for x in found.examples] == [f"Clip_{i}.gif" for i in (0, 1, 2, *range(4, 12), 3)]
     assert (found.left_out, found.others) == ([], 5)
@@ -207,19 +207,19 @@ def test_lengths_are_halved_and_of_the_model_s_form():
 
 def test_clips_are_cut_to_buckets(tmp_path):
     wide = write_clips(tmp_path / "a", 1, frames=23, size=(40, 70)) / "0.gif"
-    [head] = cutting().pieces(wide)
+    [head] = cutting().clips(wide)
     assert head.shape == (9, 32, 48, 3)
-    windows = list(cutting("windows").pieces(wide))
+    windows = list(cutting("windows").clips(wide))
     assert [x.shape for x in windows] == [(9, 32, 48, 3)] * 2
     np.testing.assert_array_equal(windows[0], head)
-    [spread] = cutting("uniform").pieces(wide)
-    [whole] = cutting(longest=25, lengths=(23,)).pieces(wide)
+    [spread] = cutting("uniform").clips(wide)
+    [whole] = cutting(longest=25, lengths=(23,)).clips(wide)
     np.testing.assert_array_equal(spread, whole[[round(i * 22 / 8) for i in range(9)]])
     short = write_clips(tmp_path / "b", 1, frames=7) / "0.gif"
-    [clip] = cutting().pieces(short)
+    [clip] = cutting().clips(short)
     assert clip.shape == (5, 32, 32, 3)
     picture = write_clips(tmp_path / "c", 1, frames=1, suffix=".png") / "0.png"
-    [clip] = cutting().pieces(picture)
+    [clip] = cutting().clips(picture)
     assert clip.shape == (1, 32, 32, 3)
 
 
@@ -235,13 +235,13 @@ def damaged(folder):
 @pytest.mark.parametrize(("clip", "words"), [(short, "3 frames 8 5"), (damaged, "damaged.mp4 read video")])
 def test_a_clip_that_cannot_be_cut_is_told(clip, words, tmp_path):
     with pytest.raises(WanjaxError, match=naming(words)):
-        list(cutting().pieces(clip(tmp_path)))
+        list(cutting().clips(clip(tmp_path)))
 
 
 def pieces(counts, tmp_path):
     found = []
     for bucket, count in counts.items():
-        found += [Piece(tmp_path / f"{bucket.frames}-{i}", tmp_path / f"t{i}", bucket) for i in range(count)]
+        found += [EncodedClip(tmp_path / f"{bucket.frames}-{i}", tmp_path / f"t{i}", bucket) for i in range(count)]
     return found
 
 

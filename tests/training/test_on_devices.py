@@ -20,7 +20,7 @@ from wanjax.training.adapters import LoraConfig, adapt, is_factor
 from wanjax.training.loop import Trainer
 from wanjax.training.objective import Batch, NoiseLevels, loss_of
 from wanjax.training.optimizers import OptimizerConfig, make_optimizer
-from wanjax.training.step import everything, train
+from wanjax.training.step import all_parameters, train
 
 HEADS, STEPS = 8, 20
 MESHES = {"dp=2,sp=2,tp=2": (2, 2, 2), "tp=8": (1, 1, 8), "sp=4,tp=2": (1, 4, 2)}
@@ -42,7 +42,7 @@ def losses(axes, rules, full, folder):
     model = network(lambda **kw: WanTransformer(config, **kw), place)
     if not full:
         model, _ = adapt(model, transformer_rules(config), LoraConfig(rank=4), 0, place)
-    chosen = everything if full else is_factor
+    chosen = all_parameters if full else is_factor
     made = make_optimizer(OptimizerConfig(learning_rate=1e-3), STEPS)
     trainer = Trainer(
         model, loss_of(pipe, NoiseLevels("shift", 3.0)), made, folder, 0, trained=chosen, partitioner=place

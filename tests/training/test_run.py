@@ -74,16 +74,16 @@ def trained(model, data, out, **changed):
     return written, told
 
 
-KEPT = {"lora": LoraConfig(rank=2, dropout=0.2), "save_every": 1}  # from which a training goes on at any step
+CACHE_FOLDER = {"lora": LoraConfig(rank=2, dropout=0.2), "save_every": 1}  # from which a training goes on at any step
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, data, wan):
     """Return the weights of a training that nothing stopped."""
-    return load_safetensors(trained(wan, data, tmp_path_factory.mktemp("whole"), **KEPT)[0])
+    return load_safetensors(trained(wan, data, tmp_path_factory.mktemp("whole"), **CACHE_FOLDER)[0])
 
 
-def weights_of(pipe):
+def encoder_identity(pipe):
     return {name: np.asarray(x) for name, x in nnx.to_flat_state(nnx.state(pipe.components.get("transformer")))}
 
 
@@ -97,8 +97,8 @@ def test_a_lora_of_every_family_is_merged_as_it_was_trained(family, tmp_path, da
     assert all(np.isfinite(line["loss"]) and line["gradient"] > 0 for line in lines)
     notes = []
     merged = wanjax.load(model, lora=str(file), note=notes.append)
-    changed = weights_of(merged)
-    base = weights_of(wanjax.load(model))
+    changed = encoder_identity(merged)
+    base = encoder_identity(wanjax.load(model))
     assert " of " in notes[0]
     assert "rest" not in notes[0]
     different = [name for name in base if not np.array_equal(base[name], changed[name])]
@@ -147,7 +147,7 @@ def test_two_files_of_one_name_size_and_time_are_two_clips(tmp_path, wan):
 
 def test_a_full_training_ends_in_a_checkpoint(tmp_path, data, wan):
     folder, _ = trained(wan, data, tmp_path / "out", lora=None)
-    before, after = weights_of(wanjax.load(wan)), weights_of(wanjax.load(folder))
+    before, after = encoder_identity(wanjax.load(wan)), encoder_identity(wanjax.load(folder))
     assert before.keys() == after.keys()
     assert sum(not np.array_equal(before[name], after[name]) for name in before) > len(before) / 2
     wanjax.load(folder)("a red circle", size=(32, 32), frames=5, steps=1)
@@ -159,13 +159,13 @@ def test_a_stopped_training_ends_with_the_same_bits(tmp_path, data, wan, whole):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Training(wanjax.load(wan), data, tmp_path / "b", TrainConfig(**vars(SMALL) | KEPT), count=stop).run()
-    written, told = trained(wan, data, tmp_path / "b", **KEPT)
+        Training(wanjax.load(wan), data, tmp_path / "b", TrainConfig(**vars(SMALL) | CACHE_FOLDER), count=stop).run()
+    written, told = trained(wan, data, tmp_path / "b", **CACHE_FOLDER)
     assert any(says(text, "2 3 before") for text in told)  # the last step alone is left
     again = load_safetensors(written)
     assert all(np.array_equal(whole[name], again[name]) for name in again)
     with pytest.raises(WanjaxError, match=naming("seed 0 1")):
-        trained(wan, data, tmp_path / "b", **KEPT, seed=1)
+        trained(wan, data, tmp_path / "b", **CACHE_FOLDER, seed=1)
 
 
 def test_an_interrupted_training_writes_the_metrics_of_all_steps_it_keeps(tmp_path, data, wan):
@@ -209,7 +209,7 @@ DRAW, LENGTH = Training._draw, 20
 @pytest.mark.parametrize("at", [2, *(pytest.param(n, marks=slow) for n in range(1, LENGTH + 1) if n != 2)])
 def test_nothing_is_written_that_is_not_finite(at, tmp_path, data, wan, whole, monkeypatch):
     """The state before is gone on from at a lower rate; or at its own, with the bits of one that was left alone."""
-    more = KEPT if at == 2 else {"save_every": 1, "steps": LENGTH, "ema_decay": 0.9}
+    more = CACHE_FOLDER if at == 2 else {"save_every": 1, "steps": LENGTH, "ema_decay": 0.9}
     monkeypatch.setattr(Training, "_draw", poisoned(at))
     with pytest.raises(NotFiniteError, match=naming(f"step {at}")):
         trained(wan, data, tmp_path / "out", **more)
@@ -450,7 +450,7 @@ def test_a_mean_of_gradients_that_is_none_is_refused(name, value):
 def test_an_optimiser_of_parts_trains_all_weights(name, tmp_path, data, wan):
     """Muon has the matrices and Adam the rest, so that each part of the state lacks some weights."""
     written, _ = trained(wan, data, tmp_path / "out", lora=None, steps=1, optimizer=OptimizerConfig(name, 1e-2))
-    before, after = (weights_of(wanjax.load(model)) for model in (wan, written))
+    before, after = (encoder_identity(wanjax.load(model)) for model in (wan, written))
     still = [".".join(map(str, path)) for path in before if np.array_equal(before[path], after[path])]
     assert len(still) < len(before) / 4, still
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from wanjax.checkpoints.files import Reader, Spec
 from wanjax.checkpoints.readers import View
-from wanjax.errors import WanjaxError, shown
+from wanjax.errors import WanjaxError, repr_short
 
 
 class Spelling(NamedTuple):
@@ -241,7 +241,7 @@ def _format(reader: Reader, key: str, dtype: np.dtype) -> Any:
     match = FORMAT.fullmatch(name)
     kind = getattr(ml_dtypes, match[1]) if match else None
     if kind is None or more or dtype not in (np.dtype(kind), np.dtype(np.uint8)):
-        what = f"{shown(name)}{f' with {shown(more[0])}' if more else ''}, and the weight is {dtype}"
+        what = f"{repr_short(name)}{f' with {repr_short(more[0])}' if more else ''}, and the weight is {dtype}"
         raise WanjaxError(
             f"{key} says {what}: of the formats of 8 bits and fewer, float8_e4m3fn and float8_e5m2 are read"
         )

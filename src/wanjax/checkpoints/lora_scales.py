@@ -21,7 +21,7 @@ import regex
 from wanjax.checkpoints.files import MappedFile
 from wanjax.checkpoints.lora_keys import KINDS, PEFT_PREFIX
 from wanjax.checkpoints.lora_source import PEFT_CONFIG, PEFT_FILE
-from wanjax.errors import WanjaxError, shown
+from wanjax.errors import WanjaxError, repr_short
 
 PEFT_METADATA = "lora_adapter_metadata"  # the entry of a file's metadata in which diffusers stores PEFT's config
 CONFIGS = (PEFT_METADATA, "lora_config")  # the latter is finetrainers'
@@ -48,7 +48,7 @@ class Scales:
         self._where, self._config = _config(reader)
         kind = self._config.get("peft_type") or "LORA"
         if str(kind).upper() not in PEFT_TYPES:
-            raise WanjaxError(f"{self._where} says peft_type {shown(kind)}, a change of another kind: {KINDS}")
+            raise WanjaxError(f"{self._where} says peft_type {repr_short(kind)}, a change of another kind: {KINDS}")
         if entry := next(filter(self._config.get, OTHER_FORMULAS), None):
             raise WanjaxError(f"{self._where} says {entry}, by which the factors make another change: {KINDS}")
         self._adaptive = str(kind).upper() == "ADALORA"
@@ -133,18 +133,18 @@ class Scales:
 
     def _number(self, value: Any, name: str) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise WanjaxError(f"{self._where} has {shown(value)} for {name}, not a finite number: give a number")
+            raise WanjaxError(f"{self._where} has {repr_short(value)} for {name}, not a finite number: give a number")
         return value
 
     def _compiled(self, table: str) -> dict[str, Any]:
         """Return the compiled patterns of a table, in its order."""
         patterns = self._config.get(table) or {}
         if not isinstance(patterns, dict):
-            raise WanjaxError(f"{self._where} has the {table} {shown(patterns)}: write a JSON object")
+            raise WanjaxError(f"{self._where} has the {table} {repr_short(patterns)}: write a JSON object")
         return {text: self._expression(table, text) for text in patterns}
 
     def _expression(self, table: str, text: str) -> Any:
-        named = f"{self._where} has the {table} {shown(text)}"
+        named = f"{self._where} has the {table} {repr_short(text)}"
         if len(text) > PATTERN_LENGTH:
             raise WanjaxError(f"{named} of {len(text):,} letters: at most {PATTERN_LENGTH} are read")
         if _repeats_repeats(text):
@@ -159,7 +159,7 @@ class Scales:
         try:
             return pattern.match(module, timeout=max(self._left, 1e-3)) is not None
         except TimeoutError:
-            what = f"{self._where} has the pattern {shown(text)}, which takes for ever"
+            what = f"{self._where} has the pattern {repr_short(text)}, which takes for ever"
             raise WanjaxError(f"{what}: give a plainer one") from None
         finally:
             self._left -= monotonic() - start

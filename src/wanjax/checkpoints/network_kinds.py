@@ -18,7 +18,7 @@ from wanjax.checkpoints.sources import Source
 from wanjax.converters.configs import read_config
 from wanjax.converters.name_map import NameMap
 from wanjax.converters.weight_rules import Rule
-from wanjax.errors import WanjaxError, shown
+from wanjax.errors import WanjaxError, repr_short
 from wanjax.layers.placement import as_shapes
 
 QUANTISERS = ("bitsandbytes", "compressed-tensors", "fp8", "quanto", "torchao")
@@ -115,7 +115,7 @@ def network(source: Source, component: str, kinds: Kinds) -> Network:
     quantised = json.get("quantization_config")
     method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
     if method not in (None, *QUANTISERS):
-        raise WanjaxError(f"{file} tells weights quantised by {shown(method)}, which are not read: {EIGHT_BITS}")
+        raise WanjaxError(f"{file} tells weights quantised by {repr_short(method)}, which are not read: {EIGHT_BITS}")
     return read_network(listed.kind, json, kinds, file)
 
 

@@ -12,7 +12,7 @@ from click.shell_completion import CompletionItem
 
 from wanjax.cli.listing import listed
 from wanjax.pipelines.other_names import RENAMED
-from wanjax.stores.paths import ADDRESS, download_advice, is_url
+from wanjax.stores.paths import WEB_ADDRESS, download_advice, is_url
 
 OF_SCRIPTS = {
     "model-id": "model",
@@ -250,7 +250,7 @@ IN_STORES = (
     "model",
     "model_option",
     "file",
-    "remade",
+    "original_metadata",
     "compile_cache",
     "folder",
     "database",
@@ -279,7 +279,7 @@ def check_words(command: click.Command, ctx: click.Context, arguments: Sequence[
             if one == "" and _names_files(parameter):
                 option = parameter.opts[-1] if isinstance(parameter, click.Option) else parameter.human_readable_name
                 raise click.UsageError(f"{option} is given an empty name: give that of a file or folder")
-            if isinstance(one, str) and ADDRESS.fullmatch(one) and parameter.name not in NO_FILES:
+            if isinstance(one, str) and WEB_ADDRESS.fullmatch(one) and parameter.name not in NO_FILES:
                 page = HUB.fullmatch(one)
                 right = f"a page of the hub: give its id, {page[1]}" if page else download_advice(one)
                 raise click.UsageError(f"{one} is {right}")

@@ -42,7 +42,7 @@ def check(ctx: click.Context, request: "VideoRequest | None") -> None:
         request: What they ask of each video, of the commands that make some.
     """
     values = {name: value for name, value in ctx.params.items() if value not in (None, (), "")}
-    if values.get("remade"):  # of which `remake` tells more
+    if values.get("original_metadata"):  # of which `remake` tells more
         values = {
             name: x for name, x in values.items() if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
         }
@@ -51,7 +51,7 @@ def check(ctx: click.Context, request: "VideoRequest | None") -> None:
         values = {name: value for name, value in values.items() if name not in (*MODELS, "lora", "decoder")}
     for model in [values[name] for name in MODELS if name in values]:
         listing.check_name(model)
-        if request is not None and ctx.info_name in VIDEO and ctx.params.get("remade") is None:
+        if request is not None and ctx.info_name in VIDEO and ctx.params.get("original_metadata") is None:
             listing.check(model, request, whole=ctx.info_name in WHOLE and "prompts" not in values)
     for name in (*INPUTS, *OTHER_FILES):
         for file in values[name] if isinstance(values.get(name), tuple) else [values.get(name)]:

@@ -231,7 +231,7 @@ config = of_file(
 )
 source = of_file(
     "--from",
-    "remade",
+    "original_metadata",
     is_eager=True,
     callback=find_metadata,
     help="Make the video FILE again, with its prompt and settings; a prompt and options change them. FILE "

@@ -46,7 +46,7 @@ from wanjax.pipelines.settings import read_seed, read_seeds
 from wanjax.pipelines.text.prompt_extension import as_settings
 from wanjax.stores.paths import AnyPath, names_in
 from wanjax.stores.temporary import temp_dir
-from wanjax.stores.writing import used_folder
+from wanjax.stores.writing import folder_for_output
 
 FAILURE = 1  # the exit status where some videos failed
 NO_WORKERS = WorkerOptions()  # no workers elsewhere
@@ -99,7 +99,7 @@ def generate(
             requests = [each_request.updated(text) for each_request, text in zip(requests, settings, strict=True)]
         no_seed = (command.seeds, command.count) == (None, None) and "seed" not in request.settings
         requests = [each_request.under(shared) for each_request in with_seeds(requests, None if no_seed else seeds)]
-        with used_folder(arguments["folder"]), _store(database, arguments["folder"]) as store:
+        with folder_for_output(arguments["folder"]), _store(database, arguments["folder"]) as store:
             driver = Driver(report, store, arguments["folder"], command.force, worker_flags.retries)
             if maker is not None:
                 batch = _make_here(driver, requests, row_errors, options, command, original_metadata, maker)

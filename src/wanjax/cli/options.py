@@ -13,7 +13,7 @@ import click
 from click.core import ParameterSource
 
 from wanjax.cli.arguments import complete_files, complete_models, our_name
-from wanjax.errors import WanjaxError, choice, shown
+from wanjax.errors import WanjaxError, choice, repr_short
 from wanjax.media.bounds import BOUNDS
 from wanjax.media.inputs import IMAGE, INPUTS, InputSpec
 from wanjax.pipelines.mesh_sizes import parse_mesh
@@ -59,7 +59,9 @@ def check_named(option: str, text: str | None) -> None:
     name, names = (text or "").partition(":")[0], NAMED[option]
     if text is not None and name not in names:
         what = WHAT.get(option, option.replace("_", " "))
-        raise WanjaxError(f"--{option.replace('_', '-')} names no {what}, got {shown(text)}: {choice(name, names)}")
+        raise WanjaxError(
+            f"--{option.replace('_', '-')} names no {what}, got {repr_short(text)}: {choice(name, names)}"
+        )
 
 
 def check_file(file: Any, advice: str) -> None:

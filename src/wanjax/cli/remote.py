@@ -28,7 +28,7 @@ from wanjax.cli.names import TOKEN, free_names, video_named, videos_folder
 from wanjax.cli.options import SETTINGS, is_given, is_typed, option_of
 from wanjax.cli.parsed import CommandOptions, PipelineOptions
 from wanjax.cli.report import Report
-from wanjax.errors import WanjaxError, reason, shown
+from wanjax.errors import WanjaxError, reason, repr_short
 from wanjax.figures import quantity
 from wanjax.media.inputs import INPUTS
 from wanjax.pipelines.request import VideoRequest
@@ -64,19 +64,20 @@ def generate(
     options: PipelineOptions,
     command: CommandOptions,
     at: str,
-    remade: Mapping[str, Any] | None = None,
+    original_metadata: Mapping[str, Any] | None = None,
 ) -> None:
     """Ask the server at an address for a video, or for several, show their progress, and write them.
 
-    Options of the model that are given have to be the server's. `remade` is the metadata of a video to make again.
+    Options of the model that are given have to be the server's. `original_metadata` is the metadata of a video to make
+    again.
     """
     server = Server(at)
     offered = server.model(options.model if is_given("model") else None)
-    if remade is not None:
+    if original_metadata is not None:
         from wanjax.cli.remake import check_files, taken_from, with_original  # imported late: they need JAX
 
-        request = with_original(request, remade)
-        check_files(remade, taken_from(INPUTS))
+        request = with_original(request, original_metadata)
+        check_files(original_metadata, taken_from(INPUTS))
         if not is_typed("compiler"):
             options = options._replace(compiler=None)  # it decides the last digits alone
     for name in filter(is_given, HERE):
@@ -450,7 +451,7 @@ class Server:
         url = f"http://{url}" if HOST_AND_PORT.fullmatch(url) else url
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise WanjaxError(f"--at is given as {shown(url)}: give an address such as http://localhost:8000")
+            raise WanjaxError(f"--at is given as {repr_short(url)}: give an address such as http://localhost:8000")
         self.url = url.rstrip("/")
         self._opener = build_opener(NoRedirect)
 

@@ -26,7 +26,7 @@ import click
 from wanjax.cli.tables import print_table
 from wanjax.errors import WanjaxWarning
 from wanjax.figures import duration, in_bytes, quantity
-from wanjax.signals import INTERRUPTED, abandon
+from wanjax.signals import INTERRUPTED, run_cleanups
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -193,7 +193,7 @@ class Report:
         ending = threading.Thread(target=jax.distributed.shutdown, daemon=True)
         ending.start()
         ending.join(EXIT_GRACE)
-        abandon()
+        run_cleanups()
         os._exit(getattr(error, "exit_code", 1))
 
     def interrupted(self) -> None:
@@ -375,6 +375,6 @@ def handle_interrupts(on_interrupt: Callable[[], None]) -> Iterator[None]:
 
 def end_at_once(message: str, terminal: bool) -> NoReturn:
     """End the process at once; clean up what is under way, print a text, and show a terminal's cursor again."""
-    abandon()
+    run_cleanups()
     os.write(2, f"{SHOW_CURSOR if terminal else ''}{message}".encode())
     os._exit(INTERRUPTED)

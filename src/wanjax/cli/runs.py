@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from wanjax.errors import WanjaxError, written
+from wanjax.errors import WanjaxError, write_errors
 from wanjax.stores.locks import FileLock
-from wanjax.stores.temporary import LEFT
+from wanjax.stores.temporary import LEFTOVER
 from wanjax.stores.user_folders import lasting_cache
 from wanjax.stores.writing import check_folder
 
@@ -43,7 +43,7 @@ def new_run(names: Callable[[], Iterator[str]]) -> "HeldRun":
 def _made(parent: Path, names: Iterator[str]) -> "HeldRun":
     for name in names:
         folder = parent / name
-        with written(folder), suppress(FileExistsError):
+        with write_errors(folder), suppress(FileExistsError):
             folder.mkdir(mode=0o700)
             try:
                 return HeldRun(folder)
@@ -139,5 +139,5 @@ def _files(folder: Path) -> list[Path]:
 
 def _is_ours(name: str) -> bool:
     """Return whether a name is that of a stage's file, or of one that a killed process did not complete."""
-    left = LEFT.fullmatch(name)
+    left = LEFTOVER.fullmatch(name)
     return FILES.fullmatch(left["name"] if left else name) is not None

@@ -61,7 +61,7 @@ from wanjax.pipelines.windows import Window
 from wanjax.pricing.roofline import peak_flops
 from wanjax.schedulers import name_of
 from wanjax.sharding import ONE_DEVICE
-from wanjax.signals import abandoned_by
+from wanjax.signals import cleanup_on_exit
 from wanjax.stores import paths
 from wanjax.stores.paths import full_name
 from wanjax.stores.writing import check_folder, check_room
@@ -166,7 +166,7 @@ def decode(report: Report, request: VideoRequest, options: PipelineOptions, comm
 def held(video: "VideoCommand") -> Iterator["VideoCommand"]:
     """Yield a video on the command line, and release its folder at the end, or where the process ends at once."""
     try:
-        with abandoned_by(video.release):
+        with cleanup_on_exit(video.release):
             yield video
     finally:
         video.release()

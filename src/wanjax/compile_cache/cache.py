@@ -26,15 +26,15 @@ KEEP_ALL = {"jax_persistent_cache_min_compile_time_secs": 0.0, "jax_persistent_c
 class _ConfigContext:
     """JAX settings that apply while any thread is in this context; the last one to leave restores the old ones."""
 
-    def __init__(self, settings: Mapping[str, Any], changed: Callable[[], Any] = lambda: None):
-        self.settings, self.changed = settings, changed
-        self.lock, self.open, self.before = Lock(), 0, {}
+    def __init__(self, settings: Mapping[str, Any], on_change: Callable[[], Any] = lambda: None):
+        self.settings, self.on_change = settings, on_change
+        self.lock, self.open, self.saved = Lock(), 0, {}
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
         with self.lock:
             if self.open == 0:
-                self.before = {name: getattr(jax.config, name) for name in self.settings}
+                self.saved = {name: getattr(jax.config, name) for name in self.settings}
                 self._set(self.settings)
             self.open += 1
         try:
@@ -43,12 +43,12 @@ class _ConfigContext:
             with self.lock:
                 self.open -= 1
                 if self.open == 0:
-                    self._set(self.before)
+                    self._set(self.saved)
 
     def _set(self, settings: Mapping[str, Any]) -> None:
         for name, value in settings.items():
             jax.config.update(name, value)
-        self.changed()
+        self.on_change()
 
 
 _keep_all = _ConfigContext(KEEP_ALL)
@@ -95,8 +95,8 @@ def use_shared(name: str | None = None, *, trusted: bool = False, platform: str 
             f"the compile cache {name} holds programs that run when they are read: --trust-compile-cache, or "
             f"{TRUSTED}=1 in the environment, says that all who can write there are trusted"
         )
-    kind = platform or jax.default_backend()
-    folder = parse_path(name).absolute() / (processor() if kind == "cpu" else kind)
+    platform_name = platform or jax.default_backend()
+    folder = parse_path(name).absolute() / (processor() if platform_name == "cpu" else platform_name)
     if compile_cache_folder() != str(folder):
         share(folder, ahead_of_time=platform is not None)
 

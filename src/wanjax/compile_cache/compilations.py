@@ -27,43 +27,43 @@ class Compilation(NamedTuple):
 
 @contextmanager
 def watch_compiler(
-    end: Callable[[Compilation], None], begin: Callable[[], None] = lambda: None, *, here: bool = False
+    end: Callable[[Compilation], None], begin: Callable[[], None] = lambda: None, *, this_thread: bool = False
 ) -> Iterator[None]:
     """Call `begin` before and `end` after each program is compiled or read from a cache in the `with` block.
 
-    With `here` only what this thread compiles or waits for counts, else all that is compiled.
+    With `this_thread` only what this thread compiles or waits for counts, else all that is compiled.
     """
     from jax import monitoring  # imported late, for commands that compute nothing
 
     thread, state = get_ident(), local()
 
     def start(event: str, value: float, **_: object) -> None:
-        if (event == COMPILATION or (here and event == WAITING)) and (not here or get_ident() == thread):
+        if (event == COMPILATION or (this_thread and event == WAITING)) and (not this_thread or get_ident() == thread):
             state.cached = False
             begin()
 
-    def told(event: str, **more: object) -> None:
+    def on_event(event: str, **more: object) -> None:
         if event == CACHE_HIT:
             state.cached = True
         elif event == REFUSED:
             state.refused = str(more["why"])
 
     def stop(event: str, duration_secs: float, **more: object) -> None:
-        waited = event == WAITING
-        if (event == COMPILATION or waited) and (get_ident() == thread if here else not waited):
+        is_waiting = event == WAITING
+        if (event == COMPILATION or is_waiting) and (get_ident() == thread if this_thread else not is_waiting):
             name = str(more.get("fun_name", "")).removeprefix("jit(").removesuffix(")")
-            cached = not waited and getattr(state, "cached", False)
+            cached = not is_waiting and getattr(state, "cached", False)
             end(Compilation(name, duration_secs, cached, getattr(state, "refused", "")))
             state.refused = ""
 
     monitoring.register_scalar_listener(start)
-    monitoring.register_event_listener(told)
+    monitoring.register_event_listener(on_event)
     monitoring.register_event_duration_secs_listener(stop)
     try:
         yield
     finally:
         monitoring.unregister_scalar_listener(start)
-        monitoring.unregister_event_listener(told)
+        monitoring.unregister_event_listener(on_event)
         monitoring.unregister_event_duration_listener(stop)
 
 

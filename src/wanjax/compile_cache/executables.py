@@ -35,13 +35,13 @@ from wanjax.compile_cache.cache import processor
 from wanjax.compile_cache.fingerprint import fingerprint
 from wanjax.stores.user_folders import user_cache
 
-LARGEST = 2 << 30  # bytes of all that is kept; the least recently used goes first
+MAX_TOTAL_BYTES = 2 << 30  # bytes of all that is kept; the least recently used goes first
 SUFFIX = ".executable"
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # a flag of files that are opened
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NPROC")
-OF_THE_CACHE = ("jax_compilation_cache", "jax_persistent_cache", "jax_enable_compilation_cache", "jax_log")
+IRRELEVANT_SETTINGS = ("jax_compilation_cache", "jax_persistent_cache", "jax_enable_compilation_cache", "jax_log")
 """Beginnings of the names of JAX's settings that change no program."""
-NAMED = frozenset(
+ALLOWED_NAMES = frozenset(
     {
         ("jax", "P"),
         ("jax._src.core", "ManualAxisType"),
@@ -89,7 +89,7 @@ class Executables:
         file = self._file(key)
         try:
             self._check_folder()
-            body = _checked(key, _read(file))
+            body = _verified(key, _read(file))
             payload, arguments, results = pickle.loads(body)  # checked: from here on it is this user's own
             executable = serialize_executable.deserialize_and_load(
                 payload, arguments, results, devices[0].client, execution_devices=devices
@@ -104,7 +104,7 @@ class Executables:
             os.utime(file)
         return executable
 
-    def keep(self, key: str, compiled: Any) -> None:
+    def store(self, key: str, compiled: Any) -> None:
         """Keep an executable that was compiled, not read from a cache; do nothing where that fails."""
         try:
             body = pickle.dumps(serialize_executable.serialize(compiled))
@@ -112,14 +112,14 @@ class Executables:
             with suppress(FileExistsError):
                 self.folder.mkdir(mode=0o700)
             self._check_folder()
-            beside = self.folder / f".{os.getpid()}.{key}"
+            partial_path = self.folder / f".{os.getpid()}.{key}"
             try:
-                with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _NO_LINK, 0o600), "wb") as file:
+                with open(os.open(partial_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _NO_LINK, 0o600), "wb") as file:
                     file.write(_digest(key, body) + body)
-                beside.replace(self._file(key))
+                partial_path.replace(self._file(key))
             finally:  # a full disk keeps no half
                 with suppress(OSError):
-                    beside.unlink()
+                    partial_path.unlink()
             self._make_room()
         except (OSError, UnusableExecutable, ValueError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError):
             return
@@ -139,7 +139,7 @@ class Executables:
         total = 0
         for entry, file in files:
             total += entry.st_size
-            if total > LARGEST:
+            if total > MAX_TOTAL_BYTES:
                 file.unlink(missing_ok=True)
 
 
@@ -159,36 +159,36 @@ def _digest(key: str, body: bytes) -> bytes:
     return hashlib.sha256(key.encode() + body).digest()
 
 
-def _checked(key: str, content: bytes) -> bytes:
+def _verified(key: str, content: bytes) -> bytes:
     """Return the pickle in a file; raise UnusableExecutable unless it is whole, has this key and names only NAMED."""
     size = hashlib.sha256().digest_size
     if content[:size] != _digest(key, content[size:]):
         raise UnusableExecutable("its digest is not that of what it holds")
-    payload, *_ = _Naming(content[size:]).load()
-    _Naming(payload).load()
+    payload, *_ = _NameChecker(content[size:]).load()
+    _NameChecker(payload).load()
     return content[size:]
 
 
-class _Inert:
+class _Placeholder:
     """Stands for all that a pickle names, while it is read for its names."""
 
-    def __new__(cls, *_: Any, **__: Any) -> "_Inert":
+    def __new__(cls, *_: Any, **__: Any) -> "_Placeholder":
         return super().__new__(cls)
 
     def __setstate__(self, _: Any) -> None:
         pass
 
 
-class _Naming(pickle.Unpickler):
+class _NameChecker(pickle.Unpickler):
     """Reads a pickle without importing; raises UnusableExecutable for a name that is not in NAMED."""
 
     def __init__(self, content: bytes):
         super().__init__(io.BytesIO(content))
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in NAMED and not _is_tree(module, name):
+        if (module, name) not in ALLOWED_NAMES and not _is_tree(module, name):
             raise UnusableExecutable(f"it names {module}.{name}")
-        return _Inert
+        return _Placeholder
 
     def persistent_load(self, pid: Any) -> None:
         """Return nothing in place of devices and machine code."""
@@ -198,10 +198,10 @@ def _is_tree(module: str, name: str) -> bool:
     """Return whether a name is that of a class that holds arrays, of this package or of Flax's."""
     if module.partition(".")[0] not in ("wanjax", "flax"):
         return False
-    kind = getattr(sys.modules.get(module), name, None)
-    if not isinstance(kind, type) or (kind.__module__, kind.__qualname__) != (module, name):
+    class_ = getattr(sys.modules.get(module), name, None)
+    if not isinstance(class_, type) or (class_.__module__, class_.__qualname__) != (module, name):
         return False
-    return is_dataclass(kind) or issubclass(kind, tuple | nnx.Variable | nnx.State)
+    return is_dataclass(class_) or issubclass(class_, tuple | nnx.Variable | nnx.State)
 
 
 class CompileEnvironment(NamedTuple):
@@ -231,7 +231,7 @@ def compile_environment() -> CompileEnvironment:
         processor(),
         (os.cpu_count(), cores),
         tuple(os.environ.get(name) for name in FLAGS),
-        tuple((name, value) for name, value in settings if not name.startswith(OF_THE_CACHE)),
+        tuple((name, value) for name, value in settings if not name.startswith(IRRELEVANT_SETTINGS)),
     )
 
 

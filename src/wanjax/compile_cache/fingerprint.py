@@ -18,7 +18,7 @@ import numpy as np
 from flax.nnx import GraphDef
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-KNOWN = {"wanjax", "flax", "jax", "jaxlib", "numpy", "ml_dtypes", "builtins", "functools"}
+VERSIONED_PACKAGES = {"wanjax", "flax", "jax", "jaxlib", "numpy", "ml_dtypes", "builtins", "functools"}
 """Packages whose code is known by its version or its digest."""
 
 
@@ -29,11 +29,11 @@ class NoFingerprint(TypeError):
 def fingerprint(value: Any) -> str:
     """Return the fingerprint of a value, in hexadecimal; raise NoFingerprint where it can have none."""
     texts: list[str] = []
-    open_ = [value]
-    while open_:  # a stack: values are nested deeply
-        name, parts = _describe(open_.pop())
+    stack = [value]
+    while stack:  # a stack: values are nested deeply
+        name, parts = _describe(stack.pop())
         texts.append(f"{len(name)} {len(parts)} {name}")
-        open_.extend(parts)
+        stack.extend(parts)
     return hashlib.sha256("".join(texts).encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -80,11 +80,11 @@ def _(value: NamedSharding) -> Any:
 
 @_describe.register
 def _(value: GraphDef) -> Any:
-    return f"network {_of_network(value)}", ()
+    return f"network {_network_fingerprint(value)}", ()
 
 
 @cache
-def _of_network(value: Any) -> str:
+def _network_fingerprint(value: Any) -> str:
     """Return the fingerprint of a network's definition, which several programs share."""
     return fingerprint((value.nodes, value.attributes, value.num_leaves))
 
@@ -120,8 +120,8 @@ def _fields(kind: Any) -> tuple[str, ...]:
 
 
 @cache
-def _name(named: Any) -> str:
+def _name(item: Any) -> str:
     """Return the name of a class or a function; raise NoFingerprint if the name does not determine its code."""
-    if named.__module__.partition(".")[0] not in KNOWN or "<" in named.__qualname__:
-        raise NoFingerprint(f"{named.__module__}.{named.__qualname__}")
-    return f"{named.__module__}.{named.__qualname__}"
+    if item.__module__.partition(".")[0] not in VERSIONED_PACKAGES or "<" in item.__qualname__:
+        raise NoFingerprint(f"{item.__module__}.{item.__qualname__}")
+    return f"{item.__module__}.{item.__qualname__}"

@@ -27,9 +27,9 @@ from wanjax.errors import WanjaxError, WanjaxWarning, reason
 from wanjax.stores.paths import AnyPath, Missing, RemotePath, read
 from wanjax.stores.writing import write_whole
 
-BEAT = 5.0  # seconds between two changes of a lease
-GONE = 30.0  # seconds without a change after which its owner is gone
-LOOKS = 0.1, 2.0  # seconds between two looks of a process that waits, the first and the longest
+HEARTBEAT_INTERVAL = 5.0  # seconds between two changes of a lease
+LEASE_TIMEOUT = 30.0  # seconds without a change after which its owner is gone
+POLL_INTERVALS = 0.1, 2.0  # seconds between two looks of a process that waits, the first and the longest
 
 
 class Lease:
@@ -37,17 +37,17 @@ class Lease:
 
     def __init__(self, folder: AnyPath, key: str):
         self.folder, self._key = folder, key
-        self._own = uuid4().hex
+        self._id = uuid4().hex
         self._number = 0
         self._ended = Event()
-        self._thread = Thread(target=self._beat, name="lease", daemon=True)
+        self._thread = Thread(target=self._renew, name="lease", daemon=True)
 
     def _file(self, number: int | None = None) -> AnyPath:
         return self.folder / f"{self._key}-lease-{self._number if number is None else number}"
 
     def acquire(self) -> bool:
         """Take the lease if it is free, and return whether it was. Raises WanjaxError where it cannot be written."""
-        if not _create(self._file(), self._own.encode()):
+        if not _create(self._file(), self._id.encode()):
             return False
         self._thread.start()
         return True
@@ -59,7 +59,7 @@ class Lease:
             return None
         if content != seen[0]:
             return content, monotonic()
-        if monotonic() - seen[1] > GONE:
+        if monotonic() - seen[1] > LEASE_TIMEOUT:
             self._number += 1
             return b"", monotonic()
         return seen
@@ -73,12 +73,12 @@ class Lease:
                 file = self._file(number)
                 file.remove() if isinstance(file, RemotePath) else file.unlink()
 
-    def _beat(self) -> None:
-        for turn in count(1):
-            if self._ended.wait(BEAT):
+    def _renew(self) -> None:
+        for renewal in count(1):
+            if self._ended.wait(HEARTBEAT_INTERVAL):
                 return
             with suppress(WanjaxError, OSError):  # the next one may be written
-                _write(self._file(), f"{self._own} {turn}".encode())
+                _write(self._file(), f"{self._id} {renewal}".encode())
 
 
 class EntryExists(Exception):
@@ -99,12 +99,12 @@ class SharedCache(CacheInterface):
     def get(self, key: str) -> bytes | None:
         """Return an entry, or None for this thread to compile it."""
         try:
-            entry = self._found(key)
+            entry = self._read_or_lease(key)
             if entry is not None and self._ahead_of_time:
                 raise EntryExists(key)
             return entry
         except (WanjaxError, OSError) as error:
-            self._tell(f"cannot be read ({error})")
+            self._warn_once(f"cannot be read ({error})")
             return None
 
     def put(self, key: str, value: bytes) -> None:
@@ -112,7 +112,7 @@ class SharedCache(CacheInterface):
         try:
             _write(self.folder / f"{key}-cache", value)
         except (WanjaxError, OSError) as error:
-            self._tell(f"cannot be written ({error})")
+            self._warn_once(f"cannot be written ({error})")
 
     @contextmanager
     def leasing(self) -> Iterator[None]:
@@ -125,23 +125,23 @@ class SharedCache(CacheInterface):
             for lease in held:
                 lease.release()
 
-    def _found(self, key: str) -> bytes | None:
+    def _read_or_lease(self, key: str) -> bytes | None:
         held, file = getattr(self._leases, "held", None), self.folder / f"{key}-cache"
         if (entry := read(file)) is not None or held is None or jax.process_count() > 1:  # which compile together
             return entry
-        lease, pause, seen = Lease(self.folder, key), LOOKS[0], (b"", monotonic())
+        lease, pause, seen = Lease(self.folder, key), POLL_INTERVALS[0], (b"", monotonic())
         while not lease.acquire():
             state = lease.wait(pause, seen)
             if (entry := read(file)) is not None or state is None:
                 return entry
-            pause, seen = min(1.5 * pause, LOOKS[1]), state
+            pause, seen = min(1.5 * pause, POLL_INTERVALS[1]), state
         held.append(lease)
         return read(file)  # of one who gave the lease back between the two looks
 
-    def _tell(self, what: str) -> None:
+    def _warn_once(self, problem: str) -> None:
         if not self._reported:
             self._reported = True
-            message = f"the compile cache {self.folder} {what}: programs are compiled here"
+            message = f"the compile cache {self.folder} {problem}: programs are compiled here"
             warnings.warn(message, WanjaxWarning, stacklevel=2)
 
 

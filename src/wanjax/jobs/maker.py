@@ -15,7 +15,7 @@ import numpy as np
 
 from wanjax.compile_cache.cache import compile_cache_folder, use_shared
 from wanjax.compile_cache.executables import user_executables
-from wanjax.errors import WanjaxError, causes, is_full, reason, shown
+from wanjax.errors import WanjaxError, causes, is_full, reason, repr_short
 from wanjax.execution import EXECUTE
 from wanjax.jobs.multihost import is_first
 from wanjax.jobs.rows import RowErrors
@@ -303,7 +303,7 @@ class VideoMaker:
             if (value := loaded.get(name)) not in (None, default := getattr(self.pipe.defaults, name)):
                 option = f"--{name.replace('_', '-')}"
                 raise WanjaxError(
-                    f"{name} is {shown(value)} where all videos of a run have {default}: give it as {option}"
+                    f"{name} is {repr_short(value)} where all videos of a run have {default}: give it as {option}"
                 )
         pipe = self.pipe.with_solver(shared.scheduler)
         pictures, settings = pipe.prepare(**shared.inputs, **shared.settings, model=shared.model)

@@ -14,7 +14,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from wanjax.errors import WanjaxError, reason, shown
+from wanjax.errors import WanjaxError, reason, repr_short
 from wanjax.media.text_files import decoded, read_text, trimmed
 from wanjax.pipelines.other_names import unknown_keyword
 from wanjax.pipelines.request import STRENGTH, VideoRequest, known_fields
@@ -190,7 +190,7 @@ def _request(number: int, row: Any, folder: Path) -> VideoRequest:
         raise row
     fields = {"prompt": row} if isinstance(row, str) else row
     if not isinstance(fields, Mapping):
-        raise WanjaxError(f"{shown(row)} is no prompt, and no object of settings")
+        raise WanjaxError(f"{repr_short(row)} is no prompt, and no object of settings")
     request = VideoRequest.parse(fields, row=number, accepted=_fields_of_rows())
 
     def file(name: str) -> str:

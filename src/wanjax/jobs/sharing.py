@@ -11,7 +11,7 @@ from secrets import token_hex
 
 import psutil
 
-from wanjax.errors import WanjaxError, written
+from wanjax.errors import WanjaxError, write_errors
 from wanjax.jobs.store import JobStore
 from wanjax.stores.paths import AnyPath, StoreError, read
 from wanjax.stores.temporary import HOST, sibling_path
@@ -78,7 +78,7 @@ def _create(file: AnyPath, id: str) -> None:
         file.create(id.encode())
         return
     beside = sibling_path(file.with_name(id))
-    with written(file):
+    with write_errors(file):
         beside.write_text(id)
         try:
             os.link(beside, file)  # as a whole, and not in place of another

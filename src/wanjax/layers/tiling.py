@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from wanjax.errors import WanjaxError, shown
+from wanjax.errors import WanjaxError, repr_short
 
 Frames = Float[Array, "B _T _H _W _C"]  # inputs and outputs differ in size
 Pixels = int | tuple[int, int]  # one number for height and width, or one for each
@@ -38,7 +38,7 @@ class Tiling(NamedTuple):
         for name, numbers in zip(self._fields, pairs := whole.pairs(), strict=True):
             if len(numbers) != 2 or not all(type(n) is int and n > 0 and n % unit == 0 for n in numbers):
                 right = f"a multiple of {unit} pixels, or one for each of height and width"
-                raise WanjaxError(f"the {name} of tiles is {shown(getattr(whole, name))}: give {right}")
+                raise WanjaxError(f"the {name} of tiles is {repr_short(getattr(whole, name))}: give {right}")
         if any(step > side for side, step in zip(*pairs, strict=True)):
             gaps = f"tiles of {whole.size} pixels, one every {whole.stride}, leave gaps"
             raise WanjaxError(f"{gaps}: give a stride of at most the size")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from wanjax.errors import FULL, WanjaxError
-from wanjax.signals import abandoned_by
+from wanjax.signals import cleanup_on_exit
 
 FILMS = "mov,matroska,avi,flv,asf,mpeg,mpegts,mpegvideo,m4v,h264,hevc,av1,obu,ivf,ogg,mxf,nut,yuv4mpegpipe,gif,apng"
 """The formats of films that are read. Others, such as playlists, may name further files and addresses to read."""
@@ -131,7 +131,7 @@ def run(
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=log, start_new_session=True)
         assert process.stdin is not None
         try:
-            with abandoned_by(process.kill):
+            with cleanup_on_exit(process.kill):
                 for piece in pieces:
                     process.stdin.write(piece)
                 process.stdin.close()

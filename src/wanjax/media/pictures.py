@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Float, Shaped, UInt8
 from PIL import Image, ImageOps, ImageSequence, UnidentifiedImageError
 
-from wanjax.errors import WanjaxError, WanjaxWarning, reason, shown
+from wanjax.errors import WanjaxError, WanjaxWarning, reason, repr_short
 from wanjax.media.bounds import BOUNDS
 from wanjax.media.colours import Conversion, conversion
 from wanjax.media.damage import holed_frame
@@ -148,7 +148,7 @@ def read_pictures(
         elif kind != "images":
             arrays[name] = read_clip(source, frames, fps, page=page)
         elif isinstance(source, str | bytes) or not isinstance(source, Iterable):
-            raise WanjaxError(f"the {name} are given as {shown(source)}: give a list of pictures")
+            raise WanjaxError(f"the {name} are given as {repr_short(source)}: give a list of pictures")
         else:
             arrays[name] = tuple(_read_picture(one, page, specs) for one in source)
         if kind == "mask":
@@ -193,7 +193,7 @@ def _read(source: PictureSource, page: Page) -> Picture | DeepPicture:
             return _shown(source.copy(), page)
     if not isinstance(source, str | Path):
         right = "the path of a file, a PIL image or uint8 [H, W, 3]"
-        raise WanjaxError(f"{shown(source)} is given as a picture: give {right}")
+        raise WanjaxError(f"{repr_short(source)} is given as a picture: give {right}")
     with opened(source, str(source)) as image:
         _check_single(image, str(source))
         return _shown(image, page)
@@ -224,7 +224,7 @@ def read_clip(source: ClipSource, frames: int, fps: int | float, page: Page = "w
         return _checked(source, 4)[:frames]
     if not isinstance(source, str | Path | Sequence) or isinstance(source, bytes):
         right = "the path of a file or folder, a list of pictures or uint8 [T, H, W, 3]"
-        raise WanjaxError(f"{shown(source)} is given as a clip: give {right}")
+        raise WanjaxError(f"{repr_short(source)} is given as a clip: give {right}")
     name = source if isinstance(source, str | Path) else "the clip"
     with closing(_pictures(source, frames, fps, page)) as sequence:
         pictures = _levelled(list(islice(sequence, frames)), str(name))

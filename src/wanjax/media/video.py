@@ -25,11 +25,11 @@ from jaxtyping import Shaped, UInt8
 from PIL import Image, PngImagePlugin
 
 from wanjax.dims import readable
-from wanjax.errors import WanjaxError, shown, written
+from wanjax.errors import WanjaxError, repr_short, write_errors
 from wanjax.figures import quantity
 from wanjax.media.ffmpeg import reading, run_ffmpeg
 from wanjax.media.webp import keep_time
-from wanjax.signals import abandoned_by
+from wanjax.signals import cleanup_on_exit
 from wanjax.stores.paths import AnyPath, RemotePath, local_copy, missing_file, parse_path
 from wanjax.stores.temporary import sibling_path, temp_dir
 from wanjax.stores.writing import check_folder, check_room, writing
@@ -144,7 +144,7 @@ def write_video(
 def check_suffix(path: str | AnyPath) -> str:
     """Return the suffix of a video's name, in small letters; raise WanjaxError for one that is unknown, and for "-"."""
     if path == "" or not isinstance(path, str | os.PathLike | RemotePath):
-        raise WanjaxError(f"the video's name is given as {shown(path)}: give that of a file or folder")
+        raise WanjaxError(f"the video's name is given as {repr_short(path)}: give that of a file or folder")
     suffix = _suffix(path)
     if str(path) == "-":
         raise WanjaxError("a video cannot be written to the standard output, -: give the name of a file, or ./-")
@@ -189,9 +189,9 @@ def try_output(
     folder = sibling_path(near / "trial")
     trial, settings = folder / target.name, json.dumps(dict(metadata))
     try:
-        with written(path):
+        with write_errors(path):
             folder.mkdir()
-            with abandoned_by(partial(shutil.rmtree, folder)):
+            with cleanup_on_exit(partial(shutil.rmtree, folder)):
                 WRITERS[_suffix(path)](trial, iter([np.zeros((*size, 3), np.uint8)]), fps, settings)
                 alone = sum(file.stat().st_size for file in folder.rglob("*"))
                 if read_metadata(trial) != json.loads(settings):
@@ -319,9 +319,9 @@ def _write_pngs(path: AnyPath, frames: Iterator[Frame], fps: int | float, commen
     text = _text(comment)
     beside, old = (sibling_path(path, kind) for kind in ("partial", "old"))
     try:
-        with written(path):
+        with write_errors(path):
             beside.mkdir()
-            with abandoned_by(partial(shutil.rmtree, beside)):
+            with cleanup_on_exit(partial(shutil.rmtree, beside)):
                 for index, frame in enumerate(frames):
                     Image.fromarray(frame).save(beside / FRAME.format(index), pnginfo=text)
             if path.exists():

@@ -12,7 +12,7 @@ import jax
 import psutil
 from flax import nnx
 
-from wanjax.errors import WanjaxError, choice, shown
+from wanjax.errors import WanjaxError, choice, repr_short
 from wanjax.layers.placement import bytes_by_device
 from wanjax.pipelines.memory import machine_memory
 
@@ -129,7 +129,7 @@ class Components:
         Raises WanjaxError for a name that no component has.
         """
         if unknown := [name for name in names if name not in (*self._loaders, *self._loaded)]:
-            raise WanjaxError(f"no component is named {shown(unknown[0])}: {choice(unknown[0], [*self._loaders])}")
+            raise WanjaxError(f"no component is named {repr_short(unknown[0])}: {choice(unknown[0], [*self._loaders])}")
         for name in names or tuple(self._loaded):
             self._loaded.pop(name, None)
             self._put.discard(name)

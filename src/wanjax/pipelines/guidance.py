@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32
 
-from wanjax.errors import SettingError, WanjaxError, shown
+from wanjax.errors import SettingError, WanjaxError, repr_short
 from wanjax.figures import quantity
 from wanjax.pipelines.rule_text import parse_rule
 from wanjax.sharding import Partitioner
@@ -178,7 +178,7 @@ class Projected(GuidanceRule):
                 f"{self} is out of range: give a finite eta, a norm from 0 on and a momentum between -1 and 1"
             )
         if self.of not in ("clean", "prediction"):
-            raise WanjaxError(f"{self} projects {shown(self.of)}: give of=clean or of=prediction")
+            raise WanjaxError(f"{self} projects {repr_short(self.of)}: give of=clean or of=prediction")
 
     @property
     def averages(self) -> bool:

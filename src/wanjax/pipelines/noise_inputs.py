@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from wanjax.errors import WanjaxError, shown
+from wanjax.errors import WanjaxError, repr_short
 from wanjax.pipelines.frames import GivenLatents
 from wanjax.pipelines.validation import check_noise
 
@@ -37,6 +37,8 @@ def checked_noise_inputs(draws: NoiseInput | None, right: Shapes) -> dict[str, F
     arrays = draws if isinstance(draws, Mapping) else {INITIAL: draws}
     for name, array in arrays.items():
         if name not in right:
-            raise WanjaxError(f"there is noise named {shown(name)} where this video uses {' and '.join(right)} alone")
+            raise WanjaxError(
+                f"there is noise named {repr_short(name)} where this video uses {' and '.join(right)} alone"
+            )
         check_noise(array, right[name], name)
     return {name: np.asarray(array) for name, array in arrays.items()}

@@ -6,7 +6,7 @@ JAX is not imported, so that a mistake is told at once, and by a process that ne
 
 from collections.abc import Collection, Iterable
 
-from wanjax.errors import SettingError, listed, near_names, shown
+from wanjax.errors import SettingError, listed, near_names, repr_short
 from wanjax.pipelines.settings import Settings, schema
 
 RENAMED = {alias: name for name, setting in schema(Settings).items() for alias in setting.aliases} | {
@@ -87,7 +87,7 @@ def unknown_keyword(name: str, keywords: Iterable[str], *, of_call: Collection[s
         right = f"use {ours}"
     else:
         right = OTHERWISE.get(name) or (f"use {near[0]}" if near else f"use {listed(names)}")
-    return SettingError(f"{shown(name)} is not a keyword here: {right}", name[:40])
+    return SettingError(f"{repr_short(name)} is not a keyword here: {right}", name[:40])
 
 
 def right_name(name: str) -> str | None:

@@ -27,7 +27,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from wanjax.dims import readable
-from wanjax.errors import WanjaxError, WanjaxWarning, near_names, shown
+from wanjax.errors import WanjaxError, WanjaxWarning, near_names, repr_short
 from wanjax.execution import EXECUTE, Program, Strategy, Value
 from wanjax.figures import quantity
 from wanjax.kernels.attention import AUTO, AttentionConfig
@@ -556,7 +556,7 @@ class Pipeline(metaclass=Named):
         Raises WanjaxError for a callback that cannot be called.
         """
         if callback is not None and not callable(callback):
-            raise WanjaxError(f"callback is given as {shown(callback)}: give a function that takes a Step")
+            raise WanjaxError(f"callback is given as {repr_short(callback)}: give a function that takes a Step")
         return [ProgressObserver(self.progress), *([CallbackObserver(callback)] if callback else [])]
 
     def _settings_for(self, encoded: Encoded, settings: dict[str, Any]) -> Any:

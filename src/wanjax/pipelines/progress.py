@@ -167,7 +167,7 @@ class Stage:
             self._compiling = None
             self._restart()
 
-        with watch_compiler(end, begin, here=True):
+        with watch_compiler(end, begin, this_thread=True):
             yield
 
 

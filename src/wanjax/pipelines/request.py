@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from dataclasses import fields as dataclass_fields
 from typing import Any
 
-from wanjax.errors import SettingError, WanjaxError, shown
+from wanjax.errors import SettingError, WanjaxError, repr_short
 from wanjax.media.inputs import IMAGE, INPUTS
 from wanjax.pipelines.other_names import unknown_keyword
 from wanjax.pipelines.settings import (
@@ -245,7 +245,7 @@ def _value(setting: Setting, value: Any, longest: int | None) -> Any:
     """Return a setting's value, as its text where it is neither a text nor a number."""
     name = setting.name
     if isinstance(value, str) and "\0" in value:  # which no metadata and no name of a file holds
-        raise SettingError(f"{name} is given as {shown(value)} with the character \\0: leave it out", name)
+        raise SettingError(f"{name} is given as {repr_short(value)} with the character \\0: leave it out", name)
     parsed = setting.parse(_whole(value) if setting.kind is int else value)
     most = longest if longest is None or name in PROMPTS else LONGEST_TEXT
     if most is not None and isinstance(parsed, str) and len(parsed) > most:
@@ -278,7 +278,7 @@ def _size(value: Any, names: Mapping[str, tuple[int, int]] | None) -> dict[str, 
         return {"size": value} if value in names else sides(value, {})
     height, width = next(iter((names or {}).values()), (480, 832))
     right = f"a text such as '{width}x{height}', or {', '.join(names or ('480p',))}"
-    raise SettingError(f"size is given as {shown(value)}: give {right}", "size")
+    raise SettingError(f"size is given as {repr_short(value)}: give {right}", "size")
 
 
 def _both(one: Any, other: Any) -> Any:
@@ -292,7 +292,7 @@ def _files(name: str, value: Any) -> str | list[str]:
     each = list(value) if several and isinstance(value, list | tuple) else [value]
     for one in each:
         if not isinstance(one, str) or not one or "\0" in one:  # a name may hold bytes that are no text
-            raise SettingError(f"{name} is given as {shown(one)} where the name of a file is needed", name)
+            raise SettingError(f"{name} is given as {repr_short(one)} where the name of a file is needed", name)
     return each if several else each[0]
 
 
@@ -302,5 +302,5 @@ def _strengths(strengths: Any) -> dict[str, float]:
         parts = [part.rpartition(":") for part in strengths.split(",") if part]
         strengths = {name: strength for name, _, strength in parts}
     if not isinstance(strengths, Mapping):
-        raise SettingError(f"lora is given as {shown(strengths)} where a text such as NAME:0.5 is needed", "lora")
+        raise SettingError(f"lora is given as {repr_short(strengths)} where a text such as NAME:0.5 is needed", "lora")
     return {name.strip(): STRENGTH.parse(value) for name, value in strengths.items()}

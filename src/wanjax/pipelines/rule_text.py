@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, get_args, get_type_hints
 
-from wanjax.errors import WanjaxError, choice, shown
+from wanjax.errors import WanjaxError, choice, repr_short
 
 
 def parse_rule(described: Any, kinds: Mapping[str, type[Any]], what: str, *, named: bool = False) -> Any:
@@ -17,7 +17,7 @@ def parse_rule(described: Any, kinds: Mapping[str, type[Any]], what: str, *, nam
     """
     name, _, listed = described.partition(":") if isinstance(described, str) else ("", "", "")
     if name not in kinds:
-        raise WanjaxError(f"there is no {what} {shown(described)}: {choice(name, kinds)}")
+        raise WanjaxError(f"there is no {what} {repr_short(described)}: {choice(name, kinds)}")
     fields, values = [field.name for field in dataclasses.fields(kinds[name])], listed.split(",") if listed else []
     hints, arguments = get_type_hints(kinds[name]), {}
     for place, text in enumerate(values):
@@ -30,5 +30,5 @@ def parse_rule(described: Any, kinds: Mapping[str, type[Any]], what: str, *, nam
                 arguments.setdefault(key, (get_args(hints[key]) or (hints[key],))[0](value))
     if len(arguments) != len(values):
         written = f"{kinds[name]()}, which has {', '.join(fields)}" if fields else str(kinds[name]())
-        raise WanjaxError(f"the {what} {shown(described)} is not written like {written}")
+        raise WanjaxError(f"the {what} {repr_short(described)} is not written like {written}")
     return kinds[name](**arguments)

@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, Float32, Int, Key, PRNGKeyArray, UInt32
 
-from wanjax.errors import WanjaxError, shown
+from wanjax.errors import WanjaxError, repr_short
 from wanjax.pipelines.settings import DRAW, MOST_VIDEOS, read_seed
 
 GENERATOR = "threefry2x32"
@@ -39,9 +39,11 @@ def checked_seed(seed: Any, *, alone: bool = False) -> int:
 def check_seeds(seeds: Any) -> None:
     """Raise WanjaxError where the seeds of several videos are no sequence, such as one seed."""
     if seeds is not None and (isinstance(seeds, str | bytes) or not hasattr(seeds, "__len__")):
-        raise WanjaxError(f"seeds is given as {shown(seeds)}: give a sequence, such as range(3) or [7], or one as seed")
+        raise WanjaxError(
+            f"seeds is given as {repr_short(seeds)}: give a sequence, such as range(3) or [7], or one as seed"
+        )
     if seeds is not None and not len(seeds):
-        raise WanjaxError(f"seeds is given as {shown(seeds)}: give one seed or more, such as range(3)")
+        raise WanjaxError(f"seeds is given as {repr_short(seeds)}: give one seed or more, such as range(3)")
 
 
 def check_count(seeds: int, requests: int = 1) -> None:

@@ -15,7 +15,7 @@ from functools import cache
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args
 
-from wanjax.errors import SettingError, WanjaxError, near_names, shown
+from wanjax.errors import SettingError, WanjaxError, near_names, repr_short
 from wanjax.figures import quantity
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class Setting(NamedTuple):
         if isinstance(typed, int | float):
             within = self.least <= typed <= self.most and self.above < typed < math.inf
         if not within:
-            raise SettingError(f"{self.name} is given as {shown(value)}: give {self.allowed}", self.name)
+            raise SettingError(f"{self.name} is given as {repr_short(value)}: give {self.allowed}", self.name)
         return typed
 
     def parse(self, text: Any) -> Any:
@@ -143,7 +143,7 @@ def read_lines(value: Any) -> str:
     """Return a text or a list of texts as the lines of one text; raise WanjaxError for other values."""
     texts = value if isinstance(value, list | tuple) else [value]
     if not all(map(is_text, texts)):
-        raise WanjaxError(f"later prompts are given as {shown(value)}: give a text, or a list of texts")
+        raise WanjaxError(f"later prompts are given as {repr_short(value)}: give a text, or a list of texts")
     lines = texts[0].splitlines() if len(texts) == 1 else [" ".join(text.splitlines()) for text in texts]
     return "\n".join(line.strip() for line in lines if line.strip())
 
@@ -159,8 +159,8 @@ def read_seed(value: Any) -> int:
     number = DRAW if isinstance(value, str) and value == "random" else whole(value)
     if number is None or not (number == DRAW or 0 <= number < 2**SEED_BITS):
         raise WanjaxError(
-            f"the seed is given as {shown(value)}: give a whole number from 0 to 2^{SEED_BITS} - 1, or random, which "
-            "draws one"
+            f"the seed is given as {repr_short(value)}: give a whole number from 0 to 2^{SEED_BITS} - 1, or random, "
+            "which draws one"
         )
     return number
 
@@ -392,13 +392,13 @@ def sides(size: Any, sizes: Mapping[str, tuple[int, int]]) -> dict[str, int]:
         named = ", ".join(sizes)
         height, width = next(iter(sizes.values()), (480, 832))
         raise SettingError(
-            f"{shown(size)} is no size of the model: give {named}, or pixels such as {width}x{height}", "size"
+            f"{repr_short(size)} is no size of the model: give {named}, or pixels such as {width}x{height}", "size"
         )
     if isinstance(pair, tuple | list) and len(pair) == 2:
         height, width = (whole(n) for n in pair)
         if height is not None and width is not None:
             return {"height": height, "width": width}
-    raise WanjaxError(f"size is given as {shown(size)}: give (height, width), such as (480, 832)")
+    raise WanjaxError(f"size is given as {repr_short(size)}: give (height, width), such as (480, 832)")
 
 
 def pixels(text: str) -> tuple[int, int] | None:
@@ -411,7 +411,7 @@ def read_size(text: str) -> tuple[int, int] | str:
     """Return the height and width of a size such as 832x480, or the name of a size as it is; raise SettingError."""
     if (size := pixels(text)) is None and not SIZE_NAME.fullmatch(text):
         names = "or a name that the model has, such as square"
-        message = f"size is given as {shown(text)}: give WIDTHxHEIGHT, such as 832x480, {names}"
+        message = f"size is given as {repr_short(text)}: give WIDTHxHEIGHT, such as 832x480, {names}"
         raise SettingError(message, "size")
     return size or text
 

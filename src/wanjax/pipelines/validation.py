@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from wanjax.errors import SettingError, WanjaxError, shown
+from wanjax.errors import SettingError, WanjaxError, repr_short
 from wanjax.execution import refuse_traced
 from wanjax.layers.tiling import Tiling
 from wanjax.media.stage_files import VIDEO_SHAPE
@@ -63,7 +63,7 @@ def check_streams(latents: Any, others: Collection[str], model: str) -> None:
 def check_encoded(encoded: Any, kind: type) -> None:
     """Raise WanjaxError unless this is what `encode` of the same kind of model returns."""
     if not isinstance(encoded, kind):
-        raise WanjaxError(f"{shown(encoded)} is given to denoise: give the {kind.__name__} of `encode`")
+        raise WanjaxError(f"{repr_short(encoded)} is given to denoise: give the {kind.__name__} of `encode`")
 
 
 class FieldShape(NamedTuple):
@@ -125,7 +125,7 @@ def check_frames(frames: Any) -> None:
     rank = 3 if listed else 4
     right = "uint8 [T, H, W, 3], or floats from 0 to 1"
     if not arrays or not all(isinstance(x, np.ndarray | jax.Array) for x in arrays):
-        raise WanjaxError(f"{shown(frames)} is given as frames: give {right}")
+        raise WanjaxError(f"{repr_short(frames)} is given as frames: give {right}")
     for array in arrays:
         refuse_traced(array)
     first = arrays[0]
@@ -142,7 +142,7 @@ def check_tiling(tiling: Any, vae: Any, unit: int | None = None) -> Tiling | Non
     Raises WanjaxError for anything else, and for tiles that are not multiples of `unit` pixels, None for the latents'.
     """
     if not isinstance(tiling, Tiling | None):
-        raise WanjaxError(f"the tiling is given as {shown(tiling)}: give wanjax.Tiling()")
+        raise WanjaxError(f"the tiling is given as {repr_short(tiling)}: give wanjax.Tiling()")
     return tiling and tiling.completed(vae.tiling, unit or vae.spatial_factor)
 
 
@@ -171,7 +171,7 @@ def check_loaded(loaded: Settings, requested: Mapping[str, Any]) -> None:
 
 def _check_floats(what: str, x: Any, right: str) -> None:
     if not isinstance(x, np.ndarray | jax.Array):
-        raise WanjaxError(f"{what} given as {shown(x)}: give {right}")
+        raise WanjaxError(f"{what} given as {repr_short(x)}: give {right}")
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise WanjaxError(f"{what} {x.dtype}: give floats")
 

@@ -43,7 +43,7 @@ from wanjax.training.adapters import LoraConfig, adapt, is_factor
 from wanjax.training.latent_cache import NEGATIVE
 from wanjax.training.objective import Batch, NoiseLevels, loss_of
 from wanjax.training.optimizers import OptimizerConfig, make_optimizer
-from wanjax.training.step import begin_training, everything, loss_alone, prepare_step, train
+from wanjax.training.step import all_parameters, begin_training, loss_alone, prepare_step, train
 
 STEPS = 1000  # of the schedule of the rate, which costs nothing
 
@@ -140,7 +140,7 @@ def _traced(
         return network if lora is None else adapt(network, rules, lora, 0)[0]
 
     network = with_shardings(as_shapes(adapted), partitioner)
-    trained = everything if lora is None else is_factor
+    trained = all_parameters if lora is None else is_factor
     static, changed, fixed = prepare_step(
         network, loss_of(pipe, NoiseLevels()), make_optimizer(optimized, STEPS), trained=trained
     )

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from wanjax.errors import WanjaxError, near_names, shown
+from wanjax.errors import WanjaxError, near_names, repr_short
 from wanjax.schedulers.base import TRAIN_STEPS, Scheduler, check_flow, one_step
 from wanjax.schedulers.consistency import RCM, Consistency, RCMEuler
 from wanjax.schedulers.ddim import DDIM
@@ -160,7 +160,7 @@ def parse(text: object) -> Scheduler:
         near, options = near_names(name, NAMED, 1), ", ".join(_WITH_OPTIONS)
         every = f"give {', '.join(NAMED)}, or with options {options}"
         right = f"did you mean {near[0]}?" if near and not colon else every
-        raise WanjaxError(f"no scheduler is named {shown(text)}: {right}")
+        raise WanjaxError(f"no scheduler is named {repr_short(text)}: {right}")
     return replace(scheduler, **{field: value}) if colon else scheduler
 
 

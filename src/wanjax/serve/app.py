@@ -23,7 +23,7 @@ from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from wanjax.errors import SettingError, WanjaxError, shown
+from wanjax.errors import SettingError, WanjaxError, repr_short
 from wanjax.jobs.databases import DatabaseError
 from wanjax.jobs.store import COMPLETED, QUEUED, Job, JobStore, NewJob, NotFound, QueueFull, Unavailable
 from wanjax.jobs.worker import LOADING, READY
@@ -216,9 +216,9 @@ class Service:
         query = request.query_params
         limit, order = query.get("limit", "20"), query.get("order", "desc")
         if not re.fullmatch("[1-9][0-9]?|100", limit):
-            raise SettingError(f"limit is {shown(limit)}: give a whole number from 1 to 100", "limit")
+            raise SettingError(f"limit is {repr_short(limit)}: give a whole number from 1 to 100", "limit")
         if order not in ("asc", "desc"):
-            raise SettingError(f"order is {shown(order)}: give asc or desc", "order")
+            raise SettingError(f"order is {repr_short(order)}: give asc or desc", "order")
         if len(text := query.get("query", "")) > self.limits.prompt:
             raise SettingError(f"query has {len(text)} characters: give {self.limits.prompt} at most", "query")
         after, newest = query.get("after"), order == "desc"
@@ -280,7 +280,9 @@ class Service:
         job = await self._find(request)
         inputs = {Path(name).stem: (name, None) for name in names_of(job.request["inputs"]) if FILE.fullmatch(name)}
         if variant not in (variants := CONTENT | inputs):
-            raise SettingError(f"the variant {shown(variant)} is not offered: {', '.join(variants)} are", "variant")
+            raise SettingError(
+                f"the variant {repr_short(variant)} is not offered: {', '.join(variants)} are", "variant"
+            )
         if job.status != COMPLETED and variant in RESULTS:
             return _unfinished(job)
         name, kind = variants[variant]

@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from wanjax.errors import WanjaxError, shown
+from wanjax.errors import WanjaxError, repr_short
 
 COOKIE = "wanjax_token"
 HEALTH = "/health"
@@ -97,7 +97,7 @@ class Access(NamedTuple):
                 raise WanjaxError(f"--origin {text} is for a server with a token, which a proxy needs: --token sets it")
             if (origin := Origin.read(text)) is None:
                 right = "https://videos.example, without a path,"
-                raise WanjaxError(f"--origin is given as {shown(text)}: use an address such as {right}")
+                raise WanjaxError(f"--origin is given as {repr_short(text)}: use an address such as {right}")
             accepted.append(origin)
         return cls(token, tuple(accepted))
 
@@ -228,7 +228,9 @@ def _why_not_local(scope: Scope, headers: Headers) -> str | None:
     page = _host(headers.get("origin") or headers.get("referer", ""))
     was_followed = headers.get("sec-fetch-mode") == "navigate"  # a link may stand on any page
     if page and not is_loopback(page) and not was_followed and not _is_page(scope["path"]):
-        return f"a page of another site, {shown(page)}, may ask nothing of this server: behind a proxy, use --token"
+        return (
+            f"a page of another site, {repr_short(page)}, may ask nothing of this server: behind a proxy, use --token"
+        )
     return None
 
 

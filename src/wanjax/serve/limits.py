@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from wanjax.errors import SettingError, shown
+from wanjax.errors import SettingError, repr_short
 from wanjax.figures import quantity
 from wanjax.media.bounds import BOUNDS
 from wanjax.pipelines.settings import Setting, Settings
@@ -46,7 +46,7 @@ class Limits:
             raise SettingError(problem, "size")
         for name in ("steps", "fps"):
             if (value := getattr(settings, name)) > (most := getattr(self, name)):
-                raise SettingError(f"{name} is {shown(value)} where this server takes {most} at most", name)
+                raise SettingError(f"{name} is {repr_short(value)} where this server takes {most} at most", name)
 
     def bound_settings(self, settings: Mapping[str, Setting]) -> dict[str, Setting]:
         """Return settings by name, with this server's own bounds of their values."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from wanjax.checkpoints.hub import check_file
 from wanjax.checkpoints.lora_source import Lora
-from wanjax.errors import SettingError, WanjaxError, shown
+from wanjax.errors import SettingError, WanjaxError, repr_short
 from wanjax.pipelines.components import Components
 from wanjax.pipelines.model import VideoModel
 from wanjax.pipelines.pipeline import Pipeline
@@ -48,7 +48,7 @@ class ServedModels:
     def model(self, name: str | None) -> Pipeline:
         """Return a model's pipeline, for its settings; None is the first's. Raises SettingError."""
         if (pipe := self.pipes.get(self.first if name is None else name)) is None:
-            problem = f"the model {shown(name)} is not served here: give {' or '.join(self.pipes)}"
+            problem = f"the model {repr_short(name)} is not served here: give {' or '.join(self.pipes)}"
             raise SettingError(problem, "model")
         return pipe
 
@@ -56,7 +56,7 @@ class ServedModels:
         """Return the strength of each LoRA, as asked or else as the server was started; raise SettingError."""
         if unknown := [name for name in requested if name not in self.usual]:
             has = " and ".join(self.usual) or "none"
-            raise SettingError(f"no LoRA of this server is named {shown(unknown[0])}: it has {has}", "lora")
+            raise SettingError(f"no LoRA of this server is named {repr_short(unknown[0])}: it has {has}", "lora")
         return {**self.usual, **requested}
 
 

@@ -21,21 +21,21 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from wanjax.errors import FULL, WanjaxError, causes, written
+from wanjax.errors import FULL, WanjaxError, causes, write_errors
 from wanjax.stores.temporary import temp_dir
 
 LIBRARIES = {"s3": "s3fs", "gs": "gcsfs", "memory": "fsspec"}
 """The stores, by the scheme of their URLs, and the library by which fsspec reaches each."""
-CHECKED = {"gs": {"consistency": "md5"}}
+UPLOAD_OPTIONS = {"gs": {"consistency": "md5"}}
 """Options by which a library compares an object with what was to be sent: gcsfs ends a file at a mark of its own."""
-ADDRESS = re.compile(r"(https?|ftp)://\S+", re.IGNORECASE)
-HERE = "file"  # the scheme of this machine's files
+WEB_ADDRESS = re.compile(r"(https?|ftp)://\S+", re.IGNORECASE)
+LOCAL_SCHEME = "file"  # the scheme of this machine's files
 URL = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]+)://(?P<path>.*)", re.IGNORECASE | re.DOTALL)
 BUCKET = re.compile(r"[\w.-]+", re.ASCII)
-AT_ONCE = 64  # files between two reports of progress
-LARGEST = 2 << 30  # bytes of an object that is read as a whole
-LONGEST = 200  # characters of a library's message
-OnFiles = Callable[[list[str]], object]
+PROGRESS_BATCH = 64  # files between two reports of progress
+MAX_OBJECT_BYTES = 2 << 30  # bytes of an object that is read as a whole
+MAX_MESSAGE_CHARS = 200  # characters of a library's message
+OnProgress = Callable[[list[str]], object]
 
 
 class StoreError(WanjaxError):
@@ -98,7 +98,7 @@ class RemotePath:
         return self._info()["size"]
 
     def _info(self) -> dict[str, Any]:
-        with self._reached("read"):
+        with self._store_errors("read"):
             return self._files.info(self.path)
 
     def files(self, *, below: bool = True) -> dict[str, int]:
@@ -106,34 +106,34 @@ class RemotePath:
 
         Names that lead out of the folder are left out.
         """
-        with self._reached("read"):
+        with self._store_errors("read"):
             objects = self._files.find(self.path, maxdepth=None if below else 1, detail=True)
         start = f"{self.path}/"
         sizes = {name.lstrip("/"): each["size"] for name, each in objects.items()}
         names = {name[len(start) :]: size for name, size in sizes.items() if name.startswith(start)}
         return {name: size for name, size in names.items() if _is_plain(name)}
 
-    def read(self, most: int) -> bytes:
-        """Return an object's bytes; raise Missing where there is none, WanjaxError for one of more than `most`."""
-        with self._reached("read"):
-            content = self._files.cat_file(self.path, start=0, end=most + 1)
-        if len(content) > most:
-            raise WanjaxError(f"{self} has more than {most:,} bytes, and is not what was to be read")
+    def read(self, max_bytes: int) -> bytes:
+        """Return an object's bytes; raise Missing where there is none, WanjaxError for one of more than `max_bytes`."""
+        with self._store_errors("read"):
+            content = self._files.cat_file(self.path, start=0, end=max_bytes + 1)
+        if len(content) > max_bytes:
+            raise WanjaxError(f"{self} has more than {max_bytes:,} bytes, and is not what was to be read")
         return content
 
     def read_part(self, start: int, end: int) -> bytes:
         """Return the bytes of an object from `start` to `end`; raise Missing where there is none."""
-        with self._reached("read"):
+        with self._store_errors("read"):
             return self._files.cat_file(self.path, start=start, end=end)
 
     def write(self, content: bytes) -> None:
         """Write an object, replacing one of this name."""
-        with self._reached("written"):
+        with self._store_errors("written"):
             self._files.pipe_file(self.path, content)
 
     def create(self, content: bytes) -> bool:
         """Create an object, and return whether it is new; only one process can create it."""
-        with self._reached("written"):
+        with self._store_errors("written"):
             try:
                 self._files.pipe_file(self.path, content, mode="create")
             except FileExistsError:
@@ -142,7 +142,7 @@ class RemotePath:
 
     def remove(self) -> None:
         """Remove an object."""
-        with self._reached("removed"):
+        with self._store_errors("removed"):
             self._files.rm_file(self.path)
 
     def remove_all(self) -> None:
@@ -152,22 +152,22 @@ class RemotePath:
 
     def upload(self, file: Path) -> None:
         """Upload a file as this object, which appears when it is complete."""
-        with self._reached("written"):
+        with self._store_errors("written"):
             self._files.put_file(str(file), self.path)
 
-    def upload_all(self, files: Mapping[str, Path], progress: OnFiles = lambda names: None) -> None:
+    def upload_all(self, files: Mapping[str, Path], progress: OnProgress = lambda names: None) -> None:
         """Upload files to a folder, by their names in it; `progress` receives the names of those that are done."""
         for names in _groups(files):
-            with self._reached("written"):
+            with self._store_errors("written"):
                 self._files.put([str(files[name]) for name in names], [f"{self.path}/{name}" for name in names])
             progress(names)
 
-    def download_all(self, names: Iterable[str], folder: Path, progress: OnFiles = lambda names: None) -> None:
+    def download_all(self, names: Iterable[str], folder: Path, progress: OnProgress = lambda names: None) -> None:
         """Download objects of a folder to a folder here; each file appears when it is complete."""
         folder.mkdir(parents=True, exist_ok=True)
         with temp_dir(folder) as partial:
             for batch in _groups(names):
-                with self._reached("read"):
+                with self._store_errors("read"):
                     self._files.get([f"{self.path}/{each}" for each in batch], [f"{partial}/{each}" for each in batch])
                 for each in batch:
                     (folder / each).parent.mkdir(parents=True, exist_ok=True)
@@ -177,7 +177,7 @@ class RemotePath:
     def check_writable(self) -> None:
         """Raise WanjaxError unless an object can be written to this folder, and be removed."""
         trial = f"{self.path}/.{uuid4().hex}.trial"
-        with self._reached("written to"):
+        with self._store_errors("written to"):
             self._files.pipe_file(trial, b"")
             self._files.rm_file(trial)
 
@@ -186,12 +186,12 @@ class RemotePath:
         import fsspec  # imported late: few runs have to do with a store
 
         quiet(LIBRARIES[self.scheme])
-        options = CHECKED.get(self.scheme, {})
+        options = UPLOAD_OPTIONS.get(self.scheme, {})
         return fsspec.filesystem(self.scheme, use_listings_cache=False, **options)  # others write there too
 
     @contextmanager
-    def _reached(self, done: str) -> Iterator[None]:
-        """Turn the library's errors into StoreError; `done` is the participle of what failed."""
+    def _store_errors(self, action: str) -> Iterator[None]:
+        """Turn the library's errors into StoreError; `action` is the participle of what failed."""
         try:
             yield
         except WanjaxError:
@@ -199,7 +199,7 @@ class RemotePath:
         except Exception as error:
             if isinstance(error, OSError) and error.errno in FULL:  # here
                 raise
-            message = f"{self} cannot be {done}, {_cause(error)}: give a bucket that answers, with keys for it"
+            message = f"{self} cannot be {action}, {_cause(error)}: give a bucket that answers, with keys for it"
             raise (Missing if isinstance(error, FileNotFoundError) else StoreError)(message) from error
 
 
@@ -240,13 +240,13 @@ def parse_path(name: str | Path | RemotePath) -> AnyPath:
     match = URL.fullmatch(str(name))
     assert match is not None
     scheme, path = match["scheme"].lower(), match["path"]
-    if scheme == HERE:
+    if scheme == LOCAL_SCHEME:
         if not path.startswith("/"):
             raise WanjaxError(f"{name} is no file of this machine: file:///PATH, with the whole path, is one")
         return Path(path)
     if scheme not in LIBRARIES:
-        schemes = ", ".join(f"{each}://" for each in (*LIBRARIES, HERE))
-        if ADDRESS.fullmatch(str(name)):
+        schemes = ", ".join(f"{each}://" for each in (*LIBRARIES, LOCAL_SCHEME))
+        if WEB_ADDRESS.fullmatch(str(name)):
             raise WanjaxError(f"{name} is {download_advice(str(name))}, and {schemes} are stores")
         raise WanjaxError(f"{scheme}:// is no store that is known: {schemes} are")
     bucket, *parts = (path[:-1] if path.endswith("/") else path).split("/")
@@ -270,7 +270,7 @@ def download_advice(address: str) -> str:
 
 def missing_file(path: str | Path, advice: str = "check its name") -> str:
     """Return the message for a file that is missing, with what to do."""
-    if ADDRESS.fullmatch(str(path)):
+    if WEB_ADDRESS.fullmatch(str(path)):
         return f"{path} is {download_advice(str(path))}"
     path = Path(path)
     if os.path.islink(path):
@@ -281,7 +281,7 @@ def missing_file(path: str | Path, advice: str = "check its name") -> str:
 def read(file: AnyPath) -> bytes | None:
     """Return the bytes of a file, None where there is none; raise WanjaxError for an object of more than LARGEST."""
     try:
-        return file.read(LARGEST) if isinstance(file, RemotePath) else file.read_bytes()
+        return file.read(MAX_OBJECT_BYTES) if isinstance(file, RemotePath) else file.read_bytes()
     except (FileNotFoundError, Missing):
         return None
 
@@ -300,7 +300,7 @@ def publishing(target: RemotePath) -> Iterator[Path]:
     Where that fails the file stays, and WanjaxError tells where, since it may have taken hours to make. Raises
     WriteError in place of the block's OSError too.
     """
-    with written(target), temp_dir() as folder:
+    with write_errors(target), temp_dir() as folder:
         yield (file := folder / target.name)
         saved = Path(tempfile.mkdtemp(prefix="wanjax-")) / target.name  # which no other process clears away
         file.replace(saved)
@@ -333,8 +333,8 @@ def _is_plain(name: str) -> bool:
 
 
 def _groups(names: Iterable[str]) -> Iterator[list[str]]:
-    listed = list(names)
-    return (listed[start : start + AT_ONCE] for start in range(0, len(listed), AT_ONCE))
+    all_names = list(names)
+    return (all_names[start : start + PROGRESS_BATCH] for start in range(0, len(all_names), PROGRESS_BATCH))
 
 
 def _cause(error: Exception) -> str:
@@ -343,4 +343,4 @@ def _cause(error: Exception) -> str:
         return "there is no such object or bucket"
     message = next((text for each in causes(error) if (text := str(each).strip())), type(error).__name__)
     line = " ".join(message.partition("\n")[0].split()).rstrip(".")
-    return line if len(line) <= LONGEST else f"{line[:LONGEST]}..."
+    return line if len(line) <= MAX_MESSAGE_CHARS else f"{line[:MAX_MESSAGE_CHARS]}..."

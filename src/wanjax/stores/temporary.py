@@ -13,10 +13,10 @@ from socket import gethostname
 
 from psutil import pid_exists
 
-from wanjax.signals import abandoned_by
+from wanjax.signals import cleanup_on_exit
 
 HOST = re.sub(r"[^\w-]", "-", gethostname())[:40]  # whose processes can be looked up
-LEFT = re.compile(r"\.(?P<pid>\d{1,10})@(?P<host>[\w-]+)\.(?P<kind>partial|old)\.(?P<name>.+)", re.DOTALL)
+LEFTOVER = re.compile(r"\.(?P<pid>\d{1,10})@(?P<host>[\w-]+)\.(?P<kind>partial|old)\.(?P<name>.+)", re.DOTALL)
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def temp_dir(within: Path | None = None) -> Iterator[Path]:
     """
     partial_path = sibling_path((within or Path(tempfile.gettempdir())) / "wanjax-")
     directory = tempfile.TemporaryDirectory(prefix=partial_path.name, dir=partial_path.parent)
-    with directory as name, abandoned_by(partial(shutil.rmtree, name)):
+    with directory as name, cleanup_on_exit(partial(shutil.rmtree, name)):
         yield Path(name)
 
 
@@ -37,17 +37,21 @@ def sibling_path(path: Path, kind: str = "partial") -> Path:
     Removes leftovers of dead processes of this machine. An `old` file whose replacement is missing gets its name back.
     """
     with suppress(OSError):
-        for left in list(path.parent.glob(".*")):
-            if (match := LEFT.fullmatch(left.name)) and match["host"] == HOST and not pid_exists(int(match["pid"])):
+        for leftover in list(path.parent.glob(".*")):
+            if (
+                (match := LEFTOVER.fullmatch(leftover.name))
+                and match["host"] == HOST
+                and not pid_exists(int(match["pid"]))
+            ):
                 with suppress(OSError):  # it may be another user's, or be gone by now
-                    _clear(left, match["kind"], left.with_name(match["name"]))
+                    _clear(leftover, match["kind"], leftover.with_name(match["name"]))
     return path.with_name(f".{os.getpid()}@{HOST}.{kind}.{path.name}")
 
 
-def _clear(left: Path, kind: str, target: Path) -> None:
+def _clear(leftover: Path, kind: str, target: Path) -> None:
     if kind == "old" and not target.exists():
-        left.rename(target)
-    elif left.is_dir():
-        shutil.rmtree(left)
+        leftover.rename(target)
+    elif leftover.is_dir():
+        shutil.rmtree(leftover)
     else:
-        left.unlink()
+        leftover.unlink()

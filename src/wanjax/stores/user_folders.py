@@ -19,8 +19,8 @@ def home() -> Path | None:
 
 def lasting_cache() -> Path | None:
     """Return this library's folder in the user's cache, or None for a user without a home folder."""
-    if chosen := os.environ.get("XDG_CACHE_HOME"):  # empty is unset, as its specification says
-        return Path(chosen) / "wanjax"
+    if cache_home := os.environ.get("XDG_CACHE_HOME"):  # empty is unset, as its specification says
+        return Path(cache_home) / "wanjax"
     folder = home()
     return folder and folder / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "wanjax"
 
@@ -31,11 +31,11 @@ def user_cache() -> Path:
     It is this library's in the user's cache. For a user without a home folder it is a temporary one, which goes with
     the process.
     """
-    return lasting_cache() or _of_this_process()
+    return lasting_cache() or _process_cache()
 
 
 @cache
-def _of_this_process() -> Path:
+def _process_cache() -> Path:
     folder = tempfile.TemporaryDirectory(prefix="wanjax-cache-")
     atexit.register(folder.cleanup)
     return Path(folder.name)

@@ -10,13 +10,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
-from wanjax.errors import WanjaxError, reason, written
+from wanjax.errors import WanjaxError, reason, write_errors
 from wanjax.figures import in_bytes
-from wanjax.signals import abandoned_by
+from wanjax.signals import cleanup_on_exit
 from wanjax.stores.paths import AnyPath, RemotePath, publishing
 from wanjax.stores.temporary import sibling_path
 
-NEXT_TO_NONE = 2**16  # bytes that the smallest video needs on a disk, with what is written beside it
+MIN_FREE_BYTES = 2**16  # bytes that the smallest video needs on a disk, with what is written beside it
 
 
 @contextmanager
@@ -30,14 +30,14 @@ def writing(path: AnyPath) -> Iterator[Path]:
         with publishing(path) as file:
             yield file
         return
-    beside = sibling_path(path)
+    partial_path = sibling_path(path)
     try:
-        with abandoned_by(beside.unlink), written(path):
-            yield beside
-            beside.replace(path)
+        with cleanup_on_exit(partial_path.unlink), write_errors(path):
+            yield partial_path
+            partial_path.replace(path)
     finally:
         with suppress(OSError):
-            beside.unlink()
+            partial_path.unlink()
 
 
 def write_whole(file: Path, content: bytes) -> None:
@@ -46,25 +46,25 @@ def write_whole(file: Path, content: bytes) -> None:
     Of a write that fails nothing is left. Unlike `writing` it serves threads that write one file of a cache, and does
     not look through the folder, which may hold thousands.
     """
-    beside = file.with_name(f".{uuid4().hex}.part")  # by its name, as temporary files are closed to others
+    partial_path = file.with_name(f".{uuid4().hex}.part")  # by its name, as temporary files are closed to others
     try:
-        beside.write_bytes(content)
-        beside.replace(file)
+        partial_path.write_bytes(content)
+        partial_path.replace(file)
     finally:
         with suppress(OSError):
-            beside.unlink()
+            partial_path.unlink()
 
 
-def check_room(folder: Path, least: int, what: object) -> None:
+def check_room(folder: Path, least: int, item: object) -> None:
     """Raise WanjaxError where a disk has less room than something takes at least, or next to none."""
-    least = max(least, NEXT_TO_NONE)
+    least = max(least, MIN_FREE_BYTES)
     if (room := shutil.disk_usage(folder).free) < least:
-        message = f"{folder} has room for {in_bytes(room)} where {what} needs {in_bytes(least)} or more"
+        message = f"{folder} has room for {in_bytes(room)} where {item} needs {in_bytes(least)} or more"
         raise WanjaxError(message) from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @contextmanager
-def used_folder(folder: AnyPath) -> Iterator[None]:
+def folder_for_output(folder: AnyPath) -> Iterator[None]:
     """Make the folder as `check_folder` does, and remove it again if the block fails before there is a file in it."""
     new = [] if isinstance(folder, RemotePath) else [each for each in (folder, *folder.parents) if not each.exists()]
     check_folder(folder)

@@ -26,8 +26,11 @@ from wanjax.sharding import Partitioner
 Network = TypeVar("Network", bound=nnx.Module)
 FACTORS = ("lora_down", "lora_up")
 CHANGE = "diff"
-WHOLE = "proj_l"  # the end of the name of the projection of linear attention's results, which is learned whole
-BY_NAME = ("mod", WHOLE)  # ends of names of projections that are adapted where they are named; `mod`: of the timestep
+FULL_RANK = "proj_l"  # the end of the name of the projection of linear attention's results, which is learned whole
+OPT_IN_ENDINGS = (
+    "mod",
+    FULL_RANK,
+)  # ends of names of projections that are adapted where they are named; `mod`: of the timestep
 
 
 @dataclass(frozen=True)
@@ -90,8 +93,8 @@ class LoraLinear(nnx.Module):
 
     @property
     def kernel(self) -> Float[Array, "... _E E"]:
-        added = jnp.matmul(self.lora_down.kernel[...], self.lora_up.kernel[...], precision="highest")
-        return self.base.kernel[...].astype(jnp.float32) + self.scale * added
+        delta = jnp.matmul(self.lora_down.kernel[...], self.lora_up.kernel[...], precision="highest")
+        return self.base.kernel[...].astype(jnp.float32) + self.scale * delta
 
     @property
     def bias(self) -> Any:
@@ -139,17 +142,17 @@ def adapt(
     has the name of a target.
     """
     names = module_names(network, rules)
-    chosen = {path: name for path, name in names.items() if _is_chosen(path, name, config.targets)}
-    matched = {target for target in config.targets for name in chosen.values() if _ends(name, target)}
+    adapted = {path: name for path, name in names.items() if _is_chosen(path, name, config.targets)}
+    matched = {target for target in config.targets for name in adapted.values() if _ends(name, target)}
     missing = [target for target in config.targets if target not in matched]
-    if not chosen or missing:
-        what = "layer of blocks" if not config.targets else f"layer named {missing[0]}"
-        some = ", ".join(sorted({name.rpartition("{i}.")[2] for name in names.values()}))
-        raise WanjaxError(f"the network has no {what} to adapt: there are {some}")
+    if not adapted or missing:
+        missing_text = "layer of blocks" if not config.targets else f"layer named {missing[0]}"
+        available = ", ".join(sorted({name.rpartition("{i}.")[2] for name in names.values()}))
+        raise WanjaxError(f"the network has no {missing_text} to adapt: there are {available}")
     network = nnx.merge(*nnx.split(network))
     rngs = nnx.Rngs(seed)
-    whole = {path: name for path, name in names.items() if path.endswith(WHOLE) and path not in chosen}
-    for path in sorted(chosen | whole):
+    whole = {path: name for path, name in names.items() if path.endswith(FULL_RANK) and path not in adapted}
+    for path in sorted(adapted | whole):
         *parents, name = path.split(".")
         parent: Any = network
         for step in parents:
@@ -157,7 +160,7 @@ def adapt(
         base = getattr(parent, name)
         setattr(parent, name, DeltaLinear(base) if path in whole else LoraLinear(base, config, rngs))
     _place(network, partitioner)
-    return network, chosen | whole
+    return network, adapted | whole
 
 
 def without_factors(network: Network) -> Network:
@@ -206,31 +209,31 @@ def module_names(network: nnx.Module, rules: Iterable[Rule]) -> dict[str, str]:
 def _is_chosen(path: str, name: str, targets: Sequence[str]) -> bool:
     if targets:
         return any(_ends(name, target) for target in targets)
-    return "{i}" in name and not path.endswith(BY_NAME)
+    return "{i}" in name and not path.endswith(OPT_IN_ENDINGS)
 
 
 def _ends(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
-def dropped(keys: Any, key: jax.Array) -> Any:
+def redraw_dropout_keys(keys: Any, key: jax.Array) -> Any:
     """Return the keys of dropout, a state of `DropoutKey`, drawn anew for a step."""
     leaves, tree = jax.tree.flatten(keys)
     drawn = [
-        jax.random.key_data(jax.random.split(each, leaf.shape[:-1]) if leaf.ndim > 1 else each)
-        for leaf, each in zip(leaves, jax.random.split(key, max(1, len(leaves))), strict=False)
+        jax.random.key_data(jax.random.split(subkey, leaf.shape[:-1]) if leaf.ndim > 1 else subkey)
+        for leaf, subkey in zip(leaves, jax.random.split(key, max(1, len(leaves))), strict=False)
     ]
     return jax.tree.unflatten(tree, drawn)
 
 
-def factors_of(network: nnx.Module, rules: Iterable[Rule], chosen: dict[str, str]) -> dict[str, np.ndarray]:
+def factors_of(network: nnx.Module, rules: Iterable[Rule], adapted: dict[str, str]) -> dict[str, np.ndarray]:
     """Return the factors by the names of diffusers, `NAME.lora_A.weight` [rank, in] and `NAME.lora_B.weight`.
 
     Of a projection that is learned whole they are `NAME.diff` [out, in], and `NAME.diff_b` of its bias.
     """
     values, rules = parameters(network), list(rules)
     factors: dict[str, np.ndarray] = {}
-    for path in chosen:
+    for path in adapted:
         if f"{path}.{CHANGE}.kernel" in values:
             change = {f"{path}.{leaf}": np.asarray(values[f"{path}.{CHANGE}.{leaf}"]) for leaf in ("kernel", "bias")}
             changes, endings = Exported(change, rules), {"weight": "diff", "bias": "diff_b"}

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from wanjax.training.clips import Bucket
-from wanjax.training.latent_cache import Piece
+from wanjax.training.latent_cache import EncodedClip
 
 
-class Shown(NamedTuple):
+class BatchClip(NamedTuple):
     """A clip of a batch: the files of its latents and of its caption, and how far the model is to stay as it is."""
 
     latents: Path
@@ -31,7 +31,7 @@ class Batches:
 
     def __init__(
         self,
-        pieces: Sequence[Piece],
+        clips_in_set: Sequence[EncodedClip],
         size: int,
         seed: int,
         *,
@@ -40,11 +40,11 @@ class Batches:
         uncaptioned: float = 1.0,
     ):
         self.size, self.seed, self.empty, self.dropped = size, seed, empty, dropped
-        buckets: dict[Bucket, list[Piece]] = {}
-        for piece in pieces:
+        buckets: dict[Bucket, list[EncodedClip]] = {}
+        for piece in clips_in_set:
             buckets.setdefault(piece.bucket, []).extend([piece] * piece.repeats)
         self._buckets = list(buckets.values())
-        self.preserves = any(piece.preserve for piece in pieces)
+        self.preserves = any(piece.preserve for piece in clips_in_set)
         self.uncaptioned = uncaptioned if self.preserves else 0.0
         self._per_round = sum(map(len, self._buckets))  # the batches of `size` epochs
         self._round = lru_cache(maxsize=2)(self._ordered)
@@ -62,18 +62,18 @@ class Batches:
     def _permutation(self, bucket: int, epoch: int) -> np.ndarray:
         return np.random.default_rng([self.seed, 3, bucket, epoch]).permutation(len(self._buckets[bucket]))
 
-    def _clip(self, bucket: int, position: int) -> Piece:
+    def _clip(self, bucket: int, position: int) -> EncodedClip:
         """Return a clip of a bucket, by its position in the bucket's epochs one after another."""
         epoch, index = divmod(position, len(self._buckets[bucket]))
         return self._buckets[bucket][self._shuffled(bucket, epoch)[index]]
 
-    def at(self, step: int) -> list[Shown]:
+    def at(self, step: int) -> list[BatchClip]:
         """Return the clips of a step."""
         number, index = divmod(step, self._per_round)
         bucket, batch = self._round(number)[index]
-        chosen = [self._clip(bucket, batch * self.size + i) for i in range(self.size)]
-        drops = np.random.default_rng([self.seed, 2, step]).random(len(chosen)) < self.dropped
+        clips = [self._clip(bucket, batch * self.size + i) for i in range(self.size)]
+        dropped_captions = np.random.default_rng([self.seed, 2, step]).random(len(clips)) < self.dropped
         return [
-            Shown(x.latents, self.empty if drop else x.text, 1.0 if x.preserve else self.uncaptioned * bool(drop))
-            for x, drop in zip(chosen, drops, strict=True)
+            BatchClip(x.latents, self.empty if drop else x.text, 1.0 if x.preserve else self.uncaptioned * bool(drop))
+            for x, drop in zip(clips, dropped_captions, strict=True)
         ]

@@ -17,7 +17,7 @@ from wanjax.media.video import FILMS
 Cut = Literal["head", "uniform", "windows"]
 LONGEST = 1024  # frames of a file that are read, at the model's rate
 PROPORTIONS = (9 / 16, 3 / 4, 1.0, 4 / 3, 16 / 9)  # width to height, beside those of the model's default size
-RATES = (".gif", *FILMS)
+VIDEO_SUFFIXES = (".gif", *FILMS)
 
 
 @dataclass(frozen=True)
@@ -50,27 +50,27 @@ class Cutting:
         if self.cut not in get_args(Cut):
             raise WanjaxError(f"clips cannot be cut by {self.cut!r}: give {', '.join(get_args(Cut))}")
 
-    def pieces(self, file: Path) -> Iterator[Clip]:
+    def clips(self, file: Path) -> Iterator[Clip]:
         """Yield the clips of a file, each of the shape of a bucket; a picture is a clip of one frame.
 
         Raises WanjaxError where the file cannot be read, or is shorter than the shortest clip.
         """
         longest = self.lengths[0]
         frames = read_clip(file, longest if self.cut == "head" else LONGEST, self.fps)
-        moving = file.suffix.lower() in RATES or len(frames) > 1
-        lengths = [n for n in self.lengths if n > 1 or not moving or self.lengths == (1,)]
-        fitting = [n for n in lengths if n <= len(frames)]
-        if not fitting and moving:
+        is_video = file.suffix.lower() in VIDEO_SUFFIXES or len(frames) > 1
+        lengths = [n for n in self.lengths if n > 1 or not is_video or self.lengths == (1,)]
+        usable = [n for n in lengths if n <= len(frames)]
+        if not usable and is_video:
             raise WanjaxError(
                 f"it has {quantity(len(frames), 'frame')} at {self.fps} a second where {lengths[-1]} are the least"
             )
-        if not fitting:  # a picture, where only clips are trained on
+        if not usable:  # a picture, where only clips are trained on
             raise WanjaxError(f"it is a picture where clips of {quantity(lengths[-1], 'frame')} are the least")
         size = nearest(frames.shape[1:3], self.sizes)
-        for chosen in self._chosen(len(frames), fitting[0]):
-            yield np.stack([fit(frames[i], size, self.resize) for i in chosen])
+        for frame_indices in self._clip_frames(len(frames), usable[0]):
+            yield np.stack([fit(frames[i], size, self.resize) for i in frame_indices])
 
-    def _chosen(self, count: int, length: int) -> list[list[int]]:
+    def _clip_frames(self, count: int, length: int) -> list[list[int]]:
         """Return the frames of each clip of `length`, of `count` frames."""
         if self.cut == "uniform" and length > 1:
             return [[round(i * (count - 1) / (length - 1)) for i in range(length)]]

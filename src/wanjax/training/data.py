@@ -34,7 +34,7 @@ FILM_SUFFIXES = (
     *(".ts", ".mts", ".m2ts", ".ogv", ".3gp", ".mxf"),
 )
 EXAMPLE = '{"file_name": "a.mp4", "text": "a red circle"}'
-KEPT = ".wanjax"  # the folder of what was made from the data, beside them
+CACHE_FOLDER = ".wanjax"  # the folder of what was made from the data, beside them
 
 
 @dataclass(frozen=True)
@@ -70,53 +70,53 @@ def list_data(data: str | Path) -> Listing:
     data = Path(data).expanduser()
     if data.is_dir():
         tables = [data / name for name in TABLES if (data / name).is_file()]
-        listing = _of_table(tables[0]) if tables else _of_folder(data)
+        listing = _list_table(tables[0]) if tables else _list_folder(data)
     elif data.is_file():
-        listing = _of_table(data)
+        listing = _list_table(data)
     else:
         raise WanjaxError(f"there is no folder or table {data}: give a folder of clips with captions")
     if not listing.examples:
-        why = f": {first_of(listing.left_out)}" if listing.left_out else ""
+        why = f": {summarize_first(listing.left_out)}" if listing.left_out else ""
         raise WanjaxError(f"{data} holds no clip or picture with a caption{why or ', each with a .txt of its name'}")
     return listing
 
 
-def first_of(sentences: Sequence[str]) -> str:
+def summarize_first(sentences: Sequence[str]) -> str:
     """Return the first of some sentences, and the number of the others."""
     return sentences[0] + (f", and so with {len(sentences) - 1} more" if len(sentences) > 1 else "")
 
 
-def _of_folder(folder: Path) -> Listing:
+def _list_folder(folder: Path) -> Listing:
     """List the clips and pictures of a folder and the folders in it, each with a text file of the same name."""
     listing = Listing(folder)
     hidden = lambda path: any(part.startswith(".") for part in path.relative_to(folder).parts)  # noqa: E731
-    paths = [path for path in folder.rglob("*") if path.relative_to(folder).parts[0] != KEPT and path.is_file()]
+    paths = [path for path in folder.rglob("*") if path.relative_to(folder).parts[0] != CACHE_FOLDER and path.is_file()]
     files = [path for path in in_order(paths) if not hidden(path)]
     media = [path for path in files if path.suffix.lower() in FILM_SUFFIXES or is_picture_name(path)]
     captions = {path.with_suffix(""): path for path in files if path.suffix.lower() == ".txt"}
     listing.others = len(paths) - len(media) - len(captions)
     stems = {path.with_suffix("") for path in media}
-    others = {_folded(stem): path for stem, path in captions.items() if stem not in stems}
-    wanted = {_folded(stem) for stem in stems - captions.keys()}
+    others = {_normalized(stem): path for stem, path in captions.items() if stem not in stems}
+    missing_captions = {_normalized(stem) for stem in stems - captions.keys()}
     for path in media:
-        caption = captions.get(path.with_suffix("")) or others.get(_folded(path.with_suffix("")))
-        if caption is None and (prompt := _own_prompt(path)):
-            _add(listing, path, prompt)
+        caption = captions.get(path.with_suffix("")) or others.get(_normalized(path.with_suffix("")))
+        if caption is None and (prompt := _prompt_in_metadata(path)):
+            _add_example(listing, path, prompt)
             continue
         if caption is None:
             listing.left_out.append(f"{path.name} has no caption: give {path.stem}.txt beside it")
             continue
         try:
-            _add(listing, path, read_text(caption))
+            _add_example(listing, path, read_text(caption))
         except (OSError, ValueError) as error:
             listing.left_out.append(f"{path.name}, whose caption {caption.name} cannot be read, {reason(error)}")
     for name, caption in sorted(others.items()):
-        if name not in wanted:
+        if name not in missing_captions:
             listing.left_out.append(f"{caption.name} is a caption without a clip or a picture of its name")
     return listing
 
 
-def _own_prompt(path: Path) -> str | None:
+def _prompt_in_metadata(path: Path) -> str | None:
     """Return the prompt in the metadata of a video or picture that this library made; None in any other."""
     try:
         prompt = read_metadata(path).get("prompt")
@@ -125,14 +125,14 @@ def _own_prompt(path: Path) -> str | None:
     return prompt if isinstance(prompt, str) and prompt.strip() else None
 
 
-def _folded(stem: Path) -> str:
+def _normalized(stem: Path) -> str:
     """Return a name as systems compare it that know no capitals, or write accents in another way."""
     return unicodedata.normalize("NFC", str(stem)).casefold()
 
 
-def _of_table(table: Path) -> Listing:
+def _list_table(table: Path) -> Listing:
     """List the rows of a table, whose files are relative to its folder."""
-    listing, shown = Listing(table.parent), dict[tuple[Path, str], str]()
+    listing, seen_rows = Listing(table.parent), dict[tuple[Path, str], str]()
     for number, row in enumerate(_rows(table), 1):
         where = f"row {number} of {table.name}"
         if isinstance(row, str):
@@ -142,13 +142,13 @@ def _of_table(table: Path) -> Listing:
         caption = _entry(row, CAPTION_COLUMNS, where, table)
         path = table.parent / str(file)
         if not file or not os.path.isfile(path):  # which raises nothing for names that are none
-            named = str(file or "no file").encode(errors="backslashreplace").decode()
-            listing.left_out.append(f"{where} names {named}, which is not there")
+            file_text = str(file or "no file").encode(errors="backslashreplace").decode()
+            listing.left_out.append(f"{where} names {file_text}, which is not there")
             continue
-        if (before := shown.setdefault((path, str(caption)), where)) != where:
-            listing.left_out.append(f"{where} is {before} again")
+        if (earlier_row := seen_rows.setdefault((path, str(caption)), where)) != where:
+            listing.left_out.append(f"{where} is {earlier_row} again")
             continue
-        _add(listing, path, caption, _repeats(row, where), _preserves(row, where))
+        _add_example(listing, path, caption, _repeats(row, where), _preserves(row, where))
     return listing
 
 
@@ -171,7 +171,7 @@ def _preserves(row: Mapping[str, Any], where: str) -> bool:
     return word in YES
 
 
-def _add(listing: Listing, path: Path, caption: Any, repeats: int = 1, preserve: bool = False) -> None:
+def _add_example(listing: Listing, path: Path, caption: Any, repeats: int = 1, preserve: bool = False) -> None:
     if not is_text("" if caption is None else caption):
         listing.left_out.append(f"{path.name} has a caption that is no text in UTF-8")
     elif text := trimmed(caption or ""):
@@ -187,14 +187,14 @@ def _rows(table: Path) -> Iterator[Mapping[str, Any] | str]:
     """
     try:
         lines = list(StringIO(read_text(table, "surrogateescape")))
-        yield from _of_csv(lines, table) if table.suffix.lower() == ".csv" else _of_jsonl(lines, table)
+        yield from _read_csv(lines, table) if table.suffix.lower() == ".csv" else _read_jsonl(lines, table)
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, WanjaxError):
             raise
         raise WanjaxError(f"{table} cannot be read as a table of clips, {reason(error)}") from error
 
 
-def _of_jsonl(lines: Sequence[str], table: Path) -> Iterator[Mapping[str, Any] | str]:
+def _read_jsonl(lines: Sequence[str], table: Path) -> Iterator[Mapping[str, Any] | str]:
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line) if line.strip() else None
@@ -213,14 +213,14 @@ def _not_object(number: int, table: Path) -> WanjaxError:
     return WanjaxError(f"line {number} of {table} is no JSON object: write each row on a line, as {EXAMPLE}")
 
 
-def _of_csv(lines: Sequence[str], table: Path) -> Iterator[Mapping[str, Any] | str]:
+def _read_csv(lines: Sequence[str], table: Path) -> Iterator[Mapping[str, Any] | str]:
     header: list[str] = []
-    begin = 0
-    while begin < len(lines):
-        reader, whole = csv.reader(islice(lines, begin, None), strict=True), 0
+    start_line = 0
+    while start_line < len(lines):
+        reader, lines_read = csv.reader(islice(lines, start_line, None), strict=True), 0
         try:
             for fields in reader:
-                whole = reader.line_num
+                lines_read = reader.line_num
                 if not header:
                     header = [name.strip() for name in fields]
                     if len(set(header)) < len(header):
@@ -232,22 +232,22 @@ def _of_csv(lines: Sequence[str], table: Path) -> Iterator[Mapping[str, Any] | s
             if not header:
                 raise WanjaxError(f"the header of {table} cannot be read: {error}") from error
             yield f"cannot be read, as of quotes within a caption that is not quoted: {error}"
-            begin += whole + 1  # an open quote would take all lines after it
+            start_line += lines_read + 1  # an open quote would take all lines after it
 
 
 def _row(header: Sequence[str], fields: list[str]) -> Mapping[str, Any] | str:
     """Return a row by its columns. More fields than these are the caption's, which has commas and no quotes."""
     while len(fields) > len(header) and not fields[-1]:
         fields.pop()
-    if more := max(0, len(fields) - len(header)):
+    if extra_fields := max(0, len(fields) - len(header)):
         file, at = (
             next((header.index(x) for x in names if x in header), -1) for names in (FILE_COLUMNS, CAPTION_COLUMNS)
         )
         others = [i for i, name in enumerate(header) if i not in (file, at) and name not in (REPEATS, PRESERVE)]
         if at < 0 or any(not i < file < at for i in others):  # a comma may be another column's
-            wrong = f"has {quantity(len(fields), 'field')} where the header has {len(header)}"
-            return f"{wrong}: a caption with commas needs quotes"
-        end = at + more + 1
+            problem = f"has {quantity(len(fields), 'field')} where the header has {len(header)}"
+            return f"{problem}: a caption with commas needs quotes"
+        end = at + extra_fields + 1
         caption = ",".join(fields[at:end]).strip()
         if len(caption) > 1 and caption[0] == caption[-1] == '"':  # after a space, where no quotes are seen
             caption = caption[1:-1]

@@ -22,17 +22,17 @@ from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.video_metadata import VERSION
 from wanjax.stores.writing import check_folder
 from wanjax.training.clips import Bucket, Cutting
-from wanjax.training.data import Example, Listing, first_of
+from wanjax.training.data import Example, Listing, summarize_first
 
 INDEX = "clips.jsonl"
 LATENTS = "latents"
 NEGATIVE = "negative_"
 LISTED = 1000  # files of a checkpoint
-Tell = Callable[[str, int, int], Any]  # the unit, and how many of how many are done
+ReportProgress = Callable[[str, int, int], Any]  # the unit, and how many of how many are done
 
 
 @dataclass(frozen=True)
-class Piece:
+class EncodedClip:
     """An encoded clip: the files of its latents and its caption, its bucket, and what `Example` says of it."""
 
     latents: Path
@@ -48,23 +48,23 @@ class LatentCache:
     def __init__(self, folder: Path, pipe: Pipeline):
         self.folder, self.pipe = folder, pipe
         check_folder(folder)
-        self._weights = weights_of(pipe)
+        self._weights = encoder_identity(pipe)
 
-    def encode(self, listing: Listing, cutting: Cutting, tell: Tell) -> list[Piece]:
+    def encode(self, listing: Listing, cutting: Cutting, report: ReportProgress) -> list[EncodedClip]:
         """Encode what is not there yet, and return all clips.
 
         Adds to the listing's sentences on what is left out or cut. Raises WanjaxError where no clip can be read, and
         where the folder cannot be written.
         """
-        clips = self._clips(listing, cutting, tell)
+        clips = self._clips(listing, cutting, report)
         self.pipe.free()
         if not clips:
-            raise WanjaxError(f"no clip of {listing.folder} can be used: {first_of(listing.left_out)}")
+            raise WanjaxError(f"no clip of {listing.folder} can be used: {summarize_first(listing.left_out)}")
         listing.cut.extend(self._cut(example for example, _ in clips))
-        texts = self.texts(sorted({example.caption for example, _ in clips} | {""}), tell)
+        texts = self.texts(sorted({example.caption for example, _ in clips} | {""}), report)
         self.pipe.free()
         return [
-            Piece(self.folder / name, texts[example.caption], Bucket(*shape), example.repeats, example.preserve)
+            EncodedClip(self.folder / name, texts[example.caption], Bucket(*shape), example.repeats, example.preserve)
             for example, files in clips
             for name, *shape in files
         ]
@@ -76,21 +76,23 @@ class LatentCache:
             for truncation in cut(example.caption):
                 yield f"{example.file.name}: {replace(truncation, name=truncation.name.replace('prompt', 'caption'))}"
 
-    def _clips(self, listing: Listing, cutting: Cutting, tell: Tell) -> list[tuple[Example, list[list[Any]]]]:
+    def _clips(
+        self, listing: Listing, cutting: Cutting, report: ReportProgress
+    ) -> list[tuple[Example, list[list[Any]]]]:
         """Return the examples that can be read, each with the file and the bucket's sizes of its clips."""
-        index, seen = self._index()
+        index, digests = self._index()
         examples: list[tuple[Example, list[list[Any]]]] = []
         with (self.folder / INDEX).open("a", encoding="utf-8") as file:
             for done, example in enumerate(listing.examples, 1):
-                look = _look_of(example.file)
-                if look not in seen:
-                    seen[look] = content_digest(example.file)
-                    file.write(json.dumps({"look": look, "digest": seen[look]}) + "\n")
-                needs = list(self.pipe.architecture.spec.needs)
-                key = _digest([READING, seen[look], asdict(cutting), needs, self._weights])
+                file_stamp = _file_stamp(example.file)
+                if file_stamp not in digests:
+                    digests[file_stamp] = content_digest(example.file)
+                    file.write(json.dumps({"look": file_stamp, "digest": digests[file_stamp]}) + "\n")
+                input_names = list(self.pipe.architecture.spec.needs)
+                key = _digest([READING, digests[file_stamp], asdict(cutting), input_names, self._weights])
                 if key not in index:
                     try:
-                        index[key] = [self._clip(f"{key}-{i}", x) for i, x in enumerate(cutting.pieces(example.file))]
+                        index[key] = [self._clip(f"{key}-{i}", x) for i, x in enumerate(cutting.clips(example.file))]
                     except WriteError:
                         raise
                     except WanjaxError as error:
@@ -98,7 +100,7 @@ class LatentCache:
                         continue
                     file.write(json.dumps({"key": key, "clips": index[key]}) + "\n")
                     file.flush()
-                    tell("clip", done, len(listing.examples))
+                    report("clip", done, len(listing.examples))
                 examples.append((example, index[key]))
         return examples
 
@@ -108,17 +110,19 @@ class LatentCache:
         settings = self.pipe.settings(size=(height, width), frames=count)
         ends = {"image": frames[0], "last_image": frames[-1]}
         pictures = Pictures(**{name: ends[name] for name in self.pipe.architecture.spec.needs if name in ends})
-        seen = self.pipe.architecture.encode_inputs(self.pipe.runtime, pictures, settings)
-        fields = {LATENTS: self.pipe.encode_video(frames), **seen}
+        digests = self.pipe.architecture.encode_inputs(self.pipe.runtime, pictures, settings)
+        fields = {LATENTS: self.pipe.encode_video(frames), **digests}
         file = f"clip-{name}.safetensors"
         save_safetensors(self.folder / file, {field: np.asarray(x) for field, x in fields.items()})
         return [file, count, height, width]
 
-    def texts(self, captions: Sequence[str], tell: Tell = lambda unit, done, total: None) -> dict[str, Path]:
+    def texts(
+        self, captions: Sequence[str], report: ReportProgress = lambda unit, done, total: None
+    ) -> dict[str, Path]:
         """Encode captions, two at a time, as a prompt and a negative one; return their files."""
         files = {text: self.folder / f"text-{_digest([text, self._weights])}.safetensors" for text in captions}
-        there = {path.name for path in self.folder.glob("text-*")}
-        missing, done = [text for text in captions if files[text].name not in there], 0
+        existing = {path.name for path in self.folder.glob("text-*")}
+        missing, done = [text for text in captions if files[text].name not in existing], 0
         for pair in (missing[i : i + 2] for i in range(0, len(missing), 2)):
             encoded = self.pipe.encode_prompts(pair[0], pair[-1])._asdict()
             for text, prefix in zip(pair, ("", NEGATIVE), strict=False):
@@ -127,7 +131,7 @@ class LatentCache:
                 lengths = {name: str(x.shape[1]) for name, x in features.items()}
                 save_safetensors(files[text], {name: shortened(x) for name, x in features.items()}, lengths)
             done += len(pair)
-            tell("caption", done, len(missing))
+            report("caption", done, len(missing))
         return files
 
     def _index(self) -> tuple[dict[str, list[list[Any]]], dict[str, str | None]]:
@@ -139,40 +143,40 @@ class LatentCache:
             lines = (self.folder / INDEX).read_text(encoding="utf-8").splitlines()
         except OSError:
             return {}, {}
-        there = {path.name for path in self.folder.glob("clip-*")}
+        existing = {path.name for path in self.folder.glob("clip-*")}
         clips: dict[str, list[list[Any]]] = {}
-        seen: dict[str, str | None] = {}
+        digests: dict[str, str | None] = {}
         for line in lines:
             try:
                 entry = json.loads(line)
                 if "look" in entry:
-                    seen[entry["look"]] = entry["digest"]
-                elif all(name in there for name, *_ in entry["clips"]):
+                    digests[entry["look"]] = entry["digest"]
+                elif all(name in existing for name, *_ in entry["clips"]):
                     clips[entry["key"]] = entry["clips"]
             except (ValueError, KeyError, TypeError):  # a line that was cut off
                 continue
-        return clips, seen
+        return clips, digests
 
 
-def weights_of(pipe: Pipeline) -> dict[str, Any]:
+def encoder_identity(pipe: Pipeline) -> dict[str, Any]:
     """Return what tells the weights of a pipeline's encoders apart: the model, options, and local files."""
-    facts = {name: getattr(pipe.defaults, name) for name in ("dtype", "vae_dtype", "follow")}
-    facts |= {"param_dtype": pipe.components.options.get("param_dtype"), "version": VERSION}
+    identity = {name: getattr(pipe.defaults, name) for name in ("dtype", "vae_dtype", "follow")}
+    identity |= {"param_dtype": pipe.components.options.get("param_dtype"), "version": VERSION}
     source = pipe.components.source
     if source is None:
-        return facts | {"model": pipe.defaults.model}
+        return identity | {"model": pipe.defaults.model}
     files: list[Any] = []
     if source.revision is None:  # a folder, whose files may be replaced
         paths = sorted(x for x in source.root.rglob("*") if x.is_file() and not _denoises(x.relative_to(source.root)))
         files = [(str(x.relative_to(source.root)), content_digest(x)) for x in paths[:LISTED]]
-    return facts | {"origin": source.origin, "revision": source.revision, "files": files}
+    return identity | {"origin": source.origin, "revision": source.revision, "files": files}
 
 
 def _denoises(path: Path) -> bool:
     return path.parts[0].startswith("transformer")
 
 
-def _look_of(file: Path) -> str:
+def _file_stamp(file: Path) -> str:
     """Return what a file looks like without being read: with another look its contents are read again."""
     try:
         state = file.stat()
@@ -181,8 +185,8 @@ def _look_of(file: Path) -> str:
     return _digest([str(file.absolute()), state.st_size, state.st_mtime_ns, state.st_ctime_ns])
 
 
-def _digest(facts: Any) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:24]
+def _digest(identity: Any) -> str:
+    return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
 
 def shortened(x: np.ndarray) -> np.ndarray:
@@ -202,10 +206,10 @@ def load_text(file: Path) -> dict[str, np.ndarray]:
     return features
 
 
-def joined(pieces: Iterable[tuple[Path, Path]], encoded_type: type[Any]) -> tuple[np.ndarray, Any]:
+def join_batch(clips: Iterable[tuple[Path, Path]], encoded_type: type[Any]) -> tuple[np.ndarray, Any]:
     """Return the latents of a batch [B C T H W], and what was encoded beside them, as `encode` would return it."""
     clips, texts = [], []
-    for latents, text in pieces:
+    for latents, text in clips:
         clips.append(load_safetensors(latents))
         texts.append(load_text(text))
     fields: dict[str, Any] = {}
@@ -217,16 +221,16 @@ def joined(pieces: Iterable[tuple[Path, Path]], encoded_type: type[Any]) -> tupl
     return latents, encoded_type(**fields)
 
 
-def described(pieces: Sequence[Piece]) -> Iterator[str]:
+def bucket_summaries(clips: Sequence[EncodedClip]) -> Iterator[str]:
     """Yield a sentence for each bucket, with the number of its clips."""
     counts: dict[Bucket, int] = {}
-    for piece in pieces:
-        counts[piece.bucket] = counts.get(piece.bucket, 0) + piece.repeats
+    for clip in clips:
+        counts[clip.bucket] = counts.get(clip.bucket, 0) + clip.repeats
     for bucket, count in sorted(counts.items(), key=lambda item: -item[1]):
         yield f"{count} of {bucket}"
 
 
-def identity_of(piece: Piece) -> dict[str, Any]:
+def clip_identity(clip: EncodedClip) -> dict[str, Any]:
     """Return a clip as JSON, by which a resumed training recognises its data."""
-    shown = {"repeats": piece.repeats, "preserve": piece.preserve}
-    return {"latents": piece.latents.name, "text": piece.text.name, **asdict(piece.bucket), **shown}
+    training_fields = {"repeats": clip.repeats, "preserve": clip.preserve}
+    return {"latents": clip.latents.name, "text": clip.text.name, **asdict(clip.bucket), **training_fields}

@@ -25,13 +25,13 @@ from wanjax.execution import EXECUTE, Execute, Program, Site
 from wanjax.sharding import Partitioner, one_device
 from wanjax.stores.writing import writing
 from wanjax.training.objective import Loss
-from wanjax.training.step import FINITE, Filter, begin_training, everything, prepare_step, train
+from wanjax.training.step import FINITE, Filter, all_parameters, begin_training, prepare_step, train
 
 STATES = "checkpoints"
 IDENTITY = "training.json"
 STEPS, RATE = "steps", "optimizer.learning_rate"  # of an identity: the first may grow, and the second be another
-SHOWN = 5  # entries that differ
-LONGEST, BEFORE = 60, 20  # characters of a value, and those before the first that differs
+MAX_LISTED = 5  # entries that differ
+MAX_VALUE_CHARS, CONTEXT_CHARS = 60, 20  # characters of a value, and those before the first that differs
 Draw = Callable[[int, np.random.Generator], Any]
 After = Callable[[int, Mapping[str, jax.Array]], Any]
 
@@ -39,20 +39,20 @@ After = Callable[[int, Mapping[str, jax.Array]], Any]
 class NotFiniteError(WanjaxError):
     """A training whose numbers are no longer finite; what it wrote before is.
 
-    `of` is the step of the state from which they follow at any rate, if they do.
+    `start_step` is the step of the state from which they follow at any rate, if they do.
     """
 
-    def __init__(self, message: str, of: int | None = None):
+    def __init__(self, message: str, start_step: int | None = None):
         super().__init__(message)
-        self.of = of
+        self.start_step = start_step
 
 
 class Trainer:
     """Training of a network, in a folder of checkpoints, from the last of which it goes on.
 
     A folder of another training is refused. One with more `steps` or another learning rate is no other training: it
-    goes on, and `changed` has what these were before. A state that is not finite is never kept. `state` is what a step
-    replaces, `step` its number, and `begun` that of the state which was there before, or 0.
+    goes on, and `changed_settings` has what these were before. A state that is not finite is never kept. `state` is
+    what a step replaces, `step` its number, and `start_step` that of the state which was there before, or 0.
 
     Args:
         network: The network, whose parameters a step replaces.
@@ -79,7 +79,7 @@ class Trainer:
         folder: Path,
         seed: int,
         *,
-        trained: Filter = everything,
+        trained: Filter = all_parameters,
         ema_decay: float | None = None,
         grad_accum_steps: int = 1,
         partitioner: Partitioner | None = None,
@@ -87,12 +87,12 @@ class Trainer:
         max_checkpoints: int = 2,
     ):
         self.seed, self.folder = seed, Path(folder).absolute()
-        with _written(self.folder):
+        with _write_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             options = ocp.CheckpointManagerOptions(max_to_keep=max_checkpoints)
             self.manager = ocp.CheckpointManager(self.folder / STATES, options=options)
-        self.begun = self.step = self.manager.latest_step() or 0
-        self.changed = self._check_identity(identity)
+        self.start_step = self.step = self.manager.latest_step() or 0
+        self.changed_settings = self._check_identity(identity)
         self._strategy, self._site = (
             Execute(EXECUTE.executables),
             Site(one_device() if partitioner is None else partitioner),
@@ -119,26 +119,30 @@ class Trainer:
         try:
             text = json.dumps(identity, indent=2, sort_keys=True)
             before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else json.loads(text)
-            was, now = dict(_entries(before)), dict(_entries(json.loads(text)))
+            previous, current = dict(_entries(before)), dict(_entries(json.loads(text)))
         except (OSError, ValueError, RecursionError) as error:
             raise WanjaxError(f"{file} cannot be used: {reason(error)}") from error
         if not isinstance(before, dict):
             raise WanjaxError(f"{file} tells no training: wanjax did not write it, or something rewrote it")
-        names = sorted({**now, **was}, key=lambda name: "[" in name)  # a list may be long
-        names = [name for name in names if was.get(name) != now.get(name)]
-        left = now.get(STEPS, math.inf) > self.step  # a finished training keeps the rate that it had
-        may = [name for name in names if _may_change(name, was.get(name), now.get(name), left)]
-        if differs := [name for name in names if name not in may]:
-            more = f", and {len(differs) - SHOWN} more of them" if len(differs) > SHOWN else ""
-            each = ", ".join(_differing(name, was.get(name), now.get(name)) for name in differs[:SHOWN])
+        names = sorted({**current, **previous}, key=lambda name: "[" in name)  # a list may be long
+        names = [name for name in names if previous.get(name) != current.get(name)]
+        steps_left = current.get(STEPS, math.inf) > self.step  # a finished training keeps the rate that it had
+        allowed = [
+            name for name in names if _is_allowed_change(name, previous.get(name), current.get(name), steps_left)
+        ]
+        if differs := [name for name in names if name not in allowed]:
+            rest = f", and {len(differs) - MAX_LISTED} more of them" if len(differs) > MAX_LISTED else ""
+            changes = ", ".join(
+                _describe_difference(name, previous.get(name), current.get(name)) for name in differs[:MAX_LISTED]
+            )
             raise WanjaxError(
-                f"{self.folder} holds another training, whose {each}{more}: the same settings resume it, "
+                f"{self.folder} holds another training, whose {changes}{rest}: the same settings resume it, "
                 "more steps extend it, and what is left may be at another rate"
             )
-        if may or not file.is_file():
-            with _written(self.folder), writing(file) as beside:
+        if allowed or not file.is_file():
+            with _write_errors(self.folder), writing(file) as beside:
                 beside.write_text(text + "\n", encoding="utf-8")
-        return {name: was[name] for name in may}
+        return {name: previous[name] for name in allowed}
 
     def _restore(self) -> None:
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, self.state)
@@ -153,7 +157,7 @@ class Trainer:
         the device may still be computing.
         """
         try:
-            self._take(last, draw, after, every)
+            self._train_steps(last, draw, after, every)
         except KeyboardInterrupt:
             if not any(x.is_deleted() for x in jax.tree.leaves(self.state)):  # by a step that was cut off
                 self.save()
@@ -161,12 +165,12 @@ class Trainer:
             raise
         self._wait()
 
-    def _take(self, last: int, draw: Draw, after: After, every: int) -> None:
+    def _train_steps(self, last: int, draw: Draw, after: After, every: int) -> None:
         with ThreadPoolExecutor(1) as pool:
-            ahead = pool.submit(draw, self.step, self._generator(self.step)) if self.step < last else None
-            while ahead is not None:
-                batch, step = ahead.result(), self.step
-                ahead = pool.submit(draw, step + 1, self._generator(step + 1)) if step + 1 < last else None
+            next_batch = pool.submit(draw, self.step, self._generator(self.step)) if self.step < last else None
+            while next_batch is not None:
+                batch, step = next_batch.result(), self.step
+                next_batch = pool.submit(draw, step + 1, self._generator(step + 1)) if step + 1 < last else None
                 self.state, metrics = self._call(train, self.state, self._fixed, batch, np.int32(step))
                 self.step, self._finite = self.step + 1, metrics[FINITE]
                 after(self.step, metrics)
@@ -177,25 +181,32 @@ class Trainer:
         """Begin to write a checkpoint, unless there is one of this step; raise NotFiniteError."""
         if self.manager.latest_step() != self.step:
             if not self._finite:
-                raise self.lost("state")
-            with _written(self.folder):
+                raise self.not_finite_error("state")
+            with _write_errors(self.folder):
                 self.manager.save(self.step, args=ocp.args.StandardSave(self.state))
 
     def drop(self, step: int) -> None:
         """Remove the checkpoint of a step."""
-        with _written(self.folder):
+        with _write_errors(self.folder):
             self.manager.delete(step)
 
-    def lost(self, what: str, step: int | None = None, of: int | None = None) -> NotFiniteError:
-        """Return the error of what is not finite after a step, by default the present one; `of` is the error's."""
+    def not_finite_error(
+        self, quantity_name: str, step: int | None = None, start_step: int | None = None
+    ) -> NotFiniteError:
+        """Return the error of what is not finite after a step, by default the present one;
+
+        `start_step` is the error's.
+        """
         last = self.manager.latest_step()
         remedy = f"go on from step {last}, which is kept, at a lower" if last else "begin at a lower"
-        fault = f"the {what} is not finite after step {self.step if step is None else step}, as at too high a rate"
-        return NotFiniteError(f"{fault}: {remedy} learning rate", of)
+        problem = (
+            f"the {quantity_name} is not finite after step {self.step if step is None else step}, as at too high a rate"
+        )
+        return NotFiniteError(f"{problem}: {remedy} learning rate", start_step)
 
     def _wait(self) -> None:
         """Wait for the checkpoints that are being written."""
-        with _written(self.folder):
+        with _write_errors(self.folder):
             self.manager.wait_until_finished()
 
     def close(self) -> None:
@@ -212,7 +223,7 @@ class Trainer:
 
 
 @contextmanager
-def _written(folder: Path) -> Iterator[None]:
+def _write_errors(folder: Path) -> Iterator[None]:
     """Raise WanjaxError in place of an error in writing a checkpoint, of this moment or of an earlier one."""
     try:
         yield
@@ -232,18 +243,18 @@ def _entries(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def _may_change(name: str, was: Any, now: Any, left: bool) -> bool:
+def _is_allowed_change(name: str, previous: Any, current: Any, steps_left: bool) -> bool:
     """Return whether a training, which may have steps left, may go on with another value of an entry."""
-    if name not in (STEPS, RATE) or type(was) not in (int, float) or type(now) not in (int, float):
+    if name not in (STEPS, RATE) or type(previous) not in (int, float) or type(current) not in (int, float):
         return False
-    return now > was if name == STEPS else left
+    return current > previous if name == STEPS else steps_left
 
 
-def _differing(name: str, was: Any, now: Any) -> str:
+def _describe_difference(name: str, previous: Any, current: Any) -> str:
     """Return an entry with both values; of long texts the part in which they begin to differ."""
-    texts = ["none" if x is None else repr(x) for x in (was, now)]
+    texts = ["none" if x is None else repr(x) for x in (previous, current)]
     equal = next((i for i, (x, y) in enumerate(zip(*texts, strict=False)) if x != y), min(map(len, texts)))
-    start = max(0, equal - BEFORE)
-    end = start + LONGEST
+    start = max(0, equal - CONTEXT_CHARS)
+    end = start + MAX_VALUE_CHARS
     before, after = (f"{'...' * (start > 0)}{x[start:end]}{'...' * (len(x) > end)}" for x in texts)
     return f"{name if name.isprintable() else repr(name)} was {before} and is {after}"

@@ -120,11 +120,11 @@ def error(
     alphas, sigmas = (x[0].reshape(-1, 1, 1, 1, 1) for x in (levels.alphas, levels.sigmas))
     x = alphas * x0 + sigmas * noise
     runtime, model = pipe.runtime.under(Inline()), pipe.architecture
-    words = jnp.zeros((len(x), 2), jnp.uint32)  # of no seed, since all noise is given
-    drawn = draw_posteriors(model.spec.posteriors, latents_of(batch.encoded), words, _pictures(pipe, batch, key))
+    seed_words = jnp.zeros((len(x), 2), jnp.uint32)  # of no seed, since all noise is given
+    drawn = draw_posteriors(model.spec.posteriors, latents_of(batch.encoded), seed_words, _pictures(pipe, batch, key))
     encoded = batch.encoded._replace(**drawn)
 
-    def predicted(network: Any) -> Float[Array, "B T H W C"]:
+    def predict(network: Any) -> Float[Array, "B T H W C"]:
         parts = SplitNetwork(*nnx.split(network))
         dense = False if model.spec.radial_attention and network.attention.radial else None
         [prompt], shared = model.prepare(runtime, parts, encoded, x, Preparation(Groups(1, 1)))
@@ -134,10 +134,10 @@ def error(
 
     target = pipe.scheduler.target(alphas, sigmas, x0, noise)
     if batch.preserved is not None:
-        untrained = jax.lax.stop_gradient(predicted(_untrained(pipe, network)))
-        part = batch.preserved.reshape(-1, 1, 1, 1, 1)
-        target = part * untrained + (1 - part) * target
-    return jnp.mean(jnp.square(predicted(network) - target))
+        untrained = jax.lax.stop_gradient(predict(_untrained(pipe, network)))
+        weight = batch.preserved.reshape(-1, 1, 1, 1, 1)
+        target = weight * untrained + (1 - weight) * target
+    return jnp.mean(jnp.square(predict(network) - target))
 
 
 def _untrained(pipe: Pipeline, network: nnx.Module) -> nnx.Module:

@@ -13,7 +13,7 @@ from wanjax.errors import WanjaxError
 
 Name = Literal["adamw", "adafactor", "muon"]
 LrScheduler = Literal["constant", "cosine", "linear"]
-SMALLEST, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)  # of what devices compute with
+MIN_FLOAT, MAX_FLOAT = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)  # of what devices compute with
 
 
 @dataclass(frozen=True)
@@ -44,16 +44,16 @@ class OptimizerConfig:
     beta2: float = 0.99
 
     def __post_init__(self):
-        for value, kinds, what in ((self.name, Name, "optimiser"), (self.lr_scheduler, LrScheduler, "schedule")):
+        for value, kinds, kind in ((self.name, Name, "optimiser"), (self.lr_scheduler, LrScheduler, "schedule")):
             if value not in get_args(kinds):
-                raise WanjaxError(f"no {what} is named {value!r}: there are {', '.join(get_args(kinds))}")
-        if not SMALLEST <= self.learning_rate <= LARGEST:
+                raise WanjaxError(f"no {kind} is named {value!r}: there are {', '.join(get_args(kinds))}")
+        if not MIN_FLOAT <= self.learning_rate <= MAX_FLOAT:
             raise WanjaxError(
                 f"the learning rate {self.learning_rate} is not a number above 0 of float32: 1e-4 is usual"
             )
-        if not 0 <= self.max_grad_norm <= LARGEST:
+        if not 0 <= self.max_grad_norm <= MAX_FLOAT:
             raise WanjaxError(f"gradients cannot be clipped to the norm {self.max_grad_norm}: give 0 for none, or 1")
-        if not 0 <= self.weight_decay <= LARGEST:
+        if not 0 <= self.weight_decay <= MAX_FLOAT:
             raise WanjaxError(f"the weight decay {self.weight_decay} is not a number from 0 on: 0.01 is usual")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
@@ -64,18 +64,18 @@ class OptimizerConfig:
 
 def learning_rates(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Return the rate of each step: it rises linearly in the warm-up, and then stays, or falls to 0 at the end."""
-    left = max(1, steps - config.warmup_steps)
-    after = {
+    decay_steps = max(1, steps - config.warmup_steps)
+    main_schedule = {
         "constant": lambda: optax.constant_schedule(config.learning_rate),
-        "cosine": lambda: optax.cosine_decay_schedule(config.learning_rate, left),
-        "linear": lambda: optax.linear_schedule(config.learning_rate, 0.0, left),
+        "cosine": lambda: optax.cosine_decay_schedule(config.learning_rate, decay_steps),
+        "linear": lambda: optax.linear_schedule(config.learning_rate, 0.0, decay_steps),
     }[config.lr_scheduler]()
     if not config.warmup_steps:
-        return after
-    rise = optax.linear_schedule(
+        return main_schedule
+    warmup = optax.linear_schedule(
         config.learning_rate / config.warmup_steps, config.learning_rate, config.warmup_steps - 1 or 1
     )
-    return optax.join_schedules([rise, after], [config.warmup_steps])
+    return optax.join_schedules([warmup, main_schedule], [config.warmup_steps])
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:

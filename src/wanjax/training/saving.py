@@ -34,15 +34,15 @@ def save_lora(
     network: Network,
     *,
     lora_format: LoraFormat = "diffusers",
-    facts: Mapping[str, Any] | None = None,
+    training_info: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write factors by the names of diffusers to a LoRA file; `facts` are JSON on the training, kept in its metadata.
+    """Write factors by the names of diffusers to a LoRA file; `training_info` is JSON for the metadata.
 
     In the format of diffusers keys begin with `transformer`, for a second expert too, and the metadata hold PEFT's
     config. In ComfyUI's the modules have the authors' names, and an alpha each. Raises WanjaxError where
     it cannot be written.
     """
-    metadata = {"format": "pt", OWN: json.dumps({"version": VERSION, **(facts or {})}, default=str)}
+    metadata = {"format": "pt", OWN: json.dumps({"version": VERSION, **(training_info or {})}, default=str)}
     if lora_format == "comfy":
         save_safetensors(path, dict(_comfy(factors, config, network)), metadata)
         return
@@ -62,12 +62,12 @@ def _comfy(factors: Mapping[str, np.ndarray], config: LoraConfig, network: Netwo
         ending = next(ending for ending in ENDINGS if key.endswith(ending))
         module = key.removesuffix(ending)
         weight = f"{module}.weight"
-        theirs = (names.theirs(weight) or weight).removesuffix(".weight")
+        author_name = (names.author_name(weight) or weight).removesuffix(".weight")
         if ending == FACTOR[1] and names.exchanges(weight):
             value = np.concatenate(np.split(value, 2)[::-1])
-        yield f"{COMFY}.{theirs}{ending}", value
+        yield f"{COMFY}.{author_name}{ending}", value
         if ending == FACTOR[0]:
-            yield f"{COMFY}.{theirs}.alpha", np.asarray(config.scale * config.rank, np.float32)
+            yield f"{COMFY}.{author_name}.alpha", np.asarray(config.scale * config.rank, np.float32)
 
 
 def save_checkpoint(source: Source, trained: Mapping[str, tuple[Any, Network]], target: Path, kinds: Any) -> None:
@@ -85,5 +85,5 @@ def save_checkpoint(source: Source, trained: Mapping[str, tuple[Any, Network]], 
         return replace(source[name], weights=lambda: View(Exported(values, info.rules)), changes=())
 
     components = {name: component(name, *each) for name, each in trained.items()}
-    facts = {"origin": f"{source.origin}, trained", "loras": (), "base": None}
-    ToWanjax(source.changed(components, **facts), target, kinds).run()
+    training_info = {"origin": f"{source.origin}, trained", "loras": (), "base": None}
+    ToWanjax(source.changed(components, **training_info), target, kinds).run()

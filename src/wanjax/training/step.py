@@ -26,14 +26,14 @@ from wanjax.execution import program
 from wanjax.kernels.compiler_options import products, scanned
 from wanjax.pipelines.seeds import key_of, seed_to_key_data
 from wanjax.sharding import constrain_to
-from wanjax.training.adapters import DropoutKey, dropped
+from wanjax.training.adapters import DropoutKey, redraw_dropout_keys
 from wanjax.training.objective import Loss
 
 Filter = Callable[[Any, Any], bool]
 FINITE = "finite"  # the metric that tells whether all of the state after a step is
 
 
-def everything(path: Any, weight: Any) -> bool:
+def all_parameters(path: Any, weight: Any) -> bool:
     """Choose all parameters of a network."""
     return isinstance(weight, nnx.Param)
 
@@ -44,12 +44,12 @@ class Fixed(NamedTuple):
     Args:
         keys: Those of dropout, which each step draws anew.
         frozen: The parameters that are not trained, and all else of the network.
-        words: Those of the seed.
+        seed_words: Those of the seed.
     """
 
     keys: nnx.State
     frozen: nnx.State
-    words: UInt32[Array | np.ndarray, "2"]
+    seed_words: UInt32[Array | np.ndarray, "2"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ class TrainingStep:
         """Return the network with these weights, and keys of dropout that are drawn from `key`, if it is given."""
         keys = fixed.keys
         if key is not None and jax.tree.leaves(keys):
-            keys = dropped(keys, jax.random.fold_in(key, 1))
+            keys = redraw_dropout_keys(keys, jax.random.fold_in(key, 1))
         return nnx.merge(self.graphdef, weights, keys, fixed.frozen)
 
 
@@ -80,7 +80,7 @@ def prepare_step(
     optimizer: optax.GradientTransformation,
     *,
     seed: int = 0,
-    trained: Filter = everything,
+    trained: Filter = all_parameters,
     ema_decay: float | None = None,
     grad_accum_steps: int = 1,
 ) -> tuple[TrainingStep, Any, Fixed]:
@@ -90,7 +90,7 @@ def prepare_step(
     """
     graphdef, weights, keys, frozen = nnx.split(network, trained, DropoutKey, ...)
     sharding = jax.tree.map(_spec, weights)
-    specs = {"weights": sharding, "optimizer": _like(optimizer, weights)}
+    specs = {"weights": sharding, "optimizer": _optimizer_specs(optimizer, weights)}
     if ema_decay is not None:
         specs["ema"] = sharding
     static = TrainingStep(graphdef, loss, optimizer, specs, ema_decay, grad_accum_steps)
@@ -111,7 +111,7 @@ def train(
     static: TrainingStep, state: dict[str, Any], fixed: Fixed, batch: Any, number: Int[Array, ""]
 ) -> tuple[dict[str, Any], dict[str, Array]]:
     """Take a step; return the state, and metrics."""
-    key = jax.random.fold_in(key_of(fixed.words), number)
+    key = jax.random.fold_in(key_of(fixed.seed_words), number)
 
     def compute(weights: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         return static.loss(static.network(weights, fixed, key), batch, key)
@@ -119,16 +119,16 @@ def train(
     gradient = jax.value_and_grad(compute, has_aux=True)
     weights = state["weights"]
     if static.grad_accum_steps == 1:
-        (value, of_loss), gradients = gradient(weights, batch, key)
+        (value, loss_metrics), gradients = gradient(weights, batch, key)
     else:
-        (value, of_loss), gradients = _mean(gradient, weights, batch, key, static.grad_accum_steps)
+        (value, loss_metrics), gradients = _mean(gradient, weights, batch, key, static.grad_accum_steps)
     with jax.numpy_dtype_promotion("standard"):  # which optax relies on
-        updates, of_optimizer = static.optimizer.update(gradients, state["optimizer"], weights)
+        updates, optimizer_state = static.optimizer.update(gradients, state["optimizer"], weights)
         weights = optax.apply_updates(weights, updates)
-    after = {"weights": weights, "optimizer": of_optimizer}
+    after = {"weights": weights, "optimizer": optimizer_state}
     if static.ema_decay is not None:
         after["ema"] = optax.incremental_update(weights, state["ema"], 1.0 - static.ema_decay)
-    metrics = {"loss": value, "gradient": optax.tree.norm(gradients), FINITE: _finite(after), **of_loss}
+    metrics = {"loss": value, "gradient": optax.tree.norm(gradients), FINITE: _is_finite(after), **loss_metrics}
     return jax.tree.map(constrain_to, after, static.specs), metrics
 
 
@@ -137,11 +137,11 @@ def loss_alone(
     static: TrainingStep, weights: Any, fixed: Fixed, batch: Any, number: Int[Array, ""]
 ) -> Float[Array, ""]:
     """Compute the loss of a step, for comparison."""
-    key = jax.random.fold_in(key_of(fixed.words), number)
+    key = jax.random.fold_in(key_of(fixed.seed_words), number)
     return static.loss(static.network(weights, fixed, key), batch, key)[0]
 
 
-def _finite(state: Any) -> Bool[Array, ""]:
+def _is_finite(state: Any) -> Bool[Array, ""]:
     """Return whether all numbers of a state are finite."""
     numbers = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.inexact)]
     return reduce(jnp.logical_and, [jnp.isfinite(x).all() for x in numbers])
@@ -165,15 +165,15 @@ def _spec(weight: Any) -> PartitionSpec:
     return weight.sharding.spec if isinstance(weight.sharding, NamedSharding) else PartitionSpec()
 
 
-def _like(optimizer: optax.GradientTransformation, weights: Any) -> Any:
+def _optimizer_specs(optimizer: optax.GradientTransformation, weights: Any) -> Any:
     """Return how an optimizer's state is sharded: what belongs to a weight as the weight is."""
 
-    def like(x: Any, weight: Any) -> Any:
+    def spec_of(x: Any, weight: Any) -> Any:
         if isinstance(x, optax.MaskedNode):  # a weight that another part of the optimizer has
             return x
         return _spec(weight) if x.shape == weight.shape and x.size > 1 else PartitionSpec()
 
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weights)
     state = jax.eval_shape(optimizer.init, shapes)
-    how = {"transform_non_params": lambda x: PartitionSpec(), "is_leaf": lambda x: isinstance(x, optax.MaskedNode)}
-    return optax.tree.map_params(optimizer, like, state, weights, **how)
+    options = {"transform_non_params": lambda x: PartitionSpec(), "is_leaf": lambda x: isinstance(x, optax.MaskedNode)}
+    return optax.tree.map_params(optimizer, spec_of, state, weights, **options)

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from wanjax.errors import written
+from wanjax.errors import write_errors
 from wanjax.stores.writing import writing
 
 METRICS = "metrics.jsonl"
@@ -28,22 +28,22 @@ class Metrics:
                         lines.append(line)
         with writing(self.file) as beside:
             beside.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        with written(folder / CURVES):
+        with write_errors(folder / CURVES):
             self._curves = _writer(folder / CURVES)
 
     def add(self, step: int, time: float, **values: float) -> None:
         """Write the values of a step, and the time at which it was done, in seconds since 1970."""
-        with written(self.file), self.file.open("a", encoding="utf-8") as file:
+        with write_errors(self.file), self.file.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **values, "time": round(time, 3)}) + "\n")
         if self._curves:
-            with written(self.file.with_name(CURVES)):
+            with write_errors(self.file.with_name(CURVES)):
                 for name, value in values.items():
                     self._curves.add_scalar(name, value, step, wall_time=time)
 
     def close(self) -> None:
         """End the writing of curves."""
         if self._curves:
-            with written(self.file.with_name(CURVES)):
+            with write_errors(self.file.with_name(CURVES)):
                 self._curves.close()
 
 

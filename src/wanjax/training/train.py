@@ -30,13 +30,21 @@ from wanjax.stores.writing import check_folder, writing
 from wanjax.training import adapters, clips
 from wanjax.training.batches import Batches
 from wanjax.training.config import TrainConfig
-from wanjax.training.data import KEPT, list_data
-from wanjax.training.latent_cache import NEGATIVE, LatentCache, Piece, described, identity_of, joined, load_text
+from wanjax.training.data import CACHE_FOLDER, list_data
+from wanjax.training.latent_cache import (
+    NEGATIVE,
+    EncodedClip,
+    LatentCache,
+    bucket_summaries,
+    clip_identity,
+    join_batch,
+    load_text,
+)
 from wanjax.training.loop import RATE, STEPS, NotFiniteError, Trainer
 from wanjax.training.objective import Batch, NoiseLevels, error, loss_of, settings_of
 from wanjax.training.optimizers import learning_rates, make_optimizer
 from wanjax.training.saving import save_checkpoint, save_lora
-from wanjax.training.step import FINITE, everything
+from wanjax.training.step import FINITE, all_parameters
 from wanjax.training.step_metrics import Metrics
 
 LORA, CHECKPOINT, SAMPLES, LOCK = "lora.safetensors", "checkpoint", "samples", "training.lock"
@@ -116,7 +124,7 @@ class Training:
 
     def encode(self) -> None:
         """Encode the clips and captions that were not encoded before, and free the encoders."""
-        folder = self.config.latent_cache or self.listing.folder / KEPT
+        folder = self.config.latent_cache or self.listing.folder / CACHE_FOLDER
         cache = LatentCache(Path(folder), self.pipe)
         pieces = cache.encode(self.listing, self.cutting, self.count)
         negative = self.pipe.defaults.negative_prompt
@@ -137,17 +145,17 @@ class Training:
             try_output(self.out / SAMPLES / "0.mp4", bucket.frames, size, self.settings.fps, {"prompt": prompt})
 
     @property
-    def sampled(self) -> Piece:
+    def sampled(self) -> EncodedClip:
         """The clip whose shape the samples have: the first that moves, or the first picture where none does."""
         return next((piece for piece in self.pieces if piece.bucket.frames > 1), self.pieces[0])
 
-    def _tell(self, pieces: list[Piece]) -> None:
+    def _tell(self, pieces: list[EncodedClip]) -> None:
         """Note what is trained on, and what was left out; warn of captions that were cut.
 
         The folder has a file of each list, which the notes may shorten.
         """
         listing = self.listing
-        self.note(f"{quantity(len(pieces), 'clip')}: {'; '.join(described(pieces))}")
+        self.note(f"{quantity(len(pieces), 'clip')}: {'; '.join(bucket_summaries(pieces))}")
         if listing.left_out:
             self.note(f"{len(listing.left_out)} left out: {_in_short(listing.left_out, self.out / LEFT_OUT)}")
         if listing.others:
@@ -199,10 +207,10 @@ class Training:
                 try:
                     return self._take_steps()
                 except NotFiniteError as error:
-                    if not (begun := self.trainer.begun) or error.of != begun:
+                    if not (start_step := self.trainer.start_step) or error.start_step != start_step:
                         raise
-                    self.note(f"nothing finite follows from the state of step {begun}: it goes on from one before")
-                    self.trainer.drop(begun)
+                    self.note(f"nothing finite follows from the state of step {start_step}: it goes on from one before")
+                    self.trainer.drop(start_step)
             del self.trainer  # or there would be two in memory
 
     def begin(self, name: str) -> None:
@@ -230,19 +238,19 @@ class Training:
             make_optimizer(config.optimizer, config.steps),
             self.folder,
             config.seed,
-            trained=everything if config.lora is None else adapters.is_factor,
+            trained=all_parameters if config.lora is None else adapters.is_factor,
             ema_decay=config.ema_decay,
             grad_accum_steps=config.grad_accum_steps,
             partitioner=pipe.partitioner,
             identity=self._identity(),
         )
-        self.metrics = Metrics(self.folder, self.trainer.begun)
+        self.metrics = Metrics(self.folder, self.trainer.start_step)
         self._measured: Validation | None = None
         self._pending: deque[tuple[int, float, Mapping[str, jax.Array]]] = deque()
 
     def _identity(self) -> dict[str, Any]:
         """Return everything on which the trained weights depend, as JSON."""
-        clips = [identity_of(piece) for piece in self.pieces]
+        clips = [clip_identity(piece) for piece in self.pieces]
         levels = asdict(self.levels[self.name])
         facts = {"model": self.pipe.defaults.model, "network": self.name, "dtype": self.pipe.defaults.dtype}
         facts |= {DIGESTS: self.pipe.components.metadata.get(DIGESTS, {})}
@@ -252,20 +260,20 @@ class Training:
 
     def _take_steps(self) -> None:
         """Train up to the last step, with samples and validation losses along the way."""
-        total, begun = self.config.steps, self.trainer.begun
-        if begun:
-            self.note(f"taken before: {begun} of {quantity(total, 'step')}")
-        if not begun:
+        total, start_step = self.config.steps, self.trainer.start_step
+        if start_step:
+            self.note(f"taken before: {start_step} of {quantity(total, 'step')}")
+        if not start_step:
             self._look(0)
-        elif begun < total and (changed := self.trainer.changed):
+        elif start_step < total and (changed := self.trainer.changed_settings):
             now = {STEPS: quantity(total, "step"), RATE: f"the learning rate {self.config.optimizer.learning_rate:g}"}
             changes = " and ".join(f"{now[name]} in place of {before:g}" for name, before in changed.items())
-            rate = digits(float(np.asarray(self.learning_rates(begun))))
+            rate = digits(float(np.asarray(self.learning_rates(start_step))))
             self.note(
                 f"{changes}: the learning rate is that of the {self.config.optimizer.lr_scheduler} schedule of "
-                f"{quantity(total, 'step')} from here on, {rate} at step {begun + 1}"
+                f"{quantity(total, 'step')} from here on, {rate} at step {start_step + 1}"
             )
-        self.count("step", begun, total)
+        self.count("step", start_step, total)
         try:
             self.trainer.run(total, self._draw, self._after, self.config.save_every)
         except KeyboardInterrupt:
@@ -277,7 +285,7 @@ class Training:
     def _draw(self, step: int, generator: np.random.Generator) -> Batch:
         del generator  # the batches have their own
         shown = self.batches.at(step)
-        latents, encoded = joined([(x.latents, x.text) for x in shown], self.pipe.architecture.encoded_type)
+        latents, encoded = join_batch([(x.latents, x.text) for x in shown], self.pipe.architecture.encoded_type)
         preserved = np.array([x.preserved for x in shown], np.float32) if self.batches.preserves else None
         return Batch(latents, encoded, preserved)
 
@@ -297,9 +305,9 @@ class Training:
             step, at, metrics = self._pending[0]
             values = {name: float(value) for name, value in metrics.items() if name != FINITE}
             if strange := [name for name, value in values.items() if not np.isfinite(value)]:
-                raise self.trainer.lost(strange[0], step, of=step - 1)
+                raise self.trainer.not_finite_error(strange[0], step, start_step=step - 1)
             if not metrics[FINITE]:
-                raise self.trainer.lost("state", step)
+                raise self.trainer.not_finite_error("state", step)
             self.metrics.add(step, at, **values, learning_rate=float(np.asarray(self.learning_rates(step - 1))))
             self._pending.popleft()
             if counts:
@@ -313,7 +321,7 @@ class Training:
         if self.held_out and (step % self.config.validation_every == 0 or last):
             value = self.validation_loss()
             if not np.isfinite(value):
-                raise self.trainer.lost("validation loss", step)
+                raise self.trainer.not_finite_error("validation loss", step)
             self.metrics.add(step, time.time(), validation_loss=value)
             self.note(f"step {step}: validation loss {digits(value)}")
         if self.config.sample_prompts and (step % self.config.sample_every == 0 or last):
@@ -325,7 +333,7 @@ class Training:
         if self._measured is None:  # one value for a network, so that the error is compiled once
             self._measured = Validation(graphdef, self.pipe, self.levels[self.name])
         for index, piece in enumerate(self.held_out):
-            latents, encoded = joined([(piece.latents, piece.text)], self.pipe.architecture.encoded_type)
+            latents, encoded = join_batch([(piece.latents, piece.text)], self.pipe.architecture.encoded_type)
             for level in range(LEVELS):
                 u = np.full((1,), (level + 0.5) / LEVELS, np.float32)
                 number = np.int32(index * LEVELS + level)
@@ -354,9 +362,9 @@ class Training:
             write_video(file, frames, self.settings.fps, {"prompt": prompt, "step": step, "seed": index})
         pipe.free()
 
-    def _sampled(self, piece: Piece, prompt: str) -> tuple[Any, dict[str, Any]]:
+    def _sampled(self, piece: EncodedClip, prompt: str) -> tuple[Any, dict[str, Any]]:
         """Return a sample's inputs, with the pictures of a clip, and its settings."""
-        latents, encoded = joined([(piece.latents, self.texts[prompt])], self.pipe.architecture.encoded_type)
+        latents, encoded = join_batch([(piece.latents, self.texts[prompt])], self.pipe.architecture.encoded_type)
         negative = {NEGATIVE + name: x for name, x in load_text(self.negative).items()}
         shape = settings_of(self.pipe, latents.shape)
         return encoded._replace(**negative), {"size": shape.size, "frames": shape.frames}
@@ -367,7 +375,9 @@ class Training:
         factors = adapters.factors_of(self.trainer.network(), self.network_info.rules, self.chosen)
         about = {"model": self.pipe.defaults.model, "step": self.trainer.step, "rank": self.config.lora.rank}
         about |= _learned(self.pipe)
-        save_lora(file, factors, self.config.lora, self.network_info, lora_format=self.config.lora_format, facts=about)
+        save_lora(
+            file, factors, self.config.lora, self.network_info, lora_format=self.config.lora_format, training_info=about
+        )
         return file
 
 

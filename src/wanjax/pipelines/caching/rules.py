@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 from jaxtyping import Float
 
-from wanjax.errors import SettingError, WanjaxError, shown
+from wanjax.errors import SettingError, WanjaxError, repr_short
 from wanjax.figures import quantity
 from wanjax.layers.stack import BlockCache
 from wanjax.pipelines.caching.cache_tables import Changes, Magnitudes, Tables
@@ -215,7 +215,7 @@ class TeaCache(CacheRule):
 
     def __post_init__(self) -> None:
         if self.mode not in (None, PLAIN):
-            raise WanjaxError(f"TeaCache has no mode {shown(self.mode)}: give {PLAIN}, or none")
+            raise WanjaxError(f"TeaCache has no mode {repr_short(self.mode)}: give {PLAIN}, or none")
         if self.threshold is not None and not 0 < self.threshold < math.inf:
             raise WanjaxError(f"the threshold of {self} is not a number above 0: 0.1 is usual")
 

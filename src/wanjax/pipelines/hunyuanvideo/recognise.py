@@ -22,7 +22,7 @@ from wanjax.checkpoints.layout import (
 from wanjax.checkpoints.readers import Exchanged, Renamed, Unfused
 from wanjax.checkpoints.unsupported import UnsupportedModels
 from wanjax.converters.hunyuanvideo import original
-from wanjax.errors import WanjaxError, shown
+from wanjax.errors import WanjaxError, repr_short
 
 TELLING = {  # tensors that only this component has: the authors' name, and that of diffusers
     "transformer": ("byt5_in.fc1.weight", "context_embedder_2.linear_1.weight"),
@@ -62,7 +62,7 @@ def language_model(reader: Reader, json: Mapping[str, Any]) -> RecognisedCompone
     """Return the language model from a checkpoint of all of Qwen2.5-VL, whose config.json is given."""
     inner = json.get("text_config", json)
     if not isinstance(inner, Mapping):
-        raise WanjaxError(f"the text encoder's config.json has text_config {shown(inner)}: write an object")
+        raise WanjaxError(f"the text encoder's config.json has text_config {repr_short(inner)}: write an object")
     text = {**inner, "architectures": ["Qwen2_5_VLTextModel"]}
     text.pop("vision_config", None)
     if json.get("model_type") == WHOLE:

@@ -16,7 +16,7 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
-from wanjax.errors import WanjaxError, shown
+from wanjax.errors import WanjaxError, repr_short
 
 KEY = "WANJAX_EXTEND_KEY"  # the variable with what the address wants to be shown
 MODEL = "default"  # servers of one model take any name
@@ -90,7 +90,7 @@ def check_address(url: str) -> None:
         valid = False
         parts = urlsplit("")
     if not valid or not url.isascii() or not url.isprintable() or " " in url:
-        raise WanjaxError(f"the address that extends prompts is given as {shown(url)}: {right}")
+        raise WanjaxError(f"the address that extends prompts is given as {repr_short(url)}: {right}")
     if parts.username or parts.password or parts.query or parts.fragment:
         raise WanjaxError(f"the address that extends prompts holds more than an address: {right}")
 
