@@ -366,7 +366,7 @@ MUTATIONS = (
     Mutation(
         "atomic-rename",
         "src/wanjax/stores/writing.py",
-        "            yield beside\n            beside.replace(path)\n",
+        "            yield partial_path\n            partial_path.replace(path)\n",
         "            yield path\n",
         "a run that is stopped leaves half of a video under its name",
         ("stores/test_writing.py",),
@@ -375,8 +375,8 @@ MUTATIONS = (
     Mutation(
         "loss",
         "src/wanjax/training/objective.py",
-        "return jnp.mean(jnp.square(predicted(network) - target))",
-        "return jnp.mean(jnp.abs(predicted(network) - target))",
+        "return jnp.mean(jnp.square(predict(network) - target))",
+        "return jnp.mean(jnp.abs(predict(network) - target))",
         "a training minimises another error than the reference's",
         ("parity/test_training.py::test_a_lora_step_is_torch_s",),
     ),
@@ -408,7 +408,7 @@ MUTATIONS = (
     Mutation(
         "caption-dropout",
         "src/wanjax/training/batches.py",
-        ".random(len(chosen)) < self.dropped",
+        ".random(len(clips)) < self.dropped",
         ".random(len(chosen)) >= self.dropped",
         "a training sees the captions that it was to drop, and drops the others",
         ("training/test_data.py::test_captions_are_dropped_at_their_rate",),
