@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.support.commands import refused, wanjax
 from wanjax.cli import main, many, planning, stages
-from wanjax.cli.defaults import recorded
+from wanjax.cli.defaults import recorded_parameters
 from wanjax.media.bounds import BOUNDS
 from wanjax.media.stage_files import CONFIG
 from wanjax.pipelines.video_metadata import DIGESTS
@@ -157,7 +157,17 @@ def toml_text(data: st.DataObject) -> None:
     check(*OWN, "--config", "my.toml")
 
 
-KEYS = [*sorted(recorded()), DIGESTS, "prompt", "size", "tiling", "revision", "param_dtype", "version", "devices"]
+KEYS = [
+    *sorted(recorded_parameters()),
+    DIGESTS,
+    "prompt",
+    "size",
+    "tiling",
+    "revision",
+    "param_dtype",
+    "version",
+    "devices",
+]
 
 
 def recorded_value(data: st.DataObject) -> None:

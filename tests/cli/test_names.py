@@ -88,7 +88,7 @@ def test_each_run_has_names_of_its_own(model, cached):
 
 @pytest.mark.usefixtures("_always_noon")
 def test_a_name_that_is_taken_is_numbered(cached):
-    made = [runs.new_run(partial(names.free_names, "A cat", 42)) for _ in range(3)]
+    made = [runs.create_run(partial(names.free_names, "A cat", 42)) for _ in range(3)]
     stems = ["a-cat-42-20300102-120000", "a-cat-42-20300102-120000-2", "a-cat-42-20300102-120000-3"]
     assert [run.folder for run in made] == [cached / stem for stem in stems]
     for run in made:
@@ -187,7 +187,7 @@ def _without_home(monkeypatch):
 def test_a_folder_that_cannot_be_written_is_replaced_by_a_temporary_one(tmp_path, cached):
     cached.parent.mkdir(parents=True)
     cached.write_text("a file")
-    with closing_run(runs.new_run(lambda: iter(["a"]))) as run:
+    with closing_run(runs.create_run(lambda: iter(["a"]))) as run:
         assert run.folder.is_dir()
         assert run.folder.is_relative_to(tmp_path)
     assert cached.read_text() == "a file"
@@ -203,7 +203,7 @@ def test_a_folder_that_cannot_be_locked_is_replaced_by_a_temporary_one(tmp_path,
         return FileLock(file, *told)
 
     monkeypatch.setattr(runs, "FileLock", without_locks)
-    with closing_run(runs.new_run(lambda: iter(["a"]))) as run:
+    with closing_run(runs.create_run(lambda: iter(["a"]))) as run:
         assert run.folder.parent.parent == tmp_path
     assert list(cached.iterdir()) == []
 
@@ -346,7 +346,7 @@ def test_a_folder_of_the_user_s_stays(model, cached):
 @pytest.mark.parametrize("name", ["stage2_state", "stage2_state_3", "stage2_state_pass_2", "stage2_state_3_pass_2"])
 def test_every_state_of_a_run_is_a_run_s(tmp_path, name):
     """Those of windows and of later passes too; nothing else goes with them."""
-    run = runs.new_run(lambda: iter(["a"]))
+    run = runs.create_run(lambda: iter(["a"]))
     state, other = run.folder / f"{name}.safetensors", run.folder / f"{name}.txt"
     state.touch()
     other.touch()

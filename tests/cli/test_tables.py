@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from tests.support.commands import succeeded
 from wanjax.cli import main
-from wanjax.cli.listing import listed
+from wanjax.cli.listing import listed_models
 from wanjax.cli.measuring import HEADINGS
 from wanjax.cli.planning import STAGE
 from wanjax.cli.tables import table
@@ -54,7 +54,7 @@ def test_the_models():
     lines = printed("models")
     assert max(map(len, lines)) <= NARROW
     whole = " ".join(" ".join(lines).split())
-    for model in listed().values():
+    for model in listed_models().values():
         shown = model["defaults"]
         text = " ".join(lines[lines.index(model["name"]) + 1 :][:5])
         for part in (
@@ -76,4 +76,4 @@ def test_what_made_a_video(tmp_path):
 
 def test_a_pipe_has_a_line_for_each_row():
     lines = succeeded(CliRunner(env={"COLUMNS": ""}).invoke(main, ["models"])).stdout.splitlines()
-    assert len(lines) == 1 + 2 * len(listed())
+    assert len(lines) == 1 + 2 * len(listed_models())

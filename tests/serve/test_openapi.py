@@ -16,7 +16,7 @@ from tests.serve.conftest import SMALL
 from tests.support.media import picture
 from tests.support.served import serving
 from wanjax.pipelines.settings import Settings, schema
-from wanjax.serve.app import NOT_OFFERED
+from wanjax.serve.app import UNSUPPORTED_ROUTES
 
 IMAGE = "data:image/png;base64," + base64.b64encode(picture()).decode()
 
@@ -50,7 +50,7 @@ def test_every_path_of_the_server_is_described(described):
              if hasattr(route, "methods") for method in route.methods - {"HEAD"}}  # fmt: skip
     told = {(path, method) for path, ways in document["paths"].items() for method in ways if method != "parameters"}
     page = {("/", "get"), ("/login", "post"), ("/openapi.json", "get")}
-    assert told == paths - page - {(path, "post") for path in NOT_OFFERED}
+    assert told == paths - page - {(path, "post") for path in UNSUPPORTED_ROUTES}
 
 
 def test_answers_are_as_described(described):

@@ -200,11 +200,11 @@ def generate(
     if original_metadata is not None:
         from wanjax.cli import remake
 
-        request, options, original_metadata = remake.completed(request, options, original_metadata)
+        request, options, original_metadata = remake.complete_from_record(request, options, original_metadata)
     from wanjax.cli import many, stages
     from wanjax.cli.extending import Extender, extended
 
-    extend = Extender.of(report, request, options, command)
+    extend = Extender.from_options(report, request, options, command)
     if command.prompts is None:
         request, extend = extended(request, extend), None
     if command.several:
@@ -241,7 +241,9 @@ def batch(
     from wanjax.cli import many
     from wanjax.cli.extending import Extender
 
-    many.generate(report, request, options, command, workers, by, Extender.of(report, request, options, command))
+    many.generate(
+        report, request, options, command, workers, by, Extender.from_options(report, request, options, command)
+    )
 
 
 @main.command()

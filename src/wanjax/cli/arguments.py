@@ -10,7 +10,7 @@ from difflib import get_close_matches
 import click
 from click.shell_completion import CompletionItem
 
-from wanjax.cli.listing import listed
+from wanjax.cli.listing import listed_models
 from wanjax.pipelines.other_names import RENAMED
 from wanjax.stores.paths import WEB_ADDRESS, download_advice, is_url
 
@@ -181,7 +181,9 @@ def check_extra(command: click.Command, ctx: click.Context, extra: Sequence[str]
     if ctx.resilient_parsing or not extra:
         return
     options = visible_options(command)
-    if "--model" in options and (model := next((x for x in [ctx.params.get("prompt"), *extra] if x in listed()), None)):
+    if "--model" in options and (
+        model := next((x for x in [ctx.params.get("prompt"), *extra] if x in listed_models()), None)
+    ):
         raise click.UsageError(
             f"{model} is a model: `{ctx.command_path} --model {model} ...` is the way to give one", ctx
         )
@@ -306,7 +308,7 @@ def complete_models(ctx: click.Context, parameter: click.Parameter, incomplete: 
     """Return the models that `wanjax models` lists; for a path, leave the completion to the shell."""
     if incomplete.startswith((".", "~")) or os.sep in incomplete:
         return complete_files(ctx, parameter, incomplete)
-    models = listed().items()
+    models = listed_models().items()
     return [CompletionItem(name, help=model["about"]) for name, model in models if name.startswith(incomplete)]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from wanjax.cli.listing import described, listed
+from wanjax.cli.listing import describe_model, listed_models
 from wanjax.cli.tables import folded, stdout_width, table
 from wanjax.media.inputs import INPUTS
 from wanjax.pipelines.settings import LOADED
@@ -17,7 +17,7 @@ MODELS = ("model", "transformer", "memory", "size", "frames", "steps", "guidance
 
 def show_model(model: str, as_json: bool) -> None:
     """Print what a model takes, its sizes and its recommended settings; read no weights."""
-    model_info = dict(described(model))
+    model_info = dict(describe_model(model))
     if as_json:
         click.echo(json.dumps(model_info, indent=2, ensure_ascii=False))
         return
@@ -44,7 +44,7 @@ def _option(picture: str) -> str:
 
 def show_models(as_json: bool) -> None:
     """Print the models as a table or as JSON."""
-    models = list(listed().values())
+    models = list(listed_models().values())
     if as_json:
         click.echo(json.dumps(models, indent=2, ensure_ascii=False))
         return

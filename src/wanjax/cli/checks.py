@@ -52,12 +52,12 @@ def check(ctx: click.Context, request: "VideoRequest | None") -> None:
     for model in [values[name] for name in MODELS if name in values]:
         listing.check_name(model)
         if request is not None and ctx.info_name in VIDEO and ctx.params.get("original_metadata") is None:
-            listing.check(model, request, whole=ctx.info_name in WHOLE and "prompts" not in values)
+            listing.check(model, request, is_complete=ctx.info_name in WHOLE and "prompts" not in values)
     for name in (*INPUTS, *OTHER_FILES):
         for file in values[name] if isinstance(values.get(name), tuple) else [values.get(name)]:
             check_file(file, f"give --{name.replace('_', '-')} a file that there is")
     _check_prompts(values.get("prompts"))
-    if ctx.info_name == "info" and not os.path.exists(values["file"]) and listing.named(values["file"]):
+    if ctx.info_name == "info" and not os.path.exists(values["file"]) and listing.find_model(values["file"]):
         raise WanjaxError(f"{values['file']} is a model, not a file: `wanjax models {values['file']}` describes it")
     if "chip" in values:
         _check_chip(values["chip"])

@@ -23,7 +23,7 @@ from wanjax.media.inputs import IMAGE, INPUTS, REFERENCES
 from wanjax.media.text_files import read_text
 from wanjax.pipelines.settings import read_size
 
-RIVALS = {
+OVERRIDES = {
     "size": ("height", "width"),
     "prompt": ("prompts",),
     "prompts": ("prompt",),
@@ -33,7 +33,7 @@ RIVALS = {
     "follow": ("sigmas",),
 }
 """Parameters that, where they are typed, take the place of others that come from a file."""
-BESIDE_THE_VIDEO = ("folder", "out", "force", "profile", "processes", "quiet", "verbose", "stats", "in_json")
+NOT_SHAPING = ("folder", "out", "force", "profile", "processes", "quiet", "verbose", "stats", "in_json")
 """Parameters that do not shape a video."""
 SAFE = "safe"
 CONFIG, RECORD = "wanjax.config", "wanjax.record"  # keys, in a command's context, of options from files
@@ -45,7 +45,7 @@ def files_recorded() -> dict[str, str]:
     return {name: f"{spec.option} FILE" for name, spec in INPUTS.items()} | others
 
 
-def recorded() -> set[str]:
+def recorded_parameters() -> set[str]:
     """Return the parameters of `generate` that a record gives. No file that is written is among them."""
     return {*SETTINGS, *files_recorded(), "scheduler", "attention", "mesh", "rules", "compiler", "batch_guidance"}
 
@@ -59,10 +59,10 @@ class Command(sections.Command):
 
     def take_inputs(self) -> None:
         """Give a command that has the options of all inputs those of registered families too."""
-        declared = [one for one in self.params if one not in self._inputs]
-        names = {one.name for one in declared}
-        more = [input_option(one) for name, one in INPUTS.items() if name not in names]
-        self._inputs = tuple(more) if {IMAGE.name, REFERENCES.name} <= names else ()
+        declared = [candidate for candidate in self.params if candidate not in self._inputs]
+        names = {candidate.name for candidate in declared}
+        command_table = [input_option(candidate) for name, candidate in INPUTS.items() if name not in names]
+        self._inputs = tuple(command_table) if {IMAGE.name, REFERENCES.name} <= names else ()
         self.params[:] = [*declared, *self._inputs]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -70,9 +70,14 @@ class Command(sections.Command):
         rest = super().parse_args(ctx, args)
         check_extra(self, ctx, rest)
         from_file = {name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.DEFAULT_MAP}
-        replaced = {rival for name, rivals in RIVALS.items() if is_typed(name, ctx) for rival in rivals}
-        one = "prompts" in replaced or ctx.params.get("prompts") is None  # each line of a list may name a video
-        if one and "video" in ctx.params and ctx.params["video"] is None:
+        replaced = {
+            overridden
+            for name, overridden_names in OVERRIDES.items()
+            if is_typed(name, ctx)
+            for overridden in overridden_names
+        }
+        candidate = "prompts" in replaced or ctx.params.get("prompts") is None  # each line of a list may name a video
+        if candidate and "video" in ctx.params and ctx.params["video"] is None:
             replaced.add("strength")  # that of a video to begin from
         ctx.params.update(dict.fromkeys(replaced & from_file))
         return rest
@@ -102,22 +107,22 @@ def read_config(ctx: click.Context, parameter: click.Parameter, file: str | None
     if file is not None and not ctx.resilient_parsing:
         check_file(Path(file).expanduser(), "give --config a TOML file that there is")
         ctx.meta[CONFIG] = _from_config(file, ctx)
-        _take(ctx)
+        _set_defaults(ctx)
 
 
 def find_metadata(ctx: click.Context, parameter: click.Parameter, file: str | None) -> dict[str, Any] | None:
     """Take the prompt and the options from the record of a video, which it returns."""
     if file is None or ctx.resilient_parsing:
         return None
-    record = _record_of(file)
-    parameters = [x for x in ctx.command.params if x.name in recorded() and record.get(x.name) is not None]
-    values = {x.name: _checked(file, x.name, record[x.name], x) for x in parameters}
+    record = _load_record(file)
+    parameters = [x for x in ctx.command.params if x.name in recorded_parameters() and record.get(x.name) is not None]
+    values = {x.name: _checked_value(file, x.name, record[x.name], x) for x in parameters}
     ctx.meta[RECORD] = {"compiler": SAFE, **values, "tile": "tiling" in record}  # the set that records do not name
-    _take(ctx)
+    _set_defaults(ctx)
     return record
 
 
-def _record_of(file: str) -> dict[str, Any]:
+def _load_record(file: str) -> dict[str, Any]:
     """Return the record of a video that is to be made again; raise WanjaxError where it does not name its model."""
     from wanjax.cli.runs import check_not_past  # imported late for a quick --help
     from wanjax.media import metadata
@@ -129,11 +134,11 @@ def _record_of(file: str) -> dict[str, Any]:
     return record
 
 
-def _take(ctx: click.Context) -> None:
+def _set_defaults(ctx: click.Context) -> None:
     """Make the options of the files click's defaults; beside a record, a TOML file cannot change the video."""
     options, record = ctx.meta.get(CONFIG, {}), ctx.meta.get(RECORD)
     if record is not None:
-        options = {name: value for name, value in options.items() if name in BESIDE_THE_VIDEO} | record
+        options = {name: value for name, value in options.items() if name in NOT_SHAPING} | record
     ctx.default_map = options
 
 
@@ -142,20 +147,20 @@ def _from_config(file: str, ctx: click.Context) -> dict[str, Any]:
     group, command = ctx.parent.command if ctx.parent else None, str(ctx.info_name)
     assert isinstance(group, click.Group)
     options_of = {name: _options(group.commands[name]) for name in group.list_commands(ctx)}
-    every = {key: option for name in (*reversed(options_of), command) for key, option in options_of[name].items()}
-    for key in (key for name in options_of for key in _of_one_video(group.commands[name])):
-        every.pop(key, None)
+    all_options = {key: option for name in (*reversed(options_of), command) for key, option in options_of[name].items()}
+    for key in (key for name in options_of for key in _argument_names(group.commands[name])):
+        all_options.pop(key, None)
     tables: dict[str, Any] = {}
     table = _table(file)
     for name in options_of.keys() & table.keys():
-        if not isinstance(more := table.pop(name), dict):
-            raise WanjaxError(f"{file} gives {name} as {more!r}: write a table of its options, [{name}]")
-        tables[name] = _named(f"{file}, in [{name}],", more, options_of[name])
-    for name in (key for key, value in table.items() if isinstance(value, dict) and key not in every):
-        near = [f"[{one}]" for one in get_close_matches(name, options_of, n=1) or options_of]
+        if not isinstance(command_table := table.pop(name), dict):
+            raise WanjaxError(f"{file} gives {name} as {command_table!r}: write a table of its options, [{name}]")
+        tables[name] = _parse_table(f"{file}, in [{name}],", command_table, options_of[name])
+    for name in (key for key, value in table.items() if isinstance(value, dict) and key not in all_options):
+        near = [f"[{candidate}]" for candidate in get_close_matches(name, options_of, n=1) or options_of]
         raise WanjaxError(f"{file} has the table {name!r}, which is no command: write {' or '.join(near)}")
     names = {option.name for option in options_of[command].values()}
-    shared = {name: value for name, value in _named(file, table, every).items() if name in names}
+    shared = {name: value for name, value in _parse_table(file, table, all_options).items() if name in names}
     return shared | tables.get(command, {})
 
 
@@ -168,21 +173,21 @@ def _table(file: str) -> dict[str, Any]:
 
 def _options(command: click.Command) -> dict[str, click.Option]:
     """Return the options that a file may give a command, by their names without dashes before them."""
-    named = {name[2:]: option for name, option in visible_options(command).items() if name.startswith("--")}
-    return {key: option for key, option in named.items() if key not in ("config", "from")}
+    by_name = {name[2:]: option for name, option in visible_options(command).items() if name.startswith("--")}
+    return {key: option for key, option in by_name.items() if key not in ("config", "from")}
 
 
-def _of_one_video(command: click.Command) -> list[str]:
+def _argument_names(command: click.Command) -> list[str]:
     """Return the names of a command's arguments that scripts gave as options: no file gives them to all commands."""
     hidden = [x for x in command.params if isinstance(x, click.Option) and x.hidden and not x.is_flag]
     arguments = {x.name for x in command.params if isinstance(x, click.Argument)}
     return [name[2:] for option in hidden for name in option.opts if name[2:] in arguments]
 
 
-def _named(place: str, table: Mapping[str, Any], options: Mapping[str, click.Option]) -> dict[str, Any]:
+def _parse_table(location: str, table: Mapping[str, Any], options: Mapping[str, click.Option]) -> dict[str, Any]:
     """Return the values of a table by the names of their parameters; a size as height and width.
 
-    `place` says in a message where the table stands.
+    `location` says in a message where the table stands.
     """
     values: dict[str, Any] = {}
     for key, value in table.items():
@@ -190,10 +195,10 @@ def _named(place: str, table: Mapping[str, Any], options: Mapping[str, click.Opt
         if name not in options:
             near = [ELSEWHERE[name]] if ELSEWHERE.get(name) in options else get_close_matches(name, options, n=1)
             raise WanjaxError(
-                f"{place} has {key!r}, which is no option there{f': did you mean {near[0]}?' if near else ''}"
+                f"{location} has {key!r}, which is no option there{f': did you mean {near[0]}?' if near else ''}"
             )
         option = options[name]
-        checked = _checked(place, key, value, option)
+        checked = _checked_value(location, key, value, option)
         if option.name == "size" and isinstance(size := read_size(checked), tuple):
             values |= zip(("height", "width"), size, strict=True)
         else:
@@ -201,25 +206,27 @@ def _named(place: str, table: Mapping[str, Any], options: Mapping[str, click.Opt
     return values
 
 
-def _checked(place: str, key: str, value: Any, parameter: click.Parameter) -> Any:
+def _checked_value(location: str, key: str, value: Any, parameter: click.Parameter) -> Any:
     """Return a parameter's value, a list where it may be given more than once; raise WanjaxError for another type."""
-    kinds: tuple[type, ...] = (str,)
-    right = "a text"
+    types: tuple[type, ...] = (str,)
+    expected = "a text"
     if getattr(parameter, "is_flag", False):
-        kinds, right = (bool,), "true or false"
+        types, expected = (bool,), "true or false"
     elif isinstance(parameter.type, click.types.IntParamType):
-        kinds, right = (int,), "a whole number"
+        types, expected = (int,), "a whole number"
     elif parameter.name == "seed":
-        kinds, right = (int, str), "a whole number or random"
+        types, expected = (int, str), "a whole number or random"
     elif isinstance(parameter.type, click.types.FloatParamType):
-        kinds, right = (int, float), "a number"
-    several = getattr(parameter, "multiple", False)
-    values = value if several and isinstance(value, list) else [value]
-    if any(type(one) not in kinds for one in values):
-        raise WanjaxError(f"{place} gives {key} as {value!r}: write {right}")
-    if any("\0" in one for one in values if isinstance(one, str)):  # which no file's name and no metadata holds
-        raise WanjaxError(f"{place} gives {key} as {value!r}: write a text without the character \\0")
-    return values if several else value
+        types, expected = (int, float), "a number"
+    is_multiple = getattr(parameter, "multiple", False)
+    values = value if is_multiple and isinstance(value, list) else [value]
+    if any(type(candidate) not in types for candidate in values):
+        raise WanjaxError(f"{location} gives {key} as {value!r}: write {expected}")
+    if any(
+        "\0" in candidate for candidate in values if isinstance(candidate, str)
+    ):  # which no file's name and no metadata holds
+        raise WanjaxError(f"{location} gives {key} as {value!r}: write a text without the character \\0")
+    return values if is_multiple else value
 
 
 config = of_file(

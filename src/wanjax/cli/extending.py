@@ -11,7 +11,7 @@ from wanjax.pipelines.text.prompt_extension import Extended, cleaned, extend_pro
 from wanjax.stores.paths import AnyPath, local_copy
 from wanjax.stores.writing import check_folder, writing
 
-KEPT = "extended_prompts.json"  # in the folder of many videos, so that a list that goes on asks nobody again
+CACHE_FILE = "extended_prompts.json"  # in the folder of many videos, so that a list that goes on asks nobody again
 
 
 class Extender:
@@ -21,7 +21,7 @@ class Extender:
         self.report, self.url, self.model, self.picture = report, url, model, picture
 
     @classmethod
-    def of(
+    def from_options(
         cls, report: Report, request: VideoRequest, options: PipelineOptions, command: CommandOptions
     ) -> "Extender | None":
         """Return what extends the prompts of a command, None where no address is given.
@@ -31,8 +31,8 @@ class Extender:
         """
         if command.extend_prompt is None:
             if (model := command.extend_model) is not None:
-                fault = f"--extend-model {model} is given without --extend-prompt, the address that has it"
-                raise WanjaxError(fault)
+                problem = f"--extend-model {model} is given without --extend-prompt, the address that has it"
+                raise WanjaxError(problem)
             return None
         if options.processes:
             raise WanjaxError("--extend-prompt is for one process: each of several would be answered another prompt")
@@ -47,16 +47,16 @@ class Extender:
     def all_of(self, prompts: list[str], folder: AnyPath) -> list[Extended]:
         """Return the extended prompts of a list; those that the folder keeps are not asked for again."""
         check_folder(folder)
-        file, extended_prompts = folder / KEPT, []
-        saved = _kept(file)
+        file, extended_prompts = folder / CACHE_FILE, []
+        saved = _read_cache(file)
         with self.report.stage("extend", at_once=True):
             for done, prompt in enumerate(prompts):
                 self.report.count("prompt", done, len(prompts))
                 name = f"{self.model or ''} {'picture' if self.picture else 'text'}: {prompt}"
                 if name not in saved:
                     saved[name] = self(prompt)
-                    with writing(file) as beside:
-                        beside.write_text(json.dumps(saved, indent=2, ensure_ascii=False), encoding="utf-8")
+                    with writing(file) as partial_path:
+                        partial_path.write_text(json.dumps(saved, indent=2, ensure_ascii=False), encoding="utf-8")
                 extended_prompts.append(Extended(saved[name], prompt))
             self.report.count("prompt", len(prompts), len(prompts))
         return extended_prompts
@@ -73,7 +73,7 @@ def extended(request: VideoRequest, extend: Extender | None) -> VideoRequest:
     return request.updated(settings | ({"then": "\n".join(then)} if then else {}))
 
 
-def _kept(file: AnyPath) -> dict[str, str]:
+def _read_cache(file: AnyPath) -> dict[str, str]:
     """Return the extended prompts that a file keeps; none where it cannot be read as such."""
     try:
         with local_copy(file) as copy:

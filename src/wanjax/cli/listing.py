@@ -25,55 +25,58 @@ FILE = "models.json"
 
 
 @cache
-def _shipped() -> Mapping[str, Mapping[str, Any]]:
+def _packaged_models() -> Mapping[str, Mapping[str, Any]]:
     return {model["name"]: model for model in json.loads((files("wanjax.cli") / FILE).read_text(encoding="utf-8"))}
 
 
-def listed() -> Mapping[str, Mapping[str, Any]]:
+def listed_models() -> Mapping[str, Mapping[str, Any]]:
     """Return the models known by name, as `registry.describe` tells them.
 
     Beside those that ship in the listing, there are those of families that were registered in this process.
     """
     if (registry := sys.modules.get("wanjax.registry")) is None:
-        return _shipped()
-    more = registry.presets().keys() - _shipped().keys()
-    return {**_shipped(), **{name: registry.describe(name) for name in registry.presets() if name in more}}
+        return _packaged_models()
+    registered = registry.presets().keys() - _packaged_models().keys()
+    return {
+        **_packaged_models(),
+        **{name: registry.describe(name) for name in registry.presets() if name in registered},
+    }
 
 
-def named(model: str) -> Mapping[str, Any] | None:
+def find_model(model: str) -> Mapping[str, Any] | None:
     """Return what is listed of a model, which may be named by its repository; None where it is not listed."""
-    if (listed_model := listed().get(model)) is not None:
+    if (listed_model := listed_models().get(model)) is not None:
         return listed_model
-    bare = "/" not in model and not os.path.exists(model)
-    for each in listed().values():
-        ids = each.get("ids", ())
-        if model in ids or (bare and model in [one.rpartition("/")[2] for one in ids if one.count("/") == 1]):
-            return each
+    is_bare_name = "/" not in model and not os.path.exists(model)
+    for entry in listed_models().values():
+        ids = entry.get("ids", ())
+        if model in ids or (is_bare_name and model in [id.rpartition("/")[2] for id in ids if id.count("/") == 1]):
+            return entry
     return None
 
 
 def check_name(model: str) -> None:
     """Raise WanjaxError where a name is neither that of a model, nor a folder, nor can be an id on the hub."""
-    if named(model) is not None or is_url(model) or os.path.exists(Path(model).expanduser()):
+    if find_model(model) is not None or is_url(model) or os.path.exists(Path(model).expanduser()):
         return
     if "/" not in model:
-        raise WanjaxError(unknown_model(model, listed()))
+        raise WanjaxError(unknown_model(model, listed_models()))
     from wanjax.checkpoints.hub import HUB_FILE, is_here  # imported late: it needs NumPy
 
     if not (HUB_FILE.fullmatch(model) and Path(model).suffix):
         is_here(model)
 
 
-def described(model: str) -> Mapping[str, Any]:
+def describe_model(model: str) -> Mapping[str, Any]:
     """Return what `registry.describe` tells of a model, which is asked for one that is not listed."""
-    if model in listed():
-        return listed()[model]
+    if model in listed_models():
+        return listed_models()[model]
     from wanjax import registry  # imported late: it needs JAX
 
     return registry.describe(model)
 
 
-def check(model: str, request: "VideoRequest", *, whole: bool = False) -> None:
+def check(model: str, request: "VideoRequest", *, is_complete: bool = False) -> None:
     """Raise WanjaxError for settings and inputs that a listed model does not take, before anything is imported.
 
     What it lets pass is checked again, with the model's own rules, when its pipeline is there.
@@ -81,9 +84,9 @@ def check(model: str, request: "VideoRequest", *, whole: bool = False) -> None:
     Args:
         model: The model.
         request: The request.
-        whole: Whether it has all that a video is made from, so that an input that the model needs is missed.
+        is_complete: Whether it has all that a video is made from, so that an input that the model needs is missed.
     """
-    if (listed_model := named(model)) is None:
+    if (listed_model := find_model(model)) is None:
         return
     defaults, settings = listed_model["defaults"], request.settings
     for name in settings:
@@ -94,7 +97,9 @@ def check(model: str, request: "VideoRequest", *, whole: bool = False) -> None:
         texts = listed_model["sizes"].items()
         shape |= sides(size, {name: (int(h), int(w)) for name, text in texts for w, h in [text.split("x")]})
     check_shape(**shape, spatial=listed_model["grid"], temporal=listed_model["frames_step"])
-    specs = [INPUTS[name]._replace(required=whole and name in listed_model["needs"]) for name in listed_model["takes"]]
+    specs = [
+        INPUTS[name]._replace(required=is_complete and name in listed_model["needs"]) for name in listed_model["takes"]
+    ]
     check_inputs(
         [name for name in INPUTS if request.inputs.get(name)], listed_model["name"], listed_model["task"], specs
     )

@@ -387,7 +387,7 @@ def _valid_requests(
     valid = []
     for request in requests:
         try:
-            listing.check(model, request.under(options), whole=True)
+            listing.check(model, request.under(options), is_complete=True)
         except WanjaxError as error:
             row_errors.add(request.row, error)
         else:

@@ -92,7 +92,7 @@ PROMPTS = (
     "a green triangle staying still",
     "a yellow cross moving up",
 )
-MOST = 4  # prompts, where none are given
+MAX_PROMPTS = 4  # prompts, where none are given
 
 
 def calibrate(report: Report, request: VideoRequest, options: PipelineOptions, texts: Sequence[str]) -> None:
@@ -102,28 +102,28 @@ def calibrate(report: Report, request: VideoRequest, options: PipelineOptions, t
     file, runs = measured_file(registry.tables_key(model)), []
     pipe.architecture.spec.check_whole(model, "calibrating")
     check_folder(file.parent)
-    chosen = texts or suited(model)
+    prompts = texts or suitable_prompts(model)
     pictures, complete = pipe.prepare(**request.inputs, **request.settings)
-    for number, prompt in enumerate(chosen, 1):
-        report.note(f"prompt {number} of {len(chosen)}: {prompt}")
-        runs.append(_measured(report, pipe, pictures, complete.updated({"prompt": prompt})))
+    for number, prompt in enumerate(prompts, 1):
+        report.note(f"prompt {number} of {len(prompts)}: {prompt}")
+        runs.append(_measure_prompt(report, pipe, pictures, complete.updated({"prompt": prompt})))
     tables = tables_from(runs)
-    origin = {"model": model, "steps": complete.steps, "prompts": list(chosen)}
-    with writing(file) as beside:
-        beside.write_text(json.dumps(to_json(tables) | origin) + "\n", encoding="utf-8")
+    origin = {"model": model, "steps": complete.steps, "prompts": list(prompts)}
+    with writing(file) as partial_path:
+        partial_path.write_text(json.dumps(to_json(tables) | origin) + "\n", encoding="utf-8")
     for rule in (MagCache(), TeaCache()):
         count = reused_steps(rule, tables, runs[0])
         report.note(f"steps that reuse what another kept with --cache {rule.name}: {count} of {complete.steps}")
     report.note(f"the tables are in {file}")
 
 
-def suited(model: str) -> list[str]:
+def suitable_prompts(model: str) -> list[str]:
     """Return prompts whose words a model knows."""
     domain = domain_of(model)
-    return [prompt for prompt in PROMPTS if domain is None or not domain.unknown(prompt)][:MOST]
+    return [prompt for prompt in PROMPTS if domain is None or not domain.unknown(prompt)][:MAX_PROMPTS]
 
 
-def _measured(report: Report, pipe: Any, pictures: Any, settings: Any) -> Measured:
+def _measure_prompt(report: Report, pipe: Any, pictures: Any, settings: Any) -> Measured:
     with report.stage("encode"):
         encoded = pipe.encode_prompts(settings.prompt, settings.negative_prompt, follow=settings.follow)
         encoded = encoded._replace(**pipe.architecture.encode_inputs(pipe.runtime, pictures, settings))

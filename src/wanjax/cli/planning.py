@@ -252,7 +252,7 @@ def _fill(report: Report, request: VideoRequest, options: PipelineOptions, place
         raise WanjaxError("--chip describes all processes of a slice: one compiles for them, without --processes")
     check_compiler()
     jax.config.update("jax_platforms", "cpu")
-    init_distributed(report, None, described="tpu")
+    init_distributed(report, None, platform_name="tpu")
     if current() is None:
         raise WanjaxError(f"--chip {place.name} fills a cache for other machines: --compile-cache names it")
     os.environ.update(ENVIRONMENT)  # before libtpu is loaded

@@ -13,10 +13,10 @@ from wanjax.jobs.multihost import is_first, join
 from wanjax.sharding import platform
 
 
-def init_distributed(report: Report, processes: str | None, *, described: str | None = None) -> None:
+def init_distributed(report: Report, processes: str | None, *, platform_name: str | None = None) -> None:
     """Join the other processes, if any. Only the first process reports.
 
-    `described` is the platform of devices that are described, if programs are compiled for such.
+    `platform_name` is the platform of devices that are described, if programs are compiled for such.
 
     Executables are kept for other processes where all code in this one is that of the installed packages, unless the
     user chose a folder for JAX's cache, or a shared place, in which all programs are then found.
@@ -24,7 +24,7 @@ def init_distributed(report: Report, processes: str | None, *, described: str | 
     join(processes)
     platform()  # a mistake in JAX_PLATFORMS is told here, before anything else asks for devices
     context = click.get_current_context(silent=True)
-    use_shared(**(context.meta.get(COMPILE_CACHE, {}) if context else {}), platform=described)
+    use_shared(**(context.meta.get(COMPILE_CACHE, {}) if context else {}), platform=platform_name)
     if report.owns_process and compile_cache_folder() is None:
         EXECUTE.executables = user_executables()
     report.muted = not is_first()

@@ -24,7 +24,7 @@ from wanjax.stores.paths import AnyPath
 DIGEST = re.compile(r"sha256 [0-9a-f]+$")  # of what was given as an array
 
 
-def completed(
+def complete_from_record(
     request: VideoRequest, options: PipelineOptions, record: Mapping[str, Any]
 ) -> tuple[VideoRequest, PipelineOptions, Mapping[str, Any] | None]:
     """Return a request and options with those parts of a record for which there is no option.
@@ -35,8 +35,8 @@ def completed(
     Raises:
         WanjaxError: A file that the video was made from is gone or another one, and none is given.
     """
-    request = with_original(request, record)
-    check_files(record, taken_from(files_recorded()))
+    request = with_original_prompt(request, record)
+    check_files(record, parameters_from_record(files_recorded()))
     if options.model != record["model"]:  # its own solver is the record's
         return request if is_typed("scheduler") else replace(request, scheduler=None), options, None
     loading_options: dict[str, Any] = {
@@ -47,13 +47,13 @@ def completed(
     return request, options._replace(**loading_options), record
 
 
-def taken_from(names: Iterable[str]) -> list[str]:
+def parameters_from_record(names: Iterable[str]) -> list[str]:
     """Return those of some parameters of the command that runs whose values come from a record."""
     values = click.get_current_context().params
     return [name for name in names if values.get(name) and not is_typed(name)]
 
 
-def with_original(request: VideoRequest, record: Mapping[str, Any]) -> VideoRequest:
+def with_original_prompt(request: VideoRequest, record: Mapping[str, Any]) -> VideoRequest:
     """Return a request with what was asked for, where its prompt is that of a record which tells it."""
     original = record.get("original_prompt")
     if request.settings.get("prompt") == record.get("prompt") and isinstance(original, str) and original:
@@ -61,10 +61,10 @@ def with_original(request: VideoRequest, record: Mapping[str, Any]) -> VideoRequ
     return request
 
 
-def differences(record: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
+def differences(record: Mapping[str, Any], current: Mapping[str, Any]) -> str | None:
     """Return a sentence on what may change a video's last digits: another version or other devices."""
     version, devices = (record.get(name, "unknown") for name in ("version", "devices"))
-    if (version, devices) == (here["version"], here["devices"]):
+    if (version, devices) == (current["version"], current["devices"]):
         return None
     return f"the video was made by wanjax {version} on {devices}: here it may differ in its last digits"
 
@@ -79,9 +79,9 @@ def check_files(record: Mapping[str, Any], names: Iterable[str]) -> None:
         if name == "model" and (model := str(record.get(name))) in registry.presets() and model not in digests:
             continue
         paths = paths_of(record, [name])
-        for path in [*paths, *_others(paths, digests)] if name == "model" else paths:
-            here = isinstance(path, Path) and (path.is_absolute() or os.path.exists(path))
-            if not here and name in ("model", "lora") and not _is_name_alone(path):  # on the hub, or in a store
+        for path in [*paths, *_companions(paths, digests)] if name == "model" else paths:
+            current = isinstance(path, Path) and (path.is_absolute() or os.path.exists(path))
+            if not current and name in ("model", "lora") and not _is_name_alone(path):  # on the hub, or in a store
                 continue
             if why := _changed(path, digests.get(str(path))):
                 raise WanjaxError(
@@ -108,24 +108,24 @@ def _is_name_alone(path: AnyPath) -> bool:
     return isinstance(path, Path) and len(path.parts) == 1 and not path.is_absolute()
 
 
-def _others(paths: Iterable[AnyPath], digests: Mapping[str, Any]) -> list[Path]:
+def _companions(paths: Iterable[AnyPath], digests: Mapping[str, Any]) -> list[Path]:
     """Return the files that belong to those of a model and of which there are digests."""
     files = [path for path in paths if isinstance(path, Path)]
     others = [path.with_name(name) for path in files for name in registry.companion_files(path.name)]
     return [path for path in others if str(path) in digests]
 
 
-def check_loaded(record: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+def check_loaded(record: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Raise WanjaxError where a LoRA on the hub, or the table of a step cache, is another one than a record tells.
 
-    `here` is the record of the video as it would be made now.
+    `current` is the record of the video as it would be made now.
     """
-    recorded, now = file_digests(record), file_digests(here)
-    named = [("lora", str(path)) for path in paths_of(record, ["lora"])] + [(TABLE, TABLE)]
-    for option, name in named:
-        if not is_typed(option) and name in recorded and name in now and recorded[name] != now[name]:
-            what = "the table of its cache" if option == TABLE else name
-            raise WanjaxError(f"the video was made with {what}, which is another one now: --{option} gives one")
+    recorded, digests = file_digests(record), file_digests(current)
+    entries = [("lora", str(path)) for path in paths_of(record, ["lora"])] + [(TABLE, TABLE)]
+    for option, name in entries:
+        if not is_typed(option) and name in recorded and name in digests and recorded[name] != digests[name]:
+            subject = "the table of its cache" if option == TABLE else name
+            raise WanjaxError(f"the video was made with {subject}, which is another one now: --{option} gives one")
 
 
 def _tiling(recorded: Mapping[str, Any]) -> Tiling:
@@ -134,7 +134,7 @@ def _tiling(recorded: Mapping[str, Any]) -> Tiling:
     for name, x in recorded.items():
         if isinstance(x, list) and len(x) == 2:  # a pair, in JSON
             pairs[name] = tuple(x)
-    each = [one for x in pairs.values() for one in (x if isinstance(x, tuple) else (x,))]
-    if recorded.keys() != {*Tiling._fields} or not all(type(x) is int and x > 0 for x in each):
+    values = [value for x in pairs.values() for value in (x if isinstance(x, tuple) else (x,))]
+    if recorded.keys() != {*Tiling._fields} or not all(type(x) is int and x > 0 for x in values):
         raise WanjaxError(f"the record gives the tiling as {dict(recorded)}: write a size and a stride")
     return Tiling(**pairs)

@@ -74,10 +74,14 @@ def generate(
     server = Server(at)
     offered = server.model(options.model if is_given("model") else None)
     if original_metadata is not None:
-        from wanjax.cli.remake import check_files, taken_from, with_original  # imported late: they need JAX
+        from wanjax.cli.remake import (  # imported late: they need JAX
+            check_files,
+            parameters_from_record,
+            with_original_prompt,
+        )
 
-        request = with_original(request, original_metadata)
-        check_files(original_metadata, taken_from(INPUTS))
+        request = with_original_prompt(request, original_metadata)
+        check_files(original_metadata, parameters_from_record(INPUTS))
         if not is_typed("compiler"):
             options = options._replace(compiler=None)  # it decides the last digits alone
     for name in filter(is_given, HERE):

@@ -23,12 +23,12 @@ FILES = re.compile(
     r"generation_config\.json|stage1_embeddings\.safetensors|stage2_(latents|state(_\d+)?(_pass_\d+)?)\.safetensors|preview\.png"
 )
 """The files of a run's stages. No other is removed."""
-LONGEST = 14 * 24 * 3600.0  # seconds that the files of a stopped run are kept
-LARGEST = 20 * 10**9  # bytes of all of them
+MAX_AGE = 14 * 24 * 3600.0  # seconds that the files of a stopped run are kept
+MAX_TOTAL_BYTES = 20 * 10**9  # bytes of all of them
 TEMPORARY = "wanjax-run-"
 
 
-def new_run(names: Callable[[], Iterator[str]]) -> "HeldRun":
+def create_run(names: Callable[[], Iterator[str]]) -> "HeldRun":
     """Make a folder with the first of the names that is free, and take it.
 
     It is in the user's cache, or a temporary one where that has no room, or can be neither written nor locked.
@@ -36,11 +36,11 @@ def new_run(names: Callable[[], Iterator[str]]) -> "HeldRun":
     if (runs := _cached_runs()) is not None:
         with suppress(WanjaxError):
             check_folder(runs)
-            return _made(runs, names())
-    return _made(Path(tempfile.mkdtemp(prefix=TEMPORARY)), names())
+            return _create_run(runs, names())
+    return _create_run(Path(tempfile.mkdtemp(prefix=TEMPORARY)), names())
 
 
-def _made(parent: Path, names: Iterator[str]) -> "HeldRun":
+def _create_run(parent: Path, names: Iterator[str]) -> "HeldRun":
     for name in names:
         folder = parent / name
         with write_errors(folder), suppress(FileExistsError):
@@ -64,7 +64,7 @@ def check_not_past(folder: Path) -> None:
         raise WanjaxError(f"{folder} is gone: its run has written its video, or was cleaned away after 14 days")
 
 
-def is_of_a_run(folder: Path) -> bool:
+def is_run_folder(folder: Path) -> bool:
     """Return whether a folder was made by `generate`, not named by a user."""
     folder = folder.absolute()
     parent = folder.parent
@@ -78,31 +78,31 @@ class HeldRun:
     def __init__(self, folder: Path):
         """Take the lock. Raises WanjaxError if another process has it."""
         self.folder = folder
-        self._hold = FileLock(folder / LOCK, "run", "--dir")
+        self._lock = FileLock(folder / LOCK, "run", "--dir")
         if not (folder / LOCK).exists():  # it went before this process had the lock
-            self._hold.close()
+            self._lock.close()
             raise WanjaxError(f"{folder} was removed, because its run is complete or too old: make the video again")
 
     def close(self, *, done: bool) -> None:
         """Let go of the folder, and remove its files if the run is `done`; in any case the folder if it has none."""
         if done:
             for file in _files(self.folder):
-                if _is_ours(file.name):
+                if _is_stage_file(file.name):
                     with suppress(OSError):
                         file.unlink()
         if all(file.name.startswith(LOCK) for file in _files(self.folder)):  # SQLite may have one beside it
             try:  # while it is held, or another process could take the lock of a file that goes
                 (self.folder / LOCK).unlink(missing_ok=True)
             except OSError:  # as on Windows, which removes no open file
-                self._hold.close()
+                self._lock.close()
                 with suppress(OSError):
                     (self.folder / LOCK).unlink(missing_ok=True)
-            self._hold.close()
+            self._lock.close()
             with suppress(OSError):
                 self.folder.rmdir()
                 if self.folder.parent.name.startswith(TEMPORARY):
                     self.folder.parent.rmdir()
-        self._hold.close()
+        self._lock.close()
 
 
 def sweep(*, but: Path | None = None) -> None:
@@ -118,13 +118,13 @@ def sweep(*, but: Path | None = None) -> None:
             if folder.is_symlink() or not (folder / LOCK).is_file():
                 continue
             with suppress(OSError):  # another command removes it
-                stats = [file.stat() for file in _files(folder) if _is_ours(file.name)]
+                stats = [file.stat() for file in _files(folder) if _is_stage_file(file.name)]
                 used = max((each.st_mtime for each in stats), default=folder.stat().st_mtime)
                 stopped.append((used, sum(each.st_size for each in stats), folder))
     wanted = but and but.absolute()
     total = sum(size for _, size, _ in stopped)
     for used, size, folder in sorted(stopped):
-        if folder != wanted and (time.time() - used > LONGEST or (size and total > LARGEST)):
+        if folder != wanted and (time.time() - used > MAX_AGE or (size and total > MAX_TOTAL_BYTES)):
             with suppress(OSError, WanjaxError):  # it is in use, or another user's
                 HeldRun(folder).close(done=True)
                 total -= size
@@ -137,7 +137,7 @@ def _files(folder: Path) -> list[Path]:
         return []
 
 
-def _is_ours(name: str) -> bool:
+def _is_stage_file(name: str) -> bool:
     """Return whether a name is that of a stage's file, or of one that a killed process did not complete."""
     left = LEFTOVER.fullmatch(name)
     return FILES.fullmatch(left["name"] if left else name) is not None

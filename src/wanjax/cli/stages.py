@@ -28,7 +28,7 @@ from wanjax.cli.processes import init_distributed
 from wanjax.cli.profile import StepProfile
 from wanjax.cli.remake import check_files, check_loaded, differences
 from wanjax.cli.report import Report
-from wanjax.cli.runs import HeldRun, is_of_a_run, new_run
+from wanjax.cli.runs import HeldRun, create_run, is_run_folder
 from wanjax.errors import WanjaxError, WriteError
 from wanjax.execution import EXECUTE, Instance
 from wanjax.figures import digits, duration, in_bytes, quantity
@@ -279,14 +279,14 @@ class VideoCommand:
             self.is_new = folder is not None and not folder.exists()
             video_files.check_output(out or str((folder or VIDEOS) / stage_files.VIDEO), self.settings.length)
         if folder is not None:
-            if is_first() and is_of_a_run(folder):
+            if is_first() and is_run_folder(folder):
                 self.held = HeldRun(folder)
             elif is_first():
                 check_folder(folder)
             return folder, out or str(folder / stage_files.VIDEO)
         names = partial(free_names, self.settings.prompt, self.settings.seed)
         if is_first():
-            self.held = new_run(names)
+            self.held = create_run(names)
         folder = self.held.folder if self.held else Path(next(names()))  # other processes write nothing
         return folder, out or str(video_named(folder.name))
 

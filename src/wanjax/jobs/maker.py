@@ -172,7 +172,7 @@ class VideoMaker:
             request = request.timed(self.pipe.defaults.fps, self.pipe.architecture.vae.temporal_factor)
             groups.setdefault(digest_of(request), []).append(request)
         row_errors = row_errors or RowErrors()
-        tasks = [task for requests in groups.values() for task in self._tasks_of_run(requests, row_errors)]
+        tasks = [task for group in groups.values() for task in self._tasks_of_run(group, row_errors)]
         row_errors.raise_if_any()
         return tasks
 

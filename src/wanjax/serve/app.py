@@ -56,8 +56,8 @@ PAGE = files("wanjax.serve") / "page"
 FIELDS, FILES = 64, 12  # of a form
 FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
 BODY_SECONDS = 60.0  # in which a request has to arrive
-BROKE = "failed"  # a server whose only worker ended
-AWAY = "the database of videos is out of reach for a while: try again later"
+WORKER_FAILED = "failed"  # a server whose only worker ended
+DATABASE_UNAVAILABLE = "the database of videos is out of reach for a while: try again later"
 T = TypeVar("T")
 logger = logging.getLogger("wanjax.serve")
 CONTENT: dict[str, tuple[str, str | None]] = {
@@ -65,9 +65,9 @@ CONTENT: dict[str, tuple[str, str | None]] = {
     "thumbnail": (THUMBNAIL, "image/webp"),
     "preview": (PREVIEW, "image/png"),
 }
-NOT_OFFERED = ("/v1/videos/{id}/remix", "/v1/videos/edits", "/v1/videos/extensions", "/v1/videos/characters")
+UNSUPPORTED_ROUTES = ("/v1/videos/{id}/remix", "/v1/videos/edits", "/v1/videos/extensions", "/v1/videos/characters")
 """Requests of OpenAI's videos API that have no counterpart here."""
-BY_WORKER = [name for name in LOADED if name != "model"]  # settings that whoever loads the model decides
+WORKER_SETTINGS = [name for name in LOADED if name != "model"]  # settings that whoever loads the model decides
 RESULTS = ("video", "thumbnail")  # of which there are whole ones alone
 
 
@@ -131,7 +131,7 @@ class Service:
             Route("/v1/videos/{id}/content", self.content, methods=["GET"]),
             Route("/v1/videos/{id}/record", self.metadata, methods=["GET"]),
             Route("/v1/videos/{id}/events", self.events, methods=["GET"]),
-            *(Route(path, self.not_offered, methods=["POST"]) for path in NOT_OFFERED),
+            *(Route(path, self.not_offered, methods=["POST"]) for path in UNSUPPORTED_ROUTES),
             Route("/v1/events", self.events, methods=["GET"]),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/login", self.login, methods=["POST"]),
@@ -143,10 +143,10 @@ class Service:
         ]
         handlers: dict[Any, Callable[..., Any]] = {
             HTTPException: lambda request, error: refusal(error.status_code, error.detail),
-            WanjaxError: self._refused,
+            WanjaxError: self._error_response,
             QueueFull: lambda request, error: refusal(429, str(error), "queue_full", retry_after="5"),
             ClosedError: lambda request, error: refusal(503, str(error), "ending", retry_after="30"),
-            Unavailable: lambda request, error: refusal(503, AWAY, "away", retry_after="5"),
+            Unavailable: lambda request, error: refusal(503, DATABASE_UNAVAILABLE, "away", retry_after="5"),
             NotFound: lambda request, error: refusal(404, str(error), "not_found"),
             ClientDisconnect: lambda request, error: Response(status_code=400),
             Exception: lambda request, error: refusal(500, UNEXPECTED, "internal"),
@@ -157,7 +157,7 @@ class Service:
         guard.application.state.guard = guard  # pyright: ignore[reportFunctionMemberAccess]
         return guard
 
-    def _refused(self, request: Request, error: Exception) -> Response:
+    def _error_response(self, request: Request, error: Exception) -> Response:
         """Answer an error that is told in a sentence."""
         fault = fault_of(error, [self.folder, *self.served.folders])
         if fault.is_ours:
@@ -191,9 +191,9 @@ class Service:
             return self.store.add(self._complete(new, request, {}), limit=self.limits.queue)
         arriving = self.store.add(new, arriving=True)  # so that a server that is killed leaves no folder for ever
         try:
-            with new_folder(self.folder / id) as here:
-                saved = uploads.save_pictures(uploaded, uploads.inputs_of(pipe), here, self.limits)
-                new = self._complete(new, replace(request, inputs=saved), paths_of(saved, here))
+            with new_folder(self.folder / id) as folder_path:
+                saved = uploads.save_pictures(uploaded, uploads.inputs_of(pipe), folder_path, self.limits)
+                new = self._complete(new, replace(request, inputs=saved), paths_of(saved, folder_path))
             return self.store.add(new, limit=self.limits.queue)
         except BaseException:
             with suppress(WanjaxError, NotFound):
@@ -204,7 +204,7 @@ class Service:
     def _complete(self, new: NewJob, request: VideoRequest, files: Mapping[str, Any]) -> NewJob:
         """Return a job with all settings of its request; raise WanjaxError where they make no video."""
         settings = uploads.complete_settings(request, self.served.model(request.model), files, self.limits).to_json()
-        for name in BY_WORKER:
+        for name in WORKER_SETTINGS:
             settings.pop(name, None)
         return replace(new, request=replace(request, settings=settings, model=new.model).to_json())
 
@@ -242,7 +242,7 @@ class Service:
     def _video(self, job: Job) -> dict[str, Any]:
         """Return a job as clients see it."""
         pipe = self.served.pipes.get(job.model)
-        return video_of(job, {name: getattr(pipe.defaults, name) for name in BY_WORKER} if pipe else {})
+        return video_of(job, {name: getattr(pipe.defaults, name) for name in WORKER_SETTINGS} if pipe else {})
 
     def _remove(self, id: str) -> None:
         """Remove a video, its files as soon as nobody works on them; raise NotFound."""
@@ -347,12 +347,12 @@ class Service:
         health = {"status": state, "model": self.served.first, "queue": waiting, "version": VERSION}
         if unserved:
             health["waits_for_workers_of"] = unserved
-        return JSONResponse(health, 503 if state == BROKE else 200)
+        return JSONResponse(health, 503 if state == WORKER_FAILED else 200)
 
     def _health(self) -> tuple[str, int, list[str]]:
         """Return the state of the workers, how many videos wait, and the models of those that no worker makes."""
         stats = self.store.stats()
-        state = READY if stats.workers.get(READY) else BROKE if self.is_broken() else LOADING
+        state = READY if stats.workers.get(READY) else WORKER_FAILED if self.is_broken() else LOADING
         return state, stats.jobs.get(QUEUED, 0), self.store.unserved()
 
     async def show_metrics(self, request: Request) -> PlainTextResponse:

@@ -206,10 +206,10 @@ def load_text(file: Path) -> dict[str, np.ndarray]:
     return features
 
 
-def join_batch(clips: Iterable[tuple[Path, Path]], encoded_type: type[Any]) -> tuple[np.ndarray, Any]:
+def join_batch(files: Iterable[tuple[Path, Path]], encoded_type: type[Any]) -> tuple[np.ndarray, Any]:
     """Return the latents of a batch [B C T H W], and what was encoded beside them, as `encode` would return it."""
     clips, texts = [], []
-    for latents, text in clips:
+    for latents, text in files:
         clips.append(load_safetensors(latents))
         texts.append(load_text(text))
     fields: dict[str, Any] = {}
