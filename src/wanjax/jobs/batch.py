@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch of many videos, as its driver follows it in a job store: what is left, what failed, and the manifest.
+"""A batch of many videos: its driver's view of the job store, and the manifest.
 
-The name of a video, and whether a file has it, decide what there is to make. The manifest, a line of JSON for each
-video, tells of it; the driver alone writes it, from the changes of the store. It may lack its last lines where a driver
-was killed: the next one adds them.
+A video is made if no file has its name. The manifest has a line of JSON for each video; only the driver writes it, from
+the changes of the store. If a driver was killed the last lines may be missing, and the next driver adds them.
 """
 
 import errno
@@ -22,7 +21,7 @@ from wanjax.pipelines.request import OWN
 from wanjax.stores.paths import AnyPath, read
 
 MANIFEST = "manifest.jsonl"
-MAX_RUN_JOBS = 32  # jobs of one run at most: as many prompts are encoded before the first video is made
+MAX_RUN_JOBS = 32  # maximum jobs of a run, whose prompts are all encoded before the first video
 MANIFEST_INTERVAL = 10.0  # seconds between two manifests in a store
 MAX_FIRST_FAILURES = 8  # failures without one success that end a batch
 
@@ -32,7 +31,7 @@ class Batch:
 
     Args:
         store: The store of the jobs, to which the tasks are added.
-        tasks: The videos that are missing, in the order in which they are made.
+        tasks: The missing videos, in order.
         manifest: Receives a line for each that ends.
         model: The model that makes them.
     """
@@ -47,7 +46,7 @@ class Batch:
         store.add_all([self._job(task, model) for task in self._pending.values()])
 
     def _job(self, task: Task, model: str) -> NewJob:
-        """Return the job of a task; what failed before is made alone, so that it keeps no other from its turn."""
+        """Return the job of a task; a task that failed before runs alone, so that it cannot fail others."""
         batch = "" if task.output in self.manifest.failed else digest_of(task.request)
         return NewJob(task.output, task.request.to_json(), model, task.output, batch)
 
@@ -60,10 +59,10 @@ class Batch:
         return self.done + len(self.failed)
 
     def poll(self) -> Iterator[Job]:
-        """Yield each job that ended since the last look, once the manifest has it.
+        """Yield each job that ended since the last call, after adding it to the manifest.
 
         Raises:
-            WanjaxError: All of the first jobs failed, or nothing more can be written.
+            WanjaxError: All of the first jobs failed, or the disk is full.
         """
         while changes := self.store.changes(self._version):
             for job in changes:
@@ -91,12 +90,12 @@ class Batch:
             raise task.request.wrong(WanjaxError(error.get("message", "")))
 
     def close(self) -> None:
-        """Withdraw the jobs that have not ended, so that workers of others do not make them."""
+        """Cancel the unfinished jobs, so that other workers do not make them."""
         self.store.cancel_all(list(self._pending))
 
 
 class Manifest:
-    """The file in a folder of videos that lists them, to which lines are added.
+    """The append-only list of the videos in a folder.
 
     `done_names` are the names of those that are done, and `failed` of those that failed. In a store, where nothing can
     be added to, it is written anew from time to time, and by `close`.
@@ -116,7 +115,7 @@ class Manifest:
         )
 
     def add(self, task: Task, **outcome: Any) -> None:
-        """Add a task with what came of it; one that is listed as done is not listed again.
+        """Add a task and its outcome, unless it is already listed as done.
 
         Args:
             task: The task.
@@ -144,14 +143,14 @@ class Manifest:
             self.done_names.add(task.output)
 
     def close(self) -> None:
-        """Write what a store does not hold yet."""
+        """Write pending lines to a store."""
         if self._has_unwritten and not isinstance(self.file, Path):
             self.file.write(b"".join(line + b"\n" for line in self._lines))
             self._written, self._has_unwritten = monotonic(), False
 
     @staticmethod
     def _append(file: Path, line: bytes) -> None:
-        """Add a line at once, so that no two mix, and end one that was cut off, as by a full disk."""
+        """Append a line in one write, so that lines do not mix, and terminate one that a full disk cut off."""
         descriptor = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         try:
             size = os.fstat(descriptor).st_size

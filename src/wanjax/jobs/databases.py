@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SQLite and PostgreSQL as the store of jobs uses them: short transactions, two connections a process.
+"""SQLite and PostgreSQL for the job store: short transactions on two connections per process.
 
 One connection writes and one reads, each used by one thread at a time. Statements name their values as `:name`.
 """
@@ -25,22 +25,22 @@ ENV_VARIABLE = "WANJAX_DATABASE"  # of the environment, which names a database a
 POSTGRES = ("postgresql://", "postgres://")
 EXAMPLE = "postgresql://USER:PASSWORD@HOST/NAME"
 CONNECT_SECONDS, LOCK_SECONDS, CUT_SECONDS = 4, 4, 10
-"""In which a server has to answer, a lock has to be free, and the network of a connection has to work."""
+"""Timeouts of connecting, of waiting for a lock, and of a connection whose network is cut."""
 NETWORK_FILE_SYSTEMS = re.compile(
     r"nfs\d?|cifs|smb\w*|(fuse\.)?(ceph|glusterfs|sshfs|s3fs|gcsfuse|juicefs|lustre)|beegfs|gpfs|afs"
 )
 """Kinds of file systems on which SQLite's locks do not hold."""
 REFUSALS = ("authentication", "password", "does not exist", "pg_hba", "not permitted", "permission denied", "SSL")
-"""Words in a server's answer to a connection that another try does not change."""
+"""Words in a server's answer to a connection that mean that retrying does not help."""
 TRANSIENT = ("40001", "40P01", "53300", "55P03", "25P03", "57P01", "57P02", "57P03")
-"""PostgreSQL's codes of errors that pass: deadlocks, locks, too many connections, a server that starts or ends."""
-FULL = ("SQLITE_FULL", "53100")  # what both call a disk without room
+"""PostgreSQL's transient error codes: deadlocks, locks, too many connections, a server that starts or stops."""
+FULL = ("SQLITE_FULL", "53100")  # the codes of a full disk
 
 Values = Mapping[str, Any]
 
 
 class DatabaseError(WanjaxError):
-    """A database that cannot be used, or a statement that it refuses.
+    """The database cannot be used, or rejects a statement.
 
     Args:
         message: What is wrong, and what to do.
@@ -79,7 +79,7 @@ class Connection(Protocol):
 
 
 def resolve_database(option: str | None) -> str | None:
-    """Return the database that an option names, or else the environment; None for none.
+    """Return the database named by an option or by the environment, or None.
 
     Args:
         option: The option's value; None where it is not given.
@@ -104,7 +104,7 @@ def open_database(url: str) -> "Database":
 
 
 def is_disk_full(error: Exception) -> bool:
-    """Tell whether a database refused a statement because its disk has no room.
+    """Return whether a database rejected a statement because its disk is full.
 
     Args:
         error: The error of the database's library.
@@ -113,7 +113,7 @@ def is_disk_full(error: Exception) -> bool:
 
 
 def public_url(url: str) -> str:
-    """Return the name of a database as a message may have it: without its password.
+    """Return a database's name without its password, for messages.
 
     Args:
         url: A path or a URL.
@@ -126,7 +126,7 @@ def public_url(url: str) -> str:
 
 
 def without_password(text: str, url: str) -> str:
-    """Return a text without the password of a URL, whole or in the parts in which it may be misread.
+    """Remove the password of a URL from a text, also the parts into which it may be split by a parser.
 
     Args:
         text: A text that may hold parts of the URL, such as a library's message.
@@ -141,7 +141,7 @@ def without_password(text: str, url: str) -> str:
 
 
 class _SharedConnection:
-    """A connection that one thread uses at a time; it is opened when it is needed."""
+    """A lazily opened connection that one thread uses at a time."""
 
     def __init__(self, connect: Callable[[], Any], errors: tuple[type[Exception], ...]):
         self._connect, self._errors = connect, errors
@@ -150,7 +150,7 @@ class _SharedConnection:
 
     @contextmanager
     def use(self) -> Iterator[Any]:
-        """Yield the connection, which is opened anew after an error of its own."""
+        """Yield the connection; after a database error it is closed and reopened on next use."""
         with self._lock:
             if self._closed:
                 raise DatabaseError("the database was closed")
@@ -176,7 +176,7 @@ class _SharedConnection:
 
 @contextmanager
 def _commit_or_rollback(connection: Any, begin: str, errors: tuple[type[Exception], ...]) -> Iterator[None]:
-    """Run the block between `begin` and a commit, or a rollback where it fails."""
+    """Commit after the block, or roll back if it fails."""
     connection.execute(begin)
     try:
         yield
@@ -190,8 +190,8 @@ def _commit_or_rollback(connection: Any, begin: str, errors: tuple[type[Exceptio
 class Database:
     """A database.
 
-    `name` is what messages call it, `now` the SQL of its time in seconds, and `errors` are those of its library;
-    `is_shared` tells whether other hosts reach it.
+    `name` is its name in messages, `now` an SQL expression for its time in seconds, and `errors` the exceptions of its
+    library; `is_shared` says whether other hosts can connect.
 
     Args:
         connect: Opens a connection.
@@ -210,8 +210,8 @@ class Database:
         """Run the block in a transaction, and yield its connection.
 
         Args:
-            write: Whether it changes something: one such transaction runs at a time in a process.
-            durable: Whether its changes outlive a failure of the power or a crash of the database.
+            write: Whether it writes; a process runs one such transaction at a time.
+            durable: Whether its changes must survive a power failure or a crash of the database.
         """
         slot = self._writer if write else self._reader
         with slot.use() as connection, self._write_transaction(connection, durable) if write else nullcontext():
@@ -222,14 +222,14 @@ class Database:
         raise NotImplementedError
 
     def prepare(self, connection: Connection) -> None:
-        """Let one process at a time make the tables.
+        """Lock out other processes while the tables are created.
 
         Args:
             connection: The connection, in a transaction that goes on to make them.
         """
 
     def is_transient(self, error: Exception) -> bool:
-        """Tell whether the same transaction may succeed later.
+        """Return whether the same transaction may succeed later.
 
         Args:
             error: The error of the database's library.
@@ -237,7 +237,7 @@ class Database:
         raise NotImplementedError
 
     def reclaim(self) -> None:
-        """Make room for a few small changes on a full disk, where the database's own files may have some."""
+        """Free space for a few small changes on a full disk, inside the database's own files."""
 
     def close(self) -> None:
         self._writer.close()
@@ -247,7 +247,7 @@ class Database:
 class Sqlite(Database):
     """A file of SQLite in WAL mode, for the processes of one host.
 
-    Writers take turns by a lock on a file beside it: SQLite's own waiting, by sleeping, lets some wait for seconds.
+    Writers take turns with a lock on a separate file, since SQLite's own waiting, by sleeping, can starve some of them.
 
     Args:
         file: The file, on a disk of this host.
@@ -318,7 +318,7 @@ class Postgres(Database):
             import psycopg
             from psycopg.conninfo import conninfo_to_dict
         except ImportError as error:
-            raise WanjaxError("PostgreSQL needs psycopg: pip install 'wanjax[postgres]' brings it") from error
+            raise WanjaxError("PostgreSQL needs psycopg: run pip install 'wanjax[postgres]'") from error
         self.url, self.name = url, public_url(url)
         self.errors = (psycopg.Error,)
         try:
@@ -381,7 +381,7 @@ class Postgres(Database):
 
 
 class _NamedParameterConnection:
-    """A connection of psycopg that takes `:name` for a value, as SQLite does."""
+    """A psycopg connection that accepts `:name` placeholders, as SQLite does."""
 
     def __init__(self, connection: Any):
         self._connection = connection
@@ -404,7 +404,7 @@ def _to_psycopg(text: str) -> str:
 
 
 def _check_disk(folder: Path) -> None:
-    """Raise WanjaxError where the folder of SQLite's file is on a network file system."""
+    """Raise WanjaxError if the folder of the SQLite file is on a network file system."""
     parts = [part for part in psutil.disk_partitions(all=True) if folder.is_relative_to(part.mountpoint)]
     nearest = max(parts, key=lambda part: len(part.mountpoint), default=None)
     if nearest is not None and NETWORK_FILE_SYSTEMS.fullmatch(nearest.fstype):

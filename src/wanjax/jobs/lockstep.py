@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker of several processes, as on a TPU slice of several hosts: the first leads, and the others follow.
+"""A worker of several processes, as on a multi-host TPU slice: a leader and its followers.
 
-The leader is a maker like any other, and it alone leases jobs, checks and names them, and writes. It hands the tasks
-of each run to the others, and all make that run at once, each with its own devices.
+Only the leader leases jobs, validates and names them, and writes files. It broadcasts the tasks of each run, and all
+processes make the run at the same time, each with its own devices.
 
-Before a run the processes agree that each of them can make it. What fails later fails alone: the others may already
-wait for that process in a collective, so it has to end, and with it all of them (`wanjax.jobs.multihost`). For the
-same reason no run ends before its time but where the worker ends.
+Before a run all processes confirm that they can make it. If one fails later, the others may already wait for it in a
+collective, so it has to exit, which ends all of them (`wanjax.jobs.multihost`). For the same reason a run stops early
+only if the worker exits.
 """
 
 from collections import deque
@@ -25,11 +25,11 @@ FIT_LATENT_PREVIEW = "fit_latent_preview"  # a message that asks for no tasks
 
 
 class OutOfSync(Exception):
-    """An error that leaves the other processes waiting in a collective, so all must end."""
+    """An error that leaves the other processes waiting in a collective, so all must exit."""
 
 
 class Leader(VideoMaker):
-    """The maker in the first process, whose runs the others make too.
+    """The maker in the first process, whose runs the followers repeat.
 
     Args:
         peers: The other processes.
@@ -39,7 +39,7 @@ class Leader(VideoMaker):
     def __init__(self, *arguments: Any, peers: PeerGroup | None = None, restarts: bool = False, **more: Any):
         super().__init__(*arguments, **more)
         self.peers, self.restarts = peers or PeerGroup(), restarts
-        self.fault: Exception | None = None  # that left the others waiting
+        self.fault: Exception | None = None  # the error that left the others waiting
 
     def fit_latent_preview(self) -> None:
         self.in_sync = False
@@ -72,14 +72,14 @@ class Leader(VideoMaker):
         return failure._replace(is_retryable=failure.is_retryable and self.restarts)
 
     def dismiss(self) -> bool:
-        """Let the others go, unless they wait for this process elsewhere; return whether it has."""
+        """Tell the followers to exit if they are in sync; return whether they were."""
         if self.in_sync:
             self.peers.broadcast(None)
         return self.in_sync
 
 
 def follow(maker: VideoMaker, peers: PeerGroup | None = None) -> None:
-    """Make each run that the leader makes, until it lets this process go.
+    """Make each run that the leader broadcasts, until it dismisses this process.
 
     Args:
         maker: The maker of this process.
@@ -101,8 +101,8 @@ def follow(maker: VideoMaker, peers: PeerGroup | None = None) -> None:
 
 
 def _prepare_run(maker: VideoMaker, tasks: Sequence[Task]) -> tuple[Run | None, str]:
-    """Return the run of tasks, or why this process cannot make it."""
+    """Return the run of tasks, or the reason why this process cannot make it."""
     try:
         return maker.prepare_run(tasks), ""
-    except Exception as error:  # of whatever kind: the leader tells of it
+    except Exception as error:  # any kind: the leader reports it
         return None, error_message(error)

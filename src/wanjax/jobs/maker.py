@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The maker of videos with a pipeline: jobs of one batch are made by one run, each published under its name."""
+"""Makes videos with a pipeline: one run for the jobs of a batch, each video published under its name."""
 
 import hashlib
 import json
@@ -45,11 +45,11 @@ PERCENT = {"extend": (0, 0), "compile": (0, 0), "encode": (0, 2), "denoise": (2,
 
 
 class Task(NamedTuple):
-    """A video that is to be made.
+    """A video to make.
 
     Args:
-        output: Its path below the folder of the videos.
-        request: What it shows, with its seed.
+        output: The video's path, relative to the folder of videos.
+        request: The request, with its seed.
     """
 
     output: str
@@ -57,13 +57,13 @@ class Task(NamedTuple):
 
 
 class SharedParts(NamedTuple):
-    """What the videos of one run share.
+    """Everything that the videos of one run share.
 
     Args:
-        pipe: The pipeline, with the solver that is asked for.
-        pictures: Pictures and clips, read.
-        settings: The settings, but for prompt and seed.
-        metadata: What the videos' files say of them, but for prompt and seed.
+        pipe: The pipeline, with the requested solver.
+        pictures: The loaded pictures and clips.
+        settings: The settings, without prompt and seed.
+        metadata: The metadata, without prompt and seed.
     """
 
     pipe: Pipeline
@@ -72,13 +72,13 @@ class SharedParts(NamedTuple):
     metadata: Mapping[str, Any]
 
     def complete(self, request: VideoRequest) -> PreparedRequest:
-        """Complete a request, whose prompt and seed are its own.
+        """Return a request with the shared settings and metadata, and its own prompt and seed.
 
         Args:
             request: The request, with its prompt and its seed.
 
         Raises:
-            WanjaxError: No such video can be made.
+            WanjaxError: The request is invalid.
         """
         seed = checked_seed(request.settings.get("seed", self.settings.seed), alone=True)
         settings = self.settings.updated({**{name: request.settings.get(name) for name in OWN}, "seed": seed})
@@ -86,7 +86,7 @@ class SharedParts(NamedTuple):
 
 
 def with_program_cache(make: Callable[[], T], shared: Mapping[str, Any]) -> T:
-    """Return what `make` does, in a process in which nothing but this library runs: its programs are kept for others.
+    """Call `make` in a process that runs only this library, and cache its programs for other processes.
 
     Args:
         make: A function.
@@ -98,14 +98,14 @@ def with_program_cache(make: Callable[[], T], shared: Mapping[str, Any]) -> T:
 
 
 class VideoMaker:
-    """Makes the videos of a batch with one pipeline, which is loaded when it is first needed, and kept.
+    """Make the videos of a batch with one pipeline, loaded on first use.
 
     Args:
         load: Returns the pipeline.
         folder: The place of the videos.
-        tiling: That of all videos.
-        batch_guidance: That of all videos.
-        force: Videos that are there are made again.
+        tiling: Tiling of all videos.
+        batch_guidance: Whether both prompts of guidance are computed in one batch.
+        force: Whether existing videos are made again.
         observers: Observers of every run.
     """
 
@@ -134,7 +134,7 @@ class VideoMaker:
         return [self.pipe.defaults.model]
 
     def warm_up(self, should_stop: Callable[[], bool]) -> None:
-        """Load the pipeline; its networks are loaded with the first video.
+        """Create the pipeline; its networks are loaded with the first video.
 
         Args:
             should_stop: Not asked: a pipeline is loaded in one piece.
@@ -158,7 +158,7 @@ class VideoMaker:
         return tasks
 
     def tasks_for(self, requests: Sequence[VideoRequest], row_errors: RowErrors | None = None) -> list[Task]:
-        """Return a task for each request, those of one run together.
+        """Return a task for each request, grouped by run.
 
         Args:
             requests: The requests.
@@ -197,7 +197,7 @@ class VideoMaker:
             yield Task(name, request.updated({"seed": prepared.settings.seed}))
 
     def try_output(self, task: Task) -> None:
-        """Raise WanjaxError where the video of a task could not be written.
+        """Raise WanjaxError if the video of a task could not be written.
 
         Args:
             task: The task.
@@ -207,11 +207,11 @@ class VideoMaker:
         try_output(self.folder / task.output, settings.length, settings.size, settings.fps, prepared.metadata)
 
     def fit_latent_preview(self) -> None:
-        """Prepare what shows how far a video is, if the pipeline has no tiny decoder for that."""
+        """Fit the latent preview, if the pipeline has no tiny decoder for previews."""
         assert self.pipe.latent_preview()
 
     def is_made(self, job: Job) -> bool:
-        """Return True where a job's video is there; one in a store that is out of reach is not.
+        """Return True if a job's video exists; False if its store cannot be reached.
 
         Args:
             job: The job.
@@ -221,7 +221,7 @@ class VideoMaker:
         return False
 
     def make(self, jobs: Sequence[Job], lease: Lease) -> Iterator[Job]:
-        """Make the videos of jobs that differ in prompt and seed alone by one run; yield each job once it is there.
+        """Make the videos of jobs that differ only in prompt and seed in one run; yield each job once it is published.
 
         Args:
             jobs: The jobs, in order.
@@ -241,7 +241,7 @@ class VideoMaker:
             raise Interrupted from error
 
     def should_stop(self, lease: Lease) -> Callable[[], bool]:
-        """Return what tells whether a run is to end before its time.
+        """Return a function that says whether a run should stop early.
 
         Args:
             lease: The lease of the jobs of the run.
@@ -249,7 +249,7 @@ class VideoMaker:
         return lease.should_stop
 
     def run(self, tasks: Sequence[Task], observers: Sequence[Observer] = ()) -> Iterator[PreparedRequest]:
-        """Make the videos of one run; yield the request of each once its video is there.
+        """Make the videos of one run; yield each request once its video is published.
 
         Args:
             tasks: The tasks, which differ in prompt and seed alone.
@@ -258,26 +258,26 @@ class VideoMaker:
         return self.make_run(tasks, self.prepare_run(tasks, observers))
 
     def prepare_run(self, tasks: Sequence[Task], observers: Sequence[Observer] = ()) -> Run:
-        """Return the run of tasks, before anything is computed.
+        """Check tasks and return their run; nothing is computed yet.
 
         Args:
             tasks: The tasks, which differ in prompt and seed alone.
             observers: Observers of this run, beside the maker's own.
 
         Raises:
-            WanjaxError: No such video can be made, or its name would be another.
+            WanjaxError: A request is invalid, or its video would have another name.
         """
         shared = self.shared_parts(tasks[0].request)
         requests = [shared.complete(task.request) for task in tasks]
         for task, request in zip(tasks, requests, strict=True):
             if (name := name_of(request.metadata)) != task.output:
-                problem = f"{task.output} is {name} by the options of this worker: start it with those of the batch"
+                problem = f"this worker's options give {task.output} the name {name}: start it with the batch's options"
                 raise WanjaxError(problem)
         check_making(shared.pipe, requests[0].settings, shared.pictures, **self.run_options)
         return Run(shared.pipe, requests, shared.pictures, observers=[*observers, *self.observers], **self.run_options)
 
     def make_run(self, tasks: Sequence[Task], run: Run) -> Iterator[PreparedRequest]:
-        """Make the videos of a run of tasks; yield the request of each once its video is there.
+        """Make the videos of a prepared run; yield each request once its video is published.
 
         Args:
             tasks: The tasks.
@@ -289,7 +289,7 @@ class VideoMaker:
             yield prepared
 
     def shared_parts(self, request: VideoRequest) -> SharedParts:
-        """Return what the videos of one run share.
+        """Return the parts that the videos of one run share.
 
         Args:
             request: One of their requests.
@@ -326,12 +326,12 @@ class VideoMaker:
 
 
 class JobProgress(Observer):
-    """Reports to a lease how far its job is, and ends the run where the job is to end.
+    """Report a job's progress to its lease, and stop the run early on request.
 
     Args:
         lease: The lease.
-        should_stop: Returns True where the run is to end.
-        preview: Where to show at a few steps what the video will be; None for nowhere.
+        should_stop: Returns True if the run should stop.
+        preview: File of the preview, updated at a few steps; None for no preview.
     """
 
     def __init__(self, lease: Lease, should_stop: Callable[[], bool], preview: AnyPath | None = None):
@@ -339,7 +339,7 @@ class JobProgress(Observer):
         self.restart()
 
     def restart(self) -> None:
-        """Begin with the next job of the run."""
+        """Reset the progress for the next job of the run."""
         self.seconds: dict[str, float] = {}
         self._number, self._windows = 0, 1
         self._previews = self._new_previews()
@@ -356,7 +356,7 @@ class JobProgress(Observer):
             raise Interrupted
 
     def _report(self, percent: int, **state: Any) -> None:
-        """Report how much of a window is done, in percent, as its part of the whole."""
+        """Report the percentage of a window that is done, scaled to the whole video."""
         whole = (100 * self._number + percent) // self._windows
         self.lease.report(progress=whole, window=self._number + 1, stage_seconds=dict(self.seconds), **state)
 
@@ -398,7 +398,7 @@ class JobProgress(Observer):
                 self._previews.wait()
             preview["preview"] = self._number * step.total + self._previews.shown
         done, (start, end) = step.index + 1, PERCENT["denoise"]
-        percent = start + (end - start) * step.index // step.total  # this step may be under way
+        percent = start + (end - start) * step.index // step.total  # this step may still be running
         self._report(percent, stage_done=done, stage_total=step.total, **preview)
         return done == step.total or not self.should_stop()
 
@@ -410,7 +410,7 @@ class JobProgress(Observer):
 
 
 def digest_of(request: VideoRequest) -> str:
-    """Return a text in which the requests of one run agree.
+    """Return a digest that is equal for requests that one run may make.
 
     Args:
         request: One of them.
@@ -419,7 +419,7 @@ def digest_of(request: VideoRequest) -> str:
 
 
 def error_message(error: Exception) -> str:
-    """Return an error as a manifest has it.
+    """Return the text of an error for the manifest.
 
     Args:
         error: The error.
@@ -429,7 +429,7 @@ def error_message(error: Exception) -> str:
 
 
 def write(path: str | AnyPath, frames: Iterable[Any], prepared: PreparedRequest) -> AnyPath:
-    """Write a video with its metadata from frames as they come, in the first process alone; return its place.
+    """Write a video with its metadata while its frames arrive, in the first process only; return its path.
 
     Args:
         path: The place of the video.
@@ -444,10 +444,10 @@ def write(path: str | AnyPath, frames: Iterable[Any], prepared: PreparedRequest)
 
 
 def name_of(metadata: Mapping[str, Any]) -> str:
-    """Return the name of a video: its prompt, its seed, and a digest of all that shapes it.
+    """Return a video's file name: prompt, seed, and a digest of its metadata.
 
     Args:
-        metadata: All that shapes the video.
+        metadata: The video's metadata.
     """
     shaping = {name: value for name, value in metadata.items() if name not in HOST_ENTRIES}
     digest = hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:8]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several processes that compute together, each with its own devices: how they meet, and how the first one is heard.
+"""Connection and messages of several processes that compute together, each with its own devices.
 
-A process that ends without a word is noticed by JAX, which then ends the others: none waits for it for ever.
+JAX detects a process that dies and terminates the others, so none waits forever.
 """
 
 import json
@@ -16,16 +16,16 @@ from jax.experimental import multihost_utils
 from wanjax.errors import WanjaxError
 
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
-HEARTBEAT_TIMEOUT = 10  # seconds after which a process that is not heard of has ended
-PAGE = 4096  # bytes of a short message, and those by which a longer one grows: each length is a program
+HEARTBEAT_TIMEOUT = 10  # seconds without a heartbeat after which a process counts as dead
+PAGE = 4096  # bytes; messages are padded to multiples of it, since each length compiles a program
 
 
 def join(processes: str | None, environment: Mapping[str, str] = os.environ) -> None:
-    """Join the other processes if the command line or the environment asks for it. Call before JAX looks for devices.
+    """Join the other processes if the options or the environment ask for it; call before JAX looks for devices.
 
     Args:
         processes: "auto", with which JAX finds the others (on TPU pods, under Slurm, Kubernetes or MPI), or
-            "HOST:PORT,COUNT,INDEX"; None for what the environment says.
+            "HOST:PORT,COUNT,INDEX"; None to use the environment.
         environment: The variables, by default those of this process. They ask with a coordinator's address (and the
             count and index, if JAX cannot find them) or with the names of several workers of a pod.
 
@@ -45,8 +45,8 @@ def join(processes: str | None, environment: Mapping[str, str] = os.environ) -> 
     except (RuntimeError, ValueError) as error:
         if address is None and isinstance(error, ValueError):
             raise WanjaxError(
-                "no other processes were found by `auto`, which knows TPU pods, Slurm, Kubernetes and MPI: "
-                "elsewhere each is told HOST:PORT,COUNT,INDEX, and one process alone needs no --processes"
+                "--processes auto found no other processes; it supports TPU pods, Slurm, Kubernetes and MPI: "
+                "give HOST:PORT,COUNT,INDEX to each process, or leave --processes out for a single one"
             ) from error
         raise WanjaxError(
             f"the processes of {processes} did not connect ({error}): start each with the same address and count"
@@ -54,7 +54,7 @@ def join(processes: str | None, environment: Mapping[str, str] = os.environ) -> 
 
 
 def connect(address: str | None, count: int | None, index: int | None, **more: Any) -> None:
-    """Connect to the other processes, which the first one awaits at an address.
+    """Connect to the other processes; the first one is the coordinator.
 
     Args:
         address: HOST:PORT; None for what JAX finds.
@@ -62,7 +62,7 @@ def connect(address: str | None, count: int | None, index: int | None, **more: A
         index: The number of this one, from 0; None for what JAX finds.
         more: Further keywords of `jax.distributed.initialize`.
     """
-    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, which is to end the process
+    jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM, which has to end the process
     jax.distributed.initialize(address, count, index, heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT, **more)
 
 
@@ -84,13 +84,13 @@ def is_first() -> bool:
 
 
 class PeerGroup:
-    """The other processes of this one's computation. All of them make each call, and wait in it for each other."""
+    """The processes of one computation. Every call is collective: all processes make it and wait for each other."""
 
     def broadcast(self, message: Any = None) -> Any:
         """Return the message of the first process in all processes.
 
         Args:
-            message: A value of JSON; that of the first process alone counts.
+            message: A JSON value; only that of the first process is sent.
         """
         text = json.dumps(message).encode()
         size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
@@ -107,6 +107,6 @@ class PeerGroup:
 
 
 def _page(text: bytes, size: int) -> np.ndarray:
-    """Return whole pages of so many bytes or more with as much of a text as they hold, and zeros."""
+    """Return a text cut or zero-padded to the whole pages that hold `size` bytes."""
     length = PAGE * max(1, -(-size // PAGE))
     return np.frombuffer(text[:length].ljust(length, b"\0"), np.uint8)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pool of workers: as many as there is work for are kept alive, in processes of this machine or elsewhere."""
+"""A pool that keeps as many workers alive as there is work for, in local processes or elsewhere."""
 
 import multiprocessing
 import os
@@ -26,9 +26,9 @@ POLL_INTERVAL, STEP_TIMEOUT = (
     0.2,
     60.0,
 )  # seconds between two looks, and in which a worker ends the step that is under way
-MOST_DEATHS = 10  # of workers one after another, without a job that ended between them
+MOST_DEATHS = 10  # consecutive deaths of workers without a finished job
 WAITING_NOTE_DELAY = 60.0  # seconds after which it is told that workers wait for a place
-NICE = 10  # by which workers on CPUs give way to those who answer
+NICE = 10  # niceness of workers on CPUs, so that the server stays responsive
 GPU_FILES = "/dev/nvidia[0-9]*"
 Start = Callable[[JobStore], Maker]
 """Makes the maker of a worker in the worker's own process."""
@@ -41,15 +41,15 @@ class Handle(Protocol):
     name: str
 
     def exit_reason(self) -> str | None:
-        """Return None while the worker runs, "" once it has ended by itself, else why it died."""
+        """Return None while the worker runs, "" after a normal exit, otherwise the cause of death."""
         ...
 
     def terminate(self) -> None:
-        """Ask the worker to give its jobs back and to end."""
+        """Ask the worker to requeue its jobs and exit."""
         ...
 
     def kill(self) -> None:
-        """End the worker at once, and free what it takes."""
+        """Kill the worker and free its resources."""
         ...
 
 
@@ -89,7 +89,7 @@ class LocalWorker:
         return self._process.pid
 
     def answer(self) -> Any:
-        """Return what was asked for, None while it is not there; raises what was raised, or EOFError for a death."""
+        """Return the result of `probe`, or None if it is not ready; raise its error, or EOFError if the worker died."""
         if not self._pipe.poll():
             return None
         value, error = self._pipe.recv()
@@ -122,7 +122,7 @@ def _run(
     probe: Callable[[Any], Any] | None,
     pipe: Any,
 ) -> None:
-    """Work in this process until it is told to end, or the one that started it has ended."""
+    """Run a worker in this process until it is asked to exit or its parent process is gone."""
     drained = until_signal(interrupts=False)
     threading.Thread(target=_exit_with_parent, args=(pipe, drained), daemon=True).start()
     if (gpus := len(glob(GPU_FILES))) > 1:
@@ -160,7 +160,7 @@ def until_signal(*, interrupts: bool = True) -> threading.Event:
 
 
 def _exit_with_parent(pipe: Any, drained: threading.Event) -> None:
-    """Have the worker end once the other end of a pipe is closed, at once where its step takes too long."""
+    """Drain the worker when the other end of the pipe closes; exit at once if its step takes too long."""
     with suppress(EOFError, OSError):
         pipe.recv()
     drained.set()
@@ -170,14 +170,14 @@ def _exit_with_parent(pipe: Any, drained: threading.Event) -> None:
 
 @dataclass
 class Autoscaler:
-    """How many workers there are to be: as many as there are jobs, within bounds, once that has held for a while.
+    """Decide the number of workers: as many as jobs, within bounds, after a delay against flapping.
 
     Args:
         least: The least number.
         most: The most.
 
     Attributes:
-        count: The number that was last wanted.
+        count: The current target.
     """
 
     least: int
@@ -206,7 +206,7 @@ class Autoscaler:
 
 
 class Pool:
-    """Keeps as many workers alive as there is work for, and replaces those that die.
+    """Keep as many workers alive as there is work for, and replace those that die.
 
     Args:
         store: The store of the jobs.
@@ -225,7 +225,7 @@ class Pool:
         self._waits_since, self._has_noted_waiting = monotonic(), False
 
     def poll(self) -> None:
-        """Replace workers that died, start those that are missing, and end those that are too many.
+        """Replace dead workers, start missing ones, and drain surplus ones.
 
         Raises:
             WanjaxError: One worker after another dies.
@@ -249,7 +249,7 @@ class Pool:
                 self.workers[number].terminate()
 
     def _remove(self, number: int, worker: Handle, why: str) -> None:
-        """Take a worker that has ended out of the pool."""
+        """Remove a worker that has exited from the pool."""
         if why and worker.name not in self._ending:
             self.store.requeue_lost(worker.name, why)  # first: where the database is away, this is looked at again
             self._count_death(why)
@@ -267,7 +267,7 @@ class Pool:
         self.note(f"a worker died, {why}: another one takes its place")
 
     def _note_waiting(self, registered: int) -> None:
-        """Tell once that workers wait for a place in a cluster, or load for long."""
+        """Report once if workers wait long for cluster resources or for loading."""
         if registered >= len(self.workers):
             self._waits_since, self._has_noted_waiting = monotonic(), False
         elif not self._has_noted_waiting and monotonic() - self._waits_since > WAITING_NOTE_DELAY:
@@ -276,7 +276,7 @@ class Pool:
             self.note(f"waiting for a place in the cluster, or loading: {missing}")
 
     def run(self, until: Callable[[], bool]) -> None:
-        """Look after the workers until a condition holds; a database that is away for a while is waited for.
+        """Poll the workers until a condition holds, and wait out outages of the database.
 
         Args:
             until: The condition.
@@ -287,13 +287,13 @@ class Pool:
             sleep(POLL_INTERVAL)
 
     def kill(self) -> None:
-        """End all workers at once, where no job is left."""
+        """Kill all workers; for use when no job is left."""
         for worker in self.workers.values():
             worker.kill()
         self.workers.clear()
 
     def close(self, timeout: float = STEP_TIMEOUT) -> None:
-        """Have all workers give their jobs back and end.
+        """Ask all workers to requeue their jobs and exit.
 
         Args:
             timeout: Seconds for each to end its step; LONGEST by default.

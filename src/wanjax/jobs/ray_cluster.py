@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Ray cluster: how it is joined or started, and what its workers are given of it."""
+"""Joining or starting a Ray cluster, and the resources of its workers."""
 
 import os
 import re
@@ -26,7 +26,7 @@ ENVIRONMENT = {
 
 
 def address_of(address: str | None) -> str | None:
-    """Return the address of the cluster to join, which the environment may name too; None where one is started.
+    """Return the address of the cluster to join, from the option or the environment; None to start one.
 
     Args:
         address: HOST:PORT, auto or local; None where no option names one.
@@ -35,13 +35,13 @@ def address_of(address: str | None) -> str | None:
 
 
 def check_cluster(address: str | None) -> None:
-    """Raise WanjaxError where Ray is not installed, or an address is none of a cluster's.
+    """Raise WanjaxError if Ray is not installed or the address is malformed.
 
     Args:
         address: As of `address_of`.
     """
     if find_spec("ray") is None:
-        raise WanjaxError("Ray is not installed, which workers elsewhere need: pip install 'wanjax[cluster]' brings it")
+        raise WanjaxError("workers on other hosts need Ray, which is not installed: run pip install 'wanjax[cluster]'")
     address = address_of(address)
     if address is not None and address.startswith("ray://"):
         raise WanjaxError(f"{address} is that of a Ray client: give auto, or HOST:6379, on a machine of the cluster")
@@ -50,7 +50,7 @@ def check_cluster(address: str | None) -> None:
 
 
 def _check_answers(address: str) -> None:
-    """Raise WanjaxError where nothing answers at HOST:PORT: Ray itself would try for minutes."""
+    """Raise WanjaxError if nothing answers at HOST:PORT; Ray itself would retry for minutes."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT).close()
@@ -67,7 +67,7 @@ def connect_ray(
     store: int | None = STORE,
     environment: Mapping[str, str] = ENVIRONMENT,
 ) -> Iterator[Any]:
-    """Connect to a cluster, or start one on this machine, as long as the block runs; yield the library `ray`.
+    """Connect to a cluster, or start a local one, for the duration of the block; yield the module `ray`.
 
     Args:
         address: As of `address_of`.
@@ -111,7 +111,7 @@ def connect_ray(
 
 
 def result_of(ray: Any, reference: Any) -> Any:
-    """Return what an actor answers, None while it does not.
+    """Return the result of an actor's call, or None if it is not ready.
 
     Args:
         ray: The library, connected.
@@ -132,7 +132,7 @@ def result_of(ray: Any, reference: Any) -> Any:
 
 
 def failure_reason(ray: Any, reference: Any) -> str:
-    """Return why a call of an actor that is over failed, "" where it did not.
+    """Return why an actor's finished call failed, or "" if it succeeded.
 
     Args:
         ray: The library, connected.
@@ -178,7 +178,7 @@ def resources_of(text: str | None, names: Collection[str] = ()) -> dict[str, dic
 
 
 def default_resources(ray: Any) -> dict[str, Any]:
-    """Return what a worker is given where nobody says: the TPUs of a host, a graphics card, or a core.
+    """Return the default resources of a worker: all TPUs of a host, one GPU, or one core.
 
     Args:
         ray: The library, connected.

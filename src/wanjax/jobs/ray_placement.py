@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the actors of a worker run in a Ray cluster: on any host, or on the hosts of one slice in its own order."""
+"""Placement of a worker's actors in a Ray cluster: on any host, or on the hosts of one slice in order."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from typing import Any
 from wanjax.errors import WanjaxError
 
 BUNDLE_NAMES = {"num_cpus": "CPU", "num_gpus": "GPU"}  # the same in a placement group
-FIRST = "first"  # the name of the first host among the resources of a worker of several
+FIRST = "first"  # prefix of resources for the first host of a multi-host worker
 SLICE, WORKER_ID, POD, NODE = "ray.io/tpu-slice-name", "ray.io/tpu-worker-id", "ray.io/tpu-pod-type", "ray.io/node-id"
 """Labels that Ray gives to the hosts of a TPU slice, and to every node."""
 ACTOR_OPTIONS = {
@@ -18,9 +18,9 @@ ACTOR_OPTIONS = {
 
 
 def placement_bundles(ray: Any, resources: Mapping[str, Mapping[str, Any]], hosts: int) -> list[dict[str, float]]:
-    """Return the resources of each host of a worker, as a placement group has them.
+    """Return the resource bundles of a worker's hosts for a placement group.
 
-    On TPUs the first host has a slice's head, where nobody says otherwise: by that Ray's own libraries take a slice.
+    On TPUs the first host requests the slice's head resource by default, as Ray's own libraries do to reserve a slice.
 
     Args:
         ray: The library, connected.
@@ -42,7 +42,7 @@ def _bundle(options: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _slice_head(ray: Any, hosts: int) -> dict[str, float]:
-    """Return the head of a TPU slice of so many hosts, as Ray names it; {} where there are no slices so far."""
+    """Return Ray's head resource of a TPU slice with this number of hosts; {} if the cluster has no slices yet."""
     slices: dict[str, list[str]] = {}
     for node in ray.nodes():
         labels = node.get("Labels", {})
@@ -56,7 +56,7 @@ def _slice_head(ray: Any, hosts: int) -> dict[str, float]:
 
 
 def start_single(ray: Any, resources: Mapping[str, Any], actor_class: type) -> tuple[list[Any], None]:
-    """Start an actor of a class on any host.
+    """Start one actor on any host.
 
     Args:
         ray: The library, connected.
@@ -73,7 +73,7 @@ def start_single(ray: Any, resources: Mapping[str, Any], actor_class: type) -> t
 def start_group(
     ray: Any, bundles: Sequence[Mapping[str, float]], spread: bool, actor_class: type
 ) -> tuple[list[Any], Any]:
-    """Start an actor of a class on each host of a worker; on TPUs the hosts are those of one slice, in its order.
+    """Start an actor on each host of a worker; on TPUs the hosts are those of one slice, in order.
 
     Args:
         ray: The library, connected.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The place that the users of jobs share: a folder, here or in a store, with a file that has the place's id.
+"""The namespace of a shared folder of videos: its id is in a file in the folder.
 
-Servers have another file than batches: their jobs differ, and so do the workers that make them.
+Servers and batches have different files, since their jobs and workers differ.
 """
 
 import os
@@ -16,14 +16,14 @@ from wanjax.jobs.store import JobStore
 from wanjax.stores.paths import AnyPath, StoreError, read
 from wanjax.stores.temporary import HOST, sibling_path
 
-SERVE, BATCH = "serve.place", "batch.place"  # names of the file
+SERVE, BATCH = "serve.place", "batch.place"  # names of the files
 
 
 def join_namespace(store: JobStore, folder: AnyPath, name: str) -> None:
-    """Have a store use the jobs of a folder, which becomes a place if it is none.
+    """Switch a store to the namespace of a folder, and create the namespace if needed.
 
     Args:
-        store: The store, which uses the jobs of the folder afterwards.
+        store: The store to switch.
         folder: The folder of the videos.
         name: SERVE or BATCH.
 
@@ -38,7 +38,7 @@ def join_namespace(store: JobStore, folder: AnyPath, name: str) -> None:
 
 
 def join_error(store: JobStore, folder: AnyPath, name: str) -> str:
-    """Have a store use the jobs of a folder of others; return why it cannot, "" where it does.
+    """Switch a worker's store to the existing namespace of a folder; return "" or the reason why it cannot.
 
     Args:
         store: The store of a worker.
@@ -56,7 +56,7 @@ def join_error(store: JobStore, folder: AnyPath, name: str) -> str:
 
 
 def check_namespace(store: JobStore, folder: AnyPath, name: str) -> None:
-    """Raise WanjaxError where a worker's folder is not the place whose jobs it is to make.
+    """Raise WanjaxError if a worker's folder has another namespace than its store.
 
     Args:
         store: The store of the worker.
@@ -73,7 +73,7 @@ def _id_of(file: AnyPath) -> str:
 
 
 def _create(file: AnyPath, id: str) -> None:
-    """Write the file of a place, unless another process was first."""
+    """Create the namespace file, unless another process was first."""
     if not isinstance(file, Path):
         file.create(id.encode())
         return
@@ -81,10 +81,10 @@ def _create(file: AnyPath, id: str) -> None:
     with write_errors(file):
         beside.write_text(id)
         try:
-            os.link(beside, file)  # as a whole, and not in place of another
+            os.link(beside, file)  # atomic, and fails if the file exists
         except FileExistsError:
             pass
-        except OSError:  # no links there, as on some network file systems
+        except OSError:  # some network file systems have no links
             beside.replace(file)
         finally:
             with suppress(OSError):
@@ -92,7 +92,7 @@ def _create(file: AnyPath, id: str) -> None:
 
 
 def requeue_dead(store: JobStore) -> None:
-    """Let the jobs of workers wait again that were processes of this host and are no more.
+    """Requeue the jobs of workers that were processes of this host and have died.
 
     Args:
         store: The store.

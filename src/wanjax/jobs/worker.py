@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker of a job store: it leases jobs, makes their videos, and finishes the jobs, until it is to end.
+"""The worker of a job store: a loop that leases jobs, makes their videos and finishes the jobs.
 
-A thread of its own keeps the lease, sends the newest progress and hears whether to stop, so that nothing that is
-computed waits for the database. A video is published under its name before its job is finished: where a worker dies
-between the two, the next one finishes the job by the file.
+A heartbeat thread extends the lease, sends progress and receives stop signals, so that computation never waits for the
+database. A video is published under its name before its job is finished. If a worker dies in between, the next worker
+finds the file and finishes the job.
 """
 
 import logging
@@ -23,15 +23,15 @@ from wanjax.jobs.store import CANCELLATION, RUNNING, STOPPED, TTL, Job, JobStore
 from wanjax.stores.temporary import HOST
 
 HEARTBEAT_INTERVAL, POLL_INTERVAL = 0.5, 0.2  # seconds between two heartbeats, and between two looks at an empty queue
-ATTEMPTS = 5  # times that a job may be begun by workers that die
-SHARES = 4  # parts of what waits that each of several workers leases, so that all end together
+ATTEMPTS = 5  # times that a job may be started by workers that die
+SHARES = 4  # leases per worker into which the queue is split, so that all workers end at about the same time
 DISK_FULL = "disk_full"  # the code of an error after which no further job can be made
 READY, LOADING = "ready", "loading"  # states of a worker
 logger = logging.getLogger("wanjax.jobs")
 
 
 class Interrupted(Exception):
-    """Ends the making of a video before its time: its job is cancelled or lost, or the worker is to end."""
+    """Stops a run early: its job was cancelled or lost, or the worker is draining."""
 
 
 class Failure(NamedTuple):
@@ -54,7 +54,7 @@ class Failure(NamedTuple):
 
 @runtime_checkable
 class Maker(Protocol):
-    """What makes the videos of jobs: a model that is loaded, and the place of the videos."""
+    """Makes the videos of jobs with a loaded model, and publishes them in a folder."""
 
     @property
     def models(self) -> Sequence[str]:
@@ -70,7 +70,7 @@ class Maker(Protocol):
         ...
 
     def is_made(self, job: Job) -> bool:
-        """Return True where the whole video of a job is at its place.
+        """Return True if the video of a job is published.
 
         Args:
             job: The job.
@@ -129,17 +129,17 @@ class Lease:
 
     @property
     def draining(self) -> bool:
-        """True once the worker is to end, by the word of its own process or of the database."""
+        """True once the worker should exit, requested by its own process or through the database."""
         return self._drain or self._drained()
 
     @property
     def progress(self) -> dict[str, Any]:
-        """The progress of the job, as it was reported so far."""
+        """The progress reported so far."""
         with self._changed:
             return dict(self._progress)
 
     def begin(self, id: str | None) -> None:
-        """Note which job is made from now on, None for none.
+        """Set the job that is running; None for none.
 
         Args:
             id: The job's id.
@@ -151,7 +151,7 @@ class Lease:
         """Send progress with the next heartbeat.
 
         Args:
-            progress: What changed. The number `progress`, in percent, never goes back.
+            progress: Changed fields. The percentage `progress` never decreases.
         """
         with self._changed:
             done = max(progress.get("progress", 0), self._progress.get("progress", 0))
@@ -160,11 +160,11 @@ class Lease:
             self._changed.notify()
 
     def should_stop(self) -> bool:
-        """Return True where the job is to end before its time."""
+        """Return True if the job should stop early."""
         return self.lost or self.draining or self._signal in (Signal.CANCEL, Signal.LOST)
 
     def is_cancelled(self) -> bool:
-        """Return True where the job was cancelled, and is still this worker's."""
+        """Return True if the job was cancelled and this worker still owns it."""
         return not self.lost and self._signal is Signal.CANCEL
 
     def _send_heartbeats(self) -> None:
@@ -178,7 +178,7 @@ class Lease:
             try:
                 signal = self.store.heartbeat(self.worker, job, progress or None, self.ttl)
             except Unavailable:
-                signal = Signal.CONTINUE  # if it is away for longer than the lease, the next heartbeat hears of it
+                signal = Signal.CONTINUE  # after an outage longer than the lease, the next heartbeat returns LOST
             except Exception:
                 if self._closed:  # and so may be the database
                     return
@@ -195,7 +195,7 @@ class Lease:
 
 
 def new_worker_name() -> str:
-    """Return the name of a worker: its host, its process, and what no earlier one had."""
+    """Return a unique name for a worker: its host, process id and a random suffix."""
     return f"{HOST}:{os.getpid()}:{token_hex(3)}"
 
 
@@ -214,17 +214,17 @@ def work(
     on_job_end: Callable[[], object] = lambda: None,
     ttl: float = TTL,
 ) -> None:
-    """Make jobs until the worker is drained, can make nothing more, or no job is left.
+    """Make jobs until the worker is drained, cannot go on, or no job is left.
 
     Args:
-        store: The store of the jobs. One that is away for longer than its patience ends the worker.
+        store: The store of the jobs. An outage longer than its `retry_seconds` ends the worker.
         maker: What makes the videos.
         name: The worker's name, a new one for None.
-        max_batch: Jobs of one batch that are made by one run, at most.
-        retries: Times that a job which failed is tried again, unless it is the request's own fault.
-        attempts: Times that a job may be begun by workers that die before it is given up.
-        drained: Returns True once the worker is to end; the jobs that it holds wait again then.
-        until_empty: Ends the worker where no job waits.
+        max_batch: Maximum number of jobs of one batch in a run.
+        retries: Times that a failed job is retried, unless the request itself is wrong.
+        attempts: Times that a job may be started by workers that die, before it fails.
+        drained: Returns True once the worker should exit; its jobs are then requeued.
+        until_empty: Whether to exit when the queue is empty.
         join_error: Enters the store's place; returns why the worker may take no job so far, "" where it may.
         note: Receives a line on that.
         on_job_end: Called after each job that was finished or failed.
@@ -271,7 +271,7 @@ def work(
 
 
 def _lease_size(stats: Stats, max_batch: int) -> int:
-    """Return how many jobs a worker leases at once: fewer towards the end, so that all workers end together."""
+    """Return how many jobs to lease at once: fewer near the end, so that all workers finish at about the same time."""
     waiting, workers = stats.jobs.get("queued", 0), sum(stats.workers.values())
     return max(1, min(max_batch, waiting if workers <= 1 else -(-waiting // (SHARES * workers))))
 
@@ -285,7 +285,7 @@ def _make(
     attempts: int,
     on_job_end: Callable[[], object],
 ) -> bool:
-    """Make jobs of one batch, each alone where a run of several fails; return False where the worker has to end."""
+    """Make jobs of one batch, and retry each alone if the run fails; return False if the worker has to exit."""
     worker = lease.worker
     queue = deque([[job for job in jobs if not _end_without_making(store, maker, worker, job, attempts)]])
     on_job_end()
@@ -306,7 +306,7 @@ def _make(
                     }
                     store.finish(
                         worker, job.id, lease.progress | completed_progress
-                    )  # False: it is another's now, by the same file
+                    )  # False: another worker owns it now, and finds the file
                     on_job_end()
                     if remaining and not _begin(store, lease, remaining):
                         break
@@ -333,7 +333,7 @@ def _make(
 
 
 def _end_without_making(store: JobStore, maker: Maker, worker: str, job: Job, attempts: int) -> bool:
-    """End a leased job that is not to be made: its video is there, or workers died of it too often."""
+    """End a leased job without making it if its video exists or too many workers died while making it."""
     earlier_attempts = job.attempts - (job.status == RUNNING)
     if maker.is_made(job):
         return store.finish(worker, job.id, {"progress": 100})
@@ -347,7 +347,7 @@ def _end_without_making(store: JobStore, maker: Maker, worker: str, job: Job, at
 
 
 def _begin(store: JobStore, lease: Lease, remaining: list[Job]) -> bool:
-    """Begin the first of some jobs; drop those that are cancelled or another's, and return False after one."""
+    """Start the first of the jobs; if it was cancelled or is another worker's, drop it and return False."""
     job = remaining[0]
     lease.begin(job.id)
     if job.status == RUNNING and not job.cancel:  # by the lease
@@ -361,10 +361,10 @@ def _begin(store: JobStore, lease: Lease, remaining: list[Job]) -> bool:
 
 
 class WorkerThread:
-    """A worker in a thread, for whoever has the model in this process.
+    """A worker in a thread of the process that has the model.
 
     Args:
-        store: The store of the jobs; one that is away is waited for.
+        store: The store of the jobs; outages are waited out.
         maker: What makes the videos.
         options: Keywords of `work`.
     """
@@ -379,11 +379,11 @@ class WorkerThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ask it to give its job back and to end; may be called in a handler of signals."""
+        """Ask the worker to requeue its job and exit; safe to call from a signal handler."""
         self._stopping.set()
 
     def join(self, seconds: float) -> bool:
-        """Wait for its end; return False if it is still at work.
+        """Wait for the worker; return False if it is still running.
 
         Args:
             seconds: How long to wait.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Locks on folders that one process may use at a time."""
+"""Locks on folders that only one process may use at a time."""
 
 import sqlite3
 from pathlib import Path
@@ -22,7 +22,7 @@ class FileLock:
             self.close()
             if getattr(error, "sqlite_errorname", "") != "SQLITE_BUSY":
                 raise WanjaxError(f"{file} cannot be written: {error}") from error
-            message = f"another {user} uses {file.parent}: give another {option}, or wait for its end"
+            message = f"another {user} uses {file.parent}: give another {option}, or wait until it ends"
             raise WanjaxError(message) from error
 
     def close(self) -> None:

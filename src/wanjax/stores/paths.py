@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paths of files: on this machine, or in a store, by a URL such as s3://BUCKET/NAME and through fsspec.
+"""Paths of local files, and of objects in a store by a URL such as s3://BUCKET/NAME, through fsspec.
 
-An object of a store appears when it is complete, and nothing is renamed. So files are first written here,
-then published: a file by one upload, and a folder with the file last by which readers know that it is whole. Keys are
-those that the store's library finds, in the environment and in the user's files; no URL holds any.
+An object appears in a store only when it is complete, and cannot be renamed. So files are written locally first, then
+uploaded: a single file in one upload; a folder with its marker file last, by which readers know that it is complete.
+The store's library finds its credentials in the environment and in the user's files; URLs contain none.
 """
 
 import logging
@@ -25,9 +25,9 @@ from wanjax.errors import FULL, WanjaxError, causes, write_errors
 from wanjax.stores.temporary import temp_dir
 
 LIBRARIES = {"s3": "s3fs", "gs": "gcsfs", "memory": "fsspec"}
-"""The stores, by the scheme of their URLs, and the library by which fsspec reaches each."""
+"""Supported URL schemes, and the library that fsspec needs for each."""
 UPLOAD_OPTIONS = {"gs": {"consistency": "md5"}}
-"""Options by which a library compares an object with what was to be sent: gcsfs ends a file at a mark of its own."""
+"""Options that make a library verify its uploads; gcsfs would otherwise cut a file at its own end marker."""
 WEB_ADDRESS = re.compile(r"(https?|ftp)://\S+", re.IGNORECASE)
 LOCAL_SCHEME = "file"  # the scheme of this machine's files
 URL = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]+)://(?P<path>.*)", re.IGNORECASE | re.DOTALL)
@@ -39,19 +39,19 @@ OnProgress = Callable[[list[str]], object]
 
 
 class StoreError(WanjaxError):
-    """A store that cannot be reached, or that refuses an operation."""
+    """The store cannot be reached, or rejects an operation."""
 
 
 class Missing(StoreError):
-    """Something that is not in a store."""
+    """The object or folder is not in the store."""
 
 
 @dataclass(frozen=True)
 class RemotePath:
-    """An object's name in a store, or a folder's: the part of the objects' names before a slash.
+    """The path of an object in a store, or of a folder: a prefix of object names that ends before a slash.
 
-    It has the methods of `pathlib.Path` that this library needs. Methods raise StoreError where the store, its library
-    or keys with the permission are missing.
+    It has the methods of `pathlib.Path` that this library needs. Methods raise StoreError if the store, its library or
+    the needed permission is missing.
     """
 
     scheme: str
@@ -87,14 +87,17 @@ class RemotePath:
         return self._kind() is not None
 
     def _kind(self) -> str | None:
-        """Return "file", "directory" or None, which fsspec returns for a store out of reach too."""
+        """Return "file", "directory", or None if there is neither;
+
+        fsspec also reports None for an unreachable store.
+        """
         try:
             return self._info()["type"]
         except Missing:
             return None
 
     def size(self) -> int:
-        """Return an object's bytes; raise Missing where there is none."""
+        """Return an object's size in bytes; raise Missing if it does not exist."""
         return self._info()["size"]
 
     def _info(self) -> dict[str, Any]:
@@ -104,7 +107,7 @@ class RemotePath:
     def files(self, *, below: bool = True) -> dict[str, int]:
         """Return the sizes of a folder's objects by name, with those in folders `below` it unless that is False.
 
-        Names that lead out of the folder are left out.
+        Names that lead outside the folder are omitted.
         """
         with self._store_errors("read"):
             objects = self._files.find(self.path, maxdepth=None if below else 1, detail=True)
@@ -118,7 +121,7 @@ class RemotePath:
         with self._store_errors("read"):
             content = self._files.cat_file(self.path, start=0, end=max_bytes + 1)
         if len(content) > max_bytes:
-            raise WanjaxError(f"{self} has more than {max_bytes:,} bytes, and is not what was to be read")
+            raise WanjaxError(f"{self} has more than {max_bytes:,} bytes: check that it is the right file")
         return content
 
     def read_part(self, start: int, end: int) -> bytes:
@@ -132,7 +135,7 @@ class RemotePath:
             self._files.pipe_file(self.path, content)
 
     def create(self, content: bytes) -> bool:
-        """Create an object, and return whether it is new; only one process can create it."""
+        """Create an object and return True, or return False if it exists; atomic across processes."""
         with self._store_errors("written"):
             try:
                 self._files.pipe_file(self.path, content, mode="create")
@@ -187,7 +190,7 @@ class RemotePath:
 
         quiet(LIBRARIES[self.scheme])
         options = UPLOAD_OPTIONS.get(self.scheme, {})
-        return fsspec.filesystem(self.scheme, use_listings_cache=False, **options)  # others write there too
+        return fsspec.filesystem(self.scheme, use_listings_cache=False, **options)  # other processes write there too
 
     @contextmanager
     def _store_errors(self, action: str) -> Iterator[None]:
@@ -242,29 +245,29 @@ def parse_path(name: str | Path | RemotePath) -> AnyPath:
     scheme, path = match["scheme"].lower(), match["path"]
     if scheme == LOCAL_SCHEME:
         if not path.startswith("/"):
-            raise WanjaxError(f"{name} is no file of this machine: file:///PATH, with the whole path, is one")
+            raise WanjaxError(f"{name} is not the URL of a local file: write file:///PATH with an absolute path")
         return Path(path)
     if scheme not in LIBRARIES:
         schemes = ", ".join(f"{each}://" for each in (*LIBRARIES, LOCAL_SCHEME))
         if WEB_ADDRESS.fullmatch(str(name)):
             raise WanjaxError(f"{name} is {download_advice(str(name))}, and {schemes} are stores")
-        raise WanjaxError(f"{scheme}:// is no store that is known: {schemes} are")
+        raise WanjaxError(f"{scheme}:// is not a supported store: use {schemes}")
     bucket, *parts = (path[:-1] if path.endswith("/") else path).split("/")
     if not BUCKET.fullmatch(bucket) or not all(map(_is_plain, parts)):  # no keys in it, which would be shown
-        raise WanjaxError(f"a URL in {scheme}:// is no name in a store: {scheme}://BUCKET/NAME is one, without keys")
+        raise WanjaxError(f"a URL of {scheme}:// is malformed: write {scheme}://BUCKET/NAME, without credentials")
     if not find_spec(LIBRARIES[scheme]):
-        raise WanjaxError(f"{name} needs {LIBRARIES[scheme]}, which is missing: pip install 'wanjax[cloud]' brings it")
+        raise WanjaxError(f"{name} needs {LIBRARIES[scheme]}, which is missing: run pip install 'wanjax[cloud]'")
     return RemotePath(scheme, "/".join((bucket, *parts)))
 
 
 def full_name(name: str | Path | RemotePath) -> str:
-    """Return the full path of a file or folder that is here; any other name as it is."""
+    """Return the absolute path of an existing local file or folder; return any other name unchanged."""
     path = parse_path(name)
     return str(path.absolute()) if isinstance(path, Path) and os.path.exists(path) else str(name)
 
 
 def download_advice(address: str) -> str:
-    """Return what an address is where a file is needed, and how to get that."""
+    """Return the advice for a web address that is given where a file is needed."""
     return f"an address, and only files are read: `curl -LO {shlex.quote(address)}` gets one"
 
 
@@ -279,7 +282,7 @@ def missing_file(path: str | Path, advice: str = "check its name") -> str:
 
 
 def read(file: AnyPath) -> bytes | None:
-    """Return the bytes of a file, None where there is none; raise WanjaxError for an object of more than LARGEST."""
+    """Return the bytes of a file, or None if it does not exist; raise WanjaxError for an object that is too large."""
     try:
         return file.read(MAX_OBJECT_BYTES) if isinstance(file, RemotePath) else file.read_bytes()
     except (FileNotFoundError, Missing):
@@ -287,7 +290,7 @@ def read(file: AnyPath) -> bytes | None:
 
 
 def names_in(folder: AnyPath) -> set[str]:
-    """Return the names of the files in a folder, none where there is no such folder; a store is asked once."""
+    """Return the names of the files in a folder, empty if it does not exist; one request to a store."""
     if isinstance(folder, RemotePath):
         return set(folder.files(below=False))
     return {each.name for each in folder.iterdir() if each.is_file()} if folder.is_dir() else set()
@@ -297,23 +300,23 @@ def names_in(folder: AnyPath) -> set[str]:
 def publishing(target: RemotePath) -> Iterator[Path]:
     """Yield a temporary file of the same name, and upload it when the block has written it.
 
-    Where that fails the file stays, and WanjaxError tells where, since it may have taken hours to make. Raises
-    WriteError in place of the block's OSError too.
+    If the upload fails, the local file is kept and the WanjaxError names it, since it may have taken hours to make. An
+    OSError in the block becomes a WriteError.
     """
     with write_errors(target), temp_dir() as folder:
         yield (file := folder / target.name)
-        saved = Path(tempfile.mkdtemp(prefix="wanjax-")) / target.name  # which no other process clears away
+        saved = Path(tempfile.mkdtemp(prefix="wanjax-")) / target.name  # a folder that no other process removes
         file.replace(saved)
     try:
         target.upload(saved)
     except WanjaxError as error:
-        raise WanjaxError(f"{error}; what was to be written is kept in {saved}") from error
+        raise WanjaxError(f"{error}; the file is saved as {saved}") from error
     shutil.rmtree(saved.parent, ignore_errors=True)
 
 
 @contextmanager
 def local_copy(file: AnyPath) -> Iterator[Path]:
-    """Yield a file itself, or a temporary copy of an object."""
+    """Yield a local file itself, or a temporary copy of an object."""
     if isinstance(file, Path):
         yield file
         return

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def home() -> Path | None:
-    """Return the user's home folder, or None where neither the environment nor the system names one."""
+    """Return the user's home folder, or None if neither the environment nor the system defines one."""
     try:
         return Path.home()
     except RuntimeError:
@@ -26,10 +26,10 @@ def lasting_cache() -> Path | None:
 
 
 def user_cache() -> Path:
-    """Return a folder for files that can be made again.
+    """Return the folder for files that can be regenerated.
 
-    It is this library's in the user's cache. For a user without a home folder it is a temporary one, which goes with
-    the process.
+    It is this library's folder in the user's cache. For a user without a home folder it is temporary, and removed when
+    the process exits.
     """
     return lasting_cache() or _process_cache()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files and folders that appear under their names when they are complete."""
+"""Atomic writes: files and folders appear under their names only when they are complete."""
 
 import errno
 import os
@@ -16,15 +16,14 @@ from wanjax.signals import cleanup_on_exit
 from wanjax.stores.paths import AnyPath, RemotePath, publishing
 from wanjax.stores.temporary import sibling_path
 
-MIN_FREE_BYTES = 2**16  # bytes that the smallest video needs on a disk, with what is written beside it
+MIN_FREE_BYTES = 2**16  # for the smallest video and its temporary files
 
 
 @contextmanager
 def writing(path: AnyPath) -> Iterator[Path]:
-    """Yield a file beside `path`, with the same suffix, which becomes `path` if the block succeeds, else is removed.
+    """Yield a temporary file with the suffix of `path`, which replaces `path` if the block succeeds.
 
-    For an object of a store the file is among the temporary ones, and is published. Raises WriteError in place of the
-    block's OSError.
+    For an object of a store the file is uploaded instead. An OSError in the block becomes a WriteError.
     """
     if isinstance(path, RemotePath):
         with publishing(path) as file:
@@ -41,10 +40,10 @@ def writing(path: AnyPath) -> Iterator[Path]:
 
 
 def write_whole(file: Path, content: bytes) -> None:
-    """Write a file of a folder, which appears when all of it is there, for all whom the process's umask lets read it.
+    """Write a file atomically, with the permissions of the process's umask.
 
-    Of a write that fails nothing is left. Unlike `writing` it serves threads that write one file of a cache, and does
-    not look through the folder, which may hold thousands.
+    A failed write leaves no file. Unlike `writing` it is safe for threads that write the same cache file, and it does
+    not list the folder, which may hold thousands of files.
     """
     partial_path = file.with_name(f".{uuid4().hex}.part")  # by its name, as temporary files are closed to others
     try:
@@ -56,7 +55,7 @@ def write_whole(file: Path, content: bytes) -> None:
 
 
 def check_room(folder: Path, least: int, item: object) -> None:
-    """Raise WanjaxError where a disk has less room than something takes at least, or next to none."""
+    """Raise WanjaxError if a disk has less free space than an item needs at least."""
     least = max(least, MIN_FREE_BYTES)
     if (room := shutil.disk_usage(folder).free) < least:
         message = f"{folder} has room for {in_bytes(room)} where {item} needs {in_bytes(least)} or more"
@@ -65,7 +64,7 @@ def check_room(folder: Path, least: int, item: object) -> None:
 
 @contextmanager
 def folder_for_output(folder: AnyPath) -> Iterator[None]:
-    """Make the folder as `check_folder` does, and remove it again if the block fails before there is a file in it."""
+    """Create a folder as `check_folder` does, and remove it if the block fails while it is empty."""
     new = [] if isinstance(folder, RemotePath) else [each for each in (folder, *folder.parents) if not each.exists()]
     check_folder(folder)
     try:
@@ -78,7 +77,7 @@ def folder_for_output(folder: AnyPath) -> Iterator[None]:
 
 
 def check_folder(folder: AnyPath) -> None:
-    """Make the folder if need be; raise WanjaxError if files cannot be written to it."""
+    """Create the folder if needed; raise WanjaxError if files cannot be written to it."""
     if isinstance(folder, RemotePath):
         folder.check_writable()
         return
