@@ -271,7 +271,7 @@ def _first_answer(pool: Any, stopped: threading.Event) -> Any:
         WanjaxError: There is no such model, or one worker after another dies.
     """
     while not stopped.wait(POLL_INTERVAL):
-        pool.look()
+        pool.poll()
         for worker in pool.workers.values():
             with suppress(EOFError):  # it died, and another takes its place
                 if (answer := worker.answer()) is not None:
