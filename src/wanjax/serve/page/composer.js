@@ -46,13 +46,13 @@ function Thumbnail({ file, remove }) {
     setUrl(made);
     return () => URL.revokeObjectURL(made);
   }, [file]);
-  const measured = ({ target }) => setSize(text("pixels", {
+  const onMeasured = ({ target }) => setSize(text("pixels", {
     width: target.naturalWidth || target.videoWidth, height: target.naturalHeight || target.videoHeight,
   }));
   const film = file.type.startsWith("video/");
   return html`<span class="thumbnail">
-    ${url && (film ? html`<video src=${url} muted autoplay loop playsinline onLoadedMetadata=${measured} aria-label=${file.name} />`
-      : html`<img src=${url} alt=${file.name} onLoad=${measured} />`)}
+    ${url && (film ? html`<video src=${url} muted autoplay loop playsinline onLoadedMetadata=${onMeasured} aria-label=${file.name} />`
+      : html`<img src=${url} alt=${file.name} onLoad=${onMeasured} />`)}
     <small>${size}</small>
     <button type="button" class="plain" aria-label=${`${text("remove")}: ${file.name}`} onClick=${remove}>✕</button>
   </span>`;
@@ -169,11 +169,11 @@ function Length({ form, model, set }) {
 
 function Shape({ form, model, change }) {
   const shapes = fields.shapesOf(model);
-  const pictured = fields.isPictured(form);
+  const hasPicture = fields.hasPicture(form);
   const options = ["landscape", "portrait", "square"].filter((shape) => shapes[shape]).map((shape) => [shape, text(`shape_${shape}`)]);
-  if (pictured) options.unshift(["picture", text("shape_picture")]);
+  if (hasPicture) options.unshift(["picture", text("shape_picture")]);
   options.push(["own", text("shape_own")]);
-  const shape = form.shape || (pictured ? "picture" : fields.firstShape(model));
+  const shape = form.shape || (hasPicture ? "picture" : fields.firstShape(model));
   const sizes = shapes[shape === "picture" ? fields.firstShape(model) : shape] ?? {};
   const { width, height } = model.defaults;
   const own = Object.entries(sizes).find(([, size]) => size === `${width}x${height}` || size === `${height}x${width}`)?.[0];
@@ -223,25 +223,25 @@ export function Composer({ form, setForm, models, videos, announce, needToken })
   const set = (name, value) => change({ values: { ...form.values, [name]: value } });
 
   const add = (name, files) => {
-    const taken = [];
+    const accepted = [];
     for (const file of files) {
       const own = name ?? fields.inputFor(file, form, model);
       if (own === null) setMessage(text("wrong_file", { name: file.name }));
       else if (file.type.startsWith("video/") && !fields.takesFilms(own)) {
         setWrong({ [own]: text("wrong_kind", { name: file.name, label: fields.inputLabel(own) }) });
-      } else taken.push([own, file]);
+      } else accepted.push([own, file]);
     }
-    if (!taken.length) return;
+    if (!accepted.length) return;
     const after = { ...form.files };
-    for (const [own, file] of taken) after[own] = model.pictures[own].several ? [...(after[own] ?? []), file] : [file];
+    for (const [own, file] of accepted) after[own] = model.pictures[own].several ? [...(after[own] ?? []), file] : [file];
     change({ files: after });
   };
   const remove = (name, index) => change({ files: { ...form.files, [name]: form.files[name].filter((_, i) => i !== index) } });
 
   // Shows a sentence at its field, which is opened and led to.
-  const lead = (found) => {
-    setWrong(found);
-    const [first] = Object.keys(found);
+  const focusField = (errors) => {
+    setWrong(errors);
+    const [first] = Object.keys(errors);
     if (form && fields.fieldsOf(model).some((field) => field.name === first)) setOpen(true);
     setTimeout(() => {
       const input = root.current.querySelector(`[aria-invalid=true]`) ?? root.current.querySelector(`#file-${first}`);
@@ -260,8 +260,8 @@ export function Composer({ form, setForm, models, videos, announce, needToken })
       return setTimeout(() => root.current.querySelector(".question button")?.focus());
     }
     setEmpty(false);
-    const found = fields.problems(form, model);
-    if (Object.keys(found).length) return lead(found);
+    const errors = fields.problems(form, model);
+    if (Object.keys(errors).length) return focusField(errors);
     setAsking(true);
     let count = 0;
     try {
@@ -274,7 +274,7 @@ export function Composer({ form, setForm, models, videos, announce, needToken })
       const names = [...fields.fieldsOf(model).map((field) => field.name), ...Object.keys(model.pictures), "seed", "width", "height"];
       const own = names.find((name) => name === error.param || (error.param === "lora" && name.startsWith("lora ")));
       if (error.param === "prompt") prompt.current.focus();
-      if (own) lead({ [own]: error.message });
+      if (own) focusField({ [own]: error.message });
       else setMessage(error.message);
     } finally {
       setAsking(false);
@@ -282,7 +282,7 @@ export function Composer({ form, setForm, models, videos, announce, needToken })
     }
   };
 
-  const pasted = (event) => {
+  const onPaste = (event) => {
     const files = [...(event.clipboardData?.files ?? [])];
     if (!form || !files.length) return;
     event.preventDefault();
@@ -293,14 +293,14 @@ export function Composer({ form, setForm, models, videos, announce, needToken })
     setOver(false);
     if (form) add(null, [...event.dataTransfer.files]);
   };
-  const typed = (event) => {
+  const onKeyDown = (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) make(event);
   };
 
   const count = form && !wrong.seed ? countOf(form, model) : 1;
   const stages = form && stagesOf(model.id, fields.settingsOf(form, model), [...videos.known.values()]);
   const changed = form ? fields.changedFields(form, model) : [];
-  return html`<form class=${classes("composer", over && "over")} ref=${root} novalidate onSubmit=${make} onPaste=${pasted} onKeyDown=${typed}
+  return html`<form class=${classes("composer", over && "over")} ref=${root} novalidate onSubmit=${make} onPaste=${onPaste} onKeyDown=${onKeyDown}
       onDragOver=${(event) => { event.preventDefault(); setOver(true); }} onDragLeave=${() => setOver(false)} onDrop=${dropped}>
     <label class="big" for="prompt">${text("prompt")}</label>
     <textarea id="prompt" name="prompt" ref=${prompt} rows="3" placeholder=${text("prompt_example")} title=${text("prompt_key")}

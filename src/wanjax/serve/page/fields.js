@@ -176,7 +176,7 @@ export function shapesOf(model) {
   return found;
 }
 
-export function isPictured(form) {
+export function hasPicture(form) {
   return Boolean(form.files.image?.length || form.files.video?.length);
 }
 
@@ -184,7 +184,7 @@ export function isPictured(form) {
 export function sizeOf(form, model) {
   if (form.shape === "own") return `${form.values.width}x${form.values.height}`;
   const shapes = shapesOf(model);
-  if (isPictured(form) && (form.shape === "" || form.shape === "picture")) return form.resolution in model.sizes ? form.resolution : "";
+  if (hasPicture(form) && (form.shape === "" || form.shape === "picture")) return form.resolution in model.sizes ? form.resolution : "";
   if (form.shape === "" && form.resolution === "") return "";
   const sizes = shapes[form.shape || firstShape(model)] ?? {};
   return sizes[form.resolution] ?? Object.values(sizes)[0] ?? "";
