@@ -79,8 +79,13 @@ class LocalCluster:
         os.environ.update(ENVIRONMENT, JAX_PLATFORMS="cpu")
         from ray.cluster_utils import Cluster
 
-        told = {"num_cpus": 0, "node_ip_address": "127.0.0.1", "include_dashboard": False, "object_store_memory": STORE}
-        self.cluster = patient(lambda: Cluster(initialize_head=True, head_node_args=told))
+        node_options = {
+            "num_cpus": 0,
+            "node_ip_address": "127.0.0.1",
+            "include_dashboard": False,
+            "object_store_memory": STORE,
+        }
+        self.cluster = patient(lambda: Cluster(initialize_head=True, head_node_args=node_options))
         self.nodes: list[Any] = []
 
     @property
@@ -90,8 +95,8 @@ class LocalCluster:
     def add(self, core: int | None = None) -> None:
         """Start a node, which is kept to one core if that is named."""
         with pinned(core):
-            told: Any = {"num_cpus": 1, "node_ip_address": "127.0.0.1", "object_store_memory": STORE}
-            self.nodes.append(patient(lambda: self.cluster.add_node(**told)))
+            node_options: Any = {"num_cpus": 1, "node_ip_address": "127.0.0.1", "object_store_memory": STORE}
+            self.nodes.append(patient(lambda: self.cluster.add_node(**node_options)))
 
     def kill(self, index: int) -> None:
         """Kill a node as a power cut does."""
@@ -160,8 +165,8 @@ def compare_rates(requests: int, repeats: int) -> None:
                 assert driver(file, out, *options).wait() == 0, (out.parent / f"{out.name}.log").read_text()
                 found, steady = rate(out)
                 rates[way].append(found)
-                told = f"{found:.2f} videos a second, {steady:.2f} once all workers are at work"
-                print(f"{way}: {told}, load {os.getloadavg()[0]:.1f}", flush=True)
+                node_options = f"{found:.2f} videos a second, {steady:.2f} once all workers are at work"
+                print(f"{way}: {node_options}, load {os.getloadavg()[0]:.1f}", flush=True)
         alike = [(folder / "0-0" / path.name).read_bytes() == path.read_bytes() for path in videos(folder / "1-0")]
         print(f"{sum(alike)} of {len(alike)} files of 2 workers and of 1 are equal")
         median = {way: statistics.median(found) for way, found in rates.items()}
@@ -293,8 +298,8 @@ def chaos(
         process, done, since = driver(file, out, *options), 0, time.monotonic()
         while (status := process.poll()) != 0:
             if status is not None:
-                told = (folder / "videos.log").read_text()  # that it met the node which was killed a moment before
-                assert status == -signal.SIGKILL or "cannot be reached" in told.splitlines()[-1], told
+                log_text = (folder / "videos.log").read_text()  # that it met the node which was killed a moment before
+                assert status == -signal.SIGKILL or "cannot be reached" in log_text.splitlines()[-1], log_text
                 process = driver(file, out, *options)
             if (now := len(videos(out))) > done:
                 done, since = now, time.monotonic()
@@ -337,18 +342,18 @@ def main() -> None:
     parser.add_argument("--drivers-killed", type=int, default=3)
     parser.add_argument("--nodes-killed", type=int, default=2)
     parser.add_argument("--hosts", type=int, choices=[1, 2], default=1)
-    given = parser.parse_args()
-    if given.what == "rate":
-        compare_rates(given.requests or 200, given.repeats)
-    elif given.what == "overhead":
-        measure_overhead(given.requests or 200)
-    elif given.what == "plan":
-        measure_plan(given.requests or 10_000)
+    arguments = parser.parse_args()
+    if arguments.what == "rate":
+        compare_rates(arguments.requests or 200, arguments.repeats)
+    elif arguments.what == "overhead":
+        measure_overhead(arguments.requests or 200)
+    elif arguments.what == "plan":
+        measure_plan(arguments.requests or 10_000)
     else:
         with tempfile.TemporaryDirectory() as folder:
-            kills = given.workers_killed, given.drivers_killed, given.nodes_killed
-            found = chaos(Path(folder), given.requests or 200, *kills, hosts=given.hosts)
-            assert found["seeds"] == list(range(given.requests or 200))
+            kills = arguments.workers_killed, arguments.drivers_killed, arguments.nodes_killed
+            found = chaos(Path(folder), arguments.requests or 200, *kills, hosts=arguments.hosts)
+            assert found["seeds"] == list(range(arguments.requests or 200))
             print({name: value for name, value in found.items() if name != "seeds"})
 
 

@@ -248,7 +248,7 @@ def open_source(name: str | Path, revision: str | None = None) -> Source:
     if os.path.isfile(path):
         return _open_file(path)
     if path.suffix in SUFFIXES and HUB_FILE.fullmatch(str(name)):
-        return _open_file(locate_file(name, beside=companion_files(path.name), revision=revision))
+        return _open_file(locate_file(name, companions=companion_files(path.name), revision=revision))
     if os.path.isfile(path / MANIFEST):
         return open_converted(name, path)
     folder, commit = folder_of(name, revision, [marker for layout in layouts() for marker in layout.markers])

@@ -305,14 +305,14 @@ def _nbytes(piece: Piece, dtype: np.dtype) -> int:
 
 
 @contextmanager
-def _one_sentence(what: str, *, writes: bool = False) -> Iterator[None]:
+def _one_sentence(problem: str, *, writes: bool = False) -> Iterator[None]:
     """Raise tensorstore's errors, of several lines, in one sentence; those of a disk, where it `writes`, as OSError."""
     try:
         yield
     except (ValueError, OSError, NotImplementedError) as error:
         if writes and (failure := _of_the_system(error)) is not None:
             raise failure from error
-        raise WanjaxError(f"{what} ({reason(error)}): `wanjax convert` writes it again") from error
+        raise WanjaxError(f"{problem} ({reason(error)}): `wanjax convert` writes it again") from error
 
 
 def _of_the_system(error: Exception) -> OSError | None:

@@ -487,8 +487,8 @@ def _aliases(assignments: Iterable[weight_rules.Assignment]) -> dict[str, str]:
 
 
 def _save_json(path: Path, value: Any) -> None:
-    with writing(path) as beside:
-        beside.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    with writing(path) as partial_path:
+        partial_path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _partial(target: AnyPath) -> Path:

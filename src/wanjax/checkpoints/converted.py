@@ -46,26 +46,26 @@ def open_converted(name: str | Path, folder: Path) -> Source:
     return _opened(Storage(str(name), folder), _read_manifest(folder))
 
 
-def open_stored(place: RemotePath, revision: str | None = None) -> Source:
+def open_stored(remote: RemotePath, revision: str | None = None) -> Source:
     """Open a checkpoint that `wanjax convert` wrote to a store. A file is downloaded when it is first needed.
 
     What is downloaded stays in the user's cache, in a folder of its own for each manifest, so that another checkpoint
     of the same name is not mixed with it. A process downloads the chunks of arrays that its devices hold, no others.
     """
     try:
-        manifest = (place / MANIFEST).read(HEADER_LIMIT)
+        manifest = (remote / MANIFEST).read(HEADER_LIMIT)
     except Missing as error:
-        message = f"{place} is no whole checkpoint that `wanjax convert` wrote, and no other is read from a store"
+        message = f"{remote} is no whole checkpoint that `wanjax convert` wrote, and no other is read from a store"
         raise WanjaxError(f"{message} ({error})") from error
     digest = hashlib.sha256(manifest).hexdigest()
     if revision not in (None, digest[:SHARE]):
-        raise WanjaxError(f"{place} has the revision {digest[:SHARE]}, and is not the {revision} that it was")
-    root = user_cache() / "checkpoints" / hashlib.sha256(f"{place} {digest}".encode()).hexdigest()[:SHARE]
+        raise WanjaxError(f"{remote} has the revision {digest[:SHARE]}, and is not the {revision} that it was")
+    root = user_cache() / "checkpoints" / hashlib.sha256(f"{remote} {digest}".encode()).hexdigest()[:SHARE]
     check_folder(root)
-    with writing(root / MANIFEST) as beside:
-        beside.write_bytes(manifest)
+    with writing(root / MANIFEST) as partial_path:
+        partial_path.write_bytes(manifest)
     manifest = _read_manifest(root)
-    storage = _Stored(str(place), root, digest[:SHARE], place=place, sizes=place.files(), digests=manifest["files"])
+    storage = _Stored(str(remote), root, digest[:SHARE], remote=remote, sizes=remote.files(), digests=manifest["files"])
     above = {name for name in storage.sizes if "/" not in name}
     storage.bring(root / name for name in above - {MANIFEST})
     source = _opened(storage, manifest)
@@ -125,12 +125,12 @@ class _Stored(Storage):
 
     Attributes:
         root: A folder with those that have been downloaded.
-        place: The checkpoint's folder in the store.
+        remote: The checkpoint's folder in the store.
         sizes: The bytes of its files by their names in it.
         digests: Those of the files that are not weights, as `wanjax.json` tells them.
     """
 
-    place: RemotePath
+    remote: RemotePath
     sizes: Mapping[str, int]
     digests: Mapping[str, str]
 
@@ -150,14 +150,14 @@ class _Stored(Storage):
     def bring(self, files: Iterable[Path]) -> None:
         names = (file.relative_to(self.root).as_posix() for file in files)
         if missing := [name for name in names if name in self.sizes and not (self.root / name).exists()]:
-            self.place.download_all(missing, self.root)
+            self.remote.download_all(missing, self.root)
 
     def check(self, names: Iterable[str]) -> None:
         """Raise WanjaxError unless the files have the digests of the manifest."""
         for name in sorted(self.digests.keys() & names):
             if hashlib.sha256((self.root / name).read_bytes()).hexdigest()[:SHARE] != self.digests[name]:
                 (self.root / name).unlink()
-                raise WanjaxError(f"{self.place / name} is not what was written: convert it again")
+                raise WanjaxError(f"{self.remote / name} is not what was written: convert it again")
 
     def is_at_hand(self, file: str) -> bool:
         return file in self.sizes
@@ -179,4 +179,4 @@ class _Stored(Storage):
     def gather(self, progress: Callable[[str, int, int], object], *, anew: bool = False) -> None:
         names = [name for name in self.sizes if anew or not (self.root / name).exists()]
         count = adding(partial(progress, "downloading"), sum(self.sizes[name] for name in names))
-        self.place.download_all(names, self.root, lambda done: count(sum(self.sizes[name] for name in done)))
+        self.remote.download_all(names, self.root, lambda done: count(sum(self.sizes[name] for name in done)))

@@ -219,11 +219,11 @@ def _check(parts: _Parts, stored: Spec, scale: Spec, zero: Spec | None) -> None:
     supported = (floating and not whole) or (stored.dtype == np.int8 and whole is not False)
     if not supported or not jnp.issubdtype(scale.dtype, jnp.floating):
         right = {True: "8-bit integers", False: "8-bit floats", None: "8-bit floats or integers"}[whole]
-        what = f"{parts.numbers} is {stored.dtype}, with the {scale.dtype} {parts.scale}"
-        raise WanjaxError(f"{what}: {right} with a scale of floats are read, not others")
+        problem = f"{parts.numbers} is {stored.dtype}, with the {scale.dtype} {parts.scale}"
+        raise WanjaxError(f"{problem}: {right} with a scale of floats are read, not others")
     if zero and (floating or zero.shape != scale.shape or not jnp.issubdtype(zero.dtype, jnp.integer)):
-        what = f"{parts.zero} is {zero.dtype} {list(zero.shape)} beside {parts.numbers}, {stored.dtype}"
-        raise WanjaxError(f"{what}: integers of the scale's shape, {list(scale.shape)}, for 8-bit integers are read")
+        problem = f"{parts.zero} is {zero.dtype} {list(zero.shape)} beside {parts.numbers}, {stored.dtype}"
+        raise WanjaxError(f"{problem}: integers of the scale's shape, {list(scale.shape)}, for 8-bit integers are read")
     if 0 in scale.shape or _places(stored.shape, scale.shape) is None:
         right = "one scale, or one for each row, each equal part of a row or each square block"
         numbers = f"{parts.numbers}, {list(stored.shape)},"
@@ -241,8 +241,8 @@ def _format(reader: Reader, key: str, dtype: np.dtype) -> Any:
     match = FORMAT.fullmatch(name)
     kind = getattr(ml_dtypes, match[1]) if match else None
     if kind is None or more or dtype not in (np.dtype(kind), np.dtype(np.uint8)):
-        what = f"{repr_short(name)}{f' with {repr_short(more[0])}' if more else ''}, and the weight is {dtype}"
+        problem = f"{repr_short(name)}{f' with {repr_short(more[0])}' if more else ''}, and the weight is {dtype}"
         raise WanjaxError(
-            f"{key} says {what}: of the formats of 8 bits and fewer, float8_e4m3fn and float8_e5m2 are read"
+            f"{key} says {problem}: of the formats of 8 bits and fewer, float8_e4m3fn and float8_e5m2 are read"
         )
     return kind

@@ -171,7 +171,7 @@ class MappedFile(ABC):
             self._locations = self._locate_tensors()
         except (OSError, CorruptError) as error:
             raise unreadable(self.path, error, self.needed) from error
-        self.specs = {key: place.spec for key, place in self._locations.items()}
+        self.specs = {key: location.spec for key, location in self._locations.items()}
 
     @abstractmethod
     def _locate_tensors(self) -> dict[str, TensorLocation]:
@@ -323,7 +323,7 @@ def write_safetensors(
         header[key] = {"dtype": name, "shape": list(specs[key].shape), "data_offsets": [begin, end]}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
-    with writing(path) as beside, beside.open("wb") as file:
+    with writing(path) as partial_path, partial_path.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for key in keys:
             values = np.ascontiguousarray(reader.read(key))
@@ -359,8 +359,8 @@ def save_index(folder: Path, stem: str, files: Mapping[str, Iterable[str]], nbyt
     """Write the index of a component's shards, which gives each tensor's file."""
     weight_map = {key: file for file, keys in files.items() for key in keys}
     index = {"metadata": {"total_size": nbytes}, "weight_map": weight_map}
-    with writing(folder / f"{stem}.safetensors.index.json") as beside:
-        beside.write_text(json.dumps(index, indent=2) + "\n")
+    with writing(folder / f"{stem}.safetensors.index.json") as partial_path:
+        partial_path.write_text(json.dumps(index, indent=2) + "\n")
 
 
 def unreadable(path: Path, error: Exception, needed: str = MappedFile.needed) -> WanjaxError:

@@ -72,29 +72,29 @@ def name_on_hub(source: str | Path) -> re.Match[str] | None:
         return None
     if os.path.islink(file):
         raise WanjaxError(missing_file(file))
-    named = HUB_FILE.fullmatch(str(source))
-    if named is None or os.path.exists(file) or ".." in Path(named["file"]).parts:
+    match = HUB_FILE.fullmatch(str(source))
+    if match is None or os.path.exists(file) or ".." in Path(match["file"]).parts:
         raise WanjaxError(f"there is no file {file}, and it is not one of the hub, which is OWNER/NAME/FILE")
-    return named
+    return match
 
 
-def locate_file(source: str | Path, *, beside: Sequence[str] = (), revision: str | None = None) -> Path:
+def locate_file(source: str | Path, *, companions: Sequence[str] = (), revision: str | None = None) -> Path:
     """Return the file `source`, local or OWNER/NAME/FILE on the hub, from where it is downloaded if need be.
 
-    `beside` are files that come with it from the same folder, as far as the repository has them.
+    `companions` are files that come with it from the same folder, as far as the repository has them.
     Raises WanjaxError if there is no such file, or the repository is unknown, gated or out of reach.
     """
     file = Path(source).expanduser()
-    if (named := name_on_hub(source)) is None:
+    if (match := name_on_hub(source)) is None:
         return file
     try:
-        wanted = [named["file"], *(Path(named["file"]).with_name(name).as_posix() for name in beside)]
-        folder = download(named["repository"], wanted, revision=revision)
+        wanted = [match["file"], *(Path(match["file"]).with_name(name).as_posix() for name in companions)]
+        folder = download(match["repository"], wanted, revision=revision)
     except WanjaxError as error:
         raise WanjaxError(f"there is no file {file}; {error}") from error
-    if not (folder / named["file"]).is_file():
-        raise WanjaxError(f"there is no file {file}, and {named['repository']} on the hub holds no {named['file']}")
-    return folder / named["file"]
+    if not (folder / match["file"]).is_file():
+        raise WanjaxError(f"there is no file {file}, and {match['repository']} on the hub holds no {match['file']}")
+    return folder / match["file"]
 
 
 def download(repository: str, patterns: Iterable[str], *, revision: str | None = None, quiet: bool = False) -> Path:
@@ -164,10 +164,10 @@ def check_room(repository: str, files: Iterable[HubFile]) -> int:
 
 def check_file(source: str, *, revision: str | None = None) -> int:
     """Return the bytes of OWNER/NAME/FILE on the hub if it is still to be downloaded, else 0, as `check_room` does."""
-    named = HUB_FILE.fullmatch(source)
-    if named is None:
+    match = HUB_FILE.fullmatch(source)
+    if match is None:
         return 0
-    return check_room(named["repository"], hub_files(named["repository"], [named["file"]], revision=revision))
+    return check_room(match["repository"], hub_files(match["repository"], [match["file"]], revision=revision))
 
 
 def _snapshot(repository: str, patterns: list[str], revision: str | None, quiet: bool) -> Path:
@@ -251,7 +251,7 @@ def _explanation(error: Exception, repository: str, revision: str | None) -> str
 
     page, cache = f"{constants.ENDPOINT}/{repository}", constants.HF_HUB_CACHE
     status = _status(error)
-    what = str(error.__cause__ or error).strip().partition("\n")[0]
+    problem = str(error.__cause__ or error).strip().partition("\n")[0]
     if isinstance(error, errors.GatedRepoError):
         return f"{repository} is gated: accept its terms at {page}, then log in with `hf auth login`"
     if status == 401 or isinstance(error, errors.RepositoryNotFoundError):  # 401 also means: there is none
@@ -264,10 +264,10 @@ def _explanation(error: Exception, repository: str, revision: str | None) -> str
         return f"{cache} lacks files of {repository}: unset HF_HUB_OFFLINE to download them"
     if isinstance(error, errors.LocalEntryNotFoundError):
         return (
-            f"{constants.ENDPOINT} cannot be reached ({what}) and {cache} lacks files of {repository}: try again later "
-            "with a network, or check the spelling if a folder is meant"
+            f"{constants.ENDPOINT} cannot be reached ({problem}) and {cache} lacks files of {repository}: try again "
+            "later with a network, or check the spelling if a folder is meant"
         )
-    return f"{page} could not be downloaded ({what or type(error).__name__}): run again, complete files are kept"
+    return f"{page} could not be downloaded ({problem or type(error).__name__}): run again, complete files are kept"
 
 
 def _status(error: BaseException | None) -> int | None:

@@ -125,8 +125,8 @@ def model_index(pipeline: str, classes: Mapping[str, tuple[str, str]]) -> dict[s
 def needs_transformer(name: object, components: Iterable[str], model: str) -> WanjaxError:
     """Return the error for a checkpoint that holds these components, or none, and no transformer."""
     listed = " and the ".join(components)
-    what = f"{name} holds {f'the {listed} of {model} alone' if listed else 'no transformer'}"
-    return WanjaxError(f"{what}: give a file or folder of {model}'s transformer, to which the rest is lent")
+    problem = f"{name} holds {f'the {listed} of {model} alone' if listed else 'no transformer'}"
+    return WanjaxError(f"{problem}: give a file or folder of {model}'s transformer, to which the rest is lent")
 
 
 def has_authors_names(component: str, reader: Reader, telling: Sequence[str], model: str) -> bool:

@@ -73,7 +73,7 @@ class Target(NamedTuple):
     parts: tuple[int, ...] = (0,)
     of: int = 1
 
-    def whole(self, shape: Shape) -> Shape:
+    def fused(self, shape: Shape) -> Shape:
         """Return the shape of the file's tensor, given that of the network's."""
         return (shape[0] // len(self.parts) * self.of, *shape[1:]) if self.of > 1 else shape
 
@@ -116,7 +116,7 @@ class LoraFile:
         changes, unmatched, idle = changes_in(self._reader, targets_by_name, expert)
         for name, change in changes.items():
             targets, shape = targets_by_name.get(name, []), self._shape(change)
-            right = {target.whole(specs[target.key].shape) for target in targets}
+            right = {target.fused(specs[target.key].shape) for target in targets}
             if not targets:
                 unmatched.append(name)
             elif len(right) != 1 or not _fits(shape, *right):
@@ -141,28 +141,30 @@ class LoraFile:
 
         base: the tensor, in float32.
         """
-        change, place = self._changes[target]
+        change, target_slice = self._changes[target]
         relative = change.magnitude is not None or change.replaces
         factors = {role: self._finite(key) for role, key in change.factors.items()}
         with np.errstate(over="ignore", invalid="ignore"):
             next(iter(factors.values()))[...] *= np.float32(change.scale * (1.0 if relative else strength))
-            x = place.part(change.formula.product(factors).reshape(place.whole(base.shape)))
+            x = target_slice.part(change.formula.product(factors).reshape(target_slice.fused(base.shape)))
             if change.magnitude is not None:
                 x += base
-                self._set_norms(x, change, place)
+                self._set_norms(x, change, target_slice)
             if relative:
                 x -= base
                 x *= np.float32(strength)
             if not np.isfinite(x.sum()) and not np.isfinite(x).all():
-                what = f"{self._reader.path} makes of {', '.join(change.factors.values())} numbers that are not finite"
-                raise WanjaxError(f"{what}, at the scale {change.scale:g}: give a smaller strength or another file")
+                problem = (
+                    f"{self._reader.path} makes of {', '.join(change.factors.values())} numbers that are not finite"
+                )
+                raise WanjaxError(f"{problem}, at the scale {change.scale:g}: give a smaller strength or another file")
         return x
 
-    def _set_norms(self, x: np.ndarray, change: Change, place: Target) -> None:
+    def _set_norms(self, x: np.ndarray, change: Change, target_slice: Target) -> None:
         """Give the changed weight, in place, the norms of DoRA."""
-        norms, shape = self._finite(str(change.magnitude)).ravel(), place.whole(x.shape)
+        norms, shape = self._finite(str(change.magnitude)).ravel(), target_slice.fused(x.shape)
         if self._norms_axis(change, shape) == 0:
-            set_norms(x, place.part(norms), 0)
+            set_norms(x, target_slice.part(norms), 0)
         else:
             set_norms(x, norms, 1)
 
@@ -170,16 +172,16 @@ class LoraFile:
         magnitude = self._reader.specs[str(change.magnitude)].shape
         return magnitude_axis(magnitude, shape, of_rows=change.of_rows)
 
-    def _check_norms(self, name: str, change: Change, shape: Shape, place: Target) -> None:
+    def _check_norms(self, name: str, change: Change, shape: Shape, target_slice: Target) -> None:
         """Raise WanjaxError where DoRA's norms do not fit a weight, or are of the columns of several."""
         axis = self._norms_axis(change, shape)
-        what = f"{self._reader.path} holds {change.magnitude}"
+        problem = f"{self._reader.path} holds {change.magnitude}"
         if axis is None:
-            what += f" of shape {list(self._reader.specs[str(change.magnitude)].shape)}"
-            what += f", not a norm for each row of {name}, {list(shape)}"
-            raise WanjaxError(f"{what}: give a LoRA for this model")
-        if axis == 1 and place.of > len(place.parts):
-            raise WanjaxError(f"{what}, norms of the columns of q, k and v in one: give a file with each of them")
+            problem += f" of shape {list(self._reader.specs[str(change.magnitude)].shape)}"
+            problem += f", not a norm for each row of {name}, {list(shape)}"
+            raise WanjaxError(f"{problem}: give a LoRA for this model")
+        if axis == 1 and target_slice.of > len(target_slice.parts):
+            raise WanjaxError(f"{problem}, norms of the columns of q, k and v in one: give a file with each of them")
 
     def _finite(self, key: str) -> np.ndarray:
         """Return a tensor of the file in float32; raise WanjaxError if any of its numbers is not finite."""
@@ -235,11 +237,11 @@ def _targets(specs: Mapping[str, Spec], names: NameMap) -> dict[str, list[Target
             places.append((fused[0], Target(key, (fused[1],), 3)))
         for ours, target in places:
             theirs = Target(key, (1, 0), 2) if names.exchanges(ours) else target
-            for name, place in ((ours, target), *((name, theirs) for name in names.all_theirs(ours))):
+            for name, target_slice in ((ours, target), *((name, theirs) for name in names.all_theirs(ours))):
                 module, dot, leaf = name.rpartition(".")
                 underscored = (f"{module.replace('.', '_')}{dot}{leaf}", name.replace(".", "_"))
                 for spelling in dict.fromkeys((name, *underscored)):
-                    targets.setdefault(spelling, []).append(place)
+                    targets.setdefault(spelling, []).append(target_slice)
     return targets
 
 
@@ -252,5 +254,5 @@ def _fused(key: str, specs: Mapping[str, Spec]) -> tuple[str, int] | None:
     where, dot, last = module.rpartition(".")
     if not (match := ONE_OF_THREE.fullmatch(last)):
         return None
-    whole, *three = (f"{where}{dot}{match[1]}{x}{match[2]}.{leaf}" for x in ("qkv", *"qkv"))
-    return (whole, three.index(key)) if all(name in specs for name in three) else None
+    fused, *parts = (f"{where}{dot}{match[1]}{x}{match[2]}.{leaf}" for x in ("qkv", *"qkv"))
+    return (fused, parts.index(key)) if all(name in specs for name in parts) else None

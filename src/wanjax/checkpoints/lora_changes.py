@@ -84,8 +84,8 @@ def _of_module(
             continue
         first = next(iter(factors.values()))
         if not formula.is_complete(factors.keys()):
-            what = f"{reader.path} holds {' and '.join(factors.values())}"
-            raise WanjaxError(f"{what}, which do not make a {formula.name} of one module: give a complete file")
+            problem = f"{reader.path} holds {' and '.join(factors.values())}"
+            raise WanjaxError(f"{problem}, which do not make a {formula.name} of one module: give a complete file")
         if formula is DIFF:
             yield next(filter(tensors.__contains__, (name + WEIGHT, name)), name + WEIGHT), Change(DIFF, factors)
             continue

@@ -103,8 +103,8 @@ class Scales:
     def adaptive_scale(self, key: str) -> float:
         """Return the scale of AdaLoRA's products, which is that of the rank at the beginning; `key` is a tensor's."""
         if not self._adaptive:
-            what = f"{self._reader.path} holds {key}, a part of AdaLoRA"
-            raise WanjaxError(f"{what}, whose scale stands in PEFT's {PEFT_CONFIG}: put it beside the file")
+            problem = f"{self._reader.path} holds {key}, a part of AdaLoRA"
+            raise WanjaxError(f"{problem}, whose scale stands in PEFT's {PEFT_CONFIG}: put it beside the file")
         rank = self._number(self._config.get("init_r", ADAPTIVE_RANK), "init_r")
         alpha = self._number(self._config.get("lora_alpha", DEFAULT_ALPHA), "lora_alpha")
         if rank < 1:
@@ -159,8 +159,8 @@ class Scales:
         try:
             return pattern.match(module, timeout=max(self._left, 1e-3)) is not None
         except TimeoutError:
-            what = f"{self._where} has the pattern {repr_short(text)}, which takes for ever"
-            raise WanjaxError(f"{what}: give a plainer one") from None
+            problem = f"{self._where} has the pattern {repr_short(text)}, which takes for ever"
+            raise WanjaxError(f"{problem}: give a plainer one") from None
         finally:
             self._left -= monotonic() - start
 

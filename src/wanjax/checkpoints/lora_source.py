@@ -37,7 +37,7 @@ class Lora:
     @cached_property
     def path(self) -> Path:
         """The file, downloaded if it is on the hub. Raises WanjaxError where there is none."""
-        return locate_file(self.file, beside=(PEFT_CONFIG,))
+        return locate_file(self.file, companions=(PEFT_CONFIG,))
 
     @property
     def name(self) -> str:
@@ -60,8 +60,8 @@ class Lora:
             return self
         held = sorted(path.name for path in folder.iterdir() if path.suffix in SUFFIXES)
         if len(held) != 1:
-            what = f"{len(held)} files of weights, {', '.join(held[:4])}" if held else "no file of weights"
-            raise WanjaxError(f"the folder {folder} holds {what}: give the name of one LoRA")
+            problem = f"{len(held)} files of weights, {', '.join(held[:4])}" if held else "no file of weights"
+            raise WanjaxError(f"the folder {folder} holds {problem}: give the name of one LoRA")
         return replace(self, file=str(folder / held[0]))
 
     @classmethod

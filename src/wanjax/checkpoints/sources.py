@@ -289,8 +289,8 @@ def read_index(name: object, folder: Path) -> dict[str, Any]:
     """Read the model_index.json of a checkpoint; raise WanjaxError, with the checkpoint's name, where there is none."""
     if not (folder / INDEX).is_file():
         kind = read_json(folder / "config.json", missing={}).get("_class_name")
-        what = f"{name} holds no {INDEX}{f', and its config.json is of a {repr_short(kind)}' if kind else ''}"
-        raise WanjaxError(f"{what}: give a whole checkpoint, as diffusers or its authors lay it out")
+        problem = f"{name} holds no {INDEX}{f', and its config.json is of a {repr_short(kind)}' if kind else ''}"
+        raise WanjaxError(f"{problem}: give a whole checkpoint, as diffusers or its authors lay it out")
     return read_json(folder / INDEX)
 
 
@@ -322,8 +322,8 @@ def check_small(folder: Path) -> None:
         raise WanjaxError(missing_file(lost[0]))
     void = [path for path in files if path.suffix in (".json", ".model") and not path.stat().st_size]
     if void or not files:
-        what = f"{void[0]} is empty" if void else f"{folder} holds no files"
-        raise WanjaxError(f"{what}: give a complete copy of the checkpoint")
+        problem = f"{void[0]} is empty" if void else f"{folder} holds no files"
+        raise WanjaxError(f"{problem}: give a complete copy of the checkpoint")
 
 
 def _small_files(folder: Path) -> list[Path]:
