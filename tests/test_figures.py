@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from wanjax.figures import between, digits, duration, in_bytes, scaled
+from wanjax.figures import between, digits, duration, in_bytes, joined_by_and, scaled
 
 
 @pytest.mark.parametrize(
@@ -50,3 +50,16 @@ def test_a_range_that_reads_as_one_figure_is_one():
 def test_numbers_have_three_digits():
     assert [digits(x) for x in (0.123456, 12.3456, 123456)] == ["0.123", "12.3", "123000"]
     assert scaled(14_300_000_000) == "14.3 G"
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ([], ""),
+        (["size"], "size"),
+        (["size", "seed"], "size and seed"),
+        (["size", "steps", "seed"], "size, steps and seed"),
+    ],
+)
+def test_words_are_listed_with_commas_and_one_and(words, text):
+    assert joined_by_and(words) == text

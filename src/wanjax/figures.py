@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figures as people read them: three significant digits at most, in the unit that suits."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
@@ -14,6 +14,21 @@ def digits(number: float) -> str:
 def between(low: str, high: str) -> str:
     """Return a range of two figures; one figure where both read the same."""
     return low if low == high else f"{low} to {high}"
+
+
+def joined_by_and(words: Sequence[str]) -> str:
+    """Return words as a list in a sentence, such as `size, steps and seed`."""
+    return " and ".join([*([", ".join(words[:-1])] if words[1:] else []), *words[-1:]])
+
+
+def progress_of_many(left: int, existing: int, folder: object) -> str:
+    """Return the first line of a run of many videos: how many it makes, how many are there already, and where."""
+    if not existing:
+        return f"videos: {left}, into {folder}"
+    if not left:
+        every = "the video is" if existing == 1 else f"all {quantity(existing, 'video')} are"
+        return f"{every} there already, in {folder}"
+    return f"videos: {left} to be made, into {folder}; {existing} there already"
 
 
 def quantity(number: int, noun: str) -> str:

@@ -79,8 +79,11 @@ def test_only_missing_videos_are_made(tmp_path):
     os.unlink(made[2])
     again = run(*given, input=PROMPTS)
     assert again.stdout.splitlines() == [made[2]]
-    assert says(again.stderr, "there already 3 videos made: 1")
-    assert run(*given, input=PROMPTS).stdout == ""
+    assert says(again.stderr, "videos: 1 3 there already")
+    complete = run(*given, input=PROMPTS)
+    assert complete.stdout == ""
+    assert says(complete.stderr, "all 4 videos there already many")
+    assert "videos: 0" not in complete.stderr
     assert len(run(*given, "--force", input=PROMPTS).stdout.splitlines()) == 4
     other = run(*given, "--guidance-scale", 2, input=PROMPTS).stdout.splitlines()
     assert len(other) == 4
@@ -165,7 +168,7 @@ def test_what_is_told_before_holds_for_all_rows():
     Path("rows.jsonl").write_text("\n".join(rows))
     told = run("batch", "rows.jsonl", "--size", "32x32", "--frames", "5", "--steps", "2", "--out", "many").stderr
     [header] = [line for line in told.splitlines() if line.startswith("nano: ")]
-    assert says(header, "5 frames seed 42 differ in size and steps and guidance")
+    assert says(header, "5 frames seed 42 differ in size, steps and guidance")
     assert not {"32x32", "16x16"} & {*header.replace(",", "").split()}
     for words in (
         "nano trained 64x64 32x32",

@@ -26,7 +26,7 @@ from wanjax.cli.processes import init_distributed
 from wanjax.cli.report import Report
 from wanjax.cli.stages import Reporting, VideoCommand, loaded, located
 from wanjax.errors import WanjaxError
-from wanjax.figures import quantity
+from wanjax.figures import progress_of_many, quantity
 from wanjax.jobs import ray_cluster
 from wanjax.jobs.batch import MANIFEST, MAX_RUN_JOBS, Batch, Manifest
 from wanjax.jobs.databases import resolve_database
@@ -201,9 +201,7 @@ def missing(report: Report, tasks: Sequence[Task], folder: AnyPath, force: bool)
     missing_tasks.sort(
         key=lambda task: task.output in manifest.failed
     )  # what ended this before keeps no others from it
-    report.note(f"videos: {len(missing_tasks)}, into {folder}")
-    if existing:
-        report.note(f"there already: {quantity(len(existing), 'video')}, to be made: {len(missing_tasks)}")
+    report.note(progress_of_many(len(missing_tasks), len(existing), folder))
     return missing_tasks, manifest
 
 

@@ -29,7 +29,7 @@ from wanjax.cli.options import SETTINGS, is_given, is_typed, option_of
 from wanjax.cli.parsed import CommandOptions, PipelineOptions
 from wanjax.cli.report import Report
 from wanjax.errors import WanjaxError, reason, repr_short
-from wanjax.figures import quantity
+from wanjax.figures import progress_of_many, quantity
 from wanjax.media.inputs import INPUTS
 from wanjax.pipelines.request import VideoRequest
 from wanjax.pipelines.settings import ALLOW_EMPTY
@@ -159,9 +159,7 @@ def _generate_several(
     check_folder(folder)
     there = set() if command.force else each.keys() & set(names_in(folder))
     left = [task for name, task in each.items() if name not in there]
-    report.note(f"videos: {len(left)}, into {folder}")
-    if there:
-        report.note(f"there already: {quantity(len(there), 'video')}, to be made: {len(left)}")
+    report.note(progress_of_many(len(left), len(there), folder))
     report.enable_resume()
     with closing(Manifest(folder)) as manifest, _cancelling(server) as waiting, report.stage("videos"):
         for name in there:

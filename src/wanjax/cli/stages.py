@@ -31,7 +31,7 @@ from wanjax.cli.report import Report
 from wanjax.cli.runs import HeldRun, create_run, is_run_folder
 from wanjax.errors import WanjaxError, WriteError
 from wanjax.execution import EXECUTE, Instance
-from wanjax.figures import digits, duration, in_bytes, quantity
+from wanjax.figures import digits, duration, in_bytes, joined_by_and, quantity
 from wanjax.jobs.maker import write
 from wanjax.jobs.multihost import is_first
 from wanjax.kernels.compiler_options import saved_set
@@ -358,7 +358,7 @@ class VideoCommand:
         each = [_shown_parts(one) for one in videos or [chosen]]
         shared = {name: text for name, text in each[0].items() if all(one[name] == text for one in each)}
         seed = f"seed{'s' * (len(seeds) > 1)} {in_short(seeds or [chosen.seed])}{drawn}"
-        differing = " and ".join(name for name in each[0] if name not in shared)
+        differing = joined_by_and([name for name in each[0] if name not in shared])
         self.report.note(
             f"{chosen.model}: {', '.join([*shared.values(), seed, chosen.dtype])}, "
             f"on {devices_of(mesh)}{f', mesh {mesh}, rules {mesh.rules_name}' if 'mesh' in self.record else ''}"
