@@ -11,6 +11,7 @@ import pytest
 from tests.support.batches import read_manifest
 from tests.support.commands import refused
 from tests.support.words import says
+from wanjax.jobs.store import JobStore
 
 SMALL = ("--size", "32x32", "--frames", "5", "--steps", "2")
 
@@ -27,6 +28,8 @@ SMALL = ("--size", "32x32", "--frames", "5", "--steps", "2")
             ("--database", "jobs.sqlite", "--out", "a", "--extend-prompt", "http://localhost:1/v1"),
             "--extend-prompt --dir",
         ),
+        (("--database", "typo/nope.sqlite", "--out", "a"), "typo/nope.sqlite --database"),
+        (("--database", "typo/nope.sqlite", "--dir", "a"), "typo/nope.sqlite --database"),
     ],
     ids=str,
 )
@@ -34,6 +37,7 @@ def test_a_worker_that_cannot_work_is_refused(tmp_path, monkeypatch, arguments, 
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WANJAX_DATABASE", raising=False)
     assert says(refused("worker", *arguments), sentence)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
@@ -42,6 +46,7 @@ def test_a_batch_is_made_by_workers_that_join(tmp_path):
     (tmp_path / "prompts.txt").write_text("a red circle\na blue square\n")
     own = os.environ | {"WANJAX_DATABASE": str(tmp_path / "jobs.sqlite")}
     command, how = [sys.executable, "-m", "wanjax"], {"cwd": tmp_path, "env": own, "text": True}
+    JobStore(own["WANJAX_DATABASE"]).close()  # workers join a database that exists
     workers = [
         subprocess.Popen([*command, "worker", "--out", name], stderr=subprocess.PIPE, **how)
         for name in ("videos", "elsewhere")

@@ -13,7 +13,7 @@ from wanjax.cli.report import Report
 from wanjax.cli.stages import loaded, located
 from wanjax.errors import WanjaxError
 from wanjax.jobs.batch import MAX_RUN_JOBS
-from wanjax.jobs.databases import ENV_VARIABLE, resolve_database
+from wanjax.jobs.databases import ENV_VARIABLE, check_exists, resolve_database
 from wanjax.jobs.lockstep import Leader, follow
 from wanjax.jobs.maker import VideoMaker
 from wanjax.jobs.multihost import is_first
@@ -49,6 +49,7 @@ def work_for(
         if is_given(name):
             error = f"--{name.replace('_', '-')} is for the jobs of a server, with --dir"
             raise WanjaxError(f"{error}: a batch has its prompts extended before, and shows no previews")
+    check_exists(url)
     with closing(JobStore(url)) as store:  # before the model: a wrong one is refused at once
         init_distributed(report, options.processes)
         load = partial(loaded, located(options), VideoRequest({}))
@@ -86,6 +87,7 @@ def _work_for_server(report: Report, url: str, target: AnyPath, options: Pipelin
     serving.check_libraries()
     if options.processes:
         raise WanjaxError("--processes is for the jobs of a batch: a worker of a server is one process")
+    check_exists(url)
     with closing(JobStore(url)) as store:
         init_distributed(report, None)
         check_folder(target)

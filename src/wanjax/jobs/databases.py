@@ -103,6 +103,18 @@ def open_database(url: str) -> "Database":
     return Sqlite(Path(url).expanduser().absolute())
 
 
+def check_exists(url: str) -> None:
+    """Raise WanjaxError if a URL or path is that of an SQLite file that does not exist.
+
+    Args:
+        url: The path or the URL.
+    """
+    if "://" not in url and not (file := Path(url).expanduser().absolute()).exists():
+        raise WanjaxError(
+            f"there is no database {file}: give --database the file of a server or a batch, which is started first"
+        )
+
+
 def is_disk_full(error: Exception) -> bool:
     """Return whether a database rejected a statement because its disk is full.
 
