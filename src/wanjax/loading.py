@@ -23,6 +23,7 @@ from wanjax.checkpoints.weight_changes import Note
 from wanjax.compile_cache.cache import set_cache_folder
 from wanjax.errors import WanjaxError, repr_short
 from wanjax.figures import in_bytes
+from wanjax.kernels.admitted import admit_kernels
 from wanjax.kernels.attention import AUTO, AttentionConfig, choose
 from wanjax.kernels.compiler_options import SAFE, check_set
 from wanjax.layers.placement import with_shardings
@@ -131,6 +132,7 @@ def load(
     dtype, vae_dtype = dtype_name(dtype), dtype_name(vae_dtype, "vae_dtype")
     param_dtype = dtype_name(param_dtype, "param_dtype")
     set_cache_folder()
+    admit_kernels()
     checkpoint = open_for_loading(model, revision, note)
     if verify:
         manifest.verify(checkpoint.source, progress or (lambda at, done, total: None))

@@ -32,7 +32,7 @@ def operands(batch, length, count, dtype):
 @pytest.mark.parametrize(("length", "dtype", "bound"), [(7, jnp.float32, 1e-6), (300, jnp.bfloat16, 3e-3)])
 def test_norm_and_rope_in_one_pass(parts, length, dtype, bound):
     given = operands(2, length, 4, dtype)
-    call = partial(rotary_heads._call, parts=parts, interpret=True)
+    call = partial(rotary_heads.call, parts=parts, interpret=True)
     out, right = jax.jit(lambda *given: (call(*given), rotary_heads.reference(*given)))(*given)
     assert out.dtype == dtype
     assert error(out, np.asarray(right, np.float64)) <= bound
@@ -61,7 +61,7 @@ QUICK = [case for case in CASES if (case[2] == 1) == (case[3] == "float32") or c
 def test_norm_of_each_head_and_rope_in_one_pass(size, count, parts, dtype):
     length, bound = {"float32": (7, 1e-6), "bfloat16": (300, 3e-3)}[dtype]
     given = operands_by_head(2, length, count, size, dtype)
-    call = partial(rotary_heads._call_by_head, eps=1e-6, parts=parts, interpret=True)
+    call = partial(rotary_heads.call_by_head, eps=1e-6, parts=parts, interpret=True)
     out, right = jax.jit(lambda *given: (call(*given), reference_by_head(*given)))(*given)
     assert out.dtype == dtype
     assert error(out, np.asarray(right, np.float64)) <= bound
@@ -122,7 +122,7 @@ def test_parts_are_written_and_joined(length):
     @jax.jit
     def written(x, parts):
         joined = rotary_heads.join_parts(parts, interpret=True), rotary_heads.join_parts(parts)
-        return rotary_heads._pack(x, parts=2, interpret=True), *joined
+        return rotary_heads.pack(x, parts=2, interpret=True), *joined
 
     assert all((np.asarray(out) == x).all() for out in written(x, parts))
 
@@ -130,7 +130,7 @@ def test_parts_are_written_and_joined(length):
 def test_the_gradient_of_parts_is_the_values_own():
     """What only moves values has a gradient too, which training needs."""
     x, g = (np.asarray(operands(1, 40, 4, jnp.float32)[0]) + i for i in range(2))
-    packed = partial(with_gradient, partial(rotary_heads._pack, parts=2, interpret=True), rotary_heads._identity)
+    packed = partial(with_gradient, partial(rotary_heads.pack, parts=2, interpret=True), rotary_heads._identity)
     np.testing.assert_array_equal(jax.jit(jax.grad(lambda x: jnp.sum(g * packed(x))))(x), g)
     parts = np.moveaxis(x.reshape(1, 40, 2, 256), 2, 0)
     gradient = jax.jit(jax.grad(lambda parts: jnp.sum(g * rotary_heads.join_parts(parts, interpret=True))))(parts)

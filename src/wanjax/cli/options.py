@@ -45,7 +45,7 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "token_normalize_func": our_na
 
 
 NAMED = {
-    "attention": ("auto", "reference", "chunked", "cudnn", "flash_tpu", "radial", "sla"),
+    "attention": ("auto", "reference", "chunked", "cudnn", "flash_tpu", "splash", "radial", "sla"),
     "cache": ("magcache", "teacache", "easycache", "deepcache", "guidance", "none", "auto"),
     "guidance_rule": ("cfg-zero", "apg", "nag", "none"),
     "scheduler": ("unipc", "euler", "dpm++", "ddim", "dpm", "consistency", "rcm", "rcm-ode"),

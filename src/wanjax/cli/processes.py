@@ -10,6 +10,7 @@ from wanjax.compile_cache.cache import compile_cache_folder, use_shared
 from wanjax.compile_cache.executables import user_executables
 from wanjax.execution import EXECUTE
 from wanjax.jobs.multihost import is_first, join
+from wanjax.kernels.admitted import admit_kernels
 from wanjax.sharding import platform
 
 
@@ -22,6 +23,8 @@ def init_distributed(report: Report, processes: str | None, *, platform_name: st
     user chose a folder for JAX's cache, or a shared place, in which all programs are then found.
     """
     join(processes)
+    if platform_name is None:
+        admit_kernels()  # before devices are opened
     platform()  # a mistake in JAX_PLATFORMS is told here, before anything else asks for devices
     context = click.get_current_context(silent=True)
     use_shared(**(context.meta.get(COMPILE_CACHE, {}) if context else {}), platform=platform_name)

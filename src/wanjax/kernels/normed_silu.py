@@ -14,6 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
+from wanjax.kernels.admitted import is_admitted
 from wanjax.kernels.alignment import LANES, ceil_div, round_up
 from wanjax.kernels.autodiff import with_gradient
 from wanjax.kernels.target import target
@@ -32,11 +33,12 @@ def normed_silu(
     Float32 inside, rounded once. `interpret` runs the kernel without a TPU, slowly, for tests. On several devices XLA
     fetches the neighbours' columns for the convolution that follows, in a layout that it would have to copy to.
     """
-    fits = target(x).platform == "tpu" and x.shape[1] % SUBLANES == 0 and current().single_device
+    runs = target(x).platform == "tpu" and is_admitted("normed_silu")
+    fits = runs and x.shape[1] % SUBLANES == 0 and current().single_device
     if not interpret and not fits:
         return reference(x, gamma, dtype)
-    call = partial(_call, dtype=jnp.dtype(dtype), interpret=interpret)
-    return with_gradient(call, partial(reference, dtype=dtype), x, gamma)
+    run = partial(call, dtype=jnp.dtype(dtype), interpret=interpret)
+    return with_gradient(run, partial(reference, dtype=dtype), x, gamma)
 
 
 def reference(x: Float[Array, "*B C"], gamma: Float[Array, " C"], dtype: DTypeLike) -> Float[Array, "*B C"]:
@@ -51,7 +53,7 @@ def normed(x: Float[Array, "*B C"], gamma: Float[Array, " C"], dtype: DTypeLike)
     return (x32 * (x.shape[-1] ** 0.5 / norm) * gamma).astype(dtype)
 
 
-def _call(
+def call(
     x: Float[Array, "B T H W C"], gamma: Float[Array, " C"], dtype: jnp.dtype, interpret: bool
 ) -> Float[Array, "B T H W C"]:
     batch, frames, height, width, channels = x.shape

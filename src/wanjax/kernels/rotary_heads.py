@@ -17,6 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Float32
 
+from wanjax.kernels.admitted import is_admitted
 from wanjax.kernels.alignment import LANES, ceil_div, round_up
 from wanjax.kernels.autodiff import with_gradient
 from wanjax.kernels.target import target
@@ -39,13 +40,13 @@ def normed_rotary(
     Float32 inside, rounded once to x's dtype. On several devices each computes its tokens, and its heads where heads
     are sharded. `interpret` runs the kernel without a TPU, slowly, for tests.
     """
-    if not interpret and (target(x).platform != "tpu" or 2 * cos.shape[1] != LANES):
+    if not interpret and (not _runs(x, "normed_rotary") or 2 * cos.shape[1] != LANES):
         return reference(x, inverse, scale, cos, sin)
     partitioner = current()
     batch, length, heads, parts = _placement(partitioner, x, LANES)
     tokens = PartitionSpec(batch, length)
     specs = (PartitionSpec(batch, length, heads), tokens, PartitionSpec(heads), *2 * (PartitionSpec(length),))
-    turn = partial(with_gradient, partial(_call, parts=parts, interpret=interpret), reference)
+    turn = partial(with_gradient, partial(call, parts=parts, interpret=interpret), reference)
     return partitioner.shard_map(turn, specs, specs[0])(x, inverse, scale, cos, sin)
 
 
@@ -67,9 +68,9 @@ def head_normed_rotary(
     batch, length, heads, parts = _placement(partitioner, x, size)
     shard = x.shape[2] // partitioner.size(heads)
     specification = partial(reference_by_head, eps=eps)
-    if (target(x).platform != "tpu" and not interpret) or LANES % size or shard % LANES:
+    if not (interpret or _runs(x, "head_normed_rotary")) or LANES % size or shard % LANES:
         return specification(x, scale, bias, cos, sin)
-    turn = partial(with_gradient, partial(_call_by_head, eps=eps, parts=parts, interpret=interpret), specification)
+    turn = partial(with_gradient, partial(call_by_head, eps=eps, parts=parts, interpret=interpret), specification)
     vector, table = PartitionSpec(), PartitionSpec(length)
     specs = (PartitionSpec(batch, length, heads), vector, vector, table, table)
     return partitioner.shard_map(turn, specs, specs[0])(x, scale, bias, cos, sin)
@@ -78,14 +79,19 @@ def head_normed_rotary(
 def pack_for_all_to_all(x: Float[Array, "B L E"]) -> Float[Array, "B L E"]:
     """Return x, whose heads lie in memory by the device that they are sent to, if an all-to-all is to send them."""
     partitioner = current()
-    if target(x).platform != "tpu" or x.shape[2] % LANES:
+    if not _runs(x, "heads_apart") or x.shape[2] % LANES:
         return x
     batch, length, heads, parts = _placement(partitioner, x, LANES)
     if parts == 1:
         return x
-    turn = partial(with_gradient, partial(_pack, parts=parts, interpret=False), _identity)
+    turn = partial(with_gradient, partial(pack, parts=parts, interpret=False), _identity)
     spec = PartitionSpec(batch, length, heads)
     return partitioner.shard_map(turn, (spec,), spec)(x)
+
+
+def _runs(x: Array, kernel: str) -> bool:
+    """Return whether a program for x's target uses a kernel."""
+    return target(x).platform == "tpu" and is_admitted(kernel)
 
 
 def _placement(partitioner: Partitioner, x: Array, size: int) -> tuple[Any, Any, Any, int]:
@@ -133,25 +139,25 @@ def rotated(
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
 
 
-def _call(
+def call(
     x: Array, inverse: Array, scale: Array, cos: Array, sin: Array, *, parts: int, interpret: bool
 ) -> Float[Array, "B L E"]:
     """The kernel of `normed_rotary`. It writes `parts` of consecutive heads, each contiguous, for an all-to-all."""
     rows = _height(x.shape[1])
     beside = [pl.BlockSpec((None, rows, 1), lambda b, i: (b, i, 0)), _vector(x.shape[2]), *2 * [_table(rows, cos)]]
-    call = _pallas_call(_kernel, x, beside, parts=parts, interpret=interpret, name="normed_rotary")
-    return _concatenate(call(x, inverse, scale[None], cos, sin))
+    run = _pallas_call(_kernel, x, beside, parts=parts, interpret=interpret, name="normed_rotary")
+    return _concatenate(run(x, inverse, scale[None], cos, sin))
 
 
-def _call_by_head(
+def call_by_head(
     x: Array, scale: Array, bias: Array, cos: Array, sin: Array, *, eps: float, parts: int, interpret: bool
 ) -> Float[Array, "B L E"]:
     """The kernel of `head_normed_rotary`, which writes as that of `normed_rotary` does."""
     beside = [*2 * [_vector(LANES)], *2 * [_table(_height(x.shape[1]), cos)]]
     kernel = partial(_kernel_by_head, size=len(scale), eps=eps)
-    call = _pallas_call(kernel, x, beside, parts=parts, interpret=interpret, name="head_normed_rotary")
+    run = _pallas_call(kernel, x, beside, parts=parts, interpret=interpret, name="head_normed_rotary")
     scale, bias = (jnp.tile(vector, LANES // len(vector))[None] for vector in (scale, bias))
-    return _concatenate(call(x, scale, bias, cos, sin))
+    return _concatenate(run(x, scale, bias, cos, sin))
 
 
 def _pallas_call(
@@ -214,7 +220,7 @@ def _identity(x: Array) -> Array:
     return x
 
 
-def _pack(x: Float[Array, "B L E"], *, parts: int, interpret: bool = False) -> Float[Array, "B L E"]:
+def pack(x: Float[Array, "B L E"], *, parts: int, interpret: bool = False) -> Float[Array, "B L E"]:
     """The kernel of `pack_for_all_to_all`."""
     width = x.shape[2]
 
@@ -228,12 +234,12 @@ def _pack(x: Float[Array, "B L E"], *, parts: int, interpret: bool = False) -> F
 def join_parts(parts: Float[Array, "_N B L E"], *, interpret: bool = False) -> Float[Array, "B L _E"]:
     """Join parts along the width of each token, after an all-to-all; `interpret` is for tests."""
     count, _, _, width = parts.shape
-    if not interpret and (target(parts).platform != "tpu" or width % LANES):
+    if not interpret and (not _runs(parts, "heads_joined") or width % LANES):
         return _concatenate(parts)
-    return with_gradient(partial(_join, parts=count, interpret=interpret), _concatenate, parts)
+    return with_gradient(partial(join, parts=count, interpret=interpret), _concatenate, parts)
 
 
-def _join(x: Float[Array, "_N B L E"], *, parts: int, interpret: bool) -> Float[Array, "B L _E"]:
+def join(x: Float[Array, "_N B L E"], *, parts: int, interpret: bool) -> Float[Array, "B L _E"]:
     """The kernel of `join_parts`."""
     _, batch, length, width = x.shape
     rows = _height(length)

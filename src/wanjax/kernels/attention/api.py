@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from wanjax.errors import UnsupportedError, WanjaxError
 from wanjax.figures import quantity
+from wanjax.kernels.admitted import is_admitted
 from wanjax.kernels.attention import (
     joint,
     kv_cache,
@@ -42,7 +43,11 @@ class Choice(NamedTuple):
 ANYWHERE = (Choice("chunked", "its memory does not grow with the number of scores"),)
 PREFERRED: dict[str, tuple[Choice, ...]] = {
     "gpu": (Choice("cudnn", "it is NVIDIA's own"), *ANYWHERE),
-    "tpu": (Choice("flash_tpu", "by the compiler's schedules it is the fastest"), *ANYWHERE),
+    "tpu": (
+        Choice("flash_tpu", "by the compiler's schedules it is the fastest"),
+        Choice("splash", "it is JAX's own"),
+        *ANYWHERE,
+    ),
 }
 
 SPARSE_LINEAR = {
@@ -172,7 +177,8 @@ def sparse_linear_attention(
     why = sparse_linear_tpu.unsupported(q, sparse, keys, config)
     if implementation == "tpu" and why is not None:
         raise UnsupportedError(why)
-    name = implementation or ("tpu" if why is None else "chunked")
+    admitted = is_admitted("sparse_linear_tpu")
+    name = implementation or ("tpu" if why is None and admitted else "chunked")
     if name not in SPARSE_LINEAR:
         raise WanjaxError(f"no sparse-linear attention is named {name!r}: there are {', '.join(SPARSE_LINEAR)}")
     if implementation not in (None, "tpu") and config is not None:
@@ -221,7 +227,8 @@ def _part_on_one_device(
     """Attention to some of the keys, added to what this returned for others; see `sharded.Kernels`."""
     whole = {"window": None, "bias": None, "return_lse": True, **options}
     chosen = _chosen(q, k, v, name, key_mask=key_mask, **whole)
-    if chosen.resumed is not None and chosen.resumes(options["config"]):
+    admitted = name is not None or is_admitted("flash_tpu_carried")
+    if admitted and chosen.resumed is not None and chosen.resumes(options["config"]):
         return chosen.resumed(q, k, v, before, last=last, key_mask=key_mask, keys=keys, **options)
     done = _on_one_device(q, k, v, key_mask=key_mask, name=name, keys=keys, **whole)
     done = done if before is None else sharded.merge(before, done)
@@ -271,10 +278,18 @@ def _choose(q, k, v, named: str | None, **options: Any) -> Choice:
     refusals = []
     for choice in preferred if named is None else (Choice(named, "it was named"),):
         why = IMPLEMENTATIONS[choice.name].unsupported(q, k, v, **options)
+        if why is None and named is None:
+            why = _refused(choice.name, options["window"])
         if why is None:
             return Choice(choice.name, "; ".join([choice.reason, *refusals]))
         refusals.append(why)
     raise UnsupportedError("; ".join(refusals))
+
+
+def _refused(name: str, window: Any) -> str | None:
+    """Return why an implementation is not used although it supports a call: its kernel was not admitted here."""
+    kernel = f"{name}_radial" if isinstance(window, Radial) else name
+    return None if is_admitted(kernel) else f"{kernel} was tried on this chip and failed"
 
 
 def _options(

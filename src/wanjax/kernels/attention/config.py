@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 
 from wanjax.errors import WanjaxError
-from wanjax.kernels.attention import chunked, cudnn, flash_tpu, reference
+from wanjax.kernels.attention import chunked, cudnn, flash_tpu, reference, splash
 from wanjax.kernels.attention.flash_tiles import Config, Tiles
 from wanjax.kernels.attention.implementation import Implementation
 from wanjax.kernels.attention.radial import DECAY, LARGEST_DECAY, Radial
@@ -23,6 +23,7 @@ IMPLEMENTATIONS = {
         resumes=flash_tpu.resumes,
         resumed=flash_tpu.resumed,
     ),
+    "splash": Implementation(splash.attention, splash.unsupported, chunked.gradient, counts_keys=True),
 }
 _AUTO, _RADIAL, _SPARSE, _WINDOW = "auto", "radial", "sla", "window="
 

@@ -19,6 +19,7 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from wanjax.kernels.admitted import is_admitted
 from wanjax.kernels.attention import chunked, flash_gradient
 from wanjax.kernels.attention.blocks import from_rows, to_rows
 from wanjax.kernels.attention.flash_kernel import Sizes, Sums, call
@@ -130,7 +131,7 @@ def _gradient(q, k, v, g, lse, delta, masks, *, window, scale: float, config: Co
     (key_mask, live), (batch, queries, heads, head_dim) = masks, q.shape
     keys = k.shape[1] if keys is None else keys
     interpret, tiles = config is not None and config.interpret, None
-    if key_mask is None and window is None and k.shape[2] == heads:
+    if key_mask is None and window is None and k.shape[2] == heads and is_admitted("flash_tpu_gradient"):
         vmem = 2 * SPILL_BYTES if interpret else vmem_bytes() or 0
         tiles = flash_gradient.fitting(queries, keys, head_dim, q.dtype.itemsize, vmem, interpret=interpret)
     if tiles is not None:

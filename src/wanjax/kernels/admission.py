@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Admission: each hand-written kernel is compared with its reference on the user's own chip before it is used.
+
+The kernels and their small shapes stand beside the kernels, in `trials` modules. They run in a child process, which
+opens one chip before this process opens any, because a kernel that hangs takes its process with it. A verdict is kept
+for the kind of chip, the versions of jax, jaxlib and libtpu, and the code of the kernel.
+"""
+
+import hashlib
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from wanjax.errors import WanjaxWarning
+from wanjax.stores.results import Results
+
+KERNELS = "wanjax.kernels.trials:KERNELS"
+START_SECONDS = 120.0  # in which the child opens its chip
+KERNEL_SECONDS = 30.0  # in which a kernel comes back from all of its trials
+ONE_CHIP = {
+    "TPU_VISIBLE_CHIPS": "0",
+    "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1",
+    "TPU_PROCESS_BOUNDS": "1,1,1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+}
+READY = "ready"
+OTHERS = "it was refused in another process of this run"
+HUNG = "it did not come back"
+NOT_TRIED = "it was not tried after that"
+VERDICTS = "kernels"  # a kind of results
+
+
+class Trial(NamedTuple):
+    """A kernel at one small shape.
+
+    Attributes:
+        name: What the shape reaches, such as "a ragged tail".
+        run: Runs the kernel and returns a tree of arrays; True asks for the interpreter.
+        reference: Computes the same in float32, in plain JAX.
+        bound: The largest distance between the two, in relative L2.
+    """
+
+    name: str
+    run: Callable[[bool], Any]
+    reference: Callable[[], Any]
+    bound: float
+
+
+class Kernel(NamedTuple):
+    """A kernel that is tried before it is used.
+
+    Attributes:
+        name: Its name in `admitted.is_admitted`.
+        modules: The modules whose code decides what it computes.
+        trials: Makes its trials.
+    """
+
+    name: str
+    modules: tuple[str, ...]
+    trials: Callable[[], Iterable[Trial]]
+
+
+def admit(kind: str) -> dict[str, str]:
+    """Return the kernels that this process does not use on a kind of chip, with reasons; warn once if there are any."""
+    verdicts = settle(kind, KERNELS)
+    if jax.distributed.is_initialized():
+        verdicts = worst(verdicts)
+    refused = {name: reason for name, reason in verdicts.items() if reason}
+    if refused:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+        warnings.warn(
+            f"kernels that fail on this {kind} (jax {jax.__version__}, libtpu {_version('libtpu')}) are not used, and "
+            f"slower ones are ({reasons}): please report this line as an issue of wanjax",
+            WanjaxWarning,
+            stacklevel=2,
+        )
+    return refused
+
+
+def settle(kind: str, kernels: str) -> dict[str, str]:
+    """Return the reason against each kernel, "" for none: kept verdicts, and new ones, which are kept.
+
+    What was not tried after a kernel that hung is refused this time, and not kept.
+
+    Args:
+        kind: The kind of the chip.
+        kernels: MODULE:NAME of a sequence of `Kernel`.
+    """
+    keys, results = {kernel.name: _key(kind, kernel) for kernel in _load(kernels)}, Results()
+    saved = {name: results.get(VERDICTS, key) for name, key in keys.items()}
+    verdicts = {name: reason for name, reason in saved.items() if isinstance(reason, str)}
+    for name, reason in _tried(kernels, [name for name in keys if name not in verdicts]):
+        verdicts[name] = reason
+        results.put(VERDICTS, keys[name], reason)
+        if reason.startswith(HUNG):
+            break
+    return {name: verdicts.get(name, NOT_TRIED) for name in keys}
+
+
+def worst(verdicts: dict[str, str]) -> dict[str, str]:
+    """Return the verdicts of all processes of a run: a kernel that one of them refuses is refused by all."""
+    here = np.array([bool(reason) for reason in verdicts.values()], np.int32)
+    anywhere = np.reshape(multihost_utils.process_allgather(here), (-1, len(here))).any(axis=0)
+    refusals = zip(verdicts.items(), np.atleast_1d(anywhere).tolist(), strict=True)
+    return {name: reason or (OTHERS if refused else "") for (name, reason), refused in refusals}
+
+
+def _tried(kernels: str, names: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield the verdicts of a child process, started anew where a kernel ended it."""
+    while names:
+        child = _Child(kernels, names)
+        try:
+            if child.line(START_SECONDS) != READY:
+                yield from _tried_here(kernels, names)
+                return
+            while names:
+                line = child.line(KERNEL_SECONDS)
+                name, *names = names
+                yield name, _verdict(line)
+                if not line:
+                    break
+        finally:
+            child.end()
+
+
+def _verdict(line: str | None) -> str:
+    if line is None:
+        return f"{HUNG} within {KERNEL_SECONDS:g} s"
+    return json.loads(line)["reason"] if line else "it ended its process"
+
+
+class _Child:
+    """A process that tries kernels on one chip, and writes a line for each."""
+
+    def __init__(self, kernels: str, names: list[str]) -> None:
+        code = "from wanjax.kernels.admission import try_kernels; try_kernels()"
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code, kernels, *names],
+            env=os.environ | ONE_CHIP,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        self._lines: queue.Queue[str] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
+        self._reader.start()
+
+    def _read(self, lines: Any) -> None:
+        with lines:
+            for line in lines:
+                self._lines.put(line.strip())
+        self._lines.put("")
+
+    def line(self, seconds: float) -> str | None:
+        """Return its next line, "" at its end, or None where it writes nothing for so long."""
+        try:
+            return self._lines.get(timeout=seconds)
+        except queue.Empty:
+            return None
+
+    def end(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+        self._reader.join()
+
+
+def _tried_here(kernels: str, names: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield verdicts of this process, whose devices are open already, so that no child has one."""
+    by_name = {kernel.name: kernel for kernel in _load(kernels)}
+    for name in names:
+        reasons: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=_judge_to, args=(by_name[name], reasons), daemon=True).start()
+        try:
+            yield name, reasons.get(timeout=KERNEL_SECONDS)
+        except queue.Empty:
+            yield name, _verdict(None)
+
+
+def _judge_to(kernel: Kernel, reasons: queue.Queue[str]) -> None:
+    reasons.put(judge(kernel))
+
+
+def try_kernels() -> None:
+    """Try the kernels of the command line, and write a line for each: the child's program."""
+    kernels, *names = sys.argv[1:]
+    by_name = {kernel.name: kernel for kernel in _load(kernels)}
+    jax.local_devices()
+    print(READY, flush=True)
+    for name in names:
+        print(json.dumps({"reason": judge(by_name[name])}), flush=True)
+
+
+def judge(kernel: Kernel) -> str:
+    """Return the reason against a kernel, "" for none."""
+    interpret = jax.default_backend() == "cpu"
+    try:
+        for trial in kernel.trials():
+            distance = _distance(trial.run(interpret), trial.reference())
+            if not distance <= trial.bound:  # also where it is not a number
+                return f"{trial.name} differs from the reference by {distance:.2g}, where {trial.bound:g} is the most"
+    except Exception as error:  # whatever a compiler raises
+        first = (str(error).strip().splitlines() or [""])[0][:200]
+        return f"it raises {type(error).__name__}: {first}"
+    return ""
+
+
+def _distance(values: Any, wanted: Any) -> float:
+    """Return the largest relative L2 distance of the arrays of two trees."""
+    distances = []
+    for x, y in zip(jax.tree.leaves(values), jax.tree.leaves(wanted), strict=True):
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        distances.append(float(np.linalg.norm(x - y) / max(float(np.linalg.norm(y)), 1e-30)))
+    return float(np.max(distances))  # not a number if one is none
+
+
+def timed(kernel: Kernel) -> tuple[str, float]:
+    """Return `judge` of a kernel, and the seconds that it took."""
+    start = perf_counter()
+    return judge(kernel), perf_counter() - start
+
+
+def _load(kernels: str) -> tuple[Kernel, ...]:
+    module, _, name = kernels.partition(":")
+    return tuple(vars(import_module(module))[name])
+
+
+def _key(kind: str, kernel: Kernel) -> dict[str, str]:
+    """Return all on which a kernel's verdict depends."""
+    digest = hashlib.sha256()
+    for module in (*kernel.modules, __name__):
+        spec = find_spec(module)
+        assert spec is not None, module
+        assert spec.origin is not None, module
+        digest.update(Path(spec.origin).read_bytes())
+    versions = {package: _version(package) for package in ("jax", "jaxlib", "libtpu")}
+    return {"kernel": kernel.name, "kind": kind, "code": digest.hexdigest(), **versions}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"

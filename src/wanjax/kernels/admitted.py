@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which hand-written kernels this process uses: all but those that `admission` refused before their first use.
+
+This module is small because every program asks it. Where no TPU is here nothing is tried, and nothing is refused.
+"""
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+import jax
+
+GOOGLE = "0x1ae0"  # a vendor on the PCI bus
+TPUS = {
+    "0x0027": "v3",
+    "0x005e": "v4",
+    "0x0062": "v5p",
+    "0x0063": "v5e",
+    "0x006f": "v6e",
+    "0x0076": "v7x",
+}
+"""TPUs by their devices on the PCI bus."""
+PCI = Path("/sys/bus/pci/devices")
+
+_refused: dict[str, str] = {}
+_settled = False
+
+
+def is_admitted(kernel: str) -> bool:
+    """Return whether a kernel may be used."""
+    return kernel not in _refused
+
+
+def refused() -> dict[str, str]:
+    """Return the refused kernels, by name, and the reason for each."""
+    return dict(_refused)
+
+
+def refuse(kernels: Mapping[str, str]) -> None:
+    """Use these kernels no more, for the reason that each has, and admit all others."""
+    _refused.clear()
+    _refused.update(sorted(kernels.items()))
+
+
+def tpu_kind() -> str | None:
+    """Return the kind of the TPUs of this machine that JAX will use, or None; no device is opened."""
+    platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+    if (platforms and "tpu" not in platforms) or find_spec("libtpu") is None:
+        return None
+    for device in sorted(PCI.glob("*")):
+        try:
+            vendor, number = ((device / name).read_text().strip() for name in ("vendor", "device"))
+        except OSError:
+            continue
+        if vendor == GOOGLE and number in TPUS:
+            return TPUS[number]
+    return None
+
+
+def admit_kernels() -> None:
+    """Try the kernels of TPUs where there is one, once in a process, before it opens its devices."""
+    global _settled
+    if _settled:
+        return
+    _settled = True
+    if (kind := tpu_kind()) is not None:
+        from wanjax.kernels import admission  # imported late: a CPU's start does not pay for it
+
+        refuse(admission.admit(kind))

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention on TPUs by JAX's own splash kernel, forward and gradient, for where `flash_tpu` was not admitted."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32
+
+from wanjax.kernels.alignment import LANES, round_up
+from wanjax.kernels.attention.masks import first_keys
+from wanjax.kernels.target import target
+from wanjax.sharding import pad_to
+
+HEAD_DIMS = (64, 128)
+BLOCK_Q, BLOCK_KV, BLOCK_COMPUTE = 1024, 2048, 512  # fit the VMEM of every TPU from v5e on
+
+
+@dataclass(frozen=True)
+class Config:
+    """`interpret` runs the kernel without a TPU, slowly, for tests."""
+
+    interpret: bool = False
+
+
+def unsupported(q, k, v, *, key_mask, window, scale, bias, config, return_lse) -> str | None:
+    """The reason why this call is not supported, or None."""
+    if config is not None and not isinstance(config, Config):
+        return f"splash has no tiles to choose: {type(config).__name__} belongs to another implementation"
+    if target(q).platform != "tpu" and not (config and config.interpret):
+        return "splash runs on TPUs, and elsewhere only by splash.Config(interpret=True)"
+    if q.shape[3] not in HEAD_DIMS or q.dtype.name != "bfloat16":
+        return f"splash has no heads of {q.shape[3]} in {q.dtype.name}: 64 and 128 in bfloat16 are supported"
+    if window is not None or bias is not None:
+        return "splash takes no window, radial mask or bias here: a key mask is supported"
+    return "splash returns no log-sum-exp that has a gradient" if return_lse else None
+
+
+def attention(
+    q: Float[Array, "B L N D"],
+    k: Float[Array, "B S K D"],
+    v: Float[Array, "B S K D"],
+    *,
+    key_mask: Bool[Array, "B S"] | None,
+    window: None,
+    scale: float,
+    bias: None,
+    config: Config | None,
+    return_lse: bool = False,
+    keys: int | Int32[Array, " B"] | None = None,
+) -> Float[Array, "B L N D"]:
+    """Compute what the reference does; the gradient is by splash's own kernels."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+
+    (batch, queries, heads, _), count = q.shape, k.shape[1]
+    groups = heads // k.shape[2]
+    block_q, compute = min(BLOCK_Q, round_up(queries, LANES)), min(BLOCK_COMPUTE, round_up(count, LANES))
+    block_kv = min(BLOCK_KV, round_up(count, compute))
+    whole = round_up(queries, block_q), round_up(count, block_kv)
+    kernel = _kernel(heads, whole, (block_q, block_kv, compute), interpret=config is not None and config.interpret)
+    live = jnp.ones((batch, count), bool) if key_mask is None else key_mask
+    if keys is not None:
+        live &= first_keys(jnp.broadcast_to(jnp.asarray(keys), (batch,)), count)
+
+    def attend(q: Array, k: Array, v: Array, live: Array) -> Array:
+        q = (q.astype(jnp.float32) * scale).astype(q.dtype)
+        k, v = (jnp.repeat(x, groups, axis=1) for x in (k, v))
+        of_keys = jnp.where(pad_to(live, 0, block_kv), 0, 1)  # the keys of another segment are not seen
+        segments = kernels.SegmentIds(q=jnp.zeros(whole[0], jnp.int32), kv=of_keys)
+        rows = (pad_to(jnp.moveaxis(x, 1, 0), 1, size) for x, size in ((q, block_q), (k, block_kv), (v, block_kv)))
+        out = jnp.moveaxis(kernel(*rows, segment_ids=segments)[:, :queries], 0, 1)
+        return jnp.where(live.any(), out, jnp.zeros_like(out))
+
+    return jnp.stack([attend(*example) for example in zip(q, k, v, live, strict=True)])
+
+
+def _kernel(heads: int, whole: tuple[int, int], tiles: tuple[int, int, int], *, interpret: bool) -> Any:
+    """Return the kernel for one example's heads [N L D], of lengths in whole blocks."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+
+    block_q, block_kv, compute = tiles
+    blocks = splash_attention_kernel.BlockSizes(
+        block_q=block_q,
+        block_kv=block_kv,
+        block_kv_compute=compute,
+        block_q_dkv=block_q,
+        block_kv_dkv=block_kv,
+        block_kv_dkv_compute=compute,
+        use_fused_bwd_kernel=True,
+    )
+    mask = splash_attention_mask.MultiHeadMask([splash_attention_mask.FullMask(whole)] * heads)
+    options = {"head_shards": 1, "q_seq_shards": 1, "interpret": interpret}
+    with jax.ensure_compile_time_eval():
+        return splash_attention_kernel.make_splash_mha(mask, block_sizes=blocks, **options)

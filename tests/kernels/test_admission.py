@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels are tried before they are used: one that fails is not used, the video is right, and one warning says so."""
+
+import json
+import subprocess
+import sys
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import wanjax
+from tests.support import trial_kernels
+from tests.support.devices import free_port
+from tests.support.words import says
+from wanjax.errors import WanjaxWarning
+from wanjax.execution import EXECUTE
+from wanjax.kernels import admission, admitted
+from wanjax.kernels.attention import IMPLEMENTATIONS, api, choose
+from wanjax.kernels.trials import KERNELS
+from wanjax.pipelines.tracing import trace_programs
+
+SETTINGS: dict[str, Any] = {"steps": 1, "seed": 3, "frames": 5, "size": (32, 32)}
+TWO_PROCESSES = """
+import json, sys, warnings
+from wanjax.jobs.multihost import join
+from wanjax.kernels import admission
+join(sys.argv[1])
+first = sys.argv[1].endswith(",0")
+admission.settle = lambda kind, kernels: {"splash": "", "flash_tpu": "it raises" if first else "", "normed_silu": ""}
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    refused = admission.admit("v6e")
+print(json.dumps([sorted(refused), len(caught)]))
+"""
+
+
+@pytest.fixture
+def pretended(monkeypatch, tmp_path):
+    """Return a function that makes the CPU an accelerator whose preferred kernel is one of `trial_kernels`."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # of the child
+    monkeypatch.setattr(admitted, "_refused", {})
+    monkeypatch.setattr(admission, "KERNEL_SECONDS", 2.0)
+    kept = dict(api.PREFERRED)
+
+    def pretend(name):
+        monkeypatch.setattr(admitted, "_settled", False)
+        monkeypatch.setattr(admitted, "tpu_kind", lambda: "v6e")
+        monkeypatch.setattr(admission, "KERNELS", f"tests.support.trial_kernels:{name.upper()}")
+        broken = replace(
+            IMPLEMENTATIONS["chunked"],
+            attention=vars(trial_kernels)[name],
+            unsupported=lambda *arrays, **options: None,
+        )
+        monkeypatch.setitem(IMPLEMENTATIONS, "flash_tpu", broken)
+        monkeypatch.setitem(api.PREFERRED, "cpu", (*kept["tpu"][:1], *api.ANYWHERE))
+
+    yield pretend
+    EXECUTE.forget()
+
+
+def video():
+    pipe = wanjax.load("nano")
+    return np.asarray(pipe("a red circle", **SETTINGS).frames)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return video()
+
+
+@pytest.mark.parametrize(
+    ("fault", "refused", "words"),
+    [
+        ("wrong", ["flash_tpu"], "flash_tpu a small shape differs"),
+        ("raising", ["flash_tpu"], "flash_tpu raises ValueError Mosaic"),
+        ("dying", ["flash_tpu"], "flash_tpu ended process"),
+        ("hanging", ["flash_tpu", "heads_joined"], "flash_tpu did not come back"),
+    ],
+)
+def test_a_kernel_that_fails_is_not_used(fault, refused, words, pretended, expected):
+    pretended(fault)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        frames = video()
+    told = [str(each.message) for each in caught if issubclass(each.category, WanjaxWarning)]
+    assert len(told) == 1
+    assert says(told[0], f"{words} v6e jax libtpu report")
+    assert sorted(admitted.refused()) == refused
+    np.testing.assert_array_equal(frames, expected)
+
+
+def test_a_kernel_that_is_right_is_used(pretended):
+    pretended("right")
+    admitted.admit_kernels()
+    some = jax.ShapeDtypeStruct((1, 96, 2, 64), "float32")
+    assert admitted.refused() == {}
+    assert choose(some, some, some).name == "flash_tpu"
+    admitted.refuse({"flash_tpu": "a reason"})
+    assert choose(some, some, some).name == "chunked"
+    assert choose(some, some, some, implementation="flash_tpu").name == "flash_tpu"  # by name it is insisted on
+
+
+def test_a_verdict_is_kept_until_what_it_depends_on_changes(pretended, monkeypatch):
+    pretended("wrong")
+    assert admission.settle("v6e", admission.KERNELS)["flash_tpu"]
+    with monkeypatch.context() as patch:
+        patch.setattr(admission, "_Child", None)  # none is started
+        assert admission.settle("v6e", admission.KERNELS)["flash_tpu"]
+    pretended("right")  # other code behind the same module, by the name of another version
+    tried = []
+    monkeypatch.setattr(admission, "_tried", lambda kernels, names: iter([(name, "") for name in tried or names]))
+    assert admission.settle("v6e", admission.KERNELS)["flash_tpu"]
+    for package in ("jax", "jaxlib", "libtpu"):
+        with monkeypatch.context() as patch:
+            patch.setattr(admission, "_version", lambda name, package=package: "9" if name == package else "1")
+            assert not admission.settle("v6e", admission.KERNELS)["flash_tpu"]
+    assert not admission.settle("v5e", admission.KERNELS)["flash_tpu"]
+    with monkeypatch.context() as patch:
+        patch.setattr(admission.Path, "read_bytes", lambda file: b"other code")
+        assert not admission.settle("v6e", admission.KERNELS)["flash_tpu"]
+
+
+def test_of_two_processes_both_take_the_worst_verdict(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    address = f"localhost:{free_port()}"
+    command = [sys.executable, "-c", TWO_PROCESSES]
+    runs = [
+        subprocess.Popen([*command, f"{address},2,{i}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for i in range(2)
+    ]
+    for run in runs:
+        out, err = run.communicate(timeout=60)
+        assert run.returncode == 0, err
+        assert json.loads(out.splitlines()[-1]) == [["flash_tpu"], 1]
+
+
+def test_a_program_is_compiled_anew_where_a_kernel_is_refused(monkeypatch):
+    monkeypatch.setattr(admitted, "_refused", {})
+    pipe = wanjax.load("nano")
+    [instance, *_] = [program.instance for program in trace_programs(pipe, pipe.settings(**SETTINGS)).programs]
+    before = EXECUTE.key_of(instance)
+    admitted.refuse({"flash_tpu": "a reason"})
+    assert EXECUTE.key_of(instance) != before
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [pytest.param(each, marks=() if each.name in ("splash", "heads_apart") else pytest.mark.slow) for each in KERNELS],
+    ids=lambda kernel: kernel.name,
+)
+def test_the_kernels_pass_their_trials(kernel):
+    """By the interpreter: the small shapes, the references and the bounds fit the kernels."""
+    assert admission.judge(kernel) == ""
+
+
+def test_a_cpu_tries_nothing(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    code = "import sys, wanjax; wanjax.load('nano'); print('wanjax.kernels.admission' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"]
