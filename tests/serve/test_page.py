@@ -15,6 +15,7 @@ from PIL import Image
 from tests.support.documents import ROOT
 from tests.support.quick import quick
 from tests.support.served import PROMPT, serving
+from tests.support.warm import wanjax
 from tests.support.words import says
 
 PAGE = ROOT / "src/wanjax/serve/page"
@@ -24,9 +25,11 @@ SMALL_FORM = {"frames": "5", "steps": "2"}
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """A client of one server for all tests, whose programs no earlier run has kept."""
+    """A client of one server for all tests, whose programs no earlier run has kept, and whose model is planned."""
     folder = tmp_path_factory.mktemp("page")
-    with serving(folder / "videos", "--no-rehearse", JAX_COMPILATION_CACHE_DIR=str(folder / "xla")) as (client, _):
+    caches = {"JAX_COMPILATION_CACHE_DIR": str(folder / "xla"), "XDG_CACHE_HOME": str(folder / "cache")}
+    wanjax(folder, "plan", "nano", "--chip", "cpu")
+    with serving(folder / "videos", "--no-rehearse", **caches) as (client, _):
         yield client
 
 
@@ -111,6 +114,13 @@ GIVE = """
 """
 
 
+OVERFLOWING = """
+() => { const right = document.querySelector(".composer").getBoundingClientRect().right;
+  return [...document.querySelectorAll(".composer :is(input, select, textarea, button)")]
+    .filter((one) => one.getBoundingClientRect().right > right).map((one) => one.name || one.outerHTML); }
+"""
+
+
 def encoded(data):
     return base64.b64encode(data).decode()
 
@@ -163,6 +173,7 @@ def test_a_video_from_text(opened, served, width, height):
     page = tab.goto()
     page.fill("#prompt", "a green triangle moving up")
     small(page, seed="7", frames="9")  # whose programs no test has compiled
+    assert page.evaluate(OVERFLOWING) == []
     page.click("#make")
     page.wait_for_selector(".item.in_progress:has-text('compiling')", timeout=60_000)
     page.click(".item .cancel")
@@ -408,6 +419,20 @@ def test_a_drawer_shows_what_is_changed_and_takes_it_back(opened):
     page.click(".reset")
     assert page.input_value("[name=steps]") == "20"
     assert page.locator(".setting.changed").count() == 0
+
+
+def test_cards_show_what_plan_estimated(opened):
+    """Until the server has made a video, from which it knows better."""
+    tab = opened()
+    none = {"object": "list", "data": [], "has_more": False}
+    tab.page.route("**/v1/videos?*", lambda route: route.fulfill(json=none))
+    page = tab.goto()
+    page.click(".drawer > summary")
+    says(page.inner_text("[data-preset=published]"), "20 steps estimated")
+    seconds = [page.inner_text(f"[data-preset={name}] .cost") for name in ("published", "draft")]
+    assert all(re.search(r"\d+ s, estimated", one) for one in seconds)
+    assert seconds[0] != seconds[1]
+    says(page.inner_text(".go .cost"), "estimated")
 
 
 def test_two_tabs_and_a_reload_in_the_middle(opened, served):

@@ -39,6 +39,7 @@ from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.tiny_decoder import DecoderFile
 from wanjax.pipelines.validation import check_loaded
 from wanjax.plan.estimate import Estimate, estimate
+from wanjax.plan.estimate_cache import store_estimate
 from wanjax.plan.hardware import find_priceable_hardware
 from wanjax.plan.scale import ScaleEstimate, Workload, estimate_at_scale
 from wanjax.plan.training_estimate import TrainingEstimate, estimate_training
@@ -100,6 +101,8 @@ def plan(
 
     with report.stage("plan", at_once=True):
         priced = price(tell=tell)
+    if isinstance(priced, Estimate):
+        store_estimate(priced, settings)
     if as_json:
         reason = {"why": why(priced)} if isinstance(priced, ScaleEstimate) else {}
         click.echo(json.dumps(reason | priced.to_json(), indent=2))

@@ -23,6 +23,8 @@ from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import DRAW, LOADED, Setting, Settings, schema
 from wanjax.pipelines.video_metadata import source_names
 from wanjax.pipelines.windows import CONTROL
+from wanjax.plan.estimate_cache import load_estimates
+from wanjax.pricing.roofline import device_model
 from wanjax.schedulers import NAMED, name_of
 from wanjax.stores.paths import base_name
 
@@ -45,7 +47,17 @@ def model_card(pipe: Pipeline, tiling: Tiling | None, batch_guidance: bool) -> d
         "started_with": started_with(pipe, tiling, batch_guidance),
         "grid": architecture.spec.size_multiple,
         "frames_step": architecture.vae.temporal_factor,
+        "estimates": _estimates(pipe),
     }
+
+
+def _estimates(pipe: Pipeline) -> list[dict[str, Any]]:
+    """Return what `wanjax plan` said of this model on devices like the server's."""
+    kind = pipe.partitioner.device.device_kind
+    chip = device_model(kind)
+    if not kind.startswith(chip.kind):  # an unknown accelerator, which counts as another
+        return []
+    return load_estimates(pipe.defaults.model, chip.name, pipe.partitioner.mesh.size)
 
 
 def request_settings(pipe: Pipeline) -> Mapping[str, Setting]:

@@ -45,7 +45,7 @@ function App() {
     kept.current = new Videos((before, video) => {
       if (before && video && before.status !== video.status) {
         if (video.status === "completed") announce(text("announce_made", { prompt: video.prompt }));
-        if (video.status === "failed") announce(text("announce_failed", { message: video.error?.message ?? "" }));
+        if (video.status === "failed") announce(video.cancelled ? text("cancelled") : text("announce_failed", { message: video.error?.message ?? "" }));
       }
       if (drawn) return; // once a frame, whatever number of events arrives
       drawn = true;
@@ -59,7 +59,7 @@ function App() {
 
   const toast = (message, ids = null) => {
     const key = `${Date.now()} ${message}`;
-    setToasts((all) => [...all, { key, message, ids }]);
+    setToasts((all) => [...all.filter((one) => one.ids || one.message !== message), { key, message, ids }]);
     setTimeout(() => setToasts((all) => all.filter((one) => one.key !== key)), 10_000);
   };
   const wrong = (error) => {

@@ -2,7 +2,7 @@
 // What to make: the prompt, pictures and clips, shape, length, number and seed, and a drawer for all else.
 
 import { ask } from "./api.js";
-import { stagesOf, total } from "./estimate.js";
+import { estimatedStages, stagesOf, total } from "./estimate.js";
 import * as fields from "./fields.js";
 import { duration, text } from "./texts.js";
 import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
@@ -133,19 +133,26 @@ function presetsOf(model, models) {
   return presets;
 }
 
+// What videos of these settings take, in words: as measured on this server, else as estimated by `wanjax plan`.
+function cost(model, settings, videos, count = 1) {
+  const measured = stagesOf(model.id, settings, videos);
+  const stages = measured ?? estimatedStages(model, settings);
+  return stages && text(measured ? "takes_about" : "takes_estimated", { time: duration(total(stages) * count) });
+}
+
 function Presets({ form, model, models, videos, apply }) {
   return html`<div class="presets" role="group" aria-label=${text("presets")}>
     ${presetsOf(model, models).map((preset) => {
       const own = preset.model ?? model;
       const settings = fields.settingsOf({ ...form, values: { ...omit(form.values, PRESET), ...preset.values } }, own);
-      const stages = stagesOf(own.id, settings, videos);
+      const takes = cost(own, settings, videos);
       const on = !preset.model && PRESET.every((name) => fields.valueOf(form, model, name)
         === (preset.values[name] ?? String(model.defaults[name] ?? "")));
       return html`<button type="button" key=${preset.name + own.id} class=${classes("preset", on && "on")} aria-pressed=${on}
           data-preset=${preset.name} onClick=${() => apply(preset)}>
         <b>${text(`preset_${preset.name}`) ?? own.id}</b>
         <span>${text(`preset_${preset.name}_does`, { n: own.defaults.steps })}</span>
-        <span class="cost">${text("preset_steps", { n: settings.steps })}${stages && `, ${text("takes_about", { time: duration(total(stages)) })}`}</span>
+        <span class="cost">${text("preset_steps", { n: settings.steps })}${takes && `, ${takes}`}</span>
       </button>`;
     })}
   </div>`;
@@ -298,7 +305,7 @@ export function Composer({ form, setForm, models, videos, announce, needToken })
   };
 
   const count = form && !wrong.seed ? countOf(form, model) : 1;
-  const stages = form && stagesOf(model.id, fields.settingsOf(form, model), [...videos.known.values()]);
+  const takes = form && cost(model, fields.settingsOf(form, model), [...videos.known.values()], count);
   const changed = form ? fields.changedFields(form, model) : [];
   return html`<form class=${classes("composer", over && "over")} ref=${root} novalidate onSubmit=${make} onPaste=${onPaste} onKeyDown=${onKeyDown}
       onDragOver=${(event) => { event.preventDefault(); setOver(true); }} onDragLeave=${() => setOver(false)} onDrop=${dropped}>
@@ -313,7 +320,7 @@ export function Composer({ form, setForm, models, videos, announce, needToken })
         ${Object.entries(model.pictures).map(([name, known]) => html`<${Input} key=${name} name=${name} known=${known}
           files=${form.files[name] ?? []} wrong=${wrong[name]} add=${add} remove=${remove} />`)}</div>`}
       <${Shape} form=${form} model=${model} change=${change} />
-      ${form.shape === "own" && html`<div class="numbers">${["width", "height"].map((side) => html`<div key=${side}>
+      ${form.shape === "own" && html`<div class="numbers size">${["width", "height"].map((side) => html`<div key=${side}>
         <label for=${`field-${side}`}>${fields.labelOf(side)}</label>
         <input id=${`field-${side}`} name=${side} inputmode="numeric" value=${form.values[side] ?? ""} ...${marks(side, wrong[side])}
           onInput=${(event) => set(side, event.target.value)} /><small>${fields.helpOf(side, model)}</small><${Wrong} of=${side} message=${wrong[side]} /></div>`)}</div>`}
@@ -336,7 +343,7 @@ export function Composer({ form, setForm, models, videos, announce, needToken })
       <button type="button" onClick=${() => make(null, true)}>${text("empty_yes")}</button></div>`}
     <div class="go">
       <button class="main" id="make" aria-busy=${asking}>${asking ? text("making") : count > 1 ? text("make_many", { n: count }) : text("make_one")}</button>
-      ${stages && html`<span class="cost">${text("takes_about", { time: duration(total(stages) * count) })}</span>`}
+      ${takes && html`<span class="cost">${takes}</span>`}
       <p class="wrong" id="message" role="alert">${message}</p>
     </div>
   </form>`;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How long a video takes, from the seconds that this server took for others.
+// How long a video takes, from the seconds that this server took for others or, before the first, from `wanjax plan`.
 
 const NEAREST = 8;
 
@@ -8,12 +8,18 @@ const cells = ({ width, height, frames, windows = 1 }) => width * height * frame
 const prompts = ({ guidance_scale = 1, guidance_scale_2 = 1 }) => (Math.max(guidance_scale, guidance_scale_2 ?? 1) > 1 ? 2 : 1);
 const work = (settings) => cells(settings) * settings.steps * prompts(settings);
 
-// Returns the seconds of each stage of a video, or null where none of this model is known.
+// Returns the seconds of each stage of a video, or null where this server has made none of this model.
 export function stagesOf(model, settings, videos) {
+  return scaled(settings, videos.filter((one) => one.status === "completed" && one.model === model && one.stage_seconds.denoise));
+}
+
+// Returns the same from the estimates of `wanjax plan` for this model on such devices, or null where there are none.
+export const estimatedStages = (model, settings) => scaled(settings, model.estimates);
+
+function scaled(settings, examples) {
   const distance = (other) => Math.abs(Math.log(work(other.settings) / work(settings)));
-  const near = videos
-    .filter((one) => one.status === "completed" && one.model === model && one.stage_seconds.denoise
-      && one.settings.cache === settings.cache)
+  const near = examples
+    .filter((one) => one.settings.cache === settings.cache)
     .sort((a, b) => distance(a) - distance(b))
     .slice(0, NEAREST);
   if (!near.length) return null;

@@ -14,7 +14,7 @@ export const shapeOf = ({ settings }) => `${settings.width} / ${settings.height}
 export const isSmall = ({ settings }) => settings.width < 256;
 
 export function stateOf(video) {
-  if (video.status === "failed") return video.error?.message ?? text("failed");
+  if (video.status === "failed") return video.cancelled ? "" : (video.error?.message ?? text("failed"));
   if (video.status === "completed") return secondsOf(video) ? text("made_in", { time: duration(secondsOf(video)) }) : "";
   if (video.cancelled) return text("ends_soon");
   if (video.status === "queued") return video.queue_position ? text("waits", { place: video.queue_position + 1 }) : text("waits_next");
@@ -68,7 +68,7 @@ class Card extends Component {
       <button type="button" class="open" aria-pressed=${selecting ? selected : null}
           aria-label=${text(selecting ? "select_this" : "play", { prompt: video.prompt })} onClick=${press}>
         <span class=${`frame${isSmall(video) ? " small" : ""}`} style=${{ aspectRatio: shapeOf(video) }}>
-          ${!done ? html`<span class="failure">${text("failed")}</span>`
+          ${!done ? html`<span class="failure">${text(video.cancelled ? "cancelled" : "failed")}</span>`
             : plays ? html`<video src=${contentOf(video)} poster=${contentOf(video, "thumbnail")} autoplay loop muted playsinline aria-hidden="true" />`
             : html`<img src=${contentOf(video, "thumbnail")} loading="lazy" alt="" />`}
           ${selecting && html`<span class="tick" aria-hidden="true">${selected ? "✓" : ""}</span>`}
