@@ -257,21 +257,22 @@ def test_a_stopped_command_says_that_it_goes_on_when_it_is_given_again(environme
     assert not [*Path().rglob("*.mp4")]
 
 
-def denoising(told: Report, last: int) -> None:
-    """Count steps up to `last` of 3; presses Ctrl-C before the last."""
-    with told.stage("denoise"):
-        told.count("step", 1, 3)
-        signal.raise_signal(signal.SIGINT)
+def denoising(report: Report, last: int, number: int = signal.SIGINT) -> None:
+    """Count steps up to `last` of 3; raise a signal before the last."""
+    with report.stage("denoise"):
+        report.count("step", 1, 3)
+        signal.raise_signal(number)
         time.sleep(0.1)
-        told.count("step", last, 3)
+        report.count("step", last, 3)
 
 
-def test_ctrl_c_waits_for_the_step():
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_a_signal_waits_for_the_step(number):
     """An exception that a signal raises inside JAX is lost, or crashes the process."""
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.getsignal(number)
     with pytest.raises(KeyboardInterrupt):
-        denoising(Report(), 2)
-    assert signal.getsignal(signal.SIGINT) is before
+        denoising(Report(), 2, number)
+    assert signal.getsignal(number) is before
     assert signal.set_wakeup_fd(-1) == -1
 
 

@@ -343,7 +343,7 @@ SHOW_CURSOR = "\x1b[?25h"
 
 @contextmanager
 def handle_interrupts(on_interrupt: Callable[[], None]) -> Iterator[None]:
-    """Call `on_interrupt` from a thread at each Ctrl-C, in place of raising KeyboardInterrupt.
+    """Call `on_interrupt` from a thread at each Ctrl-C or SIGTERM, in place of raising KeyboardInterrupt or ending.
 
     Does nothing outside the main thread, which alone may handle signals.
     """
@@ -355,18 +355,19 @@ def handle_interrupts(on_interrupt: Callable[[], None]) -> Iterator[None]:
 
     def watch() -> None:
         while (received := reader.recv(1)) not in (b"", STOP_BYTE):
-            if received[0] == signal.SIGINT:
+            if received[0] in previous:
                 on_interrupt()
 
+    previous = {number: signal.signal(number, lambda number, frame: None) for number in (signal.SIGINT, signal.SIGTERM)}
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
-    previous = signal.signal(signal.SIGINT, lambda number, frame: None)
     descriptor = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     try:
         yield
     finally:
         signal.set_wakeup_fd(descriptor)
-        signal.signal(signal.SIGINT, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler or signal.SIG_DFL)  # None: it was not Python's
         writer.send(STOP_BYTE)
         thread.join()
         reader.close()
