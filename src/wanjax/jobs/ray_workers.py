@@ -222,7 +222,7 @@ class RemoteStore(JobStore):
         """Nothing: the actor ends with the command that started it."""
 
     def _call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
-        """Call a method of the actor, again while it is away; raise Unavailable after the store's patience."""
+        """Call a method of the actor; retry while it is away, then raise Unavailable after `retry_seconds`."""
         import ray
         from ray.exceptions import RayError, RayTaskError
 

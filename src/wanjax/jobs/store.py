@@ -255,7 +255,7 @@ class JobStore:
         return self._database.is_shared
 
     def with_retry_seconds(self, seconds: float) -> "JobStore":
-        """Return the store with another patience, by the same connections.
+        """Return the store with another time of retries, on the same connections.
 
         Args:
             seconds: As `retry_seconds` of the class.

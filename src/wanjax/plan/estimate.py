@@ -343,6 +343,6 @@ def _advice(settings: Settings, chip: str, stages: Mapping[str, Stage], devices:
         least = worst.weights_bytes_per_chip + worst.kept_bytes_per_chip
         return may_fit(f"{video} may fit {chip}", f"to {name} it", least, needed, memory)
     return (
-        f"{video} does not fit {chip}: to {name} it needs {in_bytes(needed, 1024)} a chip where "
-        f"{in_bytes(memory, 1024)} are to be had; {would_fit(chip, needed * devices)}"
+        f"{video} does not fit {chip}: to {name} it needs {in_bytes(needed, 1024)} a chip, which has "
+        f"{in_bytes(memory, 1024)}; {would_fit(chip, needed * devices)}"
     )

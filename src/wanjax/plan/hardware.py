@@ -132,11 +132,19 @@ def fits_on(hardware: Hardware, arguments: int, peak: int) -> bool | None:
 
 
 def may_fit(claim: str, subject: str, least: int, most: int, memory: int) -> str:
-    """Return a sentence on bytes of a device that only a compiler could tell."""
+    """Return advice on a program whose memory only a compiler could tell.
+
+    Args:
+        claim: What may fit.
+        subject: What needs the memory.
+        least: Bytes of weights and inputs on a device.
+        most: Bytes at the peak if nothing is fused.
+        memory: Bytes of a device.
+    """
     return (
-        f"{claim}: {subject} holds {in_bytes(least, 1024)} a chip of weights and inputs, and at most "
-        f"{in_bytes(most, 1024)}, if nothing is fused, where {in_bytes(memory, 1024)} are to be had; nothing was "
-        "compiled for this chip, so try it there: `wanjax warmup` compiles without weights"
+        f"{claim}: {subject} needs {in_bytes(least, 1024)} for weights and inputs, and up to {in_bytes(most, 1024)} in "
+        f"all if nothing is fused; a chip has {in_bytes(memory, 1024)}. Nothing was compiled for this chip: to be "
+        "sure, run `wanjax warmup` there, which compiles without weights"
     )
 
 

@@ -189,8 +189,8 @@ def _memory(settings: Settings, chip: str, hardware: Hardware, step: Price) -> d
         advice = may_fit(claim, "it", step.arguments, step.peak, hardware.memory)
     elif not fits:
         advice = (
-            f"a step of {settings.model} needs {in_bytes(step.peak, 1024)} a chip where "
-            f"{in_bytes(hardware.memory, 1024)} are to be had: {would_fit(chip, step.peak * hardware.devices)}"
+            f"a step of {settings.model} needs {in_bytes(step.peak, 1024)} a chip, which has "
+            f"{in_bytes(hardware.memory, 1024)}: {would_fit(chip, step.peak * hardware.devices)}"
         )
     return {
         "memory_per_chip": hardware.memory,

@@ -38,7 +38,6 @@ from wanjax.stores.paths import AnyPath, RemotePath
 
 SHAPES = 16  # shapes whose compiled programs are kept
 THUMBNAIL_SIDE = 480  # pixels
-NOTE_SECONDS = 5.0  # between two lines on programs that are compiled
 
 
 class ServedMaker(VideoMaker):
@@ -206,18 +205,15 @@ def warm_up(
 ) -> None:
     """Compile the programs of a default video, and load the model where all of it fits into memory.
 
-    `note` receives a line on each network that is loaded, and now and then one on the program that is compiled. What
-    fails here fails the first request, which is told of it.
+    `note` receives a line on each program that is compiled and each network that is loaded. What fails here fails the
+    first request, which is told of it.
     """
-    begun, last = perf_counter(), -NOTE_SECONDS
+    begun = perf_counter()
 
     def check(number: int, total: int) -> None:
-        nonlocal last
         if should_stop():
             raise Cancelled(0)
-        if perf_counter() - last >= NOTE_SECONDS:
-            last = perf_counter()
-            note(f"compiling program {number} of {total} of a default video")
+        note(f"compiling program {number} of {total} of a default video")
 
     try:
         settings = pipe.settings()

@@ -37,9 +37,10 @@ After = Callable[[int, Mapping[str, jax.Array]], Any]
 
 
 class NotFiniteError(WanjaxError):
-    """A training whose numbers are no longer finite; what it wrote before is.
+    """The loss or the gradient of a training is no longer finite; its checkpoints are.
 
-    `start_step` is the step of the state from which they follow at any rate, if they do.
+    Attributes:
+        start_step: The step of a checkpoint after which it fails at any learning rate, None if there is none.
     """
 
     def __init__(self, message: str, start_step: int | None = None):
@@ -193,9 +194,12 @@ class Trainer:
     def not_finite_error(
         self, quantity_name: str, step: int | None = None, start_step: int | None = None
     ) -> NotFiniteError:
-        """Return the error of what is not finite after a step, by default the present one;
+        """Return the error for a quantity that is not finite.
 
-        `start_step` is the error's.
+        Args:
+            quantity_name: The quantity, such as "loss".
+            step: The step after which it was not finite; None is the present one.
+            start_step: As of NotFiniteError.
         """
         last = self.manager.latest_step()
         remedy = f"go on from step {last}, which is kept, at a lower" if last else "begin at a lower"
