@@ -70,7 +70,7 @@ def test_an_unknown_option_is_left_out_and_told_once(execute, site):
     adds = Program(sums, lambda on: {**BOGUS, **KEPT}, donated=("total",))
     x, total = jnp.arange(3.0), jnp.ones(3)
     told = (
-        r"^compiled without xla_no_such_option, which the compiler refused: INVALID_ARGUMENT: No such compile option: "
+        r"^compiled without xla_no_such_option, which the compiler rejected: INVALID_ARGUMENT: No such compile option: "
     )
     with pytest.warns(WanjaxWarning, match=told) as warned:
         total = execute.call(adds, site, None, x, total)

@@ -49,9 +49,9 @@ def test_a_damaged_film_is_refused_with_its_frame(tmp_path, name, kind):
     clip = read_clip(whole, **MANY)
     assert len(clip) == len(FRAMES)
     assert np.abs(clip.astype(int) - FRAMES).mean(axis=(1, 2, 3)).max() < 20
-    assert [len(piece) for piece in CUTTING.pieces(whole)] == [17]
+    assert [len(clip) for clip in CUTTING.clips(whole)] == [17]
     damaged = harmed(whole, kind)
-    doors = [lambda: read_clip(damaged, **MANY), lambda: list(CUTTING.pieces(damaged))]
+    doors = [lambda: read_clip(damaged, **MANY), lambda: list(CUTTING.clips(damaged))]
     if name.endswith(("mp4", "mov", "webm", "mkv", *ANIMATIONS)):
 
         def request():

@@ -70,8 +70,8 @@ def on_the_hub(monkeypatch):
     def put(files):
         asked = []
 
-        def locate(name, beside, revision):
-            asked.append((name, beside, revision))
+        def locate(name, companions, revision):
+            asked.append((name, companions, revision))
             return files[name]
 
         monkeypatch.setattr(registry, "locate_file", locate)

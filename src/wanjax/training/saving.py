@@ -62,7 +62,7 @@ def _comfy(factors: Mapping[str, np.ndarray], config: LoraConfig, network: Netwo
         ending = next(ending for ending in ENDINGS if key.endswith(ending))
         module = key.removesuffix(ending)
         weight = f"{module}.weight"
-        author_name = (names.author_name(weight) or weight).removesuffix(".weight")
+        author_name = (names.theirs(weight) or weight).removesuffix(".weight")
         if ending == FACTOR[1] and names.exchanges(weight):
             value = np.concatenate(np.split(value, 2)[::-1])
         yield f"{COMFY}.{author_name}{ending}", value
