@@ -165,3 +165,7 @@ def test_a_clip_in_place_of_a_picture_has_an_option_where_the_model_takes_one(tm
     with pytest.raises(WanjaxError, match=r"clip\.mp4") as alone:
         read_pictures(given, (spec,), frames=5, fps=8)
     assert "video" not in str(alone.value)
+    (tmp_path / "a.txt").write_text("no clip either")
+    with pytest.raises(WanjaxError, match=r"a\.txt") as text:
+        read_pictures({"image": tmp_path / "a.txt"}, (IMAGE, VIDEO), frames=5, fps=8)
+    assert "video" not in str(text.value)

@@ -20,7 +20,9 @@ pytestmark = pytest.mark.usefixtures("kept_programs")
 
 SMALL = ("--size", "32x16", "--frames", "1", "--steps", "2", "--dtype", "float32")
 FAST = ("--compiler", "fast")
-NOTE = "note: compiled without xla_no_such_option, which the compiler rejected: INVALID_ARGUMENT: No such compile option"
+NOTE = (
+    "note: compiled without xla_no_such_option, which the compiler rejected: INVALID_ARGUMENT: No such compile option"
+)
 
 
 @pytest.fixture(scope="module")

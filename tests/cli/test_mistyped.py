@@ -56,6 +56,8 @@ def given(tmp_path, monkeypatch, standing_for) -> Arguments:
         (["train", "nano"], "DATA train [OPTIONS] MODEL"),
         (["train", "nano", "clips"], "--out FOLDER"),
         (["denoise", "a red circle"], "'a red circle' generate encode prompt"),
+        (["denoise", "a.safetensors"], "'a.safetensors' denoise --dir a.safetensors --model"),
+        (["decode", "folder"], "'folder' decode --dir folder --model"),
         (["list"], "'list' wanjax models"),
         (["plan", "nano", "--chip", "V6E"], "'V6E' v6e-1 v6e-8"),
         (["plan", "nano", "--chip", "a100"], "'a100' v6e-8 h100 cpu"),

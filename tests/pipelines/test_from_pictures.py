@@ -253,13 +253,13 @@ def test_every_model_tells_what_it_makes_a_video_from():
     """What is told is what the checks of pictures take."""
     named = ("wan2.2-i2v-a14b", "wan2.1-flf2v-14b", "wan2.1-t2v-1.3b-causal", "wan2.1-vace-14b", "wan2.1-t2v-14b")
     told = {name: describe(name)["tasks"] for name in named}
-    assert told["wan2.2-i2v-a14b"] == ["a first picture", "a first and a last picture", "in windows that go on"]
+    assert told["wan2.2-i2v-a14b"] == ["a first picture", "a first and a last picture", "long videos, in windows"]
     assert told["wan2.1-flf2v-14b"] == ["a first and a last picture"]
-    assert told["wan2.1-t2v-1.3b-causal"] == ["text", "streamed block by block"]
-    assert told["wan2.1-vace-14b"][1:] == ["a control clip", "a mask", "reference pictures", "in windows that go on"]
+    assert told["wan2.1-t2v-1.3b-causal"] == ["text", "a stream, chunk by chunk"]
+    assert told["wan2.1-vace-14b"][1:] == ["a control clip", "a mask", "reference pictures", "long videos, in windows"]
     assert told["wan2.1-t2v-14b"] == ["text", "a clip"]
     shown = succeeded(run("models", "wan2.2-i2v-a14b")).output
     assert "a first and a last picture" in shown
-    assert "from a first picture, a first and a last picture, in windows that go on" in " ".join(
+    assert "a first picture · a first and a last picture · long videos, in windows" in " ".join(
         succeeded(run("models")).output.split()
     )

@@ -196,7 +196,10 @@ def check_extra(command: click.Command, ctx: click.Context, extra: Sequence[str]
     words = " and ".join(map(repr, extra))
     advice = "a name with spaces stands in quotes"
     if "--model" in options and len(extra) == 1 and extra[0].split() == [extra[0]]:
-        advice = f"a model is given as `{ctx.command_path} --model {shlex.quote(extra[0])}`"
+        name = shlex.quote(extra[0])
+        advice = f"a model is given as `{ctx.command_path} --model {name}`"
+        if "--dir" in options:
+            advice = f"stage files are given as `{ctx.command_path} --dir {name}`, and {advice}"
     elif not any(isinstance(each, click.Argument) for each in command.params):
         again = f"`wanjax generate {shlex.quote(' '.join(extra))}`"
         advice = f"`wanjax generate` and `wanjax encode` take a prompt, as in {again}"

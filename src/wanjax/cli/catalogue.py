@@ -59,7 +59,7 @@ def show_models(as_json: bool) -> None:
         scales = [chosen.get(name) for name in ("guidance_scale", "guidance_scale_2")]
         guidance = ", ".join(f"{scale:g}" for scale in scales if scale is not None)
         rows.append((model["name"], *sizes, str(chosen["frames"]), str(chosen["steps"]), guidance, model["licence"]))
-        notes.append(f"{model['about']}; from {', '.join(model['tasks'])}")
+        notes.append(f"{model['about']}; takes: {' · '.join(model['tasks'])}")
     lines = table(MODELS, rows, stdout_width(), notes)
     click.echo("\n".join([*lines.headings, *lines.rows]))
 

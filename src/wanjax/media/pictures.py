@@ -13,6 +13,7 @@ from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, 
 from contextlib import ExitStack, closing, contextmanager, suppress
 from io import BytesIO
 from itertools import count, islice
+from mimetypes import guess_type
 from pathlib import Path
 from statistics import fmean
 from threading import RLock
@@ -157,11 +158,12 @@ def read_pictures(
 
 
 def _read_picture(source: Any, page: Page, specs: Iterable[InputSpec]) -> Picture | DeepPicture:
-    """Return a picture; of another file, tells where a clip is given, if the model takes one."""
+    """Return a picture; say how a clip is given if the file's name is that of one, and the model takes one."""
     try:
         return read_picture(source, page)
     except NoPicture as error:
-        if any(spec.kind == "clip" for spec in specs):
+        is_film = (guess_type(str(source))[0] or "").startswith("video/")
+        if is_film and any(spec.kind == "clip" for spec in specs):
             raise WanjaxError(f"{error}; give a clip as video (--video)") from error
         raise
 

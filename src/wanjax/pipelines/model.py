@@ -267,7 +267,7 @@ class ModelSpec:
 
     @property
     def tasks(self) -> list[str]:
-        """What a video can be made from, and how, in words."""
+        """What the model can make a video from, and how, in words."""
         offers = {
             "text": not self.needs,
             "a first picture": "image" in self.takes and "last_image" not in self.needs,
@@ -276,8 +276,8 @@ class ModelSpec:
             "a control clip": "video" in self.takes and not self.begins_from_video,
             "a mask": "mask" in self.takes,
             "reference pictures": "references" in self.takes,
-            "streamed block by block": self.streams,
-            "in windows that go on": self.continued_by is not None,
+            "a stream, chunk by chunk": self.streams,
+            "long videos, in windows": self.continued_by is not None,
         }
         return [task for task, offered in offers.items() if offered]
 

@@ -87,32 +87,32 @@ def _preset(
 
 
 PRESETS = (
-    _preset("480p_t2v", "text to video, 480 × 848"),
-    _preset("480p_i2v", "image to video, 480 × 848"),
-    _preset("720p_t2v", "text to video, 720 × 1280", SIZE_720P, **LARGE, flow_shift=9.0),
-    _preset("720p_i2v", "image to video, 720 × 1280", SIZE_720P, **LARGE, flow_shift=7.0),
-    _preset("480p_t2v_distilled", "text to video, 480 × 848, without guidance", **UNGUIDED),
-    _preset("480p_i2v_distilled", "image to video, 480 × 848, without guidance", **UNGUIDED),
+    _preset("480p_t2v", "text to video, 848 × 480"),
+    _preset("480p_i2v", "image to video, 848 × 480"),
+    _preset("720p_t2v", "text to video, 1280 × 720", SIZE_720P, **LARGE, flow_shift=9.0),
+    _preset("720p_i2v", "image to video, 1280 × 720", SIZE_720P, **LARGE, flow_shift=7.0),
+    _preset("480p_t2v_distilled", "text to video, 848 × 480, without guidance", **UNGUIDED),
+    _preset("480p_i2v_distilled", "image to video, 848 × 480, without guidance", **UNGUIDED),
     _preset(
-        "720p_t2v_distilled", "text to video, 720 × 1280, without guidance",
+        "720p_t2v_distilled", "text to video, 1280 × 720, without guidance",
         SIZE_720P, alone=True, **LARGE, **UNGUIDED, flow_shift=9.0,
     ),
     _preset(
-        "720p_i2v_distilled", "image to video, 720 × 1280, without guidance",
+        "720p_i2v_distilled", "image to video, 1280 × 720, without guidance",
         SIZE_720P, **LARGE, **UNGUIDED, flow_shift=7.0,
     ),
     _preset(
         "720p_t2v_distilled_sparse",
-        "text to video, 720 × 1280, without guidance, with whole attention in place of sparse",
+        "text to video, 1280 × 720, without guidance, with whole attention in place of sparse",
         SIZE_720P, alone=True, **LARGE, **UNGUIDED, flow_shift=9.0,
     ),
     _preset(
         "720p_i2v_distilled_sparse",
-        "image to video, 720 × 1280, without guidance, with whole attention in place of sparse",
+        "image to video, 1280 × 720, without guidance, with whole attention in place of sparse",
         SIZE_720P, alone=True, **LARGE, **UNGUIDED, flow_shift=7.0,
     ),
     _preset(
-        "480p_i2v_step_distilled", "image to video, 480 × 848, in 8 or 12 steps",
+        "480p_i2v_step_distilled", "image to video, 848 × 480, in 8 or 12 steps",
         FEW_STEPS_480P, distillation=STEP_DISTILLED,
     ),
 )  # fmt: skip

@@ -214,7 +214,7 @@ function App() {
         <div class="left">
           <${Composer} form=${form} setForm=${form ? setForm : () => {}} models=${models} videos=${videos}
             announce=${announce} needToken=${needToken} />
-          ${model && html`<p class="tasks">${text("from", { tasks: model.tasks.join(", ") })}</p>`}
+          ${model && html`<p class="tasks">${text("from", { tasks: model.tasks.join(" · ") })}</p>`}
         </div>
         <div class="right">
           <${Queue} videos=${videos} wrong=${wrong} />
