@@ -580,6 +580,10 @@ def test_a_server_outlives_a_disk_that_is_full(start, small_disk, tmp_path):
     server = start(folder / "served")
     done = server.finished(server.ask()["id"])["id"]
     fill(True)
+    accepted = 0
+    while server.client.post("/v1/videos", json=SMALL).status_code == 200:  # the database's log has room of its own
+        accepted += 1
+        assert accepted < 1000
     answers = [server.client.post("/v1/videos", json=SMALL) for _ in range(3)]
     answers.append(
         server.client.post("/v1/videos", data=SMALL, files={"video": film(tmp_path / "a.mp4", 5).read_bytes()})
