@@ -113,7 +113,9 @@ def test_a_verdict_is_kept_until_what_it_depends_on_changes(pretended, monkeypat
         assert admission.settle("v6e", admission.KERNELS)["flash_tpu"]
     pretended("right")  # other code behind the same module, by the name of another version
     tried = []
-    monkeypatch.setattr(admission, "_tried", lambda kernels, names: iter([(name, "") for name in tried or names]))
+    monkeypatch.setattr(
+        admission, "_try_in_child", lambda kernels, names: iter([(name, "") for name in tried or names])
+    )
     assert admission.settle("v6e", admission.KERNELS)["flash_tpu"]
     for package in ("jax", "jaxlib", "libtpu"):
         with monkeypatch.context() as patch:

@@ -714,13 +714,13 @@ class JobStore:
         def change(db: "_Transaction") -> None:
             where = f"{HELD} AND ({lost_worker.format(now=db.now)})"
             expired_rows = "place = :place AND status = 'removed' AND worker = '' AND output = ''"
-            expired_rows = f"{expired_rows} AND completed_at < {db.now} - :kept"
+            expired_rows = f"{expired_rows} AND completed_at < {db.now} - :retention"
             expired = f"SELECT 1 FROM workers WHERE expires < {db.now} LIMIT 1"
             if db.rows(expired) or db.rows(f"SELECT 1 FROM jobs WHERE {where} LIMIT 1"):
                 self._requeue_jobs(db, where)
-            if db.rows(f"SELECT 1 FROM jobs WHERE {expired_rows} LIMIT 1", kept=REMOVED_RETENTION):
+            if db.rows(f"SELECT 1 FROM jobs WHERE {expired_rows} LIMIT 1", retention=REMOVED_RETENTION):
                 db.tick()
-                db.execute(f"DELETE FROM jobs WHERE {expired_rows}", kept=REMOVED_RETENTION)
+                db.execute(f"DELETE FROM jobs WHERE {expired_rows}", retention=REMOVED_RETENTION)
 
         self._run(change, durable=False)
 

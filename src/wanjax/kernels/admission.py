@@ -19,7 +19,6 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import jax
@@ -40,7 +39,7 @@ ONE_CHIP = {
     "TPU_WORKER_ID": "0",
 }
 READY = "ready"
-OTHERS = "it was refused in another process of this run"
+REFUSED_ELSEWHERE = "it was refused in another process of this run"
 HUNG = "it did not come back"
 NOT_TRIED = "it was not tried after that"
 VERDICTS = "kernels"  # a kind of results
@@ -105,7 +104,7 @@ def settle(kind: str, kernels: str) -> dict[str, str]:
     keys, results = {kernel.name: _key(kind, kernel) for kernel in _load(kernels)}, Results()
     saved = {name: results.get(VERDICTS, key) for name, key in keys.items()}
     verdicts = {name: reason for name, reason in saved.items() if isinstance(reason, str)}
-    for name, reason in _tried(kernels, [name for name in keys if name not in verdicts]):
+    for name, reason in _try_in_child(kernels, [name for name in keys if name not in verdicts]):
         verdicts[name] = reason
         results.put(VERDICTS, keys[name], reason)
         if reason.startswith(HUNG):
@@ -118,16 +117,16 @@ def worst(verdicts: dict[str, str]) -> dict[str, str]:
     here = np.array([bool(reason) for reason in verdicts.values()], np.int32)
     anywhere = np.reshape(multihost_utils.process_allgather(here), (-1, len(here))).any(axis=0)
     refusals = zip(verdicts.items(), np.atleast_1d(anywhere).tolist(), strict=True)
-    return {name: reason or (OTHERS if refused else "") for (name, reason), refused in refusals}
+    return {name: reason or (REFUSED_ELSEWHERE if refused else "") for (name, reason), refused in refusals}
 
 
-def _tried(kernels: str, names: list[str]) -> Iterator[tuple[str, str]]:
+def _try_in_child(kernels: str, names: list[str]) -> Iterator[tuple[str, str]]:
     """Yield the verdicts of a child process, started anew where a kernel ended it."""
     while names:
         child = _Child(kernels, names)
         try:
             if child.line(START_SECONDS) != READY:
-                yield from _tried_here(kernels, names)
+                yield from _try_in_this_process(kernels, names)
                 return
             while names:
                 line = child.line(KERNEL_SECONDS)
@@ -182,7 +181,7 @@ class _Child:
         self._reader.join()
 
 
-def _tried_here(kernels: str, names: list[str]) -> Iterator[tuple[str, str]]:
+def _try_in_this_process(kernels: str, names: list[str]) -> Iterator[tuple[str, str]]:
     """Yield verdicts of this process, whose devices are open already, so that no child has one."""
     by_name = {kernel.name: kernel for kernel in _load(kernels)}
     for name in names:
@@ -229,12 +228,6 @@ def _distance(values: Any, wanted: Any) -> float:
         x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
         distances.append(float(np.linalg.norm(x - y) / max(float(np.linalg.norm(y)), 1e-30)))
     return float(np.max(distances))  # not a number if one is none
-
-
-def timed(kernel: Kernel) -> tuple[str, float]:
-    """Return `judge` of a kernel, and the seconds that it took."""
-    start = perf_counter()
-    return judge(kernel), perf_counter() - start
 
 
 def _load(kernels: str) -> tuple[Kernel, ...]:

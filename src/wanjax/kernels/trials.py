@@ -6,29 +6,25 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from wanjax.kernels import normed_silu, rotary_heads
 from wanjax.kernels.admission import Kernel, Trial
 from wanjax.kernels.attention import trials
+from wanjax.kernels.attention.trials import normal
 
 BOUND = 6e-3  # of results that are rounded once to bfloat16
 SIZES = {"whole blocks": 512, "a ragged tail": 300}  # tokens
 
 
-def _normal(seed: int, *shape: int, dtype: str = "bfloat16") -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(np.float32)).astype(dtype)
-
-
 def _angles(tokens: int, pairs: int) -> tuple[jax.Array, jax.Array]:
-    angles = _normal(5, tokens, pairs, dtype="float32")
+    angles = normal(5, tokens, pairs, dtype="float32")
     return jnp.cos(angles), jnp.sin(angles)
 
 
 def _rotary_trials() -> Iterator[Trial]:
     for name, tokens in SIZES.items():
-        x, inverse = _normal(0, 1, tokens, 512), jnp.abs(_normal(1, 1, tokens, 1, dtype="float32"))
-        operands = x, inverse, _normal(2, 512, dtype="float32"), *_angles(tokens, 64)
+        x, inverse = normal(0, 1, tokens, 512), jnp.abs(normal(1, 1, tokens, 1, dtype="float32"))
+        operands = x, inverse, normal(2, 512, dtype="float32"), *_angles(tokens, 64)
         for parts in (1, 2):
             run = partial(_jitted, partial(rotary_heads.call, parts=parts), operands)
             yield Trial(f"{name}, {parts} parts", run, partial(rotary_heads.reference, *operands), BOUND)
@@ -36,29 +32,29 @@ def _rotary_trials() -> Iterator[Trial]:
 
 def _head_rotary_trials() -> Iterator[Trial]:
     for size in (64, 128):
-        vectors = (_normal(seed, size, dtype="float32") for seed in (2, 3))
-        operands = _normal(0, 1, 300, 512), *vectors, *_angles(300, size // 2)
+        vectors = (normal(seed, size, dtype="float32") for seed in (2, 3))
+        operands = normal(0, 1, 300, 512), *vectors, *_angles(300, size // 2)
         run = partial(_jitted, partial(rotary_heads.call_by_head, eps=1e-6, parts=2), operands)
         wanted = partial(rotary_heads.reference_by_head, *operands, eps=1e-6)
         yield Trial(f"heads of {size}", run, wanted, BOUND)
 
 
-def _apart_trials() -> Iterator[Trial]:
+def _pack_trials() -> Iterator[Trial]:
     for name, tokens in SIZES.items():
-        x = _normal(0, 1, tokens, 512)
+        x = normal(0, 1, tokens, 512)
         yield Trial(name, partial(_jitted, partial(rotary_heads.pack, parts=2), (x,)), lambda x=x: x, 0.0)
 
 
-def _joined_trials() -> Iterator[Trial]:
+def _join_trials() -> Iterator[Trial]:
     for name, tokens in SIZES.items():
-        parts = _normal(0, 2, 1, tokens, 256)
+        parts = normal(0, 2, 1, tokens, 256)
         wanted = partial(jnp.concatenate, [parts[0], parts[1]], axis=2)
         yield Trial(name, partial(_jitted, partial(rotary_heads.join, parts=2), (parts,)), wanted, 0.0)
 
 
 def _silu_trials() -> Iterator[Trial]:
     for name, (height, width) in {"whole blocks": (16, 16), "a ragged tail": (19, 21)}.items():
-        x, gamma = _normal(0, 1, 8, height, width, 192), _normal(1, 192, dtype="float32")
+        x, gamma = normal(0, 1, 8, height, width, 192), normal(1, 192, dtype="float32")
         run = partial(_jitted, partial(normed_silu.call, dtype=jnp.dtype("bfloat16")), (x, gamma))
         yield Trial(name, run, partial(normed_silu.reference, x, gamma, "float32"), BOUND)
 
@@ -67,13 +63,14 @@ def _jitted(call, operands: tuple, interpret: bool) -> jax.Array:
     return jax.jit(partial(call, interpret=interpret))(*operands)
 
 
-_ROTARY, _SILU = ("wanjax.kernels.rotary_heads", __name__), ("wanjax.kernels.normed_silu", __name__)
+_SHARED = (__name__, "wanjax.kernels.attention.trials")
+_ROTARY, _SILU = ("wanjax.kernels.rotary_heads", *_SHARED), ("wanjax.kernels.normed_silu", *_SHARED)
 
 KERNELS = (
     *trials.KERNELS,
     Kernel("normed_rotary", _ROTARY, _rotary_trials),
     Kernel("head_normed_rotary", _ROTARY, _head_rotary_trials),
-    Kernel("heads_apart", _ROTARY, _apart_trials),
-    Kernel("heads_joined", _ROTARY, _joined_trials),
+    Kernel("heads_apart", _ROTARY, _pack_trials),
+    Kernel("heads_joined", _ROTARY, _join_trials),
     Kernel("normed_silu", _SILU, _silu_trials),
 )

@@ -23,12 +23,13 @@ WHOLE, RAGGED = (256, 512), (300, 700)  # queries and keys
 MASKS: dict[str, Any] = {"key_mask": None, "window": None, "bias": None}
 
 
-def _normal(seed: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(np.float32)).astype(jnp.bfloat16)
+def normal(seed: int, *shape: int, dtype: str = "bfloat16") -> jax.Array:
+    """Return an operand of a trial: normal numbers, the same for a seed on every machine."""
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(np.float32)).astype(dtype)
 
 
 def _operands(queries: int, keys: int, size: int = HEAD_DIM) -> list[jax.Array]:
-    return [_normal(seed, 1, length, 2, size) for seed, length in enumerate((queries, keys, keys))]
+    return [normal(seed, 1, length, 2, size) for seed, length in enumerate((queries, keys, keys))]
 
 
 def _raised(queries: int, keys: int) -> list[jax.Array]:
@@ -93,13 +94,13 @@ def _carried_trials() -> Iterator[Trial]:
 
 
 def _gradient(attend: Any, operands: list[jax.Array]) -> Any:
-    g = _normal(7, *operands[0].shape)
+    g = normal(7, *operands[0].shape)
     return jax.jit(lambda q, k, v: jax.vjp(attend, q, k, v)[1](g))(*operands)
 
 
 def _wide_gradient(operands: list[jax.Array]) -> Any:
     options = MASKS | {"scale": _scale(operands), "config": None}
-    g = _normal(7, *operands[0].shape).astype(jnp.float32)
+    g = normal(7, *operands[0].shape).astype(jnp.float32)
     wide = [x.astype(jnp.float32) for x in operands]
     return jax.jit(lambda q, k, v: jax.vjp(partial(chunked.attention, **options), q, k, v)[1](g))(*wide)
 
@@ -133,7 +134,7 @@ def _splash_trials() -> Iterator[Trial]:
 
 def _sparse_trials() -> Iterator[Trial]:
     rule = sparse_linear.SparseLinear(0.3)
-    projection = sparse_linear.Projection(_normal(8, HEAD_DIM, HEAD_DIM) / math.sqrt(HEAD_DIM), _normal(9, HEAD_DIM))
+    projection = sparse_linear.Projection(normal(8, HEAD_DIM, HEAD_DIM) / math.sqrt(HEAD_DIM), normal(9, HEAD_DIM))
 
     def run(operands: list[jax.Array], interpret: bool) -> jax.Array:
         config = sparse_linear_tpu.Config(interpret=interpret)
