@@ -204,7 +204,7 @@ function App() {
   return html`
     <header>
       <h1>wanjax</h1>
-      <p id="state" role="status">${state.message ?? [state.model, text(state.key)].filter(Boolean).join(": ")}</p>
+      <p id="state" role="status">${state.message ?? [state.model && `${text("model")} ${state.model}`, text(state.key)].filter(Boolean).join(": ")}</p>
       <label class="language"><span class="silent">language</span><select id="language" value=${language}
         onChange=${(event) => { speak(event.target.value); setLanguage(event.target.value); }}>
         ${Object.entries(TEXTS).map(([tag, texts]) => html`<option key=${tag} value=${tag} lang=${tag}>${texts.language}</option>`)}</select></label>

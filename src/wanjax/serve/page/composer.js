@@ -58,7 +58,8 @@ function Thumbnail({ file, remove }) {
   </span>`;
 }
 
-function Input({ name, known, files, wrong, add, remove }) {
+function Input({ name, model, files, wrong, add, remove }) {
+  const known = model.pictures[name];
   const [over, setOver] = useState(false);
   const accept = fields.takesFilms(name) ? "image/*,video/*,.mkv" : "image/*";
   const dropped = (event) => {
@@ -76,7 +77,7 @@ function Input({ name, known, files, wrong, add, remove }) {
       <input id=${`file-${name}`} name=${name} class="silent" type="file" accept=${accept} multiple=${known.several}
         aria-labelledby=${`name-${name}`} aria-describedby=${`does-${name}`} ...${marks(name, wrong)}
         onChange=${(event) => { add(name, [...event.target.files]); event.target.value = ""; }} /></label>
-    <small id=${`does-${name}`}>${text(`does_${name}`) ?? known.description}</small>
+    <small id=${`does-${name}`}>${fields.inputHelp(name, model)}</small>
     <${Wrong} of=${name} message=${wrong} />
   </div>`;
 }
@@ -202,9 +203,9 @@ function Seed({ form, wrong, change, most, count }) {
     <div class="seed"><label for="seed">${text("seed")}</label>
       <span class="stepper"><input id="seed" name="seed" placeholder=${text("seed_drawn")} value=${form.seed} aria-describedby="does-seed"
         ...${marks("seed", wrong)} onInput=${(event) => change({ seed: event.target.value, locked: event.target.value !== "" })} />
-      <button type="button" title=${text("dice")} aria-label=${text("dice")} onClick=${draw}><${Icon} name="dice" /></button>
+      <button type="button" title=${text("dice")} aria-label=${text("dice")} onClick=${draw}><${Icon} name="dice" /> ${text("dice_short")}</button>
       <button type="button" class="lock" title=${text(form.locked ? "seed_unlock" : "seed_lock")} aria-pressed=${form.locked}
-        aria-label=${text("seed_lock")} onClick=${() => (form.locked ? change({ seed: "", locked: false }) : draw())}><${Icon} name=${form.locked ? "locked" : "open"} /></button></span>
+        aria-label=${text("seed_lock")} onClick=${() => (form.locked ? change({ seed: "", locked: false }) : draw())}><${Icon} name=${form.locked ? "locked" : "open"} /> ${text("lock")}</button></span>
       <small id="does-seed">${text("seed_help")}</small>
       <${Wrong} of="seed" message=${wrong} />
     </div>
@@ -317,7 +318,7 @@ export function Composer({ form, setForm, models, videos, announce, needToken })
         <select id="model" name="model" value=${model.id} onChange=${(event) => change({ model: event.target.value, values: {}, shape: "", resolution: "" })}>
           ${models.map((one) => html`<option key=${one.id} value=${one.id}>${one.id}</option>`)}</select></div>`}
       ${Object.keys(model.pictures).length > 0 && html`<div class="inputs">
-        ${Object.entries(model.pictures).map(([name, known]) => html`<${Input} key=${name} name=${name} known=${known}
+        ${Object.keys(model.pictures).map((name) => html`<${Input} key=${name} name=${name} model=${model}
           files=${form.files[name] ?? []} wrong=${wrong[name]} add=${add} remove=${remove} />`)}</div>`}
       <${Shape} form=${form} model=${model} change=${change} />
       ${form.shape === "own" && html`<div class="numbers size">${["width", "height"].map((side) => html`<div key=${side}>

@@ -139,6 +139,12 @@ export function inputLabel(name) {
   return text(`input_${name}`) ?? words(name);
 }
 
+// Returns what a picture or clip does for a model: some begin from a clip, others follow it.
+export function inputHelp(name, model) {
+  const key = name === "video" && "strength" in model.settings ? "does_video_begun" : `does_${name}`;
+  return text(key) ?? model.pictures[name].description;
+}
+
 // Returns the seeds that a form asks for, counted before they are listed; "" is one that the server draws.
 export function seedsOf({ seed, count }, model) {
   const wrong = (key, values) => new Refused(null, text(`wrong_${key}`, values), "seed");

@@ -119,7 +119,7 @@ export function Gallery({ videos, open, selection, setSelection, compare, downlo
   return html`<section class="gallery" aria-labelledby="videos-title">
     <div class="bar">
       <h2 id="videos-title">${text("videos")}</h2>
-      <input id="find" type="search" aria-label=${text("find")} placeholder=${text("find")} value=${query} onInput=${(event) => setQuery(event.target.value)} />
+      ${(shown.length > 0 || query !== "") && html`<input id="find" type="search" aria-label=${text("find")} placeholder=${text("find")} value=${query} onInput=${(event) => setQuery(event.target.value)} />`}
       ${selecting
         ? html`<span class="chosen" role="status">${text("chosen", { n: selection.length })}</span>
           <button type="button" id="compare" disabled=${completed.length !== 2} onClick=${() => compare(completed)}>${text("compare")}</button>
