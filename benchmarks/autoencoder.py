@@ -30,7 +30,7 @@ def at_level(program: Lowering, level: int) -> Lowering:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    known = [name for name, preset in presets().items() if preset.architecture]
+    known = [name for name, preset in presets().items() if preset.model]
     parser.add_argument("model", nargs="?", default="wan2.1-t2v-14b", choices=known)
     parser.add_argument("--chip", default="v6e-8", help="a slice of TPUs; frames are sharded over all of it")
     parser.add_argument("--levels", nargs="+", default=list(LEVELS), choices=LEVELS)

@@ -67,12 +67,12 @@ def main() -> None:
     parser.add_argument("--top", type=float, action="append")
     options = parser.parse_args()
     model = outline(options.model)
-    architecture, settings = model.architecture, model.settings
+    video_model, settings = model.model, model.settings
     width, height = map(int, options.size.split("x"))
     video = {"width": width, "height": height, "frames": options.frames}
-    work = architecture.cost(settings.updated(video))
-    config = architecture.spec.networks["transformer"]
-    cells = architecture.vae.spatial_factor * config.patch[1]
+    work = video_model.cost(settings.updated(video))
+    config = video_model.spec.networks["transformer"]
+    cells = video_model.vae.spatial_factor * config.patch[1]
     grid = (work.tokens // (height // cells * (width // cells)), height // cells, width // cells)
     columns = "top", "alike over", "blocks of a list", "two neighbours", "four", "two at random", "four"
     title = f"{options.model}, {options.size}, {work.tokens} tokens, {config.heads} heads: unions of lists"

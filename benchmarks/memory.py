@@ -49,11 +49,11 @@ def random_network(network: Network) -> Any:
 def decode(model: str, frames: int, height: int, width: int) -> dict[str, int]:
     """Decode one clip and return the process's memory before decoding and at its peak, in bytes."""
     preset, parts = presets()[model], Components({})
-    family, architecture = family_with(preset), preset.architecture
-    assert architecture is not None
-    parts.put("vae", random_network(family.network_of(architecture.vae)))
-    pipeline = Pipeline(parts, architecture, preset.defaults)
-    shape = architecture.spec.latent_shape(replace(preset.defaults, frames=frames, height=height, width=width))
+    family, video_model = family_with(preset), preset.model
+    assert video_model is not None
+    parts.put("vae", random_network(family.network_of(video_model.vae)))
+    pipeline = Pipeline(parts, video_model, preset.defaults)
+    shape = video_model.spec.latent_shape(replace(preset.defaults, frames=frames, height=height, width=width))
     latents = jax.random.normal(jax.random.key(0), shape)
     before = memory("VmRSS")
     with tempfile.TemporaryDirectory() as folder:
@@ -64,7 +64,7 @@ def decode(model: str, frames: int, height: int, width: int) -> dict[str, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    known = [name for name, preset in presets().items() if preset.architecture]
+    known = [name for name, preset in presets().items() if preset.model]
     parser.add_argument("--model", default="wan2.1-t2v-1.3b", choices=known, metavar="NAME", help=", ".join(known))
     parser.add_argument("--frames", type=int, nargs="+", default=[17, 81])
     parser.add_argument("--size", default="256x256", help="WIDTHxHEIGHT")

@@ -27,8 +27,8 @@ def main() -> None:
     model = outline(options.model)
     settings = model.settings.updated({"dtype": "bfloat16"})
     for tokens in options.tokens:
-        shapes: Any = replace(model.architecture, prompt_tokens=tokens)
-        found = estimate(replace(model, architecture=shapes, settings=settings), options.chip, options.mesh)
+        shapes: Any = replace(model.model, prompt_tokens=tokens)
+        found = estimate(replace(model, model=shapes, settings=settings), options.chip, options.mesh)
         spread = f"{found.step_seconds_low:.2f} to {found.step_seconds_high:.2f}"
         print(f"{tokens} tokens: {found.step_seconds:.3f} s, {spread}")
 

@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     pipe = wanjax.load("nano")
     pipe.progress = False
-    config = TinyDecoderConfig(pipe.architecture.vae.latent_channels, tuple(options.widths), 1, (1, 2, 2))
+    config = TinyDecoderConfig(pipe.model.vae.latent_channels, tuple(options.widths), 1, (1, 2, 2))
     made = trained(config, *pairs(pipe, options.clips), options.steps)
     modules.export(made, taehv.rules(), options.file)
     tiny = wanjax.load("nano", decoder=options.file)

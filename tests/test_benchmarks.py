@@ -134,12 +134,12 @@ def test_both_libraries_do_the_same(family, stage, monkeypatch):
 
 @pytest.mark.parametrize("model", quick(list(synthetic.MODELS)[:1], synthetic.MODELS))
 def test_synthetic_checkpoints_have_the_sizes_of_their_presets(model):
-    architecture = presets()[model].architecture
-    assert architecture is not None
+    video_model = presets()[model].model
+    assert video_model is not None
     made = synthetic.described(model)
     for name, (network, _) in made.networks.items():
         found = read_network(made.index[name][1], synthetic.config_of(network), kinds())
-        assert found.config == architecture.spec.networks[name]
+        assert found.config == video_model.spec.networks[name]
         stored = {
             id(x): x.numel() for key, x in network.named_parameters() if not any(fnmatch(key, u) for u in found.unused)
         }

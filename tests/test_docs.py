@@ -31,7 +31,7 @@ from wanjax.registry import presets
 BLOCKS = [(page, number, block) for page in PAGES for number, block in enumerate(blocks(page))]
 RUN = sorted({page for page, _, block in BLOCKS if block.run == "run"})
 COMMANDS = main.commands.items()
-ATTRIBUTES = {"architecture", "components", "defaults", "partitioner", "compiler", "progress", "strategy"}
+ATTRIBUTES = {"model", "components", "defaults", "partitioner", "compiler", "progress", "strategy"}
 OTHERS = {"--caches", "--levels", "--limit", "--repeats", "--stage"}  # of benchmarks
 LONG = {f"{name}.md" for name in ("text", "picture", "clip", "long", "fast", "run", "batch")}
 OTHER_SUFFIXES = ("py", "md", "yaml", "json", "jsonl", "safetensors", "html", "ipynb")

@@ -226,7 +226,7 @@ def test_distilled_models(name, source, scheduler, size, frames, steps, shift, l
     preset, defaults = presets()[name], presets()[name].defaults
     assert (preset.source, preset.licence, preset.loras) == (source, licence, ())
     assert preset.scheduler == parse(scheduler)
-    assert outline(name).architecture.scheduler == parse(scheduler)
+    assert outline(name).model.scheduler == parse(scheduler)
     assert (defaults.model, defaults.size, defaults.frames) == (name, size, frames)
     assert (defaults.steps, defaults.guidance_scale, defaults.flow_shift) == (steps, 1.0, shift)
     defaults.check(spatial=32 if "5b" in name else 16, temporal=4)
@@ -242,16 +242,16 @@ def test_distilled_models(name, source, scheduler, size, frames, steps, shift, l
     ],
 )
 def test_models_that_fill_in_between_pictures(name, size, frames, fps, experts):
-    preset, defaults, architecture = presets()[name], presets()[name].defaults, outline(name).architecture
+    preset, defaults, model = presets()[name], presets()[name].defaults, outline(name).model
     assert name.endswith("-inp")
     assert preset.source.lower() == f"alibaba-pai/{name}"
-    assert (preset.licence, architecture.scheduler) == (FREE, parse("euler"))
+    assert (preset.licence, model.scheduler) == (FREE, parse("euler"))
     assert (defaults.size, defaults.frames, defaults.fps) == (size, frames, fps)
     assert (defaults.steps, defaults.guidance_scale, defaults.flow_shift) == (50, 6.0, 5.0)
     assert (defaults.guidance_scale_2, defaults.boundary) == experts
     assert (defaults.sigmas, defaults.resize) == ("diffusers", "stretch")
-    assert (architecture.spec.takes, architecture.spec.needs) == (("image", "last_image"), ())
-    assert ("image_encoder" in architecture.spec.networks) == name.startswith("wan2.1")
+    assert (model.spec.takes, model.spec.needs) == (("image", "last_image"), ())
+    assert ("image_encoder" in model.spec.networks) == name.startswith("wan2.1")
 
 
 TURBO = "TurboDiffusion/TurboWan2."
@@ -270,19 +270,19 @@ TURBO = "TurboDiffusion/TurboWan2."
     ],
 )
 def test_models_with_sparse_linear_attention(name, source, scheduler, size, scale_2, boundary):
-    preset, defaults, architecture = presets()[name], presets()[name].defaults, outline(name).architecture
+    preset, defaults, model = presets()[name], presets()[name].defaults, outline(name).model
     assert (preset.source, preset.licence, preset.loras) == (TURBO + source, FREE, ())
     assert preset.bare_names == [preset.source.split("/")[1]]
-    assert architecture.scheduler == parse(scheduler)
-    assert architecture.spec.attention(AttentionConfig()) == AttentionConfig.parse("sla:top=0.1")
+    assert model.scheduler == parse(scheduler)
+    assert model.spec.attention(AttentionConfig()) == AttentionConfig.parse("sla:top=0.1")
     assert {min(defaults.size), *map(min, preset.sizes)} == {480, 720}
     assert (min(defaults.size), defaults.frames, defaults.steps) == (size, 81, 4)
     assert (defaults.guidance_scale, defaults.guidance_scale_2, defaults.boundary) == (1.0, scale_2, boundary)
     assert defaults.resize == ("stretch" if boundary else "crop")
-    assert [len(x.scales) for x in architecture.spec.phases(architecture.spec.schedule(defaults), defaults)] == (
+    assert [len(x.scales) for x in model.spec.phases(model.spec.schedule(defaults), defaults)] == (
         [2, 2] if boundary else [4]
     )
-    architecture.spec.check_settings(defaults)
+    model.spec.check_settings(defaults)
 
 
 def test_a_file_has_no_name_without_its_owner():

@@ -206,10 +206,10 @@ def test_an_input_of_the_family_alone_is_in_the_help():
 def test_an_input_is_no_setting_and_of_one_kind(name):
     """Where it were another thing, an option would mean two."""
     [preset] = TOY_SOUND.presets
-    model = copy(preset.architecture)
+    model = copy(preset.model)
     vars(model)["spec"] = replace(model.spec, inputs=(DRIVING._replace(name=name),))
     with pytest.raises(WanjaxError, match=name):
-        wanjax.register(replace(TOY_SOUND, pipelines=(), presets=(replace(preset, name="x", architecture=model),)))
+        wanjax.register(replace(TOY_SOUND, pipelines=(), presets=(replace(preset, name="x", model=model),)))
 
 
 def test_eight_devices_agree_with_one(folder, pipe, encoded, latents):
@@ -273,7 +273,7 @@ def test_step_caches_hold_both_streams(pipe, encoded, tmp_path, cache):
     """A run that reuses makes other latents of both, and one that was stopped has what was kept of both."""
     whole, reused, file = pipe.denoise(encoded, seed=3, steps=6), [], tmp_path / "x"
     pipe = copy(pipe)
-    pipe.architecture = replace(pipe.architecture, tables=TABLES)
+    pipe.model = replace(pipe.model, tables=TABLES)
     cached = pipe.denoise(encoded, seed=3, steps=6, cache=cache, callback=lambda step: reused.append(step.reuses))
     with pytest.raises(Cancelled):
         pipe.denoise(encoded, seed=3, steps=6, cache=cache, keep=file, callback=lambda step: step.index < 3)

@@ -103,7 +103,7 @@ def test_convert_and_back(toy, video, tmp_path):
     run("convert", toy, tmp_path / "there")
     np.testing.assert_array_equal(wanjax.load(tmp_path / "there")("a red circle", seed=3).frames, video.frames)
     run("convert", tmp_path / "there", tmp_path / "back", "--to", "diffusers")
-    for name in TOY.presets[0].architecture.spec.networks:
+    for name in TOY.presets[0].model.spec.networks:
         [file] = (tmp_path / "back" / name).glob("*.safetensors")
         there, here = load_safetensors(file), load_safetensors(toy / name / "model.safetensors")
         assert there.keys() == here.keys()
@@ -172,7 +172,7 @@ def test_the_outlook_of_a_toy(cache):
     tables = Tables(Magnitudes((1.0,) * 6, (1.0,) * 6, 0.1, 2, 0.2))
     found = registry.outline("toy")
     settings = found.settings.updated({"steps": 6, "cache": cache})
-    told = estimate(replace(found, architecture=replace(found.architecture, tables=tables), settings=settings), "cpu")
+    told = estimate(replace(found, model=replace(found.model, tables=tables), settings=settings), "cpu")
     assert {row.name for row in told.programs} >= {"encode_texts", "embed_texts", "step", "finish", "decode_first"}
     assert (told.reusing_steps > 0) is (cache != "none")
     assert told.total_seconds > told.step_seconds > 0
@@ -205,7 +205,7 @@ def test_every_step_cache_is_taken(toy, cache):
     pipe = wanjax.load(toy)
     ratios = (1.0, 1.01, 0.99, 1.0, 0.98, 0.9)
     tables = Tables(Magnitudes(ratios, ratios, 0.1, 2, 0.2), Changes((0.0,), 0.3, 1, 2))
-    pipe.architecture = replace(pipe.architecture, tables=tables)
+    pipe.model = replace(pipe.model, tables=tables)
     encoded, kinds = pipe.encode("a red circle"), []
     whole = pipe.denoise(encoded, seed=0, steps=6)
     cached = pipe.denoise(encoded, seed=0, steps=6, cache=cache, callback=lambda step: kinds.append(step.reuses))

@@ -91,12 +91,12 @@ def torch_pipeline(kind: Any, **components: Any) -> Any:
 
 
 def pipeline_of(model: str, networks: Mapping[str, nnx.Module], **shapes: Any) -> Pipeline:
-    """Return the pipeline of a preset with networks that are loaded already; `shapes` replace its architecture's."""
+    """Return the pipeline of a preset with networks that are loaded already; `shapes` replace its model's."""
     preset, components = presets()[model], Components({})
-    assert preset.architecture is not None
+    assert preset.model is not None
     for name, network in networks.items():
         components.put(name, network)
-    return Pipeline(components, replace(preset.architecture, **shapes), preset.defaults)
+    return Pipeline(components, replace(preset.model, **shapes), preset.defaults)
 
 
 def decoding(
@@ -104,7 +104,7 @@ def decoding(
 ) -> Case:
     """Return the decoding of a video; `unscaled` returns the autoencoder's own latents of those that are denoised."""
     pipeline = pipeline_of(model, {"vae": converted(reference)})
-    factor, channels = pipeline.architecture.vae.spatial_factor, pipeline.architecture.vae.latent_channels
+    factor, channels = pipeline.model.vae.spatial_factor, pipeline.model.vae.latent_channels
     shape = (1, channels, (sizes.frames + 3) // 4, sizes.height // factor, sizes.width // factor)
     latents = np.random.default_rng(0).standard_normal(shape, np.float32)
 

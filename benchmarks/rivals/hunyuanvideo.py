@@ -81,7 +81,7 @@ def step(sizes: Sizes) -> Iterator[Case]:
     pipeline = pipeline_of(MODEL, {"transformer": transformer}, transformer=transformer.config)
     random, config = np.random.default_rng(0), reference.config
     settings = pipeline.settings(steps=STEPS, guidance_scale=6.0, **VIDEO)
-    noise = random.standard_normal(pipeline.architecture.spec.noise_shape(settings), np.float32)
+    noise = random.standard_normal(pipeline.model.spec.noise_shape(settings), np.float32)
     glyphs = np.zeros((1, GLYPH_LENGTH, config.text_embed_2_dim), np.float32), np.zeros((1, GLYPH_LENGTH), np.int32)
     for count in PROMPTS.values():
         mask = (np.arange(TEXT_LENGTH) < count).astype(np.int32)[None]

@@ -137,7 +137,7 @@ def load(
     if verify:
         manifest.verify(checkpoint.source, progress or (lambda at, done, total: None))
     checkpoint = with_options(checkpoint, _listed(lora), note, attention=attention, scheduler=scheduler)
-    tiny = None if decoder is None else DecoderFile.in_place_of(checkpoint.architecture.vae, decoder)
+    tiny = None if decoder is None else DecoderFile.in_place_of(checkpoint.model.vae, decoder)
     options = LoadOptions(
         dtype, vae_dtype, param_dtype, checkpoint.attention, mesh, video, rules, compiler, offload, progress, tiny
     )
@@ -174,7 +174,7 @@ def _listed(loras: Loras) -> tuple[Lora, ...]:
 def _pipeline(checkpoint: Checkpoint, options: LoadOptions) -> Pipeline:
     """Return the pipeline of a checkpoint, whose components are loaded at first use."""
     param_dtype = options.param_dtype or checkpoint.param_dtype
-    video = with_size(checkpoint.architecture, checkpoint.settings, checkpoint.sizes, options.video or {})
+    video = with_size(checkpoint.model, checkpoint.settings, checkpoint.sizes, options.video or {})
     partitioner = _partitioner(checkpoint, options, video)
     slow = "float32" if platform() == "cpu" else None
     options = options._replace(dtype=options.dtype or slow or param_dtype, param_dtype=param_dtype)
@@ -199,7 +199,7 @@ def _pipeline(checkpoint: Checkpoint, options: LoadOptions) -> Pipeline:
         checkpoint.family.networks,
         {**shapes, **extra[1]},
     )
-    return Pipeline(components, checkpoint.architecture, settings, partitioner, options.compiler, checkpoint.sizes)
+    return Pipeline(components, checkpoint.model, settings, partitioner, options.compiler, checkpoint.sizes)
 
 
 def _decoder(decoder: DecoderFile | None, partitioner: Partitioner) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -258,10 +258,8 @@ def check_memory(model: str, component: str, network: nnx.Module) -> None:
 
 def _networks(checkpoint: Checkpoint) -> dict[str, Network]:
     """Return the networks of a checkpoint whose configs are known without a download."""
-    outline = (
-        checkpoint.preset.architecture.spec.networks if checkpoint.preset and checkpoint.preset.architecture else {}
-    )
-    configs, networks = {**outline, **checkpoint.architecture.spec.networks}, {}
+    outline = checkpoint.preset.model.spec.networks if checkpoint.preset and checkpoint.preset.model else {}
+    configs, networks = {**outline, **checkpoint.model.spec.networks}, {}
     for name, component in checkpoint.source.components.items():
         if name in configs:
             networks[name] = checkpoint.family.network_of(configs[name])
@@ -304,7 +302,7 @@ def _digests(checkpoint: Checkpoint, options: LoadOptions) -> dict[str, str]:
 
 def _check_attention(attention: AttentionConfig, outline: Outline) -> None:
     """Raise UnsupportedError, before weights are read, where the named attention cannot be used here."""
-    work = outline.architecture.cost(outline.settings)
+    work = outline.model.cost(outline.settings)
     some = jax.ShapeDtypeStruct((1, 256, work.heads, work.width // work.heads), outline.settings.dtype)
     choose(some, some, some, implementation=attention)
 
@@ -319,7 +317,7 @@ def _partitioner(checkpoint: Checkpoint, options: LoadOptions, video: Settings) 
     if isinstance(mesh, AutoMesh):
         how = {"attention": options.attention or AUTO, "rules": rules, "offload": options.offload}
         how |= {"param_dtype": options.param_dtype or checkpoint.param_dtype}
-        chosen = auto_mesh(step_cost(checkpoint.family, checkpoint.architecture, video, **how), devices, mesh.sp)
+        chosen = auto_mesh(step_cost(checkpoint.family, checkpoint.model, video, **how), devices, mesh.sp)
         mesh = make_mesh(*chosen, devices=devices[: math.prod(chosen)])
     elif isinstance(mesh, MeshSizes):
         mesh = make_mesh(*mesh)
@@ -377,22 +375,22 @@ def abstract_pipeline(
         offload: As in `load`.
         decoder: As in `load`.
     """
-    outline = replace(outline, architecture=attending(outline.architecture, attention, outline.settings.model))
-    family, preset, architecture, settings = outline.family, outline.preset, outline.architecture, outline.settings
-    weights_dtype = param_dtype or (preset.param_dtype if preset and preset.architecture else settings.dtype)
+    outline = replace(outline, model=attending(outline.model, attention, outline.settings.model))
+    family, preset, model, settings = outline.family, outline.preset, outline.model, outline.settings
+    weights_dtype = param_dtype or (preset.param_dtype if preset and preset.model else settings.dtype)
 
     def make(name: str) -> nnx.Module:
-        net = family.network_of(architecture.spec.networks[name])
+        net = family.network_of(model.spec.networks[name])
         return _shapes(outline, name, net, weights_dtype, attention, partitioner)
 
-    shapes = {name: partial(make, name) for name in architecture.spec.networks}
-    others: dict[str, Any] = {name: NoTokenizer(*sizes) for name, sizes in family.prompt(architecture).items()}
-    if (seen := architecture.spec.networks.get("image_encoder")) is not None:
+    shapes = {name: partial(make, name) for name in model.spec.networks}
+    others: dict[str, Any] = {name: NoTokenizer(*sizes) for name, sizes in family.prompt(model).items()}
+    if (seen := model.spec.networks.get("image_encoder")) is not None:
         others |= {name: NoProcessor(seen.image_size) for name in family.loaders if name not in others}
     shapes |= _decoder(decoder, partitioner)[1]
     loaders = {name: (lambda room, x=x: x) for name, x in others.items()} | {name: lambda room: None for name in shapes}
     components = Components(loaders, offload=offload, shapes=shapes, kinds=family.networks)
-    return Pipeline(components, architecture, settings, partitioner, compiler, outline.sizes)
+    return Pipeline(components, model, settings, partitioner, compiler, outline.sizes)
 
 
 def _shapes(
@@ -405,7 +403,7 @@ def _shapes(
 ) -> nnx.Module:
     """Return a network as shapes with shardings; `param_dtype` is the dtype of its weights unless it is in float32."""
     settings, options = outline.settings, {}
-    if name in outline.architecture.spec.denoisers:
+    if name in outline.model.spec.denoisers:
         options = {"attention": attention or AUTO}
     dtype = settings.dtype
     if net.float32:

@@ -61,7 +61,7 @@ def register(family: Family) -> None:
     taken = {*presets(), *(name for other in FAMILIES for name in other.pipelines)}
     if clashing := [name for name in (*(p.name for p in family.presets), *family.pipelines) if name in taken]:
         raise WanjaxError(f"the family {family.name} brings {clashing[0]}, which is known already")
-    inputs = [one for preset in family.presets if preset.architecture for one in preset.architecture.spec.inputs]
+    inputs = [one for preset in family.presets if preset.model for one in preset.model.spec.inputs]
     for one in inputs:
         if one.name in schema(Settings) or INPUTS.get(one.name, one).kind != one.kind:
             raise WanjaxError(f"the family {family.name} brings the input {one.name}, which is known as another thing")
@@ -87,14 +87,14 @@ def layouts() -> list[Layout]:
 
 @dataclass(frozen=True)
 class Outline:
-    """A model without its weights: its family, its preset if it is a published one, its architecture and settings.
+    """A model without its weights: its family, its preset if it is a published one, its `VideoModel` and settings.
 
     `distillation` is that of its weights, and `distilled_name` the name that told it; "" where no name was needed.
     """
 
     family: Family
     preset: Preset | None
-    architecture: Any
+    model: Any
     settings: Settings
     distillation: Distillation | None = None
     distilled_name: str = ""
@@ -152,15 +152,15 @@ def _notify(sentence: str, note: Note | None, level: int) -> None:
 def few_steps(model: str, checkpoint: "Checkpoint") -> str | None:
     """Return a sentence on a model that is distilled by its name, or on a file whose name does not say."""
     if checkpoint.distillation is not None:
-        return checkpoint.distillation.sentence(model, checkpoint.settings, checkpoint.architecture.scheduler)
+        return checkpoint.distillation.sentence(model, checkpoint.settings, checkpoint.model.scheduler)
     if (
         checkpoint.preset is None
         or not os.path.isfile(checkpoint.source.root)
         or TASK.search(telling(checkpoint.source.known_as))
     ):
         return None
-    settings, shape = checkpoint.settings, _shape(checkpoint.architecture)
-    few = (x.architecture for x in checkpoint.family.presets if x.distillation and x.architecture)
+    settings, shape = checkpoint.settings, _shape(checkpoint.model)
+    few = (x.model for x in checkpoint.family.presets if x.distillation and x.model)
     if shape not in map(_shape, few):
         return None
     return (
@@ -169,9 +169,9 @@ def few_steps(model: str, checkpoint: "Checkpoint") -> str | None:
     )
 
 
-def _shape(architecture: VideoModel) -> tuple[Any, ...]:
+def _shape(model: VideoModel) -> tuple[Any, ...]:
     """Return the names and the config of a model's denoisers, which their tensors determine."""
-    return architecture.spec.denoisers, architecture.spec.networks[architecture.spec.denoisers[0]]
+    return model.spec.denoisers, model.spec.networks[model.spec.denoisers[0]]
 
 
 def _notify_of_licence(preset: Preset | None, note: Note | None) -> None:
@@ -200,13 +200,13 @@ def inspect_checkpoint(model: str | Path, revision: str | None = None, *, encode
 def read_configs(model: str | Path, source: Source, preset: Preset | None, *, encoders: bool = False) -> Checkpoint:
     """Read the configs of a source from `find_checkpoint`, as `inspect_checkpoint` does."""
     family = family_of(source, FAMILIES)
-    architecture = _with_cache_tables(
-        _with_scheduler(family.architecture(source, encoders), preset), family, preset, source
+    video_model = _with_cache_tables(
+        _with_scheduler(family.read_model(source, encoders), preset), family, preset, source
     )
-    settings = family.settings(source, architecture, preset)
+    settings = family.settings(source, video_model, preset)
     if preset is None:
         settings = replace(settings, model=str(model))
-    checkpoint = Checkpoint(family, preset, architecture, settings, preset and preset.distillation, source=source)
+    checkpoint = Checkpoint(family, preset, video_model, settings, preset and preset.distillation, source=source)
     name = telling(source.known_as)
     distillation = distilled_by(name, family.distillations)
     if distillation is None or checkpoint.distillation is not None:
@@ -285,17 +285,17 @@ def find_preset(name: str) -> Preset | None:
 def outline(model: str) -> Outline:
     """Return a model without its weights; download nothing for a preset."""
     preset = find_preset(model)
-    if preset is not None and preset.architecture is not None:
+    if preset is not None and preset.model is not None:
         family = family_with(preset)
-        architecture = _with_cache_tables(_with_scheduler(preset.architecture, preset), family, preset)
-        return Outline(family, preset, architecture, preset.defaults, preset.distillation)
+        video_model = _with_cache_tables(_with_scheduler(preset.model, preset), family, preset)
+        return Outline(family, preset, video_model, preset.defaults, preset.distillation)
     return inspect_checkpoint(model, encoders=True)
 
 
 def size_of(model: str, settings: Mapping[str, Any]) -> tuple[int, int]:
     """Return the (height, width) that settings mean for a model, of which `size` may be a name."""
     model_outline = outline(model)
-    return with_size(model_outline.architecture, model_outline.settings, model_outline.sizes, settings).size
+    return with_size(model_outline.model, model_outline.settings, model_outline.sizes, settings).size
 
 
 def describe(model: str) -> dict[str, Any]:
@@ -308,25 +308,25 @@ def describe(model: str) -> dict[str, Any]:
     checkpoints alone; `ids` are the repositories on the hub by which the model is known too.
     """
     model_outline = outline(model)
-    preset, architecture, defaults = model_outline.preset, model_outline.architecture, model_outline.settings
-    nets = {name: model_outline.family.network_of(config) for name, config in architecture.spec.networks.items()}
+    preset, video_model, defaults = model_outline.preset, model_outline.model, model_outline.settings
+    nets = {name: model_outline.family.network_of(config) for name, config in video_model.spec.networks.items()}
     item = {"bfloat16": 2, "float32": 4}[preset.param_dtype if preset else defaults.dtype]
     networks = {name: (4 if network.float32 else item) * network.parameters for name, network in nets.items()}
     card: dict[str, Any] = {}
     if preset:
         ids = [] if preset.shipped else list(preset.sources)
         card = {"about": preset.about, "source": preset.source, "ids": ids, "licence": preset.licence}
-    sizes = named_sizes(architecture, defaults, model_outline.sizes)
+    sizes = named_sizes(video_model, defaults, model_outline.sizes)
     return {
         "name": defaults.model,
         **card,
-        "task": architecture.spec.task,
-        "tasks": architecture.spec.tasks,
-        "takes": list(architecture.spec.takes),
-        "needs": list(architecture.spec.needs),
+        "task": video_model.spec.task,
+        "tasks": video_model.spec.tasks,
+        "takes": list(video_model.spec.takes),
+        "needs": list(video_model.spec.needs),
         "sizes": {name: f"{width}x{height}" for name, (height, width) in sizes.items()},
-        "grid": architecture.spec.size_multiple,
-        "frames_step": architecture.vae.temporal_factor,
+        "grid": video_model.spec.size_multiple,
+        "frames_step": video_model.vae.temporal_factor,
         "parameters": nets["transformer"].parameters,
         "memory": sum(networks.values()),
         "networks": networks,
@@ -339,20 +339,20 @@ def family_with(preset: Preset) -> Family:
     return next(family for family in FAMILIES if preset in family.presets)
 
 
-def _with_scheduler(architecture: VideoModel, preset: Preset | None) -> VideoModel:
-    """Return the architecture with the preset's own scheduler, if it has one."""
+def _with_scheduler(model: VideoModel, preset: Preset | None) -> VideoModel:
+    """Return the model with the preset's own scheduler, if it has one."""
     if preset is None or preset.scheduler is None:
-        return architecture
-    return replace(architecture, scheduler=preset.scheduler)
+        return model
+    return replace(model, scheduler=preset.scheduler)
 
 
 def _with_cache_tables(
-    architecture: VideoModel, family: Family, preset: Preset | None, source: Source | None = None
+    model: VideoModel, family: Family, preset: Preset | None, source: Source | None = None
 ) -> VideoModel:
-    """Return the architecture with the checkpoint's tables for step caches, the user's own first."""
+    """Return the model with the checkpoint's tables for step caches, the user's own first."""
     key = preset.name if preset else key_of(source) if source else ""
     published = (family.tables, preset.name) if preset else (None, None)
-    return replace(architecture, tables=tables_of([(measured_file(key), None), published]))
+    return replace(model, tables=tables_of([(measured_file(key), None), published]))
 
 
 def tables_key(model: str | Path) -> str:
@@ -376,11 +376,11 @@ def attention_of(loras: Iterable[Lora]) -> AttentionConfig | None:
 
 def _with_sampler(outline: SomeOutline, distillation: Distillation, distilled_name: str) -> SomeOutline:
     """Return a model with the settings and the solver of the distillation that a name says."""
-    solver = distillation.solver(pictured=bool(outline.architecture.spec.needs))
+    solver = distillation.solver(pictured=bool(outline.model.spec.needs))
     return replace(
         outline,
         settings=distillation.applied(outline.settings),
-        architecture=replace(outline.architecture, scheduler=solver) if solver else outline.architecture,
+        model=replace(outline.model, scheduler=solver) if solver else outline.model,
         distillation=distillation,
         distilled_name=distilled_name,
     )
@@ -392,7 +392,7 @@ def with_distillation(outline: SomeOutline, loras: Sequence[Lora], note: Note | 
     `note` receives a sentence on them, or why they do not go together; None warns. They have no effect on a model that
     is distilled already, nor where one of two experts has none.
     """
-    distillations, experts = outline.family.distillations, NOISE_LEVELS[: len(outline.architecture.spec.denoisers)]
+    distillations, experts = outline.family.distillations, NOISE_LEVELS[: len(outline.model.spec.denoisers)]
     pairs = [(x, each) for x in loras if x.strength > 0 and (each := distilled_by(telling(x.file), distillations))]
     if not pairs:
         return outline
@@ -409,7 +409,7 @@ def with_distillation(outline: SomeOutline, loras: Sequence[Lora], note: Note | 
         sentence = f"{lora.label} is distilled, and the other expert has no such LoRA: {unchanged}"
     else:
         outline = _with_sampler(outline, distillation, telling(lora.file))
-        sentence = distillation.sentence(lora.label, outline.settings, outline.architecture.scheduler)
+        sentence = distillation.sentence(lora.label, outline.settings, outline.model.scheduler)
         if several:
             sentence += f"; {' and '.join(x.label for x in several)} are merged together, which may be too much"
     _notify(sentence, note, 6)
@@ -435,26 +435,26 @@ def with_options(
     checkpoint = with_distillation(checkpoint, loras, note)
     learned, model = attention_of(loras), checkpoint.settings.model
     attention = attention or learned
-    architecture = attending(checkpoint.architecture, attention or AUTO, model)
-    if architecture != checkpoint.architecture:
-        entries = {name: architecture.spec.config_entries for name in architecture.spec.denoisers}
+    video_model = attending(checkpoint.model, attention or AUTO, model)
+    if video_model != checkpoint.model:
+        entries = {name: video_model.spec.config_entries for name in video_model.spec.denoisers}
         checkpoint = replace(checkpoint, source=with_zeros(checkpoint.source, entries, checkpoint.family.networks))
         if learned is None:
             sentence = f"{model} was not trained with {attention}, whose projection begins with zeros"
             note(sentence) if note else warnings.warn(sentence, stacklevel=4)  # past `load` and its decorator
     if scheduler is not None:
-        architecture = with_scheduler(architecture, scheduler)
+        video_model = with_scheduler(video_model, scheduler)
     merged = [*(Lora.parse(lora) for lora in (checkpoint.preset.loras if checkpoint.preset else ())), *loras]
     source = with_loras(checkpoint.source, merged, checkpoint.family.networks, note) if merged else checkpoint.source
-    return replace(checkpoint, architecture=architecture, source=source, loras=loras, attention=attention)
+    return replace(checkpoint, model=video_model, source=source, loras=loras, attention=attention)
 
 
 def with_size(
-    architecture: VideoModel, defaults: Settings, published: Sequence[tuple[int, int]], settings: Mapping[str, Any]
+    model: VideoModel, defaults: Settings, published: Sequence[tuple[int, int]], settings: Mapping[str, Any]
 ) -> Settings:
     """Return the defaults with other settings, of which `size` may be the name of one of the model's sizes."""
     if settings.get("size") is not None:
-        settings = {**settings, **sides(settings["size"], named_sizes(architecture, defaults, published))}
+        settings = {**settings, **sides(settings["size"], named_sizes(model, defaults, published))}
     return defaults.updated(settings)
 
 
@@ -472,7 +472,7 @@ def models_that_fit(memory: int) -> list[str]:
 
 def _largest(preset: Preset) -> int:
     """Return the bytes of the weights of a published model's largest network: a transformer, or a text encoder."""
-    networks = preset.architecture.spec.networks if preset.architecture else {}
+    networks = preset.model.spec.networks if preset.model else {}
     encoders = [family_with(preset).network_of(x) for name, x in networks.items() if name.startswith("text_encoder")]
     counts = [preset.transformer_parameters, *(encoder.parameters for encoder in encoders)]
     return jnp.dtype(preset.param_dtype).itemsize * max(counts)

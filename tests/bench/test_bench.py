@@ -40,7 +40,7 @@ def quiet(sentence):
 def small():
     """A suite of `nano` on one device."""
     model, devices = outline("nano"), jax.devices()[:1]
-    settings = suite.sized(model.settings, TINY, model.architecture)
+    settings = suite.sized(model.settings, TINY, model.model)
     return Suite(
         replace(model, settings=settings), TINY, devices, local_devices(devices), {"dp": 1, "sp": 1, "tp": 1}, quiet
     )
@@ -62,7 +62,7 @@ def test_compiling_and_the_first_run_are_told_apart_from_the_runs_that_count():
 
 def test_one_layer_keeps_all_other_sizes():
     for name in ("wan2.1-t2v-14b", "cogvideox1.5-5b", "hunyuanvideo1.5-720p-t2v"):
-        whole = presets()[name].architecture
+        whole = presets()[name].model
         few = suite.reduced(whole, 1)
         assert few.transformer == replace(whole.transformer, layers=1)
         assert few.vae == whole.vae

@@ -21,7 +21,7 @@ def test_the_licence_of_a_single_file_is_told_before_it_is_downloaded(server, tm
     [weights] = (tiny / "transformer").glob("*.safetensors")
     server.files = {name: weights.read_bytes()}
     like = registry.presets()["wan2.1-t2v-1.3b-causvid"]
-    bound, told = replace(like, name="bound", source=f"{ID}/{name}", architecture=None), []
+    bound, told = replace(like, name="bound", source=f"{ID}/{name}", model=None), []
 
     def note(sentence):
         told.append((sentence, [sent for sent, _ in server.sent]))
@@ -40,7 +40,7 @@ def test_the_licence_of_a_single_file_is_told_before_it_is_downloaded(server, tm
 def test_the_licence_is_told_before_the_first_download_alone(server, tmp_path):
     tiny = tiny_checkpoint(tmp_path / "tiny")
     server.files = {str(path.relative_to(tiny)): path.read_bytes() for path in tiny.rglob("*") if path.is_file()}
-    like = replace(registry.presets()["wan2.1-t2v-1.3b"], source=ID, architecture=None)
+    like = replace(registry.presets()["wan2.1-t2v-1.3b"], source=ID, model=None)
     known = (replace(like, name="free"), replace(like, name="bound", licence="licence of its own"))
     told: list[str] = []
     with registered(presets=known):

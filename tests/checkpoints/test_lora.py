@@ -68,7 +68,7 @@ def change(file):
 def q_of(pipe):
     """Return the q of the network's second block, as diffusers stores it."""
     weights = {path: np.asarray(x) for path, x in modules.parameters(pipe.transformer).items()}
-    return modules.Exported(weights, transformer_rules(pipe.architecture.transformer)).read(KEY)
+    return modules.Exported(weights, transformer_rules(pipe.model.transformer)).read(KEY)
 
 
 def test_a_lora_is_merged_when_the_transformer_is_loaded(checkpoint, file):
@@ -277,7 +277,7 @@ def test_few_step_presets_have_the_settings_of_their_authors(name):
     preset = presets()[name]
     chosen = preset.defaults
     assert (chosen.steps, chosen.guidance_scale, chosen.flow_shift, chosen.model) == (4, 1.0, 5.0, name)
-    scheduler = outline(name).architecture.scheduler
+    scheduler = outline(name).model.scheduler
     assert scheduler == preset.scheduler == FlowEuler()
     levels = np.array([1000, 750, 500, 250]) / 1000
     levels = 5 * levels / (1 + 4 * levels)

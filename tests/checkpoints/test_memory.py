@@ -116,7 +116,7 @@ def test_published_models(model, size, told, machine, tmp_path, monkeypatch):
     if model == "nano":
         found = registry.inspect_checkpoint(model)
     else:
-        classes = {name: ["", ""] for name in known.architecture.spec.networks}
+        classes = {name: ["", ""] for name in known.model.spec.networks}
         (tmp_path / "model_index.json").write_text(json.dumps(classes))
         found = registry.Checkpoint(**vars(known), source=open_diffusers(model, tmp_path))
     monkeypatch.setattr(registry, "inspect_checkpoint", lambda *_: found)
@@ -143,7 +143,7 @@ def test_models_that_fit():
 def test_a_mesh_divides_the_weights(monkeypatch):
     """Devices that are no CPUs have a memory each; those of a CPU share one."""
     found = registry.outline("wan2.1-t2v-14b")
-    network = found.family.network_of(found.architecture.spec.networks["transformer"]).abstract(
+    network = found.family.network_of(found.model.spec.networks["transformer"]).abstract(
         dtype=jnp.bfloat16, param_dtype=jnp.bfloat16
     )
     spread = with_shardings(network, Partitioner(make_mesh(1, 1, 8), RULES["fsdp"]))
@@ -197,7 +197,7 @@ def test_what_it_will_take_is_told(tiny, tmp_path, monkeypatch):
     assert "at least" not in said  # a CPU's peak is not known
     pipe = wanjax.load(tiny)
     settings = pipe.settings(guidance_scale=5.0, steps=4)
-    flops = sum(pipe.architecture.cost(settings).flops.values())
+    flops = sum(pipe.model.cost(settings).flops.values())
     assert least_seconds(pipe, settings, 4, "TPU v6 lite") == pytest.approx(4 * 2 * flops / V6E.flops)
     assert least_seconds(pipe, pipe.settings(guidance_scale=1.0), 4, "TPU v6e") == pytest.approx(4 * flops / V6E.flops)
     assert least_seconds(pipe, settings, 4, "cpu") is None

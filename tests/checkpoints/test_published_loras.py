@@ -26,7 +26,7 @@ PUBLISHED_BYTES = 739_472_104  # of lightx2v's I2V 14B 480P cfg-step-distill LoR
 def network(name):
     preset = registry.find_preset(name)
     assert preset is not None
-    return registry.family_with(preset).network_of(preset.architecture.spec.networks["transformer"])
+    return registry.family_with(preset).network_of(preset.model.spec.networks["transformer"])
 
 
 def ours(name):

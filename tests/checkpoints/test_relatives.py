@@ -127,7 +127,7 @@ def test_lightx2v_s_int8_is_its_model_in_four_steps(kind, tmp_path):
     assert (found.preset.name, found.settings.size) == ("wan2.1-i2v-14b-720p", (720, 1280))
     settings = found.settings
     assert (settings.steps, settings.guidance_scale, settings.flow_shift) == (4, 1.0, 5.0)
-    assert name_of(found.architecture.scheduler) == "euler"
+    assert name_of(found.model.scheduler) == "euler"
     specs = found.source["transformer"].weights().specs
     assert {key: spec.shape for key, spec in specs.items()} == transformer_keys(I2V_14B)
     assert Counter(str(spec.dtype) for spec in specs.values()) == {"float32": 40 * 12, "bfloat16": 1303 - 40 * 12}
@@ -220,8 +220,8 @@ def test_a_file_of_fun_inp(preset, tmp_path):
     found = inspect_checkpoint(tmp_path / f"{name}.safetensors")
     assert found.preset is not None
     assert found.preset == replace(preset, defaults=replace(preset.defaults, model=found.preset.defaults.model))
-    assert type(found.architecture) is type(preset.architecture)
-    assert found.architecture.scheduler == preset.scheduler
+    assert type(found.model) is type(preset.model)
+    assert found.model.scheduler == preset.scheduler
     assert found.source.fallback_repo.startswith("Wan-AI/")
     assert found.source.fallback_repo.endswith("iffusers")
 

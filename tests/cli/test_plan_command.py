@@ -15,7 +15,7 @@ from click.testing import CliRunner
 import wanjax
 from tests.support import commands
 from tests.support.recorded import counted, programs
-from tests.support.small_wan import TEXT, VIDEO, architecture, causal_pipeline
+from tests.support.small_wan import TEXT, VIDEO, causal_pipeline, small_model
 from tests.support.words import naming, says
 from wanjax.cli import main
 from wanjax.errors import WanjaxError
@@ -33,7 +33,7 @@ from wanjax.registry import outline
 from wanjax.sharding import RULES, Partitioner
 from wanjax.stores.results import Results
 
-NETWORKS = architecture(4)
+NETWORKS = small_model(4)
 GIB = 2**30
 DOCUMENTED = {"model", "chip", "mesh", "fits", "stages", "step_seconds", "step_breakdown", "mfu", "total_seconds"} | {
     "collectives",
@@ -48,7 +48,7 @@ def _cache(tmp_path, monkeypatch):
 
 def small(shapes, video):
     """Return the outline of Wan networks of these shapes."""
-    return replace(outline("nano"), architecture=shapes, settings=video)
+    return replace(outline("nano"), model=shapes, settings=video)
 
 
 def pipeline(shapes, video, mesh=None, **how):
@@ -157,7 +157,7 @@ def test_advice_when_a_video_does_not_fit(monkeypatch):
     assert found.limit.startswith("the memory of a chip")
     assert says(str(found.advice), "v6e-1 denoise 68.2 GiB chip 31.2 v6e-4")
     model = outline("wan2.1-t2v-14b")
-    weights = model.family.network_of(model.architecture.spec.networks["transformer"]).parameters
+    weights = model.family.network_of(model.model.spec.networks["transformer"]).parameters
     kept = found.stages["denoise"].kept_bytes_per_chip  # beside the programs that read no weights
     assert 2 * weights < kept < 2.01 * weights  # the least of them are in float32
 
@@ -178,7 +178,7 @@ def test_a_trace_counts_what_the_formula_does():
 
 def test_the_pace_of_a_video_made_by_blocks():
     """It is that of one more block: steps, renewal, and the chunk that decodes it."""
-    shapes = causal_pipeline(4, None).architecture
+    shapes = causal_pipeline(4, None).model
     shapes = replace(shapes, text_encoder=TEXT)
     video = outline("wan2.1-t2v-1.3b-causal").settings.updated({"height": 12, "width": 12, "frames": 15})
     found = estimate.estimate(small(shapes, video), "h200")
@@ -197,7 +197,7 @@ def test_each_program_is_told_when_it_is_begun_and_once_its_price_is_known():
     told = []
     model = outline("nano")
     estimate.estimate(model, "h200", tell=lambda *known: told.append(known))
-    names = [run.name for run in programs(pipeline(model.architecture, model.settings), model.settings)]
+    names = [run.name for run in programs(pipeline(model.model, model.settings), model.settings)]
     assert told[::2] == [([name], number, len(names)) for number, name in enumerate(names)]
     assert told[1::2] == [([], number + 1, len(names)) for number in range(len(names))]
 

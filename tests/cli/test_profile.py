@@ -51,8 +51,8 @@ def test_a_picture_s_tokens_are_counted(tmp_path):
     pipe = wanjax.load(tiny_image_checkpoint(tmp_path / "image"))
     encoded = pipe.encode("a", image=np.zeros((32, 32, 3), np.uint8), frames=5)
     assert encoded.image_embeds.shape[1] == 5
-    found = pipe.architecture.cost(pipe.settings(size=(32, 32), frames=5), encoded)
-    assert found.flops == forward_flops(pipe.architecture.transformer, tokens=2 * 2 * 2, text=TEXT_LENGTH, image=5)
+    found = pipe.model.cost(pipe.settings(size=(32, 32), frames=5), encoded)
+    assert found.flops == forward_flops(pipe.model.transformer, tokens=2 * 2 * 2, text=TEXT_LENGTH, image=5)
 
 
 def test_the_report_counts_both_forwards_of_a_step(folder):

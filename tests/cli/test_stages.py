@@ -39,8 +39,8 @@ def test_unfit_embeddings(tmp_path, tensors, message):
 def checked(folder):
     """Return the embeddings that the second stage reads."""
     pipe = pipeline(4, None)
-    encoded = encoded_from(pipe.architecture, load_encoded(folder, {}))
-    check_fits(pipe.architecture, encoded, VIDEO)
+    encoded = encoded_from(pipe.model, load_encoded(folder, {}))
+    check_fits(pipe.model, encoded, VIDEO)
     return encoded
 
 

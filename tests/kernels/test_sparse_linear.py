@@ -263,26 +263,26 @@ def test_a_transformer_with_it():
 
 def test_models_that_were_not_trained_with_it_can_be():
     """Their denoisers then have its projection; those that are dense otherwise stay as they are."""
-    architecture, asked = presets()["wan2.1-t2v-14b"].architecture, AttentionConfig.parse("sla:top=0.2")
-    assert attending(architecture, asked, "wan").spec.attention(AUTO) == asked
+    model, asked = presets()["wan2.1-t2v-14b"].model, AttentionConfig.parse("sla:top=0.2")
+    assert attending(model, asked, "wan").spec.attention(AUTO) == asked
     for other in ("auto", "radial", "chunked"):
-        assert attending(architecture, AttentionConfig.parse(other), "wan") is architecture
+        assert attending(model, AttentionConfig.parse(other), "wan") is model
 
 
 @pytest.mark.parametrize("model", ["vace-14b", "causal", "cogvideox-2b", "hunyuanvideo1.5"])
 def test_models_that_can_have_none(model):
     name = next(name for name in presets() if model in name)
     with pytest.raises(UnsupportedError, match=naming("wan --attention auto")):
-        attending(presets()[name].architecture, AttentionConfig.parse("sla"), "wan")
+        attending(presets()[name].model, AttentionConfig.parse("sla"), "wan")
 
 
 @pytest.mark.parametrize("asked", ["radial", "chunked", "auto:window=9"])
 def test_models_that_were_trained_with_it_have_no_other(asked):
-    architecture = presets()["turbowan2.1-t2v-14b-480p"].architecture
+    model = presets()["turbowan2.1-t2v-14b-480p"].model
     for allowed in ("auto", "sla", "sla:top=0.15"):
-        assert attending(architecture, AttentionConfig.parse(allowed), "wan") is architecture
+        assert attending(model, AttentionConfig.parse(allowed), "wan") is model
     with pytest.raises(UnsupportedError, match=naming("wan --attention auto")):
-        attending(architecture, AttentionConfig.parse(asked), "wan")
+        attending(model, AttentionConfig.parse(asked), "wan")
 
 
 LOUD = 14.0  # logits of a standard deviation of 196

@@ -54,14 +54,14 @@ def test_presets(preset):
     """A preset has the architecture, the parameters and both names of its repository."""
     name = preset.source.removeprefix("zai-org/")
     config, _, count = PUBLISHED[name]
-    assert (preset.architecture.transformer, preset.transformer_parameters) == (config, count)
+    assert (preset.model.transformer, preset.transformer_parameters) == (config, count)
     assert preset.name == name.lower()
     assert preset.sources == (f"zai-org/{name}", f"THUDM/{name}")
     second = "1.5" in name
     shape = (768, 1360, 81, 16) if second else (480, 720, 49, 8)
     chosen = preset.defaults
     assert (*chosen.size, chosen.frames, chosen.fps, chosen.steps, chosen.guidance_scale) == (*shape, 50, 6.0)
-    assert preset.architecture.scheduler == DDIM(snr_shift=3.0 if name == "CogVideoX-2b" else 1.0)
+    assert preset.model.scheduler == DDIM(snr_shift=3.0 if name == "CogVideoX-2b" else 1.0)
 
 
 @pytest.mark.parametrize(

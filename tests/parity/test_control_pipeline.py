@@ -75,7 +75,7 @@ def test_conditions(reference, folder):
     whole = {"video": CLIP, "mask": MASK, "references": REFERENCES}
     same = {"video": images(CLIP), "mask": images(MASK), "reference_images": images(REFERENCES[::-1])}
     for ours, theirs in ((whole, same), ({}, {}), ({"video": CLIP}, {"video": images(CLIP)})):
-        made = pipe.architecture.encode_inputs(pipe.runtime, *pipe.prepare(**ours, **settings))["condition"]
+        made = pipe.model.encode_inputs(pipe.runtime, *pipe.prepare(**ours, **settings))["condition"]
         assert relative_l2(made, condition(reference, **theirs)) <= 1e-5
 
 

@@ -85,9 +85,9 @@ def taken_as(source):
 
 
 def published(model):
-    defaults, architecture = MODELS[model].defaults, MODELS[model].architecture
-    shift = architecture.spec.schedule_options(defaults)["shift"]
-    return architecture.pictured, shift, defaults.guidance_scale, architecture.transformer.target_size
+    defaults, video_model = MODELS[model].defaults, MODELS[model].model
+    shift = video_model.spec.schedule_options(defaults)["shift"]
+    return video_model.pictured, shift, defaults.guidance_scale, video_model.transformer.target_size
 
 
 def refusal(path, call=open_source):
@@ -121,7 +121,7 @@ def test_it_has_the_same_parameters_and_makes_the_same_latents(pair):
     answers = []
     for each in pair:
         pipe = loading.load(each)
-        pictures = {"image": image} if pipe.architecture.pictured else {}
+        pictures = {"image": image} if pipe.model.pictured else {}
         encoded = pipe.encode('a cat that says "hello"', "a dog", **pictures, **VIDEO)
         latents = pipe.denoise(encoded, **VIDEO)
         weights = [parameters(getattr(pipe, name)) for name in networks_of(open_source(each))]
@@ -211,7 +211,7 @@ def test_a_folder_of_another_name_is_the_model_of_its_config(folder, monkeypatch
     alone = shutil.move(mine, folder.parent / "alone")
     authors.write_json(alone / "config.json", authors.config())
     assert set(open_source(alone).missing_components) == {
-        *MODELS["480p_t2v"].architecture.spec.networks,
+        *MODELS["480p_t2v"].model.spec.networks,
         "tokenizer",
         "tokenizer_2",
     } - {"transformer"}

@@ -167,9 +167,7 @@ def test_every_layout_is_converted(layout, authors, diffusers, tmp_path):
     for part in ("text_encoder", "transformer", "vae"):
         ours, reference = (parameters(getattr(pipe, part)) for pipe in loaded)
         jax.tree.map(np.testing.assert_array_equal, ours, reference)
-    np.testing.assert_array_equal(
-        *(pipe.architecture.tokenize(pipe.runtime, ["a cat"], "official")[0].ids for pipe in loaded)
-    )
+    np.testing.assert_array_equal(*(pipe.model.tokenize(pipe.runtime, ["a cat"], "official")[0].ids for pipe in loaded))
 
 
 def test_two_experts_are_two_transformers(authors, diffusers):
@@ -249,7 +247,7 @@ def test_the_folder_of_a_model_distilled_with_sparse_attention(diffusers, tmp_pa
     jax.tree.map(np.testing.assert_array_equal, *(parameters(pipe.transformer) for pipe in (few, whole)))
     assert few.scheduler == Consistency(timesteps=(1000.0, 757.0, 522.0))
     assert (few.defaults.steps, few.defaults.guidance_scale, few.defaults.flow_shift) == (3, 1.0, 8.0)
-    assert type(few.architecture) is type(whole.architecture)
+    assert type(few.model) is type(whole.model)
     save_safetensors(file, tensors | {"blocks.0.other": gates["blocks.0.to_gate_compress.bias"]})
     with pytest.raises(WanjaxError, match=r"blocks\.0\.other"):
         _ = loading.load(tmp_path / "few").transformer
@@ -271,7 +269,7 @@ def test_a_conversion_of_a_file_among_several_is_known_as_its_preset(diffusers, 
     save_safetensors(tmp_path / "model.safetensors", theirs(diffusers, "transformer"))
     on_the_hub({"owner/name/part/model.safetensors": tmp_path / "model.safetensors"})
     known = registry.presets()["wan2.1-t2v-1.3b-causvid"]
-    few = replace(known, name="few", source="owner/name/part/model.safetensors", architecture=None)
+    few = replace(known, name="few", source="owner/name/part/model.safetensors", model=None)
     with registered(presets=(few,)):
         succeeded(command("convert", "few", tmp_path / "converted"))
         pipe = loading.load(tmp_path / "converted")
@@ -313,7 +311,7 @@ def test_the_record_tells_both_files_by_digest(diffusers, tmp_path):
     for name in names:
         save(tmp_path / name, tensors)
     pipe = loading.load(tmp_path / names[0])
-    assert pipe.architecture.spec.denoisers == ("transformer", "transformer_2")
+    assert pipe.model.spec.denoisers == ("transformer", "transformer_2")
     record = pipe.metadata(pipe.settings(prompt="a cat", size=(32, 32), frames=5), {})
     assert record["digests"] == {str(tmp_path / name): content_digest(tmp_path / name) for name in names}
     check_files(record, ["model"])
@@ -329,8 +327,8 @@ def test_two_files_are_converted(diffusers, tmp_path):
         save(tmp_path / name, {key: x + np.float32(more) for key, x in tensors.items()})
     assert ToWanjax(open_source(tmp_path / EXPERTS[0][1]), tmp_path / "converted", NETWORKS).run()
     pipe = loading.load(tmp_path / "converted")
-    assert pipe.architecture.spec.denoisers == ("transformer", "transformer_2")
-    high, low = (np.asarray(pipe.components.get(name).proj_out.bias[...]) for name in pipe.architecture.spec.denoisers)
+    assert pipe.model.spec.denoisers == ("transformer", "transformer_2")
+    high, low = (np.asarray(pipe.components.get(name).proj_out.bias[...]) for name in pipe.model.spec.denoisers)
     np.testing.assert_array_equal(low, high + 1)
 
 

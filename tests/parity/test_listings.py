@@ -244,7 +244,7 @@ def test_the_page_of_models_says_what_each_was_checked_against():
             assert name not in rows, name
             rows[name] = [cell.strip() for cell in cells.split("|")]
     models = [name for name, preset in presets().items() if not preset.shipped]
-    assert rows == {name: checked(outline(name).architecture.spec.networks) for name in models}
+    assert rows == {name: checked(outline(name).model.spec.networks) for name in models}
     assert f"{len(FILES)} files" in section
     assert f"{len(CONFIGS)} configs" in section
     assert f"{len(models)} models" in section

@@ -83,9 +83,9 @@ def test_its_repository_is_opened_and_matched(hub, model):
     assert checkpoint.preset is preset
     told = outline(model)
     assert checkpoint.settings == told.settings
-    assert inspect_checkpoint(model, encoders=True).architecture == told.architecture
+    assert inspect_checkpoint(model, encoders=True).model == told.model
     counts = matched(checkpoint.source, checkpoint.family)
-    assert counts.keys() == told.architecture.spec.networks.keys() | set(told.architecture.spec.denoisers)
+    assert counts.keys() == told.model.spec.networks.keys() | set(told.model.spec.denoisers)
     assert counts.get("image_encoder") in (None, CLIP, AUTHORS_CLIP, SIGLIP)
     for name in checkpoint.source.components.keys() & {"image_processor", "feature_extractor", "tokenizer_2"}:
         checkpoint.family.loaders[name](checkpoint.source[name].files()[0].parent)
@@ -106,7 +106,7 @@ def test_the_folder_of_its_authors_is_opened_and_matched(tmp_path, name):
     assert counts["vae"] in [(194, 194), (196, 196)]
     assert counts.get("image_encoder", AUTHORS_CLIP) == AUTHORS_CLIP
     assert found.preset is not None
-    assert found.architecture == outline(found.preset.name).architecture
+    assert found.model == outline(found.preset.name).model
 
 
 def test_the_folder_of_hunyuanvideos_authors_is_opened_and_matched(tmp_path):
@@ -121,7 +121,7 @@ def test_the_folder_of_hunyuanvideos_authors_is_opened_and_matched(tmp_path):
         "vae": (218, 218),
     }
     assert found.preset is not None
-    assert found.architecture == outline("hunyuanvideo1.5-480p-i2v").architecture
+    assert found.model == outline("hunyuanvideo1.5-480p-i2v").model
 
 
 SUPER_RESOLUTION = ("720p_sr_distilled", "1080p_sr_distilled")

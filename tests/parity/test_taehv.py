@@ -131,7 +131,7 @@ def test_pictures_are_as_tall_as_they_may_be(height, tall, tmp_path):
 
 def test_previews_are_made_with_it(tmp_path, monkeypatch):
     pipe = wanjax.load("nano")
-    channels = pipe.architecture.spec.latent_shape(pipe.defaults)[1]
+    channels = pipe.model.spec.latent_shape(pipe.defaults)[1]
     tensors = layers(channels, 1, (1, 2, 2))
     torch.save(OrderedDict(tensors), tmp_path / "tae.pth")
     monkeypatch.setattr(tiny_decoder, "TALLEST", 32)

@@ -160,13 +160,13 @@ def case(request, tmp_path_factory):
 
 def noise_of(case):
     x = jnp.asarray(normal(0, *LATENTS))
-    return normal(1, *case.pipe.architecture.spec.to_training_latents(x).shape)
+    return normal(1, *case.pipe.model.spec.to_training_latents(x).shape)
 
 
 def our_batch(case):
     text = normal(2, *case.text)
     texts = {"prompt_embeds": text, "negative_prompt_embeds": text}
-    encoded = case.pipe.architecture.encoded_type(**{name: jnp.asarray(x) for name, x in (texts | case.beside).items()})
+    encoded = case.pipe.model.encoded_type(**{name: jnp.asarray(x) for name, x in (texts | case.beside).items()})
     return Batch(jnp.asarray(normal(0, *LATENTS)), encoded)
 
 
@@ -235,7 +235,7 @@ def assert_near(ours, theirs, bar, what):
 
 
 def test_a_lora_step_is_torch_s(case, tmp_path):
-    rules = network_of(case.pipe.architecture.spec.networks[case.component], case.pipe.components.kinds).rules
+    rules = network_of(case.pipe.model.spec.networks[case.component], case.pipe.components.kinds).rules
     network, chosen = adapted(case, rules)
     model = case.reference
     model.add_adapter(peft.LoraConfig(r=4, lora_alpha=6, target_modules=list(LORA.targets), init_lora_weights=False))
@@ -259,7 +259,7 @@ def test_a_lora_step_is_torch_s(case, tmp_path):
 
 def test_the_file_is_read_by_diffusers(case, tmp_path):
     """The adapted network, the file in diffusers, and the file merged here answer alike."""
-    known = network_of(case.pipe.architecture.spec.networks[case.component], case.pipe.components.kinds)
+    known = network_of(case.pipe.model.spec.networks[case.component], case.pipe.components.kinds)
     network, chosen = adapted(case, known.rules, size=1.0)
     file = tmp_path / "lora.safetensors"
     save_lora(file, factors_of(network, known.rules, chosen), LORA, known)
@@ -297,7 +297,7 @@ def _their_name(name):
 
 @pytest.mark.slow
 def test_a_full_step_is_torch_s(case, tmp_path):
-    known = network_of(case.pipe.architecture.spec.networks[case.component], case.pipe.components.kinds)
+    known = network_of(case.pipe.model.spec.networks[case.component], case.pipe.components.kinds)
     kind = type(case.reference)
     model = kind.from_pretrained(case.folder / case.component).requires_grad_(True)
     loss, gradients, weights = their_training(case, model)

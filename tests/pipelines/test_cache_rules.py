@@ -39,7 +39,7 @@ from wanjax.pipelines.phases import Phase
 from wanjax.registry import FAMILIES, find_checkpoint, outline, presets
 from wanjax.sharding import one_device
 
-PUBLISHED = {name: outline(name).architecture.tables for name in presets()}
+PUBLISHED = {name: outline(name).model.tables for name in presets()}
 MAGNITUDES = [name for name, tables in PUBLISHED.items() if tables.magnitudes]
 CHANGES = [name for name, tables in PUBLISHED.items() if tables.changes]
 PLAIN = [name for name, tables in PUBLISHED.items() if tables.plain]
@@ -390,11 +390,11 @@ def test_every_table_belongs_to_a_preset():
 
 def test_the_users_tables_come_first(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    assert outline("wan2.1-t2v-1.3b").architecture.tables == PUBLISHED["wan2.1-t2v-1.3b"]
+    assert outline("wan2.1-t2v-1.3b").model.tables == PUBLISHED["wan2.1-t2v-1.3b"]
     file = measured_file("wan2.1-t2v-1.3b")
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps(to_json(replace(TABLES, changes=None))))
-    found = outline("wan2.1-t2v-1.3b").architecture.tables
+    found = outline("wan2.1-t2v-1.3b").model.tables
     assert found == replace(PUBLISHED["wan2.1-t2v-1.3b"], magnitudes=TABLES.magnitudes)
 
 
@@ -417,7 +417,7 @@ def test_a_plan_counts_the_second_experts_first_step(cache):
     """Each expert begins with a whole step, whatever the rule says of its number."""
     model = outline("wan2.2-t2v-a14b")
     settings = replace(model.settings, cache=cache)
-    spec = model.architecture.spec
+    spec = model.model.spec
     first, second = spec.phases(spec.schedule(settings), settings)
     assert first.start == 0 < len(first.steps) == second.start
     assert len(first.steps) + len(second.steps) == settings.steps

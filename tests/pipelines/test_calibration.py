@@ -33,14 +33,14 @@ def test_ratios_are_those_of_the_residuals_that_magcache_keeps(model, tmp_path):
     pipe = wanjax.load(MODELS[model](tmp_path))
     settings = pipe.settings(**SMALL, guidance_scale=3.0)
     encoded = pipe.encode("a red circle", "a dog")
-    found = measure(pipe.runtime, pipe.architecture, encoded, settings)
+    found = measure(pipe.runtime, pipe.model, encoded, settings)
     residuals = []
 
     def callback(step):
         residuals.append([np.asarray(jax.tree.leaves(part)[0], np.float64) for part in step.state.cached])
 
     leaping = (1.0, 5.0, 5.0, 1.0)  # of which none but the last step may reuse
-    pipe.architecture = replace(pipe.architecture, tables=Tables(Magnitudes(leaping, leaping, 0.1, 1, 0.0)))
+    pipe.model = replace(pipe.model, tables=Tables(Magnitudes(leaping, leaping, 0.1, 1, 0.0)))
     pipe.denoise(encoded, **SMALL, guidance_scale=3.0, cache="magcache", callback=callback)
     for step in (1, 2):
         for prompt in (0, 1):
@@ -86,7 +86,7 @@ def test_the_command_keeps_tables_where_the_cache_finds_them(tmp_path, monkeypat
     kept = json.loads(file.read_text())
     assert kept["prompts"] == ["a cat", "a dog"]
     assert len(kept["magcache"]["prompt"]) == len(kept["magcache"]["negative"]) == 12
-    tables = wanjax.load(folder).architecture.tables
+    tables = wanjax.load(folder).model.tables
     assert list(tables.magnitudes.prompt) == kept["magcache"]["prompt"]
     assert list(tables.changes.polynomial) == kept["teacache"]["polynomial"]
     file.write_text(json.dumps(kept | {"magcache": kept["magcache"] | {"prompt": [1.0]}}))

@@ -33,7 +33,7 @@ def test_the_next_chunk_is_decoded_while_one_is_written(monkeypatch):
 
 def test_bytes_are_the_nearest_to_what_is_decoded():
     pipe = wanjax.load("nano")
-    shape = pipe.architecture.spec.latent_shape(pipe.defaults)
+    shape = pipe.model.spec.latent_shape(pipe.defaults)
     latents = np.random.default_rng(0).normal(size=shape).astype(np.float32)[:, :, :1]
     exact, frames = pipe.decode(latents, np.float32), pipe.decode(latents)
     assert frames.dtype == np.uint8

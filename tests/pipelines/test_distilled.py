@@ -109,7 +109,7 @@ def test_a_lora_asks_for_what_the_preset_that_has_it_does(name):
     found, [told] = applied(name.removesuffix("-4step"), *preset.loras)
     same = {"model": name, "height": preset.defaults.height, "width": preset.defaults.width}
     assert found.settings.updated(same) == preset.defaults
-    assert found.architecture.scheduler == preset.scheduler
+    assert found.model.scheduler == preset.scheduler
     assert says(told, "distilled 4 steps guidance 1 shift 5 euler")
 
 
@@ -130,17 +130,17 @@ def test_a_lora_asks_for_what_the_preset_that_has_it_does(name):
 def test_a_lora_brings_its_publishers_settings(model, lora, steps, shift, solver):
     found, _ = applied(model, lora)
     settings, own = found.settings, outline(model).settings
-    assert (settings.steps, settings.flow_shift, name_of(found.architecture.scheduler)) == (steps, shift, solver)
+    assert (settings.steps, settings.flow_shift, name_of(found.model.scheduler)) == (steps, shift, solver)
     assert {*settings.guidance_scales} == {1.0}
     assert (settings.size, settings.boundary, settings.model) == (own.size, own.boundary, model)
-    assert len(found.architecture.spec.schedule(settings).timesteps) == steps
+    assert len(found.model.spec.schedule(settings).timesteps) == steps
 
 
 def test_a_pair_of_loras_counts_once_and_half_a_pair_does_not():
     high, low = (f"{noise}=wan2.2_t2v_lightx2v_4steps_lora_v1_{noise}_noise.safetensors" for noise in ("high", "low"))
     found, [told] = applied("wan2.2-t2v-a14b", high, low)
     assert (found.settings.steps, "together" in told) == (4, False)
-    segments = found.architecture.spec.phases(found.architecture.spec.schedule(found.settings), found.settings)
+    segments = found.model.spec.phases(found.model.spec.schedule(found.settings), found.settings)
     assert [segment.scales for segment in segments] == [(1.0, 1.0), (1.0, 1.0)]  # ComfyUI's example changes at 2 of 4
     for half in (high, low):
         found, [told] = applied("wan2.2-t2v-a14b", half)
@@ -168,7 +168,7 @@ def test_a_lora_without_strength_or_of_another_meaning_changes_nothing(lora):
 def lora(tmp_path):
     """A LoRA for the model in the box, of a name that tells that it is distilled."""
     pipe = wanjax.load("nano")
-    width = pipe.architecture.cost(pipe.defaults).width
+    width = pipe.model.cost(pipe.defaults).width
     draw = np.random.default_rng(0).normal(size=(2, width)).astype(np.float32) / width
     tensors = {"diffusion_model.blocks.0.self_attn.q.lora_A.weight": draw}
     tensors |= {"diffusion_model.blocks.0.self_attn.q.lora_B.weight": draw.T.copy()}

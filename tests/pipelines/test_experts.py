@@ -107,7 +107,7 @@ def test_the_first_expert_s_context_is_freed_too(machine):
         return network(partial(WanTransformer, transformer_config(4)), None)
 
     pipe.components = Components({"transformer": load, "transformer_2": load})
-    pipe.architecture = replace(pipe.architecture, experts=True)
+    pipe.model = replace(pipe.model, experts=True)
     pipe.defaults = replace(pipe.defaults, boundary=0.7, guidance_scale_2=4.0)
     held = []
 

@@ -100,10 +100,10 @@ def test_eight_devices_agree_with_one(solver):
 def test_experts_take_their_steps(boundary, high):
     """Levels 0.995, 0.934, 0.853 and 0.609: as in rcm/inference/wan2pt2_i2v_rcm_infer.py, at 0.9 two steps each."""
     pipe = pipeline("rcm:sigma_max=200")
-    pipe.architecture = replace(pipe.architecture, experts=True)
+    pipe.model = replace(pipe.model, experts=True)
     pipe.defaults = replace(pipe.defaults, boundary=boundary, guidance_scale_2=1.0)
     settings = pipe.settings(**GIVEN)
-    segments = pipe.architecture.spec.phases(pipe.architecture.spec.schedule(settings), settings)
+    segments = pipe.model.spec.phases(pipe.model.spec.schedule(settings), settings)
     assert [len(segment.scales) for segment in segments] == ([high, 4 - high] if high < 4 else [4])
 
 

@@ -77,7 +77,7 @@ def test_text_and_last_step(newer):
         assert pipe.encode("a", follow=way).prompt_embeds.shape[1] == length
         encoder = trace_programs(pipe, settings).programs[0]
         assert (2, length) in [x.shape for x in jax.tree.leaves(encoder.instance.shapes)]
-        levels.append(pipe.architecture.spec.schedule(settings).sigmas[-1])
+        levels.append(pipe.model.spec.schedule(settings).sigmas[-1])
     assert levels[0] == 0 < levels[1]
     assert pipe.settings().follow == "official"
 

@@ -58,7 +58,7 @@ def load(tmp_path_factory) -> Callable[..., Any]:
 
 
 def encoded(pipe: Any, negative: str = "a dog") -> Any:
-    given = {"image": np.full((32, 32, 3), 99, np.uint8)} if pipe.architecture.spec.needs else {}
+    given = {"image": np.full((32, 32, 3), 99, np.uint8)} if pipe.model.spec.needs else {}
     return pipe.encode("a red circle", negative, **given, **SMALL)
 
 
@@ -96,7 +96,7 @@ def test_every_step_is_by_the_formula(load, model, rule):
     run(pipe, text, callback=lambda step: states.append(jax.tree.map(np.array, step.state)))
     chosen, inputs_of = pipe.settings(steps=4, guidance_scale=3.0, **SMALL), encoded(pipe)
     schedule, state = begun(pipe, inputs_of, chosen)
-    [segment] = pipe.architecture.spec.phases(schedule, chosen)
+    [segment] = pipe.model.spec.phases(schedule, chosen)
     step, inputs = prepared(pipe, pipe.transformer, segment, inputs_of, state.x)
     denoiser = step.denoiser
 
@@ -172,7 +172,7 @@ def test_videos_made_together_are_those_made_alone(load, rule):
 def test_nag_in_a_video_by_blocks(load):
     """Every block is led, from the first: the blocks of a stream are those of a call."""
     pipe = load("causal")
-    block, texts = pipe.architecture.spec.chunk_frames, pipe.encode_prompts("a red circle", "a dog")
+    block, texts = pipe.model.spec.chunk_frames, pipe.encode_prompts("a red circle", "a dog")
     given = {"size": (32, 32), "frames": 8 * block - 3, "seed": 3, "steps": 2}  # two blocks
     led, plain = (list(pipe.blocks(texts, guidance_rule=rule, **given)) for rule in ("nag", "none"))
     whole = pipe.denoise(texts, guidance_rule="nag", **given)

@@ -151,7 +151,7 @@ def test_a_video_that_is_too_large_is_refused_before_anything_is_compiled(name, 
     machine.has_memory(4_000_000_000)
     with pytest.raises(WanjaxError, match=naming("9600x9600 memory")):
         pipe("a", size=(9600, 9600))
-    shape = pipe.architecture.spec.latent_shape(pipe.settings(size=(9600, 9600)))
+    shape = pipe.model.spec.latent_shape(pipe.settings(size=(9600, 9600)))
     latents = np.broadcast_to(np.float32(0), shape)
     with pytest.raises(WanjaxError, match=naming("9600x9600 memory decode")):
         pipe.decode(latents)
@@ -159,9 +159,7 @@ def test_a_video_that_is_too_large_is_refused_before_anything_is_compiled(name, 
         with pytest.raises(WanjaxError, match=naming("9600x9600 memory")):
             pipe.denoise(encoded, size=(9600, 9600))
     with pytest.raises(AssertionError, match="executed"):  # tiles take less
-        pipe.decode(
-            np.zeros(pipe.architecture.spec.latent_shape(pipe.settings(size=(960, 960)))), tiling=Tiling(256, 192)
-        )
+        pipe.decode(np.zeros(pipe.model.spec.latent_shape(pipe.settings(size=(960, 960)))), tiling=Tiling(256, 192))
 
 
 def test_a_picture_that_is_too_large_to_be_encoded_is_refused_before_anything_is_compiled(

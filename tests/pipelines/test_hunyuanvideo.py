@@ -124,7 +124,7 @@ def test_the_network_of_few_steps_is_told_the_next_timestep(tmp_path, picture):
     pipe = wanjax.load(tiny_hunyuan_checkpoint(tmp_path, pictured=True, use_meanflow=True))
     encoded, chosen = pipe.encode("a cat", image=picture), pipe.settings(size=(32, 64))
     schedule, _ = begun(pipe, encoded, chosen)
-    denoiser = pipe.architecture.denoiser
+    denoiser = pipe.model.denoiser
     for index, right in enumerate([*schedule.timesteps[1:], 0.0]):
         now, following = denoiser.timesteps(one_step(schedule, index))
         assert (float(now), float(following)) == (float(schedule.timesteps[index]), pytest.approx(float(right)))
@@ -157,7 +157,7 @@ OF_TEXT = [  # calls of a model from text, and what the sentence names
 
 
 def latents_of(pipe, count):
-    return np.zeros((1, pipe.architecture.vae.latent_channels, count, 2, 2), np.float32)
+    return np.zeros((1, pipe.model.vae.latent_channels, count, 2, 2), np.float32)
 
 
 def features(pipe, name, change):
@@ -205,6 +205,6 @@ def test_published_checkpoints_have_two_names():
         assert settings.model == "hunyuanvideo1.5-720p-i2v"
         assert (settings.flow_shift, settings.guidance_scale, settings.size) == (7.0, 6.0, (720, 1280))
         networks = {"text_encoder", "text_encoder_2", "image_encoder", "transformer", "vae"}
-        assert found.architecture.spec.networks.keys() == networks
+        assert found.model.spec.networks.keys() == networks
     with pytest.raises(WanjaxError, match=naming("hunyuanvideo1.5-")):
         find_checkpoint("hunyuanvideo1.5-720p-ti2v")

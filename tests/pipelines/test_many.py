@@ -61,7 +61,7 @@ def test_videos_that_are_not_wanted_are_not_made(nano):
 
 
 def test_one_noise_makes_one_video(nano):
-    noise = np.zeros(nano.architecture.spec.noise_shape(nano.settings(**SMALL)), np.float32)
+    noise = np.zeros(nano.model.spec.noise_shape(nano.settings(**SMALL)), np.float32)
     assert len(nano.videos(PROMPTS[:1], noise=noise, **SMALL).__next__().frames) == 5
 
 

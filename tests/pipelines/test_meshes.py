@@ -37,7 +37,7 @@ def cost_of(model=LARGE, *, size=None, attention=AUTO, rules="fsdp", offload=Non
     shape = {} if size is None else {"height": size[0], "width": size[1]}
     video = model.settings.updated(shape | settings)
     how = {"attention": attention, "rules": RULES[rules], "offload": offload, "param_dtype": model.param_dtype}
-    return step_cost(model.family, model.architecture, video, **how)
+    return step_cost(model.family, model.model, video, **how)
 
 
 def chosen(place: Slice, cost: StepCost, sp: int | None = None) -> MeshSizes:
@@ -79,7 +79,7 @@ def test_tokens_of_tpus_go_on_sp_where_keys_go_round_for_nothing(chip, size, tok
 
 
 def test_heads_that_do_not_divide_are_padded_where_that_costs_less_than_sending():
-    assert outline("cogvideox-2b").architecture.cost(outline("cogvideox-2b").settings).heads == 30
+    assert outline("cogvideox-2b").model.cost(outline("cogvideox-2b").settings).heads == 30
     assert chosen(SLICES["v6e-8"], cost_of(outline("cogvideox-2b"))) == (2, 1, 4)
 
 
@@ -111,7 +111,7 @@ def test_rules_say_which_axes_divide_the_weights():
 
 def test_weights_are_counted_in_their_dtype():
     assert cost_of().weights == cost_of(EXPERTS).weights == BF16  # one of two experts
-    wide = step_cost(LARGE.family, LARGE.architecture, LARGE.settings, param_dtype="float32")
+    wide = step_cost(LARGE.family, LARGE.model, LARGE.settings, param_dtype="float32")
     assert wide.weights == wide.network == 2 * BF16
     assert cost_of(EXPERTS, offload=False).weights > 2 * BF16
 

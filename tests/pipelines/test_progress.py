@@ -71,7 +71,7 @@ def pipe(tmp_path_factory):
 @pytest.fixture
 def slow(pipe, monkeypatch):
     """The pipeline with steps that take a known time."""
-    monkeypatch.setattr(type(pipe.architecture), "denoiser", SlowDenoiser())
+    monkeypatch.setattr(type(pipe.model), "denoiser", SlowDenoiser())
     ENDS.clear()
     return pipe
 

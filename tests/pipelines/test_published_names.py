@@ -22,14 +22,14 @@ HD, SD = (720, 1280), (480, 832)
 
 def shape(preset):
     """Return what the tensors of a preset tell: its transformer, and whether there is another."""
-    known = preset.architecture
+    known = preset.model
     return type(known).__name__, known.transformer, known.spec.denoisers
 
 
 ALIKE = [
     pair
     for family in FAMILIES
-    for pair in combinations([x for x in family.presets if x.architecture is not None and not x.loras], 2)
+    for pair in combinations([x for x in family.presets if x.model is not None and not x.loras], 2)
     if shape(pair[0]) == shape(pair[1])
 ]
 
@@ -148,7 +148,7 @@ def test_a_distilled_file_is_sampled_as_its_publisher_does(config, name, base, s
     assert found.preset is not None
     assert (found.preset.name, found.settings.size) == (base, presets()[base].defaults.size)
     assert (found.settings.steps, found.settings.guidance_scale) == (steps, 1.0)
-    assert (found.settings.flow_shift, name_of(found.architecture.scheduler)) == (shift, solver)
+    assert (found.settings.flow_shift, name_of(found.model.scheduler)) == (shift, solver)
     assert says(few_steps(name, found) or "", f"{name} distilled {steps} steps")
 
 
@@ -164,10 +164,10 @@ def test_a_pair_of_distilled_experts(names, preset, solver, tmp_path):
         single_file(tmp_path / names.format(noise), I2V_A14B)
     found = inspect_checkpoint(tmp_path / names.format("high"))
     assert found.preset is not None
-    assert (found.preset.name, name_of(found.architecture.scheduler)) == (preset, solver)
+    assert (found.preset.name, name_of(found.model.scheduler)) == (preset, solver)
     settings = found.settings
     assert (settings.steps, settings.guidance_scales, settings.boundary) == (4, (1.0, 1.0), 0.9)
-    segments = found.architecture.spec.phases(found.architecture.spec.schedule(settings), settings)
+    segments = found.model.spec.phases(found.model.spec.schedule(settings), settings)
     assert [len(segment.scales) for segment in segments] == [2, 2]
 
 

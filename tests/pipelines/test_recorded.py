@@ -145,7 +145,7 @@ def loaded(folder):
     @functools.lru_cache(maxsize=1)
     def load(model: str, mesh: str | None) -> tuple[Any, Counting]:
         pipe = wanjax.load(folder(model), mesh=mesh)
-        pipe.architecture, pipe.progress = replace(pipe.architecture, tables=TABLES), False
+        pipe.model, pipe.progress = replace(pipe.model, tables=TABLES), False
         return pipe, Counting()
 
     yield load
@@ -233,12 +233,12 @@ def test_an_outline_records_what_its_checkpoint_does(folder, kind, mesh):
     """
     model, given = KINDS[kind]
     pipe, found = wanjax.load(folder(model), mesh=mesh), inspect_checkpoint(folder(model), encoders=True)
-    family = replace(found.family, prompt=lambda architecture: {"tokenizer": (tiny.TEXT_LENGTH,) * 2})
+    family = replace(found.family, prompt=lambda video_model: {"tokenizer": (tiny.TEXT_LENGTH,) * 2})
     outline = replace(found, family=family, settings=pipe.defaults)
     planned = abstract_pipeline(outline, pipe.partitioner, param_dtype=pipe.defaults.dtype)
     noted = []
     for each in (pipe, planned):
-        each.architecture = replace(each.architecture, tables=TABLES)
+        each.model = replace(each.model, tables=TABLES)
         pictures, settings = each.prepare(**{"prompt": "a cat"} | given)
         noted.append(recorded_calls(trace_programs(each, settings, pictures)))
     assert not differences(*noted)

@@ -40,7 +40,7 @@ def pipeline(experts: bool):
     pipe = small_wan.pipeline(2, None)
     pipe.components.put("scheduler", UniPC())
     if experts:
-        pipe.architecture = replace(pipe.architecture, experts=True)
+        pipe.model = replace(pipe.model, experts=True)
         pipe.defaults = replace(pipe.defaults, boundary=0.6, guidance_scale_2=2.0)
         pipe.components.put("transformer_2", pipe.transformer)
     return pipe
@@ -102,9 +102,7 @@ def test_the_boundary_lies_between_steps_that_were_tried():
     pipe = pipeline(True)
     settings = pipe.settings(**GIVEN)
     schedule = pipe.scheduler.schedule(settings.steps, shift=settings.flow_shift)
-    assert [segment.start for segment in pipe.architecture.spec.phases(schedule, settings)] in (
-        [0, n] for n in range(1, 6)
-    )
+    assert [segment.start for segment in pipe.model.spec.phases(schedule, settings)] in ([0, n] for n in range(1, 6))
 
 
 def test_an_exception_keeps_the_state_too(tmp_path):

@@ -102,7 +102,7 @@ def forwards(pipe: Any, cache: Any = BlockCache, **settings: Any) -> Any:
     chosen = pipe.settings(**{"steps": STEPS, "seed": 3, "guidance_scale": 3.0} | SMALL | settings)
     schedule, state = begun(pipe, encoded, chosen)
     x = state.x
-    segment = pipe.architecture.spec.phases(schedule, chosen)[0]
+    segment = pipe.model.spec.phases(schedule, chosen)[0]
     step, inputs = prepared(pipe, pipe.transformer, segment, encoded, x)
 
     @jax.jit
@@ -126,7 +126,7 @@ def test_a_step_of_magcache_adds_what_was_kept(pipe):
     A step's prediction is compared through the latents that it leads to, by the scheduler alone.
     """
     taken, _ = run(pipe, "magcache")
-    spec, settings = pipe.architecture.spec, pipe.settings(steps=STEPS, cache="magcache")
+    spec, settings = pipe.model.spec, pipe.settings(steps=STEPS, cache="magcache")
     [phase] = spec.phases(spec.schedule(settings), settings)
     assert taken.reused == list(spec.cache_rule(settings).reused(phase, TABLES))
     assert 2 <= sum(taken.reused) <= 5
@@ -244,7 +244,7 @@ def test_a_first_picture_has_a_table_of_its_own(tmp_path):
     """Given to a model that needs none: its steps and its record's digest are those of the other table."""
     pipe = wanjax.load(tiny_residual_checkpoint(tmp_path), dtype="float32")
     even, leaping = (Magnitudes((1.0,) + (x,) * 5, (1.0,) + (x,) * 5, 0.1, 1, 0.2) for x in (0.99, 0.5))
-    pipe.architecture = replace(pipe.architecture, tables=Tables(even, pictured=leaping))
+    pipe.model = replace(pipe.model, tables=Tables(even, pictured=leaping))
     digests, picture = set(), np.zeros((32, 32, 3), np.uint8)
     for image, reused in ((None, [False, True] * 3), (picture, [False] * 6)):
         steps: list[bool] = []
@@ -356,13 +356,13 @@ def test_a_cache_begins_anew_with_the_second_expert(tmp_path, cache):
     pipe = tabled(tiny_experts_checkpoint(tmp_path))
     taken, _ = run(pipe, cache, guidance_scale_2=2.0)
     settings = pipe.settings(steps=STEPS, guidance_scale_2=2.0)
-    start = pipe.architecture.spec.phases(pipe.architecture.spec.schedule(settings), settings)[1].start
+    start = pipe.model.spec.phases(pipe.model.spec.schedule(settings), settings)[1].start
     assert not taken.reused[0]
     assert not taken.reused[start]
     assert any(taken.reused[:start])
     state = taken.states[start - 1]
     encoded, schedule = pipe.encode("a red circle", "a dog"), pipe.scheduler.schedule(STEPS, shift=settings.flow_shift)
-    segment = pipe.architecture.spec.phases(schedule, settings)[1]
+    segment = pipe.model.spec.phases(schedule, settings)[1]
     step, inputs = prepared(pipe, pipe.transformer_2, segment, encoded, jnp.asarray(state.x))
     begun = State(jnp.asarray(state.x), jax.tree.map(jnp.asarray, state.solver))
     after, _, _ = pipe.call(take_step, step, begun, inputs, np.float32(2), one_step(schedule, start))

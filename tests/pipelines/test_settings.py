@@ -117,11 +117,11 @@ def test_a_strength_is_for_a_video(pipe):
 def test_every_model_makes_its_sizes():
     for name, preset in registry.presets().items():
         found = registry.outline(name)
-        architecture, defaults = found.architecture, found.settings
+        model, defaults = found.model, found.settings
         assert found.sizes == preset.sizes
-        sizes = named_sizes(architecture, defaults, found.sizes)
+        sizes = named_sizes(model, defaults, found.sizes)
         assert next(iter(sizes.values())) == defaults.size
         for height, width in sizes.values():
-            architecture.spec.check_settings(defaults.updated({"height": height, "width": width}))
+            model.spec.check_settings(defaults.updated({"height": height, "width": width}))
         assert [height == width for name, (height, width) in sizes.items() if name == "square"] in ([], [True])
         assert [height > width for name, (height, width) in sizes.items() if name == "portrait"] in ([], [True])

@@ -66,7 +66,7 @@ def test_every_family_refuses_another_shape(tmp_path, name):
     for other in ({"frames": 9}, {"size": (32, 64)}, {"width": 64}, {"frames": 1}):
         with pytest.raises(WanjaxError, match=naming("32x32 5 frames encode")):
             pipe.denoise(encoded, steps=2, **other)
-    shape = pipe.architecture.spec.latent_shape(pipe.settings(size=(32, 32), frames=5))
+    shape = pipe.model.spec.latent_shape(pipe.settings(size=(32, 32), frames=5))
     told = pipe.denoise(encoded, steps=2, seed=0, size=(32, 32), frames=5)
     untold = pipe.denoise(encoded, steps=2, seed=0)
     assert told.shape == shape

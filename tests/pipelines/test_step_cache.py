@@ -120,7 +120,7 @@ def test_a_second_expert_begins_with_a_whole_step(tmp_path):
     encoded = pipe.encode("a red circle")
     settings = pipe.settings(steps=STEPS, guidance_scale_2=2.0)
     schedule = pipe.scheduler.schedule(STEPS, shift=settings.flow_shift, sigmas=settings.sigmas)
-    start = pipe.architecture.spec.phases(schedule, settings)[1].start
+    start = pipe.model.spec.phases(schedule, settings)[1].start
     first, other, plain = (
         latents_of(pipe, encoded, cache, guidance_scale_2=2.0)
         for cache in (f"deepcache:{start - 1},{start + 3},2", f"deepcache:{start + 1},{start + 3},2", "none")

@@ -271,7 +271,7 @@ def checkpoint(tmp_path_factory):
 
 def test_a_checkpoint_streams_from_a_prompt(checkpoint):
     pipe = wanjax.load(checkpoint)
-    assert pipe.architecture.spec.streams
+    assert pipe.model.spec.streams
     assert pipe.defaults.steps == 4
     assert (pipe.defaults.flow_shift, pipe.defaults.guidance_scale) == (5.0, 1.0)
     clips = list(pipe.stream("a red circle", seed=5, batch_guidance=True))

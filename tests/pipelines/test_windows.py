@@ -161,9 +161,9 @@ def test_what_is_not_for_several_windows_is_refused(request, of, call, words):
 
 
 def test_presets_have_an_overlap_that_their_models_take():
-    for preset in filter(lambda preset: preset.architecture, presets().values()):
-        if preset.architecture.spec.continued_by:
-            preset.architecture.spec.check_settings(preset.defaults.updated({"windows": 2}))
+    for preset in filter(lambda preset: preset.model, presets().values()):
+        if preset.model.spec.continued_by:
+            preset.model.spec.check_settings(preset.defaults.updated({"windows": 2}))
 
 
 def frames_of(folder: Path) -> np.ndarray:

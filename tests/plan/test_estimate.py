@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support.quick import quick
-from tests.support.small_wan import TEXT, VIDEO, architecture
+from tests.support.small_wan import TEXT, VIDEO, small_model
 from tests.support.tabled import TABLES
 from tests.support.words import says
 from wanjax.kernels.attention import AttentionConfig
@@ -17,13 +17,13 @@ from wanjax.registry import outline
 from wanjax.schedulers import FlowEuler, UniPC
 
 MODEL = outline("nano")
-SHAPES = replace(architecture(4), tables=TABLES)
+SHAPES = replace(small_model(4), tables=TABLES)
 STEPS = 7
 
 
 def priced(shapes=SHAPES, *, cache: str = "none", **given) -> Estimate:
     video = VIDEO.updated({"steps": STEPS, "guidance_scale": 3.0, "cache": cache})
-    return estimate(replace(MODEL, architecture=shapes, settings=video), "cpu", **given)
+    return estimate(replace(MODEL, model=shapes, settings=video), "cpu", **given)
 
 
 def rows(found: Estimate) -> dict[str, int]:

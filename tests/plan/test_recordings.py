@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from tests.support.quick import quick
-from tests.support.small_wan import VIDEO, architecture
+from tests.support.small_wan import VIDEO, small_model
 from wanjax.kernels.compiler_options import SETS
 from wanjax.loading import abstract_pipeline
 from wanjax.pipelines.tracing import needed_pictures, trace_programs
@@ -18,7 +18,7 @@ from wanjax.registry import outline, presets
 from wanjax.sharding import RULES, Partitioner
 
 MESH = abstract_mesh(SLICES["v6e-8"], {"dp": 2, "sp": 1, "tp": 4})
-EVERY = [name for name, preset in presets().items() if preset.architecture]
+EVERY = [name for name, preset in presets().items() if preset.model]
 SOME = ["wan2.1-t2v-1.3b", "cogvideox-2b", "hunyuanvideo1.5-480p-t2v"]
 
 
@@ -46,7 +46,7 @@ def step_of(stages):
 
 @pytest.mark.parametrize("name", quick(SOME, EVERY))
 def test_a_video_of_every_preset_is_recorded_at_its_default_settings(name):
-    video, shapes = presets()[name].defaults, presets()[name].architecture
+    video, shapes = presets()[name].defaults, presets()[name].model
     spec = shapes.spec
     stages = published(name)
     counts = {program.name: program.times for program in stages["denoise"]}
@@ -72,7 +72,7 @@ def test_a_video_of_every_preset_is_recorded_at_its_default_settings(name):
 @pytest.mark.parametrize("chip", ["v5e-8", "v5p-8", "v6e-8"])
 def test_programs_have_the_options_of_the_chip_and_of_the_set(chip, compiler):
     mesh = abstract_mesh(SLICES[chip], {"dp": 2, "sp": 1, "tp": SLICES[chip].devices // 2})
-    stages = recorded(replace(outline("nano"), architecture=architecture(4), settings=VIDEO), mesh, compiler=compiler)
+    stages = recorded(replace(outline("nano"), model=small_model(4), settings=VIDEO), mesh, compiler=compiler)
     step = step_of(stages)
     assert "xla_enable_async_all_gather" in step.lowering.compiler_options
     has_sparse_cores = any("sparse_core" in name for name in step.lowering.compiler_options)

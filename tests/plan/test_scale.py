@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.commands import refused, succeeded, wanjax
-from tests.support.small_wan import VIDEO, architecture
+from tests.support.small_wan import VIDEO, small_model
 from tests.support.words import says
 from wanjax.plan import scale
 from wanjax.plan.estimate import estimate
@@ -18,7 +18,7 @@ from wanjax.plan.scale import Option, Rejected, ScaleEstimate, Workload, chip_se
 from wanjax.pricing.chips import Slice
 from wanjax.registry import outline
 
-MODEL = replace(outline("nano"), architecture=architecture(4), settings=VIDEO)
+MODEL = replace(outline("nano"), model=small_model(4), settings=VIDEO)
 GB = 10**9
 SECONDS = {"v6e-1": (90.0, 100.0, 120.0), "v6e-4": (28.0, 30.0, 33.0), "v6e-8": (17.0, 20.0, 24.0)}
 """The seconds of a video, so that a chip takes 100, 120 and 160 for it."""

@@ -328,7 +328,7 @@ def test_a_video_by_another_solver(start, pipe):
     server = start()
     made = server.finished(server.ask(scheduler="euler")["id"])
     assert made["status"] == "completed", made["error"]
-    assert (made["scheduler"], pipe.architecture.scheduler) == ("euler", UniPC())
+    assert (made["scheduler"], pipe.model.scheduler) == ("euler", UniPC())
     assert server.client.get(f"/v1/videos/{made['id']}/record").json()["scheduler"] == "euler"
 
 

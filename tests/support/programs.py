@@ -32,8 +32,8 @@ def compiled(program: Program | None = None, strategy: Execute = EXECUTE) -> int
 
 def begun(pipe: Any, encoded: Any, settings: Any, noise: Any = None) -> tuple[Any, State]:
     """Return the schedule of a video, and the state before its first step."""
-    schedule, shape = pipe.architecture.spec.schedule(settings, encoded), pipe.architecture.spec.noise_shape(settings)
-    static, given = Init(pipe.scheduler, shape, pipe.architecture.spec.posteriors), GivenNoise(noise)
+    schedule, shape = pipe.model.spec.schedule(settings, encoded), pipe.model.spec.noise_shape(settings)
+    static, given = Init(pipe.scheduler, shape, pipe.model.spec.posteriors), GivenNoise(noise)
     words, number = seed_to_key_data([settings.seed]), np.int32(0)
     state, _ = pipe.call(begin, static, words, given, schedule, latents_of(encoded), number)
     return schedule, state
@@ -41,7 +41,7 @@ def begun(pipe: Any, encoded: Any, settings: Any, noise: Any = None) -> tuple[An
 
 def prepared(pipe: Any, network: Any, phase: Any, encoded: Any, x: Any, rule: Any = CLASSIFIER_FREE) -> tuple[Any, Any]:
     """Return the static part of a phase's steps, and their inputs."""
-    model, parts = pipe.architecture, SplitNetwork(*nnx.split(network))
+    model, parts = pipe.model, SplitNetwork(*nnx.split(network))
     groups = grouping(phase.guided, False, pipe.partitioner)
     prompts, shared = model.prepare(pipe.runtime, parts, encoded, x, Preparation(groups, rule.nag))
     step = StepProgram(model.denoiser, parts.graphdef, model.scheduler, guidance=type(rule))

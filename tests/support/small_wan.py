@@ -88,7 +88,7 @@ def causal_pipeline(heads, partitioner, *, block_frames=2, window=6, sink=0):
     return Pipeline(components, shapes, defaults, partitioner)
 
 
-def architecture(heads, **more):
+def small_model(heads, **more):
     """Return the shapes of that pipeline."""
     shapes = {"text_encoder": TEXT, "transformer": transformer_config(heads), "vae": VAE, "scheduler": FlowEuler()}
     return TextToVideo(**shapes | more)
@@ -104,4 +104,4 @@ def pipeline(heads, partitioner):
         }
     )
     defaults = presets()["nano"].defaults.updated({"dtype": "float32"})
-    return Pipeline(components, architecture(heads), defaults, partitioner)
+    return Pipeline(components, small_model(heads), defaults, partitioner)

@@ -16,5 +16,5 @@ TABLES = Tables(Magnitudes(RATIOS, RATIOS[::-1], 0.1, 2, 0.2), Changes((1.0, 0.0
 def tabled(folder: Path, **given: Any) -> Any:
     """Return the pipeline of a checkpoint, with tables for seven steps."""
     pipe = wanjax.load(folder, **given)
-    pipe.architecture = replace(pipe.architecture, tables=TABLES)
+    pipe.model = replace(pipe.model, tables=TABLES)
     return pipe

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.small_wan import architecture, network, partitioner, transformer_config
+from tests.support.small_wan import network, partitioner, small_model, transformer_config
 from wanjax.converters.wan.diffusers import transformer_rules
 from wanjax.execution import Site
 from wanjax.kernels.compiler_options import products
@@ -35,9 +35,7 @@ def batch(step):
 
 def losses(axes, rules, full, folder):
     place = partitioner(axes, rules)
-    pipe = Pipeline(
-        Components({}), architecture(HEADS), presets()["nano"].defaults.updated({"dtype": "float32"}), place
-    )
+    pipe = Pipeline(Components({}), small_model(HEADS), presets()["nano"].defaults.updated({"dtype": "float32"}), place)
     config = transformer_config(HEADS)
     model = network(lambda **kw: WanTransformer(config, **kw), place)
     if not full:

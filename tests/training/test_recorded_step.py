@@ -69,7 +69,7 @@ def test_a_plan_records_the_step_that_a_training_takes(models, data, taken, tmp_
     Training(pipe, data, tmp_path, TrainConfig(**{**vars(SMALL), "lora": lora}), note=lambda told: None).run()
     found = inspect_checkpoint(models[model], encoders=True)
     asked = found.settings.updated({"height": 32, "width": 32, "frames": 5, "guidance_scale": 1.0, "dtype": "float32"})
-    family = replace(found.family, prompt=lambda architecture: {"tokenizer": (TEXT_LENGTH,) * 2})
+    family = replace(found.family, prompt=lambda video_model: {"tokenizer": (TEXT_LENGTH,) * 2})
     planned = abstract_pipeline(replace(found, family=family, settings=asked), pipe.partitioner)
     recorded = _traced(planned, asked, SMALL.batch_size, lora, RATE)
     calls = Counter({instance_call(recorded[program]): 1 for program in (begin_training, train)})

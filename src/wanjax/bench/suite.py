@@ -170,7 +170,7 @@ class Bench:
 
 def bench(outline: Outline, scale: BenchSize, *, quick: bool, tell: Tell) -> Bench:
     """Run all measurements; `tell` receives a sentence before each."""
-    architecture, settings = outline.architecture, sized(outline.settings, scale, outline.architecture)
+    model, settings = outline.model, sized(outline.settings, scale, outline.model)
     devices, outline = jax.devices(), replace(outline, settings=settings)
     here = local_devices(devices)
     axes = axes_of(outline, devices)
@@ -183,7 +183,7 @@ def bench(outline: Outline, scale: BenchSize, *, quick: bool, tell: Tell) -> Ben
         model=settings.model,
         size=f"{settings.width}x{settings.height}",
         frames=settings.frames,
-        layers=min(scale.layers or 10**9, architecture.cost(settings).layers),
+        layers=min(scale.layers or 10**9, model.cost(settings).layers),
         dtype=settings.dtype,
         quick=quick,
         devices=f"{len(devices)} x {devices[0].device_kind}",
@@ -212,14 +212,14 @@ class Suite:
         tell: Tell,
     ):
         self.outline = outline
-        self.architecture = architecture = outline.architecture
+        self.model = model = outline.model
         self.settings = settings = outline.settings
         self.scale = scale
         self.devices = devices
         self.here = here
         self.axes = axes
         self.tell = tell
-        self.work = architecture.cost(settings)
+        self.work = model.cost(settings)
         self.decoded = settings.updated(_shape(scale.decoded or settings.size))
         self.faults: list[str] = []
         self._steps: dict[str, Measured] = {}
@@ -240,7 +240,7 @@ class Suite:
         tokens, heads = self.work.tokens, ceil(self.work.heads / self.axes["tp"])
         shape = (1, tokens, heads, self.work.width // self.work.heads)
         sizes: dict[str, Any] = {"heads": heads, "head_dim": shape[3], "dtype": self.settings.dtype}
-        if sparse := self.architecture.spec.attention(AUTO).sparse:
+        if sparse := self.model.spec.attention(AUTO).sparse:
             name, build = "sparse-linear", partial(attend_sparsely, sparse=sparse, tokens=tokens, **sizes)
         else:
             some = jax.ShapeDtypeStruct(shape, self.settings.dtype)
@@ -285,15 +285,15 @@ class Suite:
 
         Attention that leaves out some keys is the model's own, whichever is given.
         """
-        if self.architecture.spec.attention(AUTO).is_sparse:
+        if self.model.spec.attention(AUTO).is_sparse:
             attention = AUTO
         if (programs := self._built.get((mesh, compiler, attention))) is None:
-            few = reduced(self.architecture, self.scale.layers)
+            few = reduced(self.model, self.scale.layers)
             how = {"attention": attention, "compiler": compiler}
             programs = {}
             for settings, parts in ((self.settings, ("encode", "denoise")), (self.decoded, ("decode",))):
                 partitioner = Partitioner(mesh, RULES["fsdp"])
-                pipe = abstract_pipeline(replace(self.outline, architecture=few, settings=settings), partitioner, **how)
+                pipe = abstract_pipeline(replace(self.outline, model=few, settings=settings), partitioner, **how)
                 scheduled = programs_of(trace_programs(pipe, settings, needed_pictures(pipe, settings)))
                 programs |= {x.name: x.lowering for x in scheduled if x.stage in parts and x.name in PROGRAMS}
             self._built[mesh, compiler, attention] = programs
@@ -360,11 +360,11 @@ class Suite:
         return row, measured
 
 
-def sized(defaults: Settings, scale: BenchSize, architecture: VideoModel) -> Settings:
+def sized(defaults: Settings, scale: BenchSize, model: VideoModel) -> Settings:
     """Return the settings of the video whose shapes are measured."""
     dtype = "float32" if jax.devices()[0].platform == "cpu" else "bfloat16"
     settings = defaults.updated({**_shape(scale.size or defaults.size), "frames": scale.frames, "dtype": dtype})
-    settings.check(spatial=architecture.spec.size_multiple, temporal=architecture.vae.temporal_factor)
+    settings.check(spatial=model.spec.size_multiple, temporal=model.vae.temporal_factor)
     return settings
 
 
@@ -374,18 +374,18 @@ def _shape(size: tuple[int, int]) -> dict[str, int]:
 
 def axes_of(outline: Outline, devices: Sequence[Any]) -> dict[str, int]:
     """Return the axes of the mesh that `wanjax.load` takes for a video of the outline's settings on these devices."""
-    cost = step_cost(outline.family, outline.architecture, outline.settings, param_dtype=outline.param_dtype)
+    cost = step_cost(outline.family, outline.model, outline.settings, param_dtype=outline.param_dtype)
     return auto_mesh(cost, devices)._asdict()
 
 
-def reduced(architecture: VideoModel, layers: int | None) -> VideoModel:
-    """Return the architecture with at most so many layers in each transformer; other sizes stay."""
+def reduced(model: VideoModel, layers: int | None) -> VideoModel:
+    """Return the model with at most so many layers in each transformer; other sizes stay."""
     if layers is None:
-        return architecture
-    configs: dict[str, Any] = {entry.name: getattr(architecture, entry.name) for entry in fields(architecture)}
+        return model
+    configs: dict[str, Any] = {entry.name: getattr(model, entry.name) for entry in fields(model)}
     fewer = {
         name: replace(config, layers=min(layers, config.layers))
         for name, config in configs.items()
         if isinstance(getattr(config, "layers", None), int)
     }
-    return replace(architecture, **fewer)
+    return replace(model, **fewer)

@@ -100,7 +100,7 @@ def calibrate(report: Report, request: VideoRequest, options: PipelineOptions, t
     model = str(options.model)
     pipe = loaded(options, request, progress=report.load, note=report.note)
     file, runs = measured_file(registry.tables_key(model)), []
-    pipe.architecture.spec.check_whole(model, "calibrating")
+    pipe.model.spec.check_whole(model, "calibrating")
     check_folder(file.parent)
     prompts = texts or suitable_prompts(model)
     pictures, complete = pipe.prepare(**request.inputs, **request.settings)
@@ -126,6 +126,6 @@ def suitable_prompts(model: str) -> list[str]:
 def _measure_prompt(report: Report, pipe: Any, pictures: Any, settings: Any) -> Measured:
     with report.stage("encode"):
         encoded = pipe.encode_prompts(settings.prompt, settings.negative_prompt, follow=settings.follow)
-        encoded = encoded._replace(**pipe.architecture.encode_inputs(pipe.runtime, pictures, settings))
+        encoded = encoded._replace(**pipe.model.encode_inputs(pipe.runtime, pictures, settings))
     with report.stage("denoise"):
-        return measure(pipe.runtime, pipe.architecture, encoded, settings)
+        return measure(pipe.runtime, pipe.model, encoded, settings)

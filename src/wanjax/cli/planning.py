@@ -78,7 +78,7 @@ def plan(
     how = {"sp": sp, "rules": options.rules, "compiler": options.compiler or SAFE, "attention": attention}
     outline = registry.with_distillation(registry.outline(str(options.model)), loras, report.note)
     if request.scheduler is not None:
-        outline = replace(outline, architecture=with_scheduler(outline.architecture, request.scheduler))
+        outline = replace(outline, model=with_scheduler(outline.model, request.scheduler))
     dtypes = {"dtype": "float32", "vae_dtype": "float32"} if chip == "cpu" else {"dtype": "bfloat16"}
     outline = replace(outline, settings=outline.settings.updated(dtypes))
     check_loaded(outline.settings, {"dtype": options.dtype, "vae_dtype": options.vae_dtype})
@@ -92,7 +92,7 @@ def plan(
         offload = options.offload if settings.windows > 1 else options.offload is not False
         how |= {**options.how, "pictures": pictures, "offload": offload}
         if file := options.decoder:
-            how |= {"decoder": DecoderFile.in_place_of(outline.architecture.vae, file)}
+            how |= {"decoder": DecoderFile.in_place_of(outline.model.vae, file)}
         price = partial(estimate_at_scale, outline, chip, several) if several else partial(estimate, outline, chip)
         price = partial(price, axes, **how)
 

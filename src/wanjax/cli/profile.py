@@ -31,13 +31,13 @@ class StepProfile(Observer):
         self.settings = settings
         self.note = note
         self.devices = pipe.partitioner.mesh.size
-        rule = pipe.architecture.spec.cache_rule(settings)
-        reuses = rule.decided_on_device or any(pipe.architecture.spec.reused(settings))
+        rule = pipe.model.spec.cache_rule(settings)
+        reuses = rule.decided_on_device or any(pipe.model.spec.reused(settings))
         self.counts_all_work = pipe.attention.is_dense and not reuses  # else some of the work is left out
 
     def begun(self, encoded: Any) -> None:
         forwards = 2 if self.settings.guided else 1
-        work = self.pipe.architecture.cost(self.settings, encoded)
+        work = self.pipe.model.cost(self.settings, encoded)
         self.parts = {part: forwards * count for part, count in work.flops.items()}
         self._ends: list[float] = []
         self._tracing = self._traced = False

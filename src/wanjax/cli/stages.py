@@ -97,7 +97,7 @@ def generate(
         run = video.denoising()
         with video.ahead():
             _, frames = next(iter(run))
-            written = video.streamed(frames) if video.pipe.architecture.spec.streams else video.decoded(run, frames)
+            written = video.streamed(frames) if video.pipe.model.spec.streams else video.decoded(run, frames)
     report.table()
     video.made(written)
 
@@ -242,11 +242,9 @@ class VideoCommand:
         else:  # the previous stage has encoded the pictures
             self.pictures, self.settings = Pictures(), self.pipe.settings(**settings)
             self.pipe.check_memory(self.settings)
-        self.from_video = "video" in pictures and self.pipe.architecture.spec.begins_from_video
+        self.from_video = "video" in pictures and self.pipe.model.spec.begins_from_video
         if is_typed("strength"):
-            check_strength(
-                self.settings, video="video" in pictures, begins=self.pipe.architecture.spec.begins_from_video
-            )
+            check_strength(self.settings, video="video" in pictures, begins=self.pipe.model.spec.begins_from_video)
         self.noise = None if command.noise is None else self._noise(command.noise, len(pictures.get("references", ())))
         if command.preview_decoder:
             self.pipe.preview_with(command.preview_decoder)
@@ -323,15 +321,15 @@ class VideoCommand:
     def check_latents(self, latents: Any, *, shape_known: bool) -> None:
         """Raise WanjaxError unless latents fit the settings, and its size and length where `shape_known`."""
         file, chosen = self.folder / stage_files.LATENTS, self.settings
-        check_streams(latents, self.pipe.architecture.spec.latent_streams, chosen.model)
+        check_streams(latents, self.pipe.model.spec.latent_streams, chosen.model)
         latents = stream_of(latents)
-        channels, right = latents.shape[1], self.pipe.architecture.vae.latent_channels
+        channels, right = latents.shape[1], self.pipe.model.vae.latent_channels
         if channels != right:
             raise WanjaxError(
                 f"{file} has {quantity(channels, 'channel')} where {chosen.model} has {right}: it was made "
                 "with another model"
             )
-        if shape_known and latents.shape != (shape := self.pipe.architecture.spec.latent_shape(chosen)):
+        if shape_known and latents.shape != (shape := self.pipe.model.spec.latent_shape(chosen)):
             raise WanjaxError(
                 f"{file} has latents {list(latents.shape)} where a video of {chosen.width}x{chosen.height} and "
                 f"{quantity(chosen.frames, 'frame')} has {list(shape)}: `wanjax denoise --dir {self.folder}` has "
@@ -341,8 +339,8 @@ class VideoCommand:
     def checked(self, tensors: Mapping[str, Any]) -> Any:
         """Return the output of `encode` from its tensors; raise WanjaxError if it does not fit."""
         try:
-            encoded = encoded_from(self.pipe.architecture, tensors)
-            check_fits(self.pipe.architecture, encoded, self.settings)
+            encoded = encoded_from(self.pipe.model, tensors)
+            check_fits(self.pipe.model, encoded, self.settings)
         except WanjaxError as error:
             raise WanjaxError(f"{self.folder / stage_files.EMBEDDINGS}: {error}") from error
         return encoded
@@ -424,7 +422,7 @@ class VideoCommand:
         observers: list[Observer] = []
         if self.profile:
             observers.append(StepProfile(self.profile, self.pipe, self.settings, self.report.note))
-        if not self.pipe.architecture.spec.streams:
+        if not self.pipe.model.spec.streams:
             file, report = self.folder / stage_files.STATE, self.report
             observers.append(ResumeObserver(file, self.pipe.partitioner, self._resumed, report.saved))
         return self.run(*observers, Saving(self, tells=tells) if self.settings.windows == 1 else SavingWindows(self))
@@ -447,8 +445,8 @@ class VideoCommand:
 
     def streamed(self, frames: Iterator[Any]) -> paths.AnyPath:
         """Write the video while it is made, from the frames of each block; return its place."""
-        report, rate, architecture = self.report, FrameRate(), self.pipe.architecture
-        total = architecture.spec.latent_shape(self.settings)[2] // architecture.spec.chunk_frames
+        report, rate, model = self.report, FrameRate(), self.pipe.model
+        total = model.spec.latent_shape(self.settings)[2] // model.spec.chunk_frames
 
         def clips() -> Iterator[Any]:
             report.count("block", 0, total)
@@ -472,7 +470,7 @@ class VideoCommand:
     def check_room(self) -> None:
         """Raise WanjaxError where the folder of the stages has no room for the latents, which stay in it."""
         if is_first() and self.held is None and self.settings.windows == 1:
-            latents = 2 * prod(self.pipe.architecture.spec.latent_shape(self.settings))  # bfloat16, if not more
+            latents = 2 * prod(self.pipe.model.spec.latent_shape(self.settings))  # bfloat16, if not more
             check_room(self.folder, latents, self.folder / LATENTS)
 
     def made(self, file: paths.AnyPath) -> None:
@@ -654,7 +652,7 @@ def _without_defaults(left: VideoRequest, options: PipelineOptions) -> VideoRequ
     defaults = model.settings.to_json()
     brought = {name for name, value in with_loras.settings.to_json().items() if defaults.get(name) != value}
     settings = {k: x for k, x in left.settings.items() if not (k in brought and defaults.get(k) == x)}
-    solver = None if left.scheduler == name_of(model.architecture.scheduler) else left.scheduler
+    solver = None if left.scheduler == name_of(model.model.scheduler) else left.scheduler
     return replace(left, settings=settings, scheduler=solver)
 
 
@@ -723,11 +721,11 @@ def check_published(request: VideoRequest, left: VideoRequest, options: Pipeline
     Of what the previous stage `left`, settings that the model does not have do not count.
     """
     preset = registry.find_preset(str(options.model))
-    if preset is None or preset.shipped or preset.architecture is None:
+    if preset is None or preset.shipped or preset.model is None:
         return
     outline = registry.with_distillation(registry.outline(preset.name), loras_of(options), lambda sentence: None)
     if (solver := request.scheduler or left.scheduler) is not None:
-        outline = replace(outline, architecture=with_scheduler(outline.architecture, solver))
+        outline = replace(outline, model=with_scheduler(outline.model, solver))
     settings = request.under(_of_model(left, outline.settings)).settings
     abstract_pipeline(outline, ONE_DEVICE).settings(**settings)
 
@@ -787,7 +785,7 @@ def estimate(pipe: Pipeline, settings: Settings, from_video: bool) -> str | None
         largest = max(sizes, key=lambda name: sizes[name])
         if sizes[largest] >= LARGE:
             parts.append(f"the weights of its {largest} take about {in_bytes(sizes[largest])} of memory")
-    settings = pipe.architecture.spec.passes_of(settings)[0]  # of several passes the first alone is counted
+    settings = pipe.model.spec.passes_of(settings)[0]  # of several passes the first alone is counted
     steps = settings.strong_steps if from_video else settings.steps
     if seconds := least_seconds(pipe, settings, steps, jax.devices()[0].device_kind):
         parts.append(f"denoising takes at least {duration(seconds)}, at the peak of {devices_of(pipe.partitioner)}")
@@ -802,9 +800,9 @@ def least_seconds(pipe: Pipeline, settings: Settings, steps: int, kind: str) -> 
     """
     if (peak := peak_flops(kind)) is None:
         return None
-    work = pipe.architecture.cost(settings)
+    work = pipe.model.cost(settings)
     flops = sum(work.flops.values()) - (0 if pipe.attention.is_dense else work.scores)
-    reused = min(steps - 1, sum(pipe.architecture.spec.reused(settings)))
-    again = pipe.architecture.spec.cache_rule(settings).forwards
+    reused = min(steps - 1, sum(pipe.model.spec.reused(settings)))
+    again = pipe.model.spec.cache_rule(settings).forwards
     forwards = (steps - reused) * (2 if min(settings.guidance_scales) > 1 else 1) + reused * again
     return forwards * flops / (peak * pipe.partitioner.mesh.size)

@@ -169,7 +169,7 @@ class VideoMaker:
         """
         groups: dict[str, list[VideoRequest]] = {}
         for request in requests:
-            request = request.timed(self.pipe.defaults.fps, self.pipe.architecture.vae.temporal_factor)
+            request = request.timed(self.pipe.defaults.fps, self.pipe.model.vae.temporal_factor)
             groups.setdefault(digest_of(request), []).append(request)
         row_errors = row_errors or RowErrors()
         tasks = [task for group in groups.values() for task in self._tasks_of_run(group, row_errors)]

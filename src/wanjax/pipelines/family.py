@@ -21,7 +21,7 @@ from wanjax.schedulers import Scheduler, shift_of
 
 
 def named_sizes(
-    architecture: VideoModel[Any], defaults: Settings, published: Sequence[tuple[int, int]] = ()
+    model: VideoModel[Any], defaults: Settings, published: Sequence[tuple[int, int]] = ()
 ) -> dict[str, tuple[int, int]]:
     """Return a model's sizes (height, width) by name, the default one first.
 
@@ -30,7 +30,7 @@ def named_sizes(
     """
     height, width = defaults.size
     named = {lines(size): size for size in (defaults.size, *published)}
-    portrait, square = (architecture.size_for((high, height, 3), defaults) for high in (width, height))
+    portrait, square = (model.size_for((high, height, 3), defaults) for high in (width, height))
     if portrait[0] > portrait[1]:
         named["portrait"] = portrait
     return named | ({"square": square} if square[0] == square[1] else {})
@@ -67,7 +67,7 @@ class TrainingDomain:
 class Preset:
     """A published checkpoint: its source, a description, its licence, and the settings that its authors publish.
 
-    `architecture` is None for a checkpoint in the package, whose folder is `source`. `loras` are merged into it. A
+    `model` is None for a checkpoint in the package, whose folder is `source`. `loras` are merged into it. A
     `scheduler` replaces the checkpoint's own. `domain` is None for a model that knows more than can be listed.
     `aliases` are other names for the source. `sizes` are those, as (height, width), that the authors publish beside the
     default one. `distillation` is that of its weights, or of its LoRAs. A checkpoint of the same shapes is this one
@@ -81,7 +81,7 @@ class Preset:
     licence: str
     param_dtype: str
     defaults: Settings
-    architecture: VideoModel[Any] | None = None
+    model: VideoModel[Any] | None = None
     loras: tuple[str, ...] = ()
     scheduler: Scheduler | None = None
     domain: TrainingDomain | None = None
@@ -131,7 +131,7 @@ def nearest(
     return max(presets, key=nearness, default=None)
 
 
-def no_prompts(architecture: Any) -> Mapping[str, tuple[int, int]]:
+def no_prompts(model: Any) -> Mapping[str, tuple[int, int]]:
     """Return the lengths of the prompts of a family without tokenizers: none."""
     return {}
 
@@ -144,7 +144,7 @@ class Family:
         name: Its name.
         networks: The kinds of networks in its checkpoints.
         pipelines: Class names in model_index.json.
-        architecture: Reads a checkpoint's configs, and those of its text and image encoders if the second argument
+        read_model: Reads a checkpoint's configs, and those of its text and image encoders if the second argument
             is True.
         settings: Returns the default settings of a checkpoint.
         presets: Its published models.
@@ -159,7 +159,7 @@ class Family:
     name: str
     networks: tuple[NetworkKind, ...]
     pipelines: tuple[str, ...]
-    architecture: Callable[[Source, bool], VideoModel[Any]]
+    read_model: Callable[[Source, bool], VideoModel[Any]]
     settings: Callable[[Source, Any, Preset | None], Settings]
     presets: tuple[Preset, ...] = ()
     loaders: Mapping[str, Callable[[Path], Any]] = field(default_factory=dict)

@@ -59,7 +59,7 @@ ELSEWHERE = {
     "fuse_lora": "wanjax.load(MODEL, lora='FILE:STRENGTH') merges a LoRA",
     "set_adapters": "wanjax.load(MODEL, lora=['FILE:STRENGTH', ...]) merges LoRAs",
     "encode_prompt": "pipe.encode(prompt) encodes a prompt",
-    "config": "pipe.architecture has the networks' configs, and pipe.defaults the settings",
+    "config": "pipe.model has the networks' configs, and pipe.defaults the settings",
     "export_to_video": "video.save('NAME.mp4') writes a video",
     "export_to_gif": "video.save('NAME.gif') writes a video",
     "save_video": "video.save('NAME.mp4') writes a video",

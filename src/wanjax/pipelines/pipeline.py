@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pipeline: three stages from a prompt to a video, encode, denoise and decode, each of which can run alone.
 
-Plain arrays connect the stages. All families share this class and differ in its `architecture`. A causal model makes a
+Plain arrays connect the stages. All families share this class and differ in its `model`. A causal model makes a
 video in chunks of latent frames, in one run, and can deliver the frames of each chunk before it begins the next:
 
     for each chunk:
@@ -121,7 +121,7 @@ class Pipeline(metaclass=Named):
 
     Attributes:
         components: The checkpoint's networks and tokenizers, by name.
-        architecture: The model: its specification and the functions of its family.
+        model: The model: its specification and the functions of its family.
         defaults: The settings that a call overrides.
         sizes: The model's own sizes by name, each as (height, width).
         progress: Whether stages show their progress on stderr: True, False, or None for a terminal and a notebook.
@@ -135,7 +135,7 @@ class Pipeline(metaclass=Named):
     vae = Component()
 
     components: Components
-    architecture: VideoModel[Any]
+    model: VideoModel[Any]
     defaults: Settings
     partitioner: Partitioner
     compiler: str
@@ -147,7 +147,7 @@ class Pipeline(metaclass=Named):
     def __init__(
         self,
         components: Components,
-        architecture: VideoModel[Any],
+        model: VideoModel[Any],
         defaults: Settings,
         partitioner: Partitioner | None = None,
         compiler: str = SAFE,
@@ -157,18 +157,18 @@ class Pipeline(metaclass=Named):
 
         Args:
             components: The checkpoint's networks and tokenizers.
-            architecture: The model of the family.
+            model: The model of the family.
             defaults: The settings that a call overrides.
             partitioner: A mesh with its sharding rules. None is JAX's first device.
             compiler: The name of a set of compiler options.
             published: Sizes (height, width) that the model's authors name beside the default one.
         """
         self.components = components
-        self.architecture = architecture
+        self.model = model
         self.defaults = defaults
         self.partitioner = one_device() if partitioner is None else partitioner
         self.compiler = compiler
-        self.sizes = named_sizes(architecture, defaults, published)
+        self.sizes = named_sizes(model, defaults, published)
         self.progress = None
         self.strategy = EXECUTE
         self._latent_preview = None
@@ -176,16 +176,16 @@ class Pipeline(metaclass=Named):
     @property
     def attention(self) -> AttentionConfig:
         """The denoiser's attention: the one that `load` was given, or the one that it was trained with."""
-        return self.architecture.spec.attention(self.components.options.get("attention", AUTO))
+        return self.model.spec.attention(self.components.options.get("attention", AUTO))
 
     @property
     def scheduler(self) -> Scheduler:
         """The solver; set it to another by name or as a value. Raises WanjaxError where it does not fit the model."""
-        return self.architecture.scheduler
+        return self.model.scheduler
 
     @scheduler.setter
     def scheduler(self, scheduler: str | Scheduler) -> None:
-        self.architecture = with_scheduler(self.architecture, scheduler)
+        self.model = with_scheduler(self.model, scheduler)
 
     def with_solver(self, name: str | None) -> "Pipeline":
         """Return a pipeline with another solver that shares the rest; this one for None and for its own solver.
@@ -298,7 +298,7 @@ class Pipeline(metaclass=Named):
             if len(wanted) != 1:
                 raise WanjaxError(f"one noise is given for {len(wanted)} videos: it makes one video")
             checked_noise_inputs(noise, self.draws(chosen, len(pictures.several("references"))))
-        check_tiling(tiling, self.architecture.vae)
+        check_tiling(tiling, self.model.vae)
         sources = {name: nameable(keywords.get(name), array) for name, array in pictures.items()}
         how: dict[str, Any] = {"tiling": tiling, "batch_guidance": batch_guidance}
         requests = [PreparedRequest(x, self.metadata(x, sources | {"noise": noise}, **how)) for x in wanted]
@@ -335,7 +335,7 @@ class Pipeline(metaclass=Named):
         Warns:
             WanjaxWarning: `image` and `video` are given together, with how the model uses each.
         """
-        spec = self.architecture.spec
+        spec = self.model.spec
         settings = {name: value for name, value in keywords.items() if name not in INPUTS and name not in spec.takes}
         sources = {name: on_host(keywords[name]) for name in keywords.keys() - settings if keywords[name] is not None}
         if not sources.get(REFERENCES.name, True):  # an empty list
@@ -355,7 +355,7 @@ class Pipeline(metaclass=Named):
 
     def _clip_frames(self, requested: Settings) -> int:
         """Return how many frames of a clip are used: of a control clip all windows', else the first's."""
-        return requested.length if self.architecture.spec.continued_by == CONTROL else requested.frames
+        return requested.length if self.model.spec.continued_by == CONTROL else requested.frames
 
     def check_memory(self, settings: Settings) -> None:
         """Raise WanjaxError where a video cannot fit into the devices' memory; check nothing in a plan.
@@ -364,27 +364,25 @@ class Pipeline(metaclass=Named):
             settings: Settings of the video.
         """
         sizes = self.components.sizes
-        if weights := max((sizes.get(name, 0) for name in self.architecture.spec.denoisers), default=0):
-            check_video(settings, weights, least_bytes(self.architecture, settings), self.partitioner.mesh.size)
+        if weights := max((sizes.get(name, 0) for name in self.model.spec.denoisers), default=0):
+            check_video(settings, weights, least_bytes(self.model, settings), self.partitioner.mesh.size)
 
     def _check_strength(self, requested: Settings, video: Any) -> None:
         """Raise WanjaxError for a strength without a video, and for a model that cannot begin from one."""
         if requested.strength != self.defaults.strength:
-            check_strength(requested, video=video is not None, begins=self.architecture.spec.begins_from_video)
+            check_strength(requested, video=video is not None, begins=self.model.spec.begins_from_video)
 
     def _shape_of(self, pictures: Pictures, requested: Settings, settings: Mapping[str, Any]) -> dict[str, int]:
         """Return the height, width and frames that follow from the pictures, where `settings` has none."""
         shape: dict[str, int] = {}
         by_lines = settings.get("size") == lines(requested.size)
         if pictures.first is not None and (by_lines or not settings.keys() & {"size", "height", "width"}):
-            shape |= dict(
-                zip(("height", "width"), self.architecture.size_for(pictures.first.shape, requested), strict=True)
-            )
+            shape |= dict(zip(("height", "width"), self.model.size_for(pictures.first.shape, requested), strict=True))
         needed = self._clip_frames(requested)
         if (clip := pictures.clip("video")) is not None and (count := len(clip)) < needed:
             if settings.get("frames") or needed > requested.frames:
                 raise WanjaxError(f"the video has {quantity(count, 'frame')} where {needed} are asked for: give fewer")
-            factor = self.architecture.vae.temporal_factor
+            factor = self.model.vae.temporal_factor
             shape["frames"] = (count - 1) // factor * factor + 1
             if shape["frames"] == 1:
                 raise WanjaxError(
@@ -407,7 +405,7 @@ class Pipeline(metaclass=Named):
         Raises:
             WanjaxError: A setting is unknown or invalid, or would change what is loaded, as `dtype` would.
         """
-        settings = dict(self.architecture.spec.implied(settings))
+        settings = dict(self.model.spec.implied(settings))
         if settings.get("then"):
             settings["then"] = schema(Settings)["then"].read(settings["then"])
             if settings.get("windows") is None:
@@ -425,9 +423,9 @@ class Pipeline(metaclass=Named):
         if settings.get("seed") is not None:
             settings |= {"seed": checked_seed(settings["seed"])}
         chosen = self.defaults.updated(settings)
-        self.architecture.spec.check_settings(chosen)
+        self.model.spec.check_settings(chosen)
         check_apart(chosen.cache, self.partitioner.size("dp") > 1)
-        return replace(chosen, cache=self.architecture.spec.cache_rule(chosen))
+        return replace(chosen, cache=self.model.spec.cache_rule(chosen))
 
     @spelled_out(InputKeywords)
     def encode(
@@ -467,7 +465,7 @@ class Pipeline(metaclass=Named):
             follow: Which reference implementation to match; None is the model's default.
         """
         texts = {"prompt": check_prompt(prompt), "negative_prompt": negative_prompt, "follow": follow}
-        return self.architecture.encode_text(self.runtime, self.defaults.updated(texts))
+        return self.model.encode_text(self.runtime, self.defaults.updated(texts))
 
     def truncations(self, prompt: str, *, follow: str | None = None) -> Sequence[Truncation]:
         """Return the parts of a prompt that the tokenizers cut off.
@@ -476,7 +474,7 @@ class Pipeline(metaclass=Named):
             prompt: The prompt.
             follow: Which reference implementation to match; None is the model's default.
         """
-        return truncations(self.architecture, self.runtime, prompt, follow or self.defaults.follow)
+        return truncations(self.model, self.runtime, prompt, follow or self.defaults.follow)
 
     def draws(self, settings: Settings, references: int = 0) -> Mapping[str, tuple[int, ...]]:
         """Return the shapes of a video's random arrays by name: those that `noise` may hold.
@@ -486,7 +484,7 @@ class Pipeline(metaclass=Named):
             references: Latent frames of reference pictures.
         """
         check_alone(settings, "given noise")
-        return self.architecture.spec.noise_inputs(settings, references)
+        return self.model.spec.noise_inputs(settings, references)
 
     def noise(self, settings: Settings, references: int = 0) -> Float[Array, "B C T H W"]:
         """Return the seed's initial noise, float32 [1 C T H W].
@@ -542,7 +540,7 @@ class Pipeline(metaclass=Named):
         seeds = resolve_seeds([settings.get("seed")], [chosen.seed]) if seeds is None else resolve_seeds(seeds)
         observers = [*self._observers(callback), *([SwitchObserver(switched)] if switched else [])]
         if keep is not None:
-            self.architecture.spec.check_whole(chosen.model, "a file to continue from")
+            self.model.spec.check_whole(chosen.model, "a file to continue from")
             observers.append(ResumeObserver(keep, self.partitioner, continued))
         check_denoising(self, encoded, chosen, videos=len(seeds), batch_guidance=batch_guidance)
         run = Run(self, [PreparedRequest(chosen)], noise=noise, batch_guidance=batch_guidance, observers=observers)
@@ -564,17 +562,17 @@ class Pipeline(metaclass=Named):
 
         A size or length that is missing is that for which pictures were encoded.
         """
-        check_encoded(encoded, self.architecture.encoded_type)
+        check_encoded(encoded, self.model.encoded_type)
         settings = {name: value for name, value in settings.items() if value is not None}
         latents = [x for x in encoded if x is not None and x.ndim == 5]
         if (shape := encoded_shape(encoded)) is not None:
             settings = {"frames": shape.frames} | settings
             settings = ({} if "size" in settings else {"height": shape.height, "width": shape.width}) | settings
         elif latents and not settings.keys() & {"size", "height", "width"}:
-            settings["size"] = tuple(self.architecture.vae.spatial_factor * cells for cells in latents[0].shape[3:])
+            settings["size"] = tuple(self.model.vae.spatial_factor * cells for cells in latents[0].shape[3:])
         chosen = self.settings(**settings)
         check_alone(chosen, "denoise")
-        check_fits(self.architecture, encoded, chosen)
+        check_fits(self.model, encoded, chosen)
         self._check_strength(chosen, getattr(encoded, "video_latents", None))
         return chosen
 
@@ -609,8 +607,8 @@ class Pipeline(metaclass=Named):
         Raises:
             WanjaxError: A value is invalid, or the model makes a video as a whole.
         """
-        self.architecture.spec.check_streams(self.defaults.model)
-        check_tiling(tiling, self.architecture.vae)
+        self.model.spec.check_streams(self.defaults.model)
+        check_tiling(tiling, self.model.vae)
         pictures, chosen = self.prepare(prompt=check_prompt(prompt), negative_prompt=negative_prompt, **keywords)
         resolve_seeds([keywords.get("seed")], [chosen.seed])
         checked_noise_inputs(noise, self.draws(chosen))
@@ -642,10 +640,10 @@ class Pipeline(metaclass=Named):
             seeds: A seed for each video; None is the one of the settings.
             settings: The settings.
         """
-        self.architecture.spec.check_streams(self.defaults.model)
+        self.model.spec.check_streams(self.defaults.model)
         chosen = self._settings_for(encoded, dict(settings))
         seeds = resolve_seeds([settings.get("seed")], [chosen.seed]) if seeds is None else resolve_seeds(seeds)
-        checked_noise_inputs(noise, self.architecture.spec.noise_inputs(chosen, videos=len(seeds)))
+        checked_noise_inputs(noise, self.model.spec.noise_inputs(chosen, videos=len(seeds)))
         observers = [CallbackObserver(callback)] if callback else []
         run = Run(self, [PreparedRequest(chosen)], noise=noise, batch_guidance=batch_guidance, observers=observers)
         return run.latents(encoded, chosen, seeds)
@@ -657,7 +655,7 @@ class Pipeline(metaclass=Named):
             blocks: Latents of consecutive chunks.
             tiling: Decode tile by tile, which saves memory.
         """
-        self.architecture.spec.check_streams(self.defaults.model)
+        self.model.spec.check_streams(self.defaults.model)
         for frames in Run(self, [], tiling=tiling).frames(iter(blocks)):
             yield np.asarray(frames)
 
@@ -670,7 +668,7 @@ class Pipeline(metaclass=Named):
         Raises:
             WanjaxError: The file is not such a decoder.
         """
-        self._latent_preview = read_tiny_decoder(file, self.architecture.spec.latent_shape(self.defaults)[1])
+        self._latent_preview = read_tiny_decoder(file, self.model.spec.latent_shape(self.defaults)[1])
 
     def latent_preview(self) -> LatentPreview:
         """Return the maker of previews: the decoder of `preview_with`, or a linear map from latents to colours.
@@ -678,7 +676,7 @@ class Pipeline(metaclass=Named):
         The first call fits the map, by encoding a small clip; it frees the autoencoder if that was not loaded.
         """
         if self._latent_preview is None:
-            loaded, config = self.components.has("vae"), self.architecture.vae
+            loaded, config = self.components.has("vae"), self.model.vae
             self._latent_preview = fitted(self.encode_video, config.spatial_factor, config.temporal_factor)
             if not loaded:
                 self.free("vae")
@@ -710,7 +708,7 @@ class Pipeline(metaclass=Named):
             WanjaxError: The latents do not fit the model, or are not finite.
         """
         chunks, total = [], self.chunks(latents)
-        check_tiling(tiling, self.architecture.vae)
+        check_tiling(tiling, self.model.vae)
         check_decoding(self, stream_of(latents).shape, tiling=tiling)
         run = Run(self, [], tiling=tiling, observers=self._observers(None))
         with run.stage("decode"):
@@ -728,7 +726,7 @@ class Pipeline(metaclass=Named):
         """
         self._check_latents(latents)
         frames = stream_of(latents).shape[2]
-        return chunk_count(frames, self.architecture.spec.decode_lengths(frames))
+        return chunk_count(frames, self.model.spec.decode_lengths(frames))
 
     def decode_chunks(
         self,
@@ -747,14 +745,14 @@ class Pipeline(metaclass=Named):
             seed: Of a decoder that takes noise; None is the model's default.
         """
         self._check_latents(latents)
-        check_tiling(tiling, self.architecture.vae)
+        check_tiling(tiling, self.model.vae)
         check_decoding(self, stream_of(latents).shape, tiling=tiling)
         yield from Run(self, [], tiling=tiling).frames([latents], dtype, seed=seed)
 
     def _check_latents(self, latents: Any) -> None:
         """Raise WanjaxError unless latents are those of one video of the model."""
-        check_streams(latents, self.architecture.spec.latent_streams, self.defaults.model)
-        check_latents(stream_of(latents), self.architecture.vae.latent_channels)
+        check_streams(latents, self.model.spec.latent_streams, self.defaults.model)
+        check_latents(stream_of(latents), self.model.vae.latent_channels)
 
     def encode_video(self, frames: GivenFrames, *, tiling: Tiling | None = None) -> Float[Value, "1 C _T _H _W"]:
         """Encode frames to latents, which `decode` inverts but for what the autoencoder loses.
@@ -769,14 +767,14 @@ class Pipeline(metaclass=Named):
         Raises:
             WanjaxError: The autoencoder does not take this number or size of frames.
         """
-        config = self.architecture.vae
+        config = self.model.vae
         check_frames(frames)
         check_tiling(tiling, config, config.spatial_factor // config.patch)
         count, (height, width, _) = len(frames), frames[0].shape
         self.defaults.updated({"frames": count, "height": height, "width": width}).check(
             spatial=config.spatial_factor, temporal=config.temporal_factor
         )
-        self.architecture.spec.check_length(count, self.defaults.model)
+        self.model.spec.check_length(count, self.defaults.model)
         return encode_clip(self.runtime.components.get("vae"), frames, tiling, self.call)
 
     def metadata(
@@ -797,7 +795,7 @@ class Pipeline(metaclass=Named):
             batch_guidance: Whether both prompts of a step run as one batch.
             digests: SHA-256 digests of pictures and clips in a store, by URL.
         """
-        table, tables = self.architecture.spec.cache_rule(settings).table, self.architecture.tables
+        table, tables = self.model.spec.cache_rule(settings).table, self.model.tables
         tables = tables.of_pictured if sources.get("image") is not None else tables
         return make_metadata(
             settings,
@@ -805,7 +803,7 @@ class Pipeline(metaclass=Named):
             loaded=self.components.metadata,
             scheduler=self.scheduler,
             partitioner=self.partitioner,
-            tiling=check_tiling(tiling, self.architecture.vae),
+            tiling=check_tiling(tiling, self.model.vae),
             batch_guidance=batch_guidance,
             digests={**(digests or {}), **({TABLE: table_digest(tables, table)} if table else {})},
         )
@@ -877,7 +875,7 @@ class Pipeline(metaclass=Named):
 
     def __repr__(self) -> str:
         mesh = "" if self.partitioner.single_device else f" ({self.partitioner}, rules {self.partitioner.rules_name})"
-        what = f"{self.defaults.model}, {self.architecture.spec.task}, {self.defaults.dtype}"
+        what = f"{self.defaults.model}, {self.model.spec.task}, {self.defaults.dtype}"
         lines = [f"{type(self).__name__}: {what}, on {devices_of(self.partitioner)}{mesh}"]
         lines += [f"  {name}: {self._state_of(name)}" for name in self.components.names]
         return "\n".join([*lines, f"  scheduler: {name_of(self.scheduler)}"])

@@ -48,7 +48,7 @@ class Loaded(Protocol):
     @property
     def runtime(self) -> Runtime: ...
 
-    architecture: VideoModel[Any]
+    model: VideoModel[Any]
     defaults: Settings
 
     def latent_preview(self) -> LatentPreview: ...
@@ -81,7 +81,7 @@ class Run:
         observers: Sequence[Observer] = (),
     ):
         self.pipe, self.requests, self.pictures = pipe, requests, pictures or Pictures()
-        self.runtime, self.model, self.observers = pipe.runtime, pipe.architecture, Observers(observers)
+        self.runtime, self.model, self.observers = pipe.runtime, pipe.model, Observers(observers)
         self.noise, self.tiling, self.batch_guidance = noise, tiling, batch_guidance
         for request in requests:
             check_apart(request.settings.cache, batch_guidance)

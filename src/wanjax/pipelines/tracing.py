@@ -79,7 +79,7 @@ def check_making(
     if _is_small(pipe, settings.size, settings.frames):
         return
     alone = replace(settings, windows=1, then="")  # windows are alike
-    check_decoding(pipe, pipe.architecture.spec.latent_shape(alone), tiling=tiling)
+    check_decoding(pipe, pipe.model.spec.latent_shape(alone), tiling=tiling)
     pictures = pictures or needed_pictures(pipe, alone)
     _check(alone, trace_programs(pipe, alone, pictures, tiling=tiling, batch_guidance=batch_guidance, room=0))
 
@@ -123,12 +123,12 @@ def check_decoding(pipe: Loaded, shape: Sequence[int], *, tiling: Tiling | None 
         shape: That of the video's latents, [1 C T H W].
         tiling: That of `Pipeline.decode`.
     """
-    vae = pipe.architecture.vae
+    vae = pipe.model.vae
     height, width = (vae.spatial_factor * cells for cells in shape[3:])
     frames = 1 + (shape[2] - 1) * vae.temporal_factor
     if _is_small(pipe, (height, width), frames):
         return
-    spec, settings = pipe.architecture.spec, replace(pipe.defaults, height=height, width=width, frames=frames)
+    spec, settings = pipe.model.spec, replace(pipe.defaults, height=height, width=width, frames=frames)
 
     def shaped(shape: Sequence[int]) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(tuple(shape), jnp.float32, sharding=pipe.runtime.partitioner.replicated)
@@ -166,7 +166,7 @@ def needed_pictures(pipe: Loaded, settings: Settings) -> Pictures:
     """Return blank pictures and clips of the video's own size in place of those without which it cannot be made."""
     page = np.zeros((*settings.size, 3), np.uint8)
     blank = {"image": page, "images": (page,), "clip": (clip := np.stack([page] * settings.frames)), "mask": clip}
-    return Pictures(**{one.name: blank[one.kind] for one in pipe.architecture.spec.inputs if one.required})
+    return Pictures(**{one.name: blank[one.kind] for one in pipe.model.spec.inputs if one.required})
 
 
 class NoTokenizer:

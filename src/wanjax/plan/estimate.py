@@ -160,8 +160,8 @@ def estimate(
     is missing.
     """
     family, settings = outline.family, outline.settings
-    architecture = attending(outline.architecture, attention, settings.model)
-    hardware, attention = find_priceable_hardware(chip), architecture.spec.attention(attention)
+    model = attending(outline.model, attention, settings.model)
+    hardware, attention = find_priceable_hardware(chip), model.spec.attention(attention)
     check_set(compiler)
     doubts: list[str] = []
     if isinstance(hardware, Machine):
@@ -174,18 +174,18 @@ def estimate(
             SAFE,
         )  # nothing is compiled
     options = {"attention": attention, "rules": RULES[rules], "offload": offload}
-    cost = partial(step_cost, family, architecture, settings, param_dtype=outline.param_dtype, **options)
+    cost = partial(step_cost, family, model, settings, param_dtype=outline.param_dtype, **options)
     hardware, axes = mesh_axes(hardware, mesh, cost, sp)
-    work = architecture.cost(architecture.spec.passes_of(settings)[0])
+    work = model.cost(model.spec.passes_of(settings)[0])
     check_apart(settings.cache, axes["dp"] > 1 or batch_guidance)
-    settings = replace(settings, cache=architecture.spec.cache_rule(settings))
+    settings = replace(settings, cache=model.spec.cache_rule(settings))
     if not (settings.cache.counted or settings.cache.decided_on_device):  # the weights decide
         doubts.append(
             f"which steps reuse what another kept ({settings.cache}) is not known ahead: all but one are whole"
         )
     partitioner = Partitioner(mesh_on(hardware, axes), RULES[rules])
     how = {"attention": attention, "compiler": compiler, "offload": offload, "decoder": decoder}
-    pipe = abstract_pipeline(replace(outline, architecture=architecture, settings=settings), partitioner, **how)
+    pipe = abstract_pipeline(replace(outline, model=model, settings=settings), partitioner, **how)
 
     def programs_for(settings: Settings) -> list[VideoProgram]:
         shown = needed_pictures(pipe, settings) if pictures is None else pictures
@@ -198,9 +198,9 @@ def estimate(
     (step,) = (price for program, price in prices if program.name == STEP)
     names = dict.fromkeys(program.stage for program in programs)
     stages = {name: _stage([pair for pair in prices if pair[0].stage == name], hardware.memory) for name in names}
-    block = architecture.spec.chunk_length
+    block = model.spec.chunk_length
     longer = programs_for(settings.updated({"frames": settings.frames + block})) if block else []
-    networks = [family.network_of(config) for config in architecture.spec.networks.values()]
+    networks = [family.network_of(config) for config in model.spec.networks.values()]
     return Estimate(
         model=settings.model,
         chip=chip,
@@ -222,7 +222,7 @@ def estimate(
             for program, price in prices
         ],
         **_step(settings, hardware, step, work if attention.is_dense else None),
-        **_totals(architecture, settings, stages, prices),
+        **_totals(model, settings, stages, prices),
         frames_a_second=_pace(block, longer, prices),
         compile_seconds=sum(stage.compile_seconds for stage in stages.values()),
         download_bytes_at_most=4 * sum(network.parameters for network in networks),
@@ -283,7 +283,7 @@ def _step(settings: Settings, hardware: Hardware, step: Price, work: Cost | None
 
 
 def _totals(
-    architecture: VideoModel, settings: Settings, stages: Mapping[str, Stage], prices: Sequence[PricedProgram]
+    model: VideoModel, settings: Settings, stages: Mapping[str, Stage], prices: Sequence[PricedProgram]
 ) -> dict[str, Any]:
     """Return the fields on the whole run, on steps that reuse cached values, and on dense ones.
 
@@ -302,7 +302,7 @@ def _totals(
         times, seconds = next(((run.times, x.seconds) for run, x in prices if run.name == kind), (0, None))
         values |= {f"{kind}s": times, f"{kind}_seconds": seconds}
     if settings.cache.decided_on_device:
-        values["reusing_steps"] = most = sum(architecture.spec.reused(settings))
+        values["reusing_steps"] = most = sum(model.spec.reused(settings))
         least = next((x.least for run, x in prices if run.name == REUSING), None)
         if least is not None and total is not None:
             saved = most * (values["reusing_step_seconds"] - least)

@@ -142,7 +142,7 @@ def estimate_at_scale(
     """
     hardware = find_priceable_hardware(chip)
     options = {"attention": attention, "rules": RULES[rules], "offload": how.get("offload")}
-    cost = step_cost(outline.family, outline.architecture, outline.settings, param_dtype=outline.param_dtype, **options)
+    cost = step_cost(outline.family, outline.model, outline.settings, param_dtype=outline.param_dtype, **options)
     candidates = {chip: 1.0} if mesh else dict(_candidates(hardware, chip, sp, cost))
     ways, others = [], []
     for name, ratio in candidates.items():

@@ -99,11 +99,11 @@ def estimate_training(
 ) -> TrainingEstimate:
     """Price a step of training on clips of the outline's settings; the other keywords are those of `estimate`."""
     hardware, settings = find_priceable_hardware(chip), replace(outline.settings, guidance_scale=1.0)
-    architecture = outline.architecture
-    architecture.spec.check_trainable(settings.model)
+    model = outline.model
+    model.spec.check_trainable(settings.model)
     options = {"attention": attention, "rules": RULES[rules]}
     dtype = "float32" if lora is None else outline.param_dtype
-    cost = partial(step_cost, outline.family, architecture, settings, param_dtype=dtype, **options)
+    cost = partial(step_cost, outline.family, model, settings, param_dtype=dtype, **options)
     hardware, axes = mesh_axes(hardware, mesh, cost, sp)
     partitioner = Partitioner(mesh_on(hardware, axes), RULES[rules])
     param_dtype = "float32" if lora is None else settings.dtype
@@ -131,7 +131,7 @@ def _traced(
     pipe: Pipeline, settings: Settings, clips: int, lora: LoraConfig | None, optimized: OptimizerConfig
 ) -> dict[Program, Instance]:
     """Trace a step of training on clips with captions, and its loss alone."""
-    config, partitioner = pipe.architecture.spec.networks["transformer"], pipe.partitioner
+    config, partitioner = pipe.model.spec.networks["transformer"], pipe.partitioner
     graphdef, weights = nnx.split(pipe.components.abstract().get("transformer"))
 
     def adapted(rngs: nnx.Rngs) -> nnx.Module:
@@ -162,7 +162,7 @@ def _batch(pipe: Pipeline, settings: Settings, clips: int) -> Batch:
         if x is not None
     }
     negatives = {name: fields[name.removeprefix(NEGATIVE)] for name in fields if name.startswith(NEGATIVE)}
-    _, *latents = pipe.architecture.spec.latent_shape(settings)
+    _, *latents = pipe.model.spec.latent_shape(settings)
     return Batch(jax.ShapeDtypeStruct((clips, *latents), jnp.float32), type(encoded)(**fields | negatives))
 
 

@@ -34,19 +34,19 @@ TYPES = {str: "string", bool: "boolean", int: "integer", float: "number"}
 
 def model_card(pipe: Pipeline, tiling: Tiling | None, batch_guidance: bool) -> dict[str, Any]:
     """Return what the server tells of a model; sizes are WIDTHxHEIGHT by name, the model's own first."""
-    defaults, architecture = pipe.defaults, pipe.architecture
+    defaults, model = pipe.defaults, pipe.model
     return {
         "id": defaults.model,
-        "purpose": architecture.spec.task,
-        "tasks": architecture.spec.tasks,
+        "purpose": model.spec.task,
+        "tasks": model.spec.tasks,
         "defaults": defaults.to_json(),
         "settings": setting_schemas(pipe),
         "sizes": {name: f"{width}x{height}" for name, (height, width) in pipe.sizes.items()},
-        "pictures": pictures(architecture),
+        "pictures": pictures(model),
         "schedulers": schedulers(pipe),
         "started_with": started_with(pipe, tiling, batch_guidance),
-        "grid": architecture.spec.size_multiple,
-        "frames_step": architecture.vae.temporal_factor,
+        "grid": model.spec.size_multiple,
+        "frames_step": model.vae.temporal_factor,
         "estimates": _estimates(pipe),
     }
 
@@ -68,18 +68,16 @@ def request_settings(pipe: Pipeline) -> Mapping[str, Setting]:
 
 def setting_schemas(pipe: Pipeline) -> dict[str, dict[str, Any]]:
     """Return the settings that a video of this model depends on, in the words of JSON Schema."""
-    defaults, architecture = pipe.defaults.to_json(), pipe.architecture
-    useless = {"original_prompt"} | (
-        set() if architecture.spec.takes else {"resize"}
-    )  # the first is for other programs
-    if "video" not in architecture.spec.takes or not architecture.spec.begins_from_video:
+    defaults, model = pipe.defaults.to_json(), pipe.model
+    useless = {"original_prompt"} | (set() if model.spec.takes else {"resize"})  # the first is for other programs
+    if "video" not in model.spec.takes or not model.spec.begins_from_video:
         useless.add("strength")
-    if architecture.spec.continued_by is None:
+    if model.spec.continued_by is None:
         useless |= {"windows", "then"}
-    if architecture.spec.continued_by != CONTROL:
+    if model.spec.continued_by != CONTROL:
         useless.add("overlap")
     rules = {"cache": _caches(pipe), "guidance_rule": _rules(pipe)}
-    choices = {"follow": _ways(pipe), "sigmas": _levels(architecture, pipe.defaults), **rules}
+    choices = {"follow": _ways(pipe), "sigmas": _levels(model, pipe.defaults), **rules}
     useless |= {name for name, some in choices.items() if len(some) < 2}
     schemas = {}
     for name, setting in request_settings(pipe).items():
@@ -92,7 +90,7 @@ def setting_schemas(pipe: Pipeline) -> dict[str, dict[str, Any]]:
     for name in rules.keys() & schemas.keys():
         schemas[name]["examples"] = rules[name]
     for name in ("height", "width"):
-        schemas[name]["multipleOf"] = architecture.spec.size_multiple
+        schemas[name]["multipleOf"] = model.spec.size_multiple
     return schemas
 
 
@@ -108,16 +106,16 @@ def json_schema(setting: Setting) -> dict[str, Any]:
 def _ways(pipe: Pipeline) -> list[str]:
     """Return the values of `follow` that make a difference."""
     choices = []
-    for choice in schema(Settings)["follow"].choices if pipe.architecture.spec.reference_variants else ():
+    for choice in schema(Settings)["follow"].choices if pipe.model.spec.reference_variants else ():
         with suppress(WanjaxError):
             choices.append(pipe.settings(follow=choice).follow)
     return choices
 
 
-def _levels(architecture: VideoModel, settings: Settings) -> list[str]:
+def _levels(model: VideoModel, settings: Settings) -> list[str]:
     """Return the ways of choosing noise levels that the model's scheduler has."""
     choices = schema(Settings)["sigmas"].choices if settings.sigmas else ()
-    return _accepted(choices, lambda choice: architecture.spec.schedule(settings.updated({"sigmas": choice})))
+    return _accepted(choices, lambda choice: model.spec.schedule(settings.updated({"sigmas": choice})))
 
 
 def _caches(pipe: Pipeline) -> list[str]:
@@ -135,7 +133,7 @@ def _rules(pipe: Pipeline) -> list[str]:
 
 def schedulers(pipe: Pipeline) -> list[str]:
     """Return the names of the solvers that can take the steps, the model's own first."""
-    others = _accepted(NAMED, lambda name: with_scheduler_of(pipe.architecture, name).spec.schedule(pipe.defaults))
+    others = _accepted(NAMED, lambda name: with_scheduler_of(pipe.model, name).spec.schedule(pipe.defaults))
     return list(dict.fromkeys([name_of(pipe.scheduler), *others]))
 
 
@@ -157,9 +155,9 @@ def with_scheduler(pipe: Pipeline, name: str | None) -> Pipeline:
         raise SettingError(str(error), "scheduler") from error
 
 
-def pictures(architecture: VideoModel) -> dict[str, dict[str, Any]]:
+def pictures(model: VideoModel) -> dict[str, dict[str, Any]]:
     """Return the pictures and clips that the model takes, each with what it is for and whether it is needed."""
-    beside = architecture.spec.picture_beside_clip
+    beside = model.spec.picture_beside_clip
     more = {"video": f" Beside an image, {beside}."} if beside else {}
     return {
         one.name: {
@@ -167,7 +165,7 @@ def pictures(architecture: VideoModel) -> dict[str, dict[str, Any]]:
             "required": one.required,
             "several": one.kind == "images",
         }
-        for one in architecture.spec.inputs
+        for one in model.spec.inputs
     }
 
 

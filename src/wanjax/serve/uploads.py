@@ -46,7 +46,7 @@ def read(
     fields.setdefault(MODEL.name, models.first)
     model = models.model(MODEL.read(fields[MODEL.name]))
     pictures, inputs = {name: list(contents) for name, contents in files.items()}, inputs_of(model)
-    spec = model.architecture.spec
+    spec = model.model.spec
     named = [IMAGE.name if name == SAME_IMAGE else name for name in (*pictures, *fields)]
     check_inputs([name for name in named if name in inputs], model.defaults.model, spec.task, spec.inputs)
     for name in (*inputs, SAME_IMAGE):
@@ -63,7 +63,7 @@ def read(
 
 def inputs_of(pipe: Pipeline) -> dict[str, InputSpec]:
     """Return the inputs that a request may name: those of all models, and the model's own."""
-    return {**INPUTS, **{one.name: one for one in pipe.architecture.spec.inputs}}
+    return {**INPUTS, **{one.name: one for one in pipe.model.spec.inputs}}
 
 
 def _from_text(name: str, value: Any) -> list[bytes]:
@@ -157,7 +157,7 @@ def complete_settings(request: VideoRequest, pipe: Pipeline, files: Mapping[str,
     A seed is drawn where none is given.
     """
     pipe = with_scheduler(pipe, request.scheduler)
-    request = request.timed(pipe.defaults.fps, pipe.architecture.vae.temporal_factor)
+    request = request.timed(pipe.defaults.fps, pipe.model.vae.temporal_factor)
     settings, shape = {"seed": DRAW, **request.settings}, {"height", "width"} & request.settings.keys()
     if len(shape) == 1:
         alone = shape.pop()

@@ -42,7 +42,7 @@ class ServedModels:
 
     def __reduce__(self) -> Any:
         pipes = self.pipes.values()
-        parts = [(pipe.architecture, pipe.defaults, pipe.sizes, dict(pipe.partitioner.mesh.shape)) for pipe in pipes]
+        parts = [(pipe.model, pipe.defaults, pipe.sizes, dict(pipe.partitioner.mesh.shape)) for pipe in pipes]
         return _without_weights, (parts, self.usual, self.folders)
 
     def model(self, name: str | None) -> Pipeline:
@@ -67,8 +67,8 @@ def _without_weights(
 ) -> ServedModels:
     """Return models whose pipelines have no component, by which requests are checked; any devices do."""
     pipes: dict[str, Pipeline] = {}
-    for architecture, defaults, sizes, mesh in parts:
-        pipes[defaults.model] = pipe = Pipeline(Components({}), architecture, defaults, abstract_partitioner(**mesh))
+    for model, defaults, sizes, mesh in parts:
+        pipes[defaults.model] = pipe = Pipeline(Components({}), model, defaults, abstract_partitioner(**mesh))
         pipe.sizes = dict(sizes)
     return ServedModels(pipes, usual, folders)
 
@@ -110,7 +110,7 @@ class Variants(ServedModels):
             loras = [replace(lora, strength=strengths[key]) for key, lora in self.loras.items()]
             pipe = _by_name(self._load(self._place if name == self.first else name, loras))
         pipe.progress = False
-        pipe.components.take_from(held.components, () if weights == wanted else pipe.architecture.spec.denoisers)
+        pipe.components.take_from(held.components, () if weights == wanted else pipe.model.spec.denoisers)
         self._held = pipe, wanted
         return pipe
 

@@ -88,7 +88,7 @@ class LatentCache:
                 if file_stamp not in digests:
                     digests[file_stamp] = content_digest(example.file)
                     file.write(json.dumps({"look": file_stamp, "digest": digests[file_stamp]}) + "\n")
-                input_names = list(self.pipe.architecture.spec.needs)
+                input_names = list(self.pipe.model.spec.needs)
                 key = _digest([READING, digests[file_stamp], asdict(cutting), input_names, self._weights])
                 if key not in index:
                     try:
@@ -109,8 +109,8 @@ class LatentCache:
         count, height, width, _ = frames.shape
         settings = self.pipe.settings(size=(height, width), frames=count)
         ends = {"image": frames[0], "last_image": frames[-1]}
-        pictures = Pictures(**{name: ends[name] for name in self.pipe.architecture.spec.needs if name in ends})
-        digests = self.pipe.architecture.encode_inputs(self.pipe.runtime, pictures, settings)
+        pictures = Pictures(**{name: ends[name] for name in self.pipe.model.spec.needs if name in ends})
+        digests = self.pipe.model.encode_inputs(self.pipe.runtime, pictures, settings)
         fields = {LATENTS: self.pipe.encode_video(frames), **digests}
         file = f"clip-{name}.safetensors"
         save_safetensors(self.folder / file, {field: np.asarray(x) for field, x in fields.items()})

@@ -94,9 +94,7 @@ def loss_of(pipe: Pipeline, levels: NoiseLevels) -> Loss:
     def loss(network: nnx.Module, batch: Batch, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         level_key, noise_key, picture_key = jax.random.split(key, 3)
         fractions = levels.draw(level_key, len(batch.latents))
-        noise = jax.random.normal(
-            noise_key, pipe.architecture.spec.to_training_latents(batch.latents).shape, jnp.float32
-        )
+        noise = jax.random.normal(noise_key, pipe.model.spec.to_training_latents(batch.latents).shape, jnp.float32)
         return error(pipe, network, batch, fractions, noise, picture_key), {}
 
     return loss
@@ -115,11 +113,11 @@ def error(
     The target of preserved latents is what the network predicts for them as it was before its training; of latents that
     are preserved by a part, that part of it and the rest of their own.
     """
-    x0 = pipe.architecture.spec.to_training_latents(batch.latents)
+    x0 = pipe.model.spec.to_training_latents(batch.latents)
     levels = pipe.scheduler.levels(fractions)
     alphas, sigmas = (x[0].reshape(-1, 1, 1, 1, 1) for x in (levels.alphas, levels.sigmas))
     x = alphas * x0 + sigmas * noise
-    runtime, model = pipe.runtime.under(Inline()), pipe.architecture
+    runtime, model = pipe.runtime.under(Inline()), pipe.model
     seed_words = jnp.zeros((len(x), 2), jnp.uint32)  # of no seed, since all noise is given
     drawn = draw_posteriors(model.spec.posteriors, latents_of(batch.encoded), seed_words, _pictures(pipe, batch, key))
     encoded = batch.encoded._replace(**drawn)
@@ -154,7 +152,7 @@ def _untrained(pipe: Pipeline, network: nnx.Module) -> nnx.Module:
 def _pictures(pipe: Pipeline, batch: Batch, key: jax.Array) -> dict[str, jax.Array]:
     """Return the noise of pictures whose latents are random."""
     settings = settings_of(pipe, batch.latents.shape)
-    shapes = pipe.architecture.spec.noise_inputs(settings, 0, len(batch.latents))
+    shapes = pipe.model.spec.noise_inputs(settings, 0, len(batch.latents))
     names = [name for name in shapes if name not in (INITIAL, OF_STEPS)]
     keys = jax.random.split(key, max(1, len(names)))
     return {name: jax.random.normal(k, shapes[name], jnp.float32) for name, k in zip(names, keys, strict=False)}
@@ -162,7 +160,7 @@ def _pictures(pipe: Pipeline, batch: Batch, key: jax.Array) -> dict[str, jax.Arr
 
 def settings_of(pipe: Pipeline, latents: tuple[int, ...]) -> Settings:
     """Return the settings of videos whose latents have this shape [B C T H W]."""
-    vae = pipe.architecture.vae
+    vae = pipe.model.vae
     _, _, frames, *cells = latents
     height, width = (n * vae.spatial_factor for n in cells)
     return pipe.defaults.updated({"frames": (frames - 1) * vae.temporal_factor + 1, "height": height, "width": width})

@@ -72,7 +72,7 @@ def validation_error(
 ) -> Array:
     """Compute the error at fixed noise levels u, with fixed noise of a number."""
     network, key = nnx.merge(static.graphdef, weights), jax.random.fold_in(key_of(seed_to_key_data([0])[0]), number)
-    noise = jax.random.normal(key, static.pipe.architecture.spec.to_training_latents(batch.latents).shape, jnp.float32)
+    noise = jax.random.normal(key, static.pipe.model.spec.to_training_latents(batch.latents).shape, jnp.float32)
     return error(static.pipe, network, batch, static.levels.at(u), noise, key)
 
 
@@ -113,9 +113,9 @@ class Training:
 
     def _cutting(self) -> clips.Cutting:
         config, settings = self.config, self.settings
-        factor = self.pipe.architecture.vae.temporal_factor
+        factor = self.pipe.model.vae.temporal_factor
         return clips.Cutting(
-            clips.sizes(settings.size, lambda shape: self.pipe.architecture.size_for(shape, settings), config.buckets),
+            clips.sizes(settings.size, lambda shape: self.pipe.model.size_for(shape, settings), config.buckets),
             clips.lengths(settings.frames, factor, config.min_frames),
             settings.fps,
             config.cut,
@@ -217,7 +217,7 @@ class Training:
         """Load a network, and its last state if the folder has one; `encode` comes before."""
         pipe, config = self.pipe, self.config
         self.name, self.folder = name, self.out / name if len(self.networks) > 1 else self.out
-        self.network_info = network_of(pipe.architecture.spec.networks[name], pipe.components.kinds)
+        self.network_info = network_of(pipe.model.spec.networks[name], pipe.components.kinds)
         network, self.chosen = pipe.components.get(name), {}
         if config.lora is not None:
             network, self.chosen = adapters.adapt(
@@ -285,7 +285,7 @@ class Training:
     def _draw(self, step: int, generator: np.random.Generator) -> Batch:
         del generator  # the batches have their own
         shown = self.batches.at(step)
-        latents, encoded = join_batch([(x.latents, x.text) for x in shown], self.pipe.architecture.encoded_type)
+        latents, encoded = join_batch([(x.latents, x.text) for x in shown], self.pipe.model.encoded_type)
         preserved = np.array([x.preserved for x in shown], np.float32) if self.batches.preserves else None
         return Batch(latents, encoded, preserved)
 
@@ -333,7 +333,7 @@ class Training:
         if self._measured is None:  # one value for a network, so that the error is compiled once
             self._measured = Validation(graphdef, self.pipe, self.levels[self.name])
         for index, piece in enumerate(self.held_out):
-            latents, encoded = join_batch([(piece.latents, piece.text)], self.pipe.architecture.encoded_type)
+            latents, encoded = join_batch([(piece.latents, piece.text)], self.pipe.model.encoded_type)
             for level in range(LEVELS):
                 u = np.full((1,), (level + 0.5) / LEVELS, np.float32)
                 number = np.int32(index * LEVELS + level)
@@ -364,7 +364,7 @@ class Training:
 
     def _sampled(self, piece: EncodedClip, prompt: str) -> tuple[Any, dict[str, Any]]:
         """Return a sample's inputs, with the pictures of a clip, and its settings."""
-        latents, encoded = join_batch([(piece.latents, self.texts[prompt])], self.pipe.architecture.encoded_type)
+        latents, encoded = join_batch([(piece.latents, self.texts[prompt])], self.pipe.model.encoded_type)
         negative = {NEGATIVE + name: x for name, x in load_text(self.negative).items()}
         shape = settings_of(self.pipe, latents.shape)
         return encoded._replace(**negative), {"size": shape.size, "frames": shape.frames}
@@ -388,8 +388,8 @@ def _learned(pipe: Pipeline) -> dict[str, str]:
 
 def _chosen(pipe: Pipeline, config: TrainConfig) -> tuple[str, ...]:
     """Return the networks to train."""
-    names = pipe.architecture.spec.denoisers
-    pipe.architecture.spec.check_trainable(pipe.defaults.model)
+    names = pipe.model.spec.denoisers
+    pipe.model.spec.check_trainable(pipe.defaults.model)
     if config.expert == "both":
         return names
     if len(names) == 1:
@@ -399,11 +399,11 @@ def _chosen(pipe: Pipeline, config: TrainConfig) -> tuple[str, ...]:
 
 def _levels(pipe: Pipeline, config: TrainConfig, network: str) -> NoiseLevels:
     """Return the noise levels of a network's training."""
-    default = pipe.architecture.spec.schedule_options(pipe.defaults).get("shift")
+    default = pipe.model.spec.schedule_options(pipe.defaults).get("shift")
     kind = config.timesteps or ("uniform" if default is None else "shift")
     if kind == "shift" and default is None and config.shift is None:
         raise WanjaxError(f"{pipe.defaults.model} has no flow shift: give timesteps uniform or logit-normal")
-    low, high = pipe.architecture.spec.noise_range(network, pipe.defaults)
+    low, high = pipe.model.spec.noise_range(network, pipe.defaults)
     shift = (default if config.shift is None else config.shift) if kind == "shift" else 1.0
     return NoiseLevels(kind, 1.0 if shift is None else float(shift), config.logit_mean, config.logit_std, low, high)
 

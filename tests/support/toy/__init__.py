@@ -168,10 +168,10 @@ TOY = Family(
     name="Toy",
     networks=NETWORKS,
     pipelines=("ToyPipeline",),
-    architecture=ToyModel.of,
-    settings=lambda source, architecture, preset: DEFAULTS if preset is None else preset.defaults,
+    read_model=ToyModel.of,
+    settings=lambda source, model, preset: DEFAULTS if preset is None else preset.defaults,
     loaders={"tokenizer": lambda folder: Tokenizer.load(folder, length=LENGTH)},
-    prompt=lambda architecture: {"tokenizer": (LENGTH, LENGTH)},
+    prompt=lambda model: {"tokenizer": (LENGTH, LENGTH)},
     presets=(
         Preset(
             name="toy",
@@ -181,7 +181,7 @@ TOY = Family(
             licence="Apache-2.0",
             param_dtype="float32",
             defaults=DEFAULTS,
-            architecture=ToyModel(
+            model=ToyModel(
                 text_encoder=T5Config(512, 16, 2, 8, 32, 2, 8, 16, 1e-6, True),
                 text_encoder_2=nets.GlyphConfig(width=8),
                 transformer=nets.TransformerConfig(2, 2, 8, 16, 8, 3),

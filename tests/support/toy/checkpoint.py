@@ -31,7 +31,7 @@ T5_NAMES = {
 
 def write_checkpoint(folder: Path, family: Family) -> Path:
     """Write a checkpoint of a family's only preset; return its folder."""
-    random, shapes = np.random.default_rng(0), family.presets[0].architecture
+    random, shapes = np.random.default_rng(0), family.presets[0].model
     assert shapes is not None
     classes = {}
     for name, config in shapes.spec.networks.items():

@@ -211,10 +211,10 @@ TOY_SOUND = Family(
     name="Toy with sound",
     networks=NETWORKS,
     pipelines=("ToySoundPipeline",),
-    architecture=SoundModel.of,
-    settings=lambda source, architecture, preset: DEFAULTS if preset is None else preset.defaults,
+    read_model=SoundModel.of,
+    settings=lambda source, model, preset: DEFAULTS if preset is None else preset.defaults,
     loaders={"tokenizer": lambda folder: Tokenizer.load(folder, length=LENGTH)},
-    prompt=lambda architecture: {"tokenizer": (LENGTH, LENGTH)},
+    prompt=lambda model: {"tokenizer": (LENGTH, LENGTH)},
     presets=(
         Preset(
             name="toy-sound",
@@ -224,7 +224,7 @@ TOY_SOUND = Family(
             licence="Apache-2.0",
             param_dtype="float32",
             defaults=DEFAULTS,
-            architecture=SoundModel(
+            model=SoundModel(
                 text_encoder=T5Config(512, 16, 2, 8, 32, 2, 8, 16, 1e-6, True),
                 transformer=nets.JointConfig(2, 2, 8, 16, 3, AUDIO.channels),
                 upsampler=nets.UpsamplerConfig(3),

@@ -17,11 +17,11 @@ FAMILY = Family(
     name="CogVideoX",
     networks=NETWORKS,
     pipelines=("CogVideoXPipeline", "CogVideoXImageToVideoPipeline", "CogVideoXVideoToVideoPipeline"),
-    architecture=CogVideoXModel.of,
+    read_model=CogVideoXModel.of,
     settings=settings_of,
     presets=PRESETS,
     tables=Path(__file__).parent / FILE,
-    prompt=lambda architecture: {"tokenizer": (architecture.transformer.text_length,) * 2},
+    prompt=lambda model: {"tokenizer": (model.transformer.text_length,) * 2},
     loaders={"tokenizer": lambda folder: Tokenizer.load(folder, length=TEXT_LENGTH)},
     relatives={"CogVideoX's transformer alone": ("patch_embed.text_proj.", "mixins.patch_embed.")},
 )

@@ -43,7 +43,7 @@ def _preset(
     name: str,
     repository: str,
     about: str,
-    architecture: CogVideoXModel,
+    model: CogVideoXModel,
     parameters: int,
     licence: str = LICENCE,
     **settings: Any,
@@ -57,7 +57,7 @@ def _preset(
         licence=licence,
         param_dtype="bfloat16",
         defaults=replace(DEFAULTS, model=name, **settings),
-        architecture=architecture,
+        model=model,
         aliases=(f"THUDM/{repository}",),
     )
 
@@ -71,17 +71,17 @@ PRESETS = (
 )
 
 
-def settings_of(source: Source, architecture: CogVideoXModel, preset: Preset | None) -> Settings:
+def settings_of(source: Source, model: CogVideoXModel, preset: Preset | None) -> Settings:
     """Return the default settings of a checkpoint: its preset's, if it has one.
 
     Else they are those of the first preset with the same patch and pictures, overridden by generation_config.json.
     """
     if preset is not None:
         return preset.defaults
-    like = (preset for preset in PRESETS if _kind(preset.architecture) == _kind(architecture))
+    like = (preset for preset in PRESETS if _kind(preset.model) == _kind(model))
     return updated_by(source, next(like, PRESETS[0]).defaults)
 
 
-def _kind(architecture: Any) -> tuple[Any, ...]:
+def _kind(model: Any) -> tuple[Any, ...]:
     """Return what decides the default settings."""
-    return architecture.transformer.patch, architecture.pictured
+    return model.transformer.patch, model.pictured

@@ -16,7 +16,7 @@ FAMILY = Family(
     name="HunyuanVideo",
     networks=NETWORKS,
     pipelines=("HunyuanVideo15Pipeline", IMAGE_TO_VIDEO),
-    architecture=HunyuanVideoModel.of,
+    read_model=HunyuanVideoModel.of,
     settings=settings_of,
     presets=PRESETS,
     loaders={
@@ -27,8 +27,8 @@ FAMILY = Family(
     layouts=(LAYOUT,),
     relatives=RELATIVES,
     distillations=DISTILLATIONS,
-    prompt=lambda architecture: {
-        "tokenizer": (TEMPLATE_TOKENS + TEXT_LENGTH, TEMPLATE_TOKENS + architecture.prompt_tokens),
+    prompt=lambda model: {
+        "tokenizer": (TEMPLATE_TOKENS + TEXT_LENGTH, TEMPLATE_TOKENS + model.prompt_tokens),
         "tokenizer_2": (GLYPH_LENGTH, GLYPH_LENGTH),
     },
 )

@@ -168,12 +168,12 @@ def _source(storage: Storage, model: Preset, find: Callable[[str], RecognisedCom
 
     The tensors of most models have the same shapes. `how` are further arguments of `recognised`.
     """
-    settings, published, transformer = model.defaults, model.architecture, find("transformer")
+    settings, published, transformer = model.defaults, model.model, find("transformer")
     assert transformer is not None
     assert isinstance(published, HunyuanVideoModel)
     origin = fallback_repo = storage.name  # for a transformer of other shapes nothing is known
     if read_config("the transformer's config.json", transformer.json, transformer_config) == published.transformer:
-        alike = [model, *(preset for preset in PRESETS if preset.architecture == published)]
+        alike = [model, *(preset for preset in PRESETS if preset.model == published)]
         origin, fallback_repo = model.source, next(x.source for x in alike if x.source.count("/") == 1)
     scheduler = {"num_train_timesteps": 1000, "shift": published.spec.schedule_options(settings)["shift"]}
     configs = {
@@ -261,8 +261,8 @@ def _model(named: str | None, path: Path) -> Preset:
 
 def _index(model: Preset) -> dict[str, Any]:
     """Return the model_index.json that diffusers would write."""
-    assert isinstance(model.architecture, HunyuanVideoModel)
-    pictured = model.architecture.pictured
+    assert isinstance(model.model, HunyuanVideoModel)
+    pictured = model.model.pictured
     classes = CLASSES | (IMAGE_CLASSES if pictured else {})
     kind = IMAGE_TO_VIDEO if pictured else "HunyuanVideo15Pipeline"
     return model_index(kind, classes)

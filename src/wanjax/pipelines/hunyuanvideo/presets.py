@@ -63,7 +63,7 @@ def _preset(
     """
     ours, owner = f"hunyuanvideo1.5-{name.replace('_', '-')}", "hunyuanvideo-community"
     pictured = "i2v" in name
-    architecture = HunyuanVideoModel(
+    model = HunyuanVideoModel(
         text_encoder=QWEN2_5_VL_7B,
         text_encoder_2=GLYPH_BYT5,
         image_encoder=SIGLIP_SO400M if pictured else None,
@@ -80,7 +80,7 @@ def _preset(
         licence="Tencent Hunyuan Community licence",
         param_dtype="bfloat16",
         defaults=replace(DEFAULTS, model=ours, **settings, **(distillation.settings if distillation else {})),
-        architecture=architecture,
+        model=model,
         aliases=() if alone else (f"{owner}/HunyuanVideo-1.5-{name}",),
         distillation=distillation,
     )
@@ -118,7 +118,7 @@ PRESETS = (
 )  # fmt: skip
 
 
-def settings_of(source: Source, architecture: HunyuanVideoModel, preset: Preset | None) -> Settings:
+def settings_of(source: Source, model: HunyuanVideoModel, preset: Preset | None) -> Settings:
     """Return the default settings of a checkpoint: its preset's, if it has one.
 
     Else they are those of the first preset with the same resolution, pictures and number of steps, overridden by the
@@ -126,7 +126,7 @@ def settings_of(source: Source, architecture: HunyuanVideoModel, preset: Preset 
     """
     if preset is not None:
         return preset.defaults
-    like = (preset for preset in PRESETS if _kind(preset.architecture) == _kind(architecture))
+    like = (preset for preset in PRESETS if _kind(preset.model) == _kind(model))
     return updated_by(source, next(like, PRESETS[0]).defaults, {"guidance_scale": _guidance_scale(source)})
 
 
@@ -144,7 +144,7 @@ def _guidance_scale(source: Source) -> float | None:
     return guider.get("guidance_scale") if guider.get("enabled", True) else 1.0
 
 
-def _kind(architecture: Any) -> tuple[Any, ...]:
+def _kind(model: Any) -> tuple[Any, ...]:
     """Return what decides the default settings."""
-    transformer = architecture.transformer
-    return transformer.target_size, transformer.meanflow, architecture.pictured
+    transformer = model.transformer
+    return transformer.target_size, transformer.meanflow, model.pictured

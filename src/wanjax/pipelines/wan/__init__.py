@@ -25,7 +25,7 @@ FAMILY = Family(
         "WanDMDPipeline",
         *CAUSAL_PIPELINES,
     ),
-    architecture=model_of,
+    read_model=model_of,
     settings=settings_of,
     presets=PRESETS,
     tables=Path(__file__).parent / FILE,
@@ -36,5 +36,5 @@ FAMILY = Family(
     },
     layouts=(LAYOUT,),
     relatives=RELATIVES,
-    prompt=lambda architecture: {"tokenizer": (TEXT_LENGTH, TEXT_LENGTH)},
+    prompt=lambda model: {"tokenizer": (TEXT_LENGTH, TEXT_LENGTH)},
 )

@@ -135,7 +135,7 @@ def _preset(
     name: str,
     source: str,
     about: str,
-    architecture: WanModel,
+    model: WanModel,
     parameters: int,
     aliases: tuple[str, ...] = (),
     sizes: tuple[tuple[int, int], ...] = (),
@@ -150,7 +150,7 @@ def _preset(
         licence="Apache-2.0",
         param_dtype="bfloat16",
         defaults=replace(DEFAULTS, model=name, **settings),
-        architecture=architecture,
+        model=model,
         aliases=aliases,
         sizes=sizes,
     )
@@ -262,7 +262,7 @@ PUBLISHED = (
 )
 
 
-def _fun(name: str, source: str, architecture: WanModel, parameters: int, **settings: Any) -> Preset:
+def _fun(name: str, source: str, model: WanModel, parameters: int, **settings: Any) -> Preset:
     """Return the preset of a checkpoint that Alibaba PAI trained to fill in what is between a first and a last frame.
 
     Settings follow examples/wan2.1_fun/ and examples/wan2.2_fun/ of aigc-apps/VideoX-Fun: Euler's method at the noise
@@ -273,7 +273,7 @@ def _fun(name: str, source: str, architecture: WanModel, parameters: int, **sett
         name,
         source,
         "text, or a first picture, or a first and a last one, to video, by Alibaba PAI",
-        architecture,
+        model,
         parameters,
         **overrides | settings,
     )
@@ -441,9 +441,9 @@ def _sparse_linear(name: str, base: str, file: str, **settings: Any) -> Preset:
     720p for all. Pictures are stretched to the size of the video, and the autoencoder computes in bfloat16.
     """
     preset, repository = named(base), f"TurboDiffusion/{file.replace('-high', '')}"
-    architecture: Any = preset.architecture
-    config = replace(architecture.transformer, sparse_linear=SparseLinear())
-    if architecture.spec.needs:
+    model: Any = preset.model
+    config = replace(model.transformer, sparse_linear=SparseLinear())
+    if model.spec.needs:
         settings |= {"resize": "stretch"}
     size = f"{settings['height']}p"
     overrides = {"model": name, "vae_dtype": "bfloat16"}
@@ -454,8 +454,8 @@ def _sparse_linear(name: str, base: str, file: str, **settings: Any) -> Preset:
         about=f"{preset.about.partition(',')[0]} in 4 steps by TurboDiffusion, {size}",
         transformer_parameters=preset.transformer_parameters + config.layers * config.head_dim * (config.head_dim + 1),
         defaults=TURBO.applied(preset.defaults).updated(overrides | settings),
-        architecture=replace(architecture, transformer=config),
-        scheduler=TURBO.solver(pictured=bool(architecture.spec.needs)),
+        model=replace(model, transformer=config),
+        scheduler=TURBO.solver(pictured=bool(model.spec.needs)),
         distillation=TURBO,
         aliases=(repository,),
         sizes=((720, 1280),) if settings["height"] == 480 else ((480, 832),),
@@ -533,11 +533,11 @@ def fallback_of(transformer: TransformerConfig, experts: bool, known_as: str) ->
 
 def _shapes(preset: Preset) -> tuple[Any, bool]:
     """Return the config of a preset's transformer, and whether it has two."""
-    architecture: Any = preset.architecture
-    return architecture.transformer, architecture.experts
+    model: Any = preset.model
+    return model.transformer, model.experts
 
 
-def settings_of(source: Source, architecture: WanModel, preset: Preset | None) -> Settings:
+def settings_of(source: Source, model: WanModel, preset: Preset | None) -> Settings:
     """Return the default settings of a checkpoint: its preset's, if it has one.
 
     Else they are those of the published model of its shapes; or of the first with the same task and number of experts,
@@ -545,10 +545,10 @@ def settings_of(source: Source, architecture: WanModel, preset: Preset | None) -
     its generation_config.json.
     """
     if preset is None:
-        settings = updated_by(source, _like(architecture, source), _distillation(architecture.scheduler))
+        settings = updated_by(source, _like(model, source), _distillation(model.scheduler))
     else:
         settings = preset.defaults
-    if not architecture.experts:
+    if not model.experts:
         return replace(settings, boundary=None, guidance_scale_2=None)
     return replace(settings, boundary=source.index.get("boundary_ratio") or settings.boundary)
 
@@ -560,15 +560,15 @@ def _distillation(scheduler: Scheduler) -> dict[str, Any]:
     return FASTWAN.settings if scheduler == THREE_STEPS else {"guidance_scale": 1.0, "steps": SELF_FORCING.steps}
 
 
-def _like(architecture: WanModel, source: Source) -> Settings:
+def _like(model: WanModel, source: Source) -> Settings:
     """Return the settings of the published model of these shapes, or else of this task and number of experts."""
-    kind, experts = type(architecture), architecture.experts
+    kind, experts = type(model), model.experts
     shift = shift_of(source["scheduler"].config())
-    alike = published(architecture.transformer, experts, source.known_as, shift)
+    alike = published(model.transformer, experts, source.known_as, shift)
     if (kind, experts) == (ImageToVideo, False):
         experts = True  # merged from the two of the only published model that has this task
     for preset in (*([alike] if alike else []), *PUBLISHED, *FUN, CAUSAL):
-        other = preset.architecture
+        other = preset.model
         assert isinstance(other, WanModel)
         if (type(other), other.experts) == (kind, experts):
             return preset.defaults
