@@ -60,3 +60,12 @@ def test_a_batch_is_made_by_workers_that_join(tmp_path):
     assert len(read_manifest(tmp_path / "videos")) == 2
     assert "takes no job" in elsewhere, here
     assert not list((tmp_path / "elsewhere").glob("*.mp4"))
+
+
+def test_workers_of_this_machine_plan_and_make_a_batch(tmp_path):
+    (tmp_path / "prompts.txt").write_text("a red circle\n")
+    batch = ["batch", "prompts.txt", "--out", "videos", "--workers", "2", "--size", "32x32", "--frames", "1"]
+    command = [sys.executable, "-m", "wanjax", *batch, "--steps", "1"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert len(read_manifest(tmp_path / "videos")) == 1

@@ -10,9 +10,9 @@ from wanjax.jobs.batch import MANIFEST
 
 
 def read_manifest(folder: Path) -> list[dict[str, Any]]:
-    """Return the entries of a folder's manifest, without lines that are not whole."""
-    entries = []
-    for line in (folder / MANIFEST).read_bytes().splitlines():
+    """Return the entries of a folder's manifest, without lines that are not whole; none before it is there."""
+    entries, file = [], folder / MANIFEST
+    for line in file.read_bytes().splitlines() if file.exists() else ():
         with suppress(ValueError):
             entries.append(json.loads(line))
     return entries

@@ -273,9 +273,9 @@ def _make_with_workers(
         else:
             start = stack.enter_context(_ray_workers(driver, arguments, count, worker_flags.ray, worker_flags))
 
-        planners: list[Any] = []  # workers, the last of which plans
+        planners: list[LocalWorker | RayWorker] = []  # the last of which plans
 
-        def worker(number: int) -> Any:
+        def worker(number: int) -> LocalWorker | RayWorker:
             planning = number == 0 and not plan
             new_worker = start(number=number, probe=probe if planning else None)
             planners.extend([new_worker] if planning else [])
@@ -287,8 +287,8 @@ def _make_with_workers(
             while not plan:
                 _poll_pool(pool, report)
                 with suppress(EOFError):  # it died, and another one is asked
-                    query_result = planners[-1].query_result()
-                    plan += [query_result] if query_result is not None else []
+                    answer = planners[-1].answer()
+                    plan += [answer] if answer is not None else []
             tasks, model = plan[0]
             batch = driver.batch(tasks, model)
         with driver.show_progress(batch):

@@ -178,11 +178,11 @@ class RemoteStore(JobStore):
     Args:
         actor: The actor's name.
         retry_seconds: As of `JobStore`.
-        start_actors: As of `JobStore`.
+        namespace: As of `JobStore`.
     """
 
-    def __init__(self, actor: str, retry_seconds: float, start_actors: str):
-        self.actor, self.retry_seconds, self.start_actors = actor, retry_seconds, start_actors
+    def __init__(self, actor: str, retry_seconds: float, namespace: str):
+        self.actor, self.retry_seconds, self.namespace = actor, retry_seconds, namespace
         self.handle: Any = None  # of the process that started the actor, which ends with it
 
     @classmethod
@@ -208,7 +208,7 @@ class RemoteStore(JobStore):
         return partial(self._call, name) if name in REMOTE_METHODS else super().__getattribute__(name)
 
     def __reduce__(self) -> Any:
-        return RemoteStore, (self.actor, self.retry_seconds, self.start_actors)
+        return RemoteStore, (self.actor, self.retry_seconds, self.namespace)
 
     @property
     def name(self) -> str:
