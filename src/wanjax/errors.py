@@ -9,6 +9,17 @@ from difflib import get_close_matches
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the numbers of errors of a disk without room
 
+NAMES = (
+    errno.ENOENT,
+    errno.EISDIR,
+    errno.ENAMETOOLONG,
+    errno.ENOTDIR,
+    errno.ELOOP,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+)
+"""Errors of the system that follow from the name of a file."""
 MOST_NAMES = 8  # in a message
 OUT_OF_REACH = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)  # of a network
 
@@ -38,6 +49,10 @@ class UnsupportedError(WanjaxError, NotImplementedError):
 
 class WriteError(WanjaxError):
     """A file or a folder that cannot be written."""
+
+
+class NetworkError(WanjaxError):
+    """A network or a server that is out of reach, or fails; `is_failure` holds."""
 
 
 class WanjaxWarning(UserWarning):
@@ -73,7 +88,7 @@ def is_failure(error: BaseException) -> bool:
     """Tell whether an error is not the user's mistake: a full or broken disk, or a network or server out of reach."""
     return is_full(error) or any(
         getattr(cause, "sqlite_errorname", "").startswith("SQLITE_IOERR")  # as of a full disk, while it makes its files
-        or isinstance(cause, ConnectionError | TimeoutError | socket.gaierror)
+        or isinstance(cause, NetworkError | ConnectionError | TimeoutError | socket.gaierror)
         or (isinstance(cause, OSError) and cause.errno in OUT_OF_REACH)
         for cause in causes(error, contexts=True)
     )

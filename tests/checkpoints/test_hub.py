@@ -16,7 +16,7 @@ from tests.support.hub import COMMIT, FILES, ID, OLDER, TRANSFORMER, VAE, fetche
 from tests.support.words import says
 from wanjax.checkpoints import hub
 from wanjax.checkpoints.lora_source import Lora
-from wanjax.errors import WanjaxError
+from wanjax.errors import WanjaxError, is_failure
 from wanjax.registry import open_source
 
 OPENED = "from wanjax.registry import open_source"
@@ -130,33 +130,36 @@ def answering(status, code):
     return harm
 
 
-HARMS = [  # what makes a hub wrong, and what the sentence about its model names
-    (answering(401, None), "public hf auth login"),
-    (answering(403, "GatedRepo"), "owner/video gated terms http://127.0.0.1 hf auth login"),
-    (answering(401, "GatedRepo"), "owner/video gated terms http://127.0.0.1 hf auth login"),
-    (answering(429, None), "requests wait minutes"),
-    (answering(404, "RepoNotFound"), "no folder owner/video"),
-    (answering(500, None), "reached Server '500"),
-    (lambda server: server.files.pop("model_index.json"), f"{ID} no model_index.json"),
-    (lambda server: server.files.update({"model_index.json": b"[]"}), "model_index.json"),
-    (lambda server: server.hub_at("http://127.0.0.1:9"), "http://127.0.0.1:9 reached check spelling try later"),
+HARMS = [  # what makes a hub wrong, what the sentence about its model names, and whether that is nobody's mistake
+    (answering(401, None), "public hf auth login", False),
+    (answering(403, "GatedRepo"), "owner/video gated terms http://127.0.0.1 hf auth login", False),
+    (answering(401, "GatedRepo"), "owner/video gated terms http://127.0.0.1 hf auth login", False),
+    (answering(429, None), "requests wait minutes", True),
+    (answering(404, "RepoNotFound"), "no folder owner/video", False),
+    (answering(500, None), "reached Server '500", True),
+    (lambda server: server.files.pop("model_index.json"), f"{ID} no model_index.json", False),
+    (lambda server: server.files.update({"model_index.json": b"[]"}), "model_index.json", False),
+    (lambda server: server.hub_at("http://127.0.0.1:9"), "http://127.0.0.1:9 reached check spelling try later", True),
+    (lambda server: server.hub_at("http://hub.invalid"), "http://hub.invalid reached try later", True),
 ]
 
 
 @pytest.mark.usefixtures("online")
 @pytest.mark.parametrize(
-    ("harm", "room", "words"),
+    ("harm", "room", "words", "fails"),
     [
-        *((harm, None, words) for harm, words in HARMS),
-        (lambda server: None, 100_000, f"http://127.0.0.1 {ID} downloaded File too large"),
+        *((harm, None, words, fails) for harm, words, fails in HARMS),
+        (lambda server: None, 100_000, f"http://127.0.0.1 {ID} downloaded File too large", True),
     ],
-    ids=[*(words for _, words in HARMS), "a full disk"],
+    ids=[*(words for _, words, _ in HARMS), "a full disk"],
 )
-def test_a_hub_that_does_not_give_it_is_explained(server, hub_at, harm, room, words):
+def test_a_hub_that_does_not_give_it_is_explained(server, hub_at, harm, room, words, fails):
     server.hub_at = hub_at
     harm(server)
-    with no_file_above(room) if room else nullcontext():
-        assert says(fault(ID, ["transformer"] if room else None), words)
+    with no_file_above(room) if room else nullcontext(), pytest.raises(WanjaxError) as caught:
+        fetched(ID, ["transformer"]) if room else open_source(ID)
+    assert says(str(caught.value), words)
+    assert is_failure(caught.value) == fails
 
 
 @pytest.mark.usefixtures("online")

@@ -16,7 +16,7 @@ from tests.support.commands import refused, succeeded
 from tests.support.commands import wanjax as run
 from tests.support.tiny import tiny_checkpoint, tiny_image_checkpoint
 from tests.support.words import naming, says
-from wanjax.errors import WanjaxError
+from wanjax.errors import WanjaxError, is_failure
 from wanjax.media.video import read_metadata
 from wanjax.pipelines.text import prompt_extension
 
@@ -154,6 +154,7 @@ def test_hostile_answers_are_one_sentence(kind, monkeypatch):
     assert SECRET not in str(error.value)
     assert str(error.value).isprintable()
     assert len(str(error.value)) < 500
+    assert is_failure(error.value) == (kind in ("nothing", "drips", "broken"))
 
 
 def test_thoughts_and_quotation_marks_are_no_part_of_a_prompt():
@@ -196,8 +197,8 @@ def test_an_address_is_one_and_holds_no_key_which_is_one_line(url, key, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
-    [(("--extend-prompt", NOBODY), f"{NOBODY} asked"), (("--extend-model", "small"), "--extend-prompt")],
+    ("options", "words", "status"),
+    [(("--extend-prompt", NOBODY), f"{NOBODY} asked", 1), (("--extend-model", "small"), "--extend-prompt", 2)],
 )
-def test_options_that_extend_nothing(options, words):
-    assert says(refused("a cat", *SMALL, *options), words)
+def test_options_that_extend_nothing(options, words, status):
+    assert says(refused("a cat", *SMALL, *options, status=status), words)

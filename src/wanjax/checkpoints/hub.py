@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from wanjax.checkpoints.files import WEIGHT_NAMES
-from wanjax.errors import WanjaxError, causes
+from wanjax.errors import NAMES, NetworkError, WanjaxError, causes
 from wanjax.figures import in_bytes
 from wanjax.stores.paths import missing_file
 from wanjax.stores.user_folders import home, user_cache
@@ -29,6 +29,7 @@ INDEX = "model_index.json"
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)  # not ./NAME, which is a path
 HUB_FILE = re.compile(rf"(?P<repository>{HUB_ID.pattern})/(?P<file>[\w./ +-]+)", re.ASCII)
 CHECKSUM = re.compile(r"[0-9a-f]{64}")  # SHA-256
+PASSING = (408, 425, 429)  # statuses that another time is without
 AT_ONCE = 2  # files that are downloaded at a time, and lost if the process ends; hf-xet splits each among connections
 # The weights' plain variant only, whole or in shards: no ".fp16." twin, no ".bin" beside the safetensors.
 COMPONENT_FILES = (
@@ -119,7 +120,8 @@ def download(repository: str, patterns: Iterable[str], *, revision: str | None =
         from huggingface_hub import constants
 
         cause = None if constants.HF_HUB_OFFLINE else error  # no network is meant there, so it does not fail
-        raise WanjaxError(_explanation(error, repository, revision)) from cause
+        kind = WanjaxError if constants.HF_HUB_OFFLINE or _is_mistake(error) else NetworkError
+        raise kind(_explanation(error, repository, revision)) from cause
 
 
 class HubFile(NamedTuple):
@@ -268,6 +270,18 @@ def _explanation(error: Exception, repository: str, revision: str | None) -> str
             "later with a network, or check the spelling if a folder is meant"
         )
     return f"{page} could not be downloaded ({problem or type(error).__name__}): run again, complete files are kept"
+
+
+def _is_mistake(error: Exception) -> bool:
+    """Tell whether the hub has answered that there is no such thing, or the disk refuses it; else no answer arrived."""
+    from huggingface_hub import errors
+
+    if (status := _status(error)) is not None:
+        return 400 <= status < 500 and status not in PASSING
+    unknown = (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError)
+    return isinstance(error, unknown) or any(
+        cause.errno in NAMES for cause in causes(error) if isinstance(cause, OSError)
+    )
 
 
 def _status(error: BaseException | None) -> int | None:

@@ -6,7 +6,6 @@ only when a command runs, so that `--help` does not wait for JAX. A mistake of t
 traceback.
 """
 
-import errno
 import os
 import signal
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ from click.shell_completion import CompletionItem
 from wanjax.cli import defaults, options, scale_options, train_options
 from wanjax.cli.arguments import check_prompt, complete_commands, complete_files, complete_models, in_words
 from wanjax.cli.report import Report, handle_interrupts
-from wanjax.errors import FULL, WanjaxError, is_failure, is_out_of_memory
+from wanjax.errors import FULL, NAMES, WanjaxError, is_failure, is_out_of_memory
 from wanjax.pricing import libtpu
 from wanjax.signals import INTERRUPTED, stop
 
@@ -38,17 +37,6 @@ if TYPE_CHECKING:
     from wanjax.pipelines.request import VideoRequest
 
 FAILURE, MISTAKE = 1, 2  # exit statuses
-NAMES = (
-    errno.ENOENT,
-    errno.EISDIR,
-    errno.ENAMETOOLONG,
-    errno.ENOTDIR,
-    errno.ELOOP,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-)
-"""Errors of the system that follow from the name of a file."""
 NOTHING_MORE = "nothing more can be written"
 NO_HOME = "determine home directory"  # of pathlib's error
 LONGEST_NAME = 200  # characters of it in a message

@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from http import HTTPStatus
 from http.client import HTTPException
 from threading import Thread
 from typing import Any
@@ -16,7 +17,7 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
-from wanjax.errors import WanjaxError, repr_short
+from wanjax.errors import NetworkError, WanjaxError, repr_short
 
 KEY = "WANJAX_EXTEND_KEY"  # the variable with what the address wants to be shown
 MODEL = "default"  # servers of one model take any name
@@ -122,7 +123,8 @@ def _asked(url: str, body: Mapping[str, Any], key: str) -> bytes:
             with build_opener(NoRedirect).open(request, timeout=PATIENCE) as answer:
                 answers.append(answer.read(LARGEST + 1))
         except HTTPError as error:
-            answers.append(WanjaxError(f"{url} extends no prompt: {_refusal(error, key)}"))
+            kind = NetworkError if error.code >= HTTPStatus.INTERNAL_SERVER_ERROR else WanjaxError
+            answers.append(kind(f"{url} extends no prompt: {_refusal(error, key)}"))
         except (OSError, HTTPException, ValueError) as error:
             answers.append(error)
 
@@ -135,9 +137,9 @@ def _asked(url: str, body: Mapping[str, Any], key: str) -> bytes:
     if isinstance(answer_or_error, BaseException):
         why = getattr(answer_or_error, "reason", answer_or_error)
         if isinstance(why, TimeoutError):
-            raise WanjaxError(f"{url} extends no prompt: it does not answer within {PATIENCE:g} s")
+            raise NetworkError(f"{url} extends no prompt: it does not answer within {PATIENCE:g} s")
         told_why = getattr(why, "strerror", None) or type(why).__name__
-        raise WanjaxError(f"{url} extends no prompt: it cannot be asked, {_short(told_why, key)}")
+        raise NetworkError(f"{url} extends no prompt: it cannot be asked, {_short(told_why, key)}")
     if len(answer_or_error) > LARGEST:
         raise WanjaxError(f"{url} extends no prompt: it answers with more than {LARGEST:,} bytes")
     return answer_or_error
