@@ -427,7 +427,7 @@ def with_options(
     """Return a checkpoint with LoRAs merged in, the preset's own and others, and with an attention and a scheduler.
 
     Distilled LoRAs bring their settings (`with_distillation`). A projection of sparse-linear attention that neither the
-    checkpoint nor a LoRA holds begins with zeros, which `note` says.
+    checkpoint nor a LoRA holds begins with zeros, of which a warning tells.
 
     Raises:
         WanjaxError: The scheduler is of another kind than the checkpoint's.
@@ -441,7 +441,7 @@ def with_options(
         checkpoint = replace(checkpoint, source=with_zeros(checkpoint.source, entries, checkpoint.family.networks))
         if learned is None:
             sentence = f"{model} was not trained with {attention}, whose projection begins with zeros"
-            note(sentence) if note else warnings.warn(sentence, stacklevel=4)  # past `load` and its decorator
+            warnings.warn(sentence, WanjaxWarning, stacklevel=4)  # past `load` and its decorator
     if scheduler is not None:
         video_model = with_scheduler(video_model, scheduler)
     merged = [*(Lora.parse(lora) for lora in (checkpoint.preset.loras if checkpoint.preset else ())), *loras]

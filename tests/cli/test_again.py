@@ -165,7 +165,7 @@ def test_what_is_typed_wins(text):
     made = read_metadata("one.mp4")
     changes = ("--seed", "8", "--steps", "1", "--negative-prompt", "blur")
     for prompt in (["a blue square"], ["--prompt", "a blue square"]):
-        succeeded(wanjax("generate", *prompt, "--from", "one.mp4", *changes, "--out", "two.mp4"))
+        succeeded(wanjax("generate", *prompt, "--from", "one.mp4", *changes, "--out", "two.mp4", "--force"))
         changed = {
             "prompt": "a blue square",
             "seed": 8,
@@ -173,7 +173,7 @@ def test_what_is_typed_wins(text):
             "negative_prompt": "blur",
         }
         assert read_metadata("two.mp4") == made | changed
-    succeeded(wanjax("--from", "one.mp4", "--height", "32", "--out", "two.mp4"))
+    succeeded(wanjax("--from", "one.mp4", "--height", "32", "--out", "two.mp4", "--force"))
     assert read_metadata("two.mp4") == made | {"height": 32}
 
 
@@ -184,7 +184,7 @@ def test_another_model_keeps_its_own_scheduler(text, tmp_path):
     one, two = read_metadata("one.mp4"), read_metadata("two.mp4")
     assert [*two.pop("digests").values()] == [*one.pop("digests").values()]  # two copies of one model
     assert two == one | {"model": str(other), "scheduler": "unipc"}
-    succeeded(wanjax("--from", "one.mp4", "--model", other, "--scheduler", "euler", "--out", "two.mp4"))
+    succeeded(wanjax("--from", "one.mp4", "--model", other, "--scheduler", "euler", "--out", "two.mp4", "--force"))
     assert read_metadata("two.mp4")["scheduler"] == "euler"
 
 
@@ -291,7 +291,7 @@ def test_other_devices_and_versions_are_told(text):
     assert "last digits" not in said
     record = read_metadata("one.mp4") | {"version": "0.0.1", "devices": "8 x TPU v6 lite"}
     stage_files.save_settings(Path("d"), record)
-    said = succeeded(wanjax("--from", "d", "--out", "two.mp4")).stderr
+    said = succeeded(wanjax("--from", "d", "--out", "two.mp4", "--force")).stderr
     assert says(said, "0.0.1 8 v6 last digits")
 
 

@@ -16,11 +16,13 @@ import pytest
 from tests.support.commands import files, refused, succeeded, wanjax
 from tests.support.words import says
 from wanjax.cli import remote
+from wanjax.cli.existing import Existing
 from wanjax.cli.report import Report
 from wanjax.jobs.batch import MANIFEST
 
 ID, VIDEO = "video_1", b"0123456789"
 MODEL = {"id": "nano", "defaults": {"seed": 42}, "settings": {}, "started_with": {}, "loras": []}
+MADE = {"model": "nano", "prompt": "a cat", "seed": 42}
 PLACE = f"/v1/videos/{ID}"
 Answers = Mapping[str, Any]
 
@@ -174,7 +176,7 @@ def test_a_compiler_set_that_nobody_typed_is_no_difference(own, theirs):
     with answering(
         answers(models={"data": [MODEL | {"started_with": theirs | {"model": "nano"}}]}), posted=posted
     ) as url:
-        again = ("generate", "--from", record(steps=3, **own), "--at", url, "--out", "cat.mp4")
+        again = ("generate", "--from", record(steps=3, **own), "--at", url, "--out", "cat.mp4", "--force")
         succeeded(wanjax(*again))
         usual = theirs.get("compiler", "safe")
         succeeded(wanjax(*again, "--compiler", usual))
@@ -286,6 +288,24 @@ def test_requests_of_a_file_and_one_that_fails(broken, why):
         {"prompt": "b", "height": None, "width": None, "seed": 5, "steps": 2},
         {"prompt": "c", "height": None, "width": None, "seed": 42, "steps": 2},
     ]
+
+
+@pytest.mark.parametrize(("status", "exit_status"), [(503, 1), (500, 1), (403, 2)])
+def test_a_server_that_fails_is_nobody_s_mistake(status, exit_status):
+    with answering(answers(models=status)) as url:
+        assert says(refused("a cat", "--at", url, status=exit_status), f"{url} {status}")
+
+
+def test_a_video_of_a_server_that_is_there_is_left(monkeypatch):
+    posted: list[Any] = []
+    with answering(answers(), posted=posted) as url:
+        monkeypatch.setattr(Existing, "find", lambda file, other: Existing(file, {**MADE, "fps": 8}, other))
+        ask = ("a cat", "--at", url, "--out", "cat.mp4")
+        assert succeeded(wanjax(*ask)).stdout == f"{Path('cat.mp4').absolute()}\n"
+        for more, name in ((("--seed", "3"), "seed"), (("--steps", "4"), "steps"), (("--image", __file__), "file")):
+            assert says(refused(*ask, *more), f"cat.mp4 another {name} --out --force")
+        assert posted == []
+        succeeded(wanjax(*ask, "--force"))
 
 
 def test_a_queue_that_is_full_is_waited_for_and_a_wrong_request_is_passed_over(monkeypatch):

@@ -275,7 +275,7 @@ def test_another_seed_for_denoise_gives_other_latents(model):
     succeeded(wanjax("encode", "a", "--model", model))
     made = []
     for seed in ("1", "2", "1"):
-        succeeded(wanjax("denoise", *SMALL, "--seed", seed))
+        succeeded(wanjax("denoise", *SMALL, "--seed", seed, "--force"))
         made.append(load_safetensors(Path("stage_outputs") / stage_files.LATENTS)["latents"].copy())
     assert load_settings(Path("stage_outputs"))["seed"] == 1
     assert not np.array_equal(made[0], made[1])

@@ -4,6 +4,7 @@
 Stage files in the user's cache go when they are of no use.
 """
 
+import json
 import os
 import re
 import shlex
@@ -24,6 +25,7 @@ from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint
 from tests.support.words import says
 from wanjax.cli import names, runs
+from wanjax.cli import stages as cli_stages
 from wanjax.errors import WanjaxError
 from wanjax.media import stage_files
 from wanjax.media.video import read_metadata
@@ -116,39 +118,65 @@ def test_a_prompt_in_a_name(prompt, slug):
     assert names.slug(prompt) == slug
 
 
-def test_a_finished_video_is_replaced_only_by_force(model):
+def test_what_is_there_is_left_or_replaced_only_by_force(model):
+    """One rule for every command: the same is not made twice, and another is refused in one sentence."""
+    given = ("--model", model, *SMALL)
+    stages = {
+        f"d/{stage_files.EMBEDDINGS}": ("encode", "a", "--model", model, *SMALL[:4]),
+        f"d/{stage_files.LATENTS}": ("denoise", "--steps", "1", "--seed", "7"),
+        f"d/{stage_files.VIDEO}": ("decode",),
+    }
+    for command in stages.values():
+        succeeded(wanjax(*command, "--dir", "d"))
+    succeeded(wanjax("a", *given, "--out", "a.mp4"))
+    kept = contents()
+    for file, command in stages.items():
+        assert says(succeeded(wanjax(*command, "--dir", "d")).stderr, f"{file} there already --force")
+    again = succeeded(wanjax("a", *given, "--out", "a.mp4", "--json"))
+    assert json.loads(again.stdout)["file"] == str(Path("a.mp4").absolute())
+    others = {
+        "prompt": ("encode", "b", "--model", model),
+        "height": ("encode", "a", "--model", model, "--size", "48x32"),
+        "seed": ("denoise", "--seed", "3"),
+        "steps": ("denoise", "--steps", "2"),
+        "fps": ("decode", "--fps", "3"),
+    }
+    for name, command in others.items():
+        assert says(refused(*command, "--dir", "d", begun=False), f"d/ another {name} --force")
+    Path("foreign.mp4").write_bytes(b"a user's")
+    kept |= contents()
+    for out, command, what in (
+        ("a.mp4", ("generate", "b", *given), "prompt"),
+        ("a.mp4", ("generate", "a", *given, "--guidance-scale", "2"), "guidance"),
+        ("a.mp4", ("decode", "--dir", "d"), "steps"),
+        ("foreign.mp4", ("generate", "a", *given), "not write"),
+    ):
+        assert says(refused(*command, "--out", out, begun=False), f"{out} {what} another --out --force")
+    assert says(refused("generate", "b", *given, "--dir", "d", begun=False), f"d/{stage_files.VIDEO} prompt --force")
+    assert contents() == kept
+
+
+def test_force_replaces_what_is_there(model):
     given = ("--model", model, *SMALL)
     succeeded(wanjax("a", *given, "--dir", "d"))
-    kept = contents()
-    said = "d holds a finished video, output_video.mp4: another --dir keeps it, --force replaces it"
-    for command in (["generate", "b", *given], ["encode", "b", "--model", model], ["denoise", "--seed", "3"]):
-        assert refused(*command, "--dir", "d") == said
-    assert refused("decode", "--dir", "d") == said.replace("another --dir", "--out")
-    assert contents() == kept
     succeeded(wanjax("b", *given, "--dir", "d", "--force"))
-    assert read_metadata("d/output_video.mp4")["prompt"] == "b"
-    succeeded(wanjax("decode", "--dir", "d", "--out", "elsewhere.mp4"))
-    for command in (["denoise", "--seed", "3"], ["decode"]):
+    assert read_metadata(f"d/{stage_files.VIDEO}")["prompt"] == "b"
+    for command in (("denoise", "--seed", "3"), ("decode",)):
         succeeded(wanjax(*command, "--dir", "d", "--force"))
-    assert read_metadata("d/output_video.mp4")["seed"] == 3
+    assert read_metadata(f"d/{stage_files.VIDEO}")["seed"] == 3
 
 
-def test_latents_are_replaced_only_by_force_or_by_other_latents(model):
+def test_latents_without_their_video_are_not_lost_to_another_prompt(model):
     succeeded(wanjax("a", "--model", model, *SMALL, "--dir", "d", "--out", "a.mp4"))
-    for command in ("generate", "encode"):
-        assert "d holds the latents of a video" in refused(command, "b", "--model", model, "--dir", "d")
-    for seed in ("1", "2"):  # one prompt, encoded once
-        succeeded(wanjax("denoise", "--dir", "d", "--seed", seed))
-        succeeded(wanjax("decode", "--dir", "d", "--out", f"d/video_{seed}.mp4"))
-    assert [read_metadata(f"d/video_{seed}.mp4")["seed"] for seed in (1, 2)] == [1, 2]
-    succeeded(wanjax("encode", "b", "--model", model, "--dir", "d", "--force"))
+    assert says(refused("generate", "b", "--model", model, "--dir", "d"), "d latents decode --dir --force")
 
 
-def test_a_named_file_is_replaced(model):
-    for seed in (1, 2):
-        succeeded(wanjax("a", "--model", model, *SMALL, "--seed", seed, "--out", "a.mp4"))
-    assert read_metadata("a.mp4")["seed"] == 2
-    assert files(".") == ["a.mp4"]
+def test_nothing_is_loaded_for_what_is_known_to_be_another(model, monkeypatch):
+    """A download of gigabytes does not go before the refusal."""
+    Path("a.mp4").write_bytes(b"a user's")
+    monkeypatch.setattr(cli_stages, "load", None)
+    for command in (("a", "--model", "wan2.1-t2v-14b"), ("a", "--model", model)):
+        assert says(refused(*command, "--out", "a.mp4"), "a.mp4 --force")
 
 
 @pytest.mark.parametrize("stage", ["latents", "frames"])
@@ -324,7 +352,7 @@ def test_a_killed_run_that_had_its_latents_is_only_to_be_decoded(model, cached):
 @pytest.mark.skipif(os.name != "posix", reason="sets a limit of POSIX")
 def test_a_cache_without_room_costs_no_video(model, cached):
     """A home folder has a quota, the stages' files nobody asked for; those in --dir are asked for."""
-    given = ("a", "--model", model, *SMALL, "--out", "a.mp4")
+    given = ("a", "--model", model, *SMALL, "--out", "a.mp4", "--force")
     succeeded(wanjax(*given))  # its programs are kept from now on
     with no_file_above(4000):
         made = succeeded(wanjax(*given))

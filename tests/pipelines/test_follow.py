@@ -105,7 +105,7 @@ def test_noise_levels_follow_unless_they_are_given(wan):
 
 
 def made(*arguments: str) -> dict:
-    succeeded(wanjax(*arguments, "--out", "made.mp4"))
+    succeeded(wanjax(*arguments, "--out", "made.mp4", "--force"))
     return read_metadata("made.mp4")
 
 

@@ -78,6 +78,8 @@ def our_name(name: str) -> str:
     return OF_SCRIPTS.get(dashed, dashed)
 
 
+ARGUMENTS = {"source": ("model", "from"), "target": ("out", "dir")}
+"""Names that other commands have for a command's arguments."""
 NEAR = 0.75  # the ratio of difflib from which two words count as near
 MOST_NEAR = 2  # near options in a message
 
@@ -153,6 +155,9 @@ def _right_option(command: click.Command, ctx: click.Context, name: str) -> str:
     dashed = name.replace("_", "-").lower()
     if (option := present.get(ELSEWHERE.get(dashed, dashed))) is not None:
         return f"{option} is its name here"
+    for argument in (each for each in command.params if isinstance(each, click.Argument)):
+        if dashed in (argument.name, *ARGUMENTS.get(str(argument.name), ())):
+            return f"{argument.make_metavar(ctx).strip('[]')} stands without it, as in `{_form(command, ctx)}`"
     group = ctx.parent.command if ctx.parent else None
     for other in group.commands.values() if isinstance(group, click.Group) else ():
         if f"--{dashed}" in visible_options(other) and not other.hidden:

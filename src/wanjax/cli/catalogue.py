@@ -3,6 +3,7 @@
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import click
@@ -10,7 +11,8 @@ import click
 from wanjax.cli.listing import describe_model, listed_models
 from wanjax.cli.tables import folded, stdout_width, table
 from wanjax.media.inputs import INPUTS
-from wanjax.pipelines.settings import LOADED
+from wanjax.pipelines.settings import LOADED, length_of
+from wanjax.stores.paths import parse_path
 
 MODELS = ("model", "transformer", "memory", "size", "frames", "steps", "guidance", "weights")
 
@@ -89,9 +91,12 @@ FIRST_OF_A_MODEL = (
 
 def show_record(file: str, as_json: bool) -> None:
     """Print the record in a file."""
-    from wanjax.media.metadata import DIGESTS, find_metadata  # imported late: a list of models needs none of it
+    from wanjax.media.damage import is_cut_short  # imported late: a list of models needs none of it
+    from wanjax.media.metadata import DIGESTS, find_metadata
 
     record = find_metadata(file)
+    if isinstance(path := parse_path(file), Path) and path.is_file() and is_cut_short(path):
+        click.echo(f"note: {file} is cut short: it has its settings, and not all of its frames", err=True)
     if as_json:
         click.echo(json.dumps(record, indent=2))
         return
@@ -121,11 +126,17 @@ def _entries(record: Mapping[str, Any]) -> dict[str, str]:
     if {"height", "width"} <= record.keys() and "sizes" not in record:
         entries["size"] = f"{record['width']}x{record['height']}"
     if "frames" in record:
-        entries["frames"] = f"{record['frames']}" + (f" at {record['fps']} a second" if "fps" in record else "")
+        entries["frames"] = f"{_length(record)}" + (f" at {record['fps']} a second" if "fps" in record else "")
     scales = [record.get(name) for name in ("guidance_scale", "guidance_scale_2")]
     entries["guidance"] = " and ".join(_text(scale) for scale in scales if scale is not None) or None
     order = [name for name in (*FIRST_OF_A_MODEL, *FIRST, *entries) if entries.get(name) is not None]
     return {name.replace("_", " "): _text(entries[name]) for name in dict.fromkeys(order)}
+
+
+def _length(record: Mapping[str, Any]) -> Any:
+    """Return the frames of the whole video, of all its windows, where the record tells them in numbers."""
+    numbers = record["frames"], record.get("windows", 1), record.get("overlap", 1)
+    return length_of(*numbers) if all(type(number) is int for number in numbers) else record["frames"]
 
 
 def _text(value: Any) -> str:

@@ -519,7 +519,7 @@ profile = click.option(
     metavar="FOLDER",
     help="Write a trace of two steps there, and what a step takes beside what the devices can do.",
 )
-force = click.option("--force", is_flag=True, help="Replace a finished video, or its stages, in --dir.")
+force = click.option("--force", is_flag=True, help="Make and replace what is there already.")
 preview_decoder = click.option(
     "--preview-decoder",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -564,7 +564,7 @@ def out(default: str) -> Decorator:
         "--out",
         show_default=default,
         help="The video: .mp4, .mov, .webm, .gif, .webp, .png for one frame, or a folder of PNG if it has no suffix. "
-        "Replaces a file of this name.",
+        "Another one of this name is replaced only with --force.",
     )
 
 

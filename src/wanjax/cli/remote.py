@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from http import HTTPStatus
 from http.client import HTTPException, IncompleteRead
 from pathlib import Path
 from typing import Any
@@ -24,15 +25,16 @@ from urllib.request import Request, build_opener
 import click
 
 from wanjax.cli.defaults import SAFE
+from wanjax.cli.existing import Existing
 from wanjax.cli.names import TOKEN, free_names, video_named, videos_folder
 from wanjax.cli.options import SETTINGS, is_given, is_typed, option_of
 from wanjax.cli.parsed import CommandOptions, PipelineOptions
 from wanjax.cli.report import Report
-from wanjax.errors import WanjaxError, reason, repr_short
+from wanjax.errors import NetworkError, WanjaxError, reason, repr_short
 from wanjax.figures import progress_of_many, quantity
 from wanjax.media.inputs import INPUTS
 from wanjax.pipelines.request import VideoRequest
-from wanjax.pipelines.settings import ALLOW_EMPTY
+from wanjax.pipelines.settings import ALLOW_EMPTY, pixels
 from wanjax.pipelines.text.prompt_extension import NoRedirect
 from wanjax.stores.paths import AnyPath, base_name, names_in, parse_path
 from wanjax.stores.writing import check_folder, writing
@@ -56,6 +58,10 @@ class Refused(WanjaxError):
     def __init__(self, sentence: str, status: int):
         super().__init__(sentence)
         self.status = status
+
+
+class Failed(Refused, NetworkError):
+    """A server's fault, or one of a proxy before it."""
 
 
 def generate(
@@ -94,13 +100,18 @@ def generate(
     if command.several:
         _generate_several(report, server, offered, _requests(request, command), command)
     else:
-        _generate_one(report, server, offered, request, command.out)
+        _generate_one(report, server, offered, request, command)
 
 
 def _generate_one(
-    report: Report, server: "Server", offered: Mapping[str, Any], request: VideoRequest, out: str | None
+    report: Report, server: "Server", offered: Mapping[str, Any], request: VideoRequest, command: CommandOptions
 ) -> None:
-    """Have a video made, and write it under its own name or `out`."""
+    """Have a video made, and write it under its own name or --out, unless it is there already."""
+    out = command.out
+    if out is not None and not command.force and (existing := Existing.find(out, "another --out")) is not None:
+        _check_existing(existing, request, offered)
+        report.note(f"{existing.file} is there already: --force makes it again")
+        return report.print_result(parse_path(out).absolute(), existing.metadata or {}, seconds=report.seconds)
     if out is not None and not _is_mp4(out):
         from wanjax.media.video import check_output  # imported late, as in `_save`
 
@@ -119,6 +130,28 @@ def _generate_one(
     if report.stats:
         report.table()
     report.print_result(target, record, id=_id(path), seconds=report.seconds)
+
+
+def _check_existing(existing: Existing, request: VideoRequest, offered: Mapping[str, Any]) -> None:
+    """Raise WanjaxError where a video that is there is not the one that a server would make, as far as it tells."""
+    sizes, size = offered.get("sizes"), request.settings.get("size")
+    if isinstance(sizes, dict) and (sides := pixels(sizes.get(size, ""))):
+        settings = {name: value for name, value in request.settings.items() if name != "size"}
+        request = replace(request, settings={**settings, "height": sides[0], "width": sides[1]})
+    settings = {**request.under(VideoRequest(offered["defaults"])).settings, "model": offered["id"]}
+    existing.check(settings, settings)
+    from wanjax.media.metadata import file_digests  # imported late: NumPy comes with it
+
+    digests = file_digests(existing.metadata or {}).values()
+    files = [one for value in _fields(request).values() for one in (value if isinstance(value, list) else [value])]
+    if any(one.digest not in digests for one in files if isinstance(one, _File)):
+        existing.refuse("with another input file")
+    if request.lora:
+        from wanjax.checkpoints.lora_source import Lora  # imported late, as in `_strengths`
+
+        loras = [Lora.parse(str(text)) for text in (existing.metadata or {}).get("lora") or ()]
+        if {one.name: one.strength for one in loras if one.strength} != {k: x for k, x in request.lora.items() if x}:
+            existing.refuse("with another lora")
 
 
 def _requests(request: VideoRequest, command: CommandOptions) -> list[VideoRequest]:
@@ -503,12 +536,13 @@ class Server:
                     raise IncompleteRead(content, answer.length)
                 return content
         except HTTPError as error:
+            kind = Failed if error.code >= HTTPStatus.INTERNAL_SERVER_ERROR else Refused
             if (why := _reason(error)) is None:
                 answer = f"{error.code} {_plain(error.reason)}"
-                raise Refused(
+                raise kind(
                     f"{self.url} is no wanjax serve, it answers {answer}: check the address", error.code
                 ) from error
-            raise Refused(f"{self.url} refuses this: {why}", error.code) from error
+            raise kind(f"{self.url} refuses this: {why}", error.code) from error
         except (OSError, HTTPException, ValueError) as error:
             why = getattr(error, "reason", None) or error
             cause = _plain(reason(why) if isinstance(why, Exception) else why)

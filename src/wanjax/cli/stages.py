@@ -7,7 +7,7 @@ its settings, the names of its files, and the observers that report and save.
 
 import shlex
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -21,6 +21,7 @@ import numpy as np
 
 from wanjax import registry
 from wanjax.checkpoints.lora_source import Lora
+from wanjax.cli.existing import Existing
 from wanjax.cli.names import VIDEOS, free_names, video_named
 from wanjax.cli.options import is_typed
 from wanjax.cli.parsed import CommandOptions, PipelineOptions
@@ -33,13 +34,13 @@ from wanjax.errors import WanjaxError, WriteError
 from wanjax.execution import EXECUTE, Instance
 from wanjax.figures import digits, duration, in_bytes, joined_by_and, quantity
 from wanjax.jobs.maker import write
-from wanjax.jobs.multihost import is_first
+from wanjax.jobs.multihost import PeerGroup, is_first
 from wanjax.kernels.compiler_options import saved_set
 from wanjax.loading import abstract_pipeline, load
 from wanjax.media import stage_files
 from wanjax.media import video as video_files
 from wanjax.media.inputs import INPUTS
-from wanjax.media.metadata import DIGESTS, file_digests, load_stage_settings
+from wanjax.media.metadata import DIGESTS, file_digests, load_settings, load_stage_settings
 from wanjax.media.pictures import Pictures
 from wanjax.media.stage_files import LATENTS, VIDEO
 from wanjax.pipelines.denoiser import stream_of
@@ -50,7 +51,7 @@ from wanjax.pipelines.noise_inputs import checked_noise_inputs
 from wanjax.pipelines.observers import Observer, Step, Switch
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.previews.previews import Previews
-from wanjax.pipelines.request import SCHEDULER, PreparedRequest, VideoRequest
+from wanjax.pipelines.request import RIVALS, SCHEDULER, PreparedRequest, VideoRequest
 from wanjax.pipelines.resume import ResumeObserver
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.settings import DRAW, Settings, schema
@@ -70,8 +71,8 @@ MOST_NOTES = 8  # of a kind, on the rows of a batch
 LARGE = 2**30  # bytes of weights that are worth a word
 RECORDED_STEPS = 200  # of a run that is recorded before its first step; each takes a millisecond or two
 WORK = {VIDEO: f"a finished video, {VIDEO}", LATENTS: f"the latents of a video, {LATENTS}"}
-REPLACED = {"generate": (VIDEO, LATENTS), "encode": (VIDEO, LATENTS), "denoise": (VIDEO,), "decode": (VIDEO,)}
-"""What each command replaces in its folder that took long to make."""
+"""What `generate` would replace in its folder that took long to make."""
+KEPT = {True: "another --out", False: "another --dir"}  # what keeps a file that is there, by whether --out names it
 
 
 def generate(
@@ -86,9 +87,12 @@ def generate(
     Without a folder the video has a name of its own, and the files of its stages go when it is made.
     """
     init_distributed(report, options.processes)
-    if command.folder is not None:
-        check_free(command.folder, "generate", command.force)
+    existing = existing_video(command, request, options)
+    if command.folder is not None and existing is None and not command.force:
+        check_free(command.folder)
     with held(VideoCommand(report, request, options, command, original_metadata=original_metadata)) as video:
+        if video.is_there(existing):
+            return
         video.tell()
         video.tell_prompt()
         video.try_output(video.video, video.record)
@@ -105,8 +109,12 @@ def generate(
 def encode(report: Report, request: VideoRequest, options: PipelineOptions, command: CommandOptions) -> None:
     """Run the first stage, from the command line alone."""
     init_distributed(report, options.processes)
-    folder = free_folder(command, "encode")
+    folder = stage_folder(command)
+    asked, stored = asked_at_once(request, options), _stored_of(request, folder)
+    existing = existing_stage(command, stage_files.EMBEDDINGS, asked, **stored)
     with held(VideoCommand(report, request, options, command)) as video:
+        if video.is_there(existing, existing and existing.metadata):
+            return
         video.tell_prompt()
         check_encoding(video.pipe, video.settings, video.pictures, tiling=video.how["tiling"])
         video.run(Saving(video, tells=True)).encode()
@@ -118,8 +126,9 @@ def encode(report: Report, request: VideoRequest, options: PipelineOptions, comm
 def denoise(report: Report, request: VideoRequest, options: PipelineOptions, command: CommandOptions) -> None:
     """Run the second stage, from the first stage's files and the options given now."""
     init_distributed(report, options.processes)
-    folder = free_folder(command, "denoise")
+    folder = stage_folder(command)
     left = load_stage_settings(folder)
+    existing = existing_stage(command, LATENTS, asked_at_once(request, options), fps=left.get("fps"))
     tensors = {**stage_files.load_encoded(folder, left), **stage_files.load_video_shape(folder)}
     follow = request.settings.get("follow")
     if follow not in (None, left.get("follow")) and any(left.get(name) for name in INPUTS):
@@ -129,6 +138,8 @@ def denoise(report: Report, request: VideoRequest, options: PipelineOptions, com
         )
     with held(VideoCommand(report, request, options, command, left, loads="lora")) as video:
         encoded = video.checked(tensors)
+        if video.is_there(existing):
+            return
         video.tell()
         video.check_room()
         check_denoising(video.pipe, encoded, video.settings, batch_guidance=video.how["batch_guidance"])
@@ -144,8 +155,9 @@ def denoise(report: Report, request: VideoRequest, options: PipelineOptions, com
 def decode(report: Report, request: VideoRequest, options: PipelineOptions, command: CommandOptions) -> None:
     """Run the third stage, from the second stage's files."""
     init_distributed(report, options.processes)
-    folder = free_folder(command._replace(force=command.force or command.out is not None), "decode")
+    folder = stage_folder(command)
     left = load_stage_settings(folder)
+    existing = existing_video(command, VideoRequest({}), PipelineOptions(), "another --out")
     latents = stage_files.load_latents(folder, left)
     with held(VideoCommand(report, request, options, command, left, loads="decoder")) as video:
         video.check_latents(latents, shape_known=all(left.get(name) for name in ("frames", "height", "width")))
@@ -154,6 +166,8 @@ def decode(report: Report, request: VideoRequest, options: PipelineOptions, comm
         digests = file_digests(left) | file_digests(video.record)
         video.record |= left | video.settings.to_json() | decoder  # the latents are as they were made
         video.record |= {DIGESTS: digests} if digests else {}
+        if video.is_there(existing):
+            return
         video.try_output(video.video, video.record)
         run = video.run()
         report.enable_resume()
@@ -172,20 +186,63 @@ def held(video: "VideoCommand") -> Iterator["VideoCommand"]:
         video.release()
 
 
-def free_folder(command: CommandOptions, stage: str) -> Path:
-    """Return the folder of the stages; raise WanjaxError as `check_free`."""
+def stage_folder(command: CommandOptions) -> Path:
+    """Return the folder of the stages."""
     assert command.folder is not None  # it has a default
-    check_free(command.folder, stage, command.force)
     return command.folder
 
 
-def check_free(folder: Path, command: str, force: bool) -> None:
-    """Raise WanjaxError where a command would replace in a folder what took long to make, unless `force`."""
-    taken = [name for name in REPLACED[command] if (folder / name).exists()]
-    if taken and not force:
-        ways = ["--out keeps it" if command == "decode" else "another --dir keeps it", "--force replaces it"]
-        if taken == [LATENTS] and command == "generate":
-            ways.insert(0, f"`{shlex.join(['wanjax', 'decode', '--dir', str(folder)])}` makes the video")
+def _stored_of(request: VideoRequest, folder: Path) -> dict[str, Any]:
+    """Return the model and the settings that are stored in a folder of stages, of those that a request decides."""
+    try:
+        stored = load_settings(folder)
+    except WanjaxError:
+        return {}
+    sides = (side for one, others in RIVALS.items() if one in request.settings for side in others)
+    return {name: stored[name] for name in ("model", *request.settings, *sides) if name in stored}
+
+
+def asked_at_once(request: VideoRequest, options: PipelineOptions) -> dict[str, Any]:
+    """Return what a command asks for, as far as it is known before the model is loaded."""
+    preset = registry.find_preset(str(options.model))
+    return dict(request.settings) | ({"model": preset.name} if preset else {})
+
+
+def existing_video(
+    command: CommandOptions, request: VideoRequest, options: PipelineOptions, other: str = ""
+) -> Existing | None:
+    """Return the video that a command would replace, None with --force or where there is none.
+
+    Raises WanjaxError for one that is known not to be the same.
+    """
+    file = command.out or (command.folder and str(command.folder / VIDEO))
+    if file is None or command.force or not is_first():
+        return None
+    existing = Existing.find(file, other or KEPT[command.out is not None])
+    if existing is not None:
+        existing.check_request(asked_at_once(request, options))
+    return existing
+
+
+def existing_stage(command: CommandOptions, name: str, asked: Mapping[str, Any], **more: Any) -> Existing | None:
+    """Return the file of a stage that a command would replace, None with --force or where there is none.
+
+    Raises WanjaxError for one that is known not to be the same. `more` is metadata of the file that it does not hold.
+    """
+    if command.force or not is_first():
+        return None
+    existing = Existing.find(stage_folder(command) / name, KEPT[False], **more)
+    if existing is not None:
+        existing.check_request(asked)
+    return existing
+
+
+def check_free(folder: Path) -> None:
+    """Raise WanjaxError where a run of all stages would replace in a folder what took long to make."""
+    taken = [name for name in WORK if (folder / name).exists()]
+    if taken:
+        decode = f"`{shlex.join(['wanjax', 'decode', '--dir', str(folder)])}` makes the video"
+        ways = [*([decode] if taken == [LATENTS] else []), f"{KEPT[False]} keeps it", "--force replaces it"]
         raise WanjaxError(f"{folder} holds {WORK[taken[0]]}: {', '.join(ways)}")
 
 
@@ -260,6 +317,7 @@ class VideoCommand:
             # scopes and lines count in the cache's key: a trace would otherwise show those of older code
             jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
         self.held: HeldRun | None = None  # the folder of a run, which is not the user's
+        self._forced = ["--force"] if command.force else []
         self.is_new = False  # the user's folder, which this command made
         self.is_written = False
         self.folder, self.video = self._names(
@@ -287,6 +345,22 @@ class VideoCommand:
             self.held = create_run(names)
         folder = self.held.folder if self.held else Path(next(names()))  # other processes write nothing
         return folder, out or str(video_named(folder.name))
+
+    def is_there(self, existing: Existing | None, names: Collection[str] | None = None) -> bool:
+        """Tell whether the file that is to be made is there already, and print it.
+
+        Raises WanjaxError where another one is, by all of its metadata or by entries of these names.
+        """
+        if existing is not None:
+            existing.check(self.record, names)
+        there = existing is not None
+        if self.report.has_peers:
+            there = PeerGroup().broadcast(there)
+        if there and existing is not None:
+            self.report.note(f"{existing.file} is there already: --force makes it again")
+            if existing.file == self.video or self.report.in_json:
+                self.made(paths.parse_path(existing.file))
+        return there
 
     @property
     def is_kept(self) -> bool:
@@ -504,12 +578,12 @@ class VideoCommand:
             return self.command_again()
         elsewhere = stage == "decode" and self.video != str(self.folder / stage_files.VIDEO)
         out = ["--out", self.video] if elsewhere else []
-        return shlex.join(["wanjax", stage, "--dir", str(self.folder), *out])
+        return shlex.join(["wanjax", stage, "--dir", str(self.folder), *out, *self._forced])
 
     def command_again(self) -> str:
         """Return the command that makes the video from what the folder has of it."""
         folder = str(self.folder)
-        return shlex.join(["wanjax", "generate", "--from", folder, "--dir", folder, "--out", self.video])
+        return shlex.join(["wanjax", "generate", "--from", folder, "--dir", folder, "--out", self.video, *self._forced])
 
 
 def _shown_parts(chosen: Settings) -> dict[str, str]:
@@ -518,7 +592,7 @@ def _shown_parts(chosen: Settings) -> dict[str, str]:
     guidance += f" with {chosen.guidance_rule}" if chosen.guidance_rule != CLASSIFIER_FREE else ""
     return {
         "size": f"{chosen.width}x{chosen.height}",
-        "length": f"{quantity(chosen.frames, 'frame')} at {chosen.fps} a second",
+        "length": f"{quantity(chosen.length, 'frame')} at {chosen.fps} a second",
         "steps": quantity(chosen.steps, "step"),
         "guidance": f"guidance {guidance}",
     }

@@ -17,6 +17,8 @@ HOLE = 256  # zero bytes in a row, the least; VP8 writes some for large parts th
 DENSE = 10_000  # pixels of a frame, for each of which a coder may write one zero byte in a row
 PACKETS = (188, 192, 204)  # bytes of a packet of MPEG-TS, with a time or a checksum beside it
 PAGE, HEAD = 2**16, 27  # the most bytes of a page of Ogg, and those of its header but for the lengths of its parts
+EBML, SEGMENT = b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67"  # the first part of a WebM, and the one of all its data
+UNKNOWN_LENGTH = 2**56 - 1  # of a part of WebM, as of one that is still written
 START_CODE = 1  # the first byte after zeros, of those that begin a part of a stream
 
 
@@ -124,3 +126,34 @@ def ends_within(file: Path, container: str) -> bool:
     last = data.rfind(b"OggS")
     parts = data[last + HEAD : last + HEAD + data[last + HEAD - 1]] if 0 <= last <= len(data) - HEAD else b""
     return last < 0 or len(data) < last + HEAD + len(parts) + sum(parts) or not parts
+
+
+def is_cut_short(file: Path) -> bool:
+    """Return whether a film, an animation or a picture ends before its own parts do, as a copy that was stopped.
+
+    Reads the headers of the outermost parts alone, of MP4 and MOV, WebM, WebP, PNG and GIF.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        head = opened.read(64)
+        if head[4:8] == b"ftyp":
+            begin = 0
+            while begin < size:
+                opened.seek(begin)
+                part = opened.read(16)
+                length = int.from_bytes(part[:4])
+                length = int.from_bytes(part[8:]) if length == 1 else length or size - begin
+                if len(part) < 8 or length < 8 or begin + length > size:
+                    return True
+                begin += length
+            return False
+        if head.startswith(b"RIFF"):
+            return 8 + int.from_bytes(head[4:8], "little") > size
+        if (at := head.find(SEGMENT)) >= 0 and head.startswith(EBML):
+            length = int.from_bytes(head[at + 4 : at + 12]) - (1 << 56)  # in eight bytes, of which one bit says so
+            return at + 12 + length > size and 0 <= length < UNKNOWN_LENGTH
+        opened.seek(max(0, size - 64))
+        tail = opened.read()
+    if head.startswith(b"\x89PNG"):
+        return b"IEND" not in tail
+    return head.startswith(b"GIF8") and not tail.rstrip(b"\0").endswith(b";")

@@ -8,7 +8,7 @@ from typing import Any
 
 from wanjax.checkpoints.files import SafetensorsFile
 from wanjax.errors import WanjaxError, reason
-from wanjax.media.video import FRAME, read_metadata
+from wanjax.media.video import FRAME, read_metadata, why_without_settings
 from wanjax.stores.paths import AnyPath, local_copy, missing_file, parse_path
 
 CONFIG = "generation_config.json"
@@ -45,7 +45,7 @@ def find_metadata(path: str | AnyPath) -> dict[str, Any]:
     elif file.is_file():
         metadata = read_metadata(file)
     if not isinstance(metadata, dict) or not isinstance(metadata.get("prompt"), str):
-        raise WanjaxError(f"{file} holds no settings of a video: wanjax did not write it, or something rewrote it")
+        raise WanjaxError(f"{file} holds no settings of a video: {why_without_settings(file)}")
     return _by_our_names(metadata)
 
 

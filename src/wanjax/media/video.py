@@ -27,6 +27,7 @@ from PIL import Image, PngImagePlugin
 from wanjax.dims import readable
 from wanjax.errors import WanjaxError, repr_short, write_errors
 from wanjax.figures import quantity
+from wanjax.media.damage import is_cut_short
 from wanjax.media.ffmpeg import reading, run_ffmpeg
 from wanjax.media.webp import keep_time
 from wanjax.signals import cleanup_on_exit
@@ -221,8 +222,16 @@ def read_metadata(path: str | AnyPath) -> dict[str, Any]:
     except BROKEN:  # neither JSON nor a picture nor a video
         settings = None
     if not isinstance(settings, dict):
-        raise WanjaxError(f"{file} holds no settings: wanjax did not write it, or something rewrote it")
+        raise WanjaxError(f"{file} holds no settings: {why_without_settings(file)}")
     return settings
+
+
+def why_without_settings(file: Path) -> str:
+    """Return why a file of a video or a stage may have no settings."""
+    with suppress(OSError):
+        if is_cut_short(file):
+            return "it is cut short, so get a whole copy"
+    return "wanjax did not write it, or something rewrote it"
 
 
 def _suffix(path: str | AnyPath) -> str:
