@@ -364,3 +364,21 @@ def test_names_that_are_not_utf_8(text):
     assert os.fsencode(json.loads(of_second)["file"]).endswith(b"/two\xe9.gif")
     assert nothing == 4 * [b""]
     assert b"Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "a.webm", "a.gif", "a.webp", "b.png"])
+def test_a_video_that_is_cut_short_is_told(name):
+    """Where its settings are left, as in most of a film, they are shown; else the reason is not the wrong one."""
+    write_video(name, FRAMES[: 1 if name.endswith(".png") else None], 8, {"prompt": "a", "model": "nano"})
+    whole = Path(name).read_bytes()
+    assert "cut short" not in succeeded(wanjax("info", name)).output
+    for length in (len(whole) * 9 // 10, len(whole) // 3, 60):
+        Path(name).write_bytes(whole[:length])
+        result = wanjax("info", name)
+        assert says(result.stderr, f"{name} cut short"), (length, result.output)
+        assert result.exit_code == 2 or "nano" in result.stdout
+
+
+def test_the_frames_of_all_windows_are_counted():
+    Path("generation_config.json").write_text('{"prompt": "a", "frames": 17, "windows": 2, "overlap": 1, "fps": 8}')
+    assert lines(succeeded(wanjax("info", ".")).stdout)["frames"] == "33 at 8 a second"

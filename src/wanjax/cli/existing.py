@@ -5,6 +5,7 @@ Neither JAX nor NumPy is imported here before a file is there, so that `generate
 """
 
 import json
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +34,8 @@ class Existing:
     def find(cls, file: str | Path, other: str, **more: Any) -> "Existing | None":
         """Return a video, or the file of a stage, that is there; None if none is. `more` is metadata kept elsewhere."""
         path = parse_path(file)
-        if not path.exists():
-            return None
+        if not (os.path.exists(path) if isinstance(path, Path) else path.exists()):
+            return None  # os.path raises nothing for names that are none
         from wanjax.media.metadata import find_metadata  # imported late, as said above
         from wanjax.media.video import FRAME
 
@@ -46,10 +47,10 @@ class Existing:
             metadata = None
         return cls(str(file), metadata, other)
 
-    def check_request(self, asked: Mapping[str, Any]) -> None:
-        """Raise WanjaxError where the file is another one than is asked for, as far as known before all is loaded."""
-        known = self.metadata or {}
-        self.check(asked, [name for name in AT_ONCE if name in asked and name in known])
+    def check_request(self, requested: Mapping[str, Any]) -> None:
+        """Raise WanjaxError where the file is another one than is requested, as far as known before all is loaded."""
+        recorded = self.metadata or {}
+        self.check(requested, [name for name in AT_ONCE if name in requested and name in recorded])
 
     def check(self, metadata: Mapping[str, Any], names: Collection[str] | None = None) -> None:
         """Raise WanjaxError unless the file has this metadata, or these entries of it."""
@@ -64,5 +65,5 @@ class Existing:
                 )
 
     def refuse(self, why: str) -> NoReturn:
-        """Raise WanjaxError with the reason why the file is not what is asked for."""
+        """Raise WanjaxError with the reason why the file is not what is requested."""
         raise WanjaxError(f"{self.file} is there already, {why}: {self.other} keeps it, --force replaces it")

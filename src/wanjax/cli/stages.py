@@ -110,8 +110,8 @@ def encode(report: Report, request: VideoRequest, options: PipelineOptions, comm
     """Run the first stage, from the command line alone."""
     init_distributed(report, options.processes)
     folder = stage_folder(command)
-    asked, stored = asked_at_once(request, options), _stored_of(request, folder)
-    existing = existing_stage(command, stage_files.EMBEDDINGS, asked, **stored)
+    requested, stored = requested_at_once(request, options), _stored_of(request, folder)
+    existing = existing_stage(command, stage_files.EMBEDDINGS, requested, **stored)
     with held(VideoCommand(report, request, options, command)) as video:
         if video.is_there(existing, existing and existing.metadata):
             return
@@ -128,7 +128,7 @@ def denoise(report: Report, request: VideoRequest, options: PipelineOptions, com
     init_distributed(report, options.processes)
     folder = stage_folder(command)
     left = load_stage_settings(folder)
-    existing = existing_stage(command, LATENTS, asked_at_once(request, options), fps=left.get("fps"))
+    existing = existing_stage(command, LATENTS, requested_at_once(request, options), fps=left.get("fps"))
     tensors = {**stage_files.load_encoded(folder, left), **stage_files.load_video_shape(folder)}
     follow = request.settings.get("follow")
     if follow not in (None, left.get("follow")) and any(left.get(name) for name in INPUTS):
@@ -202,7 +202,7 @@ def _stored_of(request: VideoRequest, folder: Path) -> dict[str, Any]:
     return {name: stored[name] for name in ("model", *request.settings, *sides) if name in stored}
 
 
-def asked_at_once(request: VideoRequest, options: PipelineOptions) -> dict[str, Any]:
+def requested_at_once(request: VideoRequest, options: PipelineOptions) -> dict[str, Any]:
     """Return what a command asks for, as far as it is known before the model is loaded."""
     preset = registry.find_preset(str(options.model))
     return dict(request.settings) | ({"model": preset.name} if preset else {})
@@ -220,11 +220,11 @@ def existing_video(
         return None
     existing = Existing.find(file, other or KEPT[command.out is not None])
     if existing is not None:
-        existing.check_request(asked_at_once(request, options))
+        existing.check_request(requested_at_once(request, options))
     return existing
 
 
-def existing_stage(command: CommandOptions, name: str, asked: Mapping[str, Any], **more: Any) -> Existing | None:
+def existing_stage(command: CommandOptions, name: str, requested: Mapping[str, Any], **more: Any) -> Existing | None:
     """Return the file of a stage that a command would replace, None with --force or where there is none.
 
     Raises WanjaxError for one that is known not to be the same. `more` is metadata of the file that it does not hold.
@@ -233,7 +233,7 @@ def existing_stage(command: CommandOptions, name: str, asked: Mapping[str, Any],
         return None
     existing = Existing.find(stage_folder(command) / name, KEPT[False], **more)
     if existing is not None:
-        existing.check_request(asked)
+        existing.check_request(requested)
     return existing
 
 
