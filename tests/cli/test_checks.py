@@ -93,6 +93,15 @@ MISTAKES = {
     "serve --workers 0": "--workers 0 --database",
     "serve --dashboard": "--dashboard --workers --ray",
     "serve --ray auto": "--ray --workers",
+    "a --dir here.txt": "--dir here.txt file folder",
+    "serve --dir here.txt": "--dir here.txt file folder",
+    "a --image encoded": "--image encoded folder picture",
+    "encode a --image encoded": "--image encoded folder picture",
+    "batch encoded": "encoded folder file prompt line",
+    "worker": "--database WANJAX_DATABASE",
+    "worker --database here.txt": "--dir --out",
+    "worker --database nodir/jobs.sqlite --out x": "nodir/jobs.sqlite --database",
+    "worker --database here.txt --out x --extend-prompt http://a/v1": "--extend-prompt --dir",
     "serve --workers 2 --ray nonsense": "'nonsense' auto HOST:PORT local",
 }
 LATER = {  # which are told once JAX is imported, and asked last

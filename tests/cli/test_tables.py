@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from rich.cells import cell_len
 
 from tests.support.commands import succeeded
 from wanjax.cli import main
 from wanjax.cli.listing import listed_models
 from wanjax.cli.measuring import HEADINGS
 from wanjax.cli.planning import STAGE
-from wanjax.cli.tables import table
+from wanjax.cli.tables import folded, table
 
 NARROW = 60
 STAGES = [
@@ -77,3 +78,14 @@ def test_what_made_a_video(tmp_path):
 def test_a_pipe_has_a_line_for_each_row():
     lines = succeeded(CliRunner(env={"COLUMNS": ""}).invoke(main, ["models"])).stdout.splitlines()
     assert len(lines) == 1 + 2 * len(listed_models())
+
+
+def test_wide_characters_are_folded_by_their_columns():
+    """A Chinese text has no spaces; a comma begins no line."""
+    text = "色调艳丽，过曝，静态，细节模糊不清，字幕，风格，作品，画作，a cat plays, 画面，静止，整体发灰"
+    lines = folded(text, 20)
+    assert max(map(cell_len, lines)) <= 22  # with a mark that stays on its line
+    assert len(lines) <= 6
+    assert not any(line[0] in "，, " for line in lines)
+    assert "".join(lines).replace(" ", "") == text.replace(" ", "")
+    assert folded("a few words here", 7) == ["a few", "words", "here"]

@@ -11,7 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 from urllib.parse import quote
 
 import psutil
@@ -21,10 +23,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.postgres import PASSWORD, STRICT, Server
-from tests.support.words import says
+from tests.support.words import naming, says
 from wanjax.errors import WanjaxError
+from wanjax.jobs import databases
 from wanjax.jobs import store as stores
-from wanjax.jobs.databases import public_url, without_password
+from wanjax.jobs.databases import DatabaseError, public_url, without_password
 from wanjax.jobs.sharing import BATCH, SERVE, join_namespace
 from wanjax.jobs.store import (
     ARRIVING,
@@ -833,3 +836,16 @@ def test_any_sequence_does_what_the_model_does(store: JobStore) -> None:
         check_against_the_model(store, steps)
 
     check()
+
+
+@pytest.mark.parametrize(("free", "told"), [(0, "disk full"), (2**30, "disk I/O error")])
+def test_an_input_error_of_a_full_disk_is_told_as_one(tmp_path, monkeypatch, free, told):
+    """SQLite calls it so where the files beside its own have no room."""
+    with closing(JobStore(str(tmp_path / "jobs.sqlite"), retry_seconds=0)) as store:
+        error = sqlite3.OperationalError("disk I/O error")
+        error.sqlite_errorname = "SQLITE_IOERR_SHMSIZE"
+        monkeypatch.setattr(databases.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+        monkeypatch.setattr(store._database, "transaction", Mock(side_effect=error))
+        with pytest.raises(DatabaseError, match=naming(f"{tmp_path}/jobs.sqlite {told}")) as raised:
+            store.stats()
+    assert raised.value.is_full == (free == 0)

@@ -160,6 +160,8 @@ def test_large_clips(start, machine):
         (400, "multipart/form-data", b"x"),
         (422, "multipart/form-data; boundary=b", b"--b\r\nnothing"),
         (422, "application/x-www-form-urlencoded", b"prompt=a&prompt=b"),  # a field that is given twice
+        (415, "application/x-www-form-urlencoded", b"{bad"),  # as curl -d sends JSON
+        (415, "application/x-www-form-urlencoded", b' {"prompt": "a=b"}'),
         (415, "text/plain", b"a red circle"),
         (415, "", b""),
     ],

@@ -547,8 +547,9 @@ def worker(
     """Make the videos of a `wanjax serve` or `wanjax batch` of another host, from its database.
 
     Leases jobs from --database, makes each video into the one place that all have, and ends when it is told to: with
-    Ctrl-C or SIGTERM the video under way waits again. A worker needs the options that shape the videos, such as --model
-    and --lora. Any number may join and leave.
+    Ctrl-C or SIGTERM the video under way waits again. A file of SQLite must exist: the server or the batch that has the
+    jobs makes it. A worker needs the options that shape the videos, such as --model and --lora. Any number may join and
+    leave.
     """
     from wanjax.cli import working
 

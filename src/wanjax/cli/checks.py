@@ -15,7 +15,7 @@ from click.core import ParameterSource
 
 from wanjax.cli import listing
 from wanjax.cli.names import TOKEN
-from wanjax.cli.options import check_file, is_typed
+from wanjax.cli.options import check_file, is_given, is_typed
 from wanjax.errors import WanjaxError
 from wanjax.media.inputs import INPUTS
 from wanjax.pipelines.settings import read_seeds
@@ -56,6 +56,12 @@ def check(ctx: click.Context, request: "VideoRequest | None") -> None:
     for name in (*INPUTS, *OTHER_FILES):
         for file in values[name] if isinstance(values.get(name), tuple) else [values.get(name)]:
             check_file(file, f"give --{name.replace('_', '-')} a file that there is")
+    for name in (name for name, spec in INPUTS.items() if spec.kind in ("image", "images")):
+        for file in values[name] if isinstance(values.get(name), tuple) else [values.get(name)]:
+            if file is not None and os.path.isdir(file):
+                raise WanjaxError(f"{INPUTS[name].option} {file} is a folder: give a picture")
+    if isinstance(folder := values.get("folder"), str | Path) and os.path.isfile(folder):
+        raise WanjaxError(f"--dir {folder} is a file: give a folder")
     _check_prompts(values.get("prompts"))
     if ctx.info_name == "info" and not os.path.exists(values["file"]) and listing.find_model(values["file"]):
         raise WanjaxError(f"{values['file']} is a model, not a file: `wanjax models {values['file']}` describes it")
@@ -75,8 +81,29 @@ def check(ctx: click.Context, request: "VideoRequest | None") -> None:
         _check_workers(ctx)
     if ctx.info_name == "serve":
         _check_access(ctx)
+    if ctx.info_name == "worker":
+        _check_worker(values)
     if ctx.info_name in STAGES:
         _check_stage(values["folder"], ctx.info_name)
+
+
+def _check_worker(values: Mapping[str, Any]) -> None:
+    """Raise WanjaxError for a worker without a database that there is, or without a place for its videos."""
+    from wanjax.jobs.databases import ENV_VARIABLE, check_exists, resolve_database  # imported late, as above
+
+    if (url := resolve_database(values.get("database"))) is None:
+        raise WanjaxError(f"no database is named: give --database FILE|URL, or {ENV_VARIABLE} in the environment")
+    if "out" in values and "folder" in values:
+        raise WanjaxError("--dir is given beside --out: give the one that the server or the batch has")
+    if "out" not in values and "folder" not in values:
+        raise WanjaxError("no place is named: give --dir, that of the server, or --out, that of the batch")
+    for name in ("preview", "preview_decoder", "extend_prompt"):
+        if "out" in values and is_given(name):
+            error = f"--{name.replace('_', '-')} is for the jobs of a server, with --dir"
+            raise WanjaxError(f"{error}: a batch has its prompts extended before, and shows no previews")
+    if "folder" in values and values.get("processes"):
+        raise WanjaxError("--processes is for the jobs of a batch: a worker of a server is one process")
+    check_exists(url)
 
 
 def _check_seeds(ctx: click.Context, seeds: str | None) -> None:
@@ -91,6 +118,8 @@ def _check_seeds(ctx: click.Context, seeds: str | None) -> None:
 def _check_prompts(file: str | None) -> None:
     again = shlex.join(["wanjax", "generate", str(file)])
     check_file(file, f"give a file with a prompt on each line; for one prompt use `{again}`")
+    if file is not None and os.path.isdir(file):
+        raise WanjaxError(f"{file} is a folder: give a file with a prompt on each line")
 
 
 def _check_chip(name: str) -> None:

@@ -2,16 +2,20 @@
 """Tables of text that keep their columns on a narrow terminal."""
 
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from textwrap import wrap
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 NO_BREAK = "\xa0"  # a space at which no line is folded
+WIDE = "\u1100-\u115f\u2e80-\ua4cf\uac00-\ud7a3\uf900-\ufaff\ufe30-\ufe4f\uff01-\uff60\uffe0-\uffe6"
+"""Characters of two columns, between which a line may end."""
+PIECES = re.compile(rf"[ \t\n\r\f\v]+|[^ \t\n\r\f\v{WIDE}]+|[{WIDE}][，。、！？：；）」』》]*")
+"""Spaces, words, and wide characters with the marks that begin no line."""
 ROOMY = 80  # columns from which two spaces stand between those of a table
 
 
@@ -94,10 +98,22 @@ def _block(headings: Sequence[str], row: Sequence[str], width: int) -> Iterator[
 
 
 def folded(text: str, width: int | None) -> list[str]:
-    """Return the lines of a text that is folded between words; a longer word stays whole."""
+    """Return the lines of a text that is folded between words, or wide characters; a longer word stays whole."""
     if not text or width is None:
         return [text]
-    return wrap(text, max(1, width), break_long_words=False, break_on_hyphens=False) or [""]
+    from rich.cells import cell_len  # imported late for a quick --help
+
+    lines, gap = [""], ""
+    for piece in PIECES.findall(text):
+        if piece.isspace() and piece != NO_BREAK:
+            gap = " " * len(piece)
+        elif lines[-1] and cell_len(lines[-1] + gap + piece) > width:
+            lines.append(piece)
+            gap = ""
+        else:
+            lines[-1] += (gap if lines[-1] else "") + piece
+            gap = ""
+    return lines
 
 
 def _longest(text: str) -> int:

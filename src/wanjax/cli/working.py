@@ -6,14 +6,12 @@ from functools import partial
 from math import inf
 from typing import Any
 
-from wanjax.cli.options import is_given
 from wanjax.cli.parsed import PipelineOptions, ServeOptions
 from wanjax.cli.processes import init_distributed
 from wanjax.cli.report import Report
 from wanjax.cli.stages import loaded, located
-from wanjax.errors import WanjaxError
 from wanjax.jobs.batch import MAX_RUN_JOBS
-from wanjax.jobs.databases import ENV_VARIABLE, check_exists, resolve_database
+from wanjax.jobs.databases import check_exists, resolve_database
 from wanjax.jobs.lockstep import Leader, follow
 from wanjax.jobs.maker import VideoMaker
 from wanjax.jobs.multihost import is_first
@@ -36,19 +34,12 @@ def work_for(
     retries: int,
 ) -> None:
     """Lease and make jobs of a database, alone or with the processes that it meets, until a signal."""
-    if (url := resolve_database(database)) is None:
-        raise WanjaxError(f"no database is named: give --database FILE|URL, or {ENV_VARIABLE} in the environment")
-    if out is not None and folder is not None:
-        raise WanjaxError("--dir is given beside --out: give the one that the server or the batch has")
-    if (folder_option := out or folder) is None:
-        raise WanjaxError("no place is named: give --dir, that of the server, or --out, that of the batch")
+    url, folder_option = resolve_database(database), out or folder
+    assert url is not None
+    assert folder_option is not None, "`checks` refuses a worker without one"
     target = parse_path(folder_option).absolute()
     if folder is not None:
         return _work_for_server(report, url, target, options, served)
-    for name in ("preview", "preview_decoder", "extend_prompt"):
-        if is_given(name):
-            error = f"--{name.replace('_', '-')} is for the jobs of a server, with --dir"
-            raise WanjaxError(f"{error}: a batch has its prompts extended before, and shows no previews")
     check_exists(url)
     with closing(JobStore(url)) as store:  # before the model: a wrong one is refused at once
         init_distributed(report, options.processes)
@@ -85,8 +76,6 @@ def _work_for_server(report: Report, url: str, target: AnyPath, options: Pipelin
     from wanjax.cli import serving  # imported late: it needs the libraries of the server
 
     serving.check_libraries()
-    if options.processes:
-        raise WanjaxError("--processes is for the jobs of a batch: a worker of a server is one process")
     check_exists(url)
     with closing(JobStore(url)) as store:
         init_distributed(report, None)

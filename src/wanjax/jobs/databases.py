@@ -7,6 +7,7 @@ One connection writes and one reads, each used by one thread at a time. Statemen
 import fcntl
 import os
 import re
+import shutil
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -34,6 +35,7 @@ REFUSALS = ("authentication", "password", "does not exist", "pg_hba", "not permi
 """Words in a server's answer to a connection that mean that retrying does not help."""
 TRANSIENT = ("40001", "40P01", "53300", "55P03", "25P03", "57P01", "57P02", "57P03")
 """PostgreSQL's transient error codes: deadlocks, locks, too many connections, a server that starts or stops."""
+LEAST_FREE = 2**20  # bytes of a disk, below which an I/O error is for want of room
 FULL = ("SQLITE_FULL", "53100")  # the codes of a full disk
 
 Values = Mapping[str, Any]
@@ -113,15 +115,6 @@ def check_exists(url: str) -> None:
         raise WanjaxError(
             f"there is no database {file}: give --database the file of a server or a batch, which is started first"
         )
-
-
-def is_disk_full(error: Exception) -> bool:
-    """Return whether a database rejected a statement because its disk is full.
-
-    Args:
-        error: The error of the database's library.
-    """
-    return getattr(error, "sqlite_errorname", None) in FULL or getattr(error, "sqlstate", None) in FULL
 
 
 def public_url(url: str) -> str:
@@ -248,6 +241,14 @@ class Database:
         """
         raise NotImplementedError
 
+    def is_full(self, error: Exception) -> bool:
+        """Return whether the database rejected a statement because its disk is full.
+
+        Args:
+            error: The error of the database's library.
+        """
+        return getattr(error, "sqlite_errorname", None) in FULL or getattr(error, "sqlstate", None) in FULL
+
     def reclaim(self) -> None:
         """Free space for a few small changes on a full disk, inside the database's own files."""
 
@@ -309,6 +310,11 @@ class Sqlite(Database):
 
     def is_transient(self, error: Exception) -> bool:
         return getattr(error, "sqlite_errorname", "") in ("SQLITE_BUSY", "SQLITE_LOCKED")
+
+    def is_full(self, error: Exception) -> bool:
+        """Tell also of a full disk that SQLite calls an I/O error, as for the files beside its own."""
+        failed = getattr(error, "sqlite_errorname", "").startswith("SQLITE_IOERR")
+        return super().is_full(error) or (failed and shutil.disk_usage(self.file.parent).free < LEAST_FREE)
 
     def close(self) -> None:
         super().close()

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from wanjax.errors import WanjaxError, reason
 from wanjax.figures import quantity
-from wanjax.jobs.databases import Connection, DatabaseError, Values, is_disk_full, open_database, without_password
+from wanjax.jobs.databases import Connection, DatabaseError, Values, open_database, without_password
 
 ARRIVING, QUEUED, RUNNING = "arriving", "queued", "in_progress"
 COMPLETED, FAILED, REMOVED = "completed", "failed", "removed"
@@ -782,7 +782,8 @@ class JobStore:
                 with self._database.transaction(write=write, durable=durable) as connection:
                     return operation(_Transaction(connection, self._database.now, self.namespace))
             except self._database.errors as error:
-                why, is_full = without_password(reason(error), self.url), is_disk_full(error)
+                why, is_full = without_password(reason(error), self.url), self._database.is_full(error)
+                why = f"the disk of {self.name} is full" if is_full else why
                 if is_full and math.isinf(self.retry_seconds):  # a worker must record its results
                     self.reclaim()
                 elif not self._database.is_transient(error):

@@ -402,6 +402,8 @@ async def _body(request: Request) -> tuple[dict[str, Any], dict[str, list[bytes]
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind in FORMS:
         async with request.form(max_files=FILES, max_fields=FIELDS) as form:
+            if any(name.lstrip().startswith(("{", "[")) for name in form):  # as curl -d sends it
+                raise HTTPException(415, f"the body is JSON and its Content-Type says {kind}: send application/json")
             return await _form(form)
     if kind != "application/json":
         raise HTTPException(415, f"a video is asked for by application/json, {' or '.join(FORMS)}")

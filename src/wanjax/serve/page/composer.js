@@ -235,7 +235,9 @@ export function Composer({ form, setForm, models, videos, announce, needToken })
     for (const file of files) {
       const own = name ?? fields.inputFor(file, form, model);
       if (own === null) setMessage(text("wrong_file", { name: file.name }));
-      else if (file.type.startsWith("video/") && !fields.takesFilms(own)) {
+      else if (file.type && !/^(image|video)\//.test(file.type)) {
+        setWrong({ [own]: text("wrong_file", { name: file.name }) });
+      } else if (file.type.startsWith("video/") && !fields.takesFilms(own)) {
         setWrong({ [own]: text("wrong_kind", { name: file.name, label: fields.inputLabel(own) }) });
       } else accepted.push([own, file]);
     }
