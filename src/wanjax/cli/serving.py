@@ -46,7 +46,7 @@ from wanjax.serve.limits import Limits
 from wanjax.serve.maker import ServedMaker
 from wanjax.serve.variants import Variants
 from wanjax.signals import INTERRUPTED
-from wanjax.stores.locks import FileLock
+from wanjax.stores.locks import locked
 from wanjax.stores.paths import AnyPath, parse_path
 from wanjax.stores.writing import check_folder
 
@@ -120,7 +120,7 @@ def opened(folder: AnyPath, database: str | None) -> Iterator[JobStore]:
             if not isinstance(folder, Path):
                 fault = f"{folder} is a store, which can keep no database"
                 raise WanjaxError(f"{fault}: --database FILE, on a disk of this machine, or PostgreSQL's URL has one")
-            stack.enter_context(closing(FileLock(folder / LOCK, "server", "--dir")))
+            stack.enter_context(locked(folder / LOCK, "server", "--dir"))
             database = str(folder / DATABASE)
         store = stack.enter_context(closing(JobStore(database)))
         join_namespace(store, folder, SERVE)

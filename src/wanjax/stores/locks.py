@@ -2,6 +2,8 @@
 """Locks on folders that only one process may use at a time."""
 
 import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from wanjax.errors import WanjaxError
@@ -28,3 +30,19 @@ class FileLock:
     def close(self) -> None:
         """Release the lock."""
         self._table.close()
+
+
+@contextmanager
+def locked(file: Path, user: str, option: str) -> Iterator[None]:
+    """Hold a lock while the block runs, and leave no file of it. Raises WanjaxError as `FileLock`."""
+    while True:
+        lock = FileLock(file, user, option)
+        if file.exists():
+            break
+        lock.close()  # another process has removed the file in between, so that it locks nobody out
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            file.unlink()  # while it is held, for the same reason
+        lock.close()

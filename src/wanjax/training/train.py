@@ -25,7 +25,7 @@ from wanjax.media.metadata import DIGESTS
 from wanjax.media.video import try_output, write_video
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.seeds import key_of, seed_to_key_data
-from wanjax.stores.locks import FileLock
+from wanjax.stores.locks import locked
 from wanjax.stores.writing import check_folder, writing
 from wanjax.training import adapters, clips
 from wanjax.training.batches import Batches
@@ -175,7 +175,7 @@ class Training:
 
         Raises WanjaxError too where another training uses the folder.
         """
-        with closing(FileLock(self.out / LOCK, "training", "folder")):
+        with locked(self.out / LOCK, "training", "folder"):
             return self._run()
 
     def _run(self) -> Path:

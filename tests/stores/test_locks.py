@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Locks on folders: one holder at a time, and no file afterwards."""
+
+import pytest
+
+from tests.support.words import naming
+from wanjax.errors import WanjaxError
+from wanjax.stores.locks import locked
+
+
+def test_a_folder_is_locked_by_one_and_left_as_it_was(tmp_path):
+    for _ in range(2):
+        with locked(tmp_path / "a.lock", "training", "folder"):
+            with pytest.raises(WanjaxError, match=naming(f"training {tmp_path} folder")):
+                locked(tmp_path / "a.lock", "training", "folder").__enter__()
+            assert (tmp_path / "a.lock").exists()
+        assert list(tmp_path.iterdir()) == []
