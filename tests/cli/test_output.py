@@ -157,3 +157,14 @@ def test_what_is_left_out_of_a_folder_of_pictures_is_told_once(model):
         Image.new("RGB", (32, 16)).save(Path("clip") / name, "PNG")
     told = succeeded(wanjax("encode", "a", "--model", model, "--video", "clip", "--dtype", "float32")).stderr
     assert len([line for line in told.splitlines() if says(line, "clip 2 pictures")]) == 1
+
+
+@pytest.mark.parametrize(("videos", "words"), [(None, "complete kept goes"), (0, "no video begins again"), (2, "kept")])
+def test_what_a_stopped_command_says_is_true(tmp_path, videos, words):
+    report = Report()
+    assert report.outcome == ""
+    report.enable_resume()
+    report.videos = videos
+    assert says(report.outcome, words)
+    report.print_result(tmp_path / "a.mp4", {})
+    assert says(report.outcome, "complete is kept")

@@ -201,6 +201,7 @@ def missing(report: Report, tasks: Sequence[Task], folder: AnyPath, force: bool)
     missing_tasks.sort(
         key=lambda task: task.output in manifest.failed
     )  # what ended this before keeps no others from it
+    report.videos = len(existing)
     report.note(progress_of_many(len(missing_tasks), len(existing), folder))
     return missing_tasks, manifest
 

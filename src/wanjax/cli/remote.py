@@ -192,6 +192,7 @@ def _generate_several(
     check_folder(folder)
     there = set() if command.force else each.keys() & set(names_in(folder))
     left = [task for name, task in each.items() if name not in there]
+    report.videos = len(there)
     report.note(progress_of_many(len(left), len(there), folder))
     report.enable_resume()
     with closing(Manifest(folder)) as manifest, _cancelling(server) as waiting, report.stage("videos"):

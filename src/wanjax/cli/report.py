@@ -91,7 +91,7 @@ class Report:
     With `quiet`, nothing is printed but what the run made and errors. With `in_json`, what it made is a JSON object.
     With `stats`, the table is followed by where all time of the process went. `owns_process` tells that nothing else
     runs in the process, `has_peers` that other processes wait for this one, and `muted` that another one reports.
-    `seconds` are those of the stages so far.
+    `seconds` are those of the stages so far, and `videos` how many of several are complete, None for one.
     """
 
     def __init__(self) -> None:
@@ -103,6 +103,7 @@ class Report:
         self.has_peers = False
         self.muted = False
         self.seconds: dict[str, float] = {}
+        self.videos: int | None = None
         self._start_time = time.time()
         self._first_stage: float | None = None
         self._rows: dict[str, Row] = {}
@@ -124,6 +125,8 @@ class Report:
 
     def print_result(self, file: "AnyPath", record: Mapping[str, Any], **more: Any) -> None:
         """Print what a run made: the name of the file, or an object of it, its record and more."""
+        if self.videos is not None:
+            self.videos += 1
         if self.in_json:
             click.echo(json.dumps({"file": str(file), **more, "record": dict(record)}))
         else:  # in bytes, where the stream takes them, because a name may hold some that are no text
@@ -172,11 +175,11 @@ class Report:
     @property
     def outcome(self) -> str:
         """The last line of a run that did not complete: what is left of it, if anything."""
-        return (
-            f"what was complete is kept, and this goes on from there: {self.resume_command}\n"
-            if self.resume_command
-            else ""
-        )
+        if not self.resume_command:
+            return ""
+        if self.videos == 0:
+            return f"no video was complete, and this begins again: {self.resume_command}\n"
+        return f"what was complete is kept, and this goes on from there: {self.resume_command}\n"
 
     def leave(self, error: BaseException) -> NoReturn:
         """End the process for an error, though other processes wait for it.
