@@ -57,10 +57,11 @@ class FrameAttention(nnx.Module):
 
     def __call__(self, x: Chunk) -> Chunk:
         batch, frames, height, width, channels = x.shape
-        seen = replicate(x)  # its cells are split otherwise than its tokens: the compiler would gather them, and warn
+        # cells and tokens are sharded differently: the compiler would gather both as its last resort, with a warning
+        seen = replicate(x)
         qkv = self.qkv(self.norm(seen)).reshape(batch * frames, height * width, 1, 3 * channels)
         y = attention(*jnp.split(qkv, 3, axis=-1))  # [B·T H·W 1 C]
-        return x + self.out(y.reshape(x.shape))
+        return x + self.out(replicate(y).reshape(x.shape))
 
 
 class MidBlock(nnx.Module):
