@@ -64,7 +64,7 @@ def given(tmp_path, monkeypatch, standing_for) -> Arguments:
         (["decode", "folder"], "'folder' decode --dir folder --model"),
         (["list"], "'list' wanjax models"),
         (["plan", "nano", "--chip", "V6E"], "'V6E' v6e-1 v6e-8"),
-        (["plan", "nano", "--chip", "a100"], "'a100' v6e-8 h100 cpu"),
+        (["plan", "nano", "--chip", "p100"], "'p100' v6e-8 h100 cpu"),
     ],
 )
 def test_a_mistyped_command_makes_no_video(given, arguments, told):

@@ -69,8 +69,9 @@ def test_a_kernel_that_is_named_is_taken_or_refused(device, size, implementation
 
 
 def test_cards_and_tpus_prefer_their_own():
-    with jax.sharding.use_abstract_mesh(mesh(CARD)):
-        assert choose(*shapes()) == ("cudnn", "it is NVIDIA's own")
+    for kind in ("NVIDIA H200", "NVIDIA A10G", "NVIDIA RTX A6000", "NVIDIA GeForce RTX 3090", "NVIDIA L40S"):
+        with jax.sharding.use_abstract_mesh(mesh(AbstractDevice(kind, None, "gpu"))):
+            assert choose(*shapes()) == ("cudnn", "it is NVIDIA's own")
     with jax.sharding.use_abstract_mesh(mesh(TPU)):
         assert choose(*shapes()).name == choose(*shapes(), return_lse=True).name == "flash_tpu"
 
@@ -80,9 +81,11 @@ def test_cards_and_tpus_prefer_their_own():
     [
         (CARD, {"dtype": "float32"}, None, "cudnn bfloat16 float16 float32"),
         (CARD, {}, "auto:window=5", "cudnn window"),
+        (AbstractDevice("Tesla T4", None, "gpu"), {}, None, "cudnn Ampere Tesla T4"),
+        (AbstractDevice("NVIDIA GeForce RTX 2080 Ti", None, "gpu"), {}, None, "cudnn Ampere 2080"),
         (TPU, {"size": 80}, None, "flash_tpu size 80 64 128"),
     ],
-    ids=["a dtype", "a window", "a size"],
+    ids=["a dtype", "a window", "an old card", "an old desktop card", "a size"],
 )
 def test_where_another_is_taken_the_choice_says_why(device, kind, implementation, words):
     with jax.sharding.use_abstract_mesh(mesh(device)):

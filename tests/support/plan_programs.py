@@ -109,6 +109,21 @@ def attend_round(mesh: AbstractMesh, *, size: int, dtype: str, length: int) -> L
     return Lowering(run, (operand,) * 3)
 
 
+def on_cards(mesh: AbstractMesh) -> Lowering:
+    """Lowers what a video's programs are made of: attention by cuDNN over heads, a product, a convolution, a gather."""
+
+    def run(x, kernel, w):
+        with use(Partitioner(mesh, RULES["fsdp"])):
+            tokens = shard_tokens(x.reshape(1, -1, 4, 128), ("batch", "length", "heads", None))
+            y = attention(tokens, tokens, tokens, implementation="cudnn").reshape(x.shape)
+        y = jax.lax.with_sharding_constraint(y, NamedSharding(mesh, P())) @ w
+        return jax.lax.conv_general_dilated(y, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    sizes = (1, 32, 32, 512), (3, 3, 512, 512), (512, 512)
+    replicate = NamedSharding(mesh, P())
+    return Lowering(run, tuple(jax.ShapeDtypeStruct(size, jnp.bfloat16, sharding=replicate) for size in sizes))
+
+
 def _attend(mesh: AbstractMesh, operands, window=None) -> Lowering:
     def run(q, k, v, key_mask=None):
         assert choose(q, k, v, key_mask=key_mask, window=window).name == "flash_tpu"

@@ -316,6 +316,7 @@ def decode(report: Report, request: "VideoRequest", options: "PipelineOptions", 
 @train_options.priced
 @scale_options.at_scale
 @options.quiet
+@click.option("--programs", is_flag=True, help="List each program; for NVIDIA's cards also the kernels that it starts.")
 @options.as_json
 @defaults.config
 def plan(
@@ -326,18 +327,20 @@ def plan(
     training: "TrainingOptions",
     bulk: "BulkOptions",
     as_json: bool,
+    programs: bool,
 ) -> None:
     """Price a video with MODEL, or nano, without the chips.
 
     Prints the memory of each stage, the seconds of a step and of the run, and what limits them. Programs for TPUs are
-    compiled by the TPU's own compiler and priced; other devices are priced by a stated model. No weights are loaded,
+    compiled by the TPU's own compiler and priced. With the extra plan-cuda programs for NVIDIA's cards are compiled by
+    XLA, and their times estimated by a stated model, by which other devices are priced. No weights are loaded,
     and a LoRA, which is merged into them, changes no price. Pictures that are not given are of the video's own size.
     With --train a step of training is priced in place of a video. With --requests many videos are: which slices make
     them by --deadline, which mesh takes the fewest chip-hours, and at which cost.
     """
     from wanjax.cli import planning
 
-    planning.plan(report, request, options, chip, training, bulk, as_json=as_json)
+    planning.plan(report, request, options, chip, training, bulk, as_json=as_json, programs=programs)
 
 
 @main.command()

@@ -469,7 +469,8 @@ chip = click.option(
     default="v6e-8",
     show_default=True,
     metavar="NAME",
-    help="TPUs such as v4-8, v5e-8, v5p-8, v6e-16 or v7x-8; h200, h100; or cpu.",
+    help="TPUs such as v4-8, v5e-8, v5p-8, v6e-16 or v7x-8; b200, h200, h100, a100, l40s, 4090 or t4, h100-8 for "
+    "eight; or cpu.",
 )
 
 chip_elsewhere = click.option(

@@ -38,7 +38,7 @@ from wanjax.pipelines.request import VideoRequest
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.tiny_decoder import DecoderFile
 from wanjax.pipelines.validation import check_loaded
-from wanjax.plan.estimate import Estimate, estimate
+from wanjax.plan.estimate import ESTIMATED, Estimate, estimate
 from wanjax.plan.estimate_cache import store_estimate
 from wanjax.plan.hardware import find_priceable_hardware
 from wanjax.plan.scale import ScaleEstimate, Workload, estimate_at_scale
@@ -64,6 +64,7 @@ def plan(
     bulk: BulkOptions,
     *,
     as_json: bool,
+    programs: bool = False,
 ) -> None:
     """Price a video, a step of training or many videos, and print a table or JSON."""
     jax.config.update("jax_platforms", "cpu")  # the priced chips need not be present
@@ -108,6 +109,8 @@ def plan(
         click.echo(json.dumps(reason | priced.to_json(), indent=2))
     else:
         SHOWN[type(priced)](priced, progress.console(stderr=False))
+        if programs and isinstance(priced, Estimate):
+            show_programs(priced, progress.console(stderr=False))
 
 
 def _video(pipe: Pipeline, request: VideoRequest) -> tuple[Pictures | None, Settings]:
@@ -151,12 +154,14 @@ def show_training(priced: TrainingEstimate, console: Console) -> None:
 
 def show_video(priced: Estimate, console: Console) -> None:
     """Print the prices as tables and sentences."""
+    how = f"priced by {priced.priced_by}, not measured"
+    if priced.priced_by == ESTIMATED:
+        how = f"memory by the card's compiler; times an estimate by {ESTIMATED}, not measured"
     options = "" if priced.compiler is None else f", compiler {priced.compiler}"
     _say(
         console,
         f"{priced.model}, {priced.size}, {quantity(priced.frames, 'frame')}, {quantity(priced.steps, 'step')}, "
-        f"{priced.dtype}, on {priced.chip} ({mesh_text(priced.mesh, ', ')}, rules {priced.rules}{options}), priced by "
-        f"{priced.priced_by}, not measured",
+        f"{priced.dtype}, on {priced.chip} ({mesh_text(priced.mesh, ', ')}, rules {priced.rules}{options}), {how}",
     )
     stages = [
         (
@@ -176,6 +181,26 @@ def show_video(priced: Estimate, console: Console) -> None:
         print_table(console, ("a step", "time", "part"), [*parts, ("in all", duration(whole), "")])
     for line in _summary(priced):
         _say(console, line)
+
+
+def show_programs(priced: Estimate, console: Console) -> None:
+    """Print each program, and on cards the kernels that it starts."""
+    rows = [
+        (
+            row.stage,
+            row.name,
+            str(row.times),
+            "does not fit" if row.seconds is None else duration(row.seconds),
+            _gib(row.arguments_bytes_per_chip),
+            _gib(row.peak_bytes_per_chip),
+        )
+        for row in priced.programs
+    ]
+    print_table(console, ("stage", "program", "times", "each", "weights and inputs", "peak a chip"), rows)
+    for row in priced.programs:
+        if row.kernels:
+            kernels = ", ".join(f"{times} {name}" for name, times in row.kernels.items())
+            _say(console, f"kernels of {row.stage}'s {row.name}: {kernels}")
 
 
 def _summary(priced: Estimate) -> Iterator[str]:

@@ -22,7 +22,7 @@ from wanjax.pipelines.memory import total_memory
 from wanjax.pipelines.mesh_sizes import MeshSizes
 from wanjax.pipelines.model import Cost, VideoModel
 from wanjax.pipelines.settings import Settings
-from wanjax.pricing.chips import Chip
+from wanjax.pricing.chips import Card, Chip
 from wanjax.pricing.roofline import Machine, device_model
 from wanjax.sharding import RULES, Rules
 
@@ -114,7 +114,7 @@ def auto_mesh(cost: StepCost, devices: Sequence[Any], sp: int | None = None) -> 
 
 
 def choose_mesh(
-    cost: StepCost, devices: int, memory: int | None, chip: Chip | Machine, *, sp: int | None = None
+    cost: StepCost, devices: int, memory: int | None, chip: Card | Chip | Machine, *, sp: int | None = None
 ) -> MeshSizes:
     """Choose the mesh with which a step is fastest, among those on which the weights fit.
 
@@ -176,7 +176,7 @@ def has_room(cost: StepCost, mesh: MeshSizes, memory: int | None) -> bool:
     return memory is None or cost.weights / cost.weight_shards(mesh) < most * memory
 
 
-def step_seconds(cost: StepCost, mesh: MeshSizes, chip: Chip | Machine) -> float:
+def step_seconds(cost: StepCost, mesh: MeshSizes, chip: Card | Chip | Machine) -> float:
     """Return the seconds of one step, by the model.
 
     Args:
@@ -200,14 +200,14 @@ def step_seconds(cost: StepCost, mesh: MeshSizes, chip: Chip | Machine) -> float
     return forwards * (compute + sent + merged)
 
 
-def _traded(devices: int, chip: Chip | Machine) -> float:
+def _traded(devices: int, chip: Card | Chip | Machine) -> float:
     """Return how many times its own share each link carries where all devices exchange theirs by heads."""
     if devices == 1:
         return 0.0
     return devices / 4 if chip.torus else (devices - 1) / devices
 
 
-def _rate(devices: int, chip: Chip | Machine) -> float:
+def _rate(devices: int, chip: Card | Chip | Machine) -> float:
     """Return the bytes a second that a device sends to others of a group; a ring of a torus has two directions."""
     return chip.link * (2 if chip.torus and devices > 2 else 1)
 

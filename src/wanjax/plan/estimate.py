@@ -2,7 +2,7 @@
 """The memory and the seconds of each stage of a video, and their limits, on devices that need not be present."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -31,12 +31,13 @@ from wanjax.plan.hardware import (
     would_fit,
 )
 from wanjax.plan.video_programs import DENSE, REUSING, STEP, VideoProgram, programs_of
-from wanjax.pricing.chips import Slice
+from wanjax.pricing.chips import CARDS, Card, Slice
 from wanjax.pricing.pricer import Price
 from wanjax.pricing.roofline import Machine
 from wanjax.registry import Outline
 from wanjax.sharding import RULES, Partitioner
 
+ESTIMATED = "a stated model, from the kernels that the card's compiler wrote"
 PricedProgram = tuple[VideoProgram, Price]
 
 
@@ -59,7 +60,10 @@ class Stage:
 
 @dataclass(frozen=True)
 class Row:
-    """A program of a video: the times that it runs, the seconds of each, and its bytes on one device."""
+    """A program of a video: the times that it runs, the seconds of each, and its bytes on one device.
+
+    On cards `kernels` tells how often one run starts each kind of kernel.
+    """
 
     stage: str
     name: str
@@ -68,6 +72,7 @@ class Row:
     arguments_bytes_per_chip: int
     peak_bytes_per_chip: int
     kept_bytes_per_chip: int
+    kernels: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -165,6 +170,11 @@ def estimate(
     check_set(compiler)
     doubts: list[str] = []
     if isinstance(hardware, Machine):
+        if chip in CARDS:
+            doubts.append(
+                f"nothing was compiled for {chip}: with the extra wanjax[plan-cuda] programs are, memory is exact, and "
+                "times are estimated from the kernels"
+            )
         if attention.window is not None:
             doubts.append(
                 f"the window of {quantity(attention.window, 'token')} is not priced: each token is taken to see all"
@@ -215,10 +225,19 @@ def estimate(
         guidance_scale=settings.guidance_scale,
         guidance_rule=str(settings.guidance_rule),
         dtype=settings.dtype,
-        priced_by="the chip's compiler" if isinstance(hardware, Slice) else "a stated model",
+        priced_by=_priced_by(hardware),
         **_memory(settings, chip, hardware, stages, step),
         programs=[
-            Row(program.stage, program.name, program.times, price.seconds, price.arguments, price.peak, program.beside)
+            Row(
+                program.stage,
+                program.name,
+                program.times,
+                price.seconds,
+                price.arguments,
+                price.peak,
+                program.beside,
+                price.kernels,
+            )
             for program, price in prices
         ],
         **_step(settings, hardware, step, work if attention.is_dense else None),
@@ -229,6 +248,12 @@ def estimate(
         disk_bytes=sum(network.parameters * (4 if network.float32 else 2) for network in networks),  # by `convert`
         doubts=[*dict.fromkeys(doubt for price in priced for doubt in price.doubts), *doubts],
     )
+
+
+def _priced_by(hardware: Hardware) -> str:
+    if isinstance(hardware, Machine):
+        return "a stated model"
+    return ESTIMATED if isinstance(hardware.chip, Card) else "the chip's compiler"
 
 
 def _memory(

@@ -14,7 +14,8 @@ from wanjax.figures import in_bytes
 from wanjax.pipelines.meshes import StepCost, choose_mesh
 from wanjax.plan.price import PRICER
 from wanjax.pricing import roofline_price
-from wanjax.pricing.chips import SLICES, Slice, abstract_mesh
+from wanjax.pricing.chips import CARD_SLICES, SLICES, Slice, abstract_mesh
+from wanjax.pricing.compile import has_cuda_compiler
 from wanjax.pricing.lowering import Lowering
 from wanjax.pricing.pricer import Price
 from wanjax.pricing.roofline import Machine, find_hardware
@@ -33,10 +34,15 @@ ROOM = 0.9  # the share of a device's memory that advice may use
 
 
 def find_priceable_hardware(name: str) -> Hardware:
-    """Return the hardware of this name; raise WanjaxError if it is unknown, or needs libtpu, which is missing."""
+    """Return the hardware of this name: for a card, without the compiler that the extra `plan-cuda` brings, its model.
+
+    Raises WanjaxError if it is unknown, or needs a compiler that is missing.
+    """
     hardware = find_hardware(name)
+    if name in CARD_SLICES and has_cuda_compiler():
+        hardware = CARD_SLICES[name]
     if isinstance(hardware, Slice):
-        PRICER.check()
+        PRICER.check(hardware.chip.platform)
     return hardware
 
 
@@ -150,7 +156,8 @@ def may_fit(claim: str, subject: str, least: int, most: int, memory: int) -> str
 
 def would_fit(chip: str, needed: int) -> str:
     """Return advice that names the smallest slice with so many bytes, of the same chips if there is one."""
-    places = [hardware for hardware in SLICES.values() if hardware.devices * hardware.chip.hbm * ROOM > needed]
+    family = CARD_SLICES if chip.partition("-")[0] in CARD_SLICES else SLICES
+    places = [hardware for hardware in family.values() if hardware.devices * hardware.chip.hbm * ROOM > needed]
     same = [hardware for hardware in places if hardware.chip.name == chip.partition("-")[0]] or places
     least = min(same, key=lambda hardware: hardware.devices, default=None)
     return "a smaller size or fewer frames may" if least is None else f"{least.name} should"

@@ -11,7 +11,7 @@ from wanjax.kernels.attention import AUTO, AttentionConfig
 from wanjax.pipelines.meshes import StepCost, choose_mesh, has_room, step_cost, step_seconds
 from wanjax.plan.estimate import Estimate, estimate
 from wanjax.plan.hardware import Hardware, Tell, find_priceable_hardware
-from wanjax.pricing.chips import SLICES, Slice
+from wanjax.pricing.chips import CARD_SLICES, SLICES, Slice
 from wanjax.pricing.costs import Cost
 from wanjax.pricing.roofline import find_hardware
 from wanjax.registry import Outline
@@ -165,11 +165,12 @@ def _candidates(hardware: Hardware, chip: str, sp: int | None, cost: StepCost) -
         yield chip, 1.0
         return
     work: dict[str, float] = {}
-    for name, other in SLICES.items():
+    slices = {**SLICES, **CARD_SLICES}
+    for name, other in slices.items():
         if other.chip == hardware.chip and other.devices <= hardware.devices and other.devices % (sp or 1) == 0:
             work[name] = chip_seconds(other, cost, sp)
     least = min(work.values(), default=inf)
-    for name in sorted(work.keys() | {chip}, key=lambda name: SLICES[name].devices):
+    for name in sorted(work.keys() | {chip}, key=lambda name: slices[name].devices):
         yield name, work[name] / least if work.get(name, inf) < inf else inf
 
 

@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TPU chips that programs are compiled for and priced on, and the slices in which they are rented.
+"""TPU chips and NVIDIA cards that programs are compiled for, and the groups in which they are rented.
 
 Sources: peak FLOP/s and bandwidth are from JAX's Pallas (`jax/_src/pallas/mosaic/tpu_info.py`). HBM is the
 capacity that the compiler reports when a program does not fit. The clock is the peak divided by the operations per
 cycle: 524,288 on v6e and on half a v7x, 131,072 on each core of earlier chips. The delay slots are those of the
 compiler's dumps.
+
+A card's peak and bandwidth are from NVIDIA's data sheets (B200 in an HGX, H200, H100 SXM, A100 80 GB SXM, L40S, T4) and
+from the appendix of the Ada whitepaper (RTX 4090); peaks are dense, with float32 sums. Processors, caches, clocks and
+limits are those of XLA's own descriptions (`xla/backends/gpu/target_config/specs`: B200, H200, H100, A100) and of the
+CUDA programming guide's table of compute capabilities. Memory is what JAX and PyTorch report, after the driver's part.
+Links are NVLink's, in one direction, and PCIe's where there is none.
 """
 
 from collections.abc import Mapping
@@ -35,13 +41,81 @@ class Chip:
 
     torus: ClassVar[bool] = True  # links connect only neighbours
 
+    platform: ClassVar[str] = "tpu"  # as jax.export names it
+    peak_dtype: ClassVar[str] = "bfloat16"  # of the operations at the peak
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What the streaming multiprocessors of one compute capability have."""
+
+    capability: tuple[int, int]
+    lanes: int  # of float32
+    threads: int  # resident at a time
+    shared: int  # KiB of shared memory
+    shared_by_block: int  # KiB of it that one block may take
+    features: str = "NONE"  # ACCELERATED_FEATURES where there are instructions of this generation alone, as of sm_90a
+
+
+@dataclass(frozen=True)
+class Card:
+    """An NVIDIA card: what a price needs of it, and what XLA's GPU compiler asks about it."""
+
+    name: str
+    kind: str  # JAX's `device_kind`
+    hbm: int  # bytes available to a program
+    flops: float  # peak, operations per second in `peak_dtype`
+    bandwidth: float  # of memory, bytes per second
+    link: float  # bytes per second and direction to the other cards of a host
+    generation: Generation
+    processors: int  # streaming multiprocessors
+    cache: int  # bytes of L2
+    clock: float  # GHz, boosted
+    peak_dtype: str = "bfloat16"
+
+    torus: ClassVar[bool] = False  # a switch, or the host, joins all
+    cores: ClassVar[int] = 1
+    platform: ClassVar[str] = "cuda"
+
+    @property
+    def description(self) -> str:
+        """The card as XLA's GpuTargetConfigProto, in protobuf's text format."""
+        kind = self.generation
+        major, minor = kind.capability
+        device = {
+            "threads_per_block_limit": 1024,
+            "threads_per_warp": 32,
+            "shared_memory_per_block": 48 * 1024,
+            "shared_memory_per_core": kind.shared * 1024,
+            "shared_memory_per_block_optin": kind.shared_by_block * 1024,
+            "threads_per_core_limit": kind.threads,
+            "core_count": self.processors,
+            "fpus_per_core": kind.lanes,
+            "block_dim_limit_x": 2**31 - 1,
+            "block_dim_limit_y": 2**16 - 1,
+            "block_dim_limit_z": 2**16 - 1,
+            "memory_bandwidth": int(self.bandwidth),
+            "l2_cache_size": self.cache,
+            "clock_rate_ghz": self.clock,
+            "device_memory_size": self.hbm,
+            "registers_per_core_limit": 2**16,
+            "registers_per_block_limit": 2**16,
+        }
+        fields = " ".join(f"{name}: {value}" for name, value in device.items())
+        return (
+            f"gpu_device_info {{ {fields} cuda_compute_capability {{ major: {major} minor: {minor} "
+            f"feature_extension: {kind.features} }} }} "
+            f'platform_name: "CUDA" dnn_version_info {{ major: {CUDNN[0]} minor: {CUDNN[1]} }} '
+            f'runtime_version {{ major: {CUDA} }} device_description_str: "{self.kind}"'
+        )
+
 
 @dataclass(frozen=True)
 class Slice:
     """Connected chips that are rented together; `topology` is the compiler's name for the arrangement."""
 
     name: str
-    chip: Chip
+    chip: Chip | Card
     devices: int
     topology: str
 
@@ -53,7 +127,9 @@ class Slice:
     def flops(self) -> float:
         return self.chip.flops
 
-    peak_dtype: ClassVar[str] = "bfloat16"  # of the operations at the peak
+    @property
+    def peak_dtype(self) -> str:
+        return self.chip.peak_dtype
 
 
 ONE_HOST = {"v5e:2x4": (2, 4, 1), "v6e:2x4": (2, 4, 1)}
@@ -82,6 +158,36 @@ SLICES = {
     )
 }
 
+CUDA, CUDNN = 13, (9, 10)  # versions that cards are described with
+MIB = 2**20
+TURING = Generation((7, 5), 64, 1024, 64, 64)
+AMPERE = Generation((8, 0), 64, 2048, 164, 163)
+ADA = Generation((8, 9), 128, 1536, 100, 99)
+HOPPER = Generation((9, 0), 128, 2048, 228, 227, "ACCELERATED_FEATURES")
+BLACKWELL = Generation((10, 0), 128, 2048, 228, 227, "ACCELERATED_FEATURES")
+
+CARDS = {
+    card.name: card
+    for card in (
+        Card("b200", "NVIDIA B200", 178 * GIB, 2250e12, 7.7e12, 900e9, BLACKWELL, 148, 126 * MIB, 1.965),
+        Card("h200", "NVIDIA H200", int(139.8 * GIB), 989e12, 4.8e12, 450e9, HOPPER, 132, 50 * MIB, 1.98),
+        Card("h100", "NVIDIA H100 80GB HBM3", int(79.1 * GIB), 989e12, 3.35e12, 450e9, HOPPER, 132, 50 * MIB, 1.98),
+        Card("a100", "NVIDIA A100-SXM4-80GB", int(79.2 * GIB), 312e12, 2.04e12, 300e9, AMPERE, 108, 40 * MIB, 1.41),
+        Card("l40s", "NVIDIA L40S", int(44.4 * GIB), 362e12, 0.864e12, 32e9, ADA, 142, 96 * MIB, 2.52),
+        Card("4090", "NVIDIA GeForce RTX 4090", int(23.6 * GIB), 165e12, 1.008e12, 32e9, ADA, 128, 72 * MIB, 2.52),
+        Card(
+            "t4", "Tesla T4", int(14.7 * GIB), 8.1e12, 0.32e12, 16e9, TURING, 40, 4 * MIB, 1.59, "float32"
+        ),  # XLA computes bfloat16 in float32 there
+    )
+}
+CARD_SLICES = {
+    name: Slice(name, card, devices, f"1x1x{devices}")
+    for card in CARDS.values()
+    for devices in (1, 2, 4, 8)
+    for name in (card.name if devices == 1 else f"{card.name}-{devices}",)
+}
+"""Cards of one host, by names such as h100 and h100-8."""
+
 KINDS = {chip.kind: chip for chip in (V4, V5E, V5P, V6E, V7X)} | {"TPU v5e": V5E, "TPU v5p": V5P, "TPU v6e": V6E}
 """Chips by JAX's `device_kind`."""
 
@@ -91,6 +197,19 @@ def find_slice(name: str) -> Slice:
     if name not in SLICES:
         raise WanjaxError(f"no TPU slice is named {name!r}: there are {', '.join(SLICES)}")
     return SLICES[name]
+
+
+def card_devices(name: str) -> list[Any]:
+    """Return the GPU compiler's devices of a slice such as h100-8, which may be absent. Loads JAX's plugin of CUDA."""
+    from jax.experimental import topologies
+
+    place = CARD_SLICES[name]
+    assert isinstance(place.chip, Card)
+    with TOPOLOGY_LOCK:
+        topology_desc = topologies.get_topology_desc(
+            place.chip.name, "cuda", topology=place.topology, target_config=place.chip.description
+        )
+    return list(topology_desc.devices)
 
 
 def topology_devices(topology: str, *, one_host: bool = False) -> list[Any]:
@@ -121,5 +240,9 @@ def abstract_mesh(target: Slice, axes: Mapping[str, int] | None = None) -> "Abst
     if prod(axes.values()) != target.devices:
         shape = ", ".join(f"{axis}={size}" for axis, size in axes.items())
         raise WanjaxError(f"the mesh {shape} needs {prod(axes.values())} devices: {target.name} has {target.devices}")
-    chip = AbstractDevice(target.chip.kind, target.chip.cores, "tpu")
+    chip = (
+        AbstractDevice(target.chip.kind, target.chip.cores, "tpu")
+        if isinstance(target.chip, Chip)
+        else AbstractDevice(target.chip.kind, None, "gpu")
+    )
     return AbstractMesh(tuple(axes.values()), tuple(axes), (AxisType.Auto,) * len(axes), abstract_device=chip)

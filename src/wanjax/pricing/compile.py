@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compilation for a slice of TPUs that is absent, in a separate process, and its results.
+"""Compilation for TPUs or cards that are absent, in a separate process, and its results.
 
 The process is separate because the TPU runtime needs environment variables before its first import, may take gigabytes
 and holds a lock. It receives bytes, meshes and options, and leaves no files behind.
@@ -23,7 +23,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from wanjax.errors import WanjaxError
-from wanjax.pricing.chips import Slice, find_slice
+from wanjax.pricing.chips import Card, Slice, find_slice
 from wanjax.pricing.exporting import CompilerError, Job, compile_failure, export
 from wanjax.pricing.lowering import Lowering
 from wanjax.pricing.roofline import machines
@@ -37,6 +37,7 @@ ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several such processes may run at once
     "TPU_STDERR_LOG_LEVEL": "3",
     "TF_CPP_MIN_LOG_LEVEL": "3",
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # JAX's plugin asks for a driver, which compiling never uses
 }
 DUMP = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final"  # per process
 DUMP_FOLDER = "dump"  # its folder
@@ -139,13 +140,14 @@ def compile_jobs(
     Raises:
         WanjaxError: libtpu is missing, or has another version than jax requires.
     """
-    check_compiler()
+    for platform in {job.slice.chip.platform for job in jobs} or {"tpu"}:
+        CHECKS[platform]()
     if not jobs:
         return
     with workspace() as folder:
         folders: dict[Path, list[int]] = {}
         for number, job in enumerate(jobs):
-            root = folder / ("schedules" if number in schedules else "programs")
+            root = folder / ("schedules" if number in schedules else job.slice.chip.platform)
             folders.setdefault(root, []).append(number)
             (root / str(number)).mkdir(parents=True)
             (root / str(number) / PROGRAM).write_bytes(job.program)
@@ -198,7 +200,7 @@ def _finished(left: dict[Path, list[int]], on_start: Callable[[int], Any]) -> It
                 continue
             why = (root / "errors.txt").read_text(encoding="utf-8", errors="replace")[-2000:].strip()
             if process.returncode > 0:
-                raise CompilerError(f"the TPU compiler's process ended with {process.returncode}: {why}")
+                raise CompilerError(f"the compiler's process ended with {process.returncode}: {why}")
             if at_once == 1 and numbers:
                 name = signal.Signals(-process.returncode).name
                 write_error(root / str(numbers[0]), name, f"the compiler's process ended. {why}".strip())
@@ -228,6 +230,7 @@ def _environment(root: Path) -> dict[str, str]:
 
 def _job_fields(job: Job) -> dict:
     return {
+        "card": job.slice.name if isinstance(job.slice.chip, Card) else None,
         "topology": job.slice.topology,
         "devices": job.slice.devices,
         "axes": list(job.axes.items()),
@@ -243,7 +246,7 @@ def _read_result(target: Slice, folder: Path, schedules: bool) -> Compiled | Com
         return CompilerError(compile_failure(target, failure["kind"], failure["message"]))
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     module = (folder / "module.txt").read_text(encoding="utf-8")
-    dump = read_dump(folder, target.chip) if schedules else {}
+    dump = {} if isinstance(target.chip, Card) or not schedules else read_dump(folder, target.chip)
     return Compiled(target, Memory(**result["memory"]), module, dump, result["seconds"], result["refused"])
 
 
@@ -259,6 +262,52 @@ def check_compiler() -> None:
         raise WanjaxError(
             f"jax {version('jax')} requires libtpu {required}, but {installed} is installed: run {install}"
         )
+
+
+CUDA_WHEELS = {
+    "jax_plugins.xla_cuda13": "jax-cuda13-plugin",
+    "jax_cuda13_plugin": "jax-cuda13-plugin",
+    "nvidia.cudnn": "nvidia-cudnn-cu13",
+    "nvidia.cu13": "nvidia-nvvm",
+}
+"""Modules that the GPU's compiler needs, and the distributions that have them."""
+
+
+def has_cuda_compiler() -> bool:
+    """Tell whether XLA's GPU compiler is installed."""
+    return not _missing_cuda()
+
+
+def check_cuda_compiler() -> None:
+    """Raise WanjaxError unless XLA's GPU compiler is installed, in the version of this jax."""
+    install = f"pip install 'jax-cuda13-plugin=={version('jax')}' nvidia-nvvm nvidia-cudnn-cu13"
+    if missing := _missing_cuda():
+        raise WanjaxError(
+            f"compiling for a card needs XLA's GPU compiler, of which {' and '.join(missing)} is missing: "
+            f"run {install} or install wanjax[plan-cuda]"
+        )
+    if (installed := version("jax-cuda13-plugin")) != version("jax"):
+        raise WanjaxError(
+            f"jax {version('jax')} requires a jax-cuda13-plugin of its version, not {installed}: run {install}"
+        )
+
+
+def _missing_cuda() -> list[str]:
+    missing = []
+    for module, distribution in CUDA_WHEELS.items():
+        try:
+            spec = find_spec(module)
+        except ModuleNotFoundError:  # of the package around it
+            spec = None
+        if spec is None and distribution not in missing:
+            missing.append(distribution)
+    return missing
+
+
+CHECKS: Mapping[str, Callable[[], None]] = {
+    "tpu": lambda: check_compiler(),
+    "cuda": lambda: check_cuda_compiler(),
+}
 
 
 def accepted_libtpu() -> SpecifierSet:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process in which the TPU compiler runs, started by compile.py.
+"""The process in which the compiler of TPUs or cards runs, started by compile.py.
 
 Its command is `python -m wanjax.pricing.compiler_process FOLDER AT_ONCE NUMBER...`. The folder has a subfolder for each
 job, named by its number, with `job.json` and `program.bin`. The process writes `result.json` and `module.txt` there, or
@@ -20,28 +20,27 @@ import jax
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from wanjax.pricing.chips import topology_devices
+from wanjax.pricing.chips import card_devices, topology_devices
 from wanjax.pricing.compile import DUMP_FOLDER, PROGRAM, REQUEST, write_error
 from wanjax.pricing.lowering import retry_without_rejected_options
 
 
-def concrete_mesh(topology: str, devices: int, axes: dict[str, int]) -> Mesh:
-    """Return a mesh of the first devices of a topology, which may be absent.
+def concrete_mesh(topology: str, devices: int, axes: dict[str, int], card: str | None = None) -> Mesh:
+    """Return a mesh of the first devices of a topology, or of the cards of this name, which may be absent.
 
     Its last axes connect neighbouring chips, as far as the links allow.
     """
     sizes = tuple(axes.values())
+    devices_of_target = topology_devices(topology) if card is None else card_devices(card)
     # on 4 x 4 chips an axis of 8 takes half of one physical axis, which JAX splits only on request
-    mesh_devices = mesh_utils.create_device_mesh(
-        sizes, topology_devices(topology)[:devices], allow_split_physical_axes=True
-    )
+    mesh_devices = mesh_utils.create_device_mesh(sizes, devices_of_target[:devices], allow_split_physical_axes=True)
     return Mesh(mesh_devices, tuple(axes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def compile_job(folder: Path) -> None:
     """Compile the job of a folder and write its results there."""
     job = json.loads((folder / REQUEST).read_text(encoding="utf-8"))
-    mesh = concrete_mesh(job["topology"], job["devices"], dict(job["axes"]))
+    mesh = concrete_mesh(job["topology"], job["devices"], dict(job["axes"]), job["card"])
     exported = jax.export.deserialize(bytearray((folder / PROGRAM).read_bytes()))
     shardings = exported.in_shardings_jax(mesh)
     shapes = [
@@ -55,9 +54,11 @@ def compile_job(folder: Path) -> None:
         compiled = retry_without_rejected_options(job["options"], lowered.compile, rejected_options.append)
     seconds = perf_counter() - start
     memory, module = compiled.memory_analysis(), compiled.as_text()
-    assert memory is not None, "the TPU compiler reports both"
+    assert memory is not None, "the compiler reports both"
     assert module is not None
-    sizes = {"arguments": memory.argument_size_in_bytes, "peak": memory.peak_memory_in_bytes}
+    arguments, results = memory.argument_size_in_bytes, memory.output_size_in_bytes - memory.alias_size_in_bytes
+    peak = memory.peak_memory_in_bytes or arguments + memory.temp_size_in_bytes + results  # the GPU's reports none
+    sizes = {"arguments": arguments, "peak": peak}
     result = {"memory": sizes, "seconds": seconds, "refused": rejected_options}
     (folder / "module.txt").write_text(module, encoding="utf-8")
     (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")

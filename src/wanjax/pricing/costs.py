@@ -15,7 +15,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from wanjax.pricing.chips import Chip
+from wanjax.pricing.chips import Card, Chip
 from wanjax.pricing.compile import Compiled
 from wanjax.pricing.hlo import Computation, Instruction, Module, parse
 from wanjax.pricing.schedule import Schedule
@@ -117,17 +117,17 @@ def price_compiled(
     takes the dearest, or with `cheapest` the cheapest.
     """
     options = (kernels or {}, skip or {}, words, min if cheapest else max)
-    reader = _Reader(parse(compiled.module), compiled.slice.chip, compiled.schedules, *options)
+    reader = Reader(parse(compiled.module), compiled.slice.chip, compiled.schedules, *options)
     items = reader.sequence(reader.module.entry, 1)
     return ItemizedPrice(tuple(items), tuple(reader.unpriced), tuple(reader.unknown_loops), reader.undecided)
 
 
 @dataclass
-class _Reader:
+class Reader:
     """Walk through a module in scheduled order, price its operations, and collect uncertainties of the price."""
 
     module: Module
-    chip: Chip
+    chip: Chip | Card
     schedules: Mapping[str, Schedule]
     kernels: Mapping[str, float]
     skip: Mapping[str, Container[int]]

@@ -8,8 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 MODULES = (
-    *("chips", "compile", "costs", "exporting", "hlo", "lowering", "pallas_kernels", "pricer", "scalar", "schedule"),
-    *("work", "compiler_process"),
+    *("card_costs", "chips", "compile", "costs", "exporting", "hlo", "lowering", "pallas_kernels", "pricer", "scalar"),
+    *("schedule", "work", "compiler_process"),
 )
 """Files of this folder on which a price depends."""
 

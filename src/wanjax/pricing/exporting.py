@@ -7,7 +7,7 @@ program does. They keep the named scopes, by which a price is split into parts.
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -17,9 +17,11 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, NamedSharding
 
 from wanjax.errors import WanjaxError
-from wanjax.pricing.chips import Slice, abstract_mesh
+from wanjax.pricing.chips import Card, Slice, abstract_mesh
 from wanjax.pricing.lowering import Lowering, gc_paused
 
+CUDNN_ATTENTION = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
+"""Custom calls of which JAX does not promise that a later version reads them; these bytes never meet one."""
 LOCATIONS = "jax_traceback_in_locations_limit"
 
 
@@ -70,13 +72,17 @@ class Traced(NamedTuple):
 
     def export(self) -> Job:
         """Return the program as a job. Raises CompilerError where it cannot be lowered for the chip."""
+        on_card = isinstance(self.slice.chip, Card)
+        checks = [jax.export.DisabledSafetyCheck.custom_call(call) for call in CUDNN_ATTENTION if on_card]
+        exporter = jax.export.export(self.jitted, platforms=[self.slice.chip.platform], disabled_checks=checks)
         with (
             as_compiler_errors(self.slice),
             gc_paused(),
+            cudnn_without_devices() if on_card else nullcontext(),
             without_locations(),
             jax.sharding.use_abstract_mesh(self.mesh),
         ):
-            program = jax.export.export(self.jitted, platforms=["tpu"])(*self.leaves).serialize()
+            program = exporter(*self.leaves).serialize()
         ends = list(accumulate(len(jax.tree.leaves(argument)) for argument in self.lowering.arguments))
         starts = [0, *ends]
         donate = tuple(leaf for i in self.lowering.donate for leaf in range(starts[i], ends[i]))
@@ -137,3 +143,21 @@ def without_locations() -> Iterator[None]:
         yield
     finally:
         jax.config.update(LOCATIONS, before)
+
+
+@contextmanager
+def cudnn_without_devices() -> Iterator[None]:
+    """Lower cuDNN's attention, for which JAX otherwise demands devices.
+
+    It takes them to choose how the call is partitioned, but wanjax makes the call in a `shard_map`, on each device's
+    own arrays. JAX has no public way to say so.
+    """
+    from jax._src import dispatch
+
+    primitives = dispatch.prim_requires_devices_during_lowering
+    attention = {each for each in primitives if each.name.startswith("dot_product_attention_")}
+    primitives -= attention
+    try:
+        yield
+    finally:
+        primitives |= attention

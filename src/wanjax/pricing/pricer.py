@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -14,8 +15,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from wanjax.pricing.chips import Slice, abstract_mesh, find_slice
-from wanjax.pricing.compile import Compiled, Workspace, accepted_libtpu, check_compiler, compile_jobs, temporary
+from wanjax.pricing.card_costs import count_kernels, price_on_card
+from wanjax.pricing.chips import Card, Slice, abstract_mesh, find_slice
+from wanjax.pricing.compile import CHECKS, CUDA_WHEELS, Compiled, Workspace, accepted_libtpu, compile_jobs, temporary
 from wanjax.pricing.costs import Item, price_compiled
 from wanjax.pricing.digests import digest, pricing_digest, versions
 from wanjax.pricing.exporting import CompilerError, Job, export, trace
@@ -49,6 +51,7 @@ class Price:
         collectives: For each kind and group size: the number of runs, bytes on the wire and seconds.
         compile_seconds: Time that the compiler took.
         doubts: Sentences on the price's uncertainties.
+        kernels: On cards, how often a run starts each kind of kernel.
     """
 
     arguments: int
@@ -62,6 +65,7 @@ class Price:
     collectives: Sequence[Mapping[str, Any]] = ()
     compile_seconds: float = 0.0
     doubts: Sequence[str] = ()
+    kernels: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def parts(self) -> dict[str, float]:
@@ -128,13 +132,13 @@ class Pricer:
         [price] = self.price_all(target, [Lowering(function, arguments, tuple(donate), options)])
         return price
 
-    def check(self) -> None:
-        """Raise WanjaxError if there is neither a compiler nor a cached price.
+    def check(self, platform: str = "tpu") -> None:
+        """Raise WanjaxError if there is neither a compiler of this platform nor a cached price.
 
         Call it before tracing. Where some prices are cached, only the trace shows whether they suffice.
         """
-        if self.results is None or not self.results.has("prices"):
-            check_compiler()
+        if self.results is None or platform != "tpu" or not self.results.has("prices"):
+            CHECKS[platform]()
 
     def price_all(self, target: Slice, lowerings: Sequence[Lowering]) -> list[Price]:
         """Return the prices of programs on a slice, in order. Raises the errors of `prices`."""
@@ -173,18 +177,23 @@ class Pricer:
         """Return everything that a price depends on except the compiler's version."""
         file = getattr(sys.modules[self.visits.__module__], "__file__", None)  # a notebook has none
         settings_key = [self.attention, self.self_attention, digest([Path(file)] if file else ())]
-        return {**job.key, "pricer": settings_key, "pricing": pricing_digest(), "versions": versions("jax", "jaxlib")}
+        compiler = set(CUDA_WHEELS.values()) if isinstance(job.slice.chip, Card) else ()
+        made_with = versions("jax", "jaxlib", *sorted(compiler))
+        return {**job.key, "pricer": settings_key, "pricing": pricing_digest(), "versions": made_with}
 
     def keep(self, kind: str, job: Job, value: Any) -> None:
         """Cache a price with the version of the compiler that made it."""
         if self.results is not None:
-            self.results.put(kind, self.key(job), {"libtpu": version("libtpu"), "value": value})
+            compiler = {} if isinstance(job.slice.chip, Card) else {"libtpu": version("libtpu")}
+            self.results.put(kind, self.key(job), {**compiler, "value": value})
 
     def recall(self, kind: str, job: Job) -> Any:
         """Return the cached value of this version of the compiler or, without a compiler, of one that jax accepts."""
         entry = None if self.results is None else self.results.get(kind, self.key(job))
         if entry is None:
             return None
+        if isinstance(job.slice.chip, Card):  # its compiler is part of the key
+            return entry["value"]
         same = versions("libtpu").get("libtpu", entry["libtpu"]) == entry["libtpu"]
         return entry["value"] if same and accepted_libtpu().contains(entry["libtpu"], prereleases=True) else None
 
@@ -197,7 +206,6 @@ class Pricer:
         """
         if not programs:
             return
-        check_compiler()
         seconds: dict[str, float | None] = {}
         calls: dict[str, tuple[Call, Job]] = {}
         kernel_names: dict[str, dict[Call, str]] = {}  # the kernels of each program, by the names of their jobs
@@ -242,7 +250,11 @@ class Pricer:
 
     def divide(self, program: Compiled, kernels: Mapping[str, float]) -> Price:
         """Return the price of a compiled program in parts; `kernels` are the seconds of its kernels by name."""
-        priced = price_compiled(program, kernels=kernels)
+        on_card = isinstance(program.slice.chip, Card)
+        if on_card and program.memory.peak > program.slice.memory:  # which the GPU's compiler does not refuse
+            return Price(program.memory.arguments, program.memory.peak, compile_seconds=program.seconds)
+        price = price_on_card if on_card else partial(price_compiled, kernels=kernels)
+        priced = price(program)
         total = priced.total
         breakdown: dict[str, float] = dict.fromkeys(PARTS, 0.0)
         for item in priced.items:
@@ -252,7 +264,7 @@ class Pricer:
             arguments=program.memory.arguments,
             peak=program.memory.peak,
             seconds=total.mid,
-            least=price_compiled(program, kernels=kernels, cheapest=True).total.mid,
+            least=price(program, cheapest=True).total.mid,
             low=total.low,
             high=total.high,
             breakdown=breakdown,
@@ -264,6 +276,7 @@ class Pricer:
             doubts=[*program.refused]
             + [f"the kernel {name} is not priced" for name in priced.unpriced]
             + [f"the loop {name} is counted once" for name in priced.unknown_loops],
+            kernels=count_kernels(program, priced) if on_card else {},
         )
 
     def _part(self, item: Item) -> str:

@@ -15,7 +15,7 @@ from typing import ClassVar
 import psutil
 
 from wanjax.errors import WanjaxError
-from wanjax.pricing.chips import GIB, KINDS, SLICES, Chip, Slice
+from wanjax.pricing.chips import CARD_SLICES, CARDS, KINDS, SLICES, Card, Chip, Slice
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,15 @@ class Machine:
     torus: ClassVar[bool] = False  # a switch joins all devices
 
 
-H100 = Machine("h100", "NVIDIA H100", int(79.2 * GIB), 989e12, 3.35e12, 0.6, 0.6, 0.25, 0.7, 450e9)
-H200 = Machine("h200", "NVIDIA H200", int(139.8 * GIB), 989e12, 4.8e12, 0.6, 0.6, 0.25, 0.7, 450e9)
+def _card_machine(card: Card) -> Machine:
+    """Return the model of a card; its kind is what the names of all its variants begin with."""
+    kind = "NVIDIA H100" if card.name == "h100" else card.kind.partition("-")[0]
+    figures = (card.hbm, card.flops, card.bandwidth, 0.6, 0.6, 0.25, 0.7, card.link, card.peak_dtype)
+    return Machine(card.name, kind, *figures)
+
+
+CARD_MACHINES = {name: _card_machine(card) for name, card in CARDS.items()}
+H100 = CARD_MACHINES["h100"]
 
 
 def cpu_machine() -> Machine:
@@ -50,15 +57,15 @@ def cpu_machine() -> Machine:
 
 def machines() -> dict[str, Machine]:
     """Return the modelled devices by name."""
-    return {machine.name: machine for machine in (H200, H100, cpu_machine())}
+    return {machine.name: machine for machine in (*CARD_MACHINES.values(), cpu_machine())}
 
 
 def find_hardware(name: str) -> Slice | Machine:
     """Return the slice or device of this name; raise WanjaxError that lists the known names."""
-    hardware: dict[str, Slice | Machine] = {**SLICES, **machines()}
+    hardware: dict[str, Slice | Machine] = {**SLICES, **CARD_SLICES, **machines()}
     if name not in hardware:
         matches = [candidate for candidate in hardware if name and candidate.startswith(name.lower())]
-        advice = f"use {' or '.join(matches)}" if matches else f"use one of {', '.join(hardware)}"
+        advice = f"use {' or '.join(matches)}" if matches else f"use one of {', '.join((*SLICES, *machines()))}"
         raise WanjaxError(f"no chip is named {name!r}: {advice}")
     return hardware[name]
 
@@ -74,4 +81,4 @@ def peak_flops(kind: str) -> float | None:
     """Return the peak of an accelerator by JAX's `device_kind`, or None if it is not known."""
     if kind in KINDS:
         return KINDS[kind].flops
-    return next((machine.flops for machine in (H200, H100) if kind.startswith(machine.kind)), None)
+    return next((machine.flops for machine in CARD_MACHINES.values() if kind.startswith(machine.kind)), None)

@@ -121,10 +121,15 @@ def branches(instruction: Instruction) -> list[str]:
     return re.findall(r"(?:to_apply=|_computation=|[{ ])%([\w.\-]+)", instruction.attributes.partition("metadata=")[0])
 
 
-def wire_bytes(collective: Instruction, within: Computation) -> int:
-    """Return the bytes that each device sends in a ring algorithm, including those that it forwards."""
+def wire_bytes(collective: Instruction, within: Computation, *, switched: bool = False) -> int:
+    """Return the bytes that each device sends in a ring algorithm, including those that it forwards.
+
+    Where a switch joins all devices (`switched`), what each sends to another is forwarded by none.
+    """
     operand_bytes = sum(array.bytes for name in collective.operands for array in within.by_name[name].results)
-    return round(operand_bytes * COLLECTIVES[collective.opcode.removesuffix("-start")](collective.group_size))
+    kind, count = collective.opcode.removesuffix("-start"), collective.group_size
+    each = (count - 1) / count if switched and kind.endswith("all-to-all") else COLLECTIVES[kind](count)
+    return round(operand_bytes * each)
 
 
 def _hops(count: int) -> int:
@@ -135,7 +140,7 @@ def _hops(count: int) -> int:
 def flops(module: Module, instruction: Instruction, within: Computation) -> int:
     """Return the operations of the products in an instruction; one multiply-add counts as two."""
     if instruction.opcode in PRODUCTS:
-        return _product_flops(instruction, within)
+        return product_flops(instruction, within)
     total = 0
     if instruction.called is not None:
         inner = module.computations[instruction.called]
@@ -143,7 +148,8 @@ def flops(module: Module, instruction: Instruction, within: Computation) -> int:
     return total
 
 
-def _product_flops(product: Instruction, within: Computation) -> int:
+def product_flops(product: Instruction, within: Computation) -> int:
+    """Return the operations of a product, or of a convolution that a library computes."""
     left, right = (within.by_name[name].results[0] for name in product.operands[:2])
     if product.opcode == "dot":
         axes = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", product.attributes)

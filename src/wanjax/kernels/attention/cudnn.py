@@ -5,19 +5,27 @@ A mask of cuDNN's is a whole score matrix. Attention does not depend on the orde
 are moved to the front instead, and cuDNN receives their number.
 """
 
+import re
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32
 
 from wanjax.kernels.attention.masks import Window, live_first
 from wanjax.kernels.target import target
+from wanjax.sharding import current
 
 LARGEST_HEAD = 128
+BEFORE_AMPERE = re.compile(r"Tesla|Quadro|TITAN|GTX|RTX 20\d\d|\bT\d+\b")
+"""NVIDIA's names of cards of a compute capability below 8.0; no later card has one of these words."""
 
 
 def unsupported(q, k, v, *, key_mask, window, scale, bias, config, return_lse) -> str | None:
     """The reason why this call is not supported, or None."""
     device = target(q)
+    if device.platform == "gpu" and BEFORE_AMPERE.search(device.kind):
+        return f"cudnn's attention needs an Ampere card or a later one, and this is for {device.kind}"
     if device.platform != "gpu" or "NVIDIA" not in device.kind:
         return f"cudnn runs on NVIDIA's cards, and this is for {device.kind}"
     if q.dtype not in (jnp.bfloat16, jnp.float16):
@@ -51,13 +59,18 @@ def attention(
     count = None
     if key_mask is not None:
         count, (k, v) = live_first(key_mask, k, v)
-    with jax.numpy_dtype_promotion("standard"):  # JAX itself mixes dtypes here
-        out = jax.nn.dot_product_attention(
-            q,
-            k,
-            v,
-            scale=scale,
-            key_value_seq_lengths=None if count is None else jnp.maximum(count, 1),
-            implementation="cudnn",
-        )
+    lengths = None if count is None else jnp.maximum(count, 1)
+
+    def call(q, k, v, lengths):
+        with jax.numpy_dtype_promotion("standard"):  # JAX itself mixes dtypes here
+            return jax.nn.dot_product_attention(
+                q, k, v, scale=scale, key_value_seq_lengths=lengths, implementation="cudnn"
+            )
+
+    partitioner = current()
+    if partitioner.single_device and isinstance(partitioner.mesh, AbstractMesh) and partitioner.device is not None:
+        # where no device is present, JAX lowers cuDNN's call only if all axes of the mesh are manual
+        specs = PartitionSpec()
+        call = jax.shard_map(call, mesh=partitioner.mesh, in_specs=specs, out_specs=specs, check_vma=False)
+    out = call(q, k, v, lengths)
     return out if count is None else jnp.where(count[:, None, None, None] > 0, out, jnp.zeros_like(out))

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs for NVIDIA's cards: priced from a stored text, and compiled where the extra `plan-cuda` is; no card is."""
+
+import json
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+from click.testing import CliRunner
+
+from tests.support.plan_programs import on_cards, on_shapes
+from tests.support.words import naming, says
+from wanjax.cli import main
+from wanjax.errors import WanjaxError
+from wanjax.plan import hardware
+from wanjax.pricing import compile as compiling
+from wanjax.pricing.card_costs import CONVOLUTIONS, LAUNCH, LINKS, count_kernels, price_on_card
+from wanjax.pricing.chips import CARD_SLICES, CARDS, abstract_mesh
+from wanjax.pricing.compile import Compiled, Memory, check_cuda_compiler, compile_jobs, has_cuda_compiler, temporary
+from wanjax.pricing.exporting import export
+from wanjax.pricing.lowering import Lowering
+
+needs_cuda = pytest.mark.skipif(not has_cuda_compiler(), reason="XLA's GPU compiler (plan-cuda) is not installed")
+STORED = (Path(__file__).parents[1] / "data/pricing/card_module.txt").read_text()  # on_cards, for two H100
+TOKENS, HEADS, WIDTH, CHANNELS = 1024, 4, 128, 512  # on_cards: 32 × 32 cells
+FLOPS = {  # of each of two cards
+    "dot_product_attention_fwd.10": 4 * (TOKENS // 2) * TOKENS * HEADS * WIDTH,  # half of the queries, all keys
+    "gemm_fusion_dot.2": 2 * TOKENS * CHANNELS**2,
+    "cudnn-conv.1": 2 * CHANNELS**2 * (3 * 32 - 2) ** 2,  # at the edges fewer cells are seen
+}
+FAMILIES = (  # those of docs/guides/plan.md, which says that all fit
+    "wan2.1-t2v-1.3b",
+    "wan2.1-t2v-14b",
+    "wan2.1-i2v-14b-720p",
+    "wan2.2-t2v-a14b",
+    "wan2.2-ti2v-5b",
+    "cogvideox-5b",
+    "cogvideox1.5-5b",
+    "hunyuanvideo1.5-480p-t2v",
+    "hunyuanvideo1.5-720p-t2v",
+)
+FITS = 76 * 2**30  # of an H100, which leaves 3 GiB to libraries
+REMATERIALIZATION = "Involuntary full rematerialization"
+
+
+@pytest.fixture(scope="module")
+def stored() -> Compiled:
+    """The compiler's program for two H100, which needs no compiler to be priced."""
+    return Compiled(CARD_SLICES["h100-2"], Memory(6291456, 13107200), STORED, {})
+
+
+def cost_of(name: str, compiled: Compiled) -> float:
+    """Return the usual seconds of a kernel, by its name in the program."""
+    return next(item.cost.mid for item in price_on_card(compiled).items if item.name == name)
+
+
+def plan(*arguments: str) -> dict:
+    run = CliRunner().invoke(main, ["plan", *arguments, "--json"])
+    assert run.exit_code == 0, run.output
+    return json.loads(run.stdout)
+
+
+def compile_one(lowering: Lowering, chip: str) -> Compiled:
+    [(_, result)] = compile_jobs([export(lowering, CARD_SLICES[chip])])
+    assert isinstance(result, Compiled), result
+    return result
+
+
+def test_kernels_are_counted_by_kind(stored):
+    assert count_kernels(stored, price_on_card(stored)) == {
+        "all-gather": 2,
+        "__cudnn$fmhaSoftmax": 1,
+        "__cudnn$convForward": 1,
+        "triton_nested_gemm_fusion": 1,
+        "loop fusion": 1,
+        "input fusion": 1,
+    }
+
+
+def test_operations_of_libraries_and_fusions_count(stored):
+    items = {item.name: item.flops for item in price_on_card(stored).items if item.flops}
+    assert items == FLOPS
+
+
+def test_a_kernel_takes_the_longest_of_its_work_its_bytes_and_a_launch(stored):
+    conv, link = FLOPS["cudnn-conv.1"], CARDS["l40s"].link
+    assert cost_of("cudnn-conv.1", stored) == pytest.approx(conv / (CARDS["h100"].flops * CONVOLUTIONS.usual))
+    assert cost_of("all-gather-start", stored) == LAUNCH.mid
+    by_pcie = replace(stored, slice=CARD_SLICES["l40s-2"])
+    shard = 2 * TOKENS // 2 * CHANNELS
+    assert cost_of("all-gather-start", by_pcie) == pytest.approx(shard / (link * LINKS.usual))
+
+
+def test_float32_is_multiplied_at_half_the_peak_and_by_a_t4_at_its_only_one(stored):
+    conv, half = FLOPS["cudnn-conv.1"], CARDS["h100"].flops / 2
+    wide = replace(stored, module=STORED.replace("bf16[", "f32["))
+    assert cost_of("cudnn-conv.1", wide) == pytest.approx(conv / (half * CONVOLUTIONS.usual))
+    on_t4 = replace(stored, slice=CARD_SLICES["t4-2"])
+    assert cost_of("cudnn-conv.1", on_t4) == pytest.approx(conv / (CARDS["t4"].flops * CONVOLUTIONS.usual))
+
+
+@needs_cuda
+def test_the_compiler_still_writes_the_stored_program(stored):
+    compiled = compile_one(on_cards(abstract_mesh(stored.slice, {"dp": 1, "sp": 1, "tp": 2})), "h100-2")
+    assert count_kernels(compiled, price_on_card(compiled)) == count_kernels(stored, price_on_card(stored))
+    assert compiled.memory == stored.memory
+
+
+@needs_cuda
+def test_memory_is_what_the_compiler_assigns_and_time_grows_with_the_operations():
+    """Arguments, a temporary that nothing fuses away, and a result."""
+    size = 4096
+    compiled = compile_one(on_shapes(lambda x, y: (x @ y) @ y, (size, size), (size, size), dtype="bfloat16"), "h100")
+    each = 2 * size * size
+    assert compiled.memory.arguments == 2 * each
+    assert 4 * each <= compiled.memory.peak < 4 * each + 2**26  # a library's workspace beside them
+    priced = price_on_card(compiled)
+    assert priced.flops == 2 * 2 * size**3
+    least = priced.flops / CARDS["h100"].flops
+    assert least < priced.total.low < priced.total.mid < priced.total.high < 4 * least
+
+
+@needs_cuda
+@pytest.mark.parametrize("card", CARDS)
+def test_each_card_s_description_is_taken(card):
+    assert compile_one(on_shapes(lambda x: jnp.sin(x) @ x, (256, 256)), card).memory.peak >= 2 * 256 * 256 * 4
+
+
+@needs_cuda
+def test_a_plan_lists_the_kernels_and_calls_its_times_an_estimate():
+    run = CliRunner().invoke(main, ["plan", "nano", "--chip", "h100", "--programs"])
+    assert run.exit_code == 0, run.output
+    assert says(run.output, "estimate not measured memory compiler")
+    assert says(run.output, "kernels step __cudnn$fmhaSoftmax fusion")
+
+
+@needs_cuda
+def test_a_t4_has_no_cudnn_attention():
+    step = next(row for row in plan("nano", "--chip", "t4")["programs"] if row["name"] == "step")
+    assert step["kernels"]
+    assert not any("fmha" in name for name in step["kernels"])
+
+
+def test_without_the_compiler_a_plan_says_what_it_adds(monkeypatch):
+    monkeypatch.setattr(hardware, "has_cuda_compiler", lambda: False)
+    assert says(" ".join(plan("nano", "--chip", "h100")["doubts"]), "plan-cuda memory")
+    assert plan("nano", "--chip", "a100")["priced_by"] == "a stated model"
+    monkeypatch.setattr(compiling, "find_spec", lambda name: None)
+    with pytest.raises(WanjaxError, match=naming("plan-cuda jax-cuda13-plugin nvidia-nvvm nvidia-cudnn-cu13")):
+        check_cuda_compiler()
+
+
+@pytest.fixture
+def warnings_of_the_compiler(monkeypatch):
+    """Compile anew, and return a list that receives what the compiler's processes write to their standard error."""
+    texts = []
+
+    @contextmanager
+    def workspace():
+        with temporary() as folder:
+            yield folder
+            texts.extend(log.read_text() for log in folder.rglob("errors.txt"))
+
+    monkeypatch.setitem(compiling.ENVIRONMENT, "TF_CPP_MIN_LOG_LEVEL", "1")  # warnings too
+    monkeypatch.setattr(hardware, "PRICER", replace(hardware.PRICER, results=None, workspace=workspace))
+    return texts
+
+
+@needs_cuda
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", ["h100", "h100-8"])
+@pytest.mark.parametrize("model", FAMILIES)
+def test_every_program_of_a_family_keeps_cudnn_and_fits(model, chip, warnings_of_the_compiler):
+    planned = plan(model, "--chip", chip)
+    kernels = {(row["stage"], row["name"]): row["kernels"] for row in planned["programs"]}
+    assert kernels["denoise", "step"].get("__cudnn$fmhaSoftmax", 0) > 0
+    assert any("__cudnn$conv" in name for name in kernels["decode", "decode_next"])
+    assert any(stage == "encode" and kinds for (stage, _), kinds in kernels.items())
+    assert planned["peak_bytes_per_chip"] < FITS
+    assert warnings_of_the_compiler
+    assert not any(REMATERIALIZATION in text for text in warnings_of_the_compiler)
