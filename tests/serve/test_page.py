@@ -199,8 +199,8 @@ def test_a_video_from_text(opened, served, width, height):
     assert 'seed=7, size="64x32", frames=5, steps=2)' in page.evaluate("navigator.clipboard.readText()")
     id = card.get_attribute("data-id")
     page.click("dialog .delete")
+    page.wait_for_selector("dialog", state="detached")  # no other video comes under the button
     page.wait_for_selector(f"[data-id={id}]", state="detached")
-    page.keyboard.press("Escape")
     page.click(".undo")
     page.wait_for_selector(f"[data-id={id}]")
     assert served.get(f"/v1/videos/{id}").status_code == 200
@@ -210,6 +210,28 @@ def test_a_video_from_text(opened, served, width, height):
     page.wait_for_selector(f"[data-id={id}]", state="detached")
     page.goto("about:blank")  # left, so it is deleted at once
     until(lambda: served.get(f"/v1/videos/{id}").status_code == 404, 20)
+
+
+def test_a_deletion_is_undone_while_another_video_is_open(opened, served, made):
+    """By keyboard at once, and by a click above the open dialog; without that it is deleted only after the toast."""
+    page = opened().goto()
+    for open_another in (False, True):
+        page.click(f"[data-id={made[0]}] .open")
+        page.keyboard.press("Delete")
+        page.wait_for_selector("dialog", state="detached")
+        page.wait_for_selector(f"[data-id={made[0]}]", state="detached")
+        if open_another:
+            page.click(f"[data-id={made[1]}] .open")
+            page.wait_for_selector("dialog[open] video")
+            page.click("dialog .undo")
+            assert page.is_visible("dialog[open]")
+            page.keyboard.press("Escape")
+        else:
+            page.wait_for_selector(".undo:focus")
+            page.keyboard.press("Enter")
+        page.wait_for_selector(f"[data-id={made[0]}]")
+    page.wait_for_selector(".toasts p", state="detached")
+    assert served.get(f"/v1/videos/{made[0]}").status_code == 200
 
 
 def test_pictures_by_drop_paste_and_choice(opened, served):

@@ -7,7 +7,7 @@ import { emptyForm } from "./fields.js";
 import { Gallery, Queue } from "./gallery.js";
 import { TEXTS, language as first, speak, text } from "./texts.js";
 import { Compare, Viewer } from "./viewer.js";
-import { Videos } from "./videos.js";
+import { UNDO_SECONDS, Videos } from "./videos.js";
 import { html, render, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 
 const VARIED = 4;
@@ -20,9 +20,10 @@ function Login({ enter, wrong }) {
     <p class="wrong" role="alert">${wrong}</p></form>`;
 }
 
-function Toasts({ toasts, undo }) {
-  return html`<div class="toasts" role="status">${toasts.map((toast) => html`<p key=${toast.key}>${toast.message}
-    ${toast.ids && html`<button type="button" class="undo" onClick=${() => undo(toast)}>${text("undo")}</button>`}</p>`)}</div>`;
+function Toasts({ toasts, undo, close }) {
+  return html`<div class="toasts" role="status">${toasts.map((toast) => html`<p key=${toast.key}><span>${toast.message}</span>
+    ${toast.ids && html`<button type="button" class="undo" onClick=${() => undo(toast)}>${text("undo")}</button>`}
+    <button type="button" class="plain" aria-label=${text("close")} title=${text("close")} onClick=${() => close(toast)}>✕</button></p>`)}</div>`;
 }
 
 function App() {
@@ -60,8 +61,9 @@ function App() {
   const toast = (message, ids = null) => {
     const key = `${Date.now()} ${message}`;
     setToasts((all) => [...all.filter((one) => one.ids || one.message !== message), { key, message, ids }]);
-    setTimeout(() => setToasts((all) => all.filter((one) => one.key !== key)), 10_000);
+    setTimeout(() => setToasts((all) => all.filter((one) => one.key !== key)), (ids ? UNDO_SECONDS : 10) * 1000);
   };
+  const closeToast = (toast) => setToasts((all) => all.filter((one) => one !== toast));
   const wrong = (error) => {
     if (error.status === 401) return needToken();
     return toast(error.message);
@@ -158,10 +160,11 @@ function App() {
     const prompts = ids.map((id) => videos.known.get(id)?.prompt ?? "").join("; ");
     toast(text("deleted_one", { prompt: prompts.length > 80 ? `${prompts.slice(0, 80)} …` : prompts }), ids);
     setSelection(null);
+    setTimeout(() => [...document.querySelectorAll(".undo")].at(-1)?.focus());
   };
   const undo = (toast) => {
     videos.undo(toast.ids);
-    setToasts((all) => all.filter((one) => one !== toast));
+    closeToast(toast);
   };
   const step = (by) => {
     const list = videos.gallery;
@@ -185,9 +188,7 @@ function App() {
       write({ ...form, ...seeds, files: { ...form.files, image: [file] } });
     },
     remove: async (video) => {
-      const list = videos.gallery;
-      const place = list.findIndex((one) => one.id === video.id);
-      setViewed((list[place + 1] ?? list[place - 1])?.id ?? null);
+      setViewed(null);
       remove([video.id]);
     },
   };
@@ -201,6 +202,7 @@ function App() {
 
   const model = models.find((one) => one.id === form?.model);
   const video = viewed && videos.known.get(viewed);
+  const notes = (shown) => html`<${Toasts} toasts=${shown} undo=${undo} close=${closeToast} />`; // in an open dialog, which covers all else
   return html`
     <header>
       <h1>wanjax</h1>
@@ -222,9 +224,9 @@ function App() {
             remove=${remove} compare=${(ids) => setPair(ids.map((id) => videos.known.get(id)))} language=${language} wrong=${wrong} />
         </div>`}
     </main>
-    ${video && html`<${Viewer} video=${video} model=${models.find((one) => one.id === video.model)} step=${step} close=${() => setViewed(null)} act=${act} wrong=${wrong} />`}
-    ${pair && html`<${Compare} pair=${pair} close=${() => setPair(null)} />`}
-    <${Toasts} toasts=${toasts} undo=${undo} />
+    ${video && html`<${Viewer} video=${video} model=${models.find((one) => one.id === video.model)} step=${step} close=${() => setViewed(null)} act=${act} wrong=${wrong}>${notes(toasts)}<//>`}
+    ${pair && html`<${Compare} pair=${pair} close=${() => setPair(null)}>${notes(toasts)}<//>`}
+    ${notes(video || pair ? [] : toasts)}
     <p class="silent" role="status">${said}</p>`;
 }
 

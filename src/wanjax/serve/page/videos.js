@@ -4,7 +4,7 @@
 import { ask } from "./api.js";
 
 const PAGE = 24;
-const UNDO_SECONDS = 10;
+export const UNDO_SECONDS = 25;
 const OVER = ["completed", "failed"];
 
 export const isOver = (video) => OVER.includes(video.status);
@@ -94,7 +94,7 @@ export class Videos {
 
   // Hides videos, and deletes them after a while in which it can be undone.
   remove(ids) {
-    for (const id of ids) this.removed.set(id, setTimeout(() => this.send(id), UNDO_SECONDS * 1000));
+    for (const id of ids) this.removed.set(id, setTimeout(() => this.send(id), (UNDO_SECONDS + 1) * 1000));
     this.changed();
   }
 

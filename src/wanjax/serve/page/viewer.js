@@ -77,7 +77,7 @@ function Dialog({ label, close, onKeyDown, children, name }) {
     <button type="button" class="plain close" aria-label=${text("close")} title=${text("close")} onClick=${close}>✕</button></dialog>`;
 }
 
-export function Viewer({ video, model, step, close, act, wrong }) {
+export function Viewer({ video, model, step, close, act, wrong, children }) {
   const player = useRef(null);
   const [copied, setCopied] = useState("");
   const done = video.status === "completed";
@@ -116,10 +116,11 @@ export function Viewer({ video, model, step, close, act, wrong }) {
         <button type="button" key=${name} class=${name} onClick=${() => copy(name, of(video, model))}>${text(name)}${copied === name ? ` · ${text("copied")}` : ""}</button>`)}
         <span class="silent" role="status">${copied && text("copied")}</span></div>
     </div>
+    ${children}
   <//>`;
 }
 
-export function Compare({ pair, close }) {
+export function Compare({ pair, close, children }) {
   const players = [useRef(null), useRef(null)];
   const [at, setAt] = useState(0);
   const both = (act) => players.forEach((player) => player.current && act(player.current));
@@ -154,5 +155,6 @@ export function Compare({ pair, close }) {
         <th scope="row">${name === "seed" ? text("seed") : labelOf(name)}</th><td>${String(value)}</td></tr>`)}</tbody></table></figcaption>
     </figure>`)}</div>
     <input type="range" min="0" max="1" step="0.001" value=${at} aria-label=${text("position")} onInput=${seek} />
+    ${children}
   <//>`;
 }
