@@ -47,7 +47,7 @@ def test_help_of_a_loaded_pipeline_shows_shapes():
     for method in ("decode(", "decode_chunks(", "denoise(", "encode_video("):
         line = next(line for line in text.splitlines() if f" {method}self" in line)
         assert 'Float[Array, "' in line or 'Shaped[Array, "' in line, line
-    assert 'denoise(self, encoded: Encoded, *, noise: Float[Array, "B C T H W"] | ' in text
+    assert 'denoise(self, conditioning: Conditioning, *, noise: Float[Array, "B C T H W"] | ' in text
     assert "settings(self, *, size: tuple[int, int] | str | None = None, height: int | None = None," in text
 
 

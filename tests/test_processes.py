@@ -89,7 +89,7 @@ def folder(tmp_path_factory) -> Path:
 
 def kept(folder: Path) -> tuple[np.ndarray, ...]:
     settings = load_settings(folder)
-    encoded = stage_files.load_encoded(folder, settings)
+    encoded = stage_files.load_conditioning(folder, settings)
     return (*map(np.asarray, encoded.values()), np.asarray(stage_files.load_latents(folder, settings)))
 
 

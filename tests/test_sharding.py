@@ -25,7 +25,7 @@ from wanjax.models.wan.config import T2V_14B
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.pipelines.frames import Decoding, decode_chunk
 from wanjax.pipelines.mesh_sizes import parse_mesh
-from wanjax.pipelines.wan.conditioning import WanEncoded
+from wanjax.pipelines.wan.conditioning import WanConditioning
 from wanjax.sharding import MESH_AXES, ONE_DEVICE, VIDEO, use
 
 BOUND = 1e-5
@@ -35,7 +35,7 @@ BOUND = 1e-5
 def denoised(heads, axes=None, rules="fsdp"):
     """Denoise 27 tokens, which no axis divides; return the latents."""
     random = np.random.default_rng(1)
-    embeddings = WanEncoded(*(jnp.asarray(random.normal(size=(1, 7, 8)), jnp.float32) for _ in range(2)))
+    embeddings = WanConditioning(*(jnp.asarray(random.normal(size=(1, 7, 8)), jnp.float32) for _ in range(2)))
     pipe = pipeline(heads, partitioner(axes, rules))
     return pipe.denoise(embeddings, size=(12, 12), frames=5, steps=2, guidance_scale=4.0, seed=0)
 

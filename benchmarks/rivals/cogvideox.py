@@ -28,7 +28,7 @@ from benchmarks.rivals.cases import (
     pipeline_of,
     torch_pipeline,
 )
-from wanjax.pipelines.cogvideox.conditioning import CogVideoXEncoded
+from wanjax.pipelines.cogvideox.conditioning import CogVideoXConditioning
 from wanjax.pipelines.cogvideox.programs import encode_prompts
 from wanjax.schedulers import from_config
 
@@ -78,7 +78,7 @@ def step(sizes: Sizes) -> Iterator[Case]:
 
     def ours() -> jax.Array:
         return pipeline.denoise(
-            CogVideoXEncoded(*map(jnp.asarray, texts)), noise=jnp.asarray(noise), size=(256, 256), frames=17,
+            CogVideoXConditioning(*map(jnp.asarray, texts)), noise=jnp.asarray(noise), size=(256, 256), frames=17,
             steps=STEPS, guidance_scale=6.0, follow="diffusers",
         )  # fmt: skip
 

@@ -31,7 +31,7 @@ from benchmarks.rivals.cases import (
     torch_pipeline,
 )
 from wanjax.converters.qwen2_vl import SKIPPED
-from wanjax.pipelines.hunyuanvideo.conditioning import HunyuanVideoEncoded
+from wanjax.pipelines.hunyuanvideo.conditioning import HunyuanVideoConditioning
 from wanjax.pipelines.hunyuanvideo.programs import encode_chats
 from wanjax.pipelines.hunyuanvideo.text import GLYPH_LENGTH, TEMPLATE_TOKENS, TEXT_LENGTH
 
@@ -89,7 +89,7 @@ def step(sizes: Sizes) -> Iterator[Case]:
         given = [(x * mask[:, :, None], mask, *glyphs) for x in words]
 
         def ours(given: Any = given) -> jax.Array:
-            encoded = HunyuanVideoEncoded(*(jnp.asarray(x) for text in given for x in text))
+            encoded = HunyuanVideoConditioning(*(jnp.asarray(x) for text in given for x in text))
             return pipeline.denoise(encoded, noise=jnp.asarray(noise), **settings.to_json())
 
         def theirs(given: Any = given) -> torch.Tensor:

@@ -24,7 +24,7 @@ from benchmarks.rivals.cases import (
     pipeline_of,
     torch_pipeline,
 )
-from wanjax.pipelines.wan.conditioning import WanEncoded
+from wanjax.pipelines.wan.conditioning import WanConditioning
 from wanjax.pipelines.wan.programs import encode_prompts
 from wanjax.schedulers import from_config
 from wanjax.training.objective import Batch, error
@@ -72,7 +72,7 @@ def step(sizes: Sizes) -> Iterator[Case]:
 
     def ours(scale: float) -> jax.Array:
         return pipeline.denoise(
-            WanEncoded(*map(jnp.asarray, texts)), noise=jnp.asarray(noise), size=(height, width), frames=frames,
+            WanConditioning(*map(jnp.asarray, texts)), noise=jnp.asarray(noise), size=(height, width), frames=frames,
             steps=STEPS, guidance_scale=scale, flow_shift=3.0, sigmas="diffusers",
         )  # fmt: skip
 
@@ -119,7 +119,7 @@ def train(sizes: Sizes) -> Iterator[Case]:
         return jax.grad(loss)(weights)
 
     def ours() -> jax.Array:
-        batch = Batch(jnp.asarray(clean), WanEncoded(jnp.asarray(text), jnp.asarray(text)))
+        batch = Batch(jnp.asarray(clean), WanConditioning(jnp.asarray(text), jnp.asarray(text)))
         found = gradients(weights, batch, jnp.moveaxis(jnp.asarray(noise), 1, -1))
         return found["patch_embed"]["kernel"][...]
 

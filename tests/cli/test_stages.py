@@ -8,8 +8,8 @@ from tests.support.small_wan import VIDEO, pipeline
 from tests.support.words import naming
 from wanjax.checkpoints.files import save_safetensors
 from wanjax.errors import WanjaxError
-from wanjax.media.stage_files import EMBEDDINGS, load_encoded
-from wanjax.pipelines.model import check_fits, encoded_from
+from wanjax.media.stage_files import EMBEDDINGS, load_conditioning
+from wanjax.pipelines.model import check_fits, conditioning_from
 
 ONE = np.zeros((1, 3, 8), np.float32)
 
@@ -39,7 +39,7 @@ def test_unfit_embeddings(tmp_path, tensors, message):
 def checked(folder):
     """Return the embeddings that the second stage reads."""
     pipe = pipeline(4, None)
-    encoded = encoded_from(pipe.model, load_encoded(folder, {}))
+    encoded = conditioning_from(pipe.model, load_conditioning(folder, {}))
     check_fits(pipe.model, encoded, VIDEO)
     return encoded
 

@@ -33,8 +33,8 @@ def test_stage_files_return_what_they_were_given(tmp_path, dtype, made):
     settings = load_settings(tmp_path)
     assert settings == SETTINGS
     written = texts(dtype=dtype) | {name: x.astype(dtype) for name, x in made.items()} | MASKS
-    stage_files.save_encoded(tmp_path, written, settings)
-    encoded = stage_files.load_encoded(tmp_path, settings)
+    stage_files.save_conditioning(tmp_path, written, settings)
+    encoded = stage_files.load_conditioning(tmp_path, settings)
     assert encoded.keys() == written.keys()
     for name, x in written.items():
         assert encoded[name].dtype == x.dtype
@@ -49,11 +49,11 @@ def test_stage_files_return_what_they_were_given(tmp_path, dtype, made):
 
 
 def test_settings_that_do_not_shape_a_stage_do_not_part_its_files(tmp_path):
-    stage_files.save_encoded(tmp_path, texts(), SETTINGS)
+    stage_files.save_conditioning(tmp_path, texts(), SETTINGS)
     stage_files.save_latents(tmp_path, np.zeros((1, 4, 3, 2, 2), np.float32), SETTINGS)
-    stage_files.load_encoded(tmp_path, SETTINGS | {"seed": 8})  # changes the latents only
+    stage_files.load_conditioning(tmp_path, SETTINGS | {"seed": 8})  # changes the latents only
     stage_files.load_latents(tmp_path, SETTINGS | {"fps": 8})  # changes neither
-    stage_files.load_encoded(tmp_path, SETTINGS | {"height": 8})  # changes encoded pictures; there are none
+    stage_files.load_conditioning(tmp_path, SETTINGS | {"height": 8})  # changes encoded pictures; there are none
 
 
 def test_files_of_the_scripts_before(tmp_path):
@@ -66,7 +66,7 @@ def test_files_of_the_scripts_before(tmp_path):
     tensors = {name: x.astype(np.float32) for name, x in rounded.items()}
     info = {"dtype_info": json.dumps(dict.fromkeys(tensors, "bfloat16"))}
     save_safetensors(tmp_path / stage_files.EMBEDDINGS, tensors, info)
-    for name, x in stage_files.load_encoded(tmp_path, settings).items():
+    for name, x in stage_files.load_conditioning(tmp_path, settings).items():
         assert x.dtype == ml_dtypes.bfloat16
         np.testing.assert_array_equal(x, rounded[name])
     latents = np.ones((1, 4, 3, 2, 2), np.float32)
@@ -100,11 +100,11 @@ def written(file, tensors=None, metadata=None, *, text=None):
 
 
 def encoded(tensors, settings):
-    return lambda folder: stage_files.save_encoded(folder, tensors, settings)
+    return lambda folder: stage_files.save_conditioning(folder, tensors, settings)
 
 
 def load_encoded(**settings):
-    return lambda folder: stage_files.load_encoded(folder, settings)
+    return lambda folder: stage_files.load_conditioning(folder, settings)
 
 
 def load_latents(**settings):

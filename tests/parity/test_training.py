@@ -166,7 +166,7 @@ def noise_of(case):
 def our_batch(case):
     text = normal(2, *case.text)
     texts = {"prompt_embeds": text, "negative_prompt_embeds": text}
-    encoded = case.pipe.model.encoded_type(**{name: jnp.asarray(x) for name, x in (texts | case.beside).items()})
+    encoded = case.pipe.model.conditioning_type(**{name: jnp.asarray(x) for name, x in (texts | case.beside).items()})
     return Batch(jnp.asarray(normal(0, *LATENTS)), encoded)
 
 

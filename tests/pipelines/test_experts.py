@@ -17,7 +17,7 @@ from wanjax.models.wan.transformer import WanTransformer
 from wanjax.pipelines.components import Components, MakeRoom
 from wanjax.pipelines.model import phases_of
 from wanjax.pipelines.observers import Step
-from wanjax.pipelines.wan.conditioning import WanEncoded
+from wanjax.pipelines.wan.conditioning import WanConditioning
 from wanjax.pipelines.wan.model import EXPERTS
 from wanjax.registry import presets
 from wanjax.schedulers import UniPC
@@ -114,7 +114,7 @@ def test_the_first_expert_s_context_is_freed_too(machine):
     def hold(step: Step) -> None:
         held.append(sum(array.shape == keys for array in jax.live_arrays()))
 
-    prompts = WanEncoded(*(jnp.zeros((1, 7, 8)) for _ in range(2)))
+    prompts = WanConditioning(*(jnp.zeros((1, 7, 8)) for _ in range(2)))
     video = {"size": (12, 12), "frames": 5, "steps": 2, "guidance_scale": 4.0, "flow_shift": 1.0}
     pipe.denoise(prompts, callback=hold, boundary=0.7, **video)
     assert (seen, held) == ([0, 0], [4, 4])  # keys and values of both prompts

@@ -15,7 +15,7 @@ from tests.support.programs import begun
 from tests.support.quick import quick
 from wanjax.media.pictures import read_clip
 from wanjax.pipelines.observers import Cancelled
-from wanjax.pipelines.wan.conditioning import WanEncoded
+from wanjax.pipelines.wan.conditioning import WanConditioning
 from wanjax.schedulers import RCM, parse
 
 GIVEN = {"size": (12, 12), "frames": 5, "steps": 4, "seed": 3, "guidance_scale": 1.0, "flow_shift": 5.0}
@@ -23,8 +23,8 @@ SOLVERS = ["consistency", "consistency:timesteps=1000,757,522", "rcm", "rcm:sigm
 each = pytest.mark.parametrize("solver", SOLVERS)
 
 
-def encoded(prompts: int = 1) -> WanEncoded:
-    return WanEncoded(jnp.full((prompts, 3, 8), 0.5), jnp.zeros((prompts, 3, 8)))
+def encoded(prompts: int = 1) -> WanConditioning:
+    return WanConditioning(jnp.full((prompts, 3, 8), 0.5), jnp.zeros((prompts, 3, 8)))
 
 
 def pipeline(solver, axes=None):

@@ -21,7 +21,13 @@ from tests.support.words import naming
 from wanjax.checkpoints.files import load_safetensors
 from wanjax.errors import WanjaxError
 from wanjax.media.stage_files import EMBEDDINGS, LATENTS, VIDEO_SHAPE
-from wanjax.pipelines.hunyuanvideo.conditioning import GLYPH_LENGTHS, LENGTHS, HunyuanVideoEncoded, Text, lengths_of
+from wanjax.pipelines.hunyuanvideo.conditioning import (
+    GLYPH_LENGTHS,
+    LENGTHS,
+    HunyuanVideoConditioning,
+    Text,
+    lengths_of,
+)
 from wanjax.registry import find_checkpoint, outline
 from wanjax.schedulers import one_step
 
@@ -55,7 +61,7 @@ def test_the_stages_and_the_library_make_the_same_latents(models, picture, tmp_p
     succeeded(run("denoise", "--seed", "3", "--dir", "three"))
     succeeded(run("decode", "--dir", "three", "--out", "video.mp4"))
     tensors = load_safetensors(Path("three") / EMBEDDINGS)
-    assert tensors.keys() == {*HunyuanVideoEncoded._fields} - {VIDEO_SHAPE}
+    assert tensors.keys() == {*HunyuanVideoConditioning._fields} - {VIDEO_SHAPE}
     assert {len(x) for x in tensors.values()} == {1}
     assert tensors["prompt_embeds"].shape == (1, 1000, 24)
     assert tensors["prompt_embeds_2"].shape == (1, 256, 16)

@@ -17,7 +17,7 @@ from tests.support.words import naming
 from wanjax.errors import WanjaxError
 from wanjax.pipelines import run
 from wanjax.pipelines.request import PreparedRequest
-from wanjax.pipelines.wan.conditioning import WanEncoded
+from wanjax.pipelines.wan.conditioning import WanConditioning
 from wanjax.registry import presets
 
 PROMPTS = ["a red circle moving right", "a blue square moving left"]
@@ -91,10 +91,12 @@ def test_mistakes_are_found_before_anything_is_encoded(prompts, seeds, words):
 def test_videos_denoised_together_are_those_denoised_alone(guidance_scale, batch_guidance):
     pipe = small_wan.pipeline(2, None)
     random = np.random.default_rng(0)
-    encoded = [WanEncoded(*(jnp.asarray(random.normal(size=(1, 3, 8)), jnp.float32) for _ in range(2))) for _ in "ab"]
+    encoded = [
+        WanConditioning(*(jnp.asarray(random.normal(size=(1, 3, 8)), jnp.float32) for _ in range(2))) for _ in "ab"
+    ]
     options = {"guidance_scale": guidance_scale, "batch_guidance": batch_guidance, **GIVEN}
     alone = [pipe.denoise(one, seed=seed, **options) for one, seed in zip(encoded, (5, 6), strict=True)]
-    made = pipe.denoise(run.join_encoded(encoded, pipe.call), seeds=[5, 6], **options)
+    made = pipe.denoise(run.join_conditionings(encoded, pipe.call), seeds=[5, 6], **options)
     assert made.shape == (2, *alone[0].shape[1:])
     assert error(np.asarray(made), np.concatenate([np.asarray(x, np.float64) for x in alone])) <= 1e-5
 
@@ -104,8 +106,8 @@ def test_the_mesh_s_axis_is_filled(guidance_scale, together):
     """An axis of two takes two videos without guidance, and both prompts of one video with it."""
     pipe = small_wan.pipeline(2, small_wan.partitioner((2, 2, 2)))
     assert run.batch_size(pipe.partitioner, guidance_scale > 1) == together
-    one = WanEncoded(jnp.ones((1, 3, 8)), jnp.zeros((1, 3, 8)))
-    encoded = run.join_encoded([one] * together, pipe.call)
+    one = WanConditioning(jnp.ones((1, 3, 8)), jnp.zeros((1, 3, 8)))
+    encoded = run.join_conditionings([one] * together, pipe.call)
     made = pipe.denoise(encoded, seeds=[7] * together, guidance_scale=guidance_scale, **GIVEN)
     right = small_wan.pipeline(2, None).denoise(one, seed=7, guidance_scale=guidance_scale, **GIVEN)
     assert error(np.asarray(made[-1:]), np.asarray(right, np.float64)) <= 1e-5

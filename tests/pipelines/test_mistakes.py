@@ -85,7 +85,7 @@ METHODS: list[tuple[str, tuple, dict[str, Any], str]] = [
         for tiling, words in TILINGS
         for name, given in TILED
     ),
-    *(("denoise", (x,), {}, "denoise WanEncoded encode") for x in ("a red circle", ("a", "b"), LATENTS, None)),
+    *(("denoise", (x,), {}, "denoise WanConditioning encode") for x in ("a red circle", ("a", "b"), LATENTS, None)),
     *(("encode_video", (clip,), {}, words) for clip, words in CLIPS),
     ("encode", (NO_TEXT,), {}, r"prompt 'caf\udce9' text UTF-8"),
     ("prepare", (), {"prompt": NO_TEXT}, r"prompt 'caf\udce9' text UTF-8"),

@@ -25,15 +25,15 @@ from wanjax.pipelines.observers import Cancelled, Observer, Step
 from wanjax.pipelines.request import PreparedRequest
 from wanjax.pipelines.resume import ResumeObserver
 from wanjax.pipelines.run import Run
-from wanjax.pipelines.wan.conditioning import WanEncoded
+from wanjax.pipelines.wan.conditioning import WanConditioning
 from wanjax.schedulers import UniPC
 from wanjax.sharding import one_device
 
 GIVEN = {"size": (12, 12), "frames": 5, "steps": 6, "seed": 3}
 
 
-def encoded(value: float = 0.5) -> WanEncoded:
-    return WanEncoded(jnp.full((1, 3, 8), value), jnp.zeros((1, 3, 8)))
+def encoded(value: float = 0.5) -> WanConditioning:
+    return WanConditioning(jnp.full((1, 3, 8), value), jnp.zeros((1, 3, 8)))
 
 
 def pipeline(experts: bool):

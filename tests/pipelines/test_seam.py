@@ -24,7 +24,7 @@ PACKAGES = {name: f"wanjax.pipelines.{name.lower()}." for name in MOST} | {
 
 def members(kind: type) -> set[str]:
     """Return the public members that a class of the seam offers to its subclasses, but for its data."""
-    data = {"encoded_type", "vae", "scheduler", "tables"}
+    data = {"conditioning_type", "vae", "scheduler", "tables"}
     return {name for name in [*vars(kind), *get_type_hints(kind)] if not name.startswith("_")} - data
 
 

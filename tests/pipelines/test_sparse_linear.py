@@ -22,7 +22,7 @@ from wanjax.checkpoints.modules import parameters
 from wanjax.errors import UnsupportedError, WanjaxError
 from wanjax.kernels.attention import AttentionConfig, SparseLinear
 from wanjax.models.wan.transformer import WanTransformer
-from wanjax.pipelines.wan.conditioning import WanEncoded
+from wanjax.pipelines.wan.conditioning import WanConditioning
 from wanjax.training import LoraConfig, OptimizerConfig, TrainConfig, Training
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
@@ -72,7 +72,7 @@ def test_other_attention_is_refused(asked, checkpoint, tmp_path, monkeypatch):
 def test_eight_devices_agree_with_one():
     config = replace(small_wan.transformer_config(4), sparse_linear=SparseLinear())
     random = np.random.default_rng(0)
-    encoded = WanEncoded(*(jnp.asarray(random.normal(size=(1, 3, 8)), jnp.float32) for _ in range(2)))
+    encoded = WanConditioning(*(jnp.asarray(random.normal(size=(1, 3, 8)), jnp.float32) for _ in range(2)))
     asked, latents = AttentionConfig.parse("sla:top=0.5,block_q=8,block_kv=4"), []
     for axes in (None, (2, 2, 2)):
         pipe = small_wan.pipeline(4, small_wan.partitioner(axes))

@@ -27,7 +27,7 @@ from wanjax.pipelines.frames import decode_chunk
 from wanjax.pipelines.observers import Cancelled
 from wanjax.pipelines.seeds import seed_to_key_data, solver_keys
 from wanjax.pipelines.wan.causal_programs import renew
-from wanjax.pipelines.wan.conditioning import WanEncoded
+from wanjax.pipelines.wan.conditioning import WanConditioning
 
 BLOCK, BLOCKS = 2, 5  # latent frames of a block; three blocks are in the window
 SIZE, FRAMES = (12, 20), 2 * (BLOCK * BLOCKS - 1) + 1
@@ -39,7 +39,7 @@ LEVELS = [1.0, 5 * (2 / 3) / (1 + 4 * (2 / 3)), 5 * (1 / 3) / (1 + 4 * (1 / 3)),
 def encoded(videos=1):
     random = np.random.default_rng(2)
     both = (jnp.asarray(random.normal(size=(videos, 7, 8)), jnp.float32) for _ in range(2))
-    return WanEncoded(*both)
+    return WanConditioning(*both)
 
 
 def draws():
@@ -142,7 +142,7 @@ def test_videos_made_together_are_those_made_alone():
     pipe = pipeline()
     together = pipe.denoise(encoded(2), seeds=[3, 4], **GIVEN)
     for video, seed in enumerate((3, 4)):
-        one = WanEncoded(*(x[video : video + 1] for x in encoded(2)[:2]))
+        one = WanConditioning(*(x[video : video + 1] for x in encoded(2)[:2]))
         assert error(together[video], np.asarray(pipe.denoise(one, seed=seed, **GIVEN)[0], np.float64)) <= 1e-5
 
 
@@ -210,7 +210,7 @@ WITHOUT_EFFECT = {  # on latents: nothing is guided, no other network takes over
 
 
 def test_every_keyword_of_denoising_is_accounted_for():
-    known = inspect.signature(pipeline().denoise).parameters.keys() - {"encoded", "callback"}
+    known = inspect.signature(pipeline().denoise).parameters.keys() - {"conditioning", "callback"}
     assert known == {*REFUSED, *OBEYED, *WITHOUT_EFFECT}
 
 

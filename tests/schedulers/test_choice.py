@@ -11,7 +11,7 @@ from tests.support.toy.scheduler import Ancestral
 from tests.support.types import unchecked
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
-from wanjax.pipelines.wan.conditioning import WanEncoded
+from wanjax.pipelines.wan.conditioning import WanConditioning
 from wanjax.schedulers import (
     DDIM,
     DPM,
@@ -94,7 +94,7 @@ def test_a_scheduler_that_there_is_not(choose, arguments, words):
 
 def test_a_pipeline_takes_another_scheduler_and_keeps_it():
     pipe = pipeline(4, None)
-    prompts = WanEncoded(*(jnp.full((1, 7, 8), value) for value in (1.0, 0.5)))
+    prompts = WanConditioning(*(jnp.full((1, 7, 8), value) for value in (1.0, 0.5)))
     before = pipe.denoise(prompts, **VIDEO.to_json())
     assert pipe.scheduler == FlowEuler()
     pipe.scheduler = "unipc"

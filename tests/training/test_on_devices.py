@@ -13,7 +13,7 @@ from wanjax.kernels.compiler_options import products
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.pipelines.components import Components
 from wanjax.pipelines.pipeline import Pipeline
-from wanjax.pipelines.wan.conditioning import WanEncoded
+from wanjax.pipelines.wan.conditioning import WanConditioning
 from wanjax.registry import presets
 from wanjax.sharding import one_device
 from wanjax.training.adapters import LoraConfig, adapt, is_factor
@@ -30,7 +30,7 @@ slow = pytest.mark.slow
 def batch(step):
     random = np.random.default_rng(step)
     latents, text = (random.normal(size=size).astype(np.float32) for size in ((2, 4, 3, 8, 8), (2, 16, 8)))
-    return Batch(jnp.asarray(latents), WanEncoded(jnp.asarray(text), jnp.asarray(text)))
+    return Batch(jnp.asarray(latents), WanConditioning(jnp.asarray(text), jnp.asarray(text)))
 
 
 def losses(axes, rules, full, folder):

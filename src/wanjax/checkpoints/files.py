@@ -321,10 +321,10 @@ def write_safetensors(
         begin, end = end, end + specs[key].nbytes
         name = DTYPE_NAMES[specs[key].dtype]
         header[key] = {"dtype": name, "shape": list(specs[key].shape), "data_offsets": [begin, end]}
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
+    conditioning = json.dumps(header, separators=(",", ":")).encode()
+    conditioning += b" " * (-len(conditioning) % 8)
     with writing(path) as partial_path, partial_path.open("wb") as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        file.write(len(conditioning).to_bytes(8, "little") + conditioning)
         for key in keys:
             values = np.ascontiguousarray(reader.read(key))
             check_finite(values, key, path)

@@ -125,7 +125,7 @@ def suitable_prompts(model: str) -> list[str]:
 
 def _measure_prompt(report: Report, pipe: Any, pictures: Any, settings: Any) -> Measured:
     with report.stage("encode"):
-        encoded = pipe.encode_prompts(settings.prompt, settings.negative_prompt, follow=settings.follow)
-        encoded = encoded._replace(**pipe.model.encode_inputs(pipe.runtime, pictures, settings))
+        conditioning = pipe.encode_prompts(settings.prompt, settings.negative_prompt, follow=settings.follow)
+        conditioning = conditioning._replace(**pipe.model.encode_inputs(pipe.runtime, pictures, settings))
     with report.stage("denoise"):
-        return measure(pipe.runtime, pipe.model, encoded, settings)
+        return measure(pipe.runtime, pipe.model, conditioning, settings)

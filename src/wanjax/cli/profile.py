@@ -35,9 +35,9 @@ class StepProfile(Observer):
         reuses = rule.decided_on_device or any(pipe.model.spec.reused(settings))
         self.counts_all_work = pipe.attention.is_dense and not reuses  # else some of the work is left out
 
-    def begun(self, encoded: Any) -> None:
+    def begun(self, conditioning: Any) -> None:
         forwards = 2 if self.settings.guided else 1
-        work = self.pipe.model.cost(self.settings, encoded)
+        work = self.pipe.model.cost(self.settings, conditioning)
         self.parts = {part: forwards * count for part, count in work.flops.items()}
         self._ends: list[float] = []
         self._tracing = self._traced = False

@@ -46,7 +46,7 @@ from wanjax.media.stage_files import LATENTS, VIDEO
 from wanjax.pipelines.denoiser import stream_of
 from wanjax.pipelines.family import TrainingDomain
 from wanjax.pipelines.guidance import CLASSIFIER_FREE
-from wanjax.pipelines.model import Chunk, check_fits, encoded_from, with_scheduler
+from wanjax.pipelines.model import Chunk, check_fits, conditioning_from, with_scheduler
 from wanjax.pipelines.noise_inputs import checked_noise_inputs
 from wanjax.pipelines.observers import Observer, Step, Switch
 from wanjax.pipelines.pipeline import Pipeline
@@ -129,7 +129,7 @@ def denoise(report: Report, request: VideoRequest, options: PipelineOptions, com
     folder = stage_folder(command)
     left = load_stage_settings(folder)
     existing = existing_stage(command, LATENTS, requested_at_once(request, options), fps=left.get("fps"))
-    tensors = {**stage_files.load_encoded(folder, left), **stage_files.load_video_shape(folder)}
+    tensors = {**stage_files.load_conditioning(folder, left), **stage_files.load_video_shape(folder)}
     follow = request.settings.get("follow")
     if follow not in (None, left.get("follow")) and any(left.get(name) for name in INPUTS):
         raise WanjaxError(
@@ -137,16 +137,16 @@ def denoise(report: Report, request: VideoRequest, options: PipelineOptions, com
             "to run again with it, or --sigmas would give the noise levels alone"
         )
     with held(VideoCommand(report, request, options, command, left, loads="lora")) as video:
-        encoded = video.checked(tensors)
+        conditioning = video.checked(tensors)
         if video.is_there(existing):
             return
         video.tell()
         video.check_room()
-        check_denoising(video.pipe, encoded, video.settings, batch_guidance=video.how["batch_guidance"])
+        check_denoising(video.pipe, conditioning, video.settings, batch_guidance=video.how["batch_guidance"])
         run = video.denoising(tells=True)
         report.enable_resume()
         with run.stage("denoise"):
-            deque(run.latents(encoded, video.settings, [video.settings.seed]), maxlen=0)
+            deque(run.latents(conditioning, video.settings, [video.settings.seed]), maxlen=0)
     report.table()
     if report.in_json:
         video.made(folder / stage_files.LATENTS)
@@ -307,8 +307,8 @@ class VideoCommand:
             self.pipe.preview_with(command.preview_decoder)
         self.record = self.pipe.metadata(self.settings, {**pictures, "noise": command.noise}, **self.how)
         if left is not None:
-            encoded = {str(path) for path in paths_of(left, INPUTS)}
-            digests = {path: digest for path, digest in file_digests(left).items() if path in encoded}
+            conditioning = {str(path) for path in paths_of(left, INPUTS)}
+            digests = {path: digest for path, digest in file_digests(left).items() if path in conditioning}
             self.record |= {DIGESTS: file_digests(self.record) | digests} if digests else {}
         if self.original_metadata:
             check_loaded(self.original_metadata, self.record)
@@ -413,11 +413,11 @@ class VideoCommand:
     def checked(self, tensors: Mapping[str, Any]) -> Any:
         """Return the output of `encode` from its tensors; raise WanjaxError if it does not fit."""
         try:
-            encoded = encoded_from(self.pipe.model, tensors)
-            check_fits(self.pipe.model, encoded, self.settings)
+            conditioning = conditioning_from(self.pipe.model, tensors)
+            check_fits(self.pipe.model, conditioning, self.settings)
         except WanjaxError as error:
             raise WanjaxError(f"{self.folder / stage_files.EMBEDDINGS}: {error}") from error
-        return encoded
+        return conditioning
 
     def tell(self, videos: Sequence[Settings] = ()) -> None:
         """Print the settings of the video, and notes on settings that may be unintended.
@@ -649,10 +649,10 @@ class Saving(Observer):
         self.rendering, self.tells = rendering, tells
         self._blocks: list[Any] = []
 
-    def encoded(self, encoded: Any) -> None:
+    def encoded(self, conditioning: Any) -> None:
         rendering, file = self.rendering, self.rendering.folder / stage_files.EMBEDDINGS
-        tensors = {name: x for name, x in encoded._asdict().items() if x is not None}
-        save = partial(stage_files.save_encoded, rendering.folder, tensors, rendering.record)
+        tensors = {name: x for name, x in conditioning._asdict().items() if x is not None}
+        save = partial(stage_files.save_conditioning, rendering.folder, tensors, rendering.record)
         rendering.save(
             rendering.command("denoise"), save, announcement=f"the embeddings are in {file}" if self.tells else None
         )

@@ -54,7 +54,7 @@ def save_settings(folder: Path, settings: Mapping[str, Any]) -> None:
         beside.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
-def save_encoded(
+def save_conditioning(
     folder: Path, tensors: Mapping[str, Shaped[Array | np.ndarray, "1 ..."]], settings: Mapping[str, Any]
 ) -> None:
     """Write the first stage's tensors, each with a first axis of size 1, with the settings that shaped them.
@@ -72,7 +72,7 @@ def save_encoded(
     _save_stage(folder / EMBEDDINGS, tensors, shaped)
 
 
-def load_encoded(folder: Path, settings: Mapping[str, Any]) -> dict[str, Shaped[Array, "1 ..."]]:
+def load_conditioning(folder: Path, settings: Mapping[str, Any]) -> dict[str, Shaped[Array, "1 ..."]]:
     """Return the tensors of the folder's first stage; `settings` as `metadata.load_settings` returns them.
 
     They are floats, or masks of integers or booleans; their names and ranks are the caller's to check.

@@ -44,22 +44,22 @@ from wanjax.schedulers.base import TRAIN_STEPS, Schedule
 
 Shape = tuple[int, ...]
 Field = Value | np.ndarray  # of the output of `encode`
-Same = TypeVar("Same")
+ConditioningSelf = TypeVar("ConditioningSelf")
 OLD_TEXT_LENGTH = 226  # the length of prompts in files of the scripts before wanjax, a mistake
 
 
 @runtime_checkable
-class Encoded(Protocol):
+class Conditioning(Protocol):
     """The output of `encode`: a family's own NamedTuple of arrays, each with a first axis of size 1, or None."""
 
     def __iter__(self) -> Iterator[Field | None]: ...
 
     def _asdict(self) -> dict[str, Field | None]: ...
 
-    def _replace(self: Same, **fields: Any) -> Same: ...
+    def _replace(self: ConditioningSelf, **fields: Any) -> ConditioningSelf: ...
 
 
-Own = TypeVar("Own", bound=Encoded)  # a family's own
+ConditioningT = TypeVar("ConditioningT", bound=Conditioning)  # a family's own
 
 
 @runtime_checkable
@@ -515,15 +515,15 @@ class ModelSpec:
         options = {"shift": settings.flow_shift, "sigmas": settings.sigmas, "follow": settings.follow}
         return {name: value for name, value in options.items() if value is not None and name in self._levels}
 
-    def schedule(self, settings: Settings, encoded: Encoded | None = None) -> Schedule:
+    def schedule(self, settings: Settings, conditioning: Conditioning | None = None) -> Schedule:
         """Return the noise levels of the steps, arrays of the host; a given video, if encoded, skips the noisiest.
 
         Args:
             settings: Settings of the pass.
-            encoded: The output of `encode`, whose video, if there is one, decides where to start; None starts from
+            conditioning: The output of `encode`, whose video, if there is one, decides where to start; None starts from
                 noise.
         """
-        begun = getattr(encoded, "video_latents", None) is not None
+        begun = getattr(conditioning, "video_latents", None) is not None
         skip = settings.steps - settings.strong_steps if begun else 0
         return self.scheduler.schedule(settings.steps, skip=skip, **self.schedule_options(settings))
 
@@ -548,13 +548,13 @@ class ModelSpec:
             return 0.0, 1.0
         return (settings.boundary, 1.0) if network == self.denoisers[0] else (0.0, settings.boundary)
 
-    def tables_for(self, encoded: Encoded) -> Tables:
+    def tables_for(self, conditioning: Conditioning) -> Tables:
         """Return the tables of step caches for a video from this output of `encode`.
 
         Args:
-            encoded: The output of `encode`.
+            conditioning: The output of `encode`.
         """
-        return self.cache_tables if getattr(encoded, "condition", None) is None else self.cache_tables.of_pictured
+        return self.cache_tables if getattr(conditioning, "condition", None) is None else self.cache_tables.of_pictured
 
     def cache_rule(self, settings: Settings) -> CacheRule:
         """Return the rule of the settings' step cache, complete; raise WanjaxError where the model cannot have it.
@@ -589,7 +589,7 @@ class ModelSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VideoModel(ABC, Generic[Own]):
+class VideoModel(ABC, Generic[ConditioningT]):
     """A checkpoint as its family knows it, without weights: a method that computes is given a `Runtime`.
 
     A family writes the abstract methods, and the others where it differs.
@@ -600,7 +600,7 @@ class VideoModel(ABC, Generic[Own]):
         tables: The checkpoint's tables for step caches.
     """
 
-    encoded_type: ClassVar[type[Any]]
+    conditioning_type: ClassVar[type[Any]]
     """The type that `encode` returns, a NamedTuple; its fields are the tensors of the first stage's file.
 
     One that holds pictures has a field `video_shape`, None by default, which a run fills (`pipelines/video_shape`).
@@ -621,7 +621,7 @@ class VideoModel(ABC, Generic[Own]):
         """The traced part of the model."""
 
     @abstractmethod
-    def encode_text(self, runtime: Runtime, settings: Settings) -> Own:
+    def encode_text(self, runtime: Runtime, settings: Settings) -> ConditioningT:
         """Encode the prompt and the negative prompt of a video's settings, with the text encoders alone.
 
         Args:
@@ -632,7 +632,7 @@ class VideoModel(ABC, Generic[Own]):
     def encode_inputs(
         self, runtime: Runtime, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
     ) -> Mapping[str, Field | None]:
-        """Encode the pictures of a video without the text encoders; return fields of `encoded_type`.
+        """Encode the pictures of a video without the text encoders; return fields of `conditioning_type`.
 
         Args:
             runtime: Networks, devices and strategy.
@@ -643,27 +643,27 @@ class VideoModel(ABC, Generic[Own]):
         return {}
 
     @abstractmethod
-    def conditioning_shapes(self, encoded: Own, settings: Settings) -> Mapping[str, FieldShape]:
+    def conditioning_shapes(self, conditioning: ConditioningT, settings: Settings) -> Mapping[str, FieldShape]:
         """Return the right shapes of the fields of `encode`'s output, for a video of these settings.
 
         Of fields without a default, which are the prompts', those that are left out are not checked; of the others,
         which hold pictures, those have to be None.
 
         Args:
-            encoded: That output, for the sizes that may be any and have to agree.
+            conditioning: That output, for the sizes that may be any and have to agree.
             settings: Those of the video.
         """
 
     @abstractmethod
     def prepare(
-        self, runtime: Runtime, network: SplitNetwork, encoded: Own, x: Any, purpose: Preparation
+        self, runtime: Runtime, network: SplitNetwork, conditioning: ConditioningT, x: Any, purpose: Preparation
     ) -> tuple[tuple[object, ...], object]:
         """Compute what no step of a network changes; return the context of each forward, and what all share.
 
         Args:
             runtime: Calls programs.
             network: The network of the phase.
-            encoded: The output of `encode`, of videos that are made together.
+            conditioning: The output of `encode`, of videos that are made together.
             x: The latents, for their shape.
             purpose: What the steps are to do.
         """
@@ -680,15 +680,15 @@ class VideoModel(ABC, Generic[Own]):
         return None
 
     @abstractmethod
-    def cost(self, settings: Settings, encoded: Own | None = None) -> Cost:
+    def cost(self, settings: Settings, conditioning: ConditioningT | None = None) -> Cost:
         """Return the work of one forward of the denoiser, for this output of `encode` where there is one.
 
         Args:
             settings: Settings of the video.
-            encoded: The output of `encode`; None counts the prompt as plans do.
+            conditioning: The output of `encode`; None counts the prompt as plans do.
         """
 
-    def refine(self, runtime: Runtime, encoded: Own, latents: AnyLatents) -> Own:
+    def refine(self, runtime: Runtime, conditioning: ConditioningT, latents: AnyLatents) -> ConditioningT:
         """Return the conditioning of the next pass, from that of this one and its latents, [B C T H W] or streams.
 
         The next pass begins from its fields `video_latents` and, of other streams, `NAME_latents`, in the shapes of
@@ -696,11 +696,11 @@ class VideoModel(ABC, Generic[Own]):
 
         Args:
             runtime: Networks, devices and strategy.
-            encoded: The conditioning of the finished pass.
+            conditioning: The conditioning of the finished pass.
             latents: Its latents, [B C T H W] or streams.
         """
         streams = latents if isinstance(latents, Mapping) else {VIDEO: latents}
-        return encoded._replace(**{f"{name}_latents": x for name, x in streams.items()})
+        return conditioning._replace(**{f"{name}_latents": x for name, x in streams.items()})
 
     def decode(
         self,
@@ -740,11 +740,11 @@ class VideoModel(ABC, Generic[Own]):
         """
         return (runtime.components.get("tokenizer").tokenize(prompts),)
 
-    def leading_frames(self, encoded: Own, settings: Settings) -> int:
+    def leading_frames(self, conditioning: ConditioningT, settings: Settings) -> int:
         """Return the number of reference latent frames, which are denoised before the video's and then dropped.
 
         Args:
-            encoded: The output of `encode`.
+            conditioning: The output of `encode`.
             settings: Settings of the video.
         """
         return 0
@@ -821,25 +821,25 @@ def truncations(model: VideoModel[Any], runtime: Runtime, prompt: str, follow: s
     return tuple(cut for batch in model.tokenize(runtime, [prompt], follow) for cut in batch.truncated if cut)
 
 
-def check_fits(model: VideoModel[Own], encoded: Own, settings: Settings) -> None:
+def check_fits(model: VideoModel[ConditioningT], conditioning: ConditioningT, settings: Settings) -> None:
     """Raise WanjaxError unless this output of `encode` was made for a video of these settings.
 
     Args:
         model: The model.
-        encoded: The output of `encode`.
+        conditioning: The output of `encode`.
         settings: Settings of the video.
     """
-    if (encoded_for := encoded_shape(encoded)) is not None:
+    if (encoded_for := encoded_shape(conditioning)) is not None:
         encoded_for.check(settings)
-    shapes = model.conditioning_shapes(encoded, settings)
-    check_conditioning(encoded, shapes, settings.model, model.spec.task)
-    if (held := model.leading_frames(encoded, settings)) < 0:
+    shapes = model.conditioning_shapes(conditioning, settings)
+    check_conditioning(conditioning, shapes, settings.model, model.spec.task)
+    if (held := model.leading_frames(conditioning, settings)) < 0:
         raise WanjaxError(f"the condition is {-held} latent frames shorter than the video: encode it again")
     if encoded_for is not None and held != encoded_for.references:
         raise WanjaxError(f"what was encoded for {encoded_for} holds {held} references: encode the pictures again")
 
 
-def encoded_from(model: VideoModel[Own], tensors: Mapping[str, Array]) -> Own:
+def conditioning_from(model: VideoModel[ConditioningT], tensors: Mapping[str, Array]) -> ConditioningT:
     """Restore the output of `encode` from its tensors by name; raise WanjaxError where one is missing.
 
     Warns of prompts from the scripts before wanjax, which had cut them to a length that the model was not trained on.
@@ -848,27 +848,27 @@ def encoded_from(model: VideoModel[Own], tensors: Mapping[str, Array]) -> Own:
         model: The model.
         tensors: The tensors of a stage's file, by name.
     """
-    kind, read = model.encoded_type, model.spec.text_length
+    kind, read = model.conditioning_type, model.spec.text_length
     optional = kind._field_defaults.keys()
     if missing := [name for name in kind._fields if name not in tensors and name not in optional]:
         has = ", ".join(tensors) or "none at all"
         raise WanjaxError(f"there is no tensor {missing[0]!r} among the encoded prompts, only {has}: encode again")
-    encoded = kind(**{name: x for name, x in tensors.items() if name in kind._fields})
-    if read is not None and encoded.prompt_embeds.shape[1] == OLD_TEXT_LENGTH != read:
+    conditioning = kind(**{name: x for name, x in tensors.items() if name in kind._fields})
+    if read is not None and conditioning.prompt_embeds.shape[1] == OLD_TEXT_LENGTH != read:
         message = f"the prompt has {OLD_TEXT_LENGTH} tokens where the model reads {read}: the video will differ"
         warnings.warn(message, WanjaxWarning, stacklevel=2)
-    return encoded
+    return conditioning
 
 
-def latents_of(encoded: Encoded, spec: ModelSpec | None = None) -> dict[str, Any]:
+def latents_of(conditioning: Conditioning, spec: ModelSpec | None = None) -> dict[str, Any]:
     """Return the encoded pictures that are latents [B C T H W], by name, and the clean latents of further streams.
 
     Args:
-        encoded: The output of `encode`.
+        conditioning: The output of `encode`.
         spec: The model's, whose further streams count too; None for the pictures alone.
     """
     streams = {f"{name}_latents" for name in (spec.latent_streams if spec else ())}
-    held = {name: x for name, x in encoded._asdict().items() if x is not None}
+    held = {name: x for name, x in conditioning._asdict().items() if x is not None}
     return {name: x for name, x in held.items() if len(x.shape) == 5 or name in streams}
 
 

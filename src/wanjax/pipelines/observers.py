@@ -19,7 +19,7 @@ from wanjax.execution import Value
 from wanjax.pipelines import progress
 from wanjax.pipelines.denoiser import State, Streams, stream_of
 from wanjax.pipelines.frames import AnyLatents
-from wanjax.pipelines.model import Chunk, Encoded
+from wanjax.pipelines.model import Chunk, Conditioning
 from wanjax.pipelines.phases import Phase
 from wanjax.pipelines.previews.latent_preview import LatentPreview
 from wanjax.pipelines.windows import Window
@@ -178,18 +178,18 @@ class Observer:
             window: The window.
         """
 
-    def encoded(self, encoded: Encoded) -> None:
+    def encoded(self, conditioning: Conditioning) -> None:
         """Receive the output of the first stage.
 
         Args:
-            encoded: The output of `encode`.
+            conditioning: The output of `encode`.
         """
 
-    def begun(self, encoded: Encoded) -> None:
+    def begun(self, conditioning: Conditioning) -> None:
         """Receive what is denoised: the output of the first stage, of videos that are made together.
 
         Args:
-            encoded: The output of `encode`, of all videos.
+            conditioning: The output of `encode`, of all videos.
         """
 
     def resumed(self, begun: Start) -> tuple[State, int] | None:

@@ -52,7 +52,7 @@ from wanjax.pipelines.keywords import (
     spelled_out,
 )
 from wanjax.pipelines.memory import check_video
-from wanjax.pipelines.model import Encoded, VideoModel, check_fits, least_bytes, truncations, with_scheduler
+from wanjax.pipelines.model import Conditioning, VideoModel, check_fits, least_bytes, truncations, with_scheduler
 from wanjax.pipelines.noise_inputs import INITIAL, NoiseInput, checked_noise_inputs
 from wanjax.pipelines.observers import CallbackObserver, Observer, ProgressObserver, Step, Switch, SwitchObserver
 from wanjax.pipelines.other_names import right_name, unknown_keyword
@@ -67,7 +67,7 @@ from wanjax.pipelines.text.tokenizer import Truncation
 from wanjax.pipelines.tiny_decoder import read_tiny_decoder
 from wanjax.pipelines.tracing import check_decoding, check_denoising, check_encoding, check_making
 from wanjax.pipelines.validation import (
-    check_encoded,
+    check_conditioning_type,
     check_frames,
     check_latents,
     check_loaded,
@@ -435,7 +435,7 @@ class Pipeline(metaclass=Named):
         *,
         tiling: Tiling | None = None,
         **keywords: Unpack[InputKeywords],
-    ) -> Encoded:
+    ) -> Conditioning:
         """Encode a prompt, a negative prompt and pictures: the first stage.
 
         Args:
@@ -456,7 +456,9 @@ class Pipeline(metaclass=Named):
         run = Run(self, [PreparedRequest(chosen)], pictures, tiling=tiling, observers=self._observers(None))
         return run.encode()[chosen.prompt]
 
-    def encode_prompts(self, prompt: str, negative_prompt: str | None = None, *, follow: str | None = None) -> Encoded:
+    def encode_prompts(
+        self, prompt: str, negative_prompt: str | None = None, *, follow: str | None = None
+    ) -> Conditioning:
         """Encode a prompt and a negative prompt by the text encoders alone.
 
         Args:
@@ -498,7 +500,7 @@ class Pipeline(metaclass=Named):
     @spelled_out(SettingsKeywords)
     def denoise(
         self,
-        encoded: Encoded,
+        conditioning: Conditioning,
         *,
         noise: NoiseInput | None = None,
         callback: Stop | None = None,
@@ -515,7 +517,7 @@ class Pipeline(metaclass=Named):
         mesh whose axis `dp` splits them.
 
         Args:
-            encoded: What `encode` returned; for several `seeds`, with a prompt for each on its first axis.
+            conditioning: What `encode` returned; for several `seeds`, with a prompt for each on its first axis.
             noise: The initial noise [1 C T H W], or a mapping of any of the arrays that `draws` names. None is the
                 seed's.
             callback: Called after each step with a `Step`, perhaps before the device has finished it. If it returns
@@ -536,16 +538,16 @@ class Pipeline(metaclass=Named):
             WanjaxError: A shape does not fit the video, a setting is invalid, or latents are not finite after a step.
             Cancelled: The callback returned False.
         """
-        chosen = self._settings_for(encoded, dict(settings))
+        chosen = self._settings_for(conditioning, dict(settings))
         seeds = resolve_seeds([settings.get("seed")], [chosen.seed]) if seeds is None else resolve_seeds(seeds)
         observers = [*self._observers(callback), *([SwitchObserver(switched)] if switched else [])]
         if keep is not None:
             self.model.spec.check_whole(chosen.model, "a file to continue from")
             observers.append(ResumeObserver(keep, self.partitioner, continued))
-        check_denoising(self, encoded, chosen, videos=len(seeds), batch_guidance=batch_guidance)
+        check_denoising(self, conditioning, chosen, videos=len(seeds), batch_guidance=batch_guidance)
         run = Run(self, [PreparedRequest(chosen)], noise=noise, batch_guidance=batch_guidance, observers=observers)
         with run.stage("denoise"):
-            pieces = tuple(run.latents(encoded, chosen, seeds))
+            pieces = tuple(run.latents(conditioning, chosen, seeds))
         return pieces[0] if len(pieces) == 1 else self.call(join, 2, pieces)
 
     def _observers(self, callback: Stop | None) -> list[Observer]:
@@ -557,23 +559,23 @@ class Pipeline(metaclass=Named):
             raise WanjaxError(f"callback is given as {repr_short(callback)}: give a function that takes a Step")
         return [ProgressObserver(self.progress), *([CallbackObserver(callback)] if callback else [])]
 
-    def _settings_for(self, encoded: Encoded, settings: dict[str, Any]) -> Any:
+    def _settings_for(self, conditioning: Conditioning, settings: dict[str, Any]) -> Any:
         """Return the settings of a video of this output of `encode`; raise WanjaxError where the two do not fit.
 
         A size or length that is missing is that for which pictures were encoded.
         """
-        check_encoded(encoded, self.model.encoded_type)
+        check_conditioning_type(conditioning, self.model.conditioning_type)
         settings = {name: value for name, value in settings.items() if value is not None}
-        latents = [x for x in encoded if x is not None and x.ndim == 5]
-        if (shape := encoded_shape(encoded)) is not None:
+        latents = [x for x in conditioning if x is not None and x.ndim == 5]
+        if (shape := encoded_shape(conditioning)) is not None:
             settings = {"frames": shape.frames} | settings
             settings = ({} if "size" in settings else {"height": shape.height, "width": shape.width}) | settings
         elif latents and not settings.keys() & {"size", "height", "width"}:
             settings["size"] = tuple(self.model.vae.spatial_factor * cells for cells in latents[0].shape[3:])
         chosen = self.settings(**settings)
         check_alone(chosen, "denoise")
-        check_fits(self.model, encoded, chosen)
-        self._check_strength(chosen, getattr(encoded, "video_latents", None))
+        check_fits(self.model, conditioning, chosen)
+        self._check_strength(chosen, getattr(conditioning, "video_latents", None))
         return chosen
 
     @spelled_out(InputKeywords)
@@ -620,7 +622,7 @@ class Pipeline(metaclass=Named):
     @spelled_out(SettingsKeywords)
     def blocks(
         self,
-        encoded: Encoded,
+        conditioning: Conditioning,
         *,
         noise: NoiseInput | None = None,
         callback: Stop | None = None,
@@ -633,7 +635,7 @@ class Pipeline(metaclass=Named):
         `denoise` joins the chunks.
 
         Args:
-            encoded: The output of `encode`.
+            conditioning: The output of `encode`.
             noise: Noise in place of the seed's: the initial noise, or arrays by name.
             callback: Called after each step with a `Step`, which has the latents of one chunk; False ends the run.
             batch_guidance: Whether both prompts run in one forward.
@@ -641,12 +643,12 @@ class Pipeline(metaclass=Named):
             settings: The settings.
         """
         self.model.spec.check_streams(self.defaults.model)
-        chosen = self._settings_for(encoded, dict(settings))
+        chosen = self._settings_for(conditioning, dict(settings))
         seeds = resolve_seeds([settings.get("seed")], [chosen.seed]) if seeds is None else resolve_seeds(seeds)
         checked_noise_inputs(noise, self.model.spec.noise_inputs(chosen, videos=len(seeds)))
         observers = [CallbackObserver(callback)] if callback else []
         run = Run(self, [PreparedRequest(chosen)], noise=noise, batch_guidance=batch_guidance, observers=observers)
-        return run.latents(encoded, chosen, seeds)
+        return run.latents(conditioning, chosen, seeds)
 
     def decode_blocks(self, blocks: Iterable[GivenLatents], *, tiling: Tiling | None = None) -> Iterator[Clip]:
         """Yield the frames, uint8 [T H W 3], of each chunk of latents [1 C T H W] as it comes.

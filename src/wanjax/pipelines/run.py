@@ -28,7 +28,7 @@ from wanjax.pipelines.caching.rules import check_apart
 from wanjax.pipelines.components import Components
 from wanjax.pipelines.denoiser import join, stream_of
 from wanjax.pipelines.frames import AnyLatents, Call, Decoded, Frames, chunk_count
-from wanjax.pipelines.model import Encoded, Field, VideoModel
+from wanjax.pipelines.model import Conditioning, Field, VideoModel
 from wanjax.pipelines.noise_inputs import NoiseInput
 from wanjax.pipelines.observers import Observer, Observers
 from wanjax.pipelines.previews.latent_preview import LatentPreview
@@ -92,14 +92,14 @@ class Run:
             return
         shared = self.requests[0].settings
         if shared.windows > 1:
-            texts: dict[str, Encoded] = {}
+            texts: dict[str, Conditioning] = {}
             for request in self.requests:
                 yield request, self._windows(request.settings, texts)
             return
-        encoded = self.encode()
+        conditioning = self.encode()
         size = batch_size(self.runtime.partitioner, shared.guided) if len(self.requests) > 1 else 1
         for batch, count in batches(self.requests, size):
-            inputs = join_encoded([encoded[request.settings.prompt] for request in batch], self.runtime.call)
+            inputs = join_conditionings([conditioning[request.settings.prompt] for request in batch], self.runtime.call)
             pieces: Iterable[AnyLatents] = self.latents(inputs, shared, [request.settings.seed for request in batch])
             if count > 1 or not self.model.spec.streams:
                 with self.stage("denoise"):
@@ -125,17 +125,17 @@ class Run:
         """
         self.observers.tell("count", unit, done, total)
 
-    def encode(self) -> dict[str, Encoded]:
+    def encode(self) -> dict[str, Conditioning]:
         """Encode each prompt once, and the pictures, which all videos share; return the outputs by prompt."""
         with self.stage("encode"), self.runtime.strategy.stage("encode"):
             texts = self._texts()
             seen = self._seen(self.pictures, self.requests[0].settings)
-        encoded = {prompt: text._replace(**seen) for prompt, text in texts.items()}
-        for one in encoded.values():
+        conditioning = {prompt: text._replace(**seen) for prompt, text in texts.items()}
+        for one in conditioning.values():
             self.observers.tell("encoded", one)
-        return encoded
+        return conditioning
 
-    def _texts(self) -> dict[str, Encoded]:
+    def _texts(self) -> dict[str, Conditioning]:
         """Encode each prompt once, without pictures; return the outputs by prompt."""
         windows = [window for request in self.requests for window in windows_of(request.settings)]
         prompts = {alone.prompt: alone for _, _, alone in windows}
@@ -145,10 +145,10 @@ class Run:
     def _seen(self, pictures: Pictures, settings: Settings) -> Mapping[str, Field | None]:
         """Encode pictures; return fields of the output of the first stage."""
         seen = self.model.encode_inputs(self.runtime, pictures, settings, tiling=self.tiling)
-        seen = with_shape(seen, self.model.encoded_type, pictures, settings)
+        seen = with_shape(seen, self.model.conditioning_type, pictures, settings)
         return self.runtime.components.finish_stage(seen)
 
-    def _windows(self, settings: Settings, texts: dict[str, Encoded]) -> Iterator[Clip]:
+    def _windows(self, settings: Settings, texts: dict[str, Conditioning]) -> Iterator[Clip]:
         """Yield the frames of a video of windows, those of each once it is made; `texts` are encoded by the first."""
         strategy, before = self.runtime.strategy, None
         for window in windows_of(settings):
@@ -157,9 +157,9 @@ class Run:
             pictures = pictures_of(window, self.pictures, before, self.model.spec.continued_by)
             with self.stage("encode"), strategy.stage("encode"):
                 texts.update({} if texts else self._texts())
-                encoded = texts[alone.prompt]._replace(**self._seen(pictures, alone))
+                conditioning = texts[alone.prompt]._replace(**self._seen(pictures, alone))
             with self.stage("denoise"):
-                pieces = list(self.latents(encoded, alone, [alone.seed]))
+                pieces = list(self.latents(conditioning, alone, [alone.seed]))
             with self.stage("decode"):
                 chunks = self.frames(pieces, seed=alone.seed)
                 chunks = [strategy.read(x, np.zeros(x.shape, np.uint8)) for x in chunks]
@@ -177,18 +177,18 @@ class Run:
         """
         return nullcontext() if request.settings.windows > 1 else self.stage("decode")
 
-    def latents(self, encoded: Encoded, settings: Settings, seeds: Sequence[int]) -> Iterator[AnyLatents]:
+    def latents(self, conditioning: Conditioning, settings: Settings, seeds: Sequence[int]) -> Iterator[AnyLatents]:
         """Yield the latents of videos that are made together, one for each seed: each chunk as soon as it is made.
 
         Args:
-            encoded: The output of `encode`.
+            conditioning: The output of `encode`.
             settings: Settings of the video.
             seeds: The seed of each video.
         """
         return sample(
             self.runtime,
             self.model,
-            encoded,
+            conditioning,
             settings,
             seeds,
             noise=self.noise,
@@ -298,20 +298,20 @@ def batches(requests: Sequence[PreparedRequest], size: int) -> Iterator[tuple[Se
         yield [*batch, *[batch[-1]] * (size - len(batch))], len(batch)
 
 
-def join_encoded(encoded: Sequence[Any], call: Call) -> Any:
+def join_conditionings(conditioning: Sequence[Any], call: Call) -> Any:
     """Join outputs of `encode_text` along their first axis: what is on the host there, the rest by a program.
 
     Args:
-        encoded: The output of `encode_text` for each video.
+        conditioning: The output of `encode_text` for each video.
         call: Calls a program.
     """
-    if len(encoded) == 1:
-        return encoded[0]
-    columns = list(zip(*(jax.tree.leaves(one) for one in encoded), strict=True))
+    if len(conditioning) == 1:
+        return conditioning[0]
+    columns = list(zip(*(jax.tree.leaves(one) for one in conditioning), strict=True))
     on_host = [all(isinstance(x, np.ndarray) for x in column) for column in columns]
     parts = tuple(zip(*(column for column, host in zip(columns, on_host, strict=True) if not host), strict=True))
     concatenated = iter(call(join, 0, parts)) if parts else iter(())
     leaves = [
         np.concatenate(column) if host else next(concatenated) for column, host in zip(columns, on_host, strict=True)
     ]
-    return jax.tree.unflatten(jax.tree.structure(encoded[0]), leaves)
+    return jax.tree.unflatten(jax.tree.structure(conditioning[0]), leaves)

@@ -25,7 +25,7 @@ from wanjax.pipelines.denoiser import (
 )
 from wanjax.pipelines.frames import AnyLatents
 from wanjax.pipelines.guidance import CLASSIFIER_FREE, GuidanceRule, check_rule, grouping
-from wanjax.pipelines.model import Chunk, ModelSpec, Own, VideoModel, latents_of
+from wanjax.pipelines.model import Chunk, ConditioningT, ModelSpec, VideoModel, latents_of
 from wanjax.pipelines.noise_inputs import INITIAL, OF_STEPS, VIDEO, NoiseInput, checked_noise_inputs, noise_name
 from wanjax.pipelines.observers import Monitor, Observers, Progress, Start
 from wanjax.pipelines.phases import Phase, dense_steps
@@ -42,8 +42,8 @@ Caches = Callable[[Runtime, Denoiser, SplitNetwork, Schedule, Phase], StepCache]
 
 def denoise(
     runtime: Runtime,
-    model: VideoModel[Own],
-    encoded: Own,
+    model: VideoModel[ConditioningT],
+    conditioning: ConditioningT,
     schedule: Schedule,
     phases: Sequence[Phase],
     state: State,
@@ -60,7 +60,7 @@ def denoise(
     Args:
         runtime: The networks, and the devices on which programs run.
         model: The family's part.
-        encoded: The output of `encode`, of videos that are made together.
+        conditioning: The output of `encode`, of videos that are made together.
         schedule: The noise levels, arrays of the host.
         phases: Which network takes which steps, and with what guidance scale.
         state: The latents and the solver's state before the first step.
@@ -83,7 +83,7 @@ def denoise(
             network = SplitNetwork(*nnx.split(module))
             groups = grouping(phase.guided, batch_guidance, runtime.partitioner)
             purpose = Preparation(groups, guidance.nag, chunk.number, memory)
-            contexts = model.prepare(runtime, network, encoded, state.x, purpose)
+            contexts = model.prepare(runtime, network, conditioning, state.x, purpose)
             inputs = ModelInputs(network.weights, *contexts, groups.batch * state.videos)
             cache = caches(runtime, denoiser, network, schedule, phase)
             for index in left:
@@ -104,8 +104,8 @@ def denoise(
 
 def sample(
     runtime: Runtime,
-    model: VideoModel[Own],
-    encoded: Own,
+    model: VideoModel[ConditioningT],
+    conditioning: ConditioningT,
     settings: Settings,
     seeds: Sequence[int],
     *,
@@ -121,7 +121,7 @@ def sample(
     Args:
         runtime: The networks, and the devices on which programs run.
         model: The family's part.
-        encoded: The output of `encode`.
+        conditioning: The output of `encode`.
         settings: Those of the videos.
         seeds: One for each video.
         noise: Random arrays in place of the seeds'.
@@ -130,18 +130,18 @@ def sample(
         latent_preview: Returns what makes previews.
     """
     spec, passes = model.spec, model.spec.passes_of(settings)
-    shapes = spec.noise_inputs(settings, model.leading_frames(encoded, settings), len(seeds))
+    shapes = spec.noise_inputs(settings, model.leading_frames(conditioning, settings), len(seeds))
     arrays = checked_noise_inputs(noise, shapes)
-    steps = [len(spec.schedule(passes[0], encoded).timesteps), *(later.strong_steps for later in passes[1:])]
+    steps = [len(spec.schedule(passes[0], conditioning).timesteps), *(later.strong_steps for later in passes[1:])]
     for each, count in zip(passes, steps, strict=True):
         check_rule(each.guidance_rule, each.guided, count)
-    observers.tell("begun", encoded)
+    observers.tell("begun", conditioning)
     for number, each in enumerate(passes):
         progress = Progress(number, len(passes), sum(steps[:number]), sum(steps))
         pieces = sample_pass(
             runtime,
             model,
-            encoded,
+            conditioning,
             each,
             seeds,
             progress,
@@ -155,14 +155,14 @@ def sample(
         else:
             [latents] = pieces
             with runtime.strategy.stage("denoise"):
-                encoded = model.refine(runtime, encoded, latents)
+                conditioning = model.refine(runtime, conditioning, latents)
     runtime.components.finish_stage(())
 
 
 def sample_pass(
     runtime: Runtime,
-    model: VideoModel[Own],
-    encoded: Own,
+    model: VideoModel[ConditioningT],
+    conditioning: ConditioningT,
     settings: Settings,
     seeds: Sequence[int],
     progress: Progress,
@@ -176,20 +176,20 @@ def sample_pass(
     """Yield the latents of one pass, chunk by chunk, from what `sample` is given.
 
     Args:
-        runtime, model, encoded, seeds, batch_guidance, observers, latent_preview: Those of `sample`.
+        runtime, model, conditioning, seeds, batch_guidance, observers, latent_preview: Those of `sample`.
         settings: Those of the pass.
         progress: Which pass it is.
         noise: That of all passes, checked.
         caches: Returns the step cache of a phase; None is by the rule of the settings.
     """
     spec, words, rule, number = model.spec, seed_to_key_data(seeds), settings.guidance_rule, progress.number
-    schedule, streams = spec.schedule(settings, encoded), (VIDEO, *spec.latent_streams)
-    shapes = spec.noise_shapes(settings, model.leading_frames(encoded, settings), len(seeds))
+    schedule, streams = spec.schedule(settings, conditioning), (VIDEO, *spec.latent_streams)
+    shapes = spec.noise_shapes(settings, model.leading_frames(conditioning, settings), len(seeds))
     steps = len(schedule.timesteps)
-    phases, pictures, memory = spec.phases(schedule, settings, number), latents_of(encoded, spec), None
-    caches = caches or partial(step_cache, spec.cache_rule(settings), spec.tables_for(encoded))
+    phases, pictures, memory = spec.phases(schedule, settings, number), latents_of(conditioning, spec), None
+    caches = caches or partial(step_cache, spec.cache_rule(settings), spec.tables_for(conditioning))
     facts = facts_of(runtime, model, settings, seeds, batch_guidance) | {"pass": number}
-    arrays = [*(x for x in encoded if x is not None), *noise.values()]
+    arrays = [*(x for x in conditioning if x is not None), *noise.values()]
     others = tuple((name, shapes[name]) for name in spec.latent_streams)
     for chunk in spec.chunks(shapes[VIDEO][2]):
         frames = None if chunk.count == 1 else len(chunk.frames)
@@ -200,7 +200,7 @@ def sample_pass(
         )
         with runtime.strategy.stage("denoise"):
             state, drawn = runtime.call(begin, init, words, chunk_noise, schedule, pictures, np.int32(chunk.number))
-            inputs, done = encoded._replace(**drawn), 0
+            inputs, done = conditioning._replace(**drawn), 0
             if chunk.count == 1:
                 resumed = observers.tell("resumed", Start(state, phases, facts, arrays, where))
                 state, done = next(filter(None, reversed(resumed)), (state, 0))

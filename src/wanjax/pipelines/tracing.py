@@ -16,7 +16,7 @@ from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures
 from wanjax.pipelines.components import bytes_of
 from wanjax.pipelines.memory import PROCESS, check_held, is_small
-from wanjax.pipelines.model import Encoded
+from wanjax.pipelines.model import Conditioning
 from wanjax.pipelines.noise_inputs import VIDEO
 from wanjax.pipelines.request import PreparedRequest
 from wanjax.pipelines.run import Loaded, Run
@@ -96,13 +96,13 @@ def check_encoding(pipe: Loaded, settings: Settings, pictures: Pictures, *, tili
 
 
 def check_denoising(
-    pipe: Loaded, encoded: Encoded, settings: Settings, *, videos: int = 1, batch_guidance: bool = False
+    pipe: Loaded, conditioning: Conditioning, settings: Settings, *, videos: int = 1, batch_guidance: bool = False
 ) -> None:
     """Raise WanjaxError where the steps of a video hold more than this machine's memory.
 
     Args:
         pipe: The pipeline.
-        encoded: The output of `encode`.
+        conditioning: The output of `encode`.
         settings: Those of the video.
         videos: The number that is made together.
         batch_guidance: That of `Pipeline.denoise`.
@@ -110,7 +110,7 @@ def check_denoising(
     if not _is_small(pipe, settings.size, settings.frames * videos):
         calls, recorder = _recorded(pipe, room=0)
         run = Run(recorder, [PreparedRequest(settings)], batch_guidance=batch_guidance)
-        for _ in run.latents(encoded, settings, [0] * videos):
+        for _ in run.latents(conditioning, settings, [0] * videos):
             pass
         _check(settings, calls)
 

@@ -60,10 +60,10 @@ def check_streams(latents: Any, others: Collection[str], model: str) -> None:
         raise WanjaxError(f"the latents are {names}, and those of {model} are {wanted}: give what denoise returns")
 
 
-def check_encoded(encoded: Any, kind: type) -> None:
+def check_conditioning_type(conditioning: Any, kind: type) -> None:
     """Raise WanjaxError unless this is what `encode` of the same kind of model returns."""
-    if not isinstance(encoded, kind):
-        raise WanjaxError(f"{repr_short(encoded)} is given to denoise: give the {kind.__name__} of `encode`")
+    if not isinstance(conditioning, kind):
+        raise WanjaxError(f"{repr_short(conditioning)} is given to denoise: give the {kind.__name__} of `encode`")
 
 
 class FieldShape(NamedTuple):
@@ -78,25 +78,25 @@ class FieldShape(NamedTuple):
     optional: bool = False
 
 
-def check_conditioning(encoded: Any, shapes: Mapping[str, FieldShape], model: str, purpose: str) -> None:
+def check_conditioning(conditioning: Any, shapes: Mapping[str, FieldShape], model: str, purpose: str) -> None:
     """Raise WanjaxError unless the fields of `encode`'s output are what a video needs.
 
     Args:
-        encoded: A named tuple. Its fields without a default are prompts', of which features [B S E] are floats and
+        conditioning: A named tuple. Its fields without a default are prompts', of which features [B S E] are floats and
             masks [B S] anything; those with one hold pictures, and are None where they have no shape.
         shapes: The right ones, by field.
         model: The model's name.
         purpose: What the model makes.
     """
     for name, right in shapes.items():
-        array = getattr(encoded, name)
+        array = getattr(conditioning, name)
         if array is None and not right.optional:
             raise WanjaxError(f"there is no {name}, which {purpose} needs: encode the pictures with the prompt")
-        features = len(right.shape) > 2 and name not in encoded._field_defaults
+        features = len(right.shape) > 2 and name not in conditioning._field_defaults
         if array is None or (_fits(array.shape, right.shape) and not (features and not _is_floats(array))):
             continue
         wanted = ", ".join("any" if n is None else str(n) for n in right.shape)
-        if name in encoded._field_defaults:
+        if name in conditioning._field_defaults:
             raise WanjaxError(
                 f"the {name} has the shape {list(array.shape)} where this video needs [{wanted}]: encode again, with "
                 "the size and the frames of the video"
@@ -105,8 +105,8 @@ def check_conditioning(encoded: Any, shapes: Mapping[str, FieldShape], model: st
             f"the {name} are {array.dtype} {list(array.shape)} where {model} has {'floats ' * features}[{wanted}]: "
             "they were made with another model"
         )
-    for name in encoded._field_defaults:
-        if getattr(encoded, name) is not None and name not in (*shapes, VIDEO_SHAPE):
+    for name in conditioning._field_defaults:
+        if getattr(conditioning, name) is not None and name not in (*shapes, VIDEO_SHAPE):
             raise WanjaxError(f"{name} is given, which {purpose} has no use for: encode the prompt alone")
 
 

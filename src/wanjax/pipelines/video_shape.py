@@ -56,13 +56,13 @@ def with_shape(fields: Mapping[str, Any], kind: type[Any], pictures: Pictures, s
     return {**fields, VIDEO_SHAPE: np.array([shape], np.int32)}
 
 
-def encoded_shape(encoded: Any) -> VideoShape | None:
+def encoded_shape(conditioning: Any) -> VideoShape | None:
     """Return the shape that pictures were encoded for; None where it is unknown.
 
     Raises:
         WanjaxError: The field holds anything but one shape.
     """
-    held = getattr(encoded, VIDEO_SHAPE, None)
+    held = getattr(conditioning, VIDEO_SHAPE, None)
     if held is None:
         return None
     rows = np.asarray(held)

@@ -155,15 +155,15 @@ def _traced(
 def _batch(pipe: Pipeline, settings: Settings, clips: int) -> Batch:
     """Return a batch of clips of these settings as shapes on the host, as it is read from files."""
     traced = pipe.under(Trace(), pipe.components.abstract())
-    (encoded,) = Run(traced, [PreparedRequest(settings)], needed_pictures(pipe, settings)).encode().values()
+    (conditioning,) = Run(traced, [PreparedRequest(settings)], needed_pictures(pipe, settings)).encode().values()
     fields = {
         name: jax.ShapeDtypeStruct((clips, *x.shape[1:]), x.dtype)
-        for name, x in encoded._asdict().items()
+        for name, x in conditioning._asdict().items()
         if x is not None
     }
     negatives = {name: fields[name.removeprefix(NEGATIVE)] for name in fields if name.startswith(NEGATIVE)}
     _, *latents = pipe.model.spec.latent_shape(settings)
-    return Batch(jax.ShapeDtypeStruct((clips, *latents), jnp.float32), type(encoded)(**fields | negatives))
+    return Batch(jax.ShapeDtypeStruct((clips, *latents), jnp.float32), type(conditioning)(**fields | negatives))
 
 
 def _seconds(step: Price, forward: Price) -> dict[str, Any]:

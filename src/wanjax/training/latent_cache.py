@@ -124,10 +124,10 @@ class LatentCache:
         existing = {path.name for path in self.folder.glob("text-*")}
         missing, done = [text for text in captions if files[text].name not in existing], 0
         for pair in (missing[i : i + 2] for i in range(0, len(missing), 2)):
-            encoded = self.pipe.encode_prompts(pair[0], pair[-1])._asdict()
+            conditioning = self.pipe.encode_prompts(pair[0], pair[-1])._asdict()
             for text, prefix in zip(pair, ("", NEGATIVE), strict=False):
-                fields = {name for name in encoded if NEGATIVE + name in encoded}
-                features = {name: np.asarray(encoded[prefix + name]) for name in fields}
+                fields = {name for name in conditioning if NEGATIVE + name in conditioning}
+                features = {name: np.asarray(conditioning[prefix + name]) for name in fields}
                 lengths = {name: str(x.shape[1]) for name, x in features.items()}
                 save_safetensors(files[text], {name: shortened(x) for name, x in features.items()}, lengths)
             done += len(pair)
@@ -206,7 +206,7 @@ def load_text(file: Path) -> dict[str, np.ndarray]:
     return features
 
 
-def join_batch(files: Iterable[tuple[Path, Path]], encoded_type: type[Any]) -> tuple[np.ndarray, Any]:
+def join_batch(files: Iterable[tuple[Path, Path]], conditioning_type: type[Any]) -> tuple[np.ndarray, Any]:
     """Return the latents of a batch [B C T H W], and what was encoded beside them, as `encode` would return it."""
     clips, texts = [], []
     for latents, text in files:
@@ -218,7 +218,7 @@ def join_batch(files: Iterable[tuple[Path, Path]], encoded_type: type[Any]) -> t
     latents = fields.pop(LATENTS)
     for name in texts[0]:
         fields[name] = fields[NEGATIVE + name] = np.concatenate([text[name] for text in texts])
-    return latents, encoded_type(**fields)
+    return latents, conditioning_type(**fields)
 
 
 def bucket_summaries(clips: Sequence[EncodedClip]) -> Iterator[str]:

@@ -120,12 +120,12 @@ def error(
     runtime, model = pipe.runtime.under(Inline()), pipe.model
     seed_words = jnp.zeros((len(x), 2), jnp.uint32)  # of no seed, since all noise is given
     drawn = draw_posteriors(model.spec.posteriors, latents_of(batch.encoded), seed_words, _pictures(pipe, batch, key))
-    encoded = batch.encoded._replace(**drawn)
+    conditioning = batch.encoded._replace(**drawn)
 
     def predict(network: Any) -> Float[Array, "B T H W C"]:
         parts = SplitNetwork(*nnx.split(network))
         dense = False if model.spec.radial_attention and network.attention.radial else None
-        [prompt], shared = model.prepare(runtime, parts, encoded, x, Preparation(Groups(1, 1)))
+        [prompt], shared = model.prepare(runtime, parts, conditioning, x, Preparation(Groups(1, 1)))
         network = nnx.merge(*parts)
         times = model.denoiser.timesteps(levels)
         return model.denoiser.predict(network, x, times, prompt, shared, dense=dense).astype(jnp.float32)

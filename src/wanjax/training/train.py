@@ -285,9 +285,9 @@ class Training:
     def _draw(self, step: int, generator: np.random.Generator) -> Batch:
         del generator  # the batches have their own
         shown = self.batches.at(step)
-        latents, encoded = join_batch([(x.latents, x.text) for x in shown], self.pipe.model.encoded_type)
+        latents, conditioning = join_batch([(x.latents, x.text) for x in shown], self.pipe.model.conditioning_type)
         preserved = np.array([x.preserved for x in shown], np.float32) if self.batches.preserves else None
-        return Batch(latents, encoded, preserved)
+        return Batch(latents, conditioning, preserved)
 
     def _after(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
         self._pending.append((step, time.time(), metrics))
@@ -333,12 +333,12 @@ class Training:
         if self._measured is None:  # one value for a network, so that the error is compiled once
             self._measured = Validation(graphdef, self.pipe, self.levels[self.name])
         for index, piece in enumerate(self.held_out):
-            latents, encoded = join_batch([(piece.latents, piece.text)], self.pipe.model.encoded_type)
+            latents, conditioning = join_batch([(piece.latents, piece.text)], self.pipe.model.conditioning_type)
             for level in range(LEVELS):
                 u = np.full((1,), (level + 0.5) / LEVELS, np.float32)
                 number = np.int32(index * LEVELS + level)
                 losses.append(
-                    self.pipe.call(validation_error, self._measured, weights, Batch(latents, encoded), u, number)
+                    self.pipe.call(validation_error, self._measured, weights, Batch(latents, conditioning), u, number)
                 )
         return float(np.mean([float(loss) for loss in losses]))
 
@@ -364,10 +364,10 @@ class Training:
 
     def _sampled(self, piece: EncodedClip, prompt: str) -> tuple[Any, dict[str, Any]]:
         """Return a sample's inputs, with the pictures of a clip, and its settings."""
-        latents, encoded = join_batch([(piece.latents, self.texts[prompt])], self.pipe.model.encoded_type)
+        latents, conditioning = join_batch([(piece.latents, self.texts[prompt])], self.pipe.model.conditioning_type)
         negative = {NEGATIVE + name: x for name, x in load_text(self.negative).items()}
         shape = settings_of(self.pipe, latents.shape)
-        return encoded._replace(**negative), {"size": shape.size, "frames": shape.frames}
+        return conditioning._replace(**negative), {"size": shape.size, "frames": shape.frames}
 
     def save(self, file: Path) -> Path:
         """Write the present LoRA to a file."""

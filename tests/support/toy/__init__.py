@@ -77,7 +77,7 @@ NETWORKS = (
 )
 
 
-class Encoded(NamedTuple):
+class ToyConditioning(NamedTuple):
     prompt_embeds: Any
     prompt_mask: Any
     glyph_embeds: Any
@@ -111,8 +111,8 @@ class ToyDenoiser(Denoiser):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ToyModel(VideoModel[Encoded]):
-    encoded_type = Encoded
+class ToyModel(VideoModel[ToyConditioning]):
+    conditioning_type = ToyConditioning
     text_encoder: T5Config
     text_encoder_2: nets.GlyphConfig
     transformer: nets.TransformerConfig
@@ -139,7 +139,7 @@ class ToyModel(VideoModel[Encoded]):
     def denoiser(self) -> ToyDenoiser:
         return ToyDenoiser()
 
-    def cost(self, settings: Settings, encoded: Any = None) -> Cost:
+    def cost(self, settings: Settings, conditioning: Any = None) -> Cost:
         config, (_, _, *cells) = self.transformer, self.spec.latent_shape(settings)
         tokens = int(np.prod(cells)) // 4 + LENGTH + GLYPHS
         scores = config.layers * 4 * tokens**2 * config.width
@@ -154,14 +154,14 @@ class ToyModel(VideoModel[Encoded]):
         ids, mask, glyphs = (np.concatenate(x) for x in zip(*((b.ids, b.mask, g) for b, g in both), strict=True))
         splits = [runtime.split(name) for name in ("text_encoder", "text_encoder_2")]
         graphdefs, weights = zip(*splits, strict=True)
-        return Encoded(*runtime.call(encode_texts, graphdefs, ids, mask, glyphs, weights))
+        return ToyConditioning(*runtime.call(encode_texts, graphdefs, ids, mask, glyphs, weights))
 
-    def conditioning_shapes(self, encoded, settings):
+    def conditioning_shapes(self, conditioning, settings):
         return {"prompt_embeds": FieldShape((None, LENGTH, self.transformer.text_width))}
 
-    def prepare(self, runtime, network, encoded, x, purpose):
+    def prepare(self, runtime, network, conditioning, x, purpose):
         static = network.graphdef, purpose.groups
-        return runtime.call(embed_texts, static, (encoded[:3], encoded[3:]), network.weights), ()
+        return runtime.call(embed_texts, static, (conditioning[:3], conditioning[3:]), network.weights), ()
 
 
 TOY = Family(

@@ -72,7 +72,7 @@ NETWORKS = (
 )
 
 
-class Encoded(NamedTuple):
+class SoundConditioning(NamedTuple):
     prompt_embeds: Any
     prompt_mask: Any
     negative_prompt_embeds: Any
@@ -128,8 +128,8 @@ class SoundDenoiser(Denoiser):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SoundModel(VideoModel[Encoded]):
-    encoded_type = Encoded
+class SoundModel(VideoModel[SoundConditioning]):
+    conditioning_type = SoundConditioning
     text_encoder: T5Config
     transformer: nets.JointConfig
     upsampler: nets.UpsamplerConfig
@@ -164,7 +164,7 @@ class SoundModel(VideoModel[Encoded]):
     def denoiser(self) -> SoundDenoiser:
         return SoundDenoiser()
 
-    def cost(self, settings: Settings, encoded: Any = None) -> Cost:
+    def cost(self, settings: Settings, conditioning: Any = None) -> Cost:
         config, (_, _, *cells) = self.transformer, self.spec.latent_shape(settings)
         tokens = int(np.prod(cells)) // 4 + self.spec.stream_shapes(settings)["audio"][2]
         scores = config.layers * 4 * tokens**2 * config.width
@@ -173,7 +173,7 @@ class SoundModel(VideoModel[Encoded]):
     def encode_text(self, runtime, settings):
         [both] = self.tokenize(runtime, [settings.prompt, settings.negative_prompt], settings.follow)
         graphdef, weights = runtime.split("text_encoder")
-        return Encoded(*runtime.call(encode_texts, graphdef, both.ids, both.mask, weights))
+        return SoundConditioning(*runtime.call(encode_texts, graphdef, both.ids, both.mask, weights))
 
     def encode_inputs(self, runtime, pictures, settings, *, tiling=None):
         vae, given = runtime.components.get("vae"), {"reference": pictures["image"][None]}
@@ -181,23 +181,23 @@ class SoundModel(VideoModel[Encoded]):
         fitted = {name: [fit(one, settings.size, settings.resize) for one in frames] for name, frames in given.items()}
         return {name: encode_clip(vae, frames, tiling, runtime.call) for name, frames in fitted.items()}
 
-    def conditioning_shapes(self, encoded, settings):
+    def conditioning_shapes(self, conditioning, settings):
         _, channels, _, *cells = self.spec.latent_shape(settings)
         return {
-            "prompt_embeds": FieldShape((len(encoded.prompt_embeds), LENGTH, self.transformer.text_width)),
+            "prompt_embeds": FieldShape((len(conditioning.prompt_embeds), LENGTH, self.transformer.text_width)),
             "reference": FieldShape((None, channels, 1, *cells)),
             "driving": FieldShape((None, channels, None, *cells), optional=True),
         }
 
-    def prepare(self, runtime, network, encoded, x, purpose):
-        texts, static = (encoded[:2], encoded[2:4]), (network.graphdef, purpose.groups)
-        references = tuple(x for x in (encoded.reference, encoded.driving) if x is not None)
+    def prepare(self, runtime, network, conditioning, x, purpose):
+        texts, static = (conditioning[:2], conditioning[2:4]), (network.graphdef, purpose.groups)
+        references = tuple(x for x in (conditioning.reference, conditioning.driving) if x is not None)
         return runtime.call(make_contexts, static, texts, references, network.weights)
 
-    def refine(self, runtime, encoded, latents):
+    def refine(self, runtime, conditioning, latents):
         graphdef, weights = runtime.split("upsampler")
         larger = runtime.call(upsample, graphdef, latents["video"], weights)
-        return super().refine(runtime, encoded, {**latents, "video": larger})
+        return super().refine(runtime, conditioning, {**latents, "video": larger})
 
     def decode(self, runtime, pieces, *, seed=0, video=0, **how):
         [latents], (graphdef, weights) = pieces, runtime.split("sound_decoder")

@@ -97,13 +97,13 @@ class Measurement(Observer):
         self.ratios.append(np.resize(np.stack(rows, axis=1), (2, 2)))  # without guidance the prompt's, twice
 
 
-def measure(runtime: Runtime, model: VideoModel[Any], encoded: Any, settings: Settings) -> Measured:
+def measure(runtime: Runtime, model: VideoModel[Any], conditioning: Any, settings: Settings) -> Measured:
     """Make the latents of a video of an output of `encode`, and return what its steps measured."""
     measurement = Measurement()
     first = model.spec.passes_of(settings)[0]  # of several passes, which alone has a step cache
     whole = Progress(0, 1, 0, first.steps)
     how: dict[str, Any] = {"noise": {}, "observers": Observers([measurement]), "caches": measurement.cache}
-    deque(sample_pass(runtime, model, encoded, first, [settings.seed], whole, **how), maxlen=0)
+    deque(sample_pass(runtime, model, conditioning, first, [settings.seed], whole, **how), maxlen=0)
     ratios, changed = np.moveaxis(np.array(measurement.ratios, np.float64), 0, -1).swapaxes(0, 1)
     return Measured(ratios, changed, np.array(measurement.embedded), tuple(measurement.phases))
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from wanjax.pipelines.denoiser import Posterior
 
 
-class CogVideoXEncoded(NamedTuple):
+class CogVideoXConditioning(NamedTuple):
     """The output of `encode` for a prompt, the negative prompt and pictures; each array has a first axis of size 1.
 
     Videos that are made together have a prompt each on that axis. `image_latents` are those of the first frame, and

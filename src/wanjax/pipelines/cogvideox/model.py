@@ -20,7 +20,7 @@ from wanjax.media.pictures import Pictures, fit
 from wanjax.models.cogvideox.config import TransformerConfig, forward_flops
 from wanjax.models.cogvideox.vae_config import VAEConfig
 from wanjax.models.t5 import T5Config
-from wanjax.pipelines.cogvideox.conditioning import POSTERIORS, CogVideoXEncoded
+from wanjax.pipelines.cogvideox.conditioning import POSTERIORS, CogVideoXConditioning
 from wanjax.pipelines.cogvideox.networks import NETWORKS
 from wanjax.pipelines.cogvideox.programs import CogVideoXDenoiser, encode_prompts, make_context
 from wanjax.pipelines.denoiser import Denoiser, Held, Preparation
@@ -37,7 +37,7 @@ OFFICIAL_TEXT_LENGTH = 224  # tokens, of CogVideoX-1.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class CogVideoXModel(VideoModel[CogVideoXEncoded]):
+class CogVideoXModel(VideoModel[CogVideoXConditioning]):
     """A CogVideoX checkpoint as its family knows it.
 
     A transformer of twice as many channels as the latents takes a picture; a patch of two frames is that of 1.5.
@@ -49,7 +49,7 @@ class CogVideoXModel(VideoModel[CogVideoXEncoded]):
         scheduler: The checkpoint's scheduler.
     """
 
-    encoded_type = CogVideoXEncoded
+    conditioning_type = CogVideoXConditioning
 
     text_encoder: T5Config | None = None
     transformer: TransformerConfig
@@ -123,7 +123,7 @@ class CogVideoXModel(VideoModel[CogVideoXEncoded]):
         _, rows, columns = self.transformer.trained_grid
         return rows * self.grid, columns * self.grid
 
-    def cost(self, settings: Settings, encoded: Any = None) -> Cost:
+    def cost(self, settings: Settings, conditioning: Any = None) -> Cost:
         _, _, *cells = self.spec.noise_shape(settings)
         config = replace(self.transformer, text_length=self.text_length(settings.follow))
         video = prod(cells) // config.patch_cells
@@ -150,10 +150,10 @@ class CogVideoXModel(VideoModel[CogVideoXEncoded]):
     def tokenize(self, runtime: Runtime, prompts: Sequence[str], follow: str) -> tuple[TokenBatch, ...]:
         return (runtime.components.get("tokenizer").tokenize(prompts, self.text_length(follow)),)
 
-    def encode_text(self, runtime: Runtime, settings: Settings) -> CogVideoXEncoded:
+    def encode_text(self, runtime: Runtime, settings: Settings) -> CogVideoXConditioning:
         [both] = self.tokenize(runtime, [settings.prompt, settings.negative_prompt], settings.follow)
         graphdef, weights = runtime.split("text_encoder")
-        return CogVideoXEncoded(*runtime.call(encode_prompts, graphdef, both.ids, weights))
+        return CogVideoXConditioning(*runtime.call(encode_prompts, graphdef, both.ids, weights))
 
     def encode_inputs(
         self, runtime: Runtime, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
@@ -173,8 +173,10 @@ class CogVideoXModel(VideoModel[CogVideoXEncoded]):
             latents["video_latents"], latents["video_deviation"] = posterior(clip, self.vae.scaling_factor)
         return latents
 
-    def conditioning_shapes(self, encoded: CogVideoXEncoded, settings: Settings) -> Mapping[str, FieldShape]:
-        text = FieldShape((len(encoded.prompt_embeds), self.text_length(settings.follow), self.transformer.text_width))
+    def conditioning_shapes(self, conditioning: CogVideoXConditioning, settings: Settings) -> Mapping[str, FieldShape]:
+        text = FieldShape(
+            (len(conditioning.prompt_embeds), self.text_length(settings.follow), self.transformer.text_width)
+        )
         _, channels, frames, *cells = self.spec.latent_shape(settings)
         kind, count = ("image", 1) if self.pictured else ("video", frames)
         shape = None, channels, count, *cells
@@ -182,7 +184,12 @@ class CogVideoXModel(VideoModel[CogVideoXEncoded]):
         return {"prompt_embeds": text, "negative_prompt_embeds": text, **latents}
 
     def prepare(
-        self, runtime: Runtime, network: SplitNetwork, encoded: CogVideoXEncoded, x: Held, purpose: Preparation
+        self,
+        runtime: Runtime,
+        network: SplitNetwork,
+        conditioning: CogVideoXConditioning,
+        x: Held,
+        purpose: Preparation,
     ) -> tuple[tuple[Any, ...], Any]:
-        arguments = x, network.weights, encoded[:2], encoded.image_latents, purpose.nag
+        arguments = x, network.weights, conditioning[:2], conditioning.image_latents, purpose.nag
         return runtime.call(make_context, (network.graphdef, purpose.groups), *arguments)

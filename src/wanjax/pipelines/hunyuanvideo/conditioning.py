@@ -17,7 +17,7 @@ GLYPH_LENGTHS = (0, GLYPH_LENGTH)
 LONGEST_RATIO = 4  # of the longer side to the shorter, in the reference's sizes
 
 
-class HunyuanVideoEncoded(NamedTuple):
+class HunyuanVideoConditioning(NamedTuple):
     """The output of `encode` for a prompt, the negative prompt and a picture; each array has a first axis of size 1.
 
     Videos that are made together have a prompt each on that axis, and share the picture. `prompt_embeds` are features

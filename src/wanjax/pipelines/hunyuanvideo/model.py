@@ -27,7 +27,7 @@ from wanjax.models.siglip import SiglipVisionConfig
 from wanjax.models.t5 import T5Config
 from wanjax.pipelines.denoiser import Denoiser, Held, Preparation
 from wanjax.pipelines.frames import encode_clip
-from wanjax.pipelines.hunyuanvideo.conditioning import HunyuanVideoEncoded, fitted, lengths_of, size_of
+from wanjax.pipelines.hunyuanvideo.conditioning import HunyuanVideoConditioning, fitted, lengths_of, size_of
 from wanjax.pipelines.hunyuanvideo.networks import NETWORKS
 from wanjax.pipelines.hunyuanvideo.programs import (
     HunyuanVideoDenoiser,
@@ -49,7 +49,7 @@ IMAGE_TO_VIDEO = "HunyuanVideo15ImageToVideoPipeline"
 
 
 @dataclass(frozen=True, kw_only=True)
-class HunyuanVideoModel(VideoModel[HunyuanVideoEncoded]):
+class HunyuanVideoModel(VideoModel[HunyuanVideoConditioning]):
     """A HunyuanVideo checkpoint as its family knows it.
 
     Args:
@@ -63,7 +63,7 @@ class HunyuanVideoModel(VideoModel[HunyuanVideoEncoded]):
         prompt_tokens: Tokens of a prompt in plans; 256 hold about 180 words.
     """
 
-    encoded_type = HunyuanVideoEncoded
+    conditioning_type = HunyuanVideoConditioning
 
     text_encoder: Qwen2VLConfig | None = None
     text_encoder_2: T5Config | None = None
@@ -131,7 +131,7 @@ class HunyuanVideoModel(VideoModel[HunyuanVideoEncoded]):
         return self.image_encoder.tokens if self.pictured and self.image_encoder is not None else 0
 
     def picture_shapes(self, settings: Settings) -> Mapping[str, tuple[int | None, ...]]:
-        """Return the fields of `HunyuanVideoEncoded` that hold a picture, by their shapes; None is any size.
+        """Return the fields of `HunyuanVideoConditioning` that hold a picture, by their shapes; None is any size.
 
         Args:
             settings: Settings of the video.
@@ -141,12 +141,12 @@ class HunyuanVideoModel(VideoModel[HunyuanVideoEncoded]):
         _, channels, _, *cells = self.spec.latent_shape(settings)
         return {"image_embeds": (1, None, self.transformer.image_width), "image_latents": (1, channels, 1, *cells)}
 
-    def cost(self, settings: Settings, encoded: HunyuanVideoEncoded | None = None) -> Cost:
+    def cost(self, settings: Settings, conditioning: HunyuanVideoConditioning | None = None) -> Cost:
         config, (_, _, *cells) = self.transformer, self.spec.latent_shape(settings)
         prompt, beside = self.prompt_tokens, self.image_tokens
-        if encoded is not None:
-            [lengths] = lengths_of(encoded.texts[:1], together=False)
-            seen = 0 if encoded.image_embeds is None else encoded.image_embeds.shape[1]
+        if conditioning is not None:
+            [lengths] = lengths_of(conditioning.texts[:1], together=False)
+            seen = 0 if conditioning.image_embeds is None else conditioning.image_embeds.shape[1]
             prompt, beside = lengths.prompt, lengths.glyphs + seen
         video = prod(cells)
         tokens = video + prompt + beside
@@ -167,7 +167,7 @@ class HunyuanVideoModel(VideoModel[HunyuanVideoEncoded]):
         chats, glyphs = runtime.components.get("tokenizer"), runtime.components.get("tokenizer_2")
         return tokenize_chats(chats, prompts), tokenize_glyphs(glyphs, prompts)
 
-    def encode_text(self, runtime: Runtime, settings: Settings) -> HunyuanVideoEncoded:
+    def encode_text(self, runtime: Runtime, settings: Settings) -> HunyuanVideoConditioning:
         chats, quoted = self.tokenize(runtime, [settings.prompt, settings.negative_prompt], settings.follow)
         mask = chats.mask[:, TEMPLATE_TOKENS:]
         graphdef, weights = runtime.split("text_encoder")
@@ -176,7 +176,7 @@ class HunyuanVideoModel(VideoModel[HunyuanVideoEncoded]):
             self._glyphs(runtime, quoted, settings.dtype),
         )
         fields: Any = ((embeds[i], mask[i : i + 1], glyphs[i], quoted.mask[i : i + 1]) for i in (0, 1))
-        return HunyuanVideoEncoded(*(x for text in fields for x in text))
+        return HunyuanVideoConditioning(*(x for text in fields for x in text))
 
     def _glyphs(self, runtime: Runtime, quoted: TokenBatch, dtype: str) -> Sequence[Any]:
         """Return features of both quoted texts; the encoder is not loaded for zeros, where nothing is quoted."""
@@ -205,18 +205,25 @@ class HunyuanVideoModel(VideoModel[HunyuanVideoEncoded]):
         graphdef, weights = runtime.split("image_encoder")
         return runtime.call(encode_images, graphdef, runtime.components.get("feature_extractor")(images), weights)
 
-    def conditioning_shapes(self, encoded: HunyuanVideoEncoded, settings: Settings) -> Mapping[str, FieldShape]:
-        config, arrays = self.transformer, (*encoded.texts[0], *encoded.texts[1])
+    def conditioning_shapes(
+        self, conditioning: HunyuanVideoConditioning, settings: Settings
+    ) -> Mapping[str, FieldShape]:
+        config, arrays = self.transformer, (*conditioning.texts[0], *conditioning.texts[1])
         shapes: dict[str, tuple[int | None, ...]] = {}
         for i, width in zip(range(0, 8, 2), (config.text_width, config.glyph_width) * 2, strict=True):
-            features, mask = encoded._fields[i : i + 2]
-            shapes |= {features: (len(encoded.prompt_embeds), None, width), mask: arrays[i].shape[:2]}
+            features, mask = conditioning._fields[i : i + 2]
+            shapes |= {features: (len(conditioning.prompt_embeds), None, width), mask: arrays[i].shape[:2]}
         return {name: FieldShape(shape) for name, shape in {**shapes, **self.picture_shapes(settings)}.items()}
 
     def prepare(
-        self, runtime: Runtime, network: SplitNetwork, encoded: HunyuanVideoEncoded, x: Held, purpose: Preparation
+        self,
+        runtime: Runtime,
+        network: SplitNetwork,
+        conditioning: HunyuanVideoConditioning,
+        x: Held,
+        purpose: Preparation,
     ) -> tuple[tuple[Any, ...], Any]:
         together = purpose.groups.batch > 1 or purpose.nag is not None
-        static = network.graphdef, purpose.groups, lengths_of(encoded.texts, together=together)
-        arguments = encoded.texts, encoded.image_embeds, encoded.image_latents, purpose.nag
+        static = network.graphdef, purpose.groups, lengths_of(conditioning.texts, together=together)
+        arguments = conditioning.texts, conditioning.image_embeds, conditioning.image_latents, purpose.nag
         return runtime.call(make_context, static, x, network.weights, *arguments)

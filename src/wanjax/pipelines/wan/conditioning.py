@@ -14,7 +14,7 @@ GREY = np.float32(0.5)  # 0 for pixels in [-1, 1]: the colour of unknown frames
 Resized = Callable[[np.ndarray, tuple[int, int]], np.ndarray]  # of a picture [H W 3] and a (height, width)
 
 
-class WanEncoded(NamedTuple):
+class WanConditioning(NamedTuple):
     """The output of `encode` for a prompt, the negative prompt and pictures; each array has a first axis of size 1.
 
     Videos that are made together have a prompt each on that axis, and share the pictures. `prompt_embeds` and

@@ -26,7 +26,7 @@ from wanjax.pipelines.runtime import Runtime, SplitNetwork
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.tokenizer import TokenBatch, clean_prompt
 from wanjax.pipelines.validation import FieldShape, Shape
-from wanjax.pipelines.wan.conditioning import WanEncoded
+from wanjax.pipelines.wan.conditioning import WanConditioning
 from wanjax.pipelines.wan.denoisers import WanDenoiser
 from wanjax.pipelines.wan.programs import TEXT_LENGTH, encode_prompts, make_context
 from wanjax.schedulers import Scheduler, UniPC
@@ -35,7 +35,7 @@ EXPERTS = ("transformer", "transformer_2")
 
 
 @dataclass(frozen=True, kw_only=True)
-class WanModel(VideoModel[WanEncoded]):
+class WanModel(VideoModel[WanConditioning]):
     """A Wan checkpoint: the shapes of its networks. `tasks` has a class for what each kind of checkpoint makes.
 
     Args:
@@ -46,11 +46,11 @@ class WanModel(VideoModel[WanEncoded]):
         scheduler: The checkpoint's scheduler.
     """
 
-    encoded_type = WanEncoded
+    conditioning_type = WanConditioning
     task: ClassVar[str] = "text to video"
     inputs: ClassVar[tuple[InputSpec, ...]] = ()
     optional: ClassVar[tuple[str, ...]] = ()
-    """The fields of `WanEncoded` that may be None."""
+    """The fields of `WanConditioning` that may be None."""
     radial: ClassVar[bool] = True
 
     text_encoder: T5Config | None = None
@@ -103,8 +103,8 @@ class WanModel(VideoModel[WanEncoded]):
             return self.transformer.image_positions or self.image_encoder.tokens
         return 0
 
-    def cost(self, settings: Settings, encoded: WanEncoded | None = None) -> Cost:
-        seen = None if encoded is None else encoded.image_embeds
+    def cost(self, settings: Settings, conditioning: WanConditioning | None = None) -> Cost:
+        seen = None if conditioning is None else conditioning.image_embeds
         _, _, *cells = self.spec.latent_shape(settings)
         config, tokens = self.transformer, prod(cells) // self.transformer.patch_cells
         return Cost(
@@ -122,10 +122,10 @@ class WanModel(VideoModel[WanEncoded]):
     def tokenize(self, runtime: Runtime, prompts: Sequence[str], follow: str) -> tuple[TokenBatch, ...]:
         return super().tokenize(runtime, list(map(clean_prompt, prompts)), follow)
 
-    def encode_text(self, runtime: Runtime, settings: Settings) -> WanEncoded:
+    def encode_text(self, runtime: Runtime, settings: Settings) -> WanConditioning:
         [both] = self.tokenize(runtime, [settings.prompt, settings.negative_prompt], settings.follow)
         graphdef, weights = runtime.split("text_encoder")
-        return WanEncoded(*runtime.call(encode_prompts, graphdef, both.ids, both.mask, weights))
+        return WanConditioning(*runtime.call(encode_prompts, graphdef, both.ids, both.mask, weights))
 
     def encode_clip(self, runtime: Runtime, frames: Any, tiling: Tiling | None) -> Float[Value, "1 C _T _H _W"]:
         """Return the latents of frames in the video's size.
@@ -137,14 +137,14 @@ class WanModel(VideoModel[WanEncoded]):
         """
         return encode_clip(runtime.components.get("vae"), frames, tiling, runtime.call)
 
-    def conditioning_shapes(self, encoded: WanEncoded, settings: Settings) -> Mapping[str, FieldShape]:
-        text = FieldShape((*encoded.prompt_embeds.shape[:2], self.transformer.text_width))
+    def conditioning_shapes(self, conditioning: WanConditioning, settings: Settings) -> Mapping[str, FieldShape]:
+        text = FieldShape((*conditioning.prompt_embeds.shape[:2], self.transformer.text_width))
         pictures = self.picture_shapes(settings).items()
         shapes = {name: FieldShape(shape, name in self.optional) for name, shape in pictures}
         return {"prompt_embeds": text, "negative_prompt_embeds": text, **shapes}
 
     def picture_shapes(self, settings: Settings) -> Mapping[str, Shape]:
-        """Return the fields of `WanEncoded` that hold pictures, by their shapes for a video of these settings.
+        """Return the fields of `WanConditioning` that hold pictures, by their shapes for a video of these settings.
 
         Args:
             settings: Settings of the video.
@@ -152,7 +152,7 @@ class WanModel(VideoModel[WanEncoded]):
         return {}
 
     def prepare(
-        self, runtime: Runtime, network: SplitNetwork, encoded: WanEncoded, x: Held, purpose: Preparation
+        self, runtime: Runtime, network: SplitNetwork, conditioning: WanConditioning, x: Held, purpose: Preparation
     ) -> tuple[tuple[Any, ...], Any]:
-        arguments = encoded[:2], encoded.condition, encoded.image_embeds, purpose.nag
+        arguments = conditioning[:2], conditioning.condition, conditioning.image_embeds, purpose.nag
         return runtime.call(make_context, (network.graphdef, purpose.groups), x, network.weights, *arguments)

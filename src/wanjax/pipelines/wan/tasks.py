@@ -38,7 +38,7 @@ from wanjax.pipelines.runtime import Runtime, SplitNetwork
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.validation import Shape
 from wanjax.pipelines.wan.causal_programs import CausalInputs, Past, begin_past, renew
-from wanjax.pipelines.wan.conditioning import GREY, WanEncoded, known_frames, mask_cells, on_white, unit
+from wanjax.pipelines.wan.conditioning import GREY, WanConditioning, known_frames, mask_cells, on_white, unit
 from wanjax.pipelines.wan.denoisers import (
     CausalDenoiser,
     ConditionedDenoiser,
@@ -98,7 +98,7 @@ class CausalTextToVideo(WanModel):
     def chunk_frames(self) -> int:
         return self.causal.block_frames
 
-    def cost(self, settings: Settings, encoded: WanEncoded | None = None) -> Cost:
+    def cost(self, settings: Settings, conditioning: WanConditioning | None = None) -> Cost:
         """Return the work of one forward for a chunk that sees a full window."""
         config, (_, _, _, *cells) = self.causal, self.spec.latent_shape(settings)
         tokens = prod((config.block_frames, *cells)) // config.patch_cells
@@ -108,11 +108,11 @@ class CausalTextToVideo(WanModel):
         return Cost(tokens, config.layers, config.heads, config.width, scores, flops)
 
     def prepare(
-        self, runtime: Runtime, network: SplitNetwork, encoded: WanEncoded, x: Held, purpose: Preparation
+        self, runtime: Runtime, network: SplitNetwork, conditioning: WanConditioning, x: Held, purpose: Preparation
     ) -> tuple[tuple[Any, ...], CausalInputs]:
         _, nag, chunk, memory = purpose
-        negative = () if nag is None else (encoded.negative_prompt_embeds, nag)
-        arguments = x, network.weights, encoded.prompt_embeds, *negative
+        negative = () if nag is None else (conditioning.negative_prompt_embeds, nag)
+        arguments = x, network.weights, conditioning.prompt_embeds, *negative
         past: Past = memory if isinstance(memory, Past) else runtime.call(begin_past, network.graphdef, *arguments)
         slot = slot_of(self.causal, chunk, prod(x.shape[1:4]) // self.causal.patch_cells)
         return (past.context,), CausalInputs(angles_at(self.causal, chunk), past.window, slot)
@@ -287,9 +287,9 @@ class ControlledVideo(WanModel):
         _, _, _, *cells = self.spec.latent_shape(settings)
         return {"condition": (1, self.transformer.control_channels, None, *cells)}
 
-    def leading_frames(self, encoded: WanEncoded, settings: Settings) -> int:
-        assert encoded.condition is not None
-        return encoded.condition.shape[2] - self.spec.latent_shape(settings)[2]
+    def leading_frames(self, conditioning: WanConditioning, settings: Settings) -> int:
+        assert conditioning.condition is not None
+        return conditioning.condition.shape[2] - self.spec.latent_shape(settings)[2]
 
     def encode_inputs(
         self, runtime: Runtime, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
