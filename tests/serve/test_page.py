@@ -131,7 +131,7 @@ def completed(page, prompt):
 
 @pytest.mark.parametrize("scheme", quick(["light"], ["light", "dark"]))
 def test_each_view_is_accessible(opened, made, scheme):
-    """By axe-core: the plain page, the drawer, what is wrong, the viewer and two videos side by side."""
+    """By axe-core: the plain page, the drawer, what is wrong, the viewer, the filled form, two videos side by side."""
     axe = Axe()
     tab = opened(color_scheme=scheme)
     page = tab.goto()
@@ -154,9 +154,12 @@ def test_each_view_is_accessible(opened, made, scheme):
     check("wrong")
     page.click(".card.completed .open")
     page.wait_for_selector("dialog[open] video")
+    page.click(".details > summary")
     check("viewer")
-    page.keyboard.press("Escape")
-    page.wait_for_selector("dialog", state="detached")
+    page.click("dialog .extend")
+    page.wait_for_selector(".source img")
+    assert page.is_visible(".parts")
+    check("filled by an action")
     page.click("#select")
     for card in page.query_selector_all(".card.completed .open")[:2]:
         card.click()
@@ -175,7 +178,8 @@ def test_a_video_from_text(opened, served, width, height):
     small(page, seed="7", frames="9")  # whose programs no test has compiled
     assert page.evaluate(OVERFLOWING) == []
     page.click("#make")
-    page.wait_for_selector(".item.in_progress:has-text('compiling')", timeout=60_000)
+    page.wait_for_selector(".item.in_progress:has-text('preparing')", timeout=60_000)
+    assert not page.is_visible(".item .left")  # an estimate of the steps knows nothing of programs
     page.click(".item .cancel")
     page.wait_for_selector(".item .cancel:enabled", state="detached", timeout=1000)
     page.wait_for_selector(".card.failed:has-text('cancelled')", timeout=120_000)
@@ -186,6 +190,7 @@ def test_a_video_from_text(opened, served, width, height):
     card.query_selector(".open").click()
     player = page.wait_for_selector("dialog video")
     until(lambda: player.evaluate("player => player.videoHeight") == 32)
+    page.click(".details > summary")
     page.click(".copy_command")
     command = page.evaluate("navigator.clipboard.readText()")
     assert command == "wanjax 'a green triangle moving up' --model nano --seed 7 --size 64x32 --frames 5 --steps 2"
@@ -277,23 +282,93 @@ def test_again_vary_extend_and_the_last_frame(opened, served, made):
     values = {name: page.input_value(f"[name={name}]") for name in ("width", "height", "frames", "steps")}
     assert values == {"width": "64", "height": "32", "frames": "5", "steps": "2"}
     act("vary")
-    until(lambda: page.input_value("#seed") == "6..9")
-    assert "4" in page.inner_text("#make")
+    until(lambda: (page.input_value("#seed"), page.input_value("#count")) == ("6", "4"))
+    assert says(page.inner_text("#make"), "4 variations")
+    assert page.is_visible(".source img")
     act("extend")
     until(lambda: page.input_value("[name=windows]") == "2")
+    assert (page.input_value("#seed"), page.input_value("#count")) == ("5", "1")
     page.fill("[name=then]", "a red circle moving left")
+    act("last_frame")
+    until(lambda: page.input_value("#seed") == "")
+    assert not page.is_visible(".parts")
+    act("extend")
+    page.fill("[name=then]", "a red circle moving left")
+    assert says(page.inner_text("#make"), "longer")
     page.click("#make")
     until(lambda: served.get("/v1/videos").json()["data"][0]["settings"]["windows"] == 2)
     longer = served.get("/v1/videos").json()["data"][0]
     page.wait_for_selector(f".card.completed[data-id={longer['id']}]", timeout=300_000)
     assert (longer["settings"]["seed"], longer["settings"]["then"]) == (5, "a red circle moving left")
-    page.click("#make[aria-busy=false]")
+    until(lambda: not page.is_visible(".parts") and page.input_value("#seed") == "")  # the next video is one of its own
+    assert "parts" in page.inner_text(f"[data-id={longer['id']}] .marks")
+    act("extend")
+    page.click(".parts")
+    assert page.input_value("[name=windows]") == "1"
     act("last_frame")
     page.wait_for_selector("[data-input=image] .thumbnail img")
     assert "64 × 32" in page.wait_for_selector("[data-input=image] .thumbnail small:not(:empty)").inner_text()
     for one in served.get("/v1/videos").json()["data"]:
         if one["id"] not in made:
             served.delete(f"/v1/videos/{one['id']}")
+
+
+def test_seeds_of_vary_are_used_once(opened, served, made):
+    """A second press makes no video again that is there already; on a phone what is made is shown by the button."""
+    page = opened(viewport={"width": 400, "height": 800}).goto()
+    before = {one["id"] for one in served.get("/v1/videos").json()["data"]}
+    page.click(f"[data-id={made[0]}] .open")
+    page.click("dialog .vary")
+    page.wait_for_selector(".source img")
+    page.click("#make:has-text('4')")
+    page.wait_for_selector(".go .asked:visible")
+    until(lambda: (page.input_value("#seed"), page.input_value("#count")) == ("", "1"))
+    assert not page.is_visible(".source")
+    new = [one for one in served.get("/v1/videos").json()["data"] if one["id"] not in before]
+    assert sorted(one["settings"]["seed"] for one in new) == [6, 7, 8, 9]
+    for one in new:
+        page.wait_for_selector(f".card.completed[data-id={one['id']}]", timeout=120_000)
+    page.click(".asked .see")
+    page.wait_for_selector("dialog[open] video")
+    for one in new:
+        served.delete(f"/v1/videos/{one['id']}")
+
+
+@pytest.fixture
+def longer(served):
+    """A video of twice the frames."""
+    body = {"prompt": PROMPT, "size": "64x32", "frames": 9, "steps": 2, "seed": 5}
+    id = served.post("/v1/videos", json=body).json()["id"]
+    until(lambda: served.get(f"/v1/videos/{id}").json()["status"] == "completed")
+    yield id
+    served.delete(f"/v1/videos/{id}")
+
+
+@pytest.mark.parametrize("width", quick([1280], [1280, 400]))
+def test_videos_of_two_lengths_are_compared_in_real_time(opened, made, longer, width):
+    """The shorter waits at its end; and where the dialog is closed there lies no Delete."""
+    page = opened(viewport={"width": width, "height": 900}).goto()
+    page.wait_for_selector(f".card.completed[data-id={longer}]")
+    page.click("#select")
+    for id in (made[0], longer):
+        page.click(f"[data-id={id}] .open")
+    page.click("#compare")
+    players = page.query_selector_all(".compared video")
+    until(lambda: all(player.evaluate("player => player.readyState >= 2") for player in players))
+    short, long = (player.evaluate("player => player.duration") for player in players)
+    assert short < long
+    page.click(".compared .toggle")
+    until(lambda: players[1].evaluate("player => player.paused"))
+
+    def times():
+        return [player.evaluate("player => player.currentTime") for player in players]
+
+    page.fill(".compared [type=range]", f"{short / 2:.2f}")
+    until(lambda: times() == pytest.approx([short / 2, short / 2], abs=0.1))
+    page.fill(".compared [type=range]", f"{(short + long) / 2:.2f}")
+    until(lambda: times() == pytest.approx([short, (short + long) / 2], abs=0.1))
+    close, delete = (page.query_selector(selector).bounding_box() for selector in (".compared .close", "#delete"))
+    assert close["x"] > delete["x"] + delete["width"] or close["y"] > delete["y"] + delete["height"]
 
 
 def test_keys_and_two_videos_in_step(opened, made):
@@ -317,8 +392,8 @@ def test_keys_and_two_videos_in_step(opened, made):
     page.click("#compare")
     players = page.query_selector_all(".compared video")
     until(lambda: all(player.evaluate("player => player.readyState >= 2") for player in players))
-    page.fill(".compared > [type=range]", "0.5")
-    page.wait_for_timeout(300)
+    before = players[0].evaluate("player => player.currentTime")
+    until(lambda: players[0].evaluate("player => player.currentTime") != before)
     times = [player.evaluate("player => player.currentTime / player.duration") for player in players]
     apart = abs(times[0] - times[1])
     assert min(apart, 1 - apart) < 0.25  # they play in a loop

@@ -3,8 +3,8 @@
 
 import { ask, contentOf, fileOf, lastFrame } from "./api.js";
 import { Composer } from "./composer.js";
-import { emptyForm } from "./fields.js";
-import { Gallery, Queue } from "./gallery.js";
+import { emptyForm, inOnePart } from "./fields.js";
+import { Gallery, Queue, still } from "./gallery.js";
 import { TEXTS, language as first, speak, text } from "./texts.js";
 import { Compare, Viewer } from "./viewer.js";
 import { UNDO_SECONDS, Videos } from "./videos.js";
@@ -145,14 +145,14 @@ function App() {
     const prompt = record.original_prompt?.split("\n")[0] || record.prompt || video.prompt;
     return { ...emptyForm(model), prompt, values, files, shape: own ? "" : "own", seed: String(video.settings.seed), locked: true };
   };
-  const write = (form) => {
-    setForm(form);
+  const write = (video, act, form) => {
+    const picture = video.status === "completed" ? contentOf(video, "thumbnail") : null;
+    setForm({ ...form, from: { act, picture, seed: form.seed } });
     setViewed(null);
     setPair(null);
-    toast(text("filled"));
     setTimeout(() => {
-      document.getElementById("prompt").focus();
-      scrollTo({ top: 0, behavior: matchMedia("(prefers-reduced-motion: reduce)").matches ? "auto" : "smooth" });
+      document.getElementById("make").focus({ preventScroll: true });
+      document.querySelector(".composer").scrollIntoView({ behavior: still() ? "auto" : "smooth" });
     });
   };
   const remove = (ids) => {
@@ -173,19 +173,18 @@ function App() {
     if (next) setViewed(next.id);
   };
   const acts = {
-    again: async (video) => write(await formOf(video)),
+    again: async (video) => write(video, "again", await formOf(video)),
     vary: async (video) => {
-      const next = BigInt(video.settings.seed) + 1n;
-      write({ ...(await formOf(video)), seed: `${next}..${next + BigInt(VARIED - 1)}` });
+      const seed = String(BigInt(video.settings.seed) + 1n);
+      write(video, "vary", { ...(await formOf(video)), seed, count: Math.min(VARIED, models[0].limits.queue) });
     },
     extend: async (video) => {
       const form = await formOf(video);
-      write({ ...form, values: { ...form.values, windows: String(Number(video.settings.windows ?? 1) + 1) } });
+      write(video, "extend", { ...form, values: { ...form.values, windows: String(Number(video.settings.windows ?? 1) + 1) } });
     },
     last_frame: async (video) => {
-      const file = await lastFrame(video);
-      const seeds = form.locked && /[,.]/.test(form.seed) ? { seed: "", locked: false } : {}; // those of another video
-      write({ ...form, ...seeds, files: { ...form.files, image: [file] } });
+      const form = inOnePart(await formOf(video));
+      write(video, "last_frame", { ...form, seed: "", locked: false, files: { image: [await lastFrame(video)] } });
     },
     remove: async (video) => {
       setViewed(null);
@@ -200,7 +199,6 @@ function App() {
     }
   };
 
-  const model = models.find((one) => one.id === form?.model);
   const video = viewed && videos.known.get(viewed);
   const notes = (shown) => html`<${Toasts} toasts=${shown} undo=${undo} close=${closeToast} />`; // in an open dialog, which covers all else
   return html`
@@ -215,8 +213,7 @@ function App() {
       ${token.needed ? html`<${Login} enter=${enter} wrong=${token.wrong} />` : html`
         <div class="left">
           <${Composer} form=${form} setForm=${form ? setForm : () => {}} models=${models} videos=${videos}
-            announce=${announce} needToken=${needToken} />
-          ${model && html`<p class="tasks">${text("from", { tasks: model.tasks.join(" · ") })}</p>`}
+            announce=${announce} needToken=${needToken} open=${setViewed} />
         </div>
         <div class="right">
           <${Queue} videos=${videos} wrong=${wrong} />

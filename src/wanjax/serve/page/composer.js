@@ -4,6 +4,7 @@
 import { ask } from "./api.js";
 import { estimatedStages, stagesOf, total } from "./estimate.js";
 import * as fields from "./fields.js";
+import { stateOf } from "./gallery.js";
 import { duration, text } from "./texts.js";
 import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 
@@ -145,7 +146,7 @@ function Presets({ form, model, models, videos, apply }) {
   return html`<div class="presets" role="group" aria-label=${text("presets")}>
     ${presetsOf(model, models).map((preset) => {
       const own = preset.model ?? model;
-      const settings = fields.settingsOf({ ...form, values: { ...omit(form.values, PRESET), ...preset.values } }, own);
+      const settings = fields.settingsOf({ ...form, values: { ...fields.omit(form.values, PRESET), ...preset.values } }, own);
       const takes = cost(own, settings, videos);
       const on = !preset.model && PRESET.every((name) => fields.valueOf(form, model, name)
         === (preset.values[name] ?? String(model.defaults[name] ?? "")));
@@ -159,7 +160,7 @@ function Presets({ form, model, models, videos, apply }) {
   </div>`;
 }
 
-function Length({ form, model, set }) {
+function Length({ form, model, set, change }) {
   const step = model.frames_step;
   const frames = fields.valueOf(form, model, "frames");
   const fps = Number(fields.valueOf(form, model, "fps")) || 1;
@@ -172,6 +173,8 @@ function Length({ form, model, set }) {
     <input id="length" type="range" min="1" max=${most} step=${step} value=${frames} aria-valuetext=${shown}
       onInput=${(event) => set("frames", event.target.value)} />
     <output for="length">${shown}</output>
+    ${windows > 1 && html`<button type="button" class="chip on parts" aria-label=${`${text("remove")}: ${text("parts", { n: windows })}`}
+      onClick=${() => change(fields.inOnePart(form))}>${text("parts", { n: windows })} ✕</button>`}
   </div>`;
 }
 
@@ -199,6 +202,7 @@ function Seed({ form, wrong, change, most, count }) {
       <input id="count" name="count" inputmode="numeric" value=${count} readonly=${count !== form.count}
         onInput=${(event) => change({ count: Math.min(most, Math.max(1, Math.round(Number(event.target.value)) || 1)) })} />
       <button type="button" aria-label=${text("more")} disabled=${form.count >= most || count !== form.count} onClick=${() => change({ count: form.count + 1 })}>+</button></span>
+      ${count !== form.count && html`<small>${text("count_seeds")}</small>`}
     </div>
     <div class="seed"><label for="seed">${text("seed")}</label>
       <span class="stepper"><input id="seed" name="seed" placeholder=${text("seed_drawn")} value=${form.seed} aria-describedby="does-seed"
@@ -212,7 +216,17 @@ function Seed({ form, wrong, change, most, count }) {
   </div>`;
 }
 
-export function Composer({ form, setForm, models, videos, announce, needToken }) {
+// What was asked for last and the way to it, where the videos are below the form.
+function Asked({ ids, videos, open }) {
+  const asked = ids.map((id) => videos.known.get(id)).filter(Boolean);
+  if (!asked.length) return null;
+  const [first] = videos.queue.filter((video) => ids.includes(video.id));
+  const see = () => (first ? document.getElementById("queue-title").scrollIntoView() : open(asked[0].id));
+  return html`<p class="asked"><span>${first ? text("being_made", { state: stateOf(first) }) : stateOf(asked[0])}</span>
+    <button type="button" class="see" onClick=${see}>${text("see")}</button></p>`;
+}
+
+export function Composer({ form, setForm, models, videos, announce, needToken, open: view }) {
   const model = models.find((one) => one.id === form?.model) ?? models[0];
   const [wrong, setWrong] = useState({});
   const [message, setMessage] = useState("");
@@ -220,6 +234,7 @@ export function Composer({ form, setForm, models, videos, announce, needToken })
   const [empty, setEmpty] = useState(false);
   const [open, setOpen] = useState(false);
   const [over, setOver] = useState(false);
+  const [asked, setAsked] = useState([]);
   const prompt = useRef(null);
   const root = useRef(null);
 
@@ -273,12 +288,14 @@ export function Composer({ form, setForm, models, videos, announce, needToken })
     const errors = fields.problems(form, model);
     if (Object.keys(errors).length) return focusField(errors);
     setAsking(true);
-    let count = 0;
+    const ids = [];
     try {
       for (const seed of fields.seedsOf(form, model)) {
-        videos.put(await ask("v1/videos", { method: "POST", body: fields.bodyOf(form, model, seed) }));
-        count += 1;
+        const video = await ask("v1/videos", { method: "POST", body: fields.bodyOf(form, model, seed) });
+        videos.put(video);
+        ids.push(video.id);
       }
+      setForm((now) => (now.from === form.from ? fields.settled(now) : now));
     } catch (error) {
       if (error.status === 401) needToken();
       const names = [...fields.fieldsOf(model).map((field) => field.name), ...Object.keys(model.pictures), "seed", "width", "height"];
@@ -288,7 +305,10 @@ export function Composer({ form, setForm, models, videos, announce, needToken })
       else setMessage(error.message);
     } finally {
       setAsking(false);
-      if (count) announce(text("announce_queued", { n: count }));
+      if (ids.length) {
+        setAsked(ids);
+        announce(text("announce_queued", { n: ids.length }));
+      }
     }
   };
 
@@ -305,6 +325,14 @@ export function Composer({ form, setForm, models, videos, announce, needToken })
   };
   const onKeyDown = (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) make(event);
+  };
+
+  // Opens or closes the drawer; opened it is led to, as there is little room below.
+  const turn = (event) => {
+    const { currentTarget: summary } = event;
+    event.preventDefault();
+    setOpen(!open);
+    if (!open) setTimeout(() => summary.scrollIntoView());
   };
 
   const count = form && !wrong.seed ? countOf(form, model) : 1;
@@ -327,32 +355,36 @@ export function Composer({ form, setForm, models, videos, announce, needToken })
         <label for=${`field-${side}`}>${fields.labelOf(side)}</label>
         <input id=${`field-${side}`} name=${side} inputmode="numeric" value=${form.values[side] ?? ""} ...${marks(side, wrong[side])}
           onInput=${(event) => set(side, event.target.value)} /><small>${fields.helpOf(side, model)}</small><${Wrong} of=${side} message=${wrong[side]} /></div>`)}</div>`}
-      <${Length} form=${form} model=${model} set=${set} />
+      <${Length} form=${form} model=${model} set=${set} change=${change} />
       <${Seed} form=${form} wrong=${wrong.seed} change=${change} most=${model.limits.queue} count=${count} />
       <details class="drawer" open=${open} onToggle=${(event) => setOpen(event.target.open)}>
-        <summary>${changed.length ? text("drawer_changed", { n: changed.length }) : text("drawer")}</summary>
-        ${open && html`<${Presets} form=${form} model=${model} models=${models} videos=${[...videos.known.values()]} apply=${(preset) =>
-          change({ model: (preset.model ?? model).id, values: { ...omit(form.values, PRESET), ...preset.values } })} />
+        <summary onClick=${turn}>${changed.length ? text("drawer_changed", { n: changed.length }) : text("drawer")}</summary>
+        ${open && html`<button type="button" class="reset" disabled=${!changed.length} onClick=${() => change({ values: {} })}>${text("reset")}</button>
+        <${Presets} form=${form} model=${model} models=${models} videos=${[...videos.known.values()]} apply=${(preset) =>
+          change({ model: (preset.model ?? model).id, values: { ...fields.omit(form.values, PRESET), ...preset.values } })} />
         ${Object.keys(fields.GROUPS).map((group) => {
           const own = fields.fieldsOf(model).filter((field) => field.group === group && fields.isUseful(field.name, form, model));
           return own.length > 0 && html`<fieldset key=${group} class="group"><legend>${text(`group_${group}`)}</legend>
             ${own.map((field) => html`<${Setting} key=${field.name} field=${field} form=${form} model=${model} wrong=${wrong[field.name]} set=${set} />`)}
           </fieldset>`;
         })}
-        <button type="button" class="reset" disabled=${!changed.length} onClick=${() => change({ values: {} })}>${text("reset")}</button>`}
+`}
       </details>`}
     ${empty && html`<div class="question" role="alertdialog" aria-label=${text("empty_prompt")}><p>${text("empty_prompt")}</p>
       <button type="button" onClick=${() => { setEmpty(false); prompt.current.focus(); }}>${text("empty_no")}</button>
       <button type="button" onClick=${() => make(null, true)}>${text("empty_yes")}</button></div>`}
     <div class="go">
-      <button class="main" id="make" aria-busy=${asking}>${asking ? text("making") : count > 1 ? text("make_many", { n: count }) : text("make_one")}</button>
+      <div class="source" role="status">${form?.from && html`${form.from.picture && html`<img src=${form.from.picture} alt="" />`}
+        <span>${text(`from_${form.from.act}`)}</span>
+        <button type="button" class="plain" aria-label=${text("from_none")} title=${text("from_none")}
+          onClick=${() => change({ ...fields.emptyForm(model), prompt: form.prompt })}>✕</button>`}</div>
+      <button class="main" id="make" aria-busy=${asking}>${asking ? text("making") : text(buttonOf(form, model, count), { n: count })}</button>
       ${takes && html`<span class="cost">${takes}</span>`}
+      <${Asked} ids=${asked} videos=${videos} open=${view} />
       <p class="wrong" id="message" role="alert">${message}</p>
     </div>
   </form>`;
 }
-
-const omit = (values, names) => Object.fromEntries(Object.entries(values).filter(([name]) => !names.includes(name)));
 
 function countOf(form, model) {
   try {
@@ -360,4 +392,9 @@ function countOf(form, model) {
   } catch {
     return form.count;
   }
+}
+
+function buttonOf(form, model, count) {
+  if (count > 1) return form.from?.act === "vary" ? "make_variations" : "make_many";
+  return form?.from?.act === "extend" && Number(fields.valueOf(form, model, "windows")) > 1 ? "make_longer" : "make_one";
 }

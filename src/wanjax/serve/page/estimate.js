@@ -33,12 +33,12 @@ function scaled(settings, examples) {
 
 export const total = (stages) => Object.values(stages).reduce((sum, one) => sum + one, 0);
 
-// Returns the seconds until a video is made that is under way, or null where that is not known.
+// Returns the seconds until a video is made that is under way, or null where that is not known, as before all is compiled.
 export function secondsLeft(video, clock, videos) {
   const stages = stagesOf(video.model, video.settings, videos);
   const windows = video.settings.windows ?? 1;
   const after = { encode: ["denoise", "decode"], denoise: ["decode"], decode: [] }[video.stage];
-  if (!after) return stages && total(stages);
+  if (!after) return null;
   const open = video.stage_total - video.stage_done;
   const seen = clock && clock.stage === video.stage ? video.stage_done - clock.done : 0;
   const measured = seen > 0 ? (open * (performance.now() - clock.at)) / 1000 / seen : null;

@@ -10,11 +10,11 @@ const CLIPS = ["video", "mask"]; // inputs that may be films
 
 // The settings of each group of the drawer, in their order. What is not named here stands last.
 export const GROUPS = {
-  look: ["steps", "guidance_scale", "guidance_scale_2", "negative_prompt", "guidance_rule", "dynamic_guidance", "strength"],
-  speed: ["cache", "scheduler"],
+  look: ["steps", "guidance_scale", "guidance_scale_2", "negative_prompt", "strength"],
+  speed: ["cache"],
   shape: ["width", "height", "resize", "frames", "fps", "windows", "then", "overlap"],
-  noise: ["flow_shift", "boundary", "follow", "sigmas"],
   loras: [],
+  expert: ["scheduler", "guidance_rule", "dynamic_guidance", "flow_shift", "boundary", "follow", "sigmas"],
 };
 const APART = ["prompt", "seed", "width", "height"]; // with a place of their own
 
@@ -49,7 +49,7 @@ export function fieldsOf(model) {
   }
   for (const { name, strength } of model.loras) described[`lora ${name}`] = { type: "number", default: strength };
   const groupOf = (name) =>
-    name.startsWith("lora ") ? "loras" : (Object.keys(GROUPS).find((group) => GROUPS[group].includes(name)) ?? "noise");
+    name.startsWith("lora ") ? "loras" : (Object.keys(GROUPS).find((group) => GROUPS[group].includes(name)) ?? "expert");
   const fields = Object.entries(described)
     .filter(([name]) => !APART.includes(name))
     .map(([name, known]) => {
@@ -65,7 +65,19 @@ export function fieldsOf(model) {
 
 // Returns an empty form for a model.
 export function emptyForm(model) {
-  return { model: model.id, prompt: "", values: {}, files: {}, shape: "", resolution: "", count: 1, seed: "", locked: false };
+  return { model: model.id, prompt: "", values: {}, files: {}, shape: "", resolution: "", count: 1, seed: "", locked: false, from: null };
+}
+
+const PARTS = ["windows", "then", "overlap"];
+export const omit = (values, names) => Object.fromEntries(Object.entries(values).filter(([name]) => !names.includes(name)));
+export const inOnePart = (form) => ({ ...form, values: omit(form.values, PARTS) });
+
+// Returns a form whose video was asked for, without what an action put into it for that video: its seeds, and its parts.
+export function settled(form) {
+  const { act, seed } = form.from ?? {};
+  const own = act === "extend" ? inOnePart(form) : form;
+  const drawn = ["vary", "extend"].includes(act) && form.seed === seed ? { seed: "", locked: false, count: 1 } : {};
+  return { ...own, ...drawn, from: null };
 }
 
 export function valueOf(form, model, name) {

@@ -7,11 +7,17 @@ import { lengthOf } from "./fields.js";
 import { duration, text } from "./texts.js";
 import { html, Component, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 
-const still = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
+export const still = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
 export const secondsOf = (video) => Object.values(video.stage_seconds).reduce((sum, one) => sum + one, 0);
-const secondsShown = ({ settings }) => (lengthOf(settings) / settings.fps).toFixed(1);
+export const secondsShown = ({ settings }) => (lengthOf(settings) / settings.fps).toFixed(1);
 export const shapeOf = ({ settings }) => `${settings.width} / ${settings.height}`;
 export const isSmall = ({ settings }) => settings.width < 256;
+
+// Returns what sets a video apart from others of its prompt, in words.
+function marksOf({ settings, pictures }) {
+  const inputs = ["image", "clip"].filter((name) => pictures.includes(name)).map((name) => text(`mark_${name}`));
+  return settings.windows > 1 ? [text("mark_longer", { n: settings.windows }), ...inputs] : inputs;
+}
 
 export function stateOf(video) {
   if (video.status === "failed") return video.cancelled ? "" : (video.error?.message ?? text("failed"));
@@ -46,7 +52,7 @@ export function Queue({ videos, wrong }) {
           alt=${text("preview", { step: video.preview })} />`}
         <p class="prompt">${video.prompt}</p>
         <p class="state">${[stateOf(video), ...video.notes].join("; ")}${time && html`<span class="left"> · ${time}</span>`}</p>
-        <progress max="100" value=${video.progress} aria-label=${video.prompt}></progress>
+        <progress max="100" value=${video.stage === "compile" ? (100 * video.stage_done) / (video.stage_total || 1) : video.progress} aria-label=${video.prompt}></progress>
         <button type="button" class="cancel" disabled=${video.cancelled} onClick=${() => videos.cancel(video).catch(wrong)}>${text("cancel")}</button>
       </li>`;
     })}</ul>
@@ -62,6 +68,7 @@ class Card extends Component {
   render({ video, selecting, selected, open, select }, { plays }) {
     const done = video.status === "completed";
     const play = (on) => () => done && !still() && this.setState({ plays: on });
+    const marks = marksOf(video).join(" · ");
     const press = () => (selecting ? select(video.id) : open(video.id));
     return html`<li class=${`card ${video.status}${selected ? " selected" : ""}`} data-id=${video.id}
         onMouseEnter=${play(true)} onMouseLeave=${play(false)} onFocusIn=${play(true)} onFocusOut=${play(false)}>
@@ -71,10 +78,12 @@ class Card extends Component {
           ${!done ? html`<span class="failure">${text(video.cancelled ? "cancelled" : "failed")}</span>`
             : plays ? html`<video src=${contentOf(video)} poster=${contentOf(video, "thumbnail")} autoplay loop muted playsinline aria-hidden="true" />`
             : html`<img src=${contentOf(video, "thumbnail")} loading="lazy" alt="" />`}
+          ${done && html`<span class="badge">${text("seconds", { n: secondsShown(video) })}</span>`}
           ${selecting && html`<span class="tick" aria-hidden="true">${selected ? "✓" : ""}</span>`}
         </span>
         <span class="prompt">${video.prompt}</span>
-        <span class="state">${stateOf(video)}${done && html`<br />${text("seed_seconds", { seed: video.settings.seed, seconds: secondsShown(video) })}`}</span>
+        ${marks && html`<span class="state marks">${marks}</span>`}
+        <span class="state">${done && html`${text("seed_of", { seed: video.settings.seed })}<br />`}${stateOf(video)}</span>
       </button>
     </li>`;
   }
@@ -121,11 +130,11 @@ export function Gallery({ videos, open, selection, setSelection, compare, downlo
       <h2 id="videos-title">${text("videos")}</h2>
       ${(shown.length > 0 || query !== "") && html`<input id="find" type="search" aria-label=${text("find")} placeholder=${text("find")} value=${query} onInput=${(event) => setQuery(event.target.value)} />`}
       ${selecting
-        ? html`<span class="chosen" role="status">${text("chosen", { n: selection.length })}</span>
-          <button type="button" id="compare" disabled=${completed.length !== 2} onClick=${() => compare(completed)}>${text("compare")}</button>
-          <button type="button" id="download" disabled=${!completed.length} onClick=${() => download(completed)}>${text("download")}</button>
+        ? html`<div class="selecting"><span class="chosen" role="status">${text("chosen", { n: selection.length })}</span>
           <button type="button" id="delete" disabled=${!selection.length} onClick=${() => remove(selection)}>${text("delete")}</button>
-          <button type="button" id="select" onClick=${() => setSelection(null)}>${text("done")}</button>`
+          <button type="button" id="download" disabled=${!completed.length} onClick=${() => download(completed)}>${text("download")}</button>
+          <button type="button" id="compare" disabled=${completed.length !== 2} title=${text("compare_does")} onClick=${() => compare(completed)}>${text("compare")}</button>
+          <button type="button" id="select" onClick=${() => setSelection(null)}>${text("done")}</button></div>`
         : shown.length > 0 && html`<button type="button" id="select" onClick=${() => setSelection([])}>${text("select")}</button>`}
     </div>
     ${!shown.length && !videos.loading && html`<p class="empty">${text(videos.found ? "none_found" : "none")}</p>`}

@@ -3,7 +3,7 @@
 
 import { contentOf } from "./api.js";
 import { labelOf } from "./fields.js";
-import { isSmall, shapeOf, stateOf } from "./gallery.js";
+import { isSmall, secondsShown, shapeOf, stateOf } from "./gallery.js";
 import { text } from "./texts.js";
 import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 
@@ -53,15 +53,16 @@ export function pythonOf(video, model) {
   return `import wanjax\n\npipe = wanjax.load(${value(name)}${solver})\nvideo = pipe(${value(prompt)}, seed=${seed}${keywords})\nvideo.save("video.mp4")\n`;
 }
 
-function Details({ video, model }) {
+function Details({ video, model, children }) {
   const rows = [[text("model"), video.model], [text("seed"), video.settings.seed], [text("shape"), video.size.replace("x", " × ")],
     ...ALWAYS.map((name) => [labelOf(name), video.settings[name]]),
     ...changes(video, model).filter(([name]) => !ALWAYS.includes(name)).map(([name, value]) => [labelOf(name), value])];
   if (video.scheduler) rows.push([labelOf("scheduler"), video.scheduler]);
   for (const { name, strength } of video.lora ?? []) rows.push([labelOf(`lora ${name}`), strength]);
-  return html`<details class="details" open><summary>${text("details")}</summary>
+  return html`<details class="details"><summary>${text("details")}</summary>
     <table><tbody>${rows.map(([label, value]) => html`<tr key=${label}><th scope="row">${label}</th><td>${String(value)}</td></tr>`)}</tbody></table>
     ${video.pictures.length > 0 && html`<p class="made-from">${video.pictures.map((name) => html`<img key=${name} src=${contentOf(video, name)} alt=${name} loading="lazy" />`)}</p>`}
+    ${children}
   </details>`;
 }
 
@@ -111,50 +112,68 @@ export function Viewer({ video, model, step, close, act, wrong, children }) {
         ${done && html`<a class="button download" href=${contentOf(video)} download=${`${video.id}.mp4`}>${text("download")}</a>`}
         <button type="button" class="delete" onClick=${() => act("remove", video)}>${text("delete")}</button>
       </div>
-      <${Details} video=${video} model=${model} />
-      <div class="acts copies">${[["copy_command", commandOf], ["copy_json", jsonOf], ["copy_python", pythonOf]].map(([name, of]) => html`
+      <${Details} video=${video} model=${model}><div class="acts copies">${[["copy_command", commandOf], ["copy_json", jsonOf], ["copy_python", pythonOf]].map(([name, of]) => html`
         <button type="button" key=${name} class=${name} onClick=${() => copy(name, of(video, model))}>${text(name)}${copied === name ? ` · ${text("copied")}` : ""}</button>`)}
-        <span class="silent" role="status">${copied && text("copied")}</span></div>
+        <span class="silent" role="status">${copied && text("copied")}</span></div><//>
     </div>
     ${children}
   <//>`;
 }
 
+// Two videos that begin together and run in real time: the shorter one waits at its end for the longer.
 export function Compare({ pair, close, children }) {
   const players = [useRef(null), useRef(null)];
-  const [at, setAt] = useState(0);
-  const both = (act) => players.forEach((player) => player.current && act(player.current));
+  const [at, setAt] = useState({ seconds: 0, all: 0, paused: false });
+  const longest = () => {
+    const [first, second] = players.map((player) => player.current);
+    return first?.duration && second?.duration ? (second.duration > first.duration ? [second, first] : [first, second]) : [];
+  };
   useEffect(() => {
     const timer = setInterval(() => {
-      const [first, second] = players.map((player) => player.current);
-      if (!first?.duration || !second?.duration) return;
-      setAt(first.currentTime / first.duration);
-      const wanted = (first.currentTime / first.duration) * second.duration;
-      if (Math.abs(second.currentTime - wanted) > 0.08) second.currentTime = wanted; // in step, though one may be longer
-      if (second.paused !== first.paused) second[first.paused ? "pause" : "play"]();
+      const [lead, other] = longest();
+      if (!lead) return;
+      if (lead.ended) {
+        lead.currentTime = 0;
+        lead.play();
+      }
+      setAt({ seconds: lead.currentTime, all: lead.duration, paused: lead.paused });
+      const wanted = Math.min(lead.currentTime, other.duration);
+      if (Math.abs(other.currentTime - wanted) > 0.08) other.currentTime = wanted;
+      const waits = lead.paused || lead.currentTime >= other.duration;
+      if (other.paused !== waits) other[waits ? "pause" : "play"]();
     }, 60);
     return () => clearInterval(timer);
   }, []);
-  const seek = (event) => both((player) => { player.currentTime = Number(event.target.value) * (player.duration || 0); });
+  const seek = (event) => {
+    const [lead] = longest();
+    if (lead) lead.currentTime = Number(event.target.value);
+  };
+  const toggle = () => {
+    const [lead] = longest();
+    lead?.[lead.paused ? "play" : "pause"]();
+  };
   const pressed = (event) => {
     if (event.key !== " " || ["BUTTON", "INPUT"].includes(event.target.tagName)) return;
     event.preventDefault();
-    const [{ current: first }] = players;
-    both((player) => (first.paused ? player.play() : player.pause()));
+    toggle();
   };
   const differ = (video) => {
     const other = pair.find((one) => one !== video);
     return Object.entries(video.settings).filter(([name, value]) =>
       name !== "prompt" && value !== null && String(value) !== String(other.settings[name] ?? ""));
   };
+  const time = (seconds) => seconds.toFixed(1);
   return html`<${Dialog} name="viewer compared" label=${text("compare")} close=${close} onKeyDown=${pressed}>
-    <p class="together">${text("together")}</p>
     <div class="sides">${pair.map((video, index) => html`<figure key=${video.id} class=${isSmall(video) ? "small" : ""}>
-      <video ref=${players[index]} src=${contentOf(video)} loop muted autoplay playsinline aria-label=${video.prompt} style=${{ aspectRatio: shapeOf(video) }} />
-      <figcaption>${video.prompt}<table><tbody>${differ(video).map(([name, value]) => html`<tr key=${name}>
+      <video ref=${players[index]} src=${contentOf(video)} muted autoplay playsinline aria-label=${`${"AB"[index]}: ${video.prompt}`} style=${{ aspectRatio: shapeOf(video) }} />
+      <figcaption><b>${"AB"[index]}</b> · ${text("seconds", { n: secondsShown(video) })} · ${video.prompt}
+        <table><tbody>${differ(video).map(([name, value]) => html`<tr key=${name}>
         <th scope="row">${name === "seed" ? text("seed") : labelOf(name)}</th><td>${String(value)}</td></tr>`)}</tbody></table></figcaption>
     </figure>`)}</div>
-    <input type="range" min="0" max="1" step="0.001" value=${at} aria-label=${text("position")} onInput=${seek} />
+    <div class="player"><button type="button" class="toggle" onClick=${toggle}>${text(at.paused ? "play_both" : "pause")}</button>
+      <input type="range" min="0" max=${at.all} step="0.01" value=${at.seconds} aria-label=${text("position")}
+        aria-valuetext=${text("seconds", { n: time(at.seconds) })} onInput=${seek} />
+      <output>${text("time_of", { at: time(at.seconds), all: time(at.all) })}</output></div>
     ${children}
   <//>`;
 }
