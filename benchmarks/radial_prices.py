@@ -16,8 +16,8 @@ from rich.table import Table
 from benchmarks.attention_prices import CHIPS, SHARE, compile_forms
 from benchmarks.workloads import WORKLOADS, Workload
 from wanjax.kernels.attention import attention
-from wanjax.kernels.attention.flash_tiles import BLOCKS_TOGETHER
-from wanjax.kernels.attention.radial import Radial, cells
+from wanjax.kernels.attention.flash_tiles import Q_BLOCKS_PER_STEP
+from wanjax.kernels.attention.radial import Radial, kernel_lists
 from wanjax.kernels.attention.visits import visits
 from wanjax.pricing.compile import Compiled
 from wanjax.pricing.exporting import CompilerError
@@ -30,7 +30,7 @@ BLOCKS = ("128,128", "256,128", "256,256", "512,128", "512,256", "1024,128")
 
 def listed_seconds(compiled: Compiled, mask: Radial, workload: Workload) -> float:
     """Price the kernel by the numbers of blocks that its grid steps list; it holds all keys at once."""
-    counts = cells(mask, workload.queries, workload.keys, workload.keys + mask.block_kv, BLOCKS_TOGETHER)[1]
+    counts = kernel_lists(mask, workload.queries, workload.keys, workload.keys + mask.block_kv, Q_BLOCKS_PER_STEP)[1]
     return mean_seconds(compiled, [int(count) for count in counts[:: max(1, len(counts) // STEPS)]])
 
 

@@ -93,12 +93,12 @@ def test_gradients_through_attention(options, heads):
 @pytest.mark.parametrize("vmem", [64, 128])
 def test_tiles_fit(queries, vmem):
     """A call holds as many queries as VMEM allows, in whole blocks."""
-    tiles = flash_gradient.fitting(queries, queries, 128, 2, vmem << 20)
-    assert tiles.held % tiles.block_q == tiles.block_kv % tiles.body == 0
-    assert tiles.vmem_bytes(128, 2) + flash_gradient.SPILL_BYTES <= vmem << 20
-    assert tiles.held >= min(queries, 30_000)
-    assert tiles.held - tiles.block_q < queries
+    tiles = flash_gradient.choose_config(queries, queries, 128, 2, vmem << 20)
+    assert tiles.resident_q % tiles.block_q == tiles.block_kv % tiles.block_kv_compute == 0
+    assert tiles.vmem_bytes(128, 2) + flash_gradient.COMPILER_VMEM_BYTES <= vmem << 20
+    assert tiles.resident_q >= min(queries, 30_000)
+    assert tiles.resident_q - tiles.block_q < queries
 
 
 def test_a_chip_with_little_vmem_has_no_kernel():
-    assert flash_gradient.fitting(14_040, 14_040, 128, 2, 16 << 20) is None
+    assert flash_gradient.choose_config(14_040, 14_040, 128, 2, 16 << 20) is None

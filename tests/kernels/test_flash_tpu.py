@@ -91,7 +91,7 @@ def in_parts(q, k, v, ends, config, *, scale, live=None):
     done, begin = None, 0
     for end in ends:
         keys = None if live is None else jnp.clip(live - begin, 0, end - begin)
-        part = partial(flash_tpu.resumed, key_mask=None, scale=scale, config=config, last=end == ends[-1])
+        part = partial(flash_tpu.attention_with_carry, key_mask=None, scale=scale, config=config, last=end == ends[-1])
         done = part(q, k[:, begin:end], v[:, begin:end], done, keys=keys)
         begin = end
     return done
@@ -104,7 +104,7 @@ PARTS = [("float32", 64, SMALL_TILES), ("bfloat16", 128, FULL_TILES), ("bfloat16
 @pytest.fixture
 def lifts() -> Iterator[list[int]]:
     """How often the running kernel raises an offset, which only its careful pass does."""
-    with runs_of("_lift_to") as found:
+    with runs_of("_raise_offset_to") as found:
         yield found
 
 
@@ -165,7 +165,7 @@ def test_windows(window):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_logits_that_rise(lifts, monkeypatch, loud, careful, dtype):
     """Later keys whose logits exceed the range of the first offset are computed again, and are as exact."""
-    monkeypatch.setattr(flash_tiles, "CAREFUL_KV", 16)  # two careful steps a body
+    monkeypatch.setattr(flash_tiles, "SAFE_KV", 16)  # two careful steps a body
     q, k, v = map(np.array, operands(1, 40, 200, 2, 1, 64, dtype))
     direction = np.sign(q[:, :1, :1])
     k[:, 90:96] = loud / 64 * direction
@@ -284,7 +284,7 @@ def test_what_vmem_would_not_hold(monkeypatch, vmem, call):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_default_tiles_fit(vmem, keys, dtype):
     config = flash_tiles.default_config(vmem, 128, keys, keys, dtype)
-    assert config.vmem_bytes(128, jnp.dtype(dtype).itemsize) + flash_tpu.SPILL_BYTES <= vmem
+    assert config.vmem_bytes(128, jnp.dtype(dtype).itemsize) + flash_tpu.COMPILER_VMEM_BYTES <= vmem
     blocks = -(-keys // config.block_q)
     assert blocks * config.block_q - keys < 512 * blocks
 

@@ -16,7 +16,7 @@ from tests.support.quick import quick
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import AttentionConfig, attention, chunked, flash_tpu, reference
-from wanjax.kernels.attention.radial import NONE, UNIT, Radial, cells, half_width, published
+from wanjax.kernels.attention.radial import NONE, UNIT, Radial, half_width, kernel_lists, published
 from wanjax.sharding import RULES, Partitioner, make_mesh, use
 
 SMALL, SHORT = (14, 140), (12, 100)  # frames, and tokens of each
@@ -107,7 +107,7 @@ def test_padding_after_the_video_sees_nothing():
 @pytest.mark.parametrize(("held", "together"), [(256, 1), (512, 4), (4096, 3)])
 def test_cells_list_the_live_blocks(held, together):
     mask, keys = Radial(*SMALL, 0.2, True, 128, 128), SMALL[0] * SMALL[1]
-    first, count, tail, start = cells(mask, keys, keys, held, together)
+    first, count, tail, start = kernel_lists(mask, keys, keys, held, together)
     steps = -(-keys // held)
     listed = np.zeros((len(tail), 16), bool)
     listed[:, -1] = tail == 1
@@ -185,7 +185,7 @@ def test_loud_keys_that_the_kernel_computes_again(dtype):
     direction = np.sign(q[:, :1, :1])
     k[:, 300:310] = 60 * direction
     q = np.abs(q) * direction
-    with runs_of("_lift") as lifts:
+    with runs_of("_raise_offset") as lifts:
         out = run("flash_tpu", q, k, v, mask, config=TILES)
         jax.effects_barrier()
     assert len(lifts) > 2  # one for the tail of each 512 queries were enough for quiet keys

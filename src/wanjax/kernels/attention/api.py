@@ -222,16 +222,16 @@ def _on_one_device(
 
 
 def _part_on_one_device(
-    q, k, v, before: Any, *, last: bool, key_mask, name: str | None, keys: Array | None = None, **options: Any
+    q, k, v, carry: Any, *, last: bool, key_mask, name: str | None, keys: Array | None = None, **options: Any
 ) -> Any:
     """Attention to some of the keys, added to what this returned for others; see `sharded.Kernels`."""
     whole = {"window": None, "bias": None, "return_lse": True, **options}
     chosen = _chosen(q, k, v, name, key_mask=key_mask, **whole)
     admitted = name is not None or is_admitted("flash_tpu_carried")
-    if admitted and chosen.resumed is not None and chosen.resumes(options["config"]):
-        return chosen.resumed(q, k, v, before, last=last, key_mask=key_mask, keys=keys, **options)
+    if admitted and chosen.attention_with_carry is not None and chosen.supports_carry(options["config"]):
+        return chosen.attention_with_carry(q, k, v, carry, last=last, key_mask=key_mask, keys=keys, **options)
     done = _on_one_device(q, k, v, key_mask=key_mask, name=name, keys=keys, **whole)
-    done = done if before is None else sharded.merge(before, done)
+    done = done if carry is None else sharded.merge(carry, done)
     return (done[0].astype(q.dtype), done[1]) if last else done
 
 

@@ -20,8 +20,8 @@ IMPLEMENTATIONS = {
         flash_tpu.unsupported,
         flash_tpu.gradient,
         counts_keys=True,
-        resumes=flash_tpu.resumes,
-        resumed=flash_tpu.resumed,
+        supports_carry=flash_tpu.supports_carry,
+        attention_with_carry=flash_tpu.attention_with_carry,
     ),
     "splash": Implementation(splash.attention, splash.unsupported, chunked.gradient, counts_keys=True),
 }
@@ -102,7 +102,7 @@ class AttentionConfig:
     def supports_ring(self) -> bool:
         """Whether the kernel can add keys of other TPUs to its sums, as ring attention does."""
         implementation = IMPLEMENTATIONS[self.implementation or "flash_tpu"]
-        return implementation.resumes(self.config) and self.is_dense
+        return implementation.supports_carry(self.config) and self.is_dense
 
     def dense_only(self) -> "AttentionConfig":
         """Return the implementation alone, for tokens other than those of self-attention."""

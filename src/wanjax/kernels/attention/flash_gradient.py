@@ -21,34 +21,36 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from wanjax.kernels.alignment import LANES, ceil_div, round_up
 from wanjax.kernels.attention.blocks import even, from_rows, iota, product, to_rows
-from wanjax.kernels.attention.flash_tiles import SPILL_BYTES
+from wanjax.kernels.attention.flash_tiles import COMPILER_VMEM_BYTES
 from wanjax.kernels.attention.masks import finite_max
 from wanjax.sharding import pad_to
 
-LONGEST_Q, LONGEST_KV = 2048, 2048  # of a grid step
-UNROLLED = 2048  # keys
+MAX_BLOCK_Q, MAX_BLOCK_KV = 2048, 2048  # of a grid step
+MAX_COMPUTE_KV = 2048  # keys
 STRIP = 256  # queries and keys of one step, a tile of a matrix unit
-LEAD = 2  # steps whose weights are computed before their products are added, so that the matrix units do not wait
+PIPELINE_DEPTH = (
+    2  # steps whose weights are computed before their products are added, so that the matrix units do not wait
+)
 
 
 @dataclass(frozen=True)
 class Config:
     """Tiles: queries and keys of a grid step, keys that are unrolled, and queries of one call, in whole grid steps.
 
-    `body` divides `block_kv`. `interpret` runs the kernel without a TPU, slowly, for tests.
+    `block_kv_compute` divides `block_kv`. `interpret` runs the kernel without a TPU, slowly, for tests.
     """
 
     block_q: int
     block_kv: int
-    body: int
-    held: int
+    block_kv_compute: int
+    resident_q: int
     interpret: bool = False
 
     def vmem_bytes(self, head_dim: int, itemsize: int) -> int:
         """Bytes of VMEM that the kernel holds: the buffers of each streamed block, and scratch."""
-        width = max(head_dim, LANES)  # rows of 64 occupy rows of 128
-        streamed = 2 * width * (3 * itemsize * self.block_q + (2 * itemsize + 2 * 4) * self.block_kv)
-        scratch = 2 * itemsize * self.block_q + (itemsize + 2 * 4) * self.block_kv + 4 * self.held
+        padded_head_dim = max(head_dim, LANES)  # rows of 64 occupy rows of 128
+        streamed = 2 * padded_head_dim * (3 * itemsize * self.block_q + (2 * itemsize + 2 * 4) * self.block_kv)
+        scratch = 2 * itemsize * self.block_q + (itemsize + 2 * 4) * self.block_kv + 4 * self.resident_q
         return streamed + head_dim * scratch + 2 * 2 * 4 * 8 * self.block_q
 
 
@@ -59,7 +61,7 @@ class Sizes(NamedTuple):
     heads: int  # of one example
     block_q: int
     block_kv: int
-    body: int  # keys that are unrolled
+    block_kv_compute: int  # keys that are unrolled
     scale: float
 
 
@@ -75,38 +77,52 @@ class State(NamedTuple):
 
 
 def kernel(
-    live_ref, q_ref, g_ref, lse_ref, delta_ref, k_ref, v_ref, dq_ref, dk_ref, dv_ref, *scratch, sizes: Sizes
+    kv_lengths_ref, q_ref, g_ref, lse_ref, delta_ref, k_ref, v_ref, dq_ref, dk_ref, dv_ref, *scratch, sizes: Sizes
 ) -> None:
     """The grid runs over heads, blocks of keys, and blocks of queries."""
     state = State(*scratch)
     j, i = pl.program_id(1), pl.program_id(2)
-    live = live_ref[pl.program_id(0) // sizes.heads] - j * sizes.block_kv  # keys of this block that take part
-    held = pl.ds(pl.multiple_of(i * sizes.block_q, LANES), sizes.block_q)
+    num_valid = (
+        kv_lengths_ref[pl.program_id(0) // sizes.heads] - j * sizes.block_kv
+    )  # keys of this block that take part
+    resident_q = pl.ds(pl.multiple_of(i * sizes.block_q, LANES), sizes.block_q)
 
     @pl.when(i == 0)
     def _():
         rows = iota((sizes.block_kv, 1), 0)
-        state.k[...] = jnp.where(rows < live, k_ref[...], jnp.zeros_like(k_ref)).T
+        state.k[...] = jnp.where(rows < num_valid, k_ref[...], jnp.zeros_like(k_ref)).T
         state.dk[...] = jnp.zeros(state.dk.shape)
         state.dv[...] = jnp.zeros(state.dv.shape)
 
     @pl.when(j == 0)
     def _():
-        state.dq[:, held] = jnp.zeros((state.dq.shape[0], sizes.block_q))
+        state.dq[:, resident_q] = jnp.zeros((state.dq.shape[0], sizes.block_q))
 
-    past = sizes.queries - i * sizes.block_q  # memory past the last query holds anything
-    some = iota((sizes.block_q, 1), 0) < past
-    state.q[...] = jnp.where(some, q_ref[...], jnp.zeros_like(q_ref)).T
-    state.g[...] = jnp.where(some, g_ref[...], jnp.zeros_like(g_ref)).T
-    beside = iota((1, sizes.block_q), 1) < past
-    lse, delta = (jnp.where(beside, x[...], 0.0) for x in (lse_ref, delta_ref))
+    remaining_q = sizes.queries - i * sizes.block_q  # memory past the last query holds anything
+    row_valid = iota((sizes.block_q, 1), 0) < remaining_q
+    state.q[...] = jnp.where(row_valid, q_ref[...], jnp.zeros_like(q_ref)).T
+    state.g[...] = jnp.where(row_valid, g_ref[...], jnp.zeros_like(g_ref)).T
+    column_valid = iota((1, sizes.block_q), 1) < remaining_q
+    lse, delta = (jnp.where(column_valid, x[...], 0.0) for x in (lse_ref, delta_ref))
 
-    def add(index: Array, masked: bool) -> None:
-        _add(k_ref, v_ref, state, lse, delta, index * sizes.body, i * sizes.block_q, live if masked else None, sizes)
+    def add_keys(index: Array, masked: bool) -> None:
+        _add_keys(
+            k_ref,
+            v_ref,
+            state,
+            lse,
+            delta,
+            index * sizes.block_kv_compute,
+            i * sizes.block_q,
+            num_valid if masked else None,
+            sizes,
+        )
 
-    whole = jnp.clip(live, 0, sizes.block_kv) // sizes.body
-    jax.lax.fori_loop(0, whole, lambda index, _: add(index, False), None)
-    pl.when((live > whole * sizes.body) & (whole < sizes.block_kv // sizes.body))(lambda: add(whole, True))
+    num_whole = jnp.clip(num_valid, 0, sizes.block_kv) // sizes.block_kv_compute
+    jax.lax.fori_loop(0, num_whole, lambda index, _: add_keys(index, False), None)
+    pl.when((num_valid > num_whole * sizes.block_kv_compute) & (num_whole < sizes.block_kv // sizes.block_kv_compute))(
+        lambda: add_keys(num_whole, True)
+    )
 
     @pl.when(i == pl.num_programs(2) - 1)
     def _():
@@ -115,51 +131,53 @@ def kernel(
 
     @pl.when(j == pl.num_programs(1) - 1)
     def _():
-        dq_ref[...] = (sizes.scale * state.dq[:, held]).T.astype(dq_ref.dtype)
+        dq_ref[...] = (sizes.scale * state.dq[:, resident_q]).T.astype(dq_ref.dtype)
 
 
-def _add(k_ref, v_ref, state: State, lse, delta, start, first_q, live: Array | None, sizes: Sizes) -> None:
-    """Add a body of keys, of which only those before `live` take part."""
-    factor = sizes.scale * math.log2(math.e)
-    waiting: list[tuple[slice, Any, Array, Array]] = []
-    for first in range(0, sizes.body, STRIP):
-        count = min(STRIP, sizes.body - first)
-        keys = pl.ds(pl.multiple_of(start + first, LANES), count)
+def _add_keys(k_ref, v_ref, state: State, lse, delta, start, q_start, num_valid: Array | None, sizes: Sizes) -> None:
+    """Add a body of keys, of which only those before `num_valid` take part."""
+    exponent_scale = sizes.scale * math.log2(math.e)
+    pending: list[tuple[slice, Any, Array, Array]] = []
+    for kv_offset in range(0, sizes.block_kv_compute, STRIP):
+        num_keys = min(STRIP, sizes.block_kv_compute - kv_offset)
+        keys = pl.ds(pl.multiple_of(start + kv_offset, LANES), num_keys)
         k, v = k_ref[keys, :], v_ref[keys, :]
-        for strip in range(0, sizes.block_q, STRIP):
-            queries = slice(strip, min(strip + STRIP, sizes.block_q))
-            weights = jnp.exp2(factor * product(k, state.q[:, queries]) - lse[:, queries])
-            of_logits = weights * (product(v, state.g[:, queries]) - delta[:, queries])
-            if live is not None:
-                rows = iota((count, 1), 0) < live - start - first
-                weights, of_logits = (jnp.where(rows, x, 0.0) for x in (weights, of_logits))
-            waiting.append((queries, keys, weights.astype(k.dtype), of_logits.astype(k.dtype)))
-            if len(waiting) > LEAD:
-                _add_products(state, first_q, *waiting.pop(0))
-    for products in waiting:
-        _add_products(state, first_q, *products)
+        for q_offset in range(0, sizes.block_q, STRIP):
+            queries = slice(q_offset, min(q_offset + STRIP, sizes.block_q))
+            weights = jnp.exp2(exponent_scale * product(k, state.q[:, queries]) - lse[:, queries])
+            dlogits = weights * (product(v, state.g[:, queries]) - delta[:, queries])
+            if num_valid is not None:
+                key_valid = iota((num_keys, 1), 0) < num_valid - start - kv_offset
+                weights, dlogits = (jnp.where(key_valid, x, 0.0) for x in (weights, dlogits))
+            pending.append((queries, keys, weights.astype(k.dtype), dlogits.astype(k.dtype)))
+            if len(pending) > PIPELINE_DEPTH:
+                _accumulate(state, q_start, *pending.pop(0))
+    for operands in pending:
+        _accumulate(state, q_start, *operands)
 
 
-def _add_products(state: State, first_q: Array, queries: slice, keys: Any, weights: Array, of_logits: Array) -> None:
+def _accumulate(state: State, q_start: Array, queries: slice, keys: Any, weights: Array, dlogits: Array) -> None:
     """Add the three products with the weights [S L] and the gradients of the logits."""
     state.dv[:, keys] += product(state.g[:, queries], weights, transposed=True)
-    state.dk[:, keys] += product(state.q[:, queries], of_logits, transposed=True)
-    at = pl.ds(pl.multiple_of(first_q + queries.start, LANES), queries.stop - queries.start)
-    state.dq[:, at] += product(state.k[:, keys], of_logits)
+    state.dk[:, keys] += product(state.q[:, queries], dlogits, transposed=True)
+    dq_slice = pl.ds(pl.multiple_of(q_start + queries.start, LANES), queries.stop - queries.start)
+    state.dq[:, dq_slice] += product(state.k[:, keys], dlogits)
 
 
-def fitting(
+def choose_config(
     queries: int, keys: int, head_dim: int, itemsize: int, vmem_bytes: int, *, interpret: bool = False
 ) -> Config | None:
     """The tiles for these sizes; None for a chip whose VMEM holds too few queries."""
-    block_q, block_kv = (round_up(even(n, most)[1], LANES) for n, most in ((queries, LONGEST_Q), (keys, LONGEST_KV)))
-    body = next(size for size in range(min(UNROLLED, block_kv), 0, -LANES) if block_kv % size == 0)
-    least = Config(block_q, block_kv, body, block_q, interpret)
-    room = vmem_bytes - SPILL_BYTES - least.vmem_bytes(head_dim, itemsize)
-    if room < 0:
+    block_q, block_kv = (
+        round_up(even(n, maximum)[1], LANES) for n, maximum in ((queries, MAX_BLOCK_Q), (keys, MAX_BLOCK_KV))
+    )
+    block_kv_compute = next(size for size in range(min(MAX_COMPUTE_KV, block_kv), 0, -LANES) if block_kv % size == 0)
+    minimum = Config(block_q, block_kv, block_kv_compute, block_q, interpret)
+    free_bytes = vmem_bytes - COMPILER_VMEM_BYTES - minimum.vmem_bytes(head_dim, itemsize)
+    if free_bytes < 0:
         return None
-    more = min(room // (4 * head_dim * block_q), ceil_div(queries, block_q) - 1)
-    return replace(least, held=block_q * (1 + more))
+    extra_blocks = min(free_bytes // (4 * head_dim * block_q), ceil_div(queries, block_q) - 1)
+    return replace(minimum, resident_q=block_q * (1 + extra_blocks))
 
 
 def gradient(
@@ -169,7 +187,7 @@ def gradient(
     g: Float[Array, "B L N D"],
     lse: Float32[Array, "B L N"],
     delta: Float32[Array, "B L N"],
-    live: Int32[Array, " B"],
+    num_keys: Int32[Array, " B"],
     *,
     scale: float,
     keys: int,
@@ -177,44 +195,44 @@ def gradient(
 ) -> tuple[Float[Array, "B L N D"], Float[Array, "B S N D"], Float[Array, "B S N D"]]:
     """Return the gradients of q, k and v, as `gradient.from_result` asks for them.
 
-    Of the first `keys` keys the first `live` of each example take part.
+    Of the first `keys` keys the first `num_keys` of each example take part.
     """
-    run = partial(_call, scale=scale, keys=keys, config=config)
-    if config.held >= q.shape[1]:
-        return run(q, k, v, g, lse, delta, live, sums=k.dtype)
+    call_kernel = partial(_call, scale=scale, keys=keys, config=config)
+    if config.resident_q >= q.shape[1]:
+        return call_kernel(q, k, v, g, lse, delta, num_keys, sum_dtype=k.dtype)
     gradients = []
-    for start in range(0, q.shape[1], config.held):
-        some_q, some_g, some_lse, some_delta = (x[:, start : start + config.held] for x in (q, g, lse, delta))
-        gradients.append(run(some_q, k, v, some_g, some_lse, some_delta, live, sums=jnp.float32))
-    of_q, of_k, of_v = zip(*gradients, strict=True)
-    return jnp.concatenate(of_q, axis=1), reduce(jnp.add, of_k).astype(k.dtype), reduce(jnp.add, of_v).astype(v.dtype)
+    for start in range(0, q.shape[1], config.resident_q):
+        q_part, g_part, lse_part, delta_part = (x[:, start : start + config.resident_q] for x in (q, g, lse, delta))
+        gradients.append(call_kernel(q_part, k, v, g_part, lse_part, delta_part, num_keys, sum_dtype=jnp.float32))
+    dq, dk, dv = zip(*gradients, strict=True)
+    return jnp.concatenate(dq, axis=1), reduce(jnp.add, dk).astype(k.dtype), reduce(jnp.add, dv).astype(v.dtype)
 
 
-@partial(jax.jit, static_argnames=("scale", "keys", "config", "sums"), inline=True)  # is traced once
-def _call(q, k, v, g, lse, delta, live, *, scale: float, keys: int, config: Config, sums: Any) -> tuple:
-    """The kernel over a grid of heads, blocks of keys and blocks of queries; `sums` is the dtype of dk and dv."""
+@partial(jax.jit, static_argnames=("scale", "keys", "config", "sum_dtype"), inline=True)  # is traced once
+def _call(q, k, v, g, lse, delta, num_keys, *, scale: float, keys: int, config: Config, sum_dtype: Any) -> tuple:
+    """The kernel over a grid of heads, blocks of keys and blocks of queries; `sum_dtype` is the dtype of dk and dv."""
     batch, queries, heads, head_dim = q.shape
     grid = (batch * heads, ceil_div(keys, config.block_kv), ceil_div(queries, config.block_q))
     lse, delta = (jnp.moveaxis(x, 1, 2).reshape(-1, 1, queries) for x in (math.log2(math.e) * finite_max(lse), delta))
     operands = [to_rows(x) for x in (q, g, k, v)]
     rows, _, width = operands[0].shape
-    in_specs, out_specs = _specs(grid, width // head_dim, head_dim, config)
+    in_specs, out_specs = _block_specs(grid, width // head_dim, head_dim, config)
     gradients = pl.pallas_call(
-        partial(kernel, sizes=Sizes(queries, heads, config.block_q, config.block_kv, config.body, scale)),
+        partial(kernel, sizes=Sizes(queries, heads, config.block_q, config.block_kv, config.block_kv_compute, scale)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=grid,
             in_specs=in_specs,
             out_specs=out_specs,
-            scratch_shapes=_scratch(grid[2], head_dim, q.dtype, config),
+            scratch_shapes=_scratch_shapes(grid[2], head_dim, q.dtype, config),
         ),
         out_shape=[
             jax.ShapeDtypeStruct((rows, n, width), dtype)
-            for n, dtype in ((queries, q.dtype), (keys, sums), (keys, sums))
+            for n, dtype in ((queries, q.dtype), (keys, sum_dtype), (keys, sum_dtype))
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=config.vmem_bytes(head_dim, q.dtype.itemsize) + SPILL_BYTES,
+            vmem_limit_bytes=config.vmem_bytes(head_dim, q.dtype.itemsize) + COMPILER_VMEM_BYTES,
         ),
         cost_estimate=pl.CostEstimate(
             flops=10 * q.size * keys,
@@ -223,26 +241,28 @@ def _call(q, k, v, g, lse, delta, live, *, scale: float, keys: int, config: Conf
         ),
         interpret=config.interpret,
         name="flash_gradient",
-    )(live, *operands[:2], lse, delta, *operands[2:])
+    )(num_keys, *operands[:2], lse, delta, *operands[2:])
     dq, dk, dv = (from_rows(x, heads, head_dim) for x in gradients)
     return dq, pad_to(dk, 1, k.shape[1]), pad_to(dv, 1, k.shape[1])
 
 
-def _specs(grid: tuple[int, int, int], beside: int, head_dim: int, config: Config) -> tuple[list, list]:
-    """The blocks of operands and results, of which `beside` heads lie side by side in a row."""
+def _block_specs(grid: tuple[int, int, int], heads_per_row: int, head_dim: int, config: Config) -> tuple[list, list]:
+    """The blocks of operands and results, of which `heads_per_row` heads lie side by side in a row."""
 
-    def block(rows: int, place: Callable[[Any, Any], Any]) -> pl.BlockSpec:
-        return pl.BlockSpec((None, rows, head_dim), lambda h, j, i, *_: (h // beside, place(j, i), h % beside))
+    def block(rows: int, block_index: Callable[[Any, Any], Any]) -> pl.BlockSpec:
+        return pl.BlockSpec(
+            (None, rows, head_dim), lambda h, j, i, *_: (h // heads_per_row, block_index(j, i), h % heads_per_row)
+        )
 
     queries, keys = block(config.block_q, lambda j, i: i), block(config.block_kv, lambda j, i: j)
-    row = pl.BlockSpec((None, 1, config.block_q), lambda h, j, i, *_: (h, 0, i))
-    once = block(config.block_q, lambda j, i: jnp.where(j == grid[1] - 1, i, 0))  # else each pass would write it
-    return [queries, queries, row, row, keys, keys], [once, keys, keys]
+    vector = pl.BlockSpec((None, 1, config.block_q), lambda h, j, i, *_: (h, 0, i))
+    dq_spec = block(config.block_q, lambda j, i: jnp.where(j == grid[1] - 1, i, 0))  # else each pass would write it
+    return [queries, queries, vector, vector, keys, keys], [dq_spec, keys, keys]
 
 
-def _scratch(blocks: int, head_dim: int, dtype: jnp.dtype, config: Config) -> list[Any]:
+def _scratch_shapes(blocks: int, head_dim: int, dtype: jnp.dtype, config: Config) -> list[Any]:
     """The memory of the kernel's `State`, in the order of its fields."""
     operands = (config.block_q, config.block_q, config.block_kv)
-    totals = (blocks * config.block_q, config.block_kv, config.block_kv)
+    sums = (blocks * config.block_q, config.block_kv, config.block_kv)
     transposed = [pltpu.VMEM((head_dim, n), dtype) for n in operands]
-    return transposed + [pltpu.VMEM((head_dim, n), jnp.float32) for n in totals]
+    return transposed + [pltpu.VMEM((head_dim, n), jnp.float32) for n in sums]

@@ -22,11 +22,11 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from wanjax.kernels.admitted import is_admitted
 from wanjax.kernels.attention import chunked, flash_gradient
 from wanjax.kernels.attention.blocks import from_rows, to_rows
-from wanjax.kernels.attention.flash_kernel import Sizes, Sums, call
-from wanjax.kernels.attention.flash_tiles import SPILL_BYTES, Config, config_of_blocks, default_config
+from wanjax.kernels.attention.flash_kernel import PartialSums, Sizes, call
+from wanjax.kernels.attention.flash_tiles import COMPILER_VMEM_BYTES, Config, default_config, sparse_config
 from wanjax.kernels.attention.gradient import from_result
 from wanjax.kernels.attention.masks import Window, divide_live, first_keys, live_first
-from wanjax.kernels.attention.radial import Radial, cells
+from wanjax.kernels.attention.radial import Radial, kernel_lists
 from wanjax.sharding import pad_to
 
 HEAD_DIMS = (64, 128)
@@ -36,10 +36,10 @@ UNBOUNDED = 1 << 30  # a side of a window that includes all keys
 
 def unsupported(q, k, v, *, key_mask, window, scale, bias, config, return_lse) -> str | None:
     """The reason why this call is not supported, or None."""
-    head_dim, vmem = q.shape[3], vmem_bytes()
+    head_dim, vmem_capacity = q.shape[3], vmem_bytes()
     if config is not None and not isinstance(config, Config):
         return f"flash_tpu is configured by a flash_tpu.Config, which {type(config).__name__} is not"
-    if vmem is None and not (config and config.interpret):
+    if vmem_capacity is None and not (config and config.interpret):
         return "flash_tpu runs on TPUs, and elsewhere only by Config(interpret=True)"
     if head_dim not in HEAD_DIMS:
         return f"flash_tpu has no head size of {head_dim}: {' and '.join(map(str, HEAD_DIMS))} are supported"
@@ -49,14 +49,16 @@ def unsupported(q, k, v, *, key_mask, window, scale, bias, config, return_lse) -
         return "flash_tpu takes no bias: a key mask or a window is supported"
     if key_mask is not None and window is not None:
         return "flash_tpu takes a key mask or a window, not both"
-    if vmem is None:
+    if vmem_capacity is None:
         return None
     ragged = key_mask is not None or window is not None
-    tiles = _tiles(config, window, (head_dim, q.shape[1], k.shape[1], q.dtype.name), ragged)
-    need = tiles.vmem_bytes(head_dim, q.dtype.itemsize) + SPILL_BYTES
-    if need > vmem:
-        right = "a chip with more" if vmem < SPILL_BYTES else "smaller ones"
-        return f"flash_tpu's tiles need {need >> 20} MiB of VMEM, and the chip has {vmem >> 20}: take {right}"
+    tiles = _resolve_config(config, window, (head_dim, q.shape[1], k.shape[1], q.dtype.name), ragged)
+    needed = tiles.vmem_bytes(head_dim, q.dtype.itemsize) + COMPILER_VMEM_BYTES
+    if needed > vmem_capacity:
+        remedy = "a chip with more" if vmem_capacity < COMPILER_VMEM_BYTES else "smaller ones"
+        return (
+            f"flash_tpu's tiles need {needed >> 20} MiB of VMEM, and the chip has {vmem_capacity >> 20}: take {remedy}"
+        )
     return None
 
 
@@ -86,36 +88,36 @@ def attention(
     Only the first `keys` keys take part (None: all), as many in each example or a number for each; `keys` and
     `key_mask` are not given together. Under a radial mask a number for each is at least that of the video's keys.
     """
-    counted = isinstance(keys, Array)
-    options = {"window": window, "scale": scale, "config": config, "keys": None if counted else keys}
-    masks = key_mask, keys if counted else None
+    is_counted = isinstance(keys, Array)
+    options = {"window": window, "scale": scale, "config": config, "keys": None if is_counted else keys}
+    masks = key_mask, keys if is_counted else None
     out, lse = from_result(partial(_attention, **options), partial(_gradient, **options), q, k, v, masks)
     return (out, lse) if return_lse else out
 
 
-def resumes(config: Config | None) -> bool:
-    """Return whether `resumed` takes these tiles: a mean that is subtracted from some keys does not suit the others."""
+def supports_carry(config: Config | None) -> bool:
+    """Return whether `attention_with_carry` takes these tiles: a mean that is subtracted from some keys does not suit the others."""
     return config is None or not config.center_keys
 
 
-def resumed(
+def attention_with_carry(
     q: Float[Array, "B L N D"],
     k: Float[Array, "B S K D"],
     v: Float[Array, "B S K D"],
-    before: Sums | None,
+    carry: PartialSums | None,
     *,
     last: bool,
     key_mask: Bool[Array, "B S"] | None,
     scale: float,
     config: Config | None,
     keys: Int32[Array, " B"] | None = None,
-) -> Sums | tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]:
+) -> PartialSums | tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]:
     """Add keys to the sums that this returned for others, None at first; the last keys give result and log-sum-exp.
 
-    `resumes` tells which tiles it takes. The other arguments are those of `attention`.
+    `supports_carry` tells which tiles it takes. The other arguments are those of `attention`.
     """
     options = {"window": None, "scale": scale, "config": config, "keys": None}
-    return _attention(q, k, v, (key_mask, keys), **options, before=before, unfinished=not last)
+    return _attention(q, k, v, (key_mask, keys), **options, carry=carry, return_sums=not last)
 
 
 def gradient(
@@ -128,105 +130,119 @@ def gradient(
 
 def _gradient(q, k, v, g, lse, delta, masks, *, window, scale: float, config: Config | None, keys: int | None):
     """The gradients of q, k and v: by the kernel where all queries see the same first keys, else by `chunked`'s."""
-    (key_mask, live), (batch, queries, heads, head_dim) = masks, q.shape
+    (key_mask, num_keys), (batch, queries, heads, head_dim) = masks, q.shape
     keys = k.shape[1] if keys is None else keys
-    interpret, tiles = config is not None and config.interpret, None
+    interpret, gradient_config = config is not None and config.interpret, None
     if key_mask is None and window is None and k.shape[2] == heads and is_admitted("flash_tpu_gradient"):
-        vmem = 2 * SPILL_BYTES if interpret else vmem_bytes() or 0
-        tiles = flash_gradient.fitting(queries, keys, head_dim, q.dtype.itemsize, vmem, interpret=interpret)
-    if tiles is not None:
-        live = jnp.full((batch,), keys, jnp.int32) if live is None else live
-        return flash_gradient.gradient(q, k, v, g, lse, delta, live, scale=scale, keys=keys, config=tiles)
-    options = {"key_mask": key_mask, "window": window, "scale": scale, "config": None, "keys": live}
+        vmem_capacity = 2 * COMPILER_VMEM_BYTES if interpret else vmem_bytes() or 0
+        gradient_config = flash_gradient.choose_config(
+            queries, keys, head_dim, q.dtype.itemsize, vmem_capacity, interpret=interpret
+        )
+    if gradient_config is not None:
+        num_keys = jnp.full((batch,), keys, jnp.int32) if num_keys is None else num_keys
+        return flash_gradient.gradient(
+            q, k, v, g, lse, delta, num_keys, scale=scale, keys=keys, config=gradient_config
+        )
+    options = {"key_mask": key_mask, "window": window, "scale": scale, "config": None, "keys": num_keys}
     dq, dk, dv = chunked.gradient(q, k[:, :keys], v[:, :keys], g, lse, delta, **options)
     return dq, pad_to(dk, 1, k.shape[1]), pad_to(dv, 1, k.shape[1])
 
 
-def _attention(q, k, v, masks, *, window, scale, config, keys, before: Sums | None = None, unfinished=False) -> Any:
-    (key_mask, live), (batch, queries, heads, head_dim) = masks, q.shape
-    kv_heads, counted = k.shape[2], live is not None
+def _attention(
+    q, k, v, masks, *, window, scale, config, keys, carry: PartialSums | None = None, return_sums=False
+) -> Any:
+    (key_mask, kv_lengths), (batch, queries, heads, head_dim) = masks, q.shape
+    kv_heads, is_counted = k.shape[2], kv_lengths is not None
     keys = k.shape[1] if keys is None else keys
-    live = live if counted else jnp.full((batch,), keys, jnp.int32)
-    blocks = window if isinstance(window, Radial) else None
-    ragged = blocks is None and (key_mask is not None or counted or window is not None)
-    config = _tiles(config, window, (head_dim, queries, keys, q.dtype.name), ragged)
-    mean = None
+    kv_lengths = kv_lengths if is_counted else jnp.full((batch,), keys, jnp.int32)
+    radial = window if isinstance(window, Radial) else None
+    ragged = radial is None and (key_mask is not None or is_counted or window is not None)
+    config = _resolve_config(config, window, (head_dim, queries, keys, q.dtype.name), ragged)
+    key_mean = None
     if config.center_keys:
-        k, mean = _center(k, first_keys(live, k.shape[1]) if counted else key_mask)
+        k, key_mean = _center_keys(k, first_keys(kv_lengths, k.shape[1]) if is_counted else key_mask)
     if key_mask is not None:
-        live, (k, v) = live_first(key_mask, k, v)  # then whole blocks of masked keys are skipped
-    scalars = (live,) if blocks is None else _listed(blocks, queries, keys, config, live)
+        kv_lengths, (k, v) = live_first(key_mask, k, v)  # then whole blocks of masked keys are skipped
+    scalars = (kv_lengths,) if radial is None else _list_scalars(radial, queries, keys, config, kv_lengths)
     sizes = Sizes(
         queries=queries,
         keys=keys,
         heads=heads,
         block_q=config.block_q,
         block_kv=config.block_kv,
-        body=config.block_kv_compute,
-        chunk=blocks.block_kv if blocks else config.masked_chunk if ragged else config.chunk,
-        group=blocks.block_q if blocks else config.block_q,
+        block_kv_compute=config.block_kv_compute,
+        step_kv=radial.block_kv if radial else config.masked_step_kv if ragged else config.safe_step_kv,
+        q_per_list=radial.block_q if radial else config.block_q,
         ragged=ragged,
-        window=_sides(window),
-        factor=scale * math.log2(math.e),
-        resumed=before is not None,
-        unfinished=unfinished,
+        window=_window_sides(window),
+        q_scale=scale * math.log2(math.e),
+        attention_with_carry=carry is not None,
+        return_sums=return_sums,
     )
     results = call(
         scalars,
         tuple(map(to_rows, (q, k, v))),
-        before,
+        carry,
         sizes=sizes,
         kv_heads=kv_heads,
         head_dim=head_dim,
         config=config,
     )
-    if isinstance(results, Sums):
+    if isinstance(results, PartialSums):
         return results
     out, lse = results
     out = from_rows(out, heads, head_dim)
     lse = jnp.moveaxis(lse.reshape(batch, heads, queries), 1, 2)
-    if mean is not None:
-        groups = q.astype(jnp.float32).reshape(batch, queries, kv_heads, -1, head_dim)
-        lse += scale * jnp.einsum("BLKND,BKD->BLKN", groups, mean, precision="highest").reshape(lse.shape)
+    if key_mean is not None:
+        grouped_q = q.astype(jnp.float32).reshape(batch, queries, kv_heads, -1, head_dim)
+        lse += scale * jnp.einsum("BLKND,BKD->BLKN", grouped_q, key_mean, precision="highest").reshape(lse.shape)
     return out, lse
 
 
-def _sides(window: Window | Radial | None) -> tuple[int, int]:
+def _window_sides(window: Window | Radial | None) -> tuple[int, int]:
     sides = (None, None) if window is None or isinstance(window, Radial) else window
     left, right = (UNBOUNDED if side is None else min(side, UNBOUNDED) for side in sides)
     return left, right
 
 
-def _tiles(
+def _resolve_config(
     config: Config | None, window: Window | Radial | None, shape: tuple[int, int, int, str], ragged: bool
 ) -> Config:
     """The tiles for heads of a size, a number of queries and of keys, and a dtype."""
-    vmem, (head_dim, queries, keys, dtype) = vmem_bytes() or 0, shape
+    vmem_capacity, (head_dim, queries, keys, dtype) = vmem_bytes() or 0, shape
     if isinstance(window, Radial):
-        return config_of_blocks(window, config, vmem, head_dim, keys, dtype)
-    return config or default_config(vmem, head_dim, queries, keys, dtype, ragged)
+        return sparse_config(window, config, vmem_capacity, head_dim, keys, dtype)
+    return config or default_config(vmem_capacity, head_dim, queries, keys, dtype, ragged)
 
 
-def _listed(mask: Radial, queries: int, keys: int, config: Config, live: Int32[Array, " B"]) -> tuple[Array, ...]:
-    """Return the scalars of `kernel_of_blocks`: `radial.cells` without the blocks that `live` ends in or before.
+def _list_scalars(
+    mask: Radial, queries: int, keys: int, config: Config, kv_lengths: Int32[Array, " B"]
+) -> tuple[Array, ...]:
+    """Return the scalars of `kernel_of_blocks`: `radial.cells` without the blocks that `kv_lengths` ends in or before.
 
     All queries see these blocks, or they are padding and see none.
     """
     block_kv = config.block_kv
-    first, count, tail, start = cells(mask, queries, keys, block_kv, config.block_q // mask.block_q)
-    begin = np.arange(0, keys, block_kv) // mask.block_kv
-    end = np.minimum(begin + block_kv // mask.block_kv, keys // mask.block_kv)
-    dead = jnp.maximum(end[None] - jnp.maximum(live[:, None] // mask.block_kv, begin[None]), 0)  # [B, steps]
-    left = jnp.maximum(count.reshape(1, -1, len(begin)) - dead[:, None], 0)
-    return tuple(map(jnp.asarray, (first, left.reshape(-1), tail, start, live)))
-
-
-def _center(k: Float[Array, "B S K D"], key_mask: Bool[Array, "B S"] | None) -> tuple[Array, Float32[Array, "B K D"]]:
-    """Subtract the mean of the keys that take part; return the keys and the mean."""
-    wide = k.astype(jnp.float32)
-    live = jnp.ones(k.shape[:2], bool) if key_mask is None else key_mask
-    mean = divide_live(
-        jnp.where(live[:, :, None, None], wide, 0.0).sum(axis=1),
-        live.sum(axis=1, dtype=jnp.float32)[:, None, None],
+    list_start, list_length, sees_tail, block_start = kernel_lists(
+        mask, queries, keys, block_kv, config.block_q // mask.block_q
     )
-    return (wide - mean[:, None]).astype(k.dtype), mean
+    first_block = np.arange(0, keys, block_kv) // mask.block_kv
+    end_block = np.minimum(first_block + block_kv // mask.block_kv, keys // mask.block_kv)
+    num_dead = jnp.maximum(
+        end_block[None] - jnp.maximum(kv_lengths[:, None] // mask.block_kv, first_block[None]), 0
+    )  # [B, steps]
+    num_live = jnp.maximum(list_length.reshape(1, -1, len(first_block)) - num_dead[:, None], 0)
+    return tuple(map(jnp.asarray, (list_start, num_live.reshape(-1), sees_tail, block_start, kv_lengths)))
+
+
+def _center_keys(
+    k: Float[Array, "B S K D"], key_mask: Bool[Array, "B S"] | None
+) -> tuple[Array, Float32[Array, "B K D"]]:
+    """Subtract the mean of the keys that take part; return the keys and the mean."""
+    k32 = k.astype(jnp.float32)
+    valid = jnp.ones(k.shape[:2], bool) if key_mask is None else key_mask
+    mean = divide_live(
+        jnp.where(valid[:, :, None, None], k32, 0.0).sum(axis=1),
+        valid.sum(axis=1, dtype=jnp.float32)[:, None, None],
+    )
+    return (k32 - mean[:, None]).astype(k.dtype), mean

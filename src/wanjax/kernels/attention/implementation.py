@@ -23,7 +23,7 @@ class Implementation:
         gradient: The gradients of q, k and v where all queries see the same keys, from those that
             `gradient.from_result` gives.
         counts_keys: Whether `attention` takes `keys`, a number of keys that take part; for others the keys are cut.
-        resumes: Whether `resumed` takes a config.
+        resumes: Whether `attention_with_carry` takes a config.
         resumed: Adds the attention to some keys to what it returned for others; None where softmaxes are merged.
     """
 
@@ -31,5 +31,5 @@ class Implementation:
     unsupported: Callable[..., str | None]
     gradient: Callable[..., Any]
     counts_keys: bool = False
-    resumes: Callable[[Any], bool] = never
-    resumed: Callable[..., Any] | None = None
+    supports_carry: Callable[[Any], bool] = never
+    attention_with_carry: Callable[..., Any] | None = None

@@ -133,7 +133,9 @@ def lists(live: Bool[np.ndarray, "_L _S"]) -> tuple[Int32[np.ndarray, "_L _S"], 
     return np.where(np.arange(order.shape[1]) < counts[:, None], order, 0).astype(np.int32), counts
 
 
-def cells(mask: Radial, queries: int, keys: int, block_kv: int, together: int) -> tuple[Int32[np.ndarray, " _L"], ...]:
+def kernel_lists(
+    mask: Radial, queries: int, keys: int, block_kv: int, together: int
+) -> tuple[Int32[np.ndarray, " _L"], ...]:
     """Return the scalars of a kernel that holds `block_kv` keys at a time, and visits whole live blocks in them.
 
     A cell of its grid has `together` neighbouring blocks of queries, each with a list of its own, and the held keys. In

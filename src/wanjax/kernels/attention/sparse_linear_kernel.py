@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from wanjax.kernels.alignment import LANES, ceil_div, round_up
 from wanjax.kernels.attention.blocks import iota, product
-from wanjax.kernels.attention.flash_tiles import HEADROOM, LARGEST_SUM
+from wanjax.kernels.attention.flash_tiles import HEADROOM, MAX_WEIGHT_SUM
 
 TILE = 256  # keys of a step, which fill a matrix unit
 LEAD = 2  # steps whose weights are computed before their values are added, so that the matrix unit does not wait
@@ -272,7 +272,7 @@ def _attend(
         weight, real = weight_ref[...].sum(axis=1, keepdims=True), iota((sizes.rows, 1), 0) < live
         out = total_ref[...] * (1.0 / weight) + _linear(q_ref[...], state_ref[...]) + bias_ref[...]
         o_ref[...] = (jnp.where(real, out, 0.0) if sizes.queries > sizes.tokens else out).astype(o_ref.dtype)
-        past = jnp.max(jnp.where((weight <= LARGEST_SUM) | ~real, 0, 1))  # NaN too
+        past = jnp.max(jnp.where((weight <= MAX_WEIGHT_SUM) | ~real, 0, 1))  # NaN too
         return jnp.where((careful == 0) & (past == 1), 1, 2)
 
     # one body for both attempts, so that products fill the waits at its ends, and its code is there once

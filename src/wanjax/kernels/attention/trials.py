@@ -83,8 +83,8 @@ def _carried_trials() -> Iterator[Trial]:
         @jax.jit
         def turns(q, k, v):
             half = k.shape[1] // 2
-            sums: Any = flash_tpu.resumed(q, k[:, :half], v[:, :half], None, last=False, **options)
-            out: Any = flash_tpu.resumed(q, k[:, half:], v[:, half:], sums, last=True, **options)
+            sums: Any = flash_tpu.attention_with_carry(q, k[:, :half], v[:, :half], None, last=False, **options)
+            out: Any = flash_tpu.attention_with_carry(q, k[:, half:], v[:, half:], sums, last=True, **options)
             return out[0]
 
         return turns(*operands)
