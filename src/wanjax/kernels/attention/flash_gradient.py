@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient of attention on TPUs: a Pallas kernel with five products for each pair of blocks.
+"""The gradient of attention on TPUs: a Pallas kernel with five matrix products for each pair of blocks.
 
-Scores are laid out keys × queries, as in `flash_kernel`, and come out as exponents of two less the row's log-sum-exp:
-the weights need no maximum and no sum. A block of keys and values stays while the queries of a head pass. The gradients
-of the keys are summed in scratch meanwhile, and those of the queries over all blocks of keys, for as many queries as
-VMEM holds: longer sequences take several calls.
+Scores are laid out keys × queries, as in `flash_kernel`. The log-sum-exp of the forward pass gives the weights, without
+a maximum and a sum. For each block of keys, all blocks of queries of a head are streamed, and dk and dv are summed in
+scratch. dq is summed over all blocks of keys, for as many queries as VMEM holds: longer sequences take several calls.
 """
 
 import math
@@ -26,18 +25,21 @@ from wanjax.kernels.attention.masks import finite_max
 from wanjax.sharding import pad_to
 
 MAX_BLOCK_Q, MAX_BLOCK_KV = 2048, 2048  # of a grid step
-MAX_COMPUTE_KV = 2048  # keys
+MAX_COMPUTE_KV = 2048  # unrolled keys
 STRIP = 256  # queries and keys of one step, a tile of a matrix unit
-PIPELINE_DEPTH = (
-    2  # steps whose weights are computed before their products are added, so that the matrix units do not wait
-)
+PIPELINE_DEPTH = 2  # steps whose weights are computed before the first one's products: the matrix units do not wait
 
 
 @dataclass(frozen=True)
 class Config:
-    """Tiles: queries and keys of a grid step, keys that are unrolled, and queries of one call, in whole grid steps.
+    """Tile sizes of the kernel.
 
-    `block_kv_compute` divides `block_kv`. `interpret` runs the kernel without a TPU, slowly, for tests.
+    Attributes:
+        block_q: Queries of a grid step.
+        block_kv: Keys of a grid step.
+        block_kv_compute: Unrolled keys, a compute block; divides `block_kv`.
+        resident_q: Queries of one call, whose dq VMEM holds; a multiple of `block_q`.
+        interpret: Run the kernel without a TPU, slowly, for tests.
     """
 
     block_q: int
@@ -47,7 +49,7 @@ class Config:
     interpret: bool = False
 
     def vmem_bytes(self, head_dim: int, itemsize: int) -> int:
-        """Bytes of VMEM that the kernel holds: the buffers of each streamed block, and scratch."""
+        """Return the bytes of VMEM of the kernel: the buffers of its input and output blocks, and scratch."""
         padded_head_dim = max(head_dim, LANES)  # rows of 64 occupy rows of 128
         streamed = 2 * padded_head_dim * (3 * itemsize * self.block_q + (2 * itemsize + 2 * 4) * self.block_kv)
         scratch = 2 * itemsize * self.block_q + (itemsize + 2 * 4) * self.block_kv + 4 * self.resident_q
@@ -61,12 +63,12 @@ class Sizes(NamedTuple):
     heads: int  # of one example
     block_q: int
     block_kv: int
-    block_kv_compute: int  # keys that are unrolled
+    block_kv_compute: int  # unrolled keys
     scale: float
 
 
 class State(NamedTuple):
-    """References to what is kept: transposed operands, and sums [D L] and [D S] in float32."""
+    """References to scratch: transposed operands, and the gradients [D L] and [D S] as sums in float32."""
 
     q: jax.Ref
     g: jax.Ref
@@ -79,13 +81,11 @@ class State(NamedTuple):
 def kernel(
     kv_lengths_ref, q_ref, g_ref, lse_ref, delta_ref, k_ref, v_ref, dq_ref, dk_ref, dv_ref, *scratch, sizes: Sizes
 ) -> None:
-    """The grid runs over heads, blocks of keys, and blocks of queries."""
+    """Compute the gradients; the grid runs over heads, blocks of keys, and blocks of queries."""
     state = State(*scratch)
     j, i = pl.program_id(1), pl.program_id(2)
-    num_valid = (
-        kv_lengths_ref[pl.program_id(0) // sizes.heads] - j * sizes.block_kv
-    )  # keys of this block that take part
-    resident_q = pl.ds(pl.multiple_of(i * sizes.block_q, LANES), sizes.block_q)
+    num_valid = kv_lengths_ref[pl.program_id(0) // sizes.heads] - j * sizes.block_kv  # keys of this block
+    q_slice = pl.ds(pl.multiple_of(i * sizes.block_q, LANES), sizes.block_q)
 
     @pl.when(i == 0)
     def _():
@@ -96,9 +96,9 @@ def kernel(
 
     @pl.when(j == 0)
     def _():
-        state.dq[:, resident_q] = jnp.zeros((state.dq.shape[0], sizes.block_q))
+        state.dq[:, q_slice] = jnp.zeros((state.dq.shape[0], sizes.block_q))
 
-    remaining_q = sizes.queries - i * sizes.block_q  # memory past the last query holds anything
+    remaining_q = sizes.queries - i * sizes.block_q  # past the last query, memory is undefined
     row_valid = iota((sizes.block_q, 1), 0) < remaining_q
     state.q[...] = jnp.where(row_valid, q_ref[...], jnp.zeros_like(q_ref)).T
     state.g[...] = jnp.where(row_valid, g_ref[...], jnp.zeros_like(g_ref)).T
@@ -131,11 +131,11 @@ def kernel(
 
     @pl.when(j == pl.num_programs(1) - 1)
     def _():
-        dq_ref[...] = (sizes.scale * state.dq[:, resident_q]).T.astype(dq_ref.dtype)
+        dq_ref[...] = (sizes.scale * state.dq[:, q_slice]).T.astype(dq_ref.dtype)
 
 
 def _add_keys(k_ref, v_ref, state: State, lse, delta, start, q_start, num_valid: Array | None, sizes: Sizes) -> None:
-    """Add a body of keys, of which only those before `num_valid` take part."""
+    """Add a compute block of keys, of which only those before `num_valid` take part (None: all)."""
     exponent_scale = sizes.scale * math.log2(math.e)
     pending: list[tuple[slice, Any, Array, Array]] = []
     for kv_offset in range(0, sizes.block_kv_compute, STRIP):
@@ -157,7 +157,7 @@ def _add_keys(k_ref, v_ref, state: State, lse, delta, start, q_start, num_valid:
 
 
 def _accumulate(state: State, q_start: Array, queries: slice, keys: Any, weights: Array, dlogits: Array) -> None:
-    """Add the three products with the weights [S L] and the gradients of the logits."""
+    """Add the products of the weights [S L] and of the gradients of the logits to dv, dk and dq."""
     state.dv[:, keys] += product(state.g[:, queries], weights, transposed=True)
     state.dk[:, keys] += product(state.q[:, queries], dlogits, transposed=True)
     dq_slice = pl.ds(pl.multiple_of(q_start + queries.start, LANES), queries.stop - queries.start)
@@ -167,7 +167,7 @@ def _accumulate(state: State, q_start: Array, queries: slice, keys: Any, weights
 def choose_config(
     queries: int, keys: int, head_dim: int, itemsize: int, vmem_bytes: int, *, interpret: bool = False
 ) -> Config | None:
-    """The tiles for these sizes; None for a chip whose VMEM holds too few queries."""
+    """Return the tiles for these sizes; None for a chip whose VMEM is too small for one block of queries."""
     block_q, block_kv = (
         round_up(even(n, maximum)[1], LANES) for n, maximum in ((queries, MAX_BLOCK_Q), (keys, MAX_BLOCK_KV))
     )
@@ -193,9 +193,9 @@ def gradient(
     keys: int,
     config: Config,
 ) -> tuple[Float[Array, "B L N D"], Float[Array, "B S N D"], Float[Array, "B S N D"]]:
-    """Return the gradients of q, k and v, as `gradient.from_result` asks for them.
+    """Return the gradients of q, k and v; `g`, `lse` and `delta` are those of `gradient.from_result`.
 
-    Of the first `keys` keys the first `num_keys` of each example take part.
+    Of the first `keys` keys, the first `num_keys` of each example take part.
     """
     call_kernel = partial(_call, scale=scale, keys=keys, config=config)
     if config.resident_q >= q.shape[1]:
@@ -210,7 +210,7 @@ def gradient(
 
 @partial(jax.jit, static_argnames=("scale", "keys", "config", "sum_dtype"), inline=True)  # is traced once
 def _call(q, k, v, g, lse, delta, num_keys, *, scale: float, keys: int, config: Config, sum_dtype: Any) -> tuple:
-    """The kernel over a grid of heads, blocks of keys and blocks of queries; `sum_dtype` is the dtype of dk and dv."""
+    """Call the kernel over a grid of heads, blocks of keys and blocks of queries; `sum_dtype` is that of dk and dv."""
     batch, queries, heads, head_dim = q.shape
     grid = (batch * heads, ceil_div(keys, config.block_kv), ceil_div(queries, config.block_q))
     lse, delta = (jnp.moveaxis(x, 1, 2).reshape(-1, 1, queries) for x in (math.log2(math.e) * finite_max(lse), delta))
@@ -247,7 +247,7 @@ def _call(q, k, v, g, lse, delta, num_keys, *, scale: float, keys: int, config: 
 
 
 def _block_specs(grid: tuple[int, int, int], heads_per_row: int, head_dim: int, config: Config) -> tuple[list, list]:
-    """The blocks of operands and results, of which `heads_per_row` heads lie side by side in a row."""
+    """Return the block specs of operands and results, with `heads_per_row` heads side by side in a row."""
 
     def block(rows: int, block_index: Callable[[Any, Any], Any]) -> pl.BlockSpec:
         return pl.BlockSpec(
@@ -261,7 +261,7 @@ def _block_specs(grid: tuple[int, int, int], heads_per_row: int, head_dim: int, 
 
 
 def _scratch_shapes(blocks: int, head_dim: int, dtype: jnp.dtype, config: Config) -> list[Any]:
-    """The memory of the kernel's `State`, in the order of its fields."""
+    """Return the scratch memory of the kernel's `State`, in the order of its fields."""
     operands = (config.block_q, config.block_q, config.block_kv)
     sums = (blocks * config.block_q, config.block_kv, config.block_kv)
     transposed = [pltpu.VMEM((head_dim, n), dtype) for n in operands]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Pallas kernel of flash_tpu, and its call: a block of queries against a block of keys, an offset for the maximum.
+"""The Pallas kernel of flash_tpu, and its call: a block of queries against a block of keys.
 
 Scores are laid out keys × queries: the offsets and sums of many queries are one row of registers, and the second
-product takes the weights without a transpose. Keys are processed in bodies that are unrolled whole. The matrix unit
-waits only at the two ends of a body.
+product takes the weights without a transpose. The fast path subtracts an offset in place of the running maximum; the
+safe path raises the offset to the maximum first. A compute block of `block_kv_compute` keys is unrolled whole, so that
+the matrix unit waits only at its two ends.
 """
 
 import math
@@ -35,7 +36,7 @@ from wanjax.kernels.attention.flash_tiles import (
 )
 from wanjax.kernels.attention.masks import divide_live, finite_max
 
-SAFE, PROBED = 0, 1  # flags of a head: it left the range; its offset is set
+SAFE, PROBED = 0, 1  # indices of a head's flags: it takes the safe path; its offset is set
 
 
 class Sizes(NamedTuple):
@@ -46,14 +47,14 @@ class Sizes(NamedTuple):
     heads: int  # of one example
     block_q: int
     block_kv: int
-    block_kv_compute: int  # keys that are unrolled
-    step_kv: int  # keys of a careful step, of a masked one, or of a listed block; they divide a body
-    q_per_list: int  # queries that have one list of blocks
-    ragged: bool  # a count or a window hides some keys from some queries
+    block_kv_compute: int  # unrolled keys, a compute block
+    step_kv: int  # keys of a safe step, of a masked one, or of a listed block; divides block_kv_compute
+    q_per_list: int  # consecutive queries that share a list of blocks
+    ragged: bool  # a key count or a window hides some keys from some queries
     window: tuple[int, int]  # keys before and after a query's own position
-    q_scale: float  # of q, so that logits are exponents of two
-    has_carry: bool = False  # the sums start from those of other keys
-    return_sums: bool = False  # the sums are the result, to which other keys are to be added
+    q_scale: float  # softmax scale · log2 e: logits are exponents of two
+    has_carry: bool = False  # start from the sums of earlier keys
+    return_sums: bool = False  # return the sums, for later keys to be added
 
     @property
     def single_block(self) -> bool:
@@ -62,21 +63,21 @@ class Sizes(NamedTuple):
 
 
 class State(NamedTuple):
-    """References to the state that one block of queries carries over the keys."""
+    """References to the state of one block of queries, which is updated by each block of keys."""
 
-    q: jax.Ref  # [D L], times the factor; for bfloat16 [2·D L], with the rounding error of the first half behind it
+    q: jax.Ref  # [D L], times q_scale; for bfloat16 [2·D L]: the second half is the rounding error of the first
     offset: jax.Ref  # [1 L]
     weight_sum: jax.Ref  # [8 L], the sum of weights in eight parts
     value_sum: jax.Ref  # [D L], the sum of weighted values
-    saved_weight_sum: jax.Ref  # both as before this block of keys
+    saved_weight_sum: jax.Ref  # both sums before this block of keys, to restore
     saved_value_sum: jax.Ref
-    scores: jax.Ref  # [S L], of the next careful step
-    score_max: jax.Ref  # [8 L], the largest of them in eight parts
+    scores: jax.Ref  # [S L], of the next safe step
+    score_max: jax.Ref  # [8 L], their maximum in eight parts
     flags: jax.Ref
 
 
 class PartialSums(NamedTuple):
-    """What attention to some of the keys leaves to that to others: the first fields of `State`, for all queries."""
+    """The first fields of `State` for all queries, after some of the keys: the carry to the other keys."""
 
     q: Any
     offset: Any
@@ -85,14 +86,17 @@ class PartialSums(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """The keys of a step that take part: those before `num_valid` and within the window; the first is `relative_start` of query 0."""
+    """The keys of a step that take part: the first `num_valid`, and of these the ones within the window.
+
+    `relative_start` is the position of the step's first key minus that of query 0.
+    """
 
     num_valid: Array | int
     window: tuple[int, int] | None = None
     relative_start: Array | int = 0
 
     def all_valid(self, kv_strip: slice) -> bool:
-        """Return whether it is known that all these keys take part."""
+        """Return whether all these keys are known to be valid at trace time."""
         return isinstance(self.num_valid, int) and kv_strip.stop <= self.num_valid
 
     def valid(self, kv_strip: slice) -> Bool[Array, "S 1"]:
@@ -102,14 +106,14 @@ class Mask(NamedTuple):
         if self.window is None:
             return self.valid(kv_strip)
         left, right = self.window
-        relative_start = self.relative_start + positions(kv_strip, 0) - positions(q_strip, 1)
-        return self.valid(kv_strip) & (relative_start >= -left) & (relative_start <= right)
+        distance = self.relative_start + positions(kv_strip, 0) - positions(q_strip, 1)
+        return self.valid(kv_strip) & (distance >= -left) & (distance <= right)
 
 
 class BlockList(NamedTuple):
-    """Keys that are not side by side: for each group of queries, the starts of pieces of so many keys.
+    """Blocks of `size` keys each, for each group of `q_per_list` queries: the position of their first keys.
 
-    A piece whose start is not below `end` is none.
+    A start at or after `end` is padding of the list, and no block.
     """
 
     size: int
@@ -118,7 +122,11 @@ class BlockList(NamedTuple):
     end: Array
 
     def slices(self, q_strip: slice, kv_strip: slice) -> Iterator[tuple[slice, Array, Array]]:
-        """Yield, for a strip of queries, the rows of each piece among some keys, their first key, and if it is one."""
+        """Yield each block, or part of one, that a strip of queries sees among the keys of `kv_strip`.
+
+        Yields:
+            Its rows in the strip, the position of its first key, and whether it is a block and no padding.
+        """
         size = min(self.size, size_of(kv_strip))
         for offset in range(kv_strip.start, kv_strip.stop, size):
             start = self.starts[q_strip.start // self.q_per_list][offset // self.size]
@@ -152,17 +160,14 @@ def call(
 ) -> Any:
     """The kernel over a grid of examples, their heads, blocks of queries and blocks of keys.
 
-    `operands` are q, k and v: [B L N·D] and [B S K·D], or [B·N L D] and [B·K S D]. `scalars` are the number of keys
-    that take part in each example, or those of listed blocks. Sums are written where those before them were.
+    `operands` are q, k and v: [B L N·D] and [B S K·D], or [B·N L D] and [B·K S D]. `scalars` are the number of valid
+    keys of each example, or the lists of `sparse_kernel`. New sums overwrite those of the carry.
     """
     is_sparse, (q, k, v) = len(scalars) > 1, operands
-    block_q, queries, heads_per_row = (
-        sizes.block_q,
-        sizes.queries,
-        q.shape[2] // head_dim,
-    )  # heads side by side in a row
+    block_q, queries = sizes.block_q, sizes.queries
+    heads_per_row = q.shape[2] // head_dim  # 1 if heads are on the first axis
     heads = q.shape[0] * heads_per_row  # of all examples
-    split_q = q.dtype == jnp.bfloat16  # q times the factor, as a sum of two: one alone would lose three digits
+    split_q = q.dtype == jnp.bfloat16  # q times q_scale as a sum of two: one bfloat16 would lose three digits
     if split_q and 2 * head_dim <= LANES:  # fills rows that would be padded; the kernel doubles wider rows
         k = jnp.concatenate([k, k], axis=2)
 
@@ -171,7 +176,7 @@ def call(
     sum_shapes = PartialSums(
         (head_dim * (1 + split_q), q.dtype), (1, jnp.float32), (8, jnp.float32), (head_dim, jnp.float32)
     )
-    new_sums = [] if not sizes.return_sums else sum_shapes[1:] if carry else sum_shapes  # queries are made ready once
+    new_sums = [] if not sizes.return_sums else sum_shapes[1:] if carry else sum_shapes  # q is scaled and split once
     padded_queries = round_up(queries, block_q) if new_sums else queries
 
     def rows_spec(rows: int) -> pl.BlockSpec:
@@ -212,14 +217,17 @@ def call(
 
 
 def _row_index_map(heads: int, heads_per_row: int) -> Callable[..., tuple]:
-    """Return the block of some rows of a head of an example; heads are side by side in them, or one after another."""
+    """Return the index map of a head's rows: heads are side by side in a row, or on the first axis."""
     return (lambda b, h, i: (b * heads + h, i, 0)) if heads_per_row == 1 else (lambda b, h, i: (b, i, h))
 
 
 def _kv_specs(
     row_width: int, sizes: Sizes, heads_per_kv: int, heads_per_row: int, head_dim: int, buffers: int
 ) -> tuple[pl.BlockSpec, pl.BlockSpec]:
-    """Blocks of keys, of rows of this width, and of values; `heads_per_kv` heads share them."""
+    """Return the block specs of keys, whose rows have `row_width` channels, and of values.
+
+    `heads_per_kv` heads of q share a head of keys.
+    """
 
     row_index_map = _row_index_map(sizes.heads // heads_per_kv, heads_per_row)
 
@@ -236,7 +244,7 @@ def _kv_specs(
 
 
 def _nearest_visible_block(b, i, j, kv_lengths, sizes: Sizes):
-    """The block of keys to fetch for block i of queries of an example: j, or the nearest block that a query sees."""
+    """Return the block of keys to fetch in grid step j for block i of queries: j, or the nearest that a query sees."""
     left, right = sizes.window
     first_block = (i * sizes.block_q - left) // sizes.block_kv
     last_key = jnp.minimum(kv_lengths[b], i * sizes.block_q + sizes.block_q + right) - 1
@@ -244,7 +252,7 @@ def _nearest_visible_block(b, i, j, kv_lengths, sizes: Sizes):
 
 
 def _scratch_shapes(sizes: Sizes, q_rows: int, head_dim: int, dtype: jnp.dtype) -> list[Any]:
-    """The memory of the kernel's `State`, in the order of its fields."""
+    """Return the scratch memory of the kernel's `State`, in the order of its fields."""
     queries = sizes.block_q
     return [
         pltpu.VMEM((q_rows, queries), dtype),
@@ -260,10 +268,10 @@ def _scratch_shapes(sizes: Sizes, q_rows: int, head_dim: int, dtype: jnp.dtype) 
 
 
 def kernel(kv_lengths_ref, q_ref, k_ref, v_ref, *refs, sizes: Sizes) -> None:
-    """The grid runs over examples, heads, blocks of queries, and blocks of keys.
+    """Compute dense attention; the grid runs over examples, heads, blocks of queries and blocks of keys.
 
-    `refs` are the sums to go on from, if resumed, for queries that are ready; then the result, or the sums if
-    unfinished, after the ready queries if those are new; then the state.
+    `refs` are, in order: with `has_carry` the sums of the carry, whose q is `q_ref`; the result and its log-sum-exp, or
+    with `return_sums` the new sums, q among them only without a carry; the scratch of `State`.
     """
     example, i, j = (pl.program_id(axis) for axis in (0, 2, 3))
     add_block = partial(_add_block, kv_lengths_ref[example], (i, j), sizes=sizes)
@@ -284,12 +292,12 @@ def kernel(kv_lengths_ref, q_ref, k_ref, v_ref, *refs, sizes: Sizes) -> None:
 
 
 def _first_queries(ref: Any, num_queries: int, sizes: Sizes) -> Any:
-    """Return the first queries of a reference, whose rows or columns they are."""
+    """Return the first queries of a reference, along whichever axis has them."""
     return ref.at[:, :num_queries] if ref.shape[1] == sizes.block_q else ref.at[:num_queries]
 
 
 def _add_block(kv_length: Array, grid_index: tuple[Array, Array], q_ref, k_ref, v_ref, *refs, sizes: Sizes) -> None:
-    """Add the block of keys at a place in the grid; the references are those of `kernel`."""
+    """Add the block of keys of a grid step; the references are those of `kernel`."""
     carry, refs = (PartialSums(q_ref, *refs[:3]), refs[3:]) if sizes.has_carry else (None, refs)
     num_results = 2 if not sizes.return_sums else 3 if sizes.has_carry else 4
     out, state = refs[:num_results], State(*refs[num_results:])
@@ -346,22 +354,20 @@ def sparse_kernel(
     *scratch,
     sizes: Sizes,
 ) -> None:
-    """Visits listed blocks of keys alone; the grid is that of `kernel`.
+    """Compute block-sparse attention: visit only listed blocks of keys. The grid is that of `kernel`.
 
-    In grid step (i, j) each group of queries visits up to `list_length` blocks of `chunk` keys in the block of keys, whose
-    starts are listed from `list_start` on; `list_length` is by example. Groups with a `tail` of 1 also see the keys from the last
-    whole block to `kv_length`.
+    In grid step (i, j) each group of queries visits at most `list_length` blocks of `step_kv` keys, which lie in the
+    grid step's block of keys and whose first keys are in `block_start_ref` from `list_start` on. `list_length` differs
+    by example. Groups whose `sees_tail_ref` is 1 also see the keys after the last whole block, up to `kv_length`.
     """
     state, groups = State(*scratch), range(sizes.block_q // sizes.q_per_list)
     example, i, j = (pl.program_id(axis) for axis in (0, 2, 3))
     kv_steps = pl.num_programs(3)
     grid_step = i * kv_steps + j
-    list_start, list_length = (
-        list_start_ref[grid_step],
-        list_length_ref[example * pl.num_programs(2) * kv_steps + grid_step],
-    )
+    list_start = list_start_ref[grid_step]
+    list_length = list_length_ref[example * pl.num_programs(2) * kv_steps + grid_step]
     kv_length, blocks_per_step = kv_lengths_ref[example], sizes.block_kv // sizes.step_kv
-    tail_block = kv_length // sizes.step_kv - j * blocks_per_step  # the place of the tail among the blocks of this step
+    tail_block = kv_length // sizes.step_kv - j * blocks_per_step  # index of the tail among this grid step's blocks
 
     @pl.when((i == 0) & (j == 0))
     def _():
@@ -398,7 +404,7 @@ def sparse_kernel(
 def _add_listed(
     k_ref, v_ref, state: State, blocks_from: Callable[[Array, int], BlockList], list_length: Array, sizes: Sizes
 ) -> None:
-    """Add listed blocks of keys: `list_length` for each group of queries, those from an index on being `blocks_from` of it."""
+    """Add the first `list_length` listed blocks of keys; `blocks_from(index, count)` returns some of the list."""
 
     def fast_path() -> None:
         def add(index: Array, count: int) -> None:
@@ -417,7 +423,7 @@ def _add_listed(
 
 
 def _loop_in_chunks(begin: Array | int, end: Array | int, max_count: int, add: Callable[[Array, int], None]) -> None:
-    """Call `add(index, count)` for steps of up to `max_count` neighbours, then for ever fewer, until `end`."""
+    """Call `add(index, count)` until `end`, with `max_count` at a time first and ever fewer for the remainder."""
     for count in sorted({max(1, max_count // 4**n) for n in range(max_count)}, reverse=True):
         steps = (end - begin) // count
         _loop(0, steps, lambda index, begin=begin, count=count: add(begin + index * count, count))
@@ -432,9 +438,9 @@ def _add_with_fallback(
     from_zero: bool = False,
     already_saved: bool = False,
 ) -> None:
-    """Add keys quickly, then again with care if a logit left the range.
+    """Add keys by the fast path; if a logit left the range of the offset, restore the sums and take the safe path.
 
-    `from_zero` says that there are no sums of earlier keys, `already_saved` that these are saved already.
+    `from_zero` says that there are no sums of earlier keys, `already_saved` that these need not be saved.
     """
     if not (from_zero or already_saved):
         _copy((state.weight_sum, state.value_sum), (state.saved_weight_sum, state.saved_value_sum))
@@ -455,20 +461,20 @@ def _add_with_fallback(
 def _raise_offset_and_add(
     k_ref, v_ref, state: State, start: Array | int | BlockList, count: int, mask: Mask | None = None
 ) -> None:
-    """Add keys with the offset first raised to their maximum."""
+    """Raise the offset to the maximum of these keys, then add them."""
     _raise_offset(k_ref, state, start, count, mask)
     _add_keys(k_ref, v_ref, state, start, count, mask)
 
 
 def _finish(o_ref, lse_ref, state: State) -> None:
-    """Write the weighted values over the sum of weights, and the log-sum-exp."""
+    """Divide the sum of weighted values by that of weights; write this and the log-sum-exp."""
     weight_sum = state.weight_sum[...].sum(axis=0, keepdims=True)
     o_ref[...] = divide_live(state.value_sum[...], weight_sum).astype(o_ref.dtype).T
     lse_ref[...] = jnp.where(weight_sum == 0, -jnp.inf, (state.offset[...] + jnp.log2(weight_sum)) * math.log(2))
 
 
 def _add_dense(k_ref, v_ref, state: State, is_last: Array, sizes: Sizes) -> None:
-    """Add a block of keys that every query sees: whole bodies, and in the last block the keys after them."""
+    """Add a block of keys that every query sees: whole compute blocks, and in the last block the tail."""
     num_blocks, tail = _num_compute_blocks(is_last, sizes), sizes.keys % sizes.block_kv_compute
 
     def add_tail(add: Callable) -> None:
@@ -498,7 +504,7 @@ def _add_dense(k_ref, v_ref, state: State, is_last: Array, sizes: Sizes) -> None
 def _add_ragged(
     k_ref, v_ref, state: State, kv_length: Array, q_start: Array, kv_start: Array, sizes: Sizes, headroom: float
 ) -> None:
-    """Add the keys of a block that a count and a window leave: chunks that every query sees, then masked ones."""
+    """Add the visible keys of a block: first the steps that every query sees whole, then masked ones."""
     step_kv = sizes.step_kv
 
     def clip_to_block(position: Array | int) -> Array:
@@ -537,14 +543,10 @@ def _add_ragged(
 
 
 def _num_compute_blocks(is_last: Array, sizes: Sizes) -> Array | int:
-    """Whole bodies in this block of keys."""
-    blocks_per_step = sizes.block_kv // sizes.block_kv_compute
-    last_step_blocks = ((sizes.keys - 1) % sizes.block_kv + 1) // sizes.block_kv_compute
-    return (
-        last_step_blocks
-        if sizes.single_block or last_step_blocks == blocks_per_step
-        else jnp.where(is_last, last_step_blocks, blocks_per_step)
-    )
+    """Return the number of whole compute blocks in this block of keys."""
+    usual = sizes.block_kv // sizes.block_kv_compute
+    in_last = ((sizes.keys - 1) % sizes.block_kv + 1) // sizes.block_kv_compute
+    return in_last if sizes.single_block or in_last == usual else jnp.where(is_last, in_last, usual)
 
 
 def _loop(start: Array | int, stop: Array | int, step: Callable[[Array], None]) -> None:
@@ -559,7 +561,7 @@ def _strips(length: int, size: int) -> list[slice]:
 
 
 def _init_state(q_ref, state: State, q_start: Array, sizes: Sizes) -> None:
-    """Transpose and scale the queries; those past the last become zeros, since memory there holds anything."""
+    """Clear the state and write the queries, transposed and scaled; those past the last are undefined and become 0."""
     q = sizes.q_scale * q_ref[...].T.astype(jnp.float32)  # [D L]
     if sizes.queries % sizes.block_q:
         q = jnp.where(q_start + positions(slice(0, q.shape[1]), 1) < sizes.queries, q, 0.0)
@@ -575,13 +577,13 @@ def _init_state(q_ref, state: State, q_start: Array, sizes: Sizes) -> None:
 
 
 def _strips_and_mask(num_keys: int, mask: Mask | None) -> tuple[list[slice], Mask | None]:
-    """Strips of keys in whole registers, and the mask for the last of them if keys end within a register."""
+    """Return strips of keys in whole registers, and the mask of the last one if keys end within a register."""
     padded_keys = round_up(num_keys, REGISTER_ROWS)
     return _strips(padded_keys, STRIP_KV), Mask(num_keys) if mask is None and padded_keys > num_keys else mask
 
 
 def _read_keys(ref, start: Array | int | BlockList, kv_strip: slice, q_strip: slice) -> Array:
-    """Read some of the keys that begin at `start`, or some of the pieces of a strip of queries."""
+    """Read the rows `kv_strip` of the keys from `start` on, or of the listed blocks of a strip of queries."""
     if not isinstance(start, BlockList):
         return ref[pl.ds(start + kv_strip.start, size_of(kv_strip)), :]
     slices, alignment = start.slices(q_strip, kv_strip), math.gcd(start.size, size_of(kv_strip))
@@ -590,7 +592,7 @@ def _read_keys(ref, start: Array | int | BlockList, kv_strip: slice, q_strip: sl
 
 
 def _q_strips(state: State, start: Array | int | BlockList) -> list[slice]:
-    """Strips of queries that see the same keys."""
+    """Return strips of queries, each of which sees the same keys."""
     return _strips(state.q.shape[1], min(STRIP_Q, start.q_per_list) if isinstance(start, BlockList) else STRIP_Q)
 
 
@@ -614,21 +616,21 @@ def _raise_offset(
     *,
     headroom: float = 0.0,
 ) -> None:
-    """Raise the offset to the maximum of these keys, if that is higher, and rescales the sums."""
+    """Raise the offset to the maximum of these keys, if that is higher, and rescale the sums."""
     kv_strips, mask = _strips_and_mask(num_keys, mask)
     for q_strip in _q_strips(state, start):
         _raise_offset_to(state, q_strip, _max_scores(k_ref, state, start, kv_strips, q_strip, mask) + headroom)
 
 
 def _init_offset_from_list(k_ref, state: State, start: BlockList, num_keys: int, headroom: float) -> None:
-    """Set the offsets that are not set yet by the first keys."""
+    """Set the offsets that are still -inf from the first keys of the list."""
     for q_strip in _q_strips(state, start):
         max_score = _max_scores(k_ref, state, start, [slice(0, num_keys)], q_strip, None) + headroom
         state.offset[:, q_strip] = jnp.where(state.offset[:, q_strip] == -jnp.inf, max_score, state.offset[:, q_strip])
 
 
 def _init_offset(k_ref, state: State, num_keys: int, headroom: float) -> None:
-    """Set the first offset by the first keys."""
+    """Set the offset from the first keys."""
     kv_strips, mask = _strips_and_mask(num_keys, None)
     for q_strip in _strips(state.q.shape[1], STRIP_Q):
         state.offset[:, q_strip] = _max_scores(k_ref, state, 0, kv_strips, q_strip, mask) + headroom
@@ -666,9 +668,8 @@ def _add_keys(
     kv_strips, mask = _strips_and_mask(num_keys, mask)
     pending: list[tuple[Array, slice, Array]] = []
     q_strips = _q_strips(state, start)
-    depth = (
-        PIPELINE_DEPTH * STRIP_Q // size_of(q_strips[0]) if isinstance(start, BlockList) else PIPELINE_DEPTH
-    )  # as many queries in flight
+    narrow = isinstance(start, BlockList)
+    depth = PIPELINE_DEPTH * STRIP_Q // size_of(q_strips[0]) if narrow else PIPELINE_DEPTH  # as many queries in flight
     for kv_strip in kv_strips:
         strip_mask = None if mask is None or mask.all_valid(kv_strip) else mask
         v = None
@@ -676,9 +677,7 @@ def _add_keys(
             if v is None or (isinstance(start, BlockList) and q_strip.start % start.q_per_list == 0):
                 v = _read_keys(v_ref, start, kv_strip, q_strip)
                 if strip_mask is not None:
-                    v = jnp.where(
-                        strip_mask.valid(kv_strip), v, jnp.zeros_like(v)
-                    )  # memory past the last key holds anything
+                    v = jnp.where(strip_mask.valid(kv_strip), v, jnp.zeros_like(v))  # past the last key it is undefined
                 v = v.T
             s = _scores(k_ref, state, start, kv_strip, q_strip, strip_mask)
             p = _weights(s, state.offset[:, q_strip], start, kv_strip, q_strip, masked=strip_mask is not None)
@@ -693,7 +692,7 @@ def _add_keys(
 def _weights(
     s: Array, offset: Array, start: Array | int | BlockList, kv_strip: slice, q_strip: slice, masked: bool
 ) -> Array:
-    """The weights of scores; zeros for pieces that are none."""
+    """Return the weights of scores, zeros for the padding of a list."""
     offset = finite_max(offset) if masked else offset
     if not isinstance(start, BlockList):
         return jnp.exp2(s - offset)
@@ -711,10 +710,9 @@ def _add_values(state: State, v: Array, q_strip: slice, p: Array) -> None:
 def _add_pipelined_safe(
     k_ref, v_ref, state: State, first_step: Array | int, end_step: Array | int, step_kv: int
 ) -> None:
-    """Add steps of `step_kv` keys, and raise the offset to their maximum before each.
+    """Add steps of `step_kv` keys; before each, raise the offset to their maximum.
 
-    The scores of a step are computed in the step before and kept in VMEM, so that the matrix unit does not wait for the
-    maximum.
+    Each step computes the scores of the next one, so that the matrix unit does not wait for the maximum.
     """
     q_strips = _strips(state.q.shape[1], SAFE_Q)
 
@@ -744,5 +742,5 @@ def _add_pipelined_safe(
 
 
 def _by_sublanes(x: Float32[Array, "S L"]) -> Float32[Array, "_S 8 L"]:
-    """Group rows by eight, as registers hold them: registers are added or compared whole."""
+    """Group rows by the eight sublanes of a register: registers are added or compared whole."""
     return x.reshape(-1, 8, x.shape[1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiles of flash_tpu: how many queries and keys it holds and unrolls, by what docs/attention.md prices best."""
+"""Tile sizes of flash_tpu, and the defaults, which docs/attention.md prices best."""
 
 from dataclasses import dataclass, replace
 
@@ -11,36 +11,38 @@ from wanjax.kernels.attention.radial import Radial
 
 TILE_Q = 256  # queries of a tile of the matrix unit
 STRIP_Q, STRIP_KV = 2 * TILE_Q, 256  # queries and keys of one step: a tile for each of the two matrix units of a core
-PIPELINE_DEPTH = (
-    2  # strips that are scored before their values are added, so that the matrix unit does not wait for softmax
-)
-MAX_MASKED_KV = 512  # the most keys of a masked step
-SAFE_KV, SAFE_Q = 1024, 256  # the most keys and queries of a step of the careful pass
-COMPILER_VMEM_BYTES = 32 << 20  # the compiler's own share of VMEM, beside a kernel's
+PIPELINE_DEPTH = 2  # strips scored before the first one's values are added: the matrix unit does not wait for softmax
+MAX_MASKED_KV = 512  # most keys of a masked step
+SAFE_KV, SAFE_Q = 1024, 256  # most keys and queries of a step of the safe path, which takes the maximum first
+COMPILER_VMEM_BYTES = 32 << 20  # VMEM that is left to the compiler
 REGISTER_ROWS = 16  # rows of keys in a register
 PROBE_KV = 32  # keys whose maximum sets a row's offset
 HEADROOM = {"bfloat16": 60.0, "float32": 0.0}  # of the offset above that maximum; in float32 it would cost digits
-MAX_WEIGHT_SUM = 2.0**64  # of a row's weights: a larger sum means that a logit left the range of the offset
+MAX_WEIGHT_SUM = 2.0**64  # a row's sum of weights above this means that a logit left the range of the offset
 
 TILE_NAMES = ("block_q", "block_kv", "block_kv_compute")
 CENTER_KEYS = "center_keys"
 DEFAULT_TILE = 2048  # queries and keys, where neither is set
 MAX_BLOCK_Q = 2048
-SHORT_KV, MAX_BLOCK_Q_FOR_SHORT_KV = 512, 10_240  # then a block's first and last steps count beside the others
+SHORT_KV, MAX_BLOCK_Q_FOR_SHORT_KV = 512, 10_240  # few keys: setup and write-back of a block of queries count
 MAX_COMPUTE_KV = {"bfloat16": 8192, "float32": 1024}  # unrolled keys: with more, compiling takes minutes
-Q_BLOCKS_PER_STEP = 4  # of queries with a list of keys each: the products of one fill the waits of another
-SPARSE_COMPUTE_KV = {"bfloat16": 4096, "float32": 512}  # unrolled keys of blocks that need not be side by side
-MAX_TAIL_KV = 2048  # keys after the last whole body, unrolled too
-LOOP_OVERHEAD_KV = 120  # the cost of the two ends of a body, in keys
+Q_BLOCKS_PER_STEP = 4  # mask blocks of queries in a grid step: the products of one fill the waits of another
+SPARSE_COMPUTE_KV = {"bfloat16": 4096, "float32": 512}  # unrolled keys of listed blocks
+MAX_TAIL_KV = 2048  # keys after the last whole compute block, unrolled too
+LOOP_OVERHEAD_KV = 120  # cost of entering and leaving a compute block, in keys
 
 
 @dataclass(frozen=True)
 class Config:
-    """Tiles: queries of a grid step, keys in VMEM at a time, keys of one unrolled body of the quick pass.
+    """Tile sizes of the kernel.
 
-    `center_keys` subtracts the mean of the keys, which shifts all logits of a row equally and changes no weight.
-    `interpret` runs the kernel without a TPU, slowly, for tests. `buffers` of 1 in place of 2 fetches no keys ahead,
-    for the VMEM that this takes.
+    Attributes:
+        block_q: Queries of a grid step.
+        block_kv: Keys of a grid step.
+        block_kv_compute: Unrolled keys of the fast path, a compute block; divides `block_kv`.
+        center_keys: Subtract the mean of the keys. It shifts all logits of a row equally and changes no weight.
+        interpret: Run the kernel without a TPU, slowly, for tests.
+        buffers: 2 to prefetch the next block of keys; 1 saves that VMEM.
     """
 
     block_q: int
@@ -62,12 +64,12 @@ class Config:
 
     @property
     def safe_step_kv(self) -> int:
-        """Keys of one step of the careful pass, which computes the maximum before each step."""
+        """Keys of one step of the safe path, which computes the maximum before each step."""
         return self._even_step(SAFE_KV)
 
     @property
     def masked_step_kv(self) -> int:
-        """Keys of one masked step, and of a step of the careful pass where some are masked."""
+        """Keys of one masked step, and of a step of the safe path where some keys are masked."""
         return self._even_step(MAX_MASKED_KV)
 
     def _even_step(self, max_keys: int) -> int:
@@ -75,7 +77,7 @@ class Config:
         return self.block_kv_compute // next(n for n in counts if self.block_kv_compute % (n * REGISTER_ROWS) == 0)
 
     def vmem_bytes(self, head_dim: int, itemsize: int) -> int:
-        """Bytes of VMEM that the kernel holds: the buffers of each streamed block, and scratch."""
+        """Return the bytes of VMEM of the kernel: the buffers of its input and output blocks, and scratch."""
         padded_head_dim = max(head_dim, LANES)  # rows of 64 occupy rows of 128
         streamed = 2 * itemsize * padded_head_dim * (2 * self.block_q + self.buffers * self.block_kv)
         scratch = self.block_q * (2 * padded_head_dim * itemsize + 2 * 4 * head_dim + 4 * self.safe_step_kv + 4 * 40)
@@ -84,7 +86,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tiles as they are asked for: a size of None follows from the others."""
+    """Tile sizes as the user gives them: one that is None follows from the others."""
 
     block_q: int | None = None
     block_kv: int | None = None
@@ -133,9 +135,9 @@ def _first_set(*sizes: int | None) -> int:
 
 
 def default_config(vmem_bytes: int, head_dim: int, queries: int, keys: int, dtype: str, ragged: bool = False) -> Config:
-    """The tiles that docs/attention.md prices best: long even bodies, and as many keys as a chip's VMEM holds.
+    """Return the tiles that docs/attention.md prices best: large even compute blocks, and as many keys as VMEM holds.
 
-    `ragged` says that there is a count or a window: bodies are then of whole masked steps.
+    With `ragged`, a key count or a window, compute blocks consist of whole masked steps.
     """
     max_compute_kv, default_block_q = (
         MAX_COMPUTE_KV[dtype],
@@ -156,7 +158,7 @@ def default_config(vmem_bytes: int, head_dim: int, queries: int, keys: int, dtyp
 
 
 def _choose_compute_kv(keys: int, max_compute_kv: int) -> int:
-    """The cheapest size of a body that whole careful steps fill and that leaves no long tail to compile."""
+    """Return the cheapest size of a compute block: whole safe steps fill it, and it leaves no long tail to compile."""
     if keys <= min(max_compute_kv, MAX_TAIL_KV):
         return max(PROBE_KV, round_up(keys, REGISTER_ROWS))
     max_compute_kv = min(max_compute_kv, keys)
@@ -166,7 +168,7 @@ def _choose_compute_kv(keys: int, max_compute_kv: int) -> int:
 
 
 def _cost(keys: int, compute_kv: int) -> int:
-    """Three times the cost of all keys: two for scores, one for values in whole strips, and the ends of bodies."""
+    """Return three times the cost of all keys: twice for scores, once for values in whole strips, and loop overhead."""
     count, tail = divmod(keys, compute_kv)
     compute_cost, tail_cost = (
         2 * size + round_up(size, STRIP_KV) + 3 * LOOP_OVERHEAD_KV for size in (compute_kv, tail)
@@ -175,10 +177,10 @@ def _cost(keys: int, compute_kv: int) -> int:
 
 
 def sparse_config(mask: Radial, config: Config | None, vmem_bytes: int, head_dim: int, keys: int, dtype: str) -> Config:
-    """Tiles that fit a mask's blocks: some of its blocks of queries, bodies of whole blocks of keys, all keys that fit.
+    """Return tiles in whole blocks of a mask: a few of its blocks of queries, and as many keys as VMEM holds.
 
-    A head's keys are rather all there, fetched once, than fetched ahead: blocks have few queries, and their live keys
-    take less time than fetching all would.
+    Holding all keys of a head comes before prefetching them: a block of few queries computes with its visible keys in
+    less time than fetching all keys again takes.
     """
     if config is not None:
         compute_kv = round_up(config.block_kv_compute, mask.block_kv)
@@ -196,9 +198,9 @@ def sparse_config(mask: Radial, config: Config | None, vmem_bytes: int, head_dim
 
 
 def _even_block(length: int, block: int, unit: int) -> int:
-    """The size of even blocks of at most `block` that cover a length, rounded up to whole units.
+    """Return the size of even blocks of at most `block` that cover a length, rounded up to whole units.
 
-    They are the fewest, unless more of them pad a tenth less.
+    It is that of the fewest blocks, unless more blocks save a tenth by less padding.
     """
     fewest = ceil_div(length, block)
     sizes = {count: round_up(ceil_div(length, count), unit) for count in range(fewest, ceil_div(length, unit) + 1)}

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exact attention on TPUs: a Pallas kernel whose softmax needs no running maximum, and checks that it needed none.
+"""Exact attention on TPUs: a Pallas kernel whose fast path needs no running maximum.
 
 Scores are laid out keys × queries, exponents are in base 2, and sums in float32 (Milakov and Gimelshein, Online
 normalizer calculation for softmax, 2018; Dao et al., FlashAttention, 2022). Softmax does not change when an offset is
 subtracted from the logits of a row, and floating point leaves a range for it: any offset up to 60 powers of two from
 the row's maximum gives the same result. So a row's offset comes from its first keys. The other keys need no maximum and
 no rescaling, and no block waits for another. If a later logit leaves the range, the row's sum of weights shows it. Then
-the kernel restores the state from before the block of keys and repeats the block with the offset first raised to its
-maximum, as it does for the later blocks of that head. Ragged ends are exact; no key is padding.
+the kernel restores the state from before the block of keys and repeats the block by the safe path, which first raises
+the offset to the block's maximum; the later blocks of that head take the safe path at once. No key is padding.
 """
 
 import math
@@ -31,11 +31,11 @@ from wanjax.sharding import pad_to
 
 HEAD_DIMS = (64, 128)
 DTYPES = ("float32", "bfloat16")
-UNBOUNDED = 1 << 30  # a side of a window that includes all keys
+UNBOUNDED = 1 << 30  # a side of a window without a bound
 
 
 def unsupported(q, k, v, *, key_mask, window, scale, bias, config, return_lse) -> str | None:
-    """The reason why this call is not supported, or None."""
+    """Return the reason why this call is not supported, or None."""
     head_dim, vmem_capacity = q.shape[3], vmem_bytes()
     if config is not None and not isinstance(config, Config):
         return f"flash_tpu is configured by a flash_tpu.Config, which {type(config).__name__} is not"
@@ -63,7 +63,7 @@ def unsupported(q, k, v, *, key_mask, window, scale, bias, config, return_lse) -
 
 
 def vmem_bytes() -> int | None:
-    """Bytes of VMEM of a core of the target TPU; None if the target is no TPU."""
+    """Return the bytes of VMEM of a core of the target TPU; None if the target is no TPU."""
     try:
         return pltpu.get_tpu_info().vmem_capacity_bytes
     except ValueError:
@@ -85,8 +85,8 @@ def attention(
 ) -> Float[Array, "B L N D"] | tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]:
     """Compute what the reference does; the gradient computes the scores again, as `chunked` does.
 
-    Only the first `keys` keys take part (None: all), as many in each example or a number for each; `keys` and
-    `key_mask` are not given together. Under a radial mask a number for each is at least that of the video's keys.
+    Only the first `keys` keys take part (None: all): one number, or one for each example. Give either `keys` or
+    `key_mask`. Under a radial mask, numbers for each example are at least that of the video's tokens.
     """
     is_counted = isinstance(keys, Array)
     options = {"window": window, "scale": scale, "config": config, "keys": None if is_counted else keys}
@@ -96,7 +96,7 @@ def attention(
 
 
 def supports_carry(config: Config | None) -> bool:
-    """Return whether `attention_with_carry` takes these tiles: a mean that is subtracted from some keys does not suit the others."""
+    """Return whether `attention_with_carry` takes these tiles: centered keys of two calls have different means."""
     return config is None or not config.center_keys
 
 
@@ -112,9 +112,21 @@ def attention_with_carry(
     config: Config | None,
     keys: Int32[Array, " B"] | None = None,
 ) -> PartialSums | tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]:
-    """Add keys to the sums that this returned for others, None at first; the last keys give result and log-sum-exp.
+    """Add keys to the softmax sums of earlier keys.
 
-    `supports_carry` tells which tiles it takes. The other arguments are those of `attention`.
+    Args:
+        q: The queries.
+        k: The keys to add.
+        v: Their values.
+        carry: The return value for the earlier keys; None at first.
+        last: Whether these are the last keys.
+        key_mask: As in `attention`, likewise the other arguments.
+        scale: The factor of the logits.
+        config: Tiles that `supports_carry` accepts.
+        keys: The number of valid keys of each example.
+
+    Returns:
+        The sums; for the last keys, the result and its log-sum-exp.
     """
     options = {"window": None, "scale": scale, "config": config, "keys": None}
     return _attention(q, k, v, (key_mask, keys), **options, carry=carry, return_sums=not last)
@@ -123,13 +135,13 @@ def attention_with_carry(
 def gradient(
     q, k, v, g, lse, delta, *, key_mask, window: Window | Radial | None, scale: float, config: Config | None, keys=None
 ) -> tuple[Array, Array, Array]:
-    """The gradients of q, k and v; the arguments are those of `chunked.gradient`."""
+    """Return the gradients of q, k and v; the arguments are those of `chunked.gradient`."""
     options = {"window": window, "scale": scale, "config": config}
     return _gradient(q, k, v, g, lse, delta, (key_mask, keys), **options, keys=None)
 
 
 def _gradient(q, k, v, g, lse, delta, masks, *, window, scale: float, config: Config | None, keys: int | None):
-    """The gradients of q, k and v: by the kernel where all queries see the same first keys, else by `chunked`'s."""
+    """Return the gradients of q, k and v: by the kernel if all queries see the same first keys, else by `chunked`."""
     (key_mask, num_keys), (batch, queries, heads, head_dim) = masks, q.shape
     keys = k.shape[1] if keys is None else keys
     interpret, gradient_config = config is not None and config.interpret, None
@@ -140,9 +152,7 @@ def _gradient(q, k, v, g, lse, delta, masks, *, window, scale: float, config: Co
         )
     if gradient_config is not None:
         num_keys = jnp.full((batch,), keys, jnp.int32) if num_keys is None else num_keys
-        return flash_gradient.gradient(
-            q, k, v, g, lse, delta, num_keys, scale=scale, keys=keys, config=gradient_config
-        )
+        return flash_gradient.gradient(q, k, v, g, lse, delta, num_keys, scale=scale, keys=keys, config=gradient_config)
     options = {"key_mask": key_mask, "window": window, "scale": scale, "config": None, "keys": num_keys}
     dq, dk, dv = chunked.gradient(q, k[:, :keys], v[:, :keys], g, lse, delta, **options)
     return dq, pad_to(dk, 1, k.shape[1]), pad_to(dv, 1, k.shape[1])
@@ -162,7 +172,7 @@ def _attention(
     if config.center_keys:
         k, key_mean = _center_keys(k, first_keys(kv_lengths, k.shape[1]) if is_counted else key_mask)
     if key_mask is not None:
-        kv_lengths, (k, v) = live_first(key_mask, k, v)  # then whole blocks of masked keys are skipped
+        kv_lengths, (k, v) = live_first(key_mask, k, v)  # the kernel skips blocks of masked keys
     scalars = (kv_lengths,) if radial is None else _list_scalars(radial, queries, keys, config, kv_lengths)
     sizes = Sizes(
         queries=queries,
@@ -208,7 +218,7 @@ def _window_sides(window: Window | Radial | None) -> tuple[int, int]:
 def _resolve_config(
     config: Config | None, window: Window | Radial | None, shape: tuple[int, int, int, str], ragged: bool
 ) -> Config:
-    """The tiles for heads of a size, a number of queries and of keys, and a dtype."""
+    """Return the given tiles, or the default ones for a `shape` of (head_dim, queries, keys, dtype)."""
     vmem_capacity, (head_dim, queries, keys, dtype) = vmem_bytes() or 0, shape
     if isinstance(window, Radial):
         return sparse_config(window, config, vmem_capacity, head_dim, keys, dtype)
@@ -218,9 +228,9 @@ def _resolve_config(
 def _list_scalars(
     mask: Radial, queries: int, keys: int, config: Config, kv_lengths: Int32[Array, " B"]
 ) -> tuple[Array, ...]:
-    """Return the scalars of `kernel_of_blocks`: `radial.cells` without the blocks that `kv_lengths` ends in or before.
+    """Return the scalars of `sparse_kernel`: `radial.kernel_lists` without the blocks after `kv_lengths`.
 
-    All queries see these blocks, or they are padding and see none.
+    The last blocks of each list may be cut: a block of text is seen by all queries, or, if these are padding, by none.
     """
     block_kv = config.block_kv
     list_start, list_length, sees_tail, block_start = kernel_lists(
@@ -228,9 +238,8 @@ def _list_scalars(
     )
     first_block = np.arange(0, keys, block_kv) // mask.block_kv
     end_block = np.minimum(first_block + block_kv // mask.block_kv, keys // mask.block_kv)
-    num_dead = jnp.maximum(
-        end_block[None] - jnp.maximum(kv_lengths[:, None] // mask.block_kv, first_block[None]), 0
-    )  # [B, steps]
+    last_whole = kv_lengths[:, None] // mask.block_kv
+    num_dead = jnp.maximum(end_block[None] - jnp.maximum(last_whole, first_block[None]), 0)  # [B, steps]
     num_live = jnp.maximum(list_length.reshape(1, -1, len(first_block)) - num_dead[:, None], 0)
     return tuple(map(jnp.asarray, (list_start, num_live.reshape(-1), sees_tail, block_start, kv_lengths)))
 
