@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from wanjax.kernels.attention import AttentionConfig, SparseLinear
-from wanjax.kernels.attention.blocks import by_head
+from wanjax.kernels.attention.blocks import heads_to_batch
 from wanjax.kernels.attention.sparse_linear import choose_blocks
 from wanjax.layers.heads import split_heads
 from wanjax.layers.rope import norm_and_rope, rope_3d
@@ -53,7 +53,7 @@ def measured(config: TransformerConfig, grid: tuple[int, int, int], sparse: Spar
     layer, rope = SelfAttention(config, AttentionConfig(sparse=sparse), **options), rope_3d(grid, config.rope_channels)
     x = jnp.asarray(tokens(config, grid, smooth))
     q, k = (
-        by_head(split_heads(norm_and_rope(project(x), norm, rope), config.heads))
+        heads_to_batch(split_heads(norm_and_rope(project(x), norm, rope), config.heads))
         for project, norm in ((layer.q, layer.q_norm), (layer.k, layer.k_norm))
     )
     return np.asarray(choose_blocks(q, k, sparse))

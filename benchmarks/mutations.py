@@ -74,8 +74,8 @@ MUTATIONS = (
     Mutation(
         "padded-keys",
         "src/wanjax/kernels/attention/masks.py",
-        "jnp.arange(keys)[None, :] < counts[:, None]",
-        "jnp.arange(keys)[None, :] <= counts[:, None]",
+        "jnp.arange(keys)[None, :] < lengths[:, None]",
+        "jnp.arange(keys)[None, :] <= lengths[:, None]",
         "a video's tokens attend to one token of padding",
         (
             "kernels/test_sharded_attention.py::test_keys_that_are_not_there",

@@ -51,7 +51,7 @@ def price_table(workload: Workload, chip: str, decays: list[float], blocks: list
         [call] = kernel_calls(result).values()
         seconds = kernel_seconds(result, visits(*call)) if mask is None else listed_seconds(result, mask, workload)
         dense = seconds if mask is None else dense
-        share = 1.0 if mask is None else mask.share(workload.keys)
+        share = 1.0 if mask is None else mask.density(workload.keys)
         numbers = f"{share:.3f}", f"{1e3 * seconds:.2f}", f"{seconds / dense:.3f}", f"{1e3 * seconds / share:.2f}"
         table.add_row(decay, block, *numbers)
     return table

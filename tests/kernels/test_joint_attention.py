@@ -34,7 +34,7 @@ def whole(q, k, v, window=None, texts=TEXTS):
     """Return the formula in float64 over the joint sequence."""
     q, k, v = (np.concatenate([np.float64(part) for part in pair], axis=1) for pair in (q, k, v))
     total = q.shape[1]
-    hidden = np.zeros((total, total)) if window is None else np.where(window.seen(total, total), 0, -np.inf)
+    hidden = np.zeros((total, total)) if window is None else np.where(window.token_mask(total, total), 0, -np.inf)
     mask = np.arange(total) < VIDEO + np.asarray(texts)[:, None]
     return exact(q, k, v, key_mask=mask, bias=np.where(np.isinf(hidden), -1e30, 0)[None, None])
 
@@ -52,7 +52,7 @@ def run(q, k, v, window=None, texts=TEXTS, partitioner=None, name="chunked", con
 
 
 def test_the_mask_of_the_tests_hides_something():
-    assert MASK.share(VIDEO + TEXT) < 0.85
+    assert MASK.density(VIDEO + TEXT) < 0.85
 
 
 @cache

@@ -16,7 +16,7 @@ from tests.support.quick import quick
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import AttentionConfig, attention, chunked, flash_tpu, reference
-from wanjax.kernels.attention.radial import NONE, UNIT, Radial, half_width, kernel_lists, published
+from wanjax.kernels.attention.radial import MASK_BLOCK, NO_BLOCK, Radial, band_half_width, kernel_lists, published_mask
 from wanjax.sharding import RULES, Partitioner, make_mesh, use
 
 SMALL, SHORT = (14, 140), (12, 100)  # frames, and tokens of each
@@ -26,11 +26,11 @@ GRAINS = ((128, 128), (256, 128), (128, 256), (512, 128))
 def slowly(frames, tokens, decay, sink):
     """Compute the published rule token by token: each pair of frames marks its scores, and then blocks are counted."""
     total = frames * tokens
-    blocks = -(-total // UNIT)
+    blocks = -(-total // MASK_BLOCK)
     kept = np.zeros((blocks, blocks), bool)
     for i in range(frames):
         for j in range(frames):
-            marks = np.zeros((blocks * UNIT, blocks * UNIT), bool)
+            marks = np.zeros((blocks * MASK_BLOCK, blocks * MASK_BLOCK), bool)
             far = abs(i - j)
             length = 2 ** tokens.bit_length() / 2 ** far.bit_length()
             width = tokens if far <= 1 else max(length * decay, 128)
@@ -38,10 +38,10 @@ def slowly(frames, tokens, decay, sink):
             for row in range(tokens):
                 near = abs(row - np.arange(tokens)) <= width
                 marks[i * tokens + row, j * tokens : (j + 1) * tokens] = (sink and j == 0) | (shown & near)
-            for r in range(i * tokens // UNIT, ((i + 1) * tokens - 1) // UNIT + 1):
-                for c in range(j * tokens // UNIT, ((j + 1) * tokens - 1) // UNIT + 1):
-                    block = marks[r * UNIT : (r + 1) * UNIT, c * UNIT : (c + 1) * UNIT]
-                    shares = block.sum(axis=0) / min(UNIT, total - r * UNIT)
+            for r in range(i * tokens // MASK_BLOCK, ((i + 1) * tokens - 1) // MASK_BLOCK + 1):
+                for c in range(j * tokens // MASK_BLOCK, ((j + 1) * tokens - 1) // MASK_BLOCK + 1):
+                    block = marks[r * MASK_BLOCK : (r + 1) * MASK_BLOCK, c * MASK_BLOCK : (c + 1) * MASK_BLOCK]
+                    shares = block.sum(axis=0) / min(MASK_BLOCK, total - r * MASK_BLOCK)
                     if (shares > 0).any():
                         kept[r, c] |= bool((shares > 1 / 3).sum() / (shares > 0).sum() > 0.6)
     return kept
@@ -55,13 +55,13 @@ def slowly(frames, tokens, decay, sink):
 )
 @settings(max_examples=12, deadline=None)
 def test_the_published_rule(frames, tokens, decay, sink):
-    assert (published(frames, tokens, decay, sink) == slowly(frames, tokens, decay, sink)).all()
+    assert (published_mask(frames, tokens, decay, sink) == slowly(frames, tokens, decay, sink)).all()
 
 
 def test_far_frames_of_few_tokens_are_seen_at_some_distances():
     """Bands of 256 tokens, halved with the distance: below 128 tokens only some distances remain."""
-    assert [far for far in range(32) if half_width(far, 200, 1.0) is not None] == [0, 1, 2, 4, 8, 16]
-    assert [half_width(far, 3600, 0.2) for far in (0, 1, 2, 3, 4, 20)] == [3600, 3600, 204, 204, 128, 128]
+    assert [far for far in range(32) if band_half_width(far, 200, 1.0) is not None] == [0, 1, 2, 4, 8, 16]
+    assert [band_half_width(far, 3600, 0.2) for far in (0, 1, 2, 3, 4, 20)] == [3600, 3600, 204, 204, 128, 128]
 
 
 SHARES = [(3600, 0.2, 0.26), (3600, 1.0, 0.40), (1560, 0.2, 0.34)]
@@ -69,10 +69,10 @@ SHARES = [(3600, 0.2, 0.26), (3600, 1.0, 0.40), (1560, 0.2, 0.34)]
 
 @pytest.mark.parametrize(("tokens", "decay", "share"), quick(SHARES[1:], SHARES))
 def test_shares_of_real_videos(tokens, decay, share):
-    mask = published(21, tokens, decay, True)
+    mask = published_mask(21, tokens, decay, True)
     assert abs(mask.mean() - share) <= 0.005
     assert mask.any(axis=1).all()  # no query is without keys
-    assert mask[:, : tokens // UNIT].all(), "the first frame is seen by all"
+    assert mask[:, : tokens // MASK_BLOCK].all(), "the first frame is seen by all"
 
 
 @given(
@@ -86,22 +86,22 @@ def test_shares_of_real_videos(tokens, decay, share):
 def test_larger_blocks_keep_all_that_smaller_ones_do(frames, tokens, text, block_q, block_kv):
     fine, coarse = (Radial(frames, tokens, 0.3, True, *block) for block in ((128, 128), (block_q, block_kv)))
     video, total = frames * tokens, frames * tokens + text
-    whole = coarse.seen(total, total)
-    assert (whole | ~fine.seen(total, total)).all()
+    whole = coarse.token_mask(total, total)
+    assert (whole | ~fine.token_mask(total, total)).all()
     assert whole[video:].all()
     assert whole[:, video:].all()
-    live = coarse.live(total, total)
+    live = coarse.block_mask(total, total)
     sizes = (
         np.diff(np.append(np.arange(0, total, block_q), total)),
         np.diff(np.append(np.arange(0, total, block_kv), total)),
     )
-    assert coarse.share(total) == pytest.approx(whole.mean()) == pytest.approx(sizes[0] @ live @ sizes[1] / total**2)
+    assert coarse.density(total) == pytest.approx(whole.mean()) == pytest.approx(sizes[0] @ live @ sizes[1] / total**2)
 
 
 def test_padding_after_the_video_sees_nothing():
     mask = Radial(*SMALL, 0.2)
-    assert (mask.live(1960, 1960) == mask.live(2000, 1960)).all()
-    assert not mask.live(2600, 1960)[8:].any()
+    assert (mask.block_mask(1960, 1960) == mask.block_mask(2000, 1960)).all()
+    assert not mask.block_mask(2600, 1960)[8:].any()
 
 
 @pytest.mark.parametrize(("held", "together"), [(256, 1), (512, 4), (4096, 3)])
@@ -113,10 +113,10 @@ def test_cells_list_the_live_blocks(held, together):
     listed[:, -1] = tail == 1
     for cell, (begin, number) in enumerate(zip(first, count, strict=True)):
         lists = start[begin : begin + number * together].reshape(number, together)
-        assert not number or (lists < NONE).sum(axis=0).max() == number
-        for place, at in zip(*np.nonzero(lists < NONE), strict=True):
+        assert not number or (lists < NO_BLOCK).sum(axis=0).max() == number
+        for place, at in zip(*np.nonzero(lists < NO_BLOCK), strict=True):
             listed[cell // steps * together + at, (cell % steps * held + lists[place, at]) // 128] = True
-    assert (listed[:16] == mask.live(keys, keys)).all()
+    assert (listed[:16] == mask.block_mask(keys, keys)).all()
     assert not listed[16:].any()
 
 
@@ -124,7 +124,7 @@ def masked(q, k, v, mask, keys=None):
     """Return the formula in float64 under the mask."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     k, v = (np.repeat(x[:, :keys], q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-    seen = mask.seen(q.shape[1], k.shape[1])
+    seen = mask.token_mask(q.shape[1], k.shape[1])
     logits = np.where(seen, np.einsum("BLND,BSND->BNLS", q, k, optimize=True) * q.shape[3] ** -0.5, -1e300)
     weights = np.where(seen, np.exp(logits - logits.max(axis=-1, keepdims=True)), 0)
     weights /= np.maximum(weights.sum(axis=-1, keepdims=True), 1e-300)
@@ -152,7 +152,7 @@ def grain_case(grain, dtype):
 @pytest.mark.parametrize(("name", "grain", "dtype"), quick(QUICK, CASES))
 def test_implementations(name, grain, dtype):
     mask, given, wanted = grain_case(grain, dtype)
-    assert mask.share(1200) < 0.97
+    assert mask.density(1200) < 0.97
     config = TILES if name == "flash_tpu" else None
     assert error(run(name, *given, mask, config=config), wanted) <= BOUND[dtype]
 
@@ -162,7 +162,7 @@ def test_text_after_the_video_and_padding_after_the_keys(name):
     mask = Radial(6, 140, 0.2, False, 128, 128)
     q, k, v = operands(1, 1000, 1000, 2, 2, 128)
     config = TILES if name == "flash_tpu" else None
-    assert not mask.live(970, 970).all()
+    assert not mask.block_mask(970, 970).all()
     out = run(name, q, k, v, mask, config=config, keys=970)
     assert error(out[:, :970], masked(q[:, :970], k, v, mask, 970)) <= BOUND["float32"]
 

@@ -67,7 +67,7 @@ def masked(q, k, v, *, length, texts, **_):
 
 def test_a_model_by_hand(folder, monkeypatch):
     """Blocks one by one, the first with all of attention, the others by the formula under the mask."""
-    assert 0.5 < MASK.share(11 * 64 + 11) < 0.95
+    assert 0.5 < MASK.density(11 * 64 + 11) < 0.95
     radial, plain = (load(folder, attention).transformer for attention in ("radial", None))
     rng = np.random.default_rng(0)
     latents = jnp.asarray(rng.normal(size=(2, *GRID, radial.config.channels_in)), jnp.float32)

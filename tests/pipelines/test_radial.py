@@ -53,7 +53,7 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
 
 
 def test_the_mask_of_the_tests_hides_something():
-    assert 0.3 < Radial(11, 64, 0.2).share(11 * 64) < 0.95
+    assert 0.3 < Radial(11, 64, 0.2).density(11 * 64) < 0.95
 
 
 @pytest.mark.parametrize(("steps", "dense"), [(1, 0), (2, 1), (4, 1), (5, 2), (40, 10), (50, 12)])

@@ -23,7 +23,7 @@ from wanjax.kernels.attention.config import IMPLEMENTATIONS, AttentionConfig
 from wanjax.kernels.attention.implementation import Implementation
 from wanjax.kernels.attention.joint import Pair
 from wanjax.kernels.attention.kv_cache import CacheSlot, KVCache
-from wanjax.kernels.attention.masks import Window, first_keys
+from wanjax.kernels.attention.masks import Window, length_mask
 from wanjax.kernels.attention.radial import Radial
 from wanjax.kernels.attention.sparse_linear import Projection, SparseLinear
 from wanjax.kernels.target import target
@@ -215,7 +215,7 @@ def _on_one_device(
         if chosen.counts_keys and key_mask is None:  # slicing would copy
             options |= {"keys": keys}
         elif counted:
-            key_mask = first_keys(keys, k.shape[1]) if key_mask is None else key_mask & first_keys(keys, k.shape[1])
+            key_mask = length_mask(keys, k.shape[1]) if key_mask is None else key_mask & length_mask(keys, k.shape[1])
         else:
             k, v, key_mask = (x if x is None else x[:, :keys] for x in (k, v, key_mask))
     return chosen.attention(q, k, v, key_mask=key_mask, **options)

@@ -15,7 +15,7 @@ from jaxtyping import Array, BFloat16, Bool, Float, Float32, Int32
 from wanjax.errors import WanjaxError
 from wanjax.kernels.alignment import LANES, ceil_div
 from wanjax.kernels.attention.masks import Window, in_window
-from wanjax.kernels.attention.radial import Radial, lists
+from wanjax.kernels.attention.radial import Radial, column_lists
 from wanjax.sharding import pad_to
 
 
@@ -36,188 +36,197 @@ class Config:
             raise WanjaxError(f"blocks of {self.block_q} queries and {self.block_kv} keys: each must be at least 1")
 
 
-def over(f: Callable, axes: Sequence[int | None], *, batched: bool) -> Callable:
+def map_axis(f: Callable, axes: Sequence[int | None], *, batched: bool) -> Callable:
     """Map f over an axis of its arguments; an argument without the axis, or with one entry, is shared by all."""
 
-    def run(*arguments: Array | None) -> tuple[Array, ...]:
-        xs, ways = list(arguments), list(axes)
+    def mapped(*arguments: Array | None) -> tuple[Array, ...]:
+        xs, in_axes = list(arguments), list(axes)
         for i, (x, axis) in enumerate(zip(arguments, axes, strict=True)):
             if x is None or (axis is not None and x.shape[axis] == 1):
-                xs[i], ways[i] = x if x is None else x.squeeze(axis), None
-        counts = {x.shape[way] for x, way in zip(xs, ways, strict=True) if x is not None and way is not None}
-        if not counts:
+                xs[i], in_axes[i] = x if x is None else x.squeeze(axis), None
+        sizes = {
+            x.shape[in_axis] for x, in_axis in zip(xs, in_axes, strict=True) if x is not None and in_axis is not None
+        }
+        if not sizes:
             return jax.tree.map(lambda y: y[None], f(*xs))
         if batched:
-            return jax.vmap(f, ways)(*xs)
-        return jax.lax.map(lambda index: f(*map(partial(_entry, index), xs, ways)), jnp.arange(counts.pop()))
+            return jax.vmap(f, in_axes)(*xs)
+        return jax.lax.map(
+            lambda index: f(*map(partial(_entry_or_shared, index), xs, in_axes)), jnp.arange(sizes.pop())
+        )
 
-    return run
+    return mapped
 
 
-def by_head(x: Float[Array, "B L N D"]) -> Float[Array, "_B L D"]:
+def heads_to_batch(x: Float[Array, "B L N D"]) -> Float[Array, "_B L D"]:
     """x with the heads of all examples on its first axis."""
     return jnp.moveaxis(x, 2, 1).reshape(-1, x.shape[1], x.shape[3])
 
 
-def apart(x: Float[Array, "_B L D"], heads: int) -> Float[Array, "B L N D"]:
-    """The inverse of `by_head`, for so many heads of an example."""
+def batch_to_heads(x: Float[Array, "_B L D"], heads: int) -> Float[Array, "B L N D"]:
+    """The inverse of `heads_to_batch`, for so many heads of an example."""
     return jnp.moveaxis(x.reshape(-1, heads, *x.shape[1:]), 1, 2)
 
 
 def to_rows(x: Float[Array, "B L N D"]) -> Float[Array, "_B L _D"]:
-    """x as a TPU kernel reads it: heads of whole lanes side by side, as projections write them; others `by_head`."""
-    return x.reshape(*x.shape[:2], -1) if x.shape[3] % LANES == 0 else by_head(x)
+    """x as a TPU kernel reads it: heads of whole lanes side by side, as projections write them; others `heads_to_batch`."""
+    return x.reshape(*x.shape[:2], -1) if x.shape[3] % LANES == 0 else heads_to_batch(x)
 
 
 def from_rows(x: Float[Array, "_B L _D"], heads: int, size: int) -> Float[Array, "B L N D"]:
     """The inverse of `to_rows`."""
-    return x.reshape(*x.shape[:2], heads, size) if size % LANES == 0 else apart(x, heads)
+    return x.reshape(*x.shape[:2], heads, size) if size % LANES == 0 else batch_to_heads(x, heads)
 
 
-def _entry(index: Array, x: Array | None, axis: int | None) -> Array | None:
+def _entry_or_shared(index: Array, x: Array | None, axis: int | None) -> Array | None:
     if x is None or axis is None:
         return x
-    casts_all = x.dtype == jnp.bfloat16 and jax.__version_info__ < (0, 11)
-    return (_wide_entry if casts_all else _index)(x, index, axis)
+    widens_all = x.dtype == jnp.bfloat16 and jax.__version_info__ < (0, 11)
+    return (_take_index_as_float32 if widens_all else _take_index)(x, index, axis)
 
 
-def _index(x: Array, index: Array, axis: int) -> Array:
+def _take_index(x: Array, index: Array, axis: int) -> Array:
     return jax.lax.dynamic_index_in_dim(x, index, axis, keepdims=False)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _wide_entry(x: BFloat16[Array, "..."], index: Array, axis: int) -> Float32[Array, "..."]:
+def _take_index_as_float32(x: BFloat16[Array, "..."], index: Array, axis: int) -> Float32[Array, "..."]:
     """An entry in float32. Up to jax 0.10, XLA on CPUs would cast all entries to float32 before a loop indexes them.
 
     So it indexes integers: the bits of a bfloat16 are the upper half of the float32 of the same value.
     """
-    bits = _index(jax.lax.bitcast_convert_type(x, jnp.uint16), index, axis)
+    bits = _take_index(jax.lax.bitcast_convert_type(x, jnp.uint16), index, axis)
     return jax.lax.bitcast_convert_type(bits.astype(jnp.uint32) << 16, jnp.float32)
 
 
-@_wide_entry.defjvp
-def _wide_entry_jvp(axis: int, values: tuple, tangents: tuple) -> tuple[Array, Array]:
-    return _wide_entry(*values, axis), _index(tangents[0], values[1], axis).astype(jnp.float32)
+@_take_index_as_float32.defjvp
+def _take_index_as_float32_jvp(axis: int, values: tuple, tangents: tuple) -> tuple[Array, Array]:
+    return _take_index_as_float32(*values, axis), _take_index(tangents[0], values[1], axis).astype(jnp.float32)
 
 
-class Grid(NamedTuple):
-    """Blocks of `rows` queries, each of which sees at most `reach` neighbouring keys, in blocks of `columns`.
+class BlockGrid(NamedTuple):
+    """Blocks of `block_q` queries, each of which sees at most `span` neighbouring keys, in blocks of `block_kv`.
 
     Blocks tile what a block of queries reaches exactly: the first may be shorter, and no key is padding.
     """
 
-    blocks: int
-    rows: int
-    back: int
-    reach: int
+    q_blocks: int
+    block_q: int
+    left: int
+    span: int
     keys: int
-    columns: int
-    steps: int
+    block_kv: int
+    kv_blocks: int
 
     @property
-    def ragged(self) -> int:
+    def first_block_kv(self) -> int:
         """The number of keys in the first block."""
-        return self.reach - (self.steps - 1) * self.columns
+        return self.span - (self.kv_blocks - 1) * self.block_kv
 
-    def begins(self, start: Array) -> tuple[Array, Array]:
-        """The first key of the first block, and those of the others, for the queries from `start` on."""
-        first = jnp.clip(start - self.back, 0, self.keys - self.reach)
-        return first, first + self.ragged + self.columns * jnp.arange(self.steps - 1, dtype=start.dtype)
+    def key_starts(self, q_start: Array) -> tuple[Array, Array]:
+        """The first key of the first block, and those of the others, for the queries from `q_start` on."""
+        first = jnp.clip(q_start - self.left, 0, self.keys - self.span)
+        return first, first + self.first_block_kv + self.block_kv * jnp.arange(self.kv_blocks - 1, dtype=q_start.dtype)
 
     @property
-    def starts(self) -> Array:
+    def q_starts(self) -> Array:
         """The first query of each block."""
-        return self.rows * jnp.arange(self.blocks)
+        return self.block_q * jnp.arange(self.q_blocks)
 
-    def padded(self, x: Array) -> Array:
+    def pad_queries(self, x: Array) -> Array:
         """x with zeros behind its queries, to whole blocks."""
-        return pad_to(x, 0, self.blocks * self.rows)
+        return pad_to(x, 0, self.q_blocks * self.block_q)
 
 
-def grid(queries: int, keys: int, window: Window | None, config: Config) -> Grid:
+def block_grid(queries: int, keys: int, window: Window | None, config: Config) -> BlockGrid:
     """The blocks of so many queries and keys, as even as the lengths allow and at most as large as configured."""
-    blocks, rows = even(queries, config.block_q)
-    back, ahead = (keys if side is None else side for side in window or (None, None))
-    reach = min(keys, rows + back + ahead)
-    steps, columns = even(reach, config.block_kv)
-    return Grid(blocks, rows, back, reach, keys, columns, steps)
+    q_blocks, block_q = even_blocks(queries, config.block_q)
+    left, right = (keys if side is None else side for side in window or (None, None))
+    span = min(keys, block_q + left + right)
+    kv_blocks, block_kv = even_blocks(span, config.block_kv)
+    return BlockGrid(q_blocks, block_q, left, span, keys, block_kv, kv_blocks)
 
 
-def seen(
-    live: Bool[Array, " S"] | None, window: Window | None, start: Array, rows: int, begin: Array, count: int
+def visible_keys(
+    key_mask: Bool[Array, " S"] | None,
+    window: Window | None,
+    q_start: Array,
+    num_queries: int,
+    kv_start: Array,
+    num_keys: int,
 ) -> Bool[Array, "_L _S"] | None:
-    """Mark the keys from `begin` on that the queries from `start` on see; None is all."""
-    marks = None if live is None else take(live, begin, count)[None, :]
+    """Mark the keys from `kv_start` on that the queries from `q_start` on see; None is all."""
+    valid = None if key_mask is None else slice_axis(key_mask, kv_start, num_keys)[None, :]
     if window is None:
-        return marks
-    near = in_window(start + jnp.arange(rows), begin + jnp.arange(count), window)
-    return near if marks is None else near & marks
+        return valid
+    in_reach = in_window(q_start + jnp.arange(num_queries), kv_start + jnp.arange(num_keys), window)
+    return in_reach if valid is None else in_reach & valid
 
 
-class Visits(NamedTuple):
+class BlockLists(NamedTuple):
     """The blocks of keys that some blocks of queries visit under a radial mask, a few together at each step."""
 
-    rows: slice  # of blocks of queries
-    columns: Int32[np.ndarray, "_B _T _S"]
+    q_blocks: slice  # of blocks of queries
+    kv_blocks: Int32[np.ndarray, "_B _T _S"]
     counts: Int32[np.ndarray, " _B"]  # of the listed blocks, in order; those after them are not visited
 
     @property
-    def steps(self) -> tuple[Array, Array, Array]:
+    def arrays(self) -> tuple[Array, Array, Array]:
         """Each block's list, the places of its entries, and their number, with a leading axis of blocks of queries."""
-        places = np.arange(self.columns[0].size, dtype=np.int32).reshape(self.columns[0].shape)
-        return jnp.asarray(self.columns), jnp.broadcast_to(places, self.columns.shape), jnp.asarray(self.counts)
+        slots = np.arange(self.kv_blocks[0].size, dtype=np.int32).reshape(self.kv_blocks[0].shape)
+        return jnp.asarray(self.kv_blocks), jnp.broadcast_to(slots, self.kv_blocks.shape), jnp.asarray(self.counts)
 
 
-def visits(mask: Radial, queries: int, keys: int, block_kv: int) -> list[Visits]:
+def block_lists(mask: Radial, queries: int, keys: int, block_kv: int) -> list[BlockLists]:
     """The visits of all blocks of queries, with as many keys together as `block_kv` allows.
 
     All blocks of a list visit as many as its longest, so the blocks with text, which see all, are apart.
     """
-    live, text = mask.live(queries, keys), mask.frames * mask.frame_tokens // mask.block_q
-    parts = []
-    for rows in (slice(0, text), slice(text, len(live))):
-        if len(live[rows]):
-            columns, counts = lists(live[rows])
-            together = min(max(1, block_kv // mask.block_kv), columns.shape[1])
-            columns = np.pad(columns, ((0, 0), (0, -columns.shape[1] % together)))
-            parts.append(Visits(rows, columns.reshape(len(columns), -1, together), counts))
-    return parts
+    block_mask, first_text_block = mask.block_mask(queries, keys), mask.frames * mask.frame_tokens // mask.block_q
+    all_lists = []
+    for q_blocks in (slice(0, first_text_block), slice(first_text_block, len(block_mask))):
+        if len(block_mask[q_blocks]):
+            kv_blocks, counts = column_lists(block_mask[q_blocks])
+            blocks_per_step = min(max(1, block_kv // mask.block_kv), kv_blocks.shape[1])
+            kv_blocks = np.pad(kv_blocks, ((0, 0), (0, -kv_blocks.shape[1] % blocks_per_step)))
+            all_lists.append(BlockLists(q_blocks, kv_blocks.reshape(len(kv_blocks), -1, blocks_per_step), counts))
+    return all_lists
 
 
-def cut(x: Float[Array, "*B L D"], size: int) -> Float[Array, "*B _L S D"]:
+def to_blocks(x: Float[Array, "*B L D"], size: int) -> Float[Array, "*B _L S D"]:
     """x in blocks of `size` tokens, the last of them filled with zeros."""
     return pad_to(x, x.ndim - 2, size).reshape(*x.shape[:-2], -1, size, x.shape[-1])
 
 
-def shown(live: Bool[Array, " S"] | None, keys: int, size: int) -> Bool[Array, "_B _S"]:
+def key_mask_blocks(key_mask: Bool[Array, " S"] | None, keys: int, size: int) -> Bool[Array, "_B _S"]:
     """Mark the keys that take part in blocks of `size` keys."""
-    marks = jnp.ones(keys, bool) if live is None else live
-    return pad_to(marks, 0, size).reshape(-1, size)
+    valid = jnp.ones(keys, bool) if key_mask is None else key_mask
+    return pad_to(valid, 0, size).reshape(-1, size)
 
 
-def even(length: int, block: int) -> tuple[int, int]:
-    """The fewest blocks of at most `block` that cover a length, and their even size."""
-    blocks = ceil_div(length, block)
-    return blocks, ceil_div(length, blocks)
+def even_blocks(length: int, max_size: int) -> tuple[int, int]:
+    """The fewest blocks of at most `max_size` that cover a length, and their even size."""
+    count = ceil_div(length, max_size)
+    return count, ceil_div(length, count)
 
 
-def take(x: Array, start: Array, size: int, axis: int = 0) -> Array:
+def slice_axis(x: Array, start: Array, size: int, axis: int = 0) -> Array:
     """Slices `size` entries from `start` along an axis; an axis of size 1 broadcasts and stays."""
     return x if x.shape[axis] == 1 else jax.lax.dynamic_slice_in_dim(x, start, size, axis)
 
 
-def precision_of(dtype: DTypeLike) -> str:
+def matmul_precision(dtype: DTypeLike) -> str:
     """The precision of products of operands that had this dtype: one pass of a matrix unit is exact for bfloat16."""
     return "highest" if dtype == jnp.float32 else "default"
 
 
-def product(a: Array, b: Array, *, transposed: bool = False) -> Float32[Array, "..."]:
+def matmul(a: Array, b: Array, *, transposed: bool = False) -> Float32[Array, "..."]:
     """Return a b, or a bᵀ, in float32."""
     return jax.lax.dot_general(
         a,
         b,
         (((1,), (1 if transposed else 0,)), ((), ())),
-        precision=precision_of(a.dtype),
+        precision=matmul_precision(a.dtype),
         preferred_element_type=jnp.float32,
     )
 

@@ -14,10 +14,20 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from wanjax.kernels.attention.blocks import Config, cut, grid, over, precision_of, seen, shown, take, visits
+from wanjax.kernels.attention.blocks import (
+    Config,
+    block_grid,
+    block_lists,
+    key_mask_blocks,
+    map_axis,
+    matmul_precision,
+    slice_axis,
+    to_blocks,
+    visible_keys,
+)
 from wanjax.kernels.attention.chunked_gradient import gradient_by_blocks
 from wanjax.kernels.attention.gradient import from_result
-from wanjax.kernels.attention.masks import Window, divide_live, finite_max, first_keys, log_sum_exp
+from wanjax.kernels.attention.masks import Window, divide_or_zero, finite_max, length_mask, log_sum_exp
 from wanjax.kernels.attention.radial import Radial
 from wanjax.kernels.target import multiplies_bfloat16, target
 
@@ -80,7 +90,7 @@ def gradient(
     Of each example's keys those of `key_mask`, or the first `keys`, take part.
     """
     if keys is not None:
-        key_mask = first_keys(keys, k.shape[1])
+        key_mask = length_mask(keys, k.shape[1])
     config = config or default_config(target(q).platform, q.shape[3])
     return gradient_by_blocks(q, k, v, g, lse, delta, key_mask, window=window, scale=scale, config=config)
 
@@ -96,50 +106,52 @@ def _forward(
     scale: float,
     config: Config,
 ) -> tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]:
-    batch, length, heads, size = q.shape
+    batch, length, heads, head_dim = q.shape
     kv_heads = k.shape[2]
     groups = (kv_heads, heads // kv_heads)
-    q = q.reshape(batch, length, *groups, size)
+    q = q.reshape(batch, length, *groups, head_dim)
     if bias is not None:
         bias = bias.reshape(bias.shape[0], *(groups if bias.shape[1] == heads else (1, 1)), *bias.shape[2:])
     # over examples, then heads of k, then the heads of q that share one: the axes of q, k, v, key_mask, bias
-    head = partial(_head, window=window, scale=scale, dtype=q.dtype, config=config)
+    one_head = partial(_head, window=window, scale=scale, dtype=q.dtype, config=config)
     for axes in ((1, None, None, None, 0), (1, 1, 1, None, 0), (0, 0, 0, 0, 0)):
-        head = over(head, axes, batched=config.batched)
-    out, lse = (x.reshape(batch, heads, length, -1) for x in head(q, k, v, key_mask, bias))
+        one_head = map_axis(one_head, axes, batched=config.batched)
+    out, lse = (x.reshape(batch, heads, length, -1) for x in one_head(q, k, v, key_mask, bias))
     return jnp.moveaxis(out, 1, 2), jnp.moveaxis(lse[..., 0], 1, 2)
 
 
-class Products(NamedTuple):
+class MatmulOptions(NamedTuple):
     """The precision of products, and the scale of logits where queries, in bfloat16, do not have it."""
 
     precision: str
     scale: float | None
 
-    def of(self, a: Float[Array, "L D"], b: Float[Array, "D S"]) -> Float32[Array, "L S"]:
+    def dot(self, a: Float[Array, "L D"], b: Float[Array, "D S"]) -> Float32[Array, "L S"]:
         return jnp.matmul(a, b, precision=self.precision, preferred_element_type=jnp.float32)
 
 
-class Partial(NamedTuple):
+class PartialSoftmax(NamedTuple):
     """Softmax over some keys: the largest logit and, relative to it, the sums of weights and of weighted values."""
 
-    top: Float32[Array, "L 1"]
-    weight: Float32[Array, "L 1"]
-    total: Float32[Array, "L D"]
+    row_max: Float32[Array, "L 1"]
+    weight_sum: Float32[Array, "L 1"]
+    value_sum: Float32[Array, "L D"]
 
 
-def merge(a: Partial, b: Partial) -> Partial:
+def merge(a: PartialSoftmax, b: PartialSoftmax) -> PartialSoftmax:
     """Merge the softmaxes over two sets of keys."""
-    top = jnp.maximum(a.top, b.top)
-    scale_a, scale_b = (jnp.exp(x.top - finite_max(top)) for x in (a, b))
-    return Partial(top, a.weight * scale_a + b.weight * scale_b, a.total * scale_a + b.total * scale_b)
+    row_max = jnp.maximum(a.row_max, b.row_max)
+    scale_a, scale_b = (jnp.exp(x.row_max - finite_max(row_max)) for x in (a, b))
+    return PartialSoftmax(
+        row_max, a.weight_sum * scale_a + b.weight_sum * scale_b, a.value_sum * scale_a + b.value_sum * scale_b
+    )
 
 
 def _head(
     q: Float[Array, "L D"],
     k: Float[Array, "S D"],
     v: Float[Array, "S D"],
-    live: Bool[Array, " S"] | None,
+    key_mask: Bool[Array, " S"] | None,
     bias: Float32[Array, "..."] | None,
     *,
     window: Window | Radial | None,
@@ -151,34 +163,54 @@ def _head(
 
     Operands are float32, or bfloat16 where the processor multiplies that; logits and sums are always float32.
     """
-    products, length = Products(precision_of(dtype), scale if multiplies_bfloat16(q) else None), len(q)
-    if products.scale is None:
-        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    matmul, length = MatmulOptions(matmul_precision(dtype), scale if multiplies_bfloat16(q) else None), len(q)
+    if matmul.scale is None:
+        q, k, v = (q_block.astype(jnp.float32) for q_block in (q, k, v))
         q = scale * q
     if isinstance(window, Radial):
-        out, lse = _radial(q, k, v, live, window, products, config)
+        out, lse = _radial(q, k, v, key_mask, window, matmul, config)
         return out.astype(dtype), lse
-    walk = grid(length, len(k), window, config)
-    queries = walk.padded(q)
+    grid = block_grid(length, len(k), window, config)
+    padded_q = grid.pad_queries(q)
     if bias is not None and bias.shape[0] > 1:
-        bias = walk.padded(bias)
+        bias = grid.pad_queries(bias)
 
     @jax.checkpoint
-    def block(start: Array) -> tuple[Float32[Array, "L D"], Float32[Array, "L 1"]]:
-        x = take(queries, start, walk.rows)
+    def attend_block(q_start: Array) -> tuple[Float32[Array, "L D"], Float32[Array, "L 1"]]:
+        q_block = slice_axis(padded_q, q_start, grid.block_q)
 
-        def softmax(begin: Array, count: int) -> Partial:
-            marks = seen(live, window, start, walk.rows, begin, count)
-            part = None if bias is None else take(take(bias, start, walk.rows), begin, count, axis=1)
-            return _softmax(x, take(k, begin, count), take(v, begin, count), marks, part, products)
+        def block_softmax(kv_start: Array, num_keys: int) -> PartialSoftmax:
+            visible = visible_keys(key_mask, window, q_start, grid.block_q, kv_start, num_keys)
+            bias_block = (
+                None
+                if bias is None
+                else slice_axis(slice_axis(bias, q_start, grid.block_q), kv_start, num_keys, axis=1)
+            )
+            return _softmax(
+                q_block,
+                slice_axis(k, kv_start, num_keys),
+                slice_axis(v, kv_start, num_keys),
+                visible,
+                bias_block,
+                matmul,
+            )
 
-        first, others = walk.begins(start)
-        done = softmax(first, walk.ragged)
-        if len(others):  # a scan of no steps is refused under `jax.disable_jit`
-            done, _ = jax.lax.scan(lambda done, begin: (merge(done, softmax(begin, walk.columns)), None), done, others)
-        return divide_live(done.total, done.weight), log_sum_exp(done.top, done.weight)
+        first_start, later_starts = grid.key_starts(q_start)
+        partial_softmax = block_softmax(first_start, grid.first_block_kv)
+        if len(later_starts):  # a scan of no steps is refused under `jax.disable_jit`
+            partial_softmax, _ = jax.lax.scan(
+                lambda partial_softmax, kv_start: (
+                    merge(partial_softmax, block_softmax(kv_start, grid.block_kv)),
+                    None,
+                ),
+                partial_softmax,
+                later_starts,
+            )
+        return divide_or_zero(partial_softmax.value_sum, partial_softmax.weight_sum), log_sum_exp(
+            partial_softmax.row_max, partial_softmax.weight_sum
+        )
 
-    out, lse = jax.lax.map(block, walk.starts)
+    out, lse = jax.lax.map(attend_block, grid.q_starts)
     return out.reshape(-1, v.shape[1])[:length].astype(dtype), lse.reshape(-1, 1)[:length]
 
 
@@ -186,51 +218,56 @@ def _radial(
     q: Float[Array, "L D"],
     k: Float[Array, "S D"],
     v: Float[Array, "S D"],
-    live: Bool[Array, " S"] | None,
+    key_mask: Bool[Array, " S"] | None,
     mask: Radial,
-    products: Products,
+    matmul: MatmulOptions,
     config: Config,
 ) -> tuple[Float32[Array, "L D"], Float32[Array, "L 1"]]:
     """One head under a radial mask: each block of queries visits the blocks of keys that it sees, a few at a time."""
-    rows, keys, values = cut(q, mask.block_q), cut(k, mask.block_kv), cut(v, mask.block_kv)
-    marks = shown(live, len(k), mask.block_kv)
+    q_blocks, k_blocks, v_blocks = to_blocks(q, mask.block_q), to_blocks(k, mask.block_kv), to_blocks(v, mask.block_kv)
+    valid = key_mask_blocks(key_mask, len(k), mask.block_kv)
 
-    def block(row: tuple[Array, ...]) -> tuple[Float32[Array, "L D"], Float32[Array, "L 1"]]:
-        x, columns, places, count = row
+    def attend_block(entry: tuple[Array, ...]) -> tuple[Float32[Array, "L D"], Float32[Array, "L 1"]]:
+        q_block, kv_blocks, slots, count = entry
 
-        def add(done: Partial, at: tuple[Array, Array]) -> tuple[Partial, None]:
-            columns, places = at
-            some_k, some_v = (array[columns].reshape(-1, array.shape[2]) for array in (keys, values))
-            seen = marks[columns] & (places < count)[:, None]
-            return merge(done, _softmax(x, some_k, some_v, seen.reshape(1, -1), None, products)), None
+        def add(partial_softmax: PartialSoftmax, step: tuple[Array, Array]) -> tuple[PartialSoftmax, None]:
+            kv_blocks, slots = step
+            k_part, v_part = (blocks[kv_blocks].reshape(-1, blocks.shape[2]) for blocks in (k_blocks, v_blocks))
+            visible = valid[kv_blocks] & (slots < count)[:, None]
+            return merge(partial_softmax, _softmax(q_block, k_part, v_part, visible.reshape(1, -1), None, matmul)), None
 
-        nothing = Partial(*(jnp.full((len(x), n), fill) for n, fill in ((1, -jnp.inf), (1, 0.0), (v.shape[1], 0.0))))
-        done, _ = jax.lax.scan(add, nothing, (columns, places))
-        return divide_live(done.total, done.weight), log_sum_exp(done.top, done.weight)
+        empty = PartialSoftmax(
+            *(jnp.full((len(q_block), n), fill) for n, fill in ((1, -jnp.inf), (1, 0.0), (v.shape[1], 0.0)))
+        )
+        partial_softmax, _ = jax.lax.scan(add, empty, (kv_blocks, slots))
+        return divide_or_zero(partial_softmax.value_sum, partial_softmax.weight_sum), log_sum_exp(
+            partial_softmax.row_max, partial_softmax.weight_sum
+        )
 
     results = [
-        jax.lax.map(block, (rows[part.rows], *part.steps)) for part in visits(mask, len(q), len(k), config.block_kv)
+        jax.lax.map(attend_block, (q_blocks[lists.q_blocks], *lists.arrays))
+        for lists in block_lists(mask, len(q), len(k), config.block_kv)
     ]
-    out, lse = (jnp.concatenate(both) for both in zip(*results, strict=True))
+    out, lse = (jnp.concatenate(parts) for parts in zip(*results, strict=True))
     return out.reshape(-1, v.shape[1])[: len(q)], lse.reshape(-1, 1)[: len(q)]
 
 
 def _softmax(
-    x: Float[Array, "L D"],
+    q: Float[Array, "L D"],
     k: Float[Array, "S D"],
     v: Float[Array, "S D"],
-    seen: Bool[Array, "_L S"] | None,
+    visible: Bool[Array, "_L S"] | None,
     bias: Float32[Array, "..."] | None,
-    products: Products,
-) -> Partial:
+    matmul: MatmulOptions,
+) -> PartialSoftmax:
     """The softmax of a block of queries over the keys that are seen."""
-    logits = products.of(x, k.T)
-    if products.scale is not None:
-        logits *= products.scale
+    logits = matmul.dot(q, k.T)
+    if matmul.scale is not None:
+        logits *= matmul.scale
     if bias is not None:
         logits += bias
-    if seen is not None:
-        logits = jnp.where(seen, logits, -jnp.inf)
-    top = jax.lax.stop_gradient(logits.max(axis=1, keepdims=True))
-    weights = jnp.exp(logits - finite_max(top))
-    return Partial(top, weights.sum(axis=1, keepdims=True), products.of(weights.astype(v.dtype), v))
+    if visible is not None:
+        logits = jnp.where(visible, logits, -jnp.inf)
+    row_max = jax.lax.stop_gradient(logits.max(axis=1, keepdims=True))
+    weights = jnp.exp(logits - finite_max(row_max))
+    return PartialSoftmax(row_max, weights.sum(axis=1, keepdims=True), matmul.dot(weights.astype(v.dtype), v))

@@ -8,7 +8,7 @@ from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import chunked, cudnn, flash_tpu, reference, splash
 from wanjax.kernels.attention.flash_tiles import Config, Tiles
 from wanjax.kernels.attention.implementation import Implementation
-from wanjax.kernels.attention.radial import DECAY, LARGEST_DECAY, Radial
+from wanjax.kernels.attention.radial import DEFAULT_DECAY, MAX_DECAY, Radial
 from wanjax.kernels.attention.sparse_linear import SparseLinear
 
 IMPLEMENTATIONS = {
@@ -108,7 +108,7 @@ class AttentionConfig:
         """Return the implementation alone, for tokens other than those of self-attention."""
         return AttentionConfig(self.implementation)
 
-    def mask(self, grid: tuple[int, int, int], *, decay: float = DECAY, sink: bool = True) -> Radial | None:
+    def mask(self, grid: tuple[int, int, int], *, decay: float = DEFAULT_DECAY, sink: bool = True) -> Radial | None:
         """Return the mask of self-attention over a grid of tokens; None where it is not radial.
 
         `decay` is the model's own, and `sink` that of `Radial`.
@@ -128,6 +128,6 @@ def _decay(text: str) -> float:
         decay = float(text)
     except ValueError:
         decay = math.nan
-    if not 0 < decay <= LARGEST_DECAY:
-        raise WanjaxError(f"a decay of {text!r}: give a number above 0, at most {LARGEST_DECAY:g}, such as radial:0.2")
+    if not 0 < decay <= MAX_DECAY:
+        raise WanjaxError(f"a decay of {text!r}: give a number above 0, at most {MAX_DECAY:g}, such as radial:0.2")
     return decay

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32
 
-from wanjax.kernels.attention.masks import Window, live_first
+from wanjax.kernels.attention.masks import Window, valid_keys_first
 from wanjax.kernels.target import target
 from wanjax.sharding import current
 
-LARGEST_HEAD = 128
+MAX_HEAD_DIM = 128
 BEFORE_AMPERE = re.compile(r"Tesla|Quadro|TITAN|GTX|RTX 20\d\d|\bT\d+\b")
 """NVIDIA's names of cards of a compute capability below 8.0; no later card has one of these words."""
 
@@ -30,8 +30,8 @@ def unsupported(q, k, v, *, key_mask, window, scale, bias, config, return_lse) -
         return f"cudnn runs on NVIDIA's cards, and this is for {device.kind}"
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"cudnn takes bfloat16 and float16, not {q.dtype}"
-    if q.shape[3] % 8 or q.shape[3] > LARGEST_HEAD:
-        return f"cudnn takes heads of a multiple of 8 up to {LARGEST_HEAD}, not {q.shape[3]}"
+    if q.shape[3] % 8 or q.shape[3] > MAX_HEAD_DIM:
+        return f"cudnn takes heads of a multiple of 8 up to {MAX_HEAD_DIM}, not {q.shape[3]}"
     if window is not None:
         return f"cudnn has no window to both sides such as {window}"
     if bias is not None:
@@ -56,10 +56,10 @@ def attention(
     return_lse: bool = False,
 ) -> Float[Array, "B L N D"]:
     """Compute what the reference does."""
-    count = None
+    num_keys = None
     if key_mask is not None:
-        count, (k, v) = live_first(key_mask, k, v)
-    lengths = None if count is None else jnp.maximum(count, 1)
+        num_keys, (k, v) = valid_keys_first(key_mask, k, v)
+    lengths = None if num_keys is None else jnp.maximum(num_keys, 1)
 
     def call(q, k, v, lengths):
         with jax.numpy_dtype_promotion("standard"):  # JAX itself mixes dtypes here
@@ -73,4 +73,4 @@ def attention(
         specs = PartitionSpec()
         call = jax.shard_map(call, mesh=partitioner.mesh, in_specs=specs, out_specs=specs, check_vma=False)
     out = call(q, k, v, lengths)
-    return out if count is None else jnp.where(count[:, None, None, None] > 0, out, jnp.zeros_like(out))
+    return out if num_keys is None else jnp.where(num_keys[:, None, None, None] > 0, out, jnp.zeros_like(out))

@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int32
 
 from wanjax.kernels.alignment import LANES, ceil_div, round_up
-from wanjax.kernels.attention.blocks import even, from_rows, iota, product, to_rows
+from wanjax.kernels.attention.blocks import even_blocks, from_rows, iota, matmul, to_rows
 from wanjax.kernels.attention.flash_tiles import COMPILER_VMEM_BYTES
 from wanjax.kernels.attention.masks import finite_max
 from wanjax.sharding import pad_to
@@ -144,8 +144,8 @@ def _add_keys(k_ref, v_ref, state: State, lse, delta, start, q_start, num_valid:
         k, v = k_ref[keys, :], v_ref[keys, :]
         for q_offset in range(0, sizes.block_q, STRIP):
             queries = slice(q_offset, min(q_offset + STRIP, sizes.block_q))
-            weights = jnp.exp2(exponent_scale * product(k, state.q[:, queries]) - lse[:, queries])
-            dlogits = weights * (product(v, state.g[:, queries]) - delta[:, queries])
+            weights = jnp.exp2(exponent_scale * matmul(k, state.q[:, queries]) - lse[:, queries])
+            dlogits = weights * (matmul(v, state.g[:, queries]) - delta[:, queries])
             if num_valid is not None:
                 key_valid = iota((num_keys, 1), 0) < num_valid - start - kv_offset
                 weights, dlogits = (jnp.where(key_valid, x, 0.0) for x in (weights, dlogits))
@@ -158,10 +158,10 @@ def _add_keys(k_ref, v_ref, state: State, lse, delta, start, q_start, num_valid:
 
 def _accumulate(state: State, q_start: Array, queries: slice, keys: Any, weights: Array, dlogits: Array) -> None:
     """Add the products of the weights [S L] and of the gradients of the logits to dv, dk and dq."""
-    state.dv[:, keys] += product(state.g[:, queries], weights, transposed=True)
-    state.dk[:, keys] += product(state.q[:, queries], dlogits, transposed=True)
+    state.dv[:, keys] += matmul(state.g[:, queries], weights, transposed=True)
+    state.dk[:, keys] += matmul(state.q[:, queries], dlogits, transposed=True)
     dq_slice = pl.ds(pl.multiple_of(q_start + queries.start, LANES), queries.stop - queries.start)
-    state.dq[:, dq_slice] += product(state.k[:, keys], dlogits)
+    state.dq[:, dq_slice] += matmul(state.k[:, keys], dlogits)
 
 
 def choose_config(
@@ -169,7 +169,7 @@ def choose_config(
 ) -> Config | None:
     """Return the tiles for these sizes; None for a chip whose VMEM is too small for one block of queries."""
     block_q, block_kv = (
-        round_up(even(n, maximum)[1], LANES) for n, maximum in ((queries, MAX_BLOCK_Q), (keys, MAX_BLOCK_KV))
+        round_up(even_blocks(n, maximum)[1], LANES) for n, maximum in ((queries, MAX_BLOCK_Q), (keys, MAX_BLOCK_KV))
     )
     block_kv_compute = next(size for size in range(min(MAX_COMPUTE_KV, block_kv), 0, -LANES) if block_kv % size == 0)
     minimum = Config(block_q, block_kv, block_kv_compute, block_q, interpret)

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float32
 
 from wanjax.kernels.alignment import LANES, ceil_div, round_up
-from wanjax.kernels.attention.blocks import precision_of
+from wanjax.kernels.attention.blocks import matmul_precision
 from wanjax.kernels.attention.flash_tiles import (
     COMPILER_VMEM_BYTES,
     HEADROOM,
@@ -34,7 +34,7 @@ from wanjax.kernels.attention.flash_tiles import (
     TILE_Q,
     Config,
 )
-from wanjax.kernels.attention.masks import divide_live, finite_max
+from wanjax.kernels.attention.masks import divide_or_zero, finite_max
 
 SAFE, PROBED = 0, 1  # indices of a head's flags: it takes the safe path; its offset is set
 
@@ -469,7 +469,7 @@ def _raise_offset_and_add(
 def _finish(o_ref, lse_ref, state: State) -> None:
     """Divide the sum of weighted values by that of weights; write this and the log-sum-exp."""
     weight_sum = state.weight_sum[...].sum(axis=0, keepdims=True)
-    o_ref[...] = divide_live(state.value_sum[...], weight_sum).astype(o_ref.dtype).T
+    o_ref[...] = divide_or_zero(state.value_sum[...], weight_sum).astype(o_ref.dtype).T
     lse_ref[...] = jnp.where(weight_sum == 0, -jnp.inf, (state.offset[...] + jnp.log2(weight_sum)) * math.log(2))
 
 
@@ -603,7 +603,7 @@ def _scores(
     k = _read_keys(k_ref, start, kv_strip, q_strip)
     if k.shape[1] < state.q.shape[0]:
         k = jnp.concatenate([k, k], axis=1)
-    s = jnp.dot(k, state.q[:, q_strip], preferred_element_type=jnp.float32, precision=precision_of(k.dtype))
+    s = jnp.dot(k, state.q[:, q_strip], preferred_element_type=jnp.float32, precision=matmul_precision(k.dtype))
     return s if mask is None or mask.all_valid(kv_strip) else jnp.where(mask.visible(kv_strip, q_strip), s, -jnp.inf)
 
 
@@ -704,7 +704,9 @@ def _weights(
 
 
 def _add_values(state: State, v: Array, q_strip: slice, p: Array) -> None:
-    state.value_sum[:, q_strip] += jnp.dot(v, p, preferred_element_type=jnp.float32, precision=precision_of(v.dtype))
+    state.value_sum[:, q_strip] += jnp.dot(
+        v, p, preferred_element_type=jnp.float32, precision=matmul_precision(v.dtype)
+    )
 
 
 def _add_pipelined_safe(

@@ -25,7 +25,7 @@ from wanjax.kernels.attention.blocks import from_rows, to_rows
 from wanjax.kernels.attention.flash_kernel import PartialSums, Sizes, call
 from wanjax.kernels.attention.flash_tiles import COMPILER_VMEM_BYTES, Config, default_config, sparse_config
 from wanjax.kernels.attention.gradient import from_result
-from wanjax.kernels.attention.masks import Window, divide_live, first_keys, live_first
+from wanjax.kernels.attention.masks import Window, divide_or_zero, length_mask, valid_keys_first
 from wanjax.kernels.attention.radial import Radial, kernel_lists
 from wanjax.sharding import pad_to
 
@@ -170,9 +170,9 @@ def _attention(
     config = _resolve_config(config, window, (head_dim, queries, keys, q.dtype.name), ragged)
     key_mean = None
     if config.center_keys:
-        k, key_mean = _center_keys(k, first_keys(kv_lengths, k.shape[1]) if is_counted else key_mask)
+        k, key_mean = _center_keys(k, length_mask(kv_lengths, k.shape[1]) if is_counted else key_mask)
     if key_mask is not None:
-        kv_lengths, (k, v) = live_first(key_mask, k, v)  # the kernel skips blocks of masked keys
+        kv_lengths, (k, v) = valid_keys_first(key_mask, k, v)  # the kernel skips blocks of masked keys
     scalars = (kv_lengths,) if radial is None else _list_scalars(radial, queries, keys, config, kv_lengths)
     sizes = Sizes(
         queries=queries,
@@ -186,7 +186,7 @@ def _attention(
         ragged=ragged,
         window=_window_sides(window),
         q_scale=scale * math.log2(math.e),
-        attention_with_carry=carry is not None,
+        has_carry=carry is not None,
         return_sums=return_sums,
     )
     results = call(
@@ -250,7 +250,7 @@ def _center_keys(
     """Subtract the mean of the keys that take part; return the keys and the mean."""
     k32 = k.astype(jnp.float32)
     valid = jnp.ones(k.shape[:2], bool) if key_mask is None else key_mask
-    mean = divide_live(
+    mean = divide_or_zero(
         jnp.where(valid[:, :, None, None], k32, 0.0).sum(axis=1),
         valid.sum(axis=1, dtype=jnp.float32)[:, None, None],
     )

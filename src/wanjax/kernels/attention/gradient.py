@@ -38,8 +38,8 @@ def from_result(
 
     def bwd(residuals: tuple, gradients: Result) -> tuple:
         q, k, v, masks, out, lse = residuals
-        g, of_lse = gradients
-        delta = jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - of_lse
+        g, dlse = gradients
+        delta = jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - dlse
         return *backward(q, k, v, g, lse, delta, masks), None
 
     return with_backward(fwd, bwd, q, k, v, masks)

@@ -10,16 +10,16 @@ Window = tuple[int | None, int | None]
 def in_window(queries: Int[Array, " L"], keys: Int[Array, " S"], window: Window) -> Bool[Array, "L S"]:
     """Mark keys from `left` before a query's own position to `right` after it; None is no bound."""
     left, right = window
-    ahead = keys[None, :] - queries[:, None]
-    seen = jnp.ones(ahead.shape, bool)
+    distance = keys[None, :] - queries[:, None]
+    visible = jnp.ones(distance.shape, bool)
     if left is not None:
-        seen &= ahead >= -left
+        visible &= distance >= -left
     if right is not None:
-        seen &= ahead <= right
-    return seen
+        visible &= distance <= right
+    return visible
 
 
-def live_first(
+def valid_keys_first(
     key_mask: Bool[Array, "B S"], *arrays: Float[Array, "B S K D"]
 ) -> tuple[Int32[Array, " B"], list[Float[Array, "B S K D"]]]:
     """The number of keys that take part, and arrays with these keys first: softmax does not depend on the order."""
@@ -27,21 +27,21 @@ def live_first(
     return key_mask.sum(axis=1, dtype=jnp.int32), [jnp.take_along_axis(x, order, axis=1) for x in arrays]
 
 
-def first_keys(counts: Int[Array, " B"], keys: int) -> Bool[Array, "B S"]:
+def length_mask(lengths: Int[Array, " B"], keys: int) -> Bool[Array, "B S"]:
     """Mark the first keys, a number of them for each example."""
-    return jnp.arange(keys)[None, :] < counts[:, None]
+    return jnp.arange(keys)[None, :] < lengths[:, None]
 
 
-def finite_max(maximum: Float[Array, "..."]) -> Float[Array, "..."]:
+def finite_max(row_max: Float[Array, "..."]) -> Float[Array, "..."]:
     """A row's maximum, or 0 for the -inf of a row with no live key: logits minus it are never NaN."""
-    return jnp.where(maximum == -jnp.inf, 0.0, maximum)
+    return jnp.where(row_max == -jnp.inf, 0.0, row_max)
 
 
-def divide_live(total: Float[Array, "..."], weight: Float[Array, "..."]) -> Float[Array, "..."]:
+def divide_or_zero(value_sum: Float[Array, "..."], weight_sum: Float[Array, "..."]) -> Float[Array, "..."]:
     """Return total / weight, or 0 for a row with no live key, whose weight is 0."""
-    return total / jnp.where(weight == 0, 1.0, weight)
+    return value_sum / jnp.where(weight_sum == 0, 1.0, weight_sum)
 
 
-def log_sum_exp(top: Float[Array, "..."], weight: Float[Array, "..."]) -> Float[Array, "..."]:
+def log_sum_exp(row_max: Float[Array, "..."], weight_sum: Float[Array, "..."]) -> Float[Array, "..."]:
     """Return top + log(weight) for weight = Σ exp(logits - top), or -inf for a row with no live key."""
-    return top + jnp.log(jnp.where(weight == 0, 1.0, weight))
+    return row_max + jnp.log(jnp.where(weight_sum == 0, 1.0, weight_sum))

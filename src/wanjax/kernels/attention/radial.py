@@ -14,10 +14,10 @@ from jaxtyping import Bool, Int, Int32
 from wanjax.errors import WanjaxError
 from wanjax.kernels.alignment import ceil_div
 
-NONE = 1 << 30  # the first key of a block that is none
-UNIT = 128  # tokens along each side of a block of the published mask, and the least half width of a band
-DECAY = 0.2  # the smallest that the authors use
-LARGEST_DECAY = 16.0
+NO_BLOCK = 1 << 30  # the first key of a block that is none
+MASK_BLOCK = 128  # tokens along each side of a block of the published mask, and the least half width of a band
+DEFAULT_DECAY = 0.2  # the smallest that the authors use
+MAX_DECAY = 16.0
 
 
 @dataclass(frozen=True)
@@ -33,125 +33,149 @@ class Radial:
     decay: float
     sink: bool = True
     block_q: int = 256
-    block_kv: int = UNIT
+    block_kv: int = MASK_BLOCK
 
     def __post_init__(self):
-        if self.frames < 1 or self.frame_tokens < 1 or not 0 < self.decay <= LARGEST_DECAY:
+        if self.frames < 1 or self.frame_tokens < 1 or not 0 < self.decay <= MAX_DECAY:
             raise WanjaxError(
                 f"a radial mask of {self.frames} frames of {self.frame_tokens} tokens at decay {self.decay}: give "
-                f"at least one of both, and a decay above 0, at most {LARGEST_DECAY:g}"
+                f"at least one of both, and a decay above 0, at most {MAX_DECAY:g}"
             )
-        if any(size < UNIT or size % UNIT for size in (self.block_q, self.block_kv)):
-            raise WanjaxError(f"blocks of {self.block_q} by {self.block_kv} tokens: give multiples of {UNIT}")
+        if any(size < MASK_BLOCK or size % MASK_BLOCK for size in (self.block_q, self.block_kv)):
+            raise WanjaxError(f"blocks of {self.block_q} by {self.block_kv} tokens: give multiples of {MASK_BLOCK}")
 
-    def live(self, queries: int, keys: int) -> Bool[np.ndarray, "_L _S"]:
+    def block_mask(self, queries: int, keys: int) -> Bool[np.ndarray, "_L _S"]:
         """Mark the blocks to visit, of a sequence with so many queries and keys in all."""
-        return _live(self, queries, keys)
+        return _cached_block_mask(self, queries, keys)
 
-    def share(self, tokens: int) -> float:
+    def density(self, tokens: int) -> float:
         """Return the share of the scores of so many tokens that are computed."""
-        rows, columns = (_sizes(tokens, block).astype(np.float64) for block in (self.block_q, self.block_kv))
-        return float(rows @ self.live(tokens, tokens) @ columns) / tokens**2
+        rows, columns = (_block_sizes(tokens, block).astype(np.float64) for block in (self.block_q, self.block_kv))
+        return float(rows @ self.block_mask(tokens, tokens) @ columns) / tokens**2
 
-    def seen(self, queries: int, keys: int) -> Bool[np.ndarray, "L S"]:
+    def token_mask(self, queries: int, keys: int) -> Bool[np.ndarray, "L S"]:
         """Mark the keys that each query sees, of a sequence with so many of both."""
         rows, columns = np.arange(queries) // self.block_q, np.arange(keys) // self.block_kv
-        return self.live(queries, keys)[rows[:, None], columns[None, :]]
+        return self.block_mask(queries, keys)[rows[:, None], columns[None, :]]
 
 
 @cache
-def _live(mask: Radial, queries: int, keys: int) -> Bool[np.ndarray, "_L _S"]:
+def _cached_block_mask(mask: Radial, queries: int, keys: int) -> Bool[np.ndarray, "_L _S"]:
     """Return `Radial.live`. Queries after the last key are padding and see none."""
-    text = mask.frames * mask.frame_tokens // UNIT  # the block in which text begins, if there is any
-    fine = np.zeros((ceil_div(queries, UNIT), ceil_div(keys, UNIT)), bool)
-    seen = published(mask.frames, mask.frame_tokens, mask.decay, mask.sink)[: len(fine), : fine.shape[1]]
-    fine[: len(seen), : seen.shape[1]] = seen
+    first_text_block = mask.frames * mask.frame_tokens // MASK_BLOCK  # the block in which text begins, if there is any
+    mask_blocks = np.zeros((ceil_div(queries, MASK_BLOCK), ceil_div(keys, MASK_BLOCK)), bool)
+    published = published_mask(mask.frames, mask.frame_tokens, mask.decay, mask.sink)[
+        : len(mask_blocks), : mask_blocks.shape[1]
+    ]
+    mask_blocks[: len(published), : published.shape[1]] = published
     if keys > mask.frames * mask.frame_tokens:
-        fine[text : ceil_div(keys, UNIT)] = fine[:, text:] = True
-    for axis, block in enumerate((mask.block_q, mask.block_kv)):
-        fine = np.logical_or.reduceat(fine, np.arange(0, fine.shape[axis], block // UNIT), axis=axis)
-    fine.setflags(write=False)
-    return fine
+        mask_blocks[first_text_block : ceil_div(keys, MASK_BLOCK)] = mask_blocks[:, first_text_block:] = True
+    for axis, block_size in enumerate((mask.block_q, mask.block_kv)):
+        mask_blocks = np.logical_or.reduceat(
+            mask_blocks, np.arange(0, mask_blocks.shape[axis], block_size // MASK_BLOCK), axis=axis
+        )
+    mask_blocks.setflags(write=False)
+    return mask_blocks
 
 
 @cache
-def published(frames: int, frame_tokens: int, decay: float, sink: bool) -> Bool[np.ndarray, "_L _S"]:
+def published_mask(frames: int, frame_tokens: int, decay: float, sink: bool) -> Bool[np.ndarray, "_L _S"]:
     """Return the blocks of 128 by 128 video tokens that the published rule keeps.
 
     It keeps a block if, of its columns that hold a score of one pair of frames, more than three fifths hold scores in
     over a third of the block's rows. Blocks at the end of a frame and of the video count too, where the authors' code
     cuts some off.
     """
-    blocks = ceil_div(frames * frame_tokens, UNIT)
+    blocks = ceil_div(frames * frame_tokens, MASK_BLOCK)
     mask = np.zeros((blocks, blocks), bool)
-    for query in range(frames):
-        for key in range(frames):
-            reach = half_width(abs(query - key), frame_tokens, decay)
-            if sink and key == 0:
-                reach = frame_tokens
-            if reach is None:
+    for q_frame in range(frames):
+        for kv_frame in range(frames):
+            half_width = band_half_width(abs(q_frame - kv_frame), frame_tokens, decay)
+            if sink and kv_frame == 0:
+                half_width = frame_tokens
+            if half_width is None:
                 continue
-            part = _pair(query * frame_tokens, key * frame_tokens, frame_tokens, frames, reach)
-            row, column = query * frame_tokens // UNIT, key * frame_tokens // UNIT
-            mask[row : row + len(part), column : column + part.shape[1]] |= part
+            pair_mask = _frame_pair_mask(
+                q_frame * frame_tokens, kv_frame * frame_tokens, frame_tokens, frames, half_width
+            )
+            row, column = q_frame * frame_tokens // MASK_BLOCK, kv_frame * frame_tokens // MASK_BLOCK
+            mask[row : row + len(pair_mask), column : column + pair_mask.shape[1]] |= pair_mask
     return mask
 
 
-def half_width(distance: int, frame_tokens: int, decay: float) -> int | None:
+def band_half_width(distance: int, frame_tokens: int, decay: float) -> int | None:
     """Return how far a key may be from a query's place in a frame at this distance; None if it sees none of them."""
     halved = 2.0 ** (frame_tokens.bit_length() - distance.bit_length())
-    if halved < UNIT and distance % int(UNIT / halved):
+    if halved < MASK_BLOCK and distance % int(MASK_BLOCK / halved):
         return None
     if distance <= 1:
         return frame_tokens
-    return int(max(halved * decay, UNIT))
+    return int(max(halved * decay, MASK_BLOCK))
 
 
-def _pair(row: int, column: int, tokens: int, frames: int, reach: int) -> Bool[np.ndarray, "_L _S"]:
+def _frame_pair_mask(
+    q_start: int, kv_start: int, frame_tokens: int, frames: int, half_width: int
+) -> Bool[np.ndarray, "_L _S"]:
     """Return the blocks that are kept for one pair of frames, from the blocks in which their first tokens lie on."""
-    before = column % UNIT
-    starts = np.arange(-(row % UNIT), tokens, UNIT)[:, None]  # of blocks of queries, from the frame's first token
-    keys = np.arange(tokens)[None, :]
-    first = np.maximum(np.maximum(starts, 0), keys - reach)
-    last = np.minimum(np.minimum(starts + UNIT, tokens), keys + reach + 1)
-    count = np.maximum(last - first, 0)  # queries of the block that see each key
-    count = np.pad(count, ((0, 0), (before, -(before + tokens) % UNIT))).reshape(len(starts), -1, UNIT)
-    rows = np.minimum(UNIT, frames * tokens - (row + starts))[..., None]  # the video's last block may have fewer
-    some, many = (count > 0).sum(axis=2), (3 * count > rows).sum(axis=2)
-    return 5 * many > 3 * some
+    padding = kv_start % MASK_BLOCK
+    starts = np.arange(-(q_start % MASK_BLOCK), frame_tokens, MASK_BLOCK)[
+        :, None
+    ]  # of blocks of queries, from the frame's first token
+    keys = np.arange(frame_tokens)[None, :]
+    first_query = np.maximum(np.maximum(starts, 0), keys - half_width)
+    end_query = np.minimum(np.minimum(starts + MASK_BLOCK, frame_tokens), keys + half_width + 1)
+    count = np.maximum(end_query - first_query, 0)  # queries of the block that see each key
+    count = np.pad(count, ((0, 0), (padding, -(padding + frame_tokens) % MASK_BLOCK))).reshape(
+        len(starts), -1, MASK_BLOCK
+    )
+    num_queries = np.minimum(MASK_BLOCK, frames * frame_tokens - (q_start + starts))[
+        ..., None
+    ]  # the video's last block may have fewer
+    any_visible, well_covered = (count > 0).sum(axis=2), (3 * count > num_queries).sum(axis=2)
+    return 5 * well_covered > 3 * any_visible
 
 
-def _sizes(tokens: int, block: int) -> Int[np.ndarray, " _L"]:
+def _block_sizes(tokens: int, block: int) -> Int[np.ndarray, " _L"]:
     """Return the number of tokens in each block of a sequence."""
     return np.minimum(block, tokens - np.arange(0, tokens, block))
 
 
-def lists(live: Bool[np.ndarray, "_L _S"]) -> tuple[Int32[np.ndarray, "_L _S"], Int32[np.ndarray, " _L"]]:
+def column_lists(block_mask: Bool[np.ndarray, "_L _S"]) -> tuple[Int32[np.ndarray, "_L _S"], Int32[np.ndarray, " _L"]]:
     """Return each row's live columns, filled up with zeros to the longest row, and their numbers."""
-    counts = live.sum(axis=1, dtype=np.int32)
-    order = np.argsort(~live, axis=1, kind="stable")[:, : max(1, counts.max())].astype(np.int32)
+    counts = block_mask.sum(axis=1, dtype=np.int32)
+    order = np.argsort(~block_mask, axis=1, kind="stable")[:, : max(1, counts.max())].astype(np.int32)
     return np.where(np.arange(order.shape[1]) < counts[:, None], order, 0).astype(np.int32), counts
 
 
 def kernel_lists(
-    mask: Radial, queries: int, keys: int, block_kv: int, together: int
+    mask: Radial, queries: int, keys: int, block_kv: int, q_blocks_per_step: int
 ) -> tuple[Int32[np.ndarray, " _L"], ...]:
     """Return the scalars of a kernel that holds `block_kv` keys at a time, and visits whole live blocks in them.
 
-    A cell of its grid has `together` neighbouring blocks of queries, each with a list of its own, and the held keys. In
+    A cell of its grid has `q_blocks_per_step` neighbouring blocks of queries, each with a list of its own, and the held keys. In
     the order of cells: where its lists begin, and how many blocks the longest of them has; for each block of queries 1
     if the last keys are live; and all lists, of first keys counted from the first held key. The lists of a cell are
-    interleaved, and the shorter ones filled up with `NONE`.
+    interleaved, and the shorter ones filled up with `NO_BLOCK`.
     """
-    live, whole, held = mask.live(queries, keys), keys // mask.block_kv, block_kv // mask.block_kv
-    live = np.pad(live, ((0, -len(live) % together), (0, 0)))
+    block_mask, num_whole, blocks_per_step = (
+        mask.block_mask(queries, keys),
+        keys // mask.block_kv,
+        block_kv // mask.block_kv,
+    )
+    block_mask = np.pad(block_mask, ((0, -len(block_mask) % q_blocks_per_step), (0, 0)))
     steps = ceil_div(keys, block_kv)
-    shown = np.pad(live[:, :whole], ((0, 0), (0, steps * held - whole))).reshape(-1, together, steps, held)
-    columns, counts = lists(np.moveaxis(shown, 2, 1).reshape(-1, held))  # of each block of queries in each cell
-    places = np.arange(columns.shape[1])
-    start = np.where(places < counts[:, None], columns * mask.block_kv, NONE).reshape(-1, together, len(places))
-    count = counts.reshape(-1, together).max(axis=1)
-    first = together * (np.cumsum(count) - count)
-    entries = np.moveaxis(start, 1, 2)[places < count[:, None]].reshape(-1)
-    entries = entries if len(entries) else np.full(together, NONE)
-    return tuple(np.asarray(x, np.int32) for x in (first, count, live[:, -1], entries))  # type: ignore[return-value]
+    by_step = np.pad(block_mask[:, :num_whole], ((0, 0), (0, steps * blocks_per_step - num_whole))).reshape(
+        -1, q_blocks_per_step, steps, blocks_per_step
+    )
+    columns, counts = column_lists(
+        np.moveaxis(by_step, 2, 1).reshape(-1, blocks_per_step)
+    )  # of each block of queries in each cell
+    slots = np.arange(columns.shape[1])
+    block_start = np.where(slots < counts[:, None], columns * mask.block_kv, NO_BLOCK).reshape(
+        -1, q_blocks_per_step, len(slots)
+    )
+    longest = counts.reshape(-1, q_blocks_per_step).max(axis=1)
+    list_start = q_blocks_per_step * (np.cumsum(longest) - longest)
+    entries = np.moveaxis(block_start, 1, 2)[slots < longest[:, None]].reshape(-1)
+    entries = entries if len(entries) else np.full(q_blocks_per_step, NO_BLOCK)
+    return tuple(np.asarray(x, np.int32) for x in (list_start, longest, block_mask[:, -1], entries))  # type: ignore[return-value]

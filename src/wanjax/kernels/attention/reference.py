@@ -5,10 +5,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32
 
-from wanjax.kernels.attention.masks import Window, divide_live, finite_max, in_window, log_sum_exp
+from wanjax.kernels.attention.masks import Window, divide_or_zero, finite_max, in_window, log_sum_exp
 from wanjax.kernels.attention.radial import Radial
 
-BLOCK = 512  # keys that are summed at once
+KV_BLOCK = 512  # keys that are summed at once
 
 
 def attention(
@@ -28,9 +28,11 @@ def attention(
     Float32 inside, rounded once to the operands' dtype. With `return_lse` also returns log Σ exp of each query's
     logits, -inf for a query without keys.
     """
-    group = q.shape[2] // k.shape[2]
+    heads_per_kv = q.shape[2] // k.shape[2]
     dtype = q.dtype
-    q, k, v = (x.astype(jnp.float32) for x in (q, jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)))
+    q, k, v = (
+        x.astype(jnp.float32) for x in (q, jnp.repeat(k, heads_per_kv, axis=2), jnp.repeat(v, heads_per_kv, axis=2))
+    )
     logits = scale * jnp.einsum("BLND,BSND->BNLS", q, k, precision="highest")
     if bias is not None:
         logits += bias
@@ -38,25 +40,27 @@ def attention(
         logits = jnp.where(key_mask[:, None, None, :], logits, -jnp.inf)
     if window is not None:
         length, keys = q.shape[1], k.shape[1]
-        sparse = isinstance(window, Radial)
-        seen = window.seen(length, keys) if sparse else in_window(jnp.arange(length), jnp.arange(keys), window)
-        logits = jnp.where(seen[None, None], logits, -jnp.inf)
-    top = jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True))
-    weights = jnp.exp(logits - finite_max(top))
-    total = weights.sum(axis=-1, keepdims=True)
-    out = _weighted_sum(divide_live(weights, total), v).astype(dtype)
-    return (out, jnp.moveaxis(log_sum_exp(top, total)[..., 0], 1, 2)) if return_lse else out
+        is_radial = isinstance(window, Radial)
+        visible = (
+            window.token_mask(length, keys) if is_radial else in_window(jnp.arange(length), jnp.arange(keys), window)
+        )
+        logits = jnp.where(visible[None, None], logits, -jnp.inf)
+    row_max = jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True))
+    weights = jnp.exp(logits - finite_max(row_max))
+    weight_sum = weights.sum(axis=-1, keepdims=True)
+    out = _weighted_sum(divide_or_zero(weights, weight_sum), v).astype(dtype)
+    return (out, jnp.moveaxis(log_sum_exp(row_max, weight_sum)[..., 0], 1, 2)) if return_lse else out
 
 
 def _weighted_sum(weights: Float32[Array, "B N L S"], v: Float32[Array, "B S N D"]) -> Float32[Array, "B L N D"]:
     """The values, weighted and summed block by block: one float32 sum over thousands of keys would lose a digit."""
-    blocks = v.shape[1] // BLOCK
-    whole = blocks * BLOCK
-    out = _product(weights[..., whole:], v[:, whole:])
+    blocks = v.shape[1] // KV_BLOCK
+    in_blocks = blocks * KV_BLOCK
+    out = _product(weights[..., in_blocks:], v[:, in_blocks:])
     if blocks:
-        parts = jnp.moveaxis(weights[..., :whole].reshape(*weights.shape[:3], blocks, BLOCK), 3, 0)
-        values = jnp.moveaxis(v[:, :whole].reshape(len(v), blocks, BLOCK, *v.shape[2:]), 1, 0)
-        out += jax.vmap(_product)(parts, values).sum(axis=0)
+        weight_blocks = jnp.moveaxis(weights[..., :in_blocks].reshape(*weights.shape[:3], blocks, KV_BLOCK), 3, 0)
+        value_blocks = jnp.moveaxis(v[:, :in_blocks].reshape(len(v), blocks, KV_BLOCK, *v.shape[2:]), 1, 0)
+        out += jax.vmap(_product)(weight_blocks, value_blocks).sum(axis=0)
     return out
 
 

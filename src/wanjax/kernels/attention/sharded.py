@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32
 
 from wanjax.kernels.attention.gradient import from_result
-from wanjax.kernels.attention.masks import divide_live, finite_max, log_sum_exp
+from wanjax.kernels.attention.masks import divide_or_zero, finite_max, log_sum_exp
 from wanjax.kernels.attention.radial import Radial
 from wanjax.kernels.rotary_heads import join_parts
 from wanjax.sharding import Partitioner, pad_to
@@ -250,5 +250,5 @@ def merge(a: Attended, b: Attended) -> Attended:
     top = jnp.maximum(a[1], b[1])
     (x, of_x), (y, of_y) = ((out.astype(jnp.float32), jnp.exp(lse - finite_max(top))) for out, lse in (a, b))
     total = of_x + of_y
-    out = divide_live(of_x, total)[..., None] * x + divide_live(of_y, total)[..., None] * y
+    out = divide_or_zero(of_x, total)[..., None] * x + divide_or_zero(of_y, total)[..., None] * y
     return out, log_sum_exp(top, total)

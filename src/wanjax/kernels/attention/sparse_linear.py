@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from wanjax.errors import WanjaxError
 from wanjax.kernels.alignment import ceil_div
 from wanjax.kernels.attention import reference
-from wanjax.kernels.attention.blocks import apart, by_head, cut
+from wanjax.kernels.attention.blocks import batch_to_heads, heads_to_batch, to_blocks
 from wanjax.sharding import pad_to
 
 EPSILON = 1e-5  # added to the sum of linear attention's weights
@@ -99,7 +99,7 @@ def attention(
     """
     length, heads, dtype = *q.shape[1:3], q.dtype
     q, k, v = (x[:, :keys] for x in (q, k, v))
-    flat_q, flat_k, flat_v = map(by_head, (q, k, v))
+    flat_q, flat_k, flat_v = map(heads_to_batch, (q, k, v))
     blocks = jnp.arange(ceil_div(keys, sparse.block_kv))
     chosen = (choose_blocks(flat_q, flat_k, sparse)[..., None] == blocks[None, None, None]).any(axis=2)
     rows, columns = (jnp.arange(keys) // size for size in (sparse.block_q, sparse.block_kv))
@@ -107,7 +107,7 @@ def attention(
     wide = (x.astype(jnp.float32) for x in (q, k, v))
     options: dict[str, Any] = {"key_mask": None, "window": None, "scale": q.shape[3] ** -0.5, "config": None}
     out: Any = reference.attention(*wide, bias=hidden, **options)
-    out += apart(linear(flat_q, state_of(flat_k, flat_v), projection), heads)
+    out += batch_to_heads(linear(flat_q, state_of(flat_k, flat_v), projection), heads)
     return pad_to(out, 1, length).astype(dtype)
 
 
@@ -129,7 +129,7 @@ def block_means(x: Float[Array, "_B L D"], size: int) -> Float32[Array, "_B _L D
     """Return the mean of each block of `size` tokens, the last of which may have fewer."""
     length = x.shape[1]
     counts = np.minimum(size, length - np.arange(0, length, size)).astype(np.float32)
-    return cut(x, size).sum(axis=2, dtype=jnp.float32) / counts[None, :, None]
+    return to_blocks(x, size).sum(axis=2, dtype=jnp.float32) / counts[None, :, None]
 
 
 def state_of(k: Float[Array, "_B L D"], v: Float[Array, "_B L D"]) -> KeyState:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from wanjax.kernels.attention.blocks import apart, by_head, cut, even, precision_of
+from wanjax.kernels.attention.blocks import batch_to_heads, even_blocks, heads_to_batch, matmul_precision, to_blocks
 from wanjax.kernels.attention.sparse_linear import KeyState, Projection, SparseLinear, choose_blocks, linear, state_of
 from wanjax.kernels.autodiff import save_for_backward, with_backward
 from wanjax.kernels.target import multiplies_bfloat16, target
@@ -67,12 +67,12 @@ def _forward(q, k, v, projection: Projection, *, sparse: SparseLinear, keys: int
 
 def _heads(keys: int, *arrays: Float[Array, "B L N D"]) -> list[Float[Array, "_B _L D"]]:
     """Return the first `keys` tokens of the heads of all examples."""
-    return [by_head(x[:, :keys]) for x in arrays]
+    return [heads_to_batch(x[:, :keys]) for x in arrays]
 
 
 def _tokens(x: Float[Array, "_B _L D"], shape: tuple[int, ...]) -> Float[Array, "B L N D"]:
     """Return heads in the shape that they had before `_heads`, with zeros for other tokens."""
-    return pad_to(apart(x, shape[2]), 1, shape[1])
+    return pad_to(batch_to_heads(x, shape[2]), 1, shape[1])
 
 
 class Walk(NamedTuple):
@@ -85,7 +85,7 @@ class Walk(NamedTuple):
 
     @classmethod
     def over(cls, k: Float[Array, "_B L D"], v: Float[Array, "_B L D"], size: int, precision: str) -> "Walk":
-        return cls(cut(k, size), cut(v, size), k.shape[1], precision)
+        return cls(to_blocks(k, size), to_blocks(v, size), k.shape[1], precision)
 
     def gathered(self, lists: Int32[Array, "_B C _S"]) -> tuple[Float[Array, "_B C S D"], Float[Array, "_B C S D"]]:
         """Return the keys and values of each list."""
@@ -123,7 +123,7 @@ def by_lists(
     """Return both parts of attention by q, k and v of the heads of all examples, for the chosen blocks of keys."""
     q, k, v = heads
     dtype, state = q.dtype, state_of(k, v)
-    walk = Walk.over(_multiplied(k), _multiplied(v), sparse.block_kv, precision_of(dtype))
+    walk = Walk.over(_multiplied(k), _multiplied(v), sparse.block_kv, matmul_precision(dtype))
 
     def some(rows: tuple[Array, Array]) -> Array:
         x, lists = rows
@@ -133,7 +133,7 @@ def by_lists(
         return (out + _linear(x, state, projection)).astype(dtype)
 
     count = _count(chosen, sparse, q)
-    rows = _together(cut(q, sparse.block_q), count), _together(chosen, count)
+    rows = _together(to_blocks(q, sparse.block_q), count), _together(chosen, count)
     return _joined(jax.lax.map(some, rows), q.shape[1])
 
 
@@ -146,7 +146,7 @@ def gradient(
     """Return the gradients of q, k, v and the projection. `heads` are q, k, v and the gradient of the result."""
     q, k, v, g = heads
     state, to_keys = jax.vjp(state_of, k, v)
-    walk = Walk.over(_multiplied(k), _multiplied(v), sparse.block_kv, precision_of(q.dtype))
+    walk = Walk.over(_multiplied(k), _multiplied(v), sparse.block_kv, matmul_precision(q.dtype))
     each, scale = jnp.arange(len(q))[:, None, None], q.shape[2] ** -0.5
 
     def some(sums: Any, rows: Any) -> tuple[Any, Array]:
@@ -166,7 +166,7 @@ def gradient(
         return (of_k, of_v, *jax.tree.map(jnp.add, sums[2:], tuple(of_linear))), of_x
 
     count = _count(chosen, sparse, q)
-    queries = (_together(cut(x, sparse.block_q), count) for x in (q, g))
+    queries = (_together(to_blocks(x, sparse.block_q), count) for x in (q, g))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (state, projection))
     totals = (jnp.zeros(x.shape, jnp.float32) for x in (walk.k, walk.v))
     (of_k, of_v, of_state, of_projection), of_q = jax.lax.scan(
@@ -192,7 +192,7 @@ def _count(chosen: Int32[Array, "_B _L _S"], sparse: SparseLinear, q: Array) -> 
     """Return the number of blocks of queries to take at a time."""
     budget = SCORES_ON_CPU if target(q).platform == "cpu" else SCORES
     each = 4 * chosen.shape[0] * chosen.shape[2] * sparse.block_q * sparse.block_kv
-    return even(chosen.shape[1], max(1, budget // each))[1]
+    return even_blocks(chosen.shape[1], max(1, budget // each))[1]
 
 
 def _together(x: Array, count: int) -> Array:
@@ -201,5 +201,5 @@ def _together(x: Array, count: int) -> Array:
 
 
 def _joined(x: Float[Array, "_L _B C S D"], length: int) -> Float[Array, "_B L D"]:
-    """Undoes `_together` and `cut`."""
+    """Undoes `_together` and `to_blocks`."""
     return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, x.shape[4])[:, :length]

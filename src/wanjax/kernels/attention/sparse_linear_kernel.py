@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int32
 
 from wanjax.kernels.alignment import LANES, ceil_div, round_up
-from wanjax.kernels.attention.blocks import iota, product
+from wanjax.kernels.attention.blocks import iota, matmul
 from wanjax.kernels.attention.flash_tiles import HEADROOM, MAX_WEIGHT_SUM
 
 TILE = 256  # keys of a step, which fill a matrix unit
@@ -100,7 +100,7 @@ def _prepare(q_ref, k_ref, v_ref, of_q_ref, of_k_ref, state_ref, *, sizes: Sizes
         weights = (weights * (1.0 / weights.sum(axis=0, keepdims=True))).astype(k.dtype)
         if ragged:
             weights = jnp.where(iota((1, tokens), 1) < live, weights, jnp.zeros_like(weights))
-        state = product(weights, jnp.concatenate([v, jnp.ones_like(v)], axis=1))
+        state = matmul(weights, jnp.concatenate([v, jnp.ones_like(v)], axis=1))
         state_ref[...] = jnp.where(i == 0, state, state_ref[...] + state)
 
     last = pl.num_programs(2) - 1
@@ -112,7 +112,7 @@ def _prepare(q_ref, k_ref, v_ref, of_q_ref, of_k_ref, state_ref, *, sizes: Sizes
 def _sums(x: Float[Array, "L D"], size: int) -> Float32[Array, "_L D"]:
     """The sum of each block of rows, by a product."""
     shape = (len(x) // size, len(x))
-    return product(jnp.where(iota(shape, 0) == iota(shape, 1) // size, 1.0, 0.0).astype(x.dtype), x)
+    return matmul(jnp.where(iota(shape, 0) == iota(shape, 1) // size, 1.0, 0.0).astype(x.dtype), x)
 
 
 def list_blocks(scores: Float32[Array, "_L _S"], sizes: Sizes, *, interpret: bool) -> Int32[Array, "_L _T"]:
@@ -150,7 +150,7 @@ def _list_blocks(scores_ref, out_ref, *, blocks: int, sizes: Sizes) -> None:
 
     def counted(marks: Array) -> Array:
         """The number of marks up to each lane, which is exact: products of ones, summed in float32."""
-        return product(marks.astype(jnp.bfloat16), upper)
+        return matmul(marks.astype(jnp.bfloat16), upper)
 
     above, equal = (jnp.where(x, 1.0, 0.0) for x in (order > least, order == least))
     missing = sizes.top_k - above.sum(axis=1, keepdims=True)
@@ -294,7 +294,7 @@ def _linear(q: Float[Array, "L D"], state: Float[Array, "_D _E"]) -> Float32[Arr
     features = jnp.exp(wide - wide.max(axis=1, keepdims=True)).astype(q.dtype)
     if len(state) > features.shape[1]:
         features = jnp.concatenate([features, features], axis=1)
-    both = product(features, state)
+    both = matmul(features, state)
     return both[:, : q.shape[1]] / both[:, q.shape[1] :]
 
 
@@ -305,7 +305,7 @@ def _add(step: Step, sizes: Sizes) -> None:
     def add_values(most: int = 0) -> None:
         while len(waiting) > most:
             rows, weights, v = waiting.pop(0)
-            step.total[rows, :] += product(weights, v)
+            step.total[rows, :] += matmul(weights, v)
 
     def add(piece: Piece) -> None:
         scores, v = _scores(step, piece, sizes), _keys(step.v, step, piece, sizes)
@@ -372,7 +372,7 @@ def _scores(step: Step, piece: Piece, sizes: Sizes) -> Float32[Array, "L S"]:
 
 def _scaled(q: Float[Array, "L D"], k: Float[Array, "S D"]) -> Float32[Array, "L S"]:
     """Scores as exponents of two, multiplied after the product: a factor of the queries would be rounded with them."""
-    return product(q, k, transposed=True) * (q.shape[1] ** -0.5 * math.log2(math.e))
+    return matmul(q, k, transposed=True) * (q.shape[1] ** -0.5 * math.log2(math.e))
 
 
 def _keys(ref: jax.Ref, step: Step, piece: Piece, sizes: Sizes) -> Float[Array, "S D"]:

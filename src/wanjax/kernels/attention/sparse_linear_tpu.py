@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 from wanjax.kernels.alignment import ceil_div
-from wanjax.kernels.attention.blocks import precision_of
+from wanjax.kernels.attention.blocks import matmul_precision
 from wanjax.kernels.attention.flash_tpu import vmem_bytes
 from wanjax.kernels.attention.sparse_linear import EPSILON, Projection, SparseLinear
 from wanjax.kernels.attention.sparse_linear_chunked import with_gradient
@@ -104,7 +104,7 @@ def _scores(
     of_k = of_k[:, :columns]
     mean = of_k.sum(axis=1, keepdims=True) / sizes.tokens
     means = of_q / _counts(rows, sizes.block_q, sizes), of_k / _counts(columns, sizes.block_kv, sizes) - mean
-    precision = precision_of(dtype)
+    precision = matmul_precision(dtype)
     means = (x.astype(dtype) for x in means)
     return jnp.einsum("BLD,BSD->BLS", *means, precision=precision, preferred_element_type=jnp.float32)
 

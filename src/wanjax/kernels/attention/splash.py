@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from wanjax.kernels.alignment import LANES, round_up
-from wanjax.kernels.attention.masks import first_keys
+from wanjax.kernels.attention.masks import length_mask
 from wanjax.kernels.target import target
 from wanjax.sharding import pad_to
 
 HEAD_DIMS = (64, 128)
-BLOCK_Q, BLOCK_KV, BLOCK_COMPUTE = 1024, 2048, 512  # fit the VMEM of every TPU from v5e on
+BLOCK_Q, BLOCK_KV, BLOCK_KV_COMPUTE = 1024, 2048, 512  # fit the VMEM of every TPU from v5e on
 
 
 @dataclass(frozen=True)
@@ -51,45 +51,47 @@ def attention(
     keys: int | Int32[Array, " B"] | None = None,
 ) -> Float[Array, "B L N D"]:
     """Compute what the reference does; the gradient is by splash's own kernels."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_kernel
 
-    (batch, queries, heads, _), count = q.shape, k.shape[1]
-    groups = heads // k.shape[2]
-    block_q, compute = min(BLOCK_Q, round_up(queries, LANES)), min(BLOCK_COMPUTE, round_up(count, LANES))
-    block_kv = min(BLOCK_KV, round_up(count, compute))
-    whole = round_up(queries, block_q), round_up(count, block_kv)
-    kernel = _kernel(heads, whole, (block_q, block_kv, compute), interpret=config is not None and config.interpret)
-    live = jnp.ones((batch, count), bool) if key_mask is None else key_mask
+    (batch, queries, heads, _), num_keys = q.shape, k.shape[1]
+    heads_per_kv = heads // k.shape[2]
+    block_q, block_kv_compute = min(BLOCK_Q, round_up(queries, LANES)), min(BLOCK_KV_COMPUTE, round_up(num_keys, LANES))
+    block_kv = min(BLOCK_KV, round_up(num_keys, block_kv_compute))
+    padded_lengths = round_up(queries, block_q), round_up(num_keys, block_kv)
+    kernel = _kernel(
+        heads, padded_lengths, (block_q, block_kv, block_kv_compute), interpret=config is not None and config.interpret
+    )
+    valid = jnp.ones((batch, num_keys), bool) if key_mask is None else key_mask
     if keys is not None:
-        live &= first_keys(jnp.broadcast_to(jnp.asarray(keys), (batch,)), count)
+        valid &= length_mask(jnp.broadcast_to(jnp.asarray(keys), (batch,)), num_keys)
 
-    def attend(q: Array, k: Array, v: Array, live: Array) -> Array:
+    def attend(q: Array, k: Array, v: Array, valid: Array) -> Array:
         q = (q.astype(jnp.float32) * scale).astype(q.dtype)
-        k, v = (jnp.repeat(x, groups, axis=1) for x in (k, v))
-        of_keys = jnp.where(pad_to(live, 0, block_kv), 0, 1)  # the keys of another segment are not seen
-        segments = kernels.SegmentIds(q=jnp.zeros(whole[0], jnp.int32), kv=of_keys)
-        rows = (pad_to(jnp.moveaxis(x, 1, 0), 1, size) for x, size in ((q, block_q), (k, block_kv), (v, block_kv)))
-        out = jnp.moveaxis(kernel(*rows, segment_ids=segments)[:, :queries], 0, 1)
-        return jnp.where(live.any(), out, jnp.zeros_like(out))
+        k, v = (jnp.repeat(x, heads_per_kv, axis=1) for x in (k, v))
+        kv_segments = jnp.where(pad_to(valid, 0, block_kv), 0, 1)  # the keys of another segment are not seen
+        segments = splash_kernel.SegmentIds(q=jnp.zeros(padded_lengths[0], jnp.int32), kv=kv_segments)
+        padded = (pad_to(jnp.moveaxis(x, 1, 0), 1, size) for x, size in ((q, block_q), (k, block_kv), (v, block_kv)))
+        out = jnp.moveaxis(kernel(*padded, segment_ids=segments)[:, :queries], 0, 1)
+        return jnp.where(valid.any(), out, jnp.zeros_like(out))
 
-    return jnp.stack([attend(*example) for example in zip(q, k, v, live, strict=True)])
+    return jnp.stack([attend(*example) for example in zip(q, k, v, valid, strict=True)])
 
 
-def _kernel(heads: int, whole: tuple[int, int], tiles: tuple[int, int, int], *, interpret: bool) -> Any:
+def _kernel(heads: int, padded_lengths: tuple[int, int], tiles: tuple[int, int, int], *, interpret: bool) -> Any:
     """Return the kernel for one example's heads [N L D], of lengths in whole blocks."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
-    block_q, block_kv, compute = tiles
-    blocks = splash_attention_kernel.BlockSizes(
+    block_q, block_kv, block_kv_compute = tiles
+    block_sizes = splash_attention_kernel.BlockSizes(
         block_q=block_q,
         block_kv=block_kv,
-        block_kv_compute=compute,
+        block_kv_compute=block_kv_compute,
         block_q_dkv=block_q,
         block_kv_dkv=block_kv,
-        block_kv_dkv_compute=compute,
+        block_kv_dkv_compute=block_kv_compute,
         use_fused_bwd_kernel=True,
     )
-    mask = splash_attention_mask.MultiHeadMask([splash_attention_mask.FullMask(whole)] * heads)
+    mask = splash_attention_mask.MultiHeadMask([splash_attention_mask.FullMask(padded_lengths)] * heads)
     options = {"head_shards": 1, "q_seq_shards": 1, "interpret": interpret}
     with jax.ensure_compile_time_eval():
-        return splash_attention_kernel.make_splash_mha(mask, block_sizes=blocks, **options)
+        return splash_attention_kernel.make_splash_mha(mask, block_sizes=block_sizes, **options)
