@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads one after another or all at once, and the blocks of queries and keys that are walked through in each."""
+"""Layouts of heads, loops over them, and the blocks of queries and keys of each head."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,10 +21,13 @@ from wanjax.sharding import pad_to
 
 @dataclass(frozen=True)
 class Config:
-    """The largest numbers of queries and keys in a block; blocks are as even as the lengths allow.
+    """Sizes of blocks; blocks are as even as the lengths allow.
 
-    `batched` computes all heads of all examples at once, which suits an accelerator; otherwise one after another, which
-    keeps the scores of a block in a CPU's cache.
+    Attributes:
+        block_q: The most queries of a block.
+        block_kv: The most keys of a block.
+        batched: Compute all heads of all examples at once, as suits an accelerator; or one after another, so that a
+            CPU's cache holds the scores of a block.
     """
 
     block_q: int
@@ -37,7 +40,10 @@ class Config:
 
 
 def map_axis(f: Callable, axes: Sequence[int | None], *, batched: bool) -> Callable:
-    """Map f over an axis of its arguments; an argument without the axis, or with one entry, is shared by all."""
+    """Map f over one axis of each argument, by vmap or in a loop.
+
+    An argument whose axis is None or has size 1 is broadcast.
+    """
 
     def mapped(*arguments: Array | None) -> tuple[Array, ...]:
         xs, in_axes = list(arguments), list(axes)
@@ -59,22 +65,25 @@ def map_axis(f: Callable, axes: Sequence[int | None], *, batched: bool) -> Calla
 
 
 def heads_to_batch(x: Float[Array, "B L N D"]) -> Float[Array, "_B L D"]:
-    """x with the heads of all examples on its first axis."""
+    """Merge the heads of all examples into the first axis."""
     return jnp.moveaxis(x, 2, 1).reshape(-1, x.shape[1], x.shape[3])
 
 
 def batch_to_heads(x: Float[Array, "_B L D"], heads: int) -> Float[Array, "B L N D"]:
-    """The inverse of `heads_to_batch`, for so many heads of an example."""
+    """Invert `heads_to_batch`, for so many heads of an example."""
     return jnp.moveaxis(x.reshape(-1, heads, *x.shape[1:]), 1, 2)
 
 
 def to_rows(x: Float[Array, "B L N D"]) -> Float[Array, "_B L _D"]:
-    """x as a TPU kernel reads it: heads of whole lanes side by side, as projections write them; others `heads_to_batch`."""
+    """Reshape x for a TPU kernel: heads of whole lanes stay side by side, as projections write them.
+
+    Others are merged into the first axis, as by `heads_to_batch`.
+    """
     return x.reshape(*x.shape[:2], -1) if x.shape[3] % LANES == 0 else heads_to_batch(x)
 
 
 def from_rows(x: Float[Array, "_B L _D"], heads: int, size: int) -> Float[Array, "B L N D"]:
-    """The inverse of `to_rows`."""
+    """Invert `to_rows`."""
     return x.reshape(*x.shape[:2], heads, size) if size % LANES == 0 else batch_to_heads(x, heads)
 
 
@@ -91,9 +100,10 @@ def _take_index(x: Array, index: Array, axis: int) -> Array:
 
 @partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _take_index_as_float32(x: BFloat16[Array, "..."], index: Array, axis: int) -> Float32[Array, "..."]:
-    """An entry in float32. Up to jax 0.10, XLA on CPUs would cast all entries to float32 before a loop indexes them.
+    """Index x, and cast the entry to float32.
 
-    So it indexes integers: the bits of a bfloat16 are the upper half of the float32 of the same value.
+    Up to jax 0.10, XLA on CPUs would cast all entries to float32 before the loop. So this indexes integers: the bits of
+    a bfloat16 are the upper half of the float32 of the same value.
     """
     bits = _take_index(jax.lax.bitcast_convert_type(x, jnp.uint16), index, axis)
     return jax.lax.bitcast_convert_type(bits.astype(jnp.uint32) << 16, jnp.float32)
@@ -107,12 +117,12 @@ def _take_index_as_float32_jvp(axis: int, values: tuple, tangents: tuple) -> tup
 class BlockGrid(NamedTuple):
     """Blocks of `block_q` queries, each of which sees at most `span` neighbouring keys, in blocks of `block_kv`.
 
-    Blocks tile what a block of queries reaches exactly: the first may be shorter, and no key is padding.
+    Blocks tile these keys exactly: the first may be shorter, and no key is padding.
     """
 
     q_blocks: int
     block_q: int
-    left: int
+    left: int  # keys before a query that it may see
     span: int
     keys: int
     block_kv: int
@@ -120,26 +130,26 @@ class BlockGrid(NamedTuple):
 
     @property
     def first_block_kv(self) -> int:
-        """The number of keys in the first block."""
+        """Keys of the first block."""
         return self.span - (self.kv_blocks - 1) * self.block_kv
 
     def key_starts(self, q_start: Array) -> tuple[Array, Array]:
-        """The first key of the first block, and those of the others, for the queries from `q_start` on."""
+        """Return the first key of the first block, and of each other block, for the queries from `q_start` on."""
         first = jnp.clip(q_start - self.left, 0, self.keys - self.span)
         return first, first + self.first_block_kv + self.block_kv * jnp.arange(self.kv_blocks - 1, dtype=q_start.dtype)
 
     @property
     def q_starts(self) -> Array:
-        """The first query of each block."""
+        """First query of each block."""
         return self.block_q * jnp.arange(self.q_blocks)
 
     def pad_queries(self, x: Array) -> Array:
-        """x with zeros behind its queries, to whole blocks."""
+        """Pad the queries of x with zeros to whole blocks."""
         return pad_to(x, 0, self.q_blocks * self.block_q)
 
 
 def block_grid(queries: int, keys: int, window: Window | None, config: Config) -> BlockGrid:
-    """The blocks of so many queries and keys, as even as the lengths allow and at most as large as configured."""
+    """Return the blocks of so many queries and keys, as even as the lengths allow."""
     q_blocks, block_q = even_blocks(queries, config.block_q)
     left, right = (keys if side is None else side for side in window or (None, None))
     span = min(keys, block_q + left + right)
@@ -155,7 +165,7 @@ def visible_keys(
     kv_start: Array,
     num_keys: int,
 ) -> Bool[Array, "_L _S"] | None:
-    """Mark the keys from `kv_start` on that the queries from `q_start` on see; None is all."""
+    """Return which keys from `kv_start` on the queries from `q_start` on see; None is all."""
     valid = None if key_mask is None else slice_axis(key_mask, kv_start, num_keys)[None, :]
     if window is None:
         return valid
@@ -164,23 +174,23 @@ def visible_keys(
 
 
 class BlockLists(NamedTuple):
-    """The blocks of keys that some blocks of queries visit under a radial mask, a few together at each step."""
+    """The blocks of keys that some blocks of queries visit under a radial mask, a few at each step."""
 
-    q_blocks: slice  # of blocks of queries
-    kv_blocks: Int32[np.ndarray, "_B _T _S"]
-    counts: Int32[np.ndarray, " _B"]  # of the listed blocks, in order; those after them are not visited
+    q_blocks: slice  # the blocks of queries
+    kv_blocks: Int32[np.ndarray, "_B _T _S"]  # for each of them the indices of blocks of keys, by step
+    counts: Int32[np.ndarray, " _B"]  # the length of each list; entries after that are padding
 
     @property
     def arrays(self) -> tuple[Array, Array, Array]:
-        """Each block's list, the places of its entries, and their number, with a leading axis of blocks of queries."""
+        """Each list, the position of each entry in its list, and the list's length; blocks of queries come first."""
         slots = np.arange(self.kv_blocks[0].size, dtype=np.int32).reshape(self.kv_blocks[0].shape)
         return jnp.asarray(self.kv_blocks), jnp.broadcast_to(slots, self.kv_blocks.shape), jnp.asarray(self.counts)
 
 
 def block_lists(mask: Radial, queries: int, keys: int, block_kv: int) -> list[BlockLists]:
-    """The visits of all blocks of queries, with as many keys together as `block_kv` allows.
+    """Return the lists of all blocks of queries, with up to `block_kv` keys a step.
 
-    All blocks of a list visit as many as its longest, so the blocks with text, which see all, are apart.
+    Lists of one `BlockLists` are padded to the longest, so blocks with text, which see all keys, have their own.
     """
     block_mask, first_text_block = mask.block_mask(queries, keys), mask.frames * mask.frame_tokens // mask.block_q
     all_lists = []
@@ -194,29 +204,29 @@ def block_lists(mask: Radial, queries: int, keys: int, block_kv: int) -> list[Bl
 
 
 def to_blocks(x: Float[Array, "*B L D"], size: int) -> Float[Array, "*B _L S D"]:
-    """x in blocks of `size` tokens, the last of them filled with zeros."""
+    """Split x into blocks of `size` tokens; the last is padded with zeros."""
     return pad_to(x, x.ndim - 2, size).reshape(*x.shape[:-2], -1, size, x.shape[-1])
 
 
 def key_mask_blocks(key_mask: Bool[Array, " S"] | None, keys: int, size: int) -> Bool[Array, "_B _S"]:
-    """Mark the keys that take part in blocks of `size` keys."""
+    """Split a key mask (None: all keys) into blocks of `size` keys; padding is False."""
     valid = jnp.ones(keys, bool) if key_mask is None else key_mask
     return pad_to(valid, 0, size).reshape(-1, size)
 
 
 def even_blocks(length: int, max_size: int) -> tuple[int, int]:
-    """The fewest blocks of at most `max_size` that cover a length, and their even size."""
+    """Return the fewest blocks of at most `max_size` that cover a length, and their even size."""
     count = ceil_div(length, max_size)
     return count, ceil_div(length, count)
 
 
 def slice_axis(x: Array, start: Array, size: int, axis: int = 0) -> Array:
-    """Slices `size` entries from `start` along an axis; an axis of size 1 broadcasts and stays."""
+    """Slice `size` entries from `start` along an axis; an axis of size 1 broadcasts and stays."""
     return x if x.shape[axis] == 1 else jax.lax.dynamic_slice_in_dim(x, start, size, axis)
 
 
 def matmul_precision(dtype: DTypeLike) -> str:
-    """The precision of products of operands that had this dtype: one pass of a matrix unit is exact for bfloat16."""
+    """Return the precision of matrix products for operands of this dtype: one pass is exact for bfloat16."""
     return "highest" if dtype == jnp.float32 else "default"
 
 
@@ -232,5 +242,5 @@ def matmul(a: Array, b: Array, *, transposed: bool = False) -> Float32[Array, ".
 
 
 def iota(shape: tuple[int, int], axis: int) -> Int32[Array, "_L _S"]:
-    """The positions along an axis of a matrix."""
+    """Return the positions along an axis of a matrix."""
     return jax.lax.broadcasted_iota(jnp.int32, shape, axis)

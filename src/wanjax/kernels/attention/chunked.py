@@ -33,14 +33,14 @@ from wanjax.kernels.target import multiplies_bfloat16, target
 
 
 def default_config(platform: str, head_dim: int) -> Config:
-    """The fastest sizes of benchmarks/attention.py for CPUs; elsewhere, blocks that fill a matrix unit."""
+    """Return the fastest sizes of benchmarks/attention.py for CPUs; elsewhere, blocks that fill a matrix unit."""
     if platform == "cpu":
         return Config(1024, 512 if head_dim <= 64 else 1024, batched=False)
     return Config(256, 1024, batched=True)
 
 
 def unsupported(q, k, v, *, key_mask, window, scale, bias, config, return_lse) -> str | None:
-    """The reason why this call is not supported, or None."""
+    """Return the reason why this call is not supported, or None."""
     if isinstance(window, Radial) and bias is not None:
         return "chunked takes a bias or a radial mask, not both"
     if config is not None and not isinstance(config, Config):
@@ -85,7 +85,7 @@ def gradient(
     config: Config | None,
     keys: Int32[Array, " B"] | None = None,
 ) -> tuple[Array, Array, Array]:
-    """The gradients of q, k and v; g, lse and delta are those of `gradient.from_result`.
+    """Return the gradients of q, k and v; g, lse and delta are those of `gradient.from_result`.
 
     Of each example's keys those of `key_mask`, or the first `keys`, take part.
     """
@@ -121,7 +121,7 @@ def _forward(
 
 
 class MatmulOptions(NamedTuple):
-    """The precision of products, and the scale of logits where queries, in bfloat16, do not have it."""
+    """The precision of matrix products, and the scale of logits; None if the queries are scaled already."""
 
     precision: str
     scale: float | None
@@ -131,7 +131,7 @@ class MatmulOptions(NamedTuple):
 
 
 class PartialSoftmax(NamedTuple):
-    """Softmax over some keys: the largest logit and, relative to it, the sums of weights and of weighted values."""
+    """Softmax over some keys: the row maximum and, relative to it, the sums of weights and of weighted values."""
 
     row_max: Float32[Array, "L 1"]
     weight_sum: Float32[Array, "L 1"]
@@ -159,13 +159,13 @@ def _head(
     dtype: DTypeLike,
     config: Config,
 ) -> tuple[Float[Array, "L D"], Float32[Array, "L 1"]]:
-    """One head of one example, and its log-sum-exps. Queries are padded to whole blocks, which changes no result.
+    """Compute one head of one example, and its log-sum-exps. Queries are padded to whole blocks.
 
     Operands are float32, or bfloat16 where the processor multiplies that; logits and sums are always float32.
     """
     matmul, length = MatmulOptions(matmul_precision(dtype), scale if multiplies_bfloat16(q) else None), len(q)
     if matmul.scale is None:
-        q, k, v = (q_block.astype(jnp.float32) for q_block in (q, k, v))
+        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
         q = scale * q
     if isinstance(window, Radial):
         out, lse = _radial(q, k, v, key_mask, window, matmul, config)
@@ -196,19 +196,17 @@ def _head(
             )
 
         first_start, later_starts = grid.key_starts(q_start)
-        partial_softmax = block_softmax(first_start, grid.first_block_kv)
-        if len(later_starts):  # a scan of no steps is refused under `jax.disable_jit`
-            partial_softmax, _ = jax.lax.scan(
-                lambda partial_softmax, kv_start: (
-                    merge(partial_softmax, block_softmax(kv_start, grid.block_kv)),
+        state = block_softmax(first_start, grid.first_block_kv)
+        if len(later_starts):  # `jax.disable_jit` refuses a scan of no steps
+            state, _ = jax.lax.scan(
+                lambda state, kv_start: (
+                    merge(state, block_softmax(kv_start, grid.block_kv)),
                     None,
                 ),
-                partial_softmax,
+                state,
                 later_starts,
             )
-        return divide_or_zero(partial_softmax.value_sum, partial_softmax.weight_sum), log_sum_exp(
-            partial_softmax.row_max, partial_softmax.weight_sum
-        )
+        return divide_or_zero(state.value_sum, state.weight_sum), log_sum_exp(state.row_max, state.weight_sum)
 
     out, lse = jax.lax.map(attend_block, grid.q_starts)
     return out.reshape(-1, v.shape[1])[:length].astype(dtype), lse.reshape(-1, 1)[:length]
@@ -223,26 +221,24 @@ def _radial(
     matmul: MatmulOptions,
     config: Config,
 ) -> tuple[Float32[Array, "L D"], Float32[Array, "L 1"]]:
-    """One head under a radial mask: each block of queries visits the blocks of keys that it sees, a few at a time."""
+    """Compute one head under a radial mask: each block of queries visits the blocks that it sees, a few at a time."""
     q_blocks, k_blocks, v_blocks = to_blocks(q, mask.block_q), to_blocks(k, mask.block_kv), to_blocks(v, mask.block_kv)
     valid = key_mask_blocks(key_mask, len(k), mask.block_kv)
 
     def attend_block(entry: tuple[Array, ...]) -> tuple[Float32[Array, "L D"], Float32[Array, "L 1"]]:
         q_block, kv_blocks, slots, count = entry
 
-        def add(partial_softmax: PartialSoftmax, step: tuple[Array, Array]) -> tuple[PartialSoftmax, None]:
+        def add(state: PartialSoftmax, step: tuple[Array, Array]) -> tuple[PartialSoftmax, None]:
             kv_blocks, slots = step
             k_part, v_part = (blocks[kv_blocks].reshape(-1, blocks.shape[2]) for blocks in (k_blocks, v_blocks))
             visible = valid[kv_blocks] & (slots < count)[:, None]
-            return merge(partial_softmax, _softmax(q_block, k_part, v_part, visible.reshape(1, -1), None, matmul)), None
+            return merge(state, _softmax(q_block, k_part, v_part, visible.reshape(1, -1), None, matmul)), None
 
         empty = PartialSoftmax(
             *(jnp.full((len(q_block), n), fill) for n, fill in ((1, -jnp.inf), (1, 0.0), (v.shape[1], 0.0)))
         )
-        partial_softmax, _ = jax.lax.scan(add, empty, (kv_blocks, slots))
-        return divide_or_zero(partial_softmax.value_sum, partial_softmax.weight_sum), log_sum_exp(
-            partial_softmax.row_max, partial_softmax.weight_sum
-        )
+        state, _ = jax.lax.scan(add, empty, (kv_blocks, slots))
+        return divide_or_zero(state.value_sum, state.weight_sum), log_sum_exp(state.row_max, state.weight_sum)
 
     results = [
         jax.lax.map(attend_block, (q_blocks[lists.q_blocks], *lists.arrays))
@@ -260,7 +256,7 @@ def _softmax(
     bias: Float32[Array, "..."] | None,
     matmul: MatmulOptions,
 ) -> PartialSoftmax:
-    """The softmax of a block of queries over the keys that are seen."""
+    """Return the softmax of a block of queries over the visible keys."""
     logits = matmul.dot(q, k.T)
     if matmul.scale is not None:
         logits *= matmul.scale

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradient of attention by blocks of queries and keys, on any platform.
 
-Scores are laid out keys × queries, so that of the five products one alone transposes them.
+Scores are laid out keys × queries, so that only one of the five matrix products transposes them.
 """
 
 from functools import partial
@@ -28,7 +28,7 @@ from wanjax.kernels.attention.radial import Radial
 
 
 class QueryBlock(NamedTuple):
-    """Queries times the scale, the gradients of their results, their log-sum-exps, and their deltas."""
+    """A block of scaled queries, the gradients of their results, their log-sum-exps, and their deltas."""
 
     q: Float32[Array, "L D"]
     g: Float32[Array, "L D"]
@@ -85,7 +85,7 @@ def _head(
     dtype: DTypeLike,
     config: Config,
 ) -> Gradients:
-    """One head of one example. Queries are padded by such without a gradient, which changes no result."""
+    """Compute the gradients of one head of one example. Padded queries have a gradient of zero and add nothing."""
     q, k, v, g = (x.astype(jnp.float32) for x in (q, k, v, g))
     queries = QueryBlock(scale * q, g, finite_max(lse)[:, None], delta[:, None])
     if isinstance(window, Radial):
@@ -104,7 +104,7 @@ def _blocks(
     precision: str,
     config: Config,
 ) -> Gradients:
-    """The gradients of scaled queries, keys and values of one head."""
+    """Return the gradients of scaled queries, keys and values of one head."""
     length = len(queries.q)
     grid = block_grid(length, len(k), window, config)
     query_blocks = QueryBlock(*(grid.pad_queries(x).reshape(grid.q_blocks, grid.block_q, -1) for x in queries))
@@ -136,7 +136,7 @@ def _blocks(
 
 
 def _add_at(total: Array, start: Array, part: Array) -> Array:
-    """Add a part to the rows from `start` on."""
+    """Add `part` to the rows of `total` from `start` on."""
     if len(part) == len(total):
         return total + part
     return jax.lax.dynamic_update_slice_in_dim(total, slice_axis(total, start, len(part)) + part, start, 0)
@@ -145,7 +145,7 @@ def _add_at(total: Array, start: Array, part: Array) -> Array:
 def _radial(
     queries: QueryBlock, k: Array, v: Array, key_mask: Array | None, mask: Radial, precision: str, config: Config
 ) -> Gradients:
-    """The same under a radial mask, by the blocks of keys that each block of queries visits."""
+    """Return the same as `_blocks` under a radial mask, by the blocks of keys that each block of queries visits."""
     length, keys, block_kv = len(queries.q), len(k), mask.block_kv
     query_blocks = QueryBlock(*(to_blocks(x, mask.block_q) for x in queries))
     k, v, valid = to_blocks(k, block_kv), to_blocks(v, block_kv), key_mask_blocks(key_mask, keys, block_kv)
@@ -159,8 +159,8 @@ def _radial(
             visible = valid[kv_blocks] & (slots < count)[:, None]
             contribution = _block_gradients(query_block, k_part, v_part, visible.reshape(1, -1), precision)
             dk, dv = (
-                gradient.at[kv_blocks].add(lists.reshape(len(kv_blocks), block_kv, -1))
-                for gradient, lists in ((gradients.k, contribution.k), (gradients.v, contribution.v))
+                gradient.at[kv_blocks].add(part.reshape(len(kv_blocks), block_kv, -1))
+                for gradient, part in ((gradients.k, contribution.k), (gradients.v, contribution.v))
             )
             return Gradients(gradients.q + contribution.q, dk, dv), None
 
@@ -183,7 +183,7 @@ def _block_gradients(
     visible: Bool[Array, "_L S"] | None,
     precision: str,
 ) -> Gradients:
-    """What a block of keys adds to the gradients of a block of scaled queries, of the keys and of their values."""
+    """Return what a block of scaled queries and a block of keys add to the gradients of q, k and v."""
     matmul = partial(jnp.matmul, precision=precision)
     logits = matmul(k, query_block.q.T)  # [S L]
     if visible is not None:

@@ -22,7 +22,7 @@ BEFORE_AMPERE = re.compile(r"Tesla|Quadro|TITAN|GTX|RTX 20\d\d|\bT\d+\b")
 
 
 def unsupported(q, k, v, *, key_mask, window, scale, bias, config, return_lse) -> str | None:
-    """The reason why this call is not supported, or None."""
+    """Return the reason why this call is not supported, or None."""
     device = target(q)
     if device.platform == "gpu" and BEFORE_AMPERE.search(device.kind):
         return f"cudnn's attention needs an Ampere card or a later one, and this is for {device.kind}"

@@ -2,8 +2,8 @@
 """The gradient of attention from its result and its log-sum-exps (Dao et al., FlashAttention, 2022, algorithm 4).
 
 The weights of a block follow from its scores and the log-sum-exps, and the gradient of the softmax needs one more sum
-for each query, that of result times gradient. So nothing of the forward pass is kept beside its operands and results,
-and where the results are saved, a block that is computed again does not attend again.
+for each query, delta = Σ result · gradient. So only operands and results of the forward pass are saved, and a
+rematerialized transformer block whose attention results are saved need not compute attention again.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Float32
 from wanjax.kernels.autodiff import save_for_backward, with_backward
 
 Result = tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]
-Backward = Callable[..., tuple[Array, Array, Array]]  # of q, k, v, g, lse, delta and masks: the gradients of q, k, v
+Backward = Callable[..., tuple[Array, Array, Array]]  # (q, k, v, g, lse, delta, masks) to (dq, dk, dv)
 
 
 def from_result(
@@ -28,8 +28,8 @@ def from_result(
 ) -> Result:
     """Return `forward(q, k, v, masks)`, whose gradient is `backward(q, k, v, g, lse, delta, masks)`.
 
-    `g` is the gradient of the result, and `delta` [B L N] what is subtracted from the gradient of a query's weights.
-    `masks` is a tree of arrays that have no gradient.
+    `g` is the gradient of the result, and `delta` [B L N] is subtracted from the gradient of a query's weights. `masks`
+    is a tree of arrays that have no gradient.
     """
 
     def fwd(q: Array, k: Array, v: Array, masks: Any) -> tuple[Result, tuple]:

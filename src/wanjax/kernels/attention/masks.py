@@ -8,7 +8,7 @@ Window = tuple[int | None, int | None]
 
 
 def in_window(queries: Int[Array, " L"], keys: Int[Array, " S"], window: Window) -> Bool[Array, "L S"]:
-    """Mark keys from `left` before a query's own position to `right` after it; None is no bound."""
+    """Return which keys are at most `left` before a query's position and at most `right` after it; None is no bound."""
     left, right = window
     distance = keys[None, :] - queries[:, None]
     visible = jnp.ones(distance.shape, bool)
@@ -22,26 +22,26 @@ def in_window(queries: Int[Array, " L"], keys: Int[Array, " S"], window: Window)
 def valid_keys_first(
     key_mask: Bool[Array, "B S"], *arrays: Float[Array, "B S K D"]
 ) -> tuple[Int32[Array, " B"], list[Float[Array, "B S K D"]]]:
-    """The number of keys that take part, and arrays with these keys first: softmax does not depend on the order."""
+    """Return the number of valid keys, and the arrays with these keys first: softmax does not depend on the order."""
     order = jnp.argsort(~key_mask, axis=1, stable=True)[:, :, None, None]
     return key_mask.sum(axis=1, dtype=jnp.int32), [jnp.take_along_axis(x, order, axis=1) for x in arrays]
 
 
 def length_mask(lengths: Int[Array, " B"], keys: int) -> Bool[Array, "B S"]:
-    """Mark the first keys, a number of them for each example."""
+    """Return a mask of each example's first keys, as many as its length."""
     return jnp.arange(keys)[None, :] < lengths[:, None]
 
 
 def finite_max(row_max: Float[Array, "..."]) -> Float[Array, "..."]:
-    """A row's maximum, or 0 for the -inf of a row with no live key: logits minus it are never NaN."""
+    """Return the row maximum, or 0 for the -inf of a row without a valid key: logits minus it are never NaN."""
     return jnp.where(row_max == -jnp.inf, 0.0, row_max)
 
 
 def divide_or_zero(value_sum: Float[Array, "..."], weight_sum: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Return total / weight, or 0 for a row with no live key, whose weight is 0."""
+    """Return value_sum / weight_sum, or 0 for a row without a valid key, whose weights sum to 0."""
     return value_sum / jnp.where(weight_sum == 0, 1.0, weight_sum)
 
 
 def log_sum_exp(row_max: Float[Array, "..."], weight_sum: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Return top + log(weight) for weight = Σ exp(logits - top), or -inf for a row with no live key."""
+    """Return row_max + log(weight_sum), or -inf for a row without a valid key; weight_sum is Σ exp(logits - row_max)."""
     return row_max + jnp.log(jnp.where(weight_sum == 0, 1.0, weight_sum))

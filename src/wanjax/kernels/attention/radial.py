@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Radial attention's mask: near frames whole, far ones in a band around a query's own place, as blocks known ahead.
+"""Radial attention's mask: a query sees near frames whole, and of far ones a band around its own position.
 
-Follows Li et al., Radial Attention, 2025: radial_attn/attn_mask.py of its authors. A mask is one for all heads and
-steps, so that the blocks to visit are known when a program is compiled.
+Follows Li et al., Radial Attention, 2025: radial_attn/attn_mask.py of its authors. All heads and steps share one mask
+of blocks, so that the blocks to visit are known when a program is compiled.
 """
 
 from dataclasses import dataclass
@@ -14,18 +14,25 @@ from jaxtyping import Bool, Int, Int32
 from wanjax.errors import WanjaxError
 from wanjax.kernels.alignment import ceil_div
 
-NO_BLOCK = 1 << 30  # the first key of a block that is none
-MASK_BLOCK = 128  # tokens along each side of a block of the published mask, and the least half width of a band
+NO_BLOCK = 1 << 30  # padding of a list of blocks, in place of a first key
+MASK_BLOCK = 128  # tokens along each side of a block of the published mask; also a band's smallest half width
 DEFAULT_DECAY = 0.2  # the smallest that the authors use
 MAX_DECAY = 16.0
 
 
 @dataclass(frozen=True)
 class Radial:
-    """The mask of a video's tokens in the order of its frames, and of text tokens after them, which see and are seen.
+    """The mask of a video's tokens, in the order of its frames. Text tokens after them see all and are seen by all.
 
-    A block of `block_q` queries by `block_kv` keys is whole or absent: it is whole where any published block in it is.
-    `sink` shows the first frame to all. A larger `decay` keeps more.
+    A block of `block_q` queries by `block_kv` keys is visible if any block of the published mask in it is.
+
+    Attributes:
+        frames: Latent frames.
+        frame_tokens: Tokens of a frame.
+        decay: How slowly the band narrows with the distance of frames: a larger one keeps more.
+        sink: Whether all queries see the first frame.
+        block_q: Queries of a block.
+        block_kv: Keys of a block.
     """
 
     frames: int
@@ -45,46 +52,43 @@ class Radial:
             raise WanjaxError(f"blocks of {self.block_q} by {self.block_kv} tokens: give multiples of {MASK_BLOCK}")
 
     def block_mask(self, queries: int, keys: int) -> Bool[np.ndarray, "_L _S"]:
-        """Mark the blocks to visit, of a sequence with so many queries and keys in all."""
+        """Return the visible blocks of a sequence with so many queries and keys, text included."""
         return _cached_block_mask(self, queries, keys)
 
     def density(self, tokens: int) -> float:
-        """Return the share of the scores of so many tokens that are computed."""
+        """Return the share of all scores that are computed, for a sequence of so many tokens."""
         rows, columns = (_block_sizes(tokens, block).astype(np.float64) for block in (self.block_q, self.block_kv))
         return float(rows @ self.block_mask(tokens, tokens) @ columns) / tokens**2
 
     def token_mask(self, queries: int, keys: int) -> Bool[np.ndarray, "L S"]:
-        """Mark the keys that each query sees, of a sequence with so many of both."""
+        """Return the keys that each query sees, of a sequence with so many queries and keys."""
         rows, columns = np.arange(queries) // self.block_q, np.arange(keys) // self.block_kv
         return self.block_mask(queries, keys)[rows[:, None], columns[None, :]]
 
 
 @cache
 def _cached_block_mask(mask: Radial, queries: int, keys: int) -> Bool[np.ndarray, "_L _S"]:
-    """Return `Radial.live`. Queries after the last key are padding and see none."""
-    first_text_block = mask.frames * mask.frame_tokens // MASK_BLOCK  # the block in which text begins, if there is any
-    mask_blocks = np.zeros((ceil_div(queries, MASK_BLOCK), ceil_div(keys, MASK_BLOCK)), bool)
-    published = published_mask(mask.frames, mask.frame_tokens, mask.decay, mask.sink)[
-        : len(mask_blocks), : mask_blocks.shape[1]
-    ]
-    mask_blocks[: len(published), : published.shape[1]] = published
+    """Return `Radial.block_mask`. Queries after the last key are padding and see none."""
+    first_text_block = mask.frames * mask.frame_tokens // MASK_BLOCK  # if there is text
+    visible = np.zeros((ceil_div(queries, MASK_BLOCK), ceil_div(keys, MASK_BLOCK)), bool)
+    published = published_mask(mask.frames, mask.frame_tokens, mask.decay, mask.sink)
+    published = published[: len(visible), : visible.shape[1]]
+    visible[: len(published), : published.shape[1]] = published
     if keys > mask.frames * mask.frame_tokens:
-        mask_blocks[first_text_block : ceil_div(keys, MASK_BLOCK)] = mask_blocks[:, first_text_block:] = True
-    for axis, block_size in enumerate((mask.block_q, mask.block_kv)):
-        mask_blocks = np.logical_or.reduceat(
-            mask_blocks, np.arange(0, mask_blocks.shape[axis], block_size // MASK_BLOCK), axis=axis
-        )
-    mask_blocks.setflags(write=False)
-    return mask_blocks
+        visible[first_text_block : ceil_div(keys, MASK_BLOCK)] = visible[:, first_text_block:] = True
+    for axis, block in enumerate((mask.block_q, mask.block_kv)):
+        visible = np.logical_or.reduceat(visible, np.arange(0, visible.shape[axis], block // MASK_BLOCK), axis=axis)
+    visible.setflags(write=False)
+    return visible
 
 
 @cache
 def published_mask(frames: int, frame_tokens: int, decay: float, sink: bool) -> Bool[np.ndarray, "_L _S"]:
     """Return the blocks of 128 by 128 video tokens that the published rule keeps.
 
-    It keeps a block if, of its columns that hold a score of one pair of frames, more than three fifths hold scores in
-    over a third of the block's rows. Blocks at the end of a frame and of the video count too, where the authors' code
-    cuts some off.
+    The rule takes each pair of frames by itself. Of a block's columns, some hold scores of the pair's band; the block
+    is kept if in more than three fifths of these the band covers over a third of the rows. Partial blocks at the end of
+    a frame and of the video count too; the authors' code cuts some of them off.
     """
     blocks = ceil_div(frames * frame_tokens, MASK_BLOCK)
     mask = np.zeros((blocks, blocks), bool)
@@ -104,7 +108,10 @@ def published_mask(frames: int, frame_tokens: int, decay: float, sink: bool) -> 
 
 
 def band_half_width(distance: int, frame_tokens: int, decay: float) -> int | None:
-    """Return how far a key may be from a query's place in a frame at this distance; None if it sees none of them."""
+    """Return how far a key's position in its frame may be from the query's in another, `distance` frames away.
+
+    None if the query sees no key of that frame.
+    """
     halved = 2.0 ** (frame_tokens.bit_length() - distance.bit_length())
     if halved < MASK_BLOCK and distance % int(MASK_BLOCK / halved):
         return None
@@ -116,21 +123,17 @@ def band_half_width(distance: int, frame_tokens: int, decay: float) -> int | Non
 def _frame_pair_mask(
     q_start: int, kv_start: int, frame_tokens: int, frames: int, half_width: int
 ) -> Bool[np.ndarray, "_L _S"]:
-    """Return the blocks that are kept for one pair of frames, from the blocks in which their first tokens lie on."""
+    """Return the blocks that are kept for one pair of frames; the first block is that of the frames' first tokens."""
     padding = kv_start % MASK_BLOCK
-    starts = np.arange(-(q_start % MASK_BLOCK), frame_tokens, MASK_BLOCK)[
-        :, None
-    ]  # of blocks of queries, from the frame's first token
+    # the first query of each block, from the frame's first token
+    starts = np.arange(-(q_start % MASK_BLOCK), frame_tokens, MASK_BLOCK)[:, None]
     keys = np.arange(frame_tokens)[None, :]
     first_query = np.maximum(np.maximum(starts, 0), keys - half_width)
     end_query = np.minimum(np.minimum(starts + MASK_BLOCK, frame_tokens), keys + half_width + 1)
     count = np.maximum(end_query - first_query, 0)  # queries of the block that see each key
-    count = np.pad(count, ((0, 0), (padding, -(padding + frame_tokens) % MASK_BLOCK))).reshape(
-        len(starts), -1, MASK_BLOCK
-    )
-    num_queries = np.minimum(MASK_BLOCK, frames * frame_tokens - (q_start + starts))[
-        ..., None
-    ]  # the video's last block may have fewer
+    count = np.pad(count, ((0, 0), (padding, -(padding + frame_tokens) % MASK_BLOCK)))
+    count = count.reshape(len(starts), -1, MASK_BLOCK)
+    num_queries = np.minimum(MASK_BLOCK, frames * frame_tokens - (q_start + starts))[..., None]
     any_visible, well_covered = (count > 0).sum(axis=2), (3 * count > num_queries).sum(axis=2)
     return 5 * well_covered > 3 * any_visible
 
@@ -141,7 +144,7 @@ def _block_sizes(tokens: int, block: int) -> Int[np.ndarray, " _L"]:
 
 
 def column_lists(block_mask: Bool[np.ndarray, "_L _S"]) -> tuple[Int32[np.ndarray, "_L _S"], Int32[np.ndarray, " _L"]]:
-    """Return each row's live columns, filled up with zeros to the longest row, and their numbers."""
+    """Return the indices of each row's visible columns, padded with zeros to the longest row, and their counts."""
     counts = block_mask.sum(axis=1, dtype=np.int32)
     order = np.argsort(~block_mask, axis=1, kind="stable")[:, : max(1, counts.max())].astype(np.int32)
     return np.where(np.arange(order.shape[1]) < counts[:, None], order, 0).astype(np.int32), counts
@@ -150,12 +153,14 @@ def column_lists(block_mask: Bool[np.ndarray, "_L _S"]) -> tuple[Int32[np.ndarra
 def kernel_lists(
     mask: Radial, queries: int, keys: int, block_kv: int, q_blocks_per_step: int
 ) -> tuple[Int32[np.ndarray, " _L"], ...]:
-    """Return the scalars of a kernel that holds `block_kv` keys at a time, and visits whole live blocks in them.
+    """Return the scalars of `flash_kernel.sparse_kernel`, which visits the visible blocks of a mask.
 
-    A cell of its grid has `q_blocks_per_step` neighbouring blocks of queries, each with a list of its own, and the held keys. In
-    the order of cells: where its lists begin, and how many blocks the longest of them has; for each block of queries 1
-    if the last keys are live; and all lists, of first keys counted from the first held key. The lists of a cell are
-    interleaved, and the shorter ones filled up with `NO_BLOCK`.
+    A grid step has `q_blocks_per_step` neighbouring blocks of queries, each with its own list, and `block_kv` keys.
+
+    Returns:
+        For each grid step, the start of its lists; for each, the length of its longest list; for each block of queries,
+        1 if it sees the keys after the last whole block; and all lists, of each block's first key counted from the
+        first key of the grid step. The lists of a grid step are interleaved, and shorter ones padded with `NO_BLOCK`.
     """
     block_mask, num_whole, blocks_per_step = (
         mask.block_mask(queries, keys),
@@ -169,7 +174,7 @@ def kernel_lists(
     )
     columns, counts = column_lists(
         np.moveaxis(by_step, 2, 1).reshape(-1, blocks_per_step)
-    )  # of each block of queries in each cell
+    )  # of each block of queries in each grid step
     slots = np.arange(columns.shape[1])
     block_start = np.where(slots < counts[:, None], columns * mask.block_kv, NO_BLOCK).reshape(
         -1, q_blocks_per_step, len(slots)

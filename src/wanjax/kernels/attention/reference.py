@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Float32
 from wanjax.kernels.attention.masks import Window, divide_or_zero, finite_max, in_window, log_sum_exp
 from wanjax.kernels.attention.radial import Radial
 
-KV_BLOCK = 512  # keys that are summed at once
+KV_BLOCK = 512  # keys that are summed at a time
 
 
 def attention(
@@ -53,7 +53,7 @@ def attention(
 
 
 def _weighted_sum(weights: Float32[Array, "B N L S"], v: Float32[Array, "B S N D"]) -> Float32[Array, "B L N D"]:
-    """The values, weighted and summed block by block: one float32 sum over thousands of keys would lose a digit."""
+    """Sum the weighted values block by block: one float32 sum over thousands of keys would lose a digit."""
     blocks = v.shape[1] // KV_BLOCK
     in_blocks = blocks * KV_BLOCK
     out = _product(weights[..., in_blocks:], v[:, in_blocks:])
@@ -69,7 +69,7 @@ def _product(weights: Float32[Array, "B N L S"], v: Float32[Array, "B S N D"]) -
 
 
 def unsupported(q, k, v, *, key_mask, window, scale, bias, config, return_lse) -> str | None:
-    """The reason why this call is not supported, or None."""
+    """Return the reason why this call is not supported, or None."""
     if config is not None:
         return f"reference has nothing to configure: {type(config).__name__} belongs to another implementation"
     return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention on TPUs by JAX's own splash kernel, forward and gradient, for where `flash_tpu` was not admitted."""
+"""Attention on TPUs by JAX's own splash kernel, forward and gradient, where `flash_tpu` is not admitted."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,7 @@ class Config:
 
 
 def unsupported(q, k, v, *, key_mask, window, scale, bias, config, return_lse) -> str | None:
-    """The reason why this call is not supported, or None."""
+    """Return the reason why this call is not supported, or None."""
     if config is not None and not isinstance(config, Config):
         return f"splash has no tiles to choose: {type(config).__name__} belongs to another implementation"
     if target(q).platform != "tpu" and not (config and config.interpret):
@@ -68,7 +68,7 @@ def attention(
     def attend(q: Array, k: Array, v: Array, valid: Array) -> Array:
         q = (q.astype(jnp.float32) * scale).astype(q.dtype)
         k, v = (jnp.repeat(x, heads_per_kv, axis=1) for x in (k, v))
-        kv_segments = jnp.where(pad_to(valid, 0, block_kv), 0, 1)  # the keys of another segment are not seen
+        kv_segments = jnp.where(pad_to(valid, 0, block_kv), 0, 1)  # queries do not see keys of another segment
         segments = splash_kernel.SegmentIds(q=jnp.zeros(padded_lengths[0], jnp.int32), kv=kv_segments)
         padded = (pad_to(jnp.moveaxis(x, 1, 0), 1, size) for x, size in ((q, block_q), (k, block_kv), (v, block_kv)))
         out = jnp.moveaxis(kernel(*padded, segment_ids=segments)[:, :queries], 0, 1)
@@ -78,7 +78,7 @@ def attention(
 
 
 def _kernel(heads: int, padded_lengths: tuple[int, int], tiles: tuple[int, int, int], *, interpret: bool) -> Any:
-    """Return the kernel for one example's heads [N L D], of lengths in whole blocks."""
+    """Return the kernel for one example's heads [N L D], whose lengths are whole blocks."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
     block_q, block_kv, block_kv_compute = tiles
